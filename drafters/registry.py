@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
-    from mmspec.drafters.instant.drafter import InstantDrafter
+    from mmspec.drafters.instant.online import OnlineHeads
     from mmspec.interfaces import Drafter, TargetInfo
 
 logger = logging.getLogger("mmspec")
@@ -49,16 +49,20 @@ def _arbitrated(target: TargetInfo | None = None, learn: bool = False) -> Drafte
 
     if target is None or not learn:
         return ArbitratedDrafter()
-    return LearnableArbitratedDrafter(_instant(target))
+    return LearnableArbitratedDrafter(_online_heads(target))
 
 
-def _instant(target: TargetInfo) -> InstantDrafter:
-    """Untrained instant heads for a target."""
-    from mmspec.drafters.instant.drafter import InstantDrafter
-    from mmspec.drafters.instant.head import init_instant_head, instant_config
+def _instant(target: TargetInfo) -> Drafter:
+    """Instant heads that learn from nothing, and n-grams of the outputs."""
+    from mmspec.drafters.arbitrated import INSTANT, LearnableArbitratedDrafter
 
-    head = init_instant_head(instant_config(target.hidden_size, target.vocab_size))
-    return InstantDrafter(head, num_layers=target.num_layers, name="instant")
+    return LearnableArbitratedDrafter(_online_heads(target), (INSTANT,), INSTANT_NAME)
+
+
+def _online_heads(target: TargetInfo) -> OnlineHeads:
+    from mmspec.drafters.instant.online import OnlineHeads
+
+    return OnlineHeads(target.hidden_size, target.vocab_size, target.num_layers)
 
 
 def _self() -> Drafter:

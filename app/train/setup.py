@@ -24,7 +24,7 @@ from mmspec.drafters.training.batch import DraftModel, TrainBatch
 from mmspec.drafters.training.instant_loss import batch_examples
 from mmspec.drafters.training.losses import LossWeights
 from mmspec.drafters.training.trainer import DistributedContext, SettingsError, TrainConfig, Trainer, check_resume
-from mmspec.learning.weights import MAX_FIT_FACTOR
+
 
 RUN_FILE = "run.json"
 """Settings of the answers in a folder."""
@@ -192,7 +192,7 @@ def fit_instant_heads(trainer: Trainer, teacher: Teacher) -> None:
             batch = teacher.make_batch(numbers[start : start + trainer.config.batch_size])
             for examples in batch_examples(batch, head.config.block_size):
                 fit.add(examples, trainer.shared_embeddings)
-            if fit.num_examples >= MAX_FIT_FACTOR * head.num_features:
+            if fit.num_examples >= MAX_FIT_EXAMPLES * head.num_features:
                 break
         if fit.num_examples:
             fit.solve()

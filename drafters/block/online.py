@@ -132,8 +132,8 @@ class LearnableBlock(BlockDrafter):
             weight.requires_grad_(True)
         return copy
 
-    def closed_form(self, module: nn.Module) -> ClosedFormFit | None:
-        """See `LearnableDrafter`; None: most heads start trained."""
+    def closed_form(self, device: torch.device) -> ClosedFormFit | None:
+        """See `LearnableDrafter`; None: the head was trained."""
         return None
 
     def learning_loss(

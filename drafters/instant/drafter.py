@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mmspec.drafters.block.markov import MarkovExpander
 from mmspec.drafters.block.online import LearnableBlock
@@ -18,10 +18,9 @@ from mmspec.drafters.eagle.attention import select_last
 from mmspec.drafters.eagle.base import MAX_HEAD_TREE_SIZE
 from mmspec.drafters.eagle.expand import LevelExpander
 from mmspec.drafters.eagle.state import DraftState, Pending
-from mmspec.drafters.instant.fit import RidgeFit
 from mmspec.drafters.instant.head import InstantHead
 from mmspec.engine.tree import DraftTree, root_only
-from mmspec.interfaces import ClosedFormFit, DrafterRequirements, Prompt
+from mmspec.interfaces import DrafterRequirements, Prompt
 
 MAX_FULL_VOCAB = 8192
 """Largest vocabulary that is drafted from as a whole."""
@@ -39,7 +38,6 @@ class InstantDrafter(LearnableBlock):
     head: InstantHead
     learned_parts = ("fc.", "block_proj.", "markov_head.")
     records_every_position = True
-    starts_untrained = True
 
     def __init__(self, head: InstantHead, visual_mode: str = "text_only", **options: Any) -> None:
         """
@@ -89,11 +87,6 @@ class InstantDrafter(LearnableBlock):
     def learned_features(self, head: InstantHead, inputs: Tensor, root_embeds: Tensor) -> Tensor:
         """See `LearnableBlock`; `inputs` are the target's hidden states."""
         return head.block_features(root_embeds, inputs)
-
-    def closed_form(self, module: nn.Module) -> ClosedFormFit | None:
-        """See `LearnableDrafter`: ridge regression of the target's later hidden states."""
-        assert isinstance(module, InstantHead)
-        return RidgeFit(module)
 
     def publish(self, weights: Mapping[str, Tensor], candidate_ids: Tensor | None) -> None:
         """See `LearnableDrafter`. Of a large vocabulary only the ids that occurred are drafted, in calls after this."""

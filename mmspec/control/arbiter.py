@@ -24,6 +24,8 @@ PRIOR_ROUNDS = 32.0
 """Rounds that the evidence of earlier calls counts for at the start of a call."""
 MIN_CONTINUED = 1.5
 """A trial is continued if its round had at least this multiple of the best arm's rate: the text may have changed."""
+FIRST_ROUNDS = 64
+"""Rounds of the first arm before others are tried: arms need some text before they can show what they earn."""
 WARM_UP_ROUNDS = 2
 """First rounds of an arm at a batch size, which are slow (kernels are selected) and not counted."""
 
@@ -88,8 +90,14 @@ class _BatchRates:
 class DraftArbiter:
     """Chooses among `num_arms` arms."""
 
-    def __init__(self, num_arms: int) -> None:
+    def __init__(self, num_arms: int, first: int = 0) -> None:
+        """
+        Args:
+            num_arms: number of arms.
+            first: the arm that drafts the first `FIRST_ROUNDS` rounds, if it is available.
+        """
         self.num_arms = num_arms
+        self.first = first
         self._by_batch: dict[int, _BatchRates] = {}
         self._lock = threading.Lock()
 
@@ -118,6 +126,8 @@ class DraftArbiter:
             candidates = [arm for arm in range(self.num_arms) if available[arm]]
             if call.continues and call.last in candidates:
                 return call.last
+            if self.first in candidates and rates.num_rounds[self.first] < FIRST_ROUNDS:
+                return self.first
             unknown = [arm for arm in candidates if rates.num_rounds[arm] <= WARM_UP_ROUNDS or self._is_new(call, arm)]
             if unknown:
                 return unknown[0]
@@ -171,7 +181,7 @@ class DraftArbiter:
 
     def __deepcopy__(self, memo: dict[int, object]) -> DraftArbiter:
         """An empty arbiter: a deep copy of a drafter may run on another device."""
-        return DraftArbiter(self.num_arms)
+        return DraftArbiter(self.num_arms, self.first)
 
 
 __all__ = ["ArmRate", "CallRates", "DraftArbiter"]

@@ -68,19 +68,19 @@ class ClosedFormFit(Protocol):
     def is_determined(self) -> bool:
         """Whether there are enough examples to `solve`."""
 
-    def add(self, examples: Examples, shared_embeddings: SharedEmbeddings) -> None:
-        """Add the examples of one call, in the order of the text."""
+    def add(self, examples: Examples) -> None:
+        """Add the examples of one call, in the order of the text. Those that are not finite are left out."""
 
-    def solve(self) -> bool:
-        """Write the fit into the copy. False, without a change, if there is no finite one."""
+    def solve(self) -> dict[str, Tensor] | None:
+        """The weights to publish; None if there are no finite ones."""
 
 
 @runtime_checkable
 class LearnableDrafter(Drafter, Protocol):
     """A drafter whose weights can be learned from the text that the target emits.
 
-    The learner trains a copy (`learnable_copy`, `learning_loss`) and swaps its weights in by `publish`, at any time,
-    also while other threads draft.
+    The learner solves a fit (`closed_form`) or trains a copy (`learnable_copy`, `learning_loss`), and swaps the weights
+    in by `publish`, at any time, also while other threads draft.
     """
 
     @property
@@ -96,8 +96,8 @@ class LearnableDrafter(Drafter, Protocol):
     def learnable_copy(self) -> nn.Module:
         """A float32 copy of the weights that are learned."""
 
-    def closed_form(self, module: nn.Module) -> ClosedFormFit | None:
-        """A fit in closed form that starts the weights of a copy; None if there is none."""
+    def closed_form(self, device: torch.device) -> ClosedFormFit | None:
+        """A new fit in closed form with its sums on a device; None if the weights are trained by gradients."""
 
     def learning_loss(
         self, module: nn.Module, examples: Examples, shared_embeddings: SharedEmbeddings, candidate_ids: Tensor

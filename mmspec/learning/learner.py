@@ -1,8 +1,9 @@
 """`Learner`: learns a drafter's weights between calls and swaps them in. Affects speed only.
 
-After each call (`after_call`) its examples go to the reservoir, and as much work is done as the budget allows, in the
-thread of that call: at first the sums of a fit in closed form and its solutions, then optimiser steps. Any exception
-ends learning with one warning; the drafter goes on with its last weights.
+After each call (`after_call`) as much work is done as the budget allows, in the thread of that call. What starts from
+nothing has a fit in closed form: the call's examples are added to its sums and dropped, and it is solved at first often,
+then ever more rarely. What was trained before goes on by optimiser steps on examples of a reservoir. Any exception ends
+learning with one warning; the drafter goes on with its last weights.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from mmspec.interfaces import Examples, LearnableDrafter, SharedEmbeddings
+from mmspec.interfaces import ClosedFormFit, Examples, LearnableDrafter, SharedEmbeddings
 from mmspec.learning.budget import DEFAULT_SHARE, LearningBudget
 from mmspec.learning.recording import RecordedDrafter
 from mmspec.learning.reservoir import ExampleReservoir
@@ -30,6 +31,10 @@ LEARN_BATCH_SIZE = 128
 STEPS_PER_UPDATE = 8
 MAX_WAITING = 16
 """Calls whose examples wait for the fit in closed form; older ones are dropped."""
+SOLUTION_GROWTH = 1.6
+"""A fit is solved again when it holds this many times the examples of the last solution, ..."""
+MAX_SOLUTION_INTERVAL = 16384
+"""... but after so many more at the latest, so that a change of domain is followed."""
 SAVE_EVERY_S = 30.0
 MAX_BAD_STEPS = 10
 """Consecutive steps without a finite loss after which learning ends."""
@@ -66,14 +71,16 @@ class Learner:
         self.shared_embeddings = shared_embeddings
         self.store = store
         self.warn = warn
-        self.device_type = next(shared_embeddings.embed_tokens.parameters()).device.type
+        device = next(shared_embeddings.embed_tokens.parameters()).device
+        self.device_type = device.type
         self.spec = drafter.learning_spec
         self.budget = LearningBudget(share)
         self.disabled_reason: str | None = None
         self._call_s = 0.0
         self._num_updates = 0
-        self._num_fitted = 0
         self._num_bad_steps = 0
+        self._fit = drafter.closed_form(device)
+        self._next_solution = 0
         self._reservoir: ExampleReservoir | None = None
         self._trainer: WeightTrainer | None = None
         self._waiting: deque[Examples] = deque(maxlen=MAX_WAITING)
@@ -114,13 +121,14 @@ class Learner:
     def stats(self) -> LearningStats:
         """What was learned so far, without the curve."""
         reservoir, trainer = self._reservoir, self._trainer
+        num_fitted = 0 if self._fit is None else self._fit.num_examples
         return LearningStats(
             enabled=self.disabled_reason is None,
             disabled_reason=self.disabled_reason,
             drafter=self.spec.key,
-            num_examples=0 if reservoir is None else len(reservoir),
+            num_examples=num_fitted if reservoir is None else len(reservoir),
             reservoir_bytes=0 if reservoir is None else reservoir.nbytes,
-            num_fitted=self._num_fitted,
+            num_fitted=num_fitted,
             num_steps=0 if trainer is None else trainer.num_steps,
             num_updates=self._num_updates,
             learn_s=self.budget.spent_s,
@@ -141,40 +149,45 @@ class Learner:
                 self.budget.earn(call_s)
                 if examples is None:
                     return
+                if self._fit is not None:
+                    self._waiting.append(examples)
+                    return
                 if self._reservoir is None:
                     self._reservoir = ExampleReservoir(self.spec, examples.inputs.dtype)
                 self._reservoir.add(examples)
-                if self._is_fitting and bool(torch.isfinite(examples.inputs).all()):
-                    self._waiting.append(examples)
-
-    @property
-    def _is_fitting(self) -> bool:
-        if self._trainer is None:
-            return self.spec.starts_untrained and not self.resumed
-        return self._trainer.fit is not None
 
     def _work(self) -> None:
-        """Fit, train and save, as much as the budget allows."""
-        if self._reservoir is None:
-            return
-        if self._trainer is None:
-            with self._timed("copy"):
-                self._trainer = WeightTrainer(self.drafter, self.shared_embeddings, with_fit=self._is_fitting)
-        trainer = self._trainer
-        while trainer.fit is not None and self._waiting and self.budget.can_afford("fit"):
-            with self._timed("fit"):
-                trainer.add_to_fit(self._waiting.popleft())
-                self._num_fitted = trainer.fit.num_examples
-        if trainer.is_solution_due and self.budget.can_afford("solve"):
-            with self._timed("solve"):
-                if trainer.solve():
-                    self._publish(trainer)
-        while trainer.fit is None and len(self._reservoir) >= LEARN_BATCH_SIZE and self.budget.can_afford("step"):
-            with self._timed("step"):
-                self._step(trainer)
+        """Fit or train, and save, as much as the budget allows."""
+        if self._fit is not None:
+            self._work_on_fit(self._fit)
+        elif self._reservoir is not None:
+            self._train(self._reservoir)
         if self._unsaved is not None and time.monotonic() - self._last_save > SAVE_EVERY_S:
             with self._timed("save"):
                 self._save()
+
+    def _work_on_fit(self, fit: ClosedFormFit) -> None:
+        """Add the calls that wait, and solve if there are so many more examples that it is worth it."""
+        while self._waiting and self.budget.can_afford("fit"):
+            with self._timed("fit"):
+                fit.add(self._waiting.popleft())
+        is_due = fit.is_determined and fit.num_examples >= self._next_solution
+        if is_due and self.budget.can_afford("solve"):
+            with self._timed("solve"):
+                weights = fit.solve()
+                if weights is not None:
+                    self._publish(weights)
+            interval = min(MAX_SOLUTION_INTERVAL, int((SOLUTION_GROWTH - 1) * fit.num_examples))
+            self._next_solution = fit.num_examples + interval
+
+    def _train(self, reservoir: ExampleReservoir) -> None:
+        """Optimiser steps."""
+        if self._trainer is None:
+            with self._timed("copy"):
+                self._trainer = WeightTrainer(self.drafter, self.shared_embeddings)
+        while len(reservoir) >= LEARN_BATCH_SIZE and self.budget.can_afford("step"):
+            with self._timed("step"):
+                self._step(self._trainer)
 
     def _step(self, trainer: WeightTrainer) -> None:
         """One optimiser step, and now and then an update of the drafter."""
@@ -195,10 +208,9 @@ class Learner:
         self._num_bad_steps = 0
         self.budget.add_loss(loss)
         if trainer.num_steps % STEPS_PER_UPDATE == 0:
-            self._publish(trainer)
+            self._publish(trainer.weights())
 
-    def _publish(self, trainer: WeightTrainer) -> None:
-        weights = trainer.weights()
+    def _publish(self, weights: dict[str, Tensor]) -> None:
         with self._lock:
             token_ids = None if self._reservoir is None else self._reservoir.token_ids()
         self.drafter.publish(weights, token_ids)
@@ -217,6 +229,8 @@ class Learner:
         except ValueError as error:
             self.warn(f"stored weights are ignored, learning starts anew: {error}")
             return False
+        if "num_examples" in weights:  # new sums hold too few at first to replace what is stored
+            self._next_solution = min(MAX_SOLUTION_INTERVAL, int(weights["num_examples"]))
         return True
 
     def _save(self) -> None:
@@ -232,7 +246,7 @@ class Learner:
 
     def _disable(self, reason: str) -> None:
         self.disabled_reason = reason
-        self._trainer = self._reservoir = None
+        self._trainer = self._reservoir = self._fit = None
         self._waiting.clear()
         self.warn(f"learning has ended, the drafter keeps its last weights: {reason}")
 

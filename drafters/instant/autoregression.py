@@ -1,0 +1,162 @@
+"""Linear prediction of the target's next hidden states from its last ones, learned in closed form while it is used.
+
+The hidden states of a text are treated as a vector autoregression: each of the next k states is a linear map of the
+last p states, by ridge regression. All that the regression needs are covariances of states j positions apart, for j
+k + p: one product per text adds them, and no state is stored. With p = 2 learning costs D^2 (k + 2) multiplications
+per token, and one Cholesky factorisation per solution. The target's LM head turns predicted states
+into tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mmspec.interfaces import Examples
+
+NUM_LAGS = 2
+"""p, states that are read: the last one and the one before."""
+BLOCK_SIZE = 4
+"""k, states that are predicted."""
+MAX_INPUT_SIZE = 768
+"""Larger states are projected to so many numbers by a fixed random matrix before they are read."""
+MAX_CANDIDATES = 4096
+"""Largest number of tokens that are drafted, the most frequent ones."""
+RIDGE = 0.01
+"""Weight of the squared weights, as a fraction of the mean variance of an input."""
+RIDGE_EXAMPLES = 2000
+"""With fewer positions than this the weight is larger in proportion."""
+MAX_WEIGHT = 1 << 16
+"""When the sums hold so many positions they are halved: older texts count less."""
+
+
+@dataclass(frozen=True)
+class LinearHeads:
+    """The learned maps, never written to.
+
+    Attributes:
+        weight: [k D, p r] float32; the inputs are those at t - 1, then those at t.
+        bias: [k D] float32.
+        candidate_ids: [V'] int64, the tokens that are drafted.
+        num_examples: positions that it was learned from.
+    """
+
+    weight: Tensor
+    bias: Tensor
+    candidate_ids: Tensor
+    num_examples: int
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """As stored on disk."""
+        return {
+            "weight": self.weight,
+            "bias": self.bias,
+            "candidate_ids": self.candidate_ids,
+            "num_examples": torch.tensor(self.num_examples),
+        }
+
+
+def input_projection(hidden_size: int) -> Tensor | None:
+    """[D, r] float32, the same in every process; None if states are read as they are."""
+    if hidden_size <= MAX_INPUT_SIZE:
+        return None
+    rng = torch.Generator().manual_seed(0)
+    return torch.randn(hidden_size, MAX_INPUT_SIZE, generator=rng) * hidden_size**-0.5
+
+
+class AutoregressionFit:
+    """The sums over all texts so far, and the solution of the regression.
+
+    A text of n states has n - k - 1 positions t with a state before and k states after. The products of the state at
+    t - 1 with those at t - 1 + j are summed over these positions. The products of the state at t with those at t + j
+    are the same but for the first and the last position of a text, so only the difference is summed (`_edges`).
+
+    Attributes:
+        num_examples: positions in the sums.
+    """
+
+    def __init__(self, hidden_size: int, vocab_size: int, device: torch.device) -> None:
+        projection = input_projection(hidden_size)
+        self.projection = None if projection is None else projection.to(device)
+        self.num_examples = 0
+        self._input_size = min(hidden_size, MAX_INPUT_SIZE)
+        self._hidden_size = hidden_size
+        self._products = torch.zeros(self._input_size, (BLOCK_SIZE + 2) * hidden_size, device=device)
+        self._edges = torch.zeros(self._input_size, (BLOCK_SIZE + 1) * hidden_size, device=device)
+        self._sums = torch.zeros(BLOCK_SIZE + 2, hidden_size, device=device)
+        self._weight = 0.0
+        self._token_counts = torch.zeros(vocab_size, device=device)
+
+    @property
+    def is_determined(self) -> bool:
+        """Whether there are as many positions as inputs."""
+        return self.num_examples >= NUM_LAGS * self._input_size
+
+    @torch.no_grad()
+    def add(self, examples: Examples) -> None:
+        """Add the positions of one call, in the order of the text (`Examples.next_ids`).
+
+        Texts with a value that is not finite are left out, and so are texts of less than k + 2 tokens.
+        """
+        device = self._products.device
+        states = examples.inputs.to(device, torch.float32)
+        ends = (examples.next_ids[:, 0] < 0).nonzero()[:, 0].tolist()
+        texts = torch.tensor_split(states, [end + 1 for end in ends]) if ends else (states,)
+        for text in texts:
+            if len(text) >= BLOCK_SIZE + 2 and bool(torch.isfinite(text).all()):
+                self._add_text(text)
+        ids = examples.root_ids.to(device)
+        ids = ids[(ids >= 0) & (ids < len(self._token_counts))]
+        self._token_counts.index_add_(0, ids, torch.ones(len(ids), device=device))
+
+    def _add_text(self, states: Tensor) -> None:
+        """[n, D] the states of one text."""
+        inputs = states if self.projection is None else states @ self.projection
+        length = len(states) - BLOCK_SIZE - 1
+        windows = states.unfold(0, BLOCK_SIZE + 2, 1).transpose(1, 2)  # [length, k + 2, D], from t - 1 on
+        self._products.addmm_(inputs[:length].t(), windows.flatten(1))
+        ends = torch.stack((-inputs[0], inputs[length]))
+        self._edges.addmm_(ends.t(), torch.stack((states[: BLOCK_SIZE + 1], states[length:])).flatten(1))
+        self._sums += windows.sum(0)
+        self._weight += length
+        self.num_examples += length
+        if self._weight > MAX_WEIGHT:
+            for sums in (self._products, self._edges, self._sums, self._token_counts):
+                sums *= 0.5
+            self._weight *= 0.5
+
+    @torch.no_grad()
+    def solve(self) -> dict[str, Tensor] | None:
+        """`LinearHeads.state_dict` of the solution; None if there is no finite one."""
+        if not self._weight:
+            return None
+        means = self._sums / self._weight  # of the states at t - 1, t, ..., t + k
+        input_means = means[:NUM_LAGS] if self.projection is None else means[:NUM_LAGS] @ self.projection
+        products = self._products.view(self._input_size, BLOCK_SIZE + 2, self._hidden_size) / self._weight
+        edges = self._edges.view(self._input_size, BLOCK_SIZE + 1, self._hidden_size) / self._weight
+        before = products - input_means[0][:, None, None] * means  # covariances of the input at t - 1
+        now = products[:, :-1] + edges - input_means[1][:, None, None] * means[1:]  # of the input at t
+        weight = self._solve(before, now)
+        if weight is None or not bool(torch.isfinite(weight).all()):
+            return None
+        bias = means[NUM_LAGS:].flatten() - weight @ input_means.flatten()
+        found = self._token_counts.topk(min(MAX_CANDIDATES, len(self._token_counts)))
+        candidate_ids = found.indices[found.values > 0].sort().values
+        return LinearHeads(weight, bias, candidate_ids, self.num_examples).state_dict()
+
+    def _solve(self, before: Tensor, now: Tensor) -> Tensor | None:
+        """[k D, 2 r] the ridge solution, from the covariances with the states at t - 1, ..., t + k and at t, ..., t + k."""
+        first, second = before[:, :NUM_LAGS], now[:, :1]
+        if self.projection is not None:
+            first, second = first @ self.projection, second @ self.projection
+        cross = first[:, 1]
+        gram = torch.cat((torch.cat((first[:, 0], cross), dim=1), torch.cat((cross.t(), second[:, 0]), dim=1)))
+        targets = torch.cat((before[:, NUM_LAGS:], now[:, 1:])).flatten(1)
+        gram.diagonal().add_(RIDGE * (1 + RIDGE_EXAMPLES / self.num_examples) * gram.diagonal().mean())
+        factor, info = torch.linalg.cholesky_ex(gram)
+        return None if bool(info) else torch.cholesky_solve(targets, factor).t().contiguous()
+
+
+__all__ = ["BLOCK_SIZE", "NUM_LAGS", "AutoregressionFit", "LinearHeads", "input_projection"]

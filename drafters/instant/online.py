@@ -1,0 +1,224 @@
+"""`OnlineHeads`: instant heads that learn from nothing while the target is used, in closed form.
+
+They predict the next k positions of each row from the target's last two hidden states (`autoregression.py`), and are a
+part of the drafters of `mmspec.drafters.arbitrated`, which combine them with n-grams. The weights that draft are one
+object that is replaced whole, so a round reads old or new ones, never both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mmspec.drafters.eagle.recorder import CallRecorder
+from mmspec.drafters.instant.autoregression import BLOCK_SIZE, AutoregressionFit, LinearHeads, input_projection
+from mmspec.drafters.ngram.output_ngrams import HEAD_POWER, SlotProbs
+from mmspec.interfaces import Examples, LearningSpec, Prompt, SharedEmbeddings, VerifyResult
+
+MAX_SLOT_TOKENS = 16
+"""Tokens of a position that are drafted from."""
+
+
+@dataclass
+class HeadsState:
+    """State of one call.
+
+    Attributes:
+        shared_embeddings: of the target.
+        last: [B, D] hidden state before each row's root.
+        previous: [B, D] hidden state one position earlier.
+        recorder: of a call that is learned from, else None.
+        has_begun: whether the first token was observed.
+    """
+
+    shared_embeddings: SharedEmbeddings
+    last: Tensor
+    previous: Tensor
+    recorder: CallRecorder | None = None
+    has_begun: bool = False
+
+
+@dataclass(frozen=True)
+class _Published:
+    """Heads with the rows of the LM head that they draft from, [V', D]."""
+
+    heads: LinearHeads
+    lm_head_rows: Tensor
+
+
+class OnlineHeads:
+    """Instant heads of one target.
+
+    Attributes:
+        hidden_size: D.
+        vocab_size: V.
+        hidden_state_index: of the output of the target's final norm.
+    """
+
+    def __init__(self, hidden_size: int, vocab_size: int, num_layers: int) -> None:
+        self.hidden_size = hidden_size
+        self.vocab_size = vocab_size
+        self.hidden_state_index = num_layers
+        self._projection = input_projection(hidden_size)
+        self._heads: LinearHeads | None = None
+        self._published: _Published | None = None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether anything was learned."""
+        return self._heads is not None
+
+    # --- drafting -----------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def begin(self, prompt: Prompt) -> HeadsState:
+        """Take the last two hidden states of each prompt.
+
+        Raises:
+            ValueError: the prompt comes without the target's embeddings.
+        """
+        if prompt.shared_embeddings is None:
+            raise ValueError("instant heads need the target's embeddings; got Prompt.shared_embeddings=None.")
+        hidden_states = prompt.hidden_states[self.hidden_state_index]
+        mask = prompt.attention_mask[:, -hidden_states.shape[1] :].to(hidden_states.device)
+        last = mask.shape[1] - 1 - mask.flip(1).long().argmax(1)
+        rows = torch.arange(len(last), device=last.device)
+        return HeadsState(
+            prompt.shared_embeddings, hidden_states[rows, last], hidden_states[rows, (last - 1).clamp(min=0)]
+        )
+
+    @torch.inference_mode()
+    def observe(self, state: HeadsState, result: VerifyResult, hidden_states: Mapping[int, Tensor]) -> None:
+        """Follow the emitted tokens: the state before each is that of the accepted node before it."""
+        recorder = state.recorder
+        counts = [len(row) for row in result.emitted_ids]
+        if not state.has_begun:
+            state.has_begun = True
+            if recorder is not None:
+                recorder.add(state.last[:, None], [1] * len(counts))
+        elif longest := max(counts):
+            scored = hidden_states[self.hidden_state_index]
+            path = result.path[:, :longest].to(scored.device)
+            accepted = scored.gather(1, path[..., None].expand(-1, -1, scored.shape[-1]))
+            if recorder is not None:
+                recorder.add(accepted, counts)
+            _advance(state, accepted, counts)
+        if recorder is not None:
+            for tokens, emitted in zip(recorder.tokens, result.emitted_ids, strict=True):
+                tokens.extend(emitted)
+
+    @torch.inference_mode()
+    def slot_probs(self, state: HeadsState) -> list[list[SlotProbs]] | None:
+        """Of each row, the distributions of the next k positions; None before anything was learned."""
+        published = self._published_on(state)
+        if published is None:
+            return None
+        inputs = torch.cat((self._read(state.previous), self._read(state.last)), dim=1)
+        features = torch.addmm(published.heads.bias, inputs, published.heads.weight.t()).unflatten(1, (BLOCK_SIZE, -1))
+        logits = state.shared_embeddings.logits(features, published.lm_head_rows)
+        log_probs, tokens = logits.log_softmax(-1).topk(min(MAX_SLOT_TOKENS, logits.shape[-1]))
+        ids = published.heads.candidate_ids[tokens].tolist()
+        powers = log_probs.mul(HEAD_POWER).exp().tolist()
+        return [
+            [dict(zip(*slot, strict=True)) for slot in zip(*row, strict=True)] for row in zip(ids, powers, strict=True)
+        ]
+
+    def _read(self, states: Tensor) -> Tensor:
+        """[B, D] -> [B, r] float32."""
+        states = states.float()
+        return states if self._projection is None else states @ self._projection
+
+    def _published_on(self, state: HeadsState) -> _Published | None:
+        """The current heads on the device of a call, with their rows of the LM head."""
+        heads, published, device = self._heads, self._published, state.last.device
+        if heads is None:
+            return None
+        if published is not None and published.heads is heads and heads.weight.device == device:
+            return published
+        if heads.weight.device != device or heads.candidate_ids.device != device:
+            moved = (part.to(device) for part in (heads.weight, heads.bias, heads.candidate_ids))
+            heads = LinearHeads(*moved, heads.num_examples)
+        if self._projection is not None:
+            self._projection = self._projection.to(device)
+        rows = state.shared_embeddings.lm_head_rows(heads.candidate_ids).float()
+        self._heads, self._published = heads, _Published(heads, rows)
+        return self._published
+
+    # --- learning -----------------------------------------------------------------------------------------------------
+
+    @property
+    def learning_spec(self) -> LearningSpec:
+        """See `mmspec.interfaces.LearnableDrafter`."""
+        return LearningSpec(
+            key=f"autoregression-k{BLOCK_SIZE}-d{self.hidden_size}",
+            input_size=self.hidden_size,
+            num_next=1,
+            records_every_position=True,
+            starts_untrained=True,
+        )
+
+    def start_recording(self, state: HeadsState) -> None:
+        """See `mmspec.interfaces.LearnableDrafter`."""
+        state.recorder = CallRecorder(len(state.last))
+
+    def recorded_examples(self, state: HeadsState) -> Examples | None:
+        """See `mmspec.interfaces.LearnableDrafter`."""
+        return None if state.recorder is None else state.recorder.examples(1)
+
+    def closed_form(self, device: torch.device) -> AutoregressionFit:
+        """See `mmspec.interfaces.LearnableDrafter`."""
+        return AutoregressionFit(self.hidden_size, self.vocab_size, device)
+
+    def publish(self, weights: Mapping[str, Tensor]) -> None:
+        """Draft with these weights from now on.
+
+        Args:
+            weights: `LinearHeads.state_dict`.
+
+        Raises:
+            ValueError: names, shapes or ids are not those of this target, or a value is not finite.
+        """
+        heads = _check_heads(weights, self.hidden_size, self.vocab_size)
+        if heads.num_examples:
+            self._heads = heads
+
+
+def _advance(state: HeadsState, accepted: Tensor, counts: list[int]) -> None:
+    """Set the last two states after `counts` more positions [B, A, D] of each row."""
+    if len(counts) == 1:
+        count = counts[0]
+        state.previous = accepted[:, count - 2] if count > 1 else state.last
+        state.last = accepted[:, count - 1]
+        return
+    states = torch.cat((state.last[:, None], accepted), dim=1)
+    rows = torch.arange(len(counts), device=states.device)
+    index = torch.tensor(counts, device=states.device)
+    state.previous = torch.where((index > 0)[:, None], states[rows, (index - 1).clamp(min=0)], state.previous)
+    state.last = states[rows, index]
+
+
+def _check_heads(weights: Mapping[str, Tensor], hidden_size: int, vocab_size: int) -> LinearHeads:
+    expected = {"weight", "bias", "candidate_ids", "num_examples"}
+    if set(weights) != expected:
+        names = ", ".join(sorted(set(weights) ^ expected)[:4])
+        raise ValueError(f"learned weights must be those of the drafter's heads; these differ: {names}.")
+    weight, bias, ids = (weights[name].detach() for name in ("weight", "bias", "candidate_ids"))
+    projection = input_projection(hidden_size)
+    num_inputs = 2 * (hidden_size if projection is None else projection.shape[1])
+    for name, value, shape in (
+        ("weight", weight, [BLOCK_SIZE * hidden_size, num_inputs]),
+        ("bias", bias, [BLOCK_SIZE * hidden_size]),
+    ):
+        if list(value.shape) != shape:
+            raise ValueError(f"{name} must be {shape}; got {list(value.shape)}.")
+        if not bool(torch.isfinite(value).all()):
+            raise ValueError(f"{name} holds values that are not finite.")
+    if ids.dim() != 1 or not len(ids) or ids.is_floating_point() or int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
+        raise ValueError(f"candidate_ids must be ids from 0 to {vocab_size - 1}; got {list(ids.shape)} {ids.dtype}.")
+    return LinearHeads(weight.float(), bias.float(), ids.long(), int(weights["num_examples"]))
+
+
+__all__ = ["HeadsState", "OnlineHeads"]
