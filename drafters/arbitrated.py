@@ -1,9 +1,10 @@
-"""`arbitrated`: lookup, recycling, both, or these with all that is learned, whichever pays most; and `instant`.
+"""`arbitrated`: lookup, recycling, both, or these with what is learned, whichever pays most; and `instant`.
 
 Every round one arm drafts; all learn from what the target emits. `DraftArbiter` chooses by measured tokens per second.
-The arms are subsets of the sources of one best-first drafter, so their probabilities are calibrated together. The arm
-`instant` has all of them: lookup, recycling, n-grams of all outputs that are learned from, and instant heads. Before
-anything is learned it drafts as `hybrid` does, so it is the arm to begin with. Lookup is cheap and its own estimate is
+The arms are subsets of the sources of one best-first drafter, so their probabilities are calibrated together. With
+learning there are two more: `outputs`, which is both and n-grams of all outputs that are learned from, and `instant`,
+which is lookup, these n-grams and instant heads. Before anything is learned `outputs` drafts as `hybrid` does, so it is
+the arm to begin with. Lookup is cheap and its own estimate is
 good where it copies a long match, so its draft is used whenever it promises more than the best arm gets, without a
 trial. The module knows neither how instant heads are learned nor when.
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -34,13 +35,14 @@ from mmspec.interfaces import (
     VerifyResult,
 )
 
-LOOKUP, RECYCLING, HYBRID, INSTANT = range(4)
-ARM_NAMES = ("lookup", "recycling", "hybrid", "instant")
+LOOKUP, RECYCLING, HYBRID, OUTPUTS, INSTANT = range(5)
+ARM_NAMES = ("lookup", "recycling", "hybrid", "outputs", "instant")
 _ENABLED_SOURCES = {
     LOOKUP: [True, False, False],
     RECYCLING: [False, True, False],
     HYBRID: [True, True, False],
-    INSTANT: [True, True, True],
+    OUTPUTS: [True, True, True],
+    INSTANT: [True, False, True],  # recycling costs more than it adds to heads
 }
 MIN_LOOKUP_MATCH = 6
 """Length of a match from which on the draft of lookup is compared with the best arm."""
@@ -56,6 +58,7 @@ class ArbitratedState:
         rates: of the arms in this call.
         arm: that drafted the current round; None if none did.
         start_time: of the draft.
+        available: arms that could have drafted it.
     """
 
     ngram: BestFirstState
@@ -63,6 +66,7 @@ class ArbitratedState:
     rates: CallRates
     arm: int | None = None
     start_time: float = 0.0
+    available: list[bool] = field(default_factory=list)
 
     @property
     def outputs(self) -> OutputState:
@@ -78,7 +82,7 @@ class ArbitratedDrafter:
         name: of the drafter.
         ngram: the best-first drafter; the arms are subsets of its sources.
         heads: the instant heads, or None.
-        arms: per arm, whether it may draft.
+        arms: that may draft; `INSTANT` only once the heads have learned something.
         arbiter: measures the arms.
     """
 
@@ -92,9 +96,10 @@ class ArbitratedDrafter:
         self.name = name or "arbitrated"
         self.ngram = BestFirstDrafter(self.name, [PromptLookup(), SuccessorTable(), OutputNgrams()])
         self.heads = heads
-        arms = range(len(ARM_NAMES) - (heads is None)) if arms is None else arms
-        self.arms = [arm in arms for arm in range(len(ARM_NAMES))]
-        self.arbiter = DraftArbiter(len(ARM_NAMES), first=HYBRID if heads is None else INSTANT)
+        if arms is None:
+            arms = (LOOKUP, RECYCLING, HYBRID) if heads is None else range(len(ARM_NAMES))
+        self.arms = frozenset(arms)
+        self.arbiter = DraftArbiter(len(ARM_NAMES), first=HYBRID if heads is None else OUTPUTS)
         self.vocab_size = self.ngram.vocab_size if heads is None else heads.vocab_size
         self.requirements = self.ngram.requirements
         if heads is not None:
@@ -110,13 +115,15 @@ class ArbitratedDrafter:
     def propose(self, state: ArbitratedState, max_nodes: int, active: Sequence[bool]) -> DraftTree:
         """The draft of lookup if it promises more than the best arm gets, else that of the chosen arm."""
         state.start_time = time.perf_counter()
-        if self.arms[LOOKUP] and self._has_long_match(state, active):
+        state.available = [arm in self.arms for arm in range(len(ARM_NAMES))]
+        state.available[INSTANT] &= self.heads is not None and self.heads.is_ready
+        if LOOKUP in self.arms and self._has_long_match(state, active):
             state.arm = None  # not measured as the arm's: these are its best rounds
             tree = self._propose(state, LOOKUP, max_nodes, active)
-            if 1 + _expected_gain(tree, active) > self.arbiter.best_tokens(state.rates, self.arms):
+            if 1 + _expected_gain(tree, active) > self.arbiter.best_tokens(state.rates, state.available):
                 return tree
             state.ngram.candidates = []  # of a draft that is not scored
-        state.arm = self.arbiter.choose(state.rates, self.arms)
+        state.arm = self.arbiter.choose(state.rates, state.available)
         return self._propose(state, state.arm, max_nodes, active)
 
     def _propose(self, state: ArbitratedState, arm: int, max_nodes: int, active: Sequence[bool]) -> DraftTree:
@@ -140,7 +147,7 @@ class ArbitratedDrafter:
         if state.arm is not None and num_rows:
             tokens = sum(map(len, result.emitted_ids)) / num_rows
             seconds = time.perf_counter() - state.start_time
-            self.arbiter.record(state.rates, state.arm, tokens, seconds, self.arms)
+            self.arbiter.record(state.rates, state.arm, tokens, seconds, state.available)
         state.arm = None
 
     def replicate(self) -> ArbitratedDrafter:
@@ -197,4 +204,4 @@ class LearnableArbitratedDrafter(ArbitratedDrafter):
             self.arbiter.retry(INSTANT)
 
 
-__all__ = ["ARM_NAMES", "INSTANT", "ArbitratedDrafter", "ArbitratedState", "LearnableArbitratedDrafter"]
+__all__ = ["ARM_NAMES", "INSTANT", "OUTPUTS", "ArbitratedDrafter", "ArbitratedState", "LearnableArbitratedDrafter"]

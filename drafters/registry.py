@@ -54,9 +54,9 @@ def _arbitrated(target: TargetInfo | None = None, learn: bool = False) -> Drafte
 
 def _instant(target: TargetInfo) -> Drafter:
     """Instant heads that learn from nothing, and n-grams of the outputs."""
-    from mmspec.drafters.arbitrated import INSTANT, LearnableArbitratedDrafter
+    from mmspec.drafters.arbitrated import INSTANT, OUTPUTS, LearnableArbitratedDrafter
 
-    return LearnableArbitratedDrafter(_online_heads(target), (INSTANT,), INSTANT_NAME)
+    return LearnableArbitratedDrafter(_online_heads(target), (OUTPUTS, INSTANT), INSTANT_NAME)
 
 
 def _online_heads(target: TargetInfo) -> OnlineHeads:

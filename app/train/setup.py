@@ -25,7 +25,6 @@ from mmspec.drafters.training.instant_loss import batch_examples
 from mmspec.drafters.training.losses import LossWeights
 from mmspec.drafters.training.trainer import DistributedContext, SettingsError, TrainConfig, Trainer, check_resume
 
-
 RUN_FILE = "run.json"
 """Settings of the answers in a folder."""
 
@@ -180,6 +179,10 @@ def init_from_target(trainer: Trainer, teacher: Teacher) -> None:
             if head.config.layer_mixture:
                 scales = [root_mean_square(batch.aux_hidden_states[layer]).mean() for layer in layers]
                 head.mixture.copy_(1 / (len(layers) * torch.stack(scales)))
+
+
+MAX_FIT_EXAMPLES = 8
+"""Positions for each feature, after which the fit of instant heads is good enough."""
 
 
 def fit_instant_heads(trainer: Trainer, teacher: Teacher) -> None:

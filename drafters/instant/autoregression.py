@@ -9,7 +9,7 @@ into tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ BLOCK_SIZE = 4
 """k, states that are predicted."""
 MAX_INPUT_SIZE = 768
 """Larger states are projected to so many numbers by a fixed random matrix before they are read."""
+RANK = 96
+"""R, directions of the predicted states that are predicted: a draft reads all weights of the heads."""
+SUBSPACE_ITERATIONS = 2
 MAX_CANDIDATES = 4096
 """Largest number of tokens that are drafted, the most frequent ones."""
 RIDGE = 0.01
@@ -34,28 +37,39 @@ MAX_WEIGHT = 1 << 16
 
 @dataclass(frozen=True)
 class LinearHeads:
-    """The learned maps, never written to.
+    """The learned maps, never written to: the state of slot j is `means[j] + basis @ z[j]`, where z = weight x + bias.
 
     Attributes:
-        weight: [k D, p r] float32; the inputs are those at t - 1, then those at t.
-        bias: [k D] float32.
+        weight: [k R, p r] float32; the inputs x are the states at t - 1, then those at t.
+        bias: [k R] float32.
+        basis: [D, R] float32, orthonormal: the directions in which predictions differ.
+        means: [k, D] float32.
         candidate_ids: [V'] int64, the tokens that are drafted.
+        frequencies: [V'] float32, the share of each of them in the text.
         num_examples: positions that it was learned from.
     """
 
     weight: Tensor
     bias: Tensor
+    basis: Tensor
+    means: Tensor
     candidate_ids: Tensor
+    frequencies: Tensor
     num_examples: int
 
     def state_dict(self) -> dict[str, Tensor]:
         """As stored on disk."""
-        return {
-            "weight": self.weight,
-            "bias": self.bias,
-            "candidate_ids": self.candidate_ids,
-            "num_examples": torch.tensor(self.num_examples),
-        }
+        tensors = {item.name: getattr(self, item.name) for item in fields(self)}
+        return tensors | {"num_examples": torch.tensor(self.num_examples)}
+
+    def to(self, device: torch.device) -> LinearHeads:
+        """Itself, or a copy on another device."""
+        if self.weight.device == self.candidate_ids.device == device:
+            return self
+        tensors = {item.name: getattr(self, item.name) for item in fields(self)}
+        return LinearHeads(
+            **{name: part.to(device) if isinstance(part, Tensor) else part for name, part in tensors.items()}
+        )
 
 
 def input_projection(hidden_size: int) -> Tensor | None:
@@ -138,16 +152,24 @@ class AutoregressionFit:
         edges = self._edges.view(self._input_size, BLOCK_SIZE + 1, self._hidden_size) / self._weight
         before = products - input_means[0][:, None, None] * means  # covariances of the input at t - 1
         now = products[:, :-1] + edges - input_means[1][:, None, None] * means[1:]  # of the input at t
-        weight = self._solve(before, now)
-        if weight is None or not bool(torch.isfinite(weight).all()):
+        solution = self._solve(before, now)
+        if solution is None or not all(bool(torch.isfinite(part).all()) for part in solution):
             return None
-        bias = means[NUM_LAGS:].flatten() - weight @ input_means.flatten()
+        weight, basis = solution
+        bias = -(weight @ input_means.flatten())
         found = self._token_counts.topk(min(MAX_CANDIDATES, len(self._token_counts)))
         candidate_ids = found.indices[found.values > 0].sort().values
-        return LinearHeads(weight, bias, candidate_ids, self.num_examples).state_dict()
+        frequencies = self._token_counts[candidate_ids] / self._token_counts.sum()
+        heads = LinearHeads(weight, bias, basis, means[NUM_LAGS:], candidate_ids, frequencies, self.num_examples)
+        return heads.state_dict()
 
-    def _solve(self, before: Tensor, now: Tensor) -> Tensor | None:
-        """[k D, 2 r] the ridge solution, from the covariances with the states at t - 1, ..., t + k and at t, ..., t + k."""
+    def _solve(self, before: Tensor, now: Tensor) -> tuple[Tensor, Tensor] | None:
+        """The ridge solution of reduced rank: `weight` and `basis` of `LinearHeads`; None if it is singular.
+
+        Args:
+            before: [r, k + 2, D] covariances of the input at t - 1 with the states at t - 1, ..., t + k.
+            now: [r, k + 1, D] covariances of the input at t with the states at t, ..., t + k.
+        """
         first, second = before[:, :NUM_LAGS], now[:, :1]
         if self.projection is not None:
             first, second = first @ self.projection, second @ self.projection
@@ -156,7 +178,26 @@ class AutoregressionFit:
         targets = torch.cat((before[:, NUM_LAGS:], now[:, 1:])).flatten(1)
         gram.diagonal().add_(RIDGE * (1 + RIDGE_EXAMPLES / self.num_examples) * gram.diagonal().mean())
         factor, info = torch.linalg.cholesky_ex(gram)
-        return None if bool(info) else torch.cholesky_solve(targets, factor).t().contiguous()
+        if bool(info):
+            return None
+        maps = torch.cholesky_solve(targets, factor).unflatten(1, (BLOCK_SIZE, -1)).permute(1, 2, 0)  # [k, D, 2 r]
+        basis = _principal_basis(maps, targets.unflatten(1, (BLOCK_SIZE, -1)).transpose(0, 1))
+        return (basis.t() @ maps).flatten(0, 1).contiguous(), basis
+
+
+def _principal_basis(maps: Tensor, covariances: Tensor) -> Tensor:
+    """[D, R] orthonormal, the directions in which the predictions vary most, by subspace iteration.
+
+    Args:
+        maps: [k, D, 2 r] from inputs to predictions.
+        covariances: [k, 2 r, D] of inputs and states, whose product with `maps` is the covariance of the predictions.
+    """
+    size = maps.shape[1]
+    rng = torch.Generator().manual_seed(0)
+    basis = torch.randn(size, min(RANK, size), generator=rng).to(maps.device)
+    for _ in range(SUBSPACE_ITERATIONS):
+        basis = torch.linalg.qr((maps @ (covariances @ basis)).sum(0)).Q
+    return basis
 
 
 __all__ = ["BLOCK_SIZE", "NUM_LAGS", "AutoregressionFit", "LinearHeads", "input_projection"]

@@ -8,17 +8,25 @@ object that is replaced whole, so a round reads old or new ones, never both.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
 from mmspec.drafters.eagle.recorder import CallRecorder
-from mmspec.drafters.instant.autoregression import BLOCK_SIZE, AutoregressionFit, LinearHeads, input_projection
-from mmspec.drafters.ngram.output_ngrams import HEAD_POWER, SlotProbs
+from mmspec.drafters.instant.autoregression import (
+    BLOCK_SIZE,
+    MAX_INPUT_SIZE,
+    NUM_LAGS,
+    RANK,
+    AutoregressionFit,
+    LinearHeads,
+    input_projection,
+)
+from mmspec.drafters.ngram.output_ngrams import HEAD_POWER, NGRAM_POWER, SlotProbs
 from mmspec.interfaces import Examples, LearningSpec, Prompt, SharedEmbeddings, VerifyResult
 
-MAX_SLOT_TOKENS = 16
+MAX_SLOT_TOKENS = 10
 """Tokens of a position that are drafted from."""
 
 
@@ -43,10 +51,19 @@ class HeadsState:
 
 @dataclass(frozen=True)
 class _Published:
-    """Heads with the rows of the LM head that they draft from, [V', D]."""
+    """Heads, and what follows from them and the target's LM head.
+
+    Attributes:
+        heads: the heads.
+        base_logits: [k, V'] of the mean states.
+        lm_head: [V', R] its rows in the basis of the heads.
+        frequency_powers: [V'] powers of the frequencies.
+    """
 
     heads: LinearHeads
-    lm_head_rows: Tensor
+    base_logits: Tensor
+    lm_head: Tensor
+    frequency_powers: Tensor
 
 
 class OnlineHeads:
@@ -116,14 +133,16 @@ class OnlineHeads:
         published = self._published_on(state)
         if published is None:
             return None
+        heads = published.heads
         inputs = torch.cat((self._read(state.previous), self._read(state.last)), dim=1)
-        features = torch.addmm(published.heads.bias, inputs, published.heads.weight.t()).unflatten(1, (BLOCK_SIZE, -1))
-        logits = state.shared_embeddings.logits(features, published.lm_head_rows)
+        offsets = torch.addmm(heads.bias, inputs, heads.weight.t()).unflatten(1, (BLOCK_SIZE, -1))
+        logits = state.shared_embeddings.scale_logits(published.base_logits + offsets @ published.lm_head.t())
         log_probs, tokens = logits.log_softmax(-1).topk(min(MAX_SLOT_TOKENS, logits.shape[-1]))
-        ids = published.heads.candidate_ids[tokens].tolist()
-        powers = log_probs.mul(HEAD_POWER).exp().tolist()
+        ids = heads.candidate_ids[tokens].tolist()
+        powers = log_probs.mul_(HEAD_POWER).exp()
+        values = torch.stack((powers, powers * published.frequency_powers[tokens]), dim=-1).tolist()
         return [
-            [dict(zip(*slot, strict=True)) for slot in zip(*row, strict=True)] for row in zip(ids, powers, strict=True)
+            [dict(zip(*slot, strict=True)) for slot in zip(*row, strict=True)] for row in zip(ids, values, strict=True)
         ]
 
     def _read(self, states: Tensor) -> Tensor:
@@ -138,14 +157,13 @@ class OnlineHeads:
             return None
         if published is not None and published.heads is heads and heads.weight.device == device:
             return published
-        if heads.weight.device != device or heads.candidate_ids.device != device:
-            moved = (part.to(device) for part in (heads.weight, heads.bias, heads.candidate_ids))
-            heads = LinearHeads(*moved, heads.num_examples)
+        heads = heads.to(device)
         if self._projection is not None:
             self._projection = self._projection.to(device)
         rows = state.shared_embeddings.lm_head_rows(heads.candidate_ids).float()
-        self._heads, self._published = heads, _Published(heads, rows)
-        return self._published
+        published = _Published(heads, heads.means @ rows.t(), rows @ heads.basis, heads.frequencies**NGRAM_POWER)
+        self._heads, self._published = heads, published
+        return published
 
     # --- learning -----------------------------------------------------------------------------------------------------
 
@@ -201,24 +219,29 @@ def _advance(state: HeadsState, accepted: Tensor, counts: list[int]) -> None:
 
 
 def _check_heads(weights: Mapping[str, Tensor], hidden_size: int, vocab_size: int) -> LinearHeads:
-    expected = {"weight", "bias", "candidate_ids", "num_examples"}
+    """The heads of a state dict, checked."""
+    expected = {item.name for item in fields(LinearHeads)}
     if set(weights) != expected:
         names = ", ".join(sorted(set(weights) ^ expected)[:4])
         raise ValueError(f"learned weights must be those of the drafter's heads; these differ: {names}.")
-    weight, bias, ids = (weights[name].detach() for name in ("weight", "bias", "candidate_ids"))
-    projection = input_projection(hidden_size)
-    num_inputs = 2 * (hidden_size if projection is None else projection.shape[1])
-    for name, value, shape in (
-        ("weight", weight, [BLOCK_SIZE * hidden_size, num_inputs]),
-        ("bias", bias, [BLOCK_SIZE * hidden_size]),
-    ):
-        if list(value.shape) != shape:
-            raise ValueError(f"{name} must be {shape}; got {list(value.shape)}.")
-        if not bool(torch.isfinite(value).all()):
+    tensors = {name: value.detach() for name, value in weights.items()}
+    ids, rank = tensors["candidate_ids"], min(RANK, hidden_size)
+    shapes = {
+        "weight": [BLOCK_SIZE * rank, NUM_LAGS * min(hidden_size, MAX_INPUT_SIZE)],
+        "bias": [BLOCK_SIZE * rank],
+        "basis": [hidden_size, rank],
+        "means": [BLOCK_SIZE, hidden_size],
+        "frequencies": list(ids.shape),
+    }
+    for name, shape in shapes.items():
+        if list(tensors[name].shape) != shape:
+            raise ValueError(f"{name} must be {shape}; got {list(tensors[name].shape)}.")
+        if not bool(torch.isfinite(tensors[name]).all()):
             raise ValueError(f"{name} holds values that are not finite.")
     if ids.dim() != 1 or not len(ids) or ids.is_floating_point() or int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
         raise ValueError(f"candidate_ids must be ids from 0 to {vocab_size - 1}; got {list(ids.shape)} {ids.dtype}.")
-    return LinearHeads(weight.float(), bias.float(), ids.long(), int(weights["num_examples"]))
+    floats = {name: tensors[name].float() for name in shapes}
+    return LinearHeads(**floats, candidate_ids=ids.long(), num_examples=int(tensors["num_examples"]))
 
 
 __all__ = ["HeadsState", "OnlineHeads"]

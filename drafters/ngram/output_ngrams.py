@@ -20,7 +20,7 @@ MAX_CONTEXT = 3
 """Tokens before the predicted one that are counted: n-grams of up to four tokens."""
 MAX_CONTEXTS = 1 << 17
 """Distinct contexts in memory; beyond, those that were seen once are dropped, then the older half."""
-MAX_SUCCESSORS = 32
+MAX_SUCCESSORS = 24
 """Successors of a context; beyond, those that were seen least are dropped."""
 MIN_CANDIDATE_PROB = 0.02
 """Less likely successors are not proposed."""
@@ -29,8 +29,11 @@ HEAD_POWER, NGRAM_POWER = 0.6, 0.6
 NUM_BUCKETS = 12
 """Probabilities are calibrated in so many classes."""
 
-SlotProbs = Mapping[int, float]
-"""Probabilities of the likeliest tokens of one position, raised to `HEAD_POWER`; the smallest is that of all others."""
+SlotProbs = Mapping[int, tuple[float, float]]
+"""Of the likeliest tokens of one position: the head's probability to the power of `HEAD_POWER`, and this times the
+token's overall frequency to the power of `NGRAM_POWER`."""
+MIN_UNSEEN_PROB = 0.05
+"""Shorter contexts are not consulted for less than this probability."""
 
 
 class NgramCounts:
@@ -38,8 +41,6 @@ class NgramCounts:
 
     def __init__(self) -> None:
         self._successors: dict[tuple[int, ...], dict[int, int]] = {}
-        self._unigrams: dict[int, int] = {}
-        self._num_tokens = 0
         self._lock = threading.Lock()
 
     @property
@@ -53,14 +54,12 @@ class NgramCounts:
         with self._lock:
             for end in range(len(context), len(history)):
                 token = history[end]
-                self._unigrams[token] = self._unigrams.get(token, 0) + 1
                 for start in range(max(0, end - MAX_CONTEXT), end):
                     counts = self._successors.setdefault(history[start:end], {})
                     counts[token] = counts.get(token, 0) + 1
                     if len(counts) > MAX_SUCCESSORS:
-                        kept = sorted(counts.items(), key=lambda item: -item[1])[: MAX_SUCCESSORS // 2]
-                        self._successors[history[start:end]] = dict(kept)
-            self._num_tokens += len(tokens)
+                        frequent = sorted(counts.items(), key=lambda item: -item[1])[: MAX_SUCCESSORS // 2]
+                        self._successors[history[start:end]] = dict(frequent)
             if len(self._successors) > MAX_CONTEXTS:
                 self._prune()
 
@@ -79,25 +78,23 @@ class NgramCounts:
         with self._lock:
             for start in range(len(context)):
                 counts = self._successors.get(context[start:])
-                if not counts:
-                    continue
-                scale = rest / (sum(counts.values()) + len(counts))
-                for token, count in counts.items():
-                    probs[token] = probs.get(token, 0.0) + scale * count
-                rest = scale * len(counts)
-                if rest < MIN_CANDIDATE_PROB:
-                    break
+                if counts:
+                    distinct = len(counts)
+                    scale = rest / (sum(counts.values()) + distinct)
+                    if probs:
+                        for token, count in counts.items():
+                            probs[token] = probs.get(token, 0.0) + scale * count
+                    else:
+                        probs = {token: scale * count for token, count in counts.items()}
+                    rest = scale * distinct
+                    if rest < MIN_UNSEEN_PROB:
+                        break
         return probs, rest
-
-    def unigram_prob(self, token: int) -> float:
-        """Share of a token among all, with half a count more for each."""
-        return (self._unigrams.get(token, 0) + 0.5) / (self._num_tokens + 1)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NgramCounts:
         copied = NgramCounts()
         with self._lock:
             copied._successors = {context: dict(counts) for context, counts in self._successors.items()}
-            copied._unigrams, copied._num_tokens = dict(self._unigrams), self._num_tokens
         return copied
 
 
@@ -116,17 +113,13 @@ class OutputState:
     records: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class OutputCursor:
-    """A node: the tokens before its children, its depth, and the distributions of the heads at its row."""
+OutputCursor = tuple[tuple[int, ...], int | None, int, Sequence[SlotProbs]]
+"""A node: the tokens before it, its own (None at the root, where it is one of these), its depth, and the distributions
+of the heads at its row."""
 
-    context: tuple[int, ...]
-    depth: int = 0
-    slots: Sequence[SlotProbs] = ()
-
-
-def _key(has_head: bool, prob: float) -> Key:
-    return ("output", has_head, min(NUM_BUCKETS - 1, int(prob * NUM_BUCKETS)))
+_KEYS: tuple[tuple[Key, ...], ...] = tuple(
+    tuple(("output", has_head, bucket) for bucket in range(NUM_BUCKETS + 1)) for has_head in (False, True)
+)
 
 
 class OutputNgrams:
@@ -135,9 +128,7 @@ class OutputNgrams:
     top_k = 0
     vocab_size: int | None = None
     priors: Mapping[Key, float] = {
-        _key(has_head, (bucket + 0.5) / NUM_BUCKETS): 0.9 * (bucket + 0.5) / NUM_BUCKETS
-        for bucket in range(NUM_BUCKETS)
-        for has_head in (False, True)
+        key: 0.9 * min(0.98, (bucket + 0.5) / NUM_BUCKETS) for keys in _KEYS for bucket, key in enumerate(keys)
     }
 
     def __init__(self) -> None:
@@ -149,36 +140,27 @@ class OutputNgrams:
 
     def cursor(self, state: OutputState, row: int) -> OutputCursor:
         """The row's last tokens."""
-        return OutputCursor(state.contexts[row], 0, () if state.slots is None else state.slots[row])
+        return state.contexts[row], None, 0, () if state.slots is None else state.slots[row]
 
     def expand(self, cursor: OutputCursor) -> list[Candidate]:
         """The likely next tokens."""
-        probs, rest = self.counts.probs(cursor.context)
-        has_head = cursor.depth < len(cursor.slots)
+        context, last, depth, slots = cursor
+        if last is not None:
+            context = (*context[1 - MAX_CONTEXT :], last)
+        probs, rest = self.counts.probs(context)
+        has_head = depth < len(slots)
         if has_head:
-            probs = self._combine(probs, rest, cursor.slots[cursor.depth])
-        tail, depth, slots = cursor.context[1 - MAX_CONTEXT :], cursor.depth + 1, cursor.slots
+            probs = _combine(probs, rest, slots[depth])
+        keys, depth = _KEYS[has_head], depth + 1
         return [
-            (token, _key(has_head, prob), OutputCursor((*tail, token), depth, slots))
+            (token, keys[int(prob * NUM_BUCKETS)], (context, token, depth, slots))
             for token, prob in probs.items()
             if prob >= MIN_CANDIDATE_PROB
         ]
 
-    def _combine(self, probs: Mapping[int, float], rest: float, slot: SlotProbs) -> dict[int, float]:
-        """The normalised product of both distributions, over the tokens that either names."""
-        others = min(slot.values())
-        unigram_prob = self.counts.unigram_prob
-        products = {
-            token: power * (probs.get(token, 0.0) + rest * unigram_prob(token)) ** NGRAM_POWER
-            for token, power in slot.items()
-        }
-        products.update((token, others * prob**NGRAM_POWER) for token, prob in probs.items() if token not in slot)
-        scale = 1 / max(1e-30, sum(products.values()))
-        return {token: product * scale for token, product in products.items()}
-
     def enter(self, token: int) -> OutputCursor:
         """A node of another source, of which only the token is known."""
-        return OutputCursor((token,))
+        return (), token, 0, ()
 
     def update(self, state: OutputState, result: VerifyResult) -> None:
         """Follow the emitted tokens, and count them if the call is learned from."""
@@ -191,4 +173,17 @@ class OutputNgrams:
         state.slots = None
 
 
-__all__ = ["HEAD_POWER", "NgramCounts", "OutputNgrams", "OutputState", "SlotProbs"]
+def _combine(probs: Mapping[int, float], rest: float, slot: SlotProbs) -> dict[int, float]:
+    """The normalised product of the distributions of n-grams and of a head, over the tokens that either names."""
+    unseen = rest**NGRAM_POWER
+    products = {
+        token: power * probs[token] ** NGRAM_POWER if token in probs else times_frequency * unseen
+        for token, (power, times_frequency) in slot.items()
+    }
+    others = min(slot.values())[0]
+    products.update((token, others * prob**NGRAM_POWER) for token, prob in probs.items() if token not in slot)
+    scale = 1 / max(1e-30, sum(products.values()))
+    return {token: product * scale for token, product in products.items()}
+
+
+__all__ = ["HEAD_POWER", "NGRAM_POWER", "NgramCounts", "OutputNgrams", "OutputState", "SlotProbs"]

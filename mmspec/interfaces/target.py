@@ -129,6 +129,10 @@ class SharedEmbeddings:
             logits = self.lm_head(hidden_states)
         else:
             logits = functional.linear(hidden_states, lm_head_rows)
+        return self.scale_logits(logits)
+
+    def scale_logits(self, logits: Tensor) -> Tensor:
+        """What the target applies to the products of its LM head."""
         if self.logit_scale != 1.0:
             logits = logits * self.logit_scale
         if self.logit_softcap is not None:

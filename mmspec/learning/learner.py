@@ -1,9 +1,9 @@
 """`Learner`: learns a drafter's weights between calls and swaps them in. Affects speed only.
 
 After each call (`after_call`) as much work is done as the budget allows, in the thread of that call. What starts from
-nothing has a fit in closed form: the call's examples are added to its sums and dropped, and it is solved at first often,
-then ever more rarely. What was trained before goes on by optimiser steps on examples of a reservoir. Any exception ends
-learning with one warning; the drafter goes on with its last weights.
+nothing has a fit in closed form: the examples of a call are added to its sums and dropped, and it is solved at first
+often, then ever more rarely. What was trained before goes on by optimiser steps on examples of a reservoir. Any
+exception ends learning with one warning; the drafter goes on with its last weights.
 """
 
 from __future__ import annotations
