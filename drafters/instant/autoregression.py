@@ -9,7 +9,7 @@ into tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -66,10 +66,8 @@ class LinearHeads:
         """Itself, or a copy on another device."""
         if self.weight.device == self.candidate_ids.device == device:
             return self
-        tensors = {item.name: getattr(self, item.name) for item in fields(self)}
-        return LinearHeads(
-            **{name: part.to(device) if isinstance(part, Tensor) else part for name, part in tensors.items()}
-        )
+        tensors = {item.name: getattr(self, item.name).to(device) for item in fields(self)[:-1]}
+        return replace(self, **tensors)
 
 
 def input_projection(hidden_size: int) -> Tensor | None:

@@ -140,7 +140,7 @@ class OnlineHeads:
         log_probs, tokens = logits.log_softmax(-1).topk(min(MAX_SLOT_TOKENS, logits.shape[-1]))
         ids = heads.candidate_ids[tokens].tolist()
         powers = log_probs.mul_(HEAD_POWER).exp()
-        values = torch.stack((powers, powers * published.frequency_powers[tokens]), dim=-1).tolist()
+        values = torch.stack((powers, powers * published.frequency_powers[tokens]), dim=-1).nan_to_num_().tolist()
         return [
             [dict(zip(*slot, strict=True)) for slot in zip(*row, strict=True)] for row in zip(ids, values, strict=True)
         ]

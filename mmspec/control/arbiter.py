@@ -90,11 +90,11 @@ class _BatchRates:
 class DraftArbiter:
     """Chooses among `num_arms` arms."""
 
-    def __init__(self, num_arms: int, first: int = 0) -> None:
+    def __init__(self, num_arms: int, first: int | None = None) -> None:
         """
         Args:
             num_arms: number of arms.
-            first: the arm that drafts the first `FIRST_ROUNDS` rounds, if it is available.
+            first: the arm that drafts the first `FIRST_ROUNDS` rounds while it is available; None for none.
         """
         self.num_arms = num_arms
         self.first = first
@@ -126,7 +126,7 @@ class DraftArbiter:
             candidates = [arm for arm in range(self.num_arms) if available[arm]]
             if call.continues and call.last in candidates:
                 return call.last
-            if self.first in candidates and rates.num_rounds[self.first] < FIRST_ROUNDS:
+            if self.first is not None and self.first in candidates and rates.num_rounds[self.first] < FIRST_ROUNDS:
                 return self.first
             unknown = [arm for arm in candidates if rates.num_rounds[arm] <= WARM_UP_ROUNDS or self._is_new(call, arm)]
             if unknown:

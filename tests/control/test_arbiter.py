@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from mmspec.control.arbiter import MAX_TRIAL_INTERVAL, DraftArbiter
+from mmspec.control.arbiter import FIRST_ROUNDS, MAX_TRIAL_INTERVAL, DraftArbiter
 
 Arm = tuple[float, float]
 """(probability that a further token is accepted, seconds of a round)"""
@@ -94,3 +94,14 @@ def test_bad_arms_are_tried_rarely() -> None:
         DraftArbiter(2), lambda _: [(0.9, 1.0), (0.0, 50.0)], calls=1, rounds=4 * MAX_TRIAL_INTERVAL, seed=0
     )
     assert chosen[1] < 50
+
+
+def test_the_first_arm_drafts_before_others_are_tried() -> None:
+    arbiter = DraftArbiter(3, first=2)
+    call = arbiter.start(1)
+    chosen = []
+    for _ in range(FIRST_ROUNDS + 20):
+        arm = arbiter.choose(call, [True] * 3)
+        arbiter.record(call, arm, 1.0 + (arm == 2), 1.0, [True] * 3)
+        chosen.append(arm)
+    assert set(chosen[:FIRST_ROUNDS]) == {2} and {0, 1} < set(chosen[FIRST_ROUNDS:])
