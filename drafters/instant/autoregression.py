@@ -18,16 +18,16 @@ from mmspec.interfaces import Examples
 
 NUM_LAGS = 2
 """p, states that are read: the last one and the one before."""
-BLOCK_SIZE = 4
+NUM_SLOTS = 4
 """k, states that are predicted."""
 MAX_INPUT_SIZE = 768
 """Larger states are projected to so many numbers by a fixed random matrix before they are read."""
 RANK = 96
 """R, directions of the predicted states that are predicted: a draft reads all weights of the heads."""
 SUBSPACE_ITERATIONS = 2
-MAX_CANDIDATES = 4096
+MAX_DRAFTED_IDS = 4096
 """Largest number of tokens that are drafted, the most frequent ones."""
-RIDGE = 0.01
+RIDGE_PENALTY = 0.01
 """Weight of the squared weights, as a fraction of the mean variance of an input."""
 RIDGE_EXAMPLES = 2000
 """With fewer positions than this the weight is larger in proportion."""
@@ -95,9 +95,9 @@ class AutoregressionFit:
         self.num_examples = 0
         self._input_size = min(hidden_size, MAX_INPUT_SIZE)
         self._hidden_size = hidden_size
-        self._products = torch.zeros(self._input_size, (BLOCK_SIZE + 2) * hidden_size, device=device)
-        self._edges = torch.zeros(self._input_size, (BLOCK_SIZE + 1) * hidden_size, device=device)
-        self._sums = torch.zeros(BLOCK_SIZE + 2, hidden_size, device=device)
+        self._products = torch.zeros(self._input_size, (NUM_SLOTS + 2) * hidden_size, device=device)
+        self._edges = torch.zeros(self._input_size, (NUM_SLOTS + 1) * hidden_size, device=device)
+        self._sums = torch.zeros(NUM_SLOTS + 2, hidden_size, device=device)
         self._weight = 0.0
         self._token_counts = torch.zeros(vocab_size, device=device)
 
@@ -117,7 +117,7 @@ class AutoregressionFit:
         ends = (examples.next_ids[:, 0] < 0).nonzero()[:, 0].tolist()
         texts = torch.tensor_split(states, [end + 1 for end in ends]) if ends else (states,)
         for text in texts:
-            if len(text) >= BLOCK_SIZE + 2 and bool(torch.isfinite(text).all()):
+            if len(text) >= NUM_SLOTS + 2 and bool(torch.isfinite(text).all()):
                 self._add_text(text)
         ids = examples.root_ids.to(device)
         ids = ids[(ids >= 0) & (ids < len(self._token_counts))]
@@ -126,11 +126,11 @@ class AutoregressionFit:
     def _add_text(self, states: Tensor) -> None:
         """[n, D] the states of one text."""
         inputs = states if self.projection is None else states @ self.projection
-        length = len(states) - BLOCK_SIZE - 1
-        windows = states.unfold(0, BLOCK_SIZE + 2, 1).transpose(1, 2)  # [length, k + 2, D], from t - 1 on
+        length = len(states) - NUM_SLOTS - 1
+        windows = states.unfold(0, NUM_SLOTS + 2, 1).transpose(1, 2)  # [length, k + 2, D], from t - 1 on
         self._products.addmm_(inputs[:length].t(), windows.flatten(1))
         ends = torch.stack((-inputs[0], inputs[length]))
-        self._edges.addmm_(ends.t(), torch.stack((states[: BLOCK_SIZE + 1], states[length:])).flatten(1))
+        self._edges.addmm_(ends.t(), torch.stack((states[: NUM_SLOTS + 1], states[length:])).flatten(1))
         self._sums += windows.sum(0)
         self._weight += length
         self.num_examples += length
@@ -146,8 +146,8 @@ class AutoregressionFit:
             return None
         means = self._sums / self._weight  # of the states at t - 1, t, ..., t + k
         input_means = means[:NUM_LAGS] if self.projection is None else means[:NUM_LAGS] @ self.projection
-        products = self._products.view(self._input_size, BLOCK_SIZE + 2, self._hidden_size) / self._weight
-        edges = self._edges.view(self._input_size, BLOCK_SIZE + 1, self._hidden_size) / self._weight
+        products = self._products.view(self._input_size, NUM_SLOTS + 2, self._hidden_size) / self._weight
+        edges = self._edges.view(self._input_size, NUM_SLOTS + 1, self._hidden_size) / self._weight
         before = products - input_means[0][:, None, None] * means  # covariances of the input at t - 1
         now = products[:, :-1] + edges - input_means[1][:, None, None] * means[1:]  # of the input at t
         solution = self._solve(before, now)
@@ -155,7 +155,7 @@ class AutoregressionFit:
             return None
         weight, basis = solution
         bias = -(weight @ input_means.flatten())
-        found = self._token_counts.topk(min(MAX_CANDIDATES, len(self._token_counts)))
+        found = self._token_counts.topk(min(MAX_DRAFTED_IDS, len(self._token_counts)))
         candidate_ids = found.indices[found.values > 0].sort().values
         frequencies = self._token_counts[candidate_ids] / self._token_counts.sum()
         heads = LinearHeads(weight, bias, basis, means[NUM_LAGS:], candidate_ids, frequencies, self.num_examples)
@@ -174,12 +174,12 @@ class AutoregressionFit:
         cross = first[:, 1]
         gram = torch.cat((torch.cat((first[:, 0], cross), dim=1), torch.cat((cross.t(), second[:, 0]), dim=1)))
         targets = torch.cat((before[:, NUM_LAGS:], now[:, 1:])).flatten(1)
-        gram.diagonal().add_(RIDGE * (1 + RIDGE_EXAMPLES / self.num_examples) * gram.diagonal().mean())
+        gram.diagonal().add_(RIDGE_PENALTY * (1 + RIDGE_EXAMPLES / self.num_examples) * gram.diagonal().mean())
         factor, info = torch.linalg.cholesky_ex(gram)
         if bool(info):
             return None
-        maps = torch.cholesky_solve(targets, factor).unflatten(1, (BLOCK_SIZE, -1)).permute(1, 2, 0)  # [k, D, 2 r]
-        basis = _principal_basis(maps, targets.unflatten(1, (BLOCK_SIZE, -1)).transpose(0, 1))
+        maps = torch.cholesky_solve(targets, factor).unflatten(1, (NUM_SLOTS, -1)).permute(1, 2, 0)  # [k, D, 2 r]
+        basis = _principal_basis(maps, targets.unflatten(1, (NUM_SLOTS, -1)).transpose(0, 1))
         return (basis.t() @ maps).flatten(0, 1).contiguous(), basis
 
 
@@ -198,4 +198,4 @@ def _principal_basis(maps: Tensor, covariances: Tensor) -> Tensor:
     return basis
 
 
-__all__ = ["BLOCK_SIZE", "NUM_LAGS", "AutoregressionFit", "LinearHeads", "input_projection"]
+__all__ = ["NUM_LAGS", "NUM_SLOTS", "AutoregressionFit", "LinearHeads", "input_projection"]

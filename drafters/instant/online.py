@@ -15,9 +15,9 @@ from torch import Tensor
 
 from mmspec.drafters.eagle.recorder import CallRecorder
 from mmspec.drafters.instant.autoregression import (
-    BLOCK_SIZE,
     MAX_INPUT_SIZE,
     NUM_LAGS,
+    NUM_SLOTS,
     RANK,
     AutoregressionFit,
     LinearHeads,
@@ -135,7 +135,7 @@ class OnlineHeads:
             return None
         heads = published.heads
         inputs = torch.cat((self._read(state.previous), self._read(state.last)), dim=1)
-        offsets = torch.addmm(heads.bias, inputs, heads.weight.t()).unflatten(1, (BLOCK_SIZE, -1))
+        offsets = torch.addmm(heads.bias, inputs, heads.weight.t()).unflatten(1, (NUM_SLOTS, -1))
         logits = state.shared_embeddings.scale_logits(published.base_logits + offsets @ published.lm_head.t())
         log_probs, tokens = logits.log_softmax(-1).topk(min(MAX_SLOT_TOKENS, logits.shape[-1]))
         ids = heads.candidate_ids[tokens].tolist()
@@ -171,7 +171,7 @@ class OnlineHeads:
     def learning_spec(self) -> LearningSpec:
         """See `mmspec.interfaces.LearnableDrafter`."""
         return LearningSpec(
-            key=f"autoregression-k{BLOCK_SIZE}-d{self.hidden_size}",
+            key=f"autoregression-k{NUM_SLOTS}-d{self.hidden_size}",
             input_size=self.hidden_size,
             num_next=1,
             records_every_position=True,
@@ -227,10 +227,10 @@ def _check_heads(weights: Mapping[str, Tensor], hidden_size: int, vocab_size: in
     tensors = {name: value.detach() for name, value in weights.items()}
     ids, rank = tensors["candidate_ids"], min(RANK, hidden_size)
     shapes = {
-        "weight": [BLOCK_SIZE * rank, NUM_LAGS * min(hidden_size, MAX_INPUT_SIZE)],
-        "bias": [BLOCK_SIZE * rank],
+        "weight": [NUM_SLOTS * rank, NUM_LAGS * min(hidden_size, MAX_INPUT_SIZE)],
+        "bias": [NUM_SLOTS * rank],
         "basis": [hidden_size, rank],
-        "means": [BLOCK_SIZE, hidden_size],
+        "means": [NUM_SLOTS, hidden_size],
         "frequencies": list(ids.shape),
     }
     for name, shape in shapes.items():

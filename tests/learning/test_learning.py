@@ -18,7 +18,7 @@ from torch import Tensor
 import mmspec
 from mmspec.app.cli.main import main
 from mmspec.drafters.arbitrated import LearnableArbitratedDrafter
-from mmspec.drafters.instant.autoregression import RIDGE, RIDGE_EXAMPLES, AutoregressionFit
+from mmspec.drafters.instant.autoregression import RIDGE_EXAMPLES, RIDGE_PENALTY, AutoregressionFit
 from mmspec.interfaces import Examples, LearningSpec
 from mmspec.learning.budget import WINDOW, LearningBudget
 from mmspec.learning.learner import Learner
@@ -220,7 +220,7 @@ def test_the_fit_is_least_squares_over_all_positions() -> None:
     x, y = torch.stack(inputs).double(), torch.stack(labels).double()
     x_mean, y_mean = x.mean(0), y.mean(0)
     gram = (x - x_mean).T @ (x - x_mean) / len(x)
-    gram += RIDGE * (1 + RIDGE_EXAMPLES / len(x)) * gram.diagonal().mean() * torch.eye(12)
+    gram += RIDGE_PENALTY * (1 + RIDGE_EXAMPLES / len(x)) * gram.diagonal().mean() * torch.eye(12)
     maps = torch.linalg.solve(gram, (x - x_mean).T @ (y - y_mean) / len(x))
     weights = fit.solve()
     assert weights is not None and fit.num_examples == len(x)
