@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -424,3 +427,53 @@ def test_learning_by_default_where_no_head_is_trained(model: Any) -> None:
         mmspec.patch(model, learn="auto", **options)
         assert not patch_state(model).config.learn and not mmspec.stats(model).learning.enabled
         mmspec.unpatch(model)
+
+
+PROCESS = """
+import sys, threading, torch
+sys.path[:0] = {path!r}
+import tiny_models as tiny
+import mmspec
+from mmspec.patching import patch_state
+
+model = tiny.build_model(tiny.ModelSpec(vocab=40, calm=True))
+mmspec.patch(model, drafter="instant", learn=True)
+learner = patch_state(model).learner
+for seed in range(60):
+    ids = torch.randint(5, 36, (1, 6), generator=torch.Generator().manual_seed(seed))
+    learner.budget.earned_s += 1.0
+    with torch.no_grad():
+        model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
+    learner.save()
+learning = mmspec.stats(model).learning
+assert learning.disabled_reason is None and learning.num_updates > 0, learning
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_share_a_cache(model: Any) -> None:
+    script = PROCESS.format(path=sys.path)
+    processes = [subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    errors = [process.communicate()[1] for process in processes]
+    assert not any(process.returncode for process in processes), errors
+    assert not any("ignored" in error for error in errors), errors
+    (file,) = learned_files()
+    assert file.target == model_fingerprint(model)
+    mmspec.patch(model, drafter="instant", learn=True)
+    assert mmspec.stats(model).learning.resumed
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_over_2000_calls(model: Any) -> None:
+    """After the first calls the sums of the fit have their size, and the n-grams of these prompts are known."""
+    mmspec.patch(model, drafter="arbitrated", learn=True)
+    sizes = {}
+    for call in range(1, 2001):
+        generate(model, prompts(call % 100))
+        if call in (500, 2000):
+            gc.collect()
+            sizes[call] = int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+    learning = mmspec.stats(model).learning
+    assert learning.disabled_reason is None and learning.num_updates > 0
+    assert len(learning.curve) <= 128 and learning.learn_s <= 0.05 * learning.call_s
+    assert sizes[2000] - sizes[500] < 8 << 20
