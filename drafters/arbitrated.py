@@ -2,9 +2,9 @@
 
 Every round one arm drafts; all learn from what the target emits. `DraftArbiter` chooses by measured tokens per second.
 The arms are subsets of the sources of one best-first drafter, so their probabilities are calibrated together. With
-learning there are two more: `outputs`, which is both and n-grams of all outputs that are learned from, and `instant`,
-which is lookup, these n-grams and instant heads. Before anything is learned `outputs` drafts as `hybrid` does, so it is
-the arm to begin with. Lookup is cheap and its own estimate is
+learning, n-grams of all outputs join the union of both (`outputs`), and there is one more arm, `instant`: lookup, these
+n-grams and instant heads. Before anything is learned `outputs` drafts as `hybrid` does, so it is the arm to begin with,
+and `hybrid` is none of its own. Lookup is cheap and its own estimate is
 good where it copies a long match, so its draft is used whenever it promises more than the best arm gets, without a
 trial. The module knows neither how instant heads are learned nor when.
 """
@@ -97,7 +97,7 @@ class ArbitratedDrafter:
         self.ngram = BestFirstDrafter(self.name, [PromptLookup(), SuccessorTable(), OutputNgrams()])
         self.heads = heads
         if arms is None:
-            arms = (LOOKUP, RECYCLING, HYBRID) if heads is None else range(len(ARM_NAMES))
+            arms = (LOOKUP, RECYCLING, HYBRID) if heads is None else (LOOKUP, RECYCLING, OUTPUTS, INSTANT)
         self.arms = frozenset(arms)
         self.arbiter = DraftArbiter(len(ARM_NAMES), first=HYBRID if heads is None else OUTPUTS)
         self.vocab_size = self.ngram.vocab_size if heads is None else heads.vocab_size
@@ -198,10 +198,8 @@ class LearnableArbitratedDrafter(ArbitratedDrafter):
 
     def publish(self, weights: Mapping[str, Tensor], candidate_ids: Tensor | None) -> None:
         """See `LearnableDrafter`."""
-        was_ready = self.heads.is_ready
         self.heads.publish(weights)
-        if not was_ready and self.heads.is_ready:
-            self.arbiter.retry(INSTANT)
+        self.arbiter.retry(INSTANT)
 
 
 __all__ = ["ARM_NAMES", "INSTANT", "OUTPUTS", "ArbitratedDrafter", "ArbitratedState", "LearnableArbitratedDrafter"]

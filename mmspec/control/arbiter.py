@@ -24,6 +24,8 @@ PRIOR_ROUNDS = 32.0
 """Rounds that the evidence of earlier calls counts for at the start of a call."""
 MIN_CONTINUED = 1.5
 """A trial is continued if its round had at least this multiple of the best arm's rate: the text may have changed."""
+MIN_KNOWN_ROUNDS = 8
+"""Rounds of an arm before it is compared with others: single rounds tell little."""
 FIRST_ROUNDS = 64
 """Rounds of the first arm before others are tried: arms need some text before they can show what they earn."""
 WARM_UP_ROUNDS = 2
@@ -165,7 +167,8 @@ class DraftArbiter:
             rates.arms[arm].add(tokens, seconds, TOTAL_DECAY)
 
     def _is_new(self, call: CallRates, arm: int) -> bool:
-        return call.arms[arm].rate is None
+        """Whether an arm has drafted too few rounds to be judged."""
+        return call.arms[arm].rounds < MIN_KNOWN_ROUNDS
 
     def _interval(self, rate: float | None, best_rate: float, num_arms: int) -> float:
         """Rounds between two trials of an arm: a trial loses 1 - rate / best_rate of a round."""
