@@ -19,7 +19,6 @@ from mmspec.engine.sampler import unknown
 from mmspec.engine.static_cache import StaticLayoutError
 from mmspec.targets.captured import CapturedTarget, Lane, recorder_for
 from mmspec.targets.hf import HFTarget
-from mmspec.targets.module_scan import scan_modules
 from mmspec.targets.recurrent import target_class
 
 
@@ -45,14 +44,13 @@ def prefill(call: CallContext, inputs: PreparedInputs) -> Iterator[Prefilled]:
     Raises:
         FallbackRequired: transformers must decode this call.
     """
-    if call.modules is None:
-        call.modules = scan_modules(call.adapter.model)
+    modules = call.scanned_modules()
     length = inputs.input_ids.shape[1] + max_new_tokens(inputs)
     cache = inputs.model_kwargs["past_key_values"]
     recorder = recorder_for(call.adapter.model.device, call.spec_config.compile)
     if call.spec_config.drafter.requirements.layer_subsets:
         recorder = None  # a recorded round runs all layers
-    if recorder is not None and call.captures.reason(call.adapter, call.modules, cache, length) is not None:
+    if recorder is not None and call.captures.reason(call.adapter, modules, cache, length) is not None:
         recorder = None
     with call.captures.lease(call.adapter, len(inputs.input_ids), length, recorder) as lane:
         try:
