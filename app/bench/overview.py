@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from mmspec.app.bench.config import BenchConfig
 from mmspec.app.bench.rows import ResultRow
-from mmspec.app.bench.ties import intervals_overlap
+from mmspec.app.bench.ties import bench_ties, intervals_overlap
 
 OVERVIEW_COMMAND = "mmspec bench --overview --json speed.json"
 HEADS = ("task", "drafter", "tau", "R", "x `generate`", "x own loop", "x whole calls")
@@ -61,16 +61,19 @@ def overview_configs(config: BenchConfig) -> list[tuple[str, BenchConfig]]:
 
 
 def overview_markdown(rows: Sequence[ResultRow]) -> str:
-    """Where and when the rows were measured, and the table."""
-    lines = [f"| {' | '.join(HEADS)} |", "|" + "---|" * len(HEADS)]
+    """Where and when the rows were measured, the table, and what is no difference in it."""
+    lines, ties = [f"| {' | '.join(HEADS)} |", "|" + "---|" * len(HEADS)], []
     for title in dict.fromkeys(row["setting"] for row in rows):
         part = [row for row in rows if row["setting"] == title]
         again = next(row for row in part if row["drafter"] == "hf-again")
+        pairs = [" and ".join(f"`{name}`" for name in pair) for _, tied in bench_ties(part) for pair in tied]
+        ties += [f"{title}: {', '.join(pairs)}"] if pairs else []
         for row in part:
             if row["drafter"] != "hf":
                 lines.append(f"| {' | '.join(_cells(row, again, title))} |")
                 title = ""
-    return "\n".join([*_provenance_lines(rows), "", *lines])
+    remarks = ["", f"Ties (95% intervals overlap): {'; '.join(ties)}."] if ties else []
+    return "\n".join([*_provenance_lines(rows), "", *lines, *remarks])
 
 
 def _provenance_lines(rows: Sequence[ResultRow]) -> list[str]:
@@ -80,13 +83,13 @@ def _provenance_lines(rows: Sequence[ResultRow]) -> list[str]:
         return ", ".join(dict.fromkeys(str(row["run"][key]) for row in rows))
 
     first = rows[0]
+    names = list(dict.fromkeys(row["run"]["command"] for row in rows))
     where = f"{first['model']}, {first['dtype']}, {every('threads')} threads of {every('processor')}"
     versions = f"mmspec {every('mmspec')}, torch {every('torch')}, transformers {every('transformers')}"
     same = "all outputs identical" if all(row["identical"] for row in rows) else "NOT all outputs identical"
-    commands = ", ".join(f"`{command}`" for command in dict.fromkeys(row["run"]["command"] for row in rows))
     return [
-        f"{where}, {every('date')}, commit {every('commit')}; {versions}; {same}.",
-        f"Medians of paired rounds with 95% intervals, *tie*: overlaps `generate again`. {commands}",
+        f"Medians of paired rounds with 95% intervals, {same}: {where}, {every('date')}, commit {every('commit')};",
+        f"{versions}; {', '.join(f'`{name}`' for name in names)}.",
     ]
 
 
@@ -97,7 +100,7 @@ def _cells(row: ResultRow, again: ResultRow, title: str) -> list[str]:
     if row["not_used"] and share is not None:
         name += f", used in {share:.0%} of rounds"
     limits, noise = row["speedup_hf_ci"], again["speedup_hf_ci"]
-    tie = " *tie*" if not is_again and limits and noise and intervals_overlap(limits, noise) else ""
+    tie = " (tie)" if not is_again and limits and noise and intervals_overlap(limits, noise) else ""
     speed = f"{row['speedup_hf']:.2f} [{limits[0]:.2f}, {limits[1]:.2f}]{tie}"
     cost = "" if row["R"] is None else f"{row['R']:.2f}"
     return [title, name, f"{row['tau']:.2f}", cost, speed, f"{row['speedup_own']:.2f}", f"{row['speedup_e2e']:.2f}"]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from mmspec.app.caption.batch_size import AUTO_BATCH_SIZE
 from mmspec.app.caption.config import (
-    BATCH_SIZE,
+    DEFAULT_BATCH_SIZE,
     FORMATS,
     FRAMES,
     MAX_PIXELS,
@@ -130,8 +130,8 @@ def _add_decoding(parser: argparse.ArgumentParser) -> None:
     )
     sampler_help = "frames of a video: evenly spread (default) or those that differ most from each other"
     add("--sampler", choices=SAMPLERS, default=SAMPLERS[0], help=sampler_help)
-    batch_help = f"images or videos per batch (default {BATCH_SIZE}); auto: as many as speed and memory permit"
-    add("--batch-size", type=parse_batch_size, default=BATCH_SIZE, metavar="N", help=batch_help)
+    batch_help = f"images or videos per batch (default {DEFAULT_BATCH_SIZE}); auto: as many as speed and memory permit"
+    add("--batch-size", type=parse_batch_size, default=DEFAULT_BATCH_SIZE, metavar="N", help=batch_help)
     add("--max-new-tokens", type=positive_int, default=128, metavar="N", help="per caption (default 128)")
     add_sampling_options(group)
     add("--stop", action="append", default=[], metavar="TEXT", help="end a caption at this text; repeatable")

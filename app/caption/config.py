@@ -22,7 +22,7 @@ DEFAULT_MODEL = SCENES_MODEL
 PROMPT = "Describe the image."
 VIDEO_PROMPT = "Describe the video."
 FRAMES = 8
-BATCH_SIZE = 16
+DEFAULT_BATCH_SIZE = 16
 """Rows per batch: on two cores 1.15 times the rows per second of 8; 32 would add a fifteenth."""
 SAMPLERS = ("uniform", "differing")
 """How the frames of a video are selected."""
@@ -61,7 +61,7 @@ class CaptionConfig:
     frames: int = FRAMES
     fps: float | None = None
     sampler: str = SAMPLERS[0]
-    batch_size: int = BATCH_SIZE
+    batch_size: int = DEFAULT_BATCH_SIZE
     max_new_tokens: int = 128
     temperature: float = 0.0
     seed: int = 0
@@ -182,7 +182,7 @@ def prompt_sha1(text: str) -> str:
 
 
 __all__ = [
-    "BATCH_SIZE",
+    "DEFAULT_BATCH_SIZE",
     "DEFAULT_MODEL",
     "DTYPES",
     "FORMATS",

@@ -168,13 +168,15 @@ def test_the_table_of_the_overview() -> None:
         found = {"setting": OVERVIEW[0].title, "drafter": name, "speedup_hf": ratio, "speedup_own": 1.0, "R": 2.0}
         found |= {"speedup_hf_ci": [ratio - 0.1, ratio + 0.1], "speedup_e2e": ratio, "tau": 1.5, "identical": True}
         found |= {"model": "scenes", "dtype": "float32", "run": run, "not_used": False, "drafted_share": 0.5}
+        found |= {"batch": 1, "prompt_tokens": 9}
         return found | more
 
     rows = [row("hf", 1), row("hf-again", 1, R=None), row("none", 1.15), row("msd", 2, not_used=True)]
     lines = overview_markdown(rows).splitlines()
-    assert lines[0].startswith("scenes, float32, 2 threads of P, 2026-11-25, commit abc; mmspec 1, torch 2, ")
-    assert "`mmspec bench --overview`" in lines[1]
+    assert "identical: scenes, float32, 2 threads of P, 2026-11-25, commit abc;" in lines[0]
+    assert lines[1] == "mmspec 1, torch 2, transformers 5; `mmspec bench --overview`."
     assert lines[5] == "| long descriptions | `generate` again | 1.50 |  | 1.00 [0.90, 1.10] | 1.00 | 1.00 |"
-    assert lines[6] == "|  | `none` | 1.50 | 2.00 | 1.15 [1.05, 1.25] *tie* | 1.00 | 1.15 |"
+    assert lines[6] == "|  | `none` | 1.50 | 2.00 | 1.15 [1.05, 1.25] (tie) | 1.00 | 1.15 |"
     assert lines[7].startswith("|  | `msd`, used in 50% of rounds | 1.50 |") and "tie" not in lines[7]
+    assert lines[-1] == "Ties (95% intervals overlap): long descriptions: `none` and `hf-again`."
     assert "NOT all outputs identical" in overview_markdown([*rows, row("x", 3, identical=False)])
