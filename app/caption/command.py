@@ -225,12 +225,12 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("sampled captions depend on the batches: give --batch-size a number with --temperature")
     if config.prompt is not None and not config.prompt.strip():
         raise UsageError("--prompt must not be empty")
-    hide_progress_bars(config.progress)
     if config.ray is not None:
         from mmspec.app.caption.ray_job import RayCaptionJob
 
         check_ray(config, process)
         return RayCaptionJob(config, build_output(config, process)).run()
+    hide_progress_bars(config.progress)
     return CaptionJob(config, build_output(config, process), lambda: build_captioner(config, process), process).run()
 
 
