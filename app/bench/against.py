@@ -30,7 +30,7 @@ def bench_ratios(rows: Sequence[ResultRow]) -> RoundRatios:
         KeyError: of a version that did not write the ratios of rounds.
     """
     return {
-        (row["drafter"], f"batch {row['batch']}, prompt {row['prompt_tokens']}", name): {
+        (row["drafter"], row.get("setting") or f"batch {row['batch']}, prompt {row['prompt_tokens']}", name): {
             number: ratio for number, ratio in enumerate(row[f"{key}_runs"]) if ratio is not None
         }
         for row in rows
