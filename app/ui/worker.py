@@ -6,6 +6,7 @@ This module does not know what a job computes.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Generator
@@ -66,14 +67,30 @@ class CancelSignal:
         self._event = threading.Event()
         self._lease_s = lease_s
         self._renewed_at = time.monotonic()
+        self._listeners: list[Callable[[float], None]] = []
+        self._lock = threading.Lock()
 
     def cancel(self) -> None:
         """End the run at its next token."""
         self._event.set()
+        self._publish_deadline()
 
     def renew(self) -> None:
         """Extend the lease: somebody still polls the run."""
         self._renewed_at = time.monotonic()
+        self._publish_deadline()
+
+    def on_deadline(self, listener: Callable[[float], None]) -> None:
+        """Call `listener` now and at every change with the `time.time()` when the run should end; -inf is at once."""
+        with self._lock:
+            self._listeners.append(listener)
+        self._publish_deadline()
+
+    def _publish_deadline(self) -> None:
+        with self._lock:  # a deadline that was computed before `cancel` must not replace its -inf
+            deadline = -math.inf if self.cancel_requested else time.time() + self._lease_s
+            for listener in self._listeners:
+                listener(deadline)
 
     @property
     def cancel_requested(self) -> bool:

@@ -145,13 +145,13 @@ def started(page: Any) -> None:
 @pytest.fixture
 def slow_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
     """At most 200 tokens per second, so that the page is seen in between on any machine."""
-    put = TimingStreamer.put
+    record = TimingStreamer.record
 
-    def put_slowly(streamer: TimingStreamer, value: Any) -> None:
-        time.sleep(0.005)
-        put(streamer, value)
+    def record_slowly(streamer: TimingStreamer, token_ids: list[int]) -> None:
+        time.sleep(0.005 * len(token_ids))
+        record(streamer, token_ids)
 
-    monkeypatch.setattr(TimingStreamer, "put", put_slowly)
+    monkeypatch.setattr(TimingStreamer, "record", record_slowly)
 
 
 @pytest.fixture
