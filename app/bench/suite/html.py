@@ -33,8 +33,8 @@ color:var(--ink);background:var(--paper);overflow-wrap:anywhere}
 h1{font-size:24px}h2{font-size:18px;margin:2rem 0 .5rem}
 .wide{overflow-x:auto}table{border-collapse:collapse;margin:.5rem 0;font-size:13px;font-variant-numeric:tabular-nums}
 td,th{padding:.25rem .6rem;border-bottom:1px solid var(--line);text-align:left;vertical-align:top;overflow-wrap:normal}
-td:first-child,th{white-space:nowrap}th{color:var(--faint);font-weight:500}
-svg{display:block;width:100%;max-width:640px}
+td:not([colspan]),th{white-space:nowrap}td[colspan]{min-width:16rem}th{color:var(--faint);font-weight:500}
+code{font-size:13px}svg{display:block;width:100%;max-width:640px}
 text{font:13px system-ui,sans-serif;fill:var(--ink)}.grid{stroke:var(--line)}.mark{stroke:var(--ink)}
 .one{stroke:var(--faint);stroke-dasharray:3}"""
 
@@ -42,7 +42,7 @@ text{font:13px system-ui,sans-serif;fill:var(--ink)}.grid{stroke:var(--line)}.ma
 def format_html(result: SuiteResult) -> str:
     """The whole page."""
     title = escape(report_title(result))
-    body = [f"<h1>{title}</h1>", *(f"<p>{escape(line)}</p>" for line in provenance_lines(result))]
+    body = [f"<h1>{title}</h1>", *(f"<p>{_inline(line)}</p>" for line in provenance_lines(result))]
     for form, batch in dict.fromkeys((row.form, row.batch) for row in result.rows):
         rows = [row for row in result.rows if (row.form, row.batch, row.category) == (form, batch, ALL)]
         calls = [one for one in result.calls if (one.form, one.batch) == (form, batch)]
@@ -135,15 +135,26 @@ def _svg(height: float, parts: Sequence[str], label: str) -> str:
 
 
 def _table(table: Sequence[Cells]) -> str:
-    rows = []
-    for number, cells in enumerate(table):
-        start, end = ("<td>", "</td>") if number else ('<th scope="col">', "</th>")
-        rows.append(f"<tr>{''.join(f'{start}{escape(cell)}{end}' for cell in cells)}</tr>")
-    return f'<div class="wide"><table>{"".join(rows)}</table></div>'
+    head = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in table[0])
+    body = "".join(f"<tr>{_cells(cells)}</tr>" for cells in table[1:])
+    return f'<div class="wide" tabindex="0"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _cells(cells: Cells) -> str:
+    """The cells of a row; the last one that is not empty, such as an error, spans the empty ones behind it."""
+    count = max((number for number, cell in enumerate(cells, 1) if cell), default=len(cells))
+    spans = [""] * (count - 1) + [f' colspan="{len(cells) - count + 1}"' if count < len(cells) else ""]
+    return "".join(f"<td{span}>{escape(cell)}</td>" for span, cell in zip(spans, cells, strict=False))
+
+
+def _inline(line: str) -> str:
+    """Text with `code` between backticks."""
+    parts = escape(line).split("`")
+    return "".join(f"<code>{part}</code>" if number % 2 else part for number, part in enumerate(parts))
 
 
 def _list(lines: Sequence[str]) -> str:
-    return f"<ul>{''.join(f'<li>{escape(line)}</li>' for line in lines)}</ul>"
+    return f"<ul>{''.join(f'<li>{_inline(line)}</li>' for line in lines)}</ul>"
 
 
 __all__ = ["axis_ticks", "format_html", "latency_plot", "speed_plot"]
