@@ -91,7 +91,7 @@ def _generate(
     lane.streamer.start()
     options = captioner.generation_kwargs() | extra_options
     output = loaded.model.generate(
-        **_copy_request(request),
+        **copy_request(request),
         **options,
         stopping_criteria=build_stopping_criteria(comparison.cancel_signal),
     )
@@ -115,7 +115,7 @@ def _find_difference(
     return Difference(index, plain, ours, margin)
 
 
-def _copy_request(request: dict[str, Any]) -> dict[str, Any]:
+def copy_request(request: dict[str, Any]) -> dict[str, Any]:
     """A shallow copy with its own dict of encoder outputs, into which transformers may write."""
     outputs = request.get("mm_encoder_outputs")
     return request if outputs is None else request | {"mm_encoder_outputs": dict(outputs)}
@@ -145,7 +145,7 @@ def measure_logit_margin(
     torch.manual_seed(settings.seed)
     with mmspec.disabled(loaded_model.model):
         output = loaded_model.model.generate(
-            **_copy_request(request),
+            **copy_request(request),
             **captioner.generation_kwargs(),
             return_dict_in_generate=True,
             output_logits=True,
@@ -157,4 +157,4 @@ def measure_logit_margin(
     return float(logits[token_id] - logits[other_id])
 
 
-__all__ = ["measure_logit_margin", "run_comparison"]
+__all__ = ["copy_request", "measure_logit_margin", "run_comparison"]

@@ -38,6 +38,7 @@ from mmspec.app.ui.report import TempStorage
 from mmspec.app.ui.tabs.batch import build_batch_tab
 from mmspec.app.ui.tabs.compare import build_compare_tab
 from mmspec.app.ui.tabs.inside import build_inside_tab
+from mmspec.app.ui.tabs.learning import build_learning_tab
 from mmspec.app.ui.worker import MAX_QUEUED_RUNS
 
 logger = logging.getLogger("mmspec")
@@ -69,6 +70,8 @@ def build_app(context: Context, opening: Opening | None = None) -> Any:
                 build_inside_tab(report, inside)
             with gr.Tab("Batch"):
                 build_batch_tab(context)
+            with gr.Tab("Learning"):
+                build_learning_tab(context)
         register_endpoints(context)
 
         def end_session(request: gr.Request) -> None:

@@ -74,6 +74,8 @@ def build_results(context: Context, report: Any) -> ResultComponents:
             y_title="tokens per forward",
             title="Tokens per forward over the answer",
             y_lim=[0, None],
+            x_axis_format="d",
+            y_axis_format="~g",
             height=PLOT_HEIGHT,
             elem_id="mm-lengths",
         )
@@ -86,6 +88,7 @@ def build_results(context: Context, report: Any) -> ResultComponents:
                 y_title="forwards",
                 title="How many tokens one forward gives",
                 y_lim=[0, None],
+                y_axis_format="d",
                 sort="x",
                 height=PLOT_HEIGHT,
                 min_width=260,
@@ -98,6 +101,7 @@ def build_results(context: Context, report: Any) -> ResultComponents:
                 y_title="milliseconds",
                 title="Where the time of mmspec goes",
                 y_lim=[0, None],
+                y_axis_format="~g",
                 sort=["vision", "prefill", "draft", "verify", "other"],
                 height=PLOT_HEIGHT,
                 min_width=260,
@@ -163,13 +167,17 @@ def update_results(context: Context, parts: ResultComponents, report: Report) ->
         parts.code: build_code(report),
     }
     if has_all:
+        lengths, histogram = plots.round_lengths(report), plots.length_histogram(report)
         updates |= {
             parts.numbers: render.render_results(report, plots.describe_lengths(report)),
             parts.lengths: gr.update(
-                value=plots.round_lengths(report),
+                **plots.count_axis(lengths, "forward"),
+                y_lim=plots.value_limits(lengths["tokens per forward"]),
                 color_map=plots.lane_colors(report),
             ),
-            parts.histogram: plots.length_histogram(report),
+            parts.histogram: gr.update(
+                value=histogram, y_lim=plots.value_limits(histogram["forwards"], plots.MIN_COUNT_TOP)
+            ),
             parts.phases: plots.phase_times(report),
         }
     return updates
