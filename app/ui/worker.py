@@ -104,9 +104,14 @@ class CancelSignal:
 
 
 class Worker:
-    """The device thread and its queue."""
+    """The device thread and its queue.
+
+    Attributes:
+        on_busy: called in the device thread with True before each job and with False after it.
+    """
 
     def __init__(self) -> None:
+        self.on_busy: Callable[[bool], None] = lambda is_busy: None
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mmspec-device")
         self._queue: list[QueuedRun] = []
         self._background: CancelSignal | None = None
@@ -124,9 +129,16 @@ class Worker:
             return self._submit(work, None)
 
     def _submit(self, work: Callable[[], T], client: Client | None) -> Future[T]:
-        future = self._pool.submit(work)
+        future = self._pool.submit(self._run, work)
         self._queue = [run for run in self._queue if not run.future.done()] + [QueuedRun(future, client)]
         return future
+
+    def _run(self, work: Callable[[], T]) -> T:
+        self.on_busy(True)
+        try:
+            return work()
+        finally:
+            self.on_busy(False)
 
     def num_ahead(self, future: Future[Any]) -> int:
         """Number of jobs that must end before this one starts."""
