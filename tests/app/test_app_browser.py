@@ -623,7 +623,16 @@ def test_every_tab_fits_and_every_part_has_a_name(
     page.wait_for_function("document.querySelector('#mm-files').innerText.includes('lion')")
     page.locator("#mm-start").click()
     page.wait_for_function("/9 of 9 done\\./.test(document.querySelector('#mm-batch-status').innerText)")
+    page.wait_for_selector("#mm-curve .vega-embed")
     keep(page, request, "batch", width, end)
+    page.get_by_role("tab", name="Learning").click()
+    page.get_by_label("number input for Pictures").fill("4")
+    page.keyboard.press("Tab")
+    page.locator("#mm-learn").click()
+    page.wait_for_function("/^4 of 4 pictures/.test(document.querySelector('#mm-learning-status').innerText)")
+    page.wait_for_selector("#mm-learning-curve .vega-embed")
+    assert "4 of 4" in text(page, "#mm-learning-numbers") and page.locator("#mm-learn").is_enabled()
+    keep(page, request, "learning", width, end)
 
 
 def keep(page: Any, request: pytest.FixtureRequest, name: str, width: int, end: str = "") -> None:
@@ -635,6 +644,7 @@ def keep(page: Any, request: pytest.FixtureRequest, name: str, width: int, end: 
     ).map((part) => part.outerHTML)"""
     assert page.evaluate(unnamed) == []
     assert page.evaluate("[...document.querySelectorAll('img')].filter((one) => !one.alt).map((one) => one.src)") == []
+    check_plots(page)
     contrasts = page.evaluate(CONTRASTS)
     assert len(contrasts) > 5 and [pair for pair in contrasts if pair[1] < 4.5] == [], "too faint to be read"
     folder = request.config.getoption("--shots")
@@ -644,6 +654,46 @@ def keep(page: Any, request: pytest.FixtureRequest, name: str, width: int, end: 
     page.screenshot(path=f"{folder}/demo-{name}-{width}{end}.png", full_page=True)
 
 
+def check_plots(page: Any) -> None:
+    """The counts at the x axis of visible plots are whole numbers, each once, and the texts are legible."""
+    counted = [name for name in COUNTED_PLOTS if page.locator(f"{name} .vega-embed").first.is_visible()]
+    for name in counted:
+        page.wait_for_selector(f"{name} .vega-embed svg")
+        labels = page.evaluate(AXIS_LABELS, name)
+        assert labels and len({label for label, _ in labels}) == len(labels), (name, labels)
+        assert all(re.fullmatch(r"[0-9,]+", label) for label, _ in labels), (name, labels)
+        contrasts = page.evaluate(PLOT_CONTRASTS, name)
+        assert contrasts and [pair for pair in contrasts if pair[1] < 4.5] == [], (name, "too faint to be read")
+        frame = page.locator(name).bounding_box()
+        assert frame["width"] >= 240 and all(left >= frame["x"] for _, left in labels), (name, "cut")
+
+
+COUNTED_PLOTS = ("#mm-lengths", "#mm-curve", "#mm-learning-curve")
+AXIS_LABELS = """(name) => [...document.querySelector(`${name} .vega-embed svg`)
+    .querySelectorAll('[aria-label^="X-axis"] .role-axis-label text')]
+    .filter((one) => getComputedStyle(one).opacity != 0 && one.getAttribute('opacity') != 0)
+    .map((one) => [one.textContent, one.getBoundingClientRect().left])"""
+"""[text, left edge] of the labels of the x axis."""
+PLOT_CONTRASTS = """(name) => {
+    const parts = (text) => (text.match(/[0-9.]+/g) ?? []).map(Number);
+    const light = ([r, g, b]) => [r, g, b].map((v) => v / 255)
+        .map((v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4))
+        .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+    const behind = (part) => {
+        for (; part; part = part.parentElement) {
+            const colour = parts(getComputedStyle(part).backgroundColor);
+            if (colour.length == 3 || colour[3] > 0.99) return colour;
+        }
+        return [255, 255, 255];
+    };
+    const svg = document.querySelector(`${name} .vega-embed svg`);
+    return [...svg.querySelectorAll('text')].filter((one) => one.textContent && getComputedStyle(one).opacity != 0)
+        .map((one) => {
+            const pair = [light(parts(getComputedStyle(one).fill)), light(behind(svg.parentElement))].sort();
+            return [one.textContent, (pair[1] + 0.05) / (pair[0] + 0.05)];
+        });
+}"""
+"""[text, contrast] of all texts of a plot."""
 CONTRASTS = """(() => {
     const parts = (text) => (text.match(/[0-9.]+/g) ?? []).map(Number);
     const light = ([r, g, b]) => [r, g, b].map((v) => v / 255)
