@@ -250,6 +250,10 @@ def test_a_conversation_goes_on_until_the_picture_changes(page: Any) -> None:
         ask(page, question)
         page.wait_for_function(f"document.querySelector('#mm-race').innerText.includes('{question}')")
         finish(page)
+        # The rates of this race, not of the one before, whose elements Gradio may reuse.
+        rates = [float(text(page, f"#mm-{side} .mm-rate b").split()[0]) for side in ("plain", "mmspec")]
+        row = page.locator("#mm-results tr", has_text="tokens/s").locator("td").all_inner_texts()
+        assert rates == pytest.approx([float(value) for value in row], abs=1)
     assert page.locator("#mm-race .mm-turn-question").all_inner_texts() == ["what is it?", "how many?"]
     page.locator("#mm-examples button").nth(1).click()
     page.wait_for_function("document.querySelectorAll('.mm-turn-question').length == 0")

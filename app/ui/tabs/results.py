@@ -20,6 +20,8 @@ from mmspec.app.ui.worker import CancelSignal, LeftQueueError
 
 REPLAY_SPEEDS = {"real time": 1, "4 times slower": 4, "16 times slower": 16}
 PLOT_HEIGHT = 220
+HIDDEN: Any = "hidden"
+"""Stays in the document. Gradio 6.31 removes what is not visible, and the script of a plot fails without its element."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ def build_results(context: Context, report: Any) -> ResultComponents:
         replay = gr.Button("Replay", interactive=False, elem_id="mm-replay", scale=0, min_width=120)
     script = f"(speed) => {{ window.mmspecRace.play(document, {REPLAY_SPEEDS}[speed] ?? 1); }}"
     replay.click(None, speed, None, js=script, **PRIVATE_API)
-    with gr.Column(visible=False, elem_id="mm-details") as details:
+    with gr.Column(visible=HIDDEN, elem_id="mm-details") as details:
         lengths = gr.LinePlot(
             x="forward",
             y="tokens per forward",
@@ -101,7 +103,6 @@ def build_results(context: Context, report: Any) -> ResultComponents:
                 y_title="milliseconds",
                 title="Where the time of mmspec goes",
                 y_lim=[0, None],
-                y_axis_format="~g",
                 sort=["vision", "prefill", "draft", "verify", "other"],
                 height=PLOT_HEIGHT,
                 min_width=260,
@@ -145,7 +146,7 @@ def clear_results(parts: ResultComponents) -> dict[Any, Any]:
     skipped = dict.fromkeys(parts.outputs, gr.skip())
     return skipped | {
         parts.replay: gr.update(interactive=False),
-        parts.details: gr.update(visible=False),
+        parts.details: gr.update(visible=HIDDEN),
         parts.share: gr.update(visible=False),
         parts.gif: gr.update(value=None, interactive=False),
     }
