@@ -94,7 +94,8 @@ def build_app(context: Context, opening: Opening | None = None) -> Any:
 def build_theme() -> Any:
     """Gradio's base theme with system fonts: the page loads nothing from other servers."""
     fonts = ["system-ui", "-apple-system", "Segoe UI", "sans-serif"]
-    return gr.themes.Base(primary_hue="blue", font=fonts, font_mono=["ui-monospace", "Consolas", "monospace"])
+    theme = gr.themes.Base(primary_hue="blue", font=fonts, font_mono=["ui-monospace", "Consolas", "monospace"])
+    return theme.set(block_info_text_color="*neutral_600", block_info_text_color_dark="*neutral_400")
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ def build_learning_tab(context: Context) -> None:
             )
             seed = gr.Number(0, precision=0, label="Seed of the pictures", minimum=0)
             with gr.Row():
-                start = gr.Button("Start learning", variant="primary", elem_id="mm-learn", min_width=120)
+                start = gr.Button("Start", variant="primary", elem_id="mm-learn", min_width=120)
                 cancel = gr.Button("Stop", variant="stop", interactive=False, elem_id="mm-unlearn", min_width=90)
         with gr.Column(scale=5, min_width=320):
             status = gr.HTML(render_status(INITIAL_STATUS), elem_id="mm-learning-status")
