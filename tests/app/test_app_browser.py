@@ -260,7 +260,15 @@ def test_a_conversation_goes_on_until_the_picture_changes(page: Any) -> None:
     assert page.locator("#mm-replay").is_disabled()
 
 
-def test_a_clip(page: Any, comparisons: list[ComparisonRun], request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize(("width", "theme"), [(1280, "light"), (390, "dark")])
+def test_a_clip(
+    open_page: Callable[..., Any],
+    comparisons: list[ComparisonRun],
+    request: pytest.FixtureRequest,
+    width: int,
+    theme: str,
+) -> None:
+    page = open_page(width, f"?__theme={theme}")
     page.get_by_role("tab", name="Clip").click()
     page.wait_for_function(f"document.querySelector('#mm-question textarea').value == '{VIDEO_PROMPT}'")
     page.locator("#mm-clip-examples button, #mm-clip-examples video, #mm-clip-examples td").first.click()
@@ -280,7 +288,7 @@ def test_a_clip(page: Any, comparisons: list[ComparisonRun], request: pytest.Fix
     assert "identical" in text(page, ".mm-badge")
     page.locator("#mm-replay").click()
     page.wait_for_function("document.querySelectorAll('.mm-done').length == 2")
-    keep(page, request, "clip", 1280)
+    keep(page, request, "clip", width, "" if theme == "light" else "-dark")
 
 
 def test_a_photo_from_the_camera_and_a_picture_from_the_clipboard(page: Any, browser: Any, site: DemoServer) -> None:
@@ -548,16 +556,22 @@ def test_lanes_race_and_are_shared(page: Any, browser: Any, tmp_path: Path) -> N
     page.wait_for_function("document.querySelector('#mm-code')?.innerText.includes('mmspec.patch(model')")
 
 
-def test_a_page_opens_with_a_race(browser: Any) -> None:
+@pytest.mark.parametrize(("width", "theme"), [(1280, "light"), (1280, "dark"), (390, "light"), (390, "dark")])
+def test_a_page_opens_with_a_race(browser: Any, width: int, theme: str) -> None:
     with serve(ModelStore("tiny"), port=0, record_opening=True) as site:
-        page = browser.new_page(viewport={"width": 1280, "height": 900})
+        page = browser.new_page(viewport={"width": width, "height": 900})
         page.set_default_timeout(PATIENCE)
-        page.goto(site.url)
+        page.goto(f"{site.url}?__theme={theme}")
         page.wait_for_selector("#mm-ask")
         assert page.locator("#mm-picture img").count() == 1 and page.locator("#mm-questions button").count() == 4
-        box = page.locator("#mm-ask").bounding_box()
-        assert box["y"] + box["height"] < 900, "the button is in view"
         page.wait_for_selector(".mm-settled")
+        # What is compared and what came out, in the first screen; on a desk the button as well.
+        in_view = ["#mm-sentence", ".mm-asked", ".mm-ratio", ".mm-badge", "#mm-plain header", "#mm-mmspec header"]
+        for name in [*in_view, *(["#mm-ask"] if width > 600 else [])]:
+            box = page.locator(name).bounding_box()
+            assert box["y"] + box["height"] < 900 and box["x"] + box["width"] <= width, f"{name} is in view"
+        plain, ours = (page.locator(f"#mm-{side}").bounding_box() for side in ("plain", "mmspec"))
+        assert plain["y"] == ours["y"] and plain["x"] < ours["x"], "side by side"
         assert "Recorded on this machine" in text(page, "#mm-status") and "tiny" in text(page, "#mm-sentence")
         assert "identical, token for token" in text(page, ".mm-badge")
         page.locator("#mm-questions button").nth(1).click()
