@@ -21,7 +21,7 @@ from mmspec.app.ui.worker import CancelSignal, LeftQueueError
 REPLAY_SPEEDS = {"real time": 1, "4 times slower": 4, "16 times slower": 16}
 PLOT_HEIGHT = 220
 HIDDEN: Any = "hidden"
-"""Not removed from the page. Gradio 6.31 removes what is not visible; the script of a plot fails without its element."""
+"""Not shown, not removed: the script of a plot of Gradio 6.31 fails when its element is removed."""
 
 
 @dataclass(frozen=True)
