@@ -58,7 +58,9 @@ def _speculate(
     compressor: Compressor | None,
 ) -> None:
     """Generate the answer of a lane of mmspec."""
-    options = {"drafter": lane.recorder, "compressor": compressor, "tree_size": comparison.settings.tree_size}
+    recorder = lane.recorder
+    assert recorder is not None
+    options = {"drafter": recorder, "compressor": compressor, "tree_size": comparison.settings.tree_size}
     try:
         token_ids = _generate(comparison, loaded, request, lane, mmspec=options)
         lane.streamer.truncate(len(token_ids))  # a cancelled run drops the rest of its last round
@@ -69,7 +71,7 @@ def _speculate(
                 loaded,
                 request,
                 lane,
-                mmspec=options | {"drafter": lane.recorder.inner},
+                mmspec=options | {"drafter": recorder.inner},
                 streamer=lane.streamer,
             )
     except ValueError as error:  # the drafter does not take this compressor

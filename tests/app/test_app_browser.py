@@ -682,6 +682,7 @@ def check_plots(page: Any) -> None:
         assert all(re.fullmatch(r"[0-9,]+", label) for label, _ in labels), (name, labels)
         contrasts = page.evaluate(PLOT_CONTRASTS, name)
         assert contrasts and [pair for pair in contrasts if pair[1] < 4.5] == [], (name, "too faint to be read")
+        assert page.evaluate(CUT_TEXTS, name) == [], (name, "cut")
         frame = page.locator(name).bounding_box()
         assert frame["width"] >= 240 and all(left >= frame["x"] for _, left in labels), (name, "cut")
 
@@ -692,6 +693,15 @@ AXIS_LABELS = """(name) => [...document.querySelector(`${name} .vega-embed svg`)
     .filter((one) => getComputedStyle(one).opacity != 0 && one.getAttribute('opacity') != 0)
     .map((one) => [one.textContent, one.getBoundingClientRect().left])"""
 """[text, left edge] of the labels of the x axis."""
+CUT_TEXTS = """(name) => {
+    const svg = document.querySelector(`${name} .vega-embed svg`);
+    const frame = svg.getBoundingClientRect();
+    return [...svg.querySelectorAll('text')].filter((one) => {
+        const box = one.getBoundingClientRect();
+        return one.textContent && (box.left < frame.left - 1 || box.right > frame.right + 1);
+    }).map((one) => one.textContent);
+}"""
+"""Texts of a plot that are not within it."""
 PLOT_CONTRASTS = """(name) => {
     const parts = (text) => (text.match(/[0-9.]+/g) ?? []).map(Number);
     const light = ([r, g, b]) => [r, g, b].map((v) => v / 255)
