@@ -641,14 +641,14 @@ def test_every_tab_fits_and_every_part_has_a_name(
     page.wait_for_function("document.querySelector('#mm-files').innerText.includes('lion')")
     page.locator("#mm-start").click()
     page.wait_for_function("/9 of 9 done\\./.test(document.querySelector('#mm-batch-status').innerText)")
-    page.wait_for_selector("#mm-curve .vega-embed")
+    page.wait_for_function(f"({AXIS_LABELS})('#mm-curve').length == 9")
     keep(page, request, "batch", width, end)
     page.get_by_role("tab", name="Learning").click()
     page.get_by_label("number input for Pictures").fill("4")
     page.keyboard.press("Tab")
     page.locator("#mm-learn").click()
     page.wait_for_function("/^4 of 4 pictures/.test(document.querySelector('#mm-learning-status').innerText)")
-    page.wait_for_selector("#mm-learning-curve .vega-embed")
+    page.wait_for_function(f"({AXIS_LABELS})('#mm-learning-curve').length == 4")
     assert "4 of 4" in text(page, "#mm-learning-numbers") and page.locator("#mm-learn").is_enabled()
     keep(page, request, "learning", width, end)
 
@@ -688,8 +688,8 @@ def check_plots(page: Any) -> None:
 
 
 COUNTED_PLOTS = ("#mm-lengths", "#mm-curve", "#mm-learning-curve")
-AXIS_LABELS = """(name) => [...document.querySelector(`${name} .vega-embed svg`)
-    .querySelectorAll('[aria-label^="X-axis"] .role-axis-label text')]
+AXIS_LABELS = """(name) => [...document.querySelectorAll(`${name} .vega-embed svg`)]
+    .flatMap((svg) => [...svg.querySelectorAll('[aria-label^="X-axis"] .role-axis-label text')])
     .filter((one) => getComputedStyle(one).opacity != 0 && one.getAttribute('opacity') != 0)
     .map((one) => [one.textContent, one.getBoundingClientRect().left])"""
 """[text, left edge] of the labels of the x axis."""
