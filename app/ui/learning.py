@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from mmspec.app.scenes.tasks import SceneRequest
     from mmspec.app.ui.loaded_model import LoadedModel
 
-BASELINE = "hybrid"
+UNTRAINED_DRAFTER = "hybrid"
 LEARNING_DRAFTERS = ("instant", "arbitrated")
 """Drafters that learn from nothing."""
-WINDOW = 8
+CALLS_PER_MEAN = 8
 """Calls of a moving mean."""
 MAX_PICTURES = 120
 """One point of `LearningStats.curve` for each call: the curve merges points above 128."""
@@ -79,7 +79,7 @@ class LearningRun:
             self.cancelled = True
             return self
         loaded = self.model_store.get(settings.model)
-        baseline = loaded.get_drafter(BASELINE)
+        baseline = loaded.get_drafter(UNTRAINED_DRAFTER)
         with empty_cache_folder():
             learner = loaded.clone()
             try:
@@ -147,16 +147,16 @@ def pool_calls(points: Sequence[CurvePoint]) -> CurvePoint | None:
 
 
 def moving_means(points: Sequence[CurvePoint]) -> list[float]:
-    """Tokens per forward up to each point, over the last `WINDOW` points."""
-    windows = (points[max(0, end - WINDOW) : end] for end in range(1, len(points) + 1))
+    """Tokens per forward up to each point, over the last `CALLS_PER_MEAN` points."""
+    windows = (points[max(0, end - CALLS_PER_MEAN) : end] for end in range(1, len(points) + 1))
     return [pooled.tokens_per_forward for window in windows if (pooled := pool_calls(window)) is not None]
 
 
 __all__ = [
-    "BASELINE",
     "LEARNING_DRAFTERS",
     "MAX_PICTURES",
-    "WINDOW",
+    "UNTRAINED_DRAFTER",
+    "CALLS_PER_MEAN",
     "LearningRun",
     "moving_means",
     "pool_calls",

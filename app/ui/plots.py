@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mmspec.app.ui.learning import BASELINE, moving_means
+from mmspec.app.ui.learning import UNTRAINED_DRAFTER, moving_means
 from mmspec.app.ui.race import lane_title
 from mmspec.app.ui.report import AnswerTrace, Report
 
@@ -111,7 +111,7 @@ def learning_curve(run: LearningRun) -> tuple[pd.DataFrame, dict[str, str]]:
     """Moving means of a drafter that learns and of one that does not; {name: colour} of both."""
     import pandas as pd
 
-    names = f"{run.settings.drafter}, learns", f"{BASELINE}, does not learn"
+    names = f"{run.settings.drafter}, learns", f"{UNTRAINED_DRAFTER}, does not learn"
     rows = [
         (number, mean, name)
         for name, points in zip(names, (run.learning.curve, run.baseline), strict=True)

@@ -12,7 +12,7 @@ from mmspec.app.ui.context import Context
 from mmspec.app.ui.learning import LearningRun, empty_cache_folder, moving_means, pool_calls
 from mmspec.app.ui.model_store import ModelStore, RunSettings
 from mmspec.app.ui.report import TempStorage
-from mmspec.app.ui.tabs.learning import format_progress, render_learning, stream_learning
+from mmspec.app.ui.tabs.learning import format_learning_progress, render_learning, stream_learning
 from mmspec.app.ui.worker import CancelSignal, Client
 from mmspec.files import CACHE_VARIABLE
 from mmspec.metrics.learning_stats import CurvePoint
@@ -27,7 +27,11 @@ def test_a_drafter_learns_beside_one_that_does_not(tmp_path: Path, monkeypatch: 
     assert len(run.learning.curve) == len(run.baseline) == 3
     assert os.environ[CACHE_VARIABLE] == str(tmp_path) and not (tmp_path / "learned").exists(), "nothing is stored"
     page = render_learning(run)
-    assert "3 of 3" in page and run.text in page and format_progress(run, False) == "3 of 3 pictures, described twice."
+    assert (
+        "3 of 3" in page
+        and run.text in page
+        and format_learning_progress(run, False) == "3 of 3 pictures, described twice."
+    )
 
 
 def test_a_run_that_is_stopped(tmp_path: Path) -> None:
@@ -35,7 +39,7 @@ def test_a_run_that_is_stopped(tmp_path: Path) -> None:
     halt.cancel()
     run = LearningRun(ModelStore("tiny"), RunSettings("tiny", "instant"), 3).run(halt)
     assert run.cancelled and run.num_done == 0 and render_learning(run) == ""
-    assert format_progress(run, False) == "0 of 3 pictures; stopped."
+    assert format_learning_progress(run, False) == "0 of 3 pictures; stopped."
 
 
 def test_what_cannot_learn_is_refused() -> None:

@@ -11,19 +11,26 @@ import gradio as gr
 
 from mmspec.app.ui import plots
 from mmspec.app.ui.context import VALIDATION, Context, format_queue_position, get_client, report_errors
-from mmspec.app.ui.learning import BASELINE, LEARNING_DRAFTERS, MAX_PICTURES, WINDOW, LearningRun, pool_calls
+from mmspec.app.ui.learning import (
+    LEARNING_DRAFTERS,
+    MAX_PICTURES,
+    UNTRAINED_DRAFTER,
+    CALLS_PER_MEAN,
+    LearningRun,
+    pool_calls,
+)
 from mmspec.app.ui.render import render_numbers, render_status
 from mmspec.app.ui.tabs.run_events import RUN_EVENT, RunControls, begin_run, connect_run_end
 from mmspec.app.ui.worker import Client, LeftQueueError
 
 INTRO = (
     "A drafter starts from nothing and learns from every answer of the model (<code>patch(model, learn=True)</code>). "
-    f"Each picture is described twice: with it, and with <code>{BASELINE}</code>, which does not learn. The answers "
-    "are the same; only the number of tokens per forward differs. Nothing that is learned here is stored."
+    f"Each picture is described twice: with it, and with <code>{UNTRAINED_DRAFTER}</code>, which does not learn. The "
+    "answers are the same; only the number of tokens per forward differs. Nothing that is learned here is stored."
 )
-INITIAL_STATUS = "Start to see the curve."
+READY_STATUS = "Start to see the curve."
 MIN_CURVE_CALLS = 3
-NEW_TOKENS = 160
+LEARNING_NEW_TOKENS = 160
 
 
 def build_learning_tab(context: Context) -> None:
@@ -57,12 +64,12 @@ def build_learning_tab(context: Context) -> None:
                 start = gr.Button("Start", variant="primary", elem_id="mm-learn", min_width=120)
                 cancel = gr.Button("Stop", variant="stop", interactive=False, elem_id="mm-unlearn", min_width=90)
         with gr.Column(scale=5, min_width=320):
-            status = gr.HTML(render_status(INITIAL_STATUS), elem_id="mm-learning-status")
+            status = gr.HTML(render_status(READY_STATUS), elem_id="mm-learning-status")
             curve = gr.LinePlot(
                 x="picture",
                 y="tokens per forward",
                 color="drafter",
-                x_title=f"picture (means of the last {WINDOW})",
+                x_title=f"picture (means of the last {CALLS_PER_MEAN})",
                 y_title="tokens per forward",
                 title="Tokens per forward as it learns",
                 x_axis_format="d",
@@ -82,7 +89,7 @@ def build_learning_tab(context: Context) -> None:
     def work(request: gr.Request, model: str, drafter: str, total: float, seed: float) -> Iterator[dict[Any, Any]]:
         num_rendered = 0
         for run, is_running in stream_learning(context, model, drafter, total, seed, get_client(request)):
-            updates: dict[Any, Any] = {status: render_status(format_progress(run, is_running))}
+            updates: dict[Any, Any] = {status: render_status(format_learning_progress(run, is_running))}
             if not is_running or run.num_done != num_rendered:
                 num_rendered = run.num_done
                 updates |= {curve: curve_update(run), numbers: render_learning(run)}
@@ -117,7 +124,7 @@ def stream_learning(
         UsageError: a setting is refused, or the queue is full.
     """
     cancel_signal = context.sessions.get_signal(client.session)
-    settings = context.parse_settings(model, drafter, None, 0, seed, NEW_TOKENS)
+    settings = context.parse_settings(model, drafter, None, 0, seed, LEARNING_NEW_TOKENS)
     count = int(context.limits.check_number("Pictures", total, 1, MAX_PICTURES))
     run = LearningRun(context.model_store, settings, count)
     work = functools.partial(run.run, cancel_signal)
@@ -130,7 +137,7 @@ def stream_learning(
     yield run, False
 
 
-def format_progress(run: LearningRun, is_running: bool) -> str:
+def format_learning_progress(run: LearningRun, is_running: bool) -> str:
     """The status line."""
     if run.num_ahead:
         return format_queue_position(run.num_ahead)
@@ -158,15 +165,22 @@ def render_learning(run: LearningRun) -> str:
     if not run.num_done:
         return ""
     learned, baseline, state = run.learning.curve, run.baseline, run.learning
-    first, last, other = (pool_calls(points) for points in (learned[:WINDOW], learned[-WINDOW:], baseline[-WINDOW:]))
+    first, last, other = (
+        pool_calls(points)
+        for points in (learned[:CALLS_PER_MEAN], learned[-CALLS_PER_MEAN:], baseline[-CALLS_PER_MEAN:])
+    )
     assert first is not None and last is not None and other is not None
-    count = min(WINDOW, run.num_done)
+    count = min(CALLS_PER_MEAN, run.num_done)
     speed = last.tokens_per_s / other.tokens_per_s if other.tokens_per_s else 0.0
     share = state.learn_s / state.call_s if state.call_s else 0.0
     cells = [
         (f"first {count}", f"{first.tokens_per_forward:.2f}", "tokens per forward of the first pictures"),
-        (f"last {count}", f"{last.tokens_per_forward:.2f}", f"now; {BASELINE}: {other.tokens_per_forward:.2f}"),
-        ("speed", f"{speed:.2f}x", f"tokens per second over those of {BASELINE}, last {count} pictures"),
+        (
+            f"last {count}",
+            f"{last.tokens_per_forward:.2f}",
+            f"now; {UNTRAINED_DRAFTER}: {other.tokens_per_forward:.2f}",
+        ),
+        ("speed", f"{speed:.2f}x", f"tokens per second over those of {UNTRAINED_DRAFTER}, last {count} pictures"),
         ("learning", f"{share:.1%}", f"of the time of the calls; {state.num_updates} times new weights"),
         ("identical", f"{run.num_identical} of {run.num_done}", "answers of both drafters, token for token"),
     ]
@@ -175,4 +189,4 @@ def render_learning(run: LearningRun) -> str:
     return render_numbers(cells) + why + '<p class="mm-legend">The last description</p>' + text
 
 
-__all__ = ["build_learning_tab", "format_progress", "render_learning", "stream_learning"]
+__all__ = ["build_learning_tab", "format_learning_progress", "render_learning", "stream_learning"]
