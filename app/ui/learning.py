@@ -153,10 +153,10 @@ def moving_means(points: Sequence[CurvePoint]) -> list[float]:
 
 
 __all__ = [
+    "CALLS_PER_MEAN",
     "LEARNING_DRAFTERS",
     "MAX_PICTURES",
     "UNTRAINED_DRAFTER",
-    "CALLS_PER_MEAN",
     "LearningRun",
     "moving_means",
     "pool_calls",

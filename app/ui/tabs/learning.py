@@ -12,10 +12,10 @@ import gradio as gr
 from mmspec.app.ui import plots
 from mmspec.app.ui.context import VALIDATION, Context, format_queue_position, get_client, report_errors
 from mmspec.app.ui.learning import (
+    CALLS_PER_MEAN,
     LEARNING_DRAFTERS,
     MAX_PICTURES,
     UNTRAINED_DRAFTER,
-    CALLS_PER_MEAN,
     LearningRun,
     pool_calls,
 )
