@@ -316,23 +316,20 @@ class HeadDrafter(ABC):
     def _forward_pending(self, state: DraftState) -> None:
         """Run the head over the tokens emitted since the last draft."""
         pending, state.pending = Pending.concatenate(state.pending), []
-        tokens = pending.tokens
+        tokens, counts = pending.tokens, pending.counts
         if state.native is None or not state.native.extend_context(state, pending):
             embeds = state.shared_embeddings.embed(tokens).to(pending.hidden_states.dtype)
             inputs = self.fuse(state, embeds, pending.hidden_states)
             first = torch.tensor(state.next_positions, device=tokens.device)[:, None]
-            self.extend_context(
-                state, inputs, first + torch.arange(tokens.shape[1], device=tokens.device), pending.counts
-            )
-        state.next_positions = [position + n for position, n in zip(state.next_positions, pending.counts, strict=True)]
+            steps = torch.arange(tokens.shape[1], device=tokens.device)
+            self.extend_context(state, inputs, first + steps, counts)
+        state.next_positions = [position + n for position, n in zip(state.next_positions, counts, strict=True)]
 
     def _select_hidden_states(self, hidden_states: Mapping[int, Tensor]) -> Tensor:
         """[B, n, S] the hidden states that the head reads, concatenated."""
         if len(self.hidden_state_indices) == 1:
             return hidden_states[self.hidden_state_indices[0]]
         return torch.cat([hidden_states[index] for index in self.hidden_state_indices], dim=-1)
-
-    # --- for `draft_tree` ---------------------------------------------------------------------------------------------
 
     def top_k_on(self, device: torch.device) -> int:
         """`top_k`, or the default of this device."""

@@ -163,7 +163,7 @@ class NativeHead:
         """
         self._kernel = kernel
         self._shape = shape
-        self._block_size: int | None = None
+        self._block_size = 0  # 0 for a head that runs the layer for each level
         self._addresses = WeightAddresses()
         self._scratch = new_floats(0)
         self._layer = LayerStruct()
@@ -230,7 +230,7 @@ class NativeHead:
                 length (none of a block head), which may be overwritten.
         """
         draft, top_k, levels, batch = self._draft, request.top_k, request.num_levels, len(context.lengths)
-        is_block = self._block_size is not None
+        is_block = self._block_size > 0
         if not 0 < top_k <= draft.d.vocab_size or levels < 1 or (is_block and levels > self._block_size):
             return None
         noise, root = request.log_noise, context.last_hidden.contiguous()
