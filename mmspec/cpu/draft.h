@@ -31,8 +31,8 @@ INLINE void NAME(top_logits)(const drafting *g, int64_t level, int64_t b, float 
   }
 }
 
-/* The logarithm of the sum of the exponentials of z [V], whose largest number is `top`. */
-INLINE float NAME(log_sum_exp)(const float *z, int64_t V, float top) {
+/* The logarithm of the sum of the exponentials of z [V] relative to its largest number, `top`. */
+INLINE float NAME(log_sum)(const float *z, int64_t V, float top) {
   float lanes[LANES], sum = 0;
   VEC sums = ZERO();
   int64_t v = 0;
@@ -41,7 +41,7 @@ INLINE float NAME(log_sum_exp)(const float *z, int64_t V, float top) {
   for (int i = 0; i < LANES; i++) sum += lanes[i];
   STORE(lanes, NAME(exp)(NAME(load_part)(z + v, V - v) - SET1(top)));
   for (int64_t i = 0; i < V - v; i++) sum += lanes[i];
-  return top + logf(sum);
+  return logf(sum);
 }
 
 /* The best next tokens of the nodes of a level, with their log probabilities. */
@@ -50,8 +50,8 @@ INLINE void NAME(best_children)(const drafting *g, int64_t level, int64_t *next)
   for (int64_t row = take(next); row < R; row = take(next)) {
     float *const z = g->logits + row * V, *const log_prob = g->child_log_prob + row * W;
     NAME(top_logits)(g, level, level ? row / W : row, z, log_prob, g->child + row * W);
-    const float total = NAME(log_sum_exp)(z, V, log_prob[0]);
-    for (int64_t i = 0; i < W; i++) log_prob[i] -= total;
+    const float top = log_prob[0], total = NAME(log_sum)(z, V, top);
+    for (int64_t i = 0; i < W; i++) log_prob[i] = log_prob[i] - top - total;
   }
 }
 
