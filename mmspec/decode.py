@@ -25,6 +25,7 @@ from mmspec.engine.loop import DecodeLoop
 from mmspec.engine.output import OutputBuffer, ReturnFlags, UserCodeHooks
 from mmspec.engine.rng import RngGuard, SamplingNoise
 from mmspec.engine.sampler import TreeSampler
+from mmspec.engine.tree_cache import CACHE_ARGUMENT
 from mmspec.interfaces import Drafter, LearnableDrafter, Prompt, VisualGrid
 from mmspec.learning.recording import RecordedDrafter
 from mmspec.metrics.compression_stats import RecordingCompressor
@@ -260,7 +261,7 @@ def _build_result(config: Any, output: OutputBuffer, target: HFTarget) -> Any:
     cache = target.export_cache(output.steps) if _returns_cache(config, target) else None
     if not config.return_dict_in_generate:
         return sequences
-    return GenerateDecoderOnlyOutput(sequences=sequences, scores=scores, logits=logits, past_key_values=cache)
+    return GenerateDecoderOnlyOutput(sequences=sequences, scores=scores, logits=logits, **{CACHE_ARGUMENT: cache})
 
 
 def _count_tokens(stats: Stats, output: OutputBuffer) -> None:

@@ -30,6 +30,7 @@ from mmspec.config import DrafterCache, PatchArguments, SpecConfig, resolve_call
 from mmspec.costs import DrafterCosts
 from mmspec.cpu.linear import LinearAutotuner
 from mmspec.decode import decode
+from mmspec.engine.tree_cache import CACHE_ARGUMENT
 from mmspec.interfaces import LearnableDrafter, SaliencyCompressor
 from mmspec.learning.learner import Learner
 from mmspec.learning.store import LearnedStore, model_fingerprint
@@ -301,7 +302,8 @@ def _bind(plain_generate: functools.partial[Any], args: tuple[Any, ...], kwargs:
 
 def _prompt_inputs(arguments: dict[str, Any], model: Any) -> dict[str, Any]:
     """The arguments of `generate` that describe the prompt."""
-    options = {*inspect.signature(type(model).generate).parameters, "past_key_values", *vars(GenerationConfig())}
+    cache_names = {CACHE_ARGUMENT, "past_key_values"}  # the older name is still accepted by newer transformers
+    options = {*inspect.signature(type(model).generate).parameters, *cache_names, *vars(GenerationConfig())}
     inputs = {name: value for name, value in arguments.items() if name not in options and value is not None}
     if arguments.get("inputs") is not None:
         inputs["input_ids"] = arguments["inputs"]

@@ -17,6 +17,7 @@ from mmspec.engine.criteria import UNLIMITED_STEPS, is_user_code
 from mmspec.engine.rng import RngGuard
 from mmspec.engine.sampler import unknown
 from mmspec.engine.static_cache import StaticLayoutError
+from mmspec.engine.tree_cache import CACHE_ARGUMENT
 from mmspec.targets.captured import CapturedTarget, Lane, recorder_for
 from mmspec.targets.hf import HFTarget
 from mmspec.targets.module_scan import scan_modules
@@ -48,7 +49,7 @@ def prefill(call: CallContext, inputs: PreparedInputs) -> Iterator[Prefilled]:
     if call.modules is None:
         call.modules = scan_modules(call.adapter.model)
     length = inputs.input_ids.shape[1] + max_new_tokens(inputs)
-    cache = inputs.model_kwargs["past_key_values"]
+    cache = inputs.model_kwargs[CACHE_ARGUMENT]
     recorder = recorder_for(call.adapter.model.device, call.spec_config.compile)
     if call.spec_config.drafter.requirements.layer_subsets:
         recorder = None  # a recorded round runs all layers

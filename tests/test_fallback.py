@@ -31,6 +31,7 @@ from transformers import (
 )
 
 import mmspec
+from mmspec.engine.tree_cache import CACHE_ARGUMENT
 
 # --- requests that transformers decodes alone -------------------------------------------------------------------------
 
@@ -78,8 +79,8 @@ PLAIN_WAYS: dict[str, tuple[str, Kwargs]] = {
     "quantised cache": ("Quantized|quantized", {"cache_implementation": "quantized"}),
     "static cache": ("Static|static", {"cache_implementation": "static"}),
     "offloaded cache": ("offload", {"cache_implementation": "offloaded"}),
-    "a static cache object": ("StaticCache", {"past_key_values": StaticCache}),
-    "a cache of one's own": ("OwnCache", {"past_key_values": OwnCache}),
+    "a static cache object": ("StaticCache", {CACHE_ARGUMENT: StaticCache}),
+    "a cache of one's own": ("OwnCache", {CACHE_ARGUMENT: OwnCache}),
 }
 
 
@@ -88,9 +89,9 @@ def _arguments(model: PreTrainedModel, more: Kwargs) -> Kwargs:
     arguments = dict(more)
     if "assistant_model" in arguments:
         arguments["assistant_model"] = arguments["assistant_model"]()
-    if (kind := arguments.get("past_key_values")) is not None:
+    if (kind := arguments.get(CACHE_ARGUMENT)) is not None:
         room = {"max_cache_len": 80} if kind is StaticCache else {}
-        arguments["past_key_values"] = kind(config=model.config.get_text_config(), **room)
+        arguments[CACHE_ARGUMENT] = kind(config=model.config.get_text_config(), **room)
     return arguments
 
 

@@ -9,6 +9,7 @@ import inspect
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 from transformers import (
+    DynamicCache,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -33,6 +35,7 @@ from transformers import (
 
 import mmspec
 from mmspec.app.modeling.random_models import random_model
+from mmspec.engine.tree_cache import CACHE_ARGUMENT
 from mmspec.interfaces import DrafterRequirements
 from mmspec.metrics.stats import Stats
 from mmspec.targets.hf import HFTarget
@@ -146,6 +149,24 @@ def test_arguments_by_position(model: PreTrainedModel) -> None:
     mmspec.patch(model, tree_size=8)
     assert torch.equal(model.generate(given["input_ids"], **GREEDY), plain)
     assert mmspec.stats(model).calls == 1 and not mmspec.stats(model).fallback_calls
+
+
+@pytest.mark.parametrize("name", sorted({CACHE_ARGUMENT, "past_key_values"}))
+def test_a_cache_is_passed_by_its_present_and_by_its_older_name(model: PreTrainedModel, name: str) -> None:
+    """transformers 5.24 renamed the argument and accepts the older name with a warning, as a patched model must."""
+    inputs = tiny.build_inputs(model, 1, 1)
+    renamed = nullcontext() if name == CACHE_ARGUMENT else pytest.warns(FutureWarning, match="past_key_values")
+    outputs = []
+    for patched in (False, True):
+        cache = DynamicCache(config=model.config.get_text_config())
+        if patched:
+            mmspec.patch(model, drafter=adversarial.BranchingDrafter(1), tree_size=8)
+        with renamed:
+            outputs.append(model.generate(**inputs, **GREEDY, **{name: cache}, return_dict_in_generate=True))
+        assert outputs[-1][CACHE_ARGUMENT] is outputs[-1].past_key_values is cache
+        assert cache.get_seq_length() == outputs[-1].sequences.shape[1] - 1
+    assert torch.equal(outputs[0].sequences, outputs[1].sequences)
+    assert mmspec.stats(model).fallback_calls == 0
 
 
 def test_a_patched_model_can_be_freed() -> None:

@@ -28,15 +28,18 @@ class RaggedKVCache:
         kv_len: key length of the current forward, `max(seq_lens) + num_new`.
     """
 
-    def __init__(self, batch: int, max_length: int) -> None:
+    def __init__(self, batch: int, max_length: int, values_start_as_keys: bool = False) -> None:
         """
         Args:
             batch: B.
             max_length: largest number of positions of a row, tree nodes included. Allocation stops there.
+            values_start_as_keys: the values returned have at least the dtype of the first keys, as those of
+                `DynamicLayer` had in older versions of transformers.
         """
         self._seq_lens = [0] * batch
         self._device_lengths: dict[torch.device, Tensor] = {}  # copies of `seq_lens`
         self.max_length = max_length
+        self._values_start_as_keys = values_start_as_keys
         self.num_new = 0
         self.kv_len = 0
         self._layers: list[tuple[Tensor, ...]] = []  # () until the first write
@@ -184,7 +187,7 @@ class RaggedKVCache:
         """
         while len(self._layers) <= layer:
             self._layers.append(())
-            self._dtypes.append((keys.dtype, keys.dtype))  # `DynamicLayer` starts its values with the dtype of the keys
+            self._dtypes.append((keys.dtype, keys.dtype if self._values_start_as_keys else values.dtype))
         parts = self._layers[layer]
         dtype = self._promote_dtype(layer, keys.dtype, values.dtype)
         is_large_enough = bool(parts) and parts[0].shape[3] >= self.kv_len

@@ -18,11 +18,25 @@ from transformers.cache_utils import (
     DynamicLayer,
     DynamicSlidingWindowLayer,
 )
+from transformers.generation import GenerateDecoderOnlyOutput
 
 from mmspec.engine.kv_cache import RaggedKVCache
 
+CACHE_ARGUMENT = "cache" if "cache" in GenerateDecoderOnlyOutput.__dataclass_fields__ else "past_key_values"
+"""Name of the KV cache among the arguments and outputs of models and of `generate`: `cache` since transformers 5.24."""
+
 DUMMY_LAYER: type | None = getattr(cache_utils, "DummyLayer", None)
 """Layers of a cache without keys and values: those that read another layer's. Older transformers leaves them out."""
+
+
+def _values_start_as_keys() -> bool:
+    layer = DynamicLayer()
+    layer.lazy_initialization(torch.empty(0), torch.empty(0, dtype=torch.bfloat16))
+    return layer.values.dtype == torch.float32
+
+
+VALUES_START_AS_KEYS = _values_start_as_keys()
+"""Whether `DynamicLayer` creates its values in the dtype of the first keys (transformers before 5.24)."""
 
 
 class TreeLayer(CacheLayerMixin):
@@ -56,7 +70,7 @@ class TreeLayer(CacheLayerMixin):
 
 
 class TreeCache(Cache):
-    """`past_key_values` of the target's forward inside the decode loop."""
+    """The KV cache of the target's forward inside the decode loop."""
 
     def __init__(self, buffer: RaggedKVCache, num_layers: int, user_cache: Cache | None = None) -> None:
         """
@@ -101,10 +115,10 @@ def stored_layers(cache: DynamicCache) -> dict[int, Any]:
 def unsupported_reason(
     cache: Any, layers: int, batch: int, dtype: torch.dtype, window: int | None = None
 ) -> str | None:
-    """Why `past_key_values` cannot be loaded, or None if it can.
+    """Why a KV cache cannot be loaded, or None if it can.
 
     Args:
-        cache: the `past_key_values` of the call.
+        cache: the KV cache of the call.
         layers: number of layers of the model that store keys and values.
         batch: number of rows.
         dtype: dtype of the model.

@@ -135,7 +135,7 @@ class CapturePool:
         Args:
             adapter: of the model.
             modules: result of the scan over its modules.
-            cache: `past_key_values` of the call.
+            cache: KV cache of the call.
             max_length: largest length of a row.
         """
         if adapter.is_recurrent or adapter.layer_types != {"full_attention"}:

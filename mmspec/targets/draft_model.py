@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Auto
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from mmspec.cpu.native import load_kernel
+from mmspec.engine.tree_cache import CACHE_ARGUMENT
 from mmspec.interfaces import DraftTarget
 from mmspec.targets.base import ModelAdapter
 from mmspec.targets.hf import HFTarget
@@ -102,7 +103,7 @@ class HFDraftModel:
             {
                 "attention_mask": attention_mask,
                 "position_ids": position_ids,
-                "past_key_values": DynamicCache(config=self.adapter.text_config),
+                CACHE_ARGUMENT: DynamicCache(config=self.adapter.text_config),
                 "use_cache": True,
                 **(extra or {}),
             },

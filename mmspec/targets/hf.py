@@ -18,6 +18,8 @@ from mmspec.cpu.native import FewRowsKernel
 from mmspec.engine.kv_cache import RaggedKVCache
 from mmspec.engine.tree import BUCKETS, DraftTree
 from mmspec.engine.tree_cache import (
+    CACHE_ARGUMENT,
+    VALUES_START_AS_KEYS,
     TreeCache,
     UserCacheView,
     export_dynamic_cache,
@@ -86,7 +88,7 @@ class HFTarget:
         self.input_ids = input_ids
         self.kwargs = dict(model_kwargs)
         self.config = config
-        self.user_cache = self.kwargs.pop("past_key_values")
+        self.user_cache = self.kwargs.pop(CACHE_ARGUMENT)
         self.max_new_tokens = max_new_tokens
         self._max_length = self.user_cache.get_seq_length() + input_ids.shape[1] + max_new_tokens
         self.setup_s = 0.0
@@ -116,7 +118,7 @@ class HFTarget:
     @staticmethod
     def unsupported_reason(adapter: ModelAdapter, input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> str | None:
         """Why the cache or the attention mask of a call is not supported; None if both are."""
-        cache = model_kwargs.get("past_key_values")
+        cache = model_kwargs.get(CACHE_ARGUMENT)
         window = adapter.sliding_window if "sliding_attention" in adapter.layer_types else None
         batch, length = input_ids.shape
         reason = unsupported_reason(cache, adapter.num_cache_layers, batch, adapter.model.dtype, window)
@@ -157,7 +159,7 @@ class HFTarget:
             self.input_ids,
             next_sequence_length=length - num_cached if mask_length == length else None,
             is_first_iteration=not self.config.is_assistant,
-            past_key_values=self.cache,
+            **{CACHE_ARGUMENT: self.cache},
             **self.kwargs,
         )
         fed = inputs["input_ids"] if inputs.get("input_ids") is not None else inputs["inputs_embeds"]
@@ -185,7 +187,7 @@ class HFTarget:
         scored = self.rounds and self.rounds.score(tree, self.buffer, self._padding, hidden_state_indices)
         if scored:
             return scored
-        inputs = dict(self._template)  # with `past_key_values=self.cache`
+        inputs = dict(self._template)  # with `self.cache`
         inputs["input_ids"] = tree.tokens
         inputs["position_ids"] = self._positions(tree)
         inputs["attention_mask"] = self._mask(tree)
@@ -240,7 +242,7 @@ class HFTarget:
 
     def _new_buffer(self, batch: int) -> RaggedKVCache:
         """The empty cache of a call of `batch` rows."""
-        return RaggedKVCache(batch, self._max_length + BUCKETS[-1])
+        return RaggedKVCache(batch, self._max_length + BUCKETS[-1], VALUES_START_AS_KEYS)
 
     def _forward(self, inputs: dict[str, Any], hidden_state_indices: Sequence[int]) -> Any:
         if hidden_state_indices:
@@ -273,7 +275,7 @@ class HFTarget:
             torch.nn.functional.pad(self.input_ids, (0, 1)),
             next_sequence_length=1,
             is_first_iteration=False,
-            past_key_values=self.cache,
+            **{CACHE_ARGUMENT: self.cache},
             **step,
         )
         self._token_types = {

@@ -21,6 +21,7 @@ from mmspec.cpu.linear import is_replaced
 from mmspec.cpu.native import FewRowsKernel
 from mmspec.engine.kv_cache import RaggedKVCache
 from mmspec.engine.tree import DraftTree
+from mmspec.engine.tree_cache import CACHE_ARGUMENT
 from mmspec.targets.base import ModelAdapter
 from mmspec.targets.module_scan import ModuleScan
 
@@ -56,7 +57,7 @@ MODEL_CLASSES = frozenset(
 )
 """Models whose forward over text is embedding, text model and LM head, and nothing else."""
 SILU_CLASSES = ("torch.nn.modules.activation.SiLU", "transformers.activations.SiLUActivation")
-IGNORED_INPUTS = frozenset(("past_key_values", "use_cache", "logits_to_keep", "return_dict", "image_sizes"))
+IGNORED_INPUTS = frozenset((CACHE_ARGUMENT, "use_cache", "logits_to_keep", "return_dict", "image_sizes"))
 """Inputs of a round that do not change what such a forward computes."""
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mmspec.engine.tree import BUCKETS, DraftTree
-from mmspec.engine.tree_cache import export_recurrent_layers, is_recurrent
+from mmspec.engine.tree_cache import CACHE_ARGUMENT, export_recurrent_layers, is_recurrent
 from mmspec.interfaces import VerifyResult
 from mmspec.targets.base import ModelAdapter
 from mmspec.targets.hf import HFTarget
@@ -54,7 +54,7 @@ class RecurrentTarget(HFTarget):
     def unsupported_reason(adapter: ModelAdapter, input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> str | None:
         """Why a call is not supported; None if it is."""
         mask = model_kwargs.get("attention_mask")
-        cache = model_kwargs.get("past_key_values")
+        cache = model_kwargs.get(CACHE_ARGUMENT)
         if len(input_ids) > 1:
             return "several rows of a model with recurrent layers"
         if mask is not None and not bool(mask.all()):

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from mmspec.engine.static_cache import write_nodes
+from mmspec.engine.tree_cache import CACHE_ARGUMENT
 from mmspec.targets.hf import CAN_SELECT_HIDDEN_STATES
 
 MASK_ALIGNMENT = 16
@@ -52,7 +53,7 @@ class StaticLayer(CacheLayerMixin):
 
 
 class StaticTreeCache(Cache):
-    """`past_key_values` of a recorded forward, on the tensors of a `StaticKVCache`."""
+    """The KV cache of a recorded forward, on the tensors of a `StaticKVCache`."""
 
     is_initialized = True
 
@@ -131,7 +132,7 @@ class StaticRound:
         inputs["input_ids"] = tokens
         inputs["position_ids"] = position_base + torch.minimum(lengths[:, None] + depths, max_position)
         inputs["attention_mask"] = self._mask(lengths, padding, ancestor_mask)
-        inputs["past_key_values"] = StaticTreeCache(buffers, num_nodes, self.bucket)
+        inputs[CACHE_ARGUMENT] = StaticTreeCache(buffers, num_nodes, self.bucket)
         for name, last in zip(self.token_types, token_types, strict=True):
             inputs[name] = last.expand(*last.shape[:-1], num_nodes)
         if self.hidden_state_indices:

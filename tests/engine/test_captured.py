@@ -24,6 +24,7 @@ import mmspec
 from mmspec.engine.graph import Recorder, Replay, StaticFunction, record_compiled, record_nothing, record_trace, trace
 from mmspec.engine.kv_cache import RaggedKVCache
 from mmspec.engine.static_cache import MAX_NODES, StaticKVCache, length_bucket, write_nodes
+from mmspec.engine.tree_cache import CACHE_ARGUMENT
 from mmspec.patching import patch_state
 from mmspec.targets.captured import CapturedTarget, recorder_for
 from mmspec.targets.static_round import StaticRound
@@ -418,7 +419,7 @@ def test_calls_that_are_not_recorded() -> None:
     inputs = build_inputs(model, 0, 1)
     expected = generate(model, inputs, False)
     with recording(record_nothing) as recorder, patched(model, "lookup", tree_size=4):
-        assert torch.equal(generate(model, inputs, False, past_key_values=DynamicCache()), expected)
+        assert torch.equal(generate(model, inputs, False, **{CACHE_ARGUMENT: DynamicCache()}), expected)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             generate(model, inputs, False)
         handle = model.get_decoder().layers[0].register_forward_hook(lambda module, args, output: None)

@@ -51,6 +51,7 @@ from transformers import (
 
 import mmspec
 from mmspec.engine.tree import DraftTree
+from mmspec.engine.tree_cache import CACHE_ARGUMENT
 from mmspec.interfaces import Prompt
 from mmspec.targets.hf import HFTarget
 
@@ -605,13 +606,13 @@ def test_a_conversation_continues_from_its_cache(family: str, cache: str) -> Non
 
     def talk() -> list[Any]:
         cache_argument = {"returned": None, "bare": DynamicCache(), "config": DynamicCache(config=text)}[cache]
-        first = generate_plain(model, inputs, past_key_values=cache_argument, **SAMPLED, **ALL_OUTPUTS)
+        first = generate_plain(model, inputs, **{CACHE_ARGUMENT: cache_argument}, **SAMPLED, **ALL_OUTPUTS)
         assert cache_argument is None or first.past_key_values is cache_argument
         results = [first]
         for turn in range(2):
             more = tiny.build_next_turn(inputs, results[-1].sequences, turn, model.tiny_spec)
             results.append(
-                model.generate(**more, past_key_values=results[-1].past_key_values, **SAMPLED, **ALL_OUTPUTS)
+                model.generate(**more, **{CACHE_ARGUMENT: results[-1].past_key_values}, **SAMPLED, **ALL_OUTPUTS)
             )
         return results
 
@@ -633,7 +634,7 @@ def test_a_later_turn_brings_another_image(family: str) -> None:
         first = generate_plain(model, inputs, **SAMPLED, **ALL_OUTPUTS)
         ids = torch.cat([first.sequences, more["input_ids"]], dim=1)
         second = {**more, "input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        return [first, model.generate(**second, past_key_values=first.past_key_values, **SAMPLED, **ALL_OUTPUTS)]
+        return [first, model.generate(**second, **{CACHE_ARGUMENT: first.past_key_values}, **SAMPLED, **ALL_OUTPUTS)]
 
     plain = talk()
     with speculate(model, adversarial.BranchingDrafter(1, [result.sequences for result in plain])):

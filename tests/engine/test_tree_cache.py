@@ -13,7 +13,13 @@ from transformers import DynamicCache, EncoderDecoderCache, MistralConfig, PreTr
 from transformers.cache_utils import BaseQuantizedLayer, Cache, DynamicLayer, DynamicSlidingWindowLayer
 
 from mmspec.engine.kv_cache import RaggedKVCache
-from mmspec.engine.tree_cache import TreeCache, export_dynamic_cache, load_dynamic_cache, unsupported_reason
+from mmspec.engine.tree_cache import (
+    CACHE_ARGUMENT,
+    TreeCache,
+    export_dynamic_cache,
+    load_dynamic_cache,
+    unsupported_reason,
+)
 
 WINDOW = 7
 SPECS = {
@@ -37,7 +43,7 @@ def forward(model: PreTrainedModel, ids: Tensor, cache: Any, past: int) -> Tenso
     positions = torch.arange(past, past + ids.shape[1]).expand(ids.shape)
     if model.config.model_type == "qwen2_5_vl":
         positions = positions.expand(3, *ids.shape)
-    return model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True).logits
+    return model(input_ids=ids, position_ids=positions, **{CACHE_ARGUMENT: cache}, use_cache=True).logits
 
 
 def dynamic(model: PreTrainedModel, bare: bool = False) -> DynamicCache:

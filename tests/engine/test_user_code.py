@@ -40,6 +40,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import mmspec
 from mmspec.engine.kv_cache import RaggedKVCache
+from mmspec.engine.tree_cache import CACHE_ARGUMENT, VALUES_START_AS_KEYS
 
 TWO = pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
 SIZES = {
@@ -116,7 +117,7 @@ def test_keys_and_values_have_the_types_of_a_dynamic_cache(
 ) -> None:
     """Bit for bit, with rows of one length and of several, and also where the types change on the way."""
     noise = torch.Generator().manual_seed(0)
-    caches, buffer = [DynamicCache(), DynamicCache()], RaggedKVCache(2, 40)
+    caches, buffer = [DynamicCache(), DynamicCache()], RaggedKVCache(2, 40, VALUES_START_AS_KEYS)
     for step, (count, ahead) in enumerate([(5, 0), (1, 1), (3, 0), (2, 2), (12, 0), (1, 0)]):
         nodes = count + ahead
         new = [torch.randn(2, 2, nodes, 3, generator=noise).to(kind) for kind in (of_keys, of_values)]
@@ -221,10 +222,10 @@ def test_an_interrupted_call_leaves_the_cache_filled(
 
     def attempt(cache: DynamicCache) -> Any:
         with pytest.raises(error):
-            model.generate(**inputs, **mode, past_key_values=cache, **interrupted(where, at, error))
+            model.generate(**inputs, **mode, **{CACHE_ARGUMENT: cache}, **interrupted(where, at, error))
         found = copy_cache(cache)
         more = tiny.build_next_turn(inputs, plain[:, : found[0] + 1], 3, model.tiny_spec)
-        return found, model.generate(**more, past_key_values=cache, **mode)
+        return found, model.generate(**more, **{CACHE_ARGUMENT: cache}, **mode)
 
     def cache() -> DynamicCache:
         return DynamicCache() if bare else DynamicCache(config=model.config.get_text_config())
@@ -242,11 +243,13 @@ def test_a_second_turn_that_is_interrupted() -> None:
     inputs = tiny.build_inputs(model, 14, 1, images=[1])
     first = model.generate(**inputs, **GREEDY, eos_token_id=None, return_dict_in_generate=True)
     more = tiny.build_next_turn(inputs, first.sequences, 3, model.tiny_spec)
-    plain = model.generate(**more, **GREEDY, eos_token_id=None, past_key_values=copy.deepcopy(first.past_key_values))
+    plain = model.generate(
+        **more, **GREEDY, eos_token_id=None, **{CACHE_ARGUMENT: copy.deepcopy(first.past_key_values)}
+    )
     found = []
     for patched in (False, True):
         cache, streamer = copy.deepcopy(first.past_key_values), Interrupting(5, KeyboardInterrupt)
-        options = {"past_key_values": cache, "streamer": streamer, "mmspec": {"enabled": patched}}
+        options = {CACHE_ARGUMENT: cache, "streamer": streamer, "mmspec": {"enabled": patched}}
         with speculate(model, "oracle", plain), pytest.raises(KeyboardInterrupt):
             model.generate(**more, **GREEDY, eos_token_id=None, **options)
         found.append(copy_cache(cache))
@@ -317,9 +320,9 @@ def test_a_cache_of_another_window_falls_back(window: int | None) -> None:
     assert all(isinstance(layer, DynamicSlidingWindowLayer) for layer in first.past_key_values.layers)
     more = tiny.build_next_turn(inputs, first.sequences, 3, model.tiny_spec)
     with windowed(model, window):
-        wanted = generate_plain(model, more, past_key_values=copy.deepcopy(first.past_key_values), **GREEDY)
+        wanted = generate_plain(model, more, **{CACHE_ARGUMENT: copy.deepcopy(first.past_key_values)}, **GREEDY)
         with speculate(model, "oracle", wanted):
-            mine = generate_plain(model, more, past_key_values=copy.deepcopy(first.past_key_values), **GREEDY)
+            mine = generate_plain(model, more, **{CACHE_ARGUMENT: copy.deepcopy(first.past_key_values)}, **GREEDY)
             assert "sliding_window=5" in str(mmspec.stats(model, last=True).fallback_reason)
     assert torch.equal(mine, wanted)
 
@@ -479,14 +482,14 @@ def test_what_user_code_finds_in_its_cache(mode: Kwargs, family: str, where: str
     mode = {**mode, "eos_token_id": None}
     cache = DynamicCache(config=model.config.get_text_config())
     if turns == 2:
-        first = generate_plain(model, inputs, past_key_values=cache, **mode)
+        first = generate_plain(model, inputs, **{CACHE_ARGUMENT: cache}, **mode)
         inputs = tiny.build_next_turn(inputs, first, 3, model.tiny_spec)
-    plain = generate_plain(model, inputs, 1, past_key_values=copy.deepcopy(cache), **mode)
+    plain = generate_plain(model, inputs, 1, **{CACHE_ARGUMENT: copy.deepcopy(cache)}, **mode)
     found = []
     for patched in (False, True):
         looking = Looking(copy.deepcopy(cache))
         with speculate(model, "oracle", plain):
-            options = {"past_key_values": looking.cache, "mmspec": {"enabled": patched}}
+            options = {CACHE_ARGUMENT: looking.cache, "mmspec": {"enabled": patched}}
             result = generate_plain(model, inputs, 1, **mode, **looks(where, looking), **options)
             assert not patched or where == "processor" or mmspec.stats(model, last=True).num_accepted_tokens > 0
         assert torch.equal(result, plain)
@@ -528,7 +531,7 @@ def test_code_that_writes_into_its_cache(family: str) -> None:
     unwritten, results = generate_plain(model, inputs, **mode), []
     for patched in (False, True):
         cache = DynamicCache()
-        more = {"past_key_values": cache, "stopping_criteria": StoppingCriteriaList([Erasing(cache)])}
+        more = {CACHE_ARGUMENT: cache, "stopping_criteria": StoppingCriteriaList([Erasing(cache)])}
         with speculate(model, "oracle", unwritten):
             results.append(
                 (generate_plain(model, inputs, **mode, **more, mmspec={"enabled": patched}), copy_cache(cache))
@@ -541,7 +544,7 @@ def test_code_that_writes_into_its_cache(family: str) -> None:
 def test_code_that_crops_its_cache_is_an_error_that_names_it() -> None:
     model = two("llava", seed=23)
     inputs, cache = tiny.build_inputs(model, 6, 1), DynamicCache()
-    mode = {**GREEDY, "eos_token_id": None, "past_key_values": cache}
+    mode = {**GREEDY, "eos_token_id": None, CACHE_ARGUMENT: cache}
     criteria, message = StoppingCriteriaList([Cropping(cache)]), r"past_key_values was .* mmspec=dict\(enabled=False\)"
     with fuzz.patch_model(model, "none"), pytest.raises(RuntimeError, match=message):
         model.generate(**inputs, **mode, stopping_criteria=criteria)

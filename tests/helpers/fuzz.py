@@ -46,6 +46,7 @@ from transformers import (
 from mmspec.drafters.model.model_drafter import ModelDrafter
 from mmspec.drafters.model.retokenizing import RetokenizingDrafter
 from mmspec.drafters.model.vision_drafter import VisionModelDrafter
+from mmspec.engine.tree_cache import CACHE_ARGUMENT
 from mmspec.interfaces import Prompt
 from mmspec.targets.draft_model import HFDraftModel
 
@@ -359,7 +360,7 @@ def _arguments(
     if case.stop_strings:
         arguments["tokenizer"] = tiny.build_tokenizer(case.spec)
     if cache is not None:
-        arguments["past_key_values"] = cache
+        arguments[CACHE_ARGUMENT] = cache
     length, name = inputs["input_ids"].shape[1], case.processor
     if name == "known":
         known = (TopKLogitsWarper(4), TemperatureLogitsWarper(0.6), RepetitionPenaltyLogitsProcessor(1.2))
@@ -407,7 +408,7 @@ def _layer_tensors(layer: Any) -> list[Tensor | None]:
 
 
 def _call(model: PreTrainedModel, arguments: dict[str, Any], logs: dict[str, adversarial.CallLog]) -> CallOutcome:
-    outcome, cache = CallOutcome(), arguments.get("past_key_values")
+    outcome, cache = CallOutcome(), arguments.get(CACHE_ARGUMENT)
     tensors = {name: value.clone() for name, value in arguments.items() if isinstance(value, Tensor)}
     try:
         result = model.generate(**arguments)

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import mmspec
+from mmspec.engine.tree_cache import CACHE_ARGUMENT
 from mmspec.interfaces import Prompt
 
 Kwargs = dict[str, Any]
@@ -81,7 +82,7 @@ def assert_parity(
     return stats
 
 
-FACTORY_ARGUMENTS = ("logits_processor", "stopping_criteria", "past_key_values", "prefix_allowed_tokens_fn")
+FACTORY_ARGUMENTS = ("logits_processor", "stopping_criteria", CACHE_ARGUMENT, "prefix_allowed_tokens_fn")
 """Arguments that may be passed as a factory, because they are stateful."""
 
 

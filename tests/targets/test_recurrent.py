@@ -17,6 +17,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 import mmspec
 from mmspec.engine.tree import DraftTree, first_chain
+from mmspec.engine.tree_cache import CACHE_ARGUMENT
 from mmspec.targets import recurrent
 from mmspec.targets.registry import find_adapter
 
@@ -73,7 +74,7 @@ def test_a_returned_cache_can_be_continued(family: str) -> None:
         with speculate(model, "bush", None) if patched else nullcontext():
             turn = model.generate(**first, **options, return_dict_in_generate=True)
             following = tiny.build_next_turn(first, turn.sequences, 2, model.tiny_spec)
-            texts.append(model.generate(**following, **options, past_key_values=turn.past_key_values))
+            texts.append(model.generate(**following, **options, **{CACHE_ARGUMENT: turn.past_key_values}))
     assert torch.equal(*texts)
 
 

@@ -25,6 +25,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 
 import mmspec
+from mmspec.engine.tree_cache import CACHE_ARGUMENT
 from mmspec.targets import selftest
 from mmspec.targets.module_scan import is_library_code, scan_modules
 from mmspec.targets.registry import find_adapter
@@ -624,11 +625,11 @@ def test_a_conversation_may_begin_before_the_patch(family: str, monkeypatch: pyt
 
     def two_turns(patched: bool) -> Tensor:
         cache = DynamicCache(config=model.config.get_text_config())
-        turn = model.generate(**first, **options, past_key_values=cache, return_dict_in_generate=True)
+        turn = model.generate(**first, **options, **{CACHE_ARGUMENT: cache}, return_dict_in_generate=True)
         following = tiny.build_next_turn(first, turn.sequences, 1, model.tiny_spec)
         if patched:
             mmspec.patch(model, "lookup")
-        found: Tensor = model.generate(**following, **options, past_key_values=turn.past_key_values)
+        found: Tensor = model.generate(**following, **options, **{CACHE_ARGUMENT: turn.past_key_values})
         return found
 
     plain = two_turns(patched=False)

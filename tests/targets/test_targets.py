@@ -32,6 +32,7 @@ from transformers.models.llava_next.modeling_llava_next import image_size_to_num
 
 import mmspec
 from mmspec.engine.tree import DraftTree, sanitize
+from mmspec.engine.tree_cache import CACHE_ARGUMENT
 from mmspec.interfaces import Prompt, VerifyResult
 from mmspec.targets.base import ModelAdapter
 from mmspec.targets.hf import HFTarget
@@ -244,7 +245,7 @@ def test_a_conversation_that_goes_on(family: str) -> None:
 
         def before(tail: bool = tail) -> tuple[tiny.Inputs, Any]:
             text = model.config.get_text_config()
-            turn = decode_forced(model, given, [[11, 12, 13]] * 2, past_key_values=DynamicCache(config=text))
+            turn = decode_forced(model, given, [[11, 12, 13]] * 2, **{CACHE_ARGUMENT: DynamicCache(config=text)})
             more = tiny.build_next_turn(given, turn.sequences, 1, model.tiny_spec)
             if tail:
                 more["input_ids"] = more["input_ids"][:, turn.past_key_values.get_seq_length() :]
@@ -259,13 +260,13 @@ def test_a_conversation_that_goes_on(family: str) -> None:
             paths = [lines(tree, row)[0] for row in range(2)]
             rows = [tree.tokens[row, path].tolist() for row, path in enumerate(paths)]
             again, past = before()
-            plain = decode_forced(model, again, rows, past_key_values=past).logits
+            plain = decode_forced(model, again, rows, **{CACHE_ARGUMENT: past}).logits
             torch.testing.assert_close(first, plain[0], **CLOSE)
             for row, path in enumerate(paths):
                 for step, node in enumerate(path, 1):
                     torch.testing.assert_close(logits[row, node], plain[step][row], **CLOSE)
 
-        inside(model, more, use, past_key_values=cache)
+        inside(model, more, use, **{CACHE_ARGUMENT: cache})
 
 
 @FAMILY
@@ -330,7 +331,7 @@ def test_a_round_passes_the_arguments_of_a_decoding_step(monkeypatch: pytest.Mon
             inside(
                 model, given, lambda target: (target.prefill(), target.score(bush(random.Random(0), [9, 9], 4, [9])))
             )
-        own = {"input_ids", "position_ids", "attention_mask", "past_key_values", "logits_to_keep", "cache_position"}
+        own = {"input_ids", "position_ids", "attention_mask", CACHE_ARGUMENT, "logits_to_keep", "cache_position"}
         assert set(calls[-1]) - own == set(plain) - own, family
         for name in set(plain) - own:
             mine, theirs = calls[-1][name], plain[name]
@@ -675,9 +676,9 @@ def test_reasons_to_refuse(fresh: PreTrainedModel, monkeypatch: pytest.MonkeyPat
 
 def test_caches_that_are_refused(fresh: PreTrainedModel) -> None:
     adapter, text, ids = find_adapter(fresh), fresh.config.get_text_config(), torch.ones(2, 5, dtype=torch.long)
-    assert HFTarget.unsupported_reason(adapter, ids, {"past_key_values": DynamicCache(config=text)}) is None
+    assert HFTarget.unsupported_reason(adapter, ids, {CACHE_ARGUMENT: DynamicCache(config=text)}) is None
     static = StaticCache(config=text, max_cache_len=10)
-    assert HFTarget.unsupported_reason(adapter, ids, {"past_key_values": static}) == "a StaticCache"
+    assert HFTarget.unsupported_reason(adapter, ids, {CACHE_ARGUMENT: static}) == "a StaticCache"
     assert HFTarget.unsupported_reason(adapter, ids, {}) == "no key-value cache"
 
 
@@ -690,7 +691,7 @@ def test_masks_that_are_refused(fresh: PreTrainedModel) -> None:
         (torch.ones(2, 1, 5, 5), "an attention_mask that is not [batch, length]"),
         ({"full_attention": torch.ones(2, 5)}, "an attention_mask that is not [batch, length]"),
     ):
-        given = {"past_key_values": cache, "attention_mask": mask}
+        given = {CACHE_ARGUMENT: cache, "attention_mask": mask}
         assert HFTarget.unsupported_reason(adapter, ids, given) == reason
 
 

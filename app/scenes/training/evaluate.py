@@ -29,6 +29,7 @@ from mmspec.app.scenes.training.eval_questions import (
     clearly_visible_things,
 )
 from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED, generate_clip, generate_scene
+from mmspec.engine.tree_cache import CACHE_ARGUMENT
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, ProcessorMixin
@@ -140,14 +141,14 @@ def _prefill_shared_images(
         text=["<s>" + prefix_text] * len(image_sets),
         return_tensors="pt",
     ).to(model.device)
-    cache = model.model(**prefix, use_cache=True).past_key_values
+    cache = model.model(**prefix, use_cache=True)[CACHE_ARGUMENT]
     cache.batch_select_indices(rows)
     suffix = processor.tokenizer(
         [question.question + suffix_text for question in questions],
         add_special_tokens=False, padding=True, padding_side="left", return_tensors="pt",
     ).to(model.device)  # fmt: skip
     inputs = {name: torch.cat((prefix[name][rows], suffix[name]), 1) for name in ("input_ids", "attention_mask")}
-    return inputs | {"past_key_values": cache}
+    return inputs | {CACHE_ARGUMENT: cache}
 
 
 def compute_accuracies(questions: Sequence[EvalQuestion], answers: Sequence[str]) -> dict[str, float]:

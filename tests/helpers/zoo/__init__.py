@@ -23,5 +23,9 @@ def _load() -> dict[str, Family]:
 
 ALL: dict[str, Family] = _load()
 """{model_type: family} of all rows."""
-ROWS = {name: row for name, row in ALL.items() if Version(row.min_transformers) <= Version(transformers_version)}
+ROWS = {
+    name: row
+    for name, row in ALL.items()
+    if Version(row.min_transformers) <= Version(transformers_version) and transformers_version not in row.broken_in
+}
 """Those that the installed transformers has."""

@@ -61,6 +61,7 @@ class Family:
         dtypes: dtypes that the family's modules support.
         attentions: attention implementations of the text model that the family supports.
         min_transformers: the first release that has the family.
+        broken_in: releases in which the forward of the family raises, whether patched or not.
     """
 
     model_type: str
@@ -75,6 +76,7 @@ class Family:
     dtypes: tuple[str, ...] = ("float32", "float64")
     attentions: tuple[str, ...] = ("sdpa", "eager")
     min_transformers: str = "5.18"
+    broken_in: tuple[str, ...] = ()
 
 
 def text_values(spec: Spec, ids: Ids) -> dict[str, Any]:
