@@ -258,6 +258,12 @@ def _forward(self: nn.Linear, rows: Tensor) -> Tensor:
     return context.autotuner.linear(self, rows, context.deterministic, context.allow_packing)
 
 
+def active_kernel() -> FewRowsKernel | None:
+    """The compiled kernel within `use_fast_linears` without packed copies; None outside, or where there is none."""
+    context = ACTIVE_CONTEXT.get()
+    return None if context is None or context.allow_packing else context.autotuner.native
+
+
 def find_linear_layers(roots: Iterable[nn.Module]) -> list[nn.Linear]:
     """The layers whose forward may be replaced: exact type, float32, on the CPU, no forward of their own."""
     found: dict[int, nn.Linear] = {}
@@ -321,4 +327,11 @@ def use_fast_linears(
                     layer.__dict__.pop("forward", None)
 
 
-__all__ = ["LinearAutotuner", "find_linear_layers", "is_replaced", "transposed_linear", "use_fast_linears"]
+__all__ = [
+    "LinearAutotuner",
+    "active_kernel",
+    "find_linear_layers",
+    "is_replaced",
+    "transposed_linear",
+    "use_fast_linears",
+]
