@@ -184,6 +184,7 @@ def _build_prompt(call: CallContext, inputs: PreparedInputs, prefilled: Prefille
         hidden_states=prefilled.hidden_states,
         vocab_size=prefilled.logits.shape[-1],
         banned_ids=_banned_ids(call, inputs.generation_config, prefilled.logits.shape[-1]),
+        stop_ids=output.criteria.stop_id_set,
         reference_ids=reference_rows(
             spec_config.reference, spec_config.reference_ids, call.tokenizer, batch, call.num_return_sequences
         ),

@@ -5,7 +5,7 @@ Nothing is copied to the host while it runs; `rounds` does that afterwards. For 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,8 +18,14 @@ from mmspec.interfaces import CompressingDrafter, Drafter, Prompt, TrainedDrafte
 class RecordingDrafter:
     """Delegates to another drafter and stores the result of every round."""
 
-    def __init__(self, inner: Drafter) -> None:
+    def __init__(self, inner: Drafter, on_emitted: Callable[[list[int]], None] | None = None) -> None:
+        """
+        Args:
+            inner: drafts.
+            on_emitted: called once per round with the ids that the row emitted.
+        """
         self.inner = inner
+        self._on_emitted = on_emitted
         self.name, self.requirements, self.vocab_size = inner.name, inner.requirements, inner.vocab_size
         self.compressor = inner.compressor if isinstance(inner, CompressingDrafter) else None
         if isinstance(inner, TrainedDrafter):  # then this is one, too
@@ -46,6 +52,8 @@ class RecordingDrafter:
 
     def observe(self, state: Any, result: VerifyResult, hidden_states: Mapping[int, Tensor]) -> None:
         """See `mmspec.interfaces.Drafter`."""
+        if self._on_emitted is not None:
+            self._on_emitted(result.emitted_ids[0])
         self._results.append((result, self._num_proposed))
         self._num_proposed = None
         self.inner.observe(state, result, hidden_states)

@@ -1,14 +1,15 @@
-"""Stopping criterion and captioner that end `generate` when a run is cancelled."""
+"""Stopping criteria and captioner that end `generate` when a run is cancelled."""
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
-import torch
-from torch import Tensor
-from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
+from transformers.generation.stopping_criteria import MaxTimeCriteria, StoppingCriteriaList
 
 from mmspec.app.io.images import Media
 from mmspec.app.modeling.captioner import Caption, Captioner
@@ -16,22 +17,15 @@ from mmspec.app.ui.worker import CancelSignal
 from mmspec.interfaces import Compressor
 
 
-class CancelCriterion(StoppingCriteria):
-    """Ends every row when the run is cancelled."""
-
-    def __init__(self, cancel_signal: CancelSignal) -> None:
-        self.cancel_signal = cancel_signal
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
-        """Bool tensor [B], equal for all rows."""
-        return torch.full(
-            (input_ids.shape[0],), self.cancel_signal.should_stop, dtype=torch.bool, device=input_ids.device
-        )
-
-
 def build_stopping_criteria(cancel_signal: CancelSignal) -> StoppingCriteriaList:
-    """`stopping_criteria` for `generate`."""
-    return StoppingCriteriaList([CancelCriterion(cancel_signal)])
+    """`stopping_criteria` for `generate`: every row ends when the run is cancelled, or when its lease expires.
+
+    The signal moves the deadline of transformers' own criterion, which mmspec evaluates on the host. A criterion of our
+    own would be user code, for which the loop builds and compares tensors at every token.
+    """
+    criterion = MaxTimeCriteria(math.inf, initial_timestamp=0.0)
+    cancel_signal.on_deadline(functools.partial(setattr, criterion, "max_time"))
+    return StoppingCriteriaList([criterion])
 
 
 class RunCancelledError(BaseException):
@@ -55,8 +49,11 @@ class CancellableCaptioner(Captioner):
     def generation_kwargs(self) -> dict[str, Any]:
         """See `Captioner`."""
         mmspec_options = {"drafter": self.drafter, "compressor": self.compressor}
-        criteria = build_stopping_criteria(self.cancel_signal)
-        return super().generation_kwargs() | {"stopping_criteria": criteria, "mmspec": mmspec_options}
+        return super().generation_kwargs() | {"stopping_criteria": self._criteria, "mmspec": mmspec_options}
+
+    @cached_property
+    def _criteria(self) -> StoppingCriteriaList:
+        return build_stopping_criteria(self.cancel_signal)
 
     def caption(
         self, media: Sequence[Media], prompts: Sequence[str], seed: int, compare: Sequence[bool] = ()

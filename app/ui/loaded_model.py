@@ -12,6 +12,7 @@ from PIL import Image
 from torch import nn
 
 import mmspec
+from mmspec.app.bench.measure import clone
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.load import load_model
@@ -64,6 +65,14 @@ class LoadedModel:
             return build_compressor(name) if name else None
         except ValueError as error:
             raise UsageError(one_line(error)) from error
+
+    def clone(self) -> Any:
+        """A model that is not patched, with modules of its own on the same weights."""
+        mmspec.unpatch(self.model)
+        try:
+            return clone(self.model)
+        finally:
+            mmspec.patch(self.model, "none", processor=self.processor)
 
     def warm_up(self) -> None:
         """Generate once with and without mmspec, so that one-time costs are not part of a measured run."""

@@ -2,19 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from mmspec.app.ui.learning import UNTRAINED_DRAFTER, moving_means
 from mmspec.app.ui.race import lane_title
 from mmspec.app.ui.report import AnswerTrace, Report
 
 if TYPE_CHECKING:
     import pandas as pd
 
+    from mmspec.app.ui.learning import LearningRun
+
 ROLLING_WINDOW = 5
 """Rounds of the moving mean."""
 LANE_COLORS = ("#8a919c", "#2f9e52", "#3b82f6", "#d97706", "#a855f7", "#db2777")
 """Colours of the lanes, plain `generate` first; legible on light and dark backgrounds."""
+
+
+MIN_NUMERIC_SPAN = 20
+"""Shorter axes of counts are categories: on a numeric one Vega would put ticks at 1.5 and 2.5."""
+MIN_COUNT_TOP = 4
+"""Smallest top of an axis of counts, for the same reason."""
+
+
+def count_axis(frame: pd.DataFrame, column: str) -> dict[str, Any]:
+    """Options of a native plot, `value` included, so that the x axis of counts from 1 has ticks at whole numbers."""
+    last = int(frame[column].max()) if len(frame) else 1
+    if last > MIN_NUMERIC_SPAN:
+        return {"value": frame, "x_lim": [1, last], "sort": None}
+    labels = [str(number) for number in range(1, last + 1)]
+    return {"value": frame.assign(**{column: frame[column].astype(str)}), "x_lim": None, "sort": labels}
+
+
+def value_limits(values: Iterable[float], smallest: float = 0.0) -> list[float]:
+    """Limits of a y axis from 0 to the whole number above all values, at least to `smallest`."""
+    return [0, max(smallest, math.ceil(max(values, default=0)))]
 
 
 def lane_colors(report: Report) -> dict[str, str]:
@@ -83,12 +107,30 @@ def caption_curve(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
     return pd.DataFrame(points, columns=["file", "tokens per forward", "series"])
 
 
+def learning_curve(run: LearningRun) -> tuple[pd.DataFrame, dict[str, str]]:
+    """Moving means of a drafter that learns and of one that does not; {name: colour} of both."""
+    import pandas as pd
+
+    names = f"{run.settings.drafter}, learns", f"{UNTRAINED_DRAFTER}, does not learn"
+    rows = [
+        (number, mean, name)
+        for name, points in zip(names, (run.learning.curve, run.baseline), strict=True)
+        for number, mean in enumerate(moving_means(points), 1)
+    ]
+    frame = pd.DataFrame(rows, columns=["picture", "tokens per forward", "drafter"])
+    return frame, dict(zip(names, (LANE_COLORS[1], LANE_COLORS[0]), strict=True))
+
+
 __all__ = [
     "LANE_COLORS",
+    "MIN_COUNT_TOP",
     "caption_curve",
+    "count_axis",
     "describe_lengths",
     "lane_colors",
+    "learning_curve",
     "length_histogram",
     "phase_times",
     "round_lengths",
+    "value_limits",
 ]

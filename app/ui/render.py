@@ -65,10 +65,16 @@ def render_headline(report: Report) -> str:
         ("tau", f"{metrics['tau']:.2f}", "accepted length: tokens per forward of the model"),
         ("R", "-" if metrics["R"] is None else f"{metrics['R']:.2f}", "cost of a round in plain decoding steps"),
     ]
+    return render_numbers(cells)
+
+
+def render_numbers(cells: Sequence[tuple[str, str, str]]) -> str:
+    """Large numbers side by side: (name, value, note) of each."""
     return (
         '<dl class="mm-head">'
         + "".join(
-            f'<div title="{escape(note)}"><dt>{name}</dt><dd>{value}</dd><small>{escape(note)}</small></div>'
+            f'<div title="{escape(note)}"><dt>{escape(name)}</dt><dd>{escape(value)}</dd>'
+            f"<small>{escape(note)}</small></div>"
             for name, value, note in cells
         )
         + "</dl>"
@@ -209,6 +215,7 @@ def _is_cut(row: Mapping[str, Any]) -> bool:
 __all__ = [
     "render_captions",
     "render_frames",
+    "render_numbers",
     "render_results",
     "render_round",
     "render_sentence",

@@ -18,6 +18,7 @@ from mmspec.app.ui.cancel import build_stopping_criteria
 from mmspec.app.ui.comparison import AnswerLane, ComparisonRun, Difference
 from mmspec.app.ui.loaded_model import LoadedModel
 from mmspec.app.ui.model_store import RunSettings
+from mmspec.app.ui.streamer import TimingStreamer
 from mmspec.app.ui.worker import CancelSignal
 from mmspec.interfaces import Compressor
 
@@ -31,7 +32,8 @@ def run_comparison(comparison: ComparisonRun) -> None:
     comparison.phase = "loading"
     loaded = comparison.loaded_model = comparison.model_store.get(settings.model)
     for lane in comparison.lanes:
-        lane.recorder = RecordingDrafter(loaded.get_drafter(lane.drafter or settings.drafter))
+        drafter = loaded.get_drafter(lane.drafter or settings.drafter)
+        lane.recorder = RecordingDrafter(drafter, lane.streamer.record)
     compressor = loaded.get_compressor(settings.compressor)
     comparison.phase = "encoding"
     comparison.load_media()
@@ -41,7 +43,7 @@ def run_comparison(comparison: ComparisonRun) -> None:
     request, comparison.encode_s = encode_media(loaded.model, inputs)
     comparison.phase = "answering"
     with mmspec.disabled(loaded.model):
-        _generate(comparison, loaded, request, comparison.plain)
+        _generate(comparison, loaded, request, comparison.plain, streamer=comparison.plain.streamer)
     for lane in comparison.lanes:
         if not comparison.cancelled:
             _speculate(comparison, loaded, request, lane, compressor)
@@ -56,9 +58,22 @@ def _speculate(
     compressor: Compressor | None,
 ) -> None:
     """Generate the answer of a lane of mmspec."""
-    options = {"drafter": lane.recorder, "compressor": compressor, "tree_size": comparison.settings.tree_size}
+    recorder = lane.recorder
+    assert recorder is not None
+    options = {"drafter": recorder, "compressor": compressor, "tree_size": comparison.settings.tree_size}
     try:
-        _generate(comparison, loaded, request, lane, mmspec=options)
+        token_ids = _generate(comparison, loaded, request, lane, mmspec=options)
+        lane.streamer.truncate(len(token_ids))  # a cancelled run drops the rest of its last round
+        if lane.streamer.token_ids != token_ids:  # a fallback, of which the drafter observes nothing
+            lane.streamer = TimingStreamer()
+            _generate(
+                comparison,
+                loaded,
+                request,
+                lane,
+                mmspec=options | {"drafter": recorder.inner},
+                streamer=lane.streamer,
+            )
     except ValueError as error:  # the drafter does not take this compressor
         raise UsageError(one_line(error)) from error
     lane.stats = mmspec.stats(loaded.model, last=True)
@@ -67,24 +82,26 @@ def _speculate(
 
 def _generate(
     comparison: ComparisonRun, loaded: LoadedModel, request: dict[str, Any], lane: AnswerLane, **extra_options: Any
-) -> None:
-    settings, streamer = comparison.settings, lane.streamer
+) -> list[int]:
+    """Run `generate`, timed; returns the new token ids."""
+    settings = comparison.settings
     captioner = Captioner(loaded.model, loaded.processor, settings.max_new_tokens, settings.temperature)
     comparison.lane = lane
     torch.manual_seed(settings.seed)
     synchronize(loaded.model.device)
     start_time = time.perf_counter()
-    streamer.start()
+    lane.streamer.start()
     options = captioner.generation_kwargs() | extra_options
-    loaded.model.generate(
-        **_copy_request(request),
+    output = loaded.model.generate(
+        **copy_request(request),
         **options,
-        streamer=streamer,
         stopping_criteria=build_stopping_criteria(comparison.cancel_signal),
     )
     synchronize(loaded.model.device)
     lane.total_s = time.perf_counter() - start_time
     comparison.cancelled = comparison.cancel_signal.should_stop
+    token_ids: list[int] = output[0, request["input_ids"].shape[1] :].tolist()
+    return token_ids
 
 
 def _find_difference(
@@ -100,7 +117,7 @@ def _find_difference(
     return Difference(index, plain, ours, margin)
 
 
-def _copy_request(request: dict[str, Any]) -> dict[str, Any]:
+def copy_request(request: dict[str, Any]) -> dict[str, Any]:
     """A shallow copy with its own dict of encoder outputs, into which transformers may write."""
     outputs = request.get("mm_encoder_outputs")
     return request if outputs is None else request | {"mm_encoder_outputs": dict(outputs)}
@@ -130,7 +147,7 @@ def measure_logit_margin(
     torch.manual_seed(settings.seed)
     with mmspec.disabled(loaded_model.model):
         output = loaded_model.model.generate(
-            **_copy_request(request),
+            **copy_request(request),
             **captioner.generation_kwargs(),
             return_dict_in_generate=True,
             output_logits=True,
@@ -142,4 +159,4 @@ def measure_logit_margin(
     return float(logits[token_id] - logits[other_id])
 
 
-__all__ = ["measure_logit_margin", "run_comparison"]
+__all__ = ["copy_request", "measure_logit_margin", "run_comparison"]

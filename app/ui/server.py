@@ -38,6 +38,7 @@ from mmspec.app.ui.report import TempStorage
 from mmspec.app.ui.tabs.batch import build_batch_tab
 from mmspec.app.ui.tabs.compare import build_compare_tab
 from mmspec.app.ui.tabs.inside import build_inside_tab
+from mmspec.app.ui.tabs.learning import build_learning_tab
 from mmspec.app.ui.worker import MAX_QUEUED_RUNS
 
 logger = logging.getLogger("mmspec")
@@ -47,9 +48,9 @@ STYLES, SCRIPTS = ("race.css", "styles.css"), ("race.js", "tree.js", "labels.js"
 PAGE_TITLE = "mmspec: the same answer, sooner"
 CLEANUP_INTERVAL_S, UPLOAD_MAX_AGE_S = 600, 3600
 """Seconds between two removals of old uploads, and their maximum age."""
-QUEUE_POLL_INTERVAL_S = 0.02
-"""Seconds between two polls of Gradio's queue. Its default of a millisecond takes the interpreter lock from the thread
-that decodes."""
+QUEUE_POLL_INTERVAL_S, BUSY_POLL_INTERVAL_S = 0.02, 0.25
+"""Seconds between two polls of Gradio's queue, and while the device is busy. Its default of a millisecond takes the
+interpreter lock from the thread that decodes."""
 MAX_SESSIONS = 1000
 """Sessions with components, open pages included, above which Gradio frees the least recently used."""
 
@@ -69,6 +70,8 @@ def build_app(context: Context, opening: Opening | None = None) -> Any:
                 build_inside_tab(report, inside)
             with gr.Tab("Batch"):
                 build_batch_tab(context)
+            with gr.Tab("Learning"):
+                build_learning_tab(context)
         register_endpoints(context)
 
         def end_session(request: gr.Request) -> None:
@@ -78,7 +81,12 @@ def build_app(context: Context, opening: Opening | None = None) -> Any:
         app.unload(end_session)
     app.queue(default_concurrency_limit=1, max_size=MAX_QUEUED_RUNS, status_update_rate=1, api_open=False)
     if hasattr(app._queue, "sleep_when_free"):
-        app._queue.sleep_when_free = QUEUE_POLL_INTERVAL_S
+
+        def set_poll_interval(is_busy: bool) -> None:
+            app._queue.sleep_when_free = BUSY_POLL_INTERVAL_S if is_busy else QUEUE_POLL_INTERVAL_S
+
+        set_poll_interval(False)
+        context.worker.on_busy = set_poll_interval
     app._queue.ANALYTICS_MAX_EVENTS = 0  # it stores 10,000 events, and evaluates them all with pandas after each one
     return app
 
@@ -86,7 +94,8 @@ def build_app(context: Context, opening: Opening | None = None) -> Any:
 def build_theme() -> Any:
     """Gradio's base theme with system fonts: the page loads nothing from other servers."""
     fonts = ["system-ui", "-apple-system", "Segoe UI", "sans-serif"]
-    return gr.themes.Base(primary_hue="blue", font=fonts, font_mono=["ui-monospace", "Consolas", "monospace"])
+    theme = gr.themes.Base(primary_hue="blue", font=fonts, font_mono=["ui-monospace", "Consolas", "monospace"])
+    return theme.set(block_info_text_color="*neutral_600", block_info_text_color_dark="*neutral_400")
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A streamer that records every token with its time, and incremental detokenization."""
+"""Records every token of an answer with its time; incremental detokenization."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ if TYPE_CHECKING:
 
 
 class TimingStreamer:
-    """Records every token of a single row as `generate` emits it. Other threads may read it meanwhile.
+    """Records every token of a single row as it is emitted. Other threads may read it meanwhile.
+
+    Plain `generate` takes it as `streamer`. mmspec calls `record` once per round: its loop calls a streamer once per
+    token, after checking what user code may have changed.
 
     Attributes:
         token_ids: emitted tokens, prompt not included.
@@ -34,10 +37,16 @@ class TimingStreamer:
         if self._expects_prompt:
             self._expects_prompt = False
             return
-        now = self.elapsed_s
-        for token in value.flatten().tolist():
-            self.token_times.append(now)
-            self.token_ids.append(token)  # after its time: a reader that finds an id also finds its time
+        self.record(value.flatten().tolist())
+
+    def record(self, token_ids: list[int]) -> None:
+        """Append tokens that were emitted now."""
+        self.token_times += [self.elapsed_s] * len(token_ids)
+        self.token_ids += token_ids  # after their times: a reader that finds an id also finds its time
+
+    def truncate(self, count: int) -> None:
+        """Drop all but the first `count` tokens."""
+        del self.token_ids[count:], self.token_times[count:]
 
     @property
     def elapsed_s(self) -> float:

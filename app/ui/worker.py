@@ -6,6 +6,7 @@ This module does not know what a job computes.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Generator
@@ -66,14 +67,30 @@ class CancelSignal:
         self._event = threading.Event()
         self._lease_s = lease_s
         self._renewed_at = time.monotonic()
+        self._listeners: list[Callable[[float], None]] = []
+        self._lock = threading.Lock()
 
     def cancel(self) -> None:
         """End the run at its next token."""
         self._event.set()
+        self._publish_deadline()
 
     def renew(self) -> None:
         """Extend the lease: somebody still polls the run."""
         self._renewed_at = time.monotonic()
+        self._publish_deadline()
+
+    def on_deadline(self, listener: Callable[[float], None]) -> None:
+        """Call `listener` now and at every change with the `time.time()` when the run should end; -inf is at once."""
+        with self._lock:
+            self._listeners.append(listener)
+        self._publish_deadline()
+
+    def _publish_deadline(self) -> None:
+        with self._lock:  # a deadline that was computed before `cancel` must not replace its -inf
+            deadline = -math.inf if self.cancel_requested else time.time() + self._lease_s
+            for listener in self._listeners:
+                listener(deadline)
 
     @property
     def cancel_requested(self) -> bool:
@@ -87,9 +104,14 @@ class CancelSignal:
 
 
 class Worker:
-    """The device thread and its queue."""
+    """The device thread and its queue.
+
+    Attributes:
+        on_busy: called in the device thread with True before each job and with False after it.
+    """
 
     def __init__(self) -> None:
+        self.on_busy: Callable[[bool], None] = lambda is_busy: None
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mmspec-device")
         self._queue: list[QueuedRun] = []
         self._background: CancelSignal | None = None
@@ -107,9 +129,16 @@ class Worker:
             return self._submit(work, None)
 
     def _submit(self, work: Callable[[], T], client: Client | None) -> Future[T]:
-        future = self._pool.submit(work)
+        future = self._pool.submit(self._run, work)
         self._queue = [run for run in self._queue if not run.future.done()] + [QueuedRun(future, client)]
         return future
+
+    def _run(self, work: Callable[[], T]) -> T:
+        self.on_busy(True)
+        try:
+            return work()
+        finally:
+            self.on_busy(False)
 
     def num_ahead(self, future: Future[Any]) -> int:
         """Number of jobs that must end before this one starts."""

@@ -165,6 +165,7 @@ class BestFirstState:
     Attributes:
         batch_size: B.
         banned_ids: ids that are never proposed.
+        stop_ids: ids that end a row: nothing is proposed below them.
         source_states: state of each source.
         enabled: whether each source proposes; all learn from the emitted tokens.
         candidates: `candidates[b][i]` are the candidates at node i of row b in this round, proposed or not. Nodes are
@@ -173,6 +174,7 @@ class BestFirstState:
 
     batch_size: int
     banned_ids: frozenset[int]
+    stop_ids: frozenset[int]
     source_states: list[Any]
     enabled: list[bool]
     candidates: list[list[list[Candidate]]] = field(default_factory=list)
@@ -210,7 +212,8 @@ class BestFirstDrafter:
         prompt_text = PromptText.from_prompt(prompt)
         source_states = [source.start(prompt_text) for source in self.sources]
         self.vocab_size = self._known_vocab_size()
-        return BestFirstState(len(prompt_text.rows), prompt.banned_ids, source_states, [True] * len(source_states))
+        enabled = [True] * len(source_states)
+        return BestFirstState(len(prompt_text.rows), prompt.banned_ids, prompt.stop_ids, source_states, enabled)
 
     def propose(self, state: BestFirstState, max_nodes: int, active: Sequence[bool]) -> DraftTree:
         """Trees of at most `max_nodes` nodes, padded to a bucket; roots only if no candidate is likely enough."""
@@ -241,6 +244,8 @@ class BestFirstDrafter:
         """All candidates at one node, and as (token, probability, node) the distinct ones that are likely enough."""
         probs, default = self.calibration.probs, Calibration.DEFAULT
         parent_token, parent_cursors = node
+        if parent_token in state.stop_ids:
+            return [], []
         candidates: list[Candidate] = []
         token_probs: dict[int, float] = {}
         cursors: dict[int, list[Any]] = {}

@@ -145,7 +145,9 @@ class DecodeLoop:
         root = self._root.with_root(row_state.root_ids)
         if num_nodes == 1:
             return root, row_state, draft is not None
-        tree = sanitize((root if draft is None else draft).pad(num_nodes), row_state.root_ids, self.draftable)
+        tree = sanitize(
+            (root if draft is None else draft).pad(num_nodes), row_state.root_ids, self.draftable, self.output.stop_ids
+        )
         if row_state.finished is not None:
             tree = replace_with_chain(tree, row_state.finished, self.output.pad_token_id)
         return tree, row_state, draft is not None

@@ -175,16 +175,18 @@ def best_first(root: Any, expand: Expand, num_nodes: int, min_score: float = 0.0
     return tree
 
 
-def sanitize(tree: DraftTree, root_ids: Tensor, draftable: Tensor) -> DraftTree:
+def sanitize(tree: DraftTree, root_ids: Tensor, draftable: Tensor, stop_ids: Tensor | None = None) -> DraftTree:
     """Make the tree of any drafter safe to score, on the device of `root_ids` and without a transfer to the host.
 
     A node is dropped, with all its descendants, if its id is outside the vocabulary or not draftable, if its parent
-    does not come before it, or if an earlier sibling has the same token.
+    does not come before it, or if an earlier sibling has the same token. So are the descendants of a node that ends the
+    row: they can never be accepted.
 
     Args:
         tree: any tree.
         root_ids: [B] int64, the last emitted tokens.
         draftable: [V] bool, False for ids that must never be drafted.
+        stop_ids: [E] int64, ids that end a row; None if there are none.
     """
     batch, num_nodes = tree.tokens.shape
     device = root_ids.device
@@ -210,6 +212,10 @@ def sanitize(tree: DraftTree, root_ids: Tensor, draftable: Tensor) -> DraftTree:
     node_mask = ~(ancestor_mask & ~well_formed[:, None, :]).any(-1)
     tokens = torch.where(well_formed, clamped, 0)
     tokens[:, 0] = root_ids
+    if stop_ids is not None:
+        ends_row = (tokens[:, :, None] == stop_ids).any(-1)
+        ends_row[:, 0] = False
+        node_mask &= ~(ancestor_mask & ends_row[:, None, :]).tril(-1).any(-1)  # ancestors come before their descendants
     return replace(
         tree,
         tokens=tokens,

@@ -48,6 +48,7 @@ class Prompt:
         hidden_states: {index: [B, L, D]} for `DrafterRequirements.hidden_state_indices`.
         vocab_size: V of the target's logits.
         banned_ids: ids that are never drafted: placeholders, padding, ids beyond the tokenizer.
+        stop_ids: ids that end a row. Nodes below them are dropped: they can never be accepted.
         reference_ids: token ids of texts that the output may repeat, one list per row; empty lists if none.
         noise: `noise(depth) -> [B, depth, V]`, the exponential noise that samples the next `depth` tokens of each row;
             None for greedy decoding. A drafter with probabilities proposes the argmax of `draft_probs / noise`.
@@ -71,6 +72,7 @@ class Prompt:
     hidden_states: Mapping[int, Tensor] = field(default_factory=dict)
     vocab_size: int = 0
     banned_ids: frozenset[int] = frozenset()
+    stop_ids: frozenset[int] = frozenset()
     reference_ids: Sequence[Sequence[int]] = ()
     noise: Callable[[int], Tensor] | None = None
     temperature: float = 1.0

@@ -145,13 +145,13 @@ def started(page: Any) -> None:
 @pytest.fixture
 def slow_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
     """At most 200 tokens per second, so that the page is seen in between on any machine."""
-    put = TimingStreamer.put
+    record = TimingStreamer.record
 
-    def put_slowly(streamer: TimingStreamer, value: Any) -> None:
-        time.sleep(0.005)
-        put(streamer, value)
+    def record_slowly(streamer: TimingStreamer, token_ids: list[int]) -> None:
+        time.sleep(0.005 * len(token_ids))
+        record(streamer, token_ids)
 
-    monkeypatch.setattr(TimingStreamer, "put", put_slowly)
+    monkeypatch.setattr(TimingStreamer, "record", record_slowly)
 
 
 @pytest.fixture
@@ -250,13 +250,25 @@ def test_a_conversation_goes_on_until_the_picture_changes(page: Any) -> None:
         ask(page, question)
         page.wait_for_function(f"document.querySelector('#mm-race').innerText.includes('{question}')")
         finish(page)
+        # The rates of this race, not of the one before, whose elements Gradio may reuse.
+        rates = [float(text(page, f"#mm-{side} .mm-rate b").split()[0]) for side in ("plain", "mmspec")]
+        row = page.locator("#mm-results tr", has_text="tokens/s").locator("td").all_inner_texts()
+        assert rates == pytest.approx([float(value) for value in row], abs=1)
     assert page.locator("#mm-race .mm-turn-question").all_inner_texts() == ["what is it?", "how many?"]
     page.locator("#mm-examples button").nth(1).click()
     page.wait_for_function("document.querySelectorAll('.mm-turn-question').length == 0")
     assert page.locator("#mm-replay").is_disabled()
 
 
-def test_a_clip(page: Any, comparisons: list[ComparisonRun], request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize(("width", "theme"), [(1280, "light"), (390, "dark")])
+def test_a_clip(
+    open_page: Callable[..., Any],
+    comparisons: list[ComparisonRun],
+    request: pytest.FixtureRequest,
+    width: int,
+    theme: str,
+) -> None:
+    page = open_page(width, f"?__theme={theme}")
     page.get_by_role("tab", name="Clip").click()
     page.wait_for_function(f"document.querySelector('#mm-question textarea').value == '{VIDEO_PROMPT}'")
     page.locator("#mm-clip-examples button, #mm-clip-examples video, #mm-clip-examples td").first.click()
@@ -276,7 +288,7 @@ def test_a_clip(page: Any, comparisons: list[ComparisonRun], request: pytest.Fix
     assert "identical" in text(page, ".mm-badge")
     page.locator("#mm-replay").click()
     page.wait_for_function("document.querySelectorAll('.mm-done').length == 2")
-    keep(page, request, "clip", 1280)
+    keep(page, request, "clip", width, "" if theme == "light" else "-dark")
 
 
 def test_a_photo_from_the_camera_and_a_picture_from_the_clipboard(page: Any, browser: Any, site: DemoServer) -> None:
@@ -544,16 +556,22 @@ def test_lanes_race_and_are_shared(page: Any, browser: Any, tmp_path: Path) -> N
     page.wait_for_function("document.querySelector('#mm-code')?.innerText.includes('mmspec.patch(model')")
 
 
-def test_a_page_opens_with_a_race(browser: Any) -> None:
+@pytest.mark.parametrize(("width", "theme"), [(1280, "light"), (1280, "dark"), (390, "light"), (390, "dark")])
+def test_a_page_opens_with_a_race(browser: Any, width: int, theme: str) -> None:
     with serve(ModelStore("tiny"), port=0, record_opening=True) as site:
-        page = browser.new_page(viewport={"width": 1280, "height": 900})
+        page = browser.new_page(viewport={"width": width, "height": 900})
         page.set_default_timeout(PATIENCE)
-        page.goto(site.url)
+        page.goto(f"{site.url}?__theme={theme}")
         page.wait_for_selector("#mm-ask")
         assert page.locator("#mm-picture img").count() == 1 and page.locator("#mm-questions button").count() == 4
-        box = page.locator("#mm-ask").bounding_box()
-        assert box["y"] + box["height"] < 900, "the button is in view"
         page.wait_for_selector(".mm-settled")
+        # What is compared and what came out, in the first screen; on a desk the button as well.
+        in_view = ["#mm-sentence", ".mm-asked", ".mm-ratio", ".mm-badge", "#mm-plain header", "#mm-mmspec header"]
+        for name in [*in_view, *(["#mm-ask"] if width > 600 else [])]:
+            box = page.locator(name).bounding_box()
+            assert box["y"] + box["height"] < 900 and box["x"] + box["width"] <= width, f"{name} is in view"
+        plain, ours = (page.locator(f"#mm-{side}").bounding_box() for side in ("plain", "mmspec"))
+        assert plain["y"] == ours["y"] and plain["x"] < ours["x"], "side by side"
         assert "Recorded on this machine" in text(page, "#mm-status") and "tiny" in text(page, "#mm-sentence")
         assert "identical, token for token" in text(page, ".mm-badge")
         page.locator("#mm-questions button").nth(1).click()
@@ -623,7 +641,16 @@ def test_every_tab_fits_and_every_part_has_a_name(
     page.wait_for_function("document.querySelector('#mm-files').innerText.includes('lion')")
     page.locator("#mm-start").click()
     page.wait_for_function("/9 of 9 done\\./.test(document.querySelector('#mm-batch-status').innerText)")
+    page.wait_for_function(f"({AXIS_LABELS})('#mm-curve').length == 9")
     keep(page, request, "batch", width, end)
+    page.get_by_role("tab", name="Learning").click()
+    page.get_by_label("number input for Pictures").fill("4")
+    page.keyboard.press("Tab")
+    page.locator("#mm-learn").click()
+    page.wait_for_function("/^4 of 4 pictures/.test(document.querySelector('#mm-learning-status').innerText)")
+    page.wait_for_function(f"({AXIS_LABELS})('#mm-learning-curve').length == 4")
+    assert "4 of 4" in text(page, "#mm-learning-numbers") and page.locator("#mm-learn").is_enabled()
+    keep(page, request, "learning", width, end)
 
 
 def keep(page: Any, request: pytest.FixtureRequest, name: str, width: int, end: str = "") -> None:
@@ -635,6 +662,7 @@ def keep(page: Any, request: pytest.FixtureRequest, name: str, width: int, end: 
     ).map((part) => part.outerHTML)"""
     assert page.evaluate(unnamed) == []
     assert page.evaluate("[...document.querySelectorAll('img')].filter((one) => !one.alt).map((one) => one.src)") == []
+    check_plots(page)
     contrasts = page.evaluate(CONTRASTS)
     assert len(contrasts) > 5 and [pair for pair in contrasts if pair[1] < 4.5] == [], "too faint to be read"
     folder = request.config.getoption("--shots")
@@ -644,6 +672,56 @@ def keep(page: Any, request: pytest.FixtureRequest, name: str, width: int, end: 
     page.screenshot(path=f"{folder}/demo-{name}-{width}{end}.png", full_page=True)
 
 
+def check_plots(page: Any) -> None:
+    """The counts at the x axis of visible plots are whole numbers, each once, and the texts are legible."""
+    counted = [name for name in COUNTED_PLOTS if page.locator(f"{name} .vega-embed").first.is_visible()]
+    for name in counted:
+        page.wait_for_selector(f"{name} .vega-embed svg")
+        labels = page.evaluate(AXIS_LABELS, name)
+        assert labels and len({label for label, _ in labels}) == len(labels), (name, labels)
+        assert all(re.fullmatch(r"[0-9,]+", label) for label, _ in labels), (name, labels)
+        contrasts = page.evaluate(PLOT_CONTRASTS, name)
+        assert contrasts and [pair for pair in contrasts if pair[1] < 4.5] == [], (name, "too faint to be read")
+        assert page.evaluate(CUT_TEXTS, name) == [], (name, "cut")
+        frame = page.locator(name).bounding_box()
+        assert frame["width"] >= 240 and all(left >= frame["x"] for _, left in labels), (name, "cut")
+
+
+COUNTED_PLOTS = ("#mm-lengths", "#mm-curve", "#mm-learning-curve")
+AXIS_LABELS = """(name) => [...document.querySelectorAll(`${name} .vega-embed svg`)]
+    .flatMap((svg) => [...svg.querySelectorAll('[aria-label^="X-axis"] .role-axis-label text')])
+    .filter((one) => getComputedStyle(one).opacity != 0 && one.getAttribute('opacity') != 0)
+    .map((one) => [one.textContent, one.getBoundingClientRect().left])"""
+"""[text, left edge] of the labels of the x axis."""
+CUT_TEXTS = """(name) => {
+    const svg = document.querySelector(`${name} .vega-embed svg`);
+    const frame = svg.getBoundingClientRect();
+    return [...svg.querySelectorAll('text')].filter((one) => {
+        const box = one.getBoundingClientRect();
+        return one.textContent && (box.left < frame.left - 1 || box.right > frame.right + 1);
+    }).map((one) => one.textContent);
+}"""
+"""Texts of a plot that are not within it."""
+PLOT_CONTRASTS = """(name) => {
+    const parts = (text) => (text.match(/[0-9.]+/g) ?? []).map(Number);
+    const light = ([r, g, b]) => [r, g, b].map((v) => v / 255)
+        .map((v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4))
+        .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+    const behind = (part) => {
+        for (; part; part = part.parentElement) {
+            const colour = parts(getComputedStyle(part).backgroundColor);
+            if (colour.length == 3 || colour[3] > 0.99) return colour;
+        }
+        return [255, 255, 255];
+    };
+    const svg = document.querySelector(`${name} .vega-embed svg`);
+    return [...svg.querySelectorAll('text')].filter((one) => one.textContent && getComputedStyle(one).opacity != 0)
+        .map((one) => {
+            const pair = [light(parts(getComputedStyle(one).fill)), light(behind(svg.parentElement))].sort();
+            return [one.textContent, (pair[1] + 0.05) / (pair[0] + 0.05)];
+        });
+}"""
+"""[text, contrast] of all texts of a plot."""
 CONTRASTS = """(() => {
     const parts = (text) => (text.match(/[0-9.]+/g) ?? []).map(Number);
     const light = ([r, g, b]) => [r, g, b].map((v) => v / 255)

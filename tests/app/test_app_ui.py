@@ -23,9 +23,11 @@ import torch
 from PIL import Image
 
 import mmspec
+from mmspec.app.bench.recorder import RecordingDrafter
 from mmspec.app.bench.rounds import ACCEPTED, CORRECTED, NOT_DRAFTED, Round, classify_tokens
 from mmspec.app.cli.main import main
 from mmspec.app.errors import UsageError
+from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.chat import ChatTurn, build_inputs, encode_media
 from mmspec.app.modeling.synthetic_images import draw_image, write_images
 from mmspec.app.scenes.examples import list_example_files
@@ -186,28 +188,30 @@ def test_no_run_learns_from_another(model_store: ModelStore) -> None:
     assert first.mmspec.stats.num_accepted_tokens == second.mmspec.stats.num_accepted_tokens
 
 
-class Counted(CancelSignal):
-    """Ends a run after it was looked at so many times."""
+@pytest.mark.parametrize(("num_tokens", "plain", "ours"), [(0, 0, 0), (9, 9, 0), (43, 32, 11)])
+def test_stopping_stops_generate(
+    model_store: ModelStore, monkeypatch: pytest.MonkeyPatch, num_tokens: int, plain: int, ours: int
+) -> None:
+    halt = CancelSignal(60)
+    counted: list[int] = []
+    record = TimingStreamer.record
 
-    def __init__(self, most: int) -> None:
-        super().__init__(60)
-        self.left = most
+    def record_and_count(streamer: TimingStreamer, token_ids: list[int]) -> None:
+        record(streamer, token_ids)
+        counted.extend(token_ids)
+        if len(counted) >= num_tokens:
+            halt.cancel()
 
-    @property
-    def cancel_requested(self) -> bool:
-        self.left -= 1
-        return self.left < 0
-
-
-@pytest.mark.parametrize(("most", "plain", "ours"), [(0, 0, 0), (9, 9, 0), (45, 32, 11)])
-def test_stopping_stops_generate(model_store: ModelStore, most: int, plain: int, ours: int) -> None:
-    comparison = build_comparison(model_store, Counted(most)).run()
+    monkeypatch.setattr(TimingStreamer, "record", record_and_count)
+    if not num_tokens:
+        halt.cancel()
+    comparison = build_comparison(model_store, halt).run()
     assert comparison.cancelled and comparison.phase == "done"
     assert (
         abs(len(comparison.plain.streamer.token_ids) - plain) <= 1
         and abs(len(comparison.mmspec.streamer.token_ids) - ours) <= 2
     )
-    if most:
+    if num_tokens:
         summary = build_report(comparison)
         assert ("identical up to token" in summary.verdict) == (ours > 0) and summary.metrics["speedup_e2e"] is None
         assert summary.identical is (True if ours else None)
@@ -227,7 +231,9 @@ def test_a_difference_is_told_with_its_margin(model_store: ModelStore) -> None:
     request, _ = encode_media(loaded_model.model, inputs)
     margin_arguments = (loaded_model, request, comparison.settings, 5, ids[5], int(second[1]))
     assert measure_logit_margin(*margin_arguments, CancelSignal(60)) == pytest.approx(wanted, abs=1e-4)
-    assert math.isnan(measure_logit_margin(*margin_arguments, Counted(2))), "a run that is stopped meanwhile"
+    stopped = CancelSignal(60)
+    stopped.cancel()
+    assert math.isnan(measure_logit_margin(*margin_arguments, stopped)), "a run that is stopped meanwhile"
     comparison.mmspec.difference = Difference(5, ids[5], int(second[1]), wanted)
     summary = build_report(comparison)
     assert (
@@ -455,6 +461,22 @@ def test_who_stops_looking_ends_the_run() -> None:
     worker.close()
 
 
+def test_the_deadline_follows_the_signal() -> None:
+    halt, deadlines = CancelSignal(lease_s=60), list[float]()
+    halt.on_deadline(deadlines.append)
+    assert time.time() + 50 < deadlines[-1] <= time.time() + 60
+    halt.cancel()
+    halt.renew()
+    assert deadlines[1:] == [-math.inf, -math.inf]
+
+
+def test_a_fallback_is_recorded_with_its_times(model_store: ModelStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RecordingDrafter, "observe", lambda self, *args: self.inner.observe(*args))
+    comparison = build_comparison(model_store).run()
+    assert comparison.mmspec.streamer.token_ids == comparison.plain.streamer.token_ids and comparison.identical
+    assert len(comparison.mmspec.streamer.token_times) == 32
+
+
 def test_a_run_that_nobody_looks_at_ends_by_itself() -> None:
     halt = CancelSignal(lease_s=0.05)
     assert not halt.should_stop
@@ -597,9 +619,19 @@ def test_a_batch_is_the_job_of_mmspec_caption(model_store: ModelStore, space: Te
     assert str(tmp_path) not in batch.output_file.read_text() and str(space.root) not in batch.output_file.read_text()
 
 
-def test_a_stopped_batch_keeps_whole_rows(model_store: ModelStore, space: TempStorage, tmp_path: Path) -> None:
+def test_a_stopped_batch_keeps_whole_rows(
+    model_store: ModelStore, space: TempStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    halt, calls, caption = CancelSignal(60), itertools.count(1), Captioner.caption
+
+    def cancel_in_second_call(captioner: Captioner, *args: Any) -> Any:
+        if next(calls) == 2:  # of three
+            halt.cancel()
+        return caption(captioner, *args)
+
+    monkeypatch.setattr(Captioner, "caption", cancel_in_second_call)
     batch = batch_of(model_store, space, write_images(tmp_path / "p", 9))
-    batch.run(Counted(12 + 5))  # in the second of three
+    batch.run(halt)
     assert batch.cancelled and len(batch.rows) == 4 and all(row["n_new_tokens"] == 12 for row in batch.rows)
     assert len(batch.output_file.read_text().splitlines()) == 4 and not batch.input_folder.exists()
 

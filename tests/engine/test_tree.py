@@ -54,7 +54,7 @@ class Row:
 
 
 def slow_sanitize(
-    tokens: list[int], parents: list[int], node_mask: list[bool], root: int, draftable: list[bool]
+    tokens: list[int], parents: list[int], node_mask: list[bool], root: int, draftable: list[bool], stops: list[int]
 ) -> Row:
     """One row, node by node, as the docstring of `sanitize` says."""
     well_formed = [False] * len(tokens)
@@ -64,7 +64,8 @@ def slow_sanitize(
         known = 0 <= tokens[i] < len(draftable) and draftable[tokens[i]]
         well_formed[i] = node_mask[i] and known and 0 <= parents[i] < i
         twin = any(well_formed[j] and (parents[j], tokens[j]) == (parents[i], tokens[i]) for j in range(1, i))
-        alive[i] = well_formed[i] and not twin and alive[parents[i]]
+        below_stop = well_formed[i] and parents[i] > 0 and tokens[parents[i]] in stops
+        alive[i] = well_formed[i] and not twin and alive[parents[i]] and not below_stop
     return Row([root, *tokens[1:]], [-1, *parents[1:]], alive)
 
 
@@ -87,13 +88,15 @@ def random_tree(rng: random.Random, batch: int, nodes: int, vocab: int, invalid_
     )
 
 
-def check_sanitized(tree: DraftTree, sanitized: DraftTree, root_ids: list[int], draftable: list[bool]) -> int:
+def check_sanitized(
+    tree: DraftTree, sanitized: DraftTree, root_ids: list[int], draftable: list[bool], stops: list[int]
+) -> int:
     """Compare with the reference; returns the number of remaining nodes."""
     assert sanitized.ancestor_mask is not None and sanitized.depths is not None
     num_kept = 0
     for b, root in enumerate(root_ids):
         want = slow_sanitize(
-            tree.tokens[b].tolist(), tree.parents[b].tolist(), tree.node_mask[b].tolist(), root, draftable
+            tree.tokens[b].tolist(), tree.parents[b].tolist(), tree.node_mask[b].tolist(), root, draftable, stops
         )
         tokens, parents = sanitized.tokens[b].tolist(), sanitized.parents[b].tolist()
         assert sanitized.node_mask[b].tolist() == want.alive
@@ -122,8 +125,10 @@ def test_sanitize_equals_the_reference(invalid_rate: float) -> None:
         draftable = [rng.random() > 0.5 * invalid_rate for _ in range(vocab)]
         tree = random_tree(rng, batch, nodes, vocab, invalid_rate)
         before, root_ids = copy_fields(tree), [rng.randrange(vocab) for _ in range(batch)]
-        sanitized = sanitize(tree, torch.tensor(root_ids), torch.tensor(draftable))
-        num_kept += check_sanitized(tree, sanitized, root_ids, draftable)
+        stops = rng.sample(range(vocab), rng.choice((0, 0, 1, 2)))
+        stop_ids = torch.tensor(stops) if stops else None
+        sanitized = sanitize(tree, torch.tensor(root_ids), torch.tensor(draftable), stop_ids)
+        num_kept += check_sanitized(tree, sanitized, root_ids, draftable, stops)
         total += batch * nodes
         after = copy_fields(tree)
         assert before.keys() == after.keys(), "sanitize added fields to its argument"

@@ -82,7 +82,9 @@ VALUES: tuple[Any, ...] = (
 )  # fmt: skip
 
 EVENTS = dict(
-    enumerate([1, 1, 1, 1, 1, 1, 1, 0, 2, 2, 1, 13, 0, 0, 0, 0, 0, 1, 2, 2, 2, 2, 1, 0, 0, 9, 0, 0, 0, 8, 8, 0])
+    enumerate(
+        [1, 1, 1, 1, 1, 1, 1, 0, 2, 2, 1, 13, 0, 0, 0, 0, 0, 1, 2, 2, 2, 2, 1, 0, 0, 9, 0, 0, 0, 0, 4, 0, 0, 0, 8, 8, 0]
+    )
 )
 """{event of the pages: number of its inputs}, as `edge_server` reports them; a test compares."""
 

@@ -88,6 +88,11 @@ def keep_tabs(page: Any, folder: Path, end: str, width: int) -> None:
     page.wait_for_function("/9 of 9 done/.test(document.querySelector('#mm-batch-status').innerText)")
     page.wait_for_selector("#mm-curve .vega-embed")
     keep("batch")
+    page.get_by_role("tab", name="Learning").click()
+    page.locator("#mm-learn").click()
+    page.wait_for_function("/^60 of 60/.test(document.querySelector('#mm-learning-status').innerText)")
+    page.wait_for_selector("#mm-learning-curve .vega-embed")
+    keep("learning")
 
 
 def main() -> None:

@@ -3,6 +3,7 @@ const MM_PLOTS = {
   "mm-lengths": "Line plot: tokens per forward of the model over the answer, a line per lane. The text below gives the means.",
   "mm-histogram": "Bar plot: how many forwards of mmspec gave one, two, three or more tokens.",
   "mm-phases": "Bar plot: milliseconds of each phase of the mmspec call.",
+  "mm-learning-curve": "Line plot: tokens per forward of a drafter that learns and of one that does not, over the pictures. The numbers below give both ends.",
   "mm-curve": "Plot: tokens per forward of each captioned file, and their moving mean. The table below gives the numbers.",
 };
 new MutationObserver(() => {

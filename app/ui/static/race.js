@@ -77,10 +77,14 @@ window.mmspecRace = (() => {
     requestAnimationFrame(step);
   };
 
-  // A race that is restarted before its end first gets its final texts back.
+  // A race that is restarted before its end first gets its final texts back. Gradio may reuse the elements of an earlier
+  // race for the next one, so the texts of another race must not be restored into them.
   const unfinished = new WeakMap();
-  const remember = (card, lanes) => unfinished.set(card, lanes);
-  const restore = (card) => unfinished.get(card)?.forEach(finish);
+  const remember = (card, lanes) => unfinished.set(card, { race: card.dataset.race, lanes });
+  const restore = (card) => {
+    const { race, lanes } = unfinished.get(card) ?? {};
+    if (race === card.dataset.race) lanes?.forEach(finish);
+  };
 
   // Start a race that has not been played yet, unless the visitor prefers no motion.
   const autoplay = (root) => {

@@ -28,7 +28,7 @@ from mmspec.app.ui.context import (
     get_client,
     report_errors,
 )
-from mmspec.app.ui.plots import LANE_COLORS, caption_curve
+from mmspec.app.ui.plots import LANE_COLORS, caption_curve, count_axis, value_limits
 from mmspec.app.ui.tabs.run_events import RUN_EVENT, RunControls, begin_run, connect_run_end
 from mmspec.app.ui.worker import Client, LeftQueueError
 
@@ -87,6 +87,8 @@ def build_batch_tab(context: Context) -> None:
                 y_title="tokens per forward",
                 title="Tokens per forward as the job runs",
                 y_lim=[0, None],
+                x_axis_format="d",
+                y_axis_format="~g",
                 height=220,
                 visible=False,
                 elem_id="mm-curve",
@@ -112,7 +114,11 @@ def _connect_batch_events(context: Context, parts: BatchComponents, settings: Co
                 num_rendered = len(batch.rows)
                 updates[parts.table] = render.render_captions(batch.rows, batch.thumbnails)
                 curve = caption_curve(batch.rows)
-                updates[parts.curve] = gr.update(value=curve, visible=len(curve) >= MIN_CURVE_POINTS)
+                updates[parts.curve] = gr.update(
+                    **count_axis(curve, "file"),
+                    y_lim=value_limits(curve["tokens per forward"]),
+                    visible=len(curve) >= MIN_CURVE_POINTS,
+                )
             if not is_running:
                 updates |= offer_files(batch, parts)
             yield updates

@@ -77,7 +77,7 @@ def build_compare_tab(context: Context, report: Any, sentence: Any, opening: Ope
         elem_id="mm-question",
         render=False,
     )
-    with gr.Row():
+    with gr.Row(elem_id="mm-compare"):
         with gr.Column(scale=2, min_width=300, elem_id="mm-inputs"):
             image, video, frames, tabs = _build_media_inputs(question)
             question.render()
@@ -86,7 +86,7 @@ def build_compare_tab(context: Context, report: Any, sentence: Any, opening: Ope
                 stop = gr.Button("Stop", variant="stop", interactive=False, elem_id="mm-stop", min_width=90)
                 reset = gr.Button("Start over", elem_id="mm-fresh", min_width=90)
             settings = build_controls(context, 128, "compare", with_lanes=True)
-        with gr.Column(scale=5, min_width=320):
+        with gr.Column(scale=5, min_width=320, elem_id="mm-answers"):
             status = gr.HTML(render.render_status(INITIAL_STATUS), elem_id="mm-status")
             # The race starts by itself as soon as its value holds a finished one.
             start = "const start = () => window.mmspecRace.autoplay(element); watch('value', start); start();"

@@ -20,6 +20,8 @@ from mmspec.app.ui.worker import CancelSignal, LeftQueueError
 
 REPLAY_SPEEDS = {"real time": 1, "4 times slower": 4, "16 times slower": 16}
 PLOT_HEIGHT = 220
+HIDDEN: Any = "hidden"
+"""Not shown, not removed: the script of a plot of Gradio 6.31 fails when its element is removed."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ def build_results(context: Context, report: Any) -> ResultComponents:
         replay = gr.Button("Replay", interactive=False, elem_id="mm-replay", scale=0, min_width=120)
     script = f"(speed) => {{ window.mmspecRace.play(document, {REPLAY_SPEEDS}[speed] ?? 1); }}"
     replay.click(None, speed, None, js=script, **PRIVATE_API)
-    with gr.Column(visible=False, elem_id="mm-details") as details:
+    with gr.Column(visible=HIDDEN, elem_id="mm-details") as details:
         lengths = gr.LinePlot(
             x="forward",
             y="tokens per forward",
@@ -74,6 +76,8 @@ def build_results(context: Context, report: Any) -> ResultComponents:
             y_title="tokens per forward",
             title="Tokens per forward over the answer",
             y_lim=[0, None],
+            x_axis_format="d",
+            y_axis_format="~g",
             height=PLOT_HEIGHT,
             elem_id="mm-lengths",
         )
@@ -86,6 +90,7 @@ def build_results(context: Context, report: Any) -> ResultComponents:
                 y_title="forwards",
                 title="How many tokens one forward gives",
                 y_lim=[0, None],
+                y_axis_format="d",
                 sort="x",
                 height=PLOT_HEIGHT,
                 min_width=260,
@@ -141,7 +146,7 @@ def clear_results(parts: ResultComponents) -> dict[Any, Any]:
     skipped = dict.fromkeys(parts.outputs, gr.skip())
     return skipped | {
         parts.replay: gr.update(interactive=False),
-        parts.details: gr.update(visible=False),
+        parts.details: gr.update(visible=HIDDEN),
         parts.share: gr.update(visible=False),
         parts.gif: gr.update(value=None, interactive=False),
     }
@@ -163,13 +168,17 @@ def update_results(context: Context, parts: ResultComponents, report: Report) ->
         parts.code: build_code(report),
     }
     if has_all:
+        lengths, histogram = plots.round_lengths(report), plots.length_histogram(report)
         updates |= {
             parts.numbers: render.render_results(report, plots.describe_lengths(report)),
             parts.lengths: gr.update(
-                value=plots.round_lengths(report),
+                **plots.count_axis(lengths, "forward"),
+                y_lim=plots.value_limits(lengths["tokens per forward"]),
                 color_map=plots.lane_colors(report),
             ),
-            parts.histogram: plots.length_histogram(report),
+            parts.histogram: gr.update(
+                value=histogram, y_lim=plots.value_limits(histogram["forwards"], plots.MIN_COUNT_TOP)
+            ),
             parts.phases: plots.phase_times(report),
         }
     return updates

@@ -1,0 +1,192 @@
+"""The Learning tab: descriptions of pictures, with a drafter that learns from them as they are written."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from html import escape
+from typing import Any
+
+import gradio as gr
+
+from mmspec.app.ui import plots
+from mmspec.app.ui.context import VALIDATION, Context, format_queue_position, get_client, report_errors
+from mmspec.app.ui.learning import (
+    CALLS_PER_MEAN,
+    LEARNING_DRAFTERS,
+    MAX_PICTURES,
+    UNTRAINED_DRAFTER,
+    LearningRun,
+    pool_calls,
+)
+from mmspec.app.ui.render import render_numbers, render_status
+from mmspec.app.ui.tabs.run_events import RUN_EVENT, RunControls, begin_run, connect_run_end
+from mmspec.app.ui.worker import Client, LeftQueueError
+
+INTRO = (
+    "A drafter starts from nothing and learns from every answer of the model (<code>patch(model, learn=True)</code>). "
+    f"Each picture is described twice: with it, and with <code>{UNTRAINED_DRAFTER}</code>, which does not learn. The "
+    "answers are the same; only the number of tokens per forward differs. Nothing that is learned here is stored."
+)
+READY_STATUS = "Start to see the curve."
+MIN_CURVE_CALLS = 3
+LEARNING_NEW_TOKENS = 160
+
+
+def build_learning_tab(context: Context) -> None:
+    """Create the tab and connect its events."""
+    store = context.model_store
+    gr.HTML(f'<p class="mm-intro">{INTRO}</p>')
+    with gr.Row():
+        with gr.Column(scale=2, min_width=300):
+            model = gr.Dropdown(
+                store.model_names, value=store.model_names[0], label="Model", elem_id="mm-learning-model"
+            )
+            drafter = gr.Dropdown(
+                list(LEARNING_DRAFTERS),
+                value=LEARNING_DRAFTERS[0],
+                label="Drafter that learns",
+                info="instant: light heads on the model's last hidden state. arbitrated: those, lookup and recycling, "
+                "whichever pays most",
+                elem_id="mm-learning-drafter",
+            )
+            pictures = gr.Slider(
+                4,
+                MAX_PICTURES,
+                value=60,
+                step=1,
+                label="Pictures",
+                info="Drawn now; none is used twice",
+                elem_id="mm-learning-pictures",
+            )
+            seed = gr.Number(0, precision=0, label="Seed of the pictures", minimum=0)
+            with gr.Row():
+                start = gr.Button("Start", variant="primary", elem_id="mm-learn", min_width=120)
+                cancel = gr.Button("Stop", variant="stop", interactive=False, elem_id="mm-unlearn", min_width=90)
+        with gr.Column(scale=5, min_width=320):
+            status = gr.HTML(render_status(READY_STATUS), elem_id="mm-learning-status")
+            curve = gr.LinePlot(
+                x="picture",
+                y="tokens per forward",
+                color="drafter",
+                x_title=f"picture (means of the last {CALLS_PER_MEAN})",
+                y_title="tokens per forward",
+                title="Tokens per forward as it learns",
+                x_axis_format="d",
+                y_axis_format="~g",
+                y_lim=[0, None],
+                height=280,
+                visible=False,
+                elem_id="mm-learning-curve",
+            )
+            numbers = gr.HTML("", elem_id="mm-learning-numbers")
+
+    @report_errors
+    def begin(request: gr.Request) -> tuple[Any, Any]:
+        return begin_run(context, request)
+
+    @report_errors
+    def work(request: gr.Request, model: str, drafter: str, total: float, seed: float) -> Iterator[dict[Any, Any]]:
+        num_rendered = 0
+        for run, is_running in stream_learning(context, model, drafter, total, seed, get_client(request)):
+            updates: dict[Any, Any] = {status: render_status(format_learning_progress(run, is_running))}
+            if not is_running or run.num_done != num_rendered:
+                num_rendered = run.num_done
+                updates |= {curve: curve_update(run), numbers: render_learning(run)}
+            yield updates
+
+    controls = RunControls(start, cancel, status)
+    started = start.click(begin, None, controls.buttons, show_progress_on=[status], **VALIDATION)
+    running = started.success(
+        work,
+        [model, drafter, pictures, seed],
+        [status, curve, numbers],
+        show_progress_on=[status],
+        **RUN_EVENT,
+    )
+    connect_run_end(context, controls, [running])
+
+
+def stream_learning(
+    context: Context, model: str, drafter: str, total: float, seed: float, client: Client
+) -> Iterator[tuple[LearningRun, bool]]:
+    """Describe pictures; yields the run at every poll, and whether it is still running.
+
+    Args:
+        context: the app.
+        model: as chosen.
+        drafter: that learns.
+        total: number of pictures.
+        seed: of the pictures.
+        client: the page, and its network address.
+
+    Raises:
+        UsageError: a setting is refused, or the queue is full.
+    """
+    cancel_signal = context.sessions.get_signal(client.session)
+    settings = context.parse_settings(model, drafter, None, 0, seed, LEARNING_NEW_TOKENS)
+    count = int(context.limits.check_number("Pictures", total, 1, MAX_PICTURES))
+    run = LearningRun(context.model_store, settings, count)
+    work = functools.partial(run.run, cancel_signal)
+    try:
+        for num_ahead in context.worker.submit_and_poll(work, cancel_signal, yield_first=True, client=client):
+            run.num_ahead = num_ahead
+            yield run, True
+    except LeftQueueError:
+        run.cancelled, run.num_ahead = True, 0
+    yield run, False
+
+
+def format_learning_progress(run: LearningRun, is_running: bool) -> str:
+    """The status line."""
+    if run.num_ahead:
+        return format_queue_position(run.num_ahead)
+    counted = f"{run.num_done} of {run.total} pictures"
+    if not is_running:
+        return f"{counted}; stopped." if run.cancelled else f"{counted}, described twice."
+    return f"{counted}; running." if run.num_done else "Preparing a copy of the model that learns."
+
+
+def curve_update(run: LearningRun) -> Any:
+    """The update of the plot."""
+    if run.num_done < MIN_CURVE_CALLS:
+        return gr.update(visible=False)
+    frame, colors = plots.learning_curve(run)
+    return gr.update(
+        **plots.count_axis(frame, "picture"),
+        y_lim=plots.value_limits(frame["tokens per forward"], 2),
+        color_map=colors,
+        visible=True,
+    )
+
+
+def render_learning(run: LearningRun) -> str:
+    """The numbers of a run, and the last description."""
+    if not run.num_done:
+        return ""
+    learned, baseline, state = run.learning.curve, run.baseline, run.learning
+    first, last, other = (
+        pool_calls(points)
+        for points in (learned[:CALLS_PER_MEAN], learned[-CALLS_PER_MEAN:], baseline[-CALLS_PER_MEAN:])
+    )
+    assert first is not None and last is not None and other is not None
+    count = min(CALLS_PER_MEAN, run.num_done)
+    speed = last.tokens_per_s / other.tokens_per_s if other.tokens_per_s else 0.0
+    share = state.learn_s / state.call_s if state.call_s else 0.0
+    cells = [
+        (f"first {count}", f"{first.tokens_per_forward:.2f}", "tokens per forward of the first pictures"),
+        (
+            f"last {count}",
+            f"{last.tokens_per_forward:.2f}",
+            f"now; {UNTRAINED_DRAFTER}: {other.tokens_per_forward:.2f}",
+        ),
+        ("speed", f"{speed:.2f}x", f"tokens per second over those of {UNTRAINED_DRAFTER}, last {count} pictures"),
+        ("learning", f"{share:.1%}", f"of the time of the calls; {state.num_updates} times new weights"),
+        ("identical", f"{run.num_identical} of {run.num_done}", "answers of both drafters, token for token"),
+    ]
+    why = f'<p class="mm-legend">Learning ended: {escape(state.disabled_reason)}</p>' if state.disabled_reason else ""
+    text = f'<div class="mm-side mm-so-far"><div class="mm-turn-answer">{escape(run.text)}</div></div>'
+    return render_numbers(cells) + why + '<p class="mm-legend">The last description</p>' + text
+
+
+__all__ = ["build_learning_tab", "format_learning_progress", "render_learning", "stream_learning"]
