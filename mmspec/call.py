@@ -16,7 +16,7 @@ from mmspec.learning.recording import RecordedDrafter
 from mmspec.metrics.stats import Stats
 from mmspec.targets.base import ModelAdapter
 from mmspec.targets.captured import CapturePool
-from mmspec.targets.module_scan import ModuleScan
+from mmspec.targets.module_scan import ModuleScan, scan_modules
 from mmspec.targets.vision_attention import AttentionCapture
 
 
@@ -65,6 +65,12 @@ class CallContext:
     stats: Stats = field(default_factory=Stats)
     learner: Learner | None = None
     recording: RecordedDrafter | None = None
+
+    def scanned_modules(self) -> ModuleScan:
+        """`modules`, scanned now if that was not done yet."""
+        if self.modules is None:
+            self.modules = scan_modules(self.adapter.model)
+        return self.modules
 
 
 @dataclass

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -52,7 +52,9 @@ def decode(call: CallContext, inputs: PreparedInputs) -> Any:
         FallbackRequired: the prefill shows that transformers must decode this call.
     """
     start = time.perf_counter()
-    with prefill(call, inputs) as prefilled:
+    with ExitStack() as stack:
+        with _fast_prompt_linears(call):
+            prefilled = stack.enter_context(prefill(call, inputs))
         call.stats.prefill_s = time.perf_counter() - start
         try:
             return _run_loop(call, inputs, prefilled)
@@ -247,6 +249,17 @@ def _fast_linears(call: CallContext) -> AbstractContextManager[None]:
         roots += [part for part in vars(spec_config.drafter).values() if isinstance(part, nn.Module)]
         layers = find_linear_layers(roots)
     return use_fast_linears(call.autotuner, layers, spec_config.deterministic, bool(spec_config.cpu_pack_weights))
+
+
+def _fast_prompt_linears(call: CallContext) -> AbstractContextManager[None]:
+    """Context in which linear layers of the prompt's forward, its vision tower included, run in their fastest kernel.
+
+    Packed copies are for the few rows of rounds, so none are made here.
+    """
+    spec_config = call.spec_config
+    is_fast = spec_config.cpu_pack_weights is not False and call.adapter.model.device.type == "cpu"
+    layers = find_linear_layers(call.scanned_modules().prompt_linear_layers) if is_fast else []
+    return use_fast_linears(call.autotuner, layers, spec_config.deterministic)
 
 
 # --- the result -------------------------------------------------------------------------------------------------------

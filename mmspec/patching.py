@@ -72,9 +72,10 @@ def patch(
         reference_ids: the same as token ids, one list per row.
         tree_size: score trees of exactly this many nodes (1 to 64, root included). By default a controller chooses.
         deterministic: fix all shapes, so that half-precision runs are bit-identical on one machine.
-        cpu_pack_weights: on a CPU, rounds of float32 Llama, Mistral and Qwen text models run in compiled code, other
-            float32 linear layers on whichever kernel is fastest in real calls. True: all linear layers do the latter,
-            also on packed copies, at the cost of the layers' memory. False: torch computes everything.
+        cpu_pack_weights: on a CPU, rounds of float32 Llama, Mistral and Qwen text models and drafts of EAGLE, MSD and
+            FLASH heads run in compiled code, other float32 linear layers on whichever kernel is fastest in real calls.
+            True: all linear layers do the latter, also on packed copies, at the cost of the layers' memory. False:
+            torch computes everything.
         compile: True records the target's forward once for each shape and replays it: by CUDA graphs on a GPU (not
             tried on one yet), by `torch.compile` on a CPU, which takes up to a minute per shape at first and a copy of
             the weights. False: never. "auto": where that is shown to be exact and faster, at present nowhere. Models or

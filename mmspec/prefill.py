@@ -20,7 +20,6 @@ from mmspec.engine.static_cache import StaticLayoutError
 from mmspec.engine.tree_cache import CACHE_ARGUMENT
 from mmspec.targets.captured import CapturedTarget, Lane, recorder_for
 from mmspec.targets.hf import HFTarget
-from mmspec.targets.module_scan import scan_modules
 from mmspec.targets.recurrent import target_class
 
 
@@ -46,14 +45,13 @@ def prefill(call: CallContext, inputs: PreparedInputs) -> Iterator[Prefilled]:
     Raises:
         FallbackRequired: transformers must decode this call.
     """
-    if call.modules is None:
-        call.modules = scan_modules(call.adapter.model)
+    modules = call.scanned_modules()
     length = inputs.input_ids.shape[1] + max_new_tokens(inputs)
     cache = inputs.model_kwargs[CACHE_ARGUMENT]
     recorder = recorder_for(call.adapter.model.device, call.spec_config.compile)
     if call.spec_config.drafter.requirements.layer_subsets:
         recorder = None  # a recorded round runs all layers
-    if recorder is not None and call.captures.reason(call.adapter, call.modules, cache, length) is not None:
+    if recorder is not None and call.captures.reason(call.adapter, modules, cache, length) is not None:
         recorder = None
     with call.captures.lease(call.adapter, len(inputs.input_ids), length, recorder) as lane:
         try:

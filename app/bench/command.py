@@ -7,11 +7,13 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from mmspec.app.bench.config import BenchConfig
+from mmspec.app.bench.config import DEFAULT_ROUNDS, BenchConfig
+from mmspec.app.bench.overview import overview_markdown
 from mmspec.app.bench.plot import plot_bench
 from mmspec.app.bench.results import ResultFiles, add_result_options
 from mmspec.app.bench.rows import ResultRow
 from mmspec.app.bench.suite import command as suite
+from mmspec.app.bench.ties import tie_lines
 from mmspec.app.caption.config import PROMPT
 from mmspec.app.cli.arguments import (
     Commands,
@@ -56,15 +58,16 @@ COLUMNS = {
 
 EPILOG = """\
 rows
-  hf            plain generate of transformers, on a model that was never patched
-  hf-again      the same once more: its min and max of "x hf" are the noise band of this machine
+  hf            plain generate of transformers, on a model that was never patched; begins every round
+  hf-again      the same once more at the end of the round: the noise of this machine (A/A)
   none          the loop of mmspec without drafts
   others        the loop with that drafter; NAME+COMPRESSOR gives it fewer visual tokens (msd+pool:49); NAME@DEPTH
                 drafts that many levels in every round (msd@3, msd@3+pool:49), for drafters that draft level by level
 
 columns
   x hf, x own   decode speed-up (first token to last) over hf and over none; x e2e: the whole call, image encoding and
-                prefill included. Medians of paired runs: in each round every row runs once, in rotating order.
+                prefill included. Medians over rounds, to the mean of the two runs of hf in the same round; between
+                them the others run once each, in rotating order.
   tau           tokens per forward of a row;  R: seconds of a round over those of none;  x own is about tau / R
   accept %      of 100 rounds, those that accepted at least 1, 2, 3, ... draft tokens
   same          all tokens equal to hf, in every run (in half precision near-ties may differ)
@@ -87,8 +90,13 @@ the answers; give as many --images as the largest batch size times (repeats + 1)
 --new-tokens tokens. The text of a model past its natural end tends to repeat itself, which flatters drafters: choose
 --new-tokens below the usual length of its answers.
 
+Rows whose 95% intervals overlap are listed as ties. The default table takes about a minute and a half on two cores,
+and never begins a round after three minutes once there are seven.
+
 examples
   mmspec bench
+  mmspec bench --json first.json; mmspec bench --against first.json          does it repeat?
+  mmspec bench --overview --json speed.json                                  the table of the README
   mmspec bench --task answer --drafters auto,hybrid --count 100 --json answers.json
   mmspec bench --drafters msd@3,msd@5,flash --nodes 16       trees of one size, whatever that costs
   mmspec bench --model mid --drafters none,lookup,auto --batch-sizes 1,8 --prompt-tokens 100,700 --json mid.json
@@ -121,7 +129,8 @@ def add_parser(commands: Commands, common: argparse.ArgumentParser) -> None:
     new_tokens_help = "per row (default 64; with --task at most, 160)"
     add("--new-tokens", type=positive_int, default=None, metavar="N", help=new_tokens_help)
     add_sampling_options(parser, "prompts, images and sampling")
-    add("--repeats", type=positive_int, default=7, metavar="N", help="rounds after the warm-up (default 7)")
+    repeats_help = f"rounds after the warm-up (default {DEFAULT_ROUNDS}, fewer if --minutes are over)"
+    add("--repeats", type=positive_int, default=None, metavar="N", help=repeats_help)
     add("--images", nargs="+", default=[], metavar="PATH", help="images to use (default: synthetic)")
     add("--prompt", default=None, metavar="TEXT", help=f"default {PROMPT!r}")
     add_result_options(
@@ -129,6 +138,8 @@ def add_parser(commands: Commands, common: argparse.ArgumentParser) -> None:
         json_help="write the rows as a JSON list, with more columns",
         plot_help="write a bar chart (needs matplotlib)",
     )
+    overview_help = "the table of the README: five tasks of the toy world, as Markdown (about four minutes)"
+    add("--overview", action="store_true", help=overview_help)
     suite.add_suite_options(parser)
     shape_help = "random weights of a shape (tiny, llava-1.5-7b, qwen2.5-vl-7b), with simulated acceptance"
     add("--shape", default=None, metavar="S", help=shape_help)
@@ -139,8 +150,10 @@ def add_parser(commands: Commands, common: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Carry out the command; returns the exit code."""
-    from mmspec.app.bench.session import measure_bench
+    from mmspec.app.bench.against import bench_ratios, read_ratios
+    from mmspec.app.bench.session import measure_bench, measure_overview
     from mmspec.app.bench.specs import check_spec
+    from mmspec.app.bench.suite.report import against_section
     from mmspec.control.cost_store import SWITCH
 
     os.environ.setdefault(SWITCH, "0")  # a measurement must not depend on those before it
@@ -154,11 +167,17 @@ def run(args: argparse.Namespace) -> int:
         return suite.run_suite(args)
     config, files = BenchConfig.from_args(args), ResultFiles.from_args(args)
     files.check()
+    earlier = read_ratios(args.against)
     hide_progress_bars(args.progress)
-    rows = measure_bench(config, args.command, args.progress)
-    print(format_table(rows))
-    for line in not_used_lines(rows):
-        print(line)
+    if args.overview:
+        rows = measure_overview(config, args.command, args.progress)
+        report = overview_markdown(rows)
+    else:
+        rows = measure_bench(config, args.command, args.progress)
+        report = "\n".join([format_table(rows), *not_used_lines(rows), *tie_lines(rows)])
+    if earlier:
+        report += f"\n\n{against_section(args.against.name, bench_ratios(rows), earlier)}"
+    print(report)
     files.write(rows, plot=lambda file: plot_bench(rows, file))
     return 0
 

@@ -12,6 +12,10 @@ from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED
 
 MAX_TREE_SIZE = 64
 """`MAX_NODES` of mmspec.engine.tree, which is too slow to import here."""
+DEFAULT_ROUNDS = 41
+"""Each ratio is a median of so many."""
+DEFAULT_MINUTES = 3
+"""Of measuring, where neither rounds nor minutes are given."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +31,8 @@ class BenchConfig:
         task: scenes task; None for images with one prompt.
         scene_seed: of the first scene, with `task`. count: scenes; None for `repeats` batches.
         new_tokens: per row; a maximum with `task`, exact without.
-        temperature: 0 is greedy. seed: of prompts, images and sampling. repeats: rounds after the warm-up.
+        temperature: 0 is greedy. seed: of prompts, images and sampling. repeats: rounds after the warm-up, at most.
+        minutes: after which no round but the first seven begins; None for no limit.
         images: paths of images; empty for synthetic ones. prompt: text before the padding.
     """
 
@@ -45,6 +50,7 @@ class BenchConfig:
     temperature: float
     seed: int
     repeats: int
+    minutes: int | None
     images: tuple[str, ...]
     prompt: str
 
@@ -64,11 +70,14 @@ class BenchConfig:
             raise UsageError(f"--count {args.count} does not fill a batch of {max(args.batch_sizes)}")
         if task is None and (args.scene_seed is not None or args.count is not None):
             raise UsageError("--scene-seed and --count go with --task")
+        if args.overview and (task != "describe" or args.model != SCENES_MODEL):
+            raise UsageError("--overview has tasks of its own, of the toy world: leave --model, --task and images out")
         if args.nodes is not None and args.nodes > MAX_TREE_SIZE:
             raise UsageError(f"--nodes is 1 to {MAX_TREE_SIZE}, the root included; got {args.nodes}")
         new_tokens = args.new_tokens or (160 if task else 64)
         if new_tokens < 2:
             raise UsageError(f"--new-tokens must be 2 or more, or there is nothing to decode; got {new_tokens}")
+        is_default = args.repeats is None and args.count is None
         scene_seed = FIRST_HELD_OUT_SEED if task and args.scene_seed is None else args.scene_seed
         return config_from_args(
             cls,
@@ -77,12 +86,14 @@ class BenchConfig:
             task=task,
             scene_seed=scene_seed,
             new_tokens=new_tokens,
+            repeats=args.repeats or DEFAULT_ROUNDS,
+            minutes=args.minutes or (DEFAULT_MINUTES if is_default else None),
             prompt=args.prompt or PROMPT,
         )
 
     def rounds_of(self, batch: int) -> int:
-        """Measured rounds at a batch size, the warm-up not included."""
+        """Rounds at a batch size, at most, the warm-up not included."""
         return self.count // batch if self.count else self.repeats
 
 
-__all__ = ["MAX_TREE_SIZE", "BenchConfig"]
+__all__ = ["DEFAULT_MINUTES", "DEFAULT_ROUNDS", "MAX_TREE_SIZE", "BenchConfig"]

@@ -17,7 +17,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from operator import mul
 from statistics import median
@@ -40,6 +40,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, ProcessorMixin
 
 HF, HF_AGAIN, NO_DRAFT = "hf", "hf-again", "none"
+WARM_UP_CALLS = 2
+"""Of each contestant, on a request of its own: the first call compiles and measures kernels."""
+MIN_ROUNDS = 7
+"""Rounds that are measured whatever their time: medians of fewer say little."""
 NUM_RESAMPLES = 1000
 """Bootstrap resamples of runs or requests."""
 
@@ -201,28 +205,42 @@ def run_rounds(
     temperature: float,
     seed: int,
     tick: Callable[[], object],
+    deadline: float | None = None,
 ) -> None:
-    """One round per request, in which every contestant runs once, in rotating order; the first round warms up.
+    """One round per request: `hf`, the others in rotating order, `hf-again`; the first request warms up.
 
     Requests must differ: a drafter that learns from call to call knows the answers otherwise.
+
+    Args:
+        deadline: `time.perf_counter()` after which no round begins once there are `MIN_ROUNDS`; None for no limit.
     """
+    first, last = ([one for one in contestants if one.name == name] for name in (HF, HF_AGAIN))
+    others = [one for one in contestants if one.name not in (HF, HF_AGAIN)]
     for contestant in contestants:
         contestant.runs.clear()
-    for number, inputs in enumerate(requests):
-        start = number % len(contestants)
-        for contestant in (*contestants[start:], *contestants[:start]):
-            run = run_once(contestant, inputs, new_tokens, temperature, seed + number)
-            if number:
-                contestant.runs.append(run)
+    for contestant in (*contestants,) * WARM_UP_CALLS:
+        run_once(contestant, requests[0], new_tokens, temperature, seed)
+        tick()
+    for number, inputs in enumerate(requests[1:], 1):
+        if deadline is not None and number > MIN_ROUNDS and time.perf_counter() > deadline:
+            return
+        start = number % max(1, len(others))
+        for contestant in (*first, *others[start:], *others[:start], *last):
+            contestant.runs.append(run_once(contestant, inputs, new_tokens, temperature, seed + number))
             tick()
 
 
 def build_result_rows(contestants: Sequence[Contestant]) -> Iterator[ResultRow]:
-    """A row per contestant, from its runs and the runs of `hf` and `none` on the same requests."""
+    """A row per contestant, from its runs and the runs of `hf` and `none` on the same requests.
+
+    The baseline of a round is the mean of `hf` and `hf-again`, which bracket it; of `hf-again` it is `hf`.
+    """
     by_name = {contestant.name: contestant for contestant in contestants}
-    plain, own = by_name[HF].runs, by_name[NO_DRAFT].runs
+    first, own = by_name[HF].runs, by_name[NO_DRAFT].runs
+    bracketed = list(map(_mean_times, first, by_name[HF_AGAIN].runs)) if HF_AGAIN in by_name else first
     for contestant in contestants:
         runs = contestant.runs
+        plain = first if contestant.name in (HF, HF_AGAIN) else bracketed
         batch = len(runs[0].output_ids)
         stats = [run.stats for run in runs if run.stats]
         whole = Stats()
@@ -257,7 +275,14 @@ def build_result_rows(contestants: Sequence[Contestant]) -> Iterator[ResultRow]:
             good = [value for value in values if not math.isnan(value)]
             row |= {f"{name}_lo": min(good, default=None), f"{name}_hi": max(good, default=None)}
             row[f"{name}_ci"] = [round(limit, 5) for limit in median_ci(good)]
+            row[f"{name}_runs"] = [None if math.isnan(value) else round(value, 4) for value in values]
         yield {key: round(value, 5) if isinstance(value, float) else value for key, value in row.items()}
+
+
+def _mean_times(before: TimedRun, after: TimedRun) -> TimedRun:
+    """The baseline of a round: `before` with the mean seconds of both."""
+    total_s, decode_s = (before.total_s + after.total_s) / 2, (before.decode_s + after.decode_s) / 2
+    return replace(before, total_s=total_s, decode_s=decode_s)
 
 
 def phase_times_ms(stats: Sequence[Stats]) -> dict[str, float | None]:
@@ -296,7 +321,9 @@ def _median(values: Sequence[float]) -> float | None:
 __all__ = [
     "HF",
     "HF_AGAIN",
+    "MIN_ROUNDS",
     "NO_DRAFT",
+    "WARM_UP_CALLS",
     "Contestant",
     "bootstrap_interval",
     "build_contestants",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,7 +16,15 @@ from tqdm import tqdm
 
 from mmspec.app.bench.config import BenchConfig
 from mmspec.app.bench.forced_tree import add_forced_tree, is_probe_needed, probe_forced_tree
-from mmspec.app.bench.measure import NO_DRAFT, Contestant, build_contestants, build_result_rows, run_rounds
+from mmspec.app.bench.measure import (
+    NO_DRAFT,
+    WARM_UP_CALLS,
+    Contestant,
+    build_contestants,
+    build_result_rows,
+    run_rounds,
+)
+from mmspec.app.bench.overview import overview_configs
 from mmspec.app.bench.requests import bench_images, build_requests, build_scene_requests
 from mmspec.app.bench.rows import ResultRow
 from mmspec.app.caption.config import SCENES_MODEL
@@ -56,17 +65,28 @@ def measure_bench(config: BenchConfig, command: str, progress: bool | None = Non
     shared = {key: getattr(config, key) for key in keys}
     shared |= {"dtype": captioner.dtype, "run": provenance(command, model.device)}
     lengths = config.prompt_tokens or (0,)
-    num_calls = len(lengths) * len(contestants) * sum(config.rounds_of(batch) + 1 for batch in config.batch_sizes)
+    series = [(batch, length) for batch in config.batch_sizes for length in lengths]
+    num_calls = len(contestants) * sum(config.rounds_of(batch) + WARM_UP_CALLS for batch, _ in series)
     is_hidden = not (sys.stderr.isatty() if progress is None else progress)
     rows: list[ResultRow] = []
     with tqdm(total=num_calls, desc="bench", unit="call", disable=is_hidden, file=sys.stderr) as bar:
-        for batch in config.batch_sizes:
-            for length in lengths:
-                requests = _build_requests(config, captioner, images, batch, length)
-                about = {"prompt_tokens": requests[0]["input_ids"].shape[1], "repeats": config.rounds_of(batch)}
-                measured = _measure(config, contestants, requests, model, processor, bar.update)
-                rows += [row | about | shared for row in measured]
+        end = None if config.minutes is None else time.perf_counter() + 60 * config.minutes
+        for number, (batch, length) in enumerate(series):
+            requests = _build_requests(config, captioner, images, batch, length)
+            about = {"prompt_tokens": requests[0]["input_ids"].shape[1]}
+            deadline = share_of_time(end, len(series) - number)
+            measured = _measure(config, contestants, requests, model, processor, bar.update, deadline)
+            rows += [row | about | shared for row in measured]
     return rows
+
+
+def measure_overview(config: BenchConfig, command: str, progress: bool | None = None) -> list[ResultRow]:
+    """The rows of every part of `mmspec bench --overview`, each with its title in `setting`; see `measure_bench`."""
+    return [
+        row | {"setting": title}
+        for title, part in overview_configs(config)
+        for row in measure_bench(part, command, progress)
+    ]
 
 
 def _build_requests(
@@ -86,9 +106,10 @@ def _measure(
     model: PreTrainedModel,
     processor: ProcessorMixin,
     tick: Callable[[], object],
+    deadline: float | None,
 ) -> list[ResultRow]:
     """Rows of one batch size and prompt length; a drafter that the controller left out is probed with a forced tree."""
-    run_rounds(contestants, requests, config.new_tokens, config.temperature, config.seed, tick)
+    run_rounds(contestants, requests, config.new_tokens, config.temperature, config.seed, tick, deadline)
     own = next(one for one in contestants if one.name == NO_DRAFT)
     rows = list(build_result_rows(contestants))
     for row in rows:
@@ -106,7 +127,16 @@ def _measure(
                 stop_at_eos=config.task is not None,
             )
         add_forced_tree(row, forced)
+        row["repeats"] = len(own.runs)
     return rows
+
+
+def share_of_time(end: float | None, num_series: int) -> float | None:
+    """When the next of `num_series` series has to end so that the others get as much; None if there is no end."""
+    if end is None:
+        return None
+    now = time.perf_counter()
+    return now + max(0.0, end - now) / num_series
 
 
 def provenance(command: str, device: torch.device) -> ResultRow:
@@ -135,4 +165,4 @@ def processor_name() -> str:
     return names[0] if names else platform.machine()
 
 
-__all__ = ["measure_bench", "processor_name", "provenance"]
+__all__ = ["measure_bench", "measure_overview", "processor_name", "provenance", "share_of_time"]

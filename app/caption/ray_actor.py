@@ -29,7 +29,7 @@ class CaptionActor:
         dataset = dataset.map_batches(
             CaptionActor,
             fn_constructor_kwargs={"model": "llava-hf/llava-1.5-7b-hf", "max_new_tokens": 64},
-            batch_size=8,
+            batch_size=16,
             num_gpus=1,
             compute=ray.data.ActorPoolStrategy(min_size=1, max_size=4),
         )

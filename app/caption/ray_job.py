@@ -112,7 +112,9 @@ def build_dataset(config: CaptionConfig, output: Output, finished: dict[str, Any
     num_gpus, num_cpus = (int(ray.cluster_resources().get(kind, 0)) for kind in ("GPU", "CPU"))
     accelerator = {"num_gpus": 1, "num_cpus": 0} if num_gpus and config.device in ("auto", "cuda") else {"num_cpus": 1}
     num_actors = config.actors or (num_gpus if "num_gpus" in accelerator else num_cpus) or 1
-    decoders = ray.data.TaskPoolStrategy(size=max(1, num_cpus))
+    # Without GPUs the actors need the processors: a worker of Ray takes two seconds of one to start.
+    num_decoders = num_cpus if "num_gpus" in accelerator else (num_cpus + 1) // 2
+    decoders = ray.data.TaskPoolStrategy(size=max(1, num_decoders))
     pool = ray.data.ActorPoolStrategy(
         min_size=1, initial_size=num_actors, max_size=num_actors, max_tasks_in_flight_per_actor=2
     )

@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from mmspec.app.bench.measure import (
     NO_DRAFT,
+    WARM_UP_CALLS,
     Contestant,
     bootstrap_interval,
     build_contestants,
@@ -128,7 +129,7 @@ def measure_draft_heads(
     }
     shared["run"] = provenance(command, model.device)
     rounds = {batch: config.count // batch for batch in config.batch_sizes}
-    num_calls = len(config.temperatures) * len(contestants) * sum(1 + number for number in rounds.values())
+    num_calls = len(config.temperatures) * len(contestants) * sum(WARM_UP_CALLS + number for number in rounds.values())
     is_hidden = not (sys.stderr.isatty() if config.progress is None else config.progress)
     rows: list[ResultRow] = []
     with tqdm(total=num_calls, unit="call", disable=is_hidden, file=sys.stderr) as bar:

@@ -75,8 +75,12 @@ class BlockDrafter(HeadDrafter):
             num_levels: not used: the block size is the depth.
         """
         block_size = min(self.block_size, max_nodes - 1)
+        top_k = min(self.top_k_on(state.last_hidden.device), state.logit_bias.shape[0])
+        if state.native is not None:
+            tree = state.native.tree(state, top_k, max_nodes, block_size)
+            if tree is not None:
+                return tree
         if (expander := self.expander(state)) is not None:
-            top_k = min(self.top_k_on(state.last_hidden.device), state.logit_bias.shape[0])
             return expand_levels(state, expander, top_k, max_nodes=max_nodes, num_levels=block_size)
         logits = self.logits(state, self.block_features(state)[:, :block_size])
         log_probs = state.log_probs(logits, state.log_noise(block_size))

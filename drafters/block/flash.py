@@ -11,10 +11,12 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional
 
+from mmspec.cpu.draft import BlockWeights
 from mmspec.drafters.block.markov import MarkovExpander, MarkovHead
 from mmspec.drafters.block.online import LearnableBlock
 from mmspec.drafters.eagle.expand import LevelExpander
 from mmspec.drafters.eagle.head import EagleHead, HeadConfig, RMSNorm
+from mmspec.drafters.eagle.native import NativeDraft, find_native_draft
 from mmspec.drafters.eagle.state import DraftState
 
 
@@ -54,6 +56,24 @@ class FlashDrafter(LearnableBlock):
         """See `BlockDrafter`."""
         markov_head = self.head.markov_head
         return None if markov_head is None else MarkovExpander(self, markov_head, state)
+
+    def native_draft(self, state: DraftState) -> NativeDraft | None:
+        """See `HeadDrafter`. Without a `MarkovHead` positions are independent, and the tree is no tree of levels."""
+        head, markov = self.head, self.head.markov_head
+        if type(self) is not FlashDrafter or type(head) is not FlashHead or markov is None:
+            return None
+        vocab_proj = markov.vocab_proj.weight
+        block = BlockWeights(
+            norm=head.norm.weight,
+            up=head.up_proj.weight,
+            down=head.block_proj.weight,
+            feature_norm=markov.norm.weight,
+            feature_proj=markov.feature_proj.weight,
+            token_norm=markov.token_norm.weight,
+            token_proj=markov.token_proj.weight,
+            vocab_proj=vocab_proj if state.draft_ids is None else vocab_proj[state.draft_ids],
+        )
+        return find_native_draft(self, state, block, (MarkovHead,))
 
 
 __all__ = ["FlashDrafter", "FlashHead"]

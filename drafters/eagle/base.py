@@ -21,6 +21,7 @@ from mmspec.drafters.deprecation import warn_former_argument
 from mmspec.drafters.eagle.attention import cached_attention, causal_mask, select_last
 from mmspec.drafters.eagle.compressed_inputs import compressed_inputs, prompt_grids
 from mmspec.drafters.eagle.head import EagleHead
+from mmspec.drafters.eagle.native import NativeDraft
 from mmspec.drafters.eagle.state import DraftState, Pending
 from mmspec.drafters.eagle.visual_inputs import VISUAL_MODES, DraftInputs, align_prompt, left_pack, resolve_visual_mode
 from mmspec.engine.kv_cache import RaggedKVCache
@@ -45,6 +46,7 @@ class HeadDrafter(ABC):
             attention over its KV cache.
         fuse: inputs of the head at text positions and at draft nodes. Default: `EagleHead.fuse`.
         prompt_inputs: inputs of the head at the positions of a prompt. Default: as the visual mode defines.
+        native_draft: the head in compiled code, for `draft_tree` and in place of `extend_context`. Default: None.
 
     `draft_tree` may use `logits`, `rotary_embedding`, `top_k_on`, and the methods of `DraftState`.
 
@@ -121,9 +123,8 @@ class HeadDrafter(ABC):
                 f"this head reads hidden states {indices}; a target of {num_layers} layers has 0 to {num_layers}."
             )
         self.hidden_state_indices = indices
-        self.requirements = DrafterRequirements(
-            hidden_state_indices=tuple(dict.fromkeys((0, *indices))), max_tree_size=MAX_HEAD_TREE_SIZE
-        )
+        required = tuple(dict.fromkeys((0, *indices)))
+        self.requirements = DrafterRequirements(required, max_tree_size=MAX_HEAD_TREE_SIZE)
 
     @property
     def compresses_visual_tokens(self) -> bool:
@@ -173,9 +174,8 @@ class HeadDrafter(ABC):
         state.start_time = time.perf_counter()
         self.sync(state)
         draft_start = time.perf_counter()
-        state.num_levels = (
-            self.depth_controller.max_levels if state.static_shapes else self.depth_controller.choose(len(active))
-        )
+        depth = self.depth_controller
+        state.num_levels = depth.max_levels if state.static_shapes else depth.choose(len(active))
         timestamp = state.timer.now()
         tree = self.draft_tree(state, max_nodes, state.num_levels)
         state.timer.record_draft(timestamp, max(state.kv_cache.seq_lens), state.num_levels)
@@ -191,8 +191,7 @@ class HeadDrafter(ABC):
             state.first_ids = result.tokens[:, 0].to(state.last_hidden.device)
             return
         counts = [len(row) for row in result.emitted_ids]
-        longest = max(counts)
-        if not longest:
+        if not (longest := max(counts)):
             return
         state.timer.drain()
         if state.num_levels and result.tree.num_nodes > 1:
@@ -212,9 +211,8 @@ class HeadDrafter(ABC):
         # A tree that is smaller than its depth has no nodes on the last levels.
         max_levels = -(-(result.tree.num_nodes - 1) // self.depth_controller.tokens_per_level)
         num_levels = min(state.num_levels, max_levels)
-        self.depth_controller.record(
-            len(counts), num_levels, num_accepted, forward_s, round_s - num_forwards * forward_s
-        )
+        other_s = round_s - num_forwards * forward_s
+        self.depth_controller.record(len(counts), num_levels, num_accepted, forward_s, other_s)
         state.timer.record_round(round_s, 1 + sum(num_accepted) / len(num_accepted))
 
     # --- hooks --------------------------------------------------------------------------------------------------------
@@ -251,6 +249,10 @@ class HeadDrafter(ABC):
             state.last_hidden = select_last(outputs, counts, state.last_hidden)
         kv_cache.seq_lens = [length + count for length, count in zip(kv_cache.seq_lens, counts, strict=True)]
 
+    def native_draft(self, state: DraftState) -> NativeDraft | None:
+        """The head of this call in compiled code, after the prompt; None if it runs in its own forward."""
+        return None
+
     def fuse(self, state: DraftState, inputs_embeds: Tensor, hidden_states: Tensor) -> Tensor:
         """[B, n, D] head inputs of text positions."""
         return self.head.fuse(inputs_embeds, hidden_states)
@@ -270,6 +272,7 @@ class HeadDrafter(ABC):
                 state.draft_lm_head = self.head.draft_lm_head(state.shared_embeddings, state.draft_ids)
             self._prefill(state, state.prompt, state.first_ids)
             state.prompt = None
+            state.native = self.native_draft(state)
         if state.pending:
             self._forward_pending(state)
 
@@ -314,10 +317,12 @@ class HeadDrafter(ABC):
         """Run the head over the tokens emitted since the last draft."""
         pending, state.pending = Pending.concatenate(state.pending), []
         tokens, counts = pending.tokens, pending.counts
-        embeds = state.shared_embeddings.embed(tokens).to(pending.hidden_states.dtype)
-        inputs = self.fuse(state, embeds, pending.hidden_states)
-        first = torch.tensor(state.next_positions, device=tokens.device)[:, None]
-        self.extend_context(state, inputs, first + torch.arange(tokens.shape[1], device=tokens.device), counts)
+        if state.native is None or not state.native.extend_context(state, pending):
+            embeds = state.shared_embeddings.embed(tokens).to(pending.hidden_states.dtype)
+            inputs = self.fuse(state, embeds, pending.hidden_states)
+            first = torch.tensor(state.next_positions, device=tokens.device)[:, None]
+            steps = torch.arange(tokens.shape[1], device=tokens.device)
+            self.extend_context(state, inputs, first + steps, counts)
         state.next_positions = [position + n for position, n in zip(state.next_positions, counts, strict=True)]
 
     def _select_hidden_states(self, hidden_states: Mapping[int, Tensor]) -> Tensor:
@@ -325,8 +330,6 @@ class HeadDrafter(ABC):
         if len(self.hidden_state_indices) == 1:
             return hidden_states[self.hidden_state_indices[0]]
         return torch.cat([hidden_states[index] for index in self.hidden_state_indices], dim=-1)
-
-    # --- for `draft_tree` ---------------------------------------------------------------------------------------------
 
     def top_k_on(self, device: torch.device) -> int:
         """`top_k`, or the default of this device."""
@@ -340,11 +343,8 @@ class HeadDrafter(ABC):
     def rotary_embedding(self, state: DraftState, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """(cos, sin), each [B, 1, n, d], of position ids [B, n], from a table that grows by half its size."""
         size = max(state.next_positions) + position_ids.shape[1] + self.max_depth + 1
-        if state.cos is None or state.cos.shape[0] < size:
-            table = torch.arange(max(512, size + size // 2), device=position_ids.device)
-            state.cos, state.sin = self.head.rotary_embedding(table, state.last_hidden.dtype)
-        assert state.sin is not None
-        return state.cos[position_ids][:, None], state.sin[position_ids][:, None]
+        cos, sin = state.rotary_table(size, self.head.rotary_embedding)
+        return cos[position_ids][:, None], sin[position_ids][:, None]
 
 
 __all__ = ["DEFAULT_TOP_K", "MAX_HEAD_TREE_SIZE", "HeadDrafter"]

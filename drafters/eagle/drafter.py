@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from mmspec.drafters.eagle.base import HeadDrafter
 from mmspec.drafters.eagle.expand import AutoregressiveExpander, expand_levels
+from mmspec.drafters.eagle.head import EagleHead
+from mmspec.drafters.eagle.native import NativeDraft, find_native_draft
 from mmspec.drafters.eagle.state import DraftState
 from mmspec.engine.tree import DraftTree
 
@@ -18,8 +20,17 @@ class EagleDrafter(HeadDrafter):
     def draft_tree(self, state: DraftState, max_nodes: int, num_levels: int) -> DraftTree:
         """Expand the `top_k` most likely nodes of each of `num_levels` levels, then re-rank (EAGLE-2, section 4)."""
         top_k = min(self.top_k_on(state.last_hidden.device), state.logit_bias.shape[0])
+        if state.native is not None:
+            tree = state.native.tree(state, top_k, max_nodes, num_levels)
+            if tree is not None:
+                return tree
         expander = AutoregressiveExpander(self, state, top_k)
         return expand_levels(state, expander, top_k, max_nodes=max_nodes, num_levels=num_levels)
+
+    def native_draft(self, state: DraftState) -> NativeDraft | None:
+        """See `HeadDrafter`."""
+        is_plain = type(self) is EagleDrafter and type(self.head) is EagleHead
+        return find_native_draft(self, state) if is_plain else None
 
 
 __all__ = ["EagleDrafter"]

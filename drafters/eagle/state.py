@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,6 +15,9 @@ from mmspec.drafters.eagle.recorder import CallRecorder
 from mmspec.drafters.noise import next_log_probs
 from mmspec.engine.kv_cache import RaggedKVCache
 from mmspec.interfaces import Prompt, SharedEmbeddings
+
+if TYPE_CHECKING:
+    from mmspec.drafters.eagle.native import NativeDraft
 
 
 @dataclass
@@ -76,6 +80,7 @@ class DraftState:
         extra: [B, ...] further state of an architecture (ViSpec, ParallelSpec, Falcon).
         timer: measures prefill and draft time; a no-op unless a compressor uses the costs.
         recorder: records examples for online learning, or None.
+        native: the head in compiled code, or None.
     """
 
     shared_embeddings: SharedEmbeddings
@@ -99,6 +104,7 @@ class DraftState:
     extra: Tensor | None = None
     timer: CallTimer = field(default_factory=CallTimer)
     recorder: CallRecorder | None = None
+    native: NativeDraft | None = None
 
     def log_noise(self, depth: int) -> Tensor | None:
         """[B, depth, V'] log of the noise with which the next tokens will be sampled; None for greedy decoding."""
@@ -106,6 +112,15 @@ class DraftState:
             return None
         noise = self.noise(depth).to(self.last_hidden.device)
         return (noise if self.draft_ids is None else noise[..., self.draft_ids]).log()
+
+    def rotary_table(
+        self, size: int, compute: Callable[[Tensor, torch.dtype], tuple[Tensor, Tensor]]
+    ) -> tuple[Tensor, Tensor]:
+        """(cos, sin), each [P, d] of positions 0 to P - 1, at least `size`, by `EagleHead.rotary_embedding`."""
+        if self.cos is None or self.sin is None or self.cos.shape[0] < size:
+            table = torch.arange(max(512, size + size // 2), device=self.last_hidden.device)
+            self.cos, self.sin = compute(table, self.last_hidden.dtype)
+        return self.cos, self.sin
 
     def log_probs(self, logits: Tensor, noise: Tensor | None) -> Tensor:
         """[..., V'] log probability of each next token: of the argmax, or of the sample under the given noise."""

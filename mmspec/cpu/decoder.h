@@ -84,9 +84,9 @@ INLINE void NAME(mask)(const decoder *d, int64_t b, const int64_t *node, float *
   for (int64_t t = 0; padding && t < min64(d->padding_length, length); t++)
     if (!padding[t])
       for (int i = 0; i < QUERIES; i++) scores[t * QUERIES + i] = -INFINITY;
-  for (int64_t n = 0; d->ancestors && n < d->nodes; n++)
+  for (int64_t n = 0, first = T - d->span; d->ancestors && n < d->span; n++)
     for (int i = 0; i < QUERIES; i++)
-      if (!d->ancestors[(b * d->nodes + node[i]) * d->nodes + n]) scores[(length + n) * QUERIES + i] = -INFINITY;
+      if (!d->ancestors[(b * d->nodes + node[i]) * d->span + n]) scores[(first + n) * QUERIES + i] = -INFINITY;
   for (int64_t i = T * QUERIES; i < (T + 3) / 4 * 4 * QUERIES; i++) scores[i] = -INFINITY;
 }
 
@@ -220,9 +220,8 @@ INLINE void NAME(self_attention)(const decoding *s, const decoder_layer *l, floa
   const decoder *d = s->d;
   const int64_t R = d->batch * d->nodes, D = d->hidden_size, width = d->num_heads * d->head_dim;
   const int64_t kv_width = d->num_kv_heads * d->head_dim, tasks = d->batch * d->num_kv_heads;
-  const int64_t widest = max64(max64(D, d->intermediate_size), width);
-  float *const scores = own + align16(R * (widest + MAX_LANES));
-  float *const queries = scores + align16(QUERIES * (longest_row(d) + 4));
+  float *const scores = own + align16(R * (widest_row(d) + MAX_LANES));
+  float *const queries = scores + align16(QUERIES * (d->max_keys + 4));
   const part qkv[] = {{l->q, l->q_bias, s->qkv, width},
                       {l->k, l->k_bias, s->qkv + width, kv_width},
                       {l->v, l->v_bias, s->qkv + width + kv_width, kv_width}};
@@ -238,6 +237,20 @@ INLINE void NAME(self_attention)(const decoding *s, const decoder_layer *l, floa
   NAME(wait)(s);
 }
 
+/* One layer, from `x` to `x`. */
+INLINE void NAME(layer)(const decoding *s, const decoder_layer *l, float *own, int64_t *next) {
+  const int64_t R = s->d->batch * s->d->nodes, D = s->d->hidden_size, N = s->d->intermediate_size;
+  const part down = {l->down, l->down_bias, s->x, D};
+  NAME(self_attention)(s, l, own, next);
+  if (!l->gate) return;
+  NAME(pack_groups)(s->x, R, D, l->post_norm, s->d->eps, own);
+  NAME(gated)(s, l, own, next + 3);
+  NAME(wait)(s);
+  NAME(pack_groups)(s->activated, R, N, NULL, 0, own);
+  NAME(multiply_parts)(&(rows){own, R, N, D, 1}, &down, 1, next + 4);
+  NAME(wait)(s);
+}
+
 /* Work of one thread. */
 __attribute__((target(ISA))) static void NAME(decode)(void *data) {
   decoding *s = data;
@@ -246,15 +259,7 @@ __attribute__((target(ISA))) static void NAME(decode)(void *data) {
   float *const own = s->own + thread * thread_floats(d);
   for (int64_t i = 0; i < d->num_layers; i++) {
     const decoder_layer *l = d->layers + i;
-    int64_t *const next = s->next + 5 * i;
-    const part down = {l->down, l->down_bias, s->x, D};
-    NAME(self_attention)(s, l, own, next);
-    NAME(pack_groups)(s->x, R, D, l->post_norm, d->eps, own);
-    NAME(gated)(s, l, own, next + 3);
-    NAME(wait)(s);
-    NAME(pack_groups)(s->activated, R, d->intermediate_size, NULL, 0, own);
-    NAME(multiply_parts)(&(rows){own, R, d->intermediate_size, D, 1}, &down, 1, next + 4);
-    NAME(wait)(s);
+    NAME(layer)(s, l, own, s->next + 5 * i);
     if (l->hidden && thread == 0) memcpy(l->hidden, s->x, (size_t)(R * D) * sizeof(float));
   }
   const part head = {d->lm_head, d->lm_head_bias, d->logits, d->vocab_size};

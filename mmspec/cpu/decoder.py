@@ -11,11 +11,21 @@ from __future__ import annotations
 import copy
 import ctypes
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from mmspec.cpu.layers import (
+    DecoderShape,
+    DecoderStruct,
+    LayerStruct,
+    LayerWeights,
+    WeightAddresses,
+    new_floats,
+    set_cache,
+    set_layer,
+)
 from mmspec.cpu.native import FewRowsKernel, is_plain
 
 MAX_DECODER_ROWS = 128
@@ -24,56 +34,6 @@ MIN_ANGLES = 1024
 """Positions that the first rotary table has; it is doubled when they do not suffice."""
 RotaryFn = Callable[[Tensor], tuple[Tensor, Tensor]]
 """[P] int64 positions -> (cos, sin), each [P, head_dim] float32."""
-
-
-@dataclass(frozen=True)
-class DecoderShape:
-    """Sizes and constants of a decoder.
-
-    Attributes:
-        hidden_size: D.
-        intermediate_size: of the gated feed-forward.
-        num_heads: query heads.
-        num_kv_heads: heads of keys and values; divides `num_heads`.
-        head_dim: even.
-        eps: of every RMSNorm.
-        scaling: factor of the attention scores.
-    """
-
-    hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    eps: float
-    scaling: float
-
-
-@dataclass(frozen=True)
-class LayerWeights:
-    """Weights of a decoder layer, contiguous float32 on the CPU, [out, in] each; norms and biases are vectors.
-
-    The order of the attributes is that of `decoder_layer` in decoder_types.h.
-    """
-
-    input_norm: Tensor
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    q_bias: Tensor | None
-    k_bias: Tensor | None
-    v_bias: Tensor | None
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    o: Tensor
-    o_bias: Tensor | None
-    post_norm: Tensor
-    gate: Tensor
-    up: Tensor
-    gate_bias: Tensor | None
-    up_bias: Tensor | None
-    down: Tensor
-    down_bias: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -119,37 +79,6 @@ class DecoderInputs:
     caches: Sequence[Tensor]
 
 
-_SIZES = (
-    *("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim"),
-    *("vocab_size", "num_embeddings", "batch", "nodes", "max_position", "num_angles", "padding_length"),
-)
-_POINTERS = (
-    *("layers", "embeddings", "final_norm", "lm_head", "lm_head_bias", "cos", "sin", "tokens", "depths", "lengths"),
-    *("position_base", "ancestors", "padding", "embedded", "normed", "logits", "scratch"),
-)
-
-
-class _Layer(ctypes.Structure):
-    """`decoder_layer` of decoder_types.h."""
-
-    _fields_ = [
-        *((field.name, ctypes.c_void_p) for field in fields(LayerWeights)),
-        *((name, ctypes.c_void_p) for name in ("keys", "values", "hidden")),
-        ("capacity", ctypes.c_int64),
-    ]
-
-
-class _Decoder(ctypes.Structure):
-    """`decoder` of decoder_types.h."""
-
-    _fields_ = [
-        *((name, ctypes.c_int64) for name in _SIZES),
-        *((name, ctypes.c_void_p) for name in _POINTERS),
-        ("eps", ctypes.c_float),
-        ("scaling", ctypes.c_float),
-    ]
-
-
 class NativeDecoder:
     """A decoder stack for the forwards of one call. Not thread-safe: its scratch memory is reused.
 
@@ -179,16 +108,14 @@ class NativeDecoder:
         self._kernel = kernel
         self.shape = shape
         self._rotary = rotary
-        self._cos = self._sin = self._scratch = _empty(0)
-        self._layers = (_Layer * len(layers))()
-        self._weights: list[Tensor] = []
+        self._cos = self._sin = self._scratch = new_floats(0)
+        self._layers = (LayerStruct * len(layers))()
+        self._weights = WeightAddresses()
         for index, weights in enumerate(layers):
-            for name, tensor in vars(weights).items():
-                setattr(
-                    self._layers[index], name, self._add(f"{name} of layer {index}", tensor, _shape_of(name, shape))
-                )
+            set_layer(self._layers[index], weights, shape, self._weights, f"of layer {index}")
+        add = self._weights.add
         rows, vocab = len(ends.embeddings), len(ends.lm_head)
-        self._decoder = _Decoder(
+        self._decoder = DecoderStruct(
             num_layers=len(layers),
             hidden_size=shape.hidden_size,
             intermediate_size=shape.intermediate_size,
@@ -198,14 +125,13 @@ class NativeDecoder:
             vocab_size=vocab,
             num_embeddings=rows,
             layers=ctypes.addressof(self._layers),
-            embeddings=self._add("embeddings", ends.embeddings, (rows, shape.hidden_size)),
-            final_norm=self._add("final_norm", ends.final_norm, (shape.hidden_size,)),
-            lm_head=self._add("lm_head", ends.lm_head, (vocab, shape.hidden_size)),
-            lm_head_bias=self._add("lm_head_bias", ends.lm_head_bias, (vocab,)),
+            embeddings=add("embeddings", ends.embeddings, (rows, shape.hidden_size)),
+            final_norm=add("final_norm", ends.final_norm, (shape.hidden_size,)),
+            lm_head=add("lm_head", ends.lm_head, (vocab, shape.hidden_size)),
+            lm_head_bias=add("lm_head_bias", ends.lm_head_bias, (vocab,)),
             eps=shape.eps,
             scaling=shape.scaling,
         )
-        self._pointers = [weight.data_ptr() for weight in self._weights]
 
     def forward(
         self, inputs: DecoderInputs, hidden_state_indices: Sequence[int] = ()
@@ -222,7 +148,7 @@ class NativeDecoder:
             kernel: too many rows, weights or caches in other memory, an id without an embedding.
         """
         batch, nodes = inputs.tokens.shape
-        if batch * nodes > MAX_DECODER_ROWS or self._pointers != [weight.data_ptr() for weight in self._weights]:
+        if batch * nodes > MAX_DECODER_ROWS or not self._weights.are_valid():
             return None
         decoder = self._decoder
         if not self._set_caches(inputs.caches, batch, max(inputs.lengths) + nodes):
@@ -231,11 +157,12 @@ class NativeDecoder:
         tokens, depths = inputs.tokens.contiguous(), inputs.depths.contiguous()
         ancestors = inputs.ancestor_mask.contiguous()
         padding = None if inputs.padding is None else inputs.padding.contiguous()
-        logits = _empty(batch, nodes, decoder.vocab_size)
+        logits = new_floats(batch, nodes, decoder.vocab_size)
         hidden_states = self._set_hidden_states(hidden_state_indices, batch, nodes)
         lengths = (ctypes.c_int64 * batch)(*inputs.lengths)
         position_base = (ctypes.c_int64 * batch)(*inputs.position_base)
         decoder.batch, decoder.nodes, decoder.max_position = batch, nodes, inputs.max_position
+        decoder.span, decoder.max_keys = nodes, max(inputs.lengths) + nodes
         decoder.tokens, decoder.depths, decoder.logits = tokens.data_ptr(), depths.data_ptr(), logits.data_ptr()
         decoder.lengths, decoder.position_base = ctypes.addressof(lengths), ctypes.addressof(position_base)
         decoder.ancestors = ancestors.data_ptr() if nodes > 1 else None
@@ -244,7 +171,7 @@ class NativeDecoder:
         num_threads = torch.get_num_threads()
         num_floats = self._kernel.decode_scratch(ctypes.addressof(decoder), num_threads)
         if self._scratch.numel() < num_floats:
-            self._scratch = _empty(num_floats + num_floats // 4)
+            self._scratch = new_floats(num_floats + num_floats // 4)
         decoder.scratch = self._scratch.data_ptr()
         if not self._kernel.decode(ctypes.addressof(decoder), num_threads):
             return None
@@ -253,39 +180,19 @@ class NativeDecoder:
     def restrict(self, layers: Sequence[int]) -> NativeDecoder:
         """A decoder of these layers only, on the same weights; its caches are those of these layers."""
         twin = copy.copy(self)
-        twin._layers = (_Layer * len(layers))(*(self._layers[index] for index in layers))
-        twin._decoder = _Decoder.from_buffer_copy(self._decoder)
+        twin._layers = (LayerStruct * len(layers))(*(self._layers[index] for index in layers))
+        twin._decoder = DecoderStruct.from_buffer_copy(self._decoder)
         twin._decoder.num_layers = len(layers)
         twin._decoder.layers = ctypes.addressof(twin._layers)
-        twin._scratch = _empty(0)
+        twin._scratch = new_floats(0)
         return twin
-
-    def _add(self, name: str, tensor: Tensor | None, shape: tuple[int, ...]) -> int | None:
-        """Address of a weight, which is checked at each forward from now on."""
-        if tensor is None:
-            return None
-        if not is_plain(tensor) or tensor.shape != shape:
-            raise ValueError(
-                f"{name} must be contiguous float32 of shape {list(shape)} on the CPU; got {list(tensor.shape)} of "
-                f"{tensor.dtype} on {tensor.device}"
-            )
-        self._weights.append(tensor)
-        return tensor.data_ptr()
 
     def _set_caches(self, caches: Sequence[Tensor], batch: int, kv_len: int) -> bool:
         """Set the addresses of keys and values; False if a cache is not as `DecoderInputs` describes."""
-        shape = self.shape
         if len(caches) != len(self._layers):
             return False
-        for layer, cache in zip(self._layers, caches, strict=True):
-            capacity = cache.shape[3]
-            expected = 2, batch, shape.num_kv_heads, capacity, shape.head_dim
-            if cache.shape != expected or capacity < kv_len or not is_plain(cache):
-                return False
-            layer.capacity = capacity
-            layer.keys = cache.data_ptr()
-            layer.values = layer.keys + cache.nbytes // 2
-        return True
+        layers = zip(self._layers, caches, strict=True)
+        return all(set_cache(layer, cache, self.shape, batch, kv_len) for layer, cache in layers)
 
     def _set_angles(self, num_positions: int) -> None:
         """Let the rotary table cover positions 0 to `num_positions` - 1."""
@@ -299,7 +206,7 @@ class NativeDecoder:
 
     def _set_hidden_states(self, indices: Sequence[int], batch: int, nodes: int) -> dict[int, Tensor]:
         """Allocate {index: [B, N, D]} and let the forward fill it."""
-        states = {index: _empty(batch, nodes, self.shape.hidden_size) for index in indices}
+        states = {index: new_floats(batch, nodes, self.shape.hidden_size) for index in indices}
         pointers = {index: state.data_ptr() for index, state in states.items()}
         last = len(self._layers)
         self._decoder.embedded = pointers.get(0)
@@ -309,31 +216,10 @@ class NativeDecoder:
         return states
 
 
-def _empty(*shape: int) -> Tensor:
-    return torch.empty(shape, dtype=torch.float32, device="cpu")
-
-
-def _shape_of(name: str, shape: DecoderShape) -> tuple[int, ...]:
-    """Shape of a weight of `LayerWeights`."""
-    hidden, width, size = shape.hidden_size, shape.num_heads * shape.head_dim, shape.head_dim
-    sizes = {
-        **dict.fromkeys(("q",), (width, hidden)),
-        **dict.fromkeys(("k", "v"), (shape.num_kv_heads * size, hidden)),
-        "o": (hidden, width),
-        **dict.fromkeys(("gate", "up"), (shape.intermediate_size, hidden)),
-        "down": (hidden, shape.intermediate_size),
-        **dict.fromkeys(("input_norm", "post_norm"), (hidden,)),
-        **dict.fromkeys(("q_norm", "k_norm"), (size,)),
-    }
-    return sizes[name] if name in sizes else sizes[name.removesuffix("_bias")][:1]
-
-
 __all__ = [
     "MAX_DECODER_ROWS",
     "DecoderEnds",
     "DecoderInputs",
-    "DecoderShape",
-    "LayerWeights",
     "NativeDecoder",
     "RotaryFn",
 ]

@@ -1,6 +1,6 @@
 /* A stack of decoder layers as in Llama, and one forward of it over the nodes of a tree in every row. */
 
-/* Weights of one layer, [out, in]; NULL where there is none. */
+/* Weights of one layer, [out, in]; NULL where there is none (`gate`: no feed-forward). */
 typedef struct {
   const float *input_norm, *q, *k, *v, *q_bias, *k_bias, *v_bias, *q_norm, *k_norm, *o, *o_bias;
   const float *post_norm, *gate, *up, *gate_bias, *up_bias, *down, *down_bias;
@@ -13,6 +13,8 @@ typedef struct {
 typedef struct {
   int64_t num_layers, hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim, vocab_size, num_embeddings;
   int64_t batch, nodes;
+  int64_t span;            /* last positions to which `ancestors` applies; at least `nodes` */
+  int64_t max_keys;        /* positions of the longest row, the nodes included */
   int64_t max_position;    /* largest cache position with a rotary position of its own; the following share it */
   int64_t num_angles;      /* P */
   int64_t padding_length;  /* columns of `padding` */
@@ -23,7 +25,7 @@ typedef struct {
   const int64_t *tokens, *depths;  /* [batch, nodes] */
   const int64_t *lengths;          /* [batch] committed positions */
   const int64_t *position_base;    /* [batch] rotary position of cache position 0, if all positions were text */
-  const uint8_t *ancestors;        /* [batch, nodes, nodes]: whether a node attends to another; NULL if nodes is 1 */
+  const uint8_t *ancestors;        /* [batch, nodes, span]: whether a node attends to a position; NULL: to all */
   const uint8_t *padding;          /* [batch, padding_length]: 0 at committed positions that are masked; or NULL */
   float *embedded;                 /* [batch * nodes, hidden_size] input of the first layer, or NULL */
   float *normed;                   /* [batch * nodes, hidden_size] output of the final norm, or NULL */
@@ -49,12 +51,6 @@ typedef struct {
 static inline int64_t align16(int64_t n) { return (n + 15) / 16 * 16; }
 static inline int64_t qkv_width(const decoder *d) { return (d->num_heads + 2 * d->num_kv_heads) * d->head_dim; }
 
-static int64_t longest_row(const decoder *d) {
-  int64_t longest = 0;
-  for (int64_t b = 0; b < d->batch; b++) longest = max64(longest, d->lengths[b]);
-  return longest + d->nodes;
-}
-
 /* Numbers of the arrays of `decoding` that are in the scratch, int64 counted twice. */
 static int64_t shared_floats(const decoder *d) {
   const int64_t R = d->batch * d->nodes;
@@ -62,10 +58,14 @@ static int64_t shared_floats(const decoder *d) {
          align16(R * qkv_width(d)) + align16(R * d->num_heads * d->head_dim) + align16(R * d->intermediate_size);
 }
 
+/* Columns of the widest rows that are multiplied: those of a draft head's input are twice as wide. */
+static inline int64_t widest_row(const decoder *d) {
+  return max64(max64(2 * d->hidden_size, d->intermediate_size), d->num_heads * d->head_dim);
+}
+
 /* Numbers that one thread needs: packed rows, scores of QUERIES rows, and those rows. */
 static int64_t thread_floats(const decoder *d) {
-  const int64_t widest = max64(max64(d->hidden_size, d->intermediate_size), d->num_heads * d->head_dim);
-  return align16(d->batch * d->nodes * (widest + MAX_LANES)) + align16(QUERIES * (longest_row(d) + 4)) +
+  return align16(d->batch * d->nodes * (widest_row(d) + MAX_LANES)) + align16(QUERIES * (d->max_keys + 4)) +
          align16(QUERIES * (d->head_dim + MAX_LANES));
 }
 

@@ -12,4 +12,5 @@
 #undef STORE
 #undef FMA
 #undef MAX
+#undef ANY_ABOVE
 #undef HALVES

@@ -1,5 +1,5 @@
 /* out = x w^T + bias for a few rows of x, float32, from the weight where it lies; and a stack of decoder layers of such
-   products (decoder.h).
+   products (decoder.h), and draft heads (draft.h).
 
    An element of out is LANES partial sums, each over every LANES-th column in ascending order, in segments of 512 to
    1023 columns, added in a fixed order. It depends on its row of x and its row of w alone: not on the number of rows or
@@ -98,6 +98,7 @@ static int64_t panel_width(int64_t R, int64_t K) {
 }
 
 #include "decoder_types.h"
+#include "draft_types.h"
 
 #define NAME(part) avx2_##part
 #define ISA "avx2,fma"
@@ -110,9 +111,11 @@ static int64_t panel_width(int64_t R, int64_t K) {
 #define STORE _mm256_storeu_ps
 #define FMA _mm256_fmadd_ps
 #define MAX _mm256_max_ps
+#define ANY_ABOVE(a, b) _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_GT_OQ))
 #define HALVES(v) v
 #include "few_rows.h"
 #include "decoder.h"
+#include "draft.h"
 #include "end_of_isa.h"
 
 #define NAME(part) avx512_##part
@@ -126,9 +129,11 @@ static int64_t panel_width(int64_t R, int64_t K) {
 #define STORE _mm512_storeu_ps
 #define FMA _mm512_fmadd_ps
 #define MAX _mm512_max_ps
+#define ANY_ABOVE(a, b) _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ)
 #define HALVES(v) _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1))
 #include "few_rows.h"
 #include "decoder.h"
+#include "draft.h"
 #include "end_of_isa.h"
 
 /* The instructions of this processor: 2 for AVX-512, 1 for AVX2, 0 for neither. */
@@ -157,6 +162,11 @@ EXPORT int few_rows_linear(const float *x, const float *w, const float *bias, fl
   return 1;
 }
 
+/* Bytes of a struct (0: `decoder`, 1: `decoder_layer`, 2: `draft`), for callers to compare with their declarations. */
+EXPORT int64_t few_rows_struct_bytes(int number) {
+  return number == 0 ? sizeof(decoder) : number == 1 ? sizeof(decoder_layer) : sizeof(draft);
+}
+
 /* Floats of `decoder.scratch` that `few_rows_decode` needs for this decoder and number of threads. */
 EXPORT int64_t few_rows_decode_scratch(const decoder *d, int64_t num_threads) {
   return shared_floats(d) + num_threads * thread_floats(d);
@@ -173,5 +183,40 @@ EXPORT int few_rows_decode(const decoder *d, int level, int64_t num_threads, par
     parallel(worker, &s, (unsigned)threads, 0);
   else
     worker(&s);
+  return 1;
+}
+
+/* Floats of `draft.d.scratch` that the following functions need for this head and number of threads. */
+EXPORT int64_t few_rows_draft_scratch(const draft *h, int64_t num_threads) {
+  drafting g = {.h = h};
+  return divide_scratch(&g, h->d.scratch) - h->d.scratch + num_threads * draft_thread_floats(h);
+}
+
+static void run_draft(drafting *g, void (*worker)(void *), int64_t num_threads, parallel_fn parallel) {
+  const int64_t D = g->d.hidden_size, bytes = layer_bytes(&g->d) + 4 * D * (2 * D + g->d.vocab_size);
+  const int64_t threads = parallel ? min64(num_threads, 1 + bytes / (4 * THREAD_BYTES)) : 1;
+  g->s.has_team = threads > 1;
+  if (threads > 1)
+    parallel(worker, g, (unsigned)threads, 0);
+  else
+    worker(g);
+}
+
+/* One forward of a head over committed tokens: sets `root`. */
+EXPORT int few_rows_head_forward(const draft *h, int level, int64_t num_threads, parallel_fn parallel,
+                                 barrier_fn barrier) {
+  drafting g;
+  begin_drafting(&g, h, barrier);
+  begin_forward(&g);
+  run_draft(&g, level == 2 ? avx512_head_forward : avx2_head_forward, num_threads, parallel);
+  return 1;
+}
+
+/* A tree: from `root` to `tree_tokens`, `tree_parents`, `tree_scores`, `tree_mask`. */
+EXPORT int few_rows_draft_tree(const draft *h, int level, int64_t num_threads, parallel_fn parallel,
+                               barrier_fn barrier) {
+  drafting g;
+  begin_drafting(&g, h, barrier);
+  run_draft(&g, level == 2 ? avx512_draft_tree : avx2_draft_tree, num_threads, parallel);
   return 1;
 }

@@ -13,7 +13,7 @@ TRIAL_CALLS = 2
 """Real calls of each kernel after which clearly slower ones are no longer timed."""
 CLEARLY_SLOWER = 1.5
 """Ratio of the fastest calls from which a kernel is clearly slower."""
-PLAIN, TRANSPOSED, NATIVE, PACKED = "plain", "transposed", "native", "packed"
+PLAIN, TRANSPOSED, NATIVE, PACKED, ONEDNN = "plain", "transposed", "native", "packed", "onednn"
 
 
 @dataclass
@@ -22,7 +22,7 @@ class KernelTiming:
 
     Attributes:
         kernels: the kernels to choose from.
-        seconds: {kernel: seconds of timed calls, at most twice `TIMED_CALLS`}.
+        seconds: {kernel: seconds of timed calls, or seconds per row, at most twice `TIMED_CALLS`}.
         num_calls: calls so far.
         best: the kernel with the lowest median, None until all are measured.
     """
@@ -68,4 +68,4 @@ class KernelTiming:
         return [kernel for kernel in self.kernels if fastest[kernel] <= limit]
 
 
-__all__ = ["NATIVE", "PACKED", "PLAIN", "TRANSPOSED", "KernelTiming"]
+__all__ = ["NATIVE", "ONEDNN", "PACKED", "PLAIN", "TRANSPOSED", "KernelTiming"]

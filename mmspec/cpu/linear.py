@@ -1,11 +1,13 @@
-"""Linear layers with few input rows on a CPU, computed by whichever kernel is fastest in real calls.
+"""Linear layers on a CPU, computed by whichever kernel is fastest in real calls.
 
 The float32 kernel behind `nn.Linear` is slow for products of a few rows, which reduces the gain of scoring several
-nodes per forward. Three other kernels compute the same product:
+nodes per forward; and MKL leaves half of an AMD core unused in products of many rows, which are prompts. Four other
+kernels compute the same product:
 
 - *transposed*: weight times rows, so that the kernel's wide dimension is the weight's. Needs a transposed copy of the
   result only.
 - *native*: our own C code for 1 to 32 rows, on the weight where it lies (`mmspec/cpu/native.py`). Needs a C compiler.
+- *oneDNN*: for more than 32 rows, on the weight where it lies.
 - *packed*: oneDNN's blocked weight layout, prepared once. Needs a copy of the weight, so it is opt-in.
 
 Replaces the forward of layers of exact type `nn.Linear` within `use_fast_linears` only. A context variable limits the
@@ -23,30 +25,24 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mmspec.cpu.kernel_timing import NATIVE, PACKED, PLAIN, TRANSPOSED, KernelTiming
+from mmspec.cpu.kernel_timing import NATIVE, ONEDNN, PACKED, PLAIN, TRANSPOSED, KernelTiming
 from mmspec.cpu.native import MAX_NATIVE_ROWS, FewRowsKernel, load_kernel
 
 logger = logging.getLogger("mmspec")
 
 MAX_ROWS = 128
-"""Inputs with more rows always use the plain kernel, whose repacking of the weight is then a small part."""
+"""Inputs with more rows are of prompts: only the plain kernel and oneDNN compute them."""
 PACK_BATCH_HINT = 8
 """Number of rows that oneDNN optimises the packed layout for."""
-_CANDIDATES = {
-    (False, False): (PLAIN, TRANSPOSED),
-    (False, True): (PLAIN, TRANSPOSED, PACKED),
-    (True, False): (PLAIN, TRANSPOSED, NATIVE),
-    (True, True): (PLAIN, TRANSPOSED, NATIVE, PACKED),
-}
-"""{(compiled kernel is available, packed copies may be used): kernels to choose from}"""
 
 Shape = tuple[int, int, int]
-"""(out_features, in_features, rows)"""
+"""(out_features, in_features, rows); beyond `MAX_ROWS` the rows are rounded up to a power of two"""
 
 
 @dataclass
@@ -85,12 +81,14 @@ class LinearAutotuner:
         allow_native: the compiled kernel may be used (False to compare with).
         native: the compiled kernel; None where it is not available, and before the first call.
         cannot_pack: packing failed in this process (missing operator, or out of memory).
+        has_onednn: oneDNN may be tried for more than 32 rows; False once it has failed.
     """
 
     def __init__(self) -> None:
         self.packed_weights: weakref.WeakKeyDictionary[nn.Module, PackedWeight] = weakref.WeakKeyDictionary()
         self.timings: dict[Shape, KernelTiming] = {}
         self.cannot_pack = False
+        self.has_onednn = torch.backends.mkldnn.is_available()
         self.allow_native = True
         self.native: FewRowsKernel | None = None
         self._lock = threading.Lock()
@@ -116,12 +114,13 @@ class LinearAutotuner:
             [..., out_features].
         """
         num_rows = rows.numel() // rows.shape[-1]
-        if num_rows > MAX_ROWS or torch.is_grad_enabled() or rows.dtype != torch.float32 or _is_autocast():
+        if not num_rows or torch.is_grad_enabled() or rows.dtype != torch.float32 or _is_autocast():
             return functional.linear(rows, layer.weight, layer.bias)
         if deterministic:
             return self._run_kernel(self._fixed_kernel(num_rows), layer, rows)
         kernels = self._candidates(num_rows, allow_packing)
-        shape = (layer.out_features, layer.in_features, num_rows)
+        rounded = num_rows if num_rows <= MAX_ROWS else 1 << (num_rows - 1).bit_length()
+        shape = (layer.out_features, layer.in_features, rounded)
         timing = self.timings.get(shape)
         if timing is not None and timing.best is not None and timing.best in kernels:
             return self._run_kernel(timing.best, layer, rows)
@@ -132,7 +131,7 @@ class LinearAutotuner:
             self._pack(layer)  # before the timer starts
         start = time.perf_counter()
         out = self._run_kernel(kernel, layer, rows)
-        timing.add(kernel, time.perf_counter() - start)
+        timing.add(kernel, (time.perf_counter() - start) / num_rows)
         return out
 
     def drop_stale(self, layers: Iterable[nn.Linear]) -> None:
@@ -150,12 +149,16 @@ class LinearAutotuner:
         """The kernel of calls with `deterministic=True`."""
         if self.native is not None and num_rows <= MAX_NATIVE_ROWS:
             return NATIVE
-        return TRANSPOSED if num_rows > 1 else PLAIN
+        return TRANSPOSED if 1 < num_rows <= MAX_ROWS else PLAIN
 
     def _candidates(self, num_rows: int, allow_packing: bool) -> tuple[str, ...]:
         """The kernels that may compute a product of so many rows."""
-        with_native = self.native is not None and num_rows <= MAX_NATIVE_ROWS
-        return _CANDIDATES[with_native, allow_packing and not self.cannot_pack]
+        return _kernels(
+            is_prompt=num_rows > MAX_ROWS,
+            with_native=self.native is not None and num_rows <= MAX_NATIVE_ROWS,
+            with_onednn=self.has_onednn and num_rows > MAX_NATIVE_ROWS,
+            with_packed=allow_packing and not self.cannot_pack,
+        )
 
     def _run_kernel(self, kernel: str, layer: nn.Linear, rows: Tensor) -> Tensor:
         if kernel == PACKED and (packed := self._pack(layer)) is not None:
@@ -167,7 +170,20 @@ class LinearAutotuner:
                 return result
         if kernel == TRANSPOSED:
             return transposed_linear(layer, rows)
+        if kernel == ONEDNN and (blocked := self._onednn_linear(layer, rows)) is not None:
+            return blocked
         return functional.linear(rows, layer.weight, layer.bias)
+
+    def _onednn_linear(self, layer: nn.Linear, rows: Tensor) -> Tensor | None:
+        """The product by oneDNN, which reorders the weight in each call; None if this torch cannot."""
+        try:
+            out: Tensor = torch.ops.mkldnn._linear_pointwise(rows, layer.weight, layer.bias, "none", [], "")
+        except (AttributeError, NotImplementedError, RuntimeError) as error:
+            # As in `_pack`: a private operator, without which only speed is lost.
+            self.has_onednn = False
+            logger.debug("linear layers do not use oneDNN: %s", error)
+            return None
+        return out
 
     def _pack(self, layer: nn.Linear) -> PackedWeight | None:
         """The layer's packed copy, created or renewed if necessary; None if this torch cannot pack."""
@@ -189,6 +205,14 @@ class LinearAutotuner:
             packed = PackedWeight(copy, data_ptr, version, weight_checksums(weight))
             self.packed_weights[layer] = packed
         return packed
+
+
+@lru_cache(maxsize=16)
+def _kernels(*, is_prompt: bool, with_native: bool, with_onednn: bool, with_packed: bool) -> tuple[str, ...]:
+    """The kernels to choose from."""
+    few = [(TRANSPOSED, True), (NATIVE, with_native), (PACKED, with_packed)]
+    found = [name for name, is_there in few if is_there and not is_prompt]
+    return (PLAIN, *found, *([ONEDNN] if with_onednn else []))
 
 
 def transposed_linear(layer: nn.Linear, rows: Tensor) -> Tensor:
@@ -232,6 +256,12 @@ def _forward(self: nn.Linear, rows: Tensor) -> Tensor:
     if context is None:
         return functional.linear(rows, self.weight, self.bias)
     return context.autotuner.linear(self, rows, context.deterministic, context.allow_packing)
+
+
+def active_kernel() -> FewRowsKernel | None:
+    """The compiled kernel within `use_fast_linears` without packed copies; None outside, or where there is none."""
+    context = ACTIVE_CONTEXT.get()
+    return None if context is None or context.allow_packing else context.autotuner.native
 
 
 def find_linear_layers(roots: Iterable[nn.Module]) -> list[nn.Linear]:
@@ -297,4 +327,11 @@ def use_fast_linears(
                     layer.__dict__.pop("forward", None)
 
 
-__all__ = ["LinearAutotuner", "find_linear_layers", "is_replaced", "transposed_linear", "use_fast_linears"]
+__all__ = [
+    "LinearAutotuner",
+    "active_kernel",
+    "find_linear_layers",
+    "is_replaced",
+    "transposed_linear",
+    "use_fast_linears",
+]

@@ -1,8 +1,8 @@
 """The compiled kernels for few rows: built at first use, cached, called on the memory of tensors.
 
-`few_rows.c` (linear layers, and stacks of decoder layers) needs a C compiler (`CC`, else cc, gcc or clang) and a few
-seconds. The library runs on every x86-64 processor and chooses among AVX2 and AVX-512 when it is called, so that the
-cache key is the source, the compiler and the command. Whatever fails (no compiler, no place for the file),
+`few_rows.c` (linear layers, stacks of decoder layers, draft heads) needs a C compiler (`CC`, else cc, gcc or clang) and
+a few seconds. The library runs on every x86-64 processor and chooses among AVX2 and AVX-512 when it is called, so that
+the cache key is the source, the compiler and the command. Whatever fails (no compiler, no place for the file),
 `load_kernel` returns None and torch computes instead. Independent of models.
 """
 
@@ -20,6 +20,7 @@ import sys
 import threading
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor
@@ -30,13 +31,13 @@ logger = logging.getLogger("mmspec")
 
 MAX_NATIVE_ROWS = 32
 """`MAX_ROWS` of few_rows.c."""
-SOURCES = tuple(
-    Path(__file__).with_name(name)
-    for name in ("few_rows.c", "few_rows.h", "decoder_types.h", "decoder.h", "end_of_isa.h")
-)
-"""The first is compiled and includes the others."""
+SOURCES = {path.name: path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.[ch]"))}
+"""Read together with the Python code that declares their structs, so that neither is of another version."""
+MAIN_SOURCE = "few_rows.c"
+"""It includes the others."""
 COMPILERS = ("cc", "gcc", "clang")
 FLAGS = ("-O2", "-std=gnu11", "-fno-math-errno", "-fPIC", "-shared", "-fvisibility=hidden")
+LINKED = ("-lm",)
 BUILD_TIMEOUT_S = 60.0
 DIGEST_BYTES = hashlib.sha256().digest_size
 _BUILD_LOCK = threading.Lock()
@@ -75,12 +76,14 @@ class FewRowsKernel:
         pointer, size = ctypes.c_void_p, ctypes.c_int64
         self._linear.argtypes = [pointer, pointer, pointer, pointer, size, size, size, ctypes.c_int, size, pointer]
         self._linear.restype = ctypes.c_int
-        self._decode = library.few_rows_decode
-        self._decode.argtypes = [pointer, ctypes.c_int, size, pointer, pointer]
-        self._decode.restype = ctypes.c_int
-        self._decode_scratch = library.few_rows_decode_scratch
-        self._decode_scratch.argtypes = [pointer, size]
-        self._decode_scratch.restype = size
+        self._decode, self._decode_scratch = library.few_rows_decode, library.few_rows_decode_scratch
+        self._head_forward, self._draft_tree = library.few_rows_head_forward, library.few_rows_draft_tree
+        self._draft_scratch = library.few_rows_draft_scratch
+        for function in (self._decode, self._head_forward, self._draft_tree):
+            function.argtypes = [pointer, ctypes.c_int, size, pointer, pointer]
+            function.restype = ctypes.c_int
+        for function in (self._decode_scratch, self._draft_scratch):
+            function.argtypes, function.restype = [pointer, size], size
 
     def linear(self, weight: Tensor, bias: Tensor | None, rows: Tensor) -> Tensor | None:
         """`rows` times the transposed weight, plus bias.
@@ -130,6 +133,19 @@ class FewRowsKernel:
         """Run one forward of `mmspec.cpu.decoder`; False, and nothing is done, if an id or a position has no entry."""
         return bool(self._decode(decoder, self.level, num_threads, self._parallel, self._barrier))
 
+    def draft_scratch(self, draft: int, num_threads: int) -> int:
+        """Floats of scratch memory that the following need; `draft` is the address of a struct of draft_types.h."""
+        num_floats: int = self._draft_scratch(draft, num_threads)
+        return num_floats
+
+    def head_forward(self, draft: int, num_threads: int) -> None:
+        """Run one forward of `mmspec.cpu.draft`."""
+        self._head_forward(draft, self.level, num_threads, self._parallel, self._barrier)
+
+    def draft_tree(self, draft: int, num_threads: int) -> None:
+        """Grow the trees of `mmspec.cpu.draft`."""
+        self._draft_tree(draft, self.level, num_threads, self._parallel, self._barrier)
+
 
 def is_plain(tensor: Tensor) -> bool:
     """Whether a tensor is a contiguous block of float32 on the CPU."""
@@ -173,7 +189,7 @@ def _compiler() -> list[str]:
 def _key(command: list[str]) -> str:
     """Hash of what decides the contents of the library: sources, compiler and command."""
     version = subprocess.run([*command, "--version"], capture_output=True, timeout=BUILD_TIMEOUT_S, check=False)
-    parts = [source.read_bytes() for source in SOURCES] + [version.stdout, shlex.join(command).encode()]
+    parts = [*SOURCES.values(), version.stdout, shlex.join([*command, *LINKED]).encode()]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:32]
 
 
@@ -193,9 +209,11 @@ def _library_folder() -> Path:
 
 def _build(command: list[str], file: Path) -> None:
     """Compile, append the hash of the contents, move into place: other processes see no file or a whole one."""
-    with atomic_write(file) as unfinished:
+    with atomic_write(file) as unfinished, TemporaryDirectory() as folder:
+        for name, source in SOURCES.items():
+            Path(folder, name).write_bytes(source)
         compiled = subprocess.run(
-            [*command, "-o", str(unfinished), str(SOURCES[0])],
+            [*command, "-o", str(unfinished), str(Path(folder, MAIN_SOURCE)), *LINKED],
             capture_output=True,
             text=True,
             errors="replace",

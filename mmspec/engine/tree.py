@@ -205,10 +205,10 @@ def sanitize(tree: DraftTree, root_ids: Tensor, draftable: Tensor, stop_ids: Ten
     # Dropped nodes become children of the root, so that their attention masks are not empty. They are never accepted.
     parents = torch.where(well_formed, parents, 0)
     parents[:, 0] = -1
-    ancestor_mask = parents[:, :, None] == index
-    ancestor_mask |= index[:, None] == index
+    num_paths = ((parents[:, :, None] == index) | (index[:, None] == index)).float()
     for _ in range((num_nodes - 1).bit_length()):  # each squaring doubles the number of generations
-        ancestor_mask = torch.matmul(ancestor_mask.float(), ancestor_mask.float()) > 0
+        num_paths = torch.matmul(num_paths, num_paths)  # positive numbers, at most 2 ** 64
+    ancestor_mask = num_paths > 0
     node_mask = ~(ancestor_mask & ~well_formed[:, None, :]).any(-1)
     tokens = torch.where(well_formed, clamped, 0)
     tokens[:, 0] = root_ids

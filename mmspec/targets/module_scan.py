@@ -51,6 +51,7 @@ class ModuleScan:
         foreign: decoder modules of unknown classes or with parameters of unknown classes (see `selftest`).
         can_use_inference_mode: whether no tensor created in a forward outlives it.
         linear_layers: the `nn.Linear` layers of the decoder and of the output embeddings.
+        prompt_linear_layers: those of the whole model, vision tower included.
     """
 
     training: str | None = None
@@ -60,6 +61,7 @@ class ModuleScan:
     foreign: tuple[nn.Module, ...] = ()
     can_use_inference_mode: bool = True
     linear_layers: tuple[nn.Linear, ...] = ()
+    prompt_linear_layers: tuple[nn.Linear, ...] = ()
 
 
 @dataclass
@@ -73,6 +75,7 @@ class _ScanState:
     quantisers: list[nn.Module] = field(default_factory=list)
     foreign: list[nn.Module] = field(default_factory=list)
     linear_layers: list[nn.Linear] = field(default_factory=list)
+    prompt_linear_layers: list[nn.Linear] = field(default_factory=list)
     origins: dict[type, str] = field(default_factory=dict)
 
     def visit(self, module: nn.Module, in_decoder: bool) -> None:
@@ -85,8 +88,10 @@ class _ScanState:
         kind: Any = type(module)
         if self.training is None and module.training and kind not in SAME_IN_TRAINING:
             self.training = module
-        if in_decoder and isinstance(module, nn.Linear) and kind is nn.Linear:
-            self.linear_layers.append(module)
+        if isinstance(module, nn.Linear) and kind is nn.Linear:
+            self.prompt_linear_layers.append(module)
+            if in_decoder:
+                self.linear_layers.append(module)
         self._check_forward(module)
         if module._forward_hooks or module._forward_pre_hooks or "_hf_hook" in module.__dict__:
             self._check_hooks(module)
@@ -160,6 +165,7 @@ def scan_modules(model: Any) -> ModuleScan:
         foreign=tuple(foreign),
         can_use_inference_mode=state.can_use_inference_mode and not may_store_tensors,
         linear_layers=tuple(state.linear_layers),
+        prompt_linear_layers=tuple(state.prompt_linear_layers),
     )
 
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from mmspec.cpu.decoder import DecoderEnds, DecoderInputs, DecoderShape, LayerWeights, NativeDecoder
+from mmspec.cpu.decoder import DecoderEnds, DecoderInputs, NativeDecoder
+from mmspec.cpu.layers import DecoderShape, LayerWeights
 from mmspec.cpu.linear import is_replaced
 from mmspec.cpu.native import FewRowsKernel
 from mmspec.engine.kv_cache import RaggedKVCache

@@ -13,9 +13,8 @@ import pytest
 from mmspec.app.bench import bandwidth
 from mmspec.app.bench.peers.base import MEDIA, TEXT, PeerError, PeerPrompt, PeerRun
 from mmspec.app.bench.suite.items import TEXT_TASKS, SuiteItem, choose_grouping, read_items, select_categories
-from mmspec.app.bench.suite.report import repeat_table
 from mmspec.app.bench.suite.runner import CallRecord, SuiteRun, make_batches
-from mmspec.app.bench.suite.summary import SuiteRow, find_ties, percentile, summarise_calls
+from mmspec.app.bench.suite.summary import find_ties, percentile, summarise_calls
 from mmspec.app.cli.main import main
 from mmspec.app.errors import UsageError
 from mmspec.app.modeling.synthetic_images import draw_image
@@ -74,15 +73,6 @@ def test_a_folder_from_the_command_line(
     assert main(["bench", "--model", "tiny", *again, "--against", str(report / "results.json")]) == 1  # nothing to run
     assert main(["bench", "--model", "tiny", *again, "--against", str(folder / "mmspec.jsonl")]) == 2
     assert "--against names the JSON" in capsys.readouterr().err
-
-
-def test_differences_to_an_earlier_run() -> None:
-    rows = [
-        SuiteRow("a", TEXT, 1, "all", 7, 0, None, 7, speedup_decode=1.1),
-        SuiteRow("b", TEXT, 1, "all", 0, 1, "x", 0),
-    ]
-    earlier = [row.as_dict() | {"speedup_decode": 1.0} for row in rows]
-    assert repeat_table(rows, earlier)[1:] == [["a", "text", "1", "1.00", "1.10", "+10.0%"]]
 
 
 def test_peers_need_no_suite_for_the_scenes_model_only(capsys: Any) -> None:
@@ -178,8 +168,10 @@ def test_the_baseline_brackets_every_prompt_and_failures_are_counted() -> None:
     assert rows["other"].same == 0 and rows["other"].speedup_decode_ci == [1.0, 1.0] and "text" not in rows
     assert base.prompts[3][1:3] == (1, ((base.prompts[3][2][0]),)) and base.prompts[3][2][0].answer == "10 tokens"
     assert {call.form for call in run.run_series(items, TEXT, 1)} == {TEXT}
-    assert len({call.item for call in run.run_series(items, MEDIA, 1, deadline=0.0)}) == 1
-    assert run.stopped == ["images, batch 1: 1 of 4 prompts, then time was up"]
+    many = [SuiteItem(str(i), ("a",), "c", images=items[0].images) for i in range(9)]
+    times = iter([10.0] * 40)
+    assert len({call.item for call in run.run_series(many, MEDIA, 1, deadline=0.0)}) == 7
+    assert run.stopped == ["images, batch 1: 7 of 9 prompts, then time was up"]
 
 
 def test_ties_are_overlapping_intervals() -> None:

@@ -19,7 +19,7 @@ def test_help_of_every_command(capsys: Any) -> None:
     for args, expected in (
         (["--help"], "start here"),
         (["caption", "--help"], "resuming"),
-        (["bench", "--help"], "noise band"),
+        (["bench", "--help"], "A/A"),
         (["train", "--help"], "answers.jsonl"),
         (["examples", "--help"], "bundled examples"),
         (["env", "--help"], "bug reports"),

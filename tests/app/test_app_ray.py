@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -65,6 +66,26 @@ def test_stages_give_the_rows_of_a_job_of_one_process(tmp_path: Path) -> None:
     rows = [row for batch in found if isinstance(batch, CaptionedBatch) for row in batch.rows]
     (tmp_path / "stages.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert essence(tmp_path / "stages.jsonl") == essence(out)
+
+
+def test_the_driver_and_decoding_do_not_import_torch(tmp_path: Path) -> None:
+    """Importing it takes seconds, in every process of a job that starts."""
+    pytest.importorskip("pandas")
+    write_images(tmp_path / "p", 2)
+    code = """
+import sys
+from pathlib import Path
+from mmspec.app.caption import command, ray_job
+from mmspec.app.caption.config import CaptionConfig
+from mmspec.app.caption.ray_stages import COLUMN, PlannedBatch, decode_stage, frame, plan_job
+config = CaptionConfig((sys.argv[1],), "tiny", out=sys.argv[1] + ".jsonl")
+batch = next(plan_job(config, Path(), [], {}))
+[decoded] = decode_stage(frame([batch]), config)[COLUMN]
+assert [image.width for image in decoded.media] and isinstance(batch, PlannedBatch)
+command.build_output(config, ray_job.ProcessInfo())
+assert not {"torch", "transformers"} & set(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "p")], check=True, timeout=120)
 
 
 def test_the_public_actor_captions_arrays_and_bytes() -> None:

@@ -14,10 +14,9 @@ from mmspec.cpu.decoder import (
     MAX_DECODER_ROWS,
     DecoderEnds,
     DecoderInputs,
-    DecoderShape,
-    LayerWeights,
     NativeDecoder,
 )
+from mmspec.cpu.layers import DecoderShape, LayerWeights
 from mmspec.cpu.native import FewRowsKernel, load_kernel
 
 pytestmark = pytest.mark.skipif(load_kernel() is None, reason="no compiler or another processor")

@@ -77,7 +77,7 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("count", [1, 2, 8, 33, MAX_ROWS])
-@pytest.mark.parametrize("kernel", KernelTiming().kernels)
+@pytest.mark.parametrize("kernel", [*KernelTiming().kernels, "onednn"])
 def test_every_kernel_computes_the_product(
     kernel: str, bias: bool, count: int, monkeypatch: pytest.MonkeyPatch, spied: list[int]
 ) -> None:
@@ -117,6 +117,41 @@ def test_products_that_stay_plain(spied: list[int]) -> None:
         one(rows(4)).sum().backward()
         assert one.weight.grad is not None
     assert spied == []
+
+
+def test_prompts_are_computed_by_onednn_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, autotuner = layer(), LinearAutotuner()
+    times = iter(range(1000))
+    monkeypatch.setattr(cpu.time, "perf_counter", lambda: next(times))
+    original, ticks = LinearAutotuner._run_kernel, {"plain": 10, "onednn": 0}
+
+    def run(self: LinearAutotuner, kernel: str, layer: nn.Linear, rows: Tensor) -> Tensor:
+        for _ in range(ticks[kernel]):
+            next(times)
+        return original(self, kernel, layer, rows)
+
+    monkeypatch.setattr(LinearAutotuner, "_run_kernel", run)
+    with torch.no_grad(), use_fast_linears(autotuner, [one]):
+        for count in range(200, 200 + DECIDED):  # lengths that differ share their measurements
+            inputs = rows(count)
+            assert torch.allclose(one(inputs), functional.linear(inputs, one.weight, one.bias), atol=1e-5)
+    assert {shape: timing.best for shape, timing in autotuner.timings.items()} == {
+        (24, 16, 256): "onednn",
+        (24, 16, 512): "onednn",
+        **({(24, 16, 1024): "onednn"} if DECIDED > 312 else {}),
+    }
+
+
+def test_a_torch_without_onednn_computes_prompts_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> Tensor:
+        raise NotImplementedError
+
+    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", refuse)
+    one, autotuner, inputs = layer(), LinearAutotuner(), rows(200)
+    with torch.no_grad(), use_fast_linears(autotuner, [one]):
+        results = [one(inputs) for _ in range(3)]
+    assert all(torch.equal(result, functional.linear(inputs, one.weight, one.bias)) for result in results)
+    assert not autotuner.has_onednn
 
 
 def test_an_edit_in_place_invalidates_the_packed_copy(spied: list[int], packed: None) -> None:
@@ -283,7 +318,10 @@ def test_generate_is_the_same_with_every_setting(
         assert torch.equal(model.generate(**inputs, max_new_tokens=20, **options), plain)
         mmspec.unpatch(model)
     is_native = choice is None and load_kernel() is not None
-    assert bool(spied) == (choice is not False and not is_native)
+    prompt = [count for count in spied if count > 8]
+    num_heads = 2  # of a prompt only the last position is in the output layer, once per call
+    assert bool(prompt) == (choice is not False)
+    assert (len(spied) - len(prompt) > num_heads) == (choice is not False and not is_native)
     assert all(native_forwards) and bool(native_forwards) == is_native
     assert not any("forward" in module.__dict__ for module in model.modules())
     spied.clear()

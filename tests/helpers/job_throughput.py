@@ -1,11 +1,13 @@
 """Images per second of caption jobs on the scenes model: the simple loop, one process, two ranks, Ray actors.
 
-    python tests/helpers/job_throughput.py --count 200 --systems simple,none,auto,ranks2 --json job-throughput.json
-    python tests/helpers/job_throughput.py --count 1000 --max-new-tokens 64 --systems one-thread,ray1,ray2
+    python tests/helpers/job_throughput.py --count 200 --repeats 3 --systems simple,none-8,none,auto
+    python tests/helpers/job_throughput.py --count 1000 --systems one-thread,ray1,ray2,ranks2
 
 The simple loop is what a user writes first: processor, `generate` in batches of 8, write. Whole commands are timed
-(`wall_s`, with loading) and the captioning alone (`images_s`); `cpu_s` is the processor time of the command
-and its children, which other work on the machine does not change. Systems run one after the other, `--repeats` times.
+(`wall_s`, with loading) and the captioning alone (`images_s`, with Ray's start); `cpu_s` is the processor time of the
+command and its children. Systems take turns, `--repeats` times. The last lines are ratios within a turn, medians of
+turns: images/s over the simple loop, and whole commands over one process of one thread. `ranks2` is the ceiling of two
+Ray actors: two independent processes of one thread, which share the memory's bandwidth and the cache of the CPU.
 """
 
 from __future__ import annotations
@@ -19,7 +21,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 from mmspec.app.scenes.render import render_scene
 from mmspec.app.scenes.world import generate_scene
@@ -45,8 +50,10 @@ with open(out, "w") as rows:
 print(f"{len(files) / (time.perf_counter() - began):.3f} images/s", file=sys.stderr)
 """
 JOBS: dict[str, tuple[dict[str, str], list[str]]] = {
+    "none-8": ({}, ["--drafter", "none", "--batch-size", "8"]),
     "none": ({}, ["--drafter", "none"]),
     "auto": ({}, []),
+    "auto-32": ({}, ["--batch-size", "32"]),
     "auto-batch": ({}, ["--batch-size", "auto"]),
     "one-thread": ({"OMP_NUM_THREADS": "1"}, []),
     "ray1": ({}, ["--ray", "--actors", "1"]),
@@ -59,7 +66,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--systems", default="simple,none,auto,ranks2")
+    parser.add_argument("--systems", default="simple,none-8,none,auto")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -69,13 +76,27 @@ def main() -> None:
         pictures.mkdir()
         for number in range(args.count):
             render_scene(generate_scene(900_000 + number)).save(pictures / f"{number:05d}.png")
-        for repeat in range(args.repeats):
-            for name in args.systems.split(","):
-                row = measure(name, pictures, args.max_new_tokens, Path(folder) / f"{name}{repeat}")
-                found.append({"system": name, "count": args.count, **row})
+        names = args.systems.split(",")
+        for turn in range(args.repeats):
+            for name in names:
+                row = measure(name, pictures, args.max_new_tokens, Path(folder) / f"{name}{turn}")
+                found.append({"system": name, "turn": turn, "count": args.count, **row})
                 print(json.dumps(found[-1]), flush=True)
+    for line in ratio_lines(found):
+        print(line)
     if args.json:
         args.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def ratio_lines(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Each system against the simple loop and against one process of one thread, by medians over turns."""
+    turns = {(row["system"], row["turn"]): row for row in rows}
+    systems = list(dict.fromkeys(row["system"] for row in rows))
+    for base, key, what in (("simple", "images_s", "images/s"), ("one-thread", "wall_s", "whole command")):
+        for system in systems if base in systems else []:
+            pairs = [(turns[base, turn][key], row[key]) for (name, turn), row in turns.items() if name == system]
+            ratios = sorted(mine / other if key == "images_s" else other / mine for other, mine in pairs)
+            yield f"{system}: {median(ratios):.2f}x of {base} [{ratios[0]:.2f}, {ratios[-1]:.2f}] ({what})"
 
 
 def measure(name: str, pictures: Path, max_new_tokens: int, out: Path) -> dict[str, float]:

@@ -7,9 +7,10 @@ files nor on decoders.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MAX_CANDIDATES = 256
 """Largest number of thumbnails that a sampler may request."""
@@ -111,6 +112,8 @@ class MostDifferent:
 
     def select(self, indices: list[int], thumbnails: Tensor) -> list[int]:
         """See `mmspec.interfaces.ContentAwareSampler`."""
+        import torch  # slow to import, and processes that only decode pictures do not need it
+
         pixels = thumbnails.flatten(1).float()
         distance = torch.cdist(pixels, pixels, p=1) / pixels.shape[1]  # mean absolute difference, 0 to 255
         time = torch.tensor(indices, dtype=torch.float32)

@@ -89,7 +89,7 @@ class PatchedPeer:
     model: PreTrainedModel
     reads: str = MEDIA
     max_batch: int | None = None
-    warm_up_calls: int = 1
+    warm_up_calls: int = 2
 
     def unavailable_reason(self) -> str | None:
         """None: the model is patched already."""

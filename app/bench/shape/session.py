@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 import mmspec
 from mmspec.app.bench.bandwidth import measure_weight_reading
-from mmspec.app.bench.measure import clone
+from mmspec.app.bench.measure import MIN_ROUNDS, clone
 from mmspec.app.bench.peers.base import TEXT, Peer, PeerPrompt
 from mmspec.app.bench.peers.in_process import PatchedPeer, transformers_peers
 from mmspec.app.bench.peers.registry import baseline_peer
@@ -126,7 +126,7 @@ def measure_shape(args: argparse.Namespace) -> SuiteResult:
     peers += simulated_peers(drafters, model, shape, args.tau or DEFAULT_TAUS, tree_size, args.seed)
     prompts = ShapePrompts(model, lengths)
     suite = SuiteRun(baseline_peer(model), peers, prompts, new_tokens)
-    items = {batch: prompts.items(batch * args.repeats) for batch in args.batch_sizes}
+    items = {batch: prompts.items(batch * (args.repeats or MIN_ROUNDS)) for batch in args.batch_sizes}
     total = sum(suite.count_calls(items[batch], TEXT, batch) for batch in args.batch_sizes)
     is_hidden = not (sys.stderr.isatty() if args.progress is None else args.progress)
     with tqdm(total=total, desc="bench", unit="call", disable=is_hidden, file=sys.stderr) as bar:
@@ -156,7 +156,7 @@ def _describe(
         suite="shape",
         data=None,
         categories=(),
-        limit=args.repeats,
+        limit=args.repeats or MIN_ROUNDS,
         scene_seed=0,
         batch_sizes=tuple(args.batch_sizes),
         new_tokens=new_tokens,

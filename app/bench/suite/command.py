@@ -7,10 +7,9 @@ import json
 from pathlib import Path
 
 from mmspec.app.bench.results import ResultFiles
-from mmspec.app.bench.rows import ResultRow
 from mmspec.app.bench.suite.config import SUITES, SuiteConfig
 from mmspec.app.cli.arguments import Options, check_writable, hide_progress_bars, positive_int, split_commas
-from mmspec.app.errors import UsageError, explain_write, one_line
+from mmspec.app.errors import UsageError, explain_write
 
 PEERS = "hf-static, hf-compile, hf-lookup, hf-assisted, llama.cpp, openvino, vllm (the last three also with -lookup)"
 EPILOG = """\
@@ -43,10 +42,15 @@ def add_suite_options(parser: argparse.ArgumentParser) -> None:
     add("--suite", choices=SUITES, default=None, help="questions by category (with --peers: scenes)")
     add("--data", type=Path, default=None, metavar="FOLDER", help="of --suite mmspec: mmspec.jsonl and images/")
     add("--categories", type=split_commas, default=[], metavar="A,B", help="of the suite (default: all, no clips)")
-    add("--limit", type=positive_int, default=None, metavar="N", help="items of each category (scenes: 8)")
-    minutes_help = "begin no prompt after that (default 3; mmspec: no limit); categories take turns"
+    add("--limit", type=positive_int, default=None, metavar="N", help="items of each category (scenes: 42 in all)")
+    minutes_help = (
+        "begin no round after that once there are 7; categories take turns (default 3; no limit with --repeats, "
+        "--count and --suite mmspec)"
+    )
     add("--minutes", type=positive_int, default=None, metavar="M", help=minutes_help)
-    add("--against", type=Path, default=None, metavar="JSON", help="print the differences to an earlier run")
+    add(
+        "--against", type=Path, default=None, metavar="JSON", help="print the differences to an earlier run of the same"
+    )
     add("--report", type=Path, default=None, metavar="FOLDER", help=f"write {', '.join(REPORT_FILES)}")
 
 
@@ -58,7 +62,7 @@ def is_suite(args: argparse.Namespace) -> bool:
     """
     if args.suite or args.peers:
         return True
-    needed = ("peer_python", "assistant", "data", "categories", "limit", "minutes", "against", "report")
+    needed = ("peer_python", "assistant", "data", "categories", "limit", "report")
     used = [f"--{name.replace('_', '-')}" for name in needed if getattr(args, name)]
     if used:
         raise UsageError(f"{used[0]} goes with --suite or --peers")
@@ -67,9 +71,10 @@ def is_suite(args: argparse.Namespace) -> bool:
 
 def run_suite(args: argparse.Namespace) -> int:
     """Carry out the command; returns the exit code."""
+    from mmspec.app.bench.against import read_ratios, suite_ratios
     from mmspec.app.bench.peers.registry import check_peer_names
     from mmspec.app.bench.suite.html import format_html
-    from mmspec.app.bench.suite.report import format_json, format_markdown, markdown_table, repeat_table
+    from mmspec.app.bench.suite.report import against_section, format_json, format_markdown
     from mmspec.app.bench.suite.session import measure_suite
 
     check_peer_names(args.peers)
@@ -79,38 +84,23 @@ def run_suite(args: argparse.Namespace) -> int:
         with explain_write(args.report):
             args.report.mkdir(parents=True, exist_ok=True)
         check_writable(args.report / REPORT_FILES[0])
-    earlier = _read_earlier(args.against)
+    earlier = read_ratios(args.against)
     hide_progress_bars(args.progress)
     result = measure_suite(config, args.command, args.progress)
-    report = format_markdown(result)
+    report, content = format_markdown(result), format_json(result)
     if earlier:
-        report += f"\n## Against {args.against.name}\n\n{markdown_table(repeat_table(result.rows, earlier))}\n"
+        report += f"\n{against_section(args.against.name, suite_ratios(content['calls']), earlier)}"
     print(report)
     if files.json is not None:
-        files.json.write_text(json.dumps(format_json(result), indent=1) + "\n", encoding="utf-8")
+        files.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     if args.report is not None:
-        texts = (report, format_html(result), json.dumps(format_json(result), indent=1) + "\n")
+        texts = (report, format_html(result), json.dumps(content, indent=1) + "\n")
         for name, text in zip(REPORT_FILES, texts, strict=True):
             (args.report / name).write_text(text, encoding="utf-8")
     own = {"hf-again", "none", *config.drafters}
     is_exact = result.run["dtype"] in ("float32", "float64")
     failed = any(row.failed or (is_exact and row.same < row.calls) for row in result.rows if row.peer in own)
     return 1 if failed or not result.calls else 0
-
-
-def _read_earlier(file: Path | None) -> list[ResultRow]:
-    """The rows of an earlier run; none without a file.
-
-    Raises:
-        UsageError: not a result of `mmspec bench --suite`.
-    """
-    if file is None:
-        return []
-    try:
-        rows: list[ResultRow] = json.loads(file.read_text(encoding="utf-8"))["rows"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"--against names the JSON of an earlier run; {file}: {one_line(error)}") from error
-    return rows
 
 
 __all__ = ["EPILOG", "add_suite_options", "is_suite", "run_suite"]

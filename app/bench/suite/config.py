@@ -6,6 +6,7 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
+from mmspec.app.bench.config import DEFAULT_MINUTES
 from mmspec.app.caption.config import SCENES_MODEL
 from mmspec.app.cli.arguments import config_from_args
 from mmspec.app.errors import UsageError
@@ -14,9 +15,8 @@ from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED
 SUITES = ("mmspec", "scenes", "text")
 """A folder of items, the toy world, text tasks."""
 SUITE_NEW_TOKENS = {"scenes": 160, "text": 64, "mmspec": 256}
-DEFAULT_LIMIT = 8
-"""Items of each category of the toy world."""
-DEFAULT_MINUTES = 3
+DEFAULT_ITEMS = 42
+"""Items of the toy world, in equal parts of its categories."""
 SCENE_CATEGORIES = ("describe", "short", "answer")
 """Without clips, whose prefill takes longer than their answers."""
 
@@ -30,7 +30,7 @@ class SuiteConfig:
         suite: one of `SUITES`. data: its folder. categories: those to run; empty for all. limit: items of each.
         scene_seed: of the first scene. batch_sizes: rows per call, a series for each.
         new_tokens: of an answer, at most.
-        minutes: after which no prompt begins; None for no limit.
+        minutes: after which no prompt but the first seven begins; None for no limit.
         peers: names of `PEER_NAMES`. peer_python: interpreters of their environments. assistant: a smaller model.
     """
 
@@ -76,7 +76,7 @@ class SuiteConfig:
             args,
             suite=suite,
             categories=tuple(categories),
-            limit=args.limit or (DEFAULT_LIMIT if suite == "scenes" else None),
+            limit=args.limit or (max(1, DEFAULT_ITEMS // len(categories)) if suite == "scenes" else None),
             scene_seed=FIRST_HELD_OUT_SEED if args.scene_seed is None else args.scene_seed,
             minutes=args.minutes or (None if suite == "mmspec" else DEFAULT_MINUTES),
             new_tokens=args.new_tokens or SUITE_NEW_TOKENS[suite],

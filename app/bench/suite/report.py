@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from mmspec.app.bench.against import RoundRatios, repeat_line, repeat_table
+from mmspec.app.bench.measure import MIN_ROUNDS
 from mmspec.app.bench.peers.base import MEDIA, TEXT
 from mmspec.app.bench.rows import ResultRow
 from mmspec.app.bench.suite.runner import BASELINE, BASELINE_AGAIN
 from mmspec.app.bench.suite.session import SuiteResult
-from mmspec.app.bench.suite.summary import ALL, MIN_RUNS, SuiteRow, call_as_dict, find_ties
+from mmspec.app.bench.suite.summary import ALL, SuiteRow, call_as_dict, find_ties
 
 FORM_TITLES = {MEDIA: "prompts with images", TEXT: "text"}
 TEXT_FORM = "text form: image tokens removed, no end token, answers of full length"
@@ -65,8 +67,8 @@ def remark_lines(result: SuiteResult) -> list[str]:
     lines += [f"{peer} left out: {reason}" for peer, reason in result.left_out.items()]
     lines += [f"{peer} skipped: {reason}" for peer, reason in result.skipped.items()]
     lines += [f"item {item} not run: {problem}" for item, problem in result.problems.items()]
-    if any(row.calls < MIN_RUNS for row in result.rows if row.category == ALL):
-        lines.append(f"Fewer than {MIN_RUNS} calls per row: intervals say little")
+    if any(row.calls < MIN_ROUNDS for row in result.rows if row.category == ALL):
+        lines.append(f"Fewer than {MIN_ROUNDS} calls per row: intervals say little")
     return lines + result.notes
 
 
@@ -130,21 +132,10 @@ def format_markdown(result: SuiteResult) -> str:
     return "\n".join([*parts, "", "## How to read it", "", *(f"- {line}" for line in LIMITS), ""])
 
 
-def repeat_table(rows: Sequence[SuiteRow], earlier: Sequence[ResultRow]) -> list[Cells]:
-    """Heading and a row per peer: decode speed-ups of an earlier run and of this one, and how they differ.
-
-    Args:
-        rows: of this run. earlier: the rows of the JSON of the other one.
-    """
-    before = {(row["peer"], row["form"], row["batch"], row["category"]): row["speedup_decode"] for row in earlier}
-    lines = [["peer", "reads", "batch", "x hf before", "x hf now", "difference"]]
-    for row in rows:
-        old = before.get((row.peer, row.form, row.batch, row.category))
-        if row.category != ALL or old is None or row.speedup_decode is None or row.peer == BASELINE:
-            continue
-        change = f"{100 * (row.speedup_decode / old - 1):+.1f}%"
-        lines.append([row.peer, row.form, str(row.batch), f"{old:.2f}", f"{row.speedup_decode:.2f}", change])
-    return lines
+def against_section(name: str, now: RoundRatios, before: RoundRatios) -> str:
+    """The section on an earlier run, whose file is `name`."""
+    table = markdown_table(repeat_table(now, before))
+    return f"## Against {name}\n\n{table}\n\n{repeat_line(now, before)}\n"
 
 
 def format_json(result: SuiteResult) -> ResultRow:
@@ -215,12 +206,12 @@ def _number(value: Any) -> str:
 
 
 __all__ = [
+    "against_section",
     "format_json",
     "format_markdown",
     "markdown_table",
     "provenance_lines",
     "remark_lines",
-    "repeat_table",
     "report_title",
     "sections",
 ]

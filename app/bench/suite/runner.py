@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import groupby, zip_longest
 from typing import Protocol
 
-from mmspec.app.bench.measure import gc_paused
+from mmspec.app.bench.measure import MIN_ROUNDS, gc_paused
 from mmspec.app.bench.peers.base import MEDIA, TEXT, Peer, PeerError, PeerPrompt, PeerRun
 from mmspec.app.bench.suite.items import ImageError, SuiteItem
 from mmspec.app.bench.suite.prompts import History
@@ -96,7 +96,7 @@ class SuiteRun:
         """All prompts of one form and batch size; items of a category that do not fill a batch are left out.
 
         Args:
-            deadline: `time.perf_counter()` after which no prompt but the first begins; None for no limit.
+            deadline: `time.perf_counter()` after which no prompt begins once there are `MIN_ROUNDS`; None for no limit.
         """
         peers = self.eligible(form, batch, any(item.has_media for item in items))
         groups = make_batches(items, batch)
@@ -106,7 +106,7 @@ class SuiteRun:
         self._warm_up(max(groups, key=lambda group: max(len(item.turns[0]) for item in group)), peers, form)
         with gc_paused():
             for number, group in enumerate(groups):
-                if number and deadline is not None and time.perf_counter() > deadline:
+                if number >= MIN_ROUNDS and deadline is not None and time.perf_counter() > deadline:
                     self.stopped.append(f"{form}, batch {batch}: {number} of {len(groups)} prompts, then time was up")
                     break
                 yield from self._run_group(group, peers, form, number)

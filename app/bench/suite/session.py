@@ -16,7 +16,7 @@ from mmspec.app.bench.peers.base import EMBEDDINGS, MEDIA, TEXT, Peer, PeerError
 from mmspec.app.bench.peers.export import Exports
 from mmspec.app.bench.peers.registry import baseline_peer, build_patched_peers, build_peers
 from mmspec.app.bench.rows import ResultRow
-from mmspec.app.bench.session import provenance
+from mmspec.app.bench.session import provenance, share_of_time
 from mmspec.app.bench.suite.config import SuiteConfig
 from mmspec.app.bench.suite.items import (
     FILE,
@@ -159,10 +159,7 @@ def _measure_series(
         result.reading.append(measure_weight_reading(model))
         end = None if config.minutes is None else time.perf_counter() + 60 * config.minutes
         for number, (form, batch) in enumerate(series):
-            deadline = None
-            if end is not None:  # each series gets an equal share of what is left
-                now = time.perf_counter()
-                deadline = now + max(0.0, end - now) / (len(series) - number)
+            deadline = share_of_time(end, len(series) - number)
             result.calls += suite.run_series(items, form, batch, deadline)
         result.reading.append(measure_weight_reading(model))
     result.left_out = suite.left_out

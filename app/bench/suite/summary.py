@@ -5,19 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from statistics import median
 from typing import Any
 
 from mmspec.app.bench.measure import median_ci
 from mmspec.app.bench.rows import ResultRow
 from mmspec.app.bench.suite.runner import BASELINE_AGAIN, CallRecord
+from mmspec.app.bench.ties import intervals_overlap, neighbour_ties
 
 ALL = "all"
 """The row over all categories."""
 PERCENTILES = (50, 90, 99)
-MIN_RUNS = 7
-"""Fewer calls than this give no interval worth the name; the report says so."""
 
 
 @dataclass(frozen=True)
@@ -133,19 +131,11 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
 
 
-def intervals_overlap(one: Sequence[float], other: Sequence[float]) -> bool:
-    """Whether two [low, high] have a point in common."""
-    return one[0] <= other[1] and other[0] <= one[1]
-
-
 def find_ties(rows: Sequence[SuiteRow]) -> list[tuple[str, str]]:
     """Pairs of neighbours by decode speed whose intervals overlap, of one form, batch size and category."""
-    ranked = sorted((row for row in rows if row.speedup_decode_ci), key=lambda row: -(row.speedup_decode or 0.0))
-    return [
-        (one.peer, other.peer)
-        for one, other in pairwise(ranked)
-        if intervals_overlap(one.speedup_decode_ci or [], other.speedup_decode_ci or [])
-    ]
+    return neighbour_ties(
+        [(row.peer, row.speedup_decode or 0.0, row.speedup_decode_ci) for row in rows if row.speedup_decode_ci]
+    )
 
 
 def call_as_dict(one: CallRecord) -> dict[str, Any]:
@@ -161,7 +151,8 @@ def call_as_dict(one: CallRecord) -> dict[str, Any]:
         "base_ms_per_token": one.base_ms_per_token,
         "base_total_s": one.base_total_s,
     }
-    counts = {"tokens": run.num_tokens, "decoded": run.num_decoded, "same": one.same}
+    counts: dict[str, Any] = {"tokens": run.num_tokens, "decoded": run.num_decoded, "same": one.same}
+    counts["without_media"] = run.without_media
     return about | {key: round(value, 5) for key, value in numbers.items()} | counts
 
 
@@ -180,11 +171,9 @@ def _rounded(limits: Sequence[float]) -> list[float] | None:
 
 __all__ = [
     "ALL",
-    "MIN_RUNS",
     "SuiteRow",
     "call_as_dict",
     "find_ties",
-    "intervals_overlap",
     "percentile",
     "summarise_calls",
 ]

@@ -1,0 +1,149 @@
+/* Draft heads of few_rows.c for one instruction set; included once for each, after decoder.h. */
+
+INLINE VEC NAME(load_some)(const float *p, int64_t n) { return n < LANES ? NAME(load_part)(p, n) : LOAD(p); }
+INLINE VEC NAME(silu)(VEC x) { return x / (SET1(1.0f) + NAME(exp)(-x)); }
+
+/* The logits `z` [V] of one node, completed by the block's, bias and noise. The W largest go to `top`, falling, their
+   tokens to `token`. */
+INLINE void NAME(top_logits)(const drafting *g, int64_t level, int64_t b, float *z, float *top, int64_t *token) {
+  const draft *h = g->h;
+  const int64_t V = h->d.vocab_size, W = h->d.nodes;
+  const float *const base = is_block(h) ? g->base + (b * h->levels + level) * V : NULL;
+  const float *const noise = h->noise ? h->noise + (b * h->levels + level) * V : NULL;
+  const VEC factor = SET1(h->noise ? 1.0f / h->temperature : 1.0f);
+  float lanes[LANES];
+  for (int64_t i = 0; i < W; i++) top[i] = -INFINITY, token[i] = 0;
+  for (int64_t v = 0; v < V; v += LANES) {
+    const int64_t n = min64(LANES, V - v);
+    VEC x = base ? NAME(load_some)(base + v, n) : ZERO();
+    if (!base || level) x += NAME(load_some)(z + v, n);
+    x = (x + NAME(load_some)(h->bias + v, n)) * factor;
+    if (noise) x -= NAME(load_some)(noise + v, n);
+    STORE(lanes, x);
+    memcpy(z + v, lanes, (size_t)n * sizeof(float));
+    if (!ANY_ABOVE(x, SET1(top[W - 1]))) continue;
+    for (int64_t i = 0; i < n; i++) {
+      if (!(lanes[i] > top[W - 1])) continue;
+      int64_t j = W - 1;
+      for (; j > 0 && lanes[i] > top[j - 1]; j--) top[j] = top[j - 1], token[j] = token[j - 1];
+      top[j] = lanes[i], token[j] = v + i;
+    }
+  }
+}
+
+/* The logarithm of the sum of the exponentials of z [V] relative to its largest number, `top`. */
+INLINE float NAME(log_sum)(const float *z, int64_t V, float top) {
+  float lanes[LANES], sum = 0;
+  VEC sums = ZERO();
+  int64_t v = 0;
+  for (; v + LANES <= V; v += LANES) sums += NAME(exp)(LOAD(z + v) - SET1(top));
+  STORE(lanes, sums);
+  for (int i = 0; i < LANES; i++) sum += lanes[i];
+  STORE(lanes, NAME(exp)(NAME(load_part)(z + v, V - v) - SET1(top)));
+  for (int64_t i = 0; i < V - v; i++) sum += lanes[i];
+  return logf(sum);
+}
+
+/* The best next tokens of the nodes of a level, with their log probabilities. */
+INLINE void NAME(best_children)(const drafting *g, int64_t level, int64_t *next) {
+  const int64_t V = g->h->d.vocab_size, W = g->h->d.nodes, R = g->h->d.batch * (level ? W : 1);
+  for (int64_t row = take(next); row < R; row = take(next)) {
+    float *const z = g->logits + row * V, *const log_prob = g->child_log_prob + row * W;
+    NAME(top_logits)(g, level, level ? row / W : row, z, log_prob, g->child + row * W);
+    const float top = log_prob[0], total = NAME(log_sum)(z, V, top);
+    for (int64_t i = 0; i < W; i++) log_prob[i] = log_prob[i] - top - total;
+  }
+}
+
+/* out [R, N] = x [R, K] w^T, x normalised first if there is `norm`. */
+INLINE void NAME(project)(const drafting *g, const float *x, int64_t R, int64_t K, const float *norm, const part *p,
+                          int is_added, float *own, int64_t *next) {
+  NAME(pack_groups)(x, R, K, norm, g->d.eps, own);
+  NAME(multiply_parts)(&(rows){own, R, K, p->N, is_added}, p, 1, next);
+  NAME(wait)(&g->s);
+}
+
+/* The layer of the head, from `inputs` to `x`. */
+INLINE void NAME(head_layer)(const drafting *g, float *own, int64_t *next) {
+  const draft *h = g->h;
+  const int64_t R = h->d.batch * h->d.nodes, D = h->d.hidden_size;
+  const part fuse = {h->fuse, h->fuse_bias, g->s.x, D};
+  NAME(project)(g, g->inputs, R, 2 * D, NULL, &fuse, 0, own, next);
+  NAME(layer)(&g->s, g->d.layers, own, next + 1);
+}
+
+/* The features of a block [batch, levels, D] from the output of the layer, their logits and their R numbers. */
+INLINE void NAME(block_features)(const drafting *g, int64_t thread, float *own, int64_t *next) {
+  const draft *h = g->h;
+  const int64_t B = h->d.batch, L = h->levels, D = h->d.hidden_size, F = h->block_ffn_size;
+  const part up = {h->block_up, NULL, g->ffn, F}, down = {h->block_down, NULL, g->features, L * D};
+  const part head = {h->d.lm_head, h->d.lm_head_bias, g->base, h->d.vocab_size};
+  const part project = {h->feature_proj, NULL, g->projected, h->rank};
+  for (int64_t r = 0; thread == 0 && r < B * L; r++)
+    memcpy(g->features + r * D, h->root + r / L * D, (size_t)D * sizeof(float));
+  NAME(project)(g, h->root, B, D, h->block_norm, &up, 0, own, next);
+  if (thread == 0)
+    for (int64_t i = 0; i < B * F; i += LANES) {
+      const int64_t n = min64(LANES, B * F - i);
+      const VEC y = NAME(silu)(NAME(load_some)(g->ffn + i, n));
+      memcpy(g->ffn + i, &y, (size_t)n * sizeof(float));
+    }
+  NAME(wait)(&g->s);
+  NAME(project)(g, g->ffn, B, F, NULL, &down, 1, own, next + 1);
+  NAME(project)(g, g->features, B * L, D, NULL, &head, 0, own, next + 2);
+  NAME(project)(g, g->features, B * L, D, h->feature_norm, &project, 0, own, next + 3);
+}
+
+/* Corrections of the logits of a position by the tokens of the nodes, to `logits`. */
+INLINE void NAME(corrections)(const drafting *g, int64_t level, int64_t thread, float *own, int64_t *next) {
+  const draft *h = g->h;
+  const int64_t W = h->d.nodes, R = h->d.batch * W, K = h->rank;
+  const part token = {h->token_proj, NULL, g->mixed, K}, vocab = {h->vocab_proj, NULL, g->logits, h->d.vocab_size};
+  NAME(project)(g, g->inputs, R, h->d.hidden_size, h->token_norm, &token, 0, own, next);
+  for (int64_t r = 0; thread == 0 && r < R; r++)
+    for (int64_t i = 0; i < K; i += LANES) {
+      const int64_t n = min64(LANES, K - i);
+      const float *const feature = g->projected + (r / W * h->levels + level) * K + i;
+      const VEC y = NAME(silu)(NAME(load_some)(g->mixed + r * K + i, n) + NAME(load_some)(feature, n));
+      memcpy(g->mixed + r * K + i, &y, (size_t)n * sizeof(float));
+    }
+  NAME(wait)(&g->s);
+  NAME(project)(g, g->mixed, R, K, NULL, &vocab, 0, own, next + 1);
+}
+
+/* Work of one thread: a forward over committed tokens. */
+__attribute__((target(ISA))) static void NAME(head_forward)(void *data) {
+  drafting *g = data;
+  const draft *h = g->h;
+  const int64_t thread = take(&g->s.ticket), N = h->d.nodes, D = h->d.hidden_size;
+  NAME(head_layer)(g, g->s.own + thread * draft_thread_floats(h), g->s.next);
+  for (int64_t b = 0; thread == 0 && b < h->d.batch; b++)
+    if (h->counts[b])
+      memcpy(h->root + b * D, g->s.x + (b * N + h->counts[b] - 1) * D, (size_t)D * sizeof(float));
+}
+
+/* Work of one thread: a tree. */
+__attribute__((target(ISA))) static void NAME(draft_tree)(void *data) {
+  drafting *g = data;
+  const draft *h = g->h;
+  const int64_t B = h->d.batch, D = h->d.hidden_size, thread = take(&g->s.ticket);
+  const part head = {h->d.lm_head, h->d.lm_head_bias, g->logits, h->d.vocab_size};
+  float *const own = g->s.own + thread * draft_thread_floats(h);
+  for (int64_t level = 0; level < h->levels; level++) {
+    int64_t *const next = g->s.next + PHASES * level;
+    if (is_block(h)) {
+      if (level)
+        NAME(corrections)(g, level, thread, own, next);
+      else
+        NAME(block_features)(g, thread, own, next);
+    } else {
+      if (level) NAME(head_layer)(g, own, next);
+      NAME(project)(g, level ? g->s.x : h->root, level ? B * h->d.nodes : B, D, NULL, &head, 0, own, next + 6);
+    }
+    NAME(best_children)(g, level, next + 7);
+    NAME(wait)(&g->s);
+    if (thread == 0) next_level(g, level);
+    NAME(wait)(&g->s);
+  }
+  for (int64_t b = 0; thread == 0 && b < B; b++) finish_tree(g, b);
+}
