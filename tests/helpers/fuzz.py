@@ -924,7 +924,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     seeds = range(args.first_seed, args.first_seed + args.count)
     results: list[CaseResult] = []
     with get_context("fork").Pool(args.jobs, initializer=init_worker) as pool:
-        for result in pool.imap(_RunSeed(args.identity, args.family, args.drafter), seeds, chunksize=4):
+        for result in pool.imap(RunSeed(args.identity, args.family, args.drafter), seeds, chunksize=4):
             results.append(result)
             if result.differences:
                 print(result.report(), flush=True)
@@ -942,10 +942,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 @dataclass(frozen=True)
-class _RunSeed:
-    identity: bool
-    family: str
-    drafter: str
+class RunSeed:
+    """Runs a seed in a worker process; see `run_seed`."""
+
+    identity: bool = False
+    family: str = ""
+    drafter: str = ""
 
     def __call__(self, seed: int) -> CaseResult:
         return run_seed(seed, self.identity, family=self.family, drafter=self.drafter)

@@ -24,6 +24,7 @@ import tiny_models as tiny
 import torch
 import transformers
 import zoo
+from packaging.version import Version
 
 import mmspec
 from mmspec import fallback
@@ -51,6 +52,7 @@ class Row:
 
     Attributes:
         identical: of `cases` random calls; `speculated` of them were not left to transformers.
+        transformers: the version that the cases ran on.
         none_ratio: tokens per second with `drafter="none"` relative to plain `generate`.
     """
 
@@ -66,6 +68,7 @@ class Row:
     grids: bool = False
     none_ratio: float | None = None
     error: str = ""
+    transformers: str = transformers.__version__
 
 
 def media_of(family: str) -> list[str]:
@@ -107,7 +110,7 @@ def measure(family: str, cases: int, pool: Any) -> Row:
         row.heads = working_heads(family)
     except Exception as error:
         row.error = f"{type(error).__name__}: {error}"
-    for result in pool.imap(fuzz._RunSeed(False, family), range(cases), chunksize=4):
+    for result in pool.imap(fuzz.RunSeed(family=family), range(cases), chunksize=4):
         row.cases += 1
         row.identical += not result.differences
         row.speculated += not result.fallback
@@ -162,7 +165,10 @@ def markdown_table(rows: Sequence[Row]) -> str:
         ]
         lines.append("| " + " | ".join(cell or "-" for cell in cells) + " |")
     exact = sum(row.identical == row.cases for row in rows)
-    return "\n".join([f"{exact} of {len(rows)} model types identical in all cases.", "", *lines])
+    newest = max(map(Version, (row.transformers for row in rows)))
+    older = [f"`{row.model_type}`: {row.transformers}" for row in rows if Version(row.transformers) < newest]
+    versions = f"transformers {newest}" + (f" ({', '.join(older)})" if older else "")
+    return "\n".join([f"{exact} of {len(rows)} model types identical in all cases, {versions}.", "", *lines])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -190,12 +196,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             rows.append(row)
             print(f"{family}: {row.identical} of {row.cases}, {row.selftest} {row.error}", file=sys.stderr, flush=True)
     failed = any(row.identical < row.cases for row in rows)
-    if args.family:
-        measured = {row.model_type for row in rows}
-        rows += [Row(**row) for row in json.loads(RESULT.read_text())["rows"] if row["model_type"] not in measured]
+    measured = {row.model_type for row in rows}
+    rows += [Row(**row) for row in json.loads(RESULT.read_text())["rows"] if row["model_type"] not in measured]
     print(markdown_table(rows))
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__, "cases": args.cases}
-    write_results(rows, versions)
+    write_results(rows, {"torch": torch.__version__, "cases": args.cases})
     return int(failed)
 
 

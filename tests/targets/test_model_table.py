@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import model_table
 import tiny_models as tiny
@@ -18,3 +19,11 @@ def test_the_table_has_every_model_type() -> None:
     for row in rows:
         assert row.cases >= 100 and row.identical == row.cases and not row.error, row.model_type
         assert row.selftest == "passed" or row.selftest.startswith("not run"), row.model_type
+
+
+def test_a_row_is_measured() -> None:
+    """The command itself, with one case."""
+    inline = SimpleNamespace(imap=lambda function, values, chunksize: map(function, values))
+    row = model_table.measure("llava", 1, inline)
+    assert (row.cases, row.identical, row.selftest, row.error) == (1, 1, "passed", "")
+    assert set(row.heads) == set(model_table.HEADS)

@@ -158,6 +158,38 @@ def _emu3_images(model: PreTrainedModel, count: int, rng: random.Random, seed: i
     return inputs, [[config.image_token_id] * 20] * count
 
 
+def _apertus(spec: Any, ids: Any) -> PreTrainedModel:
+    """Images become tokens of the vocabulary; if `mixed`, the LM head lacks the rows of the last ids."""
+    from transformers import Apertus1p5Config, Apertus1p5ForConditionalGeneration
+
+    vision = {"codebook_size": 8, "embed_dim": 8, "latent_channels": 8, "base_channels": 32}
+    vision |= {"channel_multiplier": [1, 1], "num_res_blocks": 1, "attn_resolutions": [], "resolution": 8}
+    audio = {"model_type": "wavtokenizer_encoder", "num_filters": 4, "hidden_size": 8, "codebook_size": 8}
+    audio |= {"codebook_dim": 8, "num_lstm_layers": 1, "upsampling_ratios": [2, 2], "decoder_hidden_size": 8}
+    audio |= {"decoder_intermediate_size": 8, "decoder_num_layers": 1, "decoder_attention_num_groups": 2}
+    first = spec.vocab - 24
+    is_pruned = spec.mixed and not spec.tied and not spec.tail
+    config = Apertus1p5Config(
+        text_config=text_values(spec, ids) | {"output_vocab_size": first if is_pruned else None},
+        vision_config=vision,
+        audio_config=audio,
+        image_token_id=ids.image,
+        audio_token_id=ids.start,
+        image_token_offset=first,
+        audio_token_offset=first + 8,
+        tie_word_embeddings=spec.tied,
+    )
+    attention = {"text_config": spec.attention, "vision_config": "eager", "audio_config": "eager", "": "eager"}
+    return Apertus1p5ForConditionalGeneration._from_config(config, attn_implementation=attention)
+
+
+def _apertus_images(model: PreTrainedModel, count: int, rng: random.Random, seed: int) -> Media:
+    config: Any = model.config
+    sizes = torch.tensor([[rng.choice((4, 8)), 8] for _ in range(count)])
+    runs = [[config.image_token_id] * size for size in (sizes.prod(-1) // 4).tolist()]
+    return {"pixel_values": noise((count, 3, 8, 8), seed, model), "image_sizes": sizes}, runs
+
+
 def _blip(name: str) -> Any:
     """BLIP-2 or InstructBLIP with OPT: query tokens of a Q-Former."""
 
@@ -291,6 +323,13 @@ ROWS: tuple[Family, ...] = (
     Family("fuyu", _fuyu, _fuyu_images, min_transformers="5.23"),  # older versions call the pixels image_patches
     Family("chameleon", _chameleon, _square_images(8, 4)),
     Family("emu3", _emu3, _emu3_images),
+    Family(
+        "apertus1p5",
+        _apertus,
+        _apertus_images,
+        traits="LM head of fewer rows than the vocabulary",
+        min_transformers="5.24",
+    ),
     Family(
         "blip-2",
         _blip("Blip2"),
