@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("gradio")
+
 from mmspec.app.errors import UsageError
 from mmspec.app.ui.context import Context
 from mmspec.app.ui.learning import LearningRun, empty_cache_folder, moving_means, pool_calls

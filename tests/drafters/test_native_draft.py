@@ -181,7 +181,7 @@ def test_weights_that_change_during_a_call(kind: str, best_kernel: None, target:
     states = TwoStates(target, drafter)
     states.round((2, 1))
     for linear in (drafter.head.layer.qkv_proj, drafter.head.fc):
-        linear.weight.data.mul_(-2)
+        linear.weight.data.mul_(-1)  # not larger: rounding would be amplified level by level
         states.round((1, 2))
     assert not calls.refused
     qkv_proj = drafter.head.layer.qkv_proj
