@@ -23,7 +23,7 @@ from mmspec.engine.kv_cache import RaggedKVCache
 from mmspec.engine.tree import DraftTree
 from mmspec.engine.tree_cache import CACHE_ARGUMENT
 from mmspec.targets.base import ModelAdapter
-from mmspec.targets.module_scan import ModuleScan
+from mmspec.targets.module_scan import ModuleScan, calls_library_code
 
 LAYER_CLASSES = {
     "LlamaModel": "Llama",
@@ -201,9 +201,13 @@ def find_decoder(kernel: FewRowsKernel, adapter: ModelAdapter, modules: ModuleSc
         return None
     if modules.hook is not None or modules.foreign or modules.compiled or not modules.can_use_inference_mode:
         return None
+    if not all(map(calls_library_code, {type(module) for module in model.modules()})):
+        return None
     layers = list(text_model.layers)
     embeddings, lm_head = model.get_input_embeddings(), model.get_output_embeddings()
-    if len(layers) != adapter.num_layers or not all(_is_known_layer(layer, prefix) for layer in layers):
+    if {adapter.num_layers, text_model.config.num_hidden_layers} != {len(layers)}:
+        return None
+    if not all(_is_known_layer(layer, prefix) for layer in layers):
         return None
     is_known = _class_name(text_model.norm) == f"{prefix}RMSNorm" and _is_plain_linear(lm_head)
     if not is_known or type(embeddings) is not nn.Embedding or embeddings.max_norm is not None:

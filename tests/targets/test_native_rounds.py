@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import fuzz
@@ -13,6 +15,7 @@ import torch
 from parity import Kwargs, generate_plain, get_model, speculate
 from test_targets import bush, inside
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from mmspec.cpu.native import load_kernel
@@ -149,7 +152,29 @@ def _other_eps(model: PreTrainedModel) -> Any:
     return lambda: setattr(norm, "variance_epsilon", before)
 
 
-CHANGES = (_hook, _replace_layer, _add_module, _replace_forward, _gelu, _max_norm, _strided_weight, _other_eps)
+def _replace_function(model: PreTrainedModel) -> Any:
+    module = sys.modules[type(model.get_decoder()).__module__]
+    before = module.apply_rotary_pos_emb
+    module.apply_rotary_pos_emb = lambda query, key, *args: before(2 * query, key, *args)
+    return lambda: setattr(module, "apply_rotary_pos_emb", before)
+
+
+def _replace_call(model: PreTrainedModel) -> Any:
+    kind = type(model.get_decoder().norm)
+    kind.__call__ = lambda self, states: 2 * nn.Module.__call__(self, states)
+    return lambda: delattr(kind, "__call__")
+
+
+def _fewer_layers(model: PreTrainedModel) -> Any:
+    config = model.get_decoder().config
+    before, config.num_hidden_layers = config.num_hidden_layers, 1
+    return lambda: setattr(config, "num_hidden_layers", before)
+
+
+CHANGES = (
+    *(_hook, _replace_layer, _add_module, _replace_forward, _gelu, _max_norm, _strided_weight, _other_eps),
+    *(_replace_function, _replace_call, _fewer_layers),
+)
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__[1:])
@@ -192,6 +217,30 @@ def test_autocast_and_wide_batches_run_in_the_model(forwards: list[bool]) -> Non
     assert forwards == [False, True]
     inside(model, tiny.build_inputs(model, 4, 3), lambda target: (use_native(target), _score_wide(target)))
     assert forwards[2:] == [False]
+
+
+class DoubledSilu(TorchDispatchMode):
+    """User code that changes an operator."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        return 2 * out if "silu" in str(function) else out
+
+
+@pytest.mark.parametrize("way", ["mode", "function"])
+def test_operators_of_user_code_are_not_bypassed(
+    way: str, forwards: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = get_model("llava", seed=15)
+    inputs = tiny.build_inputs(model, 6, 2)
+    linear = nn.functional.linear
+    if way == "function":
+        monkeypatch.setattr(nn.functional, "linear", lambda *args: 1.5 * linear(*args))
+    with DoubledSilu() if way == "mode" else nullcontext():
+        plain = generate_plain(model, inputs, max_new_tokens=16, do_sample=False)
+        with speculate(model, "bush", plain):
+            assert torch.equal(generate_plain(model, inputs, max_new_tokens=16, do_sample=False), plain)
+    assert not forwards
 
 
 def _score_wide(target: HFTarget) -> None:
