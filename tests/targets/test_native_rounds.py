@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import sys
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
+import mmspec
 from mmspec.cpu.native import load_kernel
 from mmspec.targets.hf import HFTarget
 from mmspec.targets.module_scan import scan_modules
@@ -25,6 +27,7 @@ from mmspec.targets.native import NativeRounds
 
 pytestmark = pytest.mark.skipif(load_kernel() is None, reason="no compiler or another processor")
 TEXT = ("llama", "mistral", "qwen3")
+OUTPUTS: Kwargs = {"max_new_tokens": 16, "return_dict_in_generate": True, "output_logits": True}
 VISION = (*tiny.FAMILIES, "qwen2_vl", "internvl", "idefics3", "smolvlm", "mistral3", "vipllava")
 
 
@@ -241,6 +244,42 @@ def test_operators_of_user_code_are_not_bypassed(
         with speculate(model, "bush", plain):
             assert torch.equal(generate_plain(model, inputs, max_new_tokens=16, do_sample=False), plain)
     assert not forwards
+
+
+class TripledLinear(nn.Linear):
+    """A class that user code gives to a layer."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return 3 * nn.Linear.forward(self, input)
+
+
+CHANGES_DURING_A_CALL: dict[str, Callable[[Any], Any]] = {
+    "eps": lambda model: setattr(model.get_decoder().layers[1].input_layernorm, "variance_epsilon", 3.0),
+    "scaling": lambda model: setattr(model.get_decoder().layers[1].self_attn, "scaling", 9.0),
+    "frequencies": lambda model: model.get_decoder().rotary_emb.inv_freq.mul_(0.1),
+    "class": lambda model: setattr(model.lm_head, "__class__", TripledLinear),
+    "max_norm": lambda model: setattr(model.get_input_embeddings(), "max_norm", 0.5),
+    "forward": lambda model: setattr(model.lm_head, "forward", functools.partial(TripledLinear.forward, model.lm_head)),
+}
+
+
+@pytest.mark.parametrize("kind", CHANGES_DURING_A_CALL)
+def test_changes_of_what_is_no_weight(kind: str) -> None:
+    """They count from the next forward on, and outlive the call."""
+    results = []
+    for is_patched in (False, True):
+        model = tiny.build_model(tiny.ModelSpec(seed=15))
+        inputs = tiny.build_inputs(model, 6, 1)
+        if is_patched:
+            mmspec.patch(model, "none")
+        changer = Meddler(functools.partial(CHANGES_DURING_A_CALL[kind], model))
+        results += [
+            generate_plain(model, inputs, streamer=changer, **OUTPUTS),
+            generate_plain(model, inputs, **OUTPUTS),
+        ]
+    for plain, mine in zip(results[:2], results[2:], strict=True):
+        assert torch.equal(plain.sequences, mine.sequences)
+        assert torch.allclose(torch.stack(plain.logits), torch.stack(mine.logits), atol=1e-3)
 
 
 def _score_wide(target: HFTarget) -> None:
