@@ -32,7 +32,7 @@ from mmspec.app.ui.plots import LANE_COLORS, caption_curve, count_axis, value_li
 from mmspec.app.ui.tabs.run_events import RUN_EVENT, RunControls, begin_run, connect_run_end
 from mmspec.app.ui.worker import Client, LeftQueueError
 
-INTRO = (
+BATCH_INTRO = (
     "Captions of many files: the model describes each picture or clip, with mmspec. The captions are those of plain "
     "<code>generate</code>, and can be saved as JSONL or Parquet."
 )
@@ -58,7 +58,7 @@ class BatchComponents:
 
 def build_batch_tab(context: Context) -> None:
     """Create the tab and connect its events."""
-    gr.HTML(f'<p class="mm-intro">{INTRO}</p>')
+    gr.HTML(f'<p class="mm-intro">{BATCH_INTRO}</p>')
     with gr.Row():
         with gr.Column(scale=2, min_width=300):
             uploads = gr.File(
