@@ -95,7 +95,7 @@ def test_the_instrument_reports_phases_logits_and_noise(monkeypatch: pytest.Monk
     peer.generate(prompt, 16)
     assert len(timer.spans["round"]) == stats.rounds  # nothing is timed any more
 
-    notes = check_notes(baseline_peer(model), [peer], prompt, 12)
+    notes = check_notes(model, [peer], prompt, 12)
     assert "of 12 steps' logits" in notes[2] and "(same text)" in notes[2] and "noise gives" in notes[3]
     assert multinomial_is_reproduced(device, 50)
     monkeypatch.setattr(SamplingNoise, "at_step", lambda self, step: self._ring[(step + 1) % self.window][:, None])

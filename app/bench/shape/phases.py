@@ -7,16 +7,19 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
 
 from mmspec.app.bench.peers.base import Peer, PeerPrompt
-from mmspec.app.bench.peers.in_process import PatchedPeer, TransformersPeer, greedy_options
+from mmspec.app.bench.peers.in_process import PatchedPeer, greedy_options
 from mmspec.control.draft_cost import Timestamp, elapsed
 from mmspec.engine.loop import DecodeLoop
 from mmspec.engine.rng import SamplingNoise
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 PHASES = ("read", "levels", "score", "verify", "commit", "observe")
 """Draft head over new tokens; the rest of the draft; the target's forward; sampling, acceptance and the copy to the
@@ -103,14 +106,14 @@ def recording_note(peer: PatchedPeer, prompt: PeerPrompt, new_tokens: int) -> st
     return f"{peer.name}: first call {max(0.0, first_s - second_s):.2f} s longer than the second ({second_s:.2f} s)"
 
 
-def logits_note(baseline: TransformersPeer, peer: PatchedPeer, prompt: PeerPrompt, new_tokens: int) -> str:
+def logits_note(model: PreTrainedModel, peer: PatchedPeer, prompt: PeerPrompt, new_tokens: int) -> str:
     """Largest difference of a peer's logits to those of `generate`, which decodes one position at a time.
 
     Logits are those of the emitted tokens. Texts that differ are reported, and compared up to the first difference.
     """
-    options = greedy_options(baseline.model, prompt, new_tokens)
+    options = greedy_options(model, prompt, new_tokens)
     options |= {"output_logits": True, "return_dict_in_generate": True}
-    plain, own = (one.model.generate(**prompt.inputs, **options) for one in (baseline, peer))
+    plain, own = (one.generate(**prompt.inputs, **options) for one in (model, peer.model))
     length = prompt.inputs["input_ids"].shape[1]
     steps = min(plain.sequences.shape[1], own.sequences.shape[1]) - length
     differs = (plain.sequences[:, length : length + steps] != own.sequences[:, length : length + steps]).any(0).tolist()
@@ -138,14 +141,14 @@ def multinomial_is_reproduced(device: torch.device, vocab_size: int) -> bool:
     return same_state and all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
-def check_notes(baseline: TransformersPeer, peers: Sequence[Peer], prompt: PeerPrompt, new_tokens: int) -> list[str]:
+def check_notes(model: PreTrainedModel, peers: Sequence[Peer], prompt: PeerPrompt, new_tokens: int) -> list[str]:
     """Recording, phases and logits of each patched peer, and the probe of the noise; `prompt` has the batch size."""
     lines = []
     for peer in (peer for peer in peers if isinstance(peer, PatchedPeer)):
         lines += [recording_note(peer, prompt, new_tokens), phase_note(peer, prompt, new_tokens)]
-        lines.append(logits_note(baseline, peer, prompt, new_tokens))
+        lines.append(logits_note(model, peer, prompt, new_tokens))
     device = prompt.inputs["input_ids"].device
-    verdict = "gives" if multinomial_is_reproduced(device, baseline.model.config.vocab_size) else "DOES NOT GIVE"
+    verdict = "gives" if multinomial_is_reproduced(device, model.config.vocab_size) else "DOES NOT GIVE"
     return [*lines, f"our noise {verdict} the samples and the generator state of torch.multinomial on {device}"]
 
 

@@ -132,9 +132,7 @@ def measure_shape(args: argparse.Namespace) -> SuiteResult:
     items = {batch: prompts.items(batch * (args.repeats or MIN_ROUNDS)) for batch in args.batch_sizes}
     total = sum(suite.count_calls(items[batch], TEXT, batch) for batch in args.batch_sizes)
     is_hidden = not (sys.stderr.isatty() if args.progress is None else args.progress)
-    checks = check_notes(
-        suite.baseline, peers, prompts.build(items[args.batch_sizes[0]][:1], [()], 0, TEXT), CHECK_TOKENS
-    )
+    checks = check_notes(model, peers, prompts.build(items[args.batch_sizes[0]][:1], [()], 0, TEXT), CHECK_TOKENS)
     with tqdm(total=total, desc="bench", unit="call", disable=is_hidden, file=sys.stderr) as bar:
         suite.tick = bar.update
         result.reading.append(measure_weight_reading(model))
