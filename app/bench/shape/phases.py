@@ -21,7 +21,7 @@ from mmspec.engine.rng import SamplingNoise
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-PHASES = ("read", "levels", "score", "verify", "commit", "observe")
+DEVICE_PHASES = ("read", "levels", "score", "verify", "commit", "observe")
 """Draft head over new tokens; the rest of the draft; the target's forward; sampling, acceptance and the copy to the
 host; the KV cache; what the drafter does with the result."""
 PROBE_ROWS, PROBE_STEPS = 3, 8
@@ -72,7 +72,7 @@ class PhaseTimer:
         totals = {phase: sum(elapsed(*span) or 0.0 for span in spans) for phase, spans in self.spans.items()}
         totals["levels"] = totals.pop("propose", 0.0) - totals.get("read", 0.0)
         num_rounds = max(1, len(self.spans["round"]))
-        return {phase: 1e3 * totals.get(phase, 0.0) / num_rounds for phase in PHASES}
+        return {phase: 1e3 * totals.get(phase, 0.0) / num_rounds for phase in DEVICE_PHASES}
 
     def _timed(self, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
