@@ -228,3 +228,5 @@ EXPORT int few_rows_draft_tree(const draft *h, int level, int64_t num_threads, p
   run_draft(&g, level == 2 ? avx512_draft_tree : avx2_draft_tree, num_threads, parallel);
   return 1;
 }
+
+#include "ngrams.h"
