@@ -27,7 +27,7 @@ def decoder_tensors(adapter: ModelAdapter) -> Iterator[Tensor]:
                 yield tensor
 
 
-def checksums(tensor: Tensor) -> tuple[Tensor, Tensor]:
+def bit_checksums(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """Sums of the bit patterns along the first and the last dimension. They change where `.data` is edited in place."""
     bits = torch.atleast_1d(tensor.detach()).contiguous()
     if bits.shape[-1] * bits.element_size() % 8 == 0:
@@ -51,4 +51,4 @@ def check_replay(outputs: Tensor, expected: Tensor) -> None:
         raise RuntimeError(f"the recorded round differs from the model by {float(difference / scale):.1e}")
 
 
-__all__ = ["check_replay", "checksums", "decoder_tensors"]
+__all__ = ["bit_checksums", "check_replay", "decoder_tensors"]

@@ -23,7 +23,7 @@ from mmspec.engine.static_cache import MAX_NODES, StaticKVCache, StaticLayoutErr
 from mmspec.engine.tree import DraftTree
 from mmspec.interfaces import VerifyResult
 from mmspec.targets.base import ModelAdapter
-from mmspec.targets.capture_checks import check_replay, checksums, decoder_tensors
+from mmspec.targets.capture_checks import bit_checksums, check_replay, decoder_tensors
 from mmspec.targets.hf import HFTarget
 from mmspec.targets.module_scan import ModuleScan
 from mmspec.targets.static_round import StaticRound
@@ -218,7 +218,7 @@ class CapturePool:
         places = [(id(t), t.data_ptr(), 0 if t.is_inference() else t._version) for t in tensors]
         modules = [id(module) for module in adapter.model.modules()]
         fingerprint = places, modules, config, adapter.attention
-        checksums = [part for t in tensors for part in checksums(t)] if frozen else []
+        checksums = [part for t in tensors for part in bit_checksums(t)] if frozen else []
         same = len(checksums) == len(self._checksums) and all(map(torch.equal, checksums, self._checksums))
         if self._fingerprint != fingerprint or (frozen and not same):
             self._lanes.clear()
