@@ -46,7 +46,8 @@ def describe_structure(modules: Sequence[nn.Module]) -> list[Any]:
         found += map(module.__dict__.get, CONSTANTS)
         for buffer in module._buffers.values():
             found += id(buffer), 0 if buffer is None or buffer.is_inference() else buffer._version
-    for kind in dict.fromkeys(map(type, modules)):
+    kinds: dict[Any, None] = dict.fromkeys(map(type, modules))
+    for kind in kinds:
         found += kind.forward, calls_library_code(kind)
     return [*found, ALL_ATTENTION_FUNCTIONS.get("sdpa")]
 
