@@ -218,7 +218,7 @@ class _Rotary:
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """See `mmspec.cpu.decoder.RotaryFn`."""
-        example = torch.empty(0, dtype=torch.float32)
+        example = torch.empty(0, dtype=torch.float32, device="cpu")
         has_axes = "mrope_section" in str(getattr(getattr(self.rotary_emb, "config", None), "rope_parameters", ""))
         position_ids = positions.expand(3, 1, -1) if has_axes else positions[None]
         with torch.no_grad():
