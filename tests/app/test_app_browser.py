@@ -691,6 +691,7 @@ def check_plots(page: Any) -> None:
     for name in counted:
         page.wait_for_selector(f"{name} .vega-embed svg")
         page.wait_for_timeout(100)  # labels are thinned with the next frame
+        assert "tokens per forward" in (page.locator(f"{name} .vega-embed").first.get_attribute("aria-label") or "")
         labels = page.evaluate(AXIS_LABELS, name)
         assert labels and len({label for label, _, _ in labels}) == len(labels), (name, labels)
         assert all(re.fullmatch(r"[0-9,]+", label) for label, _, _ in labels), (name, labels)
