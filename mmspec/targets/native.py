@@ -189,7 +189,7 @@ def find_decoder(kernel: FewRowsKernel, adapter: ModelAdapter, modules: ModuleSc
         return None
     if modules.hook is not None or modules.foreign or modules.compiled or not modules.can_use_inference_mode:
         return None
-    if not all(map(calls_library_code, {type(module) for module in model.modules()})):
+    if not all(map(calls_library_code, modules.kinds)):
         return None
     layers = list(text_model.layers)
     embeddings, lm_head = model.get_input_embeddings(), model.get_output_embeddings()

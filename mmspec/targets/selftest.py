@@ -237,7 +237,8 @@ class _TreeTest:
         """[R, P, S, V] float32 logits of transformers' own loop along each path of each row."""
         length, num_steps = input_ids.shape[1], self.plan.num_steps
         steps = [[*path, *[path[-1]] * (num_steps - len(path))] for path in self.plan.paths]
-        tokens = self.node_ids[:, torch.tensor(steps, device=self.node_ids.device)].flatten(0, 1)
+        paths = torch.tensor(steps, device=self.node_ids.device)
+        tokens = self.node_ids[:, paths].flatten(0, 1)
         model = self.adapter.model
         output = type(model)._sample(
             model,
