@@ -31,8 +31,8 @@ from mmspec.targets.captured import CapturedTarget, recorder_for
 from mmspec.targets.static_round import StaticRound
 
 SPEC = tiny.ModelSpec("llava")
-DRAFTERS = ("none", "lookup", "leaning-coupled", "leaning-flash")
-"""`coupled` is MSD."""
+DRAFTERS = ("none", "lookup", "leaning-coupled", "leaning-flash", "leaning-eagle3", "dspark")
+"""`coupled` is MSD; the last two read hidden states of several layers."""
 
 
 class CountingRecorder:
@@ -85,7 +85,7 @@ def build_model(spec: tiny.ModelSpec = SPEC) -> PreTrainedModel:
 
 def build_drafter(name: str, spec: tiny.ModelSpec = SPEC) -> Any:
     """A drafter by name; a head that is often right."""
-    return heads.build_drafter(name, spec) if name.startswith("leaning") else name
+    return heads.build_drafter(name, spec, seed=1) if name.startswith(("leaning", "dspark")) else name
 
 
 def build_inputs(model: PreTrainedModel, seed: int, batch: int) -> tiny.Inputs:
@@ -190,7 +190,8 @@ def test_a_recording_replayed_on_other_prompts_is_plain_generate(drafter: str, b
             assert torch.equal(generate(model, inputs, sampled, repetition_penalty=1.1), expected)
         stats = mmspec.stats(model)
     assert recorder.recordings == 1 and recorder.replays > 20, "one shape: one recording"
-    assert stats.num_accepted_tokens > 0 or drafter in ("none", "lookup")
+    assert stats.num_accepted_tokens > 0 or drafter in ("none", "lookup", "dspark")
+    assert stats.num_draft_tokens > 0 or drafter in ("none", "lookup")
     assert not stats.fallback_calls
 
 
