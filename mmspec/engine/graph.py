@@ -117,7 +117,7 @@ class CudaGraphRecorder:
 
 
 def _normalize(inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Copies with the same strides in every round, and no inference tensors: compiled code is compiled anew for others."""
+    """Contiguous copies that are no inference tensors: compiled code is compiled anew for others."""
     return [tensor.clone(memory_format=torch.contiguous_format) for tensor in inputs]
 
 
