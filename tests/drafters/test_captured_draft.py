@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
+from statistics import median
 from typing import Any
 from unittest import mock
 
@@ -15,19 +18,22 @@ import pytest
 import torch
 from recorded_rounds import SPEC, HostCounter, build_drafter, build_inputs, build_model, generate, patched, recording
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import mmspec
 from mmspec.drafters.eagle import native
-from mmspec.drafters.eagle.captured import CapturedDraft
+from mmspec.drafters.eagle.captured import CapturedDraft, StaticDraft, StaticHeadCache
 from mmspec.drafters.eagle.drafter import EagleDrafter
 from mmspec.drafters.eagle.head import EagleHead
+from mmspec.drafters.eagle.state import DraftState
 from mmspec.engine.graph import Replay, StaticFunction, record_nothing, record_trace
-from mmspec.engine.recordings import Recordings
+from mmspec.engine.loop import DecodeLoop
+from mmspec.engine.recordings import NUM_CHECKED_REPLAYS, Recordings
 from mmspec.engine.tree import DraftTree
 from mmspec.targets.static_round import StaticRound
 
 KINDS = ("coupled", "decoupled", "trimmed", "eagle3", "vispec", "flash", "chained", "parallel", "linked", "falcon")
-"""`coupled` is EAGLE, `decoupled` MSD, `chained` FLASH with a `MarkovHead`, `linked` parallel with a `TokenCorrection`."""
+"""`coupled`: EAGLE, `decoupled`: MSD, `chained`: FLASH with a `MarkovHead`, `linked`: parallel with a correction."""
 TRACED = {("decoupled", 1, False), ("coupled", 3, True), ("chained", 1, True), ("flash", 3, False), ("falcon", 3, True)}
 """(kind, batch size, sampled) whose drafts are traced in the fast tests: tracing takes a second."""
 
@@ -95,16 +101,13 @@ def test_a_recorded_draft_replayed_on_other_prompts(kind: str, batch: int, sampl
     assert found == expected and found[0] > 0
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_drafts_equal_unrecorded_ones(kind: str) -> None:
-    """Node for node, in rows of different lengths, also after rounds without a draft."""
-    model = build_model()
-    inputs = build_inputs(model, 0, 3)
-    drafter = build_drafter(f"leaning-{kind}")
+def compare_drafts(kind: str, sampled: bool) -> None:
+    """Compare every recorded draft of two calls, of three rows of different lengths, with the same unrecorded."""
+    model, drafter = build_model(), build_drafter(f"leaning-{kind}")
     found = 0
     tree = CapturedDraft.tree
 
-    def compare(self: CapturedDraft, state: Any, *args: Any) -> DraftTree | None:
+    def compare(self: CapturedDraft, state: DraftState, *args: int) -> DraftTree | None:
         nonlocal found
         captured = tree(self, state, *args)
         with mock.patch.object(state, "backend", None):
@@ -116,8 +119,41 @@ def test_drafts_equal_unrecorded_ones(kind: str) -> None:
         return captured
 
     with recording(record_nothing), patched(model, drafter), mock.patch.object(CapturedDraft, "tree", compare):
-        generate(model, inputs, False, max_new_tokens=60)
+        for seed in range(2):
+            generate(model, build_inputs(model, seed, 3), sampled)
     assert found > 5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_drafts_equal_unrecorded_ones(kind: str) -> None:
+    compare_drafts(kind, sampled=KINDS.index(kind) % 2 == 0)
+
+
+def _stale_lengths(original: Any) -> Any:
+    def faulty(self: StaticHeadCache, buffer: Tensor, lengths: Tensor, *args: Any) -> None:
+        original(self, buffer, lengths, *args)
+        self._lengths = lengths.clamp(max=int(lengths.min()))  # a number of the host, here of the shortest row
+
+    return faulty
+
+
+def _noise_of_the_next_token(original: Any) -> Any:
+    def faulty(self: StaticDraft, named: dict[str, Tensor], commits: bool) -> DraftState:
+        return original(self, {n: t.roll(1, 1) if n == "noise" else t for n, t in named.items()}, commits)
+
+    return faulty
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "bug"),
+    [
+        (StaticHeadCache, "__init__", _stale_lengths),
+        (StaticDraft, "_state", _noise_of_the_next_token),
+    ],
+)
+def test_planted_bugs_are_caught(owner: type, name: str, bug: Callable[[Any], Any]) -> None:
+    with mock.patch.object(owner, name, bug(getattr(owner, name))), pytest.raises(AssertionError):
+        compare_drafts("decoupled", sampled=True)
 
 
 def test_the_controllers_choose_freely() -> None:
@@ -357,3 +393,81 @@ def test_a_draft_on_the_meta_device_reads_and_makes_nothing(kind: str, sampled: 
                 outputs = run.function(*tensors)
         assert counter.counts == {"reads": 0, "made": 0} and len(outputs) == run.num_outputs
         assert all(output.is_meta and len(output) == 2 for output in outputs)
+
+
+# --- kernels ----------------------------------------------------------------------------------------------------------
+
+NOT_KERNELS = ("aten::new_empty", "aten::empty", "aten::empty_like", "aten::_unsafe_view", "aten::scalar_tensor")
+"""Operators that allocate or view, or are values of the host."""
+
+
+class KernelCounter(TorchDispatchMode):
+    """Counts aten operators, each about one kernel on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not func.is_view and func._schema.name not in NOT_KERNELS
+        return func(*args, **(kwargs or {}))
+
+
+@cache
+def count_kernels(kind: str | None, num_layers: int) -> tuple[int, int]:
+    """Kernels of a round with a recorded draft, and those outside of recordings (medians). None: of a plain step."""
+    spec = dataclasses.replace(SPEC, layers=num_layers)
+    model = build_model(spec)
+    inputs = build_inputs(model, 0, 1)
+    if kind is None:
+        counts = []
+        for num_tokens in (4, 5):
+            with KernelCounter() as counter:
+                generate(model, inputs, False, max_new_tokens=num_tokens)
+            counts.append(counter.count)
+        return counts[1] - counts[0], 0
+    drafter = build_drafter(f"leaning-{kind}", spec)
+    drafter.top_k = 8  # as on a GPU
+    if kind == "decoupled":
+        drafter.max_depth = drafter.depth_controller.max_levels = 6
+    rounds = []
+    counter = KernelCounter()
+    inner, round_, run = 0, DecodeLoop.round, Recordings.run
+
+    def counted_round(self: DecodeLoop, state: Any) -> None:
+        nonlocal inner
+        counter.count = inner = 0
+        with counter:
+            round_(self, state)
+        rounds.append((counter.count, counter.count - inner))
+
+    def counted_run(self: Recordings, *args: Any) -> Any:
+        nonlocal inner
+        before = counter.count
+        outputs = run(self, *args)
+        inner += counter.count - before
+        return outputs
+
+    with (
+        recording(record_nothing),
+        patched(model, drafter, tree_size=16),
+        mock.patch.object(DecodeLoop, "round", counted_round),
+        mock.patch.object(Recordings, "run", counted_run),
+    ):
+        generate(model, inputs, False, max_new_tokens=24)
+    settled = rounds[NUM_CHECKED_REPLAYS + 1 : -1]
+    assert len(settled) > 2
+    return int(median(total for total, _ in settled)), int(median(outside for _, outside in settled))
+
+
+@pytest.mark.parametrize(("kind", "limit"), [("chained", 1.10), ("decoupled", 1.25)])
+def test_kernels_of_a_round(kind: str, limit: float) -> None:
+    """At most 10% (FLASH) and 25% (MSD, six levels) more than a plain step, for a target of 32 layers."""
+
+    def at_32(kind: str | None, part: int) -> int:
+        few, more = (count_kernels(kind, num_layers)[part] for num_layers in (1, 2))
+        return few + 31 * (more - few)
+
+    plain, total, outside = at_32(None, 0), at_32(kind, 0), at_32(kind, 1)
+    assert total <= limit * plain, (total, plain)
+    assert outside < 100, "launched one by one"
