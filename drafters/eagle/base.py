@@ -18,7 +18,7 @@ from mmspec.control.draft_cost import CallTimer, HeadCostModel
 from mmspec.drafters.deprecation import warn_former_argument
 from mmspec.drafters.eagle.attention import cached_attention, causal_mask, select_last
 from mmspec.drafters.eagle.captured import find_captured_draft
-from mmspec.drafters.eagle.compressed_inputs import compress_prompt
+from mmspec.drafters.eagle.compressed_inputs import compressed_prompt_inputs
 from mmspec.drafters.eagle.head import EagleHead
 from mmspec.drafters.eagle.native import NativeDraft
 from mmspec.drafters.eagle.state import DraftState, Pending
@@ -308,7 +308,7 @@ class HeadDrafter(ABC):
             keep = None if keep is None else keep & attention_mask
         else:
             state.timer = CallTimer(self.cost_model, len(counts), counts.device)
-            inputs, keep, position_ids = compress_prompt(self, prompt, aligned, counts, compressor)
+            inputs, keep, position_ids = compressed_prompt_inputs(self, prompt, aligned, counts, compressor)
         if keep is not None:
             num_inputs, inputs, position_ids = left_pack(keep, inputs, position_ids)
         next_positions, lengths = torch.stack((counts, num_inputs)).tolist()

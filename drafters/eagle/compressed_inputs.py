@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from mmspec.drafters.eagle.base import HeadDrafter
 
 
-def compress_prompt(
+def compressed_prompt_inputs(
     drafter: HeadDrafter, prompt: Prompt, inputs: DraftInputs, counts: Tensor, compressor: Compressor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`compressed_inputs` of a prompt with `counts` [B] positions per row."""
@@ -171,4 +171,4 @@ def prompt_grids(prompt: Prompt, num_new: int) -> tuple[VisualGrid, ...]:
     return tuple(grids)
 
 
-__all__ = ["compress_prompt", "compressed_inputs", "prompt_grids"]
+__all__ = ["compressed_inputs", "compressed_prompt_inputs", "prompt_grids"]
