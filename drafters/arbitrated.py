@@ -42,7 +42,7 @@ _ENABLED_SOURCES = {
     RECYCLING: [False, True, False],
     HYBRID: [True, True, False],
     OUTPUTS: [True, True, True],
-    INSTANT: [True, False, True],  # recycling costs more than it adds to heads
+    INSTANT: [False, False, True],  # the others cost more than they add to heads
 }
 MIN_LOOKUP_MATCH = 6
 """Length of a match from which on the draft of lookup is compared with the best arm."""
@@ -76,7 +76,7 @@ class ArbitratedState:
 
 
 class ArbitratedDrafter:
-    """Drafts by the arm that earns most.
+    """Drafts with the arm (a subset of the n-gram sources, or instant heads) that yields the most tokens per second.
 
     Attributes:
         name: of the drafter.
@@ -94,7 +94,8 @@ class ArbitratedDrafter:
             name: of the drafter.
         """
         self.name = name or "arbitrated"
-        self.ngram = BestFirstDrafter(self.name, [PromptLookup(), SuccessorTable(), OutputNgrams()])
+        self._outputs = OutputNgrams()
+        self.ngram = BestFirstDrafter(self.name, [PromptLookup(), SuccessorTable(), self._outputs])
         self.heads = heads
         if arms is None:
             arms = (LOOKUP, RECYCLING, HYBRID) if heads is None else (LOOKUP, RECYCLING, OUTPUTS, INSTANT)
@@ -110,7 +111,9 @@ class ArbitratedDrafter:
     def begin(self, prompt: Prompt) -> ArbitratedState:
         """Start all arms."""
         heads = None if self.heads is None else self.heads.begin(prompt)
-        return ArbitratedState(self.ngram.begin(prompt), heads, self.arbiter.start(len(prompt.input_ids)))
+        state = ArbitratedState(self.ngram.begin(prompt), heads, self.arbiter.start(len(prompt.input_ids)))
+        state.outputs.flag(prompt.banned_ids, prompt.stop_ids)
+        return state
 
     def propose(self, state: ArbitratedState, max_nodes: int, active: Sequence[bool]) -> DraftTree:
         """The draft of lookup if it promises more than the best arm gets, else that of the chosen arm."""
@@ -128,8 +131,12 @@ class ArbitratedDrafter:
 
     def _propose(self, state: ArbitratedState, arm: int, max_nodes: int, active: Sequence[bool]) -> DraftTree:
         state.ngram.enabled = _ENABLED_SOURCES[arm]
-        if arm == INSTANT and self.heads is not None and state.heads is not None and max_nodes > 1:
-            state.outputs.slots = self.heads.slot_probs(state.heads)
+        if arm == INSTANT and self.heads is not None and state.heads is not None:
+            state.outputs.heads = self.heads.distributions(state.heads)
+            compiled = self._outputs.draft(state.outputs, max_nodes, active, self.ngram.calibration)
+            if compiled is not None:
+                tree, state.ngram.candidates = compiled
+                return tree
         return self.ngram.propose(state.ngram, max_nodes, active)
 
     def _has_long_match(self, state: ArbitratedState, active: Sequence[bool]) -> bool:

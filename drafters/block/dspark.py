@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,9 +11,11 @@ from torch.nn import functional
 
 from mmspec.drafters.block.base import BlockDrafter
 from mmspec.drafters.block.dspark_head import DsparkHead
+from mmspec.drafters.block.dspark_native import DSPARK_CLASSES, dspark_weights
 from mmspec.drafters.block.markov import BigramHead, fit_vocabulary
 from mmspec.drafters.eagle.attention import select_last
 from mmspec.drafters.eagle.expand import LevelExpander, StatelessExpander
+from mmspec.drafters.eagle.native import NativeDraft, find_native_draft
 from mmspec.drafters.eagle.state import DraftState
 
 
@@ -90,6 +93,14 @@ class DsparkDrafter(BlockDrafter):
         """See `BlockDrafter`."""
         bigram_head = self.head.bigram_head
         return None if bigram_head is None else BigramExpander(self, bigram_head, state)
+
+    def native_draft(self, state: DraftState) -> NativeDraft | None:
+        """See `HeadDrafter`."""
+        head, mask_token_id = self.head, self.mask_token_id
+        if type(self) is not DsparkDrafter or type(head) is not DsparkHead:
+            return None
+        weights = partial(dspark_weights, head, state, self.block_size, mask_token_id)
+        return find_native_draft(self, state, weights, DSPARK_CLASSES)
 
 
 class BigramExpander(StatelessExpander):

@@ -8,15 +8,17 @@ depend on the token before it.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mmspec.cpu.draft import BlockWeights
+from mmspec.cpu.draft_types import BlockWeights, CorrectionWeights, HeadWeights
 from mmspec.drafters.block.markov import MarkovExpander, MarkovHead
 from mmspec.drafters.block.online import LearnableBlock
 from mmspec.drafters.eagle.expand import LevelExpander
 from mmspec.drafters.eagle.head import EagleHead, HeadConfig, RMSNorm
-from mmspec.drafters.eagle.native import NativeDraft, find_native_draft
+from mmspec.drafters.eagle.native import NativeDraft, eagle_weights, find_native_draft
 from mmspec.drafters.eagle.state import DraftState
 
 
@@ -64,17 +66,21 @@ class FlashDrafter(LearnableBlock):
         if type(self) is not FlashDrafter or type(head) is not FlashHead or markov is None:
             return None
         vocab_proj = markov.vocab_proj.weight
-        block = BlockWeights(
-            norm=head.norm.weight,
-            up=head.up_proj.weight,
-            down=head.block_proj.weight,
+        block = BlockWeights(norm=head.norm.weight, up=head.up_proj.weight, down=head.block_proj.weight)
+        correction = CorrectionWeights(
             feature_norm=markov.norm.weight,
             feature_proj=markov.feature_proj.weight,
             token_norm=markov.token_norm.weight,
             token_proj=markov.token_proj.weight,
+            token_table=None,
             vocab_proj=vocab_proj if state.draft_ids is None else vocab_proj[state.draft_ids],
         )
-        return find_native_draft(self, state, block, (MarkovHead,))
+
+        def weights() -> HeadWeights | None:
+            layer = eagle_weights(head, state)
+            return None if layer is None else replace(layer, block=block, correction=correction)
+
+        return find_native_draft(self, state, weights, (MarkovHead,))
 
 
 __all__ = ["FlashDrafter", "FlashHead"]

@@ -6,10 +6,12 @@ With `visual_mode="decoupled"` this is MSD (arXiv 2505.14260). Reading order: `H
 
 from __future__ import annotations
 
+from functools import partial
+
 from mmspec.drafters.eagle.base import HeadDrafter
 from mmspec.drafters.eagle.expand import AutoregressiveExpander, expand_levels
-from mmspec.drafters.eagle.head import EagleHead
-from mmspec.drafters.eagle.native import NativeDraft, find_native_draft
+from mmspec.drafters.eagle.head import Eagle3Head, EagleHead
+from mmspec.drafters.eagle.native import NativeDraft, eagle3_weights, eagle_weights, find_native_draft
 from mmspec.drafters.eagle.state import DraftState
 from mmspec.engine.tree import DraftTree
 
@@ -31,8 +33,12 @@ class EagleDrafter(HeadDrafter):
 
     def native_draft(self, state: DraftState) -> NativeDraft | None:
         """See `HeadDrafter`."""
-        is_plain = type(self) is EagleDrafter and type(self.head) is EagleHead
-        return find_native_draft(self, state) if is_plain else None
+        head = self.head
+        if type(self) is not EagleDrafter:
+            return None
+        if type(head) is Eagle3Head:
+            return find_native_draft(self, state, partial(eagle3_weights, head, state))
+        return find_native_draft(self, state, partial(eagle_weights, head, state)) if type(head) is EagleHead else None
 
 
 __all__ = ["EagleDrafter"]

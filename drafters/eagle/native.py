@@ -8,16 +8,18 @@ forward. Both give the same trees up to rounding.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from mmspec.cpu.draft import BlockWeights, HeadContext, HeadWeights, NativeHead, TreeRequest
+from mmspec.cpu.draft import NativeHead
+from mmspec.cpu.draft_types import HeadContext, HeadWeights, TreeRequest
 from mmspec.cpu.layers import DecoderShape, LayerWeights
 from mmspec.cpu.linear import active_kernel, is_replaced
-from mmspec.drafters.eagle.head import DecoderLayer, HeadConfig, RMSNorm
+from mmspec.drafters.eagle.head import DecoderLayer, Eagle3Head, EagleHead, HeadConfig, RMSNorm
 from mmspec.drafters.eagle.state import DraftState, Pending
 from mmspec.drafters.rerank import LEVEL_PENALTY
 from mmspec.engine.tree import DraftTree
@@ -61,7 +63,7 @@ class NativeDraft:
 
     def tree(self, state: DraftState, top_k: int, max_nodes: int, num_levels: int) -> DraftTree | None:
         """The tree that `expand_levels` grows for these arguments."""
-        context = self._context(state, top_k * num_levels)
+        context = self._context(state, max(num_levels, self._head.num_written(top_k, num_levels)))
         if context is None:
             return None
         request = TreeRequest(
@@ -86,7 +88,8 @@ class NativeDraft:
         if not caches:
             return None
         cos, sin = state.rotary_table(max(state.next_positions) + num_new, self._rotary_embedding)
-        return HeadContext(kv_cache.seq_lens, state.next_positions, caches[0], cos, sin, state.last_hidden)
+        anchors = state.extra if self._head.reads_anchors else None
+        return HeadContext(kv_cache.seq_lens, state.next_positions, caches, cos, sin, state.last_hidden, anchors)
 
     def _is_current(self) -> bool:
         """Whether the modules compute as when they were recognised, apart from the numbers in their weights."""
@@ -96,41 +99,35 @@ class NativeDraft:
 
 
 def find_native_draft(
-    drafter: HeadDrafter, state: DraftState, block: BlockWeights | None = None, block_classes: tuple[type, ...] = ()
+    drafter: HeadDrafter,
+    state: DraftState,
+    weights: Callable[[], HeadWeights | None],
+    classes: tuple[type, ...] = (),
 ) -> NativeDraft | None:
     """The compiled drafts of a call; None if the head or the call is not for them.
 
     Args:
-        drafter: with a head that computes as `EagleHead` does: `fc` and one layer, then the target's LM head.
+        drafter: with the head.
         state: of the call, after the prompt.
-        block: weights of a block head.
-        block_classes: further classes of modules in the head.
+        weights: of the head, called once its modules are known; None if it is not for compiled code.
+        classes: further classes of modules in the head.
     """
     kernel, head, shared = active_kernel(), drafter.head, state.shared_embeddings
     modules = [*head.modules(), shared.embed_tokens, shared.lm_head]
-    if kernel is None or not _are_known(modules, (type(head), *block_classes)):
+    if kernel is None or not _are_known(modules, (type(head), *classes)):
         return None
     if shared.embed_scale != 1.0 or shared.logit_scale != 1.0 or shared.logit_softcap is not None:
         return None
-    embeddings, lm_head, draft_lm_head = shared.embed_tokens, shared.lm_head, state.draft_lm_head
-    if not isinstance(embeddings, nn.Embedding) or not isinstance(lm_head, nn.Linear):
+    if not isinstance(shared.embed_tokens, nn.Embedding) or not isinstance(shared.lm_head, nn.Linear):
         return None
-    if embeddings.max_norm is not None or head.config.eagle3_input or head.config.head_dim % 2:
+    if shared.embed_tokens.max_norm is not None or head.config.head_dim % 2 or (found := weights()) is None:
         return None
-    weights = HeadWeights(
-        fuse=head.fc.weight,
-        fuse_bias=head.fc.bias,
-        layer=_layer_weights(head.layer),
-        embeddings=embeddings.weight,
-        lm_head=lm_head.weight if draft_lm_head is None else draft_lm_head,
-        lm_head_bias=lm_head.bias if draft_lm_head is None else None,
-        block=block,
-        sources=tuple(weight for module in modules for weight in module.parameters(recurse=False)),
-    )
+    sources = tuple(weight for module in modules for weight in module.parameters(recurse=False))
     try:
-        return NativeDraft(NativeHead(kernel, _shape(head.config), weights), modules, head.rotary_embedding)
+        compiled = NativeHead(kernel, _shape(head.config), replace(found, sources=sources))
     except ValueError:  # weights of other dtypes, devices or shapes
         return None
+    return NativeDraft(compiled, modules, head.rotary_embedding)
 
 
 def _are_known(modules: list[nn.Module], head_classes: tuple[type, ...]) -> bool:
@@ -160,36 +157,82 @@ def _shape(config: HeadConfig) -> DecoderShape:
         head_dim=config.head_dim,
         eps=config.rms_norm_eps,
         scaling=config.head_dim**-0.5,
+        attention_input_size=2 * config.hidden_size if config.eagle3_input else 0,
     )
 
 
-def _layer_weights(layer: DecoderLayer) -> LayerWeights:
-    """The weights of a layer; those of fused projections are views."""
-    sizes = [number * layer.config.head_dim for number in (layer.num_heads, layer.num_kv_heads, layer.num_kv_heads)]
-    q, k, v = layer.qkv_proj.weight.split(sizes)
+def eagle_weights(head: EagleHead, state: DraftState) -> HeadWeights | None:
+    """Weights of a head that computes as `EagleHead` does: `fc` and one layer, then the target's LM head."""
+    if head.config.eagle3_input:
+        return None
+    return HeadWeights(head.fc.weight, head.fc.bias, [_layer_weights(head.layer)], **shared_weights(state))
+
+
+def eagle3_weights(head: Eagle3Head, state: DraftState) -> HeadWeights | None:
+    """Weights of an EAGLE-3 head; None if it reads one hidden state only, which its `fuse` does not project."""
+    if head.fc.in_features == head.config.hidden_size or head.layer.hidden_norm is None:
+        return None
+    ends = shared_weights(state) | {"lm_head": head.lm_head.weight, "lm_head_bias": None}
+    return HeadWeights(
+        head.fc.weight,
+        None,
+        [_layer_weights(head.layer)],
+        hidden_norm=head.layer.hidden_norm.weight,
+        final_norm=head.norm.weight,
+        adds_normed_state=head.config.norm_before_residual,
+        **ends,
+    )
+
+
+def shared_weights(state: DraftState) -> dict[str, Any]:
+    """Attributes of `HeadWeights`: the target's embeddings and LM head, or its rows for a draft vocabulary."""
+    embed_tokens, lm_head = state.shared_embeddings.embed_tokens, state.shared_embeddings.lm_head
+    assert isinstance(embed_tokens, nn.Embedding) and isinstance(lm_head, nn.Linear)
+    rows = state.draft_lm_head
+    return {
+        "embeddings": embed_tokens.weight,
+        "lm_head": lm_head.weight if rows is None else rows,
+        "lm_head_bias": lm_head.bias if rows is None else None,
+    }
+
+
+def split_projections(layer: Any, sizes: tuple[int, int, int], has_mlp: bool = True) -> dict[str, Any]:
+    """Attributes of `LayerWeights` but the norms and `o`: views of a layer's fused projections.
+
+    Args:
+        layer: with `qkv_proj`, and `gate_up_proj` and `down_proj` if it `has_mlp`.
+        sizes: heads of queries, keys and values.
+        has_mlp: whether it has a feed-forward.
+    """
+    widths = [number * (layer.qkv_proj.out_features // sum(sizes)) for number in sizes]
+    parts: dict[str, Any] = dict(zip("qkv", layer.qkv_proj.weight.split(widths), strict=True))
     bias = layer.qkv_proj.bias
-    q_bias, k_bias, v_bias = (None, None, None) if bias is None else bias.split(sizes)
-    gate, up = layer.gate_up_proj.weight.chunk(2) if layer.has_mlp else (None, None)
+    biases = (None, None, None) if bias is None else bias.split(widths)
+    gate, up = layer.gate_up_proj.weight.chunk(2) if has_mlp else (None, None)
+    parts |= {f"{name}_bias": part for name, part in zip("qkv", biases, strict=True)}
+    parts |= {"gate": gate, "up": up, "down": layer.down_proj.weight if has_mlp else None}
+    return parts | dict.fromkeys(("gate_bias", "up_bias", "down_bias"))
+
+
+def _layer_weights(layer: DecoderLayer) -> LayerWeights:
+    sizes = layer.num_heads, layer.num_kv_heads, layer.num_kv_heads
     return LayerWeights(
         input_norm=None if layer.input_norm is None else layer.input_norm.weight,
-        q=q,
-        k=k,
-        v=v,
-        q_bias=q_bias,
-        k_bias=k_bias,
-        v_bias=v_bias,
         q_norm=None,
         k_norm=None,
         o=layer.o_proj.weight,
         o_bias=None,
         post_norm=layer.post_norm.weight if layer.has_mlp else None,
-        gate=gate,
-        up=up,
-        gate_bias=None,
-        up_bias=None,
-        down=layer.down_proj.weight if layer.has_mlp else None,
-        down_bias=None,
+        **split_projections(layer, sizes, layer.has_mlp),
     )
 
 
-__all__ = ["NativeDraft", "find_native_draft", "run_plain_forwards"]
+__all__ = [
+    "NativeDraft",
+    "eagle3_weights",
+    "eagle_weights",
+    "find_native_draft",
+    "run_plain_forwards",
+    "shared_weights",
+    "split_projections",
+]

@@ -12,7 +12,10 @@ from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
+from mmspec.cpu.linear import active_kernel
+from mmspec.cpu.ngrams import HeadDistributions, HeadTokens
 from mmspec.drafters.eagle.recorder import CallRecorder
 from mmspec.drafters.instant.autoregression import (
     MAX_INPUT_SIZE,
@@ -23,11 +26,8 @@ from mmspec.drafters.instant.autoregression import (
     LinearHeads,
     input_projection,
 )
-from mmspec.drafters.ngram.output_ngrams import HEAD_POWER, NGRAM_POWER, SlotProbs
+from mmspec.drafters.ngram.output_ngrams import HEAD_POWER, NGRAM_POWER, PRIOR_POWER
 from mmspec.interfaces import Examples, LearningSpec, Prompt, SharedEmbeddings, VerifyResult
-
-MAX_SLOT_TOKENS = 10
-"""Tokens of a position that are drafted from."""
 
 
 @dataclass
@@ -57,13 +57,13 @@ class _Published:
         heads: the heads.
         base_logits: [k, V'] of the mean states.
         lm_head: [V', R] its rows in the basis of the heads.
-        frequency_powers: [V'] powers of the frequencies.
+        tokens: the V' tokens that are drafted.
     """
 
     heads: LinearHeads
     base_logits: Tensor
     lm_head: Tensor
-    frequency_powers: Tensor
+    tokens: HeadTokens
 
 
 class OnlineHeads:
@@ -128,22 +128,16 @@ class OnlineHeads:
                 tokens.extend(emitted)
 
     @torch.inference_mode()
-    def slot_probs(self, state: HeadsState) -> list[list[SlotProbs]] | None:
-        """Of each row, the distributions of the next k positions; None before anything was learned."""
+    def distributions(self, state: HeadsState) -> HeadDistributions | None:
+        """Of each row, those of the next k positions; None before anything was learned."""
         published = self._published_on(state)
         if published is None:
             return None
         heads = published.heads
         inputs = torch.cat((self._read(state.previous), self._read(state.last)), dim=1)
-        offsets = torch.addmm(heads.bias, inputs, heads.weight.t()).unflatten(1, (NUM_SLOTS, -1))
-        logits = state.shared_embeddings.scale_logits(published.base_logits + offsets @ published.lm_head.t())
-        log_probs, tokens = logits.log_softmax(-1).topk(min(MAX_SLOT_TOKENS, logits.shape[-1]))
-        ids = heads.candidate_ids[tokens].tolist()
-        powers = log_probs.mul_(HEAD_POWER).exp()
-        values = torch.stack((powers, powers * published.frequency_powers[tokens]), dim=-1).nan_to_num_().tolist()
-        return [
-            [dict(zip(*slot, strict=True)) for slot in zip(*row, strict=True)] for row in zip(ids, values, strict=True)
-        ]
+        offsets = _few_rows_linear(inputs, heads.weight, heads.bias).unflatten(1, (NUM_SLOTS, -1))
+        logits = _few_rows_linear(offsets, published.lm_head, None).add_(published.base_logits)
+        return published.tokens.weigh(state.shared_embeddings.scale_logits(logits), HEAD_POWER)
 
     def _read(self, states: Tensor) -> Tensor:
         """[B, D] -> [B, r] float32."""
@@ -161,7 +155,12 @@ class OnlineHeads:
         if self._projection is not None:
             self._projection = self._projection.to(device)
         rows = state.shared_embeddings.lm_head_rows(heads.candidate_ids).float()
-        published = _Published(heads, heads.means @ rows.t(), rows @ heads.basis, heads.frequencies**NGRAM_POWER)
+        ids = heads.candidate_ids.cpu()
+        index = torch.full((self.vocab_size,), -1, dtype=torch.int32, device="cpu")
+        index[ids] = torch.arange(len(ids), dtype=torch.int32, device="cpu")
+        frequencies = heads.frequencies.cpu()
+        tokens = HeadTokens(ids, index, frequencies**-PRIOR_POWER, frequencies**NGRAM_POWER)
+        published = _Published(heads, heads.means @ rows.t(), rows @ heads.basis, tokens)
         self._heads, self._published = heads, published
         return published
 
@@ -202,6 +201,13 @@ class OnlineHeads:
         heads = _check_heads(weights, self.hidden_size, self.vocab_size)
         if heads.num_examples:
             self._heads = heads
+
+
+def _few_rows_linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`functional.linear`, in compiled code where that is possible."""
+    kernel = active_kernel()
+    product = None if kernel is None else kernel.linear(weight, bias, rows)
+    return functional.linear(rows, weight, bias) if product is None else product
 
 
 def _advance(state: HeadsState, accepted: Tensor, counts: list[int]) -> None:

@@ -25,7 +25,7 @@ MIN_PROB = 0.02
 """Nodes with a lower probability are not proposed."""
 
 _PAD = -2
-_MAX_SIBLING_PROB = 0.98
+MAX_SIBLING_PROB = 0.98
 """Upper bound of the sum of the siblings' probabilities, as they exclude each other."""
 
 Key = Hashable
@@ -177,7 +177,7 @@ class BestFirstState:
     stop_ids: frozenset[int]
     source_states: list[Any]
     enabled: list[bool]
-    candidates: list[list[list[Candidate]]] = field(default_factory=list)
+    candidates: list[Sequence[list[Candidate]]] = field(default_factory=list)
 
 
 TreeNode = tuple[int | None, list[Any]]
@@ -228,7 +228,8 @@ class BestFirstDrafter:
         cursors = [source.cursor(one, row) if enabled else None for source, one, enabled in sources]
         if all(cursor is None for cursor in cursors):
             return []
-        recorded = state.candidates[row]
+        recorded: list[list[Candidate]] = []
+        state.candidates[row] = recorded
 
         def expand(node: TreeNode) -> Iterable[tuple[int, float, TreeNode]]:
             # `best_first` expands the root, then each node when it is taken: so recorded[i] belongs to node i.
@@ -266,7 +267,7 @@ class BestFirstDrafter:
                     cursors[token] = [None] * len(self.sources)
                 cursors[token][index] = child
         total = sum(token_probs.values())
-        scale = _MAX_SIBLING_PROB / total if total > _MAX_SIBLING_PROB else 1.0
+        scale = MAX_SIBLING_PROB / total if total > MAX_SIBLING_PROB else 1.0
         return candidates, [(token, prob * scale, (token, cursors[token])) for token, prob in token_probs.items()]
 
     @staticmethod
@@ -296,6 +297,7 @@ class BestFirstDrafter:
 
 __all__ = [
     "BARRIER",
+    "MAX_SIBLING_PROB",
     "MIN_PROB",
     "BestFirstDrafter",
     "BestFirstState",

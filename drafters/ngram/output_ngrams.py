@@ -3,37 +3,51 @@
 In a job the outputs resemble each other: what followed the last tokens in an earlier output often follows them again
 (SuffixDecoding, arXiv 2411.04975, keeps the outputs in a suffix tree; here they are counts, which need bounded memory).
 Instant heads depend on the picture and not on the drafted tokens, an n-gram model the other way round; the product of
-both, raised to a power, is better than either. The module knows neither the target nor how heads are learned.
+both, raised to a power, is better than either. Where the kernel of `mmspec.cpu` can be had, counts and trees are
+compiled (`mmspec.cpu.ngrams`); the classes here compute the same in Python. The module knows neither the target nor how
+heads are learned.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from mmspec.drafters.ngram.base import Candidate, Key, PromptText
+import torch
+from torch import Tensor
+
+from mmspec.cpu.native import load_kernel
+from mmspec.cpu.ngrams import NUM_LIKELY, HeadDistributions, NativeNgrams, NgramRequest, NgramRule, NodeCandidates
+from mmspec.drafters.ngram.base import MAX_SIBLING_PROB, MIN_PROB, Calibration, Candidate, Key, PromptText
+from mmspec.engine.tree import DraftTree
 from mmspec.interfaces import VerifyResult
 
 MAX_CONTEXT = 3
 """Tokens before the predicted one that are counted: n-grams of up to four tokens."""
 MAX_CONTEXTS = 1 << 17
-"""Distinct contexts in memory; beyond, those that were seen once are dropped, then the older half."""
+"""Distinct contexts in memory; beyond, all counts are halved, and those of 1 are dropped."""
 MAX_SUCCESSORS = 24
-"""Successors of a context; beyond, those that were seen least are dropped."""
+"""Successors of a context; a further one replaces the rarest."""
 MIN_CANDIDATE_PROB = 0.02
 """Less likely successors are not proposed."""
 HEAD_POWER, NGRAM_POWER = 0.6, 0.6
 """Exponents of both distributions in their product."""
+PRIOR_POWER = 0.3
+"""Frequencies to this power are divided out of the product, since both distributions contain them."""
 NUM_BUCKETS = 12
 """Probabilities are calibrated in so many classes."""
-
-SlotProbs = Mapping[int, tuple[float, float]]
-"""Of the likeliest tokens of one position: the head's probability to the power of `HEAD_POWER`, and this times the
-token's overall frequency to the power of `NGRAM_POWER`."""
+MAX_HEAD_SLOTS = 4
+"""Positions of heads whose probabilities are calibrated apart."""
 MIN_UNSEEN_PROB = 0.05
 """Shorter contexts are not consulted for less than this probability."""
+RULE = NgramRule(NGRAM_POWER, NUM_BUCKETS, MIN_CANDIDATE_PROB, MIN_PROB, MAX_SIBLING_PROB, MIN_UNSEEN_PROB)
+
+_KEYS: tuple[Key, ...] = tuple(
+    ("output", slot, bucket) for slot in range(1 + MAX_HEAD_SLOTS) for bucket in range(NUM_BUCKETS + 1)
+)
+"""Classes of probabilities: without heads, then of each position of the heads."""
 
 
 class NgramCounts:
@@ -56,38 +70,42 @@ class NgramCounts:
                 token = history[end]
                 for start in range(max(0, end - MAX_CONTEXT), end):
                     counts = self._successors.setdefault(history[start:end], {})
+                    if token not in counts and len(counts) == MAX_SUCCESSORS:
+                        del counts[min(counts, key=counts.__getitem__)]
                     counts[token] = counts.get(token, 0) + 1
-                    if len(counts) > MAX_SUCCESSORS:
-                        frequent = sorted(counts.items(), key=lambda item: -item[1])[: MAX_SUCCESSORS // 2]
-                        self._successors[history[start:end]] = dict(frequent)
             if len(self._successors) > MAX_CONTEXTS:
                 self._prune()
 
     def _prune(self) -> None:
-        entries = [item for item in self._successors.items() if sum(item[1].values()) > 1]
-        self._successors = dict(entries[max(0, len(entries) - MAX_CONTEXTS // 2) :])
+        while len(self._successors) > MAX_CONTEXTS // 2:
+            halved = {
+                context: {token: count // 2 for token, count in counts.items() if count > 1}
+                for context, counts in self._successors.items()
+            }
+            self._successors = {context: counts for context, counts in halved.items() if counts}
 
-    def probs(self, context: tuple[int, ...]) -> tuple[dict[int, float], float]:
+    def probs(self, context: tuple[int, ...], min_unseen: float) -> tuple[dict[int, float], float]:
         """Witten-Bell estimates of the tokens after a context, and the probability of all others together.
 
         Each shorter context gets d / (n + d) of the probability, where the longer one occurred n times with d
         distinct successors.
+
+        Args:
+            context: the last tokens.
+            min_unseen: shorter contexts are not consulted for less than this probability.
         """
         probs: dict[int, float] = {}
         rest = 1.0
         with self._lock:
-            for start in range(len(context)):
+            for start in range(max(0, len(context) - MAX_CONTEXT), len(context)):
                 counts = self._successors.get(context[start:])
                 if counts:
                     distinct = len(counts)
                     scale = rest / (sum(counts.values()) + distinct)
-                    if probs:
-                        for token, count in counts.items():
-                            probs[token] = probs.get(token, 0.0) + scale * count
-                    else:
-                        probs = {token: scale * count for token, count in counts.items()}
+                    for token, count in counts.items():
+                        probs[token] = probs.get(token, 0.0) + scale * count
                     rest = scale * distinct
-                    if rest < MIN_UNSEEN_PROB:
+                    if rest < min_unseen:
                         break
         return probs, rest
 
@@ -98,62 +116,134 @@ class NgramCounts:
         return copied
 
 
+def new_counts() -> NgramCounts | NativeNgrams:
+    """Empty counts, compiled where that is possible."""
+    kernel = load_kernel()
+    return NgramCounts() if kernel is None else NativeNgrams(kernel, MAX_CONTEXT, MAX_SUCCESSORS, MAX_CONTEXTS)
+
+
+class HeadSlot:
+    """The distribution of one position of one row, for the search in Python.
+
+    Attributes:
+        powers, weights: by place, as in `HeadDistributions`.
+        total, floor: as there.
+        likely: (token, weight) of the `NUM_LIKELY` largest weights above 0, falling.
+        index: place of each token.
+    """
+
+    def __init__(self, heads: HeadDistributions, row: int, slot: int) -> None:
+        self.powers, self.weights = heads.powers[row, slot].numpy(), heads.weights[row, slot].numpy()
+        self.total, self.floor = float(heads.totals[row, slot]), float(heads.floors[row, slot])
+        found = heads.weights[row, slot].topk(min(NUM_LIKELY, len(heads.ids)))
+        tokens = heads.ids[found.indices].tolist()
+        self.likely = [
+            (token, weight) for token, weight in zip(tokens, found.values.tolist(), strict=True) if weight > 0
+        ]
+        self.index = heads.index.numpy()
+
+    def combine(self, probs: Mapping[int, float], rest: float) -> dict[int, float]:
+        """The normalised product with the distribution of n-grams, over the tokens that either names."""
+        unseen = rest**NGRAM_POWER
+        others, total, products = self.total, 0.0, dict[int, float]()
+        for token, prob in probs.items():
+            place = int(self.index[token]) if token < len(self.index) else -1
+            power = self.floor
+            if place >= 0:
+                others -= float(self.weights[place])
+                power = max(power, float(self.powers[place]))
+            products[token] = power * prob**NGRAM_POWER
+            total += products[token]
+        if others > 0:
+            total += others * unseen
+        for token, weight in self.likely:
+            if token not in probs:
+                products[token] = weight * unseen
+        scale = 1 / total if total > 0 else 0.0
+        return {token: product * scale for token, product in products.items()}
+
+
 @dataclass
 class OutputState:
     """State of one call.
 
     Attributes:
         contexts: the last tokens of each row.
-        slots: of each row the distributions of the next positions by instant heads; None without.
+        token_flags: as in `NgramRequest`.
+        heads: distributions of the next positions by instant heads; None without.
         records: whether the call's output is counted.
+        slots: of each row the positions of `heads`, for the search in Python.
     """
 
     contexts: list[tuple[int, ...]]
-    slots: list[list[SlotProbs]] | None = None
+    token_flags: Tensor
+    heads: HeadDistributions | None = None
     records: bool = False
+    slots: list[list[HeadSlot]] = field(default_factory=list)
+
+    def flag(self, banned_ids: Iterable[int], stop_ids: Iterable[int]) -> None:
+        """Set `token_flags`."""
+        for bit, ids in ((1, banned_ids), (2, stop_ids)):
+            known = [token for token in ids if 0 <= token < len(self.token_flags)]
+            if known:
+                self.token_flags[torch.tensor(known)] |= bit
 
 
-OutputCursor = tuple[tuple[int, ...], int | None, int, Sequence[SlotProbs]]
+OutputCursor = tuple[tuple[int, ...], int | None, int, Sequence[HeadSlot]]
 """A node: the tokens before it, its own (None at the root, where it is one of these), its depth, and the distributions
 of the heads at its row."""
 
-_KEYS: tuple[tuple[Key, ...], ...] = tuple(
-    tuple(("output", has_head, bucket) for bucket in range(NUM_BUCKETS + 1)) for has_head in (False, True)
-)
-
 
 class OutputNgrams:
-    """A `CandidateSource` over `NgramCounts` and, where they are given (`OutputState.slots`), instant heads."""
+    """A `CandidateSource` over counts of n-grams and, where they are given (`OutputState.heads`), instant heads."""
 
     top_k = 0
     vocab_size: int | None = None
     priors: Mapping[Key, float] = {
-        key: 0.9 * min(0.98, (bucket + 0.5) / NUM_BUCKETS) for keys in _KEYS for bucket, key in enumerate(keys)
+        ("output", slot, bucket): 0.9 * min(0.98, (bucket + 0.5) / NUM_BUCKETS)
+        for slot in range(1 + MAX_HEAD_SLOTS)
+        for bucket in range(NUM_BUCKETS + 1)
     }
 
     def __init__(self) -> None:
-        self.counts = NgramCounts()
+        self.counts = new_counts()
 
     def start(self, prompt_text: PromptText) -> OutputState:
         """Begin after the prompts."""
-        return OutputState([tuple(row[-MAX_CONTEXT:]) for row in prompt_text.rows])
+        contexts = [tuple(row[-MAX_CONTEXT:]) for row in prompt_text.rows]
+        return OutputState(contexts, torch.zeros(prompt_text.vocab_size, dtype=torch.uint8, device="cpu"))
+
+    def draft(
+        self, state: OutputState, max_nodes: int, active: Sequence[bool], calibration: Calibration
+    ) -> tuple[DraftTree, list[Sequence[list[Candidate]]]] | None:
+        """The trees that `BestFirstDrafter` grows from this source alone, in compiled code; None if there is none."""
+        if not isinstance(self.counts, NativeNgrams):
+            return None
+        calibrated = [calibration.prob(key) for key in _KEYS]
+        request = NgramRequest(state.contexts, active, max_nodes, state.heads, calibrated, state.token_flags)
+        tree, found = self.counts.draft(request, RULE)
+        return tree, [RowCandidates(found, row) for row in range(len(active))]
 
     def cursor(self, state: OutputState, row: int) -> OutputCursor:
         """The row's last tokens."""
-        return state.contexts[row], None, 0, () if state.slots is None else state.slots[row]
+        heads = state.heads
+        if heads is not None and not state.slots:
+            batch, num_slots, _ = heads.powers.shape
+            state.slots = [[HeadSlot(heads, one, slot) for slot in range(num_slots)] for one in range(batch)]
+        return state.contexts[row], None, 0, state.slots[row] if state.slots else ()
 
     def expand(self, cursor: OutputCursor) -> list[Candidate]:
         """The likely next tokens."""
         context, last, depth, slots = cursor
         if last is not None:
-            context = (*context[1 - MAX_CONTEXT :], last)
-        probs, rest = self.counts.probs(context)
-        has_head = depth < len(slots)
-        if has_head:
-            probs = _combine(probs, rest, slots[depth])
-        keys, depth = _KEYS[has_head], depth + 1
+            context = (*context, last)[-MAX_CONTEXT:]
+        probs, rest = self.counts.probs(context, MIN_UNSEEN_PROB)
+        first_key = 0
+        if depth < len(slots):
+            probs, first_key = slots[depth].combine(probs, rest), (1 + depth) * (NUM_BUCKETS + 1)
+        depth += 1
         return [
-            (token, keys[int(prob * NUM_BUCKETS)], (context, token, depth, slots))
+            (token, _KEYS[first_key + int(min(prob, 1.0) * NUM_BUCKETS)], (context, token, depth, slots))
             for token, prob in probs.items()
             if prob >= MIN_CANDIDATE_PROB
         ]
@@ -170,20 +260,21 @@ class OutputNgrams:
                 if state.records:
                     self.counts.add(context, emitted)
                 state.contexts[row] = (*context, *emitted)[-MAX_CONTEXT:]
-        state.slots = None
+        state.heads, state.slots = None, []
 
 
-def _combine(probs: Mapping[int, float], rest: float, slot: SlotProbs) -> dict[int, float]:
-    """The normalised product of the distributions of n-grams and of a head, over the tokens that either names."""
-    unseen = rest**NGRAM_POWER
-    products = {
-        token: power * probs[token] ** NGRAM_POWER if token in probs else times_frequency * unseen
-        for token, (power, times_frequency) in slot.items()
-    }
-    others = min(slot.values())[0]
-    products.update((token, others * prob**NGRAM_POWER) for token, prob in probs.items() if token not in slot)
-    scale = 1 / max(1e-30, sum(products.values()))
-    return {token: product * scale for token, product in products.items()}
+class RowCandidates(Sequence[list[Candidate]]):
+    """The candidates at the nodes of one row of `NodeCandidates`, read node by node, since few nodes are accepted."""
+
+    def __init__(self, found: NodeCandidates, row: int) -> None:
+        self._found = found
+        self._row = row
+
+    def __len__(self) -> int:
+        return self._found.num_nodes
+
+    def __getitem__(self, node: Any) -> Any:
+        return [(token, _KEYS[number], None) for token, number in self._found.at(self._row, node)]
 
 
-__all__ = ["HEAD_POWER", "NGRAM_POWER", "NgramCounts", "OutputNgrams", "OutputState", "SlotProbs"]
+__all__ = ["HEAD_POWER", "NGRAM_POWER", "PRIOR_POWER", "NgramCounts", "OutputNgrams", "OutputState", "new_counts"]

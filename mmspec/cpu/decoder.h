@@ -35,14 +35,17 @@ INLINE void NAME(wait)(const decoding *s) {
   if (s->has_team) s->barrier();
 }
 
+/* x [K] in place: divided by its root mean square, times `norm` (RMSNorm). */
+INLINE void NAME(normalise)(float *x, int64_t K, const float *norm, float eps) {
+  const float scale = NAME(inverse_rms)(x, K, eps);
+  for (int64_t k = 0; k < K; k++) x[k] = norm[k] * (x[k] * scale);
+}
+
 /* One head [head_dim] in place: RMSNorm if there is a weight, rotation, and a factor. */
 INLINE void NAME(rotate)(const decoder *d, float *head, const float *norm, int64_t position, float factor) {
   const int64_t half = d->head_dim / 2;
   const float *const cos = d->cos + position * d->head_dim, *const sin = d->sin + position * d->head_dim;
-  if (norm) {
-    const float scale = NAME(inverse_rms)(head, d->head_dim, d->eps);
-    for (int64_t i = 0; i < d->head_dim; i++) head[i] = norm[i] * (head[i] * scale);
-  }
+  if (norm) NAME(normalise)(head, d->head_dim, norm, d->eps);
   for (int64_t i = 0; i < half; i++) {
     const float a = head[i], b = head[i + half];
     head[i] = (a * cos[i] - b * sin[i]) * factor;
@@ -137,12 +140,10 @@ INLINE void NAME(weigh)(const float *weights, const float *values, int64_t T, in
     }
 }
 
-/* Attention of all queries of one key-value head of one row: rotates queries and keys, stores keys and values. */
-__attribute__((target(ISA))) static void NAME(attend)(const decoding *s, const decoder_layer *l, int64_t b, int64_t h,
-                                                     float *scores, float *queries) {
+/* Rotate the new keys of one head of one row; store them and the values behind the committed positions. */
+__attribute__((target(ISA))) static void NAME(store)(const decoding *s, const decoder_layer *l, int64_t b, int64_t h) {
   const decoder *d = s->d;
-  const int64_t D = d->head_dim, N = d->nodes, heads = d->num_heads / d->num_kv_heads, width = qkv_width(d);
-  const int64_t T = d->lengths[b] + N, step = (D + LANES - 1) / LANES * LANES;
+  const int64_t D = d->head_dim, N = d->nodes, width = qkv_width(d);
   float *const keys = l->keys + (b * d->num_kv_heads + h) * l->capacity * D;
   float *const values = l->values + (b * d->num_kv_heads + h) * l->capacity * D;
   for (int64_t n = 0; n < N; n++) {
@@ -151,6 +152,17 @@ __attribute__((target(ISA))) static void NAME(attend)(const decoding *s, const d
     memcpy(keys + (d->lengths[b] + n) * D, key, (size_t)D * sizeof(float));
     memcpy(values + (d->lengths[b] + n) * D, key + d->num_kv_heads * D, (size_t)D * sizeof(float));
   }
+}
+
+/* Attention of all queries of one key-value head of one row. */
+__attribute__((target(ISA))) static void NAME(attend)(const decoding *s, const decoder_layer *l, int64_t b, int64_t h,
+                                                     float *scores, float *queries) {
+  const decoder *d = s->d;
+  const int64_t D = d->head_dim, N = d->nodes, heads = d->num_heads / d->num_kv_heads, width = qkv_width(d);
+  const int64_t T = d->lengths[b] + N, step = (D + LANES - 1) / LANES * LANES;
+  const float *const keys = l->keys + (b * d->num_kv_heads + h) * l->capacity * D;
+  const float *const values = l->values + (b * d->num_kv_heads + h) * l->capacity * D;
+  NAME(store)(s, l, b, h);
   for (int64_t begin = 0; begin < heads * N; begin += QUERIES) {
     int64_t node[QUERIES];
     float total[QUERIES], *out[QUERIES];
@@ -226,8 +238,10 @@ INLINE void NAME(self_attention)(const decoding *s, const decoder_layer *l, floa
                       {l->k, l->k_bias, s->qkv + width, kv_width},
                       {l->v, l->v_bias, s->qkv + width + kv_width, kv_width}};
   const part o = {l->o, l->o_bias, s->x, D};
-  NAME(pack_groups)(s->x, R, D, l->input_norm, d->eps, own);
-  NAME(multiply_parts)(&(rows){own, R, D, qkv_width(d), 0}, qkv, 3, next);
+  const float *const wide = s->attention_inputs;
+  const int64_t K = wide ? 2 * D : D;
+  NAME(pack_groups)(wide ? wide : s->x, R, K, wide ? NULL : l->input_norm, d->eps, own);
+  NAME(multiply_parts)(&(rows){own, R, K, qkv_width(d), 0}, qkv, 3, next);
   NAME(wait)(s);
   for (int64_t task = take(next + 1); task < tasks; task = take(next + 1))
     NAME(attend)(s, l, task / d->num_kv_heads, task % d->num_kv_heads, scores, queries);
@@ -267,7 +281,7 @@ __attribute__((target(ISA))) static void NAME(decode)(void *data) {
   NAME(multiply_parts)(&(rows){own, R, D, d->vocab_size, 0}, &head, 1, s->next + 5 * d->num_layers);
   if (d->normed && thread == 0)
     for (int64_t r = 0; r < R; r++) {
-      const float scale = NAME(inverse_rms)(s->x + r * D, D, d->eps);
-      for (int64_t k = 0; k < D; k++) d->normed[r * D + k] = d->final_norm[k] * (s->x[r * D + k] * scale);
+      memcpy(d->normed + r * D, s->x + r * D, (size_t)D * sizeof(float));
+      NAME(normalise)(d->normed + r * D, D, d->final_norm, d->eps);
     }
 }

@@ -42,6 +42,7 @@ typedef struct {
   int64_t ticket;     /* threads that have started */
   int64_t *next;      /* 5 * num_layers + 1: in each phase, the work that is taken */
   int64_t *positions; /* [R] */
+  const float *attention_inputs; /* [R, 2 D] of the attention, normalised (EAGLE-3); NULL: x, which the layer normalises */
   float *x, *qkv, *attended, *activated, *own;
 } decoding;
 

@@ -1,6 +1,5 @@
 /* Draft heads of few_rows.c for one instruction set; included once for each, after decoder.h. */
 
-INLINE VEC NAME(load_some)(const float *p, int64_t n) { return n < LANES ? NAME(load_part)(p, n) : LOAD(p); }
 INLINE VEC NAME(silu)(VEC x) { return x / (SET1(1.0f) + NAME(exp)(-x)); }
 
 /* The logits `z` [V] of one node, completed by the block's, bias and noise. The W largest go to `top`, falling, their
@@ -8,7 +7,7 @@ INLINE VEC NAME(silu)(VEC x) { return x / (SET1(1.0f) + NAME(exp)(-x)); }
 INLINE void NAME(top_logits)(const drafting *g, int64_t level, int64_t b, float *z, float *top, int64_t *token) {
   const draft *h = g->h;
   const int64_t V = h->d.vocab_size, W = h->d.nodes;
-  const float *const base = is_block(h) ? g->base + (b * h->levels + level) * V : NULL;
+  const float *const base = is_block(h) ? g->base + (b * base_rows(h) + h->first_position + level) * V : NULL;
   const float *const noise = h->noise ? h->noise + (b * h->levels + level) * V : NULL;
   const VEC factor = SET1(h->noise ? 1.0f / h->temperature : 1.0f);
   float lanes[LANES];
@@ -16,7 +15,7 @@ INLINE void NAME(top_logits)(const drafting *g, int64_t level, int64_t b, float 
   for (int64_t v = 0; v < V; v += LANES) {
     const int64_t n = min64(LANES, V - v);
     VEC x = base ? NAME(load_some)(base + v, n) : ZERO();
-    if (!base || level) x += NAME(load_some)(z + v, n);
+    if (!base || is_corrected(h, level)) x += NAME(load_some)(z + v, n);
     x = (x + NAME(load_some)(h->bias + v, n)) * factor;
     if (noise) x -= NAME(load_some)(noise + v, n);
     STORE(lanes, x);
@@ -44,14 +43,37 @@ INLINE float NAME(log_sum)(const float *z, int64_t V, float top) {
   return logf(sum);
 }
 
+/* The sum of the products of a [n] and b [n]. */
+INLINE float NAME(dot)(const float *a, const float *b, int64_t n) {
+  VEC sum[WEIGHT_ROWS] = {ZERO(), ZERO(), ZERO(), ZERO()};
+  for (int64_t i = 0; i < n; i += LANES)
+    sum[0] = FMA(NAME(load_some)(a + i, n - i), NAME(load_some)(b + i, n - i), sum[0]);
+  return _mm_cvtss_f32(NAME(sum4)(sum));
+}
+
+/* The logarithm of the probability that a DSpark head gives to the acceptance of a position: of its feature [D] and the R
+   numbers of the token before it. */
+INLINE float NAME(log_confidence)(const draft *h, const float *feature, const float *token) {
+  const int64_t D = h->d.hidden_size;
+  const float *const w = h->confidence;
+  const float logit = NAME(dot)(w, feature, D) + NAME(dot)(w + D, token, h->rank) + h->confidence_bias[0];
+  return fminf(logit, 0) - log1pf(expf(-fabsf(logit)));
+}
+
 /* The best next tokens of the nodes of a level, with their log probabilities. */
 INLINE void NAME(best_children)(const drafting *g, int64_t level, int64_t *next) {
-  const int64_t V = g->h->d.vocab_size, W = g->h->d.nodes, R = g->h->d.batch * (level ? W : 1);
+  const draft *h = g->h;
+  const int64_t V = h->d.vocab_size, W = h->d.nodes, D = h->d.hidden_size, R = h->d.batch * (level ? W : 1);
   for (int64_t row = take(next); row < R; row = take(next)) {
     float *const z = g->logits + row * V, *const log_prob = g->child_log_prob + row * W;
-    NAME(top_logits)(g, level, level ? row / W : row, z, log_prob, g->child + row * W);
+    const int64_t b = level ? row / W : row, position = b * h->block_positions + h->first_position + level;
+    NAME(top_logits)(g, level, b, z, log_prob, g->child + row * W);
     const float top = log_prob[0], total = NAME(log_sum)(z, V, top);
-    for (int64_t i = 0; i < W; i++) log_prob[i] = log_prob[i] - top - total;
+    float shift = 0;
+    /* Sampled tokens are ranked by the noise, of which the confidence knows nothing. */
+    if (h->confidence && !h->noise)
+      shift = fminf(0, NAME(log_confidence)(h, g->s.x + position * D, g->mixed + row * h->rank) + total);
+    for (int64_t i = 0; i < W; i++) log_prob[i] = log_prob[i] - top - total + shift;
   }
 }
 
@@ -63,16 +85,45 @@ INLINE void NAME(project)(const drafting *g, const float *x, int64_t R, int64_t 
   NAME(wait)(&g->s);
 }
 
+/* The states of several layers [R, K] to one, of which a row begins `step` numbers after that before. */
+INLINE void NAME(fuse_states)(const drafting *g, const float *states, int64_t K, float *out, int64_t step, float *own,
+                              int64_t *next) {
+  const draft *h = g->h;
+  const int64_t R = h->d.batch * h->d.nodes;
+  const part fuse = {h->fuse, h->fuse_bias, out, h->d.hidden_size};
+  NAME(pack_groups)(states, R, K, NULL, g->d.eps, own);
+  NAME(multiply_parts)(&(rows){own, R, K, step, 0}, &fuse, 1, next);
+  NAME(wait)(&g->s);
+}
+
+/* Of the inputs of an EAGLE-3 layer, the embedding and the state are normalised apart. The layer adds to the state, which
+   goes to `x`. */
+INLINE void NAME(normalise_inputs)(const drafting *g, int64_t *next) {
+  const draft *h = g->h;
+  const int64_t R = h->d.batch * h->d.nodes, D = h->d.hidden_size;
+  for (int64_t row = take(next); row < R; row = take(next)) {
+    float *const embedding = g->inputs + row * 2 * D, *const state = embedding + D, *const x = g->s.x + row * D;
+    memcpy(x, state, (size_t)D * sizeof(float));
+    NAME(normalise)(embedding, D, g->d.layers->input_norm, g->d.eps);
+    NAME(normalise)(state, D, h->hidden_norm, g->d.eps);
+    if (h->adds_normed_state) memcpy(x, state, (size_t)D * sizeof(float));
+  }
+  NAME(wait)(&g->s);
+}
+
 /* The layer of the head, from `inputs` to `x`. */
 INLINE void NAME(head_layer)(const drafting *g, float *own, int64_t *next) {
   const draft *h = g->h;
   const int64_t R = h->d.batch * h->d.nodes, D = h->d.hidden_size;
   const part fuse = {h->fuse, h->fuse_bias, g->s.x, D};
-  NAME(project)(g, g->inputs, R, 2 * D, NULL, &fuse, 0, own, next);
+  if (is_eagle3(h))
+    NAME(normalise_inputs)(g, next);
+  else
+    NAME(project)(g, g->inputs, R, 2 * D, NULL, &fuse, 0, own, next);
   NAME(layer)(&g->s, g->d.layers, own, next + 1);
 }
 
-/* The features of a block [batch, levels, D] from the output of the layer, their logits and their R numbers. */
+/* The features of FLASH's block [batch, levels, D] from the output of the layer, their logits and their R numbers. */
 INLINE void NAME(block_features)(const drafting *g, int64_t thread, float *own, int64_t *next) {
   const draft *h = g->h;
   const int64_t B = h->d.batch, L = h->levels, D = h->d.hidden_size, F = h->block_ffn_size;
@@ -94,56 +145,46 @@ INLINE void NAME(block_features)(const drafting *g, int64_t thread, float *own, 
   NAME(project)(g, g->features, B * L, D, h->feature_norm, &project, 0, own, next + 3);
 }
 
-/* Corrections of the logits of a position by the tokens of the nodes, to `logits`. */
-INLINE void NAME(corrections)(const drafting *g, int64_t level, int64_t thread, float *own, int64_t *next) {
+/* The R numbers of the nodes of a level, to `mixed`: of their tokens and, with FLASH, of the feature of the position. */
+INLINE void NAME(mix_tokens)(const drafting *g, int64_t level, int64_t R) {
   const draft *h = g->h;
-  const int64_t W = h->d.nodes, R = h->d.batch * W, K = h->rank;
-  const part token = {h->token_proj, NULL, g->mixed, K}, vocab = {h->vocab_proj, NULL, g->logits, h->d.vocab_size};
-  NAME(project)(g, g->inputs, R, h->d.hidden_size, h->token_norm, &token, 0, own, next);
-  for (int64_t r = 0; thread == 0 && r < R; r++)
+  const int64_t W = h->d.nodes, K = h->rank;
+  for (int64_t r = 0; r < R; r++)
     for (int64_t i = 0; i < K; i += LANES) {
       const int64_t n = min64(LANES, K - i);
-      const float *const feature = g->projected + (r / W * h->levels + level) * K + i;
-      const VEC y = NAME(silu)(NAME(load_some)(g->mixed + r * K + i, n) + NAME(load_some)(feature, n));
+      VEC y = NAME(load_some)(g->mixed + r * K + i, n);
+      if (h->feature_proj) {
+        const float *const feature = g->projected + (r / W * h->levels + level) * K + i;
+        y += NAME(load_some)(feature, n);
+      }
+      y = NAME(silu)(y);
       memcpy(g->mixed + r * K + i, &y, (size_t)n * sizeof(float));
     }
+}
+
+/* Corrections of the logits of a position by the tokens of the nodes, to `logits`; the only node of level 0 is the root. */
+INLINE void NAME(corrections)(const drafting *g, int64_t level, int64_t thread, float *own, int64_t *next) {
+  const draft *h = g->h;
+  const int64_t R = h->d.batch * (level ? h->d.nodes : 1), K = h->rank;
+  const part token = {h->token_proj, NULL, g->mixed, K}, vocab = {h->vocab_proj, NULL, g->logits, h->d.vocab_size};
+  if (!h->token_table) {
+    NAME(project)(g, g->inputs, R, h->d.hidden_size, h->token_norm, &token, 0, own, next);
+    if (thread == 0) NAME(mix_tokens)(g, level, R);
+  } else {
+    for (int64_t r = 0; thread == 0 && r < R; r++) {
+      const int64_t id = level ? g->ids[r] : h->anchors[r], row = id >= 0 && id < h->table_rows ? id : 0;
+      memcpy(g->mixed + r * K, h->token_table + row * K, (size_t)K * sizeof(float));
+    }
+  }
   NAME(wait)(&g->s);
   NAME(project)(g, g->mixed, R, K, NULL, &vocab, 0, own, next + 1);
 }
 
-/* Work of one thread: a forward over committed tokens. */
-__attribute__((target(ISA))) static void NAME(head_forward)(void *data) {
-  drafting *g = data;
+/* The logits of a level from a forward of the layer over its nodes. */
+INLINE void NAME(layer_logits)(const drafting *g, int64_t level, float *own, int64_t *next) {
   const draft *h = g->h;
-  const int64_t thread = take(&g->s.ticket), N = h->d.nodes, D = h->d.hidden_size;
-  NAME(head_layer)(g, g->s.own + thread * draft_thread_floats(h), g->s.next);
-  for (int64_t b = 0; thread == 0 && b < h->d.batch; b++)
-    if (h->counts[b])
-      memcpy(h->root + b * D, g->s.x + (b * N + h->counts[b] - 1) * D, (size_t)D * sizeof(float));
-}
-
-/* Work of one thread: a tree. */
-__attribute__((target(ISA))) static void NAME(draft_tree)(void *data) {
-  drafting *g = data;
-  const draft *h = g->h;
-  const int64_t B = h->d.batch, D = h->d.hidden_size, thread = take(&g->s.ticket);
+  const int64_t B = h->d.batch, D = h->d.hidden_size;
   const part head = {h->d.lm_head, h->d.lm_head_bias, g->logits, h->d.vocab_size};
-  float *const own = g->s.own + thread * draft_thread_floats(h);
-  for (int64_t level = 0; level < h->levels; level++) {
-    int64_t *const next = g->s.next + PHASES * level;
-    if (is_block(h)) {
-      if (level)
-        NAME(corrections)(g, level, thread, own, next);
-      else
-        NAME(block_features)(g, thread, own, next);
-    } else {
-      if (level) NAME(head_layer)(g, own, next);
-      NAME(project)(g, level ? g->s.x : h->root, level ? B * h->d.nodes : B, D, NULL, &head, 0, own, next + 6);
-    }
-    NAME(best_children)(g, level, next + 7);
-    NAME(wait)(&g->s);
-    if (thread == 0) next_level(g, level);
-    NAME(wait)(&g->s);
-  }
-  for (int64_t b = 0; thread == 0 && b < B; b++) finish_tree(g, b);
+  if (level) NAME(head_layer)(g, own, next);
+  NAME(project)(g, level ? g->s.x : h->root, level ? B * h->d.nodes : B, D, h->d.final_norm, &head, 0, own, next + 6);
 }

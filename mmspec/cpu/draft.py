@@ -1,25 +1,33 @@
-"""Draft heads of one decoder layer in compiled code: a forward over committed tokens, and whole trees in one call.
+"""Draft heads in compiled code: a forward over committed tokens, and whole trees in one call.
 
 A tree is grown level by level as in EAGLE-2: the likeliest nodes of a level are expanded, then the likeliest of all
-candidates are selected. The distributions of a level come from a forward of the layer (EAGLE), or, for heads that
-predict a block of positions at once (FLASH), from the logits of its position and a correction by the token before.
+candidates are selected. The distributions of a level come from a forward of the layer (EAGLE, EAGLE-3), or, for heads
+that predict a block of positions at once (FLASH, DSpark), from the logits of its position and a correction by the token
+before.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
 from mmspec.cpu.decoder import MAX_DECODER_ROWS
+from mmspec.cpu.draft_types import (
+    BlockWeights,
+    CorrectionWeights,
+    DraftStruct,
+    DsparkWeights,
+    HeadContext,
+    HeadWeights,
+    TreeRequest,
+)
 from mmspec.cpu.layers import (
     DecoderShape,
     DecoderStruct,
     LayerStruct,
-    LayerWeights,
     WeightAddresses,
     new_floats,
     set_cache,
@@ -27,121 +35,6 @@ from mmspec.cpu.layers import (
 )
 from mmspec.cpu.native import FewRowsKernel, is_plain
 from mmspec.engine.tree import DraftTree
-
-
-@dataclass(frozen=True)
-class BlockWeights:
-    """Weights of a head that predicts k positions: feature i is x + (down @ silu(up @ norm(x)))[i].
-
-    The logits of a position are the LM head's of its feature, plus vocab_proj @ silu(feature_proj @
-    feature_norm(feature) + token_proj @ token_norm(token)), of the token before it; without that at the first position.
-    The order of the attributes is that of `draft` in draft_types.h.
-
-    Attributes:
-        norm: [D].
-        up: [F, D].
-        down: [k D, F].
-        feature_norm: [D].
-        feature_proj: [R, D].
-        token_norm: [D].
-        token_proj: [R, D].
-        vocab_proj: [V, R].
-    """
-
-    norm: Tensor
-    up: Tensor
-    down: Tensor
-    feature_norm: Tensor
-    feature_proj: Tensor
-    token_norm: Tensor
-    token_proj: Tensor
-    vocab_proj: Tensor
-
-
-@dataclass(frozen=True)
-class HeadWeights:
-    """Weights of a head, contiguous float32 on the CPU.
-
-    Attributes:
-        fuse: [D, 2 D], from [embedding ; hidden state] to the input of the layer.
-        fuse_bias: [D] or None.
-        layer: the decoder layer.
-        embeddings: [num_embeddings, D].
-        lm_head: [V, D], of the draft vocabulary.
-        lm_head_bias: [V] or None.
-        block: None for a head that runs the layer for each level.
-        sources: tensors of which some of these are views: if one of them gets other memory, the views are stale.
-    """
-
-    fuse: Tensor
-    fuse_bias: Tensor | None
-    layer: LayerWeights
-    embeddings: Tensor
-    lm_head: Tensor
-    lm_head_bias: Tensor | None
-    block: BlockWeights | None = None
-    sources: tuple[Tensor, ...] = ()
-
-
-@dataclass(frozen=True)
-class HeadContext:
-    """What the head has read so far.
-
-    Attributes:
-        lengths: positions in the cache of each row.
-        positions: rotary position of each row's next token.
-        cache: [2, B, num_kv_heads, capacity, head_dim] keys and values.
-        cos: [P, head_dim] float32 of positions 0 to P - 1, all that will be used.
-        sin: [P, head_dim] float32.
-        last_hidden: [B, D] output of the layer at each row's last position.
-    """
-
-    lengths: Sequence[int]
-    positions: Sequence[int]
-    cache: Tensor
-    cos: Tensor
-    sin: Tensor
-    last_hidden: Tensor
-
-
-@dataclass(frozen=True)
-class TreeRequest:
-    """Which trees to grow.
-
-    Attributes:
-        num_levels: levels below the root; of a block head at most k.
-        top_k: W, nodes per level that are expanded, and children of each.
-        max_nodes: size of a tree, the root included.
-        logit_bias: [V] float32, added to the logits.
-        log_noise: [B, num_levels, V] float32, subtracted from the logits divided by the temperature; None for none.
-        temperature: of the sampling.
-        draft_ids: [V] int64 target ids of the draft vocabulary; None if it is the target's.
-        level_penalty: subtracted from the log probability per level.
-    """
-
-    num_levels: int
-    top_k: int
-    max_nodes: int
-    logit_bias: Tensor
-    log_noise: Tensor | None
-    temperature: float
-    draft_ids: Tensor | None
-    level_penalty: float
-
-
-class _Draft(ctypes.Structure):
-    """`draft` of draft_types.h."""
-
-    _fields_ = [
-        ("d", DecoderStruct),
-        *((name, ctypes.c_void_p) for name in ("fuse", "fuse_bias", "positions", "root", "states", "counts")),
-        *((name, ctypes.c_int64) for name in ("levels", "max_nodes")),
-        *((name, ctypes.c_void_p) for name in ("bias", "noise", "ids")),
-        *((name, ctypes.c_float) for name in ("temperature", "level_penalty")),
-        *((name, ctypes.c_int64) for name in ("block_ffn_size", "rank")),
-        *((f"block_{field.name}", ctypes.c_void_p) for field in fields(BlockWeights)),
-        *((name, ctypes.c_void_p) for name in ("tree_tokens", "tree_parents", "tree_scores", "tree_mask")),
-    ]
 
 
 class NativeHead:
@@ -163,18 +56,19 @@ class NativeHead:
         """
         self._kernel = kernel
         self._shape = shape
-        self._block_size = 0  # 0 for a head that runs the layer for each level
+        self._max_levels: int | None = None  # None for a head that runs the layer for each level
         self._addresses = WeightAddresses()
         self._scratch = new_floats(0)
-        self._layer = LayerStruct()
-        set_layer(self._layer, weights.layer, shape, self._addresses, "of the head")
+        self._layers = (LayerStruct * len(weights.layers))()
+        for index, layer in enumerate(weights.layers):
+            set_layer(self._layers[index], layer, shape, self._addresses, f"of the head's layer {index}")
         size, vocab, rows = shape.hidden_size, len(weights.lm_head), len(weights.embeddings)
         add = self._addresses.add
         for source in weights.sources:
             add("a source", source, tuple(source.shape))
-        self._draft = _Draft(
+        self._draft = DraftStruct(
             d=DecoderStruct(
-                num_layers=1,
+                num_layers=len(weights.layers),
                 hidden_size=size,
                 intermediate_size=shape.intermediate_size,
                 num_heads=shape.num_heads,
@@ -182,18 +76,25 @@ class NativeHead:
                 head_dim=shape.head_dim,
                 vocab_size=vocab,
                 num_embeddings=rows,
-                layers=ctypes.addressof(self._layer),
+                layers=ctypes.addressof(self._layers),
                 embeddings=add("embeddings", weights.embeddings, (rows, size)),
+                final_norm=add("final_norm", weights.final_norm, (size,)),
                 lm_head=add("lm_head", weights.lm_head, (vocab, size)),
                 lm_head_bias=add("lm_head_bias", weights.lm_head_bias, (vocab,)),
                 eps=shape.eps,
                 scaling=shape.scaling,
             ),
-            fuse=add("fuse", weights.fuse, (size, 2 * size)),
             fuse_bias=add("fuse_bias", weights.fuse_bias, (size,)),
+            hidden_norm=add("hidden_norm", weights.hidden_norm, (size,)),
+            adds_normed_state=weights.adds_normed_state,
         )
+        self._set_fuse(weights)
         if weights.block is not None:
             self._set_block(weights.block)
+        if weights.correction is not None:
+            self._set_correction(weights.correction)
+        if weights.dspark is not None:
+            self._set_dspark(weights.dspark)
 
     def forward(
         self, tokens: Tensor, hidden_states: Tensor, counts: Sequence[int], context: HeadContext
@@ -202,16 +103,18 @@ class NativeHead:
 
         Args:
             tokens: [B, n] int64, padded on the right.
-            hidden_states: [B, n, D] before each token.
+            hidden_states: [B, n, D], or [B, n, S D] of a head that reads S of the target's, before each token.
             counts: valid tokens of each row.
             context: what has been read before; its cache has room for n positions behind each row's length.
 
         Returns:
-            `last_hidden` [B, D] after these tokens.
+            `last_hidden` [B, D] after these tokens; of DSpark, that before.
         """
         num_new, draft = tokens.shape[1], self._draft
         is_valid = is_plain(hidden_states) and type(hidden_states) is Tensor and tokens.dtype is torch.long
-        if not is_valid or not self._set_context(context, num_new, num_new, num_new):
+        if not is_valid or hidden_states.shape[2] != draft.state_size:
+            return None
+        if not self._set_context(context, num_new, num_new, num_new):
             return None
         tokens, last_hidden = tokens.contiguous(), context.last_hidden.clone(memory_format=torch.contiguous_format)
         row_counts = _integers(counts)
@@ -226,18 +129,20 @@ class NativeHead:
 
         Args:
             request: which trees.
-            context: what has been read; the cache has room for `top_k * (num_levels - 1)` positions behind each row's
-                length (none of a block head), which may be overwritten.
+            context: what has been read; the cache has room for `num_written` positions behind each row's length, which
+                may be overwritten.
         """
         draft, top_k, levels, batch = self._draft, request.top_k, request.num_levels, len(context.lengths)
-        is_block = self._block_size > 0
-        if not 0 < top_k <= draft.d.vocab_size or levels < 1 or (is_block and levels > self._block_size):
+        if not 0 < top_k <= draft.d.vocab_size or not 1 <= levels <= (self._max_levels or levels):
             return None
         noise, root = request.log_noise, context.last_hidden.contiguous()
         floats = (root, request.logit_bias, *([] if noise is None else [noise]))
         if any(part.dtype != torch.float32 or not part.is_cpu for part in floats):
             return None
-        if not self._set_context(context, top_k, 0 if is_block else top_k * (levels - 1), levels):
+        num_rows, num_positions = max(top_k, draft.block_positions), max(levels, draft.block_positions)
+        if batch * num_rows > MAX_DECODER_ROWS:
+            return None
+        if not self._set_context(context, top_k, self.num_written(top_k, levels), num_positions):
             return None
         num_nodes = min(request.max_nodes, 1 + top_k + (levels - 1) * top_k * top_k)
         tokens = torch.empty(batch, num_nodes, dtype=torch.long, device="cpu")
@@ -254,19 +159,60 @@ class NativeHead:
         self._run(self._kernel.draft_tree, context)
         return DraftTree(tokens, parents, node_mask, scores)
 
+    @property
+    def reads_anchors(self) -> bool:
+        """Whether it needs `HeadContext.anchors`."""
+        return bool(self._draft.block_positions)
+
+    def num_written(self, top_k: int, num_levels: int) -> int:
+        """Positions behind each row's length that `tree` writes to the cache."""
+        if self._draft.block_positions:
+            return int(self._draft.block_positions)
+        return 0 if self._max_levels else top_k * (num_levels - 1)
+
+    def _set_fuse(self, weights: HeadWeights) -> None:
+        """Set the projection of the hidden states, and how many numbers it reads."""
+        size, width = self._shape.hidden_size, weights.fuse.shape[1]
+        if weights.hidden_norm is None:
+            width, state_size = 2 * size, size
+        else:
+            mixture = None if weights.dspark is None else weights.dspark.mixture
+            state_size = width if mixture is None else size * len(mixture)
+        self._draft.fuse = self._addresses.add("fuse", weights.fuse, (size, width))
+        self._draft.state_size = state_size
+
     def _set_block(self, weights: BlockWeights) -> None:
-        """Set the weights of a block head."""
-        size, vocab, draft = self._shape.hidden_size, self._draft.d.vocab_size, self._draft
-        ffn_size, rank, block_size = len(weights.up), len(weights.feature_proj), len(weights.down) // size
-        shapes = {
-            **{"norm": (size,), "up": (ffn_size, size), "down": (block_size * size, ffn_size)},
-            **dict.fromkeys(("feature_norm", "token_norm"), (size,)),
-            **dict.fromkeys(("feature_proj", "token_proj"), (rank, size)),
-            "vocab_proj": (vocab, rank),
-        }
+        """Set the weights of FLASH's block."""
+        size, draft = self._shape.hidden_size, self._draft
+        ffn_size, block_size = len(weights.up), len(weights.down) // size
+        shapes = {"norm": (size,), "up": (ffn_size, size), "down": (block_size * size, ffn_size)}
         for name, tensor in vars(weights).items():
             setattr(draft, f"block_{name}", self._addresses.add(name, tensor, shapes[name]))
-        draft.block_ffn_size, draft.rank, self._block_size = ffn_size, rank, block_size
+        draft.block_ffn_size, self._max_levels = ffn_size, block_size
+
+    def _set_correction(self, weights: CorrectionWeights) -> None:
+        """Set the weights of the correction by the token before."""
+        size, draft, rank = self._shape.hidden_size, self._draft, weights.vocab_proj.shape[1]
+        table_rows = 0 if weights.token_table is None else len(weights.token_table)
+        shapes = {
+            **dict.fromkeys(("feature_norm", "token_norm"), (size,)),
+            **dict.fromkeys(("feature_proj", "token_proj"), (rank, size)),
+            "token_table": (table_rows, rank),
+            "vocab_proj": (draft.d.vocab_size, rank),
+        }
+        for name, tensor in vars(weights).items():
+            setattr(draft, name, self._addresses.add(name, tensor, shapes[name]))
+        draft.rank, draft.table_rows = rank, table_rows
+
+    def _set_dspark(self, weights: DsparkWeights) -> None:
+        """Set what a DSpark head has besides."""
+        size, draft, add = self._shape.hidden_size, self._draft, self._addresses.add
+        draft.mixture = add("mixture", weights.mixture, (draft.state_size // size,))
+        draft.mask_embedding = add("mask_embedding", weights.mask_embedding, (size,))
+        draft.confidence = add("confidence", weights.confidence, (1, size + draft.rank))
+        draft.confidence_bias = add("confidence_bias", weights.confidence_bias, (1,))
+        draft.block_positions, draft.first_position = weights.block_positions, weights.first_position
+        self._max_levels = weights.block_positions - weights.first_position
 
     def _set_context(self, context: HeadContext, nodes: int, num_new: int, num_positions: int) -> bool:
         """Set what both functions read; False if it is not for compiled code.
@@ -283,7 +229,13 @@ class NativeHead:
         tables, size = (context.cos, context.sin), max(context.positions) + num_positions
         if not all(is_plain(part) and part.shape[0] >= size for part in tables):
             return False
-        if not set_cache(self._layer, context.cache, self._shape, batch, num_keys):
+        anchors = context.anchors
+        if len(context.caches) != len(self._layers) or (anchors is not None) != self.reads_anchors:
+            return False
+        if anchors is not None and (anchors.dtype is not torch.long or not anchors.is_cpu):
+            return False
+        layers = zip(self._layers, context.caches, strict=True)
+        if not all(set_cache(layer, cache, self._shape, batch, num_keys) for layer, cache in layers):
             return False
         draft.d.batch, draft.d.nodes, draft.d.max_keys = batch, nodes, max(1, num_keys)
         draft.d.cos, draft.d.sin = context.cos.data_ptr(), context.sin.data_ptr()
@@ -294,6 +246,8 @@ class NativeHead:
         lengths, positions = _integers(context.lengths), _integers(context.positions)
         draft, address, num_threads = self._draft, ctypes.addressof(self._draft), torch.get_num_threads()
         draft.d.lengths, draft.positions = ctypes.addressof(lengths), ctypes.addressof(positions)
+        anchors = None if context.anchors is None else context.anchors.contiguous()
+        draft.anchors = None if anchors is None else anchors.data_ptr()
         num_floats = self._kernel.draft_scratch(address, num_threads)
         if self._scratch.numel() < num_floats:
             self._scratch = new_floats(num_floats + num_floats // 4)
@@ -305,4 +259,4 @@ def _integers(values: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
     return (ctypes.c_int64 * len(values))(*values)
 
 
-__all__ = ["BlockWeights", "HeadContext", "HeadWeights", "NativeHead", "TreeRequest"]
+__all__ = ["NativeHead"]

@@ -1,26 +1,41 @@
-/* A draft head of one decoder layer: a forward over committed tokens, and a tree that is grown level by level.
+/* A draft head of one decoder layer or more: a forward over committed tokens, and a tree that is grown level by level.
 
-   The distributions of a level come from a forward of the layer over its nodes (EAGLE), or, for heads that predict a block
-   of positions at once (FLASH), from the logits of the level's position and a correction by the token before. */
+   The distributions of a level come from a forward of the layer over its nodes (EAGLE, EAGLE-3), or, for heads that predict
+   a block of positions at once (FLASH, DSpark), from the logits of the level's position and a correction by the token
+   before. What DSpark alone needs is in dspark.h. */
 
 typedef struct {
-  decoder d; /* the layer and what is around it; `nodes`: tokens of a forward, or nodes of a level, W */
-  const float *fuse, *fuse_bias; /* [D, 2 D]: to the input of the layer, from [embedding ; hidden state] */
+  decoder d; /* the layers and what is around them; `nodes`: tokens of a forward, or nodes of a level, W; `final_norm`:
+                before the LM head, or NULL */
+  const float *fuse, *fuse_bias; /* EAGLE, FLASH: [D, 2 D], from [embedding ; hidden state] to the input of the layer.
+                                    EAGLE-3, DSpark: from the states of several of the target's layers to one state */
+  const float *hidden_norm;      /* [D] norm of that state; NULL for EAGLE and FLASH */
   const int64_t *positions;      /* [batch] rotary position of the first token of a forward, of a tree's first level */
   float *root;                   /* [batch, D] output of the layer at each row's last token */
   /* a forward over committed tokens: sets `root` */
-  const float *states;   /* [batch, nodes, D] hidden state before each token */
-  const int64_t *counts; /* [batch] valid tokens of a row; `root` stays as it is where there is none */
+  const float *states;        /* [batch, nodes, state_size] the target's hidden states before each token */
+  const int64_t *counts;      /* [batch] valid tokens of a row; `root` stays as it is where there is none */
+  int64_t state_size;
+  int64_t adds_normed_state;  /* whether an EAGLE-3 layer adds to the normalised state */
   /* a tree: reads `root` */
   int64_t levels, max_nodes;
   const float *bias;     /* [V], added to the logits */
   const float *noise;    /* [batch, levels, V], subtracted from the logits divided by `temperature`; or NULL */
   const int64_t *ids;    /* [V] target ids of the draft vocabulary; NULL if it is the target's */
   float temperature, level_penalty;
-  /* a block head, R: its rank; NULL and 0 for heads that run the layer for each level */
-  int64_t block_ffn_size, rank;
-  const float *block_norm, *block_up, *block_down;               /* [D], [F, D], [k D, F] */
-  const float *feature_norm, *feature_proj, *token_norm, *token_proj, *vocab_proj; /* [D], [R, D], [D], [R, D], [V, R] */
+  /* the block of FLASH; NULL and 0 for the others */
+  int64_t block_ffn_size;
+  const float *block_norm, *block_up, *block_down; /* [D], [F, D], [k D, F] */
+  /* the correction of a position's logits by the token before, R: its rank; NULL and 0 for EAGLE and EAGLE-3 */
+  int64_t rank, table_rows;
+  const float *feature_norm, *feature_proj; /* [D], [R, D]; NULL where it depends on the token alone */
+  const float *token_norm, *token_proj;     /* [D], [R, D]; NULL with a table */
+  const float *token_table, *vocab_proj;    /* [table_rows, R] or NULL; [V, R] */
+  /* DSpark; NULL and 0 for the others */
+  int64_t block_positions, first_position; /* of the block; the first that predicts */
+  const int64_t *anchors;                  /* [batch] last token of each row, with which its block begins */
+  const float *mixture, *mask_embedding;   /* [state_size / D] weights of the states, or NULL; [D] */
+  const float *confidence, *confidence_bias; /* [D + R], [1]; or NULL */
   /* results, [batch, tree_size]; node 0 is the root */
   int64_t *tree_tokens, *tree_parents;
   float *tree_scores;
@@ -33,11 +48,13 @@ typedef struct {
   decoder d; /* as in `draft`, with the lengths and the mask of the level */
   const draft *h;
   int64_t *lengths, *nodes;                          /* [batch]; [batch, W] candidate that each node is */
+  int64_t *ids;                                      /* [batch, W] target id of each node */
   int64_t *token, *parent, *place;                   /* [batch, C] candidates; [C] node of the tree, or -1 */
   int64_t *child;                                    /* [batch, W, W] best next tokens of the nodes */
   float *child_log_prob, *path, *node_path;          /* [batch, W, W]; [batch, C]; [batch, W]: log probabilities */
   float *inputs, *logits;                            /* [batch, W, 2 D]; [batch, W, V] */
-  float *ffn, *features, *base, *projected, *mixed;  /* block heads: [batch, F]; [batch, levels, D or V or R]; [batch, W, R] */
+  float *ffn, *features, *base, *projected, *mixed;  /* heads of blocks: [batch, F]; [batch, levels, D], of a block's
+                                                        positions V, [batch, levels, R]; [batch, W, R] */
   uint8_t *mask, *old_mask;
   int64_t num_candidates; /* per row, so far */
 } drafting;
@@ -48,26 +65,38 @@ static inline int64_t max_candidates(const draft *h) {
   return h->levels ? h->d.nodes + (h->levels - 1) * h->d.nodes * h->d.nodes : 0;
 }
 static inline int64_t tree_size(const draft *h) { return min64(h->max_nodes, 1 + max_candidates(h)); }
-static inline int is_block(const draft *h) { return h->block_up != NULL; }
+static inline int is_block(const draft *h) { return h->rank > 0; }
+static inline int is_dspark(const draft *h) { return h->block_positions > 0; }
+static inline int is_eagle3(const draft *h) { return h->hidden_norm && !is_dspark(h); }
+/* Whether the logits of a level depend on the token before; that of FLASH's first is read by its layer. */
+static inline int is_corrected(const draft *h, int64_t level) { return is_block(h) && (level || is_dspark(h)); }
+/* Positions of one row's block that have logits. */
+static inline int64_t base_rows(const draft *h) { return is_dspark(h) ? h->block_positions : h->levels; }
+/* Rows of the largest forward, per batch row. */
+static inline int64_t most_rows(const draft *h) { return max64(h->d.nodes, max64(h->levels, h->block_positions)); }
 
 /* Numbers that one thread needs for packed rows, and what `self_attention` needs behind them. */
 static int64_t draft_thread_floats(const draft *h) {
-  const int64_t rows = h->d.batch * max64(h->d.nodes, h->levels);
-  const int64_t widest = max64(max64(widest_row(&h->d), h->block_ffn_size), h->rank);
-  return align16(rows * (widest + MAX_LANES)) + thread_floats(&h->d);
+  decoder d = h->d;
+  d.nodes = most_rows(h);
+  const int64_t widest = max64(max64(widest_row(&d), h->state_size), max64(h->block_ffn_size, h->rank));
+  return align16(d.batch * d.nodes * (widest + MAX_LANES)) + thread_floats(&d);
 }
 
+static int64_t num_phases(const draft *h) { return PHASES * max64(1, h->levels) + 5 * h->d.num_layers + PHASES; }
 static int64_t *take_ints(float **scratch, int64_t n) { return (int64_t *)take_floats(scratch, 2 * n); }
 
 /* Divide the scratch, and return its end; nothing is read or written. */
 static float *divide_scratch(drafting *g, float *scratch) {
   const draft *h = g->h;
   const decoder *d = &h->d;
-  const int64_t B = d->batch, W = d->nodes, R = B * W, D = d->hidden_size, C = max_candidates(h), L = h->levels;
-  g->s.next = take_ints(&scratch, PHASES * max64(1, L));
+  const int64_t B = d->batch, W = d->nodes, D = d->hidden_size, C = max_candidates(h), L = h->levels;
+  const int64_t R = B * W, most = B * max64(W, h->block_positions);
+  g->s.next = take_ints(&scratch, num_phases(h));
   g->lengths = take_ints(&scratch, B);
-  g->s.positions = take_ints(&scratch, R);
+  g->s.positions = take_ints(&scratch, most);
   g->nodes = take_ints(&scratch, R);
+  g->ids = take_ints(&scratch, R);
   g->token = take_ints(&scratch, B * C);
   g->parent = take_ints(&scratch, B * C);
   g->place = take_ints(&scratch, C);
@@ -79,15 +108,15 @@ static float *divide_scratch(drafting *g, float *scratch) {
   g->logits = take_floats(&scratch, R * d->vocab_size);
   g->ffn = take_floats(&scratch, B * h->block_ffn_size);
   g->features = take_floats(&scratch, B * L * D);
-  g->base = take_floats(&scratch, is_block(h) ? B * L * d->vocab_size : 0);
+  g->base = take_floats(&scratch, is_block(h) ? B * base_rows(h) * d->vocab_size : 0);
   g->projected = take_floats(&scratch, B * L * h->rank);
   g->mixed = take_floats(&scratch, R * h->rank);
   g->mask = (uint8_t *)take_floats(&scratch, R * W * max64(1, L));
   g->old_mask = (uint8_t *)take_floats(&scratch, R * W * max64(1, L));
-  g->s.x = take_floats(&scratch, R * D);
-  g->s.qkv = take_floats(&scratch, R * qkv_width(d));
-  g->s.attended = take_floats(&scratch, R * d->num_heads * d->head_dim);
-  g->s.activated = take_floats(&scratch, R * d->intermediate_size);
+  g->s.x = take_floats(&scratch, most * D);
+  g->s.qkv = take_floats(&scratch, most * qkv_width(d));
+  g->s.attended = take_floats(&scratch, most * d->num_heads * d->head_dim);
+  g->s.activated = take_floats(&scratch, most * d->intermediate_size);
   g->s.own = scratch;
   return scratch;
 }
@@ -96,7 +125,8 @@ static void begin_drafting(drafting *g, const draft *h, barrier_fn barrier) {
   *g = (drafting){.h = h, .d = h->d};
   g->s.d = &g->d, g->s.barrier = barrier;
   divide_scratch(g, h->d.scratch);
-  memset(g->s.next, 0, (size_t)(PHASES * max64(1, h->levels)) * sizeof(int64_t));
+  if (is_eagle3(h)) g->s.attention_inputs = g->inputs;
+  memset(g->s.next, 0, (size_t)num_phases(h) * sizeof(int64_t));
   memcpy(g->lengths, h->d.lengths, (size_t)h->d.batch * sizeof(int64_t));
   g->d.lengths = g->lengths;
 }
@@ -112,13 +142,30 @@ static void begin_forward(drafting *g) {
   const draft *h = g->h;
   const int64_t N = h->d.nodes, D = h->d.hidden_size;
   for (int64_t r = 0; r < h->d.batch * N; r++) {
-    embed(h, h->d.tokens[r], g->inputs + r * 2 * D);
-    memcpy(g->inputs + r * 2 * D + D, h->states + r * D, (size_t)D * sizeof(float));
     g->s.positions[r] = h->positions[r / N] + r % N;
     for (int64_t n = 0; n < N; n++) g->mask[r * N + n] = n <= r % N;
+    if (is_dspark(h)) continue; /* it reads no embeddings of committed tokens */
+    embed(h, h->d.tokens[r], g->inputs + r * 2 * D);
+    if (!is_eagle3(h)) memcpy(g->inputs + r * 2 * D + D, h->states + r * D, (size_t)D * sizeof(float));
   }
   g->d.ancestors = g->mask;
   g->d.span = N;
+}
+
+/* Inputs and positions of the layers of a DSpark head over its block, and the tokens of the roots for their correction. */
+static void begin_block(drafting *g) {
+  const draft *h = g->h;
+  const int64_t K = h->block_positions, D = h->d.hidden_size;
+  for (int64_t r = 0; r < h->d.batch * K; r++) {
+    const int64_t b = r / K;
+    if (r % K)
+      memcpy(g->s.x + r * D, h->mask_embedding, (size_t)D * sizeof(float));
+    else
+      embed(h, h->anchors[b], g->s.x + r * D), embed(h, h->anchors[b], g->inputs + b * D);
+    g->s.positions[r] = h->positions[b] + r % K;
+  }
+  g->d.nodes = K;
+  g->d.ancestors = NULL; /* a position attends to all of its block */
 }
 
 /* The likeliest of n candidates that have no place; of equals the first. */
@@ -155,7 +202,8 @@ static void choose_nodes(drafting *g, int64_t level, int64_t b) {
     g->place[c] = i;
     g->nodes[r] = g->num_candidates + c;
     g->node_path[r] = path[c];
-    embed(h, h->ids ? h->ids[token] : token, input);
+    g->ids[r] = h->ids ? h->ids[token] : token;
+    embed(h, g->ids[r], input);
     if (is_block(h)) continue;
     memcpy(input + D, level ? g->s.x + parent * D : h->root + b * D, (size_t)D * sizeof(float));
     g->s.positions[r] = h->positions[b] + level;

@@ -1,5 +1,5 @@
 /* out = x w^T + bias for a few rows of x, float32, from the weight where it lies; and a stack of decoder layers of such
-   products (decoder.h), and draft heads (draft.h).
+   products (decoder.h), and draft heads (draft.h, dspark.h).
 
    An element of out is LANES partial sums, each over every LANES-th column in ascending order, in segments of 512 to
    1023 columns, added in a fixed order. It depends on its row of x and its row of w alone: not on the number of rows or
@@ -116,6 +116,8 @@ static int64_t panel_width(int64_t R, int64_t K) {
 #include "few_rows.h"
 #include "decoder.h"
 #include "draft.h"
+#include "dspark.h"
+#include "draft_workers.h"
 #include "end_of_isa.h"
 
 #define NAME(part) avx512_##part
@@ -134,6 +136,8 @@ static int64_t panel_width(int64_t R, int64_t K) {
 #include "few_rows.h"
 #include "decoder.h"
 #include "draft.h"
+#include "dspark.h"
+#include "draft_workers.h"
 #include "end_of_isa.h"
 
 /* The instructions of this processor: 2 for AVX-512, 1 for AVX2, 0 for neither. */
@@ -193,7 +197,8 @@ EXPORT int64_t few_rows_draft_scratch(const draft *h, int64_t num_threads) {
 }
 
 static void run_draft(drafting *g, void (*worker)(void *), int64_t num_threads, parallel_fn parallel) {
-  const int64_t D = g->d.hidden_size, bytes = layer_bytes(&g->d) + 4 * D * (2 * D + g->d.vocab_size);
+  const int64_t D = g->d.hidden_size, layers = g->d.num_layers * layer_bytes(&g->d);
+  const int64_t bytes = layers + 4 * D * (2 * D + g->d.vocab_size);
   const int64_t threads = parallel ? min64(num_threads, 1 + bytes / (4 * THREAD_BYTES)) : 1;
   g->s.has_team = threads > 1;
   if (threads > 1)
@@ -202,21 +207,26 @@ static void run_draft(drafting *g, void (*worker)(void *), int64_t num_threads, 
     worker(g);
 }
 
-/* One forward of a head over committed tokens: sets `root`. */
+/* One forward of a head over committed tokens: sets `root`, if it has one (DSpark has not). */
 EXPORT int few_rows_head_forward(const draft *h, int level, int64_t num_threads, parallel_fn parallel,
                                  barrier_fn barrier) {
   drafting g;
   begin_drafting(&g, h, barrier);
   begin_forward(&g);
-  run_draft(&g, level == 2 ? avx512_head_forward : avx2_head_forward, num_threads, parallel);
+  void (*const worker)(void *) = level == 2 ? avx512_head_forward : avx2_head_forward;
+  void (*const dspark)(void *) = level == 2 ? avx512_dspark_forward : avx2_dspark_forward;
+  run_draft(&g, is_dspark(h) ? dspark : worker, num_threads, parallel);
   return 1;
 }
 
-/* A tree: from `root` to `tree_tokens`, `tree_parents`, `tree_scores`, `tree_mask`. */
+/* A tree: from `root`, or from `anchors`, to `tree_tokens`, `tree_parents`, `tree_scores`, `tree_mask`. */
 EXPORT int few_rows_draft_tree(const draft *h, int level, int64_t num_threads, parallel_fn parallel,
                                barrier_fn barrier) {
   drafting g;
   begin_drafting(&g, h, barrier);
+  if (is_dspark(h)) begin_block(&g);
   run_draft(&g, level == 2 ? avx512_draft_tree : avx2_draft_tree, num_threads, parallel);
   return 1;
 }
+
+#include "ngrams.h"

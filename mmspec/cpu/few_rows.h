@@ -9,6 +9,8 @@ INLINE VEC NAME(load_part)(const float *p, int64_t n) {
   return LOAD(part);
 }
 
+INLINE VEC NAME(load_some)(const float *p, int64_t n) { return n < LANES ? NAME(load_part)(p, n) : LOAD(p); }
+
 /* The sums of the lanes of four vectors. */
 INLINE __m128 NAME(sum4)(const VEC *v) {
   const __m256 s = _mm256_hadd_ps(_mm256_hadd_ps(HALVES(v[0]), HALVES(v[1])), _mm256_hadd_ps(HALVES(v[2]), HALVES(v[3])));

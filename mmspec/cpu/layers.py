@@ -23,6 +23,7 @@ class DecoderShape:
         head_dim: even.
         eps: of every RMSNorm.
         scaling: factor of the attention scores.
+        attention_input_size: columns of q, k and v; 0 for `hidden_size`.
     """
 
     hidden_size: int
@@ -32,6 +33,7 @@ class DecoderShape:
     head_dim: int
     eps: float
     scaling: float
+    attention_input_size: int = 0
 
 
 @dataclass(frozen=True)
@@ -163,9 +165,10 @@ def new_floats(*shape: int) -> Tensor:
 def _shape_of(name: str, shape: DecoderShape) -> tuple[int, ...]:
     """Shape of a weight of `LayerWeights`."""
     hidden, width, size = shape.hidden_size, shape.num_heads * shape.head_dim, shape.head_dim
+    columns = shape.attention_input_size or hidden
     sizes = {
-        **dict.fromkeys(("q",), (width, hidden)),
-        **dict.fromkeys(("k", "v"), (shape.num_kv_heads * size, hidden)),
+        **dict.fromkeys(("q",), (width, columns)),
+        **dict.fromkeys(("k", "v"), (shape.num_kv_heads * size, columns)),
         "o": (hidden, width),
         **dict.fromkeys(("gate", "up"), (shape.intermediate_size, hidden)),
         "down": (hidden, shape.intermediate_size),

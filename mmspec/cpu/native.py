@@ -53,6 +53,7 @@ class FewRowsKernel:
     A row of the result does not depend on the other rows of the call, nor on the number of threads. Thread-safe.
 
     Attributes:
+        library: what it was bound from.
         level: 2 with AVX-512, 1 with AVX2.
     """
 
@@ -67,6 +68,7 @@ class FewRowsKernel:
             KernelUnavailableError: the processor has neither instruction set, or torch's OpenMP runtime is not found.
             AttributeError: the library has no such functions.
         """
+        self.library = library
         best: int = library.few_rows_level()
         self.level = best if level is None else level
         if not 1 <= self.level <= best:

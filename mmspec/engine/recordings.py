@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mmspec.cpu.linear import ACTIVE_CONTEXT
-from mmspec.engine.graph import Recorder, Replay, StaticFunction, record_compiled
+from mmspec.engine.graph import Recorder, Replay, StaticFunction
 
 NUM_CHECKED_REPLAYS = 3
 """Replays of each function that are compared with a plain run: later ones have other inputs than those recorded."""
@@ -36,22 +36,19 @@ class Recordings:
         recorder: records the functions.
         capacity: largest length of a row of the call, draft nodes included.
         warn: logs a message once.
+        contain_weights: whether recordings contain copies of weights, so that edits in place must be noticed.
         setup_s: seconds that recording and checking have taken so far. They are no cost of later rounds: clocks
             subtract them.
     """
 
     def __init__(
-        self, recorder: Recorder, capacity: int = 0, warn: Callable[[str], None] = lambda message: None
+        self, recorder: Recorder, capacity: int, warn: Callable[[str], None], contain_weights: bool = False
     ) -> None:
-        """
-        Args:
-            recorder: records the functions.
-            capacity: largest length of a row, draft nodes included.
-            warn: logs a message once.
-        """
+        """Arguments: see the attributes."""
         self.recorder = recorder
         self.capacity = capacity
         self.warn = warn
+        self.contain_weights = contain_weights
         self.setup_s = 0.0
         self._replays: dict[tuple[Hashable, Hashable], Replay] = {}
         self._num_checked: Counter[tuple[Hashable, Hashable]] = Counter()
@@ -59,11 +56,6 @@ class Recordings:
 
     def __len__(self) -> int:
         return len(self._replays)
-
-    @property
-    def contain_weights(self) -> bool:
-        """Whether recordings contain copies of weights, so that edits in place must be noticed."""
-        return self.recorder is record_compiled
 
     def attachment(self, owner: Hashable, create: Callable[[], Any]) -> Any:
         """What an owner stores between calls, created at first."""
@@ -138,7 +130,7 @@ class WeightWatch:
         """
         tensors = list(tensors)
         places = [(id(t), t.data_ptr(), 0 if t.is_inference() else t._version) for t in tensors]
-        sums = [part for t in tensors for part in checksums(t)] if contain_weights else []
+        sums = [part for t in tensors for part in bit_checksums(t)] if contain_weights else []
         is_same = len(sums) == len(self._checksums) and all(map(torch.equal, sums, self._checksums))
         changed = self._fingerprint != (places, others) or (contain_weights and not is_same)
         self._fingerprint = places, others
@@ -154,7 +146,7 @@ def recordable_mode() -> Iterator[None]:
         yield
 
 
-def checksums(tensor: Tensor) -> tuple[Tensor, Tensor]:
+def bit_checksums(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """Sums of the bit patterns along the first and the last dimension. They change where `.data` is edited in place."""
     bits = torch.atleast_1d(tensor.detach()).contiguous()
     if bits.shape[-1] * bits.element_size() % 8 == 0:
@@ -178,4 +170,4 @@ def check_replay(outputs: Tensor, expected: Tensor) -> None:
         raise RuntimeError(f"the recording differs from a plain run by {float(difference / scale):.1e}")
 
 
-__all__ = ["Recordings", "WeightWatch", "check_replay", "checksums", "recordable_mode"]
+__all__ = ["Recordings", "WeightWatch", "bit_checksums", "check_replay", "recordable_mode"]

@@ -164,7 +164,8 @@ class CapturePool:
             lane = self._lanes.pop(key, None)
             capacity = length_bucket(max_length + MAX_NODES)
             if lane is None or (lane.kv_cache.capacity < capacity and not lane.lock.locked()):
-                recordings = Recordings(recorder(), capacity, self._warn)
+                is_frozen = recorder is _compiled_recorder
+                recordings = Recordings(recorder(), capacity, self._warn, is_frozen)
                 lane = Lane(recordings, StaticKVCache(batch, capacity, adapter.num_layers))
             self._lanes[key] = lane
             for old in list(self._lanes)[:-MAX_LANES]:

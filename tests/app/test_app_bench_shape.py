@@ -11,13 +11,17 @@ import torch
 
 import mmspec
 from mmspec.app.bench import bandwidth
+from mmspec.app.bench.measure import clone
 from mmspec.app.bench.peers.base import PeerPrompt
+from mmspec.app.bench.peers.in_process import PatchedPeer
 from mmspec.app.bench.peers.registry import baseline_peer
 from mmspec.app.bench.shape.models import TEXT_SHAPES, build_shape_drafter, build_shape_model, find_shape
 from mmspec.app.bench.shape.notes import count_runtime_calls
+from mmspec.app.bench.shape.phases import PhaseTimer, check_notes, multinomial_is_reproduced
 from mmspec.app.bench.shape.simulated import Oracle, SimulatedAcceptance, acceptance_for_tau, draft_form
 from mmspec.app.cli.main import main
 from mmspec.app.errors import UsageError
+from mmspec.engine.rng import SamplingNoise
 
 
 def test_the_next_token_is_the_successor() -> None:
@@ -66,10 +70,36 @@ def test_the_instrument_from_the_command_line(tmp_path: Path, monkeypatch: pytes
     printed = capsys.readouterr().out
     assert "simulated acceptance, random weights" in printed and "oracle@tau2.6, batch 1: measured tau" in printed
     assert "share of the measured bandwidth" in printed and "ms a round: score" in printed
+    assert "ms a round: read" in printed and "torch.multinomial on cpu" in printed
     rows = json.loads((tmp_path / "s.json").read_text())["rows"]
     overall = {row["peer"]: row for row in rows if row["category"] == "all"}
     assert list(overall) == ["hf", "hf-again", "hf-static", "none", "oracle@tau2.6"]
     assert all(row["same"] == row["calls"] == 2 for row in overall.values())
+
+
+def test_the_instrument_reports_phases_logits_and_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape, device = TEXT_SHAPES["tiny"], torch.device("cpu")
+    model = build_shape_model(shape, torch.float32, device)
+    ids = torch.randint(shape.vocab_size, (1, 20), generator=torch.Generator().manual_seed(0))
+    prompt = PeerPrompt({"input_ids": ids, "attention_mask": torch.ones_like(ids)}, ())
+    inner = build_shape_drafter("msd", shape, torch.float32, device, 6)
+    drafter = SimulatedAcceptance("msd", inner, 2.5, 3, shape.vocab_size, torch.Generator().manual_seed(0))
+    peer = PatchedPeer("msd", mmspec.patch(clone(model), drafter, tree_size=6))
+    timer = PhaseTimer(device)
+    with timer.measuring():
+        peer.generate(prompt, 16)
+    stats, phases = mmspec.stats(peer.model, last=True), timer.milliseconds()
+    assert len(timer.spans["round"]) == len(timer.spans["commit"]) == stats.rounds
+    assert all(phases[name] > 0 for name in ("read", "levels", "score", "verify", "commit"))
+    assert sum(phases.values()) < 1.1e3 * stats.decode_s / stats.rounds
+    peer.generate(prompt, 16)
+    assert len(timer.spans["round"]) == stats.rounds  # nothing is timed any more
+
+    notes = check_notes(model, [peer], prompt, 12)
+    assert "of 12 steps' logits" in notes[2] and "(same text)" in notes[2] and "noise gives" in notes[3]
+    assert multinomial_is_reproduced(device, 50)
+    monkeypatch.setattr(SamplingNoise, "at_step", lambda self, step: self._ring[(step + 1) % self.window][:, None])
+    assert not multinomial_is_reproduced(device, 50)
 
 
 def test_calls_of_the_runtime_are_counted() -> None:

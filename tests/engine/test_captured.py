@@ -24,6 +24,7 @@ from mmspec.engine.kv_cache import RaggedKVCache
 from mmspec.engine.static_cache import MAX_NODES, StaticKVCache, length_bucket, write_nodes
 from mmspec.engine.tree_cache import CACHE_ARGUMENT
 from mmspec.patching import patch_state
+from mmspec.targets import captured
 from mmspec.targets.captured import CapturedTarget, recorder_for
 from mmspec.targets.static_round import StaticRound
 
@@ -235,10 +236,11 @@ def test_no_value_becomes_a_constant() -> None:
         trace(branch, [state], [torch.ones(2)])
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_compiled_on_a_cpu() -> None:
-    """`torch.compile(fullgraph=True)` of the recorded round; and a weight changed in place is noticed."""
+@pytest.mark.parametrize("compiler", [pytest.param(record_compiled, marks=pytest.mark.slow), record_trace])
+def test_compiled_on_a_cpu(compiler: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`torch.compile(fullgraph=True)` of a recorded round, or its trace; a weight changed in place is noticed."""
+    monkeypatch.setattr(captured, "record_compiled", compiler)
     model = build_model()
     prompts = [build_inputs(model, seed, 1) for seed in range(2)]
     plain = [generate(model, inputs, False) for inputs in prompts]
@@ -247,7 +249,7 @@ def test_compiled_on_a_cpu() -> None:
             assert torch.equal(generate(model, inputs, False), expected)
         pool = patch_state(model).captures
         (lane,) = pool._lanes.values()
-        assert pool.failure is None and lane.recordings.recorder is record_compiled
+        assert pool.failure is None and lane.recordings.recorder is compiler
         assert len(lane.recordings) == 3, "a round, and the two parts of a draft"
         model.get_output_embeddings().weight.data.neg_()  # changes neither address nor version counter
         with mmspec.disabled(model):

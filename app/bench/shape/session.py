@@ -22,6 +22,7 @@ from mmspec.app.bench.results import ResultFiles
 from mmspec.app.bench.session import provenance
 from mmspec.app.bench.shape.models import DRAFT_DEPTH, TextShape, build_shape_drafter, build_shape_model, find_shape
 from mmspec.app.bench.shape.notes import bandwidth_notes, round_notes, runtime_notes
+from mmspec.app.bench.shape.phases import check_notes
 from mmspec.app.bench.shape.simulated import Oracle, SimulatedAcceptance
 from mmspec.app.bench.suite.config import SuiteConfig
 from mmspec.app.bench.suite.items import SuiteItem
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
 SHAPE_TREE_SIZE = 16
 DEFAULT_TAUS = (1.0, 2.6, 3.6)
 DEFAULT_PROMPTS = (600, 2000)
+CHECK_TOKENS = 16
+"""New tokens of the calls whose launches, phases and logits are reported."""
 LABEL = "simulated acceptance, random weights of the shape: the text means nothing, tau is given, all kernels run"
 
 
@@ -129,6 +132,7 @@ def measure_shape(args: argparse.Namespace) -> SuiteResult:
     items = {batch: prompts.items(batch * (args.repeats or MIN_ROUNDS)) for batch in args.batch_sizes}
     total = sum(suite.count_calls(items[batch], TEXT, batch) for batch in args.batch_sizes)
     is_hidden = not (sys.stderr.isatty() if args.progress is None else args.progress)
+    checks = check_notes(model, peers, prompts.build(items[args.batch_sizes[0]][:1], [()], 0, TEXT), CHECK_TOKENS)
     with tqdm(total=total, desc="bench", unit="call", disable=is_hidden, file=sys.stderr) as bar:
         suite.tick = bar.update
         result.reading.append(measure_weight_reading(model))
@@ -138,8 +142,9 @@ def measure_shape(args: argparse.Namespace) -> SuiteResult:
     result.left_out, result.rows = suite.left_out, summarise_calls(result.calls)
     result.notes += [LABEL, *round_notes(result.rows, result.calls), *bandwidth_notes(result.rows, result.reading[-1])]
     result.notes += runtime_notes(
-        [suite.baseline, *peers], prompts.build(items[args.batch_sizes[0]][:1], [()], 0, TEXT), 16
+        [suite.baseline, *peers], prompts.build(items[args.batch_sizes[0]][:1], [()], 0, TEXT), CHECK_TOKENS
     )
+    result.notes += checks
     return result
 
 

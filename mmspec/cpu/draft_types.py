@@ -1,0 +1,195 @@
+"""Draft heads as compiled code reads them: weights, what a call has read, and the struct of draft_types.h."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from torch import Tensor
+
+from mmspec.cpu.layers import DecoderStruct, LayerWeights
+
+
+@dataclass(frozen=True)
+class BlockWeights:
+    """Weights of FLASH's block of k positions: feature i is x + (down @ silu(up @ norm(x)))[i].
+
+    The order of the attributes is that of `draft` in draft_types.h, here and in `CorrectionWeights`.
+
+    Attributes:
+        norm: [D].
+        up: [F, D].
+        down: [k D, F].
+    """
+
+    norm: Tensor
+    up: Tensor
+    down: Tensor
+
+
+@dataclass(frozen=True)
+class CorrectionWeights:
+    """Weights of the correction of a position's logits by the token before it: vocab_proj @ r.
+
+    r is silu(feature_proj @ feature_norm(feature) + token_proj @ token_norm(token)) in FLASH, which corrects no first
+    position; without the feature, or the token's row of a table, in DSpark.
+
+    Attributes:
+        feature_norm: [D] or None.
+        feature_proj: [R, D] or None.
+        token_norm: [D] or None.
+        token_proj: [R, D] or None.
+        token_table: [num_rows, R] or None.
+        vocab_proj: [V, R].
+    """
+
+    feature_norm: Tensor | None
+    feature_proj: Tensor | None
+    token_norm: Tensor | None
+    token_proj: Tensor | None
+    token_table: Tensor | None
+    vocab_proj: Tensor
+
+
+@dataclass(frozen=True)
+class DsparkWeights:
+    """What a DSpark head has besides its layers and the correction.
+
+    Attributes:
+        mixture: [S] weights with which the target's states are added; None: they are concatenated.
+        mask_embedding: [D].
+        confidence: [1, D + R] or None.
+        confidence_bias: [1] or None.
+        block_positions: k, positions of a block.
+        first_position: 1 if the first position, of the last token, predicts nothing; else 0.
+    """
+
+    mixture: Tensor | None
+    mask_embedding: Tensor
+    confidence: Tensor | None
+    confidence_bias: Tensor | None
+    block_positions: int
+    first_position: int
+
+
+@dataclass(frozen=True)
+class HeadWeights:
+    """Weights of a head, contiguous float32 on the CPU.
+
+    Attributes:
+        fuse: [D, 2 D], from [embedding ; hidden state] to the input of the layer; with `hidden_norm` from S hidden
+            states of the target to one: [D, S D], or [D, D] with a mixture.
+        fuse_bias: [D] or None.
+        layers: the decoder layers; more than one for DSpark only.
+        embeddings: [num_embeddings, D].
+        lm_head: [V, D], of the draft vocabulary.
+        lm_head_bias: [V] or None.
+        hidden_norm: [D] of EAGLE-3 and DSpark, else None.
+        final_norm: [D] before the LM head, or None.
+        adds_normed_state: whether an EAGLE-3 layer adds to the normalised state (`norm_before_residual`).
+        block: of FLASH, else None.
+        correction: of a head that predicts a block of positions, else None.
+        dspark: of DSpark, else None.
+        sources: tensors of which some of these are views: if one of them gets other memory, the views are stale.
+    """
+
+    fuse: Tensor
+    fuse_bias: Tensor | None
+    layers: Sequence[LayerWeights]
+    embeddings: Tensor
+    lm_head: Tensor
+    lm_head_bias: Tensor | None
+    hidden_norm: Tensor | None = None
+    final_norm: Tensor | None = None
+    adds_normed_state: bool = False
+    block: BlockWeights | None = None
+    correction: CorrectionWeights | None = None
+    dspark: DsparkWeights | None = None
+    sources: tuple[Tensor, ...] = ()
+
+
+@dataclass(frozen=True)
+class HeadContext:
+    """What the head has read so far.
+
+    Attributes:
+        lengths: positions in the cache of each row.
+        positions: rotary position of each row's next token.
+        caches: [2, B, num_kv_heads, capacity, head_dim] keys and values of each layer.
+        cos: [P, head_dim] float32 of positions 0 to P - 1, all that will be used.
+        sin: [P, head_dim] float32.
+        last_hidden: [B, D] output of the layer at each row's last position; not read by DSpark.
+        anchors: [B] int64 last token of each row; None but for DSpark.
+    """
+
+    lengths: Sequence[int]
+    positions: Sequence[int]
+    caches: Sequence[Tensor]
+    cos: Tensor
+    sin: Tensor
+    last_hidden: Tensor
+    anchors: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class TreeRequest:
+    """Which trees to grow.
+
+    Attributes:
+        num_levels: levels below the root; of a head that predicts k positions at most k.
+        top_k: W, nodes per level that are expanded, and children of each.
+        max_nodes: size of a tree, the root included.
+        logit_bias: [V] float32, added to the logits.
+        log_noise: [B, num_levels, V] float32, subtracted from the logits divided by the temperature; None for none.
+        temperature: of the sampling.
+        draft_ids: [V] int64 target ids of the draft vocabulary; None if it is the target's.
+        level_penalty: subtracted from the log probability per level.
+    """
+
+    num_levels: int
+    top_k: int
+    max_nodes: int
+    logit_bias: Tensor
+    log_noise: Tensor | None
+    temperature: float
+    draft_ids: Tensor | None
+    level_penalty: float
+
+
+def _pointer_fields(*names: str) -> list[tuple[str, type]]:
+    return [(name, ctypes.c_void_p) for name in names]
+
+
+def _integer_fields(*names: str) -> list[tuple[str, type]]:
+    return [(name, ctypes.c_int64) for name in names]
+
+
+class DraftStruct(ctypes.Structure):
+    """`draft` of draft_types.h."""
+
+    _fields_ = [
+        ("d", DecoderStruct),
+        *_pointer_fields("fuse", "fuse_bias", "hidden_norm", "positions", "root", "states", "counts"),
+        *_integer_fields("state_size", "adds_normed_state", "levels", "max_nodes"),
+        *_pointer_fields("bias", "noise", "ids"),
+        *((name, ctypes.c_float) for name in ("temperature", "level_penalty")),
+        *_integer_fields("block_ffn_size"),
+        *_pointer_fields(*(f"block_{field.name}" for field in fields(BlockWeights))),
+        *_integer_fields("rank", "table_rows"),
+        *_pointer_fields(*(field.name for field in fields(CorrectionWeights))),
+        *_integer_fields("block_positions", "first_position"),
+        *_pointer_fields("anchors", "mixture", "mask_embedding", "confidence", "confidence_bias"),
+        *_pointer_fields("tree_tokens", "tree_parents", "tree_scores", "tree_mask"),
+    ]
+
+
+__all__ = [
+    "BlockWeights",
+    "CorrectionWeights",
+    "DraftStruct",
+    "DsparkWeights",
+    "HeadContext",
+    "HeadWeights",
+    "TreeRequest",
+]

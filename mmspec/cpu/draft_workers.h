@@ -1,0 +1,57 @@
+/* What each thread does in the functions of draft heads, for one instruction set; included once for each, after dspark.h. */
+
+/* A forward over committed tokens. */
+__attribute__((target(ISA))) static void NAME(head_forward)(void *data) {
+  drafting *g = data;
+  const draft *h = g->h;
+  const int64_t thread = take(&g->s.ticket), N = h->d.nodes, D = h->d.hidden_size;
+  float *const own = g->s.own + thread * draft_thread_floats(h);
+  if (is_eagle3(h)) NAME(fuse_states)(g, h->states, h->state_size, g->inputs + D, 2 * D, own, g->s.next + PHASES);
+  NAME(head_layer)(g, own, g->s.next);
+  for (int64_t b = 0; thread == 0 && b < h->d.batch; b++)
+    if (h->counts[b])
+      memcpy(h->root + b * D, g->s.x + (b * N + h->counts[b] - 1) * D, (size_t)D * sizeof(float));
+}
+
+/* A forward of a DSpark head over committed tokens: their keys and values in every layer. */
+__attribute__((target(ISA))) static void NAME(dspark_forward)(void *data) {
+  drafting *g = data;
+  const draft *h = g->h;
+  const decoder *d = &g->d;
+  const int64_t thread = take(&g->s.ticket), R = d->batch * d->nodes, D = d->hidden_size;
+  const int64_t kv_width = d->num_kv_heads * d->head_dim, tasks = d->batch * d->num_kv_heads;
+  float *const own = g->s.own + thread * draft_thread_floats(h), *const keys = g->s.qkv + d->num_heads * d->head_dim;
+  if (h->mixture) NAME(mix_states)(g, g->s.next);
+  NAME(fuse_states)(g, h->mixture ? g->inputs : h->states, h->mixture ? D : h->state_size, g->s.x, D, own, g->s.next + 1);
+  NAME(pack_groups)(g->s.x, R, D, h->hidden_norm, d->eps, own); /* once for all layers */
+  for (int64_t i = 0; i < d->num_layers; i++) {
+    const decoder_layer *l = d->layers + i;
+    int64_t *const next = g->s.next + 2 + 2 * i;
+    const part kv[] = {{l->k, l->k_bias, keys, kv_width}, {l->v, l->v_bias, keys + kv_width, kv_width}};
+    NAME(multiply_parts)(&(rows){own, R, D, qkv_width(d), 0}, kv, 2, next);
+    NAME(wait)(&g->s);
+    for (int64_t task = take(next + 1); task < tasks; task = take(next + 1))
+      NAME(store)(&g->s, l, task / d->num_kv_heads, task % d->num_kv_heads);
+    NAME(wait)(&g->s);
+  }
+}
+
+/* A tree. */
+__attribute__((target(ISA))) static void NAME(draft_tree)(void *data) {
+  drafting *g = data;
+  const draft *h = g->h;
+  const int64_t thread = take(&g->s.ticket);
+  float *const own = g->s.own + thread * draft_thread_floats(h);
+  if (is_dspark(h)) NAME(dspark_block)(g, thread, own, g->s.next + PHASES * h->levels);
+  for (int64_t level = 0; level < h->levels; level++) {
+    int64_t *const next = g->s.next + PHASES * level;
+    if (!is_block(h)) NAME(layer_logits)(g, level, own, next);
+    if (is_block(h) && !is_corrected(h, level)) NAME(block_features)(g, thread, own, next);
+    if (is_corrected(h, level)) NAME(corrections)(g, level, thread, own, next);
+    NAME(best_children)(g, level, next + 7);
+    NAME(wait)(&g->s);
+    if (thread == 0) next_level(g, level);
+    NAME(wait)(&g->s);
+  }
+  for (int64_t b = 0; thread == 0 && b < h->d.batch; b++) finish_tree(g, b);
+}
