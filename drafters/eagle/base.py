@@ -255,14 +255,7 @@ class HeadDrafter(ABC):
     def extend_rows(
         self, state: DraftState, inputs: Tensor, position_ids: Tensor, counts: Sequence[int] | Tensor
     ) -> None:
-        """The same behind a context, without a change of its lengths.
-
-        Args:
-            state: of the call.
-            inputs: [B, n, D] padded on the right.
-            position_ids: [B, n].
-            counts: number of valid inputs of each row; [B] int64 in a recorded function, which reads no value.
-        """
+        """The same behind a context, whose lengths stay; in a recorded function `counts` are a tensor [B] int64."""
         kv_cache, n = state.kv_cache, inputs.shape[1]
         kv_cache.begin_forward(n)
         cos, sin = self.rotary_embedding(state, position_ids)
