@@ -119,6 +119,8 @@ class HFTarget:
     @staticmethod
     def unsupported_reason(adapter: ModelAdapter, input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> str | None:
         """Why the cache or the attention mask of a call is not supported; None if both are."""
+        if input_ids.dim() != 2 or not len(input_ids):
+            return f"input_ids of shape {list(input_ids.shape)}"
         cache = model_kwargs.get(CACHE_ARGUMENT)
         window = adapter.sliding_window if "sliding_attention" in adapter.layer_types else None
         batch, length = input_ids.shape
