@@ -199,6 +199,7 @@ def _build_prompt(call: CallContext, inputs: PreparedInputs, prefilled: Prefille
         visual_saliency=_visual_saliency(call, visual_mask),
         media_inputs=call.media_inputs if call.num_return_sequences == 1 else {},
         layer_subsets=open_layer_subsets(target) if spec_config.drafter.requirements.layer_subsets else None,
+        recordings=target.recordings,
     )
 
 

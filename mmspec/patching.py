@@ -78,10 +78,10 @@ def patch(
             EAGLE-3, MSD, FLASH and DSpark heads run in compiled code, other float32 linear layers on whichever kernel
             is fastest in real calls. True: all linear layers do the latter, also on packed copies, at the cost of the
             layers' memory. False: torch computes everything.
-        compile: True records the target's forward once for each shape and replays it: by CUDA graphs on a GPU (not
-            tried on one yet), by `torch.compile` on a CPU, which takes up to a minute per shape at first and a copy of
-            the weights. False: never. "auto": where that is shown to be exact and faster, at present nowhere. Models or
-            calls that cannot be recorded run as without it.
+        compile: True records the target's forward and the drafts of most heads once for each shape and replays them:
+            by CUDA graphs on a GPU (not tried on one yet), by `torch.compile` on a CPU, which takes up to a minute per
+            shape at first and a copy of the weights. False: never. "auto": where that is shown to be exact and faster,
+            at present nowhere. Models or calls that cannot be recorded run as without it.
         learn: the drafter learns from the calls, `auto` and `instant` from nothing, a FLASH head by adaptation. Takes
             at most 3% of the time, changes speed only, and stores weights, nothing else, in the user's cache folder
             (`mmspec cache`), from which the next process continues. Not with `deterministic`. "auto": where no trained

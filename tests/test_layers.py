@@ -25,6 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "engine.kv_cache",
         "engine.gather",
         "engine.graph",
+        "engine.recordings",
         "cpu.*",
         "control.ema",
         "control.draft_cost",
