@@ -26,6 +26,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "engine.gather",
         "engine.graph",
         "cpu.*",
+        "cpu.native",
+        "cpu.trees",
         "control.ema",
         "control.draft_cost",
         "targets.vision_attention",

@@ -1,7 +1,8 @@
 """Online learning over a job: tokens per second and per forward against requests done, beside other drafters.
 
 `scenes`: pictures that no trained head may be used for, from nothing. `adaptation`: the bundled FLASH head on a target
-that was fine-tuned a little (LoRA, merged), with and without learning. `text`: prompts of one kind for a text model.
+that was fine-tuned a little (LoRA, merged), with and without learning, beside learning from nothing. `text`: prompts of
+one kind for a text model.
 """
 
 from __future__ import annotations
@@ -45,17 +46,18 @@ method
 
 examples
   OMP_NUM_THREADS=1 python -m mmspec.app.studies.learning scenes --count 400 --clock cpu --json learning.json
-  OMP_NUM_THREADS=1 python -m mmspec.app.studies.learning adaptation --count 250 --clock cpu --json adaptation.json
-  OMP_NUM_THREADS=1 python -m mmspec.app.studies.learning text --model SmolLM2-135M --count 200 --json text.json
+  OMP_NUM_THREADS=1 python -m mmspec.app.studies.learning adaptation --count 200 --clock cpu --json adaptation.json
+  OMP_NUM_THREADS=1 python -m mmspec.app.studies.learning text --model M --count 80 --new-tokens 96 --clock cpu
 """
 LEARNING_SUITES = ("scenes", "adaptation", "text")
 DRAFTERS_BY_SUITE = {
     "scenes": ["hybrid", "flash", "arbitrated+learn"],
-    "adaptation": ["flash", "flash+learn"],
+    "adaptation": ["flash", "flash+learn", "arbitrated+learn"],
     "text": ["hybrid", "arbitrated+learn"],
 }
 LEARN_SUFFIX = "+learn"
-TUNED_STEPS = 60
+TUNED_STEPS = 30
+"""After which FLASH has lost a third of its tau."""
 
 
 @dataclass(frozen=True)
