@@ -23,9 +23,11 @@ def compiled_sanitize(
     tokens: Tensor, parents: Tensor, node_mask: Tensor, root_ids: Tensor, draftable: Tensor, stop_ids: Tensor | None
 ) -> SanitizedTensors | None:
     """See `mmspec.engine.tree.sanitize`; None if these tensors are not for compiled code, or there is none."""
-    functions = _functions()
     whole = (tokens, parents, root_ids, *(() if stop_ids is None else (stop_ids,)))
-    if functions is None or not _are_plain(whole, torch.long) or not _are_plain((node_mask, draftable), torch.bool):
+    if not _are_plain(whole, torch.long) or not _are_plain((node_mask, draftable), torch.bool):
+        return None
+    functions = _functions()
+    if functions is None:
         return None
     batch, size = tokens.shape
     tokens, parents, node_mask = tokens.contiguous(), parents.contiguous(), node_mask.contiguous()
@@ -58,11 +60,13 @@ def compiled_accept_path(
     finished: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """See `mmspec.engine.verify.accept_path`; `tree`: tokens, parents, node_mask. None as in `compiled_sanitize`."""
-    functions = _functions()
     tokens, parents, node_mask = tree
     whole = (tokens, parents, sampled_ids, max_emit, *(() if stop_ids is None else (stop_ids,)))
     masks = (node_mask, *(() if finished is None else (finished,)))
-    if functions is None or not _are_plain(whole, torch.long) or not _are_plain(masks, torch.bool):
+    if not _are_plain(whole, torch.long) or not _are_plain(masks, torch.bool):
+        return None
+    functions = _functions()
+    if functions is None:
         return None
     batch, size = sampled_ids.shape
     inputs = [part.contiguous() for part in (tokens, parents, node_mask, sampled_ids, max_emit)]
