@@ -76,7 +76,7 @@ class ArbitratedState:
 
 
 class ArbitratedDrafter:
-    """Drafts by the arm that earns most.
+    """Drafts with the arm (a subset of the n-gram sources, or instant heads) that yields the most tokens per second.
 
     Attributes:
         name: of the drafter.

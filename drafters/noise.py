@@ -5,12 +5,12 @@ from __future__ import annotations
 from torch import Tensor
 
 
-def next_log_probs(logits: Tensor, temperature: float, log_noise: Tensor | None) -> Tensor:
+def next_log_probs(logits: Tensor, temperature: float | Tensor, log_noise: Tensor | None) -> Tensor:
     """[..., V] log probability of each next token: of the argmax, or of the sample under the given noise.
 
     Args:
         logits: [..., V] float32.
-        temperature: of the sampling.
+        temperature: of the sampling, a number or a scalar tensor.
         log_noise: [..., V] logarithm of the exponential noise; None for greedy decoding.
     """
     if log_noise is None:

@@ -217,12 +217,8 @@ def resolve_drafter(drafter: str | Drafter, adapter: Any, tokenizer: Any = None,
             f"learn=True needs a drafter with weights that can be learned: auto, instant or a FLASH head; got "
             f"{resolved.name!r}."
         )
-    indices = resolved.requirements.hidden_state_indices
-    if invalid := [index for index in indices if not 0 <= index <= adapter.num_layers]:
-        raise ValueError(
-            f"drafter {resolved.name!r} needs hidden states {invalid}; this model has 0 to {adapter.num_layers}. "
-            "Use a drafter of this model, or drafter='auto'."
-        )
+    if missing := missing_hidden_states(resolved, adapter):
+        raise ValueError(f"{missing}. Use a drafter of this model, or drafter='auto'.")
     if resolved.requirements.layer_subsets:
         layer_access(adapter)  # raises an error where layers cannot be skipped
     if isinstance(resolved, TrainedDrafter) and resolved.bundled_compressor is not None:
@@ -231,6 +227,15 @@ def resolve_drafter(drafter: str | Drafter, adapter: Any, tokenizer: Any = None,
         config, state_dict = resolved.bundled_compressor
         resolved.compressor = load_compressor(config, state_dict, adapter.text_config.hidden_size)
     return resolved
+
+
+def missing_hidden_states(drafter: Drafter, adapter: Any) -> str | None:
+    """Which hidden states a drafter needs that the model does not have, for messages; None if it has all."""
+    indices = drafter.requirements.hidden_state_indices
+    invalid = [index for index in indices if not 0 <= index <= adapter.num_layers]
+    if not invalid:
+        return None
+    return f"drafter {drafter.name!r} needs hidden states {invalid}; this model has 0 to {adapter.num_layers}"
 
 
 def _build_model_drafter(drafter: Any, adapter: Any, tokenizer: Any) -> Drafter | None:

@@ -7,7 +7,7 @@ and returns the result.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from typing import Any
@@ -18,6 +18,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from mmspec.call import CallContext, PreparedInputs
 from mmspec.control.tree_size import TreeSizeController
+from mmspec.cpu.interception import operators_are_intercepted
 from mmspec.cpu.linear import find_linear_layers, use_fast_linears
 from mmspec.cpu.native import FewRowsKernel, load_kernel
 from mmspec.engine.criteria import UNLIMITED_STEPS
@@ -198,6 +199,7 @@ def _build_prompt(call: CallContext, inputs: PreparedInputs, prefilled: Prefille
         visual_saliency=_visual_saliency(call, visual_mask),
         media_inputs=call.media_inputs if call.num_return_sequences == 1 else {},
         layer_subsets=open_layer_subsets(target) if spec_config.drafter.requirements.layer_subsets else None,
+        recordings=target.recordings,
     )
 
 
@@ -218,8 +220,8 @@ def _visual_saliency(call: CallContext, visual_mask: Tensor) -> Tensor | None:
 def _banned_ids(call: CallContext, config: Any, vocab_size: int) -> frozenset[int]:
     """Ids that a draft must not contain: placeholders, padding, ids beyond the tokenizer."""
     banned = set(call.adapter.media_token_ids)
-    pad_token = config._pad_token_tensor
-    if pad_token is not None and int(pad_token) not in _as_ids(config.eos_token_id):
+    pad_token, eos_tokens = config._pad_token_tensor, config._eos_token_tensor
+    if pad_token is not None and (eos_tokens is None or int(pad_token) not in eos_tokens.tolist()):
         banned.add(int(pad_token))
     if call.tokenizer is not None:
         banned.update(range(len(call.tokenizer), vocab_size))
@@ -236,15 +238,21 @@ def _draftable_ids(prompt: Prompt, adapter: ModelAdapter, device: torch.device) 
 
 def _native_kernel(call: CallContext) -> FewRowsKernel | None:
     """The compiled kernel, if whole forwards of this call may run in it and it can be had."""
-    is_allowed = call.spec_config.cpu_pack_weights is None and call.adapter.model.device.type == "cpu"
+    is_allowed = call.spec_config.cpu_pack_weights is None and _may_replace_linears(call)
     return load_kernel() if is_allowed and call.autotuner.allow_native else None
+
+
+def _may_replace_linears(call: CallContext) -> bool:
+    """Whether other kernels than torch's may compute the linear layers of this call."""
+    is_on_cpu = call.adapter.model.device.type == "cpu"
+    return call.spec_config.cpu_pack_weights is not False and is_on_cpu and not operators_are_intercepted()
 
 
 def _fast_linears(call: CallContext) -> AbstractContextManager[None]:
     """Context in which linear layers of the decoding step and of the drafter run in their fastest kernel, on CPU."""
     spec_config = call.spec_config
     layers: list[nn.Linear] = []
-    if spec_config.cpu_pack_weights is not False and call.adapter.model.device.type == "cpu":
+    if _may_replace_linears(call):
         roots: list[nn.Module] = [] if call.modules is None else list(call.modules.linear_layers)
         roots += [part for part in vars(spec_config.drafter).values() if isinstance(part, nn.Module)]
         layers = find_linear_layers(roots)
@@ -257,8 +265,7 @@ def _fast_prompt_linears(call: CallContext) -> AbstractContextManager[None]:
     Packed copies are for the few rows of rounds, so none are made here.
     """
     spec_config = call.spec_config
-    is_fast = spec_config.cpu_pack_weights is not False and call.adapter.model.device.type == "cpu"
-    layers = find_linear_layers(call.scanned_modules().prompt_linear_layers) if is_fast else []
+    layers = find_linear_layers(call.scanned_modules().prompt_linear_layers) if _may_replace_linears(call) else []
     return use_fast_linears(call.autotuner, layers, spec_config.deterministic)
 
 
@@ -285,9 +292,3 @@ def _count_tokens(stats: Stats, output: OutputBuffer) -> None:
     stats.row_tokens = lengths
     stats.tokens = sum(lengths)
     stats.first_tokens = len(lengths)
-
-
-def _as_ids(value: int | Sequence[int] | None) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, int) else tuple(value)

@@ -26,7 +26,7 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList, Stop
 
 from mmspec import fallback
 from mmspec.call import CallContext, FallbackRequired, PreparedInputs
-from mmspec.config import DrafterCache, PatchArguments, SpecConfig, resolve_call_config
+from mmspec.config import DrafterCache, PatchArguments, SpecConfig, missing_hidden_states, resolve_call_config
 from mmspec.costs import DrafterCosts
 from mmspec.cpu.linear import LinearAutotuner
 from mmspec.decode import decode
@@ -122,6 +122,7 @@ class PatchState:
         modules = scan_modules(self.model)
         reason = fallback.reason_before_prepare(arguments, self.model, get_option, modules)
         reason = reason or _distributed_reason(self.model) or self._selftest_failure_reason(modules, arguments)
+        reason = reason or missing_hidden_states(config.drafter, self.adapter)  # a model may be cut after `patch`
         if reason:
             return self._fall_back(reason, start_time, functools.partial(plain_generate, **arguments))
         vision_args = self.adapter.vision_args

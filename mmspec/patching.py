@@ -63,8 +63,10 @@ def patch(
         model: a vision-language or text model of transformers that decodes with a key-value cache, on any device. A
             small self-test decides whether it can be decoded in trees (`mmspec.targets.selftest`). Of a `PeftModel`
             the model inside is patched, which the wrapper's `generate` calls.
-        drafter: `auto`, `none`, `lookup`, `recycling`, `hybrid`, `arbitrated`, `instant`, `self`, the folder or hub id
-            of a draft head or of a smaller model, such a model, or an object that implements `mmspec.Drafter`.
+        drafter: `auto`, `none`, `lookup`, `recycling`, `hybrid`, `arbitrated`, `instant`, `self`, `msd` and `flash` (of
+            the bundled scenes model only), the folder or hub id of a draft head or of a smaller model, such a model, or
+            an object that implements `mmspec.Drafter`. `auto`: a head trained for this model that is bundled or
+            published and in the local cache, else `hybrid`.
         compressor: name (such as "pool:49") or object that reduces the visual tokens that the drafter reads, or None.
         processor: the model's processor or tokenizer. With it drafts avoid ids that the tokenizer does not have;
             `reference` needs it.
@@ -72,14 +74,14 @@ def patch(
         reference_ids: the same as token ids, one list per row.
         tree_size: score trees of exactly this many nodes (1 to 64, root included). By default a controller chooses.
         deterministic: fix all shapes, so that half-precision runs are bit-identical on one machine.
-        cpu_pack_weights: on a CPU, rounds of float32 Llama, Mistral and Qwen text models and drafts of EAGLE, MSD and
-            FLASH heads run in compiled code, other float32 linear layers on whichever kernel is fastest in real calls.
-            True: all linear layers do the latter, also on packed copies, at the cost of the layers' memory. False:
-            torch computes everything.
-        compile: True records the target's forward once for each shape and replays it: by CUDA graphs on a GPU (not
-            tried on one yet), by `torch.compile` on a CPU, which takes up to a minute per shape at first and a copy of
-            the weights. False: never. "auto": where that is shown to be exact and faster, at present nowhere. Models or
-            calls that cannot be recorded run as without it.
+        cpu_pack_weights: on a CPU, rounds of float32 Llama, Mistral, Qwen2 and Qwen3 text models and drafts of EAGLE,
+            EAGLE-3, MSD, FLASH and DSpark heads run in compiled code, other float32 linear layers on whichever kernel
+            is fastest in real calls. True: all linear layers do the latter, also on packed copies, at the cost of the
+            layers' memory. False: torch computes everything.
+        compile: True records the target's forward and the drafts of most heads once for each shape and replays them:
+            by CUDA graphs on a GPU (not tried on one yet), by `torch.compile` on a CPU, which takes up to a minute per
+            shape at first and a copy of the weights. False: never. "auto": where that is shown to be exact and faster,
+            at present nowhere. Models or calls that cannot be recorded run as without it.
         learn: the drafter learns from the calls, `auto` and `instant` from nothing, a FLASH head by adaptation. Takes
             at most 3% of the time, changes speed only, and stores weights, nothing else, in the user's cache folder
             (`mmspec cache`), from which the next process continues. Not with `deterministic`. "auto": where no trained

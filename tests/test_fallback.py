@@ -32,6 +32,8 @@ from transformers import (
 
 import mmspec
 from mmspec.engine.tree_cache import CACHE_ARGUMENT
+from mmspec.fallback import reason_before_prepare
+from mmspec.targets.module_scan import scan_modules
 
 # --- requests that transformers decodes alone -------------------------------------------------------------------------
 
@@ -202,6 +204,20 @@ def test_a_kernel_changed_after_patch(caplog: pytest.LogCaptureFixture) -> None:
         assert mmspec.stats(model, last=True).num_accepted_tokens > 0
 
 
+def test_a_kernel_registered_under_the_name_of_another(caplog: pytest.LogCaptureFixture) -> None:
+    def doubled(module: Any, query: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return _kernel(module, 2 * query, *args, **kwargs)
+
+    model = tiny.build_model(tiny.ModelSpec(seed=29))
+    given = tiny.build_inputs(model, 27, 2, images=[1, 1])
+    before = AttentionInterface._global_mapping["sdpa"]
+    AttentionInterface.register("sdpa", doubled)
+    try:
+        _went_plain(model, given, "replaced by", {}, caplog)
+    finally:
+        AttentionInterface.register("sdpa", before)
+
+
 def test_errors_of_transformers_are_unchanged() -> None:
     model = get_model(seed=29)
     given = tiny.build_inputs(model, 27, 2, images=[1, 1])
@@ -274,6 +290,14 @@ def test_a_compiled_submodule(caplog: pytest.LogCaptureFixture) -> None:
     part = model.model.language_model
     part._compiled_call_impl = part._call_impl
     _check(model, "compiled", caplog)
+
+
+def test_a_decoder_within_a_compiled_module() -> None:
+    """The wrapper of `torch.compile` has no `len`, so it must not be asked for its truth value."""
+    model = tiny.build_model(tiny.ModelSpec(seed=29))
+    model.model.language_model = torch.compile(model.model.language_model, backend="eager")
+    modules = scan_modules(model)
+    assert modules.compiled and reason_before_prepare({}, model, lambda name: None, modules) == "a compiled forward"
 
 
 class Noisy(torch.nn.Linear):

@@ -25,6 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "engine.kv_cache",
         "engine.gather",
         "engine.graph",
+        "engine.recordings",
         "cpu.*",
         "cpu.native",
         "cpu.trees",

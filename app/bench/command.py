@@ -90,8 +90,8 @@ the answers; give as many --images as the largest batch size times (repeats + 1)
 --new-tokens tokens. The text of a model past its natural end tends to repeat itself, which flatters drafters: choose
 --new-tokens below the usual length of its answers.
 
-Rows whose 95% intervals overlap are listed as ties. The default table takes about a minute and a half on two cores,
-and never begins a round after three minutes once there are seven.
+Rows whose 95% intervals overlap are listed as ties. The default table takes about a minute and a half on two cores;
+after three minutes no round begins once there are seven (--minutes).
 
 examples
   mmspec bench

@@ -59,6 +59,8 @@ PATH is any mix of
                      addresses (--urls). pip install 'mmspec[data]'
   saved/             a folder of `datasets`' save_to_disk; hf://datasets/OWNER/NAME is a dataset of the hub, streamed
   s3://bucket/a.tar  any of these by an address that fsspec opens: s3:// (mmspec[s3]), gs:// (mmspec[gs]), hf://, ...
+
+examples
   mmspec caption photos/ --model llava-hf/llava-1.5-7b-hf --out captions.jsonl
   mmspec caption photos/ --model ./my-llava --out photos/metadata.jsonl     loads with load_dataset("imagefolder")
   mmspec caption drawn.png --model scenes --compare      no download: the bundled toy model, for drawn scenes
@@ -98,8 +100,8 @@ def add_parser(commands: Commands, common: argparse.ArgumentParser) -> None:
         common,
         "caption",
         run,
-        help="caption images and videos into JSON lines; resumable",
-        description="Caption images and videos with a vision-language model and mmspec. One JSON row per file.",
+        help="caption images and videos; resumable",
+        description="Caption images and videos with a vision-language model and mmspec. One row per image or video.",
         epilog=EPILOG,
     )
     parser.add_argument("paths", nargs="+", metavar="PATH", help="files, folders, globs, manifests (see below)")

@@ -73,8 +73,8 @@ def choose_tempo(seconds: float) -> float:
 def format_tempo(tempo: float) -> str:
     """A tempo in words."""
     if tempo == 1:
-        return "real time"
-    return f"{tempo:g} times slower than real time" if tempo > 1 else f"{1 / tempo:g} times faster than real time"
+        return "in real time"
+    return f"{tempo:g} times slower than recorded" if tempo > 1 else f"{1 / tempo:g} times faster than recorded"
 
 
 def write_gif(report: Report, file: Path) -> None:
@@ -136,7 +136,7 @@ def _draw_head(canvas: Image.Image, report: Report, tempo: float) -> None:
     draw.text((x, 12), "mmspec: the same answer, sooner", INK, _font(20))
     draw.text((x, 42), _shorten(report.question, 15, GIF_WIDTH - x - 220), INK, _font(15))
     draw.text((x, 68), f"{choice['model']} on {run['device']} ({run['dtype']})", FAINT, _font(13))
-    draw.text((x, 88), f"played in {format_tempo(tempo)}", FAINT, _font(13))
+    draw.text((x, 88), f"played {format_tempo(tempo)}", FAINT, _font(13))
 
 
 def _shorten(text: str, size: int, width: int) -> str:

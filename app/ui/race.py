@@ -131,16 +131,13 @@ def _render_score(report: Report) -> str:
     run, choice = report.metrics["run"], report.metrics["choice"]
     medium = "clip" if report.is_clip else "picture"
     speedup, whole = report.mmspec.speedup, report.metrics["speedup_e2e"]
-    lines = [
-        f"tokens per second of mmspec ÷ plain, model {choice['model']}, {run['device']}, {run['dtype']}"
-        + (f"; {whole:.2f}x for the whole answer, {medium} included" if whole else "")
-    ]
-    ratio = ""
+    ratio = note = ""
     if speedup is not None:
         kind = "mm-ratio" if speedup >= 1 else "mm-ratio mm-slower"
         ratio = f'<b class="{kind}" data-ratio="{speedup:.4f}">{speedup:.1f}x</b>'
-    notes = "".join(f"<small>{escape(line)}</small>" for line in lines) if ratio else ""
-    return f'<div class="mm-score">{ratio}<div>{render_verdict(report)}{notes}</div></div>'
+        note = f"tokens per second, mmspec ÷ plain generate; model {choice['model']}, {run['device']}, {run['dtype']}."
+        note += f" Whole answer, {medium} included: {whole:.1f}x" if whole else ""
+    return f'<div class="mm-score">{ratio}<div>{render_verdict(report)}<small>{escape(note)}</small></div></div>'
 
 
 def _render_lane(trace: AnswerTrace, fastest: float) -> str:

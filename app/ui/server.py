@@ -33,7 +33,6 @@ from mmspec.app.ui.middleware.request_filter import RequestFilter
 from mmspec.app.ui.middleware.sessions import SessionCleaner, SessionLimits
 from mmspec.app.ui.model_store import ModelStore
 from mmspec.app.ui.opening import Opening
-from mmspec.app.ui.render import render_sentence
 from mmspec.app.ui.report import TempStorage
 from mmspec.app.ui.tabs.batch import build_batch_tab
 from mmspec.app.ui.tabs.compare import build_compare_tab
@@ -61,11 +60,10 @@ def build_app(context: Context, opening: Opening | None = None) -> Any:
         title=PAGE_TITLE, analytics_enabled=False, delete_cache=(CLEANUP_INTERVAL_S, UPLOAD_MAX_AGE_S)
     ) as app:
         gr.HTML(f"<h1>{PAGE_TITLE}</h1>", elem_id="mm-title")
-        sentence = gr.HTML(render_sentence(*context.model_store.default_names), elem_id="mm-sentence")
         report = gr.State(None, time_to_live=UPLOAD_MAX_AGE_S)
         with gr.Tabs():
             with gr.Tab("Compare"):
-                build_compare_tab(context, report, sentence, opening or Opening(context))
+                build_compare_tab(context, report, opening or Opening(context))
             with gr.Tab("Inside") as inside:
                 build_inside_tab(report, inside)
             with gr.Tab("Batch"):

@@ -90,7 +90,9 @@ def list_nodes(item: Round, token_labels: Mapping[int, str]) -> list[TreeBox]:
     nodes = []
     for node, (token, parent) in enumerate(zip(item.tokens, item.parents, strict=True)):
         kind = "mm-root" if not node else "mm-node-accepted" if node in accepted else "mm-rejected"
-        nodes.append(TreeBox(token_labels.get(token, str(token)), _format_probability(item, node), kind, parent))
+        # No token was emitted before the first round: its root stands for the whole prompt.
+        label = token_labels.get(token, str(token)) if node or item.start else "prompt"
+        nodes.append(TreeBox(label, _format_probability(item, node), kind, parent))
     if item.emitted:
         kind = "mm-node-correction" if item.token_kinds[-1] == CORRECTED else "mm-node-bonus"
         parent = item.accepted_nodes[len(item.emitted) - 1]

@@ -76,8 +76,8 @@ class BlockDrafter(HeadDrafter):
         """
         block_size = min(self.block_size, max_nodes - 1)
         top_k = min(self.top_k_on(state.last_hidden.device), state.logit_bias.shape[0])
-        if state.native is not None:
-            tree = state.native.tree(state, top_k, max_nodes, block_size)
+        if state.backend is not None:
+            tree = state.backend.tree(state, top_k, max_nodes, block_size)
             if tree is not None:
                 return tree
         if (expander := self.expander(state)) is not None:

@@ -7,6 +7,7 @@ hidden state as in EAGLE, in place of the paper's LSTM, whose released code carr
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ class FalconDrafter(BlockDrafter):
     """
 
     head: FalconHead
+    records_drafts = True
 
     def __init__(
         self,
@@ -78,22 +80,39 @@ class FalconDrafter(BlockDrafter):
         self.max_depth = max_forwards * self.block_size
 
     def extend_context(self, state: DraftState, inputs: Tensor, position_ids: Tensor, counts: list[int]) -> None:
-        """Append the inputs to the cache, and compute the outputs of the last block."""
+        """See `HeadDrafter`."""
+        self._extend(state, inputs, position_ids, counts, is_prompt=not any(state.kv_cache.seq_lens))
+        lengths = state.kv_cache.seq_lens
+        state.kv_cache.seq_lens = [length + count for length, count in zip(lengths, counts, strict=True)]
+
+    def extend_rows(
+        self, state: DraftState, inputs: Tensor, position_ids: Tensor, counts: Sequence[int] | Tensor
+    ) -> None:
+        """See `HeadDrafter`."""
+        self._extend(state, inputs, position_ids, counts, is_prompt=False)
+
+    def _extend(
+        self,
+        state: DraftState,
+        inputs: Tensor,
+        position_ids: Tensor,
+        counts: Sequence[int] | Tensor,
+        is_prompt: bool,
+    ) -> None:
+        """Append the inputs to the cache, and compute the outputs of the last block; of a prompt those only."""
         kv_cache, k, (batch, n, hidden), device = state.kv_cache, self.block_size, inputs.shape, inputs.device
         previous = inputs.new_zeros(batch, k - 1, hidden) if state.extra is None else state.extra[:, k:]
-        seq_lens, num_new = torch.tensor([kv_cache.seq_lens, counts], device=device)[..., None]
+        seq_lens = kv_cache.lengths_on(device)[:, None]
+        num_new = (counts if isinstance(counts, Tensor) else torch.tensor(counts, device=device))[:, None]
         inputs = torch.cat((previous, inputs), dim=1)
         kv_cache.begin_forward(n)
         # Position ids of the previous inputs: consecutive, as they are at the end of every prompt.
-        next_positions = torch.tensor(state.next_positions, device=device)[:, None]
-        previous_ids = (torch.arange(1 - k, 0, device=device) + next_positions).clamp(min=0)
+        previous_ids = (torch.arange(1 - k, 0, device=device) + state.first_positions()).clamp(min=0)
         cos, sin = self.rotary_embedding(state, torch.cat((previous_ids, position_ids), dim=1))
         mask = torch.arange(kv_cache.kv_len, device=device) < (seq_lens + num_new)[..., None]
         last_block = (num_new - 1).clamp(min=0) + torch.arange(k, device=device)
-        is_prompt = not any(kv_cache.seq_lens)  # of which only the last block's outputs are used
         attend = cached_attention(kv_cache, mask[:, None], num_cached=k - 1)
         outputs = self.head(inputs, cos, sin, attend, last_block if is_prompt else None)
-        kv_cache.seq_lens = [length + count for length, count in zip(kv_cache.seq_lens, counts, strict=True)]
         outputs = outputs if is_prompt else gather_rows(outputs, last_block)
         extra = torch.cat((outputs, gather_rows(inputs, last_block)[:, 1:]), dim=1)
         state.extra = extra if state.extra is None else torch.where(num_new[..., None] == 0, state.extra, extra)
@@ -117,8 +136,12 @@ class FalconDrafter(BlockDrafter):
             return super().draft_tree(state, max_nodes, 1)
         batch, device = len(state.last_hidden), state.last_hidden.device
         table = self.path_table(state, max_nodes, k)
-        noise = state.log_noise(num_levels * k)
         top_k = min(self.top_k_on(device), len(table.full_paths))
+        if state.backend is not None:
+            tree = state.backend.tree(state, top_k, max_nodes, num_levels)
+            if tree is not None:
+                return tree
+        noise = state.log_noise(num_levels * k)
         expander = AutoregressiveExpander(self, state, top_k, positions_per_node=k)
         pool = NodePool()
         # The W nodes to expand, the root alone at first: log probability, pool index, features of the next k positions.

@@ -44,6 +44,7 @@ class FlashDrafter(LearnableBlock):
     """Drafts with a `FlashHead`. Online learning trains what follows its attention layer."""
 
     head: FlashHead
+    records_drafts = True
     learned_parts = ("norm.", "up_proj.", "block_proj.", "markov_head.")
 
     def block_features(self, state: DraftState) -> Tensor:

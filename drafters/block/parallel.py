@@ -8,6 +8,8 @@ further forward (as the heads of Hydra do, arXiv 2402.05109).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -73,18 +75,30 @@ class ParallelDrafter(BlockDrafter):
     """
 
     head: ParallelHead
+    records_drafts = True
 
     def extend_context(self, state: DraftState, inputs: Tensor, position_ids: Tensor, counts: list[int]) -> None:
-        """One forward over the inputs and the mask positions behind them; a prompt runs without mask positions."""
+        """See `HeadDrafter`; a prompt runs without mask positions."""
+        is_prompt = not any(state.kv_cache.seq_lens)
+        super().extend_context(state, inputs, position_ids, counts)
+        if is_prompt:
+            state.extra = state.last_hidden[:, None] if self.block_size == 1 else None
+        if is_prompt and state.recordings is not None:  # a recorded function does not add tensors to the state
+            self.block_features(state)
+
+    def extend_rows(
+        self, state: DraftState, inputs: Tensor, position_ids: Tensor, counts: Sequence[int] | Tensor
+    ) -> None:
+        """See `HeadDrafter`: one forward over the inputs and the mask positions behind them."""
         kv_cache, n, num_masks = state.kv_cache, inputs.shape[1], self.block_size - 1
-        if not any(kv_cache.seq_lens) or not num_masks:
-            super().extend_context(state, inputs, position_ids, counts)
-            state.extra = state.last_hidden[:, None] if not num_masks else None
+        if not num_masks:
+            super().extend_rows(state, inputs, position_ids, counts)
+            state.extra = state.last_hidden[:, None]
             return
         device, offsets = inputs.device, torch.arange(num_masks, device=inputs.device)
-        seq_lens, num_new = torch.tensor([kv_cache.seq_lens, counts], device=device)[..., None]
-        next_positions = torch.tensor(state.next_positions, device=device)[:, None]
-        mask_inputs = self.head.mask_embeddings[:num_masks].to(inputs.dtype).expand(len(counts), -1, -1)
+        seq_lens, next_positions = kv_cache.lengths_on(device)[:, None], state.first_positions()
+        num_new = (counts if isinstance(counts, Tensor) else torch.tensor(counts, device=device))[:, None]
+        mask_inputs = self.head.mask_embeddings[:num_masks].to(inputs.dtype).expand(len(inputs), -1, -1)
         kv_cache.begin_forward(n + num_masks)
         key_index = torch.arange(kv_cache.kv_len, device=device)
         causal = key_index <= (seq_lens + torch.arange(n, device=device))[..., None]
@@ -96,7 +110,6 @@ class ParallelDrafter(BlockDrafter):
         cos, sin = self.rotary_embedding(state, torch.cat((position_ids, mask_positions), dim=1))
         attend = cached_attention(kv_cache, torch.cat((causal, lookahead), dim=1)[:, None])
         outputs = self.head(torch.cat((inputs, mask_inputs), dim=1), cos, sin, attend)
-        kv_cache.seq_lens = [length + count for length, count in zip(kv_cache.seq_lens, counts, strict=True)]
         state.last_hidden = select_last(outputs[:, :n], counts, state.last_hidden) if n else state.last_hidden
         state.extra = torch.cat((state.last_hidden[:, None], outputs[:, n:]), dim=1)
 

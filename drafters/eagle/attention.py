@@ -38,27 +38,27 @@ def causal_mask(kv_cache: RaggedKVCache, n: int, device: torch.device) -> Tensor
     """
     if n == 1 and kv_cache.is_uniform:
         return None
-    last_key = torch.tensor(kv_cache.seq_lens, device=device)[:, None] + torch.arange(n, device=device)
+    last_key = kv_cache.lengths_on(device)[:, None] + torch.arange(n, device=device)
     return (torch.arange(kv_cache.kv_len, device=device) <= last_key[..., None])[:, None]
 
 
-def select_last(outputs: Tensor, counts: Sequence[int], previous: Tensor) -> Tensor:
+def select_last(outputs: Tensor, counts: Sequence[int] | Tensor, previous: Tensor) -> Tensor:
     """Output at the last valid position of each row.
 
     Args:
         outputs: [B, n, D].
-        counts: number of valid positions of each row.
+        counts: number of valid positions of each row; [B] int64 in a recorded function.
         previous: [B, D] returned for rows without a valid position.
 
     Returns:
         [B, D].
     """
-    if min(counts) == max(counts):
-        return outputs[:, counts[0] - 1]
-    index = torch.tensor([max(0, count - 1) for count in counts], device=outputs.device)
-    last = outputs.gather(1, index[:, None, None].expand(-1, 1, outputs.shape[-1]))[:, 0]
-    has_output = torch.tensor([count > 0 for count in counts], device=outputs.device)
-    return torch.where(has_output[:, None], last, previous)
+    if not isinstance(counts, Tensor):
+        if min(counts) == max(counts):
+            return outputs[:, counts[0] - 1]
+        counts = torch.tensor(counts, device=outputs.device)
+    index = (counts - 1).clamp(min=0)[:, None, None].expand(-1, 1, outputs.shape[-1])
+    return torch.where(counts[:, None] > 0, outputs.gather(1, index)[:, 0], previous)
 
 
 __all__ = ["cached_attention", "causal_mask", "select_last"]

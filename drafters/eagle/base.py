@@ -6,27 +6,26 @@ head's last output and drops its keys and values. Values reach the host a few ti
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mmspec.control.depth import DepthController
 from mmspec.control.draft_cost import CallTimer, HeadCostModel
 from mmspec.drafters.deprecation import warn_former_argument
 from mmspec.drafters.eagle.attention import cached_attention, causal_mask, select_last
-from mmspec.drafters.eagle.compressed_inputs import compressed_inputs, prompt_grids
+from mmspec.drafters.eagle.captured import find_captured_draft
+from mmspec.drafters.eagle.compressed_inputs import compressed_prompt_inputs
 from mmspec.drafters.eagle.head import EagleHead
 from mmspec.drafters.eagle.native import NativeDraft
 from mmspec.drafters.eagle.state import DraftState, Pending
 from mmspec.drafters.eagle.visual_inputs import VISUAL_MODES, DraftInputs, align_prompt, left_pack, resolve_visual_mode
 from mmspec.engine.kv_cache import RaggedKVCache
 from mmspec.engine.tree import BUCKETS, DraftTree, root_only
-from mmspec.interfaces import CompressionContext, Compressor, DrafterRequirements, Prompt, VerifyResult
+from mmspec.interfaces import Compressor, DrafterRequirements, Prompt, VerifyResult
 
 MAX_HEAD_TREE_SIZE = BUCKETS[-2]
 """Unless `tree_size` fixes it. The last bucket would double the target's positions for the least likely nodes."""
@@ -44,9 +43,11 @@ class HeadDrafter(ABC):
         draft_tree: the tree of one draft, after `sync`. Abstract.
         extend_context: one forward of the head over committed positions, never over draft nodes. Default: causal
             attention over its KV cache.
+        extend_rows: the part of it that follows a prompt, which may be recorded. Default: the same.
         fuse: inputs of the head at text positions and at draft nodes. Default: `EagleHead.fuse`.
         prompt_inputs: inputs of the head at the positions of a prompt. Default: as the visual mode defines.
         native_draft: the head in compiled code, for `draft_tree` and in place of `extend_context`. Default: None.
+        records_drafts: whether `extend_rows` and `draft_tree` are functions of tensors. Default: False.
 
     `draft_tree` may use `logits`, `rotary_embedding`, `top_k_on`, and the methods of `DraftState`.
 
@@ -61,6 +62,8 @@ class HeadDrafter(ABC):
         compressor: that compressor, once `mmspec.config` has built it.
         hidden_state_indices: the target's hidden states that the head reads.
     """
+
+    records_drafts = False
 
     def __init__(
         self,
@@ -163,6 +166,7 @@ class HeadDrafter(ABC):
             noise=prompt.noise,
             temperature=prompt.temperature,
             static_shapes=prompt.static_shapes,
+            recordings=prompt.recordings,
         )
 
     @torch.inference_mode()
@@ -171,15 +175,15 @@ class HeadDrafter(ABC):
         max_nodes = min(max_nodes, BUCKETS[-1])
         if max_nodes < 2 or not any(active):
             return root_only(len(active), state.last_hidden.device)
-        state.start_time = time.perf_counter()
+        state.start_time = state.now()
         self.sync(state)
-        draft_start = time.perf_counter()
+        draft_start = state.now()
         depth = self.depth_controller
         state.num_levels = depth.max_levels if state.static_shapes else depth.choose(len(active))
         timestamp = state.timer.now()
         tree = self.draft_tree(state, max_nodes, state.num_levels)
         state.timer.record_draft(timestamp, max(state.kv_cache.seq_lens), state.num_levels)
-        state.draft_s = time.perf_counter() - draft_start
+        state.draft_s = state.now() - draft_start
         if not all(active):
             tree.node_mask &= torch.tensor(active, device=tree.node_mask.device)[:, None]
         return tree
@@ -200,12 +204,12 @@ class HeadDrafter(ABC):
         path = result.path[:, :longest].to(state.last_hidden.device)
         scored = self._select_hidden_states(hidden_states)
         accepted = scored.gather(1, path[..., None].expand(-1, -1, scored.shape[-1]))
-        state.pending.append(Pending(result.tokens[:, :longest].to(path.device), accepted, counts))
+        state.pending.append(Pending(result.tokens[:, :longest].to(path.device), accepted, counts, result.counts))
 
     def _record_round(self, state: DraftState, result: VerifyResult, counts: list[int]) -> None:
         """Update the depth controller and the cost model with the round that ended."""
         num_accepted = [count - 1 for count in counts if count]
-        round_s = time.perf_counter() - state.start_time
+        round_s = state.now() - state.start_time
         num_forwards = state.num_levels - 1  # the first level needs none after `sync`
         forward_s = state.draft_s / num_forwards if num_forwards else 0.0
         # A tree that is smaller than its depth has no nodes on the last levels.
@@ -237,17 +241,26 @@ class HeadDrafter(ABC):
             counts: number of valid inputs of each row.
         """
         kv_cache, n, device = state.kv_cache, inputs.shape[1], inputs.device
-        kv_cache.begin_forward(n)
-        cos, sin = self.rotary_embedding(state, position_ids)
         if not any(kv_cache.seq_lens):  # a prompt, of which only the last output is used
+            kv_cache.begin_forward(n)
+            cos, sin = self.rotary_embedding(state, position_ids)
             last = torch.tensor([max(0, count - 1) for count in counts], device=device)[:, None]
             mask = None if min(counts) == n else (torch.arange(n, device=device) <= last)[:, None, None]
             outputs = self.head(inputs, cos, sin, cached_attention(kv_cache, mask), last)
             state.last_hidden = select_last(outputs, [min(count, 1) for count in counts], state.last_hidden)
         else:
-            outputs = self.head(inputs, cos, sin, cached_attention(kv_cache, causal_mask(kv_cache, n, device)))
-            state.last_hidden = select_last(outputs, counts, state.last_hidden)
+            self.extend_rows(state, inputs, position_ids, counts)
         kv_cache.seq_lens = [length + count for length, count in zip(kv_cache.seq_lens, counts, strict=True)]
+
+    def extend_rows(
+        self, state: DraftState, inputs: Tensor, position_ids: Tensor, counts: Sequence[int] | Tensor
+    ) -> None:
+        """The same behind a context, whose lengths stay; in a recorded function `counts` are a tensor [B] int64."""
+        kv_cache, n = state.kv_cache, inputs.shape[1]
+        kv_cache.begin_forward(n)
+        cos, sin = self.rotary_embedding(state, position_ids)
+        attend = cached_attention(kv_cache, causal_mask(kv_cache, n, inputs.device))
+        state.last_hidden = select_last(self.head(inputs, cos, sin, attend), counts, state.last_hidden)
 
     def native_draft(self, state: DraftState) -> NativeDraft | None:
         """The head of this call in compiled code, after the prompt; None if it runs in its own forward."""
@@ -270,9 +283,9 @@ class HeadDrafter(ABC):
             assert state.first_ids is not None
             if state.draft_ids is not None:  # a copy of weights, which a call without drafts does not need
                 state.draft_lm_head = self.head.draft_lm_head(state.shared_embeddings, state.draft_ids)
-            self._prefill(state, state.prompt, state.first_ids)
-            state.prompt = None
-            state.native = self.native_draft(state)
+            prompt, state.prompt = state.prompt, None
+            self._prefill(state, prompt, state.first_ids)
+            state.backend = self.native_draft(state) or find_captured_draft(self, state, prompt)
         if state.pending:
             self._forward_pending(state)
 
@@ -288,7 +301,7 @@ class HeadDrafter(ABC):
             keep = None if keep is None else keep & attention_mask
         else:
             state.timer = CallTimer(self.cost_model, len(counts), counts.device)
-            inputs, keep, position_ids = self._compress(prompt, aligned, counts, compressor)
+            inputs, keep, position_ids = compressed_prompt_inputs(self, prompt, aligned, counts, compressor)
         if keep is not None:
             num_inputs, inputs, position_ids = left_pack(keep, inputs, position_ids)
         next_positions, lengths = torch.stack((counts, num_inputs)).tolist()
@@ -298,32 +311,19 @@ class HeadDrafter(ABC):
         self.extend_context(state, inputs, position_ids, lengths)
         state.timer.record_prefill(timestamp, max(lengths))
 
-    def _compress(
-        self, prompt: Prompt, aligned: DraftInputs, counts: Tensor, compressor: Compressor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """`compressed_inputs` of a prompt with `counts` [B] positions per row."""
-        if isinstance(compressor, nn.Module):  # compressors are built on the CPU
-            compressor.to(counts.device)
-        last = (counts - 1)[:, None, None].expand(-1, 1, aligned.hidden_states.shape[-1])
-        query = aligned.hidden_states.gather(1, last)[:, 0]
-        aligned = replace(aligned, grids=prompt_grids(prompt, aligned.hidden_states.shape[1]))
-        context, batch = CompressionContext(prompt.max_new_tokens), len(counts)
-        if not prompt.static_shapes:  # else no measured costs: shapes must not depend on timing
-            costs, exploration = self.cost_model.costs(batch), self.cost_model.exploration(batch)
-            context = replace(context, costs=costs, exploration=exploration)
-        return compressed_inputs(self.head, self.visual_mode, aligned, compressor, query, context)
-
     def _forward_pending(self, state: DraftState) -> None:
         """Run the head over the tokens emitted since the last draft."""
         pending, state.pending = Pending.concatenate(state.pending), []
-        tokens, counts = pending.tokens, pending.counts
-        if state.native is None or not state.native.extend_context(state, pending):
-            embeds = state.shared_embeddings.embed(tokens).to(pending.hidden_states.dtype)
-            inputs = self.fuse(state, embeds, pending.hidden_states)
-            first = torch.tensor(state.next_positions, device=tokens.device)[:, None]
-            steps = torch.arange(tokens.shape[1], device=tokens.device)
-            self.extend_context(state, inputs, first + steps, counts)
-        state.next_positions = [position + n for position, n in zip(state.next_positions, counts, strict=True)]
+        if state.backend is None or not state.backend.extend_context(state, pending):
+            inputs, position_ids = self.pending_inputs(state, pending.tokens, pending.hidden_states)
+            self.extend_context(state, inputs, position_ids, pending.counts)
+        state.next_positions = [position + n for position, n in zip(state.next_positions, pending.counts, strict=True)]
+
+    def pending_inputs(self, state: DraftState, tokens: Tensor, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, n, D] head inputs and [B, n] position ids of emitted tokens, arguments as in `Pending`."""
+        embeds = state.shared_embeddings.embed(tokens).to(hidden_states.dtype)
+        steps = torch.arange(tokens.shape[1], device=tokens.device)
+        return self.fuse(state, embeds, hidden_states), state.first_positions() + steps
 
     def _select_hidden_states(self, hidden_states: Mapping[int, Tensor]) -> Tensor:
         """[B, n, S] the hidden states that the head reads, concatenated."""

@@ -3,14 +3,34 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mmspec.drafters.eagle.head import EagleHead
 from mmspec.drafters.eagle.visual_inputs import VISUAL_MODES, DraftInputs, packed_indices
 from mmspec.engine.gather import gather_rows
 from mmspec.interfaces import CompressionContext, Compressor, Prompt, VisualGrid, VisualTokens
+
+if TYPE_CHECKING:
+    from mmspec.drafters.eagle.base import HeadDrafter
+
+
+def compressed_prompt_inputs(
+    drafter: HeadDrafter, prompt: Prompt, inputs: DraftInputs, counts: Tensor, compressor: Compressor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`compressed_inputs` of a prompt with `counts` [B] positions per row."""
+    if isinstance(compressor, nn.Module):  # compressors are built on the CPU
+        compressor.to(counts.device)
+    last = (counts - 1)[:, None, None].expand(-1, 1, inputs.hidden_states.shape[-1])
+    query = inputs.hidden_states.gather(1, last)[:, 0]
+    inputs = replace(inputs, grids=prompt_grids(prompt, inputs.hidden_states.shape[1]))
+    context, batch = CompressionContext(prompt.max_new_tokens), len(counts)
+    if not prompt.static_shapes:  # else no measured costs: shapes must not depend on timing
+        costs, exploration = drafter.cost_model.costs(batch), drafter.cost_model.exploration(batch)
+        context = replace(context, costs=costs, exploration=exploration)
+    return compressed_inputs(drafter.head, drafter.visual_mode, inputs, compressor, query, context)
 
 
 def compressed_inputs(
@@ -151,4 +171,4 @@ def prompt_grids(prompt: Prompt, num_new: int) -> tuple[VisualGrid, ...]:
     return tuple(grids)
 
 
-__all__ = ["compressed_inputs", "prompt_grids"]
+__all__ = ["compressed_inputs", "compressed_prompt_inputs", "prompt_grids"]

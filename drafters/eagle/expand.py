@@ -143,14 +143,12 @@ class AutoregressiveExpander(ExpanderDefaults):
         self.positions_per_node = positions_per_node
         self.root_hidden = state.last_hidden[:, None]
         # All trees start behind the longest row, so that one slice of the cache covers them; the gaps are masked.
-        self.seq_lens = kv_cache.seq_lens
+        lengths, self.seq_lens = kv_cache.lengths_on(device), kv_cache.seq_lens
+        first = state.first_positions()
         kv_cache.seq_lens = [max(self.seq_lens)] * batch
-        is_context = (
-            torch.arange(max(self.seq_lens), device=device) < torch.tensor(self.seq_lens, device=device)[:, None]
-        )
+        is_context = torch.arange(max(self.seq_lens), device=device) < lengths[:, None]
         self.context_mask = is_context[:, None].expand(batch, num_nodes, -1)
         # All nodes of a level have the same position ids.
-        first = torch.tensor(state.next_positions, device=device)[:, None]
         self.cos, self.sin = drafter.rotary_embedding(state, first + torch.arange(drafter.max_depth, device=device))
         self_mask = torch.eye(num_nodes, dtype=torch.bool, device=device).repeat_interleave(positions_per_node, 1)
         self.self_mask = self_mask.expand(batch, num_nodes, num_nodes * positions_per_node)

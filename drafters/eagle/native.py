@@ -7,7 +7,7 @@ forward. Both give the same trees up to rounding.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +32,7 @@ KNOWN_CLASSES = frozenset((nn.Linear, nn.Embedding, RMSNorm, DecoderLayer))
 
 
 class NativeDraft:
-    """The drafts of one call by a `NativeHead`. Its methods return None or False for what the head must compute."""
+    """The drafts of one call by a `NativeHead`. Implements `mmspec.drafters.eagle.state.DraftBackend`."""
 
     def __init__(self, head: NativeHead, modules: list[nn.Module], rotary_embedding: Callable[..., Any]) -> None:
         """
@@ -49,7 +49,7 @@ class NativeDraft:
         ]
 
     def extend_context(self, state: DraftState, pending: Pending) -> bool:
-        """`HeadDrafter.extend_context` over emitted tokens; whether it was done."""
+        """See `DraftBackend`."""
         num_new = pending.tokens.shape[1]
         context = self._context(state, num_new)
         if context is None:
@@ -72,7 +72,7 @@ class NativeDraft:
             max_nodes=max_nodes,
             logit_bias=state.logit_bias,
             log_noise=state.log_noise(num_levels),
-            temperature=state.temperature,
+            temperature=float(state.temperature),
             draft_ids=state.draft_ids,
             level_penalty=LEVEL_PENALTY,
         )
@@ -131,12 +131,17 @@ def find_native_draft(
 
 
 def _are_known(modules: list[nn.Module], head_classes: tuple[type, ...]) -> bool:
-    """Whether modules are of known classes, have no hooks or forwards of their own, and plain parameters."""
+    """Whether modules are of known classes, and `run_plain_forwards`."""
+    is_known = all(type(module) in KNOWN_CLASSES or type(module) in head_classes for module in modules)
+    return is_known and run_plain_forwards(modules)
+
+
+def run_plain_forwards(modules: Iterable[nn.Module]) -> bool:
+    """Whether modules have no hooks or forwards of their own, and plain parameters."""
     if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
         return False
     return all(
-        (type(module) in KNOWN_CLASSES or type(module) in head_classes)
-        and ("forward" not in module.__dict__ or is_replaced(module))
+        ("forward" not in module.__dict__ or is_replaced(module))
         and not (module._forward_hooks or module._forward_pre_hooks)
         and all(weight is None or type(weight) is nn.Parameter for weight in module._parameters.values())
         for module in modules
@@ -227,6 +232,7 @@ __all__ = [
     "eagle3_weights",
     "eagle_weights",
     "find_native_draft",
+    "run_plain_forwards",
     "shared_weights",
     "split_projections",
 ]

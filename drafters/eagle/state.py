@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,10 +15,9 @@ from mmspec.drafters.deprecation import former_names
 from mmspec.drafters.eagle.recorder import CallRecorder
 from mmspec.drafters.noise import next_log_probs
 from mmspec.engine.kv_cache import RaggedKVCache
+from mmspec.engine.recordings import Recordings
+from mmspec.engine.tree import DraftTree
 from mmspec.interfaces import Prompt, SharedEmbeddings
-
-if TYPE_CHECKING:
-    from mmspec.drafters.eagle.native import NativeDraft
 
 
 @dataclass
@@ -28,11 +28,19 @@ class Pending:
         tokens: [B, A] int64.
         hidden_states: [B, A, S] target hidden states at the position before each token.
         counts: number of tokens of each row; further columns are padding.
+        device_counts: [B] int64, the same on a device; None if they are on the host only.
     """
 
     tokens: Tensor
     hidden_states: Tensor
     counts: list[int]
+    device_counts: Tensor | None = None
+
+    def counts_on(self, device: torch.device) -> Tensor:
+        """[B] int64 `counts`."""
+        if self.device_counts is None:
+            self.device_counts = torch.tensor(self.counts, device=device)
+        return self.device_counts.to(device)
 
     @classmethod
     def concatenate(cls, parts: Sequence[Pending]) -> Pending:
@@ -54,6 +62,19 @@ class Pending:
         return cls(tokens.gather(1, index), hidden_states, counts)
 
 
+class DraftBackend(Protocol):
+    """Another implementation of a drafter's two operations, for one call: compiled or recorded.
+
+    Each may decline: the drafter's own code then does it, over the same state.
+    """
+
+    def extend_context(self, state: DraftState, pending: Pending) -> bool:
+        """`HeadDrafter.extend_context` over emitted tokens; whether it was done."""
+
+    def tree(self, state: DraftState, top_k: int, max_nodes: int, num_levels: int) -> DraftTree | None:
+        """`HeadDrafter.draft_tree` with `top_k` children per node; None if it was not done."""
+
+
 @dataclass
 class DraftState:
     """State of one call; created by `HeadDrafter.begin`.
@@ -67,7 +88,7 @@ class DraftState:
         last_hidden: [B, D] the head's output at each row's last input.
         pending: tokens emitted since the head's last forward.
         noise: as in `Prompt`.
-        temperature: as in `Prompt`.
+        temperature: as in `Prompt`; a scalar tensor in a recorded function.
         cos: [P, d] rotary table, None before the first forward.
         sin: [P, d] rotary table, None before the first forward.
         static_shapes: always draft all levels, so that shapes do not depend on timing.
@@ -80,7 +101,9 @@ class DraftState:
         extra: [B, ...] further state of an architecture (ViSpec, ParallelSpec, Falcon).
         timer: measures prefill and draft time; a no-op unless a compressor uses the costs.
         recorder: records examples for online learning, or None.
-        native: the head in compiled code, or None.
+        backend: the head in compiled code, or its recorded drafts; None if it runs in its own forward.
+        recordings: as in `Prompt`.
+        position_offset: [B] int64, `next_positions` less the lengths of the cache, in a recorded function; else None.
     """
 
     shared_embeddings: SharedEmbeddings
@@ -91,7 +114,7 @@ class DraftState:
     last_hidden: Tensor
     pending: list[Pending] = field(default_factory=list)
     noise: Callable[[int], Tensor] | None = None
-    temperature: float = 1.0
+    temperature: float | Tensor = 1.0
     cos: Tensor | None = None
     sin: Tensor | None = None
     static_shapes: bool = False
@@ -104,7 +127,20 @@ class DraftState:
     extra: Tensor | None = None
     timer: CallTimer = field(default_factory=CallTimer)
     recorder: CallRecorder | None = None
-    native: NativeDraft | None = None
+    backend: DraftBackend | None = None
+    recordings: Recordings | None = None
+    position_offset: Tensor | None = None
+
+    def now(self) -> float:
+        """Seconds of a clock that stops while something is recorded, which is no cost of later drafts."""
+        return time.perf_counter() - (0.0 if self.recordings is None else self.recordings.setup_s)
+
+    def first_positions(self) -> Tensor:
+        """[B, 1] int64 position id of each row's next input."""
+        device = self.last_hidden.device
+        if self.position_offset is None:
+            return torch.tensor(self.next_positions, device=device)[:, None]
+        return (self.kv_cache.lengths_on(device) + self.position_offset)[:, None]
 
     def log_noise(self, depth: int) -> Tensor | None:
         """[B, depth, V'] log of the noise with which the next tokens will be sampled; None for greedy decoding."""
@@ -134,4 +170,4 @@ class DraftState:
 
 __getattr__ = former_names(__name__, {"EagleState": f"{__name__}.DraftState"})
 
-__all__ = ["DraftState", "Pending"]
+__all__ = ["DraftBackend", "DraftState", "Pending"]

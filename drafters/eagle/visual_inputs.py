@@ -123,7 +123,7 @@ def align_prompt(
         The inputs, with every optional field but `grids`, and [B] int64 number of valid positions.
     """
     embeds, n = prompt.hidden_states[0], hidden_states.shape[1]
-    mask, visual_mask = prompt.attention_mask[:, -n:], prompt.visual_mask[:, -n:]
+    mask, visual_mask = _nonempty_rows(prompt.attention_mask[:, -n:]), prompt.visual_mask[:, -n:]
     saliency = None if prompt.visual_saliency is None else prompt.visual_saliency[:, -n:]
     counts = mask.sum(1)
     first_embeds = shared_embeddings.embed(first_ids)[:, None].to(embeds.dtype)
@@ -147,6 +147,12 @@ def align_prompt(
         saliency=None if saliency is None else saliency.roll(-1, 1),
     )
     return inputs, counts
+
+
+def _nonempty_rows(mask: Tensor) -> Tensor:
+    """[B, n] bool, a mask in which rows that are nothing but padding have their last position."""
+    is_last = torch.arange(mask.shape[1], device=mask.device) == mask.shape[1] - 1
+    return mask | (is_last & ~mask.any(1, keepdim=True))
 
 
 def left_pack(keep: Tensor, *parts: Tensor) -> tuple[Tensor, ...]:

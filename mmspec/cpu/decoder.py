@@ -30,8 +30,8 @@ from mmspec.cpu.native import FewRowsKernel, is_plain
 
 MAX_DECODER_ROWS = 128
 """Rows times nodes of a forward. Beyond, arithmetic is the limit, and the products of torch are as fast."""
-MIN_ANGLES = 1024
-"""Positions that the first rotary table has; it is doubled when they do not suffice."""
+MIN_ANGLES, MAX_ANGLES = 1024, 1 << 20
+"""Positions that the first rotary table has, and those that one may need; it is enlarged when they do not suffice."""
 RotaryFn = Callable[[Tensor], tuple[Tensor, Tensor]]
 """[P] int64 positions -> (cos, sin), each [P, head_dim] float32."""
 
@@ -145,7 +145,7 @@ class NativeDecoder:
 
         Returns:
             Logits [B, N, V] and {index: [B, N, D]}; None, and nothing is written, if the forward is not for this
-            kernel: too many rows, weights or caches in other memory, an id without an embedding.
+            kernel: too many rows or positions, weights or caches in other memory, an id without an embedding.
         """
         batch, nodes = inputs.tokens.shape
         if batch * nodes > MAX_DECODER_ROWS or not self._weights.are_valid():
@@ -153,7 +153,10 @@ class NativeDecoder:
         decoder = self._decoder
         if not self._set_caches(inputs.caches, batch, max(inputs.lengths) + nodes):
             return None
-        self._set_angles(max(inputs.position_base) + min(max(inputs.lengths) + nodes, inputs.max_position) + 1)
+        num_positions = max(inputs.position_base) + min(max(inputs.lengths) + nodes, inputs.max_position) + 1
+        if num_positions > MAX_ANGLES:
+            return None
+        self._set_angles(num_positions)
         tokens, depths = inputs.tokens.contiguous(), inputs.depths.contiguous()
         ancestors = inputs.ancestor_mask.contiguous()
         padding = None if inputs.padding is None else inputs.padding.contiguous()

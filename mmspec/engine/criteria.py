@@ -88,12 +88,21 @@ def _exceeds_positions(criterion: hf.MaxLengthCriteria, length: int) -> bool:
 
 
 def _combine(stopped: list[bool], results: list[Any], device: torch.device) -> list[bool]:
-    """The results of all criteria, combined as transformers does, whatever their shapes and dtypes."""
+    """The results of all criteria, combined as transformers does, whatever their dtypes.
+
+    Raises:
+        ValueError: a result does not have one entry per row.
+    """
     stop = torch.tensor(stopped, device=device)
     for result in results:
         stop = stop | result
-    ones = torch.ones(len(stopped), dtype=torch.long, device=device)
-    return [not unfinished for unfinished in (ones & ~stop).tolist()]
+    unfinished = torch.ones(len(stopped), dtype=torch.long, device=device) & ~stop
+    if unfinished.numel() != len(stopped):
+        raise ValueError(
+            f"a stopping criterion must return one bool per row, a tensor of shape [{len(stopped)}]; all results "
+            f"together have shape {list(unfinished.shape)}."
+        )
+    return [not row for row in unfinished.flatten().tolist()]
 
 
 __all__ = ["UNLIMITED_STEPS", "StepCriteria", "is_user_code"]

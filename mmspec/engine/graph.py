@@ -51,7 +51,7 @@ def record_nothing(function: StaticFunction, state: Sequence[Tensor], inputs: Se
 
 def record_trace(function: StaticFunction, state: Sequence[Tensor], inputs: Sequence[Tensor]) -> Replay:
     """The aten operators that the function ran, without Python."""
-    graph = trace(function, state, inputs)
+    graph = trace(function, state, _normalize(inputs))
 
     def replay(new_inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         outputs: tuple[Tensor, ...] = graph(*state, *new_inputs)
@@ -69,7 +69,8 @@ def record_compiled(function: StaticFunction, state: Sequence[Tensor], inputs: S
     from torch._inductor import config as inductor_config  # on demand: imports sympy
 
     with _COMPILE_LOCK:
-        logger.info("mmspec: compiling a round of %s tokens; this happens once per shape", list(inputs[0].shape))
+        logger.info("mmspec: compiling a part of a round; this happens once per shape")
+        inputs = _normalize(inputs)
         graph = trace(function, state, inputs)
         compiled = torch.compile(graph, fullgraph=True, dynamic=False)
         options = {name: value for name, value in INDUCTOR_OPTIONS.items() if hasattr(inductor_config, name)}
@@ -77,7 +78,7 @@ def record_compiled(function: StaticFunction, state: Sequence[Tensor], inputs: S
             compiled(*state, *inputs)
 
     def replay(new_inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        outputs: tuple[Tensor, ...] = compiled(*state, *new_inputs)
+        outputs: tuple[Tensor, ...] = compiled(*state, *_normalize(new_inputs))
         return outputs
 
     return replay
@@ -113,6 +114,11 @@ class CudaGraphRecorder:
             return tuple(output.clone() for output in static_outputs)  # the next replay overwrites them
 
         return replay
+
+
+def _normalize(inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Contiguous copies that are no inference tensors: compiled code is compiled anew for others."""
+    return [tensor.clone(memory_format=torch.contiguous_format) for tensor in inputs]
 
 
 def trace(function: StaticFunction, state: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:

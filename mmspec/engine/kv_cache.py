@@ -113,6 +113,11 @@ class RaggedKVCache:
         """Commit the first `nodes` positions of the last forward (prefill)."""
         self.seq_lens = [length + nodes for length in self.seq_lens]
 
+    def append(self, counts: Sequence[int], device_counts: Tensor) -> None:
+        """Commit the first `counts[b]` positions of row b; `device_counts` [B] int64 are the same numbers."""
+        self._seq_lens = [length + count for length, count in zip(self._seq_lens, counts, strict=True)]
+        self._add_device_lengths(device_counts)
+
     def keep_path(self, path: Tensor, counts: Tensor, accepted_nodes: Sequence[Sequence[int]]) -> None:
         """Commit the accepted nodes of the last forward, in order, and drop the others.
 
@@ -124,8 +129,7 @@ class RaggedKVCache:
         if any(node != step for row in accepted_nodes for step, node in enumerate(row)):
             self._move_to_front(path[:, : max(len(row) for row in accepted_nodes)], counts)
         self._seq_lens = [length + len(row) for length, row in zip(self._seq_lens, accepted_nodes, strict=True)]
-        for device, lengths in self._device_lengths.items():
-            self._device_lengths[device] = lengths + counts.to(device)
+        self._add_device_lengths(counts)
 
     def crop(self, lengths: Sequence[int]) -> None:
         """Cut row b to at most `lengths[b]` positions."""
@@ -157,6 +161,10 @@ class RaggedKVCache:
         """The tensors of all layers, [2, B, H, C, D] or [1, B, H, C, D]."""
         for parts in self._layers:
             yield from parts
+
+    def _add_device_lengths(self, counts: Tensor) -> None:
+        for device, lengths in self._device_lengths.items():
+            self._device_lengths[device] = lengths + counts.to(device)
 
     def _move_to_front(self, path: Tensor, counts: Tensor) -> None:
         """Move the nodes of `path` [B, A] to the front of the new positions; steps from `counts` on do not move."""

@@ -104,10 +104,10 @@ class DecodeLoop:
 
     def round(self, state: Any) -> None:
         """One round: draft, score, accept, commit. `state` is the drafter's."""
-        start = time.perf_counter()
+        start = self._now()
         tree, row_state, has_draft = self._build_tree(state)
         active = self._active_rows(row_state.host_max_emit)
-        built = time.perf_counter()
+        built = self._now()
         logits, hidden_states = self.target.score(tree, self.drafter.requirements.hidden_state_indices)
         try:
             result, processed_scores, raw_logits = self._sample_and_accept(
@@ -118,16 +118,19 @@ class DecodeLoop:
                 raise
             self._disable_speculation(error)  # nothing is committed: the next round scores the root alone
             return
-        accepted = time.perf_counter()
+        accepted = self._now()
         self.target.commit(result)
         self.output.emit(result, processed_scores, raw_logits, row_state)
-        emitted = time.perf_counter()
+        emitted = self._now()
         result = _drop_inactive_rows(result, active, row_state)
         if not self.output.speculation_disabled:  # tokens were dropped then, and the drafter would receive some twice
             self.drafter.observe(state, result, hidden_states)
-        draft_s = (built - start) + (time.perf_counter() - emitted)
-        score_s = accepted - built - self.target.setup_s
-        self._record(result, active, has_draft, RoundTimes(draft_s, score_s, emitted - accepted))
+        draft_s = (built - start) + (self._now() - emitted)
+        self._record(result, active, has_draft, RoundTimes(draft_s, accepted - built, emitted - accepted))
+
+    def _now(self) -> float:
+        """Seconds of a clock that stops while something is done once per shape."""
+        return time.perf_counter() - self.target.setup_s
 
     def _build_tree(self, state: Any) -> tuple[DraftTree, RowState, bool]:
         """The tree to score, the rows before it, and whether the drafter was called for it.

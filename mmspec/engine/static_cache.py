@@ -24,6 +24,8 @@ MAX_NODES = BUCKETS[-1]
 """T: positions in front of the committed ones, for the nodes of a tree."""
 MIN_BUCKET = 256
 """Smallest number of committed positions that a round reads."""
+RESERVED_TOKENS = 256
+"""New tokens for which a call's first bucket has room: rarely a second recording, at little cost per round."""
 
 
 class StaticLayoutError(ValueError):
@@ -205,4 +207,12 @@ def commit_path(data: Tensor, lengths: Tensor, path: Tensor, counts: Tensor, num
     data.scatter_(4, destination[None, None, :, None, :, None].expand(shape), moved)
 
 
-__all__ = ["MAX_NODES", "StaticKVCache", "StaticLayoutError", "commit_path", "length_bucket", "write_nodes"]
+__all__ = [
+    "MAX_NODES",
+    "RESERVED_TOKENS",
+    "StaticKVCache",
+    "StaticLayoutError",
+    "commit_path",
+    "length_bucket",
+    "write_nodes",
+]

@@ -8,6 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from mmspec.engine.recordings import Recordings
 from mmspec.engine.tree import DraftTree
 from mmspec.interfaces.compressor import Compressor, VisualGrid
 from mmspec.interfaces.draft_target import LayerSubsets
@@ -62,6 +63,7 @@ class Prompt:
         layer_subsets: the target with fewer layers, if the drafter requires it and the call allows it; else None.
         media_inputs: the arguments of `generate` that describe images and videos, if the drafter requires them and
             every prompt has one row; else empty.
+        recordings: records parts of a round, so that a drafter's can be replayed as well; None in other calls.
     """
 
     input_ids: Tensor
@@ -83,6 +85,7 @@ class Prompt:
     visual_saliency: Tensor | None = None
     layer_subsets: LayerSubsets | None = None
     media_inputs: Mapping[str, Any] = field(default_factory=dict)
+    recordings: Recordings | None = None
 
 
 @runtime_checkable

@@ -19,13 +19,14 @@ class Target(Protocol):
     Attributes:
         vocab_size: V.
         chains_only: whether `score` accepts chains only, no trees with branches.
-        setup_s: seconds of the last `score` that were spent once for its shape (recording, compiling): not a cost of
-            later rounds.
     """
 
     vocab_size: int
     chains_only: bool
-    setup_s: float
+
+    @property
+    def setup_s(self) -> float:
+        """Seconds so far that were spent once per shape (recording, compiling), by drafters too: no cost of a round."""
 
     def score(self, tree: DraftTree, hidden_state_indices: Sequence[int] = ()) -> tuple[Tensor, dict[int, Tensor]]:
         """One forward over the nodes of all rows: logits [B, N, V] and hidden states {index: [B, N, D]}."""

@@ -11,10 +11,11 @@ from typing import Any
 
 from torch import Tensor
 from transformers import DynamicCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from mmspec.engine.tree_cache import stored_layers
 from mmspec.interfaces import SharedEmbeddings, VisualGrid
-from mmspec.targets.module_scan import scan_modules
+from mmspec.targets.module_scan import callable_name, decoder_module, is_library_code, scan_modules
 from mmspec.targets.vision_attention import AttentionCapture
 
 TREE_ATTENTION_KERNELS = ("sdpa", "eager")
@@ -38,8 +39,6 @@ class ModelAdapter:
         accepts_mask_per_layer_type: whether `forward` accepts {layer type: mask}. Without it a model with full and
             sliding layers is served up to the length of its window.
         model: the transformers model.
-        num_layers: decoder layers of the text model.
-        vocab_size: V of the text model.
         media_token_ids: ids of the image and video placeholders.
     """
 
@@ -50,8 +49,6 @@ class ModelAdapter:
 
     def __init__(self, model: Any) -> None:
         self.model = model
-        self.num_layers: int = self.text_config.num_hidden_layers
-        self.vocab_size: int = self.text_config.vocab_size
         ids = (getattr(model.config, key, None) for key in _MEDIA_TOKEN_KEYS)
         self.media_token_ids = tuple(dict.fromkeys(token for token in ids if isinstance(token, int)))
 
@@ -66,9 +63,19 @@ class ModelAdapter:
         return self.model.config.get_text_config(decoder=True)
 
     @property
+    def num_layers(self) -> int:
+        """Decoder layers of the text model. Read at each use, since users may cut a model."""
+        return int(self.text_config.num_hidden_layers)
+
+    @property
+    def vocab_size(self) -> int:
+        """V of the text model. Read at each use, since users may resize it."""
+        return int(self.text_config.vocab_size)
+
+    @property
     def text_model(self) -> Any:
         """The decoder module, or the whole model where transformers does not name one."""
-        return self.model.get_decoder() or self.model
+        return decoder_module(self.model)
 
     @property
     def num_cache_layers(self) -> int:
@@ -132,6 +139,9 @@ class ModelAdapter:
             return f"rope_type={min(scaling)!r} (its frequencies depend on the longest position of a forward)"
         if self.attention not in TREE_ATTENTION_KERNELS:
             return f"attn_implementation={self.attention!r} of the text model (it cannot take a mask per node)"
+        kernel = ALL_ATTENTION_FUNCTIONS.get(self.attention)  # none for "eager", a function beside each model
+        if kernel is not None and not is_library_code(kernel):
+            return f"attn_implementation={self.attention!r} replaced by {callable_name(kernel)}"
         return None
 
     def traits(self) -> dict[str, str]:

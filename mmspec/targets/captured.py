@@ -8,8 +8,6 @@ rows; `CapturePool` lends a lane to one call at a time. Whatever is unusual (`Ca
 from __future__ import annotations
 
 import threading
-import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -17,21 +15,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmspec.cpu.linear import ACTIVE_CONTEXT
-from mmspec.engine.graph import CudaGraphRecorder, Recorder, Replay, record_compiled
-from mmspec.engine.static_cache import MAX_NODES, StaticKVCache, StaticLayoutError, length_bucket
+from mmspec.engine.graph import CudaGraphRecorder, Recorder, record_compiled
+from mmspec.engine.recordings import Recordings, WeightWatch, recordable_mode
+from mmspec.engine.static_cache import MAX_NODES, RESERVED_TOKENS, StaticKVCache, StaticLayoutError, length_bucket
 from mmspec.engine.tree import DraftTree
 from mmspec.interfaces import VerifyResult
 from mmspec.targets.base import ModelAdapter
-from mmspec.targets.capture_checks import check_replay, checksums, decoder_tensors
 from mmspec.targets.hf import HFTarget
 from mmspec.targets.module_scan import ModuleScan
 from mmspec.targets.static_round import StaticRound
 
 MAX_LENGTH = 1 << 15
 """Longest call, prompt and new tokens, that a lane is allocated for."""
-RESERVED_TOKENS = 256
-"""New tokens for which a call's first bucket has room: rarely a second recording, at little cost per round."""
+ROUND = "round"
+"""Owner of the recorded rounds in `Recordings`."""
 MAX_LANES = 2
 """Lanes (numbers of rows) that stay allocated per model."""
 PLAIN_CODE = ("transformers.", "torch.nn.")
@@ -39,26 +36,22 @@ PLAIN_CODE = ("transformers.", "torch.nn.")
 AUTO_DEVICE_TYPES: frozenset[str] = frozenset()
 """Types of devices on which `compile="auto"` records: those on which recorded rounds have been run and compared with
 plain `generate`, and are faster. None yet: no GPU has been tried, and on a CPU compiling takes long."""
-NUM_CHECKED_REPLAYS = 3
-"""Replays of each shape that are compared with a plain run: later ones have other inputs than those recorded."""
 
 
 class Lane:
     """What is recorded for one model and number of rows. Used by one call at a time.
 
     Attributes:
-        recorder: records the rounds.
+        recordings: the recorded rounds, and the drafts of heads.
         kv_cache: the keys and values.
         lock: held by the call that uses the lane.
     """
 
-    def __init__(self, recorder: Recorder, kv_cache: StaticKVCache) -> None:
-        self.recorder = recorder
+    def __init__(self, recordings: Recordings, kv_cache: StaticKVCache) -> None:
+        self.recordings = recordings
         self.kv_cache = kv_cache
         self.lock = threading.Lock()
         self._state: list[Tensor] = []
-        self._replays: dict[Any, Replay] = {}
-        self._num_checked: Counter[Any] = Counter()
 
     @property
     def state(self) -> list[Tensor]:
@@ -73,41 +66,14 @@ class Lane:
             for tensor, value in zip(self._state, values, strict=True):
                 tensor.copy_(value)
         else:
-            self._replays.clear()
-            self._num_checked.clear()
+            self.recordings.clear(ROUND)
             with torch.inference_mode(False):
                 self._state = [value.clone(memory_format=torch.contiguous_format) for value in values]
 
-    def run(self, function: StaticRound, inputs: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], float]:
-        """Replay the function, recorded the first time.
-
-        Args:
-            function: the round.
-            inputs: its last three arguments.
-
-        Returns:
-            Its outputs, and the seconds that recording and checking took.
-
-        Raises:
-            Exception: of the recorder; RuntimeError if one of the first replays differs from a plain run.
-        """
+    def run(self, function: StaticRound, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """`Recordings.run` of a round; `inputs` are its last three arguments."""
         key = inputs[0].shape[1], function.bucket, function.hidden_state_indices, function.constants
-        replay = self._replays.get(key)
-        if replay is not None and self._num_checked[key] >= NUM_CHECKED_REPLAYS:
-            return replay(inputs), 0.0
-        start = time.perf_counter()
-        token = ACTIVE_CONTEXT.set(None)  # the recording contains no timed kernels
-        try:
-            expected = function(*self.state, *inputs)
-            if replay is None:
-                replay = self.recorder(function, self.state, inputs)
-            outputs = replay(inputs)
-        finally:
-            ACTIVE_CONTEXT.reset(token)
-        check_replay(outputs[0], expected[0])
-        self._replays[key] = replay
-        self._num_checked[key] += 1
-        return outputs, time.perf_counter() - start
+        return self.recordings.run(ROUND, key, function, self.state, inputs)
 
 
 class CapturePool:
@@ -126,8 +92,7 @@ class CapturePool:
         self._warn = warn
         self._lock = threading.Lock()
         self._lanes: dict[tuple[int, str], Lane] = {}  # last used at the end
-        self._fingerprint: Any = None
-        self._checksums: list[Tensor] = []
+        self._watch = WeightWatch()
 
     def reason(self, adapter: ModelAdapter, modules: ModuleScan, cache: Any, max_length: int) -> str | None:
         """Why a call is not recorded, or None.
@@ -199,7 +164,9 @@ class CapturePool:
             lane = self._lanes.pop(key, None)
             capacity = length_bucket(max_length + MAX_NODES)
             if lane is None or (lane.kv_cache.capacity < capacity and not lane.lock.locked()):
-                lane = Lane(recorder(), StaticKVCache(batch, capacity, adapter.num_layers))
+                is_frozen = recorder is _compiled_recorder
+                recordings = Recordings(recorder(), capacity, self._warn, is_frozen)
+                lane = Lane(recordings, StaticKVCache(batch, capacity, adapter.num_layers))
             self._lanes[key] = lane
             for old in list(self._lanes)[:-MAX_LANES]:
                 del self._lanes[old]
@@ -213,27 +180,15 @@ class CapturePool:
             adapter: of the model.
             frozen: recordings contain copies of the weights, so that edits in place must be noticed too.
         """
-        tensors = list(decoder_tensors(adapter))
         config = adapter.model.config.to_json_string(use_diff=False)
-        places = [(id(t), t.data_ptr(), 0 if t.is_inference() else t._version) for t in tensors]
         modules = [id(module) for module in adapter.model.modules()]
-        fingerprint = places, modules, config, adapter.attention
-        checksums = [part for t in tensors for part in checksums(t)] if frozen else []
-        same = len(checksums) == len(self._checksums) and all(map(torch.equal, checksums, self._checksums))
-        if self._fingerprint != fingerprint or (frozen and not same):
+        if self._watch.changed(decoder_tensors(adapter), frozen, (modules, config, adapter.attention)):
             self._lanes.clear()
             self.failure = None
-        self._fingerprint = fingerprint
-        if frozen:
-            self._checksums = checksums
 
 
 class CapturedTarget(HFTarget):
-    """Implements `mmspec.interfaces.Target` with recorded rounds.
-
-    Attributes:
-        setup_s: seconds of the last `score` in which a round was recorded.
-    """
+    """Implements `mmspec.interfaces.Target` with recorded rounds."""
 
     def __init__(self, *args: Any, lane: Lane, pool: CapturePool, **kwargs: Any) -> None:
         """As `HFTarget`, with a lane of `CapturePool.lease` and its pool."""
@@ -241,7 +196,8 @@ class CapturedTarget(HFTarget):
         self._pool = pool
         self._rounds: dict[tuple[int, tuple[int, ...]], StaticRound] = {}
         super().__init__(*args, **kwargs)
-        self._mode = _normal_mode
+        self._mode = recordable_mode
+        self.recordings = lane.recordings
 
     def score(self, tree: DraftTree, hidden_state_indices: Sequence[int] = ()) -> tuple[Tensor, dict[int, Tensor]]:
         """See `mmspec.interfaces.Target.score`."""
@@ -250,15 +206,12 @@ class CapturedTarget(HFTarget):
         self._lane.kv_cache.begin_tree(tree.num_nodes)
         self._lane.kv_cache.lengths_on(self.device)
         function = self._round(tuple(hidden_state_indices))
-        self.setup_s = 0.0
+        inputs = (tree.tokens, tree.depths, tree.ancestor_mask)
         with self._mode():
-            # The same strides in every round: compiled code is compiled anew for others.
-            parts = (tree.tokens, tree.depths, tree.ancestor_mask)
-            inputs = [part.clone(memory_format=torch.contiguous_format) for part in parts]
             outputs = None
             if self._pool.failure is None:
                 try:
-                    outputs, self.setup_s = self._lane.run(function, inputs)
+                    outputs = self._lane.run(function, inputs)
                 except Exception as error:  # of the compiler, the capture or the replay: only speed is lost
                     self._pool.fail(error)
             if outputs is None:
@@ -310,11 +263,14 @@ def recorder_for(device: torch.device, compile: bool | str) -> Callable[[], Reco
     return _compiled_recorder if device.type == "cpu" else None
 
 
-@contextmanager
-def _normal_mode() -> Iterator[None]:
-    """Context without gradients and without inference mode, also within the user's: recorded tensors outlive calls."""
-    with torch.inference_mode(False), torch.no_grad():
-        yield
+def decoder_tensors(adapter: ModelAdapter) -> Iterator[Tensor]:
+    """Parameters and buffers that a round reads."""
+    seen: set[int] = set()
+    for module in (adapter.text_model, adapter.model.get_input_embeddings(), adapter.model.get_output_embeddings()):
+        for tensor in () if module is None else (*module.parameters(), *module.buffers()):
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield tensor
 
 
 def _compiled_recorder() -> Recorder:

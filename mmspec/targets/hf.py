@@ -16,6 +16,7 @@ from transformers.utils import output_capturing
 
 from mmspec.cpu.native import FewRowsKernel
 from mmspec.engine.kv_cache import RaggedKVCache
+from mmspec.engine.recordings import Recordings
 from mmspec.engine.tree import BUCKETS, DraftTree
 from mmspec.engine.tree_cache import (
     CACHE_ARGUMENT,
@@ -56,7 +57,7 @@ class HFTarget:
         inference_mode: whether forwards may run in inference mode.
         user_cache_view: the user's cache while user code can read it.
         chains_only: whether `score` accepts chains only, no trees with branches.
-        setup_s: seconds of the last `score` that no later one of its shape will take.
+        recordings: where parts of a round are recorded in this call, or None.
         rounds: computes `score` in compiled code where it can; None for the model's own forward.
     """
 
@@ -91,7 +92,7 @@ class HFTarget:
         self.user_cache = self.kwargs.pop(CACHE_ARGUMENT)
         self.max_new_tokens = max_new_tokens
         self._max_length = self.user_cache.get_seq_length() + input_ids.shape[1] + max_new_tokens
-        self.setup_s = 0.0
+        self.recordings: Recordings | None = None
         self.rounds: NativeRounds | None = None
         self._runs_user_code = cache_is_observed
         self.buffer = self._new_buffer(input_ids.shape[0])
@@ -118,6 +119,8 @@ class HFTarget:
     @staticmethod
     def unsupported_reason(adapter: ModelAdapter, input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> str | None:
         """Why the cache or the attention mask of a call is not supported; None if both are."""
+        if input_ids.dim() != 2 or not len(input_ids):
+            return f"input_ids of shape {list(input_ids.shape)}"
         cache = model_kwargs.get(CACHE_ARGUMENT)
         window = adapter.sliding_window if "sliding_attention" in adapter.layer_types else None
         batch, length = input_ids.shape
@@ -213,6 +216,11 @@ class HFTarget:
         self.user_cache_view.check()
         export_dynamic_cache(self.buffer, self.prompt_length + num_steps - 1, self.user_cache)
         return self.user_cache
+
+    @property
+    def setup_s(self) -> float:
+        """See `mmspec.interfaces.Target`."""
+        return 0.0 if self.recordings is None else self.recordings.setup_s
 
     @property
     def cached_lengths(self) -> list[int]:

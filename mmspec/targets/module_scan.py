@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import inspect
 import types
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -139,7 +140,7 @@ class _ScanState:
 
 def scan_modules(model: Any) -> ModuleScan:
     """Check every module of a transformers model once."""
-    roots = [part for part in (model.get_decoder() or model, model.get_output_embeddings()) if part is not None]
+    roots = [part for part in (decoder_module(model), model.get_output_embeddings()) if part is not None]
     state = _ScanState()
     for module, in_decoder in _walk_modules(model, {id(root) for root in roots}):
         state.visit(module, in_decoder)
@@ -169,6 +170,12 @@ def scan_modules(model: Any) -> ModuleScan:
     )
 
 
+def decoder_module(model: Any) -> Any:
+    """The decoder of a model, or the whole model where transformers does not name one."""
+    decoder = model.get_decoder()
+    return model if decoder is None else decoder  # `or` would call the `len` of a compiled module, which raises
+
+
 def describe_module(model: nn.Module, module: nn.Module) -> str:
     """Name and class of a module, and its unknown parameter classes, for messages."""
     name = next((name for name, part in model.named_modules() if part is module), "")
@@ -193,6 +200,20 @@ def is_library_code(code: Any) -> bool:
             if not _is_in_packages(origin, LIBRARIES) or _is_in_packages(origin, TOKEN_DEPENDENT):
                 return False
     return True
+
+
+def calls_library_code(kind: Any) -> bool:
+    """Whether the functions that the forward of a class of modules calls by name are of known libraries.
+
+    Others, such as `apply_rotary_pos_emb` in the Python module of the class, can be replaced there by anybody.
+    """
+    if not is_library_code(kind.__call__):
+        return False
+    forward = inspect.unwrap(kind.forward)
+    if not isinstance(forward, types.FunctionType):
+        return True
+    called = (forward.__globals__.get(name) for name in forward.__code__.co_names)
+    return all(is_library_code(one) for one in called if isinstance(one, types.FunctionType))
 
 
 def has_library_class(module: nn.Module) -> bool:

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_module
 
 from mmspec.cpu.decoder import DecoderEnds, DecoderInputs, NativeDecoder
 from mmspec.cpu.layers import DecoderShape, LayerWeights
@@ -23,7 +22,8 @@ from mmspec.engine.kv_cache import RaggedKVCache
 from mmspec.engine.tree import DraftTree
 from mmspec.engine.tree_cache import CACHE_ARGUMENT
 from mmspec.targets.base import ModelAdapter
-from mmspec.targets.module_scan import ModuleScan
+from mmspec.targets.module_scan import ModuleScan, calls_library_code
+from mmspec.targets.structure import describe_structure, modules_of_rounds
 
 LAYER_CLASSES = {
     "LlamaModel": "Llama",
@@ -114,7 +114,7 @@ class NativeRounds:
         self._max_position = max_position
         self._modules = modules
         self._layers = layers
-        self._structure = _structure(modules)
+        self._structure = describe_structure(modules)
 
     def score(
         self, tree: DraftTree, kv_cache: RaggedKVCache, padding: Tensor | None, hidden_state_indices: Sequence[int]
@@ -127,7 +127,7 @@ class NativeRounds:
             padding: [B, L] bool, False at left pads of the prompt; None without.
             hidden_state_indices: hidden states to return.
         """
-        if torch.is_autocast_enabled("cpu") or self._structure != _structure(self._modules):
+        if torch.is_autocast_enabled("cpu") or self._structure != describe_structure(self._modules):
             return None
         caches = kv_cache.common_buffers()
         if caches is None:
@@ -177,20 +177,8 @@ def native_rounds(
     base = positions.base()
     if decoder is None or base is None:
         return None
-    changeable = list(adapter.model.modules()) if runs_user_code else []
+    changeable = modules_of_rounds(adapter) if runs_user_code else []
     return NativeRounds(decoder, base, positions.prompt_length - 1 + positions.max_new_tokens, changeable)
-
-
-def _structure(modules: Sequence[nn.Module]) -> list[Any]:
-    """What decides how modules compute, besides the numbers in their parameters."""
-    found: list[Any] = [len(torch_module._global_forward_hooks), len(torch_module._global_forward_pre_hooks)]
-    for module in modules:
-        forward = module.__dict__.get("forward")
-        found.append(None if forward is None or is_replaced(module) else forward)
-        found += len(module._forward_hooks), len(module._forward_pre_hooks)
-        found += map(id, module._modules.values())
-        found += map(id, module._parameters.values())
-    return found
 
 
 def find_decoder(kernel: FewRowsKernel, adapter: ModelAdapter, modules: ModuleScan) -> NativeDecoder | None:
@@ -201,9 +189,13 @@ def find_decoder(kernel: FewRowsKernel, adapter: ModelAdapter, modules: ModuleSc
         return None
     if modules.hook is not None or modules.foreign or modules.compiled or not modules.can_use_inference_mode:
         return None
+    if not all(map(calls_library_code, {type(module) for module in model.modules()})):
+        return None
     layers = list(text_model.layers)
     embeddings, lm_head = model.get_input_embeddings(), model.get_output_embeddings()
-    if len(layers) != adapter.num_layers or not all(_is_known_layer(layer, prefix) for layer in layers):
+    if {adapter.num_layers, text_model.config.num_hidden_layers} != {len(layers)}:
+        return None
+    if not all(_is_known_layer(layer, prefix) for layer in layers):
         return None
     is_known = _class_name(text_model.norm) == f"{prefix}RMSNorm" and _is_plain_linear(lm_head)
     if not is_known or type(embeddings) is not nn.Embedding or embeddings.max_norm is not None:

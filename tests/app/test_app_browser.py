@@ -32,6 +32,7 @@ from mmspec.app.ui import comparison_stream
 from mmspec.app.ui.comparison import ComparisonRun
 from mmspec.app.ui.limits import Limits
 from mmspec.app.ui.model_store import ModelStore
+from mmspec.app.ui.opening import OPENING_QUESTION
 from mmspec.app.ui.server import DemoServer, serve
 from mmspec.app.ui.streamer import TimingStreamer
 
@@ -258,6 +259,8 @@ def test_a_conversation_goes_on_until_the_picture_changes(page: Any) -> None:
     page.locator("#mm-examples button").nth(1).click()
     page.wait_for_function("document.querySelectorAll('.mm-turn-question').length == 0")
     assert page.locator("#mm-replay").is_disabled()
+    # The question was cleared after its answer; a new conversation begins with the default one.
+    page.wait_for_function(f"document.querySelector('#mm-question textarea').value == '{OPENING_QUESTION}'")
 
 
 @pytest.mark.parametrize(("width", "theme"), [(1280, "light"), (390, "dark")])

@@ -145,9 +145,9 @@ def test_a_gif_shows_the_race_from_start_to_end(model_store: ModelStore, tmp_pat
 
 
 def test_the_tempo_of_a_gif_is_stated() -> None:
-    assert choose_tempo(6) == 1 and format_tempo(1) == "real time"
-    assert choose_tempo(1.5) == 4 and format_tempo(4) == "4 times slower than real time"
-    assert choose_tempo(60) == 0.1 and format_tempo(0.1) == "10 times faster than real time"
+    assert choose_tempo(6) == 1 and format_tempo(1) == "in real time"
+    assert choose_tempo(1.5) == 4 and format_tempo(4) == "4 times slower than recorded"
+    assert choose_tempo(60) == 0.1 and format_tempo(0.1) == "10 times faster than recorded"
     assert choose_tempo(1e-4) == TEMPOS[-1] and choose_tempo(1e6) == TEMPOS[0]
 
 

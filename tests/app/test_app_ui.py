@@ -555,6 +555,8 @@ def test_trees_are_drawn_without_overlaps(model_store: ModelStore) -> None:
     assert depths == [0, 1, 1, 2, 2, 2, 3]
     assert len(set(zip(depths, lines, strict=True))) == 7 and lines[0] == (lines[1] + lines[2]) / 2
     built = report(model_store, drafter="recycling", tree_size=16, max_new_tokens=40)
+    roots = [tree_view.list_nodes(one, built.token_labels)[0].label for one in built.rounds]
+    assert roots[0] == "prompt" and "prompt" not in roots[1:]
     for one in built.rounds:
         drawn = tree_view.render_tree(one, built.token_labels)
         nodes = xml.fromstring(drawn).findall(".//{http://www.w3.org/2000/svg}rect")

@@ -134,8 +134,8 @@ class TwoStates:
         noise: dict[str, Any] = {"noise": lambda depth: self.noise[:, :depth], "temperature": 0.7} if sampled else {}
         prompt = build_native_prompt(target, 12, (0, 3), **noise)
         self.compiled, self.plain = (begin_decoding(target, drafter, prompt) for _ in range(2))
-        assert self.compiled.native is not None
-        self.plain.native = None
+        assert self.compiled.backend is not None
+        self.plain.backend = None
 
     def round(self, counts: tuple[int, int]) -> None:
         """Draft with both and compare; then each row emits so many random tokens."""
@@ -262,8 +262,8 @@ def test_rows_that_do_not_draft_and_small_trees(best_kernel: None, target: FakeT
 def test_a_call_leaves_nothing_behind(best_kernel: None, target: FakeTarget) -> None:
     states = TwoStates(target, build_drafter("eagle"))
     states.round((2, 2))
-    assert states.compiled.native is not None
-    references = [weakref.ref(states.compiled.native), weakref.ref(states.compiled.native._head)]
+    assert states.compiled.backend is not None
+    references = [weakref.ref(states.compiled.backend), weakref.ref(states.compiled.backend._head)]
     del states
     gc.collect()
     assert [reference() for reference in references] == [None, None]
@@ -313,7 +313,7 @@ def test_changed_heads_are_not_recognised(
 ) -> None:
     drafter = build_drafter(kind)
     change(drafter.head)
-    assert begin_decoding(target, drafter, build_native_prompt(target, 8)).native is None
+    assert begin_decoding(target, drafter, build_native_prompt(target, 8)).backend is None
 
 
 def test_scaled_embeddings_other_heads_and_no_kernel(
@@ -323,15 +323,15 @@ def test_scaled_embeddings_other_heads_and_no_kernel(
     assert prompt.shared_embeddings is not None
     for name in ("embed_scale", "logit_scale", "logit_softcap"):
         scaled = replace(prompt, shared_embeddings=replace(prompt.shared_embeddings, **{name: 2.0}))
-        assert begin_decoding(target, build_drafter("eagle"), scaled).native is None
+        assert begin_decoding(target, build_drafter("eagle"), scaled).backend is None
     independent = FlashHead(replace(KINDS["flash"][0], markov_rank=0))
-    assert begin_decoding(target, FlashDrafter(independent, num_layers=NUM_LAYERS), prompt).native is None
+    assert begin_decoding(target, FlashDrafter(independent, num_layers=NUM_LAYERS), prompt).backend is None
     one_state = Eagle3Head(replace(EAGLE3_CONFIG, hidden_state_layers=(NUM_LAYERS,)))
-    assert begin_decoding(target, EagleDrafter(one_state, "coupled", num_layers=NUM_LAYERS), prompt).native is None
+    assert begin_decoding(target, EagleDrafter(one_state, "coupled", num_layers=NUM_LAYERS), prompt).backend is None
     dflash = DsparkHead(replace(DSPARK_CONFIG, markov_rank=0, confidence_head=False, hidden_state_layers=(0,)))
-    assert begin_decoding(target, DsparkDrafter(dflash, num_layers=NUM_LAYERS), prompt).native is None
+    assert begin_decoding(target, DsparkDrafter(dflash, num_layers=NUM_LAYERS), prompt).backend is None
     monkeypatch.setattr(native_draft, "active_kernel", lambda: None)
-    assert begin_decoding(target, build_drafter("eagle"), prompt).native is None
+    assert begin_decoding(target, build_drafter("eagle"), prompt).backend is None
 
 
 def test_hooks_and_autocast_during_a_call(best_kernel: None, target: FakeTarget, calls: Calls) -> None:

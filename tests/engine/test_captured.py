@@ -5,19 +5,17 @@ from __future__ import annotations
 import copy
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
 import fuzz as fuzz
 import pytest
-import tiny_heads as heads
 import tiny_models as tiny
 import torch
 import zoo
+from recorded_rounds import HostCounter, build_drafter, build_inputs, build_model, generate, patched, recording
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache, PreTrainedModel
 
 import mmspec
@@ -26,77 +24,12 @@ from mmspec.engine.kv_cache import RaggedKVCache
 from mmspec.engine.static_cache import MAX_NODES, StaticKVCache, length_bucket, write_nodes
 from mmspec.engine.tree_cache import CACHE_ARGUMENT
 from mmspec.patching import patch_state
+from mmspec.targets import captured
 from mmspec.targets.captured import CapturedTarget, recorder_for
 from mmspec.targets.static_round import StaticRound
 
-SPEC = tiny.ModelSpec("llava")
 DRAFTERS = ("none", "lookup", "leaning-coupled", "leaning-flash")
 """`coupled` is MSD."""
-
-
-class CountingRecorder:
-    """Records by another recorder and counts recordings and replays."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        self.recorder = recorder
-        self.recordings = 0
-        self.replays = 0
-
-    def __call__(self, function: StaticFunction, state: Sequence[Tensor], inputs: Sequence[Tensor]) -> Replay:
-        self.recordings += 1
-        replay = self.recorder(function, state, inputs)
-
-        def counted(new_inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-            self.replays += 1
-            return replay(new_inputs)
-
-        return counted
-
-
-@contextmanager
-def recording(recorder: Recorder) -> Iterator[CountingRecorder]:
-    """Context in which the rounds of all calls are recorded."""
-    counting = CountingRecorder(recorder)
-
-    def make_recorder() -> Recorder:
-        return counting
-
-    with mock.patch("mmspec.prefill.recorder_for", return_value=make_recorder):
-        yield counting
-
-
-@contextmanager
-def patched(model: PreTrainedModel, drafter: Any, **options: Any) -> Iterator[None]:
-    """Context in which the model is patched."""
-    mmspec.patch(model, drafter, **options)
-    try:
-        yield
-    finally:
-        mmspec.unpatch(model)
-
-
-def build_model(spec: tiny.ModelSpec = SPEC) -> PreTrainedModel:
-    """A model without an end token, so that all texts are long."""
-    model = tiny.build_model(spec)
-    model.generation_config.eos_token_id = None
-    return model
-
-
-def build_drafter(name: str, spec: tiny.ModelSpec = SPEC) -> Any:
-    """A drafter by name; a head that is often right."""
-    return heads.build_drafter(name, spec) if name.startswith("leaning") else name
-
-
-def build_inputs(model: PreTrainedModel, seed: int, batch: int) -> tiny.Inputs:
-    """One row, or rows of different lengths."""
-    return tiny.build_inputs(model, seed, batch, padding="none" if batch == 1 else "left")
-
-
-def generate(model: PreTrainedModel, inputs: tiny.Inputs, sampled: bool, **options: Any) -> Tensor:
-    """Ids of a call, always with the same seed."""
-    torch.manual_seed(7)
-    ids: Tensor = model.generate(**inputs, **{"max_new_tokens": 36, "do_sample": sampled} | options)
-    return ids
 
 
 # --- the cache --------------------------------------------------------------------------------------------------------
@@ -265,20 +198,6 @@ def test_the_returned_cache() -> None:
 # --- proofs without a GPU ---------------------------------------------------------------------------------------------
 
 
-class HostCounter(TorchFunctionMode):
-    """Counts values read by the host and tensors made from values of the host."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts = {"reads": 0, "made": 0}
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        reads = (Tensor.tolist, Tensor.item, Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__)
-        self.counts["reads"] += func in reads
-        self.counts["made"] += func in (torch.tensor, torch.as_tensor)
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", "smolvlm"])
 def test_a_round_on_the_meta_device_reads_and_makes_nothing(family: str) -> None:
     model = build_model(tiny.ModelSpec(family)).to("meta")
@@ -317,10 +236,11 @@ def test_no_value_becomes_a_constant() -> None:
         trace(branch, [state], [torch.ones(2)])
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_compiled_on_a_cpu() -> None:
-    """`torch.compile(fullgraph=True)` of the recorded round; and a weight changed in place is noticed."""
+@pytest.mark.parametrize("compiler", [pytest.param(record_compiled, marks=pytest.mark.slow), record_trace])
+def test_compiled_on_a_cpu(compiler: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`torch.compile(fullgraph=True)` of a recorded round, or its trace; a weight changed in place is noticed."""
+    monkeypatch.setattr(captured, "record_compiled", compiler)
     model = build_model()
     prompts = [build_inputs(model, seed, 1) for seed in range(2)]
     plain = [generate(model, inputs, False) for inputs in prompts]
@@ -329,7 +249,8 @@ def test_compiled_on_a_cpu() -> None:
             assert torch.equal(generate(model, inputs, False), expected)
         pool = patch_state(model).captures
         (lane,) = pool._lanes.values()
-        assert pool.failure is None and lane.recorder is record_compiled and len(lane._replays) == 1
+        assert pool.failure is None and lane.recordings.recorder is compiler
+        assert len(lane.recordings) == 3, "a round, and the two parts of a draft"
         model.get_output_embeddings().weight.data.neg_()  # changes neither address nor version counter
         with mmspec.disabled(model):
             expected = generate(model, prompts[0], False)

@@ -15,7 +15,9 @@ from typing import Any
 
 import adversarial as adversarial
 import fuzz as fuzz
+import numpy as np
 import pytest
+import tiny_heads as heads
 import tiny_models as tiny
 import torch
 from parity import (
@@ -792,6 +794,55 @@ def test_user_arguments_are_not_changed() -> None:
         assert set(model.__dict__) == attributes
     assert config.to_dict() == before and model.generation_config.to_dict() == own
     assert not processors and not criteria
+
+
+@pytest.mark.parametrize("shape", [(3, 1), (7,)])
+def test_a_criterion_with_a_result_of_another_shape_is_an_error(shape: tuple[int, ...]) -> None:
+    model = get_model(seed=61)
+    inputs = tiny.build_inputs(model, 62, 3, images=[1, 1, 1])
+    criteria = StoppingCriteriaList([lambda ids, scores, **kwargs: torch.zeros(shape, dtype=torch.bool)])
+    mmspec.patch(model, "lookup")
+    try:
+        with pytest.raises((ValueError, RuntimeError), match=r"size|shape"):
+            model.generate(**inputs, stopping_criteria=criteria, **GREEDY)
+    finally:
+        mmspec.unpatch(model)
+
+
+@pytest.mark.parametrize("eos", [np.int64(2), np.array([2, 9]), torch.tensor(2), torch.tensor([2, 9])], ids=repr)
+def test_stop_ids_of_any_integer_type(eos: Any) -> None:
+    model = get_model(seed=63)
+    assert_parity(model, tiny.build_inputs(model, 64, 3, images=[1, 1, 1]), eos_token_id=eos, **GREEDY)
+
+
+@MODES
+@pytest.mark.parametrize("kind", ["decoupled", "chained", "instant"])
+def test_rows_that_are_nothing_but_padding(mode: Kwargs, kind: str) -> None:
+    spec = tiny.ModelSpec("llava", seed=67)
+    model = tiny.build_model(spec)
+    inputs = tiny.build_inputs(model, 68, 3, images=[1, 1, 1])
+    inputs["attention_mask"][1] = 0
+    assert_parity(model, inputs, lambda plain: heads.build_drafter(kind, spec), **mode)
+
+
+@pytest.mark.parametrize("shift", [-500, 700, 3_000_000_000])
+def test_position_ids_far_from_those_of_text(shift: int) -> None:
+    model = get_model(seed=69)
+    inputs = tiny.build_inputs(model, 70, 2, images=[1, 1])
+    inputs["position_ids"] = torch.arange(inputs["input_ids"].shape[1]).expand(2, -1) + shift
+    assert_parity(model, inputs, "oracle", **GREEDY)
+
+
+@pytest.mark.parametrize("drafter", ["hybrid", "self", "head"])
+def test_layers_cut_after_patch(drafter: str) -> None:
+    spec = tiny.ModelSpec("llava", layers=3, seed=65)
+    model = tiny.build_model(spec)
+    inputs = tiny.build_inputs(model, 66, 1)
+    mmspec.patch(model, heads.build_drafter("chained", spec) if drafter == "head" else drafter)
+    model.config.text_config.num_hidden_layers = 2
+    with mmspec.disabled():
+        plain = generate_plain(model, inputs, **GREEDY)
+    assert torch.equal(generate_plain(model, inputs, **GREEDY), plain)
 
 
 def test_pipeline() -> None:

@@ -16,7 +16,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest import mock
 
@@ -24,6 +26,7 @@ import fuzz
 import torch
 from torch import Tensor
 
+import mmspec.decode
 import mmspec.engine.kv_cache
 import mmspec.engine.loop
 import mmspec.engine.output
@@ -31,6 +34,8 @@ import mmspec.engine.rng
 import mmspec.engine.sampler
 import mmspec.targets.hf
 import mmspec.targets.native
+from mmspec.cpu import native
+from mmspec.cpu.native import FewRowsKernel
 from mmspec.engine.tree import DraftTree
 
 Replacement = tuple[Any, str, Callable[[Any], Any]]
@@ -182,6 +187,32 @@ def _short_cache(original: Any) -> Any:
     return faulty
 
 
+def _c_bug(text: str, replacement: str) -> Callable[[Any], Any]:
+    """A mutation of `load_kernel`: a kernel built from sources in which a text is replaced; None without a compiler."""
+
+    @cache
+    def build() -> FewRowsKernel:
+        old, new = text.encode(), replacement.encode()
+        if sum(source.count(old) for source in native.SOURCES.values()) != 1:
+            raise ValueError(
+                f"the C sources must contain {text!r} once: move the mutant to where the bug could be now."
+            )
+        sources = {name: source.replace(old, new) for name, source in native.SOURCES.items()}
+        with TemporaryDirectory() as folder, ExitStack() as stack:
+            stack.enter_context(mock.patch.dict(os.environ, {"MMSPEC_CACHE": folder}))
+            stack.enter_context(mock.patch.object(native, "SOURCES", sources))
+            return FewRowsKernel(native._load_library())
+
+    def mutate(original: Any) -> Any:
+        return lambda: None if original() is None else build()
+
+    return mutate
+
+
+def _compiled_rounds(text: str, replacement: str) -> list[Replacement]:
+    return [(mmspec.decode, "load_kernel", _c_bug(text, replacement))]
+
+
 _SAMPLER = mmspec.engine.sampler
 _LOOP = mmspec.engine.loop
 _NOISE = mmspec.engine.rng.SamplingNoise
@@ -215,6 +246,16 @@ MUTANTS: dict[str, list[Replacement]] = {
     "returned cache one position short": [(_TARGET, "export_cache", _short_cache)],
 }
 """Name -> replacements. The first eleven are the bugs that the design names."""
+C_MUTANTS: dict[str, list[Replacement]] = {
+    "C: all nodes visible": _compiled_rounds("if (!d->ancestors[(b * d->nodes", "if (0 && !d->ancestors[(b * d->nodes"),
+    "C: pads visible": _compiled_rounds("if (!padding[t])", "if (0)"),
+    "C: a node at the position of the root": _compiled_rounds("d->lengths[b] + d->depths[r],", "d->lengths[b],"),
+    "C: keys behind the length of row 0": _compiled_rounds(
+        "keys + (d->lengths[b] + n) * D", "keys + (d->lengths[0] + n) * D"
+    ),
+}
+"""Bugs in compiled rounds. Those in compiled drafts cannot change the output: they are in `test_native_draft`."""
+MUTANTS |= C_MUTANTS
 
 
 @contextmanager

@@ -1,7 +1,8 @@
 """`python tests/helpers/readme_pictures.py FOLDER`: pictures and the GIF of README, from the running app in Chromium.
 
-Serves the bundled model, waits for the race that the page opens with, and records it frame by frame at a stated tempo.
-`--all` also keeps every tab at 1280 and 390 pixels in both themes, to be looked at. Needs playwright and Chromium.
+Serves the bundled model, waits for the race that the page opens with, and records it frame by frame at a stated tempo,
+which is printed: the caption in README states it. `--all` also keeps every tab at 1280 and 390 pixels in both themes,
+for review, in another folder than `docs/images`. Needs playwright and Chromium.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import argparse
 import io
 import shutil
 import time
+from collections.abc import Collection
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,8 @@ from mmspec.app.ui.server import serve
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 TIMEOUT_MS = 240_000
+TABS = ("compare", "inside", "batch", "learning")
+README_TABS = ("inside", "batch")
 GIF_SIZE, MIN_RACE_S, MAX_RACE_S, HOLD_MS = (800, 520), 6.5, 9.0, 3000
 
 
@@ -35,8 +39,8 @@ def open_page(browser: Browser, url: str, width: int = 1280, theme: str = "light
     return page
 
 
-def record_race(page: Any, file: Path) -> None:
-    """Play the race again, in `MIN_RACE_S` to `MAX_RACE_S` seconds, and write it as a GIF."""
+def record_race(page: Any, file: Path) -> str:
+    """Play the race again, in `MIN_RACE_S` to `MAX_RACE_S` seconds, and write it as a GIF; returns the tempo."""
     times = page.evaluate("[...document.querySelectorAll('.mm-lane [data-t]')].map((token) => Number(token.dataset.t))")
     slower = max(MIN_RACE_S / max(times), 1.0) if max(times) < MAX_RACE_S else MAX_RACE_S / max(times)
     slower = float(f"{slower:.2g}")
@@ -61,6 +65,7 @@ def record_race(page: Any, file: Path) -> None:
     gaps = [1000 * (after - before) for before, after in pairwise(stamps)]
     durations = [max(20, round(gap / 10) * 10) for gap in gaps] + [100, HOLD_MS]
     paletted[0].save(file, save_all=True, append_images=paletted[1:], duration=durations, loop=0, optimize=True)
+    return tempo
 
 
 def save_small(data: bytes, file: Path, width: int) -> None:
@@ -70,10 +75,12 @@ def save_small(data: bytes, file: Path, width: int) -> None:
     image.quantize(64, dither=Image.Dither.NONE).save(file, optimize=True)
 
 
-def keep_tabs(page: Any, folder: Path, end: str, width: int) -> None:
-    """A picture of every tab."""
+def keep_tabs(page: Any, folder: Path, end: str, width: int, names: Collection[str] = TABS) -> None:
+    """A picture of these tabs."""
 
     def keep(name: str) -> None:
+        if name not in names:
+            return
         page.wait_for_timeout(800)
         save_small(page.screenshot(full_page=True), folder / f"demo-{name}{end}.png", width)
 
@@ -88,6 +95,8 @@ def keep_tabs(page: Any, folder: Path, end: str, width: int) -> None:
     page.wait_for_function("/9 of 9 done/.test(document.querySelector('#mm-batch-status').innerText)")
     page.wait_for_selector("#mm-curve .vega-embed")
     keep("batch")
+    if "learning" not in names:
+        return
     page.get_by_role("tab", name="Learning").click()
     page.locator("#mm-learn").click()
     page.wait_for_function("/^60 of 60/.test(document.querySelector('#mm-learning-status').innerText)")
@@ -105,8 +114,8 @@ def main() -> None:
     with serve(ModelStore(), port=0, record_opening=True) as site, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         page = open_page(browser, site.url)
-        record_race(page, args.folder / "race.gif")
-        keep_tabs(page, args.folder, "", 760)
+        print(f"race.gif: played {record_race(page, args.folder / 'race.gif')}")
+        keep_tabs(page, args.folder, "", 760, TABS if args.all else README_TABS)
         if args.all:
             for width, theme in ((390, "light"), (390, "dark"), (1280, "dark")):
                 keep_tabs(open_page(browser, site.url, width, theme), args.folder, f"-{width}-{theme}", width)

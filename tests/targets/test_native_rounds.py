@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import random
+import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import fuzz
@@ -13,8 +16,10 @@ import torch
 from parity import Kwargs, generate_plain, get_model, speculate
 from test_targets import bush, inside
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
+import mmspec
 from mmspec.cpu.native import load_kernel
 from mmspec.targets.hf import HFTarget
 from mmspec.targets.module_scan import scan_modules
@@ -22,6 +27,7 @@ from mmspec.targets.native import NativeRounds
 
 pytestmark = pytest.mark.skipif(load_kernel() is None, reason="no compiler or another processor")
 TEXT = ("llama", "mistral", "qwen3")
+OUTPUTS: Kwargs = {"max_new_tokens": 16, "return_dict_in_generate": True, "output_logits": True}
 VISION = (*tiny.FAMILIES, "qwen2_vl", "internvl", "idefics3", "smolvlm", "mistral3", "vipllava")
 
 
@@ -149,7 +155,29 @@ def _other_eps(model: PreTrainedModel) -> Any:
     return lambda: setattr(norm, "variance_epsilon", before)
 
 
-CHANGES = (_hook, _replace_layer, _add_module, _replace_forward, _gelu, _max_norm, _strided_weight, _other_eps)
+def _replace_function(model: PreTrainedModel) -> Any:
+    module = sys.modules[type(model.get_decoder()).__module__]
+    before = module.apply_rotary_pos_emb
+    module.apply_rotary_pos_emb = lambda query, key, *args: before(2 * query, key, *args)
+    return lambda: setattr(module, "apply_rotary_pos_emb", before)
+
+
+def _replace_call(model: PreTrainedModel) -> Any:
+    kind = type(model.get_decoder().norm)
+    kind.__call__ = lambda self, states: 2 * nn.Module.__call__(self, states)
+    return lambda: delattr(kind, "__call__")
+
+
+def _fewer_layers(model: PreTrainedModel) -> Any:
+    config = model.get_decoder().config
+    before, config.num_hidden_layers = config.num_hidden_layers, 1
+    return lambda: setattr(config, "num_hidden_layers", before)
+
+
+CHANGES = (
+    *(_hook, _replace_layer, _add_module, _replace_forward, _gelu, _max_norm, _strided_weight, _other_eps),
+    *(_replace_function, _replace_call, _fewer_layers),
+)
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__[1:])
@@ -192,6 +220,66 @@ def test_autocast_and_wide_batches_run_in_the_model(forwards: list[bool]) -> Non
     assert forwards == [False, True]
     inside(model, tiny.build_inputs(model, 4, 3), lambda target: (use_native(target), _score_wide(target)))
     assert forwards[2:] == [False]
+
+
+class DoubledSilu(TorchDispatchMode):
+    """User code that changes an operator."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        return 2 * out if "silu" in str(function) else out
+
+
+@pytest.mark.parametrize("way", ["mode", "function"])
+def test_operators_of_user_code_are_not_bypassed(
+    way: str, forwards: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = get_model("llava", seed=15)
+    inputs = tiny.build_inputs(model, 6, 2)
+    linear = nn.functional.linear
+    if way == "function":
+        monkeypatch.setattr(nn.functional, "linear", lambda *args: 1.5 * linear(*args))
+    with DoubledSilu() if way == "mode" else nullcontext():
+        plain = generate_plain(model, inputs, max_new_tokens=16, do_sample=False)
+        with speculate(model, "bush", plain):
+            assert torch.equal(generate_plain(model, inputs, max_new_tokens=16, do_sample=False), plain)
+    assert not forwards
+
+
+class TripledLinear(nn.Linear):
+    """A class that user code gives to a layer."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return 3 * nn.Linear.forward(self, input)
+
+
+CHANGES_DURING_A_CALL: dict[str, Callable[[Any], Any]] = {
+    "eps": lambda model: setattr(model.get_decoder().layers[1].input_layernorm, "variance_epsilon", 3.0),
+    "scaling": lambda model: setattr(model.get_decoder().layers[1].self_attn, "scaling", 9.0),
+    "frequencies": lambda model: model.get_decoder().rotary_emb.inv_freq.mul_(0.1),
+    "class": lambda model: setattr(model.lm_head, "__class__", TripledLinear),
+    "max_norm": lambda model: setattr(model.get_input_embeddings(), "max_norm", 0.5),
+    "forward": lambda model: setattr(model.lm_head, "forward", functools.partial(TripledLinear.forward, model.lm_head)),
+}
+
+
+@pytest.mark.parametrize("kind", CHANGES_DURING_A_CALL)
+def test_changes_of_what_is_no_weight(kind: str) -> None:
+    """They count from the next forward on, and outlive the call."""
+    results = []
+    for is_patched in (False, True):
+        model = tiny.build_model(tiny.ModelSpec(seed=15))
+        inputs = tiny.build_inputs(model, 6, 1)
+        if is_patched:
+            mmspec.patch(model, "none")
+        changer = Meddler(functools.partial(CHANGES_DURING_A_CALL[kind], model))
+        results += [
+            generate_plain(model, inputs, streamer=changer, **OUTPUTS),
+            generate_plain(model, inputs, **OUTPUTS),
+        ]
+    for plain, mine in zip(results[:2], results[2:], strict=True):
+        assert torch.equal(plain.sequences, mine.sequences)
+        assert torch.allclose(torch.stack(plain.logits), torch.stack(mine.logits), atol=1e-3)
 
 
 def _score_wide(target: HFTarget) -> None:

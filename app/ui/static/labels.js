@@ -6,6 +6,27 @@ const MM_PLOTS = {
   "mm-learning-curve": "Line plot: tokens per forward of a drafter that learns and of one that does not, over the pictures. The numbers below give both ends.",
   "mm-curve": "Plot: tokens per forward of each captioned file, and their moving mean. The table below gives the numbers.",
 };
+
+// Numbers at the x axis that would touch the ones before are hidden: on a phone twenty do not fit.
+const thinLabels = (plot) => {
+  let end = -Infinity;
+  for (const label of plot.querySelectorAll('[aria-label^="X-axis"] .role-axis-label text')) {
+    const { left, right } = label.getBoundingClientRect();
+    const isHidden = left < end + 4;
+    label.style.opacity = isHidden ? 0 : "";
+    if (!isHidden) end = right;
+  }
+};
+const followLabels = (plot) => {
+  let queued = 0;
+  const later = () => {
+    cancelAnimationFrame(queued);
+    queued = requestAnimationFrame(() => thinLabels(plot));
+  };
+  new MutationObserver(later).observe(plot, { childList: true, subtree: true });
+  new ResizeObserver(later).observe(plot);
+};
+
 new MutationObserver(() => {
   for (const button of document.querySelectorAll(".gallery-item:not([aria-label])")) {
     const source = button.querySelector("img, video")?.src;
@@ -17,6 +38,7 @@ new MutationObserver(() => {
     for (const plot of document.querySelectorAll(`#${id} .vega-embed:not([role])`)) {
       plot.role = "img";
       plot.ariaLabel = text;
+      followLabels(plot);
     }
   }
 }).observe(document.documentElement, { childList: true, subtree: true });

@@ -32,6 +32,10 @@ from mmspec.app.ui.plots import LANE_COLORS, caption_curve, count_axis, value_li
 from mmspec.app.ui.tabs.run_events import RUN_EVENT, RunControls, begin_run, connect_run_end
 from mmspec.app.ui.worker import Client, LeftQueueError
 
+BATCH_INTRO = (
+    "Captions of many files: the model describes each picture or clip, with mmspec. The captions are those of plain "
+    "<code>generate</code>, and can be saved as JSONL or Parquet."
+)
 CURVE_COLORS = {"each file": LANE_COLORS[0], "mean of the last 8": LANE_COLORS[1]}
 MIN_CURVE_POINTS = 6
 """Points from which on the curve is drawn: two per file."""
@@ -54,6 +58,7 @@ class BatchComponents:
 
 def build_batch_tab(context: Context) -> None:
     """Create the tab and connect its events."""
+    gr.HTML(f'<p class="mm-intro">{BATCH_INTRO}</p>')
     with gr.Row():
         with gr.Column(scale=2, min_width=300):
             uploads = gr.File(

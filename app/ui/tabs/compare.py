@@ -59,15 +59,15 @@ class CompareComponents:
         return [*parts, *self.results.outputs]
 
 
-def build_compare_tab(context: Context, report: Any, sentence: Any, opening: Opening) -> CompareComponents:
+def build_compare_tab(context: Context, report: Any, opening: Opening) -> CompareComponents:
     """Create the tab and connect its events.
 
     Args:
         context: the app.
         report: `gr.State` that receives the last finished `Report`.
-        sentence: `gr.HTML` above the tabs: what is compared.
         opening: the race to open with.
     """
+    sentence = gr.HTML(render.render_sentence(*context.model_store.default_names), elem_id="mm-sentence")
     question = gr.Textbox(
         OPENING_QUESTION,
         label="Question",
@@ -97,7 +97,7 @@ def build_compare_tab(context: Context, report: Any, sentence: Any, opening: Ope
         sentence, image, video, frames, question, ask, stop, reset, status, race, conversation, results
     )
     kind = _connect_media_tabs(tabs, question)
-    _connect_reset(parts)
+    _connect_reset(parts, kind)
     _connect_compare_events(context, parts, kind, settings, report)
     _connect_opening(context, parts, report, opening)
     return parts
@@ -136,36 +136,46 @@ def _connect_media_tabs(tabs: Any, question: Any) -> Any:
     kind = gr.State("picture")
 
     def select_kind(event: gr.SelectData, text: str) -> tuple[str, Any]:
-        is_clip = event.value == "Clip"
-        default = default_prompt(True) if is_clip else OPENING_QUESTION
-        placeholder = f"Ask about the {'clip' if is_clip else 'picture'}"
-        value = default if text in DEFAULT_QUESTIONS else text
-        return "clip" if is_clip else "picture", gr.update(value=value, placeholder=placeholder)
+        kind = "clip" if event.value == "Clip" else "picture"
+        value = _default_question(kind) if _is_default(text) else text
+        return kind, gr.update(value=value, placeholder=f"Ask about the {kind}")
 
     tabs.select(select_kind, question, [kind, question], **UNQUEUED)
     return kind
 
 
-def _connect_reset(parts: CompareComponents) -> None:
-    """Another file, and the button, start a new conversation."""
-    outputs = [parts.status, parts.race, parts.frames, parts.conversation, *parts.results.outputs]
+def _default_question(kind: str) -> str:
+    """The question that a tab starts with."""
+    return default_prompt(True) if kind == "clip" else OPENING_QUESTION
 
-    def reset() -> dict[Any, Any]:
+
+def _is_default(question: str) -> bool:
+    """Whether a question is one of a tab's, or none."""
+    return not question.strip() or question in DEFAULT_QUESTIONS
+
+
+def _connect_reset(parts: CompareComponents, kind: Any) -> None:
+    """Another file, and the button, start a new conversation."""
+    outputs = [parts.status, parts.race, parts.frames, parts.conversation, parts.question, *parts.results.outputs]
+
+    def reset(kind: str, question: str) -> dict[Any, Any]:
         return {
             parts.status: render.render_status(INITIAL_STATUS),
             parts.race: render_empty_race(),
             parts.frames: "",
             parts.conversation: Conversation(),
+            parts.question: _default_question(kind) if _is_default(question) else gr.skip(),
             **clear_results(parts.results),
         }
 
-    def follow_file(upload: Any, conversation: Conversation) -> Any:
+    def follow_file(kind: str, question: str, upload: Any, conversation: Conversation) -> Any:
         is_same = conversation.path is not None and conversation.path == _upload_path(upload)
-        return {parts.status: gr.skip()} if is_same else reset()
+        return {parts.status: gr.skip()} if is_same else reset(kind, question)
 
-    parts.reset.click(reset, None, outputs, **UNQUEUED)
+    chosen = [kind, parts.question]
+    parts.reset.click(reset, chosen, outputs, **UNQUEUED)
     for file in (parts.image, parts.video):
-        file.change(follow_file, [file, parts.conversation], outputs, preprocess=False, **UNQUEUED)
+        file.change(follow_file, [*chosen, file, parts.conversation], outputs, preprocess=False, **UNQUEUED)
 
 
 def _connect_compare_events(

@@ -115,7 +115,15 @@ def build_results(context: Context, report: Any) -> ResultComponents:
             gif = gr.DownloadButton("Save GIF", interactive=False, elem_id="mm-gif", min_width=140)
             download = gr.DownloadButton("JSON data", elem_id="mm-download", min_width=140)
         with gr.Accordion("Code that repeats this run", open=False, elem_id="mm-code-box"):
-            code = gr.Code("", language="python", show_label=False, elem_id="mm-code", interactive=False)
+            code = gr.Code(
+                "",
+                language="python",
+                show_label=False,
+                show_line_numbers=False,
+                wrap_lines=True,
+                interactive=False,
+                elem_id="mm-code",
+            )
     parts = ResultComponents(
         replay, details, numbers, lengths, histogram, phases, share, page, make_gif, gif, download, code
     )

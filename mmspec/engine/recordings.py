@@ -1,0 +1,173 @@
+"""`Recordings`: functions of tensors that are recorded and checked when they first run, and replayed from then on.
+
+The target's part of a round and the drafts of a head are such functions (`mmspec.engine.graph`). Independent of both.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmspec.cpu.linear import ACTIVE_CONTEXT
+from mmspec.engine.graph import Recorder, Replay, StaticFunction
+
+NUM_CHECKED_REPLAYS = 3
+"""Replays of each function that are compared with a plain run: later ones have other inputs than those recorded."""
+MAX_OWNERS = 2
+"""Owners, besides the target, whose tensors and recordings stay allocated."""
+BIT_TYPES = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""{bytes: integer type}"""
+REPLAY_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
+"""Largest difference between a first replay and a plain run, relative to the range of the first output."""
+HALF_REPLAY_TOLERANCE = 0.1
+"""The same for half precision."""
+
+
+class Recordings:
+    """The recorded functions of one call at a time, by owner: the target's round, and the drafts of each head.
+
+    Attributes:
+        recorder: records the functions.
+        capacity: largest length of a row of the call, draft nodes included.
+        warn: logs a message once.
+        contain_weights: whether recordings contain copies of weights, so that edits in place must be noticed.
+        setup_s: seconds that recording and checking have taken so far. They are no cost of later rounds: clocks
+            subtract them.
+    """
+
+    def __init__(
+        self, recorder: Recorder, capacity: int, warn: Callable[[str], None], contain_weights: bool = False
+    ) -> None:
+        """Arguments: see the attributes."""
+        self.recorder = recorder
+        self.capacity = capacity
+        self.warn = warn
+        self.contain_weights = contain_weights
+        self.setup_s = 0.0
+        self._replays: dict[tuple[Hashable, Hashable], Replay] = {}
+        self._num_checked: Counter[tuple[Hashable, Hashable]] = Counter()
+        self._attachments: dict[Hashable, Any] = {}  # last used at the end
+
+    def __len__(self) -> int:
+        return len(self._replays)
+
+    def attachment(self, owner: Hashable, create: Callable[[], Any]) -> Any:
+        """What an owner stores between calls, created at first."""
+        found = self._attachments.pop(owner, None)
+        self._attachments[owner] = create() if found is None else found
+        for old in list(self._attachments)[:-MAX_OWNERS]:
+            del self._attachments[old]
+            self.clear(old)
+        return self._attachments[owner]
+
+    def clear(self, owner: Hashable) -> None:
+        """Drop the recordings of one owner, whose tensors or weights have changed."""
+        for key in [key for key in self._replays if key[0] == owner]:
+            del self._replays[key], self._num_checked[key]
+
+    def run(
+        self,
+        owner: Hashable,
+        key: Hashable,
+        function: StaticFunction,
+        state: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+    ) -> tuple[Tensor, ...]:
+        """Replay a function, recorded the first time. Within `recordable_mode`.
+
+        Args:
+            owner: whose function it is.
+            key: what else distinguishes it from the owner's other functions.
+            function: gives the same result when it runs again; its first output is compared.
+            state: its first arguments, at fixed addresses.
+            inputs: its other arguments.
+
+        Returns:
+            Its outputs.
+
+        Raises:
+            Exception: of the recorder; RuntimeError if one of the first replays differs from a plain run.
+        """
+        replay = self._replays.get((owner, key))
+        if replay is not None and self._num_checked[owner, key] >= NUM_CHECKED_REPLAYS:
+            return replay(inputs)
+        start = time.perf_counter()
+        token = ACTIVE_CONTEXT.set(None)  # the recording contains no timed kernels
+        try:
+            expected = function(*state, *inputs)
+            if replay is None:
+                replay = self.recorder(function, state, inputs)
+            outputs = replay(inputs)
+            check_replay(outputs[0], expected[0])
+        finally:
+            ACTIVE_CONTEXT.reset(token)
+            self.setup_s += time.perf_counter() - start
+        self._replays[owner, key] = replay
+        self._num_checked[owner, key] += 1
+        return outputs
+
+
+class WeightWatch:
+    """Notices that weights have changed, of which recordings contain addresses or copies."""
+
+    def __init__(self) -> None:
+        self._fingerprint: Any = None
+        self._checksums: list[Tensor] = []
+
+    def changed(self, tensors: Iterable[Tensor], contain_weights: bool, others: Any = None) -> bool:
+        """Whether anything differs from the last call; True in the first.
+
+        Args:
+            tensors: the weights.
+            contain_weights: recordings contain copies, so that edits in place must be noticed too.
+            others: further values that must not change.
+        """
+        tensors = list(tensors)
+        places = [(id(t), t.data_ptr(), 0 if t.is_inference() else t._version) for t in tensors]
+        sums = [part for t in tensors for part in bit_checksums(t)] if contain_weights else []
+        is_same = len(sums) == len(self._checksums) and all(map(torch.equal, sums, self._checksums))
+        changed = self._fingerprint != (places, others) or (contain_weights and not is_same)
+        self._fingerprint = places, others
+        if contain_weights:
+            self._checksums = sums
+        return changed
+
+
+@contextmanager
+def recordable_mode() -> Iterator[None]:
+    """Context without gradients and without inference mode, also within the user's: recorded tensors outlive calls."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def bit_checksums(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums of the bit patterns along the first and the last dimension. They change where `.data` is edited in place."""
+    bits = torch.atleast_1d(tensor.detach()).contiguous()
+    if bits.shape[-1] * bits.element_size() % 8 == 0:
+        bits = bits.view(torch.long)  # two float32 at a time: four times as fast as a sum of int32
+    else:
+        bits = bits.view(BIT_TYPES.get(bits.element_size(), torch.uint8))
+    return bits.sum(0, dtype=torch.long), bits.sum(-1, dtype=torch.long)
+
+
+def check_replay(outputs: Tensor, expected: Tensor) -> None:
+    """Compare an output of a first replay with that of a plain run.
+
+    Raises:
+        RuntimeError: they differ by more than rounding.
+    """
+    outputs, expected = outputs.nan_to_num(0, 0, 0), expected.nan_to_num(0, 0, 0)
+    tolerance = REPLAY_TOLERANCE.get(expected.dtype, HALF_REPLAY_TOLERANCE)
+    scale = (expected.max() - expected.min()).float()
+    difference = (outputs - expected).abs().max().float()
+    if bool(difference > tolerance * scale):
+        raise RuntimeError(f"the recording differs from a plain run by {float(difference / scale):.1e}")
+
+
+__all__ = ["Recordings", "WeightWatch", "bit_checksums", "check_replay", "recordable_mode"]

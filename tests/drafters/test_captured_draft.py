@@ -1,0 +1,494 @@
+"""Recorded drafts: the same text and the same drafts as unrecorded, on other prompts, and what a draft costs a GPU."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from statistics import median
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from recorded_rounds import SPEC, HostCounter, build_drafter, build_inputs, build_model, generate, patched, recording
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import mmspec
+from mmspec.drafters.eagle import native
+from mmspec.drafters.eagle.captured import CapturedDraft, StaticDraft, StaticHeadCache
+from mmspec.drafters.eagle.drafter import EagleDrafter
+from mmspec.drafters.eagle.head import EagleHead
+from mmspec.drafters.eagle.state import DraftState
+from mmspec.engine.graph import Replay, StaticFunction, record_nothing, record_trace
+from mmspec.engine.loop import DecodeLoop
+from mmspec.engine.recordings import NUM_CHECKED_REPLAYS, Recordings
+from mmspec.engine.tree import DraftTree
+from mmspec.targets.static_round import StaticRound
+
+KINDS = (
+    "coupled",
+    "decoupled",
+    "trimmed",
+    "eagle3",
+    "vispec",
+    "flash",
+    "chained",
+    "parallel",
+    "linked",
+    "falcon",
+    "dspark",
+    "dspark:1",
+)
+"""`coupled`: EAGLE, `decoupled`: MSD, `chained`: FLASH with a `MarkovHead`, `linked`: parallel with a correction,
+`dspark`: DFlash, `dspark:1`: DSpark with two layers."""
+TRACED = {
+    ("decoupled", 1, False),
+    ("coupled", 3, True),
+    ("chained", 1, True),
+    ("flash", 3, False),
+    ("falcon", 3, True),
+    ("dspark:1", 3, True),
+}
+"""(kind, batch size, sampled) whose drafts are traced in the fast tests: tracing takes a second."""
+
+
+@pytest.fixture(autouse=True)
+def without_compiled_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU some heads run in compiled C instead."""
+    monkeypatch.setattr(native, "active_kernel", lambda: None)
+
+
+def trace_drafts(function: StaticFunction, state: Sequence[Tensor], inputs: Sequence[Tensor]) -> Replay:
+    """`record_trace` for drafts; rounds of the target, which have tests of their own, run as they are."""
+    return (record_nothing if isinstance(function, StaticRound) else record_trace)(function, state, inputs)
+
+
+def replays_only(test: Callable[[], Any]) -> Any:
+    """The result of a test in which no draft runs in the head's own code but to be recorded and checked."""
+    done: list[bool] = []
+
+    def spy(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            result = method(*args)
+            done.append(bool(result))
+            return result
+
+        return call
+
+    with (
+        mock.patch.object(CapturedDraft, "tree", spy(CapturedDraft.tree)),
+        mock.patch.object(CapturedDraft, "extend_context", spy(CapturedDraft.extend_context)),
+    ):
+        result = test()
+    assert all(done) and len(done) > 10, "a draft was not replayed"
+    return result
+
+
+# --- the same text ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "batch", "sampled"),
+    [
+        pytest.param(*case, marks=[] if case in TRACED else pytest.mark.slow)
+        for case in itertools.product(KINDS, (1, 3), (False, True))
+    ],
+)
+def test_a_recorded_draft_replayed_on_other_prompts(kind: str, batch: int, sampled: bool) -> None:
+    """The text of plain `generate`, and as many accepted tokens as unrecorded: a value that became a constant would be
+    wrong in the other prompts."""
+    model = build_model()
+    prompts = [build_inputs(model, seed, batch) for seed in range(3)]
+    plain = [generate(model, inputs, sampled, repetition_penalty=1.1) for inputs in prompts]
+
+    def run() -> list[int]:
+        with patched(model, build_drafter(f"leaning-{kind}"), tree_size=8):
+            for inputs, expected in zip(prompts, plain, strict=True):
+                assert torch.equal(generate(model, inputs, sampled, repetition_penalty=1.1), expected)
+            return [mmspec.stats(model).num_accepted_tokens, mmspec.stats(model).rounds]
+
+    expected = run()
+    with recording(trace_drafts) as recorder:
+        found = replays_only(run)
+    assert (recorder.recordings, recorder.draft_recordings) == (1, 2), "one recording of each operation"
+    assert recorder.draft_replays > 40
+    assert found == expected and found[0] > 0
+
+
+def compare_drafts(kind: str, sampled: bool) -> None:
+    """Compare every recorded draft of two calls, of three rows of different lengths, with the same unrecorded."""
+    model, drafter = build_model(), build_drafter(f"leaning-{kind}")
+    found = 0
+    tree = CapturedDraft.tree
+
+    def compare(self: CapturedDraft, state: DraftState, *args: int) -> DraftTree | None:
+        nonlocal found
+        captured = tree(self, state, *args)
+        with mock.patch.object(state, "backend", None):
+            plain = drafter.draft_tree(state, *args[1:])
+        assert captured is not None and plain.scores is not None
+        assert torch.equal(captured.tokens, plain.tokens) and torch.equal(captured.parents, plain.parents)
+        torch.testing.assert_close(captured.scores, plain.scores, rtol=1e-4, atol=1e-6)
+        found += 1
+        return captured
+
+    with recording(record_nothing), patched(model, drafter), mock.patch.object(CapturedDraft, "tree", compare):
+        for seed in range(2):
+            generate(model, build_inputs(model, seed, 3), sampled)
+    assert found > 5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_drafts_equal_unrecorded_ones(kind: str) -> None:
+    compare_drafts(kind, sampled=KINDS.index(kind) % 2 == 0)
+
+
+def _stale_lengths(original: Any) -> Any:
+    def faulty(self: StaticHeadCache, buffer: Tensor, lengths: Tensor, *args: Any) -> None:
+        original(self, buffer, lengths, *args)
+        self._lengths = lengths.clamp(max=int(lengths.min()))  # a number of the host, here of the shortest row
+
+    return faulty
+
+
+def _noise_of_the_next_token(original: Any) -> Any:
+    def faulty(self: StaticDraft, named: dict[str, Tensor], commits: bool) -> DraftState:
+        return original(self, {n: t.roll(1, 1) if n == "noise" else t for n, t in named.items()}, commits)
+
+    return faulty
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "bug"),
+    [
+        (StaticHeadCache, "__init__", _stale_lengths),
+        (StaticDraft, "_state", _noise_of_the_next_token),
+    ],
+)
+def test_planted_bugs_are_caught(owner: type, name: str, bug: Callable[[Any], Any]) -> None:
+    with mock.patch.object(owner, name, bug(getattr(owner, name))), pytest.raises(AssertionError):
+        compare_drafts("decoupled", sampled=True)
+
+
+def test_the_controllers_choose_freely() -> None:
+    """Other numbers of levels and nodes, and rounds without a draft, in one call after another."""
+    model = build_model()
+    prompts = [build_inputs(model, seed, 2) for seed in range(3)]
+    plain = [generate(model, inputs, True, max_new_tokens=60) for inputs in prompts]
+    with recording(record_nothing) as recorder, patched(model, build_drafter("leaning-decoupled")):
+        for inputs, expected in zip(prompts, plain, strict=True):
+            assert torch.equal(generate(model, inputs, True, max_new_tokens=60), expected)
+    assert recorder.draft_recordings > 2
+
+
+def test_more_pending_tokens_than_fit() -> None:
+    """After many rounds without a draft they are read unrecorded, into the same keys and values."""
+    model = build_model()
+    inputs = build_inputs(model, 0, 2)
+    expected = generate(model, inputs, False, max_new_tokens=120)
+    drafter = build_drafter("leaning-coupled")
+    propose = type(drafter).propose
+    calls = iter(range(1000))
+
+    def seldom(self: Any, state: Any, max_nodes: int, active: Sequence[bool]) -> DraftTree:
+        is_due = next(calls) % 80 in (0, 1, 2)
+        return propose(self, state, max_nodes if is_due else 1, active)
+
+    with (
+        recording(record_nothing) as recorder,
+        patched(model, drafter, tree_size=8),
+        mock.patch.object(type(drafter), "propose", seldom),
+    ):
+        assert torch.equal(generate(model, inputs, False, max_new_tokens=120), expected)
+    assert recorder.draft_replays > 5
+
+
+# --- between calls ----------------------------------------------------------------------------------------------------
+
+
+def test_nothing_remains_of_the_last_call() -> None:
+    """A recording serves calls with other banned ids, temperatures and lengths; nan of one does not reach another."""
+    model = build_model()
+    prompts = [build_inputs(model, seed, 2) for seed in range(2)]
+    options: list[dict[str, Any]] = [{"temperature": 0.7}, {"temperature": 1.5, "max_new_tokens": 20}]
+
+    def run(poison: bool) -> list[int]:
+        accepted = []
+        with patched(model, build_drafter("leaning-decoupled"), tree_size=8):
+            for inputs, option in zip(prompts, options, strict=True):
+                generate(model, inputs, True, **option)
+                accepted.append(mmspec.stats(model).num_accepted_tokens)
+                if poison:
+                    (lane,) = mmspec.patching.patch_state(model).captures._lanes.values()
+                    (tensors,) = lane.recordings._attachments.values()
+                    for tensor in tensors.named.values():
+                        if tensor.is_floating_point() and tensor.shape != tensors.named["cos"].shape:
+                            tensor.fill_(torch.nan)
+        return accepted
+
+    expected = run(poison=False)
+    with recording(record_nothing) as recorder:
+        assert run(poison=True) == expected
+    assert recorder.draft_recordings == 2
+
+
+def replace_weight(head: EagleHead) -> None:
+    head.fc.weight = torch.nn.Parameter(head.fc.weight.detach() * 0.2)
+
+
+def edit_weight(head: EagleHead) -> None:
+    with torch.no_grad():
+        head.fc.weight.mul_(0.2)
+
+
+@pytest.mark.parametrize("change", [replace_weight, edit_weight])
+def test_a_changed_head_is_recorded_anew(change: Callable[[EagleHead], None]) -> None:
+    model = build_model()
+    inputs = build_inputs(model, 0, 1)
+    drafter = build_drafter("leaning-coupled")
+    with recording(record_nothing) as recorder, patched(model, drafter, tree_size=8):
+        first = generate(model, inputs, False)
+        before = mmspec.stats(model).num_accepted_tokens
+        change(drafter.head)
+        assert torch.equal(generate(model, inputs, False), first)
+        found = mmspec.stats(model).num_accepted_tokens - before
+    assert recorder.draft_recordings == 4
+    unrecorded = build_drafter("leaning-coupled")
+    change(unrecorded.head)
+    with patched(model, unrecorded, tree_size=8):
+        generate(model, inputs, False)
+        assert mmspec.stats(model).num_accepted_tokens == found
+
+
+def test_two_drafters_of_one_model() -> None:
+    model = build_model()
+    inputs = build_inputs(model, 0, 2)
+    drafters = [build_drafter("leaning-coupled"), build_drafter("leaning-falcon"), build_drafter("leaning-flash")]
+    expected = generate(model, inputs, False)
+    with recording(record_nothing) as recorder, patched(model, drafters[0], tree_size=8):
+        for drafter in (*drafters, *drafters):
+            assert torch.equal(generate(model, inputs, False, mmspec={"drafter": drafter}), expected)
+    assert recorder.draft_recordings == 12, "those of two drafters stay, the third drops the first"
+
+
+def test_a_drafter_is_copied_without_its_recordings() -> None:
+    model = build_model()
+    inputs = build_inputs(model, 0, 1)
+    drafter = build_drafter("leaning-flash")
+    with recording(record_nothing), patched(model, drafter, tree_size=8):
+        expected = generate(model, inputs, False)
+    with patched(model, copy.deepcopy(drafter), tree_size=8):
+        assert torch.equal(generate(model, inputs, False), expected)
+
+
+# --- when nothing is recorded -----------------------------------------------------------------------------------------
+
+
+class UsersDrafter(EagleDrafter):
+    """May read values on the host."""
+
+
+def test_drafts_that_are_not_recorded() -> None:
+    """Hooks, a subclass of the user, an architecture without recordings, and compiled heads."""
+    model = build_model()
+    inputs = build_inputs(model, 0, 1)
+    expected = generate(model, inputs, False)
+    hooked = build_drafter("leaning-coupled")
+    hooked.head.fc.register_forward_hook(lambda module, args, output: None)
+    plain = build_drafter("leaning-coupled")
+    users = UsersDrafter(plain.head, "coupled", num_layers=SPEC.layers)
+    with recording(record_nothing) as recorder:
+        for drafter in (hooked, users, build_drafter("leaning-instant")):
+            with patched(model, drafter, tree_size=8):
+                assert torch.equal(generate(model, inputs, False), expected)
+        assert recorder.recordings > 0 and recorder.draft_recordings == 0
+        with patched(model, plain, tree_size=8), torch.autocast("cpu", torch.bfloat16):
+            generate(model, inputs, False)
+        assert recorder.draft_recordings == 0
+        with patched(model, plain, tree_size=8, compile=False):
+            assert torch.equal(generate(model, inputs, False), expected)
+
+
+def fails_on_drafts(function: StaticFunction, state: Sequence[Tensor], inputs: Sequence[Tensor]) -> Replay:
+    """A recorder whose third replay of a draft fails."""
+    if hasattr(function, "bucket"):
+        return record_nothing(function, state, inputs)
+    count = iter(range(100))
+
+    def replay(new_inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        if next(count) == 3:
+            raise RuntimeError("out of memory")
+        return function(*state, *new_inputs)
+
+    return replay
+
+
+def wrong_drafts(function: StaticFunction, state: Sequence[Tensor], inputs: Sequence[Tensor]) -> Replay:
+    """A recorder whose replays of drafts are wrong."""
+    if hasattr(function, "bucket"):
+        return record_nothing(function, state, inputs)
+    return lambda new_inputs: tuple(output.roll(1, -1) for output in function(*state, *new_inputs))
+
+
+@pytest.mark.parametrize("recorder", [fails_on_drafts, wrong_drafts])
+def test_a_failure_costs_speed_only(recorder: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """The rounds of the target stay recorded."""
+    model = build_model()
+    inputs = build_inputs(model, 0, 2)
+    expected = generate(model, inputs, True)
+    drafter = build_drafter("leaning-decoupled")
+    with recording(recorder) as counting, patched(model, drafter, tree_size=8), caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            assert torch.equal(generate(model, inputs, True), expected)
+    assert counting.draft_recordings <= 2 and counting.replays > 20, "not tried again"
+    assert len([record for record in caplog.records if "drafts are not recorded" in record.message]) == 1
+
+
+def test_time_of_recording_is_no_cost_of_a_draft() -> None:
+    """Neither of the drafter's levels nor of the round, by which controllers choose."""
+    model = build_model()
+    inputs = build_inputs(model, 0, 1)
+
+    def slow(function: StaticFunction, state: Sequence[Tensor], inputs: Sequence[Tensor]) -> Replay:
+        (lane,) = mmspec.patching.patch_state(model).captures._lanes.values()
+        lane.recordings.setup_s += 1000.0
+        return record_nothing(function, state, inputs)
+
+    with recording(slow), patched(model, build_drafter("leaning-decoupled"), tree_size=8):
+        generate(model, inputs, False)
+        stats = mmspec.stats(model)
+    assert stats.draft_s < 0 and stats.score_s < 0, "less the 1000 s each that the recorder claims"
+
+
+# --- proofs without a GPU ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DraftRun:
+    """One run of a recorded function."""
+
+    function: StaticFunction
+    tensors: list[Tensor]
+    num_outputs: int
+
+
+@contextmanager
+def draft_runs() -> Iterator[list[DraftRun]]:
+    """Context that collects the runs of recorded drafts."""
+    found: list[DraftRun] = []
+    run = Recordings.run
+
+    def spy(self: Recordings, owner: Any, key: Any, function: StaticFunction, state: Any, inputs: Any) -> Any:
+        outputs = run(self, owner, key, function, state, inputs)
+        if not isinstance(function, StaticRound):
+            found.append(DraftRun(function, [*state, *inputs], len(outputs)))
+        return outputs
+
+    with mock.patch.object(Recordings, "run", spy):
+        yield found
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_draft_on_the_meta_device_reads_and_makes_nothing(kind: str, sampled: bool) -> None:
+    """Both operations, of two rows of different lengths."""
+    model, drafter = build_model(), build_drafter(f"leaning-{kind}")
+    with recording(record_nothing), patched(model, drafter, tree_size=8), draft_runs() as runs:
+        generate(model, build_inputs(model, 0, 2), sampled, max_new_tokens=4)
+    model.to("meta")
+    drafter.head.to("meta")
+    functions = {run.function.__name__: run for run in runs}
+    assert functions.keys() == {"extend_context", "grow"}
+    for run in functions.values():
+        tensors = [tensor.to("meta") for tensor in run.tensors]
+        with torch.no_grad():
+            run.function(*tensors)  # path tables are made once
+            with HostCounter() as counter:
+                outputs = run.function(*tensors)
+        assert counter.counts == {"reads": 0, "made": 0} and len(outputs) == run.num_outputs
+        assert all(output.is_meta and len(output) == 2 for output in outputs)
+
+
+# --- kernels ----------------------------------------------------------------------------------------------------------
+
+NOT_KERNELS = ("aten::new_empty", "aten::empty", "aten::empty_like", "aten::_unsafe_view", "aten::scalar_tensor")
+"""Operators that allocate or view, or are values of the host."""
+
+
+class KernelCounter(TorchDispatchMode):
+    """Counts aten operators, each about one kernel on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not func.is_view and func._schema.name not in NOT_KERNELS
+        return func(*args, **(kwargs or {}))
+
+
+@cache
+def count_kernels(kind: str | None, num_layers: int) -> tuple[int, int]:
+    """Kernels of a round with a recorded draft, and those outside of recordings (medians). None: of a plain step."""
+    spec = dataclasses.replace(SPEC, layers=num_layers)
+    model = build_model(spec)
+    inputs = build_inputs(model, 0, 1)
+    if kind is None:
+        counts = []
+        for num_tokens in (4, 5):
+            with KernelCounter() as counter:
+                generate(model, inputs, False, max_new_tokens=num_tokens)
+            counts.append(counter.count)
+        return counts[1] - counts[0], 0
+    drafter = build_drafter(f"leaning-{kind}", spec)
+    drafter.top_k = 8  # as on a GPU
+    if kind == "decoupled":
+        drafter.max_depth = drafter.depth_controller.max_levels = 6
+    rounds = []
+    counter = KernelCounter()
+    inner, round_, run = 0, DecodeLoop.round, Recordings.run
+
+    def counted_round(self: DecodeLoop, state: Any) -> None:
+        nonlocal inner
+        counter.count = inner = 0
+        with counter:
+            round_(self, state)
+        rounds.append((counter.count, counter.count - inner))
+
+    def counted_run(self: Recordings, *args: Any) -> Any:
+        nonlocal inner
+        before = counter.count
+        outputs = run(self, *args)
+        inner += counter.count - before
+        return outputs
+
+    with (
+        recording(record_nothing),
+        patched(model, drafter, tree_size=16),
+        mock.patch.object(DecodeLoop, "round", counted_round),
+        mock.patch.object(Recordings, "run", counted_run),
+    ):
+        generate(model, inputs, False, max_new_tokens=24)
+    settled = rounds[NUM_CHECKED_REPLAYS + 1 : -1]
+    assert len(settled) > 2
+    return int(median(total for total, _ in settled)), int(median(outside for _, outside in settled))
+
+
+@pytest.mark.parametrize(("kind", "limit"), [("chained", 1.10), ("decoupled", 1.25)])
+def test_kernels_of_a_round(kind: str, limit: float) -> None:
+    """At most 10% (FLASH) and 25% (MSD, six levels) more than a plain step, for a target of 32 layers."""
+
+    def at_32(kind: str | None, part: int) -> int:
+        few, more = (count_kernels(kind, num_layers)[part] for num_layers in (1, 2))
+        return few + 31 * (more - few)
+
+    plain, total, outside = at_32(None, 0), at_32(kind, 0), at_32(kind, 1)
+    assert total <= limit * plain, (total, plain)
+    assert outside < 100, "launched one by one"

@@ -1,0 +1,106 @@
+"""Recorded rounds for tests: models whose texts are long, and a recorder that counts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import tiny_heads as heads
+import tiny_models as tiny
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+
+import mmspec
+from mmspec.engine.graph import Recorder, Replay, StaticFunction
+from mmspec.targets.static_round import StaticRound
+
+SPEC = tiny.ModelSpec("llava")
+
+
+class CountingRecorder:
+    """Records by another recorder and counts recordings and replays, of rounds and of drafts."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self.recordings = 0
+        self.replays = 0
+        self.draft_recordings = 0
+        self.draft_replays = 0
+
+    def __call__(self, function: StaticFunction, state: Sequence[Tensor], inputs: Sequence[Tensor]) -> Replay:
+        is_round = isinstance(function, StaticRound)
+        self.recordings += is_round
+        self.draft_recordings += not is_round
+        replay = self.recorder(function, state, inputs)
+
+        def counted(new_inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+            self.replays += is_round
+            self.draft_replays += not is_round
+            return replay(new_inputs)
+
+        return counted
+
+
+@contextmanager
+def recording(recorder: Recorder) -> Iterator[CountingRecorder]:
+    """Context in which the rounds of all calls are recorded."""
+    counting = CountingRecorder(recorder)
+
+    def make_recorder() -> Recorder:
+        return counting
+
+    with mock.patch("mmspec.prefill.recorder_for", return_value=make_recorder):
+        yield counting
+
+
+@contextmanager
+def patched(model: PreTrainedModel, drafter: Any, **options: Any) -> Iterator[None]:
+    """Context in which the model is patched."""
+    mmspec.patch(model, drafter, **options)
+    try:
+        yield
+    finally:
+        mmspec.unpatch(model)
+
+
+def build_model(spec: tiny.ModelSpec = SPEC) -> PreTrainedModel:
+    """A model without an end token, so that all texts are long."""
+    model = tiny.build_model(spec)
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def build_drafter(name: str, spec: tiny.ModelSpec = SPEC) -> Any:
+    """A drafter by name; a head that is often right. "leaning-KIND:SEED" is a head of another seed and form."""
+    kind, _, seed = name.partition(":")
+    return heads.build_drafter(kind, spec, int(seed or 0)) if name.startswith("leaning") else name
+
+
+def build_inputs(model: PreTrainedModel, seed: int, batch: int) -> tiny.Inputs:
+    """One row, or rows of different lengths."""
+    return tiny.build_inputs(model, seed, batch, padding="none" if batch == 1 else "left")
+
+
+def generate(model: PreTrainedModel, inputs: tiny.Inputs, sampled: bool, **options: Any) -> Tensor:
+    """Ids of a call, always with the same seed."""
+    torch.manual_seed(7)
+    ids: Tensor = model.generate(**inputs, **{"max_new_tokens": 36, "do_sample": sampled} | options)
+    return ids
+
+
+class HostCounter(TorchFunctionMode):
+    """Counts values read by the host and tensors made from values of the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = {"reads": 0, "made": 0}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        reads = (Tensor.tolist, Tensor.item, Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__)
+        self.counts["reads"] += func in reads
+        self.counts["made"] += func in (torch.tensor, torch.as_tensor)
+        return func(*args, **(kwargs or {}))
