@@ -104,6 +104,24 @@ def test_instant_heads_are_trained_saved_and_draft(data: Path, tmp_path: Path, c
     assert stats.num_draft_tokens > 0 and model.__dict__["_mmspec"].config.drafter.is_ready
 
 
+def test_block_heads_over_several_layers_are_trained_and_draft(data: Path, tmp_path: Path) -> None:
+    out, options = tmp_path / "run", ["--block", "4", "--head-layers", "2", "--layers", "0,1,2", "--evaluate", "0"]
+    args = ["train", *ARGS, "--data", str(data), "--drafter", "dspark,dspark-mixture", "--out", str(out)]
+    assert main([*args, *options]) == 0
+    model, processor = random_model("tiny")
+    ids = torch.arange(5, 13)[None]
+    settings: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 16, "do_sample": False}
+    plain = model.generate(input_ids=ids, **settings)
+    for name in ("dspark", "dspark-mixture"):
+        config = json.loads((out / name / "config.json").read_text())
+        assert (config["block_size"], config["num_hidden_layers"]) == (4, 2)
+        assert config["layer_mixture"] == (name == "dspark-mixture") and config["hidden_state_layers"] == [0, 1, 2]
+        mmspec.patch(model, str(out / name), processor=processor, tree_size=8)
+        assert torch.equal(model.generate(input_ids=ids, **settings), plain)
+        assert mmspec.stats(model).num_draft_tokens > 0
+        mmspec.unpatch(model)
+
+
 def test_an_interrupted_run_is_resumed(data: Path, tmp_path: Path, capsys: Any) -> None:
     args = ["train", *ARGS, "--data", str(data), "--drafter", "msd", "--evaluate", "0"]
     assert main([*args, "--out", str(tmp_path / "whole")]) == 0

@@ -32,9 +32,30 @@ from mmspec.engine.recordings import NUM_CHECKED_REPLAYS, Recordings
 from mmspec.engine.tree import DraftTree
 from mmspec.targets.static_round import StaticRound
 
-KINDS = ("coupled", "decoupled", "trimmed", "eagle3", "vispec", "flash", "chained", "parallel", "linked", "falcon")
-"""`coupled`: EAGLE, `decoupled`: MSD, `chained`: FLASH with a `MarkovHead`, `linked`: parallel with a correction."""
-TRACED = {("decoupled", 1, False), ("coupled", 3, True), ("chained", 1, True), ("flash", 3, False), ("falcon", 3, True)}
+KINDS = (
+    "coupled",
+    "decoupled",
+    "trimmed",
+    "eagle3",
+    "vispec",
+    "flash",
+    "chained",
+    "parallel",
+    "linked",
+    "falcon",
+    "dspark",
+    "dspark:1",
+)
+"""`coupled`: EAGLE, `decoupled`: MSD, `chained`: FLASH with a `MarkovHead`, `linked`: parallel with a correction,
+`dspark`: DFlash, `dspark:1`: DSpark with two layers."""
+TRACED = {
+    ("decoupled", 1, False),
+    ("coupled", 3, True),
+    ("chained", 1, True),
+    ("flash", 3, False),
+    ("falcon", 3, True),
+    ("dspark:1", 3, True),
+}
 """(kind, batch size, sampled) whose drafts are traced in the fast tests: tracing takes a second."""
 
 
@@ -284,7 +305,7 @@ def test_drafts_that_are_not_recorded() -> None:
     plain = build_drafter("leaning-coupled")
     users = UsersDrafter(plain.head, "coupled", num_layers=SPEC.layers)
     with recording(record_nothing) as recorder:
-        for drafter in (hooked, users, build_drafter("leaning-dspark"), build_drafter("leaning-instant")):
+        for drafter in (hooked, users, build_drafter("leaning-instant")):
             with patched(model, drafter, tree_size=8):
                 assert torch.equal(generate(model, inputs, False), expected)
         assert recorder.recordings > 0 and recorder.draft_recordings == 0
