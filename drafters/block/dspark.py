@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -29,6 +30,7 @@ class DsparkDrafter(BlockDrafter):
     """
 
     head: DsparkHead
+    records_drafts = True
 
     def __init__(self, head: DsparkHead, visual_mode: str = "coupled", **options: Any) -> None:
         """
@@ -58,11 +60,17 @@ class DsparkDrafter(BlockDrafter):
     def extend_context(self, state: DraftState, inputs: Tensor, position_ids: Tensor, counts: list[int]) -> None:
         """See `HeadDrafter`: keys and values of the features, without a forward."""
         kv_cache = state.kv_cache
-        kv_cache.begin_forward(inputs.shape[1])
+        self.extend_rows(state, inputs, position_ids, counts)
+        kv_cache.seq_lens = [length + count for length, count in zip(kv_cache.seq_lens, counts, strict=True)]
+
+    def extend_rows(
+        self, state: DraftState, inputs: Tensor, position_ids: Tensor, counts: Sequence[int] | Tensor
+    ) -> None:
+        """See `HeadDrafter`."""
+        state.kv_cache.begin_forward(inputs.shape[1])
         cos, sin = self.rotary_embedding(state, position_ids)
         for index, (keys, values) in enumerate(self.head.context_keys_values(inputs, cos, sin)):
-            kv_cache.write(index, keys, values)
-        kv_cache.seq_lens = [length + count for length, count in zip(kv_cache.seq_lens, counts, strict=True)]
+            state.kv_cache.write(index, keys, values)
 
     def block_features(self, state: DraftState) -> Tensor:
         """See `BlockDrafter`. The block's keys and values are dropped afterwards."""
@@ -74,20 +82,23 @@ class DsparkDrafter(BlockDrafter):
         if self.mask_token_id is not None:
             mask_ids = torch.full((len(anchors), k - 1), self.mask_token_id, device=device)
             inputs = torch.cat((inputs[:, :1], state.shared_embeddings.embed(mask_ids).to(inputs.dtype)), dim=1)
+        cos, sin = self.rotary_embedding(state, state.first_positions() + torch.arange(k, device=device))
+        # All blocks stand behind the longest row, or the bucket of a recorded draft; the gaps are no keys.
+        seq_lens, is_key = kv_cache.seq_lens, None
+        if state.position_offset is not None or not kv_cache.is_uniform:
+            is_context = torch.arange(max(seq_lens), device=device) < kv_cache.lengths_on(device)[:, None]
+            is_key = functional.pad(is_context, (0, k), value=True)[:, None, None]
+        kv_cache.seq_lens = [max(seq_lens)] * len(seq_lens)
         kv_cache.begin_forward(k)
-        is_key = None
-        if not kv_cache.is_uniform:  # positions between a row's own block and the longest row's are no keys
-            ends = torch.tensor(kv_cache.seq_lens, device=device)[:, None] + k
-            is_key = (torch.arange(kv_cache.kv_len, device=device) < ends)[:, None, None]
-        first = torch.tensor(state.next_positions, device=device)[:, None]
-        cos, sin = self.rotary_embedding(state, first + torch.arange(k, device=device))
 
         def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
             is_gqa = queries.shape[1] != keys.shape[1]
             keys, values = kv_cache.write(layer, keys, values)
             return functional.scaled_dot_product_attention(queries, keys, values, is_key, enable_gqa=is_gqa)
 
-        return self.head.forward_block(inputs, cos, sin, attend)[:, -self.block_size :]
+        features = self.head.forward_block(inputs, cos, sin, attend)[:, -self.block_size :]
+        kv_cache.seq_lens = seq_lens
+        return features
 
     def expander(self, state: DraftState) -> LevelExpander | None:
         """See `BlockDrafter`."""

@@ -34,23 +34,23 @@ KNOWN_CODE = "mmspec.drafters."
 
 
 class FixedHeadCache(RaggedKVCache):
-    """The cache of a head with one layer, on a tensor at a fixed address.
+    """The cache of a head on a tensor at a fixed address.
 
     Attributes:
-        buffer: [2, B, H', C, d] keys and values.
+        buffers: [2, B, H', C, d] keys and values of each layer.
     """
 
     def __init__(self, buffer: Tensor, seq_lens: Sequence[int]) -> None:
-        super().__init__(len(seq_lens), max_length=buffer.shape[3])
-        self.buffer = buffer
-        self._layers = [(buffer,)]
-        self._dtypes = [(buffer.dtype, buffer.dtype)]
+        super().__init__(len(seq_lens), max_length=buffer.shape[4])
+        self.buffers = buffer.unbind()
+        self._layers = [(layer,) for layer in self.buffers]
+        self._dtypes = [(buffer.dtype, buffer.dtype)] * len(buffer)
         self.seq_lens = list(seq_lens)
 
     @property
     def is_fixed(self) -> bool:
-        """Whether the keys and values are still in `buffer`: a text that outgrows it is moved."""
-        return self._layers[0][0] is self.buffer
+        """Whether the keys and values are still in `buffers`: a text that outgrows them is moved."""
+        return all(parts[0] is layer for parts, layer in zip(self._layers, self.buffers, strict=True))
 
 
 class StaticHeadCache(FixedHeadCache):
@@ -62,7 +62,7 @@ class StaticHeadCache(FixedHeadCache):
     def __init__(self, buffer: Tensor, lengths: Tensor, bucket: int, commits: bool) -> None:
         """
         Args:
-            buffer: [2, B, H', C, d].
+            buffer: [layers, 2, B, H', C, d].
             lengths: [B] int64 committed positions, all new ones included at most `bucket`.
             bucket: committed positions that are read.
             commits: whether committed positions are written, else nodes.
@@ -120,7 +120,9 @@ class StaticDraft:
         state = self._state(named, commits=True)
         inputs, position_ids = self.drafter.pending_inputs(state, named["tokens"], named["hidden_states"])
         self.drafter.extend_rows(state, inputs, position_ids, named["counts"])
-        return (state.last_hidden,) if state.extra is None else (state.last_hidden, state.extra)
+        outputs = (state.last_hidden,) if state.extra is None else (state.last_hidden, state.extra)
+        # An output of a graph must not be an input of it: DSpark heads change neither of the two.
+        return tuple(part.clone() if any(part is tensor for tensor in tensors) else part for part in outputs)
 
     def tree(self, max_nodes: int, num_levels: int) -> Callable[..., tuple[Tensor, ...]]:
         """`HeadDrafter.draft_tree`; a further argument when sampling is `noise` [B, depth, V].
@@ -161,8 +163,8 @@ class DraftTensors:
     """What the recorded drafts of one drafter and number of rows have at fixed addresses. Reset by every call.
 
     Attributes:
-        named: the tensors. `keys_values` [2, B, H', C, d], `cos` and `sin` [P, d], and of the call `logit_bias` [V'],
-            `temperature`, `position_offset` [B] int64, and what it has of `draft_ids` and `draft_lm_head`.
+        named: the tensors. `keys_values` [layers, 2, B, H', C, d], `cos` and `sin` [P, d], and of the call `logit_bias`
+            [V'], `temperature`, `position_offset` [B] int64, and what it has of `draft_ids` and `draft_lm_head`.
         failure: whether recording failed with these weights.
     """
 
@@ -192,11 +194,12 @@ class DraftTensors:
     def _values(self, drafter: HeadDrafter, state: DraftState, capacity: int) -> dict[str, Tensor]:
         device, dtype = state.last_hidden.device, state.last_hidden.dtype
         lengths = state.kv_cache.seq_lens
-        keys, values = state.kv_cache.read(0, max(lengths))
+        caches = [torch.stack(state.kv_cache.read(layer, max(lengths))) for layer in range(len(state.kv_cache))]
+        layers = torch.stack(caches)
         length = capacity + drafter.max_depth * drafter.top_k_on(device)
-        keys_values = keys.new_zeros(2, *keys.shape[:2], length, keys.shape[3])  # 0 * nan of another call would be nan
-        keys_values[0, :, :, : max(lengths)] = keys
-        keys_values[1, :, :, : max(lengths)] = values
+        # Zeros, since 0 * nan of another call would be nan.
+        keys_values = layers.new_zeros(*layers.shape[:4], length, layers.shape[5])
+        keys_values[..., : max(lengths), :] = layers
         table = torch.arange(capacity + BUCKETS[-1] + drafter.max_depth + 1, device=device)
         cos, sin = drafter.head.rotary_embedding(table, dtype)
         offset = [position - n for position, n in zip(state.next_positions, lengths, strict=True)]

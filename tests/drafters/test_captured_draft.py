@@ -32,9 +32,30 @@ from mmspec.engine.recordings import NUM_CHECKED_REPLAYS, Recordings
 from mmspec.engine.tree import DraftTree
 from mmspec.targets.static_round import StaticRound
 
-KINDS = ("coupled", "decoupled", "trimmed", "eagle3", "vispec", "flash", "chained", "parallel", "linked", "falcon")
-"""`coupled`: EAGLE, `decoupled`: MSD, `chained`: FLASH with a `MarkovHead`, `linked`: parallel with a correction."""
-TRACED = {("decoupled", 1, False), ("coupled", 3, True), ("chained", 1, True), ("flash", 3, False), ("falcon", 3, True)}
+KINDS = (
+    "coupled",
+    "decoupled",
+    "trimmed",
+    "eagle3",
+    "vispec",
+    "flash",
+    "chained",
+    "parallel",
+    "linked",
+    "falcon",
+    "dspark",
+    "dspark:1",
+)
+"""`coupled`: EAGLE, `decoupled`: MSD, `chained`: FLASH with a `MarkovHead`, `linked`: parallel with a correction,
+`dspark`: DFlash, `dspark:1`: DSpark with two layers."""
+TRACED = {
+    ("decoupled", 1, False),
+    ("coupled", 3, True),
+    ("chained", 1, True),
+    ("flash", 3, False),
+    ("falcon", 3, True),
+    ("dspark:1", 3, True),
+}
 """(kind, batch size, sampled) whose drafts are traced in the fast tests: tracing takes a second."""
 
 
@@ -284,7 +305,7 @@ def test_drafts_that_are_not_recorded() -> None:
     plain = build_drafter("leaning-coupled")
     users = UsersDrafter(plain.head, "coupled", num_layers=SPEC.layers)
     with recording(record_nothing) as recorder:
-        for drafter in (hooked, users, build_drafter("leaning-dspark"), build_drafter("leaning-instant")):
+        for drafter in (hooked, users, build_drafter("leaning-instant")):
             with patched(model, drafter, tree_size=8):
                 assert torch.equal(generate(model, inputs, False), expected)
         assert recorder.recordings > 0 and recorder.draft_recordings == 0
@@ -395,7 +416,7 @@ def test_a_draft_on_the_meta_device_reads_and_makes_nothing(kind: str, sampled: 
         assert all(output.is_meta and len(output) == 2 for output in outputs)
 
 
-# --- kernels ----------------------------------------------------------------------------------------------------------
+# --- copies and kernels -----------------------------------------------------------------------------------------------
 
 NOT_KERNELS = ("aten::new_empty", "aten::empty", "aten::empty_like", "aten::_unsafe_view", "aten::scalar_tensor")
 """Operators that allocate or view, or are values of the host."""
@@ -411,6 +432,32 @@ class KernelCounter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += not func.is_view and func._schema.name not in NOT_KERNELS
         return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("kind", ["decoupled", "chained", "falcon"])
+def test_a_whole_round_waits_once(kind: str, sampled: bool) -> None:
+    """One read of values per round, drafter included, and one copy to the device; one more for the steps of the noise,
+    and one more once a row has ended."""
+    model = build_model()
+    found = []
+    round_ = DecodeLoop.round
+
+    def counted(self: DecodeLoop, state: Any) -> None:
+        with HostCounter() as counter:
+            round_(self, state)
+        found.append(counter.counts)
+
+    with (
+        recording(record_nothing),
+        patched(model, build_drafter(f"leaning-{kind}"), tree_size=8),
+        mock.patch.object(DecodeLoop, "round", counted),
+    ):
+        generate(model, build_inputs(model, 0, 3), sampled)
+    settled = found[NUM_CHECKED_REPLAYS + 1 :]
+    assert len(settled) > 10 and {counts["reads"] for counts in settled} == {1}
+    assert median(counts["made"] for counts in settled) == 1 + sampled
+    assert max(counts["made"] for counts in settled) <= 2 + sampled
 
 
 @cache

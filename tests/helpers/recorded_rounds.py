@@ -75,8 +75,9 @@ def build_model(spec: tiny.ModelSpec = SPEC) -> PreTrainedModel:
 
 
 def build_drafter(name: str, spec: tiny.ModelSpec = SPEC) -> Any:
-    """A drafter by name; a head that is often right."""
-    return heads.build_drafter(name, spec) if name.startswith("leaning") else name
+    """A drafter by name; a head that is often right. "leaning-KIND:SEED" is a head of another seed and form."""
+    kind, _, seed = name.partition(":")
+    return heads.build_drafter(kind, spec, int(seed or 0)) if name.startswith("leaning") else name
 
 
 def build_inputs(model: PreTrainedModel, seed: int, batch: int) -> tiny.Inputs:
