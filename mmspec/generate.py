@@ -106,6 +106,9 @@ class PatchState:
         twin.costs = copy.deepcopy(self.costs, memo)
         return twin
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # a model is pickled without its patch
+
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """`model.generate` of the patched model."""
         start_time = time.perf_counter()

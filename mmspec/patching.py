@@ -130,7 +130,7 @@ def unpatch(model: Any) -> Any:
 
 def is_patched(model: Any) -> bool:
     """Whether this instance is patched."""
-    return KEY in getattr(unwrap(model), "__dict__", {})
+    return getattr(unwrap(model), "__dict__", {}).get(KEY) is not None
 
 
 def stats(model: Any, last: bool = False) -> Stats:
@@ -189,9 +189,12 @@ def _is_patched_with(model: Any, arguments: PatchArguments) -> bool:
             f"this model is already patched (drafter {state.config.drafter.name!r}); call mmspec.unpatch(model) before "
             f"patching it with drafter={getattr(arguments.drafter, 'name', arguments.drafter)!r}."
         )
-    if "generate" in model.__dict__:
+    replaced = model.__dict__.get("generate")
+    if (
+        replaced is not None and getattr(replaced, "__func__", None) is not type(model).generate
+    ):  # that of a pickled model
         raise ValueError(
-            f"model.generate is replaced on this instance by {model.__dict__['generate']!r}, which patch would hide. "
+            f"model.generate is replaced on this instance by {replaced!r}, which patch would hide. "
             "Undo that first (del model.generate)."
         )
     return False

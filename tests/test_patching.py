@@ -6,6 +6,7 @@ import asyncio
 import copy
 import gc
 import inspect
+import pickle
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -468,6 +469,21 @@ def test_a_copy_unpatched_leaves_the_original_patched(model: PreTrainedModel) ->
     assert mmspec.is_patched(model) and not mmspec.is_patched(twin)
     mmspec.patch(twin, drafter="none")
     assert mmspec.is_patched(model)
+
+
+def test_a_pickled_model_is_not_patched() -> None:
+    model = tiny.build_model(tiny.ModelSpec("llama", seed=6))
+    inputs: dict[str, Any] = {**tiny.build_inputs(model, 1, 1), "do_sample": False, "max_new_tokens": 12}
+    plain = model.generate(**inputs)
+    mmspec.patch(model, drafter="lookup")
+    twin = pickle.loads(pickle.dumps(model))
+    assert mmspec.is_patched(model) and not mmspec.is_patched(twin)
+    assert torch.equal(twin.generate(**inputs), plain)
+    for _ in range(2):
+        mmspec.patch(twin, drafter="recycling")
+        assert torch.equal(twin.generate(**inputs), plain) and served(twin)
+        mmspec.unpatch(twin)
+    assert served(model)
 
 
 def test_saving_a_patched_model(model: PreTrainedModel, tmp_path: Path) -> None:

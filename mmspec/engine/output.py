@@ -169,7 +169,7 @@ class OutputBuffer:
         """The rows before a round of `num_nodes` nodes."""
         root_ids = [row[-1] if row else 0 for row in self.emitted]
         limits = self.max_emit(num_nodes)
-        host = torch.tensor([root_ids, self.num_emitted, limits, self.finished])
+        host = torch.tensor([root_ids, self.num_emitted, limits, self.finished], device="cpu")
         root, num_emitted, max_emit, finished = _to_device(host, self.sequences.device).unbind()
         return RowState(root, num_emitted, max_emit, limits, finished.bool() if any(self.finished) else None)
 

@@ -117,7 +117,7 @@ class StaticKVCache(RaggedKVCache):
         """[B] int64, `seq_lens` at a fixed address. Copied from the host only after `seq_lens` was assigned."""
         assert self.lengths is not None, "lengths are allocated by the first write"
         if not self._device_lengths:  # they were assigned
-            self._device_lengths[self.lengths.device] = self.lengths.copy_(torch.tensor(self.seq_lens))
+            self._device_lengths[self.lengths.device] = self.lengths.copy_(torch.tensor(self.seq_lens, device="cpu"))
         return self.lengths.to(device)
 
     def keep_path(self, path: Tensor, counts: Tensor, accepted_nodes: Sequence[Sequence[int]]) -> None:

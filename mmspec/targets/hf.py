@@ -292,7 +292,7 @@ class HFTarget:
         # As the model wants them: some count from 1, and some ignore those of `generate` for the cache's positions.
         next_position = inputs.pop("position_ids", None)
         if next_position is None:
-            next_position = torch.full((batch, 1), self.prompt_length)
+            next_position = torch.full((batch, 1), self.prompt_length, device=self.device)
         self._prompt_last_position = next_position[..., -1:].to(self.device) - 1
         for name in ("input_ids", "attention_mask"):
             inputs.pop(name, None)

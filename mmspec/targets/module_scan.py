@@ -53,6 +53,7 @@ class ModuleScan:
         can_use_inference_mode: whether no tensor created in a forward outlives it.
         linear_layers: the `nn.Linear` layers of the decoder and of the output embeddings.
         prompt_linear_layers: those of the whole model, vision tower included.
+        kinds: the classes of all modules.
     """
 
     training: str | None = None
@@ -63,6 +64,7 @@ class ModuleScan:
     can_use_inference_mode: bool = True
     linear_layers: tuple[nn.Linear, ...] = ()
     prompt_linear_layers: tuple[nn.Linear, ...] = ()
+    kinds: tuple[type, ...] = ()
 
 
 @dataclass
@@ -167,6 +169,7 @@ def scan_modules(model: Any) -> ModuleScan:
         can_use_inference_mode=state.can_use_inference_mode and not may_store_tensors,
         linear_layers=tuple(state.linear_layers),
         prompt_linear_layers=tuple(state.prompt_linear_layers),
+        kinds=tuple(state.origins),
     )
 
 

@@ -189,7 +189,7 @@ def find_decoder(kernel: FewRowsKernel, adapter: ModelAdapter, modules: ModuleSc
         return None
     if modules.hook is not None or modules.foreign or modules.compiled or not modules.can_use_inference_mode:
         return None
-    if not all(map(calls_library_code, {type(module) for module in model.modules()})):
+    if not all(map(calls_library_code, modules.kinds)):
         return None
     layers = list(text_model.layers)
     embeddings, lm_head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -218,7 +218,7 @@ class _Rotary:
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """See `mmspec.cpu.decoder.RotaryFn`."""
-        example = torch.empty(0, dtype=torch.float32)
+        example = torch.empty(0, dtype=torch.float32, device="cpu")
         has_axes = "mrope_section" in str(getattr(getattr(self.rotary_emb, "config", None), "rope_parameters", ""))
         position_ids = positions.expand(3, 1, -1) if has_axes else positions[None]
         with torch.no_grad():

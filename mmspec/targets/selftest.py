@@ -236,8 +236,9 @@ class _TreeTest:
     def _decode_paths(self, input_ids: Tensor, config: Any, model_kwargs: dict[str, Any]) -> Tensor:
         """[R, P, S, V] float32 logits of transformers' own loop along each path of each row."""
         length, num_steps = input_ids.shape[1], self.plan.num_steps
-        paths = torch.tensor([[*path, *[path[-1]] * (num_steps - len(path))] for path in self.plan.paths])
-        tokens = self.node_ids[:, paths.to(self.node_ids.device)].flatten(0, 1)
+        steps = [[*path, *[path[-1]] * (num_steps - len(path))] for path in self.plan.paths]
+        paths = torch.tensor(steps, device=self.node_ids.device)
+        tokens = self.node_ids[:, paths].flatten(0, 1)
         model = self.adapter.model
         output = type(model)._sample(
             model,

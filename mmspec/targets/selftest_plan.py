@@ -62,13 +62,13 @@ def plan_of(adapter: ModelAdapter) -> Plan:
 
 def text_inputs(adapter: ModelAdapter, prompt_lengths: Sequence[int]) -> dict[str, Tensor]:
     """Rows of text tokens of these lengths, left-padded, the same in every run."""
-    lengths = torch.tensor(prompt_lengths)
-    usable = usable_ids(adapter)
-    index = torch.arange(len(lengths) * int(lengths.max())) * 31 % len(usable)
-    input_ids = torch.tensor(usable)[index].view(len(lengths), -1)
-    mask = torch.arange(input_ids.shape[1]) >= input_ids.shape[1] - lengths[:, None]
     device = input_device(adapter)
-    return {"input_ids": input_ids.to(device), "attention_mask": mask.long().to(device)}
+    lengths = torch.tensor(prompt_lengths, device=device)
+    usable = torch.tensor(usable_ids(adapter), device=device)
+    index = torch.arange(len(lengths) * int(lengths.max()), device=device) * 31 % len(usable)
+    input_ids = usable[index].view(len(lengths), -1)
+    mask = torch.arange(input_ids.shape[1], device=device) >= input_ids.shape[1] - lengths[:, None]
+    return {"input_ids": input_ids, "attention_mask": mask.long()}
 
 
 def image_inputs(adapter: ModelAdapter, processor: Any) -> dict[str, Any] | None:

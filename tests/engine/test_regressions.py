@@ -833,6 +833,17 @@ def test_position_ids_far_from_those_of_text(shift: int) -> None:
     assert_parity(model, inputs, "oracle", **GREEDY)
 
 
+@MODES
+def test_a_default_device_that_is_not_the_models(mode: Kwargs) -> None:
+    model = get_model(seed=71)
+    inputs = tiny.build_inputs(model, 72, 2, images=[1, 1])
+    torch.set_default_device("meta")
+    try:
+        assert_parity(model, inputs, "hybrid", **mode)
+    finally:
+        torch.set_default_device(None)
+
+
 @pytest.mark.parametrize("drafter", ["hybrid", "self", "head"])
 def test_layers_cut_after_patch(drafter: str) -> None:
     spec = tiny.ModelSpec("llava", layers=3, seed=65)

@@ -17,7 +17,10 @@ const thinLabels = (plot) => {
     if (!isHidden) end = right;
   }
 };
+const followed = new WeakSet();
 const followLabels = (plot) => {
+  if (followed.has(plot)) return;
+  followed.add(plot);
   let queued = 0;
   const later = () => {
     cancelAnimationFrame(queued);
@@ -35,7 +38,8 @@ new MutationObserver(() => {
     for (const image of button.querySelectorAll("img")) image.alt = button.ariaLabel;
   }
   for (const [id, text] of Object.entries(MM_PLOTS)) {
-    for (const plot of document.querySelectorAll(`#${id} .vega-embed:not([role])`)) {
+    for (const plot of document.querySelectorAll(`#${id} .vega-embed`)) {
+      if (plot.ariaLabel === text) continue; // Vega gives every drawing the same name
       plot.role = "img";
       plot.ariaLabel = text;
       followLabels(plot);

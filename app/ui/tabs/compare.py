@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -97,7 +98,7 @@ def build_compare_tab(context: Context, report: Any, opening: Opening) -> Compar
         sentence, image, video, frames, question, ask, stop, reset, status, race, conversation, results
     )
     kind = _connect_media_tabs(tabs, question)
-    _connect_reset(parts, kind)
+    _connect_reset(parts)
     _connect_compare_events(context, parts, kind, settings, report)
     _connect_opening(context, parts, report, opening)
     return parts
@@ -154,28 +155,32 @@ def _is_default(question: str) -> bool:
     return not question.strip() or question in DEFAULT_QUESTIONS
 
 
-def _connect_reset(parts: CompareComponents, kind: Any) -> None:
+def _connect_reset(parts: CompareComponents) -> None:
     """Another file, and the button, start a new conversation."""
-    outputs = [parts.status, parts.race, parts.frames, parts.conversation, parts.question, *parts.results.outputs]
+    outputs = [parts.status, parts.race, parts.frames, parts.conversation, *parts.results.outputs]
 
-    def reset(kind: str, question: str) -> dict[Any, Any]:
+    def reset() -> dict[Any, Any]:
         return {
             parts.status: render.render_status(INITIAL_STATUS),
             parts.race: render_empty_race(),
             parts.frames: "",
             parts.conversation: Conversation(),
-            parts.question: _default_question(kind) if _is_default(question) else gr.skip(),
             **clear_results(parts.results),
         }
 
-    def follow_file(kind: str, question: str, upload: Any, conversation: Conversation) -> Any:
+    def follow_file(upload: Any, conversation: Conversation) -> Any:
         is_same = conversation.path is not None and conversation.path == _upload_path(upload)
-        return {parts.status: gr.skip()} if is_same else reset(kind, question)
+        return {parts.status: gr.skip()} if is_same else reset()
 
-    chosen = [kind, parts.question]
-    parts.reset.click(reset, chosen, outputs, **UNQUEUED)
+    parts.reset.click(reset, None, outputs, **UNQUEUED)
     for file in (parts.image, parts.video):
-        file.change(follow_file, [*chosen, file, parts.conversation], outputs, preprocess=False, **UNQUEUED)
+        file.change(follow_file, [file, parts.conversation], outputs, preprocess=False, **UNQUEUED)
+    # In the page, so that what a visitor types in the meantime is not lost.
+    clip, picture = (json.dumps(_default_question(kind)) for kind in ("clip", "picture"))
+    is_clip = "document.querySelector('#mm-clip')?.checkVisibility()"
+    script = f"(question) => question.trim() ? question : {is_clip} ? {clip} : {picture}"
+    events = [parts.reset.click, parts.image.change, parts.video.change]
+    gr.on(events, None, parts.question, parts.question, js=script, **PRIVATE_API)
 
 
 def _connect_compare_events(
