@@ -416,7 +416,7 @@ def test_a_draft_on_the_meta_device_reads_and_makes_nothing(kind: str, sampled: 
         assert all(output.is_meta and len(output) == 2 for output in outputs)
 
 
-# --- kernels ----------------------------------------------------------------------------------------------------------
+# --- copies and kernels -----------------------------------------------------------------------------------------------
 
 NOT_KERNELS = ("aten::new_empty", "aten::empty", "aten::empty_like", "aten::_unsafe_view", "aten::scalar_tensor")
 """Operators that allocate or view, or are values of the host."""
@@ -432,6 +432,32 @@ class KernelCounter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += not func.is_view and func._schema.name not in NOT_KERNELS
         return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("kind", ["decoupled", "chained", "falcon"])
+def test_a_whole_round_waits_once(kind: str, sampled: bool) -> None:
+    """One read of values per round, drafter included, and one copy to the device; one more for the steps of the noise,
+    and one more once a row has ended."""
+    model = build_model()
+    found = []
+    round_ = DecodeLoop.round
+
+    def counted(self: DecodeLoop, state: Any) -> None:
+        with HostCounter() as counter:
+            round_(self, state)
+        found.append(counter.counts)
+
+    with (
+        recording(record_nothing),
+        patched(model, build_drafter(f"leaning-{kind}"), tree_size=8),
+        mock.patch.object(DecodeLoop, "round", counted),
+    ):
+        generate(model, build_inputs(model, 0, 3), sampled)
+    settled = found[NUM_CHECKED_REPLAYS + 1 :]
+    assert len(settled) > 10 and {counts["reads"] for counts in settled} == {1}
+    assert median(counts["made"] for counts in settled) == 1 + sampled
+    assert max(counts["made"] for counts in settled) <= 2 + sampled
 
 
 @cache
