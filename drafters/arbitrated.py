@@ -1,12 +1,12 @@
 """`arbitrated`: lookup, recycling, both, or these with what is learned, whichever pays most; and `instant`.
 
-Every round one arm drafts; all learn from what the target emits. `DraftArbiter` chooses by measured tokens per second.
-The arms are subsets of the sources of one best-first drafter, so their probabilities are calibrated together. With
-learning, n-grams of all outputs join the union of both (`outputs`), and there is one more arm, `instant`: lookup, these
-n-grams and instant heads. Before anything is learned `outputs` drafts as `hybrid` does, so it is the arm to begin with,
-and `hybrid` is none of its own. Lookup is cheap and its own estimate is
-good where it copies a long match, so its draft is used whenever it promises more than the best arm gets, without a
-trial. The module knows neither how instant heads are learned nor when.
+Every round one arm drafts; all learn from what the target emits. `DraftArbiter` chooses by measured tokens per
+second. The arms are subsets of the sources of one best-first drafter, so their probabilities are calibrated together.
+With learning, n-grams of all outputs join the union of both (`outputs`), and there is one more arm, `instant`: these
+n-grams and instant heads, compiled where that is possible. Before anything is learned `outputs` drafts as `hybrid`
+does, so it is the arm to begin with, and `hybrid` is none of its own. Lookup is cheap and its own estimate is good
+where it copies a long match, so its draft is used whenever it promises more than the best arm gets, without a trial.
+The module knows neither how instant heads are learned nor when.
 """
 
 from __future__ import annotations

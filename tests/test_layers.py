@@ -27,6 +27,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "engine.graph",
         "engine.recordings",
         "cpu.*",
+        "cpu.native",
+        "cpu.trees",
         "control.ema",
         "control.draft_cost",
         "targets.vision_attention",

@@ -1,12 +1,14 @@
 """Online learning over a job: tokens per second and per forward against requests done, beside other drafters.
 
 `scenes`: pictures that no trained head may be used for, from nothing. `adaptation`: the bundled FLASH head on a target
-that was fine-tuned a little (LoRA, merged), with and without learning. `text`: prompts of one kind for a text model.
+that was fine-tuned a little (LoRA, merged), with and without learning, beside learning from nothing. `text`: prompts of
+one kind for a text model.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shlex
 import sys
@@ -16,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -45,17 +48,18 @@ method
 
 examples
   OMP_NUM_THREADS=1 python -m mmspec.app.studies.learning scenes --count 400 --clock cpu --json learning.json
-  OMP_NUM_THREADS=1 python -m mmspec.app.studies.learning adaptation --count 250 --clock cpu --json adaptation.json
-  OMP_NUM_THREADS=1 python -m mmspec.app.studies.learning text --model SmolLM2-135M --count 200 --json text.json
+  OMP_NUM_THREADS=1 python -m mmspec.app.studies.learning adaptation --count 200 --clock cpu --json learning.json
+  OMP_NUM_THREADS=1 python -m mmspec.app.studies.learning text --model M --count 80 --new-tokens 96 --clock cpu
 """
 LEARNING_SUITES = ("scenes", "adaptation", "text")
 DRAFTERS_BY_SUITE = {
     "scenes": ["hybrid", "flash", "arbitrated+learn"],
-    "adaptation": ["flash", "flash+learn"],
+    "adaptation": ["flash", "flash+learn", "arbitrated+learn"],
     "text": ["hybrid", "arbitrated+learn"],
 }
 LEARN_SUFFIX = "+learn"
-TUNED_STEPS = 60
+TUNED_STEPS = 30
+"""After which FLASH has lost a third of its tau."""
 
 
 @dataclass(frozen=True)
@@ -217,6 +221,17 @@ def build_learning_rows(config: LearningStudyConfig, contestants: Sequence[JobCo
     return rows
 
 
+def rows_of_other_suites(file: Path | None, suite: str) -> list[ResultRow]:
+    """The rows of a result file that a run of a suite leaves as they are; none if there is no such file."""
+    if file is None or not file.is_file():
+        return []
+    try:
+        rows: list[ResultRow] = json.loads(file.read_text(encoding="utf-8") or "[]")
+    except ValueError as error:
+        raise UsageError(f"--json must name a result file of this study or a new one: {file}: {error}") from error
+    return [row for row in rows if row["suite"] != suite]
+
+
 def _prepare(config: LearningStudyConfig) -> tuple[Any, Any, Iterator[Mapping[str, Any]]]:
     """(model, processor, requests) of a suite."""
     if config.suite == "text":
@@ -239,7 +254,7 @@ def _build_parser() -> argparse.ArgumentParser:
     add("--new-tokens", type=positive_int, default=160, metavar="N", help="largest answer (default 160)")
     add("--clock", choices=("wall", "cpu"), default="wall", help="default wall")
     add("--first-seed", type=non_negative_int, default=0, metavar="N", help="requests to skip (default 0)")
-    add_result_options(parser, json_help="write the rows")
+    add_result_options(parser, json_help="write the rows; those of other suites in the file stay")
     return parser
 
 
@@ -253,6 +268,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         files.check()
         config = config_from_args(LearningStudyConfig, args)
+        others = rows_of_other_suites(files.json, config.suite)
     except UsageError as error:
         parser.error(str(error))
     run = provenance(f"{parser.prog} {shlex.join(arguments)}", torch.device("cpu"))
@@ -260,7 +276,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         model, processor, requests = _prepare(config)
 
         def write(contestants: Sequence[JobContestant]) -> None:
-            files.write([row | {"run": run} for row in build_learning_rows(config, contestants)])
+            files.write([*others, *(row | {"run": run} for row in build_learning_rows(config, contestants))])
 
         with study_clock(config.clock):
             run_job(config, model, processor, requests, write)

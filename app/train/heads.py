@@ -86,6 +86,7 @@ def build_parts(options: TrainOptions, name: str, config: Any, teacher: Any) -> 
         UsageError: a size is invalid, the compressor needs grids that are unknown, or `--start-from` does not fit.
     """
     from mmspec.config import check_grids
+    from mmspec.drafters.instant.head import InstantHead
 
     try:
         if options.start_from is None:
@@ -98,6 +99,8 @@ def build_parts(options: TrainOptions, name: str, config: Any, teacher: Any) -> 
         compressor = build_train_compressor(options, config.hidden_size, stored)
         if compressor is not None and head.config.hidden_state_layers:
             raise ValueError("--compressor is for heads that read one hidden state; this one reads several")
+        if compressor is not None and isinstance(head, InstantHead):
+            raise ValueError("--compressor is for heads that read visual tokens; instant heads read none")
         if compressor is not None:
             check_grids(compressor, teacher.adapter)
         return HeadParts(head, compressor, draft_ids)

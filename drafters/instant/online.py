@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from mmspec.cpu.linear import active_kernel
-from mmspec.cpu.ngrams import HeadDistributions, HeadTokens
+from mmspec.cpu.ngram_types import HeadDistributions, HeadTokens
 from mmspec.drafters.eagle.recorder import CallRecorder
 from mmspec.drafters.instant.autoregression import (
     MAX_INPUT_SIZE,

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from mmspec.cpu.native import load_kernel
-from mmspec.cpu.ngrams import NUM_LIKELY, HeadDistributions, NativeNgrams, NgramRequest, NgramRule, NodeCandidates
+from mmspec.cpu.ngram_types import NUM_LIKELY, HeadDistributions, NgramRequest, NgramRule, NodeCandidates
+from mmspec.cpu.ngrams import NativeNgrams
 from mmspec.drafters.ngram.base import MAX_SIBLING_PROB, MIN_PROB, Calibration, Candidate, Key, PromptText
 from mmspec.engine.tree import DraftTree
 from mmspec.interfaces import VerifyResult

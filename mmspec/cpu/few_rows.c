@@ -230,3 +230,4 @@ EXPORT int few_rows_draft_tree(const draft *h, int level, int64_t num_threads, p
 }
 
 #include "ngrams.h"
+#include "trees.h"

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from mmspec.cpu.trees import compiled_sanitize
+
 BUCKETS = (1, 2, 4, 8, 16, 32, 64)
 """Numbers of nodes that trees are padded to, so that few shapes occur (each may become a captured CUDA graph)."""
 
@@ -192,12 +194,22 @@ def sanitize(tree: DraftTree, root_ids: Tensor, draftable: Tensor, stop_ids: Ten
     device = root_ids.device
     if num_nodes == 1:
         return root_only(batch, device, root_ids)
-    index = torch.arange(num_nodes, device=device)
-    tokens = tree.tokens.to(device)
-    parents = tree.parents.to(device)
+    parts = (tree.tokens.to(device), tree.parents.to(device), tree.node_mask.to(device))
+    checked = compiled_sanitize(*parts, root_ids, draftable, stop_ids)
+    tokens, parents, node_mask, ancestor_mask, depths = checked or _sanitize(*parts, root_ids, draftable, stop_ids)
+    return replace(
+        tree, tokens=tokens, parents=parents, node_mask=node_mask, ancestor_mask=ancestor_mask, depths=depths
+    )
+
+
+def _sanitize(
+    tokens: Tensor, parents: Tensor, node_mask: Tensor, root_ids: Tensor, draftable: Tensor, stop_ids: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`sanitize` on any device: tokens, parents, node_mask, ancestor_mask, depths."""
+    index = torch.arange(tokens.shape[1], device=tokens.device)
     clamped = tokens.clamp(0, draftable.shape[0] - 1)
     is_known = (clamped == tokens) & draftable[clamped]
-    well_formed = tree.node_mask.to(device) & is_known & (parents >= 0) & (parents < index)
+    well_formed = node_mask & is_known & (parents >= 0) & (parents < index)
     same_parent = parents[:, :, None] == parents[:, None, :]
     same_token = clamped[:, :, None] == clamped[:, None, :]
     well_formed &= ~(same_parent & same_token & well_formed[:, None, :]).tril(-1).any(-1)
@@ -206,7 +218,7 @@ def sanitize(tree: DraftTree, root_ids: Tensor, draftable: Tensor, stop_ids: Ten
     parents = torch.where(well_formed, parents, 0)
     parents[:, 0] = -1
     num_paths = ((parents[:, :, None] == index) | (index[:, None] == index)).float()
-    for _ in range((num_nodes - 1).bit_length()):  # each squaring doubles the number of generations
+    for _ in range((tokens.shape[1] - 1).bit_length()):  # each squaring doubles the number of generations
         num_paths = torch.matmul(num_paths, num_paths)  # positive numbers, at most 2 ** 64
     ancestor_mask = num_paths > 0
     node_mask = ~(ancestor_mask & ~well_formed[:, None, :]).any(-1)
@@ -216,14 +228,7 @@ def sanitize(tree: DraftTree, root_ids: Tensor, draftable: Tensor, stop_ids: Ten
         ends_row = (tokens[:, :, None] == stop_ids).any(-1)
         ends_row[:, 0] = False
         node_mask &= ~(ancestor_mask & ends_row[:, None, :]).tril(-1).any(-1)  # ancestors come before their descendants
-    return replace(
-        tree,
-        tokens=tokens,
-        parents=parents,
-        node_mask=node_mask,
-        ancestor_mask=ancestor_mask,
-        depths=ancestor_mask.sum(-1) - 1,
-    )
+    return tokens, parents, node_mask, ancestor_mask, ancestor_mask.sum(-1) - 1
 
 
 def first_chain(tree: DraftTree) -> DraftTree:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mmspec.cpu.trees import compiled_accept_path
 from mmspec.engine.tree import DraftTree
 
 
@@ -35,9 +36,18 @@ def accept_path(
         path [B, N] int64, the accepted nodes, node 0 first; counts [B] int64, number of emitted tokens; tokens [B, N]
         int64, the emitted tokens. `path` and `tokens` are defined up to `counts`.
     """
-    batch, num_nodes = sampled_ids.shape
-    if num_nodes == 1:
+    if sampled_ids.shape[1] == 1:
         return torch.zeros_like(sampled_ids), max_emit.clamp(max=1), sampled_ids
+    nodes = (tree.tokens, tree.parents, tree.node_mask)
+    accepted = compiled_accept_path(nodes, sampled_ids, max_emit, stop_ids, finished)
+    return accepted or _accept_path(tree, sampled_ids, max_emit, stop_ids, finished)
+
+
+def _accept_path(
+    tree: DraftTree, sampled_ids: Tensor, max_emit: Tensor, stop_ids: Tensor | None, finished: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`accept_path` on any device."""
+    batch, num_nodes = sampled_ids.shape
     assert tree.ancestor_mask is not None and tree.depths is not None
     index = torch.arange(num_nodes, device=sampled_ids.device)
     matches = (tree.tokens == sampled_ids.gather(1, tree.parents.clamp(min=0))) & tree.node_mask

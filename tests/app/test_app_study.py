@@ -10,10 +10,12 @@ import pytest
 
 from mmspec.app.bench.rounds import Round
 from mmspec.app.bench.specs import patch_model
+from mmspec.app.errors import UsageError
 from mmspec.app.scenes.training.build_model import train_tokenizer
 from mmspec.app.scenes.training.data import generate_corpus
 from mmspec.app.studies import blocks as study_blocks
 from mmspec.app.studies import token_classes as study
+from mmspec.app.studies.learning import rows_of_other_suites
 from mmspec.app.studies.visual import read_earlier_rows
 from mmspec.app.studies.word_classes import (
     CLASSES,
@@ -199,3 +201,15 @@ def test_old_keys_of_compressor_studies_are_read(tmp_path: Path) -> None:
     assert read_earlier_rows(str(file)) == [row]
     file.write_text(json.dumps([row]))
     assert read_earlier_rows(str(file)) == [row]
+
+
+def test_the_learning_study_keeps_rows_of_its_other_suites(tmp_path: Path) -> None:
+    file = tmp_path / "learning.json"
+    assert rows_of_other_suites(None, "text") == rows_of_other_suites(file, "text") == []
+    file.write_text(json.dumps([{"suite": "text"}, {"suite": "scenes"}]), encoding="utf-8")
+    assert rows_of_other_suites(file, "text") == [{"suite": "scenes"}]
+    file.write_text("")
+    assert rows_of_other_suites(file, "text") == []
+    file.write_text("{")
+    with pytest.raises(UsageError, match="result file of this study"):
+        rows_of_other_suites(file, "text")

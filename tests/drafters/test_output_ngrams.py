@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from mmspec.cpu import native, ngrams
+from mmspec.cpu import native, ngram_types, ngrams
 from mmspec.cpu.native import FewRowsKernel, load_kernel
-from mmspec.cpu.ngrams import HeadDistributions, HeadTokens, NativeNgrams
+from mmspec.cpu.ngram_types import HeadDistributions, HeadTokens
+from mmspec.cpu.ngrams import NativeNgrams
 from mmspec.drafters.ngram import output_ngrams
 from mmspec.drafters.ngram.base import BestFirstDrafter, Calibration, PromptText
 from mmspec.drafters.ngram.output_ngrams import (
@@ -311,7 +312,12 @@ def test_compiled_head_distributions_equal_those_in_torch() -> None:
 def test_structs_are_as_large_as_in_the_library_of_ngrams() -> None:
     library = native._load_library()
     library.few_rows_ngrams_struct_bytes.restype = ctypes.c_int64
-    structs = (ngrams._Table, ngrams._NgramDraft, ngrams._Context, ngrams._Successor)
+    structs = (
+        ngram_types.TableStruct,
+        ngram_types.NgramDraftStruct,
+        ngram_types.ContextStruct,
+        ngram_types.SuccessorStruct,
+    )
     sizes = [ctypes.sizeof(struct) for struct in structs]
     assert [library.few_rows_ngrams_struct_bytes(number) for number in range(4)] == sizes
 
