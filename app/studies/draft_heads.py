@@ -74,7 +74,7 @@ class DraftHeadsConfig:
         temperatures: each a series of measurements; 0 is greedy.
         batch_sizes: each a series of measurements.
         task: one of `REQUEST_TASKS`. scene_seed: of the first scene. count: requests of each series.
-        nodes: size of every tree; None lets the controller choose.
+        nodes: size of every tree at each batch size; None lets the controller choose.
         seed: request i is sampled with seed + i.
     """
 
@@ -85,7 +85,7 @@ class DraftHeadsConfig:
     task: str
     scene_seed: int
     count: int
-    nodes: int | None
+    nodes: tuple[int | None, ...]
     seed: int
     progress: bool | None
 
@@ -100,8 +100,12 @@ class DraftHeadsConfig:
             check_spec(name)
         if args.count < max(args.batch_sizes):
             raise UsageError(f"--count {args.count} does not fill a batch of {max(args.batch_sizes)}")
+        sizes = len(args.batch_sizes)
+        nodes = args.nodes * sizes if len(args.nodes) == 1 else args.nodes
+        if len(nodes) != sizes:
+            raise UsageError(f"--nodes takes one size, or one for each of {sizes} --batch-sizes; got {len(nodes)}")
         drafters = tuple(dict.fromkeys(args.drafters))
-        return config_from_args(cls, args, drafters=drafters, temperatures=tuple(args.temperatures))
+        return config_from_args(cls, args, drafters=drafters, temperatures=tuple(args.temperatures), nodes=tuple(nodes))
 
 
 def measure_draft_heads(
@@ -119,27 +123,32 @@ def measure_draft_heads(
     """
     model, processor = load_model(config.model)
     try:
-        contestants = build_contestants(model, config.drafters, processor, stop_at_eos=True, nodes=config.nodes)
+        lineups = {
+            nodes: build_contestants(model, config.drafters, processor, stop_at_eos=True, nodes=nodes)
+            for nodes in dict.fromkeys(config.nodes)
+        }
     except (OSError, TypeError, ValueError) as error:
         raise UsageError(one_line(error, 600)) from error
     captioner = Captioner(model, processor)
     labels = dict(zip(config.drafters, short_labels(config.drafters), strict=True))
-    shared: ResultRow = {
-        name: getattr(config, name) for name in ("model", "task", "scene_seed", "count", "nodes", "seed")
-    }
+    shared: ResultRow = {name: getattr(config, name) for name in ("model", "task", "scene_seed", "count", "seed")}
     shared["run"] = provenance(command, model.device)
-    rounds = {batch: config.count // batch for batch in config.batch_sizes}
-    num_calls = len(config.temperatures) * len(contestants) * sum(WARM_UP_CALLS + number for number in rounds.values())
+    rounds = [config.count // batch for batch in config.batch_sizes]
+    num_contestants = len(lineups[config.nodes[0]])
+    num_calls = len(config.temperatures) * num_contestants * sum(WARM_UP_CALLS + number for number in rounds)
     is_hidden = not (sys.stderr.isatty() if config.progress is None else config.progress)
     rows: list[ResultRow] = []
     with tqdm(total=num_calls, unit="call", disable=is_hidden, file=sys.stderr) as bar:
-        for batch, number in rounds.items():
+        for batch, number, nodes in zip(config.batch_sizes, rounds, config.nodes, strict=True):
+            contestants = lineups[nodes]
             requests = build_scene_requests(captioner, config.task, config.scene_seed, batch, number)
             for temperature in config.temperatures:
                 run_rounds(contestants, requests, MAX_ANSWER_TOKENS, temperature, config.seed, bar.update)
                 for row, contestant in zip(build_result_rows(contestants), contestants, strict=True):
                     row["drafter"] = labels.get(row["drafter"], row["drafter"])
-                    rows.append(row | interval_columns(contestant) | {"temperature": temperature} | shared)
+                    rows.append(
+                        row | interval_columns(contestant) | {"temperature": temperature, "nodes": nodes} | shared
+                    )
                 on_series(rows)
     return rows
 
@@ -196,6 +205,11 @@ def _parse_temperatures(text: str) -> list[float]:
     return [parse_temperature(part) for part in split_commas(text)]
 
 
+def _parse_nodes(text: str) -> list[int | None]:
+    """Comma-separated tree sizes; "auto" is None."""
+    return [None if part == "auto" else positive_int(part) for part in split_commas(text)]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -208,7 +222,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--task", choices=REQUEST_TASKS, default="describe", help="of the requests (default describe)")
     add_scene_seed(parser, FIRST_HELD_OUT_SEED, str(FIRST_HELD_OUT_SEED))
     add("--count", type=positive_int, default=24, metavar="N", help="requests of each series (default 24)")
-    add("--nodes", type=positive_int, default=None, metavar="N", help="size of every tree (default: the controller's)")
+    nodes_help = 'size of every tree, or one for each batch size; "auto" lets the controller choose (default)'
+    add("--nodes", type=_parse_nodes, default=[None], metavar="N,N", help=nodes_help)
     add("--seed", type=int, default=0, metavar="N")
     add_result_options(parser, json_help="write the rows", markdown_help="write the tables")
     add_progress(parser)

@@ -13,13 +13,13 @@ from mmspec.app.studies import draft_heads as study
 
 def test_a_study(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(study, "MAX_ANSWER_TOKENS", 5)
-    args = ["hybrid", "--model", "tiny", "--temperatures", "0,1", "--batch-sizes", "2", "--count", "2"]
-    args += ["--task", "short"]
+    args = ["hybrid", "--model", "tiny", "--temperatures", "0,1", "--batch-sizes", "2,1", "--count", "2"]
+    args += ["--task", "short", "--nodes", "4,auto"]
     files = ["--json", str(tmp_path / "heads.json"), "--markdown", str(tmp_path / "heads.md")]
     assert study.main([*args, *files]) == 0
     rows = json.loads((tmp_path / "heads.json").read_text())
-    series = [(row["batch"], row["temperature"]) for row in rows if row["drafter"] == "hybrid"]
-    assert series == [(2, 0.0), (2, 1.0)]
+    series = [(row["batch"], row["temperature"], row["nodes"]) for row in rows if row["drafter"] == "hybrid"]
+    assert series == [(2, 0.0, 4), (2, 1.0, 4), (1, 0.0, None), (1, 1.0, None)]
     for row in rows:
         assert row["identical"] is True and row["count"] == 2 and row["task"] == "short"
         for name in ("tau_ci", "ms_per_token"):
@@ -31,5 +31,8 @@ def test_a_study(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(SystemExit):
         study.main(["hybrid", "--count", "2", "--batch-sizes", "8"])
     assert "--count 2 does not fill a batch of 8" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        study.main(["hybrid", "--nodes", "8,8,8"])
+    assert "--nodes takes one size, or one for each of 2 --batch-sizes; got 3" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         study.main(["nobody"])
