@@ -14,6 +14,7 @@ from statistics import median
 from typing import Any
 from unittest import mock
 
+import fuzz
 import pytest
 import torch
 from recorded_rounds import SPEC, HostCounter, build_drafter, build_inputs, build_model, generate, patched, recording
@@ -48,6 +49,8 @@ KINDS = (
 )
 """`coupled`: EAGLE, `decoupled`: MSD, `chained`: FLASH with a `MarkovHead`, `linked`: parallel with a correction,
 `dspark`: DFlash, `dspark:1`: DSpark with two layers."""
+FUZZ_SEED = 7000
+"""Of the first case."""
 TRACED = {
     ("decoupled", 1, False),
     ("coupled", 3, True),
@@ -175,6 +178,15 @@ def _noise_of_the_next_token(original: Any) -> Any:
 def test_planted_bugs_are_caught(owner: type, name: str, bug: Callable[[Any], Any]) -> None:
     with mock.patch.object(owner, name, bug(getattr(owner, name))), pytest.raises(AssertionError):
         compare_drafts("decoupled", sampled=True)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if ":" not in kind])
+def test_fuzz(kind: str) -> None:
+    """Random calls of random model types: compressed prompts, padding, processors, stopping rules, user code."""
+    with recording(record_nothing):
+        for seed in range(FUZZ_SEED, FUZZ_SEED + 2):
+            result = fuzz.run_seed(seed, drafter=f"head-{kind}")
+            assert not result.differences, result.report()
 
 
 def test_the_controllers_choose_freely() -> None:
