@@ -704,7 +704,8 @@ COUNTED_PLOTS = ("#mm-lengths", "#mm-curve", "#mm-learning-curve")
 AXIS_LABELS = """(name) => [...document.querySelectorAll(`${name} .vega-embed svg`)]
     .flatMap((svg) => [...svg.querySelectorAll('[aria-label^="X-axis"] .role-axis-label text')])
     .filter((one) => getComputedStyle(one).opacity != 0 && one.getAttribute('opacity') != 0)
-    .map((one) => [one.textContent, one.getBoundingClientRect().left, one.getBoundingClientRect().right])"""
+    .map((one) => [one.textContent, one.getBoundingClientRect().left, one.getBoundingClientRect().right])
+    .sort((one, other) => one[1] - other[1])"""
 """[text, left edge, right edge] of the labels of the x axis."""
 CUT_TEXTS = """(name) => {
     const svg = document.querySelector(`${name} .vega-embed svg`);

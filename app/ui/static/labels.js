@@ -9,9 +9,11 @@ const MM_PLOTS = {
 
 // Numbers at the x axis that would touch the ones before are hidden: on a phone twenty do not fit.
 const thinLabels = (plot) => {
+  const labels = [...plot.querySelectorAll('[aria-label^="X-axis"] .role-axis-label text')];
+  const placed = labels.map((label) => ({ label, box: label.getBoundingClientRect() }));
   let end = -Infinity;
-  for (const label of plot.querySelectorAll('[aria-label^="X-axis"] .role-axis-label text')) {
-    const { left, right } = label.getBoundingClientRect();
+  for (const { label, box } of placed.sort((one, other) => one.box.left - other.box.left)) {
+    const { left, right } = box;
     const isHidden = left < end + 4;
     label.style.opacity = isHidden ? 0 : "";
     if (!isHidden) end = right;
@@ -26,8 +28,8 @@ const followLabels = (plot) => {
     cancelAnimationFrame(queued);
     queued = requestAnimationFrame(() => thinLabels(plot));
   };
-  new MutationObserver(later).observe(plot, { childList: true, subtree: true });
-  new ResizeObserver(later).observe(plot);
+  // Vega moves labels by their transform, some time after the plot has changed its size.
+  new MutationObserver(later).observe(plot, { childList: true, subtree: true, attributeFilter: ["transform"] });
 };
 
 new MutationObserver(() => {
