@@ -291,11 +291,10 @@ def run(args: argparse.Namespace) -> int:
     check_run_settings(options.out, answer_settings | items, distributed)
     start_index = len(data) if options.text_only else 0
     is_silent = distributed.rank > 0
-    total = len(teacher.data) - start_index
+    total, shard = len(teacher.data) - start_index, (distributed.rank, distributed.world_size)
+    batch_size, new_tokens = options.answer_batch or options.batch_size, options.max_new_tokens
     with ProgressReporter("answers", total, "text", show_bar=options.progress, is_silent=is_silent) as progress:
-        batch_size = options.answer_batch or options.batch_size
-        shard = (distributed.rank, distributed.world_size)
-        teacher.generate_answers(options.out, batch_size, options.max_new_tokens, progress.update, shard, start_index)
+        teacher.generate_answers(options.out, batch_size, new_tokens, progress.update, shard, start_index)
     wait_for_everyone()
     teacher.read_answers(options.out)
     init_from_target(trainer, teacher)
@@ -316,15 +315,13 @@ def run(args: argparse.Namespace) -> int:
 
 def set_default_sizes(args: argparse.Namespace) -> None:
     """Requests and steps that were not given: few where only instant heads are trained."""
-    is_instant = args.drafter == ["instant"]
-    args.count = args.count or (INSTANT_COUNT if is_instant else 2000)
-    args.steps = args.steps or (INSTANT_STEPS if is_instant else 1000)
+    count, steps = (INSTANT_COUNT, INSTANT_STEPS) if args.drafter == ["instant"] else (2000, 1000)
+    args.count, args.steps = args.count or count, args.steps or steps
 
 
 def on_step(trainer: Trainer, progress: ProgressReporter) -> Callable[[dict[str, float]], None]:
     """What happens after each training step: progress, and the first checkpoint as soon as it is due."""
-    start_time = time.monotonic()
-    is_saved = False
+    start_time, is_saved = time.monotonic(), False
 
     def report(metrics: dict[str, float]) -> None:
         nonlocal is_saved

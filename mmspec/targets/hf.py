@@ -31,6 +31,7 @@ from mmspec.interfaces import VerifyResult
 from mmspec.targets.base import ModelAdapter
 from mmspec.targets.module_scan import ModuleScan
 from mmspec.targets.native import NativeRounds, RoundPositions, native_rounds
+from mmspec.targets.tree_mask import visible_keys, within_window
 
 CAN_SELECT_HIDDEN_STATES = hasattr(output_capturing, "selected_hidden_states")
 """Whether this transformers can return chosen hidden states only; older versions return all of them."""
@@ -322,40 +323,27 @@ class HFTarget:
         """
         if tree.num_nodes == 1 and self.buffer.is_uniform and self._padding is None:
             return None
-        assert tree.ancestor_mask is not None and tree.depths is not None
-        batch, num_nodes = tree.tokens.shape
         lengths = self.buffer.lengths_on(self.device)
-        index = torch.arange(self.buffer.kv_len, device=self.device)
-        committed = index < lengths[:, None]
-        if self._padding is not None:
-            committed[:, : self._padding.shape[1]] &= self._padding
-        allowed = committed[:, None].expand(batch, num_nodes, -1).contiguous()
-        node_index = lengths[:, None] + torch.arange(num_nodes, device=self.device)  # [B, N], of the nodes' keys
-        node_index = node_index[:, None].expand(batch, num_nodes, num_nodes)
-        allowed.scatter_(2, node_index, tree.ancestor_mask)
+        visible = visible_keys(tree, lengths, self.buffer.kv_len, self._padding)
         if "sliding_attention" not in self._layer_types or self._has_one_mask:
-            return self._to_mask(allowed)
-        # Windows count positions of the sequence, padding included, as transformers' own masks do.
-        depths = torch.where(tree.node_mask, tree.depths, 0)
-        position = index.expand(batch, -1).scatter(1, node_index[:, 0], lengths[:, None] + depths)
+            return self._to_mask(visible)
         assert self._window is not None
-        distance = (lengths[:, None] + tree.depths)[:, :, None] - position[:, None]
-        sliding = self._to_mask(allowed & (distance < self._window))
+        sliding = self._to_mask(visible & within_window(tree, lengths, self.buffer.kv_len, self._window))
         if self._layer_types == {"sliding_attention"}:
             return sliding
-        return {"full_attention": self._to_mask(allowed), "sliding_attention": sliding}
+        return {"full_attention": self._to_mask(visible), "sliding_attention": sliding}
 
-    def _to_mask(self, allowed: Tensor) -> Tensor:
+    def _to_mask(self, visible: Tensor) -> Tensor:
         """[B, 1, N, kv_len]: bool for sdpa, which is valid under autocast too; additive for eager attention.
 
         Args:
-            allowed: [B, N, kv_len] bool.
+            visible: [B, N, kv_len] bool.
         """
         if self.adapter.attention == "sdpa":
-            return allowed[:, None]
+            return visible[:, None]
         dtype = self.model.dtype
-        mask = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
-        return mask.masked_fill_(~allowed, torch.finfo(dtype).min)[:, None]
+        mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+        return mask.masked_fill_(~visible, torch.finfo(dtype).min)[:, None]
 
 
 __all__ = ["CAN_SELECT_HIDDEN_STATES", "TOKEN_TYPE_INPUTS", "HFTarget"]
