@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from mmspec.app.bench.config import DEFAULT_ROUNDS, BenchConfig
+from mmspec.app.bench.config import DEFAULT_PROCESSES, DEFAULT_ROUNDS, BenchConfig
 from mmspec.app.bench.overview import overview_markdown
 from mmspec.app.bench.plot import plot_bench
 from mmspec.app.bench.results import ResultFiles, add_result_options
@@ -131,6 +131,8 @@ def add_parser(commands: Commands, common: argparse.ArgumentParser) -> None:
     add_sampling_options(parser, "prompts, images and sampling")
     repeats_help = f"rounds after the warm-up (default {DEFAULT_ROUNDS}, fewer if --minutes are over)"
     add("--repeats", type=positive_int, default=None, metavar="N", help=repeats_help)
+    processes_help = f"fresh processes that share the rounds (default {DEFAULT_PROCESSES} for scenes, else 1)"
+    add("--processes", type=positive_int, default=None, metavar="N", help=processes_help)
     add("--images", nargs="+", default=[], metavar="PATH", help="images to use (default: synthetic)")
     add("--prompt", default=None, metavar="TEXT", help=f"default {PROMPT!r}")
     add_result_options(

@@ -14,6 +14,8 @@ MAX_TREE_SIZE = 64
 """`MAX_NODES` of mmspec.engine.tree, which is too slow to import here."""
 DEFAULT_ROUNDS = 41
 """Each ratio is a median of so many."""
+DEFAULT_PROCESSES = 5
+"""Of the toy world, whose model is loaded in no time: each has its share of the rounds."""
 DEFAULT_MINUTES = 3
 """Of measuring, where neither rounds nor minutes are given."""
 
@@ -32,7 +34,7 @@ class BenchConfig:
         scene_seed: of the first scene, with `task`. count: scenes; None for `repeats` batches.
         new_tokens: per row; a maximum with `task`, exact without.
         temperature: 0 is greedy. seed: of prompts, images and sampling. repeats: rounds after the warm-up, at most.
-        minutes: after which no round but the first seven begins; None for no limit.
+        minutes: after which no round but the first seven begins; None for no limit. processes: that share the rounds.
         images: paths of images; empty for synthetic ones. prompt: text before the padding.
     """
 
@@ -51,6 +53,7 @@ class BenchConfig:
     seed: int
     repeats: int
     minutes: int | None
+    processes: int
     images: tuple[str, ...]
     prompt: str
 
@@ -70,6 +73,8 @@ class BenchConfig:
             raise UsageError(f"--count {args.count} does not fill a batch of {max(args.batch_sizes)}")
         if task is None and (args.scene_seed is not None or args.count is not None):
             raise UsageError("--scene-seed and --count go with --task")
+        if args.overview and (args.processes or 1) > 1:
+            raise UsageError("--overview measures in one process; leave --processes out")
         if args.overview and (task != "describe" or args.model != SCENES_MODEL):
             raise UsageError("--overview has tasks of its own, of the toy world: leave --model, --task and images out")
         if args.nodes is not None and args.nodes > MAX_TREE_SIZE:
@@ -88,6 +93,7 @@ class BenchConfig:
             new_tokens=new_tokens,
             repeats=args.repeats or DEFAULT_ROUNDS,
             minutes=args.minutes or (DEFAULT_MINUTES if is_default else None),
+            processes=args.processes or (DEFAULT_PROCESSES if is_default and args.model == SCENES_MODEL else 1),
             prompt=args.prompt or PROMPT,
         )
 
@@ -96,4 +102,4 @@ class BenchConfig:
         return self.count // batch if self.count else self.repeats
 
 
-__all__ = ["DEFAULT_MINUTES", "DEFAULT_ROUNDS", "MAX_TREE_SIZE", "BenchConfig"]
+__all__ = ["DEFAULT_MINUTES", "DEFAULT_PROCESSES", "DEFAULT_ROUNDS", "MAX_TREE_SIZE", "BenchConfig"]

@@ -206,13 +206,14 @@ def run_rounds(
     seed: int,
     tick: Callable[[], object],
     deadline: float | None = None,
+    min_rounds: int = MIN_ROUNDS,
 ) -> None:
     """One round per request: `hf`, the others in rotating order, `hf-again`; the first request warms up.
 
     Requests must differ: a drafter that learns from call to call knows the answers otherwise.
 
     Args:
-        deadline: `time.perf_counter()` after which no round begins once there are `MIN_ROUNDS`; None for no limit.
+        deadline: `time.perf_counter()` after which no round begins once there are `min_rounds`; None for no limit.
     """
     first, last = ([one for one in contestants if one.name == name] for name in (HF, HF_AGAIN))
     others = [one for one in contestants if one.name not in (HF, HF_AGAIN)]
@@ -222,7 +223,7 @@ def run_rounds(
         run_once(contestant, requests[0], new_tokens, temperature, seed)
         tick()
     for number, inputs in enumerate(requests[1:], 1):
-        if deadline is not None and number > MIN_ROUNDS and time.perf_counter() > deadline:
+        if deadline is not None and number > min_rounds and time.perf_counter() > deadline:
             return
         start = number % max(1, len(others))
         for contestant in (*first, *others[start:], *others[:start], *last):

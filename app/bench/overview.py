@@ -54,6 +54,7 @@ def overview_configs(config: BenchConfig) -> list[tuple[str, BenchConfig]]:
                 repeats=one.rounds,
                 count=None,
                 minutes=None,
+                processes=1,
             ),
         )
         for one in OVERVIEW

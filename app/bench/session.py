@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 import sys
 import time
@@ -17,14 +18,17 @@ from tqdm import tqdm
 from mmspec.app.bench.config import BenchConfig
 from mmspec.app.bench.forced_tree import add_forced_tree, is_probe_needed, probe_forced_tree
 from mmspec.app.bench.measure import (
+    MIN_ROUNDS,
     NO_DRAFT,
     WARM_UP_CALLS,
     Contestant,
+    TimedRun,
     build_contestants,
     build_result_rows,
     run_rounds,
 )
 from mmspec.app.bench.overview import overview_configs
+from mmspec.app.bench.processes import Part, run_in_processes
 from mmspec.app.bench.requests import bench_images, build_requests, build_scene_requests
 from mmspec.app.bench.rows import ResultRow
 from mmspec.app.caption.config import SCENES_MODEL
@@ -38,6 +42,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, ProcessorMixin
 
 Requests = Sequence[Mapping[str, Any]]
+Runs = dict[str, list[TimedRun]]
 
 
 def measure_bench(config: BenchConfig, command: str, progress: bool | None = None) -> list[ResultRow]:
@@ -50,16 +55,10 @@ def measure_bench(config: BenchConfig, command: str, progress: bool | None = Non
     Raises:
         UsageError: the model, a drafter or an image cannot be used.
     """
-    num_images = max(config.batch_sizes) * (config.repeats + 1)
-    images = [] if config.task else bench_images(config.images, num_images, config.seed)
+    images = _images(config)
     if config.model == SCENES_MODEL and images:
         warn_if_out_of_domain(images[0], "what --images names" if config.images else "the synthetic image")
-    model, processor = load_model(config.model, config.dtype, config.device)
-    stop_at_eos = config.task is not None
-    try:
-        contestants = build_contestants(model, config.drafters, processor, stop_at_eos, config.nodes)
-    except (OSError, TypeError, ValueError) as error:
-        raise UsageError(f"--model {config.model}: {one_line(error, 600)}") from error
+    model, processor, contestants = _contestants(config)
     captioner = Captioner(model, processor)
     keys = ("model", "task", "scene_seed", "new_tokens", "temperature", "nodes")
     shared = {key: getattr(config, key) for key in keys}
@@ -75,7 +74,7 @@ def measure_bench(config: BenchConfig, command: str, progress: bool | None = Non
             requests = _build_requests(config, captioner, images, batch, length)
             about = {"prompt_tokens": requests[0]["input_ids"].shape[1]}
             deadline = share_of_time(end, len(series) - number)
-            measured = _measure(config, contestants, requests, model, processor, bar.update, deadline)
+            measured = _measure(config, contestants, requests, (batch, length), model, processor, bar.update, deadline)
             rows += [row | about | shared for row in measured]
     return rows
 
@@ -99,17 +98,57 @@ def _build_requests(
     return build_requests(captioner, images, config.prompt, batch, length, count + 1, config.seed)
 
 
+def _images(config: BenchConfig) -> list[Image.Image]:
+    """The images of all requests, without a task."""
+    num_images = max(config.batch_sizes) * (config.repeats + 1)
+    return [] if config.task else bench_images(config.images, num_images, config.seed)
+
+
+def _contestants(config: BenchConfig) -> tuple[PreTrainedModel, ProcessorMixin, list[Contestant]]:
+    """The model, its processor and all that are measured.
+
+    Raises:
+        UsageError: the model or a drafter cannot be used.
+    """
+    model, processor = load_model(config.model, config.dtype, config.device)
+    try:
+        contestants = build_contestants(model, config.drafters, processor, config.task is not None, config.nodes)
+    except (OSError, TypeError, ValueError) as error:
+        raise UsageError(f"--model {config.model}: {one_line(error, 600)}") from error
+    return model, processor, contestants
+
+
+def measure_part(config: BenchConfig, series: tuple[int, int], seconds: float | None, part: Part) -> Runs:
+    """In a process of its own: {name: runs} of its share of the rounds of one batch size and prompt length."""
+    model, processor, contestants = _contestants(config)
+    requests = part.of(_build_requests(config, Captioner(model, processor), _images(config), *series))
+    end, least = None if seconds is None else time.perf_counter() + seconds, math.ceil(MIN_ROUNDS / part.count)
+    run_rounds(contestants, requests, config.new_tokens, config.temperature, config.seed, lambda: None, end, least)
+    return {one.name: one.runs for one in contestants}
+
+
 def _measure(
     config: BenchConfig,
     contestants: Sequence[Contestant],
     requests: Requests,
+    series: tuple[int, int],
     model: PreTrainedModel,
     processor: ProcessorMixin,
     tick: Callable[[], object],
     deadline: float | None,
 ) -> list[ResultRow]:
     """Rows of one batch size and prompt length; a drafter that the controller left out is probed with a forced tree."""
-    run_rounds(contestants, requests, config.new_tokens, config.temperature, config.seed, tick, deadline)
+    count = min(config.processes, len(requests) - 1)
+    if count > 1:
+        seconds = None if deadline is None else (deadline - time.perf_counter()) / count
+        num_calls = len(contestants) * (len(requests) - 1) // count
+        runs = run_in_processes(
+            measure_part, (config, series, seconds), count, lambda: [tick() for _ in range(num_calls)]
+        )
+        for one in contestants:
+            one.runs = runs[one.name]
+    else:
+        run_rounds(contestants, requests, config.new_tokens, config.temperature, config.seed, tick, deadline)
     own = next(one for one in contestants if one.name == NO_DRAFT)
     rows = list(build_result_rows(contestants))
     for row in rows:
@@ -165,4 +204,4 @@ def processor_name() -> str:
     return names[0] if names else platform.machine()
 
 
-__all__ = ["measure_bench", "measure_overview", "processor_name", "provenance", "share_of_time"]
+__all__ = ["measure_bench", "measure_overview", "measure_part", "processor_name", "provenance", "share_of_time"]

@@ -26,6 +26,8 @@ def compiled_sanitize(
     whole = (tokens, parents, root_ids, *(() if stop_ids is None else (stop_ids,)))
     if not _are_plain(whole, torch.long) or not _are_plain((node_mask, draftable), torch.bool):
         return None
+    if not _fit(tokens, (parents, node_mask), (root_ids,)):  # of a user's drafter: torch says what is wrong
+        return None
     functions = _functions()
     if functions is None:
         return None
@@ -65,6 +67,8 @@ def compiled_accept_path(
     masks = (node_mask, *(() if finished is None else (finished,)))
     if not _are_plain(whole, torch.long) or not _are_plain(masks, torch.bool):
         return None
+    if not _fit(sampled_ids, (tokens, parents, node_mask), (max_emit, *masks[1:])):
+        return None
     functions = _functions()
     if functions is None:
         return None
@@ -88,6 +92,11 @@ def compiled_accept_path(
 def _are_plain(tensors: tuple[Tensor, ...], dtype: torch.dtype) -> bool:
     """Whether all are of this dtype, on the CPU, and no subclasses (of a tracer, or without memory)."""
     return all(type(part) is Tensor and part.is_cpu and part.dtype is dtype for part in tensors)
+
+
+def _fit(nodes: Tensor, same: tuple[Tensor, ...], per_row: tuple[Tensor, ...]) -> bool:
+    """Whether `same` have the shape [B, N] of `nodes` and `per_row` that of its rows: C checks no bounds."""
+    return all(part.shape == nodes.shape for part in same) and all(part.shape == nodes.shape[:1] for part in per_row)
 
 
 def _stop_arguments(stop_ids: Tensor | None) -> tuple[int | None, int]:

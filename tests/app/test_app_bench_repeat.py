@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -11,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from mmspec.app.bench import measure
 from mmspec.app.bench.against import bench_ratios, read_ratios, repeat_line, repeat_table, suite_ratios
 from mmspec.app.bench.config import DEFAULT_ROUNDS
 from mmspec.app.bench.measure import Contestant, TimedRun, build_result_rows, run_rounds
 from mmspec.app.bench.overview import OVERVIEW, overview_markdown
+from mmspec.app.bench.processes import Part, run_in_processes
 from mmspec.app.bench.ties import tie_lines
 from mmspec.app.cli.main import main
 from mmspec.app.errors import UsageError
@@ -180,3 +183,37 @@ def test_the_table_of_the_overview() -> None:
     assert lines[7].startswith("|  | `msd`, used in 50% of rounds | 1.50 |") and "tie" not in lines[7]
     assert lines[-1] == "Ties (95% intervals overlap): long descriptions: `none` and `hf-again`."
     assert "NOT all outputs identical" in overview_markdown([*rows, row("x", 3, identical=False)])
+
+
+def test_rounds_are_shared_by_processes() -> None:
+    requests = list(range(12))  # the first one warms up
+    parts = [Part(number, 3).of(requests) for number in range(3)]
+    assert [part[0] for part in parts] == [0, 0, 0]
+    assert [one for part in parts for one in part[1:]] == requests[1:] and {len(part) for part in parts} == {4, 5}
+    ticks: list[int] = []
+    found = run_in_processes(share_of_rounds, (requests,), 2, lambda: ticks.append(1))
+    assert found["rounds"] == requests[1:] and len(set(found["process"])) == 2 and len(ticks) == 2
+    assert torch.equal(torch.cat(found["tensor"]), torch.tensor([0.0, 1.0]))
+    with pytest.raises(UsageError, match="process 1 of 2 of the bench died"):
+        run_in_processes(die, (), 2, lambda: None)
+
+
+def share_of_rounds(requests: list[int], part: Part) -> dict[str, list[Any]]:
+    """What a process of the bench returns."""
+    return {"rounds": part.of(requests)[1:], "process": [os.getpid()], "tensor": [torch.tensor([float(part.number)])]}
+
+
+def die(part: Part) -> dict[str, list[Any]]:
+    """A process that is killed."""
+    os._exit(9)
+
+
+@pytest.mark.slow
+def test_a_bench_of_two_processes(tmp_path: Path, capsys: Any) -> None:
+    args = ["bench", "--model", "tiny", "--drafters", "none", "--new-tokens", "4", "--repeats", "3", "--processes", "2"]
+    assert main([*args, "--json", str(tmp_path / "rows.json")]) == 0
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert [row["drafter"] for row in rows] == ["hf", "hf-again", "none"] and all(row["identical"] for row in rows)
+    assert all(len(row["speedup_hf_runs"]) == row["repeats"] == 3 for row in rows)
+    assert main(["bench", "--overview", "--processes", "2"]) == 2
+    assert "--overview measures in one process" in capsys.readouterr().err

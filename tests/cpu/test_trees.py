@@ -128,3 +128,17 @@ def test_a_bug_in_the_tree_code_is_found(bug: str, tmp_path: Path, monkeypatch: 
         assert any(differ(seed) for seed in range(600))
     finally:
         trees._functions.cache_clear()
+
+
+def test_trees_of_inconsistent_shapes_are_left_to_torch() -> None:
+    """A drafter of a user may return them: C would read beyond the end."""
+    tokens, parents, node_mask, root_ids, draftable, stop_ids = random_inputs(3)
+    assert compiled_sanitize(tokens, parents, node_mask, root_ids, draftable, stop_ids) is not None
+    assert compiled_sanitize(tokens, parents[:, 1:], node_mask, root_ids, draftable, stop_ids) is None
+    assert compiled_sanitize(tokens, parents, node_mask[:1], root_ids, draftable, stop_ids) is None
+    assert compiled_sanitize(tokens, parents, node_mask, root_ids[1:], draftable, stop_ids) is None
+    tree, sampled_ids, max_emit, stop_ids, finished = walk_inputs(4)
+    nodes = (tree.tokens, tree.parents, tree.node_mask)
+    assert compiled_accept_path(nodes, sampled_ids, max_emit, stop_ids, finished) is not None
+    assert compiled_accept_path(nodes, sampled_ids[:, 1:], max_emit, stop_ids, finished) is None
+    assert compiled_accept_path(nodes, sampled_ids, max_emit[1:], stop_ids, finished) is None
