@@ -21,7 +21,7 @@ from mmspec.app.scenes.render import render_scene
 from mmspec.app.scenes.world import generate_scene
 from mmspec.config import target_info
 from mmspec.control.depth import DepthController
-from mmspec.drafters.checkpoints.published import load_published
+from mmspec.drafters.checkpoints.published import PUBLISHED_DRAFTERS, load_published
 from mmspec.drafters.checkpoints.speculators import export_speculators
 from mmspec.drafters.eagle.drafter import EagleDrafter
 from mmspec.drafters.eagle.head import Eagle3Head, EagleHead
@@ -314,8 +314,9 @@ def test_auto_uses_a_cached_published_drafter(tmp_path: Path, monkeypatch: pytes
     assert build_drafter("auto", KNOWN_TARGET).name == "hybrid"
     with pytest.raises(OSError, match=r"'a/b' is not in the local cache and cannot be downloaded: not in the cache"):
         build_drafter("a/b", KNOWN_TARGET)
-    hub = "lucylyn/MSD-LLaVA1.5-7B"
-    assert requested == [(hub, True), (hub, False), (hub, True), ("a/b", False)], "auto never fetches anything"
+    hub, *others = PUBLISHED_DRAFTERS[KNOWN_TARGET.name]
+    wanted = [(hub, True), (hub, False), *((name, True) for name in (hub, *others)), ("a/b", False)]
+    assert requested == wanted, "auto never fetches anything"
 
 
 def test_offline_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
