@@ -77,7 +77,7 @@ def patch(
         cpu_pack_weights: on a CPU, rounds of float32 Llama, Mistral, Qwen2 and Qwen3 text models and drafts of EAGLE,
             EAGLE-3, MSD, FLASH and DSpark heads run in compiled code, other float32 linear layers on whichever kernel
             is fastest in real calls. True: all linear layers do the latter, also on packed copies, at the cost of the
-            layers' memory. False: torch computes everything.
+            layers' memory. False: torch computes all layers and heads.
         compile: True records the target's forward and the drafts of most heads once for each shape and replays them:
             by CUDA graphs on a GPU (not tried on one yet), by `torch.compile` on a CPU, which takes up to a minute per
             shape at first and a copy of the weights. False: never. "auto": where that is shown to be exact and faster,

@@ -5,15 +5,15 @@ Both are compared with slow references in tests/engine/test_tree.py and tests/en
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from c_bugs import faulty_kernel
 from torch import Tensor
 
-from mmspec.cpu import native, trees
-from mmspec.cpu.native import FewRowsKernel, load_kernel
+from mmspec.cpu import trees
+from mmspec.cpu.native import load_kernel
 from mmspec.cpu.trees import compiled_accept_path, compiled_sanitize
 from mmspec.engine.tree import DraftTree, _sanitize
 from mmspec.engine.verify import _accept_path
@@ -115,13 +115,8 @@ BUGS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bug", BUGS)
-def test_a_bug_in_the_tree_code_is_found(bug: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    old, new = BUGS[bug]
-    source = native.SOURCES["trees.h"].decode()
-    assert source.count(old) == 1
-    monkeypatch.setenv("MMSPEC_CACHE", str(tmp_path))
-    monkeypatch.setattr(native, "SOURCES", native.SOURCES | {"trees.h": source.replace(old, new).encode()})
-    kernel = FewRowsKernel(native._load_library())
+def test_a_bug_in_the_tree_code_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = faulty_kernel(*BUGS[bug], "trees.h")
     monkeypatch.setattr(trees, "load_kernel", lambda: kernel)
     trees._functions.cache_clear()
     try:

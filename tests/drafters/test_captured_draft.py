@@ -17,7 +17,18 @@ from unittest import mock
 import fuzz
 import pytest
 import torch
-from recorded_rounds import SPEC, HostCounter, build_drafter, build_inputs, build_model, generate, patched, recording
+from recorded_rounds import (
+    SPEC,
+    HostCounter,
+    build_drafter,
+    build_inputs,
+    build_model,
+    fails_later,
+    generate,
+    patched,
+    recording,
+    wrong,
+)
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -27,7 +38,7 @@ from mmspec.drafters.eagle.captured import CapturedDraft, StaticDraft, StaticHea
 from mmspec.drafters.eagle.drafter import EagleDrafter
 from mmspec.drafters.eagle.head import EagleHead
 from mmspec.drafters.eagle.state import DraftState
-from mmspec.engine.graph import Replay, StaticFunction, record_nothing, record_trace
+from mmspec.engine.graph import Recorder, Replay, StaticFunction, record_nothing, record_trace
 from mmspec.engine.loop import DecodeLoop
 from mmspec.engine.recordings import NUM_CHECKED_REPLAYS, Recordings
 from mmspec.engine.tree import DraftTree
@@ -68,9 +79,16 @@ def without_compiled_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "active_kernel", lambda: None)
 
 
-def trace_drafts(function: StaticFunction, state: Sequence[Tensor], inputs: Sequence[Tensor]) -> Replay:
-    """`record_trace` for drafts; rounds of the target, which have tests of their own, run as they are."""
-    return (record_nothing if isinstance(function, StaticRound) else record_trace)(function, state, inputs)
+def drafts_only(recorder: Recorder) -> Recorder:
+    """Records drafts by `recorder`; the rounds of the target run as they are."""
+
+    def record(function: StaticFunction, state: Sequence[Tensor], inputs: Sequence[Tensor]) -> Replay:
+        return (record_nothing if isinstance(function, StaticRound) else recorder)(function, state, inputs)
+
+    return record
+
+
+trace_drafts = drafts_only(record_trace)
 
 
 def replays_only(test: Callable[[], Any]) -> Any:
@@ -328,28 +346,7 @@ def test_drafts_that_are_not_recorded() -> None:
             assert torch.equal(generate(model, inputs, False), expected)
 
 
-def fails_on_drafts(function: StaticFunction, state: Sequence[Tensor], inputs: Sequence[Tensor]) -> Replay:
-    """A recorder whose third replay of a draft fails."""
-    if hasattr(function, "bucket"):
-        return record_nothing(function, state, inputs)
-    count = iter(range(100))
-
-    def replay(new_inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        if next(count) == 3:
-            raise RuntimeError("out of memory")
-        return function(*state, *new_inputs)
-
-    return replay
-
-
-def wrong_drafts(function: StaticFunction, state: Sequence[Tensor], inputs: Sequence[Tensor]) -> Replay:
-    """A recorder whose replays of drafts are wrong."""
-    if hasattr(function, "bucket"):
-        return record_nothing(function, state, inputs)
-    return lambda new_inputs: tuple(output.roll(1, -1) for output in function(*state, *new_inputs))
-
-
-@pytest.mark.parametrize("recorder", [fails_on_drafts, wrong_drafts])
+@pytest.mark.parametrize("recorder", [drafts_only(fails_later), drafts_only(wrong)])
 def test_a_failure_costs_speed_only(recorder: Any, caplog: pytest.LogCaptureFixture) -> None:
     """The rounds of the target stay recorded."""
     model = build_model()

@@ -14,6 +14,7 @@ from typing import Any
 import fuzz
 import pytest
 import torch
+from c_bugs import faulty_kernel
 from fake_target import HEAD_CONFIG, NUM_LAYERS, FakeTarget, begin_decoding, build_prompt, build_result, scores_by_path
 from torch import Tensor, nn
 
@@ -377,15 +378,10 @@ BUGS = {
 
 
 @pytest.mark.parametrize("bug", BUGS)
-def test_planted_bugs_are_caught(bug: str, target: FakeTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planted_bugs_are_caught(bug: str, target: FakeTarget, monkeypatch: pytest.MonkeyPatch) -> None:
     prefix, text, part, replacement = BUGS[bug]
     kind = next(kind for kind in KINDS if kind.startswith(prefix))
-    old, new = text.encode(), text.replace(part, replacement).encode()
-    assert sum(source.count(old) for source in native.SOURCES.values()) == 1
-    monkeypatch.setattr(native, "SOURCES", {name: code.replace(old, new) for name, code in native.SOURCES.items()})
-    monkeypatch.setattr(native, "FLAGS", ("-O0", *native.FLAGS[1:]))
-    monkeypatch.setenv("MMSPEC_CACHE", str(tmp_path))
-    faulty = FewRowsKernel(native._load_library())
+    faulty = faulty_kernel(text, text.replace(part, replacement), optimized=False)
     monkeypatch.setattr(native_draft, "active_kernel", lambda: faulty)
     states = TwoStates(target, build_drafter(kind))
     with pytest.raises(AssertionError):

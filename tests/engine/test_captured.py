@@ -14,7 +14,17 @@ import pytest
 import tiny_models as tiny
 import torch
 import zoo
-from recorded_rounds import HostCounter, build_drafter, build_inputs, build_model, generate, patched, recording
+from recorded_rounds import (
+    HostCounter,
+    build_drafter,
+    build_inputs,
+    build_model,
+    fails_later,
+    generate,
+    patched,
+    recording,
+    wrong,
+)
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
@@ -273,23 +283,6 @@ def test_what_is_recorded_by_default() -> None:
 def broken(function: StaticFunction, state: Sequence[Tensor], inputs: Sequence[Tensor]) -> Replay:
     """A recorder whose compiler is missing."""
     raise OSError("no compiler")
-
-
-def wrong(function: StaticFunction, state: Sequence[Tensor], inputs: Sequence[Tensor]) -> Replay:
-    """A recorder whose replays are wrong."""
-    return lambda new_inputs: tuple(output.roll(1, -1) for output in function(*state, *new_inputs))
-
-
-def fails_later(function: StaticFunction, state: Sequence[Tensor], inputs: Sequence[Tensor]) -> Replay:
-    """A recorder whose third replay fails."""
-    count = iter(range(100))
-
-    def replay(new_inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        if next(count) == 3:
-            raise RuntimeError("out of memory")
-        return function(*state, *new_inputs)
-
-    return replay
 
 
 @pytest.mark.parametrize("recorder", [broken, wrong, fails_later])

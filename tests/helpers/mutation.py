@@ -18,12 +18,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 from unittest import mock
 
 import fuzz
 import torch
+from c_bugs import faulty_kernel
 from torch import Tensor
 
 import mmspec.decode
@@ -34,7 +34,6 @@ import mmspec.engine.rng
 import mmspec.engine.sampler
 import mmspec.targets.hf
 import mmspec.targets.native
-from mmspec.cpu import native
 from mmspec.cpu.native import FewRowsKernel
 from mmspec.engine.tree import DraftTree
 
@@ -192,16 +191,7 @@ def _c_bug(text: str, replacement: str) -> Callable[[Any], Any]:
 
     @cache
     def build() -> FewRowsKernel:
-        old, new = text.encode(), replacement.encode()
-        if sum(source.count(old) for source in native.SOURCES.values()) != 1:
-            raise ValueError(
-                f"the C sources must contain {text!r} once: move the mutant to where the bug could be now."
-            )
-        sources = {name: source.replace(old, new) for name, source in native.SOURCES.items()}
-        with TemporaryDirectory() as folder, ExitStack() as stack:
-            stack.enter_context(mock.patch.dict(os.environ, {"MMSPEC_CACHE": folder}))
-            stack.enter_context(mock.patch.object(native, "SOURCES", sources))
-            return FewRowsKernel(native._load_library())
+        return faulty_kernel(text, replacement)
 
     def mutate(original: Any) -> Any:
         return lambda: None if original() is None else build()

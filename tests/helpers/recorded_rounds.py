@@ -45,6 +45,23 @@ class CountingRecorder:
         return counted
 
 
+def wrong(function: StaticFunction, state: Sequence[Tensor], inputs: Sequence[Tensor]) -> Replay:
+    """A recorder whose replays are wrong."""
+    return lambda new_inputs: tuple(output.roll(1, -1) for output in function(*state, *new_inputs))
+
+
+def fails_later(function: StaticFunction, state: Sequence[Tensor], inputs: Sequence[Tensor]) -> Replay:
+    """A recorder whose third replay fails."""
+    count = iter(range(100))
+
+    def replay(new_inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        if next(count) == 3:
+            raise RuntimeError("out of memory")
+        return function(*state, *new_inputs)
+
+    return replay
+
+
 @contextmanager
 def recording(recorder: Recorder) -> Iterator[CountingRecorder]:
     """Context in which the rounds of all calls are recorded."""
