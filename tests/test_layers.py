@@ -24,6 +24,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "engine.tree",
         "engine.kv_cache",
         "engine.gather",
+        "engine.host_copy",
         "engine.graph",
         "engine.recordings",
         "cpu.*",

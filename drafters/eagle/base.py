@@ -23,6 +23,7 @@ from mmspec.drafters.eagle.head import EagleHead
 from mmspec.drafters.eagle.native import NativeDraft
 from mmspec.drafters.eagle.state import DraftState, Pending
 from mmspec.drafters.eagle.visual_inputs import VISUAL_MODES, DraftInputs, align_prompt, left_pack, resolve_visual_mode
+from mmspec.engine.host_copy import from_host
 from mmspec.engine.kv_cache import RaggedKVCache
 from mmspec.engine.tree import BUCKETS, DraftTree, root_only
 from mmspec.interfaces import Compressor, DrafterRequirements, Prompt, VerifyResult
@@ -185,7 +186,7 @@ class HeadDrafter(ABC):
         state.timer.record_draft(timestamp, max(state.kv_cache.seq_lens), state.num_levels)
         state.draft_s = state.now() - draft_start
         if not all(active):
-            tree.node_mask &= torch.tensor(active, device=tree.node_mask.device)[:, None]
+            tree.node_mask &= from_host(active, tree.node_mask.device)[:, None]
         return tree
 
     @torch.inference_mode()
@@ -244,7 +245,7 @@ class HeadDrafter(ABC):
         if not any(kv_cache.seq_lens):  # a prompt, of which only the last output is used
             kv_cache.begin_forward(n)
             cos, sin = self.rotary_embedding(state, position_ids)
-            last = torch.tensor([max(0, count - 1) for count in counts], device=device)[:, None]
+            last = from_host([max(0, count - 1) for count in counts], device)[:, None]
             mask = None if min(counts) == n else (torch.arange(n, device=device) <= last)[:, None, None]
             outputs = self.head(inputs, cos, sin, cached_attention(kv_cache, mask), last)
             state.last_hidden = select_last(outputs, [min(count, 1) for count in counts], state.last_hidden)

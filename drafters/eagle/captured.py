@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from mmspec.drafters.eagle.native import run_plain_forwards
 from mmspec.drafters.eagle.state import DraftState, Pending
+from mmspec.engine.host_copy import from_host
 from mmspec.engine.kv_cache import RaggedKVCache
 from mmspec.engine.recordings import Recordings, WeightWatch, recordable_mode
 from mmspec.engine.static_cache import RESERVED_TOKENS, length_bucket
@@ -209,7 +210,7 @@ class DraftTensors:
             "sin": sin,
             "logit_bias": state.logit_bias,
             "temperature": torch.tensor(state.temperature, device=device, dtype=torch.float32),
-            "position_offset": torch.tensor(offset, device=device),
+            "position_offset": from_host(offset, device),
         }
         optional = {"draft_ids": state.draft_ids, "draft_lm_head": state.draft_lm_head}
         return named | {name: value for name, value in optional.items() if value is not None}

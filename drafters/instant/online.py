@@ -27,6 +27,7 @@ from mmspec.drafters.instant.autoregression import (
     input_projection,
 )
 from mmspec.drafters.ngram.output_ngrams import HEAD_POWER, NGRAM_POWER, PRIOR_POWER
+from mmspec.engine.host_copy import from_host
 from mmspec.interfaces import Examples, LearningSpec, Prompt, SharedEmbeddings, VerifyResult
 
 
@@ -219,7 +220,7 @@ def _advance(state: HeadsState, accepted: Tensor, counts: list[int]) -> None:
         return
     states = torch.cat((state.last[:, None], accepted), dim=1)
     rows = torch.arange(len(counts), device=states.device)
-    index = torch.tensor(counts, device=states.device)
+    index = from_host(counts, states.device)
     state.previous = torch.where((index > 0)[:, None], states[rows, (index - 1).clamp(min=0)], state.previous)
     state.last = states[rows, index]
 

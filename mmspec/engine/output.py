@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from mmspec.engine.criteria import CriterionInputs, StepCriteria
+from mmspec.engine.host_copy import to_device
 from mmspec.engine.rng import SamplingNoise
 from mmspec.interfaces import VerifyResult
 
@@ -170,7 +171,7 @@ class OutputBuffer:
         root_ids = [row[-1] if row else 0 for row in self.emitted]
         limits = self.max_emit(num_nodes)
         host = torch.tensor([root_ids, self.num_emitted, limits, self.finished], device="cpu")
-        root, num_emitted, max_emit, finished = _to_device(host, self.sequences.device).unbind()
+        root, num_emitted, max_emit, finished = to_device(host, self.sequences.device).unbind()
         return RowState(root, num_emitted, max_emit, limits, finished.bool() if any(self.finished) else None)
 
     def emit(self, result: VerifyResult, scores: Tensor, logits: Tensor, rows: RowState | None = None) -> None:
@@ -339,8 +340,3 @@ class OutputBuffer:
                 self.sequences[:, -1] = self.pad_token_id
             shape = (self.sequences.shape[0], num_new + (capacity < 0))
             self.sequences = torch.cat([self.sequences, self.sequences.new_full(shape, self.pad_token_id)], dim=1)
-
-
-def _to_device(host: Tensor, device: torch.device) -> Tensor:
-    """`host` on `device`. To a GPU from pinned memory: a copy from pageable memory would wait for the device."""
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from mmspec.engine.host_copy import from_host
+
 
 class GeneratorLock:
     """Lock for changes to torch's default generators, with a count of the changes under it.
@@ -115,7 +117,10 @@ class SamplingNoise:
         if self.immediate:  # drafting is off in this case
             return torch.ones(len(num_emitted), depth, self._ring.shape[2], device=device)
         self.draw(min(noise_end, max(num_emitted) + depth))
-        steps = torch.tensor(num_emitted, device=device)[:, None] + torch.arange(depth, device=device)
+        if len(set(num_emitted)) == 1:  # no copy to the device at all
+            steps = torch.arange(num_emitted[0], num_emitted[0] + depth, device=device).expand(len(num_emitted), depth)
+        else:
+            steps = from_host(num_emitted, device)[:, None] + torch.arange(depth, device=device)
         return self.at(steps.clamp(max=self._num_drawn - 1))
 
     def state_after(self, step: int) -> Tensor:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers.generation import logits_process as hf
 
+from mmspec.engine.host_copy import from_host
 from mmspec.engine.rng import SamplingNoise
 from mmspec.engine.tree import DraftTree
 
@@ -104,7 +105,7 @@ class TreeSampler:
         if tree.num_nodes == 1 and len(set(num_emitted)) == 1:  # all rows at the same step, as in transformers
             return self._sample_step(logits, sequences, num_emitted[0], prompt_length, noise_end)
         if first_step is None:
-            first_step = torch.tensor(num_emitted, device=logits.device)
+            first_step = from_host(num_emitted, logits.device)
         scores = self._process_nodes(logits, tree, sequences, num_emitted, first_step, prompt_length)
         if self.noise is None:
             sampled_ids = scores.argmax(-1)
@@ -203,7 +204,7 @@ def _group_nodes(tree: DraftTree, sequences: Tensor, num_emitted: Sequence[int],
                 members[emitted + depths[row][node]].append((row, node))
     groups = []
     for length, nodes in members.items():
-        rows = torch.tensor([row for row, _ in nodes], device=sequences.device)
+        rows = from_host([row for row, _ in nodes], sequences.device)
         history = sequences[rows, : prompt_length + length]
         for index, (row, node) in enumerate(nodes):
             path = []
@@ -211,8 +212,8 @@ def _group_nodes(tree: DraftTree, sequences: Tensor, num_emitted: Sequence[int],
                 path.append(tokens[row][node])
                 node = parents[row][node]
             if path:
-                history[index, -len(path) :] = torch.tensor(path[::-1], device=history.device)
-        flat_index = torch.tensor([row * tree.num_nodes + node for row, node in nodes], device=sequences.device)
+                history[index, -len(path) :] = from_host(path[::-1], history.device)
+        flat_index = from_host([row * tree.num_nodes + node for row, node in nodes], sequences.device)
         groups.append(NodeGroup(flat_index, rows, history))
     return groups
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from mmspec.cpu.trees import compiled_sanitize
+from mmspec.engine.host_copy import from_host
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64)
 """Numbers of nodes that trees are padded to, so that few shapes occur (each may become a captured CUDA graph)."""
@@ -134,8 +135,9 @@ def build_tree(rows: Sequence[Sequence[Node]], device: torch.device | str = "cpu
     if size == 1:
         return root_only(len(rows), device)
     padded = [[(0, -1, 1.0), *nodes, *[(0, -2, 0.0)] * (size - 1 - len(nodes))] for nodes in rows]
-    ids = torch.tensor([[[node[0], node[1]] for node in nodes] for nodes in padded], device=device)
-    scores = torch.tensor([[node[2] for node in nodes] for nodes in padded], device=device)
+    device = torch.device(device)
+    ids = from_host([[[node[0], node[1]] for node in nodes] for nodes in padded], device)
+    scores = from_host([[node[2] for node in nodes] for nodes in padded], device)
     tokens, parents = ids.unbind(-1)
     return DraftTree(tokens=tokens, parents=parents, node_mask=parents > -2, scores=scores)
 

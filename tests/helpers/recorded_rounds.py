@@ -110,14 +110,22 @@ def generate(model: PreTrainedModel, inputs: tiny.Inputs, sampled: bool, **optio
 
 
 class HostCounter(TorchFunctionMode):
-    """Counts values read by the host and tensors made from values of the host."""
+    """Counts values read by the host and tensors made from values of the host.
+
+    Attributes:
+        counts: reads, and tensors made.
+        num_blocking: tensors that are made where they are used, which on a GPU waits. `host_copy` makes them on "cpu".
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.counts = {"reads": 0, "made": 0}
+        self.num_blocking = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         reads = (Tensor.tolist, Tensor.item, Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__)
         self.counts["reads"] += func in reads
-        self.counts["made"] += func in (torch.tensor, torch.as_tensor)
+        is_made = func in (torch.tensor, torch.as_tensor)
+        self.counts["made"] += is_made
+        self.num_blocking += is_made and (kwargs or {}).get("device") != "cpu"
         return func(*args, **(kwargs or {}))
