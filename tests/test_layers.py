@@ -54,7 +54,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("drafters", "vision", "control.cost_store", "control.device_check"),
     ("targets.*", "fallback", "config"),
-    ("engine.loop", "call", "user_code", "costs"),
+    ("engine.loop", "engine.fused_loop", "call", "user_code", "costs"),
     ("prefill",),
     ("decode",),
     ("generate",),

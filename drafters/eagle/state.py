@@ -96,6 +96,7 @@ class DraftState:
         first_ids: [B] first emitted tokens, None until the target has sampled them.
         num_levels: levels of the last draft.
         draft_s: seconds that the last draft took.
+        hidden_size: S, numbers per position that the head reads of the target; 0 before the prompt.
         start_time: `time.perf_counter()` at the start of the last draft.
         draft_ids: [V'] int64, target ids of the draft vocabulary; None if it is the target's vocabulary.
         draft_lm_head: [V', D] weights of the LM head for `draft_ids`, or None.
@@ -122,6 +123,7 @@ class DraftState:
     first_ids: Tensor | None = None
     num_levels: int = 0
     draft_s: float = 0.0
+    hidden_size: int = 0
     start_time: float = 0.0
     draft_ids: Tensor | None = None
     draft_lm_head: Tensor | None = None

@@ -123,6 +123,16 @@ class SamplingNoise:
             steps = from_host(num_emitted, device)[:, None] + torch.arange(depth, device=device)
         return self.at(steps.clamp(max=self._num_drawn - 1))
 
+    def lookahead_slots(self, num_emitted: Sequence[int], depth: int, noise_end: int) -> list[list[int]]:
+        """The same as [B][depth] numbers for `at_slots`, so that a caller can copy them together with others."""
+        self.draw(min(noise_end, max(num_emitted) + depth))
+        last = self._num_drawn - 1
+        return [[min(first + step, last) % self.window for step in range(depth)] for first in num_emitted]
+
+    def at_slots(self, slots: Tensor) -> Tensor:
+        """Noise [B, depth, V] of `lookahead_slots` [B, depth] int64 on the device."""
+        return self._ring[slots, self._rows]
+
     def state_after(self, step: int) -> Tensor:
         """Generator state after the draw of `step`; -1 is the state before the first."""
         return self._states[step] if step >= 0 else self.initial_state

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +36,10 @@ STATELESS_PROCESSORS = frozenset(getattr(hf, name) for name in _STATELESS_NAMES.
 """Processors that read only the scores of one row: called once on all nodes. Exact types, no subclasses."""
 HISTORY_PROCESSORS = frozenset(getattr(hf, name) for name in _HISTORY_NAMES.split() if hasattr(hf, name))
 """Processors that are pure functions of one row's (history, scores): called per group of nodes."""
+RECORDABLE_PROCESSORS = frozenset(
+    (hf.TemperatureLogitsWarper, hf.TopKLogitsWarper, hf.TopPLogitsWarper, hf.MinPLogitsWarper)
+)
+"""Those of `STATELESS_PROCESSORS` that may be part of a recorded function."""
 
 
 class NodeGroup(NamedTuple):
@@ -115,6 +119,28 @@ class TreeSampler:
         self.noise.draw(noise_end)  # after the processors, in the order of transformers
         steps = first_step[:, None] + tree.depths
         return _sample_with_noise(scores, self.noise.at(steps))
+
+    @property
+    def recording_key(self) -> Hashable | None:
+        """What a recording of `sample_recorded` depends on; None if it must not be recorded."""
+        if any(type(processor) not in RECORDABLE_PROCESSORS for processor in self.processors):
+            return None
+        settings = [(type(processor).__name__, *sorted(vars(processor).items())) for processor in self.processors]
+        return repr((settings, self.noise is None))
+
+    def sample_recorded(self, logits: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
+        """`sample` as a function of tensors that reads no value: [B, N] sampled ids, [B, N] bool `is_nan`.
+
+        Args:
+            logits: [B, N, V] float32.
+            noise: [B, N, V] of each node's output step; None for greedy decoding.
+        """
+        scores = logits.flatten(0, 1)
+        for processor in self.processors:
+            scores = processor(scores, scores)  # they do not read the ids
+        scores = scores.view(logits.shape)
+        best = scores.max(-1) if noise is None else (torch.softmax(scores, dim=-1) / noise).max(-1)
+        return best.indices, best.values.isnan()
 
     def _sample_step(
         self, logits: Tensor, sequences: Tensor, step: int, prompt_length: int, noise_end: int
