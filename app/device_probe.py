@@ -53,9 +53,10 @@ NEW_TOKENS = 30
 KINDS_OF_CALLS: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
     "sampled": {"do_sample": True, "temperature": 0.9, "top_k": 50, "top_p": 0.95},
-    "sampled in parts": {"do_sample": True, "temperature": 0.9, "top_k": 50, "repetition_penalty": 1.1},
+    "penalized": {"do_sample": True, "repetition_penalty": 1.1},
+    "in parts": {"do_sample": True, "temperature": 0.9, "top_k": 50, "exponential_decay_length_penalty": (5, 1.1)},
 }
-"""Their options. The last has a processor that reads the history, with which rounds are recorded in parts."""
+"""Their options. The last has a processor with which rounds are recorded in parts."""
 TREE_SIZE = 8
 SEED = 7
 PROBE_ROWS, PROBE_STEPS = 3, 4
