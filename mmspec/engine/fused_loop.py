@@ -26,7 +26,7 @@ from mmspec.engine.host_copy import from_host
 from mmspec.engine.loop import DecodeLoop, RoundTimes
 from mmspec.engine.output import OutputBuffer, RowState
 from mmspec.engine.recordings import recordable_mode
-from mmspec.engine.sampler import History, TreeSampler
+from mmspec.engine.sampler import RoundHistory, TreeSampler
 from mmspec.engine.static_cache import length_bucket
 from mmspec.engine.tree import DraftTree, finish_draft, root_only
 from mmspec.engine.verify import accept_path_in_torch
@@ -35,7 +35,7 @@ from mmspec.interfaces.fused import DraftPart, FusableDrafter, FusableTarget, Sc
 
 NUM_COLUMNS = 7
 """Integers per row that every round needs: root id, emitted tokens, `max_emit`, whether to draft, committed length, and
-`History.lengths` and `ignored`."""
+`RoundHistory.lengths` and `ignored`."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class FusedRound:
         Args:
             tensors: `draftable` [V] bool, `stop_ids` [E] int64 if there are any, the state of both parts; `NUM_COLUMNS`
                 integers per row and those of the draft, [B, n] int64; its inputs; when sampling, the noise [B, A, V];
-                for a repetition penalty, `History.sequences`.
+                for a repetition penalty, `RoundHistory.sequences`.
 
         Returns:
             [B, N] float32 largest logits, [B, 3 * A + 2] int64 as `FusedLoop` reads it, [B, A, S] hidden states at the
@@ -86,7 +86,7 @@ class FusedRound:
         assert tree.depths is not None
         if noise is not None:
             noise = noise.gather(1, tree.depths[..., None].expand(logits.shape))
-        history = History(tree, parts.take(), history_lengths, ignored) if self.sampler.reads_history else None
+        history = RoundHistory(tree, parts.take(), history_lengths, ignored) if self.sampler.reads_history else None
         sampled_ids, is_nan = self.sampler.sample_recorded(logits, noise, history)
         path, counts, tokens = accept_path_in_torch(tree, sampled_ids, max_emit, stop_ids)
         path, tokens = (_resize(part, draft.max_depth + 1) for part in (path, tokens))

@@ -56,7 +56,7 @@ class NodeGroup(NamedTuple):
     history: Tensor
 
 
-class History(NamedTuple):
+class RoundHistory(NamedTuple):
     """What a repetition penalty reads of a round, as tensors.
 
     Attributes:
@@ -159,7 +159,9 @@ class TreeSampler:
         ignored = found[0] if found and found[0] is not None else 0
         return [ignored] * batch if isinstance(ignored, int) else ignored.tolist()
 
-    def sample_recorded(self, logits: Tensor, noise: Tensor | None, history: History | None) -> tuple[Tensor, Tensor]:
+    def sample_recorded(
+        self, logits: Tensor, noise: Tensor | None, history: RoundHistory | None
+    ) -> tuple[Tensor, Tensor]:
         """`sample` as a function of tensors that reads no value: [B, N] sampled ids, [B, N] bool `is_nan`.
 
         Args:
