@@ -59,7 +59,7 @@ class SpecConfig:
         cpu_pack_weights: on a CPU, True also tries float32 linear layers in the kernel's packed layout, at the cost of
             a copy of their weights; False leaves everything to torch; None uses compiled code that needs no copy.
         compile: record the target's rounds once and replay them. True: by CUDA graphs, on a CPU by `torch.compile`, at
-            the cost of a copy of the weights; "auto": where that is shown to pay, at present nowhere; False: never.
+            the cost of a copy of the weights; "auto": on a GPU that passes a check; False: never.
         learn: the drafter learns from this call.
     """
 

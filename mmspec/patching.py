@@ -79,9 +79,10 @@ def patch(
             is fastest in real calls. True: all linear layers do the latter, also on packed copies, at the cost of the
             layers' memory. False: torch computes all layers and heads.
         compile: True records the target's forward and the drafts of most heads once for each shape and replays them:
-            by CUDA graphs on a GPU (not tried on one yet), by `torch.compile` on a CPU, which takes up to a minute per
-            shape at first and a copy of the weights. False: never. "auto": where that is shown to be exact and faster,
-            at present nowhere. Models or calls that cannot be recorded run as without it.
+            by CUDA graphs on a GPU, by `torch.compile` on a CPU, which takes up to a minute per shape at first and a
+            copy of the weights. False: never. "auto": on a GPU, not with `deterministic`, once a check in the
+            background, in a process of its own, has found recordings exact there; the verdict is stored in the user's
+            cache folder. No GPU has been tried yet. Models or calls that cannot be recorded run as without it.
         learn: the drafter learns from the calls, `auto` and `instant` from nothing, a FLASH head by adaptation. Takes
             at most 3% of the time, changes speed only, and stores weights, nothing else, in the user's cache folder
             (`mmspec cache`), from which the next process continues. Not with `deterministic`. "auto": where no trained

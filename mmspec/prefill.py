@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import ceil
@@ -13,12 +13,14 @@ from torch import Tensor
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 from mmspec.call import CallContext, FallbackRequired, PreparedInputs
+from mmspec.control.device_check import DEVICE_CHECKS
 from mmspec.engine.criteria import UNLIMITED_STEPS, is_user_code
+from mmspec.engine.graph import Recorder
 from mmspec.engine.rng import RngGuard
 from mmspec.engine.sampler import unknown
 from mmspec.engine.static_cache import StaticLayoutError
 from mmspec.engine.tree_cache import CACHE_ARGUMENT
-from mmspec.targets.captured import CapturedTarget, Lane, recorder_for
+from mmspec.targets.captured import AUTO_DEVICE_TYPES, CapturedTarget, Lane, recorder_for
 from mmspec.targets.hf import HFTarget
 from mmspec.targets.recurrent import target_class
 
@@ -45,14 +47,8 @@ def prefill(call: CallContext, inputs: PreparedInputs) -> Iterator[Prefilled]:
     Raises:
         FallbackRequired: transformers must decode this call.
     """
-    modules = call.scanned_modules()
     length = inputs.input_ids.shape[1] + max_new_tokens(inputs)
-    cache = inputs.model_kwargs[CACHE_ARGUMENT]
-    recorder = recorder_for(call.adapter.model.device, call.spec_config.compile)
-    if call.spec_config.drafter.requirements.layer_subsets:
-        recorder = None  # a recorded round runs all layers
-    if recorder is not None and call.captures.reason(call.adapter, modules, cache, length) is not None:
-        recorder = None
+    recorder = _find_recorder(call, inputs, length)
     with call.captures.lease(call.adapter, len(inputs.input_ids), length, recorder) as lane:
         try:
             prefilled = _prefill(call, inputs, lane)
@@ -62,6 +58,21 @@ def prefill(call: CallContext, inputs: PreparedInputs) -> Iterator[Prefilled]:
             call.captures.fail(error)
             prefilled = _prefill(call, inputs, None)
         yield prefilled
+
+
+def _find_recorder(call: CallContext, inputs: PreparedInputs, max_length: int) -> Callable[[], Recorder] | None:
+    """Creates the recorder of this call; None if it is not recorded."""
+    device, option, captures = call.adapter.model.device, call.spec_config.compile, call.captures
+    recorder = captures.recorder or recorder_for(device, option)
+    if recorder is None or call.spec_config.drafter.requirements.layer_subsets:  # a recorded round runs all layers
+        return None
+    cache = inputs.model_kwargs[CACHE_ARGUMENT]
+    if captures.reason(call.adapter, call.scanned_modules(), cache, max_length) is not None:
+        return None
+    if option == "auto" and device.type in AUTO_DEVICE_TYPES:
+        # Recording begins with a verdict, in the middle of a process, and rounds half precision differently.
+        return recorder if not call.spec_config.deterministic and DEVICE_CHECKS.passed(device) else None
+    return recorder
 
 
 def _prefill(call: CallContext, inputs: PreparedInputs, lane: Lane | None) -> Prefilled:

@@ -51,7 +51,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "engine.output",
         "learning.*",
     ),
-    ("drafters", "vision", "control.cost_store"),
+    ("drafters", "vision", "control.cost_store", "control.device_check"),
     ("targets.*", "fallback", "config"),
     ("engine.loop", "call", "user_code", "costs"),
     ("prefill",),

@@ -156,11 +156,16 @@ def run(args: argparse.Namespace) -> int:
     from mmspec.app.bench.session import measure_bench, measure_overview
     from mmspec.app.bench.specs import check_spec
     from mmspec.app.bench.suite.report import against_section
+    from mmspec.app.modeling.load import resolve_device
     from mmspec.control.cost_store import SWITCH
+    from mmspec.control.device_check import DEVICE_CHECKS
 
     os.environ.setdefault(SWITCH, "0")  # a measurement must not depend on those before it
     for name in [] if args.shape else args.drafters:
         check_spec(name)
+    device = resolve_device(args.device)
+    if device.type == "cuda":
+        DEVICE_CHECKS.settle(device)  # or recording would begin in the middle of a measurement
     if args.shape:
         from mmspec.app.bench.shape.session import run_shape
 

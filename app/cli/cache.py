@@ -1,4 +1,4 @@
-"""`mmspec cache`: what mmspec has learned and measured on this machine, listed or deleted."""
+"""`mmspec cache`: what mmspec has learned, measured and checked on this machine, listed or deleted."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ EPILOG = """\
 what is stored
   Weights of draft heads that have learned online (`patch(model, learn=True)`, `mmspec caption --learn`), one file per
   target and head, nothing else: no text, no images, no ids. The folder is `learned` in $MMSPEC_CACHE, else in
-  $XDG_CACHE_HOME/mmspec or ~/.cache/mmspec. Besides, in `costs`, measured times of rounds: numbers only. `clear`
-  deletes all of both; learning and measuring then start anew.
+  $XDG_CACHE_HOME/mmspec or ~/.cache/mmspec. Besides, in `costs`, measured times of rounds: numbers only; and in
+  `device-checks`, on which GPUs recorded rounds are exact. `clear` deletes all of them; learning, measuring and
+  checking then start anew.
 
 examples
   mmspec cache list
@@ -27,8 +28,8 @@ def add_parser(commands: Commands, common: argparse.ArgumentParser) -> None:
         common,
         "cache",
         run,
-        help="learned weights and measured costs",
-        description="List or delete learned weights and measured costs on this machine.",
+        help="learned weights, measured costs and checks of GPUs",
+        description="List or delete learned weights, measured costs and checks of GPUs on this machine.",
         epilog=EPILOG,
     )
     parser.add_argument("action", choices=("list", "clear"), help="what to do")
@@ -37,14 +38,16 @@ def add_parser(commands: Commands, common: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Carry out the command; returns the exit code."""
     from mmspec.control.cost_store import cost_files, cost_folder
+    from mmspec.control.device_check import check_files, check_folder, stored_verdicts
     from mmspec.learning.store import clear_learned, learned_files, learned_folder
 
     costs = cost_files()
     if args.action == "clear":
         print(f"{clear_learned()} files deleted in {learned_folder()}")
-        for path in costs:
-            path.unlink(missing_ok=True)
-        print(f"{len(costs)} files deleted in {cost_folder()}")
+        for folder, paths in ((cost_folder(), costs), (check_folder(), check_files())):
+            for path in paths:
+                path.unlink(missing_ok=True)
+            print(f"{len(paths)} files deleted in {folder}")
         return 0
     files = list(learned_files())
     for file in files:
@@ -52,6 +55,11 @@ def run(args: argparse.Namespace) -> int:
         print(f"{file.target}  {file.key:<40}  {file.num_bytes / 2**20:8.1f} MiB  {day}")
     print(f"{len(files)} files in {learned_folder()}")
     print(f"{len(costs)} files of measured costs in {cost_folder()}")
+    verdicts = stored_verdicts()
+    for verdict in verdicts:
+        outcome = "recorded rounds are exact" if verdict["passed"] else f"not recorded: {verdict['reason']}"
+        print(f"{verdict['key']['device']}, torch {verdict['key']['torch']}: {outcome}")
+    print(f"{len(verdicts)} checks of GPUs in {check_folder()}")
     return 0
 
 

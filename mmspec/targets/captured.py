@@ -33,9 +33,9 @@ MAX_LANES = 2
 """Lanes (numbers of rows) that stay allocated per model."""
 PLAIN_CODE = ("transformers.", "torch.nn.")
 """Packages whose modules have no switches that change a forward without changing a weight."""
-AUTO_DEVICE_TYPES: frozenset[str] = frozenset()
-"""Types of devices on which `compile="auto"` records: those on which recorded rounds have been run and compared with
-plain `generate`, and are faster. None yet: no GPU has been tried, and on a CPU compiling takes long."""
+AUTO_DEVICE_TYPES = frozenset({"cuda"})
+"""Types of devices on which `compile="auto"` records, after a check (`mmspec.control.device_check`). On a CPU compiling
+takes long."""
 
 
 class Lane:
@@ -81,6 +81,7 @@ class CapturePool:
 
     Attributes:
         failure: why nothing is recorded for the model in its present state; None if something may be.
+        recorder: creates the recorder of every lane; None for that of the device and of the option `compile`.
     """
 
     def __init__(self, warn: Callable[[str], None]) -> None:
@@ -89,6 +90,7 @@ class CapturePool:
             warn: logs a message once.
         """
         self.failure: str | None = None
+        self.recorder: Callable[[], Recorder] | None = None
         self._warn = warn
         self._lock = threading.Lock()
         self._lanes: dict[tuple[int, str], Lane] = {}  # last used at the end
@@ -254,7 +256,7 @@ def recorder_for(device: torch.device, compile: bool | str) -> Callable[[], Reco
 
     Args:
         device: of the model.
-        compile: the option of `patch`: True records, "auto" only on `AUTO_DEVICE_TYPES`.
+        compile: the option of `patch`: True records, "auto" only on `AUTO_DEVICE_TYPES` (which the caller checks).
     """
     if compile is False or (compile == "auto" and device.type not in AUTO_DEVICE_TYPES):
         return None

@@ -17,9 +17,10 @@ from mmspec.app.bench.peers.in_process import PatchedPeer
 from mmspec.app.bench.peers.registry import baseline_peer
 from mmspec.app.bench.shape.models import TEXT_SHAPES, build_shape_drafter, build_shape_model, find_shape
 from mmspec.app.bench.shape.notes import count_runtime_calls
-from mmspec.app.bench.shape.phases import PhaseTimer, check_notes, multinomial_is_reproduced
+from mmspec.app.bench.shape.phases import PhaseTimer, check_notes
 from mmspec.app.bench.shape.simulated import Oracle, SimulatedAcceptance, acceptance_for_tau, draft_form
 from mmspec.app.cli.main import main
+from mmspec.app.device_probe import multinomial_is_reproduced
 from mmspec.app.errors import UsageError
 from mmspec.engine.rng import SamplingNoise
 

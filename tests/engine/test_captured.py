@@ -273,7 +273,7 @@ def test_compiled_on_a_cpu(compiler: Recorder, monkeypatch: pytest.MonkeyPatch) 
 
 def test_what_is_recorded_by_default() -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert recorder_for(cpu, "auto") is None and recorder_for(cuda, "auto") is None
+    assert recorder_for(cpu, "auto") is None and recorder_for(cuda, "auto") is not None, "after a check"
     assert recorder_for(cpu, True) is not None and recorder_for(cuda, True) is not None
     assert recorder_for(cpu, False) is None and recorder_for(cuda, False) is None
     with pytest.raises(TypeError, match="compile must be"):

@@ -14,9 +14,10 @@ import torch
 
 from mmspec.app.bench.peers.base import Peer, PeerPrompt
 from mmspec.app.bench.peers.in_process import PatchedPeer, greedy_options
+from mmspec.app.device_probe import multinomial_is_reproduced
+from mmspec.control.device_check import NoVerdictError, device_key, probe_command, run_probe
 from mmspec.control.draft_cost import Timestamp, elapsed
 from mmspec.engine.loop import DecodeLoop
-from mmspec.engine.rng import SamplingNoise
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
 DEVICE_PHASES = ("read", "levels", "score", "verify", "commit", "observe")
 """Draft head over new tokens; the rest of the draft; the target's forward; sampling, acceptance and the copy to the
 host; the KV cache; what the drafter does with the result."""
-PROBE_ROWS, PROBE_STEPS = 3, 8
-"""Of `multinomial_is_reproduced`."""
 
 
 @dataclass
@@ -124,23 +123,6 @@ def logits_note(model: PreTrainedModel, peer: PatchedPeer, prompt: PeerPrompt, n
     return f"{peer.name}: largest difference of {equal} steps' logits to `generate` {largest:.1e} ({text})"
 
 
-def multinomial_is_reproduced(device: torch.device, vocab_size: int) -> bool:
-    """Whether our noise gives the ids, and leaves the generator in the state, of `torch.multinomial` on this device."""
-    generator = torch.Generator(device).manual_seed(0)
-    logits = 3 * torch.randn(PROBE_STEPS, PROBE_ROWS, vocab_size, device=device, generator=generator)
-    probs = logits.softmax(-1)
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(1)
-        expected = [torch.multinomial(one, 1).squeeze(1) for one in probs]
-        end = _generator_state(device)
-        torch.manual_seed(1)
-        noise = SamplingNoise(PROBE_ROWS, vocab_size, device, PROBE_STEPS)
-        noise.draw(PROBE_STEPS)
-        found = [(one / noise.at_step(step)[:, 0]).argmax(-1) for step, one in enumerate(probs)]
-        same_state = torch.equal(noise.state_after(PROBE_STEPS - 1), end)
-    return same_state and all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
-
-
 def check_notes(model: PreTrainedModel, peers: Sequence[Peer], prompt: PeerPrompt, new_tokens: int) -> list[str]:
     """Recording, phases and logits of each patched peer, and the probe of the noise; `prompt` has the batch size."""
     lines = []
@@ -149,11 +131,18 @@ def check_notes(model: PreTrainedModel, peers: Sequence[Peer], prompt: PeerPromp
         lines.append(logits_note(model, peer, prompt, new_tokens))
     device = prompt.inputs["input_ids"].device
     verdict = "gives" if multinomial_is_reproduced(device, model.config.vocab_size) else "DOES NOT GIVE"
-    return [*lines, f"our noise {verdict} the samples and the generator state of torch.multinomial on {device}"]
+    lines.append(f"our noise {verdict} the samples and the generator state of torch.multinomial on {device}")
+    return [*lines, device_note(device)] if device.type == "cuda" else lines
 
 
-def _generator_state(device: torch.device) -> torch.Tensor:
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+def device_note(device: torch.device) -> str:
+    """What `patch(compile="auto")` would find on this device, checked now in a process of its own, nothing stored."""
+    try:
+        verdict = run_probe(probe_command(device), key=device_key(device))
+    except (NoVerdictError, OSError) as error:
+        return f"recorded rounds on {device}: no verdict ({error})"
+    outcome = "exact" if verdict["passed"] else f"NOT EXACT ({verdict['reason']})"
+    return f"recorded rounds of a small model on {device}: {outcome}"
 
 
-__all__ = ["PhaseTimer", "check_notes", "multinomial_is_reproduced"]
+__all__ = ["PhaseTimer", "check_notes"]
