@@ -42,9 +42,9 @@ from mmspec.app.studies.learning_targets import fine_tune_scenes, text_requests
 
 EPILOG = """
 method
-  Every batch of requests is decoded by every drafter, in rotating order, each on a model of its own that shares the weights;
-  greedy, --batch rows. "+learn" patches with learn=True; learned weights go to a temporary folder. Rows are means
-  over --block requests. Outputs are compared with each other. --clock cpu measures the processor time of this
+  Every batch of requests (--batch rows) is decoded greedily by every drafter, in rotating order, each on a model of its
+  own that shares the weights. "+learn" patches with learn=True; learned weights go to a temporary folder. Rows are
+  means over --block requests. Outputs are compared with each other. --clock cpu measures the processor time of this
   process in place of the wall clock, for machines with other work; use one thread then (OMP_NUM_THREADS=1). At the end:
   whole calls, learning included, against the first drafter's, the median of the blocks' ratios and their range.
 
@@ -227,7 +227,9 @@ def format_ratios(contestant: JobContestant, base: JobContestant) -> str:
     """Whole calls and decoding against another contestant, as it is printed at the end."""
     parts = []
     for what, key in (("calls", "call_s"), ("decoding", "decode_s")):
-        pairs = [(getattr(one, key), getattr(own, key)) for one, own in zip(base.blocks, contestant.blocks, strict=True)]
+        pairs = [
+            (getattr(one, key), getattr(own, key)) for one, own in zip(base.blocks, contestant.blocks, strict=True)
+        ]
         ratios = [other / own for other, own in pairs if own]
         if ratios:
             parts.append(f"{what} {median(ratios):.3f}x [{min(ratios):.3f}, {max(ratios):.3f}]")

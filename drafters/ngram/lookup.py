@@ -126,7 +126,8 @@ class NgramIndex:
     def extend(self, tokens: Sequence[int]) -> None:
         """Append the emitted tokens."""
         if not self.reference_length and BARRIER not in tokens:
-            return self._extend_text(tokens)
+            self._extend_text(tokens)
+            return
         for token in tokens:
             self._append(token)
             if self.reference_length:

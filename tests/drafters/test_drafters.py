@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from mmspec.drafters import registry
+from mmspec.drafters.ngram import base
 from mmspec.drafters.ngram.base import BARRIER, BestFirstDrafter, Calibration, PromptText
 from mmspec.drafters.ngram.hybrid import hybrid
 from mmspec.drafters.ngram.lookup import MAX_MATCH, NgramIndex, PromptLookup, lookup
@@ -274,9 +275,35 @@ def test_without_top_ids_emitted_tokens_update_the_table() -> None:
     drafter = recycling()
     state = drafter.begin(make_prompt([1]))
     emit(drafter, state, [2, 1, 3])
+    drafter.catch_up(state)
     table = drafter.sources[0]
     assert isinstance(table, SuccessorTable)
     assert (table.successors(1), table.successors(2)) == ((3, 2), (1,))
+
+
+@pytest.mark.parametrize("num_rounds", [1, 2, 31, 32, 33, 100])
+def test_rounds_without_a_draft_are_followed_together(num_rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if every round were followed at once; a bounded number of rounds waits, and a row may be silent."""
+    rng = random.Random(num_rounds)
+    rounds = [
+        [[rng.randrange(6) for _ in range(rng.choice((0, 1, 1, 2)))] for _ in range(3)] for _ in range(num_rounds)
+    ]
+    found = []
+    for max_pending in (base.MAX_PENDING_ROUNDS, 1):
+        monkeypatch.setattr(base, "MAX_PENDING_ROUNDS", max_pending)
+        drafter = sure(hybrid())
+        state = drafter.begin(make_prompt([1, 2, 3], [2, IMAGE, 2, 1], [5]))
+        for emitted in rounds:
+            drafter.observe(state, make_verdict(root_only(3), emitted, [[0] * len(row) for row in emitted]), {})
+            assert len(state.pending) < max_pending
+        drafts = drafter.propose(state, 32, [True] * 3)
+        assert not state.pending
+        indices = [
+            (one.tokens, one.run_length, [chain.previous for chain in one.chains]) for one in state.source_states[0]
+        ]
+        table = [drafter.sources[1].successors(token) for token in range(6)]
+        found.append(([paths(drafts, row) for row in range(3)], indices, table, drafter.sources[1]._entries))
+    assert found[0] == found[1] and (num_rounds < 31 or found[0][0][0])
 
 
 def test_the_table_is_shared_across_calls_and_belongs_to_one_vocabulary() -> None:
