@@ -134,6 +134,7 @@ class ArbitratedDrafter:
         state.ngram.enabled = _ENABLED_SOURCES[arm]
         if arm == INSTANT and self.heads is not None and state.heads is not None:
             state.outputs.heads = self.heads.distributions(state.heads)
+            max_nodes = self.ngram.limit_nodes(state.ngram, max_nodes)
             compiled = self._outputs.draft(state.outputs, max_nodes, active, self.ngram.calibration)
             if compiled is not None:
                 tree, state.ngram.candidates = compiled

@@ -27,6 +27,10 @@ MIN_PROB = 0.02
 _PAD = -2
 MAX_PENDING_ROUNDS = 32
 """Rounds without a draft that are followed together: one at a time they would cost a percent of a large batch."""
+MIN_BATCH_NODES = 4
+"""In batches trees are grown to twice the size that was scored last, but to so many nodes at least."""
+LIMIT_DECAY = 0.9
+"""Factor by which that limit falls in each round with smaller trees."""
 MAX_SIBLING_PROB = 0.98
 """Upper bound of the sum of the siblings' probabilities, as they exclude each other."""
 
@@ -207,6 +211,7 @@ class BestFirstDrafter:
         priors = {key: prior for source in self.sources for key, prior in source.priors.items()}
         self.calibration = calibration or Calibration(priors)
         self.vocab_size: int | None = self._known_vocab_size()
+        self._node_limits: dict[int, float] = {}  # by batch size
 
     def _known_vocab_size(self) -> int | None:
         return next((source.vocab_size for source in self.sources if source.vocab_size is not None), None)
@@ -222,7 +227,7 @@ class BestFirstDrafter:
     def propose(self, state: BestFirstState, max_nodes: int, active: Sequence[bool]) -> DraftTree:
         """Trees of at most `max_nodes` nodes, padded to a bucket; roots only if no candidate is likely enough."""
         self.catch_up(state)
-        max_nodes = min(max_nodes, BUCKETS[-1])
+        max_nodes = min(self.limit_nodes(state, max_nodes), BUCKETS[-1])
         state.candidates = [[] for _ in range(state.batch_size)]
         rows = [self._propose_row(state, row, max_nodes) if is_active else [] for row, is_active in enumerate(active)]
         return build_tree(rows) if any(rows) else root_only(state.batch_size)
@@ -293,6 +298,9 @@ class BestFirstDrafter:
                 self.catch_up(state)
             return
         self.catch_up(state)
+        if state.candidates and state.batch_size > 1:
+            limit = LIMIT_DECAY * self._node_limits.get(state.batch_size, BUCKETS[-1])
+            self._node_limits[state.batch_size] = max(limit, 2 * result.tree.num_nodes)
         outcomes = [
             (key, token == emitted_id)
             for candidates, accepted, emitted in zip(
@@ -306,6 +314,12 @@ class BestFirstDrafter:
         if outcomes:
             self.calibration.update(outcomes)
         self._update_sources(state, result)
+
+    def limit_nodes(self, state: BestFirstState, max_nodes: int) -> int:
+        """The size up to which trees are grown: large ones are hardly ever scored in batches, and take time."""
+        if state.batch_size == 1:
+            return max_nodes
+        return min(max_nodes, max(MIN_BATCH_NODES, int(self._node_limits.get(state.batch_size, BUCKETS[-1]))))
 
     def catch_up(self, state: BestFirstState) -> None:
         """Let the sources follow the rounds that they have not followed yet."""
