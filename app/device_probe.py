@@ -5,7 +5,8 @@ small random text model and a draft head are decoded with everything recorded, a
 
 - float32, batches of one and of three rows of different lengths, greedy and sampled: identical tokens;
 - bfloat16: every token's logit is within rounding of the largest, since rounding differs between numbers of rows;
-- every round was a replay, drafts were replayed and some accepted, nothing fell back;
+- every round was a replay, whole rounds and (with a processor that reads the history) rounds in parts, some drafts were
+  accepted, nothing fell back;
 - `torch.multinomial(probs, 1)` is the argmax of probabilities over exponential noise, generator state included.
 
 Prints one line of JSON. Exit code: 0 passed, 1 failed, 2 no verdict (such as a device without free memory).
@@ -31,6 +32,7 @@ import mmspec
 from mmspec.control.device_check import device_key
 from mmspec.drafters.eagle.drafter import EagleDrafter
 from mmspec.drafters.eagle.head import EagleHead, HeadConfig
+from mmspec.engine.fused_loop import FusedRound
 from mmspec.engine.graph import CudaGraphRecorder, Recorder, Replay, StaticFunction, record_trace
 from mmspec.engine.recordings import HALF_REPLAY_TOLERANCE
 from mmspec.engine.rng import SamplingNoise
@@ -48,6 +50,12 @@ NUM_PROMPTS = 3
 BATCH_SIZES = (1, 3)
 """Of the checks in float32."""
 NEW_TOKENS = 30
+KINDS_OF_CALLS: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "sampled": {"do_sample": True, "temperature": 0.9, "top_k": 50, "top_p": 0.95},
+    "sampled in parts": {"do_sample": True, "temperature": 0.9, "top_k": 50, "repetition_penalty": 1.1},
+}
+"""Their options. The last has a processor that reads the history, with which rounds are recorded in parts."""
 TREE_SIZE = 8
 SEED = 7
 PROBE_ROWS, PROBE_STEPS = 3, 4
@@ -75,24 +83,28 @@ class ReplayCounter:
     Attributes:
         recorder: the other one.
         num_recorded: functions recorded.
-        num_rounds: replays of a target's round.
-        num_drafts: replays of other functions.
+        num_rounds: replays of a target's forward, alone or in a whole round.
+        num_whole: replays of whole rounds.
+        num_drafts: replays of drafts, alone or in a whole round.
     """
 
     recorder: Recorder
     num_recorded: int = 0
     num_rounds: int = 0
+    num_whole: int = 0
     num_drafts: int = 0
 
     def __call__(self, function: StaticFunction, state: Sequence[Tensor], inputs: Sequence[Tensor]) -> Replay:
         """See `mmspec.engine.graph.Recorder`."""
         replay = self.recorder(function, state, inputs)
         self.num_recorded += 1
+        is_whole = isinstance(function, FusedRound)
         is_round = isinstance(function, StaticRound)
 
         def counted(new_inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
             outputs = replay(new_inputs)
-            self.num_rounds += is_round
+            self.num_rounds += is_round or is_whole
+            self.num_whole += is_whole
             self.num_drafts += not is_round
             return outputs
 
@@ -191,15 +203,14 @@ def _check_texts(
     captures.recorder = lambda: counter
     with warnings_as_failures():
         for index in range(NUM_PROMPTS):
-            for sampled in (False, True) if dtype is torch.float32 else (False,):
+            for kind in KINDS_OF_CALLS if dtype is torch.float32 else ("greedy",):
                 inputs = _build_prompt(device, batch, index)
                 with mmspec.disabled(model):
-                    expected, plain_s = _generate(model, inputs, sampled)
-                found, recorded_s = _generate(model, inputs, sampled)
+                    expected, plain_s = _generate(model, inputs, kind)
+                found, recorded_s = _generate(model, inputs, kind)
                 if index == NUM_PROMPTS - 1:  # nothing is recorded any more
                     result.plain_ms += 1e3 * plain_s / NEW_TOKENS
                     result.recorded_ms += 1e3 * recorded_s / NEW_TOKENS
-                kind = "sampled" if sampled else "greedy"
                 if dtype is torch.float32 and not torch.equal(found, expected):
                     raise ProbeFailedError(f"other tokens than plain generate ({what}, {kind})")
                 if dtype is not torch.float32:
@@ -211,9 +222,9 @@ def _check_texts(
     result.drafts += counter.num_drafts
     if stats.fallback_calls or captures.failure is not None:
         raise ProbeFailedError(f"{stats.fallback_reason or captures.failure} ({what})")
-    if counter.num_rounds + counter.num_drafts < stats.rounds or not counter.num_drafts:
+    if counter.num_rounds < stats.rounds or not counter.num_whole:
         raise ProbeFailedError(
-            f"{stats.rounds} rounds had {counter.num_rounds} replays, and {counter.num_drafts} of drafts ({what})"
+            f"{stats.rounds} rounds had {counter.num_rounds} replays, {counter.num_whole} of them whole ({what})"
         )
     if not stats.num_accepted_tokens:
         raise ProbeFailedError(f"no draft was accepted ({what})")
@@ -230,12 +241,12 @@ def _check_greedy(model: LlamaForCausalLM, inputs: dict[str, Tensor], found: Ten
         raise ProbeFailedError(f"tokens of which the logit is not the largest ({what})")
 
 
-def _generate(model: LlamaForCausalLM, inputs: dict[str, Tensor], sampled: bool) -> tuple[Tensor, float]:
+def _generate(model: LlamaForCausalLM, inputs: dict[str, Tensor], kind: str) -> tuple[Tensor, float]:
     """Ids of a call, always with the same seed, and its seconds."""
-    options = {"temperature": 0.9, "top_k": 50, "repetition_penalty": 1.1} if sampled else {}
+    options = KINDS_OF_CALLS[kind]
     start = time.perf_counter()
     with seeded(inputs["input_ids"].device):
-        ids: Tensor = model.generate(**inputs, do_sample=sampled, max_new_tokens=NEW_TOKENS, **options)
+        ids: Tensor = model.generate(**inputs, max_new_tokens=NEW_TOKENS, **options)
         sum(ids.flatten().tolist())  # waits for the device
     return ids, time.perf_counter() - start
 

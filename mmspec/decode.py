@@ -22,6 +22,7 @@ from mmspec.cpu.interception import operators_are_intercepted
 from mmspec.cpu.linear import find_linear_layers, use_fast_linears
 from mmspec.cpu.native import FewRowsKernel, load_kernel
 from mmspec.engine.criteria import UNLIMITED_STEPS
+from mmspec.engine.fused_loop import FusedLoop, can_fuse
 from mmspec.engine.loop import DecodeLoop
 from mmspec.engine.output import OutputBuffer, ReturnFlags, UserCodeHooks
 from mmspec.engine.rng import RngGuard, SamplingNoise
@@ -79,9 +80,12 @@ def _run_loop(call: CallContext, inputs: PreparedInputs, prefilled: Prefilled) -
     prompt = replace(_build_prompt(call, inputs, prefilled, output), compressor=compressor)
     if call.learner is not None and isinstance(drafter, LearnableDrafter):
         drafter = call.recording = RecordedDrafter(drafter, call.learner.wants_examples)
-    loop = DecodeLoop(
+    if not is_builtin(call.spec_config.drafter):
+        drafter = RngIsolatedDrafter(drafter, rng_guard)
+    loop_class = FusedLoop if can_fuse(target, drafter, output, sampler) else DecodeLoop
+    loop = loop_class(
         target=target,
-        drafter=drafter if is_builtin(call.spec_config.drafter) else RngIsolatedDrafter(drafter, rng_guard),
+        drafter=drafter,
         output=output,
         sampler=sampler,
         controller=_build_controller(call, num_rows=len(inputs.input_ids)),

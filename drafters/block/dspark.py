@@ -50,12 +50,15 @@ class DsparkDrafter(BlockDrafter):
 
     def sync(self, state: DraftState) -> None:
         """See `HeadDrafter`; also keeps the last token of each row."""
-        last = state.first_ids if state.extra is None else state.extra
-        assert last is not None
+        state.extra = state.first_ids if state.extra is None else state.extra
         for part in state.pending:
-            last = select_last(part.tokens[..., None], part.counts, last[:, None])[:, 0]
-        state.extra = last
+            self.follow_tokens(state, part.tokens, part.counts)
         super().sync(state)
+
+    def follow_tokens(self, state: DraftState, tokens: Tensor, counts: Sequence[int] | Tensor) -> None:
+        """See `HeadDrafter`."""
+        assert state.extra is not None
+        state.extra = select_last(tokens[..., None], counts, state.extra[:, None])[:, 0]
 
     def extend_context(self, state: DraftState, inputs: Tensor, position_ids: Tensor, counts: list[int]) -> None:
         """See `HeadDrafter`: keys and values of the features, without a forward."""

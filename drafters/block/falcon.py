@@ -22,6 +22,7 @@ from mmspec.drafters.eagle.head import EagleHead, HeadConfig
 from mmspec.drafters.eagle.state import DraftState
 from mmspec.drafters.rerank import NodePool
 from mmspec.engine.gather import gather_rows
+from mmspec.engine.host_copy import from_host
 from mmspec.engine.tree import DraftTree
 
 
@@ -103,7 +104,7 @@ class FalconDrafter(BlockDrafter):
         kv_cache, k, (batch, n, hidden), device = state.kv_cache, self.block_size, inputs.shape, inputs.device
         previous = inputs.new_zeros(batch, k - 1, hidden) if state.extra is None else state.extra[:, k:]
         seq_lens = kv_cache.lengths_on(device)[:, None]
-        num_new = (counts if isinstance(counts, Tensor) else torch.tensor(counts, device=device))[:, None]
+        num_new = (counts if isinstance(counts, Tensor) else from_host(counts, device))[:, None]
         inputs = torch.cat((previous, inputs), dim=1)
         kv_cache.begin_forward(n)
         # Position ids of the previous inputs: consecutive, as they are at the end of every prompt.

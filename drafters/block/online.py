@@ -84,7 +84,7 @@ class LearnableBlock(BlockDrafter):
 
     def last_prompt_hidden(self, prompt: Prompt) -> Tensor:
         """[B, S] hidden state of the last position of each row of a prompt."""
-        hidden_states = self._select_hidden_states(prompt.hidden_states)
+        hidden_states = self.select_hidden_states(prompt.hidden_states)
         mask = prompt.attention_mask[:, -hidden_states.shape[1] :]
         last = mask.shape[1] - 1 - mask.flip(1).long().argmax(1)
         return hidden_states.gather(1, last[:, None, None].expand(-1, 1, hidden_states.shape[-1]))[:, 0]

@@ -19,6 +19,7 @@ from mmspec.drafters.eagle.attention import cached_attention, select_last
 from mmspec.drafters.eagle.expand import LevelExpander, StatelessExpander
 from mmspec.drafters.eagle.head import EagleHead, HeadConfig, RMSNorm
 from mmspec.drafters.eagle.state import DraftState
+from mmspec.engine.host_copy import from_host
 
 
 class TokenCorrection(nn.Module):
@@ -97,7 +98,7 @@ class ParallelDrafter(BlockDrafter):
             return
         device, offsets = inputs.device, torch.arange(num_masks, device=inputs.device)
         seq_lens, next_positions = kv_cache.lengths_on(device)[:, None], state.first_positions()
-        num_new = (counts if isinstance(counts, Tensor) else torch.tensor(counts, device=device))[:, None]
+        num_new = (counts if isinstance(counts, Tensor) else from_host(counts, device))[:, None]
         mask_inputs = self.head.mask_embeddings[:num_masks].to(inputs.dtype).expand(len(inputs), -1, -1)
         kv_cache.begin_forward(n + num_masks)
         key_index = torch.arange(kv_cache.kv_len, device=device)

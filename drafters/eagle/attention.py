@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from mmspec.drafters.eagle.head import AttentionFn
+from mmspec.engine.host_copy import from_host
 from mmspec.engine.kv_cache import RaggedKVCache
 
 
@@ -56,7 +57,7 @@ def select_last(outputs: Tensor, counts: Sequence[int] | Tensor, previous: Tenso
     if not isinstance(counts, Tensor):
         if min(counts) == max(counts):
             return outputs[:, counts[0] - 1]
-        counts = torch.tensor(counts, device=outputs.device)
+        counts = from_host(counts, outputs.device)
     index = (counts - 1).clamp(min=0)[:, None, None].expand(-1, 1, outputs.shape[-1])
     return torch.where(counts[:, None] > 0, outputs.gather(1, index)[:, 0], previous)
 

@@ -19,13 +19,16 @@ from mmspec.drafters.deprecation import warn_former_argument
 from mmspec.drafters.eagle.attention import cached_attention, causal_mask, select_last
 from mmspec.drafters.eagle.captured import find_captured_draft
 from mmspec.drafters.eagle.compressed_inputs import compressed_prompt_inputs
+from mmspec.drafters.eagle.fused import build_draft_part, follow_draft_part
 from mmspec.drafters.eagle.head import EagleHead
 from mmspec.drafters.eagle.native import NativeDraft
 from mmspec.drafters.eagle.state import DraftState, Pending
 from mmspec.drafters.eagle.visual_inputs import VISUAL_MODES, DraftInputs, align_prompt, left_pack, resolve_visual_mode
+from mmspec.engine.host_copy import from_host
 from mmspec.engine.kv_cache import RaggedKVCache
 from mmspec.engine.tree import BUCKETS, DraftTree, root_only
 from mmspec.interfaces import Compressor, DrafterRequirements, Prompt, VerifyResult
+from mmspec.interfaces.fused import DraftPart
 
 MAX_HEAD_TREE_SIZE = BUCKETS[-2]
 """Unless `tree_size` fixes it. The last bucket would double the target's positions for the least likely nodes."""
@@ -44,6 +47,7 @@ class HeadDrafter(ABC):
         extend_context: one forward of the head over committed positions, never over draft nodes. Default: causal
             attention over its KV cache.
         extend_rows: the part of it that follows a prompt, which may be recorded. Default: the same.
+        follow_tokens: what else depends on the tokens that are read. Default: nothing.
         fuse: inputs of the head at text positions and at draft nodes. Default: `EagleHead.fuse`.
         prompt_inputs: inputs of the head at the positions of a prompt. Default: as the visual mode defines.
         native_draft: the head in compiled code, for `draft_tree` and in place of `extend_context`. Default: None.
@@ -185,7 +189,7 @@ class HeadDrafter(ABC):
         state.timer.record_draft(timestamp, max(state.kv_cache.seq_lens), state.num_levels)
         state.draft_s = state.now() - draft_start
         if not all(active):
-            tree.node_mask &= torch.tensor(active, device=tree.node_mask.device)[:, None]
+            tree.node_mask &= from_host(active, tree.node_mask.device)[:, None]
         return tree
 
     @torch.inference_mode()
@@ -194,20 +198,43 @@ class HeadDrafter(ABC):
         if state.first_ids is None:
             state.first_ids = result.tokens[:, 0].to(state.last_hidden.device)
             return
-        counts = [len(row) for row in result.emitted_ids]
+        counts = self._record_round(state, result)
         if not (longest := max(counts)):
             return
-        state.timer.drain()
-        if state.num_levels and result.tree.num_nodes > 1:
-            self._record_round(state, result, counts)
-        state.num_levels = 0
         path = result.path[:, :longest].to(state.last_hidden.device)
-        scored = self._select_hidden_states(hidden_states)
+        scored = self.select_hidden_states(hidden_states)
         accepted = scored.gather(1, path[..., None].expand(-1, -1, scored.shape[-1]))
         state.pending.append(Pending(result.tokens[:, :longest].to(path.device), accepted, counts, result.counts))
 
-    def _record_round(self, state: DraftState, result: VerifyResult, counts: list[int]) -> None:
-        """Update the depth controller and the cost model with the round that ended."""
+    def draft_part(self, state: DraftState, num_nodes: int) -> DraftPart | None:
+        """See `mmspec.interfaces.fused.FusableDrafter`."""
+        start_time, depth = state.now(), self.depth_controller
+        num_levels = depth.max_levels if state.static_shapes else depth.choose(len(state.last_hidden))
+        part = build_draft_part(self, state, min(num_nodes, BUCKETS[-1]), num_levels)
+        if part is not None:
+            state.num_levels, state.draft_s, state.start_time = num_levels, 0.0, start_time
+        return part
+
+    @torch.inference_mode()
+    def observe_part(
+        self, state: DraftState, result: VerifyResult, hidden_states: Tensor, kept: Sequence[Tensor]
+    ) -> None:
+        """See `mmspec.interfaces.fused.FusableDrafter`."""
+        counts = self._record_round(state, result)
+        pending = Pending(result.tokens, hidden_states, counts, result.counts) if any(counts) else None
+        follow_draft_part(state, pending, kept)
+
+    def _record_round(self, state: DraftState, result: VerifyResult) -> list[int]:
+        """Update the depth controller and the cost model with the round that ended. Returns emitted tokens per row."""
+        counts = [len(row) for row in result.emitted_ids]
+        if any(counts):
+            state.timer.drain()
+            if state.num_levels and result.tree.num_nodes > 1:
+                self._record_costs(state, result, counts)
+            state.num_levels = 0
+        return counts
+
+    def _record_costs(self, state: DraftState, result: VerifyResult, counts: list[int]) -> None:
         num_accepted = [count - 1 for count in counts if count]
         round_s = state.now() - state.start_time
         num_forwards = state.num_levels - 1  # the first level needs none after `sync`
@@ -244,7 +271,7 @@ class HeadDrafter(ABC):
         if not any(kv_cache.seq_lens):  # a prompt, of which only the last output is used
             kv_cache.begin_forward(n)
             cos, sin = self.rotary_embedding(state, position_ids)
-            last = torch.tensor([max(0, count - 1) for count in counts], device=device)[:, None]
+            last = from_host([max(0, count - 1) for count in counts], device)[:, None]
             mask = None if min(counts) == n else (torch.arange(n, device=device) <= last)[:, None, None]
             outputs = self.head(inputs, cos, sin, cached_attention(kv_cache, mask), last)
             state.last_hidden = select_last(outputs, [min(count, 1) for count in counts], state.last_hidden)
@@ -270,6 +297,10 @@ class HeadDrafter(ABC):
         """[B, n, D] head inputs of text positions."""
         return self.head.fuse(inputs_embeds, hidden_states)
 
+    def follow_tokens(self, state: DraftState, tokens: Tensor, counts: Sequence[int] | Tensor) -> None:
+        """Update `state.extra` with emitted tokens [B, n], of which `counts` are valid, before `extend_rows`."""
+        return
+
     def prompt_inputs(self, state: DraftState, inputs: DraftInputs) -> tuple[Tensor, Tensor | None]:
         """[B, n, D] head inputs of a prompt, and [B, n] bool which positions to keep (None: all)."""
         return VISUAL_MODES[self.visual_mode](self.head, inputs)
@@ -291,7 +322,8 @@ class HeadDrafter(ABC):
 
     def _prefill(self, state: DraftState, prompt: Prompt, first_ids: Tensor) -> None:
         """Run the head over the prompt; `first_ids` [B] follow its last position."""
-        hidden_states = self._select_hidden_states(prompt.hidden_states)
+        hidden_states = self.select_hidden_states(prompt.hidden_states)
+        state.hidden_size = hidden_states.shape[-1]
         aligned, counts = align_prompt(prompt, hidden_states, first_ids, state.shared_embeddings, self.visual_mode)
         attention_mask, position_ids, num_inputs = aligned.attention_mask, aligned.position_ids, counts
         assert attention_mask is not None and position_ids is not None
@@ -325,7 +357,7 @@ class HeadDrafter(ABC):
         steps = torch.arange(tokens.shape[1], device=tokens.device)
         return self.fuse(state, embeds, hidden_states), state.first_positions() + steps
 
-    def _select_hidden_states(self, hidden_states: Mapping[int, Tensor]) -> Tensor:
+    def select_hidden_states(self, hidden_states: Mapping[int, Tensor]) -> Tensor:
         """[B, n, S] the hidden states that the head reads, concatenated."""
         if len(self.hidden_state_indices) == 1:
             return hidden_states[self.hidden_state_indices[0]]

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from mmspec.drafters.eagle.native import run_plain_forwards
 from mmspec.drafters.eagle.state import DraftState, Pending
+from mmspec.engine.host_copy import from_host
 from mmspec.engine.kv_cache import RaggedKVCache
 from mmspec.engine.recordings import Recordings, WeightWatch, recordable_mode
 from mmspec.engine.static_cache import RESERVED_TOKENS, length_bucket
@@ -124,6 +125,18 @@ class StaticDraft:
         # An output of a graph must not be an input of it: DSpark heads change neither of the two.
         return tuple(part.clone() if any(part is tensor for tensor in tensors) else part for part in outputs)
 
+    def extend_and_grow(self, max_nodes: int, num_levels: int, *tensors: Tensor) -> tuple[DraftTree, Sequence[Tensor]]:
+        """`extend_context`, then `HeadDrafter.draft_tree` from its outputs, which are returned with the tree."""
+        named = dict(zip(self.names, tensors, strict=True))
+        state = self._state(named, commits=True)
+        self.drafter.follow_tokens(state, named["tokens"], named["counts"])
+        followed = {} if state.extra is None else {"extra": state.extra}
+        kept = self.extend_context(*(named | followed).values())
+        kept_by_name = dict(zip(("last_hidden", "extra"), kept, strict=False))
+        lengths = named["lengths"] + named["counts"]
+        after = self._state(named | kept_by_name | {"lengths": lengths}, commits=False)
+        return self.drafter.draft_tree(after, max_nodes, num_levels), kept
+
     def tree(self, max_nodes: int, num_levels: int) -> Callable[..., tuple[Tensor, ...]]:
         """`HeadDrafter.draft_tree`; a further argument when sampling is `noise` [B, depth, V].
 
@@ -209,7 +222,7 @@ class DraftTensors:
             "sin": sin,
             "logit_bias": state.logit_bias,
             "temperature": torch.tensor(state.temperature, device=device, dtype=torch.float32),
-            "position_offset": torch.tensor(offset, device=device),
+            "position_offset": from_host(offset, device),
         }
         optional = {"draft_ids": state.draft_ids, "draft_lm_head": state.draft_lm_head}
         return named | {name: value for name, value in optional.items() if value is not None}
@@ -226,9 +239,9 @@ class CapturedDraft:
             tensors: after `begin_call`.
             min_length: positions for which the first bucket has room.
         """
+        self.tensors = tensors
         self._drafter = drafter
         self._recordings = recordings
-        self._tensors = tensors
         self._min_length = min_length
 
     def extend_context(self, state: DraftState, pending: Pending) -> bool:
@@ -264,6 +277,15 @@ class CapturedDraft:
         scores, tokens, parents, node_mask = outputs
         return DraftTree(tokens=tokens, parents=parents, node_mask=node_mask, scores=scores)
 
+    def bucket(self, state: DraftState, num_new: int) -> int | None:
+        """Positions that a function reads, with room for `num_new` more; None if it must run unrecorded."""
+        kv_cache, capacity = state.kv_cache, self._recordings.capacity
+        length = max(kv_cache.seq_lens) + num_new + self._drafter.max_depth  # a block may write its positions as well
+        is_fixed = isinstance(kv_cache, FixedHeadCache) and kv_cache.is_fixed
+        if self.tensors.failure or length > capacity or not is_fixed:
+            return None
+        return min(length_bucket(max(length, self._min_length)), capacity)
+
     def _run(
         self,
         state: DraftState,
@@ -273,12 +295,10 @@ class CapturedDraft:
         inputs: dict[str, Tensor],
     ) -> tuple[Tensor, ...] | None:
         """Outputs of one of the functions, with room for `num_new` positions; None if it must run unrecorded."""
-        tensors, kv_cache = self._tensors, state.kv_cache
-        length = max(kv_cache.seq_lens) + num_new + self._drafter.max_depth  # a block may write its positions as well
-        capacity = self._recordings.capacity
-        if tensors.failure or length > capacity or not isinstance(kv_cache, FixedHeadCache) or not kv_cache.is_fixed:
+        tensors, kv_cache = self.tensors, state.kv_cache
+        bucket = self.bucket(state, num_new)
+        if bucket is None:
             return None
-        bucket = min(length_bucket(max(length, self._min_length)), capacity)
         inputs = {"lengths": kv_cache.lengths_on(state.last_hidden.device), "last_hidden": state.last_hidden} | inputs
         if state.extra is not None:
             inputs["extra"] = state.extra

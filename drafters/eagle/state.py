@@ -14,6 +14,7 @@ from mmspec.control.draft_cost import CallTimer
 from mmspec.drafters.deprecation import former_names
 from mmspec.drafters.eagle.recorder import CallRecorder
 from mmspec.drafters.noise import next_log_probs
+from mmspec.engine.host_copy import from_host
 from mmspec.engine.kv_cache import RaggedKVCache
 from mmspec.engine.recordings import Recordings
 from mmspec.engine.tree import DraftTree
@@ -39,7 +40,7 @@ class Pending:
     def counts_on(self, device: torch.device) -> Tensor:
         """[B] int64 `counts`."""
         if self.device_counts is None:
-            self.device_counts = torch.tensor(self.counts, device=device)
+            self.device_counts = from_host(self.counts, device)
         return self.device_counts.to(device)
 
     @classmethod
@@ -57,7 +58,7 @@ class Pending:
             offset += part.tokens.shape[1]
         counts = [len(row) for row in columns]
         longest = max(counts)
-        index = torch.tensor([row + [0] * (longest - len(row)) for row in columns], device=tokens.device)
+        index = from_host([row + [0] * (longest - len(row)) for row in columns], tokens.device)
         hidden_states = hidden_states.gather(1, index[..., None].expand(-1, -1, hidden_states.shape[-1]))
         return cls(tokens.gather(1, index), hidden_states, counts)
 
@@ -95,6 +96,7 @@ class DraftState:
         first_ids: [B] first emitted tokens, None until the target has sampled them.
         num_levels: levels of the last draft.
         draft_s: seconds that the last draft took.
+        hidden_size: S, numbers per position that the head reads of the target; 0 before the prompt.
         start_time: `time.perf_counter()` at the start of the last draft.
         draft_ids: [V'] int64, target ids of the draft vocabulary; None if it is the target's vocabulary.
         draft_lm_head: [V', D] weights of the LM head for `draft_ids`, or None.
@@ -121,6 +123,7 @@ class DraftState:
     first_ids: Tensor | None = None
     num_levels: int = 0
     draft_s: float = 0.0
+    hidden_size: int = 0
     start_time: float = 0.0
     draft_ids: Tensor | None = None
     draft_lm_head: Tensor | None = None
@@ -139,7 +142,7 @@ class DraftState:
         """[B, 1] int64 position id of each row's next input."""
         device = self.last_hidden.device
         if self.position_offset is None:
-            return torch.tensor(self.next_positions, device=device)[:, None]
+            return from_host(self.next_positions, device)[:, None]
         return (self.kv_cache.lengths_on(device) + self.position_offset)[:, None]
 
     def log_noise(self, depth: int) -> Tensor | None:

@@ -27,6 +27,7 @@ from mmspec.drafters.instant.autoregression import (
     input_projection,
 )
 from mmspec.drafters.ngram.output_ngrams import HEAD_POWER, NGRAM_POWER, PRIOR_POWER
+from mmspec.engine.host_copy import from_host
 from mmspec.interfaces import Examples, LearningSpec, Prompt, SharedEmbeddings, VerifyResult
 
 MAX_UNREAD = 32
@@ -239,8 +240,8 @@ def _catch_up(state: HeadsState) -> None:
                 last[row] = place + count - 1
         place += accepted.shape[1]
     rows = torch.arange(len(states), device=states.device)
-    state.previous = states[rows, torch.tensor(previous, device=states.device)]
-    state.last = states[rows, torch.tensor(last, device=states.device)]
+    state.previous = states[rows, from_host(previous, states.device)]
+    state.last = states[rows, from_host(last, states.device)]
 
 
 def _check_heads(weights: Mapping[str, Tensor], hidden_size: int, vocab_size: int) -> LinearHeads:

@@ -18,6 +18,7 @@ from torch import Tensor
 from mmspec.control.chain import ChainController, ChainPlan
 from mmspec.drafters.noise import next_log_probs
 from mmspec.drafters.rerank import LEVEL_PENALTY, NodePool
+from mmspec.engine.host_copy import from_host
 from mmspec.engine.tree import BUCKETS, DraftTree, root_only
 from mmspec.interfaces import DrafterRequirements, DraftTarget, Prompt, VerifyResult
 
@@ -175,9 +176,9 @@ class ChainDrafter(ABC):
         if device.type != "cpu":  # reading a probability would synchronise the device
             plan = replace(plan, min_prob=0.0)
         noise = self._log_noise(state, length)
-        is_active = torch.tensor(active, device=device)
+        is_active = from_host(active, device)
         counts = [len(ids) for ids in chain.tokens]
-        tokens = torch.tensor([ids + [0] * (max(counts) - len(ids)) for ids in chain.tokens], device=device)
+        tokens = from_host([ids + [0] * (max(counts) - len(ids)) for ids in chain.tokens], device)
         pool = NodePool()
         path_log_probs, parents = torch.zeros(len(active), 1, device=device), -1
         for step in range(length):
@@ -229,7 +230,7 @@ def score_next(target: DraftTarget, tokens: Tensor, counts: Sequence[int]) -> Te
     batch, n = tokens.shape
     device = tokens.device
     index = torch.arange(n, device=device)
-    on_device = torch.tensor(counts, device=device)
+    on_device = from_host(counts, device)
     causal = (index[:, None] >= index).expand(batch, n, n)
     tree = DraftTree(
         tokens=tokens,

@@ -38,6 +38,8 @@ REMEASURE_EVERY = 128
 """Rounds after which plain decoding is measured again, so that its cost is not overestimated for long."""
 DEFAULT_TREE_SIZE = 8
 """Tree size with `deterministic=True`, and upper bound before anything is measured."""
+DEVICES_WITH_SCORES = frozenset({"cpu"})
+"""Types of devices on which a drafter's scores are read; on others that would synchronise the device."""
 COST_WEIGHT = 0.2
 """Weight of a new measurement in the running means of `RoundCostModel`."""
 
@@ -267,14 +269,36 @@ class TreeSizeController:
         if self.fixed_tree_size:
             return self.fixed_tree_size
         self._num_active = num_active
-        if tree.num_nodes == 1:
-            return 1
-        costs = self.costs
-        gains = self._expected_gains(tree, num_active)
+        return 1 if tree.num_nodes == 1 else self._best_size(self._expected_gains(tree, num_active), max_gain)
+
+    def choose_size_in_advance(self, device: torch.device, num_active: int, max_gain: float = math.inf) -> int | None:
+        """`choose_size` before the draft; None where it depends on the draft, whose scores are read on a CPU only.
+
+        Args:
+            device: of the draft.
+            num_active: as in `choose_size`.
+            max_gain: as in `choose_size`.
+        """
+        self._expected_gain = 0.0
+        if self.fixed_tree_size:
+            return self.fixed_tree_size
+        if device.type in DEVICES_WITH_SCORES:
+            return None
+        self._num_active = num_active
+        return self._best_size(_assumed_gains(self.max_tree_size, num_active), max_gain)
+
+    def _best_size(self, gains: list[float], max_gain: float) -> int:
+        """Number of nodes for the most tokens per second in the long run.
+
+        Args:
+            gains: [N] of `_expected_gains`.
+            max_gain: their upper bound.
+        """
+        costs, num_active, num_nodes = self.costs, self._num_active, len(gains)
         plain_s = costs.round_s(self.batch, 1)
         rate = MIN_GAIN * num_active * self._rate(plain_s)
         # Before anything is measured, begin with a tree of moderate size.
-        limit = tree.num_nodes if plain_s else min(tree.num_nodes, DEFAULT_TREE_SIZE)
+        limit = num_nodes if plain_s else min(num_nodes, DEFAULT_TREE_SIZE)
         best, best_value = 1, 0.0
         for size in (size for size in BUCKETS if 1 < size <= limit):
             gain = min(gains[size - 1] * costs.calibration, max_gain)
@@ -351,8 +375,13 @@ class TreeSizeController:
 
     def _expected_gains(self, tree: DraftTree, num_active: int) -> list[float]:
         """[N] expected tokens beyond one per row if the first n + 1 nodes are scored, summed over rows."""
-        if tree.scores is None or tree.scores.device.type != "cpu":  # reading scores would synchronise the device
-            return [0.3 * num_active * node for node in range(tree.num_nodes)]  # `calibration` corrects it
+        if tree.scores is None or tree.scores.device.type not in DEVICES_WITH_SCORES:
+            return _assumed_gains(tree.num_nodes, num_active)
         scores = torch.where(tree.node_mask, tree.scores, 0.0)
         scores[:, 0] = 0.0
         return scores.sum(0).cumsum(0).tolist()
+
+
+def _assumed_gains(num_nodes: int, num_active: int) -> list[float]:
+    """[N] `_expected_gains` of a tree whose scores are not read; `RoundCostModel.calibration` corrects them."""
+    return [0.3 * num_active * node for node in range(num_nodes)]

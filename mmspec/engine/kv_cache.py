@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from mmspec.engine.host_copy import from_host
+
 
 class RaggedKVCache:
     """Growing key and value buffers, one tensor [2, B, H, C, D] per layer (C allocated positions).
@@ -59,7 +61,7 @@ class RaggedKVCache:
     def lengths_on(self, device: torch.device) -> Tensor:
         """[B] int64, `seq_lens` on `device`. Copied from the host only after `seq_lens` was assigned."""
         if device not in self._device_lengths:
-            self._device_lengths[device] = torch.tensor(self._seq_lens, device=device)
+            self._device_lengths[device] = from_host(self._seq_lens, device)
         return self._device_lengths[device]
 
     @property

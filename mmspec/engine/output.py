@@ -16,11 +16,14 @@ import torch
 from torch import Tensor
 
 from mmspec.engine.criteria import CriterionInputs, StepCriteria
+from mmspec.engine.host_copy import to_device
 from mmspec.engine.rng import SamplingNoise
 from mmspec.interfaces import VerifyResult
 
 INITIAL_STEPS = 256
 """Steps that are allocated at first."""
+MAX_SLICED_ROWS = 4
+"""Rows up to which emitted tokens are copied row by row; one scatter with its indices launches about eight kernels."""
 
 
 @dataclass(frozen=True)
@@ -170,22 +173,35 @@ class OutputBuffer:
         root_ids = [row[-1] if row else 0 for row in self.emitted]
         limits = self.max_emit(num_nodes)
         host = torch.tensor([root_ids, self.num_emitted, limits, self.finished], device="cpu")
-        root, num_emitted, max_emit, finished = _to_device(host, self.sequences.device).unbind()
+        root, num_emitted, max_emit, finished = to_device(host, self.sequences.device).unbind()
         return RowState(root, num_emitted, max_emit, limits, finished.bool() if any(self.finished) else None)
 
-    def emit(self, result: VerifyResult, scores: Tensor, logits: Tensor, rows: RowState | None = None) -> None:
+    @property
+    def collects(self) -> bool:
+        """Whether `emit` needs scores or logits."""
+        return self._scores is not None or self._logits is not None
+
+    def emit(
+        self,
+        result: VerifyResult,
+        scores: Tensor | None = None,
+        logits: Tensor | None = None,
+        rows: RowState | None = None,
+    ) -> None:
         """Append the tokens of a round.
 
         Args:
             result: the tokens.
-            scores: [B, N, V] float32 processed scores.
-            logits: [B, N, V] float32 raw logits.
+            scores: [B, N, V] float32 processed scores; None unless `collects`.
+            logits: [B, N, V] float32 raw logits; None unless `collects`.
             rows: the rows before the round; computed if None.
         """
         self._write(result, rows)
         if self._scores is not None:
+            assert scores is not None
             self._collect(self._scores, scores, result)
         if self._logits is not None:
+            assert logits is not None
             self._collect(self._logits, logits, result)
         for row, tokens in enumerate(result.emitted_ids):
             self.emitted[row].extend(tokens)
@@ -314,6 +330,12 @@ class OutputBuffer:
         if len(set(lengths)) == 1 and all(len(tokens) == 1 for tokens in result.emitted_ids):
             self.sequences[:, self.prompt_length + lengths[0]] = result.tokens[:, 0]
             return
+        if len(lengths) <= MAX_SLICED_ROWS:
+            for row, (length, emitted) in enumerate(zip(lengths, result.emitted_ids, strict=True)):
+                first = self.prompt_length + length
+                if emitted:
+                    self.sequences[row, first : first + len(emitted)] = result.tokens[row, : len(emitted)]
+            return
         num_nodes = result.tokens.shape[1]
         offset = torch.arange(num_nodes, device=self.sequences.device)
         rows = self.row_state(num_nodes) if rows is None else rows
@@ -339,8 +361,3 @@ class OutputBuffer:
                 self.sequences[:, -1] = self.pad_token_id
             shape = (self.sequences.shape[0], num_new + (capacity < 0))
             self.sequences = torch.cat([self.sequences, self.sequences.new_full(shape, self.pad_token_id)], dim=1)
-
-
-def _to_device(host: Tensor, device: torch.device) -> Tensor:
-    """`host` on `device`. To a GPU from pinned memory: a copy from pageable memory would wait for the device."""
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from mmspec.engine.host_copy import from_host
+
 
 class GeneratorLock:
     """Lock for changes to torch's default generators, with a count of the changes under it.
@@ -115,8 +117,21 @@ class SamplingNoise:
         if self.immediate:  # drafting is off in this case
             return torch.ones(len(num_emitted), depth, self._ring.shape[2], device=device)
         self.draw(min(noise_end, max(num_emitted) + depth))
-        steps = torch.tensor(num_emitted, device=device)[:, None] + torch.arange(depth, device=device)
+        if len(set(num_emitted)) == 1:  # no copy to the device at all
+            steps = torch.arange(num_emitted[0], num_emitted[0] + depth, device=device).expand(len(num_emitted), depth)
+        else:
+            steps = from_host(num_emitted, device)[:, None] + torch.arange(depth, device=device)
         return self.at(steps.clamp(max=self._num_drawn - 1))
+
+    def lookahead_slots(self, num_emitted: Sequence[int], depth: int, noise_end: int) -> list[list[int]]:
+        """The same as [B][depth] numbers for `at_slots`, so that a caller can copy them together with others."""
+        self.draw(min(noise_end, max(num_emitted) + depth))
+        last = self._num_drawn - 1
+        return [[min(first + step, last) % self.window for step in range(depth)] for first in num_emitted]
+
+    def at_slots(self, slots: Tensor) -> Tensor:
+        """Noise [B, depth, V] of `lookahead_slots` [B, depth] int64 on the device."""
+        return self._ring[slots, self._rows]
 
     def state_after(self, step: int) -> Tensor:
         """Generator state after the draw of `step`; -1 is the state before the first."""

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers.generation import logits_process as hf
 
+from mmspec.engine.host_copy import from_host
 from mmspec.engine.rng import SamplingNoise
 from mmspec.engine.tree import DraftTree
 
@@ -35,6 +36,10 @@ STATELESS_PROCESSORS = frozenset(getattr(hf, name) for name in _STATELESS_NAMES.
 """Processors that read only the scores of one row: called once on all nodes. Exact types, no subclasses."""
 HISTORY_PROCESSORS = frozenset(getattr(hf, name) for name in _HISTORY_NAMES.split() if hasattr(hf, name))
 """Processors that are pure functions of one row's (history, scores): called per group of nodes."""
+RECORDABLE_PROCESSORS = frozenset(
+    (hf.TemperatureLogitsWarper, hf.TopKLogitsWarper, hf.TopPLogitsWarper, hf.MinPLogitsWarper)
+)
+"""Those of `STATELESS_PROCESSORS` that may be part of a recorded function."""
 
 
 class NodeGroup(NamedTuple):
@@ -104,7 +109,7 @@ class TreeSampler:
         if tree.num_nodes == 1 and len(set(num_emitted)) == 1:  # all rows at the same step, as in transformers
             return self._sample_step(logits, sequences, num_emitted[0], prompt_length, noise_end)
         if first_step is None:
-            first_step = torch.tensor(num_emitted, device=logits.device)
+            first_step = from_host(num_emitted, logits.device)
         scores = self._process_nodes(logits, tree, sequences, num_emitted, first_step, prompt_length)
         if self.noise is None:
             sampled_ids = scores.argmax(-1)
@@ -114,6 +119,28 @@ class TreeSampler:
         self.noise.draw(noise_end)  # after the processors, in the order of transformers
         steps = first_step[:, None] + tree.depths
         return _sample_with_noise(scores, self.noise.at(steps))
+
+    @property
+    def recording_key(self) -> Hashable | None:
+        """What a recording of `sample_recorded` depends on; None if it must not be recorded."""
+        if any(type(processor) not in RECORDABLE_PROCESSORS for processor in self.processors):
+            return None
+        settings = [(type(processor).__name__, *sorted(vars(processor).items())) for processor in self.processors]
+        return repr((settings, self.noise is None))
+
+    def sample_recorded(self, logits: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
+        """`sample` as a function of tensors that reads no value: [B, N] sampled ids, [B, N] bool `is_nan`.
+
+        Args:
+            logits: [B, N, V] float32.
+            noise: [B, N, V] of each node's output step; None for greedy decoding.
+        """
+        scores = logits.flatten(0, 1)
+        for processor in self.processors:
+            scores = processor(scores, scores)  # they do not read the ids
+        scores = scores.view(logits.shape)
+        best = scores.max(-1) if noise is None else (torch.softmax(scores, dim=-1) / noise).max(-1)
+        return best.indices, best.values.isnan()
 
     def _sample_step(
         self, logits: Tensor, sequences: Tensor, step: int, prompt_length: int, noise_end: int
@@ -203,7 +230,7 @@ def _group_nodes(tree: DraftTree, sequences: Tensor, num_emitted: Sequence[int],
                 members[emitted + depths[row][node]].append((row, node))
     groups = []
     for length, nodes in members.items():
-        rows = torch.tensor([row for row, _ in nodes], device=sequences.device)
+        rows = from_host([row for row, _ in nodes], sequences.device)
         history = sequences[rows, : prompt_length + length]
         for index, (row, node) in enumerate(nodes):
             path = []
@@ -211,8 +238,8 @@ def _group_nodes(tree: DraftTree, sequences: Tensor, num_emitted: Sequence[int],
                 path.append(tokens[row][node])
                 node = parents[row][node]
             if path:
-                history[index, -len(path) :] = torch.tensor(path[::-1], device=history.device)
-        flat_index = torch.tensor([row * tree.num_nodes + node for row, node in nodes], device=sequences.device)
+                history[index, -len(path) :] = from_host(path[::-1], history.device)
+        flat_index = from_host([row * tree.num_nodes + node for row, node in nodes], sequences.device)
         groups.append(NodeGroup(flat_index, rows, history))
     return groups
 

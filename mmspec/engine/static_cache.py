@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from mmspec.engine.host_copy import pin
 from mmspec.engine.kv_cache import RaggedKVCache
 from mmspec.engine.tree import BUCKETS
 
@@ -117,7 +118,8 @@ class StaticKVCache(RaggedKVCache):
         """[B] int64, `seq_lens` at a fixed address. Copied from the host only after `seq_lens` was assigned."""
         assert self.lengths is not None, "lengths are allocated by the first write"
         if not self._device_lengths:  # they were assigned
-            self._device_lengths[self.lengths.device] = self.lengths.copy_(torch.tensor(self.seq_lens, device="cpu"))
+            host = pin(torch.tensor(self.seq_lens, device="cpu"), self.lengths.device)
+            self._device_lengths[self.lengths.device] = self.lengths.copy_(host, non_blocking=True)
         return self.lengths.to(device)
 
     def keep_path(self, path: Tensor, counts: Tensor, accepted_nodes: Sequence[Sequence[int]]) -> None:

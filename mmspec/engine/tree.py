@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mmspec.cpu.trees import compiled_sanitize
+from mmspec.cpu.trees import SanitizedTensors, compiled_sanitize
+from mmspec.engine.host_copy import from_host
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64)
 """Numbers of nodes that trees are padded to, so that few shapes occur (each may become a captured CUDA graph)."""
@@ -134,8 +135,9 @@ def build_tree(rows: Sequence[Sequence[Node]], device: torch.device | str = "cpu
     if size == 1:
         return root_only(len(rows), device)
     padded = [[(0, -1, 1.0), *nodes, *[(0, -2, 0.0)] * (size - 1 - len(nodes))] for nodes in rows]
-    ids = torch.tensor([[[node[0], node[1]] for node in nodes] for nodes in padded], device=device)
-    scores = torch.tensor([[node[2] for node in nodes] for nodes in padded], device=device)
+    device = torch.device(device)
+    ids = from_host([[[node[0], node[1]] for node in nodes] for nodes in padded], device)
+    scores = from_host([[node[2] for node in nodes] for nodes in padded], device)
     tokens, parents = ids.unbind(-1)
     return DraftTree(tokens=tokens, parents=parents, node_mask=parents > -2, scores=scores)
 
@@ -204,8 +206,8 @@ def sanitize(tree: DraftTree, root_ids: Tensor, draftable: Tensor, stop_ids: Ten
 
 def _sanitize(
     tokens: Tensor, parents: Tensor, node_mask: Tensor, root_ids: Tensor, draftable: Tensor, stop_ids: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`sanitize` on any device: tokens, parents, node_mask, ancestor_mask, depths."""
+) -> SanitizedTensors:
+    """`sanitize` on any device."""
     index = torch.arange(tokens.shape[1], device=tokens.device)
     clamped = tokens.clamp(0, draftable.shape[0] - 1)
     is_known = (clamped == tokens) & draftable[clamped]
@@ -213,16 +215,38 @@ def _sanitize(
     same_parent = parents[:, :, None] == parents[:, None, :]
     same_token = clamped[:, :, None] == clamped[:, None, :]
     well_formed &= ~(same_parent & same_token & well_formed[:, None, :]).tril(-1).any(-1)
-    well_formed[:, 0] = True
+    return _drop_malformed(clamped, parents, well_formed, root_ids, stop_ids, max_depth=tokens.shape[1])
+
+
+def finish_draft(
+    tree: DraftTree, root_ids: Tensor, draftable: Tensor, stop_ids: Tensor | None, max_depth: int
+) -> DraftTree:
+    """`sanitize` for a tree whose parents come before their children and whose siblings differ. May be recorded.
+
+    Arguments as in `sanitize`; no node is deeper than `max_depth`.
+    """
+    clamped = tree.tokens.clamp(0, draftable.shape[0] - 1)
+    well_formed = tree.node_mask & (clamped == tree.tokens) & draftable[clamped]
+    parts = _drop_malformed(clamped, tree.parents, well_formed, root_ids, stop_ids, max_depth)
+    tokens, parents, node_mask, ancestor_mask, depths = parts
+    return DraftTree(tokens, parents, node_mask, tree.scores, ancestor_mask, depths)
+
+
+def _drop_malformed(
+    tokens: Tensor, parents: Tensor, well_formed: Tensor, root_ids: Tensor, stop_ids: Tensor | None, max_depth: int
+) -> SanitizedTensors:
+    """Drop what is not `well_formed` [B, N] with its descendants, and those of `stop_ids`; masks and depths."""
+    index = torch.arange(tokens.shape[1], device=tokens.device)
+    well_formed = well_formed | (index == 0)
     # Dropped nodes become children of the root, so that their attention masks are not empty. They are never accepted.
     parents = torch.where(well_formed, parents, 0)
     parents[:, 0] = -1
     num_paths = ((parents[:, :, None] == index) | (index[:, None] == index)).float()
-    for _ in range((tokens.shape[1] - 1).bit_length()):  # each squaring doubles the number of generations
+    for _ in range((max_depth - 1).bit_length()):  # each squaring doubles the number of generations
         num_paths = torch.matmul(num_paths, num_paths)  # positive numbers, at most 2 ** 64
     ancestor_mask = num_paths > 0
     node_mask = ~(ancestor_mask & ~well_formed[:, None, :]).any(-1)
-    tokens = torch.where(well_formed, clamped, 0)
+    tokens = torch.where(well_formed, tokens, 0)
     tokens[:, 0] = root_ids
     if stop_ids is not None:
         ends_row = (tokens[:, :, None] == stop_ids).any(-1)

@@ -40,13 +40,17 @@ def accept_path(
         return torch.zeros_like(sampled_ids), max_emit.clamp(max=1), sampled_ids
     nodes = (tree.tokens, tree.parents, tree.node_mask)
     accepted = compiled_accept_path(nodes, sampled_ids, max_emit, stop_ids, finished)
-    return accepted or _accept_path(tree, sampled_ids, max_emit, stop_ids, finished)
+    return accepted or accept_path_in_torch(tree, sampled_ids, max_emit, stop_ids, finished)
 
 
-def _accept_path(
-    tree: DraftTree, sampled_ids: Tensor, max_emit: Tensor, stop_ids: Tensor | None, finished: Tensor | None
+def accept_path_in_torch(
+    tree: DraftTree,
+    sampled_ids: Tensor,
+    max_emit: Tensor,
+    stop_ids: Tensor | None = None,
+    finished: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`accept_path` on any device."""
+    """`accept_path` on any device. May be recorded."""
     batch, num_nodes = sampled_ids.shape
     assert tree.ancestor_mask is not None and tree.depths is not None
     index = torch.arange(num_nodes, device=sampled_ids.device)

@@ -48,7 +48,7 @@ class Stats:
         accept_length_hist: {tokens emitted by one row in one round: count}.
         tree_size_hist: {nodes of the scored tree: rounds}.
         prefill_s: prefill of the target, vision encoding excluded.
-        draft_s: `Drafter.propose` and `observe`.
+        draft_s: `Drafter.propose` and `observe`; 0 for rounds that are recorded as a whole (`score_s`).
         score_s: the target's forward, sampling, and the copy to the host.
         overhead_s: everything else in the loop.
         ttft_s: from the start of `generate` to the first token, vision encoding included; summed over calls.

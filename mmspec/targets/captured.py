@@ -17,9 +17,17 @@ from torch import Tensor
 
 from mmspec.engine.graph import CudaGraphRecorder, Recorder, record_compiled
 from mmspec.engine.recordings import Recordings, WeightWatch, recordable_mode
-from mmspec.engine.static_cache import MAX_NODES, RESERVED_TOKENS, StaticKVCache, StaticLayoutError, length_bucket
+from mmspec.engine.static_cache import (
+    MAX_NODES,
+    RESERVED_TOKENS,
+    StaticKVCache,
+    StaticLayoutError,
+    commit_path,
+    length_bucket,
+)
 from mmspec.engine.tree import DraftTree
 from mmspec.interfaces import VerifyResult
+from mmspec.interfaces.fused import ScorePart
 from mmspec.targets.base import ModelAdapter
 from mmspec.targets.hf import HFTarget
 from mmspec.targets.module_scan import ModuleScan
@@ -66,7 +74,7 @@ class Lane:
             for tensor, value in zip(self._state, values, strict=True):
                 tensor.copy_(value)
         else:
-            self.recordings.clear(ROUND)
+            self.recordings.clear()  # whole rounds, whose owners are their drafters, read the state too
             with torch.inference_mode(False):
                 self._state = [value.clone(memory_format=torch.contiguous_format) for value in values]
 
@@ -220,6 +228,27 @@ class CapturedTarget(HFTarget):
                 outputs = function(*self._lane.state, *inputs)
         logits, *hidden_states = outputs
         return logits, dict(zip(hidden_state_indices, hidden_states, strict=True))
+
+    def score_part(self, num_nodes: int, hidden_state_indices: Sequence[int]) -> ScorePart | None:
+        """See `mmspec.interfaces.fused.FusableTarget`."""
+        kv_cache, function = self._lane.kv_cache, self._round(tuple(hidden_state_indices))
+        if self._pool.failure is not None or kv_cache.data is None:
+            return None
+
+        def score(state: Sequence[Tensor], lengths: Tensor, tree: DraftTree) -> tuple[Tensor, ...]:
+            assert tree.ancestor_mask is not None and tree.depths is not None
+            return function(lengths, *state[1:], tree.tokens, tree.depths, tree.ancestor_mask)
+
+        def commit(state: Sequence[Tensor], lengths: Tensor, path: Tensor, counts: Tensor) -> None:
+            commit_path(state[0], lengths, path, counts, num_nodes)
+
+        key = num_nodes, function.bucket, function.hidden_state_indices, function.constants
+        return ScorePart(key, [kv_cache.data, *self._lane.state[1:]], kv_cache.seq_lens, score, commit)
+
+    def commit_part(self, counts: Sequence[int]) -> None:
+        """See `mmspec.interfaces.fused.FusableTarget`."""
+        kv_cache = self._lane.kv_cache
+        kv_cache.seq_lens = [length + count for length, count in zip(kv_cache.seq_lens, counts, strict=True)]
 
     def commit(self, result: VerifyResult) -> None:
         """See `mmspec.interfaces.Target.commit`."""

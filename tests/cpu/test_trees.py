@@ -15,8 +15,8 @@ from torch import Tensor
 from mmspec.cpu import trees
 from mmspec.cpu.native import load_kernel
 from mmspec.cpu.trees import compiled_accept_path, compiled_sanitize
+from mmspec.engine import verify
 from mmspec.engine.tree import DraftTree, _sanitize
-from mmspec.engine.verify import _accept_path
 
 pytestmark = pytest.mark.skipif(load_kernel() is None, reason="no compiler or another processor")
 VOCAB = 5
@@ -69,13 +69,14 @@ def differ(seed: int) -> bool:
     walked = compiled_accept_path((tree.tokens, tree.parents, tree.node_mask), *others)
     assert walked is not None
     return not all(
-        a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(walked, _accept_path(tree, *others), strict=True)
+        a.dtype == b.dtype and torch.equal(a, b)
+        for a, b in zip(walked, verify.accept_path_in_torch(tree, *others), strict=True)
     )
 
 
 def test_compiled_code_equals_torch() -> None:
     assert not [seed for seed in range(600) if differ(seed)]
-    counts = torch.cat([_accept_path(*walk_inputs(seed))[1] for seed in range(600)])
+    counts = torch.cat([verify.accept_path_in_torch(*walk_inputs(seed))[1] for seed in range(600)])
     assert int(counts.max()) > 4 and int((counts > 1).sum()) > 200, "paths that end at once show nothing"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import itertools
@@ -20,6 +21,7 @@ import torch
 from recorded_rounds import (
     SPEC,
     HostCounter,
+    KernelCounter,
     build_drafter,
     build_inputs,
     build_model,
@@ -30,7 +32,6 @@ from recorded_rounds import (
     wrong,
 )
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import mmspec
 from mmspec.drafters.eagle import native
@@ -75,8 +76,9 @@ TRACED = {
 
 @pytest.fixture(autouse=True)
 def without_compiled_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU some heads run in compiled C instead."""
+    """On a CPU some heads run in compiled C instead. Whole rounds, of which drafts are a part, have their own tests."""
     monkeypatch.setattr(native, "active_kernel", lambda: None)
+    monkeypatch.setattr("mmspec.decode.can_fuse", lambda *args: False)
 
 
 def drafts_only(recorder: Recorder) -> Recorder:
@@ -427,27 +429,12 @@ def test_a_draft_on_the_meta_device_reads_and_makes_nothing(kind: str, sampled: 
 
 # --- copies and kernels -----------------------------------------------------------------------------------------------
 
-NOT_KERNELS = ("aten::new_empty", "aten::empty", "aten::empty_like", "aten::_unsafe_view", "aten::scalar_tensor")
-"""Operators that allocate or view, or are values of the host."""
-
-
-class KernelCounter(TorchDispatchMode):
-    """Counts aten operators, each about one kernel on a GPU."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += not func.is_view and func._schema.name not in NOT_KERNELS
-        return func(*args, **(kwargs or {}))
-
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("kind", ["decoupled", "chained", "falcon"])
 def test_a_whole_round_waits_once(kind: str, sampled: bool) -> None:
-    """One read of values per round, drafter included, and one copy to the device; one more for the steps of the noise,
-    and one more once a row has ended."""
+    """One read of values per round, drafter included, and one copy to the device; one more for the steps of the noise
+    of rows of different lengths, and one more once a row has ended."""
     model = build_model()
     found = []
     round_ = DecodeLoop.round
@@ -467,6 +454,33 @@ def test_a_whole_round_waits_once(kind: str, sampled: bool) -> None:
     assert len(settled) > 10 and {counts["reads"] for counts in settled} == {1}
     assert median(counts["made"] for counts in settled) == 1 + sampled
     assert max(counts["made"] for counts in settled) <= 2 + sampled
+
+
+@pytest.mark.parametrize("recorded", [False, True], ids=["eager", "recorded"])
+@pytest.mark.parametrize(
+    "kind", ["decoupled", "trimmed", "eagle3", "chained", "parallel", "falcon", "dspark:1", "instant"]
+)
+def test_no_copy_to_the_device_waits(kind: str, recorded: bool) -> None:
+    """Sampled rows of different lengths, some of which end: whatever the host sends comes from pinned memory."""
+    model = build_model()
+    inputs = build_inputs(model, 0, 3)
+    model.generation_config.eos_token_id = generate(model, inputs, True)[1, -9].item()
+    found: list[int] = []
+    round_ = DecodeLoop.round
+
+    def counted(self: DecodeLoop, state: Any) -> None:
+        with HostCounter() as counter:
+            round_(self, state)
+        found.append(counter.num_blocking)
+
+    with (
+        recording(record_nothing) if recorded else contextlib.nullcontext(),
+        patched(model, build_drafter(f"leaning-{kind}"), tree_size=8, cpu_pack_weights=False),
+        mock.patch.object(DecodeLoop, "round", counted),
+    ):
+        generate(model, inputs, True)
+    settled = found[NUM_CHECKED_REPLAYS + 1 :] if recorded else found[2:]
+    assert len(settled) > 5 and not any(settled)
 
 
 @cache

@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import random
 import threading
+from unittest import mock
 
 import pytest
 import torch
 from multinomial import sample_plain, step_probs
 from torch import Tensor
 
+from mmspec.engine.host_copy import from_host
 from mmspec.engine.rng import GeneratorLock, RngGuard, SamplingNoise, default_generator
 from mmspec.engine.sampler import TreeSampler
 from mmspec.engine.tree import root_only
@@ -49,6 +51,35 @@ def test_rows_read_the_noise_of_their_own_steps() -> None:
     for row in range(3):
         for node in range(4):
             assert torch.equal(got[row, node], noise.at_step(int(num_steps[row, node]))[row, 0])
+
+
+@pytest.mark.parametrize("num_emitted", [[3], [2, 2, 2], [0, 3, 1]])
+def test_lookahead_is_the_noise_of_the_next_steps(num_emitted: list[int]) -> None:
+    """And repeats the last one that is drawn from the end of the window on. Rows at one step need no copy."""
+    noise = SamplingNoise(len(num_emitted), 11, CPU, 8)
+    with mock.patch("mmspec.engine.rng.from_host", wraps=from_host) as copies:
+        ahead = noise.lookahead(num_emitted, 4, noise_end=6)
+    assert copies.call_count == (len(set(num_emitted)) > 1)
+    for row, first in enumerate(num_emitted):
+        for step in range(4):
+            drawn = min(first + step, min(6, max(num_emitted) + 4) - 1)
+            assert torch.equal(ahead[row, step], noise.at_step(drawn)[row, 0])
+
+
+@pytest.mark.parametrize(("device", "waits"), [("cuda:1", False), ("cpu", True)])
+def test_copies_to_a_gpu_come_from_pinned_memory(device: str, waits: bool) -> None:
+    pinned, moved = mock.Mock(), torch.tensor([7])
+    pinned.to.return_value = moved
+    with (
+        mock.patch.object(Tensor, "pin_memory", return_value=pinned),
+        mock.patch.object(Tensor, "to", return_value=moved) as copy,
+    ):
+        assert from_host([1, 2], torch.device(device)) is moved
+    if waits:
+        copy.assert_called_once_with(torch.device(device), non_blocking=False)
+        pinned.to.assert_not_called()
+    else:
+        pinned.to.assert_called_once_with(torch.device(device), non_blocking=True)
 
 
 def test_the_window_wraps_around() -> None:

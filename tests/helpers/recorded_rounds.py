@@ -12,17 +12,20 @@ import tiny_models as tiny
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 import mmspec
-from mmspec.engine.graph import Recorder, Replay, StaticFunction
+from mmspec.engine.fused_loop import FusedRound
+from mmspec.engine.graph import Recorder, Replay, StaticFunction, record_nothing
 from mmspec.targets.static_round import StaticRound
 
 SPEC = tiny.ModelSpec("llava")
 
 
 class CountingRecorder:
-    """Records by another recorder and counts recordings and replays, of rounds and of drafts."""
+    """Records by another recorder and counts recordings and replays: of forwards of the target, of drafts, and of whole
+    rounds ("fused")."""
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
@@ -30,16 +33,21 @@ class CountingRecorder:
         self.replays = 0
         self.draft_recordings = 0
         self.draft_replays = 0
+        self.fused_recordings = 0
+        self.fused_replays = 0
 
     def __call__(self, function: StaticFunction, state: Sequence[Tensor], inputs: Sequence[Tensor]) -> Replay:
-        is_round = isinstance(function, StaticRound)
+        is_round, is_fused = isinstance(function, StaticRound), isinstance(function, FusedRound)
+        is_draft = not is_round and not is_fused
         self.recordings += is_round
-        self.draft_recordings += not is_round
+        self.draft_recordings += is_draft
+        self.fused_recordings += is_fused
         replay = self.recorder(function, state, inputs)
 
         def counted(new_inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
             self.replays += is_round
-            self.draft_replays += not is_round
+            self.draft_replays += is_draft
+            self.fused_replays += is_fused
             return replay(new_inputs)
 
         return counted
@@ -48,6 +56,15 @@ class CountingRecorder:
 def wrong(function: StaticFunction, state: Sequence[Tensor], inputs: Sequence[Tensor]) -> Replay:
     """A recorder whose replays are wrong."""
     return lambda new_inputs: tuple(output.roll(1, -1) for output in function(*state, *new_inputs))
+
+
+def fused_only(recorder: Recorder) -> Recorder:
+    """Records whole rounds by `recorder`; other functions run as they are."""
+
+    def record(function: StaticFunction, state: Sequence[Tensor], inputs: Sequence[Tensor]) -> Replay:
+        return (recorder if isinstance(function, FusedRound) else record_nothing)(function, state, inputs)
+
+    return record
 
 
 def fails_later(function: StaticFunction, state: Sequence[Tensor], inputs: Sequence[Tensor]) -> Replay:
@@ -110,14 +127,38 @@ def generate(model: PreTrainedModel, inputs: tiny.Inputs, sampled: bool, **optio
 
 
 class HostCounter(TorchFunctionMode):
-    """Counts values read by the host and tensors made from values of the host."""
+    """Counts values read by the host and tensors made from values of the host.
+
+    Attributes:
+        counts: reads, and tensors made.
+        num_blocking: tensors that are made where they are used, which on a GPU waits. `host_copy` makes them on "cpu".
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.counts = {"reads": 0, "made": 0}
+        self.num_blocking = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         reads = (Tensor.tolist, Tensor.item, Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__)
         self.counts["reads"] += func in reads
-        self.counts["made"] += func in (torch.tensor, torch.as_tensor)
+        is_made = func in (torch.tensor, torch.as_tensor)
+        self.counts["made"] += is_made
+        self.num_blocking += is_made and (kwargs or {}).get("device") != "cpu"
+        return func(*args, **(kwargs or {}))
+
+
+NOT_KERNELS = ("aten::new_empty", "aten::empty", "aten::empty_like", "aten::_unsafe_view", "aten::scalar_tensor")
+"""Operators that allocate or view, or are values of the host."""
+
+
+class KernelCounter(TorchDispatchMode):
+    """Counts aten operators, each about one kernel on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not func.is_view and func._schema.name not in NOT_KERNELS
         return func(*args, **(kwargs or {}))

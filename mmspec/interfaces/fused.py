@@ -1,0 +1,106 @@
+"""The parts of a round that is one recorded function (`mmspec.engine.fused_loop`): a draft, and the forward over it.
+
+Each part is a function of tensors that reads no value on the host, and the tensors of the coming round. It changes
+nothing but keys and values behind the committed positions, so it may run twice, or fail, without an effect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from mmspec.engine.recordings import Recordings
+from mmspec.engine.tree import DraftTree
+from mmspec.interfaces.drafter import Drafter
+from mmspec.interfaces.target import Target, VerifyResult
+
+
+@dataclass(frozen=True)
+class DraftPart:
+    """The draft of the coming round, tokens emitted before it included.
+
+    Attributes:
+        owner: of the recordings.
+        key: what else distinguishes the function from the owner's others.
+        state: tensors at fixed addresses.
+        inputs: tensors that differ from round to round.
+        numbers: [B][n] integers of the host that differ from round to round.
+        max_depth: largest depth of a node.
+        hidden_state_indices: hidden states of the target that the drafter reads.
+        function: (state, inputs, numbers [B, n] int64, noise [B, `max_depth` + 1, V] or None) -> the tree, and what
+            the drafter keeps.
+        select_hidden_states: {index: [B, N, D]} -> [B, N, S], those that the drafter reads.
+    """
+
+    owner: Hashable
+    key: Hashable
+    state: Sequence[Tensor]
+    inputs: Sequence[Tensor]
+    numbers: list[list[int]]
+    max_depth: int
+    hidden_state_indices: tuple[int, ...]
+    function: Callable[[Sequence[Tensor], Sequence[Tensor], Tensor, Tensor | None], tuple[DraftTree, Sequence[Tensor]]]
+    select_hidden_states: Callable[[Mapping[int, Tensor]], Tensor]
+
+
+@dataclass(frozen=True)
+class ScorePart:
+    """The forward over a tree, and the commit of its accepted nodes.
+
+    Attributes:
+        key: what distinguishes the function from those of other rounds.
+        state: tensors at fixed addresses.
+        lengths: committed positions of each row.
+        function: (state, lengths [B] int64, finished tree) -> logits [B, N, V], hidden states [B, N, D].
+        commit: (state, lengths [B], path [B, A], counts [B]); the lengths stay as they are.
+    """
+
+    key: Hashable
+    state: Sequence[Tensor]
+    lengths: list[int]
+    function: Callable[[Sequence[Tensor], Tensor, DraftTree], tuple[Tensor, ...]]
+    commit: Callable[[Sequence[Tensor], Tensor, Tensor, Tensor], None]
+
+
+@runtime_checkable
+class FusableDrafter(Drafter, Protocol):
+    """A drafter whose drafts may be part of a recorded round."""
+
+    def draft_part(self, state: Any, num_nodes: int) -> DraftPart | None:
+        """The coming draft of `num_nodes` nodes at most, in place of `propose`; None if it must be drafted alone."""
+
+    def observe_part(self, state: Any, result: VerifyResult, hidden_states: Tensor, kept: Sequence[Tensor]) -> None:
+        """Update the state after a round with `draft_part`, in place of `observe`.
+
+        Args:
+            state: return value of `begin`.
+            result: accepted nodes and emitted tokens, whose tree has a size but no tokens.
+            hidden_states: [B, A, S] `select_hidden_states` at the accepted nodes.
+            kept: what the part's function returned besides the tree.
+        """
+
+
+@runtime_checkable
+class FusableTarget(Target, Protocol):
+    """A target whose forwards may be part of a recorded round.
+
+    Attributes:
+        recordings: records the round.
+        device: of the forwards.
+    """
+
+    recordings: Recordings | None
+    device: torch.device
+
+    def score_part(self, num_nodes: int, hidden_state_indices: Sequence[int]) -> ScorePart | None:
+        """The coming forward over trees of `num_nodes` nodes; None if it must run alone."""
+
+    def commit_part(self, counts: Sequence[int]) -> None:
+        """The part's function has committed `counts[b]` nodes of each row."""
+
+
+__all__ = ["DraftPart", "FusableDrafter", "FusableTarget", "ScorePart"]
