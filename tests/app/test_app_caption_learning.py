@@ -72,7 +72,6 @@ def test_a_job_learns_by_default_and_is_resumed_exactly(
     lines = out.read_bytes().splitlines(keepends=True)
     out.write_bytes(b"".join(lines[:5]) + lines[5][:30])  # killed in the middle of a batch
     assert caption(tmp_path, "learned") == expected, "with weights that the first run has left"
-    assert caption(tmp_path, "learned", "--no-learn") == expected
 
 
 @pytest.mark.parametrize("options", [("--drafter", "lookup"), ("--drafter", "none"), ("--no-learn",)])
