@@ -5,7 +5,7 @@ small random text model and a draft head are decoded with everything recorded, a
 
 - float32, batches of one and of three rows of different lengths, greedy and sampled: identical tokens;
 - bfloat16: every token's logit is within rounding of the largest, since rounding differs between numbers of rows;
-- every round was a replay, whole rounds and (with a processor that reads the history) rounds in parts, some drafts were
+- every round was a replay, as a whole and (with a processor that is not part of recordings) in parts, some drafts were
   accepted, nothing fell back;
 - `torch.multinomial(probs, 1)` is the argmax of probabilities over exponential noise, generator state included.
 
@@ -53,9 +53,10 @@ NEW_TOKENS = 30
 KINDS_OF_CALLS: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
     "sampled": {"do_sample": True, "temperature": 0.9, "top_k": 50, "top_p": 0.95},
-    "sampled in parts": {"do_sample": True, "temperature": 0.9, "top_k": 50, "repetition_penalty": 1.1},
+    "penalized": {"do_sample": True, "repetition_penalty": 1.1},
+    "in parts": {"do_sample": True, "temperature": 0.9, "top_k": 50, "suppress_tokens": [0]},
 }
-"""Their options. The last has a processor that reads the history, with which rounds are recorded in parts."""
+"""Their options. The last has a processor with which rounds are recorded in parts."""
 TREE_SIZE = 8
 SEED = 7
 PROBE_ROWS, PROBE_STEPS = 3, 4

@@ -7,8 +7,9 @@
     keep the accepted nodes in the KV cache                                   `ScorePart.commit`
 
 On a GPU that is one launch, one copy to the device before it and one to the host after it. What the round decides is
-what `DecodeLoop.round` decides; whatever is unusual runs there: finished rows, rounds without a draft, processors that
-read the history, collected scores, user code that needs one step at a time, a tree whose size depends on the draft.
+what `DecodeLoop.round` decides; whatever is unusual runs there: returned padding, rounds without a draft, most
+processors that read the history, collected scores, user code that needs one step at a time, a tree whose size depends
+on the draft.
 """
 
 from __future__ import annotations
@@ -25,14 +26,16 @@ from mmspec.engine.host_copy import from_host
 from mmspec.engine.loop import DecodeLoop, RoundTimes
 from mmspec.engine.output import OutputBuffer, RowState
 from mmspec.engine.recordings import recordable_mode
-from mmspec.engine.sampler import TreeSampler
+from mmspec.engine.sampler import RoundHistory, TreeSampler
+from mmspec.engine.static_cache import length_bucket
 from mmspec.engine.tree import DraftTree, finish_draft, root_only
 from mmspec.engine.verify import accept_path_in_torch
 from mmspec.interfaces import VerifyResult
 from mmspec.interfaces.fused import DraftPart, FusableDrafter, FusableTarget, ScorePart
 
-NUM_COLUMNS = 5
-"""Integers per row that every round needs: root id, emitted tokens, `max_emit`, whether to draft, committed length."""
+NUM_COLUMNS = 7
+"""Integers per row that every round needs: root id, emitted tokens, `max_emit`, whether to draft, committed length, and
+`RoundHistory.lengths` and `ignored`."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,8 @@ class FusedRound:
 
         Args:
             tensors: `draftable` [V] bool, `stop_ids` [E] int64 if there are any, the state of both parts; `NUM_COLUMNS`
-                integers per row and those of the draft, [B, n] int64; its inputs; when sampling, the noise [B, A, V].
+                integers per row and those of the draft, [B, n] int64; its inputs; when sampling, the noise [B, A, V];
+                for a repetition penalty, `RoundHistory.sequences`.
 
         Returns:
             [B, N] float32 largest logits, [B, 3 * A + 2] int64 as `FusedLoop` reads it, [B, A, S] hidden states at the
@@ -72,7 +76,7 @@ class FusedRound:
         numbers = parts.take()
         inputs = parts.take_list(len(draft.inputs))
         noise = None if self.sampler.noise is None else parts.take()
-        root_ids, _, max_emit, is_drafting, lengths = numbers[:, :NUM_COLUMNS].unbind(1)
+        root_ids, _, max_emit, is_drafting, lengths, history_lengths, ignored = numbers[:, :NUM_COLUMNS].unbind(1)
         tree, kept = draft.function(draft_state, inputs, numbers[:, NUM_COLUMNS:], noise)
         tree = tree.trim(self.num_nodes).pad(self.num_nodes)
         tree.node_mask = tree.node_mask & is_drafting[:, None].bool()
@@ -82,7 +86,8 @@ class FusedRound:
         assert tree.depths is not None
         if noise is not None:
             noise = noise.gather(1, tree.depths[..., None].expand(logits.shape))
-        sampled_ids, is_nan = self.sampler.sample_recorded(logits, noise)
+        history = RoundHistory(tree, parts.take(), history_lengths, ignored) if self.sampler.reads_history else None
+        sampled_ids, is_nan = self.sampler.sample_recorded(logits, noise, history)
         path, counts, tokens = accept_path_in_torch(tree, sampled_ids, max_emit, stop_ids)
         path, tokens = (_resize(part, draft.max_depth + 1) for part in (path, tokens))
         score.commit(score_state, lengths, path, counts)
@@ -105,6 +110,7 @@ class FusedLoop(DecodeLoop):
         recordings, key = self.target.recordings, self.sampler.recording_key
         assert recordings is not None and key is not None
         self._recordings, self._sampler_key = recordings, key
+        self._ignored = self.sampler.ignored_lengths(len(self.output.emitted))
         self._has_failed = False
         self._sized_trees: dict[int, DraftTree] = {}
         with recordable_mode():
@@ -177,8 +183,12 @@ class FusedLoop(DecodeLoop):
         output = self.output
         output.reserve(size)
         num_emitted, num_steps = output.num_emitted, draft.max_depth + 1
-        columns = zip(output.emitted, limits, score.lengths, draft.numbers, strict=True)
-        rows = [[ids[-1], len(ids), limit, limit > 1, length, *others] for ids, limit, length, others in columns]
+        start = output.prompt_length
+        columns = zip(output.emitted, limits, score.lengths, self._ignored, draft.numbers, strict=True)
+        rows = [
+            [ids[-1], len(ids), limit, limit > 1, length, start + len(ids), ignored, *others]
+            for ids, limit, length, ignored, others in columns
+        ]
         if output.noise is None:
             return from_host(rows, self.draftable.device), None
         slots = output.noise.lookahead_slots(num_emitted, num_steps, output.noise_end(size))
@@ -192,7 +202,9 @@ class FusedLoop(DecodeLoop):
         function = FusedRound(draft, score, self.sampler, size, self.output.stop_ids is not None)
         state = [*self._constants, *draft.state, *score.state]
         inputs = [numbers, *draft.inputs, *(() if noise is None else (noise,))]
-        shapes = tuple(tuple(tensor.shape) for tensor in self._constants)
+        if self.sampler.reads_history:
+            inputs.append(_resize(self.output.sequences, length_bucket(self.output.sequences.shape[1])))
+        shapes = tuple(tuple(tensor.shape) for tensor in (*self._constants, inputs[-1]))
         key = draft.key, score.key, self._sampler_key, shapes
         try:
             return self._recordings.run(draft.owner, key, function, state, inputs)

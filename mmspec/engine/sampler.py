@@ -39,7 +39,7 @@ HISTORY_PROCESSORS = frozenset(getattr(hf, name) for name in _HISTORY_NAMES.spli
 RECORDABLE_PROCESSORS = frozenset(
     (hf.TemperatureLogitsWarper, hf.TopKLogitsWarper, hf.TopPLogitsWarper, hf.MinPLogitsWarper)
 )
-"""Those of `STATELESS_PROCESSORS` that may be part of a recorded function."""
+"""Those of `STATELESS_PROCESSORS` that may be part of a recorded function; so may one repetition penalty."""
 
 
 class NodeGroup(NamedTuple):
@@ -54,6 +54,22 @@ class NodeGroup(NamedTuple):
     flat_index: Tensor
     rows: Tensor
     history: Tensor
+
+
+class RoundHistory(NamedTuple):
+    """What a repetition penalty reads of a round, as tensors.
+
+    Attributes:
+        tree: the tree that was scored.
+        sequences: [B, S] int64, prompt and emitted tokens of each row, and whatever else behind them.
+        lengths: [B] int64, how many of them each row has.
+        ignored: [B] int64, how many of the first do not count (pads).
+    """
+
+    tree: DraftTree
+    sequences: Tensor
+    lengths: Tensor
+    ignored: Tensor
 
 
 class TreeSampler:
@@ -123,22 +139,46 @@ class TreeSampler:
     @property
     def recording_key(self) -> Hashable | None:
         """What a recording of `sample_recorded` depends on; None if it must not be recorded."""
-        if any(type(processor) not in RECORDABLE_PROCESSORS for processor in self.processors):
+        others = [p for p in self.processors if type(p) is not hf.RepetitionPenaltyLogitsProcessor]
+        if any(type(p) not in RECORDABLE_PROCESSORS for p in others) or len(self.processors) > len(others) + 1:
             return None
-        settings = [(type(processor).__name__, *sorted(vars(processor).items())) for processor in self.processors]
+        settings = [
+            (type(p).__name__, *sorted(vars(p).items())) if p in others else ("repetition", p.penalty)
+            for p in self.processors
+        ]
         return repr((settings, self.noise is None))
 
-    def sample_recorded(self, logits: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
+    @property
+    def reads_history(self) -> bool:
+        """Whether there is a repetition penalty."""
+        return any(type(p) is hf.RepetitionPenaltyLogitsProcessor for p in self.processors)
+
+    def ignored_lengths(self, batch: int) -> list[int]:
+        """First positions of each row that the repetition penalty ignores. Waits for the device."""
+        found = [p.prompt_ignore_length for p in self.processors if type(p) is hf.RepetitionPenaltyLogitsProcessor]
+        ignored = found[0] if found and found[0] is not None else 0
+        return [ignored] * batch if isinstance(ignored, int) else ignored.tolist()
+
+    def sample_recorded(
+        self, logits: Tensor, noise: Tensor | None, history: RoundHistory | None
+    ) -> tuple[Tensor, Tensor]:
         """`sample` as a function of tensors that reads no value: [B, N] sampled ids, [B, N] bool `is_nan`.
 
         Args:
             logits: [B, N, V] float32.
             noise: [B, N, V] of each node's output step; None for greedy decoding.
+            history: if `reads_history`.
         """
-        scores = logits.flatten(0, 1)
+        scores = logits
         for processor in self.processors:
-            scores = processor(scores, scores)  # they do not read the ids
-        scores = scores.view(logits.shape)
+            if type(processor) is hf.RepetitionPenaltyLogitsProcessor:
+                assert history is not None
+                view = copy.copy(processor)
+                view.prompt_ignore_length = history.ignored
+                scores = _penalize_repetition(view, scores, history.tree, history.sequences, history.lengths)
+            else:
+                rows = scores.flatten(0, 1)
+                scores = processor(rows, rows).view(logits.shape)  # it does not read the ids
         best = scores.max(-1) if noise is None else (torch.softmax(scores, dim=-1) / noise).max(-1)
         return best.indices, best.values.isnan()
 

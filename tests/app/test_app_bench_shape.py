@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from recorded_rounds import patched, recording
 
 import mmspec
 from mmspec.app.bench import bandwidth
@@ -22,6 +23,8 @@ from mmspec.app.bench.shape.simulated import Oracle, SimulatedAcceptance, accept
 from mmspec.app.cli.main import main
 from mmspec.app.device_probe import multinomial_is_reproduced
 from mmspec.app.errors import UsageError
+from mmspec.drafters.eagle import native
+from mmspec.engine.graph import record_nothing
 from mmspec.engine.rng import SamplingNoise
 
 
@@ -61,6 +64,24 @@ def test_the_target_accepts_what_is_given(name: str) -> None:
     mmspec.patch(model, drafter, tree_size=8)
     assert torch.equal(model.generate(input_ids=ids, max_new_tokens=150, do_sample=False), expected)
     assert mmspec.stats(model).tau == pytest.approx(2.5, abs=0.35) and drafter.name == f"{name}@tau2.5"
+
+
+@pytest.mark.parametrize("name", ["msd", "flash"])
+def test_whole_rounds_accept_what_is_given(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: draft, forward and acceptance in one recorded function, which `whole` times."""
+    monkeypatch.setattr(native, "active_kernel", lambda: None)
+    shape, device = TEXT_SHAPES["tiny"], torch.device("cpu")
+    model = build_shape_model(shape, torch.float32, device)
+    inner = build_shape_drafter(name, shape, torch.float32, device, 8)
+    drafter = SimulatedAcceptance(name, inner, 2.5, 5, shape.vocab_size, torch.Generator().manual_seed(0))
+    ids = torch.randint(shape.vocab_size, (2, 20), generator=torch.Generator().manual_seed(0))
+    expected = model.generate(input_ids=ids, max_new_tokens=150, do_sample=False)
+    timer = PhaseTimer(device)
+    with recording(record_nothing) as counting, patched(model, drafter, tree_size=8), timer.measuring():
+        assert torch.equal(model.generate(input_ids=ids, max_new_tokens=150, do_sample=False), expected)
+        assert mmspec.stats(model).tau == pytest.approx(2.5, abs=0.35)
+    assert counting.fused_replays > 20
+    assert timer.milliseconds()["whole"] > 0 and len(timer.spans["propose"]) < 5
 
 
 def test_the_instrument_from_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

@@ -57,7 +57,16 @@ FAST_KINDS = ("decoupled", "chained", "dspark:1")
 EVERY_KIND = [pytest.param(kind, marks=[] if kind in FAST_KINDS else pytest.mark.slow) for kind in KINDS]
 FUZZ_SEED = 60_000
 """Of the first random call."""
-FUSABLE_OPTIONS = {"do_sample", "temperature", "top_k", "top_p", "min_p", "max_new_tokens", "num_return_sequences"}
+FUSABLE_OPTIONS = {
+    "repetition_penalty",
+    "do_sample",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "max_new_tokens",
+    "num_return_sequences",
+}
 """Options of a random call that leave its rounds whole."""
 
 
@@ -129,9 +138,24 @@ def test_drafts_equal_those_recorded_alone(kind: str) -> None:
     assert check_calls(kind, 3, sampled=True).fused_replays > 20
 
 
-@pytest.mark.parametrize("options", [{"temperature": 0.8}, {"top_p": 0.9, "top_k": 0}, {"min_p": 0.1, "top_k": 5}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0.8},
+        {"top_p": 0.9, "top_k": 0},
+        {"min_p": 0.1, "top_k": 5},
+        {"repetition_penalty": 1.3, "temperature": 0.8},
+    ],
+)
 def test_sampling_options(options: dict[str, Any]) -> None:
     assert check_calls("chained", 2, True, **options).fused_replays > 20
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_repetition_penalty_replayed_on_other_prompts(batch: int) -> None:
+    """It reads the prompt, without the pads of each row, what was emitted, and the path to each node."""
+    counting = check_calls("decoupled", batch, False, fused_only(record_trace), repetition_penalty=1.5)
+    assert counting.fused_recordings == 1 and counting.fused_replays > 20
 
 
 def test_other_options_are_other_recordings() -> None:
@@ -260,6 +284,14 @@ def _no_limit(original: Any) -> Any:
     return faulty
 
 
+def _no_ignored_pads(original: Any) -> Any:
+    def faulty(self: FusedLoop) -> None:
+        original(self)
+        self._ignored = [0] * len(self._ignored)
+
+    return faulty
+
+
 def _other_row(original: Any) -> Any:
     def faulty(tree: Any, sampled_ids: Tensor, *args: Any) -> Any:
         path, counts, tokens = original(tree, sampled_ids, *args)
@@ -273,6 +305,7 @@ BUGS: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
     "commit behind the shortest row": (mmspec.targets.captured, "commit_path", _stale_length),
     "lengths of the first round": (CapturedTarget, "score_part", _constant_length),
     "limits of rows ignored": (FusedLoop, "_limits", _no_limit),
+    "penalty of the prompt's pads": (FusedLoop, "__post_init__", _no_ignored_pads),
     "path of another row": (fused_loop, "accept_path_in_torch", _other_row),
 }
 
@@ -280,12 +313,13 @@ BUGS: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
 @pytest.mark.parametrize("name", BUGS)
 def test_planted_bugs_are_caught(name: str) -> None:
     owner, attribute, bug = BUGS[name]
-    check_calls("decoupled", 3, sampled=True)
+    options = {"repetition_penalty": 1.5} if name.startswith("penalty") else {}
+    check_calls("decoupled", 3, True, **options)
     with (
         mock.patch.object(owner, attribute, bug(getattr(owner, attribute))),
         pytest.raises((AssertionError, IndexError)),
     ):
-        check_calls("decoupled", 3, sampled=True)
+        check_calls("decoupled", 3, True, **options)
 
 
 # --- when rounds are not whole ----------------------------------------------------------------------------------------
@@ -322,12 +356,11 @@ class UsersDrafter(EagleDrafter):
 
 
 def test_calls_in_parts() -> None:
-    """Processors that read the history, user code in their place, collected scores, a drafter of the user."""
+    """Most processors that read the history, user code in their place, collected scores, a drafter of the user."""
     model = build_model()
     inputs = build_inputs(model, 0, 2)
     drafter = build_drafter("leaning-coupled")
     options: list[dict[str, Any]] = [
-        {"repetition_penalty": 1.1},
         {"no_repeat_ngram_size": 3},
         {"logits_processor": [UsersProcessor()]},
     ]
@@ -436,8 +469,8 @@ def test_nan_at_a_draft(caplog: pytest.LogCaptureFixture) -> None:
     expected = generate(model, inputs, True)
     sample, calls = TreeSampler.sample_recorded, itertools.count()
 
-    def sometimes_nan(self: TreeSampler, logits: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
-        sampled_ids, is_nan = sample(self, logits, noise)
+    def sometimes_nan(self: TreeSampler, *args: Any) -> tuple[Tensor, Tensor]:
+        sampled_ids, is_nan = sample(self, *args)
         return sampled_ids, is_nan | (next(calls) >= 10)
 
     with (
@@ -474,7 +507,8 @@ def fused_runs() -> Iterator[list[tuple[FusedRound, list[Tensor], int]]]:
 def test_a_round_on_the_meta_device_reads_and_makes_nothing(kind: str, sampled: bool) -> None:
     """With every option of the sampling that may be recorded, and end ids."""
     model, drafter = build_model(), build_drafter(f"leaning-{kind}")
-    options = {"temperature": 0.9, "top_k": 20, "top_p": 0.9, "min_p": 0.01} if sampled else {}
+    options: dict[str, Any] = {"repetition_penalty": 1.2}
+    options |= {"temperature": 0.9, "top_k": 20, "top_p": 0.9, "min_p": 0.01} if sampled else {}
     with recording(record_nothing), patched(model, drafter, tree_size=8), fused_runs() as runs:
         generate(model, build_inputs(model, 0, 2), sampled, max_new_tokens=5, eos_token_id=[1, 2], **options)
     model.to("meta")

@@ -17,14 +17,15 @@ from mmspec.app.bench.peers.in_process import PatchedPeer, greedy_options
 from mmspec.app.device_probe import multinomial_is_reproduced
 from mmspec.control.device_check import NoVerdictError, device_key, probe_command, run_probe
 from mmspec.control.draft_cost import Timestamp, elapsed
+from mmspec.engine.fused_loop import FusedLoop
 from mmspec.engine.loop import DecodeLoop
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-DEVICE_PHASES = ("read", "levels", "score", "verify", "commit", "observe")
+DEVICE_PHASES = ("read", "levels", "score", "verify", "commit", "observe", "whole")
 """Draft head over new tokens; the rest of the draft; the target's forward; sampling, acceptance and the copy to the
-host; the KV cache; what the drafter does with the result."""
+host; the KV cache; what the drafter does with the result; on a GPU, all of these in one recorded function."""
 
 
 @dataclass
@@ -54,6 +55,8 @@ class PhaseTimer:
                 (loop.target, "commit", "commit"),
                 (loop, "round", "round"),
             ]
+            if isinstance(loop, FusedLoop):
+                parts.append((loop, "_replay", "whole"))
             if hasattr(inner, "sync"):
                 parts.append((inner, "sync", "read"))
             with ExitStack() as stack:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mmspec.engine.tree import DraftTree
 from mmspec.interfaces import Drafter, DrafterRequirements, Prompt, VerifyResult
+from mmspec.interfaces.fused import DraftPart, FusableDrafter
 
 WRONG_OFFSET = 100
 """Successors this far ahead are wrong tokens, a different one at each node."""
@@ -99,27 +100,61 @@ class SimulatedAcceptance:
     def propose(self, state: SimulatedState, max_nodes: int, active: Sequence[bool]) -> DraftTree:
         """A tree of the size of the inner drafter's."""
         tree = self.inner.propose(state.inner, max_nodes, active)
-        num_nodes, device = tree.num_nodes, tree.tokens.device
-        if num_nodes == 1:
+        if tree.num_nodes == 1:
             return tree
-        draws = torch.rand(len(active), self.depth, generator=self._generator)
-        counts = (draws < self._probability).cumprod(1).sum(1)
-        counts, last = torch.stack([counts, torch.tensor(state.last_ids)]).to(device)[:, :, None]
-        if num_nodes not in self._forms:
-            self._forms[num_nodes] = draft_form(num_nodes, self.depth, device)
-        parents, depths = self._forms[num_nodes]
-        index = torch.arange(num_nodes, device=device)
-        is_right = (index <= self.depth) & (depths <= counts)
-        tokens = torch.where(is_right, last + depths, last + WRONG_OFFSET + index) % self._vocab_size
-        every = torch.ones_like(tokens, dtype=torch.bool)
-        return DraftTree(tokens, parents.expand(len(active), -1).contiguous(), every)
+        return self._tree(tree.num_nodes, torch.tensor(self._draw(state)).to(tree.tokens.device))
 
     def observe(self, state: SimulatedState, result: VerifyResult, hidden_states: Mapping[int, Tensor]) -> None:
         """Follow the output."""
+        self._follow(state, result)
+        self.inner.observe(state.inner, result, hidden_states)
+
+    def draft_part(self, state: SimulatedState, num_nodes: int) -> DraftPart | None:
+        """See `mmspec.interfaces.fused.FusableDrafter`: the inner drafter's, with another tree."""
+        part = self.inner.draft_part(state.inner, num_nodes) if isinstance(self.inner, FusableDrafter) else None
+        if part is None:
+            return None
+        draft = part.function
+
+        def function(
+            fixed: Sequence[Tensor], inputs: Sequence[Tensor], numbers: Tensor, noise: Tensor | None
+        ) -> tuple[DraftTree, Sequence[Tensor]]:
+            _, kept = draft(fixed, inputs, numbers[:, :-2], noise)
+            return self._tree(num_nodes, numbers[:, -2:]), kept
+
+        numbers = [row + given for row, given in zip(part.numbers, self._draw(state), strict=True)]
+        return replace(part, key=(self.depth, part.key), numbers=numbers, function=function)
+
+    def observe_part(
+        self, state: SimulatedState, result: VerifyResult, hidden_states: Tensor, kept: Sequence[Tensor]
+    ) -> None:
+        """See `mmspec.interfaces.fused.FusableDrafter`."""
+        self._follow(state, result)
+        assert isinstance(self.inner, FusableDrafter)
+        self.inner.observe_part(state.inner, result, hidden_states, kept)
+
+    def _draw(self, state: SimulatedState) -> list[list[int]]:
+        """[B][2]: how many tokens of each row are to be accepted, and its last token."""
+        draws = torch.rand(len(state.last_ids), self.depth, generator=self._generator)
+        counts = (draws < self._probability).cumprod(1).sum(1).tolist()
+        return [list(pair) for pair in zip(counts, state.last_ids, strict=True)]
+
+    def _tree(self, num_nodes: int, given: Tensor) -> DraftTree:
+        """The tree for `_draw` [B, 2] on the device."""
+        if num_nodes not in self._forms:
+            self._forms[num_nodes] = draft_form(num_nodes, self.depth, given.device)
+        parents, depths = self._forms[num_nodes]
+        counts, last = given.t()[:, :, None]
+        index = torch.arange(num_nodes, device=given.device)
+        is_right = (index <= self.depth) & (depths <= counts)
+        tokens = torch.where(is_right, last + depths, last + WRONG_OFFSET + index) % self._vocab_size
+        every = torch.ones_like(tokens, dtype=torch.bool)
+        return DraftTree(tokens, parents.expand(len(given), -1).contiguous(), every)
+
+    def _follow(self, state: SimulatedState, result: VerifyResult) -> None:
         state.last_ids = [
             ids[-1] if ids else last for ids, last in zip(result.emitted_ids, state.last_ids, strict=True)
         ]
-        self.inner.observe(state.inner, result, hidden_states)
 
 
 def draft_form(num_nodes: int, depth: int, device: torch.device) -> tuple[Tensor, Tensor]:
