@@ -208,6 +208,8 @@ class HeadDrafter(ABC):
 
     def draft_part(self, state: DraftState, num_nodes: int) -> DraftPart | None:
         """See `mmspec.interfaces.fused.FusableDrafter`."""
+        if state.prompt is not None:
+            self.sync(state)
         start_time, depth = state.now(), self.depth_controller
         num_levels = depth.max_levels if state.static_shapes else depth.choose(len(state.last_hidden))
         part = build_draft_part(self, state, min(num_nodes, BUCKETS[-1]), num_levels)
@@ -220,31 +222,34 @@ class HeadDrafter(ABC):
         self, state: DraftState, result: VerifyResult, hidden_states: Tensor, kept: Sequence[Tensor]
     ) -> None:
         """See `mmspec.interfaces.fused.FusableDrafter`."""
-        counts = self._record_round(state, result)
+        counts = self._record_round(state, result, is_whole=True)
         pending = Pending(result.tokens, hidden_states, counts, result.counts) if any(counts) else None
         follow_draft_part(state, pending, kept)
 
-    def _record_round(self, state: DraftState, result: VerifyResult) -> list[int]:
+    def _record_round(self, state: DraftState, result: VerifyResult, is_whole: bool = False) -> list[int]:
         """Update the depth controller and the cost model with the round that ended. Returns emitted tokens per row."""
         counts = [len(row) for row in result.emitted_ids]
         if any(counts):
             state.timer.drain()
             if state.num_levels and result.tree.num_nodes > 1:
-                self._record_costs(state, result, counts)
+                self._record_costs(state, result, [count - 1 for count in counts if count], is_whole)
             state.num_levels = 0
         return counts
 
-    def _record_costs(self, state: DraftState, result: VerifyResult, counts: list[int]) -> None:
-        num_accepted = [count - 1 for count in counts if count]
+    def _record_costs(self, state: DraftState, result: VerifyResult, num_accepted: list[int], is_whole: bool) -> None:
+        depth, batch, num_nodes = self.depth_controller, len(result.emitted_ids), result.tree.num_nodes
         round_s = state.now() - state.start_time
+        state.timer.record_round(round_s, 1 + sum(num_accepted) / len(num_accepted))
+        if is_whole:  # its levels are not timed
+            depth.record_whole(batch, state.num_levels, num_nodes, num_accepted, round_s)
+            return
         num_forwards = state.num_levels - 1  # the first level needs none after `sync`
         forward_s = state.draft_s / num_forwards if num_forwards else 0.0
         # A tree that is smaller than its depth has no nodes on the last levels.
-        max_levels = -(-(result.tree.num_nodes - 1) // self.depth_controller.tokens_per_level)
+        max_levels = -(-(num_nodes - 1) // depth.tokens_per_level)
         num_levels = min(state.num_levels, max_levels)
         other_s = round_s - num_forwards * forward_s
-        self.depth_controller.record(len(counts), num_levels, num_accepted, forward_s, other_s)
-        state.timer.record_round(round_s, 1 + sum(num_accepted) / len(num_accepted))
+        depth.record(batch, num_levels, num_accepted, forward_s, other_s)
 
     # --- hooks --------------------------------------------------------------------------------------------------------
 

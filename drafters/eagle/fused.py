@@ -22,13 +22,13 @@ def build_draft_part(drafter: HeadDrafter, state: DraftState, max_nodes: int, nu
 
     Args:
         drafter: whose code runs.
-        state: of the call.
+        state: of the call, after its prompt.
         max_nodes: size of the tree, the root included.
         num_levels: as in `HeadDrafter.draft_tree`.
     """
     width = drafter.max_depth + 1
-    if state.prompt is not None or sum(part.tokens.shape[1] for part in state.pending) > width:
-        drafter.sync(state)  # more tokens than a round emits
+    if sum(part.tokens.shape[1] for part in state.pending) > width:  # more tokens than a round emits
+        drafter.sync(state)
     backend = state.backend
     if not isinstance(backend, CapturedDraft):
         return None

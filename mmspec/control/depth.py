@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Self
 
 from mmspec.control.ema import ema
@@ -18,8 +18,27 @@ EVIDENCE_DECAY = 0.97
 """Factor on the acceptance counts in each round."""
 PROBE_EVERY = 24
 """Every so many rounds one level more than the best is drafted, to measure its acceptance."""
+ROUNDS_OF_A_KIND = 8
+"""Rounds with all levels, then with half of them, until the cost of a level is known from their difference."""
+MIN_LEVEL_S = 1e-6
+"""Smallest cost of a level."""
 PRIOR_COUNT = 2.0
 """Weight of the prior acceptance, in rows."""
+
+
+@dataclass
+class WholeRounds:
+    """Rounds of one kind.
+
+    Attributes:
+        mean_s: mean seconds.
+        count: how many.
+        last: `DepthStats.rounds` at the last one.
+    """
+
+    mean_s: float = 0.0
+    count: int = 0
+    last: int = 0
 
 
 @dataclass
@@ -32,6 +51,7 @@ class DepthStats:
         level_s: seconds of one level after the first.
         base_s: seconds of a round without the levels after the first.
         rounds: number of `choose` calls.
+        whole_s: {(levels, nodes): rounds whose levels are not timed}. Of this process.
     """
 
     num_accepted: list[float]
@@ -39,6 +59,7 @@ class DepthStats:
     level_s: float = 0.0
     base_s: float = 0.0
     rounds: int = 0
+    whole_s: dict[tuple[int, int], WholeRounds] = field(default_factory=dict)
 
 
 @dataclass
@@ -72,7 +93,7 @@ class DepthController:
     def snapshot(self) -> dict[str, Any]:
         """The measurements, ready for JSON."""
         with self.lock:
-            return {str(batch): asdict(stats) for batch, stats in self.by_batch.items()}
+            return {str(batch): asdict(replace(stats, whole_s={})) for batch, stats in self.by_batch.items()}
 
     def restore(self, snapshot: dict[str, Any]) -> None:
         """Take over the measurements of another process at batch sizes that were not measured here.
@@ -100,8 +121,9 @@ class DepthController:
         with self.lock:
             stats = self._stats(batch)
             stats.rounds += 1
-            if not stats.level_s or not stats.base_s:
-                return self.max_levels
+            if not stats.level_s or not stats.base_s:  # whole rounds: half the levels now and then, for a difference
+                is_half = stats.whole_s and stats.rounds // ROUNDS_OF_A_KIND % 2
+                return max(1, self.max_levels // 2) if is_half else self.max_levels
             best, best_rate = 1, 0.0
             expected_tokens = path_probability = 1.0
             for level in range(self.max_levels):
@@ -111,7 +133,9 @@ class DepthController:
                 rate = expected_tokens / (stats.base_s + level * stats.level_s)
                 if rate > best_rate:
                     best, best_rate = level + 1, rate
-            return min(self.max_levels, best + (stats.rounds % PROBE_EVERY == 0))
+            if stats.rounds % PROBE_EVERY == 0:
+                best += -1 if best == self.max_levels and stats.whole_s else 1  # or no difference would be seen
+            return max(1, min(self.max_levels, best))
 
     def record(self, batch: int, num_levels: int, num_accepted: list[int], level_s: float, base_s: float) -> None:
         """Update after a round.
@@ -125,14 +149,51 @@ class DepthController:
         """
         with self.lock:
             stats = self._stats(batch)
-            for depth in range(min(num_levels, self.max_levels) * self.tokens_per_level):
-                if reached := sum(count >= depth for count in num_accepted):
-                    accepted = sum(count > depth for count in num_accepted)
-                    stats.num_reached[depth] = EVIDENCE_DECAY * stats.num_reached[depth] + reached
-                    stats.num_accepted[depth] = EVIDENCE_DECAY * stats.num_accepted[depth] + accepted
+            self._count(stats, num_levels, num_accepted)
             if level_s:
                 stats.level_s = ema(stats.level_s, level_s, 0.1, restart_below=0.5)
             stats.base_s = ema(stats.base_s, base_s, 0.1, restart_below=0.5)
+
+    def record_whole(
+        self, batch: int, num_levels: int, num_nodes: int, num_accepted: list[int], round_s: float
+    ) -> None:
+        """`record` for a round whose levels are not timed: a level costs what rounds of more levels take longer.
+
+        Args:
+            batch: batch size.
+            num_levels: levels that were drafted.
+            num_nodes: nodes that were scored: only rounds of equal trees are compared.
+            num_accepted: as in `record`.
+            round_s: seconds of the round.
+        """
+        with self.lock:
+            stats = self._stats(batch)
+            self._count(stats, min(num_levels, -(-(num_nodes - 1) // self.tokens_per_level)), num_accepted)
+            own = stats.whole_s.setdefault((num_levels, num_nodes), WholeRounds())
+            own.mean_s = ema(own.mean_s, round_s, 0.2, restart_below=0.5)
+            own.count, own.last = own.count + 1, stats.rounds
+            differences = [
+                (other.mean_s - own.mean_s) / (levels - num_levels)
+                for (levels, nodes), other in stats.whole_s.items()
+                if nodes == num_nodes
+                and levels != num_levels
+                and stats.rounds - other.last <= PROBE_EVERY
+                and (stats.level_s or min(own.count, other.count) >= ROUNDS_OF_A_KIND // 2)
+            ]
+            if differences:
+                level_s = max(MIN_LEVEL_S, sum(differences) / len(differences))
+                stats.level_s = ema(stats.level_s, level_s, 0.1)
+            if stats.level_s:
+                base_s = max(MIN_LEVEL_S, own.mean_s - (num_levels - 1) * stats.level_s)
+                stats.base_s = ema(stats.base_s, base_s, 0.1, restart_below=0.5)
+
+    def _count(self, stats: DepthStats, num_levels: int, num_accepted: list[int]) -> None:
+        """Update the acceptance by depth."""
+        for depth in range(min(num_levels, self.max_levels) * self.tokens_per_level):
+            if reached := sum(count >= depth for count in num_accepted):
+                accepted = sum(count > depth for count in num_accepted)
+                stats.num_reached[depth] = EVIDENCE_DECAY * stats.num_reached[depth] + reached
+                stats.num_accepted[depth] = EVIDENCE_DECAY * stats.num_accepted[depth] + accepted
 
     def _stats(self, batch: int) -> DepthStats:
         if batch not in self.by_batch:

@@ -138,6 +138,7 @@ class FusedLoop(DecodeLoop):
         score = self.target.score_part(size, draft.hidden_state_indices)
         if score is None or self._has_failed:
             return False
+        prepared = self._now()
         limits = self._limits(size)
         numbers, noise = self._row_numbers(draft, score, limits, size)
         outputs = self._replay(draft, score, size, numbers, noise)
@@ -155,7 +156,7 @@ class FusedLoop(DecodeLoop):
         output.emit(result, rows=RowState(root_ids, num_emitted, max_emit, limits, None))
         self.drafter.observe_part(state, result, hidden_states, kept)
         # The draft is part of the recorded function, and so of the time of its forward.
-        self._record(result, active, True, RoundTimes(0.0, scored - start, self._now() - scored))
+        self._record(result, active, True, RoundTimes(prepared - start, scored - prepared, self._now() - scored))
         return True
 
     def _size_in_advance(self) -> int | None:

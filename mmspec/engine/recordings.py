@@ -107,17 +107,21 @@ class Recordings:
         replay = self._replays.get((owner, key))
         if replay is not None and self._num_checked[owner, key] >= NUM_CHECKED_REPLAYS:
             return replay(inputs)
-        start = time.perf_counter()
+        start, replay_s = time.perf_counter(), 0.0
         token = ACTIVE_CONTEXT.set(None)  # the recording contains no timed kernels
         try:
             expected = function(*state, *inputs)
             if replay is None:
                 replay = self.recorder(function, state, inputs)
+            _wait_for(expected[0])
+            replay_start = time.perf_counter()
             outputs = replay(inputs)
+            _wait_for(outputs[0])
+            replay_s = time.perf_counter() - replay_start  # what a round costs
             check_replay(outputs[0], expected[0])
         finally:
             ACTIVE_CONTEXT.reset(token)
-            self.setup_s += time.perf_counter() - start
+            self.setup_s += time.perf_counter() - start - replay_s
         self._replays[owner, key] = replay
         self._num_checked[owner, key] += 1
         return outputs
@@ -154,6 +158,11 @@ def recordable_mode() -> Iterator[None]:
     """Context without gradients and without inference mode, also within the user's: recorded tensors outlive calls."""
     with torch.inference_mode(False), torch.no_grad():
         yield
+
+
+def _wait_for(output: Tensor) -> None:
+    if output.is_cuda:
+        torch.cuda.synchronize(output.device)
 
 
 def bit_checksums(tensor: Tensor) -> tuple[Tensor, Tensor]:

@@ -48,8 +48,8 @@ class Stats:
         accept_length_hist: {tokens emitted by one row in one round: count}.
         tree_size_hist: {nodes of the scored tree: rounds}.
         prefill_s: prefill of the target, vision encoding excluded.
-        draft_s: `Drafter.propose` and `observe`; 0 for rounds that are recorded as a whole (`score_s`).
-        score_s: the target's forward, sampling, and the copy to the host.
+        draft_s: `Drafter.propose` and `observe`; without the draft itself in rounds that are recorded as a whole.
+        score_s: the target's forward, sampling, and the copy to the host; the draft in rounds recorded as a whole.
         overhead_s: everything else in the loop.
         ttft_s: from the start of `generate` to the first token, vision encoding included; summed over calls.
         decode_s: from the first token to the last; summed over calls.

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
+import random
 from dataclasses import dataclass
+from statistics import median
 
 import pytest
 
@@ -60,3 +63,37 @@ def test_a_snapshot_of_draft_costs_is_independent() -> None:
     twin.record_round(1, 0.2, 2.0)
     assert costs.by_batch[1].round_s == 0.1
     assert copy.deepcopy(costs).costs(1) is None, "a deep copy may run on another device"
+
+
+@pytest.mark.parametrize(("acceptance", "level_s", "best"), [(0.9, 0.0005, 6), (0.3, 0.003, 1), (0.6, 0.001, 3)])
+def test_levels_of_whole_rounds_cost_what_longer_rounds_take_longer(
+    acceptance: float, level_s: float, best: int
+) -> None:
+    """Neither the draft nor its levels are timed; rounds take 10 ms and `level_s` per further level, and some noise."""
+    rng = random.Random(0)
+    controller = DepthController(6)
+    chosen = []
+    for _ in range(400):
+        levels = controller.choose(1)
+        accepted = next((depth for depth in range(levels) if rng.random() > acceptance), levels)
+        round_s = (0.01 + (levels - 1) * level_s) * rng.uniform(0.98, 1.02)
+        controller.record_whole(1, levels, 8, [accepted], round_s)
+        chosen.append(levels)
+    assert set(chosen[:11]) == {6, 3}, "all levels, then half of them"
+    assert abs(median(chosen[200:]) - best) <= 1 and len(set(chosen[200:])) > 1, "probes go on"
+    assert controller.by_batch[1].level_s == pytest.approx(level_s, rel=0.5)
+    twin = DepthController(6)
+    twin.restore(json.loads(json.dumps(controller.snapshot())))
+    assert twin.by_batch[1].level_s == controller.by_batch[1].level_s and not twin.by_batch[1].whole_s
+
+
+def test_rounds_of_other_trees_are_not_compared() -> None:
+    controller = DepthController(4)
+    for _ in range(4):
+        controller.record_whole(1, 4, 16, [2], 0.03)
+        controller.record_whole(1, 2, 8, [2], 0.01)
+    assert controller.by_batch[1].level_s == 0.0
+    for _ in range(4):
+        assert controller.by_batch[1].level_s == 0.0, "of few rounds"
+        controller.record_whole(1, 2, 16, [2], 0.02)
+    assert controller.by_batch[1].level_s == pytest.approx(0.005)

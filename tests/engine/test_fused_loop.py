@@ -35,6 +35,7 @@ from transformers import LogitsProcessor, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 import mmspec
+from mmspec.control.tree_size import TreeSizeController
 from mmspec.drafters.eagle import native
 from mmspec.drafters.eagle.drafter import EagleDrafter
 from mmspec.engine import fused_loop
@@ -226,7 +227,11 @@ def test_the_controller_chooses_before_the_draft(monkeypatch: pytest.MonkeyPatch
 
     assert run().fused_replays == 0
     monkeypatch.setattr("mmspec.control.tree_size.DEVICES_WITH_SCORES", frozenset())
-    assert run().fused_replays > 10
+    sizes = itertools.cycle((8, 4, 1))
+    monkeypatch.setattr(TreeSizeController, "_best_size", lambda *args: next(sizes))
+    monkeypatch.setattr(TreeSizeController, "should_draft", True)
+    counting = run()
+    assert counting.fused_replays > 10 and counting.fused_recordings >= 2
 
 
 def test_nothing_remains_of_the_last_call() -> None:
