@@ -118,6 +118,7 @@ class ArbitratedDrafter:
     def propose(self, state: ArbitratedState, max_nodes: int, active: Sequence[bool]) -> DraftTree:
         """The draft of lookup if it promises more than the best arm gets, else that of the chosen arm."""
         state.start_time = time.perf_counter()
+        self.ngram.catch_up(state.ngram)
         state.available = [arm in self.arms for arm in range(len(ARM_NAMES))]
         state.available[INSTANT] &= self.heads is not None and self.heads.is_ready
         if LOOKUP in self.arms and self._has_long_match(state, active):
@@ -133,6 +134,7 @@ class ArbitratedDrafter:
         state.ngram.enabled = _ENABLED_SOURCES[arm]
         if arm == INSTANT and self.heads is not None and state.heads is not None:
             state.outputs.heads = self.heads.distributions(state.heads)
+            max_nodes = self.ngram.limit_nodes(state.ngram, max_nodes)
             compiled = self._outputs.draft(state.outputs, max_nodes, active, self.ngram.calibration)
             if compiled is not None:
                 tree, state.ngram.candidates = compiled
@@ -179,14 +181,15 @@ class LearnableArbitratedDrafter(ArbitratedDrafter):
         """See `LearnableDrafter`."""
         return self.heads.learning_spec
 
-    def start_recording(self, state: ArbitratedState) -> None:
-        """See `LearnableDrafter`; the n-grams count what the call emits at once."""
+    def start_recording(self, state: ArbitratedState, with_examples: bool) -> None:
+        """See `LearnableDrafter`; the n-grams count what the call emits, which takes hardly any time."""
         assert state.heads is not None
-        self.heads.start_recording(state.heads)
+        self.heads.start_recording(state.heads, with_examples)
         state.outputs.records = True
 
     def recorded_examples(self, state: ArbitratedState) -> Examples | None:
         """See `LearnableDrafter`."""
+        self.ngram.catch_up(state.ngram)  # the call is over: the n-grams count its last tokens
         return None if state.heads is None else self.heads.recorded_examples(state.heads)
 
     def closed_form(self, device: torch.device) -> ClosedFormFit | None:

@@ -5,6 +5,7 @@ Over 350 lines: both kinds of options are declared, renamed, checked and resolve
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import warnings
@@ -26,6 +27,8 @@ from mmspec.interfaces import (
 from mmspec.reference import check_reference, reference_rows, resolve_reference_ids
 from mmspec.targets.layer_subset import layer_access
 
+logger = logging.getLogger("mmspec")
+
 PER_CALL_OPTIONS = (
     "enabled",
     "drafter",
@@ -41,6 +44,8 @@ PER_CALL_OPTIONS = (
 """Keys of `generate(..., mmspec=dict(...))`."""
 DEPRECATED_OPTIONS = {"nodes": "tree_size", "packed": "cpu_pack_weights"}
 """Former names of options of `patch` and `generate`, accepted for one release: {old: new}."""
+LEARNS_FROM_NOTHING = ("auto", "arbitrated", "instant")
+"""Drafters that `learn="auto"` lets learn where they are not trained heads."""
 MAX_CACHED_DRAFTERS = 4
 """Drafters chosen by name in calls that stay loaded; each may hold the weights of one decoder layer."""
 
@@ -277,9 +282,11 @@ def resolve_config(arguments: PatchArguments, adapter: Any) -> SpecConfig:
         )
     learn = arguments.learn is True
     drafter = resolve_drafter(arguments.drafter, adapter, tokenizer, learn)
-    may_learn = arguments.learn == "auto" and arguments.drafter == "auto" and not arguments.deterministic
-    if may_learn and not isinstance(drafter, TrainedDrafter):
-        drafter, learn = resolve_drafter("auto", adapter, tokenizer, learn=True), True
+    if _may_learn(arguments) and not isinstance(drafter, TrainedDrafter):
+        try:
+            drafter, learn = resolve_drafter(arguments.drafter, adapter, tokenizer, learn=True), True
+        except ValueError as error:  # "auto" is a default: what cannot learn drafts without
+            logger.info("mmspec: the drafter does not learn: %s", error)
     config = SpecConfig(
         drafter=drafter,
         compressor=resolve_compressor(arguments.compressor, adapter),
@@ -293,6 +300,12 @@ def resolve_config(arguments: PatchArguments, adapter: Any) -> SpecConfig:
     )
     reference_rows(config.reference, config.reference_ids, tokenizer, batch=None, num_return_sequences=1)
     return config
+
+
+def _may_learn(arguments: PatchArguments) -> bool:
+    """Whether `learn="auto"` lets the drafter of these arguments learn if it has no trained head."""
+    is_named = isinstance(arguments.drafter, str) and arguments.drafter in LEARNS_FROM_NOTHING
+    return arguments.learn == "auto" and is_named and not arguments.deterministic
 
 
 def resolve_compressor(compressor: str | Compressor | None, adapter: Any) -> Compressor | None:

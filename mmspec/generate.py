@@ -157,7 +157,11 @@ class PatchState:
         if config.fixed_tree_size is None:
             self.costs.count_call(config.drafter, self.adapter)
         if call.learner is not None:
-            call.learner.after_call(call.recording, call.stats.total_s)
+            saved_s = call.costs.saved_s(len(call.stats.row_forwards), call.stats.drafted_rounds)
+            num_updates = call.learner.num_updates
+            call.learner.after_call(call.recording, call.stats.total_s, saved_s)
+            if call.learner.num_updates > num_updates:
+                call.costs.retry()
         return result
 
     def _custom_generate(self, call: CallContext) -> Any:

@@ -85,8 +85,8 @@ def patch(
             cache folder. No GPU has been tried yet. Models or calls that cannot be recorded run as without it.
         learn: the drafter learns from the calls, `auto` and `instant` from nothing, a FLASH head by adaptation. Takes
             at most 3% of the time, changes speed only, and stores weights, nothing else, in the user's cache folder
-            (`mmspec cache`), from which the next process continues. Not with `deterministic`. "auto": where no trained
-            head is at hand, and not with `deterministic`.
+            (`mmspec cache`), from which the next process continues. Not with `deterministic`. "auto": `auto` without a
+            trained head, `arbitrated` and `instant` learn, where they can and not with `deterministic`.
         deprecated: `nodes` and `packed`, the former names of `tree_size` and `cpu_pack_weights`.
 
     Returns:

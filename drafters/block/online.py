@@ -51,9 +51,9 @@ class LearnableBlock(BlockDrafter):
 
     # --- recording ----------------------------------------------------------------------------------------------------
 
-    def start_recording(self, state: DraftState) -> None:
+    def start_recording(self, state: DraftState, with_examples: bool) -> None:
         """See `LearnableDrafter`."""
-        state.recorder = CallRecorder(len(state.last_hidden))
+        state.recorder = CallRecorder(len(state.last_hidden)) if with_examples else None
 
     def recorded_examples(self, state: DraftState) -> Examples | None:
         """See `LearnableDrafter`."""

@@ -46,19 +46,25 @@ class CallRecorder:
         """The examples, row by row in the order of the text, with `num_next` tokens each; None if there are none."""
         if not self.inputs:
             return None
-        parts, roots, following = [], list[int](), list[list[int]]()
+        places, roots, text = list[int](), list[int](), list[int]()  # of the examples; the texts, each padded
+        width = sum(inputs.shape[1] for inputs, _ in self.inputs)
         for row, tokens in enumerate(self.tokens):
-            padded = tokens + [-1] * num_next
+            place, text_start = row * width, len(text)
             for (inputs, counts), positions in zip(self.inputs, self.positions, strict=True):
                 first = positions[row]
                 count = min(counts[row], len(tokens) - first)
                 if count > 0:
-                    parts.append(inputs[row, :count])
-                    roots += tokens[first : first + count]
-                    following += [padded[i + 1 : i + 1 + num_next] for i in range(first, first + count)]
-        if not parts:
+                    places += range(place, place + count)
+                    roots += range(text_start + first, text_start + first + count)
+                place += inputs.shape[1]
+            text += tokens + [-1] * num_next
+        if not places:
             return None
-        return Examples(torch.cat(parts), torch.tensor(roots), torch.tensor(following))
+        inputs = torch.cat([inputs for inputs, _ in self.inputs], dim=1).flatten(0, 1)
+        if len(places) < len(inputs):
+            inputs = inputs[torch.tensor(places, device=inputs.device)]
+        ids, index = torch.tensor(text), torch.tensor(roots)
+        return Examples(inputs, ids[index], ids[index[:, None] + torch.arange(1, num_next + 1)])
 
 
 __all__ = ["CallRecorder"]

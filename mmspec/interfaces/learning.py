@@ -87,11 +87,16 @@ class LearnableDrafter(Drafter, Protocol):
     def learning_spec(self) -> LearningSpec:
         """What is learned."""
 
-    def start_recording(self, state: Any) -> None:
-        """Record the examples of the call with this state (return value of `begin`)."""
+    def start_recording(self, state: Any, with_examples: bool) -> None:
+        """Record the call with this state (return value of `begin`).
+
+        Args:
+            state: of the call.
+            with_examples: False to record nothing but what takes hardly any time, since there is none for examples.
+        """
 
     def recorded_examples(self, state: Any) -> Examples | None:
-        """The examples of the call so far, on the target's device; None if there are none."""
+        """The examples of the call, which is over, on the target's device; None if there are none."""
 
     def learnable_copy(self) -> nn.Module:
         """A float32 copy of the weights that are learned."""

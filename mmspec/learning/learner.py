@@ -35,6 +35,8 @@ SOLUTION_GROWTH = 1.6
 """A fit is solved again when it holds this many times the examples of the last solution, ..."""
 MAX_SOLUTION_INTERVAL = 16384
 """... but after so many more at the latest, so that a change of domain is followed."""
+EAGER_EXAMPLES = 4096
+"""Up to so many a fit uses the whole budget: before, its drafts cannot show what they save."""
 SAVE_EVERY_S = 30.0
 MAX_BAD_STEPS = 10
 """Consecutive steps without a finite loss after which learning ends."""
@@ -48,6 +50,7 @@ class Learner:
         spec: of it.
         budget: time earned and spent.
         resumed: whether it continues from stored weights.
+        num_updates: how often new weights were published.
         disabled_reason: why learning ended, or None.
     """
 
@@ -77,7 +80,7 @@ class Learner:
         self.budget = LearningBudget(share)
         self.disabled_reason: str | None = None
         self._call_s = 0.0
-        self._num_updates = 0
+        self.num_updates = 0
         self._num_bad_steps = 0
         self._fit = drafter.closed_form(device)
         self._next_solution = 0
@@ -93,18 +96,29 @@ class Learner:
         self.resumed = self._resume()
         _save_at_exit(self)
 
-    def after_call(self, recording: RecordedDrafter | None, call_s: float) -> None:
+    @property
+    def is_eager(self) -> bool:
+        """Whether too little is learned for its drafts to show what they save."""
+        return self._fit is not None and self._fit.num_examples < EAGER_EXAMPLES
+
+    @property
+    def wants_examples(self) -> bool:
+        """Whether examples of the coming call could be learned soon; else none are recorded."""
+        return self.disabled_reason is None and (self.is_eager or not (self._waiting or self.budget.is_overdrawn))
+
+    def after_call(self, recording: RecordedDrafter | None, call_s: float, saved_s: float | None = None) -> None:
         """Store what a call has recorded, and learn as much as the budget allows.
 
         Args:
             recording: of the call, which is over; None if nothing is to be learned from it.
             call_s: seconds of the call.
+            saved_s: of these, how many more it would have taken without drafts; None if that is not measured.
         """
         if self.disabled_reason is not None:
             return
         try:
             with _plain_mode(self.device_type):
-                self._add(recording, call_s)
+                self._add(recording, call_s, saved_s)
                 if self._work_lock.acquire(blocking=False):  # else another thread is at it
                     try:
                         self._work()
@@ -130,22 +144,24 @@ class Learner:
             reservoir_bytes=0 if reservoir is None else reservoir.nbytes,
             num_fitted=num_fitted,
             num_steps=0 if trainer is None else trainer.num_steps,
-            num_updates=self._num_updates,
+            num_updates=self.num_updates,
             learn_s=self.budget.spent_s,
             call_s=self._call_s,
-            share=self.budget.share * self.budget.factor,
+            share=self.budget.current_share,
             resumed=self.resumed,
             folder=None if self.store is None else str(self.store.folder),
         )
 
     # --- after a call -------------------------------------------------------------------------------------------------
 
-    def _add(self, recording: RecordedDrafter | None, call_s: float) -> None:
+    def _add(self, recording: RecordedDrafter | None, call_s: float, saved_s: float | None) -> None:
         """Count a call, and store its examples."""
         with self._timed("store"):
             examples = None if recording is None else recording.examples()
             with self._lock:
                 self._call_s += call_s
+                if saved_s is not None and not self.is_eager:
+                    self.budget.add_savings(saved_s, call_s)
                 self.budget.earn(call_s)
                 if examples is None:
                     return
@@ -214,7 +230,7 @@ class Learner:
         with self._lock:
             token_ids = None if self._reservoir is None else self._reservoir.token_ids()
         self.drafter.publish(weights, token_ids)
-        self._num_updates += 1
+        self.num_updates += 1
         self._unsaved = weights
 
     # --- storage ------------------------------------------------------------------------------------------------------

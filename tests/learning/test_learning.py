@@ -232,6 +232,7 @@ def test_the_fit_is_least_squares_over_all_positions() -> None:
     assert torch.allclose(predicted.flatten(1).double(), y_mean + (x - x_mean) @ maps, atol=1e-4)
 
 
+@pytest.mark.usefixtures("generous")
 def test_published_weights_must_fit(model: Any) -> None:
     drafter = learn(model).drafter
     assert isinstance(drafter, LearnableArbitratedDrafter)
@@ -269,6 +270,7 @@ def test_bad_arguments(model: Any) -> None:
     assert not mmspec.is_patched(model)
 
 
+@pytest.mark.usefixtures("generous")
 def test_a_call_can_opt_out(model: Any) -> None:
     mmspec.patch(model, drafter="instant", learn=True)
     generate(model, prompts(0), mmspec={"learn": False})
