@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mmspec.control.arbiter import CallRates, DraftArbiter
 from mmspec.drafters.instant.online import HeadsState, OnlineHeads
@@ -26,14 +26,7 @@ from mmspec.drafters.ngram.lookup import NgramIndex, PromptLookup
 from mmspec.drafters.ngram.output_ngrams import OutputNgrams, OutputState
 from mmspec.drafters.ngram.recycling import SuccessorTable
 from mmspec.engine.tree import DraftTree
-from mmspec.interfaces import (
-    ClosedFormFit,
-    Examples,
-    LearningSpec,
-    Prompt,
-    SharedEmbeddings,
-    VerifyResult,
-)
+from mmspec.interfaces import ClosedFormFit, Examples, Prompt, VerifyResult
 
 LOOKUP, RECYCLING, HYBRID, OUTPUTS, INSTANT = range(5)
 ARM_NAMES = ("lookup", "recycling", "hybrid", "outputs", "instant")
@@ -172,14 +165,16 @@ def _expected_gain(tree: DraftTree, active: Sequence[bool]) -> float:
 
 
 class LearnableArbitratedDrafter(ArbitratedDrafter):
-    """With instant heads, whose learning is that of the whole: a `mmspec.interfaces.LearnableDrafter`."""
+    """With instant heads, whose learning is that of the whole: a `mmspec.interfaces.ClosedFormDrafter`."""
 
     heads: OnlineHeads
 
+    cannot_learn: str | None = None
+
     @property
-    def learning_spec(self) -> LearningSpec:
+    def learning_key(self) -> str:
         """See `LearnableDrafter`."""
-        return self.heads.learning_spec
+        return self.heads.learning_key
 
     def start_recording(self, state: ArbitratedState, with_examples: bool) -> None:
         """See `LearnableDrafter`; the n-grams count what the call emits, which takes hardly any time."""
@@ -187,26 +182,16 @@ class LearnableArbitratedDrafter(ArbitratedDrafter):
         self.heads.start_recording(state.heads, with_examples)
         state.outputs.records = True
 
-    def recorded_examples(self, state: ArbitratedState) -> Examples | None:
-        """See `LearnableDrafter`."""
+    def recorded_examples(self, state: ArbitratedState) -> list[Examples]:
+        """See `LearnableDrafter`: one of all rows."""
         self.ngram.catch_up(state.ngram)  # the call is over: the n-grams count its last tokens
-        return None if state.heads is None else self.heads.recorded_examples(state.heads)
+        return [] if state.heads is None else self.heads.recorded_examples(state.heads)
 
-    def closed_form(self, device: torch.device) -> ClosedFormFit | None:
-        """See `LearnableDrafter`."""
+    def closed_form(self, device: torch.device) -> ClosedFormFit:
+        """See `ClosedFormDrafter`."""
         return self.heads.closed_form(device)
 
-    def learnable_copy(self) -> nn.Module:
-        """See `LearnableDrafter`; not called, since `closed_form` learns the weights."""
-        raise NotImplementedError("instant heads are learned in closed form")
-
-    def learning_loss(
-        self, module: nn.Module, examples: Examples, shared_embeddings: SharedEmbeddings, candidate_ids: Tensor
-    ) -> Tensor:
-        """See `LearnableDrafter`; not called."""
-        raise NotImplementedError("instant heads are learned in closed form")
-
-    def publish(self, weights: Mapping[str, Tensor], candidate_ids: Tensor | None) -> None:
+    def publish(self, weights: Mapping[str, Tensor]) -> None:
         """See `LearnableDrafter`."""
         self.heads.publish(weights)
         self.arbiter.retry(INSTANT)

@@ -1,8 +1,8 @@
 """Online learning over a job: tokens per second and per forward against requests done, beside other drafters.
 
-`scenes`: pictures that no trained head may be used for, from nothing. `adaptation`: the bundled FLASH head on a target
-that was fine-tuned a little (LoRA, merged), with and without learning, beside learning from nothing. `text`: prompts of
-one kind for a text model.
+`scenes`: pictures that no trained head may be used for, from nothing. `adaptation`: the bundled heads on a target that
+was fine-tuned a little (LoRA, merged), with and without learning, beside learning from nothing. `text`: prompts of one
+kind for a text model.
 """
 
 from __future__ import annotations
@@ -43,10 +43,11 @@ from mmspec.app.studies.learning_targets import fine_tune_scenes, text_requests
 EPILOG = """
 method
   Every batch of requests (--batch rows) is decoded greedily by every drafter, in rotating order, each on a model of its
-  own that shares the weights. "+learn" patches with learn=True; learned weights go to a temporary folder. Rows are
-  means over --block requests. Outputs are compared with each other. --clock cpu measures the processor time of this
-  process in place of the wall clock, for machines with other work; use one thread then (OMP_NUM_THREADS=1). At the end:
-  whole calls, learning included, against the first drafter's, the median of the blocks' ratios and their range.
+  own that shares the weights. "+learn" patches with learn=True, "+learn=0.1" with that share of the time; learned
+  weights go to a temporary folder. Rows are means over --block requests. Outputs are compared with each other. --clock
+  cpu measures the processor time of this process in place of the wall clock, for machines with other work; use one
+  thread then (OMP_NUM_THREADS=1). At the end: whole calls, learning included, against the first drafter's, the median
+  of the blocks' ratios and their range.
 
 examples
   OMP_NUM_THREADS=1 python -m mmspec.app.studies.learning scenes --count 400 --clock cpu --json learning.json
@@ -58,12 +59,12 @@ examples
 LEARNING_SUITES = ("scenes", "adaptation", "text")
 DRAFTERS_BY_SUITE = {
     "scenes": ["hybrid", "flash", "arbitrated+learn"],
-    "adaptation": ["flash", "flash+learn", "arbitrated+learn"],
+    "adaptation": ["flash", "flash+learn", "flash+learn=0.1", "msd", "msd+learn", "msd+learn=0.1", "arbitrated+learn"],
     "text": ["hybrid", "arbitrated+learn"],
 }
 LEARN_SUFFIX = "+learn"
-TUNED_STEPS = 30
-"""After which FLASH has lost a third of its tau."""
+TUNED_STEPS = 60
+"""After which FLASH and MSD have lost a fifth of their tau."""
 
 
 @dataclass(frozen=True)
@@ -172,8 +173,9 @@ def run_job(
     contestants = []
     for name in config.drafters:
         copy = clone(model)
-        drafter = name.removesuffix(LEARN_SUFFIX)
-        mmspec.patch(copy, drafter=drafter, processor=processor, learn=name.endswith(LEARN_SUFFIX))
+        drafter, separator, share = name.partition(LEARN_SUFFIX)
+        learn = float(share[1:]) if share else bool(separator)
+        mmspec.patch(copy, drafter=drafter, processor=processor, learn=learn)
         contestants.append(JobContestant(name, copy))
     share_kernel_timings([contestant.model for contestant in contestants])
     done = 0

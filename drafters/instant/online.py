@@ -16,7 +16,6 @@ from torch.nn import functional
 
 from mmspec.cpu.linear import active_kernel
 from mmspec.cpu.ngram_types import HeadDistributions, HeadTokens
-from mmspec.drafters.eagle.recorder import CallRecorder
 from mmspec.drafters.instant.autoregression import (
     MAX_INPUT_SIZE,
     NUM_LAGS,
@@ -26,9 +25,10 @@ from mmspec.drafters.instant.autoregression import (
     LinearHeads,
     input_projection,
 )
+from mmspec.drafters.instant.recorder import CallRecorder
 from mmspec.drafters.ngram.output_ngrams import HEAD_POWER, NGRAM_POWER, PRIOR_POWER
 from mmspec.engine.host_copy import from_host
-from mmspec.interfaces import Examples, LearningSpec, Prompt, SharedEmbeddings, VerifyResult
+from mmspec.interfaces import Examples, Prompt, SharedEmbeddings, VerifyResult
 
 MAX_UNREAD = 32
 """Rounds whose accepted states are kept until the heads draft again."""
@@ -177,23 +177,18 @@ class OnlineHeads:
     # --- learning -----------------------------------------------------------------------------------------------------
 
     @property
-    def learning_spec(self) -> LearningSpec:
+    def learning_key(self) -> str:
         """See `mmspec.interfaces.LearnableDrafter`."""
-        return LearningSpec(
-            key=f"autoregression-k{NUM_SLOTS}-d{self.hidden_size}",
-            input_size=self.hidden_size,
-            num_next=1,
-            records_every_position=True,
-            starts_untrained=True,
-        )
+        return f"autoregression-k{NUM_SLOTS}-d{self.hidden_size}"
 
     def start_recording(self, state: HeadsState, with_examples: bool) -> None:
         """See `mmspec.interfaces.LearnableDrafter`."""
         state.recorder = CallRecorder(len(state.last)) if with_examples else None
 
-    def recorded_examples(self, state: HeadsState) -> Examples | None:
+    def recorded_examples(self, state: HeadsState) -> list[Examples]:
         """See `mmspec.interfaces.LearnableDrafter`."""
-        return None if state.recorder is None else state.recorder.examples(1)
+        examples = None if state.recorder is None else state.recorder.examples(1)
+        return [] if examples is None else [examples]
 
     def closed_form(self, device: torch.device) -> AutoregressionFit:
         """See `mmspec.interfaces.LearnableDrafter`."""

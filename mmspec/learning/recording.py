@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from mmspec.engine.tree import DraftTree
-from mmspec.interfaces import Examples, LearnableDrafter, Prompt, VerifyResult
+from mmspec.interfaces import LearnableDrafter, LearningExample, Prompt, VerifyResult
 
 
 class RecordedDrafter:
@@ -41,10 +41,10 @@ class RecordedDrafter:
         """See `mmspec.interfaces.Drafter`."""
         self.drafter.observe(state, result, hidden_states)
 
-    def examples(self) -> Examples | None:
-        """The examples of the call, which is over; None if there are none."""
+    def examples(self) -> Sequence[LearningExample]:
+        """The examples of the call, which is over."""
         state, self._state = self._state, None
-        return None if state is None else self.drafter.recorded_examples(state)
+        return [] if state is None else self.drafter.recorded_examples(state)
 
 
 __all__ = ["RecordedDrafter"]
