@@ -240,6 +240,21 @@ def test_the_controller_chooses_before_the_draft(monkeypatch: pytest.MonkeyPatch
     assert counting.fused_replays > 10 and counting.fused_recordings >= 2
 
 
+@pytest.mark.parametrize("sampled", [False, True])
+def test_within_inference_mode(sampled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a call has made in the user's inference mode is written to within it; recorded tensors outlive the call."""
+    monkeypatch.setattr("mmspec.engine.output.INITIAL_STEPS", 4)  # the buffer grows between rounds too
+    model = build_model()
+    prompts = [build_inputs(model, seed, 3) for seed in range(2)]
+    plain = [generate(model, inputs, sampled, repetition_penalty=1.1) for inputs in prompts]
+    with recording(record_nothing) as counting, patched(model, build_drafter("leaning-decoupled"), tree_size=8):
+        for mode in (torch.inference_mode, torch.no_grad, torch.inference_mode):
+            for inputs, expected in zip(prompts, plain, strict=True):
+                with mode():
+                    assert torch.equal(generate(model, inputs, sampled, repetition_penalty=1.1), expected)
+        assert counting.fused_recordings == 1 and counting.fused_replays > 40
+
+
 def test_nothing_remains_of_the_last_call() -> None:
     """Nan that a call leaves in every tensor does not reach the next one."""
     model = build_model()
