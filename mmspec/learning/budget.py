@@ -13,7 +13,7 @@ DEFAULT_SHARE = 0.03
 MIN_SHARE_FACTOR = 1 / 8
 """The share is not reduced below this factor, so that a change of domain is noticed."""
 SAVINGS_FOR_ALL = 0.12
-"""Share of the calls that drafts must save for the whole budget: four times the default one. Less is used in proportion."""
+"""Share of the calls that drafts must save for the whole budget; four times the default one. Else in proportion."""
 SAVINGS_WEIGHT = 0.2
 """Weight of a call in the running mean of what drafts save."""
 WINDOW = 40
