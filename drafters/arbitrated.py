@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mmspec.control.arbiter import CallRates, DraftArbiter
 from mmspec.drafters.instant.online import HeadsState, OnlineHeads
@@ -26,14 +26,7 @@ from mmspec.drafters.ngram.lookup import NgramIndex, PromptLookup
 from mmspec.drafters.ngram.output_ngrams import OutputNgrams, OutputState
 from mmspec.drafters.ngram.recycling import SuccessorTable
 from mmspec.engine.tree import DraftTree
-from mmspec.interfaces import (
-    ClosedFormFit,
-    Examples,
-    LearningSpec,
-    Prompt,
-    SharedEmbeddings,
-    VerifyResult,
-)
+from mmspec.interfaces import ClosedFormFit, Examples, Prompt, VerifyResult
 
 LOOKUP, RECYCLING, HYBRID, OUTPUTS, INSTANT = range(5)
 ARM_NAMES = ("lookup", "recycling", "hybrid", "outputs", "instant")
@@ -118,6 +111,7 @@ class ArbitratedDrafter:
     def propose(self, state: ArbitratedState, max_nodes: int, active: Sequence[bool]) -> DraftTree:
         """The draft of lookup if it promises more than the best arm gets, else that of the chosen arm."""
         state.start_time = time.perf_counter()
+        self.ngram.catch_up(state.ngram)
         state.available = [arm in self.arms for arm in range(len(ARM_NAMES))]
         state.available[INSTANT] &= self.heads is not None and self.heads.is_ready
         if LOOKUP in self.arms and self._has_long_match(state, active):
@@ -133,6 +127,7 @@ class ArbitratedDrafter:
         state.ngram.enabled = _ENABLED_SOURCES[arm]
         if arm == INSTANT and self.heads is not None and state.heads is not None:
             state.outputs.heads = self.heads.distributions(state.heads)
+            max_nodes = self.ngram.limit_nodes(state.ngram, max_nodes)
             compiled = self._outputs.draft(state.outputs, max_nodes, active, self.ngram.calibration)
             if compiled is not None:
                 tree, state.ngram.candidates = compiled
@@ -170,40 +165,33 @@ def _expected_gain(tree: DraftTree, active: Sequence[bool]) -> float:
 
 
 class LearnableArbitratedDrafter(ArbitratedDrafter):
-    """With instant heads, whose learning is that of the whole: a `mmspec.interfaces.LearnableDrafter`."""
+    """With instant heads, whose learning is that of the whole: a `mmspec.interfaces.ClosedFormDrafter`."""
 
     heads: OnlineHeads
 
-    @property
-    def learning_spec(self) -> LearningSpec:
-        """See `LearnableDrafter`."""
-        return self.heads.learning_spec
+    cannot_learn: str | None = None
 
-    def start_recording(self, state: ArbitratedState) -> None:
-        """See `LearnableDrafter`; the n-grams count what the call emits at once."""
+    @property
+    def learning_key(self) -> str:
+        """See `LearnableDrafter`."""
+        return self.heads.learning_key
+
+    def start_recording(self, state: ArbitratedState, with_examples: bool) -> None:
+        """See `LearnableDrafter`; the n-grams count what the call emits, which takes hardly any time."""
         assert state.heads is not None
-        self.heads.start_recording(state.heads)
+        self.heads.start_recording(state.heads, with_examples)
         state.outputs.records = True
 
-    def recorded_examples(self, state: ArbitratedState) -> Examples | None:
-        """See `LearnableDrafter`."""
-        return None if state.heads is None else self.heads.recorded_examples(state.heads)
+    def recorded_examples(self, state: ArbitratedState) -> list[Examples]:
+        """See `LearnableDrafter`: one of all rows."""
+        self.ngram.catch_up(state.ngram)  # the call is over: the n-grams count its last tokens
+        return [] if state.heads is None else self.heads.recorded_examples(state.heads)
 
-    def closed_form(self, device: torch.device) -> ClosedFormFit | None:
-        """See `LearnableDrafter`."""
+    def closed_form(self, device: torch.device) -> ClosedFormFit:
+        """See `ClosedFormDrafter`."""
         return self.heads.closed_form(device)
 
-    def learnable_copy(self) -> nn.Module:
-        """See `LearnableDrafter`; not called, since `closed_form` learns the weights."""
-        raise NotImplementedError("instant heads are learned in closed form")
-
-    def learning_loss(
-        self, module: nn.Module, examples: Examples, shared_embeddings: SharedEmbeddings, candidate_ids: Tensor
-    ) -> Tensor:
-        """See `LearnableDrafter`; not called."""
-        raise NotImplementedError("instant heads are learned in closed form")
-
-    def publish(self, weights: Mapping[str, Tensor], candidate_ids: Tensor | None) -> None:
+    def publish(self, weights: Mapping[str, Tensor]) -> None:
         """See `LearnableDrafter`."""
         self.heads.publish(weights)
         self.arbiter.retry(INSTANT)

@@ -5,6 +5,7 @@ Over 350 lines: both kinds of options are declared, renamed, checked and resolve
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import warnings
@@ -17,6 +18,7 @@ from mmspec.engine.tree import BUCKETS
 from mmspec.interfaces import (
     Compressor,
     Drafter,
+    GradientDrafter,
     GridCompressor,
     LearnableDrafter,
     SizedCompressor,
@@ -25,6 +27,8 @@ from mmspec.interfaces import (
 )
 from mmspec.reference import check_reference, reference_rows, resolve_reference_ids
 from mmspec.targets.layer_subset import layer_access
+
+logger = logging.getLogger("mmspec")
 
 PER_CALL_OPTIONS = (
     "enabled",
@@ -41,6 +45,8 @@ PER_CALL_OPTIONS = (
 """Keys of `generate(..., mmspec=dict(...))`."""
 DEPRECATED_OPTIONS = {"nodes": "tree_size", "packed": "cpu_pack_weights"}
 """Former names of options of `patch` and `generate`, accepted for one release: {old: new}."""
+LEARNS_FROM_NOTHING = ("auto", "arbitrated", "instant")
+"""Drafters that `learn="auto"` lets learn where they are not trained heads."""
 MAX_CACHED_DRAFTERS = 4
 """Drafters chosen by name in calls that stay loaded; each may hold the weights of one decoder layer."""
 
@@ -60,7 +66,8 @@ class SpecConfig:
             a copy of their weights; False leaves everything to torch; None uses compiled code that needs no copy.
         compile: record the target's rounds once and replay them. True: by CUDA graphs, on a CPU by `torch.compile`, at
             the cost of a copy of the weights; "auto": on a GPU that passes a check; False: never.
-        learn: the drafter learns from this call.
+        learn: the drafter learns from this call; in the options of `patch` also the largest share of the time that
+            learning may take.
     """
 
     drafter: Drafter
@@ -71,7 +78,7 @@ class SpecConfig:
     deterministic: bool = False
     cpu_pack_weights: bool | None = None
     compile: bool | str = "auto"
-    learn: bool = False
+    learn: bool | float = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.compile, bool) and self.compile != "auto":
@@ -85,8 +92,7 @@ class SpecConfig:
                 f"cpu_pack_weights must be True, False, or None (measure what is fastest); got "
                 f"{self.cpu_pack_weights!r}."
             )
-        if not isinstance(self.learn, bool):
-            raise TypeError(f"learn must be True (the drafter learns from the calls) or False; got {self.learn!r}.")
+        check_learn(self.learn)
         if self.learn and self.deterministic:
             raise ValueError(
                 "learn=True and deterministic=True exclude each other: learned weights change the shapes of later "
@@ -124,7 +130,7 @@ class PatchArguments:
     deterministic: bool
     cpu_pack_weights: bool | None
     compile: bool | str
-    learn: bool | str = False
+    learn: bool | float | str = False
 
 
 def own_compressor(drafter: Drafter) -> Compressor | None:
@@ -212,10 +218,10 @@ def resolve_drafter(drafter: str | Drafter, adapter: Any, tokenizer: Any = None,
             f"drafter {resolved.name!r} is for a vocabulary of {resolved.vocab_size} ids, the model has "
             f"{adapter.vocab_size}; use a drafter of this model, or drafter='auto'."
         )
-    if learn and not isinstance(resolved, LearnableDrafter):
+    if learn and (reason := why_not_learnable(resolved)) is not None:
         raise ValueError(
-            f"learn=True needs a drafter with weights that can be learned: auto, instant or a FLASH head; got "
-            f"{resolved.name!r}."
+            "learn=True needs a drafter with weights that can be learned: auto, instant, an EAGLE, MSD, FLASH or other "
+            f"head with a training loss here; got {resolved.name!r}: {reason}."
         )
     if missing := missing_hidden_states(resolved, adapter):
         raise ValueError(f"{missing}. Use a drafter of this model, or drafter='auto'.")
@@ -227,6 +233,28 @@ def resolve_drafter(drafter: str | Drafter, adapter: Any, tokenizer: Any = None,
         config, state_dict = resolved.bundled_compressor
         resolved.compressor = load_compressor(config, state_dict, adapter.text_config.hidden_size)
     return resolved
+
+
+def why_not_learnable(drafter: Drafter) -> str | None:
+    """Why a drafter cannot learn, for messages; None if it can."""
+    if not isinstance(drafter, LearnableDrafter):
+        return "it has no weights"
+    return drafter.cannot_learn
+
+
+def check_learn(learn: object) -> None:
+    """Check the option `learn` without "auto".
+
+    Raises:
+        TypeError: neither a bool nor a number.
+        ValueError: a share of the time that is not above 0 and at most 1.
+    """
+    if isinstance(learn, bool):
+        return
+    if not isinstance(learn, (int, float)):
+        raise TypeError(f"learn must be True (the drafter learns from the calls), False or a share; got {learn!r}.")
+    if not 0 < learn <= 1:
+        raise ValueError(f"learn must be a share of the time above 0 and at most 1, or True for 0.03; got {learn!r}.")
 
 
 def missing_hidden_states(drafter: Drafter, adapter: Any) -> str | None:
@@ -271,15 +299,19 @@ def resolve_config(arguments: PatchArguments, adapter: Any) -> SpecConfig:
         ValueError, TypeError: as `patch`.
     """
     tokenizer = resolve_tokenizer(arguments.processor)
-    if not isinstance(arguments.learn, bool) and arguments.learn != "auto":
-        raise TypeError(
-            f"learn must be True (the drafter learns from the calls), False or 'auto'; got {arguments.learn!r}."
-        )
-    learn = arguments.learn is True
-    drafter = resolve_drafter(arguments.drafter, adapter, tokenizer, learn)
-    may_learn = arguments.learn == "auto" and arguments.drafter == "auto" and not arguments.deterministic
-    if may_learn and not isinstance(drafter, TrainedDrafter):
-        drafter, learn = resolve_drafter("auto", adapter, tokenizer, learn=True), True
+    learn: bool | float = False
+    if isinstance(arguments.learn, str):
+        if arguments.learn != "auto":
+            raise TypeError(f"learn must be True, False, 'auto' or a share of the time; got {arguments.learn!r}.")
+    else:
+        check_learn(arguments.learn)
+        learn = arguments.learn
+    drafter = resolve_drafter(arguments.drafter, adapter, tokenizer, bool(learn))
+    if _may_learn(arguments) and not isinstance(drafter, TrainedDrafter):
+        try:
+            drafter, learn = resolve_drafter(arguments.drafter, adapter, tokenizer, learn=True), True
+        except ValueError as error:  # "auto" is a default: what cannot learn drafts without
+            logger.info("mmspec: the drafter does not learn: %s", error)
     config = SpecConfig(
         drafter=drafter,
         compressor=resolve_compressor(arguments.compressor, adapter),
@@ -291,8 +323,19 @@ def resolve_config(arguments: PatchArguments, adapter: Any) -> SpecConfig:
         compile=arguments.compile,
         learn=learn,
     )
+    if learn and config.active_compressor is not None and isinstance(drafter, GradientDrafter):
+        raise ValueError(
+            f"a trained head is adapted without a compressor only; got compressor {config.active_compressor.name!r}. "
+            "Pass learn=False or compressor=None."
+        )
     reference_rows(config.reference, config.reference_ids, tokenizer, batch=None, num_return_sequences=1)
     return config
+
+
+def _may_learn(arguments: PatchArguments) -> bool:
+    """Whether `learn="auto"` lets the drafter of these arguments learn if it has no trained head."""
+    is_named = isinstance(arguments.drafter, str) and arguments.drafter in LEARNS_FROM_NOTHING
+    return arguments.learn == "auto" and is_named and not arguments.deterministic
 
 
 def resolve_compressor(compressor: str | Compressor | None, adapter: Any) -> Compressor | None:

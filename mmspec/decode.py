@@ -79,7 +79,7 @@ def _run_loop(call: CallContext, inputs: PreparedInputs, prefilled: Prefilled) -
     compressor = _build_compressor(call, rng_guard)
     prompt = replace(_build_prompt(call, inputs, prefilled, output), compressor=compressor)
     if call.learner is not None and isinstance(drafter, LearnableDrafter):
-        drafter = call.recording = RecordedDrafter(drafter)
+        drafter = call.recording = RecordedDrafter(drafter, call.learner.wants_examples)
     if not is_builtin(call.spec_config.drafter):
         drafter = RngIsolatedDrafter(drafter, rng_guard)
     loop_class = FusedLoop if can_fuse(target, drafter, output, sampler) else DecodeLoop

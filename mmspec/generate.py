@@ -32,6 +32,7 @@ from mmspec.cpu.linear import LinearAutotuner
 from mmspec.decode import decode
 from mmspec.engine.tree_cache import CACHE_ARGUMENT
 from mmspec.interfaces import LearnableDrafter, SaliencyCompressor
+from mmspec.learning.budget import DEFAULT_SHARE
 from mmspec.learning.learner import Learner
 from mmspec.learning.store import LearnedStore, model_fingerprint
 from mmspec.metrics.learning_stats import LearningStats, SpeedCurve
@@ -157,7 +158,11 @@ class PatchState:
         if config.fixed_tree_size is None:
             self.costs.count_call(config.drafter, self.adapter)
         if call.learner is not None:
-            call.learner.after_call(call.recording, call.stats.total_s)
+            saved_s = call.costs.saved_s(len(call.stats.row_forwards), call.stats.drafted_rounds)
+            num_updates = call.learner.num_updates
+            call.learner.after_call(call.recording, call.stats.total_s, saved_s)
+            if call.learner.num_updates > num_updates:
+                call.costs.retry()
         return result
 
     def _custom_generate(self, call: CallContext) -> Any:
@@ -273,7 +278,8 @@ class PatchState:
         drafter = self.config.drafter
         assert isinstance(drafter, LearnableDrafter)
         store = LearnedStore(model_fingerprint(self.model))
-        self.learner = Learner(drafter, self.adapter.shared_embeddings, store, self._warn_once)
+        share = DEFAULT_SHARE if self.config.learn is True else float(self.config.learn)
+        self.learner = Learner(drafter, self.adapter.shared_embeddings, store, self._warn_once, share)
 
     def _warn_once(self, message: str) -> None:
         with self.lock:

@@ -54,7 +54,7 @@ def patch(
     deterministic: bool = False,
     cpu_pack_weights: bool | None = None,
     compile: bool | str = "auto",
-    learn: bool | str = False,
+    learn: bool | float | str = False,
     **deprecated: Any,
 ) -> Any:
     """Make `model.generate` speculative. The output stays the same, token for token. `unpatch` reverts it.
@@ -83,10 +83,11 @@ def patch(
             copy of the weights. False: never. "auto": on a GPU, not with `deterministic`, once a check in the
             background, in a process of its own, has found recordings exact there; the verdict is stored in the user's
             cache folder. No GPU has been tried yet. Models or calls that cannot be recorded run as without it.
-        learn: the drafter learns from the calls, `auto` and `instant` from nothing, a FLASH head by adaptation. Takes
-            at most 3% of the time, changes speed only, and stores weights, nothing else, in the user's cache folder
-            (`mmspec cache`), from which the next process continues. Not with `deterministic`. "auto": where no trained
-            head is at hand, and not with `deterministic`.
+        learn: the drafter learns from the calls, `auto` and `instant` from nothing, a trained head (MSD, FLASH, ...) by
+            adaptation. Takes at most 3% of the time, or the share given, such as 0.1; changes speed only, and stores
+            weights, nothing else, in the user's cache folder (`mmspec cache`), from which the next process continues.
+            Not with `deterministic`, nor adaptation with a compressor. "auto": `auto` without a trained head,
+            `arbitrated` and `instant` learn, where they can and not with `deterministic`.
         deprecated: `nodes` and `packed`, the former names of `tree_size` and `cpu_pack_weights`.
 
     Returns:

@@ -80,6 +80,11 @@ sampling
   and the list of files fixes the batches: a resumed job gives the same captions as one that was never stopped.
   They depend on --batch-size, --shard and the number of processes.
 
+learning
+  Where no trained head is at hand, the drafter learns from the job: later captions are faster, and the same. Weights,
+  nothing else, are stored in the user's cache folder (mmspec cache list, clear), from which the next job goes on.
+  --no-learn, or any other drafter than auto, arbitrated and instant, switches it off; on a GPU it is off by default.
+
 columns
   n_rounds is the number of forward passes of the row after its prompt; tau = (n_new_tokens - 1) / n_rounds; ttft_s
   is the time to the first token from the call of generate for the row's batch; seconds is the batch's time divided by
@@ -115,8 +120,11 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model")
     group.add_argument("--model", default=None, metavar="M", help=f"required: {MODEL_HELP}")
     add_drafter_options(group)
-    learn_help = "let the drafter learn from this job where no trained head is at hand (docs/learning.md; default: no)"
-    group.add_argument("--learn", action=argparse.BooleanOptionalAction, default=False, help=learn_help)
+    learn_help = (
+        "let the drafter learn from this job where no trained head is at hand (default: on a CPU). Weights, nothing "
+        "else, are stored in the user's cache folder: mmspec cache"
+    )
+    group.add_argument("--learn", action=argparse.BooleanOptionalAction, default=None, help=learn_help)
     add_device_options(group)
 
 
@@ -216,6 +224,7 @@ def parse_compare(text: str) -> int:
 def run(args: argparse.Namespace) -> int:
     """Carry out the command; returns the exit code."""
     from mmspec.app.caption.job import CaptionJob
+    from mmspec.app.caption.progress import print_stderr
 
     if args.model is None:
         raise UsageError(CHOOSE_MODEL)
@@ -233,7 +242,24 @@ def run(args: argparse.Namespace) -> int:
         check_ray(config, process)
         return RayCaptionJob(config, build_output(config, process)).run()
     hide_progress_bars(config.progress)
-    return CaptionJob(config, build_output(config, process), lambda: build_captioner(config, process), process).run()
+
+    loaded: list[Captioner] = []
+
+    def load() -> Captioner:
+        captioner = build_captioner(config, process)
+        loaded.append(captioner)
+        if process.rank == 0 and captioner.learned_folder is not None:
+            print_stderr(
+                "mmspec: the drafter learns from this job; weights, nothing else, are stored in "
+                f"{captioner.learned_folder} (--no-learn switches it off)"
+            )
+        return captioner
+
+    try:
+        return CaptionJob(config, build_output(config, process), load, process).run()
+    finally:
+        for captioner in loaded:
+            captioner.close()
 
 
 def check_ray(config: CaptionConfig, process: ProcessInfo) -> None:
@@ -300,12 +326,22 @@ def build_captioner(config: CaptionConfig, process: ProcessInfo) -> Captioner:
 
     model, processor = load_model(config.model, config.dtype, config.device, process.local_rank)
     reject_media_tokens(processor, config.prompt, "--prompt")
+    learn = resolve_learning(config, model.device.type)
     try:
-        learn = "auto" if config.learn else False
         mmspec.patch(model, config.drafter, config.compressor, processor=processor, learn=learn)
     except (OSError, TypeError, ValueError) as error:
         raise UsageError(f"--model {config.model} --drafter {config.drafter}: {one_line(error, 600)}") from error
     return Captioner(model, processor, config.max_new_tokens, config.temperature, config.stop)
+
+
+def resolve_learning(config: CaptionConfig, device_type: str) -> bool | str:
+    """`learn` of `patch`: "auto" by default on a CPU, where batches were measured, and True if a drafter that is named
+    is asked to learn."""
+    from mmspec.config import LEARNS_FROM_NOTHING
+
+    if config.learn is None:
+        return "auto" if device_type == "cpu" else False
+    return config.learn and ("auto" if config.drafter in LEARNS_FROM_NOTHING else True)
 
 
 __all__ = ["add_parser", "run"]

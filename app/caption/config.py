@@ -40,7 +40,8 @@ class CaptionConfig:
         frames: frames per video, at most.
         fps: frames per second of a video, or None for evenly spread ones.
         sampler: one of `SAMPLERS`.
-        learn: the drafter learns from the job where no trained head is at hand.
+        learn: the drafter learns from the job where no trained head is at hand; None: if the target is on the CPU,
+            where that was measured.
         compare: number of rows to decode with plain `generate` as well; 0 none, -1 all.
         progress: True or False, or None for a bar if standard error is a terminal.
         batch_size: rows per batch; `AUTO_BATCH_SIZE` to find it while the job runs.
@@ -56,7 +57,7 @@ class CaptionConfig:
     out: str = "-"
     drafter: str = "auto"
     compressor: str | None = None
-    learn: bool = False
+    learn: bool | None = False
     prompt: str | None = None
     frames: int = FRAMES
     fps: float | None = None

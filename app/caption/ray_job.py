@@ -13,6 +13,7 @@ from typing import Any
 
 from mmspec.app.caption.config import CaptionConfig, ProcessInfo
 from mmspec.app.caption.job import CaptionJob, GracefulStop
+from mmspec.app.caption.progress import print_stderr
 from mmspec.app.caption.ray_stages import (
     COLUMN,
     CaptionedBatch,
@@ -75,6 +76,11 @@ class RayCaptionJob(CaptionJob):
             self._started_ray = True
         if not self._started_ray or self.config.ray or "RAY_ADDRESS" in os.environ:  # else all nodes are this machine
             check_nodes()
+        if self.config.learn or (self.config.learn is None and not uses_gpus(self.config)):
+            print_stderr(
+                "mmspec: where no trained head is at hand the drafters learn from this job; weights, nothing else, are "
+                "stored in the cache folders of the nodes (--no-learn switches it off)"
+            )
         self._dataset = build_dataset(self.config, self.output, dict(self._finished))
 
     def _num_finished(self) -> int:
@@ -99,6 +105,13 @@ class RayCaptionJob(CaptionJob):
             raise UsageError("Ray lost batches of this job: run the same command again, finished rows are skipped")
 
 
+def uses_gpus(config: CaptionConfig) -> bool:
+    """Whether the actors of a job are to have a GPU each."""
+    import ray
+
+    return bool(ray.cluster_resources().get("GPU", 0)) and config.device in ("auto", "cuda")
+
+
 def build_dataset(config: CaptionConfig, output: Output, finished: dict[str, Any]) -> Any:
     """The dataset of captioned batches: plan -> decode (tasks) -> caption (actors)."""
     import ray
@@ -110,7 +123,7 @@ def build_dataset(config: CaptionConfig, output: Output, finished: dict[str, Any
     worker_config = absolute_paths(config)
     plan = _plan_source(worker_config, output, ray.put(finished))
     num_gpus, num_cpus = (int(ray.cluster_resources().get(kind, 0)) for kind in ("GPU", "CPU"))
-    accelerator = {"num_gpus": 1, "num_cpus": 0} if num_gpus and config.device in ("auto", "cuda") else {"num_cpus": 1}
+    accelerator = {"num_gpus": 1, "num_cpus": 0} if uses_gpus(config) else {"num_cpus": 1}
     num_actors = config.actors or (num_gpus if "num_gpus" in accelerator else num_cpus) or 1
     # Without GPUs the actors need the processors: a worker of Ray takes two seconds of one to start.
     num_decoders = num_cpus if "num_gpus" in accelerator else (num_cpus + 1) // 2

@@ -9,7 +9,7 @@ from mmspec.app.cli.arguments import Commands, add_command
 
 EPILOG = """\
 what is stored
-  Weights of draft heads that have learned online (`patch(model, learn=True)`, `mmspec caption --learn`), one file per
+  Weights of draft heads that have learned online (`mmspec caption`, `patch(model, learn=True)`), one file per
   target and head, nothing else: no text, no images, no ids. The folder is `learned` in $MMSPEC_CACHE, else in
   $XDG_CACHE_HOME/mmspec or ~/.cache/mmspec. Besides, in `costs`, measured times of rounds: numbers only; and in
   `device-checks`, on which GPUs recorded rounds are exact. `clear` deletes all of them; learning, measuring and

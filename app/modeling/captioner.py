@@ -94,6 +94,15 @@ class Captioner:
         """Accepted draft tokens divided by all draft tokens, so far."""
         return mmspec.stats(self.model).acceptance_rate
 
+    def close(self) -> None:
+        """Take the patch off the model, which stores what the drafter has learned."""
+        mmspec.unpatch(self.model)
+
+    @property
+    def learned_folder(self) -> str | None:
+        """Where weights that the drafter learns are stored; None if it does not learn."""
+        return mmspec.stats(self.model).learning.folder
+
     def caption(
         self, media: Sequence[Media], prompts: Sequence[str], seed: int, compare: Sequence[bool] = ()
     ) -> list[Caption]:

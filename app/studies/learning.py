@@ -1,8 +1,8 @@
 """Online learning over a job: tokens per second and per forward against requests done, beside other drafters.
 
-`scenes`: pictures that no trained head may be used for, from nothing. `adaptation`: the bundled FLASH head on a target
-that was fine-tuned a little (LoRA, merged), with and without learning, beside learning from nothing. `text`: prompts of
-one kind for a text model.
+`scenes`: pictures that no trained head may be used for, from nothing. `adaptation`: the bundled heads on a target that
+was fine-tuned a little (LoRA, merged), with and without learning, beside learning from nothing. `text`: prompts of one
+kind for a text model.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
+from statistics import median
 from typing import Any
 from unittest import mock
 
@@ -41,25 +42,29 @@ from mmspec.app.studies.learning_targets import fine_tune_scenes, text_requests
 
 EPILOG = """
 method
-  Every request is decoded by every drafter in turn, each on a model of its own that shares the weights; greedy, one
-  row. "+learn" patches with learn=True; learned weights go to a temporary folder. Rows are means
-  over --block requests. Outputs are compared with the first drafter's. --clock cpu measures the processor time of this
-  process in place of the wall clock, for machines with other work; use one thread then (OMP_NUM_THREADS=1).
+  Every batch of requests (--batch rows) is decoded greedily by every drafter, in rotating order, each on a model of its
+  own that shares the weights. "+learn" patches with learn=True, "+learn=0.1" with that share of the time; learned
+  weights go to a temporary folder. Rows are means over --block requests. Outputs are compared with each other. --clock
+  cpu measures the processor time of this process in place of the wall clock, for machines with other work; use one
+  thread then (OMP_NUM_THREADS=1). At the end: whole calls, learning included, against the first drafter's, the median
+  of the blocks' ratios and their range.
 
 examples
   OMP_NUM_THREADS=1 python -m mmspec.app.studies.learning scenes --count 400 --clock cpu --json learning.json
+  OMP_NUM_THREADS=1 python -m mmspec.app.studies.learning scenes --count 384 --batch 16 --block 64 --clock cpu \\
+      --drafters none,hybrid,arbitrated,arbitrated+learn --json learning.json
   OMP_NUM_THREADS=1 python -m mmspec.app.studies.learning adaptation --count 200 --clock cpu --json learning.json
   OMP_NUM_THREADS=1 python -m mmspec.app.studies.learning text --model M --count 80 --new-tokens 96 --clock cpu
 """
 LEARNING_SUITES = ("scenes", "adaptation", "text")
 DRAFTERS_BY_SUITE = {
     "scenes": ["hybrid", "flash", "arbitrated+learn"],
-    "adaptation": ["flash", "flash+learn", "arbitrated+learn"],
+    "adaptation": ["flash", "flash+learn", "flash+learn=0.1", "msd", "msd+learn", "msd+learn=0.1", "arbitrated+learn"],
     "text": ["hybrid", "arbitrated+learn"],
 }
 LEARN_SUFFIX = "+learn"
-TUNED_STEPS = 30
-"""After which FLASH has lost a third of its tau."""
+TUNED_STEPS = 60
+"""After which FLASH and MSD have lost a fifth of their tau."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +76,7 @@ class LearningStudyConfig:
         model: folder or file of the text model.
         drafters: names, with `+learn` where they learn.
         count: requests.
+        batch: requests per call.
         block: requests per row.
         new_tokens: largest number of tokens of an answer.
         clock: "wall" or "cpu".
@@ -81,6 +87,7 @@ class LearningStudyConfig:
     model: str
     drafters: tuple[str, ...]
     count: int
+    batch: int
     block: int
     new_tokens: int
     clock: str
@@ -89,12 +96,18 @@ class LearningStudyConfig:
 
 @dataclass
 class JobTotals:
-    """Sums over consecutive requests of one drafter; times are seconds of the clock."""
+    """Sums over consecutive requests of one drafter; times are seconds of the clock.
+
+    Attributes:
+        total_s: of the calls, as `mmspec.stats` counts them.
+        call_s: of the calls as a whole, with what is learned between them.
+    """
 
     tokens: int = 0
     forwards: int = 0
     decode_s: float = 0.0
     total_s: float = 0.0
+    call_s: float = 0.0
     learn_s: float = 0.0
     identical: bool = True
     first: int = 0
@@ -110,6 +123,7 @@ class JobTotals:
             "tokens_per_s": round(self.tokens / self.decode_s, 2) if self.decode_s else None,
             "decode_s": round(self.decode_s, 3),
             "total_s": round(self.total_s, 3),
+            "call_s": round(self.call_s, 3),
             "learn_s": round(self.learn_s, 4),
             "identical": self.identical,
         }
@@ -141,11 +155,11 @@ def temporary_cache() -> Iterator[None]:
         yield
 
 
-def scene_requests(captioner: Captioner, count: int, first: int) -> Iterator[dict[str, Any]]:
-    """Pictures with the question for a long description, which the scenes model was not trained on."""
-    found = generate_requests("describe", FIRST_HELD_OUT_SEED)
-    for request in islice(found, first, first + count):
-        yield captioner.build_inputs([request.images], [request.question])
+def scene_requests(captioner: Captioner, count: int, first: int, batch: int) -> Iterator[dict[str, Any]]:
+    """Pictures with the question for a long description, which the scenes model was not trained on, in batches."""
+    found = islice(generate_requests("describe", FIRST_HELD_OUT_SEED), first, first + count)
+    while requests := list(islice(found, batch)):
+        yield captioner.build_inputs([one.images for one in requests], [one.question for one in requests])
 
 
 def run_job(
@@ -159,31 +173,42 @@ def run_job(
     contestants = []
     for name in config.drafters:
         copy = clone(model)
-        drafter = name.removesuffix(LEARN_SUFFIX)
-        mmspec.patch(copy, drafter=drafter, processor=processor, learn=name.endswith(LEARN_SUFFIX))
+        drafter, separator, share = name.partition(LEARN_SUFFIX)
+        learn = float(share[1:]) if share else bool(separator)
+        mmspec.patch(copy, drafter=drafter, processor=processor, learn=learn)
         contestants.append(JobContestant(name, copy))
     share_kernel_timings([contestant.model for contestant in contestants])
-    for number, inputs in enumerate(tqdm(requests, total=config.count, disable=not sys.stderr.isatty())):
+    done = 0
+    num_calls = -(-config.count // config.batch)
+    for number, inputs in enumerate(tqdm(requests, total=num_calls, disable=not sys.stderr.isatty())):
+        is_new_block = done % config.block == 0
+        done += len(inputs["input_ids"])
         expected = None
-        for contestant in contestants:
+        turn = number % len(contestants)
+        for contestant in (*contestants[turn:], *contestants[:turn]):
+            start = time.perf_counter()
             ids = contestant.model.generate(
                 **inputs, max_new_tokens=config.new_tokens, do_sample=False, temperature=None, top_p=None, top_k=None
             )
+            call_s = time.perf_counter() - start
             expected = ids if expected is None else expected
-            _count(contestant, number, config.block, torch.equal(ids, expected))
-        if (number + 1) % config.block == 0:
+            if is_new_block:
+                contestant.blocks.append(JobTotals(first=done + 1 - len(ids)))
+            _count(contestant, done, call_s, torch.equal(ids, expected))
+        if done % config.block == 0 or done == config.count:
             print("  ".join(format_block(contestant) for contestant in contestants), flush=True)
             on_block(contestants)
+    for contestant in contestants[1:]:
+        print(format_ratios(contestant, contestants[0]))
 
 
-def _count(contestant: JobContestant, number: int, block: int, is_identical: bool) -> None:
-    """Add the last call of a contestant to its totals."""
+def _count(contestant: JobContestant, done: int, call_s: float, is_identical: bool) -> None:
+    """Add the last call of a contestant, after which `done` requests are done, to its totals."""
     stats = mmspec.stats(contestant.model, last=True)
-    if number % block == 0:
-        contestant.blocks.append(JobTotals(first=number + 1))
     totals = contestant.blocks[-1]
     learned_before = sum(one.learn_s for one in contestant.blocks)
-    totals.last = number + 1
+    totals.last = done
+    totals.call_s += call_s
     totals.tokens += stats.tokens - stats.first_tokens
     totals.forwards += stats.row_rounds
     totals.decode_s += stats.decode_s
@@ -200,6 +225,21 @@ def format_block(contestant: JobContestant) -> str:
     )
 
 
+def format_ratios(contestant: JobContestant, base: JobContestant) -> str:
+    """Whole calls and decoding against another contestant, as it is printed at the end."""
+    parts = []
+    for what, key in (("calls", "call_s"), ("decoding", "decode_s")):
+        pairs = [
+            (getattr(one, key), getattr(own, key)) for one, own in zip(base.blocks, contestant.blocks, strict=True)
+        ]
+        ratios = [other / own for other, own in pairs if own]
+        if ratios:
+            parts.append(f"{what} {median(ratios):.3f}x [{min(ratios):.3f}, {max(ratios):.3f}]")
+    learned = sum(one.learn_s for one in contestant.blocks) / sum(one.call_s for one in contestant.blocks)
+    identical = "" if all(one.identical for one in contestant.blocks) else ", OUTPUTS DIFFER"
+    return f"{contestant.name} against {base.name}: {', '.join(parts)}, learning {learned:.2%}{identical}"
+
+
 def build_learning_rows(config: LearningStudyConfig, contestants: Sequence[JobContestant]) -> list[ResultRow]:
     """One row for each contestant, with its blocks."""
     rows: list[ResultRow] = []
@@ -211,6 +251,7 @@ def build_learning_rows(config: LearningStudyConfig, contestants: Sequence[JobCo
         rows.append(
             {
                 "suite": config.suite,
+                "batch": config.batch,
                 "drafter": contestant.name,
                 "clock": config.clock,
                 "threads": torch.get_num_threads(),
@@ -221,15 +262,28 @@ def build_learning_rows(config: LearningStudyConfig, contestants: Sequence[JobCo
     return rows
 
 
-def rows_of_other_suites(file: Path | None, suite: str) -> list[ResultRow]:
-    """The rows of a result file that a run of a suite leaves as they are; none if there is no such file."""
+def rows_of_other_suites(file: Path | None, suite: str, batch: int = 1) -> list[ResultRow]:
+    """The rows of a result file that a run of a suite leaves as they are, those of other batch sizes among them; none
+    if there is no such file."""
     if file is None or not file.is_file():
         return []
     try:
         rows: list[ResultRow] = json.loads(file.read_text(encoding="utf-8") or "[]")
     except ValueError as error:
         raise UsageError(f"--json must name a result file of this study or a new one: {file}: {error}") from error
-    return [row for row in rows if row["suite"] != suite]
+    return [row for row in rows if (row["suite"], row.get("batch", 1)) != (suite, batch)]
+
+
+def check_batch(config: LearningStudyConfig) -> None:
+    """Refuse batches that do not fit.
+
+    Raises:
+        UsageError: they do not.
+    """
+    if config.batch > 1 and config.suite == "text":
+        raise UsageError(f"--batch is for pictures, the suite text decodes one prompt at a time; got {config.batch}")
+    if config.block % config.batch:
+        raise UsageError(f"--block must be a multiple of --batch; got {config.block} and {config.batch}")
 
 
 def _prepare(config: LearningStudyConfig) -> tuple[Any, Any, Iterator[Mapping[str, Any]]]:
@@ -240,7 +294,8 @@ def _prepare(config: LearningStudyConfig) -> tuple[Any, Any, Iterator[Mapping[st
     model, processor = load_model(SCENES_MODEL, "auto", "cpu", 0)
     if config.suite == "adaptation":
         model = fine_tune_scenes(model, processor, TUNED_STEPS)
-    return model, processor, scene_requests(Captioner(model, processor), config.count, config.first_seed)
+    captioner = Captioner(model, processor)
+    return model, processor, scene_requests(captioner, config.count, config.first_seed, config.batch)
 
 
 def _build_parser() -> argparse.ArgumentParser:
@@ -250,6 +305,7 @@ def _build_parser() -> argparse.ArgumentParser:
     add("--model", default="", metavar="PATH", help="of the suite `text`: a folder, or a GGUF file")
     add("--drafters", type=split_commas, default=None, metavar="D,D", help="with +learn where they learn")
     add("--count", type=positive_int, default=400, metavar="N", help="requests (default 400)")
+    add("--batch", type=positive_int, default=1, metavar="N", help="requests per call (default 1)")
     add("--block", type=positive_int, default=25, metavar="N", help="requests per point of the curve (default 25)")
     add("--new-tokens", type=positive_int, default=160, metavar="N", help="largest answer (default 160)")
     add("--clock", choices=("wall", "cpu"), default="wall", help="default wall")
@@ -268,7 +324,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         files.check()
         config = config_from_args(LearningStudyConfig, args)
-        others = rows_of_other_suites(files.json, config.suite)
+        check_batch(config)
+        others = rows_of_other_suites(files.json, config.suite, config.batch)
     except UsageError as error:
         parser.error(str(error))
     run = provenance(f"{parser.prog} {shlex.join(arguments)}", torch.device("cpu"))

@@ -17,7 +17,7 @@ from mmspec.app.scenes.tasks import SceneRequest, generate_requests
 
 LORA_RANK = 8
 LORA_LAYERS = ("q_proj", "v_proj", "o_proj", "down_proj")
-TUNING_LEARNING_RATE = 2e-3
+TUNING_LEARNING_RATE = 1e-3
 TUNING_BATCH = 4
 TUNING_SEED = 15_000_000
 """Seed of the first scene of the fine-tuning, far from those that are measured."""
@@ -37,10 +37,8 @@ class LoraDelta(nn.Module):
 
 
 def other_style(answer: str) -> str:
-    """The same description with its sentences in reverse order and other turns of phrase."""
-    sentences = [part.strip() for part in re.split(r"(?<=[.!?])\s+", answer) if part.strip()]
-    text = " ".join(reversed(sentences))
-    return re.sub(r"\bA\b", "One", re.sub(r"\bThe\b", "This", re.sub(r"\ba\b", "one", text)))
+    """The same description with other articles."""
+    return re.sub(r"\bA\b", "One", re.sub(r"\bThe\b", "This", re.sub(r"\ba\b", "one", answer)))
 
 
 def fine_tune_scenes(model: Any, processor: Any, steps: int) -> Any:

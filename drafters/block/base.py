@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from mmspec.drafters.block.block_tree import PathTable
-from mmspec.drafters.eagle.base import HeadDrafter
 from mmspec.drafters.eagle.expand import LevelExpander, expand_levels
 from mmspec.drafters.eagle.head import EagleHead
+from mmspec.drafters.eagle.online import LearnableHead
 from mmspec.drafters.eagle.state import DraftState
 from mmspec.drafters.rerank import select_nodes
 from mmspec.engine.tree import DraftTree
 
 
-class BlockDrafter(HeadDrafter):
+class BlockDrafter(LearnableHead):
     """Drafts the next k tokens from one forward.
 
     Hooks, besides those of `HeadDrafter`:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mmspec.cpu.draft_types import BlockWeights, CorrectionWeights, HeadWeights
+from mmspec.drafters.block.base import BlockDrafter
 from mmspec.drafters.block.markov import MarkovExpander, MarkovHead
-from mmspec.drafters.block.online import LearnableBlock
 from mmspec.drafters.eagle.expand import LevelExpander
 from mmspec.drafters.eagle.head import EagleHead, HeadConfig, RMSNorm
 from mmspec.drafters.eagle.native import NativeDraft, eagle_weights, find_native_draft
@@ -40,20 +40,15 @@ class FlashHead(EagleHead):
         return outputs[..., None, :] + features.unflatten(-1, (self.config.block_size, -1))
 
 
-class FlashDrafter(LearnableBlock):
-    """Drafts with a `FlashHead`. Online learning trains what follows its attention layer."""
+class FlashDrafter(BlockDrafter):
+    """Drafts with a `FlashHead`."""
 
     head: FlashHead
     records_drafts = True
-    learned_parts = ("norm.", "up_proj.", "block_proj.", "markov_head.")
 
     def block_features(self, state: DraftState) -> Tensor:
         """See `BlockDrafter`."""
         return self.head.block_features(state.last_hidden)
-
-    def learned_features(self, head: FlashHead, inputs: Tensor, root_embeds: Tensor) -> Tensor:
-        """See `LearnableBlock`; `inputs` are outputs of the attention layer, which has read the root."""
-        return head.block_features(inputs)
 
     def expander(self, state: DraftState) -> LevelExpander | None:
         """See `BlockDrafter`."""

@@ -206,6 +206,7 @@ class HeadDrafter(ABC):
         accepted = scored.gather(1, path[..., None].expand(-1, -1, scored.shape[-1]))
         state.pending.append(Pending(result.tokens[:, :longest].to(path.device), accepted, counts, result.counts))
 
+    @torch.inference_mode()
     def draft_part(self, state: DraftState, num_nodes: int) -> DraftPart | None:
         """See `mmspec.interfaces.fused.FusableDrafter`."""
         if state.prompt is not None:

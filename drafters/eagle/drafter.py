@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from functools import partial
 
-from mmspec.drafters.eagle.base import HeadDrafter
 from mmspec.drafters.eagle.expand import AutoregressiveExpander, expand_levels
 from mmspec.drafters.eagle.head import Eagle3Head, EagleHead
 from mmspec.drafters.eagle.native import NativeDraft, eagle3_weights, eagle_weights, find_native_draft
+from mmspec.drafters.eagle.online import LearnableHead
 from mmspec.drafters.eagle.state import DraftState
 from mmspec.engine.tree import DraftTree
 
 
-class EagleDrafter(HeadDrafter):
+class EagleDrafter(LearnableHead):
     """Drafts with an `EagleHead`, level by level."""
 
     records_drafts = True

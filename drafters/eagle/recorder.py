@@ -1,4 +1,4 @@
-"""Examples for online learning, recorded while a call is decoded."""
+"""Whole sequences of a call, prompt and output, recorded for online learning."""
 
 from __future__ import annotations
 
@@ -7,58 +7,87 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mmspec.interfaces.learning import Examples
+from mmspec.drafters.training.batch import TrainBatch
+from mmspec.interfaces import Prompt, SharedEmbeddings
 
 MAX_RECORDED = 4096
-"""Positions per row that are recorded in one call."""
+"""Positions per row that are recorded of a call."""
 
 
-class CallRecorder:
-    """What a head read at some positions of a call, and all tokens that the call emitted.
+class SequenceRecorder:
+    """What a head reads at all positions of a call, and all tokens that the call emitted.
+
+    A call of more positions than `MAX_RECORDED`, prompt included, has no sequences.
 
     Attributes:
-        inputs: per recorded step, [B, A, S] and the number of valid positions of each row.
-        positions: per recorded step and row, the index into `tokens` of the root at the first of these positions.
         tokens: emitted tokens of each row.
-        num_recorded: positions recorded so far.
     """
 
-    def __init__(self, batch: int) -> None:
-        self.inputs: list[tuple[Tensor, list[int]]] = []
-        self.positions: list[list[int]] = []
-        self.tokens: list[list[int]] = [[] for _ in range(batch)]
-        self.num_recorded = 0
+    def __init__(self, prompt: Prompt, hidden_states: Tensor, shared_embeddings: SharedEmbeddings) -> None:
+        """
+        Args:
+            prompt: of the call.
+            hidden_states: [B, L, D] the target's states after its final norm.
+            shared_embeddings: of the target.
+        """
+        self.tokens: list[list[int]] = [[] for _ in prompt.input_ids]
+        self._prompt = prompt
+        self._prompt_states = hidden_states
+        self._shared_embeddings = shared_embeddings
+        self._states: list[list[Tensor]] = [[] for _ in prompt.input_ids]
+        self._length = prompt.input_ids.shape[1]
 
-    def add(self, inputs: Tensor, counts: Sequence[int], offset: int = 0) -> None:
-        """Record what the head reads at consecutive positions.
+    @property
+    def is_too_long(self) -> bool:
+        """Whether it has outgrown the limit."""
+        return self._length > MAX_RECORDED
+
+    def add(self, emitted_ids: Sequence[Sequence[int]], hidden_states: Tensor | None) -> None:
+        """Record the tokens of a round.
 
         Args:
-            inputs: [B, A, S].
-            counts: number of valid positions of each row.
-            offset: position of the first root relative to the next token: 0 before it is added to `tokens`, -1 after.
+            emitted_ids: of each row.
+            hidden_states: [B, A, D] the target's state before each of them; None for the first, which follows the
+                prompt.
         """
-        if self.num_recorded < MAX_RECORDED:
-            self.inputs.append((inputs, list(counts)))
-            self.positions.append([len(row) + offset for row in self.tokens])
-            self.num_recorded += inputs.shape[1]
+        self._length += max(map(len, emitted_ids))
+        if self.is_too_long:
+            self._states = [[] for _ in self._states]
+            return
+        for row, (tokens, emitted) in enumerate(zip(self.tokens, emitted_ids, strict=True)):
+            tokens.extend(emitted)
+            if hidden_states is not None and len(emitted):
+                self._states[row].append(hidden_states[row, : len(emitted)])
 
-    def examples(self, num_next: int) -> Examples | None:
-        """The examples, row by row in the order of the text, with `num_next` tokens each; None if there are none."""
-        if not self.inputs:
-            return None
-        parts, roots, following = [], list[int](), list[list[int]]()
-        for row, tokens in enumerate(self.tokens):
-            padded = tokens + [-1] * num_next
-            for (inputs, counts), positions in zip(self.inputs, self.positions, strict=True):
-                first = positions[row]
-                count = min(counts[row], len(tokens) - first)
-                if count > 0:
-                    parts.append(inputs[row, :count])
-                    roots += tokens[first : first + count]
-                    following += [padded[i + 1 : i + 1 + num_next] for i in range(first, first + count)]
-        if not parts:
-            return None
-        return Examples(torch.cat(parts), torch.tensor(roots), torch.tensor(following))
+    @torch.no_grad()
+    def sequences(self) -> list[TrainBatch]:
+        """One batch of one sequence for each row with at least two tokens; the state of the last token is zeros."""
+        if self.is_too_long:
+            return []
+        rows = [row for row, tokens in enumerate(self.tokens) if len(tokens) > 1 and self._states[row]]
+        return [self._sequence(row) for row in rows]
+
+    def _sequence(self, row: int) -> TrainBatch:
+        prompt, mask = self._prompt, self._prompt.attention_mask[row]
+        output = torch.tensor(self.tokens[row], device=mask.device)
+        ids = torch.cat((prompt.input_ids[row][mask], output))
+        states = torch.cat((self._prompt_states[row][mask], *self._states[row]))
+        is_response = torch.arange(len(ids), device=mask.device) >= len(ids) - len(output)
+        visual_mask = torch.zeros_like(is_response)
+        visual_mask[: len(ids) - len(output)] = prompt.visual_mask[row][mask]
+        embeds = prompt.hidden_states.get(0)  # heads without a context need none
+        if embeds is None:
+            merged = states.new_zeros(len(ids), 0)
+        else:
+            merged = torch.cat((embeds[row][mask], self._shared_embeddings.embed(output).to(embeds.dtype)))
+        return TrainBatch(
+            input_ids=ids[None],
+            attention_mask=torch.ones_like(is_response)[None],
+            visual_mask=visual_mask[None],
+            response_mask=is_response[None],
+            inputs_embeds=merged[None],
+            hidden_states=torch.cat((states, states.new_zeros(len(ids) - len(states), states.shape[1])))[None],
+        )
 
 
-__all__ = ["CallRecorder"]
+__all__ = ["MAX_RECORDED", "SequenceRecorder"]

@@ -5,20 +5,22 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from mmspec.control.draft_cost import CallTimer
 from mmspec.drafters.deprecation import former_names
-from mmspec.drafters.eagle.recorder import CallRecorder
 from mmspec.drafters.noise import next_log_probs
 from mmspec.engine.host_copy import from_host
 from mmspec.engine.kv_cache import RaggedKVCache
 from mmspec.engine.recordings import Recordings
 from mmspec.engine.tree import DraftTree
 from mmspec.interfaces import Prompt, SharedEmbeddings
+
+if TYPE_CHECKING:
+    from mmspec.drafters.eagle.recorder import SequenceRecorder
 
 
 @dataclass
@@ -102,7 +104,7 @@ class DraftState:
         draft_lm_head: [V', D] weights of the LM head for `draft_ids`, or None.
         extra: [B, ...] further state of an architecture (ViSpec, ParallelSpec, Falcon).
         timer: measures prefill and draft time; a no-op unless a compressor uses the costs.
-        recorder: records examples for online learning, or None.
+        recorder: records the call for online learning, or None.
         backend: the head in compiled code, or its recorded drafts; None if it runs in its own forward.
         recordings: as in `Prompt`.
         position_offset: [B] int64, `next_positions` less the lengths of the cache, in a recorded function; else None.
@@ -129,7 +131,7 @@ class DraftState:
     draft_lm_head: Tensor | None = None
     extra: Tensor | None = None
     timer: CallTimer = field(default_factory=CallTimer)
-    recorder: CallRecorder | None = None
+    recorder: SequenceRecorder | None = None
     backend: DraftBackend | None = None
     recordings: Recordings | None = None
     position_offset: Tensor | None = None

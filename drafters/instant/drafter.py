@@ -12,21 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmspec.drafters.block.base import BlockDrafter
 from mmspec.drafters.block.markov import MarkovExpander
-from mmspec.drafters.block.online import LearnableBlock
 from mmspec.drafters.eagle.attention import select_last
 from mmspec.drafters.eagle.base import MAX_HEAD_TREE_SIZE
 from mmspec.drafters.eagle.expand import LevelExpander
 from mmspec.drafters.eagle.state import DraftState, Pending
 from mmspec.drafters.instant.head import InstantHead
+from mmspec.engine.gather import gather_rows
 from mmspec.engine.tree import DraftTree, root_only
 from mmspec.interfaces import DrafterRequirements, Prompt
 
-MAX_FULL_VOCAB = 8192
-"""Largest vocabulary that is drafted from as a whole."""
 
-
-class InstantDrafter(LearnableBlock):
+class InstantDrafter(BlockDrafter):
     """Drafts with an `InstantHead`. `DraftState.last_hidden` is the target's hidden state before the root.
 
     `DraftState.extra` is [B, D], the embedding of the root.
@@ -36,8 +34,6 @@ class InstantDrafter(LearnableBlock):
     """
 
     head: InstantHead
-    learned_parts = ("fc.", "block_proj.", "markov_head.")
-    records_every_position = True
 
     def __init__(self, head: InstantHead, visual_mode: str = "text_only", **options: Any) -> None:
         """
@@ -68,7 +64,10 @@ class InstantDrafter(LearnableBlock):
 
     def _prefill(self, state: DraftState, prompt: Prompt, first_ids: Tensor) -> None:
         """Take the hidden state of the last position of each row."""
-        state.last_hidden = self.last_prompt_hidden(prompt)
+        hidden_states = self.select_hidden_states(prompt.hidden_states)
+        mask = prompt.attention_mask[:, -hidden_states.shape[1] :]
+        last = mask.shape[1] - 1 - mask.flip(1).long().argmax(1)
+        state.last_hidden = gather_rows(hidden_states, last[:, None])[:, 0]
         state.extra = state.shared_embeddings.embed(first_ids).to(state.last_hidden.dtype)
 
     def _forward_pending(self, state: DraftState) -> None:
@@ -84,15 +83,9 @@ class InstantDrafter(LearnableBlock):
         assert state.extra is not None
         return self.head.block_features(state.extra, state.last_hidden)
 
-    def learned_features(self, head: InstantHead, inputs: Tensor, root_embeds: Tensor) -> Tensor:
-        """See `LearnableBlock`; `inputs` are the target's hidden states."""
-        return head.block_features(root_embeds, inputs)
-
-    def publish(self, weights: Mapping[str, Tensor], candidate_ids: Tensor | None) -> None:
-        """See `LearnableDrafter`. Of a large vocabulary only the ids that occurred are drafted, in calls after this."""
-        super().publish(weights, candidate_ids)
-        if candidate_ids is not None and self.head.config.vocab_size > MAX_FULL_VOCAB:
-            self.draft_ids = candidate_ids
+    def publish(self, weights: Mapping[str, Tensor]) -> None:
+        """See `LearnableDrafter`."""
+        super().publish(weights)
         self.is_ready = True
 
     def expander(self, state: DraftState) -> LevelExpander | None:

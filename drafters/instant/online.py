@@ -8,7 +8,7 @@ object that is replaced whole, so a round reads old or new ones, never both.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor
@@ -16,7 +16,6 @@ from torch.nn import functional
 
 from mmspec.cpu.linear import active_kernel
 from mmspec.cpu.ngram_types import HeadDistributions, HeadTokens
-from mmspec.drafters.eagle.recorder import CallRecorder
 from mmspec.drafters.instant.autoregression import (
     MAX_INPUT_SIZE,
     NUM_LAGS,
@@ -26,9 +25,13 @@ from mmspec.drafters.instant.autoregression import (
     LinearHeads,
     input_projection,
 )
+from mmspec.drafters.instant.recorder import CallRecorder
 from mmspec.drafters.ngram.output_ngrams import HEAD_POWER, NGRAM_POWER, PRIOR_POWER
 from mmspec.engine.host_copy import from_host
-from mmspec.interfaces import Examples, LearningSpec, Prompt, SharedEmbeddings, VerifyResult
+from mmspec.interfaces import Examples, Prompt, SharedEmbeddings, VerifyResult
+
+MAX_UNREAD = 32
+"""Rounds whose accepted states are kept until the heads draft again."""
 
 
 @dataclass
@@ -39,6 +42,8 @@ class HeadsState:
         shared_embeddings: of the target.
         last: [B, D] hidden state before each row's root.
         previous: [B, D] hidden state one position earlier.
+        unread: accepted states [B, A, D] of the last rounds, and the number of each row's, that `last` and `previous`
+            do not contain yet.
         recorder: of a call that is learned from, else None.
         has_begun: whether the first token was observed.
     """
@@ -46,6 +51,7 @@ class HeadsState:
     shared_embeddings: SharedEmbeddings
     last: Tensor
     previous: Tensor
+    unread: list[tuple[Tensor, list[int]]] = field(default_factory=list)
     recorder: CallRecorder | None = None
     has_begun: bool = False
 
@@ -120,10 +126,12 @@ class OnlineHeads:
         elif longest := max(counts):
             scored = hidden_states[self.hidden_state_index]
             path = result.path[:, :longest].to(scored.device)
-            accepted = scored.gather(1, path[..., None].expand(-1, -1, scored.shape[-1]))
+            accepted = scored.gather(1, path[..., None].expand(-1, -1, scored.shape[-1]))  # a copy that may be kept
             if recorder is not None:
                 recorder.add(accepted, counts)
-            _advance(state, accepted, counts)
+            state.unread.append((accepted, counts))
+            if len(state.unread) == MAX_UNREAD:
+                _catch_up(state)
         if recorder is not None:
             for tokens, emitted in zip(recorder.tokens, result.emitted_ids, strict=True):
                 tokens.extend(emitted)
@@ -134,6 +142,7 @@ class OnlineHeads:
         published = self._published_on(state)
         if published is None:
             return None
+        _catch_up(state)
         heads = published.heads
         inputs = torch.cat((self._read(state.previous), self._read(state.last)), dim=1)
         offsets = _few_rows_linear(inputs, heads.weight, heads.bias).unflatten(1, (NUM_SLOTS, -1))
@@ -168,23 +177,18 @@ class OnlineHeads:
     # --- learning -----------------------------------------------------------------------------------------------------
 
     @property
-    def learning_spec(self) -> LearningSpec:
+    def learning_key(self) -> str:
         """See `mmspec.interfaces.LearnableDrafter`."""
-        return LearningSpec(
-            key=f"autoregression-k{NUM_SLOTS}-d{self.hidden_size}",
-            input_size=self.hidden_size,
-            num_next=1,
-            records_every_position=True,
-            starts_untrained=True,
-        )
+        return f"autoregression-k{NUM_SLOTS}-d{self.hidden_size}"
 
-    def start_recording(self, state: HeadsState) -> None:
+    def start_recording(self, state: HeadsState, with_examples: bool) -> None:
         """See `mmspec.interfaces.LearnableDrafter`."""
-        state.recorder = CallRecorder(len(state.last))
+        state.recorder = CallRecorder(len(state.last)) if with_examples else None
 
-    def recorded_examples(self, state: HeadsState) -> Examples | None:
+    def recorded_examples(self, state: HeadsState) -> list[Examples]:
         """See `mmspec.interfaces.LearnableDrafter`."""
-        return None if state.recorder is None else state.recorder.examples(1)
+        examples = None if state.recorder is None else state.recorder.examples(1)
+        return [] if examples is None else [examples]
 
     def closed_form(self, device: torch.device) -> AutoregressionFit:
         """See `mmspec.interfaces.LearnableDrafter`."""
@@ -211,18 +215,28 @@ def _few_rows_linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tenso
     return functional.linear(rows, weight, bias) if product is None else product
 
 
-def _advance(state: HeadsState, accepted: Tensor, counts: list[int]) -> None:
-    """Set the last two states after `counts` more positions [B, A, D] of each row."""
-    if len(counts) == 1:
-        count = counts[0]
+def _catch_up(state: HeadsState) -> None:
+    """Set the last two states after the rounds that are not read yet."""
+    unread, state.unread = state.unread, []
+    if not unread:
+        return
+    if len(unread) == 1 and len(unread[0][1]) == 1:
+        accepted, (count,) = unread[0]
         state.previous = accepted[:, count - 2] if count > 1 else state.last
         state.last = accepted[:, count - 1]
         return
-    states = torch.cat((state.last[:, None], accepted), dim=1)
-    rows = torch.arange(len(counts), device=states.device)
-    index = from_host(counts, states.device)
-    state.previous = torch.where((index > 0)[:, None], states[rows, (index - 1).clamp(min=0)], state.previous)
-    state.last = states[rows, index]
+    states = torch.cat((state.previous[:, None], state.last[:, None], *(accepted for accepted, _ in unread)), dim=1)
+    previous, last = [0] * len(states), [1] * len(states)
+    place = 2
+    for accepted, counts in unread:
+        for row, count in enumerate(counts):
+            if count:
+                previous[row] = place + count - 2 if count > 1 else last[row]
+                last[row] = place + count - 1
+        place += accepted.shape[1]
+    rows = torch.arange(len(states), device=states.device)
+    state.previous = states[rows, from_host(previous, states.device)]
+    state.last = states[rows, from_host(last, states.device)]
 
 
 def _check_heads(weights: Mapping[str, Tensor], hidden_size: int, vocab_size: int) -> LinearHeads:

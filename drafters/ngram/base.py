@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -25,6 +25,12 @@ MIN_PROB = 0.02
 """Nodes with a lower probability are not proposed."""
 
 _PAD = -2
+MAX_PENDING_ROUNDS = 32
+"""Rounds without a draft that are followed together: one at a time they would cost a percent of a large batch."""
+MIN_BATCH_NODES = 4
+"""In batches trees are grown to twice the size that was scored last, but to so many nodes at least."""
+LIMIT_DECAY = 0.9
+"""Factor by which that limit falls in each round with smaller trees."""
 MAX_SIBLING_PROB = 0.98
 """Upper bound of the sum of the siblings' probabilities, as they exclude each other."""
 
@@ -170,6 +176,7 @@ class BestFirstState:
         enabled: whether each source proposes; all learn from the emitted tokens.
         candidates: `candidates[b][i]` are the candidates at node i of row b in this round, proposed or not. Nodes are
             numbered as proposed, so the numbers stay valid when the caller trims the tree.
+        pending: results of the last rounds, for which nothing was drafted, that the sources have not followed yet.
     """
 
     batch_size: int
@@ -178,6 +185,7 @@ class BestFirstState:
     source_states: list[Any]
     enabled: list[bool]
     candidates: list[Sequence[list[Candidate]]] = field(default_factory=list)
+    pending: list[VerifyResult] = field(default_factory=list)
 
 
 TreeNode = tuple[int | None, list[Any]]
@@ -203,6 +211,7 @@ class BestFirstDrafter:
         priors = {key: prior for source in self.sources for key, prior in source.priors.items()}
         self.calibration = calibration or Calibration(priors)
         self.vocab_size: int | None = self._known_vocab_size()
+        self._node_limits: dict[int, float] = {}  # by batch size
 
     def _known_vocab_size(self) -> int | None:
         return next((source.vocab_size for source in self.sources if source.vocab_size is not None), None)
@@ -217,7 +226,8 @@ class BestFirstDrafter:
 
     def propose(self, state: BestFirstState, max_nodes: int, active: Sequence[bool]) -> DraftTree:
         """Trees of at most `max_nodes` nodes, padded to a bucket; roots only if no candidate is likely enough."""
-        max_nodes = min(max_nodes, BUCKETS[-1])
+        self.catch_up(state)
+        max_nodes = min(self.limit_nodes(state, max_nodes), BUCKETS[-1])
         state.candidates = [[] for _ in range(state.batch_size)]
         rows = [self._propose_row(state, row, max_nodes) if is_active else [] for row, is_active in enumerate(active)]
         return build_tree(rows) if any(rows) else root_only(state.batch_size)
@@ -278,7 +288,19 @@ class BestFirstDrafter:
         return () if cursor is None else source.expand(cursor)
 
     def observe(self, state: BestFirstState, result: VerifyResult, hidden_states: Mapping[int, Tensor]) -> None:
-        """Update the calibration with the candidates at the accepted nodes, and the sources with the emitted tokens."""
+        """Update the calibration with the candidates at the accepted nodes, and the sources with the emitted tokens.
+
+        After a round without a draft the sources may follow later (`catch_up`).
+        """
+        if not state.candidates and result.top_ids is None:
+            state.pending.append(result)
+            if len(state.pending) == MAX_PENDING_ROUNDS:
+                self.catch_up(state)
+            return
+        self.catch_up(state)
+        if state.candidates and state.batch_size > 1:
+            limit = LIMIT_DECAY * self._node_limits.get(state.batch_size, BUCKETS[-1])
+            self._node_limits[state.batch_size] = max(limit, 2 * result.tree.num_nodes)
         outcomes = [
             (key, token == emitted_id)
             for candidates, accepted, emitted in zip(
@@ -291,6 +313,25 @@ class BestFirstDrafter:
         state.candidates = []
         if outcomes:
             self.calibration.update(outcomes)
+        self._update_sources(state, result)
+
+    def limit_nodes(self, state: BestFirstState, max_nodes: int) -> int:
+        """The size up to which trees are grown: large ones are hardly ever scored in batches, and take time."""
+        if state.batch_size == 1:
+            return max_nodes
+        return min(max_nodes, max(MIN_BATCH_NODES, int(self._node_limits.get(state.batch_size, BUCKETS[-1]))))
+
+    def catch_up(self, state: BestFirstState) -> None:
+        """Let the sources follow the rounds that they have not followed yet."""
+        pending, state.pending = state.pending, []
+        if len(pending) > 1:
+            rows = zip(*(result.emitted_ids for result in pending), strict=True)
+            emitted_ids = [[token for emitted in row for token in emitted] for row in rows]
+            self._update_sources(state, replace(pending[-1], emitted_ids=emitted_ids))
+        elif pending:
+            self._update_sources(state, pending[0])
+
+    def _update_sources(self, state: BestFirstState, result: VerifyResult) -> None:
         for source, source_state in zip(self.sources, state.source_states, strict=True):
             source.update(source_state, result)
 

@@ -7,7 +7,7 @@ trees or of the probability of a candidate.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from mmspec.drafters.ngram.base import BARRIER, BestFirstDrafter, Candidate, Key, PromptText
@@ -123,12 +123,31 @@ class NgramIndex:
         for chain in self.chains:
             chain.add(self.tokens, self.run_length)
 
-    def extend(self, tokens: Iterable[int]) -> None:
+    def extend(self, tokens: Sequence[int]) -> None:
         """Append the emitted tokens."""
+        if not self.reference_length and BARRIER not in tokens:
+            self._extend_text(tokens)
+            return
         for token in tokens:
             self._append(token)
             if self.reference_length:
                 self._advance_reference(token)
+
+    def _extend_text(self, added: Sequence[int]) -> None:
+        """Append tokens without a barrier; the same as one by one, with less work for each."""
+        tokens, run_length = self.tokens, self.run_length
+        start = len(tokens)
+        tokens.extend(added)
+        self.run_length = run_length + len(added)
+        for chain in self.chains:
+            size, heads, previous = chain.ngram_size, chain.heads, chain.previous
+            for end in range(start + 1, len(tokens) + 1):
+                if run_length + end - start < size:
+                    previous.append(0)
+                    continue
+                ngram = tuple(tokens[end - size : end])
+                previous.append(heads.get(ngram, 0))
+                heads[ngram] = end
 
     def _advance_reference(self, token: int) -> None:
         """Move the reference cursor past `token`; where the reference differs, search the position again."""

@@ -138,6 +138,11 @@ class SuccessorTable:
 
     def _promote(self, token: int, successor: int) -> None:
         """Store `successor` as the first of `token`'s."""
+        old = self._entries.get(token)
+        if old is not None and old[1][0] == successor:
+            if old[0] < MAX_STABLE:
+                self._entries[token] = (old[0] + 1, old[1])
+            return
         others = [i for i in self.successors(token) if i != successor]
         self._store(token, (successor, *others))
 

@@ -48,6 +48,21 @@ class TrainBatch:
         """Bytes of all hidden states, embeddings and masks."""
         return sum(part.nbytes for part in (*self.tensors(), *self.aux_hidden_states.values()))
 
+    @property
+    def is_finite(self) -> bool:
+        """Whether no hidden state and no embedding is infinite or not a number."""
+        parts = (self.inputs_embeds, self.hidden_states, *self.aux_hidden_states.values())
+        return all(bool(torch.isfinite(part).all()) for part in parts)
+
+    def float(self) -> TrainBatch:
+        """With hidden states and embeddings in float32."""
+        return replace(
+            self,
+            inputs_embeds=self.inputs_embeds.float(),
+            hidden_states=self.hidden_states.float(),
+            aux_hidden_states={layer: states.float() for layer, states in self.aux_hidden_states.items()},
+        )
+
     def select_hidden_states(self, layers: Sequence[int]) -> Tensor:
         """[B, L, S] the hidden states of these layers, concatenated; those after the final norm if none is named."""
         if not layers:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from mmspec.drafters.block.online import block_cross_entropy
+from mmspec.drafters.block.markov import MarkovHead
 from mmspec.drafters.training.batch import DraftModel, TrainBatch
 from mmspec.drafters.training.losses import LossWeights, TrainProgress
 from mmspec.interfaces import Examples, SharedEmbeddings
 
+SLOT_DECAY = 0.8
+"""Weight of the loss of each further position of the block."""
 MAX_FULL_SOFTMAX = 8192
 """Largest vocabulary whose softmax is computed whole; of a larger one, over the ids of the batch."""
 
@@ -59,4 +62,42 @@ def instant_loss(
     return block_cross_entropy(features, examples, shared_embeddings, head.markov_head, candidates)
 
 
-__all__ = ["batch_examples", "instant_loss"]
+def block_cross_entropy(
+    features: Tensor,
+    examples: Examples,
+    shared_embeddings: SharedEmbeddings,
+    markov_head: MarkovHead | None,
+    candidate_ids: Tensor,
+) -> tuple[Tensor, dict[str, float]]:
+    """Cross-entropy of every position of a block, each given the emitted token before it.
+
+    Args:
+        features: [n, k, D] of the block.
+        examples: n examples.
+        shared_embeddings: of the target.
+        markov_head: corrects all positions but the first, or None.
+        candidate_ids: [V'] int64, increasing, the ids of the softmax.
+
+    Returns:
+        The loss, a scalar, and the metrics `agree0`, `agree1`, ...: of each position the share whose argmax is right.
+    """
+    with torch.no_grad():
+        lm_head_rows = shared_embeddings.lm_head_rows(candidate_ids).to(features.dtype)
+        previous = shared_embeddings.embed(examples.next_ids[:, :-1].clamp(min=0)).to(features.dtype)
+    logits = shared_embeddings.logits(features, lm_head_rows)
+    if markov_head is not None and features.shape[1] > 1:
+        mixed = markov_head.mix(markov_head.project_features(features[:, 1:]), previous)
+        correction = functional.linear(mixed, markov_head.vocab_proj.weight[candidate_ids])
+        logits = logits + functional.pad(correction, (0, 0, 1, 0))
+    labels = torch.searchsorted(candidate_ids, examples.next_ids.clamp(min=0))
+    total, metrics = logits.new_zeros(()), dict[str, float]()
+    for slot in range(features.shape[1]):
+        rows = (examples.next_ids[:, slot] >= 0).nonzero()[:, 0]
+        if len(rows):
+            slot_logits, slot_labels = logits[rows, slot].float(), labels[rows, slot]
+            total = total + SLOT_DECAY**slot * functional.cross_entropy(slot_logits, slot_labels)
+            metrics[f"agree{slot}"] = float((slot_logits.argmax(-1) == slot_labels).float().mean())
+    return total, metrics
+
+
+__all__ = ["batch_examples", "block_cross_entropy", "instant_loss"]

@@ -27,7 +27,7 @@ MIN_CONTINUED = 1.5
 MIN_KNOWN_ROUNDS = 8
 """Rounds of an arm before it is compared with others: single rounds tell little."""
 FIRST_ROUNDS = 64
-"""Rounds of the first arm before others are tried: arms need some text before they can show what they earn."""
+"""Rounds of the first arm, times rows, before others are tried: arms need some text to show what they earn."""
 WARM_UP_ROUNDS = 2
 """First rounds of an arm at a batch size, which are slow (kernels are selected) and not counted."""
 
@@ -100,6 +100,7 @@ class DraftArbiter:
         """
         self.num_arms = num_arms
         self.first = first
+        self.retried: int | None = None
         self._by_batch: dict[int, _BatchRates] = {}
         self._lock = threading.Lock()
 
@@ -109,8 +110,9 @@ class DraftArbiter:
             return CallRates(batch, [arm.scaled(PRIOR_ROUNDS) for arm in self._rates(batch).arms])
 
     def retry(self, arm: int) -> None:
-        """Try an arm soon and forget its rates: it has changed."""
+        """Try an arm soon, before other new ones, and forget its rates: it has changed."""
         with self._lock:
+            self.retried = arm
             for rates in self._by_batch.values():
                 rates.arms[arm] = ArmRate()
 
@@ -128,11 +130,12 @@ class DraftArbiter:
             candidates = [arm for arm in range(self.num_arms) if available[arm]]
             if call.continues and call.last in candidates:
                 return call.last
-            if self.first is not None and self.first in candidates and rates.num_rounds[self.first] < FIRST_ROUNDS:
+            num_first = max(MIN_KNOWN_ROUNDS, FIRST_ROUNDS // call.batch)
+            if self.first is not None and self.first in candidates and rates.num_rounds[self.first] < num_first:
                 return self.first
             unknown = [arm for arm in candidates if rates.num_rounds[arm] <= WARM_UP_ROUNDS or self._is_new(call, arm)]
             if unknown:
-                return unknown[0]
+                return self.retried if self.retried in unknown else unknown[0]
             best = max(candidates, key=lambda arm: call.arms[arm].rate or 0.0)
             best_rate = call.arms[best].rate or 0.0
             for arm in candidates:

@@ -190,6 +190,21 @@ class RoundCostModel:
         overhead_s = self.overhead_s.get((batch, num_nodes), self.overhead_s.get((batch, 1), 0.0))
         return self.forward_s(batch, num_nodes) + overhead_s
 
+    def saved_s(self, batch: int, num_drafts: int) -> float | None:
+        """Seconds that so many drafts saved at a batch size, by their mean; None before any was measured."""
+        with self.lock:
+            net_cost = self.draft_net_cost.get(batch)
+            return None if net_cost is None or not net_cost.num_drafts else -net_cost.mean_s * num_drafts
+
+    def retry(self) -> None:
+        """Try drafts again soon at the batch sizes where they did not pay: the drafter has become better."""
+        with self.lock:
+            failed = [net_cost for net_cost in self.draft_net_cost.values() if net_cost.mean_s > 0]
+            for net_cost in failed:
+                net_cost.backoff = net_cost.num_drafts = 0
+            if failed and self.calibration < 1:
+                self.calibration, self.num_calibrations = 1.0, 0
+
     def update(self, table: dict[Any, float], key: Any, seconds: float) -> None:
         """Add a measurement to `score_s` or `overhead_s`."""
         with self.lock:

@@ -120,10 +120,7 @@ class FusedLoop(DecodeLoop):
 
     def round(self, state: Any) -> None:
         """See `DecodeLoop`."""
-        start = self._now()
-        with recordable_mode():
-            is_done = self._run_fused(state, start)
-        if not is_done:
+        if not self._run_fused(state, self._now()):
             super().round(state)
 
     def _run_fused(self, state: Any, start: float) -> bool:
@@ -208,7 +205,8 @@ class FusedLoop(DecodeLoop):
         shapes = tuple(tuple(tensor.shape) for tensor in (*self._constants, inputs[-1]))
         key = draft.key, score.key, self._sampler_key, shapes
         try:
-            return self._recordings.run(draft.owner, key, function, state, inputs)
+            with recordable_mode():  # here only: what belongs to the call may be made in the user's inference mode
+                return self._recordings.run(draft.owner, key, function, state, inputs)
         except Exception as error:  # of the capture or the replay: only speed is lost
             self._has_failed = True
             self._recordings.unfused.add(draft.owner)

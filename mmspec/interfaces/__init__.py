@@ -5,7 +5,7 @@
 | `target` | `Target` | `VerifyResult`, `TargetInfo`, `SharedEmbeddings` |
 | `draft_target` | `DraftTarget`, `LayerSubsets`, `DraftModelSource` | |
 | `drafter` | `Drafter`, `CompressingDrafter`, `TrainedDrafter`, `ReplicableDrafter` | `DrafterRequirements`, `Prompt` |
-| `learning` | `LearnableDrafter` | `Examples`, `LearningSpec`, `ClosedFormFit` |
+| `learning` | `LearnableDrafter`, `ClosedFormDrafter`, `GradientDrafter`, ... | `Examples`, `LearningExample` |
 | `compressor` | `Compressor`, `SizedCompressor`, `SaliencyCompressor`, ... | `VisualTokens`, `VisualGrid` |
 | `video` | `FrameSampler`, `ContentAwareSampler` | |
 
@@ -35,12 +35,20 @@ from mmspec.interfaces.drafter import (
     ReplicableDrafter,
     TrainedDrafter,
 )
-from mmspec.interfaces.learning import ClosedFormFit, Examples, LearnableDrafter, LearningSpec
+from mmspec.interfaces.learning import (
+    ClosedFormDrafter,
+    ClosedFormFit,
+    Examples,
+    GradientDrafter,
+    LearnableDrafter,
+    LearningExample,
+)
 from mmspec.interfaces.target import SharedEmbeddings, Target, TargetInfo, VerifyResult
 from mmspec.interfaces.video import ContentAwareSampler, FrameSampler
 
 __all__ = [
     "NO_LIMIT",
+    "ClosedFormDrafter",
     "ClosedFormFit",
     "CompressingDrafter",
     "CompressionContext",
@@ -54,10 +62,11 @@ __all__ = [
     "FrameSampler",
     "GateObservation",
     "GatedCompressor",
+    "GradientDrafter",
     "GridCompressor",
     "LayerSubsets",
     "LearnableDrafter",
-    "LearningSpec",
+    "LearningExample",
     "Prompt",
     "ReplicableDrafter",
     "SaliencyCompressor",

@@ -1,10 +1,14 @@
-"""What online learning needs of a drafter: `LearnableDrafter`, and the `Examples` that it learns from."""
+"""What online learning needs of a drafter, and what it learns from.
+
+`LearnableDrafter` records examples of a call and takes new weights. They are found in one of two ways:
+`ClosedFormDrafter` solves equations over sums of all examples, `GradientDrafter` goes on training.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +17,24 @@ from mmspec.interfaces.drafter import Drafter
 from mmspec.interfaces.target import SharedEmbeddings
 
 
+class LearningExample(Protocol):
+    """Tensors that were recorded of one row of a call."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether no value is infinite or not a number."""
+
+    def to(self, device: torch.device | str) -> Self:
+        """A copy on a device."""
+
+
 @dataclass(frozen=True)
 class Examples:
-    """Positions of accepted text: what a head reads there, and the tokens that the target emitted after it.
+    """Positions of accepted text: the state that a head reads there, and the tokens that the target emitted after it.
 
     Attributes:
         inputs: [n, S] what the head reads besides the root's token, in the order of the text.
@@ -31,28 +50,53 @@ class Examples:
     def __len__(self) -> int:
         return len(self.root_ids)
 
+    @property
+    def nbytes(self) -> int:
+        """See `LearningExample`."""
+        return self.inputs.nbytes + self.root_ids.nbytes + self.next_ids.nbytes
+
+    @property
+    def is_finite(self) -> bool:
+        """See `LearningExample`."""
+        return bool(torch.isfinite(self.inputs).all())
+
     def to(self, device: torch.device | str) -> Examples:
         """A copy on a device."""
         return Examples(self.inputs.to(device), self.root_ids.to(device), self.next_ids.to(device))
 
 
-@dataclass(frozen=True)
-class LearningSpec:
-    """What a drafter learns.
+@runtime_checkable
+class LearnableDrafter(Drafter, Protocol):
+    """A drafter whose weights can be learned from the text that the target emits.
 
-    Attributes:
-        key: name of the weights on disk: architecture and sizes, and a hash of the weights that learning starts from.
-        input_size: S of `Examples.inputs`.
-        num_next: k of `Examples.next_ids`.
-        records_every_position: whether the examples of a row are all positions of its text.
-        starts_untrained: whether the drafter cannot draft before it has learned.
+    New weights are swapped in by `publish`, at any time, also while other threads draft.
     """
 
-    key: str
-    input_size: int
-    num_next: int
-    records_every_position: bool
-    starts_untrained: bool
+    @property
+    def learning_key(self) -> str:
+        """Name of the weights on disk: architecture and sizes, and a hash of the weights that learning starts from."""
+
+    @property
+    def cannot_learn(self) -> str | None:
+        """Why this drafter cannot learn, for messages; None if it can."""
+
+    def start_recording(self, state: Any, with_examples: bool) -> None:
+        """Record the call with this state (return value of `begin`).
+
+        Args:
+            state: of the call.
+            with_examples: False to record nothing but what takes hardly any time, since there is none for examples.
+        """
+
+    def recorded_examples(self, state: Any) -> Sequence[LearningExample]:
+        """The examples of the call, which is over, on the target's device."""
+
+    def publish(self, weights: Mapping[str, Tensor]) -> None:
+        """Draft with these weights from now on.
+
+        Raises:
+            ValueError: names or shapes are not those of the drafter, or a value is not finite.
+        """
 
 
 class ClosedFormFit(Protocol):
@@ -68,59 +112,50 @@ class ClosedFormFit(Protocol):
     def is_determined(self) -> bool:
         """Whether there are enough examples to `solve`."""
 
-    def add(self, examples: Examples) -> None:
-        """Add the examples of one call, in the order of the text. Those that are not finite are left out."""
+    def add(self, examples: Any) -> None:
+        """Add examples of one call. Those that are not finite are left out."""
 
     def solve(self) -> dict[str, Tensor] | None:
         """The weights to publish; None if there are no finite ones."""
 
 
 @runtime_checkable
-class LearnableDrafter(Drafter, Protocol):
-    """A drafter whose weights can be learned from the text that the target emits.
+class ClosedFormDrafter(LearnableDrafter, Protocol):
+    """A `LearnableDrafter` that starts from nothing."""
 
-    The learner solves a fit (`closed_form`) or trains a copy (`learnable_copy`, `learning_loss`), and swaps the weights
-    in by `publish`, at any time, also while other threads draft.
-    """
+    def closed_form(self, device: torch.device) -> ClosedFormFit:
+        """A new fit with its sums on a device."""
 
-    @property
-    def learning_spec(self) -> LearningSpec:
-        """What is learned."""
 
-    def start_recording(self, state: Any) -> None:
-        """Record the examples of the call with this state (return value of `begin`)."""
-
-    def recorded_examples(self, state: Any) -> Examples | None:
-        """The examples of the call so far, on the target's device; None if there are none."""
+@runtime_checkable
+class GradientDrafter(LearnableDrafter, Protocol):
+    """A `LearnableDrafter` whose weights were trained before and go on being trained."""
 
     def learnable_copy(self) -> nn.Module:
-        """A float32 copy of the weights that are learned."""
-
-    def closed_form(self, device: torch.device) -> ClosedFormFit | None:
-        """A new fit in closed form with its sums on a device; None if the weights are trained by gradients."""
+        """A float32 copy of the weights, with gradients."""
 
     def learning_loss(
-        self, module: nn.Module, examples: Examples, shared_embeddings: SharedEmbeddings, candidate_ids: Tensor
+        self,
+        module: nn.Module,
+        examples: Sequence[Any],
+        shared_embeddings: SharedEmbeddings,
+        rng: torch.Generator,
     ) -> Tensor:
         """The loss, a scalar.
 
         Args:
             module: a copy of the weights.
-            examples: a batch.
+            examples: a batch, on the device of the copy.
             shared_embeddings: of the target.
-            candidate_ids: [V'] int64, increasing, the ids of the softmax; they contain all `next_ids`.
-        """
-
-    def publish(self, weights: Mapping[str, Tensor], candidate_ids: Tensor | None) -> None:
-        """Draft with these weights from now on.
-
-        Args:
-            weights: state dict of a copy.
-            candidate_ids: [V'] int64, increasing, the ids that occurred in the text; None if unknown.
-
-        Raises:
-            ValueError: names or shapes are not those of the drafter, or a value is not finite.
+            rng: random generator on the CPU.
         """
 
 
-__all__ = ["ClosedFormFit", "Examples", "LearnableDrafter", "LearningSpec"]
+__all__ = [
+    "ClosedFormDrafter",
+    "ClosedFormFit",
+    "Examples",
+    "GradientDrafter",
+    "LearnableDrafter",
+    "LearningExample",
+]

@@ -1,4 +1,8 @@
-"""How much time learning may take: a share of the time that the calls took, less once it stops paying."""
+"""How much time learning may take: a share of the time that the calls took, less where drafts save little.
+
+Learning that no draft makes use of is waste: in large batches plain decoding may be the fastest. What drafts save is
+measured by the controller of the tree size, so the share follows it, batch size by batch size, and back again.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,10 @@ DEFAULT_SHARE = 0.03
 """Largest share of the time of the calls."""
 MIN_SHARE_FACTOR = 1 / 8
 """The share is not reduced below this factor, so that a change of domain is noticed."""
+SAVINGS_SHARE = 0.25
+"""Of the time that drafts save, learning may take this share."""
+SAVINGS_WEIGHT = 0.2
+"""Weight of a call in the running mean of what drafts save."""
 WINDOW = 40
 """Steps whose mean loss is compared with that of the steps before."""
 MIN_IMPROVEMENT = 0.01
@@ -21,13 +29,15 @@ class LearningBudget:
 
     Attributes:
         share: of the time of the calls.
-        factor: of `share` that is used now.
+        factor: of `share` that is used now, by the loss.
+        savings: running mean of the time that drafts save, as a share of the calls; None before anything is known.
         earned_s, spent_s: so far.
     """
 
     def __init__(self, share: float = DEFAULT_SHARE) -> None:
         self.share = share
         self.factor = 1.0
+        self.savings: float | None = None
         self.earned_s = 0.0
         self.spent_s = 0.0
         self._cost_s: dict[str, float] = {}
@@ -35,9 +45,28 @@ class LearningBudget:
         self._last_loss: float | None = None
         self._best_loss: float | None = None
 
+    @property
+    def current_share(self) -> float:
+        """The share that is used now: less than `share` where the loss does not fall or drafts save little."""
+        factor = self.factor
+        if self.savings is not None:
+            factor = min(factor, max(MIN_SHARE_FACTOR, SAVINGS_SHARE * self.savings / self.share))
+        return self.share * factor
+
+    @property
+    def is_overdrawn(self) -> bool:
+        """Whether more was spent than earned."""
+        return self.spent_s > self.earned_s
+
     def earn(self, call_s: float) -> None:
         """A call took so many seconds."""
-        self.earned_s += self.share * self.factor * call_s
+        self.earned_s += self.current_share * call_s
+
+    def add_savings(self, saved_s: float, call_s: float) -> None:
+        """Drafts saved so many seconds in a call of so many."""
+        if call_s > 0:
+            known = self.share / SAVINGS_SHARE if self.savings is None else self.savings  # full share at first
+            self.savings = known + SAVINGS_WEIGHT * (max(0.0, saved_s) / call_s - known)
 
     def spend(self, seconds: float, work: str | None = None) -> None:
         """So many seconds were spent, on a kind of work whose cost is to be remembered."""

@@ -2,7 +2,7 @@
 
 After each call (`after_call`) as much work is done as the budget allows, in the thread of that call. What starts from
 nothing has a fit in closed form: the examples of a call are added to its sums and dropped, and it is solved at first
-often, then ever more rarely. What was trained before goes on by optimiser steps on examples of a reservoir. Any
+often, then ever more rarely. What was trained before goes on by optimiser steps on sequences of a reservoir. Any
 exception ends learning with one warning; the drafter goes on with its last weights.
 """
 
@@ -19,7 +19,14 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from mmspec.interfaces import ClosedFormFit, Examples, LearnableDrafter, SharedEmbeddings
+from mmspec.interfaces import (
+    ClosedFormDrafter,
+    ClosedFormFit,
+    GradientDrafter,
+    LearnableDrafter,
+    LearningExample,
+    SharedEmbeddings,
+)
 from mmspec.learning.budget import DEFAULT_SHARE, LearningBudget
 from mmspec.learning.recording import RecordedDrafter
 from mmspec.learning.reservoir import ExampleReservoir
@@ -27,14 +34,19 @@ from mmspec.learning.store import LearnedStore
 from mmspec.learning.weights import WeightTrainer
 from mmspec.metrics.learning_stats import LearningStats
 
-LEARN_BATCH_SIZE = 128
-STEPS_PER_UPDATE = 8
+SEQUENCES_PER_STEP = 2
+"""Sequences of an optimiser step."""
+MIN_SEQUENCES = 4
+"""Before the first step, so that the head does not learn one text by heart."""
+STEPS_PER_UPDATE = 4
 MAX_WAITING = 16
 """Calls whose examples wait for the fit in closed form; older ones are dropped."""
 SOLUTION_GROWTH = 1.6
 """A fit is solved again when it holds this many times the examples of the last solution, ..."""
 MAX_SOLUTION_INTERVAL = 16384
 """... but after so many more at the latest, so that a change of domain is followed."""
+EAGER_EXAMPLES = 4096
+"""Up to so many a fit uses the whole budget: before, its drafts cannot show what they save."""
 SAVE_EVERY_S = 30.0
 MAX_BAD_STEPS = 10
 """Consecutive steps without a finite loss after which learning ends."""
@@ -45,9 +57,10 @@ class Learner:
 
     Attributes:
         drafter: what learns.
-        spec: of it.
+        key: name of its weights on disk.
         budget: time earned and spent.
         resumed: whether it continues from stored weights.
+        num_updates: how often new weights were published.
         disabled_reason: why learning ended, or None.
     """
 
@@ -73,19 +86,18 @@ class Learner:
         self.warn = warn
         device = next(shared_embeddings.embed_tokens.parameters()).device
         self.device_type = device.type
-        self.spec = drafter.learning_spec
+        self.key = drafter.learning_key
         self.budget = LearningBudget(share)
         self.disabled_reason: str | None = None
         self._call_s = 0.0
-        self._num_updates = 0
+        self.num_updates = 0
         self._num_bad_steps = 0
-        self._fit = drafter.closed_form(device)
+        self._fit = drafter.closed_form(device) if isinstance(drafter, ClosedFormDrafter) else None
         self._next_solution = 0
-        self._reservoir: ExampleReservoir | None = None
+        self._reservoir = ExampleReservoir()
         self._trainer: WeightTrainer | None = None
-        self._waiting: deque[Examples] = deque(maxlen=MAX_WAITING)
+        self._waiting: deque[LearningExample] = deque(maxlen=MAX_WAITING)
         self._unsaved: dict[str, Tensor] | None = None
-        self._candidate_ids: Tensor | None = None
         self._last_save = time.monotonic()
         self._rng = torch.Generator().manual_seed(0)
         self._lock = threading.Lock()  # of the reservoir, the queue and the budget
@@ -93,18 +105,29 @@ class Learner:
         self.resumed = self._resume()
         _save_at_exit(self)
 
-    def after_call(self, recording: RecordedDrafter | None, call_s: float) -> None:
+    @property
+    def is_eager(self) -> bool:
+        """Whether too little is learned for its drafts to show what they save."""
+        return self._fit is not None and self._fit.num_examples < EAGER_EXAMPLES
+
+    @property
+    def wants_examples(self) -> bool:
+        """Whether examples of the coming call could be learned soon; else none are recorded."""
+        return self.disabled_reason is None and (self.is_eager or not (self._waiting or self.budget.is_overdrawn))
+
+    def after_call(self, recording: RecordedDrafter | None, call_s: float, saved_s: float | None = None) -> None:
         """Store what a call has recorded, and learn as much as the budget allows.
 
         Args:
             recording: of the call, which is over; None if nothing is to be learned from it.
             call_s: seconds of the call.
+            saved_s: of these, how many more it would have taken without drafts; None if that is not measured.
         """
         if self.disabled_reason is not None:
             return
         try:
             with _plain_mode(self.device_type):
-                self._add(recording, call_s)
+                self._add(recording, call_s, saved_s)
                 if self._work_lock.acquire(blocking=False):  # else another thread is at it
                     try:
                         self._work()
@@ -120,48 +143,47 @@ class Learner:
 
     def stats(self) -> LearningStats:
         """What was learned so far, without the curve."""
-        reservoir, trainer = self._reservoir, self._trainer
+        trainer = self._trainer
         num_fitted = 0 if self._fit is None else self._fit.num_examples
         return LearningStats(
             enabled=self.disabled_reason is None,
             disabled_reason=self.disabled_reason,
-            drafter=self.spec.key,
-            num_examples=num_fitted if reservoir is None else len(reservoir),
-            reservoir_bytes=0 if reservoir is None else reservoir.nbytes,
+            drafter=self.key,
+            num_examples=num_fitted or len(self._reservoir),
+            reservoir_bytes=self._reservoir.nbytes,
             num_fitted=num_fitted,
             num_steps=0 if trainer is None else trainer.num_steps,
-            num_updates=self._num_updates,
+            num_updates=self.num_updates,
             learn_s=self.budget.spent_s,
             call_s=self._call_s,
-            share=self.budget.share * self.budget.factor,
+            share=self.budget.current_share,
             resumed=self.resumed,
             folder=None if self.store is None else str(self.store.folder),
         )
 
     # --- after a call -------------------------------------------------------------------------------------------------
 
-    def _add(self, recording: RecordedDrafter | None, call_s: float) -> None:
+    def _add(self, recording: RecordedDrafter | None, call_s: float, saved_s: float | None) -> None:
         """Count a call, and store its examples."""
         with self._timed("store"):
-            examples = None if recording is None else recording.examples()
+            examples = () if recording is None else recording.examples()
             with self._lock:
                 self._call_s += call_s
+                if saved_s is not None and not self.is_eager:
+                    self.budget.add_savings(saved_s, call_s)
                 self.budget.earn(call_s)
-                if examples is None:
-                    return
-                if self._fit is not None:
-                    self._waiting.append(examples)
-                    return
-                if self._reservoir is None:
-                    self._reservoir = ExampleReservoir(self.spec, examples.inputs.dtype)
-                self._reservoir.add(examples)
+                for example in examples:
+                    if self._fit is not None:
+                        self._waiting.append(example)
+                    else:
+                        self._reservoir.add(example)
 
     def _work(self) -> None:
         """Fit or train, and save, as much as the budget allows."""
         if self._fit is not None:
             self._work_on_fit(self._fit)
-        elif self._reservoir is not None:
-            self._train(self._reservoir)
+        elif isinstance(self.drafter, GradientDrafter):
+            self._train(self.drafter)
         if self._unsaved is not None and time.monotonic() - self._last_save > SAVE_EVERY_S:
             with self._timed("save"):
                 self._save()
@@ -180,26 +202,22 @@ class Learner:
             interval = min(MAX_SOLUTION_INTERVAL, int((SOLUTION_GROWTH - 1) * fit.num_examples))
             self._next_solution = fit.num_examples + interval
 
-    def _train(self, reservoir: ExampleReservoir) -> None:
+    def _train(self, drafter: GradientDrafter) -> None:
         """Optimiser steps."""
+        if len(self._reservoir) < MIN_SEQUENCES:
+            return
         if self._trainer is None:
             with self._timed("copy"):
-                self._trainer = WeightTrainer(self.drafter, self.shared_embeddings)
-        while len(reservoir) >= LEARN_BATCH_SIZE and self.budget.can_afford("step"):
+                self._trainer = WeightTrainer(drafter, self.shared_embeddings)
+        while self.budget.can_afford("step"):
             with self._timed("step"):
                 self._step(self._trainer)
 
     def _step(self, trainer: WeightTrainer) -> None:
         """One optimiser step, and now and then an update of the drafter."""
-        assert self._reservoir is not None
         with self._lock:
-            batch = self._reservoir.sample(LEARN_BATCH_SIZE, self._rng)
-            if self._candidate_ids is None or trainer.num_steps % STEPS_PER_UPDATE == 0:
-                self._candidate_ids = self._reservoir.token_ids()
-        # Of calls since the last update there may be tokens that are not among the candidates.
-        is_known = torch.isin(batch.next_ids, self._candidate_ids)
-        batch = Examples(batch.inputs, batch.root_ids, torch.where(is_known, batch.next_ids, -1))
-        loss = trainer.step(batch, self._candidate_ids)
+            batch = self._reservoir.sample(SEQUENCES_PER_STEP, self._rng)
+        loss = trainer.step(batch)
         if loss is None:
             self._num_bad_steps += 1
             if self._num_bad_steps >= MAX_BAD_STEPS:
@@ -211,21 +229,19 @@ class Learner:
             self._publish(trainer.weights())
 
     def _publish(self, weights: dict[str, Tensor]) -> None:
-        with self._lock:
-            token_ids = None if self._reservoir is None else self._reservoir.token_ids()
-        self.drafter.publish(weights, token_ids)
-        self._num_updates += 1
+        self.drafter.publish(weights)
+        self.num_updates += 1
         self._unsaved = weights
 
     # --- storage ------------------------------------------------------------------------------------------------------
 
     def _resume(self) -> bool:
         """Publish the stored weights; False if there are none that can be used."""
-        weights = None if self.store is None else self.store.load(self.spec.key)
+        weights = None if self.store is None else self.store.load(self.key)
         if weights is None:
             return False
         try:
-            self.drafter.publish(weights, None)
+            self.drafter.publish(weights)
         except ValueError as error:
             self.warn(f"stored weights are ignored, learning starts anew: {error}")
             return False
@@ -239,14 +255,15 @@ class Learner:
         if weights is None or self.store is None:
             return
         try:
-            self.store.save(self.spec.key, weights)
+            self.store.save(self.key, weights)
         except OSError as error:
             self.warn(f"learned weights are not stored in {self.store.folder}: {error}")
             self.store = None
 
     def _disable(self, reason: str) -> None:
         self.disabled_reason = reason
-        self._trainer = self._reservoir = self._fit = None
+        self._trainer = self._fit = None
+        self._reservoir = ExampleReservoir()
         self._waiting.clear()
         self.warn(f"learning has ended, the drafter keeps its last weights: {reason}")
 

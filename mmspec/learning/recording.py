@@ -8,14 +8,20 @@ from typing import Any
 from torch import Tensor
 
 from mmspec.engine.tree import DraftTree
-from mmspec.interfaces import Examples, LearnableDrafter, Prompt, VerifyResult
+from mmspec.interfaces import LearnableDrafter, LearningExample, Prompt, VerifyResult
 
 
 class RecordedDrafter:
     """The drafter of one call; records its examples and keeps its state until they are read."""
 
-    def __init__(self, drafter: LearnableDrafter) -> None:
+    def __init__(self, drafter: LearnableDrafter, with_examples: bool = True) -> None:
+        """
+        Args:
+            drafter: what learns.
+            with_examples: as for `LearnableDrafter.start_recording`.
+        """
         self.drafter = drafter
+        self.with_examples = with_examples
         self.name = drafter.name
         self.requirements = drafter.requirements
         self.vocab_size = drafter.vocab_size
@@ -24,7 +30,7 @@ class RecordedDrafter:
     def begin(self, prompt: Prompt) -> Any:
         """See `mmspec.interfaces.Drafter`."""
         self._state = self.drafter.begin(prompt)
-        self.drafter.start_recording(self._state)
+        self.drafter.start_recording(self._state, self.with_examples)
         return self._state
 
     def propose(self, state: Any, max_nodes: int, active: Sequence[bool]) -> DraftTree:
@@ -35,10 +41,10 @@ class RecordedDrafter:
         """See `mmspec.interfaces.Drafter`."""
         self.drafter.observe(state, result, hidden_states)
 
-    def examples(self) -> Examples | None:
-        """The examples of the call, which is over; None if there are none."""
+    def examples(self) -> Sequence[LearningExample]:
+        """The examples of the call, which is over."""
         state, self._state = self._state, None
-        return None if state is None else self.drafter.recorded_examples(state)
+        return [] if state is None else self.drafter.recorded_examples(state)
 
 
 __all__ = ["RecordedDrafter"]

@@ -72,7 +72,7 @@ class LearnedFile:
     Attributes:
         path: of the file.
         target: fingerprint of the target.
-        key: of the head (`LearningSpec.key`).
+        key: of the head (`LearnableDrafter.learning_key`).
         num_bytes: its size.
         modified: seconds since the epoch.
     """

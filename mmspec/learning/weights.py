@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
-from mmspec.interfaces import Examples, LearnableDrafter, SharedEmbeddings
+from mmspec.interfaces import GradientDrafter, LearningExample, SharedEmbeddings
 
 LEARNING_RATE = 5e-4
 AVERAGE_DECAY = 0.95
@@ -20,48 +22,42 @@ class WeightTrainer:
         num_steps: optimiser steps so far.
     """
 
-    def __init__(self, drafter: LearnableDrafter, shared_embeddings: SharedEmbeddings) -> None:
+    def __init__(self, drafter: GradientDrafter, shared_embeddings: SharedEmbeddings) -> None:
         self.drafter = drafter
         self.shared_embeddings = shared_embeddings
         self.module = drafter.learnable_copy()
         self.num_steps = 0
-        self._optimizer: torch.optim.AdamW | None = None
-        self._average: dict[str, Tensor] = {}
-
-    def step(self, examples: Examples, candidate_ids: Tensor) -> float | None:
-        """One optimiser step on a batch. Returns the loss; None, without a step, if it or a gradient is not finite."""
-        if self._optimizer is None:
-            parameters = list(self._trained().values())
-            self._optimizer = torch.optim.AdamW(parameters, LEARNING_RATE, betas=(0.9, 0.99), weight_decay=0.0)
-            self._average = {name: value.detach().clone() for name, value in self._trained().items()}
-        loss = self.drafter.learning_loss(
-            self.module, examples.to(self._device), self.shared_embeddings, candidate_ids.to(self._device)
+        self._rng = torch.Generator().manual_seed(0)
+        self._weights = dict(self.module.named_parameters())
+        self._optimizer = torch.optim.AdamW(
+            self._weights.values(), LEARNING_RATE, betas=(0.9, 0.99), weight_decay=0.0, fused=True
         )
-        self._optimizer.zero_grad(set_to_none=True)
+        self._average = {name: value.detach().clone() for name, value in self._weights.items()}
+
+    def step(self, examples: Sequence[LearningExample]) -> float | None:
+        """One optimiser step on a batch. Returns the loss; None, without a step, if it or a gradient is not finite."""
+        device = next(iter(self._weights.values())).device
+        batch = [example.to(device) for example in examples]
+        loss = self.drafter.learning_loss(self.module, batch, self.shared_embeddings, self._rng)
         if not loss.requires_grad:
             return None
-        loss.backward()
-        norm = nn.utils.clip_grad_norm_(self._trained().values(), MAX_GRAD_NORM)
+        # Not `backward`, which would add to the gradients of the user's model.
+        gradients = torch.autograd.grad(loss, list(self._weights.values()), allow_unused=True)
+        for weight, gradient in zip(self._weights.values(), gradients, strict=True):
+            weight.grad = gradient
+        norm = nn.utils.clip_grad_norm_(self._weights.values(), MAX_GRAD_NORM)
         if not bool(torch.isfinite(norm)):
             return None
         self._optimizer.step()
         self.num_steps += 1
         decay = min(AVERAGE_DECAY, self.num_steps / (self.num_steps + 9))
-        for name, value in self._trained().items():
-            self._average[name].lerp_(value.detach(), 1 - decay)
+        with torch.no_grad():
+            torch._foreach_lerp_(list(self._average.values()), list(self._weights.values()), 1 - decay)
         return float(loss.detach())
 
     def weights(self) -> dict[str, Tensor]:
-        """Copies of the weights to draft with."""
-        source = self._average or self._trained()
-        return {name: value.detach().clone() for name, value in source.items()}
-
-    @property
-    def _device(self) -> torch.device:
-        return next(iter(self._trained().values())).device
-
-    def _trained(self) -> dict[str, nn.Parameter]:
-        return {name: value for name, value in self.module.named_parameters() if value.requires_grad}
+        """The weights to draft with, never written to."""
+        return {name: value.clone() for name, value in self._average.items()}
 
 
 __all__ = ["WeightTrainer"]

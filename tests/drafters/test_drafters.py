@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from mmspec.drafters import registry
+from mmspec.drafters.ngram import base
 from mmspec.drafters.ngram.base import BARRIER, BestFirstDrafter, Calibration, PromptText
 from mmspec.drafters.ngram.hybrid import hybrid
 from mmspec.drafters.ngram.lookup import MAX_MATCH, NgramIndex, PromptLookup, lookup
@@ -274,9 +275,39 @@ def test_without_top_ids_emitted_tokens_update_the_table() -> None:
     drafter = recycling()
     state = drafter.begin(make_prompt([1]))
     emit(drafter, state, [2, 1, 3])
+    drafter.catch_up(state)
     table = drafter.sources[0]
     assert isinstance(table, SuccessorTable)
     assert (table.successors(1), table.successors(2)) == ((3, 2), (1,))
+
+
+@pytest.mark.parametrize("num_rounds", [1, 2, 31, 32, 33, 100])
+@pytest.mark.parametrize(("build", "batch"), [(hybrid, 1), (lookup, 3)])  # rows share a table, in the order of updates
+def test_rounds_without_a_draft_are_followed_together(
+    build: Callable[[], BestFirstDrafter], batch: int, num_rounds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if every round were followed at once; a bounded number of rounds waits, and a row may be silent."""
+    rng = random.Random(num_rounds)
+    rounds = [
+        [[rng.randrange(6) for _ in range(rng.choice((0, 1, 1, 2)))] for _ in range(batch)] for _ in range(num_rounds)
+    ]
+    found = []
+    for max_pending in (base.MAX_PENDING_ROUNDS, 1):
+        monkeypatch.setattr(base, "MAX_PENDING_ROUNDS", max_pending)
+        drafter = sure(build())
+        state = drafter.begin(make_prompt(*[[1, 2, 3], [2, IMAGE, 2, 1], [5]][:batch]))
+        for emitted in rounds:
+            drafter.observe(state, make_verdict(root_only(batch), emitted, [[0] * len(row) for row in emitted]), {})
+            assert len(state.pending) < max_pending
+        drafts = drafter.propose(state, 32, [True] * batch)
+        assert not state.pending
+        indices = [
+            (one.tokens, one.run_length, [(chain.previous, chain.heads) for chain in one.chains])
+            for one in state.source_states[0]
+        ]
+        table = drafter.sources[1]._entries if batch == 1 else None
+        found.append(([paths(drafts, row) for row in range(batch)], indices, table))
+    assert found[0] == found[1] and (num_rounds < 31 or any(found[0][0]))
 
 
 def test_the_table_is_shared_across_calls_and_belongs_to_one_vocabulary() -> None:
@@ -569,3 +600,23 @@ def test_bundled_drafters_are_names(tmp_path: Path, monkeypatch: Any) -> None:
         match="'recycling', 'hybrid', 'arbitrated', 'self', 'auto', 'instant', 'msd', 'parallel', 'aardvark', a folder",
     ):
         build_drafter("nonsense")
+
+
+def test_trees_in_batches_grow_with_what_is_scored() -> None:
+    """Twice the size that was scored last at this batch size, also in later calls; single rows are not limited."""
+    drafter = sure(lookup())
+    text = [*range(1, 40), 1, 2, 3]
+    prompt = make_prompt(text, text)
+
+    def propose(scored: int, rounds: int) -> int:
+        state = drafter.begin(prompt)
+        for _ in range(rounds):
+            tree = drafter.propose(state, 32, [True, True])
+            drafter.observe(state, make_verdict(tree.trim(scored), [[], []], [[], []]), {})
+        return drafter.propose(state, 32, [True, True]).num_nodes
+
+    assert propose(16, 1) == 32, "at first nothing is known"
+    assert propose(1, 40) == base.MIN_BATCH_NODES
+    assert propose(4, 1) == 8 and propose(8, 1) == 16
+    state = drafter.begin(make_prompt(text))
+    assert drafter.propose(state, 32, [True]).num_nodes == 32

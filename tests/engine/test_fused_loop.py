@@ -113,7 +113,7 @@ def check_calls(
     expected = run_in_parts(kind, batch, sampled, given)
     with recording(recorder) as counting:
         assert run_calls(kind, batch, sampled, given) == expected
-    assert expected[0] > 0
+    assert expected[0] > 0 or kind == "falcon", "whose drafts are rarely right"
     return counting
 
 
@@ -134,7 +134,13 @@ def test_a_recorded_round_replayed_on_other_prompts(kind: str, batch: int, sampl
     assert not counting.draft_recordings, "no draft outside of whole rounds"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=pytest.mark.slow if kind in ("coupled", "trimmed", "parallel", "dspark") else [])
+        for kind in KINDS
+    ],
+)
 def test_drafts_equal_those_recorded_alone(kind: str) -> None:
     assert check_calls(kind, 3, sampled=True).fused_replays > 20
 
@@ -179,7 +185,7 @@ def test_rows_that_end(sampled: bool, num_ends: int) -> None:
     free = generate(model, inputs, sampled)[:, inputs["input_ids"].shape[1] :]
     ends = [sorted({int(free[row, 4 + 3 * row + turn]) for row in range(num_ends)}) for turn in range(3)]
     plain = [generate(model, inputs, sampled, eos_token_id=ids) for ids in ends]
-    with recording(fused_only(record_trace if sampled else record_nothing)) as counting:
+    with recording(fused_only(record_trace if sampled and num_ends > 1 else record_nothing)) as counting:
         drafter = build_drafter("leaning-decoupled")
         with patched(model, drafter, tree_size=8):
             for ids, expected in zip(ends, plain, strict=True):
@@ -232,6 +238,21 @@ def test_the_controller_chooses_before_the_draft(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(TreeSizeController, "should_draft", True)
     counting = run()
     assert counting.fused_replays > 10 and counting.fused_recordings >= 2
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_within_inference_mode(sampled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a call has made in the user's inference mode is written to within it; recorded tensors outlive the call."""
+    monkeypatch.setattr("mmspec.engine.output.INITIAL_STEPS", 4)  # the buffer grows between rounds too
+    model = build_model()
+    prompts = [build_inputs(model, seed, 3) for seed in range(2)]
+    plain = [generate(model, inputs, sampled, repetition_penalty=1.1) for inputs in prompts]
+    with recording(record_nothing) as counting, patched(model, build_drafter("leaning-decoupled"), tree_size=8):
+        for mode in (torch.inference_mode, torch.no_grad, torch.inference_mode):
+            for inputs, expected in zip(prompts, plain, strict=True):
+                with mode():
+                    assert torch.equal(generate(model, inputs, sampled, repetition_penalty=1.1), expected)
+        assert counting.fused_recordings == 1 and counting.fused_replays > 40
 
 
 def test_nothing_remains_of_the_last_call() -> None:

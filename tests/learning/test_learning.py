@@ -14,6 +14,7 @@ from typing import Any
 
 import fuzz as fuzz
 import pytest
+import tiny_heads as heads
 import tiny_models as tiny
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ import mmspec
 from mmspec.app.cli.main import main
 from mmspec.drafters.arbitrated import LearnableArbitratedDrafter
 from mmspec.drafters.instant.autoregression import RIDGE_EXAMPLES, RIDGE_PENALTY, AutoregressionFit
-from mmspec.interfaces import Examples, LearningSpec
+from mmspec.interfaces import Examples
 from mmspec.learning.budget import WINDOW, LearningBudget
 from mmspec.learning.learner import Learner
 from mmspec.learning.reservoir import ExampleReservoir
@@ -36,13 +37,12 @@ WORK_S = 0.1
 
 @pytest.fixture
 def generous(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some work after every call, on small batches."""
+    """Some work after every call."""
 
     def earn(self: LearningBudget, call_s: float) -> None:
         self.earned_s = self.spent_s + WORK_S
 
     monkeypatch.setattr(LearningBudget, "earn", earn)
-    monkeypatch.setattr("mmspec.learning.learner.LEARN_BATCH_SIZE", 16)
 
 
 @pytest.fixture(autouse=True)
@@ -125,8 +125,8 @@ def test_weights_are_swapped_in_the_middle_of_calls(model: Any, sampled: bool) -
     def swap() -> None:
         try:
             while not stop.is_set():
-                drafter.publish(other, None)
-                drafter.publish(current, None)
+                drafter.publish(other)
+                drafter.publish(current)
         except BaseException as error:
             failures.append(error)
 
@@ -202,9 +202,9 @@ def test_states_that_are_not_finite_are_not_learned() -> None:
     assert fit.num_examples == 20 - 5, "of the first of two texts, all positions with a state before and four after"
     weights = fit.solve()
     assert weights is not None and all(bool(torch.isfinite(value).all()) for value in weights.values())
-    reservoir = ExampleReservoir(LearningSpec("x", 8, 1, True, False), torch.float32)
+    reservoir = ExampleReservoir()
     reservoir.add(Examples(states, ids, next_ids))
-    assert len(reservoir) == 37 and reservoir.num_dropped == 1
+    assert not len(reservoir) and reservoir.num_dropped == 1
 
 
 def test_the_fit_is_least_squares_over_all_positions() -> None:
@@ -232,18 +232,19 @@ def test_the_fit_is_least_squares_over_all_positions() -> None:
     assert torch.allclose(predicted.flatten(1).double(), y_mean + (x - x_mean) @ maps, atol=1e-4)
 
 
+@pytest.mark.usefixtures("generous")
 def test_published_weights_must_fit(model: Any) -> None:
     drafter = learn(model).drafter
     assert isinstance(drafter, LearnableArbitratedDrafter)
     weights = learned_weights(drafter)
     with pytest.raises(ValueError, match=r"weight holds values that are not finite"):
-        drafter.publish(weights | {"weight": torch.full_like(weights["weight"], float("inf"))}, None)
+        drafter.publish(weights | {"weight": torch.full_like(weights["weight"], float("inf"))})
     with pytest.raises(ValueError, match=r"weight must be \[128, 64\]; got \[2\]"):
-        drafter.publish(weights | {"weight": torch.zeros(2)}, None)
+        drafter.publish(weights | {"weight": torch.zeros(2)})
     with pytest.raises(ValueError, match=r"candidate_ids must be ids from 0 to 39; got"):
-        drafter.publish(weights | {"candidate_ids": weights["candidate_ids"] + 40}, None)
+        drafter.publish(weights | {"candidate_ids": weights["candidate_ids"] + 40})
     with pytest.raises(ValueError, match=r"these differ: other"):
-        drafter.publish(weights | {"other": torch.zeros(2)}, None)
+        drafter.publish(weights | {"other": torch.zeros(2)})
 
 
 @pytest.mark.usefixtures("generous")
@@ -269,6 +270,7 @@ def test_bad_arguments(model: Any) -> None:
     assert not mmspec.is_patched(model)
 
 
+@pytest.mark.usefixtures("generous")
 def test_a_call_can_opt_out(model: Any) -> None:
     mmspec.patch(model, drafter="instant", learn=True)
     generate(model, prompts(0), mmspec={"learn": False})
@@ -281,19 +283,16 @@ def test_a_call_can_opt_out(model: Any) -> None:
 
 
 def test_the_reservoir_is_bounded() -> None:
-    spec = LearningSpec("x", input_size=4, num_next=2, records_every_position=True, starts_untrained=True)
-    reservoir = ExampleReservoir(spec, torch.float32, max_bytes=4 * 4 * 10)
-    assert reservoir.capacity == 10
-    for start in range(0, 60, 6):
-        ids = torch.arange(start, start + 6)
-        next_ids = torch.stack((ids + 1, ids + 2), dim=1)
-        next_ids[-1] = -1  # the end of the text
-        reservoir.add(Examples(ids[:, None].repeat(1, 4).float(), ids, next_ids))
-    assert len(reservoir) == 10 and reservoir.nbytes == 10 * (16 + 8 + 16)
-    batch = reservoir.sample(500, torch.Generator().manual_seed(0))
-    assert sorted(set(batch.root_ids.tolist())) == [48, 49, 50, 51, 52, 54, 55, 56, 57, 58], "the latest ones"
-    assert torch.equal(batch.inputs[:, 0].long(), batch.root_ids)
-    assert reservoir.token_ids().tolist() == [49, 50, 51, 52, 53, 54, 55, 56, 57, 58, 59, 60]
+    reservoir = ExampleReservoir(max_bytes=1000)
+    for number in range(20):
+        ids = torch.full((5,), number)
+        reservoir.add(Examples(torch.full((5, 4), float(number)), ids, ids[:, None]))  # 160 bytes
+    assert len(reservoir) == 6 and reservoir.nbytes == 960
+    found = reservoir.sample(10, torch.Generator().manual_seed(0))
+    assert sorted(int(one.root_ids[0]) for one in found) == list(range(14, 20)), "the latest ones"
+    assert len(reservoir.sample(2, torch.Generator().manual_seed(0))) == 2
+    reservoir.add(Examples(torch.zeros(300, 4), torch.zeros(300).long(), torch.zeros(300, 1).long()))
+    assert len(reservoir) == 6 and reservoir.num_dropped == 1, "larger than all the memory"
 
 
 def test_the_budget_is_a_share_of_the_time() -> None:
@@ -330,7 +329,7 @@ def test_the_next_process_continues(model: Any) -> None:
     learned = learned_weights(learner.drafter)
     mmspec.unpatch(model)
     (file,) = learned_files()
-    assert file.key == learner.spec.key and file.target == model_fingerprint(model)
+    assert file.key == learner.key and file.target == model_fingerprint(model)
     mmspec.patch(model, drafter="instant", learn=True)
     drafter = patch_state(model).config.drafter
     assert isinstance(drafter, LearnableArbitratedDrafter)
@@ -344,17 +343,17 @@ def test_unusable_files_are_ignored(model: Any, caplog: pytest.LogCaptureFixture
     learner = learn(model)
     mmspec.unpatch(model)
     store = LearnedStore(model_fingerprint(model))
-    path = store.path(learner.spec.key)
+    path = store.path(learner.key)
     if damage == "truncated":
         path.write_bytes(path.read_bytes()[:100])
     elif damage == "foreign":
         path.write_bytes(b"GIF89a" * 100)
     elif damage == "other target":
         other = LearnedStore("0" * 24)
-        other.save(learner.spec.key, {"weight": torch.zeros(2)})
-        other.path(learner.spec.key).rename(path)
+        other.save(learner.key, {"weight": torch.zeros(2)})
+        other.path(learner.key).rename(path)
     elif damage == "other shape":
-        store.save(learner.spec.key, {"weight": torch.zeros(2)})
+        store.save(learner.key, {"weight": torch.zeros(2)})
     else:
         path.unlink()
         path.mkdir()
@@ -409,7 +408,7 @@ def test_the_cache_command(model: Any, tmp_path: Path, capsys: pytest.CaptureFix
     mmspec.unpatch(model)
     assert main(["cache", "list"]) == 0
     printed = capsys.readouterr().out
-    assert learner.spec.key in printed and "1 files in" in printed
+    assert learner.key in printed and "1 files in" in printed
     (tmp_path / "cache" / "learned" / ("0" * 24)).mkdir()
     (tmp_path / "cache" / "learned" / ("0" * 24) / "damaged.safetensors").write_bytes(b"damaged")
     (tmp_path / "cache" / "costs").mkdir(exist_ok=True)
@@ -432,6 +431,7 @@ def test_learning_by_default_where_no_head_is_trained(model: Any) -> None:
 PROCESS = """
 import sys, threading, torch
 sys.path[:0] = {path!r}
+import tiny_heads as heads
 import tiny_models as tiny
 import mmspec
 from mmspec.patching import patch_state
@@ -464,9 +464,10 @@ def test_two_processes_share_a_cache(model: Any) -> None:
 
 
 @pytest.mark.slow
-def test_memory_does_not_grow_over_2000_calls(model: Any) -> None:
-    """After the first calls the sums of the fit have their size, and the n-grams of these prompts are known."""
-    mmspec.patch(model, drafter="arbitrated", learn=True)
+@pytest.mark.parametrize("kind", ["arbitrated", "decoupled"])
+def test_memory_does_not_grow_over_2000_calls(model: Any, kind: str) -> None:
+    """After the first calls the sums of the fit, or the sequences, have their size, and the n-grams are known."""
+    mmspec.patch(model, drafter=kind if kind == "arbitrated" else heads.build_drafter(kind, SPEC), learn=True)
     sizes = {}
     for call in range(1, 2001):
         generate(model, prompts(call % 100))

@@ -112,7 +112,7 @@ class SimulatedAcceptance:
     def draft_part(self, state: SimulatedState, num_nodes: int) -> DraftPart | None:
         """See `mmspec.interfaces.fused.FusableDrafter`: the inner drafter's, with another tree."""
         part = self.inner.draft_part(state.inner, num_nodes) if isinstance(self.inner, FusableDrafter) else None
-        if part is None:
+        if part is None or part.max_depth < self.depth:  # which bounds the depth of its tree
             return None
         draft = part.function
 

@@ -1,0 +1,59 @@
+"""The training loss of a drafter's head over recorded sequences, for online learning."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from mmspec.cpu.bf16 import bf16_is_faster
+from mmspec.drafters.architectures import ARCHITECTURES
+from mmspec.drafters.eagle.base import HeadDrafter
+from mmspec.drafters.training.batch import DraftModel, TrainBatch
+from mmspec.drafters.training.losses import LossWeights, TrainProgress
+from mmspec.interfaces import SharedEmbeddings
+
+LOSS_WEIGHTS = LossWeights()
+
+
+def architecture_of(drafter: HeadDrafter) -> str | None:
+    """The key of `ARCHITECTURES`; None for heads without a training loss."""
+    kinds = type(drafter.head), type(drafter)
+    return next((key for key, one in ARCHITECTURES.items() if (one.head, one.drafter) == kinds), None)
+
+
+def sequence_loss(
+    drafter: HeadDrafter,
+    head: nn.Module,
+    sequences: Sequence[TrainBatch],
+    shared_embeddings: SharedEmbeddings,
+    rng: torch.Generator,
+) -> Tensor:
+    """The loss of the drafter's architecture with the default weights of its parts, a scalar.
+
+    Args:
+        drafter: of a known architecture.
+        head: a copy of its head.
+        sequences: of one row each.
+        shared_embeddings: of the target.
+        rng: random generator on the CPU.
+    """
+    architecture = architecture_of(drafter)
+    assert architecture is not None
+    batch = TrainBatch.collate(sequences).float()
+    model = DraftModel(head, drafter.visual_mode, architecture)
+    model.draft_ids = drafter.draft_ids if drafter.head.config.draft_vocab_size else None
+    placeholder = batch.inputs_embeds.new_zeros(batch.inputs_embeds.shape[-1])
+    visual_ids = batch.input_ids[batch.visual_mask][:1]
+    if len(visual_ids) and len(placeholder):
+        placeholder = shared_embeddings.embed(visual_ids)[0].float()
+    compute_loss = ARCHITECTURES[architecture].compute_loss
+    progress = TrainProgress(fraction=1.0, rng=rng)
+    device = placeholder.device
+    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=bf16_is_faster(device)):  # as offline training
+        loss, _ = compute_loss(model, batch, shared_embeddings, placeholder, LOSS_WEIGHTS, progress)
+    return torch.as_tensor(loss)
+
+
+__all__ = ["architecture_of", "sequence_loss"]
