@@ -52,14 +52,15 @@ def join_linears(graph: GraphModule) -> GraphModule:
     """One operator for all linear layers of the same rows, such as queries, keys and values. Changes the graph."""
     nodes = graph.graph
     position = {node: number for number, node in enumerate(nodes.nodes)}
-    by_rows: dict[Node, list[Node]] = {}
+    by_rows: dict[Any, list[Node]] = {}
     for node in nodes.nodes:
         if node.target is _few_rows_linear():
             by_rows.setdefault(node.args[0], []).append(node)
     for rows, group in by_rows.items():
         first = group[0]
-        weights = [weight for node in group for weight in node.args[1]]
-        biases = [bias for node in group for bias in node.args[2]]
+        arguments: list[Any] = [node.args for node in group]
+        weights = [weight for _, parts, _ in arguments for weight in parts]
+        biases = [bias for _, _, parts in arguments for bias in parts]
         late = [part for part in (*weights, *biases) if part is not None and position[part] > position[first]]
         if len(group) == 1 or any(part.op != "get_attr" for part in late):
             continue
@@ -67,8 +68,8 @@ def join_linears(graph: GraphModule) -> GraphModule:
             first.prepend(part)
         with nodes.inserting_before(first):
             joined = nodes.call_function(_few_rows_linear(), (rows, weights, biases))
-            parts = [nodes.call_function(operator.getitem, (joined, index)) for index in range(len(group))]
-        for node, part in zip(group, parts, strict=True):
+            products = [nodes.call_function(operator.getitem, (joined, index)) for index in range(len(group))]
+        for node, part in zip(group, products, strict=True):
             for use in list(node.users):  # the first of its outputs, the only one
                 use.replace_all_uses_with(part)
                 nodes.erase_node(use)
