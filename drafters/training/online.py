@@ -51,8 +51,13 @@ def sequence_loss(
     compute_loss = ARCHITECTURES[architecture].compute_loss
     progress = TrainProgress(fraction=1.0, rng=rng)
     device = placeholder.device
-    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=bf16_is_faster(device)):  # as offline training
+    lm_head_dtype = getattr(getattr(shared_embeddings.lm_head, "weight", None), "dtype", None)
+    is_half = lm_head_dtype in (torch.bfloat16, torch.float16)
+    use_bf16 = is_half or bf16_is_faster(device)  # as offline training; float32 inputs need it before a half LM head
+    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=use_bf16):
         loss, _ = compute_loss(model, batch, shared_embeddings, placeholder, LOSS_WEIGHTS, progress)
+    # It is cleared by the outermost context only: within another one the next step would find the weights of this one.
+    torch.clear_autocast_cache()
     return torch.as_tensor(loss)
 
 

@@ -3,9 +3,9 @@
 A failed capture can leave a process without a usable GPU, and an inexact one would change texts. So the first call that
 would be recorded starts the check (`mmspec.app.device_probe`) in the background and runs unrecorded, as do all calls
 until there is a verdict. It is one JSON file in `device-checks` of the user's cache folder, and holds for all later
-processes with the same device, torch, CUDA, transformers and mmspec. `MMSPEC_DEVICE_CHECK=0` turns check and recording
-off. Whatever prevents a verdict (no rights to start a process, a folder that cannot be written, a full device) means:
-not recorded in this process, one line, no error. A process that ends earlier ends the check.
+processes with the same device, torch, CUDA, transformers, mmspec and `SETTINGS`. `MMSPEC_DEVICE_CHECK=0` turns check
+and recording off. Whatever prevents a verdict (no rights to start a process, a folder that cannot be written, a full
+device) means: not recorded in this process, one line, no error. A process that ends earlier ends the check.
 """
 
 from __future__ import annotations
@@ -41,6 +41,16 @@ logger = logging.getLogger("mmspec")
 
 CHECK_SWITCH = "MMSPEC_DEVICE_CHECK"
 """Environment variable; "0" neither checks devices nor records on them, unless `compile=True`."""
+SETTINGS = (
+    "CUBLAS_WORKSPACE_CONFIG",
+    "CUDA_LAUNCH_BLOCKING",
+    "NVIDIA_TF32_OVERRIDE",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "PYTORCH_NO_CUDA_MEMORY_CACHING",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+)
+"""Environment variables that decide whether and what a GPU captures."""
 CHECK_FORMAT = "mmspec-device-check-1"
 CHECK_FILE = re.compile(r"[0-9a-f]{24}\.(json|lock)")
 DEVICE_CHECK_TIMEOUT_S = 120.0
@@ -87,6 +97,7 @@ def device_key(device: torch.device) -> dict[str, Any]:
         "cuda": torch.version.cuda or torch.version.hip,
         "transformers": importlib.metadata.version("transformers"),
         "mmspec": _source_digest(),
+        "settings": {name: os.environ[name] for name in SETTINGS if name in os.environ},
     }
 
 
@@ -117,7 +128,7 @@ class DeviceChecks:
         self._verdicts: dict[str, bool] = {}  # by key
         self._threads: dict[str, threading.Thread] = {}
         self._retry_at: dict[str, float] = {}
-        self._keys: dict[torch.device, dict[str, Any]] = {}
+        self._keys: dict[torch.device, dict[str, Any] | None] = {}  # None: cannot be checked
 
     def passed(self, device: torch.device) -> bool:
         """Whether recordings on the device are known to be exact. Starts the check if there is no verdict."""
@@ -125,14 +136,22 @@ class DeviceChecks:
             return False
         with self._lock:
             if device not in self._keys:
-                self._keys[device] = device_key(device)
-            key = json.dumps(self._keys[device], sort_keys=True)
+                try:
+                    check_folder()
+                    self._keys[device] = device_key(device)
+                except Exception as error:  # no home folder, files that cannot be read, no metadata of a package
+                    self._keys[device] = None
+                    self._warn_unchecked(device, error)
+            expected = self._keys[device]
+            if expected is None:
+                return False
+            key = json.dumps(expected, sort_keys=True)
             thread = self._threads.get(key)
             is_running = thread is not None and thread.is_alive()
             if key in self._verdicts or is_running or time.monotonic() < self._retry_at.get(key, 0.0):
                 return self._verdicts.get(key, False)
             file = verdict_path(key)
-            verdict = read_verdict(file, self._keys[device])
+            verdict = read_verdict(file, expected)
             if verdict is not None:
                 self._verdicts[key] = verdict["passed"]
                 if not verdict["passed"]:
@@ -182,6 +201,9 @@ class DeviceChecks:
     def _give_up(self, key: str, device: torch.device, error: Exception) -> None:
         """No verdict in this process."""
         self._verdicts[key] = False
+        self._warn_unchecked(device, error)
+
+    def _warn_unchecked(self, device: torch.device, error: Exception) -> None:
         reason = str(error) if isinstance(error, NoVerdictError) else f"{type(error).__name__}: {error}"
         logger.warning("mmspec: recorded rounds on %s cannot be checked, so they are not used (%s)", device, reason)
 
@@ -260,8 +282,8 @@ def run_probe(
         env=environment,
         start_new_session=True,  # an interrupt from the keyboard is for this process only
     )
-    atexit.register(process.kill)
     try:
+        atexit.register(process.kill)  # refused while the interpreter ends
         stdout, stderr = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
         return {"passed": False, "reason": f"the check took more than {timeout_s:g} s"}

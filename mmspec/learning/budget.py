@@ -12,8 +12,8 @@ DEFAULT_SHARE = 0.03
 """Largest share of the time of the calls."""
 MIN_SHARE_FACTOR = 1 / 8
 """The share is not reduced below this factor, so that a change of domain is noticed."""
-SAVINGS_SHARE = 0.25
-"""Of the time that drafts save, learning may take this share."""
+SAVINGS_FOR_ALL = 0.12
+"""Share of the calls that drafts must save for the whole budget; four times the default one. Else in proportion."""
 SAVINGS_WEIGHT = 0.2
 """Weight of a call in the running mean of what drafts save."""
 WINDOW = 40
@@ -50,7 +50,7 @@ class LearningBudget:
         """The share that is used now: less than `share` where the loss does not fall or drafts save little."""
         factor = self.factor
         if self.savings is not None:
-            factor = min(factor, max(MIN_SHARE_FACTOR, SAVINGS_SHARE * self.savings / self.share))
+            factor = min(factor, max(MIN_SHARE_FACTOR, self.savings / SAVINGS_FOR_ALL))
         return self.share * factor
 
     @property
@@ -65,7 +65,7 @@ class LearningBudget:
     def add_savings(self, saved_s: float, call_s: float) -> None:
         """Drafts saved so many seconds in a call of so many."""
         if call_s > 0:
-            known = self.share / SAVINGS_SHARE if self.savings is None else self.savings  # full share at first
+            known = SAVINGS_FOR_ALL if self.savings is None else self.savings  # full share at first
             self.savings = known + SAVINGS_WEIGHT * (max(0.0, saved_s) / call_s - known)
 
     def spend(self, seconds: float, work: str | None = None) -> None:

@@ -92,7 +92,7 @@ class Learner:
         self._call_s = 0.0
         self.num_updates = 0
         self._num_bad_steps = 0
-        self._fit = drafter.closed_form(device) if isinstance(drafter, ClosedFormDrafter) else None
+        self._fit: ClosedFormFit | None = None
         self._next_solution = 0
         self._reservoir = ExampleReservoir()
         self._trainer: WeightTrainer | None = None
@@ -102,13 +102,17 @@ class Learner:
         self._rng = torch.Generator().manual_seed(0)
         self._lock = threading.Lock()  # of the reservoir, the queue and the budget
         self._work_lock = threading.Lock()  # of the thread that trains or saves
-        self.resumed = self._resume()
+        with _plain_mode(self.device_type):  # `patch` may be called in inference mode
+            if isinstance(drafter, ClosedFormDrafter):
+                self._fit = drafter.closed_form(device)
+            self.resumed = self._resume()
         _save_at_exit(self)
 
     @property
     def is_eager(self) -> bool:
         """Whether too little is learned for its drafts to show what they save."""
-        return self._fit is not None and self._fit.num_examples < EAGER_EXAMPLES
+        fit = self._fit  # another thread may end learning
+        return fit is not None and fit.num_examples < EAGER_EXAMPLES
 
     @property
     def wants_examples(self) -> bool:
@@ -143,8 +147,8 @@ class Learner:
 
     def stats(self) -> LearningStats:
         """What was learned so far, without the curve."""
-        trainer = self._trainer
-        num_fitted = 0 if self._fit is None else self._fit.num_examples
+        trainer, fit = self._trainer, self._fit
+        num_fitted = 0 if fit is None else fit.num_examples
         return LearningStats(
             enabled=self.disabled_reason is None,
             disabled_reason=self.disabled_reason,

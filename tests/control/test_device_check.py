@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import logging
 import os
@@ -284,7 +285,7 @@ def test_a_verdict_that_others_can_write_is_ignored() -> None:
     assert second.num_started == 1
 
 
-@pytest.mark.parametrize("fault", ["folder", "process", "executable", "thread", "no verdict"])
+@pytest.mark.parametrize("fault", ["folder", "process", "executable", "thread", "no verdict", "key", "home", "exit"])
 def test_what_prevents_a_check_costs_speed_only(
     fault: str, cache: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -299,6 +300,13 @@ def test_what_prevents_a_check_costs_speed_only(
         monkeypatch.setattr(sys, "executable", None)
     elif fault == "thread":
         monkeypatch.setattr(threading.Thread, "start", mock.Mock(side_effect=RuntimeError("can't start new thread")))
+    elif fault == "key":
+        missing = mock.Mock(side_effect=importlib.metadata.PackageNotFoundError("transformers"))
+        monkeypatch.setattr("importlib.metadata.version", missing)
+    elif fault == "home":
+        monkeypatch.setattr(device_check, "cache_folder", mock.Mock(side_effect=RuntimeError("no home directory")))
+    elif fault == "exit":
+        monkeypatch.setattr("atexit.register", mock.Mock(side_effect=RuntimeError("can't register after shutdown")))
     else:
         checks = Checks(script("1 / 0"))
     with caplog.at_level(logging.WARNING, "mmspec"):
@@ -307,7 +315,18 @@ def test_what_prevents_a_check_costs_speed_only(
             checks.wait()
         assert not any(checks.passed(CPU) for _ in range(3))
     assert len(caplog.records) == 1 and "cannot be checked" in caplog.text
-    assert not [path for path in check_files() if path.suffix == ".json"]
+    monkeypatch.undo()
+    assert not list(cache.rglob("*.json"))
+
+
+def test_a_verdict_holds_for_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the caching allocator no graph can be captured: that is no verdict on processes that use it."""
+    monkeypatch.setenv("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
+    key = device_key(CPU)
+    first = Checks(answers({"key": key, "passed": False, "reason": "no capture"}))
+    assert not first.settle(CPU) and not first.settle(CPU)
+    monkeypatch.delenv("PYTORCH_NO_CUDA_MEMORY_CACHING")
+    assert Checks(answers(PASSED)).settle(CPU)
 
 
 def test_many_threads_start_one_check(tmp_path: Path) -> None:

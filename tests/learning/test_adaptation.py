@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import fuzz
 import pytest
@@ -17,10 +17,12 @@ from torch import Tensor
 
 import mmspec
 from mmspec.drafters.eagle.recorder import MAX_RECORDED
+from mmspec.drafters.training import online
 from mmspec.drafters.training.batch import TrainBatch
 from mmspec.learning.budget import LearningBudget
 from mmspec.learning.learner import MIN_SEQUENCES, Learner
 from mmspec.learning.store import learned_files
+from mmspec.learning.weights import WeightTrainer
 from mmspec.patching import patch_state
 
 SPEC = tiny.ModelSpec(calm=True)
@@ -167,6 +169,38 @@ def test_every_architecture_learns_all_its_weights(model: Any, kind: str) -> Non
     after = dict(learner.drafter.head.named_parameters())  # type: ignore[attr-defined]
     unchanged = [name for name, weight in before.items() if weight.numel() and torch.equal(weight, after[name])]
     assert not unchanged
+
+
+@pytest.mark.usefixtures("generous")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_targets_in_half_precision(model: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also on a CPU without fast products in bfloat16."""
+    monkeypatch.setattr(online, "bf16_is_faster", lambda device: False)
+    learner = patch_head(model.to(dtype), "trimmed")
+    for seed in range(4):
+        inputs = prompts(model, seed, rows=2)
+        generate(model, inputs | {"pixel_values": inputs["pixel_values"].to(dtype)})
+    assert learner.disabled_reason is None and learner.stats().num_steps > 0
+
+
+@pytest.mark.usefixtures("generous")
+def test_every_step_sees_the_weights_of_the_last(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autocast keeps copies of weights as long as any context of it is open, the user's or the learner's."""
+    monkeypatch.setattr(online, "bf16_is_faster", lambda device: True)
+    learner = patch_head(model, "decoupled")
+    for seed in range(2):
+        generate(model, prompts(model, seed, rows=2))
+    examples = recorded(learner)
+
+    def weights() -> dict[str, Tensor]:
+        trainer = WeightTrainer(cast(Any, learner.drafter), learner.shared_embeddings)
+        assert all(trainer.step(examples) is not None for _ in range(3))
+        return dict(trainer.module.named_parameters())
+
+    expected = weights()
+    with torch.autocast("cpu", enabled=False):
+        found = weights()
+    assert all(torch.equal(found[name], weight) for name, weight in expected.items())
 
 
 @pytest.mark.usefixtures("generous")

@@ -161,9 +161,9 @@ def test_threads_share_a_learner(model: Any) -> None:
 @pytest.mark.usefixtures("generous")
 @pytest.mark.parametrize("context", [torch.inference_mode, torch.no_grad])
 def test_learning_works_in_inference_mode(model: Any, context: Callable[[], Any]) -> None:
-    mmspec.patch(model, drafter="instant", learn=True)
     state = torch.get_rng_state()
     with context():
+        mmspec.patch(model, drafter="instant", learn=True)
         for seed in range(16):
             ids = prompts(seed, batch=2)
             model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
