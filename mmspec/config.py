@@ -64,8 +64,8 @@ class SpecConfig:
         deterministic: fix all shapes, so that half-precision runs are bit-identical on one machine.
         cpu_pack_weights: on a CPU, True also tries float32 linear layers in the kernel's packed layout, at the cost of
             a copy of their weights; False leaves everything to torch; None uses compiled code that needs no copy.
-        compile: record the target's rounds once and replay them. True: by CUDA graphs, on a CPU by `torch.compile`, at
-            the cost of a copy of the weights; "auto": on a GPU that passes a check; False: never.
+        compile: record the target's rounds once and replay them. True: by CUDA graphs, on a CPU by `torch.compile`;
+            "auto": on a GPU that passes a check; False: never.
         learn: the drafter learns from this call; in the options of `patch` also the largest share of the time that
             learning may take.
     """

@@ -79,10 +79,11 @@ def patch(
             is fastest in real calls. True: all linear layers do the latter, also on packed copies, at the cost of the
             layers' memory. False: torch computes all layers and heads.
         compile: True records the target's forward and the drafts of most heads once for each shape and replays them:
-            by CUDA graphs on a GPU, by `torch.compile` on a CPU, which takes up to a minute per shape at first and a
-            copy of the weights. False: never. "auto": on a GPU, not with `deterministic`, once a check in the
-            background, in a process of its own, has found recordings exact there; the verdict is stored in the user's
-            cache folder. No GPU has been tried yet. Models or calls that cannot be recorded run as without it.
+            by CUDA graphs on a GPU, by `torch.compile` on a CPU, which takes 10 to 20 seconds per shape at first (two
+            minutes and a copy of the weights where our C kernel does not serve). False: never. "auto": on a GPU, not
+            with `deterministic`, once a check in the background, in a process of its own, has found recordings exact
+            there; the verdict is stored in the user's cache folder. No GPU has been tried yet. Models or calls that
+            cannot be recorded run as without it.
         learn: the drafter learns from the calls, `auto` and `instant` from nothing, a trained head (MSD, FLASH, ...) by
             adaptation. Takes at most 3% of the time, or the share given, such as 0.1; changes speed only, and stores
             weights, nothing else, in the user's cache folder (`mmspec cache`), from which the next process continues.

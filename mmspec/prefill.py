@@ -63,7 +63,7 @@ def prefill(call: CallContext, inputs: PreparedInputs) -> Iterator[Prefilled]:
 def _find_recorder(call: CallContext, inputs: PreparedInputs, max_length: int) -> Callable[[], Recorder] | None:
     """Creates the recorder of this call; None if it is not recorded."""
     device, option, captures = call.adapter.model.device, call.spec_config.compile, call.captures
-    recorder = captures.recorder or recorder_for(device, option)
+    recorder = captures.recorder or recorder_for(device, option, native=call.spec_config.cpu_pack_weights is not False)
     if recorder is None or call.spec_config.drafter.requirements.layer_subsets:  # a recorded round runs all layers
         return None
     cache = inputs.model_kwargs[CACHE_ARGUMENT]

@@ -4,7 +4,8 @@ A recordable function has static shapes, reads no tensor's value on the host, an
 tensors. `state` are tensors at fixed addresses, which the function may change in place; `inputs` are new in every call.
 
 - `CudaGraphRecorder`: kernels captured by a CUDA graph, replayed in one launch.
-- `record_compiled`: traced to aten operators, compiled by inductor with constant weights. For a CPU.
+- `record_compiled`: traced to aten operators, compiled by inductor; linear layers in our own C kernel. For a CPU.
+- `record_frozen`: the same without that kernel: weights are constants in inductor's layout.
 - `record_trace`: traced only. It has the semantics of both (whatever Python computed is constant), for tests.
 - `record_nothing`: calls the function.
 
@@ -15,11 +16,15 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from mmspec.cpu.graph_linear import NativeLinears, join_linears
+from mmspec.cpu.interception import operators_are_intercepted
+from mmspec.cpu.native import load_kernel
 
 logger = logging.getLogger("mmspec")
 
@@ -30,7 +35,7 @@ Replay = Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
 Recorder = Callable[[StaticFunction, Sequence[Tensor], Sequence[Tensor]], Replay]
 """(function, state, example inputs) -> its replay. May run the function, which must then be repeatable."""
 
-INDUCTOR_OPTIONS = {
+FROZEN_OPTIONS = {
     "freezing": True,
     "max_autotune": True,
     "autotune_num_choices_displayed": 0,
@@ -38,6 +43,8 @@ INDUCTOR_OPTIONS = {
 }
 """Weights are constants in the layout of the fastest kernel; kernels are chosen by timing; no reports of that. Options
 that a version of torch does not have are left out."""
+NATIVE_OPTIONS = {"cpp.vec_isa_ok": True}
+"""No trial compilations: what the processor says that it can do is believed. If that fails, they are made."""
 NUM_WARMUPS = 2
 """Runs before a capture, in which libraries allocate workspaces and choose kernels."""
 
@@ -61,27 +68,71 @@ def record_trace(function: StaticFunction, state: Sequence[Tensor], inputs: Sequ
 
 
 def record_compiled(function: StaticFunction, state: Sequence[Tensor], inputs: Sequence[Tensor]) -> Replay:
+    """The function compiled by inductor, linear layers in our own kernel, which reads the weights where they lie.
+
+    Takes 10 to 20 seconds, and logs that it begins. Where the kernel does not compute all linear layers (another dtype,
+    more than 32 rows, no compiled code on this machine), as `record_frozen`. Inductor caches in its folder
+    (`TORCHINDUCTOR_CACHE_DIR`, by default one per user).
+    """
+    has_kernel = load_kernel() is not None and not operators_are_intercepted()
+    return _record(function, state, inputs, native=has_kernel)
+
+
+def record_frozen(function: StaticFunction, state: Sequence[Tensor], inputs: Sequence[Tensor]) -> Replay:
     """The function compiled by inductor, with its weights as constants: they must not change afterwards.
 
-    Takes seconds to a minute, and logs that it begins. Inductor caches in its folder (`TORCHINDUCTOR_CACHE_DIR`, by
-    default one per user).
+    Takes up to two minutes, of which most are compilations of the kernels it chooses from.
     """
-    from torch._inductor import config as inductor_config  # on demand: imports sympy
+    return _record(function, state, inputs, native=False)
 
+
+def _record(function: StaticFunction, state: Sequence[Tensor], inputs: Sequence[Tensor], native: bool) -> Replay:
     with _COMPILE_LOCK:
         logger.info("mmspec: compiling a part of a round; this happens once per shape")
         inputs = _normalize(inputs)
-        graph = trace(function, state, inputs)
-        compiled = torch.compile(graph, fullgraph=True, dynamic=False)
-        options = {name: value for name, value in INDUCTOR_OPTIONS.items() if hasattr(inductor_config, name)}
-        with inductor_config.patch(options):  # dynamo reads `freezing` too, and does not see `options`
-            compiled(*state, *inputs)
+        graph = _trace_native(function, state, inputs) if native else None
+        if graph is None:
+            compiled = _compile(trace(function, state, inputs), [*state, *inputs], FROZEN_OPTIONS)
+        else:
+            try:
+                compiled = _compile(graph, [*state, *inputs], NATIVE_OPTIONS)
+            except Exception as error:  # an old compiler for a new processor, for example
+                logger.debug("mmspec: compiled again with checks of the compiler: %s", error)
+                compiled = _compile(graph, [*state, *inputs], {})
 
     def replay(new_inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         outputs: tuple[Tensor, ...] = compiled(*state, *_normalize(new_inputs))
         return outputs
 
     return replay
+
+
+def _compile(graph: Any, example: Sequence[Tensor], options: Mapping[str, Any]) -> Any:
+    """A traced function compiled for arguments like `example`, as which it runs once."""
+    from torch._inductor import config as inductor_config  # on demand: imports sympy
+
+    known = {name: value for name, value in options.items() if _has_option(inductor_config, name)}
+    compiled = torch.compile(graph, fullgraph=True, dynamic=False)
+    with inductor_config.patch(known):  # dynamo reads `freezing` too, and does not see `options`
+        compiled(*example)
+    return compiled
+
+
+def _has_option(config: Any, name: str) -> bool:
+    group, _, option = name.rpartition(".")
+    return hasattr(getattr(config, group, None) if group else config, option)
+
+
+def _trace_native(function: StaticFunction, state: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:
+    """`trace` with linear layers as operators of our kernel; None if it does not compute all of them."""
+    mode = NativeLinears()
+
+    def native_function(*tensors: Tensor) -> tuple[Tensor, ...]:
+        with mode:
+            return function(*tensors)
+
+    graph = trace(native_function, state, inputs)
+    return join_linears(graph) if mode.num_replaced and not mode.num_left else None
 
 
 class CudaGraphRecorder:

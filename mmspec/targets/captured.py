@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmspec.engine.graph import CudaGraphRecorder, Recorder, record_compiled
+from mmspec.engine.graph import CudaGraphRecorder, Recorder, record_compiled, record_frozen
 from mmspec.engine.recordings import Recordings, WeightWatch, recordable_mode
 from mmspec.engine.static_cache import (
     MAX_NODES,
@@ -167,14 +167,14 @@ class CapturePool:
     ) -> Lane | None:
         """The lane, locked; None if there is none to use."""
         with self._lock:
-            self._drop_stale(adapter, frozen=recorder is _compiled_recorder)
+            self._drop_stale(adapter, frozen=recorder in _CPU_RECORDERS)
             if self.failure is not None:
                 return None
             key = batch, recorder.__name__
             lane = self._lanes.pop(key, None)
             capacity = length_bucket(max_length + MAX_NODES)
             if lane is None or (lane.kv_cache.capacity < capacity and not lane.lock.locked()):
-                is_frozen = recorder is _compiled_recorder
+                is_frozen = recorder in _CPU_RECORDERS
                 recordings = Recordings(recorder(), capacity, self._warn, is_frozen)
                 lane = Lane(recordings, StaticKVCache(batch, capacity, adapter.num_layers))
             self._lanes[key] = lane
@@ -280,18 +280,21 @@ class CapturedTarget(HFTarget):
         return self._rounds[key]
 
 
-def recorder_for(device: torch.device, compile: bool | str) -> Callable[[], Recorder] | None:
+def recorder_for(device: torch.device, compile: bool | str, native: bool = True) -> Callable[[], Recorder] | None:
     """Creates the recorder for a device, or None if rounds are not to be recorded.
 
     Args:
         device: of the model.
         compile: the option of `patch`: True records, "auto" only on `AUTO_DEVICE_TYPES` (which the caller checks).
+        native: on a CPU, linear layers may run in our own kernel.
     """
     if compile is False or (compile == "auto" and device.type not in AUTO_DEVICE_TYPES):
         return None
     if device.type == "cuda":
         return CudaGraphRecorder
-    return _compiled_recorder if device.type == "cpu" else None
+    if device.type != "cpu":
+        return None
+    return _compiled_recorder if native else _frozen_recorder
 
 
 def decoder_tensors(adapter: ModelAdapter) -> Iterator[Tensor]:
@@ -306,6 +309,14 @@ def decoder_tensors(adapter: ModelAdapter) -> Iterator[Tensor]:
 
 def _compiled_recorder() -> Recorder:
     return record_compiled
+
+
+def _frozen_recorder() -> Recorder:
+    return record_frozen
+
+
+_CPU_RECORDERS = (_compiled_recorder, _frozen_recorder)
+"""Those whose recordings may contain copies of weights."""
 
 
 __all__ = ["CapturePool", "CapturedTarget", "Lane", "recorder_for"]

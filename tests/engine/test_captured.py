@@ -29,7 +29,16 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 import mmspec
-from mmspec.engine.graph import Recorder, Replay, StaticFunction, record_compiled, record_nothing, record_trace, trace
+from mmspec.engine.graph import (
+    Recorder,
+    Replay,
+    StaticFunction,
+    record_compiled,
+    record_frozen,
+    record_nothing,
+    record_trace,
+    trace,
+)
 from mmspec.engine.kv_cache import RaggedKVCache
 from mmspec.engine.static_cache import MAX_NODES, StaticKVCache, length_bucket, write_nodes
 from mmspec.engine.tree_cache import CACHE_ARGUMENT
@@ -252,7 +261,14 @@ def test_no_value_becomes_a_constant() -> None:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("compiler", [pytest.param(record_compiled, marks=pytest.mark.slow), record_trace])
+@pytest.mark.parametrize(
+    "compiler",
+    [
+        pytest.param(record_compiled, marks=pytest.mark.slow),
+        pytest.param(record_frozen, marks=pytest.mark.slow),
+        record_trace,
+    ],
+)
 def test_compiled_on_a_cpu(compiler: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     """`torch.compile(fullgraph=True)` of a recorded round, or its trace; a weight changed in place is noticed."""
     monkeypatch.setattr(captured, "record_compiled", compiler)
@@ -279,7 +295,8 @@ def test_compiled_on_a_cpu(compiler: Recorder, monkeypatch: pytest.MonkeyPatch) 
 def test_what_is_recorded_by_default() -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     assert recorder_for(cpu, "auto") is None and recorder_for(cuda, "auto") is not None, "after a check"
-    assert recorder_for(cpu, True) is not None and recorder_for(cuda, True) is not None
+    assert recorder_for(cuda, True) is not None
+    assert recorder_for(cpu, True)() is record_compiled and recorder_for(cpu, True, native=False)() is record_frozen
     assert recorder_for(cpu, False) is None and recorder_for(cuda, False) is None
     with pytest.raises(TypeError, match="compile must be"):
         mmspec.patch(build_model(), "none", compile="yes")
