@@ -15,10 +15,18 @@ CACHE_VARIABLE = "MMSPEC_CACHE"
 
 
 def cache_folder() -> Path:
-    """`$MMSPEC_CACHE`, else `mmspec` in `$XDG_CACHE_HOME` or `~/.cache`; it may not exist."""
+    """`$MMSPEC_CACHE`, else `mmspec` in `$XDG_CACHE_HOME` or `~/.cache`; it may not exist.
+
+    For a user without a home folder (in a container, under an id without a name) it is one that cannot exist.
+    """
     if folder := os.environ.get(CACHE_VARIABLE):
         return Path(folder)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mmspec"
+    if folder := os.environ.get("XDG_CACHE_HOME"):
+        return Path(folder) / "mmspec"
+    try:
+        return Path.home() / ".cache" / "mmspec"
+    except RuntimeError:
+        return Path(os.devnull) / "mmspec"  # every attempt to read or write is an `OSError`, as in a closed folder
 
 
 @contextmanager

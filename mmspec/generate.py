@@ -274,12 +274,18 @@ class PatchState:
             return replace(learned, curve=self.curve.points())
 
     def start_learning(self) -> None:
-        """Learn the drafter of `patch` from the calls, from where an earlier process stopped."""
+        """Learn the drafter of `patch` from the calls, from where an earlier process stopped.
+
+        Only speed depends on it, so whatever prevents it is one warning.
+        """
         drafter = self.config.drafter
         assert isinstance(drafter, LearnableDrafter)
-        store = LearnedStore(model_fingerprint(self.model))
         share = DEFAULT_SHARE if self.config.learn is True else float(self.config.learn)
-        self.learner = Learner(drafter, self.adapter.shared_embeddings, store, self._warn_once, share)
+        try:
+            store = LearnedStore(model_fingerprint(self.model))
+            self.learner = Learner(drafter, self.adapter.shared_embeddings, store, self._warn_once, share)
+        except Exception as error:  # such as weights of a class that cannot be read one by one
+            self._warn_once(f"the drafter does not learn ({type(error).__name__}: {error})")
 
     def _warn_once(self, message: str) -> None:
         with self.lock:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import fuzz as fuzz
 import pytest
@@ -378,6 +379,27 @@ def test_a_folder_that_cannot_be_written_costs_one_warning(
 
 
 @pytest.mark.usefixtures("generous")
+@pytest.mark.usefixtures("generous")
+@pytest.mark.parametrize("fault", ["no home folder", "unreadable weights"])
+def test_what_prevents_learning_or_storing_is_one_warning(
+    model: Any, fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if fault == "no home folder":
+        monkeypatch.delenv("MMSPEC_CACHE")
+        monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+        monkeypatch.setattr(Path, "home", mock.Mock(side_effect=RuntimeError("Could not determine home directory.")))
+    else:
+        error = NotImplementedError("no reshape of packed weights")
+        monkeypatch.setattr("mmspec.generate.model_fingerprint", mock.Mock(side_effect=error))
+    plain = [generate(model, prompts(seed, batch=2)) for seed in range(8)]
+    with caplog.at_level(logging.WARNING, "mmspec"):
+        mmspec.patch(model, learn="auto")
+        assert all(torch.equal(generate(model, prompts(seed, batch=2)), plain[seed]) for seed in range(8))
+        assert mmspec.stats(model).learning.enabled == (fault == "no home folder")
+        mmspec.unpatch(model)
+    assert len(caplog.records) == 1
+
+
 def test_a_changed_target_has_files_of_its_own(model: Any) -> None:
     before = model_fingerprint(model)
     with torch.no_grad():
