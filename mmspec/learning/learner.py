@@ -91,7 +91,6 @@ class Learner:
         self.disabled_reason: str | None = None
         self._call_s = 0.0
         self.num_updates = 0
-        self._num_bad_steps = 0
         self._fit: ClosedFormFit | None = None
         self._next_solution = 0
         self._reservoir = ExampleReservoir()
@@ -223,11 +222,9 @@ class Learner:
             batch = self._reservoir.sample(SEQUENCES_PER_STEP, self._rng)
         loss = trainer.step(batch)
         if loss is None:
-            self._num_bad_steps += 1
-            if self._num_bad_steps >= MAX_BAD_STEPS:
+            if trainer.num_bad_steps >= MAX_BAD_STEPS:
                 raise ArithmeticError(f"{MAX_BAD_STEPS} steps without a finite loss")
             return
-        self._num_bad_steps = 0
         self.budget.add_loss(loss)
         if trainer.num_steps % STEPS_PER_UPDATE == 0:
             self._publish(trainer.weights())

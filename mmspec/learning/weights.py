@@ -20,13 +20,14 @@ class WeightTrainer:
 
     Attributes:
         num_steps: optimiser steps so far.
+        num_bad_steps: how many of the last batches in a row gave a loss or a gradient that was not finite.
     """
 
     def __init__(self, drafter: GradientDrafter, shared_embeddings: SharedEmbeddings) -> None:
         self.drafter = drafter
         self.shared_embeddings = shared_embeddings
         self.module = drafter.learnable_copy()
-        self.num_steps = 0
+        self.num_steps = self.num_bad_steps = 0
         self._rng = torch.Generator().manual_seed(0)
         self._weights = dict(self.module.named_parameters())
         self._optimizer = torch.optim.AdamW(
@@ -35,7 +36,8 @@ class WeightTrainer:
         self._average = {name: value.detach().clone() for name, value in self._weights.items()}
 
     def step(self, examples: Sequence[LearningExample]) -> float | None:
-        """One optimiser step on a batch. Returns the loss; None, without a step, if it or a gradient is not finite."""
+        """One optimiser step on a batch. Returns the loss; None, without a step, if it or a gradient is not finite, or
+        if nothing can be learned from texts so short."""
         device = next(iter(self._weights.values())).device
         batch = [example.to(device) for example in examples]
         loss = self.drafter.learning_loss(self.module, batch, self.shared_embeddings, self._rng)
@@ -47,7 +49,9 @@ class WeightTrainer:
             weight.grad = gradient
         norm = nn.utils.clip_grad_norm_(self._weights.values(), MAX_GRAD_NORM)
         if not bool(torch.isfinite(norm)):
+            self.num_bad_steps += 1
             return None
+        self.num_bad_steps = 0
         self._optimizer.step()
         self.num_steps += 1
         decay = min(AVERAGE_DECAY, self.num_steps / (self.num_steps + 9))

@@ -76,7 +76,7 @@ def model() -> Iterator[Any]:
 
 def generate(model: Any, inputs: dict[str, Tensor], **options: Any) -> Tensor:
     with torch.no_grad():
-        output: Tensor = model.generate(**inputs, max_new_tokens=12, **options)
+        output: Tensor = model.generate(**inputs, **{"max_new_tokens": 12} | options)
     return output
 
 
@@ -201,6 +201,17 @@ def test_every_step_sees_the_weights_of_the_last(model: Any, monkeypatch: pytest
     with torch.autocast("cpu", enabled=False):
         found = weights()
     assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+
+
+@pytest.mark.usefixtures("generous")
+def test_answers_that_are_too_short_to_learn_from_do_not_end_learning(model: Any) -> None:
+    learner = patch_head(model, "falcon")
+    for seed in range(8):
+        generate(model, prompts(model, seed), max_new_tokens=2)
+    assert recorded(learner) and learner.disabled_reason is None and learner.stats().num_steps == 0
+    for seed in range(2):
+        generate(model, prompts(model, seed, rows=2))
+    assert learner.stats().num_steps > 0
 
 
 @pytest.mark.usefixtures("generous")
