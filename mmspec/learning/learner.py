@@ -38,7 +38,6 @@ SEQUENCES_PER_STEP = 2
 """Sequences of an optimiser step."""
 MIN_SEQUENCES = 4
 """Before the first step, so that the head does not learn one text by heart."""
-STEPS_PER_UPDATE = 4
 MAX_WAITING = 16
 """Calls whose examples wait for the fit in closed form; older ones are dropped."""
 SOLUTION_GROWTH = 1.6
@@ -206,18 +205,22 @@ class Learner:
             self._next_solution = fit.num_examples + interval
 
     def _train(self, drafter: GradientDrafter) -> None:
-        """Optimiser steps."""
+        """Optimiser steps, and an update of the drafter after them."""
         if len(self._reservoir) < MIN_SEQUENCES:
             return
         if self._trainer is None:
             with self._timed("copy"):
                 self._trainer = WeightTrainer(drafter, self.shared_embeddings)
+        num_steps = self._trainer.num_steps
         while self.budget.can_afford("step"):
             with self._timed("step"):
                 self._step(self._trainer)
+        if self._trainer.num_steps > num_steps:
+            with self._timed("publish"):
+                self._publish(self._trainer.weights())
 
     def _step(self, trainer: WeightTrainer) -> None:
-        """One optimiser step, and now and then an update of the drafter."""
+        """One optimiser step."""
         with self._lock:
             batch = self._reservoir.sample(SEQUENCES_PER_STEP, self._rng)
         loss = trainer.step(batch)
@@ -226,8 +229,6 @@ class Learner:
                 raise ArithmeticError(f"{MAX_BAD_STEPS} steps without a finite loss")
             return
         self.budget.add_loss(loss)
-        if trainer.num_steps % STEPS_PER_UPDATE == 0:
-            self._publish(trainer.weights())
 
     def _publish(self, weights: dict[str, Tensor]) -> None:
         self.drafter.publish(weights)

@@ -131,7 +131,7 @@ def test_options_that_torch_does_not_have_are_left_out() -> None:
 
 
 @pytest.mark.parametrize("kind", ["lookup", "leaning-flash", "leaning-decoupled"])
-def test_rounds_and_drafts(kind: str) -> None:
+def test_rounds_and_drafts(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     """The same tokens as plain `generate`, traced and joined, on other prompts."""
     model = build_model()
     prompts = [build_inputs(model, seed, 1) for seed in range(3)]
@@ -144,6 +144,7 @@ def test_rounds_and_drafts(kind: str) -> None:
         for inputs, expected in zip(prompts, plain, strict=True):
             assert torch.equal(generate(model, inputs, True), expected)
         assert not mmspec.stats(model).fallback_calls
+    assert "not recorded" not in caplog.text
     assert recorder.replays + recorder.draft_replays + getattr(recorder, "fused_replays", 0) > 20
 
 

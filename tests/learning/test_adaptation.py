@@ -52,7 +52,7 @@ def _every_call_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def generous(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four steps after every call, and an update after two."""
+    """Four steps after every call."""
     left = threading.local()
 
     def earn(self: LearningBudget, call_s: float) -> None:
@@ -64,7 +64,6 @@ def generous(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(LearningBudget, "earn", earn)
     monkeypatch.setattr(LearningBudget, "can_afford", can_afford)
-    monkeypatch.setattr("mmspec.learning.learner.STEPS_PER_UPDATE", 2)
 
 
 @pytest.fixture

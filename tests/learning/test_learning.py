@@ -487,9 +487,12 @@ def test_two_processes_share_a_cache(model: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["arbitrated", "decoupled"])
-def test_memory_does_not_grow_over_2000_calls(model: Any, kind: str) -> None:
+def test_memory_does_not_grow_over_2000_calls(model: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """After the first calls the sums of the fit, or the sequences, have their size, and the n-grams are known."""
-    mmspec.patch(model, drafter=kind if kind == "arbitrated" else heads.build_drafter(kind, SPEC), learn=True)
+    if kind != "arbitrated":  # drafts of a random head save nothing, so it would hardly learn
+        monkeypatch.setattr(LearningBudget, "add_savings", lambda *_: None)
+    share = 0.03 if kind == "arbitrated" else 0.25
+    mmspec.patch(model, drafter=kind if kind == "arbitrated" else heads.build_drafter(kind, SPEC), learn=share)
     sizes = {}
     for call in range(1, 2001):
         generate(model, prompts(call % 100))
@@ -498,5 +501,5 @@ def test_memory_does_not_grow_over_2000_calls(model: Any, kind: str) -> None:
             sizes[call] = int(Path("/proc/self/statm").read_text().split()[1]) * 4096
     learning = mmspec.stats(model).learning
     assert learning.disabled_reason is None and learning.num_updates > 0
-    assert len(learning.curve) <= 128 and learning.learn_s <= 0.05 * learning.call_s
+    assert len(learning.curve) <= 128 and learning.learn_s <= (share + 0.02) * learning.call_s
     assert sizes[2000] - sizes[500] < 8 << 20
