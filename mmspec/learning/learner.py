@@ -145,7 +145,7 @@ class Learner:
 
     def stats(self) -> LearningStats:
         """What was learned so far, without the curve."""
-        trainer, fit = self._trainer, self._fit
+        trainer, fit, store = self._trainer, self._fit, self.store  # other threads may drop them
         num_fitted = 0 if fit is None else fit.num_examples
         return LearningStats(
             enabled=self.disabled_reason is None,
@@ -160,7 +160,7 @@ class Learner:
             call_s=self._call_s,
             share=self.budget.current_share,
             resumed=self.resumed,
-            folder=None if self.store is None else str(self.store.folder),
+            folder=None if store is None else str(store.folder),
         )
 
     # --- after a call -------------------------------------------------------------------------------------------------
