@@ -14,7 +14,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -281,8 +281,14 @@ class Learner:
 
 @contextmanager
 def _plain_mode(device_type: str) -> Iterator[None]:
-    """With gradients, whatever inference mode or autocast the caller of `generate` uses."""
-    with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device_type, enabled=False):
+    """With gradients, whatever inference mode, autocast or default device the caller of `generate` uses."""
+    is_plain = torch.get_default_device().type == "cpu"
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast(device_type, enabled=False),
+        nullcontext() if is_plain else torch.device("cpu"),
+    ):
         yield
 
 
