@@ -75,7 +75,8 @@ def input_projection(hidden_size: int) -> Tensor | None:
     if hidden_size <= MAX_INPUT_SIZE:
         return None
     rng = torch.Generator().manual_seed(0)
-    return torch.randn(hidden_size, MAX_INPUT_SIZE, generator=rng) * hidden_size**-0.5
+    sizes = hidden_size, MAX_INPUT_SIZE
+    return torch.randn(sizes, generator=rng, device="cpu", dtype=torch.float32) * hidden_size**-0.5
 
 
 class AutoregressionFit:
@@ -95,11 +96,13 @@ class AutoregressionFit:
         self.num_examples = 0
         self._input_size = min(hidden_size, MAX_INPUT_SIZE)
         self._hidden_size = hidden_size
-        self._products = torch.zeros(self._input_size, (NUM_SLOTS + 2) * hidden_size, device=device)
-        self._edges = torch.zeros(self._input_size, (NUM_SLOTS + 1) * hidden_size, device=device)
-        self._sums = torch.zeros(NUM_SLOTS + 2, hidden_size, device=device)
+        self._products = torch.zeros(
+            self._input_size, (NUM_SLOTS + 2) * hidden_size, device=device, dtype=torch.float32
+        )
+        self._edges = torch.zeros(self._input_size, (NUM_SLOTS + 1) * hidden_size, device=device, dtype=torch.float32)
+        self._sums = torch.zeros(NUM_SLOTS + 2, hidden_size, device=device, dtype=torch.float32)
         self._weight = 0.0
-        self._token_counts = torch.zeros(vocab_size, device=device)
+        self._token_counts = torch.zeros(vocab_size, device=device, dtype=torch.float32)
 
     @property
     def is_determined(self) -> bool:
@@ -121,7 +124,7 @@ class AutoregressionFit:
                 self._add_text(text)
         ids = examples.root_ids.to(device)
         ids = ids[(ids >= 0) & (ids < len(self._token_counts))]
-        self._token_counts.index_add_(0, ids, torch.ones(len(ids), device=device))
+        self._token_counts.index_add_(0, ids, torch.ones(len(ids), device=device, dtype=torch.float32))
 
     def _add_text(self, states: Tensor) -> None:
         """[n, D] the states of one text."""
@@ -192,7 +195,8 @@ def _principal_basis(maps: Tensor, covariances: Tensor) -> Tensor:
     """
     size = maps.shape[1]
     rng = torch.Generator().manual_seed(0)
-    basis = torch.randn(size, min(RANK, size), generator=rng).to(maps.device)
+    shape = size, min(RANK, size)
+    basis = torch.randn(shape, generator=rng, device="cpu", dtype=torch.float32).to(maps.device)
     for _ in range(SUBSPACE_ITERATIONS):
         basis = torch.linalg.qr((maps @ (covariances @ basis)).sum(0)).Q
     return basis

@@ -187,7 +187,7 @@ class OutputState:
         for bit, ids in ((1, banned_ids), (2, stop_ids)):
             known = [token for token in ids if 0 <= token < len(self.token_flags)]
             if known:
-                self.token_flags[torch.tensor(known)] |= bit
+                self.token_flags[torch.tensor(known, device="cpu")] |= bit
 
 
 OutputCursor = tuple[tuple[int, ...], int | None, int, Sequence[HeadSlot]]

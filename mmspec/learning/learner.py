@@ -14,7 +14,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -145,7 +145,7 @@ class Learner:
 
     def stats(self) -> LearningStats:
         """What was learned so far, without the curve."""
-        trainer, fit = self._trainer, self._fit
+        trainer, fit, store = self._trainer, self._fit, self.store  # other threads may drop them
         num_fitted = 0 if fit is None else fit.num_examples
         return LearningStats(
             enabled=self.disabled_reason is None,
@@ -160,7 +160,7 @@ class Learner:
             call_s=self._call_s,
             share=self.budget.current_share,
             resumed=self.resumed,
-            folder=None if self.store is None else str(self.store.folder),
+            folder=None if store is None else str(store.folder),
         )
 
     # --- after a call -------------------------------------------------------------------------------------------------
@@ -281,8 +281,14 @@ class Learner:
 
 @contextmanager
 def _plain_mode(device_type: str) -> Iterator[None]:
-    """With gradients, whatever inference mode or autocast the caller of `generate` uses."""
-    with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device_type, enabled=False):
+    """With gradients, whatever inference mode, autocast or default device the caller of `generate` uses."""
+    is_plain = torch.get_default_device().type == "cpu"
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast(device_type, enabled=False),
+        nullcontext() if is_plain else torch.device("cpu"),
+    ):
         yield
 
 

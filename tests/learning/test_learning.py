@@ -173,6 +173,27 @@ def test_learning_works_in_inference_mode(model: Any, context: Callable[[], Any]
     assert torch.equal(state, torch.get_rng_state()), "learning draws from a generator of its own"
 
 
+@pytest.mark.usefixtures("generous")
+@pytest.mark.parametrize("drafter", ["arbitrated", "decoupled"])
+def test_other_defaults_of_torch(model: Any, drafter: str) -> None:
+    """A program may have set another default device (here one without data) or data type."""
+    plain = [generate(model, prompts(seed, batch=2)) for seed in range(5)]
+    head = heads.build_drafter(drafter, SPEC) if drafter == "decoupled" else drafter
+    torch.set_default_dtype(torch.bfloat16)
+    torch.set_default_device("meta")
+    try:
+        mmspec.patch(model, head, learn=True)
+        for seed in range(5):
+            with torch.device("cpu"):
+                ids = prompts(seed, batch=2)
+            assert torch.equal(generate(model, ids), plain[seed])
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
+    learning = mmspec.stats(model).learning
+    assert learning.disabled_reason is None and learning.num_fitted + learning.num_steps > 0
+
+
 # --- failures ---------------------------------------------------------------------------------------------------------
 
 
