@@ -161,7 +161,7 @@ def test_every_architecture_learns_all_its_weights(model: Any, kind: str) -> Non
     plain = [generate(model, inputs) for inputs in rows]
     learner = patch_head(model, kind)
     before = {name: weight.clone() for name, weight in learner.drafter.head.named_parameters()}  # type: ignore[attr-defined]
-    for _ in range(4):
+    for _ in range(3):
         assert all(torch.equal(generate(model, inputs), output) for inputs, output in zip(rows, plain, strict=True))
     assert learner.disabled_reason is None and learner.stats().num_updates > 0
     assert all(weight.grad is None for weight in model.parameters()), "the target's weights get no gradients"
