@@ -27,17 +27,16 @@ class CallRecorder:
         self.tokens: list[list[int]] = [[] for _ in range(batch)]
         self.num_recorded = 0
 
-    def add(self, inputs: Tensor, counts: Sequence[int], offset: int = 0) -> None:
-        """Record what the head reads at consecutive positions.
+    def add(self, inputs: Tensor, counts: Sequence[int]) -> None:
+        """Record what the head reads at consecutive positions, before the tokens there are added to `tokens`.
 
         Args:
             inputs: [B, A, S].
             counts: number of valid positions of each row.
-            offset: position of the first root relative to the next token: 0 before it is added to `tokens`, -1 after.
         """
         if self.num_recorded < MAX_RECORDED:
             self.inputs.append((inputs, list(counts)))
-            self.positions.append([len(row) + offset for row in self.tokens])
+            self.positions.append([len(row) for row in self.tokens])
             self.num_recorded += inputs.shape[1]
 
     def examples(self, num_next: int) -> Examples | None:

@@ -25,6 +25,7 @@ from recorded_rounds import (
     build_drafter,
     build_inputs,
     build_model,
+    counted_rounds,
     fails_later,
     generate,
     patched,
@@ -436,21 +437,13 @@ def test_a_whole_round_waits_once(kind: str, sampled: bool) -> None:
     """One read of values per round, drafter included, and one copy to the device; one more for the steps of the noise
     of rows of different lengths, and one more once a row has ended."""
     model = build_model()
-    found = []
-    round_ = DecodeLoop.round
-
-    def counted(self: DecodeLoop, state: Any) -> None:
-        with HostCounter() as counter:
-            round_(self, state)
-        found.append(counter.counts)
-
     with (
         recording(record_nothing),
         patched(model, build_drafter(f"leaning-{kind}"), tree_size=8),
-        mock.patch.object(DecodeLoop, "round", counted),
+        counted_rounds(DecodeLoop) as rounds,
     ):
         generate(model, build_inputs(model, 0, 3), sampled)
-    settled = found[NUM_CHECKED_REPLAYS + 1 :]
+    settled = [one.counts for one in rounds[NUM_CHECKED_REPLAYS + 1 :]]
     assert len(settled) > 10 and {counts["reads"] for counts in settled} == {1}
     assert median(counts["made"] for counts in settled) == 1 + sampled
     assert max(counts["made"] for counts in settled) <= 2 + sampled
@@ -465,21 +458,13 @@ def test_no_copy_to_the_device_waits(kind: str, recorded: bool) -> None:
     model = build_model()
     inputs = build_inputs(model, 0, 3)
     model.generation_config.eos_token_id = generate(model, inputs, True)[1, -9].item()
-    found: list[int] = []
-    round_ = DecodeLoop.round
-
-    def counted(self: DecodeLoop, state: Any) -> None:
-        with HostCounter() as counter:
-            round_(self, state)
-        found.append(counter.num_blocking)
-
     with (
         recording(record_nothing) if recorded else contextlib.nullcontext(),
         patched(model, build_drafter(f"leaning-{kind}"), tree_size=8, cpu_pack_weights=False),
-        mock.patch.object(DecodeLoop, "round", counted),
+        counted_rounds(DecodeLoop) as rounds,
     ):
         generate(model, inputs, True)
-    settled = found[NUM_CHECKED_REPLAYS + 1 :] if recorded else found[2:]
+    settled = [one.num_blocking for one in (rounds[NUM_CHECKED_REPLAYS + 1 :] if recorded else rounds[2:])]
     assert len(settled) > 5 and not any(settled)
 
 

@@ -23,6 +23,7 @@ from recorded_rounds import (
     build_drafter,
     build_inputs,
     build_model,
+    counted_rounds,
     fails_later,
     fused_only,
     generate,
@@ -598,22 +599,14 @@ def test_launches_of_a_round(kind: str, sampled: bool) -> None:
 def test_a_round_waits_once(sampled: bool) -> None:
     """One read of values and one copy to the device per round, of three rows."""
     model = build_model()
-    found = []
-    round_ = FusedLoop.round
-
-    def counted(self: FusedLoop, state: Any) -> None:
-        with HostCounter() as counter:
-            round_(self, state)
-        found.append(counter.counts)
-
     with (
         recording(record_nothing),
         patched(model, build_drafter("leaning-decoupled"), tree_size=8),
-        mock.patch.object(FusedLoop, "round", counted),
+        counted_rounds(FusedLoop) as rounds,
         mock.patch.object(DecodeLoop, "round", side_effect=DecodeLoop.round, autospec=True) as in_parts,
     ):
         generate(model, build_inputs(model, 0, 3), sampled)
-    settled = found[NUM_CHECKED_REPLAYS + 1 : -2]
+    settled = [one.counts for one in rounds[NUM_CHECKED_REPLAYS + 1 : -2]]
     assert len(settled) > 10 and all(counts == {"reads": 1, "made": 1} for counts in settled)
     assert in_parts.call_count <= 2, "the last tokens, of which no draft is needed"
 

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 import mmspec
 from mmspec.engine.fused_loop import FusedRound
 from mmspec.engine.graph import Recorder, Replay, StaticFunction, record_nothing
+from mmspec.engine.loop import DecodeLoop
 from mmspec.targets.static_round import StaticRound
 
 SPEC = tiny.ModelSpec("llava")
@@ -146,6 +147,21 @@ class HostCounter(TorchFunctionMode):
         self.counts["made"] += is_made
         self.num_blocking += is_made and (kwargs or {}).get("device") != "cpu"
         return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def counted_rounds(loop: type[DecodeLoop]) -> Iterator[list[HostCounter]]:
+    """Context that counts what each round of a loop reads and sends; yields one counter per round."""
+    counters: list[HostCounter] = []
+    round_ = loop.round
+
+    def counted(self: DecodeLoop, state: Any) -> None:
+        with HostCounter() as counter:
+            round_(self, state)
+        counters.append(counter)
+
+    with mock.patch.object(loop, "round", counted):
+        yield counters
 
 
 NOT_KERNELS = ("aten::new_empty", "aten::empty", "aten::empty_like", "aten::_unsafe_view", "aten::scalar_tensor")
