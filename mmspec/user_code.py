@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from mmspec.engine.rng import RngGuard
+from mmspec.engine.draws import PrivateDraws
 from mmspec.engine.tree import DraftTree
 from mmspec.interfaces import Drafter, Prompt, VerifyResult
 
@@ -18,26 +18,26 @@ def is_builtin(part: object) -> bool:
 
 
 class RngIsolatedDrafter:
-    """A user's drafter whose draws from the default generators are undone, so that it cannot change sampled tokens."""
+    """A user's drafter, which draws from generators of its own, so that it cannot change sampled tokens."""
 
-    def __init__(self, drafter: Drafter, rng_guard: Callable[[], RngGuard]) -> None:
+    def __init__(self, drafter: Drafter, private_draws: PrivateDraws) -> None:
         self.drafter = drafter
-        self.rng_guard = rng_guard
+        self.private_draws = private_draws
         self.name = drafter.name
         self.requirements = drafter.requirements
         self.vocab_size = drafter.vocab_size
 
     def begin(self, prompt: Prompt) -> Any:
         """See `mmspec.interfaces.Drafter`."""
-        with self.rng_guard():
+        with self.private_draws:
             return self.drafter.begin(prompt)
 
     def propose(self, state: Any, max_nodes: int, active: Sequence[bool]) -> DraftTree:
         """See `mmspec.interfaces.Drafter`."""
-        with self.rng_guard():
+        with self.private_draws:
             return self.drafter.propose(state, max_nodes, active)
 
     def observe(self, state: Any, result: VerifyResult, hidden_states: Mapping[int, Tensor]) -> None:
         """See `mmspec.interfaces.Drafter`."""
-        with self.rng_guard():
+        with self.private_draws:
             self.drafter.observe(state, result, hidden_states)
