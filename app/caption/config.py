@@ -49,7 +49,7 @@ class CaptionConfig:
         rows_per_shard: of a Parquet file or an archive.
         ray: address of a Ray cluster, "" for one on this machine; None: without Ray.
         actors: of Ray, at most; None: one per GPU of the cluster, or per core if it has none.
-        image_column, prompt_column, id_column, split, urls: as in `SourceOptions`.
+        image_column, prompt_column, id_column, split, urls, root: as in `SourceOptions`.
     """
 
     paths: tuple[str, ...]
@@ -81,6 +81,7 @@ class CaptionConfig:
     id_column: str | None = None
     split: str = "train"
     urls: str | None = None
+    root: str | None = None
     format: str = "jsonl"
     rows_per_shard: int = 1000
     ray: str | None = None
@@ -123,7 +124,9 @@ class CaptionConfig:
         """How inputs are read; names in the rows are relative to `base`."""
         from mmspec.app.io.item import SourceOptions
 
-        return SourceOptions(base, self.image_column, self.prompt_column, self.id_column, self.split, self.urls)
+        return SourceOptions(
+            base, self.image_column, self.prompt_column, self.id_column, self.split, self.urls, self.root
+        )
 
     def frame_sampler(self) -> FrameSampler:
         """The sampler of video frames.
