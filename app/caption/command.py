@@ -103,10 +103,10 @@ def check_options(config: CaptionConfig) -> None:
 def with_task_prompt(config: CaptionConfig) -> CaptionConfig:
     """The same with the prompt of the model's family, where that takes the names of tasks and none is given."""
     from mmspec.app.caption.progress import print_stderr
-    from mmspec.app.modeling.load import read_config
+    from mmspec.app.modeling.load import read_model_config
     from mmspec.app.modeling.prompt_format import task_prompt
 
-    found = read_config(config.model)
+    found = read_model_config(config.model)
     prompt = task_prompt(found.get("model_type"))
     if config.prompt is not None or prompt is None:
         return config

@@ -39,9 +39,9 @@ PATH is any mix of
   'a-{000..099}.tar' WebDataset archives, read without extracting them; braces and globs are expanded here if the
                      shell has not. Members with one key are a row: KEY.jpg, and with --prompt-column txt its prompt
   'data/*.parquet'   tables with a column of pictures: bytes, {bytes, path}, paths below the table's folder, or
-                     addresses (--urls). pip install 'mmspec[data]'
+                     addresses (--urls). in the clone: pip install -e '.[data]'
   saved/             a folder of `datasets`' save_to_disk; hf://datasets/OWNER/NAME is a dataset of the hub, streamed
-  s3://bucket/a.tar  any of these by an address that fsspec opens: s3:// (mmspec[s3]), gs:// (mmspec[gs]), hf://, ...
+  s3://bucket/a.tar  any of these by an address that fsspec opens: s3:// (extra s3), gs:// (gs), hf://, ...
 
 examples
   mmspec caption photos/ --model llava-hf/llava-1.5-7b-hf --out captions.jsonl
@@ -50,7 +50,7 @@ examples
   mmspec caption clips/ --fps 1 --frames 32 --model ...                     one frame per second, at most 32
   mmspec caption list.jsonl --model ... --temperature 0.7 --seed 1 --stop $'\\n'
   mmspec caption 's3://bucket/pictures-{0000..0511}.tar' --model ... --out captions.jsonl
-  mmspec caption data/*.parquet --model ... --out captions/ --format parquet --ray auto     pip install 'mmspec[ray]'
+  mmspec caption data/*.parquet --model ... --out captions/ --format parquet --ray auto     pip install -e '.[ray]'
   accelerate launch --num_processes 4 -m mmspec caption photos/ --model ... --out captions.jsonl
 
 resuming

@@ -16,7 +16,7 @@ import mmspec
 from mmspec.app.io.images import Media
 from mmspec.app.modeling.chat import build_inputs
 from mmspec.app.modeling.load import synchronize
-from mmspec.app.modeling.prompt_format import DEFAULT_FORMAT, ChatFormat, describe_format
+from mmspec.app.modeling.prompt_format import DEFAULT_FORMAT, ChatFormat, describe_prompt_format
 from mmspec.app.modeling.sampling import GREEDY, Sampling
 from mmspec.app.modeling.thinking import opens_thoughts, without_thoughts
 
@@ -100,14 +100,15 @@ class Captioner:
         return list(ends) if isinstance(ends, list) else [] if ends is None else [ends]
 
     @property
-    def acceptance(self) -> float:
-        """Accepted draft tokens divided by all draft tokens, so far."""
-        return mmspec.stats(self.model).acceptance_rate
+    def acceptance(self) -> float | None:
+        """Accepted draft tokens divided by all draft tokens, so far; None if nothing was drafted."""
+        found = mmspec.stats(self.model)
+        return found.acceptance_rate if found.num_draft_tokens else None
 
     def describe(self) -> list[str]:
         """Lines about settings that the model's files chose."""
         lines = self.sampling.describe(self.model.generation_config)
-        format_line = describe_format(self.processor)
+        format_line = describe_prompt_format(self.processor)
         return lines if format_line is None else [*lines, format_line]
 
     def close(self) -> None:

@@ -158,7 +158,7 @@ def _pretrained(
     return model, processor
 
 
-def read_config(name: str) -> dict[str, Any]:
+def read_model_config(name: str) -> dict[str, Any]:
     """The `config.json` of a local folder, or of a hub id whose file is in the local cache; {} if there is none.
 
     Nothing is downloaded and no code is run.
@@ -191,7 +191,7 @@ def _refuse_remote_code(name: str) -> None:
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-    config = read_config(name)
+    config = read_model_config(name)
     if "auto_map" in config and config.get("model_type") not in CONFIG_MAPPING_NAMES:
         raise UsageError(_remote_code_message(name))
 
@@ -237,4 +237,4 @@ def _hint(name: str, error: Exception) -> str:
     return text
 
 
-__all__ = ["load_model", "load_text_model", "model_revision", "read_config", "resolve_device", "synchronize"]
+__all__ = ["load_model", "load_text_model", "model_revision", "read_model_config", "resolve_device", "synchronize"]

@@ -76,7 +76,7 @@ def plain_format(processor: ProcessorMixin) -> PlainFormat:
     return PLAIN_FORMATS.get(family, LLAVA_FORMAT)
 
 
-def describe_format(processor: ProcessorMixin) -> str | None:
+def describe_prompt_format(processor: ProcessorMixin) -> str | None:
     """A line about a processor without a chat template whose family's format is not known; else None."""
     is_llava = "llava" in type(processor).__name__.lower()
     if chat_template(processor) is not None or is_llava or plain_format(processor) is not LLAVA_FORMAT:
@@ -157,7 +157,7 @@ __all__ = [
     "ChatFormat",
     "PlainFormat",
     "chat_template",
-    "describe_format",
+    "describe_prompt_format",
     "media_tokens",
     "plain_format",
     "strip_media_tokens",

@@ -40,7 +40,7 @@ OTHER_SETTINGS = ("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "
 """Settings that have an effect whatever their value."""
 SAMPLING_ONLY = frozenset(ONE_TOKEN)
 """Settings without effect in greedy decoding."""
-DEFAULT_TOP_K = 50
+TRANSFORMERS_TOP_K = 50
 """transformers' own, where neither the checkpoint nor the call sets it."""
 
 
@@ -90,7 +90,7 @@ class Sampling:
         """`top_p`, `top_k` and `repetition_penalty` as they are in effect, for the rows of an output."""
         values: dict[str, Any] = dict.fromkeys(("top_p", "top_k", "repetition_penalty"))
         if self.temperature > 0:
-            values |= {"top_p": 1.0, "top_k": DEFAULT_TOP_K}
+            values |= {"top_p": 1.0, "top_k": TRANSFORMERS_TOP_K}
         values |= {name: value for name, value in self.inherited(own).items() if name in values}
         values |= {name: NEUTRAL[name] for name in self.without_effect(own) if name in values}
         return values | self.chosen

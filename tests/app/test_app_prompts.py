@@ -21,7 +21,7 @@ from mmspec.app.modeling import load
 from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.chat import build_inputs, check_chat
 from mmspec.app.modeling.picture_size import image_limits, shrink, shrink_media
-from mmspec.app.modeling.prompt_format import ChatFormat, describe_format, strip_media_tokens, task_prompt
+from mmspec.app.modeling.prompt_format import ChatFormat, describe_prompt_format, strip_media_tokens, task_prompt
 from mmspec.app.modeling.random_models import random_model
 from mmspec.app.modeling.sampling import Sampling
 from mmspec.app.modeling.synthetic_images import write_images
@@ -239,7 +239,7 @@ class PaliGemmaProcessor:
 def test_a_family_of_tasks_gets_a_task(captioner: Captioner, tmp_path: Path, pictures: Path, capsys: Any) -> None:
     processor: Any = PaliGemmaProcessor(captioner.processor)
     build_inputs(captioner.model, processor, [Image.new("RGB", (40, 30))], ["caption en"])
-    assert processor.texts == ["<image>caption en"] and describe_format(processor) is None
+    assert processor.texts == ["<image>caption en"] and describe_prompt_format(processor) is None
     assert task_prompt("paligemma") == "caption en" and task_prompt("llava") is None is task_prompt(None)
     with pytest.raises(UsageError, match="leave it out"):
         check_chat(processor, "M", None, ChatFormat(system_prompt="be brief"))
@@ -251,10 +251,10 @@ def test_a_family_of_tasks_gets_a_task(captioner: Captioner, tmp_path: Path, pic
 
 
 def test_an_unknown_family_without_a_template_is_said_to_get_llavas(captioner: Captioner) -> None:
-    assert describe_format(captioner.processor) is None
+    assert describe_prompt_format(captioner.processor) is None
     captioner.processor.chat_template = None
     unknown = type("OtherProcessor", (PaliGemmaProcessor,), {})(captioner.processor)
-    assert "LLaVA-1.5" in (describe_format(unknown) or "")
+    assert "LLaVA-1.5" in (describe_prompt_format(unknown) or "")
 
 
 # --- thinking
