@@ -93,7 +93,7 @@ def markov_rank(settings: Mapping[str, Any], weights: Mapping[str, Tensor]) -> i
 
 
 def keep_confidence_head(weights: dict[str, Tensor], hidden_size: int) -> bool:
-    """Whether the head estimates acceptance from feature and token; one of the feature alone is taken out of `weights`."""
+    """Whether the head estimates acceptance from feature and token; one of features alone is taken out of `weights`."""
     weight = weights.get("confidence_head.proj.weight")
     if weight is None or weight.shape != (1, hidden_size):
         return weight is not None
