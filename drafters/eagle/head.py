@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from mmspec.drafters.eagle.rope import inverse_frequencies
 from mmspec.engine.gather import gather_rows
 from mmspec.interfaces import SharedEmbeddings
 
@@ -52,6 +54,11 @@ class HeadConfig:
         confidence_head: whether the head estimates the acceptance of each position (DSpark).
         sample_from_anchor: whether the first position of a block predicts a token too; if not, a block has one position
             more than `block_size` (DFlash).
+        rope_scaling: `rope_type` and settings of a scaled rotary embedding (`inverse_frequencies`), or None.
+        rotary_dim: dimensions of each head that are rotated; 0 for all.
+        sliding_windows: positions that each layer of a DFlash head sees, its own included; 0 for all; empty for no
+            windows.
+        causal_layers: whether the positions of a block see no later ones, in each layer of a DFlash head; empty: no.
     """
 
     hidden_size: int
@@ -76,6 +83,10 @@ class HeadConfig:
     layer_mixture: bool = False
     confidence_head: bool = False
     sample_from_anchor: bool = True
+    rope_scaling: dict[str, Any] | None = None
+    rotary_dim: int = 0
+    sliding_windows: tuple[int, ...] = ()
+    causal_layers: tuple[bool, ...] = ()
 
     def __post_init__(self) -> None:
         if not 1 <= self.block_size <= MAX_BLOCK_SIZE:
@@ -233,11 +244,13 @@ class EagleHead(nn.Module):
 
     def rotary_embedding(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """(cos, sin), each [..., d], of position ids [...] as in Llama."""
-        size = self.config.head_dim
-        exponents = torch.arange(0, size, 2, dtype=torch.float32, device=position_ids.device) / size
-        angles = position_ids[..., None].float() * self.config.rope_theta**-exponents
+        config, size = self.config, self.config.head_dim
+        frequencies, factor = inverse_frequencies(
+            size, config.rotary_dim or size, config.rope_theta, config.rope_scaling, position_ids.device
+        )
+        angles = position_ids[..., None].float() * frequencies
         angles = torch.cat((angles, angles), dim=-1)
-        return angles.cos().to(dtype), angles.sin().to(dtype)
+        return (factor * angles.cos()).to(dtype), (factor * angles.sin()).to(dtype)
 
 
 def eagle3_layers(num_layers: int) -> tuple[int, int, int]:
