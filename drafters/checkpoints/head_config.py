@@ -76,8 +76,9 @@ def parse_head_config(values: Mapping[str, Any]) -> HeadConfig:
     fields = HeadConfig.__dataclass_fields__
     found = {name: values[name] for name in fields if values.get(name) is not None}
     found.setdefault("num_key_value_heads", found.get("num_attention_heads"))
-    if isinstance(layers := found.get("hidden_state_layers"), list):
-        found["hidden_state_layers"] = tuple(layers)
+    for name in ("hidden_state_layers", "mrope_section"):
+        if isinstance(found.get(name), list):
+            found[name] = tuple(found[name])
     for name, value in found.items():
         expected = str(fields[name].type).partition("[")[0]  # the annotation's text, as annotations are not evaluated
         if type(value).__name__ not in {"float": ("float", "int")}.get(expected, (expected,)):

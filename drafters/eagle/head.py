@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from mmspec.drafters.eagle.positions import mrope_axes
 from mmspec.engine.gather import gather_rows
 from mmspec.interfaces import SharedEmbeddings
 
@@ -52,6 +53,9 @@ class HeadConfig:
         confidence_head: whether the head estimates the acceptance of each position (DSpark).
         sample_from_anchor: whether the first position of a block predicts a token too; if not, a block has one position
             more than `block_size` (DFlash).
+        mrope_section: frequencies of the rotary embedding that follow each of the target's position axes (time, height,
+            width), as in Qwen2-VL; empty for one axis, the number of the position.
+        mrope_interleaved: whether the axes take turns (Qwen3-VL), instead of one range of frequencies each.
     """
 
     hidden_size: int
@@ -76,6 +80,8 @@ class HeadConfig:
     layer_mixture: bool = False
     confidence_head: bool = False
     sample_from_anchor: bool = True
+    mrope_section: tuple[int, ...] = ()
+    mrope_interleaved: bool = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.block_size <= MAX_BLOCK_SIZE:
@@ -86,6 +92,12 @@ class HeadConfig:
             raise ValueError(
                 f"num_attention_heads must be a multiple of num_key_value_heads; got {self.num_attention_heads} and "
                 f"{self.num_key_value_heads}."
+            )
+        section = self.mrope_section
+        if section and (len(section) != 3 or min(section) < 1 or sum(section) != self.head_dim // 2):
+            raise ValueError(
+                f"mrope_section must be three sizes of at least 1, in sum head_dim / 2 = {self.head_dim // 2}; got "
+                f"{list(section)}."
             )
 
 
@@ -233,9 +245,21 @@ class EagleHead(nn.Module):
 
     def rotary_embedding(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """(cos, sin), each [..., d], of position ids [...] as in Llama."""
+        return self._rotate(position_ids[..., None], dtype)
+
+    def multi_axis_rotary_embedding(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """(cos, sin), each [..., d], of position ids [3, ...] on three axes (M-RoPE, arXiv 2409.12191).
+
+        Where the axes agree, as in text, this is `rotary_embedding` of one of them.
+        """
+        axes = mrope_axes(self.config.mrope_section, self.config.mrope_interleaved, position_ids.device)
+        return self._rotate(position_ids[axes].movedim(0, -1), dtype)
+
+    def _rotate(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """(cos, sin), each [..., d], of the positions of all frequencies [..., d / 2], or of one [..., 1] for all."""
         size = self.config.head_dim
         exponents = torch.arange(0, size, 2, dtype=torch.float32, device=position_ids.device) / size
-        angles = position_ids[..., None].float() * self.config.rope_theta**-exponents
+        angles = position_ids.float() * self.config.rope_theta**-exponents
         angles = torch.cat((angles, angles), dim=-1)
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
