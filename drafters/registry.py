@@ -88,8 +88,14 @@ WEIGHTS_DIR = Path(__file__).parent / "weights"
 """Folders of the trained drafters that are part of the package, by name."""
 AUTO_ORDER = {"cpu": ("flash", "msd", "parallel", "falcon")}
 """Order in which `auto` prefers them by device type, as measured (docs/results); other devices use the CPU's."""
-HEAD_FILES = ("config.json", "model.safetensors", "pytorch_model.bin")
-"""Files of a draft head."""
+HEAD_FILES = (
+    "config.json",
+    "model.safetensors",
+    "pytorch_model.bin",
+    "model.safetensors.index.json",
+    "pytorch_model.bin.index.json",
+)
+"""Files of a draft head; an index names further ones."""
 MODEL_FILES = (*HEAD_FILES, "*.safetensors", "*.json", "*.model", "*.txt", "*.jinja")
 """Files of a model of transformers with its tokenizer."""
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -162,7 +168,19 @@ def download_drafter(name: str, *, local_files_only: bool = False, patterns: Seq
 
 def resolve_folder(name: str) -> str | Path:
     """Folder of a trained drafter: bundled (`./NAME` is the folder of that name), the user's, or the hub's."""
-    return bundled_drafters().get(name) or (name if os.path.isdir(name) else download_drafter(name))
+    return bundled_drafters().get(name) or (name if os.path.isdir(name) else _download_head(name))
+
+
+def _download_head(name: str) -> str:
+    """As `download_drafter`, with the shards that an index names."""
+    from mmspec.weight_files import missing_shards
+
+    folder = download_drafter(name)
+    try:
+        shards = missing_shards(folder)
+    except (OSError, ValueError):  # whoever loads the folder reports it
+        return folder
+    return download_drafter(name, patterns=(*HEAD_FILES, *shards)) if shards else folder
 
 
 def model_folder(name: str) -> str | None:

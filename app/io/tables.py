@@ -173,27 +173,18 @@ class DatasetSource:
             if not self._on_hub:
                 found = datasets.load_from_disk(self.name)
                 is_dict = isinstance(found, datasets.DatasetDict)
-                return self._decoded_nowhere(datasets, found[self.options.split] if is_dict else found)
+                return found[self.options.split] if is_dict else found
             repository, _, revision = self.name.removeprefix(HUB_PREFIX).partition("@")
             found = datasets.load_dataset(
                 repository, split=self.options.split, streaming=True, revision=revision or None
             )
-            return self._decoded_nowhere(datasets, found)
+            return found if found.features is not None else found._resolve_features()
         except UsageError:
             raise
         except Exception as error:  # datasets and the hub raise types of their own
             raise UsageError(
                 f"cannot read the dataset {self.name}, split {self.options.split}: {one_line(error)}"
             ) from error
-
-    def _decoded_nowhere(self, datasets: Any, found: Any) -> Any:
-        """The dataset with its pictures as bytes or paths: they are decoded in the decoder process."""
-        if found.features is None:
-            found = found._resolve_features()
-        for name, feature in found.features.items():
-            if isinstance(feature, (datasets.Image, getattr(datasets, "Video", datasets.Image))):
-                found = found.cast_column(name, type(feature)(decode=False))
-        return found
 
     def count(self) -> int | None:
         try:
@@ -210,9 +201,11 @@ class DatasetSource:
         try:
             found = self._load()
             columns = _Columns(list(found.features), self.options, self.name)
-            for row in found.select_columns(columns.all):
-                yield table_row(*columns.cells(row), number, self.name, self._folder, self.options)
-                number += 1
+            # Arrow tables: in any other format `datasets` decodes pictures and clips, at any depth, in this process
+            for table in found.select_columns(columns.all).with_format("arrow"):
+                for row in table.to_pylist():
+                    yield table_row(*columns.cells(row), number, self.name, self._folder, self.options)
+                    number += 1
         except Exception as error:
             name = f"{self.name}#rest"
             yield Item(
