@@ -10,17 +10,12 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from mmspec.drafters.checkpoints.rope import ANGELSLIM_CLASS, rope_values
+
 logger = logging.getLogger("mmspec")
 
-INTERLEAVED_ARCHITECTURE = "Eagle3LlamaForCausalLM"
-"""AngelSlim's class: its rotary embedding of several axes has the interleaved layout only, without a key for it."""
 INTERLEAVED_SECTION = (24, 20, 20)
 """Section of a config with `mrope_interleaved` and without one, in AngelSlim and in Qwen3-VL of transformers."""
-
-
-def rope_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """`rope_scaling` and `rope_parameters` of a config as one; the latter count where both have a key."""
-    return {**(values.get("rope_scaling") or {}), **(values.get("rope_parameters") or {})}
 
 
 def parse_mrope(values: Mapping[str, Any], architectures: object) -> tuple[tuple[int, ...], bool]:
@@ -38,11 +33,10 @@ def parse_mrope(values: Mapping[str, Any], architectures: object) -> tuple[tuple
     types = {rope.get("rope_type"), rope.get("type")}
     if rope.get("mrope_section") is None and not is_interleaved and "mrope" not in types:
         return (), False
-    is_angelslim = isinstance(architectures, list) and INTERLEAVED_ARCHITECTURE in architectures
-    if is_interleaved is None and is_angelslim:
+    if is_interleaved is None and architectures == [ANGELSLIM_CLASS]:  # it knows no other layout, and has no key for it
         logger.warning(
             "mmspec: mrope_interleaved is missing and taken as true: %s of AngelSlim interleaves the position axes",
-            INTERLEAVED_ARCHITECTURE,
+            ANGELSLIM_CLASS,
         )
         is_interleaved = True
     section = rope.get("mrope_section")
@@ -63,4 +57,4 @@ def mrope_keys(section: tuple[int, ...], interleaved: bool) -> dict[str, Any]:
     return {"rope_scaling": scaling}
 
 
-__all__ = ["mrope_keys", "parse_mrope", "rope_values"]
+__all__ = ["mrope_keys", "parse_mrope"]

@@ -14,6 +14,7 @@ from torch import Tensor
 from mmspec.drafters.checkpoints.format import compact, write_checkpoint
 from mmspec.drafters.checkpoints.head_config import parse_published_config
 from mmspec.drafters.checkpoints.mrope import mrope_keys, parse_mrope
+from mmspec.drafters.checkpoints.rope import order_rotated_rows
 from mmspec.drafters.checkpoints.state_dict import check_tensors, drop_unused
 from mmspec.drafters.eagle.drafter import EagleDrafter
 from mmspec.drafters.eagle.head import Eagle3Head, eagle3_layers
@@ -74,7 +75,7 @@ def load_eagle3(
         )
     section, is_interleaved = parse_mrope(layer_values, values.get("architectures"))
     config = replace(
-        parse_published_config(layer_values, target),
+        parse_published_config(layer_values, target, values.get("architectures")),
         mrope_section=section,
         mrope_interleaved=is_interleaved,
         eagle3_input=True,
@@ -95,7 +96,8 @@ def load_eagle3(
     draft_ids = parse_draft_ids(weights.pop("d2t", None), weights.pop("t2d", None), vocab_size, target.vocab_size)
     with torch.device("meta"):
         head = Eagle3Head(config)
-    state_dict = _to_state_dict(head, drop_unused(weights))
+    weights = order_rotated_rows(drop_unused(weights), {**layer_values, **values}, config.head_dim, config.rotary_dim)
+    state_dict = _to_state_dict(head, weights)
     head.load_state_dict({key: value.float() for key, value in state_dict.items()}, assign=True)
     return EagleDrafter(
         head,

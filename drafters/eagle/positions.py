@@ -15,21 +15,22 @@ from mmspec.interfaces import Prompt
 NUM_AXES = 3
 
 
-def mrope_axes(section: tuple[int, ...], interleaved: bool, device: torch.device) -> Tensor:
+def mrope_axes(section: tuple[int, ...], interleaved: bool, num_frequencies: int, device: torch.device) -> Tensor:
     """[d / 2] int64, the position axis (0 time, 1 height, 2 width) that each rotary frequency follows.
 
     Args:
         section: frequencies of each axis.
         interleaved: whether the axes take turns. Height and width then have every third frequency of the first
             `3 * size`, from the second and the third one on, and time has the others.
+        num_frequencies: d / 2; those past the section are of dimensions that are not rotated.
         device: of the result.
     """
     sizes = torch.tensor(section, device=device)
-    if not interleaved:
-        return torch.arange(NUM_AXES, device=device).repeat_interleave(sizes)
-    index = torch.arange(sum(section), device=device)
-    axes = index % NUM_AXES
-    return torch.where(index < NUM_AXES * sizes[axes], axes, torch.zeros_like(axes))
+    index = torch.arange(num_frequencies, device=device)
+    if interleaved:
+        axes = index % NUM_AXES
+        return torch.where(index < NUM_AXES * sizes[axes], axes, torch.zeros_like(axes))
+    return torch.bucketize(index, sizes.cumsum(0), right=True).clamp(max=NUM_AXES - 1)
 
 
 def prompt_axes(prompt: Prompt, order: Tensor) -> tuple[Tensor, Tensor]:

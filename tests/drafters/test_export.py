@@ -239,7 +239,6 @@ def test_dflash_heads_are_read(kind: str, embeddings: SharedEmbeddings, tmp_path
         ({"aux_hidden_state_layer_ids": [1, 3]}, (), "fc.weight must be"),
         ({"draft_vocab_size": 20}, (), "draft_vocab_size is 20 of 48, but the map d2t is missing"),
         ({"markov_head_type": "rnn"}, (), "markov_head_type 'rnn' is not supported"),
-        ({"dflash_config": {"causal": True}}, (), "dflash_config.causal is not supported"),
         ({}, ("norm.weight",), "a DSpark head lacks norm.weight"),
     ],
 )
