@@ -199,13 +199,14 @@ def is_candidate(value: Any) -> bool:
 
 def _one(cell: Any, reach: Reach) -> tuple[Content, str]:
     path: Any = None
+    named = cell
     if isinstance(cell, Mapping):
         cell, path = cell.get("bytes"), cell.get("path")
+        named = path
     if isinstance(cell, bytes | bytearray | memoryview) and len(cell):
         name = PurePosixPath(path).name if isinstance(path, str) and is_path(path) else ""
         return held_bytes(bytes(cell)), name
-    named = cell if isinstance(cell, str) else path
-    if is_missing(named) or named == "":
+    if is_missing(named) or named in ("", b""):
         return Unreadable("Missing", "no picture in this row: nothing"), ""
     if not isinstance(named, str):
         return _bad(named, type(named).__name__)

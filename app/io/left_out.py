@@ -129,7 +129,7 @@ def _by_reason(tally: Tally) -> str:
 def _examples(names: Iterable[str], count: int) -> str:
     """The first names, printable and short."""
     shown = [name if name.isprintable() else ascii(name) for name in list(names)[:MAX_NAMES]]
-    short = [name if len(name) <= 40 else f"{name[:37]}..." for name in shown]
+    short = [name if len(name) <= 40 else f"...{name[-37:]}" for name in shown]
     return ", ".join([*short, *(["..."] if count > len(short) else [])])
 
 

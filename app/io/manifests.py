@@ -172,7 +172,7 @@ def _table(path: Path, text: IO[str], options: SourceOptions) -> Numbered:
     """CSV and TSV: `sep=` in the first line, else the delimiter with which the header names a column of files."""
     lines = _lines(path, text)
     number, header = next(lines, (0, ""))
-    given = header.strip().strip('"')
+    given = header.rstrip("\r\n").strip('"')
     if given.lower().startswith("sep=") and len(given) == 5:
         delimiter = given[4]
         number, header = next(lines, (number, ""))
