@@ -6,7 +6,7 @@ import argparse
 import os
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from mmspec.app.cli.arguments import Commands, add_command, add_device_options
@@ -38,7 +38,7 @@ def add_parser(commands: Commands, common: argparse.ArgumentParser) -> None:
         run,
         help="versions and devices, for bug reports",
         description="Print versions, devices and kernels, for bug reports. Names no user, host or path. With --model: "
-        "load the model and say whether its tokens can be verified in trees, and which drafter it gets (docs/models.md).",
+        "load the model and say whether its tokens can be verified in trees, and its drafter (docs/models.md).",
         epilog="examples\n  mmspec env\n  mmspec env --model Qwen/Qwen3-VL-4B-Instruct",
     )
     parser.add_argument("--model", metavar="M", help="hub id or local folder of a model to judge")
@@ -48,14 +48,19 @@ def add_parser(commands: Commands, common: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Carry out the command; returns the exit code."""
-    lines = list(collect_info())
-    passed = True
-    if args.model is not None:
-        model_lines, passed = judge_model(args.model, args.dtype, args.device, args.drafter)
-        lines += model_lines
-    for name, value in lines:
-        print(f"{name + ':':<24}{value}")
+    _print(collect_info())
+    if args.model is None:
+        return 0
+    lines, passed = judge_model(
+        args.model, args.dtype, args.device, args.drafter
+    )  # an error of it comes after the versions
+    _print(lines)
     return 0 if passed else 1
+
+
+def _print(lines: Iterable[tuple[str, str]]) -> None:
+    for name, value in lines:
+        print(f"{name + ':':<24}{value}", flush=True)
 
 
 def judge_model(name: str, dtype: str, device: str, drafter: str = "auto") -> tuple[list[tuple[str, str]], bool]:
