@@ -34,6 +34,7 @@ from mmspec.app.cli.arguments import (
     validate_drafter,
 )
 from mmspec.app.errors import UsageError, one_line
+from mmspec.app.io.text import find_fault
 
 if TYPE_CHECKING:
     from mmspec.app.io.output import Output
@@ -234,8 +235,7 @@ def run(args: argparse.Namespace) -> int:
     config.frame_sampler()
     if config.batch_size == AUTO_BATCH_SIZE and config.temperature > 0:
         raise UsageError("sampled captions depend on the batches: give --batch-size a number with --temperature")
-    if config.prompt is not None and not config.prompt.strip():
-        raise UsageError("--prompt must not be empty")
+    check_texts(config)
     if config.ray is not None:
         from mmspec.app.caption.ray_job import RayCaptionJob
 
@@ -332,6 +332,19 @@ def build_captioner(config: CaptionConfig, process: ProcessInfo) -> Captioner:
     except (OSError, TypeError, ValueError) as error:
         raise UsageError(f"--model {config.model} --drafter {config.drafter}: {one_line(error, 600)}") from error
     return Captioner(model, processor, config.max_new_tokens, config.temperature, config.stop)
+
+
+def check_texts(config: CaptionConfig) -> None:
+    """Refuse a prompt or stop text that is no text.
+
+    Raises:
+        UsageError: it is empty, too long or no valid Unicode.
+    """
+    if config.prompt is not None and not config.prompt.strip():
+        raise UsageError("--prompt must not be empty")
+    for flag, text in (("--prompt", config.prompt), *(("--stop", stop) for stop in config.stop)):
+        if fault := find_fault(text or ""):
+            raise UsageError(f"{flag} {fault}")
 
 
 def resolve_learning(config: CaptionConfig, device_type: str) -> bool | str:
