@@ -141,10 +141,10 @@ class CaptionJob:
         config = self.config
         captioner = RowCaptioner(config, self.model)
         sampler = config.frame_sampler()
-        with pixel_limit(config.max_pixels), DecoderPool() as isolated:
+        with pixel_limit(config.pixel_limit), DecoderPool() as isolated:
 
             def read(item: Item) -> Media:
-                return decode_item(item, sampler, config.max_pixels, isolated)
+                return decode_item(item, sampler, config.pixel_limit, isolated)
 
             def decode(item: Item) -> tuple[Item, Media]:
                 return decode_held(item, read, config.stores_pictures)

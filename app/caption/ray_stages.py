@@ -93,7 +93,7 @@ def _decode(batch: PlannedBatch, config: CaptionConfig) -> DecodedBatch:
     sampler, decoders = config.frame_sampler(), _decoders()
 
     def read(item: Item) -> Media:
-        return decode_item(item, sampler, config.max_pixels, decoders)
+        return decode_item(item, sampler, config.pixel_limit, decoders)
 
     def decode(item: Item) -> tuple[Item, Media | Unreadable]:
         try:
