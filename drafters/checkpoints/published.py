@@ -18,6 +18,7 @@ from torch import Tensor
 from mmspec.drafters.checkpoints.dspark import load_dspark
 from mmspec.drafters.checkpoints.format import CONFIG_NAME, read_config
 from mmspec.drafters.checkpoints.head_config import parse_published_config
+from mmspec.drafters.checkpoints.rope import order_rotated_rows
 from mmspec.drafters.checkpoints.speculators import load_eagle3
 from mmspec.drafters.checkpoints.state_dict import drop_unused, from_eagle_state_dict
 from mmspec.drafters.eagle.base import HeadDrafter
@@ -119,13 +120,13 @@ def _load_eagle(
 ) -> EagleDrafter:
     """A drafter of EAGLE-1/2, MSD or ViSpec."""
     config = replace(
-        parse_published_config(values, target),
+        parse_published_config(values, target, values.get("architectures")),
         bias="fc.bias" in weights,
         qkv_bias="layers.0.self_attn.q_proj.bias" in weights,
         input_norm="layers.0.input_layernorm.weight" in weights,
     )
     vocab_limit = _vocab_limit(values, weights, target)
-    weights = drop_unused(weights)
+    weights = order_rotated_rows(drop_unused(weights), values, config.head_dim, config.rotary_dim)
     if format_name == "vispec":
         vispec_head, eagle_weights = build_vispec_head(config, weights)
         _assign(vispec_head, from_eagle_state_dict(config, eagle_weights), weights)
