@@ -18,6 +18,7 @@ from mmspec.app.io import images, videos
 from mmspec.app.io.content import ByteRange, Content, Pictures, Unreadable, WebAddress, is_local
 from mmspec.app.io.inline import held_bytes, inline_text
 from mmspec.app.io.item import Item, SourceOptions
+from mmspec.app.io.web import MAX_URL_CHARS
 
 MEDIA_SUFFIXES = images.IMAGE_SUFFIXES | videos.VIDEO_SUFFIXES
 IMAGE_COLUMNS = ("image", "img", "jpg", "jpeg", "png", "webp", "picture", "photo", "video", "bytes", "images",
@@ -27,12 +28,11 @@ FILE_COLUMNS = ("file_name", "image", "path", "file", "filename", "images", "vid
                 "video_path", "url", "image_url", "video_url", "img", "picture", "photo")  # fmt: skip
 """The same of lists, in lower case."""
 MAX_NAME_BYTES = 3072
-MAX_URL_CHARS = 8192
-MAX_PICTURES = 64
+MAX_ROW_PICTURES = 64
 """Pictures of one row."""
-MAX_DEPTH = 4
+MAX_CELL_DEPTH = 4
 """Lists and structs in each other."""
-MAX_ID_CHARS = 1024
+MAX_ROW_ID_CHARS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +139,8 @@ def table_row(cell: Any, prompt: Any, ident: Any, number: int, name: str, folder
     for key, value, kinds in (("prompt", prompt, str), ("id", ident, str | int)):
         if value is not None and not isinstance(value, kinds):
             content = Unreadable("BadText", f"the {key} is text, got {type(value).__name__}")
-    if isinstance(ident, str) and len(ident) > MAX_ID_CHARS:
-        content = Unreadable("BadText", f"the id has {len(ident)} characters; the limit is {MAX_ID_CHARS}")
+    if isinstance(ident, str) and len(ident) > MAX_ROW_ID_CHARS:
+        content = Unreadable("BadText", f"the id has {len(ident)} characters; the limit is {MAX_ROW_ID_CHARS}")
         ident = None
     prompt = prompt if isinstance(prompt, str) and prompt else None
     shown = f"{name}#{number}"
@@ -158,8 +158,8 @@ def cell_content(cell: Any, reach: Reach) -> tuple[Content, str]:
     parts = list(_parts(cell, reach))
     if len(parts) == 1 and not _is_list(cell):
         return parts[0]
-    if len(parts) > MAX_PICTURES:
-        return Unreadable("TooMany", f"more than {MAX_PICTURES} pictures in one row"), ""
+    if len(parts) > MAX_ROW_PICTURES:
+        return Unreadable("TooMany", f"more than {MAX_ROW_PICTURES} pictures in one row"), ""
     failed = next((content for content, _ in parts if isinstance(content, Unreadable)), None)
     if failed is not None or not parts:
         return failed or Unreadable("Missing", "no picture in this row: an empty list"), ""
@@ -171,22 +171,22 @@ def _is_list(cell: Any) -> bool:
 
 
 def _parts(cell: Any, reach: Reach, depth: int = 0) -> Iterator[tuple[Content, str]]:
-    """Content and name of each picture in a cell, one more than `MAX_PICTURES` at most."""
+    """Content and name of each picture in a cell, one more than `MAX_ROW_PICTURES` at most."""
     if _is_list(cell):
         number = 0
-        for one in cell if depth < MAX_DEPTH else ():
+        for one in cell if depth < MAX_CELL_DEPTH else ():
             if isinstance(one, int | float) and not is_missing(one):
                 yield _bad(cell, "a list of numbers")
                 return
             for part in _parts(one, reach, depth + 1):
                 number += 1
                 yield part
-                if number > MAX_PICTURES:
+                if number > MAX_ROW_PICTURES:
                     return
         return
     if isinstance(cell, Mapping) and not {"bytes", "path"} & set(cell):
         inner = next((cell[name] for name in (*IMAGE_COLUMNS, *cell) if is_candidate(cell.get(name))), None)
-        if inner is not None and depth < MAX_DEPTH:
+        if inner is not None and depth < MAX_CELL_DEPTH:
             yield from _parts(inner, reach, depth + 1)
             return
     yield _one(cell, reach)
@@ -275,7 +275,7 @@ def _real_path(folder: str) -> str:
 __all__ = [
     "FILE_COLUMNS",
     "IMAGE_COLUMNS",
-    "MAX_PICTURES",
+    "MAX_ROW_PICTURES",
     "MEDIA_SUFFIXES",
     "Reach",
     "cell_content",

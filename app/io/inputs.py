@@ -19,7 +19,7 @@ from mmspec.app.io.content import ByteRange, Content, Unreadable, is_local, open
 from mmspec.app.io.item import Item, RowSource, Skip, SourceOptions
 from mmspec.app.io.left_out import LeftOut, is_hidden, is_packed_metadata
 from mmspec.app.io.manifests import MANIFESTS, is_manifest
-from mmspec.app.io.sources import FileSource, find_matches, is_refused, natural_key, refusal
+from mmspec.app.io.sources import FileSource, explain_refused, find_matches, is_refused, natural_key
 from mmspec.app.io.tables import DatasetSource, ParquetSource, is_hub_dataset, is_saved_dataset
 from mmspec.app.io.tars import TarSource
 
@@ -156,7 +156,7 @@ def _local_source(name: str, options: SourceOptions, excluded: set[str]) -> RowS
             raise UsageError(f"no such file: {name}")
         return ROW_SOURCES[_suffix(name)](name, options)
     if is_refused(name):
-        raise refusal(name)
+        raise explain_refused(name)
     return FileSource(name, excluded, options)
 
 
@@ -178,7 +178,7 @@ def _remote_source(url: str, options: SourceOptions) -> RowSource:
     if _suffix(url) in ROW_SOURCES:
         return ROW_SOURCES[_suffix(url)](url, options)
     if is_refused(url):
-        raise refusal(url)
+        raise explain_refused(url)
     if is_manifest(Path(url)):
         raise UsageError(
             f"{short_repr(url)}: lists are read from this machine: copy it, and name it with --root for its folder"
@@ -263,7 +263,7 @@ class Inputs:
         for source in self.sources:
             for item in source.rows(skip):
                 ident, name, path = item.id, item.file_name, item.file_name
-                if item.content is None:  # a file
+                if item.content is None or not name:  # a file, perhaps with a prompt that is no text
                     path = os.path.abspath(item.path)
                     name = name_below(path, base)
                 ident = ident or name

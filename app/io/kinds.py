@@ -5,11 +5,10 @@ Reads headers only; whether they can be decoded is found out in the decoder proc
 
 from __future__ import annotations
 
-import os
 import re
 from typing import Literal
 
-from mmspec.vision.video.containers import HEADER_BYTES, ContainerError, detect_container, open_regular_file
+from mmspec.vision.video.containers import ContainerError, detect_container
 
 Kind = Literal["image", "video"]
 _IMAGES = re.compile(
@@ -37,14 +36,4 @@ def is_clip(header: bytes, named_video: bool) -> bool:
     return named_video if kind is None else kind == "video"
 
 
-def read_header(path: str | os.PathLike[str]) -> bytes:
-    """The first bytes of a regular file.
-
-    Raises:
-        OSError: it cannot be read.
-    """
-    with os.fdopen(open_regular_file(os.fspath(path)), "rb") as file:
-        return file.read(HEADER_BYTES)
-
-
-__all__ = ["Kind", "is_clip", "media_kind", "read_header"]
+__all__ = ["Kind", "is_clip", "media_kind"]

@@ -15,10 +15,10 @@ from typing import Any
 from mmspec.app.errors import UsageError
 from mmspec.app.io.cells import MEDIA_SUFFIXES
 from mmspec.app.io.item import Item, Skip, SourceOptions
-from mmspec.app.io.kinds import media_kind, read_header
+from mmspec.app.io.kinds import media_kind
 from mmspec.app.io.left_out import SHARD_SUFFIXES, LeftOut, is_hidden, is_packed_metadata
 from mmspec.app.io.manifests import MANIFESTS, is_manifest, read_manifest
-from mmspec.vision.video.containers import describe_format
+from mmspec.vision.video.containers import describe_format, read_header
 
 PATH_KINDS = "a picture, a clip, a folder, a list (.jsonl .json .csv .tsv .txt, also .gz), .tar or .parquet"
 _REMEDIES = (
@@ -39,7 +39,7 @@ def natural_key(text: str) -> tuple[Any, ...]:
     return (*((int(p), "") if p.isdecimal() else (-1, p) for p in parts), (-2, text))
 
 
-def refusal(name: str, found: str = "") -> UsageError:
+def explain_refused(name: str, found: str = "") -> UsageError:
     """The error about a file that is not read.
 
     Args:
@@ -78,11 +78,11 @@ class FileSource:
         if _real(path) in self._excluded:
             return
         try:
-            header = read_header(path)
+            header = read_header(str(path))
         except OSError as error:
             raise UsageError(f"cannot read {path}: {error.strerror}") from error
         if media_kind(header) is None:
-            raise refusal(self.name, describe_format(header))
+            raise explain_refused(self.name, describe_format(header))
 
     def rows(self, skip: Skip) -> Iterator[Item]:
         self._found = LeftOut()
@@ -208,9 +208,9 @@ def _matches(pattern: str) -> Iterator[str]:
 __all__ = [
     "MANIFESTS",
     "FileSource",
+    "explain_refused",
     "find_matches",
     "is_refused",
     "natural_key",
-    "refusal",
     "walk",
 ]

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from mmspec.app.caption.config import FRAMES, MAX_PIXELS
 from mmspec.app.errors import one_line
 from mmspec.app.io.images import ImageError, Media, Video, check_file, check_image_size, load_image
-from mmspec.app.io.kinds import is_clip, read_header
-from mmspec.vision.video.containers import HEADER_BYTES
+from mmspec.app.io.kinds import is_clip
+from mmspec.vision.video.containers import HEADER_BYTES, read_header
 
 if TYPE_CHECKING:
     from mmspec.interfaces import FrameSampler
@@ -76,7 +76,7 @@ def load_media(
         check_file(source)
         named_video = source.suffix.lower() in VIDEO_SUFFIXES if named_video is None else named_video
         try:
-            header = read_header(source)
+            header = read_header(str(source))
         except OSError as error:
             raise ImageError("Unreadable", one_line(error)) from error
     else:
