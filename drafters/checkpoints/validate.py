@@ -61,9 +61,11 @@ BOOLEANS = (
     "bias", "qkv_bias", "input_norm", "wide", "eagle3_input", "norm_before_residual", "layer_mixture",
     "confidence_head", "sample_from_anchor", "use_swa", "causal", "is_causal", "sliding_window_non_causal",
     "rope_is_neox_style", "is_neox_style", "norm_before_fc", "fc_norm", "norm_output",
+    "mrope_interleaved",
 )  # fmt: skip
 LAYER_LISTS = (
     "eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids", "target_layer_ids", "hidden_state_layers",
+    "mrope_section",
 )  # fmt: skip
 NESTED = (
     "target", "rope_scaling", "rope_parameters", "transformer_layer_config", "compressor", "dflash_config",
@@ -181,11 +183,12 @@ def _check_type(key: str, value: object, wanted: type, name: str) -> None:
 
 
 def _check_layer_ids(key: str, value: object) -> None:
-    if key == "hidden_state_layers" and value == []:  # the default of the architecture
+    if key in ("hidden_state_layers", "mrope_section") and value == []:  # the default
         return
+    what = "integers, one per axis" if key.endswith("mrope_section") else "layer indices"
     good = isinstance(value, list) and 0 < len(value) <= MAX_LAYERS
     if not good or not all(type(index) is int and abs(index) <= MAX_LAYERS for index in value):  # type: ignore[attr-defined]
-        raise ValueError(f"{key} must be a list of layer indices; got {_short(value)}.")
+        raise ValueError(f"{key} must be a list of {what}; got {_short(value)}.")
 
 
 def _short(value: object) -> str:
