@@ -6,6 +6,7 @@ target. EAGLE-3 layouts are in `speculators`, those of DFlash and DSpark in `dsp
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import replace
@@ -18,6 +19,7 @@ from torch import Tensor
 from mmspec.drafters.checkpoints.dspark import load_dspark
 from mmspec.drafters.checkpoints.format import CONFIG_NAME, read_config
 from mmspec.drafters.checkpoints.head_config import parse_published_config
+from mmspec.drafters.checkpoints.own_embeddings import own_embeddings
 from mmspec.drafters.checkpoints.published_heads import hub_id_of, published_heads
 from mmspec.drafters.checkpoints.rope import order_rotated_rows
 from mmspec.drafters.checkpoints.speculators import load_eagle3
@@ -28,6 +30,8 @@ from mmspec.drafters.eagle.head import EagleHead
 from mmspec.drafters.eagle.vispec import VispecDrafter, build_vispec_head
 from mmspec.interfaces import TargetInfo
 from mmspec.weight_files import load_weights
+
+logger = logging.getLogger("mmspec")
 
 
 def detect_format(values: Mapping[str, Any], weights: Mapping[str, Tensor]) -> str:
@@ -41,13 +45,21 @@ def detect_format(values: Mapping[str, Any], weights: Mapping[str, Tensor]) -> s
         raise ValueError(f"speculators_model_type {kind!r} is not supported; eagle3, dflash and dspark are.")
     if kind != "eagle3" or ("hidden_norm.weight" in weights and "layers.0.self_attn.q_norm.weight" in weights):
         return "dspark"
-    if "speculators_model_type" in values or "d2t" in weights or any(name.startswith("midlayer.") for name in weights):
+    is_eagle3 = "d2t" in weights or any(name.startswith(("midlayer.", "layers.0.hidden_norm.")) for name in weights)
+    if "speculators_model_type" in values or is_eagle3:
         return "eagle3"
     if "imadpt.q" in weights:
         return "vispec"
     if "fc.weight" not in weights:
         raise ValueError("these are not the weights of a draft head: fc.weight is missing.")
-    return "msd" if values.get("model_type") in ("llava", "qwen2_vl") else "eagle"
+    model_type = values.get("model_type")
+    if model_type == "qwen2_5_vl" and "layers.0.input_layernorm.weight" in weights:
+        logger.warning(
+            "mmspec: a head of model_type 'qwen2_5_vl' with an input_layernorm in its layer is taken as MSD's, whose "
+            "code for 'qwen2_vl' has one; EAGLE's has none"
+        )
+        return "msd"
+    return "msd" if model_type in ("llava", "qwen2_vl") else "eagle"
 
 
 def load_published(folder: str | os.PathLike[str], target: TargetInfo, name: str | None = None) -> HeadDrafter:
@@ -70,11 +82,15 @@ def load_published(folder: str | os.PathLike[str], target: TargetInfo, name: str
     try:
         _check_image_token(values, target)
         format_name = detect_format(values, weights)
+        drafter: HeadDrafter
         if format_name == "eagle3":
-            return load_eagle3(values, weights, target, name)
-        if format_name == "dspark":
-            return load_dspark(values, weights, target, name)
-        return _load_eagle(format_name, values, weights, target, name)
+            drafter = load_eagle3(values, weights, target, name)
+        elif format_name == "dspark":
+            drafter = load_dspark(values, weights, target, name)
+        else:
+            drafter = _load_eagle(format_name, values, weights, target, name)
+        drafter.own_embeddings = own_embeddings(weights, target, drafter.head.config.hidden_size)
+        return drafter
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from error
 
