@@ -20,6 +20,7 @@ FOLDERS = ("mmspec", "drafters", "vision", "app")
 LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "files",
+        "hints",
         "weight_files",
         "reference",
         "engine.tree",

@@ -1,7 +1,7 @@
 """Tables of pictures as rows: Parquet files, and `datasets` of the Hugging Face hub or a local folder.
 
 Read a few rows at a time. Pictures are taken as the bytes that they are and decoded elsewhere; a damaged part of a file
-is one error row. The packages are optional: `pip install 'mmspec[data]'`.
+is one error row. The packages are optional: the extra `data`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from mmspec.app.errors import UsageError, one_line
 from mmspec.app.io.cells import find_image_column, local_name, require_column, table_row
 from mmspec.app.io.content import Unreadable, is_local, open_file_system
 from mmspec.app.io.item import Item, Skip, SourceOptions
+from mmspec.hints import install_hint
 
 ROWS_PER_READ = 64
 MAX_GROUP_BYTES = 8 << 30
@@ -34,7 +35,7 @@ def needs_extra(name: str, extra: str = "data") -> Iterator[None]:
         yield
     except ImportError as error:
         raise UsageError(
-            f"{name} needs a package that is missing ({one_line(error)}): pip install 'mmspec[{extra}]'"
+            f"{name} needs a package that is missing ({one_line(error, 80)}): {install_hint(extra)}"
         ) from error
 
 

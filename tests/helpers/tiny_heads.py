@@ -105,6 +105,8 @@ def build_dspark_drafter(config: HeadConfig, layers: int, seed: int) -> DsparkDr
             hidden_state_layers=((1, layers), (0,), (layers - 1, 1, layers))[seed % 3],
             num_hidden_layers=1 + seed % 3,
             layer_mixture=bool(seed % 2),
+            sliding_windows=(3, 0, 6)[: 1 + seed % 3] if seed % 4 == 2 else (),
+            causal_layers=(True, False, False)[: 1 + seed % 3] if seed % 4 == 2 else (),
         )
     )
     if head.bigram_head is not None:
