@@ -25,16 +25,12 @@ def decode_item(item: Item, sampler: FrameSampler, max_pixels: int, decoders: De
     Raises:
         ImageError: it cannot be read or decoded; the message says where a list or table names it.
     """
-    try:
+    with item.locate_errors():
         if item.content is None:
             return load_media(item.path, sampler, max_pixels, decoders)
         if isinstance(item.content, Pictures) and len(item.content.parts) > 1:
             return _decode_pictures(item.content, max_pixels, decoders)
         return load_media(item.content.read(), sampler, max_pixels, decoders, named_video=item.is_video)
-    except ImageError as error:
-        if not item.origin:
-            raise
-        raise ImageError(error.kind, f"{error} ({item.origin})") from error
 
 
 def _decode_pictures(content: Pictures, max_pixels: int, decoders: DecoderPool) -> tuple[Image.Image, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -12,6 +13,7 @@ from mmspec.app.caption.config import default_prompt
 from mmspec.app.io import videos
 from mmspec.app.io.content import Content, Unreadable, is_local
 from mmspec.app.io.text import escaped, find_fault
+from mmspec.vision.images import ImageError
 
 if TYPE_CHECKING:
     from mmspec.app.io.left_out import LeftOut
@@ -65,6 +67,16 @@ class Item:
             is_video: what it is by content; None: by name.
         """
         return self.prompt or default or default_prompt(self.is_video if is_video is None else is_video)
+
+    @contextmanager
+    def locate_errors(self) -> Iterator[None]:
+        """Add where a list or table names this row to the message of an `ImageError` of the block."""
+        try:
+            yield
+        except ImageError as error:
+            if not self.origin or str(error).endswith(f"({self.origin})"):
+                raise
+            raise ImageError(error.kind, f"{error} ({self.origin})") from error
 
 
 Skip = Callable[[str], bool]
