@@ -1,8 +1,8 @@
 """Captions as WebDataset archives: `KEY.jpg`, `KEY.txt` (the caption) and `KEY.json` (the row) for each picture.
 
 Pictures are stored as they were captioned, and named after their content: a name or an address may say anything, and
-`KEY.json` is the row. Several pictures of a row are `KEY.0.jpg`, `KEY.1.jpg` and so on. A row without a caption is no sample: it goes to a file of errors beside the
-archive, as a loader expects the same members of every sample.
+`KEY.json` is the row. Several pictures of a row are `KEY.0.jpg`, `KEY.1.jpg` and so on. A row without a caption is no
+sample: it goes to a file of errors beside the archive, as a loader expects the same members of every sample.
 """
 
 from __future__ import annotations
