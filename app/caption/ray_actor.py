@@ -12,6 +12,7 @@ from PIL import Image
 from mmspec.app.caption.config import CaptionConfig, ProcessInfo
 from mmspec.app.caption.rows import RowCaptioner
 from mmspec.app.io.cells import cell_content
+from mmspec.app.io.content import Unreadable
 from mmspec.app.io.images import ImageError, Media, load_image
 from mmspec.app.io.item import Item
 from mmspec.vision.video.decoder_pool import DecoderPool
@@ -51,12 +52,12 @@ class CaptionActor:
             are not repeatable where actors share the work.
         dtype: of the model; "auto": the checkpoint's, float32 on a CPU.
         device: of the model; "auto": the GPU that Ray gives this actor, if there is one.
-        max_pixels: larger pictures are refused.
+        max_pixels: larger pictures are shrunk to as many pixels; None: as the processor does without it.
 
     Adds the columns `caption`, `error`, `n_new_tokens`, `tau` (tokens per forward) and `finish_reason`.
 
     Raises:
-        UsageError: the model or drafter cannot be loaded.
+        UsageError: the model or drafter cannot be loaded, or the prompt is no text.
     """
 
     def __init__(
@@ -73,14 +74,15 @@ class CaptionActor:
         seed: int = 0,
         dtype: str = "auto",
         device: str = "auto",
-        max_pixels: int = CaptionConfig.max_pixels,
+        max_pixels: int | None = None,
     ) -> None:
-        from mmspec.app.caption.command import build_captioner
+        from mmspec.app.caption.command import build_captioner, check_texts
 
         self._config = CaptionConfig(
             (), model=model, prompt=prompt, drafter=drafter, compressor=compressor, max_new_tokens=max_new_tokens,
             temperature=temperature, seed=seed, dtype=dtype, device=device, max_pixels=max_pixels,
         )  # fmt: skip
+        check_texts(self._config)
         self._image_column, self._prompt_column = image_column, prompt_column
         self._captioner: RowCaptioner | None = None
         self._model = build_captioner(self._config, ProcessInfo())
@@ -99,7 +101,9 @@ class CaptionActor:
         for cell, prompt in zip(cells, prompts, strict=True):
             text = str(prompt) if prompt is not None and str(prompt) else None
             item = Item(Path(), str(self._num_rows), prompt=text, index=self._num_rows)
-            decoded.append((item, self._decode(cell)))
+            fault = item.content  # of the prompt: an item with a bad one cannot be read
+            bad = ImageError(fault.kind, fault.message) if isinstance(fault, Unreadable) else None
+            decoded.append((item, bad or self._decode(cell)))
             self._num_rows += 1
         rows = self._captioner.caption_rows(decoded)
         added: dict[str, list[Any]] = {name: [row[name] for row in rows] for name in NEW_COLUMNS}
@@ -109,11 +113,11 @@ class CaptionActor:
     def _decode(self, cell: Any) -> Media | ImageError:
         try:
             if isinstance(cell, np.ndarray | Image.Image):
-                return load_image(cell, self._config.max_pixels)
+                return load_image(cell, self._config.pixel_limit)
             if isinstance(cell, str) or (isinstance(cell, Mapping) and not cell.get("bytes")):
                 raise ImageError("NotAnImage", "a picture is an array or bytes: read paths and addresses before")
             content, _ = cell_content(cell, "", None)
-            return load_image(content.read(), self._config.max_pixels, self._decoders)
+            return load_image(content.read(), self._config.pixel_limit, self._decoders)
         except ImageError as error:
             return error
 

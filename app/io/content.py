@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.io.web import FetchError, fetch
+from mmspec.hints import install_hint
 from mmspec.vision.images import ImageError
 from mmspec.vision.video.containers import open_regular_file
 
@@ -69,6 +70,8 @@ class ByteRange:
             check_num_bytes(self.size)
         try:
             data = _read_local(self) if is_local(self.url) else _read_remote(self)
+        except ImageError:
+            raise
         except UsageError as error:
             raise ImageError("Unreadable", str(error)) from error
         except FileNotFoundError as error:
@@ -136,6 +139,8 @@ def is_local(url: str) -> bool:
 
 def _read_local(part: ByteRange) -> bytes:
     with os.fdopen(open_regular_file(part.url), "rb") as file:
+        if part.size is None:
+            check_num_bytes(os.fstat(file.fileno()).st_size - part.start)
         file.seek(part.start)
         return file.read(MAX_CONTENT_BYTES + 1 if part.size is None else part.size)
 
@@ -160,7 +165,7 @@ def open_file_system(url: str) -> tuple[Any, str]:
         return fsspec.core.url_to_fs(url)
     except ImportError as error:
         extra = DRIVER_EXTRAS.get(scheme)
-        hint = f"pip install 'mmspec[{extra}]'" if extra else "install its fsspec driver"
+        hint = install_hint(extra) if extra else "install its fsspec driver"
         raise UsageError(f"{url}: {one_line(error)} ({hint})") from error
     except ValueError as error:
         raise UsageError(f"{url}: {one_line(error)}") from error
