@@ -66,15 +66,15 @@ def run_call(model: PreTrainedModel, folder: Path, inputs: Inputs, *, num_tokens
     propose, observe, logits, native_draft = drafter.propose, drafter.observe, drafter.logits, drafter.native_draft
 
     def spy_logits(*args: Any) -> Tensor:
-        found.append(logits(*args)[:, 0])
-        return found[-1][:, None]
+        found.append(logits(*args))  # of one level, or of all positions of a block
+        return found[-1]
 
     def spy_propose(state: Any, max_nodes: int, active: Any) -> Any:
         found.clear()
         tree = propose(state, max_nodes, active)
         for row, rounds in enumerate(call.rows):
             if active[row]:
-                levels = torch.stack([part[row] for part in found]) if found else torch.zeros(0)
+                levels = torch.cat([part[row] for part in found]) if found else torch.zeros(0)
                 rounds.append(DraftedRound(known[row], tree.tokens[row, 1:].tolist(), levels))
         return tree
 
