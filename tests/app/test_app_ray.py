@@ -27,10 +27,10 @@ from mmspec.app.caption.ray_stages import (
 )
 from mmspec.app.cli.main import main
 from mmspec.app.modeling.synthetic_images import write_images
+from mmspec.hints import install_hint
 from mmspec.ray import CaptionActor
 
 VARYING = ("seconds", "ttft_s", "n_rounds", "tau")
-from mmspec.hints import install_hint
 
 
 def essence(path: Path) -> list[dict[str, Any]]:
@@ -79,6 +79,7 @@ from pathlib import Path
 from mmspec.app.caption import command, ray_job
 from mmspec.app.caption.config import CaptionConfig
 from mmspec.app.caption.ray_stages import COLUMN, PlannedBatch, decode_stage, frame, plan_job
+from mmspec.hints import install_hint
 config = CaptionConfig((sys.argv[1],), "tiny", out=sys.argv[1] + ".jsonl")
 batch = next(plan_job(config, Path(), [], {}))
 [decoded] = decode_stage(frame([batch]), config)[COLUMN]
