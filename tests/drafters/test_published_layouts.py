@@ -18,7 +18,10 @@ from transformers import PreTrainedModel
 
 import mmspec
 from mmspec.app.cli.env import describe_drafter
+from mmspec.config import target_info
 from mmspec.cpu.native import load_kernel
+from mmspec.drafters.checkpoints.export import export_head
+from mmspec.drafters.checkpoints.published import load_published
 from mmspec.engine.graph import record_nothing
 from mmspec.targets.registry import find_adapter
 
@@ -89,6 +92,21 @@ def test_axes_of_padded_rows(name: str, tmp_path: Path) -> None:
     call = run_call(model, folder, inputs, num_tokens=8, native=False)
     for row in range(2):
         assert_drafts_as_read(call, SlowEagle3Head(folder, read_text(model, inputs, call, row)), row)
+
+
+def test_what_is_assumed_of_a_missing_key(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One line where the head's own code and the engines disagree; an exported head has the key."""
+    for name, is_assumed in (("M-RoPE", False), ("M-RoPE without its key", True)):
+        layout = LAYOUTS[f"EAGLE-3, AngelSlim, {name}"]
+        info = target_info(find_adapter(build_target(layout.family)), None)
+        caplog.clear()
+        drafter = load_published(write_head(tmp_path / name, layout), info)
+        assert ("mrope_interleaved is missing and taken as true" in caplog.text) is is_assumed
+        for format_name in ("vllm", "speculators"):
+            folder = tmp_path / f"{name} {format_name}"
+            export_head(folder, drafter, info, format_name)
+            config = load_published(folder, info).head.config
+            assert config.mrope_interleaved and config.mrope_section == drafter.head.config.mrope_section
 
 
 @pytest.mark.parametrize("name", ["EAGLE-3, SpecForge, M-RoPE", "EAGLE-3, AngelSlim, M-RoPE without its key"])
