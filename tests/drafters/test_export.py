@@ -273,6 +273,8 @@ def test_block_heads_that_do_not_fit(
         ("vllm", {"draft_vocab_size": 30}, r"d2t must be \[30\], as draft_vocab_size says"),
         ("vllm", {"rope_scaling": {"type": "mrope", "mrope_section": [2, 1, 2]}}, r"mrope_section .* got \[2, 1, 2\]"),
         ("vllm", {"rope_scaling": {"type": "mrope"}}, "needs a mrope_section"),
+        ("vllm", {"rope_parameters": {"mrope_section": "4"}}, "mrope_section must be a list of integers, one per axis"),
+        ("vllm", {"rope_scaling": {"mrope_interleaved": 1}}, "mrope_interleaved must be true or false"),
         ("vllm", {"visual_mode": "decoupled"}, "visual_mode .* got 'decoupled'"),
     ],
 )
