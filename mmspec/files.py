@@ -1,4 +1,4 @@
-"""The user's cache folder, and atomic file replacement: a path holds the old or the complete new content.
+"""The user's cache folder, names of folders, and atomic file replacement: the old or the complete new content.
 
 Knows nothing of what is written; used for checkpoints, weights, results and measured costs.
 """
@@ -6,6 +6,7 @@ Knows nothing of what is written; used for checkpoints, weights, results and mea
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -63,4 +64,15 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-__all__ = ["CACHE_VARIABLE", "atomic_write", "cache_folder", "sync_folder"]
+_HUB_CACHE = re.compile(r"models--([\w.-]+?)--([\w.-]+)")
+"""The folder of a repository in the cache of the hub."""
+
+
+def folder_name(folder: str | os.PathLike[str]) -> str:
+    """The name of a model or drafter in a folder: OWNER/NAME in the cache of the hub, where the last part is a commit."""
+    parts = Path(os.path.normpath(folder)).parts
+    found = _HUB_CACHE.fullmatch(parts[-3]) if len(parts) > 2 and parts[-2] == "snapshots" else None
+    return f"{found[1]}/{found[2]}" if found else parts[-1]
+
+
+__all__ = ["CACHE_VARIABLE", "atomic_write", "cache_folder", "folder_name", "sync_folder"]

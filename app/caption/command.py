@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -89,6 +89,7 @@ def check_options(config: CaptionConfig) -> None:
         UsageError: there are some.
     """
     config.frame_sampler()
+    config.columns()
     if config.batch_size == AUTO_BATCH_SIZE and config.temperature > 0:
         raise UsageError("sampled captions depend on the batches: give --batch-size a number with --temperature")
     for name in ("prompt", "system_prompt"):
@@ -139,7 +140,7 @@ def build_output(config: CaptionConfig, process: ProcessInfo) -> Output:
     if config.out != "-" and config.format == "jsonl":
         return FileOutput(Path(config.out), settings, **ranks, overwrite=config.overwrite)
     if config.out != "-":
-        shards, rows = build_format(config.format), config.rows_per_shard
+        shards, rows = build_format(config.format, config.columns()), config.rows_per_shard
         return ShardedOutput(
             Path(config.out), settings, shards, **ranks, overwrite=config.overwrite, rows_per_shard=rows
         )
@@ -152,8 +153,8 @@ def build_output(config: CaptionConfig, process: ProcessInfo) -> Output:
     return StreamOutput()
 
 
-def build_format(name: str) -> ShardFormat:
-    """The shard format of that name.
+def build_format(name: str, columns: Sequence[str]) -> ShardFormat:
+    """The shard format of that name, for rows with these columns.
 
     Raises:
         UsageError: a package that it needs is not installed.
@@ -161,7 +162,10 @@ def build_format(name: str) -> ShardFormat:
     from mmspec.app.io.parquet_shards import ParquetShards
     from mmspec.app.io.tar_shards import TarShards
 
-    formats: dict[str, Callable[[], ShardFormat]] = {"parquet": ParquetShards, "webdataset": TarShards}
+    formats: dict[str, Callable[[], ShardFormat]] = {
+        "parquet": lambda: ParquetShards(columns),
+        "webdataset": TarShards,
+    }
     return formats[name]()
 
 

@@ -19,6 +19,7 @@ from mmspec.app.caption.plan import RowPlan, skip_finished
 from mmspec.app.caption.progress import CaptionProgress, comparison_lines, print_stderr
 from mmspec.app.caption.rows import CaptionModel, RowCaptioner
 from mmspec.app.errors import UsageError
+from mmspec.app.io.columns import select
 from mmspec.app.io.decode import decode_item
 from mmspec.app.io.images import ImageError, Media, decode_ahead, pixel_limit
 from mmspec.app.io.inputs import Inputs
@@ -156,7 +157,8 @@ class CaptionJob:
     def _write(self, rows: list[Row], items: list[Item], progress: CaptionProgress) -> None:
         """Write the pending ones of the rows of a batch."""
         new = [(row, item) for row, item in zip(rows, items, strict=True) if self._is_pending(item)]
-        self.output.write([row for row, _ in new], [item for _, item in new])
+        columns = self.config.columns()
+        self.output.write([select(row, columns) for row, _ in new], [item for _, item in new])
         if self.config.retry_errors:
             self._retried.update(row["id"] for row, _ in new)
         progress.add(row for row, _ in new)

@@ -15,6 +15,7 @@ from mmspec.drafters.checkpoints.format import (
 )
 from mmspec.drafters.checkpoints.validate import explain_damage
 from mmspec.drafters.eagle.base import HeadDrafter
+from mmspec.files import folder_name
 from mmspec.interfaces import TargetInfo
 
 
@@ -54,7 +55,7 @@ def _load(folder: str | os.PathLike[str], target: TargetInfo | None) -> HeadDraf
         head,
         metadata.visual_mode,
         num_layers=metadata.num_layers,
-        name=os.path.basename(os.path.normpath(folder)),
+        name=folder_name(folder),
         draft_ids=metadata.draft_ids,
     )
     drafter.bundled_compressor = metadata.compressor

@@ -25,6 +25,7 @@ from mmspec.drafters.eagle.base import HeadDrafter
 from mmspec.drafters.eagle.drafter import EagleDrafter
 from mmspec.drafters.eagle.head import EagleHead
 from mmspec.drafters.eagle.vispec import VispecDrafter, build_vispec_head
+from mmspec.files import folder_name
 from mmspec.interfaces import TargetInfo
 from mmspec.weight_files import load_weights
 
@@ -96,10 +97,10 @@ def load_published(folder: str | os.PathLike[str], target: TargetInfo) -> HeadDr
         _check_image_token(values, target)
         format_name = detect_format(values, weights)
         if format_name == "eagle3":
-            return load_eagle3(values, weights, target, folder.name)
+            return load_eagle3(values, weights, target, folder_name(folder))
         if format_name == "dspark":
-            return load_dspark(values, weights, target, folder.name)
-        return _load_eagle(format_name, values, weights, target, folder.name)
+            return load_dspark(values, weights, target, folder_name(folder))
+        return _load_eagle(format_name, values, weights, target, folder_name(folder))
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from error
 
