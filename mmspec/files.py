@@ -69,7 +69,7 @@ _HUB_CACHE = re.compile(r"models--([\w.-]+?)--([\w.-]+)")
 
 
 def folder_name(folder: str | os.PathLike[str]) -> str:
-    """The name of a model or drafter in a folder: OWNER/NAME in the cache of the hub, where the last part is a commit."""
+    """The name of a model or drafter in a folder: OWNER/NAME in the hub's cache, where the last part is a commit."""
     parts = Path(os.path.normpath(folder)).parts
     found = _HUB_CACHE.fullmatch(parts[-3]) if len(parts) > 2 and parts[-2] == "snapshots" else None
     return f"{found[1]}/{found[2]}" if found else parts[-1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -42,15 +43,17 @@ def add_parser(commands: Commands, common: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Carry out the command; returns the exit code."""
+    if args.model is None:
+        raise UsageError(CHOOSE_MODEL)
+    validate_drafter(args.drafter, args.compressor)
+    if args.progress is not False and os.environ.get("RANK", "0") == "0":
+        print(f"mmspec: loading {args.model} ...", file=sys.stderr, flush=True)  # before torch, which takes seconds
     from mmspec.app.caption.job import CaptionJob
     from mmspec.app.caption.progress import print_stderr
 
-    if args.model is None:
-        raise UsageError(CHOOSE_MODEL)
     pixel_limit = max(MAX_PIXELS, args.max_pixels or 0)
     config = config_from_args(CaptionConfig, args, stop=tuple(filter(None, args.stop)), pixel_limit=pixel_limit)
     process = ProcessInfo.from_env(os.environ)
-    validate_drafter(config.drafter, config.compressor)
     check_options(config)
     config = with_task_prompt(config)
     if config.ray is not None:

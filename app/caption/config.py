@@ -138,9 +138,9 @@ class CaptionConfig:
         Raises:
             UsageError: `fields` names one that does not exist.
         """
-        from mmspec.app.io.columns import COLUMNS, choose_columns
+        from mmspec.app.io.columns import ROW_COLUMNS, choose_columns
 
-        return tuple(COLUMNS) if self.fields is None else choose_columns(self.fields, bool(self.compare))
+        return tuple(ROW_COLUMNS) if self.fields is None else choose_columns(self.fields, bool(self.compare))
 
     def sampling(self) -> Sampling:
         """How tokens are chosen."""

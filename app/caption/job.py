@@ -16,7 +16,7 @@ from types import FrameType
 
 from mmspec.app.caption.config import CaptionConfig, ProcessInfo, prompt_sha1
 from mmspec.app.caption.plan import RowPlan, skip_finished
-from mmspec.app.caption.progress import CaptionProgress, comparison_lines, print_stderr
+from mmspec.app.caption.progress import CaptionProgress, comparison_lines, file_line, print_stderr
 from mmspec.app.caption.rows import CaptionModel, RowCaptioner
 from mmspec.app.errors import UsageError
 from mmspec.app.io.columns import select
@@ -113,7 +113,7 @@ class CaptionJob:
             complete = not stop.signal
         finally:
             summary = self.output.close(self._ids(), complete=complete)
-        self._report(progress, self._num_finished(), stop)
+        self._report(progress, self._num_finished(), stop, summary)
         return 128 + stop.signal if stop.signal else self._exit_code(summary)
 
     def _prepare(self, inputs: Inputs) -> None:
@@ -166,12 +166,12 @@ class CaptionJob:
     def _is_pending(self, item: Item) -> bool:
         return is_pending(item, self._finished, self.config) and item.id not in self._retried
 
-    def _report(self, progress: CaptionProgress, skipped: int, stop: GracefulStop) -> None:
+    def _report(self, progress: CaptionProgress, skipped: int, stop: GracefulStop, summary: JobSummary | None) -> None:
         model = self.model
         lines = progress.summary(skipped, model.acceptance if model else None)
         lines += comparison_lines(model.comparison, model.dtype != "float32") if model else []
         if self.config.out != "-":
-            lines.append(f"rows in {self.config.out}")
+            lines.append(file_line(summary, self.config.out))
         if stop.signal:
             lines.append("interrupted: run the same command again to continue")
         who = f"mmspec rank {self.process.rank}: " if self.process.world_size > 1 else "mmspec: "

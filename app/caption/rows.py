@@ -14,7 +14,7 @@ from mmspec.app.caption.batch_size import BatchSizer
 from mmspec.app.caption.config import SCENES_MODEL, CaptionConfig, derive_seed, prompt_sha1
 from mmspec.app.caption.progress import print_stderr
 from mmspec.app.errors import one_line
-from mmspec.app.io.columns import COLUMNS, GENERATION
+from mmspec.app.io.columns import GENERATION, ROW_COLUMNS
 from mmspec.app.io.images import ImageError, Media
 from mmspec.app.io.item import Item
 from mmspec.app.io.jsonl import Row
@@ -129,7 +129,7 @@ class RowCaptioner:
     def _row(self, item: Item, result: Caption | Failure) -> Row:
         config, provenance = self.config, self.model.provenance
         prompt = item.resolve_prompt(config.prompt)
-        row: Row = dict.fromkeys(COLUMNS)
+        row: Row = dict.fromkeys(ROW_COLUMNS)
         row |= {"id": item.id, "file_name": item.file_name, "index": item.index, "mmspec_version": mmspec_version()}
         row |= {"prompt": prompt, "prompt_sha1": prompt_sha1(prompt), "finish_reason": "error"}
         row |= {"model": config.model, "model_revision": provenance.model_revision, "drafter": provenance.drafter}

@@ -27,7 +27,7 @@ GENERATION: dict[str, Kind] = {
     "chat_template_kwargs": "text",
 }
 """The settings that a caption was generated with; the variables of the template as JSON."""
-COLUMNS: dict[str, Column] = {
+ROW_COLUMNS: dict[str, Column] = {
     "id": "text",
     "file_name": "text",
     "caption": "text",
@@ -63,11 +63,11 @@ def choose_columns(names: Sequence[str], compared: bool) -> tuple[str, ...]:
         UsageError: there is no such column.
     """
     for name in names:
-        if name not in COLUMNS:
-            known = ", ".join(COLUMNS)
-            raise UsageError(f"--fields: no column {name[:30]!r}; there are {known}{did_you_mean(name, COLUMNS)}")
+        if name not in ROW_COLUMNS:
+            known = ", ".join(ROW_COLUMNS)
+            raise UsageError(f"--fields: no column {name[:30]!r}; there are {known}{did_you_mean(name, ROW_COLUMNS)}")
     wanted = {*names, *STATE_COLUMNS, *(COMPARED_COLUMNS if compared else ())}
-    return tuple(name for name in COLUMNS if name in wanted)
+    return tuple(name for name in ROW_COLUMNS if name in wanted)
 
 
 def select(row: Row, columns: Iterable[str]) -> Row:
@@ -75,4 +75,4 @@ def select(row: Row, columns: Iterable[str]) -> Row:
     return {name: row[name] for name in columns}
 
 
-__all__ = ["COLUMNS", "Column", "Kind", "choose_columns", "select"]
+__all__ = ["ROW_COLUMNS", "Column", "Kind", "choose_columns", "select"]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from mmspec.app.io import jsonl
-from mmspec.app.io.columns import COLUMNS, COMPARED_COLUMNS, STATE_COLUMNS, Column
+from mmspec.app.io.columns import COMPARED_COLUMNS, ROW_COLUMNS, STATE_COLUMNS, Column
 from mmspec.app.io.item import Item
 from mmspec.app.io.jsonl import Row
 from mmspec.app.io.output import Finished
@@ -22,7 +22,7 @@ class ParquetShards:
 
     suffix, open_suffix = ".parquet", ".jsonl"
 
-    def __init__(self, columns: Sequence[str] = tuple(COLUMNS)) -> None:
+    def __init__(self, columns: Sequence[str] = tuple(ROW_COLUMNS)) -> None:
         """For rows with these columns."""
         with needs_extra("--format parquet"):
             import pyarrow
@@ -31,7 +31,7 @@ class ParquetShards:
 
     def schema(self) -> Any:
         """The columns and their types."""
-        return self._pa.schema([(name, self._type(COLUMNS[name])) for name in self._columns])
+        return self._pa.schema([(name, self._type(ROW_COLUMNS[name])) for name in self._columns])
 
     def _type(self, column: Column) -> Any:
         if isinstance(column, Mapping):

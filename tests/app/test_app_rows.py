@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mmspec.app.cli.main import main
-from mmspec.app.io.columns import COLUMNS, GENERATION
+from mmspec.app.io.columns import GENERATION, ROW_COLUMNS
 from mmspec.app.modeling.load import model_revision
 from mmspec.app.modeling.random_models import random_model
 from mmspec.app.modeling.synthetic_images import write_images
@@ -56,7 +56,7 @@ def test_a_row_stands_alone(pictures: Path, tmp_path: Path, form: str) -> None:
     ]
     assert caption(pictures, "--out", out, "--format", form, *options) == 0
     for row in rows(out):
-        assert list(row) == list(COLUMNS) and list(row["gen"]) == list(GENERATION)
+        assert list(row) == list(ROW_COLUMNS) and list(row["gen"]) == list(GENERATION)
         assert (
             row["prompt"] == "what is it ?" and row["prompt_sha1"] == hashlib.sha1(row["prompt"].encode()).hexdigest()
         )
