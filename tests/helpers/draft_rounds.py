@@ -13,9 +13,11 @@ from tiny_models import Inputs
 from torch import Tensor
 from transformers import PreTrainedModel
 
+import mmspec
 from mmspec.config import resolve_drafter
 from mmspec.drafters.eagle.base import HeadDrafter
 from mmspec.interfaces import VerifyResult
+from mmspec.metrics.stats import Stats
 from mmspec.targets.registry import find_adapter
 
 
@@ -42,12 +44,15 @@ class DraftedCall:
         rows: the drafts of each row.
         sequences: [B, T] the output, prompt included.
         drafter: that drafted.
+        num_native: prompts after which the head ran in compiled code.
+        stats: of the call.
     """
 
     rows: list[list[DraftedRound]]
     sequences: Tensor
     drafter: HeadDrafter
-    num_native: int = field(default=0)
+    num_native: int = 0
+    stats: Stats = field(default_factory=Stats)
 
 
 def run_call(model: PreTrainedModel, folder: Path, inputs: Inputs, *, num_tokens: int, native: bool) -> DraftedCall:
@@ -96,6 +101,7 @@ def run_call(model: PreTrainedModel, folder: Path, inputs: Inputs, *, num_tokens
         call.sequences = model.generate(
             **inputs, max_new_tokens=num_tokens, do_sample=False, suppress_tokens=[model.config.image_token_id]
         )
+        call.stats = mmspec.stats(model)
     return call
 
 

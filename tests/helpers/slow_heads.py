@@ -173,16 +173,18 @@ class SlowVispec(SlowEagle):
 class SlowEagle3Head(SlowHead):
     """EAGLE-3 of the EAGLE code, speculators, SpecForge and AngelSlim.
 
-    The embedding of a visual position is that of its placeholder token, as all of them train and vLLM serves it. With a
-    `mrope_section` the rotary positions are the target's: SpecForge gives each axis one range of frequencies, AngelSlim
-    takes turns whatever its config says.
+    The embedding of a visual position is that of its placeholder token, as all of them train and vLLM serves it, unless
+    the config has the `visual_mode` "coupled". With a `mrope_section` the rotary positions are the target's: SpecForge
+    gives each axis one range of frequencies, AngelSlim takes turns whatever its config says.
     """
 
     def read_row(self, row: int) -> None:
         num_layers = len(self.text.states) - 1
         layers = self.config.get("eagle_aux_hidden_state_layer_ids") or (2, num_layers // 2, num_layers - 3)
         state = self.linear("fc", torch.cat([self.text.states[layer][row] for layer in layers]))
-        self.last = self.step(self.text.embedding[self.text.ids[row + 1]], state, row)
+        is_coupled = self.config.get("visual_mode") == "coupled"  # as SGLang feeds it
+        embed = self.text.embeds[row + 1] if is_coupled else self.text.embedding[self.text.ids[row + 1]]
+        self.last = self.step(embed, state, row)
 
     def draft_row(self, token: int, state: Tensor, row: int) -> Tensor:
         return self.step(self.text.embedding[token], state, row)
