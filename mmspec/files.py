@@ -1,4 +1,4 @@
-"""The user's cache folder, names of folders, and atomic file replacement: the old or the complete new content.
+"""The user's cache folder, and atomic file replacement: a path holds the old or the complete new content.
 
 Knows nothing of what is written; used for checkpoints, weights, results and measured costs.
 """
@@ -28,6 +28,22 @@ def cache_folder() -> Path:
         return Path.home() / ".cache" / "mmspec"
     except RuntimeError:
         return Path(os.devnull) / "mmspec"  # every attempt to read or write is an `OSError`, as in a closed folder
+
+
+def make_private_folder(folder: Path) -> None:
+    """Create `folder` and the parents that are missing, all for this user only, whatever the umask is.
+
+    `Path.mkdir(parents=True)` gives its mode to the last one alone; a cache that others can write is not trusted.
+
+    Raises:
+        OSError: it cannot be created, or is a file.
+    """
+    missing, parent = [folder], folder.parent
+    while not parent.exists():
+        missing.append(parent)
+        parent = parent.parent
+    for one in reversed(missing):
+        one.mkdir(mode=0o700, exist_ok=True)
 
 
 @contextmanager
@@ -64,15 +80,14 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-_HUB_CACHE = re.compile(r"models--([\w.-]+?)--([\w.-]+)")
-"""The folder of a repository in the cache of the hub."""
+SNAPSHOT_FOLDER = re.compile(r"(?:.*[/\\])?models--([\w.-]+?)--([\w.-]+)[/\\]snapshots[/\\][^/\\]+[/\\]*")
+"""A snapshot in the cache of `huggingface_hub`."""
 
 
-def folder_name(folder: str | os.PathLike[str]) -> str:
-    """The name of a model or drafter in a folder: OWNER/NAME in the hub's cache, where the last part is a commit."""
-    parts = Path(os.path.normpath(folder)).parts
-    found = _HUB_CACHE.fullmatch(parts[-3]) if len(parts) > 2 and parts[-2] == "snapshots" else None
-    return f"{found[1]}/{found[2]}" if found else parts[-1]
+def snapshot_id(folder: str | os.PathLike[str]) -> str | None:
+    """OWNER/NAME of a model whose folder lies in the cache of the hub, where its own name is a commit; else None."""
+    found = SNAPSHOT_FOLDER.fullmatch(os.fspath(folder))
+    return f"{found[1]}/{found[2]}" if found else None
 
 
-__all__ = ["CACHE_VARIABLE", "atomic_write", "cache_folder", "folder_name", "sync_folder"]
+__all__ = ["CACHE_VARIABLE", "atomic_write", "cache_folder", "make_private_folder", "snapshot_id", "sync_folder"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ class DraftInputs:
         next_embeds: [B, n, D] embedding of the next token as the target received it (visual tokens projected).
         hidden_states: [B, n, S] hidden states of the target, or outputs of the head.
         visual_mask: [B, n] bool, True where the next token is visual.
-        placeholder_embed: [D] embedding of the media placeholder id.
+        placeholder_embed: [D] embedding of the media placeholder id, or [B, n, D] that of the next token's.
         attention_mask: [B, n] bool, False at padding.
         position_ids: [B, n] int64.
         grids: of the visual tokens, `start` counted in visual tokens of their row; empty if unknown.
@@ -107,6 +107,15 @@ def resolve_visual_mode(name: str) -> str:
     return name
 
 
+def embed_anew(prompt: Prompt, shared_embeddings: SharedEmbeddings) -> Prompt:
+    """A prompt whose text is embedded by a head's own embeddings; visual positions as before, if the sizes agree."""
+    merged = prompt.hidden_states[0]
+    embeds = shared_embeddings.embed(prompt.input_ids[:, -merged.shape[1] :]).to(merged.dtype)
+    if embeds.shape == merged.shape:
+        embeds = torch.where(prompt.visual_mask[:, -merged.shape[1] :, None], merged, embeds)
+    return replace(prompt, hidden_states={**prompt.hidden_states, 0: embeds})
+
+
 def align_prompt(
     prompt: Prompt, hidden_states: Tensor, first_ids: Tensor, shared_embeddings: SharedEmbeddings, visual_mode: str
 ) -> tuple[DraftInputs, Tensor]:
@@ -135,8 +144,8 @@ def align_prompt(
         saliency = None if saliency is None else left_pack(mask, saliency)[1]
     index = torch.arange(n, device=hidden_states.device)
     placeholder_embed = embeds.new_zeros(embeds.shape[-1])
-    if visual_mode == "placeholder" and len(placeholder_ids := prompt.input_ids[prompt.visual_mask][:1]):
-        placeholder_embed = shared_embeddings.embed(placeholder_ids)[0].to(embeds.dtype)
+    if visual_mode == "placeholder":
+        placeholder_embed = _placeholder_embed(prompt, n, shared_embeddings).to(embeds.dtype)
     inputs = DraftInputs(
         next_embeds=next_embeds,
         hidden_states=hidden_states,
@@ -147,6 +156,16 @@ def align_prompt(
         saliency=None if saliency is None else saliency.roll(-1, 1),
     )
     return inputs, counts
+
+
+def _placeholder_embed(prompt: Prompt, n: int, shared_embeddings: SharedEmbeddings) -> Tensor:
+    """[D] embedding of the prompt's placeholder id; [B, n, D] of the next token's where there are several (videos)."""
+    is_visual = prompt.visual_mask
+    ids = prompt.input_ids[is_visual].unique()
+    if len(ids) < 2:
+        return shared_embeddings.embed(ids if len(ids) else prompt.input_ids[0, :1])[0]
+    rows = prompt.input_ids.where(is_visual, ids[0])[:, -n:]
+    return shared_embeddings.embed(gather_rows(rows, prompt_order(prompt, n)).roll(-1, 1))
 
 
 def prompt_order(prompt: Prompt, n: int) -> Tensor:
@@ -187,6 +206,7 @@ __all__ = [
     "align_prompt",
     "coupled",
     "decoupled",
+    "embed_anew",
     "left_pack",
     "packed_indices",
     "placeholder",

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from mmspec.cpu.weights import FLOAT_TYPES, QuantisedWeight, Weight, is_block, weight_struct
-from mmspec.files import atomic_write, cache_folder
+from mmspec.files import CACHE_VARIABLE, atomic_write, cache_folder, make_private_folder
 
 logger = logging.getLogger("mmspec")
 
@@ -39,13 +39,17 @@ MAIN_SOURCE = "few_rows.c"
 COMPILERS = ("cc", "gcc", "clang")
 FLAGS = ("-O2", "-std=gnu11", "-fno-math-errno", "-fPIC", "-shared", "-fvisibility=hidden")
 LINKED = ("-lm",)
-BUILD_TIMEOUT_S = 60.0
+BUILD_TIMEOUT_S = 120.0
 DIGEST_BYTES = hashlib.sha256().digest_size
 _BUILD_LOCK = threading.Lock()
 
 
 class KernelUnavailableError(RuntimeError):
     """The kernel cannot be built or used here; the message says why."""
+
+
+class UntrustedFolderError(KernelUnavailableError):
+    """The kernel is not loaded from a folder that others can write; the message has the command that mends it."""
 
 
 class FewRowsKernel:
@@ -80,6 +84,9 @@ class FewRowsKernel:
         pointer, size = ctypes.c_void_p, ctypes.c_int64
         self._linear.argtypes = [pointer, ctypes.c_int, *3 * (pointer,), size, ctypes.c_int, size, pointer]
         self._linear.restype = ctypes.c_int
+        self._quantise = library.few_rows_quantise
+        self._quantise.argtypes = [pointer, ctypes.c_int, pointer, pointer, size, pointer]
+        self._quantise.restype = None
         self._decode, self._decode_scratch = library.few_rows_decode, library.few_rows_decode_scratch
         self._head_forward, self._draft_tree = library.few_rows_head_forward, library.few_rows_draft_tree
         self._draft_scratch = library.few_rows_draft_scratch
@@ -129,6 +136,13 @@ class FewRowsKernel:
         del struct  # lives until here
         return out if done else None
 
+    def quantise(self, weight: Tensor, costs: Tensor | None, to: QuantisedWeight) -> None:
+        """Fill the memory of `to`, for `mmspec.cpu.quantise.quantise`, which checks its arguments."""
+        struct = weight_struct(to)
+        cost_pointer = None if costs is None else costs.data_ptr()
+        number, num_threads = FLOAT_TYPES[weight.dtype], torch.get_num_threads()
+        self._quantise(weight.data_ptr(), number, cost_pointer, ctypes.addressof(struct), num_threads, self._parallel)
+
     def decode_scratch(self, decoder: int, num_threads: int) -> int:
         """Floats of scratch memory that `decode` needs; `decoder` is the address of a struct of decoder_types.h."""
         num_floats: int = self._decode_scratch(decoder, num_threads)
@@ -164,6 +178,9 @@ def load_kernel() -> FewRowsKernel | None:
         with _BUILD_LOCK:
             kernel = FewRowsKernel(_load_library())
         _check(kernel)
+    except UntrustedFolderError as error:  # the only cause that one command of the user removes
+        logger.warning("mmspec: the compiled kernels stay off, which is slower: %s", error)
+        return None
     except (RuntimeError, OSError, AttributeError, ValueError, subprocess.SubprocessError) as error:
         # RuntimeError and ValueError besides our own: no home folder, a variable CC with an open quote.
         logger.info("linear layers run without the compiled kernel: %s", error)
@@ -202,13 +219,19 @@ def _library_folder() -> Path:
     """The user's cache folder, created if necessary.
 
     Raises:
-        KernelUnavailableError: another user could replace a library in it.
+        UntrustedFolderError: another user could replace a library in it.
     """
     folder = cache_folder()
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_private_folder(folder)
     status = folder.stat()
-    if status.st_uid != os.getuid() or status.st_mode & 0o022:
-        raise KernelUnavailableError(f"the cache folder {folder} can be written by other users")
+    if status.st_uid != os.getuid():
+        raise UntrustedFolderError(
+            f"the cache folder {folder} is of another user: set {CACHE_VARIABLE} to a folder of yours"
+        )
+    if status.st_mode & 0o022:
+        raise UntrustedFolderError(
+            f"the cache folder {folder} can be written by other users: chmod go-w {shlex.quote(str(folder))}"
+        )
     return folder
 
 

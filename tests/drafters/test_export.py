@@ -21,10 +21,12 @@ from mmspec.drafters.block.dspark_head import DsparkHead
 from mmspec.drafters.block.flash import FlashDrafter, FlashHead
 from mmspec.drafters.checkpoints.export import EXPORT_FORMATS, export_head, refusal
 from mmspec.drafters.checkpoints.format import HeadMetadata, compact, save_head
-from mmspec.drafters.checkpoints.published import PUBLISHED_DRAFTERS, load_published
+from mmspec.drafters.checkpoints.published import load_published
+from mmspec.drafters.checkpoints.published_heads import PUBLISHED_DRAFTERS
 from mmspec.drafters.eagle.base import HeadDrafter
 from mmspec.drafters.eagle.drafter import EagleDrafter
-from mmspec.drafters.eagle.head import Eagle3Head, EagleHead, HeadConfig
+from mmspec.drafters.eagle.eagle3_head import Eagle3Head
+from mmspec.drafters.eagle.head import EagleHead, HeadConfig
 from mmspec.drafters.registry import build_drafter
 from mmspec.engine.tree import root_only
 from mmspec.interfaces import Prompt, SharedEmbeddings, TargetInfo, VerifyResult
@@ -261,7 +263,7 @@ def test_block_heads_that_do_not_fit(
         ("speculators", {"norm_before_residual": None}, "norm_before_residual is missing"),
         ("speculators", {"target_hidden_size": 64}, "hidden_size 64"),
         ("vllm", {"target_hidden_size": 64}, "hidden_size 64"),
-        ("vllm", {"hidden_size": 64}, "hidden_size"),
+        ("vllm", {"hidden_size": 64}, r"must be \[.*\] for this config; got \["),
         ("vllm", {"eagle_aux_hidden_state_layer_ids": [2, 4, 12]}, r"eagle_aux_hidden_state_layer_ids \[2, 4, 12\]"),
         (
             "vllm",
@@ -271,6 +273,8 @@ def test_block_heads_that_do_not_fit(
         ("vllm", {"draft_vocab_size": 30}, r"d2t must be \[30\], as draft_vocab_size says"),
         ("vllm", {"rope_scaling": {"type": "mrope", "mrope_section": [2, 1, 2]}}, r"mrope_section .* got \[2, 1, 2\]"),
         ("vllm", {"rope_scaling": {"type": "mrope"}}, "needs a mrope_section"),
+        ("vllm", {"rope_parameters": {"mrope_section": "4"}}, "mrope_section must be a list of integers, one per axis"),
+        ("vllm", {"rope_scaling": {"mrope_interleaved": 1}}, "mrope_interleaved must be true or false"),
         ("vllm", {"visual_mode": "decoupled"}, "visual_mode .* got 'decoupled'"),
     ],
 )
