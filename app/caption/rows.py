@@ -15,7 +15,7 @@ from mmspec.app.caption.config import SCENES_MODEL, CaptionConfig, derive_seed, 
 from mmspec.app.caption.progress import print_stderr
 from mmspec.app.errors import one_line
 from mmspec.app.io.columns import GENERATION, ROW_COLUMNS
-from mmspec.app.io.images import ImageError, Media
+from mmspec.app.io.images import ImageError, Media, Video
 from mmspec.app.io.item import Item
 from mmspec.app.io.jsonl import Row
 from mmspec.app.io.text import escaped_values
@@ -77,7 +77,7 @@ class RowCaptioner:
             with self._sizer.measure(len(work)):
                 results |= zip((item.id for item, _ in work), self._attempt(work), strict=True)
             start += len(work)
-        return [self._row(item, results[item.id]) for item, _ in decoded]
+        return [self._row(item, media, results[item.id]) for item, media in decoded]
 
     def _check_domain(self, work: Work) -> None:
         """Warn once if the bundled toy model gets an image that is no drawn scene."""
@@ -122,7 +122,7 @@ class RowCaptioner:
         config = self.config
         num_compared = len(work) if config.compare < 0 else config.compare
         compare = [config.compare < 0 or item.index < num_compared for item, _ in work] if config.compare else []
-        prompts = [item.resolve_prompt(config.prompt) for item, _ in work]
+        prompts = [item.resolve_prompt(config.prompt, isinstance(media, Video)) for item, media in work]
         seed = derive_seed(config.seed, work[0][0].index)
         captions = self.model.caption([media for _, media in work], prompts, seed, compare)
         return [self._without_thoughts(one) for one in captions]
@@ -139,9 +139,10 @@ class RowCaptioner:
         )
         return Failure("Thinking", message)
 
-    def _row(self, item: Item, result: Caption | Failure) -> Row:
+    def _row(self, item: Item, media: Media | ImageError, result: Caption | Failure) -> Row:
         config, provenance = self.config, self.model.provenance
-        prompt = item.resolve_prompt(config.prompt)
+        is_video = None if isinstance(media, ImageError) else isinstance(media, Video)
+        prompt = item.resolve_prompt(config.prompt, is_video)
         row: Row = dict.fromkeys(ROW_COLUMNS)
         row |= {"id": item.id, "file_name": item.file_name, "index": item.index, "mmspec_version": mmspec_version()}
         row |= {"prompt": prompt, "prompt_sha1": prompt_sha1(prompt), "finish_reason": "error"}

@@ -9,11 +9,11 @@ from mmspec.app.errors import UsageError
 from mmspec.app.io.jsonl import Row
 from mmspec.hints import did_you_mean
 
-Kind = Literal["text", "texts", "integer", "real", "boolean"]
-Column = Kind | Mapping[str, Kind]
+ScalarKind = Literal["text", "texts", "integer", "real", "boolean"]
+Column = ScalarKind | Mapping[str, ScalarKind]
 """The type of a column: a scalar, a list of texts, or a struct."""
 
-GENERATION: dict[str, Kind] = {
+GENERATION: dict[str, ScalarKind] = {
     "max_new_tokens": "integer",
     "temperature": "real",
     "top_p": "real",
@@ -75,4 +75,4 @@ def select(row: Row, columns: Iterable[str]) -> Row:
     return {name: row[name] for name in columns}
 
 
-__all__ = ["ROW_COLUMNS", "Column", "Kind", "choose_columns", "select"]
+__all__ = ["ROW_COLUMNS", "Column", "ScalarKind", "choose_columns", "select"]
