@@ -28,7 +28,7 @@ from mmspec.engine.host_copy import from_host
 from mmspec.engine.kv_cache import RaggedKVCache
 from mmspec.engine.tree import BUCKETS, DraftTree, root_only
 from mmspec.interfaces import Compressor, DrafterRequirements, Prompt, VerifyResult
-from mmspec.interfaces.fused import DraftPart
+from mmspec.interfaces.round import DraftPart
 
 MAX_HEAD_TREE_SIZE = BUCKETS[-2]
 """Unless `tree_size` fixes it. The last bucket would double the target's positions for the least likely nodes."""
@@ -208,7 +208,7 @@ class HeadDrafter(ABC):
 
     @torch.inference_mode()
     def draft_part(self, state: DraftState, num_nodes: int) -> DraftPart | None:
-        """See `mmspec.interfaces.fused.FusableDrafter`."""
+        """See `mmspec.interfaces.round.FusableDrafter`."""
         if state.prompt is not None:
             self.sync(state)
         start_time, depth = state.now(), self.depth_controller
@@ -222,7 +222,7 @@ class HeadDrafter(ABC):
     def observe_part(
         self, state: DraftState, result: VerifyResult, hidden_states: Tensor, kept: Sequence[Tensor]
     ) -> None:
-        """See `mmspec.interfaces.fused.FusableDrafter`."""
+        """See `mmspec.interfaces.round.FusableDrafter`."""
         counts = self._record_round(state, result, is_whole=True)
         pending = Pending(result.tokens, hidden_states, counts, result.counts) if any(counts) else None
         follow_draft_part(state, pending, kept)

@@ -6,6 +6,7 @@ address, of which a prefix of one of a few lengths is read; lengths, positions a
     position  0 ............... bucket ............. C
               [ committed      ][ nodes of a draft  ]
 
+(`RecordedKVCache`: committed positions are written behind each row's own, the nodes of a draft behind the bucket.)
 `DraftTensors` are those at fixed addresses, `CapturedDraft` replays the two functions in one call. Whatever is unusual
 (`find_captured_draft`) runs as without recordings, over the same keys and values.
 """
@@ -21,9 +22,8 @@ from torch import Tensor, nn
 from mmspec.drafters.eagle.native import run_plain_forwards
 from mmspec.drafters.eagle.state import DraftState, Pending
 from mmspec.engine.host_copy import from_host
-from mmspec.engine.kv_cache import RaggedKVCache
+from mmspec.engine.kv_cache import RESERVED_TOKENS, RaggedKVCache, RecordedKVCache, length_bucket
 from mmspec.engine.recordings import Recordings, WeightWatch, recordable_mode
-from mmspec.engine.static_cache import RESERVED_TOKENS, length_bucket
 from mmspec.engine.tree import BUCKETS, DraftTree, bucket_size
 from mmspec.interfaces import Prompt, SharedEmbeddings
 
@@ -32,61 +32,6 @@ if TYPE_CHECKING:
 
 KNOWN_CODE = "mmspec.drafters."
 """Package whose drafters declare `records_drafts` for themselves; a subclass of the user inherits it."""
-
-
-class FixedHeadCache(RaggedKVCache):
-    """The cache of a head on a tensor at a fixed address.
-
-    Attributes:
-        buffers: [2, B, H', C, d] keys and values of each layer.
-    """
-
-    def __init__(self, buffer: Tensor, seq_lens: Sequence[int]) -> None:
-        super().__init__(len(seq_lens), max_length=buffer.shape[4])
-        self.buffers = buffer.unbind()
-        self._layers = [(layer,) for layer in self.buffers]
-        self._dtypes = [(buffer.dtype, buffer.dtype)] * len(buffer)
-        self.seq_lens = list(seq_lens)
-
-    @property
-    def is_fixed(self) -> bool:
-        """Whether the keys and values are still in `buffers`: a text that outgrows them is moved."""
-        return all(parts[0] is layer for parts, layer in zip(self._layers, self.buffers, strict=True))
-
-
-class StaticHeadCache(FixedHeadCache):
-    """The same in a recorded function, where the lengths are a tensor: on the host every row is as long as the bucket.
-
-    Nodes of a draft are written behind the bucket, committed positions behind the length of each row.
-    """
-
-    def __init__(self, buffer: Tensor, lengths: Tensor, bucket: int, commits: bool) -> None:
-        """
-        Args:
-            buffer: [layers, 2, B, H', C, d].
-            lengths: [B] int64 committed positions, all new ones included at most `bucket`.
-            bucket: committed positions that are read.
-            commits: whether committed positions are written, else nodes.
-        """
-        super().__init__(buffer, [bucket] * len(lengths))
-        self._lengths = lengths
-        self._bucket = bucket
-        self._commits = commits
-
-    @property
-    def is_uniform(self) -> bool:
-        """Whether new positions are written as one slice, behind the bucket."""
-        return not self._commits
-
-    def lengths_on(self, device: torch.device) -> Tensor:
-        """[B] int64 committed positions."""
-        return self._lengths
-
-    def begin_forward(self, nodes: int) -> None:
-        """See `RaggedKVCache`."""
-        super().begin_forward(nodes)
-        if self._commits:
-            self.kv_len = self._bucket
 
 
 class StaticDraft:
@@ -118,7 +63,7 @@ class StaticDraft:
             The new `last_hidden`, and `extra` if there is one.
         """
         named = dict(zip(self.names, tensors, strict=True))
-        state = self._state(named, commits=True)
+        state = self._state(named)
         inputs, position_ids = self.drafter.pending_inputs(state, named["tokens"], named["hidden_states"])
         self.drafter.extend_rows(state, inputs, position_ids, named["counts"])
         outputs = (state.last_hidden,) if state.extra is None else (state.last_hidden, state.extra)
@@ -128,13 +73,13 @@ class StaticDraft:
     def extend_and_grow(self, max_nodes: int, num_levels: int, *tensors: Tensor) -> tuple[DraftTree, Sequence[Tensor]]:
         """`extend_context`, then `HeadDrafter.draft_tree` from its outputs, which are returned with the tree."""
         named = dict(zip(self.names, tensors, strict=True))
-        state = self._state(named, commits=True)
+        state = self._state(named)
         self.drafter.follow_tokens(state, named["tokens"], named["counts"])
         followed = {} if state.extra is None else {"extra": state.extra}
         kept = self.extend_context(*(named | followed).values())
         kept_by_name = dict(zip(("last_hidden", "extra"), kept, strict=False))
         lengths = named["lengths"] + named["counts"]
-        after = self._state(named | kept_by_name | {"lengths": lengths}, commits=False)
+        after = self._state(named | kept_by_name | {"lengths": lengths})
         return self.drafter.draft_tree(after, max_nodes, num_levels), kept
 
     def tree(self, max_nodes: int, num_levels: int) -> Callable[..., tuple[Tensor, ...]]:
@@ -146,17 +91,19 @@ class StaticDraft:
 
         def grow(*tensors: Tensor) -> tuple[Tensor, ...]:
             named = dict(zip(self.names, tensors, strict=True))
-            tree = self.drafter.draft_tree(self._state(named, commits=False), max_nodes, num_levels)
+            tree = self.drafter.draft_tree(self._state(named), max_nodes, num_levels)
             assert tree.scores is not None
             return tree.scores, tree.tokens, tree.parents, tree.node_mask
 
         return grow
 
-    def _state(self, named: dict[str, Tensor], commits: bool) -> DraftState:
+    def _state(self, named: dict[str, Tensor]) -> DraftState:
         noise = named.get("noise")
         return DraftState(
             shared_embeddings=self.shared_embeddings,
-            kv_cache=StaticHeadCache(named["keys_values"], named["lengths"], self.bucket, commits),
+            kv_cache=RecordedKVCache(
+                [(layer,) for layer in named["keys_values"].unbind()], named["lengths"], self.bucket
+            ),
             logit_bias=named["logit_bias"],
             prompt=None,
             next_positions=[0] * len(named["lengths"]),  # not used but for the size of the rotary table
@@ -202,7 +149,7 @@ class DraftTensors:
         else:
             for name, tensor in self.named.items():
                 tensor.copy_(values[name])
-        state.kv_cache = FixedHeadCache(self.named["keys_values"], state.kv_cache.seq_lens)
+        state.kv_cache = RaggedKVCache.over(self.named["keys_values"], state.kv_cache.seq_lens)
 
     def _values(self, drafter: HeadDrafter, state: DraftState, capacity: int) -> dict[str, Tensor]:
         device, dtype = state.last_hidden.device, state.last_hidden.dtype
@@ -281,8 +228,7 @@ class CapturedDraft:
         """Positions that a function reads, with room for `num_new` more; None if it must run unrecorded."""
         kv_cache, capacity = state.kv_cache, self._recordings.capacity
         length = max(kv_cache.seq_lens) + num_new + self._drafter.max_depth  # a block may write its positions as well
-        is_fixed = isinstance(kv_cache, FixedHeadCache) and kv_cache.is_fixed
-        if self.tensors.failure or length > capacity or not is_fixed:
+        if self.tensors.failure or length > capacity or not kv_cache.is_packed:
             return None
         return min(length_bucket(max(length, self._min_length)), capacity)
 
@@ -342,4 +288,4 @@ def _shared_modules(shared_embeddings: SharedEmbeddings) -> tuple[nn.Module, nn.
     return shared_embeddings.embed_tokens, shared_embeddings.lm_head
 
 
-__all__ = ["CapturedDraft", "DraftTensors", "FixedHeadCache", "StaticDraft", "StaticHeadCache", "find_captured_draft"]
+__all__ = ["CapturedDraft", "DraftTensors", "StaticDraft", "find_captured_draft"]

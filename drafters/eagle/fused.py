@@ -1,4 +1,4 @@
-"""The draft of a head as a part of a recorded round (`mmspec.interfaces.fused`)."""
+"""The draft of a head as a part of a recorded round (`mmspec.interfaces.round`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from mmspec.drafters.eagle.captured import CapturedDraft, StaticDraft
 from mmspec.drafters.eagle.state import DraftState, Pending
 from mmspec.engine.tree import DraftTree
-from mmspec.interfaces.fused import DraftPart
+from mmspec.interfaces.round import DraftPart
 
 if TYPE_CHECKING:
     from mmspec.drafters.eagle.base import HeadDrafter

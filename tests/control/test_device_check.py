@@ -33,8 +33,8 @@ from mmspec.control.device_check import (
     run_probe,
 )
 from mmspec.engine.graph import Recorder, Replay, StaticFunction, record_nothing, record_trace
-from mmspec.targets.captured import CapturePool
-from mmspec.targets.static_round import StaticRound
+from mmspec.engine.round import ScoreFunction
+from mmspec.targets.lanes import LanePool
 
 CPU = torch.device("cpu")
 KEY = device_key(CPU)
@@ -77,7 +77,7 @@ class Checks(DeviceChecks):
 
 def trace_rounds(function: StaticFunction, state: Sequence[Tensor], inputs: Sequence[Tensor]) -> Replay:
     """A recorder that traces rounds; drafts, of which a trace takes seconds, are called."""
-    return (record_trace if isinstance(function, StaticRound) else record_nothing)(function, state, inputs)
+    return (record_trace if isinstance(function, ScoreFunction) else record_nothing)(function, state, inputs)
 
 
 def test_the_probe_passes_where_recordings_are_exact(capsys: pytest.CaptureFixture[str]) -> None:
@@ -151,7 +151,7 @@ def test_the_probe_fails_for_a_faulty_recorder(recorder: Recorder) -> None:
 @pytest.mark.parametrize("unrecorded", ["rounds", "drafts"])
 def test_the_probe_fails_if_nothing_is_recorded_without_a_word(unrecorded: str) -> None:
     plant = (
-        mock.patch.object(CapturePool, "reason", return_value="something unusual")
+        mock.patch.object(LanePool, "reason", return_value="something unusual")
         if unrecorded == "rounds"
         else mock.patch("mmspec.drafters.eagle.base.find_captured_draft", return_value=None)
     )

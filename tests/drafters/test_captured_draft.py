@@ -36,15 +36,16 @@ from torch import Tensor
 
 import mmspec
 from mmspec.drafters.eagle import native
-from mmspec.drafters.eagle.captured import CapturedDraft, StaticDraft, StaticHeadCache
+from mmspec.drafters.eagle.captured import CapturedDraft, StaticDraft
 from mmspec.drafters.eagle.drafter import EagleDrafter
 from mmspec.drafters.eagle.head import EagleHead
 from mmspec.drafters.eagle.state import DraftState
 from mmspec.engine.graph import Recorder, Replay, StaticFunction, record_nothing, record_trace
+from mmspec.engine.kv_cache import RecordedKVCache
 from mmspec.engine.loop import DecodeLoop
 from mmspec.engine.recordings import NUM_CHECKED_REPLAYS, Recordings
+from mmspec.engine.round import ScoreFunction
 from mmspec.engine.tree import DraftTree
-from mmspec.targets.static_round import StaticRound
 
 KINDS = (
     "coupled",
@@ -79,14 +80,14 @@ TRACED = {
 def without_compiled_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU some heads run in compiled C instead. Whole rounds, of which drafts are a part, have their own tests."""
     monkeypatch.setattr(native, "active_kernel", lambda: None)
-    monkeypatch.setattr("mmspec.decode.can_fuse", lambda *args: False)
+    monkeypatch.setattr("mmspec.engine.loop.can_record_rounds", lambda *args: False)
 
 
 def drafts_only(recorder: Recorder) -> Recorder:
     """Records drafts by `recorder`; the rounds of the target run as they are."""
 
     def record(function: StaticFunction, state: Sequence[Tensor], inputs: Sequence[Tensor]) -> Replay:
-        return (record_nothing if isinstance(function, StaticRound) else recorder)(function, state, inputs)
+        return (record_nothing if isinstance(function, ScoreFunction) else recorder)(function, state, inputs)
 
     return record
 
@@ -175,16 +176,16 @@ def test_drafts_equal_unrecorded_ones(kind: str) -> None:
 
 
 def _stale_lengths(original: Any) -> Any:
-    def faulty(self: StaticHeadCache, buffer: Tensor, lengths: Tensor, *args: Any) -> None:
-        original(self, buffer, lengths, *args)
+    def faulty(self: RecordedKVCache, layers: Any, lengths: Tensor, *args: Any) -> None:
+        original(self, layers, lengths, *args)
         self._lengths = lengths.clamp(max=int(lengths.min()))  # a number of the host, here of the shortest row
 
     return faulty
 
 
 def _noise_of_the_next_token(original: Any) -> Any:
-    def faulty(self: StaticDraft, named: dict[str, Tensor], commits: bool) -> DraftState:
-        return original(self, {n: t.roll(1, 1) if n == "noise" else t for n, t in named.items()}, commits)
+    def faulty(self: StaticDraft, named: dict[str, Tensor]) -> DraftState:
+        return original(self, {n: t.roll(1, 1) if n == "noise" else t for n, t in named.items()})
 
     return faulty
 
@@ -192,7 +193,7 @@ def _noise_of_the_next_token(original: Any) -> Any:
 @pytest.mark.parametrize(
     ("owner", "name", "bug"),
     [
-        (StaticHeadCache, "__init__", _stale_lengths),
+        (RecordedKVCache, "__init__", _stale_lengths),
         (StaticDraft, "_state", _noise_of_the_next_token),
     ],
 )
@@ -399,7 +400,7 @@ def draft_runs() -> Iterator[list[DraftRun]]:
 
     def spy(self: Recordings, owner: Any, key: Any, function: StaticFunction, state: Any, inputs: Any) -> Any:
         outputs = run(self, owner, key, function, state, inputs)
-        if not isinstance(function, StaticRound):
+        if not isinstance(function, ScoreFunction):
             found.append(DraftRun(function, [*state, *inputs], len(outputs)))
         return outputs
 

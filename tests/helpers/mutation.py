@@ -137,7 +137,7 @@ def _draft_token_emitted(original: Any) -> Any:
 def _visible_pads(original: Any) -> Any:
     def faulty(self: Any) -> None:
         original(self)
-        self._padding = None
+        self.call_tensors = replace(self.call_tensors, padding=None)
 
     return faulty
 
