@@ -5,9 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import re
+import reprlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
+
+from mmspec.hints import did_you_mean, looks_like_path
 
 if TYPE_CHECKING:
     from mmspec.drafters.instant.online import OnlineHeads
@@ -88,8 +91,14 @@ WEIGHTS_DIR = Path(__file__).parent / "weights"
 """Folders of the trained drafters that are part of the package, by name."""
 AUTO_ORDER = {"cpu": ("flash", "msd", "parallel", "falcon")}
 """Order in which `auto` prefers them by device type, as measured (docs/results); other devices use the CPU's."""
-HEAD_FILES = ("config.json", "model.safetensors", "pytorch_model.bin")
-"""Files of a draft head."""
+HEAD_FILES = (
+    "config.json",
+    "model.safetensors",
+    "pytorch_model.bin",
+    "model.safetensors.index.json",
+    "pytorch_model.bin.index.json",
+)
+"""Files of a draft head; an index names further ones."""
 MODEL_FILES = (*HEAD_FILES, "*.safetensors", "*.json", "*.model", "*.txt", "*.jinja")
 """Files of a model of transformers with its tokenizer."""
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -157,12 +166,25 @@ def download_drafter(name: str, *, local_files_only: bool = False, patterns: Seq
     except Exception as error:  # the hub's exception types change between versions
         raise OSError(
             f"drafter {name!r} is not in the local cache and cannot be downloaded: {problem or error}"
+            f" (and there is no folder {name} here)"
         ) from error
 
 
 def resolve_folder(name: str) -> str | Path:
     """Folder of a trained drafter: bundled (`./NAME` is the folder of that name), the user's, or the hub's."""
-    return bundled_drafters().get(name) or (name if os.path.isdir(name) else download_drafter(name))
+    return bundled_drafters().get(name) or (name if os.path.isdir(name) else _download_head(name))
+
+
+def _download_head(name: str) -> str:
+    """As `download_drafter`, with the shards that an index names."""
+    from mmspec.weight_files import missing_shards
+
+    folder = download_drafter(name)
+    try:
+        shards = missing_shards(folder)
+    except (OSError, ValueError):  # whoever loads the folder reports it
+        return folder
+    return download_drafter(name, patterns=(*HEAD_FILES, *shards)) if shards else folder
 
 
 def model_folder(name: str) -> str | None:
@@ -175,12 +197,53 @@ def model_folder(name: str) -> str | None:
         return None
     if os.path.isdir(name):
         return name
-    return download_drafter(name) if HUB_ID.fullmatch(name) else None
+    return download_drafter(name) if is_hub_id(name) else None
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a name has the form OWNER/NAME and cannot be a path."""
+    return HUB_ID.fullmatch(name) is not None and not looks_like_path(name)
 
 
 def is_known_drafter(name: str) -> bool:
     """Whether `build_drafter` accepts a name."""
-    return name in ALIASES or name in drafter_names() or os.path.isdir(name) or HUB_ID.fullmatch(name) is not None
+    return name in ALIASES or name in drafter_names() or os.path.isdir(name) or is_hub_id(name)
+
+
+def explain_unknown(name: str, show: Callable[[str], str] = str) -> str:
+    """Why `is_known_drafter` refuses a name: a folder that is not there, or a name that may have been misspelt.
+
+    Args:
+        show: writes each known name.
+    """
+    if looks_like_path(name):
+        return f"drafter {name!r}: no such folder; it holds a trained head or a model, with its config.json"
+    listed = ", ".join(map(show, drafter_names()))
+    return f"unknown drafter {name!r}; known are {listed}, a folder, or a hub id (owner/name)" + did_you_mean(
+        name, drafter_names()
+    )
+
+
+def check_contract(drafter: object) -> None:
+    """Refuse an object that is no drafter, as far as its members and annotations tell.
+
+    Raises:
+        TypeError: it is none; the message states what a drafter is.
+    """
+    from mmspec.interfaces.drafter import DRAFTER_CONTRACT, DrafterRequirements
+
+    if isinstance(drafter, type):
+        raise TypeError(f"a drafter is an object; got the class {drafter.__name__}. Pass {drafter.__name__}().")
+    missing = next((member for member in MEMBERS if not hasattr(drafter, member)), None)
+    if missing is not None:
+        raise TypeError(f"{DRAFTER_CONTRACT}; got {type(drafter).__name__}, which has no {missing!r}.")
+    wrong = next((member for member in MEMBERS[3:] if not callable(getattr(drafter, member))), None)
+    for member, types in (("name", str), ("requirements", DrafterRequirements), ("vocab_size", (int, type(None)))):
+        if not isinstance(getattr(drafter, member), types):
+            wrong = wrong or member
+    if wrong is not None:
+        value = reprlib.repr(getattr(drafter, wrong))
+        raise TypeError(f"{DRAFTER_CONTRACT}; got {type(drafter).__name__}, whose {wrong} is {value}.")
 
 
 def build_drafter(drafter: str | object, target: TargetInfo | None = None, learn: bool = False) -> Drafter:
@@ -210,17 +273,18 @@ def build_drafter(drafter: str | object, target: TargetInfo | None = None, learn
             from mmspec.drafters.checkpoints.load import load_trained
 
             return load_trained(resolve_folder(drafter), target)
-        listed = ", ".join(map(repr, drafter_names()))
-        raise ValueError(f"unknown drafter {drafter!r}; known are {listed}, a folder, or a hub id (owner/name).")
-    if isinstance(drafter, type):
-        raise TypeError(f"a drafter is an object; got the class {drafter.__name__}. Pass {drafter.__name__}().")
-    missing = next((member for member in MEMBERS if not hasattr(drafter, member)), None)
-    if missing is not None:
-        raise TypeError(
-            f"a drafter is a name ({', '.join(map(repr, drafter_names()))}) or an object with {', '.join(MEMBERS)}; "
-            f"got {type(drafter).__name__}, which has no {missing!r}."
-        )
+        raise ValueError(f"{explain_unknown(drafter, repr)}.")
+    check_contract(drafter)
     return cast("Drafter", drafter)
 
 
-__all__ = ["ALIASES", "DRAFTERS", "build_drafter", "bundled_drafters", "drafter_names", "is_known_drafter"]
+__all__ = [
+    "ALIASES",
+    "DRAFTERS",
+    "build_drafter",
+    "bundled_drafters",
+    "check_contract",
+    "drafter_names",
+    "explain_unknown",
+    "is_known_drafter",
+]

@@ -21,6 +21,7 @@ from mmspec.metrics.stats import Stats
 from mmspec.reference import resolve_reference_ids
 from mmspec.targets.base import TREE_ATTENTION_KERNELS
 from mmspec.targets.registry import UnsupportedModelError, find_adapter, unwrap
+from mmspec.user_code import check_trees
 
 logger = logging.getLogger("mmspec")
 
@@ -114,7 +115,9 @@ def patch(
     )
     adapter = find_adapter(unwrap(model))
     if not _is_patched_with(adapter.model, arguments):
-        _install(PatchState(adapter, resolve_config(arguments, adapter), arguments))
+        config = resolve_config(arguments, adapter)
+        check_trees(config.drafter, adapter.vocab_size, adapter.text_config.hidden_size)
+        _install(PatchState(adapter, config, arguments))
     return model
 
 

@@ -20,6 +20,8 @@ FOLDERS = ("mmspec", "drafters", "vision", "app")
 LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "files",
+        "hints",
+        "weight_files",
         "reference",
         "engine.tree",
         "engine.kv_cache",

@@ -140,10 +140,10 @@ class CaptionJob:
         config = self.config
         captioner = RowCaptioner(config, self.model)
         sampler = config.frame_sampler()
-        with pixel_limit(config.max_pixels), DecoderPool() as isolated:
+        with pixel_limit(config.pixel_limit), DecoderPool() as isolated:
 
             def decode(item: Item) -> Media:
-                return decode_item(item, sampler, config.max_pixels, isolated)
+                return decode_item(item, sampler, config.pixel_limit, isolated)
 
             for decoded in decode_batches(self._batches, decode, config):
                 if stop.signal:

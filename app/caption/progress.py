@@ -83,7 +83,7 @@ class CaptionProgress:
         totals, wall = self.totals, time.perf_counter() - self._start_time
         lines = [f"{totals.ok} captioned, {totals.failed} failed, {skipped} skipped (already done)"]
         if totals.ok:
-            accepted = "" if acceptance is None else f", {acceptance:.0%} of the draft tokens accepted"
+            accepted = ", nothing drafted" if acceptance is None else f", {acceptance:.0%} of the draft tokens accepted"
             images, tokens = (totals.ok + totals.failed) / wall, totals.tokens / max(1e-9, totals.seconds)
             lines.append(f"{images:.2f} images/s, {tokens:.1f} tokens/s, tau {totals.tau:.2f}{accepted}")
         if totals.failed:

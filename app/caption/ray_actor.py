@@ -51,7 +51,7 @@ class CaptionActor:
             are not repeatable where actors share the work.
         dtype: of the model; "auto": the checkpoint's, float32 on a CPU.
         device: of the model; "auto": the GPU that Ray gives this actor, if there is one.
-        max_pixels: larger pictures are refused.
+        max_pixels: larger pictures are shrunk to as many pixels; None: as the processor does without it.
 
     Adds the columns `caption`, `error`, `n_new_tokens`, `tau` (tokens per forward) and `finish_reason`.
 
@@ -73,7 +73,7 @@ class CaptionActor:
         seed: int = 0,
         dtype: str = "auto",
         device: str = "auto",
-        max_pixels: int = CaptionConfig.max_pixels,
+        max_pixels: int | None = None,
     ) -> None:
         from mmspec.app.caption.command import build_captioner
 
@@ -109,11 +109,11 @@ class CaptionActor:
     def _decode(self, cell: Any) -> Media | ImageError:
         try:
             if isinstance(cell, np.ndarray | Image.Image):
-                return load_image(cell, self._config.max_pixels)
+                return load_image(cell, self._config.pixel_limit)
             if isinstance(cell, str) or (isinstance(cell, Mapping) and not cell.get("bytes")):
                 raise ImageError("NotAnImage", "a picture is an array or bytes: read paths and addresses before")
             content, _ = cell_content(cell, "", None)
-            return load_image(content.read(), self._config.max_pixels, self._decoders)
+            return load_image(content.read(), self._config.pixel_limit, self._decoders)
         except ImageError as error:
             return error
 

@@ -189,7 +189,8 @@ def check_nodes() -> None:
         except ray.exceptions.RayError as error:
             reason = one_line(error.cause if getattr(error, "cause", None) else error)
             raise UsageError(
-                f"the node {name} cannot run mmspec ({reason}): pip install 'mmspec[ray]' there, the same version"
+                f"the node {name} cannot run mmspec ({reason}): install the same version there with its extra, as "
+                "pip install -e '.[ray]' in a clone does"
             ) from error
         if found != mmspec_version():
             raise UsageError(

@@ -93,7 +93,7 @@ def _decode(batch: PlannedBatch, config: CaptionConfig) -> DecodedBatch:
 
     def decode(item: Item) -> Media | Unreadable:
         try:
-            return decode_item(item, sampler, config.max_pixels, decoders)
+            return decode_item(item, sampler, config.pixel_limit, decoders)
         except ImageError as error:
             return Unreadable(error.kind, str(error))
 

@@ -35,7 +35,7 @@ class CaptionModel(Protocol):
     def dtype(self) -> str: ...
 
     @property
-    def acceptance(self) -> float: ...
+    def acceptance(self) -> float | None: ...
 
     def caption(
         self, media: Sequence[Media], prompts: Sequence[str], seed: int, compare: Sequence[bool] = ()
@@ -106,7 +106,20 @@ class RowCaptioner:
         compare = [config.compare < 0 or item.index < num_compared for item, _ in work] if config.compare else []
         prompts = [item.resolve_prompt(config.prompt) for item, _ in work]
         seed = derive_seed(config.seed, work[0][0].index)
-        return list(self.model.caption([media for _, media in work], prompts, seed, compare))
+        captions = self.model.caption([media for _, media in work], prompts, seed, compare)
+        return [self._without_thoughts(one) for one in captions]
+
+    def _without_thoughts(self, caption: Caption) -> Caption | Failure:
+        """The caption; a failure if the output ended before there was one."""
+        from mmspec.app.modeling.captioner import CUT_WHILE_THINKING
+
+        if caption.finish_reason != CUT_WHILE_THINKING:
+            return caption
+        message = (
+            f"the model was still thinking after {caption.n_new_tokens} tokens: raise --max-new-tokens, or switch "
+            "thinking off by --chat-template-kwargs if its template can"
+        )
+        return Failure("Thinking", message)
 
     def _row(self, item: Item, result: Caption | Failure) -> Row:
         config = self.config

@@ -6,7 +6,7 @@ import argparse
 import os
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from mmspec.app.cli.arguments import Commands, add_command, add_device_options
 from mmspec.app.versions import mmspec_version, version
@@ -35,14 +35,17 @@ def add_parser(commands: Commands, common: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Carry out the command; returns the exit code."""
-    lines = list(collect_info())
-    passed = True
-    if args.model is not None:
-        model_lines, passed = judge_model(args.model, args.dtype, args.device)
-        lines += model_lines
-    for name, value in lines:
-        print(f"{name + ':':<24}{value}")
+    _print(collect_info())
+    if args.model is None:
+        return 0
+    lines, passed = judge_model(args.model, args.dtype, args.device)  # an error of it comes after the versions
+    _print(lines)
     return 0 if passed else 1
+
+
+def _print(lines: Iterable[tuple[str, str]]) -> None:
+    for name, value in lines:
+        print(f"{name + ':':<24}{value}", flush=True)
 
 
 def judge_model(name: str, dtype: str, device: str) -> tuple[list[tuple[str, str]], bool]:

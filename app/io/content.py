@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.io.web import FetchError, fetch
+from mmspec.hints import install_hint
 from mmspec.vision.images import ImageError
 from mmspec.vision.video.containers import open_regular_file
 
@@ -160,7 +161,7 @@ def open_file_system(url: str) -> tuple[Any, str]:
         return fsspec.core.url_to_fs(url)
     except ImportError as error:
         extra = DRIVER_EXTRAS.get(scheme)
-        hint = f"pip install 'mmspec[{extra}]'" if extra else "install its fsspec driver"
+        hint = install_hint(extra) if extra else "install its fsspec driver"
         raise UsageError(f"{url}: {one_line(error)} ({hint})") from error
     except ValueError as error:
         raise UsageError(f"{url}: {one_line(error)}") from error

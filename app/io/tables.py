@@ -1,7 +1,7 @@
 """Tables of pictures as rows: Parquet files, and `datasets` of the Hugging Face hub or a local folder.
 
 Read a few rows at a time. Pictures are taken as the bytes that they are and decoded elsewhere; a damaged part of a file
-is one error row. The packages are optional: `pip install 'mmspec[data]'`.
+is one error row. The packages are optional: the extra `data`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from mmspec.app.errors import UsageError, one_line
 from mmspec.app.io.cells import find_image_column, local_name, require_column, table_row
 from mmspec.app.io.content import Unreadable, is_local, open_file_system
 from mmspec.app.io.item import Item, Skip, SourceOptions
+from mmspec.hints import install_hint
 
 ROWS_PER_READ = 64
 MAX_GROUP_BYTES = 8 << 30
@@ -34,7 +35,7 @@ def needs_extra(name: str, extra: str = "data") -> Iterator[None]:
         yield
     except ImportError as error:
         raise UsageError(
-            f"{name} needs a package that is missing ({one_line(error)}): pip install 'mmspec[{extra}]'"
+            f"{name} needs a package that is missing ({one_line(error, 80)}): {install_hint(extra)}"
         ) from error
 
 
@@ -173,27 +174,18 @@ class DatasetSource:
             if not self._on_hub:
                 found = datasets.load_from_disk(self.name)
                 is_dict = isinstance(found, datasets.DatasetDict)
-                return self._decoded_nowhere(datasets, found[self.options.split] if is_dict else found)
+                return found[self.options.split] if is_dict else found
             repository, _, revision = self.name.removeprefix(HUB_PREFIX).partition("@")
             found = datasets.load_dataset(
                 repository, split=self.options.split, streaming=True, revision=revision or None
             )
-            return self._decoded_nowhere(datasets, found)
+            return found if found.features is not None else found._resolve_features()
         except UsageError:
             raise
         except Exception as error:  # datasets and the hub raise types of their own
             raise UsageError(
                 f"cannot read the dataset {self.name}, split {self.options.split}: {one_line(error)}"
             ) from error
-
-    def _decoded_nowhere(self, datasets: Any, found: Any) -> Any:
-        """The dataset with its pictures as bytes or paths: they are decoded in the decoder process."""
-        if found.features is None:
-            found = found._resolve_features()
-        for name, feature in found.features.items():
-            if isinstance(feature, (datasets.Image, getattr(datasets, "Video", datasets.Image))):
-                found = found.cast_column(name, type(feature)(decode=False))
-        return found
 
     def count(self) -> int | None:
         try:
@@ -210,9 +202,11 @@ class DatasetSource:
         try:
             found = self._load()
             columns = _Columns(list(found.features), self.options, self.name)
-            for row in found.select_columns(columns.all):
-                yield table_row(*columns.cells(row), number, self.name, self._folder, self.options)
-                number += 1
+            # Arrow tables: in any other format `datasets` decodes pictures and clips, at any depth, in this process
+            for table in found.select_columns(columns.all).with_format("arrow"):
+                for row in table.to_pylist():
+                    yield table_row(*columns.cells(row), number, self.name, self._folder, self.options)
+                    number += 1
         except Exception as error:
             name = f"{self.name}#rest"
             yield Item(

@@ -14,6 +14,7 @@ from mmspec.drafters.block.dspark import DsparkDrafter
 from mmspec.drafters.block.dspark_head import DsparkHead
 from mmspec.drafters.checkpoints.dspark import export_dspark
 from mmspec.drafters.checkpoints.format import compact, write_checkpoint
+from mmspec.drafters.checkpoints.mrope import mrope_keys
 from mmspec.drafters.checkpoints.speculators import draft_vocabulary_tensors, eagle3_tensors, export_speculators
 from mmspec.drafters.eagle.base import HeadDrafter
 from mmspec.drafters.eagle.drafter import EagleDrafter
@@ -117,6 +118,7 @@ def _eagle3_config(head: Eagle3Head, drafter: EagleDrafter, target: TargetInfo, 
         "draft_vocab_size": config.draft_vocab_size,
         "rms_norm_eps": config.rms_norm_eps,
         "rope_theta": config.rope_theta,
+        **mrope_keys(config.mrope_section, config.mrope_interleaved),
         "max_position_embeddings": HEAD_MAX_POSITIONS,
         "norm_before_residual": config.norm_before_residual,
         "tie_word_embeddings": False,

@@ -1,13 +1,12 @@
 """Drafters published by the authors of MSD, EAGLE-1/2, ViSpec, EAGLE-3, DFlash and DSpark, read from their own files.
 
-Reads `config.json` and `model.safetensors`, or `pytorch_model.bin` with `weights_only=True`. Every tensor and every
-setting is checked against the target. EAGLE-3 layouts are in `speculators`, those of DFlash and DSpark in `dspark`.
+Reads `config.json` and the weights (`mmspec.weight_files`). Every tensor and every setting is checked against the
+target. EAGLE-3 layouts are in `speculators`, those of DFlash and DSpark in `dspark`.
 """
 
 from __future__ import annotations
 
 import os
-import pickle
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +16,9 @@ import torch
 from torch import Tensor
 
 from mmspec.drafters.checkpoints.dspark import load_dspark
-from mmspec.drafters.checkpoints.format import CONFIG_NAME, WEIGHTS_NAME, read_config, read_weights
+from mmspec.drafters.checkpoints.format import CONFIG_NAME, read_config
 from mmspec.drafters.checkpoints.head_config import parse_published_config
+from mmspec.drafters.checkpoints.rope import order_rotated_rows
 from mmspec.drafters.checkpoints.speculators import load_eagle3
 from mmspec.drafters.checkpoints.state_dict import drop_unused, from_eagle_state_dict
 from mmspec.drafters.eagle.base import HeadDrafter
@@ -26,8 +26,8 @@ from mmspec.drafters.eagle.drafter import EagleDrafter
 from mmspec.drafters.eagle.head import EagleHead
 from mmspec.drafters.eagle.vispec import VispecDrafter, build_vispec_head
 from mmspec.interfaces import TargetInfo
+from mmspec.weight_files import load_weights
 
-PICKLE_NAME = "pytorch_model.bin"
 PUBLISHED_DRAFTERS: dict[str, tuple[str, ...]] = {
     "liuhaotian/llava-v1.5-7b": ("lucylyn/MSD-LLaVA1.5-7B",),
     "liuhaotian/llava-v1.5-13b": ("lucylyn/MSD-LLaVA1.5-13B",),
@@ -61,29 +61,6 @@ PUBLISHED_DRAFTERS: dict[str, tuple[str, ...]] = {
     "LiquidAI/LFM2.5-VL-3B": ("LiquidAI/LFM2.5-VL-3B-DSpark",),
 }
 """Hub id of a target -> hub ids of the drafters that were published for it, in the order in which `auto` tries them."""
-
-
-def load_weights(folder: Path) -> dict[str, Tensor]:
-    """The tensors of a folder, on the CPU.
-
-    Raises:
-        FileNotFoundError: neither file exists.
-        ValueError: the file is damaged, or a pickle that holds more than tensors.
-    """
-    if (folder / WEIGHTS_NAME).is_file():
-        return read_weights(folder / WEIGHTS_NAME)
-    file = folder / PICKLE_NAME
-    if not file.is_file():
-        raise FileNotFoundError(f"{folder} holds neither {WEIGHTS_NAME} nor {PICKLE_NAME}.")
-    try:
-        weights = torch.load(file, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise ValueError(f"{file} is not loaded: it is damaged, or holds more than tensors.") from error
-    except (AttributeError, EOFError, LookupError, OSError, RuntimeError, TypeError, ValueError) as error:
-        raise ValueError(f"{file} is damaged: {str(error).splitlines()[0][:200]}") from error
-    if not isinstance(weights, dict) or not all(isinstance(value, Tensor) for value in weights.values()):
-        raise ValueError(f"{file} must hold a dict of tensors.")
-    return weights
 
 
 def detect_format(values: Mapping[str, Any], weights: Mapping[str, Tensor]) -> str:
@@ -143,13 +120,13 @@ def _load_eagle(
 ) -> EagleDrafter:
     """A drafter of EAGLE-1/2, MSD or ViSpec."""
     config = replace(
-        parse_published_config(values, target),
+        parse_published_config(values, target, values.get("architectures")),
         bias="fc.bias" in weights,
         qkv_bias="layers.0.self_attn.q_proj.bias" in weights,
         input_norm="layers.0.input_layernorm.weight" in weights,
     )
     vocab_limit = _vocab_limit(values, weights, target)
-    weights = drop_unused(weights)
+    weights = order_rotated_rows(drop_unused(weights), values, config.head_dim, config.rotary_dim)
     if format_name == "vispec":
         vispec_head, eagle_weights = build_vispec_head(config, weights)
         _assign(vispec_head, from_eagle_state_dict(config, eagle_weights), weights)
@@ -196,4 +173,4 @@ def _vocab_limit(values: Mapping[str, Any], weights: Mapping[str, Tensor], targe
     return size if size < target.vocab_size else None
 
 
-__all__ = ["PUBLISHED_DRAFTERS", "detect_format", "load_published", "load_weights"]
+__all__ = ["PUBLISHED_DRAFTERS", "detect_format", "load_published"]

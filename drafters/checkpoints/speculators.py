@@ -13,6 +13,8 @@ from torch import Tensor
 
 from mmspec.drafters.checkpoints.format import compact, write_checkpoint
 from mmspec.drafters.checkpoints.head_config import parse_published_config
+from mmspec.drafters.checkpoints.mrope import mrope_keys, parse_mrope
+from mmspec.drafters.checkpoints.rope import order_rotated_rows
 from mmspec.drafters.checkpoints.state_dict import check_tensors, drop_unused
 from mmspec.drafters.eagle.drafter import EagleDrafter
 from mmspec.drafters.eagle.head import Eagle3Head, eagle3_layers
@@ -31,6 +33,8 @@ EAGLE3_FUSED = {
     "layer.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
 }
 """Fused module of `Eagle3Head` -> the projections below `layers.0` on disk."""
+EAGLE3_VISUAL_MODES = ("placeholder", "coupled", "text_only")
+"""Visual modes in which every input has an embedding and a hidden state, which the layer reads."""
 UNSUPPORTED = ("norm_before_fc", "fc_norm", "norm_output")
 """Settings of `speculators` heads that change the network and are not implemented."""
 
@@ -62,15 +66,18 @@ def load_eagle3(
         )
     weights = {key.replace("midlayer.", "layers.0."): value for key, value in weights.items()}
     vocab_size = int(values.get("draft_vocab_size") or layer_values.get("vocab_size") or target.vocab_size)
-    _check_eagle3_values(values, layer_values)
+    _check_eagle3_values(values)
     layers = values.get("eagle_aux_hidden_state_layer_ids") or eagle3_layers(target.num_layers)
     if min(layers) < 0 or max(layers) > target.num_layers:
         raise ValueError(
             f"eagle_aux_hidden_state_layer_ids {list(layers)} are not all hidden states of this target, which has 0 to "
             f"{target.num_layers}."
         )
+    section, is_interleaved = parse_mrope(layer_values, values.get("architectures"))
     config = replace(
-        parse_published_config(layer_values, target),
+        parse_published_config(layer_values, target, values.get("architectures")),
+        mrope_section=section,
+        mrope_interleaved=is_interleaved,
         eagle3_input=True,
         hidden_state_layers=tuple(layers),
         draft_vocab_size=vocab_size,
@@ -89,11 +96,12 @@ def load_eagle3(
     draft_ids = parse_draft_ids(weights.pop("d2t", None), weights.pop("t2d", None), vocab_size, target.vocab_size)
     with torch.device("meta"):
         head = Eagle3Head(config)
-    state_dict = _to_state_dict(head, drop_unused(weights))
+    weights = order_rotated_rows(drop_unused(weights), {**layer_values, **values}, config.head_dim, config.rotary_dim)
+    state_dict = _to_state_dict(head, weights)
     head.load_state_dict({key: value.float() for key, value in state_dict.items()}, assign=True)
     return EagleDrafter(
         head,
-        "coupled",
+        _visual_mode(values),
         num_layers=target.num_layers,
         name=name,
         draft_ids=draft_ids if has_map else None,
@@ -101,16 +109,28 @@ def load_eagle3(
     )
 
 
-def _check_eagle3_values(values: Mapping[str, Any], layer_values: Mapping[str, Any]) -> None:
+def _visual_mode(values: Mapping[str, Any]) -> str:
+    """What stands for the embedding of a visual token: of the placeholder, unless the config names another visual mode.
+
+    SpecForge, AngelSlim and speculators train with the placeholder's, and vLLM serves it; SGLang feeds the projected
+    features ("coupled").
+
+    Raises:
+        ValueError: a visual mode that an EAGLE-3 head does not have.
+    """
+    mode = values.get("visual_mode") or "placeholder"
+    if mode not in EAGLE3_VISUAL_MODES:
+        raise ValueError(
+            f"visual_mode of an EAGLE-3 head must be one of {', '.join(EAGLE3_VISUAL_MODES)}; got {mode!r}."
+        )
+    return str(mode)
+
+
+def _check_eagle3_values(values: Mapping[str, Any]) -> None:
     """Refuse settings that change the network, or whose meaning differs between readers."""
     if "speculators_model_type" in values and values.get("norm_before_residual") is None:
         raise ValueError(
             "norm_before_residual is missing, and readers disagree on its default: add true or false to config.json."
-        )
-    scaling = layer_values.get("rope_scaling") or {}
-    if "mrope_section" in scaling or scaling.get("rope_type", scaling.get("type")) == "mrope":
-        raise ValueError(
-            "rope_scaling.mrope_section: this head counts positions on three axes (M-RoPE), mmspec on one."
         )
 
 
@@ -206,6 +226,7 @@ def _speculators_config(head: Eagle3Head, drafter: EagleDrafter, target: TargetI
         "vocab_size": target.vocab_size,
         "rms_norm_eps": config.rms_norm_eps,
         "rope_theta": config.rope_theta,
+        **mrope_keys(config.mrope_section, config.mrope_interleaved),
     }
     return {
         "architectures": ["Eagle3Speculator"],

@@ -22,8 +22,16 @@ from mmspec.drafters.eagle.compressed_inputs import compressed_prompt_inputs
 from mmspec.drafters.eagle.fused import build_draft_part, follow_draft_part
 from mmspec.drafters.eagle.head import EagleHead
 from mmspec.drafters.eagle.native import NativeDraft
+from mmspec.drafters.eagle.positions import prompt_axes
 from mmspec.drafters.eagle.state import DraftState, Pending
-from mmspec.drafters.eagle.visual_inputs import VISUAL_MODES, DraftInputs, align_prompt, left_pack, resolve_visual_mode
+from mmspec.drafters.eagle.visual_inputs import (
+    VISUAL_MODES,
+    DraftInputs,
+    align_prompt,
+    left_pack,
+    prompt_order,
+    resolve_visual_mode,
+)
 from mmspec.engine.host_copy import from_host
 from mmspec.engine.kv_cache import RaggedKVCache
 from mmspec.engine.tree import BUCKETS, DraftTree, root_only
@@ -270,7 +278,7 @@ class HeadDrafter(ABC):
         Args:
             state: of the call.
             inputs: [B, n, D] padded on the right.
-            position_ids: [B, n].
+            position_ids: [B, n]; of a prompt [3, B, n] if the head has `mrope_section`.
             counts: number of valid inputs of each row.
         """
         kv_cache, n, device = state.kv_cache, inputs.shape[1], inputs.device
@@ -342,8 +350,12 @@ class HeadDrafter(ABC):
             inputs, keep, position_ids = compressed_prompt_inputs(self, prompt, aligned, counts, compressor)
         if keep is not None:
             num_inputs, inputs, position_ids = left_pack(keep, inputs, position_ids)
-        next_positions, lengths = torch.stack((counts, num_inputs)).tolist()
-        inputs, position_ids = inputs[:, : max(lengths)], position_ids[:, : max(lengths)]
+        first_positions = counts
+        if self.head.config.mrope_section:  # `position_ids` are indices into the prompt so far
+            axes, first_positions = prompt_axes(prompt, prompt_order(prompt, hidden_states.shape[1]))
+            position_ids = axes.gather(2, position_ids.expand(len(axes), -1, -1))
+        next_positions, lengths = torch.stack((first_positions, num_inputs)).tolist()
+        inputs, position_ids = inputs[:, : max(lengths)], position_ids[..., : max(lengths)]
         timestamp = state.timer.now()
         state.next_positions = next_positions  # before the forward: the rotary table must cover gaps in the positions
         self.extend_context(state, inputs, position_ids, lengths)
@@ -379,7 +391,13 @@ class HeadDrafter(ABC):
         return logits.float() + state.logit_bias
 
     def rotary_embedding(self, state: DraftState, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """(cos, sin), each [B, 1, n, d], of position ids [B, n], from a table that grows by half its size."""
+        """(cos, sin), each [B, 1, n, d], of position ids [B, n], from a table that grows by half its size.
+
+        Those of ids [3, B, n] on three axes are computed: only a prompt has them.
+        """
+        if position_ids.dim() == 3:
+            cos, sin = self.head.multi_axis_rotary_embedding(position_ids, state.last_hidden.dtype)
+            return cos[:, None], sin[:, None]
         size = max(state.next_positions) + position_ids.shape[1] + self.max_depth + 1
         cos, sin = state.rotary_table(size, self.head.rotary_embedding)
         return cos[position_ids][:, None], sin[position_ids][:, None]

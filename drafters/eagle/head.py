@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from mmspec.drafters.eagle.positions import mrope_axes
+from mmspec.drafters.eagle.rope import inverse_frequencies
 from mmspec.engine.gather import gather_rows
 from mmspec.interfaces import SharedEmbeddings
 
@@ -52,6 +55,14 @@ class HeadConfig:
         confidence_head: whether the head estimates the acceptance of each position (DSpark).
         sample_from_anchor: whether the first position of a block predicts a token too; if not, a block has one position
             more than `block_size` (DFlash).
+        mrope_section: frequencies of the rotary embedding that follow each of the target's position axes (time, height,
+            width), as in Qwen2-VL; empty for one axis, the number of the position.
+        mrope_interleaved: whether the axes take turns (Qwen3-VL), instead of one range of frequencies each.
+        rope_scaling: `rope_type` and settings of a scaled rotary embedding (`inverse_frequencies`), or None.
+        rotary_dim: dimensions of each head that are rotated; 0 for all.
+        sliding_windows: positions that each layer of a DFlash head sees, its own included; 0 for all; empty for no
+            windows.
+        causal_layers: whether the positions of a block see no later ones, in each layer of a DFlash head; empty: no.
     """
 
     hidden_size: int
@@ -76,6 +87,12 @@ class HeadConfig:
     layer_mixture: bool = False
     confidence_head: bool = False
     sample_from_anchor: bool = True
+    mrope_section: tuple[int, ...] = ()
+    mrope_interleaved: bool = False
+    rope_scaling: dict[str, Any] | None = None
+    rotary_dim: int = 0
+    sliding_windows: tuple[int, ...] = ()
+    causal_layers: tuple[bool, ...] = ()
 
     def __post_init__(self) -> None:
         if not 1 <= self.block_size <= MAX_BLOCK_SIZE:
@@ -86,6 +103,12 @@ class HeadConfig:
             raise ValueError(
                 f"num_attention_heads must be a multiple of num_key_value_heads; got {self.num_attention_heads} and "
                 f"{self.num_key_value_heads}."
+            )
+        section, num_frequencies = self.mrope_section, (self.rotary_dim or self.head_dim) // 2
+        if section and (len(section) != 3 or min(section) < 1 or sum(section) != num_frequencies):
+            raise ValueError(
+                f"mrope_section must be three sizes of at least 1, in sum {num_frequencies}, half of the rotated "
+                f"dimensions; got {list(section)}."
             )
 
 
@@ -233,11 +256,26 @@ class EagleHead(nn.Module):
 
     def rotary_embedding(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """(cos, sin), each [..., d], of position ids [...] as in Llama."""
-        size = self.config.head_dim
-        exponents = torch.arange(0, size, 2, dtype=torch.float32, device=position_ids.device) / size
-        angles = position_ids[..., None].float() * self.config.rope_theta**-exponents
+        return self._rotate(position_ids[..., None], dtype)
+
+    def multi_axis_rotary_embedding(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """(cos, sin), each [..., d], of position ids [3, ...] on three axes (M-RoPE, arXiv 2409.12191).
+
+        Where the axes agree, as in text, this is `rotary_embedding` of one of them.
+        """
+        config = self.config
+        axes = mrope_axes(config.mrope_section, config.mrope_interleaved, config.head_dim // 2, position_ids.device)
+        return self._rotate(position_ids[axes].movedim(0, -1), dtype)
+
+    def _rotate(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """(cos, sin), each [..., d], of the positions of all frequencies [..., d / 2], or of one [..., 1] for all."""
+        config, size = self.config, self.config.head_dim
+        frequencies, factor = inverse_frequencies(
+            size, config.rotary_dim or size, config.rope_theta, config.rope_scaling, position_ids.device
+        )
+        angles = position_ids.float() * frequencies
         angles = torch.cat((angles, angles), dim=-1)
-        return angles.cos().to(dtype), angles.sin().to(dtype)
+        return (factor * angles.cos()).to(dtype), (factor * angles.sin()).to(dtype)
 
 
 def eagle3_layers(num_layers: int) -> tuple[int, int, int]:

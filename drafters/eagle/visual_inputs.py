@@ -149,6 +149,11 @@ def align_prompt(
     return inputs, counts
 
 
+def prompt_order(prompt: Prompt, n: int) -> Tensor:
+    """[B, n] int64, the columns of the last n positions of a prompt in the order in which `align_prompt` has them."""
+    return packed_indices(_nonempty_rows(prompt.attention_mask[:, -n:]))
+
+
 def _nonempty_rows(mask: Tensor) -> Tensor:
     """[B, n] bool, a mask in which rows that are nothing but padding have their last position."""
     is_last = torch.arange(mask.shape[1], device=mask.device) == mask.shape[1] - 1
@@ -185,6 +190,7 @@ __all__ = [
     "left_pack",
     "packed_indices",
     "placeholder",
+    "prompt_order",
     "resolve_visual_mode",
     "text_only",
 ]

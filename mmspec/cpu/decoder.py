@@ -113,7 +113,7 @@ class NativeDecoder:
         self._weights = WeightAddresses()
         for index, weights in enumerate(layers):
             set_layer(self._layers[index], weights, shape, self._weights, f"of layer {index}")
-        add = self._weights.add
+        add, add_matrix = self._weights.add, self._weights.add_matrix
         rows, vocab = len(ends.embeddings), len(ends.lm_head)
         self._decoder = DecoderStruct(
             num_layers=len(layers),
@@ -125,9 +125,9 @@ class NativeDecoder:
             vocab_size=vocab,
             num_embeddings=rows,
             layers=ctypes.addressof(self._layers),
-            embeddings=add("embeddings", ends.embeddings, (rows, shape.hidden_size)),
+            embeddings=add_matrix("embeddings", ends.embeddings, (rows, shape.hidden_size)),
             final_norm=add("final_norm", ends.final_norm, (shape.hidden_size,)),
-            lm_head=add("lm_head", ends.lm_head, (vocab, shape.hidden_size)),
+            lm_head=add_matrix("lm_head", ends.lm_head, (vocab, shape.hidden_size)),
             lm_head_bias=add("lm_head_bias", ends.lm_head_bias, (vocab,)),
             eps=shape.eps,
             scaling=shape.scaling,

@@ -25,6 +25,7 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import Tensor
 
+from mmspec.cpu.weights import FLOAT_TYPES, QuantisedWeight, Weight, is_block, weight_struct
 from mmspec.files import atomic_write, cache_folder
 
 logger = logging.getLogger("mmspec")
@@ -48,9 +49,10 @@ class KernelUnavailableError(RuntimeError):
 
 
 class FewRowsKernel:
-    """Linear layers of 1 to 32 float32 rows on a CPU.
+    """Linear layers of 1 to 32 rows on a CPU, in float32, bfloat16 or float16.
 
     A row of the result does not depend on the other rows of the call, nor on the number of threads. Thread-safe.
+    Products are added in float32, and rounded once to the type of the rows.
 
     Attributes:
         library: what it was bound from.
@@ -76,7 +78,7 @@ class FewRowsKernel:
         self._parallel, self._barrier = _openmp_entries()
         self._linear = library.few_rows_linear
         pointer, size = ctypes.c_void_p, ctypes.c_int64
-        self._linear.argtypes = [pointer, pointer, pointer, pointer, size, size, size, ctypes.c_int, size, pointer]
+        self._linear.argtypes = [pointer, ctypes.c_int, *3 * (pointer,), size, ctypes.c_int, size, pointer]
         self._linear.restype = ctypes.c_int
         self._decode, self._decode_scratch = library.few_rows_decode, library.few_rows_decode_scratch
         self._head_forward, self._draft_tree = library.few_rows_head_forward, library.few_rows_draft_tree
@@ -87,43 +89,44 @@ class FewRowsKernel:
         for function in (self._decode_scratch, self._draft_scratch):
             function.argtypes, function.restype = [pointer, size], size
 
-    def linear(self, weight: Tensor, bias: Tensor | None, rows: Tensor) -> Tensor | None:
+    def linear(self, weight: Weight, bias: Tensor | None, rows: Tensor) -> Tensor | None:
         """`rows` times the transposed weight, plus bias.
 
         Args:
             weight: [out_features, in_features].
-            bias: [out_features] or None.
-            rows: [..., in_features].
+            bias: [out_features] of the dtype of the rows, or None.
+            rows: [..., in_features] in float32, bfloat16 or float16; with a quantised weight they are rounded to 8 bits
+                in groups of 32 columns.
 
         Returns:
-            [..., out_features]; None if these tensors are not for this kernel (number of rows, dtype, device, memory
-            layout, shapes that do not fit, a subclass of Tensor).
+            [..., out_features] of the dtype of the rows; None if these tensors are not for this kernel (number of rows,
+            dtype, device, memory layout, shapes that do not fit, a subclass of Tensor).
         """
         out_features, in_features = weight.shape
         shape = rows.shape
-        num_rows = rows.numel() // in_features
-        if not (0 < num_rows <= MAX_NATIVE_ROWS and shape[-1] == in_features and type(rows) is Tensor):
+        if not in_features or shape[-1] != in_features or type(rows) is not Tensor or not is_block(rows):
             return None
-        if not (is_plain(weight) and is_plain(rows)):
+        num_rows = rows.numel() // in_features
+        if not (0 < num_rows <= MAX_NATIVE_ROWS and (isinstance(weight, QuantisedWeight) or is_block(weight))):
             return None
         bias_pointer = None
         if bias is not None:
-            if not (is_plain(bias) and bias.shape == (out_features,)):
+            if not (bias.dtype is rows.dtype and is_block(bias) and bias.shape == (out_features,)):
                 return None
             bias_pointer = bias.data_ptr()
         out = rows.new_empty((*shape[:-1], out_features))
         done = self._linear(
             rows.data_ptr(),
-            weight.data_ptr(),
+            FLOAT_TYPES[rows.dtype],
+            ctypes.addressof(struct := weight_struct(weight)),
             bias_pointer,
             out.data_ptr(),
             num_rows,
-            in_features,
-            out_features,
             self.level,
             torch.get_num_threads(),
             self._parallel,
         )
+        del struct  # lives until here
         return out if done else None
 
     def decode_scratch(self, decoder: int, num_threads: int) -> int:

@@ -14,6 +14,12 @@ from mmspec.interfaces.compressor import Compressor, VisualGrid
 from mmspec.interfaces.draft_target import LayerSubsets
 from mmspec.interfaces.target import SharedEmbeddings, VerifyResult
 
+DRAFTER_CONTRACT = (
+    "a drafter is an object with name (str), requirements (DrafterRequirements), vocab_size (int or None), "
+    "begin(prompt), propose(state, max_nodes, active) -> DraftTree and observe(state, result, hidden_states)"
+)
+"""`Drafter` in one line, for messages; the classes are those of `mmspec`."""
+
 
 @dataclass(frozen=True)
 class DrafterRequirements:
@@ -177,6 +183,7 @@ class ReplicableDrafter(Drafter, Protocol):
 
 
 __all__ = [
+    "DRAFTER_CONTRACT",
     "CompressingDrafter",
     "Drafter",
     "DrafterRequirements",

@@ -221,8 +221,12 @@ class Stats:
             else ""
         )
         learning = f", {self.learning}" if self.learning.drafter else ""
+        calls = f"{self.calls} calls ({self.fallback_calls} decoded by transformers{reason})"
+        if self.calls and self.fallback_calls == self.calls:  # whose tokens are not counted
+            return f"{calls}, nothing drafted{learning}"
+        others = " of the others" if self.fallback_calls else ""
         return (
-            f"{self.calls} calls ({self.fallback_calls} decoded by transformers{reason}), {self.tokens} tokens, "
+            f"{calls}, {self.tokens} tokens{others}, "
             f"tau {self.tau:.2f}, {self.tokens_per_s:.1f} tokens/s, "
             f"{self.num_accepted_tokens}/{self.num_draft_tokens} draft tokens accepted{compression}{learning}"
         )

@@ -239,7 +239,6 @@ def test_dflash_heads_are_read(kind: str, embeddings: SharedEmbeddings, tmp_path
         ({"aux_hidden_state_layer_ids": [1, 3]}, (), "fc.weight must be"),
         ({"draft_vocab_size": 20}, (), "draft_vocab_size is 20 of 48, but the map d2t is missing"),
         ({"markov_head_type": "rnn"}, (), "markov_head_type 'rnn' is not supported"),
-        ({"dflash_config": {"causal": True}}, (), "dflash_config.causal is not supported"),
         ({}, ("norm.weight",), "a DSpark head lacks norm.weight"),
     ],
 )
@@ -269,7 +268,9 @@ def test_block_heads_that_do_not_fit(
             "eagle_aux_hidden_state_layer_ids names 2 hidden states",
         ),
         ("vllm", {"draft_vocab_size": 30}, r"d2t must be \[30\], as draft_vocab_size says"),
-        ("vllm", {"rope_scaling": {"type": "mrope", "mrope_section": [2, 1, 1]}}, "rope_scaling.mrope_section"),
+        ("vllm", {"rope_scaling": {"type": "mrope", "mrope_section": [2, 1, 2]}}, r"mrope_section .* got \[2, 1, 2\]"),
+        ("vllm", {"rope_scaling": {"type": "mrope"}}, "needs a mrope_section"),
+        ("vllm", {"visual_mode": "decoupled"}, "visual_mode .* got 'decoupled'"),
     ],
 )
 def test_eagle3_heads_that_do_not_fit(format_name: str, changes: dict[str, Any], problem: str, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from mmspec.drafters.checkpoints.speculators import export_speculators
 from mmspec.drafters.eagle.drafter import EagleDrafter
 from mmspec.drafters.eagle.head import Eagle3Head, EagleHead
 from mmspec.drafters.eagle.vispec import VispecDrafter
-from mmspec.drafters.registry import build_drafter
+from mmspec.drafters.registry import HEAD_FILES, build_drafter
 from mmspec.engine.tree import root_only
 from mmspec.interfaces import Prompt, SharedEmbeddings, TargetInfo, VerifyResult
 from mmspec.targets.registry import find_adapter
@@ -298,7 +298,7 @@ def test_auto_uses_a_cached_published_drafter(tmp_path: Path, monkeypatch: pytes
     folder = folder_of("msd", tmp_path)
 
     def cache(name: str, *, local_files_only: bool, allow_patterns: list[str]) -> str:
-        assert allow_patterns == ["config.json", "model.safetensors", "pytorch_model.bin"]
+        assert allow_patterns == list(HEAD_FILES)
         requested.append((name, local_files_only))
         return str(folder)
 

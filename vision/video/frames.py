@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
+from mmspec.hints import install_hint
 from mmspec.interfaces import FrameSampler
 from mmspec.vision.video.backends import BACKENDS, NoFramesError, VideoReader
 from mmspec.vision.video.containers import HEADER_BYTES, ContainerError, detect_container, read_header
@@ -121,7 +122,7 @@ def _read_with_fallback(names: Sequence[str], read: Callable[[str], Frames], nam
         raise ValueError(f"{name} is not a video that can be read ({'; '.join(failures)[:300]}{hint})")
     if backend != "auto":
         raise ImportError(f"backend={backend!r} is not installed; pip install {_PIP_NAMES[backend]}, or use 'auto'")
-    raise ImportError(f"reading videos needs one of {', '.join(missing)}: pip install 'mmspec[video]'")
+    raise ImportError(f"reading videos needs one of {', '.join(missing)}: {install_hint('video')}")
 
 
 def _last_line(error: Exception) -> str:
