@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from mmspec.engine.recordings import Recordings
+from mmspec.engine.recordings import Recordings, WrittenPlace
 from mmspec.engine.sampler import RoundHistory, TreeSampler
 from mmspec.engine.tree import DraftTree, sanitize
 from mmspec.engine.verifier import RoundReader, resize
@@ -70,9 +70,9 @@ class RoundFunction:
                 `RoundHistory.sequences`.
 
         Returns:
-            [B, N] float32 largest logits; what `RoundReader` reads; then, with a draft, [B, A, S] hidden states that it
-            reads at the accepted nodes, and what the drafter keeps; else tokens, parents, node mask, ancestor mask and
-            depths of the scored tree, and [B, N, D] of each hidden state.
+            [B, N, 2] float32 largest logits; what `RoundReader` reads; then, with a draft, [B, A, S] hidden states that
+            it reads at the accepted nodes, and what the drafter keeps; else tokens, parents, node mask, ancestor mask
+            and depths of the scored tree, and [B, N, D] of each hidden state.
         """
         draft, score = self.draft, self.score
         parts = _Split(tensors)
@@ -105,10 +105,17 @@ class RoundFunction:
         if draft is None:
             assert tree.ancestor_mask is not None
             scored_tree = tree.tokens, tree.parents, tree.node_mask, tree.ancestor_mask, tree.depths
-            return logits.amax(-1), read, *scored_tree, *hidden_states
+            return logits.topk(2).values, read, *scored_tree, *hidden_states
         scored = draft.select_hidden_states(dict(zip(draft.hidden_state_indices, hidden_states, strict=True)))
         path = resize(path, self.reader.max_steps)
-        return logits.amax(-1), read, scored.gather(1, path[..., None].expand(-1, -1, scored.shape[-1])), *kept
+        return logits.topk(2).values, read, scored.gather(1, path[..., None].expand(-1, -1, scored.shape[-1])), *kept
+
+    def written(self, *tensors: Tensor) -> list[WrittenPlace]:
+        """Keys and values that a run with these arguments has written."""
+        parts = _Split(tensors)
+        parts.take_list(1 + self.has_stop_ids + (0 if self.draft is None else len(self.draft.state)))
+        state = parts.take_list(len(self.score.state))
+        return self.score.written(state, parts.take()[:, 4])
 
     @property
     def reader(self) -> RoundReader:
@@ -138,6 +145,11 @@ class ScoreFunction:
         *state, lengths, tokens, parents, node_mask, ancestor_mask, depths = tensors
         tree = DraftTree(tokens, parents, node_mask, None, ancestor_mask, depths)
         return self.score.function(state, lengths, tree)
+
+    def written(self, *tensors: Tensor) -> list[WrittenPlace]:
+        """Keys and values that a run with these arguments has written."""
+        *state, lengths, _, _, _, _, _ = tensors
+        return self.score.written(state, lengths)
 
     def run(self, recordings: Recordings, lengths: Tensor, tree: DraftTree) -> tuple[Tensor, ...]:
         """Run it recorded, within `recordable_mode`.

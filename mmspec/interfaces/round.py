@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from mmspec.engine.recordings import Recordings
+from mmspec.engine.recordings import Recordings, WrittenPlace
 from mmspec.engine.tree import DraftTree
 from mmspec.interfaces.drafter import Drafter
 from mmspec.interfaces.target import Target, VerifyResult
@@ -57,6 +57,7 @@ class ScorePart:
         lengths: committed positions of each row.
         function: (state, lengths [B] int64, finished tree) -> logits [B, N, V], hidden states [B, N, D].
         commit: (state, lengths [B], path [B, N], counts [B]); the lengths stay as they are.
+        written: (state, lengths [B]) -> where both write.
     """
 
     key: Hashable
@@ -64,6 +65,7 @@ class ScorePart:
     lengths: list[int]
     function: Callable[[Sequence[Tensor], Tensor, DraftTree], tuple[Tensor, ...]]
     commit: Callable[[Sequence[Tensor], Tensor, Tensor, Tensor], None]
+    written: Callable[[Sequence[Tensor], Tensor], list[WrittenPlace]]
 
 
 @runtime_checkable

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mmspec.engine.graph import CudaGraphRecorder, Recorder, record_compiled, record_frozen
 from mmspec.engine.kv_cache import RESERVED_TOKENS, RaggedKVCache, RecordedKVCache, commit_nodes, length_bucket
-from mmspec.engine.recordings import Recordings, WeightWatch
+from mmspec.engine.recordings import Recordings, WeightWatch, WrittenPlace
 from mmspec.engine.tree import BUCKETS, DraftTree
 from mmspec.engine.tree_cache import VALUES_START_AS_KEYS
 from mmspec.interfaces.round import ScorePart
@@ -110,8 +110,13 @@ class Lane:
         def commit(state: Sequence[Tensor], lengths: Tensor, path: Tensor, counts: Tensor) -> None:
             commit_nodes(state[len(state) - len(groups) :], lengths, path, counts)
 
+        def written(state: Sequence[Tensor], lengths: Tensor) -> list[WrittenPlace]:
+            positions = lengths[:, None] + torch.arange(num_nodes, device=lengths.device)
+            return [WrittenPlace(group, positions) for group in state[len(state) - len(groups) :]]
+
+        key = num_nodes, bucket, indices, forward.constants
         state = [*fixed, *(part for parts in layers for part in parts), *groups]
-        return ScorePart((num_nodes, bucket, indices, forward.constants), state, kv_cache.seq_lens, score, commit)
+        return ScorePart(key, state, kv_cache.seq_lens, score, commit, written)
 
 
 class LanePool:

@@ -153,7 +153,7 @@ def test_the_probe_fails_if_nothing_is_recorded_without_a_word(unrecorded: str) 
     plant = (
         mock.patch.object(LanePool, "reason", return_value="something unusual")
         if unrecorded == "rounds"
-        else mock.patch("mmspec.drafters.eagle.base.find_captured_draft", return_value=None)
+        else mock.patch("mmspec.drafters.eagle.base.find_recorded_draft", return_value=None)
     )
     with plant, mock.patch.object(device_probe, "BATCH_SIZES", (1,)):
         result = device_probe.probe(CPU, record_nothing)

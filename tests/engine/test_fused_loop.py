@@ -268,7 +268,8 @@ def test_nothing_remains_of_the_last_call() -> None:
         for inputs, expected in zip(prompts, plain, strict=True):
             assert torch.equal(generate(model, inputs, True), expected)
             (lane,) = mmspec.patching.patch_state(model).captures._lanes.values()
-            lane.kv_cache.data.fill_(torch.nan)
+            for group in lane.kv_cache.groups:
+                group.fill_(torch.nan)
             (tensors,) = lane.recordings._attachments.values()
             tensors.named["keys_values"].fill_(torch.nan)
             for tensor in lane.recordings._fixed.values():
