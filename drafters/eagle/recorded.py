@@ -119,10 +119,10 @@ class DraftAlone:
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Scores, tokens, parents and node mask of the tree, each [B, N], and what the drafter keeps."""
-        *rest, noise = tensors if self.has_noise else (*tensors, None)
-        *rest, numbers = rest
         num_fixed = len(self.part.state)
-        tree, kept = self.part.function(rest[:num_fixed], rest[num_fixed:], numbers, noise)
+        last = num_fixed + len(self.part.inputs)
+        noise = tensors[last + 1] if self.has_noise else None
+        tree, kept = self.part.function(tensors[:num_fixed], tensors[num_fixed:last], tensors[last], noise)
         assert tree.scores is not None
         return tree.scores, tree.tokens, tree.parents, tree.node_mask, *kept
 
@@ -198,6 +198,7 @@ class RecordedDraft:
         self._recordings = recordings
         self._tensors = tensors
         self._min_length = min_length
+        self._read: Pending  # of the last `part`
 
     def part(self, state: DraftState, max_nodes: int, num_levels: int) -> DraftPart | None:
         """The draft of the coming round; None if it must run in the head's own code.
@@ -215,14 +216,13 @@ class RecordedDraft:
         bucket = self._bucket(state, width)
         if bucket is None:
             return None
-        pending = Pending.concatenate(state.pending or [_nothing(state)])
-        state.pending = [pending]
-        missing = width - pending.tokens.shape[1]
-        changing = {
-            "tokens": nn.functional.pad(pending.tokens, (0, missing)) if missing else pending.tokens,
-            "hidden_states": nn.functional.pad(pending.hidden_states, (0, 0, 0, missing)),
-            "last_hidden": state.last_hidden,
-        }
+        self._read = pending = Pending.concatenate(state.pending or [_nothing(state)])
+        state.pending = [pending] if state.pending else []
+        tokens, hidden_states, missing = pending.tokens, pending.hidden_states, width - pending.tokens.shape[1]
+        if missing:
+            tokens = nn.functional.pad(tokens, (0, missing))
+            hidden_states = nn.functional.pad(hidden_states, (0, 0, 0, missing))
+        changing = {"tokens": tokens, "hidden_states": hidden_states, "last_hidden": state.last_hidden}
         if state.extra is not None:
             changing["extra"] = state.extra
         named = self._tensors.named
@@ -246,8 +246,7 @@ class RecordedDraft:
         if part is None:
             return None
         device = state.last_hidden.device
-        (pending,) = state.pending
-        counts = pending.counts_on(device)
+        counts = self._read.counts_on(device)
         inputs = [*part.inputs, torch.stack((state.kv_cache.lengths_on(device), counts), dim=1)]
         if state.noise is not None:
             inputs.append(state.noise(part.max_depth).to(device))
@@ -261,22 +260,22 @@ class RecordedDraft:
             self._recordings.warn(f"drafts are not recorded, but run as before ({type(error).__name__}: {reason})")
             return None
         scores, tokens, parents, node_mask, *kept = outputs
-        state.kv_cache.append(pending.counts, counts)
-        self._keep(state, pending, kept)
+        state.kv_cache.append(self._read.counts, counts)
+        self._keep(state, kept)
         return DraftTree(tokens=tokens, parents=parents, node_mask=node_mask, scores=scores)
 
     def follow(self, state: DraftState, emitted: Pending | None, kept: Sequence[Tensor]) -> None:
         """Update the state after a round with `part`: what it has read, and the tokens that it emitted."""
-        (pending,) = state.pending
-        state.kv_cache.seq_lens = [n + count for n, count in zip(state.kv_cache.seq_lens, pending.counts, strict=True)]
-        self._keep(state, pending, kept)
+        counts = self._read.counts
+        state.kv_cache.seq_lens = [n + count for n, count in zip(state.kv_cache.seq_lens, counts, strict=True)]
+        self._keep(state, kept)
         state.pending = [] if emitted is None else [emitted]
 
-    def _keep(self, state: DraftState, pending: Pending, kept: Sequence[Tensor]) -> None:
-        """Store what a draft returned, which has read `pending`."""
+    def _keep(self, state: DraftState, kept: Sequence[Tensor]) -> None:
+        """Store what a draft returned, and that it has read the pending tokens."""
         state.last_hidden, *extra = kept
         state.extra = extra[0] if extra else None
-        state.next_positions = [n + count for n, count in zip(state.next_positions, pending.counts, strict=True)]
+        state.next_positions = [n + count for n, count in zip(state.next_positions, self._read.counts, strict=True)]
         state.pending = []
 
     def _bucket(self, state: DraftState, num_new: int) -> int | None:

@@ -7,7 +7,7 @@ of the tree depends on the draft, the draft is a function of its own, and its tr
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -95,7 +95,7 @@ class RecordedRounds:
         if outputs is None:
             return None
         _, read, *rest = outputs
-        tree = self._sized_tree(plan.num_nodes) if draft is not None else DraftTree(*rest[:3], None, *rest[3:5])
+        tree = self._sized_tree(plan.num_nodes) if draft is not None else _as_tree(rest)
         result, has_nan = function.reader.read(read, tree, plan.rows.host_max_emit)
         if has_nan:
             return RuntimeError(self._sampler.nan_message), {}, ()
@@ -139,7 +139,7 @@ class RecordedRounds:
                 strict=True,
             )
         ]
-        noise = ()
+        noise: tuple[Tensor, ...] = ()
         if output.noise is None:
             columns = from_host(table, device)
         else:
@@ -165,6 +165,12 @@ class RecordedRounds:
             root = root_only(len(self._output.emitted), self._output.sequences.device)
             self._sized_trees[num_nodes] = root.pad(num_nodes)
         return self._sized_trees[num_nodes]
+
+
+def _as_tree(outputs: Sequence[Tensor]) -> DraftTree:
+    """The scored tree among the outputs of a round."""
+    tokens, parents, node_mask, ancestor_mask, depths = outputs[:5]
+    return DraftTree(tokens, parents, node_mask, None, ancestor_mask, depths)
 
 
 def can_record_rounds(target: Target, output: OutputBuffer, sampler: TreeSampler) -> bool:

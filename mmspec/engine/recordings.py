@@ -110,7 +110,7 @@ class Recordings:
         if replay is not None and self._num_checked[owner, key] >= NUM_CHECKED_REPLAYS:
             return replay(inputs)
         start, replay_s = time.perf_counter(), 0.0
-        written = getattr(function, "written", lambda *tensors: [])
+        written: Callable[..., list[WrittenPlace]] = getattr(function, "written", lambda *tensors: [])
         token = ACTIVE_CONTEXT.set(None)  # the recording contains no timed kernels
         try:
             expected = [output.clone() for output in function(*state, *inputs)]
@@ -212,7 +212,7 @@ def check_replay(outputs: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
     """Compare all outputs of a first replay, and what it wrote, with those of a plain run.
 
     Floats may differ by rounding. Rows in which the two largest logits of a node are closer than that may decide
-    otherwise; in all others integers must be equal. The first output [B, N, 2], if it has this shape, holds these logits.
+    otherwise; in all others integers must be equal. The first output, if it is [B, N, 2], holds these logits.
 
     Raises:
         RuntimeError: they differ by more.

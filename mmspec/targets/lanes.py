@@ -74,8 +74,8 @@ class Lane:
         Raises:
             UnrecordableCallError: an input of every round is a tensor, which a recording would repeat.
         """
-        if tensors := [name for name, value in forward.template.items() if isinstance(value, Tensor)]:
-            raise UnrecordableCallError(f"{tensors[0]}, an input of every round that is a tensor")
+        if varying := [name for name, value in forward.template.items() if isinstance(value, Tensor)]:
+            raise UnrecordableCallError(f"{varying[0]}, an input of every round that is a tensor")
         padding = torch.ones(len(self.kv_cache.seq_lens), self.recordings.capacity, dtype=torch.bool)
         padding = padding.to(call.max_position.device)
         if call.padding is not None:
