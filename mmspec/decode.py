@@ -27,7 +27,7 @@ from mmspec.engine.output import OutputBuffer, ReturnFlags, UserCodeHooks
 from mmspec.engine.rng import RngGuard, SamplingNoise
 from mmspec.engine.sampler import TreeSampler
 from mmspec.engine.tree_cache import CACHE_ARGUMENT
-from mmspec.interfaces import Drafter, LearnableDrafter, Prompt, VisualGrid
+from mmspec.interfaces import Drafter, LearnableDrafter, Prompt, VisualGrid, drafter_label
 from mmspec.learning.recording import RecordedDrafter
 from mmspec.metrics.compression_stats import RecordingCompressor
 from mmspec.metrics.stats import Stats
@@ -81,6 +81,7 @@ def _run_loop(call: CallContext, inputs: PreparedInputs, prefilled: Prefilled) -
         drafter = call.recording = RecordedDrafter(drafter, call.learner.wants_examples)
     if not is_builtin(call.spec_config.drafter):
         drafter = RngIsolatedDrafter(drafter, rng_guard)
+    call.stats.drafter = drafter_label(call.spec_config.drafter)
     loop = DecodeLoop(
         target=target,
         drafter=drafter,

@@ -14,6 +14,7 @@ from mmspec.app.caption.config import MAX_PIXELS, CaptionConfig, ProcessInfo
 from mmspec.app.caption.options import EPILOG, add_options
 from mmspec.app.cli.arguments import Commands, add_command, config_from_args, hide_progress_bars, validate_drafter
 from mmspec.app.errors import UsageError, one_line
+from mmspec.app.io.text import find_fault
 
 if TYPE_CHECKING:
     from mmspec.app.io.output import Output
@@ -91,9 +92,7 @@ def check_options(config: CaptionConfig) -> None:
     config.frame_sampler()
     if config.batch_size == AUTO_BATCH_SIZE and config.temperature > 0:
         raise UsageError("sampled captions depend on the batches: give --batch-size a number with --temperature")
-    for name in ("prompt", "system_prompt"):
-        if (text := getattr(config, name)) is not None and not text.strip():
-            raise UsageError(f"--{name.replace('_', '-')} must not be empty")
+    check_texts(config)
     if config.temperature <= 0:
         for name in ("top_p", "top_k"):
             if getattr(config, name) is not None:
@@ -190,6 +189,20 @@ def build_captioner(config: CaptionConfig, process: ProcessInfo) -> Captioner:
     except (OSError, TypeError, ValueError) as error:
         raise UsageError(f"--model {config.model} --drafter {config.drafter}: {one_line(error, 600)}") from error
     return Captioner(model, processor, config.max_new_tokens, sampling, config.stop, chat)
+
+
+def check_texts(config: CaptionConfig) -> None:
+    """Refuse a prompt, system prompt or stop text that is no text.
+
+    Raises:
+        UsageError: it is empty, too long or no valid Unicode.
+    """
+    texts = [("--prompt", config.prompt), ("--system-prompt", config.system_prompt)]
+    for flag, text in [*texts, *(("--stop", stop) for stop in config.stop)]:
+        if text is not None and not text.strip() and flag != "--stop":
+            raise UsageError(f"{flag} must not be empty")
+        if fault := find_fault(text or ""):
+            raise UsageError(f"{flag} {fault}")
 
 
 def resolve_learning(config: CaptionConfig, device_type: str) -> bool | str:

@@ -148,6 +148,11 @@ class CaptionConfig:
 
         return MAX_AUTO_SIZE if self.batch_size == AUTO_BATCH_SIZE else self.batch_size
 
+    @property
+    def stores_pictures(self) -> bool:
+        """Whether the output holds the pictures beside their captions."""
+        return self.format == "webdataset"
+
     def source_options(self, base: Path) -> SourceOptions:
         """How inputs are read; names in the rows are relative to `base`."""
         from mmspec.app.io.item import SourceOptions

@@ -20,6 +20,7 @@ from mmspec.app.caption.progress import CaptionProgress, comparison_lines, print
 from mmspec.app.caption.rows import CaptionModel, RowCaptioner
 from mmspec.app.errors import UsageError
 from mmspec.app.io.decode import decode_item
+from mmspec.app.io.held import decode_held
 from mmspec.app.io.images import ImageError, Media, decode_ahead, pixel_limit
 from mmspec.app.io.inputs import Inputs
 from mmspec.app.io.item import Item
@@ -142,8 +143,11 @@ class CaptionJob:
         sampler = config.frame_sampler()
         with pixel_limit(config.pixel_limit), DecoderPool() as isolated:
 
-            def decode(item: Item) -> Media:
+            def read(item: Item) -> Media:
                 return decode_item(item, sampler, config.pixel_limit, isolated)
+
+            def decode(item: Item) -> tuple[Item, Media]:
+                return decode_held(item, read, config.stores_pictures)
 
             for decoded in decode_batches(self._batches, decode, config):
                 if stop.signal:
@@ -229,9 +233,13 @@ def check_prompt(item: Item, row: Finished, config: CaptionConfig) -> None:
 
 
 def decode_batches(
-    batches: Iterator[list[Item]], decode: Callable[[Item], Media], config: CaptionConfig
+    batches: Iterator[list[Item]], decode: Callable[[Item], tuple[Item, Media]], config: CaptionConfig
 ) -> Iterator[list[tuple[Item, Media | ImageError]]]:
-    """The batches with their media, decoded ahead in threads."""
+    """The batches with their media, decoded ahead in threads.
+
+    Args:
+        decode: returns the media of an item, and the item with what else was found of it.
+    """
     queue: deque[list[Item]] = deque()
 
     def items() -> Iterator[Item]:
@@ -243,7 +251,8 @@ def decode_batches(
     try:
         for first in decoded:
             size = len(queue.popleft())
-            yield [first, *itertools.islice(decoded, size - 1)]
+            batch = [first, *itertools.islice(decoded, size - 1)]
+            yield [(item, found) if isinstance(found, ImageError) else found for item, found in batch]
     finally:
         decoded.close()
 

@@ -12,6 +12,7 @@ from PIL import Image
 from mmspec.app.caption.config import CaptionConfig, ProcessInfo
 from mmspec.app.caption.rows import RowCaptioner
 from mmspec.app.io.cells import cell_content
+from mmspec.app.io.content import Unreadable
 from mmspec.app.io.images import ImageError, Media, load_image
 from mmspec.app.io.item import Item
 from mmspec.vision.video.decoder_pool import DecoderPool
@@ -56,7 +57,7 @@ class CaptionActor:
     Adds the columns `caption`, `error`, `n_new_tokens`, `tau` (tokens per forward) and `finish_reason`.
 
     Raises:
-        UsageError: the model or drafter cannot be loaded.
+        UsageError: the model or drafter cannot be loaded, or the prompt is no text.
     """
 
     def __init__(
@@ -75,12 +76,13 @@ class CaptionActor:
         device: str = "auto",
         max_pixels: int | None = None,
     ) -> None:
-        from mmspec.app.caption.command import build_captioner
+        from mmspec.app.caption.command import build_captioner, check_texts
 
         self._config = CaptionConfig(
             (), model=model, prompt=prompt, drafter=drafter, compressor=compressor, max_new_tokens=max_new_tokens,
             temperature=temperature, seed=seed, dtype=dtype, device=device, max_pixels=max_pixels,
         )  # fmt: skip
+        check_texts(self._config)
         self._image_column, self._prompt_column = image_column, prompt_column
         self._captioner: RowCaptioner | None = None
         self._model = build_captioner(self._config, ProcessInfo())
@@ -99,7 +101,9 @@ class CaptionActor:
         for cell, prompt in zip(cells, prompts, strict=True):
             text = str(prompt) if prompt is not None and str(prompt) else None
             item = Item(Path(), str(self._num_rows), prompt=text, index=self._num_rows)
-            decoded.append((item, self._decode(cell)))
+            fault = item.content  # of the prompt: an item with a bad one cannot be read
+            bad = ImageError(fault.kind, fault.message) if isinstance(fault, Unreadable) else None
+            decoded.append((item, bad or self._decode(cell)))
             self._num_rows += 1
         rows = self._captioner.caption_rows(decoded)
         added: dict[str, list[Any]] = {name: [row[name] for row in rows] for name in NEW_COLUMNS}

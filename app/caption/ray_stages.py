@@ -21,6 +21,7 @@ from mmspec.app.caption.plan import RowPlan, skip_finished
 from mmspec.app.caption.rows import RowCaptioner
 from mmspec.app.io.content import Unreadable
 from mmspec.app.io.decode import decode_item
+from mmspec.app.io.held import decode_held
 from mmspec.app.io.images import ImageError, Media
 from mmspec.app.io.inputs import Inputs
 from mmspec.app.io.item import Item
@@ -91,17 +92,19 @@ def decode_stage(frames: Any, config: CaptionConfig) -> Any:
 def _decode(batch: PlannedBatch, config: CaptionConfig) -> DecodedBatch:
     sampler, decoders = config.frame_sampler(), _decoders()
 
-    def decode(item: Item) -> Media | Unreadable:
+    def read(item: Item) -> Media:
+        return decode_item(item, sampler, config.pixel_limit, decoders)
+
+    def decode(item: Item) -> tuple[Item, Media | Unreadable]:
         try:
-            return decode_item(item, sampler, config.pixel_limit, decoders)
+            held, media = decode_held(item, read, config.stores_pictures)
         except ImageError as error:
-            return Unreadable(error.kind, str(error))
+            return replace(item, content=None), Unreadable(error.kind, str(error))
+        return held if config.stores_pictures else replace(item, content=None), media
 
     with ThreadPoolExecutor(config.threads) as threads:
-        media = list(threads.map(decode, batch.items))
-    if config.format != "webdataset":  # which stores the pictures beside their captions
-        return DecodedBatch([replace(item, content=None) for item in batch.items], media)
-    return DecodedBatch(batch.items, media)
+        decoded = list(threads.map(decode, batch.items))
+    return DecodedBatch([item for item, _ in decoded], [media for _, media in decoded])
 
 
 @lru_cache(maxsize=1)

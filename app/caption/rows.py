@@ -16,6 +16,7 @@ from mmspec.app.errors import one_line
 from mmspec.app.io.images import ImageError, Media
 from mmspec.app.io.item import Item
 from mmspec.app.io.jsonl import Row
+from mmspec.app.io.text import escaped_values
 from mmspec.app.scenes.domain_check import warn_if_out_of_domain
 from mmspec.app.versions import mmspec_version
 
@@ -80,10 +81,13 @@ class RowCaptioner:
 
     def _attempt(self, work: Work, may_halve: bool = True) -> list[Caption | Failure]:
         """Captions or failures of `work`. Out of memory: retried in halves. Any other error: each row alone."""
-        from mmspec.app.modeling.captioner import out_of_memory
+        from mmspec.app.modeling.captioner import PromptTooLongError, out_of_memory
 
+        too_long: dict[int, str] = {}
         try:
             return self._caption(work)
+        except PromptTooLongError as error:
+            too_long = error.rows
         except Exception as error:
             if type(error).__name__ == "AcceleratorError":  # the device is unusable from here on
                 raise
@@ -92,6 +96,8 @@ class RowCaptioner:
                 kind = "OutOfMemory" if full else type(error).__name__
                 return [Failure(kind, one_line(error))] * len(work)
         # outside of `except`, so that the error's traceback no longer holds the tensors of the failed attempt
+        if too_long:
+            return self._attempt_without(work, too_long)
         step = (len(work) + 1) // 2 if full else 1
         if full:
             _free()
@@ -99,6 +105,13 @@ class RowCaptioner:
             print_stderr(f"mmspec: out of memory with {len(work)} images per batch, continuing with {step}")
         parts = [work[start : start + step] for start in range(0, len(work), step)]
         return [result for part in parts for result in self._attempt(part, may_halve=False)]
+
+    def _attempt_without(self, work: Work, too_long: dict[int, str]) -> list[Caption | Failure]:
+        """Captions of the other rows, which then are not padded to the length of these."""
+        rest = [one for number, one in enumerate(work) if number not in too_long]
+        captions = iter(self._attempt(rest) if rest else [])
+        rows = range(len(work))
+        return [Failure("TooLong", too_long[row]) if row in too_long else next(captions) for row in rows]
 
     def _caption(self, work: Work) -> list[Caption | Failure]:
         config = self.config
@@ -141,7 +154,8 @@ class RowCaptioner:
             row["error"] = {"type": result.kind, "message": result.message}
         else:
             row |= asdict(result)
-        return row | {"mmspec_version": mmspec_version(), "index": item.index}
+        found: Row = escaped_values(row | {"mmspec_version": mmspec_version(), "index": item.index})
+        return found
 
 
 def _free() -> None:

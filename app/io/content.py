@@ -70,6 +70,8 @@ class ByteRange:
             check_num_bytes(self.size)
         try:
             data = _read_local(self) if is_local(self.url) else _read_remote(self)
+        except ImageError:
+            raise
         except UsageError as error:
             raise ImageError("Unreadable", str(error)) from error
         except FileNotFoundError as error:
@@ -137,6 +139,8 @@ def is_local(url: str) -> bool:
 
 def _read_local(part: ByteRange) -> bytes:
     with os.fdopen(open_regular_file(part.url), "rb") as file:
+        if part.size is None:
+            check_num_bytes(os.fstat(file.fileno()).st_size - part.start)
         file.seek(part.start)
         return file.read(MAX_CONTENT_BYTES + 1 if part.size is None else part.size)
 

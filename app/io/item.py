@@ -9,7 +9,8 @@ from typing import Protocol
 
 from mmspec.app.caption.config import default_prompt
 from mmspec.app.io import videos
-from mmspec.app.io.content import Content
+from mmspec.app.io.content import Content, Unreadable
+from mmspec.app.io.text import escaped, find_fault
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,16 @@ class Item:
     index: int = -1
     answer: str | None = None
     content: Content | None = None
+
+    def __post_init__(self) -> None:
+        """Whatever it is read from, its id and name are valid Unicode; so is its prompt, or it is an error row."""
+        for name in ("id", "file_name"):
+            object.__setattr__(self, name, escaped(getattr(self, name)))
+        for name in ("prompt", "answer"):
+            fault = find_fault(getattr(self, name) or "")
+            if fault is not None:
+                object.__setattr__(self, "content", Unreadable("BadText", f"the {name} {fault}"))
+                object.__setattr__(self, name, None)
 
     @property
     def is_video(self) -> bool:

@@ -14,7 +14,7 @@ import torch
 
 import mmspec
 from mmspec.app.io.images import Media
-from mmspec.app.modeling.chat import build_inputs
+from mmspec.app.modeling.chat import build_inputs, find_too_long
 from mmspec.app.modeling.load import synchronize
 from mmspec.app.modeling.prompt_format import DEFAULT_FORMAT, ChatFormat, describe_prompt_format
 from mmspec.app.modeling.sampling import GREEDY, Sampling
@@ -29,6 +29,18 @@ CUT_WHILE_THINKING = "thinking"
 """`Caption.finish_reason` of an output that ended within the model's thoughts: it holds no caption."""
 PROMPT_END = 16
 """Tokens of a prompt that show whether it lets the model think."""
+
+
+class PromptTooLongError(Exception):
+    """Rows of a batch have more tokens than the model has positions.
+
+    Attributes:
+        rows: index of each such row -> why.
+    """
+
+    def __init__(self, rows: dict[int, str]) -> None:
+        super().__init__("; ".join(rows.values()))
+        self.rows = rows
 
 
 @dataclass(frozen=True)
@@ -130,9 +142,14 @@ class Captioner:
             prompts: of each row.
             seed: of torch's generators, set before the call.
             compare: rows to compare with plain `generate`, which then decodes the whole batch too.
+
+        Raises:
+            PromptTooLongError: of some rows, before any is captioned.
         """
         start = time.perf_counter()
         inputs = self.build_inputs(media, prompts)
+        if too_long := find_too_long(self.model, inputs):
+            raise PromptTooLongError(too_long)
         output, seconds = self._generate(inputs, seed)
         captions = self._captions(inputs, output, (time.perf_counter() - start) / len(media))
         if not any(compare):
@@ -250,4 +267,4 @@ def out_of_memory(error: BaseException) -> bool:
     )
 
 
-__all__ = ["CUT_WHILE_THINKING", "Caption", "Captioner", "ComparisonTotals", "out_of_memory"]
+__all__ = ["CUT_WHILE_THINKING", "Caption", "Captioner", "ComparisonTotals", "PromptTooLongError", "out_of_memory"]

@@ -198,18 +198,37 @@ def to_model_device(model: PreTrainedModel, name: str, value: Any) -> Any:
     return value.to(model.device, model.dtype if pixels else None)
 
 
+def max_positions(model: PreTrainedModel) -> int | None:
+    """Positions of the language model; None if it states none."""
+    found: int | None = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return found
+
+
+def find_too_long(model: PreTrainedModel, inputs: dict[str, Any]) -> dict[int, str]:
+    """Rows whose prompt leaves no position for an answer -> why: a model says nothing beyond its positions."""
+    limit, shape = max_positions(model), inputs["input_ids"].shape
+    if limit is None or shape[1] < limit:
+        return {}
+    lengths = inputs["attention_mask"].sum(1).tolist() if "attention_mask" in inputs else [shape[1]] * shape[0]
+    return {
+        row: f"image and prompt have {length} tokens, the model {limit} positions: shorten the prompt"
+        for row, length in enumerate(lengths)
+        if length >= limit
+    }
+
+
 def check_length(model: PreTrainedModel, inputs: dict[str, Any], max_new_tokens: int) -> None:
     """Refuse inputs that exceed the model's positions with `max_new_tokens` more.
 
     Raises:
         UsageError: they do.
     """
-    max_positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    limit = max_positions(model)
     length = inputs["input_ids"].shape[1]
-    if max_positions is not None and length + max_new_tokens > max_positions:
+    if limit is not None and length + max_new_tokens > limit:
         raise UsageError(
             f"Image, conversation and question have {length} tokens, plus {max_new_tokens} new ones; "
-            f"the model has {max_positions} positions: shorten them or lower the number of new tokens"
+            f"the model has {limit} positions: shorten them or lower the number of new tokens"
         )
 
 
@@ -245,6 +264,7 @@ __all__ = [
     "check_chat",
     "check_length",
     "encode_media",
+    "find_too_long",
     "reject_media_tokens",
     "to_model_device",
 ]

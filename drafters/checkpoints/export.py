@@ -19,9 +19,12 @@ from mmspec.drafters.checkpoints.speculators import draft_vocabulary_tensors, ea
 from mmspec.drafters.eagle.base import HeadDrafter
 from mmspec.drafters.eagle.drafter import EagleDrafter
 from mmspec.drafters.eagle.head import Eagle3Head, eagle3_layers
+from mmspec.drafters.training.batch import MIXED, MIXED_DRAFTS_AS
 from mmspec.interfaces import SharedEmbeddings, TargetInfo
 
 EXPORT_FORMATS = ("vllm", "sglang", "speculators")
+ENGINE_VISUAL_MODES = {"vllm": "placeholder", "speculators": "placeholder", "sglang": "coupled"}
+"""Format -> what the engine feeds an EAGLE-3 head at image positions, a key of `VISUAL_MODES`."""
 NO_SGLANG_HOOKS = ("llava", "llava_next", "llava_next_video", "llava_onevision", "vipllava")
 """Model types whose SGLang classes have no method that captures hidden states for EAGLE-3."""
 HEAD_MAX_POSITIONS = 1 << 17
@@ -91,12 +94,24 @@ def refusal(drafter: HeadDrafter, target: TargetInfo, format_name: str) -> str |
                 "Train --drafter eagle3."
             )
         return f"no engine serves the architecture of {drafter.name!r}; eagle3 and dspark heads can be exported."
+    fed, trained = ENGINE_VISUAL_MODES[format_name], _trained_visual_mode(drafter)
+    if trained not in (MIXED, fed):
+        return (
+            f"{'SGLang' if format_name == 'sglang' else 'vLLM'} feeds image positions of an EAGLE-3 head as "
+            f"--visual-mode {fed} does; this one was trained with {trained}. Train with mixed, the default, or {fed}."
+        )
     if format_name == "sglang":
         if target.model_type in NO_SGLANG_HOOKS:
             return f"SGLang captures no hidden states of {target.model_type!r} models; vLLM does (--format vllm)."
         if drafter.head.config.norm_before_residual:
             return "SGLang's EAGLE-3 layer has no norm_before_residual, with which this head was trained."
     return None
+
+
+def _trained_visual_mode(drafter: HeadDrafter) -> str:
+    """How visual tokens entered a head in training; heads without a record draft as `MIXED` ones do, the default."""
+    mode = drafter.trained_visual_mode or drafter.visual_mode
+    return MIXED if drafter.trained_visual_mode is None and mode == MIXED_DRAFTS_AS else mode
 
 
 def _eagle3_config(head: Eagle3Head, drafter: EagleDrafter, target: TargetInfo, format_name: str) -> dict[str, Any]:
@@ -121,6 +136,7 @@ def _eagle3_config(head: Eagle3Head, drafter: EagleDrafter, target: TargetInfo, 
         **mrope_keys(config.mrope_section, config.mrope_interleaved),
         "max_position_embeddings": HEAD_MAX_POSITIONS,
         "norm_before_residual": config.norm_before_residual,
+        "visual_mode": ENGINE_VISUAL_MODES[format_name],
         "tie_word_embeddings": False,
         "eagle_config": {"use_aux_hidden_state": True},
     }

@@ -58,6 +58,8 @@ def _load(folder: str | os.PathLike[str], target: TargetInfo | None) -> HeadDraf
         draft_ids=metadata.draft_ids,
     )
     drafter.bundled_compressor = metadata.compressor
+    trained_mode = metadata.facts.get("visual_mode")
+    drafter.trained_visual_mode = trained_mode if isinstance(trained_mode, str) else None
     return drafter
 
 

@@ -33,6 +33,8 @@ EAGLE3_FUSED = {
     "layer.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
 }
 """Fused module of `Eagle3Head` -> the projections below `layers.0` on disk."""
+TRAINERS_VISUAL_MODE = "placeholder"
+"""What SpecForge, AngelSlim and speculators train with and vLLM serves: the placeholder token's embedding."""
 EAGLE3_VISUAL_MODES = ("placeholder", "coupled", "text_only")
 """Visual modes in which every input has an embedding and a hidden state, which the layer reads."""
 UNSUPPORTED = ("norm_before_fc", "fc_norm", "norm_output")
@@ -118,7 +120,7 @@ def _visual_mode(values: Mapping[str, Any]) -> str:
     Raises:
         ValueError: a visual mode that an EAGLE-3 head does not have.
     """
-    mode = values.get("visual_mode") or "placeholder"
+    mode = values.get("visual_mode") or TRAINERS_VISUAL_MODE
     if mode not in EAGLE3_VISUAL_MODES:
         raise ValueError(
             f"visual_mode of an EAGLE-3 head must be one of {', '.join(EAGLE3_VISUAL_MODES)}; got {mode!r}."
@@ -233,6 +235,7 @@ def _speculators_config(head: Eagle3Head, drafter: EagleDrafter, target: TargetI
         "speculators_model_type": "eagle3",
         "draft_vocab_size": head.lm_head.out_features,
         "norm_before_residual": config.norm_before_residual,
+        "visual_mode": TRAINERS_VISUAL_MODE,
         "target_hidden_size": target.hidden_size,
         "eagle_aux_hidden_state_layer_ids": list(drafter.hidden_state_indices),
         "transformer_layer_config": layer,

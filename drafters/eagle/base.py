@@ -65,6 +65,7 @@ class HeadDrafter(ABC):
     Attributes:
         head: the draft head, in eval mode.
         visual_mode: how visual tokens enter the head, a key of `VISUAL_MODES`.
+        trained_visual_mode: how they entered it in training, or "mixed" for both embeddings; None if unknown.
         top_k: nodes per level that are expanded, and children of each; None for the device's default.
         depth_controller: chooses the number of levels per draft.
         max_depth: largest depth of a draft node, in tokens below the root.
@@ -114,6 +115,7 @@ class HeadDrafter(ABC):
             raise ValueError(f"top_k must be at least 1, or None for the device's default; got {top_k}.")
         self.head = head.eval()
         self.visual_mode = visual_mode
+        self.trained_visual_mode: str | None = None
         self.name = name
         self.top_k = top_k
         self.depth_controller = DepthController(max_depth)

@@ -21,6 +21,11 @@ class EagleDrafter(LearnableHead):
 
     records_drafts = True
 
+    @property
+    def label(self) -> str:
+        """The name in `Stats.drafter`: of EAGLE-3 heads with the visual mode, in which trainers and engines differ."""
+        return f"{self.name} ({self.visual_mode})" if self.head.config.eagle3_input else self.name
+
     def draft_tree(self, state: DraftState, max_nodes: int, num_levels: int) -> DraftTree:
         """Expand the `top_k` most likely nodes of each of `num_levels` levels, then re-rank (EAGLE-2, section 4)."""
         top_k = min(self.top_k_on(state.last_hidden.device), state.logit_bias.shape[0])

@@ -27,6 +27,7 @@ from mmspec.cpu.layers import (
     set_layer,
 )
 from mmspec.cpu.native import FewRowsKernel, is_plain
+from mmspec.cpu.weights import Weight
 
 MAX_DECODER_ROWS = 128
 """Rows times nodes of a forward. Beyond, arithmetic is the limit, and the products of torch are as fast."""
@@ -49,7 +50,7 @@ class DecoderEnds:
 
     embeddings: Tensor
     final_norm: Tensor
-    lm_head: Tensor
+    lm_head: Weight
     lm_head_bias: Tensor | None
 
 
@@ -114,7 +115,7 @@ class NativeDecoder:
         for index, weights in enumerate(layers):
             set_layer(self._layers[index], weights, shape, self._weights, f"of layer {index}")
         add, add_matrix = self._weights.add, self._weights.add_matrix
-        rows, vocab = len(ends.embeddings), len(ends.lm_head)
+        rows, vocab = len(ends.embeddings), ends.lm_head.shape[0]
         self._decoder = DecoderStruct(
             num_layers=len(layers),
             hidden_size=shape.hidden_size,

@@ -183,7 +183,7 @@ INLINE void NAME(corrections)(const drafting *g, int64_t level, int64_t thread, 
 /* The logits of a level from a forward of the layer over its nodes. */
 INLINE void NAME(layer_logits)(const drafting *g, int64_t level, float *own, int64_t *next) {
   const draft *h = g->h;
-  const int64_t B = h->d.batch, D = h->d.hidden_size;
+  const int64_t B = h->d.batch;
   const part head = {&h->d.lm_head, h->d.lm_head_bias, g->logits, h->d.vocab_size};
   if (level) NAME(head_layer)(g, own, next);
   NAME(project)(g, level ? g->s.x : h->root, level ? B * h->d.nodes : B, h->d.final_norm, &head, 0, own, next + 6);

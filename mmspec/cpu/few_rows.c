@@ -148,6 +148,8 @@ AVX2_INLINE void finish(const product *p, const chunk *c, int64_t r, int64_t m, 
     memcpy(to, &stored, bytes);
 }
 
+#include "quantised.h"
+#include "quantise.h"
 #include "decoder_types.h"
 #include "draft_types.h"
 

@@ -105,7 +105,7 @@ INLINE void NAME(tile)(const NAME(block) * b, const float *x, float *acc, __m128
       for (int i = 0; i < WEIGHT_ROWS; i++) sum[r][i] = ZERO();
     for (; k + line <= end; ahead += b->column_step) {
       for (int64_t i = 0; i < b->num_ahead; i++) _mm_prefetch(ahead + i * b->line_step, _MM_HINT_T0);
-#pragma GCC unroll 4
+#pragma GCC unroll 1
       for (int64_t i = 0; i < line; i += LANES, k += LANES, x += X * LANES) NAME(add_products)(w, k, x, sum, X, type);
     }
     for (; k + LANES <= end; k += LANES, x += X * LANES) NAME(add_products)(w, k, x, sum, X, type);
@@ -180,6 +180,10 @@ __attribute__((target(ISA))) static void NAME(rows)(const product *p, const chun
 
 /* The product of at most MAX_ROWS rows with one chunk. */
 __attribute__((target(ISA))) static void NAME(multiply)(const product *p, const chunk *c, float *acc) {
+  if (is_quantised(c->type)) {
+    (LANES == 16 && has_vnni() ? vnni_multiply_quantised : avx2_multiply_quantised)(p, c);
+    return;
+  }
   const int64_t K = p->K, panels = K / p->panel, bytes = float_bytes(c->type);
   const int64_t distance = 1 + AHEAD_BYTES / (WEIGHT_ROWS * p->panel * bytes);
   const int64_t blocks = (c->rows + WEIGHT_ROWS - 1) / WEIGHT_ROWS, steps = panels * blocks;
@@ -200,8 +204,7 @@ __attribute__((target(ISA))) static void NAME(multiply)(const product *p, const 
 
 /* Floats of a packed row of x. */
 INLINE int64_t NAME(packed_row)(int64_t K, int64_t type) {
-  (void)type;
-  return (K + LANES - 1) / LANES * LANES;
+  return is_quantised(type) ? num_groups(K) * (int64_t)(sizeof(group) / sizeof(float)) : (K + LANES - 1) / LANES * LANES;
 }
 
 /* Chunks of the parts until none is left, for all rows of x. */
@@ -227,6 +230,10 @@ __attribute__((target(ISA))) static void NAME(multiply_parts)(const rows *x, con
 __attribute__((target(ISA))) static void NAME(pack_groups)(const weights *w, const float *x, int64_t R, const float *norm,
                                                           float eps, float *to) {
   const int64_t K = w->cols, step = NAME(packed_row)(K, w->type);
+  if (is_quantised(w->type)) {
+    round_rows(x, R, K, norm, eps, (group *)to);
+    return;
+  }
   for (int64_t row = 0; row < R; row += MAX_ROWS)
     NAME(pack)(x + row * K, min64(MAX_ROWS, R - row), K, norm, eps, to + row * step);
 }

@@ -186,8 +186,11 @@ def set_layer(
     """Set the addresses of a layer's weights; `where` completes their names in messages.
 
     Raises:
-        ValueError: see `WeightAddresses.add`.
+        ValueError: see `WeightAddresses.set`; or some of q, k and v are quantised, or one of gate and up.
     """
+    for together in (("q", "k", "v"), ("gate", "up")):
+        if len({isinstance(getattr(weights, name), QuantisedWeight) for name in together}) > 1:
+            raise ValueError(f"{', '.join(together)} {where} must be quantised together; quantise all of them or none")
     for name, tensor in vars(weights).items():
         addresses.set(struct, name, tensor, _shape_of(name, shape), f"{name} {where}")
 

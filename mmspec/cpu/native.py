@@ -39,7 +39,7 @@ MAIN_SOURCE = "few_rows.c"
 COMPILERS = ("cc", "gcc", "clang")
 FLAGS = ("-O2", "-std=gnu11", "-fno-math-errno", "-fPIC", "-shared", "-fvisibility=hidden")
 LINKED = ("-lm",)
-BUILD_TIMEOUT_S = 60.0
+BUILD_TIMEOUT_S = 120.0
 DIGEST_BYTES = hashlib.sha256().digest_size
 _BUILD_LOCK = threading.Lock()
 
@@ -80,6 +80,9 @@ class FewRowsKernel:
         pointer, size = ctypes.c_void_p, ctypes.c_int64
         self._linear.argtypes = [pointer, ctypes.c_int, *3 * (pointer,), size, ctypes.c_int, size, pointer]
         self._linear.restype = ctypes.c_int
+        self._quantise = library.few_rows_quantise
+        self._quantise.argtypes = [pointer, ctypes.c_int, pointer, pointer, size, pointer]
+        self._quantise.restype = None
         self._decode, self._decode_scratch = library.few_rows_decode, library.few_rows_decode_scratch
         self._head_forward, self._draft_tree = library.few_rows_head_forward, library.few_rows_draft_tree
         self._draft_scratch = library.few_rows_draft_scratch
@@ -128,6 +131,13 @@ class FewRowsKernel:
         )
         del struct  # lives until here
         return out if done else None
+
+    def quantise(self, weight: Tensor, costs: Tensor | None, to: QuantisedWeight) -> None:
+        """Fill the memory of `to`, for `mmspec.cpu.quantise.quantise`, which checks its arguments."""
+        struct = weight_struct(to)
+        cost_pointer = None if costs is None else costs.data_ptr()
+        number, num_threads = FLOAT_TYPES[weight.dtype], torch.get_num_threads()
+        self._quantise(weight.data_ptr(), number, cost_pointer, ctypes.addressof(struct), num_threads, self._parallel)
 
     def decode_scratch(self, decoder: int, num_threads: int) -> int:
         """Floats of scratch memory that `decode` needs; `decoder` is the address of a struct of decoder_types.h."""

@@ -12,6 +12,10 @@ FLOAT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """{dtype: its number in weights.h}"""
 QUANTISED_TYPES = {8: 3, 4: 4}
 """{bits of a weight: its number in weights.h}"""
+GROUP = 32
+"""`GROUP` of weights.h: columns that share a scale."""
+TILE_ROWS = 16
+"""`TILE_ROWS` of weights.h: rows that lie together."""
 
 
 @dataclass(frozen=True)
@@ -71,4 +75,14 @@ def is_block(tensor: Tensor) -> bool:
     return tensor.dtype in FLOAT_TYPES and tensor.is_cpu and tensor.is_contiguous()
 
 
-__all__ = ["FLOAT_TYPES", "QUANTISED_TYPES", "QuantisedWeight", "Weight", "WeightStruct", "is_block", "weight_struct"]
+__all__ = [
+    "FLOAT_TYPES",
+    "GROUP",
+    "QUANTISED_TYPES",
+    "TILE_ROWS",
+    "QuantisedWeight",
+    "Weight",
+    "WeightStruct",
+    "is_block",
+    "weight_struct",
+]

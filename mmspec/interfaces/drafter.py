@@ -140,6 +140,12 @@ class Drafter(Protocol):
         """
 
 
+def drafter_label(drafter: Drafter) -> str:
+    """A drafter's name, with what else its figures depend on if it has an attribute `label` (a string)."""
+    label = getattr(drafter, "label", None)
+    return label if isinstance(label, str) else drafter.name
+
+
 @runtime_checkable
 class CompressingDrafter(Drafter, Protocol):
     """A drafter with a compressor of its own.
@@ -190,4 +196,5 @@ __all__ = [
     "Prompt",
     "ReplicableDrafter",
     "TrainedDrafter",
+    "drafter_label",
 ]

@@ -53,6 +53,8 @@ class Stats:
 
     Attributes:
         calls: calls of `generate`.
+        drafter: name of the drafter of the last call that used it, of EAGLE-3 heads with their visual mode, as in
+            "name (placeholder)"; None before.
         fallback_calls: calls that transformers decoded alone.
         fallback_reason: reason of the last such call, or None.
         tokens: output tokens, padding after a row's end excluded.
@@ -83,6 +85,7 @@ class Stats:
     calls: int = 0
     fallback_calls: int = 0
     fallback_reason: str | None = None
+    drafter: str | None = None
     tokens: int = 0
     rounds: int = 0
     row_rounds: int = 0
@@ -180,15 +183,15 @@ class Stats:
         self.compressor_choices.update(record.choice for record in records)
 
     def add(self, call: Stats) -> None:
-        """Add the counters of one more call; per-row lists and the fallback reason become those of that call."""
+        """Add the counters of one more call; per-row lists, the drafter and the fallback reason become those of it."""
         for item in fields(self):
             old, new = getattr(self, item.name), getattr(call, item.name)
             if item.name == "learning":
                 continue
             if isinstance(old, Counter):
                 old.update(new)
-            elif item.name == "fallback_reason":
-                self.fallback_reason = new if new is not None else old
+            elif item.name in ("fallback_reason", "drafter"):
+                setattr(self, item.name, new if new is not None else old)
             elif isinstance(old, list):
                 setattr(self, item.name, list(new))
             else:

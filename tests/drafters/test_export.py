@@ -146,6 +146,7 @@ def test_eagle3_equals_the_slow_reader(
     else:
         assert named == [layer - (format_name == "sglang") for layer in layers]
     assert reader.config["norm_before_residual"] is False
+    assert load_published(tmp_path, TARGET).visual_mode == ("coupled" if format_name == "sglang" else "placeholder")
     if format_name != "sglang":  # what we write, we read
         again = load_published(tmp_path, TARGET)
         assert again.hidden_state_indices == layers
@@ -302,6 +303,18 @@ def test_what_no_engine_serves(embeddings: SharedEmbeddings, tmp_path: Path) -> 
     assert refusal(build("eagle3"), LLAVA, "vllm") is None and refusal(build("eagle3"), TARGET, "sglang") is None
     normed = build("eagle3", norm_before_residual=True)
     assert "norm_before_residual" in str(refusal(normed, TARGET, "sglang")) and refusal(normed, TARGET, "vllm") is None
+    for trained, served in (
+        ("coupled", "sglang"),
+        ("placeholder", "vllm"),
+        ("mixed", "sglang vllm"),
+        (None, "sglang vllm"),
+    ):
+        head = build("eagle3")
+        head.trained_visual_mode = trained
+        for format_name in EXPORT_FORMATS:
+            reason = refusal(head, TARGET, format_name)
+            is_served = format_name in served or (format_name == "speculators" and "vllm" in served)
+            assert reason is None if is_served else f"trained with {trained}" in str(reason)
     for layers in ((4, 2, 5), (0, 2, 4), (2, 4, 8)):
         assert f"--layers {','.join(map(str, layers))}" in str(refusal(build("eagle3", layers), TARGET, "vllm"))
     assert "layout of its own" in str(refusal(build("dspark"), TARGET, "sglang"))

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
+import fuzz
 import pytest
 import tiny_models as tiny
 import torch
 from draft_rounds import DraftedCall, read_text, run_call
-from parity import get_model
+from parity import generate_plain, get_model
 from published_heads import LAYOUTS, write_head
-from slow_heads import SlowEagle, SlowEagle3Head, SlowHead, SlowVispec
+from slow_heads import SlowBlock, SlowEagle, SlowEagle3Head, SlowHead, SlowVispec
 from transformers import PreTrainedModel
 
+import mmspec
+from mmspec.app.cli.env import describe_drafter
 from mmspec.cpu.native import load_kernel
+from mmspec.targets.registry import find_adapter
 
-READERS: dict[str, type[SlowHead]] = {
+READERS: dict[str, Callable[..., SlowHead]] = {
+    "block": SlowBlock,
     "eagle": SlowEagle,
     "msd": SlowEagle,
     "vispec": SlowVispec,
@@ -36,7 +42,10 @@ def assert_drafts_as_read(call: DraftedCall, reader: SlowHead, row: int = 0) -> 
         is_known = len(drafted.logits) > 0
         allowed = drafted.logits[0].isfinite() if is_known else torch.ones(len(reader.token_ids()), dtype=torch.bool)
         tokens, logits = reader.chain(drafted.num_known, len(drafted.tokens), allowed)
-        assert tokens == drafted.tokens, f"with {drafted.num_known} tokens known"
+        if isinstance(reader, SlowBlock) and not reader.has_bias:  # a tree of the likeliest products, not a chain
+            assert tokens[0] == drafted.tokens[0], f"with {drafted.num_known} tokens known"
+        else:
+            assert tokens == drafted.tokens, f"with {drafted.num_known} tokens known"
         if is_known:
             assert int(allowed.sum()) > 0.75 * len(allowed)
             difference = (logits - drafted.logits)[:, allowed].abs().max()
@@ -50,8 +59,47 @@ def test_drafts_of_a_call_equal_the_slow_reader(name: str, tmp_path: Path) -> No
     inputs = tiny.build_inputs(model, 5, images=[2], num_text_tokens=(9, 12))
     call = run_call(model, folder, inputs, num_tokens=NUM_TOKENS, native=False)
     assert len(call.rows[0]) >= 50
-    assert_drafts_as_read(call, READERS[layout.kind](folder, read_text(model, inputs, call)))
+    reader = READERS[layout.kind](folder, read_text(model, inputs, call), **layout.options.get("reader", {}))
+    assert_drafts_as_read(call, reader)
     if "M-RoPE" in name and load_kernel() is not None:  # positions after the prompt are on one axis
         compiled = run_call(model, folder, inputs, num_tokens=NUM_TOKENS, native=True)
         assert compiled.num_native == 1
         assert [one.tokens for one in compiled.rows[0]] == [one.tokens for one in call.rows[0]]
+
+
+@pytest.mark.parametrize("name", ["EAGLE-3, SpecForge, M-RoPE", "EAGLE-3, AngelSlim, M-RoPE"])
+def test_axes_of_padded_rows(name: str, tmp_path: Path) -> None:
+    """Each row counts on its own: one with images, one of text alone."""
+    model, folder = build_target(LAYOUTS[name].family), write_head(tmp_path, LAYOUTS[name])
+    inputs = tiny.build_inputs(model, 5, batch=2, images=[2, 0], num_text_tokens=(6, 9))
+    assert not inputs["attention_mask"].all()
+    call = run_call(model, folder, inputs, num_tokens=8, native=False)
+    for row in range(2):
+        assert_drafts_as_read(call, SlowEagle3Head(folder, read_text(model, inputs, call, row)), row)
+
+
+@pytest.mark.parametrize("compressor", ["pool:3", "stride:3"])
+def test_axes_of_compressed_images(compressor: str, tmp_path: Path) -> None:
+    """What a compressor keeps has a position of the prompt, hence its three axes."""
+    layout = LAYOUTS["EAGLE-3, AngelSlim, M-RoPE"]
+    model, folder = build_target(layout.family), write_head(tmp_path, layout)
+    inputs = tiny.build_inputs(model, 5, images=[2], num_text_tokens=(6, 9))
+    plain = generate_plain(model, inputs, max_new_tokens=8)
+    with fuzz.patch_model(model, str(folder), tree_size=6, compressor=compressor):
+        assert torch.equal(generate_plain(model, inputs, max_new_tokens=8), plain)
+        stats = mmspec.stats(model)
+    assert stats.num_draft_tokens and 0 < stats.num_compressed_tokens < stats.num_visual_tokens
+
+
+@pytest.mark.parametrize(("config", "mode"), [({}, "placeholder"), ({"visual_mode": "coupled"}, "coupled")])
+def test_image_positions_and_their_name(config: dict[str, str], mode: str, tmp_path: Path) -> None:
+    """The placeholder's embedding unless the head says otherwise, and which of both in `stats` and `mmspec env`."""
+    layout = LAYOUTS["EAGLE-3, EAGLE code"]
+    model, folder = build_target(layout.family), write_head(tmp_path / "head", layout, **config)
+    inputs = tiny.build_inputs(model, 5, images=[2], num_text_tokens=(9, 12))
+    call = run_call(model, folder, inputs, num_tokens=8, native=False)
+    assert call.stats.drafter == f"head ({mode})"
+    assert_drafts_as_read(call, SlowEagle3Head(folder, read_text(model, inputs, call)))
+    described = dict(describe_drafter(str(folder), find_adapter(model), None))
+    assert described["drafter"] == f"head ({mode})" and described["image positions"].startswith(mode)
+    assert "unknown drafter" in dict(describe_drafter("no-such", find_adapter(model), None))["drafter"]

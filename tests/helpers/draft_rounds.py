@@ -13,9 +13,11 @@ from tiny_models import Inputs
 from torch import Tensor
 from transformers import PreTrainedModel
 
+import mmspec
 from mmspec.config import resolve_drafter
 from mmspec.drafters.eagle.base import HeadDrafter
 from mmspec.interfaces import VerifyResult
+from mmspec.metrics.stats import Stats
 from mmspec.targets.registry import find_adapter
 
 
@@ -42,12 +44,15 @@ class DraftedCall:
         rows: the drafts of each row.
         sequences: [B, T] the output, prompt included.
         drafter: that drafted.
+        num_native: prompts after which the head ran in compiled code.
+        stats: of the call.
     """
 
     rows: list[list[DraftedRound]]
     sequences: Tensor
     drafter: HeadDrafter
-    num_native: int = field(default=0)
+    num_native: int = 0
+    stats: Stats = field(default_factory=Stats)
 
 
 def run_call(model: PreTrainedModel, folder: Path, inputs: Inputs, *, num_tokens: int, native: bool) -> DraftedCall:
@@ -61,15 +66,15 @@ def run_call(model: PreTrainedModel, folder: Path, inputs: Inputs, *, num_tokens
     propose, observe, logits, native_draft = drafter.propose, drafter.observe, drafter.logits, drafter.native_draft
 
     def spy_logits(*args: Any) -> Tensor:
-        found.append(logits(*args)[:, 0])
-        return found[-1][:, None]
+        found.append(logits(*args))  # of one level, or of all positions of a block
+        return found[-1]
 
     def spy_propose(state: Any, max_nodes: int, active: Any) -> Any:
         found.clear()
         tree = propose(state, max_nodes, active)
         for row, rounds in enumerate(call.rows):
             if active[row]:
-                levels = torch.stack([part[row] for part in found]) if found else torch.zeros(0)
+                levels = torch.cat([part[row] for part in found]) if found else torch.zeros(0)
                 rounds.append(DraftedRound(known[row], tree.tokens[row, 1:].tolist(), levels))
         return tree
 
@@ -96,6 +101,7 @@ def run_call(model: PreTrainedModel, folder: Path, inputs: Inputs, *, num_tokens
         call.sequences = model.generate(
             **inputs, max_new_tokens=num_tokens, do_sample=False, suppress_tokens=[model.config.image_token_id]
         )
+        call.stats = mmspec.stats(model)
     return call
 
 

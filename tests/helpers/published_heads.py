@@ -34,8 +34,9 @@ class Layout:
     Attributes:
         config: as published, in small.
         family: of a tiny target that such heads exist for.
-        kind: "eagle", "msd", "vispec" or "eagle3".
-        options: what its tensors have: `bias` of `fc`, `qkv_bias`, `input_norm`, `layer` (the prefix of the layer).
+        kind: "eagle", "msd", "vispec", "eagle3" or "block" (DFlash and DSpark).
+        options: what its tensors have: `bias` of `fc`, `qkv_bias`, `input_norm`, `layer` (the prefix of the layer),
+            `markov`, `lm_head`, `map`; and what its code does, as arguments of `SlowBlock`, in `reader`.
     """
 
     config: Mapping[str, Any]
@@ -112,7 +113,7 @@ LAYOUTS: dict[str, Layout] = {
             "transformer_layer_config": SPECULATORS_LAYER,
             "speculators_config": {"algorithm": "eagle3", "default_proposal_method": "greedy", "verifier": {}},
         },
-        "qwen3_vl",
+        "llava",
         "eagle3",
         {"layer": "layers.0"},
     ),
@@ -148,16 +149,81 @@ LAYOUTS: dict[str, Layout] = {
         "eagle3",
     ),
 }
-"""EAGLE-1/2 (yuhuili), MSD (lucylyn), ViSpec (JLKang), EAGLE-3 of the EAGLE code, speculators, SpecForge, AngelSlim."""
+BLOCK: dict[str, Any] = {key: value for key, value in QWEN.items() if key != "draft_vocab_size"} | {
+    "model_type": "qwen3", "num_hidden_layers": 2, "layer_types": ["full_attention"] * 2, "num_target_layers": 8,
+    "block_size": 4, "sliding_window": None, "max_window_layers": 2,
+}  # fmt: skip
+DEEPSPEC = BLOCK | {
+    "architectures": ["Qwen3DSparkModel"], "mask_token_id": V - 1, "target_layer_ids": [0, 3, 6], "num_anchors": 512,
+    "markov_rank": 6, "markov_head_type": "vanilla", "enable_confidence_head": True,
+    "confidence_head_with_markov": True,
+}  # fmt: skip
+OUTPUTS_OF_LAYERS = {"layer_offset": 1, "is_neox": True}
+INPUTS_OF_LAYERS = {"layer_offset": 0, "is_neox": True}
+
+
+def _speculators_block(kind: str, num_tokens: int, **values: Any) -> dict[str, Any]:
+    """A config of `speculators`, where the anchor predicts if a block has as many positions as tokens."""
+    proposal = {"proposal_type": "greedy", "speculative_tokens": num_tokens}
+    return {
+        "architectures": [f"{kind.upper()}Speculator"], "speculators_model_type": kind.lower(), "block_size": 4,
+        "mask_token_id": V - 1, "aux_hidden_state_layer_ids": [1, 4, 7], "draft_vocab_size": DRAFT_V,
+        "transformer_layer_config": {key: value for key, value in BLOCK.items() if key != "block_size"},
+        "speculators_config": {"algorithm": kind.lower(), "proposal_methods": [proposal], "verifier": {}}, **values,
+    }  # fmt: skip
+
+
+LAYOUTS |= {
+    "DFlash, z-lab": Layout(
+        BLOCK
+        | {
+            "architectures": ["DFlashDraftModel"],
+            "dflash_config": {"mask_token_id": V - 1, "target_layer_ids": [0, 3, 6]},
+        },
+        "qwen3_vl",
+        "block",
+        {"reader": {"from_anchor": False, **OUTPUTS_OF_LAYERS}},
+    ),
+    "DSpark, DeepSeek": Layout(
+        DEEPSPEC, "llava", "block", {"markov": True, "lm_head": V, "reader": {"from_anchor": True, **OUTPUTS_OF_LAYERS}}
+    ),
+    "DFlash, DeepSeek": Layout(
+        DEEPSPEC | {"markov_rank": 0, "enable_confidence_head": False, "confidence_head_with_markov": False},
+        "llava",
+        "block",
+        {"lm_head": V, "reader": {"from_anchor": True, **OUTPUTS_OF_LAYERS}},
+    ),
+    "DSpark, LiquidAI": Layout(
+        DEEPSPEC | {"architectures": ["Lfm2DSparkDraftModel"], "rope_is_neox_style": False},
+        "llava",
+        "block",
+        {"markov": True, "reader": {"from_anchor": True, **OUTPUTS_OF_LAYERS, "is_neox": False}},
+    ),
+    "DSpark, speculators": Layout(
+        _speculators_block("DSpark", 4, markov_rank=6, markov_head_type="vanilla", enable_confidence_head=True),
+        "llava",
+        "block",
+        {"markov": True, "lm_head": DRAFT_V, "map": True, "reader": {"from_anchor": True, **INPUTS_OF_LAYERS}},
+    ),
+    "DFlash, speculators": Layout(
+        _speculators_block("DFlash", 3),
+        "llava",
+        "block",
+        {"lm_head": DRAFT_V, "map": True, "reader": {"from_anchor": False, **INPUTS_OF_LAYERS}},
+    ),
+}
+"""EAGLE-1/2 (yuhuili), MSD (lucylyn), ViSpec (JLKang), EAGLE-3 of the EAGLE code, speculators, SpecForge, AngelSlim;
+DFlash and DSpark of z-lab, DeepSeek, LiquidAI and speculators."""
 
 
 def write_head(folder: Path, layout: Layout, seed: int = 0, **changes: Any) -> Path:
     """The folder of a head; `changes` are made to its config."""
     rng = torch.Generator().manual_seed(seed)
     config = {**layout.config, **changes}
-    shapes = _shapes(layout, config.get("transformer_layer_config", config))
+    layer = config.get("transformer_layer_config", config)
+    shapes = _block_shapes(layout, layer) if layout.kind == "block" else _shapes(layout, layer)
     weights = {name: _draw(name, shape, rng) for name, shape in shapes.items()}
-    if layout.kind == "eagle3":
+    if layout.kind == "eagle3" or layout.options.get("map"):
         ids = torch.randperm(V - 10, generator=rng)[:DRAFT_V].sort().values + 7  # neither special nor media
         weights["d2t"] = ids - torch.arange(DRAFT_V)
         weights["t2d"] = torch.zeros(V, dtype=torch.bool).index_fill_(0, ids, True)
@@ -165,6 +231,29 @@ def write_head(folder: Path, layout: Layout, seed: int = 0, **changes: Any) -> P
     save_file(weights, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+def _block_shapes(layout: Layout, layer: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    size, num_kv, options = layer["head_dim"], layer["num_key_value_heads"], layout.options
+    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (H, 3 * H), "hidden_norm.weight": (H,), "norm.weight": (H,)}
+    for index in range(layer["num_hidden_layers"]):
+        prefix = f"layers.{index}"
+        for name, heads in (("q", HEADS), ("k", num_kv), ("v", num_kv)):
+            shapes[f"{prefix}.self_attn.{name}_proj.weight"] = (heads * size, H)
+        shapes |= {f"{prefix}.self_attn.{name}_norm.weight": (size,) for name in "qk"}
+        shapes[f"{prefix}.self_attn.o_proj.weight"] = (H, HEADS * size)
+        shapes |= {f"{prefix}.mlp.{name}_proj.weight": (INTERMEDIATE, H) for name in ("gate", "up")}
+        shapes[f"{prefix}.mlp.down_proj.weight"] = (H, INTERMEDIATE)
+        shapes |= {f"{prefix}.{norm}.weight": (H,) for norm in ("input_layernorm", "post_attention_layernorm")}
+    if rows := options.get("lm_head"):
+        shapes["lm_head.weight"] = (rows, H)
+    if options.get("markov"):
+        shapes |= {
+            "markov_head.markov_w1.weight": (V, 6),
+            "markov_head.markov_w2.weight": (options.get("lm_head", V), 6),
+        }
+        shapes |= {"confidence_head.proj.weight": (1, H + 6), "confidence_head.proj.bias": (1,)}
+    return shapes
 
 
 def _shapes(layout: Layout, layer: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

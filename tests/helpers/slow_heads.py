@@ -173,16 +173,18 @@ class SlowVispec(SlowEagle):
 class SlowEagle3Head(SlowHead):
     """EAGLE-3 of the EAGLE code, speculators, SpecForge and AngelSlim.
 
-    The embedding of a visual position is that of its placeholder token, as all of them train and vLLM serves it. With a
-    `mrope_section` the rotary positions are the target's: SpecForge gives each axis one range of frequencies, AngelSlim
-    takes turns whatever its config says.
+    The embedding of a visual position is that of its placeholder token, as all of them train and vLLM serves it, unless
+    the config has the `visual_mode` "coupled". With a `mrope_section` the rotary positions are the target's: SpecForge
+    gives each axis one range of frequencies, AngelSlim takes turns whatever its config says.
     """
 
     def read_row(self, row: int) -> None:
         num_layers = len(self.text.states) - 1
         layers = self.config.get("eagle_aux_hidden_state_layer_ids") or (2, num_layers // 2, num_layers - 3)
         state = self.linear("fc", torch.cat([self.text.states[layer][row] for layer in layers]))
-        self.last = self.step(self.text.embedding[self.text.ids[row + 1]], state, row)
+        is_coupled = self.config.get("visual_mode") == "coupled"  # as SGLang feeds it
+        embed = self.text.embeds[row + 1] if is_coupled else self.text.embedding[self.text.ids[row + 1]]
+        self.last = self.step(embed, state, row)
 
     def draft_row(self, token: int, state: Tensor, row: int) -> Tensor:
         return self.step(self.text.embedding[token], state, row)
@@ -220,4 +222,85 @@ class SlowEagle3Head(SlowHead):
         return [index + offset for index, offset in enumerate(offsets)]
 
 
-__all__ = ["Position", "Sequences", "SlowEagle", "SlowEagle3Head", "SlowHead", "SlowVispec"]
+class SlowBlock(SlowHead):
+    """DFlash and DSpark: a block of mask tokens behind the last token, whose positions see the context and each other.
+
+    Attributes:
+        from_anchor: whether the last token's own position predicts a token too.
+        is_neox: whether a vector is rotated in halves, not in pairs of neighbours.
+        layer_offset: hidden state of transformers that layer 0 of the config's list is.
+    """
+
+    def __init__(self, folder: Path, text: Sequences, from_anchor: bool, is_neox: bool, layer_offset: int) -> None:
+        super().__init__(folder, text)
+        self.from_anchor = from_anchor
+        self.is_neox = is_neox
+        keys = {**self.layer_config, **self.config, **self.config.get("dflash_config", {})}
+        layers = keys.get("target_layer_ids") or keys["aux_hidden_state_layer_ids"]
+        self.layers = [layer + layer_offset for layer in layers]
+        self.mask: int = keys["mask_token_id"]
+        self.block_size: int = keys["block_size"]
+        self.caches = [Cache() for _ in range(self.layer_config["num_hidden_layers"])]
+
+    def read_row(self, row: int) -> None:
+        state = torch.cat([self.text.states[layer][row] for layer in self.layers])
+        feature = self.norm("hidden_norm", self.linear("fc", state))
+        for index, cache in enumerate(self.caches):
+            cache.append(self.keys_values(index, feature, row))
+
+    def keys_values(self, layer: int, row: Tensor, position: int) -> tuple[Tensor, Tensor]:
+        keys = self.turn(self.normed_heads(layer, "k", row), position)
+        return keys, self.heads(f"layers.{layer}.self_attn.v_proj", row)
+
+    def normed_heads(self, layer: int, name: str, row: Tensor) -> Tensor:
+        heads = self.heads(f"layers.{layer}.self_attn.{name}_proj", row)
+        return torch.stack([self.norm(f"layers.{layer}.self_attn.{name}_norm", head) for head in heads])
+
+    def turn(self, heads: Tensor, position: int) -> Tensor:
+        if self.is_neox:
+            return rotate(heads, position, self.theta)
+        halves = torch.cat((heads[:, 0::2], heads[:, 1::2]), dim=1)
+        first, second = rotate(halves, position, self.theta).chunk(2, dim=1)
+        return torch.stack((first, second), dim=2).flatten(1)
+
+    def chain(self, num_known: int, num_tokens: int, allowed: Tensor) -> tuple[list[int], Tensor]:
+        """See `SlowHead`; the logits are those without the correction by the token before."""
+        while self._num_rows < num_known - 1:
+            self.read_row(self._num_rows)
+            self._num_rows += 1
+        anchor = int(self.text.ids[num_known - 1])
+        rows = [self.text.embedding[token] for token in (anchor, *[self.mask] * (self.block_size - 1))]
+        for index, cache in enumerate(self.caches):
+            normed = [self.norm(f"layers.{index}.input_layernorm", row) for row in rows]
+            positions = [num_known - 1 + slot for slot in range(len(rows))]
+            keys = cache + [self.keys_values(index, *pair) for pair in zip(normed, positions, strict=True)]
+            for slot, (row, position) in enumerate(zip(normed, positions, strict=True)):
+                outputs = attend(self.turn(self.normed_heads(index, "q", row), position), keys)
+                rows[slot] = rows[slot] + self.linear(f"layers.{index}.self_attn.o_proj", outputs)
+            rows = [self.feed_forward(f"layers.{index}", row) for row in rows]
+        outputs = [self.norm("norm", row) for row in rows][int(not self.from_anchor) :]
+        lm_head = self.weights.get("lm_head.weight", self.text.lm_head)
+        found, tokens, ids = [lm_head @ output for output in outputs], list[int](), self.token_ids()
+        for logits in found:
+            biased = logits + self.bias(tokens[-1] if tokens else anchor)
+            tokens.append(ids[int(biased.where(allowed, torch.tensor(-torch.inf)).argmax())])
+        return tokens[:num_tokens], torch.stack(found)
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether a token depends on the one before, so that the tree of a drafter is a chain."""
+        return "markov_head.markov_w1.weight" in self.weights
+
+    def bias(self, token: int) -> Tensor:
+        """[V'] of the token before."""
+        if not self.has_bias:
+            return torch.zeros(1)
+        return self.weights["markov_head.markov_w2.weight"] @ self.weights["markov_head.markov_w1.weight"][token]
+
+    def token_ids(self) -> list[int]:
+        if "d2t" not in self.weights:
+            return super().token_ids()
+        return [index + offset for index, offset in enumerate(self.weights["d2t"].long().tolist())]
+
+
+__all__ = ["Position", "Sequences", "SlowBlock", "SlowEagle", "SlowEagle3Head", "SlowHead", "SlowVispec"]
