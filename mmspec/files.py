@@ -29,6 +29,22 @@ def cache_folder() -> Path:
         return Path(os.devnull) / "mmspec"  # every attempt to read or write is an `OSError`, as in a closed folder
 
 
+def make_private_folder(folder: Path) -> None:
+    """Create `folder` and the parents that are missing, all for this user only, whatever the umask is.
+
+    `Path.mkdir(parents=True)` gives its mode to the last one alone; a cache that others can write is not trusted.
+
+    Raises:
+        OSError: it cannot be created, or is a file.
+    """
+    missing, parent = [folder], folder.parent
+    while not parent.exists():
+        missing.append(parent)
+        parent = parent.parent
+    for one in reversed(missing):
+        one.mkdir(mode=0o700, exist_ok=True)
+
+
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
     """Yield a temporary path in the folder of `path`; on normal exit it is flushed to disk and renamed to `path`.
@@ -63,4 +79,4 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-__all__ = ["CACHE_VARIABLE", "atomic_write", "cache_folder", "sync_folder"]
+__all__ = ["CACHE_VARIABLE", "atomic_write", "cache_folder", "make_private_folder", "sync_folder"]

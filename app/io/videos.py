@@ -13,7 +13,10 @@ if TYPE_CHECKING:
     from mmspec.interfaces import FrameSampler
     from mmspec.vision.video.decoder_pool import DecoderPool
 
-_FORMATS = ".mp4 .m4v .mov .mkv .webm .avi .mpg .mpeg .ogv .wmv .flv .3gp"
+_FORMATS = (
+    ".mp4 .m4v .mov .qt .mkv .webm .avi .divx .mpg .mpeg .mpe .m1v .m2v .mpv .vob .mod .ogv .ogg .ogm .wmv .asf .flv "
+    ".f4v .3gp .3g2 .ts .mts .m2ts .m2t .tod .dv"
+)
 VIDEO_SUFFIXES = frozenset(_FORMATS.split())
 
 

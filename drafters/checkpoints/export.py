@@ -18,7 +18,7 @@ from mmspec.drafters.checkpoints.mrope import mrope_keys
 from mmspec.drafters.checkpoints.speculators import draft_vocabulary_tensors, eagle3_tensors, export_speculators
 from mmspec.drafters.eagle.base import HeadDrafter
 from mmspec.drafters.eagle.drafter import EagleDrafter
-from mmspec.drafters.eagle.head import Eagle3Head, eagle3_layers
+from mmspec.drafters.eagle.eagle3_head import Eagle3Head, eagle3_layers
 from mmspec.drafters.training.batch import MIXED, MIXED_DRAFTS_AS
 from mmspec.interfaces import SharedEmbeddings, TargetInfo
 

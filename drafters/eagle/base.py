@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mmspec.control.depth import DepthController
 from mmspec.control.draft_cost import CallTimer, HeadCostModel
@@ -27,6 +28,7 @@ from mmspec.drafters.eagle.visual_inputs import (
     VISUAL_MODES,
     DraftInputs,
     align_prompt,
+    embed_anew,
     left_pack,
     prompt_order,
     resolve_visual_mode,
@@ -71,6 +73,7 @@ class HeadDrafter(ABC):
         max_depth: largest depth of a draft node, in tokens below the root.
         cost_model: measured prefill and draft costs, for compressors that use them.
         bundled_compressor: (settings, weights) of the compressor that the head was trained with, or None.
+        own_embeddings: that the head reads in place of the target's (published heads that were trained with others).
         compressor: that compressor, once `mmspec.config` has built it.
         hidden_state_indices: the target's hidden states that the head reads.
     """
@@ -125,6 +128,7 @@ class HeadDrafter(ABC):
         self.vocab_limit = vocab_limit
         self.bundled_compressor: tuple[Mapping[str, Any], Mapping[str, Tensor]] | None = None
         self.compressor: Compressor | None = None
+        self.own_embeddings: nn.Embedding | None = None
         self.vocab_size: int | None = head.config.vocab_size
         self.set_hidden_state_indices(head.hidden_state_indices(num_layers), num_layers)
 
@@ -163,13 +167,17 @@ class HeadDrafter(ABC):
         weight = self.head.fc.weight
         if weight.device != hidden_states.device or weight.dtype != hidden_states.dtype:
             self.head.to(hidden_states.device, hidden_states.dtype)
+        shared_embeddings = prompt.shared_embeddings
+        if self.own_embeddings is not None:
+            own = self.own_embeddings.to(hidden_states.device, hidden_states.dtype)
+            shared_embeddings = replace(shared_embeddings, embed_tokens=own, embed_scale=1.0)
         batch = hidden_states.shape[0]
         logit_bias = hidden_states.new_zeros(prompt.vocab_size, dtype=torch.float32)
         logit_bias[[token for token in prompt.banned_ids if 0 <= token < prompt.vocab_size]] = float("-inf")
         logit_bias[self.vocab_limit or prompt.vocab_size :] = float("-inf")
         draft_ids = None if self.draft_ids is None else self.draft_ids.to(logit_bias.device)
         return DraftState(
-            shared_embeddings=prompt.shared_embeddings,
+            shared_embeddings=shared_embeddings,
             kv_cache=RaggedKVCache(batch, max_length=1 << 30),
             logit_bias=logit_bias if draft_ids is None else logit_bias[draft_ids],
             draft_ids=draft_ids,
@@ -349,6 +357,8 @@ class HeadDrafter(ABC):
         """Run the head over the prompt; `first_ids` [B] follow its last position."""
         hidden_states = self.select_hidden_states(prompt.hidden_states)
         state.hidden_size = hidden_states.shape[-1]
+        if self.own_embeddings is not None:
+            prompt = embed_anew(prompt, state.shared_embeddings)
         aligned, counts = align_prompt(prompt, hidden_states, first_ids, state.shared_embeddings, self.visual_mode)
         attention_mask, position_ids, num_inputs = aligned.attention_mask, aligned.position_ids, counts
         assert attention_mask is not None and position_ids is not None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -107,6 +107,15 @@ def resolve_visual_mode(name: str) -> str:
     return name
 
 
+def embed_anew(prompt: Prompt, shared_embeddings: SharedEmbeddings) -> Prompt:
+    """A prompt whose text is embedded by a head's own embeddings; visual positions as before, if the sizes agree."""
+    merged = prompt.hidden_states[0]
+    embeds = shared_embeddings.embed(prompt.input_ids[:, -merged.shape[1] :]).to(merged.dtype)
+    if embeds.shape == merged.shape:
+        embeds = torch.where(prompt.visual_mask[:, -merged.shape[1] :, None], merged, embeds)
+    return replace(prompt, hidden_states={**prompt.hidden_states, 0: embeds})
+
+
 def align_prompt(
     prompt: Prompt, hidden_states: Tensor, first_ids: Tensor, shared_embeddings: SharedEmbeddings, visual_mode: str
 ) -> tuple[DraftInputs, Tensor]:
@@ -187,6 +196,7 @@ __all__ = [
     "align_prompt",
     "coupled",
     "decoupled",
+    "embed_anew",
     "left_pack",
     "packed_indices",
     "placeholder",

@@ -21,10 +21,12 @@ from mmspec.drafters.block.dspark_head import DsparkHead
 from mmspec.drafters.block.flash import FlashDrafter, FlashHead
 from mmspec.drafters.checkpoints.export import EXPORT_FORMATS, export_head, refusal
 from mmspec.drafters.checkpoints.format import HeadMetadata, compact, save_head
-from mmspec.drafters.checkpoints.published import PUBLISHED_DRAFTERS, load_published
+from mmspec.drafters.checkpoints.published import load_published
+from mmspec.drafters.checkpoints.published_heads import PUBLISHED_DRAFTERS
 from mmspec.drafters.eagle.base import HeadDrafter
 from mmspec.drafters.eagle.drafter import EagleDrafter
-from mmspec.drafters.eagle.head import Eagle3Head, EagleHead, HeadConfig
+from mmspec.drafters.eagle.eagle3_head import Eagle3Head
+from mmspec.drafters.eagle.head import EagleHead, HeadConfig
 from mmspec.drafters.registry import build_drafter
 from mmspec.engine.tree import root_only
 from mmspec.interfaces import Prompt, SharedEmbeddings, TargetInfo, VerifyResult
@@ -261,7 +263,7 @@ def test_block_heads_that_do_not_fit(
         ("speculators", {"norm_before_residual": None}, "norm_before_residual is missing"),
         ("speculators", {"target_hidden_size": 64}, "hidden_size 64"),
         ("vllm", {"target_hidden_size": 64}, "hidden_size 64"),
-        ("vllm", {"hidden_size": 64}, "hidden_size"),
+        ("vllm", {"hidden_size": 64}, r"must be \[.*\] for this config; got \["),
         ("vllm", {"eagle_aux_hidden_state_layer_ids": [2, 4, 12]}, r"eagle_aux_hidden_state_layer_ids \[2, 4, 12\]"),
         (
             "vllm",

@@ -72,6 +72,10 @@ CONTAINERS = (
     Container("GIF", "gif", lambda header: header[:6] in (b"GIF87a", b"GIF89a")),
     Container("Ogg", "ogg", lambda header: header.startswith(b"OggS\0")),
     Container("FLV", "flv", lambda header: header[:4] == b"FLV\1" and header[5:6] == b"\0"),
+    Container("MPEG video", "mpegvideo", lambda header: header.startswith(b"\0\0\1\xb3"), probe_agrees=False),
+    Container(
+        "DV", "dv", lambda header: header[:3] == b"\x1f\x07\0" and header[3:4] in b"\x3f\xbf", probe_agrees=False
+    ),
     Container("WMV/ASF", "asf", lambda header: header.startswith(bytes.fromhex("3026b2758e66cf11a6d900aa0062ce6c"))),
 )
 """The allow-list. References to other files inside a container are not followed: see `mmspec.vision.video.backends`."""
