@@ -90,7 +90,7 @@ def test_the_probe_passes_where_recordings_are_exact(capsys: pytest.CaptureFixtu
     result = json.loads(line)
     assert result["passed"] is True and result["reason"] is None and result["key"] == KEY
     assert result["recorded"] == 9, (
-        "three rounds with a draft, a draft and a forward alone, two rounds that get a tree; in bfloat16 one of each round"
+        "three rounds with a draft, a draft and a forward alone, two with a given tree; in bfloat16 one of each round"
     )
     assert result["rounds"] > 30 and result["drafts"] > 30
 
