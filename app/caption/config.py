@@ -57,7 +57,7 @@ class CaptionConfig:
         rows_per_shard: of a Parquet file or an archive.
         ray: address of a Ray cluster, "" for one on this machine; None: without Ray.
         actors: of Ray, at most; None: one per GPU of the cluster, or per core if it has none.
-        image_column, prompt_column, id_column, split, urls: as in `SourceOptions`.
+        image_column, prompt_column, id_column, split, urls, root: as in `SourceOptions`.
     """
 
     paths: tuple[str, ...]
@@ -95,6 +95,7 @@ class CaptionConfig:
     id_column: str | None = None
     split: str = "train"
     urls: str | None = None
+    root: str | None = None
     format: str = "jsonl"
     rows_per_shard: int = 1000
     ray: str | None = None
@@ -121,6 +122,7 @@ class CaptionConfig:
         columns = {"image_column": self.image_column, "prompt_column": self.prompt_column, "id_column": self.id_column}
         decisive |= {key: name for key, name in columns.items() if name is not None}
         decisive |= {"split": self.split} if self.split != "train" else {}
+        decisive |= {"root": os.path.abspath(self.root)} if self.root is not None else {}
         optional = ("system_prompt", "max_pixels", "top_p", "top_k", "repetition_penalty")
         decisive |= {name: getattr(self, name) for name in optional if getattr(self, name) is not None}
         decisive |= {"chat_template_kwargs": dict(self.chat_template_kwargs)} if self.chat_template_kwargs else {}
@@ -157,7 +159,9 @@ class CaptionConfig:
         """How inputs are read; names in the rows are relative to `base`."""
         from mmspec.app.io.item import SourceOptions
 
-        return SourceOptions(base, self.image_column, self.prompt_column, self.id_column, self.split, self.urls)
+        return SourceOptions(
+            base, self.image_column, self.prompt_column, self.id_column, self.split, self.urls, self.root
+        )
 
     def frame_sampler(self) -> FrameSampler:
         """The sampler of video frames.

@@ -11,7 +11,7 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 
 from mmspec.app.caption.config import CaptionConfig, ProcessInfo, prompt_sha1
@@ -26,7 +26,6 @@ from mmspec.app.io.inputs import Inputs
 from mmspec.app.io.item import Item
 from mmspec.app.io.jsonl import Row
 from mmspec.app.io.output import Finished, JobSummary, Output
-from mmspec.app.io.sources import describe_skipped
 from mmspec.vision.video.decoder_pool import DecoderPool
 
 SignalHandler = Callable[[int, FrameType | None], object] | int | None
@@ -94,8 +93,7 @@ class CaptionJob:
         config = self.config
         inputs = Inputs(config.paths, config.source_options(self.output.base), self.output.own_files())
         inputs.check()
-        if self.process.rank == 0 and (line := describe_skipped(config.paths, self.output.own_files())):
-            print_stderr(f"mmspec: {line}")
+        self._print_left_out(inputs.left_out(listed=True))
         self._finished = self.output.open()
         complete = False
         try:
@@ -114,7 +112,17 @@ class CaptionJob:
         finally:
             summary = self.output.close(self._ids(), complete=complete)
         self._report(progress, self._num_finished(), stop)
+        self._print_left_out(self._left_out_while_reading(inputs))
         return 128 + stop.signal if stop.signal else self._exit_code(summary)
+
+    def _print_left_out(self, lines: Sequence[str]) -> None:
+        if self.process.rank == 0:
+            for line in lines:
+                print_stderr(f"mmspec: {line}")
+
+    def _left_out_while_reading(self, inputs: Inputs) -> Sequence[str]:
+        """What archives and remote folders hold besides the rows; known once they were read."""
+        return inputs.left_out(listed=False)
 
     def _prepare(self, inputs: Inputs) -> None:
         """Plan the batches, and load the model if a row is pending."""
@@ -124,6 +132,10 @@ class CaptionJob:
         first = next(batches, None)
         self._batches = itertools.chain([] if first is None else [first], batches)
         if first is not None:
+            if self._plan.max_pictures > 1:
+                from mmspec.app.modeling.load import check_several_pictures
+
+                check_several_pictures(self.config.model)
             self.model = self.load()
 
     def _num_finished(self) -> int:
@@ -228,7 +240,8 @@ def check_prompt(item: Item, row: Finished, config: CaptionConfig) -> None:
     Raises:
         UsageError: it was.
     """
-    if row.prompt_sha1 != prompt_sha1(item.resolve_prompt(config.prompt)):
+    prompts = (item.resolve_prompt(config.prompt, is_video) for is_video in (False, True))  # by content, not known here
+    if row.prompt_sha1 not in map(prompt_sha1, prompts):
         raise UsageError(f"{item.id!r} was captioned with another prompt: use another --out, or --overwrite")
 
 

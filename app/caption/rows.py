@@ -13,7 +13,7 @@ from mmspec.app.caption.batch_size import BatchSizer
 from mmspec.app.caption.config import SCENES_MODEL, CaptionConfig, derive_seed, prompt_sha1
 from mmspec.app.caption.progress import print_stderr
 from mmspec.app.errors import one_line
-from mmspec.app.io.images import ImageError, Media
+from mmspec.app.io.images import ImageError, Media, Video
 from mmspec.app.io.item import Item
 from mmspec.app.io.jsonl import Row
 from mmspec.app.io.text import escaped_values
@@ -72,7 +72,7 @@ class RowCaptioner:
             with self._sizer.measure(len(work)):
                 results |= zip((item.id for item, _ in work), self._attempt(work), strict=True)
             start += len(work)
-        return [self._row(item, results[item.id]) for item, _ in decoded]
+        return [self._row(item, media, results[item.id]) for item, media in decoded]
 
     def _check_domain(self, work: Work) -> None:
         """Warn once if the bundled toy model gets an image that is no drawn scene."""
@@ -117,7 +117,7 @@ class RowCaptioner:
         config = self.config
         num_compared = len(work) if config.compare < 0 else config.compare
         compare = [config.compare < 0 or item.index < num_compared for item, _ in work] if config.compare else []
-        prompts = [item.resolve_prompt(config.prompt) for item, _ in work]
+        prompts = [item.resolve_prompt(config.prompt, isinstance(media, Video)) for item, media in work]
         seed = derive_seed(config.seed, work[0][0].index)
         captions = self.model.caption([media for _, media in work], prompts, seed, compare)
         return [self._without_thoughts(one) for one in captions]
@@ -134,10 +134,11 @@ class RowCaptioner:
         )
         return Failure("Thinking", message)
 
-    def _row(self, item: Item, result: Caption | Failure) -> Row:
+    def _row(self, item: Item, media: Media | ImageError, result: Caption | Failure) -> Row:
         config = self.config
         row: Row = {"id": item.id, "file_name": item.file_name, "caption": None}
-        prompt = item.resolve_prompt(config.prompt)
+        is_video = None if isinstance(media, ImageError) else isinstance(media, Video)
+        prompt = item.resolve_prompt(config.prompt, is_video)
         row |= {"model": config.model, "drafter": config.drafter, "prompt_sha1": prompt_sha1(prompt)}
         row["gen"] = {
             "max_new_tokens": config.max_new_tokens,

@@ -118,10 +118,9 @@ def parse_published_config(
     if target_size != target.hidden_size:
         sizes = f"{target_size}" if own_size == target_size else f"{target_size} (its own: {own_size})"
         raise ValueError(f"this drafter is for a target of hidden_size {sizes}; the target has {target.hidden_size}.")
-    if (activation := values.get("hidden_act")) not in (None, *ACTIVATIONS):
-        raise ValueError(
-            f"hidden_act {activation!r} is not supported in a draft head; {' and '.join(ACTIVATIONS)} are."
-        )
+    key = "hidden_act" if values.get("hidden_act") is not None else "hidden_activation"  # of Gemma
+    if (activation := values.get(key)) not in (None, *ACTIVATIONS):
+        raise ValueError(f"{key} {activation!r} is not supported in a draft head; {' and '.join(ACTIVATIONS)} are.")
     head_dim = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
     return HeadConfig(
         hidden_size=values["hidden_size"],

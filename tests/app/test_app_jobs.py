@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from input_table import line
 from PIL import Image
 
 from mmspec.app.caption.config import CaptionConfig, ProcessInfo, derive_seed
@@ -137,6 +138,7 @@ def test_a_broken_line_in_the_middle_is_refused(folder: Path) -> None:
         job(folder, Fake()).run()
 
 
+@line("an output of another job")
 @pytest.mark.parametrize(
     "change",
     [

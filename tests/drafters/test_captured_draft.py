@@ -60,9 +60,10 @@ KINDS = (
     "falcon",
     "dspark",
     "dspark:1",
+    "dspark:2",
 )
 """`coupled`: EAGLE, `decoupled`: MSD, `chained`: FLASH with a `MarkovHead`, `linked`: parallel with a correction,
-`dspark`: DFlash, `dspark:1`: DSpark with two layers."""
+`dspark`: DFlash, `dspark:1`: DSpark with two layers, `dspark:2`: with windows in two of three layers."""
 FUZZ_SEED = 7000
 """Of the first case."""
 TRACED = {

@@ -273,6 +273,8 @@ def test_block_heads_that_do_not_fit(
         ("vllm", {"draft_vocab_size": 30}, r"d2t must be \[30\], as draft_vocab_size says"),
         ("vllm", {"rope_scaling": {"type": "mrope", "mrope_section": [2, 1, 2]}}, r"mrope_section .* got \[2, 1, 2\]"),
         ("vllm", {"rope_scaling": {"type": "mrope"}}, "needs a mrope_section"),
+        ("vllm", {"rope_parameters": {"mrope_section": "4"}}, "mrope_section must be a list of integers, one per axis"),
+        ("vllm", {"rope_scaling": {"mrope_interleaved": 1}}, "mrope_interleaved must be true or false"),
         ("vllm", {"visual_mode": "decoupled"}, "visual_mode .* got 'decoupled'"),
     ],
 )
@@ -319,6 +321,9 @@ def test_what_no_engine_serves(embeddings: SharedEmbeddings, tmp_path: Path) -> 
             assert reason is None if is_served else f"trained with {trained}" in str(reason)
     for layers in ((4, 2, 5), (0, 2, 4), (2, 4, 8)):
         assert f"--layers {','.join(map(str, layers))}" in str(refusal(build("eagle3", layers), TARGET, "vllm"))
+    assert "a head with fc_norm is read from" in str(refusal(build("eagle3", fc_norm=True), TARGET, "vllm"))
+    windows = build("dspark", sliding_windows=(4, 0))
+    assert "a head with sliding_windows is read from" in str(refusal(windows, TARGET, "vllm"))
     assert "layout of its own" in str(refusal(build("dspark"), TARGET, "sglang"))
     text_only = DsparkDrafter(build("dspark").head, "text_only", num_layers=N)  # type: ignore[arg-type]
     assert "'text_only'" in str(refusal(text_only, TARGET, "vllm"))
