@@ -7,7 +7,7 @@ Imports nothing of Ray.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -63,10 +63,12 @@ class EndOfPlan:
     Attributes:
         num_batches: batches before it; with fewer results some were lost.
         num_finished: rows that were captioned before this run.
+        left_out: what the inputs hold besides the rows, as lines for the user.
     """
 
     num_batches: int
     num_finished: int
+    left_out: Sequence[str] = ()
 
 
 def plan_job(
@@ -81,7 +83,7 @@ def plan_job(
     for batch in plan.batches(inputs.rows(skip_finished(finished, config))):
         number += 1
         yield PlannedBatch(batch)
-    yield EndOfPlan(number, plan.num_finished)
+    yield EndOfPlan(number, plan.num_finished, tuple(inputs.left_out(listed=False)))
 
 
 def decode_stage(frames: Any, config: CaptionConfig) -> Any:
@@ -148,7 +150,8 @@ def absolute_paths(config: CaptionConfig) -> CaptionConfig:
         return os.path.abspath(name) if os.path.isdir(name) else name
 
     paths = tuple(path if "://" in path else os.path.abspath(path) for path in config.paths)
-    return replace(config, paths=paths, model=absolute(config.model), drafter=absolute(config.drafter))
+    root = config.root and (config.root if "://" in config.root else os.path.abspath(config.root))
+    return replace(config, paths=paths, root=root, model=absolute(config.model), drafter=absolute(config.drafter))
 
 
 __all__ = [
