@@ -22,7 +22,6 @@ from mmspec.cpu.interception import operators_are_intercepted
 from mmspec.cpu.linear import find_linear_layers, use_fast_linears
 from mmspec.cpu.native import FewRowsKernel, load_kernel
 from mmspec.engine.criteria import UNLIMITED_STEPS
-from mmspec.engine.fused_loop import FusedLoop, can_fuse
 from mmspec.engine.loop import DecodeLoop
 from mmspec.engine.output import OutputBuffer, ReturnFlags, UserCodeHooks
 from mmspec.engine.rng import RngGuard, SamplingNoise
@@ -83,8 +82,7 @@ def _run_loop(call: CallContext, inputs: PreparedInputs, prefilled: Prefilled) -
     if not is_builtin(call.spec_config.drafter):
         drafter = RngIsolatedDrafter(drafter, rng_guard)
     call.stats.drafter = drafter_label(call.spec_config.drafter)
-    loop_class = FusedLoop if can_fuse(target, drafter, output, sampler) else DecodeLoop
-    loop = loop_class(
+    loop = DecodeLoop(
         target=target,
         drafter=drafter,
         output=output,

@@ -6,6 +6,7 @@ Knows nothing of what is written; used for checkpoints, weights, results and mea
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -79,4 +80,14 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-__all__ = ["CACHE_VARIABLE", "atomic_write", "cache_folder", "make_private_folder", "sync_folder"]
+SNAPSHOT_FOLDER = re.compile(r"(?:.*[/\\])?models--([\w.-]+?)--([\w.-]+)[/\\]snapshots[/\\][^/\\]+[/\\]*")
+"""A snapshot in the cache of `huggingface_hub`."""
+
+
+def snapshot_id(folder: str | os.PathLike[str]) -> str | None:
+    """OWNER/NAME of a model whose folder lies in the cache of the hub, where its own name is a commit; else None."""
+    found = SNAPSHOT_FOLDER.fullmatch(os.fspath(folder))
+    return f"{found[1]}/{found[2]}" if found else None
+
+
+__all__ = ["CACHE_VARIABLE", "atomic_write", "cache_folder", "make_private_folder", "snapshot_id", "sync_folder"]

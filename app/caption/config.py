@@ -53,6 +53,7 @@ class CaptionConfig:
         compare: number of rows to decode with plain `generate` as well; 0 none, -1 all.
         progress: True or False, or None for a bar if standard error is a terminal.
         batch_size: rows per batch; `AUTO_BATCH_SIZE` to find it while the job runs.
+        fields: columns of the rows besides those that a resumed job needs; None: all.
         format: of the output, one of `FORMATS`.
         rows_per_shard: of a Parquet file or an archive.
         ray: address of a Ray cluster, "" for one on this machine; None: without Ray.
@@ -98,6 +99,7 @@ class CaptionConfig:
     root: str | None = None
     format: str = "jsonl"
     rows_per_shard: int = 1000
+    fields: tuple[str, ...] | None = None
     ray: str | None = None
     actors: int | None = None
 
@@ -125,11 +127,22 @@ class CaptionConfig:
         decisive |= {"root": os.path.abspath(self.root)} if self.root is not None else {}
         optional = ("system_prompt", "max_pixels", "top_p", "top_k", "repetition_penalty")
         decisive |= {name: getattr(self, name) for name in optional if getattr(self, name) is not None}
+        decisive |= {"fields": list(self.columns())} if self.fields is not None else {}
         decisive |= {"chat_template_kwargs": dict(self.chat_template_kwargs)} if self.chat_template_kwargs else {}
         if self.temperature > 0:
             decisive |= {"seed": self.seed, "batch_size": self.batch_size, "batches": "by length"}
             decisive |= {"shard": "{}/{}".format(*self.shard), "processes": world_size}
         return decisive
+
+    def columns(self) -> tuple[str, ...]:
+        """The columns of the rows.
+
+        Raises:
+            UsageError: `fields` names one that does not exist.
+        """
+        from mmspec.app.io.columns import ROW_COLUMNS, choose_columns
+
+        return tuple(ROW_COLUMNS) if self.fields is None else choose_columns(self.fields, bool(self.compare))
 
     def sampling(self) -> Sampling:
         """How tokens are chosen."""

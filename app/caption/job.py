@@ -16,9 +16,10 @@ from types import FrameType
 
 from mmspec.app.caption.config import CaptionConfig, ProcessInfo, prompt_sha1
 from mmspec.app.caption.plan import RowPlan, skip_finished
-from mmspec.app.caption.progress import CaptionProgress, comparison_lines, print_stderr
+from mmspec.app.caption.progress import CaptionProgress, comparison_lines, file_line, print_stderr
 from mmspec.app.caption.rows import CaptionModel, RowCaptioner
 from mmspec.app.errors import UsageError
+from mmspec.app.io.columns import select
 from mmspec.app.io.decode import decode_item
 from mmspec.app.io.held import decode_held
 from mmspec.app.io.images import ImageError, Media, decode_ahead, pixel_limit
@@ -111,7 +112,7 @@ class CaptionJob:
             complete = not stop.signal
         finally:
             summary = self.output.close(self._ids(), complete=complete)
-        self._report(progress, self._num_finished(), stop)
+        self._report(progress, self._num_finished(), stop, summary)
         self._print_left_out(self._left_out_while_reading(inputs))
         return 128 + stop.signal if stop.signal else self._exit_code(summary)
 
@@ -172,7 +173,8 @@ class CaptionJob:
     def _write(self, rows: list[Row], items: list[Item], progress: CaptionProgress) -> None:
         """Write the pending ones of the rows of a batch."""
         new = [(row, item) for row, item in zip(rows, items, strict=True) if self._is_pending(item)]
-        self.output.write([row for row, _ in new], [item for _, item in new])
+        columns = self.config.columns()
+        self.output.write([select(row, columns) for row, _ in new], [item for _, item in new])
         if self.config.retry_errors:
             self._retried.update(row["id"] for row, _ in new)
         progress.add(row for row, _ in new)
@@ -180,12 +182,12 @@ class CaptionJob:
     def _is_pending(self, item: Item) -> bool:
         return is_pending(item, self._finished, self.config) and item.id not in self._retried
 
-    def _report(self, progress: CaptionProgress, skipped: int, stop: GracefulStop) -> None:
+    def _report(self, progress: CaptionProgress, skipped: int, stop: GracefulStop, summary: JobSummary | None) -> None:
         model = self.model
         lines = progress.summary(skipped, model.acceptance if model else None)
         lines += comparison_lines(model.comparison, model.dtype != "float32") if model else []
         if self.config.out != "-":
-            lines.append(f"rows in {self.config.out}")
+            lines.append(file_line(summary, self.config.out))
         if stop.signal:
             lines.append("interrupted: run the same command again to continue")
         who = f"mmspec rank {self.process.rank}: " if self.process.world_size > 1 else "mmspec: "

@@ -24,6 +24,7 @@ from mmspec.app.cli.arguments import (
     non_negative_int,
     parse_temperature,
     positive_int,
+    split_commas,
 )
 from mmspec.app.modeling.prompt_format import RESERVED
 
@@ -169,6 +170,10 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
         "archives, each picture with its caption (.txt) and its row (.json)"
     )
     add("--format", choices=FORMATS, default=FORMATS[0], help=format_help)
+    fields_help = (
+        "columns of the rows, comma-separated, besides id, caption, prompt_sha1, error and index (default: all)"
+    )
+    add("--fields", type=parse_fields, default=None, metavar="A,B", help=fields_help)
     add("--rows-per-shard", type=positive_int, default=1000, metavar="N", help="of parquet and webdataset")
     add("--overwrite", action="store_true", help="discard the rows in FILE")
     add("--retry-errors", action="store_true", help="repeat the rows that hold an error")
@@ -187,6 +192,11 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
     add("--compare", type=parse_compare, nargs="?", const=-1, default=0, metavar="N", help=compare_help)
     add("--threads", type=positive_int, default=4, metavar="N", help="decoding threads (default 4)")
     add_progress(group)
+
+
+def parse_fields(text: str) -> tuple[str, ...]:
+    """Comma-separated names."""
+    return tuple(split_commas(text))
 
 
 def parse_template_kwargs(text: str) -> dict[str, Any]:

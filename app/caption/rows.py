@@ -5,6 +5,7 @@ The model (`CaptionModel`) is an argument. Knows nothing of inputs, files or res
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -13,6 +14,7 @@ from mmspec.app.caption.batch_size import BatchSizer
 from mmspec.app.caption.config import SCENES_MODEL, CaptionConfig, derive_seed, prompt_sha1
 from mmspec.app.caption.progress import print_stderr
 from mmspec.app.errors import one_line
+from mmspec.app.io.columns import GENERATION, ROW_COLUMNS
 from mmspec.app.io.images import ImageError, Media, Video
 from mmspec.app.io.item import Item
 from mmspec.app.io.jsonl import Row
@@ -21,7 +23,7 @@ from mmspec.app.scenes.domain_check import warn_if_out_of_domain
 from mmspec.app.versions import mmspec_version
 
 if TYPE_CHECKING:
-    from mmspec.app.modeling.captioner import Caption, ComparisonTotals
+    from mmspec.app.modeling.captioner import Caption, ComparisonTotals, Provenance
 
 Work = Sequence[tuple[Item, Media]]
 
@@ -37,6 +39,9 @@ class CaptionModel(Protocol):
 
     @property
     def acceptance(self) -> float | None: ...
+
+    @property
+    def provenance(self) -> Provenance: ...
 
     def caption(
         self, media: Sequence[Media], prompts: Sequence[str], seed: int, compare: Sequence[bool] = ()
@@ -135,27 +140,22 @@ class RowCaptioner:
         return Failure("Thinking", message)
 
     def _row(self, item: Item, media: Media | ImageError, result: Caption | Failure) -> Row:
-        config = self.config
-        row: Row = {"id": item.id, "file_name": item.file_name, "caption": None}
+        config, provenance = self.config, self.model.provenance
         is_video = None if isinstance(media, ImageError) else isinstance(media, Video)
         prompt = item.resolve_prompt(config.prompt, is_video)
-        row |= {"model": config.model, "drafter": config.drafter, "prompt_sha1": prompt_sha1(prompt)}
-        row["gen"] = {
-            "max_new_tokens": config.max_new_tokens,
-            "temperature": config.temperature,
-            "seed": config.seed,
-            "stop": list(config.stop),
-            "batch_size": config.batch_size,
-            "dtype": self.model.dtype,
-        }
-        row |= dict.fromkeys(("n_prompt_tokens", "n_new_tokens", "n_rounds", "tau", "ttft_s", "seconds"))
-        row |= {"finish_reason": "error", "identical": None, "plain": None}
-        row["error"] = None
+        row: Row = dict.fromkeys(ROW_COLUMNS)
+        row |= {"id": item.id, "file_name": item.file_name, "index": item.index, "mmspec_version": mmspec_version()}
+        row |= {"prompt": prompt, "prompt_sha1": prompt_sha1(prompt), "finish_reason": "error"}
+        row |= {"model": config.model, "model_revision": provenance.model_revision, "drafter": provenance.drafter}
+        variables = json.dumps(dict(config.chat_template_kwargs)) if config.chat_template_kwargs else None
+        chosen = {name: getattr(config, name) for name in GENERATION if hasattr(config, name)}
+        chosen |= {"stop": list(config.stop), "dtype": self.model.dtype, "chat_template_kwargs": variables}
+        row["gen"] = chosen | dict(provenance.sampling)
         if isinstance(result, Failure):
             row["error"] = {"type": result.kind, "message": result.message}
         else:
             row |= asdict(result)
-        found: Row = escaped_values(row | {"mmspec_version": mmspec_version(), "index": item.index})
+        found: Row = escaped_values(row)
         return found
 
 

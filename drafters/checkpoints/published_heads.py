@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from mmspec.files import snapshot_id
 from mmspec.interfaces import TargetInfo
 
 DATA_FILE = Path(__file__).with_name("published_heads.json")
-CACHED_FOLDER = re.compile(r"(?:.*[/\\])?models--([\w.-]+?)--([\w.-]+)[/\\]snapshots[/\\][^/\\]+[/\\]*")
-"""A snapshot in the cache of `huggingface_hub`."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +73,8 @@ PUBLISHED_DRAFTERS = _by_target()
 def hub_id_of(name: str | os.PathLike[str]) -> str | None:
     """The hub id of a model by its name: an id, or a snapshot in the cache; None for another folder."""
     name = os.fspath(name)
-    if (match := CACHED_FOLDER.fullmatch(name)) is not None:
-        return f"{match[1]}/{match[2]}"
+    if (found := snapshot_id(name)) is not None:
+        return found
     return name if name in published_heads() or name in PUBLISHED_DRAFTERS else None
 
 

@@ -51,7 +51,10 @@ VisualInputMode = Callable[[EagleHead, DraftInputs], tuple[Tensor, Tensor | None
 
 def decoupled(head: EagleHead, inputs: DraftInputs) -> tuple[Tensor, Tensor | None]:
     """MSD: visual tokens enter as their projected embedding alone, text as embedding and state (MSD, section 3)."""
-    return _fuse_text(head, inputs), None
+    text_index, fused = _fuse_text(head, inputs)
+    next_embeds = gather_rows(inputs.next_embeds, text_index)
+    fused = torch.where(inputs.visual_mask.gather(1, text_index)[..., None], next_embeds, fused)
+    return scatter_rows(inputs.next_embeds.to(fused.dtype), text_index, fused), None
 
 
 def coupled(head: EagleHead, inputs: DraftInputs) -> tuple[Tensor, Tensor | None]:
@@ -67,18 +70,18 @@ def placeholder(head: EagleHead, inputs: DraftInputs) -> tuple[Tensor, Tensor | 
 
 def text_only(head: EagleHead, inputs: DraftInputs) -> tuple[Tensor, Tensor | None]:
     """No visual tokens: only positions whose next token is text; they keep their position ids."""
-    return _fuse_text(head, inputs), ~inputs.visual_mask
+    text_index, fused = _fuse_text(head, inputs)
+    zeros = fused.new_zeros(*inputs.visual_mask.shape, fused.shape[-1])
+    return scatter_rows(zeros, text_index, fused), ~inputs.visual_mask
 
 
-def _fuse_text(head: EagleHead, inputs: DraftInputs) -> Tensor:
-    """[B, n, D] fused where the next token is text, else the embedding; the cost is that of the text alone."""
+def _fuse_text(head: EagleHead, inputs: DraftInputs) -> tuple[Tensor, Tensor]:
+    """[B, T] positions whose next token is text, and what is fused there; the cost is that of the text alone."""
     is_text = ~inputs.visual_mask
     max_text = int(is_text.sum(1).max())
     text_index = packed_indices(is_text)[:, :max_text]  # of rows with less text, some are visual
     next_embeds = gather_rows(inputs.next_embeds, text_index)
-    fused = head.fuse(next_embeds, gather_rows(inputs.hidden_states, text_index))
-    fused = torch.where(inputs.visual_mask.gather(1, text_index)[..., None], next_embeds, fused)
-    return scatter_rows(inputs.next_embeds.to(fused.dtype), text_index, fused)
+    return text_index, head.fuse(next_embeds, gather_rows(inputs.hidden_states, text_index))
 
 
 VISUAL_MODES: dict[str, VisualInputMode] = {

@@ -22,7 +22,7 @@ from mmspec.app.errors import UsageError
 from mmspec.app.io import jsonl
 from mmspec.app.io.item import Item
 from mmspec.app.io.output import FileOutput
-from mmspec.app.modeling.captioner import Caption, ComparisonTotals
+from mmspec.app.modeling.captioner import Caption, ComparisonTotals, Provenance
 
 Row = dict[str, Any]
 
@@ -37,6 +37,7 @@ class Fake:
     dtype: str = "float32"
     acceptance: float = 0.5
     sampled: bool = False
+    provenance: Provenance = field(default_factory=Provenance)
 
     def caption(
         self, images: Sequence[Image.Image], prompts: Sequence[str], seed: int, compare: Sequence[bool] = ()

@@ -30,7 +30,7 @@ from mmspec.app.modeling.synthetic_images import write_images
 from mmspec.hints import install_hint
 from mmspec.ray import CaptionActor
 
-VARYING = ("seconds", "ttft_s", "n_rounds", "tau")
+VARYING = ("seconds", "ttft_s", "n_rounds", "tau", "drafter")
 
 
 def essence(path: Path) -> list[dict[str, Any]]:

@@ -132,7 +132,9 @@ def test_axes_of_compressed_images(compressor: str, tmp_path: Path) -> None:
     assert stats.num_draft_tokens and 0 < stats.num_compressed_tokens < stats.num_visual_tokens
 
 
-@pytest.mark.parametrize(("config", "mode"), [({}, "placeholder"), ({"visual_mode": "coupled"}, "coupled")])
+@pytest.mark.parametrize(
+    ("config", "mode"), [({}, "placeholder"), *(({"visual_mode": mode}, mode) for mode in ("coupled", "text_only"))]
+)
 def test_image_positions_and_their_name(config: dict[str, str], mode: str, tmp_path: Path) -> None:
     """The placeholder's embedding unless the head says otherwise, and which of both in `stats` and `mmspec env`."""
     layout = LAYOUTS["EAGLE-3, EAGLE code"]

@@ -174,7 +174,7 @@ def test_without_a_backend(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     file = write_video(tmp_path / "clip.mp4", 3)
     for name in MODULES:
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ImportError, match=r"pip install 'mmspec\[video\]'"):
+    with pytest.raises(ImportError, match=r"pip install -e '.*\[video\]'"):
         read_frames(file)
 
 
