@@ -5,9 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import re
+import reprlib
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
+
+from mmspec.hints import did_you_mean, looks_like_path
 
 if TYPE_CHECKING:
     from mmspec.drafters.instant.online import OnlineHeads
@@ -88,8 +92,14 @@ WEIGHTS_DIR = Path(__file__).parent / "weights"
 """Folders of the trained drafters that are part of the package, by name."""
 AUTO_ORDER = {"cpu": ("flash", "msd", "parallel", "falcon")}
 """Order in which `auto` prefers them by device type, as measured (docs/results); other devices use the CPU's."""
-HEAD_FILES = ("config.json", "model.safetensors", "pytorch_model.bin")
-"""Files of a draft head."""
+HEAD_FILES = (
+    "config.json",
+    "model.safetensors",
+    "pytorch_model.bin",
+    "model.safetensors.index.json",
+    "pytorch_model.bin.index.json",
+)
+"""Files of a draft head; an index names further ones."""
 MODEL_FILES = (*HEAD_FILES, "*.safetensors", "*.json", "*.model", "*.txt", "*.jinja")
 """Files of a model of transformers with its tokenizer."""
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -121,19 +131,43 @@ def _auto(target: TargetInfo | None, learn: bool) -> Drafter:
             except (OSError, ValueError) as error:  # without this drafter only speed is lost
                 reason = str(error).splitlines()[0][:200]
                 logger.warning("mmspec: %s cannot be read and is not used (install mmspec again): %s", name, reason)
-        for hub_id in _published_for(target):
-            try:
-                return load_trained(download_drafter(hub_id, local_files_only=True), target)
-            except (OSError, ValueError) as error:
-                reason = str(error).splitlines()[0][:200]
-                logger.info("mmspec: %s was published for this model, but is not used: %s", hub_id, reason)
+        if (published := _published_drafter(target)) is not None:
+            return published
     return _arbitrated(target, learn) if learn else _hybrid()
 
 
-def _published_for(target: TargetInfo) -> tuple[str, ...]:
-    from mmspec.drafters.checkpoints.published import PUBLISHED_DRAFTERS
+def _published_drafter(target: TargetInfo) -> Drafter | None:
+    """The first head in the local cache that was published for this target and is read; None if there is none.
 
-    return PUBLISHED_DRAFTERS.get(target.name, ())
+    A head that is there and cannot be used is a warning, once; one that could be fetched is one line of information.
+    """
+    from mmspec.drafters.checkpoints.load import load_trained
+    from mmspec.drafters.checkpoints.published_heads import PUBLISHED_DRAFTERS, target_id
+
+    name, missing = target_id(target), []
+    for hub_id in PUBLISHED_DRAFTERS.get(name or "", ()):
+        try:
+            folder = download_drafter(hub_id, local_files_only=True)
+        except OSError:
+            missing.append(hub_id)
+            continue
+        try:
+            return load_trained(folder, target, hub_id)
+        except (OSError, ValueError) as error:
+            _warn_once(hub_id, str(error).splitlines()[0][:300])
+    if missing:
+        logger.info(
+            "mmspec: a draft head is published for %s: %s; fetch it with `hf download %s`, then patch again",
+            name,
+            missing[0],
+            missing[0],
+        )
+    return None
+
+
+@cache
+def _warn_once(hub_id: str, reason: str) -> None:
+    logger.warning("mmspec: %s was published for this model, but is not used: %s", hub_id, reason)
 
 
 def download_drafter(name: str, *, local_files_only: bool = False, patterns: Sequence[str] = HEAD_FILES) -> str:
@@ -157,12 +191,25 @@ def download_drafter(name: str, *, local_files_only: bool = False, patterns: Seq
     except Exception as error:  # the hub's exception types change between versions
         raise OSError(
             f"drafter {name!r} is not in the local cache and cannot be downloaded: {problem or error}"
+            f" (and there is no folder {name} here)"
         ) from error
 
 
 def resolve_folder(name: str) -> str | Path:
     """Folder of a trained drafter: bundled (`./NAME` is the folder of that name), the user's, or the hub's."""
-    return bundled_drafters().get(name) or (name if os.path.isdir(name) else download_drafter(name))
+    return bundled_drafters().get(name) or (name if os.path.isdir(name) else _download_head(name))
+
+
+def _download_head(name: str) -> str:
+    """As `download_drafter`, with the shards that an index names."""
+    from mmspec.weight_files import missing_shards
+
+    folder = download_drafter(name)
+    try:
+        shards = missing_shards(folder)
+    except (OSError, ValueError):  # whoever loads the folder reports it
+        return folder
+    return download_drafter(name, patterns=(*HEAD_FILES, *shards)) if shards else folder
 
 
 def model_folder(name: str) -> str | None:
@@ -175,12 +222,53 @@ def model_folder(name: str) -> str | None:
         return None
     if os.path.isdir(name):
         return name
-    return download_drafter(name) if HUB_ID.fullmatch(name) else None
+    return download_drafter(name) if is_hub_id(name) else None
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a name has the form OWNER/NAME and cannot be a path."""
+    return HUB_ID.fullmatch(name) is not None and not looks_like_path(name)
 
 
 def is_known_drafter(name: str) -> bool:
     """Whether `build_drafter` accepts a name."""
-    return name in ALIASES or name in drafter_names() or os.path.isdir(name) or HUB_ID.fullmatch(name) is not None
+    return name in ALIASES or name in drafter_names() or os.path.isdir(name) or is_hub_id(name)
+
+
+def explain_unknown(name: str, show: Callable[[str], str] = str) -> str:
+    """Why `is_known_drafter` refuses a name: a folder that is not there, or a name that may have been misspelt.
+
+    Args:
+        show: writes each known name.
+    """
+    if looks_like_path(name):
+        return f"drafter {name!r}: no such folder; it holds a trained head or a model, with its config.json"
+    listed = ", ".join(map(show, drafter_names()))
+    return f"unknown drafter {name!r}; known are {listed}, a folder, or a hub id (owner/name)" + did_you_mean(
+        name, drafter_names()
+    )
+
+
+def check_contract(drafter: object) -> None:
+    """Refuse an object that is no drafter, as far as its members and annotations tell.
+
+    Raises:
+        TypeError: it is none; the message states what a drafter is.
+    """
+    from mmspec.interfaces.drafter import DRAFTER_CONTRACT, DrafterRequirements
+
+    if isinstance(drafter, type):
+        raise TypeError(f"a drafter is an object; got the class {drafter.__name__}. Pass {drafter.__name__}().")
+    missing = next((member for member in MEMBERS if not hasattr(drafter, member)), None)
+    if missing is not None:
+        raise TypeError(f"{DRAFTER_CONTRACT}; got {type(drafter).__name__}, which has no {missing!r}.")
+    wrong = next((member for member in MEMBERS[3:] if not callable(getattr(drafter, member))), None)
+    for member, types in (("name", str), ("requirements", DrafterRequirements), ("vocab_size", (int, type(None)))):
+        if not isinstance(getattr(drafter, member), types):
+            wrong = wrong or member
+    if wrong is not None:
+        value = reprlib.repr(getattr(drafter, wrong))
+        raise TypeError(f"{DRAFTER_CONTRACT}; got {type(drafter).__name__}, whose {wrong} is {value}.")
 
 
 def build_drafter(drafter: str | object, target: TargetInfo | None = None, learn: bool = False) -> Drafter:
@@ -209,18 +297,20 @@ def build_drafter(drafter: str | object, target: TargetInfo | None = None, learn
         if is_known_drafter(drafter):
             from mmspec.drafters.checkpoints.load import load_trained
 
-            return load_trained(resolve_folder(drafter), target)
-        listed = ", ".join(map(repr, drafter_names()))
-        raise ValueError(f"unknown drafter {drafter!r}; known are {listed}, a folder, or a hub id (owner/name).")
-    if isinstance(drafter, type):
-        raise TypeError(f"a drafter is an object; got the class {drafter.__name__}. Pass {drafter.__name__}().")
-    missing = next((member for member in MEMBERS if not hasattr(drafter, member)), None)
-    if missing is not None:
-        raise TypeError(
-            f"a drafter is a name ({', '.join(map(repr, drafter_names()))}) or an object with {', '.join(MEMBERS)}; "
-            f"got {type(drafter).__name__}, which has no {missing!r}."
-        )
+            is_on_hub = drafter not in bundled_drafters() and not os.path.isdir(drafter)
+            return load_trained(resolve_folder(drafter), target, drafter if is_on_hub else None)
+        raise ValueError(f"{explain_unknown(drafter, repr)}.")
+    check_contract(drafter)
     return cast("Drafter", drafter)
 
 
-__all__ = ["ALIASES", "DRAFTERS", "build_drafter", "bundled_drafters", "drafter_names", "is_known_drafter"]
+__all__ = [
+    "ALIASES",
+    "DRAFTERS",
+    "build_drafter",
+    "bundled_drafters",
+    "check_contract",
+    "drafter_names",
+    "explain_unknown",
+    "is_known_drafter",
+]

@@ -15,7 +15,7 @@ from mmspec.learning.learner import Learner
 from mmspec.learning.recording import RecordedDrafter
 from mmspec.metrics.stats import Stats
 from mmspec.targets.base import ModelAdapter
-from mmspec.targets.captured import CapturePool
+from mmspec.targets.lanes import LanePool
 from mmspec.targets.module_scan import ModuleScan, scan_modules
 from mmspec.targets.vision_attention import AttentionCapture
 
@@ -54,7 +54,7 @@ class CallContext:
     tokenizer: Any
     autotuner: LinearAutotuner
     costs: RoundCostModel
-    captures: CapturePool
+    captures: LanePool
     start_time: float
     streamer: Any
     vision_inputs: Mapping[str, Any]

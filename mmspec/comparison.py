@@ -132,6 +132,10 @@ class Comparison:
             total, first = median(t.total_s for t in timings), median(t.ttft_s for t in timings)
             rate = median(t.tokens / t.decode_s if t.decode_s else 0.0 for t in timings)
             lines.append(f"{name:8} {total:9.3f} {first:14.3f} {rate:9.1f}")
+        if self.stats.calls and self.stats.fallback_calls == self.stats.calls:
+            return "\n".join(
+                [*lines, f"outputs {agreement}; decoded by transformers alone: {self.stats.fallback_reason}"]
+            )
         lines.append(
             f"outputs {agreement}; tau {self.tau:.2f}, R {self.round_cost:.2f}, "
             f"speed-up {self.speedup_decode:.2f}x decoding, {self.speedup_e2e:.2f}x end to end"
@@ -139,7 +143,7 @@ class Comparison:
         return "\n".join(lines)
 
 
-def compare(model: Any, inputs: Mapping[str, Any], *, repeats: int = 1, **generate_kwargs: Any) -> Comparison:
+def compare(model: Any, inputs: Mapping[str, Any] | Tensor, *, repeats: int = 1, **generate_kwargs: Any) -> Comparison:
     """Run a request plain and patched in turn, and compare outputs and times.
 
     With sampling both runs start from the same state of torch's generators, to which it is set back: no other thread
@@ -147,7 +151,7 @@ def compare(model: Any, inputs: Mapping[str, Any], *, repeats: int = 1, **genera
 
     Args:
         model: a patched model.
-        inputs: output of the processor; passed to `generate` as keyword arguments.
+        inputs: output of the processor, passed to `generate` as keyword arguments; or a tensor of input ids [B, L].
         repeats: pairs of runs, after one warm-up pair if there are several. Times are noisy: five or more to quote.
             Every patched run uses a replica of the drafter in its present state, since a drafter that remembers the
             previous run would know the output. Replicas share the drafter's weights.
@@ -155,11 +159,17 @@ def compare(model: Any, inputs: Mapping[str, Any], *, repeats: int = 1, **genera
 
     Raises:
         ValueError: the model is not patched, or `repeats` is below 1.
+        TypeError: `inputs` is neither a mapping nor a tensor.
     """
     if not is_patched(model):
         raise ValueError("mmspec.compare needs a patched model; call mmspec.patch(model) first.")
     if repeats < 1:
         raise ValueError(f"repeats must be 1 or more; got {repeats}.")
+    if isinstance(inputs, Tensor):
+        inputs = {"input_ids": inputs}
+    if not isinstance(inputs, Mapping):
+        kind = type(inputs).__name__
+        raise TypeError(f"inputs must be the output of the processor, a mapping, or a tensor of input ids; got {kind}.")
     request = {**inputs, **generate_kwargs}
     options = dict(request.pop("mmspec", None) or {})
     drafter = options.pop("drafter", None) or patch_state(model).config.drafter

@@ -22,13 +22,12 @@ from mmspec.cpu.linear import find_linear_layers, use_fast_linears
 from mmspec.cpu.native import FewRowsKernel, load_kernel
 from mmspec.engine.criteria import UNLIMITED_STEPS
 from mmspec.engine.draws import PrivateDraws
-from mmspec.engine.fused_loop import FusedLoop, can_fuse
 from mmspec.engine.loop import DecodeLoop
 from mmspec.engine.output import OutputBuffer, ReturnFlags, UserCodeHooks
 from mmspec.engine.rng import SamplingNoise
 from mmspec.engine.sampler import TreeSampler
 from mmspec.engine.tree_cache import CACHE_ARGUMENT
-from mmspec.interfaces import Drafter, LearnableDrafter, Prompt, VisualGrid
+from mmspec.interfaces import Drafter, LearnableDrafter, Prompt, VisualGrid, drafter_label
 from mmspec.learning.recording import RecordedDrafter
 from mmspec.metrics.compression_stats import RecordingCompressor
 from mmspec.metrics.stats import Stats
@@ -80,8 +79,8 @@ def _run_loop(call: CallContext, inputs: PreparedInputs, prefilled: Prefilled) -
         drafter = call.recording = RecordedDrafter(drafter, call.learner.wants_examples)
     if not is_builtin(call.spec_config.drafter):
         drafter = RngIsolatedDrafter(drafter, private_draws)
-    loop_class = FusedLoop if can_fuse(target, drafter, output, sampler) else DecodeLoop
-    loop = loop_class(
+    call.stats.drafter = drafter_label(call.spec_config.drafter)
+    loop = DecodeLoop(
         target=target,
         drafter=drafter,
         output=output,

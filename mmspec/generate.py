@@ -39,7 +39,7 @@ from mmspec.metrics.learning_stats import LearningStats, SpeedCurve
 from mmspec.metrics.stats import Stats
 from mmspec.targets import selftest
 from mmspec.targets.base import ModelAdapter
-from mmspec.targets.captured import CapturePool
+from mmspec.targets.lanes import LanePool
 from mmspec.targets.module_scan import ModuleScan, scan_modules
 from mmspec.targets.module_state import modules_fingerprint
 from mmspec.targets.recurrent import target_class
@@ -80,7 +80,7 @@ class PatchState:
         self.had_capture_hooks = False
         self.costs = DrafterCosts()
         self.autotuner = LinearAutotuner()
-        self.captures = CapturePool(self._warn_once)
+        self.captures = LanePool(self._warn_once)
         self.drafter_cache = DrafterCache()
         self.total = Stats()
         self.last = Stats()

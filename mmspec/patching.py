@@ -23,6 +23,7 @@ from mmspec.targets.base import TREE_ATTENTION_KERNELS
 from mmspec.targets.capture_hooks import has_capture_hooks, remove_capture_hooks
 from mmspec.targets.module_scan import callable_name
 from mmspec.targets.registry import UnsupportedModelError, find_adapter, unwrap
+from mmspec.user_code import check_trees
 
 logger = logging.getLogger("mmspec")
 
@@ -124,7 +125,9 @@ def patch(
             "device."
         )
     if not _is_patched_with(adapter.model, arguments):
-        _install(PatchState(adapter, resolve_config(arguments, adapter), arguments))
+        config = resolve_config(arguments, adapter)
+        check_trees(config.drafter, adapter.vocab_size, adapter.text_config.hidden_size)
+        _install(PatchState(adapter, config, arguments))
     return model
 
 

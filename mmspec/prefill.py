@@ -18,10 +18,9 @@ from mmspec.engine.criteria import UNLIMITED_STEPS, is_user_code
 from mmspec.engine.draws import DrawsRandomNumbers, ForbidDraws
 from mmspec.engine.graph import Recorder
 from mmspec.engine.sampler import unknown
-from mmspec.engine.static_cache import StaticLayoutError
 from mmspec.engine.tree_cache import CACHE_ARGUMENT
-from mmspec.targets.captured import AUTO_DEVICE_TYPES, CapturedTarget, Lane, recorder_for
 from mmspec.targets.hf import HFTarget
+from mmspec.targets.lanes import AUTO_DEVICE_TYPES, Lane, UnrecordableCallError, recorder_for
 from mmspec.targets.module_state import DRAWS_RANDOM_NUMBERS
 from mmspec.targets.recurrent import target_class
 
@@ -53,7 +52,7 @@ def prefill(call: CallContext, inputs: PreparedInputs) -> Iterator[Prefilled]:
     with call.captures.lease(call.adapter, len(inputs.input_ids), length, recorder) as lane:
         try:
             prefilled = _prefill(call, inputs, lane)
-        except (StaticLayoutError, torch.OutOfMemoryError) as error:
+        except (UnrecordableCallError, torch.OutOfMemoryError) as error:
             if lane is None:
                 raise
             call.captures.fail(error)
@@ -112,7 +111,7 @@ def _build_target(call: CallContext, inputs: PreparedInputs, lane: Lane | None) 
     arguments = call.adapter, inputs.input_ids, inputs.model_kwargs, inputs.generation_config, max_new_tokens(inputs)
     options: dict[str, Any] = {"inference_mode": modules.can_use_inference_mode, "cache_is_observed": runs_user_code}
     if lane is not None:
-        return CapturedTarget(*arguments, **options, lane=lane, pool=call.captures)
+        return HFTarget(*arguments, **options, lane=lane)
     target = target_class(call.adapter)(*arguments, **options)
     if (reason := target.length_reason()) is not None:
         raise FallbackRequired(reason)

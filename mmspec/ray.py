@@ -1,4 +1,4 @@
-"""Captions in Ray Data pipelines: `CaptionActor`, a class for `Dataset.map_batches`. Needs `pip install 'mmspec[ray]'`.
+"""Captions in Ray Data pipelines: `CaptionActor`, a class for `Dataset.map_batches`. Needs the extra `ray`.
 
 The implementation is `mmspec.app.caption.ray_actor`; this module is its public name.
 """

@@ -20,6 +20,8 @@ FOLDERS = ("mmspec", "drafters", "vision", "app")
 LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "files",
+        "hints",
+        "weight_files",
         "reference",
         "engine.tree",
         "engine.kv_cache",
@@ -46,16 +48,17 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     (
         "engine.verify",
-        "engine.static_cache",
         "engine.tree_cache",
         "metrics.*",
         "control.tree_size",
         "engine.output",
+        "engine.verifier",
+        "engine.round",
         "learning.*",
     ),
     ("drafters", "vision", "control.cost_store", "control.device_check"),
     ("targets.*", "fallback", "config"),
-    ("engine.loop", "engine.fused_loop", "call", "user_code", "costs"),
+    ("engine.loop", "engine.recorded", "engine.stepwise", "call", "user_code", "costs"),
     ("prefill",),
     ("decode",),
     ("generate",),

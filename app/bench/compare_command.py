@@ -79,9 +79,9 @@ def format_compared(name: str, result: Comparison) -> str:
     """One line of the table."""
     same = "yes" if result.identical else "NO"
     divergence = result.first_divergence
-    text = f"{name:14} {same:10} {result.tau:5.2f} {result.speedup_decode:8.2f}x {result.speedup_e2e:7.2f}x"
     if result.stats.fallback_reason:
-        return f"{text}  plain generate: {result.stats.fallback_reason}"
+        return f"{name:14} {same:10} {'-':>5} {'-':>9} {'-':>8}  plain generate: {result.stats.fallback_reason}"
+    text = f"{name:14} {same:10} {result.tau:5.2f} {result.speedup_decode:8.2f}x {result.speedup_e2e:7.2f}x"
     if divergence is not None:
         return f"{text}  first difference at token {divergence.column}, logit margin {divergence.margin:.1e}"
     return text

@@ -31,6 +31,7 @@ import mmspec
 from mmspec.app.bench.rows import ResultRow
 from mmspec.app.bench.specs import get_block_size, patch_model, weight_sizes
 from mmspec.app.modeling.load import synchronize
+from mmspec.app.modeling.sampling import Sampling
 from mmspec.comparison import TimestampCriterion
 from mmspec.interfaces import Drafter
 from mmspec.metrics.stats import Stats
@@ -157,8 +158,8 @@ def run_once(
     """One call of `generate`, timed; `drafter` replaces that of the patched model in this call."""
     model, device = contestant.model, contestant.model.device
     is_patched, timestamps = mmspec.is_patched(model), TimestampCriterion()
-    options: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": temperature > 0}
-    options |= {"temperature": temperature} if temperature > 0 else dict.fromkeys(("temperature", "top_p", "top_k"))
+    options: dict[str, Any] = {"max_new_tokens": new_tokens}
+    options |= Sampling(temperature).generation_kwargs(model.generation_config)
     if not is_patched:
         options["stopping_criteria"] = StoppingCriteriaList([timestamps])
     if drafter is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,8 @@ from mmspec.app.errors import UsageError
 
 if TYPE_CHECKING:
     from mmspec.app.io.item import SourceOptions
+    from mmspec.app.modeling.prompt_format import ChatFormat
+    from mmspec.app.modeling.sampling import Sampling
     from mmspec.interfaces import FrameSampler
 
 SCENES_MODEL = "scenes"
@@ -29,6 +31,7 @@ SAMPLERS = ("uniform", "differing")
 FORMATS = ("jsonl", "parquet", "webdataset")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 MAX_PIXELS = 64_000_000
+"""Pixels of a picture or frame, above which it is not decoded."""
 
 
 @dataclass(frozen=True)
@@ -42,14 +45,20 @@ class CaptionConfig:
         sampler: one of `SAMPLERS`.
         learn: the drafter learns from the job where no trained head is at hand; None: if the target is on the CPU,
             where that was measured.
+        system_prompt: of every row; None for that of the chat template.
+        chat_template_kwargs: variables of the chat template; thinking is off where the template can switch it.
+        temperature: 0 is greedy. top_p, top_k, repetition_penalty: None for those of the model's own generation config.
+        max_pixels: larger pictures and frames are shrunk to as many pixels; None: only as the processor does anyway.
+        pixel_limit: larger ones are refused.
         compare: number of rows to decode with plain `generate` as well; 0 none, -1 all.
         progress: True or False, or None for a bar if standard error is a terminal.
         batch_size: rows per batch; `AUTO_BATCH_SIZE` to find it while the job runs.
+        fields: columns of the rows besides those that a resumed job needs; None: all.
         format: of the output, one of `FORMATS`.
         rows_per_shard: of a Parquet file or an archive.
         ray: address of a Ray cluster, "" for one on this machine; None: without Ray.
         actors: of Ray, at most; None: one per GPU of the cluster, or per core if it has none.
-        image_column, prompt_column, id_column, split, urls: as in `SourceOptions`.
+        image_column, prompt_column, id_column, split, urls, root: as in `SourceOptions`.
     """
 
     paths: tuple[str, ...]
@@ -59,12 +68,17 @@ class CaptionConfig:
     compressor: str | None = None
     learn: bool | None = False
     prompt: str | None = None
+    system_prompt: str | None = None
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     frames: int = FRAMES
     fps: float | None = None
     sampler: str = SAMPLERS[0]
     batch_size: int = DEFAULT_BATCH_SIZE
     max_new_tokens: int = 128
     temperature: float = 0.0
+    top_p: float | None = None
+    top_k: int | None = None
+    repetition_penalty: float | None = None
     seed: int = 0
     stop: tuple[str, ...] = ()
     dtype: str = "auto"
@@ -73,7 +87,8 @@ class CaptionConfig:
     overwrite: bool = False
     retry_errors: bool = False
     compare: int = 0
-    max_pixels: int = MAX_PIXELS
+    max_pixels: int | None = None
+    pixel_limit: int = MAX_PIXELS
     threads: int = 4
     progress: bool | None = None
     image_column: str | None = None
@@ -81,8 +96,10 @@ class CaptionConfig:
     id_column: str | None = None
     split: str = "train"
     urls: str | None = None
+    root: str | None = None
     format: str = "jsonl"
     rows_per_shard: int = 1000
+    fields: tuple[str, ...] | None = None
     ray: str | None = None
     actors: int | None = None
 
@@ -107,10 +124,37 @@ class CaptionConfig:
         columns = {"image_column": self.image_column, "prompt_column": self.prompt_column, "id_column": self.id_column}
         decisive |= {key: name for key, name in columns.items() if name is not None}
         decisive |= {"split": self.split} if self.split != "train" else {}
+        decisive |= {"root": os.path.abspath(self.root)} if self.root is not None else {}
+        optional = ("system_prompt", "max_pixels", "top_p", "top_k", "repetition_penalty")
+        decisive |= {name: getattr(self, name) for name in optional if getattr(self, name) is not None}
+        decisive |= {"fields": list(self.columns())} if self.fields is not None else {}
+        decisive |= {"chat_template_kwargs": dict(self.chat_template_kwargs)} if self.chat_template_kwargs else {}
         if self.temperature > 0:
             decisive |= {"seed": self.seed, "batch_size": self.batch_size, "batches": "by length"}
             decisive |= {"shard": "{}/{}".format(*self.shard), "processes": world_size}
         return decisive
+
+    def columns(self) -> tuple[str, ...]:
+        """The columns of the rows.
+
+        Raises:
+            UsageError: `fields` names one that does not exist.
+        """
+        from mmspec.app.io.columns import ROW_COLUMNS, choose_columns
+
+        return tuple(ROW_COLUMNS) if self.fields is None else choose_columns(self.fields, bool(self.compare))
+
+    def sampling(self) -> Sampling:
+        """How tokens are chosen."""
+        from mmspec.app.modeling.sampling import Sampling
+
+        return Sampling(self.temperature, self.top_p, self.top_k, self.repetition_penalty)
+
+    def chat_format(self) -> ChatFormat:
+        """What the model is given besides prompts and pictures."""
+        from mmspec.app.modeling.prompt_format import ChatFormat
+
+        return ChatFormat(self.system_prompt, self.chat_template_kwargs, self.max_pixels)
 
     @property
     def planned_batch_size(self) -> int:
@@ -119,11 +163,18 @@ class CaptionConfig:
 
         return MAX_AUTO_SIZE if self.batch_size == AUTO_BATCH_SIZE else self.batch_size
 
+    @property
+    def stores_pictures(self) -> bool:
+        """Whether the output holds the pictures beside their captions."""
+        return self.format == "webdataset"
+
     def source_options(self, base: Path) -> SourceOptions:
         """How inputs are read; names in the rows are relative to `base`."""
         from mmspec.app.io.item import SourceOptions
 
-        return SourceOptions(base, self.image_column, self.prompt_column, self.id_column, self.split, self.urls)
+        return SourceOptions(
+            base, self.image_column, self.prompt_column, self.id_column, self.split, self.urls, self.root
+        )
 
     def frame_sampler(self) -> FrameSampler:
         """The sampler of video frames.

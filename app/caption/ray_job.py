@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mmspec.app.caption.config import CaptionConfig, ProcessInfo
@@ -85,6 +85,9 @@ class RayCaptionJob(CaptionJob):
 
     def _num_finished(self) -> int:
         return self._end.num_finished if self._end else self._num_before
+
+    def _left_out_while_reading(self, inputs: Inputs) -> Sequence[str]:
+        return self._end.left_out if self._end else ()
 
     def _ids(self) -> set[str]:
         return getattr(self, "_seen", set())
@@ -189,7 +192,8 @@ def check_nodes() -> None:
         except ray.exceptions.RayError as error:
             reason = one_line(error.cause if getattr(error, "cause", None) else error)
             raise UsageError(
-                f"the node {name} cannot run mmspec ({reason}): pip install 'mmspec[ray]' there, the same version"
+                f"the node {name} cannot run mmspec ({reason}): install the same version there with its extra, as "
+                "pip install -e '.[ray]' in a clone does"
             ) from error
         if found != mmspec_version():
             raise UsageError(

@@ -7,7 +7,7 @@ Imports nothing of Ray.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -21,6 +21,7 @@ from mmspec.app.caption.plan import RowPlan, skip_finished
 from mmspec.app.caption.rows import RowCaptioner
 from mmspec.app.io.content import Unreadable
 from mmspec.app.io.decode import decode_item
+from mmspec.app.io.held import decode_held
 from mmspec.app.io.images import ImageError, Media
 from mmspec.app.io.inputs import Inputs
 from mmspec.app.io.item import Item
@@ -62,10 +63,12 @@ class EndOfPlan:
     Attributes:
         num_batches: batches before it; with fewer results some were lost.
         num_finished: rows that were captioned before this run.
+        left_out: what the inputs hold besides the rows, as lines for the user.
     """
 
     num_batches: int
     num_finished: int
+    left_out: Sequence[str] = ()
 
 
 def plan_job(
@@ -80,7 +83,7 @@ def plan_job(
     for batch in plan.batches(inputs.rows(skip_finished(finished, config))):
         number += 1
         yield PlannedBatch(batch)
-    yield EndOfPlan(number, plan.num_finished)
+    yield EndOfPlan(number, plan.num_finished, tuple(inputs.left_out(listed=False)))
 
 
 def decode_stage(frames: Any, config: CaptionConfig) -> Any:
@@ -91,17 +94,19 @@ def decode_stage(frames: Any, config: CaptionConfig) -> Any:
 def _decode(batch: PlannedBatch, config: CaptionConfig) -> DecodedBatch:
     sampler, decoders = config.frame_sampler(), _decoders()
 
-    def decode(item: Item) -> Media | Unreadable:
+    def read(item: Item) -> Media:
+        return decode_item(item, sampler, config.pixel_limit, decoders)
+
+    def decode(item: Item) -> tuple[Item, Media | Unreadable]:
         try:
-            return decode_item(item, sampler, config.max_pixels, decoders)
+            held, media = decode_held(item, read, config.stores_pictures)
         except ImageError as error:
-            return Unreadable(error.kind, str(error))
+            return replace(item, content=None), Unreadable(error.kind, str(error))
+        return held if config.stores_pictures else replace(item, content=None), media
 
     with ThreadPoolExecutor(config.threads) as threads:
-        media = list(threads.map(decode, batch.items))
-    if config.format != "webdataset":  # which stores the pictures beside their captions
-        return DecodedBatch([replace(item, content=None) for item in batch.items], media)
-    return DecodedBatch(batch.items, media)
+        decoded = list(threads.map(decode, batch.items))
+    return DecodedBatch([item for item, _ in decoded], [media for _, media in decoded])
 
 
 @lru_cache(maxsize=1)
@@ -145,7 +150,8 @@ def absolute_paths(config: CaptionConfig) -> CaptionConfig:
         return os.path.abspath(name) if os.path.isdir(name) else name
 
     paths = tuple(path if "://" in path else os.path.abspath(path) for path in config.paths)
-    return replace(config, paths=paths, model=absolute(config.model), drafter=absolute(config.drafter))
+    root = config.root and (config.root if "://" in config.root else os.path.abspath(config.root))
+    return replace(config, paths=paths, root=root, model=absolute(config.model), drafter=absolute(config.drafter))
 
 
 __all__ = [

@@ -175,10 +175,10 @@ def validate_drafter(name: str, compressor: str | None = None) -> None:
     Raises:
         UsageError: an unknown name.
     """
-    from mmspec.drafters.registry import drafter_names, is_known_drafter
+    from mmspec.drafters.registry import explain_unknown, is_known_drafter
 
     if not is_known_drafter(name):
-        raise UsageError(f"unknown drafter {name!r}; known are {', '.join(drafter_names())}, a folder, or a hub id")
+        raise UsageError(explain_unknown(name))
     if compressor is not None:
         from mmspec.vision.registry import build_compressor
 

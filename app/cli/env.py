@@ -6,14 +6,26 @@ import argparse
 import os
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
 from mmspec.app.cli.arguments import Commands, add_command, add_device_options
+from mmspec.app.errors import one_line
 from mmspec.app.versions import mmspec_version, version
+
+if TYPE_CHECKING:
+    from mmspec.targets.base import ModelAdapter
 
 _PACKAGES = """torch transformers accelerate tokenizers pillow safetensors numpy torchvision matplotlib gradio decord av
 bitsandbytes peft"""
 PACKAGES = _PACKAGES.split()
+IMAGE_POSITIONS = {
+    "placeholder": "placeholder (the embedding of the placeholder token)",
+    "coupled": "coupled (the projected features, with the target's hidden states)",
+    "decoupled": "decoupled (the projected features alone)",
+    "text_only": "text_only (left out)",
+}
+"""Visual mode of a draft head -> what it reads at image positions."""
 VARIABLES = ("CUDA_VISIBLE_DEVICES", "HF_HUB_OFFLINE", "OMP_NUM_THREADS", "RANK", "WORLD_SIZE", "LOCAL_RANK")
 
 
@@ -26,27 +38,33 @@ def add_parser(commands: Commands, common: argparse.ArgumentParser) -> None:
         run,
         help="versions and devices, for bug reports",
         description="Print versions, devices and kernels, for bug reports. Names no user, host or path. With --model: "
-        "load the model and say whether its tokens can be verified in trees (docs/models.md).",
+        "load the model and say whether its tokens can be verified in trees, and its drafter (docs/models.md).",
         epilog="examples\n  mmspec env\n  mmspec env --model Qwen/Qwen3-VL-4B-Instruct",
     )
     parser.add_argument("--model", metavar="M", help="hub id or local folder of a model to judge")
+    parser.add_argument("--drafter", metavar="D", default="auto", help="name, folder or hub id, with --model")
     add_device_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Carry out the command; returns the exit code."""
-    lines = list(collect_info())
-    passed = True
-    if args.model is not None:
-        model_lines, passed = judge_model(args.model, args.dtype, args.device)
-        lines += model_lines
-    for name, value in lines:
-        print(f"{name + ':':<24}{value}")
+    _print(collect_info())
+    if args.model is None:
+        return 0
+    lines, passed = judge_model(
+        args.model, args.dtype, args.device, args.drafter
+    )  # an error of it comes after the versions
+    _print(lines)
     return 0 if passed else 1
 
 
-def judge_model(name: str, dtype: str, device: str) -> tuple[list[tuple[str, str]], bool]:
-    """The traits of a model and the verdict of its self-test, and whether it can be decoded in trees.
+def _print(lines: Iterable[tuple[str, str]]) -> None:
+    for name, value in lines:
+        print(f"{name + ':':<24}{value}", flush=True)
+
+
+def judge_model(name: str, dtype: str, device: str, drafter: str = "auto") -> tuple[list[tuple[str, str]], bool]:
+    """The traits of a model, its drafter and the verdict of its self-test, and whether it can be decoded in trees.
 
     Raises:
         UsageError: it cannot be loaded.
@@ -57,13 +75,30 @@ def judge_model(name: str, dtype: str, device: str) -> tuple[list[tuple[str, str
 
     model, processor = load_model(name, dtype, device)
     adapter = find_adapter(model)
-    lines = list(adapter.traits().items())
+    lines = [*adapter.traits().items(), *describe_drafter(drafter, adapter, processor)]
     reason = adapter.unsupported_reason()
     if reason is not None:
         return [*lines, ("verdict", f"decoded by transformers alone: {reason}")], False
     result = judge(adapter, processor)
     verdict = "speculative decoding" if result.passed else "not supported"
     return [*lines, ("self-test", result.describe()), ("verdict", verdict)], result.passed
+
+
+def describe_drafter(name: str, adapter: ModelAdapter, processor: Any) -> Iterator[tuple[str, str]]:
+    """The drafter of a model, and of a trained head how image positions enter it."""
+    from mmspec.config import resolve_drafter, resolve_tokenizer
+    from mmspec.drafters.eagle.base import HeadDrafter
+    from mmspec.interfaces import drafter_label
+
+    try:
+        drafter = resolve_drafter(name, adapter, resolve_tokenizer(processor))
+    except (OSError, ValueError) as error:
+        yield "drafter", f"{name}: {one_line(error)}"
+        return
+    yield "drafter", drafter_label(drafter)
+    if isinstance(drafter, HeadDrafter):
+        how = IMAGE_POSITIONS.get(drafter.visual_mode, drafter.visual_mode)
+        yield "image positions", "compressed by the head" if drafter.compresses_visual_tokens else how
 
 
 def collect_info() -> Iterator[tuple[str, str]]:
@@ -106,4 +141,4 @@ def _support() -> Iterator[tuple[str, str]]:
     yield "drafters", ", ".join(drafter_names())
 
 
-__all__ = ["add_parser", "collect_info", "run"]
+__all__ = ["add_parser", "collect_info", "describe_drafter", "run"]

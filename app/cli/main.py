@@ -7,7 +7,7 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from mmspec.app.bench import command as bench
 from mmspec.app.bench import compare_command as compare
@@ -18,6 +18,7 @@ from mmspec.app.export import command as export
 from mmspec.app.train import command as train
 from mmspec.app.ui import command as demo
 from mmspec.app.versions import mmspec_version
+from mmspec.hints import did_you_mean
 
 EPILOG = """\
 start here
@@ -35,10 +36,29 @@ exit code
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser whose errors are one line, exit code 2."""
+    """A parser whose errors are one line, exit code 2, with the name that a misspelt one resembles."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"mmspec: error: {message} (see {self.prog} --help)\n")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """As the method of argparse, which checks commands and choices."""
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            raise argparse.ArgumentError(
+                action, f"{error.message}{did_you_mean(str(value), map(str, action.choices or ()))}"
+            ) from None
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As the method of argparse; an option that is unknown here is an error of this command."""
+        found, rest = super().parse_known_args(args, namespace)
+        unknown = next((one for one in rest if one.startswith("-")), None)
+        if unknown is not None:
+            name = unknown.partition("=")[0]
+            options = [option for option in self._option_string_actions if option.startswith("--")]
+            self.error(f"unknown option {name}{did_you_mean(name, options)}")
+        return found, rest
 
 
 def build_parser() -> argparse.ArgumentParser:

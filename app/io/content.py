@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.io.web import FetchError, fetch
+from mmspec.hints import install_hint
 from mmspec.vision.images import ImageError
 from mmspec.vision.video.containers import open_regular_file
 
@@ -69,6 +70,8 @@ class ByteRange:
             check_num_bytes(self.size)
         try:
             data = _read_local(self) if is_local(self.url) else _read_remote(self)
+        except ImageError:
+            raise
         except UsageError as error:
             raise ImageError("Unreadable", str(error)) from error
         except FileNotFoundError as error:
@@ -97,6 +100,22 @@ class WebAddress:
             return check_size(fetch(self.url, MAX_CONTENT_BYTES, public_only=self.public_only))
         except FetchError as error:
             raise ImageError(error.kind, str(error)) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Pictures:
+    """Several pictures of one prompt."""
+
+    parts: tuple[Content, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.num_bytes for part in self.parts)
+
+    def read(self) -> bytes:
+        if len(self.parts) == 1:
+            return self.parts[0].read()
+        raise ImageError("SeveralPictures", f"the row has {len(self.parts)} pictures, one is wanted here")
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +155,8 @@ def is_local(url: str) -> bool:
 
 def _read_local(part: ByteRange) -> bytes:
     with os.fdopen(open_regular_file(part.url), "rb") as file:
+        if part.size is None:
+            check_num_bytes(os.fstat(file.fileno()).st_size - part.start)
         file.seek(part.start)
         return file.read(MAX_CONTENT_BYTES + 1 if part.size is None else part.size)
 
@@ -160,7 +181,7 @@ def open_file_system(url: str) -> tuple[Any, str]:
         return fsspec.core.url_to_fs(url)
     except ImportError as error:
         extra = DRIVER_EXTRAS.get(scheme)
-        hint = f"pip install 'mmspec[{extra}]'" if extra else "install its fsspec driver"
+        hint = install_hint(extra) if extra else "install its fsspec driver"
         raise UsageError(f"{url}: {one_line(error)} ({hint})") from error
     except ValueError as error:
         raise UsageError(f"{url}: {one_line(error)}") from error
@@ -171,6 +192,7 @@ __all__ = [
     "ByteRange",
     "Content",
     "InlineBytes",
+    "Pictures",
     "Unreadable",
     "WebAddress",
     "check_num_bytes",

@@ -58,7 +58,7 @@ def iter_rows(path: Path) -> Iterator[tuple[Row, int]]:
             if bad_line:
                 break
             end += len(line)
-            row = _parse(line)
+            row = parse_row(line)
             if row is not None:
                 yield row, end
             elif line.strip():
@@ -75,7 +75,8 @@ def read_rows(path: Path) -> tuple[list[Row], int]:
     return [row for row, _ in found], found[-1][1] if found else 0
 
 
-def _parse(line: bytes) -> Row | None:
+def parse_row(line: bytes) -> Row | None:
+    """The row in a line; None if it holds none."""
     try:
         row = json.loads(line)
     except ValueError:
@@ -185,6 +186,7 @@ __all__ = [
     "iter_rows",
     "lock_file",
     "open_locked",
+    "parse_row",
     "read_rows",
     "replace_file",
     "sync_folder",

@@ -1,29 +1,36 @@
 """Captions as WebDataset archives: `KEY.jpg`, `KEY.txt` (the caption) and `KEY.json` (the row) for each picture.
 
-Pictures are stored as they were found. A row without a caption is no sample: it goes to a file of errors beside the
-archive, as a loader expects the same members of every sample.
+Pictures are stored as they were captioned, and named after their content: a name or an address may say anything, and
+`KEY.json` is the row. Several pictures of a row are `KEY.0.jpg`, `KEY.1.jpg` and so on. A row without a caption is no
+sample: it goes to a file of errors beside the archive, as a loader expects the same members of every sample.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
+import re
 import tarfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
 from mmspec.app.io import jsonl
-from mmspec.app.io.content import ByteRange
+from mmspec.app.io.content import ByteRange, Pictures
 from mmspec.app.io.item import Item
 from mmspec.app.io.jsonl import Row
 from mmspec.app.io.output import Finished
 from mmspec.app.io.tars import read_whole_members
-from mmspec.vision.images import ImageError
+from mmspec.vision.video.containers import HEADER_BYTES, ContainerError, detect_container
 
-_MAGIC = {b"\xff\xd8\xff": "jpg", b"\x89PNG": "png", b"GIF8": "gif", b"RIFF": "webp", b"BM": "bmp"}
-"""First bytes of a picture without a name -> its suffix."""
+_IMAGES = (
+    (rb"\xff\xd8\xff", "jpg"), (rb"\x89PNG", "png"), (rb"GIF8", "gif"), (rb"RIFF.{4}WEBP", "webp"), (rb"BM", "bmp"),
+    (rb"II[*+]\0|MM\0[*+]", "tiff"), (rb"P[14]\s", "pbm"), (rb"P[25]\s", "pgm"), (rb"P[36]\s", "ppm"),
+    (rb".{4}ftypavi[fs]", "avif"), (rb".{4}ftyp(hei[cxms]|hev[cxms]|mif1|msf1)", "heic"),
+)  # fmt: skip
+"""First bytes of a picture -> its suffix."""
+_CLIPS = {"avi": "avi", "mpegts": "ts", "mpeg": "mpg", "mpegvideo": "mpg", "ogg": "ogv", "flv": "flv", "asf": "wmv"}
+"""FFmpeg's name of a container -> the suffix of a clip in it."""
 ROW_SUFFIX = ".json"
 """Of the last member of a sample: with it the sample is complete."""
 
@@ -48,23 +55,17 @@ class TarShards:
                 jsonl.truncate_torn_line(file, jsonl.read_rows(errors)[1])
 
     def append(self, file: BinaryIO, rows: Sequence[Row], items: Sequence[Item]) -> Sequence[Row]:
-        written = []
         for row, item in zip(rows, items, strict=True):
-            picture = b""
             if row["error"] is None:
-                try:
-                    picture = _read(item)
-                except ImageError as error:  # it was there when it was captioned
-                    row = row | {"caption": None, "error": {"type": error.kind, "message": str(error)}}
-            if row["error"] is None:
-                _add_sample(file, row, item, picture)
-            written.append(row)
+                content = item.content or ByteRange(str(item.path))
+                parts = content.parts if isinstance(content, Pictures) else (content,)
+                _add_sample(file, row, [part.read() for part in parts])
         file.flush()
         os.fsync(file.fileno())
-        if errors := [row for row in written if row["error"]]:
+        if errors := [row for row in rows if row["error"]]:
             with _errors_of(Path(file.name)).open("ab") as error_file:
                 jsonl.append_rows(error_file, errors)
-        return written
+        return rows
 
     def complete(self, growing: Path, final: Path) -> None:
         with growing.open("ab") as file:
@@ -83,6 +84,24 @@ class TarShards:
         _errors_of(shard).unlink(missing_ok=True)
 
 
+def media_suffix(data: bytes) -> str:
+    """The suffix of a picture or clip by its first bytes; "bin" for what is neither."""
+    for pattern, suffix in _IMAGES:
+        if re.match(pattern, data[:16], re.DOTALL):
+            return suffix
+    header = data[:HEADER_BYTES]
+    try:
+        demuxer = detect_container(header).demuxer
+    except ContainerError:
+        return "bin"
+    if demuxer == "matroska":
+        return "webm" if b"webm" in header[:1024] else "mkv"
+    if demuxer == "mov":
+        brand = header[8:12] if header[4:8] == b"ftyp" else b"qt  "
+        return "3gp" if brand.startswith(b"3g") else "mov" if brand == b"qt  " else "mp4"
+    return _CLIPS.get(demuxer, demuxer)
+
+
 def _errors_of(shard: Path) -> Path:
     """The file of the rows without a caption; the same while the shard grows and when it is complete."""
     return shard.with_name(f"{shard.name.removesuffix('.tar').replace('.open-', 'part-')}.errors.jsonl")
@@ -94,23 +113,20 @@ def _rows(shard: Path) -> Iterator[Row]:
         for member, _ in read_whole_members(file):
             if member.name.endswith(ROW_SUFFIX):
                 data.seek(member.start)
-                yield json.loads(data.read(member.size))
+                if (row := jsonl.parse_row(data.read(member.size))) is not None:
+                    yield row
 
 
-def _read(item: Item) -> bytes:
-    return (item.content or ByteRange(str(item.path))).read()
-
-
-def _add_sample(file: BinaryIO, row: Row, item: Item, picture: bytes) -> None:
-    digest = hashlib.sha1(row["id"].encode(errors="surrogateescape"), usedforsecurity=False).hexdigest()
+def _add_sample(file: BinaryIO, row: Row, pictures: Sequence[bytes]) -> None:
+    digest = hashlib.sha1(row["id"].encode(), usedforsecurity=False).hexdigest()
     key = f"{row['index']:09d}-{digest[:8]}"  # unique, without a dot
-    found = next((suffix for magic, suffix in _MAGIC.items() if picture.startswith(magic)), "bin")
-    suffix = item.path.suffix[1:].lower() or found
-    for name, data in ((suffix, picture), ("txt", row["caption"].encode()), ("json", jsonl.encode_row(row))):
+    several = len(pictures) > 1
+    media = [(f"{number}." * several + media_suffix(data), data) for number, data in enumerate(pictures)]
+    for name, data in (*media, ("txt", row["caption"].encode()), ("json", jsonl.encode_row(row))):
         info = tarfile.TarInfo(f"{key}.{name}")
         info.size = len(data)
         padding = -len(data) % tarfile.BLOCKSIZE
         file.write(info.tobuf(tarfile.USTAR_FORMAT) + data + bytes(padding))
 
 
-__all__ = ["TarShards"]
+__all__ = ["TarShards", "media_suffix"]

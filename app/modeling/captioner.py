@@ -6,7 +6,7 @@ Knows models and processors. Knows nothing of files, resuming or progress.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +14,34 @@ import torch
 
 import mmspec
 from mmspec.app.io.images import Media
-from mmspec.app.modeling.chat import build_inputs
-from mmspec.app.modeling.load import synchronize
+from mmspec.app.modeling.chat import build_inputs, find_too_long
+from mmspec.app.modeling.load import model_revision, synchronize
+from mmspec.app.modeling.prompt_format import DEFAULT_FORMAT, ChatFormat, describe_prompt_format
+from mmspec.app.modeling.sampling import GREEDY, Sampling
+from mmspec.app.modeling.thinking import opens_thoughts, without_thoughts
+from mmspec.patching import patch_state
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel, ProcessorMixin
+
+
+CUT_WHILE_THINKING = "thinking"
+"""`Caption.finish_reason` of an output that ended within the model's thoughts: it holds no caption."""
+PROMPT_END = 16
+"""Tokens of a prompt that show whether it lets the model think."""
+
+
+class PromptTooLongError(Exception):
+    """Rows of a batch have more tokens than the model has positions.
+
+    Attributes:
+        rows: index of each such row -> why.
+    """
+
+    def __init__(self, rows: dict[int, str]) -> None:
+        super().__init__("; ".join(rows.values()))
+        self.rows = rows
 
 
 @dataclass(frozen=True)
@@ -31,7 +53,7 @@ class Caption:
         tau: new tokens after the first, per round.
         ttft_s: seconds from the start of the batch to its first tokens.
         seconds: of the batch, divided by its rows.
-        finish_reason: "eos", "length" or "stop".
+        finish_reason: "eos", "length", "stop" or `CUT_WHILE_THINKING`.
         identical: whether plain `generate` gives the same tokens; None if not compared.
         plain: the text of plain `generate`; None if not compared.
     """
@@ -46,6 +68,21 @@ class Caption:
     finish_reason: str
     identical: bool | None = None
     plain: str | None = None
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """What generated a caption. The fields but the last are columns of the output, that one is part of `gen`.
+
+    Attributes:
+        model_revision: the commit on the hub, or None.
+        drafter: the name of the drafter in use.
+        sampling: settings in effect.
+    """
+
+    model_revision: str | None = None
+    drafter: str = "none"
+    sampling: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -74,8 +111,9 @@ class Captioner:
     model: PreTrainedModel
     processor: ProcessorMixin
     max_new_tokens: int = 128
-    temperature: float = 0.0
+    sampling: Sampling = GREEDY
     stop: Sequence[str] = ()
+    chat: ChatFormat = DEFAULT_FORMAT
     comparison: ComparisonTotals = field(default_factory=ComparisonTotals)
 
     @property
@@ -90,9 +128,27 @@ class Captioner:
         return list(ends) if isinstance(ends, list) else [] if ends is None else [ends]
 
     @property
-    def acceptance(self) -> float:
-        """Accepted draft tokens divided by all draft tokens, so far."""
-        return mmspec.stats(self.model).acceptance_rate
+    def acceptance(self) -> float | None:
+        """Accepted draft tokens divided by all draft tokens, so far; None if nothing was drafted."""
+        found = mmspec.stats(self.model)
+        return found.acceptance_rate if found.num_draft_tokens else None
+
+    @property
+    def drafter_name(self) -> str:
+        """The drafter in use."""
+        return patch_state(self.model).config.drafter.name
+
+    @property
+    def provenance(self) -> Provenance:
+        """What generates the captions."""
+        settings = self.sampling.settings(self.model.generation_config)
+        return Provenance(model_revision(self.model), self.drafter_name, settings)
+
+    def describe(self) -> list[str]:
+        """Lines about settings that the model's files chose."""
+        lines = self.sampling.describe(self.model.generation_config)
+        format_line = describe_prompt_format(self.processor)
+        return lines if format_line is None else [*lines, format_line]
 
     def close(self) -> None:
         """Take the patch off the model, which stores what the drafter has learned."""
@@ -113,9 +169,14 @@ class Captioner:
             prompts: of each row.
             seed: of torch's generators, set before the call.
             compare: rows to compare with plain `generate`, which then decodes the whole batch too.
+
+        Raises:
+            PromptTooLongError: of some rows, before any is captioned.
         """
         start = time.perf_counter()
         inputs = self.build_inputs(media, prompts)
+        if too_long := find_too_long(self.model, inputs):
+            raise PromptTooLongError(too_long)
         output, seconds = self._generate(inputs, seed)
         captions = self._captions(inputs, output, (time.perf_counter() - start) / len(media))
         if not any(compare):
@@ -134,15 +195,12 @@ class Captioner:
 
     def build_inputs(self, media: Sequence[Media], prompts: Sequence[str]) -> dict[str, Any]:
         """Keyword arguments of `generate`, on the model's device and in its dtype."""
-        return build_inputs(self.model, self.processor, media, prompts)
+        return build_inputs(self.model, self.processor, media, prompts, chat=self.chat)
 
     def generation_kwargs(self) -> dict[str, Any]:
         """Keyword arguments of `generate` besides the inputs."""
         options: dict[str, Any] = {"max_new_tokens": self.max_new_tokens}
-        if self.temperature > 0:
-            options |= {"do_sample": True, "temperature": self.temperature}
-        else:  # None: sampling options of a checkpoint would cause warnings
-            options |= {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+        options |= self.sampling.generation_kwargs(self.model.generation_config)
         if self.stop:
             options |= {"stop_strings": list(self.stop), "tokenizer": self.processor.tokenizer}
         return options
@@ -153,7 +211,8 @@ class Captioner:
         lengths = inputs["attention_mask"].sum(1).tolist() if "attention_mask" in inputs else [prompt] * len(output)
         captions = []
         for row, ids in enumerate(output[:, prompt:].tolist()):
-            text, num_tokens, reason = self._finish_row(ids)
+            thinks = opens_thoughts(self._decode(inputs["input_ids"][row, -PROMPT_END:].tolist(), special=True))
+            text, num_tokens, reason = self._finish_row(ids, thinks)
             plain = stats.fallback_calls > 0 or not stats.row_forwards
             rounds = max(0, num_tokens - 1) if plain else stats.row_forwards[row]
             tau = round((num_tokens - 1) / rounds, 4) if rounds else 1.0
@@ -161,20 +220,34 @@ class Captioner:
             captions.append(Caption(text, lengths[row], num_tokens, rounds, tau, first, round(seconds, 6), reason))
         return captions
 
-    def _finish_row(self, ids: list[int]) -> tuple[str, int, str]:
-        """Text, number of tokens (an end token counts) and finish reason of a row; padding after its end is cut."""
+    def _finish_row(self, ids: list[int], thinks: bool = False) -> tuple[str, int, str]:
+        """Text, number of tokens (an end token counts) and finish reason of a row; padding after its end is cut.
+
+        Args:
+            thinks: the prompt lets the output begin within the model's thoughts, which are no part of the text.
+        """
         ends = set(self.eos_ids)
         size = next((i + 1 for i, token in enumerate(ids) if token in ends), len(ids))
         reason = "eos" if size and ids[size - 1] in ends else "length" if size >= self.max_new_tokens else "stop"
-        text = self._decode(ids[:size])
-        if any(stop in text for stop in self.stop):
+        if stopped := any(stop in self._decode(ids[:size]) for stop in self.stop):
             size = next(n for n in range(1, size + 1) if any(stop in self._decode(ids[:n]) for stop in self.stop))
-            text, reason = self._decode(ids[:size]), "stop"
-            text = text[: min(text.find(stop) for stop in self.stop if stop in text)]
+            reason = "stop"
+        answer = without_thoughts(self._decode(ids[:size], special=True), thinks)
+        if answer.is_cut:
+            return answer.text.strip(), size, CUT_WHILE_THINKING
+        text = self._without_special(answer.text) if answer.has_thoughts else self._decode(ids[:size])
+        if stopped:
+            text = text[: min((text.find(stop) for stop in self.stop if stop in text), default=len(text))]
         return text.strip(), size, reason
 
-    def _decode(self, ids: list[int]) -> str:
-        text: str = self.processor.tokenizer.decode(ids, skip_special_tokens=True)
+    def _decode(self, ids: list[int], special: bool = False) -> str:
+        text: str = self.processor.tokenizer.decode(ids, skip_special_tokens=not special)
+        return text
+
+    def _without_special(self, text: str) -> str:
+        """A text without special tokens, of which thoughts have been cut out."""
+        for token in self.processor.tokenizer.all_special_tokens:
+            text = text.replace(token, "")
         return text
 
     def _compare(
@@ -221,4 +294,12 @@ def out_of_memory(error: BaseException) -> bool:
     )
 
 
-__all__ = ["Caption", "Captioner", "ComparisonTotals", "out_of_memory"]
+__all__ = [
+    "CUT_WHILE_THINKING",
+    "Caption",
+    "Captioner",
+    "ComparisonTotals",
+    "PromptTooLongError",
+    "Provenance",
+    "out_of_memory",
+]

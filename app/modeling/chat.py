@@ -1,7 +1,7 @@
 """Images or videos, previous turns and a question to the inputs of `generate`, one batch at a time.
 
-Works with and without a chat template. Several runs can share one pass of the vision tower (`encode_media`). Knows
-nothing of drafting, files or web pages.
+Works with and without a chat template (`prompt_format`). Several runs can share one pass of the vision tower
+(`encode_media`). Knows nothing of drafting, files or web pages.
 """
 
 from __future__ import annotations
@@ -10,17 +10,25 @@ import inspect
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from mmspec.app.errors import UsageError
+from mmspec.app.errors import UsageError, one_line
 from mmspec.app.io.images import Media, Video, media_images
 from mmspec.app.modeling.load import synchronize
+from mmspec.app.modeling.picture_size import image_limits, shrink_media
+from mmspec.app.modeling.prompt_format import (
+    DEFAULT_FORMAT,
+    ChatFormat,
+    chat_template,
+    media_tokens,
+    plain_format,
+    strip_media_tokens,
+    template_variables,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, ProcessorMixin
 
-PLAIN_TEMPLATE = "USER: {images}{prompt} ASSISTANT:"
-"""The format of LLaVA-1.5, for processors without a chat template."""
 PIXELS = ("pixel_values", "pixel_values_videos")
 ContentPart = dict[str, Any]
 """A part of a message, as chat templates define it: `{"type": ..., ...}`."""
@@ -40,15 +48,14 @@ def reject_media_tokens(processor: ProcessorMixin, text: str | None, what: str =
     Raises:
         UsageError: it contains one.
     """
-    for token in (getattr(processor, name, None) for name in ("image_token", "video_token")):
-        if token and token in (text or ""):
+    for token in media_tokens(processor):
+        if token in (text or ""):
             raise UsageError(f"{what} must not contain {token}: the image is inserted before it already")
 
 
 def accepts_videos(processor: ProcessorMixin) -> bool:
     """Whether the processor and its template take a video as such, not as images."""
-    template = getattr(processor, "chat_template", None)
-    return getattr(processor, "video_processor", None) is not None and "video" in str(template or "video")
+    return getattr(processor, "video_processor", None) is not None and "video" in (chat_template(processor) or "video")
 
 
 def build_inputs(
@@ -57,42 +64,74 @@ def build_inputs(
     media: Sequence[Media],
     questions: Sequence[str],
     turns: Sequence[Sequence[ChatTurn]] = (),
+    chat: ChatFormat = DEFAULT_FORMAT,
 ) -> dict[str, Any]:
     """Keyword arguments of `generate`, one row per question, on the model's device and in its dtype.
 
     Args:
-        media: at the beginning of each row.
-        questions: one per row.
+        media: at the beginning of each row; pictures larger than `chat.max_pixels` are shrunk.
+        questions: one per row. Placeholder tokens of the media at its beginning or end are left out, as many as there
+            are media: data sets are written with them.
         turns: previous turns of each row; none by default.
+        chat: system prompt, variables of the template, size of pictures.
 
     Raises:
-        UsageError: a question contains a placeholder token.
+        UsageError: a question contains another placeholder token.
     """
+    questions = [
+        strip_media_tokens(processor, question, 1 if isinstance(one, Video) else len(media_images(one)))
+        for question, one in zip(questions, media, strict=True)
+    ]
     for question in questions:
         reject_media_tokens(processor, question)
+    limits = image_limits(processor, chat.max_pixels)
+    if chat.max_pixels is not None:
+        media = [shrink_media(one, chat.max_pixels, videos_only=bool(limits)) for one in media]
     as_videos = accepts_videos(processor)
     parts = [_content_parts(one, as_videos) for one in media]
     rows = list(zip(parts, turns or [()] * len(questions), questions, strict=True))
-    options: dict[str, Any] = {"padding": True}
+    options: dict[str, Any] = {"padding": True} | ({"images_kwargs": limits} if limits else {})
     videos = [one for one in media if isinstance(one, Video)] if as_videos else []
     if videos:  # frames are selected already; some models use their timestamps
         metadata = [one.metadata for one in videos]
         options["videos_kwargs"] = {"do_sample_frames": False, "video_metadata": metadata}
-    if getattr(processor, "chat_template", None):
+    if chat_template(processor):
         outputs = processor.apply_chat_template(
-            [_messages(*row) for row in rows],
+            [_messages(*row, chat.system_prompt) for row in rows],
             add_generation_prompt=True,
             tokenize=True,
             return_dict=True,
             return_tensors="pt",
             processor_kwargs=options,
+            **template_variables(processor, chat),
         )
     else:
-        texts = [_text(processor, *row) for row in rows]
+        texts = [_text(processor, *row, chat.system_prompt) for row in rows]
         flat = {kind: [part[kind] for row in parts for part in row if kind in part] for kind in ("image", "video")}
         media_inputs = {f"{kind}s": values for kind, values in flat.items() if values}
         outputs = processor(text=texts, return_tensors="pt", **media_inputs, **options)
     return {name: to_model_device(model, name, value) for name, value in outputs.items()}
+
+
+def takes_several_pictures(processor: ProcessorMixin) -> bool:
+    """Whether a prompt with two pictures is longer than with one: other processors refuse the second, or drop it."""
+    import torch
+    from PIL import Image
+
+    class Nowhere:
+        """Stands for the model, of which only device and dtype are asked."""
+
+        device, dtype = torch.device("cpu"), torch.float32
+
+    picture = Image.new("RGB", (64, 64), "red")
+    lengths = []
+    for number in (1, 2):
+        try:
+            inputs = build_inputs(cast("PreTrainedModel", Nowhere), processor, [(picture,) * number], ["What is it?"])
+        except Exception:  # processors raise nearly any type
+            return False
+        lengths.append(int(inputs["input_ids"].shape[1]))
+    return lengths[1] > lengths[0]
 
 
 def _content_parts(media: Media, as_videos: bool) -> list[ContentPart]:
@@ -102,26 +141,72 @@ def _content_parts(media: Media, as_videos: bool) -> list[ContentPart]:
     return [{"type": "image", "image": image} for image in media_images(media)]
 
 
-def _messages(parts: Sequence[ContentPart], turns: Sequence[ChatTurn], question: str) -> list[dict[str, Any]]:
-    """The messages of a conversation; the media are in the first one."""
+def _messages(
+    parts: Sequence[ContentPart], turns: Sequence[ChatTurn], question: str, system_prompt: str | None = None
+) -> list[dict[str, Any]]:
+    """The messages of a conversation; the media are in the first one of the user."""
     messages: list[dict[str, Any]] = []
     for turn in turns:
         messages.append({"role": "user", "content": [{"type": "text", "text": turn.question}]})
         messages.append({"role": "assistant", "content": [{"type": "text", "text": turn.answer}]})
     messages.append({"role": "user", "content": [{"type": "text", "text": question}]})
     messages[0]["content"] = [*parts, *messages[0]["content"]]
+    if system_prompt is not None:
+        messages.insert(0, {"role": "system", "content": [{"type": "text", "text": system_prompt}]})
     return messages
 
 
-def _text(processor: ProcessorMixin, parts: Sequence[ContentPart], turns: Sequence[ChatTurn], question: str) -> str:
+def _text(
+    processor: ProcessorMixin,
+    parts: Sequence[ContentPart],
+    turns: Sequence[ChatTurn],
+    question: str,
+    system_prompt: str | None = None,
+) -> str:
     """The same for a processor without a template."""
+    plain = plain_format(processor)
     kinds = [part["type"] for part in parts]
-    placeholders = "".join(getattr(processor, f"{kind}_token", f"<{kind}>") + "\n" for kind in kinds)
+    placeholders = "".join(getattr(processor, f"{kind}_token", f"<{kind}>") + plain.after_image for kind in kinds)
     texts: list[str] = []
     for turn in turns:
-        texts.append(PLAIN_TEMPLATE.format(images=placeholders, prompt=turn.question) + f" {turn.answer}")
+        texts.append(plain.turn.format(images=placeholders, prompt=turn.question) + f" {turn.answer}")
         placeholders = ""
-    return " ".join([*texts, PLAIN_TEMPLATE.format(images=placeholders, prompt=question)])
+    texts.append(plain.turn.format(images=placeholders, prompt=question))
+    return (f"{system_prompt} " if system_prompt is not None else "") + " ".join(texts)
+
+
+def check_chat(processor: ProcessorMixin, name: str, prompt: str | None, chat: ChatFormat) -> None:
+    """Refuse a prompt or options that the processor cannot render, before the weights are read.
+
+    Args:
+        name: of the model, for messages.
+        prompt: of the job; None if every row has its own.
+
+    Raises:
+        UsageError: a placeholder in the prompt, variables that the template does not have, a system prompt that it
+            refuses or leaves out.
+    """
+    reject_media_tokens(processor, strip_media_tokens(processor, prompt or ""), "--prompt")
+    template_variables(processor, chat, name)
+    if chat.system_prompt is None:
+        return
+    reject_media_tokens(processor, chat.system_prompt, "--system-prompt")
+    if chat_template(processor) is None:
+        if not plain_format(processor).takes_system_prompt:
+            raise UsageError(f"--system-prompt: {name} takes names of tasks as prompts, nothing else: leave it out")
+        return
+    messages = _messages([{"type": "image"}], (), "?", chat.system_prompt)
+    try:
+        text = processor.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=False, **template_variables(processor, chat)
+        )
+    except Exception as error:  # jinja2's, and what the template raises itself
+        reason = one_line(error, 120)
+        raise UsageError(f"--system-prompt: the chat template of {name} refuses it ({reason}): leave it out") from error
+    if chat.system_prompt.strip() not in text:
+        raise UsageError(
+            f"--system-prompt: the chat template of {name} leaves it out: put it at the beginning of --prompt"
+        )
 
 
 def to_model_device(model: PreTrainedModel, name: str, value: Any) -> Any:
@@ -134,18 +219,37 @@ def to_model_device(model: PreTrainedModel, name: str, value: Any) -> Any:
     return value.to(model.device, model.dtype if pixels else None)
 
 
+def max_positions(model: PreTrainedModel) -> int | None:
+    """Positions of the language model; None if it states none."""
+    found: int | None = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return found
+
+
+def find_too_long(model: PreTrainedModel, inputs: dict[str, Any]) -> dict[int, str]:
+    """Rows whose prompt leaves no position for an answer -> why: a model says nothing beyond its positions."""
+    limit, shape = max_positions(model), inputs["input_ids"].shape
+    if limit is None or shape[1] < limit:
+        return {}
+    lengths = inputs["attention_mask"].sum(1).tolist() if "attention_mask" in inputs else [shape[1]] * shape[0]
+    return {
+        row: f"image and prompt have {length} tokens, the model {limit} positions: shorten the prompt"
+        for row, length in enumerate(lengths)
+        if length >= limit
+    }
+
+
 def check_length(model: PreTrainedModel, inputs: dict[str, Any], max_new_tokens: int) -> None:
     """Refuse inputs that exceed the model's positions with `max_new_tokens` more.
 
     Raises:
         UsageError: they do.
     """
-    max_positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    limit = max_positions(model)
     length = inputs["input_ids"].shape[1]
-    if max_positions is not None and length + max_new_tokens > max_positions:
+    if limit is not None and length + max_new_tokens > limit:
         raise UsageError(
             f"Image, conversation and question have {length} tokens, plus {max_new_tokens} new ones; "
-            f"the model has {max_positions} positions: shorten them or lower the number of new tokens"
+            f"the model has {limit} positions: shorten them or lower the number of new tokens"
         )
 
 
@@ -175,12 +279,14 @@ def encode_media(model: PreTrainedModel, inputs: dict[str, Any]) -> tuple[dict[s
 
 
 __all__ = [
-    "PLAIN_TEMPLATE",
     "ChatTurn",
     "accepts_videos",
     "build_inputs",
+    "check_chat",
     "check_length",
     "encode_media",
+    "find_too_long",
     "reject_media_tokens",
+    "takes_several_pictures",
     "to_model_device",
 ]

@@ -6,7 +6,10 @@ reported within 10 seconds (`mmspec.drafters.hub`).
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmspec.app.caption.config import SCENES_MODEL
@@ -46,20 +49,30 @@ def synchronize(device: torch.device) -> None:
 
 
 def load_model(
-    name: str, dtype: str = "auto", device: str = "auto", local_rank: int = 0
+    name: str,
+    dtype: str = "auto",
+    device: str = "auto",
+    local_rank: int = 0,
+    check: Callable[[ProcessorMixin], None] | None = None,
 ) -> tuple[PreTrainedModel, ProcessorMixin]:
     """Model in eval mode on its device, and its processor, padding on the left.
 
     Args:
         name: hub id, local folder, "scenes" for the model that ships with mmspec, or "tiny" / "mid" for a random one.
         dtype: "auto" is float32 on a CPU and the checkpoint's own elsewhere.
+        check: called with the processor of a checkpoint before its weights are read, to refuse options.
+
+    Raises:
+        UsageError: it cannot be loaded, or would need code of its repository, which is never run.
     """
     target_device = resolve_device(device, local_rank)
     precision = "float32" if dtype == "auto" and target_device.type == "cpu" else dtype
     if name == SCENES_MODEL:
         model, processor = _scenes(precision)
     else:
-        model, processor = _random(name, precision) if name in SIZES else _pretrained(name, precision)
+        model, processor = _random(name, precision) if name in SIZES else _pretrained(name, precision, check)
+    if check is not None and (name == SCENES_MODEL or name in SIZES):
+        check(processor)
     tokenizer = getattr(processor, "tokenizer", None)
     if tokenizer is None or not hasattr(processor, "image_processor"):
         raise UsageError(f"--model {name} has no processor for images and text (it is a {type(processor).__name__})")
@@ -122,22 +135,97 @@ def _random(name: str, dtype: str) -> tuple[PreTrainedModel, ProcessorMixin]:
     return model.to(getattr(torch, "float32" if dtype == "auto" else dtype)), processor
 
 
-def _pretrained(name: str, dtype: str) -> tuple[PreTrainedModel, ProcessorMixin]:
+def _pretrained(
+    name: str, dtype: str, check: Callable[[ProcessorMixin], None] | None = None
+) -> tuple[PreTrainedModel, ProcessorMixin]:
     """Model and processor of a local folder or a hub id; without a hub that answers, what is cached of it."""
-    from transformers import AutoModelForImageTextToText, AutoProcessor
+    from transformers import AutoModelForImageTextToText
 
-    _check_folder(name)
-    problem = None if os.path.isdir(name) else unreachable_reason()
-    options: dict[str, Any] = {"trust_remote_code": False, "local_files_only": problem is not None}
-    try:
-        processor = AutoProcessor.from_pretrained(name, **options)
-    except Exception as error:  # transformers raises nearly any type here, AttributeError where torchvision is missing
-        raise UsageError(f"cannot load the processor of --model {name}: {problem or _hint(name, error)}") from error
+    processor, options, problem = _processor(name)
+    if check is not None:
+        check(processor)
     try:
         model = AutoModelForImageTextToText.from_pretrained(name, dtype=dtype, **options)
     except Exception as error:
         raise UsageError(f"cannot load --model {name}: {problem or _hint(name, error)}") from error
     return model, processor
+
+
+def _processor(name: str) -> tuple[ProcessorMixin, dict[str, Any], str | None]:
+    """The processor, the options to load its model with, and why the hub does not answer."""
+    from transformers import AutoProcessor
+
+    _check_folder(name)
+    problem = None if os.path.isdir(name) else unreachable_reason()
+    _refuse_remote_code(name)
+    options: dict[str, Any] = {"trust_remote_code": False, "local_files_only": problem is not None}
+    try:
+        return AutoProcessor.from_pretrained(name, **options), options, problem
+    except Exception as error:  # transformers raises nearly any type here, AttributeError where torchvision is missing
+        raise UsageError(f"cannot load the processor of --model {name}: {problem or _hint(name, error)}") from error
+
+
+def check_several_pictures(name: str) -> None:
+    """Refuse a model that does not take several pictures in a prompt; its processor is tried, nothing else is loaded.
+
+    Raises:
+        UsageError: it takes one, or has no processor.
+    """
+    from mmspec.app.modeling.chat import takes_several_pictures
+
+    if name == SCENES_MODEL or name in SIZES:
+        return
+    if not takes_several_pictures(_processor(name)[0]):
+        raise UsageError(
+            f"--model {name} takes one picture per prompt, and rows of this input hold several: choose a model for "
+            "several pictures, or name another column with --image-column"
+        )
+
+
+def read_model_config(name: str) -> dict[str, Any]:
+    """The `config.json` of a local folder, or of a hub id whose file is in the local cache; {} if there is none.
+
+    Nothing is downloaded and no code is run.
+    """
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        file = os.path.join(name, "config.json") if os.path.isdir(name) else try_to_load_from_cache(name, "config.json")
+        found = json.loads(Path(file).read_text(encoding="utf-8")) if isinstance(file, str) else {}
+    except (OSError, ValueError, HFValidationError):  # loading the model reports what is wrong
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def model_revision(model: PreTrainedModel) -> str | None:
+    """The commit that a model was loaded from, if it is one of the hub; None for a folder of one's own."""
+    commit = getattr(model.config, "_commit_hash", None)
+    parts = Path(str(getattr(model.config, "_name_or_path", ""))).parts
+    if commit is None and "snapshots" in parts[:-1]:
+        commit = parts[parts.index("snapshots") + 1]
+    return commit
+
+
+def _refuse_remote_code(name: str) -> None:
+    """Refuse a model whose code lies in its repository.
+
+    Raises:
+        UsageError: transformers itself does not have the model.
+    """
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    config = read_model_config(name)
+    if "auto_map" in config and config.get("model_type") not in CONFIG_MAPPING_NAMES:
+        raise UsageError(_remote_code_message(name))
+
+
+def _remote_code_message(name: str) -> str:
+    where = name if len(name) <= 80 else f"...{name[-77:]}"
+    return (
+        f"--model {where} consists of code in its repository, not in transformers, and mmspec runs no code of "
+        "repositories: use a conversion for transformers, often published as OWNER/NAME-hf"
+    )
 
 
 def _check_folder(name: str) -> None:
@@ -163,6 +251,8 @@ def _is_local_path(name: str) -> bool:
 
 def _hint(name: str, error: Exception) -> str:
     """The error in one line, with what is known about it."""
+    if "trust_remote_code" in str(error):
+        return _remote_code_message(name)
     text = one_line(error)
     if "torchvision" in str(error).lower() or isinstance(error, AttributeError):
         text += " (this family's processor needs torchvision: pip install torchvision)"
@@ -171,4 +261,12 @@ def _hint(name: str, error: Exception) -> str:
     return text
 
 
-__all__ = ["load_model", "load_text_model", "resolve_device", "synchronize"]
+__all__ = [
+    "check_several_pictures",
+    "load_model",
+    "load_text_model",
+    "model_revision",
+    "read_model_config",
+    "resolve_device",
+    "synchronize",
+]

@@ -47,7 +47,7 @@ def export(
         adapter.model_type,
         teacher.fingerprint,
         draft_ids,
-        facts={"target": target_name(options.target)},
+        facts={"target": target_name(options.target), "visual_mode": draft_model.visual_mode},
         architecture=draft_model.architecture,
         compressor=compressor_state(draft_model.compressor),
     )

@@ -23,6 +23,7 @@ from mmspec.app.io.jsonl import Row
 from mmspec.app.io.output import StreamOutput
 from mmspec.app.io.sources import MANIFESTS
 from mmspec.app.modeling.chat import reject_media_tokens
+from mmspec.app.modeling.sampling import Sampling
 from mmspec.app.ui.limits import Limits
 from mmspec.app.ui.model_store import ModelStore, RunSettings
 from mmspec.app.ui.thumbnails import to_data_uri
@@ -143,7 +144,7 @@ class CaptionBatch:
             max_new_tokens=run_settings.max_new_tokens,
             temperature=run_settings.temperature,
             seed=run_settings.seed,
-            max_pixels=self.limits.max_pixels,
+            pixel_limit=self.limits.max_pixels,
             threads=1,
             progress=False,
         )
@@ -182,7 +183,7 @@ class CaptionBatch:
             loaded.model,
             loaded.processor,
             settings.max_new_tokens,
-            settings.temperature,
+            Sampling(settings.temperature),
             cancel_signal=cancel_signal,
             drafter=loaded.get_drafter(settings.drafter),
             compressor=loaded.get_compressor(settings.compressor),

@@ -159,7 +159,9 @@ def choose_password(share: bool, no_password: bool) -> str | None:
 def require_gradio() -> None:
     """Raise `UsageError` with the install command if gradio is missing."""
     if find_spec("gradio") is None:
-        raise UsageError("mmspec demo needs gradio: pip install 'mmspec[app]'")
+        from mmspec.hints import install_hint
+
+        raise UsageError(f"mmspec demo needs gradio: {install_hint('app')}")
 
 
 def wait_for_interrupt() -> None:

@@ -14,6 +14,7 @@ from mmspec.app.errors import UsageError, one_line
 from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.chat import build_inputs, check_length, encode_media
 from mmspec.app.modeling.load import synchronize
+from mmspec.app.modeling.sampling import Sampling
 from mmspec.app.ui.cancel import build_stopping_criteria
 from mmspec.app.ui.comparison import AnswerLane, ComparisonRun, Difference
 from mmspec.app.ui.loaded_model import LoadedModel
@@ -85,7 +86,7 @@ def _generate(
 ) -> list[int]:
     """Run `generate`, timed; returns the new token ids."""
     settings = comparison.settings
-    captioner = Captioner(loaded.model, loaded.processor, settings.max_new_tokens, settings.temperature)
+    captioner = Captioner(loaded.model, loaded.processor, settings.max_new_tokens, Sampling(settings.temperature))
     comparison.lane = lane
     torch.manual_seed(settings.seed)
     synchronize(loaded.model.device)
@@ -143,7 +144,7 @@ def measure_logit_margin(
         other_id: token of the other answer.
         cancel_signal: of the run.
     """
-    captioner = Captioner(loaded_model.model, loaded_model.processor, index + 1, settings.temperature)
+    captioner = Captioner(loaded_model.model, loaded_model.processor, index + 1, Sampling(settings.temperature))
     torch.manual_seed(settings.seed)
     with mmspec.disabled(loaded_model.model):
         output = loaded_model.model.generate(

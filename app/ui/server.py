@@ -221,7 +221,7 @@ def _launch(app: Any, filtered_app: FilteredApp, context: Context, host: str, po
         app.close(verbose=False)
         raise RuntimeError(
             "this version of gradio ignores _app and would serve without the request filter; install the version "
-            "that mmspec[app] requires"
+            "that the extra app requires"
         )
     return str(url)
 

@@ -39,6 +39,7 @@ import mmspec
 from mmspec.app.io.videos import load_media
 from mmspec.app.modeling.chat import ChatTurn, build_inputs
 from mmspec.app.modeling.load import load_model
+from mmspec.app.modeling.sampling import Sampling
 
 model, processor = load_model({model!r})
 mmspec.patch(model, drafter={drafter!r}{compressor}{tree_size}, processor=processor)  # the line that makes it faster
@@ -79,7 +80,7 @@ def build_code(report: Report) -> str:
     """
     choice = report.metrics["choice"]
     turns = ", ".join(f"ChatTurn({turn.question!r}, {turn.answer!r})" for turn in report.turns)
-    sampling = f"do_sample=True, temperature={choice['temperature']}" if choice["temperature"] else "do_sample=False"
+    sampling = f"**Sampling({choice['temperature']}).generation_kwargs(model.generation_config)"
     return CODE.format(
         model=choice["model"],
         drafter=choice["drafter"],

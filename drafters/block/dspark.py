@@ -16,6 +16,7 @@ from mmspec.drafters.block.dspark_native import DSPARK_CLASSES, dspark_weights
 from mmspec.drafters.block.markov import BigramHead, fit_vocabulary
 from mmspec.drafters.eagle.attention import select_last
 from mmspec.drafters.eagle.expand import LevelExpander, StatelessExpander
+from mmspec.drafters.eagle.head import HeadConfig
 from mmspec.drafters.eagle.native import NativeDraft, find_native_draft
 from mmspec.drafters.eagle.state import DraftState
 
@@ -27,6 +28,8 @@ class DsparkDrafter(BlockDrafter):
 
     Attributes:
         mask_token_id: whose embedding mask positions have (published heads); None for `DsparkHead.mask_embedding`.
+        embedding_scale: factor of the embeddings at the block's positions as they are stored (published heads, also
+            where the target scales its own); None for embeddings as the target's layers receive them.
     """
 
     head: DsparkHead
@@ -42,18 +45,17 @@ class DsparkDrafter(BlockDrafter):
         """
         super().__init__(head, visual_mode, **options)
         self.mask_token_id: int | None = None
+        self.embedding_scale: float | None = None
 
     @property
     def compressor_hidden_size(self) -> int | None:
         """See `mmspec.interfaces.TrainedDrafter`: it reads several hidden states, which no trained compressor fits."""
         return None
 
-    def sync(self, state: DraftState) -> None:
+    def read_prompt(self, state: DraftState) -> None:
         """See `HeadDrafter`; also keeps the last token of each row."""
         state.extra = state.first_ids if state.extra is None else state.extra
-        for part in state.pending:
-            self.follow_tokens(state, part.tokens, part.counts)
-        super().sync(state)
+        super().read_prompt(state)
 
     def follow_tokens(self, state: DraftState, tokens: Tensor, counts: Sequence[int] | Tensor) -> None:
         """See `HeadDrafter`."""
@@ -80,28 +82,45 @@ class DsparkDrafter(BlockDrafter):
         kv_cache, device = state.kv_cache, state.last_hidden.device
         k = self.block_size + (not self.head.config.sample_from_anchor)
         assert state.extra is not None
-        anchors = state.shared_embeddings.embed(state.extra).to(state.last_hidden.dtype)
+        anchors = self._embed(state, state.extra)
         inputs = self.head.block_inputs(anchors, k)
         if self.mask_token_id is not None:
             mask_ids = torch.full((len(anchors), k - 1), self.mask_token_id, device=device)
-            inputs = torch.cat((inputs[:, :1], state.shared_embeddings.embed(mask_ids).to(inputs.dtype)), dim=1)
+            inputs = torch.cat((inputs[:, :1], self._embed(state, mask_ids)), dim=1)
         cos, sin = self.rotary_embedding(state, state.first_positions() + torch.arange(k, device=device))
         # All blocks stand behind the longest row, or the bucket of a recorded draft; the gaps are no keys.
-        seq_lens, is_key = kv_cache.seq_lens, None
-        if state.position_offset is not None or not kv_cache.is_uniform:
-            is_context = torch.arange(max(seq_lens), device=device) < kv_cache.lengths_on(device)[:, None]
-            is_key = functional.pad(is_context, (0, k), value=True)[:, None, None]
+        seq_lens = kv_cache.seq_lens
+        has_gaps = state.position_offset is not None or not kv_cache.is_uniform
+        masks = block_masks(self.head.config, kv_cache.lengths_on(device), max(seq_lens), k, has_gaps)
         kv_cache.seq_lens = [max(seq_lens)] * len(seq_lens)
         kv_cache.begin_forward(k)
 
         def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
             is_gqa = queries.shape[1] != keys.shape[1]
             keys, values = kv_cache.write(layer, keys, values)
-            return functional.scaled_dot_product_attention(queries, keys, values, is_key, enable_gqa=is_gqa)
+            return functional.scaled_dot_product_attention(queries, keys, values, masks[layer], enable_gqa=is_gqa)
 
         features = self.head.forward_block(inputs, cos, sin, attend)[:, -self.block_size :]
         kv_cache.seq_lens = seq_lens
         return features
+
+    def _embed(self, state: DraftState, ids: Tensor) -> Tensor:
+        """[..., D] of ids [...]."""
+        shared = state.shared_embeddings
+        weight = getattr(shared.embed_tokens, "weight", None)
+        if self.embedding_scale is None or not isinstance(weight, Tensor) or not weight.is_floating_point():
+            embeds = shared.embed(ids)
+        else:
+            embeds = functional.embedding(ids, weight) * self.embedding_scale
+        return embeds.to(state.last_hidden.dtype)
+
+    @property
+    def cannot_learn(self) -> str | None:
+        """See `LearnableDrafter`."""
+        config = self.head.config
+        if config.sliding_windows or config.causal_layers:
+            return "its attention has windows, its training loss has none"
+        return super().cannot_learn
 
     def expander(self, state: DraftState) -> LevelExpander | None:
         """See `BlockDrafter`."""
@@ -111,10 +130,45 @@ class DsparkDrafter(BlockDrafter):
     def native_draft(self, state: DraftState) -> NativeDraft | None:
         """See `HeadDrafter`."""
         head, mask_token_id = self.head, self.mask_token_id
-        if type(self) is not DsparkDrafter or type(head) is not DsparkHead:
+        if type(self) is not DsparkDrafter or type(head) is not DsparkHead or self.embedding_scale not in (None, 1.0):
             return None
         weights = partial(dspark_weights, head, state, self.block_size, mask_token_id)
         return find_native_draft(self, state, weights, DSPARK_CLASSES)
+
+
+def block_masks(config: HeadConfig, lengths: Tensor, longest: int, k: int, has_gaps: bool) -> list[Tensor | None]:
+    """Which keys the positions of a block see in each layer: the context in front of it, then the block.
+
+    Args:
+        config: with `sliding_windows` and `causal_layers`.
+        lengths: [B] int64 of the context of each row.
+        longest: columns of the context.
+        k: positions of the block.
+        has_gaps: whether a row may have fewer than `longest` positions.
+
+    Returns:
+        For each layer [B or 1, 1, k or 1, longest + k] bool; None for all keys.
+    """
+    is_context = functional.pad(torch.arange(longest, device=lengths.device) < lengths[:, None], (0, k), value=True)
+    is_key = is_context[:, None, None] if has_gaps else None
+    if not config.sliding_windows and not config.causal_layers:
+        return [is_key] * config.num_hidden_layers
+    slots = torch.arange(k, device=lengths.device)
+    queries = (lengths[:, None] + slots)[:, None, :, None]  # [B, 1, k, 1] positions
+    context = torch.arange(longest, device=lengths.device).expand(len(lengths), longest)
+    keys = torch.cat((context, lengths[:, None] + slots), dim=1)[:, None, None]  # [B, 1, 1, longest + k]
+    masks: list[Tensor | None] = []
+    for layer in range(config.num_hidden_layers):
+        window = config.sliding_windows[layer] if config.sliding_windows else 0
+        is_causal = bool(config.causal_layers) and config.causal_layers[layer]
+        mask = is_key
+        if is_causal:
+            mask = (keys <= queries) if mask is None else mask & (keys <= queries)
+        if window:
+            near = (queries - keys).abs() < window
+            mask = near if mask is None else mask & near
+        masks.append(mask)
+    return masks
 
 
 class BigramExpander(StatelessExpander):

@@ -20,6 +20,8 @@ def dspark_weights(
 ) -> HeadWeights | None:
     """Weights of a head for `find_native_draft`; None without a `BigramHead`: then the tree is no tree of levels.
 
+    Windows and causal blocks are not implemented there either.
+
     Args:
         head: the head.
         state: of the call.
@@ -27,7 +29,7 @@ def dspark_weights(
         mask_token_id: as in `DsparkDrafter`.
     """
     bigram_head, confidence_head = head.bigram_head, head.confidence_head
-    if bigram_head is None:
+    if bigram_head is None or head.config.sliding_windows or head.config.causal_layers:
         return None
     ends = shared_weights(state)
     vocab_proj = bigram_head.vocab_proj.weight

@@ -16,8 +16,18 @@ from torch import Tensor
 
 from mmspec.drafters.block.dspark import DsparkDrafter
 from mmspec.drafters.block.dspark_head import DsparkHead
+from mmspec.drafters.checkpoints.block_config import (
+    block_attention,
+    check_block_settings,
+    hidden_state_layers_of,
+    keep_confidence_head,
+    markov_rank,
+    samples_from_anchor,
+    warn_missing_theta,
+)
 from mmspec.drafters.checkpoints.format import write_checkpoint
 from mmspec.drafters.checkpoints.head_config import parse_published_config
+from mmspec.drafters.checkpoints.rope import order_rotated_rows
 from mmspec.drafters.checkpoints.speculators import draft_vocabulary_tensors, parse_draft_ids, speculators_section
 from mmspec.drafters.checkpoints.state_dict import check_tensors
 from mmspec.interfaces import SharedEmbeddings, TargetInfo
@@ -61,33 +71,36 @@ def load_dspark(
         ValueError: the head does not fit the target, is incomplete, or uses an unsupported setting.
     """
     layer_values = dict(values.get("transformer_layer_config") or values)
-    block = dict(values.get("dflash_config") or {})
-    config = parse_published_config(layer_values, target)
-    _check_attention(layer_values, block)
-    if values.get("markov_head_type", "vanilla") != "vanilla":
-        raise ValueError(f"markov_head_type {values['markov_head_type']!r} is not supported; vanilla is.")
-    layers = _hidden_state_layers(values, block, target)
-    block_size, mask_token_id = values.get("block_size"), block.get("mask_token_id", values.get("mask_token_id"))
+    settings = {**layer_values, **values, **(values.get("dflash_config") or {})}
+    check_block_settings(settings)
+    config = parse_published_config(layer_values, target, values.get("architectures"))
+    warn_missing_theta(layer_values)
+    layers = hidden_state_layers_of(settings, target)
+    block_size, mask_token_id = settings.get("block_size"), settings.get("mask_token_id")
     if not isinstance(block_size, int) or not isinstance(mask_token_id, int):
         missing = "block_size" if not isinstance(block_size, int) else "mask_token_id"
         raise ValueError(f"{missing} is missing in the config of a block drafter.")
-    from_anchor = bool(block.get("sample_from_anchor", values.get("sample_from_anchor", False)))
+    from_anchor = samples_from_anchor(values, settings, block_size)
     weights, vocab_size = dict(weights), int(values.get("draft_vocab_size") or target.vocab_size)
     has_map, lm_head = "d2t" in weights, weights.get("lm_head.weight")
     if vocab_size < target.vocab_size and not has_map:
         raise ValueError(f"draft_vocab_size is {vocab_size} of {target.vocab_size}, but the map d2t is missing.")
     draft_ids = parse_draft_ids(weights.pop("d2t", None), weights.pop("t2d", None), vocab_size, target.vocab_size)
-    has_table = "markov_head.markov_w1.weight" in weights
+    weights = order_rotated_rows(weights, settings, config.head_dim, config.rotary_dim)
+    num_layers = int(layer_values.get("num_hidden_layers") or 1)
+    windows, is_causal = block_attention(settings, num_layers)
     config = replace(
         config,
         qkv_bias="layers.0.self_attn.q_proj.bias" in weights,
         block_size=block_size if from_anchor else block_size - 1,
         sample_from_anchor=from_anchor,
-        markov_rank=int(values.get("markov_rank") or 0) if has_table else 0,
+        markov_rank=markov_rank(settings, weights),
         draft_vocab_size=0 if lm_head is None else vocab_size,
         hidden_state_layers=layers,
-        num_hidden_layers=int(layer_values.get("num_hidden_layers") or 1),
-        confidence_head="confidence_head.proj.weight" in weights,
+        num_hidden_layers=num_layers,
+        confidence_head=keep_confidence_head(weights, config.hidden_size),
+        sliding_windows=windows,
+        causal_layers=is_causal,
     )
     with torch.device("meta"):
         head = DsparkHead(config, has_table=True)
@@ -98,36 +111,12 @@ def load_dspark(
         head, "coupled", num_layers=target.num_layers, name=name, draft_ids=draft_ids if has_map else None
     )
     drafter.mask_token_id = mask_token_id
+    drafter.embedding_scale = float(settings.get("input_embedding_scale") or 1.0)
     return drafter
 
 
 def _is_used(name: str) -> bool:
     return "rotary" not in name and name != "embed_tokens.weight"
-
-
-def _check_attention(values: Mapping[str, Any], block: Mapping[str, Any]) -> None:
-    """Refuse attention that is not implemented."""
-    if "sliding_attention" in (values.get("layer_types") or ()) or block.get("use_swa"):
-        raise ValueError("layer_types with sliding_attention (or dflash_config.use_swa) are not supported.")
-    if block.get("causal") or values.get("is_causal"):
-        raise ValueError("dflash_config.causal is not supported: positions of a block attend to the whole block.")
-
-
-def _hidden_state_layers(values: Mapping[str, Any], block: Mapping[str, Any], target: TargetInfo) -> tuple[int, ...]:
-    """Indices of the hidden states: `aux_hidden_state_layer_ids` as they are, `target_layer_ids` one higher."""
-    key, offset = "aux_hidden_state_layer_ids", 0
-    layers = values.get(key)
-    if layers is None:
-        key, offset = "target_layer_ids", 1
-        layers = block.get(key, values.get(key))
-    if not isinstance(layers, list) or not layers:
-        raise ValueError(
-            "aux_hidden_state_layer_ids (or target_layer_ids) is missing in the config of a block drafter."
-        )
-    indices = tuple(layer + offset for layer in layers)
-    if min(indices) < 0 or max(indices) > target.num_layers:
-        raise ValueError(f"{key} {layers} are not all layers of this target, which has {target.num_layers}.")
-    return indices
 
 
 def _stored_names(head: DsparkHead) -> dict[str, tuple[tuple[str, int], ...]]:

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from mmspec.drafters.architectures import ARCHITECTURES
@@ -27,6 +26,7 @@ from mmspec.drafters.checkpoints.validate import check_config, check_head_shape,
 from mmspec.drafters.eagle.head import EagleHead, HeadConfig
 from mmspec.drafters.eagle.visual_inputs import VISUAL_MODES
 from mmspec.files import atomic_write
+from mmspec.weight_files import read_tensors
 
 CONFIG_NAME, WEIGHTS_NAME = "config.json", "model.safetensors"
 MODEL_TYPE = "mmspec_eagle"
@@ -182,7 +182,7 @@ def load_head(folder: str | os.PathLike[str], metadata: HeadMetadata | None = No
     """
     metadata = read_metadata(folder) if metadata is None else metadata
     file = Path(folder) / WEIGHTS_NAME
-    weights = read_weights(file)
+    weights = read_tensors(file)
     draft_ids = weights.pop("draft_ids", None)
     names = [name for name in weights if name.startswith(COMPRESSOR_PREFIX)]
     compressor_weights = {name.removeprefix(COMPRESSOR_PREFIX): weights.pop(name) for name in names}
@@ -238,21 +238,6 @@ def read_config(folder: Path) -> dict[str, Any]:
     return values
 
 
-def read_weights(file: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file, on the CPU.
-
-    Raises:
-        FileNotFoundError: the file is missing.
-        ValueError: it is truncated or damaged.
-    """
-    if not file.is_file():
-        raise FileNotFoundError(f"{file} is missing.")
-    try:
-        return load_file(file)
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{file} is damaged: {error}") from error
-
-
 __all__ = [
     "CONFIG_NAME",
     "MODEL_TYPE",
@@ -263,7 +248,6 @@ __all__ = [
     "load_head",
     "read_config",
     "read_metadata",
-    "read_weights",
     "save_head",
     "tokenizer_fingerprint",
     "write_checkpoint",

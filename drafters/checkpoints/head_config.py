@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+from mmspec.drafters.checkpoints.rope import parse_rope
 from mmspec.drafters.eagle.head import HeadConfig
 from mmspec.drafters.eagle.visual_inputs import LEGACY_VISUAL_MODES
 from mmspec.interfaces import TargetInfo
@@ -19,6 +20,8 @@ LEGACY_KEYS = {
     "chain": "markov_rank",
 }
 """Key of the first release -> current key; read for one release."""
+ACTIVATIONS = ("silu", "swish")
+"""Names of the same function."""
 
 
 def convert_legacy(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -76,8 +79,9 @@ def parse_head_config(values: Mapping[str, Any]) -> HeadConfig:
     fields = HeadConfig.__dataclass_fields__
     found = {name: values[name] for name in fields if values.get(name) is not None}
     found.setdefault("num_key_value_heads", found.get("num_attention_heads"))
-    if isinstance(layers := found.get("hidden_state_layers"), list):
-        found["hidden_state_layers"] = tuple(layers)
+    for name in fields:
+        if str(fields[name].type).startswith("tuple") and isinstance(found.get(name), list):
+            found[name] = tuple(found[name])
     for name, value in found.items():
         expected = str(fields[name].type).partition("[")[0]  # the annotation's text, as annotations are not evaluated
         if type(value).__name__ not in {"float": ("float", "int")}.get(expected, (expected,)):
@@ -88,34 +92,46 @@ def parse_head_config(values: Mapping[str, Any]) -> HeadConfig:
         raise ValueError(f"a draft head's config is incomplete: {error}") from error
 
 
-def parse_published_config(values: Mapping[str, Any], target: TargetInfo) -> HeadConfig:
+def parse_published_config(
+    values: Mapping[str, Any],
+    target: TargetInfo,
+    architectures: object = None,
+    target_hidden_size: int | None = None,
+) -> HeadConfig:
     """A `HeadConfig` from a config in transformers' Llama format; its vocabulary is the target's.
 
+    Args:
+        values: the config of the layer.
+        target: facts about the target.
+        architectures: value of that key in the head's config.
+        target_hidden_size: of the hidden states that the head reads, if it may differ from its own.
+
     Raises:
-        ValueError: a required key is missing, the hidden size is not the target's, or RoPE is scaled.
+        ValueError: a required key is missing, the hidden size is not the target's, or a setting is not implemented.
     """
     required = ("hidden_size", "intermediate_size", "num_attention_heads")
     missing = [name for name in required if not isinstance(values.get(name), int)]
     if missing:
         raise ValueError(f"config.json lacks {', '.join(missing)}.")
-    if values["hidden_size"] != target.hidden_size:
-        raise ValueError(
-            f"this drafter is for a target of hidden_size {values['hidden_size']}; the target has {target.hidden_size}."
-        )
-    scaling = values.get("rope_scaling") or {}
-    rope_type = scaling.get("rope_type", scaling.get("type", "default"))
-    if rope_type not in ("default", "mrope"):  # M-RoPE with three equal axes is plain RoPE
-        raise ValueError(f"rope_scaling of type {rope_type!r} is not supported in a draft head.")
-    rope_parameters = values.get("rope_parameters") or {}
+    own_size = values["hidden_size"]
+    target_size = target_hidden_size or own_size
+    if target_size != target.hidden_size:
+        sizes = f"{target_size}" if own_size == target_size else f"{target_size} (its own: {own_size})"
+        raise ValueError(f"this drafter is for a target of hidden_size {sizes}; the target has {target.hidden_size}.")
+    key = "hidden_act" if values.get("hidden_act") is not None else "hidden_activation"  # of Gemma
+    if (activation := values.get(key)) not in (None, *ACTIVATIONS):
+        raise ValueError(f"{key} {activation!r} is not supported in a draft head; {' and '.join(ACTIVATIONS)} are.")
+    head_dim = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
     return HeadConfig(
         hidden_size=values["hidden_size"],
         intermediate_size=values["intermediate_size"],
         num_attention_heads=values["num_attention_heads"],
         num_key_value_heads=values.get("num_key_value_heads") or values["num_attention_heads"],
         vocab_size=target.vocab_size,
-        head_dim=values.get("head_dim") or 0,
+        head_dim=head_dim,
         rms_norm_eps=values.get("rms_norm_eps") or 1e-6,
-        rope_theta=float(values.get("rope_theta") or rope_parameters.get("rope_theta") or 10000.0),
+        target_hidden_size=0 if own_size == target_size else target_size,
+        **parse_rope(values, head_dim, architectures),
     )
 
 

@@ -13,9 +13,11 @@ from torch import Tensor
 
 from mmspec.drafters.checkpoints.format import compact, write_checkpoint
 from mmspec.drafters.checkpoints.head_config import parse_published_config
+from mmspec.drafters.checkpoints.mrope import mrope_keys, parse_mrope
+from mmspec.drafters.checkpoints.rope import order_rotated_rows
 from mmspec.drafters.checkpoints.state_dict import check_tensors, drop_unused
 from mmspec.drafters.eagle.drafter import EagleDrafter
-from mmspec.drafters.eagle.head import Eagle3Head, eagle3_layers
+from mmspec.drafters.eagle.eagle3_head import Eagle3Head, eagle3_layers
 from mmspec.interfaces import TargetInfo
 
 EAGLE3_NAMES = {
@@ -24,6 +26,8 @@ EAGLE3_NAMES = {
     "layer.input_norm": "input_layernorm",
     "layer.hidden_norm": "hidden_norm",
     "layer.post_norm": "post_attention_layernorm",
+    "layer.q_norm": "self_attn.q_norm",
+    "layer.k_norm": "self_attn.k_norm",
 }
 """Module of `Eagle3Head` -> module below `layers.0` on disk."""
 EAGLE3_FUSED = {
@@ -31,8 +35,10 @@ EAGLE3_FUSED = {
     "layer.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
 }
 """Fused module of `Eagle3Head` -> the projections below `layers.0` on disk."""
-UNSUPPORTED = ("norm_before_fc", "fc_norm", "norm_output")
-"""Settings of `speculators` heads that change the network and are not implemented."""
+TRAINERS_VISUAL_MODE = "placeholder"
+"""What SpecForge, AngelSlim and speculators train with and vLLM serves: the placeholder token's embedding."""
+EAGLE3_VISUAL_MODES = ("placeholder", "coupled", "text_only")
+"""Visual modes in which every input has an embedding and a hidden state, which the layer reads."""
 
 
 def load_eagle3(
@@ -50,32 +56,27 @@ def load_eagle3(
         ValueError: the head does not fit the target, is incomplete, or uses an unsupported setting.
     """
     layer_values = dict(values.get("transformer_layer_config") or values)
-    for option in UNSUPPORTED:
-        if values.get(option):
-            raise ValueError(f"{option} is not supported in an EAGLE-3 head.")
-    own_size = layer_values.get("hidden_size")
-    target_size = values.get("target_hidden_size") or own_size
-    if target_size != target.hidden_size or own_size != target.hidden_size:
-        raise ValueError(
-            f"this drafter is for a target of hidden_size {target_size} (its own: {own_size}); the target has "
-            f"{target.hidden_size}."
-        )
     weights = {key.replace("midlayer.", "layers.0."): value for key, value in weights.items()}
     vocab_size = int(values.get("draft_vocab_size") or layer_values.get("vocab_size") or target.vocab_size)
-    _check_eagle3_values(values, layer_values)
-    layers = values.get("eagle_aux_hidden_state_layer_ids") or eagle3_layers(target.num_layers)
-    if min(layers) < 0 or max(layers) > target.num_layers:
-        raise ValueError(
-            f"eagle_aux_hidden_state_layer_ids {list(layers)} are not all hidden states of this target, which has 0 to "
-            f"{target.num_layers}."
-        )
+    _check_eagle3_values(values)
+    layers, settings = _hidden_state_layers(values, target), {**values, **(values.get("eagle_config") or {})}
+    _check_one_layer(layer_values, weights)
+    section, is_interleaved = parse_mrope(layer_values, values.get("architectures"))
     config = replace(
-        parse_published_config(layer_values, target),
+        parse_published_config(
+            layer_values, target, values.get("architectures"), values.get("target_hidden_size") or None
+        ),
+        mrope_section=section,
+        mrope_interleaved=is_interleaved,
         eagle3_input=True,
         hidden_state_layers=tuple(layers),
         draft_vocab_size=vocab_size,
         norm_before_residual=bool(values.get("norm_before_residual", False)),
         qkv_bias="layers.0.self_attn.q_proj.bias" in weights,
+        qk_norm="layers.0.self_attn.q_norm.weight" in weights,
+        norm_before_fc=bool(settings.get("norm_before_fc")),
+        fc_norm=bool(settings.get("fc_norm")),
+        norm_output=bool(settings.get("norm_output")),
     )
     has_map = "d2t" in weights
     if vocab_size < target.vocab_size and not has_map:
@@ -89,11 +90,12 @@ def load_eagle3(
     draft_ids = parse_draft_ids(weights.pop("d2t", None), weights.pop("t2d", None), vocab_size, target.vocab_size)
     with torch.device("meta"):
         head = Eagle3Head(config)
-    state_dict = _to_state_dict(head, drop_unused(weights))
+    weights = order_rotated_rows(drop_unused(weights), {**layer_values, **values}, config.head_dim, config.rotary_dim)
+    state_dict = _to_state_dict(head, weights)
     head.load_state_dict({key: value.float() for key, value in state_dict.items()}, assign=True)
     return EagleDrafter(
         head,
-        "coupled",
+        _visual_mode(values),
         num_layers=target.num_layers,
         name=name,
         draft_ids=draft_ids if has_map else None,
@@ -101,16 +103,59 @@ def load_eagle3(
     )
 
 
-def _check_eagle3_values(values: Mapping[str, Any], layer_values: Mapping[str, Any]) -> None:
+def _hidden_state_layers(values: Mapping[str, Any], target: TargetInfo) -> tuple[int, ...]:
+    """Indices of the hidden states: those of the config as they are, those of `eagle_config` one higher.
+
+    vLLM counts hidden states as transformers does and reads the former, SGLang and TensorRT-LLM count the outputs of
+    layers and read the latter.
+    """
+    key, offset = "eagle_aux_hidden_state_layer_ids", 0
+    layers = values.get(key)
+    if not layers:
+        layers, offset = (values.get("eagle_config") or {}).get(key), 1
+        key = f"eagle_config.{key}"
+    if not layers:
+        return eagle3_layers(target.num_layers)
+    indices = tuple(layer + offset for layer in layers)
+    if min(indices) < 0 or max(indices) > target.num_layers:
+        raise ValueError(
+            f"{key} {list(layers)} are not all hidden states of this target, which has 0 to {target.num_layers}."
+        )
+    return indices
+
+
+def _check_one_layer(values: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
+    """Refuse heads of several layers, and a layer with a window."""
+    if "layers.1.input_layernorm.weight" in weights:
+        raise ValueError(
+            f"num_hidden_layers {values.get('num_hidden_layers')} is not supported in an EAGLE head; 1 is."
+        )
+    if "sliding_attention" in (layer_types := values.get("layer_types") or ()):
+        raise ValueError(f"layer_types {layer_types} is not supported in an EAGLE head; full_attention is.")
+
+
+def _visual_mode(values: Mapping[str, Any]) -> str:
+    """What stands for the embedding of a visual token: of the placeholder, unless the config names another visual mode.
+
+    SpecForge, AngelSlim and speculators train with the placeholder's, and vLLM serves it; SGLang feeds the projected
+    features ("coupled").
+
+    Raises:
+        ValueError: a visual mode that an EAGLE-3 head does not have.
+    """
+    mode = values.get("visual_mode") or TRAINERS_VISUAL_MODE
+    if mode not in EAGLE3_VISUAL_MODES:
+        raise ValueError(
+            f"visual_mode of an EAGLE-3 head must be one of {', '.join(EAGLE3_VISUAL_MODES)}; got {mode!r}."
+        )
+    return str(mode)
+
+
+def _check_eagle3_values(values: Mapping[str, Any]) -> None:
     """Refuse settings that change the network, or whose meaning differs between readers."""
     if "speculators_model_type" in values and values.get("norm_before_residual") is None:
         raise ValueError(
             "norm_before_residual is missing, and readers disagree on its default: add true or false to config.json."
-        )
-    scaling = layer_values.get("rope_scaling") or {}
-    if "mrope_section" in scaling or scaling.get("rope_type", scaling.get("type")) == "mrope":
-        raise ValueError(
-            "rope_scaling.mrope_section: this head counts positions on three axes (M-RoPE), mmspec on one."
         )
 
 
@@ -206,12 +251,14 @@ def _speculators_config(head: Eagle3Head, drafter: EagleDrafter, target: TargetI
         "vocab_size": target.vocab_size,
         "rms_norm_eps": config.rms_norm_eps,
         "rope_theta": config.rope_theta,
+        **mrope_keys(config.mrope_section, config.mrope_interleaved),
     }
     return {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
         "draft_vocab_size": head.lm_head.out_features,
         "norm_before_residual": config.norm_before_residual,
+        "visual_mode": TRAINERS_VISUAL_MODE,
         "target_hidden_size": target.hidden_size,
         "eagle_aux_hidden_state_layer_ids": list(drafter.hidden_state_indices),
         "transformer_layer_config": layer,

@@ -28,7 +28,7 @@ INTEGERS: dict[str, tuple[int, int]] = {
     "num_key_value_heads": _SIZE,
     "vocab_size": _SIZE,
     "draft_vocab_size": _OPTIONAL_SIZE,
-    "target_hidden_size": _SIZE,
+    "target_hidden_size": _OPTIONAL_SIZE,
     "head_dim": _OPTIONAL_SIZE,
     "block": (1, MAX_SIZE),
     "inner": _OPTIONAL_SIZE,
@@ -45,10 +45,13 @@ INTEGERS: dict[str, tuple[int, int]] = {
 """Key -> smallest and largest value."""
 FLOATS: dict[str, tuple[float, float]] = {
     "rms_norm_eps": (0.0, 1.0),
+    "input_embedding_scale": (1e-6, 1e6),
+    "partial_rotary_factor": (1e-6, 1.0),
     "rope_theta": (1e-6, 1e18),
 }
 OBJECTS = (
     "target", "facts", "compressor", "rope_scaling", "rope_parameters", "transformer_layer_config", "dflash_config",
+    "eagle_config", "speculators_config",
 )  # fmt: skip
 STRINGS = (
     "model_type", "kind", "rule", "architecture", "visual_mode", "speculators_model_type", "tokenizer", "rope_type",
@@ -56,12 +59,18 @@ STRINGS = (
 )  # fmt: skip
 BOOLEANS = (
     "bias", "qkv_bias", "input_norm", "wide", "eagle3_input", "norm_before_residual", "layer_mixture",
-    "confidence_head", "sample_from_anchor",
+    "confidence_head", "sample_from_anchor", "use_swa", "causal", "is_causal", "sliding_window_non_causal",
+    "rope_is_neox_style", "is_neox_style", "norm_before_fc", "fc_norm", "norm_output",
+    "mrope_interleaved",
 )  # fmt: skip
 LAYER_LISTS = (
     "eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids", "target_layer_ids", "hidden_state_layers",
+    "mrope_section",
 )  # fmt: skip
-NESTED = ("target", "rope_scaling", "rope_parameters", "transformer_layer_config", "compressor", "dflash_config")
+NESTED = (
+    "target", "rope_scaling", "rope_parameters", "transformer_layer_config", "compressor", "dflash_config",
+    "eagle_config",
+)  # fmt: skip
 """Objects whose keys are checked by the same rules."""
 
 
@@ -174,11 +183,12 @@ def _check_type(key: str, value: object, wanted: type, name: str) -> None:
 
 
 def _check_layer_ids(key: str, value: object) -> None:
-    if key == "hidden_state_layers" and value == []:  # the default of the architecture
+    if key in ("hidden_state_layers", "mrope_section") and value == []:  # the default
         return
+    what = "integers, one per axis" if key.endswith("mrope_section") else "layer indices"
     good = isinstance(value, list) and 0 < len(value) <= MAX_LAYERS
     if not good or not all(type(index) is int and abs(index) <= MAX_LAYERS for index in value):  # type: ignore[attr-defined]
-        raise ValueError(f"{key} must be a list of layer indices; got {_short(value)}.")
+        raise ValueError(f"{key} must be a list of {what}; got {_short(value)}.")
 
 
 def _short(value: object) -> str:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from functools import partial
 
+from mmspec.drafters.eagle.eagle3_head import Eagle3Head
 from mmspec.drafters.eagle.expand import AutoregressiveExpander, expand_levels
-from mmspec.drafters.eagle.head import Eagle3Head, EagleHead
+from mmspec.drafters.eagle.head import EagleHead
 from mmspec.drafters.eagle.native import NativeDraft, eagle3_weights, eagle_weights, find_native_draft
 from mmspec.drafters.eagle.online import LearnableHead
 from mmspec.drafters.eagle.state import DraftState
@@ -20,6 +21,11 @@ class EagleDrafter(LearnableHead):
     """Drafts with an `EagleHead`, level by level."""
 
     records_drafts = True
+
+    @property
+    def label(self) -> str:
+        """The name in `Stats.drafter`: of EAGLE-3 heads with the visual mode, in which trainers and engines differ."""
+        return f"{self.name} ({self.visual_mode})" if self.head.config.eagle3_input else self.name
 
     def draft_tree(self, state: DraftState, max_nodes: int, num_levels: int) -> DraftTree:
         """Expand the `top_k` most likely nodes of each of `num_levels` levels, then re-rank (EAGLE-2, section 4)."""

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from mmspec.drafters.eagle.positions import mrope_axes
+from mmspec.drafters.eagle.rope import inverse_frequencies
 from mmspec.engine.gather import gather_rows
 from mmspec.interfaces import SharedEmbeddings
 
@@ -28,7 +31,7 @@ class HeadConfig:
     """Shape of a draft head.
 
     Attributes:
-        hidden_size: D, the target's.
+        hidden_size: D, the target's but for `target_hidden_size`.
         intermediate_size: of the MLP; 0 for a layer without one.
         num_attention_heads: H.
         num_key_value_heads: H'.
@@ -52,6 +55,19 @@ class HeadConfig:
         confidence_head: whether the head estimates the acceptance of each position (DSpark).
         sample_from_anchor: whether the first position of a block predicts a token too; if not, a block has one position
             more than `block_size` (DFlash).
+        qk_norm: whether queries and keys are normalised per head, as in Qwen3.
+        norm_before_fc: whether the hidden states are normalised before `fc`, all as one vector (EAGLE-3).
+        fc_norm: whether each of them is (EAGLE-3.1).
+        norm_output: whether the state that is carried on is the layer's output after the norm (EAGLE-3.1).
+        target_hidden_size: size of the hidden states that EAGLE-3's `fc` reads, if it is not D; 0 if it is.
+        mrope_section: frequencies of the rotary embedding that follow each of the target's position axes (time, height,
+            width), as in Qwen2-VL; empty for one axis, the number of the position.
+        mrope_interleaved: whether the axes take turns (Qwen3-VL), instead of one range of frequencies each.
+        rope_scaling: `rope_type` and settings of a scaled rotary embedding (`inverse_frequencies`), or None.
+        rotary_dim: dimensions of each head that are rotated; 0 for all.
+        sliding_windows: positions that each layer of a DFlash head sees, its own included; 0 for all; empty for no
+            windows.
+        causal_layers: whether the positions of a block see no later ones, in each layer of a DFlash head; empty: no.
     """
 
     hidden_size: int
@@ -76,6 +92,17 @@ class HeadConfig:
     layer_mixture: bool = False
     confidence_head: bool = False
     sample_from_anchor: bool = True
+    mrope_section: tuple[int, ...] = ()
+    mrope_interleaved: bool = False
+    rope_scaling: dict[str, Any] | None = None
+    rotary_dim: int = 0
+    qk_norm: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    target_hidden_size: int = 0
+    sliding_windows: tuple[int, ...] = ()
+    causal_layers: tuple[bool, ...] = ()
 
     def __post_init__(self) -> None:
         if not 1 <= self.block_size <= MAX_BLOCK_SIZE:
@@ -86,6 +113,12 @@ class HeadConfig:
             raise ValueError(
                 f"num_attention_heads must be a multiple of num_key_value_heads; got {self.num_attention_heads} and "
                 f"{self.num_key_value_heads}."
+            )
+        section, num_frequencies = self.mrope_section, (self.rotary_dim or self.head_dim) // 2
+        if section and (len(section) != 3 or min(section) < 1 or sum(section) != num_frequencies):
+            raise ValueError(
+                f"mrope_section must be three sizes of at least 1, in sum {num_frequencies}, half of the rotated "
+                f"dimensions; got {list(section)}."
             )
 
 
@@ -118,6 +151,8 @@ class DecoderLayer(nn.Module):
         has_input_norm = config.input_norm or config.eagle3_input
         self.input_norm = RMSNorm(hidden, config.rms_norm_eps) if has_input_norm else None
         self.hidden_norm = RMSNorm(hidden, config.rms_norm_eps) if config.eagle3_input else None
+        self.q_norm = RMSNorm(size, config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(size, config.rms_norm_eps) if config.qk_norm else None
 
     def forward(
         self, inputs: Tensor, cos: Tensor, sin: Tensor, attend: AttentionFn, query_index: Tensor | None = None
@@ -147,6 +182,9 @@ class DecoderLayer(nn.Module):
         if query_index is None:
             qkv = self._split_heads(self.qkv_proj(normed))
             rotated, values = qkv.split((self.num_heads + self.num_kv_heads, self.num_kv_heads), dim=1)
+            if self.q_norm is not None and self.k_norm is not None:
+                queries, keys = rotated.split((self.num_heads, self.num_kv_heads), dim=1)
+                rotated = torch.cat((self.q_norm(queries), self.k_norm(keys)), dim=1)
             rotated = rotated * cos + rotate_half(rotated) * sin
             queries, keys = rotated.split((self.num_heads, self.num_kv_heads), dim=1)
         else:
@@ -177,6 +215,8 @@ class DecoderLayer(nn.Module):
             for part in (cos, sin)
         )
         queries = self._split_heads(queries)
+        if self.q_norm is not None and self.k_norm is not None:
+            queries, keys = self.q_norm(queries), self.k_norm(keys)
         queries = queries * query_cos + rotate_half(queries) * query_sin
         return queries, keys * cos + rotate_half(keys) * sin, values
 
@@ -233,73 +273,33 @@ class EagleHead(nn.Module):
 
     def rotary_embedding(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """(cos, sin), each [..., d], of position ids [...] as in Llama."""
-        size = self.config.head_dim
-        exponents = torch.arange(0, size, 2, dtype=torch.float32, device=position_ids.device) / size
-        angles = position_ids[..., None].float() * self.config.rope_theta**-exponents
+        return self._rotate(position_ids[..., None], dtype)
+
+    def multi_axis_rotary_embedding(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """(cos, sin), each [..., d], of position ids [3, ...] on three axes (M-RoPE, arXiv 2409.12191).
+
+        Where the axes agree, as in text, this is `rotary_embedding` of one of them.
+        """
+        config = self.config
+        axes = mrope_axes(config.mrope_section, config.mrope_interleaved, config.head_dim // 2, position_ids.device)
+        return self._rotate(position_ids[axes].movedim(0, -1), dtype)
+
+    def _rotate(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """(cos, sin), each [..., d], of the positions of all frequencies [..., d / 2], or of one [..., 1] for all."""
+        config, size = self.config, self.config.head_dim
+        frequencies, factor = inverse_frequencies(
+            size, config.rotary_dim or size, config.rope_theta, config.rope_scaling, position_ids.device
+        )
+        angles = position_ids.float() * frequencies
         angles = torch.cat((angles, angles), dim=-1)
-        return angles.cos().to(dtype), angles.sin().to(dtype)
-
-
-def eagle3_layers(num_layers: int) -> tuple[int, int, int]:
-    """Hidden states that EAGLE-3 heads read unless they name others: 2, N // 2 and N - 3, as vLLM counts them."""
-    return 2, num_layers // 2, num_layers - 3
-
-
-class Eagle3Head(EagleHead):
-    """EAGLE-3 (arXiv 2503.01840): three hidden states of the target, and a norm, LM head and vocabulary of its own.
-
-    The state that is carried from level to level is the layer's output before that norm.
-    """
-
-    def __init__(self, config: HeadConfig) -> None:
-        """
-        Args:
-            config: with `eagle3_input` and `draft_vocab_size`.
-
-        Raises:
-            ValueError: one of both is missing.
-        """
-        if not config.eagle3_input or not config.draft_vocab_size:
-            raise ValueError(
-                "an EAGLE-3 head needs eagle3_input and a draft_vocab_size of at least 1; got "
-                f"{config.eagle3_input} and {config.draft_vocab_size}."
-            )
-        nn.Module.__init__(self)
-        self.config = config
-        num_states = len(config.hidden_state_layers) or 3
-        self.fc = nn.Linear(num_states * config.hidden_size, config.hidden_size, bias=False)
-        self.layer = DecoderLayer(config)
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
-
-    def hidden_state_indices(self, num_layers: int) -> tuple[int, ...]:
-        """See `EagleHead`."""
-        return self.config.hidden_state_layers or eagle3_layers(num_layers)
-
-    def fuse(self, inputs_embeds: Tensor, hidden_states: Tensor) -> Tensor:
-        """[..., 2 D] embedding and state, concatenated; `fc` reduces the target's states, not the head's own."""
-        is_own = hidden_states.shape[-1] == self.config.hidden_size
-        return torch.cat((inputs_embeds, hidden_states if is_own else self.fc(hidden_states)), dim=-1)
-
-    def draft_lm_head(self, shared_embeddings: SharedEmbeddings, draft_ids: Tensor) -> Tensor | None:
-        """None: its own LM head covers its own vocabulary."""
-        return None
-
-    def logits(
-        self, hidden_states: Tensor, shared_embeddings: SharedEmbeddings, draft_lm_head: Tensor | None
-    ) -> Tensor:
-        """[..., V'] logits of its own LM head."""
-        logits: Tensor = self.lm_head(self.norm(hidden_states))
-        return logits
+        return (factor * angles.cos()).to(dtype), (factor * angles.sin()).to(dtype)
 
 
 __all__ = [
     "AttentionFn",
     "DecoderLayer",
-    "Eagle3Head",
     "EagleHead",
     "HeadConfig",
     "RMSNorm",
-    "eagle3_layers",
     "rotate_half",
 ]

@@ -196,22 +196,22 @@ __attribute__((target(ISA))) static void NAME(gated)(const decoding *s, const de
                                                     int64_t *next) {
   const decoder *d = s->d;
   const int64_t R = d->batch * d->nodes, K = d->hidden_size, N = d->intermediate_size;
-  const int64_t padded = (K + LANES - 1) / LANES * LANES, count = num_chunks(N);
+  const int64_t padded = NAME(packed_row)(K, l->gate.type), count = num_chunks(N);
   float acc[CHUNK_ROWS * MAX_ROWS * LANES] __attribute__((aligned(64)));
   float gate[MAX_ROWS * CHUNK_ROWS] __attribute__((aligned(64))), up[MAX_ROWS * CHUNK_ROWS] __attribute__((aligned(64)));
   const rows x = {packed, R, K, CHUNK_ROWS, 0};
-  const part gates = {l->gate, l->gate_bias, gate, N}, ups = {l->up, l->up_bias, up, N};
+  const part gates = {&l->gate, l->gate_bias, gate, N}, ups = {&l->up, l->up_bias, up, N};
   for (int64_t now = take(next), then; now < count; now = then) {
     then = take(next);
     for (int64_t row = 0; row < R; row += MAX_ROWS) {
       const int64_t M = min64(MAX_ROWS, R - row);
-      const product p = {packed + row * padded, M, K, panel_width(M, K), CHUNK_ROWS, 0};
+      const product p = {&x, packed + row * padded, M, K, panel_width(M, K)};
       chunk c = chunk_at(&x, &gates, now), other = chunk_at(&x, &ups, now);
       c.out = gate, other.out = up;
-      c.next = other.w, c.next_rows = other.rows;
+      set_next(&c, &other);
       if (row + M == R && then < count) {
         const chunk following = chunk_at(&x, &gates, then);
-        other.next = following.w, other.next_rows = following.rows;
+        set_next(&other, &following);
       }
       NAME(multiply)(&p, &c, acc);
       NAME(multiply)(&p, &other, acc);
@@ -234,19 +234,19 @@ INLINE void NAME(self_attention)(const decoding *s, const decoder_layer *l, floa
   const int64_t kv_width = d->num_kv_heads * d->head_dim, tasks = d->batch * d->num_kv_heads;
   float *const scores = own + align16(R * (widest_row(d) + MAX_LANES));
   float *const queries = scores + align16(QUERIES * (d->max_keys + 4));
-  const part qkv[] = {{l->q, l->q_bias, s->qkv, width},
-                      {l->k, l->k_bias, s->qkv + width, kv_width},
-                      {l->v, l->v_bias, s->qkv + width + kv_width, kv_width}};
-  const part o = {l->o, l->o_bias, s->x, D};
+  const part qkv[] = {{&l->q, l->q_bias, s->qkv, width},
+                      {&l->k, l->k_bias, s->qkv + width, kv_width},
+                      {&l->v, l->v_bias, s->qkv + width + kv_width, kv_width}};
+  const part o = {&l->o, l->o_bias, s->x, D};
   const float *const wide = s->attention_inputs;
   const int64_t K = wide ? 2 * D : D;
-  NAME(pack_groups)(wide ? wide : s->x, R, K, wide ? NULL : l->input_norm, d->eps, own);
+  NAME(pack_groups)(&l->q, wide ? wide : s->x, R, wide ? NULL : l->input_norm, d->eps, own);
   NAME(multiply_parts)(&(rows){own, R, K, qkv_width(d), 0}, qkv, 3, next);
   NAME(wait)(s);
   for (int64_t task = take(next + 1); task < tasks; task = take(next + 1))
     NAME(attend)(s, l, task / d->num_kv_heads, task % d->num_kv_heads, scores, queries);
   NAME(wait)(s);
-  NAME(pack_groups)(s->attended, R, width, NULL, 0, own);
+  NAME(pack_groups)(&l->o, s->attended, R, NULL, 0, own);
   NAME(multiply_parts)(&(rows){own, R, width, D, 1}, &o, 1, next + 2);
   NAME(wait)(s);
 }
@@ -254,13 +254,13 @@ INLINE void NAME(self_attention)(const decoding *s, const decoder_layer *l, floa
 /* One layer, from `x` to `x`. */
 INLINE void NAME(layer)(const decoding *s, const decoder_layer *l, float *own, int64_t *next) {
   const int64_t R = s->d->batch * s->d->nodes, D = s->d->hidden_size, N = s->d->intermediate_size;
-  const part down = {l->down, l->down_bias, s->x, D};
+  const part down = {&l->down, l->down_bias, s->x, D};
   NAME(self_attention)(s, l, own, next);
-  if (!l->gate) return;
-  NAME(pack_groups)(s->x, R, D, l->post_norm, s->d->eps, own);
+  if (!l->gate.data) return;
+  NAME(pack_groups)(&l->gate, s->x, R, l->post_norm, s->d->eps, own);
   NAME(gated)(s, l, own, next + 3);
   NAME(wait)(s);
-  NAME(pack_groups)(s->activated, R, N, NULL, 0, own);
+  NAME(pack_groups)(&l->down, s->activated, R, NULL, 0, own);
   NAME(multiply_parts)(&(rows){own, R, N, D, 1}, &down, 1, next + 4);
   NAME(wait)(s);
 }
@@ -276,8 +276,8 @@ __attribute__((target(ISA))) static void NAME(decode)(void *data) {
     NAME(layer)(s, l, own, s->next + 5 * i);
     if (l->hidden && thread == 0) memcpy(l->hidden, s->x, (size_t)(R * D) * sizeof(float));
   }
-  const part head = {d->lm_head, d->lm_head_bias, d->logits, d->vocab_size};
-  NAME(pack_groups)(s->x, R, D, d->final_norm, d->eps, own);
+  const part head = {&d->lm_head, d->lm_head_bias, d->logits, d->vocab_size};
+  NAME(pack_groups)(&d->lm_head, s->x, R, d->final_norm, d->eps, own);
   NAME(multiply_parts)(&(rows){own, R, D, d->vocab_size, 0}, &head, 1, s->next + 5 * d->num_layers);
   if (d->normed && thread == 0)
     for (int64_t r = 0; r < R; r++) {

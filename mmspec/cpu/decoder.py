@@ -27,6 +27,7 @@ from mmspec.cpu.layers import (
     set_layer,
 )
 from mmspec.cpu.native import FewRowsKernel, is_plain
+from mmspec.cpu.weights import Weight
 
 MAX_DECODER_ROWS = 128
 """Rows times nodes of a forward. Beyond, arithmetic is the limit, and the products of torch are as fast."""
@@ -49,7 +50,7 @@ class DecoderEnds:
 
     embeddings: Tensor
     final_norm: Tensor
-    lm_head: Tensor
+    lm_head: Weight
     lm_head_bias: Tensor | None
 
 
@@ -113,8 +114,8 @@ class NativeDecoder:
         self._weights = WeightAddresses()
         for index, weights in enumerate(layers):
             set_layer(self._layers[index], weights, shape, self._weights, f"of layer {index}")
-        add = self._weights.add
-        rows, vocab = len(ends.embeddings), len(ends.lm_head)
+        add, add_matrix = self._weights.add, self._weights.add_matrix
+        rows, vocab = len(ends.embeddings), ends.lm_head.shape[0]
         self._decoder = DecoderStruct(
             num_layers=len(layers),
             hidden_size=shape.hidden_size,
@@ -125,9 +126,9 @@ class NativeDecoder:
             vocab_size=vocab,
             num_embeddings=rows,
             layers=ctypes.addressof(self._layers),
-            embeddings=add("embeddings", ends.embeddings, (rows, shape.hidden_size)),
+            embeddings=add_matrix("embeddings", ends.embeddings, (rows, shape.hidden_size)),
             final_norm=add("final_norm", ends.final_norm, (shape.hidden_size,)),
-            lm_head=add("lm_head", ends.lm_head, (vocab, shape.hidden_size)),
+            lm_head=add_matrix("lm_head", ends.lm_head, (vocab, shape.hidden_size)),
             lm_head_bias=add("lm_head_bias", ends.lm_head_bias, (vocab,)),
             eps=shape.eps,
             scaling=shape.scaling,

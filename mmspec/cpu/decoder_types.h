@@ -1,9 +1,17 @@
 /* A stack of decoder layers as in Llama, and one forward of it over the nodes of a tree in every row. */
 
-/* Weights of one layer, [out, in]; NULL where there is none (`gate`: no feed-forward). */
+/* Weights of one layer, [out, in]; NULL where there is none (`gate`: no feed-forward). All of q, k and v are quantised or
+   none is, and so with gate and up. */
 typedef struct {
-  const float *input_norm, *q, *k, *v, *q_bias, *k_bias, *v_bias, *q_norm, *k_norm, *o, *o_bias;
-  const float *post_norm, *gate, *up, *gate_bias, *up_bias, *down, *down_bias;
+  const float *input_norm;
+  weights q, k, v;
+  const float *q_bias, *k_bias, *v_bias, *q_norm, *k_norm;
+  weights o;
+  const float *o_bias, *post_norm;
+  weights gate, up;
+  const float *gate_bias, *up_bias;
+  weights down;
+  const float *down_bias;
   float *keys, *values; /* [batch, num_kv_heads, capacity, head_dim]; the nodes are written behind each row's length */
   float *hidden;        /* [batch * nodes, hidden_size] output of the layer, or NULL */
   int64_t capacity;
@@ -19,8 +27,10 @@ typedef struct {
   int64_t num_angles;      /* P */
   int64_t padding_length;  /* columns of `padding` */
   const decoder_layer *layers;
-  const float *embeddings; /* [num_embeddings, hidden_size] */
-  const float *final_norm, *lm_head, *lm_head_bias;
+  weights embeddings; /* [num_embeddings, hidden_size], of a float type */
+  const float *final_norm;
+  weights lm_head;
+  const float *lm_head_bias;
   const float *cos, *sin;          /* [P, head_dim] */
   const int64_t *tokens, *depths;  /* [batch, nodes] */
   const int64_t *lengths;          /* [batch] committed positions */
@@ -70,8 +80,12 @@ static int64_t thread_floats(const decoder *d) {
          align16(QUERIES * (d->head_dim + MAX_LANES));
 }
 
+/* Bytes of the weights of the first layer. */
 static inline int64_t layer_bytes(const decoder *d) {
-  return 4 * d->hidden_size * (qkv_width(d) + d->num_heads * d->head_dim + 3 * d->intermediate_size);
+  const decoder_layer *const l = d->layers;
+  if (!d->num_layers) return 0;
+  return weight_bytes(&l->q) + weight_bytes(&l->k) + weight_bytes(&l->v) + weight_bytes(&l->o) + weight_bytes(&l->gate) +
+         weight_bytes(&l->up) + weight_bytes(&l->down);
 }
 
 static float *take_floats(float **scratch, int64_t n) {
@@ -98,7 +112,7 @@ static int begin_decoding(decoding *s) {
     const int64_t position = d->position_base[b] + min64(d->lengths[b] + d->depths[r], d->max_position);
     if (token < 0 || token >= d->num_embeddings || position < 0 || position >= d->num_angles) return 0;
     s->positions[r] = position;
-    memcpy(s->x + r * D, d->embeddings + token * D, (size_t)D * sizeof(float));
+    widen_row(&d->embeddings, token, s->x + r * D);
   }
   if (d->embedded) memcpy(d->embedded, s->x, (size_t)(R * D) * sizeof(float));
   return 1;

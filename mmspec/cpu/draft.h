@@ -77,22 +77,22 @@ INLINE void NAME(best_children)(const drafting *g, int64_t level, int64_t *next)
   }
 }
 
-/* out [R, N] = x [R, K] w^T, x normalised first if there is `norm`. */
-INLINE void NAME(project)(const drafting *g, const float *x, int64_t R, int64_t K, const float *norm, const part *p,
-                          int is_added, float *own, int64_t *next) {
-  NAME(pack_groups)(x, R, K, norm, g->d.eps, own);
-  NAME(multiply_parts)(&(rows){own, R, K, p->N, is_added}, p, 1, next);
+/* out [R, N] = x w^T, x normalised first if there is `norm`. */
+INLINE void NAME(project)(const drafting *g, const float *x, int64_t R, const float *norm, const part *p, int is_added,
+                          float *own, int64_t *next) {
+  NAME(pack_groups)(p->w, x, R, norm, g->d.eps, own);
+  NAME(multiply_parts)(&(rows){own, R, p->w->cols, p->N, is_added}, p, 1, next);
   NAME(wait)(&g->s);
 }
 
-/* The states of several layers [R, K] to one, of which a row begins `step` numbers after that before. */
-INLINE void NAME(fuse_states)(const drafting *g, const float *states, int64_t K, float *out, int64_t step, float *own,
+/* The states of several layers [R, columns of `fuse`] to one, of which a row begins `step` numbers after that before. */
+INLINE void NAME(fuse_states)(const drafting *g, const float *states, float *out, int64_t step, float *own,
                               int64_t *next) {
   const draft *h = g->h;
   const int64_t R = h->d.batch * h->d.nodes;
-  const part fuse = {h->fuse, h->fuse_bias, out, h->d.hidden_size};
-  NAME(pack_groups)(states, R, K, NULL, g->d.eps, own);
-  NAME(multiply_parts)(&(rows){own, R, K, step, 0}, &fuse, 1, next);
+  const part fuse = {&h->fuse, h->fuse_bias, out, h->d.hidden_size};
+  NAME(pack_groups)(&h->fuse, states, R, NULL, g->d.eps, own);
+  NAME(multiply_parts)(&(rows){own, R, h->fuse.cols, step, 0}, &fuse, 1, next);
   NAME(wait)(&g->s);
 }
 
@@ -115,11 +115,11 @@ INLINE void NAME(normalise_inputs)(const drafting *g, int64_t *next) {
 INLINE void NAME(head_layer)(const drafting *g, float *own, int64_t *next) {
   const draft *h = g->h;
   const int64_t R = h->d.batch * h->d.nodes, D = h->d.hidden_size;
-  const part fuse = {h->fuse, h->fuse_bias, g->s.x, D};
+  const part fuse = {&h->fuse, h->fuse_bias, g->s.x, D};
   if (is_eagle3(h))
     NAME(normalise_inputs)(g, next);
   else
-    NAME(project)(g, g->inputs, R, 2 * D, NULL, &fuse, 0, own, next);
+    NAME(project)(g, g->inputs, R, NULL, &fuse, 0, own, next);
   NAME(layer)(&g->s, g->d.layers, own, next + 1);
 }
 
@@ -127,12 +127,12 @@ INLINE void NAME(head_layer)(const drafting *g, float *own, int64_t *next) {
 INLINE void NAME(block_features)(const drafting *g, int64_t thread, float *own, int64_t *next) {
   const draft *h = g->h;
   const int64_t B = h->d.batch, L = h->levels, D = h->d.hidden_size, F = h->block_ffn_size;
-  const part up = {h->block_up, NULL, g->ffn, F}, down = {h->block_down, NULL, g->features, L * D};
-  const part head = {h->d.lm_head, h->d.lm_head_bias, g->base, h->d.vocab_size};
-  const part project = {h->feature_proj, NULL, g->projected, h->rank};
+  const part up = {&h->block_up, NULL, g->ffn, F}, down = {&h->block_down, NULL, g->features, L * D};
+  const part head = {&h->d.lm_head, h->d.lm_head_bias, g->base, h->d.vocab_size};
+  const part project = {&h->feature_proj, NULL, g->projected, h->rank};
   for (int64_t r = 0; thread == 0 && r < B * L; r++)
     memcpy(g->features + r * D, h->root + r / L * D, (size_t)D * sizeof(float));
-  NAME(project)(g, h->root, B, D, h->block_norm, &up, 0, own, next);
+  NAME(project)(g, h->root, B, h->block_norm, &up, 0, own, next);
   if (thread == 0)
     for (int64_t i = 0; i < B * F; i += LANES) {
       const int64_t n = min64(LANES, B * F - i);
@@ -140,9 +140,9 @@ INLINE void NAME(block_features)(const drafting *g, int64_t thread, float *own, 
       memcpy(g->ffn + i, &y, (size_t)n * sizeof(float));
     }
   NAME(wait)(&g->s);
-  NAME(project)(g, g->ffn, B, F, NULL, &down, 1, own, next + 1);
-  NAME(project)(g, g->features, B * L, D, NULL, &head, 0, own, next + 2);
-  NAME(project)(g, g->features, B * L, D, h->feature_norm, &project, 0, own, next + 3);
+  NAME(project)(g, g->ffn, B, NULL, &down, 1, own, next + 1);
+  NAME(project)(g, g->features, B * L, NULL, &head, 0, own, next + 2);
+  NAME(project)(g, g->features, B * L, h->feature_norm, &project, 0, own, next + 3);
 }
 
 /* The R numbers of the nodes of a level, to `mixed`: of their tokens and, with FLASH, of the feature of the position. */
@@ -153,7 +153,7 @@ INLINE void NAME(mix_tokens)(const drafting *g, int64_t level, int64_t R) {
     for (int64_t i = 0; i < K; i += LANES) {
       const int64_t n = min64(LANES, K - i);
       VEC y = NAME(load_some)(g->mixed + r * K + i, n);
-      if (h->feature_proj) {
+      if (h->feature_proj.data) {
         const float *const feature = g->projected + (r / W * h->levels + level) * K + i;
         y += NAME(load_some)(feature, n);
       }
@@ -166,9 +166,9 @@ INLINE void NAME(mix_tokens)(const drafting *g, int64_t level, int64_t R) {
 INLINE void NAME(corrections)(const drafting *g, int64_t level, int64_t thread, float *own, int64_t *next) {
   const draft *h = g->h;
   const int64_t R = h->d.batch * (level ? h->d.nodes : 1), K = h->rank;
-  const part token = {h->token_proj, NULL, g->mixed, K}, vocab = {h->vocab_proj, NULL, g->logits, h->d.vocab_size};
+  const part token = {&h->token_proj, NULL, g->mixed, K}, vocab = {&h->vocab_proj, NULL, g->logits, h->d.vocab_size};
   if (!h->token_table) {
-    NAME(project)(g, g->inputs, R, h->d.hidden_size, h->token_norm, &token, 0, own, next);
+    NAME(project)(g, g->inputs, R, h->token_norm, &token, 0, own, next);
     if (thread == 0) NAME(mix_tokens)(g, level, R);
   } else {
     for (int64_t r = 0; thread == 0 && r < R; r++) {
@@ -177,14 +177,14 @@ INLINE void NAME(corrections)(const drafting *g, int64_t level, int64_t thread, 
     }
   }
   NAME(wait)(&g->s);
-  NAME(project)(g, g->mixed, R, K, NULL, &vocab, 0, own, next + 1);
+  NAME(project)(g, g->mixed, R, NULL, &vocab, 0, own, next + 1);
 }
 
 /* The logits of a level from a forward of the layer over its nodes. */
 INLINE void NAME(layer_logits)(const drafting *g, int64_t level, float *own, int64_t *next) {
   const draft *h = g->h;
-  const int64_t B = h->d.batch, D = h->d.hidden_size;
-  const part head = {h->d.lm_head, h->d.lm_head_bias, g->logits, h->d.vocab_size};
+  const int64_t B = h->d.batch;
+  const part head = {&h->d.lm_head, h->d.lm_head_bias, g->logits, h->d.vocab_size};
   if (level) NAME(head_layer)(g, own, next);
-  NAME(project)(g, level ? g->s.x : h->root, level ? B * h->d.nodes : B, D, h->d.final_norm, &head, 0, own, next + 6);
+  NAME(project)(g, level ? g->s.x : h->root, level ? B * h->d.nodes : B, h->d.final_norm, &head, 0, own, next + 6);
 }

@@ -63,7 +63,7 @@ class NativeHead:
         for index, layer in enumerate(weights.layers):
             set_layer(self._layers[index], layer, shape, self._addresses, f"of the head's layer {index}")
         size, vocab, rows = shape.hidden_size, len(weights.lm_head), len(weights.embeddings)
-        add = self._addresses.add
+        add, add_matrix = self._addresses.add, self._addresses.add_matrix
         for source in weights.sources:
             add("a source", source, tuple(source.shape))
         self._draft = DraftStruct(
@@ -77,9 +77,9 @@ class NativeHead:
                 vocab_size=vocab,
                 num_embeddings=rows,
                 layers=ctypes.addressof(self._layers),
-                embeddings=add("embeddings", weights.embeddings, (rows, size)),
+                embeddings=add_matrix("embeddings", weights.embeddings, (rows, size)),
                 final_norm=add("final_norm", weights.final_norm, (size,)),
-                lm_head=add("lm_head", weights.lm_head, (vocab, size)),
+                lm_head=add_matrix("lm_head", weights.lm_head, (vocab, size)),
                 lm_head_bias=add("lm_head_bias", weights.lm_head_bias, (vocab,)),
                 eps=shape.eps,
                 scaling=shape.scaling,
@@ -178,7 +178,7 @@ class NativeHead:
         else:
             mixture = None if weights.dspark is None else weights.dspark.mixture
             state_size = width if mixture is None else size * len(mixture)
-        self._draft.fuse = self._addresses.add("fuse", weights.fuse, (size, width))
+        self._draft.fuse = self._addresses.add_matrix("fuse", weights.fuse, (size, width))
         self._draft.state_size = state_size
 
     def _set_block(self, weights: BlockWeights) -> None:
@@ -187,7 +187,7 @@ class NativeHead:
         ffn_size, block_size = len(weights.up), len(weights.down) // size
         shapes = {"norm": (size,), "up": (ffn_size, size), "down": (block_size * size, ffn_size)}
         for name, tensor in vars(weights).items():
-            setattr(draft, f"block_{name}", self._addresses.add(name, tensor, shapes[name]))
+            self._addresses.set(draft, f"block_{name}", tensor, shapes[name], name)
         draft.block_ffn_size, self._max_levels = ffn_size, block_size
 
     def _set_correction(self, weights: CorrectionWeights) -> None:
@@ -201,7 +201,7 @@ class NativeHead:
             "vocab_proj": (draft.d.vocab_size, rank),
         }
         for name, tensor in vars(weights).items():
-            setattr(draft, name, self._addresses.add(name, tensor, shapes[name]))
+            self._addresses.set(draft, name, tensor, shapes[name], name)
         draft.rank, draft.table_rows = rank, table_rows
 
     def _set_dspark(self, weights: DsparkWeights) -> None:

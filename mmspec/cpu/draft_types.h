@@ -7,8 +7,9 @@
 typedef struct {
   decoder d; /* the layers and what is around them; `nodes`: tokens of a forward, or nodes of a level, W; `final_norm`:
                 before the LM head, or NULL */
-  const float *fuse, *fuse_bias; /* EAGLE, FLASH: [D, 2 D], from [embedding ; hidden state] to the input of the layer.
-                                    EAGLE-3, DSpark: from the states of several of the target's layers to one state */
+  weights fuse; /* EAGLE, FLASH: [D, 2 D], from [embedding ; hidden state] to the input of the layer.
+                   EAGLE-3, DSpark: from the states of several of the target's layers to one state */
+  const float *fuse_bias;
   const float *hidden_norm;      /* [D] norm of that state; NULL for EAGLE and FLASH */
   const int64_t *positions;      /* [batch] rotary position of the first token of a forward, of a tree's first level */
   float *root;                   /* [batch, D] output of the layer at each row's last token */
@@ -25,12 +26,16 @@ typedef struct {
   float temperature, level_penalty;
   /* the block of FLASH; NULL and 0 for the others */
   int64_t block_ffn_size;
-  const float *block_norm, *block_up, *block_down; /* [D], [F, D], [k D, F] */
+  const float *block_norm;      /* [D] */
+  weights block_up, block_down; /* [F, D], [k D, F] */
   /* the correction of a position's logits by the token before, R: its rank; NULL and 0 for EAGLE and EAGLE-3 */
   int64_t rank, table_rows;
-  const float *feature_norm, *feature_proj; /* [D], [R, D]; NULL where it depends on the token alone */
-  const float *token_norm, *token_proj;     /* [D], [R, D]; NULL with a table */
-  const float *token_table, *vocab_proj;    /* [table_rows, R] or NULL; [V, R] */
+  const float *feature_norm; /* [D]; NULL where it depends on the token alone, as */
+  weights feature_proj;      /* [R, D] */
+  const float *token_norm;   /* [D]; NULL with a table, as */
+  weights token_proj;        /* [R, D] */
+  const float *token_table;  /* [table_rows, R] or NULL */
+  weights vocab_proj;        /* [V, R] */
   /* DSpark; NULL and 0 for the others */
   int64_t block_positions, first_position; /* of the block; the first that predicts */
   const int64_t *anchors;                  /* [batch] last token of each row, with which its block begins */
@@ -133,8 +138,7 @@ static void begin_drafting(drafting *g, const draft *h, barrier_fn barrier) {
 
 /* Copy the embedding of a target id, of which there may be fewer than logits. */
 static void embed(const draft *h, int64_t id, float *to) {
-  const int64_t D = h->d.hidden_size, row = id >= 0 && id < h->d.num_embeddings ? id : 0;
-  memcpy(to, h->d.embeddings + row * D, (size_t)D * sizeof(float));
+  widen_row(&h->d.embeddings, id >= 0 && id < h->d.num_embeddings ? id : 0, to);
 }
 
 /* Inputs, positions and causal mask of a forward over committed tokens. */

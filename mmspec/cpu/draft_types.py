@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 
 from torch import Tensor
 
-from mmspec.cpu.layers import DecoderStruct, LayerWeights
+from mmspec.cpu.layers import DecoderStruct, LayerWeights, weight_fields
 
 
 @dataclass(frozen=True)
@@ -170,14 +170,14 @@ class DraftStruct(ctypes.Structure):
 
     _fields_ = [
         ("d", DecoderStruct),
-        *_pointer_fields("fuse", "fuse_bias", "hidden_norm", "positions", "root", "states", "counts"),
+        *weight_fields("fuse", "fuse_bias", "hidden_norm", "positions", "root", "states", "counts"),
         *_integer_fields("state_size", "adds_normed_state", "levels", "max_nodes"),
         *_pointer_fields("bias", "noise", "ids"),
         *((name, ctypes.c_float) for name in ("temperature", "level_penalty")),
         *_integer_fields("block_ffn_size"),
-        *_pointer_fields(*(f"block_{field.name}" for field in fields(BlockWeights))),
+        *weight_fields(*(f"block_{field.name}" for field in fields(BlockWeights))),
         *_integer_fields("rank", "table_rows"),
-        *_pointer_fields(*(field.name for field in fields(CorrectionWeights))),
+        *weight_fields(*(field.name for field in fields(CorrectionWeights))),
         *_integer_fields("block_positions", "first_position"),
         *_pointer_fields("anchors", "mixture", "mask_embedding", "confidence", "confidence_bias"),
         *_pointer_fields("tree_tokens", "tree_parents", "tree_scores", "tree_mask"),

@@ -22,11 +22,11 @@ INLINE void NAME(mix_states)(const drafting *g, int64_t *next) {
 INLINE void NAME(dspark_block)(const drafting *g, int64_t thread, float *own, int64_t *next) {
   const draft *h = g->h;
   const int64_t R = h->d.batch * h->block_positions, D = h->d.hidden_size, L = h->d.num_layers;
-  const part head = {h->d.lm_head, h->d.lm_head_bias, g->base, h->d.vocab_size};
+  const part head = {&h->d.lm_head, h->d.lm_head_bias, g->base, h->d.vocab_size};
   for (int64_t i = 0; i < L; i++) NAME(layer)(&g->s, g->d.layers + i, own, next + 5 * i);
   for (int64_t r = 0; thread == 0 && r < R; r++) NAME(normalise)(g->s.x + r * D, D, h->d.final_norm, g->d.eps);
   NAME(wait)(&g->s);
-  NAME(pack_groups)(g->s.x, R, D, NULL, g->d.eps, own);
+  NAME(pack_groups)(&h->d.lm_head, g->s.x, R, NULL, g->d.eps, own);
   NAME(multiply_parts)(&(rows){own, R, D, head.N, 0}, &head, 1, next + 5 * L);
   NAME(wait)(&g->s);
 }

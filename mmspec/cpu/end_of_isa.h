@@ -14,3 +14,5 @@
 #undef MAX
 #undef ANY_ABOVE
 #undef HALVES
+#undef WIDEN_BFLOAT16
+#undef WIDEN_FLOAT16

@@ -1,8 +1,11 @@
-/* out = x w^T + bias for a few rows of x, float32, from the weight where it lies; and a stack of decoder layers of such
-   products (decoder.h), and draft heads (draft.h, dspark.h).
+/* out = x w^T + bias for a few rows of x, from the weight where it lies (weights.h: its types); and a stack of decoder
+   layers of such products (decoder.h), and draft heads (draft.h, dspark.h).
 
-   An element of out is LANES partial sums, each over every LANES-th column in ascending order, in segments of 512 to
-   1023 columns, added in a fixed order. It depends on its row of x and its row of w alone: not on the number of rows or
+   With a weight of a float type an element of out is LANES partial sums in float32, each over every LANES-th column in
+   ascending order, in segments of 512 to 1023 columns, added in a fixed order. A weight of 16 bits is widened in
+   registers, so that the result is that of the widened weight, bit for bit. With a quantised weight (quantised.h) x is
+   rounded to 8 bits in groups of 32 columns; the products of a group are added as whole numbers, and the groups in
+   ascending order. In each case an element depends on its row of x and its row of w alone: not on the number of rows or
    of threads, or on its place in out.
 
    The weight is read once. While a block of it is multiplied, blocks that follow are prefetched; columns are taken in
@@ -19,6 +22,7 @@
 #define WEIGHT_ROWS 4           /* rows of w in one block */
 #define MAX_ROWS 32             /* rows of x that are multiplied with a chunk at once */
 #define CHUNK_ROWS 16           /* rows of w that a thread takes at once */
+#define LINE 64                 /* bytes of a line of the caches */
 #define SEGMENT 512             /* columns that are summed apart, which limits the error of long rows */
 #define X_BYTES (40 << 10)      /* of x, up to which it stays in a first-level cache of 32 or 48 KiB well enough */
 #ifndef AHEAD_BYTES
@@ -29,36 +33,43 @@
 typedef void (*parallel_fn)(void (*)(void *), void *, unsigned, unsigned); /* GOMP_parallel */
 typedef void (*barrier_fn)(void);                                           /* GOMP_barrier */
 
-/* A weight [N, K] or a part of one, and where its product with each row of x goes. */
+#include "weights.h"
+
+/* A weight or its first N rows, and where its product with each row of x goes. */
 typedef struct {
-  const float *w, *bias; /* bias: NULL for none */
-  float *out;            /* of the first row of x */
+  const weights *w;
+  const float *bias; /* [N], or NULL for none */
+  float *out;        /* of the first row of x; `rows.is_narrow`: numbers of 16 bits */
   int64_t N;
 } part;
 
-/* The rows of x and how their products are stored. */
+/* The rows of x and how their products are stored. All parts that are multiplied with them are of float types, or all are
+   quantised: `pack_groups` prepares x for one or the other. */
 typedef struct {
   const float *packed;
   int64_t R, K;
   int64_t out_step; /* numbers from a row of the output to the next */
   int is_added;     /* whether a product is added to the output, else it replaces it */
+  int type;         /* float type to which a product with its bias is rounded, and after it is added once more */
+  int is_narrow;    /* whether the output has that type; else it has float32 */
 } rows;
 
 /* At most MAX_ROWS of them. */
 typedef struct {
+  const rows *x;
   const float *packed;
   int64_t R, K;
   int64_t panel; /* columns that are taken at once */
-  int64_t out_step;
-  int is_added;
 } product;
 
 /* Up to CHUNK_ROWS rows of a part. */
 typedef struct {
-  const float *w, *bias;
-  const float *next; /* the chunk that follows, to prefetch it; NULL for none */
+  const char *w;
+  const uint16_t *scales;
+  const float *bias;
+  const char *next; /* the chunk that follows, of the same type, to prefetch it; NULL for none */
   float *out;
-  int64_t rows, next_rows;
+  int64_t rows, next_rows, type;
 } chunk;
 
 /* Arguments of the threads of `few_rows_linear`. */
@@ -73,11 +84,29 @@ static inline int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
 static inline int64_t take(int64_t *next) { return __atomic_fetch_add(next, 1, __ATOMIC_RELAXED); }
 static inline int64_t num_chunks(int64_t N) { return (N + CHUNK_ROWS - 1) / CHUNK_ROWS; }
 
+/* The place n numbers behind a place of the output. */
+static inline float *out_at(const rows *x, float *out, int64_t n) {
+  return x->is_narrow ? (float *)((uint16_t *)out + n) : out + n;
+}
+
 /* Rows of a part from chunk `number` on. */
 static chunk chunk_at(const rows *x, const part *p, int64_t number) {
+  const weights *const w = p->w;
   const int64_t n = number * CHUNK_ROWS;
-  const float *const bias = p->bias ? p->bias + n : NULL;
-  return (chunk){p->w + n * x->K, bias, NULL, p->out + n, min64(CHUNK_ROWS, p->N - n), 0};
+  return (chunk){
+      .w = (const char *)w->data + bytes_of_rows(w->type, n, x->K),
+      .scales = w->scales ? w->scales + n * num_groups(x->K) : NULL,
+      .bias = p->bias ? p->bias + n : NULL,
+      .out = out_at(x, p->out, n),
+      .rows = min64(CHUNK_ROWS, p->N - n),
+      .type = w->type,
+  };
+}
+
+/* Let a chunk prefetch the one that is multiplied after it. */
+static inline void set_next(chunk *c, const chunk *following) {
+  c->next = following->type == c->type ? following->w : NULL;
+  c->next_rows = following->rows;
 }
 
 /* The next chunk that no thread has taken; 0 if none is left. */
@@ -97,11 +126,35 @@ static int64_t panel_width(int64_t R, int64_t K) {
   return R <= 16 && K >= 2 * SEGMENT && R * K * (int64_t)sizeof(float) > X_BYTES ? SEGMENT : K;
 }
 
+/* Add bias and what is there to the sums of `count` rows of a chunk from row m on with row r of x, round, store. */
+AVX2_INLINE void finish(const product *p, const chunk *c, int64_t r, int64_t m, int64_t count, __m128 sum) {
+  const rows *const x = p->x;
+  float *const to = out_at(x, c->out, r * x->out_step + m);
+  const size_t bytes = (size_t)count * (x->is_narrow ? sizeof(uint16_t) : sizeof(float));
+  float part[4] = {0};
+  if (c->bias) {
+    memcpy(part, c->bias + m, (size_t)count * sizeof(float));
+    sum = _mm_add_ps(sum, _mm_loadu_ps(part));
+  }
+  sum = round4(sum, x->type);
+  if (x->is_added) {
+    memcpy(part, to, (size_t)count * sizeof(float));
+    sum = round4(_mm_add_ps(_mm_loadu_ps(part), sum), x->type);
+  }
+  const __m128i stored = x->is_narrow ? narrow4(sum, x->type) : _mm_castps_si128(sum);
+  if (bytes == sizeof stored)
+    _mm_storeu_si128((__m128i *)to, stored);
+  else
+    memcpy(to, &stored, bytes);
+}
+
+#include "quantised.h"
+#include "quantise.h"
 #include "decoder_types.h"
 #include "draft_types.h"
 
 #define NAME(part) avx2_##part
-#define ISA "avx2,fma"
+#define ISA "avx2,fma,f16c"
 #define LANES 8
 #define TILE 3
 #define VEC __m256
@@ -113,6 +166,9 @@ static int64_t panel_width(int64_t R, int64_t K) {
 #define MAX _mm256_max_ps
 #define ANY_ABOVE(a, b) _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_GT_OQ))
 #define HALVES(v) v
+#define WIDEN_BFLOAT16(p) \
+  _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(p))), 16))
+#define WIDEN_FLOAT16(p) _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p)))
 #include "few_rows.h"
 #include "decoder.h"
 #include "draft.h"
@@ -121,7 +177,7 @@ static int64_t panel_width(int64_t R, int64_t K) {
 #include "end_of_isa.h"
 
 #define NAME(part) avx512_##part
-#define ISA "avx512f,avx512dq,avx2,fma"
+#define ISA "avx512f,avx512dq,avx2,fma,f16c"
 #define LANES 16
 #define TILE 6
 #define VEC __m512
@@ -133,6 +189,9 @@ static int64_t panel_width(int64_t R, int64_t K) {
 #define MAX _mm512_max_ps
 #define ANY_ABOVE(a, b) _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ)
 #define HALVES(v) _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1))
+#define WIDEN_BFLOAT16(p) \
+  _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(p))), 16))
+#define WIDEN_FLOAT16(p) _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(p)))
 #include "few_rows.h"
 #include "decoder.h"
 #include "draft.h"
@@ -144,19 +203,26 @@ static int64_t panel_width(int64_t R, int64_t K) {
 EXPORT int few_rows_level(void) {
   __builtin_cpu_init();
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq")) return 2;
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? 1 : 0;
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
 }
 
-/* x [R, K], w [N, K], bias [N] or NULL, out [R, N], all contiguous, 1 <= R <= 32; level 1 or 2, as few_rows_level.
-   `parallel` is NULL where there is one thread. */
-EXPORT int few_rows_linear(const float *x, const float *w, const float *bias, float *out, int64_t R, int64_t K,
-                            int64_t N, int level, int64_t num_threads, parallel_fn parallel) {
-  const int64_t threads = min64(num_threads, 1 + N * K * (int64_t)sizeof(float) / THREAD_BYTES);
-  const int64_t lanes = level == 2 ? 16 : 8;
-  float *packed = aligned_alloc(64, (size_t)(R * (K + lanes) + 15) / 16 * 64);
+/* x [R, K], bias [w->rows] or NULL, out [R, w->rows], all contiguous and of the float type x_type; 1 <= R <= 32; level 1
+   or 2, as few_rows_level. `parallel` is NULL where there is one thread. 0 if there is no memory. */
+EXPORT int few_rows_linear(const void *x, int x_type, const weights *w, const void *bias, void *out, int64_t R, int level,
+                           int64_t num_threads, parallel_fn parallel) {
+  const int64_t K = w->cols, N = w->rows, threads = min64(num_threads, 1 + weight_bytes(w) / THREAD_BYTES);
+  const int is_narrow = x_type != FLOAT32;
+  const int64_t packed_floats = R * (K + MAX_LANES), wide_floats = is_narrow ? R * K + (bias ? N : 0) : 0;
+  float *const packed = aligned_alloc(64, (size_t)(packed_floats + wide_floats + 15) / 16 * 64);
   if (!packed) return 0;
-  linear l = {{packed, R, K, N, 0}, {w, bias, out, N}, 0};
-  if (level == 2) avx512_pack_groups(x, R, K, NULL, 0, packed); else avx2_pack_groups(x, R, K, NULL, 0, packed);
+  const float *wide = x, *wide_bias = bias;
+  if (is_narrow) {
+    float *const to = packed + packed_floats;
+    widen(x, x_type, R * K, to), wide = to;
+    if (bias) widen(bias, x_type, N, to + R * K), wide_bias = to + R * K;
+  }
+  linear l = {{packed, R, K, N, 0, x_type, is_narrow}, {w, wide_bias, out, N}, 0};
+  (level == 2 ? avx512_pack_groups : avx2_pack_groups)(w, wide, R, NULL, 0, packed);
   void (*const worker)(void *) = level == 2 ? avx512_worker : avx2_worker;
   if (parallel && threads > 1)
     parallel(worker, &l, (unsigned)threads, 0);
@@ -166,9 +232,10 @@ EXPORT int few_rows_linear(const float *x, const float *w, const float *bias, fl
   return 1;
 }
 
-/* Bytes of a struct (0: `decoder`, 1: `decoder_layer`, 2: `draft`), for callers to compare with their declarations. */
+/* Bytes of a struct (0: `decoder`, 1: `decoder_layer`, 2: `draft`, 3: `weights`), for callers to compare with theirs. */
 EXPORT int64_t few_rows_struct_bytes(int number) {
-  return number == 0 ? sizeof(decoder) : number == 1 ? sizeof(decoder_layer) : sizeof(draft);
+  const int64_t bytes[] = {sizeof(decoder), sizeof(decoder_layer), sizeof(draft), sizeof(weights)};
+  return bytes[number];
 }
 
 /* Floats of `decoder.scratch` that `few_rows_decode` needs for this decoder and number of threads. */
@@ -197,8 +264,9 @@ EXPORT int64_t few_rows_draft_scratch(const draft *h, int64_t num_threads) {
 }
 
 static void run_draft(drafting *g, void (*worker)(void *), int64_t num_threads, parallel_fn parallel) {
-  const int64_t D = g->d.hidden_size, layers = g->d.num_layers * layer_bytes(&g->d);
-  const int64_t bytes = layers + 4 * D * (2 * D + g->d.vocab_size);
+  const draft *const h = g->h;
+  const int64_t layers = g->d.num_layers * layer_bytes(&g->d);
+  const int64_t bytes = layers + weight_bytes(&h->fuse) + weight_bytes(&h->d.lm_head);
   const int64_t threads = parallel ? min64(num_threads, 1 + bytes / (4 * THREAD_BYTES)) : 1;
   g->s.has_team = threads > 1;
   if (threads > 1)

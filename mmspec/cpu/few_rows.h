@@ -17,12 +17,26 @@ INLINE __m128 NAME(sum4)(const VEC *v) {
   return _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1));
 }
 
+/* LANES weights of a float type from column k of a row on. */
+INLINE VEC NAME(load_weights)(const char *w, int64_t k, const int type) {
+  w += k * (type == FLOAT32 ? 4 : 2);
+  return type == FLOAT32 ? LOAD((const float *)w) : type == BFLOAT16 ? WIDEN_BFLOAT16(w) : WIDEN_FLOAT16(w);
+}
+
+/* The n < LANES weights from column k on, then zeros. */
+INLINE VEC NAME(load_last)(const char *w, int64_t k, int64_t n, const int type) {
+  char part[LANES * sizeof(float)] = {0};
+  const int64_t bytes = type == FLOAT32 ? 4 : 2;
+  memcpy(part, w + k * bytes, (size_t)(n * bytes));
+  return NAME(load_weights)(part, 0, type);
+}
+
 typedef struct {
-  const float *w[WEIGHT_ROWS]; /* rows of the block, at its first column */
-  int64_t width;               /* columns of the panel */
-  int is_first, is_last;       /* whether the panel is the first, the last of its rows */
-  const float *ahead;          /* what to prefetch: `num_ahead` lines for each LANES columns */
-  int64_t num_ahead, line_step, column_step;
+  const char *w[WEIGHT_ROWS]; /* rows of the block, at its first column */
+  int64_t width;              /* columns of the panel */
+  int is_first, is_last;      /* whether the panel is the first, the last of its rows */
+  const char *ahead;          /* what to prefetch: `num_ahead` lines for each line of a row */
+  int64_t num_ahead, line_step, column_step; /* in bytes */
 } NAME(block);
 
 /* 1 / sqrt(mean of squares + eps) of x [K]. */
@@ -61,11 +75,26 @@ __attribute__((target(ISA))) static void NAME(pack)(const float *x, int64_t R, i
   }
 }
 
+/* The products of LANES columns from k on, added to `sum`. */
+INLINE void NAME(add_products)(const char *const *w, int64_t k, const float *x, VEC sum[TILE][WEIGHT_ROWS], const int X,
+                               const int type) {
+  VEC v[WEIGHT_ROWS];
+#pragma GCC unroll 4
+  for (int i = 0; i < WEIGHT_ROWS; i++) v[i] = NAME(load_weights)(w[i], k, type);
+#pragma GCC unroll 8
+  for (int r = 0; r < X; r++) {
+    const VEC y = LOAD(x + r * LANES);
+#pragma GCC unroll 4
+    for (int i = 0; i < WEIGHT_ROWS; i++) sum[r][i] = FMA(v[i], y, sum[r][i]);
+  }
+}
+
 /* The products of X rows of x with a block. Sums of former segments come from `acc` [X, 4], those of this panel are added
    there; in the last panel the results go to `out` [X] instead. */
-INLINE void NAME(tile)(const NAME(block) * b, const float *x, float *acc, __m128 *out, const int X) {
-  const float *const w0 = b->w[0], *const w1 = b->w[1], *const w2 = b->w[2], *const w3 = b->w[3];
-  const float *ahead = b->ahead;
+INLINE void NAME(tile)(const NAME(block) * b, const float *x, float *acc, __m128 *out, const int X, const int type) {
+  const char *const w[WEIGHT_ROWS] = {b->w[0], b->w[1], b->w[2], b->w[3]};
+  const char *ahead = b->ahead;
+  const int64_t line = LINE / (type == FLOAT32 ? 4 : 2); /* columns */
   int is_first = b->is_first;
   for (int64_t k = 0; k < b->width; is_first = 0) {
     const int64_t end = b->width - k < 2 * SEGMENT ? b->width : k + SEGMENT;
@@ -74,23 +103,19 @@ INLINE void NAME(tile)(const NAME(block) * b, const float *x, float *acc, __m128
     for (int r = 0; r < X; r++)
 #pragma GCC unroll 4
       for (int i = 0; i < WEIGHT_ROWS; i++) sum[r][i] = ZERO();
-    for (; k + LANES <= end; k += LANES, x += X * LANES) {
-      for (int64_t i = 0; i < b->num_ahead; i++) _mm_prefetch((const char *)(ahead + i * b->line_step), _MM_HINT_T0);
-      ahead += b->column_step;
-      const VEC w[WEIGHT_ROWS] = {LOAD(w0 + k), LOAD(w1 + k), LOAD(w2 + k), LOAD(w3 + k)};
-#pragma GCC unroll 8
-      for (int r = 0; r < X; r++) {
-        const VEC v = LOAD(x + r * LANES);
-#pragma GCC unroll 4
-        for (int i = 0; i < WEIGHT_ROWS; i++) sum[r][i] = FMA(w[i], v, sum[r][i]);
-      }
+    for (; k + line <= end; ahead += b->column_step) {
+      for (int64_t i = 0; i < b->num_ahead; i++) _mm_prefetch(ahead + i * b->line_step, _MM_HINT_T0);
+#pragma GCC unroll 1
+      for (int64_t i = 0; i < line; i += LANES, k += LANES, x += X * LANES) NAME(add_products)(w, k, x, sum, X, type);
     }
+    for (; k + LANES <= end; k += LANES, x += X * LANES) NAME(add_products)(w, k, x, sum, X, type);
     if (k < end) { /* the last columns */
 #pragma GCC unroll 8
       for (int r = 0; r < X; r++) {
         const VEC v = LOAD(x + r * LANES);
 #pragma GCC unroll 4
-        for (int i = 0; i < WEIGHT_ROWS; i++) sum[r][i] = FMA(NAME(load_part)(b->w[i] + k, end - k), v, sum[r][i]);
+        for (int i = 0; i < WEIGHT_ROWS; i++)
+          sum[r][i] = FMA(NAME(load_last)(w[i], k, end - k, type), v, sum[r][i]);
       }
       k = end;
     }
@@ -112,15 +137,27 @@ INLINE void NAME(tile)(const NAME(block) * b, const float *x, float *acc, __m128
   }
 }
 
+/* `tile` for X rows of weights of one type. */
+INLINE void NAME(tile_of_type)(const NAME(block) * b, const float *x, float *acc, __m128 *out, int64_t X, const int type) {
+  switch (X) {
+    case 1: NAME(tile)(b, x, acc, out, 1, type); break;
+    case 2: NAME(tile)(b, x, acc, out, 2, type); break;
+    case 3: NAME(tile)(b, x, acc, out, 3, type); break;
+#if TILE > 3
+    case 4: NAME(tile)(b, x, acc, out, 4, type); break;
+    case 5: NAME(tile)(b, x, acc, out, 5, type); break;
+    case 6: NAME(tile)(b, x, acc, out, 6, type); break;
+#endif
+  }
+}
+
 /* One block and all rows of x. `m` is its first row in the chunk, `count` the number of its rows, `first` its first
    column. */
 __attribute__((target(ISA))) static void NAME(rows)(const product *p, const chunk *c, NAME(block) * b, int64_t m,
                                                    int64_t count, int64_t first, float *acc) {
-  const int64_t R = p->R, tiles = (R + TILE - 1) / TILE;
+  const int64_t R = p->R, tiles = (R + TILE - 1) / TILE, row_bytes = p->K * float_bytes(c->type);
   const int64_t padded = (p->K + LANES - 1) / LANES * LANES;
-  const float *const ahead = b->ahead;
-  float bias[WEIGHT_ROWS] = {0};
-  if (c->bias) memcpy(bias, c->bias + m, (size_t)count * sizeof(float));
+  const char *const ahead = b->ahead;
   const int is_linear = p->panel == p->K && (tiles == 1 || (tiles == 2 && R * p->K <= 6 << 10));
   for (int64_t t = 0; t < tiles; t++) {
     const int64_t row = R * t / tiles, X = R * (t + 1) / tiles - row;
@@ -129,82 +166,76 @@ __attribute__((target(ISA))) static void NAME(rows)(const product *p, const chun
     float *sums = acc + row * WEIGHT_ROWS * LANES;
     __m128 out[TILE];
     b->num_ahead = ahead ? WEIGHT_ROWS * (t + 1) / tiles - line : 0;
-    b->line_step = is_linear ? LANES : p->K;
-    b->column_step = is_linear ? b->num_ahead * LANES : LANES;
-    b->ahead = ahead + line * p->K;
-    switch (X) {
-      case 1: NAME(tile)(b, x, sums, out, 1); break;
-      case 2: NAME(tile)(b, x, sums, out, 2); break;
-      case 3: NAME(tile)(b, x, sums, out, 3); break;
-#if TILE > 3
-      case 4: NAME(tile)(b, x, sums, out, 4); break;
-      case 5: NAME(tile)(b, x, sums, out, 5); break;
-      case 6: NAME(tile)(b, x, sums, out, 6); break;
-#endif
+    b->line_step = is_linear ? LINE : row_bytes;
+    b->column_step = is_linear ? b->num_ahead * LINE : LINE;
+    b->ahead = ahead + line * row_bytes;
+    switch (c->type) {
+      case FLOAT32: NAME(tile_of_type)(b, x, sums, out, X, FLOAT32); break;
+      case BFLOAT16: NAME(tile_of_type)(b, x, sums, out, X, BFLOAT16); break;
+      default: NAME(tile_of_type)(b, x, sums, out, X, FLOAT16);
     }
-    if (!b->is_last) continue;
-    for (int64_t r = 0; r < X; r++) {
-      float *to = c->out + (row + r) * p->out_step + m;
-      __m128 sum = _mm_add_ps(out[r], _mm_loadu_ps(bias));
-      float part[WEIGHT_ROWS] = {0};
-      if (p->is_added) {
-        memcpy(part, to, (size_t)count * sizeof(float));
-        sum = _mm_add_ps(_mm_loadu_ps(part), sum);
-      }
-      if (count == WEIGHT_ROWS)
-        _mm_storeu_ps(to, sum);
-      else
-        memcpy(to, &sum, (size_t)count * sizeof(float));
-    }
+    for (int64_t r = 0; b->is_last && r < X; r++) finish(p, c, row + r, m, count, out[r]);
   }
 }
 
 /* The product of at most MAX_ROWS rows with one chunk. */
 __attribute__((target(ISA))) static void NAME(multiply)(const product *p, const chunk *c, float *acc) {
-  const int64_t K = p->K, panels = K / p->panel;
-  const int64_t distance = 1 + AHEAD_BYTES / (WEIGHT_ROWS * p->panel * (int64_t)sizeof(float));
+  if (is_quantised(c->type)) {
+    (LANES == 16 && has_vnni() ? vnni_multiply_quantised : avx2_multiply_quantised)(p, c);
+    return;
+  }
+  const int64_t K = p->K, panels = K / p->panel, bytes = float_bytes(c->type);
+  const int64_t distance = 1 + AHEAD_BYTES / (WEIGHT_ROWS * p->panel * bytes);
   const int64_t blocks = (c->rows + WEIGHT_ROWS - 1) / WEIGHT_ROWS, steps = panels * blocks;
   for (int64_t step = 0; step < steps; step++) {
     const int64_t n = step / blocks, m = step % blocks * WEIGHT_ROWS;
     const int64_t count = min64(WEIGHT_ROWS, c->rows - m), first = n * p->panel;
     NAME(block) b = {.is_first = n == 0, .is_last = n == panels - 1};
     b.width = b.is_last ? K - first : p->panel; /* the last takes what is left */
-    for (int i = 0; i < WEIGHT_ROWS; i++) b.w[i] = c->w + (m + min64(i, count - 1)) * K + first;
+    for (int i = 0; i < WEIGHT_ROWS; i++) b.w[i] = c->w + ((m + min64(i, count - 1)) * K + first) * bytes;
     const int64_t then = step + distance, later = then < steps ? then : then - steps;
-    const float *const from = then < steps ? c->w : c->next;
+    const char *const from = then < steps ? c->w : c->next;
     const int64_t row = later % blocks * WEIGHT_ROWS, column = later / blocks * p->panel;
     const int is_there = from && row + WEIGHT_ROWS <= (then < steps ? c->rows : c->next_rows);
-    b.ahead = is_there && later < steps && column + b.width <= K ? from + row * K + column : NULL;
+    b.ahead = is_there && later < steps && column + b.width <= K ? from + (row * K + column) * bytes : NULL;
     NAME(rows)(p, c, &b, m, count, first, acc + m * MAX_ROWS * LANES);
   }
+}
+
+/* Floats of a packed row of x. */
+INLINE int64_t NAME(packed_row)(int64_t K, int64_t type) {
+  return is_quantised(type) ? num_groups(K) * (int64_t)(sizeof(group) / sizeof(float)) : (K + LANES - 1) / LANES * LANES;
 }
 
 /* Chunks of the parts until none is left, for all rows of x. */
 __attribute__((target(ISA))) static void NAME(multiply_parts)(const rows *x, const part *parts, int num_parts,
                                                              int64_t *next) {
   float acc[CHUNK_ROWS * MAX_ROWS * LANES] __attribute__((aligned(64)));
-  const int64_t padded = (x->K + LANES - 1) / LANES * LANES;
   chunk c, following;
   for (int found = find_chunk(x, parts, num_parts, next, &c); found; c = following) {
     found = find_chunk(x, parts, num_parts, next, &following);
     for (int64_t row = 0; row < x->R; row += MAX_ROWS) {
       const int64_t R = min64(MAX_ROWS, x->R - row);
-      const product p = {x->packed + row * padded, R, x->K, panel_width(R, x->K), x->out_step, x->is_added};
+      const product p = {x, x->packed + row * NAME(packed_row)(x->K, c.type), R, x->K, panel_width(R, x->K)};
       chunk now = c;
-      now.out += row * x->out_step;
-      now.next = found && row + R == x->R ? following.w : NULL;
-      now.next_rows = following.rows;
+      now.out = out_at(x, c.out, row * x->out_step);
+      if (found && row + R == x->R) set_next(&now, &following);
       NAME(multiply)(&p, &now, acc);
     }
   }
 }
 
-/* Rows of x for `multiply_parts`: packed in groups of MAX_ROWS. */
-__attribute__((target(ISA))) static void NAME(pack_groups)(const float *x, int64_t R, int64_t K, const float *norm,
+/* Rows of x [R, w->cols] for `multiply_parts` with weights of the type of w, packed in groups of MAX_ROWS. With `norm`
+   see `pack`. */
+__attribute__((target(ISA))) static void NAME(pack_groups)(const weights *w, const float *x, int64_t R, const float *norm,
                                                           float eps, float *to) {
-  const int64_t padded = (K + LANES - 1) / LANES * LANES;
+  const int64_t K = w->cols, step = NAME(packed_row)(K, w->type);
+  if (is_quantised(w->type)) {
+    round_rows(x, R, K, norm, eps, (group *)to);
+    return;
+  }
   for (int64_t row = 0; row < R; row += MAX_ROWS)
-    NAME(pack)(x + row * K, min64(MAX_ROWS, R - row), K, norm, eps, to + row * padded);
+    NAME(pack)(x + row * K, min64(MAX_ROWS, R - row), K, norm, eps, to + row * step);
 }
 
 __attribute__((target(ISA))) static void NAME(worker)(void *data) {

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mmspec.cpu.native import is_plain
+from mmspec.cpu.weights import QuantisedWeight, Weight, WeightStruct, weight_struct
 
 
 @dataclass(frozen=True)
@@ -40,29 +41,37 @@ class DecoderShape:
 class LayerWeights:
     """Weights of a decoder layer, contiguous float32 on the CPU, [out, in] each; norms and biases are vectors.
 
-    The order of the attributes is that of `decoder_layer` in decoder_types.h.
+    The order of the attributes is that of `decoder_layer` in decoder_types.h. Of q, k and v all are quantised or none
+    is, and so with gate and up.
     """
 
     input_norm: Tensor | None
-    q: Tensor
-    k: Tensor
-    v: Tensor
+    q: Weight
+    k: Weight
+    v: Weight
     q_bias: Tensor | None
     k_bias: Tensor | None
     v_bias: Tensor | None
     q_norm: Tensor | None
     k_norm: Tensor | None
-    o: Tensor
+    o: Weight
     o_bias: Tensor | None
     post_norm: Tensor | None
-    gate: Tensor | None
-    up: Tensor | None
+    gate: Weight | None
+    up: Weight | None
     gate_bias: Tensor | None
     up_bias: Tensor | None
-    down: Tensor | None
+    down: Weight | None
     down_bias: Tensor | None
 
 
+MATRICES = frozenset(
+    (
+        *("q", "k", "v", "o", "gate", "up", "down", "embeddings", "lm_head"),
+        *("fuse", "block_up", "block_down", "feature_proj", "token_proj", "vocab_proj"),
+    )
+)
+"""Weights that the kernel reads as `weights` of weights.h; it reads the others as addresses of float32."""
 _SIZES = (
     *("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim"),
     *(
@@ -77,17 +86,22 @@ _SIZES = (
         "padding_length",
     ),
 )
-_POINTERS = (
-    *("layers", "embeddings", "final_norm", "lm_head", "lm_head_bias", "cos", "sin", "tokens", "depths", "lengths"),
-    *("position_base", "ancestors", "padding", "embedded", "normed", "logits", "scratch"),
+_INPUTS = (
+    *("cos", "sin", "tokens", "depths", "lengths", "position_base", "ancestors", "padding"),
+    *("embedded", "normed", "logits", "scratch"),
 )
+
+
+def weight_fields(*names: str) -> list[tuple[str, type]]:
+    """Fields of a struct: a `WeightStruct` for each matrix, a pointer for each vector."""
+    return [(name, WeightStruct if name in MATRICES else ctypes.c_void_p) for name in names]
 
 
 class LayerStruct(ctypes.Structure):
     """`decoder_layer` of decoder_types.h."""
 
     _fields_ = [
-        *((field.name, ctypes.c_void_p) for field in fields(LayerWeights)),
+        *weight_fields(*(field.name for field in fields(LayerWeights))),
         *((name, ctypes.c_void_p) for name in ("keys", "values", "hidden")),
         ("capacity", ctypes.c_int64),
     ]
@@ -98,7 +112,9 @@ class DecoderStruct(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in _SIZES),
-        *((name, ctypes.c_void_p) for name in _POINTERS),
+        ("layers", ctypes.c_void_p),
+        *weight_fields("embeddings", "final_norm", "lm_head", "lm_head_bias"),
+        *((name, ctypes.c_void_p) for name in _INPUTS),
         ("eps", ctypes.c_float),
         ("scaling", ctypes.c_float),
     ]
@@ -112,7 +128,7 @@ class WeightAddresses:
         self._pointers: list[int] = []
 
     def add(self, name: str, tensor: Tensor | None, shape: tuple[int, ...]) -> int | None:
-        """Address of a weight; None for None.
+        """Address of a vector, or of a table of float32; None for None.
 
         Raises:
             ValueError: it is not contiguous float32 of this shape on the CPU.
@@ -124,13 +140,44 @@ class WeightAddresses:
                 f"{name} must be contiguous float32 of shape {list(shape)} on the CPU; got {list(tensor.shape)} of "
                 f"{tensor.dtype} on {tensor.device}"
             )
-        self._weights.append(tensor)
-        self._pointers.append(tensor.data_ptr())
+        self._add(tensor)
         return tensor.data_ptr()
+
+    def add_matrix(self, name: str, weight: Weight | None, shape: tuple[int, ...]) -> WeightStruct:
+        """The struct of a matrix; an empty one for None.
+
+        Raises:
+            ValueError: it is neither contiguous float32 of this shape on the CPU nor a quantised weight of this shape.
+        """
+        if weight is None:
+            return WeightStruct()
+        if isinstance(weight, QuantisedWeight):
+            if weight.shape != shape:
+                raise ValueError(f"{name} must have shape {list(shape)}; got a quantised weight {list(weight.shape)}")
+            self._add(weight.data)
+            self._add(weight.scales)
+        else:
+            self.add(name, weight, shape)
+        return weight_struct(weight)
+
+    def set(
+        self, struct: ctypes.Structure, name: str, weight: Weight | None, shape: tuple[int, ...], label: str
+    ) -> None:
+        """Set a field of a struct to a weight, whose name in messages is `label`.
+
+        Raises:
+            ValueError: see `add` and `add_matrix`.
+        """
+        add = self.add_matrix if name in MATRICES else self.add
+        setattr(struct, name, add(label, weight, shape))  # type: ignore[arg-type]
 
     def are_valid(self) -> bool:
         """Whether every weight is where it was (`weight.data = ...` moves it)."""
         return self._pointers == [weight.data_ptr() for weight in self._weights]
+
+    def _add(self, tensor: Tensor) -> None:
+        self._weights.append(tensor)
+        self._pointers.append(tensor.data_ptr())
 
 
 def set_layer(
@@ -139,10 +186,13 @@ def set_layer(
     """Set the addresses of a layer's weights; `where` completes their names in messages.
 
     Raises:
-        ValueError: see `WeightAddresses.add`.
+        ValueError: see `WeightAddresses.set`; or some of q, k and v are quantised, or one of gate and up.
     """
+    for together in (("q", "k", "v"), ("gate", "up")):
+        if len({isinstance(getattr(weights, name), QuantisedWeight) for name in together}) > 1:
+            raise ValueError(f"{', '.join(together)} {where} must be quantised together; quantise all of them or none")
     for name, tensor in vars(weights).items():
-        setattr(struct, name, addresses.add(f"{name} {where}", tensor, _shape_of(name, shape)))
+        addresses.set(struct, name, tensor, _shape_of(name, shape), f"{name} {where}")
 
 
 def set_cache(struct: LayerStruct, cache: Tensor, shape: DecoderShape, batch: int, kv_len: int) -> bool:
@@ -187,4 +237,5 @@ __all__ = [
     "new_floats",
     "set_cache",
     "set_layer",
+    "weight_fields",
 ]

@@ -25,7 +25,8 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import Tensor
 
-from mmspec.files import atomic_write, cache_folder
+from mmspec.cpu.weights import FLOAT_TYPES, QuantisedWeight, Weight, is_block, weight_struct
+from mmspec.files import CACHE_VARIABLE, atomic_write, cache_folder, make_private_folder
 
 logger = logging.getLogger("mmspec")
 
@@ -38,7 +39,7 @@ MAIN_SOURCE = "few_rows.c"
 COMPILERS = ("cc", "gcc", "clang")
 FLAGS = ("-O2", "-std=gnu11", "-fno-math-errno", "-fPIC", "-shared", "-fvisibility=hidden")
 LINKED = ("-lm",)
-BUILD_TIMEOUT_S = 60.0
+BUILD_TIMEOUT_S = 120.0
 DIGEST_BYTES = hashlib.sha256().digest_size
 _BUILD_LOCK = threading.Lock()
 
@@ -47,10 +48,15 @@ class KernelUnavailableError(RuntimeError):
     """The kernel cannot be built or used here; the message says why."""
 
 
+class UntrustedFolderError(KernelUnavailableError):
+    """The kernel is not loaded from a folder that others can write; the message has the command that mends it."""
+
+
 class FewRowsKernel:
-    """Linear layers of 1 to 32 float32 rows on a CPU.
+    """Linear layers of 1 to 32 rows on a CPU, in float32, bfloat16 or float16.
 
     A row of the result does not depend on the other rows of the call, nor on the number of threads. Thread-safe.
+    Products are added in float32, and rounded once to the type of the rows.
 
     Attributes:
         library: what it was bound from.
@@ -76,8 +82,11 @@ class FewRowsKernel:
         self._parallel, self._barrier = _openmp_entries()
         self._linear = library.few_rows_linear
         pointer, size = ctypes.c_void_p, ctypes.c_int64
-        self._linear.argtypes = [pointer, pointer, pointer, pointer, size, size, size, ctypes.c_int, size, pointer]
+        self._linear.argtypes = [pointer, ctypes.c_int, *3 * (pointer,), size, ctypes.c_int, size, pointer]
         self._linear.restype = ctypes.c_int
+        self._quantise = library.few_rows_quantise
+        self._quantise.argtypes = [pointer, ctypes.c_int, pointer, pointer, size, pointer]
+        self._quantise.restype = None
         self._decode, self._decode_scratch = library.few_rows_decode, library.few_rows_decode_scratch
         self._head_forward, self._draft_tree = library.few_rows_head_forward, library.few_rows_draft_tree
         self._draft_scratch = library.few_rows_draft_scratch
@@ -87,44 +96,52 @@ class FewRowsKernel:
         for function in (self._decode_scratch, self._draft_scratch):
             function.argtypes, function.restype = [pointer, size], size
 
-    def linear(self, weight: Tensor, bias: Tensor | None, rows: Tensor) -> Tensor | None:
+    def linear(self, weight: Weight, bias: Tensor | None, rows: Tensor) -> Tensor | None:
         """`rows` times the transposed weight, plus bias.
 
         Args:
             weight: [out_features, in_features].
-            bias: [out_features] or None.
-            rows: [..., in_features].
+            bias: [out_features] of the dtype of the rows, or None.
+            rows: [..., in_features] in float32, bfloat16 or float16; with a quantised weight they are rounded to 8 bits
+                in groups of 32 columns.
 
         Returns:
-            [..., out_features]; None if these tensors are not for this kernel (number of rows, dtype, device, memory
-            layout, shapes that do not fit, a subclass of Tensor).
+            [..., out_features] of the dtype of the rows; None if these tensors are not for this kernel (number of rows,
+            dtype, device, memory layout, shapes that do not fit, a subclass of Tensor).
         """
         out_features, in_features = weight.shape
         shape = rows.shape
-        num_rows = rows.numel() // in_features
-        if not (0 < num_rows <= MAX_NATIVE_ROWS and shape[-1] == in_features and type(rows) is Tensor):
+        if not in_features or shape[-1] != in_features or type(rows) is not Tensor or not is_block(rows):
             return None
-        if not (is_plain(weight) and is_plain(rows)):
+        num_rows = rows.numel() // in_features
+        if not (0 < num_rows <= MAX_NATIVE_ROWS and (isinstance(weight, QuantisedWeight) or is_block(weight))):
             return None
         bias_pointer = None
         if bias is not None:
-            if not (is_plain(bias) and bias.shape == (out_features,)):
+            if not (bias.dtype is rows.dtype and is_block(bias) and bias.shape == (out_features,)):
                 return None
             bias_pointer = bias.data_ptr()
         out = rows.new_empty((*shape[:-1], out_features))
         done = self._linear(
             rows.data_ptr(),
-            weight.data_ptr(),
+            FLOAT_TYPES[rows.dtype],
+            ctypes.addressof(struct := weight_struct(weight)),
             bias_pointer,
             out.data_ptr(),
             num_rows,
-            in_features,
-            out_features,
             self.level,
             torch.get_num_threads(),
             self._parallel,
         )
+        del struct  # lives until here
         return out if done else None
+
+    def quantise(self, weight: Tensor, costs: Tensor | None, to: QuantisedWeight) -> None:
+        """Fill the memory of `to`, for `mmspec.cpu.quantise.quantise`, which checks its arguments."""
+        struct = weight_struct(to)
+        cost_pointer = None if costs is None else costs.data_ptr()
+        number, num_threads = FLOAT_TYPES[weight.dtype], torch.get_num_threads()
+        self._quantise(weight.data_ptr(), number, cost_pointer, ctypes.addressof(struct), num_threads, self._parallel)
 
     def decode_scratch(self, decoder: int, num_threads: int) -> int:
         """Floats of scratch memory that `decode` needs; `decoder` is the address of a struct of decoder_types.h."""
@@ -161,6 +178,9 @@ def load_kernel() -> FewRowsKernel | None:
         with _BUILD_LOCK:
             kernel = FewRowsKernel(_load_library())
         _check(kernel)
+    except UntrustedFolderError as error:  # the only cause that one command of the user removes
+        logger.warning("mmspec: the compiled kernels stay off, which is slower: %s", error)
+        return None
     except (RuntimeError, OSError, AttributeError, ValueError, subprocess.SubprocessError) as error:
         # RuntimeError and ValueError besides our own: no home folder, a variable CC with an open quote.
         logger.info("linear layers run without the compiled kernel: %s", error)
@@ -199,13 +219,19 @@ def _library_folder() -> Path:
     """The user's cache folder, created if necessary.
 
     Raises:
-        KernelUnavailableError: another user could replace a library in it.
+        UntrustedFolderError: another user could replace a library in it.
     """
     folder = cache_folder()
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_private_folder(folder)
     status = folder.stat()
-    if status.st_uid != os.getuid() or status.st_mode & 0o022:
-        raise KernelUnavailableError(f"the cache folder {folder} can be written by other users")
+    if status.st_uid != os.getuid():
+        raise UntrustedFolderError(
+            f"the cache folder {folder} is of another user: set {CACHE_VARIABLE} to a folder of yours"
+        )
+    if status.st_mode & 0o022:
+        raise UntrustedFolderError(
+            f"the cache folder {folder} can be written by other users: chmod go-w {shlex.quote(str(folder))}"
+        )
     return folder
 
 

@@ -34,6 +34,7 @@ from mmspec.interfaces.drafter import (
     Prompt,
     ReplicableDrafter,
     TrainedDrafter,
+    drafter_label,
 )
 from mmspec.interfaces.learning import (
     ClosedFormDrafter,
@@ -78,4 +79,5 @@ __all__ = [
     "VerifyResult",
     "VisualGrid",
     "VisualTokens",
+    "drafter_label",
 ]

@@ -14,6 +14,12 @@ from mmspec.interfaces.compressor import Compressor, VisualGrid
 from mmspec.interfaces.draft_target import LayerSubsets
 from mmspec.interfaces.target import SharedEmbeddings, VerifyResult
 
+DRAFTER_CONTRACT = (
+    "a drafter is an object with name (str), requirements (DrafterRequirements), vocab_size (int or None), "
+    "begin(prompt), propose(state, max_nodes, active) -> DraftTree and observe(state, result, hidden_states)"
+)
+"""`Drafter` in one line, for messages; the classes are those of `mmspec`."""
+
 
 @dataclass(frozen=True)
 class DrafterRequirements:
@@ -134,6 +140,12 @@ class Drafter(Protocol):
         """
 
 
+def drafter_label(drafter: Drafter) -> str:
+    """A drafter's name, with what else its figures depend on if it has an attribute `label` (a string)."""
+    label = getattr(drafter, "label", None)
+    return label if isinstance(label, str) else drafter.name
+
+
 @runtime_checkable
 class CompressingDrafter(Drafter, Protocol):
     """A drafter with a compressor of its own.
@@ -177,10 +189,12 @@ class ReplicableDrafter(Drafter, Protocol):
 
 
 __all__ = [
+    "DRAFTER_CONTRACT",
     "CompressingDrafter",
     "Drafter",
     "DrafterRequirements",
     "Prompt",
     "ReplicableDrafter",
     "TrainedDrafter",
+    "drafter_label",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -31,12 +32,29 @@ DEPRECATED_ATTRIBUTES = {
 """Former names of attributes of `Stats`, readable for one release: {old: new}."""
 
 
+@dataclass(frozen=True)
+class RoundTimes:
+    """Seconds of one round, by phase.
+
+    Attributes:
+        draft_s: `Drafter.propose` and `observe`, and the checks of the tree.
+        score_s: the target's forward, sampling, acceptance, and the copy to the host.
+        overhead_s: everything else.
+    """
+
+    draft_s: float
+    score_s: float
+    overhead_s: float
+
+
 @dataclass
 class Stats:
     """Counters of one call, or of all calls since `patch`. Times are wall-clock seconds.
 
     Attributes:
         calls: calls of `generate`.
+        drafter: name of the drafter of the last call that used it, of EAGLE-3 heads with their visual mode, as in
+            "name (placeholder)"; None before.
         fallback_calls: calls that transformers decoded alone.
         fallback_reason: reason of the last such call, or None.
         tokens: output tokens, padding after a row's end excluded.
@@ -67,6 +85,7 @@ class Stats:
     calls: int = 0
     fallback_calls: int = 0
     fallback_reason: str | None = None
+    drafter: str | None = None
     tokens: int = 0
     rounds: int = 0
     row_rounds: int = 0
@@ -124,6 +143,38 @@ class Stats:
         """Tokens per second from the first token to the last, the first ones excluded."""
         return (self.tokens - self.first_tokens) / self.decode_s if self.decode_s else 0.0
 
+    def add_round(
+        self,
+        num_nodes: int,
+        tree_sizes: Sequence[int],
+        emitted_ids: Sequence[Sequence[int]],
+        active: Sequence[bool],
+        times: RoundTimes,
+    ) -> None:
+        """Count one round.
+
+        Args:
+            num_nodes: N of the scored tree.
+            tree_sizes: nodes of each row's tree, padding excluded.
+            emitted_ids: what each row emitted.
+            active: the rows that could emit something.
+            times: of the round.
+        """
+        num_drafted = sum(size - 1 for size, on in zip(tree_sizes, active, strict=True) if on)
+        self.rounds += 1
+        self.drafted_rounds += num_drafted > 0
+        self.row_rounds += sum(active)
+        self.tree_size_hist[num_nodes] += 1
+        self.num_draft_tokens += num_drafted
+        self.num_accepted_tokens += sum(len(ids) - 1 for ids, on in zip(emitted_ids, active, strict=True) if on)
+        self.draft_s += times.draft_s
+        self.score_s += times.score_s
+        self.overhead_s += times.overhead_s
+        for row, ids in enumerate(emitted_ids):
+            if active[row]:
+                self.row_forwards[row] += 1
+                self.accept_length_hist[len(ids)] += 1
+
     def add_compression(self, records: list[CompressionRecord]) -> None:
         """Add the compressor's results of this call."""
         self.compression = records
@@ -132,15 +183,15 @@ class Stats:
         self.compressor_choices.update(record.choice for record in records)
 
     def add(self, call: Stats) -> None:
-        """Add the counters of one more call; per-row lists and the fallback reason become those of that call."""
+        """Add the counters of one more call; per-row lists, the drafter and the fallback reason become those of it."""
         for item in fields(self):
             old, new = getattr(self, item.name), getattr(call, item.name)
             if item.name == "learning":
                 continue
             if isinstance(old, Counter):
                 old.update(new)
-            elif item.name == "fallback_reason":
-                self.fallback_reason = new if new is not None else old
+            elif item.name in ("fallback_reason", "drafter"):
+                setattr(self, item.name, new if new is not None else old)
             elif isinstance(old, list):
                 setattr(self, item.name, list(new))
             else:
@@ -173,11 +224,15 @@ class Stats:
             else ""
         )
         learning = f", {self.learning}" if self.learning.drafter else ""
+        calls = f"{self.calls} calls ({self.fallback_calls} decoded by transformers{reason})"
+        if self.calls and self.fallback_calls == self.calls:  # whose tokens are not counted
+            return f"{calls}, nothing drafted{learning}"
+        others = " of the others" if self.fallback_calls else ""
         return (
-            f"{self.calls} calls ({self.fallback_calls} decoded by transformers{reason}), {self.tokens} tokens, "
+            f"{calls}, {self.tokens} tokens{others}, "
             f"tau {self.tau:.2f}, {self.tokens_per_s:.1f} tokens/s, "
             f"{self.num_accepted_tokens}/{self.num_draft_tokens} draft tokens accepted{compression}{learning}"
         )
 
 
-__all__ = ["DEPRECATED_ATTRIBUTES", "Stats"]
+__all__ = ["DEPRECATED_ATTRIBUTES", "RoundTimes", "Stats"]

@@ -22,26 +22,20 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 
 from mmspec.cpu.native import load_kernel
 from mmspec.engine.tree_cache import CACHE_ARGUMENT
+from mmspec.files import snapshot_id
 from mmspec.interfaces import DraftTarget
 from mmspec.targets.base import ModelAdapter
 from mmspec.targets.hf import HFTarget
 from mmspec.targets.layer_subset import layer_access
 from mmspec.targets.module_scan import scan_modules
 from mmspec.targets.registry import find_adapter
+from mmspec.weight_files import HEAD_TENSOR, holds_head, weights_file
 
 logger = logging.getLogger("mmspec")
 
 CONFIG_FILE = "config.json"
 MODEL_SUFFIXES = ("ForCausalLM", "ForConditionalGeneration")
 """Of the classes that generate text."""
-WEIGHT_FILES = (
-    "model.safetensors",
-    "pytorch_model.bin",
-    "model.safetensors.index.json",
-    "pytorch_model.bin.index.json",
-)
-HEAD_TENSOR = "fc.weight"
-"""A tensor of every published draft head; their configs may name the class of a whole model (EAGLE)."""
 
 
 class HFDraftModel:
@@ -134,27 +128,50 @@ def is_model_folder(folder: str | os.PathLike[str]) -> bool:
     name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
     if not name.endswith(MODEL_SUFFIXES) or not hasattr(transformers, name):
         return False
-    return not any(key == HEAD_TENSOR for key in _tensor_names(Path(folder)))
+    try:
+        return not holds_head(folder)
+    except (OSError, ValueError):
+        return False
 
 
 def load_draft_model(folder: str | os.PathLike[str], target: ModelAdapter) -> HFDraftModel:
     """The model in a folder, in the target's precision and on its device, with its tokenizer if the folder has one.
 
     Raises:
-        ValueError: see `HFDraftModel`.
+        ValueError: see `HFDraftModel`; or the weights are not all of the model's, which would be random numbers.
         OSError: a file is missing or damaged.
     """
     config = json.loads((Path(folder) / CONFIG_FILE).read_text(encoding="utf-8"))
     is_vlm = config.get("model_type") in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     auto: Any = AutoModelForImageTextToText if is_vlm else AutoModelForCausalLM
-    model = auto.from_pretrained(folder, dtype=target.model.dtype, local_files_only=True)
+    weights_file(folder)
+    model, report = auto.from_pretrained(
+        folder, dtype=target.model.dtype, local_files_only=True, output_loading_info=True
+    )
+    _check_complete(folder, report)
     model = model.to(target.model.device).eval().requires_grad_(False)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, KeyError, ImportError) as error:
         logger.info("mmspec: no tokenizer in %s (%s)", folder, str(error).splitlines()[0][:200])
         tokenizer = None
-    return HFDraftModel(model, tokenizer, os.path.basename(os.path.normpath(folder)))
+    return HFDraftModel(model, tokenizer, snapshot_id(folder) or os.path.basename(os.path.normpath(folder)))
+
+
+def _check_complete(folder: str | os.PathLike[str], report: Mapping[str, Any]) -> None:
+    """Refuse a model of which transformers found no weights for some tensors and drew them at random.
+
+    Raises:
+        ValueError: names a tensor.
+    """
+    missing = sorted(report.get("missing_keys") or ())
+    mismatched = sorted(map(str, report.get("mismatched_keys") or ()))
+    if missing or mismatched:
+        name = missing[0] if missing else mismatched[0]
+        raise ValueError(
+            f"drafter={os.fspath(folder)}: its weights lack {len(missing) + len(mismatched)} tensors of the model that "
+            f"its config.json names, such as {name[:80]}; a head has {HEAD_TENSOR}. Use a complete model."
+        )
 
 
 def check_draft_model(source: HFDraftModel, target: ModelAdapter) -> None:
@@ -175,28 +192,6 @@ def check_draft_model(source: HFDraftModel, target: ModelAdapter) -> None:
             source.name,
             *sizes,
         )
-
-
-def _tensor_names(folder: Path) -> list[str]:
-    """Names of the tensors in a folder, from the header of a file or an index; [] if they are not listed."""
-    for name in WEIGHT_FILES:
-        file = folder / name
-        if not file.is_file():
-            continue
-        if name == "model.safetensors":
-            from safetensors import SafetensorError, safe_open
-
-            try:
-                with safe_open(file, "pt") as tensors:
-                    return list(tensors.keys())
-            except (SafetensorError, OSError):
-                return []
-        if name.endswith(".json"):
-            try:
-                return list(json.loads(file.read_text(encoding="utf-8")).get("weight_map", {}))
-            except (ValueError, AttributeError):
-                return []
-    return []
 
 
 __all__ = ["HFDraftModel", "check_draft_model", "is_model", "is_model_folder", "load_draft_model"]

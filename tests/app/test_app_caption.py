@@ -17,8 +17,8 @@ from mmspec.app.modeling.load import load_model
 from mmspec.app.modeling.random_models import build_vocabulary, random_model, tiny_model
 from mmspec.app.modeling.synthetic_images import write_images
 
-COLUMNS = """id file_name caption model drafter prompt_sha1 gen n_prompt_tokens n_new_tokens n_rounds tau ttft_s seconds
-finish_reason identical plain error mmspec_version index"""
+COLUMNS = """id file_name caption prompt prompt_sha1 model model_revision drafter gen n_prompt_tokens n_new_tokens
+n_rounds tau ttft_s seconds finish_reason identical plain error mmspec_version index"""
 
 
 @pytest.fixture(scope="module")
@@ -118,9 +118,9 @@ def test_every_kind_of_bad_file(pictures: Path, tmp_path: Path, capsys: Any) -> 
     (tmp_path / "text.jpg").write_text("not a picture")
     (tmp_path / "torn.png").write_bytes(good.read_bytes()[:900])
     Image.new("CMYK", (30, 30)).save(tmp_path / "cmyk.jpg")
-    Image.new("RGB", (300, 300)).save(tmp_path / "large.png")
+    Image.new("1", (9000, 8000)).save(tmp_path / "large.png")
     paths = (*sorted(tmp_path.iterdir()), tmp_path / "gone.png", good)
-    args = ("--model", "tiny", "--out", tmp_path / "o.jsonl", "--max-new-tokens", 4, "--max-pixels", 80_000)
+    args = ("--model", "tiny", "--out", tmp_path / "o.jsonl", "--max-new-tokens", 4)
     assert caption(*paths, *args) == 1
     kinds = {Path(row["file_name"]).name: (row["error"] or {}).get("type") for row in rows(tmp_path / "o.jsonl")}
     assert kinds == {

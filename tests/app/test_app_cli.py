@@ -114,3 +114,33 @@ def test_exit_codes_are_documented(capsys: Any) -> None:
         with pytest.raises(SystemExit):
             cli.main(args)
         assert "74 output cannot be written (disk full, read-only, size limit)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (["captoin", "a.png"], "did you mean 'caption'?"),
+        (["compar"], "did you mean 'compare'?"),
+        (
+            ["caption", "a.png", "--model", "tiny", "--formt", "parquet"],
+            "unknown option --formt; did you mean '--format'?",
+        ),
+        (["caption", "a.png", "--model", "tiny", "--format", "parqet"], "did you mean 'parquet'?"),
+        (["caption", "a.png", "--model", "tiny", "--xyzzy=3"], "unknown option --xyzzy (see"),
+        (["caption", "a.png", "--model", "tiny", "--drafter", "hybird"], "did you mean 'hybrid'?"),
+        (["caption", "a.png", "--model", "tiny", "--drafter", "./gone"], "'./gone': no such folder"),
+    ],
+)
+def test_misspelt_names_are_guessed(args: list[str], expected: str, capsys: Any) -> None:
+    try:
+        code = cli.main(args)
+    except SystemExit as error:
+        code = int(error.code or 0)
+    err = capsys.readouterr().err
+    assert code == 2 and expected in err and err.count("\n") == 1
+
+
+def test_env_prints_the_versions_of_a_machine_where_the_model_does_not_load(tmp_path: Path, capsys: Any) -> None:
+    assert cli.main(["env", "--model", str(tmp_path / "gone")]) == 2
+    captured = capsys.readouterr()
+    assert "torch:" in captured.out and "transformers:" in captured.out and "no such folder" in captured.err

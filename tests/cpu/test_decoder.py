@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from mmspec.cpu.decoder import (
 )
 from mmspec.cpu.layers import DecoderShape, LayerWeights
 from mmspec.cpu.native import FewRowsKernel, load_kernel
+from mmspec.cpu.quantise import dequantise, quantise
 
 pytestmark = pytest.mark.skipif(load_kernel() is None, reason="no compiler or another processor")
 SHAPES = {
@@ -133,6 +135,18 @@ def make_model(shape: DecoderShape, num_layers: int = 2, extras: bool = False, s
     return Model(shape, layers, ends)
 
 
+def quantised(model: Model, kernel: FewRowsKernel, bits: int, back: bool = False) -> Model:
+    """The model with quantised matrices; with `back` with the numbers that they stand for."""
+
+    def convert(weight: Tensor) -> Any:
+        found = quantise(kernel, weight, bits)
+        return dequantise(found) if back else found
+
+    matrices = ("q", "k", "v", "o", "gate", "up", "down")
+    layers = [replace(one, **{name: convert(getattr(one, name)) for name in matrices}) for one in model.layers]
+    return replace(model, layers=layers, ends=replace(model.ends, lm_head=convert(model.ends.lm_head)))
+
+
 def make_inputs(
     model: Model, lengths: list[int], nodes: int, padded: bool = False, seed: int = 1, capacity: int = 60
 ) -> DecoderInputs:
@@ -197,10 +211,25 @@ def test_nodes_are_stored_behind_each_row_and_nothing_else_is_written(kernel: Fe
             assert (cache[:, row, :, length : length + 4] != old[:, row, :, length : length + 4]).all()
 
 
+def test_quantised_weights_give_nearly_the_logits_of_what_they_stand_for(kernel: FewRowsKernel) -> None:
+    """Nearly, since the inputs of each product are rounded to 8 bits."""
+    model = make_model(SHAPES["odd sizes"], extras=True)
+    inputs = make_inputs(model, [8, 5, 20], 4, padded=True)
+    for bits in (8, 4):
+        *_, want = quantised(model, kernel, bits, back=True).reference(inputs)
+        *_, got = run(quantised(model, kernel, bits), kernel, inputs)
+        assert (got - want).abs().max() <= 0.03 * want.abs().max(), bits
+
+
+@pytest.mark.parametrize("bits", [None, 8, 4])
 @pytest.mark.parametrize("name", ["odd sizes", "grouped, wide heads"])
-def test_a_tree_is_scored_as_if_its_path_were_decoded_token_by_token(kernel: FewRowsKernel, name: str) -> None:
+def test_a_tree_is_scored_as_if_its_path_were_decoded_token_by_token(
+    kernel: FewRowsKernel, name: str, bits: int | None
+) -> None:
     """Bit for bit, hidden states included, in a batch of trees as in a single row."""
     model = make_model(SHAPES[name], extras=True)
+    if bits is not None:
+        model = quantised(model, kernel, bits)
     inputs = replace(make_inputs(model, [12, 9], 9), max_position=100)
     tree = [cache.clone() for cache in inputs.caches]
     scored = run(model, kernel, replace(inputs, caches=tree))
@@ -313,3 +342,6 @@ def test_weights_that_are_refused(change: str) -> None:
     assert kernel is not None
     with pytest.raises(ValueError, match=f"{next(iter(replaced))} of layer 1 must be contiguous float32"):
         replace(model, layers=[model.layers[0], replace(layer, **replaced)]).decoder(kernel)
+    mixed = replace(layer, k=quantise(kernel, layer.k, 8))
+    with pytest.raises(ValueError, match="q, k, v of layer 0 must be quantised together"):
+        replace(model, layers=[mixed]).decoder(kernel)

@@ -88,6 +88,41 @@ def test_a_row_does_not_depend_on_the_others(kernel: FewRowsKernel, out_features
 
 
 @needs_kernel
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("out_features", "in_features"), SHAPES)
+def test_a_narrow_weight_gives_the_bits_of_the_widened_one(
+    kernel: FewRowsKernel, out_features: int, in_features: int, dtype: torch.dtype
+) -> None:
+    """With rows of float32; with rows of its own type the sums are rounded once."""
+    weight, bias = normal(out_features, in_features).to(dtype), normal(out_features, seed=1).to(dtype)
+    rows = normal(MAX_NATIVE_ROWS, in_features, seed=2).to(dtype)
+    rows[-1, -1] = torch.nan
+    for num_rows in (1, 2, 3, 5, 8, 16, MAX_NATIVE_ROWS):
+        some = rows[-num_rows:].contiguous()
+        wide = product(kernel, weight.float(), bias.float(), some.float())
+        mixed = product(kernel, weight, bias.float(), some.float())
+        assert torch.equal(mixed.nan_to_num(), wide.nan_to_num()) and mixed[-1].isnan().all(), num_rows
+        got = product(kernel, weight, bias, some)
+        assert got.dtype is dtype and torch.equal(got.nan_to_num(), wide.to(dtype).nan_to_num()), num_rows
+        assert got[-1].isnan().all()
+
+
+@needs_kernel
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rounding_as_torch_rounds(dtype: torch.dtype) -> None:
+    """To the nearest, of two as near to the even one; denormal, huge and infinite numbers too."""
+    kernel = load_kernel()
+    assert kernel is not None
+    special = torch.tensor(
+        [0.0, -0.0, 1e-40, -3e-8, 6e-8, 65519.0, 65520.0, 1e30, 3.39e38, 3.4e38, torch.inf, -torch.inf]
+    )
+    steps = 1 + torch.arange(4096) * 2.0**-13  # of which many are in the middle between two
+    numbers = torch.cat([special, steps, -steps, normal(4096) * 1e-3])
+    got = product(kernel, numbers[:, None].contiguous(), None, torch.ones(1, 1, dtype=dtype))[0]
+    assert torch.equal(got, numbers.to(dtype))
+
+
+@needs_kernel
 def test_results_do_not_depend_on_the_number_of_threads(kernel: FewRowsKernel, num_threads: None) -> None:
     weight, rows = normal(1000, 384), normal(5, 384, seed=1)
     results = []
@@ -116,7 +151,8 @@ def test_what_the_kernel_refuses() -> None:
         (weight, None, normal(0, 20)),
         (weight, None, normal(4, 10)),
         (weight.double(), None, rows.double()),
-        (weight.bfloat16(), None, rows),
+        (weight, normal(6).bfloat16(), rows),
+        (weight, normal(6), rows.bfloat16()),
         (normal(20, 6).t(), None, rows),
         (weight, None, normal(20, 4).t()),
         (weight, normal(12)[::2], rows),
@@ -267,6 +303,8 @@ def test_a_cache_folder_that_cannot_be_used(
     cache_folder.chmod(0o777)
     kernel, lines = load(caplog)
     assert kernel is None and len(lines) == 1 and "can be written by other users" in lines[0]
+    assert f"chmod go-w {cache_folder}" in lines[0], "the command that mends it"
+    assert [record.levelname for record in caplog.records] == ["WARNING"], "said without a change of the log level"
     cache_folder.chmod(stat.S_IRWXU)
 
     def full(file: Path) -> None:

@@ -21,10 +21,12 @@ from mmspec.drafters.block.dspark_head import DsparkHead
 from mmspec.drafters.block.flash import FlashDrafter, FlashHead
 from mmspec.drafters.checkpoints.export import EXPORT_FORMATS, export_head, refusal
 from mmspec.drafters.checkpoints.format import HeadMetadata, compact, save_head
-from mmspec.drafters.checkpoints.published import PUBLISHED_DRAFTERS, load_published
+from mmspec.drafters.checkpoints.published import load_published
+from mmspec.drafters.checkpoints.published_heads import PUBLISHED_DRAFTERS
 from mmspec.drafters.eagle.base import HeadDrafter
 from mmspec.drafters.eagle.drafter import EagleDrafter
-from mmspec.drafters.eagle.head import Eagle3Head, EagleHead, HeadConfig
+from mmspec.drafters.eagle.eagle3_head import Eagle3Head
+from mmspec.drafters.eagle.head import EagleHead, HeadConfig
 from mmspec.drafters.registry import build_drafter
 from mmspec.engine.tree import root_only
 from mmspec.interfaces import Prompt, SharedEmbeddings, TargetInfo, VerifyResult
@@ -146,6 +148,7 @@ def test_eagle3_equals_the_slow_reader(
     else:
         assert named == [layer - (format_name == "sglang") for layer in layers]
     assert reader.config["norm_before_residual"] is False
+    assert load_published(tmp_path, TARGET).visual_mode == ("coupled" if format_name == "sglang" else "placeholder")
     if format_name != "sglang":  # what we write, we read
         again = load_published(tmp_path, TARGET)
         assert again.hidden_state_indices == layers
@@ -239,7 +242,6 @@ def test_dflash_heads_are_read(kind: str, embeddings: SharedEmbeddings, tmp_path
         ({"aux_hidden_state_layer_ids": [1, 3]}, (), "fc.weight must be"),
         ({"draft_vocab_size": 20}, (), "draft_vocab_size is 20 of 48, but the map d2t is missing"),
         ({"markov_head_type": "rnn"}, (), "markov_head_type 'rnn' is not supported"),
-        ({"dflash_config": {"causal": True}}, (), "dflash_config.causal is not supported"),
         ({}, ("norm.weight",), "a DSpark head lacks norm.weight"),
     ],
 )
@@ -261,7 +263,7 @@ def test_block_heads_that_do_not_fit(
         ("speculators", {"norm_before_residual": None}, "norm_before_residual is missing"),
         ("speculators", {"target_hidden_size": 64}, "hidden_size 64"),
         ("vllm", {"target_hidden_size": 64}, "hidden_size 64"),
-        ("vllm", {"hidden_size": 64}, "hidden_size"),
+        ("vllm", {"hidden_size": 64}, r"must be \[.*\] for this config; got \["),
         ("vllm", {"eagle_aux_hidden_state_layer_ids": [2, 4, 12]}, r"eagle_aux_hidden_state_layer_ids \[2, 4, 12\]"),
         (
             "vllm",
@@ -269,7 +271,11 @@ def test_block_heads_that_do_not_fit(
             "eagle_aux_hidden_state_layer_ids names 2 hidden states",
         ),
         ("vllm", {"draft_vocab_size": 30}, r"d2t must be \[30\], as draft_vocab_size says"),
-        ("vllm", {"rope_scaling": {"type": "mrope", "mrope_section": [2, 1, 1]}}, "rope_scaling.mrope_section"),
+        ("vllm", {"rope_scaling": {"type": "mrope", "mrope_section": [2, 1, 2]}}, r"mrope_section .* got \[2, 1, 2\]"),
+        ("vllm", {"rope_scaling": {"type": "mrope"}}, "needs a mrope_section"),
+        ("vllm", {"rope_parameters": {"mrope_section": "4"}}, "mrope_section must be a list of integers, one per axis"),
+        ("vllm", {"rope_scaling": {"mrope_interleaved": 1}}, "mrope_interleaved must be true or false"),
+        ("vllm", {"visual_mode": "decoupled"}, "visual_mode .* got 'decoupled'"),
     ],
 )
 def test_eagle3_heads_that_do_not_fit(format_name: str, changes: dict[str, Any], problem: str, tmp_path: Path) -> None:
@@ -301,8 +307,23 @@ def test_what_no_engine_serves(embeddings: SharedEmbeddings, tmp_path: Path) -> 
     assert refusal(build("eagle3"), LLAVA, "vllm") is None and refusal(build("eagle3"), TARGET, "sglang") is None
     normed = build("eagle3", norm_before_residual=True)
     assert "norm_before_residual" in str(refusal(normed, TARGET, "sglang")) and refusal(normed, TARGET, "vllm") is None
+    for trained, served in (
+        ("coupled", "sglang"),
+        ("placeholder", "vllm"),
+        ("mixed", "sglang vllm"),
+        (None, "sglang vllm"),
+    ):
+        head = build("eagle3")
+        head.trained_visual_mode = trained
+        for format_name in EXPORT_FORMATS:
+            reason = refusal(head, TARGET, format_name)
+            is_served = format_name in served or (format_name == "speculators" and "vllm" in served)
+            assert reason is None if is_served else f"trained with {trained}" in str(reason)
     for layers in ((4, 2, 5), (0, 2, 4), (2, 4, 8)):
         assert f"--layers {','.join(map(str, layers))}" in str(refusal(build("eagle3", layers), TARGET, "vllm"))
+    assert "a head with fc_norm is read from" in str(refusal(build("eagle3", fc_norm=True), TARGET, "vllm"))
+    windows = build("dspark", sliding_windows=(4, 0))
+    assert "a head with sliding_windows is read from" in str(refusal(windows, TARGET, "vllm"))
     assert "layout of its own" in str(refusal(build("dspark"), TARGET, "sglang"))
     text_only = DsparkDrafter(build("dspark").head, "text_only", num_layers=N)  # type: ignore[arg-type]
     assert "'text_only'" in str(refusal(text_only, TARGET, "vllm"))

@@ -22,13 +22,15 @@ from mmspec.cpu import native
 from mmspec.cpu.draft_types import DraftStruct
 from mmspec.cpu.layers import DecoderStruct, LayerStruct
 from mmspec.cpu.native import FewRowsKernel, load_kernel
+from mmspec.cpu.weights import WeightStruct
 from mmspec.drafters.block.dspark import DsparkDrafter
 from mmspec.drafters.block.dspark_head import DsparkHead
 from mmspec.drafters.block.flash import FlashDrafter, FlashHead
 from mmspec.drafters.eagle import native as native_draft
 from mmspec.drafters.eagle.base import HeadDrafter
 from mmspec.drafters.eagle.drafter import EagleDrafter
-from mmspec.drafters.eagle.head import Eagle3Head, EagleHead, HeadConfig
+from mmspec.drafters.eagle.eagle3_head import Eagle3Head
+from mmspec.drafters.eagle.head import EagleHead, HeadConfig
 from mmspec.drafters.eagle.native import NativeDraft
 from mmspec.engine.tree import DraftTree
 from mmspec.interfaces import Prompt
@@ -360,8 +362,8 @@ def test_batches_beyond_the_kernel(best_kernel: None, target: FakeTarget, calls:
 def test_structs_are_as_large_as_in_the_library(kernel: FewRowsKernel) -> None:
     library = native._load_library()
     library.few_rows_struct_bytes.restype = ctypes.c_int64
-    sizes = [ctypes.sizeof(struct) for struct in (DecoderStruct, LayerStruct, DraftStruct)]
-    assert [library.few_rows_struct_bytes(number) for number in range(3)] == sizes
+    sizes = [ctypes.sizeof(struct) for struct in (DecoderStruct, LayerStruct, DraftStruct, WeightStruct)]
+    assert [library.few_rows_struct_bytes(number) for number in range(4)] == sizes
 
 
 BUGS = {
@@ -372,7 +374,7 @@ BUGS = {
     "ids of the draft vocabulary as the target's": ("eagle3, draft", "g->ids[r] = h->ids ?", "h->ids ?", "0 ?"),
     "one rotary position for a whole block": ("dspark", "g->s.positions[r] = h->positions[b] + r % K;", "r % K", "0"),
     "the confidence of the position before": ("dspark", "+ h->first_position + level;", "+ level", "+ level - !!level"),
-    "keys of a layer over those of another": ("dspark", "kv[] = {{l->k,", "{{l->k", "{{d->layers->k"),
+    "keys of a layer over those of another": ("dspark", "kv[] = {{&l->k,", "{{&l->k", "{{&d->layers->k"),
 }
 """{what is wrong: (first letters of the kind of head, text in a source, part of it, replacement)}"""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,16 @@ def rms_norm(vector: Tensor, weight: Tensor, eps: float) -> Tensor:
     return vector / (vector.pow(2).mean() + eps).sqrt() * weight
 
 
-def rotate(heads: Tensor, position: int, theta: float) -> Tensor:
-    """[H, d] the first half of each vector is the real part, the second the imaginary one."""
+def rotate(heads: Tensor, position: int | Sequence[int], theta: float) -> Tensor:
+    """[H, d] the first half of each vector is the real part, the second the imaginary one.
+
+    Args:
+        heads: [H, d].
+        position: one for all frequencies, or the position of each of them.
+        theta: base.
+    """
     half = heads.shape[-1] // 2
-    angles = position / theta ** (torch.arange(half, dtype=torch.float64) / half)
+    angles = torch.tensor(position) / theta ** (torch.arange(half, dtype=torch.float64) / half)
     rotation = torch.polar(torch.ones_like(angles), angles)
     turned = torch.complex(heads[:, :half].double(), heads[:, half:].double()) * rotation
     return torch.cat((turned.real, turned.imag), dim=-1).float()
@@ -36,11 +43,11 @@ def rotate(heads: Tensor, position: int, theta: float) -> Tensor:
 
 def attend(queries: Tensor, cache: Cache) -> Tensor:
     """[H * d] attention of [H, d] queries to all of a cache."""
-    groups = len(queries) // len(cache[0][0])
-    outputs = []
+    keys, values = (torch.stack(parts) for parts in zip(*cache, strict=True))
+    groups, outputs = len(queries) // keys.shape[1], []
     for head, query in enumerate(queries):
-        scores = torch.stack([keys[head // groups] @ query / math.sqrt(len(query)) for keys, _ in cache])
-        outputs.append(scores.softmax(0) @ torch.stack([values[head // groups] for _, values in cache]))
+        scores = keys[:, head // groups] @ query / math.sqrt(len(query))
+        outputs.append(scores.softmax(0) @ values[:, head // groups])
     return torch.cat(outputs)
 
 
@@ -59,9 +66,10 @@ class SlowReader:
         weights = load_file(folder / "model.safetensors")
         self.weights = {name.replace("midlayer.", "layers.0."): value.float() for name, value in weights.items()}
         self.eps = self.layer_config["rms_norm_eps"]
-        self.head_dim = self.layer_config["head_dim"]
+        sizes = self.layer_config["hidden_size"], self.layer_config["num_attention_heads"]
+        self.head_dim = self.layer_config.get("head_dim") or sizes[0] // sizes[1]
         parameters = self.layer_config.get("rope_parameters") or {}
-        self.theta = self.layer_config.get("rope_theta") or parameters["rope_theta"]
+        self.theta = float(self.layer_config.get("rope_theta") or parameters.get("rope_theta") or 10000.0)
 
     def linear(self, name: str, vector: Tensor) -> Tensor:
         """A projection, with its bias if it has one."""

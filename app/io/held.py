@@ -1,0 +1,74 @@
+"""Content that is read once: what is decoded and captioned is what is stored beside the caption."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import IO, Any
+
+from mmspec.app.io.content import ByteRange, Content, InlineBytes, Pictures
+from mmspec.app.io.images import ImageError, Media, check_file
+from mmspec.app.io.item import Item
+
+MAX_BYTES_IN_MEMORY = 4 << 20
+"""Larger content waits in a temporary file until its row is written."""
+
+
+@dataclass(frozen=True, slots=True)
+class _TemporaryBytes:
+    """Bytes in a file without a name: it ends with the process, however that ends."""
+
+    file: IO[bytes]
+    size: int
+    num_bytes: int = 0
+
+    def read(self) -> bytes:
+        return os.pread(self.file.fileno(), self.size, 0)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return InlineBytes, (self.read(),)
+
+
+def hold(item: Item) -> Item:
+    """The item with the bytes of its picture or clip.
+
+    Raises:
+        ImageError: they cannot be read, or are more than can be stored.
+    """
+    if item.content is None:
+        check_file(item.path)
+    content = item.content or ByteRange(str(item.path))
+    parts = content.parts if isinstance(content, Pictures) else (content,)
+    try:
+        held = tuple(_held(part.read()) for part in parts)
+    except ImageError as error:
+        if error.kind != "TooLarge":
+            raise
+        hint = "other formats than webdataset do not store it" if item.content is None else "cut or compress it"
+        raise ImageError("TooLarge", f"{error}: {hint}") from error
+    return replace(item, content=Pictures(held) if isinstance(content, Pictures) else held[0])
+
+
+def _held(data: bytes) -> Content:
+    if len(data) <= MAX_BYTES_IN_MEMORY:
+        return InlineBytes(data)
+    file = tempfile.TemporaryFile()  # noqa: SIM115  # open until the row is written
+    file.write(data)
+    file.flush()
+    return _TemporaryBytes(file, len(data))
+
+
+def decode_held(item: Item, decode: Callable[[Item], Media], keep: bool) -> tuple[Item, Media]:
+    """What `decode` makes of an item, and the item; with `keep` it holds the very bytes that were decoded.
+
+    Raises:
+        ImageError: it cannot be read or decoded.
+    """
+    with item.locate_errors():
+        item = hold(item) if keep else item
+    return item, decode(item)
+
+
+__all__ = ["MAX_BYTES_IN_MEMORY", "decode_held", "hold"]

@@ -1,0 +1,45 @@
+"""Text of rows that every output can hold: valid Unicode, of limited length.
+
+JSON may hold one half of a surrogate pair, and file systems names that are not UTF-8; neither can be written as UTF-8,
+and no tokenizer takes it. Prompts with it are errors, names and ids are escaped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+MAX_PROMPT_CHARS = 1 << 16
+"""Characters of the prompt of a row."""
+
+
+def is_valid(text: str) -> bool:
+    """Whether it can be encoded as UTF-8."""
+    return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def find_fault(text: str) -> str | None:
+    """Why a text is no prompt or answer, as the end of a sentence; None if it is one."""
+    if len(text) > MAX_PROMPT_CHARS:
+        return f"has {len(text)} characters; the limit is {MAX_PROMPT_CHARS}"
+    if not is_valid(text):
+        at = next(number for number, character in enumerate(text) if "\ud800" <= character <= "\udfff")
+        return f"is no valid Unicode: character {at} is {text[at]!a}, half of a surrogate pair; remove it"
+    return None
+
+
+def escaped(text: str) -> str:
+    """`text` with what is not valid Unicode as escape sequences: a name that is not UTF-8 becomes "a\\udcff.png"."""
+    return text if is_valid(text) else text.encode("utf-8", "backslashreplace").decode()
+
+
+def escaped_values(value: Any) -> Any:
+    """The same for all texts in a row."""
+    if isinstance(value, str):
+        return escaped(value)
+    if isinstance(value, Mapping):
+        return {key: escaped_values(one) for key, one in value.items()}
+    return [escaped_values(one) for one in value] if isinstance(value, list) else value
+
+
+__all__ = ["MAX_PROMPT_CHARS", "escaped", "escaped_values", "find_fault", "is_valid"]

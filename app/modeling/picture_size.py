@@ -1,0 +1,56 @@
+"""`--max-pixels`: larger pictures are shrunk, by the processor where it knows such a limit, else before it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from PIL import Image
+
+from mmspec.app.io.images import Media, Video
+
+if TYPE_CHECKING:
+    from transformers import ProcessorMixin
+
+
+def image_limits(processor: ProcessorMixin, max_pixels: int | None) -> dict[str, Any]:
+    """`images_kwargs` with which a processor shrinks pictures to `max_pixels` itself; empty if it has no such limit.
+
+    Those of the Qwen-VL kind do: they round to whole patches, so that a picture shrunk before would get another size.
+    Their `size` holds the smallest and the largest number of pixels under the names of edges.
+    """
+    image_processor = getattr(processor, "image_processor", None)
+    kwargs_type = getattr(image_processor, "valid_kwargs", None)
+    if max_pixels is None or "max_pixels" not in getattr(kwargs_type, "__annotations__", {}):
+        return {}
+    own = getattr(image_processor, "size", None) or {}
+    least, most = own.get("shortest_edge"), own.get("longest_edge")
+    if least is None or most is None:
+        return {}
+    return {"size": {"shortest_edge": min(least, max_pixels), "longest_edge": min(most, max_pixels)}}
+
+
+def shrink_media(media: Media, max_pixels: int, videos_only: bool = False) -> Media:
+    """The same with no picture or frame of more than `max_pixels`; those of a video have one size."""
+    if isinstance(media, Video):
+        return replace(media, frames=tuple(shrink(frame, max_pixels) for frame in media.frames))
+    if videos_only:
+        return media
+    if isinstance(media, Image.Image):
+        return shrink(media, max_pixels)
+    return [shrink(one, max_pixels) for one in media]
+
+
+def shrink(image: Image.Image, max_pixels: int) -> Image.Image:
+    """A picture of at most `max_pixels`, its aspect kept, by bicubic interpolation as processors do."""
+    width, height = image.size
+    if width * height <= max_pixels:
+        return image
+    scale = math.sqrt(max_pixels / (width * height))
+    new_width = min(max(1, int(width * scale)), max_pixels)
+    new_height = min(max(1, int(height * scale)), max_pixels // new_width)
+    return image.resize((new_width, new_height), Image.Resampling.BICUBIC, reducing_gap=3.0)
+
+
+__all__ = ["image_limits", "shrink", "shrink_media"]

@@ -1,0 +1,169 @@
+"""Settings of published DSpark and DFlash heads: each key where its trainers write it, flat or in `dflash_config`.
+
+`settings` are all keys of a config as one, those in `dflash_config` first.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from mmspec.drafters.checkpoints.rope import DEFAULT_THETA, rope_values
+from mmspec.interfaces import TargetInfo
+
+logger = logging.getLogger("mmspec")
+
+ANCHORED_ARCHITECTURES = {
+    "Lfm2DSparkDraftModel": True,
+    "Qwen3DSparkModel": True,
+    "Gemma4DSparkModel": True,
+    "DFlashDraftModel": False,
+    "DSparkDraftModel": False,
+}
+"""Class in a flat config -> whether it samples from the anchor where the config does not say (LiquidAI; DeepSeek's
+DSpark and DFlash for Qwen3 and Gemma 4; z-lab; SpecForge)."""
+OTHER_NETWORKS = {
+    "Gemma4DSparkModel": "its layers are Gemma 4's, with four norms, normalised values and attention without scale",
+    "DFlash2DraftModel": "DFlash 2 has convolutions and a selector of candidates",
+}
+"""Class in a config -> why its network is not read."""
+SUPPORTED_VALUES = {
+    "markov_head_type": "vanilla",
+    "projector_type": "dflash",
+    "attention_sink_bias": False,
+    "add_swa_attention_sink_bias": False,
+}
+"""Settings that change the network -> the value that is implemented, which is also the default."""
+FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
+
+
+def check_block_settings(settings: Mapping[str, Any]) -> None:
+    """Refuse settings that change the network and are not implemented."""
+    architectures = settings.get("architectures")
+    name = architectures[0] if isinstance(architectures, list) and architectures else ""
+    if name in OTHER_NETWORKS:
+        raise ValueError(f"architectures {name!r} is not supported: {OTHER_NETWORKS[name]}.")
+    for key, supported in SUPPORTED_VALUES.items():
+        if settings.get(key, supported) not in (supported, None):
+            raise ValueError(f"{key} {settings[key]!r} is not supported in a block drafter; {supported!r} is.")
+
+
+def samples_from_anchor(values: Mapping[str, Any], settings: Mapping[str, Any], block_size: int) -> bool:
+    """Whether the first position of a block predicts a token, by the key or by what wrote the config.
+
+    SGLang takes true where the key is missing, which is right for heads of DeepSeek and LiquidAI; DFlash of z-lab and
+    heads of SpecForge are anchored on a token that predicts nothing. A config of `speculators` has the number of tokens
+    that a block drafts.
+    """
+    if settings.get("sample_from_anchor") is not None:
+        return bool(settings["sample_from_anchor"])
+    if (kind := values.get("speculators_model_type")) is not None:
+        methods = (values.get("speculators_config") or {}).get("proposal_methods") or [{}]
+        num_tokens = methods[0].get("speculative_tokens") if isinstance(methods[0], Mapping) else None
+        if num_tokens in (block_size, block_size - 1):
+            return num_tokens == block_size
+        name, assumed = f"speculators_model_type {kind!r}", kind == "dspark"
+    else:
+        architectures = values.get("architectures")
+        name = architectures[0] if isinstance(architectures, list) and architectures else ""
+        if name in ANCHORED_ARCHITECTURES:
+            return ANCHORED_ARCHITECTURES[name]
+        name, assumed = f"architectures {name!r}", False
+    logger.warning(
+        "mmspec: sample_from_anchor is missing, and readers disagree on its default; for %s it is taken as %s",
+        name,
+        str(assumed).lower(),
+    )
+    return assumed
+
+
+def warn_missing_theta(values: Mapping[str, Any]) -> None:
+    """One line where the config of a layer has no base of the rotary embedding."""
+    if not values.get("rope_theta") and not rope_values(values).get("rope_theta"):
+        logger.warning(
+            "mmspec: rope_theta is missing, and readers disagree on its default (transformers 10000, vLLM 1000000); "
+            "it is taken as %g",
+            DEFAULT_THETA,
+        )
+
+
+def markov_rank(settings: Mapping[str, Any], weights: Mapping[str, Tensor]) -> int:
+    """`HeadConfig.markov_rank`: that of the table, which the key must name if it is there."""
+    table, rank = weights.get("markov_head.markov_w1.weight"), settings.get("markov_rank")
+    if table is None and rank:
+        raise ValueError(f"markov_rank is {rank}, but markov_head.markov_w1.weight is missing.")
+    if table is None:
+        return 0
+    found = table.shape[1] if table.dim() == 2 else 0
+    if rank is not None and rank != found:
+        raise ValueError(f"markov_rank is {rank}; markov_head.markov_w1.weight is {list(table.shape)}.")
+    return found
+
+
+def keep_confidence_head(weights: dict[str, Tensor], hidden_size: int) -> bool:
+    """Whether the head estimates acceptance from feature and token; one of features alone is taken out of `weights`."""
+    weight = weights.get("confidence_head.proj.weight")
+    if weight is None or weight.shape != (1, hidden_size):
+        return weight is not None
+    logger.info("mmspec: a confidence head without Markov features is not used; it does not change what is drafted")
+    del weights["confidence_head.proj.weight"]
+    weights.pop("confidence_head.proj.bias", None)
+    return False
+
+
+def block_attention(settings: Mapping[str, Any], num_layers: int) -> tuple[tuple[int, ...], tuple[bool, ...]]:
+    """`sliding_windows` and `causal_layers` of `HeadConfig`.
+
+    Layers with a window are causal within the block unless the config says otherwise (z-lab, vLLM, `speculators`).
+    """
+    layer_types = settings.get("layer_types") or [FULL_ATTENTION] * num_layers
+    if not isinstance(layer_types, list) or len(layer_types) != num_layers:
+        raise ValueError(f"layer_types must have {num_layers} entries, one for each layer; got {layer_types!r:.80}.")
+    if unknown := set(layer_types) - {FULL_ATTENTION, SLIDING_ATTENTION}:
+        raise ValueError(f"layer_types {min(map(str, unknown))!r} is not supported in a block drafter.")
+    slides = [kind == SLIDING_ATTENTION for kind in layer_types]
+    if settings.get("use_swa") and not any(slides):
+        slides, is_causal = [True] * num_layers, [False] * num_layers
+    else:
+        is_causal = list(slides) if not settings.get("sliding_window_non_causal") else [False] * num_layers
+    override = next((settings[key] for key in ("is_causal", "causal") if settings.get(key) is not None), None)
+    if override is not None:
+        is_causal = [bool(override)] * num_layers
+    window = settings.get("swa_window_size") or settings.get("sliding_window")
+    if not any(slides):
+        return (), tuple(is_causal) if any(is_causal) else ()
+    if isinstance(window, bool) or not isinstance(window, int) or window < 1:
+        raise ValueError(f"sliding_window must be a number of positions for layer_types {layer_types}; got {window!r}.")
+    windows = tuple(window if flag else 0 for flag in slides)
+    return windows, tuple(is_causal) if any(is_causal) else ()
+
+
+def hidden_state_layers_of(settings: Mapping[str, Any], target: TargetInfo) -> tuple[int, ...]:
+    """Indices of the hidden states: `aux_hidden_state_layer_ids` as they are, `target_layer_ids` one higher."""
+    key, offset = "aux_hidden_state_layer_ids", 0
+    layers = settings.get(key)
+    if layers is None:
+        key, offset = "target_layer_ids", 1
+        layers = settings.get(key)
+    if not isinstance(layers, list) or not layers:
+        raise ValueError(
+            "aux_hidden_state_layer_ids (or target_layer_ids) is missing in the config of a block drafter."
+        )
+    indices = tuple(layer + offset for layer in layers)
+    if min(indices) < 0 or max(indices) > target.num_layers:
+        raise ValueError(f"{key} {layers} are not all layers of this target, which has {target.num_layers}.")
+    return indices
+
+
+__all__ = [
+    "block_attention",
+    "check_block_settings",
+    "hidden_state_layers_of",
+    "keep_confidence_head",
+    "markov_rank",
+    "samples_from_anchor",
+    "warn_missing_theta",
+]

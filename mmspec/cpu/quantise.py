@@ -1,0 +1,68 @@
+"""Weights rounded to 8 or 4 bits for the compiled kernel, and back."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mmspec.cpu.native import FewRowsKernel
+from mmspec.cpu.weights import FLOAT_TYPES, GROUP, QUANTISED_TYPES, TILE_ROWS, QuantisedWeight, is_block
+
+
+def quantise(kernel: FewRowsKernel, weight: Tensor, bits: int, mean_squares: Tensor | None = None) -> QuantisedWeight:
+    """A weight rounded to whole numbers, with a scale for every 32 columns of a row.
+
+    Of eight scales that are tried for a group, the one of the smallest sum of `mean_squares` times squared error is
+    taken: with the mean squares of a layer's inputs, about the smallest error of its products.
+
+    Args:
+        kernel: the compiled kernel.
+        weight: [rows, cols], contiguous float32, bfloat16 or float16 on the CPU.
+        bits: 8 or 4.
+        mean_squares: [cols] at least 0; None if errors in all columns are as bad.
+
+    Returns:
+        The quantised weight. A group with a number that is not finite has the scale nan.
+
+    Raises:
+        ValueError: of other types, shapes or devices.
+    """
+    if bits not in QUANTISED_TYPES:
+        raise ValueError(f"bits must be one of {sorted(QUANTISED_TYPES)}; got {bits}")
+    if weight.dim() != 2 or not is_block(weight) or not weight.numel():
+        raise ValueError(
+            f"weight must be a contiguous matrix of {', '.join(map(str, FLOAT_TYPES))} on the CPU; got "
+            f"{list(weight.shape)} of {weight.dtype} on {weight.device}"
+        )
+    rows, cols = weight.shape
+    costs = None
+    if mean_squares is not None:
+        if mean_squares.shape != (cols,):
+            raise ValueError(f"mean_squares must have shape [{cols}]; got {list(mean_squares.shape)}")
+        costs = mean_squares.detach().to("cpu", torch.float32).contiguous()
+        if not bool((costs.isfinite() & (costs >= 0)).all()):
+            raise ValueError("mean_squares must be finite and at least 0; compute them from finite inputs")
+        costs = costs / costs.max().clamp(min=torch.finfo(torch.float32).tiny)  # sums of squares stay in range
+    num_numbers = -(-rows // TILE_ROWS) * TILE_ROWS * -(-cols // GROUP) * GROUP
+    data = torch.empty(num_numbers * bits // 8, dtype=torch.uint8, device="cpu")
+    scales = torch.empty(num_numbers // GROUP, dtype=torch.bfloat16, device="cpu")
+    quantised = QuantisedWeight(data, scales, rows, cols, bits)
+    kernel.quantise(weight, costs, quantised)
+    return quantised
+
+
+def dequantise(weight: QuantisedWeight) -> Tensor:
+    """[rows, cols] float32, the numbers that a quantised weight stands for."""
+    tiles, groups = -(-weight.rows // TILE_ROWS), -(-weight.cols // GROUP)
+    if weight.bits == 8:
+        parts = weight.data.view(torch.int8).view(tiles, groups, GROUP // 4, TILE_ROWS, 4).float()
+    else:
+        halves = weight.data.view(tiles, groups, GROUP // 8, 1, TILE_ROWS, 4)
+        parts = torch.cat([halves & 15, halves >> 4], 3).float().sub_(8).view(tiles, groups, GROUP // 4, TILE_ROWS, 4)
+    numbers = parts.permute(0, 3, 1, 2, 4).reshape(tiles, TILE_ROWS, groups, GROUP)
+    scales = weight.scales.float().view(tiles, groups, TILE_ROWS).transpose(1, 2)
+    wide = (numbers * scales[..., None]).view(tiles * TILE_ROWS, groups * GROUP)
+    return wide[: weight.rows, : weight.cols].contiguous()
+
+
+__all__ = ["dequantise", "quantise"]

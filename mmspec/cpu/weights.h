@@ -1,0 +1,71 @@
+/* A matrix of weights in any of the types that people load or that we quantise to, and numbers of 16 bits. */
+
+enum { FLOAT32, BFLOAT16, FLOAT16, INT8, INT4 }; /* `WEIGHT_TYPES` of weights.py */
+
+#define GROUP 32      /* columns that share a scale */
+#define TILE_ROWS 16  /* rows of a quantised weight that lie together */
+
+/* [rows, cols]. Float types lie row by row. INT8 and INT4 lie in tiles of TILE_ROWS rows, the last filled with zeros, and
+   within a tile in groups of GROUP columns, the last filled with zeros: [tile][group][column / 4][row][4] bytes of int8;
+   of INT4 [tile][group][column / 8][row][4] bytes, columns 0 to 3 of each eight in their low halves, 4 to 7 in their high
+   ones, plus 8. `data` is NULL where there is no weight. */
+typedef struct {
+  const void *data;
+  const uint16_t *scales; /* [tile][group][row] bfloat16 of INT8 and INT4; else NULL */
+  int64_t rows, cols, type;
+} weights;
+
+static inline int is_quantised(int64_t type) { return type >= INT8; }
+static inline int64_t num_groups(int64_t K) { return (K + GROUP - 1) / GROUP; }
+static inline int64_t float_bytes(int64_t type) { return type == FLOAT32 ? 4 : 2; }
+
+/* Bytes of `rows` rows, a multiple of TILE_ROWS for quantised types; scales not counted. */
+static inline int64_t bytes_of_rows(int64_t type, int64_t rows, int64_t K) {
+  if (!is_quantised(type)) return rows * K * float_bytes(type);
+  return rows * num_groups(K) * (type == INT8 ? GROUP : GROUP / 2);
+}
+
+static inline int64_t weight_bytes(const weights *w) { return w->data ? bytes_of_rows(w->type, w->rows, w->cols) : 0; }
+
+#define AVX2_INLINE __attribute__((always_inline, target("avx2,fma,f16c"))) static inline
+
+/* Four numbers rounded to a type, to the nearest, of two as near to the even one. */
+AVX2_INLINE __m128 round4(__m128 x, int64_t type) {
+  if (type == FLOAT16) return _mm_cvtph_ps(_mm_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+  if (type != BFLOAT16) return x;
+  const __m128i bits = _mm_castps_si128(x), odd = _mm_and_si128(_mm_srli_epi32(bits, 16), _mm_set1_epi32(1));
+  const __m128i up = _mm_add_epi32(bits, _mm_add_epi32(odd, _mm_set1_epi32(0x7fff)));
+  const __m128 rounded = _mm_castsi128_ps(_mm_and_si128(up, _mm_set1_epi32((int)0xffff0000u)));
+  return _mm_blendv_ps(rounded, _mm_set1_ps(NAN), _mm_cmpunord_ps(x, x));
+}
+
+/* Four numbers that have a type of 16 bits, in its bits. */
+AVX2_INLINE __m128i narrow4(__m128 x, int64_t type) {
+  if (type == FLOAT16) return _mm_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT);
+  const __m128i high = _mm_srli_epi32(_mm_castps_si128(x), 16);
+  return _mm_packus_epi32(high, high);
+}
+
+/* n numbers of a float type as float32. */
+__attribute__((target("avx2,fma,f16c"))) static void widen(const void *from, int64_t type, int64_t n, float *to) {
+  const uint16_t *const narrow = from;
+  int64_t i = 0;
+  if (type == FLOAT32) {
+    memcpy(to, from, (size_t)n * sizeof(float));
+    return;
+  }
+  for (; i + 8 <= n; i += 8) {
+    const __m128i v = _mm_loadu_si128((const __m128i *)(narrow + i));
+    const __m256i high = _mm256_slli_epi32(_mm256_cvtepu16_epi32(v), 16);
+    _mm256_storeu_ps(to + i, type == FLOAT16 ? _mm256_cvtph_ps(v) : _mm256_castsi256_ps(high));
+  }
+  for (; i < n; i++) {
+    const __m128i v = _mm_cvtsi32_si128(narrow[i]);
+    _mm_store_ss(to + i, type == FLOAT16 ? _mm_cvtph_ps(v) : _mm_castsi128_ps(_mm_slli_epi32(v, 16)));
+  }
+}
+
+/* One row of a weight of a float type as float32, such as an embedding. */
+static void widen_row(const weights *w, int64_t row, float *to) {
+  widen((const char *)w->data + bytes_of_rows(w->type, row, w->cols), w->type, w->cols, to);
+}

@@ -1,0 +1,88 @@
+"""Matrices of weights as compiled code reads them: in float32, bfloat16 or float16 where they lie, or quantised."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+FLOAT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""{dtype: its number in weights.h}"""
+QUANTISED_TYPES = {8: 3, 4: 4}
+"""{bits of a weight: its number in weights.h}"""
+GROUP = 32
+"""`GROUP` of weights.h: columns that share a scale."""
+TILE_ROWS = 16
+"""`TILE_ROWS` of weights.h: rows that lie together."""
+
+
+@dataclass(frozen=True)
+class QuantisedWeight:
+    """A weight [rows, cols] of 8 or 4 bits with a scale for every 32 columns of a row, in the layout of weights.h.
+
+    Attributes:
+        data: uint8, the whole numbers.
+        scales: bfloat16, one for each group.
+        rows: out features.
+        cols: in features.
+        bits: of a number: 8 (-127 to 127) or 4 (-8 to 7).
+    """
+
+    data: Tensor
+    scales: Tensor
+    rows: int
+    cols: int
+    bits: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[rows, cols]."""
+        return self.rows, self.cols
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of numbers and scales."""
+        return self.data.nbytes + self.scales.nbytes
+
+
+Weight = Tensor | QuantisedWeight
+"""A contiguous tensor [rows, cols] on the CPU of a type of `FLOAT_TYPES`, or a quantised one."""
+
+
+class WeightStruct(ctypes.Structure):
+    """`weights` of weights.h."""
+
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("rows", "cols", "type")),
+    ]
+
+
+def weight_struct(weight: Weight) -> WeightStruct:
+    """The struct of a weight, which must outlive it."""
+    rows, cols = weight.shape
+    if isinstance(weight, QuantisedWeight):
+        number = QUANTISED_TYPES[weight.bits]
+        return WeightStruct(weight.data.data_ptr(), weight.scales.data_ptr(), rows, cols, number)
+    return WeightStruct(weight.data_ptr(), None, rows, cols, FLOAT_TYPES[weight.dtype])
+
+
+def is_block(tensor: Tensor) -> bool:
+    """Whether a tensor is a contiguous block of a type of `FLOAT_TYPES` on the CPU."""
+    return tensor.dtype in FLOAT_TYPES and tensor.is_cpu and tensor.is_contiguous()
+
+
+__all__ = [
+    "FLOAT_TYPES",
+    "GROUP",
+    "QUANTISED_TYPES",
+    "TILE_ROWS",
+    "QuantisedWeight",
+    "Weight",
+    "WeightStruct",
+    "is_block",
+    "weight_struct",
+]

@@ -1,0 +1,193 @@
+"""The tensors of a folder of weights: their names without reading them, and the tensors themselves.
+
+One file or shards with an index, as safetensors or as a pickle, which is read with `weights_only=True`: names and bytes
+of tensors, never code. Whether a folder holds a draft head or a whole model is told by these names: configs of
+published heads name the class of a whole model. Knows nothing of either beyond that.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+
+SAFETENSORS_NAME, PICKLE_NAME = "model.safetensors", "pytorch_model.bin"
+WEIGHT_FILES = (SAFETENSORS_NAME, f"{SAFETENSORS_NAME}.index.json", PICKLE_NAME, f"{PICKLE_NAME}.index.json")
+"""In the order in which they are looked for."""
+MAX_INDEX_BYTES = 1 << 24
+MAX_SHARDS = 1024
+SHARD_NAME = re.compile(r"[\w-][\w.-]*\.(safetensors|bin)")
+MODEL_PREFIX = "model."
+"""Some heads are published with it (NVIDIA's), as part of the names of whole models."""
+HEAD_TENSOR = "fc.weight"
+"""A tensor of every published draft head, and of no language model of transformers."""
+
+
+def weights_file(folder: str | os.PathLike[str]) -> Path:
+    """The file or index with the weights of a folder.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    for name in WEIGHT_FILES:
+        if (file := Path(folder) / name).is_file():
+            return file
+    raise FileNotFoundError(f"{os.fspath(folder)} holds neither {SAFETENSORS_NAME} nor {PICKLE_NAME}, nor an index.")
+
+
+def tensor_names(folder: str | os.PathLike[str]) -> list[str]:
+    """Names of the tensors in a folder, from the header of its file or from its index.
+
+    Raises:
+        FileNotFoundError: there are no weights.
+        ValueError: the file is damaged, or a pickle that holds more than tensors.
+    """
+    file = weights_file(folder)
+    if file.suffix == ".json":
+        return list(_read_index(file))
+    if file.name == PICKLE_NAME:
+        return list(_read_pickle(file))
+    try:
+        with safe_open(file, "pt") as tensors:
+            return list(tensors.keys())
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{file} is damaged: {error}") from error
+
+
+def holds_head(folder: str | os.PathLike[str]) -> bool:
+    """Whether the weights of a folder are a draft head's, whatever class its config names.
+
+    Raises: as `tensor_names`.
+    """
+    names = tensor_names(folder)
+    return HEAD_TENSOR in names or f"{MODEL_PREFIX}{HEAD_TENSOR}" in names
+
+
+def missing_shards(folder: str | os.PathLike[str]) -> list[str]:
+    """Names of the files that a folder's index names and that are not there; [] without an index.
+
+    Raises: as `load_weights`.
+    """
+    file = weights_file(folder)
+    names = _shards(file, _read_index(file)) if file.suffix == ".json" else []
+    return [name for name in names if not file.with_name(name).is_file()]
+
+
+def load_weights(folder: str | os.PathLike[str]) -> dict[str, Tensor]:
+    """The tensors of a folder, on the CPU, of a file or of all shards, without `MODEL_PREFIX`.
+
+    Raises:
+        FileNotFoundError: no file, or a shard is missing.
+        ValueError: a file is damaged, a pickle holds more than tensors, or an index leads out of the folder.
+    """
+    file = weights_file(folder)
+    if file.suffix != ".json":
+        return _without_prefix(read_tensors(file))
+    index, weights = _read_index(file), dict[str, Tensor]()
+    for shard in _shards(file, index):
+        tensors = read_tensors(file.with_name(shard))
+        weights |= {name: value for name, value in tensors.items() if index.get(name) == shard}
+    if missing := sorted(set(index) - set(weights)):
+        raise ValueError(f"{file} names {missing[0]}, which {index[missing[0]]} does not hold.")
+    return _without_prefix(weights)
+
+
+def read_tensors(file: Path) -> dict[str, Tensor]:
+    """The tensors of one file, on the CPU.
+
+    Raises:
+        FileNotFoundError: the file is missing.
+        ValueError: it is damaged, or a pickle that holds more than tensors.
+    """
+    if not file.is_file():
+        raise FileNotFoundError(f"{file} is missing.")
+    if file.suffix != ".safetensors":
+        return _read_pickle(file)
+    try:
+        return load_file(file)
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{file} is damaged: {error}") from error
+
+
+def _read_pickle(file: Path) -> dict[str, Tensor]:
+    """The tensors of a pickle; those of today's format are mapped into memory, not read.
+
+    Raises:
+        ValueError: it is damaged, or holds more than tensors.
+    """
+    try:
+        try:
+            weights: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        except RuntimeError:  # the format before torch 1.6, which cannot be mapped
+            weights = torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise ValueError(f"{file} is not loaded: it is damaged, or holds more than tensors.") from error
+    except (AttributeError, EOFError, LookupError, OSError, RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(f"{file} is damaged: {' '.join(str(error).split())[:200]}") from error
+    if not isinstance(weights, dict) or not all(isinstance(value, Tensor) for value in weights.values()):
+        raise ValueError(f"{file} must hold a dict of tensors.")
+    return weights
+
+
+def _read_index(file: Path) -> dict[str, str]:
+    """Name of a tensor -> name of its file.
+
+    Raises:
+        ValueError: it is no index, or too large.
+    """
+    if file.stat().st_size > MAX_INDEX_BYTES:
+        raise ValueError(f"{file} must have at most {MAX_INDEX_BYTES} bytes; got {file.stat().st_size}.")
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+        names = values["weight_map"]
+        if not all(isinstance(shard, str) for shard in names.values()):
+            raise TypeError("a file's name must be a string")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{file} is not an index of weights: {type(error).__name__}: {str(error)[:100]}") from error
+    return dict(names)
+
+
+def _shards(file: Path, index: Mapping[str, str]) -> list[str]:
+    """The files that an index names, all of its own folder."""
+    shards = sorted(set(index.values()))
+    if len(shards) > MAX_SHARDS:
+        raise ValueError(f"{file} must name at most {MAX_SHARDS} files; got {len(shards)}.")
+    for shard in shards:
+        if not SHARD_NAME.fullmatch(shard):
+            raise ValueError(f"{file} must name files of its own folder, .safetensors or .bin; got {shard[:100]!r}.")
+    return shards
+
+
+def _without_prefix(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors without `MODEL_PREFIX`, where the weights are a head's with it."""
+    if f"{MODEL_PREFIX}{HEAD_TENSOR}" not in weights:
+        return dict(weights)
+    return dict(_renamed(weights))
+
+
+def _renamed(weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    for name, value in weights.items():
+        short = name.removeprefix(MODEL_PREFIX)
+        if short != name and short in weights:
+            raise ValueError(f"the weights hold both {short} and {name}.")
+        yield short, value
+
+
+__all__ = [
+    "HEAD_TENSOR",
+    "holds_head",
+    "load_weights",
+    "missing_shards",
+    "read_tensors",
+    "tensor_names",
+    "weights_file",
+]

@@ -1,0 +1,148 @@
+"""Every published layout drafts as its own code does: chains and logits of whole calls beside a slow reader of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import fuzz
+import pytest
+import tiny_models as tiny
+import torch
+from draft_rounds import DraftedCall, read_text, run_call
+from parity import generate_plain, get_model
+from published_heads import LAYOUTS, write_head
+from recorded_rounds import recording
+from slow_heads import SlowBlock, SlowEagle, SlowEagle3Head, SlowHead, SlowVispec
+from transformers import PreTrainedModel
+
+import mmspec
+from mmspec.app.cli.env import describe_drafter
+from mmspec.config import target_info
+from mmspec.cpu.native import load_kernel
+from mmspec.drafters.checkpoints.export import export_head
+from mmspec.drafters.checkpoints.published import load_published
+from mmspec.engine.graph import record_nothing
+from mmspec.targets.registry import find_adapter
+
+READERS: dict[str, Callable[..., SlowHead]] = {
+    "block": SlowBlock,
+    "eagle": SlowEagle,
+    "msd": SlowEagle,
+    "vispec": SlowVispec,
+    "eagle3": SlowEagle3Head,
+}
+NUM_TOKENS = 60
+
+
+def build_target(family: str) -> PreTrainedModel:
+    """A target of eight layers, so that the three hidden states of EAGLE-3 differ."""
+    return get_model(family, layers=8)
+
+
+def assert_drafts_as_read(call: DraftedCall, reader: SlowHead, row: int = 0) -> None:
+    """Whole chains in every round, and logits where the head ran in its own forward."""
+    rounds = call.rows[row]
+    for drafted in rounds:
+        is_known = len(drafted.logits) > 0
+        allowed = drafted.logits[0].isfinite() if is_known else torch.ones(len(reader.token_ids()), dtype=torch.bool)
+        tokens, logits = reader.chain(drafted.num_known, len(drafted.tokens), allowed)
+        if isinstance(reader, SlowBlock) and not reader.has_bias:  # a tree of the likeliest products, not a chain
+            assert tokens[0] == drafted.tokens[0], f"with {drafted.num_known} tokens known"
+        else:
+            assert tokens == drafted.tokens, f"with {drafted.num_known} tokens known"
+        if is_known:
+            assert int(allowed.sum()) > 0.75 * len(allowed)
+            difference = (logits - drafted.logits)[:, allowed].abs().max()
+            assert float(difference) < 1e-4, f"with {drafted.num_known} tokens known"
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_drafts_of_a_call_equal_the_slow_reader(name: str, tmp_path: Path) -> None:
+    layout = LAYOUTS[name]
+    model, folder = build_target(layout.family), write_head(tmp_path, layout)
+    inputs = tiny.build_inputs(model, 5, images=[2], num_text_tokens=(9, 12))
+    call = run_call(model, folder, inputs, num_tokens=NUM_TOKENS, native=False)
+    assert len(call.rows[0]) >= 50
+    reader = READERS[layout.kind](folder, read_text(model, inputs, call), **layout.options.get("reader", {}))
+    assert_drafts_as_read(call, reader)
+
+
+@pytest.mark.parametrize("name", ["EAGLE-3, SpecForge, M-RoPE", "EAGLE-3, AngelSlim, M-RoPE"])
+def test_axes_of_compiled_and_recorded_drafts(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind the prompt positions are on one axis, so that both draft the same."""
+    model, folder = build_target(LAYOUTS[name].family), write_head(tmp_path, LAYOUTS[name])
+    inputs = tiny.build_inputs(model, 5, images=[2], num_text_tokens=(9, 12))
+    expected = [one.tokens for one in run_call(model, folder, inputs, num_tokens=20, native=False).rows[0]]
+    if load_kernel() is not None:
+        compiled = run_call(model, folder, inputs, num_tokens=20, native=True)
+        assert compiled.num_native == 1 and [one.tokens for one in compiled.rows[0]] == expected
+    monkeypatch.setattr("mmspec.decode.can_fuse", lambda *args: False)
+    with recording(record_nothing) as recorder:
+        recorded = run_call(model, folder, inputs, num_tokens=20, native=False)
+    assert recorder.draft_replays > 20 and [one.tokens for one in recorded.rows[0]] == expected
+
+
+@pytest.mark.parametrize("name", ["EAGLE-3, SpecForge, M-RoPE", "EAGLE-3, AngelSlim, M-RoPE"])
+def test_axes_of_padded_rows(name: str, tmp_path: Path) -> None:
+    """Each row counts on its own: one with images, one of text alone."""
+    model, folder = build_target(LAYOUTS[name].family), write_head(tmp_path, LAYOUTS[name])
+    inputs = tiny.build_inputs(model, 5, batch=2, images=[2, 0], num_text_tokens=(6, 9))
+    assert not inputs["attention_mask"].all()
+    call = run_call(model, folder, inputs, num_tokens=8, native=False)
+    for row in range(2):
+        assert_drafts_as_read(call, SlowEagle3Head(folder, read_text(model, inputs, call, row)), row)
+
+
+def test_what_is_assumed_of_a_missing_key(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One line where the head's own code and the engines disagree; an exported head has the key."""
+    for name, is_assumed in (("M-RoPE", False), ("M-RoPE without its key", True)):
+        layout = LAYOUTS[f"EAGLE-3, AngelSlim, {name}"]
+        info = target_info(find_adapter(build_target(layout.family)), None)
+        caplog.clear()
+        drafter = load_published(write_head(tmp_path / name, layout), info)
+        assert ("mrope_interleaved is missing and taken as true" in caplog.text) is is_assumed
+        for format_name in ("vllm", "speculators"):
+            folder = tmp_path / f"{name} {format_name}"
+            export_head(folder, drafter, info, format_name)
+            config = load_published(folder, info).head.config
+            assert config.mrope_interleaved and config.mrope_section == drafter.head.config.mrope_section
+
+
+@pytest.mark.parametrize("name", ["EAGLE-3, SpecForge, M-RoPE", "EAGLE-3, AngelSlim, M-RoPE without its key"])
+def test_axes_and_placeholders_of_videos(name: str, tmp_path: Path) -> None:
+    """A video has a placeholder of its own, and positions in time."""
+    model, folder = build_target(LAYOUTS[name].family), write_head(tmp_path, LAYOUTS[name])
+    inputs = tiny.build_inputs(model, 4, images=[1], videos=[1], num_text_tokens=(9, 12))
+    assert {model.config.image_token_id, model.config.video_token_id} <= set(inputs["input_ids"][0].tolist())
+    call = run_call(model, folder, inputs, num_tokens=12, native=False)
+    assert_drafts_as_read(call, SlowEagle3Head(folder, read_text(model, inputs, call)))
+
+
+@pytest.mark.parametrize("compressor", ["pool:3", "stride:3"])
+def test_axes_of_compressed_images(compressor: str, tmp_path: Path) -> None:
+    """What a compressor keeps has a position of the prompt, hence its three axes."""
+    layout = LAYOUTS["EAGLE-3, AngelSlim, M-RoPE"]
+    model, folder = build_target(layout.family), write_head(tmp_path, layout)
+    inputs = tiny.build_inputs(model, 5, images=[2], num_text_tokens=(6, 9))
+    plain = generate_plain(model, inputs, max_new_tokens=8)
+    with fuzz.patch_model(model, str(folder), tree_size=6, compressor=compressor):
+        assert torch.equal(generate_plain(model, inputs, max_new_tokens=8), plain)
+        stats = mmspec.stats(model)
+    assert stats.num_draft_tokens and 0 < stats.num_compressed_tokens < stats.num_visual_tokens
+
+
+@pytest.mark.parametrize(
+    ("config", "mode"), [({}, "placeholder"), *(({"visual_mode": mode}, mode) for mode in ("coupled", "text_only"))]
+)
+def test_image_positions_and_their_name(config: dict[str, str], mode: str, tmp_path: Path) -> None:
+    """The placeholder's embedding unless the head says otherwise, and which of both in `stats` and `mmspec env`."""
+    layout = LAYOUTS["EAGLE-3, EAGLE code"]
+    model, folder = build_target(layout.family), write_head(tmp_path / "head", layout, **config)
+    inputs = tiny.build_inputs(model, 5, images=[2], num_text_tokens=(9, 12))
+    call = run_call(model, folder, inputs, num_tokens=8, native=False)
+    assert call.stats.drafter == f"head ({mode})"
+    assert_drafts_as_read(call, SlowEagle3Head(folder, read_text(model, inputs, call)))
+    described = dict(describe_drafter(str(folder), find_adapter(model), None))
+    assert described["drafter"] == f"head ({mode})" and described["image positions"].startswith(mode)
+    assert "unknown drafter" in dict(describe_drafter("no-such", find_adapter(model), None))["drafter"]

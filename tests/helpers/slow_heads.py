@@ -1,0 +1,308 @@
+"""Published EAGLE-1/2, MSD, ViSpec and EAGLE-3 heads as their papers and trainers feed them, one position at a time.
+
+Row p pairs the target's hidden state at position p with the embedding of token p + 1. Written from the specification of
+each method, with the keys of its published configs; shares no code with the package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from slow_readers import Cache, SlowReader, attend, rotate
+from torch import Tensor
+
+Position = tuple[int, int, int]
+"""Time, height and width, as the target counts them."""
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """One text of a target with everything that a head may read of it.
+
+    Attributes:
+        ids: [T].
+        embeds: [T, D] as the target's first layer received them: at visual positions projected features.
+        states: of each index of transformers' `hidden_states`, [T, D].
+        is_visual: [T] bool.
+        positions: of each position, as the target counts them.
+        embedding: [V, D] of the target.
+        lm_head: [V, D] of the target.
+    """
+
+    ids: Tensor
+    embeds: Tensor
+    states: tuple[Tensor, ...]
+    is_visual: Tensor
+    positions: list[Position]
+    embedding: Tensor
+    lm_head: Tensor
+
+
+class SlowHead(SlowReader):
+    """A head that has read the rows of a text up to some position.
+
+    Attributes:
+        cache: keys and values of the rows so far.
+        last: [D] output at the last of them.
+    """
+
+    def __init__(self, folder: Path, text: Sequences) -> None:
+        super().__init__(folder)
+        self.text = text
+        self.cache = Cache()
+        self.last = torch.zeros(0)
+        self._num_rows = 0
+
+    # --- of each method -----------------------------------------------------------------------------------------------
+
+    def read_row(self, row: int) -> None:
+        """Append a row of the text to the cache."""
+        raise NotImplementedError
+
+    def draft_row(self, token: int, state: Tensor, row: int) -> Tensor:
+        """[D] output of a drafted token below a node with the output `state`, appended to the cache."""
+        raise NotImplementedError
+
+    def logits(self, state: Tensor) -> Tensor:
+        """[V'] of the token after a row with the output `state`."""
+        return self.text.lm_head @ state
+
+    def token_ids(self) -> list[int]:
+        """The target's id of each logit."""
+        return list(range(len(self.text.embedding)))
+
+    # --- of all -------------------------------------------------------------------------------------------------------
+
+    def chain(self, num_known: int, num_tokens: int, allowed: Tensor) -> tuple[list[int], Tensor]:
+        """A greedy chain after the first `num_known` tokens, and the logits [num_tokens, V'] that it comes from.
+
+        Args:
+            num_known: tokens of the text so far, at least as many as in the call before.
+            num_tokens: length of the chain.
+            allowed: [V'] bool, what may be drafted.
+        """
+        while self._num_rows < num_known - 1:
+            self.read_row(self._num_rows)
+            self._num_rows += 1
+        length, state, ids = len(self.cache), self.last, self.token_ids()
+        tokens, found = list[int](), list[Tensor]()
+        for index in range(num_tokens):
+            if index:
+                state = self.draft_row(tokens[-1], state, num_known - 2 + index)
+            found.append(self.logits(state))
+            tokens.append(ids[int(found[-1].where(allowed, torch.tensor(-torch.inf)).argmax())])
+        del self.cache[length:]
+        return tokens, torch.stack(found)
+
+    def layer(self, inputs: Tensor, residual: Tensor, position: int | Sequence[int]) -> Tensor:
+        """[D] output of the decoder layer, appended to the cache."""
+        queries, keys, values = (self.heads(f"layers.0.self_attn.{name}_proj", inputs) for name in "qkv")
+        self.cache.append((rotate(keys, position, self.theta), values))
+        outputs = attend(rotate(queries, position, self.theta), self.cache)
+        return self.feed_forward("layers.0", residual + self.linear("layers.0.self_attn.o_proj", outputs))
+
+
+class SlowEagle(SlowHead):
+    """EAGLE-1/2 and MSD: one layer over `fc` of [embedding ; state], the target's LM head, positions on one axis.
+
+    `model_type` says which of them: MSD's code names its targets, "llava" and "qwen2_vl".
+    """
+
+    def read_row(self, row: int) -> None:
+        embed, state = self.text.embeds[row + 1], self.text.states[-1][row]
+        is_msd = self.config["model_type"] in ("llava", "qwen2_vl")
+        is_bypassed = is_msd and bool(self.text.is_visual[row + 1])
+        self.last = self.step(embed if is_bypassed else self.linear("fc", torch.cat((embed, state))), row)
+
+    def draft_row(self, token: int, state: Tensor, row: int) -> Tensor:
+        return self.step(self.linear("fc", torch.cat((self.text.embedding[token], state))), row)
+
+    def step(self, inputs: Tensor, position: int) -> Tensor:
+        has_norm = "layers.0.input_layernorm.weight" in self.weights
+        return self.layer(self.norm("layers.0.input_layernorm", inputs) if has_norm else inputs, inputs, position)
+
+
+class SlowVispec(SlowEagle):
+    """ViSpec: an image becomes the last few of its positions and a vector in the state of all text after it."""
+
+    def __init__(self, folder: Path, text: Sequences) -> None:
+        super().__init__(folder, text)
+        self.image = torch.zeros(text.embeds.shape[1])
+        self._span: list[int] = []  # rows of the image that is being read
+
+    def read_row(self, row: int) -> None:
+        if self.text.is_visual[row + 1]:
+            self._span.append(row)
+            return
+        if self._span:
+            compressed = self.adapt(self.text.embeds[[one + 1 for one in self._span]])
+            for vector, position in zip(compressed[:-1], self._span[1 - len(compressed) :], strict=True):
+                self.step(vector, position)
+            self.image, self._span = compressed[-1], []
+        self.last = self.text_row(self.text.embeds[row + 1], self.text.states[-1][row], row)
+
+    def draft_row(self, token: int, state: Tensor, row: int) -> Tensor:
+        return self.text_row(self.text.embedding[token], state, row)
+
+    def text_row(self, embed: Tensor, state: Tensor, position: int) -> Tensor:
+        mixed = self.linear("img_fc", torch.cat((state, self.image)))
+        return self.step(self.linear("fc", torch.cat((embed, mixed))), position)
+
+    def adapt(self, embeds: Tensor) -> Tensor:
+        """[Q, D] of an image's embeddings [N, D]."""
+        queries = self.weights["imadpt.q"]
+        keys, values = (
+            torch.stack([self.linear(f"imadpt.{name}_proj", embed) for embed in embeds]).view(
+                len(embeds), *queries[0].shape
+            )
+            for name in "kv"
+        )
+        outputs = []
+        for query in queries:
+            heads = []
+            for head, vector in enumerate(query):
+                scores = keys[:, head] @ vector / len(vector) ** 0.5
+                heads.append(scores.softmax(0) @ values[:, head])
+            outputs.append(self.linear("imadpt.o_proj", torch.cat(heads)))
+        return torch.stack(outputs)
+
+
+class SlowEagle3Head(SlowHead):
+    """EAGLE-3 of the EAGLE code, speculators, SpecForge and AngelSlim.
+
+    The embedding of a visual position is that of its placeholder token, as all of them train and vLLM serves it, unless
+    the config has the `visual_mode` "coupled". With a `mrope_section` the rotary positions are the target's: SpecForge
+    gives each axis one range of frequencies, AngelSlim takes turns whatever its config says.
+    """
+
+    def read_row(self, row: int) -> None:
+        mode, num_layers = self.config.get("visual_mode", "placeholder"), len(self.text.states) - 1
+        if mode == "text_only" and self.text.is_visual[row + 1]:
+            return
+        layers = self.config.get("eagle_aux_hidden_state_layer_ids") or (2, num_layers // 2, num_layers - 3)
+        state = self.linear("fc", torch.cat([self.text.states[layer][row] for layer in layers]))
+        is_placeholder = mode == "placeholder"  # "coupled": as SGLang feeds it
+        embed = self.text.embedding[self.text.ids[row + 1]] if is_placeholder else self.text.embeds[row + 1]
+        self.last = self.step(embed, state, row)
+
+    def draft_row(self, token: int, state: Tensor, row: int) -> Tensor:
+        return self.step(self.text.embedding[token], state, row)
+
+    def step(self, embed: Tensor, state: Tensor, row: int) -> Tensor:
+        normed = self.norm("layers.0.hidden_norm", state)
+        inputs = torch.cat((self.norm("layers.0.input_layernorm", embed), normed))
+        return self.layer(inputs, normed if self.config.get("norm_before_residual") else state, self.position(row))
+
+    def position(self, row: int) -> int | list[int]:
+        """The number of a row, or what each rotary frequency counts."""
+        rope = {**(self.layer_config.get("rope_scaling") or {}), **(self.layer_config.get("rope_parameters") or {})}
+        section = rope.get("mrope_section")
+        if section is None:
+            return row
+        known = self.text.positions
+        beyond = max(0, row - len(known) + 1)  # drafts past the end of the text, which are text
+        position = [axis + beyond for axis in known[min(row, len(known) - 1)]]
+        is_interleaved = rope.get("mrope_interleaved") or "Eagle3LlamaForCausalLM" in self.config["architectures"]
+        counts = []
+        for index in range(self.head_dim // 2):
+            if is_interleaved:
+                axis = 1 if index % 3 == 1 and index < 3 * section[1] else 0
+                axis = 2 if index % 3 == 2 and index < 3 * section[2] else axis
+            else:
+                axis = 0 if index < section[0] else 1 if index < section[0] + section[1] else 2
+            counts.append(position[axis])
+        return counts
+
+    def logits(self, state: Tensor) -> Tensor:
+        return self.linear("lm_head", self.norm("norm", state))
+
+    def token_ids(self) -> list[int]:
+        offsets = self.weights["d2t"].long().tolist()
+        return [index + offset for index, offset in enumerate(offsets)]
+
+
+class SlowBlock(SlowHead):
+    """DFlash and DSpark: a block of mask tokens behind the last token, whose positions see the context and each other.
+
+    Attributes:
+        from_anchor: whether the last token's own position predicts a token too.
+        is_neox: whether a vector is rotated in halves, not in pairs of neighbours.
+        layer_offset: hidden state of transformers that layer 0 of the config's list is.
+    """
+
+    def __init__(self, folder: Path, text: Sequences, from_anchor: bool, is_neox: bool, layer_offset: int) -> None:
+        super().__init__(folder, text)
+        self.from_anchor = from_anchor
+        self.is_neox = is_neox
+        keys = {**self.layer_config, **self.config, **self.config.get("dflash_config", {})}
+        layers = keys.get("target_layer_ids") or keys["aux_hidden_state_layer_ids"]
+        self.layers = [layer + layer_offset for layer in layers]
+        self.mask: int = keys["mask_token_id"]
+        self.block_size: int = keys["block_size"]
+        self.caches = [Cache() for _ in range(self.layer_config["num_hidden_layers"])]
+
+    def read_row(self, row: int) -> None:
+        state = torch.cat([self.text.states[layer][row] for layer in self.layers])
+        feature = self.norm("hidden_norm", self.linear("fc", state))
+        for index, cache in enumerate(self.caches):
+            cache.append(self.keys_values(index, feature, row))
+
+    def keys_values(self, layer: int, row: Tensor, position: int) -> tuple[Tensor, Tensor]:
+        keys = self.turn(self.normed_heads(layer, "k", row), position)
+        return keys, self.heads(f"layers.{layer}.self_attn.v_proj", row)
+
+    def normed_heads(self, layer: int, name: str, row: Tensor) -> Tensor:
+        heads = self.heads(f"layers.{layer}.self_attn.{name}_proj", row)
+        return torch.stack([self.norm(f"layers.{layer}.self_attn.{name}_norm", head) for head in heads])
+
+    def turn(self, heads: Tensor, position: int) -> Tensor:
+        if self.is_neox:
+            return rotate(heads, position, self.theta)
+        halves = torch.cat((heads[:, 0::2], heads[:, 1::2]), dim=1)
+        first, second = rotate(halves, position, self.theta).chunk(2, dim=1)
+        return torch.stack((first, second), dim=2).flatten(1)
+
+    def chain(self, num_known: int, num_tokens: int, allowed: Tensor) -> tuple[list[int], Tensor]:
+        """See `SlowHead`; the logits are those without the correction by the token before."""
+        while self._num_rows < num_known - 1:
+            self.read_row(self._num_rows)
+            self._num_rows += 1
+        anchor = int(self.text.ids[num_known - 1])
+        rows = [self.text.embedding[token] for token in (anchor, *[self.mask] * (self.block_size - 1))]
+        for index, cache in enumerate(self.caches):
+            normed = [self.norm(f"layers.{index}.input_layernorm", row) for row in rows]
+            positions = [num_known - 1 + slot for slot in range(len(rows))]
+            keys = cache + [self.keys_values(index, *pair) for pair in zip(normed, positions, strict=True)]
+            for slot, (row, position) in enumerate(zip(normed, positions, strict=True)):
+                outputs = attend(self.turn(self.normed_heads(index, "q", row), position), keys)
+                rows[slot] = rows[slot] + self.linear(f"layers.{index}.self_attn.o_proj", outputs)
+            rows = [self.feed_forward(f"layers.{index}", row) for row in rows]
+        outputs = [self.norm("norm", row) for row in rows][int(not self.from_anchor) :]
+        lm_head = self.weights.get("lm_head.weight", self.text.lm_head)
+        found, tokens, ids = [lm_head @ output for output in outputs], list[int](), self.token_ids()
+        for logits in found:
+            biased = logits + self.bias(tokens[-1] if tokens else anchor)
+            tokens.append(ids[int(biased.where(allowed, torch.tensor(-torch.inf)).argmax())])
+        return tokens[:num_tokens], torch.stack(found)
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether a token depends on the one before, so that the tree of a drafter is a chain."""
+        return "markov_head.markov_w1.weight" in self.weights
+
+    def bias(self, token: int) -> Tensor:
+        """[V'] of the token before."""
+        if not self.has_bias:
+            return torch.zeros(1)
+        return self.weights["markov_head.markov_w2.weight"] @ self.weights["markov_head.markov_w1.weight"][token]
+
+    def token_ids(self) -> list[int]:
+        if "d2t" not in self.weights:
+            return super().token_ids()
+        return [index + offset for index, offset in enumerate(self.weights["d2t"].long().tolist())]
+
+
+__all__ = ["Position", "Sequences", "SlowBlock", "SlowEagle", "SlowEagle3Head", "SlowHead", "SlowVispec"]
