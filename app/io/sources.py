@@ -18,6 +18,7 @@ from mmspec.app.io.item import Item, Skip, SourceOptions
 from mmspec.app.io.kinds import media_kind
 from mmspec.app.io.left_out import SHARD_SUFFIXES, LeftOut, is_hidden, is_packed_metadata
 from mmspec.app.io.manifests import MANIFESTS, is_manifest, read_manifest
+from mmspec.app.io.videos import AMBIGUOUS_SUFFIXES
 from mmspec.vision.video.containers import describe_format, read_header
 
 PATH_KINDS = "a picture, a clip, a folder, a list (.jsonl .json .csv .tsv .txt, also .gz), .tar or .parquet"
@@ -101,7 +102,7 @@ class FileSource:
             raise UsageError(f"no such file or folder: {name}")
 
     def _files(self, files: Iterable[Path]) -> Iterator[Item]:
-        media = (file for file in files if file.suffix.lower() in MEDIA_SUFFIXES)
+        media = (file for file in files if is_media_file(file))
         return (Item(file) for file in media if _real(file) not in self._excluded)
 
     def _globbed(self, found: LeftOut) -> Iterator[Path]:
@@ -129,12 +130,24 @@ class FileSource:
         reads_shards = glob.has_magic(self.name)  # those that match are sources of their own: `find_sources`
         for file in files:
             suffix = file.suffix.lower()
-            if suffix in MEDIA_SUFFIXES or is_manifest(file) or (reads_shards and suffix in SHARD_SUFFIXES):
+            if is_media_file(file) or is_manifest(file) or (reads_shards and suffix in SHARD_SUFFIXES):
                 continue
             if (real := _real(file)) not in found.seen | self._excluded:
                 found.seen.add(real)
                 found.formats.add(suffix or "no suffix", file.name)
                 found.folder = found.folder or (str(file.parent) if suffix in SHARD_SUFFIXES else "")
+
+
+def is_media_file(file: Path) -> bool:
+    """Whether a file found in a folder is one of pictures or clips: by its suffix, and by content where that is shared
+    with other kinds of files (TypeScript, songs)."""
+    suffix = file.suffix.lower()
+    if suffix not in AMBIGUOUS_SUFFIXES:
+        return suffix in MEDIA_SUFFIXES
+    try:
+        return media_kind(read_header(str(file))) is not None
+    except OSError:
+        return True  # an error row
 
 
 def _real(path: Path) -> str:

@@ -133,28 +133,35 @@ class TarSource:
 
     def rows(self, skip: Skip) -> Iterator[Item]:
         self._found = LeftOut()
-        sample: list[TarMember] = []
-        divided = False
         try:
             with self._open() as file:
-                for member in read_members(file):
-                    if is_hidden(member.name):
-                        self._count_hidden(member)
-                        continue
-                    if not member.extension:  # README: of no sample, as in WebDataset
-                        continue
-                    same = bool(sample) and member.key == sample[0].key
-                    if sample and (not same or _is_full(sample, member)):
-                        divided = divided or same
-                        yield from self._rows(file, sample, divided)
-                        sample, divided = [], same
-                    sample.append(member)
-                yield from self._rows(file, sample, divided)
-        except DamagedTarError as error:
-            yield from self._rows(file, sample, divided)
-            yield self._failure("DamagedTar", f"{self.name}: {error}")
+                yield from self._samples(file)
         except Exception as error:  # drivers raise types of their own
             yield self._failure("Unreadable", f"{self.name}: {one_line(error)}")
+
+    def _samples(self, file: IO[bytes]) -> Iterator[Item]:
+        """Rows of the samples of an open archive; the texts of the last one before damage are read while it is open."""
+        sample: list[TarMember] = []
+        divided = False
+        failure: Item | None = None
+        try:
+            for member in read_members(file):
+                if is_hidden(member.name):
+                    self._count_hidden(member)
+                    continue
+                if not member.extension:  # README: of no sample, as in WebDataset
+                    continue
+                same = bool(sample) and member.key == sample[0].key
+                if sample and (not same or _is_full(sample, member)):
+                    divided = divided or same
+                    yield from self._rows(file, sample, divided)
+                    sample, divided = [], same
+                sample.append(member)
+        except DamagedTarError as error:
+            failure = self._failure("DamagedTar", f"{self.name}: {error}")
+        yield from self._rows(file, sample, divided)
+        if failure is not None:
+            yield failure
 
     def add_left_out(self, found: LeftOut) -> None:
         found.members |= self._found.members

@@ -20,6 +20,8 @@ _FORMATS = (
     ".f4v .3gp .3g2 .ts .mts .m2ts .m2t .tod .dv"
 )
 VIDEO_SUFFIXES = frozenset(_FORMATS.split())
+AMBIGUOUS_SUFFIXES = frozenset({".ts", ".ogg", ".mod", ".asf", ".mpv", ".dv", ".tod"})
+"""Those that other kinds of files have too."""
 
 
 def load_video(
@@ -89,4 +91,4 @@ def load_media(
     return load_image(source, max_pixels, isolated)
 
 
-__all__ = ["VIDEO_SUFFIXES", "load_media", "load_video"]
+__all__ = ["AMBIGUOUS_SUFFIXES", "VIDEO_SUFFIXES", "load_media", "load_video"]

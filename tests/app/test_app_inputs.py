@@ -323,3 +323,12 @@ def test_torn_members_are_found(tmp_path: Path) -> None:
     path.write_bytes(data[:4000])
     with path.open("rb") as file:
         assert [end for _, end in tars.read_whole_members(file)] == [1536, 2560]
+
+
+def test_the_last_row_before_damage_keeps_its_text(tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "x.tar", {"1.png": picture(), "1.txt": b"why ?", "2.png": picture(), "2.txt": b"who ?"})
+    data = path.read_bytes().rstrip(b"\0")
+    path.write_bytes(data + bytes(-len(data) % 512))  # without its end mark
+    found = read(str(path), prompt_column="txt")
+    assert [item.prompt for item in found] == ["why ?", "who ?", None]
+    assert failure(found[2]) == "DamagedTar"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_models as tiny
 import torch
 from safetensors.torch import load_file, save_file
 from slow_readers import Cache, SlowEagle3, attend, rms_norm, rotate
@@ -15,9 +16,12 @@ from test_export import TARGET, H, N, V, build, draft_chain, embeddings
 from test_published import folder_of, load_fixture
 from torch import Tensor, nn
 
+import mmspec
 from mmspec.drafters.checkpoints.export import export_head
 from mmspec.drafters.checkpoints.published import detect_format, load_published
+from mmspec.drafters.checkpoints.speculators import eagle3_tensors
 from mmspec.drafters.eagle.eagle3_head import Eagle3Head
+from mmspec.drafters.eagle.head import HeadConfig
 from mmspec.drafters.eagle.native import eagle3_weights
 from mmspec.interfaces import SharedEmbeddings, TargetInfo
 
@@ -200,6 +204,42 @@ def test_a_head_that_is_narrower_than_its_target(embeddings: SharedEmbeddings, t
     save_file(weights | {name: kept[name] for name in ("d2t", "t2d")}, folder / "model.safetensors")
     with pytest.raises(ValueError, match=r"embed_tokens.weight is missing: the embeddings of the target, 32 wide"):
         load_published(folder, TARGET)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"hidden_size": OWN, "target_hidden_size": 32},
+        {"qk_norm": True, "norm_before_fc": True},
+        {"fc_norm": True, "norm_output": True},
+    ],
+)
+def test_whole_calls_with_images(changes: dict[str, Any], tmp_path: Path) -> None:
+    """Two rows of other lengths, greedy and sampled: the same tokens, and drafts were scored."""
+    model = tiny.build_model(tiny.ModelSpec(family="llava"))
+    size = model.config.get_text_config().vocab_size
+    config = HeadConfig(**{
+        "hidden_size": 32, "intermediate_size": 40, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "vocab_size": size, "head_dim": 8, "eagle3_input": True, "draft_vocab_size": size,
+        "hidden_state_layers": (0, 1, 2),
+    } | changes)  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        head = Eagle3Head(config)
+        weights = eagle3_tensors(head) | {"embed_tokens.weight": torch.randn(size, config.hidden_size)}
+    save_file(weights, tmp_path / "model.safetensors")
+    values = asdict(config) | {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama"}
+    values |= {"eagle_aux_hidden_state_layer_ids": [0, 1, 2], "target_hidden_size": 32, "rms_norm_eps": 1e-5}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    inputs = tiny.build_inputs(model, seed=3, batch=2)
+    for sample in (False, True):
+        torch.manual_seed(0)
+        plain = model.generate(**inputs, max_new_tokens=16, do_sample=sample)
+        mmspec.patch(model, str(tmp_path), tree_size=12)
+        torch.manual_seed(0)
+        drafted = model.generate(**inputs, max_new_tokens=16, do_sample=sample)
+        assert torch.equal(plain, drafted) and mmspec.stats(model).num_draft_tokens > 100
+        mmspec.unpatch(model)
 
 
 @pytest.mark.parametrize(

@@ -306,3 +306,15 @@ def test_index_of_holes() -> None:
     assert len(middle) == 5 and not middle.damaged
     endless = [*packets(0, 1, 2, 3, keys=(0,)), PacketTimes(10**4, 4, True)]
     assert len(index_packets(endless, 0.1, 10.0, is_damaged=True)) <= 60
+
+
+def test_names_of_cameras_in_a_folder(tmp_path: Path) -> None:
+    """By content where a suffix is shared with other kinds of files."""
+    from mmspec.app.io.sources import is_media_file
+
+    for suffix in ("ts", "m2ts", "vob", "asf", "m2v"):
+        codec = {"ts": "mpeg2video", "m2ts": "libx264", "asf": "wmv2"}.get(suffix, "mpeg2video")
+        assert is_media_file(numbered(tmp_path / f"a.{suffix}", 3, codec, fps=25))
+    (tmp_path / "b.ts").write_text("export const answer: number = 42;\n" * 20)
+    (tmp_path / "c.mod").write_bytes(b"module" * 200)
+    assert not is_media_file(tmp_path / "b.ts") and not is_media_file(tmp_path / "c.mod")

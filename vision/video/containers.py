@@ -90,7 +90,7 @@ _KNOWN_FORMATS: tuple[tuple[str, str], ...] = (
     (r"\A(%!PS|\xc5\xd0\xd3\xc6)", "an EPS or PostScript file"),
     (r"\A.{0,1024}%PDF-", "a PDF file"),
     (r"\A\W{0,8}<[?!s].{0,3000}?<?svg[\s>]", "an SVG drawing"),
-    (r"\A.{4}ftyp(heic|heix|heim|heis|hevc|hevx|mif1|msf1)", "a HEIC image (install pillow-heif to read it)"),
+    (r"\A.{4}ftyp(heic|heix|heim|heis|hevc|hevx|mif1|msf1)", "a HEIC image"),
     (r"\A.{4}ftypavif", "an AVIF image"),
     (r"\A.{4}(ftyp|moov|mdat)|\A\x1a\x45\xdf\xa3|\ARIFF.{4}AVI ", "a video"),
     (r"\A\x89PNG", "a PNG image"),
@@ -100,6 +100,7 @@ _KNOWN_FORMATS: tuple[tuple[str, str], ...] = (
     (r"\A8BPS", "a Photoshop file"),
     (r"\A\x00\x00\x01\x00", "an icon"),
     (r"\A(\x00\x00\x00\x0cjP  |\xff\x4f\xff\x51)", "a JPEG 2000 image"),
+    (r"\A(\xff\x0a|\x00\x00\x00\x0cJXL )", "a JPEG XL image; convert it to PNG or JPEG"),
     (r"\APK\x03\x04", "a ZIP archive"),
 )
 
