@@ -44,5 +44,5 @@ def test_benchmarks_read_archives(archive: str, tmp_path: Path, capsys: pytest.C
     assert [image.getpixel((3, 3))[0] for image in bench_images([archive], 4, 0)] == [0, 10, 30, 0]  # type: ignore[index]
     assert "skipped 1 of 4 that cannot be read; the first: " in capsys.readouterr().err
     (tmp_path / "only.png").write_bytes(png(1)[:50])
-    with pytest.raises(UsageError, match="--images: .*only.png: cannot be decoded"):
+    with pytest.raises(UsageError, match=r"--images: .*only\.png: cannot be decoded"):
         bench_images([str(tmp_path / "only.png")], 1, 0)
