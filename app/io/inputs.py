@@ -140,11 +140,10 @@ def _local_matches(name: str, options: SourceOptions, excluded: set[str]) -> lis
     """The archives and tables that a glob matches, then its other files."""
     if os.path.exists(name) or not glob.has_magic(name):
         return [_local_source(name, options, excluded)]
-    files = [match for match in find_matches(name) if os.path.isfile(match) and os.path.realpath(match) not in excluded]
-    shards = [_local_source(match, options, excluded) for match in files if _suffix(match) in ROW_SOURCES]
-    if shards and len(shards) == len(files):
-        return shards
-    return [*shards, FileSource(name, excluded, options)]
+    matches = find_matches(name)
+    shards = [match for match in matches if _suffix(match) in ROW_SOURCES and os.path.isfile(match)]
+    found = [_local_source(match, options, excluded) for match in shards if os.path.realpath(match) not in excluded]
+    return found if found and len(shards) == len(matches) else [*found, FileSource(name, excluded, options)]
 
 
 def _local_source(name: str, options: SourceOptions, excluded: set[str]) -> RowSource:
@@ -267,7 +266,8 @@ class Inputs:
                     path = os.path.abspath(item.path)
                     name = name_below(path, base)
                 ident = ident or name
-                key, content = hash((path, item.prompt)), item.content
+                fault = item.content.message if isinstance(item.content, Unreadable) else None
+                key, content = hash((path, item.prompt, fault)), item.content
                 if ident in known:
                     if not source.is_listed:
                         ident, content = _repeated(ident, known)

@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import os
+import tarfile
 import urllib.parse
 from collections.abc import Callable
 from contextlib import suppress
@@ -156,6 +157,20 @@ def test_a_list_is_several_pictures_of_one_prompt(tmp_path: Path, capsys: pytest
     rows = [json.loads(text) for text in capsys.readouterr().out.splitlines()]
     assert [(row["error"] or {}).get("type") for row in rows] == [None, None, "NotAnImage"]
     assert rows[1]["n_prompt_tokens"] > rows[0]["n_prompt_tokens"] + 1, "two pictures are in the prompt"
+
+
+def test_a_list_of_pictures_is_stored_beside_its_caption(tmp_path: Path) -> None:
+    both, one = [base64.b64encode(picture(width)).decode() for width in (40, 50)], "gone.png"
+    rows = [{"images": both, "id": "both"}, {"images": [one, one], "id": "none"}, {"images": both[:1], "id": "one"}]
+    (tmp_path / "l.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    args = ["caption", str(tmp_path / "l.jsonl"), "--model", "tiny", "--max-new-tokens", "2", "--drafter", "none"]
+    assert main([*args, "--out", str(tmp_path / "out"), "--format", "webdataset"]) == 1
+    with tarfile.open(tmp_path / "out" / "part-00000-00000.tar") as archive:
+        stored = {name.partition(".")[2]: archive.extractfile(name).read() for name in archive.getnames()}  # type: ignore[union-attr]
+    assert {"0.png", "1.png", "png", "txt", "json"} == set(stored)
+    assert (stored["0.png"], stored["1.png"], stored["png"]) == (picture(40), picture(50), picture(40))
+    errors = (tmp_path / "out" / "part-00000-00000.errors.jsonl").read_text()
+    assert json.loads(errors)["error"]["message"].endswith("l.jsonl line 2)")
 
 
 def test_a_model_of_one_picture_is_refused_before_it_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
