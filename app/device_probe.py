@@ -182,7 +182,8 @@ def multinomial_is_reproduced(device: torch.device, vocab_size: int) -> bool:
         noise = SamplingNoise(PROBE_ROWS, vocab_size, device, PROBE_STEPS)
         noise.draw(PROBE_STEPS)
         found = [(one / noise.at_step(step)[:, 0]).argmax(-1) for step, one in enumerate(probs)]
-        same_state = torch.equal(noise.state_after(PROBE_STEPS - 1), end)
+        noise.close(PROBE_STEPS - 1)
+        same_state = torch.equal(_generator_state(device), end)
     return same_state and all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 

@@ -27,6 +27,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "engine.kv_cache",
         "engine.gather",
         "engine.host_copy",
+        "engine.draws",
         "engine.graph",
         "engine.recordings",
         "cpu.*",

@@ -266,7 +266,8 @@ class Inputs:
                     path = os.path.abspath(item.path)
                     name = name_below(path, base)
                 ident = ident or name
-                key, content = hash((path, item.prompt)), item.content
+                fault = item.content.message if isinstance(item.content, Unreadable) else None
+                key, content = hash((path, item.prompt, fault)), item.content
                 if ident in known:
                     if not source.is_listed:
                         ident, content = _repeated(ident, known)
