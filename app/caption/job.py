@@ -186,7 +186,9 @@ class CaptionJob:
         model = self.model
         lines = progress.summary(skipped, model.acceptance if model else None)
         lines += comparison_lines(model.comparison, model.dtype != "float32") if model else []
-        if self.config.out != "-":
+        if self.config.format == "txt":
+            lines.append(f"text files {'beside the pictures' if self.config.out == '-' else f'in {self.config.out}'}")
+        elif self.config.out != "-":
             lines.append(file_line(summary, self.config.out))
         if stop.signal:
             lines.append("interrupted: run the same command again to continue")
@@ -198,7 +200,11 @@ class CaptionJob:
         """Of several ranks only the last to finish reports failures: a launcher kills the others when one fails."""
         if summary is None:
             return 0
-        if summary.num_errors and not self.config.retry_errors:
+        if summary.num_errors and self.config.format == "txt":
+            print_stderr(
+                f"mmspec: {summary.num_errors} of {summary.num_rows} have no caption; the next run tries again"
+            )
+        elif summary.num_errors and not self.config.retry_errors:
             print_stderr(
                 f"mmspec: {summary.num_errors} of {summary.num_rows} rows hold an error; --retry-errors repeats them"
             )
@@ -218,6 +224,11 @@ def survey(inputs: Inputs, config: CaptionConfig, process: ProcessInfo, finished
             num_rows += 1
             if (row := finished.get(item.id)) is not None:
                 check_prompt(item, row, config)
+            elif finished and os.path.abspath(item.path) in finished:
+                raise UsageError(
+                    f"{config.out} has the absolute path of {item.id!r} as an id, as earlier versions wrote: name the "
+                    "inputs by absolute paths, or use another --out"
+                )
     if num_rows is None:
         return None
     return len(range(config.shard[0], num_rows, config.shard[1])[process.rank :: process.world_size])
@@ -243,7 +254,7 @@ def check_prompt(item: Item, row: Finished, config: CaptionConfig) -> None:
         UsageError: it was.
     """
     prompts = (item.resolve_prompt(config.prompt, is_video) for is_video in (False, True))  # by content, not known here
-    if row.prompt_sha1 not in map(prompt_sha1, prompts):
+    if row.prompt_sha1 is not None and row.prompt_sha1 not in map(prompt_sha1, prompts):
         raise UsageError(f"{item.id!r} was captioned with another prompt: use another --out, or --overwrite")
 
 
