@@ -184,6 +184,7 @@ __attribute__((target(ISA))) static void NAME(multiply)(const product *p, const 
     (LANES == 16 && has_vnni() ? vnni_multiply_quantised : avx2_multiply_quantised)(p, c);
     return;
   }
+  check_chunk(c, p->K);
   const int64_t K = p->K, panels = K / p->panel, bytes = float_bytes(c->type);
   const int64_t distance = 1 + AHEAD_BYTES / (WEIGHT_ROWS * p->panel * bytes);
   const int64_t blocks = (c->rows + WEIGHT_ROWS - 1) / WEIGHT_ROWS, steps = panels * blocks;
