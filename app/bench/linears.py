@@ -202,7 +202,7 @@ def main() -> int:
     torch.set_num_threads(args.threads)
     kernel = load_kernel()
     with torch.inference_mode():
-        given = [tuple(map(int, text.split("x"))) for text in args.shapes or ()]
+        given = [(int(out), int(size)) for out, _, size in (text.partition("x") for text in args.shapes or ())]
         shapes = given or (*SCENES_SHAPES, *SMOLLM2_SHAPES)
         products = [time_products(shape, rows, args.repeats, kernel) for shape in shapes for rows in NUM_ROWS]
     print(format_products(products))

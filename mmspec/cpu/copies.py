@@ -66,7 +66,11 @@ class WeightCopies:
         Returns:
             What is told of each forward; None if no weight has a copy.
         """
-        weights = [(struct, weight) for struct, weight in structs if _can_have_copy(weight)]
+        weights = [
+            (struct, weight)
+            for struct, weight in structs
+            if not isinstance(weight, QuantisedWeight) and _can_have_copy(weight)
+        ]
         needed = sum(weight.nbytes // 2 for _, weight in weights if weight not in self._copies)
         if needed and needed * MEMORY_FACTOR > _free_bytes():
             return None
@@ -131,8 +135,8 @@ class CheckedWeights:
             struct.data, struct.type = weight.data_ptr(), FLOAT_TYPES[torch.float32]
 
 
-def _can_have_copy(weight: Weight) -> bool:
-    if isinstance(weight, QuantisedWeight) or weight.dtype is not torch.float32 or weight.is_inference():
+def _can_have_copy(weight: Tensor) -> bool:
+    if weight.dtype is not torch.float32 or weight.is_inference():
         return False
     return weight.dim() == 2 and weight.is_cpu and weight.is_contiguous() and weight.numel() > 0
 

@@ -41,7 +41,7 @@ MAIN_SOURCE = "few_rows.c"
 COMPILERS = ("cc", "gcc", "clang")
 FLAGS = ("-O2", "-std=gnu11", "-fno-math-errno", "-fPIC", "-shared", "-fvisibility=hidden")
 LINKED = ("-lm",)
-BUILD_TIMEOUT_S = 120.0
+BUILD_TIMEOUT_S = 240.0
 DIGEST_BYTES = hashlib.sha256().digest_size
 _BUILD_LOCK = threading.Lock()
 
