@@ -32,12 +32,11 @@ import mmspec
 from mmspec.control.device_check import device_key
 from mmspec.drafters.eagle.drafter import EagleDrafter
 from mmspec.drafters.eagle.head import EagleHead, HeadConfig
-from mmspec.engine.fused_loop import FusedRound
 from mmspec.engine.graph import CudaGraphRecorder, Recorder, Replay, StaticFunction, record_trace
 from mmspec.engine.recordings import HALF_REPLAY_TOLERANCE
 from mmspec.engine.rng import SamplingNoise
+from mmspec.engine.round import ForwardFunction, RoundFunction
 from mmspec.patching import patch_state
-from mmspec.targets.static_round import StaticRound
 
 PROBE_VOCAB, PROBE_HIDDEN, PROBE_HEADS, PROBE_KV_HEADS, PROBE_LAYERS = 500, 64, 4, 2, 2
 PROBE_WEIGHT_STD = 0.08
@@ -99,14 +98,14 @@ class ReplayCounter:
         """See `mmspec.engine.graph.Recorder`."""
         replay = self.recorder(function, state, inputs)
         self.num_recorded += 1
-        is_whole = isinstance(function, FusedRound)
-        is_round = isinstance(function, StaticRound)
+        is_round = isinstance(function, (RoundFunction, ForwardFunction))
+        is_whole = isinstance(function, RoundFunction) and function.draft is not None
 
         def counted(new_inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
             outputs = replay(new_inputs)
-            self.num_rounds += is_round or is_whole
+            self.num_rounds += is_round
             self.num_whole += is_whole
-            self.num_drafts += not is_round
+            self.num_drafts += is_whole or not is_round
             return outputs
 
         return counted
@@ -183,7 +182,8 @@ def multinomial_is_reproduced(device: torch.device, vocab_size: int) -> bool:
         noise = SamplingNoise(PROBE_ROWS, vocab_size, device, PROBE_STEPS)
         noise.draw(PROBE_STEPS)
         found = [(one / noise.at_step(step)[:, 0]).argmax(-1) for step, one in enumerate(probs)]
-        same_state = torch.equal(noise.state_after(PROBE_STEPS - 1), end)
+        noise.close(PROBE_STEPS - 1)
+        same_state = torch.equal(_generator_state(device), end)
     return same_state and all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 

@@ -15,7 +15,8 @@ from mmspec.drafters.block.flash import FlashDrafter, FlashHead
 from mmspec.drafters.block.parallel import ParallelDrafter, ParallelHead
 from mmspec.drafters.eagle.base import HeadDrafter
 from mmspec.drafters.eagle.drafter import EagleDrafter
-from mmspec.drafters.eagle.head import Eagle3Head, EagleHead, HeadConfig
+from mmspec.drafters.eagle.eagle3_head import Eagle3Head
+from mmspec.drafters.eagle.head import EagleHead, HeadConfig
 from mmspec.drafters.instant.drafter import InstantDrafter
 from mmspec.drafters.instant.head import InstantHead
 from mmspec.drafters.training.block_losses import falcon_loss, flash_loss, parallel_loss

@@ -7,6 +7,7 @@ import os
 import re
 import reprlib
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -130,19 +131,43 @@ def _auto(target: TargetInfo | None, learn: bool) -> Drafter:
             except (OSError, ValueError) as error:  # without this drafter only speed is lost
                 reason = str(error).splitlines()[0][:200]
                 logger.warning("mmspec: %s cannot be read and is not used (install mmspec again): %s", name, reason)
-        for hub_id in _published_for(target):
-            try:
-                return load_trained(download_drafter(hub_id, local_files_only=True), target)
-            except (OSError, ValueError) as error:
-                reason = str(error).splitlines()[0][:200]
-                logger.info("mmspec: %s was published for this model, but is not used: %s", hub_id, reason)
+        if (published := _published_drafter(target)) is not None:
+            return published
     return _arbitrated(target, learn) if learn else _hybrid()
 
 
-def _published_for(target: TargetInfo) -> tuple[str, ...]:
-    from mmspec.drafters.checkpoints.published import PUBLISHED_DRAFTERS
+def _published_drafter(target: TargetInfo) -> Drafter | None:
+    """The first head in the local cache that was published for this target and is read; None if there is none.
 
-    return PUBLISHED_DRAFTERS.get(target.name, ())
+    A head that is there and cannot be used is a warning, once; one that could be fetched is one line of information.
+    """
+    from mmspec.drafters.checkpoints.load import load_trained
+    from mmspec.drafters.checkpoints.published_heads import PUBLISHED_DRAFTERS, target_id
+
+    name, missing = target_id(target), []
+    for hub_id in PUBLISHED_DRAFTERS.get(name or "", ()):
+        try:
+            folder = download_drafter(hub_id, local_files_only=True)
+        except OSError:
+            missing.append(hub_id)
+            continue
+        try:
+            return load_trained(folder, target, hub_id)
+        except (OSError, ValueError) as error:
+            _warn_once(hub_id, str(error).splitlines()[0][:300])
+    if missing:
+        logger.info(
+            "mmspec: a draft head is published for %s: %s; fetch it with `hf download %s`, then patch again",
+            name,
+            missing[0],
+            missing[0],
+        )
+    return None
+
+
+@cache
+def _warn_once(hub_id: str, reason: str) -> None:
+    logger.warning("mmspec: %s was published for this model, but is not used: %s", hub_id, reason)
 
 
 def download_drafter(name: str, *, local_files_only: bool = False, patterns: Sequence[str] = HEAD_FILES) -> str:
@@ -272,7 +297,8 @@ def build_drafter(drafter: str | object, target: TargetInfo | None = None, learn
         if is_known_drafter(drafter):
             from mmspec.drafters.checkpoints.load import load_trained
 
-            return load_trained(resolve_folder(drafter), target)
+            is_on_hub = drafter not in bundled_drafters() and not os.path.isdir(drafter)
+            return load_trained(resolve_folder(drafter), target, drafter if is_on_hub else None)
         raise ValueError(f"{explain_unknown(drafter, repr)}.")
     check_contract(drafter)
     return cast("Drafter", drafter)

@@ -197,6 +197,7 @@ def target_info(adapter: Any, tokenizer: Any) -> TargetInfo:
         name=str(getattr(adapter.model.config, "_name_or_path", "") or ""),
         media_token_ids=adapter.media_token_ids,
         device=adapter.model.device.type,
+        shared_embeddings=adapter.shared_embeddings,
     )
 
 

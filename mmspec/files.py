@@ -6,6 +6,7 @@ Knows nothing of what is written; used for checkpoints, weights, results and mea
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +28,22 @@ def cache_folder() -> Path:
         return Path.home() / ".cache" / "mmspec"
     except RuntimeError:
         return Path(os.devnull) / "mmspec"  # every attempt to read or write is an `OSError`, as in a closed folder
+
+
+def make_private_folder(folder: Path) -> None:
+    """Create `folder` and the parents that are missing, all for this user only, whatever the umask is.
+
+    `Path.mkdir(parents=True)` gives its mode to the last one alone; a cache that others can write is not trusted.
+
+    Raises:
+        OSError: it cannot be created, or is a file.
+    """
+    missing, parent = [folder], folder.parent
+    while not parent.exists():
+        missing.append(parent)
+        parent = parent.parent
+    for one in reversed(missing):
+        one.mkdir(mode=0o700, exist_ok=True)
 
 
 @contextmanager
@@ -63,4 +80,14 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-__all__ = ["CACHE_VARIABLE", "atomic_write", "cache_folder", "sync_folder"]
+SNAPSHOT_FOLDER = re.compile(r"(?:.*[/\\])?models--([\w.-]+?)--([\w.-]+)[/\\]snapshots[/\\][^/\\]+[/\\]*")
+"""A snapshot in the cache of `huggingface_hub`."""
+
+
+def snapshot_id(folder: str | os.PathLike[str]) -> str | None:
+    """OWNER/NAME of a model whose folder lies in the cache of the hub, where its own name is a commit; else None."""
+    found = SNAPSHOT_FOLDER.fullmatch(os.fspath(folder))
+    return f"{found[1]}/{found[2]}" if found else None
+
+
+__all__ = ["CACHE_VARIABLE", "atomic_write", "cache_folder", "make_private_folder", "snapshot_id", "sync_folder"]

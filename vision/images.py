@@ -27,8 +27,18 @@ MAX_ASPECT = 200
 """Largest ratio of the longer to the shorter side."""
 MAX_IMAGE_BYTES = 1 << 30
 """Largest size of an image file in bytes."""
+MAX_REDUCED_PIXELS = 268_000_000
+"""Largest JPEG in pixels that is decoded at a reduced scale, where its full size exceeds the limit."""
 _VALUES_PER_BAND = 1 << 22
 """Values that `to_uint8` converts at a time; bounds its memory."""
+_SAMPLE_VALUES = 1 << 20
+"""Values from which `to_uint8` finds the scale."""
+_FULL_SCALES = (255, 1023, 4095, 16383, 65535)
+"""Largest values of the numbers of bits that cameras and scanners store in wider integers."""
+MAX_OUTLIER_SHARE = 0.01
+"""Share of values that do not decide the scale of floats."""
+MAX_RADIANCE = 16.0
+"""Floats up to this are taken for radiance and not for values of 8 bits."""
 
 
 class ImageError(Exception):
@@ -104,11 +114,11 @@ def read_image_bytes(path: str) -> bytes:
 def decode_image(
     content: bytes, max_pixels: int, on_size: Callable[[int], None] = lambda num_pixels: None
 ) -> Image.Image:
-    """Decode an image to RGB: EXIF orientation applied, transparency on white, first frame of an animation.
+    """Decode an image to sRGB: EXIF orientation applied, transparency on white, first frame of an animation.
 
     Args:
         content: The file's content.
-        max_pixels: Limit on width * height.
+        max_pixels: Limit on width * height. A larger JPEG, up to `MAX_REDUCED_PIXELS`, is decoded at a smaller scale.
         on_size: Called with the number of pixels before they are decoded.
 
     Raises:
@@ -116,9 +126,37 @@ def decode_image(
     """
     if not content:
         raise ImageError("Empty", "empty (0 bytes)")
-    with convert_image_errors(max_pixels, content[:HEADER_BYTES]), open_image(io.BytesIO(content)) as image:
+    with (
+        convert_image_errors(max_pixels, content[:HEADER_BYTES]),
+        _open_reduced(content, max_pixels) or open_image(io.BytesIO(content)) as image,
+    ):
         on_size(image.width * image.height)
         return to_upright_rgb(image, max_pixels)
+
+
+def _open_reduced(content: bytes, max_pixels: int) -> Image.Image | None:
+    """A JPEG of more than `max_pixels`, set to be decoded at 1/2, 1/4 or 1/8 of its size; None for any other file.
+
+    Raises:
+        ImageError: It has more than `MAX_REDUCED_PIXELS`, or exceeds the limit at 1/8.
+    """
+    if not content.startswith(b"\xff\xd8\xff"):
+        return None
+    from PIL.JpegImagePlugin import JpegImageFile
+
+    try:
+        image = JpegImageFile(io.BytesIO(content))  # `Image.open` refuses large ones before anything can be set
+    except Exception:
+        return None  # `open_image` has the message
+    width, height = image.size
+    if width * height <= max_pixels:
+        return None
+    for scale in (2, 4, 8):
+        if width * height <= MAX_REDUCED_PIXELS and -(-width // scale) * -(-height // scale) <= max_pixels:
+            image.draft(image.mode, (max(1, width // scale), max(1, height // scale)))
+            return image
+    limit = min(64 * max_pixels, MAX_REDUCED_PIXELS)
+    raise ImageError("TooLarge", f"{width} x {height} is more than {limit} pixels, the limit for a JPEG at 1/8 scale")
 
 
 @contextmanager
@@ -138,8 +176,10 @@ def convert_image_errors(max_pixels: int, header: bytes = b"") -> Iterator[None]
     except UnidentifiedImageError as error:
         allowed = ", ".join(available_formats())
         found = describe_format(header)
-        if found.endswith(" image") and found.split(" ")[1].upper() in available_formats():
+        names = {found.split(" ")[1].upper(), *(["HEIF"] if "HEIC" in found else [])}
+        if found.endswith(" image") and names & set(available_formats()):
             raise ImageError("BrokenImage", f"cannot be decoded: {found} with a damaged header") from error
+        found += " (pip install pillow-heif to read it)" if "HEIC" in found else ""
         raise ImageError("NotAnImage", f"not an image of an allowed format ({allowed}): {found}") from error
     except MemoryError as error:
         raise ImageError("OutOfMemory", "not enough memory to decode it") from error
@@ -185,40 +225,95 @@ def check_image_size(width: int, height: int, max_pixels: int) -> None:
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """Convert to 8-bit RGB. 16-bit and float greyscale is scaled (Pillow would clip it), transparency goes on white."""
+    """Convert to 8-bit sRGB: by the ICC profile, if there is one.
+
+    Integers of more than 8 bits and floats are scaled (Pillow would clip them), transparency goes on white.
+    """
     if image.mode.startswith("I") or image.mode == "F":
         return Image.fromarray(to_uint8(np.asarray(image))).convert("RGB")
     if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
         rgba = image.convert("RGBA")
-        white = Image.new("RGBA", rgba.size, (255, 255, 255, 255))
-        return Image.alpha_composite(white, rgba).convert("RGB")
+        colours = _to_srgb(rgba.convert("RGB"), image.info.get("icc_profile"))
+        white = Image.new("RGB", rgba.size, (255, 255, 255))
+        return Image.composite(colours, white, rgba.getchannel("A"))
     if image.mode == "LAB":
         return _lab_to_rgb(image)
-    return image.convert("RGB")
+    flat = image.convert("RGB") if image.mode in ("P", "1", "YCbCr", "HSV") else image
+    return _to_srgb(flat, image.info.get("icc_profile"))
+
+
+def _to_srgb(image: Image.Image, profile: object) -> Image.Image:
+    """A picture of mode RGB, L or CMYK as RGB, by its ICC profile; a broken or unsuitable profile is ignored."""
+    if not isinstance(profile, bytes) or not profile:
+        return image.convert("RGB")
+    try:
+        source = ImageCms.ImageCmsProfile(io.BytesIO(profile))
+        transform = ImageCms.buildTransform(source, ImageCms.createProfile("sRGB"), image.mode, "RGB")
+        if image.mode == "RGB" and _is_identity(transform):
+            return image
+        converted = ImageCms.applyTransform(image, transform)
+    except (ImageCms.PyCMSError, OSError, ValueError, TypeError):
+        return image.convert("RGB")
+    return image.convert("RGB") if converted is None else converted
+
+
+def _is_identity(transform: Any) -> bool:
+    """Whether a transform changes no colour visibly: the profile is sRGB, under whatever name."""
+    steps = np.linspace(0, 255, 9).round().astype(np.uint8)
+    cube = np.stack(np.meshgrid(steps, steps, steps), axis=-1).reshape(27, 27, 3)
+    converted: Any = ImageCms.applyTransform(Image.fromarray(cube), transform)
+    return int(np.abs(np.asarray(converted).astype(int) - cube).max()) <= 2
 
 
 def to_uint8(values: np.ndarray) -> np.ndarray:
     """Scale an array of another number type to uint8.
 
-    Full scale is 1 for floats in 0..1, else 255; 65535 for 16-bit integers and larger ones in 256..65535; and the
-    largest value beyond these. Values below 0 shift the lower end.
+    Full scale of integers is the least of 255, 1023, 4095, 16383 and 65535 that holds their values, else the largest
+    value. That of floats is 1 for values in 0..1, their largest value up to `MAX_RADIANCE`, else 255 or the largest
+    value; few values above do not count. Values below 0 shift the lower end. A value far from all others marks missing
+    data: it is clipped to the scale of the others.
     """
+    low, top = _scale(values)
     rows = max(1, _VALUES_PER_BAND * len(values) // max(1, values.size))
-    bands = [values[start : start + rows] for start in range(0, len(values), rows)]
-    low = high = 0.0
-    for band in bands:
-        finite = band[np.isfinite(band)].astype(np.float64)
-        low = min(low, float(finite.min(initial=0.0)))
-        high = max(high, float(finite.max(initial=0.0)))
-    if values.dtype.kind == "f":
-        top = 1.0 if high <= 1 else max(255.0, high)
-    else:
-        top = 65535.0 if values.dtype.itemsize == 2 or 255 < high <= 65535 else max(255.0, high)
     scaled = np.empty(values.shape, np.uint8)
-    for i, band in enumerate(bands):
-        finite = np.nan_to_num(band.astype(np.float64), posinf=high, neginf=low)
-        scaled[i * rows : (i + 1) * rows] = np.clip((finite - low) * (255.0 / (top - low)), 0, 255).round()
+    for start in range(0, len(values), rows):
+        band = values[start : start + rows].astype(np.float64)
+        finite = np.nan_to_num(band, nan=0.0, posinf=top, neginf=low)
+        scaled[start : start + rows] = np.clip((finite - low) * (255.0 / (top - low)), 0, 255).round()
     return scaled
+
+
+def _scale(values: np.ndarray) -> tuple[float, float]:
+    """The values that become 0 and 255, from an even sample of `values`."""
+    flat = values.reshape(-1)[:: max(1, values.size // _SAMPLE_VALUES)]
+    found = np.sort(flat[np.isfinite(flat)].astype(np.float64))
+    found = _without_missing(found)
+    if not found.size:
+        return 0.0, 1.0
+    low, high = min(0.0, float(found[0])), float(found[-1])
+    if values.dtype.kind != "f":
+        fitting = (full for full in _FULL_SCALES if high <= full)
+        return low, float(next(fitting, high))
+    usual = float(found[-1 - min(max(1, int(MAX_OUTLIER_SHARE * found.size)), found.size // 4)])
+    if usual <= 1:
+        return low, 1.0 if usual > 0 or high <= 1 else high
+    return low, usual if usual <= MAX_RADIANCE else max(255.0, high)
+
+
+def _without_missing(found: np.ndarray) -> np.ndarray:
+    """Sorted values without a largest or smallest one that is far from the others: it stands for missing data."""
+    for _ in range(2):
+        if not found.size:
+            break
+        inner = found[np.searchsorted(found, found[0], "right") :]
+        if inner.size and found[0] < 0:
+            gap, span = inner[0] - found[0], inner[-1] - inner[0]
+            if gap > 4 * span and (span > 0 or found[0] <= -999):
+                found = inner
+        inner = found[: np.searchsorted(found, found[-1], "left")]
+        if inner.size and inner[-1] > inner[0] and found[-1] - inner[-1] > 10 * (inner[-1] - inner[0]):
+            found = inner
+    return found
 
 
 def _lab_to_rgb(image: Image.Image) -> Image.Image:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ from mmspec.app.errors import UsageError, one_line
 from mmspec.app.io.text import find_fault
 
 if TYPE_CHECKING:
+    from mmspec.app.io.item import Item
     from mmspec.app.io.output import Output
     from mmspec.app.io.shards import ShardFormat
     from mmspec.app.modeling.captioner import Captioner
@@ -43,15 +45,19 @@ def add_parser(commands: Commands, common: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Carry out the command; returns the exit code."""
+    if args.model is None:
+        raise UsageError(CHOOSE_MODEL)
+    validate_drafter(args.drafter, args.compressor)
+    if args.progress is not False and os.environ.get("RANK", "0") == "0":
+        print(f"mmspec: loading {args.model} ...", file=sys.stderr, flush=True)  # before torch, which takes seconds
     from mmspec.app.caption.job import CaptionJob
     from mmspec.app.caption.progress import print_stderr
 
-    if args.model is None:
-        raise UsageError(CHOOSE_MODEL)
     pixel_limit = max(MAX_PIXELS, args.max_pixels or 0)
-    config = config_from_args(CaptionConfig, args, stop=tuple(filter(None, args.stop)), pixel_limit=pixel_limit)
+    config = config_from_args(
+        CaptionConfig, args, stop=tuple(filter(None, args.stop)), pixel_limit=pixel_limit, working_folder=None
+    )
     process = ProcessInfo.from_env(os.environ)
-    validate_drafter(config.drafter, config.compressor)
     check_options(config)
     config = with_task_prompt(config)
     if config.ray is not None:
@@ -90,6 +96,7 @@ def check_options(config: CaptionConfig) -> None:
         UsageError: there are some.
     """
     config.frame_sampler()
+    config.columns()
     if config.batch_size == AUTO_BATCH_SIZE and config.temperature > 0:
         raise UsageError("sampled captions depend on the batches: give --batch-size a number with --temperature")
     check_texts(config)
@@ -134,11 +141,13 @@ def build_output(config: CaptionConfig, process: ProcessInfo) -> Output:
     from mmspec.app.io.output import FileOutput, StreamOutput
     from mmspec.app.io.shards import ShardedOutput
 
+    if config.format == "txt":
+        return build_sidecars(config, process)
     settings, ranks = config.fingerprint(process.world_size), {"rank": process.rank, "world_size": process.world_size}
     if config.out != "-" and config.format == "jsonl":
         return FileOutput(Path(config.out), settings, **ranks, overwrite=config.overwrite)
     if config.out != "-":
-        shards, rows = build_format(config.format), config.rows_per_shard
+        shards, rows = build_format(config.format, config.columns()), config.rows_per_shard
         return ShardedOutput(
             Path(config.out), settings, shards, **ranks, overwrite=config.overwrite, rows_per_shard=rows
         )
@@ -151,8 +160,31 @@ def build_output(config: CaptionConfig, process: ProcessInfo) -> Output:
     return StreamOutput()
 
 
-def build_format(name: str) -> ShardFormat:
-    """The shard format of that name.
+def build_sidecars(config: CaptionConfig, process: ProcessInfo) -> Output:
+    """Text files beside the pictures, or in the folder `--out`.
+
+    Raises:
+        UsageError: several processes, or columns, of which there are none.
+    """
+    from mmspec.app.io.inputs import Inputs
+    from mmspec.app.io.sidecars import SidecarOutput
+
+    if process.world_size > 1:
+        raise UsageError("--format txt is for one process: start several with --shard I/N instead")
+    if config.fields is not None:
+        raise UsageError("--fields names columns, and --format txt has none: leave one of them away")
+    folder = None if config.out == "-" else Path(config.out)
+
+    def items() -> Iterable[Item]:
+        inputs = Inputs(config.paths, config.source_options(output.base), output.own_files())
+        return inputs.rows(lambda ident: True)
+
+    output = SidecarOutput(folder, config.paths, items, overwrite=config.overwrite)
+    return output
+
+
+def build_format(name: str, columns: Sequence[str]) -> ShardFormat:
+    """The shard format of that name, for rows with these columns.
 
     Raises:
         UsageError: a package that it needs is not installed.
@@ -160,7 +192,10 @@ def build_format(name: str) -> ShardFormat:
     from mmspec.app.io.parquet_shards import ParquetShards
     from mmspec.app.io.tar_shards import TarShards
 
-    formats: dict[str, Callable[[], ShardFormat]] = {"parquet": ParquetShards, "webdataset": TarShards}
+    formats: dict[str, Callable[[], ShardFormat]] = {
+        "parquet": lambda: ParquetShards(columns),
+        "webdataset": TarShards,
+    }
     return formats[name]()
 
 

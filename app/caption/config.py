@@ -28,7 +28,7 @@ DEFAULT_BATCH_SIZE = 16
 """Rows per batch: on two cores 1.15 times the rows per second of 8; 32 would add a fifteenth."""
 SAMPLERS = ("uniform", "differing")
 """How the frames of a video are selected."""
-FORMATS = ("jsonl", "parquet", "webdataset")
+FORMATS = ("jsonl", "parquet", "webdataset", "txt")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 MAX_PIXELS = 64_000_000
 """Pixels of a picture or frame, above which it is not decoded."""
@@ -53,11 +53,14 @@ class CaptionConfig:
         compare: number of rows to decode with plain `generate` as well; 0 none, -1 all.
         progress: True or False, or None for a bar if standard error is a terminal.
         batch_size: rows per batch; `AUTO_BATCH_SIZE` to find it while the job runs.
+        prefix, suffix: texts before and after each caption.
+        fields: columns of the rows besides those that a resumed job needs; None: all.
         format: of the output, one of `FORMATS`.
         rows_per_shard: of a Parquet file or an archive.
         ray: address of a Ray cluster, "" for one on this machine; None: without Ray.
         actors: of Ray, at most; None: one per GPU of the cluster, or per core if it has none.
-        image_column, prompt_column, id_column, split, urls: as in `SourceOptions`.
+        working_folder: that relative paths belong to, for workers of Ray; None: that of this process.
+        image_column, prompt_column, id_column, split, urls, root: as in `SourceOptions`.
     """
 
     paths: tuple[str, ...]
@@ -90,13 +93,18 @@ class CaptionConfig:
     pixel_limit: int = MAX_PIXELS
     threads: int = 4
     progress: bool | None = None
+    working_folder: str | None = None
     image_column: str | None = None
     prompt_column: str | None = None
     id_column: str | None = None
     split: str = "train"
     urls: str | None = None
+    root: str | None = None
     format: str = "jsonl"
     rows_per_shard: int = 1000
+    fields: tuple[str, ...] | None = None
+    prefix: str = ""
+    suffix: str = ""
     ray: str | None = None
     actors: int | None = None
 
@@ -121,13 +129,26 @@ class CaptionConfig:
         columns = {"image_column": self.image_column, "prompt_column": self.prompt_column, "id_column": self.id_column}
         decisive |= {key: name for key, name in columns.items() if name is not None}
         decisive |= {"split": self.split} if self.split != "train" else {}
+        decisive |= {"root": os.path.abspath(self.root)} if self.root is not None else {}
         optional = ("system_prompt", "max_pixels", "top_p", "top_k", "repetition_penalty")
         decisive |= {name: getattr(self, name) for name in optional if getattr(self, name) is not None}
+        decisive |= {name: getattr(self, name) for name in ("prefix", "suffix") if getattr(self, name)}
+        decisive |= {"fields": list(self.columns())} if self.fields is not None else {}
         decisive |= {"chat_template_kwargs": dict(self.chat_template_kwargs)} if self.chat_template_kwargs else {}
         if self.temperature > 0:
             decisive |= {"seed": self.seed, "batch_size": self.batch_size, "batches": "by length"}
             decisive |= {"shard": "{}/{}".format(*self.shard), "processes": world_size}
         return decisive
+
+    def columns(self) -> tuple[str, ...]:
+        """The columns of the rows.
+
+        Raises:
+            UsageError: `fields` names one that does not exist.
+        """
+        from mmspec.app.io.columns import ROW_COLUMNS, choose_columns
+
+        return tuple(ROW_COLUMNS) if self.fields is None else choose_columns(self.fields, bool(self.compare))
 
     def sampling(self) -> Sampling:
         """How tokens are chosen."""
@@ -157,7 +178,9 @@ class CaptionConfig:
         """How inputs are read; names in the rows are relative to `base`."""
         from mmspec.app.io.item import SourceOptions
 
-        return SourceOptions(base, self.image_column, self.prompt_column, self.id_column, self.split, self.urls)
+        return SourceOptions(
+            base, self.image_column, self.prompt_column, self.id_column, self.split, self.urls, self.root
+        )
 
     def frame_sampler(self) -> FrameSampler:
         """The sampler of video frames.

@@ -11,14 +11,15 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 
 from mmspec.app.caption.config import CaptionConfig, ProcessInfo, prompt_sha1
 from mmspec.app.caption.plan import RowPlan, skip_finished
-from mmspec.app.caption.progress import CaptionProgress, comparison_lines, print_stderr
+from mmspec.app.caption.progress import CaptionProgress, comparison_lines, file_line, print_stderr
 from mmspec.app.caption.rows import CaptionModel, RowCaptioner
 from mmspec.app.errors import UsageError
+from mmspec.app.io.columns import select
 from mmspec.app.io.decode import decode_item
 from mmspec.app.io.held import decode_held
 from mmspec.app.io.images import ImageError, Media, decode_ahead, pixel_limit
@@ -26,7 +27,6 @@ from mmspec.app.io.inputs import Inputs
 from mmspec.app.io.item import Item
 from mmspec.app.io.jsonl import Row
 from mmspec.app.io.output import Finished, JobSummary, Output
-from mmspec.app.io.sources import describe_skipped
 from mmspec.vision.video.decoder_pool import DecoderPool
 
 SignalHandler = Callable[[int, FrameType | None], object] | int | None
@@ -94,8 +94,7 @@ class CaptionJob:
         config = self.config
         inputs = Inputs(config.paths, config.source_options(self.output.base), self.output.own_files())
         inputs.check()
-        if self.process.rank == 0 and (line := describe_skipped(config.paths, self.output.own_files())):
-            print_stderr(f"mmspec: {line}")
+        self._print_left_out(inputs.left_out(listed=True))
         self._finished = self.output.open()
         complete = False
         try:
@@ -113,8 +112,18 @@ class CaptionJob:
             complete = not stop.signal
         finally:
             summary = self.output.close(self._ids(), complete=complete)
-        self._report(progress, self._num_finished(), stop)
+        self._report(progress, self._num_finished(), stop, summary)
+        self._print_left_out(self._left_out_while_reading(inputs))
         return 128 + stop.signal if stop.signal else self._exit_code(summary)
+
+    def _print_left_out(self, lines: Sequence[str]) -> None:
+        if self.process.rank == 0:
+            for line in lines:
+                print_stderr(f"mmspec: {line}")
+
+    def _left_out_while_reading(self, inputs: Inputs) -> Sequence[str]:
+        """What archives and remote folders hold besides the rows; known once they were read."""
+        return inputs.left_out(listed=False)
 
     def _prepare(self, inputs: Inputs) -> None:
         """Plan the batches, and load the model if a row is pending."""
@@ -124,6 +133,10 @@ class CaptionJob:
         first = next(batches, None)
         self._batches = itertools.chain([] if first is None else [first], batches)
         if first is not None:
+            if self._plan.max_pictures > 1:
+                from mmspec.app.modeling.load import check_several_pictures
+
+                check_several_pictures(self.config.model)
             self.model = self.load()
 
     def _num_finished(self) -> int:
@@ -160,7 +173,8 @@ class CaptionJob:
     def _write(self, rows: list[Row], items: list[Item], progress: CaptionProgress) -> None:
         """Write the pending ones of the rows of a batch."""
         new = [(row, item) for row, item in zip(rows, items, strict=True) if self._is_pending(item)]
-        self.output.write([row for row, _ in new], [item for _, item in new])
+        columns = self.config.columns()
+        self.output.write([select(row, columns) for row, _ in new], [item for _, item in new])
         if self.config.retry_errors:
             self._retried.update(row["id"] for row, _ in new)
         progress.add(row for row, _ in new)
@@ -168,12 +182,14 @@ class CaptionJob:
     def _is_pending(self, item: Item) -> bool:
         return is_pending(item, self._finished, self.config) and item.id not in self._retried
 
-    def _report(self, progress: CaptionProgress, skipped: int, stop: GracefulStop) -> None:
+    def _report(self, progress: CaptionProgress, skipped: int, stop: GracefulStop, summary: JobSummary | None) -> None:
         model = self.model
         lines = progress.summary(skipped, model.acceptance if model else None)
         lines += comparison_lines(model.comparison, model.dtype != "float32") if model else []
-        if self.config.out != "-":
-            lines.append(f"rows in {self.config.out}")
+        if self.config.format == "txt":
+            lines.append(f"text files {'beside the pictures' if self.config.out == '-' else f'in {self.config.out}'}")
+        elif self.config.out != "-":
+            lines.append(file_line(summary, self.config.out))
         if stop.signal:
             lines.append("interrupted: run the same command again to continue")
         who = f"mmspec rank {self.process.rank}: " if self.process.world_size > 1 else "mmspec: "
@@ -184,7 +200,11 @@ class CaptionJob:
         """Of several ranks only the last to finish reports failures: a launcher kills the others when one fails."""
         if summary is None:
             return 0
-        if summary.num_errors and not self.config.retry_errors:
+        if summary.num_errors and self.config.format == "txt":
+            print_stderr(
+                f"mmspec: {summary.num_errors} of {summary.num_rows} have no caption; the next run tries again"
+            )
+        elif summary.num_errors and not self.config.retry_errors:
             print_stderr(
                 f"mmspec: {summary.num_errors} of {summary.num_rows} rows hold an error; --retry-errors repeats them"
             )
@@ -204,6 +224,11 @@ def survey(inputs: Inputs, config: CaptionConfig, process: ProcessInfo, finished
             num_rows += 1
             if (row := finished.get(item.id)) is not None:
                 check_prompt(item, row, config)
+            elif finished and os.path.abspath(item.path) in finished:
+                raise UsageError(
+                    f"{config.out} has the absolute path of {item.id!r} as an id, as earlier versions wrote: name the "
+                    "inputs by absolute paths, or use another --out"
+                )
     if num_rows is None:
         return None
     return len(range(config.shard[0], num_rows, config.shard[1])[process.rank :: process.world_size])
@@ -228,7 +253,8 @@ def check_prompt(item: Item, row: Finished, config: CaptionConfig) -> None:
     Raises:
         UsageError: it was.
     """
-    if row.prompt_sha1 != prompt_sha1(item.resolve_prompt(config.prompt)):
+    prompts = (item.resolve_prompt(config.prompt, is_video) for is_video in (False, True))  # by content, not known here
+    if row.prompt_sha1 is not None and row.prompt_sha1 not in map(prompt_sha1, prompts):
         raise UsageError(f"{item.id!r} was captioned with another prompt: use another --out, or --overwrite")
 
 

@@ -24,6 +24,7 @@ from mmspec.app.cli.arguments import (
     non_negative_int,
     parse_temperature,
     positive_int,
+    split_commas,
 )
 from mmspec.app.modeling.prompt_format import RESERVED
 
@@ -34,17 +35,18 @@ PATH is any mix of
                      as images; --fps and --sampler select them; decoding takes at most 5 minutes per video
   photos/            a folder, with its sub-folders, in natural order (img2 before img10)
   'photos/*.png'     a glob, expanded here if the shell has not
-  list.jsonl         a manifest: "file_name" and optionally "prompt" and "id" per row; .csv has the same columns;
-                     .txt holds one path per line. Paths are relative to the manifest and may not leave its folder.
+  list.jsonl         a list: "file_name" and optionally "prompt" and "id" per row; .json, .csv and .tsv have the same
+                     columns, .txt a path or address per line. Paths stay below the folder of the list, or --root DIR
   'a-{000..099}.tar' WebDataset archives, read without extracting them; braces and globs are expanded here if the
                      shell has not. Members with one key are a row: KEY.jpg, and with --prompt-column txt its prompt
   'data/*.parquet'   tables with a column of pictures: bytes, {bytes, path}, paths below the table's folder, or
                      addresses (--urls). in the clone: pip install -e '.[data]'
-  saved/             a folder of `datasets`' save_to_disk; hf://datasets/OWNER/NAME is a dataset of the hub, streamed
-  s3://bucket/a.tar  any of these by an address that fsspec opens: s3:// (extra s3), gs:// (gs), hf://, ...
+  saved/             a folder of `datasets`' save_to_disk; hf://datasets/OWNER/NAME[/CONFIG] is streamed from the hub
+  s3://bucket/a.tar  any of these but lists by an address that fsspec opens: s3:// (extra s3), gs:// (gs), hf://, ...
 
 examples
   mmspec caption photos/ --model llava-hf/llava-1.5-7b-hf --out captions.jsonl
+  mmspec caption photos/ --model ... --format txt --prefix 'sks dog, '           photos/1.txt beside photos/1.jpg
   mmspec caption photos/ --model ./my-llava --out photos/metadata.jsonl     loads with load_dataset("imagefolder")
   mmspec caption drawn.png --model scenes --compare      no download: the bundled toy model, for drawn scenes
   mmspec caption clips/ --fps 1 --frames 32 --model ...                     one frame per second, at most 32
@@ -154,6 +156,7 @@ def _add_tables(parser: argparse.ArgumentParser) -> None:
         "--id-column", default=None, metavar="NAME", help="column of the ids (default: file name and row number or key)"
     )
     add("--split", default="train", metavar="S", help="split of a dataset (default train)")
+    add("--root", default=None, metavar="DIR", help="paths in lists and tables are relative to DIR and may lead to it")
     urls_help = (
         "read http(s) addresses in rows: those of the public internet, or with `any` of private networks as well"
     )
@@ -165,11 +168,18 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
     add("--out", default="-", metavar="FILE", help="file, or folder of shards; - (default) is standard output")
     format_help = (
         "jsonl (default): one file; parquet: a folder of shards with the same columns; webdataset: a folder of tar "
-        "archives, each picture with its caption (.txt) and its row (.json)"
+        "archives, each picture with its caption (.txt) and its row (.json); txt: a text file for each picture, beside "
+        "it or in the folder --out; one that exists is left alone"
     )
     add("--format", choices=FORMATS, default=FORMATS[0], help=format_help)
+    fields_help = (
+        "columns of the rows, comma-separated, besides id, caption, prompt_sha1, error and index (default: all)"
+    )
+    add("--fields", type=parse_fields, default=None, metavar="A,B", help=fields_help)
     add("--rows-per-shard", type=positive_int, default=1000, metavar="N", help="of parquet and webdataset")
-    add("--overwrite", action="store_true", help="discard the rows in FILE")
+    add("--prefix", default="", metavar="TEXT", help="put before each caption, as in 'sks dog, '")
+    add("--suffix", default="", metavar="TEXT", help="put after each caption")
+    add("--overwrite", action="store_true", help="discard the rows in FILE; of txt replace files that exist")
     add("--retry-errors", action="store_true", help="repeat the rows that hold an error")
 
 
@@ -186,6 +196,11 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
     add("--compare", type=parse_compare, nargs="?", const=-1, default=0, metavar="N", help=compare_help)
     add("--threads", type=positive_int, default=4, metavar="N", help="decoding threads (default 4)")
     add_progress(group)
+
+
+def parse_fields(text: str) -> tuple[str, ...]:
+    """Comma-separated names."""
+    return tuple(split_commas(text))
 
 
 def parse_template_kwargs(text: str) -> dict[str, Any]:

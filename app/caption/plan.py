@@ -9,6 +9,7 @@ from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from mmspec.app.caption.config import CaptionConfig, ProcessInfo
+from mmspec.app.io.content import Pictures
 from mmspec.app.io.item import Item
 
 WINDOW_BATCHES = 16
@@ -26,6 +27,7 @@ class RowPlan:
         ids: of the rows of this shard, all processes; complete once `batches` is exhausted.
         num_assigned: rows of this process that were planned so far.
         num_finished: those of them that are not pending.
+        max_pictures: largest number of pictures of a row so far.
     """
 
     config: CaptionConfig
@@ -34,6 +36,7 @@ class RowPlan:
     ids: set[str] = field(default_factory=set)
     num_assigned: int = 0
     num_finished: int = 0
+    max_pictures: int = 1
 
     def batches(self, rows: Iterable[Item]) -> Iterator[list[Item]]:
         """The batches with a pending row, one after the other."""
@@ -54,6 +57,8 @@ class RowPlan:
             if item.index % step != first:
                 continue
             self.ids.add(item.id)
+            if isinstance(item.content, Pictures):
+                self.max_pictures = max(self.max_pictures, len(item.content.parts))
             if item.index // step % process.world_size == process.rank:
                 yield item
 

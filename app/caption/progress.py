@@ -1,10 +1,13 @@
-"""Progress of a caption job on standard error: a bar with images/s and tau, and a summary."""
+"""Progress of a caption job on standard error: a bar, or a line every half minute, and a summary."""
 
 from __future__ import annotations
 
+import logging
 import sys
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, redirect_stderr
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -12,12 +15,20 @@ from typing import TYPE_CHECKING
 from mmspec.app.io.jsonl import Row
 
 if TYPE_CHECKING:
+    from mmspec.app.io.output import JobSummary
     from mmspec.app.modeling.captioner import ComparisonTotals
+
+LINE_SECONDS = 30.0
+"""Between two lines of progress where standard error is no terminal."""
 
 
 def print_stderr(text: str) -> None:
-    """Print one line to standard error; standard output is for rows."""
-    print(text, file=sys.stderr, flush=True)
+    """Print one line to standard error, above a bar if there is one; standard output is for rows."""
+    if (bars := sys.modules.get("tqdm")) is not None:
+        bars.tqdm.write(text, file=sys.stderr)
+        sys.stderr.flush()
+    else:
+        print(text, file=sys.stderr, flush=True)
 
 
 @dataclass
@@ -53,29 +64,60 @@ class Totals:
 
 
 class CaptionProgress:
-    """The progress bar and its totals."""
+    """Done, rate, tau, errors and time left, as one bar on a terminal, else as a line every `LINE_SECONDS`.
+
+    While there is a bar, whatever else is written to standard error (warnings, log records) is put above it.
+    """
 
     def __init__(self, total: int | None, done: int, show: bool | None, label: str) -> None:
-        """`show` None: only if standard error is a terminal."""
+        """`show` None: a bar if standard error is a terminal, else lines; True: a bar; False: nothing."""
         from tqdm import tqdm
 
         self.totals, self._start_time = Totals(), time.perf_counter()
-        hide = not (sys.stderr.isatty() if show is None else show)
-        self._bar = tqdm(total=total, initial=done, disable=hide, desc=label, unit="image", file=sys.stderr)
+        self._total, self._done = total, done
+        self._has_bar = sys.stderr.isatty() if show is None else show
+        self._prints_lines = show is None and not self._has_bar
+        self._bar = tqdm(
+            total=total, initial=done, disable=not self._has_bar, desc=label, unit="image", file=sys.stderr,
+            smoothing=0.1, dynamic_ncols=True,
+        )  # fmt: skip
+        self._ended, self._stack = threading.Event(), ExitStack()
 
     def add(self, rows: Iterable[Row]) -> None:
         """Count rows and move the bar."""
         rows = list(rows)
         for row in rows:
             self.totals.add(row)
-        rate = (self.totals.ok + self.totals.failed) / max(1e-9, time.perf_counter() - self._start_time)
-        self._bar.set_postfix_str(f"{rate:.1f} images/s, tau {self.totals.tau:.2f}", refresh=False)
+        self._bar.set_postfix_str(f"tau {self.totals.tau:.2f}, {self.totals.failed} errors", refresh=False)
         self._bar.update(len(rows))
 
+    def line(self) -> str:
+        """The state of the job in one line."""
+        totals = self.totals
+        new = totals.ok + totals.failed
+        rate = new / max(1e-9, time.perf_counter() - self._start_time)
+        of = "" if self._total is None else f" of {self._total}"
+        left = self._total - self._done - new if self._total is not None else None
+        ending = f", {format_duration(left / rate)} left" if left is not None and new else ""
+        state = f"{rate:.2f} images/s, tau {totals.tau:.2f}, {totals.failed} errors"
+        return f"mmspec: {self._done + new}{of} done, {state}{ending}"
+
+    def _print_lines(self) -> None:
+        while not self._ended.wait(LINE_SECONDS):
+            print_stderr(self.line())
+
     def __enter__(self) -> CaptionProgress:
+        if self._has_bar:
+            self._stack.enter_context(write_above_bars())
+        if self._prints_lines:
+            thread = threading.Thread(target=self._print_lines, name="mmspec-progress", daemon=True)
+            thread.start()
+            self._stack.callback(thread.join)
+            self._stack.callback(self._ended.set)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._stack.close()
         self._bar.close()
 
     def summary(self, skipped: int, acceptance: float | None) -> list[str]:
@@ -92,13 +134,45 @@ class CaptionProgress:
         return lines
 
 
+@contextmanager
+def write_above_bars() -> Iterator[None]:
+    """Within the context, what is written to standard error is put above the bars of tqdm."""
+    from tqdm.contrib import DummyTqdmFile
+    from tqdm.contrib.logging import logging_redirect_tqdm
+
+    known = [logging.getLogger(name) for name in logging.root.manager.loggerDict]
+    loggers = [logger for logger in known if any(isinstance(one, logging.StreamHandler) for one in logger.handlers)]
+    loggers += [logging.root] if logging.root.handlers else []
+    with logging_redirect_tqdm(loggers), redirect_stderr(DummyTqdmFile(sys.stderr)):
+        yield
+
+
+def format_duration(seconds: float) -> str:
+    """As in "45 s", "12 min" and "3 h 20 min"."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def file_line(summary: JobSummary | None, out: str) -> str:
+    """What is in the file at the end; None if the job is not complete."""
+    if summary is None:
+        return f"rows in {out}"
+    return f"{summary.num_rows} rows in {out}, {summary.num_errors} of them errors"
+
+
 def comparison_lines(totals: ComparisonTotals | None, half_precision: bool) -> list[str]:
     """The lines about `ComparisonTotals`: how many rows equal plain `generate`, and the first difference."""
     if totals is None or not totals.rows:
         return []
     lines = [f"identical: {totals.identical}/{totals.rows}"]
     if totals.patched_s:
-        lines[0] += f" to plain generate, which took {totals.plain_s / totals.patched_s:.2f} times the time"
+        speedup = totals.plain_s / totals.patched_s
+        seconds = f"{totals.plain_s:.1f} s and {totals.patched_s:.1f} s in generate without the first batch"
+        lines[0] += f" to plain generate; {speedup:.2f} times its speed ({seconds})"
+    else:
+        lines[0] += " to plain generate; one batch is too little to measure a speed-up"
     if totals.first_difference:
         lines.append(f"first difference {totals.first_difference}")
     if half_precision and totals.identical < totals.rows:
@@ -106,4 +180,4 @@ def comparison_lines(totals: ComparisonTotals | None, half_precision: bool) -> l
     return lines
 
 
-__all__ = ["CaptionProgress", "Totals", "comparison_lines", "print_stderr"]
+__all__ = ["CaptionProgress", "Totals", "comparison_lines", "file_line", "print_stderr", "write_above_bars"]

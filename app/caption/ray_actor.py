@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,16 @@ from PIL import Image
 
 from mmspec.app.caption.config import CaptionConfig, ProcessInfo
 from mmspec.app.caption.rows import RowCaptioner
-from mmspec.app.io.cells import cell_content
+from mmspec.app.io.cells import Reach, cell_content, is_missing
 from mmspec.app.io.content import Unreadable
 from mmspec.app.io.images import ImageError, Media, load_image
 from mmspec.app.io.item import Item
+from mmspec.app.io.jsonl import Row
 from mmspec.vision.video.decoder_pool import DecoderPool
 
 NEW_COLUMNS = ("caption", "error", "n_new_tokens", "tau", "finish_reason")
+NUMBERS: dict[str, float] = {"n_new_tokens": 0, "tau": math.nan}
+"""Columns of numbers, with the value of a row without a caption; columns of text have an empty one."""
 
 
 class CaptionActor:
@@ -37,7 +41,7 @@ class CaptionActor:
         dataset.drop_columns(["image"]).write_parquet("captions/")
 
     The model is loaded once per actor and patched with the drafter. A picture that cannot be read or captioned has
-    the caption None and a text in the column `error`.
+    an empty caption and a text in the column `error`, which is empty for the others.
 
     Args:
         model: hub id, local folder, or "scenes" for the bundled toy model.
@@ -99,16 +103,14 @@ class CaptionActor:
             self._captioner = RowCaptioner(replace(self._config, batch_size=max(1, len(cells))), self._model)
         decoded = []
         for cell, prompt in zip(cells, prompts, strict=True):
-            text = str(prompt) if prompt is not None and str(prompt) else None
+            text = None if is_missing(prompt) or not str(prompt) else str(prompt)
             item = Item(Path(), str(self._num_rows), prompt=text, index=self._num_rows)
             fault = item.content  # of the prompt: an item with a bad one cannot be read
             bad = ImageError(fault.kind, fault.message) if isinstance(fault, Unreadable) else None
             decoded.append((item, bad or self._decode(cell)))
             self._num_rows += 1
         rows = self._captioner.caption_rows(decoded)
-        added: dict[str, list[Any]] = {name: [row[name] for row in rows] for name in NEW_COLUMNS}
-        added["error"] = [error and f"{error['type']}: {error['message']}" for error in added["error"]]
-        return dict(batch) | {name: np.array(values, object) for name, values in added.items()}
+        return dict(batch) | {name: column(rows, name) for name in NEW_COLUMNS}
 
     def _decode(self, cell: Any) -> Media | ImageError:
         try:
@@ -116,10 +118,22 @@ class CaptionActor:
                 return load_image(cell, self._config.pixel_limit)
             if isinstance(cell, str) or (isinstance(cell, Mapping) and not cell.get("bytes")):
                 raise ImageError("NotAnImage", "a picture is an array or bytes: read paths and addresses before")
-            content, _ = cell_content(cell, "", None)
+            content, _ = cell_content(cell, Reach(""))
             return load_image(content.read(), self._config.pixel_limit, self._decoders)
         except ImageError as error:
             return error
+
+
+def column(rows: Sequence[Row], name: str) -> np.ndarray:
+    """A new column, of one type whatever the rows hold: Ray gives each block the types that its values have, and files
+    of a type "null" do not merge with others."""
+    if name in NUMBERS:
+        missing = NUMBERS[name]
+        return np.array([missing if row[name] is None else row[name] for row in rows], type(missing))
+    values = [row[name] for row in rows]
+    if name == "error":
+        values = [error and f"{error['type']}: {error['message']}" for error in values]
+    return np.array([value or "" for value in values], object)
 
 
 __all__ = ["CaptionActor"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mmspec.app.caption.config import CaptionConfig, ProcessInfo
@@ -85,6 +85,9 @@ class RayCaptionJob(CaptionJob):
 
     def _num_finished(self) -> int:
         return self._end.num_finished if self._end else self._num_before
+
+    def _left_out_while_reading(self, inputs: Inputs) -> Sequence[str]:
+        return self._end.left_out if self._end else ()
 
     def _ids(self) -> set[str]:
         return getattr(self, "_seen", set())

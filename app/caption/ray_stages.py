@@ -7,7 +7,7 @@ Imports nothing of Ray.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -63,10 +63,12 @@ class EndOfPlan:
     Attributes:
         num_batches: batches before it; with fewer results some were lost.
         num_finished: rows that were captioned before this run.
+        left_out: what the inputs hold besides the rows, as lines for the user.
     """
 
     num_batches: int
     num_finished: int
+    left_out: Sequence[str] = ()
 
 
 def plan_job(
@@ -75,13 +77,14 @@ def plan_job(
     """The batches with a pending row, then `EndOfPlan`; the same ones whenever it runs."""
     from mmspec.app.caption.job import is_pending
 
+    enter_folder(config)
     inputs = Inputs(config.paths, config.source_options(base), own_files)
     plan = RowPlan(config, ProcessInfo(), lambda item: is_pending(item, finished, config))
     number = 0
     for batch in plan.batches(inputs.rows(skip_finished(finished, config))):
         number += 1
         yield PlannedBatch(batch)
-    yield EndOfPlan(number, plan.num_finished)
+    yield EndOfPlan(number, plan.num_finished, tuple(inputs.left_out(listed=False)))
 
 
 def decode_stage(frames: Any, config: CaptionConfig) -> Any:
@@ -90,6 +93,7 @@ def decode_stage(frames: Any, config: CaptionConfig) -> Any:
 
 
 def _decode(batch: PlannedBatch, config: CaptionConfig) -> DecodedBatch:
+    enter_folder(config)
     sampler, decoders = config.frame_sampler(), _decoders()
 
     def read(item: Item) -> Media:
@@ -142,13 +146,20 @@ def frame(values: list[Any]) -> Any:
 
 
 def absolute_paths(config: CaptionConfig) -> CaptionConfig:
-    """The same with absolute local paths: a worker has another working directory."""
+    """The same for a worker, which has another working directory: it enters that of this process for the inputs, whose
+    ids are relative where they were given so; model and drafter are absolute."""
 
     def absolute(name: str) -> str:
         return os.path.abspath(name) if os.path.isdir(name) else name
 
-    paths = tuple(path if "://" in path else os.path.abspath(path) for path in config.paths)
-    return replace(config, paths=paths, model=absolute(config.model), drafter=absolute(config.drafter))
+    folder = config.working_folder or os.getcwd()
+    return replace(config, working_folder=folder, model=absolute(config.model), drafter=absolute(config.drafter))
+
+
+def enter_folder(config: CaptionConfig) -> None:
+    """Make the working folder of a job that of this process, where it exists."""
+    if config.working_folder is not None and os.path.isdir(config.working_folder):
+        os.chdir(config.working_folder)
 
 
 __all__ = [
@@ -159,6 +170,7 @@ __all__ = [
     "PlannedBatch",
     "absolute_paths",
     "decode_stage",
+    "enter_folder",
     "frame",
     "plan_job",
 ]

@@ -5,6 +5,7 @@ The model (`CaptionModel`) is an argument. Knows nothing of inputs, files or res
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -13,7 +14,8 @@ from mmspec.app.caption.batch_size import BatchSizer
 from mmspec.app.caption.config import SCENES_MODEL, CaptionConfig, derive_seed, prompt_sha1
 from mmspec.app.caption.progress import print_stderr
 from mmspec.app.errors import one_line
-from mmspec.app.io.images import ImageError, Media
+from mmspec.app.io.columns import GENERATION, ROW_COLUMNS
+from mmspec.app.io.images import ImageError, Media, Video
 from mmspec.app.io.item import Item
 from mmspec.app.io.jsonl import Row
 from mmspec.app.io.text import escaped_values
@@ -21,7 +23,7 @@ from mmspec.app.scenes.domain_check import warn_if_out_of_domain
 from mmspec.app.versions import mmspec_version
 
 if TYPE_CHECKING:
-    from mmspec.app.modeling.captioner import Caption, ComparisonTotals
+    from mmspec.app.modeling.captioner import Caption, ComparisonTotals, Provenance
 
 Work = Sequence[tuple[Item, Media]]
 
@@ -37,6 +39,9 @@ class CaptionModel(Protocol):
 
     @property
     def acceptance(self) -> float | None: ...
+
+    @property
+    def provenance(self) -> Provenance: ...
 
     def caption(
         self, media: Sequence[Media], prompts: Sequence[str], seed: int, compare: Sequence[bool] = ()
@@ -72,7 +77,7 @@ class RowCaptioner:
             with self._sizer.measure(len(work)):
                 results |= zip((item.id for item, _ in work), self._attempt(work), strict=True)
             start += len(work)
-        return [self._row(item, results[item.id]) for item, _ in decoded]
+        return [self._row(item, media, results[item.id]) for item, media in decoded]
 
     def _check_domain(self, work: Work) -> None:
         """Warn once if the bundled toy model gets an image that is no drawn scene."""
@@ -117,7 +122,7 @@ class RowCaptioner:
         config = self.config
         num_compared = len(work) if config.compare < 0 else config.compare
         compare = [config.compare < 0 or item.index < num_compared for item, _ in work] if config.compare else []
-        prompts = [item.resolve_prompt(config.prompt) for item, _ in work]
+        prompts = [item.resolve_prompt(config.prompt, isinstance(media, Video)) for item, media in work]
         seed = derive_seed(config.seed, work[0][0].index)
         captions = self.model.caption([media for _, media in work], prompts, seed, compare)
         return [self._without_thoughts(one) for one in captions]
@@ -134,27 +139,24 @@ class RowCaptioner:
         )
         return Failure("Thinking", message)
 
-    def _row(self, item: Item, result: Caption | Failure) -> Row:
-        config = self.config
-        row: Row = {"id": item.id, "file_name": item.file_name, "caption": None}
-        prompt = item.resolve_prompt(config.prompt)
-        row |= {"model": config.model, "drafter": config.drafter, "prompt_sha1": prompt_sha1(prompt)}
-        row["gen"] = {
-            "max_new_tokens": config.max_new_tokens,
-            "temperature": config.temperature,
-            "seed": config.seed,
-            "stop": list(config.stop),
-            "batch_size": config.batch_size,
-            "dtype": self.model.dtype,
-        }
-        row |= dict.fromkeys(("n_prompt_tokens", "n_new_tokens", "n_rounds", "tau", "ttft_s", "seconds"))
-        row |= {"finish_reason": "error", "identical": None, "plain": None}
-        row["error"] = None
+    def _row(self, item: Item, media: Media | ImageError, result: Caption | Failure) -> Row:
+        config, provenance = self.config, self.model.provenance
+        is_video = None if isinstance(media, ImageError) else isinstance(media, Video)
+        prompt = item.resolve_prompt(config.prompt, is_video)
+        row: Row = dict.fromkeys(ROW_COLUMNS)
+        row |= {"id": item.id, "file_name": item.file_name, "index": item.index, "mmspec_version": mmspec_version()}
+        row |= {"prompt": prompt, "prompt_sha1": prompt_sha1(prompt), "finish_reason": "error"}
+        row |= {"model": config.model, "model_revision": provenance.model_revision, "drafter": provenance.drafter}
+        variables = json.dumps(dict(config.chat_template_kwargs)) if config.chat_template_kwargs else None
+        chosen = {name: getattr(config, name) for name in GENERATION if hasattr(config, name)}
+        chosen |= {"stop": list(config.stop), "dtype": self.model.dtype, "chat_template_kwargs": variables}
+        row["gen"] = chosen | dict(provenance.sampling)
         if isinstance(result, Failure):
             row["error"] = {"type": result.kind, "message": result.message}
         else:
             row |= asdict(result)
-        found: Row = escaped_values(row | {"mmspec_version": mmspec_version(), "index": item.index})
+            row["caption"] = f"{config.prefix}{result.caption}{config.suffix}"
+        found: Row = escaped_values(row)
         return found
 
 

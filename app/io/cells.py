@@ -1,25 +1,78 @@
-"""A cell of a table (bytes, a path, an address, or a struct of these) to the content of a row.
+"""A cell of a table or list (bytes, a path, an address, base64, a struct or list of these) to the content of a row.
 
-Tables are not trusted: a path stays in the folder of its table, an address is read only if the user permits it.
+Tables are not trusted: a path stays in the folder of its table or the one that the user permits, an address is read
+only if the user permits it. No cell is printed whole.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from mmspec.app.errors import UsageError
 from mmspec.app.io import images, videos
-from mmspec.app.io.content import ByteRange, Content, InlineBytes, Unreadable, WebAddress, is_local
+from mmspec.app.io.content import ByteRange, Content, Pictures, Unreadable, WebAddress, is_local
+from mmspec.app.io.inline import held_bytes, inline_text
 from mmspec.app.io.item import Item, SourceOptions
+from mmspec.app.io.web import MAX_URL_CHARS
 
 MEDIA_SUFFIXES = images.IMAGE_SUFFIXES | videos.VIDEO_SUFFIXES
-IMAGE_COLUMNS = ("image", "img", "jpg", "jpeg", "png", "webp", "picture", "video", "bytes", "image_url", "url",
-                 "image_path", "file_name", "path")  # fmt: skip
+IMAGE_COLUMNS = ("image", "img", "jpg", "jpeg", "png", "webp", "picture", "photo", "video", "bytes", "images",
+                 "pictures", "photos", "image_url", "url", "image_path", "video_path", "file_name", "path")  # fmt: skip
 """Names of columns that hold pictures, in the order of preference."""
+FILE_COLUMNS = ("file_name", "image", "path", "file", "filename", "images", "video", "videos", "image_path",
+                "video_path", "url", "image_url", "video_url", "img", "picture", "photo")  # fmt: skip
+"""The same of lists, in lower case."""
+MAX_NAME_BYTES = 3072
+MAX_ROW_PICTURES = 64
+"""Pictures of one row."""
+MAX_CELL_DEPTH = 4
+"""Lists and structs in each other."""
+MAX_ROW_ID_CHARS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """What a table or list may name.
+
+    Attributes:
+        folder: that of the table or list.
+        root: the folder that `--root` permits and relative paths are relative to; None: `folder`.
+        urls: as in `SourceOptions`.
+    """
+
+    folder: str
+    root: str | None = None
+    urls: str | None = None
+
+    def describe(self) -> str:
+        """For messages about paths outside."""
+        if self.root is not None:
+            return f"{self.folder or '.'} and of --root {self.root}"
+        return f"{self.folder or '.'}; --root DIR permits another folder, which relative paths then start from"
+
+
+def short_repr(value: object) -> str:
+    """A value for a message, never the whole of a long one."""
+    if isinstance(value, str | bytes) and len(value) > 60:
+        return f"{value[:60]!r}... ({len(value)} {'characters' if isinstance(value, str) else 'bytes'})"
+    text = repr(value) if not isinstance(value, Mapping | list | tuple) else type(value).__name__
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def is_missing(value: Any) -> bool:
+    """Whether a cell is empty: None, NaN, NaT or NA as pandas writes them."""
+    if value is None or value is Ellipsis:
+        return True
+    if isinstance(value, float):
+        return value != value
+    return type(value).__name__ in ("NAType", "NaTType") or (
+        hasattr(value, "dtype") and value.shape == () and value != value
+    )
 
 
 def local_name(url: str, base: Path) -> str:
@@ -28,8 +81,10 @@ def local_name(url: str, base: Path) -> str:
 
 
 def relative_name(path: Path, base: Path) -> str:
-    """`path` relative to `base`, or absolute if it is not below it; with forward slashes."""
-    return name_below(os.path.abspath(path), os.path.abspath(base))
+    """`path` relative to `base` if it lies below, else as it was given, relative or absolute; with forward slashes."""
+    name = name_below(os.path.abspath(path), os.path.abspath(base))
+    is_below = name != os.path.abspath(path).replace(os.sep, "/")
+    return name if is_below or path.is_absolute() else Path(os.path.normpath(path)).as_posix()
 
 
 def name_below(path: str, root: str) -> str:
@@ -50,7 +105,7 @@ def find_image_column(columns: Sequence[str], wanted: str | None, what: str) -> 
     names = {name.lower(): name for name in reversed(columns)}
     found = next((names[name] for name in IMAGE_COLUMNS if name in names), None)
     if found is None:
-        raise UsageError(f"{what} has no column of pictures; it has {', '.join(columns)}: name one with --image-column")
+        raise UsageError(f"{what} has no column of pictures; it has {_listed(columns)}: name one with --image-column")
     return found
 
 
@@ -61,64 +116,152 @@ def require_column(columns: Sequence[str], name: str, flag: str, what: str) -> s
         UsageError: it is not.
     """
     if name not in columns:
-        raise UsageError(f"{what} has no column {name!r} ({flag}); it has {', '.join(columns)}")
+        raise UsageError(f"{what} has no column {name!r} ({flag}); it has {_listed(columns)}")
     return name
+
+
+def _listed(names: Sequence[str]) -> str:
+    text = ", ".join(names)
+    return text if len(text) <= 160 else f"{text[:160]}... ({len(names)} columns)"
 
 
 def table_row(cell: Any, prompt: Any, ident: Any, number: int, name: str, folder: str, options: SourceOptions) -> Item:
     """A row of a table.
 
     Args:
-        cell: value of the picture's column: bytes, text, or a mapping with "bytes" and "path".
+        cell: value of the picture's column: see `cell_content`.
         prompt: value of the prompt's column.
         ident: value of the id's column.
         number: of the row in the table.
         name: of the table.
         folder: what paths in the table are relative to, and may not leave.
     """
-    content, path = cell_content(cell, folder, options.urls)
+    content, path = cell_content(cell, Reach(folder, options.root, options.urls))
+    prompt, ident = (None if is_missing(value) else value for value in (prompt, ident))
     for key, value, kinds in (("prompt", prompt, str), ("id", ident, str | int)):
         if value is not None and not isinstance(value, kinds):
             content = Unreadable("BadText", f"the {key} is text, got {type(value).__name__}")
+    if isinstance(ident, str) and len(ident) > MAX_ROW_ID_CHARS:
+        content = Unreadable("BadText", f"the id has {len(ident)} characters; the limit is {MAX_ROW_ID_CHARS}")
+        ident = None
     prompt = prompt if isinstance(prompt, str) and prompt else None
-    ident = str(ident) if isinstance(ident, str | int) else f"{name}#{number}"
-    return Item(Path(path or f"{name}#{number}"), ident, path or f"{name}#{number}", prompt, content=content)
+    shown = f"{name}#{number}"
+    origin = "" if ident is None else f"{name} row {number}"
+    ident = str(ident) if isinstance(ident, str | int) else shown
+    return Item(Path(path or shown), ident, path or shown, prompt, content=content, origin=origin)
 
 
-def cell_content(cell: Any, folder: str, urls: str | None) -> tuple[Content, str]:
-    """The content of a cell, and a name for it; the name is empty if the cell has none."""
+def cell_content(cell: Any, reach: Reach) -> tuple[Content, str]:
+    """The content of a cell, and a name for it; the name is empty if the cell has none.
+
+    A cell is the bytes of a file; text: a path, an address, base64 or a data URL; a mapping with "bytes" and "path" or
+    with one picture; or a list of these, which are several pictures of one prompt.
+    """
+    parts = list(_parts(cell, reach))
+    if len(parts) == 1 and not _is_list(cell):
+        return parts[0]
+    if len(parts) > MAX_ROW_PICTURES:
+        return Unreadable("TooMany", f"more than {MAX_ROW_PICTURES} pictures in one row"), ""
+    failed = next((content for content, _ in parts if isinstance(content, Unreadable)), None)
+    if failed is not None or not parts:
+        return failed or Unreadable("Missing", "no picture in this row: an empty list"), ""
+    return Pictures(tuple(content for content, _ in parts)), parts[0][1]
+
+
+def _is_list(cell: Any) -> bool:
+    return isinstance(cell, list | tuple) or (hasattr(cell, "tolist") and getattr(cell, "shape", ()) != ())
+
+
+def _parts(cell: Any, reach: Reach, depth: int = 0) -> Iterator[tuple[Content, str]]:
+    """Content and name of each picture in a cell, one more than `MAX_ROW_PICTURES` at most."""
+    if _is_list(cell):
+        number = 0
+        for one in cell if depth < MAX_CELL_DEPTH else ():
+            if isinstance(one, int | float) and not is_missing(one):
+                yield _bad(cell, "a list of numbers")
+                return
+            for part in _parts(one, reach, depth + 1):
+                number += 1
+                yield part
+                if number > MAX_ROW_PICTURES:
+                    return
+        return
+    if isinstance(cell, Mapping) and not {"bytes", "path"} & set(cell):
+        inner = next((cell[name] for name in (*IMAGE_COLUMNS, *cell) if is_candidate(cell.get(name))), None)
+        if inner is not None and depth < MAX_CELL_DEPTH:
+            yield from _parts(inner, reach, depth + 1)
+            return
+    yield _one(cell, reach)
+
+
+def is_candidate(value: Any) -> bool:
+    """Whether a field of a struct may hold a picture."""
+    return isinstance(value, Mapping | bytes | bytearray | memoryview | str) or _is_list(value)
+
+
+def _one(cell: Any, reach: Reach) -> tuple[Content, str]:
     path: Any = None
+    named = cell
     if isinstance(cell, Mapping):
         cell, path = cell.get("bytes"), cell.get("path")
+        named = path
     if isinstance(cell, bytes | bytearray | memoryview) and len(cell):
-        return InlineBytes(bytes(cell)), PurePosixPath(path).name if isinstance(path, str) else ""
-    named = cell if isinstance(cell, str) else path
-    if not isinstance(named, str) or not named:
-        got = "nothing" if named is None else type(named).__name__
-        return Unreadable("Missing", f"no picture in this row: {got}"), ""
-    return _named_content(named, folder, urls), named
+        name = PurePosixPath(path).name if isinstance(path, str) and is_path(path) else ""
+        return held_bytes(bytes(cell)), name
+    if is_missing(named) or named in ("", b""):
+        return Unreadable("Missing", "no picture in this row: nothing"), ""
+    if not isinstance(named, str):
+        return _bad(named, type(named).__name__)
+    if (inline := inline_text(named)) is not None:
+        return inline, ""
+    if not is_path(named):
+        return _bad(named, short_repr(named))
+    return _named_content(named, reach), named
 
 
-def _named_content(named: str, folder: str, urls: str | None) -> Content:
+def _bad(cell: Any, got: str) -> tuple[Content, str]:
+    message = f"a picture is bytes, a path, an address or base64; got {got}"
+    return Unreadable("BadCell", message), ""
+
+
+def _named_content(named: str, reach: Reach) -> Content:
     if named.lower().startswith(("http://", "https://")):
-        if urls is None:
-            return Unreadable("AddressNotAllowed", f"addresses in rows are read with --urls; got {named[:80]!r}")
-        return WebAddress(named, public_only=urls != "any")
-    outside = Unreadable("OutsideInput", f"{named[:80]!r} leads out of {folder}: paths are relative to the table")
-    if not is_local(folder) or not is_local(named):
-        url = named if not is_local(named) else f"{folder.rstrip('/')}/{named}"
-        inside = not is_local(folder) and url.startswith(folder.rstrip("/") + "/") and ".." not in url.split("/")
-        return ByteRange(url) if inside else outside
-    if "\0" in named or not is_inside(folder, named):
-        return outside
-    return ByteRange(os.path.join(folder, named))
+        if reach.urls is None:
+            return Unreadable("AddressNotAllowed", f"addresses in rows are read with --urls; got {short_repr(named)}")
+        return WebAddress(named, public_only=reach.urls != "any")
+    path = find_inside(named, reach)
+    if path is None:
+        return Unreadable("OutsideInput", f"{short_repr(named)} leads out of {reach.describe()}")
+    return ByteRange(path)
 
 
-def is_inside(folder: str, name: str) -> bool:
-    """Whether the path `name` in `folder` stays in it, symbolic links included."""
-    if os.path.isabs(name):
+def is_path(name: str) -> bool:
+    """Whether it may be a path or address: no control characters, valid Unicode, no longer than file systems permit."""
+    if len(name) > MAX_URL_CHARS:
         return False
-    path = os.path.join(folder, name)
+    try:
+        data = os.fsencode(name)
+    except UnicodeEncodeError:
+        return False
+    if name.lower().startswith(("http://", "https://")):
+        return True
+    printable = all(code >= 32 and code != 127 for code in data)
+    return printable and len(data) <= MAX_NAME_BYTES and all(len(part) <= 255 for part in data.split(b"/"))
+
+
+def find_inside(name: str, reach: Reach) -> str | None:
+    """The path or address of `name` if it stays in what may be reached, symbolic links included, else None."""
+    tops = [reach.folder] if reach.root is None else [reach.root, reach.folder]
+    if not is_local(tops[0]) or not is_local(name):
+        url = name if not is_local(name) else f"{tops[0].rstrip('/')}/{name}"
+        remote = [top for top in tops if not is_local(top)]
+        inside = any(url.startswith(top.rstrip("/") + "/") for top in remote) and ".." not in url.split("/")
+        return url if inside and not name.startswith("/") else None
+    path = os.path.join(tops[0], name)
+    return path if any(_stays_in(path, top) for top in tops if is_local(top)) else None
+
+
+def _stays_in(path: str, folder: str) -> bool:
     parent, root = (_real_path(os.path.join(os.getcwd(), part)) for part in (os.path.dirname(path), folder))
     real = os.path.join(parent, os.path.basename(path))
     if os.path.islink(real) or os.path.basename(path) in ("", ".", ".."):
@@ -132,14 +275,20 @@ def _real_path(folder: str) -> str:
 
 
 __all__ = [
+    "FILE_COLUMNS",
     "IMAGE_COLUMNS",
+    "MAX_ROW_PICTURES",
     "MEDIA_SUFFIXES",
+    "Reach",
     "cell_content",
     "find_image_column",
-    "is_inside",
+    "find_inside",
+    "is_missing",
+    "is_path",
     "local_name",
     "name_below",
     "relative_name",
     "require_column",
+    "short_repr",
     "table_row",
 ]

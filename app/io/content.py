@@ -103,6 +103,22 @@ class WebAddress:
 
 
 @dataclass(frozen=True, slots=True)
+class Pictures:
+    """Several pictures of one prompt."""
+
+    parts: tuple[Content, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.num_bytes for part in self.parts)
+
+    def read(self) -> bytes:
+        if len(self.parts) == 1:
+            return self.parts[0].read()
+        raise ImageError("SeveralPictures", f"the row has {len(self.parts)} pictures, one is wanted here")
+
+
+@dataclass(frozen=True, slots=True)
 class Unreadable:
     """A row whose picture cannot be read: reading it raises this error, which becomes an error row."""
 
@@ -176,6 +192,7 @@ __all__ = [
     "ByteRange",
     "Content",
     "InlineBytes",
+    "Pictures",
     "Unreadable",
     "WebAddress",
     "check_num_bytes",

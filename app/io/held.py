@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import IO, Any
 
-from mmspec.app.io.content import ByteRange, Content, InlineBytes
+from mmspec.app.io.content import ByteRange, Content, InlineBytes, Pictures
 from mmspec.app.io.images import ImageError, Media, check_file
 from mmspec.app.io.item import Item
 
@@ -39,14 +39,16 @@ def hold(item: Item) -> Item:
     """
     if item.content is None:
         check_file(item.path)
+    content = item.content or ByteRange(str(item.path))
+    parts = content.parts if isinstance(content, Pictures) else (content,)
     try:
-        data = (item.content or ByteRange(str(item.path))).read()
+        held = tuple(_held(part.read()) for part in parts)
     except ImageError as error:
         if error.kind != "TooLarge":
             raise
         hint = "other formats than webdataset do not store it" if item.content is None else "cut or compress it"
         raise ImageError("TooLarge", f"{error}: {hint}") from error
-    return replace(item, content=_held(data))
+    return replace(item, content=Pictures(held) if isinstance(content, Pictures) else held[0])
 
 
 def _held(data: bytes) -> Content:
@@ -64,7 +66,8 @@ def decode_held(item: Item, decode: Callable[[Item], Media], keep: bool) -> tupl
     Raises:
         ImageError: it cannot be read or decoded.
     """
-    item = hold(item) if keep else item
+    with item.locate_errors():
+        item = hold(item) if keep else item
     return item, decode(item)
 
 

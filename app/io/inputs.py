@@ -9,14 +9,17 @@ from __future__ import annotations
 import glob
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import islice, product
 from pathlib import Path
 
 from mmspec.app.errors import UsageError, one_line
-from mmspec.app.io.cells import MEDIA_SUFFIXES, name_below
+from mmspec.app.io.cells import MEDIA_SUFFIXES, name_below, relative_name, short_repr
 from mmspec.app.io.content import ByteRange, Content, Unreadable, is_local, open_file_system
 from mmspec.app.io.item import Item, RowSource, Skip, SourceOptions
-from mmspec.app.io.sources import FileSource, describe_skipped, natural_key, short_repr
+from mmspec.app.io.left_out import LeftOut, is_hidden, is_packed_metadata
+from mmspec.app.io.manifests import MANIFESTS, is_manifest
+from mmspec.app.io.sources import FileSource, explain_refused, find_matches, is_refused, natural_key
 from mmspec.app.io.tables import DatasetSource, ParquetSource, is_hub_dataset, is_saved_dataset
 from mmspec.app.io.tars import TarSource
 
@@ -27,6 +30,8 @@ ROW_SOURCES: dict[str, Callable[[str, SourceOptions], RowSource]] = {
 """Suffix -> class of the source of one file."""
 MAX_BRACES = 1_000_000
 """Names that one brace pattern may expand to."""
+MAX_NAMED = 4
+"""Arguments that a message repeats."""
 MAX_MISSING = 1000
 """Leading rows that are examined for a file that exists."""
 
@@ -38,6 +43,7 @@ class RemoteFiles:
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self._found = LeftOut()
 
     def count(self) -> int | None:
         return None
@@ -45,18 +51,35 @@ class RemoteFiles:
     def check(self) -> None:
         open_file_system(self.name)
 
+    def add_left_out(self, found: LeftOut) -> None:
+        for name in ("formats", "hidden"):
+            getattr(found, name).add_all(getattr(self._found, name))
+        found.folder = found.folder or self.name
+
     def rows(self, skip: Skip) -> Iterator[Item]:
+        self._found = LeftOut()
         if _suffix(self.name) in MEDIA_SUFFIXES:
             yield Item(Path(self.name), self.name, self.name, content=ByteRange(self.name))
             return
         try:
             system, path = open_file_system(self.name)
             for found in sorted(system.find(path), key=natural_key):
-                if _suffix(found) in MEDIA_SUFFIXES:
+                if self._is_read(found[len(path) :], found.rpartition("/")[2]):
                     url = system.unstrip_protocol(found)
                     yield Item(Path(found), url, url, content=ByteRange(url))
         except Exception as error:
             yield Item(Path(self.name), self.name, self.name, content=Unreadable("Unreadable", one_line(error)))
+
+    def _is_read(self, below: str, name: str) -> bool:
+        """Whether a file is a picture or clip that is not hidden; else it is counted."""
+        suffix = _suffix(name)
+        if is_hidden(below):
+            if suffix in MEDIA_SUFFIXES and not is_packed_metadata(below):
+                self._found.hidden.add("", name)
+            return False
+        if suffix not in MEDIA_SUFFIXES | MANIFESTS:
+            self._found.formats.add(suffix or "no suffix", name)
+        return suffix in MEDIA_SUFFIXES
 
 
 def expand_braces(name: str) -> list[str]:
@@ -114,24 +137,26 @@ def find_sources(name: str, options: SourceOptions, excluded: set[str]) -> list[
 
 
 def _local_matches(name: str, options: SourceOptions, excluded: set[str]) -> list[RowSource]:
-    if not os.path.exists(name) and glob.has_magic(name):
-        matches = sorted(glob.glob(name, recursive=True), key=natural_key)
-        if any(_suffix(match) in ROW_SOURCES for match in matches):
-            wanted = [m for m in matches if os.path.isfile(m) and _suffix(m) in ROW_SOURCES.keys() | MEDIA_SUFFIXES]
-            return [
-                _local_source(match, options, excluded) for match in wanted if os.path.realpath(match) not in excluded
-            ]
-    return [_local_source(name, options, excluded)]
+    """The archives and tables that a glob matches, then its other files."""
+    if os.path.exists(name) or not glob.has_magic(name):
+        return [_local_source(name, options, excluded)]
+    matches = find_matches(name)
+    shards = [match for match in matches if _suffix(match) in ROW_SOURCES and os.path.isfile(match)]
+    found = [_local_source(match, options, excluded) for match in shards if os.path.realpath(match) not in excluded]
+    return found if found and len(shards) == len(matches) else [*found, FileSource(name, excluded, options)]
 
 
 def _local_source(name: str, options: SourceOptions, excluded: set[str]) -> RowSource:
     if os.path.isdir(name):
-        return DatasetSource(name, options) if is_saved_dataset(Path(name)) else FileSource(name, excluded)
+        is_saved = is_saved_dataset(Path(name))
+        return DatasetSource(name, options) if is_saved else FileSource(name, excluded, options)
     if _suffix(name) in ROW_SOURCES and not glob.has_magic(name):
         if not os.path.isfile(name):
             raise UsageError(f"no such file: {name}")
         return ROW_SOURCES[_suffix(name)](name, options)
-    return FileSource(name, excluded)
+    if is_refused(name):
+        raise explain_refused(name)
+    return FileSource(name, excluded, options)
 
 
 def _remote_matches(url: str) -> list[str]:
@@ -149,7 +174,15 @@ def _remote_matches(url: str) -> list[str]:
 
 
 def _remote_source(url: str, options: SourceOptions) -> RowSource:
-    return ROW_SOURCES[_suffix(url)](url, options) if _suffix(url) in ROW_SOURCES else RemoteFiles(url)
+    if _suffix(url) in ROW_SOURCES:
+        return ROW_SOURCES[_suffix(url)](url, options)
+    if is_refused(url):
+        raise explain_refused(url)
+    if is_manifest(Path(url)):
+        raise UsageError(
+            f"{short_repr(url)}: lists are read from this machine: copy it, and name it with --root for its folder"
+        )
+    return RemoteFiles(url)
 
 
 def _suffix(name: str) -> str:
@@ -198,14 +231,25 @@ class Inputs:
                 source.check()
         first = list(islice(self.rows(lambda ident: True), MAX_MISSING if self.is_listed else 1))
         if not first:
-            skipped = describe_skipped(self.paths, self._output_files)
-            raise UsageError(
-                f"no images or videos in {', '.join(self.paths)} (supported: {', '.join(sorted(MEDIA_SUFFIXES))})"
-                + (f"; {skipped}" if skipped else "")
-            )
-        if self.is_listed and not any(os.path.exists(item.path) for item in first):
+            found = "; ".join(self.left_out())
+            named = ", ".join(self.paths[:MAX_NAMED]) + (", ..." if len(self.paths) > MAX_NAMED else "")
+            raise UsageError(f"no images or videos in {named}" + (f"; {found}" if found else ""))
+        if self.is_listed and not any(item.content or os.path.exists(item.path) for item in first):
             more = f" (nor any other of {len(first)})" if first[1:] else ""
-            raise UsageError(f"no such file: {first[0].path}{more}")
+            origin = f" ({first[0].origin})" if first[0].origin else ""
+            raise UsageError(f"no such file: {first[0].path}{origin}{more}")
+
+    def left_out(self, listed: bool | None = None) -> list[str]:
+        """What the inputs do not read, a line for each kind.
+
+        Args:
+            listed: of listed sources, or of the others, complete once their rows were read; None: of all.
+        """
+        found = LeftOut()
+        for source in self.sources:
+            if listed is None or source.is_listed == listed:
+                source.add_left_out(found)
+        return found.lines()
 
     def rows(self, skip: Skip) -> Iterator[Item]:
         """The rows with `id`, `file_name` and `index`. Those to skip may lack their content.
@@ -217,21 +261,28 @@ class Inputs:
         base, index = os.path.abspath(self.options.base), 0
         for source in self.sources:
             for item in source.rows(skip):
-                ident, name, path = item.id, item.file_name, ""
-                if source.is_listed:
+                ident, name, path = item.id, item.file_name, item.file_name
+                if item.content is None or not name:  # a file, perhaps with a prompt that is no text
                     path = os.path.abspath(item.path)
                     name = name_below(path, base)
-                    ident = ident or name
-                key, content = hash((path, item.prompt)), item.content
+                    ident = ident or relative_name(item.path, self.options.base)
+                ident = ident or name
+                fault = item.content.message if isinstance(item.content, Unreadable) else None
+                key, content = hash((path, item.prompt, fault)), item.content
                 if ident in known:
                     if not source.is_listed:
                         ident, content = _repeated(ident, known)
-                    elif known[ident] == key:
+                    elif known[ident] == key or (not item.id and known.get(path) == key):
                         continue
+                    elif not item.id and path not in known:  # one is relative to the output, one to where we are
+                        ident = path
                     else:
-                        raise UsageError(f"two rows have the id {short_repr(ident)} ({path}): give each row its own id")
+                        where = item.origin or short_repr(path)
+                        raise UsageError(
+                            f"two rows have the id {short_repr(ident)} ({where}): give each row its own id"
+                        )
                 known[ident] = key
-                yield Item(item.path, ident, name, item.prompt, index, item.answer, content)
+                yield replace(item, id=ident, file_name=name, index=index, content=content)
                 index += 1
 
 

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+from urllib.parse import urlsplit
 
 from mmspec.app.caption.config import default_prompt
 from mmspec.app.io import videos
-from mmspec.app.io.content import Content, Unreadable
+from mmspec.app.io.content import Content, Unreadable, is_local
 from mmspec.app.io.text import escaped, find_fault
+from mmspec.vision.images import ImageError
+
+if TYPE_CHECKING:
+    from mmspec.app.io.left_out import LeftOut
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +31,7 @@ class Item:
         index: position in the input.
         answer: a text to train a drafter on, from a manifest.
         content: where to read it; None: the file at `path`.
+        origin: for messages, where a list or table names it: "list.csv line 3"; empty if the id says it.
     """
 
     path: Path
@@ -34,6 +41,7 @@ class Item:
     index: int = -1
     answer: str | None = None
     content: Content | None = None
+    origin: str = ""
 
     def __post_init__(self) -> None:
         """Whatever it is read from, its id and name are valid Unicode; so is its prompt, or it is an error row."""
@@ -47,12 +55,28 @@ class Item:
 
     @property
     def is_video(self) -> bool:
-        """Whether the suffix is that of a video."""
-        return self.path.suffix.lower() in videos.VIDEO_SUFFIXES
+        """Whether the name is that of a video; its content, which is known once it is read, has the last word."""
+        name = self.file_name or self.path.name
+        suffix = self.path.suffix if is_local(name) else Path(urlsplit(name).path).suffix
+        return suffix.lower() in videos.VIDEO_SUFFIXES
 
-    def resolve_prompt(self, default: str | None = None) -> str:
-        """Its own prompt, else `default`, else the default of images or videos."""
-        return self.prompt or default or default_prompt(self.is_video)
+    def resolve_prompt(self, default: str | None = None, is_video: bool | None = None) -> str:
+        """Its own prompt, else `default`, else the default of images or videos.
+
+        Args:
+            is_video: what it is by content; None: by name.
+        """
+        return self.prompt or default or default_prompt(self.is_video if is_video is None else is_video)
+
+    @contextmanager
+    def locate_errors(self) -> Iterator[None]:
+        """Add where a list or table names this row to the message of an `ImageError` of the block."""
+        try:
+            yield
+        except ImageError as error:
+            if not self.origin or str(error).endswith(f"({self.origin})"):
+                raise
+            raise ImageError(error.kind, f"{error} ({self.origin})") from error
 
 
 Skip = Callable[[str], bool]
@@ -70,6 +94,7 @@ class SourceOptions:
         id_column: column of the id; None: the name of the file and the row's number or key.
         split: of a dataset of the Hugging Face hub.
         urls: None: no addresses are read; "public": http(s) addresses in rows, if they are public; "any": all of them.
+        root: a folder that paths in lists and tables start from and may lead to; None: that of the list or table.
     """
 
     base: Path = Path()
@@ -78,6 +103,7 @@ class SourceOptions:
     id_column: str | None = None
     split: str = "train"
     urls: str | None = None
+    root: str | None = None
 
 
 class RowSource(Protocol):
@@ -104,6 +130,9 @@ class RowSource(Protocol):
         Raises:
             UsageError: it cannot be read, or lacks a column.
         """
+
+    def add_left_out(self, found: LeftOut) -> None:
+        """Add what is not read; of a source that is not listed it is complete once its rows were read."""
 
 
 __all__ = ["Item", "RowSource", "Skip", "SourceOptions"]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from mmspec.app.io import jsonl
+from mmspec.app.io.columns import COMPARED_COLUMNS, ROW_COLUMNS, STATE_COLUMNS, Column
 from mmspec.app.io.item import Item
 from mmspec.app.io.jsonl import Row
 from mmspec.app.io.output import Finished
@@ -14,8 +15,6 @@ from mmspec.app.io.tables import needs_extra
 from mmspec.files import atomic_write
 
 ROWS_PER_GROUP = 10_000
-STATE_COLUMNS = ["id", "prompt_sha1", "error", "identical", "gen"]
-"""Columns that a resumed job reads."""
 
 
 class ParquetShards:
@@ -23,27 +22,23 @@ class ParquetShards:
 
     suffix, open_suffix = ".parquet", ".jsonl"
 
-    def __init__(self) -> None:
+    def __init__(self, columns: Sequence[str] = tuple(ROW_COLUMNS)) -> None:
+        """For rows with these columns."""
         with needs_extra("--format parquet"):
             import pyarrow
             import pyarrow.parquet
-        self._pa, self._pq = pyarrow, pyarrow.parquet
+        self._pa, self._pq, self._columns = pyarrow, pyarrow.parquet, tuple(columns)
 
     def schema(self) -> Any:
         """The columns and their types."""
-        text, integer, real, boolean = self._pa.string(), self._pa.int64(), self._pa.float64(), self._pa.bool_()
-        settings = {"max_new_tokens": integer, "temperature": real, "seed": integer, "stop": self._pa.list_(text),
-                    "batch_size": integer, "dtype": text}  # fmt: skip
-        columns = dict.fromkeys(("id", "file_name", "caption", "model", "drafter", "prompt_sha1"), text)
-        columns |= {"gen": self._struct(settings)}
-        columns |= dict.fromkeys(("n_prompt_tokens", "n_new_tokens", "n_rounds"), integer)
-        columns |= dict.fromkeys(("tau", "ttft_s", "seconds"), real)
-        columns |= {"finish_reason": text, "identical": boolean, "plain": text}
-        columns |= {"error": self._struct({"type": text, "message": text}), "mmspec_version": text, "index": integer}
-        return self._pa.schema(list(columns.items()))
+        return self._pa.schema([(name, self._type(ROW_COLUMNS[name])) for name in self._columns])
 
-    def _struct(self, fields: dict[str, Any]) -> Any:
-        return self._pa.struct(list(fields.items()))
+    def _type(self, column: Column) -> Any:
+        if isinstance(column, Mapping):
+            return self._pa.struct([(name, self._type(kind)) for name, kind in column.items()])
+        text = self._pa.string()
+        types = {"text": text, "texts": self._pa.list_(text), "integer": self._pa.int64(), "real": self._pa.float64()}
+        return types.get(column) or self._pa.bool_()
 
     def rows(self, growing: Path) -> list[Row]:
         return jsonl.read_rows(growing)[0]
@@ -65,12 +60,13 @@ class ParquetShards:
 
     def finished(self, shard: Path) -> Iterator[tuple[str, Finished]]:
         with self._pq.ParquetFile(shard) as file:
-            for batch in file.iter_batches(columns=STATE_COLUMNS):
+            names = [name for name in (*STATE_COLUMNS, *COMPARED_COLUMNS) if name in file.schema_arrow.names]
+            for batch in file.iter_batches(columns=names):
                 for row in batch.to_pylist():
                     yield row["id"], Finished.of(row)
 
     def drop_errors(self, shard: Path) -> None:
-        table = self._pq.read_table(shard, schema=self.schema())
+        table = self._pq.read_table(shard)
         good = table.filter(table["error"].is_null())
         if not good.num_rows:
             shard.unlink()

@@ -1,27 +1,37 @@
-"""Files, folders, globs and manifests as rows in a stable order.
+"""Files, folders, globs and lists as rows in a stable order. Nothing is decoded or written here.
 
-A manifest is not trusted: its paths stay inside its folder. Nothing is decoded or written here.
+Hidden files are left out; links to folders are not followed, so that a loop of them ends. What is left out is counted.
 """
 
 from __future__ import annotations
 
-import csv
 import glob
-import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from mmspec.app.errors import UsageError, one_line
-from mmspec.app.io.cells import MEDIA_SUFFIXES, is_inside
-from mmspec.app.io.item import Item, Skip
+from mmspec.app.errors import UsageError
+from mmspec.app.io.cells import MEDIA_SUFFIXES
+from mmspec.app.io.item import Item, Skip, SourceOptions
+from mmspec.app.io.kinds import media_kind
+from mmspec.app.io.left_out import SHARD_SUFFIXES, LeftOut, is_hidden, is_packed_metadata
+from mmspec.app.io.manifests import MANIFESTS, is_manifest, read_manifest
+from mmspec.app.io.videos import AMBIGUOUS_SUFFIXES
+from mmspec.vision.video.containers import describe_format, read_header
 
-MANIFESTS = frozenset({".jsonl", ".txt", ".csv"})
-MAX_SUFFIXES = 8
-"""Suffixes of skipped files that a message lists."""
-FILE_NAME_KEYS = ("file_name", "image", "path", "file")
+PATH_KINDS = "a picture, a clip, a folder, a list (.jsonl .json .csv .tsv .txt, also .gz), .tar or .parquet"
+_REMEDIES = (
+    ((".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst"), "unpack it to a .tar or a folder first"),
+    ((".zip", ".7z", ".rar"), "unpack it first and name the folder"),
+    ((".xlsx", ".xls", ".ods", ".numbers"), "save the sheet as CSV"),
+    (
+        (".arrow", ".feather", ".lance", ".h5", ".npz", ".npy", ".pkl", ".pt", ".tfrecord", ".mds"),
+        "convert it to Parquet",
+    ),
+)
+"""Suffixes of what is not read -> what to do."""
 
 
 def natural_key(text: str) -> tuple[Any, ...]:
@@ -30,192 +40,190 @@ def natural_key(text: str) -> tuple[Any, ...]:
     return (*((int(p), "") if p.isdecimal() else (-1, p) for p in parts), (-2, text))
 
 
+def explain_refused(name: str, found: str = "") -> UsageError:
+    """The error about a file that is not read.
+
+    Args:
+        found: what it is by its content.
+    """
+    remedy = next((text for suffixes, text in _REMEDIES if name.lower().endswith(suffixes)), f"PATH is {PATH_KINDS}")
+    return UsageError(f"{name} is not read{f': it is {found}' if found else ''}; {remedy}")
+
+
+def is_refused(name: str) -> bool:
+    """Whether the suffix is one of a format that is not read."""
+    return any(name.lower().endswith(suffixes) for suffixes, _ in _REMEDIES)
+
+
 class FileSource:
-    """Rows of one path of the command line: a file, a folder, a glob or a manifest."""
+    """Rows of one path of the command line: a file, a folder, a glob or a list."""
 
     is_listed = True
 
-    def __init__(self, name: str, excluded: set[str]) -> None:
-        self.name, self._excluded = name, excluded
+    def __init__(self, name: str, excluded: set[str], options: SourceOptions | None = None) -> None:
+        self.name, self._excluded, self._options = name, excluded, options or SourceOptions()
+        self._found = LeftOut()
 
     def count(self) -> int | None:
         return None
 
     def check(self) -> None:
-        pass
+        """Refuse a file that is neither a picture nor a clip, by name or content.
+
+        Raises:
+            UsageError: it is neither.
+        """
+        path = Path(self.name)
+        if not path.is_file() or path.suffix.lower() in MEDIA_SUFFIXES or is_manifest(path):
+            return
+        if _real(path) in self._excluded:
+            return
+        try:
+            header = read_header(str(path))
+        except OSError as error:
+            raise UsageError(f"cannot read {path}: {error.strerror}") from error
+        if media_kind(header) is None:
+            raise explain_refused(self.name, describe_format(header))
 
     def rows(self, skip: Skip) -> Iterator[Item]:
-        return _named(self.name, self._excluded)
+        self._found = LeftOut()
+        name, path = self.name, Path(self.name)
+        if path.is_dir():
+            yield from self._files(_in_order(path, walk(path, self._found)))
+        elif path.exists() and _real(path) in self._excluded:
+            return
+        elif is_manifest(path) and (path.exists() or not glob.has_magic(name)):
+            yield from read_manifest(path, self._options, self._found)
+        elif path.exists() or (path.suffix.lower() in MEDIA_SUFFIXES and not glob.has_magic(name)):
+            yield Item(path)
+        elif glob.has_magic(name):
+            yield from self._files(self._globbed(self._found))
+        else:
+            raise UsageError(f"no such file or folder: {name}")
+
+    def _files(self, files: Iterable[Path]) -> Iterator[Item]:
+        media = (file for file in files if is_media_file(file))
+        return (Item(file) for file in media if _real(file) not in self._excluded)
+
+    def _globbed(self, found: LeftOut) -> Iterator[Path]:
+        matches = find_matches(self.name)
+        if not matches:
+            raise UsageError(f"nothing matches {self.name!r}")
+        for match in map(Path, matches):
+            if match.is_file():
+                yield match
+            elif not self.name.rstrip("/").endswith("**") and match.is_dir():
+                if match.is_symlink():
+                    found.links.add("", str(match))
+                else:
+                    yield from _in_order(match, walk(match, found, named=False))
+
+    def add_left_out(self, found: LeftOut) -> None:
+        """Count what this source does not read."""
+        path = Path(self.name)
+        files: Iterable[Path] = ()
+        if path.is_dir():
+            files = walk(path, found)
+        elif glob.has_magic(self.name) and not path.exists():
+            files = self._globbed(found)
+        found.records.add_all(self._found.records)
+        reads_shards = glob.has_magic(self.name)  # those that match are sources of their own: `find_sources`
+        for file in files:
+            suffix = file.suffix.lower()
+            if is_media_file(file) or is_manifest(file) or (reads_shards and suffix in SHARD_SUFFIXES):
+                continue
+            if (real := _real(file)) not in found.seen | self._excluded:
+                found.seen.add(real)
+                found.formats.add(suffix or "no suffix", file.name)
+                found.folder = found.folder or (str(file.parent) if suffix in SHARD_SUFFIXES else "")
+
+
+def is_media_file(file: Path) -> bool:
+    """Whether a file found in a folder is one of pictures or clips: by its suffix, and by content where that is shared
+    with other kinds of files (TypeScript, songs)."""
+    suffix = file.suffix.lower()
+    if suffix not in AMBIGUOUS_SUFFIXES:
+        return suffix in MEDIA_SUFFIXES
+    try:
+        return media_kind(read_header(str(file))) is not None
+    except OSError:
+        return True  # an error row
 
 
 def _real(path: Path) -> str:
     return os.path.realpath(path)
 
 
-def _named(name: str, excluded: set[str]) -> Iterator[Item]:
-    path = Path(name)
-    if path.is_dir():
-        yield from _files(sorted(_walk(path), key=lambda file: _order(file, path)), excluded)
-    elif path.exists() and _real(path) in excluded:
-        return
-    elif path.suffix.lower() in MANIFESTS and (path.exists() or not glob.has_magic(name)):
-        yield from _manifest(path)
-    elif path.exists() or (path.suffix.lower() in MEDIA_SUFFIXES and not glob.has_magic(name)):
-        yield Item(path)
-    elif glob.has_magic(name):
-        yield from _globbed(name, excluded)
-    else:
-        raise UsageError(f"no such file or folder: {name}")
-
-
-def _globbed(name: str, excluded: set[str]) -> Iterator[Item]:
-    matches = sorted(glob.glob(name, recursive=True), key=natural_key)
-    if not matches:
-        raise UsageError(f"nothing matches {name!r}")
-    for match in map(Path, matches):
-        if match.is_dir() and not name.rstrip("/").endswith("**"):
-            yield from _named(str(match), excluded)
-        elif match.is_file() and match.suffix.lower() in MEDIA_SUFFIXES:
-            yield from _files([match], excluded)
-
-
-def _files(files: Iterable[Path], excluded: set[str]) -> Iterator[Item]:
-    return (Item(file) for file in files if _real(file) not in excluded)
-
-
-def _order(file: Path, folder: Path) -> tuple[Any, ...]:
+def _in_order(folder: Path, files: Iterable[Path]) -> list[Path]:
     """Files of a folder before those of its sub-folders, each level in natural order."""
-    parts = file.relative_to(folder).parts
-    return tuple((i < len(parts) - 1, natural_key(part)) for i, part in enumerate(parts))
+
+    def key(file: Path) -> tuple[Any, ...]:
+        parts = file.relative_to(folder).parts
+        return tuple((i < len(parts) - 1, natural_key(part)) for i, part in enumerate(parts))
+
+    return sorted(files, key=key)
 
 
-def _walk(folder: Path) -> Iterator[Path]:
+def walk(folder: Path, found: LeftOut, named: bool = True) -> Iterator[Path]:
+    """Files of a folder and its sub-folders that are not hidden; what is left out is added to `found`.
+
+    Args:
+        named: the user has named this very folder.
+
+    Raises:
+        UsageError: the folder itself cannot be read.
+    """
+
     def fail(error: OSError) -> None:
-        raise UsageError(f"cannot read folder {error.filename}: {error.strerror}")
+        if named and error.filename == str(folder):
+            raise UsageError(f"cannot read folder {folder}: {error.strerror}") from error
+        found.unreadable.add(error.strerror or "error", os.path.relpath(error.filename))
 
-    yield from (file for file in _all_files(folder, fail) if file.suffix.lower() in MEDIA_SUFFIXES)
-
-
-def _all_files(folder: Path, fail: Callable[[OSError], None] | None = None) -> Iterator[Path]:
-    """Files of a folder and its sub-folders, without hidden ones."""
     for here, folders, files in os.walk(folder, onerror=fail):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        yield from (Path(here, name) for name in files if not name.startswith("."))
+        for name in folders:
+            if not is_hidden(name) and os.path.islink(os.path.join(here, name)):
+                found.links.add("", os.path.join(here, name))
+        folders[:] = [name for name in folders if not is_hidden(name)]
+        for name in files:
+            if not is_hidden(name):
+                yield Path(here, name)
+            elif os.path.splitext(name)[1].lower() in MEDIA_SUFFIXES and not is_packed_metadata(name):
+                found.hidden.add("", name)
 
 
-def describe_skipped(paths: Sequence[str], skip: Iterable[Path] = ()) -> str:
-    """One line that counts and names the files in folders and globs of `paths` that are not read; empty if none."""
-    own = {_real(path) for path in skip}
-    groups: dict[str, list[Path]] = {}
-    for file in dict.fromkeys(file for name in paths for file in _candidates(name)):
-        if (suffix := file.suffix.lower()) not in MEDIA_SUFFIXES | MANIFESTS and _real(file) not in own:
-            groups.setdefault(suffix or "no suffix", []).append(file)
-    if not groups:
-        return ""
-    ordered = sorted(groups.items(), key=lambda group: (-len(group[1]), group[0]))
-    listed = ", ".join(f"{len(files)} {suffix} ({_examples(files)})" for suffix, files in ordered[:MAX_SUFFIXES])
-    rest = f", and {len(ordered) - MAX_SUFFIXES} other kinds" if len(ordered) > MAX_SUFFIXES else ""
-    hint = "; pip install pillow-heif to read .heic" if {".heic", ".heif"} & set(groups) else ""
-    total = sum(map(len, groups.values()))
-    return f"skipped {total} file{'s'[: total > 1]} of unsupported formats: {listed}{rest}{hint}"
+def find_matches(pattern: str) -> list[str]:
+    """What a glob matches, in natural order. `**` follows no links to folders: a loop of them would not end."""
+    return sorted(dict.fromkeys(_matches(pattern)), key=natural_key)
 
 
-def _candidates(name: str) -> Iterator[Path]:
-    """All files in a folder, or all that a glob matches; nothing for a file, which is never skipped."""
-    if os.path.isdir(name):
-        yield from _all_files(Path(name))
-    elif glob.has_magic(name) and not os.path.exists(name):
-        for match in sorted(glob.glob(name, recursive=True), key=natural_key):
-            if os.path.isfile(match):
-                yield Path(match)
-            elif not name.rstrip("/").endswith("**"):
-                yield from _all_files(Path(match))
+def _matches(pattern: str) -> Iterator[str]:
+    parts = pattern.split("/")
+    if "**" not in parts:
+        yield from glob.glob(pattern)
+        return
+    place = parts.index("**")
+    head, tail = "/".join(parts[:place]), "/".join(parts[place + 1 :])
+    starts = [head or ("/" if pattern.startswith("/") else "")]
+    if glob.has_magic(head):
+        starts = glob.glob(head)
+    for start in starts:
+        for here, folders, files in os.walk(start or "."):
+            folders[:] = [name for name in folders if not is_hidden(name)]
+            inner = here if start else os.path.relpath(here)
+            below = "" if inner == "." and not start else inner
+            if tail:
+                yield from _matches(os.path.join(glob.escape(below), tail))
+            else:
+                names = [*folders, *(name for name in files if not is_hidden(name))]
+                yield from (os.path.join(below, name) for name in names)
 
 
-def _examples(files: Sequence[Path]) -> str:
-    """The names of the first files, printable."""
-    names = [file.name if file.name.isprintable() else ascii(file.name) for file in files]
-    return ", ".join([*(_short_name(name) for name in names[:2]), *(["..."] if len(names) > 2 else [])])
-
-
-def _short_name(name: str) -> str:
-    return name if len(name) <= 40 else f"{name[:37]}..."
-
-
-def _manifest(path: Path) -> Iterator[Item]:
-    read = {".jsonl": _jsonl, ".csv": _csv, ".txt": _lines}[path.suffix.lower()]
-    try:
-        with path.open(encoding="utf-8-sig", newline="" if read is _csv else "\n") as lines:
-            for number, row in read(path, lines):
-                yield _entry(path, number, row)
-    except OSError as error:
-        raise UsageError(f"cannot read manifest {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise UsageError(f"manifest {path} is not UTF-8 text: {one_line(error)}") from error
-
-
-def _jsonl(path: Path, text: Iterable[str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    for number, line in enumerate(text, 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise UsageError(f"{path} line {number} is not JSON: {one_line(error)}") from error
-        if not isinstance(row, dict):
-            raise UsageError(f"{path} line {number} is not a JSON object: {line.strip()[:60]}")
-        yield number, row
-
-
-def _csv(path: Path, text: Iterable[str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    reader = csv.DictReader(text)
-    try:
-        for row in reader:
-            yield reader.line_num, {key: value for key, value in row.items() if key and value}
-    except csv.Error as error:
-        raise UsageError(f"{path} line {reader.line_num} is not CSV: {one_line(error)}") from error
-
-
-def _lines(path: Path, text: Iterable[str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    for number, line in enumerate(text, 1):
-        if line.strip() and not line.startswith("#"):
-            yield number, {"file_name": line.strip()}
-
-
-def _entry(manifest: Path, number: int, row: dict[str, Any]) -> Item:
-    where = f"{manifest} line {number}"
-    name = next((row[key] for key in FILE_NAME_KEYS if row.get(key)), None)
-    if not isinstance(name, str) or not _is_name(name):
-        got = short_repr(name) if name else ", ".join(map(short_repr, row)) or "nothing"
-        raise UsageError(f"{where} names no file: give {FILE_NAME_KEYS[0]!r}; got {got}")
-    path = manifest.parent / name
-    if not is_inside(str(manifest.parent), name):
-        raise UsageError(
-            f"{where}: {short_repr(name)} leads out of {manifest.parent}/: paths are relative to the manifest"
-        )
-    prompt, ident, answer = row.get("prompt"), row.get("id"), row.get("answer")
-    for key, value in (("prompt", prompt), ("answer", answer)):
-        if value is not None and not isinstance(value, str):
-            raise UsageError(f"{where}: {key!r} is text, got {short_repr(value)}")
-    if ident is not None and not isinstance(ident, str | int):
-        raise UsageError(f"{where}: 'id' is text or a number, got {short_repr(ident)}")
-    return Item(path, id="" if ident is None else str(ident), prompt=prompt or None, answer=answer or None)
-
-
-def _is_name(name: str) -> bool:
-    """Whether it is a valid file name: no control characters, valid Unicode, at most 255 bytes per part."""
-    try:
-        data = os.fsencode(name)
-    except UnicodeEncodeError:
-        return False
-    printable = all(code >= 32 and code != 127 for code in data)
-    return printable and len(data) <= 3072 and all(len(part) <= 255 for part in data.split(b"/"))
-
-
-def short_repr(value: object) -> str:
-    """A value for a message."""
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:80]}..."
-
-
-__all__ = ["MANIFESTS", "FileSource", "describe_skipped", "natural_key", "short_repr"]
+__all__ = [
+    "MANIFESTS",
+    "FileSource",
+    "explain_refused",
+    "find_matches",
+    "is_refused",
+    "natural_key",
+    "walk",
+]

@@ -9,13 +9,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from mmspec.app.errors import UsageError, one_line
-from mmspec.app.io.cells import find_image_column, local_name, require_column, table_row
+from mmspec.app.io.cells import MEDIA_SUFFIXES, find_image_column, local_name, require_column, table_row
 from mmspec.app.io.content import Unreadable, is_local, open_file_system
 from mmspec.app.io.item import Item, Skip, SourceOptions
+from mmspec.app.io.left_out import LeftOut
 from mmspec.hints import install_hint
 
 ROWS_PER_READ = 64
@@ -110,6 +111,9 @@ class ParquetSource:
         except Exception as error:
             yield self._failure("rest", "Unreadable", one_line(error))
 
+    def add_left_out(self, found: LeftOut) -> None:
+        pass  # every row of a table is a row
+
     def _failure(self, part: str, kind: str, message: str) -> Item:
         name = f"{self.name}#{part}"
         return Item(Path(name), name, name, content=Unreadable(kind, f"{self.name}: {message}"))
@@ -175,17 +179,26 @@ class DatasetSource:
                 found = datasets.load_from_disk(self.name)
                 is_dict = isinstance(found, datasets.DatasetDict)
                 return found[self.options.split] if is_dict else found
-            repository, _, revision = self.name.removeprefix(HUB_PREFIX).partition("@")
-            found = datasets.load_dataset(
-                repository, split=self.options.split, streaming=True, revision=revision or None
-            )
+            repository, configuration, revision = split_hub_name(self.name)
+            names = (repository, configuration) if configuration else (repository,)
+            found = datasets.load_dataset(*names, split=self.options.split, streaming=True, revision=revision)
             return found if found.features is not None else found._resolve_features()
         except UsageError:
             raise
         except Exception as error:  # datasets and the hub raise types of their own
-            raise UsageError(
-                f"cannot read the dataset {self.name}, split {self.options.split}: {one_line(error)}"
-            ) from error
+            raise self._explain(error) from error
+
+    def _explain(self, error: Exception) -> UsageError:
+        """What `datasets` says; of a data set with several configurations their names."""
+        names = re.findall(r"'([^']+)'", "".join(re.findall(r"\[([^\]]*)\]", str(error)))) if self._on_hub else []
+        if names and "config" in str(error).lower():
+            repository = split_hub_name(self.name)[0]
+            shown = ", ".join(names)
+            shown = shown if len(shown) <= 120 else f"{shown[:120].rpartition(', ')[0]}, ... ({len(names)})"
+            return UsageError(
+                f"{HUB_PREFIX}{repository} has configurations; name one: .../{names[0]}; they are {shown}"
+            )
+        return UsageError(f"cannot read the dataset {self.name}, split {self.options.split}: {one_line(error, 200)}")
 
     def count(self) -> int | None:
         try:
@@ -193,6 +206,9 @@ class DatasetSource:
             return len(found) if not self._on_hub else found.info.splits[self.options.split].num_examples
         except Exception:
             return None
+
+    def add_left_out(self, found: LeftOut) -> None:
+        pass  # every row of a data set is a row
 
     def check(self) -> None:
         _Columns(list(self._load().features), self.options, self.name)
@@ -221,9 +237,26 @@ def is_saved_dataset(folder: Path) -> bool:
     )
 
 
+_HUB_NAME = re.compile(
+    re.escape(HUB_PREFIX) + r"(?P<repository>[\w.-]+/[\w.-]+)"
+    r"(@(?P<revision>refs/[\w-]+/[\w.-]+|[\w.-]+))?(/(?P<configuration>[\w.-]+)?)?"
+)
+_FILE_SUFFIXES = MEDIA_SUFFIXES | {".tar", ".parquet", ".jsonl", ".json", ".csv", ".tsv", ".txt", ".gz", ".tgz", ".zip"}
+
+
 def is_hub_dataset(name: str) -> bool:
-    """Whether `name` is `hf://datasets/OWNER/NAME`, perhaps with `@REVISION`, and names no file in it."""
-    return re.fullmatch(re.escape(HUB_PREFIX) + r"[\w.-]+/[\w.-]+(@[\w./-]+)?/?", name) is not None
+    """Whether `name` is `hf://datasets/OWNER/NAME[@REVISION][/CONFIGURATION]` and not a file or folder in it.
+
+    A folder in a repository ends with a slash, or lies deeper; a file has one of the suffixes that are read.
+    """
+    return _HUB_NAME.fullmatch(name) is not None and PurePosixPath(name).suffix.lower() not in _FILE_SUFFIXES
+
+
+def split_hub_name(name: str) -> tuple[str, str | None, str | None]:
+    """Repository, configuration and revision of a data set of the hub."""
+    found = _HUB_NAME.fullmatch(name)
+    assert found is not None, name
+    return found["repository"], found["configuration"], found["revision"]
 
 
 __all__ = ["DatasetSource", "ParquetSource", "is_hub_dataset", "is_saved_dataset", "needs_extra"]

@@ -1,8 +1,8 @@
 """Captions as WebDataset archives: `KEY.jpg`, `KEY.txt` (the caption) and `KEY.json` (the row) for each picture.
 
 Pictures are stored as they were captioned, and named after their content: a name or an address may say anything, and
-`KEY.json` is the row. A row without a caption is no sample: it goes to a file of errors beside the
-archive, as a loader expects the same members of every sample.
+`KEY.json` is the row. Several pictures of a row are `KEY.0.jpg`, `KEY.1.jpg` and so on. A row without a caption is no
+sample: it goes to a file of errors beside the archive, as a loader expects the same members of every sample.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from mmspec.app.io import jsonl
-from mmspec.app.io.content import ByteRange
+from mmspec.app.io.content import ByteRange, Pictures
 from mmspec.app.io.item import Item
 from mmspec.app.io.jsonl import Row
 from mmspec.app.io.output import Finished
@@ -57,7 +57,9 @@ class TarShards:
     def append(self, file: BinaryIO, rows: Sequence[Row], items: Sequence[Item]) -> Sequence[Row]:
         for row, item in zip(rows, items, strict=True):
             if row["error"] is None:
-                _add_sample(file, row, (item.content or ByteRange(str(item.path))).read())
+                content = item.content or ByteRange(str(item.path))
+                parts = content.parts if isinstance(content, Pictures) else (content,)
+                _add_sample(file, row, [part.read() for part in parts])
         file.flush()
         os.fsync(file.fileno())
         if errors := [row for row in rows if row["error"]]:
@@ -115,14 +117,12 @@ def _rows(shard: Path) -> Iterator[Row]:
                     yield row
 
 
-def _add_sample(file: BinaryIO, row: Row, picture: bytes) -> None:
+def _add_sample(file: BinaryIO, row: Row, pictures: Sequence[bytes]) -> None:
     digest = hashlib.sha1(row["id"].encode(), usedforsecurity=False).hexdigest()
     key = f"{row['index']:09d}-{digest[:8]}"  # unique, without a dot
-    for name, data in (
-        (media_suffix(picture), picture),
-        ("txt", row["caption"].encode()),
-        ("json", jsonl.encode_row(row)),
-    ):
+    several = len(pictures) > 1
+    media = [(f"{number}." * several + media_suffix(data), data) for number, data in enumerate(pictures)]
+    for name, data in (*media, ("txt", row["caption"].encode()), ("json", jsonl.encode_row(row))):
         info = tarfile.TarInfo(f"{key}.{name}")
         info.size = len(data)
         padding = -len(data) % tarfile.BLOCKSIZE

@@ -1,4 +1,7 @@
-"""WebDataset tar archives: members with one key, `000012.jpg` and `000012.txt`, are a row. Nothing is extracted.
+"""WebDataset tar archives: members with one key, `000012.jpg` and `000012.txt`, are a sample. Nothing is extracted.
+
+The key ends at the first dot of a name, so `2024.01.05.png` and `2024.01.06.png` are one sample with two pictures. Each
+picture of a sample is a row; texts are those with its own name (`2024.01.05.txt`), else those of the sample.
 
 Headers are read and members are remembered as ranges of bytes, so an archive of any size takes little memory. Of a
 truncated or damaged archive the rows before the damage are read, then one error row tells of it.
@@ -10,23 +13,26 @@ import io
 import json
 import os
 import tarfile
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
 from mmspec.app.errors import UsageError, one_line
-from mmspec.app.io.cells import MEDIA_SUFFIXES, local_name
+from mmspec.app.io.cells import MEDIA_SUFFIXES, is_missing, local_name
 from mmspec.app.io.content import ByteRange, Content, Unreadable, is_local, open_file_system
 from mmspec.app.io.item import Item, Skip, SourceOptions
+from mmspec.app.io.left_out import MAX_KINDS, MAX_NAMES, LeftOut, Tally, is_hidden, is_packed_metadata
 from mmspec.vision.images import ImageError
 
 MAX_TAR_HEADER_BYTES = 1 << 20
 """Largest extended header of a member."""
 MAX_TEXT_BYTES = 1 << 16
 """Largest member that is read as a prompt, or as JSON with the prompt."""
-MAX_SAMPLE_MEMBERS = 64
+MAX_SAMPLE_MEMBERS = 4096
+"""Members that are held as one sample; a larger one is divided where its names change."""
 _BLOCK = tarfile.BLOCKSIZE
 
 
@@ -102,6 +108,9 @@ class TarSource:
     def __init__(self, url: str, options: SourceOptions) -> None:
         self.url, self.options = url, options
         self.name = local_name(url, options.base)
+        wanted = options.image_column
+        self._wanted = wanted.lower().lstrip(".") if wanted else None
+        self._found = LeftOut()
 
     def count(self) -> int | None:
         return None
@@ -123,20 +132,45 @@ class TarSource:
             raise UsageError(f"{self.url} is not an uncompressed tar archive: {one_line(error)}") from error
 
     def rows(self, skip: Skip) -> Iterator[Item]:
+        self._found = LeftOut()
         try:
             with self._open() as file:
-                sample: list[TarMember] = []
-                for member in read_members(file):
-                    if sample and (member.key != sample[0].key or len(sample) == MAX_SAMPLE_MEMBERS):
-                        yield from self._row(file, sample)
-                        sample = []
-                    sample.append(member)
-                yield from self._row(file, sample)
-        except DamagedTarError as error:
-            yield from self._row(file, sample)
-            yield self._failure("DamagedTar", f"{self.name}: {error}")
+                yield from self._samples(file)
         except Exception as error:  # drivers raise types of their own
             yield self._failure("Unreadable", f"{self.name}: {one_line(error)}")
+
+    def _samples(self, file: IO[bytes]) -> Iterator[Item]:
+        """Rows of the samples of an open archive; the texts of the last one before damage are read while it is open."""
+        sample: list[TarMember] = []
+        divided = False
+        failure: Item | None = None
+        try:
+            for member in read_members(file):
+                if is_hidden(member.name):
+                    self._count_hidden(member)
+                    continue
+                if not member.extension:  # README: of no sample, as in WebDataset
+                    continue
+                same = bool(sample) and member.key == sample[0].key
+                if sample and (not same or _is_full(sample, member)):
+                    divided = divided or same
+                    yield from self._rows(file, sample, divided)
+                    sample, divided = [], same
+                sample.append(member)
+        except DamagedTarError as error:
+            failure = self._failure("DamagedTar", f"{self.name}: {error}")
+        yield from self._rows(file, sample, divided)
+        if failure is not None:
+            yield failure
+
+    def add_left_out(self, found: LeftOut) -> None:
+        found.members |= self._found.members
+        found.several.add_all(self._found.several)
+        found.hidden.add_all(self._found.hidden)
+
+    def _count_hidden(self, member: TarMember) -> None:
+        if _suffix(member) in MEDIA_SUFFIXES and not is_packed_metadata(member.name):
+            self._found.hidden.add("", f"{self.name}/{member.name}")
 
     def _open(self) -> Any:
         if is_local(self.url):
@@ -147,58 +181,133 @@ class TarSource:
     def _failure(self, kind: str, message: str) -> Item:
         return Item(Path(self.name), f"{self.name}#rest", self.name, content=Unreadable(kind, message))
 
-    def _row(self, file: IO[bytes], sample: list[TarMember]) -> Iterator[Item]:
-        """The row of a sample; none for a sample without a picture, as a README."""
+    def _rows(self, file: IO[bytes], sample: list[TarMember], divided: bool) -> Iterator[Item]:
+        """A row for each picture of a sample.
+
+        Args:
+            divided: there are other members of this key, which are not in `sample`.
+        """
         if not sample:
             return
-        key, wanted = sample[0].key, self.options.image_column
-        media = [m for m in sample if (m.extension == wanted if wanted else _suffix(m) in MEDIA_SUFFIXES)]
-        if not media and not wanted:
+        media = {member.extension: member for member in self._media(sample)}
+        if not media:
+            if self._wanted:
+                yield self._missing(sample)
+            else:
+                tally = self._found.members.setdefault(self.name, Tally())
+                for member in sample:
+                    tally.add(f".{member.extension}", member.name)
             return
-        content: Content
-        extensions = [m.extension for m in sample]
-        if len(set(extensions)) < len(extensions):
-            content = Unreadable("DuplicateKey", f"the archive has two members {key}.{_repeated(extensions)} in a row")
-        elif not media:
-            content = Unreadable("Missing", f"no member {key}.{wanted}; it has {', '.join(extensions)}")
-        else:
-            content = ByteRange(self.url, media[0].start, media[0].size)
-        try:
-            prompt, ident = (
-                self._text(file, sample, name) for name in (self.options.prompt_column, self.options.id_column)
-            )
-        except ImageError as error:
-            content, prompt, ident = Unreadable(error.kind, str(error)), None, None
-        name = media[0].name if media else key
-        yield Item(Path(name), ident or f"{self.name}/{key}", f"{self.name}/{name}", prompt, content=content)
+        several = divided or len(media) > 1
+        if len(media) > 1:
+            self._found.several.add(self.name, next(iter(media)))
+            self._found.several.names[self.name] = list(media)[: MAX_NAMES + 1]
+        texts = _Texts(file, sample)
+        known: set[str] = set()
+        for extension, member in media.items():
+            item = self._row(texts, member, several)
+            if item.id in known:  # an id that the pictures share
+                item = replace(item, id=f"{item.id}.{extension}")
+            known.add(item.id)
+            yield item
 
-    def _text(self, file: IO[bytes], sample: list[TarMember], column: str | None) -> str | None:
-        """The text of a member, or of a key of the member `json`; None without it."""
+    def _media(self, sample: list[TarMember]) -> list[TarMember]:
+        """The pictures and clips of a sample: by the extension that the user names or its end, else by suffix."""
+        if self._wanted is None:
+            return [member for member in sample if _suffix(member) in MEDIA_SUFFIXES]
+        exact = [member for member in sample if member.extension == self._wanted]
+        return exact or [member for member in sample if member.extension.endswith(f".{self._wanted}")]
+
+    def _missing(self, sample: list[TarMember]) -> Item:
+        key = sample[0].key
+        extensions = list(dict.fromkeys(member.extension for member in sample))
+        listed = ", ".join(extensions[:MAX_KINDS]) + (", ..." if len(extensions) > MAX_KINDS else "")
+        content = Unreadable("Missing", f"no member {key}.{self._wanted}; it has {listed}")
+        return Item(Path(key), f"{self.name}/{key}", f"{self.name}/{key}", content=content)
+
+    def _row(self, texts: _Texts, member: TarMember, several: bool) -> Item:
+        """The row of a picture."""
+        content: Content = ByteRange(self.url, member.start, member.size)
+        prompt = ident = None
+        try:
+            texts.check_unique(member)
+            prompt = texts.find(member, self.options.prompt_column)
+            ident = texts.find(member, self.options.id_column)
+        except ImageError as error:
+            content = Unreadable(error.kind, str(error))
+        name = f"{self.name}/{member.name}"
+        return Item(
+            Path(member.name),
+            ident or (name if several else f"{self.name}/{member.key}"),
+            name,
+            prompt,
+            content=content,
+        )
+
+
+class _Texts:
+    """The texts of a sample."""
+
+    def __init__(self, file: IO[bytes], sample: list[TarMember]) -> None:
+        self._file = file
+        self._members = {member.extension: member for member in reversed(sample)}
+        self._repeated = {name for name, count in Counter(member.extension for member in sample).items() if count > 1}
+
+    def check_unique(self, member: TarMember) -> None:
+        """Refuse a member whose name occurs twice.
+
+        Raises:
+            ImageError: it does.
+        """
+        if member.extension in self._repeated:
+            raise ImageError("DuplicateKey", f"the archive has two members {member.key}.{member.extension} in a row")
+
+    def find(self, picture: TarMember, column: str | None) -> str | None:
+        """The text of a member, or of a key of the member `json`; None without it.
+
+        Raises:
+            ImageError: it is too large, no text, or there are two of it.
+        """
         if column is None:
             return None
-        found = next((m for m in sample if m.extension == column.lower()), None)
-        container = found or next((m for m in sample if m.extension == "json"), None)
+        extension = column.lower().lstrip(".")
+        found = self._beside(picture, extension)
+        container = found or self._beside(picture, "json")
         if container is None:
             return None
+        self.check_unique(container)
         if container.size > MAX_TEXT_BYTES:
             raise ImageError("TooLarge", f"{container.name} has {container.size} bytes; the limit is {MAX_TEXT_BYTES}")
-        file.seek(container.start)
+        self._file.seek(container.start)
         try:
-            text = file.read(container.size).decode("utf-8-sig")
+            text = self._file.read(container.size).decode("utf-8-sig")
             value = text.strip() if found else json.loads(text).get(column)
         except (ValueError, AttributeError, RecursionError) as error:
             raise ImageError("BadText", f"{container.name}: {one_line(error)}") from error
-        if value is not None and not isinstance(value, str | int):
+        if is_missing(value):
+            return None
+        if not isinstance(value, str | int):
             raise ImageError("BadText", f"{container.name}: {column!r} is text, got {type(value).__name__}")
-        return None if value is None else str(value)
+        return str(value)
+
+    def _beside(self, picture: TarMember, extension: str) -> TarMember | None:
+        """The member with the picture's own name and that extension, else that of the sample."""
+        own = picture.extension.rpartition(".")[0]
+        return self._members.get(f"{own}.{extension}" if own else extension) or self._members.get(extension)
+
+
+def _is_full(sample: list[TarMember], member: TarMember) -> bool:
+    """Whether a sample is to be divided before `member`; not between a picture and its own texts, if possible."""
+    if len(sample) < MAX_SAMPLE_MEMBERS:
+        return False
+    return (
+        len(sample) >= 2 * MAX_SAMPLE_MEMBERS
+        or os.path.splitext(member.name)[0] != os.path.splitext(sample[-1].name)[0]
+    )
 
 
 def _suffix(member: TarMember) -> str:
     return "." + member.extension.rpartition(".")[2]
-
-
-def _repeated(values: list[str]) -> str:
-    return next(value for value in values if values.count(value) > 1)
 
 
 def read_whole_members(file: IO[bytes]) -> Iterator[tuple[TarMember, int]]:

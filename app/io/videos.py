@@ -8,13 +8,20 @@ from typing import TYPE_CHECKING
 from mmspec.app.caption.config import FRAMES, MAX_PIXELS
 from mmspec.app.errors import one_line
 from mmspec.app.io.images import ImageError, Media, Video, check_file, check_image_size, load_image
+from mmspec.app.io.kinds import is_clip
+from mmspec.vision.video.containers import HEADER_BYTES, read_header
 
 if TYPE_CHECKING:
     from mmspec.interfaces import FrameSampler
     from mmspec.vision.video.decoder_pool import DecoderPool
 
-_FORMATS = ".mp4 .m4v .mov .mkv .webm .avi .mpg .mpeg .ogv .wmv .flv .3gp"
+_FORMATS = (
+    ".mp4 .m4v .mov .qt .mkv .webm .avi .divx .mpg .mpeg .mpe .m1v .m2v .mpv .vob .mod .ogv .ogg .ogm .wmv .asf .flv "
+    ".f4v .3gp .3g2 .ts .mts .m2ts .m2t .tod .dv"
+)
 VIDEO_SUFFIXES = frozenset(_FORMATS.split())
+AMBIGUOUS_SUFFIXES = frozenset({".ts", ".ogg", ".mod", ".asf", ".mpv", ".dv", ".tod"})
+"""Those that other kinds of files have too."""
 
 
 def load_video(
@@ -56,12 +63,32 @@ def load_video(
 
 
 def load_media(
-    path: Path, frames: int | FrameSampler = FRAMES, max_pixels: int = MAX_PIXELS, isolated: bool | DecoderPool = False
+    source: Path | bytes,
+    frames: int | FrameSampler = FRAMES,
+    max_pixels: int = MAX_PIXELS,
+    isolated: bool | DecoderPool = False,
+    named_video: bool | None = None,
 ) -> Media:
-    """The frames of a file with the suffix of a video, else the image in it. Arguments as for `load_video`."""
-    if path.suffix.lower() in VIDEO_SUFFIXES:
-        return load_video(path, frames, max_pixels, isolated)
-    return load_image(path, max_pixels, isolated)
+    """The frames of a video or the image in a file, whatever its name says. Arguments as for `load_video`.
+
+    Args:
+        named_video: what to take content of no known kind for; None: by the suffix of the path.
+
+    Raises:
+        ImageError: the file cannot be read or decoded.
+    """
+    if isinstance(source, Path):
+        check_file(source)
+        named_video = source.suffix.lower() in VIDEO_SUFFIXES if named_video is None else named_video
+        try:
+            header = read_header(str(source))
+        except OSError as error:
+            raise ImageError("Unreadable", one_line(error)) from error
+    else:
+        header = source[:HEADER_BYTES]
+    if is_clip(header, bool(named_video)):
+        return load_video(source, frames, max_pixels, isolated)
+    return load_image(source, max_pixels, isolated)
 
 
-__all__ = ["VIDEO_SUFFIXES", "load_media", "load_video"]
+__all__ = ["AMBIGUOUS_SUFFIXES", "VIDEO_SUFFIXES", "load_media", "load_video"]

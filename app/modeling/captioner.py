@@ -6,7 +6,7 @@ Knows models and processors. Knows nothing of files, resuming or progress.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +15,11 @@ import torch
 import mmspec
 from mmspec.app.io.images import Media
 from mmspec.app.modeling.chat import build_inputs, find_too_long
-from mmspec.app.modeling.load import synchronize
+from mmspec.app.modeling.load import model_revision, synchronize
 from mmspec.app.modeling.prompt_format import DEFAULT_FORMAT, ChatFormat, describe_prompt_format
 from mmspec.app.modeling.sampling import GREEDY, Sampling
 from mmspec.app.modeling.thinking import opens_thoughts, without_thoughts
+from mmspec.patching import patch_state
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -69,6 +70,21 @@ class Caption:
     plain: str | None = None
 
 
+@dataclass(frozen=True)
+class Provenance:
+    """What generated a caption. The fields but the last are columns of the output, that one is part of `gen`.
+
+    Attributes:
+        model_revision: the commit on the hub, or None.
+        drafter: the name of the drafter in use.
+        sampling: settings in effect.
+    """
+
+    model_revision: str | None = None
+    drafter: str = "none"
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+
+
 @dataclass
 class ComparisonTotals:
     """Totals of the comparison with plain `generate`.
@@ -116,6 +132,17 @@ class Captioner:
         """Accepted draft tokens divided by all draft tokens, so far; None if nothing was drafted."""
         found = mmspec.stats(self.model)
         return found.acceptance_rate if found.num_draft_tokens else None
+
+    @property
+    def drafter_name(self) -> str:
+        """The drafter in use."""
+        return patch_state(self.model).config.drafter.name
+
+    @property
+    def provenance(self) -> Provenance:
+        """What generates the captions."""
+        settings = self.sampling.settings(self.model.generation_config)
+        return Provenance(model_revision(self.model), self.drafter_name, settings)
 
     def describe(self) -> list[str]:
         """Lines about settings that the model's files chose."""
@@ -267,4 +294,12 @@ def out_of_memory(error: BaseException) -> bool:
     )
 
 
-__all__ = ["CUT_WHILE_THINKING", "Caption", "Captioner", "ComparisonTotals", "PromptTooLongError", "out_of_memory"]
+__all__ = [
+    "CUT_WHILE_THINKING",
+    "Caption",
+    "Captioner",
+    "ComparisonTotals",
+    "PromptTooLongError",
+    "Provenance",
+    "out_of_memory",
+]

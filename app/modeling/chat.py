@@ -10,7 +10,7 @@ import inspect
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.io.images import Media, Video, media_images
@@ -111,6 +111,27 @@ def build_inputs(
         media_inputs = {f"{kind}s": values for kind, values in flat.items() if values}
         outputs = processor(text=texts, return_tensors="pt", **media_inputs, **options)
     return {name: to_model_device(model, name, value) for name, value in outputs.items()}
+
+
+def takes_several_pictures(processor: ProcessorMixin) -> bool:
+    """Whether a prompt with two pictures is longer than with one: other processors refuse the second, or drop it."""
+    import torch
+    from PIL import Image
+
+    class Nowhere:
+        """Stands for the model, of which only device and dtype are asked."""
+
+        device, dtype = torch.device("cpu"), torch.float32
+
+    picture = Image.new("RGB", (64, 64), "red")
+    lengths = []
+    for number in (1, 2):
+        try:
+            inputs = build_inputs(cast("PreTrainedModel", Nowhere), processor, [(picture,) * number], ["What is it?"])
+        except Exception:  # processors raise nearly any type
+            return False
+        lengths.append(int(inputs["input_ids"].shape[1]))
+    return lengths[1] > lengths[0]
 
 
 def _content_parts(media: Media, as_videos: bool) -> list[ContentPart]:
@@ -266,5 +287,6 @@ __all__ = [
     "encode_media",
     "find_too_long",
     "reject_media_tokens",
+    "takes_several_pictures",
     "to_model_device",
 ]

@@ -139,16 +139,9 @@ def _pretrained(
     name: str, dtype: str, check: Callable[[ProcessorMixin], None] | None = None
 ) -> tuple[PreTrainedModel, ProcessorMixin]:
     """Model and processor of a local folder or a hub id; without a hub that answers, what is cached of it."""
-    from transformers import AutoModelForImageTextToText, AutoProcessor
+    from transformers import AutoModelForImageTextToText
 
-    _check_folder(name)
-    problem = None if os.path.isdir(name) else unreachable_reason()
-    _refuse_remote_code(name)
-    options: dict[str, Any] = {"trust_remote_code": False, "local_files_only": problem is not None}
-    try:
-        processor = AutoProcessor.from_pretrained(name, **options)
-    except Exception as error:  # transformers raises nearly any type here, AttributeError where torchvision is missing
-        raise UsageError(f"cannot load the processor of --model {name}: {problem or _hint(name, error)}") from error
+    processor, options, problem = _processor(name)
     if check is not None:
         check(processor)
     try:
@@ -156,6 +149,37 @@ def _pretrained(
     except Exception as error:
         raise UsageError(f"cannot load --model {name}: {problem or _hint(name, error)}") from error
     return model, processor
+
+
+def _processor(name: str) -> tuple[ProcessorMixin, dict[str, Any], str | None]:
+    """The processor, the options to load its model with, and why the hub does not answer."""
+    from transformers import AutoProcessor
+
+    _check_folder(name)
+    problem = None if os.path.isdir(name) else unreachable_reason()
+    _refuse_remote_code(name)
+    options: dict[str, Any] = {"trust_remote_code": False, "local_files_only": problem is not None}
+    try:
+        return AutoProcessor.from_pretrained(name, **options), options, problem
+    except Exception as error:  # transformers raises nearly any type here, AttributeError where torchvision is missing
+        raise UsageError(f"cannot load the processor of --model {name}: {problem or _hint(name, error)}") from error
+
+
+def check_several_pictures(name: str) -> None:
+    """Refuse a model that does not take several pictures in a prompt; its processor is tried, nothing else is loaded.
+
+    Raises:
+        UsageError: it takes one, or has no processor.
+    """
+    from mmspec.app.modeling.chat import takes_several_pictures
+
+    if name == SCENES_MODEL or name in SIZES:
+        return
+    if not takes_several_pictures(_processor(name)[0]):
+        raise UsageError(
+            f"--model {name} takes one picture per prompt, and rows of this input hold several: choose a model for "
+            "several pictures, or name another column with --image-column"
+        )
 
 
 def read_model_config(name: str) -> dict[str, Any]:
@@ -237,4 +261,12 @@ def _hint(name: str, error: Exception) -> str:
     return text
 
 
-__all__ = ["load_model", "load_text_model", "model_revision", "read_model_config", "resolve_device", "synchronize"]
+__all__ = [
+    "check_several_pictures",
+    "load_model",
+    "load_text_model",
+    "model_revision",
+    "read_model_config",
+    "resolve_device",
+    "synchronize",
+]

@@ -177,7 +177,7 @@ def add_hidden_states(config: Any, recipe: HeadRecipe, options: TrainOptions, nu
     Raises:
         ValueError: `--layers` for another architecture, of another number than three (EAGLE-3), or not of this target.
     """
-    from mmspec.drafters.eagle.head import eagle3_layers
+    from mmspec.drafters.eagle.eagle3_head import eagle3_layers
 
     if recipe.architecture not in ("eagle3", "dspark"):
         if options.layers is not None:

@@ -46,6 +46,11 @@ class CancellableCaptioner(Captioner):
     drafter: Any = "none"
     compressor: Compressor | None = None
 
+    @property
+    def drafter_name(self) -> str:
+        """See `Captioner`."""
+        return str(getattr(self.drafter, "name", self.drafter))
+
     def generation_kwargs(self) -> dict[str, Any]:
         """See `Captioner`."""
         mmspec_options = {"drafter": self.drafter, "compressor": self.compressor}

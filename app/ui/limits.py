@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mmspec.app.errors import UsageError
-from mmspec.app.io import images, videos
+from mmspec.app.io import videos
 from mmspec.app.io.images import ImageError, Media
 from mmspec.vision.video.decoder_pool import DecoderPool
 
@@ -94,9 +94,7 @@ class Limits:
         """
         file = self.check_media_path(path)
         try:
-            if file.suffix.lower() in videos.VIDEO_SUFFIXES:
-                return videos.load_video(file, self.num_frames, self.max_pixels, isolated=DECODERS)
-            return images.load_image(file, self.max_pixels, DECODERS)
+            return videos.load_media(file, self.num_frames, self.max_pixels, isolated=DECODERS)
         except ImageError as error:
             message = str(error).replace("; raise --max-pixels if you trust it", "")
             raise UsageError(f"{file.name}: {message}.") from error

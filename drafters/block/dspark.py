@@ -52,12 +52,10 @@ class DsparkDrafter(BlockDrafter):
         """See `mmspec.interfaces.TrainedDrafter`: it reads several hidden states, which no trained compressor fits."""
         return None
 
-    def sync(self, state: DraftState) -> None:
+    def read_prompt(self, state: DraftState) -> None:
         """See `HeadDrafter`; also keeps the last token of each row."""
         state.extra = state.first_ids if state.extra is None else state.extra
-        for part in state.pending:
-            self.follow_tokens(state, part.tokens, part.counts)
-        super().sync(state)
+        super().read_prompt(state)
 
     def follow_tokens(self, state: DraftState, tokens: Tensor, counts: Sequence[int] | Tensor) -> None:
         """See `HeadDrafter`."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from mmspec.drafters.checkpoints.rope import DEFAULT_THETA, rope_values
 from mmspec.interfaces import TargetInfo
 
 logger = logging.getLogger("mmspec")
@@ -77,6 +78,16 @@ def samples_from_anchor(values: Mapping[str, Any], settings: Mapping[str, Any], 
         str(assumed).lower(),
     )
     return assumed
+
+
+def warn_missing_theta(values: Mapping[str, Any]) -> None:
+    """One line where the config of a layer has no base of the rotary embedding."""
+    if not values.get("rope_theta") and not rope_values(values).get("rope_theta"):
+        logger.warning(
+            "mmspec: rope_theta is missing, and readers disagree on its default (transformers 10000, vLLM 1000000); "
+            "it is taken as %g",
+            DEFAULT_THETA,
+        )
 
 
 def markov_rank(settings: Mapping[str, Any], weights: Mapping[str, Tensor]) -> int:
@@ -154,4 +165,5 @@ __all__ = [
     "keep_confidence_head",
     "markov_rank",
     "samples_from_anchor",
+    "warn_missing_theta",
 ]

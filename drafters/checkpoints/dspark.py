@@ -23,6 +23,7 @@ from mmspec.drafters.checkpoints.block_config import (
     keep_confidence_head,
     markov_rank,
     samples_from_anchor,
+    warn_missing_theta,
 )
 from mmspec.drafters.checkpoints.format import write_checkpoint
 from mmspec.drafters.checkpoints.head_config import parse_published_config
@@ -73,6 +74,7 @@ def load_dspark(
     settings = {**layer_values, **values, **(values.get("dflash_config") or {})}
     check_block_settings(settings)
     config = parse_published_config(layer_values, target, values.get("architectures"))
+    warn_missing_theta(layer_values)
     layers = hidden_state_layers_of(settings, target)
     block_size, mask_token_id = settings.get("block_size"), settings.get("mask_token_id")
     if not isinstance(block_size, int) or not isinstance(mask_token_id, int):

@@ -18,7 +18,7 @@ from mmspec.drafters.checkpoints.mrope import mrope_keys
 from mmspec.drafters.checkpoints.speculators import draft_vocabulary_tensors, eagle3_tensors, export_speculators
 from mmspec.drafters.eagle.base import HeadDrafter
 from mmspec.drafters.eagle.drafter import EagleDrafter
-from mmspec.drafters.eagle.head import Eagle3Head, eagle3_layers
+from mmspec.drafters.eagle.eagle3_head import Eagle3Head, eagle3_layers
 from mmspec.drafters.training.batch import MIXED, MIXED_DRAFTS_AS
 from mmspec.interfaces import SharedEmbeddings, TargetInfo
 
@@ -27,6 +27,11 @@ ENGINE_VISUAL_MODES = {"vllm": "placeholder", "speculators": "placeholder", "sgl
 """Format -> what the engine feeds an EAGLE-3 head at image positions, a key of `VISUAL_MODES`."""
 NO_SGLANG_HOOKS = ("llava", "llava_next", "llava_next_video", "llava_onevision", "vipllava")
 """Model types whose SGLang classes have no method that captures hidden states for EAGLE-3."""
+PUBLISHED_SETTINGS = (
+    "rope_scaling", "rotary_dim", "qk_norm", "norm_before_fc", "fc_norm", "norm_output", "target_hidden_size",
+    "sliding_windows", "causal_layers",
+)  # fmt: skip
+"""Fields of `HeadConfig` that heads trained here do not have."""
 HEAD_MAX_POSITIONS = 1 << 17
 """`max_position_embeddings` of a head: RoPE has no limit, engines ask for one."""
 
@@ -73,6 +78,8 @@ def refusal(drafter: HeadDrafter, target: TargetInfo, format_name: str) -> str |
     """Why an engine cannot serve a head; None if it can."""
     if format_name not in EXPORT_FORMATS:
         return f"the format must be one of {', '.join(EXPORT_FORMATS)}; got {format_name!r}."
+    if (setting := _unwritten_setting(drafter)) is not None:
+        return f"a head with {setting} is read from where it was published, not exported; serve those files."
     layers = drafter.hidden_state_indices
     if isinstance(drafter.head, (Eagle3Head, DsparkHead)) and (
         list(layers) != sorted(set(layers)) or layers[0] < 1 or layers[-1] >= target.num_layers
@@ -82,11 +89,7 @@ def refusal(drafter: HeadDrafter, target: TargetInfo, format_name: str) -> str |
             f"trained with --layers {','.join(map(str, layers))}."
         )
     if isinstance(drafter, DsparkDrafter):
-        if format_name == "sglang":
-            return "SGLang has a layout of its own for DSpark heads, which is not written; use --format vllm."
-        if drafter.visual_mode != "coupled":
-            return f"engines give a DSpark head all positions as context; this one was trained {drafter.visual_mode!r}."
-        return None
+        return _dspark_refusal(drafter, format_name)
     if not isinstance(drafter.head, Eagle3Head):
         if drafter.visual_mode == "decoupled" and type(drafter) is EagleDrafter:
             return (
@@ -108,10 +111,26 @@ def refusal(drafter: HeadDrafter, target: TargetInfo, format_name: str) -> str |
     return None
 
 
+def _dspark_refusal(drafter: DsparkDrafter, format_name: str) -> str | None:
+    if format_name == "sglang":
+        return "SGLang has a layout of its own for DSpark heads, which is not written; use --format vllm."
+    if drafter.visual_mode != "coupled":
+        return f"engines give a DSpark head all positions as context; this one was trained {drafter.visual_mode!r}."
+    return None
+
+
 def _trained_visual_mode(drafter: HeadDrafter) -> str:
     """How visual tokens entered a head in training; heads without a record draft as `MIXED` ones do, the default."""
     mode = drafter.trained_visual_mode or drafter.visual_mode
     return MIXED if drafter.trained_visual_mode is None and mode == MIXED_DRAFTS_AS else mode
+
+
+def _unwritten_setting(drafter: HeadDrafter) -> str | None:
+    """A setting of published heads that the exported configs have no key for here; None if there is none."""
+    if drafter.own_embeddings is not None:
+        return "embeddings of its own"
+    config = drafter.head.config
+    return next((name for name in PUBLISHED_SETTINGS if getattr(config, name)), None)
 
 
 def _eagle3_config(head: Eagle3Head, drafter: EagleDrafter, target: TargetInfo, format_name: str) -> dict[str, Any]:

@@ -92,13 +92,19 @@ def parse_head_config(values: Mapping[str, Any]) -> HeadConfig:
         raise ValueError(f"a draft head's config is incomplete: {error}") from error
 
 
-def parse_published_config(values: Mapping[str, Any], target: TargetInfo, architectures: object = None) -> HeadConfig:
+def parse_published_config(
+    values: Mapping[str, Any],
+    target: TargetInfo,
+    architectures: object = None,
+    target_hidden_size: int | None = None,
+) -> HeadConfig:
     """A `HeadConfig` from a config in transformers' Llama format; its vocabulary is the target's.
 
     Args:
         values: the config of the layer.
         target: facts about the target.
         architectures: value of that key in the head's config.
+        target_hidden_size: of the hidden states that the head reads, if it may differ from its own.
 
     Raises:
         ValueError: a required key is missing, the hidden size is not the target's, or a setting is not implemented.
@@ -107,14 +113,14 @@ def parse_published_config(values: Mapping[str, Any], target: TargetInfo, archit
     missing = [name for name in required if not isinstance(values.get(name), int)]
     if missing:
         raise ValueError(f"config.json lacks {', '.join(missing)}.")
-    if values["hidden_size"] != target.hidden_size:
-        raise ValueError(
-            f"this drafter is for a target of hidden_size {values['hidden_size']}; the target has {target.hidden_size}."
-        )
-    if (activation := values.get("hidden_act")) not in (None, *ACTIVATIONS):
-        raise ValueError(
-            f"hidden_act {activation!r} is not supported in a draft head; {' and '.join(ACTIVATIONS)} are."
-        )
+    own_size = values["hidden_size"]
+    target_size = target_hidden_size or own_size
+    if target_size != target.hidden_size:
+        sizes = f"{target_size}" if own_size == target_size else f"{target_size} (its own: {own_size})"
+        raise ValueError(f"this drafter is for a target of hidden_size {sizes}; the target has {target.hidden_size}.")
+    key = "hidden_act" if values.get("hidden_act") is not None else "hidden_activation"  # of Gemma
+    if (activation := values.get(key)) not in (None, *ACTIVATIONS):
+        raise ValueError(f"{key} {activation!r} is not supported in a draft head; {' and '.join(ACTIVATIONS)} are.")
     head_dim = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
     return HeadConfig(
         hidden_size=values["hidden_size"],
@@ -124,6 +130,7 @@ def parse_published_config(values: Mapping[str, Any], target: TargetInfo, archit
         vocab_size=target.vocab_size,
         head_dim=head_dim,
         rms_norm_eps=values.get("rms_norm_eps") or 1e-6,
+        target_hidden_size=0 if own_size == target_size else target_size,
         **parse_rope(values, head_dim, architectures),
     )
 

@@ -13,17 +13,21 @@ from mmspec.drafters.checkpoints.format import (
     read_metadata,
     tokenizer_fingerprint,
 )
+from mmspec.drafters.checkpoints.published_heads import hub_id_of
 from mmspec.drafters.checkpoints.validate import explain_damage
 from mmspec.drafters.eagle.base import HeadDrafter
 from mmspec.interfaces import TargetInfo
 
 
-def load_trained(folder: str | os.PathLike[str], target: TargetInfo | None = None) -> HeadDrafter:
+def load_trained(
+    folder: str | os.PathLike[str], target: TargetInfo | None = None, name: str | None = None
+) -> HeadDrafter:
     """The drafter in a folder written by `mmspec train` or published by the authors of a method.
 
     Args:
         folder: with `config.json` and the weights.
         target: facts about the target; required for published layouts, which do not record them.
+        name: of the drafter, such as its hub id; by default the folder's.
 
     Raises:
         FileNotFoundError: a file is missing.
@@ -31,16 +35,16 @@ def load_trained(folder: str | os.PathLike[str], target: TargetInfo | None = Non
         ValueError: the files are not a draft head's, or damaged, or `target` is required.
     """
     with explain_damage(folder):
-        return _load(folder, target)
+        return _load(folder, target, name)
 
 
-def _load(folder: str | os.PathLike[str], target: TargetInfo | None) -> HeadDrafter:
+def _load(folder: str | os.PathLike[str], target: TargetInfo | None, name: str | None) -> HeadDrafter:
     if read_config(Path(folder)).get("model_type") != MODEL_TYPE:
         from mmspec.drafters.checkpoints.published import load_published
 
         if target is None:
             raise ValueError(f"{os.fspath(folder)} is in a published layout, which needs target=; got None.")
-        return load_published(folder, target)
+        return load_published(folder, target, name)
     metadata = read_metadata(folder)
     if target is not None:
         metadata.check_target(
@@ -54,7 +58,7 @@ def _load(folder: str | os.PathLike[str], target: TargetInfo | None) -> HeadDraf
         head,
         metadata.visual_mode,
         num_layers=metadata.num_layers,
-        name=os.path.basename(os.path.normpath(folder)),
+        name=name or hub_id_of(folder) or os.path.basename(os.path.normpath(folder)),
         draft_ids=metadata.draft_ids,
     )
     drafter.bundled_compressor = metadata.compressor

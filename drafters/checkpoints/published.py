@@ -6,6 +6,7 @@ target. EAGLE-3 layouts are in `speculators`, those of DFlash and DSpark in `dsp
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import replace
@@ -18,6 +19,8 @@ from torch import Tensor
 from mmspec.drafters.checkpoints.dspark import load_dspark
 from mmspec.drafters.checkpoints.format import CONFIG_NAME, read_config
 from mmspec.drafters.checkpoints.head_config import parse_published_config
+from mmspec.drafters.checkpoints.own_embeddings import own_embeddings
+from mmspec.drafters.checkpoints.published_heads import hub_id_of, published_heads
 from mmspec.drafters.checkpoints.rope import order_rotated_rows
 from mmspec.drafters.checkpoints.speculators import load_eagle3
 from mmspec.drafters.checkpoints.state_dict import drop_unused, from_eagle_state_dict
@@ -28,39 +31,7 @@ from mmspec.drafters.eagle.vispec import VispecDrafter, build_vispec_head
 from mmspec.interfaces import TargetInfo
 from mmspec.weight_files import load_weights
 
-PUBLISHED_DRAFTERS: dict[str, tuple[str, ...]] = {
-    "liuhaotian/llava-v1.5-7b": ("lucylyn/MSD-LLaVA1.5-7B",),
-    "liuhaotian/llava-v1.5-13b": ("lucylyn/MSD-LLaVA1.5-13B",),
-    "llava-hf/llava-1.5-7b-hf": (
-        "lucylyn/MSD-LLaVA1.5-7B",
-        "Cloudriver/MSD-LLaVA1.5-7B",
-        "Cloudriver/ViSpec-LLaVA1.5-7B",
-        "Cloudriver/EAGLE3-LLaVA1.5-7B",
-        "Cloudriver/EAGLE-LLaVA-1.5-7B",
-    ),
-    "llava-hf/llava-1.5-13b-hf": ("lucylyn/MSD-LLaVA1.5-13B",),
-    "llava-hf/llava-v1.6-vicuna-7b-hf": ("JLKang/ViSpec-llava-v1.6-vicuna-7b-hf",),
-    "llava-hf/llava-v1.6-vicuna-13b-hf": ("JLKang/ViSpec-llava-v1.6-vicuna-13b-hf",),
-    "Qwen/Qwen2.5-VL-3B-Instruct": ("JLKang/ViSpec-Qwen2.5-VL-3B-Instruct",),
-    "Qwen/Qwen2.5-VL-7B-Instruct": (
-        "JLKang/ViSpec-Qwen2.5-VL-7B-Instruct",
-        "Rayzl/qwen2.5-vl-7b-eagle3-sgl",
-        "Cloudriver/MSD-Qwen2.5-VL-7B-Instruct",
-        "Cloudriver/ViSpec-Qwen2.5-VL-7B-Instruct",
-        "Cloudriver/EAGLE3-Qwen2.5-VL-7B-Instruct",
-        "Cloudriver/EAGLE-Qwen2.5-VL-7B-Instruct",
-    ),
-    "Qwen/Qwen3-VL-2B-Instruct": ("AngelSlim/Qwen3-VL-2B-Instruct_eagle3",),
-    "Qwen/Qwen3-VL-4B-Instruct": ("AngelSlim/Qwen3-VL-4B-Instruct_eagle3",),
-    "Qwen/Qwen3-VL-8B-Instruct": ("taobao-mnn/Qwen3-VL-8B-Instruct-Eagle3",),
-    "Qwen/Qwen3-VL-30B-A3B-Instruct": ("AngelSlim/Qwen3-VL-30B-A3B-Instruct_eagle3",),
-    "Qwen/Qwen3-VL-235B-A22B-Instruct": ("RedHatAI/Qwen3-VL-235B-A22B-Instruct-speculator.eagle3",),
-    "Qwen/Qwen3.5-4B": ("z-lab/Qwen3.5-4B-DFlash",),
-    "Qwen/Qwen3.5-9B": ("z-lab/Qwen3.5-9B-DFlash",),
-    "Qwen/Qwen3.5-27B": ("z-lab/Qwen3.5-27B-DFlash",),
-    "LiquidAI/LFM2.5-VL-3B": ("LiquidAI/LFM2.5-VL-3B-DSpark",),
-}
-"""Hub id of a target -> hub ids of the drafters that were published for it, in the order in which `auto` tries them."""
+logger = logging.getLogger("mmspec")
 
 
 def detect_format(values: Mapping[str, Any], weights: Mapping[str, Tensor]) -> str:
@@ -74,32 +45,52 @@ def detect_format(values: Mapping[str, Any], weights: Mapping[str, Tensor]) -> s
         raise ValueError(f"speculators_model_type {kind!r} is not supported; eagle3, dflash and dspark are.")
     if kind != "eagle3" or ("hidden_norm.weight" in weights and "layers.0.self_attn.q_norm.weight" in weights):
         return "dspark"
-    if "speculators_model_type" in values or "d2t" in weights or any(name.startswith("midlayer.") for name in weights):
+    is_eagle3 = "d2t" in weights or any(name.startswith(("midlayer.", "layers.0.hidden_norm.")) for name in weights)
+    if "speculators_model_type" in values or is_eagle3:
         return "eagle3"
     if "imadpt.q" in weights:
         return "vispec"
     if "fc.weight" not in weights:
         raise ValueError("these are not the weights of a draft head: fc.weight is missing.")
-    return "msd" if values.get("model_type") in ("llava", "qwen2_vl") else "eagle"
+    model_type = values.get("model_type")
+    if model_type == "qwen2_5_vl" and "layers.0.input_layernorm.weight" in weights:
+        logger.warning(
+            "mmspec: a head of model_type 'qwen2_5_vl' with an input_layernorm in its layer is taken as MSD's, whose "
+            "code for 'qwen2_vl' has one; EAGLE's has none"
+        )
+        return "msd"
+    return "msd" if model_type in ("llava", "qwen2_vl") else "eagle"
 
 
-def load_published(folder: str | os.PathLike[str], target: TargetInfo) -> HeadDrafter:
+def load_published(folder: str | os.PathLike[str], target: TargetInfo, name: str | None = None) -> HeadDrafter:
     """The drafter in a folder, in the layout in which it was published.
+
+    Args:
+        folder: with the files.
+        target: facts about the target.
+        name: of the drafter, such as its hub id; by default the folder's.
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: a file is damaged, or does not fit the target.
+        ValueError: a file is damaged, does not fit the target, or the head is known to be unlike its layout.
     """
     folder = Path(folder)
+    name = name or hub_id_of(folder) or folder.name
+    if (known := published_heads().get(name)) is not None and known.refused is not None:
+        raise ValueError(f"{name} is not read: {known.refused}.")
     values, weights = read_config(folder), load_weights(folder)
     try:
         _check_image_token(values, target)
         format_name = detect_format(values, weights)
+        drafter: HeadDrafter
         if format_name == "eagle3":
-            return load_eagle3(values, weights, target, folder.name)
-        if format_name == "dspark":
-            return load_dspark(values, weights, target, folder.name)
-        return _load_eagle(format_name, values, weights, target, folder.name)
+            drafter = load_eagle3(values, weights, target, name)
+        elif format_name == "dspark":
+            drafter = load_dspark(values, weights, target, name)
+        else:
+            drafter = _load_eagle(format_name, values, weights, target, name)
+        drafter.own_embeddings = own_embeddings(weights, target, drafter.head.config.hidden_size)
+        return drafter
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from error
 
@@ -173,4 +164,4 @@ def _vocab_limit(values: Mapping[str, Any], weights: Mapping[str, Tensor], targe
     return size if size < target.vocab_size else None
 
 
-__all__ = ["PUBLISHED_DRAFTERS", "detect_format", "load_published"]
+__all__ = ["detect_format", "load_published"]

@@ -17,7 +17,7 @@ from mmspec.drafters.checkpoints.mrope import mrope_keys, parse_mrope
 from mmspec.drafters.checkpoints.rope import order_rotated_rows
 from mmspec.drafters.checkpoints.state_dict import check_tensors, drop_unused
 from mmspec.drafters.eagle.drafter import EagleDrafter
-from mmspec.drafters.eagle.head import Eagle3Head, eagle3_layers
+from mmspec.drafters.eagle.eagle3_head import Eagle3Head, eagle3_layers
 from mmspec.interfaces import TargetInfo
 
 EAGLE3_NAMES = {
@@ -26,6 +26,8 @@ EAGLE3_NAMES = {
     "layer.input_norm": "input_layernorm",
     "layer.hidden_norm": "hidden_norm",
     "layer.post_norm": "post_attention_layernorm",
+    "layer.q_norm": "self_attn.q_norm",
+    "layer.k_norm": "self_attn.k_norm",
 }
 """Module of `Eagle3Head` -> module below `layers.0` on disk."""
 EAGLE3_FUSED = {
@@ -37,8 +39,6 @@ TRAINERS_VISUAL_MODE = "placeholder"
 """What SpecForge, AngelSlim and speculators train with and vLLM serves: the placeholder token's embedding."""
 EAGLE3_VISUAL_MODES = ("placeholder", "coupled", "text_only")
 """Visual modes in which every input has an embedding and a hidden state, which the layer reads."""
-UNSUPPORTED = ("norm_before_fc", "fc_norm", "norm_output")
-"""Settings of `speculators` heads that change the network and are not implemented."""
 
 
 def load_eagle3(
@@ -56,28 +56,16 @@ def load_eagle3(
         ValueError: the head does not fit the target, is incomplete, or uses an unsupported setting.
     """
     layer_values = dict(values.get("transformer_layer_config") or values)
-    for option in UNSUPPORTED:
-        if values.get(option):
-            raise ValueError(f"{option} is not supported in an EAGLE-3 head.")
-    own_size = layer_values.get("hidden_size")
-    target_size = values.get("target_hidden_size") or own_size
-    if target_size != target.hidden_size or own_size != target.hidden_size:
-        raise ValueError(
-            f"this drafter is for a target of hidden_size {target_size} (its own: {own_size}); the target has "
-            f"{target.hidden_size}."
-        )
     weights = {key.replace("midlayer.", "layers.0."): value for key, value in weights.items()}
     vocab_size = int(values.get("draft_vocab_size") or layer_values.get("vocab_size") or target.vocab_size)
     _check_eagle3_values(values)
-    layers = values.get("eagle_aux_hidden_state_layer_ids") or eagle3_layers(target.num_layers)
-    if min(layers) < 0 or max(layers) > target.num_layers:
-        raise ValueError(
-            f"eagle_aux_hidden_state_layer_ids {list(layers)} are not all hidden states of this target, which has 0 to "
-            f"{target.num_layers}."
-        )
+    layers, settings = _hidden_state_layers(values, target), {**values, **(values.get("eagle_config") or {})}
+    _check_one_layer(layer_values, weights)
     section, is_interleaved = parse_mrope(layer_values, values.get("architectures"))
     config = replace(
-        parse_published_config(layer_values, target, values.get("architectures")),
+        parse_published_config(
+            layer_values, target, values.get("architectures"), values.get("target_hidden_size") or None
+        ),
         mrope_section=section,
         mrope_interleaved=is_interleaved,
         eagle3_input=True,
@@ -85,6 +73,10 @@ def load_eagle3(
         draft_vocab_size=vocab_size,
         norm_before_residual=bool(values.get("norm_before_residual", False)),
         qkv_bias="layers.0.self_attn.q_proj.bias" in weights,
+        qk_norm="layers.0.self_attn.q_norm.weight" in weights,
+        norm_before_fc=bool(settings.get("norm_before_fc")),
+        fc_norm=bool(settings.get("fc_norm")),
+        norm_output=bool(settings.get("norm_output")),
     )
     has_map = "d2t" in weights
     if vocab_size < target.vocab_size and not has_map:
@@ -109,6 +101,37 @@ def load_eagle3(
         draft_ids=draft_ids if has_map else None,
         max_depth=5,
     )
+
+
+def _hidden_state_layers(values: Mapping[str, Any], target: TargetInfo) -> tuple[int, ...]:
+    """Indices of the hidden states: those of the config as they are, those of `eagle_config` one higher.
+
+    vLLM counts hidden states as transformers does and reads the former, SGLang and TensorRT-LLM count the outputs of
+    layers and read the latter.
+    """
+    key, offset = "eagle_aux_hidden_state_layer_ids", 0
+    layers = values.get(key)
+    if not layers:
+        layers, offset = (values.get("eagle_config") or {}).get(key), 1
+        key = f"eagle_config.{key}"
+    if not layers:
+        return eagle3_layers(target.num_layers)
+    indices = tuple(layer + offset for layer in layers)
+    if min(indices) < 0 or max(indices) > target.num_layers:
+        raise ValueError(
+            f"{key} {list(layers)} are not all hidden states of this target, which has 0 to {target.num_layers}."
+        )
+    return indices
+
+
+def _check_one_layer(values: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
+    """Refuse heads of several layers, and a layer with a window."""
+    if "layers.1.input_layernorm.weight" in weights:
+        raise ValueError(
+            f"num_hidden_layers {values.get('num_hidden_layers')} is not supported in an EAGLE head; 1 is."
+        )
+    if "sliding_attention" in (layer_types := values.get("layer_types") or ()):
+        raise ValueError(f"layer_types {layer_types} is not supported in an EAGLE head; full_attention is.")
 
 
 def _visual_mode(values: Mapping[str, Any]) -> str:

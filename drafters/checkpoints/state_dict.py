@@ -25,6 +25,8 @@ RENAMED_MODULES = {
     "layer.input_norm": "layers.0.input_layernorm",
     "layer.hidden_norm": "layers.0.hidden_norm",
     "layer.post_norm": "layers.0.post_attention_layernorm",
+    "layer.q_norm": "layers.0.self_attn.q_norm",
+    "layer.k_norm": "layers.0.self_attn.k_norm",
 }
 """Module of `EagleHead` -> module on disk."""
 STORED_NAMES = {

@@ -28,7 +28,7 @@ INTEGERS: dict[str, tuple[int, int]] = {
     "num_key_value_heads": _SIZE,
     "vocab_size": _SIZE,
     "draft_vocab_size": _OPTIONAL_SIZE,
-    "target_hidden_size": _SIZE,
+    "target_hidden_size": _OPTIONAL_SIZE,
     "head_dim": _OPTIONAL_SIZE,
     "block": (1, MAX_SIZE),
     "inner": _OPTIONAL_SIZE,

@@ -8,26 +8,27 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mmspec.control.depth import DepthController
 from mmspec.control.draft_cost import CallTimer, HeadCostModel
 from mmspec.drafters.deprecation import warn_former_argument
 from mmspec.drafters.eagle.attention import cached_attention, causal_mask, select_last
-from mmspec.drafters.eagle.captured import find_captured_draft
 from mmspec.drafters.eagle.compressed_inputs import compressed_prompt_inputs
-from mmspec.drafters.eagle.fused import build_draft_part, follow_draft_part
 from mmspec.drafters.eagle.head import EagleHead
 from mmspec.drafters.eagle.native import NativeDraft
 from mmspec.drafters.eagle.positions import prompt_axes
+from mmspec.drafters.eagle.recorded import find_recorded_draft
 from mmspec.drafters.eagle.state import DraftState, Pending
 from mmspec.drafters.eagle.visual_inputs import (
     VISUAL_MODES,
     DraftInputs,
     align_prompt,
+    embed_anew,
     left_pack,
     prompt_order,
     resolve_visual_mode,
@@ -36,7 +37,7 @@ from mmspec.engine.host_copy import from_host
 from mmspec.engine.kv_cache import RaggedKVCache
 from mmspec.engine.tree import BUCKETS, DraftTree, root_only
 from mmspec.interfaces import Compressor, DrafterRequirements, Prompt, VerifyResult
-from mmspec.interfaces.fused import DraftPart
+from mmspec.interfaces.round import DraftPart
 
 MAX_HEAD_TREE_SIZE = BUCKETS[-2]
 """Unless `tree_size` fixes it. The last bucket would double the target's positions for the least likely nodes."""
@@ -72,6 +73,7 @@ class HeadDrafter(ABC):
         max_depth: largest depth of a draft node, in tokens below the root.
         cost_model: measured prefill and draft costs, for compressors that use them.
         bundled_compressor: (settings, weights) of the compressor that the head was trained with, or None.
+        own_embeddings: that the head reads in place of the target's (published heads that were trained with others).
         compressor: that compressor, once `mmspec.config` has built it.
         hidden_state_indices: the target's hidden states that the head reads.
     """
@@ -126,6 +128,7 @@ class HeadDrafter(ABC):
         self.vocab_limit = vocab_limit
         self.bundled_compressor: tuple[Mapping[str, Any], Mapping[str, Tensor]] | None = None
         self.compressor: Compressor | None = None
+        self.own_embeddings: nn.Embedding | None = None
         self.vocab_size: int | None = head.config.vocab_size
         self.set_hidden_state_indices(head.hidden_state_indices(num_layers), num_layers)
 
@@ -164,13 +167,17 @@ class HeadDrafter(ABC):
         weight = self.head.fc.weight
         if weight.device != hidden_states.device or weight.dtype != hidden_states.dtype:
             self.head.to(hidden_states.device, hidden_states.dtype)
+        shared_embeddings = prompt.shared_embeddings
+        if self.own_embeddings is not None:
+            own = self.own_embeddings.to(hidden_states.device, hidden_states.dtype)
+            shared_embeddings = replace(shared_embeddings, embed_tokens=own, embed_scale=1.0)
         batch = hidden_states.shape[0]
         logit_bias = hidden_states.new_zeros(prompt.vocab_size, dtype=torch.float32)
         logit_bias[[token for token in prompt.banned_ids if 0 <= token < prompt.vocab_size]] = float("-inf")
         logit_bias[self.vocab_limit or prompt.vocab_size :] = float("-inf")
         draft_ids = None if self.draft_ids is None else self.draft_ids.to(logit_bias.device)
         return DraftState(
-            shared_embeddings=prompt.shared_embeddings,
+            shared_embeddings=shared_embeddings,
             kv_cache=RaggedKVCache(batch, max_length=1 << 30),
             logit_bias=logit_bias if draft_ids is None else logit_bias[draft_ids],
             draft_ids=draft_ids,
@@ -190,14 +197,17 @@ class HeadDrafter(ABC):
         if max_nodes < 2 or not any(active):
             return root_only(len(active), state.last_hidden.device)
         state.start_time = state.now()
-        self.sync(state)
-        draft_start = state.now()
+        self.read_prompt(state)
         depth = self.depth_controller
         state.num_levels = depth.max_levels if state.static_shapes else depth.choose(len(active))
-        timestamp = state.timer.now()
-        tree = self.draft_tree(state, max_nodes, state.num_levels)
-        state.timer.record_draft(timestamp, max(state.kv_cache.seq_lens), state.num_levels)
-        state.draft_s = state.now() - draft_start
+        tree = None if state.recorded is None else state.recorded.tree(state, max_nodes, state.num_levels)
+        state.is_one_function = tree is not None
+        if tree is None:
+            self.read_pending(state)
+            draft_start, timestamp = state.now(), state.timer.now()
+            tree = self.draft_tree(state, max_nodes, state.num_levels)
+            state.timer.record_draft(timestamp, max(state.kv_cache.seq_lens), state.num_levels)
+            state.draft_s = state.now() - draft_start
         if not all(active):
             tree.node_mask &= from_host(active, tree.node_mask.device)[:, None]
         return tree
@@ -218,40 +228,42 @@ class HeadDrafter(ABC):
 
     @torch.inference_mode()
     def draft_part(self, state: DraftState, num_nodes: int) -> DraftPart | None:
-        """See `mmspec.interfaces.fused.FusableDrafter`."""
-        if state.prompt is not None:
-            self.sync(state)
+        """See `mmspec.interfaces.round.FusableDrafter`."""
+        self.read_prompt(state)
+        if state.recorded is None:
+            return None
         start_time, depth = state.now(), self.depth_controller
         num_levels = depth.max_levels if state.static_shapes else depth.choose(len(state.last_hidden))
-        part = build_draft_part(self, state, min(num_nodes, BUCKETS[-1]), num_levels)
+        part = state.recorded.part(state, min(num_nodes, BUCKETS[-1]), num_levels)
         if part is not None:
-            state.num_levels, state.draft_s, state.start_time = num_levels, 0.0, start_time
+            state.num_levels, state.is_one_function, state.start_time = num_levels, True, start_time
         return part
 
     @torch.inference_mode()
     def observe_part(
         self, state: DraftState, result: VerifyResult, hidden_states: Tensor, kept: Sequence[Tensor]
     ) -> None:
-        """See `mmspec.interfaces.fused.FusableDrafter`."""
-        counts = self._record_round(state, result, is_whole=True)
-        pending = Pending(result.tokens, hidden_states, counts, result.counts) if any(counts) else None
-        follow_draft_part(state, pending, kept)
+        """See `mmspec.interfaces.round.FusableDrafter`."""
+        counts = self._record_round(state, result)
+        emitted = Pending(result.tokens, hidden_states, counts, result.counts) if any(counts) else None
+        assert state.recorded is not None
+        state.recorded.follow(state, emitted, kept)
 
-    def _record_round(self, state: DraftState, result: VerifyResult, is_whole: bool = False) -> list[int]:
+    def _record_round(self, state: DraftState, result: VerifyResult) -> list[int]:
         """Update the depth controller and the cost model with the round that ended. Returns emitted tokens per row."""
         counts = [len(row) for row in result.emitted_ids]
         if any(counts):
             state.timer.drain()
             if state.num_levels and result.tree.num_nodes > 1:
-                self._record_costs(state, result, [count - 1 for count in counts if count], is_whole)
+                self._record_costs(state, result, [count - 1 for count in counts if count])
             state.num_levels = 0
         return counts
 
-    def _record_costs(self, state: DraftState, result: VerifyResult, num_accepted: list[int], is_whole: bool) -> None:
+    def _record_costs(self, state: DraftState, result: VerifyResult, num_accepted: list[int]) -> None:
         depth, batch, num_nodes = self.depth_controller, len(result.emitted_ids), result.tree.num_nodes
         round_s = state.now() - state.start_time
         state.timer.record_round(round_s, 1 + sum(num_accepted) / len(num_accepted))
-        if is_whole:  # its levels are not timed
+        if state.is_one_function:  # its levels are not timed
             depth.record_whole(batch, state.num_levels, num_nodes, num_accepted, round_s)
             return
         num_forwards = state.num_levels - 1  # the first level needs none after `sync`
@@ -326,20 +338,27 @@ class HeadDrafter(ABC):
     @torch.inference_mode()
     def sync(self, state: DraftState) -> None:
         """Run the head over the prompt, if that is still to be done, and over the pending tokens."""
-        if state.prompt is not None:
-            assert state.first_ids is not None
-            if state.draft_ids is not None:  # a copy of weights, which a call without drafts does not need
-                state.draft_lm_head = self.head.draft_lm_head(state.shared_embeddings, state.draft_ids)
-            prompt, state.prompt = state.prompt, None
-            self._prefill(state, prompt, state.first_ids)
-            state.backend = self.native_draft(state) or find_captured_draft(self, state, prompt)
-        if state.pending:
-            self._forward_pending(state)
+        self.read_prompt(state)
+        self.read_pending(state)
+
+    def read_prompt(self, state: DraftState) -> None:
+        """Run the head over the prompt, if that is still to be done; find who computes the drafts of this call."""
+        if state.prompt is None:
+            return
+        assert state.first_ids is not None
+        if state.draft_ids is not None:  # a copy of weights, which a call without drafts does not need
+            state.draft_lm_head = self.head.draft_lm_head(state.shared_embeddings, state.draft_ids)
+        prompt, state.prompt = state.prompt, None
+        self._prefill(state, prompt, state.first_ids)
+        state.backend = self.native_draft(state)
+        state.recorded = find_recorded_draft(self, state, prompt) if state.backend is None else None
 
     def _prefill(self, state: DraftState, prompt: Prompt, first_ids: Tensor) -> None:
         """Run the head over the prompt; `first_ids` [B] follow its last position."""
         hidden_states = self.select_hidden_states(prompt.hidden_states)
         state.hidden_size = hidden_states.shape[-1]
+        if self.own_embeddings is not None:
+            prompt = embed_anew(prompt, state.shared_embeddings)
         aligned, counts = align_prompt(prompt, hidden_states, first_ids, state.shared_embeddings, self.visual_mode)
         attention_mask, position_ids, num_inputs = aligned.attention_mask, aligned.position_ids, counts
         assert attention_mask is not None and position_ids is not None
@@ -363,9 +382,12 @@ class HeadDrafter(ABC):
         self.extend_context(state, inputs, position_ids, lengths)
         state.timer.record_prefill(timestamp, max(lengths))
 
-    def _forward_pending(self, state: DraftState) -> None:
+    def read_pending(self, state: DraftState) -> None:
         """Run the head over the tokens emitted since the last draft."""
+        if not state.pending:
+            return
         pending, state.pending = Pending.concatenate(state.pending), []
+        self.follow_tokens(state, pending.tokens, pending.counts)
         if state.backend is None or not state.backend.extend_context(state, pending):
             inputs, position_ids = self.pending_inputs(state, pending.tokens, pending.hidden_states)
             self.extend_context(state, inputs, position_ids, pending.counts)

@@ -59,17 +59,20 @@ def compressed_inputs(
     assert inputs.position_ids is not None
     modalities = _ModalityIndex.build(inputs)
     compressed = compressor.compress(_visual_tokens(inputs, modalities, context), query, compressor.max_tokens)
+    placeholder_embed = inputs.placeholder_embed
+    if placeholder_embed.dim() == 3:
+        placeholder_embed = gather_rows(placeholder_embed, compressed.position_ids)
     visual = DraftInputs(
         compressed.inputs_embeds,
         compressed.hidden_states,
         torch.ones_like(compressed.mask),
-        inputs.placeholder_embed,
+        placeholder_embed,
     )
     text = DraftInputs(
         gather_rows(inputs.next_embeds, modalities.text_index),
         gather_rows(inputs.hidden_states, modalities.text_index),
         torch.zeros_like(modalities.text_mask),
-        inputs.placeholder_embed,
+        inputs.next_embeds.new_zeros(inputs.next_embeds.shape[-1]),  # not read
     )
     layer_inputs, keep = [], []
     for part, mask in ((visual, compressed.mask), (text, modalities.text_mask)):

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from functools import partial
 
+from mmspec.drafters.eagle.eagle3_head import Eagle3Head
 from mmspec.drafters.eagle.expand import AutoregressiveExpander, expand_levels
-from mmspec.drafters.eagle.head import Eagle3Head, EagleHead
+from mmspec.drafters.eagle.head import EagleHead
 from mmspec.drafters.eagle.native import NativeDraft, eagle3_weights, eagle_weights, find_native_draft
 from mmspec.drafters.eagle.online import LearnableHead
 from mmspec.drafters.eagle.state import DraftState

@@ -31,7 +31,7 @@ class HeadConfig:
     """Shape of a draft head.
 
     Attributes:
-        hidden_size: D, the target's.
+        hidden_size: D, the target's but for `target_hidden_size`.
         intermediate_size: of the MLP; 0 for a layer without one.
         num_attention_heads: H.
         num_key_value_heads: H'.
@@ -55,6 +55,11 @@ class HeadConfig:
         confidence_head: whether the head estimates the acceptance of each position (DSpark).
         sample_from_anchor: whether the first position of a block predicts a token too; if not, a block has one position
             more than `block_size` (DFlash).
+        qk_norm: whether queries and keys are normalised per head, as in Qwen3.
+        norm_before_fc: whether the hidden states are normalised before `fc`, all as one vector (EAGLE-3).
+        fc_norm: whether each of them is (EAGLE-3.1).
+        norm_output: whether the state that is carried on is the layer's output after the norm (EAGLE-3.1).
+        target_hidden_size: size of the hidden states that EAGLE-3's `fc` reads, if it is not D; 0 if it is.
         mrope_section: frequencies of the rotary embedding that follow each of the target's position axes (time, height,
             width), as in Qwen2-VL; empty for one axis, the number of the position.
         mrope_interleaved: whether the axes take turns (Qwen3-VL), instead of one range of frequencies each.
@@ -91,6 +96,11 @@ class HeadConfig:
     mrope_interleaved: bool = False
     rope_scaling: dict[str, Any] | None = None
     rotary_dim: int = 0
+    qk_norm: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    target_hidden_size: int = 0
     sliding_windows: tuple[int, ...] = ()
     causal_layers: tuple[bool, ...] = ()
 
@@ -141,6 +151,8 @@ class DecoderLayer(nn.Module):
         has_input_norm = config.input_norm or config.eagle3_input
         self.input_norm = RMSNorm(hidden, config.rms_norm_eps) if has_input_norm else None
         self.hidden_norm = RMSNorm(hidden, config.rms_norm_eps) if config.eagle3_input else None
+        self.q_norm = RMSNorm(size, config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(size, config.rms_norm_eps) if config.qk_norm else None
 
     def forward(
         self, inputs: Tensor, cos: Tensor, sin: Tensor, attend: AttentionFn, query_index: Tensor | None = None
@@ -170,6 +182,9 @@ class DecoderLayer(nn.Module):
         if query_index is None:
             qkv = self._split_heads(self.qkv_proj(normed))
             rotated, values = qkv.split((self.num_heads + self.num_kv_heads, self.num_kv_heads), dim=1)
+            if self.q_norm is not None and self.k_norm is not None:
+                queries, keys = rotated.split((self.num_heads, self.num_kv_heads), dim=1)
+                rotated = torch.cat((self.q_norm(queries), self.k_norm(keys)), dim=1)
             rotated = rotated * cos + rotate_half(rotated) * sin
             queries, keys = rotated.split((self.num_heads, self.num_kv_heads), dim=1)
         else:
@@ -200,6 +215,8 @@ class DecoderLayer(nn.Module):
             for part in (cos, sin)
         )
         queries = self._split_heads(queries)
+        if self.q_norm is not None and self.k_norm is not None:
+            queries, keys = self.q_norm(queries), self.k_norm(keys)
         queries = queries * query_cos + rotate_half(queries) * query_sin
         return queries, keys * cos + rotate_half(keys) * sin, values
 
@@ -278,66 +295,11 @@ class EagleHead(nn.Module):
         return (factor * angles.cos()).to(dtype), (factor * angles.sin()).to(dtype)
 
 
-def eagle3_layers(num_layers: int) -> tuple[int, int, int]:
-    """Hidden states that EAGLE-3 heads read unless they name others: 2, N // 2 and N - 3, as vLLM counts them."""
-    return 2, num_layers // 2, num_layers - 3
-
-
-class Eagle3Head(EagleHead):
-    """EAGLE-3 (arXiv 2503.01840): three hidden states of the target, and a norm, LM head and vocabulary of its own.
-
-    The state that is carried from level to level is the layer's output before that norm.
-    """
-
-    def __init__(self, config: HeadConfig) -> None:
-        """
-        Args:
-            config: with `eagle3_input` and `draft_vocab_size`.
-
-        Raises:
-            ValueError: one of both is missing.
-        """
-        if not config.eagle3_input or not config.draft_vocab_size:
-            raise ValueError(
-                "an EAGLE-3 head needs eagle3_input and a draft_vocab_size of at least 1; got "
-                f"{config.eagle3_input} and {config.draft_vocab_size}."
-            )
-        nn.Module.__init__(self)
-        self.config = config
-        num_states = len(config.hidden_state_layers) or 3
-        self.fc = nn.Linear(num_states * config.hidden_size, config.hidden_size, bias=False)
-        self.layer = DecoderLayer(config)
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
-
-    def hidden_state_indices(self, num_layers: int) -> tuple[int, ...]:
-        """See `EagleHead`."""
-        return self.config.hidden_state_layers or eagle3_layers(num_layers)
-
-    def fuse(self, inputs_embeds: Tensor, hidden_states: Tensor) -> Tensor:
-        """[..., 2 D] embedding and state, concatenated; `fc` reduces the target's states, not the head's own."""
-        is_own = hidden_states.shape[-1] == self.config.hidden_size
-        return torch.cat((inputs_embeds, hidden_states if is_own else self.fc(hidden_states)), dim=-1)
-
-    def draft_lm_head(self, shared_embeddings: SharedEmbeddings, draft_ids: Tensor) -> Tensor | None:
-        """None: its own LM head covers its own vocabulary."""
-        return None
-
-    def logits(
-        self, hidden_states: Tensor, shared_embeddings: SharedEmbeddings, draft_lm_head: Tensor | None
-    ) -> Tensor:
-        """[..., V'] logits of its own LM head."""
-        logits: Tensor = self.lm_head(self.norm(hidden_states))
-        return logits
-
-
 __all__ = [
     "AttentionFn",
     "DecoderLayer",
-    "Eagle3Head",
     "EagleHead",
     "HeadConfig",
     "RMSNorm",
-    "eagle3_layers",
     "rotate_half",
 ]

@@ -19,7 +19,8 @@ from mmspec.cpu.draft import NativeHead
 from mmspec.cpu.draft_types import HeadContext, HeadWeights, TreeRequest
 from mmspec.cpu.layers import DecoderShape, LayerWeights
 from mmspec.cpu.linear import active_kernel, is_replaced
-from mmspec.drafters.eagle.head import DecoderLayer, Eagle3Head, EagleHead, HeadConfig, RMSNorm
+from mmspec.drafters.eagle.eagle3_head import Eagle3Head
+from mmspec.drafters.eagle.head import DecoderLayer, EagleHead, HeadConfig, RMSNorm
 from mmspec.drafters.eagle.state import DraftState, Pending
 from mmspec.drafters.rerank import LEVEL_PENALTY
 from mmspec.engine.tree import DraftTree
@@ -163,14 +164,19 @@ def _shape(config: HeadConfig) -> DecoderShape:
 
 def eagle_weights(head: EagleHead, state: DraftState) -> HeadWeights | None:
     """Weights of a head that computes as `EagleHead` does: `fc` and one layer, then the target's LM head."""
-    if head.config.eagle3_input:
+    if head.config.eagle3_input or head.config.qk_norm:
         return None
     return HeadWeights(head.fc.weight, head.fc.bias, [_layer_weights(head.layer)], **shared_weights(state))
 
 
 def eagle3_weights(head: Eagle3Head, state: DraftState) -> HeadWeights | None:
-    """Weights of an EAGLE-3 head; None if it reads one hidden state only, which its `fuse` does not project."""
-    if head.fc.in_features == head.config.hidden_size or head.layer.hidden_norm is None:
+    """Weights of an EAGLE-3 head; None with settings that are not implemented there.
+
+    Nor is one that reads one hidden state only, which its `fuse` does not project.
+    """
+    config = head.config
+    others = (config.qk_norm, config.norm_before_fc, config.fc_norm, config.norm_output, config.target_hidden_size)
+    if any(others) or head.fc.in_features == config.hidden_size or head.layer.hidden_norm is None:
         return None
     ends = shared_weights(state) | {"lm_head": head.lm_head.weight, "lm_head_bias": None}
     return HeadWeights(

@@ -32,6 +32,8 @@ class LearnableHead(HeadDrafter):
             return "its architecture has no training loss"
         if self.head.config.hidden_state_layers or self.head.config.eagle3_input:
             return "it reads hidden states of inner layers"
+        if self.own_embeddings is not None:
+            return "it has embeddings of its own"
         if self.bundled_compressor is not None:
             return "it was trained with a compressor"
         return None

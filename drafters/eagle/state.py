@@ -20,6 +20,7 @@ from mmspec.engine.tree import DraftTree
 from mmspec.interfaces import Prompt, SharedEmbeddings
 
 if TYPE_CHECKING:
+    from mmspec.drafters.eagle.recorded import RecordedDraft
     from mmspec.drafters.eagle.recorder import SequenceRecorder
 
 
@@ -66,7 +67,7 @@ class Pending:
 
 
 class DraftBackend(Protocol):
-    """Another implementation of a drafter's two operations, for one call: compiled or recorded.
+    """The implementation of a drafter's two operations in compiled code, for one call.
 
     Each may decline: the drafter's own code then does it, over the same state.
     """
@@ -105,7 +106,9 @@ class DraftState:
         extra: [B, ...] further state of an architecture (ViSpec, ParallelSpec, Falcon).
         timer: measures prefill and draft time; a no-op unless a compressor uses the costs.
         recorder: records the call for online learning, or None.
-        backend: the head in compiled code, or its recorded drafts; None if it runs in its own forward.
+        backend: the head in compiled code; None if it runs in its own forward.
+        recorded: its recorded drafts, or None.
+        is_one_function: whether the last draft was one recorded function, whose levels are not timed.
         recordings: as in `Prompt`.
         position_offset: [B] int64, `next_positions` less the lengths of the cache, in a recorded function; else None.
     """
@@ -133,6 +136,8 @@ class DraftState:
     timer: CallTimer = field(default_factory=CallTimer)
     recorder: SequenceRecorder | None = None
     backend: DraftBackend | None = None
+    recorded: RecordedDraft | None = None
+    is_one_function: bool = False
     recordings: Recordings | None = None
     position_offset: Tensor | None = None
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ class DraftInputs:
         next_embeds: [B, n, D] embedding of the next token as the target received it (visual tokens projected).
         hidden_states: [B, n, S] hidden states of the target, or outputs of the head.
         visual_mask: [B, n] bool, True where the next token is visual.
-        placeholder_embed: [D] embedding of the media placeholder id.
+        placeholder_embed: [D] embedding of the media placeholder id, or [B, n, D] that of the next token's.
         attention_mask: [B, n] bool, False at padding.
         position_ids: [B, n] int64.
         grids: of the visual tokens, `start` counted in visual tokens of their row; empty if unknown.
@@ -51,7 +51,10 @@ VisualInputMode = Callable[[EagleHead, DraftInputs], tuple[Tensor, Tensor | None
 
 def decoupled(head: EagleHead, inputs: DraftInputs) -> tuple[Tensor, Tensor | None]:
     """MSD: visual tokens enter as their projected embedding alone, text as embedding and state (MSD, section 3)."""
-    return _fuse_text(head, inputs), None
+    text_index, fused = _fuse_text(head, inputs)
+    next_embeds = gather_rows(inputs.next_embeds, text_index)
+    fused = torch.where(inputs.visual_mask.gather(1, text_index)[..., None], next_embeds, fused)
+    return scatter_rows(inputs.next_embeds.to(fused.dtype), text_index, fused), None
 
 
 def coupled(head: EagleHead, inputs: DraftInputs) -> tuple[Tensor, Tensor | None]:
@@ -67,18 +70,18 @@ def placeholder(head: EagleHead, inputs: DraftInputs) -> tuple[Tensor, Tensor | 
 
 def text_only(head: EagleHead, inputs: DraftInputs) -> tuple[Tensor, Tensor | None]:
     """No visual tokens: only positions whose next token is text; they keep their position ids."""
-    return _fuse_text(head, inputs), ~inputs.visual_mask
+    text_index, fused = _fuse_text(head, inputs)
+    zeros = fused.new_zeros(*inputs.visual_mask.shape, fused.shape[-1])
+    return scatter_rows(zeros, text_index, fused), ~inputs.visual_mask
 
 
-def _fuse_text(head: EagleHead, inputs: DraftInputs) -> Tensor:
-    """[B, n, D] fused where the next token is text, else the embedding; the cost is that of the text alone."""
+def _fuse_text(head: EagleHead, inputs: DraftInputs) -> tuple[Tensor, Tensor]:
+    """[B, T] positions whose next token is text, and what is fused there; the cost is that of the text alone."""
     is_text = ~inputs.visual_mask
     max_text = int(is_text.sum(1).max())
     text_index = packed_indices(is_text)[:, :max_text]  # of rows with less text, some are visual
     next_embeds = gather_rows(inputs.next_embeds, text_index)
-    fused = head.fuse(next_embeds, gather_rows(inputs.hidden_states, text_index))
-    fused = torch.where(inputs.visual_mask.gather(1, text_index)[..., None], next_embeds, fused)
-    return scatter_rows(inputs.next_embeds.to(fused.dtype), text_index, fused)
+    return text_index, head.fuse(next_embeds, gather_rows(inputs.hidden_states, text_index))
 
 
 VISUAL_MODES: dict[str, VisualInputMode] = {
@@ -105,6 +108,15 @@ def resolve_visual_mode(name: str) -> str:
     if name not in VISUAL_MODES:
         raise ValueError(f"visual_mode must be one of {', '.join(VISUAL_MODES)}; got {name!r}.")
     return name
+
+
+def embed_anew(prompt: Prompt, shared_embeddings: SharedEmbeddings) -> Prompt:
+    """A prompt whose text is embedded by a head's own embeddings; visual positions as before, if the sizes agree."""
+    merged = prompt.hidden_states[0]
+    embeds = shared_embeddings.embed(prompt.input_ids[:, -merged.shape[1] :]).to(merged.dtype)
+    if embeds.shape == merged.shape:
+        embeds = torch.where(prompt.visual_mask[:, -merged.shape[1] :, None], merged, embeds)
+    return replace(prompt, hidden_states={**prompt.hidden_states, 0: embeds})
 
 
 def align_prompt(
@@ -135,8 +147,8 @@ def align_prompt(
         saliency = None if saliency is None else left_pack(mask, saliency)[1]
     index = torch.arange(n, device=hidden_states.device)
     placeholder_embed = embeds.new_zeros(embeds.shape[-1])
-    if visual_mode == "placeholder" and len(placeholder_ids := prompt.input_ids[prompt.visual_mask][:1]):
-        placeholder_embed = shared_embeddings.embed(placeholder_ids)[0].to(embeds.dtype)
+    if visual_mode == "placeholder":
+        placeholder_embed = _placeholder_embed(prompt, n, shared_embeddings).to(embeds.dtype)
     inputs = DraftInputs(
         next_embeds=next_embeds,
         hidden_states=hidden_states,
@@ -147,6 +159,16 @@ def align_prompt(
         saliency=None if saliency is None else saliency.roll(-1, 1),
     )
     return inputs, counts
+
+
+def _placeholder_embed(prompt: Prompt, n: int, shared_embeddings: SharedEmbeddings) -> Tensor:
+    """[D] embedding of the prompt's placeholder id; [B, n, D] of the next token's where there are several (videos)."""
+    is_visual = prompt.visual_mask
+    ids = prompt.input_ids[is_visual].unique()
+    if len(ids) < 2:
+        return shared_embeddings.embed(ids if len(ids) else prompt.input_ids[0, :1])[0]
+    rows = prompt.input_ids.where(is_visual, ids[0])[:, -n:]
+    return shared_embeddings.embed(gather_rows(rows, prompt_order(prompt, n)).roll(-1, 1))
 
 
 def prompt_order(prompt: Prompt, n: int) -> Tensor:
@@ -187,6 +209,7 @@ __all__ = [
     "align_prompt",
     "coupled",
     "decoupled",
+    "embed_anew",
     "left_pack",
     "packed_indices",
     "placeholder",

@@ -70,8 +70,10 @@ class InstantDrafter(BlockDrafter):
         state.last_hidden = gather_rows(hidden_states, last[:, None])[:, 0]
         state.extra = state.shared_embeddings.embed(first_ids).to(state.last_hidden.dtype)
 
-    def _forward_pending(self, state: DraftState) -> None:
+    def read_pending(self, state: DraftState) -> None:
         """Take the last token that was emitted in each row, and the hidden state before it."""
+        if not state.pending:
+            return
         pending, state.pending = Pending.concatenate(state.pending), []
         assert state.extra is not None
         embeds = state.shared_embeddings.embed(pending.tokens).to(state.extra.dtype)

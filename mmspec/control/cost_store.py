@@ -22,7 +22,7 @@ import torch
 
 from mmspec.control.depth import DepthController
 from mmspec.control.tree_size import RoundCostModel
-from mmspec.files import atomic_write, cache_folder
+from mmspec.files import atomic_write, cache_folder, make_private_folder
 
 logger = logging.getLogger("mmspec")
 
@@ -98,7 +98,7 @@ class CostStore:
             "depth": None if depth is None else depth.snapshot(),
         }
         try:
-            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_private_folder(self.path.parent)
             with atomic_write(self.path) as part:
                 part.write_text(json.dumps(content))
         except OSError as error:

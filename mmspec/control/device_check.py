@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-from mmspec.files import atomic_write, cache_folder
+from mmspec.files import atomic_write, cache_folder, make_private_folder
 
 try:
     import fcntl
@@ -320,7 +320,7 @@ def _locked(path: Path) -> Iterator[bool]:
     Raises:
         OSError: the folder cannot be written.
     """
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_private_folder(path.parent)
     with path.open("ab") as file:
         if fcntl is None:
             yield True

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from mmspec.cpu.weights import FLOAT_TYPES, QuantisedWeight, Weight, is_block, weight_struct
-from mmspec.files import atomic_write, cache_folder
+from mmspec.files import CACHE_VARIABLE, atomic_write, cache_folder, make_private_folder
 
 logger = logging.getLogger("mmspec")
 
@@ -48,6 +48,10 @@ _BUILD_LOCK = threading.Lock()
 
 class KernelUnavailableError(RuntimeError):
     """The kernel cannot be built or used here; the message says why."""
+
+
+class UntrustedFolderError(KernelUnavailableError):
+    """The kernel is not loaded from a folder that others can write; the message has the command that mends it."""
 
 
 class FewRowsKernel:
@@ -189,6 +193,9 @@ def load_kernel() -> FewRowsKernel | None:
         with _BUILD_LOCK:
             kernel = FewRowsKernel(_load_library())
         _check(kernel)
+    except UntrustedFolderError as error:  # the only cause that one command of the user removes
+        logger.warning("mmspec: the compiled kernels stay off, which is slower: %s", error)
+        return None
     except (RuntimeError, OSError, AttributeError, ValueError, subprocess.SubprocessError) as error:
         # RuntimeError and ValueError besides our own: no home folder, a variable CC with an open quote.
         logger.info("linear layers run without the compiled kernel: %s", error)
@@ -227,13 +234,19 @@ def _library_folder() -> Path:
     """The user's cache folder, created if necessary.
 
     Raises:
-        KernelUnavailableError: another user could replace a library in it.
+        UntrustedFolderError: another user could replace a library in it.
     """
     folder = cache_folder()
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_private_folder(folder)
     status = folder.stat()
-    if status.st_uid != os.getuid() or status.st_mode & 0o022:
-        raise KernelUnavailableError(f"the cache folder {folder} can be written by other users")
+    if status.st_uid != os.getuid():
+        raise UntrustedFolderError(
+            f"the cache folder {folder} is of another user: set {CACHE_VARIABLE} to a folder of yours"
+        )
+    if status.st_mode & 0o022:
+        raise UntrustedFolderError(
+            f"the cache folder {folder} can be written by other users: chmod go-w {shlex.quote(str(folder))}"
+        )
     return folder
 
 

@@ -1,18 +1,43 @@
-"""`RaggedKVCache`: preallocated keys and values of a stack of layers, with a sequence length per row.
+"""The one layout of keys and values: a sequence length per row, new positions behind each row's own, read as a prefix.
 
-The new positions of row b are written behind its own length. After verification the accepted nodes are gathered to the
-front of the new positions. There are no gaps, no alignment between rows and no `torch.cat` per step. Independent of
-transformers; drafters use it too.
+    row 0   [ committed ............ ][ nodes ]
+    row 1   [ committed .. ][ nodes ]
+            0                                    kv_len        C
+
+`RaggedKVCache` holds the keys and values of a stack of layers; the target and the heads of drafters use it. The prefix
+that a forward reads is as long as the longest row needs. A recorded function must have few shapes and no number of the
+host in it: `RecordedKVCache` is the same cache there, with the lengths as a tensor and a prefix rounded up to a bucket.
+After verification the accepted nodes are gathered to the front of the new positions. Independent of transformers.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from mmspec.engine.host_copy import from_host
+
+MIN_BUCKET = 256
+"""Smallest number of positions that a recorded function reads."""
+RESERVED_TOKENS = 256
+"""New tokens for which a call's first bucket has room: rarely a second recording, at little cost per round."""
+
+LayerParts = tuple[Tensor, ...]
+"""Keys and values of a layer: one tensor [2, B, H, C, D], or two tensors [1, B, H, C, D] where the shapes differ."""
+
+
+def length_bucket(length: int) -> int:
+    """Smallest of 256 * {1, 1.5, 2, 3, 4, 6, 8, 12, ...} that is at least `length`."""
+    bucket = MIN_BUCKET
+    while bucket < length:
+        half = bucket + bucket // 2
+        if length <= half:
+            return half
+        bucket *= 2
+    return bucket
 
 
 class RaggedKVCache:
@@ -28,6 +53,7 @@ class RaggedKVCache:
         max_length: number of positions that is never exceeded.
         num_new: positions per row that the current forward writes.
         kv_len: key length of the current forward, `max(seq_lens) + num_new`.
+        groups: after `pack`, the tensors that hold all layers.
     """
 
     def __init__(self, batch: int, max_length: int, values_start_as_keys: bool = False) -> None:
@@ -44,9 +70,22 @@ class RaggedKVCache:
         self._values_start_as_keys = values_start_as_keys
         self.num_new = 0
         self.kv_len = 0
-        self._layers: list[tuple[Tensor, ...]] = []  # () until the first write
+        self._layers: list[LayerParts] = []  # () until the first write
         self._dtypes: list[tuple[torch.dtype, torch.dtype]] = []  # (keys, values) of each layer
         self._write_indices: dict[torch.device, Tensor] = {}
+        self._packed: list[LayerParts] = []  # the layers in `groups`
+        self.groups: list[Tensor] = []
+
+    @classmethod
+    def over(cls, group: Tensor, seq_lens: Sequence[int]) -> RaggedKVCache:
+        """A packed cache on a tensor [layers, 2, B, H, C, D] that holds `seq_lens` positions of each row."""
+        cache = cls(len(seq_lens), max_length=group.shape[4])
+        cache.groups = [group]
+        cache._layers = [(layer,) for layer in group.unbind()]
+        cache._packed = list(cache._layers)
+        cache._dtypes = [(group.dtype, group.dtype)] * len(group)
+        cache.seq_lens = list(seq_lens)
+        return cache
 
     @property
     def seq_lens(self) -> list[int]:
@@ -128,7 +167,10 @@ class RaggedKVCache:
             counts: [B] int64.
             accepted_nodes: the same nodes on the host.
         """
-        if any(node != step for row in accepted_nodes for step, node in enumerate(row)):
+        if self.is_packed:  # a recorded forward may follow
+            device = self.groups[0].device
+            commit_nodes(self.groups, self.lengths_on(device), path.to(device), counts.to(device))
+        elif any(node != step for row in accepted_nodes for step, node in enumerate(row)):
             self._move_to_front(path[:, : max(len(row) for row in accepted_nodes)], counts)
         self._seq_lens = [length + len(row) for length, row in zip(self._seq_lens, accepted_nodes, strict=True)]
         self._add_device_lengths(counts)
@@ -158,6 +200,44 @@ class RaggedKVCache:
 
     def __len__(self) -> int:
         return len(self._layers)
+
+    # --- at fixed addresses, for recorded functions -------------------------------------------------------------------
+
+    @property
+    def layers(self) -> list[LayerParts]:
+        """The tensors of each layer; () of a layer that stores nothing."""
+        return list(self._layers)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the layers are still where `pack` has put them: one that outgrows its tensor is moved."""
+        return bool(self._packed) and all(
+            len(parts) == len(packed) and all(one is other for one, other in zip(parts, packed, strict=True))
+            for parts, packed in zip(self._layers, self._packed, strict=False)
+        )
+
+    def pack(self, capacity: int) -> bool:
+        """Move all layers to fixed addresses, with room for `capacity` positions: one tensor for all of one shape.
+
+        Returns:
+            Whether they moved, so that recordings of the former addresses are void.
+        """
+        if self.is_packed and all(tensor.shape[4] >= capacity for tensor in self.groups):
+            return False
+        with torch.inference_mode(False), torch.no_grad():  # they outlive the call
+            self.groups, places = _pack(self._layers, capacity)
+            for parts, views in zip(self._layers, places, strict=True):
+                for old, new in zip(parts, views, strict=True):
+                    new[:, :, :, : old.shape[3]] = old[:, :, :, :capacity]
+        self._layers, self._packed = places, list(places)
+        return True
+
+    def reset(self) -> None:
+        """Empty the cache for another call. Nothing of the last one remains: nan would reach outputs (0 * nan)."""
+        self.seq_lens = [0] * len(self.seq_lens)
+        with torch.inference_mode(False), torch.no_grad():
+            for tensor in self.groups:
+                tensor.zero_()
 
     def _buffers(self) -> Iterator[Tensor]:
         """The tensors of all layers, [2, B, H, C, D] or [1, B, H, C, D]."""
@@ -219,3 +299,89 @@ class RaggedKVCache:
         if old != (keys, values):
             self._dtypes[layer] = torch.promote_types(old[0], keys), torch.promote_types(old[1], values)
         return torch.promote_types(*self._dtypes[layer])
+
+
+class RecordedKVCache(RaggedKVCache):
+    """A `RaggedKVCache` inside a recorded function: lengths are a tensor, and a prefix of `bucket` positions is read.
+
+    Nothing but the positions behind `lengths` is written. On the host every row ends `num_new` positions before the end
+    of the bucket; assigning `seq_lens` (a draft whose nodes all begin at one position) makes that the truth.
+    """
+
+    def __init__(self, layers: Sequence[LayerParts], lengths: Tensor, bucket: int) -> None:
+        """
+        Args:
+            layers: of a packed cache.
+            lengths: [B] int64 committed positions, all new ones included at most `bucket`.
+            bucket: positions that are read.
+        """
+        super().__init__(len(lengths), bucket)
+        self._lengths: Tensor | None = lengths
+        self._bucket = bucket
+        self._layers = list(layers)
+        self._dtypes = [(parts[0].dtype, parts[-1].dtype) if parts else (torch.float32,) * 2 for parts in layers]
+        self._seq_lens = [bucket] * len(lengths)
+
+    @property
+    def seq_lens(self) -> list[int]:
+        """Positions on the host: an upper bound until they are assigned."""
+        return self._seq_lens
+
+    @seq_lens.setter
+    def seq_lens(self, seq_lens: list[int]) -> None:
+        self._seq_lens, self._lengths = seq_lens, None
+        self._device_lengths.clear()
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether new positions are written as one slice."""
+        return self._lengths is None and len(set(self._seq_lens)) == 1
+
+    def lengths_on(self, device: torch.device) -> Tensor:
+        """[B] int64 committed positions."""
+        return super().lengths_on(device) if self._lengths is None else self._lengths.to(device)
+
+    def begin_forward(self, nodes: int) -> None:
+        """See `RaggedKVCache`."""
+        if self._lengths is not None:
+            self._seq_lens = [self._bucket - nodes] * len(self._seq_lens)
+        super().begin_forward(nodes)
+
+
+def commit_nodes(groups: Sequence[Tensor], lengths: Tensor, path: Tensor, counts: Tensor) -> None:
+    """Move the accepted nodes of all layers to the front of each row's new positions. May be recorded.
+
+    As `RaggedKVCache.keep_path` but for two things: the lengths stay, and whatever is not accepted becomes a copy of
+    node 0, which is finite where the row is; a recorded forward reads behind the longest row too, and 0 * nan is nan.
+
+    Args:
+        groups: tensors [n, 2 or 1, B, H, C, D] of a packed cache, changed in place.
+        lengths: [B] int64 committed positions.
+        path: [B, N] int64 accepted nodes, defined up to `counts`.
+        counts: [B] int64.
+    """
+    step = torch.arange(path.shape[1], device=path.device)
+    source = lengths[:, None] + torch.where(step < counts[:, None], path, 0)
+    destination = lengths[:, None] + step
+    for tensor in groups:
+        shape = (*tensor.shape[:4], path.shape[1], tensor.shape[5])
+        moved = tensor.gather(4, source[None, None, :, None, :, None].expand(shape))
+        tensor.scatter_(4, destination[None, None, :, None, :, None].expand(shape), moved)
+
+
+def _pack(layers: Sequence[LayerParts], capacity: int) -> tuple[list[Tensor], list[LayerParts]]:
+    """Zeros for all layers, one tensor [n, 2 or 1, B, H, C, D] for all of one shape, and the views of each layer."""
+    members: dict[object, list[tuple[int, int]]] = defaultdict(list)  # (layer, part) of one shape
+    for layer, parts in enumerate(layers):
+        for part, tensor in enumerate(parts):
+            members[tensor.shape[:3], tensor.shape[4], tensor.dtype, tensor.device].append((layer, part))
+    groups, views = list[Tensor](), dict[tuple[int, int], Tensor]()
+    for places in members.values():
+        example = layers[places[0][0]][places[0][1]]
+        shape = (len(places), *example.shape[:3], capacity, example.shape[4])
+        groups.append(torch.zeros(shape, dtype=example.dtype, device=example.device))
+        views |= zip(places, groups[-1].unbind(), strict=True)
+    return groups, [tuple(views[layer, part] for part in range(len(parts))) for layer, parts in enumerate(layers)]
+
+
+__all__ = ["RESERVED_TOKENS", "LayerParts", "RaggedKVCache", "RecordedKVCache", "commit_nodes", "length_bucket"]

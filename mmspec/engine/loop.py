@@ -2,17 +2,19 @@
 
 One round (`DecodeLoop.round`):
 
-    tree = _build_tree(...)             sanitized draft tree; the root alone is plain decoding
-    logits = target.score(tree)         one forward over the nodes of all rows
-    result = _sample_and_accept(...)    sample an id at every node, accept the path of matching nodes, copy to the host
-    target.commit(result)               keep the accepted nodes in the KV cache
+    plan = _plan(...)                   a sanitized draft tree (the root alone is plain decoding), or the drafter's part
+    outcome = recorded.run(plan)        the whole round as one recorded function, where that is possible, else
+              _run_eager(plan)          target.score: one forward over the nodes of all rows; verifier.verify: sample an
+                                        id at every node, accept the path of matching nodes, copy to the host;
+                                        target.commit: keep the accepted nodes in the KV cache
     output.emit(result)                 append the emitted tokens to each row
     drafter.observe(result)             let the drafter follow
 
 Between rounds the cache holds the prompt and all emitted tokens but the last, which is node 0 of the next tree; so a
 round keeps as many nodes as it emits tokens. Then `output.advance` calls criteria and streamer, one output step at a
-time. Compared with assisted generation in transformers, one object (`target`) owns the KV cache, rows have lengths of
-their own, and there is no rejection sampling (`mmspec.engine.verify`).
+time. Where user code needs one step at a time, `StepwiseLoop` takes over, also in the middle of a call. Compared with
+assisted generation in transformers, one object (`target`) owns the KV cache, rows have lengths of their own, and there
+is no rejection sampling (`mmspec.engine.verify`).
 
 Depends only on the interfaces: not on the model, the drafter, or how an id is sampled. Letters: B rows, N nodes,
 V vocabulary.
@@ -30,26 +32,14 @@ from torch import Tensor
 
 from mmspec.control.tree_size import TreeSizeController
 from mmspec.engine.output import OutputBuffer, RowState
+from mmspec.engine.recorded import Outcome, RecordedRounds, RoundPlan, can_record_rounds
 from mmspec.engine.sampler import TreeSampler
+from mmspec.engine.stepwise import StepwiseLoop
 from mmspec.engine.tree import BUCKETS, DraftTree, bucket_size, first_chain, replace_with_chain, root_only, sanitize
-from mmspec.engine.verify import accept_path
+from mmspec.engine.verifier import Verified, Verifier
 from mmspec.interfaces import Drafter, Prompt, Target, VerifyResult
-from mmspec.metrics.stats import Stats
-
-
-@dataclass(frozen=True)
-class RoundTimes:
-    """Seconds of one round, by phase.
-
-    Attributes:
-        draft_s: `Drafter.propose` and `observe`, and the checks of the tree.
-        score_s: the target's forward, sampling, acceptance, and the copy to the host.
-        overhead_s: everything else.
-    """
-
-    draft_s: float
-    score_s: float
-    overhead_s: float
+from mmspec.interfaces.round import FusableDrafter, FusableTarget
+from mmspec.metrics.stats import RoundTimes, Stats
 
 
 @dataclass
@@ -66,6 +56,7 @@ class DecodeLoop:
         draftable: [V] bool, ids that may be drafted.
         start_time: `time.perf_counter()` at the start of `generate`.
         warn: logs a message once per model.
+        recorded: whole rounds as recorded functions; None where they are not recorded.
     """
 
     target: Target
@@ -77,9 +68,14 @@ class DecodeLoop:
     draftable: Tensor
     start_time: float
     warn: Callable[[str], None] = field(default=lambda message: None)
+    recorded: RecordedRounds | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self._root = root_only(len(self.output.emitted), self.draftable.device)
+        self._verifier = Verifier(self.output, self.sampler)
+        if can_record_rounds(self.target, self.output, self.sampler):
+            assert isinstance(self.target, FusableTarget)
+            self.recorded = RecordedRounds(self.target, self.drafter, self.output, self.sampler, self.draftable)
 
     def run(self, prompt_logits: Tensor, prompt: Prompt) -> None:
         """Decode until all rows are finished.
@@ -88,139 +84,78 @@ class DecodeLoop:
             prompt_logits: [B, V] logits of the last position of the prompt.
             prompt: the prompt, for the drafter.
         """
+        output = self.output
         self.stats.row_forwards = [0] * prompt_logits.shape[0]
-        result, processed_scores, raw_logits = self._sample_and_accept(
-            self._root, prompt_logits[:, None], self.output.row_state(1)
-        )
+        stepwise = StepwiseLoop(self.target, output, self.sampler, self.stats)
+        verifier = stepwise.verifier if output.stepwise else self._verifier
+        first = verifier.verify(self._root, prompt_logits[:, None], output.row_state(1))
         state = self.drafter.begin(prompt)
-        self.output.emit(result, processed_scores, raw_logits)
-        self.drafter.observe(state, result, {})
+        output.emit(first.result, first.scores, first.logits)
+        self.drafter.observe(state, first.result, {})
         first_token_time = time.perf_counter()
         self.stats.ttft_s += first_token_time - self.start_time
-        while not self.output.advance():
-            self.target.crop(self._cached_lengths())  # only where a criterion has cut rows; rejected nodes: `commit`
+        while not output.advance():
+            if output.stepwise:
+                stepwise.run()
+                break
+            self.target.crop(output.cached_lengths)  # only where a criterion has cut rows; rejected nodes: `commit`
             self.round(state)
         self.stats.decode_s += time.perf_counter() - first_token_time
 
     def round(self, state: Any) -> None:
         """One round: draft, score, accept, commit. `state` is the drafter's."""
         start = self._now()
-        tree, row_state, has_draft = self._build_tree(state)
-        active = self._active_rows(row_state.host_max_emit)
+        plan = self._plan(state)
         built = self._now()
-        logits, hidden_states = self.target.score(tree, self.drafter.requirements.hidden_state_indices)
-        try:
-            result, processed_scores, raw_logits = self._sample_and_accept(
-                tree, logits, row_state, with_top_ids=has_draft
-            )
-        except Exception as error:
-            if self.output.stepwise:
-                raise
-            self._disable_speculation(error)  # nothing is committed: the next round scores the root alone
+        outcome = self._run_recorded(plan)
+        if outcome is None:
+            if plan.part is not None:
+                plan, built = self._plan(state, whole=False), self._now()
+            outcome = self._run_eager(plan)
+        verified, hidden_states, kept = outcome
+        if isinstance(verified, Exception):
+            self._disable_speculation(verified)  # nothing is committed: the next round scores the root alone
             return
         accepted = self._now()
-        self.target.commit(result)
-        self.output.emit(result, processed_scores, raw_logits, row_state)
+        result, active = verified.result, self._active_rows(plan.rows.host_max_emit)
+        self._commit(plan, verified)
         emitted = self._now()
-        result = _drop_inactive_rows(result, active, row_state)
-        if not self.output.speculation_disabled:  # tokens were dropped then, and the drafter would receive some twice
+        result = _drop_inactive_rows(result, active, plan.rows)
+        if plan.part is None:
             self.drafter.observe(state, result, hidden_states)
+        else:
+            assert isinstance(self.drafter, FusableDrafter)
+            self.drafter.observe_part(state, result, hidden_states[0], kept)
         draft_s = (built - start) + (self._now() - emitted)
-        self._record(result, active, has_draft, RoundTimes(draft_s, accepted - built, emitted - accepted))
+        times = RoundTimes(draft_s, accepted - built, emitted - accepted)
+        self._record(result, active, plan.has_draft, times)
 
     def _now(self) -> float:
         """Seconds of a clock that stops while something is done once per shape."""
         return time.perf_counter() - self.target.setup_s
 
-    def _build_tree(self, state: Any) -> tuple[DraftTree, RowState, bool]:
-        """The tree to score, the rows before it, and whether the drafter was called for it.
+    # --- the plan -----------------------------------------------------------------------------------------------------
 
-        Unfinished rows may have to wait for others (`max_emit` 0), and finished rows emit a chain of pad ids; a call of
-        one row needs neither.
-        """
-        draft = None
-        if self.controller.should_draft and not self.output.stepwise:
+    def _plan(self, state: Any, whole: bool = True) -> RoundPlan:
+        """What the coming round scores: the drafter's part if the `whole` round may be one function, else a tree."""
+        draft, recorded = None, self.recorded
+        if self.controller.should_draft:
+            size = self._size_in_advance() if whole and recorded is not None and recorded.can_draft else None
+            if size is not None:
+                assert recorded is not None and isinstance(self.drafter, FusableDrafter)
+                part = self.drafter.draft_part(state, size)
+                if part is not None and recorded.accepts(part):
+                    return RoundPlan(size, self.output.row_state(size), part=part)
             draft = self._draft(state)
         else:
             self.controller.skip_draft()
         num_nodes = max(1 if draft is None else draft.num_nodes, self._num_padding_nodes())
-        row_state = self.output.row_state(num_nodes)
-        root = self._root.with_root(row_state.root_ids)
+        rows = self.output.row_state(num_nodes)
+        root = self._root.with_root(rows.root_ids)
         if num_nodes == 1:
-            return root, row_state, draft is not None
-        tree = sanitize(
-            (root if draft is None else draft).pad(num_nodes), row_state.root_ids, self.draftable, self.output.stop_ids
-        )
-        if row_state.finished is not None:
-            tree = replace_with_chain(tree, row_state.finished, self.output.pad_token_id)
-        return tree, row_state, draft is not None
-
-    def _num_padding_nodes(self) -> int:
-        """Nodes that finished rows need for a chain of pad ids.
-
-        With `output_scores`, `output_logits` or a returned cache, pad steps of finished rows must be decoded as well,
-        `padding_lag` of them so far; they ride along as a forced chain. In stepwise decoding every row emits one id per
-        round, so the root alone serves.
-        """
-        output = self.output
-        return 1 if output.stepwise else bucket_size(min(output.padding_lag + 1, BUCKETS[-1]))
-
-    def _sample_and_accept(
-        self, tree: DraftTree, logits: Tensor, row_state: RowState, with_top_ids: bool = False
-    ) -> tuple[VerifyResult, Tensor, Tensor]:
-        """Sample an id at every node, accept the matching path, and copy the result to the host in one transfer.
-
-        Args:
-            tree: the sanitized tree that was scored.
-            logits: [B, N, V] the target's logits.
-            row_state: the rows before this round.
-            with_top_ids: also return the largest logits' ids, as many as the drafter requires.
-
-        Returns:
-            The result; the processed scores [B, N, V], which are the logits after the processors (`scores` in what
-            transformers returns); the raw logits [B, N, V]. Both float32.
-
-        Raises:
-            RuntimeError: no id can be sampled at an accepted node.
-        """
-        output = self.output
-        output.reserve(tree.num_nodes)
-        raw_logits = logits.to(device=output.sequences.device, dtype=torch.float32)
-        if raw_logits.is_inference() and output.stepwise:
-            raw_logits = raw_logits.clone()  # user code may write into it
-        sampled_ids, processed_scores, is_nan = self._sample(tree, raw_logits, row_state)
-        path, counts, tokens = self._accept(tree, sampled_ids, row_state)
-        on_device = {"tokens": tokens}
-        if tree.num_nodes > 1:
-            on_device |= {"path": path, "counts": counts[:, None], "tree_sizes": tree.node_mask.sum(1, keepdim=True)}
-        if is_nan is not None:
-            on_device["is_nan"] = is_nan.gather(1, path)
-        if with_top_ids and (top_k := min(self.drafter.requirements.top_k, raw_logits.shape[-1])):
-            on_device["scored_ids"] = torch.where(tree.node_mask, tree.tokens, -1)
-            on_device["top_ids"] = raw_logits.topk(top_k).indices.flatten(1)
-        host = _copy_to_host(on_device)
-        if tree.num_nodes == 1:  # the path is known on the host
-            counts_on_host = [[min(1, limit)] for limit in row_state.host_max_emit]
-            host |= {
-                "counts": counts_on_host,
-                "path": [[0]] * len(counts_on_host),
-                "tree_sizes": [[1]] * len(counts_on_host),
-            }
-        num_emitted = [count for (count,) in host["counts"]]
-        if any(any(row[:count]) for row, count in zip(host.get("is_nan", []), num_emitted, strict=False)):
-            raise RuntimeError(self.sampler.nan_message)
-        result = VerifyResult(
-            tree=tree,
-            path=path,
-            counts=counts,
-            tokens=tokens,
-            emitted_ids=[row[:count] for row, count in zip(host["tokens"], num_emitted, strict=True)],
-            accepted_nodes=[row[:count] for row, count in zip(host["path"], num_emitted, strict=True)],
-            tree_sizes=[size for (size,) in host["tree_sizes"]],
-            top_ids=[_split(row, tree.num_nodes) for row in host["top_ids"]] if "top_ids" in host else None,
-            scored_ids=host.get("scored_ids"),
-        )
-        return result, processed_scores, raw_logits
+            return RoundPlan(1, rows, root, has_draft=draft is not None)
+        tree = (root if draft is None else draft).pad(num_nodes)
+        return RoundPlan(num_nodes, rows, tree, has_draft=draft is not None)
 
     def _draft(self, state: Any) -> DraftTree:
         """The drafter's tree, trimmed or padded to the size that is worth scoring."""
@@ -234,36 +169,66 @@ class DecodeLoop:
         size = controller.choose_size(tree, sum(active), max_gain)
         return tree.trim(size).pad(size)
 
-    def _sample(self, tree: DraftTree, logits: Tensor, row_state: RowState) -> tuple[Tensor, Tensor, Tensor | None]:
-        """`TreeSampler.sample`. In stepwise decoding processors may be user code, which reads and writes the ids."""
-        output = self.output
-        history = output.sequences
-        if output.stepwise:
-            output.hooks.before_user_code(output.steps)
-            history = output.user_input_ids()
-        noise_end = output.noise_end(tree.num_nodes)
-        sampled = self.sampler.sample(
-            logits, tree, history, output.num_emitted, output.prompt_length, noise_end, row_state.num_emitted
-        )
-        if output.stepwise:
-            output.apply_user_edits()
-        return sampled
+    def _size_in_advance(self) -> int | None:
+        """Nodes of a round that is chosen before its draft; None if they depend on the draft, or none is due."""
+        output, controller = self.output, self.controller
+        if output.sync_finished_rows and any(output.finished):  # their padding is decoded as a forced chain
+            return None
+        limits = zip(output.max_emit(controller.max_tree_size), output.finished, strict=True)
+        gains = [limit - 1 for limit, finished in limits if limit > 1 and not finished]
+        if not gains:
+            return None
+        size = controller.choose_size_in_advance(self.draftable.device, len(gains), sum(gains))
+        return None if size is None or size < 2 else size
 
-    def _accept(self, tree: DraftTree, sampled_ids: Tensor, row_state: RowState) -> tuple[Tensor, Tensor, Tensor]:
-        """`accept_path` within the limits of each row. In finished rows the pad id replaces every sampled id."""
-        if row_state.finished is not None:
-            sampled_ids = torch.where(row_state.finished[:, None], self.output.pad_token_id, sampled_ids)
-        return accept_path(tree, sampled_ids, row_state.max_emit, self.output.stop_ids, row_state.finished)
+    def _num_padding_nodes(self) -> int:
+        """Nodes that finished rows need for a chain of pad ids.
+
+        With `output_scores`, `output_logits` or a returned cache, pad steps of finished rows must be decoded as well,
+        `padding_lag` of them so far; they ride along as a forced chain.
+        """
+        return bucket_size(min(self.output.padding_lag + 1, BUCKETS[-1]))
+
+    # --- the round ----------------------------------------------------------------------------------------------------
+
+    def _run_recorded(self, plan: RoundPlan) -> Outcome | None:
+        """The outcome of one recorded function; None if this round is not recorded, or recording failed."""
+        if self.recorded is None or not self.recorded.is_for(plan):
+            return None
+        return self.recorded.run(plan, self._top_k(plan))
+
+    def _run_eager(self, plan: RoundPlan) -> Outcome:
+        """The outcome of the parts, one by one: unfinished rows may wait, finished rows emit a chain of pad ids."""
+        rows, tree = plan.rows, plan.tree
+        assert tree is not None
+        if plan.num_nodes > 1:
+            tree = sanitize(tree, rows.root_ids, self.draftable, self.output.stop_ids)
+            if rows.finished is not None:
+                tree = replace_with_chain(tree, rows.finished, self.output.pad_token_id)
+        logits, hidden_states = self.target.score(tree, self.drafter.requirements.hidden_state_indices)
+        try:
+            return self._verifier.verify(tree, logits, rows, self._top_k(plan)), hidden_states, ()
+        except Exception as error:
+            return error, {}, ()
+
+    def _top_k(self, plan: RoundPlan) -> int:
+        """Ids of the largest logits of each node that the drafter reads after this round."""
+        return self.drafter.requirements.top_k if plan.has_draft else 0
+
+    def _commit(self, plan: RoundPlan, verified: Verified) -> None:
+        """Keep what was accepted: in the KV cache, and in the output."""
+        if verified.is_committed:
+            assert isinstance(self.target, FusableTarget)
+            self.target.follow_part([len(ids) for ids in verified.result.emitted_ids])
+        else:
+            self.target.commit(verified.result)
+        self.output.emit(verified.result, verified.scores, verified.logits, plan.rows)
 
     def _disable_speculation(self, error: Exception) -> None:
         """After an error at a draft token, which plain decoding might never reach: drop it, and draft no more."""
         self.warn(f"{type(error).__name__} at a draft ({error}); the rest of this call is decoded without drafts")
         self.output.disable_speculation()
-        self.target.crop(self._cached_lengths(), zero_tail=True)
-
-    def _cached_lengths(self) -> list[int]:
-        """Positions after the prompt that the cache of each row holds: all emitted tokens but the last."""
-        return [length - 1 for length in self.output.num_emitted]
+        self.target.crop(self.output.cached_lengths, zero_tail=True)
 
     def _active_rows(self, max_emit: list[int]) -> list[bool]:
         """Rows that are not finished and may emit at least one token."""
@@ -271,30 +236,14 @@ class DecodeLoop:
 
     def _record(self, result: VerifyResult, active: list[bool], has_draft: bool, times: RoundTimes) -> None:
         """Update the controller and the counters."""
-        stats = self.stats
-        num_nodes = result.tree.num_nodes
-        num_drafted = sum(size - 1 for size, on in zip(result.tree_sizes, active, strict=True) if on)
-        num_accepted = sum(len(ids) - 1 for ids, on in zip(result.emitted_ids, active, strict=True) if on)
         self.controller.record(
-            num_nodes,
+            result.tree.num_nodes,
             draft_s=times.draft_s if has_draft else 0.0,
             score_s=times.score_s,
             overhead_s=times.overhead_s,
-            num_accepted=num_accepted,
+            num_accepted=sum(len(ids) - 1 for ids, on in zip(result.emitted_ids, active, strict=True) if on),
         )
-        stats.rounds += 1
-        stats.drafted_rounds += num_drafted > 0
-        stats.row_rounds += sum(active)
-        stats.tree_size_hist[num_nodes] += 1
-        stats.num_draft_tokens += num_drafted
-        stats.num_accepted_tokens += num_accepted
-        stats.draft_s += times.draft_s
-        stats.score_s += times.score_s
-        stats.overhead_s += times.overhead_s
-        for row, ids in enumerate(result.emitted_ids):
-            if active[row]:
-                stats.row_forwards[row] += 1
-                stats.accept_length_hist[len(ids)] += 1
+        self.stats.add_round(result.tree.num_nodes, result.tree_sizes, result.emitted_ids, active, times)
 
 
 def _drop_inactive_rows(result: VerifyResult, active: list[bool], row_state: RowState) -> VerifyResult:
@@ -307,22 +256,3 @@ def _drop_inactive_rows(result: VerifyResult, active: list[bool], row_state: Row
         accepted_nodes=[nodes if on else [] for nodes, on in zip(result.accepted_nodes, active, strict=True)],
         counts=result.counts if row_state.finished is None else torch.where(row_state.finished, 0, result.counts),
     )
-
-
-def _copy_to_host(on_device: dict[str, Tensor]) -> dict[str, list[list[int]]]:
-    """{name: [B, n] on the device} -> {name: B lists of n}, in one transfer."""
-    tensors = list(on_device.values())
-    rows = (torch.cat(tensors, dim=1) if len(tensors) > 1 else tensors[0]).tolist()
-    result = {}
-    start = 0
-    for name, tensor in on_device.items():
-        end = start + tensor.shape[1]
-        result[name] = [row[start:end] for row in rows]
-        start = end
-    return result
-
-
-def _split(flat: list[int], num_parts: int) -> list[list[int]]:
-    """A list cut into `num_parts` lists of equal length."""
-    size = len(flat) // num_parts
-    return [flat[i : i + size] for i in range(0, len(flat), size)]

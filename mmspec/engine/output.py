@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mmspec.engine.criteria import CriterionInputs, StepCriteria
-from mmspec.engine.host_copy import to_device
+from mmspec.engine.host_copy import from_host
 from mmspec.engine.rng import SamplingNoise
 from mmspec.interfaces import VerifyResult
 
@@ -48,23 +49,57 @@ class UserCodeHooks:
     cache_was_written: Callable[[], bool] = lambda: False
 
 
-@dataclass(frozen=True)
 class RowState:
-    """The rows before a round, on the sampling device; one transfer from the host.
+    """The rows before a round: lists on the host, and the same on the sampling device after one transfer, if needed.
 
     Attributes:
-        root_ids: [B] int64, last emitted tokens; 0 before the first.
-        num_emitted: [B] int64, emitted tokens.
-        max_emit: [B] int64, tokens that the row may emit in this round.
-        host_max_emit: `max_emit` on the host.
-        finished: [B] bool, rows that emit padding; None if there are none.
+        host_root_ids: last emitted tokens; 0 before the first.
+        host_num_emitted: emitted tokens.
+        host_max_emit: tokens that each row may emit in this round.
+        host_finished: rows that emit padding; empty if there are none.
     """
 
-    root_ids: Tensor
-    num_emitted: Tensor
-    max_emit: Tensor
-    host_max_emit: list[int]
-    finished: Tensor | None
+    def __init__(
+        self,
+        root_ids: list[int],
+        num_emitted: list[int],
+        max_emit: list[int],
+        finished: list[bool],
+        device: torch.device,
+    ) -> None:
+        """Arguments: see the attributes."""
+        self.host_root_ids, self.host_num_emitted, self.host_max_emit = root_ids, num_emitted, max_emit
+        self.host_finished = finished if any(finished) else []
+        self._device = device
+
+    @cached_property
+    def on_device(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """`root_ids`, `num_emitted`, `max_emit` and `finished`."""
+        lists = [self.host_root_ids, self.host_num_emitted, self.host_max_emit]
+        if self.host_finished:
+            lists.append([int(one) for one in self.host_finished])
+        root_ids, num_emitted, max_emit, *finished = from_host(lists, self._device).unbind()
+        return root_ids, num_emitted, max_emit, finished[0].bool() if finished else None
+
+    @property
+    def root_ids(self) -> Tensor:
+        """[B] int64."""
+        return self.on_device[0]
+
+    @property
+    def num_emitted(self) -> Tensor:
+        """[B] int64."""
+        return self.on_device[1]
+
+    @property
+    def max_emit(self) -> Tensor:
+        """[B] int64."""
+        return self.on_device[2]
+
+    @property
+    def finished(self) -> Tensor | None:
+        """[B] bool, or None."""
+        return self.on_device[3] if self.host_finished else None
 
 
 class OutputBuffer:
@@ -77,7 +112,6 @@ class OutputBuffer:
         prompt_length: L.
         finished: per row, whether it emits padding from now on.
         stepwise: all rows emit one token per round, which some user code needs for exactness.
-        speculation_disabled: provisional tokens were dropped, and the rest of the call is `stepwise`.
         max_steps: number of steps after which every row stops.
         stop_ids: [E] int64 ids that end a row, or None.
         sync_finished_rows: finished rows emit their padding before a step is complete.
@@ -113,7 +147,6 @@ class OutputBuffer:
         self.noise = noise
         self.hooks = hooks or UserCodeHooks()
         self.stepwise = stepwise
-        self.speculation_disabled = False
         self.pad_token_id = pad_token_id if pad_token_id is not None else 0
         self.sync_finished_rows = returns.scores or returns.logits or returns.cache or stepwise
         self.max_steps = self.criteria.max_steps(self.prompt_length)
@@ -135,18 +168,25 @@ class OutputBuffer:
         """Emitted tokens of each row."""
         return [len(row) for row in self.emitted]
 
+    @property
+    def cached_lengths(self) -> list[int]:
+        """Positions after the prompt that the target's cache holds of each row: all emitted tokens but the last."""
+        return [len(row) - 1 for row in self.emitted]
+
     def max_emit(self, num_nodes: int) -> list[int]:
         """Tokens that each row may emit in a round of `num_nodes` nodes; 0 makes a row wait.
 
         Rows wait at the length limit and at the end of the noise window. Finished rows emit padding up to the longest
-        unfinished row, so that they do not hold up a step.
+        unfinished row where their padding is returned, else nothing.
         """
         lengths = self.num_emitted
         limit = self.max_steps
         if self.noise is not None:
             limit = min(limit, self.steps + self.noise.window)
-        longest = max(self._unfinished_lengths(), default=max(lengths))
-        ends = [min(limit, longest + num_nodes) if finished else limit for finished in self.finished]
+        padded = 0
+        if self.sync_finished_rows:
+            padded = min(limit, max(self._unfinished_lengths(), default=max(lengths)) + num_nodes)
+        ends = [padded if finished else limit for finished in self.finished]
         return [max(0, min(num_nodes, end - length)) for end, length in zip(ends, lengths, strict=True)]
 
     @property
@@ -171,10 +211,9 @@ class OutputBuffer:
     def row_state(self, num_nodes: int) -> RowState:
         """The rows before a round of `num_nodes` nodes."""
         root_ids = [row[-1] if row else 0 for row in self.emitted]
+        finished = self.finished if self.sync_finished_rows else []
         limits = self.max_emit(num_nodes)
-        host = torch.tensor([root_ids, self.num_emitted, limits, self.finished], device="cpu")
-        root, num_emitted, max_emit, finished = to_device(host, self.sequences.device).unbind()
-        return RowState(root, num_emitted, max_emit, limits, finished.bool() if any(self.finished) else None)
+        return RowState(root_ids, self.num_emitted, limits, finished, self.sequences.device)
 
     @property
     def collects(self) -> bool:
@@ -222,7 +261,7 @@ class OutputBuffer:
 
     def disable_speculation(self) -> None:
         """Drop the provisional tokens and go on one step at a time, with the errors that transformers would raise."""
-        self.stepwise = self.speculation_disabled = True
+        self.stepwise = True
         if self.noise is not None:
             self.noise.disable_lookahead(self.steps - 1)
         for row, tokens in enumerate(self.emitted):
@@ -268,7 +307,7 @@ class OutputBuffer:
         if self._checks_rng:
             assert self.noise is not None
             if not self.noise.immediate:
-                self.noise.restore_rng(step)
+                self.noise.claim(step)
         self.hooks.before_user_code(step)
         for row, stopped in enumerate(self._run_criteria(step, tokens)):
             if stopped and not self._stopped[row]:

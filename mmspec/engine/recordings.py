@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -94,7 +95,8 @@ class Recordings:
         Args:
             owner: whose function it is.
             key: what else distinguishes it from the owner's other functions.
-            function: gives the same result when it runs again; its first output is compared.
+            function: gives the same result when it runs again. All outputs are compared; if it has a method `written`
+                of the same arguments, so is what it has written in the `WrittenPlace`s that this returns.
             state: its first arguments, at fixed addresses.
             inputs: its other arguments.
 
@@ -108,17 +110,23 @@ class Recordings:
         if replay is not None and self._num_checked[owner, key] >= NUM_CHECKED_REPLAYS:
             return replay(inputs)
         start, replay_s = time.perf_counter(), 0.0
+        written: Callable[..., list[WrittenPlace]] = getattr(function, "written", lambda *tensors: [])
         token = ACTIVE_CONTEXT.set(None)  # the recording contains no timed kernels
         try:
-            expected = function(*state, *inputs)
+            expected = [output.clone() for output in function(*state, *inputs)]
             if replay is None:
                 replay = self.recorder(function, state, inputs)
+                function(*state, *inputs)  # a recorder may have run it on something else
+            places = written(*state, *inputs)
+            expected_writes = [place.read() for place in places]
+            for place in places:
+                place.erase()
             _wait_for(expected[0])
             replay_start = time.perf_counter()
             outputs = replay(inputs)
             _wait_for(outputs[0])
             replay_s = time.perf_counter() - replay_start  # what a round costs
-            check_replay(outputs[0], expected[0])
+            check_replay([*outputs, *(place.read() for place in places)], [*expected, *expected_writes])
         finally:
             ACTIVE_CONTEXT.reset(token)
             self.setup_s += time.perf_counter() - start - replay_s
@@ -175,18 +183,73 @@ def bit_checksums(tensor: Tensor) -> tuple[Tensor, Tensor]:
     return bits.sum(0, dtype=torch.long), bits.sum(-1, dtype=torch.long)
 
 
-def check_replay(outputs: Tensor, expected: Tensor) -> None:
-    """Compare an output of a first replay with that of a plain run.
+@dataclass(frozen=True)
+class WrittenPlace:
+    """What a function writes besides its outputs: n positions of each row, behind its length.
+
+    Attributes:
+        tensor: [..., B, H, C, D], in which it writes.
+        positions: [B, n] int64.
+    """
+
+    tensor: Tensor
+    positions: Tensor
+
+    def read(self) -> Tensor:
+        """[B, ..., H, n, D], a copy."""
+        return self.tensor.gather(-2, self._index()).movedim(-4, 0)
+
+    def erase(self) -> None:
+        """Set it to zero, so that the next run must write it."""
+        self.tensor.scatter_(-2, self._index(), 0)
+
+    def _index(self) -> Tensor:
+        *others, _, width = self.tensor.shape
+        return self.positions[:, None, :, None].expand(*others, self.positions.shape[1], width)
+
+
+def check_replay(outputs: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    """Compare all outputs of a first replay, and what it wrote, with those of a plain run.
+
+    Floats may differ by rounding. Rows in which the two largest logits of a node are closer than that may decide
+    otherwise; in all others integers must be equal. The first output, if it is [B, N, 2], holds these logits.
 
     Raises:
-        RuntimeError: they differ by more than rounding.
+        RuntimeError: they differ by more.
     """
-    outputs, expected = outputs.nan_to_num(0, 0, 0), expected.nan_to_num(0, 0, 0)
-    tolerance = REPLAY_TOLERANCE.get(expected.dtype, HALF_REPLAY_TOLERANCE)
-    scale = (expected.max() - expected.min()).float()
-    difference = (outputs - expected).abs().max().float()
-    if bool(difference > tolerance * scale):
-        raise RuntimeError(f"the recording differs from a plain run by {float(difference / scale):.1e}")
+    first = expected[0]
+    tied: Tensor | None = None
+    if first.dim() == 3 and first.shape[-1] == 2:
+        limit = tolerance_of(first)
+        tied = ((first[..., 0] - first[..., 1]) <= limit).any(1)
+    for number, (found, wanted) in enumerate(zip(outputs, expected, strict=True)):
+        if found.shape != wanted.shape or found.dtype != wanted.dtype:
+            raise RuntimeError(f"output {number} of the recording has another shape or dtype than a plain run's")
+        differs = _differs(found, wanted)
+        if tied is not None and number > 0 and differs.dim() and len(differs) == len(tied):
+            differs = differs.flatten(1).any(1) & ~tied if differs.dim() > 1 else differs & ~tied
+        if bool(differs.any()):
+            raise RuntimeError(f"the recording differs from a plain run in output {number} ({_largest(found, wanted)})")
 
 
-__all__ = ["Recordings", "WeightWatch", "bit_checksums", "check_replay", "recordable_mode"]
+def tolerance_of(values: Tensor) -> float:
+    """Largest difference between these numbers and those of a recording that is rounding."""
+    finite = values.float().nan_to_num(0, 0, 0)
+    scale = float(finite.max() - finite.min()) if finite.numel() else 0.0
+    return REPLAY_TOLERANCE.get(values.dtype, HALF_REPLAY_TOLERANCE) * scale
+
+
+def _differs(found: Tensor, wanted: Tensor) -> Tensor:
+    """Where two tensors differ by more than rounding."""
+    if not wanted.is_floating_point():
+        return found != wanted
+    return (found.nan_to_num(0, 0, 0) - wanted.nan_to_num(0, 0, 0)).abs() > tolerance_of(wanted)
+
+
+def _largest(found: Tensor, wanted: Tensor) -> str:
+    if not wanted.is_floating_point():
+        return f"{int((found != wanted).sum())} of {wanted.numel()} integers"
+    return f"by {float((found.float() - wanted.float()).nan_to_num(0, 0, 0).abs().max()):.1e}"
+
+
+__all__ = ["Recordings", "WeightWatch", "WrittenPlace", "bit_checksums", "check_replay", "recordable_mode"]

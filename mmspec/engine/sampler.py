@@ -57,19 +57,17 @@ class NodeGroup(NamedTuple):
 
 
 class RoundHistory(NamedTuple):
-    """What a repetition penalty reads of a round, as tensors.
+    """What processors read of the rows before a round, as tensors.
 
     Attributes:
-        tree: the tree that was scored.
         sequences: [B, S] int64, prompt and emitted tokens of each row, and whatever else behind them.
         lengths: [B] int64, how many of them each row has.
-        ignored: [B] int64, how many of the first do not count (pads).
+        ignored: [B] int64, how many of the first do not count (pads); None as the processor says.
     """
 
-    tree: DraftTree
     sequences: Tensor
     lengths: Tensor
-    ignored: Tensor
+    ignored: Tensor | None = None
 
 
 class TreeSampler:
@@ -126,19 +124,34 @@ class TreeSampler:
             return self._sample_step(logits, sequences, num_emitted[0], prompt_length, noise_end)
         if first_step is None:
             first_step = from_host(num_emitted, logits.device)
-        scores = self._process_nodes(logits, tree, sequences, num_emitted, first_step, prompt_length)
-        if self.noise is None:
-            sampled_ids = scores.argmax(-1)
-            # The loop raises only for nan at an emitted node: nan after a wrong draft token is no error.
-            return sampled_ids, scores, scores.gather(-1, sampled_ids[:, :, None])[:, :, 0].isnan()
-        assert tree.depths is not None and not self.noise.immediate
-        self.noise.draw(noise_end)  # after the processors, in the order of transformers
-        steps = first_step[:, None] + tree.depths
-        return _sample_with_noise(scores, self.noise.at(steps))
+        noise = None
+        if self.noise is not None:
+            assert tree.depths is not None and not self.noise.immediate
+            self.noise.draw(noise_end)
+            noise = self.noise.at(first_step[:, None] + tree.depths)
+        return self.sample_nodes(logits, tree, noise, RoundHistory(sequences, prompt_length + first_step))
+
+    def sample_nodes(
+        self, logits: Tensor, tree: DraftTree, noise: Tensor | None, history: RoundHistory | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """`sample` as a function of tensors; it reads no value on the host where there is a `recording_key`.
+
+        Args:
+            logits: [B, N, V] float32.
+            tree: the sanitized tree that was scored.
+            noise: [B, N, V] of each node's output step; None for greedy decoding.
+            history: the rows before the round; may be None unless `reads_history`.
+        """
+        scores = self._process_nodes(logits, tree, history)
+        if noise is not None:
+            return _sample_with_noise(scores, noise)
+        # The loop raises only for nan at an emitted node: nan after a wrong draft token is no error.
+        sampled_ids = scores.argmax(-1)
+        return sampled_ids, scores, scores.gather(-1, sampled_ids[:, :, None])[:, :, 0].isnan()
 
     @property
     def recording_key(self) -> Hashable | None:
-        """What a recording of `sample_recorded` depends on; None if it must not be recorded."""
+        """What a recording of `sample_nodes` depends on; None if it must not be recorded."""
         others = [p for p in self.processors if type(p) is not hf.RepetitionPenaltyLogitsProcessor]
         if any(type(p) not in RECORDABLE_PROCESSORS for p in others) or len(self.processors) > len(others) + 1:
             return None
@@ -158,29 +171,6 @@ class TreeSampler:
         found = [p.prompt_ignore_length for p in self.processors if type(p) is hf.RepetitionPenaltyLogitsProcessor]
         ignored = found[0] if found and found[0] is not None else 0
         return [ignored] * batch if isinstance(ignored, int) else ignored.tolist()
-
-    def sample_recorded(
-        self, logits: Tensor, noise: Tensor | None, history: RoundHistory | None
-    ) -> tuple[Tensor, Tensor]:
-        """`sample` as a function of tensors that reads no value: [B, N] sampled ids, [B, N] bool `is_nan`.
-
-        Args:
-            logits: [B, N, V] float32.
-            noise: [B, N, V] of each node's output step; None for greedy decoding.
-            history: if `reads_history`.
-        """
-        scores = logits
-        for processor in self.processors:
-            if type(processor) is hf.RepetitionPenaltyLogitsProcessor:
-                assert history is not None
-                view = copy.copy(processor)
-                view.prompt_ignore_length = history.ignored
-                scores = _penalize_repetition(view, scores, history.tree, history.sequences, history.lengths)
-            else:
-                rows = scores.flatten(0, 1)
-                scores = processor(rows, rows).view(logits.shape)  # it does not read the ids
-        best = scores.max(-1) if noise is None else (torch.softmax(scores, dim=-1) / noise).max(-1)
-        return best.indices, best.values.isnan()
 
     def _sample_step(
         self, logits: Tensor, sequences: Tensor, step: int, prompt_length: int, noise_end: int
@@ -208,15 +198,7 @@ class TreeSampler:
             scores = processor(history, scores)
         return scores[:, None]
 
-    def _process_nodes(
-        self,
-        logits: Tensor,
-        tree: DraftTree,
-        sequences: Tensor,
-        num_emitted: Sequence[int],
-        first_step: Tensor,
-        prompt_length: int,
-    ) -> Tensor:
+    def _process_nodes(self, logits: Tensor, tree: DraftTree, history: RoundHistory | None) -> Tensor:
         """Processed scores [B, N, V], each node with its own history."""
         if not self.processors:
             return logits
@@ -225,17 +207,15 @@ class TreeSampler:
         groups: list[NodeGroup] | None = None
         for processor in self.processors:
             if type(processor) in STATELESS_PROCESSORS:
-                scores = processor(sequences[:, :0], scores)
+                scores = processor(scores, scores)  # it does not read the ids
                 continue
+            assert history is not None
             if type(processor) is hf.RepetitionPenaltyLogitsProcessor:
-                view = _for_rows(processor, torch.arange(batch, device=scores.device))
-                lengths = prompt_length + first_step
-                scores = _penalize_repetition(view, scores.reshape(logits.shape), tree, sequences, lengths).flatten(
-                    0, 1
-                )
+                view = _with_ignored(processor, history.ignored, scores.device)
+                scores = _penalize_repetition(view, scores.reshape(logits.shape), tree, history).flatten(0, 1)
                 continue
             if groups is None:
-                groups = _group_nodes(tree, sequences, num_emitted, prompt_length)
+                groups = _group_nodes(tree, history.sequences, history.lengths.tolist(), 0)
             scores = scores.clone()
             for group in groups:
                 flat_index = group.flat_index
@@ -284,17 +264,17 @@ def _group_nodes(tree: DraftTree, sequences: Tensor, num_emitted: Sequence[int],
     return groups
 
 
-def _penalize_repetition(processor: Any, scores: Tensor, tree: DraftTree, sequences: Tensor, lengths: Tensor) -> Tensor:
+def _penalize_repetition(processor: Any, scores: Tensor, tree: DraftTree, history: RoundHistory) -> Tensor:
     """`RepetitionPenaltyLogitsProcessor` at all nodes at once, by the arithmetic of transformers.
 
     Args:
         processor: the processor; `prompt_ignore_length` is an int, None, or one number per row.
         scores: [B, N, V].
         tree: the sanitized tree.
-        sequences: [B, L] int64, prompt and emitted tokens.
-        lengths: [B] int64, how many of them each row has.
+        history: the rows before the round.
     """
     assert tree.ancestor_mask is not None and tree.depths is not None
+    sequences, lengths, _ = history
     batch, num_nodes, vocab = scores.shape
     first = processor.prompt_ignore_length
     first = first[:, None] if isinstance(first, Tensor) else first or 0  # earlier positions do not count
@@ -307,6 +287,16 @@ def _penalize_repetition(processor: Any, scores: Tensor, tree: DraftTree, sequen
     seen = seen[:, None].repeat(1, num_nodes, 1).scatter_(2, path_ids, True)[..., :vocab]
     penalized = torch.where(scores < 0, scores * processor.penalty, scores / processor.penalty)
     return torch.where(seen, penalized, scores)
+
+
+def _with_ignored(processor: Any, ignored: Tensor | None, device: torch.device) -> Any:
+    """The repetition penalty with these numbers of ignored positions [B]; None for its own."""
+    if ignored is None:
+        own = processor.prompt_ignore_length
+        return _for_rows(processor, torch.arange(len(own), device=device)) if isinstance(own, Tensor) else processor
+    view = copy.copy(processor)
+    view.prompt_ignore_length = ignored
+    return view
 
 
 def _for_rows(processor: Any, rows: Tensor) -> Any:

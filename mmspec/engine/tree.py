@@ -179,7 +179,13 @@ def best_first(root: Any, expand: Expand, num_nodes: int, min_score: float = 0.0
     return tree
 
 
-def sanitize(tree: DraftTree, root_ids: Tensor, draftable: Tensor, stop_ids: Tensor | None = None) -> DraftTree:
+def sanitize(
+    tree: DraftTree,
+    root_ids: Tensor,
+    draftable: Tensor,
+    stop_ids: Tensor | None = None,
+    max_depth: int | None = None,
+) -> DraftTree:
     """Make the tree of any drafter safe to score, on the device of `root_ids` and without a transfer to the host.
 
     A node is dropped, with all its descendants, if its id is outside the vocabulary or not draftable, if its parent
@@ -191,6 +197,8 @@ def sanitize(tree: DraftTree, root_ids: Tensor, draftable: Tensor, stop_ids: Ten
         root_ids: [B] int64, the last emitted tokens.
         draftable: [V] bool, False for ids that must never be drafted.
         stop_ids: [E] int64, ids that end a row; None if there are none.
+        max_depth: largest depth of a node, of a tree whose parents are known to come before their children and whose
+            siblings differ; None for any tree.
     """
     batch, num_nodes = tree.tokens.shape
     device = root_ids.device
@@ -198,45 +206,33 @@ def sanitize(tree: DraftTree, root_ids: Tensor, draftable: Tensor, stop_ids: Ten
         return root_only(batch, device, root_ids)
     parts = (tree.tokens.to(device), tree.parents.to(device), tree.node_mask.to(device))
     checked = compiled_sanitize(*parts, root_ids, draftable, stop_ids)
-    tokens, parents, node_mask, ancestor_mask, depths = checked or _sanitize(*parts, root_ids, draftable, stop_ids)
+    tokens, parents, node_mask, ancestor_mask, depths = checked or _sanitize(
+        *parts, root_ids, draftable, stop_ids, max_depth
+    )
     return replace(
         tree, tokens=tokens, parents=parents, node_mask=node_mask, ancestor_mask=ancestor_mask, depths=depths
     )
 
 
 def _sanitize(
-    tokens: Tensor, parents: Tensor, node_mask: Tensor, root_ids: Tensor, draftable: Tensor, stop_ids: Tensor | None
+    tokens: Tensor,
+    parents: Tensor,
+    node_mask: Tensor,
+    root_ids: Tensor,
+    draftable: Tensor,
+    stop_ids: Tensor | None,
+    max_depth: int | None = None,
 ) -> SanitizedTensors:
-    """`sanitize` on any device."""
+    """`sanitize` on any device. May be recorded."""
     index = torch.arange(tokens.shape[1], device=tokens.device)
     clamped = tokens.clamp(0, draftable.shape[0] - 1)
-    is_known = (clamped == tokens) & draftable[clamped]
-    well_formed = node_mask & is_known & (parents >= 0) & (parents < index)
-    same_parent = parents[:, :, None] == parents[:, None, :]
-    same_token = clamped[:, :, None] == clamped[:, None, :]
-    well_formed &= ~(same_parent & same_token & well_formed[:, None, :]).tril(-1).any(-1)
-    return _drop_malformed(clamped, parents, well_formed, root_ids, stop_ids, max_depth=tokens.shape[1])
-
-
-def finish_draft(
-    tree: DraftTree, root_ids: Tensor, draftable: Tensor, stop_ids: Tensor | None, max_depth: int
-) -> DraftTree:
-    """`sanitize` for a tree whose parents come before their children and whose siblings differ. May be recorded.
-
-    Arguments as in `sanitize`; no node is deeper than `max_depth`.
-    """
-    clamped = tree.tokens.clamp(0, draftable.shape[0] - 1)
-    well_formed = tree.node_mask & (clamped == tree.tokens) & draftable[clamped]
-    parts = _drop_malformed(clamped, tree.parents, well_formed, root_ids, stop_ids, max_depth)
-    tokens, parents, node_mask, ancestor_mask, depths = parts
-    return DraftTree(tokens, parents, node_mask, tree.scores, ancestor_mask, depths)
-
-
-def _drop_malformed(
-    tokens: Tensor, parents: Tensor, well_formed: Tensor, root_ids: Tensor, stop_ids: Tensor | None, max_depth: int
-) -> SanitizedTensors:
-    """Drop what is not `well_formed` [B, N] with its descendants, and those of `stop_ids`; masks and depths."""
-    index = torch.arange(tokens.shape[1], device=tokens.device)
+    well_formed = node_mask & (clamped == tokens) & draftable[clamped]
+    if max_depth is None:
+        well_formed &= (parents >= 0) & (parents < index)
+        same_parent = parents[:, :, None] == parents[:, None, :]
+        same_token = clamped[:, :, None] == clamped[:, None, :]
+        well_formed &= ~(same_parent & same_token & well_formed[:, None, :]).tril(-1).any(-1)
+        max_depth = tokens.shape[1]
     well_formed = well_formed | (index == 0)
     # Dropped nodes become children of the root, so that their attention masks are not empty. They are never accepted.
     parents = torch.where(well_formed, parents, 0)
@@ -246,7 +242,7 @@ def _drop_malformed(
         num_paths = torch.matmul(num_paths, num_paths)  # positive numbers, at most 2 ** 64
     ancestor_mask = num_paths > 0
     node_mask = ~(ancestor_mask & ~well_formed[:, None, :]).any(-1)
-    tokens = torch.where(well_formed, tokens, 0)
+    tokens = torch.where(well_formed, clamped, 0)
     tokens[:, 0] = root_ids
     if stop_ids is not None:
         ends_row = (tokens[:, :, None] == stop_ids).any(-1)

@@ -43,6 +43,7 @@ class TreeLayer(CacheLayerMixin):
     """The interface of one cache layer in transformers, backed by the buffer."""
 
     is_sliding = False
+    is_compileable = True
     supports_early_init = False
 
     def __init__(self, buffer: RaggedKVCache, index: int) -> None:
@@ -70,7 +71,7 @@ class TreeLayer(CacheLayerMixin):
 
 
 class TreeCache(Cache):
-    """The KV cache of the target's forward inside the decode loop."""
+    """The KV cache of the target's forward inside the decode loop, recorded or not."""
 
     def __init__(self, buffer: RaggedKVCache, num_layers: int, user_cache: Cache | None = None) -> None:
         """

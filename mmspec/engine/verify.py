@@ -40,10 +40,10 @@ def accept_path(
         return torch.zeros_like(sampled_ids), max_emit.clamp(max=1), sampled_ids
     nodes = (tree.tokens, tree.parents, tree.node_mask)
     accepted = compiled_accept_path(nodes, sampled_ids, max_emit, stop_ids, finished)
-    return accepted or accept_path_in_torch(tree, sampled_ids, max_emit, stop_ids, finished)
+    return accepted or _accept_path(tree, sampled_ids, max_emit, stop_ids, finished)
 
 
-def accept_path_in_torch(
+def _accept_path(
     tree: DraftTree,
     sampled_ids: Tensor,
     max_emit: Tensor,

@@ -83,6 +83,7 @@ class TargetInfo:
         name: hub id or folder that the model was loaded from, or "".
         media_token_ids: ids of the image and video placeholders.
         device: device type as torch names it ("cpu", "cuda").
+        shared_embeddings: its embeddings, with which those in a head are compared; None if it is not loaded.
     """
 
     model_type: str
@@ -93,6 +94,7 @@ class TargetInfo:
     name: str = ""
     media_token_ids: tuple[int, ...] = ()
     device: str = "cpu"
+    shared_embeddings: SharedEmbeddings | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from mmspec.files import atomic_write, cache_folder
+from mmspec.files import atomic_write, cache_folder, make_private_folder
 
 logger = logging.getLogger("mmspec")
 
@@ -122,7 +122,7 @@ class LearnedStore:
         Raises:
             OSError: it cannot be written.
         """
-        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_private_folder(self.folder)
         tensors = {name: value.detach().cpu().contiguous() for name, value in weights.items()}
         metadata = {"format": LEARNED_FORMAT, "target": self.target, "key": key}
         try:

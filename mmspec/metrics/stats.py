@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,21 @@ DEPRECATED_ATTRIBUTES = {
     "ways": "compressor_choices",
 }
 """Former names of attributes of `Stats`, readable for one release: {old: new}."""
+
+
+@dataclass(frozen=True)
+class RoundTimes:
+    """Seconds of one round, by phase.
+
+    Attributes:
+        draft_s: `Drafter.propose` and `observe`, and the checks of the tree.
+        score_s: the target's forward, sampling, acceptance, and the copy to the host.
+        overhead_s: everything else.
+    """
+
+    draft_s: float
+    score_s: float
+    overhead_s: float
 
 
 @dataclass
@@ -127,6 +143,38 @@ class Stats:
         """Tokens per second from the first token to the last, the first ones excluded."""
         return (self.tokens - self.first_tokens) / self.decode_s if self.decode_s else 0.0
 
+    def add_round(
+        self,
+        num_nodes: int,
+        tree_sizes: Sequence[int],
+        emitted_ids: Sequence[Sequence[int]],
+        active: Sequence[bool],
+        times: RoundTimes,
+    ) -> None:
+        """Count one round.
+
+        Args:
+            num_nodes: N of the scored tree.
+            tree_sizes: nodes of each row's tree, padding excluded.
+            emitted_ids: what each row emitted.
+            active: the rows that could emit something.
+            times: of the round.
+        """
+        num_drafted = sum(size - 1 for size, on in zip(tree_sizes, active, strict=True) if on)
+        self.rounds += 1
+        self.drafted_rounds += num_drafted > 0
+        self.row_rounds += sum(active)
+        self.tree_size_hist[num_nodes] += 1
+        self.num_draft_tokens += num_drafted
+        self.num_accepted_tokens += sum(len(ids) - 1 for ids, on in zip(emitted_ids, active, strict=True) if on)
+        self.draft_s += times.draft_s
+        self.score_s += times.score_s
+        self.overhead_s += times.overhead_s
+        for row, ids in enumerate(emitted_ids):
+            if active[row]:
+                self.row_forwards[row] += 1
+                self.accept_length_hist[len(ids)] += 1
+
     def add_compression(self, records: list[CompressionRecord]) -> None:
         """Add the compressor's results of this call."""
         self.compression = records
@@ -187,4 +235,4 @@ class Stats:
         )
 
 
-__all__ = ["DEPRECATED_ATTRIBUTES", "Stats"]
+__all__ = ["DEPRECATED_ATTRIBUTES", "RoundTimes", "Stats"]

@@ -22,6 +22,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 
 from mmspec.cpu.native import load_kernel
 from mmspec.engine.tree_cache import CACHE_ARGUMENT
+from mmspec.files import snapshot_id
 from mmspec.interfaces import DraftTarget
 from mmspec.targets.base import ModelAdapter
 from mmspec.targets.hf import HFTarget
@@ -154,7 +155,7 @@ def load_draft_model(folder: str | os.PathLike[str], target: ModelAdapter) -> HF
     except (OSError, ValueError, KeyError, ImportError) as error:
         logger.info("mmspec: no tokenizer in %s (%s)", folder, str(error).splitlines()[0][:200])
         tokenizer = None
-    return HFDraftModel(model, tokenizer, os.path.basename(os.path.normpath(folder)))
+    return HFDraftModel(model, tokenizer, snapshot_id(folder) or os.path.basename(os.path.normpath(folder)))
 
 
 def _check_complete(folder: str | os.PathLike[str], report: Mapping[str, Any]) -> None:

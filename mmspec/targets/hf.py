@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.utils import output_capturing
 
 from mmspec.cpu.native import FewRowsKernel
 from mmspec.engine.kv_cache import RaggedKVCache
-from mmspec.engine.recordings import Recordings
+from mmspec.engine.recordings import Recordings, recordable_mode
+from mmspec.engine.round import ForwardFunction
 from mmspec.engine.tree import BUCKETS, DraftTree
 from mmspec.engine.tree_cache import (
     CACHE_ARGUMENT,
@@ -28,13 +28,13 @@ from mmspec.engine.tree_cache import (
     unsupported_reason,
 )
 from mmspec.interfaces import VerifyResult
+from mmspec.interfaces.round import ScorePart
 from mmspec.targets.base import ModelAdapter
+from mmspec.targets.forward import CallTensors, NodeForward, run_forward, takes_one_mask
+from mmspec.targets.lanes import Lane
 from mmspec.targets.module_scan import ModuleScan
 from mmspec.targets.native import NativeRounds, RoundPositions, native_rounds
-from mmspec.targets.tree_mask import visible_keys, within_window
 
-CAN_SELECT_HIDDEN_STATES = hasattr(output_capturing, "selected_hidden_states")
-"""Whether this transformers can return chosen hidden states only; older versions return all of them."""
 TOKEN_TYPE_INPUTS = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 """Model inputs with one value per token, which transformers extends with every new token."""
 
@@ -60,9 +60,13 @@ class HFTarget:
         chains_only: whether `score` accepts chains only, no trees with branches.
         recordings: where parts of a round are recorded in this call, or None.
         rounds: computes `score` in compiled code where it can; None for the model's own forward.
+        node_forward: that forward over nodes; set by `prefill`.
+        call_tensors: what it reads of the call; set by `prefill`.
     """
 
     chains_only = False
+    node_forward: NodeForward
+    call_tensors: CallTensors
 
     def __init__(
         self,
@@ -73,6 +77,7 @@ class HFTarget:
         max_new_tokens: int,
         inference_mode: bool | None = None,
         cache_is_observed: bool = False,
+        lane: Lane | None = None,
     ) -> None:
         """
         Args:
@@ -83,6 +88,7 @@ class HFTarget:
             max_new_tokens: most new tokens that may be emitted per row.
             inference_mode: whether forwards may run in inference mode; derived from the model's modules if None.
             cache_is_observed: user code runs during the call and may access the user's cache.
+            lane: where functions of this call are recorded; None to run everything eager.
         """
         self.adapter = adapter
         self.model = adapter.model
@@ -93,10 +99,13 @@ class HFTarget:
         self.user_cache = self.kwargs.pop(CACHE_ARGUMENT)
         self.max_new_tokens = max_new_tokens
         self._max_length = self.user_cache.get_seq_length() + input_ids.shape[1] + max_new_tokens
-        self.recordings: Recordings | None = None
+        self._lane = lane
+        self.recordings: Recordings | None = None if lane is None else lane.recordings
         self.rounds: NativeRounds | None = None
         self._runs_user_code = cache_is_observed
-        self.buffer = self._new_buffer(input_ids.shape[0])
+        capacity = self._max_length + BUCKETS[-1]
+        own = RaggedKVCache(input_ids.shape[0], capacity, VALUES_START_AS_KEYS) if lane is None else lane.kv_cache
+        self.buffer = own
         self.cache = TreeCache(self.buffer, adapter.num_layers, self.user_cache)
         self.prompt_length = 0
         self.device = self.model.device  # transformers allows `input_ids` on another device
@@ -109,13 +118,11 @@ class HFTarget:
         )
         uses_inference_mode = self.inference_mode and self.user_cache_view.cache is None
         self._mode: Callable[[], AbstractContextManager[Any]] = torch.no_grad
-        if uses_inference_mode:
+        if lane is not None:
+            self._mode = recordable_mode
+        elif uses_inference_mode:
             self._mode = torch.inference_mode
-        self._template: dict[str, Any] = {}  # inputs of every round that do not change
         self._num_steps = 0  # output tokens per row that transformers would have fed to the model so far
-        self._window = adapter.sliding_window
-        self._layer_types = adapter.layer_types
-        self._has_one_mask = len(self._layer_types) > 1 and not adapter.accepts_mask_per_layer_type
 
     @staticmethod
     def unsupported_reason(adapter: ModelAdapter, input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> str | None:
@@ -140,10 +147,11 @@ class HFTarget:
 
     def length_reason(self) -> str | None:
         """Why a call of this maximum length is not supported; None if it is."""
-        if not self._has_one_mask or self._window is None or self._max_length <= self._window:
+        window = self.adapter.sliding_window
+        if not takes_one_mask(self.adapter) or window is None or self._max_length <= window:
             return None
         return (
-            f"a length limit beyond sliding_window={self._window} (the model accepts one mask for all layers, which is "
+            f"a length limit beyond sliding_window={window} (the model accepts one mask for all layers, which is "
             "exact within the window)"
         )
 
@@ -168,16 +176,23 @@ class HFTarget:
         )
         fed = inputs["input_ids"] if inputs.get("input_ids") is not None else inputs["inputs_embeds"]
         self.buffer.begin_forward(fed.shape[1])
-        outputs = self._forward(inputs, hidden_state_indices)
+        with self._mode():
+            logits, *states = run_forward(self.model, self.adapter, inputs, hidden_state_indices)
         self.buffer.advance(fed.shape[1])
         self.prompt_length = self.buffer.seq_lens[0]
         self._prepare_rounds()
-        return outputs.logits[:, -1], self._hidden_states(outputs, hidden_state_indices)
+        if self._lane is not None:
+            self._lane.begin_call(self.node_forward, self.call_tensors, self.prompt_length, self.max_new_tokens)
+        return logits[:, -1], dict(zip(hidden_state_indices, states, strict=True))
 
     def use_native_rounds(self, kernel: FewRowsKernel, modules: ModuleScan) -> None:
         """After the prefill: let `score` run in compiled code, if `native_rounds` finds the model and the call fit."""
+        if self._lane is not None:
+            return
         positions = RoundPositions(self.prompt_length, self._prompt_last_position, self.max_new_tokens)
-        self.rounds = native_rounds(kernel, self.adapter, modules, self._template, positions, self._runs_user_code)
+        self.rounds = native_rounds(
+            kernel, self.adapter, modules, self.node_forward.template, positions, self._runs_user_code
+        )
 
     def decoding(self) -> AbstractContextManager[Any]:
         """The context that transformers applies to its decoding steps; may switch kernels of expert layers."""
@@ -188,17 +203,36 @@ class HFTarget:
         """See `mmspec.interfaces.Target.score`."""
         tree = tree.to(self.device)
         self.buffer.begin_forward(tree.num_nodes)
-        scored = self.rounds and self.rounds.score(tree, self.buffer, self._padding, hidden_state_indices)
+        scored = self.rounds and self.rounds.score(tree, self.buffer, self.call_tensors.padding, hidden_state_indices)
         if scored:
             return scored
-        inputs = dict(self._template)  # with `self.cache`
-        inputs["input_ids"] = tree.tokens
-        inputs["position_ids"] = self._positions(tree)
-        inputs["attention_mask"] = self._mask(tree)
-        for name, last in self._token_types.items():
-            inputs[name] = last.expand(*last.shape[:-1], tree.num_nodes)
-        outputs = self._forward(inputs, hidden_state_indices)
-        return outputs.logits, self._hidden_states(outputs, hidden_state_indices)
+        with self._mode():
+            outputs = self._replay(tree, hidden_state_indices)
+            if outputs is None:
+                outputs = self.node_forward(tree, self.buffer, self.call_tensors, hidden_state_indices)
+        logits, *states = outputs
+        return logits, dict(zip(hidden_state_indices, states, strict=True))
+
+    def _replay(self, tree: DraftTree, hidden_state_indices: Sequence[int]) -> tuple[Tensor, ...] | None:
+        """Outputs of the recorded forward; None if it must run eager."""
+        part = self.score_part(tree.num_nodes, hidden_state_indices)
+        if part is None or self._lane is None:
+            return None
+        try:
+            return ForwardFunction(part).run(self._lane.recordings, self.buffer.lengths_on(self.device), tree)
+        except Exception as error:  # of the compiler, the capture or the replay: only speed is lost
+            self._lane.fail(error)
+            return None
+
+    def score_part(self, num_nodes: int, hidden_state_indices: Sequence[int]) -> ScorePart | None:
+        """See `mmspec.interfaces.round.FusableTarget`."""
+        if self._lane is None or self._lane.has_failed:
+            return None
+        return self._lane.score_part(self.node_forward, num_nodes, hidden_state_indices)
+
+    def follow_part(self, counts: Sequence[int]) -> None:
+        """See `mmspec.interfaces.round.FusableTarget`."""
+        self.buffer.seq_lens = [length + count for length, count in zip(self.buffer.seq_lens, counts, strict=True)]
 
     def commit(self, result: VerifyResult) -> None:
         """See `mmspec.interfaces.Target.commit`."""
@@ -253,19 +287,6 @@ class HFTarget:
         """The empty cache of a call of `batch` rows."""
         return RaggedKVCache(batch, self._max_length + BUCKETS[-1], VALUES_START_AS_KEYS)
 
-    def _forward(self, inputs: dict[str, Any], hidden_state_indices: Sequence[int]) -> Any:
-        if hidden_state_indices:
-            selected = sorted(hidden_state_indices) if CAN_SELECT_HIDDEN_STATES else True
-            inputs = inputs | {"output_hidden_states": selected}
-        with self._mode():
-            return self.model(**inputs, return_dict=True)
-
-    def _hidden_states(self, outputs: Any, indices: Sequence[int]) -> dict[int, Tensor]:
-        """{index: [B, N, D]}. Of models with several streams (AltUp of Gemma 3n) the active one."""
-        stream = getattr(self.adapter.text_config, "altup_active_idx", 0)
-        states = {index: outputs.hidden_states[index] for index in indices}
-        return {index: state if state.dim() == 3 else state[stream] for index, state in states.items()}
-
     def _prepare_rounds(self) -> None:
         """Derive the constant inputs of the rounds from those that transformers would prepare for its first step."""
         batch = self.input_ids.shape[0]
@@ -279,7 +300,6 @@ class HFTarget:
             last = step[name][..., -1:] if name == "token_type_ids" else torch.zeros_like(step[name][..., -1:])
             step[name] = torch.cat([step[name], last], dim=-1)
         mask = step.pop("attention_mask", None)
-        self._padding = None if mask is None or bool(mask.all()) else mask.to(self.device, torch.bool)
         inputs = self.model.prepare_inputs_for_generation(
             torch.nn.functional.pad(self.input_ids, (0, 1)),
             next_sequence_length=1,
@@ -287,7 +307,7 @@ class HFTarget:
             **{CACHE_ARGUMENT: self.cache},
             **step,
         )
-        self._token_types = {
+        types = {
             name: step[name][..., -1:].to(self.device) for name in token_types if inputs.pop(name, None) is not None
         }
         # As the model wants them: some count from 1, and some ignore those of `generate` for the cache's positions.
@@ -299,51 +319,15 @@ class HFTarget:
             inputs.pop(name, None)
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = 0
-        self._template = inputs
-
-    def _positions(self, tree: DraftTree) -> Tensor:
-        """Position ids of the nodes, [B, N] or [axes, B, N]."""
-        start = 1 - self.prompt_length
-        if tree.num_nodes == 1 and self.buffer.is_uniform:
-            return self._prompt_last_position + min(self.buffer.seq_lens[0] + start, self.max_new_tokens)
-        assert tree.depths is not None
-        offsets = (self.buffer.lengths_on(self.device) + start)[:, None] + tree.depths
-        # Drafts past the end may exceed the model's positions.
-        return self._prompt_last_position + offsets.clamp(max=self.max_new_tokens)
-
-    def _mask(self, tree: DraftTree) -> Any:
-        """Attention mask of a round: each node attends to its row's committed positions and to its ancestors.
-
-        Args:
-            tree: the tree to score, on the device.
-
-        Returns:
-            [B, 1, N, kv_len], bool or additive (see `_to_mask`); {layer type: mask} if the layers differ; None where
-            transformers' own causal mask is the same.
-        """
-        if tree.num_nodes == 1 and self.buffer.is_uniform and self._padding is None:
-            return None
-        lengths = self.buffer.lengths_on(self.device)
-        visible = visible_keys(tree, lengths, self.buffer.kv_len, self._padding)
-        if "sliding_attention" not in self._layer_types or self._has_one_mask:
-            return self._to_mask(visible)
-        assert self._window is not None
-        sliding = self._to_mask(visible & within_window(tree, lengths, self.buffer.kv_len, self._window))
-        if self._layer_types == {"sliding_attention"}:
-            return sliding
-        return {"full_attention": self._to_mask(visible), "sliding_attention": sliding}
-
-    def _to_mask(self, visible: Tensor) -> Tensor:
-        """[B, 1, N, kv_len]: bool for sdpa, which is valid under autocast too; additive for eager attention.
-
-        Args:
-            visible: [B, N, kv_len] bool.
-        """
-        if self.adapter.attention == "sdpa":
-            return visible[:, None]
-        dtype = self.model.dtype
-        mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
-        return mask.masked_fill_(~visible, torch.finfo(dtype).min)[:, None]
+        last_position = self.prompt_length - 1 + self.max_new_tokens
+        self.node_forward = NodeForward(self.adapter, inputs)
+        self.call_tensors = CallTensors(
+            position_base=self._prompt_last_position - self.prompt_length + 1,
+            max_position=torch.tensor([last_position], device=self.device),
+            last_position=last_position,
+            padding=None if mask is None or bool(mask.all()) else mask.to(self.device, torch.bool),
+            token_types=types,
+        )
 
 
-__all__ = ["CAN_SELECT_HIDDEN_STATES", "TOKEN_TYPE_INPUTS", "HFTarget"]
+__all__ = ["TOKEN_TYPE_INPUTS", "HFTarget"]

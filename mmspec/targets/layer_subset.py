@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from mmspec.interfaces import DraftTarget
 from mmspec.targets.base import ModelAdapter
+from mmspec.targets.forward import NodeForward
 from mmspec.targets.hf import HFTarget
 
 CHECK_LENGTH = 4
@@ -107,6 +108,7 @@ class CallLayerSubsets:
         """See `mmspec.interfaces.LayerSubsets`."""
         twin = copy.copy(self._target)  # with the buffer, the positions and the padding of the call
         twin.model = self._access.restrict(self._target.model, layers)
+        twin.node_forward = NodeForward(self._target.adapter, self._target.node_forward.template, twin.model)
         twin.rounds = None if self._target.rounds is None else self._target.rounds.restrict(layers)
         return twin
 

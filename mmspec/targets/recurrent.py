@@ -18,6 +18,7 @@ from mmspec.engine.tree import BUCKETS, DraftTree
 from mmspec.engine.tree_cache import CACHE_ARGUMENT, export_recurrent_layers, is_recurrent
 from mmspec.interfaces import VerifyResult
 from mmspec.targets.base import ModelAdapter
+from mmspec.targets.forward import run_forward
 from mmspec.targets.hf import HFTarget
 
 MAX_PENDING = 16
@@ -78,11 +79,8 @@ class RecurrentTarget(HFTarget):
         self._state_before = self._copy_state() if tree.num_nodes > 1 else None
         ids = torch.cat([pending, tree.tokens[0].to(self.device)])
         self._is_dirty = True
-        outputs = self._feed(ids, hidden_state_indices)
-        nodes = slice(len(pending), None)
-        states = self._hidden_states(outputs, hidden_state_indices)
-        hidden_states = {index: state[:, nodes] for index, state in states.items()}
-        return outputs.logits[:, nodes], hidden_states
+        logits, *states = (part[:, len(pending) :] for part in self._feed(ids, hidden_state_indices))
+        return logits, dict(zip(hidden_state_indices, states, strict=True))
 
     def commit(self, result: VerifyResult) -> None:
         """See `mmspec.interfaces.Target.commit`."""
@@ -111,17 +109,18 @@ class RecurrentTarget(HFTarget):
         export_recurrent_layers(self.cache, self.user_cache)
         return super().export_cache(num_steps)
 
-    def _feed(self, ids: Tensor, hidden_state_indices: Sequence[int] = ()) -> Any:
-        """Forward of ids [n] behind the states."""
+    def _feed(self, ids: Tensor, hidden_state_indices: Sequence[int] = ()) -> tuple[Tensor, ...]:
+        """Forward of ids [n] behind the states; see `run_forward`."""
         self.buffer.begin_forward(len(ids))
         offsets = torch.arange(1, len(ids) + 1, device=self.device) + self.state_length
-        inputs = dict(self._template)
+        inputs = dict(self.node_forward.template)
         inputs["input_ids"] = ids[None]
         inputs["position_ids"] = self._prompt_last_position + offsets.clamp(max=self.max_new_tokens)
         inputs["attention_mask"] = None  # causal over everything before, as transformers builds it
-        for name, last in self._token_types.items():
+        for name, last in self.call_tensors.token_types.items():
             inputs[name] = last.expand(*last.shape[:-1], len(ids))
-        return self._forward(inputs, hidden_state_indices)
+        with self._mode():
+            return run_forward(self.model, self.adapter, inputs, hidden_state_indices)
 
     def _feed_pending(self) -> None:
         """A forward of the pending tokens alone."""

@@ -18,13 +18,13 @@ def visible_keys(tree: DraftTree, lengths: Tensor, kv_len: int, padding: Tensor 
         tree: the tree to score.
         lengths: [B] int64, committed positions.
         kv_len: positions of the cache.
-        padding: [B, L] bool, False where a prompt is padded; None without padding.
+        padding: [B, any length] bool, False where a prompt is padded; None without padding.
     """
     assert tree.ancestor_mask is not None
     batch, num_nodes = tree.tokens.shape
     committed = torch.arange(kv_len, device=lengths.device) < lengths[:, None]
     if padding is not None:
-        committed[:, : padding.shape[1]] &= padding
+        committed[:, : padding.shape[1]] &= padding[:, :kv_len]
     visible = committed[:, None].expand(batch, num_nodes, -1).contiguous()
     keys = _node_keys(tree, lengths)[:, None].expand(batch, num_nodes, num_nodes)
     return visible.scatter_(2, keys, tree.ancestor_mask)

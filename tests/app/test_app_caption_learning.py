@@ -20,7 +20,7 @@ from mmspec.files import CACHE_VARIABLE
 from mmspec.learning.budget import LearningBudget
 from mmspec.learning.store import learned_files
 
-VARYING = ("seconds", "ttft_s", "n_rounds", "tau")
+VARYING = ("seconds", "ttft_s", "n_rounds", "tau", "drafter")
 SAYS = "the drafter learns from this job; weights, nothing else, are stored in"
 WEIGHTS = {"weight", "bias", "basis", "means", "candidate_ids", "frequencies", "num_examples"}
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from input_table import line
 from PIL import Image
 
 from mmspec.app.cli.main import main
@@ -86,6 +87,7 @@ def test_names_in_a_tar_lead_nowhere(tmp_path: Path) -> None:
     assert content_of(only) == b"here" and not (tmp_path.parent / "5.png").exists()
 
 
+@line("a truncated or damaged archive")
 def test_a_truncated_or_damaged_tar_is_an_error_row_after_the_rows_before_it(tmp_path: Path) -> None:
     whole = write_tar(tmp_path / "x.tar", {f"{i}.png": picture() * 9 for i in range(4)}).read_bytes()
     numbers = set()
@@ -123,6 +125,7 @@ def test_what_is_no_tar_is_refused_before_the_job(tmp_path: Path, text: bytes, m
         read(tmp_path / "x.tar")
 
 
+@line("two rows of one id")
 def test_duplicate_keys_are_error_rows_with_ids_of_their_own(tmp_path: Path) -> None:
     members = [("1.png", b"a"), ("1.png", b"b"), ("2.png", b"c"), ("3.png", b"d"), ("2.png", b"e"), ("2.png", b"f")]
     found = read(write_tar(tmp_path / "x.tar", members))
@@ -169,6 +172,7 @@ def test_parquet_rows(tmp_path: Path) -> None:
     assert failure(again[0]) == "Missing" and failure(again[3]) == "OutsideInput", "finished groups are not read"
 
 
+@line("a damaged row group of a Parquet file", "a table without the column, a file that is no archive")
 def test_parquet_without_the_column_or_damaged(tmp_path: Path) -> None:
     pa, pq = pytest.importorskip("pyarrow", reason="optional: mmspec[data]"), pytest.importorskip("pyarrow.parquet")
     pq.write_table(pa.table({"text": ["a"], "n": [1]}), tmp_path / "t.parquet")
@@ -269,6 +273,7 @@ def test_addresses_that_fsspec_opens(tmp_path: Path) -> None:
         read("nosuchscheme://x/a.png")
 
 
+@line("an address that is not there, a bomb, a broken picture")
 def test_captions_of_a_tar_with_a_bomb_and_a_broken_picture(tmp_path: Path) -> None:
     bomb = io.BytesIO()
     Image.new("1", (20_000, 20_000)).save(bomb, "PNG")
@@ -318,3 +323,12 @@ def test_torn_members_are_found(tmp_path: Path) -> None:
     path.write_bytes(data[:4000])
     with path.open("rb") as file:
         assert [end for _, end in tars.read_whole_members(file)] == [1536, 2560]
+
+
+def test_the_last_row_before_damage_keeps_its_text(tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "x.tar", {"1.png": picture(), "1.txt": b"why ?", "2.png": picture(), "2.txt": b"who ?"})
+    data = path.read_bytes().rstrip(b"\0")
+    path.write_bytes(data + bytes(-len(data) % 512))  # without its end mark
+    found = read(str(path), prompt_column="txt")
+    assert [item.prompt for item in found] == ["why ?", "who ?", None]
+    assert failure(found[2]) == "DamagedTar"

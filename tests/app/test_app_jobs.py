@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from input_table import line
 from PIL import Image
 
 from mmspec.app.caption.config import CaptionConfig, ProcessInfo, derive_seed
@@ -21,7 +22,7 @@ from mmspec.app.errors import UsageError
 from mmspec.app.io import jsonl
 from mmspec.app.io.item import Item
 from mmspec.app.io.output import FileOutput
-from mmspec.app.modeling.captioner import Caption, ComparisonTotals
+from mmspec.app.modeling.captioner import Caption, ComparisonTotals, Provenance
 
 Row = dict[str, Any]
 
@@ -36,6 +37,7 @@ class Fake:
     dtype: str = "float32"
     acceptance: float = 0.5
     sampled: bool = False
+    provenance: Provenance = field(default_factory=Provenance)
 
     def caption(
         self, images: Sequence[Image.Image], prompts: Sequence[str], seed: int, compare: Sequence[bool] = ()
@@ -137,6 +139,7 @@ def test_a_broken_line_in_the_middle_is_refused(folder: Path) -> None:
         job(folder, Fake()).run()
 
 
+@line("an output of another job")
 @pytest.mark.parametrize(
     "change",
     [

@@ -25,7 +25,7 @@ from mmspec.app.modeling.synthetic_images import draw_image
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 
 NUM_ITEMS, NUM_KILLS = 1000, 12
-VARYING = ("seconds", "ttft_s", "n_rounds", "tau")
+VARYING = ("seconds", "ttft_s", "n_rounds", "tau", "drafter")
 TITLES = {"actor": ("ray::MapWorker", "CaptionStage"), "decoder": ("mmspec.vision.video.decode_worker",)}
 """What the command line of a victim contains."""
 

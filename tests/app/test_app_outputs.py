@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from input_table import line
 from PIL import Image
 from test_app_jobs import Fake
 
@@ -173,6 +174,7 @@ def test_a_file_that_is_replaced_after_it_was_captioned(tmp_path: Path) -> None:
         assert Image.open(io.BytesIO(sample["png"])).width == int(sample["txt"].split()[0])
 
 
+@line("`--format webdataset`: a file of more than 256 MiB")
 def test_sizes_are_checked_before_the_work(tmp_path: Path) -> None:
     (tmp_path / "p").mkdir()
     (tmp_path / "p" / "a.png").write_bytes(picture(11))
@@ -203,6 +205,7 @@ def test_large_content_waits_in_a_file(tmp_path: Path, monkeypatch: pytest.Monke
 BAD = ["\ud83d", "a \udcff b", "\udfff\ud800"]
 
 
+@line("a prompt that is no valid Unicode (half of a surrogate pair)")
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("text", BAD, ids=ascii)
 def test_text_that_is_no_unicode(text: str, name: str, tmp_path: Path) -> None:
@@ -219,6 +222,7 @@ def test_text_that_is_no_unicode(text: str, name: str, tmp_path: Path) -> None:
     assert run([str(folder / "m.jsonl")], tmp_path / "out", name, Fake(lambda widths: pytest.fail("resumed"))) == 1
 
 
+@line("a name or id that is no valid Unicode (a file name that is not UTF-8)")
 @pytest.mark.parametrize("name", FORMATS)
 def test_file_names_that_are_no_unicode(name: str, tmp_path: Path) -> None:
     folder = tmp_path / "p"
@@ -253,6 +257,7 @@ def test_texts_of_an_item() -> None:
     assert find_fault("é 漢 🙂 \0") is None and len(find_fault("x" * 10**6) or "") < 300
 
 
+@line("a prompt of more than 65,536 characters, or of as many tokens as the model has positions")
 def test_rows_that_are_too_long_for_the_model_do_not_stop_the_others(tmp_path: Path) -> None:
     (tmp_path / "p").mkdir()
     lines = []

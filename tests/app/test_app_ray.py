@@ -27,9 +27,10 @@ from mmspec.app.caption.ray_stages import (
 )
 from mmspec.app.cli.main import main
 from mmspec.app.modeling.synthetic_images import write_images
+from mmspec.hints import install_hint
 from mmspec.ray import CaptionActor
 
-VARYING = ("seconds", "ttft_s", "n_rounds", "tau")
+VARYING = ("seconds", "ttft_s", "n_rounds", "tau", "drafter")
 
 
 def essence(path: Path) -> list[dict[str, Any]]:
@@ -43,7 +44,7 @@ def test_ray_is_refused_with_one_line_where_it_is_missing(
     monkeypatch.setitem(sys.modules, "ray", None)
     args = ["caption", str(tmp_path), "--model", "tiny", "--out", str(tmp_path / "o.jsonl"), "--ray"]
     assert main(args) == 2
-    assert capsys.readouterr().err.endswith("pip install 'mmspec[ray]'\n")
+    assert capsys.readouterr().err.endswith(f"{install_hint('ray')}\n")
     assert main([*args, "--shard", "0/2"]) == 2 and "leave --shard away" in capsys.readouterr().err
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -78,6 +79,7 @@ from pathlib import Path
 from mmspec.app.caption import command, ray_job
 from mmspec.app.caption.config import CaptionConfig
 from mmspec.app.caption.ray_stages import COLUMN, PlannedBatch, decode_stage, frame, plan_job
+from mmspec.hints import install_hint
 config = CaptionConfig((sys.argv[1],), "tiny", out=sys.argv[1] + ".jsonl")
 batch = next(plan_job(config, Path(), [], {}))
 [decoded] = decode_stage(frame([batch]), config)[COLUMN]
@@ -96,9 +98,9 @@ def test_the_public_actor_captions_arrays_and_bytes() -> None:
     batch = {"image": cells, "q": ["a", "a", "a", "a", None], "key": np.arange(5)}
     found = actor(batch)
     assert list(found) == ["image", "q", "key", "caption", "error", "n_new_tokens", "tau", "finish_reason"]
-    assert len(set(found["caption"][:3])) == 1 and found["caption"][0] and list(found["error"][:3]) == [None] * 3
+    assert len(set(found["caption"][:3])) == 1 and found["caption"][0] and list(found["error"][:3]) == [""] * 3
     assert [text.split(":")[0] for text in found["error"][3:]] == ["NotAnImage"] * 2
-    assert list(found["caption"][3:]) == [None] * 2
+    assert list(found["caption"][3:]) == [""] * 2
 
 
 @pytest.fixture(scope="module")
@@ -159,4 +161,4 @@ def test_the_documented_pipeline(cluster: None, tmp_path: Path) -> None:
     )
     dataset.drop_columns(["image"]).write_parquet(str(tmp_path / "captions"))
     found = ray.data.read_parquet(str(tmp_path / "captions")).take_all()
-    assert len(found) == 6 and all(row["caption"] and row["error"] is None for row in found)
+    assert len(found) == 6 and all(row["caption"] and row["error"] == "" for row in found)

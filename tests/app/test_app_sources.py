@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from mmspec.app.errors import UsageError
-from mmspec.app.io.inputs import collect_items
-from mmspec.app.io.item import Item
-from mmspec.app.io.sources import describe_skipped, natural_key
+from mmspec.app.io.inputs import Inputs, collect_items
+from mmspec.app.io.item import Item, SourceOptions
+from mmspec.app.io.sources import natural_key
 
 
 @pytest.fixture
@@ -35,6 +35,10 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def names(items: list[Item]) -> list[str]:
     assert [item.index for item in items] == list(range(len(items)))
     return [item.file_name for item in items]
+
+
+def left_out(paths: list[str], skip: list[Path] | None = None) -> str:
+    return "; ".join(Inputs(paths, SourceOptions(), skip or []).left_out())
 
 
 def test_natural_order() -> None:
@@ -122,6 +126,7 @@ def test_a_manifest_cannot_lead_out_of_its_folder(here: Path, name: str) -> None
         ('{"file_name": "img2.png", "id": [1]}\n', "'id' is text"),
         ('{"file_name": "img2.png", "id": 1}\n{"file_name": "img10.png", "id": 1}\n', "two rows have the id '1'"),
         ('{"file_name": "img2.png"}\n{"file_name": "img2.png", "prompt": "x"}\n', "two rows have the id"),
+        ('{"file_name": "img2.png"}\n{"file_name": "img2.png", "prompt": "\\ud83d"}\n', "two rows have the id"),
         ("\x00\ud800", "not UTF-8"),
     ],
 )
@@ -156,13 +161,13 @@ def test_skipped_files_are_counted_and_named(tmp_path: Path, monkeypatch: pytest
     for name in ("a.png", "b.heic", "sub/c.HEIC", "d.svg", "rows.jsonl", "out.json", ".hidden.pdf", "LICENSE"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
-    line = describe_skipped([str(tmp_path), str(tmp_path / "a.png")], [tmp_path / "out.json"])
+    line = left_out([str(tmp_path), str(tmp_path / "a.png")], [tmp_path / "out.json"])
     counts = "2 .heic (b.heic, c.HEIC), 1 .svg (d.svg), 1 no suffix (LICENSE)"
     hint = "pip install pillow-heif to read .heic"
     assert line == f"skipped 4 files of unsupported formats: {counts}; {hint}"
-    assert describe_skipped([str(tmp_path / "a.png")]) == ""
+    assert left_out([str(tmp_path / "a.png")]) == ""
     (tmp_path / "sub" / "c.HEIC").rename(tmp_path / "sub" / "c.pdf")
-    assert describe_skipped([str(tmp_path / "sub")]) == "skipped 1 file of unsupported formats: 1 .pdf (c.pdf)"
+    assert left_out([str(tmp_path / "sub")]) == "skipped 1 file of unsupported formats: 1 .pdf (c.pdf)"
     with pytest.raises(UsageError, match=r"no images or videos in .*skipped 1 file of unsupported formats: 1 \.pdf"):
         collect_items([str(tmp_path / "sub")], Path())
 
@@ -171,9 +176,9 @@ def test_skipped_files_of_a_glob_are_counted_and_named(tmp_path: Path) -> None:
     for name in ("a.png", "b.svg", "c.pdf", "d.pdf", "e.pdf", "sub/f.pdf"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
-    line = describe_skipped([str(tmp_path / "*"), str(tmp_path / "?.svg")])
+    line = left_out([str(tmp_path / "*"), str(tmp_path / "?.svg")])
     assert line == "skipped 5 files of unsupported formats: 4 .pdf (c.pdf, d.pdf, ...), 1 .svg (b.svg)"
-    assert describe_skipped([str(tmp_path / "*.png")]) == ""
+    assert left_out([str(tmp_path / "*.png")]) == ""
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from input_table import line
 
 from mmspec.app.cli.main import main
 from mmspec.app.errors import EXIT_IO_ERROR, OutputError, find_write_error
@@ -40,6 +41,7 @@ def fail_after(calls: int, number: int) -> Callable[[int], None]:
     return fsync
 
 
+@line("a full disk")
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO])
 @pytest.mark.parametrize("calls", [0, 4, 5])
 def test_a_failed_write_is_one_line_and_the_job_continues(

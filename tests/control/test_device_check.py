@@ -33,8 +33,8 @@ from mmspec.control.device_check import (
     run_probe,
 )
 from mmspec.engine.graph import Recorder, Replay, StaticFunction, record_nothing, record_trace
-from mmspec.targets.captured import CapturePool
-from mmspec.targets.static_round import StaticRound
+from mmspec.engine.round import ForwardFunction, RoundFunction
+from mmspec.targets.lanes import LanePool
 
 CPU = torch.device("cpu")
 KEY = device_key(CPU)
@@ -77,7 +77,7 @@ class Checks(DeviceChecks):
 
 def trace_rounds(function: StaticFunction, state: Sequence[Tensor], inputs: Sequence[Tensor]) -> Replay:
     """A recorder that traces rounds; drafts, of which a trace takes seconds, are called."""
-    return (record_trace if isinstance(function, StaticRound) else record_nothing)(function, state, inputs)
+    return (record_trace if isinstance(function, ForwardFunction) else record_nothing)(function, state, inputs)
 
 
 def test_the_probe_passes_where_recordings_are_exact(capsys: pytest.CaptureFixture[str]) -> None:
@@ -89,8 +89,8 @@ def test_the_probe_passes_where_recordings_are_exact(capsys: pytest.CaptureFixtu
     (line,) = capsys.readouterr().out.splitlines()
     result = json.loads(line)
     assert result["passed"] is True and result["reason"] is None and result["key"] == KEY
-    assert result["recorded"] == 8, (
-        "three whole rounds, a forward, a context, a tree; in bfloat16 a round and a forward"
+    assert result["recorded"] == 9, (
+        "three rounds with a draft, a draft and a forward alone, two with a given tree; in bfloat16 one of each round"
     )
     assert result["rounds"] > 30 and result["drafts"] > 30
 
@@ -107,9 +107,18 @@ def wrong_later(function: StaticFunction, state: Sequence[Tensor], inputs: Seque
 
 
 def frozen_state(function: StaticFunction, state: Sequence[Tensor], inputs: Sequence[Tensor]) -> Replay:
-    """A recorder that makes the lengths of the recorded call constants."""
-    copies = [tensor.clone() if tensor.dtype == torch.long and tensor.dim() == 1 else tensor for tensor in state]
-    return lambda new_inputs: function(*copies, *new_inputs)
+    """A recorder that makes the lengths of the recorded round constants."""
+    recorded = inputs[0].clone()
+
+    def replay(new_inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        first, *others = new_inputs
+        if isinstance(function, RoundFunction):  # its fifth column
+            first = torch.cat((first[:, :4], recorded[:, 4:5], first[:, 5:]), dim=1)
+        elif isinstance(function, ForwardFunction):
+            first = recorded
+        return function(*state, first, *others)
+
+    return replay
 
 
 def frozen_inputs(function: StaticFunction, state: Sequence[Tensor], inputs: Sequence[Tensor]) -> Replay:
@@ -151,9 +160,9 @@ def test_the_probe_fails_for_a_faulty_recorder(recorder: Recorder) -> None:
 @pytest.mark.parametrize("unrecorded", ["rounds", "drafts"])
 def test_the_probe_fails_if_nothing_is_recorded_without_a_word(unrecorded: str) -> None:
     plant = (
-        mock.patch.object(CapturePool, "reason", return_value="something unusual")
+        mock.patch.object(LanePool, "reason", return_value="something unusual")
         if unrecorded == "rounds"
-        else mock.patch("mmspec.drafters.eagle.base.find_captured_draft", return_value=None)
+        else mock.patch("mmspec.drafters.eagle.base.find_recorded_draft", return_value=None)
     )
     with plant, mock.patch.object(device_probe, "BATCH_SIZES", (1,)):
         result = device_probe.probe(CPU, record_nothing)

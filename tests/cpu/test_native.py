@@ -303,6 +303,8 @@ def test_a_cache_folder_that_cannot_be_used(
     cache_folder.chmod(0o777)
     kernel, lines = load(caplog)
     assert kernel is None and len(lines) == 1 and "can be written by other users" in lines[0]
+    assert f"chmod go-w {cache_folder}" in lines[0], "the command that mends it"
+    assert [record.levelname for record in caplog.records] == ["WARNING"], "said without a change of the log level"
     cache_folder.chmod(stat.S_IRWXU)
 
     def full(file: Path) -> None:

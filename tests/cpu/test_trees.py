@@ -70,13 +70,13 @@ def differ(seed: int) -> bool:
     assert walked is not None
     return not all(
         a.dtype == b.dtype and torch.equal(a, b)
-        for a, b in zip(walked, verify.accept_path_in_torch(tree, *others), strict=True)
+        for a, b in zip(walked, verify._accept_path(tree, *others), strict=True)
     )
 
 
 def test_compiled_code_equals_torch() -> None:
     assert not [seed for seed in range(600) if differ(seed)]
-    counts = torch.cat([verify.accept_path_in_torch(*walk_inputs(seed))[1] for seed in range(600)])
+    counts = torch.cat([verify._accept_path(*walk_inputs(seed))[1] for seed in range(600)])
     assert int(counts.max()) > 4 and int((counts > 1).sum()) > 200, "paths that end at once show nothing"
 
 

@@ -191,6 +191,18 @@ def test_the_anchor_of_speculators_heads(
     assert len(messages) == warns and all("sample_from_anchor is missing" in text for text in messages)
 
 
+@torch.no_grad()
+def test_a_missing_base_is_one_line(
+    embeddings: SharedEmbeddings, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tmp_path, embeddings, LIQUID, rope_theta=None)
+    assert load_published(tmp_path, TARGET).head.config.rope_theta == 10000
+    assert "rope_theta is missing, and readers disagree on its default" in caplog.text
+    caplog.clear()
+    write(tmp_path, embeddings, LIQUID, rope_theta=None, rope_parameters={"rope_theta": 5e6, "rope_type": "default"})
+    assert load_published(tmp_path, TARGET).head.config.rope_theta == 5e6 and not caplog.records
+
+
 def dflash(**nested: Any) -> dict[str, Any]:
     return Z_LAB | {"dflash_config": {"mask_token_id": MASK, "target_layer_ids": [0, 2, 6]} | nested}
 

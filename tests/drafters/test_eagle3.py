@@ -21,7 +21,7 @@ from mmspec.app.scenes.world import generate_scene
 from mmspec.app.train import command as train
 from mmspec.drafters.checkpoints.format import HeadMetadata, load_head, save_head
 from mmspec.drafters.checkpoints.load import load_trained
-from mmspec.drafters.eagle.head import Eagle3Head, eagle3_layers
+from mmspec.drafters.eagle.eagle3_head import Eagle3Head, eagle3_layers
 from mmspec.drafters.training.batch import MIXED, DraftModel, TrainBatch, mix_visual_inputs
 from mmspec.drafters.training.distribution_losses import DISTRIBUTION_LOSSES, overlap
 from mmspec.drafters.training.legacy import without_new_defaults

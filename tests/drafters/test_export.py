@@ -21,10 +21,12 @@ from mmspec.drafters.block.dspark_head import DsparkHead
 from mmspec.drafters.block.flash import FlashDrafter, FlashHead
 from mmspec.drafters.checkpoints.export import EXPORT_FORMATS, export_head, refusal
 from mmspec.drafters.checkpoints.format import HeadMetadata, compact, save_head
-from mmspec.drafters.checkpoints.published import PUBLISHED_DRAFTERS, load_published
+from mmspec.drafters.checkpoints.published import load_published
+from mmspec.drafters.checkpoints.published_heads import PUBLISHED_DRAFTERS
 from mmspec.drafters.eagle.base import HeadDrafter
 from mmspec.drafters.eagle.drafter import EagleDrafter
-from mmspec.drafters.eagle.head import Eagle3Head, EagleHead, HeadConfig
+from mmspec.drafters.eagle.eagle3_head import Eagle3Head
+from mmspec.drafters.eagle.head import EagleHead, HeadConfig
 from mmspec.drafters.registry import build_drafter
 from mmspec.engine.tree import root_only
 from mmspec.interfaces import Prompt, SharedEmbeddings, TargetInfo, VerifyResult
@@ -261,7 +263,7 @@ def test_block_heads_that_do_not_fit(
         ("speculators", {"norm_before_residual": None}, "norm_before_residual is missing"),
         ("speculators", {"target_hidden_size": 64}, "hidden_size 64"),
         ("vllm", {"target_hidden_size": 64}, "hidden_size 64"),
-        ("vllm", {"hidden_size": 64}, "hidden_size"),
+        ("vllm", {"hidden_size": 64}, r"must be \[.*\] for this config; got \["),
         ("vllm", {"eagle_aux_hidden_state_layer_ids": [2, 4, 12]}, r"eagle_aux_hidden_state_layer_ids \[2, 4, 12\]"),
         (
             "vllm",
@@ -271,6 +273,8 @@ def test_block_heads_that_do_not_fit(
         ("vllm", {"draft_vocab_size": 30}, r"d2t must be \[30\], as draft_vocab_size says"),
         ("vllm", {"rope_scaling": {"type": "mrope", "mrope_section": [2, 1, 2]}}, r"mrope_section .* got \[2, 1, 2\]"),
         ("vllm", {"rope_scaling": {"type": "mrope"}}, "needs a mrope_section"),
+        ("vllm", {"rope_parameters": {"mrope_section": "4"}}, "mrope_section must be a list of integers, one per axis"),
+        ("vllm", {"rope_scaling": {"mrope_interleaved": 1}}, "mrope_interleaved must be true or false"),
         ("vllm", {"visual_mode": "decoupled"}, "visual_mode .* got 'decoupled'"),
     ],
 )
@@ -317,6 +321,9 @@ def test_what_no_engine_serves(embeddings: SharedEmbeddings, tmp_path: Path) -> 
             assert reason is None if is_served else f"trained with {trained}" in str(reason)
     for layers in ((4, 2, 5), (0, 2, 4), (2, 4, 8)):
         assert f"--layers {','.join(map(str, layers))}" in str(refusal(build("eagle3", layers), TARGET, "vllm"))
+    assert "a head with fc_norm is read from" in str(refusal(build("eagle3", fc_norm=True), TARGET, "vllm"))
+    windows = build("dspark", sliding_windows=(4, 0))
+    assert "a head with sliding_windows is read from" in str(refusal(windows, TARGET, "vllm"))
     assert "layout of its own" in str(refusal(build("dspark"), TARGET, "sglang"))
     text_only = DsparkDrafter(build("dspark").head, "text_only", num_layers=N)  # type: ignore[arg-type]
     assert "'text_only'" in str(refusal(text_only, TARGET, "vllm"))

@@ -29,7 +29,8 @@ from mmspec.drafters.block.flash import FlashDrafter, FlashHead
 from mmspec.drafters.eagle import native as native_draft
 from mmspec.drafters.eagle.base import HeadDrafter
 from mmspec.drafters.eagle.drafter import EagleDrafter
-from mmspec.drafters.eagle.head import Eagle3Head, EagleHead, HeadConfig
+from mmspec.drafters.eagle.eagle3_head import Eagle3Head
+from mmspec.drafters.eagle.head import EagleHead, HeadConfig
 from mmspec.drafters.eagle.native import NativeDraft
 from mmspec.engine.tree import DraftTree
 from mmspec.interfaces import Prompt

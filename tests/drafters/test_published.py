@@ -21,10 +21,12 @@ from mmspec.app.scenes.render import render_scene
 from mmspec.app.scenes.world import generate_scene
 from mmspec.config import target_info
 from mmspec.control.depth import DepthController
-from mmspec.drafters.checkpoints.published import PUBLISHED_DRAFTERS, load_published
+from mmspec.drafters.checkpoints.published import load_published
+from mmspec.drafters.checkpoints.published_heads import PUBLISHED_DRAFTERS
 from mmspec.drafters.checkpoints.speculators import export_speculators
 from mmspec.drafters.eagle.drafter import EagleDrafter
-from mmspec.drafters.eagle.head import Eagle3Head, EagleHead
+from mmspec.drafters.eagle.eagle3_head import Eagle3Head
+from mmspec.drafters.eagle.head import EagleHead
 from mmspec.drafters.eagle.vispec import VispecDrafter
 from mmspec.drafters.registry import HEAD_FILES, build_drafter
 from mmspec.engine.tree import root_only
@@ -243,7 +245,7 @@ Change = Callable[[dict[str, Tensor]], object]
         ("eagle3", lambda w: w["norm.weight"].fill_(float("nan")), {}, "norm.weight holds values that are not finite"),
         ("msd", len, {"image_token_index": 7}, "image_token_index 7; the target's media token ids are 4"),
         ("eagle3", len, {"image_token_id": 7}, "image_token_id 7; the target's media token ids are 4"),
-        ("eagle3", len, {"fc_norm": True}, "fc_norm is not supported"),
+        ("eagle3", len, {"fc_norm": True}, r"lacks fc_norm\.0\.weight"),
         ("eagle3", len, {"target_hidden_size": 64}, "hidden_size 64"),
         ("eagle3", len, {"speculators_model_type": "mlp"}, "'mlp' is not supported"),
         ("eagle3", len, {"eagle_aux_hidden_state_layer_ids": [2, 4, 99]}, "this target, which has 0 to 8"),

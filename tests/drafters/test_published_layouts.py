@@ -12,12 +12,17 @@ import torch
 from draft_rounds import DraftedCall, read_text, run_call
 from parity import generate_plain, get_model
 from published_heads import LAYOUTS, write_head
+from recorded_rounds import recording
 from slow_heads import SlowBlock, SlowEagle, SlowEagle3Head, SlowHead, SlowVispec
 from transformers import PreTrainedModel
 
 import mmspec
 from mmspec.app.cli.env import describe_drafter
+from mmspec.config import target_info
 from mmspec.cpu.native import load_kernel
+from mmspec.drafters.checkpoints.export import export_head
+from mmspec.drafters.checkpoints.published import load_published
+from mmspec.engine.graph import record_nothing
 from mmspec.targets.registry import find_adapter
 
 READERS: dict[str, Callable[..., SlowHead]] = {
@@ -61,10 +66,21 @@ def test_drafts_of_a_call_equal_the_slow_reader(name: str, tmp_path: Path) -> No
     assert len(call.rows[0]) >= 50
     reader = READERS[layout.kind](folder, read_text(model, inputs, call), **layout.options.get("reader", {}))
     assert_drafts_as_read(call, reader)
-    if "M-RoPE" in name and load_kernel() is not None:  # positions after the prompt are on one axis
-        compiled = run_call(model, folder, inputs, num_tokens=NUM_TOKENS, native=True)
-        assert compiled.num_native == 1
-        assert [one.tokens for one in compiled.rows[0]] == [one.tokens for one in call.rows[0]]
+
+
+@pytest.mark.parametrize("name", ["EAGLE-3, SpecForge, M-RoPE", "EAGLE-3, AngelSlim, M-RoPE"])
+def test_axes_of_compiled_and_recorded_drafts(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind the prompt positions are on one axis, so that both draft the same."""
+    model, folder = build_target(LAYOUTS[name].family), write_head(tmp_path, LAYOUTS[name])
+    inputs = tiny.build_inputs(model, 5, images=[2], num_text_tokens=(9, 12))
+    expected = [one.tokens for one in run_call(model, folder, inputs, num_tokens=20, native=False).rows[0]]
+    if load_kernel() is not None:
+        compiled = run_call(model, folder, inputs, num_tokens=20, native=True)
+        assert compiled.num_native == 1 and [one.tokens for one in compiled.rows[0]] == expected
+    monkeypatch.setattr("mmspec.decode.can_fuse", lambda *args: False)
+    with recording(record_nothing) as recorder:
+        recorded = run_call(model, folder, inputs, num_tokens=20, native=False)
+    assert recorder.draft_replays > 20 and [one.tokens for one in recorded.rows[0]] == expected
 
 
 @pytest.mark.parametrize("name", ["EAGLE-3, SpecForge, M-RoPE", "EAGLE-3, AngelSlim, M-RoPE"])
@@ -76,6 +92,31 @@ def test_axes_of_padded_rows(name: str, tmp_path: Path) -> None:
     call = run_call(model, folder, inputs, num_tokens=8, native=False)
     for row in range(2):
         assert_drafts_as_read(call, SlowEagle3Head(folder, read_text(model, inputs, call, row)), row)
+
+
+def test_what_is_assumed_of_a_missing_key(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One line where the head's own code and the engines disagree; an exported head has the key."""
+    for name, is_assumed in (("M-RoPE", False), ("M-RoPE without its key", True)):
+        layout = LAYOUTS[f"EAGLE-3, AngelSlim, {name}"]
+        info = target_info(find_adapter(build_target(layout.family)), None)
+        caplog.clear()
+        drafter = load_published(write_head(tmp_path / name, layout), info)
+        assert ("mrope_interleaved is missing and taken as true" in caplog.text) is is_assumed
+        for format_name in ("vllm", "speculators"):
+            folder = tmp_path / f"{name} {format_name}"
+            export_head(folder, drafter, info, format_name)
+            config = load_published(folder, info).head.config
+            assert config.mrope_interleaved and config.mrope_section == drafter.head.config.mrope_section
+
+
+@pytest.mark.parametrize("name", ["EAGLE-3, SpecForge, M-RoPE", "EAGLE-3, AngelSlim, M-RoPE without its key"])
+def test_axes_and_placeholders_of_videos(name: str, tmp_path: Path) -> None:
+    """A video has a placeholder of its own, and positions in time."""
+    model, folder = build_target(LAYOUTS[name].family), write_head(tmp_path, LAYOUTS[name])
+    inputs = tiny.build_inputs(model, 4, images=[1], videos=[1], num_text_tokens=(9, 12))
+    assert {model.config.image_token_id, model.config.video_token_id} <= set(inputs["input_ids"][0].tolist())
+    call = run_call(model, folder, inputs, num_tokens=12, native=False)
+    assert_drafts_as_read(call, SlowEagle3Head(folder, read_text(model, inputs, call)))
 
 
 @pytest.mark.parametrize("compressor", ["pool:3", "stride:3"])
@@ -91,7 +132,9 @@ def test_axes_of_compressed_images(compressor: str, tmp_path: Path) -> None:
     assert stats.num_draft_tokens and 0 < stats.num_compressed_tokens < stats.num_visual_tokens
 
 
-@pytest.mark.parametrize(("config", "mode"), [({}, "placeholder"), ({"visual_mode": "coupled"}, "coupled")])
+@pytest.mark.parametrize(
+    ("config", "mode"), [({}, "placeholder"), *(({"visual_mode": mode}, mode) for mode in ("coupled", "text_only"))]
+)
 def test_image_positions_and_their_name(config: dict[str, str], mode: str, tmp_path: Path) -> None:
     """The placeholder's embedding unless the head says otherwise, and which of both in `stats` and `mmspec env`."""
     layout = LAYOUTS["EAGLE-3, EAGLE code"]

@@ -127,6 +127,7 @@ def test_angelslim_heads_rotate_with_the_default_base(caplog: pytest.LogCaptureF
         ({"partial_rotary_factor": 0.2}, r"partial_rotary_factor 0\.2 of head_dim 16 must be an even size; got 3"),
         ({"rope_parameters": {"partial_rotary_factor": 2}}, "partial_rotary_factor must be a number above 0"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported in a draft head; silu and swish are"),
+        ({"hidden_activation": "gelu_pytorch_tanh"}, "hidden_activation 'gelu_pytorch_tanh' is not supported"),
     ],
 )
 def test_what_stays_refused(values: dict[str, Any], message: str) -> None:

@@ -39,13 +39,15 @@ from mmspec.engine.graph import (
     record_trace,
     trace,
 )
-from mmspec.engine.kv_cache import RaggedKVCache
-from mmspec.engine.static_cache import MAX_NODES, StaticKVCache, length_bucket, write_nodes
+from mmspec.engine.kv_cache import RaggedKVCache, RecordedKVCache, commit_nodes, length_bucket
+from mmspec.engine.tree import root_only
 from mmspec.engine.tree_cache import CACHE_ARGUMENT
 from mmspec.patching import patch_state
-from mmspec.targets import captured
-from mmspec.targets.captured import CapturedTarget, recorder_for
-from mmspec.targets.static_round import StaticRound
+from mmspec.targets import lanes
+from mmspec.targets.forward import CallTensors, NodeForward
+from mmspec.targets.hf import HFTarget
+from mmspec.targets.lanes import recorder_for
+from mmspec.targets.registry import find_adapter
 
 DRAFTERS = ("none", "lookup", "leaning-coupled", "leaning-flash")
 """`coupled` is MSD."""
@@ -62,67 +64,73 @@ def test_length_buckets() -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-def test_static_cache_equals_the_ragged_one(batch: int) -> None:
-    """A prompt, random trees, and cuts."""
+def test_a_packed_cache_equals_a_growing_one(batch: int) -> None:
+    """A prompt, random trees written as in a recorded function, and cuts; keys and values of two shapes."""
     rng = torch.Generator().manual_seed(batch)
-    static, ragged = StaticKVCache(batch, 256, num_layers=2), RaggedKVCache(batch, 256)
-    address = None
-    for cache in (static, ragged):
-        cache.begin_forward(5)
-    for layer in range(2):
-        keys, values = (torch.randn(batch, 2, 5, 4, generator=rng) for _ in range(2))
-        for a, b in zip(static.write(layer, keys, values), ragged.write(layer, keys, values), strict=True):
-            assert torch.equal(a, b)
-    static.advance(5)
-    ragged.advance(5)
+    packed, growing = RaggedKVCache(batch, 256), RaggedKVCache(batch, 256)
+    sizes = [(4, 4), (4, 4), (4, 6)]
+
+    def random_parts(n: int, layer: int) -> list[Tensor]:
+        return [torch.randn(batch, 2, n, size, generator=rng) for size in sizes[layer]]
+
+    for layer in range(3):
+        parts = random_parts(5, layer)
+        for cache in (packed, growing):
+            if layer == 0:
+                cache.begin_forward(5)
+            cache.write(layer, *parts)
+    packed.advance(5)
+    growing.advance(5)
+    assert packed.pack(512) and not packed.pack(512), "moved once"
+    assert len(packed.groups) == 3, "two layers of one shape, and keys and values of the third"
     for step in range(12):
         nodes = (1, 4, 8)[step % 3]
-        ragged.begin_forward(nodes)
-        static.begin_tree(nodes)
-        lengths = static.lengths_on(torch.device("cpu"))
-        assert static.data is not None
-        address = address or (static.data.data_ptr(), lengths.data_ptr())
-        assert address == (static.data.data_ptr(), lengths.data_ptr()), "fixed addresses"
-        for layer in range(2):
-            keys, values = (torch.randn(batch, 2, nodes, 4, generator=rng) for _ in range(2))
-            ragged.write(layer, keys, values)
-            all_keys = write_nodes(static.layers[2 * layer], keys, static.bucket())
-            write_nodes(static.layers[2 * layer + 1], values, static.bucket())
-            assert all_keys.shape == (batch, 2, nodes + 256, 4) and torch.equal(all_keys[:, :, :nodes], keys)
+        growing.begin_forward(nodes)
+        packed.begin_forward(nodes)
+        view = RecordedKVCache(packed.layers, packed.lengths_on(torch.device("cpu")), 256)
+        view.begin_forward(nodes)
+        for layer in range(3):
+            parts = random_parts(nodes, layer)
+            growing.write(layer, *parts)
+            for found, new in zip(view.write(layer, *parts), parts, strict=True):
+                assert found.shape[2] == 256
+                for row, length in enumerate(growing.seq_lens):
+                    assert torch.equal(found[row, :, length : length + nodes], new[row])
         rows = [[0, *range(2, 2 + (row + step) % (nodes - 1))] if nodes > 1 else [0] for row in range(batch)]
         rows[-1] = [] if step == 5 and batch > 1 else rows[-1]
         path = torch.tensor([row + [0] * (nodes - len(row)) for row in rows])
         counts = torch.tensor([len(row) for row in rows])
-        static.keep_path(path, counts, rows)
-        ragged.keep_path(path, counts, rows)
+        packed.keep_path(path, counts, rows)
+        growing.keep_path(path, counts, rows)
         if step % 4 == 3:
-            cut = [length - 1 for length in ragged.seq_lens]
-            static.crop(cut)
-            ragged.crop(cut)
-        assert static.seq_lens == ragged.seq_lens == static.lengths_on(torch.device("cpu")).tolist()
-        for layer, row in ((layer, row) for layer in range(2) for row in range(batch)):
-            length = ragged.seq_lens[row]
-            for a, b in zip(static.read(layer, length), ragged.read(layer, length), strict=True):
+            cut = [length - 1 for length in growing.seq_lens]
+            packed.crop(cut)
+            growing.crop(cut)
+        assert packed.is_packed and packed.seq_lens == growing.seq_lens
+        assert packed.seq_lens == packed.lengths_on(torch.device("cpu")).tolist()
+        for layer, row in ((layer, row) for layer in range(3) for row in range(batch)):
+            length = growing.seq_lens[row]
+            for a, b in zip(packed.read(layer, length), growing.read(layer, length), strict=True):
                 assert torch.equal(a[row], b[row])
-    static.zero_tail()
-    assert static.data is not None and not static.data[..., :MAX_NODES, :].any()
-    assert not static.data[:, :, 0, :, MAX_NODES + static.seq_lens[0] :].any()
+    packed.zero_tail()
+    assert not any(group[:, :, 0, :, packed.seq_lens[0] :].any() for group in packed.groups)
+    packed.reset()
+    assert not any(group.any() for group in packed.groups) and packed.seq_lens == [0] * batch
 
 
 def test_nan_of_a_rejected_node_does_not_spread() -> None:
     """A masked position contributes 0 * value."""
-    static = StaticKVCache(1, 256, num_layers=1)
-    static.begin_forward(2)
-    static.write(0, torch.ones(1, 1, 2, 4), torch.ones(1, 1, 2, 4))
-    static.advance(2)
-    assert static.data is not None
-    static.begin_tree(4)
+    cache = RaggedKVCache(1, 256)
+    cache.begin_forward(2)
+    cache.write(0, torch.ones(1, 1, 2, 4), torch.ones(1, 1, 2, 4))
+    cache.advance(2)
+    cache.pack(256)
     nodes = torch.ones(1, 1, 4, 4)
     nodes[:, :, 2:] = torch.nan
-    for buffer in static.layers:
-        write_nodes(buffer, nodes, 256)
-    static.keep_path(torch.tensor([[0, 1, 2, 3]]), torch.tensor([2]), [[0, 1]])
-    assert static.seq_lens == [4] and static.data[..., MAX_NODES:, :].isfinite().all()
+    cache.begin_forward(4)
+    cache.write(0, nodes, nodes)
+    cache.keep_path(torch.tensor([[0, 1, 2, 3]]), torch.tensor([2]), [[0, 1]])
+    assert cache.seq_lens == [4] and cache.groups[0].isfinite().all()
 
 
 # --- the same tokens --------------------------------------------------------------------------------------------------
@@ -140,7 +148,7 @@ def test_a_recording_replayed_on_other_prompts_is_plain_generate(drafter: str, b
     with (
         recording(record_trace) as recorder,
         patched(model, build_drafter(drafter), tree_size=8),
-        mock.patch("mmspec.decode.can_fuse", return_value=False),
+        mock.patch("mmspec.engine.loop.can_record_rounds", return_value=False),
     ):
         for inputs, expected in zip(prompts, plain, strict=True):
             assert torch.equal(generate(model, inputs, sampled, repetition_penalty=1.1), expected)
@@ -152,7 +160,7 @@ def test_a_recording_replayed_on_other_prompts_is_plain_generate(drafter: str, b
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3", "internvl", "paligemma", "mistral3", "smolvlm", "qwen3"])
 def test_model_types(family: str) -> None:
-    """Several position axes, token types, and layers with windows (which are not recorded)."""
+    """Several position axes, token types, and layers with windows."""
     spec = tiny.ModelSpec(family)
     model = build_model(spec)
     prompts = [build_inputs(model, seed, 2) for seed in range(2)]
@@ -160,7 +168,7 @@ def test_model_types(family: str) -> None:
     with recording(record_trace) as recorder, patched(model, build_drafter("leaning-coupled", spec), tree_size=8):
         for inputs, expected in zip(prompts, plain, strict=True):
             assert torch.equal(generate(model, inputs, False), expected)
-    assert (recorder.replays > 0) == (family != "gemma3")
+    assert recorder.replays > 0
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -179,7 +187,7 @@ def test_the_fuzz_uses_recorded_rounds() -> None:
 
 
 def test_a_text_that_grows_beyond_a_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mmspec.targets.captured.RESERVED_TOKENS", 0)
+    monkeypatch.setattr("mmspec.targets.lanes.RESERVED_TOKENS", 0)
     model = build_model()
     inputs = build_inputs(model, 0, 1)
     expected = generate(model, inputs, False, max_new_tokens=300)
@@ -232,13 +240,16 @@ def test_a_round_on_the_meta_device_reads_and_makes_nothing(family: str) -> None
     def meta(*shape: int, dtype: torch.dtype = torch.long) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device="meta")
 
-    buffer = meta(batch, heads_, MAX_NODES + 384, size, dtype=model.dtype)
-    state = meta(batch), meta(batch, 384, dtype=torch.bool), meta(batch, 1), meta(1)
-    state += (buffer,) * (2 * text.num_hidden_layers)
-    inputs = meta(batch, nodes), meta(batch, nodes), meta(batch, nodes, nodes, dtype=torch.bool)
-    function = StaticRound(model, {"use_cache": True, "logits_to_keep": 0}, (), bucket, (0, text.num_hidden_layers))
+    call = CallTensors(meta(batch, 1), meta(1), 300, meta(batch, 384, dtype=torch.bool), {})
+    layers = [(meta(2, batch, heads_, 384, size, dtype=model.dtype),)] * text.num_hidden_layers
+    tree = root_only(batch, "meta").pad(nodes)
+    forward = NodeForward(find_adapter(model), {"use_cache": True, "logits_to_keep": 0})
+    lengths, path, counts = meta(batch), meta(batch, nodes), meta(batch)
     with torch.no_grad(), HostCounter() as counter:
-        logits, first, last = function(*state, *inputs)
+        cache = RecordedKVCache(layers, lengths, bucket)
+        cache.begin_forward(nodes)
+        logits, first, last = forward(tree, cache, call, (0, text.num_hidden_layers))
+        commit_nodes([torch.empty(3, *layers[0][0].shape, device="meta")], lengths, path, counts)
     assert counter.counts == {"reads": 0, "made": 0}
     assert logits.shape == (batch, nodes, text.vocab_size) and first.shape == last.shape
 
@@ -271,7 +282,7 @@ def test_no_value_becomes_a_constant() -> None:
 )
 def test_compiled_on_a_cpu(compiler: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     """`torch.compile(fullgraph=True)` of a recorded round, or its trace; a weight changed in place is noticed."""
-    monkeypatch.setattr(captured, "record_compiled", compiler)
+    monkeypatch.setattr(lanes, "record_compiled", compiler)
     model = build_model()
     prompts = [build_inputs(model, seed, 1) for seed in range(2)]
     plain = [generate(model, inputs, False) for inputs in prompts]
@@ -281,7 +292,7 @@ def test_compiled_on_a_cpu(compiler: Recorder, monkeypatch: pytest.MonkeyPatch) 
         pool = patch_state(model).captures
         (lane,) = pool._lanes.values()
         assert pool.failure is None and lane.recordings.recorder is compiler
-        assert len(lane.recordings) == 3, "a round, and the two parts of a draft"
+        assert len(lane.recordings) == 2, "a forward and a draft"
         model.get_output_embeddings().weight.data.neg_()  # changes neither address nor version counter
         with mmspec.disabled(model):
             expected = generate(model, prompts[0], False)
@@ -315,7 +326,7 @@ def test_a_failure_costs_speed_only(recorder: Recorder, caplog: pytest.LogCaptur
     with recording(recorder) as counting, patched(model, "lookup", tree_size=4), caplog.at_level(logging.WARNING):
         for _ in range(3):
             assert torch.equal(generate(model, inputs, True), expected)
-    assert counting.recordings == 1, "not tried again"
+    assert counting.recordings == 2, "whole rounds and forwards alone, neither tried again"
     assert len([record for record in caplog.records if "not recorded" in record.message]) == 1
 
 
@@ -383,16 +394,16 @@ def test_two_threads() -> None:
     expected = generate(model, inputs, False)
     found: list[bool] = []
     inner = threading.Thread(target=lambda: found.append(torch.equal(generate(model, inputs, False), expected)))
-    score = CapturedTarget.score
+    score = HFTarget.score_part
 
-    def score_beside_another_call(self: CapturedTarget, *args: Any) -> Any:
+    def score_beside_another_call(self: HFTarget, *args: Any) -> Any:
         if not inner.ident:
             inner.start()
             inner.join()
         return score(self, *args)
 
     with recording(record_nothing) as recorder, patched(model, "lookup", tree_size=4):
-        with mock.patch.object(CapturedTarget, "score", score_beside_another_call):
+        with mock.patch.object(HFTarget, "score_part", score_beside_another_call):
             assert torch.equal(generate(model, inputs, False), expected)
         assert found == [True] and recorder.recordings == 1
         assert torch.equal(generate(model, inputs, False), expected), "the lane is free again"
@@ -404,7 +415,7 @@ def test_a_call_that_raises_returns_the_lane() -> None:
     expected = generate(model, inputs, False)
     with recording(record_nothing) as recorder, patched(model, "lookup", tree_size=4):
         with (
-            mock.patch.object(CapturedTarget, "commit", side_effect=KeyboardInterrupt),
+            mock.patch.object(HFTarget, "follow_part", side_effect=KeyboardInterrupt),
             pytest.raises(KeyboardInterrupt),
         ):
             generate(model, inputs, False)

@@ -27,6 +27,7 @@ from recorded_rounds import (
     fails_later,
     fused_only,
     generate,
+    is_whole,
     patched,
     recording,
     wrong,
@@ -39,14 +40,16 @@ import mmspec
 from mmspec.control.tree_size import TreeSizeController
 from mmspec.drafters.eagle import native
 from mmspec.drafters.eagle.drafter import EagleDrafter
-from mmspec.engine import fused_loop
-from mmspec.engine.fused_loop import FusedLoop, FusedRound
-from mmspec.engine.graph import Recorder, record_nothing, record_trace
+from mmspec.engine import round as engine_round
+from mmspec.engine.graph import Recorder, StaticFunction, record_nothing, record_trace
 from mmspec.engine.loop import DecodeLoop
+from mmspec.engine.output import OutputBuffer
+from mmspec.engine.recorded import RecordedRounds
 from mmspec.engine.recordings import NUM_CHECKED_REPLAYS, Recordings
 from mmspec.engine.rng import SamplingNoise
 from mmspec.engine.sampler import TreeSampler
-from mmspec.targets.captured import CapturedTarget
+from mmspec.targets import lanes
+from mmspec.targets.hf import HFTarget
 
 KINDS = ("coupled", "decoupled", "trimmed", "eagle3", "vispec", "flash", "chained", "parallel", "linked", "falcon")
 KINDS += ("dspark", "dspark:1")
@@ -102,7 +105,7 @@ def run_calls(kind: str, batch: int, sampled: bool, options: tuple[tuple[str, An
 @cache
 def run_in_parts(kind: str, batch: int, sampled: bool, options: tuple[tuple[str, Any], ...]) -> list[int]:
     """`run_calls` with rounds that are recorded in parts."""
-    with recording(record_nothing), mock.patch("mmspec.decode.can_fuse", return_value=False):
+    with recording(record_nothing), mock.patch("mmspec.engine.loop.can_record_rounds", return_value=False):
         return run_calls(kind, batch, sampled, options)
 
 
@@ -265,7 +268,8 @@ def test_nothing_remains_of_the_last_call() -> None:
         for inputs, expected in zip(prompts, plain, strict=True):
             assert torch.equal(generate(model, inputs, True), expected)
             (lane,) = mmspec.patching.patch_state(model).captures._lanes.values()
-            lane.kv_cache.data.fill_(torch.nan)
+            for group in lane.kv_cache.groups:
+                group.fill_(torch.nan)
             (tensors,) = lane.recordings._attachments.values()
             tensors.named["keys_values"].fill_(torch.nan)
             for tensor in lane.recordings._fixed.values():
@@ -286,8 +290,8 @@ def _other_column(original: Any) -> Any:
 def _stale_length(original: Any) -> Any:
     """Commits behind the shortest row, as if all rows had one length."""
 
-    def faulty(data: Tensor, lengths: Tensor, *args: Any) -> None:
-        original(data, lengths.clamp(max=int(lengths.min())), *args)
+    def faulty(groups: Any, lengths: Tensor, *args: Any) -> None:
+        original(groups, lengths.clamp(max=int(lengths.min())), *args)
 
     return faulty
 
@@ -296,7 +300,7 @@ def _constant_length(original: Any) -> Any:
     """Attends to as many positions as there were in the first round."""
     first: list[list[int]] = []
 
-    def faulty(self: CapturedTarget, *args: Any) -> Any:
+    def faulty(self: HFTarget, *args: Any) -> Any:
         part = original(self, *args)
         first.append(part.lengths)
         return replace(part, lengths=first[0])
@@ -305,15 +309,15 @@ def _constant_length(original: Any) -> Any:
 
 
 def _no_limit(original: Any) -> Any:
-    def faulty(self: FusedLoop, num_nodes: int) -> list[int]:
+    def faulty(self: OutputBuffer, num_nodes: int) -> list[int]:
         return [num_nodes for _ in original(self, num_nodes)]
 
     return faulty
 
 
 def _no_ignored_pads(original: Any) -> Any:
-    def faulty(self: FusedLoop) -> None:
-        original(self)
+    def faulty(self: RecordedRounds, *args: Any) -> None:
+        original(self, *args)
         self._ignored = [0] * len(self._ignored)
 
     return faulty
@@ -329,11 +333,11 @@ def _other_row(original: Any) -> Any:
 
 BUGS: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
     "noise of another column": (SamplingNoise, "at_slots", _other_column),
-    "commit behind the shortest row": (mmspec.targets.captured, "commit_path", _stale_length),
-    "lengths of the first round": (CapturedTarget, "score_part", _constant_length),
-    "limits of rows ignored": (FusedLoop, "_limits", _no_limit),
-    "penalty of the prompt's pads": (FusedLoop, "__post_init__", _no_ignored_pads),
-    "path of another row": (fused_loop, "accept_path_in_torch", _other_row),
+    "commit behind the shortest row": (lanes, "commit_nodes", _stale_length),
+    "lengths of the first round": (HFTarget, "score_part", _constant_length),
+    "limits of rows ignored": (OutputBuffer, "max_emit", _no_limit),
+    "penalty of the prompt's pads": (RecordedRounds, "__init__", _no_ignored_pads),
+    "path of another row": (engine_round, "accept_path", _other_row),
 }
 
 
@@ -445,9 +449,9 @@ def test_compiled_recordings_stay_in_parts() -> None:
     inputs = build_inputs(model, 0, 1)
     expected = generate(model, inputs, False)
     with (
-        mock.patch("mmspec.targets.captured.record_compiled", record_nothing),
+        mock.patch("mmspec.targets.lanes.record_compiled", record_nothing),
         patched(model, build_drafter("leaning-flash"), tree_size=8, compile=True),
-        mock.patch.object(FusedLoop, "__post_init__", side_effect=AssertionError),
+        mock.patch.object(RecordedRounds, "__init__", side_effect=AssertionError),
     ):
         assert torch.equal(generate(model, inputs, False), expected)
 
@@ -494,16 +498,16 @@ def test_nan_at_a_draft(caplog: pytest.LogCaptureFixture) -> None:
     model = build_model()
     inputs = build_inputs(model, 0, 2)
     expected = generate(model, inputs, True)
-    sample, calls = TreeSampler.sample_recorded, itertools.count()
+    sample, calls = TreeSampler.sample_nodes, itertools.count()
 
-    def sometimes_nan(self: TreeSampler, *args: Any) -> tuple[Tensor, Tensor]:
-        sampled_ids, is_nan = sample(self, *args)
-        return sampled_ids, is_nan | (next(calls) >= 10)
+    def sometimes_nan(self: TreeSampler, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        sampled_ids, scores, is_nan = sample(self, *args)
+        return sampled_ids, scores, is_nan | (next(calls) >= 10)
 
     with (
         recording(record_nothing) as counting,
         patched(model, build_drafter("leaning-decoupled"), tree_size=8),
-        mock.patch.object(TreeSampler, "sample_recorded", sometimes_nan),
+        mock.patch.object(TreeSampler, "sample_nodes", sometimes_nan),
         caplog.at_level(logging.WARNING),
     ):
         assert torch.equal(generate(model, inputs, True), expected)
@@ -515,13 +519,13 @@ def test_nan_at_a_draft(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @contextmanager
-def fused_runs() -> Iterator[list[tuple[FusedRound, list[Tensor], int]]]:
+def fused_runs() -> Iterator[list[tuple[StaticFunction, list[Tensor], int]]]:
     """Context that collects (function, tensors, number of inputs) of whole rounds."""
-    found: list[tuple[FusedRound, list[Tensor], int]] = []
+    found: list[tuple[StaticFunction, list[Tensor], int]] = []
     run = Recordings.run
 
     def spy(self: Recordings, owner: Any, key: Any, function: Any, state: Any, inputs: Any) -> Any:
-        if isinstance(function, FusedRound):
+        if is_whole(function):
             found.append((function, [*state, *inputs], len(inputs)))
         return run(self, owner, key, function, state, inputs)
 
@@ -557,9 +561,9 @@ def count_launches(kind: str, batch: int, sampled: bool) -> list[tuple[int, int]
     rounds: list[tuple[int, int]] = []
     counter = KernelCounter()
     inner = copies = 0
-    round_, run = FusedLoop.round, Recordings.run
+    round_, run = DecodeLoop.round, Recordings.run
 
-    def counted_round(self: FusedLoop, state: Any) -> None:
+    def counted_round(self: DecodeLoop, state: Any) -> None:
         nonlocal inner, copies
         counter.count = inner = copies = 0
         with counter:
@@ -577,7 +581,7 @@ def count_launches(kind: str, batch: int, sampled: bool) -> list[tuple[int, int]
     with (
         recording(record_nothing),
         patched(model, drafter, tree_size=8),
-        mock.patch.object(FusedLoop, "round", counted_round),
+        mock.patch.object(DecodeLoop, "round", counted_round),
         mock.patch.object(Recordings, "run", counted_run),
     ):
         generate(model, inputs, sampled)
@@ -602,8 +606,8 @@ def test_a_round_waits_once(sampled: bool) -> None:
     with (
         recording(record_nothing),
         patched(model, build_drafter("leaning-decoupled"), tree_size=8),
-        counted_rounds(FusedLoop) as rounds,
-        mock.patch.object(DecodeLoop, "round", side_effect=DecodeLoop.round, autospec=True) as in_parts,
+        counted_rounds(DecodeLoop) as rounds,
+        mock.patch.object(DecodeLoop, "_run_eager", side_effect=DecodeLoop._run_eager, autospec=True) as in_parts,
     ):
         generate(model, build_inputs(model, 0, 3), sampled)
     settled = [one.counts for one in rounds[NUM_CHECKED_REPLAYS + 1 : -2]]

@@ -71,6 +71,7 @@ def valid_videos() -> dict[str, bytes]:
         "flv": "flv1",
         "wmv": "wmv2",
         "3gp": "mpeg4",
+        "m2v": "mpeg2video",
     }
     with tempfile.TemporaryDirectory() as folder:
         for suffix, codec in codecs.items():

@@ -20,6 +20,9 @@ from mmspec.interfaces import VerifyResult
 from mmspec.metrics.stats import Stats
 from mmspec.targets.registry import find_adapter
 
+MEDIA_IDS = ("image_token_id", "video_token_id")
+"""Keys of a model's config, of which it has one or both."""
+
 
 @dataclass
 class DraftedRound:
@@ -88,6 +91,7 @@ def run_call(model: PreTrainedModel, folder: Path, inputs: Inputs, *, num_tokens
         call.num_native += found_draft is not None
         return found_draft
 
+    media_ids = [getattr(model.config, name) for name in MEDIA_IDS if hasattr(model.config, name)]
     drafter.propose, drafter.observe, drafter.logits, drafter.native_draft = (
         spy_propose,
         spy_observe,
@@ -98,9 +102,7 @@ def run_call(model: PreTrainedModel, folder: Path, inputs: Inputs, *, num_tokens
         fuzz.override_generation_config(model, None),
         fuzz.patch_model(model, drafter, tree_size=drafter.max_depth + 1),
     ):
-        call.sequences = model.generate(
-            **inputs, max_new_tokens=num_tokens, do_sample=False, suppress_tokens=[model.config.image_token_id]
-        )
+        call.sequences = model.generate(**inputs, max_new_tokens=num_tokens, do_sample=False, suppress_tokens=media_ids)
         call.stats = mmspec.stats(model)
     return call
 
@@ -116,17 +118,17 @@ def read_text(model: PreTrainedModel, inputs: Inputs, call: DraftedCall, row: in
     mask = inputs["attention_mask"][row].bool()
     ids = torch.cat((call.sequences[row, :prompt_length][mask], call.sequences[row, prompt_length:]))
     media = {name: value for name, value in inputs.items() if "pixel" in name or "grid" in name or "sizes" in name}
-    token = model.config.image_token_id
-    is_visual = ids == token
+    image_id, video_id = (getattr(model.config, name, -1) for name in MEDIA_IDS)
+    is_visual = (ids == image_id) | (ids == video_id)
     whole: dict[str, Any] = {"input_ids": ids[None], "attention_mask": torch.ones_like(ids[None])}
     whole |= media if bool(is_visual.any()) else {}
     if "mm_token_type_ids" in inputs:
-        whole["mm_token_type_ids"] = is_visual[None].int()
+        whole["mm_token_type_ids"] = is_visual[None].int() + (ids[None] == video_id).int()
     outputs = model(**whole, output_hidden_states=True, use_cache=False)
     positions = [(index, index, index) for index in range(len(ids))]
     if hasattr(model.model, "get_rope_index") and bool(is_visual.any()):
-        names = ("input_ids", "attention_mask", "mm_token_type_ids", "image_grid_thw")
-        found, _ = model.model.get_rope_index(**{name: whole[name] for name in names})
+        given = {name: value for name, value in whole.items() if "pixel" not in name}
+        found, _ = model.model.get_rope_index(**given)
         positions = [(time, height, width) for time, height, width in found[:, 0].T.tolist()]
     return Sequences(
         ids=ids,

@@ -28,10 +28,11 @@ from torch import Tensor
 
 import mmspec.decode
 import mmspec.engine.kv_cache
-import mmspec.engine.loop
 import mmspec.engine.output
 import mmspec.engine.rng
 import mmspec.engine.sampler
+import mmspec.engine.verifier
+import mmspec.targets.forward
 import mmspec.targets.hf
 import mmspec.targets.native
 from mmspec.cpu.native import FewRowsKernel
@@ -108,7 +109,7 @@ def _no_stop_ids(original: Any) -> Any:
     return faulty
 
 
-def _rng_restored_one_step_late(original: Any) -> Any:
+def _one_draw_too_many(original: Any) -> Any:
     def faulty(self: Any, step: int) -> None:
         original(self, step + 1 if step + 1 in self._states else step)
 
@@ -118,7 +119,8 @@ def _rng_restored_one_step_late(original: Any) -> Any:
 def _positions_by_length(original: Any) -> Any:
     def faulty(self: Any) -> None:
         original(self)
-        self._last_position = torch.full_like(self._last_position, self.prompt_length - 1)
+        base = torch.zeros_like(self.call_tensors.position_base)
+        self.call_tensors = replace(self.call_tensors, position_base=base)
 
     return faulty
 
@@ -137,7 +139,7 @@ def _draft_token_emitted(original: Any) -> Any:
 def _visible_pads(original: Any) -> Any:
     def faulty(self: Any) -> None:
         original(self)
-        self._padding = None
+        self.call_tensors = replace(self.call_tensors, padding=None)
 
     return faulty
 
@@ -204,31 +206,32 @@ def _compiled_rounds(text: str, replacement: str) -> list[Replacement]:
 
 
 _SAMPLER = mmspec.engine.sampler
-_LOOP = mmspec.engine.loop
+_VERIFIER = mmspec.engine.verifier
 _NOISE = mmspec.engine.rng.SamplingNoise
 _OUTPUT = mmspec.engine.output.OutputBuffer
 _TARGET = mmspec.targets.hf.HFTarget
+_FORWARD = mmspec.targets.forward.NodeForward
 
 MUTANTS: dict[str, list[Replacement]] = {
     "history without the path": [(_SAMPLER, "_group_nodes", _empty_path)],
     "one noise for all nodes": [(_NOISE, "at", _same_noise_for_all_nodes)],
     "noise off by one step": [(_NOISE, "at", _noise_of_next_step)],
     "a sibling visible in the mask": [
-        (_TARGET, "_mask", _visible_siblings),
+        (_FORWARD, "_mask", _visible_siblings),
         (mmspec.targets.native.NativeRounds, "score", _visible_siblings),
     ],
     "the wrong nodes in the KV cache": [(mmspec.engine.kv_cache.RaggedKVCache, "keep_path", _first_nodes_in_cache)],
     "stop conditions only at the end of a round": [
         (_OUTPUT, "_run_criteria", _criteria_at_the_end_of_a_round),
-        (_LOOP, "accept_path", _no_stop_ids),
+        (_VERIFIER, "accept_path", _no_stop_ids),
     ],
-    "generator restored one draw late": [(_NOISE, "restore_rng", _rng_restored_one_step_late)],
+    "generator left one draw late": [(_NOISE, "close", _one_draw_too_many)],
     "rows swapped in the history": [(_SAMPLER, "_group_nodes", _swapped_history_rows)],
     "rows swapped in the noise": [(_NOISE, "at", _swapped_noise_rows)],
     "position ids by length": [(_TARGET, "_prepare_rounds", _positions_by_length)],
-    "draft token emitted instead of the sampled id": [(_LOOP, "accept_path", _draft_token_emitted)],
+    "draft token emitted instead of the sampled id": [(_VERIFIER, "accept_path", _draft_token_emitted)],
     "pads visible": [(_TARGET, "_prepare_rounds", _visible_pads)],
-    "no sliding window in trees": [(_TARGET, "_mask", _no_sliding_window)],
+    "no sliding window in trees": [(_FORWARD, "_mask", _no_sliding_window)],
     "scores of the root for the whole path": [(_OUTPUT, "_collect", _scores_of_root)],
     "provisional tokens never cut": [(_OUTPUT, "_truncate", _never_truncated)],
     "repetition penalty with another row's pads": [(_SAMPLER, "_for_rows", _pads_of_row_0)],

@@ -16,17 +16,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 import mmspec
-from mmspec.engine.fused_loop import FusedRound
 from mmspec.engine.graph import Recorder, Replay, StaticFunction, record_nothing
 from mmspec.engine.loop import DecodeLoop
-from mmspec.targets.static_round import StaticRound
+from mmspec.engine.round import ForwardFunction, RoundFunction
 
 SPEC = tiny.ModelSpec("llava")
 
 
 class CountingRecorder:
-    """Records by another recorder and counts recordings and replays: of forwards of the target, of drafts, and of whole
-    rounds ("fused")."""
+    """Records by another recorder and counts recordings and replays: of forwards of the target, alone or with whatever
+    follows them, of drafts, and of whole rounds, drafts included ("fused")."""
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
@@ -38,7 +37,8 @@ class CountingRecorder:
         self.fused_replays = 0
 
     def __call__(self, function: StaticFunction, state: Sequence[Tensor], inputs: Sequence[Tensor]) -> Replay:
-        is_round, is_fused = isinstance(function, StaticRound), isinstance(function, FusedRound)
+        is_fused = is_whole(function)
+        is_round = isinstance(function, (RoundFunction, ForwardFunction)) and not is_fused
         is_draft = not is_round and not is_fused
         self.recordings += is_round
         self.draft_recordings += is_draft
@@ -54,6 +54,11 @@ class CountingRecorder:
         return counted
 
 
+def is_whole(function: StaticFunction) -> bool:
+    """Whether a function is a whole round, from draft to commit."""
+    return isinstance(function, RoundFunction) and function.draft is not None
+
+
 def wrong(function: StaticFunction, state: Sequence[Tensor], inputs: Sequence[Tensor]) -> Replay:
     """A recorder whose replays are wrong."""
     return lambda new_inputs: tuple(output.roll(1, -1) for output in function(*state, *new_inputs))
@@ -63,7 +68,7 @@ def fused_only(recorder: Recorder) -> Recorder:
     """Records whole rounds by `recorder`; other functions run as they are."""
 
     def record(function: StaticFunction, state: Sequence[Tensor], inputs: Sequence[Tensor]) -> Replay:
-        return (recorder if isinstance(function, FusedRound) else record_nothing)(function, state, inputs)
+        return (recorder if is_whole(function) else record_nothing)(function, state, inputs)
 
     return record
 

@@ -179,11 +179,13 @@ class SlowEagle3Head(SlowHead):
     """
 
     def read_row(self, row: int) -> None:
-        num_layers = len(self.text.states) - 1
+        mode, num_layers = self.config.get("visual_mode", "placeholder"), len(self.text.states) - 1
+        if mode == "text_only" and self.text.is_visual[row + 1]:
+            return
         layers = self.config.get("eagle_aux_hidden_state_layer_ids") or (2, num_layers // 2, num_layers - 3)
         state = self.linear("fc", torch.cat([self.text.states[layer][row] for layer in layers]))
-        is_coupled = self.config.get("visual_mode") == "coupled"  # as SGLang feeds it
-        embed = self.text.embeds[row + 1] if is_coupled else self.text.embedding[self.text.ids[row + 1]]
+        is_placeholder = mode == "placeholder"  # "coupled": as SGLang feeds it
+        embed = self.text.embedding[self.text.ids[row + 1]] if is_placeholder else self.text.embeds[row + 1]
         self.last = self.step(embed, state, row)
 
     def draft_row(self, token: int, state: Tensor, row: int) -> Tensor:

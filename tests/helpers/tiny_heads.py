@@ -15,7 +15,8 @@ from mmspec.drafters.block.flash import FlashDrafter, FlashHead
 from mmspec.drafters.block.parallel import ParallelDrafter, ParallelHead
 from mmspec.drafters.eagle.base import HeadDrafter
 from mmspec.drafters.eagle.drafter import EagleDrafter
-from mmspec.drafters.eagle.head import Eagle3Head, EagleHead, HeadConfig
+from mmspec.drafters.eagle.eagle3_head import Eagle3Head
+from mmspec.drafters.eagle.head import EagleHead, HeadConfig
 from mmspec.drafters.eagle.vispec import VispecDrafter, VispecHead
 from mmspec.drafters.eagle.visual_inputs import VISUAL_MODES
 from mmspec.drafters.instant.drafter import InstantDrafter
@@ -104,6 +105,8 @@ def build_dspark_drafter(config: HeadConfig, layers: int, seed: int) -> DsparkDr
             hidden_state_layers=((1, layers), (0,), (layers - 1, 1, layers))[seed % 3],
             num_hidden_layers=1 + seed % 3,
             layer_mixture=bool(seed % 2),
+            sliding_windows=(3, 0, 6)[: 1 + seed % 3] if seed % 4 == 2 else (),
+            causal_layers=(True, False, False)[: 1 + seed % 3] if seed % 4 == 2 else (),
         )
     )
     if head.bigram_head is not None:

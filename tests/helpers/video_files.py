@@ -22,6 +22,21 @@ def grey_frame(index: int, side: int = 64) -> np.ndarray:
     return np.full((side, side, 3), 8 * index + 8, dtype=np.uint8)
 
 
+def numbered_frame(number: int, side: int = 160) -> np.ndarray:
+    """[side, side, 3] uint8 that shows `number` as ten black or white blocks, which coding does not change."""
+    bits = np.array([255 * (number >> bit & 1) for bit in range(10)], dtype=np.uint8).reshape(2, 5)
+    picture = np.full((side, side, 3), 128, dtype=np.uint8)
+    picture[: 2 * (side // 5)] = np.kron(bits, np.ones((side // 5, side // 5), np.uint8))[:, :, None]
+    return picture
+
+
+def read_number(image: Image.Image) -> int:
+    """The number that a numbered frame shows."""
+    grey = np.asarray(image.convert("L").resize((160, 160)))
+    blocks = grey[:64].reshape(2, 32, 5, 32).mean(axis=(1, 3)).ravel()
+    return sum(1 << bit for bit in range(10) if blocks[bit] > 128)
+
+
 def write_video(
     path: Path, frames: int | Sequence[np.ndarray], codec: str = "h264", fps: int = 10, **options: Any
 ) -> Path:

@@ -38,7 +38,8 @@ from mmspec.drafters.architectures import ARCHITECTURES
 from mmspec.drafters.checkpoints.format import HeadMetadata, load_head, save_head
 from mmspec.drafters.eagle.compressed_inputs import compressed_inputs, prompt_grids
 from mmspec.drafters.eagle.drafter import EagleDrafter
-from mmspec.drafters.eagle.head import Eagle3Head, EagleHead, HeadConfig
+from mmspec.drafters.eagle.eagle3_head import Eagle3Head
+from mmspec.drafters.eagle.head import EagleHead, HeadConfig
 from mmspec.drafters.eagle.vispec import VispecDrafter, VispecHead
 from mmspec.drafters.eagle.visual_inputs import VISUAL_MODES, DraftInputs
 from mmspec.drafters.training.gate import fit_gate_on_batches

@@ -72,6 +72,10 @@ CONTAINERS = (
     Container("GIF", "gif", lambda header: header[:6] in (b"GIF87a", b"GIF89a")),
     Container("Ogg", "ogg", lambda header: header.startswith(b"OggS\0")),
     Container("FLV", "flv", lambda header: header[:4] == b"FLV\1" and header[5:6] == b"\0"),
+    Container("MPEG video", "mpegvideo", lambda header: header.startswith(b"\0\0\1\xb3"), probe_agrees=False),
+    Container(
+        "DV", "dv", lambda header: header[:3] == b"\x1f\x07\0" and header[3:4] in b"\x3f\xbf", probe_agrees=False
+    ),
     Container("WMV/ASF", "asf", lambda header: header.startswith(bytes.fromhex("3026b2758e66cf11a6d900aa0062ce6c"))),
 )
 """The allow-list. References to other files inside a container are not followed: see `mmspec.vision.video.backends`."""
@@ -86,7 +90,7 @@ _KNOWN_FORMATS: tuple[tuple[str, str], ...] = (
     (r"\A(%!PS|\xc5\xd0\xd3\xc6)", "an EPS or PostScript file"),
     (r"\A.{0,1024}%PDF-", "a PDF file"),
     (r"\A\W{0,8}<[?!s].{0,3000}?<?svg[\s>]", "an SVG drawing"),
-    (r"\A.{4}ftyp(heic|heix|heim|heis|hevc|hevx|mif1|msf1)", "a HEIC image (install pillow-heif to read it)"),
+    (r"\A.{4}ftyp(heic|heix|heim|heis|hevc|hevx|mif1|msf1)", "a HEIC image"),
     (r"\A.{4}ftypavif", "an AVIF image"),
     (r"\A.{4}(ftyp|moov|mdat)|\A\x1a\x45\xdf\xa3|\ARIFF.{4}AVI ", "a video"),
     (r"\A\x89PNG", "a PNG image"),
@@ -96,6 +100,7 @@ _KNOWN_FORMATS: tuple[tuple[str, str], ...] = (
     (r"\A8BPS", "a Photoshop file"),
     (r"\A\x00\x00\x01\x00", "an icon"),
     (r"\A(\x00\x00\x00\x0cjP  |\xff\x4f\xff\x51)", "a JPEG 2000 image"),
+    (r"\A(\xff\x0a|\x00\x00\x00\x0cJXL )", "a JPEG XL image; convert it to PNG or JPEG"),
     (r"\APK\x03\x04", "a ZIP archive"),
 )
 

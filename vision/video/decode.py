@@ -17,12 +17,12 @@ import torch
 from PIL import Image
 
 from mmspec.interfaces import ContentAwareSampler, FrameSampler
-from mmspec.vision.video.backends import (
+from mmspec.vision.video.reader import (
     MAX_FRAME_PIXELS,
     THUMBNAIL_SIZE,
-    EndedEarlyError,
     FrameSize,
     NoFramesError,
+    RecountedError,
     VideoReader,
     check_frame_size,
 )
@@ -125,9 +125,9 @@ def read_with(
         total = info.num_frames
         try:
             indices, images, timestamps = _read_sampled(reader, sampler, total, max_frames, max_pixels)
-        except EndedEarlyError as error:
+        except RecountedError as error:
             total = error.num_frames
-            logger.warning("%s ends early: %d of %d frames can be decoded", name, total, info.num_frames)
+            logger.debug("%s has %d frames where its packets promise %d", name, total, info.num_frames)
             indices, images, timestamps = _read_sampled(reader, sampler, total, max_frames, max_pixels)
         metadata = FrameMetadata(info.fps, total, info.duration, info.width, info.height, backend, tuple(indices))
         return Frames(images, [round(time, 6) for time in timestamps], metadata)

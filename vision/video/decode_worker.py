@@ -20,16 +20,18 @@ from typing import IO, Any
 from PIL import Image
 
 from mmspec.vision.video import sandbox
-from mmspec.vision.video.backends import BACKENDS, EndedEarlyError, NoFramesError, VideoReader, VideoSource
+from mmspec.vision.video.backends import BACKENDS
+from mmspec.vision.video.reader import NoFramesError, RecountedError, VideoReader, VideoSource
 
 MAX_HEADER_BYTES = 1 << 26
 """Limit on the JSON line of a message."""
 GRACE_S = 10.0
 """Seconds after its deadline at which the process ends itself, in case its parent is dead."""
+_AV_MODULES = ("av", "av.error", "av.logging", "av.stream", "av.subtitles.stream", "av.video.reformatter")
 BACKEND_MODULES = {
-    "decord": ("decord",),
+    "pyav": _AV_MODULES,
     "torchcodec": ("torchcodec.decoders",),
-    "pyav": ("av", "av.error", "av.stream", "av.subtitles.stream", "av.video.reformatter"),
+    "decord": ("decord", "PIL.ImageFile", *_AV_MODULES),
     "image": ("mmspec.vision.images",),
 }
 """Modules to import before a file is opened; `deny_open` prevents imports afterwards."""
@@ -41,7 +43,7 @@ OPEN_BYTES_PER_PIXEL = 10
 """Memory per pixel of the largest allowed image to open it: the two canvases of WebP."""
 FAILURE_KINDS: dict[type[Exception], str] = {
     NoFramesError: "no_frames",
-    EndedEarlyError: "ended_early",
+    RecountedError: "recounted",
     ImportError: "not_installed",
     MemoryError: "memory",
 }

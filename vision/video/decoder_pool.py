@@ -23,15 +23,15 @@ from typing import Any, TypeVar
 from PIL import Image
 
 from mmspec.vision.images import ImageError
-from mmspec.vision.video.backends import (
-    EndedEarlyError,
+from mmspec.vision.video.decode_worker import read_exactly, read_message, write_message
+from mmspec.vision.video.reader import (
     FrameSize,
     NoFramesError,
+    RecountedError,
     VideoInfo,
     VideoReader,
     VideoSource,
 )
-from mmspec.vision.video.decode_worker import read_exactly, read_message, write_message
 
 T = TypeVar("T")
 DEFAULT_TIMEOUT_S = 300.0
@@ -335,7 +335,7 @@ def _raise_failure(answer: dict[str, Any]) -> None:
     message = str(answer.get("message", ""))
     exceptions: dict[str, Callable[[], Exception]] = {
         "no_frames": lambda: NoFramesError(message),
-        "ended_early": lambda: EndedEarlyError(int(answer.get("num_frames", 0))),
+        "recounted": lambda: RecountedError(int(answer.get("num_frames", 0))),
         "not_installed": lambda: ImportError(message),
         "memory": MemoryError,
         "image": lambda: ImageError(str(answer.get("kind", "BrokenImage")), message),

@@ -1,4 +1,4 @@
-"""Reads frames of a video: with decord where it is installed and supports the file, else torchcodec, else PyAV.
+"""Reads frames of a video: those that a viewer of it sees, by their presentation timestamps.
 
 Frames are selected by a sampler (`mmspec.interfaces.FrameSampler`), before target and drafter run, so speculative
 decoding and the baseline see the same frames. Files can be decoded in another process
@@ -50,7 +50,8 @@ def read_frames(
             transformers raises.
         fps: Frames per second, `max_frames` at most; the same ones as transformers' `load_video`.
         max_frames: Limit on the number of frames.
-        backend: "decord", "torchcodec", "pyav", or "auto": the first of these that is installed and can read it.
+        backend: "pyav", "torchcodec", "decord", or "auto": the first of these that is installed and can read it.
+            decord refuses files of which it shows other frames than PyAV.
         max_pixels: Larger frames are scaled down to this number of pixels, aspect ratio preserved. All frames together
             are limited to 64 million pixels.
         isolated: Decode in another process, so that a file that crashes a decoder, or makes it hang, does not affect
@@ -58,7 +59,8 @@ def read_frames(
 
     Raises:
         FileNotFoundError: There is no such file.
-        ValueError: The source is not a readable video or has no frames, or an option or the sampler is invalid.
+        ValueError: The source is not a readable video or has no frames, the file is cut, a frame that was selected is
+            damaged, or an option or the sampler is invalid.
         ImportError: No backend is installed.
         TypeError: `source` is neither a path nor bytes.
         DecoderCrashedError: A ValueError; the decoder of an isolated call crashed.

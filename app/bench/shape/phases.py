@@ -17,7 +17,6 @@ from mmspec.app.bench.peers.in_process import PatchedPeer, greedy_options
 from mmspec.app.device_probe import multinomial_is_reproduced
 from mmspec.control.device_check import NoVerdictError, device_key, probe_command, run_probe
 from mmspec.control.draft_cost import Timestamp, elapsed
-from mmspec.engine.fused_loop import FusedLoop
 from mmspec.engine.loop import DecodeLoop
 
 if TYPE_CHECKING:
@@ -51,12 +50,12 @@ class PhaseTimer:
                 (loop.drafter, "propose", "propose"),
                 (loop.drafter, "observe", "observe"),
                 (loop.target, "score", "score"),
-                (loop, "_sample_and_accept", "verify"),
+                (loop._verifier, "verify", "verify"),
                 (loop.target, "commit", "commit"),
                 (loop, "round", "round"),
             ]
-            if isinstance(loop, FusedLoop):
-                parts.append((loop, "_replay", "whole"))
+            if loop.recorded is not None:
+                parts.append((loop.recorded, "run", "whole"))
             if hasattr(inner, "sync"):
                 parts.append((inner, "sync", "read"))
             with ExitStack() as stack:

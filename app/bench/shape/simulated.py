@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mmspec.engine.tree import DraftTree
 from mmspec.interfaces import Drafter, DrafterRequirements, Prompt, VerifyResult
-from mmspec.interfaces.fused import DraftPart, FusableDrafter
+from mmspec.interfaces.round import DraftPart, FusableDrafter
 
 WRONG_OFFSET = 100
 """Successors this far ahead are wrong tokens, a different one at each node."""
@@ -110,7 +110,7 @@ class SimulatedAcceptance:
         self.inner.observe(state.inner, result, hidden_states)
 
     def draft_part(self, state: SimulatedState, num_nodes: int) -> DraftPart | None:
-        """See `mmspec.interfaces.fused.FusableDrafter`: the inner drafter's, with another tree."""
+        """See `mmspec.interfaces.round.FusableDrafter`: the inner drafter's, with another tree."""
         part = self.inner.draft_part(state.inner, num_nodes) if isinstance(self.inner, FusableDrafter) else None
         if part is None or part.max_depth < self.depth:  # which bounds the depth of its tree
             return None
@@ -128,7 +128,7 @@ class SimulatedAcceptance:
     def observe_part(
         self, state: SimulatedState, result: VerifyResult, hidden_states: Tensor, kept: Sequence[Tensor]
     ) -> None:
-        """See `mmspec.interfaces.fused.FusableDrafter`."""
+        """See `mmspec.interfaces.round.FusableDrafter`."""
         self._follow(state, result)
         assert isinstance(self.inner, FusableDrafter)
         self.inner.observe_part(state.inner, result, hidden_states, kept)

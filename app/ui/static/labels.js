@@ -32,7 +32,13 @@ const followLabels = (plot) => {
   new MutationObserver(later).observe(plot, { childList: true, subtree: true, attributeFilter: ["transform"] });
 };
 
+// Phones convert their HEIC photos to JPEG where a page names the formats that it takes.
+const MM_FORMATS = "image/jpeg,image/png,image/webp,image/gif,image/bmp,image/tiff,image/avif";
+
 new MutationObserver(() => {
+  for (const input of document.querySelectorAll('#mm-picture input[type="file"]')) {
+    if (input.accept !== MM_FORMATS) input.accept = MM_FORMATS;
+  }
   for (const button of document.querySelectorAll(".gallery-item:not([aria-label])")) {
     const source = button.querySelector("img, video")?.src;
     if (!source) continue;

@@ -1,4 +1,4 @@
-"""The parts of a round that is one recorded function (`mmspec.engine.fused_loop`): a draft, and the forward over it.
+"""The parts of a round that is one recorded function (`mmspec.engine.round`): a draft, and the forward over it.
 
 Each part is a function of tensors that reads no value on the host, and the tensors of the coming round. It changes
 nothing but keys and values behind the committed positions, so it may run twice, or fail, without an effect.
@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from mmspec.engine.recordings import Recordings
+from mmspec.engine.recordings import Recordings, WrittenPlace
 from mmspec.engine.tree import DraftTree
 from mmspec.interfaces.drafter import Drafter
 from mmspec.interfaces.target import Target, VerifyResult
@@ -56,7 +56,8 @@ class ScorePart:
         state: tensors at fixed addresses.
         lengths: committed positions of each row.
         function: (state, lengths [B] int64, finished tree) -> logits [B, N, V], hidden states [B, N, D].
-        commit: (state, lengths [B], path [B, A], counts [B]); the lengths stay as they are.
+        commit: (state, lengths [B], path [B, N], counts [B]); the lengths stay as they are.
+        written: (state, lengths [B]) -> where both write.
     """
 
     key: Hashable
@@ -64,6 +65,7 @@ class ScorePart:
     lengths: list[int]
     function: Callable[[Sequence[Tensor], Tensor, DraftTree], tuple[Tensor, ...]]
     commit: Callable[[Sequence[Tensor], Tensor, Tensor, Tensor], None]
+    written: Callable[[Sequence[Tensor], Tensor], list[WrittenPlace]]
 
 
 @runtime_checkable
@@ -99,8 +101,8 @@ class FusableTarget(Target, Protocol):
     def score_part(self, num_nodes: int, hidden_state_indices: Sequence[int]) -> ScorePart | None:
         """The coming forward over trees of `num_nodes` nodes; None if it must run alone."""
 
-    def commit_part(self, counts: Sequence[int]) -> None:
-        """The part's function has committed `counts[b]` nodes of each row."""
+    def follow_part(self, counts: Sequence[int]) -> None:
+        """The part's function has committed `counts[b]` nodes of each row: advance its length."""
 
 
 __all__ = ["DraftPart", "FusableDrafter", "FusableTarget", "ScorePart"]

@@ -1,0 +1,136 @@
+"""What of the inputs is not read: counted by kind, with the names of the first, as lines for the user."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+MAX_KINDS = 8
+"""Kinds of files that a line lists."""
+MAX_NAMES = 2
+SHARD_SUFFIXES = (".tar", ".parquet")
+TEXT_SUFFIXES = (".cap", ".caption", ".cls", ".json", ".text", ".txt")
+"""Members of archives that are certainly no pictures."""
+
+
+def is_hidden(name: str) -> bool:
+    """Whether a path below an input is hidden: a name with a dot in front, or what macOS packs beside each file."""
+    return any(part == "__MACOSX" or (part.startswith(".") and part not in (".", "..")) for part in name.split("/"))
+
+
+def is_packed_metadata(name: str) -> bool:
+    """Whether it is AppleDouble: no file of its own, but attributes of another."""
+    parts = name.split("/")
+    return "__MACOSX" in parts or parts[-1].startswith("._") or parts[-1] == ".DS_Store"
+
+
+@dataclass
+class Tally:
+    """Number and first names of things of several kinds."""
+
+    counts: dict[str, int] = field(default_factory=dict)
+    names: dict[str, list[str]] = field(default_factory=dict)
+
+    def add(self, kind: str, name: str, count: int = 1) -> None:
+        self.counts[kind] = self.counts.get(kind, 0) + count
+        names = self.names.setdefault(kind, [])
+        if len(names) <= MAX_NAMES:
+            names.append(name)
+
+    def add_all(self, other: Tally) -> None:
+        for kind, count in other.counts.items():
+            self.counts[kind] = self.counts.get(kind, 0) + count
+            self.names[kind] = [*self.names.get(kind, []), *other.names[kind]][: MAX_NAMES + 1]
+
+    @property
+    def total(self) -> int:
+        return sum(self.counts.values())
+
+    def __str__(self) -> str:
+        """As in "2 .heic (b.heic, c.HEIC), 1 .svg (d.svg)", the most frequent first."""
+        ordered = sorted(self.counts.items(), key=lambda kind: (-kind[1], kind[0]))
+        parts = [f"{count} {kind} ({_examples(self.names[kind], count)})".strip() for kind, count in ordered]
+        rest = f", and {len(parts) - MAX_KINDS} other kinds" if len(parts) > MAX_KINDS else ""
+        return ", ".join(parts[:MAX_KINDS]) + rest
+
+
+@dataclass
+class LeftOut:
+    """What one or several inputs do not read.
+
+    Attributes:
+        formats: files that are neither pictures nor clips, by suffix.
+        hidden: pictures with a hidden name.
+        links: links to folders, which are not followed.
+        unreadable: sub-folders that cannot be read, by reason.
+        members: of archives, by archive and extension: samples without a picture.
+        several: samples of archives with several pictures, by archive.
+        records: of lists, by list: without a picture.
+        folder: where the first archive or table lies that was left out.
+        seen: files that are counted already: inputs may overlap.
+    """
+
+    formats: Tally = field(default_factory=Tally)
+    hidden: Tally = field(default_factory=Tally)
+    links: Tally = field(default_factory=Tally)
+    unreadable: Tally = field(default_factory=Tally)
+    members: dict[str, Tally] = field(default_factory=dict)
+    several: Tally = field(default_factory=Tally)
+    records: Tally = field(default_factory=Tally)
+    folder: str = ""
+    seen: set[str] = field(default_factory=set)
+
+    def lines(self) -> list[str]:
+        """A line for each kind of thing that was found."""
+        found = []
+        if total := self.formats.total:
+            found.append(f"skipped {_number(total, 'file')} of unsupported formats: {self.formats}{self._hint()}")
+        if total := self.unreadable.total:
+            found.append(f"{_number(total, 'folder')} cannot be read: {_by_reason(self.unreadable)}")
+        if total := self.links.total:
+            names = _examples(self.links.names[""], total)
+            found.append(f"{_number(total, 'link')} to folders not followed: {names}; name a link to read its folder")
+        if total := self.hidden.total:
+            found.append(f"skipped {_number(total, 'hidden picture')}: {_examples(self.hidden.names[''], total)}")
+        for archive, tally in self.members.items():
+            column = next((kind.lstrip(".") for kind in sorted(tally.counts) if kind not in TEXT_SUFFIXES), None)
+            hint = f"; --image-column {column} reads one kind" if column else ""
+            what = f"{_number(tally.total, 'member')} of samples without a picture by name"
+            found.append(f"{archive}: skipped {what}: {tally}{hint}")
+        for archive, count in self.several.counts.items():
+            names = _examples(self.several.names[archive], len(self.several.names[archive]))
+            found.append(
+                f"{archive}: {_number(count, 'sample')} with several pictures ({names}): one row each; "
+                "--image-column EXTENSION reads one of them"
+            )
+        for name, count in self.records.counts.items():
+            found.append(
+                f"{name}: skipped {_number(count, 'record')} without a picture, as {self.records.names[name][0]}"
+            )
+        return found
+
+    def _hint(self) -> str:
+        hints = []
+        if {".heic", ".heif"} & set(self.formats.counts):
+            hints.append("; pip install pillow-heif to read .heic")
+        if shards := [suffix for suffix in SHARD_SUFFIXES if suffix in self.formats.counts]:
+            hints.append(f"; archives and tables are read by name: '{self.folder.rstrip('/')}/*{shards[0]}'")
+        return "".join(hints)
+
+
+def _number(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s'[: count > 1]}"
+
+
+def _by_reason(tally: Tally) -> str:
+    return ", ".join(f"{_examples(tally.names[reason], count)} ({reason})" for reason, count in tally.counts.items())
+
+
+def _examples(names: Iterable[str], count: int) -> str:
+    """The first names, printable and short."""
+    shown = [name if name.isprintable() else ascii(name) for name in list(names)[:MAX_NAMES]]
+    short = [name if len(name) <= 40 else f"...{name[-37:]}" for name in shown]
+    return ", ".join([*short, *(["..."] if count > len(short) else [])])
+
+
+__all__ = ["LeftOut", "Tally", "is_hidden", "is_packed_metadata"]

@@ -1,0 +1,189 @@
+"""`RecordedRounds`: whole rounds of a call as recorded functions, with one copy to the device and one wait each.
+
+What a round decides is what eager rounds decide: `RoundFunction` calls the same parts. Not recorded: collected scores,
+padding of ended rows that is returned, processors that read the history (but for a repetition penalty). Where the size
+of the tree depends on the draft, the draft is a function of its own, and its tree an input of the round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from mmspec.engine.host_copy import from_host
+from mmspec.engine.kv_cache import length_bucket
+from mmspec.engine.output import OutputBuffer, RowState
+from mmspec.engine.recordings import Recordings, recordable_mode
+from mmspec.engine.round import ROUND, RoundFunction
+from mmspec.engine.sampler import TreeSampler
+from mmspec.engine.tree import DraftTree, root_only
+from mmspec.engine.verifier import Verified, resize
+from mmspec.interfaces import Drafter, Target
+from mmspec.interfaces.round import DraftPart, FusableDrafter, FusableTarget, ScorePart
+
+
+@dataclass
+class RoundPlan:
+    """What the coming round scores.
+
+    Attributes:
+        num_nodes: N.
+        rows: the rows before it.
+        tree: the tree, not sanitized; None if it is drafted within the round.
+        part: the draft within the round, or None.
+        has_draft: whether the drafter was called for it.
+    """
+
+    num_nodes: int
+    rows: RowState
+    tree: DraftTree | None = None
+    part: DraftPart | None = None
+    has_draft: bool = True
+
+
+Outcome = tuple[Verified | Exception, Mapping[int, Tensor], tuple[Tensor, ...]]
+"""What was verified, or the error at a draft; hidden states of the nodes (of a `DraftPart`: index 0, at the accepted
+nodes); what the drafter's part keeps."""
+
+
+class RecordedRounds:
+    """The recorded rounds of one call."""
+
+    def __init__(
+        self, target: FusableTarget, drafter: Drafter, output: OutputBuffer, sampler: TreeSampler, draftable: Tensor
+    ) -> None:
+        """Arguments: as in `DecodeLoop`, for which `can_record_rounds`."""
+        assert target.recordings is not None
+        self._target, self._drafter, self._output, self._sampler = target, drafter, output, sampler
+        self._recordings: Recordings = target.recordings
+        self._ignored = sampler.ignored_lengths(len(output.emitted))
+        self._sized_trees: dict[int, DraftTree] = {}
+        with recordable_mode():
+            self._constants = [self._recordings.fixed("draftable", draftable)]
+            if output.stop_ids is not None:
+                self._constants.append(self._recordings.fixed("stop_ids", output.stop_ids))
+
+    @property
+    def can_draft(self) -> bool:
+        """Whether the drafter's drafts may be parts of rounds."""
+        return isinstance(self._drafter, FusableDrafter)
+
+    def accepts(self, part: DraftPart) -> bool:
+        """Whether rounds with this draft have not failed to be recorded."""
+        return part.owner not in self._recordings.unfused
+
+    def is_for(self, plan: RoundPlan) -> bool:
+        """Whether a round may be recorded."""
+        return plan.part is not None or (ROUND not in self._recordings.unfused and not plan.rows.host_finished)
+
+    def run(self, plan: RoundPlan, top_k: int) -> Outcome | None:
+        """The outcome of one recorded round; None after a failure, which changes nothing.
+
+        Args:
+            plan: of the round.
+            top_k: ids of the largest logits of each node to read.
+        """
+        draft, output = plan.part, self._output
+        indices = self._drafter.requirements.hidden_state_indices if draft is None else draft.hidden_state_indices
+        score = self._target.score_part(plan.num_nodes, indices)
+        if score is None:
+            return None
+        function = RoundFunction(score, self._sampler, plan.num_nodes, output.stop_ids is not None, draft, top_k)
+        outputs = self._replay(function, plan, score)
+        if outputs is None:
+            return None
+        _, read, *rest = outputs
+        tree = self._sized_tree(plan.num_nodes) if draft is not None else _as_tree(rest)
+        result, has_nan = function.reader.read(read, tree, plan.rows.host_max_emit)
+        if has_nan:
+            return RuntimeError(self._sampler.nan_message), {}, ()
+        verified = Verified(result, is_committed=True)
+        if draft is None:
+            return verified, dict(zip(indices, rest[5:], strict=True)), ()
+        return verified, {0: rest[0]}, tuple(rest[1:])
+
+    def _replay(self, function: RoundFunction, plan: RoundPlan, score: ScorePart) -> tuple[Tensor, ...] | None:
+        """The outputs of the function; None after a failure."""
+        draft = plan.part
+        draft_state = () if draft is None else draft.state
+        state = [*self._constants, *draft_state, *score.state]
+        owner = ROUND if draft is None else draft.owner
+        inputs = self._inputs(function, plan, score)
+        shapes = tuple(tuple(tensor.shape) for tensor in (*self._constants, inputs[-1]))
+        try:
+            with recordable_mode():  # here only: what belongs to the call may be made in the user's inference mode
+                return self._recordings.run(owner, (function.key, shapes), function, state, inputs)
+        except Exception as error:  # of the capture or the replay: only speed is lost
+            self._recordings.unfused.add(owner)
+            reason = "".join(str(error).strip().splitlines()[:1])
+            self._recordings.warn(f"rounds are recorded in parts, not as a whole ({type(error).__name__}: {reason})")
+            return None
+
+    def _inputs(self, function: RoundFunction, plan: RoundPlan, score: ScorePart) -> list[Tensor]:
+        """What differs from round to round: the integers of the rows in one copy to the device, and the noise."""
+        output, rows, draft = self._output, plan.rows, plan.part
+        output.reserve(plan.num_nodes)
+        start, device = output.prompt_length, output.sequences.device
+        others = [[] for _ in score.lengths] if draft is None else draft.numbers
+        table = [
+            [root, emitted, limit, limit > 1, length, start + emitted, ignored, *numbers]
+            for root, emitted, limit, length, ignored, numbers in zip(
+                rows.host_root_ids,
+                rows.host_num_emitted,
+                rows.host_max_emit,
+                score.lengths,
+                self._ignored,
+                others,
+                strict=True,
+            )
+        ]
+        noise: tuple[Tensor, ...] = ()
+        if output.noise is None:
+            columns = from_host(table, device)
+        else:
+            steps = function.reader.max_steps
+            slots = output.noise.lookahead_slots(rows.host_num_emitted, steps, output.noise_end(plan.num_nodes))
+            columns = from_host([row + more for row, more in zip(table, slots, strict=True)], device)
+            columns, noise = columns[:, :-steps], (output.noise.at_slots(columns[:, -steps:]),)
+        root_ids, num_emitted, max_emit = columns[:, :3].unbind(1)
+        rows.on_device = root_ids, num_emitted, max_emit, None
+        if draft is None:
+            assert plan.tree is not None
+            trees = [part.to(device) for part in (plan.tree.tokens, plan.tree.parents, plan.tree.node_mask)]
+        else:
+            trees = list(draft.inputs)
+        inputs = [columns, *trees, *noise]
+        if self._sampler.reads_history:
+            inputs.append(resize(output.sequences, length_bucket(output.sequences.shape[1])))
+        return inputs
+
+    def _sized_tree(self, num_nodes: int) -> DraftTree:
+        """A tree of this size: the tokens of one that was drafted within a round stay in the recording's memory."""
+        if num_nodes not in self._sized_trees:
+            root = root_only(len(self._output.emitted), self._output.sequences.device)
+            self._sized_trees[num_nodes] = root.pad(num_nodes)
+        return self._sized_trees[num_nodes]
+
+
+def _as_tree(outputs: Sequence[Tensor]) -> DraftTree:
+    """The scored tree among the outputs of a round."""
+    tokens, parents, node_mask, ancestor_mask, depths = outputs[:5]
+    return DraftTree(tokens, parents, node_mask, None, ancestor_mask, depths)
+
+
+def can_record_rounds(target: Target, output: OutputBuffer, sampler: TreeSampler) -> bool:
+    """Whether whole rounds of a call may be recorded: where a recording launches a function at once."""
+    if not isinstance(target, FusableTarget) or target.recordings is None:
+        return False
+    return (
+        not target.recordings.contain_weights  # compiled for a CPU: takes minutes, and launches cost little there
+        and sampler.recording_key is not None
+        and not output.stepwise
+        and not output.collects
+        and output.sequences.device == target.device
+    )
+
+
+__all__ = ["Outcome", "RecordedRounds", "RoundPlan", "can_record_rounds"]

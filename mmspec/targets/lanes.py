@@ -1,0 +1,276 @@
+"""`Lane`: what recorded functions of a model and number of rows share, and `LanePool`, which lends one to a call.
+
+A lane has the tensors at fixed addresses (keys and values, and what a call's forwards read besides the nodes) and the
+recordings. Whatever is unusual (`LanePool.reason`) runs eager.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmspec.engine.graph import CudaGraphRecorder, Recorder, record_compiled, record_frozen
+from mmspec.engine.kv_cache import RESERVED_TOKENS, RaggedKVCache, RecordedKVCache, commit_nodes, length_bucket
+from mmspec.engine.recordings import Recordings, WeightWatch, WrittenPlace
+from mmspec.engine.tree import BUCKETS, DraftTree
+from mmspec.engine.tree_cache import VALUES_START_AS_KEYS
+from mmspec.interfaces.round import ScorePart
+from mmspec.targets.base import ModelAdapter
+from mmspec.targets.forward import CallTensors, NodeForward
+from mmspec.targets.module_scan import ModuleScan
+
+MAX_LENGTH = 1 << 15
+"""Longest call, prompt and new tokens, that a lane is allocated for."""
+MAX_LANES = 2
+"""Lanes (numbers of rows) that stay allocated per model."""
+PLAIN_CODE = ("transformers.", "torch.nn.")
+"""Packages whose modules have no switches that change a forward without changing a weight."""
+AUTO_DEVICE_TYPES = frozenset({"cuda"})
+"""Types of devices on which `compile="auto"` records, after a check (`mmspec.control.device_check`). On a CPU compiling
+takes long."""
+
+
+class UnrecordableCallError(ValueError):
+    """A call whose rounds cannot be functions of tensors."""
+
+
+class Lane:
+    """What is recorded for one model and number of rows. Used by one call at a time.
+
+    Attributes:
+        recordings: the recorded functions of rounds, and the drafts of heads.
+        kv_cache: the keys and values.
+        lock: held by the call that uses the lane.
+    """
+
+    def __init__(self, pool: LanePool, recordings: Recordings, kv_cache: RaggedKVCache) -> None:
+        self._pool = pool
+        self.recordings = recordings
+        self.kv_cache = kv_cache
+        self.lock = threading.Lock()
+        self._call: CallTensors | None = None
+        self._min_length = 0
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether nothing is recorded any more, until the model changes."""
+        return self._pool.failure is not None
+
+    def fail(self, error: BaseException) -> None:
+        """See `LanePool.fail`."""
+        self._pool.fail(error)
+
+    def begin_call(self, forward: NodeForward, call: CallTensors, prompt_length: int, max_new_tokens: int) -> None:
+        """Take over a call after its prompt: keys and values, and what else its forwards read, to fixed addresses.
+
+        If they cannot stay where those of the last call were, recordings are dropped.
+
+        Raises:
+            UnrecordableCallError: an input of every round is a tensor, which a recording would repeat.
+        """
+        if varying := [name for name, value in forward.template.items() if isinstance(value, Tensor)]:
+            raise UnrecordableCallError(f"{varying[0]}, an input of every round that is a tensor")
+        padding = torch.ones(len(self.kv_cache.seq_lens), self.recordings.capacity, dtype=torch.bool)
+        padding = padding.to(call.max_position.device)
+        if call.padding is not None:
+            padding[:, : call.padding.shape[1]] = call.padding
+        call = replace(call, padding=padding)
+        moved = self.kv_cache.pack(self.recordings.capacity)
+        if self._call is None or moved or _layout(call) != _layout(self._call):
+            self.recordings.clear()
+            with torch.inference_mode(False):
+                tensors = [tensor.clone(memory_format=torch.contiguous_format) for tensor in call.tensors()]
+                self._call = call.over(tensors)
+        else:
+            for tensor, value in zip(self._call.tensors(), call.tensors(), strict=True):
+                tensor.copy_(value)
+        self._min_length = prompt_length + min(max_new_tokens, RESERVED_TOKENS)
+
+    def score_part(self, forward: NodeForward, num_nodes: int, hidden_state_indices: Sequence[int]) -> ScorePart:
+        """The forward over trees of `num_nodes` nodes, and the commit of what is accepted, as functions of tensors."""
+        kv_cache, call = self.kv_cache, self._call
+        assert call is not None, "begin_call comes first"
+        indices = tuple(hidden_state_indices)
+        bucket = min(length_bucket(max(self._min_length, *kv_cache.seq_lens) + num_nodes), self.recordings.capacity)
+        fixed, layers, groups = call.tensors(), kv_cache.layers, kv_cache.groups
+        num_parts = [len(parts) for parts in layers]
+
+        def score(state: Sequence[Tensor], lengths: Tensor, tree: DraftTree) -> tuple[Tensor, ...]:
+            rest = iter(state[len(fixed) :])
+            cache = RecordedKVCache([tuple(next(rest) for _ in range(n)) for n in num_parts], lengths, bucket)
+            cache.begin_forward(tree.num_nodes)
+            return forward(tree, cache, call.over(state[: len(fixed)]), indices)
+
+        def commit(state: Sequence[Tensor], lengths: Tensor, path: Tensor, counts: Tensor) -> None:
+            commit_nodes(state[len(state) - len(groups) :], lengths, path, counts)
+
+        def written(state: Sequence[Tensor], lengths: Tensor) -> list[WrittenPlace]:
+            positions = lengths[:, None] + torch.arange(num_nodes, device=lengths.device)
+            return [WrittenPlace(group, positions) for group in state[len(state) - len(groups) :]]
+
+        key = num_nodes, bucket, indices, forward.constants
+        state = [*fixed, *(part for parts in layers for part in parts), *groups]
+        return ScorePart(key, state, kv_cache.seq_lens, score, commit, written)
+
+
+class LanePool:
+    """The lanes of one patched model.
+
+    Attributes:
+        failure: why nothing is recorded for the model in its present state; None if something may be.
+        recorder: creates the recorder of every lane; None for that of the device and of the option `compile`.
+    """
+
+    def __init__(self, warn: Callable[[str], None]) -> None:
+        """
+        Args:
+            warn: logs a message once.
+        """
+        self.failure: str | None = None
+        self.recorder: Callable[[], Recorder] | None = None
+        self._warn = warn
+        self._lock = threading.Lock()
+        self._lanes: dict[tuple[int, str], Lane] = {}  # last used at the end
+        self._watch = WeightWatch()
+
+    def reason(self, adapter: ModelAdapter, modules: ModuleScan, cache: Any, max_length: int) -> str | None:
+        """Why a call is not recorded, or None.
+
+        Args:
+            adapter: of the model.
+            modules: result of the scan over its modules.
+            cache: KV cache of the call.
+            max_length: largest length of a row.
+        """
+        if adapter.is_recurrent:
+            return "layers with a recurrent state"
+        if not modules.can_use_inference_mode or modules.foreign or modules.hook is not None:
+            return "quantised, offloaded or replaced modules"
+        if not all(type(module).__module__.startswith(PLAIN_CODE) for module in adapter.text_model.modules()):
+            return "modules of other packages, which may switch their forward"
+        if getattr(cache, "_is_user_defined", False) or cache.get_seq_length():
+            return "past_key_values that was passed to generate"
+        if max_length > MAX_LENGTH:
+            return f"a length limit beyond {MAX_LENGTH}"
+        device = adapter.model.device
+        if len({parameter.device for parameter in adapter.model.parameters()}) > 1 or device.type == "meta":
+            return "weights on several devices"
+        if torch.is_autocast_enabled(device.type):
+            return "autocast"
+        return None
+
+    @contextmanager
+    def lease(
+        self, adapter: ModelAdapter, batch: int, max_length: int, recorder: Callable[[], Recorder] | None
+    ) -> Iterator[Lane | None]:
+        """Context with a lane for one call; None if another call uses it, or if recording failed before.
+
+        Args:
+            adapter: of the model.
+            batch: B.
+            max_length: largest length of a row.
+            recorder: creates the recorder of a new lane; None for no lane.
+        """
+        lane = None if recorder is None else self._find_lane(adapter, batch, max_length, recorder)
+        if lane is None:
+            yield None
+            return
+        try:
+            lane.kv_cache.reset()
+            yield lane
+        finally:
+            lane.lock.release()
+
+    def fail(self, error: BaseException | str) -> None:
+        """Record nothing any more, until the model changes. Logs one line."""
+        text = error if isinstance(error, str) else f"{type(error).__name__}: {str(error).strip().splitlines()[:1]}"
+        with self._lock:
+            self.failure = text
+            self._lanes.clear()
+        self._warn(f"rounds are not recorded, but run as before ({text})")
+
+    def _find_lane(
+        self, adapter: ModelAdapter, batch: int, max_length: int, recorder: Callable[[], Recorder]
+    ) -> Lane | None:
+        """The lane, locked; None if there is none to use."""
+        with self._lock:
+            self._drop_stale(adapter, frozen=recorder in _CPU_RECORDERS)
+            if self.failure is not None:
+                return None
+            key = batch, recorder.__name__
+            lane = self._lanes.pop(key, None)
+            capacity = length_bucket(max_length + BUCKETS[-1])
+            if lane is None or (lane.recordings.capacity < capacity and not lane.lock.locked()):
+                is_frozen = recorder in _CPU_RECORDERS
+                recordings = Recordings(recorder(), capacity, self._warn, is_frozen)
+                lane = Lane(self, recordings, RaggedKVCache(batch, capacity, VALUES_START_AS_KEYS))
+            self._lanes[key] = lane
+            for old in list(self._lanes)[:-MAX_LANES]:
+                del self._lanes[old]
+            is_large_enough = lane.recordings.capacity >= capacity
+            return lane if is_large_enough and lane.lock.acquire(blocking=False) else None
+
+    def _drop_stale(self, adapter: ModelAdapter, frozen: bool) -> None:
+        """Drop all recordings if the model's weights, buffers, modules or config changed since.
+
+        Args:
+            adapter: of the model.
+            frozen: recordings contain copies of the weights, so that edits in place must be noticed too.
+        """
+        config = adapter.model.config.to_json_string(use_diff=False)
+        modules = [id(module) for module in adapter.model.modules()]
+        if self._watch.changed(decoder_tensors(adapter), frozen, (modules, config, adapter.attention)):
+            self._lanes.clear()
+            self.failure = None
+
+
+def _layout(call: CallTensors) -> list[tuple[torch.Size, torch.dtype]]:
+    return [(tensor.shape, tensor.dtype) for tensor in call.tensors()]
+
+
+def recorder_for(device: torch.device, compile: bool | str, native: bool = True) -> Callable[[], Recorder] | None:
+    """Creates the recorder for a device, or None if rounds are not to be recorded.
+
+    Args:
+        device: of the model.
+        compile: the option of `patch`: True records, "auto" only on `AUTO_DEVICE_TYPES` (which the caller checks).
+        native: on a CPU, linear layers may run in our own kernel.
+    """
+    if compile is False or (compile == "auto" and device.type not in AUTO_DEVICE_TYPES):
+        return None
+    if device.type == "cuda":
+        return CudaGraphRecorder
+    if device.type != "cpu":
+        return None
+    return _compiled_recorder if native else _frozen_recorder
+
+
+def decoder_tensors(adapter: ModelAdapter) -> Iterator[Tensor]:
+    """Parameters and buffers that a round reads."""
+    seen: set[int] = set()
+    for module in (adapter.text_model, adapter.model.get_input_embeddings(), adapter.model.get_output_embeddings()):
+        for tensor in () if module is None else (*module.parameters(), *module.buffers()):
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield tensor
+
+
+def _compiled_recorder() -> Recorder:
+    return record_compiled
+
+
+def _frozen_recorder() -> Recorder:
+    return record_frozen
+
+
+_CPU_RECORDERS = (_compiled_recorder, _frozen_recorder)
+"""Those whose recordings may contain copies of weights."""
+
+
+__all__ = ["Lane", "LanePool", "decoder_tensors", "recorder_for"]
