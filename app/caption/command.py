@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         from mmspec.app.caption.ray_job import RayCaptionJob
 
         check_ray(config, process)
-        return RayCaptionJob(config, build_output(config, process), build_report(args)).run()
+        return RayCaptionJob(config, build_output(config, process), build_job_report(args)).run()
     hide_progress_bars(config.progress)
 
     loaded: list[Captioner] = []
@@ -84,14 +84,14 @@ def run(args: argparse.Namespace) -> int:
         return captioner
 
     try:
-        report = build_report(args) if process.rank == 0 else None
+        report = build_job_report(args) if process.rank == 0 else None
         return CaptionJob(config, build_output(config, process), load, process, report=report).run()
     finally:
         for captioner in loaded:
             captioner.close()
 
 
-def build_report(args: argparse.Namespace) -> JobReport | None:
+def build_job_report(args: argparse.Namespace) -> JobReport | None:
     """The report that `--report` asks for.
 
     Raises:

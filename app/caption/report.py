@@ -20,17 +20,17 @@ from mmspec.app.io.jsonl import Row
 from mmspec.app.ui.thumbnails import to_data_uri
 from mmspec.files import atomic_write
 
-FILE_NAME = "report.html"
-MAX_PICTURES = 400
+REPORT_NAME = "report.html"
+MAX_SHOWN_PICTURES = 400
 """Captions that are shown with their picture: about 6 kB each."""
 MAX_ERRORS = 20
 """Errors of one kind that are listed."""
-THUMBNAIL_SIZE = 160
+REPORT_IMAGE_SIZE = 160
 MAX_CAPTION = 2000
 """Characters of a caption."""
-PLOT_WIDTH, PLOT_HEIGHT = 640, 120
+LINE_WIDTH, LINE_HEIGHT = 640, 120
 MAX_POINTS = 300
-STYLE = """:root{color-scheme:light dark}body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:1.5rem auto;
+REPORT_STYLE = """:root{color-scheme:light dark}body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:1.5rem auto;
 padding:0 1rem;overflow-wrap:anywhere}h1{font-size:24px}h2{font-size:18px;margin:2rem 0 .5rem}
 td,th{padding:.2rem .6rem;text-align:left;vertical-align:top;border-bottom:1px solid #8885}
 figure{display:flex;gap:1rem;margin:.6rem 0;border-bottom:1px solid #8885;padding-bottom:.6rem}
@@ -57,7 +57,7 @@ class JobReport:
             raise UsageError(f"--report {folder} is a file: name a folder")
         if not folder.absolute().parent.is_dir():
             raise UsageError(f"--report {folder}: no folder {folder.parent}: create it first")
-        self.file, self.title = folder / FILE_NAME, title
+        self.file, self.title = folder / REPORT_NAME, title
         with explain_write(folder):
             folder.mkdir(exist_ok=True)
         self._start_time = time.perf_counter()
@@ -71,8 +71,8 @@ class JobReport:
 
     def add_picture(self, item: Item, media: Media) -> None:
         """A decoded picture, of a clip its first frame, of several the first."""
-        if len(self._pictures) < MAX_PICTURES:
-            self._pictures[item.id] = to_data_uri(media_images(media)[0], THUMBNAIL_SIZE, quality=70)
+        if len(self._pictures) < MAX_SHOWN_PICTURES:
+            self._pictures[item.id] = to_data_uri(media_images(media)[0], REPORT_IMAGE_SIZE, quality=70)
 
     def add_rows(self, rows: Sequence[Row]) -> None:
         """Rows that were written, with all their columns."""
@@ -89,7 +89,7 @@ class JobReport:
             self._later_tokens += max(0, row["n_new_tokens"] - 1)
             self._rounds += row["n_rounds"]
             self._drafters[row["drafter"]] += 1
-            if len(self._shown) < MAX_PICTURES:
+            if len(self._shown) < MAX_SHOWN_PICTURES:
                 self._shown.append(row)
         self._points.append((time.perf_counter() - self._start_time, self._captions, self._tokens))
 
@@ -115,7 +115,7 @@ class JobReport:
         head = f'<meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{POLICY}">'
         view = '<meta name="viewport" content="width=device-width">'
         return (
-            f"<!doctype html><html lang=en><head>{head}{view}<title>Captions</title><style>{STYLE}</style></head>"
+            f"<!doctype html><html lang=en><head>{head}{view}<title>Captions</title><style>{REPORT_STYLE}</style></head>"
             f"<body><h1>Captions</h1>{''.join(parts)}</body></html>\n"
         )
 
@@ -125,12 +125,12 @@ class JobReport:
         seconds, total = last[0] or 1.0, last[column]
         points = [*self._points[:: len(self._points) // MAX_POINTS + 1], last]
         places = " ".join(
-            f"{PLOT_WIDTH * point[0] / seconds:.1f},{PLOT_HEIGHT * (1 - point[column] / max(1, total)):.1f}"
+            f"{LINE_WIDTH * point[0] / seconds:.1f},{LINE_HEIGHT * (1 - point[column] / max(1, total)):.1f}"
             for point in points
         )
         text = f"{total} {name} in {format_duration(seconds)}: {total / seconds:.2f} a second"
         line = f'<polyline points="{places}"/>'
-        return f'<p>{text}</p><svg viewBox="0 0 {PLOT_WIDTH} {PLOT_HEIGHT}" role="img">{line}</svg>'
+        return f'<p>{text}</p><svg viewBox="0 0 {LINE_WIDTH} {LINE_HEIGHT}" role="img">{line}</svg>'
 
     def _drafts(self, acceptance: float | None) -> str:
         tau = f"{self._later_tokens / self._rounds:.2f}" if self._rounds else "-"
@@ -156,4 +156,4 @@ class JobReport:
         return f"<figure>{image}<figcaption>{text}<br><small>{escape(about)}</small></figcaption></figure>"
 
 
-__all__ = ["FILE_NAME", "JobReport"]
+__all__ = ["REPORT_NAME", "JobReport"]

@@ -39,7 +39,7 @@ def test_a_report_says_what_a_run_did(tmp_path: Path, capsys: Any) -> None:
 
 
 def test_a_large_job_shows_its_first_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_PICTURES", 2)
+    monkeypatch.setattr(module, "MAX_SHOWN_PICTURES", 2)
     write_images(tmp_path / "p", 4)
     assert caption(tmp_path, "--report", tmp_path / "r") == 0
     page = (tmp_path / "r" / "report.html").read_text()
