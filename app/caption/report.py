@@ -30,8 +30,8 @@ MAX_CAPTION = 2000
 """Characters of a caption."""
 LINE_WIDTH, LINE_HEIGHT = 640, 120
 MAX_POINTS = 300
-REPORT_STYLE = """:root{color-scheme:light dark}body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:1.5rem auto;
-padding:0 1rem;overflow-wrap:anywhere}h1{font-size:24px}h2{font-size:18px;margin:2rem 0 .5rem}
+REPORT_STYLE = """:root{color-scheme:light dark}body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;
+margin:1.5rem auto;padding:0 1rem;overflow-wrap:anywhere}h1{font-size:24px}h2{font-size:18px;margin:2rem 0 .5rem}
 td,th{padding:.2rem .6rem;text-align:left;vertical-align:top;border-bottom:1px solid #8885}
 figure{display:flex;gap:1rem;margin:.6rem 0;border-bottom:1px solid #8885;padding-bottom:.6rem}
 img{width:160px;height:auto;align-self:flex-start}figcaption{flex:1}small{opacity:.7}
@@ -112,10 +112,11 @@ class JobReport:
         parts += ["<h2>Drafts</h2>", self._drafts(acceptance), "<h2>Errors</h2>", self._error_table()]
         more = f", the first of {self._captions}" if self._captions > len(self._shown) else ""
         parts += [f"<h2>{len(self._shown)} captions{more}</h2>", *map(self._figure, self._shown)]
+        style = f"<style>{REPORT_STYLE}</style>"
         head = f'<meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{POLICY}">'
         view = '<meta name="viewport" content="width=device-width">'
         return (
-            f"<!doctype html><html lang=en><head>{head}{view}<title>Captions</title><style>{REPORT_STYLE}</style></head>"
+            f"<!doctype html><html lang=en><head>{head}{view}<title>Captions</title>{style}</head>"
             f"<body><h1>Captions</h1>{''.join(parts)}</body></html>\n"
         )
 
