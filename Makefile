@@ -7,12 +7,13 @@ BIN     := .venv/bin
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test test-app slow floor newest docs dist clean
+.PHONY: help demo test test-app research slow floor newest docs dist clean
 
 help:
 	@echo "make demo   caption the example images and videos, with plain generate and with mmspec"
 	@echo "make test   ruff, mypy, pytest"
 	@echo "make test-app  the pages of mmspec demo, in a browser if Chromium is installed"
+	@echo "make research  the tests of research/: studies, and the training of the toy model"
 	@echo "make slow   the slow tests"
 	@echo "make floor  exactness on the oldest supported transformers ($(FLOOR))"
 	@echo "make newest the same on the newest torch and transformers"
@@ -37,8 +38,8 @@ demo: .venv/.installed
 	$(BIN)/python -m mmspec examples
 
 # One thread per worker: the models are tiny, and threads of several workers would wait for each other.
-test test-app slow floor newest: export OMP_NUM_THREADS = 1
-test test-app slow floor newest: export HF_HUB_OFFLINE = 1
+test test-app research slow floor newest: export OMP_NUM_THREADS = 1
+test test-app research slow floor newest: export HF_HUB_OFFLINE = 1
 
 test: .venv/.installed
 	$(BIN)/ruff check .
@@ -55,6 +56,9 @@ APP := --editable '.[app,dev]' playwright
 test-app: .venv/.installed-app
 	$(BIN)/python -m pytest -q -m "not slow" tests/app/test_app_ui.py tests/app/test_app_race.py tests/app/test_app_browser.py tests/app/test_app_edge.py \
 		tests/app/test_app_sessions.py tests/app/test_app_share.py tests/app/test_app_files_browser.py tests/app/test_app_learning.py tests/test_results.py
+
+research: .venv/.installed
+	$(BIN)/python -m pytest -q -n $(WORKERS) -m "research and not slow" tests/research
 
 slow: .venv/.installed
 	$(BIN)/python -m pytest -q -n $(WORKERS) -m slow --timeout 7200
@@ -94,4 +98,4 @@ dist: .venv/.installed-dist
 
 clean:
 	rm -rf .venv .venv-floor .venv-newest site .types .mypy_cache .pytest_cache .ruff_cache build dist *.egg-info
-	find mmspec drafters vision app tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	find mmspec drafters vision app research tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -35,7 +35,7 @@ def test_workflows_run_what_exists(workflow: Path) -> None:
     for command in commands:
         words = shlex.split(command.replace('"$SHAPE"', "llava-1.5-7b").split("|")[0])
         if words[0] == "make":
-            assert words[1] in targets
+            assert {word for word in words[1:] if "=" not in word} <= targets
         if words[0].endswith("bin/mmspec"):
             build_parser().parse_args(words[1:])
         if "pytest" in words:

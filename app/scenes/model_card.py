@@ -98,7 +98,7 @@ def format_accuracy(metrics: Mapping[str, float]) -> str:
         "",
         f"Greedy decoding on {count:,} held-out scenes (seeds {first_seed:,} to {first_seed + count - 1:,}) and"
         f" {count // 4} clips:",
-        f"`python -m mmspec.app.scenes.training.evaluate --first-seed {first_seed} --count {count}`. The control asks"
+        f"`python -m research.scenes.evaluate --first-seed {first_seed} --count {count}`. The control asks"
         " the same questions with the image of another scene. Things that are less than half visible or smaller than 38"
         f" pixels need not be named; there were {int(metrics['left_out'])}.",
         "",

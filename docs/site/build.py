@@ -81,7 +81,7 @@ def lay_out(pages: Path) -> None:
     shutil.rmtree(pages, ignore_errors=True)
     pages.mkdir(parents=True)
     for name in FOLDERS:
-        shutil.copytree(ROOT / name, pages / name, ignore=shutil.ignore_patterns("site", "__pycache__"))
+        shutil.copytree(ROOT / name, pages / name, ignore=shutil.ignore_patterns("site", "__pycache__", "*.py"))
     for name in FILES:
         shutil.copy(ROOT / name, pages / name)
     for page in list(pages.rglob("*.md")):

@@ -24,12 +24,12 @@ from mmspec.app.scenes.examples import list_example_files
 from mmspec.app.scenes.model_card import TRAINING_FILE
 from mmspec.app.scenes.objects import OBJECT_KINDS
 from mmspec.app.scenes.tasks import generate_requests
-from mmspec.app.scenes.training import eval_questions, evaluate
-from mmspec.app.scenes.training.build_model import format_prompt
-from mmspec.app.scenes.training.stages import STAGES
 from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED, generate_clip, generate_scene
 from mmspec.drafters import registry
 from mmspec.vision.compressors.elastic import Elastic
+from research.scenes import eval_questions, evaluate
+from research.scenes.build_model import format_prompt
+from research.scenes.stages import STAGES
 
 
 @pytest.fixture(scope="module")

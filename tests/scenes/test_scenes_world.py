@@ -15,17 +15,6 @@ from mmspec.app.scenes.objects import KIND_BY_NAME, OBJECT_KINDS
 from mmspec.app.scenes.render import build_layers, render_scene
 from mmspec.app.scenes.sign_words import SIGN_WORDS
 from mmspec.app.scenes.sprites import SIGN_CHARACTERS, get_glyph, get_sprite
-from mmspec.app.scenes.training import eval_questions
-from mmspec.app.scenes.training.build_model import (
-    train_tokenizer,
-)
-from mmspec.app.scenes.training.data import (
-    PatchDataset,
-    generate_corpus,
-)
-from mmspec.app.scenes.training.patch_labels import (
-    render_with_labels,
-)
 from mmspec.app.scenes.world import (
     FIRST_HELD_OUT_SEED,
     REGION_MARGIN,
@@ -36,6 +25,17 @@ from mmspec.app.scenes.world import (
     generate_scene,
     is_held_out_pair,
     spatial_relation,
+)
+from research.scenes import eval_questions
+from research.scenes.build_model import (
+    train_tokenizer,
+)
+from research.scenes.data import (
+    PatchDataset,
+    generate_corpus,
+)
+from research.scenes.patch_labels import (
+    render_with_labels,
 )
 
 SEEDS = range(300)

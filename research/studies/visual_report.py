@@ -1,4 +1,4 @@
-"""Rows of `mmspec.app.studies.visual` as lines for the terminal and as Markdown tables."""
+"""Rows of `research.studies.visual` as lines for the terminal and as Markdown tables."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mmspec.app.bench.rows import num_drafter_tokens
-from mmspec.app.studies.intervals import format_ci
+from research.studies.intervals import format_ci
 
 COMPRESSOR_HEADINGS = ["drafter", "visual tokens", "tau", "over", "names accepted", "names' tau", "prefill ms", "over"]
 COMPRESSOR_HEADINGS += ["operations over", "KV KiB", "over", "decode speed over", "call speed over"]

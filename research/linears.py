@@ -1,6 +1,6 @@
 """How fast linear layers of few rows are on a CPU, kernel by kernel, and what the compiled kernel brings in loops.
 
-    python -m mmspec.app.bench.linears --json linears.json
+    python -m research.linears --json linears.json
 
 Products: every kernel, and the compiled one in each type of weight, reads weights in turn, more than the caches hold,
 so that its speed in GB/s compares with that of reading memory, measured in the same repeat. Loops: as in `mmspec bench`
@@ -210,7 +210,7 @@ def main() -> int:
     for record in loops:
         print(record)
     if args.json is not None:
-        command = " ".join(["python -m mmspec.app.bench.linears", *sys.argv[1:]])
+        command = " ".join(["python -m research.linears", *sys.argv[1:]])
         run = provenance(command, torch.device("cpu")) | {
             "clock": args.clock,
             "kernel_level": None if kernel is None else kernel.level,

@@ -22,14 +22,14 @@ from mmspec.app.bench.rows import ResultRow
 from mmspec.app.bench.session import provenance
 from mmspec.app.cli.arguments import config_from_args, module_parser, positive_int, positive_ints, split_commas
 from mmspec.app.errors import UsageError
-from mmspec.app.studies.intervals import format_ci
-from mmspec.app.studies.prefill_recorder import PrefillCost, PrefillRecorder
 from mmspec.drafters.eagle.drafter import EagleDrafter
 from mmspec.drafters.eagle.head import EagleHead, HeadConfig
 from mmspec.engine.tree import root_only
 from mmspec.interfaces import Prompt, SharedEmbeddings, VerifyResult, VisualGrid
 from mmspec.metrics.compression_stats import RecordingCompressor
 from mmspec.vision.registry import init_compressor
+from research.studies.intervals import format_ci
+from research.studies.prefill_recorder import PrefillCost, PrefillRecorder
 
 EPILOG = """
 method
@@ -38,8 +38,8 @@ method
   median and its 95% interval. The compressor's own work is counted.
 
 examples
-  python -m mmspec.app.studies.prefill --frames 1,2,8 --compressors pool:64,stride:64,latent:64
-  python -m mmspec.app.studies.prefill --hidden 384 --heads 6 --kv-heads 2 --ffn 688 --grid 12 --frames 1,8,27
+  python -m research.studies.prefill --frames 1,2,8 --compressors pool:64,stride:64,latent:64
+  python -m research.studies.prefill --hidden 384 --heads 6 --kv-heads 2 --ffn 688 --grid 12 --frames 1,8,27
 """
 NUM_LAYERS, HEAD_VOCAB_SIZE = 2, 256
 HEAD_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -184,7 +184,7 @@ def format_prefill_row(row: ResultRow) -> str:
 
 
 def _build_parser() -> argparse.ArgumentParser:
-    parser = module_parser("mmspec.app.studies.prefill", __doc__, EPILOG)
+    parser = module_parser("research.studies.prefill", __doc__, EPILOG)
     add = parser.add_argument
     add("--hidden", type=positive_int, default=4096, metavar="D", help="hidden size (default 4096)")
     add("--heads", type=positive_int, default=32, metavar="H", help="attention heads (default 32)")

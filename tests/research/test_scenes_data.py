@@ -12,14 +12,20 @@ import torch
 
 from mmspec.app.scenes import grammar
 from mmspec.app.scenes.objects import KIND_BY_NAME
-from mmspec.app.scenes.training.build_model import (
+from mmspec.app.scenes.world import (
+    FIRST_HELD_OUT_SEED,
+    REGIONS,
+    generate_clip,
+    generate_scene,
+)
+from research.scenes.build_model import (
     GRID_SIZE,
     IMAGE_TOKEN_ID,
     NUM_VISUAL_TOKENS,
     PATCH_SIZE,
     train_tokenizer,
 )
-from mmspec.app.scenes.training.data import (
+from research.scenes.data import (
     ABOUT_ABSENT,
     ABOUT_ACTION,
     ABOUT_TOTAL,
@@ -30,8 +36,8 @@ from mmspec.app.scenes.training.data import (
     generate_corpus,
     sample_turns,
 )
-from mmspec.app.scenes.training.models import build_turn_mask, build_turn_position_ids
-from mmspec.app.scenes.training.patch_labels import (
+from research.scenes.models import build_turn_mask, build_turn_position_ids
+from research.scenes.patch_labels import (
     ACTIONS,
     BACKGROUND_CLASS,
     IGNORE_INDEX,
@@ -39,12 +45,8 @@ from mmspec.app.scenes.training.patch_labels import (
     label_actions,
     render_with_labels,
 )
-from mmspec.app.scenes.world import (
-    FIRST_HELD_OUT_SEED,
-    REGIONS,
-    generate_clip,
-    generate_scene,
-)
+
+pytestmark = pytest.mark.research
 
 
 def test_patch_labels_agree_with_the_scene() -> None:

@@ -1,4 +1,4 @@
-"""Options of `python -m mmspec.app.studies.visual`: its parser, and the validated configuration."""
+"""Options of `python -m research.studies.visual`: its parser, and the validated configuration."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mmspec.app.cli.arguments import (
 )
 from mmspec.app.errors import UsageError
 from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED
-from mmspec.app.studies.scenarios import SCENARIOS, parse_shapes, parse_shares
+from research.studies.scenarios import SCENARIOS, parse_shapes, parse_shares
 
 EPILOG = """\
 shapes
@@ -39,9 +39,9 @@ rows
   selected after the fact from noisy times).
 
 examples
-  python -m mmspec.app.studies.visual out/msd --compressors pool,stride,relevant --json study.json --markdown study.md
-  python -m mmspec.app.studies.visual out/msd out/msd+cost-based out/msd-latent --shapes short,one,clip8
-  python -m mmspec.app.studies.visual out/msd-latent --compressors own --nodes 16
+  python -m research.studies.visual out/msd --compressors pool,stride,relevant --json study.json --markdown study.md
+  python -m research.studies.visual out/msd out/msd+cost-based out/msd-latent --shapes short,one,clip8
+  python -m research.studies.visual out/msd-latent --compressors own --nodes 16
 """
 
 
@@ -53,7 +53,7 @@ class CompressorStudyConfig:
         drafters: specs as `mmspec.app.bench.specs.parse_spec` reads them; the first one is the base of the ratios.
         compressors: for the first drafter, at every share.
         shares: budgets: 1/share of the visual tokens; 0 is one token.
-        shapes: scenarios as `mmspec.app.studies.scenarios.count_images` reads them.
+        shapes: scenarios as `research.studies.scenarios.count_images` reads them.
         scene_seed: of the first scene. count: measured requests of each shape.
         nodes: size of every tree; None lets the controller choose.
         also: JSON files of earlier runs, whose rows come first.
@@ -95,7 +95,7 @@ class CompressorStudyConfig:
 
 def build_study_parser(description: str | None) -> argparse.ArgumentParser:
     """The parser of the study."""
-    parser = module_parser("mmspec.app.studies.visual", description, EPILOG)
+    parser = module_parser("research.studies.visual", description, EPILOG)
     add = parser.add_argument
     add("drafters", nargs="+", metavar="D", help="trained drafters; the others are compared with the first one")
     add("--compressors", type=split_commas, default=[], metavar="C,C", help="for the first drafter, at every share")

@@ -1,4 +1,4 @@
-"""`python -m mmspec.app.studies.token_classes`: accepted draft tokens by class of word, on held-out scenes.
+"""`python -m research.studies.token_classes`: accepted draft tokens by class of word, on held-out scenes.
 
 Every drafter decodes the same requests with trees of the same size, one request at a time, in turn and in rotating
 order. A drafter is built once, so one that adapts continues to adapt. Intervals are over requests (bootstrap).
@@ -37,8 +37,8 @@ from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.load import load_model
 from mmspec.app.scenes.tasks import REQUEST_TASKS, generate_requests
 from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED
-from mmspec.app.studies.intervals import format_ci
-from mmspec.app.studies.word_classes import CLASSES, AnswerCounts, count_answer, metric_interval
+from research.studies.intervals import format_ci
+from research.studies.word_classes import CLASSES, AnswerCounts, count_answer, metric_interval
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, ProcessorMixin
@@ -56,8 +56,8 @@ columns, for each class of words
   over D      the difference to drafter D (--against), request paired with request
 
 examples
-  python -m mmspec.app.studies.token_classes none hybrid msd flash --json words.json --plot words.png
-  python -m mmspec.app.studies.token_classes out/msd out/eagle out/eagle-placeholder out/eagle-text-only \\
+  python -m research.studies.token_classes none hybrid msd flash --json words.json --plot words.png
+  python -m research.studies.token_classes out/msd out/eagle out/eagle-placeholder out/eagle-text-only \\
       --against out/eagle-placeholder --markdown words.md
 """
 
@@ -195,7 +195,7 @@ def format_token_class_tables(rows: Sequence[ResultRow]) -> str:
 
 
 def _build_parser() -> argparse.ArgumentParser:
-    parser = module_parser("mmspec.app.studies.token_classes", __doc__, EPILOG)
+    parser = module_parser("research.studies.token_classes", __doc__, EPILOG)
     add = parser.add_argument
     add("drafters", nargs="+", metavar="D", help="names, or folders of trained drafters")
     add("--against", metavar="D", help="one of these: also report the difference of the others to it")

@@ -1,4 +1,4 @@
-"""`python -m mmspec.app.studies.blocks`: block drafters against one pass per token, from files of `mmspec bench`.
+"""`python -m research.studies.blocks`: block drafters against one pass per token, from files of `mmspec bench`.
 
 Measures nothing. Rows of one setting (batch size, temperature, tree size) make a table and a row of panels: tau,
 milliseconds of drafting per round, and decode speed-up over plain `generate`, against the tokens per pass or, for a
@@ -18,7 +18,7 @@ from mmspec.app.bench.rows import ResultRow, current_keys
 from mmspec.app.bench.specs import parse_spec, short_labels
 from mmspec.app.cli.arguments import module_parser
 from mmspec.app.errors import UsageError
-from mmspec.app.studies.intervals import format_ci
+from research.studies.intervals import format_ci
 
 REQUIRED_KEYS = (
     "drafter",
@@ -41,7 +41,7 @@ EPILOG = """\
 examples
   mmspec bench --drafters msd@3,msd@5,k2/flash,k5/flash --count 24 --repeats 24 --json one.json
   mmspec bench --drafters msd@3,msd@5,k2/flash,k5/flash --batch-sizes 8 --count 96 --json eight.json
-  python -m mmspec.app.studies.blocks one.json eight.json --against msd@5 --markdown blocks.md --plot blocks.png
+  python -m research.studies.blocks one.json eight.json --against msd@5 --markdown blocks.md --plot blocks.png
 """
 
 
@@ -135,7 +135,7 @@ def format_block_tables(groups: Mapping[BenchSetting, Sequence[ResultRow]], agai
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    parser = module_parser("mmspec.app.studies.blocks", __doc__, EPILOG)
+    parser = module_parser("research.studies.blocks", __doc__, EPILOG)
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE.json", help="of `mmspec bench --json`")
     against_help = "drafter whose values the shares refer to (default msd@5)"
     parser.add_argument("--against", default="msd@5", metavar="NAME", help=against_help)

@@ -12,9 +12,9 @@ import torch
 
 from mmspec.app.scenes import CHECKSUMS_FILE, compute_checksums
 from mmspec.app.scenes.model_card import TRAINING_FILE, write_card
-from mmspec.app.scenes.training.build_model import build_scenes_processor
-from mmspec.app.scenes.training.stages import TrainingStage
 from mmspec.app.versions import version
+from research.scenes.build_model import build_scenes_processor
+from research.scenes.stages import TrainingStage
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -45,7 +45,7 @@ def export_model(
     build_scenes_processor(tokenizer).save_pretrained(folder)
     (folder / "model.safetensors").chmod(0o644)  # safetensors writes with mode 0600
     training = {
-        "command": "python -m mmspec.app.scenes.training.train --out run",
+        "command": "python -m research.scenes.train --out run",
         "seed": seed,
         "torch": str(torch.__version__),
         "transformers": version("transformers"),

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmspec.app.scenes.training.build_model import NUM_LOWER_LAYERS
 from mmspec.cpu.bf16 import bf16_is_faster
 from mmspec.drafters.training.schedule import warmup_cosine
+from research.scenes.build_model import NUM_LOWER_LAYERS
 
 
 @dataclass(frozen=True)

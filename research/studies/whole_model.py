@@ -4,8 +4,8 @@ Every request is decoded by plain generate, by the loop without drafts and by ea
 warms up and is not counted. One thread and its own processor time, so
 that other jobs on the machine do not count; the controllers still measure wall-clock time.
 
-    python -m mmspec.app.studies.whole_model --target FOLDER --drafters self,run/draft-lm
-    python -m mmspec.app.studies.whole_model --target scenes --drafters self,run/draft-lm
+    python -m research.studies.whole_model --target FOLDER --drafters self,run/draft-lm
+    python -m research.studies.whole_model --target scenes --drafters self,run/draft-lm
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def measure(model: Any, inputs: dict[str, Any], new_tokens: int) -> tuple[float,
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, and print a line for each drafter."""
-    parser = argparse.ArgumentParser(prog="python -m mmspec.app.studies.whole_model", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m research.studies.whole_model", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--target", default="scenes", help="scenes, a vision-language model, or a language model")
     parser.add_argument("--drafters", type=split_commas, default=["self"], help="names or folders (default self)")

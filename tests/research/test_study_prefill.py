@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmspec.app.studies import prefill as study_prefill
+from research.studies import prefill as study_prefill
+
+pytestmark = pytest.mark.research
 
 SMALL = ["--hidden=32", "--heads=4", "--kv-heads=2", "--ffn=48", "--grid=4", "--text=8", "--repeats=2"]
 

@@ -1,4 +1,4 @@
-"""`python -m mmspec.app.studies.draft_heads`: draft heads of equal budget, greedy and sampled, at several batch sizes.
+"""`python -m research.studies.draft_heads`: draft heads of equal budget, greedy and sampled, at several batch sizes.
 
 Every head decodes the same held-out requests in rotating order, beside plain `generate` and the loop without drafts, as
 `mmspec bench` measures. A table per temperature and batch size: tau, round cost R, milliseconds a token, speed, with
@@ -46,8 +46,8 @@ from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.load import load_model
 from mmspec.app.scenes.tasks import REQUEST_TASKS
 from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED
-from mmspec.app.studies.intervals import format_ci
 from mmspec.metrics.stats import Stats
+from research.studies.intervals import format_ci
 
 MAX_ANSWER_TOKENS = 160
 """New tokens of an answer at most."""
@@ -61,7 +61,7 @@ columns
 
 examples
   mmspec train --drafter msd,flash,eagle3,dspark --count 960 --steps 350 --out run
-  python -m mmspec.app.studies.draft_heads run/msd run/flash run/eagle3 run/dspark --json heads.json --markdown heads.md
+  python -m research.studies.draft_heads run/msd run/flash run/eagle3 run/dspark --json heads.json --markdown heads.md
 """
 
 
@@ -213,7 +213,7 @@ def _parse_nodes(text: str) -> list[int | None]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    parser = module_parser("mmspec.app.studies.draft_heads", __doc__, EPILOG)
+    parser = module_parser("research.studies.draft_heads", __doc__, EPILOG)
     add = parser.add_argument
     add("drafters", nargs="+", metavar="D", help=f"folders of trained heads, or names ({NO_DRAFT} is always measured)")
     add_model_option(parser)

@@ -36,7 +36,7 @@ method
   over all prompts of one repetition; drafters that learn (hybrid) rise, trained heads should not.
 
 examples
-  python -m mmspec.app.studies.first_answers msd,flash
+  python -m research.studies.first_answers msd,flash
 """
 FIRST_SEED = 60_000_000
 """Seed of the first request; none of them was trained on."""
@@ -81,7 +81,7 @@ def run_process(drafter: str, folder: str, num_prompts: int, num_answers: int) -
     Raises:
         UsageError: the process failed.
     """
-    command = [sys.executable, "-m", "mmspec.app.studies.first_answers", drafter, "--in-process"]
+    command = [sys.executable, "-m", "research.studies.first_answers", drafter, "--in-process"]
     command += ["--prompts", str(num_prompts), "--answers", str(num_answers)]
     environment = os.environ | {CACHE_VARIABLE: folder, "MMSPEC_COST_CACHE": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -110,7 +110,7 @@ def format_row(row: ResultRow) -> str:
 
 
 def _build_parser() -> argparse.ArgumentParser:
-    parser = module_parser("mmspec.app.studies.first_answers", __doc__, EPILOG)
+    parser = module_parser("research.studies.first_answers", __doc__, EPILOG)
     parser.add_argument("drafters", type=split_commas, metavar="D,D", help="drafters, as in mmspec.patch")
     parser.add_argument("--prompts", type=positive_int, default=4, metavar="N", help="requests (default 4)")
     parser.add_argument("--answers", type=positive_int, default=10, metavar="N", help="answers to each (default 10)")

@@ -21,7 +21,8 @@ from torch.utils.data import Dataset
 from mmspec.app.scenes import grammar
 from mmspec.app.scenes.objects import OBJECT_KINDS
 from mmspec.app.scenes.sprites import SIGN_CHARACTERS
-from mmspec.app.scenes.training.build_model import (
+from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED, Clip, Scene, generate_clip, generate_scene
+from research.scenes.build_model import (
     BOS_TOKEN_ID,
     EOS_TOKEN_ID,
     IMAGE_TOKEN_ID,
@@ -29,7 +30,7 @@ from mmspec.app.scenes.training.build_model import (
     PAD_TOKEN_ID,
     format_prompt,
 )
-from mmspec.app.scenes.training.patch_labels import (
+from research.scenes.patch_labels import (
     ACTIONS,
     IGNORE_INDEX,
     MAX_SIGN_LENGTH,
@@ -39,7 +40,6 @@ from mmspec.app.scenes.training.patch_labels import (
     label_actions,
     render_with_labels,
 )
-from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED, Clip, Scene, generate_clip, generate_scene
 
 SceneOrClip = TypeVar("SceneOrClip", Scene, Clip)
 

@@ -11,14 +11,14 @@ import pytest
 from mmspec.app.bench.rounds import Round
 from mmspec.app.bench.specs import patch_model
 from mmspec.app.errors import UsageError
-from mmspec.app.scenes.training.build_model import train_tokenizer
-from mmspec.app.scenes.training.data import generate_corpus
-from mmspec.app.studies import blocks as study_blocks
-from mmspec.app.studies import learning
-from mmspec.app.studies import token_classes as study
-from mmspec.app.studies.learning import rows_of_other_suites
-from mmspec.app.studies.visual import read_earlier_rows
-from mmspec.app.studies.word_classes import (
+from research.scenes.build_model import train_tokenizer
+from research.scenes.data import generate_corpus
+from research.studies import blocks as study_blocks
+from research.studies import learning
+from research.studies import token_classes as study
+from research.studies.learning import rows_of_other_suites
+from research.studies.visual import read_earlier_rows
+from research.studies.word_classes import (
     CLASSES,
     AnswerCounts,
     classify_word,
@@ -26,6 +26,8 @@ from mmspec.app.studies.word_classes import (
     metric_interval,
     word_class_per_token,
 )
+
+pytestmark = pytest.mark.research
 
 
 def test_classes() -> None:
@@ -105,7 +107,7 @@ def test_the_study_from_the_command_line(tmp_path: Path, capsys: Any) -> None:
     assert none["tau_over"] == [0, 0, 0] and fused["tau_over"][0] == pytest.approx(fused["tau"][0] - 1)
     assert (none["temperature"], none["seed"], none["draft_mib"]) == (0.9, 3, 0) and none["tokens_min"] > 0
     assert fused["draft_ms"] > 0 and fused["run"]["command"].startswith(
-        "python -m mmspec.app.studies.token_classes none fused"
+        "python -m research.studies.token_classes none fused"
     )
     assert (tmp_path / "s.png").read_bytes().startswith(b"\x89PNG") and "tau 1.000" in capsys.readouterr().out
     tables = (tmp_path / "s.md").read_text()

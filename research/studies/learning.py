@@ -38,7 +38,7 @@ from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.load import load_model, load_text_model
 from mmspec.app.scenes.tasks import generate_requests
 from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED
-from mmspec.app.studies.learning_targets import fine_tune_scenes, text_requests
+from research.studies.learning_targets import fine_tune_scenes, text_requests
 
 EPILOG = """
 method
@@ -50,11 +50,11 @@ method
   of the blocks' ratios and their range.
 
 examples
-  OMP_NUM_THREADS=1 python -m mmspec.app.studies.learning scenes --count 400 --clock cpu --json learning.json
-  OMP_NUM_THREADS=1 python -m mmspec.app.studies.learning scenes --count 384 --batch 16 --block 64 --clock cpu \\
+  OMP_NUM_THREADS=1 python -m research.studies.learning scenes --count 400 --clock cpu --json learning.json
+  OMP_NUM_THREADS=1 python -m research.studies.learning scenes --count 384 --batch 16 --block 64 --clock cpu \\
       --drafters none,hybrid,arbitrated,arbitrated+learn --json learning.json
-  OMP_NUM_THREADS=1 python -m mmspec.app.studies.learning adaptation --count 200 --clock cpu --json learning.json
-  OMP_NUM_THREADS=1 python -m mmspec.app.studies.learning text --model M --count 80 --new-tokens 96 --clock cpu
+  OMP_NUM_THREADS=1 python -m research.studies.learning adaptation --count 200 --clock cpu --json learning.json
+  OMP_NUM_THREADS=1 python -m research.studies.learning text --model M --count 80 --new-tokens 96 --clock cpu
 """
 LEARNING_SUITES = ("scenes", "adaptation", "text")
 DRAFTERS_BY_SUITE = {
@@ -299,7 +299,7 @@ def _prepare(config: LearningStudyConfig) -> tuple[Any, Any, Iterator[Mapping[st
 
 
 def _build_parser() -> argparse.ArgumentParser:
-    parser = module_parser("mmspec.app.studies.learning", __doc__, EPILOG)
+    parser = module_parser("research.studies.learning", __doc__, EPILOG)
     add = parser.add_argument
     add("suite", choices=LEARNING_SUITES, help="requests and target")
     add("--model", default="", metavar="PATH", help="of the suite `text`: a folder, or a GGUF file")

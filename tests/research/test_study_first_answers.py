@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from mmspec.app.studies import first_answers
+from research.studies import first_answers
+
+pytestmark = pytest.mark.research
 
 
 def test_answers_of_one_process(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mmspec.app.scenes.sprites import SIGN_CHARACTERS
-from mmspec.app.scenes.training.data import NUM_ABOUT_CLASSES
-from mmspec.app.scenes.training.patch_labels import (
+from mmspec.app.scenes.world import BACKGROUND_COLOURS, BACKGROUND_TEXTURES, SIZE_CLASSES
+from research.scenes.data import NUM_ABOUT_CLASSES
+from research.scenes.patch_labels import (
     ACTIONS,
     BACKGROUND_CLASS,
     IGNORE_INDEX,
@@ -25,8 +26,7 @@ from mmspec.app.scenes.training.patch_labels import (
     REGION_INDEX,
     SIGN_CLASS,
 )
-from mmspec.app.scenes.training.stages import TrainingStage
-from mmspec.app.scenes.world import BACKGROUND_COLOURS, BACKGROUND_TEXTURES, SIZE_CLASSES
+from research.scenes.stages import TrainingStage
 
 if TYPE_CHECKING:
     from transformers import LlamaModel, LlavaForConditionalGeneration, SiglipVisionModel

@@ -1,4 +1,4 @@
-"""`python -m mmspec.app.scenes.training.evaluate`: accuracy of the scenes model's answers on held-out scenes.
+"""`python -m research.scenes.evaluate`: accuracy of the scenes model's answers on held-out scenes.
 
 The questions and their scoring are in `eval_questions`. The control, the same questions with the image of another
 scene, measures chance level. With --answers, an interrupted evaluation resumes.
@@ -20,16 +20,16 @@ import torch
 
 from mmspec.app.scenes import WEIGHTS_FOLDER, compute_checksums, load_scenes_model
 from mmspec.app.scenes.model_card import write_card
-from mmspec.app.scenes.training.build_model import format_prompt
-from mmspec.app.scenes.training.eval_questions import (
+from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED, generate_clip, generate_scene
+from mmspec.engine.tree_cache import CACHE_ARGUMENT
+from research.scenes.build_model import format_prompt
+from research.scenes.eval_questions import (
     EvalQuestion,
     MetricOutcomes,
     build_clip_question,
     build_scene_questions,
     clearly_visible_things,
 )
-from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED, generate_clip, generate_scene
-from mmspec.engine.tree_cache import CACHE_ARGUMENT
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, ProcessorMixin
@@ -226,7 +226,7 @@ def evaluate_scenes_model(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m mmspec.app.scenes.training.evaluate", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m research.scenes.evaluate", description=__doc__)
     add = parser.add_argument
     add("--model", default=None, metavar="FOLDER", help="folder of the model (default: the bundled scenes model)")
     add("--first-seed", type=int, default=FIRST_HELD_OUT_SEED, metavar="S", help="seed of the first scene and clip")

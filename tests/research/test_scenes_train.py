@@ -15,13 +15,15 @@ from transformers import AutoModelForImageTextToText, AutoProcessor, LlavaForCon
 
 from mmspec.app.scenes import DamagedModelError, load_scenes_model
 from mmspec.app.scenes.render import render_scene
-from mmspec.app.scenes.training import evaluate, stages, train
-from mmspec.app.scenes.training.build_model import NUM_VISUAL_TOKENS, build_scenes_config, init_scenes_model
-from mmspec.app.scenes.training.data import generate_corpus, to_pixel_values
-from mmspec.app.scenes.training.models import VlmTrainer, rename_former_heads
-from mmspec.app.scenes.training.stages import STAGES, MuonAdamW, TrainingStage, learning_rate_at
-from mmspec.app.scenes.training.train import ScenesTrainer
 from mmspec.app.scenes.world import generate_scene
+from research.scenes import evaluate, stages, train
+from research.scenes.build_model import NUM_VISUAL_TOKENS, build_scenes_config, init_scenes_model
+from research.scenes.data import generate_corpus, to_pixel_values
+from research.scenes.models import VlmTrainer, rename_former_heads
+from research.scenes.stages import STAGES, MuonAdamW, TrainingStage, learning_rate_at
+from research.scenes.train import ScenesTrainer
+
+pytestmark = pytest.mark.research
 
 MINIATURE = (
     TrainingStage("see", 2, 2, 1e-3, first=0, warmup=1, eyes=1.0),

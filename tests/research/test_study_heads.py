@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from mmspec.app.studies import draft_heads as study
+from research.studies import draft_heads as study
+
+pytestmark = pytest.mark.research
 
 
 def test_a_study(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,7 +27,7 @@ def test_a_study(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -
         for name in ("tau_ci", "ms_per_token"):
             value, low, high = row[name]
             assert low <= value <= high
-        assert row["run"]["command"].startswith("python -m mmspec.app.studies.draft_heads hybrid")
+        assert row["run"]["command"].startswith("python -m research.studies.draft_heads hybrid")
     text = (tmp_path / "heads.md").read_text()
     assert text == capsys.readouterr().out and "**batch 2, temperature 1**" in text and "| hybrid | 1." in text
     with pytest.raises(SystemExit):

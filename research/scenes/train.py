@@ -1,4 +1,4 @@
-"""`python -m mmspec.app.scenes.training.train`: train the scenes model from random weights, in five stages.
+"""`python -m research.scenes.train`: train the scenes model from random weights, in five stages.
 
 *see*: the vision tower alone, with one classification head per patch label (object kind, region, size, count,
   letters of a sign).
@@ -35,13 +35,13 @@ from torch.utils.data import DataLoader
 
 from mmspec.app.cli.arguments import module_parser
 from mmspec.app.scenes.objects import OBJECT_KINDS
-from mmspec.app.scenes.training.build_model import init_scenes_model, train_tokenizer
-from mmspec.app.scenes.training.data import ChatDataset, PatchDataset, collate_chats, generate_corpus
-from mmspec.app.scenes.training.export import export_model
-from mmspec.app.scenes.training.models import VisionPretrainer, VlmTrainer, aux_head_weights, rename_former_heads
-from mmspec.app.scenes.training.stages import STAGES, MuonAdamW, TrainingStage, learning_rate_at
 from mmspec.cpu.bf16 import bf16_is_faster
 from mmspec.files import atomic_write
+from research.scenes.build_model import init_scenes_model, train_tokenizer
+from research.scenes.data import ChatDataset, PatchDataset, collate_chats, generate_corpus
+from research.scenes.export import export_model
+from research.scenes.models import VisionPretrainer, VlmTrainer, aux_head_weights, rename_former_heads
+from research.scenes.stages import STAGES, MuonAdamW, TrainingStage, learning_rate_at
 
 if TYPE_CHECKING:
     from transformers import LlavaForConditionalGeneration, PreTrainedTokenizerBase
@@ -53,9 +53,9 @@ an error.
 
 examples
   # all stages: about nine hours on two cores with native bfloat16
-  python -m mmspec.app.scenes.training.train --out run
+  python -m research.scenes.train --out run
   # stop after 40 minutes; repeat to resume
-  python -m mmspec.app.scenes.training.train --out run --minutes 40
+  python -m research.scenes.train --out run --minutes 40
 """
 
 
@@ -304,7 +304,7 @@ class ScenesTrainer:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    parser = module_parser("mmspec.app.scenes.training.train", __doc__, EPILOG)
+    parser = module_parser("research.scenes.train", __doc__, EPILOG)
     add = parser.add_argument
     add("--out", type=Path, required=True, help="folder of the run; created if needed")
     add(

@@ -12,14 +12,16 @@ import torch
 
 from mmspec.app.bench.specs import get_drafter, patch_model
 from mmspec.app.modeling.random_models import random_model
-from mmspec.app.studies import chooser_report, visual_report
-from mmspec.app.studies import visual as study_visual
-from mmspec.app.studies.scenarios import SCENARIOS, fit_to_context, generate_scenario
-from mmspec.app.studies.visual import build_rows, build_runs, plan_runs, run_contest
-from mmspec.app.studies.word_classes import AnswerCounts, metric_ratio_interval
 from mmspec.drafters.checkpoints.format import HeadMetadata, save_head, tokenizer_fingerprint
 from mmspec.drafters.eagle.head import EagleHead, HeadConfig
 from mmspec.vision.compressors.elastic import Elastic
+from research.studies import chooser_report, visual_report
+from research.studies import visual as study_visual
+from research.studies.scenarios import SCENARIOS, fit_to_context, generate_scenario
+from research.studies.visual import build_rows, build_runs, plan_runs, run_contest
+from research.studies.word_classes import AnswerCounts, metric_ratio_interval
+
+pytestmark = pytest.mark.research
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""`python -m mmspec.app.studies.visual`: costs and benefits of a drafter that sees fewer visual tokens.
+"""`python -m research.studies.visual`: costs and benefits of a drafter that sees fewer visual tokens.
 
 Each contestant decodes the same held-out requests, in a random order: one image, four images, clips. Reports tau,
 overall and on names of objects; time, operations and memory of the drafter's own prefill; and the time of decoding and
@@ -41,15 +41,15 @@ from mmspec.app.bench.specs import get_compressor, get_drafter, patch_model, sho
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.load import load_model
-from mmspec.app.studies.chooser_report import compare_adaptive, format_comparison, run_names
-from mmspec.app.studies.prefill_recorder import PrefillCost, PrefillRecorder
-from mmspec.app.studies.scenarios import count_prompt_tokens, fit_to_context, generate_scenario
-from mmspec.app.studies.visual_config import CompressorStudyConfig, build_study_parser
-from mmspec.app.studies.visual_report import format_compressor_row, format_compressor_tables
-from mmspec.app.studies.word_classes import AnswerCounts, count_answer, metric_interval, metric_ratio_interval
 from mmspec.drafters.eagle.drafter import EagleDrafter
 from mmspec.interfaces import Drafter
 from mmspec.metrics.stats import Stats
+from research.studies.chooser_report import compare_adaptive, format_comparison, run_names
+from research.studies.prefill_recorder import PrefillCost, PrefillRecorder
+from research.studies.scenarios import count_prompt_tokens, fit_to_context, generate_scenario
+from research.studies.visual_config import CompressorStudyConfig, build_study_parser
+from research.studies.visual_report import format_compressor_row, format_compressor_tables
+from research.studies.word_classes import AnswerCounts, count_answer, metric_interval, metric_ratio_interval
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, ProcessorMixin
