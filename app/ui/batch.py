@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from mmspec.app.caption.config import CaptionConfig
 from mmspec.app.caption.job import CaptionJob
 from mmspec.app.errors import UsageError
+from mmspec.app.io.columns import ROW_COLUMNS
 from mmspec.app.io.images import Media, media_images
 from mmspec.app.io.inputs import collect_items
 from mmspec.app.io.item import Item
@@ -88,7 +89,7 @@ class CaptionBatch:
             names: given names of the files; None for their names on the disk.
 
         Raises:
-            UsageError: a manifest is invalid or names too many files.
+            UsageError: there is nothing but invalid lists, or a list names too many files.
         """
         self.model_store = model_store
         self.prompt = prompt
@@ -101,8 +102,7 @@ class CaptionBatch:
         given = unique_names([clean_name(name) for name in names] if names else [file.name for file in files])
         self.thumbnails: dict[str, str] = {}
         manifests = [path for path in paths if path.suffix.lower() in MANIFESTS]
-        self._paths = tuple(str(path) for path in manifests or [self.input_folder])
-        self.total = self._count_items()
+        self._paths, self._refused, self.total = self._find_items(manifests)
         self._output = RecordingFileOutput(
             self.output_file, self.input_folder, {path.name: name for path, name in zip(paths, given, strict=True)}
         )
@@ -114,15 +114,26 @@ class CaptionBatch:
         """Finished rows."""
         return list(self._output.rows)
 
-    def _count_items(self) -> int:
-        try:
-            items = collect_items(self._paths, self.input_folder)
-        except UsageError as error:
-            message = str(error).replace(f"{self.input_folder}{os.sep}", "")  # pages must not read server paths
-            raise UsageError(message.replace(str(self.input_folder), "the files")) from None
-        if len(items) > self.limits.max_files:
-            raise UsageError(f"The list names {len(items)} files; {self.limits.max_files} is the limit.")
-        return len(items)
+    def _find_items(self, manifests: Sequence[Path]) -> tuple[tuple[str, ...], list[Row], int]:
+        """What the job reads, rows of the lists that cannot be read, and the number of rows of both."""
+        lists, refused, total, reason = [], [], 0, ""
+        for path in manifests:
+            try:
+                total += len(collect_items([str(path)], self.input_folder))
+                lists.append(str(path))
+            except UsageError as error:
+                message = str(error).replace(f"{self.input_folder}{os.sep}", "")  # pages must not read server paths
+                reason = message.replace(str(self.input_folder), "the files")
+                refused.append(_refused_row(path.name, reason))
+        if not lists:
+            try:
+                lists, total = [str(self.input_folder)], len(collect_items([str(self.input_folder)], self.input_folder))
+            except UsageError as error:
+                text = str(error).replace(str(self.input_folder), "the files")
+                raise UsageError(reason or text) from None
+        if total > self.limits.max_files:
+            raise UsageError(f"The list names {total} files; {self.limits.max_files} is the limit.")
+        return tuple(lists), refused, total + len(refused)
 
     def run(self, cancel_signal: CancelSignal) -> CaptionBatch:
         """Caption all files; the links to the uploads are removed afterwards.
@@ -148,6 +159,8 @@ class CaptionBatch:
             threads=1,
             progress=False,
         )
+        if self._refused:
+            self._output.write(self._refused)
         try:
             CaptionJob(
                 settings,
@@ -188,6 +201,13 @@ class CaptionBatch:
             drafter=loaded.get_drafter(settings.drafter),
             compressor=loaded.get_compressor(settings.compressor),
         )
+
+
+def _refused_row(file_name: str, message: str) -> Row:
+    """The row of a list that cannot be read."""
+    row: Row = dict.fromkeys(ROW_COLUMNS)
+    error = {"type": "BadList", "message": message}
+    return row | {"id": file_name, "file_name": file_name, "finish_reason": "error", "error": error}
 
 
 def write_parquet(rows: Sequence[Row], file: Path) -> None:

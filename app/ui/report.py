@@ -16,6 +16,7 @@ from mmspec.app.bench.rounds import NOT_DRAFTED, Round, classify_tokens
 from mmspec.app.io.images import Video
 from mmspec.app.modeling.chat import ChatTurn
 from mmspec.app.ui.comparison import AnswerLane, ComparisonRun, Difference
+from mmspec.app.ui.credit import Credit
 from mmspec.app.ui.model_store import RunSettings
 from mmspec.app.ui.streamer import detokenize, token_label
 from mmspec.app.ui.thumbnails import TimedImage, draw_media
@@ -37,6 +38,7 @@ class AnswerTrace:
         tokens_per_s: tokens per second after the first.
         speedup: ratio of `tokens_per_s` to that of plain `generate`; None if it is not measured.
         identical: whether it is the plain answer; None if one is empty.
+        credit: of the loop and of the drafts; None for the baseline.
         round_lengths: tokens that each forward after the prompt's emitted.
     """
 
@@ -49,6 +51,7 @@ class AnswerTrace:
     tokens_per_s: float = 0.0
     speedup: float | None = None
     identical: bool | None = None
+    credit: Credit | None = None
     round_lengths: tuple[int, ...] = ()
 
     @property
@@ -95,6 +98,11 @@ class Report:
     def mmspec(self) -> AnswerTrace:
         """The first lane."""
         return self.lanes[0]
+
+    @property
+    def best(self) -> AnswerTrace:
+        """The fastest lane of mmspec, which the headline names."""
+        return max(self.lanes, key=lambda lane: lane.speedup or 0.0)
 
     def as_dict(self) -> dict[str, Any]:
         """Everything, ready for JSON."""
@@ -145,7 +153,7 @@ def build_report(comparison: ComparisonRun) -> Report:
 def _build_trace(comparison: ComparisonRun, lane: AnswerLane) -> AnswerTrace:
     assert comparison.loaded_model is not None
     rounds, num_tokens = lane.rounds, len(lane.streamer.token_ids)
-    is_plain = lane.drafter is None
+    is_plain = lane is comparison.plain
     return AnswerTrace(
         name=lane.name,
         drafter=lane.resolved_drafter,
@@ -156,6 +164,7 @@ def _build_trace(comparison: ComparisonRun, lane: AnswerLane) -> AnswerTrace:
         tokens_per_s=lane.tokens_per_s,
         speedup=None if is_plain else comparison.speedup_decode(lane),
         identical=None if is_plain else comparison.is_identical(lane),
+        credit=None if is_plain else comparison.credit(lane),
         round_lengths=(1,) * (num_tokens - 1) if is_plain else tuple(len(item.emitted) for item in rounds[1:]),
     )
 
@@ -188,6 +197,9 @@ def collect_metrics(comparison: ComparisonRun) -> dict[str, Any]:
         "difference": _difference_to_dict(lane.difference) if lane.difference else None,
         "speedup_decode": comparison.speedup_decode(lane),
         "speedup_e2e": comparison.speedup_e2e(lane),
+        "speedup_loop": comparison.credit(lane).loop,
+        "speedup_drafts": comparison.credit(lane).drafts,
+        "why_not_drafted": comparison.credit(lane).reason or None,
         "tau": lane.stats.tau,
         "R": comparison.round_cost(lane),
         "vision_s": comparison.encode_s,

@@ -105,11 +105,11 @@ def build_batch_tab(context: Context) -> None:
 
 
 def _connect_batch_events(context: Context, parts: BatchComponents, settings: Controls) -> None:
-    @report_errors
+    @functools.partial(report_errors, sessions=context.sessions)
     def begin(request: gr.Request) -> tuple[Any, Any]:
         return begin_run(context, request)
 
-    @report_errors
+    @functools.partial(report_errors, sessions=context.sessions)
     def work(request: gr.Request, uploads: Any, prompt: Any, *values: Any) -> Iterator[dict[Any, Any]]:
         num_rendered = -1
         for batch, is_running in stream_batch(context, uploads, prompt, values, get_client(request)):
@@ -117,7 +117,7 @@ def _connect_batch_events(context: Context, parts: BatchComponents, settings: Co
             updates: dict[Any, Any] = {parts.status: render.render_status(text)}
             if len(batch.rows) != num_rendered:
                 num_rendered = len(batch.rows)
-                updates[parts.table] = render.render_captions(batch.rows, batch.thumbnails)
+                updates[parts.table] = render.render_captions(batch.rows, batch.thumbnails, context.limits.max_pixels)
                 curve = caption_curve(batch.rows)
                 updates[parts.curve] = gr.update(
                     **count_axis(curve, "file"),
@@ -138,7 +138,7 @@ def _connect_batch_events(context: Context, parts: BatchComponents, settings: Co
         show_progress_on=[parts.status],
         **RUN_EVENT,
     )
-    connect_run_end(context, controls, [running])
+    connect_run_end(context, controls, started, [running])
 
 
 def offer_files(batch: CaptionBatch, parts: BatchComponents) -> dict[Any, Any]:

@@ -81,11 +81,11 @@ def build_learning_tab(context: Context) -> None:
             )
             numbers = gr.HTML("", elem_id="mm-learning-numbers")
 
-    @report_errors
+    @functools.partial(report_errors, sessions=context.sessions)
     def begin(request: gr.Request) -> tuple[Any, Any]:
         return begin_run(context, request)
 
-    @report_errors
+    @functools.partial(report_errors, sessions=context.sessions)
     def work(request: gr.Request, model: str, drafter: str, total: float, seed: float) -> Iterator[dict[Any, Any]]:
         num_rendered = 0
         for run, is_running in stream_learning(context, model, drafter, total, seed, get_client(request)):
@@ -104,7 +104,7 @@ def build_learning_tab(context: Context) -> None:
         show_progress_on=[status],
         **RUN_EVENT,
     )
-    connect_run_end(context, controls, [running])
+    connect_run_end(context, controls, started, [running])
 
 
 def stream_learning(

@@ -181,7 +181,7 @@ def update_results(context: Context, parts: ResultComponents, report: Report) ->
             parts.numbers: render.render_results(report, plots.describe_lengths(report)),
             parts.lengths: gr.update(
                 **plots.count_axis(lengths, "forward"),
-                y_lim=plots.value_limits(lengths["tokens per forward"]),
+                y_lim=plots.value_limits(lengths["tokens per forward"], 2, lowest=1),
                 color_map=plots.lane_colors(report),
             ),
             parts.histogram: gr.update(
