@@ -1,4 +1,4 @@
-"""Where the demo says that the speed comes from, and which baseline it names; lanes, turns and refusals without a browser."""
+"""Where the demo says that the speed comes from, and its baseline; lanes, turns and refusals without a browser."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_the_headline_is_the_loop_times_the_drafts(model_store: ModelStore) -> N
     assert credit.loop * credit.drafts == pytest.approx(report.best.speedup)  # type: ignore[operator]
     assert run.loop.streamer.token_ids == run.plain.streamer.token_ids, "the loop decodes the same tokens"
     html = render_race(report)
-    assert f"{credit.loop:.2f}x own loop × {credit.drafts:.2f}x drafts" in html
+    assert f"{credit.loop:.2f}x own loop \u00d7 {credit.drafts:.2f}x drafts" in html
     assert f"{run.mmspec.stats.drafted_rounds} of {run.mmspec.stats.rounds} rounds" in html
     assert report.metrics["speedup_loop"] == credit.loop and report.metrics["why_not_drafted"] is None
 
