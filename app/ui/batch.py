@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mmspec.app.caption.config import CaptionConfig
+from mmspec.app.caption.config import SCENES_MODEL, CaptionConfig
 from mmspec.app.caption.job import CaptionJob
 from mmspec.app.errors import UsageError
 from mmspec.app.io.columns import ROW_COLUMNS
@@ -25,6 +25,7 @@ from mmspec.app.io.output import StreamOutput
 from mmspec.app.io.sources import MANIFESTS
 from mmspec.app.modeling.chat import reject_media_tokens
 from mmspec.app.modeling.sampling import Sampling
+from mmspec.app.scenes.domain_check import looks_like_scene
 from mmspec.app.ui.limits import Limits
 from mmspec.app.ui.model_store import ModelStore, RunSettings
 from mmspec.app.ui.thumbnails import to_data_uri
@@ -65,6 +66,7 @@ class CaptionBatch:
         total: number of files to caption.
         cancelled: the batch ended early.
         num_ahead: runs ahead of it in the queue.
+        num_out_of_domain: pictures that the small built-in model cannot describe.
     """
 
     def __init__(
@@ -108,6 +110,14 @@ class CaptionBatch:
         )
         self.cancelled = False
         self.num_ahead = 0
+        self.num_out_of_domain = 0
+
+    @property
+    def tau(self) -> float | None:
+        """Tokens per forward over all captions; None before the first."""
+        rows = [row for row in self._output.rows if not row["error"] and row["tau"]]
+        forwards = sum(max(0, row["n_new_tokens"] - 1) / row["tau"] for row in rows)
+        return sum(max(0, row["n_new_tokens"] - 1) for row in rows) / forwards if forwards else None
 
     @property
     def rows(self) -> list[Row]:
@@ -177,6 +187,8 @@ class CaptionBatch:
 
     def _draw(self, row_id: str, media: Media) -> None:
         """Store a small picture of a file, of a clip its first frame."""
+        if self.settings.model == SCENES_MODEL and not looks_like_scene(media_images(media)[0]):
+            self.num_out_of_domain += 1
         self.thumbnails[row_id] = to_data_uri(media_images(media)[0], TABLE_IMAGE_SIZE, quality=70)
 
     def discard(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mmspec.app.bench.rounds import Round
@@ -121,9 +122,12 @@ class ComparisonRun:
         question: str,
         settings: RunSettings,
         cancel_signal: CancelSignal,
-        file_name: str = "",
+        file: str | Path = "",
     ) -> None:
-        """`media` may be a function that loads it when the run starts, so that queued runs hold no pixels."""
+        """`media` may be a function that loads it when the run starts, so that queued runs hold no pixels.
+
+        `file` is that of the media, for code that repeats the run.
+        """
         self._media = media
         self.num_ahead = 0
         self.model_store = model_store
@@ -131,7 +135,8 @@ class ComparisonRun:
         self.question = question
         self.settings = settings
         self.cancel_signal = cancel_signal
-        self.file_name = file_name
+        self.file = Path(file) if str(file) else None
+        self.file_name = Path(file).name
         self.phase = "waiting"
         self.cancelled = False
         self.lane: AnswerLane | None = None

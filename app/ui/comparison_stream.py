@@ -156,7 +156,7 @@ def stream_comparison(
         checked_question,
         run_settings,
         cancel_signal,
-        file.name,
+        file,
     )
     view = ComparisonView(run)
     try:

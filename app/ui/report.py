@@ -8,7 +8,7 @@ import secrets
 import shutil
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,12 @@ from mmspec.app.modeling.chat import ChatTurn
 from mmspec.app.ui.comparison import AnswerLane, ComparisonRun, Difference
 from mmspec.app.ui.credit import Credit
 from mmspec.app.ui.model_store import RunSettings
+from mmspec.app.ui.repeat_code import RunRequest, describe_request
 from mmspec.app.ui.streamer import detokenize, token_label
 from mmspec.app.ui.thumbnails import TimedImage, draw_media
 from mmspec.app.ui.visible_tokens import draw_visible_tokens, uses_center_crop, visible_tokens_to_dict
 from mmspec.app.versions import mmspec_version
+from mmspec.hints import looks_like_path
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,7 @@ class Report:
         is_clip: the input is a clip.
         file_name: of the input, without a folder.
         turns: earlier turns of the conversation.
+        request: what the processor and `generate` were given, for code that repeats the run.
     """
 
     question: str
@@ -93,6 +96,7 @@ class Report:
     is_clip: bool = False
     file_name: str = ""
     turns: tuple[ChatTurn, ...] = ()
+    request: RunRequest = field(default_factory=RunRequest)
 
     @property
     def mmspec(self) -> AnswerTrace:
@@ -147,6 +151,7 @@ def build_report(comparison: ComparisonRun) -> Report:
         is_clip=isinstance(comparison.media, Video),
         file_name=comparison.file_name,
         turns=comparison.turns,
+        request=describe_request(comparison),
     )
 
 
@@ -205,7 +210,7 @@ def collect_metrics(comparison: ComparisonRun) -> dict[str, Any]:
         "vision_s": comparison.encode_s,
         "visible_tokens": visible_tokens_to_dict(comparison.visible_tokens) if comparison.visible_tokens else None,
         "prompt_tokens": comparison.prompt_tokens,
-        "choice": _settings_to_dict(comparison.settings),
+        "choice": settings_to_dict(comparison.settings),
         "stats": lane.stats.as_dict(),
         "run": {
             "mmspec": mmspec_version(),
@@ -217,9 +222,15 @@ def collect_metrics(comparison: ComparisonRun) -> dict[str, Any]:
     }
 
 
-def _settings_to_dict(settings: RunSettings) -> dict[str, Any]:
-    """ "nodes" is the key of `tree_size` in files of earlier versions; model paths are shortened to their name."""
-    return asdict(settings) | {"model": Path(settings.model).name, "nodes": settings.tree_size}
+def settings_to_dict(settings: RunSettings) -> dict[str, Any]:
+    """ "nodes" is the key of `tree_size` in files of earlier versions; folders are shortened to their name."""
+    names = {key: _shorten_folder(getattr(settings, key)) for key in ("model", "drafter")}
+    return asdict(settings) | names | {"nodes": settings.tree_size}
+
+
+def _shorten_folder(name: str) -> str:
+    """The name of a folder without those above it, which pages do not tell; a hub id stays as it is."""
+    return Path(name).name if looks_like_path(name) or Path(name).is_dir() else name
 
 
 def _difference_to_dict(difference: Difference) -> dict[str, Any]:
@@ -282,4 +293,12 @@ class TempStorage:
         shutil.rmtree(self.root, ignore_errors=True)
 
 
-__all__ = ["AnswerTrace", "Report", "TempStorage", "build_report", "collect_metrics", "format_verdict"]
+__all__ = [
+    "AnswerTrace",
+    "Report",
+    "TempStorage",
+    "build_report",
+    "collect_metrics",
+    "format_verdict",
+    "settings_to_dict",
+]

@@ -546,7 +546,6 @@ def test_nothing_that_was_written_becomes_html(model_store: ModelStore) -> None:
         race.render_live_race(turns, NASTY, [race.LiveLane("plain", NASTY, NASTY, NASTY, 1.0, "running")]),
         race.render_verdict(replace(built, verdict=NASTY, identical=None)),
         render.render_sentence(NASTY, NASTY, NASTY),
-        render.render_results(built),
         render.render_captions([row, failed]),
         render.render_status(NASTY),
         *(render.render_round(built, number) for number in range(len(built.rounds))),
