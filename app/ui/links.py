@@ -39,7 +39,8 @@ def render_links() -> str:
 
 def _join(links: tuple[tuple[str, str], ...]) -> str:
     return ", ".join(
-        f'<a href="{escape(url)}" target="_blank" rel="noopener noreferrer">{escape(label)}</a>' for label, url in links
+        f'<a class="mm-link" href="{escape(url)}" target="_blank" rel="noopener noreferrer">{escape(label)}</a>'
+        for label, url in links
     )
 
 

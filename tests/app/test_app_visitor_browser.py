@@ -79,7 +79,7 @@ def test_the_first_screen_and_a_recording(visit: Callable[..., Any], screen: tup
     page = visit(*screen)
     assert_in_view(page, "#mm-question textarea", "#mm-ask", "#mm-stop", "#mm-fresh")
     choose_example(page)
-    settings(page, tokens=200)
+    settings(page, tokens=400)
     page.locator("#compare-settings").get_by_role("button", name="Settings").click()
     page.evaluate("scrollTo(0, 0)")
     ask(page, "what is it?")

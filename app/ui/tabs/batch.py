@@ -40,7 +40,7 @@ CURVE_COLORS = {"each file": LANE_COLORS[0], "mean of the last 8": LANE_COLORS[1
 FORMATS = (
     "JSONL and Parquet hold the same rows, one per file: <code>file_name</code>, <code>caption</code>, "
     "<code>prompt</code>, <code>error</code> (empty, or why there is no caption), <code>n_new_tokens</code>, "
-    "<code>tau</code>, and how it was made. One text file per picture: <code>mmspec caption --write-txt</code>."
+    "<code>tau</code>, and how it was made. One text file per picture: <code>mmspec caption --format txt</code>."
 )
 OUT_OF_DOMAIN_NOTE = (
     "not like the drawn pictures that the small built-in model was trained on, so expect a wrong caption; start the "
