@@ -13,7 +13,7 @@ from typing import Any
 import gradio as gr
 
 from mmspec.app.errors import UsageError
-from mmspec.app.ui.credit import BASELINES, PLAIN
+from mmspec.app.ui.credit import BASELINES, PLAIN_GENERATE
 from mmspec.app.ui.limits import Limits
 from mmspec.app.ui.model_store import COMPRESSOR_CHOICES, ModelStore, RunSettings
 from mmspec.app.ui.report import TempStorage
@@ -55,7 +55,7 @@ class Context:
         max_new_tokens: float,
         tree_size: str | None = None,
         more_drafters: Sequence[str] | None = None,
-        baseline: str = PLAIN,
+        baseline: str = PLAIN_GENERATE,
     ) -> RunSettings:
         """The settings sent by a page, validated.
 
@@ -177,7 +177,7 @@ def build_controls(context: Context, max_new_tokens: int, name: str, *, with_lan
         if with_lanes:
             baseline = gr.Radio(
                 list(BASELINES),
-                value=PLAIN,
+                value=PLAIN_GENERATE,
                 label="Baseline",
                 info="What the answers are compared with. plain generate: transformers alone. mmspec without drafts: "
                 "its own decode loop, so that the ratio shows the drafts alone",

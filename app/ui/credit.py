@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from mmspec.app.bench.rounds import Round
     from mmspec.app.ui.comparison import AnswerLane
 
-PLAIN, LOOP = "plain generate", "mmspec without drafts"
-BASELINES = (PLAIN, LOOP)
+PLAIN_GENERATE, LOOP = "plain generate", "mmspec without drafts"
+BASELINES = (PLAIN_GENERATE, LOOP)
 """What answers may be compared with, the default first."""
 NO_DRAFTS = "none"
 """Name of the drafter that proposes nothing."""
@@ -90,4 +90,4 @@ def explain_no_drafts(lane: AnswerLane, rounds: Sequence[Round]) -> str:
     return "recent drafts did not pay"
 
 
-__all__ = ["BASELINES", "LOOP", "NO_DRAFTS", "PLAIN", "Credit", "explain_no_drafts", "split_speedup"]
+__all__ = ["BASELINES", "LOOP", "NO_DRAFTS", "PLAIN_GENERATE", "Credit", "explain_no_drafts", "split_speedup"]

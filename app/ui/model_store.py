@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from mmspec.app.caption.config import DEFAULT_MODEL, SCENES_MODEL
 from mmspec.app.errors import UsageError
 from mmspec.app.modeling.random_models import SIZES
-from mmspec.app.ui.credit import PLAIN
+from mmspec.app.ui.credit import PLAIN_GENERATE
 from mmspec.drafters.registry import drafter_names
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class RunSettings:
     max_new_tokens: int = 128
     tree_size: int | None = None
     more_drafters: tuple[str, ...] = ()
-    baseline: str = PLAIN
+    baseline: str = PLAIN_GENERATE
 
 
 class ModelStore:

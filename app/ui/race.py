@@ -13,7 +13,7 @@ from html import escape
 from pathlib import Path
 
 from mmspec.app.modeling.chat import ChatTurn
-from mmspec.app.ui.credit import BASELINES, LOOP, NO_DRAFTS, PLAIN
+from mmspec.app.ui.credit import BASELINES, LOOP, NO_DRAFTS, PLAIN_GENERATE
 from mmspec.app.ui.report import AnswerTrace, Report
 from mmspec.app.ui.thumbnails import TimedImage
 
@@ -123,7 +123,7 @@ def render_conversation(turns: Sequence[ChatTurn], question: str, images: Sequen
 def lane_title(drafter: str | None) -> str:
     """Title of a lane; a drafter that is a folder is called by its name."""
     if drafter is None:
-        return PLAIN
+        return PLAIN_GENERATE
     if drafter == NO_DRAFTS:
         return LOOP
     return f"mmspec, {Path(drafter).name}" if drafter else "mmspec"

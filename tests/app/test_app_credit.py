@@ -18,7 +18,7 @@ from mmspec.app.modeling.synthetic_images import draw_image, write_images
 from mmspec.app.ui import render
 from mmspec.app.ui.batch import CaptionBatch
 from mmspec.app.ui.comparison import AnswerLane, ComparisonRun
-from mmspec.app.ui.credit import BASELINES, LOOP, PLAIN, Credit, explain_no_drafts, split_speedup
+from mmspec.app.ui.credit import BASELINES, LOOP, PLAIN_GENERATE, Credit, explain_no_drafts, split_speedup
 from mmspec.app.ui.gif import choose_lanes
 from mmspec.app.ui.limits import Limits
 from mmspec.app.ui.model_store import ModelStore, RunSettings
@@ -116,7 +116,10 @@ def test_a_baseline_of_a_page_is_checked(model_store: ModelStore) -> None:
 
     context = Context(model_store, SimpleNamespace())  # type: ignore[arg-type]
     chosen = ("tiny", "auto", "none", 0, 0, 8, "automatic", [])
-    assert context.parse_settings(*chosen).baseline == PLAIN and context.parse_settings(*chosen, LOOP).baseline == LOOP
+    assert (
+        context.parse_settings(*chosen).baseline == PLAIN_GENERATE
+        and context.parse_settings(*chosen, LOOP).baseline == LOOP
+    )
     for wrong in ("", "mmspec", None, 3, ["plain generate"]):
         with pytest.raises(UsageError, match="no baseline"):
             context.parse_settings(*chosen, wrong)  # type: ignore[arg-type]
@@ -154,7 +157,7 @@ def test_the_headline_names_the_fastest_lane_and_slow_ones_are_not_green(model_s
 
 def test_a_lane_is_called_by_a_short_name() -> None:
     assert lane_title("/home/me/my-drafter") == "mmspec, my-drafter" and lane_title("none") == LOOP
-    assert lane_title(None) == PLAIN and lane_title("") == "mmspec"
+    assert lane_title(None) == PLAIN_GENERATE and lane_title("") == "mmspec"
 
 
 def test_earlier_turns_keep_their_speed_up_and_the_picture_its_place(model_store: ModelStore) -> None:

@@ -83,11 +83,11 @@ def test_the_first_screen_and_a_recording(visit: Callable[..., Any], screen: tup
     page.locator("#compare-settings").get_by_role("button", name="Settings").click()
     page.evaluate("scrollTo(0, 0)")
     ask(page, "what is it?")
+    page.wait_for_function(
+        """document.querySelector('#mm-plain .mm-recording')?.innerText == 'recording 1 of 2' &&
+            document.querySelector('#mm-mmspec .mm-recording')?.innerText == 'next: 2 of 2'"""
+    )
     started(page)
-    assert [text(page, f"#mm-{side} .mm-recording") for side in ("plain", "mmspec")] == [
-        "recording 1 of 2",
-        "next: 2 of 2",
-    ]
     assert_in_view(page, "#mm-stop", "#mm-plain .mm-recording", "#mm-mmspec .mm-recording")
     assert len(text(page, "#mm-plain .mm-now")) < 80, "its last words; the whole answer is shown once, by the race"
     page.wait_for_function("document.querySelector('#mm-mmspec .mm-recording')?.innerText == 'recording 2 of 2'")

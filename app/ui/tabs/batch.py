@@ -37,7 +37,7 @@ BATCH_INTRO = (
     "<code>generate</code>, and can be saved as JSONL or Parquet."
 )
 CURVE_COLORS = {"each file": LANE_COLORS[0], "mean of the last 8": LANE_COLORS[1]}
-FORMATS = (
+ROW_FORMATS = (
     "JSONL and Parquet hold the same rows, one per file: <code>file_name</code>, <code>caption</code>, "
     "<code>prompt</code>, <code>error</code> (empty, or why there is no caption), <code>n_new_tokens</code>, "
     "<code>tau</code>, and how it was made. One text file per picture: <code>mmspec caption --format txt</code>."
@@ -91,7 +91,7 @@ def build_batch_tab(context: Context) -> None:
                 parquet = gr.DownloadButton("Parquet", interactive=False, elem_id="mm-parquet", min_width=120)
             if not has_parquet:
                 gr.HTML('<p class="mm-legend">Parquet needs pyarrow: pip install pyarrow</p>')
-            gr.HTML(f'<p class="mm-legend">{FORMATS}</p>', elem_id="mm-formats")
+            gr.HTML(f'<p class="mm-legend">{ROW_FORMATS}</p>', elem_id="mm-formats")
             status = gr.HTML(render.render_status("Drop some files."), elem_id="mm-batch-status")
             curve = gr.LinePlot(
                 x="file",
