@@ -396,5 +396,5 @@ def test_weights_that_are_refused(change: str) -> None:
 
 def test_structs_of_other_sizes_are_found_when_the_library_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "STRUCTS", native.STRUCTS[1:])
-    with pytest.raises(native.KernelUnavailableError, match="LayerStruct has .* bytes, its counterpart in the library"):
+    with pytest.raises(native.KernelUnavailableError, match="LayerStruct has"):
         FewRowsKernel(native._load_library())
