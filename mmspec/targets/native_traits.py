@@ -207,12 +207,13 @@ def _weights(layer: Any) -> LayerWeights | None:
     norms = [layer._modules[name] for name in names.values()] + [attention._modules[name] for name in head_norms]
     if gated is None or not all(map(_is_plain_linear, projections)) or not all(map(_is_norm, norms)):
         return None
-    parts = {name.removesuffix("_proj"): linear for name, linear in zip(PROJECTIONS, projections, strict=True)}
-    weights = {name: linear.weight for name, linear in parts.items()}
-    biases = {f"{name}_bias": linear.bias for name, linear in parts.items()}
-    head_weights = {name: attention._modules[name].weight if head_norms else None for name in HEAD_NORMS}
-    layer_norms = {name: layer._modules[part].weight for name, part in names.items()}
-    return LayerWeights(**weights, **biases, **gated, **head_weights, **layer_norms)
+    found: dict[str, Any] = dict(gated)
+    for name, linear in zip(PROJECTIONS, projections, strict=True):
+        part = name.removesuffix("_proj")
+        found |= {part: linear.weight, f"{part}_bias": linear.bias}
+    found |= {name: attention._modules[name].weight if head_norms else None for name in HEAD_NORMS}
+    found |= {name: layer._modules[part].weight for name, part in names.items()}
+    return LayerWeights(**found)
 
 
 def _gated(mlp: Any) -> dict[str, Tensor | None] | None:
