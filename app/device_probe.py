@@ -35,7 +35,7 @@ from mmspec.drafters.eagle.head import EagleHead, HeadConfig
 from mmspec.engine.graph import CudaGraphRecorder, Recorder, Replay, StaticFunction, record_trace
 from mmspec.engine.recordings import HALF_REPLAY_TOLERANCE
 from mmspec.engine.rng import SamplingNoise
-from mmspec.engine.round import RoundFunction, ScoreFunction
+from mmspec.engine.round import ForwardFunction, RoundFunction
 from mmspec.patching import patch_state
 
 PROBE_VOCAB, PROBE_HIDDEN, PROBE_HEADS, PROBE_KV_HEADS, PROBE_LAYERS = 500, 64, 4, 2, 2
@@ -98,7 +98,7 @@ class ReplayCounter:
         """See `mmspec.engine.graph.Recorder`."""
         replay = self.recorder(function, state, inputs)
         self.num_recorded += 1
-        is_round = isinstance(function, (RoundFunction, ScoreFunction))
+        is_round = isinstance(function, (RoundFunction, ForwardFunction))
         is_whole = isinstance(function, RoundFunction) and function.draft is not None
 
         def counted(new_inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -182,7 +182,8 @@ def multinomial_is_reproduced(device: torch.device, vocab_size: int) -> bool:
         noise = SamplingNoise(PROBE_ROWS, vocab_size, device, PROBE_STEPS)
         noise.draw(PROBE_STEPS)
         found = [(one / noise.at_step(step)[:, 0]).argmax(-1) for step, one in enumerate(probs)]
-        same_state = torch.equal(noise.state_after(PROBE_STEPS - 1), end)
+        noise.close(PROBE_STEPS - 1)
+        same_state = torch.equal(_generator_state(device), end)
     return same_state and all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 

@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING
 from mmspec.app.caption.command import build_captioner
 from mmspec.app.caption.config import DEFAULT_MODEL, SCENES_MODEL, CaptionConfig, ProcessInfo
 from mmspec.app.cli.arguments import hide_progress_bars, validate_drafter
-from mmspec.app.errors import UsageError, one_line
-from mmspec.app.io.images import ImageError, Media
+from mmspec.app.io.decode import decode_readable
+from mmspec.app.io.images import Media
 from mmspec.app.io.inputs import collect_items
 from mmspec.app.io.item import Item
-from mmspec.app.io.videos import load_media
 from mmspec.app.modeling.random_models import SIZES
 from mmspec.app.scenes.domain_check import warn_if_out_of_domain
 from mmspec.vision.video.decoder_pool import DecoderPool
@@ -77,7 +76,8 @@ def run_examples(config: ExampleConfig) -> int:
     validate_drafter(config.drafter, config.compressor)
     items = collect_items(config.paths or [str(file) for file in list_example_files()], Path())
     with DecoderPool() as decoders:
-        media = [load_item(item, decoders) for item in items]
+        readable = decode_readable(items, decoders, "mmspec examples")
+    items, media = [item for item, _ in readable], [one for _, one in readable]
     if config.model == SCENES_MODEL and config.paths:
         warn_if_out_of_domain(media[0], items[0].file_name)
     hide_progress_bars(None)
@@ -105,14 +105,6 @@ def _load_captioner(config: ExampleConfig) -> Captioner:
     )
     print(f"Loading the model {config.model!r} ...", flush=True)
     return build_captioner(caption_config, ProcessInfo())
-
-
-def load_item(item: Item, decoders: DecoderPool) -> Media:
-    """The image, or the frames of the video."""
-    try:
-        return load_media(item.path, isolated=decoders)
-    except ImageError as error:
-        raise UsageError(f"{item.path}: {one_line(error)}") from error
 
 
 def caption_both_ways(captioner: Captioner, media: Media, prompt: str) -> ExampleResult:

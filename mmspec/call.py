@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,6 +42,7 @@ class CallContext:
         warn: logs a message once per model.
         attention_capture: attention of the vision tower in this call, if the compressor uses it.
         modules: result of the scan over the model's modules.
+        quiet_states: states of the model in which a prefill drew no random numbers; shared by all calls.
         media_inputs: the arguments that describe images and videos, if the drafter requires them.
         stats: counters and times of this call.
         learner: learns from this call, or None.
@@ -61,6 +62,7 @@ class CallContext:
     warn: Callable[[str], None]
     attention_capture: AttentionCapture | None = None
     modules: ModuleScan | None = None
+    quiet_states: set[Hashable] = field(default_factory=set)
     media_inputs: Mapping[str, Any] = field(default_factory=dict)
     stats: Stats = field(default_factory=Stats)
     learner: Learner | None = None

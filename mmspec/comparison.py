@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
 
 from mmspec.control.draft_cost import HeadCostModel
+from mmspec.fallback import option_getter
 from mmspec.interfaces import Drafter, ReplicableDrafter
 from mmspec.metrics.stats import Stats
 from mmspec.patching import disabled, is_patched, patch_state, stats
@@ -145,6 +146,9 @@ class Comparison:
 def compare(model: Any, inputs: Mapping[str, Any] | Tensor, *, repeats: int = 1, **generate_kwargs: Any) -> Comparison:
     """Run a request plain and patched in turn, and compare outputs and times.
 
+    With sampling both runs start from the same state of torch's generators, to which it is set back: no other thread
+    should draw meanwhile.
+
     Args:
         model: a patched model.
         inputs: output of the processor, passed to `generate` as keyword arguments; or a tensor of input ids [B, L].
@@ -173,7 +177,8 @@ def compare(model: Any, inputs: Mapping[str, Any] | Tensor, *, repeats: int = 1,
     patched: list[Timing] = []
     total = Stats()
     reported: tuple[Tensor, Tensor, list[bool]] | None = None
-    with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
+    samples = bool(option_getter(request, model)("do_sample"))
+    with torch.random.fork_rng([model.device] if model.device.type == "cuda" else [], enabled=samples):
         for pair in range(repeats + (repeats > 1)):
             plain_ids, plain_time = _timed_run(model, request, speculate=False)
             replica = drafter if isinstance(drafter, str) else replicate(drafter)
@@ -264,22 +269,21 @@ class TimestampCriterion(StoppingCriteria):
 
 
 def _timed_run(model: Any, request: dict[str, Any], speculate: bool) -> tuple[Tensor, Timing]:
-    """One run from the current random state, which is restored afterwards."""
-    rng_state = torch.random.get_rng_state()
-    cuda_state = torch.cuda.get_rng_state(model.device) if model.device.type == "cuda" else None
+    """One run from the current random state. If the request samples, the state is set back afterwards."""
+    samples = option_getter(request, model)("do_sample")
+    devices = [model.device] if model.device.type == "cuda" else []
     token_times = TimestampCriterion()
     start = time.perf_counter()
-    if speculate:
-        ids = _ids(model.generate(**request))
-    else:
-        criteria = StoppingCriteriaList([*(request.get("stopping_criteria") or []), token_times])
-        with disabled(model):
-            ids = _ids(model.generate(**{**request, "stopping_criteria": criteria}))
-    if cuda_state is not None:
-        torch.cuda.synchronize(model.device)
-        torch.cuda.set_rng_state(cuda_state, model.device)
-    total_s = time.perf_counter() - start
-    torch.random.set_rng_state(rng_state)
+    with torch.random.fork_rng(devices, enabled=bool(samples)):
+        if speculate:
+            ids = _ids(model.generate(**request))
+        else:
+            criteria = StoppingCriteriaList([*(request.get("stopping_criteria") or []), token_times])
+            with disabled(model):
+                ids = _ids(model.generate(**{**request, "stopping_criteria": criteria}))
+        if devices:
+            torch.cuda.synchronize(model.device)
+        total_s = time.perf_counter() - start
     tokens = (ids.shape[1] - request["input_ids"].shape[1] - 1) * ids.shape[0]
     if not speculate:
         first, last = token_times.times[0], token_times.times[-1]

@@ -7,7 +7,6 @@ and returns the result.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from typing import Any
@@ -22,9 +21,10 @@ from mmspec.cpu.interception import operators_are_intercepted
 from mmspec.cpu.linear import find_linear_layers, use_fast_linears
 from mmspec.cpu.native import FewRowsKernel, load_kernel
 from mmspec.engine.criteria import UNLIMITED_STEPS
+from mmspec.engine.draws import PrivateDraws
 from mmspec.engine.loop import DecodeLoop
 from mmspec.engine.output import OutputBuffer, ReturnFlags, UserCodeHooks
-from mmspec.engine.rng import RngGuard, SamplingNoise
+from mmspec.engine.rng import SamplingNoise
 from mmspec.engine.sampler import TreeSampler
 from mmspec.engine.tree_cache import CACHE_ARGUMENT
 from mmspec.interfaces import Drafter, LearnableDrafter, Prompt, VisualGrid, drafter_label
@@ -71,16 +71,14 @@ def _run_loop(call: CallContext, inputs: PreparedInputs, prefilled: Prefilled) -
     sampler = _build_sampler(call, inputs, prefilled.logits)
     output = _build_output(call, inputs, target, sampler)
 
-    def rng_guard() -> RngGuard:
-        return RngGuard(device, target.device, noise=sampler.noise)
-
+    private_draws = PrivateDraws(expected_state=None if sampler.noise is None else sampler.noise.expected_state)
     drafter: Drafter = call.spec_config.drafter
-    compressor = _build_compressor(call, rng_guard)
+    compressor = _build_compressor(call, private_draws)
     prompt = replace(_build_prompt(call, inputs, prefilled, output), compressor=compressor)
     if call.learner is not None and isinstance(drafter, LearnableDrafter):
         drafter = call.recording = RecordedDrafter(drafter, call.learner.wants_examples)
     if not is_builtin(call.spec_config.drafter):
-        drafter = RngIsolatedDrafter(drafter, rng_guard)
+        drafter = RngIsolatedDrafter(drafter, private_draws)
     call.stats.drafter = drafter_label(call.spec_config.drafter)
     loop = DecodeLoop(
         target=target,
@@ -99,8 +97,8 @@ def _run_loop(call: CallContext, inputs: PreparedInputs, prefilled: Prefilled) -
         with target.decoding(), _fast_linears(call):
             loop.run(prefilled.logits, prompt)
     finally:
-        if sampler.noise is not None and not sampler.noise.immediate:
-            sampler.noise.restore_rng(output.steps - 1)
+        if sampler.noise is not None:
+            sampler.noise.close(output.steps - 1)
     if call.streamer is not None:
         call.streamer.end()
     _count_tokens(call.stats, output)
@@ -148,13 +146,13 @@ def _build_output(call: CallContext, inputs: PreparedInputs, target: HFTarget, s
     )
 
 
-def _build_compressor(call: CallContext, rng_guard: Callable[[], RngGuard]) -> RecordingCompressor | None:
-    """The call's compressor, recorded; the draws of a user's compressor are undone."""
+def _build_compressor(call: CallContext, private_draws: PrivateDraws) -> RecordingCompressor | None:
+    """The call's compressor, recorded; a user's compressor draws from generators of its own."""
     if call.spec_config.active_compressor is None:
         return None
     compressor = RecordingCompressor(call.spec_config.active_compressor)
     if not is_builtin(compressor.inner):
-        compressor.context_factory = rng_guard
+        compressor.context_factory = lambda: private_draws
     return compressor
 
 

@@ -110,6 +110,8 @@ def _model_reason(model: Any, modules: ModuleScan) -> str | None:
         return "a compiled forward"
     if modules.hook is not None:
         return f"{modules.hook}, which may act on a position or count its calls"
+    if modules.distributed is not None:  # trees of another size on each rank
+        return f"distributed weights of {modules.distributed}"
     if modules.quantised_activations is not None:
         return f"quantised activations of {modules.quantised_activations}, which amplify differences of rounding"
     return None

@@ -13,7 +13,7 @@ import inspect
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import replace
@@ -61,6 +61,7 @@ class PatchState:
         config: the options of `patch`.
         arguments: those of `patch`.
         original_attention: attention kernel of the text model before `patch` changed it, or None.
+        had_capture_hooks: whether transformers had installed its hooks for hidden states before `patch`.
         costs: the measured costs of each drafter.
         autotuner: chooses the kernels of linear layers on CPU.
         captures: recorded rounds.
@@ -76,6 +77,7 @@ class PatchState:
         self.config = config
         self.arguments = arguments
         self.original_attention: str | None = None
+        self.had_capture_hooks = False
         self.costs = DrafterCosts()
         self.autotuner = LinearAutotuner()
         self.captures = LanePool(self._warn_once)
@@ -87,6 +89,7 @@ class PatchState:
         self.lock = threading.Lock()
         self._selftest_lock = threading.Lock()
         self._selftest_verdict: tuple[Any, str | None] | None = None  # (state of the model, reason of the failure)
+        self._quiet_states: set[Hashable] = set()
         self._warned: set[str] = set()
 
     @property
@@ -106,9 +109,6 @@ class PatchState:
         twin.original_attention = self.original_attention
         twin.costs = copy.deepcopy(self.costs, memo)
         return twin
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()  # a model is pickled without its patch
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """`model.generate` of the patched model."""
@@ -148,6 +148,7 @@ class PatchState:
             warn=self._warn_once,
             attention_capture=capture,
             modules=modules,
+            quiet_states=self._quiet_states,
             media_inputs=_media_inputs(arguments, self.model) if config.drafter.requirements.media_inputs else {},
             learner=self.learner if config.learn and config.drafter is self.config.drafter else None,
         )
@@ -346,6 +347,14 @@ def _build_stop_string_criterion(arguments: dict[str, Any], get_option: fallback
         arguments["generation_config"] = copy.deepcopy(arguments["generation_config"])
         arguments["generation_config"].stop_strings = None
     return arguments
+
+
+def tensor_parallel_module(model: Any) -> str | None:
+    """The first module whose weights are spread over ranks that compute it together, or None.
+
+    Those of FSDP are gathered before a forward, and such calls have a reason of their own.
+    """
+    return None if _distributed_reason(model) else scan_modules(model).distributed
 
 
 def _distributed_reason(model: Any) -> str | None:

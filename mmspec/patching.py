@@ -15,11 +15,13 @@ from contextlib import contextmanager
 from typing import Any
 
 from mmspec.config import DEPRECATED_OPTIONS, PatchArguments, rename_deprecated, resolve_config
-from mmspec.generate import DISABLED, PatchState
+from mmspec.generate import DISABLED, PatchState, tensor_parallel_module
 from mmspec.interfaces import Compressor, Drafter
 from mmspec.metrics.stats import Stats
 from mmspec.reference import resolve_reference_ids
 from mmspec.targets.base import TREE_ATTENTION_KERNELS
+from mmspec.targets.capture_hooks import has_capture_hooks, remove_capture_hooks
+from mmspec.targets.module_scan import callable_name
 from mmspec.targets.registry import UnsupportedModelError, find_adapter, unwrap
 from mmspec.user_code import check_trees
 
@@ -27,6 +29,8 @@ logger = logging.getLogger("mmspec")
 
 KEY = "_mmspec"
 """Attribute of a patched model that holds its `PatchState`."""
+REDUCE = "__reduce_ex__"
+"""Attribute of a patched model by which `copy` and `pickle` take it apart."""
 
 
 def patch_state(model: Any) -> PatchState:
@@ -97,7 +101,7 @@ def patch(
 
     Raises:
         TypeError: not a model that can generate, or an argument of the wrong type.
-        UnsupportedModelError: the self-test fails.
+        UnsupportedModelError: the self-test fails, or the weights are spread over ranks (tensor parallelism).
         ValueError: unknown drafter or compressor, another vocabulary, a drafter that cannot learn, or already patched
             with other settings.
     """
@@ -114,6 +118,12 @@ def patch(
         **current,
     )
     adapter = find_adapter(unwrap(model))
+    if (sharded := tensor_parallel_module(adapter.model)) is not None:
+        raise UnsupportedModelError(
+            f"mmspec.patch does not support tensor parallelism; the weights of {sharded} are DTensors. The ranks would "
+            "score trees of different sizes, by the clock of each. Use plain model.generate, or load the model on one "
+            "device."
+        )
     if not _is_patched_with(adapter.model, arguments):
         config = resolve_config(arguments, adapter)
         check_trees(config.drafter, adapter.vocab_size, adapter.text_config.hidden_size)
@@ -122,11 +132,18 @@ def patch(
 
 
 def unpatch(model: Any) -> Any:
-    """Restore the model's own `generate`. Does nothing to a model that is not patched. Returns the model."""
+    """Restore the model's own `generate`. Does nothing to a model that is not patched. Returns the model.
+
+    Code that wrapped `model.generate` since `patch` keeps its wrapper, which then calls the model's own.
+    """
     if is_patched(model):
         patched = unwrap(model)
         state = patched.__dict__.pop(KEY)
-        del patched.__dict__["generate"]
+        patched.__dict__.pop(REDUCE, None)
+        if _is_wrapper(patched.__dict__.get("generate")):  # else somebody wrapped it, and ours passes calls through
+            del patched.__dict__["generate"]
+        if not state.had_capture_hooks:
+            remove_capture_hooks(patched)
         if state.learner is not None:
             state.learner.save()
         if state.original_attention is not None:
@@ -196,11 +213,9 @@ def _is_patched_with(model: Any, arguments: PatchArguments) -> bool:
             f"patching it with drafter={getattr(arguments.drafter, 'name', arguments.drafter)!r}."
         )
     replaced = model.__dict__.get("generate")
-    if (
-        replaced is not None and getattr(replaced, "__func__", None) is not type(model).generate
-    ):  # that of a pickled model
+    if replaced is not None and getattr(replaced, "__func__", None) is not type(model).generate:
         raise ValueError(
-            f"model.generate is replaced on this instance by {replaced!r}, which patch would hide. "
+            f"model.generate is replaced on this instance by {callable_name(replaced)}, which patch would hide. "
             "Undo that first (del model.generate)."
         )
     return False
@@ -213,12 +228,50 @@ def _install(state: PatchState) -> None:
         state.original_attention = kernel
         _set_text_attention(model, "sdpa")
         logger.info("mmspec: text attention switched from %s to sdpa, which takes a mask per node", kernel)
+    state.had_capture_hooks = has_capture_hooks(model)
     _check_selftest(state)
     if state.config.learn:
         state.start_learning()
-    model.__dict__[KEY] = state
+    model.__dict__.pop("generate", None)  # the class's own, bound, as PEFT leaves it
+    _attach(state, model.__dict__)
+
+
+def _attach(state: PatchState, attributes: dict[str, Any]) -> None:
+    """Add the attributes of the patch to those of the model."""
+    model = state.model
     wrapper = functools.wraps(type(model).generate)(_copy_of_generate())
-    model.__dict__["generate"] = types.MethodType(wrapper, model)
+    attributes |= {KEY: state, REDUCE: types.MethodType(_reduce, model)}
+    attributes.setdefault("generate", types.MethodType(wrapper, model))  # a wrapper of the user's is copied with it
+
+
+def _reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
+    """`__reduce_ex__` of a patched model: a copy is another model, so the wrapper of this one is none of its parts.
+
+    A shallow copy and a pickled model are not patched; a deep copy is, with a state of its own.
+    """
+    kind: Any = type(self)
+    function, arguments, attributes, *rest = kind.__reduce_ex__(self, protocol)
+    own = {name: value for name, value in attributes.items() if name not in (KEY, REDUCE)}
+    if _is_wrapper(own.get("generate")):
+        del own["generate"]
+    return function, arguments, _Attributes(own, self.__dict__.get(KEY)), *rest
+
+
+class _Attributes(dict[str, Any]):
+    """The attributes of a patched model without those of the patch, which a deep copy gets anew."""
+
+    def __init__(self, attributes: dict[str, Any], state: PatchState) -> None:
+        super().__init__(attributes)
+        self.state = state
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        attributes: dict[str, Any] = copy.deepcopy(dict(self), memo)
+        _attach(copy.deepcopy(self.state, memo), attributes)
+        return attributes
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        remove_capture_hooks(self.state.model)  # they cannot be pickled
+        return dict, (dict(self),)
 
 
 def _check_selftest(state: PatchState) -> None:
@@ -240,6 +293,11 @@ def _check_selftest(state: PatchState) -> None:
             f"difference {result.max_difference:.1e} of the range of the logits). Traits: {traits}. Use plain "
             "model.generate, and please report this with the output of `mmspec env --model <model>`."
         )
+
+
+def _is_wrapper(generate: Any) -> bool:
+    """Whether this is the wrapper that `patch` installs."""
+    return getattr(getattr(generate, "__func__", None), "__code__", None) is _generate.__code__
 
 
 def _copy_of_generate() -> Any:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import ceil
 from typing import Any
@@ -15,12 +15,13 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria
 from mmspec.call import CallContext, FallbackRequired, PreparedInputs
 from mmspec.control.device_check import DEVICE_CHECKS
 from mmspec.engine.criteria import UNLIMITED_STEPS, is_user_code
+from mmspec.engine.draws import DrawsRandomNumbers, ForbidDraws
 from mmspec.engine.graph import Recorder
-from mmspec.engine.rng import RngGuard
 from mmspec.engine.sampler import unknown
 from mmspec.engine.tree_cache import CACHE_ARGUMENT
 from mmspec.targets.hf import HFTarget
 from mmspec.targets.lanes import AUTO_DEVICE_TYPES, Lane, UnrecordableCallError, recorder_for
+from mmspec.targets.module_state import DRAWS_RANDOM_NUMBERS
 from mmspec.targets.recurrent import target_class
 
 
@@ -76,11 +77,29 @@ def _find_recorder(call: CallContext, inputs: PreparedInputs, max_length: int) -
 
 def _prefill(call: CallContext, inputs: PreparedInputs, lane: Lane | None) -> Prefilled:
     target = _build_target(call, inputs, lane)
-    with RngGuard(target.device, target.input_ids.device) as guard:
-        logits, hidden_states = target.prefill(call.spec_config.drafter.requirements.hidden_state_indices)
-    if guard.rng_was_used:
-        raise FallbackRequired("a forward that draws random numbers")
+    indices = call.spec_config.drafter.requirements.hidden_state_indices
+    key = _watch_key(call, inputs)
+    if key in call.quiet_states:
+        return Prefilled(target, *target.prefill(indices))
+    with ForbidDraws() as watch, suppress(DrawsRandomNumbers):
+        logits, hidden_states = target.prefill(indices)
+    if watch.has_drawn:
+        raise FallbackRequired(DRAWS_RANDOM_NUMBERS)
+    if key is not None:
+        call.quiet_states.add(key)
     return Prefilled(target, logits, hidden_states)
+
+
+def _watch_key(call: CallContext, inputs: PreparedInputs) -> Hashable | None:
+    """The state of the model in which one prefill without a draw tells of the next; None where user code runs in it.
+
+    Library modules draw in a forward by their class, their mode and the kinds of inputs.
+    """
+    modules, adapter = call.scanned_modules(), call.adapter
+    if modules.has_user_code:
+        return None
+    given = tuple(sorted(name for name, value in inputs.model_kwargs.items() if value is not None))
+    return modules.kinds, given, adapter.model.device, adapter.model.dtype, adapter.attention
 
 
 def _build_target(call: CallContext, inputs: PreparedInputs, lane: Lane | None) -> HFTarget:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mmspec.engine.rng import RngGuard
+from mmspec.engine.draws import PrivateDraws
 from mmspec.engine.tree import DraftTree
 from mmspec.interfaces import Drafter, Prompt, ReplicableDrafter, VerifyResult
 from mmspec.interfaces.drafter import DRAFTER_CONTRACT
@@ -50,7 +50,7 @@ def check_trees(drafter: Drafter, vocab_size: int, hidden_size: int) -> None:
     real = torch.ones_like(ids, dtype=torch.bool)
     prompt = Prompt(ids, real, ~real, ids, hidden_states=states, vocab_size=vocab_size, reference_ids=[[]])
     try:
-        with RngGuard(torch.device("cpu"), torch.device("cpu")):
+        with PrivateDraws():
             twin = drafter.replicate() if isinstance(drafter, ReplicableDrafter) else copy.deepcopy(drafter)
             tree = twin.propose(twin.begin(prompt), 2, [True])
     except Exception as error:  # it may need more of a prompt than there is in this one
@@ -67,26 +67,26 @@ def _checked_tree(drafter: Drafter, tree: object) -> DraftTree:
 
 
 class RngIsolatedDrafter:
-    """A user's drafter whose draws from the default generators are undone, so that it cannot change sampled tokens."""
+    """A user's drafter, which draws from generators of its own, so that it cannot change sampled tokens."""
 
-    def __init__(self, drafter: Drafter, rng_guard: Callable[[], RngGuard]) -> None:
+    def __init__(self, drafter: Drafter, private_draws: PrivateDraws) -> None:
         self.drafter = drafter
-        self.rng_guard = rng_guard
+        self.private_draws = private_draws
         self.name = drafter.name
         self.requirements = drafter.requirements
         self.vocab_size = drafter.vocab_size
 
     def begin(self, prompt: Prompt) -> Any:
         """See `mmspec.interfaces.Drafter`."""
-        with self.rng_guard():
+        with self.private_draws:
             return self.drafter.begin(prompt)
 
     def propose(self, state: Any, max_nodes: int, active: Sequence[bool]) -> DraftTree:
         """See `mmspec.interfaces.Drafter`."""
-        with self.rng_guard():
+        with self.private_draws:
             return _checked_tree(self.drafter, self.drafter.propose(state, max_nodes, active))
 
     def observe(self, state: Any, result: VerifyResult, hidden_states: Mapping[int, Tensor]) -> None:
         """See `mmspec.interfaces.Drafter`."""
-        with self.rng_guard():
+        with self.private_draws:
             self.drafter.observe(state, result, hidden_states)

@@ -32,7 +32,7 @@ import mmspec
 from mmspec.decode import _draftable_ids
 from mmspec.engine.tree import DraftTree
 from mmspec.interfaces import Prompt
-from mmspec.targets.hf import HFTarget
+from mmspec.targets.forward import run_forward
 from mmspec.targets.registry import find_adapter
 from mmspec.targets.selftest import judge
 
@@ -162,13 +162,12 @@ def test_forward_gets_the_arguments_of_transformers(family: str, monkeypatch: py
             def __call__(self, **kwargs: Any) -> Any:
                 return spy(model, original=type(model).__call__, **kwargs)
 
-        def forward_of_ours(target: HFTarget, *args: Any, original: Any = HFTarget._forward, **kwargs: Any) -> Any:
-            with monkeypatch.context() as swapped:
-                swapped.setattr(target, "model", Spy())
-                return original(target, *args, **kwargs)
+        def forward_of_ours(model: Any, *args: Any) -> tuple[Tensor, ...]:
+            return run_forward(Spy(), *args)
 
         with monkeypatch.context() as patcher:
-            patcher.setattr(HFTarget, "_forward", forward_of_ours)
+            patcher.setattr("mmspec.targets.forward.run_forward", forward_of_ours)
+            patcher.setattr("mmspec.targets.hf.run_forward", forward_of_ours)
             if not patched:
                 patcher.setattr(type(model), "forward", spy)
             if patched:

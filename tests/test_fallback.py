@@ -281,8 +281,8 @@ def test_overridden_methods(name: str, caplog: pytest.LogCaptureFixture) -> None
 
 def test_a_submodule_in_train_mode(caplog: pytest.LogCaptureFixture) -> None:
     model = tiny.build_model(tiny.ModelSpec(seed=29))
-    model.model.language_model.layers[1].mlp.act_fn.train()
-    _check(model, "train mode of model.language_model.layers.1.mlp.act_fn (SiLU", caplog)
+    model.model.language_model.layers[1].self_attn.train()
+    _check(model, "train mode of model.language_model.layers.1.self_attn (LlamaAttention", caplog)
 
 
 def test_a_compiled_submodule(caplog: pytest.LogCaptureFixture) -> None:

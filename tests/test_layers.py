@@ -27,6 +27,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "engine.kv_cache",
         "engine.gather",
         "engine.host_copy",
+        "engine.draws",
         "engine.graph",
         "engine.recordings",
         "cpu.*",
@@ -68,7 +69,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("__main__", "ray"),
 )
 LOOP_IMPORTS = {
-    "engine.verify", "engine.output", "engine.tree", "engine.sampler", "control.tree_size", "metrics.*", "interfaces.*",
+    "engine.verifier", "engine.recorded", "engine.stepwise", "engine.output", "engine.tree", "engine.sampler",
+    "control.tree_size", "metrics.*", "interfaces.*",
 }  # fmt: skip
 KNOW_TRANSFORMERS = {
     "generate", "prefill", "decode", "engine.tree_cache", "engine.sampler", "engine.criteria", "comparison",
@@ -300,7 +302,7 @@ def test_planted_violations_are_found(module: str, source: str) -> None:
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("mmspec.engine.loop", "from mmspec.engine.verify import accept_path\nfrom mmspec.engine import tree"),
+        ("mmspec.engine.loop", "from mmspec.engine.verifier import Verifier\nfrom mmspec.engine import tree"),
         ("mmspec.config", "def f():\n    from mmspec.drafters.ngram.lookup import Lookup"),
         ("mmspec.targets.llava", "import transformers\nfrom mmspec.targets.hf import HFTarget"),
         (

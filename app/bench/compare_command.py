@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmspec.app.caption.config import PROMPT
@@ -88,17 +89,20 @@ def format_compared(name: str, result: Comparison) -> str:
 
 
 def _load(args: argparse.Namespace) -> tuple[Any, Any, dict[str, Any]]:
-    from mmspec.app.io.images import ImageError, load_image
+    from mmspec.app.io.decode import decode_readable
+    from mmspec.app.io.images import media_images
+    from mmspec.app.io.inputs import collect_items
     from mmspec.app.modeling.chat import build_inputs, check_length
     from mmspec.app.modeling.load import load_model
     from mmspec.app.scenes.tasks import generate_requests
     from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED
+    from mmspec.vision.video.decoder_pool import DecoderPool
 
-    try:
-        image = None if args.image is None else load_image(args.image, isolated=True)
-    except ImageError as error:
-        raise UsageError(f"--image {args.image}: {error}") from error
-    if image is None:
+    if args.image is not None:  # the first of a folder or an archive
+        with DecoderPool() as decoders:
+            items = collect_items([args.image], Path())[:1]
+            image = media_images(decode_readable(items, decoders, f"--image {args.image}")[0][1])[0]
+    else:
         [image] = next(generate_requests("describe", FIRST_HELD_OUT_SEED)).images
     model, processor = load_model(args.model, args.dtype, args.device)
     inputs = build_inputs(model, processor, [image], [args.prompt or PROMPT])

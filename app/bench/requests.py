@@ -11,8 +11,8 @@ from typing import Any
 from PIL import Image
 
 from mmspec.app.caption.progress import print_stderr
-from mmspec.app.errors import UsageError
-from mmspec.app.io.images import ImageError, load_image
+from mmspec.app.io.decode import decode_readable
+from mmspec.app.io.images import media_images
 from mmspec.app.io.inputs import collect_items
 from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.random_models import WORDS
@@ -27,11 +27,8 @@ def bench_images(paths: Sequence[str], count: int, seed: int) -> list[Image.Imag
     items = collect_items(paths, Path())[:count]
     if len(items) < count:
         print_stderr(f"mmspec: {len(items)} images for {count} requests: drafters that learn see some answers again")
-    try:
-        with DecoderPool() as decoders:
-            loaded = [load_image(item.path, isolated=decoders) for item in items]
-    except ImageError as error:
-        raise UsageError(f"--images: {error}") from error
+    with DecoderPool() as decoders:
+        loaded = [media_images(media)[0] for _, media in decode_readable(items, decoders, "--images")]
     return [loaded[number % len(loaded)] for number in range(count)]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +18,8 @@ from mmspec.app.errors import UsageError, one_line
 from mmspec.app.io.text import find_fault
 
 if TYPE_CHECKING:
+    from mmspec.app.caption.report import JobReport
+    from mmspec.app.io.item import Item
     from mmspec.app.io.output import Output
     from mmspec.app.io.shards import ShardFormat
     from mmspec.app.modeling.captioner import Captioner
@@ -53,7 +55,9 @@ def run(args: argparse.Namespace) -> int:
     from mmspec.app.caption.progress import print_stderr
 
     pixel_limit = max(MAX_PIXELS, args.max_pixels or 0)
-    config = config_from_args(CaptionConfig, args, stop=tuple(filter(None, args.stop)), pixel_limit=pixel_limit)
+    config = config_from_args(
+        CaptionConfig, args, stop=tuple(filter(None, args.stop)), pixel_limit=pixel_limit, working_folder=None
+    )
     process = ProcessInfo.from_env(os.environ)
     check_options(config)
     config = with_task_prompt(config)
@@ -61,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         from mmspec.app.caption.ray_job import RayCaptionJob
 
         check_ray(config, process)
-        return RayCaptionJob(config, build_output(config, process)).run()
+        return RayCaptionJob(config, build_output(config, process), build_job_report(args)).run()
     hide_progress_bars(config.progress)
 
     loaded: list[Captioner] = []
@@ -80,10 +84,25 @@ def run(args: argparse.Namespace) -> int:
         return captioner
 
     try:
-        return CaptionJob(config, build_output(config, process), load, process).run()
+        report = build_job_report(args) if process.rank == 0 else None
+        return CaptionJob(config, build_output(config, process), load, process, report=report).run()
     finally:
         for captioner in loaded:
             captioner.close()
+
+
+def build_job_report(args: argparse.Namespace) -> JobReport | None:
+    """The report that `--report` asks for.
+
+    Raises:
+        UsageError: a folder that cannot be created.
+        OutputError: or written.
+    """
+    if args.report is None:
+        return None
+    from mmspec.app.caption.report import JobReport
+
+    return JobReport(Path(args.report), args.command)
 
 
 def check_options(config: CaptionConfig) -> None:
@@ -138,6 +157,8 @@ def build_output(config: CaptionConfig, process: ProcessInfo) -> Output:
     from mmspec.app.io.output import FileOutput, StreamOutput
     from mmspec.app.io.shards import ShardedOutput
 
+    if config.format == "txt":
+        return build_sidecars(config, process)
     settings, ranks = config.fingerprint(process.world_size), {"rank": process.rank, "world_size": process.world_size}
     if config.out != "-" and config.format == "jsonl":
         return FileOutput(Path(config.out), settings, **ranks, overwrite=config.overwrite)
@@ -153,6 +174,29 @@ def build_output(config: CaptionConfig, process: ProcessInfo) -> Output:
     if config.overwrite or config.retry_errors:
         raise UsageError("--overwrite and --retry-errors need --out FILE")
     return StreamOutput()
+
+
+def build_sidecars(config: CaptionConfig, process: ProcessInfo) -> Output:
+    """Text files beside the pictures, or in the folder `--out`.
+
+    Raises:
+        UsageError: several processes, or columns, of which there are none.
+    """
+    from mmspec.app.io.inputs import Inputs
+    from mmspec.app.io.sidecars import SidecarOutput
+
+    if process.world_size > 1:
+        raise UsageError("--format txt is for one process: start several with --shard I/N instead")
+    if config.fields is not None:
+        raise UsageError("--fields names columns, and --format txt has none: leave one of them away")
+    folder = None if config.out == "-" else Path(config.out)
+
+    def items() -> Iterable[Item]:
+        inputs = Inputs(config.paths, config.source_options(output.base), output.own_files())
+        return inputs.rows(lambda ident: True)
+
+    output = SidecarOutput(folder, config.paths, items, overwrite=config.overwrite)
+    return output
 
 
 def build_format(name: str, columns: Sequence[str]) -> ShardFormat:

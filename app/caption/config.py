@@ -28,7 +28,7 @@ DEFAULT_BATCH_SIZE = 16
 """Rows per batch: on two cores 1.15 times the rows per second of 8; 32 would add a fifteenth."""
 SAMPLERS = ("uniform", "differing")
 """How the frames of a video are selected."""
-FORMATS = ("jsonl", "parquet", "webdataset")
+FORMATS = ("jsonl", "parquet", "webdataset", "txt")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 MAX_PIXELS = 64_000_000
 """Pixels of a picture or frame, above which it is not decoded."""
@@ -53,11 +53,14 @@ class CaptionConfig:
         compare: number of rows to decode with plain `generate` as well; 0 none, -1 all.
         progress: True or False, or None for a bar if standard error is a terminal.
         batch_size: rows per batch; `AUTO_BATCH_SIZE` to find it while the job runs.
+        prefix, suffix: texts before and after each caption.
+        report: folder of a report in HTML, or None.
         fields: columns of the rows besides those that a resumed job needs; None: all.
         format: of the output, one of `FORMATS`.
         rows_per_shard: of a Parquet file or an archive.
         ray: address of a Ray cluster, "" for one on this machine; None: without Ray.
         actors: of Ray, at most; None: one per GPU of the cluster, or per core if it has none.
+        working_folder: that relative paths belong to, for workers of Ray; None: that of this process.
         image_column, prompt_column, id_column, split, urls, root: as in `SourceOptions`.
     """
 
@@ -91,6 +94,7 @@ class CaptionConfig:
     pixel_limit: int = MAX_PIXELS
     threads: int = 4
     progress: bool | None = None
+    working_folder: str | None = None
     image_column: str | None = None
     prompt_column: str | None = None
     id_column: str | None = None
@@ -100,6 +104,9 @@ class CaptionConfig:
     format: str = "jsonl"
     rows_per_shard: int = 1000
     fields: tuple[str, ...] | None = None
+    report: str | None = None
+    prefix: str = ""
+    suffix: str = ""
     ray: str | None = None
     actors: int | None = None
 
@@ -127,6 +134,7 @@ class CaptionConfig:
         decisive |= {"root": os.path.abspath(self.root)} if self.root is not None else {}
         optional = ("system_prompt", "max_pixels", "top_p", "top_k", "repetition_penalty")
         decisive |= {name: getattr(self, name) for name in optional if getattr(self, name) is not None}
+        decisive |= {name: getattr(self, name) for name in ("prefix", "suffix") if getattr(self, name)}
         decisive |= {"fields": list(self.columns())} if self.fields is not None else {}
         decisive |= {"chat_template_kwargs": dict(self.chat_template_kwargs)} if self.chat_template_kwargs else {}
         if self.temperature > 0:

@@ -17,6 +17,7 @@ from types import FrameType
 from mmspec.app.caption.config import CaptionConfig, ProcessInfo, prompt_sha1
 from mmspec.app.caption.plan import RowPlan, skip_finished
 from mmspec.app.caption.progress import CaptionProgress, comparison_lines, file_line, print_stderr
+from mmspec.app.caption.report import JobReport
 from mmspec.app.caption.rows import CaptionModel, RowCaptioner
 from mmspec.app.errors import UsageError
 from mmspec.app.io.columns import select
@@ -67,6 +68,7 @@ class CaptionJob:
         load: Callable[[], CaptionModel],
         process: ProcessInfo | None = None,
         on_decoded: Callable[[Item, Media], None] | None = None,
+        report: JobReport | None = None,
     ) -> None:
         """Set up; nothing is read or written before `run`.
 
@@ -74,9 +76,11 @@ class CaptionJob:
             load: loads the model; called after all other checks, and only if rows are pending.
             process: rank and world size; a single process by default.
             on_decoded: called with each decoded file before its batch is captioned, once.
+            report: told of pictures and rows, and written at the end.
         """
         self.config, self.output, self.load, self.process = config, output, load, process or ProcessInfo()
-        self._on_decoded = on_decoded or (lambda item, media: None)
+        self._on_decoded = on_decoded or (report.add_picture if report else lambda item, media: None)
+        self._job_report = report
         self.model: CaptionModel | None = None
         self._finished: Mapping[str, Finished] = {}
         self._retried: set[str] = set()  # rows with an error that were repeated in this run
@@ -177,6 +181,8 @@ class CaptionJob:
         self.output.write([select(row, columns) for row, _ in new], [item for _, item in new])
         if self.config.retry_errors:
             self._retried.update(row["id"] for row, _ in new)
+        if self._job_report is not None:
+            self._job_report.add_rows([row for row, _ in new])
         progress.add(row for row, _ in new)
 
     def _is_pending(self, item: Item) -> bool:
@@ -186,10 +192,15 @@ class CaptionJob:
         model = self.model
         lines = progress.summary(skipped, model.acceptance if model else None)
         lines += comparison_lines(model.comparison, model.dtype != "float32") if model else []
-        if self.config.out != "-":
+        if self.config.format == "txt":
+            lines.append(f"text files {'beside the pictures' if self.config.out == '-' else f'in {self.config.out}'}")
+        elif self.config.out != "-":
             lines.append(file_line(summary, self.config.out))
         if stop.signal:
             lines.append("interrupted: run the same command again to continue")
+        if self._job_report is not None:
+            self._job_report.write(lines, model.acceptance if model else None)
+            lines.append(f"report in {self._job_report.file}")
         who = f"mmspec rank {self.process.rank}: " if self.process.world_size > 1 else "mmspec: "
         for line in lines:
             print_stderr(who + line)
@@ -198,7 +209,11 @@ class CaptionJob:
         """Of several ranks only the last to finish reports failures: a launcher kills the others when one fails."""
         if summary is None:
             return 0
-        if summary.num_errors and not self.config.retry_errors:
+        if summary.num_errors and self.config.format == "txt":
+            print_stderr(
+                f"mmspec: {summary.num_errors} of {summary.num_rows} have no caption; the next run tries again"
+            )
+        elif summary.num_errors and not self.config.retry_errors:
             print_stderr(
                 f"mmspec: {summary.num_errors} of {summary.num_rows} rows hold an error; --retry-errors repeats them"
             )
@@ -218,6 +233,11 @@ def survey(inputs: Inputs, config: CaptionConfig, process: ProcessInfo, finished
             num_rows += 1
             if (row := finished.get(item.id)) is not None:
                 check_prompt(item, row, config)
+            elif finished and os.path.abspath(item.path) in finished:
+                raise UsageError(
+                    f"{config.out} has the absolute path of {item.id!r} as an id, as earlier versions wrote: name the "
+                    "inputs by absolute paths, or use another --out"
+                )
     if num_rows is None:
         return None
     return len(range(config.shard[0], num_rows, config.shard[1])[process.rank :: process.world_size])
@@ -243,7 +263,7 @@ def check_prompt(item: Item, row: Finished, config: CaptionConfig) -> None:
         UsageError: it was.
     """
     prompts = (item.resolve_prompt(config.prompt, is_video) for is_video in (False, True))  # by content, not known here
-    if row.prompt_sha1 not in map(prompt_sha1, prompts):
+    if row.prompt_sha1 is not None and row.prompt_sha1 not in map(prompt_sha1, prompts):
         raise UsageError(f"{item.id!r} was captioned with another prompt: use another --out, or --overwrite")
 
 

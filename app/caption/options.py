@@ -46,6 +46,7 @@ PATH is any mix of
 
 examples
   mmspec caption photos/ --model llava-hf/llava-1.5-7b-hf --out captions.jsonl
+  mmspec caption photos/ --model ... --format txt --prefix 'sks dog, '           photos/1.txt beside photos/1.jpg
   mmspec caption photos/ --model ./my-llava --out photos/metadata.jsonl     loads with load_dataset("imagefolder")
   mmspec caption drawn.png --model scenes --compare      no download: the bundled toy model, for drawn scenes
   mmspec caption clips/ --fps 1 --frames 32 --model ...                     one frame per second, at most 32
@@ -167,7 +168,8 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
     add("--out", default="-", metavar="FILE", help="file, or folder of shards; - (default) is standard output")
     format_help = (
         "jsonl (default): one file; parquet: a folder of shards with the same columns; webdataset: a folder of tar "
-        "archives, each picture with its caption (.txt) and its row (.json)"
+        "archives, each picture with its caption (.txt) and its row (.json); txt: a text file for each picture, beside "
+        "it or in the folder --out; one that exists is left alone"
     )
     add("--format", choices=FORMATS, default=FORMATS[0], help=format_help)
     fields_help = (
@@ -175,7 +177,9 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
     )
     add("--fields", type=parse_fields, default=None, metavar="A,B", help=fields_help)
     add("--rows-per-shard", type=positive_int, default=1000, metavar="N", help="of parquet and webdataset")
-    add("--overwrite", action="store_true", help="discard the rows in FILE")
+    add("--prefix", default="", metavar="TEXT", help="put before each caption, as in 'sks dog, '")
+    add("--suffix", default="", metavar="TEXT", help="put after each caption")
+    add("--overwrite", action="store_true", help="discard the rows in FILE; of txt replace files that exist")
     add("--retry-errors", action="store_true", help="repeat the rows that hold an error")
 
 
@@ -191,6 +195,12 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
     compare_help = "also run plain generate, for all or the first N, and report whether the tokens are identical"
     add("--compare", type=parse_compare, nargs="?", const=-1, default=0, metavar="N", help=compare_help)
     add("--threads", type=positive_int, default=4, metavar="N", help="decoding threads (default 4)")
+    add(
+        "--report",
+        default=None,
+        metavar="FOLDER",
+        help="write report.html: captions, errors, speed, drafts of this run",
+    )
     add_progress(group)
 
 

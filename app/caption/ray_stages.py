@@ -77,6 +77,7 @@ def plan_job(
     """The batches with a pending row, then `EndOfPlan`; the same ones whenever it runs."""
     from mmspec.app.caption.job import is_pending
 
+    enter_folder(config)
     inputs = Inputs(config.paths, config.source_options(base), own_files)
     plan = RowPlan(config, ProcessInfo(), lambda item: is_pending(item, finished, config))
     number = 0
@@ -92,6 +93,7 @@ def decode_stage(frames: Any, config: CaptionConfig) -> Any:
 
 
 def _decode(batch: PlannedBatch, config: CaptionConfig) -> DecodedBatch:
+    enter_folder(config)
     sampler, decoders = config.frame_sampler(), _decoders()
 
     def read(item: Item) -> Media:
@@ -144,14 +146,20 @@ def frame(values: list[Any]) -> Any:
 
 
 def absolute_paths(config: CaptionConfig) -> CaptionConfig:
-    """The same with absolute local paths: a worker has another working directory."""
+    """The same for a worker, which has another working directory: it enters that of this process for the inputs, whose
+    ids are relative where they were given so; model and drafter are absolute."""
 
     def absolute(name: str) -> str:
         return os.path.abspath(name) if os.path.isdir(name) else name
 
-    paths = tuple(path if "://" in path else os.path.abspath(path) for path in config.paths)
-    root = config.root and (config.root if "://" in config.root else os.path.abspath(config.root))
-    return replace(config, paths=paths, root=root, model=absolute(config.model), drafter=absolute(config.drafter))
+    folder = config.working_folder or os.getcwd()
+    return replace(config, working_folder=folder, model=absolute(config.model), drafter=absolute(config.drafter))
+
+
+def enter_folder(config: CaptionConfig) -> None:
+    """Make the working folder of a job that of this process, where it exists."""
+    if config.working_folder is not None and os.path.isdir(config.working_folder):
+        os.chdir(config.working_folder)
 
 
 __all__ = [
@@ -162,6 +170,7 @@ __all__ = [
     "PlannedBatch",
     "absolute_paths",
     "decode_stage",
+    "enter_folder",
     "frame",
     "plan_job",
 ]

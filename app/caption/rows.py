@@ -155,6 +155,7 @@ class RowCaptioner:
             row["error"] = {"type": result.kind, "message": result.message}
         else:
             row |= asdict(result)
+            row["caption"] = f"{config.prefix}{result.caption}{config.suffix}"
         found: Row = escaped_values(row)
         return found
 

@@ -81,8 +81,10 @@ def local_name(url: str, base: Path) -> str:
 
 
 def relative_name(path: Path, base: Path) -> str:
-    """`path` relative to `base`, or absolute if it is not below it; with forward slashes."""
-    return name_below(os.path.abspath(path), os.path.abspath(base))
+    """`path` relative to `base` if it lies below, else as it was given, relative or absolute; with forward slashes."""
+    name = name_below(os.path.abspath(path), os.path.abspath(base))
+    is_below = name != os.path.abspath(path).replace(os.sep, "/")
+    return name if is_below or path.is_absolute() else Path(os.path.normpath(path)).as_posix()
 
 
 def name_below(path: str, root: str) -> str:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from mmspec.app.caption.config import FRAMES, MAX_PIXELS
+from mmspec.app.caption.progress import print_stderr
+from mmspec.app.errors import UsageError, one_line
 from mmspec.app.io.content import Pictures
 from mmspec.app.io.images import ImageError, Media, load_image
 from mmspec.app.io.item import Item
 from mmspec.app.io.videos import load_media
 from mmspec.vision.video.decoder_pool import DecoderPool
+from mmspec.vision.video.samplers import Uniform
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -49,4 +54,24 @@ def _decode_pictures(content: Pictures, max_pixels: int, decoders: DecoderPool) 
     return tuple(images)
 
 
-__all__ = ["decode_item"]
+def decode_readable(items: Sequence[Item], decoders: DecoderPool, command: str) -> list[tuple[Item, Media]]:
+    """The rows that can be decoded, with their media; the others are counted in one line on standard error.
+
+    Raises:
+        UsageError: there is no row, or none can be decoded.
+    """
+    found: list[tuple[Item, Media]] = []
+    errors: list[str] = []
+    for item in items:
+        try:
+            found.append((item, decode_item(item, Uniform(FRAMES), MAX_PIXELS, decoders)))
+        except ImageError as error:
+            errors.append(f"{item.id or item.file_name or item.path}: {one_line(error)}")
+    if not found:
+        raise UsageError(f"{command}: {errors[0] if errors else 'no pictures or clips'}")
+    if errors:
+        print_stderr(f"mmspec: skipped {len(errors)} of {len(items)} that cannot be read; the first: {errors[0]}")
+    return found
+
+
+__all__ = ["decode_item", "decode_readable"]

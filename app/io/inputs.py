@@ -14,7 +14,7 @@ from itertools import islice, product
 from pathlib import Path
 
 from mmspec.app.errors import UsageError, one_line
-from mmspec.app.io.cells import MEDIA_SUFFIXES, name_below, short_repr
+from mmspec.app.io.cells import MEDIA_SUFFIXES, name_below, relative_name, short_repr
 from mmspec.app.io.content import ByteRange, Content, Unreadable, is_local, open_file_system
 from mmspec.app.io.item import Item, RowSource, Skip, SourceOptions
 from mmspec.app.io.left_out import LeftOut, is_hidden, is_packed_metadata
@@ -265,13 +265,17 @@ class Inputs:
                 if item.content is None or not name:  # a file, perhaps with a prompt that is no text
                     path = os.path.abspath(item.path)
                     name = name_below(path, base)
+                    ident = ident or relative_name(item.path, self.options.base)
                 ident = ident or name
-                key, content = hash((path, item.prompt)), item.content
+                fault = item.content.message if isinstance(item.content, Unreadable) else None
+                key, content = hash((path, item.prompt, fault)), item.content
                 if ident in known:
                     if not source.is_listed:
                         ident, content = _repeated(ident, known)
-                    elif known[ident] == key:
+                    elif known[ident] == key or (not item.id and known.get(path) == key):
                         continue
+                    elif not item.id and path not in known:  # one is relative to the output, one to where we are
+                        ident = path
                     else:
                         where = item.origin or short_repr(path)
                         raise UsageError(

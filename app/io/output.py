@@ -28,12 +28,12 @@ class Finished(NamedTuple):
     """What a job has to know of a row that exists.
 
     Attributes:
-        prompt_sha1: identifies its prompt.
+        prompt_sha1: identifies its prompt; None if that is not known, and any is taken for it.
         has_error: it holds an error instead of a caption.
         differs: it was compared with plain `generate` in float32 and is not identical.
     """
 
-    prompt_sha1: str
+    prompt_sha1: str | None
     has_error: bool
     differs: bool
 

@@ -10,11 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from mmspec.app.errors import UsageError
+from mmspec.app.caption.config import FRAMES, MAX_PIXELS
+from mmspec.app.caption.progress import print_stderr
+from mmspec.app.errors import UsageError, one_line
+from mmspec.app.io.decode import decode_item
 from mmspec.app.io.images import ImageError, Media
 from mmspec.app.io.inputs import collect_items
-from mmspec.app.io.videos import load_media
 from mmspec.vision.video.decoder_pool import DecoderPool
+from mmspec.vision.video.samplers import Uniform
 
 SCENES_MIX = {"describe": 0.6, "short": 0.15, "answer": 0.2, "clip": 0.05}
 """Share of each task when the scenes model is the target."""
@@ -64,6 +67,7 @@ class FileData:
 
     def __init__(self, paths: Sequence[str]) -> None:
         self.items = collect_items(paths, Path())
+        self.unreadable: set[int] = set()
         self.decoders = DecoderPool()  # starts no process before there is a file to decode
 
     def __len__(self) -> int:
@@ -76,12 +80,26 @@ class FileData:
         return hashlib.sha256(listed.encode()).hexdigest()[:16]
 
     def __getitem__(self, index: int) -> Request:
-        item = self.items[index]
-        try:
-            media = load_media(item.path, isolated=self.decoders)
-        except ImageError as error:
-            raise UsageError(f"{item.path}: {error}") from error
-        return Request(media, item.resolve_prompt(), item.answer)
+        """Request `index`; one that cannot be read is counted, and the next one takes its place, in every run alike.
+
+        Raises:
+            UsageError: none can be read.
+        """
+        for step in range(len(self.items)):
+            number = (index + step) % len(self.items)
+            if number in self.unreadable:
+                continue
+            item = self.items[number]
+            try:
+                media = decode_item(item, Uniform(FRAMES), MAX_PIXELS, self.decoders)
+            except ImageError as error:
+                self.unreadable.add(number)
+                name = item.file_name or str(item.path)
+                count = f"{len(self.unreadable)} of {len(self.items)} so far"
+                print_stderr(f"mmspec: skipped {name}: {one_line(error)} ({count}; the next one takes its place)")
+                continue
+            return Request(media, item.resolve_prompt(), item.answer)
+        raise UsageError(f"none of the {len(self.items)} pictures and clips can be read")
 
 
 class Subset:

@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from mmspec.drafters.block.markov import MarkovHead
 from mmspec.drafters.eagle.head import EagleHead, HeadConfig
+from mmspec.engine.draws import PrivateDraws
 
 MAX_FULL_RANK = 1024
 """Largest hidden size whose positions have a linear map of full rank; larger ones get `LARGE_WIDTH` features."""
@@ -75,8 +76,7 @@ def instant_config(hidden_size: int, vocab_size: int, block_size: int = BLOCK_SI
 
 def init_instant_head(config: HeadConfig, seed: int = 0) -> InstantHead:
     """A head with the features of a seed; torch's generators stay as they are."""
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
+    with PrivateDraws(seed):
         return InstantHead(config).requires_grad_(False).eval()
 
 

@@ -94,9 +94,11 @@ class LayerWeights:
     mlp_out_norm: Tensor | None = None
 
 
+LAYER_MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
+"""Attributes of `LayerWeights` that are matrices."""
 MATRICES = frozenset(
     (
-        *("q", "k", "v", "o", "gate", "up", "down", "embeddings", "lm_head"),
+        *(*LAYER_MATRICES, "embeddings", "lm_head"),
         *("fuse", "block_up", "block_down", "feature_proj", "token_proj", "vocab_proj"),
     )
 )
@@ -330,6 +332,7 @@ def _shape_of(name: str, shape: DecoderShape) -> tuple[int, ...]:
 
 __all__ = [
     "ACTIVATIONS",
+    "LAYER_MATRICES",
     "DecoderShape",
     "DecoderStruct",
     "LayerStruct",

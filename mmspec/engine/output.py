@@ -307,7 +307,7 @@ class OutputBuffer:
         if self._checks_rng:
             assert self.noise is not None
             if not self.noise.immediate:
-                self.noise.restore_rng(step)
+                self.noise.claim(step)
         self.hooks.before_user_code(step)
         for row, stopped in enumerate(self._run_criteria(step, tokens)):
             if stopped and not self._stopped[row]:

@@ -1,98 +1,75 @@
-"""The random numbers of a sampled call: noise per output step, and the state of torch's default generators.
+"""The random numbers of a sampled call: noise per output step, ahead of torch's default generator.
 
-`torch.multinomial(probs, 1)` computes `argmax(probs / e)` with `e ~ Exp(1)` of shape [B, V]. `SamplingNoise` draws that
-`e` once per output step, in order, from the generator that transformers samples with, so that a token depends on the
-seed and the step, never on the draft tree. Steps may be drawn ahead; at the end the generator is put back to the state
-after the last step that was output.
+`torch.multinomial(probs, 1)` computes `argmax(probs / e)` with `e ~ Exp(1)` of shape [B, V]. `SamplingNoise` has that
+`e` of each output step, in order, so that a token depends on the seed and the step, never on the draft tree.
+
+The default generator belongs to the whole process, so its state is read and drawn from but never set: steps ahead come
+from a twin of it, and when a step is complete its noise is drawn from the default generator as well. That leaves it
+where transformers leaves it, and gives no number to anybody twice.
 """
 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from mmspec.engine.draws import default_generator, unprivate
 from mmspec.engine.host_copy import from_host
 
-
-class GeneratorLock:
-    """Lock for changes to torch's default generators, with a count of the changes under it.
-
-    The generators are global to the process, so the lock is as well: calls in several threads must not interleave
-    within a draw, and `RngGuard` must know whether another call changed a generator.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._num_updates = 0
-
-    def __enter__(self) -> GeneratorLock:
-        self._lock.acquire()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._lock.release()
-
-    @property
-    def num_updates(self) -> int:
-        """Changes counted so far, by all calls in all threads."""
-        with self._lock:
-            return self._num_updates
-
-    def count_update(self) -> None:
-        """Count one change. Call it while the lock is held."""
-        assert self._lock.locked()
-        self._num_updates += 1
-
-
-GENERATOR_LOCK = GeneratorLock()
-"""The lock of this process."""
+_LOCK = threading.RLock()
+"""Held while the noise of any call changes: calls in several threads must not interleave within a draw."""
+_LIVE: weakref.WeakSet[SamplingNoise] = weakref.WeakSet()
+"""The noise of the calls that run now."""
 
 
 class SamplingNoise:
-    """Exponential noise of the steps in flight, with the generator's state after each step.
+    """Exponential noise of the steps in flight.
 
     Attributes:
         generator: the default generator of the sampling device.
         window: number of steps whose noise is stored at the same time.
         immediate: the noise is not used; transformers' own calls draw, because user code draws from the same generator.
-        in_foreign_code: a drafter that is not part of mmspec is running; its draws are undone by `RngGuard`.
-        rng_contended: another user of the generator drew in between, for example a call in another thread. From then on
-            no state is restored, because the other call would repeat its numbers. Which call gets which numbers is
-            undefined then, as it is in transformers.
-        initial_state: state of the generator before the first step.
-        last_state: state of the generator when this object last used it.
-        num_rng_updates: how often this object changed the generator.
+        rng_contended: another user of the generator draws as well, for example a call in another thread. From then on
+            steps ahead are drawn from the default generator itself, so that no two users get the same numbers. Which
+            call gets which numbers is undefined then, as it is in transformers.
     """
 
     def __init__(self, batch: int, vocab: int, device: torch.device, window: int) -> None:
         self.generator = default_generator(device)
         self.window = window
         self.immediate = False
-        self.in_foreign_code = False
         self.rng_contended = False
-        self.initial_state = self.last_state = self.generator.get_state()
-        self.num_rng_updates = 0
         self._ring = torch.empty(window, batch, vocab, device=device, dtype=torch.float32)
-        self._states: dict[int, Tensor] = {}  # generator state after each step
+        self._scratch: Tensor | None = None  # [B, V]
+        self._states: dict[int, Tensor] = {}  # the default generator's state after each step that is not drawn there
         self._num_drawn = 0
-        self._first_state = 0  # states of earlier steps are released
+        self._num_claimed = 0  # steps drawn from the default generator
+        self._num_complete = 0
         self._rows = torch.arange(batch, device=device)[:, None]
+        self._thread = threading.get_ident()
+        self._twin = torch.Generator(self.generator.device)
+        with _LOCK:
+            for other in [noise for noise in _LIVE if noise.generator is self.generator]:
+                if other._thread != self._thread:  # else its user code has made this call, and it looks at the state
+                    other._share()
+                    self.rng_contended = True
+            _LIVE.add(self)
+            self._known_state = self.generator.get_state()
+            self._twin.set_state(self._known_state)
 
     def draw(self, end: int) -> None:
         """Draw the steps below `end` that are not drawn yet."""
         if end <= self._num_drawn:
             return
-        with GENERATOR_LOCK:
-            self._set_state(self.state_after(self._num_drawn - 1))
-            self._count_update()
+        with _LOCK:
+            self._claim(self._num_complete)
             while self._num_drawn < end:
-                self._ring[self._num_drawn % self.window].exponential_(1, generator=self.generator)
-                self._states[self._num_drawn] = self.generator.get_state()
+                self._draw_step(self._num_drawn)
                 self._num_drawn += 1
-            self.last_state = self._states[self._num_drawn - 1]
 
     def at(self, steps: Tensor) -> Tensor:
         """Noise [B, N, V] float32 of steps [B, N] int64: entry (b, n) is row b of the draw of step `steps[b, n]`.
@@ -133,100 +110,81 @@ class SamplingNoise:
         """Noise [B, depth, V] of `lookahead_slots` [B, depth] int64 on the device."""
         return self._ring[slots, self._rows]
 
-    def state_after(self, step: int) -> Tensor:
-        """Generator state after the draw of `step`; -1 is the state before the first."""
-        return self._states[step] if step >= 0 else self.initial_state
+    def expected_state(self) -> Tensor | None:
+        """The default generator's state if only this object has drawn; None if that is not known."""
+        return None if self.immediate or self.rng_contended else self._known_state
 
-    def restore_rng(self, step: int) -> None:
-        """Set the generator to the state in which transformers leaves it after `step`."""
-        with GENERATOR_LOCK:
-            self._set_state(self.state_after(step))
+    def claim(self, step: int) -> None:
+        """Leave the generator as transformers leaves it after `step`: draw the steps until there from it as well."""
+        if not self.immediate:
+            with _LOCK:
+                self._claim(step + 1)
 
     def rng_changed(self) -> bool:
-        """Whether the generator was used by other code since this object last used it."""
-        return not torch.equal(self.generator.get_state(), self.last_state)
+        """Whether other code used the generator since this object did."""
+        return not torch.equal(self.generator.get_state(), self._known_state)
 
     def release(self, end: int) -> None:
-        """Release the states of steps below `end`, which can no longer be the last step."""
-        for step in range(self._first_state, end):
-            self._states.pop(step, None)
-        self._first_state = max(self._first_state, end)
+        """Steps below `end` are complete: no row needs their noise, and the call does not end before them."""
+        self._num_complete = max(self._num_complete, end)
 
     def disable_lookahead(self, step: int) -> None:
         """Let transformers' own calls draw from now on, as if `step` was drawn last.
 
-        If user code drew after that step, the generator already has the right state; else the state is restored.
+        If user code drew after that step, the generator already has the right state.
         """
         if not self.immediate and not self.rng_changed():
-            self.restore_rng(step)
+            self.claim(step)
         self.immediate = True
 
-    def _count_update(self) -> None:
-        GENERATOR_LOCK.count_update()
-        self.num_rng_updates += 1
+    def close(self, step: int) -> None:
+        """The call has ended after `step`."""
+        with _LOCK:
+            _LIVE.discard(self)
+            if self.expected_state() is not None and not self.rng_changed():
+                self._draw_claimed(step + 1)
 
-    def _set_state(self, state: Tensor) -> None:
-        """Set the generator's state, unless other code used the generator. Needs the lock."""
-        self.rng_contended = self.rng_contended or (not self.in_foreign_code and self.rng_changed())
-        if not self.rng_contended:
-            self._count_update()
-            self.generator.set_state(state)
-            self.last_state = state
+    def _draw_step(self, step: int) -> None:
+        """Fill the slot of a step: from the twin, or from the default generator if that is shared."""
+        noise = self._ring[step % self.window]
+        if self.rng_contended:
+            with unprivate():
+                noise.exponential_(1, generator=self.generator)
+            self._num_claimed = step + 1
+        else:
+            noise.exponential_(1, generator=self._twin)
+            self._states[step] = self._twin.get_state()
 
+    def _claim(self, end: int) -> None:
+        """Draw the steps below `end` from the default generator, unless it is shared. Needs the lock.
 
-class RngGuard:
-    """Context manager that undoes draws from the default generators of some devices.
-
-    Nothing is undone if another call of mmspec changed a generator in the meantime, in another thread: restoring the
-    state would give that call the same noise twice.
-
-    Attributes:
-        rng_was_used: whether a draw was undone.
-    """
-
-    def __init__(self, *devices: torch.device, noise: SamplingNoise | None = None) -> None:
-        """Guard the generators of `devices`.
-
-        Args:
-            devices: devices whose default generators are guarded; duplicates are ignored.
-            noise: the call's noise. It may draw within the context, and these draws stay.
+        If it is found to be, the steps ahead are drawn anew: another user has the numbers that the twin foresaw.
         """
-        self.rng_was_used = False
-        self._noise = noise
-        self._generators = [default_generator(device) for device in dict.fromkeys(devices)]
-
-    def __enter__(self) -> RngGuard:
-        self._updates_at_entry = self._num_foreign_updates()
-        self._states = [generator.get_state() for generator in self._generators]
-        if self._noise is not None:
-            self._noise.in_foreign_code = True
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        noise = self._noise
-        if noise is not None:
-            noise.in_foreign_code = False
-        if self._num_foreign_updates() != self._updates_at_entry:
+        if self.rng_contended or self.immediate:
             return
-        for generator, state in zip(self._generators, self._states, strict=True):
-            if noise is not None and not noise.immediate and generator.device == noise.generator.device:
-                state = noise.last_state
-            if not torch.equal(generator.get_state(), state):
-                self.rng_was_used = True
-                generator.set_state(state)
+        if not self.rng_changed():
+            self._draw_claimed(end)
+        if self.rng_changed():
+            self.rng_contended = True
+            for step in range(max(self._num_complete, self._num_claimed), self._num_drawn):
+                self._draw_step(step)
 
-    def _num_foreign_updates(self) -> int:
-        """Generator changes by other calls."""
-        own = 0 if self._noise is None else self._noise.num_rng_updates
-        return GENERATOR_LOCK.num_updates - own
+    def _draw_claimed(self, end: int) -> None:
+        """Draw the steps below `end` that were foreseen, and know the state that this leaves."""
+        if self._scratch is None:
+            self._scratch = torch.empty_like(self._ring[0])
+        for step in range(self._num_claimed, min(end, self._num_drawn)):
+            with unprivate():
+                self._scratch.exponential_(1, generator=self.generator)
+            self._known_state = self._states.pop(step)
+            self._num_claimed = step + 1
+
+    def _share(self) -> None:
+        """Another call begins: the numbers foreseen for this one become its own. Needs the lock."""
+        if not self.immediate and not self.rng_contended:
+            if not self.rng_changed():
+                self._draw_claimed(self._num_drawn)
+            self.rng_contended = True
 
 
-def default_generator(device: torch.device) -> torch.Generator:
-    """The generator that `torch.multinomial` uses on `device` if none is passed."""
-    if device.type == "cpu":
-        return torch.default_generator
-    if device.type == "mps":
-        return torch.mps._get_default_mps_generator()
-    module = getattr(torch, device.type)
-    index = device.index if device.index is not None else module.current_device()
-    return module.default_generators[index]
+__all__ = ["SamplingNoise"]

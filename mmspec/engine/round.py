@@ -126,7 +126,7 @@ class RoundFunction:
 
 
 @dataclass(frozen=True)
-class ScoreFunction:
+class ForwardFunction:
     """The forward of a round alone as a function of tensors, where the rest of the round must run eager.
 
     Attributes:
@@ -178,4 +178,4 @@ class _Split:
         return taken
 
 
-__all__ = ["NUM_COLUMNS", "ROUND", "RoundFunction", "ScoreFunction"]
+__all__ = ["NUM_COLUMNS", "ROUND", "ForwardFunction", "RoundFunction"]

@@ -16,6 +16,8 @@ SAVINGS_FOR_ALL = 0.12
 """Share of the calls that drafts must save for the whole budget; four times the default one. Else in proportion."""
 SAVINGS_WEIGHT = 0.2
 """Weight of a call in the running mean of what drafts save."""
+FOLLOWED_BY = {"step": ("publish", "save"), "solve": ("save",)}
+"""What a kind of work entails."""
 WINDOW = 40
 """Steps whose mean loss is compared with that of the steps before."""
 MIN_IMPROVEMENT = 0.01
@@ -40,7 +42,10 @@ class LearningBudget:
         self.savings: float | None = None
         self.earned_s = 0.0
         self.spent_s = 0.0
+        self._num_calls = 0
+        self._call_s = 0.0
         self._cost_s: dict[str, float] = {}
+        self._first_s: dict[str, float] = {}
         self._losses: list[float] = []
         self._last_loss: float | None = None
         self._best_loss: float | None = None
@@ -61,6 +66,8 @@ class LearningBudget:
     def earn(self, call_s: float) -> None:
         """A call took so many seconds."""
         self.earned_s += self.current_share * call_s
+        self._num_calls += 1
+        self._call_s += call_s
 
     def add_savings(self, saved_s: float, call_s: float) -> None:
         """Drafts saved so many seconds in a call of so many."""
@@ -74,9 +81,16 @@ class LearningBudget:
         if work is not None:
             self._cost_s[work] = ema(self._cost_s.get(work), seconds, 0.2, restart_below=0.5)
 
+    def expect(self, work: str, num_calls: float) -> None:
+        """Until a unit of this kind of work was measured it is taken to cost so many mean calls."""
+        self._first_s[work] = num_calls * self._call_s / max(1, self._num_calls)
+
     def can_afford(self, work: str) -> bool:
-        """Whether a unit of this work fits. The first of its kind needs a balance above zero only."""
-        return self.earned_s - self.spent_s > self._cost_s.get(work, 0.0)
+        """Whether a unit of this work fits, with what it entails."""
+        cost_s = self._cost_s.get(work, self._first_s.get(work, 0.0))
+        return self.earned_s - self.spent_s > cost_s + sum(
+            self._cost_s.get(other, 0.0) for other in FOLLOWED_BY.get(work, ())
+        )
 
     def add_loss(self, loss: float) -> None:
         """Adapt the share to the loss of one more step."""

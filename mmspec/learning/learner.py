@@ -36,6 +36,8 @@ from mmspec.metrics.learning_stats import LearningStats
 
 SEQUENCES_PER_STEP = 2
 """Sequences of an optimiser step."""
+FIRST_STEP_CALLS, FIRST_FIT_CALLS, FIRST_SOLUTION_CALLS = 0.6, 0.02, 0.3
+"""What the first optimiser step, sums of a call and solution may cost, in mean calls; after that they are measured."""
 MIN_SEQUENCES = 4
 """Before the first step, so that the head does not learn one text by heart."""
 MAX_WAITING = 16
@@ -192,6 +194,8 @@ class Learner:
 
     def _work_on_fit(self, fit: ClosedFormFit) -> None:
         """Add the calls that wait, and solve if there are so many more examples that it is worth it."""
+        self.budget.expect("fit", FIRST_FIT_CALLS)
+        self.budget.expect("solve", FIRST_SOLUTION_CALLS)
         while self._waiting and self.budget.can_afford("fit"):
             with self._timed("fit"):
                 fit.add(self._waiting.popleft())
@@ -208,14 +212,15 @@ class Learner:
         """Optimiser steps, and an update of the drafter after them."""
         if len(self._reservoir) < MIN_SEQUENCES:
             return
-        if self._trainer is None:
-            with self._timed("copy"):
-                self._trainer = WeightTrainer(drafter, self.shared_embeddings)
-        num_steps = self._trainer.num_steps
+        num_steps = 0 if self._trainer is None else self._trainer.num_steps
+        self.budget.expect("step", FIRST_STEP_CALLS)
         while self.budget.can_afford("step"):
+            if self._trainer is None:
+                with self._timed("copy"):
+                    self._trainer = WeightTrainer(drafter, self.shared_embeddings)
             with self._timed("step"):
                 self._step(self._trainer)
-        if self._trainer.num_steps > num_steps:
+        if self._trainer is not None and self._trainer.num_steps > num_steps:
             with self._timed("publish"):
                 self._publish(self._trainer.weights())
 

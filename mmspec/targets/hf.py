@@ -16,7 +16,7 @@ from torch import Tensor
 from mmspec.cpu.native import FewRowsKernel
 from mmspec.engine.kv_cache import RaggedKVCache
 from mmspec.engine.recordings import Recordings, recordable_mode
-from mmspec.engine.round import ScoreFunction
+from mmspec.engine.round import ForwardFunction
 from mmspec.engine.tree import BUCKETS, DraftTree
 from mmspec.engine.tree_cache import (
     CACHE_ARGUMENT,
@@ -221,7 +221,7 @@ class HFTarget:
         if part is None or self._lane is None:
             return None
         try:
-            return ScoreFunction(part).run(self._lane.recordings, self.buffer.lengths_on(self.device), tree)
+            return ForwardFunction(part).run(self._lane.recordings, self.buffer.lengths_on(self.device), tree)
         except Exception as error:  # of the compiler, the capture or the replay: only speed is lost
             self._lane.fail(error)
             return None

@@ -34,8 +34,6 @@ MODULES = ("transformers", "torch.nn", *PEFT_MODULES, "accelerate", "mmspec")
 bitsandbytes: on some CPUs its layers multiply float32 inputs in bfloat16."""
 PARAMETERS = ("transformers", "torch.nn", "torch.distributed", "peft", "accelerate")
 """Packages whose parameter classes do so. Others (torchao, bitsandbytes) are left to the self-test."""
-SAME_IN_TRAINING = (nn.Linear, nn.Embedding)
-"""Modules without a train mode; `resize_token_embeddings` creates them with `training=True`."""
 INFERENCE_SAFE_HOOKS = ("transformers.utils.output_capturing", "mmspec.targets.vision_attention")
 """Python modules whose hooks may run in inference mode: none of their tensors outlives a call."""
 
@@ -45,10 +43,12 @@ class ModuleScan:
     """Result of `scan_modules`.
 
     Attributes:
-        training: description of the first module in train mode, or None.
-        compiled: whether any module is compiled.
+        training: description of the first module in train mode whose code asks for it, or None.
+        compiled: whether a module that runs in every forward is compiled.
+        distributed: description of the first module with weights that are spread over ranks (DTensor), or None.
         hook: description of the first user hook or stateful replaced forward in the decoder, or None.
         quantised_activations: description of the first decoder module that quantises its input, or None.
+        has_user_code: whether any module, in the decoder or not, has a class, a forward or a hook of no known library.
         foreign: decoder modules of unknown classes or with parameters of unknown classes (see `selftest`).
         can_use_inference_mode: whether no tensor created in a forward outlives it.
         linear_layers: the `nn.Linear` layers of the decoder and of the output embeddings.
@@ -58,8 +58,10 @@ class ModuleScan:
 
     training: str | None = None
     compiled: bool = False
+    distributed: str | None = None
     hook: str | None = None
     quantised_activations: str | None = None
+    has_user_code: bool = False
     foreign: tuple[nn.Module, ...] = ()
     can_use_inference_mode: bool = True
     linear_layers: tuple[nn.Linear, ...] = ()
@@ -72,8 +74,9 @@ class _ScanState:
     """Results collected during the pass; `hooked` has (module, description) pairs."""
 
     training: nn.Module | None = None
-    compiled: bool = False
+    distributed: nn.Module | None = None
     can_use_inference_mode: bool = True
+    compiled: list[nn.Module] = field(default_factory=list)
     hooked: list[tuple[nn.Module, str]] = field(default_factory=list)
     quantisers: list[nn.Module] = field(default_factory=list)
     foreign: list[nn.Module] = field(default_factory=list)
@@ -89,7 +92,7 @@ class _ScanState:
             in_decoder: whether it is the decoder, the output embeddings, or a part of them.
         """
         kind: Any = type(module)
-        if self.training is None and module.training and kind not in SAME_IN_TRAINING:
+        if self.training is None and module.training and _reads_training(kind):
             self.training = module
         if isinstance(module, nn.Linear) and kind is nn.Linear:
             self.prompt_linear_layers.append(module)
@@ -108,12 +111,15 @@ class _ScanState:
             self.hooked.append((module, f"a forward that refers to variables around it ({name})"))
         elif origin == "foreign" or any(map(_is_foreign, module._parameters.values())):
             self.foreign.append(module)
+        if self.distributed is None and any(map(_is_distributed, module._parameters.values())):
+            self.distributed = module
 
     def _check_forward(self, module: nn.Module) -> None:
         """Detect `module.compile()`, `torch.compile` and forwards replaced on the instance."""
         forward = module.__dict__.get("forward")
         if module._compiled_call_impl is not None or hasattr(forward, "_torchdynamo_orig_callable"):
-            self.compiled = True
+            self.compiled.append(module)
+            self.can_use_inference_mode = False
         if forward is None or is_replaced(module):
             return
         self.can_use_inference_mode = False
@@ -151,9 +157,11 @@ def scan_modules(model: Any) -> ModuleScan:
     hook = f"a global forward hook ({callable_name(user_hooks[0])})" if user_hooks else None
     foreign: list[nn.Module] = []
     quantisers: list[nn.Module] = []
-    if state.hooked or state.foreign or state.quantisers:
+    compiled = False
+    if state.hooked or state.foreign or state.quantisers or state.compiled:
         running = {id(module) for module in _modules_of_every_forward(model, roots)}
         foreign = [module for module in state.foreign if id(module) in running]
+        compiled = any(id(module) in running for module in state.compiled)
         quantisers = [module for module in state.quantisers if id(module) in running]
         hooked = [(module, description) for module, description in state.hooked if id(module) in running]
         if hooked and hook is None:
@@ -162,9 +170,11 @@ def scan_modules(model: Any) -> ModuleScan:
     may_store_tensors = is_quantised or hasattr(model, "hf_device_map") or bool(hooks) or bool(foreign)
     return ModuleScan(
         training=None if state.training is None else describe_module(model, state.training),
-        compiled=state.compiled,
+        compiled=compiled,
+        distributed=None if state.distributed is None else describe_module(model, state.distributed),
         hook=hook,
         quantised_activations=describe_module(model, quantisers[0]) if quantisers else None,
+        has_user_code=bool(user_hooks or state.hooked) or any(map(_runs_user_code, state.foreign)),
         foreign=tuple(foreign),
         can_use_inference_mode=state.can_use_inference_mode and not may_store_tensors,
         linear_layers=tuple(state.linear_layers),
@@ -224,6 +234,10 @@ def has_library_class(module: nn.Module) -> bool:
     return _is_in_packages(type(module).__module__, LIBRARIES)
 
 
+def _runs_user_code(module: nn.Module) -> bool:
+    return not (has_library_class(module) and is_library_code(module.forward))
+
+
 def callable_name(code: Any) -> str:
     """Name of a function or of the class of a callable, for messages."""
     while isinstance(code, functools.partial):
@@ -258,6 +272,31 @@ def _is_foreign(weight: nn.Parameter | None) -> bool:
     """Whether a parameter's class is not of a known library."""
     kind = type(weight)
     return kind is not nn.Parameter and weight is not None and not _is_in_packages(kind.__module__, PARAMETERS)
+
+
+def _is_distributed(weight: nn.Parameter | None) -> bool:
+    """Whether a parameter is a `DTensor`."""
+    return _is_in_packages(type(weight).__module__, ("torch.distributed.tensor", "torch.distributed._tensor"))
+
+
+@functools.lru_cache(maxsize=1024)
+def _reads_training(kind: Any) -> bool:
+    """Whether the code of a class of modules asks for its train mode.
+
+    Containers, layers without dropout and what quantises a layer do not; some are created with `training=True` in a
+    model in eval mode, as by `resize_token_embeddings`.
+    """
+    if not isinstance(inspect.unwrap(kind.forward), types.FunctionType):
+        return True  # compiled code, which does not tell
+    bases = [base for base in kind.__mro__ if base not in (nn.Module, object)]
+    parts = [part for base in bases for name, part in vars(base).items() if name not in ("__init__", "train")]
+    functions = [inspect.unwrap(getattr(part, "fget", None) or getattr(part, "__func__", part)) for part in parts]
+    return any(_mentions_training(one.__code__) for one in functions if isinstance(one, types.FunctionType))
+
+
+def _mentions_training(code: types.CodeType) -> bool:
+    nested = any(_mentions_training(part) for part in code.co_consts if isinstance(part, types.CodeType))
+    return nested or "training" in code.co_names or "training" in code.co_consts
 
 
 @functools.lru_cache(maxsize=1024)

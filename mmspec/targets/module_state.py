@@ -34,11 +34,17 @@ def modules_fingerprint(modules: Sequence[nn.Module]) -> tuple[Any, ...]:
 
 @contextmanager
 def restore_state(modules: Sequence[nn.Module]) -> Iterator[Callable[[], str | None]]:
-    """Restore attributes and buffers of modules and Python's random generators afterwards.
+    """Restore attributes and buffers of modules afterwards, and the generators of Python and NumPy if they moved.
+
+    Without modules nothing is restored: those generators belong to the whole process, and only users' own modules draw
+    from them.
 
     Yields:
         A function that describes what has changed since, or returns None.
     """
+    if not modules:
+        yield lambda: None
+        return
     saved = [(module, _copy_state(module)) for module in modules]
     numpy = sys.modules.get("numpy")
     python_state = random.getstate()

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from mmspec.cpu.copies import WeightCopies
 from mmspec.cpu.decoder import NativeDecoder
 from mmspec.cpu.native import FewRowsKernel
 from mmspec.engine.kv_cache import RaggedKVCache
@@ -24,6 +25,10 @@ from mmspec.targets.structure import describe_structure, modules_of_rounds
 
 IGNORED_INPUTS = frozenset((CACHE_ARGUMENT, "use_cache", "logits_to_keep", "return_dict", "image_sizes"))
 """Inputs of a round that do not change what such a forward computes."""
+
+
+WEIGHT_COPIES = WeightCopies()
+"""Of the weights of all models of this process."""
 
 
 class NativeRounds:
@@ -103,7 +108,8 @@ def native_rounds(
     if parts is None:
         return None
     try:
-        decoder = NativeDecoder(kernel, parts.shape, parts.layers, parts.ends, parts.rotaries)
+        copies = None if runs_user_code else WEIGHT_COPIES
+        decoder = NativeDecoder(kernel, parts.shape, parts.layers, parts.ends, parts.rotaries, copies)
     except ValueError:  # weights of other types, devices or shapes
         return None
     changeable = modules_of_rounds(call.adapter) if runs_user_code else []

@@ -19,6 +19,8 @@ ACTIVATION_QUANTISERS = {
     "BitLinear": "transformers.integrations.bitnet",
 }
 """{class: its Python module} of layers that always do so."""
+CPU_ACTIVATION_ROUNDERS = {"Linear4bit": "bitsandbytes.nn.modules"}
+"""Those that round it to bfloat16 on a CPU (with AVX-512 BF16), whatever its dtype."""
 WEIGHT_ATTRIBUTES = ("act_quant_kwargs", "act_quant_scale", "activation_quantization", "input_quant_func")
 """Attributes of torchao's weights that are not None where the input is quantised too."""
 
@@ -26,10 +28,12 @@ WEIGHT_ATTRIBUTES = ("act_quant_kwargs", "act_quant_scale", "activation_quantiza
 def quantises_activations(module: nn.Module) -> bool:
     """Whether a module is known to quantise its input or output: by its class, its weights, or a scheme.
 
-    The scheme is the `quantization_scheme` of compressed-tensors.
+    The scheme is the `quantization_scheme` of compressed-tensors, or the activations' type of optimum-quanto.
     """
     kind: Any = type(module)
-    if _is_quantiser_class(kind):
+    if _is_quantiser_class(kind) or (_rounds_on_cpu(kind) and module.weight.device.type == "cpu"):
+        return True
+    if module.__dict__.get("activation_qtype") is not None:  # optimum-quanto
         return True
     scheme = module.__dict__.get("quantization_scheme")
     if scheme is not None and _is_any_set(scheme, ("input_activations", "output_activations")):
@@ -43,6 +47,11 @@ def quantises_activations(module: nn.Module) -> bool:
 @functools.lru_cache(maxsize=1024)
 def _is_quantiser_class(kind: type) -> bool:
     return any(ACTIVATION_QUANTISERS.get(base.__qualname__) == base.__module__ for base in kind.__mro__)
+
+
+@functools.lru_cache(maxsize=1024)
+def _rounds_on_cpu(kind: type) -> bool:
+    return any(CPU_ACTIVATION_ROUNDERS.get(base.__qualname__) == base.__module__ for base in kind.__mro__)
 
 
 def _is_any_set(value: object, names: Sequence[str]) -> bool:

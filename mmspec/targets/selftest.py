@@ -3,8 +3,8 @@
 The judge of every model, instead of a list of names. transformers decodes each path of a small tree with its own loop
 (`GenerationMixin._sample`, forced along the path); then the target scores the same trees in one forward, accepts a
 different path in each row, and scores on. All logits must agree up to rounding. The prompt is text, or one row with an
-image where the processor is known and the model type is not among those tested with random calls. Random generators and
-the state of the modules under test are restored.
+image where the processor is known and the model type is not among those tested with random calls. A draw from torch's
+generators ends the test before it happens; the state of the modules under test is restored.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import copy
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
 
-from mmspec.engine.rng import RngGuard
+from mmspec.engine.draws import ForbidDraws
 from mmspec.engine.tree import DraftTree, sanitize
 from mmspec.interfaces import VerifyResult
 from mmspec.targets.agreement import equal_logits, relative_difference
@@ -29,7 +30,7 @@ from mmspec.targets.module_scan import describe_module, has_library_class
 from mmspec.targets.module_state import DRAWS_RANDOM_NUMBERS, is_opaque, restore_call_state, restore_state
 from mmspec.targets.recurrent import target_class
 from mmspec.targets.registry import TESTED
-from mmspec.targets.selftest_plan import has_media, image_inputs, input_device, plan_of, text_inputs, usable_ids
+from mmspec.targets.selftest_plan import has_media, image_inputs, plan_of, text_inputs, usable_ids
 
 MAX_NAMED_MODULES = 3
 """Modules that a message names."""
@@ -41,7 +42,7 @@ _LOCK = threading.Lock()
 
 
 MAX_ATTEMPTS = 3
-"""Runs of a test during which random numbers were drawn, before a forward is held to draw them."""
+"""Runs of a test during which Python's or NumPy's generator moved, before a forward is held to draw from it."""
 
 
 @dataclass(frozen=True)
@@ -89,23 +90,26 @@ def run_selftest(
         foreign: modules of unknown classes; the state of users' own ones is checked and restored.
     """
     for _ in range(MAX_ATTEMPTS):
-        result = _run_once(adapter, inputs, foreign)
+        result = _run_once(adapter, inputs, foreign, ForbidDraws())
         if result.failure != DRAWS_RANDOM_NUMBERS:  # another thread may have drawn, a forward draws every time
             break
+    if not result.is_conclusive:  # the model rejects the inputs, or what watches it: then a draw shows in the logits
+        result = _run_once(adapter, inputs, foreign, None)
     return result
 
 
-def _run_once(adapter: ModelAdapter, inputs: Mapping[str, Any] | None, foreign: Sequence[nn.Module]) -> SelfTestResult:
-    """See `run_selftest`."""
+def _run_once(
+    adapter: ModelAdapter, inputs: Mapping[str, Any] | None, foreign: Sequence[nn.Module], watch: ForbidDraws | None
+) -> SelfTestResult:
+    """See `run_selftest`; `watch` is active meanwhile."""
     start = time.perf_counter()
-    rng_guard = RngGuard(torch.device("cpu"), input_device(adapter))
     inputs = text_inputs(adapter, plan_of(adapter).prompt_lengths) if inputs is None else dict(inputs)
     is_text = not adapter.media_token_ids or not has_media(adapter, inputs["input_ids"])
     test = _TreeTest(adapter, inputs)
     watched = [module for module in foreign if not has_library_class(module)]
     try:
         with (
-            rng_guard,
+            watch or nullcontext(),
             restore_call_state(adapter.model),
             restore_state(watched) as state_change,
             torch.no_grad(),
@@ -116,8 +120,8 @@ def _run_once(adapter: ModelAdapter, inputs: Mapping[str, Any] | None, foreign: 
     except Exception as error:  # the model may raise anything on unexpected inputs
         failure = f"{type(error).__name__}: {error}"
         test.is_conclusive = test.reference is not None
-    if rng_guard.rng_was_used:
-        failure = DRAWS_RANDOM_NUMBERS
+    if watch is not None and watch.has_drawn:
+        failure, test.is_conclusive = DRAWS_RANDOM_NUMBERS, True
     seconds = time.perf_counter() - start
     return SelfTestResult(failure, test.is_conclusive, test.max_difference, not is_text, test.num_forwards, seconds)
 

@@ -112,3 +112,41 @@ def test_the_revision_of_a_model_of_the_hub(tmp_path: Path) -> None:
     assert model_revision(model) == "0123abc"
     model.config._commit_hash = "fedcba"
     assert model_revision(model) == "fedcba"
+
+
+def ids(file: Path) -> list[str]:
+    return [row["id"] for row in rows(file)]
+
+
+def test_ids_are_relative_where_the_input_was(pictures: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    (tmp_path / "work").mkdir()
+    (tmp_path / "out").mkdir()
+    (tmp_path / "photos").symlink_to(pictures)
+    names = sorted(path.name for path in pictures.iterdir())[:2]
+    monkeypatch.chdir(tmp_path)
+    chosen = [f"photos/{name}" for name in names]
+    assert caption(*chosen, "--out", "out/a.jsonl") == 0
+    assert ids(tmp_path / "out" / "a.jsonl") == chosen
+    monkeypatch.chdir(tmp_path / "work")
+    assert caption(*(f"../{name}" for name in chosen), "--out", "../out/b.jsonl") == 0
+    assert ids(tmp_path / "out" / "b.jsonl") == [f"../{name}" for name in chosen]
+    absolute = [str(pictures / name) for name in names]
+    assert caption(*absolute, "--out", "../out/c.jsonl") == 0
+    assert ids(tmp_path / "out" / "c.jsonl") == absolute
+    monkeypatch.chdir(pictures.parent)  # a job with absolute ids is not begun anew under relative ones
+    relative = [f"{pictures.name}/{name}" for name in names]
+    capsys.readouterr()
+    assert caption(*relative, "--out", tmp_path / "out" / "c.jsonl") == 2
+    assert "absolute path" in capsys.readouterr().err and len(ids(tmp_path / "out" / "c.jsonl")) == 2
+    assert caption(*absolute, "--out", tmp_path / "out" / "c.jsonl") == 0
+    assert len(ids(tmp_path / "out" / "c.jsonl")) == 2
+
+
+def test_two_files_of_one_relative_name_are_two_rows(pictures: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "out").mkdir()
+    for folder, source in (("", 0), ("out", 1)):
+        (tmp_path / folder / "a.png").write_bytes(sorted(pictures.iterdir())[source].read_bytes())
+    for _ in range(2):
+        assert caption("out/a.png", "a.png", "a.png", "--out", "out/o.jsonl") == 0
+        assert ids(tmp_path / "out" / "o.jsonl") == ["a.png", str(tmp_path / "a.png")]

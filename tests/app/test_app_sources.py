@@ -126,6 +126,7 @@ def test_a_manifest_cannot_lead_out_of_its_folder(here: Path, name: str) -> None
         ('{"file_name": "img2.png", "id": [1]}\n', "'id' is text"),
         ('{"file_name": "img2.png", "id": 1}\n{"file_name": "img10.png", "id": 1}\n', "two rows have the id '1'"),
         ('{"file_name": "img2.png"}\n{"file_name": "img2.png", "prompt": "x"}\n', "two rows have the id"),
+        ('{"file_name": "img2.png"}\n{"file_name": "img2.png", "prompt": "\\ud83d"}\n', "two rows have the id"),
         ("\x00\ud800", "not UTF-8"),
     ],
 )

@@ -33,7 +33,7 @@ from mmspec.control.device_check import (
     run_probe,
 )
 from mmspec.engine.graph import Recorder, Replay, StaticFunction, record_nothing, record_trace
-from mmspec.engine.round import RoundFunction, ScoreFunction
+from mmspec.engine.round import ForwardFunction, RoundFunction
 from mmspec.targets.lanes import LanePool
 
 CPU = torch.device("cpu")
@@ -77,7 +77,7 @@ class Checks(DeviceChecks):
 
 def trace_rounds(function: StaticFunction, state: Sequence[Tensor], inputs: Sequence[Tensor]) -> Replay:
     """A recorder that traces rounds; drafts, of which a trace takes seconds, are called."""
-    return (record_trace if isinstance(function, ScoreFunction) else record_nothing)(function, state, inputs)
+    return (record_trace if isinstance(function, ForwardFunction) else record_nothing)(function, state, inputs)
 
 
 def test_the_probe_passes_where_recordings_are_exact(capsys: pytest.CaptureFixture[str]) -> None:
@@ -114,7 +114,7 @@ def frozen_state(function: StaticFunction, state: Sequence[Tensor], inputs: Sequ
         first, *others = new_inputs
         if isinstance(function, RoundFunction):  # its fifth column
             first = torch.cat((first[:, :4], recorded[:, 4:5], first[:, 5:]), dim=1)
-        elif isinstance(function, ScoreFunction):
+        elif isinstance(function, ForwardFunction):
             first = recorded
         return function(*state, first, *others)
 

@@ -44,7 +44,7 @@ from mmspec.engine.graph import Recorder, Replay, StaticFunction, record_nothing
 from mmspec.engine.kv_cache import RecordedKVCache
 from mmspec.engine.loop import DecodeLoop
 from mmspec.engine.recordings import NUM_CHECKED_REPLAYS, Recordings
-from mmspec.engine.round import ScoreFunction
+from mmspec.engine.round import ForwardFunction
 from mmspec.engine.tree import DraftTree
 
 KINDS = (
@@ -88,7 +88,7 @@ def drafts_only(recorder: Recorder) -> Recorder:
     """Records drafts by `recorder`; the rounds of the target run as they are."""
 
     def record(function: StaticFunction, state: Sequence[Tensor], inputs: Sequence[Tensor]) -> Replay:
-        return (record_nothing if isinstance(function, ScoreFunction) else recorder)(function, state, inputs)
+        return (record_nothing if isinstance(function, ForwardFunction) else recorder)(function, state, inputs)
 
     return record
 
@@ -402,7 +402,7 @@ def draft_runs() -> Iterator[list[DraftRun]]:
 
     def spy(self: Recordings, owner: Any, key: Any, function: StaticFunction, state: Any, inputs: Any) -> Any:
         outputs = run(self, owner, key, function, state, inputs)
-        if not isinstance(function, ScoreFunction):
+        if not isinstance(function, ForwardFunction):
             found.append(DraftRun(function, [*state, *inputs], len(outputs)))
         return outputs
 

@@ -223,7 +223,7 @@ class BufferRunner:
                 raise
             error = str(failed)
         if self.noise is not None and not self.noise.immediate:
-            self.noise.restore_rng(output.steps - 1)
+            self.noise.close(output.steps - 1)
         sequences, scores, logits = output.result()
         state = torch.get_rng_state()
         return Outcome(
@@ -534,7 +534,7 @@ def test_an_exception_in_user_code_leaves_the_generator_where_transformers_would
         with pytest.raises(adversarial.InjectedError):
             runner.run()
         assert runner.noise is not None
-        runner.noise.restore_rng(runner.output.steps - 1)  # what the caller does in `finally`
+        runner.noise.close(runner.output.steps - 1)  # what the caller does in `finally`
         assert torch.equal(torch.get_rng_state(), state)
 
 

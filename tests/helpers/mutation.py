@@ -109,7 +109,7 @@ def _no_stop_ids(original: Any) -> Any:
     return faulty
 
 
-def _rng_restored_one_step_late(original: Any) -> Any:
+def _one_draw_too_many(original: Any) -> Any:
     def faulty(self: Any, step: int) -> None:
         original(self, step + 1 if step + 1 in self._states else step)
 
@@ -225,7 +225,7 @@ MUTANTS: dict[str, list[Replacement]] = {
         (_OUTPUT, "_run_criteria", _criteria_at_the_end_of_a_round),
         (_VERIFIER, "accept_path", _no_stop_ids),
     ],
-    "generator restored one draw late": [(_NOISE, "restore_rng", _rng_restored_one_step_late)],
+    "generator left one draw late": [(_NOISE, "close", _one_draw_too_many)],
     "rows swapped in the history": [(_SAMPLER, "_group_nodes", _swapped_history_rows)],
     "rows swapped in the noise": [(_NOISE, "at", _swapped_noise_rows)],
     "position ids by length": [(_TARGET, "_prepare_rounds", _positions_by_length)],

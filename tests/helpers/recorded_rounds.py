@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 import mmspec
 from mmspec.engine.graph import Recorder, Replay, StaticFunction, record_nothing
 from mmspec.engine.loop import DecodeLoop
-from mmspec.engine.round import RoundFunction, ScoreFunction
+from mmspec.engine.round import ForwardFunction, RoundFunction
 
 SPEC = tiny.ModelSpec("llava")
 
@@ -38,7 +38,7 @@ class CountingRecorder:
 
     def __call__(self, function: StaticFunction, state: Sequence[Tensor], inputs: Sequence[Tensor]) -> Replay:
         is_fused = is_whole(function)
-        is_round = isinstance(function, (RoundFunction, ScoreFunction)) and not is_fused
+        is_round = isinstance(function, (RoundFunction, ForwardFunction)) and not is_fused
         is_draft = not is_round and not is_fused
         self.recordings += is_round
         self.draft_recordings += is_draft

@@ -1,0 +1,51 @@
+"""The recipes of docs/jobs.md run as they stand, twice: the second time there is nothing left to do."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mmspec.app.cli.main import main
+from mmspec.app.modeling.synthetic_images import write_images
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "jobs.md"
+SECTION = PAGE.read_text(encoding="utf-8").partition("## Recipes")[2].partition("\n## ")[0]
+RECIPES = re.findall(r"\| `(mmspec caption [^`]+)` \|", SECTION)
+NUM_PICTURES = 3
+
+
+def arguments(command: str) -> list[str]:
+    """The command as a shell reads it, with the tiny model."""
+    words = shlex.split(re.sub(r"\$'([^']*)'", lambda quoted: shlex.quote(quoted[1].replace("\\n", "\n")), command))
+    return [*("tiny" if word == "MODEL" else word for word in words[1:]), "--no-progress", "--max-new-tokens", "4"]
+
+
+@pytest.mark.parametrize("command", RECIPES, ids=range(len(RECIPES)))
+def test_a_recipe(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_images(tmp_path / "photos", NUM_PICTURES)
+    names = sorted(path.name for path in (tmp_path / "photos").iterdir())
+    if "list.jsonl" in command:
+        rows = [{"file_name": name, "prompt": f"what is {name[0]} ?"} for name in names]
+        (tmp_path / "photos" / "list.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(arguments(command)) == 0
+    assert f"{NUM_PICTURES} captioned, 0 failed" in capsys.readouterr().err
+    if "--format txt" in command:
+        texts = sorted(tmp_path.rglob("*.txt"))
+        assert [path.stem for path in texts] == [name.rpartition(".")[0] for name in names]
+        assert "--prefix" not in command or all(path.read_text().startswith("sks dog, ") for path in texts)
+    elif "--format" not in command:
+        (file,) = [path for path in tmp_path.rglob("*.jsonl") if path.name != "list.jsonl"]
+        assert len(file.read_text().splitlines()) == NUM_PICTURES
+    if "--overwrite" not in command:
+        assert main(arguments(command)) == 0
+        assert f"0 captioned, 0 failed, {NUM_PICTURES} skipped" in capsys.readouterr().err
+
+
+def test_there_are_recipes() -> None:
+    assert len(RECIPES) == SECTION.count("mmspec caption") >= 10

@@ -1,0 +1,132 @@
+"""Patched models beside other code: copies, wrappers, threads, compiled parts, train mode, quantised layers."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import tiny_models as tiny
+import torch
+from torch import Tensor, nn
+
+import mmspec
+from mmspec.learning.budget import LearningBudget
+from mmspec.targets.module_scan import scan_modules
+from mmspec.targets.quantisation import quantises_activations
+
+
+@pytest.fixture
+def model() -> Iterator[Any]:
+    """A model that a test may change."""
+    model = tiny.build_model(tiny.ModelSpec("llava", seed=29))
+    yield model
+    mmspec.unpatch(model)
+
+
+def answer(model: Any, generate: Any = None, **options: Any) -> Tensor:
+    """The output on one prompt."""
+    found: Tensor = (generate or model.generate)(**tiny.build_inputs(model, 27, 1), max_new_tokens=8, **options)
+    return found
+
+
+@pytest.mark.parametrize("sample", [False, True])
+def test_another_thread_never_gets_a_number_twice(model: Any, sample: bool) -> None:
+    stop, theirs = threading.Event(), list[tuple[float, ...]]()
+
+    def draw() -> None:
+        while not stop.wait(0.0002):
+            theirs.append(tuple(torch.rand(4).tolist()))
+
+    thread = threading.Thread(target=draw)
+    thread.start()
+    try:
+        mmspec.patch(model, drafter="lookup")
+        for _ in range(6):
+            answer(model, do_sample=sample)
+    finally:
+        stop.set()
+        thread.join()
+    assert len(set(theirs)) == len(theirs) > 10
+    assert mmspec.stats(model).fallback_calls == 0
+
+
+def test_a_shallow_copy_is_another_model(model: Any) -> None:
+    mmspec.patch(model, drafter="lookup")
+    twin = copy.copy(model)
+    twin._modules = dict(twin._modules)
+    twin.lm_head = copy.deepcopy(twin.lm_head)
+    twin.lm_head.weight.data.mul_(-1)
+    assert torch.equal(answer(twin), answer(twin, type(twin).generate.__get__(twin)))
+    assert not mmspec.is_patched(twin) and mmspec.is_patched(model)
+    assert mmspec.is_patched(copy.deepcopy(model))
+
+
+def test_a_wrapper_of_others_outlives_unpatch(model: Any) -> None:
+    mmspec.patch(model, drafter="lookup")
+    inner, calls = model.generate, []
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return inner(*args, **kwargs)
+
+    model.generate = wrapper
+    mmspec.unpatch(model)
+    assert model.generate is wrapper and not mmspec.is_patched(model)
+    answer(model)
+    assert calls == [1]
+
+
+@pytest.mark.parametrize("options", [{"learn": True}, {"drafter": "instant"}], ids=["learn", "instant"])
+def test_a_model_that_has_learned_can_be_pickled(
+    options: dict[str, Any], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MMSPEC_CACHE", str(tmp_path))
+    model = tiny.build_model(tiny.ModelSpec("llama", seed=29))
+    mmspec.patch(model, **options)
+    answer(model)
+    twin = pickle.loads(pickle.dumps(model))
+    assert torch.equal(answer(twin), answer(model)) and not mmspec.is_patched(twin)
+    mmspec.unpatch(model)
+    assert not any(part._forward_hooks for part in model.modules())
+
+
+def test_only_a_compiled_decoder_matters(model: Any) -> None:
+    model.model.vision_tower.compile(backend="eager")
+    assert not scan_modules(model).compiled
+    plain = model.generate(**tiny.build_inputs(model, 27, 1, images=[1]), max_new_tokens=8)
+    mmspec.patch(model, drafter="lookup")
+    assert torch.equal(plain, model.generate(**tiny.build_inputs(model, 27, 1, images=[1]), max_new_tokens=8))
+    assert mmspec.stats(model).fallback_calls == 0
+    model.get_decoder().compile(backend="eager")
+    assert scan_modules(model).compiled
+
+
+def test_train_mode_counts_where_the_code_asks_for_it(model: Any) -> None:
+    layers = model.get_decoder().layers
+    layers.training = layers[0].mlp.training = True  # a container, and a part without dropout
+    nn.utils.parametrizations.weight_norm(layers[0].mlp.up_proj)
+    assert scan_modules(model).training is None
+    layers[1].self_attn.training = True
+    assert "self_attn" in (scan_modules(model).training or "")
+
+
+def test_four_bit_layers_on_a_cpu_round_their_input() -> None:
+    kind = type("Linear4bit", (nn.Linear,), {"__module__": "bitsandbytes.nn.modules", "__qualname__": "Linear4bit"})
+    assert quantises_activations(kind(2, 2)) and not quantises_activations(kind(2, 2).to("meta"))
+    assert not quantises_activations(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("cost", [0.05, 0.3, 0.6], ids="{:.0%} of a call".format)
+def test_learning_keeps_to_its_share_from_the_first_call_on(cost: float) -> None:
+    budget, call_s = LearningBudget(), 2.0
+    for call in range(1, 200):
+        budget.earn(call_s)
+        budget.expect("step", 0.6)
+        while budget.can_afford("step"):
+            budget.spend(cost * call_s, "step")
+        assert budget.spent_s <= budget.share * call * call_s * (1 + 1e-9)
+    assert budget.spent_s > 0
