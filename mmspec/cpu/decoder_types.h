@@ -3,7 +3,7 @@
    With weights of 16 bits every number that the modules of transformers round to 16 bits is rounded here too: the outputs
    of products, norms, rotations, attention, activations and sums. Between them all is float32. */
 
-enum { SILU, GELU_TANH }; /* `ACTIVATIONS` of layers.py */
+enum { SILU, GELU_TANH }; /* `GATE_ACTIVATIONS` of layers.py */
 
 /* A vector of weights that is read as float32 numbers plus an offset: it is copied at the start of each forward. */
 typedef struct {

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mmspec.cpu.weights import QuantisedWeight, Weight, WeightStruct, is_plain, weight_struct
 
-ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
+GATE_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 """{name: its number in decoder_types.h}"""
 
 
@@ -28,7 +28,7 @@ class DecoderShape:
         eps: of every RMSNorm.
         scaling: factor of the attention scores.
         attention_input_size: columns of q, k and v; 0 for `hidden_size`.
-        activation: of the feed-forward, a key of `ACTIVATIONS`.
+        activation: of the feed-forward, a key of `GATE_ACTIVATIONS`.
         norm_offset: added to the weights of norms: 1 in Gemma.
         rounds_twice: in half precision norms round before they multiply by the weight, and after.
         embed_scale: factor of the embeddings.
@@ -174,7 +174,7 @@ def decoder_struct(shape: DecoderShape, **fields: Any) -> DecoderStruct:
         head_dim=shape.head_dim,
         rotary_size=shape.rotated,
         is_interleaved=shape.interleaved,
-        activation=ACTIVATIONS[shape.activation],
+        activation=GATE_ACTIVATIONS[shape.activation],
         rounds_twice=shape.rounds_twice,
         is_eager=shape.eager_attention,
         eps=shape.eps,
@@ -331,7 +331,7 @@ def _shape_of(name: str, shape: DecoderShape) -> tuple[int, ...]:
 
 
 __all__ = [
-    "ACTIVATIONS",
+    "GATE_ACTIVATIONS",
     "LAYER_MATRICES",
     "DecoderShape",
     "DecoderStruct",

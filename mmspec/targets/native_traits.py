@@ -278,7 +278,7 @@ def _norm_traits(norm: Any) -> tuple[float, bool] | None:
 
 
 def _activation(modules: Any) -> str | None:
-    """The activation that all modules compute, one of `ACTIVATIONS`; None if it is another."""
+    """The activation that all modules compute, one of `GATE_ACTIVATIONS`; None if it is another."""
     x = _random(PROBED) * 3
     candidates = {"silu": functional.silu(x), "gelu_tanh": functional.gelu(x, approximate="tanh")}
     with torch.no_grad():
