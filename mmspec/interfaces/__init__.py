@@ -4,6 +4,7 @@
 |---|---|---|
 | `target` | `Target` | `VerifyResult`, `TargetInfo`, `SharedEmbeddings` |
 | `draft_target` | `DraftTarget`, `LayerSubsets`, `DraftModelSource` | |
+| `own_head` | `TargetKeys`, `HeadBlock`, `HeadCache` | `OwnHead`, `HeadRule`, `AssistantParts` |
 | `drafter` | `Drafter`, `CompressingDrafter`, `TrainedDrafter`, `ReplicableDrafter` | `DrafterRequirements`, `Prompt` |
 | `learning` | `LearnableDrafter`, `ClosedFormDrafter`, `GradientDrafter`, ... | `Examples`, `LearningExample` |
 | `compressor` | `Compressor`, `SizedCompressor`, `SaliencyCompressor`, ... | `VisualTokens`, `VisualGrid` |
@@ -44,11 +45,13 @@ from mmspec.interfaces.learning import (
     LearnableDrafter,
     LearningExample,
 )
+from mmspec.interfaces.own_head import AssistantParts, HeadCache, HeadRule, OwnHead, OwnHeadError, TargetKeys
 from mmspec.interfaces.target import SharedEmbeddings, Target, TargetInfo, VerifyResult
 from mmspec.interfaces.video import ContentAwareSampler, FrameSampler
 
 __all__ = [
     "NO_LIMIT",
+    "AssistantParts",
     "ClosedFormDrafter",
     "ClosedFormFit",
     "CompressingDrafter",
@@ -65,9 +68,13 @@ __all__ = [
     "GatedCompressor",
     "GradientDrafter",
     "GridCompressor",
+    "HeadCache",
+    "HeadRule",
     "LayerSubsets",
     "LearnableDrafter",
     "LearningExample",
+    "OwnHead",
+    "OwnHeadError",
     "Prompt",
     "ReplicableDrafter",
     "SaliencyCompressor",
@@ -75,6 +82,7 @@ __all__ = [
     "SizedCompressor",
     "Target",
     "TargetInfo",
+    "TargetKeys",
     "TrainedDrafter",
     "VerifyResult",
     "VisualGrid",
