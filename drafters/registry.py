@@ -75,6 +75,12 @@ def _self() -> Drafter:
     return SelfDrafter()
 
 
+def _quantized() -> Drafter:
+    from mmspec.drafters.model.self_drafter import QuantizedDrafter
+
+    return QuantizedDrafter()
+
+
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "none": _none,
     "lookup": _lookup,
@@ -82,6 +88,7 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "hybrid": _hybrid,
     "arbitrated": _arbitrated,
     "self": _self,
+    "quantized": _quantized,
     "auto": _hybrid,  # unless a trained drafter fits the target: see `_auto`
 }
 INSTANT_NAME = "instant"

@@ -26,7 +26,7 @@ from mmspec.interfaces import (
     TrainedDrafter,
 )
 from mmspec.reference import check_reference, reference_rows, resolve_reference_ids
-from mmspec.targets.layer_subset import layer_access
+from mmspec.targets.layer_subset import check_layer_subsets
 
 logger = logging.getLogger("mmspec")
 
@@ -227,7 +227,7 @@ def resolve_drafter(drafter: str | Drafter, adapter: Any, tokenizer: Any = None,
     if missing := missing_hidden_states(resolved, adapter):
         raise ValueError(f"{missing}. Use a drafter of this model, or drafter='auto'.")
     if resolved.requirements.layer_subsets:
-        layer_access(adapter)  # raises an error where layers cannot be skipped
+        check_layer_subsets(adapter, resolved.requirements.copy_bits)
     if isinstance(resolved, TrainedDrafter) and resolved.bundled_compressor is not None:
         from mmspec.vision.registry import load_compressor
 

@@ -178,7 +178,7 @@ def _build_prompt(call: CallContext, inputs: PreparedInputs, prefilled: Prefille
     if attention_mask is None:
         attention_mask = torch.ones_like(input_ids)
     spec_config = call.spec_config
-    samples = output.noise is not None
+    samples, needs = output.noise is not None, spec_config.drafter.requirements
     return Prompt(
         input_ids=input_ids,
         attention_mask=attention_mask[:, -length:].bool(),
@@ -199,7 +199,7 @@ def _build_prompt(call: CallContext, inputs: PreparedInputs, prefilled: Prefille
         max_new_tokens=target.max_new_tokens if target.max_new_tokens < UNLIMITED else None,
         visual_saliency=_visual_saliency(call, visual_mask),
         media_inputs=call.media_inputs if call.num_return_sequences == 1 else {},
-        layer_subsets=open_layer_subsets(target) if spec_config.drafter.requirements.layer_subsets else None,
+        layer_subsets=open_layer_subsets(target, needs.copy_bits) if needs.layer_subsets else None,
         recordings=target.recordings,
     )
 

@@ -33,6 +33,8 @@ class DrafterRequirements:
         max_tree_size: largest tree worth scoring, root included.
         layer_subsets: whether it drafts with some layers of the target (`Prompt.layer_subsets`).
         media_inputs: whether it encodes the images and videos itself (`Prompt.media_inputs`).
+        copy_bits: bits of the weights of a copy that has these layers: 4, 8, or 0 to choose; None for the target's own
+            weights.
     """
 
     hidden_state_indices: tuple[int, ...] = ()
@@ -40,6 +42,7 @@ class DrafterRequirements:
     max_tree_size: int = 16
     layer_subsets: bool = False
     media_inputs: bool = False
+    copy_bits: int | None = None
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,8 @@ class Prompt:
         max_new_tokens: upper bound of new tokens per row; None if unbounded.
         visual_saliency: [B, L] float32, attention that the vision tower pays to each visual token; None if no
             compressor uses it or the adapter cannot compute it.
-        layer_subsets: the target with fewer layers, if the drafter requires it and the call allows it; else None.
+        layer_subsets: the target with fewer layers, or its copy, if the drafter requires it and the call allows it;
+            else None.
         media_inputs: the arguments of `generate` that describe images and videos, if the drafter requires them and
             every prompt has one row; else empty.
         recordings: records parts of a round, so that a drafter's can be replayed as well; None in other calls.

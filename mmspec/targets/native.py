@@ -7,7 +7,7 @@ in the model's own forward, as do prompts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from mmspec.cpu.decoder import DecoderEnds, DecoderInputs, NativeDecoder
 from mmspec.cpu.layers import DecoderShape, LayerWeights
 from mmspec.cpu.linear import is_replaced
 from mmspec.cpu.native import FewRowsKernel
+from mmspec.cpu.weights import Weight
 from mmspec.engine.kv_cache import RaggedKVCache
 from mmspec.engine.tree import DraftTree
 from mmspec.engine.tree_cache import CACHE_ARGUMENT
@@ -149,6 +150,14 @@ class NativeRounds:
             caches=caches,
         )
         return self.decoder.forward(inputs, hidden_state_indices)
+
+    def with_matrices(self, convert: Callable[[Weight], Weight]) -> NativeRounds | None:
+        """The same with other matrices (`NativeDecoder.with_matrices`); None if they do not fit."""
+        try:
+            decoder = self.decoder.with_matrices(convert)
+        except ValueError:
+            return None
+        return NativeRounds(decoder, self._position_base, self._max_position, self._modules, self._layers)
 
     def restrict(self, layers: Sequence[int]) -> NativeRounds:
         """The same with these decoder layers of the model only."""

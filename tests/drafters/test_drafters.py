@@ -561,6 +561,7 @@ def test_drafters_by_name() -> None:
         "hybrid": "hybrid",
         "arbitrated": "arbitrated",
         "self": "self",
+        "quantized": "quantized",
         "auto": "hybrid",
     }
     assert all(isinstance(build_drafter(name), Drafter) for name in DRAFTERS)
@@ -575,7 +576,8 @@ def test_drafters_by_name() -> None:
 
 def test_invalid_drafters_are_refused() -> None:
     with pytest.raises(
-        ValueError, match=r"'medusa'.*'none', 'lookup', 'recycling', 'hybrid', 'arbitrated', 'self', 'auto'"
+        ValueError,
+        match=r"'medusa'.*'none', 'lookup', 'recycling', 'hybrid', 'arbitrated', 'self', 'quantized', 'auto'",
     ):
         build_drafter("medusa")
     with pytest.raises(TypeError, match=r"PromptLookup.*'name'"):

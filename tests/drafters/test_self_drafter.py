@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import mmspec
 from mmspec.drafters.model.self_drafter import SelfDrafter, candidate_layer_sets
-from mmspec.targets.layer_subset import layer_access
+from mmspec.targets.layer_access import layer_access
 from mmspec.targets.registry import find_adapter
 
 FAMILIES = ("llava", "qwen2_5_vl", "llava_next", "gemma3", "qwen3_vl")

@@ -55,7 +55,7 @@ FAMILIES = tiny.FAMILIES[:4]
 LATER_FAMILIES = tiny.FAMILIES[4:]
 BUILT_IN_DRAFTERS = ("none", "lookup", "recycling", "fused", "auto")
 LEARNING_DRAFTERS = ("instant", "arbitrated")
-WHOLE_MODEL_DRAFTERS = ("self", "model", "model-vision", "model-retokenizing")
+WHOLE_MODEL_DRAFTERS = ("self", "quantized", "model", "model-vision", "model-retokenizing")
 """Drafters that decode with a whole model. Selected by name, so that seeds stay reproducible."""
 TOLERANCE = 1e-4
 
@@ -711,7 +711,7 @@ def _grid_mask(prompt: Prompt) -> Tensor:
 
 
 def _build_drafter(case: Case, answers: list[Tensor]) -> Any:
-    if case.drafter in (*BUILT_IN_DRAFTERS, *LEARNING_DRAFTERS, "self"):
+    if case.drafter in (*BUILT_IN_DRAFTERS, *LEARNING_DRAFTERS, "self", "quantized"):
         return case.drafter
     if case.drafter == "model":  # fewer ids than the target, as many, or more
         return ModelDrafter(HFDraftModel(build_draft_model(case.spec, case.seed, case.spec.vocab + case.seed % 3 - 1)))
