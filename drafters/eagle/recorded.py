@@ -148,7 +148,7 @@ class DraftTensors:
         layout = {name: (value.shape, value.dtype) for name, value in values.items()}
         weights: list[Tensor] = list(drafter.head.parameters())
         modules = [id(module) for module in (*drafter.head.modules(), *_shared_modules(state.shared_embeddings))]
-        changed = self._watch.changed(weights, recordings.contain_weights, (modules, drafter.visual_mode))
+        changed = self._watch.changed(weights, recordings.contain_weights, (modules, drafter.settings))
         if changed or layout != {name: (value.shape, value.dtype) for name, value in self.named.items()}:
             recordings.clear(self)
             self.failure = False
