@@ -15,7 +15,10 @@ from mmspec.targets.module_scan import calls_library_code
 if TYPE_CHECKING:
     from mmspec.targets.base import ModelAdapter
 
-CONSTANTS = ("variance_epsilon", "scaling", "layer_idx", "max_norm", "attention_scaling")
+CONSTANTS = (
+    *("variance_epsilon", "eps", "scaling", "layer_idx", "layer_type", "max_norm", "attention_scaling", "head_dim"),
+    *("sliding_window", "is_sliding", "attn_logit_softcapping", "num_key_value_groups", "is_causal", "training"),
+)
 """Attributes of norms, attention, embeddings and rotary angles that a forward reads."""
 
 
