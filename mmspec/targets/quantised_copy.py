@@ -134,7 +134,10 @@ class QuantisedCopy:
         def convert(weight: Weight) -> Weight:
             if isinstance(weight, QuantisedWeight):
                 return weight
-            return weights.get((weight.data_ptr(), tuple(weight.shape)), weight)
+            found = weights.get((weight.data_ptr(), tuple(weight.shape)))
+            if found is None:  # a part of a fused layer: the model's own forward has the whole of it
+                raise ValueError("a weight without a copy")
+            return found
 
         return rounds.with_matrices(convert)
 
