@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -43,8 +42,6 @@ PER_CALL_OPTIONS = (
     "reference_ids",
 )
 """Keys of `generate(..., mmspec=dict(...))`."""
-DEPRECATED_OPTIONS = {"nodes": "tree_size", "packed": "cpu_pack_weights"}
-"""Former names of options of `patch` and `generate`, accepted for one release: {old: new}."""
 LEARNS_FROM_NOTHING = ("auto", "arbitrated", "instant")
 """Drafters that `learn="auto"` lets learn where they are not trained heads."""
 MAX_CACHED_DRAFTERS = 4
@@ -137,27 +134,6 @@ def own_compressor(drafter: Drafter) -> Compressor | None:
     """The compressor that a drafter comes with, or None."""
     own = getattr(drafter, "compressor", None)
     return own if isinstance(own, Compressor) else None
-
-
-def rename_deprecated(options: Mapping[str, Any], stacklevel: int) -> dict[str, Any]:
-    """The same options under their current names, with a `DeprecationWarning` for each old one.
-
-    Args:
-        options: keyword arguments or per-call options.
-        stacklevel: of the warning, counted as if this function's caller issued it.
-
-    Raises:
-        TypeError: an option is given under both names.
-    """
-    renamed = dict(options)
-    for old, new in DEPRECATED_OPTIONS.items():
-        if old not in renamed:
-            continue
-        if new in renamed:
-            raise TypeError(f"{old} is the former name of {new}; got both. Pass {new} only.")
-        warnings.warn(f"{old} is now called {new}; pass {new}=.", DeprecationWarning, stacklevel=stacklevel + 1)
-        renamed[new] = renamed.pop(old)
-    return renamed
 
 
 def resolve_tokenizer(processor: Any) -> Any:
@@ -440,7 +416,7 @@ def resolve_call_config(
     known = ", ".join(PER_CALL_OPTIONS)
     if not isinstance(overrides, Mapping):
         raise TypeError(f"generate(mmspec=...) takes a dict with any of {known}; got {overrides!r}.")
-    chosen = rename_deprecated(overrides, stacklevel=4)  # of the caller of `generate`
+    chosen = dict(overrides)
     if unknown := sorted(set(chosen) - set(PER_CALL_OPTIONS)):
         raise ValueError(f"generate(mmspec=...) takes {known}; got {', '.join(unknown)}.")
     enabled = chosen.pop("enabled", True)

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from mmspec.config import DEPRECATED_OPTIONS, PatchArguments, rename_deprecated, resolve_config
+from mmspec.config import PatchArguments, resolve_config
 from mmspec.generate import DISABLED, PatchState, tensor_parallel_module
 from mmspec.interfaces import Compressor, Drafter
 from mmspec.metrics.stats import Stats
@@ -60,7 +60,6 @@ def patch(
     cpu_pack_weights: bool | None = None,
     compile: bool | str = "auto",
     learn: bool | float | str = False,
-    **deprecated: Any,
 ) -> Any:
     """Make `model.generate` speculative. The output stays the same, token for token. `unpatch` reverts it.
 
@@ -94,7 +93,6 @@ def patch(
             weights, nothing else, in the user's cache folder (`mmspec cache`), from which the next process continues.
             Not with `deterministic`, nor adaptation with a compressor. "auto": `auto` without a trained head,
             `arbitrated` and `instant` learn, where they can and not with `deterministic`.
-        deprecated: `nodes` and `packed`, the former names of `tree_size` and `cpu_pack_weights`.
 
     Returns:
         The same model.
@@ -105,17 +103,17 @@ def patch(
         ValueError: unknown drafter or compressor, another vocabulary, a drafter that cannot learn, or already patched
             with other settings.
     """
-    current = _rename_arguments({"tree_size": tree_size, "cpu_pack_weights": cpu_pack_weights}, deprecated)
     arguments = PatchArguments(
         drafter,
         compressor,
         processor,
         reference,
         resolve_reference_ids(reference_ids),
+        tree_size=tree_size,
         deterministic=deterministic,
+        cpu_pack_weights=cpu_pack_weights,
         compile=compile,
         learn=learn,
-        **current,
     )
     adapter = find_adapter(unwrap(model))
     if (sharded := tensor_parallel_module(adapter.model)) is not None:
@@ -183,18 +181,6 @@ def disabled(model: Any = None) -> Iterator[None]:
         yield
     finally:
         DISABLED.reset(token)
-
-
-def _rename_arguments(current: dict[str, Any], deprecated: dict[str, Any]) -> dict[str, Any]:
-    """Keyword arguments of `patch` with the values that were passed under former names.
-
-    Raises:
-        TypeError: a name that is none of them, or one given under both names.
-    """
-    if unknown := sorted(set(deprecated) - set(DEPRECATED_OPTIONS)):
-        raise TypeError(f"patch() got an unexpected keyword argument {unknown[0]!r}")
-    passed = {name: value for name, value in current.items() if value is not None}
-    return current | rename_deprecated(passed | deprecated, stacklevel=3)  # of the caller of `patch`
 
 
 def _is_patched_with(model: Any, arguments: PatchArguments) -> bool:

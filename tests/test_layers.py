@@ -86,7 +86,6 @@ SHARED_NAMES = {
     "EPILOG": "every command line",
     "logger": "logging",
     "T": "type variables",
-    "ALIASES": "both registries",
     "VISUAL_MODES": "a copy for the command line, which does not import torch",
     "parse_compressor": "a type of the command line around the registry's function",
     "build_compressor": "training: the registry's function with the options of a run",

@@ -206,8 +206,8 @@ def collect_metrics(comparison: ComparisonRun) -> dict[str, Any]:
 
 
 def _settings_to_dict(settings: RunSettings) -> dict[str, Any]:
-    """ "nodes" is the key of `tree_size` in files of earlier versions; model paths are shortened to their name."""
-    return asdict(settings) | {"model": Path(settings.model).name, "nodes": settings.tree_size}
+    """Model paths are shortened to their name."""
+    return asdict(settings) | {"model": Path(settings.model).name}
 
 
 def _difference_to_dict(difference: Difference) -> dict[str, Any]:

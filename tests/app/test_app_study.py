@@ -96,10 +96,10 @@ def test_the_study_from_the_command_line(tmp_path: Path, capsys: Any) -> None:
     names = {"json": "s.json", "plot": "s.png", "markdown": "s.md"}
     files = [f"--{kind}={tmp_path / name}" for kind, name in names.items()]
     sampling = ["--temperature", "0.9", "--seed", "3"]
-    options = ["none", "fused", "--model", "tiny", "--count", "2", "--task", "answer", "--against", "none", *sampling]
+    options = ["none", "hybrid", "--model", "tiny", "--count", "2", "--task", "answer", "--against", "none", *sampling]
     assert study.main([*options, "--no-progress", *files]) == 0
     rows = json.loads((tmp_path / "s.json").read_text())
-    assert [row["drafter"] for row in rows] == ["none", "fused"] and rows[0]["tau"] == [1.0, 1.0, 1.0]
+    assert [row["drafter"] for row in rows] == ["none", "hybrid"] and rows[0]["tau"] == [1.0, 1.0, 1.0]
     assert set(CLASSES) <= set(rows[0]) and rows[0]["tokens"] == rows[1]["tokens"], "the same text"
     none, fused = rows
     assert none["tau_over"] == [0, 0, 0] and fused["tau_over"][0] == pytest.approx(fused["tau"][0] - 1)
@@ -128,7 +128,7 @@ def test_a_drafter_learns_from_request_to_request(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["none", "--against", "fused"], "--against is one of the drafters"),
+        (["none", "--against", "hybrid"], "--against is one of the drafters"),
         (["magic@3"], "unknown drafter 'magic'"),
         (["fused@3", "--model", "tiny"], "which 'hybrid' does not"),
     ],

@@ -313,7 +313,7 @@ def test_generate_is_the_same_with_every_setting(
     for options in ({"do_sample": False}, {"do_sample": True}):
         torch.manual_seed(0)
         plain = model.generate(**inputs, max_new_tokens=20, **options)
-        mmspec.patch(model, "fused", tree_size=8, cpu_pack_weights=choice)
+        mmspec.patch(model, "hybrid", tree_size=8, cpu_pack_weights=choice)
         torch.manual_seed(0)
         assert torch.equal(model.generate(**inputs, max_new_tokens=20, **options), plain)
         mmspec.unpatch(model)
@@ -332,7 +332,7 @@ def test_generate_is_the_same_with_every_setting(
 def test_a_packed_copy_of_trained_weights_is_renewed() -> None:
     model, processor = random_model("tiny")
     inputs = Captioner(model, processor).build_inputs([render_scene(generate_scene(1))], ["a"])
-    mmspec.patch(model, "fused", tree_size=8, cpu_pack_weights=True)
+    mmspec.patch(model, "hybrid", tree_size=8, cpu_pack_weights=True)
     model.generate(**inputs, max_new_tokens=6, do_sample=False)
     with torch.no_grad():
         for weight in model.model.language_model.parameters():

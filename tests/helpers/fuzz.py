@@ -53,7 +53,7 @@ from mmspec.targets.draft_model import HFDraftModel
 FAMILIES = tiny.FAMILIES[:4]
 """The families that a seed chooses from. Later ones are selected by name, so that seeds stay reproducible."""
 LATER_FAMILIES = tiny.FAMILIES[4:]
-BUILT_IN_DRAFTERS = ("none", "lookup", "recycling", "fused", "auto")
+BUILT_IN_DRAFTERS = ("none", "lookup", "recycling", "hybrid", "auto")
 LEARNING_DRAFTERS = ("instant", "arbitrated")
 WHOLE_MODEL_DRAFTERS = ("self", "model", "model-vision", "model-retokenizing")
 """Drafters that decode with a whole model. Selected by name, so that seeds stay reproducible."""
