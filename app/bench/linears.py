@@ -2,10 +2,10 @@
 
     python -m mmspec.app.bench.linears --json linears.json
 
-Products: every kernel reads the same weights in turn, more than the caches hold, so that its speed in GB/s compares
-with that of reading memory, measured in the same repeat. Loops: as in `mmspec bench` on the scenes model, each drafter
-with the compiled kernel and without. Other jobs on the machine disturb wall-clock times: the default is one thread and
-its own CPU time, for everything (`--threads 2 --clock wall` for the other).
+Products: every kernel, and the compiled one in each type of weight, reads weights in turn, more than the caches hold,
+so that its speed in GB/s compares with that of reading memory, measured in the same repeat. Loops: as in `mmspec bench`
+on the scenes model, each drafter with the compiled kernel and without. Other jobs on the machine disturb wall-clock
+times: the default is one thread and its own CPU time, for everything (`--threads 2 --clock wall` for the other).
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ from mmspec.app.scenes import load_scenes_model
 from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED
 from mmspec.cpu.linear import transposed_linear
 from mmspec.cpu.native import FewRowsKernel, load_kernel
+from mmspec.cpu.quantise import quantise
+from mmspec.cpu.weights import Weight
 from mmspec.patching import KEY
 
 SCENES_SHAPES = ((384, 384), (1024, 384), (384, 1024), (1536, 384))
@@ -48,43 +50,71 @@ Record = dict[str, Any]
 
 
 def time_products(shape: tuple[int, int], num_rows: int, repeats: int, kernel: FewRowsKernel | None) -> Record:
-    """GB/s of every kernel for one weight shape [out, in] and number of rows, and of reading memory."""
+    """GB/s of every kernel for one weight shape [out, in] and number of rows, and of reading memory.
+
+    The names of the compiled kernel's other entries are the weights' types; those of two bytes have rows of their type.
+    """
     count = max(2, WEIGHT_BYTES // (4 * shape[0] * shape[1]))
-    layers = [_layer(*shape) for _ in range(count)]
+    weights = [torch.randn(shape) / shape[1] ** 0.5 for _ in range(count)]
     rows = torch.randn(num_rows, shape[1])
-    kernels: dict[str, Callable[[nn.Linear], Tensor | None]] = {
-        "torch": lambda layer: functional.linear(rows, layer.weight),
-        "transposed": lambda layer: transposed_linear(layer, rows),
+    works: dict[str, tuple[Callable[[Any], object], Sequence[Any]]] = {
+        "torch": (lambda weight: functional.linear(rows, weight), weights),
+        "transposed": (lambda layer: transposed_linear(layer, rows), list(map(_layer, weights))),
     }
     if kernel is not None:
-        kernels["native"] = lambda layer: kernel.linear(layer.weight, None, rows)
+        works["native"] = (lambda weight: kernel.linear(weight, None, rows), weights)
+        for name, others in _other_types(kernel, weights).items():
+            narrow = rows.to(others[0].dtype) if isinstance(others[0], Tensor) else rows
+            works[name] = (partial(_multiply, kernel, narrow), others)
     memory = torch.ones(WEIGHT_BYTES // 4)
-    seconds: dict[str, list[float]] = {name: [] for name in ("read", *kernels)}
+    seconds: dict[str, list[float]] = {name: [] for name in ("read", *works)}
     for number in range(repeats + 1):
         timed = {"read": _seconds(memory.sum)}
-        for name, compute in kernels.items():
-            timed[name] = _seconds(partial(_run_layers, compute, layers))
+        for name, (compute, some) in works.items():
+            timed[name] = _seconds(partial(_run_all, compute, some))
         if number:  # the first warms up
             for name, value in timed.items():
                 seconds[name].append(value)
-    size = dict.fromkeys(kernels, 4e-9 * shape[0] * shape[1] * count) | {"read": memory.nbytes / 1e9}
+    size = {name: sum(map(_nbytes, some)) / 1e9 for name, (_, some) in works.items()} | {"read": memory.nbytes / 1e9}
     speeds = {name: [size[name] / value for value in values] for name, values in seconds.items()}
-    of_read = {name: [a / b for a, b in zip(speeds[name], speeds["read"], strict=True)] for name in kernels}
+    of_read = {name: [a / b for a, b in zip(speeds[name], speeds["read"], strict=True)] for name in works}
     return {
         "shape": list(shape),
         "rows": num_rows,
         "gb_per_s": {name: _spread(values) for name, values in speeds.items()},
         "of_read": {name: _spread(values) for name, values in of_read.items()},
+        "ms": {name: _spread([1e3 * value / len(works[name][1]) for value in seconds[name]]) for name in works},
     }
 
 
-def _layer(out_features: int, in_features: int) -> nn.Linear:
-    return nn.Linear(in_features, out_features, bias=False)
+def _other_types(kernel: FewRowsKernel, weights: Sequence[Tensor]) -> dict[str, list[Weight]]:
+    """{type: the weights in it}, as many bytes of each as of float32 but for quantised ones."""
+    types: dict[str, list[Weight]] = {
+        str(dtype).removeprefix("torch."): [weight.to(dtype) for weight in (*weights, *weights)]
+        for dtype in (torch.bfloat16, torch.float16)
+    }
+    return types | {
+        f"int{bits}": [quantise(kernel, weight, bits) for weight in (*weights, *weights)] for bits in (8, 4)
+    }
 
 
-def _run_layers(compute: Callable[[nn.Linear], Tensor | None], layers: Sequence[nn.Linear]) -> None:
-    for layer in layers:
-        compute(layer)
+def _multiply(kernel: FewRowsKernel, rows: Tensor, weight: Weight) -> None:
+    kernel.linear(weight, None, rows)
+
+
+def _layer(weight: Tensor) -> nn.Linear:
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    layer.weight = nn.Parameter(weight)
+    return layer
+
+
+def _nbytes(weight: Weight | nn.Linear) -> int:
+    return weight.weight.nbytes if isinstance(weight, nn.Linear) else weight.nbytes
+
+
+def _run_all(compute: Callable[[Any], object], weights: Sequence[Any]) -> None:
+    for weight in weights:
+        compute(weight)
 
 
 def _seconds(work: Callable[[], object]) -> float:
@@ -161,6 +191,9 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=12, help="requests of the loops (default 12); 0 for none")
     parser.add_argument("--threads", type=int, default=1, help="of torch (default 1)")
     parser.add_argument("--clock", choices=("cpu", "wall"), default="cpu", help="cpu: time of one thread (default)")
+    parser.add_argument(
+        "--shapes", nargs="*", default=None, metavar="OUTxIN", help="of weights (default: small models)"
+    )
     args = parser.parse_args()
     if args.clock == "cpu":
         if args.threads != 1:
@@ -169,7 +202,8 @@ def main() -> int:
     torch.set_num_threads(args.threads)
     kernel = load_kernel()
     with torch.inference_mode():
-        shapes = (*SCENES_SHAPES, *SMOLLM2_SHAPES)
+        given = [(int(out), int(size)) for out, _, size in (text.partition("x") for text in args.shapes or ())]
+        shapes = given or (*SCENES_SHAPES, *SMOLLM2_SHAPES)
         products = [time_products(shape, rows, args.repeats, kernel) for shape in shapes for rows in NUM_ROWS]
     print(format_products(products))
     loops = time_loops(args.count) if args.count else []

@@ -18,6 +18,7 @@ from mmspec.app.errors import UsageError, one_line
 from mmspec.app.io.text import find_fault
 
 if TYPE_CHECKING:
+    from mmspec.app.caption.report import JobReport
     from mmspec.app.io.item import Item
     from mmspec.app.io.output import Output
     from mmspec.app.io.shards import ShardFormat
@@ -64,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         from mmspec.app.caption.ray_job import RayCaptionJob
 
         check_ray(config, process)
-        return RayCaptionJob(config, build_output(config, process)).run()
+        return RayCaptionJob(config, build_output(config, process), build_job_report(args)).run()
     hide_progress_bars(config.progress)
 
     loaded: list[Captioner] = []
@@ -83,10 +84,25 @@ def run(args: argparse.Namespace) -> int:
         return captioner
 
     try:
-        return CaptionJob(config, build_output(config, process), load, process).run()
+        report = build_job_report(args) if process.rank == 0 else None
+        return CaptionJob(config, build_output(config, process), load, process, report=report).run()
     finally:
         for captioner in loaded:
             captioner.close()
+
+
+def build_job_report(args: argparse.Namespace) -> JobReport | None:
+    """The report that `--report` asks for.
+
+    Raises:
+        UsageError: a folder that cannot be created.
+        OutputError: or written.
+    """
+    if args.report is None:
+        return None
+    from mmspec.app.caption.report import JobReport
+
+    return JobReport(Path(args.report), args.command)
 
 
 def check_options(config: CaptionConfig) -> None:

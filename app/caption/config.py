@@ -54,6 +54,7 @@ class CaptionConfig:
         progress: True or False, or None for a bar if standard error is a terminal.
         batch_size: rows per batch; `AUTO_BATCH_SIZE` to find it while the job runs.
         prefix, suffix: texts before and after each caption.
+        report: folder of a report in HTML, or None.
         fields: columns of the rows besides those that a resumed job needs; None: all.
         format: of the output, one of `FORMATS`.
         rows_per_shard: of a Parquet file or an archive.
@@ -103,6 +104,7 @@ class CaptionConfig:
     format: str = "jsonl"
     rows_per_shard: int = 1000
     fields: tuple[str, ...] | None = None
+    report: str | None = None
     prefix: str = ""
     suffix: str = ""
     ray: str | None = None

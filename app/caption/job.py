@@ -17,6 +17,7 @@ from types import FrameType
 from mmspec.app.caption.config import CaptionConfig, ProcessInfo, prompt_sha1
 from mmspec.app.caption.plan import RowPlan, skip_finished
 from mmspec.app.caption.progress import CaptionProgress, comparison_lines, file_line, print_stderr
+from mmspec.app.caption.report import JobReport
 from mmspec.app.caption.rows import CaptionModel, RowCaptioner
 from mmspec.app.errors import UsageError
 from mmspec.app.io.columns import select
@@ -67,6 +68,7 @@ class CaptionJob:
         load: Callable[[], CaptionModel],
         process: ProcessInfo | None = None,
         on_decoded: Callable[[Item, Media], None] | None = None,
+        report: JobReport | None = None,
     ) -> None:
         """Set up; nothing is read or written before `run`.
 
@@ -74,9 +76,11 @@ class CaptionJob:
             load: loads the model; called after all other checks, and only if rows are pending.
             process: rank and world size; a single process by default.
             on_decoded: called with each decoded file before its batch is captioned, once.
+            report: told of pictures and rows, and written at the end.
         """
         self.config, self.output, self.load, self.process = config, output, load, process or ProcessInfo()
-        self._on_decoded = on_decoded or (lambda item, media: None)
+        self._on_decoded = on_decoded or (report.add_picture if report else lambda item, media: None)
+        self._job_report = report
         self.model: CaptionModel | None = None
         self._finished: Mapping[str, Finished] = {}
         self._retried: set[str] = set()  # rows with an error that were repeated in this run
@@ -177,6 +181,8 @@ class CaptionJob:
         self.output.write([select(row, columns) for row, _ in new], [item for _, item in new])
         if self.config.retry_errors:
             self._retried.update(row["id"] for row, _ in new)
+        if self._job_report is not None:
+            self._job_report.add_rows([row for row, _ in new])
         progress.add(row for row, _ in new)
 
     def _is_pending(self, item: Item) -> bool:
@@ -192,6 +198,9 @@ class CaptionJob:
             lines.append(file_line(summary, self.config.out))
         if stop.signal:
             lines.append("interrupted: run the same command again to continue")
+        if self._job_report is not None:
+            self._job_report.write(lines, model.acceptance if model else None)
+            lines.append(f"report in {self._job_report.file}")
         who = f"mmspec rank {self.process.rank}: " if self.process.world_size > 1 else "mmspec: "
         for line in lines:
             print_stderr(who + line)

@@ -195,6 +195,12 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
     compare_help = "also run plain generate, for all or the first N, and report whether the tokens are identical"
     add("--compare", type=parse_compare, nargs="?", const=-1, default=0, metavar="N", help=compare_help)
     add("--threads", type=positive_int, default=4, metavar="N", help="decoding threads (default 4)")
+    add(
+        "--report",
+        default=None,
+        metavar="FOLDER",
+        help="write report.html: captions, errors, speed, drafts of this run",
+    )
     add_progress(group)
 
 

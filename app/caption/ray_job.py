@@ -24,6 +24,7 @@ from mmspec.app.caption.ray_stages import (
     frame,
     plan_job,
 )
+from mmspec.app.caption.report import JobReport
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.io.inputs import Inputs
 from mmspec.app.io.item import Item
@@ -39,9 +40,9 @@ PREFLIGHT_TIMEOUT_S = 120.0
 class RayCaptionJob(CaptionJob):
     """A caption job whose batches are decoded and captioned by a Ray cluster."""
 
-    def __init__(self, config: CaptionConfig, output: Output) -> None:
-        """Set up; Ray starts in `run`."""
-        super().__init__(config, output, _no_model, ProcessInfo())
+    def __init__(self, config: CaptionConfig, output: Output, report: JobReport | None = None) -> None:
+        """Set up; Ray starts in `run`. A report has no pictures: they stay on the nodes."""
+        super().__init__(config, output, _no_model, ProcessInfo(), report=report)
         self._end: EndOfPlan | None = None
         self._started_ray = False
 

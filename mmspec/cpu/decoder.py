@@ -16,7 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mmspec.cpu.copies import CheckedWeights, WeightCopies
 from mmspec.cpu.layers import (
+    LAYER_MATRICES,
     DecoderShape,
     DecoderStruct,
     LayerStruct,
@@ -27,7 +29,7 @@ from mmspec.cpu.layers import (
     set_layer,
 )
 from mmspec.cpu.native import FewRowsKernel, is_plain
-from mmspec.cpu.weights import Weight
+from mmspec.cpu.weights import Weight, weight_struct
 
 MAX_DECODER_ROWS = 128
 """Rows times nodes of a forward. Beyond, arithmetic is the limit, and the products of torch are as fast."""
@@ -94,6 +96,7 @@ class NativeDecoder:
         layers: Sequence[LayerWeights],
         ends: DecoderEnds,
         rotary: RotaryFn,
+        copies: WeightCopies | None = None,
     ) -> None:
         """
         Args:
@@ -102,6 +105,7 @@ class NativeDecoder:
             layers: weights of the layers.
             ends: embeddings, final norm and LM head.
             rotary: rotary angles of positions. Each must depend on its position alone.
+            copies: bfloat16 copies of float32 weights, for calls in which nothing changes the weights; None for none.
 
         Raises:
             ValueError: a weight is not contiguous float32 on the CPU, or of another shape.
@@ -111,6 +115,7 @@ class NativeDecoder:
         self._rotary = rotary
         self._cos = self._sin = self._scratch = new_floats(0)
         self._layers = (LayerStruct * len(layers))()
+        self._layer_weights, self._lm_head, self._copies = list(layers), ends.lm_head, copies
         self._weights = WeightAddresses()
         for index, weights in enumerate(layers):
             set_layer(self._layers[index], weights, shape, self._weights, f"of layer {index}")
@@ -133,6 +138,7 @@ class NativeDecoder:
             eps=shape.eps,
             scaling=shape.scaling,
         )
+        self._checked = self._check_copies()
 
     def forward(
         self, inputs: DecoderInputs, hidden_state_indices: Sequence[int] = ()
@@ -177,8 +183,12 @@ class NativeDecoder:
         if self._scratch.numel() < num_floats:
             self._scratch = new_floats(num_floats + num_floats // 4)
         decoder.scratch = self._scratch.data_ptr()
+        if self._checked is not None:
+            self._checked.before_forward()
         if not self._kernel.decode(ctypes.addressof(decoder), num_threads):
             return None
+        if self._checked is not None:
+            self._checked.after_forward()
         return logits, hidden_states
 
     def restrict(self, layers: Sequence[int]) -> NativeDecoder:
@@ -189,7 +199,20 @@ class NativeDecoder:
         twin._decoder.num_layers = len(layers)
         twin._decoder.layers = ctypes.addressof(twin._layers)
         twin._scratch = new_floats(0)
+        twin._layer_weights = [self._layer_weights[index] for index in layers]
+        twin._checked = twin._check_copies()
         return twin
+
+    def _check_copies(self) -> CheckedWeights | None:
+        """Let the next forward check the copies of the weights; until then the weights themselves are read."""
+        weights = [(self._decoder, "lm_head", self._lm_head)]
+        for struct, layer in zip(self._layers, self._layer_weights, strict=True):
+            weights += [(struct, name, getattr(layer, name)) for name in LAYER_MATRICES]
+        found = [(getattr(struct, name), weight) for struct, name, weight in weights if weight is not None]
+        for view, weight in found:  # views of the structs that the kernel reads
+            plain = weight_struct(weight)
+            ctypes.memmove(ctypes.addressof(view), ctypes.addressof(plain), ctypes.sizeof(plain))
+        return None if self._copies is None else self._copies.checked(self._kernel, found)
 
     def _set_caches(self, caches: Sequence[Tensor], batch: int, kv_len: int) -> bool:
         """Set the addresses of keys and values; False if a cache is not as `DecoderInputs` describes."""

@@ -68,6 +68,8 @@ typedef struct {
   const uint16_t *scales;
   const float *bias;
   const char *next; /* the chunk that follows, of the same type, to prefetch it; NULL for none */
+  const int64_t *hash; /* what the hash of `w` should be; NULL if it is not compared */
+  int64_t *is_stale;
   float *out;
   int64_t rows, next_rows, type;
 } chunk;
@@ -97,6 +99,8 @@ static chunk chunk_at(const rows *x, const part *p, int64_t number) {
       .w = (const char *)w->data + bytes_of_rows(w->type, n, x->K),
       .scales = w->scales ? w->scales + n * num_groups(x->K) : NULL,
       .bias = p->bias ? p->bias + n : NULL,
+      .hash = w->hashes ? w->hashes + number : NULL,
+      .is_stale = w->is_stale,
       .out = out_at(x, p->out, n),
       .rows = min64(CHUNK_ROWS, p->N - n),
       .type = w->type,
@@ -148,6 +152,7 @@ AVX2_INLINE void finish(const product *p, const chunk *c, int64_t r, int64_t m, 
     memcpy(to, &stored, bytes);
 }
 
+#include "copies.h"
 #include "quantised.h"
 #include "quantise.h"
 #include "decoder_types.h"

@@ -78,14 +78,14 @@ __attribute__((target(ISA))) static void NAME(pack)(const float *x, int64_t R, i
 /* The products of LANES columns from k on, added to `sum`. */
 INLINE void NAME(add_products)(const char *const *w, int64_t k, const float *x, VEC sum[TILE][WEIGHT_ROWS], const int X,
                                const int type) {
-  VEC v[WEIGHT_ROWS];
-#pragma GCC unroll 4
-  for (int i = 0; i < WEIGHT_ROWS; i++) v[i] = NAME(load_weights)(w[i], k, type);
+  VEC y[TILE]; /* together with one vector of weights and the sums as many as there are registers */
 #pragma GCC unroll 8
-  for (int r = 0; r < X; r++) {
-    const VEC y = LOAD(x + r * LANES);
+  for (int r = 0; r < X; r++) y[r] = LOAD(x + r * LANES);
 #pragma GCC unroll 4
-    for (int i = 0; i < WEIGHT_ROWS; i++) sum[r][i] = FMA(v[i], y, sum[r][i]);
+  for (int i = 0; i < WEIGHT_ROWS; i++) {
+    const VEC v = NAME(load_weights)(w[i], k, type);
+#pragma GCC unroll 8
+    for (int r = 0; r < X; r++) sum[r][i] = FMA(v, y[r], sum[r][i]);
   }
 }
 
@@ -184,6 +184,7 @@ __attribute__((target(ISA))) static void NAME(multiply)(const product *p, const 
     (LANES == 16 && has_vnni() ? vnni_multiply_quantised : avx2_multiply_quantised)(p, c);
     return;
   }
+  check_chunk(c, p->K);
   const int64_t K = p->K, panels = K / p->panel, bytes = float_bytes(c->type);
   const int64_t distance = 1 + AHEAD_BYTES / (WEIGHT_ROWS * p->panel * bytes);
   const int64_t blocks = (c->rows + WEIGHT_ROWS - 1) / WEIGHT_ROWS, steps = panels * blocks;

@@ -65,9 +65,11 @@ class LayerWeights:
     down_bias: Tensor | None
 
 
+LAYER_MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
+"""Attributes of `LayerWeights` that are matrices."""
 MATRICES = frozenset(
     (
-        *("q", "k", "v", "o", "gate", "up", "down", "embeddings", "lm_head"),
+        *(*LAYER_MATRICES, "embeddings", "lm_head"),
         *("fuse", "block_up", "block_down", "feature_proj", "token_proj", "vocab_proj"),
     )
 )
@@ -229,6 +231,7 @@ def _shape_of(name: str, shape: DecoderShape) -> tuple[int, ...]:
 
 
 __all__ = [
+    "LAYER_MATRICES",
     "DecoderShape",
     "DecoderStruct",
     "LayerStruct",

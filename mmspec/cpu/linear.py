@@ -10,6 +10,8 @@ kernels compute the same product:
 - *oneDNN*: for more than 32 rows, on the weight where it lies.
 - *packed*: oneDNN's blocked weight layout, prepared once. Needs a copy of the weight, so it is opt-in.
 
+These are for float32. In bfloat16 and float16 the choice is another one: `mmspec/cpu/narrow_linear.py`.
+
 Replaces the forward of layers of exact type `nn.Linear` within `use_fast_linears` only. A context variable limits the
 effect to the current thread: training, other threads and `mmspec.disabled()` run plain layers. Independent of models.
 """
@@ -32,7 +34,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mmspec.cpu.kernel_timing import NATIVE, ONEDNN, PACKED, PLAIN, TRANSPOSED, KernelTiming
+from mmspec.cpu.narrow_linear import NarrowLinears
 from mmspec.cpu.native import MAX_NATIVE_ROWS, FewRowsKernel, load_kernel
+from mmspec.cpu.weights import FLOAT_TYPES
 
 logger = logging.getLogger("mmspec")
 
@@ -77,7 +81,8 @@ class LinearAutotuner:
 
     Attributes:
         packed_weights: {layer: packed copy}.
-        timings: {shape: measurements}.
+        timings: {shape: measurements} of float32.
+        narrow: chooses the kernel of layers in half precision.
         allow_native: the compiled kernel may be used (False to compare with).
         native: the compiled kernel; None where it is not available, and before the first call.
         cannot_pack: packing failed in this process (missing operator, or out of memory).
@@ -87,6 +92,7 @@ class LinearAutotuner:
     def __init__(self) -> None:
         self.packed_weights: weakref.WeakKeyDictionary[nn.Module, PackedWeight] = weakref.WeakKeyDictionary()
         self.timings: dict[Shape, KernelTiming] = {}
+        self.narrow = NarrowLinears()
         self.cannot_pack = False
         self.has_onednn = torch.backends.mkldnn.is_available()
         self.allow_native = True
@@ -114,8 +120,11 @@ class LinearAutotuner:
             [..., out_features].
         """
         num_rows = rows.numel() // rows.shape[-1]
-        if not num_rows or torch.is_grad_enabled() or rows.dtype != torch.float32 or _is_autocast():
+        is_served = rows.dtype in FLOAT_TYPES and rows.dtype is layer.weight.dtype
+        if not num_rows or torch.is_grad_enabled() or not is_served or _is_autocast():
             return functional.linear(rows, layer.weight, layer.bias)
+        if rows.dtype is not torch.float32:
+            return self.narrow.linear(self.native, layer, rows, deterministic)
         if deterministic:
             return self._run_kernel(self._fixed_kernel(num_rows), layer, rows)
         kernels = self._candidates(num_rows, allow_packing)
@@ -268,7 +277,7 @@ def active_kernel() -> FewRowsKernel | None:
 
 
 def find_linear_layers(roots: Iterable[nn.Module]) -> list[nn.Linear]:
-    """The layers whose forward may be replaced: exact type, float32, on the CPU, no forward of their own."""
+    """The layers whose forward may be replaced: exact type, float32 or half precision, on the CPU, no own forward."""
     found: dict[int, nn.Linear] = {}
     for root in roots:
         for module in root.modules():
@@ -287,7 +296,7 @@ def _is_eligible(layer: nn.Linear) -> bool:
     if "forward" in layer.__dict__ and not is_replaced(layer):
         return False
     is_plain = type(weight) is nn.Parameter and weight.is_contiguous() and not weight.is_inference()
-    return is_plain and weight.dtype == torch.float32 and weight.device.type == "cpu"
+    return is_plain and weight.dtype in FLOAT_TYPES and weight.device.type == "cpu"
 
 
 @contextlib.contextmanager

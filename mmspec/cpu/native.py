@@ -30,6 +30,8 @@ from mmspec.files import CACHE_VARIABLE, atomic_write, cache_folder, make_privat
 
 logger = logging.getLogger("mmspec")
 
+CHUNK_ROWS = 16
+"""`CHUNK_ROWS` of few_rows.c."""
 MAX_NATIVE_ROWS = 32
 """`MAX_ROWS` of few_rows.c."""
 SOURCES = {path.name: path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.[ch]"))}
@@ -39,7 +41,7 @@ MAIN_SOURCE = "few_rows.c"
 COMPILERS = ("cc", "gcc", "clang")
 FLAGS = ("-O2", "-std=gnu11", "-fno-math-errno", "-fPIC", "-shared", "-fvisibility=hidden")
 LINKED = ("-lm",)
-BUILD_TIMEOUT_S = 120.0
+BUILD_TIMEOUT_S = 240.0
 DIGEST_BYTES = hashlib.sha256().digest_size
 _BUILD_LOCK = threading.Lock()
 
@@ -87,6 +89,9 @@ class FewRowsKernel:
         self._quantise = library.few_rows_quantise
         self._quantise.argtypes = [pointer, ctypes.c_int, pointer, pointer, size, pointer]
         self._quantise.restype = None
+        self._copy = library.few_rows_copy
+        self._copy.argtypes = [pointer, pointer, pointer, size, pointer]
+        self._copy.restype = ctypes.c_int
         self._decode, self._decode_scratch = library.few_rows_decode, library.few_rows_decode_scratch
         self._head_forward, self._draft_tree = library.few_rows_head_forward, library.few_rows_draft_tree
         self._draft_scratch = library.few_rows_draft_scratch
@@ -142,6 +147,16 @@ class FewRowsKernel:
         cost_pointer = None if costs is None else costs.data_ptr()
         number, num_threads = FLOAT_TYPES[weight.dtype], torch.get_num_threads()
         self._quantise(weight.data_ptr(), number, cost_pointer, ctypes.addressof(struct), num_threads, self._parallel)
+
+    def copy(self, weight: Tensor) -> tuple[Tensor | None, Tensor]:
+        """The bfloat16 copy of a float32 weight, or None if a number is no bfloat16, and the hashes of its chunks."""
+        data = torch.empty(weight.shape, dtype=torch.bfloat16, device="cpu")
+        hashes = torch.empty(-(-weight.shape[0] // CHUNK_ROWS), dtype=torch.long, device="cpu")
+        struct = weight_struct(weight)
+        is_copy = self._copy(
+            ctypes.addressof(struct), data.data_ptr(), hashes.data_ptr(), torch.get_num_threads(), self._parallel
+        )
+        return data if is_copy else None, hashes
 
     def decode_scratch(self, decoder: int, num_threads: int) -> int:
         """Floats of scratch memory that `decode` needs; `decoder` is the address of a struct of decoder_types.h."""

@@ -12,6 +12,8 @@ enum { FLOAT32, BFLOAT16, FLOAT16, INT8, INT4 }; /* `WEIGHT_TYPES` of weights.py
 typedef struct {
   const void *data;
   const uint16_t *scales; /* [tile][group][row] bfloat16 of INT8 and INT4; else NULL */
+  const int64_t *hashes;  /* of FLOAT32: of each chunk (copies.h), to be compared when it is read; NULL for none */
+  int64_t *is_stale;      /* set to 1 if one of them differs */
   int64_t rows, cols, type;
 } weights;
 

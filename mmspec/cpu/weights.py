@@ -55,8 +55,7 @@ class WeightStruct(ctypes.Structure):
     """`weights` of weights.h."""
 
     _fields_ = [
-        ("data", ctypes.c_void_p),
-        ("scales", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in ("data", "scales", "hashes", "is_stale")),
         *((name, ctypes.c_int64) for name in ("rows", "cols", "type")),
     ]
 
@@ -66,8 +65,8 @@ def weight_struct(weight: Weight) -> WeightStruct:
     rows, cols = weight.shape
     if isinstance(weight, QuantisedWeight):
         number = QUANTISED_TYPES[weight.bits]
-        return WeightStruct(weight.data.data_ptr(), weight.scales.data_ptr(), rows, cols, number)
-    return WeightStruct(weight.data_ptr(), None, rows, cols, FLOAT_TYPES[weight.dtype])
+        return WeightStruct(weight.data.data_ptr(), weight.scales.data_ptr(), None, None, rows, cols, number)
+    return WeightStruct(weight.data_ptr(), None, None, None, rows, cols, FLOAT_TYPES[weight.dtype])
 
 
 def is_block(tensor: Tensor) -> bool:

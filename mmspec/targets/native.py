@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mmspec.cpu.copies import WeightCopies
 from mmspec.cpu.decoder import DecoderEnds, DecoderInputs, NativeDecoder
 from mmspec.cpu.layers import DecoderShape, LayerWeights
 from mmspec.cpu.linear import is_replaced
@@ -57,6 +58,8 @@ MODEL_CLASSES = frozenset(
 )
 """Models whose forward over text is embedding, text model and LM head, and nothing else."""
 SILU_CLASSES = ("torch.nn.modules.activation.SiLU", "transformers.activations.SiLUActivation")
+WEIGHT_COPIES = WeightCopies()
+"""Bfloat16 copies of the weights of models that were loaded in float32; each lives as long as its weight."""
 IGNORED_INPUTS = frozenset((CACHE_ARGUMENT, "use_cache", "logits_to_keep", "return_dict", "image_sizes"))
 """Inputs of a round that do not change what such a forward computes."""
 
@@ -173,7 +176,7 @@ def native_rounds(
     """
     if any(value is not None and name not in IGNORED_INPUTS for name, value in template.items()):
         return None
-    decoder = find_decoder(kernel, adapter, modules)
+    decoder = find_decoder(kernel, adapter, modules, None if runs_user_code else WEIGHT_COPIES)
     base = positions.base()
     if decoder is None or base is None:
         return None
@@ -181,8 +184,10 @@ def native_rounds(
     return NativeRounds(decoder, base, positions.prompt_length - 1 + positions.max_new_tokens, changeable)
 
 
-def find_decoder(kernel: FewRowsKernel, adapter: ModelAdapter, modules: ModuleScan) -> NativeDecoder | None:
-    """The compiled decoder on the weights of a model; None if the model is not recognised."""
+def find_decoder(
+    kernel: FewRowsKernel, adapter: ModelAdapter, modules: ModuleScan, copies: WeightCopies | None = None
+) -> NativeDecoder | None:
+    """The compiled decoder on the weights of a model, or on their `copies`; None if the model is not recognised."""
     model, text_model = adapter.model, adapter.text_model
     prefix = LAYER_CLASSES.get(_class_name(text_model))
     if prefix is None or _class_name(model) not in MODEL_CLASSES or adapter.layer_types != {"full_attention"}:
@@ -205,7 +210,7 @@ def find_decoder(kernel: FewRowsKernel, adapter: ModelAdapter, modules: ModuleSc
         return None
     ends = DecoderEnds(embeddings.weight, text_model.norm.weight, lm_head.weight, lm_head.bias)
     try:
-        return NativeDecoder(kernel, shape, list(map(_weights, layers)), ends, _Rotary(text_model.rotary_emb))
+        return NativeDecoder(kernel, shape, list(map(_weights, layers)), ends, _Rotary(text_model.rotary_emb), copies)
     except ValueError:  # weights of other dtypes, devices or shapes
         return None
 

@@ -230,14 +230,16 @@ def test_eligible_layers() -> None:
     class Own(nn.Linear):
         pass
 
-    hooked, half = layer(), layer().bfloat16()
+    hooked, double = layer(), layer().double()
     hooked.__dict__["forward"] = lambda rows: rows
-    model = nn.Sequential(layer(), Own(16, 4), half, hooked, nn.Sequential(layer(seed=2)))
+    model = nn.Sequential(layer(), Own(16, 4), double, hooked, nn.Sequential(layer(seed=2)))
     assert find_linear_layers([model]) == [model[0], model[4][0]]
     assert find_linear_layers([model, model]) == find_linear_layers([model])
     shared = nn.ModuleList([model[0]])
     shared.append(model[0])
     assert find_linear_layers([shared]) == [model[0]]
+    narrow = [layer().bfloat16(), layer().half()]
+    assert find_linear_layers([nn.Sequential(*narrow)]) == narrow
 
 
 @pytest.mark.parametrize("fast", KernelTiming().kernels)

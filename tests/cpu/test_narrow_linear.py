@@ -1,0 +1,159 @@
+"""Linear layers in half precision: one kernel for all numbers of few rows, and what it is used for."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import mmspec
+from mmspec.app.modeling.captioner import Captioner
+from mmspec.app.modeling.random_models import random_model
+from mmspec.app.scenes.render import render_scene
+from mmspec.app.scenes.world import generate_scene
+from mmspec.cpu import narrow_linear
+from mmspec.cpu.linear import LinearAutotuner, use_fast_linears
+from mmspec.cpu.native import MAX_NATIVE_ROWS, FewRowsKernel, load_kernel
+
+pytestmark = pytest.mark.skipif(load_kernel() is None, reason="no compiler or another processor")
+
+
+def make_layer(dtype: torch.dtype) -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(100, 37).to(dtype)
+
+
+def make_rows(count: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(1, count, 100, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+@pytest.fixture
+def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.dtype, int]]:
+    """Type and number of rows of each product of the compiled kernel."""
+    found: list[tuple[torch.dtype, int]] = []
+    original = FewRowsKernel.linear
+
+    def spy(self: FewRowsKernel, weight: Any, bias: Tensor | None, rows: Tensor) -> Tensor | None:
+        found.append((rows.dtype, rows.numel() // rows.shape[-1]))
+        return original(self, weight, bias, rows)
+
+    monkeypatch.setattr(FewRowsKernel, "linear", spy)
+    return found
+
+
+def choose(monkeypatch: pytest.MonkeyPatch, native: bool) -> list[str]:
+    """Let every shape have this answer; the list gets an entry for each that is timed."""
+    timed: list[str] = []
+    monkeypatch.setattr(narrow_linear, "native_is_faster", lambda *_: timed.append("shape") or native)
+    return timed
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_row_does_not_depend_on_the_number_of_rows(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    timed, layer, rows = choose(monkeypatch, True), make_layer(dtype), make_rows(MAX_NATIVE_ROWS, dtype)
+    with torch.inference_mode(), use_fast_linears(LinearAutotuner(), [layer]):
+        alone = torch.cat([layer(rows[:, i : i + 1]) for i in range(MAX_NATIVE_ROWS)], 1)
+        for count in range(1, MAX_NATIVE_ROWS + 1):
+            assert torch.equal(layer(rows[:, :count]), alone[:, :count]), count
+        apart = torch.stack([rows, rows], 2)[:, :, 0]  # not contiguous
+        assert torch.equal(layer(apart), alone) and alone.dtype is dtype
+    wide = functional.linear(rows.double(), layer.weight.double(), layer.bias.double())
+    assert (alone == wide.to(dtype)).float().mean() > 0.99, "sums in float32, rounded once"
+    assert len(timed) == 1
+
+
+def test_torch_computes_what_the_kernel_does_not(
+    monkeypatch: pytest.MonkeyPatch, products: list[tuple[torch.dtype, int]]
+) -> None:
+    choose(monkeypatch, True)
+    layer, autotuner = make_layer(torch.bfloat16), LinearAutotuner()
+    rows, many = make_rows(4, torch.bfloat16), make_rows(MAX_NATIVE_ROWS + 1, torch.bfloat16)
+    with use_fast_linears(autotuner, [layer]):
+        with torch.no_grad():
+            assert torch.equal(layer(many), functional.linear(many, layer.weight, layer.bias)) and not products
+            with torch.autocast("cpu", torch.float16):
+                assert layer(rows).dtype == torch.float16
+            with pytest.raises(RuntimeError):
+                layer(rows.float())  # as without the context
+        layer(rows).sum().backward()
+        assert layer.weight.grad is not None and not products
+        with torch.no_grad():
+            layer.weight.data.mul_(2)  # in place, without a new version
+            assert torch.allclose(
+                layer(rows).float(), functional.linear(rows, layer.weight, layer.bias).float(), rtol=0.02
+            )
+            layer.float()
+            assert layer(rows.float()).dtype == torch.float32
+    assert products[0] == (torch.bfloat16, 4) and (torch.bfloat16, 4) not in products[1:]
+    products.clear()
+    monkeypatch.setattr("mmspec.cpu.linear.load_kernel", lambda: None)
+    layer.bfloat16()
+    with torch.no_grad(), use_fast_linears(autotuner, [layer]):
+        assert torch.equal(layer(rows), functional.linear(rows, layer.weight, layer.bias)) and not products
+
+
+@pytest.mark.parametrize("slow", ["torch", "kernel", "torch emulates"])
+def test_shapes_are_decided_by_timed_runs(
+    slow: str, monkeypatch: pytest.MonkeyPatch, products: list[tuple[torch.dtype, int]]
+) -> None:
+    """Before the first product, for all numbers of rows; `deterministic` needs no timing."""
+    ticks = {"torch": (2, 1), "kernel": (1, 2), "torch emulates": (20, 1)}[slow]
+    times = iter([float(sum((0, ticks[1], ticks[1] + ticks[0])[: 1 + i % 3][-1:])) for i in range(100)])
+    monkeypatch.setattr(narrow_linear.time, "perf_counter", lambda: next(times))
+    layer, autotuner, rows = make_layer(torch.bfloat16), LinearAutotuner(), make_rows(4, torch.bfloat16)
+    with torch.no_grad(), use_fast_linears(autotuner, [layer], deterministic=True):
+        layer(rows)
+    assert not autotuner.narrow.choices and products == [(torch.bfloat16, 4)]
+    products.clear()
+    with torch.no_grad(), use_fast_linears(autotuner, [layer]):
+        for _ in range(2):
+            layer(rows)
+            layer(rows[:, :1])
+    trials = [(torch.bfloat16, count) for count in (1, 1, 1, 8, 8, 8)]
+    used = [] if slow == "kernel" else [(torch.bfloat16, 4), (torch.bfloat16, 1)] * 2
+    assert products == (trials[:1] if slow == "torch emulates" else trials) + used
+    assert autotuner.narrow.choices == {(37, 100, torch.bfloat16): slow != "kernel"}
+
+
+def test_threads_find_the_same_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers, started = iter([True, False, False, False]), threading.Barrier(3)
+    monkeypatch.setattr(narrow_linear, "native_is_faster", lambda *_: next(answers))
+    layer, linears, results = make_layer(torch.bfloat16), narrow_linear.NarrowLinears(), list[Tensor]()
+
+    def call() -> None:
+        started.wait()
+        with torch.no_grad():
+            results.append(linears.linear(load_kernel(), layer, make_rows(3, torch.bfloat16), False))
+
+    threads = [threading.Thread(target=call) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(results[0], other) for other in results) and linears.choices == {
+        (37, 100, torch.bfloat16): True
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_generate_in_half_precision_uses_the_kernel(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, products: list[tuple[torch.dtype, int]]
+) -> None:
+    choose(monkeypatch, True)
+    model, processor = random_model("tiny")
+    model.to(dtype)
+    maker = Captioner(model, processor)
+    inputs = maker.build_inputs([render_scene(generate_scene(1))], ["a"])
+    outputs = []
+    for drafter in ("none", "fused"):
+        mmspec.patch(model, drafter, tree_size=8)
+        products.clear()
+        outputs.append(model.generate(**inputs, max_new_tokens=12, do_sample=False))
+        mmspec.unpatch(model)
+        assert len([count for kind, count in products if kind is dtype and count <= 8]) > 12
+    assert outputs[0].shape[1] == inputs["input_ids"].shape[1] + 12
+    assert not any("forward" in module.__dict__ for module in model.modules())
