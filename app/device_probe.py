@@ -199,7 +199,7 @@ def _check_texts(
     model, head = _build_model(device, dtype), _build_head(device, dtype)
     what = f"{str(dtype).removeprefix('torch.')}, batch size {batch}"
     drafter = EagleDrafter(head, "coupled", num_layers=PROBE_LAYERS, max_depth=3, top_k=3)
-    mmspec.patch(model, drafter, tree_size=TREE_SIZE, compile=True, cpu_pack_weights=False, learn=False)
+    mmspec.patch(model, drafter, tree_size=TREE_SIZE, backend="recorded", learn=False)
     captures = patch_state(model).captures
     captures.recorder = lambda: counter
     with warnings_as_failures():

@@ -290,11 +290,8 @@ BAD: dict[str, tuple[dict[str, Any], Any, str]] = {
     "reference of ids": ({"reference": [[1, 2]]}, TypeError, r"must be a string.*got \[\[1, 2\]\]\. Pass token ids as"),
     "no references": ({"reference": []}, ValueError, r"must be a string.*got \[\]\. Omit it"),
     "deterministic": ({"deterministic": "yes"}, TypeError, r"must be True .* or False; got 'yes'\. Pass a bool"),
-    "cpu_pack_weights": (
-        {"cpu_pack_weights": "yes"},
-        TypeError,
-        r"cpu_pack_weights must be True, False, or None.*got 'yes'",
-    ),
+    "backend": ({"backend": "cuda"}, ValueError, r"'auto', 'torch', 'c', 'recorded'; got 'cuda'"),
+    "backend of a bool": ({"backend": True}, TypeError, r"backend must be one of 'auto', .*; got True"),
     "reference": ({"reference": "abc"}, ValueError, r"needs the tokenizer: pass processor="),
 }
 

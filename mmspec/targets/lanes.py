@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmspec.engine.graph import CudaGraphRecorder, Recorder, record_compiled, record_frozen
+from mmspec.engine.graph import CudaGraphRecorder, Recorder, record_compiled
 from mmspec.engine.kv_cache import RESERVED_TOKENS, RaggedKVCache, RecordedKVCache, commit_nodes, length_bucket
 from mmspec.engine.recordings import Recordings, WeightWatch, WrittenPlace
 from mmspec.engine.tree import BUCKETS, DraftTree
@@ -32,7 +32,7 @@ MAX_LANES = 2
 PLAIN_CODE = ("transformers.", "torch.nn.")
 """Packages whose modules have no switches that change a forward without changing a weight."""
 AUTO_DEVICE_TYPES = frozenset({"cuda"})
-"""Types of devices on which `compile="auto"` records, after a check (`mmspec.control.device_check`). On a CPU compiling
+"""Types of devices on which `backend="auto"` records, after a check (`mmspec.control.device_check`). On a CPU compiling
 takes long."""
 
 
@@ -124,7 +124,7 @@ class LanePool:
 
     Attributes:
         failure: why nothing is recorded for the model in its present state; None if something may be.
-        recorder: creates the recorder of every lane; None for that of the device and of the option `compile`.
+        recorder: creates the recorder of every lane; None for that of the device and of the option `backend`.
     """
 
     def __init__(self, warn: Callable[[str], None]) -> None:
@@ -200,14 +200,14 @@ class LanePool:
     ) -> Lane | None:
         """The lane, locked; None if there is none to use."""
         with self._lock:
-            self._drop_stale(adapter, frozen=recorder in _CPU_RECORDERS)
+            self._drop_stale(adapter, frozen=recorder is _compiled_recorder)
             if self.failure is not None:
                 return None
             key = batch, recorder.__name__
             lane = self._lanes.pop(key, None)
             capacity = length_bucket(max_length + BUCKETS[-1])
             if lane is None or (lane.recordings.capacity < capacity and not lane.lock.locked()):
-                is_frozen = recorder in _CPU_RECORDERS
+                is_frozen = recorder is _compiled_recorder
                 recordings = Recordings(recorder(), capacity, self._warn, is_frozen)
                 lane = Lane(self, recordings, RaggedKVCache(batch, capacity, VALUES_START_AS_KEYS))
             self._lanes[key] = lane
@@ -234,21 +234,18 @@ def _layout(call: CallTensors) -> list[tuple[torch.Size, torch.dtype]]:
     return [(tensor.shape, tensor.dtype) for tensor in call.tensors()]
 
 
-def recorder_for(device: torch.device, compile: bool | str, native: bool = True) -> Callable[[], Recorder] | None:
+def recorder_for(device: torch.device, backend: str) -> Callable[[], Recorder] | None:
     """Creates the recorder for a device, or None if rounds are not to be recorded.
 
     Args:
         device: of the model.
-        compile: the option of `patch`: True records, "auto" only on `AUTO_DEVICE_TYPES` (which the caller checks).
-        native: on a CPU, linear layers may run in our own kernel.
+        backend: the option of `patch`: "recorded", or "auto" on `AUTO_DEVICE_TYPES` (the caller asks for the check).
     """
-    if compile is False or (compile == "auto" and device.type not in AUTO_DEVICE_TYPES):
+    if backend != "recorded" and not (backend == "auto" and device.type in AUTO_DEVICE_TYPES):
         return None
     if device.type == "cuda":
         return CudaGraphRecorder
-    if device.type != "cpu":
-        return None
-    return _compiled_recorder if native else _frozen_recorder
+    return _compiled_recorder if device.type == "cpu" else None
 
 
 def decoder_tensors(adapter: ModelAdapter) -> Iterator[Tensor]:
@@ -263,14 +260,6 @@ def decoder_tensors(adapter: ModelAdapter) -> Iterator[Tensor]:
 
 def _compiled_recorder() -> Recorder:
     return record_compiled
-
-
-def _frozen_recorder() -> Recorder:
-    return record_frozen
-
-
-_CPU_RECORDERS = (_compiled_recorder, _frozen_recorder)
-"""Those whose recordings may contain copies of weights."""
 
 
 __all__ = ["Lane", "LanePool", "decoder_tensors", "recorder_for"]

@@ -1,4 +1,4 @@
-"""The check of a device before `compile="auto"` records on it: what the probe notices, what becomes of its verdict."""
+"""The check of a device before `backend="auto"` records on it: what the probe notices, what becomes of its verdict."""
 
 from __future__ import annotations
 
@@ -404,7 +404,7 @@ def test_the_cache_command_lists_and_clears_verdicts(capsys: pytest.CaptureFixtu
 
 @pytest.fixture
 def auto_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`compile="auto"` treats the CPU as a GPU."""
+    """`backend="auto"` treats the CPU as a GPU."""
     monkeypatch.setattr("mmspec.prefill.AUTO_DEVICE_TYPES", frozenset({"cpu"}))
 
 
@@ -426,7 +426,7 @@ def test_recording_begins_with_the_verdict(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.usefixtures("auto_on_cpu")
-@pytest.mark.parametrize("options", [{"compile": True}, {"compile": False}, {"deterministic": True}])
+@pytest.mark.parametrize("options", [{"backend": "recorded"}, {"backend": "torch"}, {"deterministic": True}])
 def test_nothing_is_checked_for_other_options(options: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
     checks = Checks(answers(PASSED))
     monkeypatch.setattr("mmspec.prefill.DEVICE_CHECKS", checks)

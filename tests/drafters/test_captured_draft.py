@@ -348,7 +348,7 @@ def test_drafts_that_are_not_recorded() -> None:
         with patched(model, plain, tree_size=8), torch.autocast("cpu", torch.bfloat16):
             generate(model, inputs, False)
         assert recorder.draft_recordings == 0
-        with patched(model, plain, tree_size=8, compile=False):
+        with patched(model, plain, tree_size=8):
             assert torch.equal(generate(model, inputs, False), expected)
 
 
@@ -463,7 +463,7 @@ def test_no_copy_to_the_device_waits(kind: str, recorded: bool) -> None:
     model.generation_config.eos_token_id = generate(model, inputs, True)[1, -9].item()
     with (
         recording(record_nothing) if recorded else contextlib.nullcontext(),
-        patched(model, build_drafter(f"leaning-{kind}"), tree_size=8, cpu_pack_weights=False),
+        patched(model, build_drafter(f"leaning-{kind}"), tree_size=8, backend="recorded" if recorded else "torch"),
         counted_rounds(DecodeLoop) as rounds,
     ):
         generate(model, inputs, True)

@@ -22,6 +22,7 @@ from recorded_rounds import (
     fails_later,
     generate,
     patched,
+    record_frozen,
     recording,
     wrong,
 )
@@ -34,7 +35,6 @@ from mmspec.engine.graph import (
     Replay,
     StaticFunction,
     record_compiled,
-    record_frozen,
     record_nothing,
     record_trace,
     trace,
@@ -286,7 +286,7 @@ def test_compiled_on_a_cpu(compiler: Recorder, monkeypatch: pytest.MonkeyPatch) 
     model = build_model()
     prompts = [build_inputs(model, seed, 1) for seed in range(2)]
     plain = [generate(model, inputs, False) for inputs in prompts]
-    with patched(model, build_drafter("leaning-flash"), tree_size=8, compile=True):
+    with patched(model, build_drafter("leaning-flash"), tree_size=8, backend="recorded"):
         for inputs, expected in zip(prompts, plain, strict=True):
             assert torch.equal(generate(model, inputs, False), expected)
         pool = patch_state(model).captures
@@ -306,11 +306,9 @@ def test_compiled_on_a_cpu(compiler: Recorder, monkeypatch: pytest.MonkeyPatch) 
 def test_what_is_recorded_by_default() -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     assert recorder_for(cpu, "auto") is None and recorder_for(cuda, "auto") is not None, "after a check"
-    assert recorder_for(cuda, True) is not None
-    assert recorder_for(cpu, True)() is record_compiled and recorder_for(cpu, True, native=False)() is record_frozen
-    assert recorder_for(cpu, False) is None and recorder_for(cuda, False) is None
-    with pytest.raises(TypeError, match="compile must be"):
-        mmspec.patch(build_model(), "none", compile="yes")
+    assert recorder_for(cuda, "recorded") is not None and recorder_for(cpu, "recorded")() is record_compiled
+    assert not any(recorder_for(device, backend) for device in (cpu, cuda) for backend in ("torch", "c"))
+    assert recorder_for(torch.device("meta"), "recorded") is None
 
 
 def broken(function: StaticFunction, state: Sequence[Tensor], inputs: Sequence[Tensor]) -> Replay:

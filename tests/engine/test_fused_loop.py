@@ -450,7 +450,7 @@ def test_compiled_recordings_stay_in_parts() -> None:
     expected = generate(model, inputs, False)
     with (
         mock.patch("mmspec.targets.lanes.record_compiled", record_nothing),
-        patched(model, build_drafter("leaning-flash"), tree_size=8, compile=True),
+        patched(model, build_drafter("leaning-flash"), tree_size=8, backend="recorded"),
         mock.patch.object(RecordedRounds, "__init__", side_effect=AssertionError),
     ):
         assert torch.equal(generate(model, inputs, False), expected)

@@ -776,7 +776,7 @@ def _run_patched(
     if case.seeded == "before":
         torch.manual_seed(case.seed)
     options = {"deterministic": case.deterministic, "tree_size": case.nodes, "learn": case.learn}
-    with patch_model(prepared.model, drafter, cpu_pack_weights=None if case.compiled else False, **options):
+    with patch_model(prepared.model, drafter, backend="auto" if case.compiled else "torch", **options):
         if case.seeded == "after":
             torch.manual_seed(case.seed)
         if case.override == "disabled":
