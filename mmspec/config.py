@@ -41,7 +41,7 @@ PER_CALL_OPTIONS = (
     "reference_ids",
 )
 """Keys of `generate(..., mmspec=dict(...))`."""
-BACKENDS = ("auto", "torch", "c", "recorded")
+BACKEND_NAMES = ("auto", "torch", "c", "recorded")
 """Values of the option `backend`: who computes the rounds of a call."""
 LEARNS_FROM_NOTHING = ("auto", "arbitrated", "instant")
 """Drafters that `learn="auto"` lets learn where they are not trained heads."""
@@ -60,7 +60,7 @@ class SpecConfig:
         reference_ids: the same as token ids.
         tree_size: score trees of exactly this many nodes, root included; None lets the controller choose.
         deterministic: fix all shapes, so that half-precision runs are bit-identical on one machine.
-        backend: who computes the rounds, of `BACKENDS`. "torch": eager, by torch's kernels alone; "c": compiled C, on a
+        backend: who computes the rounds, of `BACKEND_NAMES`. "torch": eager, by torch's kernels alone; "c": compiled C, on a
             CPU; "recorded": CUDA graphs, on a CPU functions compiled by inductor; "auto": C on a CPU, recorded on a GPU
             that passes a check, and torch for models and calls that neither serves.
         learn: the drafter learns from this call; in the options of `patch` also the largest share of the time that
@@ -134,9 +134,9 @@ def _check_backend(backend: object) -> None:
         TypeError: no text.
         ValueError: another text.
     """
-    if backend not in BACKENDS:
+    if backend not in BACKEND_NAMES:
         kind = ValueError if isinstance(backend, str) else TypeError
-        raise kind(f"backend must be one of {', '.join(map(repr, BACKENDS))}; got {backend!r}.")
+        raise kind(f"backend must be one of {', '.join(map(repr, BACKEND_NAMES))}; got {backend!r}.")
 
 
 def own_compressor(drafter: Drafter) -> Compressor | None:

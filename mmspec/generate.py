@@ -30,6 +30,7 @@ from mmspec.config import DrafterCache, PatchArguments, SpecConfig, missing_hidd
 from mmspec.costs import DrafterCosts
 from mmspec.cpu.linear import LinearAutotuner
 from mmspec.decode import decode
+from mmspec.engine.guard import describe_code
 from mmspec.engine.tree_cache import CACHE_ARGUMENT
 from mmspec.interfaces import LearnableDrafter, SaliencyCompressor
 from mmspec.learning.budget import DEFAULT_SHARE
@@ -41,7 +42,6 @@ from mmspec.targets import selftest
 from mmspec.targets.base import ModelAdapter
 from mmspec.targets.lanes import LanePool
 from mmspec.targets.module_scan import ModuleScan, scan_modules
-from mmspec.targets.module_state import modules_fingerprint
 from mmspec.targets.recurrent import target_class
 from mmspec.targets.selftest import SelfTestResult, judge
 
@@ -225,8 +225,8 @@ class PatchState:
 
     def _selftest_key(self, modules: ModuleScan) -> tuple[Any, ...]:
         """What a verdict depends on, as far as it may change after `patch`."""
-        foreign = modules_fingerprint(modules.foreign)
-        return str(self.model.device), self.model.dtype, self.adapter.attention, foreign
+        # The code alone: what known modules do is known, and their weights and buffers are no matter of trees.
+        return str(self.model.device), self.model.dtype, self.adapter.attention, describe_code(modules.foreign)
 
     def _selftest_failure_reason(self, modules: ModuleScan, arguments: dict[str, Any]) -> str | None:
         """Why the self-test failed on the model in its present state, or None. Runs once for each state."""

@@ -27,6 +27,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "engine.kv_cache",
         "engine.gather",
         "engine.host_copy",
+        "engine.guard",
         "engine.draws",
         "engine.graph",
         "engine.recordings",

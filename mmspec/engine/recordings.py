@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,8 +22,6 @@ NUM_CHECKED_REPLAYS = 3
 """Replays of each function that are compared with a plain run: later ones have other inputs than those recorded."""
 MAX_OWNERS = 2
 """Owners, besides the target, whose tensors and recordings stay allocated."""
-BIT_TYPES = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""{bytes: integer type}"""
 REPLAY_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
 """Largest difference between a first replay and a plain run, relative to the range of the first output."""
 HALF_REPLAY_TOLERANCE = 0.1
@@ -135,32 +133,6 @@ class Recordings:
         return outputs
 
 
-class WeightWatch:
-    """Notices that weights have changed, of which recordings contain addresses or copies."""
-
-    def __init__(self) -> None:
-        self._fingerprint: Any = None
-        self._checksums: list[Tensor] = []
-
-    def changed(self, tensors: Iterable[Tensor], contain_weights: bool, others: Any = None) -> bool:
-        """Whether anything differs from the last call; True in the first.
-
-        Args:
-            tensors: the weights.
-            contain_weights: recordings contain copies, so that edits in place must be noticed too.
-            others: further values that must not change.
-        """
-        tensors = list(tensors)
-        places = [(id(t), t.data_ptr(), 0 if t.is_inference() else t._version) for t in tensors]
-        sums = [part for t in tensors for part in bit_checksums(t)] if contain_weights else []
-        is_same = len(sums) == len(self._checksums) and all(map(torch.equal, sums, self._checksums))
-        changed = self._fingerprint != (places, others) or (contain_weights and not is_same)
-        self._fingerprint = places, others
-        if contain_weights:
-            self._checksums = sums
-        return changed
-
-
 @contextmanager
 def recordable_mode() -> Iterator[None]:
     """Context without gradients and without inference mode, also within the user's: recorded tensors outlive calls."""
@@ -171,16 +143,6 @@ def recordable_mode() -> Iterator[None]:
 def _wait_for(output: Tensor) -> None:
     if output.is_cuda:
         torch.cuda.synchronize(output.device)
-
-
-def bit_checksums(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums of the bit patterns along the first and the last dimension. They change where `.data` is edited in place."""
-    bits = torch.atleast_1d(tensor.detach()).contiguous()
-    if bits.shape[-1] * bits.element_size() % 8 == 0:
-        bits = bits.view(torch.long)  # two float32 at a time: four times as fast as a sum of int32
-    else:
-        bits = bits.view(BIT_TYPES.get(bits.element_size(), torch.uint8))
-    return bits.sum(0, dtype=torch.long), bits.sum(-1, dtype=torch.long)
 
 
 @dataclass(frozen=True)
@@ -252,4 +214,4 @@ def _largest(found: Tensor, wanted: Tensor) -> str:
     return f"by {float((found.float() - wanted.float()).nan_to_num(0, 0, 0).abs().max()):.1e}"
 
 
-__all__ = ["Recordings", "WeightWatch", "WrittenPlace", "bit_checksums", "check_replay", "recordable_mode"]
+__all__ = ["Recordings", "WrittenPlace", "check_replay", "recordable_mode"]

@@ -17,20 +17,19 @@ from torch import Tensor
 
 from mmspec.engine.graph import CudaGraphRecorder, Recorder, record_compiled
 from mmspec.engine.kv_cache import RESERVED_TOKENS, RaggedKVCache, RecordedKVCache, commit_nodes, length_bucket
-from mmspec.engine.recordings import Recordings, WeightWatch, WrittenPlace
+from mmspec.engine.recordings import Recordings, WrittenPlace
 from mmspec.engine.tree import BUCKETS, DraftTree
 from mmspec.engine.tree_cache import VALUES_START_AS_KEYS
 from mmspec.interfaces.round import ScorePart
 from mmspec.targets.base import ModelAdapter
 from mmspec.targets.forward import CallTensors, NodeForward
+from mmspec.targets.guard import ModelGuard, unknown_code
 from mmspec.targets.module_scan import ModuleScan
 
 MAX_LENGTH = 1 << 15
 """Longest call, prompt and new tokens, that a lane is allocated for."""
 MAX_LANES = 2
 """Lanes (numbers of rows) that stay allocated per model."""
-PLAIN_CODE = ("transformers.", "torch.nn.")
-"""Packages whose modules have no switches that change a forward without changing a weight."""
 AUTO_DEVICE_TYPES = frozenset({"cuda"})
 """Types of devices on which `backend="auto"` records, after a check (`mmspec.control.device_check`). On a CPU compiling
 takes long."""
@@ -137,7 +136,7 @@ class LanePool:
         self._warn = warn
         self._lock = threading.Lock()
         self._lanes: dict[tuple[int, str], Lane] = {}  # last used at the end
-        self._watch = WeightWatch()
+        self._state: Any = None  # of the model when it was last recorded
 
     def reason(self, adapter: ModelAdapter, modules: ModuleScan, cache: Any, max_length: int) -> str | None:
         """Why a call is not recorded, or None.
@@ -150,10 +149,8 @@ class LanePool:
         """
         if adapter.is_recurrent:
             return "layers with a recurrent state"
-        if not modules.can_use_inference_mode or modules.foreign or modules.hook is not None:
-            return "quantised, offloaded or replaced modules"
-        if not all(type(module).__module__.startswith(PLAIN_CODE) for module in adapter.text_model.modules()):
-            return "modules of other packages, which may switch their forward"
+        if (reason := unknown_code(adapter, modules)) is not None:
+            return reason
         if getattr(cache, "_is_user_defined", False) or cache.get_seq_length():
             return "past_key_values that was passed to generate"
         if max_length > MAX_LENGTH:
@@ -161,8 +158,6 @@ class LanePool:
         device = adapter.model.device
         if len({parameter.device for parameter in adapter.model.parameters()}) > 1 or device.type == "meta":
             return "weights on several devices"
-        if torch.is_autocast_enabled(device.type):
-            return "autocast"
         return None
 
     @contextmanager
@@ -224,10 +219,11 @@ class LanePool:
             frozen: recordings contain copies of the weights, so that edits in place must be noticed too.
         """
         config = adapter.model.config.to_json_string(use_diff=False)
-        modules = [id(module) for module in adapter.model.modules()]
-        if self._watch.changed(decoder_tensors(adapter), frozen, (modules, config, adapter.attention)):
+        state = ModelGuard(adapter, reads_bits=frozen), config, adapter.attention
+        if self._state != state:
             self._lanes.clear()
             self.failure = None
+        self._state = state
 
 
 def _layout(call: CallTensors) -> list[tuple[torch.Size, torch.dtype]]:
@@ -248,18 +244,8 @@ def recorder_for(device: torch.device, backend: str) -> Callable[[], Recorder] |
     return _compiled_recorder if device.type == "cpu" else None
 
 
-def decoder_tensors(adapter: ModelAdapter) -> Iterator[Tensor]:
-    """Parameters and buffers that a round reads."""
-    seen: set[int] = set()
-    for module in (adapter.text_model, adapter.model.get_input_embeddings(), adapter.model.get_output_embeddings()):
-        for tensor in () if module is None else (*module.parameters(), *module.buffers()):
-            if id(tensor) not in seen:
-                seen.add(id(tensor))
-                yield tensor
-
-
 def _compiled_recorder() -> Recorder:
     return record_compiled
 
 
-__all__ = ["Lane", "LanePool", "decoder_tensors", "recorder_for"]
+__all__ = ["Lane", "LanePool", "recorder_for"]

@@ -1,0 +1,80 @@
+"""`ModelGuard`: whether what a model's rounds run is known code, and unchanged since.
+
+Asked once per call by whoever keeps something of the model between calls (recordings, verdicts), and before every round
+of calls during which user code runs: a streamer or criterion that changes the model is seen from the next forward on.
+
+Two other questions are answered elsewhere. Whether a *class* is one that C computes is the recognition of
+`mmspec.targets.native` and of the draft heads. Whether weights still lie where C reads them is asked at every forward,
+by the address alone (`mmspec.cpu.layers.WeightAddresses`): numbers that change in place are read as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from mmspec.engine.guard import ModuleGuard
+from mmspec.targets.base import ModelAdapter
+from mmspec.targets.module_scan import ModuleScan, calls_library_code
+from mmspec.targets.structure import modules_of_rounds
+
+PLAIN_CODE = ("transformers.", "torch.nn.")
+"""Packages whose modules have no switches that change a forward without changing a weight."""
+
+
+class ModelGuard(ModuleGuard):
+    """The state of what a model's rounds run, weights included. Equal guards: nothing has changed."""
+
+    def __init__(self, adapter: ModelAdapter, *, reads_bits: bool = False) -> None:
+        """
+        Args:
+            adapter: of the model.
+            reads_bits: see `ModuleGuard`.
+        """
+        modules = modules_of_rounds(adapter)
+        self._kinds = list(dict.fromkeys(map(type, modules)))
+        super().__init__(modules, round_tensors(adapter), reads_bits=reads_bits)
+
+    def _read_state(self) -> list[Any]:
+        """With the functions that the modules call by name."""
+        called = [*map(calls_library_code, self._kinds), ALL_ATTENTION_FUNCTIONS.get("sdpa")]
+        return [*super()._read_state(), *called]
+
+
+def unknown_code(adapter: ModelAdapter, modules: ModuleScan) -> str | None:
+    """Why it is not known what exactly a model's rounds run, so that nothing may stand in for it; None if it is.
+
+    Args:
+        adapter: of the model.
+        modules: result of the scan over its modules.
+    """
+    if modules.hook is not None or modules.foreign or modules.compiled or not modules.can_use_inference_mode:
+        return "quantised, offloaded, compiled or replaced modules"
+    if not all(type(module).__module__.startswith(PLAIN_CODE) for module in adapter.text_model.modules()):
+        return "modules of other packages, which may switch their forward"
+    if not all(map(calls_library_code, modules.kinds)):
+        return "a function of transformers or torch that user code has replaced"
+    if torch.is_autocast_enabled(adapter.model.device.type):
+        return "autocast"
+    return None
+
+
+def round_tensors(adapter: ModelAdapter) -> Iterator[Tensor]:
+    """Parameters and buffers that a round reads."""
+    seen: set[int] = set()
+    parts: tuple[nn.Module | None, ...] = (
+        *(adapter.text_model, adapter.model.get_input_embeddings()),
+        adapter.model.get_output_embeddings(),
+    )
+    for module in parts:
+        for tensor in () if module is None else (*module.parameters(), *module.buffers()):
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield tensor
+
+
+__all__ = ["ModelGuard", "round_tensors", "unknown_code"]
