@@ -7,7 +7,7 @@ BIN     := .venv/bin
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test test-app slow floor clean
+.PHONY: help demo test test-app slow floor newest docs dist clean
 
 help:
 	@echo "make demo   caption the example images and videos, with plain generate and with mmspec"
@@ -15,6 +15,9 @@ help:
 	@echo "make test-app  the pages of mmspec demo, in a browser if Chromium is installed"
 	@echo "make slow   the slow tests"
 	@echo "make floor  exactness on the oldest supported transformers ($(FLOOR))"
+	@echo "make newest the same on the newest torch and transformers"
+	@echo "make docs   the documentation as pages, in site/"
+	@echo "make dist   wheel and sdist, in dist/, checked and used in an environment of their own"
 	@echo "make clean  remove environments, caches and build outputs"
 
 # Reinstalled only when a dependency may have changed. `venv` repairs an incomplete folder, so a failed run can be repeated.
@@ -34,8 +37,8 @@ demo: .venv/.installed
 	$(BIN)/python -m mmspec examples
 
 # One thread per worker: the models are tiny, and threads of several workers would wait for each other.
-test test-app slow floor: export OMP_NUM_THREADS = 1
-test test-app slow floor: export HF_HUB_OFFLINE = 1
+test test-app slow floor newest: export OMP_NUM_THREADS = 1
+test test-app slow floor newest: export HF_HUB_OFFLINE = 1
 
 test: .venv/.installed
 	$(BIN)/ruff check .
@@ -66,6 +69,29 @@ floor: .venv-floor/.installed
 	.venv-floor/bin/python -c 'import transformers as t; assert t.__version__ == "$(FLOOR)", t.__version__'
 	.venv-floor/bin/python -m pytest -q -n $(WORKERS) tests/engine/test_exactness.py tests/targets/test_targets.py
 
+# No pins: what `pip install .` gives today.
+.venv-newest/.installed: pyproject.toml
+	$(call install,.venv-newest,/dev/null,--upgrade --upgrade-strategy eager pytest pytest-timeout pytest-xdist --editable .)
+
+newest: .venv-newest/.installed
+	.venv-newest/bin/python -c 'import torch, transformers; print(torch.__version__, transformers.__version__)'
+	.venv-newest/bin/python -m pytest -q -n $(WORKERS) tests/engine/test_exactness.py tests/targets/test_targets.py
+
+.venv/.installed-docs: .venv/.installed
+	$(call install,.venv,constraints.txt,--editable '.[docs]')
+
+docs: .venv/.installed-docs
+	$(BIN)/python docs/site/build.py site
+
+.venv/.installed-dist: .venv/.installed
+	$(call install,.venv,constraints.txt,build twine)
+
+dist: .venv/.installed-dist
+	rm -rf dist
+	$(BIN)/python -m build --quiet --outdir dist .
+	$(BIN)/twine check --strict dist/*
+	MMSPEC_DIST=dist $(BIN)/python -m pytest -q -m slow tests/test_release.py
+
 clean:
-	rm -rf .venv .venv-floor .types .mypy_cache .pytest_cache .ruff_cache build dist *.egg-info
+	rm -rf .venv .venv-floor .venv-newest site .types .mypy_cache .pytest_cache .ruff_cache build dist *.egg-info
 	find mmspec drafters vision app tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -84,6 +84,8 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "self": _self,
     "auto": _hybrid,  # unless a trained drafter fits the target: see `_auto`
 }
+OWN_HEAD_NAME = "mtp"
+"""The head in the target's own checkpoint; it needs a target."""
 INSTANT_NAME = "instant"
 """Untrained heads, for `patch(model, learn=True)`; they need a target."""
 WEIGHTS_DIR = Path(__file__).parent / "weights"
@@ -112,12 +114,14 @@ def bundled_drafters(device: str = "cpu") -> dict[str, Path]:
 
 def drafter_names() -> list[str]:
     """The names that `build_drafter` accepts, without folders and hub ids."""
-    return [*DRAFTERS, INSTANT_NAME, *bundled_drafters()]
+    return [*DRAFTERS, OWN_HEAD_NAME, INSTANT_NAME, *bundled_drafters()]
 
 
 def _auto(target: TargetInfo | None, learn: bool) -> Drafter:
-    """A drafter trained for this target, bundled or published and in the local cache; else one without training."""
+    """A drafter trained for this target: in its checkpoint, bundled, or published and in the cache; else another."""
     if target is not None:
+        if not learn and (own := _own_head(target, is_asked_for=False)) is not None:
+            return own
         from mmspec.drafters.checkpoints.format import TargetMismatch
         from mmspec.drafters.checkpoints.load import load_trained
 
@@ -132,6 +136,29 @@ def _auto(target: TargetInfo | None, learn: bool) -> Drafter:
         if (published := _published_drafter(target)) is not None:
             return published
     return _arbitrated(target, learn) if learn else _hybrid()
+
+
+def _own_head(target: TargetInfo, is_asked_for: bool = True) -> Drafter | None:
+    """The head in the checkpoint of the target; None if there is none that can be used, which one line says.
+
+    Args:
+        target: facts about the target.
+        is_asked_for: whether the user has named it; else models that are not expected to have one are not mentioned.
+    """
+    from mmspec.drafters.mtp.drafter import MTPDrafter
+    from mmspec.interfaces import OwnHeadError
+
+    if target.read_own_head is None:
+        return None
+    try:
+        return MTPDrafter(target.read_own_head())
+    except OwnHeadError as error:
+        if is_asked_for or error.is_expected:
+            what = "hybrid drafts instead" if is_asked_for else "another drafter is used"
+            _warn_once(
+                f"the head in the checkpoint of {target.name or target.model_type} is not used", f"{error}; {what}"
+            )
+        return None
 
 
 def _published_drafter(target: TargetInfo) -> Drafter | None:
@@ -152,7 +179,7 @@ def _published_drafter(target: TargetInfo) -> Drafter | None:
         try:
             return load_trained(folder, target, hub_id)
         except (OSError, ValueError) as error:
-            _warn_once(hub_id, str(error).splitlines()[0][:300])
+            _warn_once(f"{hub_id} was published for this model, but is not used", str(error).splitlines()[0][:300])
     if missing:
         logger.info(
             "mmspec: a draft head is published for %s: %s; fetch it with `hf download %s`, then patch again",
@@ -164,8 +191,8 @@ def _published_drafter(target: TargetInfo) -> Drafter | None:
 
 
 @cache
-def _warn_once(hub_id: str, reason: str) -> None:
-    logger.warning("mmspec: %s was published for this model, but is not used: %s", hub_id, reason)
+def _warn_once(what: str, reason: str) -> None:
+    logger.warning("mmspec: %s: %s", what, reason)
 
 
 def download_drafter(name: str, *, local_files_only: bool = False, patterns: Sequence[str] = HEAD_FILES) -> str:
@@ -289,6 +316,10 @@ def build_drafter(drafter: str | object, target: TargetInfo | None = None, learn
             return _arbitrated(target, learn)
         if drafter == INSTANT_NAME and target is not None:
             return _instant(target)
+        if drafter == OWN_HEAD_NAME:
+            if target is None:
+                raise ValueError("drafter 'mtp' is in the checkpoint of a target, which is needed: target=; got None.")
+            return _own_head(target) or _hybrid()
         if drafter in DRAFTERS:
             return DRAFTERS[drafter]()
         if is_known_drafter(drafter):

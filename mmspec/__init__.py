@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from mmspec.targets.registry import UnsupportedModelError as UnsupportedModelError
     from mmspec.targets.registry import supported as supported
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 _EXPORTS = {
     "comparison": ("Comparison", "compare"),

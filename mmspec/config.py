@@ -10,6 +10,7 @@ import os
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from mmspec.control.tree_size import DEFAULT_TREE_SIZE
@@ -26,6 +27,7 @@ from mmspec.interfaces import (
 )
 from mmspec.reference import check_reference, reference_rows, resolve_reference_ids
 from mmspec.targets.layer_subset import layer_access
+from mmspec.targets.own_head import read_own_head
 
 logger = logging.getLogger("mmspec")
 
@@ -183,6 +185,7 @@ def target_info(adapter: Any, tokenizer: Any) -> TargetInfo:
         media_token_ids=adapter.media_token_ids,
         device=adapter.model.device.type,
         shared_embeddings=adapter.shared_embeddings,
+        read_own_head=partial(read_own_head, adapter),
     )
 
 

@@ -12,6 +12,7 @@ import os
 import pickle
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,84 @@ def load_weights(folder: str | os.PathLike[str]) -> dict[str, Tensor]:
     return _without_prefix(weights)
 
 
+class TensorFiles:
+    """The tensors of a folder by name, in safetensors alone: shapes from the headers, each tensor when it is read.
+
+    Attributes:
+        names: of all tensors.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        """
+        Raises:
+            FileNotFoundError: the folder has no safetensors.
+            ValueError: an index is damaged or leads out of the folder, or a file is damaged.
+        """
+        self._folder = Path(folder)
+        self._handles: dict[str, Any] = {}
+        self._files = self._find()
+        self.names = frozenset(self._files)
+
+    def _find(self) -> dict[str, str]:
+        """Name of a tensor -> name of its file: as the index says, else as the headers of all files do."""
+        index = self._folder / f"{SAFETENSORS_NAME}.index.json"
+        if index.is_file():
+            found = _read_index(index)
+            _shards(index, found)
+            return {name: shard for name, shard in found.items() if shard.endswith(".safetensors")}
+        shards = sorted(self._folder.glob("*.safetensors"))
+        if not shards:
+            raise FileNotFoundError(f"{self._folder} holds no safetensors.")
+        if len(shards) > MAX_SHARDS:
+            raise ValueError(f"{self._folder} must hold at most {MAX_SHARDS} files of weights; got {len(shards)}.")
+        files: dict[str, str] = {}
+        for shard in shards:
+            with _explain(shard):
+                files |= dict.fromkeys(self._open(shard.name).keys(), shard.name)
+        return files
+
+    def _open(self, shard: str) -> Any:
+        """A file, mapped into memory once."""
+        if shard not in self._handles:
+            file = self._folder / shard
+            if not file.is_file():
+                raise FileNotFoundError(f"{file} is missing.")
+            self._handles[shard] = safe_open(file, "pt").__enter__()
+        return self._handles[shard]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a tensor, from the header of its file.
+
+        Raises:
+            FileNotFoundError: its file is missing.
+            ValueError: its file is damaged.
+        """
+        shard = self._files[name]
+        with _explain(self._folder / shard):
+            return tuple(self._open(shard).get_slice(name).get_shape())
+
+    def read(self, name: str) -> Tensor:
+        """A tensor, on the CPU.
+
+        Raises: as `shape`.
+        """
+        shard = self._files[name]
+        with _explain(self._folder / shard):
+            tensor: Tensor = self._open(shard).get_tensor(name)
+            return tensor
+
+
+@contextmanager
+def _explain(file: Path) -> Iterator[None]:
+    """Context in which what the reader of safetensors raises becomes a `ValueError` that names the file."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{file} is damaged: {error}") from error
+
+
 def read_tensors(file: Path) -> dict[str, Tensor]:
     """The tensors of one file, on the CPU.
 
@@ -184,6 +263,7 @@ def _renamed(weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
 
 __all__ = [
     "HEAD_TENSOR",
+    "TensorFiles",
     "holds_head",
     "load_weights",
     "missing_shards",

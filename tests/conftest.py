@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -47,9 +51,20 @@ def _mutant() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Learned weights of tests go to a folder of their own."""
-    os.environ["MMSPEC_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+def _cache(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Iterator[None]:
+    """Learned weights of tests go to a folder of their own; kernels that were built before are copied into it, since
+    building one takes longer than most test files."""
+    folder, kept = tmp_path_factory.mktemp("cache"), ROOT / ".pytest_cache" / "kernels"
+    kept.mkdir(parents=True, exist_ok=True)
+    before = {file.name for file in kept.glob("few_rows-*.so")}
+    for name in before:
+        shutil.copy2(kept / name, folder / name)
+    os.environ["MMSPEC_CACHE"] = str(folder)
+    yield
+    for file in folder.glob("few_rows-*.so"):
+        if file.name not in before:
+            shutil.copy2(file, kept / f".{os.getpid()}-{file.name}")
+            (kept / f".{os.getpid()}-{file.name}").replace(kept / file.name)  # at once: other workers may read it
 
 
 @pytest.fixture(autouse=True)

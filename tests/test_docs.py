@@ -9,16 +9,24 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")] + sorted(
-    (ROOT / "docs").glob("*.md")
-)
-"""Not docs/dev/ and CHANGELOG.md: they describe former states of the tree."""
+DOCUMENTS = [
+    ROOT / name
+    for name in (
+        "README.md",
+        "CONTRIBUTING.md",
+        "SECURITY.md",
+        "CODE_OF_CONDUCT.md",
+        "examples/README.md",
+        "research/README.md",
+    )
+] + sorted((ROOT / "docs").glob("*.md"))
+"""Not the log and CHANGELOG.md: they describe former states of the tree."""
 
 FENCE = re.compile(r"^(```|~~~).*?^\1", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"!?\[[^\]]*\]\(\s*<?([^)\s>]+)>?[^)]*\)|^\[[^\]]+\]:\s*(\S+)", re.MULTILINE)
 CODE = re.compile(r"`([^`\n]+)`")
 FILE_PATH = re.compile(r"(?:[\w.-]+/)+[\w.-]*\.(?:py|md|toml|json|yml|yaml|txt|jinja|sh|png|mp4|cpp|html|js|css)")
-PATH_ROOTS = ("app", "docs", "drafters", "mmspec", "tests", "vision", ".github")
+PATH_ROOTS = ("app", "docs", "drafters", "examples", "mmspec", "research", "tests", "vision", ".github")
 """Python files and paths into these folders are checked; other paths in backticks name files of the reader."""
 
 

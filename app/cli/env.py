@@ -85,7 +85,7 @@ def judge_model(name: str, dtype: str, device: str, drafter: str = "auto") -> tu
 
 
 def describe_drafter(name: str, adapter: ModelAdapter, processor: Any) -> Iterator[tuple[str, str]]:
-    """The drafter of a model, and of a trained head how image positions enter it."""
+    """The drafter of a model, what was found in its checkpoint, and of a trained head how image positions enter it."""
     from mmspec.config import resolve_drafter, resolve_tokenizer
     from mmspec.drafters.eagle.base import HeadDrafter
     from mmspec.interfaces import drafter_label
@@ -96,6 +96,8 @@ def describe_drafter(name: str, adapter: ModelAdapter, processor: Any) -> Iterat
         yield "drafter", f"{name}: {one_line(error)}"
         return
     yield "drafter", drafter_label(drafter)
+    if found := getattr(drafter, "description", ""):
+        yield "draft head", str(found)
     if isinstance(drafter, HeadDrafter):
         how = IMAGE_POSITIONS.get(drafter.visual_mode, drafter.visual_mode)
         yield "image positions", "compressed by the head" if drafter.compresses_visual_tokens else how

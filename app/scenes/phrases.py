@@ -77,7 +77,7 @@ def count_aloud(scene: Scene, kind: int | None = None) -> str:
 
     The running count makes each number depend on the one before it. An answer that begins with the number requires
     the model to count before its first token; an answer that only ends with it requires one sum over the whole list
-    (`docs/dev/log.md`, 2026-11-24).
+    (`research/log.md`, 2026-11-24).
 
     Args:
         scene: The scene.

@@ -3,17 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mmspec.drafters.eagle.head import AttentionFn
 from mmspec.engine.host_copy import from_host
 from mmspec.engine.kv_cache import RaggedKVCache
 
 
-def cached_attention(kv_cache: RaggedKVCache, mask: Tensor | None, num_cached: int = 0) -> AttentionFn:
+@dataclass(frozen=True)
+class CachedAttention:
+    """Attention over the cache and the new positions, which are appended to it; an `AttentionFn`.
+
+    Attributes: see `cached_attention`.
+    """
+
+    kv_cache: RaggedKVCache
+    mask: Tensor | None
+    num_cached: int = 0
+
+    def __call__(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """[B, H, m, d] outputs."""
+        is_gqa = queries.shape[1] != keys.shape[1]
+        keys, values = self.update(keys, values)
+        return functional.scaled_dot_product_attention(queries, keys, values, self.mask, enable_gqa=is_gqa)
+
+    def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Append new keys and values [B, H', n, d]; returns all."""
+        return self.kv_cache.write(0, keys[:, :, self.num_cached :], values[:, :, self.num_cached :])
+
+
+def cached_attention(kv_cache: RaggedKVCache, mask: Tensor | None, num_cached: int = 0) -> CachedAttention:
     """Attention over the cache and the new positions, which are appended to it.
 
     Args:
@@ -22,13 +44,7 @@ def cached_attention(kv_cache: RaggedKVCache, mask: Tensor | None, num_cached: i
         num_cached: first positions of the forward whose keys and values are in the cache already; they only bring
             queries.
     """
-
-    def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        is_gqa = queries.shape[1] != keys.shape[1]
-        keys, values = kv_cache.write(0, keys[:, :, num_cached:], values[:, :, num_cached:])
-        return functional.scaled_dot_product_attention(queries, keys, values, mask, enable_gqa=is_gqa)
-
-    return attend
+    return CachedAttention(kv_cache, mask, num_cached)
 
 
 def causal_mask(kv_cache: RaggedKVCache, n: int, device: torch.device) -> Tensor | None:
@@ -62,4 +78,4 @@ def select_last(outputs: Tensor, counts: Sequence[int] | Tensor, previous: Tenso
     return torch.where(counts[:, None] > 0, outputs.gather(1, index)[:, 0], previous)
 
 
-__all__ = ["cached_attention", "causal_mask", "select_last"]
+__all__ = ["CachedAttention", "cached_attention", "causal_mask", "select_last"]

@@ -141,6 +141,11 @@ class HeadDrafter(ABC):
         self.requirements = DrafterRequirements(required, max_tree_size=MAX_HEAD_TREE_SIZE)
 
     @property
+    def settings(self) -> tuple[str, ...]:
+        """What else than weights a draft depends on: recordings are of one value."""
+        return (self.visual_mode,)
+
+    @property
     def compresses_visual_tokens(self) -> bool:
         """See `mmspec.interfaces.TrainedDrafter`."""
         return self.head.compresses_visual_tokens

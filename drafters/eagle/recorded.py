@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -140,7 +140,7 @@ class DraftTensors:
         self.named: dict[str, Tensor] = {}
         self.failure = False
         self._guard: ModuleGuard | None = None  # holds the weights, whose memory graphs read
-        self._visual_mode = ""
+        self._settings: Any = None  # of the drafter
 
     def begin_call(self, drafter: HeadDrafter, state: DraftState, recordings: Recordings) -> None:
         """Take over the state of a call after its prompt; drop the recordings if weights or shapes have changed."""
@@ -148,8 +148,8 @@ class DraftTensors:
         layout = {name: (value.shape, value.dtype) for name, value in values.items()}
         modules = (*drafter.head.modules(), *_shared_modules(state.shared_embeddings))
         guard = ModuleGuard(modules, drafter.head.parameters(), reads_bits=recordings.contain_weights)
-        changed = guard != self._guard or drafter.visual_mode != self._visual_mode
-        self._guard, self._visual_mode = guard, drafter.visual_mode
+        changed = guard != self._guard or drafter.settings != self._settings
+        self._guard, self._settings = guard, drafter.settings
         if changed or layout != {name: (value.shape, value.dtype) for name, value in self.named.items()}:
             recordings.clear(self)
             self.failure = False

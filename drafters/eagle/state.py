@@ -110,6 +110,7 @@ class DraftState:
         is_one_function: whether the last draft was one recorded function, whose levels are not timed.
         recordings: as in `Prompt`.
         position_offset: [B] int64, `next_positions` less the lengths of the cache, in a recorded function; else None.
+        trial: a switch of the drafter and the value that this call tries, or None.
     """
 
     shared_embeddings: SharedEmbeddings
@@ -139,6 +140,7 @@ class DraftState:
     is_one_function: bool = False
     recordings: Recordings | None = None
     position_offset: Tensor | None = None
+    trial: tuple[str, str] | None = None
 
     def now(self) -> float:
         """Seconds of a clock that stops while something is recorded, which is no cost of later drafts."""

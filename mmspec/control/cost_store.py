@@ -16,7 +16,7 @@ import platform
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -51,6 +51,17 @@ def device_description(device: torch.device) -> str:
     return f"{device.type} {platform.machine()} {_processor_name()} {torch.get_num_threads()} threads"
 
 
+@runtime_checkable
+class Measured(Protocol):
+    """Measurements that are stored: of a drafter's switches, for one."""
+
+    def snapshot(self) -> dict[str, Any]:
+        """Ready for JSON."""
+
+    def restore(self, snapshot: dict[str, Any]) -> None:
+        """Take over the measurements of another process; raises `ValueError` for others."""
+
+
 class CostStore:
     """The file of one drafter on one target and device."""
 
@@ -69,18 +80,20 @@ class CostStore:
         """Whether costs are stored at all."""
         return os.environ.get(SWITCH, "1") != "0"
 
-    def load(self, costs: RoundCostModel, depth: DepthController | None) -> bool:
-        """Fill a new cost model, and a depth controller that has measured nothing. Returns whether a file was read."""
+    def load(self, costs: RoundCostModel, depth: DepthController | None, switches: Measured | None = None) -> bool:
+        """Fill a new cost model, and what else has measured nothing. Returns whether a file was read."""
         try:
             with self.path.open("rb") as file:
                 content = json.loads(file.read(MAX_BYTES))
             if content["format"] != FORMAT or content["key"] != self.key:
                 raise ValueError("it is of another target or another program")
-            _check_numbers([content["rounds"], content["depth"] or []])
+            _check_numbers([content["rounds"], content["depth"] or [], content.get("switches") or []])
             rounds = RoundCostModel()
             rounds.restore(content["rounds"])  # may fail, so not yet on `costs`
             if depth is not None and content["depth"] is not None:
                 depth.restore(content["depth"])
+            if switches is not None and content.get("switches") is not None:
+                switches.restore(content["switches"])
             costs.restore(content["rounds"])
         except FileNotFoundError:
             return False
@@ -89,13 +102,14 @@ class CostStore:
             return False
         return True
 
-    def save(self, costs: RoundCostModel, depth: DepthController | None) -> None:
+    def save(self, costs: RoundCostModel, depth: DepthController | None, switches: Measured | None = None) -> None:
         """Replace the file. Does nothing where it cannot be written."""
         content = {
             "format": FORMAT,
             "key": self.key,
             "rounds": costs.snapshot(),
             "depth": None if depth is None else depth.snapshot(),
+            "switches": None if switches is None else switches.snapshot(),
         }
         try:
             make_private_folder(self.path.parent)

@@ -4,6 +4,7 @@
 |---|---|---|
 | `target` | `Target` | `VerifyResult`, `TargetInfo`, `SharedEmbeddings` |
 | `draft_target` | `DraftTarget`, `LayerSubsets`, `DraftModelSource` | |
+| `own_head` | `HeadBlock`, `HeadCache` | `OwnHead`, `HeadRule` |
 | `drafter` | `Drafter`, `CompressingDrafter`, `TrainedDrafter`, `ReplicableDrafter` | `DrafterRequirements`, `Prompt` |
 | `learning` | `LearnableDrafter`, `ClosedFormDrafter`, `GradientDrafter`, ... | `Examples`, `LearningExample` |
 | `compressor` | `Compressor`, `SizedCompressor`, `SaliencyCompressor`, ... | `VisualTokens`, `VisualGrid` |
@@ -44,6 +45,7 @@ from mmspec.interfaces.learning import (
     LearnableDrafter,
     LearningExample,
 )
+from mmspec.interfaces.own_head import HeadCache, HeadRule, OwnHead, OwnHeadError
 from mmspec.interfaces.target import SharedEmbeddings, Target, TargetInfo, VerifyResult
 from mmspec.interfaces.video import ContentAwareSampler, FrameSampler
 
@@ -65,9 +67,13 @@ __all__ = [
     "GatedCompressor",
     "GradientDrafter",
     "GridCompressor",
+    "HeadCache",
+    "HeadRule",
     "LayerSubsets",
     "LearnableDrafter",
     "LearningExample",
+    "OwnHead",
+    "OwnHeadError",
     "Prompt",
     "ReplicableDrafter",
     "SaliencyCompressor",

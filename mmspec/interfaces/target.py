@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mmspec.engine.tree import DraftTree
+from mmspec.interfaces.own_head import OwnHead
 
 
 class Target(Protocol):
@@ -84,6 +85,7 @@ class TargetInfo:
         media_token_ids: ids of the image and video placeholders.
         device: device type as torch names it ("cpu", "cuda").
         shared_embeddings: its embeddings, with which those in a head are compared; None if it is not loaded.
+        read_own_head: reads the draft head in its checkpoint, or raises `OwnHeadError`; None if it is not loaded.
     """
 
     model_type: str
@@ -95,6 +97,7 @@ class TargetInfo:
     media_token_ids: tuple[int, ...] = ()
     device: str = "cpu"
     shared_embeddings: SharedEmbeddings | None = field(default=None, compare=False, repr=False)
+    read_own_head: Callable[[], OwnHead] | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)

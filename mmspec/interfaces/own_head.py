@@ -1,0 +1,113 @@
+"""The draft head in a target's own checkpoint (multi-token prediction, MTP): what a drafter needs of it.
+
+A row p of the head reads the target's hidden state of token p and the embedding of token p + 1:
+
+    u = fc([embedding_norm(embedding) ; hidden_norm(hidden state)])
+    z = block(u);  o = output_norm(z);  the logits of token p + 2 are those of o
+
+A second draft token repeats the head with z or o of the row before in place of the hidden state (the carry).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor, nn
+
+
+class OwnHeadError(ValueError):
+    """The checkpoint of a target has no head that can be used; the message says why.
+
+    Attributes:
+        is_expected: whether checkpoints of this family have one, so that users are told of it.
+    """
+
+    def __init__(self, message: str, is_expected: bool = False) -> None:
+        super().__init__(message)
+        self.is_expected = is_expected
+
+
+@dataclass(frozen=True)
+class HeadRule:
+    """In what the heads of the families differ. Where sources disagree, the first value is the default.
+
+    Attributes:
+        carries: "post" (o) or "pre" (z): what a further draft token reads in place of the hidden state.
+        visual_modes: keys of `VISUAL_MODES`: what the head reads at image positions.
+        embedding_first: the order of the two inputs of `fc`.
+        zeroes_first: whether the embedding in row 0 is zero.
+    """
+
+    carries: tuple[str, ...] = ("post",)
+    visual_modes: tuple[str, ...] = ("coupled", "placeholder")
+    embedding_first: bool = True
+    zeroes_first: bool = False
+
+
+class HeadCache(Protocol):
+    """Keys and values of the head's block."""
+
+    def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Store those of new rows [B, H, n, d]; returns all [B, H, keys, d]."""
+
+
+class HeadBlock(Protocol):
+    """A decoder layer of the target's own class, a `torch.nn.Module`."""
+
+    def __call__(self, inputs: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: HeadCache) -> Tensor:
+        """[B, n, D] outputs.
+
+        Args:
+            inputs: [B, n, D].
+            cos: [B or 1, n or 1, d] rotary embedding of the rows' positions.
+            sin: as `cos`.
+            mask: [B or 1, 1, n, keys] bool, True where a row attends; None for a causal prompt or one row that
+                attends to all keys.
+            cache: of the call.
+        """
+
+
+@dataclass
+class OwnHead:
+    """The parts of a head, with its weights.
+
+    Attributes:
+        rule: of its family.
+        description: what was found, in a few words.
+        fc: [D, 2 D].
+        embedding_norm: of the embedding.
+        hidden_norm: of the hidden state.
+        block: the decoder layer (`HeadBlock`).
+        output_norm: before the LM head.
+        lm_head: the head's own, [V, D]; None for the target's.
+        rotary_embedding: (position ids [B, n] or [3, B, n], dtype) -> cos and sin [B, n, d], of the target.
+        mrope_section: frequencies of each position axis; empty for one axis.
+        window: rows that a row attends to, its own included; None for all.
+        hidden_size: D.
+        vocab_size: V.
+        num_layers: decoder layers of the target.
+        chains_only: whether the target scores chains only.
+        is_static: whether the block reads no value on the host, so that it may be recorded.
+    """
+
+    rule: HeadRule
+    description: str
+    fc: nn.Module
+    embedding_norm: nn.Module
+    hidden_norm: nn.Module
+    block: nn.Module
+    output_norm: nn.Module
+    lm_head: Tensor | None
+    rotary_embedding: Callable[..., tuple[Tensor, Tensor]]
+    mrope_section: tuple[int, ...]
+    window: int | None
+    hidden_size: int
+    vocab_size: int
+    num_layers: int
+    chains_only: bool
+    is_static: bool
+
+
+__all__ = ["HeadBlock", "HeadCache", "HeadRule", "OwnHead", "OwnHeadError"]

@@ -1,0 +1,86 @@
+"""The files around the code: workflows, hooks, forms and make targets refer to what exists."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import mmspec
+from mmspec.app.cli.main import build_parser
+
+ROOT = Path(__file__).resolve().parents[1]
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+FORMS = sorted(file for file in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml") if file.name != "config.yml")
+
+
+def steps(workflow: Path) -> Iterator[dict[str, Any]]:
+    """The steps of all jobs."""
+    for job in yaml.safe_load(workflow.read_text(encoding="utf-8"))["jobs"].values():
+        yield from job["steps"]
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda file: file.stem)
+def test_workflows_run_what_exists(workflow: Path) -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)[0].split())
+    commands = [step["run"] for step in steps(workflow) if "run" in step]
+    assert commands
+    for command in commands:
+        words = shlex.split(command.replace('"$SHAPE"', "llava-1.5-7b").split("|")[0])
+        if words[0] == "make":
+            assert words[1] in targets
+        if words[0].endswith("bin/mmspec"):
+            build_parser().parse_args(words[1:])
+        if "pytest" in words:
+            assert [word for word in words if word.endswith(".py")]
+        assert not [word for word in words if word.endswith(".py") and not (ROOT / word).is_file()]
+
+
+def test_workflows_may_only_read() -> None:
+    for workflow in WORKFLOWS:
+        read = yaml.safe_load(workflow.read_text(encoding="utf-8"))
+        assert read["permissions"] == {"contents": "read"} and all(
+            "timeout-minutes" in job for job in read["jobs"].values()
+        )
+        assert "pull_request_target" not in workflow.read_text(encoding="utf-8")
+
+
+def test_the_gpu_job_runs_by_hand_and_runs_what_needs_one() -> None:
+    read = yaml.safe_load((ROOT / ".github" / "workflows" / "gpu.yml").read_text(encoding="utf-8"))
+    assert list(read[True]) == ["workflow_dispatch"]  # YAML 1.1 reads `on` as True
+    text = "\n".join(step.get("run", "") for step in steps(ROOT / ".github" / "workflows" / "gpu.yml"))
+    assert "mmspec.app.device_probe" in text and "bench --shape" in text and "tests/engine/test_exactness.py" in text
+    from mmspec.app.bench.shape.models import TEXT_SHAPES
+
+    assert read[True]["workflow_dispatch"]["inputs"]["shape"]["options"] == [
+        name for name in TEXT_SHAPES if name != "tiny"
+    ]
+
+
+def test_hooks_run_what_exists() -> None:
+    read = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))
+    entries = [hook["entry"] for repo in read["repos"] for hook in repo["hooks"]]
+    assert [entry.split()[0] for entry in entries] == [".venv/bin/ruff", ".venv/bin/ruff", ".venv/bin/python"]
+    assert all((ROOT / word).is_file() for entry in entries for word in entry.split() if word.endswith(".py"))
+
+
+def test_forms_ask_for_the_versions() -> None:
+    assert len(FORMS) == 3
+    for form in FORMS:
+        read = yaml.safe_load(form.read_text(encoding="utf-8"))
+        assert {"name", "description", "body"} <= read.keys()
+        assert any("`mmspec env" in part["attributes"].get("label", "") for part in read["body"])
+    assert "mmspec env" in (ROOT / ".github" / "pull_request_template.md").read_text(encoding="utf-8")
+
+
+def test_one_version_everywhere() -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+    assert mmspec.__version__ == version
+    assert f"## {version} - " in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
