@@ -88,7 +88,7 @@ def test_sampled_bench_is_identical(capsys: Any) -> None:
     [
         (["--drafters", "magic"], "unknown drafter 'magic'"),
         (["--drafters", "msd@0"], "a depth is 1 to 63"),
-        (["--drafters", "fused@3"], "which 'hybrid' does not"),
+        (["--drafters", "hybrid@3"], "which 'hybrid' does not"),
         (["--nodes", "65"], "--nodes is 1 to 64"),
         (["--new-tokens", "1"], "2 or more"),
         (["--json", "/no/such/folder/x.json"], "cannot write"),

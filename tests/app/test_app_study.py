@@ -105,11 +105,11 @@ def test_the_study_from_the_command_line(tmp_path: Path, capsys: Any) -> None:
     assert none["tau_over"] == [0, 0, 0] and fused["tau_over"][0] == pytest.approx(fused["tau"][0] - 1)
     assert (none["temperature"], none["seed"], none["draft_mib"]) == (0.9, 3, 0) and none["tokens_min"] > 0
     assert fused["draft_ms"] > 0 and fused["run"]["command"].startswith(
-        "python -m mmspec.app.studies.token_classes none fused"
+        "python -m mmspec.app.studies.token_classes none hybrid"
     )
     assert (tmp_path / "s.png").read_bytes().startswith(b"\x89PNG") and "tau 1.000" in capsys.readouterr().out
     tables = (tmp_path / "s.md").read_text()
-    assert tables.count("| fused |") == 6 and "| over none | tau | names |" in tables
+    assert tables.count("| hybrid |") == 6 and "| over none | tau | names |" in tables
 
 
 def test_a_drafter_learns_from_request_to_request(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +130,7 @@ def test_a_drafter_learns_from_request_to_request(monkeypatch: pytest.MonkeyPatc
     [
         (["none", "--against", "hybrid"], "--against is one of the drafters"),
         (["magic@3"], "unknown drafter 'magic'"),
-        (["fused@3", "--model", "tiny"], "which 'hybrid' does not"),
+        (["hybrid@3", "--model", "tiny"], "which 'hybrid' does not"),
     ],
 )
 def test_wrong_usage_is_one_line(arguments: list[str], message: str, capsys: Any) -> None:
