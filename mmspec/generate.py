@@ -64,7 +64,7 @@ class PatchState:
         had_capture_hooks: whether transformers had installed its hooks for hidden states before `patch`.
         costs: the measured costs of each drafter.
         autotuner: chooses the kernels of linear layers on CPU.
-        captures: recorded rounds.
+        lanes: what recorded rounds share.
         drafter_cache: drafters that calls selected by name.
         total, last: statistics of all calls and of the last call.
         curve: speed over the calls.
@@ -80,7 +80,7 @@ class PatchState:
         self.had_capture_hooks = False
         self.costs = DrafterCosts()
         self.autotuner = LinearAutotuner()
-        self.captures = LanePool(self._warn_once)
+        self.lanes = LanePool(self._warn_once)
         self.drafter_cache = DrafterCache()
         self.total = Stats()
         self.last = Stats()
@@ -140,7 +140,7 @@ class PatchState:
             tokenizer=tokenizer,
             autotuner=self.autotuner,
             costs=self.costs.model(config.drafter, self.adapter),
-            captures=self.captures,
+            lanes=self.lanes,
             start_time=start_time,
             streamer=arguments.get("streamer"),
             vision_inputs={name: arguments[name] for name in vision_args if arguments.get(name) is not None},

@@ -49,13 +49,13 @@ def prefill(call: CallContext, inputs: PreparedInputs) -> Iterator[Prefilled]:
     """
     length = inputs.input_ids.shape[1] + max_new_tokens(inputs)
     recorder = _find_recorder(call, inputs, length)
-    with call.captures.lease(call.adapter, len(inputs.input_ids), length, recorder) as lane:
+    with call.lanes.lease(call.adapter, len(inputs.input_ids), length, recorder) as lane:
         try:
             prefilled = _prefill(call, inputs, lane)
         except (UnrecordableCallError, torch.OutOfMemoryError) as error:
             if lane is None:
                 raise
-            call.captures.fail(error)
+            call.lanes.fail(error)
             prefilled = _prefill(call, inputs, None)
         yield prefilled
 
@@ -63,7 +63,7 @@ def prefill(call: CallContext, inputs: PreparedInputs) -> Iterator[Prefilled]:
 def _find_recorder(call: CallContext, inputs: PreparedInputs, max_length: int) -> Callable[[], Recorder] | None:
     """Creates the recorder of this call; None if it is not recorded. With `backend="recorded"` says why not."""
     config, device = call.spec_config, call.adapter.model.device
-    recorder = call.captures.recorder or recorder_for(device, config.backend)
+    recorder = call.lanes.recorder or recorder_for(device, config.backend)
     if recorder is None and config.backend != "recorded":
         return None
     if (reason := _reason_against_recording(call, inputs, max_length, recorder)) is not None:
@@ -84,7 +84,7 @@ def _reason_against_recording(
         return f"nothing records on {call.adapter.model.device}"
     if call.spec_config.drafter.requirements.layer_subsets:  # a recorded round runs all layers
         return "the drafter runs some of the model's layers"
-    return call.captures.reason(call.adapter, call.scanned_modules(), inputs.model_kwargs[CACHE_ARGUMENT], max_length)
+    return call.lanes.reason(call.adapter, call.scanned_modules(), inputs.model_kwargs[CACHE_ARGUMENT], max_length)
 
 
 def _prefill(call: CallContext, inputs: PreparedInputs, lane: Lane | None) -> Prefilled:

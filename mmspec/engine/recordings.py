@@ -36,7 +36,7 @@ class Recordings:
         capacity: largest length of a row of the call, draft nodes included.
         warn: logs a message once.
         contain_weights: whether recordings contain copies of weights, so that edits in place must be noticed.
-        unfused: owners of drafts whose whole rounds failed to be recorded, which are recorded in parts from then on.
+        in_parts: owners of drafts whose whole rounds failed to be recorded, which are recorded in parts from then on.
         setup_s: seconds that recording and checking have taken so far. They are no cost of later rounds: clocks
             subtract them.
     """
@@ -52,7 +52,7 @@ class Recordings:
         self.setup_s = 0.0
         self._replays: dict[tuple[Hashable, Hashable], Replay] = {}
         self._num_checked: Counter[tuple[Hashable, Hashable]] = Counter()
-        self.unfused: set[Hashable] = set()
+        self.in_parts: set[Hashable] = set()
         self._attachments: dict[Hashable, Any] = {}  # last used at the end
         self._fixed: dict[Hashable, Tensor] = {}
 
@@ -71,7 +71,7 @@ class Recordings:
         """Drop the recordings of one owner, whose tensors or weights have changed, or all."""
         for key in [key for key in self._replays if owner is None or key[0] == owner]:
             del self._replays[key], self._num_checked[key]
-        self.unfused = {other for other in self.unfused if owner is not None and other != owner}
+        self.in_parts = {other for other in self.in_parts if owner is not None and other != owner}
 
     def fixed(self, name: str, value: Tensor) -> Tensor:
         """A constant of a call at an address that is the same in every call, as long as shape and dtype are."""

@@ -262,7 +262,7 @@ def test_nothing_remains_of_the_last_call() -> None:
                 generate(model, inputs, True, **option)
                 accepted.append(mmspec.stats(model).num_accepted_tokens)
                 if poison:
-                    (lane,) = mmspec.patching.patch_state(model).captures._lanes.values()
+                    (lane,) = mmspec.patching.patch_state(model).lanes._lanes.values()
                     (tensors,) = lane.recordings._attachments.values()
                     for tensor in tensors.named.values():
                         if tensor.is_floating_point() and tensor.shape != tensors.named["cos"].shape:
@@ -372,7 +372,7 @@ def test_time_of_recording_is_no_cost_of_a_draft() -> None:
     inputs = build_inputs(model, 0, 1)
 
     def slow(function: StaticFunction, state: Sequence[Tensor], inputs: Sequence[Tensor]) -> Replay:
-        (lane,) = mmspec.patching.patch_state(model).captures._lanes.values()
+        (lane,) = mmspec.patching.patch_state(model).lanes._lanes.values()
         lane.recordings.setup_s += 1000.0
         return record_nothing(function, state, inputs)
 

@@ -292,7 +292,7 @@ def test_compiled_on_a_cpu(compiler: Recorder, monkeypatch: pytest.MonkeyPatch) 
     with patched(model, build_drafter("leaning-flash"), tree_size=8, backend="recorded"):
         for inputs, expected in zip(prompts, plain, strict=True):
             assert torch.equal(generate(model, inputs, False), expected)
-        pool = patch_state(model).captures
+        pool = patch_state(model).lanes
         (lane,) = pool._lanes.values()
         assert pool.failure is None and lane.recordings.recorder is compiler
         assert len(lane.recordings) == 2, "a forward and a draft"
