@@ -96,7 +96,7 @@ after three minutes no round begins once there are seven (--minutes).
 examples
   mmspec bench
   mmspec bench --json first.json; mmspec bench --against first.json          does it repeat?
-  mmspec bench --overview --json speed.json                                  the table of the README
+  mmspec bench --overview --json speed.json                                  the speed table of docs/results
   mmspec bench --task answer --drafters auto,hybrid --count 100 --json answers.json
   mmspec bench --drafters msd@3,msd@5,flash --nodes 16       trees of one size, whatever that costs
   mmspec bench --model mid --drafters none,lookup,auto --batch-sizes 1,8 --prompt-tokens 100,700 --json mid.json
@@ -140,7 +140,7 @@ def add_parser(commands: Commands, common: argparse.ArgumentParser) -> None:
         json_help="write the rows as a JSON list, with more columns",
         plot_help="write a bar chart (needs matplotlib)",
     )
-    overview_help = "the table of the README: five tasks of the toy world, as Markdown (about four minutes)"
+    overview_help = "the speed table of docs/results: five tasks of the toy world, as Markdown (about four minutes)"
     add("--overview", action="store_true", help=overview_help)
     suite.add_suite_options(parser)
     shape_help = "random weights of a shape (tiny, llava-1.5-7b, qwen2.5-vl-7b), with simulated acceptance"

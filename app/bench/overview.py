@@ -1,4 +1,4 @@
-"""`mmspec bench --overview`: the speed table of the README, every line measured by one command, and its Markdown."""
+"""`mmspec bench --overview`: the speed table of docs/results, every line measured by one command, and its Markdown."""
 
 from __future__ import annotations
 

@@ -55,8 +55,8 @@ class VerifyResult:
         tokens: [B, N] int64, emitted tokens; valid up to `counts`.
         emitted_ids: host copy of the emitted tokens, a list per row (empty for inactive rows).
         accepted_nodes: host copy of `path`, a list per row, same lengths as `emitted_ids`.
-        top_ids: [B][N][k] nested lists, ids of the largest raw logits (`DrafterRequirements.top_k`), or None.
-        scored_ids: [B][N] tokens of the scored nodes, -1 for padding; set together with `top_ids`.
+        top_ids: `[B][N][k]` nested lists, ids of the largest raw logits (`DrafterRequirements.top_k`), or None.
+        scored_ids: `[B][N]` tokens of the scored nodes, -1 for padding; set together with `top_ids`.
         tree_sizes: number of nodes of each row's tree, padding excluded, root included.
     """
 

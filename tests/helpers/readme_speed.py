@@ -1,4 +1,4 @@
-"""Writes the speed table of docs/results/speed.json into README.md and docs/results/README.md.
+"""Writes the speed table of docs/results/speed.json into docs/results/README.md.
 
 mmspec bench --overview --json docs/results/speed.json
 python tests/helpers/readme_speed.py
@@ -13,7 +13,7 @@ from mmspec.app.bench.overview import overview_markdown
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "docs" / "results"
-PAGES = (ROOT / "README.md", RESULTS / "README.md")
+PAGE = RESULTS / "README.md"
 BEGIN, END = "<!-- speed.json -->\n", "\n<!-- end of speed.json -->"
 
 
@@ -32,10 +32,9 @@ def find_block(page: Path) -> str:
 
 
 def main() -> None:
-    for page in PAGES:
-        text = page.read_text(encoding="utf-8")
-        old, new = (f"{BEGIN}{block}{END}" for block in (find_block(page), expected_block()))
-        page.write_text(text.replace(old, new), encoding="utf-8")
+    text = PAGE.read_text(encoding="utf-8")
+    old, new = (f"{BEGIN}{block}{END}" for block in (find_block(PAGE), expected_block()))
+    PAGE.write_text(text.replace(old, new), encoding="utf-8")
 
 
 if __name__ == "__main__":
