@@ -136,7 +136,7 @@ class CheckedWeights:
 
 
 def _can_have_copy(weight: Tensor) -> bool:
-    if weight.dtype is not torch.float32 or weight.is_inference():
+    if weight.dtype is not torch.float32 or weight.is_inference() or weight._is_view():  # views do not outlive a call
         return False
     return weight.dim() == 2 and weight.is_cpu and weight.is_contiguous() and weight.numel() > 0
 

@@ -1,8 +1,9 @@
-"""A stack of Llama decoder layers in compiled code: one call per forward over the nodes of trees (few_rows.c).
+"""A stack of decoder layers in compiled code: one call per forward over the nodes of trees (few_rows.c).
 
-Embedding, decoder layers, final norm and LM head of few rows in float32, on the memory of weights and KV cache.
-Every number of a node depends on its own token, position and ancestors alone, bit for bit: not on the other nodes of
-the tree or of the batch, and not on where in the tree, or already committed, the ancestors are. So scoring a tree and
+Embedding, decoder layers, final norm and LM head of few rows, on the memory of weights and KV cache, which are
+float32, bfloat16 or float16. In half precision numbers are rounded where the modules of transformers round them. Every
+number of a node depends on its own token, position and ancestors alone, bit for bit: not on the other nodes of the
+tree or of the batch, and not on where in the tree, or already committed, the ancestors are. So scoring a tree and
 decoding its path token by token give the same logits. Independent of transformers.
 """
 
@@ -24,19 +25,20 @@ from mmspec.cpu.layers import (
     LayerStruct,
     LayerWeights,
     WeightAddresses,
+    decoder_struct,
     new_floats,
     set_cache,
     set_layer,
 )
-from mmspec.cpu.native import FewRowsKernel, is_plain
-from mmspec.cpu.weights import Weight, weight_struct
+from mmspec.cpu.native import FewRowsKernel
+from mmspec.cpu.weights import FLOAT_TYPES, Weight, is_plain, weight_struct
 
 MAX_DECODER_ROWS = 128
 """Rows times nodes of a forward. Beyond, arithmetic is the limit, and the products of torch are as fast."""
 MIN_ANGLES, MAX_ANGLES = 1024, 1 << 20
 """Positions that the first rotary table has, and those that one may need; it is enlarged when they do not suffice."""
 RotaryFn = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""[P] int64 positions -> (cos, sin), each [P, head_dim] float32."""
+"""[P] int64 positions -> (cos, sin), each [P, numbers of a head that are rotated] float32."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ class NativeDecoder:
         shape: DecoderShape,
         layers: Sequence[LayerWeights],
         ends: DecoderEnds,
-        rotary: RotaryFn,
+        rotary: RotaryFn | Sequence[RotaryFn],
         copies: WeightCopies | None = None,
     ) -> None:
         """
@@ -104,30 +106,34 @@ class NativeDecoder:
             shape: sizes, to which all weights must correspond.
             layers: weights of the layers.
             ends: embeddings, final norm and LM head.
-            rotary: rotary angles of positions. Each must depend on its position alone.
+            rotary: rotary angles of positions, for all layers or for each. Each must depend on its position alone.
             copies: bfloat16 copies of float32 weights, for calls in which nothing changes the weights; None for none.
 
         Raises:
-            ValueError: a weight is not contiguous float32 on the CPU, or of another shape.
+            ValueError: a weight is not contiguous on the CPU, of another type than the embeddings, of a type that has
+                no kernel, or of another shape.
         """
         self._kernel = kernel
         self.shape = shape
-        self._rotary = rotary
-        self._cos = self._sin = self._scratch = new_floats(0)
+        self.dtype = ends.embeddings.dtype
+        if self.dtype not in FLOAT_TYPES:
+            raise ValueError(f"embeddings must be float32, bfloat16 or float16; got {self.dtype}")
+        self._rotaries = [rotary] * len(layers) if callable(rotary) else list(rotary)
+        self._angles: dict[RotaryFn, tuple[Tensor, Tensor]] = {}
+        self._num_angles = 0
+        self._scratch = new_floats(0)
         self._layers = (LayerStruct * len(layers))()
         self._layer_weights, self._lm_head, self._copies = list(layers), ends.lm_head, copies
-        self._weights = WeightAddresses()
+        self._weights = WeightAddresses(self.dtype, shape.norm_offset)
         for index, weights in enumerate(layers):
             set_layer(self._layers[index], weights, shape, self._weights, f"of layer {index}")
+            self._layers[index].window = shape.windows[index] if shape.windows else 0
         add, add_matrix = self._weights.add, self._weights.add_matrix
         rows, vocab = len(ends.embeddings), ends.lm_head.shape[0]
-        self._decoder = DecoderStruct(
+        self._decoder = decoder_struct(
+            shape,
+            type=FLOAT_TYPES[self.dtype],
             num_layers=len(layers),
-            hidden_size=shape.hidden_size,
-            intermediate_size=shape.intermediate_size,
-            num_heads=shape.num_heads,
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
             vocab_size=vocab,
             num_embeddings=rows,
             layers=ctypes.addressof(self._layers),
@@ -135,9 +141,9 @@ class NativeDecoder:
             final_norm=add("final_norm", ends.final_norm, (shape.hidden_size,)),
             lm_head=add_matrix("lm_head", ends.lm_head, (vocab, shape.hidden_size)),
             lm_head_bias=add("lm_head_bias", ends.lm_head_bias, (vocab,)),
-            eps=shape.eps,
-            scaling=shape.scaling,
         )
+        self._vectors = self._weights.vectors()
+        self._decoder.vectors, self._decoder.num_vectors = ctypes.addressof(self._vectors), len(self._vectors)
         self._checked = self._check_copies()
 
     def forward(
@@ -151,8 +157,9 @@ class NativeDecoder:
                 output of layer i - 1, and the last one the output of the final norm.
 
         Returns:
-            Logits [B, N, V] and {index: [B, N, D]}; None, and nothing is written, if the forward is not for this
-            kernel: too many rows or positions, weights or caches in other memory, an id without an embedding.
+            Logits [B, N, V] and {index: [B, N, D]} of the type of the weights; None, and nothing is written, if the
+            forward is not for this kernel: too many rows or positions, weights or caches in other memory, an id
+            without an embedding.
         """
         batch, nodes = inputs.tokens.shape
         if batch * nodes > MAX_DECODER_ROWS or not self._weights.are_valid():
@@ -167,7 +174,7 @@ class NativeDecoder:
         tokens, depths = inputs.tokens.contiguous(), inputs.depths.contiguous()
         ancestors = inputs.ancestor_mask.contiguous()
         padding = None if inputs.padding is None else inputs.padding.contiguous()
-        logits = new_floats(batch, nodes, decoder.vocab_size)
+        logits = torch.empty(batch, nodes, decoder.vocab_size, dtype=self.dtype, device="cpu")
         hidden_states = self._set_hidden_states(hidden_state_indices, batch, nodes)
         lengths = (ctypes.c_int64 * batch)(*inputs.lengths)
         position_base = (ctypes.c_int64 * batch)(*inputs.position_base)
@@ -189,12 +196,13 @@ class NativeDecoder:
             return None
         if self._checked is not None:
             self._checked.after_forward()
-        return logits, hidden_states
+        return logits, {index: state.to(self.dtype) for index, state in hidden_states.items()}
 
     def restrict(self, layers: Sequence[int]) -> NativeDecoder:
         """A decoder of these layers only, on the same weights; its caches are those of these layers."""
         twin = copy.copy(self)
         twin._layers = (LayerStruct * len(layers))(*(self._layers[index] for index in layers))
+        twin._rotaries, twin._angles, twin._num_angles = [self._rotaries[index] for index in layers], {}, 0
         twin._decoder = DecoderStruct.from_buffer_copy(self._decoder)
         twin._decoder.num_layers = len(layers)
         twin._decoder.layers = ctypes.addressof(twin._layers)
@@ -219,17 +227,21 @@ class NativeDecoder:
         if len(caches) != len(self._layers):
             return False
         layers = zip(self._layers, caches, strict=True)
-        return all(set_cache(layer, cache, self.shape, batch, kv_len) for layer, cache in layers)
+        return all(set_cache(layer, cache, self.shape, batch, kv_len, self.dtype) for layer, cache in layers)
 
     def _set_angles(self, num_positions: int) -> None:
-        """Let the rotary table cover positions 0 to `num_positions` - 1."""
-        if len(self._cos) < num_positions:
-            count = max(MIN_ANGLES, num_positions + num_positions // 2)
-            cos, sin = self._rotary(torch.arange(count, device="cpu"))
-            if not all(is_plain(part) and part.shape == (count, self.shape.head_dim) for part in (cos, sin)):
-                raise ValueError(f"rotary must return two float32 tensors [P, {self.shape.head_dim}]")
-            self._cos, self._sin = cos, sin
-            self._decoder.cos, self._decoder.sin, self._decoder.num_angles = cos.data_ptr(), sin.data_ptr(), count
+        """Let the rotary tables cover positions 0 to `num_positions` - 1."""
+        if self._num_angles >= num_positions:
+            return
+        count = max(MIN_ANGLES, num_positions + num_positions // 2)
+        angles = {rotary: rotary(torch.arange(count, device="cpu")) for rotary in self._rotaries}
+        shape = (count, self.shape.rotated)
+        if not all(is_plain(part) and part.shape == shape for pair in angles.values() for part in pair):
+            raise ValueError(f"rotary must return two float32 tensors [P, {self.shape.rotated}]")
+        self._angles, self._num_angles, self._decoder.num_angles = angles, count, count
+        for layer, rotary in zip(self._layers, self._rotaries, strict=True):
+            cos, sin = angles[rotary]
+            layer.cos, layer.sin = cos.data_ptr(), sin.data_ptr()
 
     def _set_hidden_states(self, indices: Sequence[int], batch: int, nodes: int) -> dict[int, Tensor]:
         """Allocate {index: [B, N, D]} and let the forward fill it."""

@@ -1,4 +1,17 @@
-/* A stack of decoder layers as in Llama, and one forward of it over the nodes of a tree in every row. */
+/* A stack of decoder layers, described by its traits, and one forward of it over the nodes of a tree in every row.
+
+   With weights of 16 bits every number that the modules of transformers round to 16 bits is rounded here too: the outputs
+   of products, norms, rotations, attention, activations and sums. Between them all is float32. */
+
+enum { SILU, GELU_TANH }; /* `GATE_ACTIVATIONS` of layers.py */
+
+/* A vector of weights that is read as float32 numbers plus an offset: it is copied at the start of each forward. */
+typedef struct {
+  const void *from; /* [n] of the decoder's type */
+  float *to;
+  int64_t n;
+  double offset;
+} vector;
 
 /* Weights of one layer, [out, in]; NULL where there is none (`gate`: no feed-forward). All of q, k and v are quantised or
    none is, and so with gate and up. */
@@ -12,9 +25,12 @@ typedef struct {
   const float *gate_bias, *up_bias;
   weights down;
   const float *down_bias;
-  float *keys, *values; /* [batch, num_kv_heads, capacity, head_dim]; the nodes are written behind each row's length */
-  float *hidden;        /* [batch * nodes, hidden_size] output of the layer, or NULL */
+  const float *attention_out_norm, *mlp_out_norm; /* of what the two parts add to the residual; NULL for none */
+  void *keys, *values; /* [batch, num_kv_heads, capacity, head_dim]; the nodes are written behind each row's length */
+  const float *cos, *sin; /* [P, rotary_size] of this layer; NULL: those of the decoder */
+  float *hidden;          /* [batch * nodes, hidden_size] output of the layer, or NULL */
   int64_t capacity;
+  int64_t window; /* positions that a node sees, its own included; 0 for all */
 } decoder_layer;
 
 /* Node n of row b has index r = b * nodes + n. */
@@ -26,12 +42,20 @@ typedef struct {
   int64_t max_position;    /* largest cache position with a rotary position of its own; the following share it */
   int64_t num_angles;      /* P */
   int64_t padding_length;  /* columns of `padding` */
+  int64_t type;            /* float type of weights, keys, values and logits, to which numbers are rounded */
+  int64_t rotary_size;     /* first numbers of a head that are rotated */
+  int64_t is_interleaved;  /* whether number 2 i is rotated with 2 i + 1, else i with i + rotary_size / 2 */
+  int64_t activation;
+  int64_t rounds_twice;    /* whether norms round before they multiply by the weight, and after */
+  int64_t is_eager;        /* whether scores and normalised weights of attention are rounded, as its eager kernel does */
+  int64_t num_vectors;
+  const vector *vectors;
   const decoder_layer *layers;
   weights embeddings; /* [num_embeddings, hidden_size], of a float type */
   const float *final_norm;
   weights lm_head;
   const float *lm_head_bias;
-  const float *cos, *sin;          /* [P, head_dim] */
+  const float *cos, *sin;          /* [P, rotary_size] */
   const int64_t *tokens, *depths;  /* [batch, nodes] */
   const int64_t *lengths;          /* [batch] committed positions */
   const int64_t *position_base;    /* [batch] rotary position of cache position 0, if all positions were text */
@@ -39,9 +63,10 @@ typedef struct {
   const uint8_t *padding;          /* [batch, padding_length]: 0 at committed positions that are masked; or NULL */
   float *embedded;                 /* [batch * nodes, hidden_size] input of the first layer, or NULL */
   float *normed;                   /* [batch * nodes, hidden_size] output of the final norm, or NULL */
-  float *logits;                   /* [batch * nodes, vocab_size] */
+  void *logits;                    /* [batch * nodes, vocab_size] of `type` */
   float *scratch;
   float eps, scaling; /* of all norms; of the scores */
+  float embed_scale, attention_softcap; /* factor of embeddings; limit of scores, 0 for none */
 } decoder;
 
 /* What the threads of one forward share. */
@@ -50,13 +75,15 @@ typedef struct {
   barrier_fn barrier;
   int has_team;
   int64_t ticket;     /* threads that have started */
-  int64_t *next;      /* 5 * num_layers + 1: in each phase, the work that is taken */
+  int64_t *next;      /* LAYER_PHASES * num_layers + 1: in each phase, the work that is taken */
   int64_t *positions; /* [R] */
   const float *attention_inputs; /* [R, 2 D] of the attention, normalised (EAGLE-3); NULL: x, which the layer normalises */
   float *x, *qkv, *attended, *activated, *own;
+  float *branch; /* [R, D] what a part adds to the residual, before its norm */
 } decoding;
 
-#define QUERIES 4 /* rows of queries that attend together */
+#define QUERIES 4      /* rows of queries that attend together */
+#define LAYER_PHASES 7 /* of a layer; the last two for norms of what is added */
 #define MAX_LANES 16
 
 static inline int64_t align16(int64_t n) { return (n + 15) / 16 * 16; }
@@ -65,7 +92,7 @@ static inline int64_t qkv_width(const decoder *d) { return (d->num_heads + 2 * d
 /* Numbers of the arrays of `decoding` that are in the scratch, int64 counted twice. */
 static int64_t shared_floats(const decoder *d) {
   const int64_t R = d->batch * d->nodes;
-  return align16(2 * (5 * d->num_layers + 1)) + align16(2 * R) + align16(R * d->hidden_size) +
+  return align16(2 * (LAYER_PHASES * d->num_layers + 1)) + align16(2 * R) + 2 * align16(R * d->hidden_size) +
          align16(R * qkv_width(d)) + align16(R * d->num_heads * d->head_dim) + align16(R * d->intermediate_size);
 }
 
@@ -74,10 +101,18 @@ static inline int64_t widest_row(const decoder *d) {
   return max64(max64(2 * d->hidden_size, d->intermediate_size), d->num_heads * d->head_dim);
 }
 
-/* Numbers that one thread needs: packed rows, scores of QUERIES rows, and those rows. */
+/* Where a thread's arrays are in its scratch: packed rows, scores of QUERIES rows, those rows, normalised rows. */
+static inline int64_t scores_at(const decoder *d) {
+  return align16(d->batch * d->nodes * (widest_row(d) + MAX_LANES));
+}
+static inline int64_t queries_at(const decoder *d) { return scores_at(d) + align16(QUERIES * (d->max_keys + 4)); }
+static inline int64_t normed_at(const decoder *d) {
+  return queries_at(d) + align16(QUERIES * (d->head_dim + MAX_LANES));
+}
+
+/* Numbers that one thread needs. */
 static int64_t thread_floats(const decoder *d) {
-  return align16(d->batch * d->nodes * (widest_row(d) + MAX_LANES)) + align16(QUERIES * (d->max_keys + 4)) +
-         align16(QUERIES * (d->head_dim + MAX_LANES));
+  return normed_at(d) + (d->type == FLOAT32 ? 0 : align16(d->batch * d->nodes * d->hidden_size));
 }
 
 /* Bytes of the weights of the first layer. */
@@ -94,25 +129,31 @@ static float *take_floats(float **scratch, int64_t n) {
   return taken;
 }
 
-/* Divide the scratch, look up the embeddings; 0 if a token or a position is out of range. */
-static int begin_decoding(decoding *s) {
+/* Divide the scratch, copy vectors, look up the embeddings; 0 if a token or a position is out of range. */
+__attribute__((target("avx2,fma,f16c"))) static int begin_decoding(decoding *s) {
   const decoder *d = s->d;
   const int64_t R = d->batch * d->nodes, D = d->hidden_size;
   float *scratch = d->scratch;
-  s->next = (int64_t *)take_floats(&scratch, 2 * (5 * d->num_layers + 1));
+  s->next = (int64_t *)take_floats(&scratch, 2 * (LAYER_PHASES * d->num_layers + 1));
   s->positions = (int64_t *)take_floats(&scratch, 2 * R);
   s->x = take_floats(&scratch, R * D);
+  s->branch = take_floats(&scratch, R * D);
   s->qkv = take_floats(&scratch, R * qkv_width(d));
   s->attended = take_floats(&scratch, R * d->num_heads * d->head_dim);
   s->activated = take_floats(&scratch, R * d->intermediate_size);
   s->own = scratch;
-  memset(s->next, 0, (size_t)(5 * d->num_layers + 1) * sizeof(int64_t));
+  memset(s->next, 0, (size_t)(LAYER_PHASES * d->num_layers + 1) * sizeof(int64_t));
   for (int64_t r = 0; r < R; r++) {
     const int64_t b = r / d->nodes, token = d->tokens[r];
     const int64_t position = d->position_base[b] + min64(d->lengths[b] + d->depths[r], d->max_position);
     if (token < 0 || token >= d->num_embeddings || position < 0 || position >= d->num_angles) return 0;
     s->positions[r] = position;
     widen_row(&d->embeddings, token, s->x + r * D);
+  }
+  for (int64_t i = 0; d->embed_scale != 1 && i < R * D; i++) s->x[i] = round1(s->x[i] * d->embed_scale, d->type);
+  for (const vector *v = d->vectors; v < d->vectors + d->num_vectors; v++) {
+    widen(v->from, d->type, v->n, v->to);
+    for (int64_t i = 0; v->offset && i < v->n; i++) v->to[i] += (float)v->offset;
   }
   if (d->embedded) memcpy(d->embedded, s->x, (size_t)(R * D) * sizeof(float));
   return 1;

@@ -26,14 +26,15 @@ from mmspec.cpu.draft_types import (
 )
 from mmspec.cpu.layers import (
     DecoderShape,
-    DecoderStruct,
     LayerStruct,
     WeightAddresses,
+    decoder_struct,
     new_floats,
     set_cache,
     set_layer,
 )
-from mmspec.cpu.native import FewRowsKernel, is_plain
+from mmspec.cpu.native import FewRowsKernel
+from mmspec.cpu.weights import is_plain
 from mmspec.engine.tree import DraftTree
 
 
@@ -67,13 +68,9 @@ class NativeHead:
         for source in weights.sources:
             add("a source", source, tuple(source.shape))
         self._draft = DraftStruct(
-            d=DecoderStruct(
+            d=decoder_struct(
+                shape,
                 num_layers=len(weights.layers),
-                hidden_size=size,
-                intermediate_size=shape.intermediate_size,
-                num_heads=shape.num_heads,
-                num_kv_heads=shape.num_kv_heads,
-                head_dim=shape.head_dim,
                 vocab_size=vocab,
                 num_embeddings=rows,
                 layers=ctypes.addressof(self._layers),
@@ -81,8 +78,6 @@ class NativeHead:
                 final_norm=add("final_norm", weights.final_norm, (size,)),
                 lm_head=add_matrix("lm_head", weights.lm_head, (vocab, size)),
                 lm_head_bias=add("lm_head_bias", weights.lm_head_bias, (vocab,)),
-                eps=shape.eps,
-                scaling=shape.scaling,
             ),
             fuse_bias=add("fuse_bias", weights.fuse_bias, (size,)),
             hidden_norm=add("hidden_norm", weights.hidden_norm, (size,)),

@@ -11,6 +11,29 @@ INLINE VEC NAME(load_part)(const float *p, int64_t n) {
 
 INLINE VEC NAME(load_some)(const float *p, int64_t n) { return n < LANES ? NAME(load_part)(p, n) : LOAD(p); }
 
+/* The first n numbers, at most LANES. */
+INLINE void NAME(store_some)(float *p, VEC v, int64_t n) {
+  if (n < LANES)
+    memcpy(p, &v, (size_t)n * sizeof(float));
+  else
+    STORE(p, v);
+}
+
+/* Numbers rounded to a float type, as by `round4`. */
+INLINE VEC NAME(round)(VEC x, int64_t type) {
+  if (type == FLOAT32) return x;
+#if LANES == 16
+  if (type == FLOAT16) return _mm512_cvtph_ps(_mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+  const __m512i bits = _mm512_castps_si512(x), odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  const __m512i up = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+  const VEC rounded = _mm512_castsi512_ps(_mm512_and_si512(up, _mm512_set1_epi32((int)0xffff0000u)));
+  return _mm512_mask_mov_ps(rounded, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), SET1(NAN));
+#else
+  const __m128 low = round4(_mm256_castps256_ps128(x), type), high = round4(_mm256_extractf128_ps(x, 1), type);
+  return _mm256_insertf128_ps(_mm256_castps128_ps256(low), high, 1);
+#endif
+}
+
 /* The sums of the lanes of four vectors. */
 INLINE __m128 NAME(sum4)(const VEC *v) {
   const __m256 s = _mm256_hadd_ps(_mm256_hadd_ps(HALVES(v[0]), HALVES(v[1])), _mm256_hadd_ps(HALVES(v[2]), HALVES(v[3])));

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mmspec.cpu.native import is_plain
-from mmspec.cpu.weights import QuantisedWeight, Weight, WeightStruct, weight_struct
+from mmspec.cpu.weights import QuantisedWeight, Weight, WeightStruct, is_plain, weight_struct
+
+GATE_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
+"""{name: its number in decoder_types.h}"""
 
 
 @dataclass(frozen=True)
 class DecoderShape:
-    """Sizes and constants of a decoder.
+    """Sizes, constants and traits of a decoder.
 
     Attributes:
         hidden_size: D.
@@ -25,6 +28,15 @@ class DecoderShape:
         eps: of every RMSNorm.
         scaling: factor of the attention scores.
         attention_input_size: columns of q, k and v; 0 for `hidden_size`.
+        activation: of the feed-forward, a key of `GATE_ACTIVATIONS`.
+        norm_offset: added to the weights of norms: 1 in Gemma.
+        rounds_twice: in half precision norms round before they multiply by the weight, and after.
+        embed_scale: factor of the embeddings.
+        attention_softcap: limit of the scores by tanh; 0 for none.
+        eager_attention: in half precision scores and normalised weights of attention are rounded.
+        rotary_size: first numbers of a head that are rotated; 0 for all.
+        interleaved: neighbours are rotated with each other, not halves.
+        windows: positions that each layer's nodes see, their own included, 0 for all; () if all layers see all.
     """
 
     hidden_size: int
@@ -35,14 +47,29 @@ class DecoderShape:
     eps: float
     scaling: float
     attention_input_size: int = 0
+    activation: str = "silu"
+    norm_offset: float = 0.0
+    rounds_twice: bool = True
+    embed_scale: float = 1.0
+    attention_softcap: float = 0.0
+    eager_attention: bool = False
+    rotary_size: int = 0
+    interleaved: bool = False
+    windows: tuple[int, ...] = ()
+
+    @property
+    def rotated(self) -> int:
+        """Numbers of a head that are rotated."""
+        return self.rotary_size or self.head_dim
 
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """Weights of a decoder layer, contiguous float32 on the CPU, [out, in] each; norms and biases are vectors.
+    """Weights of a decoder layer, contiguous on the CPU, of the decoder's type; norms and biases are vectors.
 
-    The order of the attributes is that of `decoder_layer` in decoder_types.h. Of q, k and v all are quantised or none
-    is, and so with gate and up.
+    Matrices are [out, in]. The order of the attributes is that of `decoder_layer` in decoder_types.h. Of q, k and v all
+    are quantised or none is, and so with gate and up. `attention_out_norm` and `mlp_out_norm` normalise what the parts
+    of the layer add to the residual.
     """
 
     input_norm: Tensor | None
@@ -63,6 +90,8 @@ class LayerWeights:
     up_bias: Tensor | None
     down: Weight | None
     down_bias: Tensor | None
+    attention_out_norm: Tensor | None = None
+    mlp_out_norm: Tensor | None = None
 
 
 LAYER_MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
@@ -87,6 +116,7 @@ _SIZES = (
         "num_angles",
         "padding_length",
     ),
+    *("type", "rotary_size", "is_interleaved", "activation", "rounds_twice", "is_eager", "num_vectors"),
 )
 _INPUTS = (
     *("cos", "sin", "tokens", "depths", "lengths", "position_base", "ancestors", "padding"),
@@ -104,8 +134,9 @@ class LayerStruct(ctypes.Structure):
 
     _fields_ = [
         *weight_fields(*(field.name for field in fields(LayerWeights))),
-        *((name, ctypes.c_void_p) for name in ("keys", "values", "hidden")),
+        *((name, ctypes.c_void_p) for name in ("keys", "values", "cos", "sin", "hidden")),
         ("capacity", ctypes.c_int64),
+        ("window", ctypes.c_int64),
     ]
 
 
@@ -114,42 +145,95 @@ class DecoderStruct(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in _SIZES),
+        ("vectors", ctypes.c_void_p),
         ("layers", ctypes.c_void_p),
         *weight_fields("embeddings", "final_norm", "lm_head", "lm_head_bias"),
         *((name, ctypes.c_void_p) for name in _INPUTS),
-        ("eps", ctypes.c_float),
-        ("scaling", ctypes.c_float),
+        *((name, ctypes.c_float) for name in ("eps", "scaling", "embed_scale", "attention_softcap")),
     ]
 
 
-class WeightAddresses:
-    """Addresses of weights, and whether they are still true."""
+class VectorStruct(ctypes.Structure):
+    """`vector` of decoder_types.h."""
 
-    def __init__(self) -> None:
+    _fields_ = [
+        ("from_", ctypes.c_void_p),
+        ("to", ctypes.c_void_p),
+        ("n", ctypes.c_int64),
+        ("offset", ctypes.c_double),
+    ]
+
+
+def decoder_struct(shape: DecoderShape, **fields: Any) -> DecoderStruct:
+    """The struct with what a shape says of it, and other fields."""
+    return DecoderStruct(
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        rotary_size=shape.rotated,
+        is_interleaved=shape.interleaved,
+        activation=GATE_ACTIVATIONS[shape.activation],
+        rounds_twice=shape.rounds_twice,
+        is_eager=shape.eager_attention,
+        eps=shape.eps,
+        scaling=shape.scaling,
+        embed_scale=shape.embed_scale,
+        attention_softcap=shape.attention_softcap,
+        **fields,
+    )
+
+
+class WeightAddresses:
+    """Addresses of weights, and whether they are still true.
+
+    Vectors that the kernel cannot read where they lie, since they have another type or need an offset, have copies that
+    it makes at the start of each forward (`vectors`).
+    """
+
+    def __init__(self, dtype: torch.dtype = torch.float32, norm_offset: float = 0.0) -> None:
+        """
+        Args:
+            dtype: of all weights but quantised ones.
+            norm_offset: added to vectors whose name ends with "norm".
+        """
+        self.dtype = dtype
+        self._norm_offset = norm_offset
         self._weights: list[Tensor] = []
         self._pointers: list[int] = []
+        self._copies: list[tuple[Tensor, Tensor, float]] = []
 
     def add(self, name: str, tensor: Tensor | None, shape: tuple[int, ...]) -> int | None:
         """Address of a vector, or of a table of float32; None for None.
 
         Raises:
-            ValueError: it is not contiguous float32 of this shape on the CPU.
+            ValueError: it is not contiguous, of the type and of this shape on the CPU.
         """
         if tensor is None:
             return None
-        if not is_plain(tensor) or tensor.shape != shape:
-            raise ValueError(
-                f"{name} must be contiguous float32 of shape {list(shape)} on the CPU; got {list(tensor.shape)} of "
-                f"{tensor.dtype} on {tensor.device}"
-            )
+        self._check(name, tensor, shape)
         self._add(tensor)
-        return tensor.data_ptr()
+        offset = self._norm_offset if name.partition(" ")[0].endswith("norm") else 0.0
+        if self.dtype is torch.float32 and not offset:
+            return tensor.data_ptr()
+        copy = new_floats(*shape)
+        self._copies.append((tensor, copy, offset))
+        return copy.data_ptr()
+
+    def vectors(self) -> ctypes.Array[VectorStruct]:
+        """What `decoder.vectors` points to; must outlive its use."""
+        rows = [
+            VectorStruct(one.data_ptr(), copy.data_ptr(), one.numel(), offset) for one, copy, offset in self._copies
+        ]
+        return (VectorStruct * len(rows))(*rows)
 
     def add_matrix(self, name: str, weight: Weight | None, shape: tuple[int, ...]) -> WeightStruct:
         """The struct of a matrix; an empty one for None.
 
         Raises:
-            ValueError: it is neither contiguous float32 of this shape on the CPU nor a quantised weight of this shape.
+            ValueError: it is neither contiguous, of the type and of this shape on the CPU, nor a quantised weight of
+                this shape.
         """
         if weight is None:
             return WeightStruct()
@@ -159,7 +243,8 @@ class WeightAddresses:
             self._add(weight.data)
             self._add(weight.scales)
         else:
-            self.add(name, weight, shape)
+            self._check(name, weight, shape)
+            self._add(weight)
         return weight_struct(weight)
 
     def set(
@@ -176,6 +261,14 @@ class WeightAddresses:
     def are_valid(self) -> bool:
         """Whether every weight is where it was (`weight.data = ...` moves it)."""
         return self._pointers == [weight.data_ptr() for weight in self._weights]
+
+    def _check(self, name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+        if not is_plain(tensor, self.dtype) or tensor.shape != shape:
+            kind = str(self.dtype).removeprefix("torch.")
+            raise ValueError(
+                f"{name} must be contiguous {kind} of shape {list(shape)} on the CPU; got "
+                f"{list(tensor.shape)} of {tensor.dtype} on {tensor.device}"
+            )
 
     def _add(self, tensor: Tensor) -> None:
         self._weights.append(tensor)
@@ -197,11 +290,18 @@ def set_layer(
         addresses.set(struct, name, tensor, _shape_of(name, shape), f"{name} {where}")
 
 
-def set_cache(struct: LayerStruct, cache: Tensor, shape: DecoderShape, batch: int, kv_len: int) -> bool:
+def set_cache(
+    struct: LayerStruct,
+    cache: Tensor,
+    shape: DecoderShape,
+    batch: int,
+    kv_len: int,
+    dtype: torch.dtype = torch.float32,
+) -> bool:
     """Set the addresses of keys and values; False if the cache is not [2, batch, num_kv_heads, kv_len or more, d]."""
     capacity = cache.shape[3]
     expected = 2, batch, shape.num_kv_heads, capacity, shape.head_dim
-    if cache.shape != expected or capacity < kv_len or not is_plain(cache):
+    if cache.shape != expected or capacity < kv_len or not is_plain(cache, dtype):
         return False
     struct.capacity = capacity
     struct.keys = cache.data_ptr()
@@ -224,19 +324,22 @@ def _shape_of(name: str, shape: DecoderShape) -> tuple[int, ...]:
         "o": (hidden, width),
         **dict.fromkeys(("gate", "up"), (shape.intermediate_size, hidden)),
         "down": (hidden, shape.intermediate_size),
-        **dict.fromkeys(("input_norm", "post_norm"), (hidden,)),
+        **dict.fromkeys(("input_norm", "post_norm", "attention_out_norm", "mlp_out_norm"), (hidden,)),
         **dict.fromkeys(("q_norm", "k_norm"), (size,)),
     }
     return sizes[name] if name in sizes else sizes[name.removesuffix("_bias")][:1]
 
 
 __all__ = [
+    "GATE_ACTIVATIONS",
     "LAYER_MATRICES",
     "DecoderShape",
     "DecoderStruct",
     "LayerStruct",
     "LayerWeights",
+    "VectorStruct",
     "WeightAddresses",
+    "decoder_struct",
     "new_floats",
     "set_cache",
     "set_layer",

@@ -25,7 +25,9 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import Tensor
 
-from mmspec.cpu.weights import FLOAT_TYPES, QuantisedWeight, Weight, is_block, weight_struct
+from mmspec.cpu.draft_types import DraftStruct
+from mmspec.cpu.layers import DecoderStruct, LayerStruct
+from mmspec.cpu.weights import FLOAT_TYPES, QuantisedWeight, Weight, WeightStruct, is_block, weight_struct
 from mmspec.files import CACHE_VARIABLE, atomic_write, cache_folder, make_private_folder
 
 logger = logging.getLogger("mmspec")
@@ -42,6 +44,8 @@ COMPILERS = ("cc", "gcc", "clang")
 FLAGS = ("-O2", "-std=gnu11", "-fno-math-errno", "-fPIC", "-shared", "-fvisibility=hidden")
 LINKED = ("-lm",)
 BUILD_TIMEOUT_S = 240.0
+STRUCTS = (DecoderStruct, LayerStruct, DraftStruct, WeightStruct)
+"""In the order of `few_rows_struct_bytes`."""
 DIGEST_BYTES = hashlib.sha256().digest_size
 _BUILD_LOCK = threading.Lock()
 
@@ -74,6 +78,7 @@ class FewRowsKernel:
 
         Raises:
             KernelUnavailableError: the processor has neither instruction set, or torch's OpenMP runtime is not found.
+            KernelUnavailableError: also if its structs have other sizes than ours.
             AttributeError: the library has no such functions.
         """
         self.library = library
@@ -81,6 +86,7 @@ class FewRowsKernel:
         self.level = best if level is None else level
         if not 1 <= self.level <= best:
             raise KernelUnavailableError(f"the processor has level {best}, needed is {max(1, self.level)}")
+        _check_structs(library)
         self._parallel, self._barrier = _openmp_entries()
         self._linear = library.few_rows_linear
         pointer, size = ctypes.c_void_p, ctypes.c_int64
@@ -179,11 +185,6 @@ class FewRowsKernel:
     def draft_tree(self, draft: int, num_threads: int) -> None:
         """Grow the trees of `mmspec.cpu.draft`."""
         self._draft_tree(draft, self.level, num_threads, self._parallel, self._barrier)
-
-
-def is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor is a contiguous block of float32 on the CPU."""
-    return tensor.dtype is torch.float32 and tensor.is_cpu and tensor.is_contiguous()
 
 
 @cache
@@ -294,6 +295,21 @@ def _openmp_entries() -> tuple[ctypes.c_void_p, ctypes.c_void_p]:
         raise KernelUnavailableError(f"the OpenMP runtime of torch: {error}") from None
 
 
+def _check_structs(library: ctypes.CDLL) -> None:
+    """Compare the sizes of the structs that both sides declare.
+
+    Raises:
+        KernelUnavailableError: one differs.
+    """
+    library.few_rows_struct_bytes.restype = ctypes.c_int64
+    for number, struct in enumerate(STRUCTS):
+        size = library.few_rows_struct_bytes(number)
+        if size != ctypes.sizeof(struct):
+            raise KernelUnavailableError(
+                f"{struct.__name__} has {ctypes.sizeof(struct)} bytes, its counterpart in the library {size}"
+            )
+
+
 def _check(kernel: FewRowsKernel) -> None:
     """Compare a product with torch's, so that a miscompiled library is never used."""
     numbers = torch.arange(37 * 100, dtype=torch.float32, device="cpu").mul_(0.37).sin_().view(37, 100)
@@ -304,4 +320,4 @@ def _check(kernel: FewRowsKernel) -> None:
         raise KernelUnavailableError("its result differs from torch's")
 
 
-__all__ = ["MAX_NATIVE_ROWS", "FewRowsKernel", "KernelUnavailableError", "is_plain", "load_kernel"]
+__all__ = ["MAX_NATIVE_ROWS", "FewRowsKernel", "KernelUnavailableError", "load_kernel"]

@@ -48,6 +48,25 @@ AVX2_INLINE __m128i narrow4(__m128 x, int64_t type) {
   return _mm_packus_epi32(high, high);
 }
 
+AVX2_INLINE float round1(float x, int64_t type) {
+  return type == FLOAT32 ? x : _mm_cvtss_f32(round4(_mm_set_ss(x), type));
+}
+
+/* n numbers that have a float type, in its bits. */
+__attribute__((target("avx2,fma,f16c"))) static void narrow(const float *from, int64_t type, int64_t n, void *to) {
+  uint16_t *const out = to;
+  if (type == FLOAT32) {
+    memcpy(to, from, (size_t)n * sizeof(float));
+    return;
+  }
+  for (int64_t i = 0; i < n; i += 4) {
+    float part[4] = {0};
+    memcpy(part, from + i, (size_t)(n - i < 4 ? n - i : 4) * sizeof(float));
+    const __m128i bits = narrow4(_mm_loadu_ps(part), type);
+    memcpy(out + i, &bits, (size_t)(n - i < 4 ? n - i : 4) * sizeof(uint16_t));
+  }
+}
+
 /* n numbers of a float type as float32. */
 __attribute__((target("avx2,fma,f16c"))) static void widen(const void *from, int64_t type, int64_t n, float *to) {
   const uint16_t *const narrow = from;

@@ -74,6 +74,11 @@ def is_block(tensor: Tensor) -> bool:
     return tensor.dtype in FLOAT_TYPES and tensor.is_cpu and tensor.is_contiguous()
 
 
+def is_plain(tensor: Tensor, dtype: torch.dtype = torch.float32) -> bool:
+    """Whether a tensor is a contiguous block of a type on the CPU."""
+    return tensor.dtype is dtype and tensor.is_cpu and tensor.is_contiguous()
+
+
 __all__ = [
     "FLOAT_TYPES",
     "GROUP",
@@ -83,5 +88,6 @@ __all__ = [
     "Weight",
     "WeightStruct",
     "is_block",
+    "is_plain",
     "weight_struct",
 ]

@@ -69,18 +69,21 @@ class NodeForward:
         template: inputs of the forward that are the same in every round.
     """
 
-    def __init__(self, adapter: ModelAdapter, template: Mapping[str, Any], model: Any = None) -> None:
+    def __init__(
+        self, adapter: ModelAdapter, template: Mapping[str, Any], model: Any = None, window: int | None = None
+    ) -> None:
         """
         Args:
             adapter: of the model.
             template: see the attributes.
             model: see the attributes; None for the adapter's.
+            window: of layers that have one; None for the model's.
         """
         self.adapter = adapter
         self.model = adapter.model if model is None else model
         self.template = dict(template)
         self._layer_types = adapter.layer_types
-        self._window = adapter.sliding_window
+        self._window = adapter.sliding_window if window is None else window
         self._has_one_mask = takes_one_mask(adapter)
 
     @property

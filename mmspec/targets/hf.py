@@ -34,7 +34,8 @@ from mmspec.targets.forward import CallTensors, NodeForward, run_forward, takes_
 from mmspec.targets.guard import ModelGuard
 from mmspec.targets.lanes import Lane
 from mmspec.targets.module_scan import ModuleScan
-from mmspec.targets.native import NativeRounds, RoundPositions, native_rounds
+from mmspec.targets.native import NativeRounds, native_rounds
+from mmspec.targets.native_check import NodeCall
 
 TOKEN_TYPE_INPUTS = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 """Model inputs with one value per token, which transformers extends with every new token."""
@@ -193,10 +194,11 @@ class HFTarget:
         """After the prefill: let `score` run in compiled code, if `native_rounds` finds the model and the call fit."""
         if self._lane is not None:
             return
-        positions = RoundPositions(self.prompt_length, self._prompt_last_position, self.max_new_tokens)
-        self.rounds = native_rounds(
-            kernel, self.adapter, modules, self.node_forward.template, positions, self._runs_user_code
-        )
+        media = torch.tensor(self.adapter.media_token_ids, device=self.input_ids.device)
+        has_media = bool(torch.isin(self.input_ids, media).any())
+        call = NodeCall(self.adapter, self.node_forward.template, self.call_tensors, self.buffer, has_media)
+        with self._mode():
+            self.rounds = native_rounds(kernel, call, modules, self._runs_user_code)
 
     def decoding(self) -> AbstractContextManager[Any]:
         """The context that transformers applies to its decoding steps; may switch kernels of expert layers."""
@@ -207,7 +209,7 @@ class HFTarget:
         """See `mmspec.interfaces.Target.score`."""
         tree = tree.to(self.device)
         self.buffer.begin_forward(tree.num_nodes)
-        scored = self.rounds and self.rounds.score(tree, self.buffer, self.call_tensors.padding, hidden_state_indices)
+        scored = self.rounds and self.rounds.score(tree, self.buffer, hidden_state_indices)
         if scored:
             return scored
         with self._mode():

@@ -38,7 +38,7 @@ def rounded_model() -> Model:
 
 def decoder_of(model: Model, kernel: FewRowsKernel, copies: WeightCopies | None) -> NativeDecoder:
     plain = model.decoder(kernel)
-    return NativeDecoder(kernel, model.shape, model.layers, model.ends, plain._rotary, copies)
+    return NativeDecoder(kernel, model.shape, model.layers, model.ends, plain._rotaries, copies)
 
 
 def logits(decoder: NativeDecoder, model: Model, seed: int = 1) -> Tensor:

@@ -28,7 +28,13 @@ SHAPES = {
     "grouped, wide heads": DecoderShape(64, 80, 6, 2, 64, 1e-6, 64**-0.5),
     "head of 80": DecoderShape(48, 1100, 2, 1, 80, 1e-6, 80**-0.5),
     "head of 24": DecoderShape(40, 64, 5, 5, 24, 1e-6, 24**-0.5),
-}
+    "as in Gemma": DecoderShape(
+        *(40, 64, 4, 2, 24, 1e-6, 0.2), activation="gelu_tanh", norm_offset=1.0, rounds_twice=False, embed_scale=6.5,
+        attention_softcap=2.0, windows=(3, 0),
+    ),
+    "as in GLM": DecoderShape(40, 64, 4, 2, 24, 1e-6, 0.2, rotary_size=12, interleaved=True, windows=(0, 9)),
+}  # fmt: skip
+TYPES = (torch.float32, torch.bfloat16, torch.float16)
 VOCAB = 45
 
 
@@ -41,9 +47,10 @@ def kernel(request: pytest.FixtureRequest) -> FewRowsKernel:
         pytest.skip(str(error))
 
 
-def angles(size: int, positions: Tensor) -> tuple[Tensor, Tensor]:
-    table = positions[:, None] * 0.3 ** torch.arange(size // 2)
-    return torch.cat((table, table), -1).cos(), torch.cat((table, table), -1).sin()
+def angles(shape: DecoderShape, positions: Tensor) -> tuple[Tensor, Tensor]:
+    table = positions[:, None] * 0.3 ** torch.arange(shape.rotated // 2)
+    both = table.repeat_interleave(2, -1) if shape.interleaved else torch.cat((table, table), -1)
+    return both.cos(), both.sin()
 
 
 @dataclass
@@ -56,32 +63,43 @@ class Model:
 
     def decoder(self, kernel: FewRowsKernel) -> NativeDecoder:
         return NativeDecoder(
-            kernel, self.shape, self.layers, self.ends, lambda positions: angles(self.shape.head_dim, positions)
+            kernel, self.shape, self.layers, self.ends, lambda positions: angles(self.shape, positions)
         )
 
     def reference(self, inputs: DecoderInputs) -> list[Tensor]:
         """Hidden states and logits in float64; one query at a time, from the cache and the nodes it attends to."""
         s, double = self.shape, lambda part: None if part is None else part.double()
         batch, nodes = inputs.tokens.shape
-        states = [self.ends.embeddings.double()[inputs.tokens]]
+        states = [self.ends.embeddings.double()[inputs.tokens] * s.embed_scale]
         lengths = torch.tensor(inputs.lengths)[:, None]
         positions = torch.tensor(inputs.position_base)[:, None] + (lengths + inputs.depths).clamp(
             max=inputs.max_position
         )
-        cos, sin = (part.double()[:, :, None] for part in angles(s.head_dim, positions.flatten()))
-        cos, sin = (part.view(batch, nodes, 1, s.head_dim) for part in (cos, sin))
+        cos, sin = (part.double()[:, :, None] for part in angles(s, positions.flatten()))
+        cos, sin = (part.view(batch, nodes, 1, s.rotated) for part in (cos, sin))
 
         def norm(x: Tensor, weight: Tensor | None) -> Tensor:
-            return x if weight is None else x * (x.square().mean(-1, keepdim=True) + s.eps).rsqrt() * weight.double()
+            if weight is None:
+                return x
+            return x * (x.square().mean(-1, keepdim=True) + s.eps).rsqrt() * (weight.double() + s.norm_offset)
 
         def rotate(x: Tensor) -> Tensor:
-            a, b = x.chunk(2, -1)
-            return x * cos + torch.cat((-b, a), -1) * sin
+            x, rest = x[..., : s.rotated], x[..., s.rotated :]
+            if s.interleaved:
+                turned = torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
+            else:
+                a, b = x.chunk(2, -1)
+                turned = torch.cat((-b, a), -1)
+            return torch.cat((x * cos + turned * sin, rest), -1)
 
         def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             return functional.linear(x, weight.double(), double(bias))
 
-        for w, cache in zip(self.layers, inputs.caches, strict=True):
+        def limited(scores: Tensor) -> Tensor:
+            cap = s.attention_softcap
+            return (scores / cap).tanh() * cap if cap else scores
+
+        for w, cache, window in zip(self.layers, inputs.caches, s.windows or [0] * len(self.layers), strict=True):
             x = norm(states[-1], w.input_norm)
             q, k, v = (
                 linear(x, weight, bias).view(batch, nodes, -1, s.head_dim)
@@ -94,16 +112,21 @@ class Model:
                 if inputs.padding is not None:
                     seen[: inputs.padding.shape[1]] &= inputs.padding[b, : inputs.lengths[b]]
                 for n in range(nodes):
+                    depth = inputs.depths[b, n]
+                    near = depth + inputs.lengths[b] - torch.arange(inputs.lengths[b]) < (window or 10**9)
+                    path = inputs.ancestor_mask[b, n] & (depth - inputs.depths[b] < (window or 10**9))
                     for h in range(s.num_heads):
                         g = h // (s.num_heads // s.num_kv_heads)
-                        old = cache[:, b, g, : inputs.lengths[b]].double()[:, seen]
-                        new = torch.stack((k[b, :, g], v[b, :, g]))[:, inputs.ancestor_mask[b, n]]
+                        old = cache[:, b, g, : inputs.lengths[b]].double()[:, seen & near]
+                        new = torch.stack((k[b, :, g], v[b, :, g]))[:, path]
                         keys, values = torch.cat((old, new), 1)
-                        attended[b, n, h] = ((keys @ q[b, n, h]) * s.scaling).softmax(-1) @ values
-            x = states[-1] + linear(attended.flatten(2), w.o, w.o_bias)
+                        attended[b, n, h] = limited((keys @ q[b, n, h]) * s.scaling).softmax(-1) @ values
+            x = states[-1] + norm(linear(attended.flatten(2), w.o, w.o_bias), w.attention_out_norm)
             y = norm(x, w.post_norm)
-            gated = functional.silu(linear(y, w.gate, w.gate_bias)) * linear(y, w.up, w.up_bias)
-            states.append(x + linear(gated, w.down, w.down_bias))
+            gate = linear(y, w.gate, w.gate_bias)
+            active = functional.silu(gate) if s.activation == "silu" else functional.gelu(gate, approximate="tanh")
+            added = linear(active * linear(y, w.up, w.up_bias), w.down, w.down_bias)
+            states.append(x + norm(added, w.mlp_out_norm))
         normed = norm(states[-1], self.ends.final_norm)
         return [*states[:-1], normed, linear(normed, self.ends.lm_head, self.ends.lm_head_bias)]
 
@@ -128,6 +151,7 @@ def make_model(shape: DecoderShape, num_layers: int = 2, extras: bool = False, s
             maybe(weight(wide)), maybe(weight(narrow)), maybe(weight(narrow)), maybe(norm(size)), maybe(norm(size)),
             weight(hidden, wide), maybe(weight(hidden)), norm(hidden), weight(inner, hidden), weight(inner, hidden),
             maybe(weight(inner)), maybe(weight(inner)), weight(hidden, inner), maybe(weight(hidden)),
+            maybe(norm(hidden)), maybe(norm(hidden)),
         )
         for _ in range(num_layers)
     ]  # fmt: skip
@@ -145,6 +169,17 @@ def quantised(model: Model, kernel: FewRowsKernel, bits: int, back: bool = False
     matrices = ("q", "k", "v", "o", "gate", "up", "down")
     layers = [replace(one, **{name: convert(getattr(one, name)) for name in matrices}) for one in model.layers]
     return replace(model, layers=layers, ends=replace(model.ends, lm_head=convert(model.ends.lm_head)))
+
+
+def in_type(model: Model, dtype: torch.dtype) -> Model:
+    """The model with all weights in a type."""
+
+    def convert(part: Any) -> Any:
+        return replace(
+            part, **{name: value if value is None else value.to(dtype) for name, value in vars(part).items()}
+        )
+
+    return replace(model, layers=[convert(one) for one in model.layers], ends=convert(model.ends))
 
 
 def make_inputs(
@@ -173,7 +208,7 @@ def make_inputs(
         position_base=[row % 2 for row in range(batch)],
         max_position=max(lengths) + 2,
         padding=padding if padded else None,
-        caches=[torch.randn(size, generator=rng) for _ in model.layers],
+        caches=[torch.randn(size, generator=rng).to(model.ends.embeddings.dtype) for _ in model.layers],
     )
 
 
@@ -221,15 +256,27 @@ def test_quantised_weights_give_nearly_the_logits_of_what_they_stand_for(kernel:
         assert (got - want).abs().max() <= 0.03 * want.abs().max(), bits
 
 
-@pytest.mark.parametrize("bits", [None, 8, 4])
-@pytest.mark.parametrize("name", ["odd sizes", "grouped, wide heads"])
+@pytest.mark.parametrize("eager", [False, True], ids=["sdpa", "eager"])
+@pytest.mark.parametrize("dtype", TYPES[1:], ids=str)
+@pytest.mark.parametrize("name", SHAPES)
+def test_forwards_in_half_precision_are_near_the_reference(
+    kernel: FewRowsKernel, name: str, dtype: torch.dtype, eager: bool
+) -> None:
+    model = in_type(make_model(replace(SHAPES[name], eager_attention=eager), extras=True), dtype)
+    inputs = make_inputs(model, [8, 5, 20], 6, padded=True)
+    for got, want in zip(run(model, kernel, inputs), model.reference(inputs), strict=True):
+        assert got.dtype is dtype
+        assert (got - want).abs().mean() <= 2 * torch.finfo(dtype).eps * want.abs().mean()
+
+
+@pytest.mark.parametrize("kind", [*TYPES, 8, 4], ids=str)
+@pytest.mark.parametrize("name", ["odd sizes", "grouped, wide heads", "as in Gemma", "as in GLM"])
 def test_a_tree_is_scored_as_if_its_path_were_decoded_token_by_token(
-    kernel: FewRowsKernel, name: str, bits: int | None
+    kernel: FewRowsKernel, name: str, kind: torch.dtype | int
 ) -> None:
     """Bit for bit, hidden states included, in a batch of trees as in a single row."""
     model = make_model(SHAPES[name], extras=True)
-    if bits is not None:
-        model = quantised(model, kernel, bits)
+    model = quantised(model, kernel, kind) if isinstance(kind, int) else in_type(model, kind)
     inputs = replace(make_inputs(model, [12, 9], 9), max_position=100)
     tree = [cache.clone() for cache in inputs.caches]
     scored = run(model, kernel, replace(inputs, caches=tree))
@@ -345,3 +392,9 @@ def test_weights_that_are_refused(change: str) -> None:
     mixed = replace(layer, k=quantise(kernel, layer.k, 8))
     with pytest.raises(ValueError, match="q, k, v of layer 0 must be quantised together"):
         replace(model, layers=[mixed]).decoder(kernel)
+
+
+def test_structs_of_other_sizes_are_found_when_the_library_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "STRUCTS", native.STRUCTS[1:])
+    with pytest.raises(native.KernelUnavailableError, match="LayerStruct has"):
+        FewRowsKernel(native._load_library())

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 import mmspec
-from mmspec.targets.selftest import HALF_MARGIN
+from mmspec.targets.agreement import HALF_MARGIN
 
 
 def assert_equal_up_to_near_ties(model: PreTrainedModel, num_requests: int = 6) -> int:

@@ -21,14 +21,19 @@ from transformers import PreTrainedModel
 
 import mmspec
 from mmspec.cpu.native import load_kernel
+from mmspec.targets import native_check
 from mmspec.targets.hf import HFTarget
 from mmspec.targets.module_scan import scan_modules
 from mmspec.targets.native import NativeRounds
 
 pytestmark = pytest.mark.skipif(load_kernel() is None, reason="no compiler or another processor")
-TEXT = ("llama", "mistral", "qwen3")
+TEXT = ("llama", "mistral", "qwen3", "gemma2", "gemma3_text")
 OUTPUTS: Kwargs = {"max_new_tokens": 16, "return_dict_in_generate": True, "output_logits": True}
-VISION = (*tiny.FAMILIES, "qwen2_vl", "internvl", "idefics3", "smolvlm", "mistral3", "vipllava")
+VISION = (
+    *(*tiny.FAMILIES, "qwen2_vl", "qwen3_vl", "internvl", "idefics2", "idefics3", "smolvlm", "mistral3", "vipllava"),
+    *("gemma3", "paligemma", "glm4v", "glm_ocr", "ovis2", "got_ocr2", "lighton_ocr", "perception_lm", "video_llama_3"),
+)
+HALVES = ("bfloat16", "float16")
 
 
 @pytest.fixture
@@ -80,6 +85,51 @@ def test_rounds_equal_those_of_the_model(family: str, forwards: list[bool]) -> N
     assert forwards == [True] * len(trees)
     for mine, want in zip(results[1], results[0], strict=True):
         assert (mine - want).abs().max() <= 1e-5 * want.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [("llava_next", {"window": 6}), ("qwen2_5_vl", {"window": 6, "mixed": True}), ("gemma3", {"attention": "eager"}),
+     ("gemma2", {"attention": "eager"}), ("llava", {"tied": True}), ("qwen3_vl", {"attention": "eager"})],
+)  # fmt: skip
+def test_windows_and_kinds_of_attention(family: str, changes: Kwargs, forwards: list[bool]) -> None:
+    """Whole calls, beyond the window and with padded rows: the logits and tokens of transformers."""
+    model = get_model(family, seed=16, **changes)
+    inputs = tiny.build_inputs(model, 5, 2, images=None if family in TEXT else [1, 1], padding="left")
+    plain = generate_plain(model, inputs, **OUTPUTS)
+    with speculate(model, "bush", plain.sequences):
+        mine = generate_plain(model, inputs, **OUTPUTS)
+    assert forwards and all(forwards) and torch.equal(mine.sequences, plain.sequences)
+    assert torch.allclose(torch.stack(mine.logits), torch.stack(plain.logits), atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("family", ["llama", "qwen3_vl", "gemma3", "smolvlm", "glm4v"])
+def test_in_half_precision_drafts_change_nothing(family: str, dtype: str, forwards: list[bool]) -> None:
+    """In compiled rounds the logits of a node are the same bits in any tree: whatever drafts, tokens and logits are."""
+    model = get_model(family, seed=17, dtype=dtype)
+    inputs = tiny.build_inputs(model, 5, 2, images=None if family in TEXT else [1, 1], padding="left")
+    plain = generate_plain(model, inputs, **OUTPUTS)
+    results = []
+    for drafter in ("none", "lookup", "bush", "oracle"):
+        with speculate(model, drafter, plain.sequences):
+            results.append(generate_plain(model, inputs, **OUTPUTS))
+    assert forwards and all(forwards)
+    for other in results:
+        assert torch.equal(other.sequences, results[0].sequences)
+        assert all(map(torch.equal, other.logits, results[0].logits))
+
+
+def test_eager_attention_in_half_precision_gives_the_bits_of_the_model(forwards: list[bool]) -> None:
+    """There all numbers are rounded where the modules of transformers round them, and few sums are long."""
+    model = get_model("gemma2", seed=18, dtype="bfloat16")
+    inputs = tiny.build_inputs(model, 5, 2)
+    plain = generate_plain(model, inputs, **OUTPUTS)
+    with speculate(model, "bush", plain.sequences):
+        mine = generate_plain(model, inputs, **OUTPUTS)
+    assert forwards and all(forwards)
+    assert torch.equal(mine.sequences, plain.sequences)
+    assert (torch.stack(mine.logits) == torch.stack(plain.logits)).float().mean() > 0.98
 
 
 @pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True}], ids=["greedy", "sampled"])
@@ -198,13 +248,68 @@ def _assert_is_native(target: HFTarget, is_native: bool) -> None:
 
 @pytest.mark.parametrize(
     ("family", "changes"),
-    [("llava", {"dtype": "float64"}), ("llava_next", {"window": 6}), ("qwen2_5_vl", {"window": 6, "mixed": True}),
-     ("gemma3", {}), ("granite", {}), ("qwen3_moe", {})],
+    [("llava", {"dtype": "float64"}), ("granite", {}), ("qwen3_moe", {}), ("gemma4", {}), ("olmo2", {}),
+     ("cohere2", {}), ("qwen3_vl_moe", {})],
 )  # fmt: skip
 def test_other_models_are_not_recognised(family: str, changes: Kwargs) -> None:
     model = get_model(family, **changes)
     inputs = tiny.build_inputs(model, 4, 1)
     inside(model, inputs, lambda target: (use_native(target), _assert_is_native(target, False)))
+
+
+@pytest.mark.parametrize("kind", ["embeddings", "query", "logits", "far positions"])
+def test_what_no_trait_describes_is_found_by_the_test(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forwards of known parts that compute something else; the last only at positions that no prompt has reached."""
+    model = get_model("llama", seed=19)
+    decoder = model.get_decoder()
+    kinds = {"embeddings": nn.Embedding, "query": nn.Linear, "logits": nn.Linear, "far positions": type(decoder)}
+    module = {
+        "embeddings": model.get_input_embeddings(),
+        "query": decoder.layers[1].self_attn.q_proj,
+        "logits": model.lm_head,
+        "far positions": decoder,
+    }[kind]
+    original = kinds[kind].forward
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self is not module:
+            return original(self, *args, **kwargs)
+        if kind != "far positions":
+            return 1.01 * original(self, *args, **kwargs)
+        is_far = int(kwargs["position_ids"].max()) > 900
+        outputs = original(self, *args, **kwargs)
+        outputs.last_hidden_state *= 1.5 if is_far else 1
+        return outputs
+
+    forward.__globals__["__name__"], before = "transformers.models.mine", forward.__globals__["__name__"]
+    try:
+        monkeypatch.setattr(kinds[kind], "forward", forward)
+        inputs = tiny.build_inputs(model, 4, 1)
+        inside(model, inputs, lambda target: (use_native(target), _assert_is_native(target, False)))
+        monkeypatch.undo()
+        inside(model, inputs, lambda target: (use_native(target), _assert_is_native(target, True)))
+    finally:
+        forward.__globals__["__name__"] = before
+
+
+def test_a_model_is_tested_once_and_again_after_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny.build_model(tiny.ModelSpec(seed=20))
+    inputs = tiny.build_inputs(model, 4, 1, images=[0])
+    tested: list[bool] = []
+    original = native_check._agreeing
+    monkeypatch.setattr(native_check, "_agreeing", lambda *args: tested.append(True) or original(*args))
+    for change, count in ((None, 1), (None, 1), ("weights", 1), ("eps", 2), (None, 2)):
+        if change == "weights":
+            model.get_decoder().layers[0].mlp.up_proj.weight.data.mul_(2)
+        if change == "eps":
+            for module in model.get_decoder().modules():
+                if hasattr(module, "variance_epsilon"):
+                    module.variance_epsilon = 1e-3
+        inside(model, inputs, lambda target: (use_native(target), _assert_is_native(target, True)))
+        assert len(tested) == count
+    with_image = tiny.build_inputs(model, 4, 1, images=[1])
+    inside(model, with_image, lambda target: (use_native(target), _assert_is_native(target, True)))
+    assert len(tested) == 3
 
 
 def test_autocast_and_wide_batches_run_in_the_model(forwards: list[bool]) -> None:
