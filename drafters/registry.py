@@ -84,8 +84,8 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "self": _self,
     "auto": _hybrid,  # unless a trained drafter fits the target: see `_auto`
 }
-OWN_HEAD_NAME = "mtp"
-"""The head in the target's own checkpoint; it needs a target."""
+OWN_NAMES = ("mtp", "assistant")
+"""The head in the target's own checkpoint, and the assistant published beside it; they need a target."""
 INSTANT_NAME = "instant"
 """Untrained heads, for `patch(model, learn=True)`; they need a target."""
 WEIGHTS_DIR = Path(__file__).parent / "weights"
@@ -114,14 +114,15 @@ def bundled_drafters(device: str = "cpu") -> dict[str, Path]:
 
 def drafter_names() -> list[str]:
     """The names that `build_drafter` accepts, without folders and hub ids."""
-    return [*DRAFTERS, OWN_HEAD_NAME, INSTANT_NAME, *bundled_drafters()]
+    return [*DRAFTERS, *OWN_NAMES, INSTANT_NAME, *bundled_drafters()]
 
 
 def _auto(target: TargetInfo | None, learn: bool) -> Drafter:
     """A drafter trained for this target: in its checkpoint, bundled, or published and in the cache; else another."""
     if target is not None:
-        if not learn and (own := _own_head(target, is_asked_for=False)) is not None:
-            return own
+        for name in OWN_NAMES if not learn else ():
+            if (own := _own_drafter(name, target, is_asked_for=False)) is not None:
+                return own
         from mmspec.drafters.checkpoints.format import TargetMismatch
         from mmspec.drafters.checkpoints.load import load_trained
 
@@ -138,26 +139,27 @@ def _auto(target: TargetInfo | None, learn: bool) -> Drafter:
     return _arbitrated(target, learn) if learn else _hybrid()
 
 
-def _own_head(target: TargetInfo, is_asked_for: bool = True) -> Drafter | None:
-    """The head in the checkpoint of the target; None if there is none that can be used, which one line says.
+def _own_drafter(name: str, target: TargetInfo, is_asked_for: bool = True) -> Drafter | None:
+    """The drafter that comes with the target; None if there is none that can be used, which one line says.
 
     Args:
+        name: one of `OWN_NAMES`.
         target: facts about the target.
         is_asked_for: whether the user has named it; else models that are not expected to have one are not mentioned.
     """
+    from mmspec.drafters.mtp.assistant import AssistantDrafter
     from mmspec.drafters.mtp.drafter import MTPDrafter
     from mmspec.interfaces import OwnHeadError
 
-    if target.read_own_head is None:
+    if target.read_own_head is None or target.find_assistant is None:
         return None
     try:
-        return MTPDrafter(target.read_own_head())
+        return MTPDrafter(target.read_own_head()) if name == "mtp" else AssistantDrafter(target.find_assistant())
     except OwnHeadError as error:
         if is_asked_for or error.is_expected:
-            what = "hybrid drafts instead" if is_asked_for else "another drafter is used"
-            _warn_once(
-                f"the head in the checkpoint of {target.name or target.model_type} is not used", f"{error}; {what}"
-            )
+            whose = target.name or target.model_type
+            instead = "hybrid drafts instead" if is_asked_for else "another drafter is used"
+            _warn_once(f"drafter {name!r} of {whose} is not used", f"{error}; {instead}")
         return None
 
 
@@ -316,10 +318,10 @@ def build_drafter(drafter: str | object, target: TargetInfo | None = None, learn
             return _arbitrated(target, learn)
         if drafter == INSTANT_NAME and target is not None:
             return _instant(target)
-        if drafter == OWN_HEAD_NAME:
+        if drafter in OWN_NAMES:
             if target is None:
-                raise ValueError("drafter 'mtp' is in the checkpoint of a target, which is needed: target=; got None.")
-            return _own_head(target) or _hybrid()
+                raise ValueError(f"drafter {drafter!r} comes with the checkpoint of a target: target=; got None.")
+            return _own_drafter(drafter, target) or _hybrid()
         if drafter in DRAFTERS:
             return DRAFTERS[drafter]()
         if is_known_drafter(drafter):

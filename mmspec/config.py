@@ -16,6 +16,7 @@ from typing import Any
 from mmspec.control.tree_size import DEFAULT_TREE_SIZE
 from mmspec.engine.tree import BUCKETS
 from mmspec.interfaces import (
+    AssistantParts,
     Compressor,
     Drafter,
     GradientDrafter,
@@ -26,6 +27,7 @@ from mmspec.interfaces import (
     TrainedDrafter,
 )
 from mmspec.reference import check_reference, reference_rows, resolve_reference_ids
+from mmspec.targets.assistant import assistant_parts, find_assistant, is_assistant, is_assistant_folder, load_assistant
 from mmspec.targets.layer_subset import layer_access
 from mmspec.targets.own_head import read_own_head
 
@@ -186,6 +188,7 @@ def target_info(adapter: Any, tokenizer: Any) -> TargetInfo:
         device=adapter.model.device.type,
         shared_embeddings=adapter.shared_embeddings,
         read_own_head=partial(read_own_head, adapter),
+        find_assistant=partial(find_assistant, adapter),
     )
 
 
@@ -264,6 +267,8 @@ def _build_model_drafter(drafter: Any, adapter: Any, tokenizer: Any) -> Drafter 
     """
     from mmspec.targets.draft_model import HFDraftModel, check_draft_model, is_model, is_model_folder, load_draft_model
 
+    if is_model(drafter) and is_assistant(drafter):
+        return _assistant_drafter(assistant_parts(drafter, adapter))
     if is_model(drafter):
         source = HFDraftModel(drafter)
     else:
@@ -274,11 +279,19 @@ def _build_model_drafter(drafter: Any, adapter: Any, tokenizer: Any) -> Drafter 
             return None
         if not os.path.isdir(drafter):
             folder = download_drafter(drafter, patterns=MODEL_FILES)
+        if is_assistant_folder(folder):
+            return _assistant_drafter(load_assistant(folder, adapter))
         source = load_draft_model(folder, adapter)
     check_draft_model(source, adapter)
     from mmspec.drafters.model.build import build_model_drafter
 
     return build_model_drafter(source, target_info(adapter, tokenizer))
+
+
+def _assistant_drafter(parts: AssistantParts) -> Drafter:
+    from mmspec.drafters.mtp.assistant import AssistantDrafter
+
+    return AssistantDrafter(parts)
 
 
 def resolve_config(arguments: PatchArguments, adapter: Any) -> SpecConfig:

@@ -33,6 +33,7 @@ from mmspec.metrics.compression_stats import RecordingCompressor
 from mmspec.metrics.stats import Stats
 from mmspec.prefill import Prefilled, prefill
 from mmspec.reference import reference_rows
+from mmspec.targets.assistant import TargetKeysReader
 from mmspec.targets.base import ModelAdapter
 from mmspec.targets.hf import HFTarget
 from mmspec.targets.layer_subset import open_layer_subsets
@@ -200,6 +201,7 @@ def _build_prompt(call: CallContext, inputs: PreparedInputs, prefilled: Prefille
         media_inputs=call.media_inputs if call.num_return_sequences == 1 else {},
         layer_subsets=open_layer_subsets(target) if spec_config.drafter.requirements.layer_subsets else None,
         recordings=target.recordings,
+        target_keys=TargetKeysReader(target) if spec_config.drafter.requirements.target_keys else None,
     )
 
 

@@ -16,7 +16,7 @@ from mmspec.engine.host_copy import from_host
 from mmspec.engine.kv_cache import RaggedKVCache
 from mmspec.engine.recordings import Recordings
 from mmspec.engine.tree import DraftTree
-from mmspec.interfaces import Prompt, SharedEmbeddings
+from mmspec.interfaces import Prompt, SharedEmbeddings, TargetKeys
 
 if TYPE_CHECKING:
     from mmspec.drafters.eagle.recorded import RecordedDraft
@@ -111,6 +111,7 @@ class DraftState:
         recordings: as in `Prompt`.
         position_offset: [B] int64, `next_positions` less the lengths of the cache, in a recorded function; else None.
         trial: a switch of the drafter and the value that this call tries, or None.
+        target_keys: as in `Prompt`.
     """
 
     shared_embeddings: SharedEmbeddings
@@ -141,6 +142,7 @@ class DraftState:
     recordings: Recordings | None = None
     position_offset: Tensor | None = None
     trial: tuple[str, str] | None = None
+    target_keys: TargetKeys | None = None
 
     def now(self) -> float:
         """Seconds of a clock that stops while something is recorded, which is no cost of later drafts."""

@@ -4,7 +4,7 @@
 |---|---|---|
 | `target` | `Target` | `VerifyResult`, `TargetInfo`, `SharedEmbeddings` |
 | `draft_target` | `DraftTarget`, `LayerSubsets`, `DraftModelSource` | |
-| `own_head` | `HeadBlock`, `HeadCache` | `OwnHead`, `HeadRule` |
+| `own_head` | `TargetKeys`, `HeadBlock`, `HeadCache` | `OwnHead`, `HeadRule`, `AssistantParts` |
 | `drafter` | `Drafter`, `CompressingDrafter`, `TrainedDrafter`, `ReplicableDrafter` | `DrafterRequirements`, `Prompt` |
 | `learning` | `LearnableDrafter`, `ClosedFormDrafter`, `GradientDrafter`, ... | `Examples`, `LearningExample` |
 | `compressor` | `Compressor`, `SizedCompressor`, `SaliencyCompressor`, ... | `VisualTokens`, `VisualGrid` |
@@ -45,12 +45,13 @@ from mmspec.interfaces.learning import (
     LearnableDrafter,
     LearningExample,
 )
-from mmspec.interfaces.own_head import HeadCache, HeadRule, OwnHead, OwnHeadError
+from mmspec.interfaces.own_head import AssistantParts, HeadCache, HeadRule, OwnHead, OwnHeadError, TargetKeys
 from mmspec.interfaces.target import SharedEmbeddings, Target, TargetInfo, VerifyResult
 from mmspec.interfaces.video import ContentAwareSampler, FrameSampler
 
 __all__ = [
     "NO_LIMIT",
+    "AssistantParts",
     "ClosedFormDrafter",
     "ClosedFormFit",
     "CompressingDrafter",
@@ -81,6 +82,7 @@ __all__ = [
     "SizedCompressor",
     "Target",
     "TargetInfo",
+    "TargetKeys",
     "TrainedDrafter",
     "VerifyResult",
     "VisualGrid",

@@ -12,6 +12,7 @@ from mmspec.engine.recordings import Recordings
 from mmspec.engine.tree import DraftTree
 from mmspec.interfaces.compressor import Compressor, VisualGrid
 from mmspec.interfaces.draft_target import LayerSubsets
+from mmspec.interfaces.own_head import TargetKeys
 from mmspec.interfaces.target import SharedEmbeddings, VerifyResult
 
 DRAFTER_CONTRACT = (
@@ -32,6 +33,7 @@ class DrafterRequirements:
             (`VerifyResult.top_ids`).
         max_tree_size: largest tree worth scoring, root included.
         layer_subsets: whether it drafts with some layers of the target (`Prompt.layer_subsets`).
+        target_keys: whether it reads the target's keys and values (`Prompt.target_keys`).
         media_inputs: whether it encodes the images and videos itself (`Prompt.media_inputs`).
     """
 
@@ -40,6 +42,7 @@ class DrafterRequirements:
     max_tree_size: int = 16
     layer_subsets: bool = False
     media_inputs: bool = False
+    target_keys: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,7 @@ class Prompt:
         layer_subsets: the target with fewer layers, if the drafter requires it and the call allows it; else None.
         media_inputs: the arguments of `generate` that describe images and videos, if the drafter requires them and
             every prompt has one row; else empty.
+        target_keys: the target's keys and values, if the drafter requires them; else None.
         recordings: records parts of a round, so that a drafter's can be replayed as well; None in other calls.
     """
 
@@ -92,6 +96,7 @@ class Prompt:
     layer_subsets: LayerSubsets | None = None
     media_inputs: Mapping[str, Any] = field(default_factory=dict)
     recordings: Recordings | None = None
+    target_keys: TargetKeys | None = None
 
 
 @runtime_checkable

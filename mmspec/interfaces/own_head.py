@@ -110,4 +110,51 @@ class OwnHead:
     is_static: bool
 
 
-__all__ = ["HeadBlock", "HeadCache", "HeadRule", "OwnHead", "OwnHeadError"]
+class TargetKeys(Protocol):
+    """The target's keys and values of the positions that it has committed, during one call."""
+
+    def read(self, layer_type: str) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys and values [B, H, S, d] of its last layer of a type, and [B, 1, 1, S] bool which of them are seen.
+
+        Seen are those of a row's text that the window of the type contains; not padding, nor what was rejected.
+        """
+
+
+@dataclass
+class AssistantParts:
+    """The parts of an assistant, a small model that drafts over the target's keys and values (Gemma 4).
+
+        u = pre_projection([embedding of token t ; hidden state before it])
+        y = body(u);  the logits of the next token are those of y;  the next hidden state is post_projection(y)
+
+    Attributes:
+        description: what was found, in a few words.
+        pre_projection: [d, 2 D].
+        body: (inputs [B, n, d], position ids [B, 1], {layer type: `TargetKeys.read`}) -> y [B, n, d]; its
+            `layer_types` are those it reads.
+        post_projection: [D, d].
+        lm_head: [V, d].
+        centroids: [C, d]: only ids of the `top_centroids` best ones have logits; None: all ids have.
+        token_ordering: [C, V / C] int64, the ids of each centroid, or None.
+        top_centroids: how many.
+        suppressed_ids: ids that it must not draft.
+        hidden_size: d.
+        vocab_size: V.
+        num_layers: decoder layers of the target.
+    """
+
+    description: str
+    pre_projection: nn.Module
+    body: nn.Module
+    post_projection: nn.Module
+    lm_head: nn.Module
+    centroids: nn.Module | None
+    token_ordering: Tensor | None
+    top_centroids: int
+    suppressed_ids: tuple[int, ...]
+    hidden_size: int
+    vocab_size: int
+    num_layers: int
+
+
+__all__ = ["AssistantParts", "HeadBlock", "HeadCache", "HeadRule", "OwnHead", "OwnHeadError", "TargetKeys"]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mmspec.engine.tree import DraftTree
-from mmspec.interfaces.own_head import OwnHead
+from mmspec.interfaces.own_head import AssistantParts, OwnHead
 
 
 class Target(Protocol):
@@ -86,6 +86,7 @@ class TargetInfo:
         device: device type as torch names it ("cpu", "cuda").
         shared_embeddings: its embeddings, with which those in a head are compared; None if it is not loaded.
         read_own_head: reads the draft head in its checkpoint, or raises `OwnHeadError`; None if it is not loaded.
+        find_assistant: the same for the assistant that was published for it.
     """
 
     model_type: str
@@ -98,6 +99,7 @@ class TargetInfo:
     device: str = "cpu"
     shared_embeddings: SharedEmbeddings | None = field(default=None, compare=False, repr=False)
     read_own_head: Callable[[], OwnHead] | None = field(default=None, compare=False, repr=False)
+    find_assistant: Callable[[], AssistantParts] | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)

@@ -148,7 +148,7 @@ def load_draft_model(folder: str | os.PathLike[str], target: ModelAdapter) -> HF
     model, report = auto.from_pretrained(
         folder, dtype=target.model.dtype, local_files_only=True, output_loading_info=True
     )
-    _check_complete(folder, report)
+    check_complete(folder, report)
     model = model.to(target.model.device).eval().requires_grad_(False)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
@@ -158,7 +158,7 @@ def load_draft_model(folder: str | os.PathLike[str], target: ModelAdapter) -> HF
     return HFDraftModel(model, tokenizer, snapshot_id(folder) or os.path.basename(os.path.normpath(folder)))
 
 
-def _check_complete(folder: str | os.PathLike[str], report: Mapping[str, Any]) -> None:
+def check_complete(folder: str | os.PathLike[str], report: Mapping[str, Any]) -> None:
     """Refuse a model of which transformers found no weights for some tensors and drew them at random.
 
     Raises:
@@ -194,4 +194,4 @@ def check_draft_model(source: HFDraftModel, target: ModelAdapter) -> None:
         )
 
 
-__all__ = ["HFDraftModel", "check_draft_model", "is_model", "is_model_folder", "load_draft_model"]
+__all__ = ["HFDraftModel", "check_complete", "check_draft_model", "is_model", "is_model_folder", "load_draft_model"]

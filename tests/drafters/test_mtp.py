@@ -324,7 +324,7 @@ def test_calls_try_the_values_and_the_label_tells(tmp_path: Path, monkeypatch: p
 def test_a_bad_head_is_reported_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mmspec.drafters.mtp.drafter.MIN_DRAFTS", 12)
+    monkeypatch.setattr("mmspec.drafters.mtp.switched.MIN_DRAFTS", 12)
     model = model_of("qwen3_5")
     with_head(model, tmp_path)
     given = tiny.build_inputs(model, 5, 1, images=[0], padding="none")
@@ -491,7 +491,7 @@ def test_dedicated_embeddings_and_other_families(tmp_path: Path, monkeypatch: py
         read(model)
     with pytest.raises(OwnHeadError, match="no draft head of llava is known"):
         read(model_of("llava"))
-    with pytest.raises(ValueError, match="checkpoint of a target"):
+    with pytest.raises(ValueError, match="comes with the checkpoint"):
         registry.build_drafter("mtp")
 
 

@@ -77,7 +77,7 @@ def test_axes_of_compiled_and_recorded_drafts(name: str, tmp_path: Path, monkeyp
     if load_kernel() is not None:
         compiled = run_call(model, folder, inputs, num_tokens=20, native=True)
         assert compiled.num_native == 1 and [one.tokens for one in compiled.rows[0]] == expected
-    monkeypatch.setattr("mmspec.decode.can_fuse", lambda *args: False)
+    monkeypatch.setattr("mmspec.engine.loop.can_record_rounds", lambda *args: False)
     with recording(record_nothing) as recorder:
         recorded = run_call(model, folder, inputs, num_tokens=20, native=False)
     assert recorder.draft_replays > 20 and [one.tokens for one in recorded.rows[0]] == expected

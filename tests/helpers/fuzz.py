@@ -25,6 +25,7 @@ from multiprocessing import get_context
 from typing import Any
 
 import adversarial as adversarial
+import assistants
 import own_heads
 import tiny_heads as heads
 import tiny_models as tiny
@@ -722,6 +723,8 @@ def _build_drafter(case: Case, answers: list[Tensor]) -> Any:
     if case.drafter == "model-retokenizing":
         source = HFDraftModel(build_draft_model(case.spec, case.seed, 269), train_tokenizer(10))
         return RetokenizingDrafter(source, train_tokenizer(0))
+    if case.drafter == "assistant":
+        return assistants.build_assistant(tiny.build_model(case.spec), case.seed, centroids=bool(case.seed % 2))
     if case.drafter == "mtp":
         return own_heads.build_drafter(case.spec, case.seed)
     if case.drafter.startswith("head-"):
@@ -917,7 +920,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--family", default="", help="of all cases; without it each seed chooses among the first four")
-    parser.add_argument("--drafter", default="", choices=("", *WHOLE_MODEL_DRAFTERS, "mtp"), help="of all cases")
+    parser.add_argument(
+        "--drafter", default="", choices=("", *WHOLE_MODEL_DRAFTERS, "mtp", "assistant"), help="of all cases"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--json", help="file to write the summary and the failures to")
     parser.add_argument("--identity", action="store_true", help="no patch: checks the cases themselves")

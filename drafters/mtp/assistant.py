@@ -1,0 +1,172 @@
+"""`AssistantDrafter`: drafts with Gemma 4's assistant, a small model over the target's own keys and values.
+
+It has no cache: nothing is read of the prompt or rolled back, and nodes never see each other, so that a tree of
+any shape is one forward per level over B x W nodes at one position. Which position, that of the last token that the
+target has read ("last", as in vLLM and SGLang) or the one behind it ("next", as in transformers), is a switch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from mmspec.drafters.eagle.attention import select_last
+from mmspec.drafters.eagle.expand import StatelessExpander, expand_levels
+from mmspec.drafters.eagle.head import EagleHead, HeadConfig
+from mmspec.drafters.eagle.state import DraftState
+from mmspec.drafters.mtp.switched import SwitchedDrafter
+from mmspec.engine.gather import gather_rows
+from mmspec.engine.tree import DraftTree
+from mmspec.interfaces import AssistantParts, Prompt, SharedEmbeddings
+
+
+class AssistantHead(EagleHead):
+    """The assistant's projections, layers and LM head."""
+
+    def __init__(self, parts: AssistantParts) -> None:
+        nn.Module.__init__(self)
+        self.config = HeadConfig(parts.hidden_size, 0, 1, 1, parts.vocab_size, bias=False)
+        self.fc = cast(nn.Linear, parts.pre_projection)
+        self.body = parts.body
+        self.post_projection = parts.post_projection
+        self.lm_head = parts.lm_head
+        self.centroids = parts.centroids
+        self.register_buffer("token_ordering", parts.token_ordering, persistent=False)
+        self.top_centroids = parts.top_centroids
+
+    def logits(
+        self, hidden_states: Tensor, shared_embeddings: SharedEmbeddings, draft_lm_head: Tensor | None = None
+    ) -> Tensor:
+        """[..., V] logits of the next token, -inf for ids of centroids that are not among the best ones.
+
+        Args:
+            hidden_states: [..., d] outputs of the body.
+            shared_embeddings: not used, the LM head is the assistant's.
+            draft_lm_head: not used.
+        """
+        if self.centroids is None:
+            logits: Tensor = self.lm_head(hidden_states)
+            return logits
+        best = self.centroids(hidden_states).topk(self.top_centroids, dim=-1).indices
+        ordering = self.token_ordering
+        assert isinstance(ordering, Tensor)
+        ids = ordering[best].flatten(-2)  # [..., C' V / C]
+        weight = self.lm_head.weight
+        assert isinstance(weight, Tensor)
+        some = (weight[ids] @ hidden_states[..., None])[..., 0]
+        all_ids = some.new_full((*some.shape[:-1], weight.shape[0]), float("-inf"))
+        return all_ids.scatter(-1, ids, some)
+
+
+class AssistantExpander(StatelessExpander):
+    """Levels of nodes that see the target's text alone."""
+
+    def __init__(self, drafter: AssistantDrafter, state: DraftState) -> None:
+        """
+        Args:
+            drafter: whose head runs.
+            state: of the call; its `last_hidden` is the projected input of the root.
+        """
+        self.drafter = drafter
+        self.state = state
+        target_keys = state.target_keys
+        assert target_keys is not None
+        kinds: tuple[str, ...] = cast("tuple[str, ...]", drafter.head.body.layer_types)
+        self.cache = {kind: target_keys.read(kind) for kind in dict.fromkeys(kinds)}
+        self.position_ids = state.first_positions() - int(drafter.position == "last")
+        self.root_hidden = self._run(state.last_hidden[:, None])
+
+    def _run(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.drafter.head.body(inputs, self.position_ids, self.cache)
+        return outputs
+
+    def expand(self, level: int, inputs_embeds: Tensor, parent_hidden: Tensor) -> Tensor:
+        """See `LevelExpander`."""
+        head = self.drafter.head
+        hidden_states = head.post_projection(parent_hidden)
+        return self._run(head.fuse(inputs_embeds.to(hidden_states.dtype), hidden_states))
+
+    def logits(self, level: int, hidden_states: Tensor) -> Tensor:
+        """See `LevelExpander`."""
+        return self.drafter.logits(self.state, hidden_states)
+
+
+class AssistantDrafter(SwitchedDrafter):
+    """Drafts with an `AssistantHead`.
+
+    Attributes:
+        position: "last" or "next".
+        suppressed_ids: ids that it must not draft.
+    """
+
+    head: AssistantHead
+
+    def __init__(self, parts: AssistantParts, *, max_depth: int = 6, top_k: int | None = None) -> None:
+        """
+        Args:
+            parts: of the assistant, with its weights.
+            max_depth: largest depth of a draft node.
+            top_k: see `HeadDrafter`.
+        """
+        super().__init__(
+            AssistantHead(parts),
+            "coupled",
+            {"position": ("last", "next")},
+            parts.description,
+            num_layers=parts.num_layers,
+            name="assistant",
+            max_depth=max_depth,
+            top_k=top_k,
+        )
+        self.position = "last"
+        self.suppressed_ids = parts.suppressed_ids
+        self.requirements = replace(self.requirements, target_keys=True)
+
+    @property
+    def compressor_hidden_size(self) -> int | None:
+        """See `HeadDrafter`: it reads no visual tokens."""
+        return None
+
+    @property
+    def settings(self) -> tuple[str, ...]:
+        """See `HeadDrafter`."""
+        return (self.position,)
+
+    def apply(self, values: Mapping[str, str]) -> None:
+        """See `SwitchedDrafter`."""
+        self.position = values["position"]
+
+    @torch.inference_mode()
+    def begin(self, prompt: Prompt) -> DraftState:
+        """See `HeadDrafter.begin`."""
+        state = super().begin(prompt)
+        state.target_keys = prompt.target_keys
+        state.logit_bias[[token for token in self.suppressed_ids if 0 <= token < prompt.vocab_size]] = float("-inf")
+        return state
+
+    def draft_tree(self, state: DraftState, max_nodes: int, num_levels: int) -> DraftTree:
+        """The `top_k` most likely nodes of each level, one forward each."""
+        top_k = min(self.top_k_on(state.last_hidden.device), state.logit_bias.shape[0])
+        return expand_levels(state, AssistantExpander(self, state), top_k, max_nodes=max_nodes, num_levels=num_levels)
+
+    def extend_context(self, state: DraftState, inputs: Tensor, position_ids: Tensor, counts: list[int]) -> None:
+        """See `HeadDrafter`: only the last input of each row is kept, for the root of the next draft."""
+        state.last_hidden = select_last(inputs, counts, state.last_hidden)
+
+    def _prefill(self, state: DraftState, prompt: Prompt, first_ids: Tensor) -> None:
+        """The input of the first draft; nothing else is read of the prompt."""
+        hidden_states = self.select_hidden_states(prompt.hidden_states)
+        state.hidden_size, n = hidden_states.shape[-1], hidden_states.shape[1]
+        index = torch.arange(prompt.attention_mask.shape[1], device=hidden_states.device)
+        last = index.where(prompt.attention_mask, 0).amax(1)[:, None]
+        behind = (last - (len(index) - n)).clamp(min=0)  # a cache is continued: states of its new positions alone
+        embeds = state.shared_embeddings.embed(first_ids)[:, None].to(hidden_states.dtype)
+        state.last_hidden = self.fuse(state, embeds, gather_rows(hidden_states, behind))[:, 0]
+        state.next_positions = (prompt.position_ids.expand(len(last), -1).gather(1, last)[:, 0] + 1).tolist()
+
+
+__all__ = ["AssistantDrafter", "AssistantExpander", "AssistantHead"]

@@ -1,0 +1,140 @@
+"""`SwitchedDrafter`: what the drafters that come with a target share: switches, and a look at their acceptance.
+
+A healthy head has its first token accepted in 60 to 90 of 100 rounds; far fewer mean that something about it is not as
+it was trained, of which one warning is given. Where sources disagree on a switch, both of its values are tried
+(`switches`).
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import threading
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from mmspec.drafters.eagle.base import HeadDrafter
+from mmspec.drafters.eagle.head import EagleHead
+from mmspec.drafters.eagle.state import DraftState
+from mmspec.drafters.mtp.switches import Switches
+from mmspec.interfaces import Prompt, VerifyResult
+
+logger = logging.getLogger("mmspec")
+
+MIN_ACCEPTANCE, MIN_DRAFTS = 0.3, 100
+"""Below this share of accepted first tokens after so many drafts, one warning."""
+
+
+@dataclass
+class FirstTokens:
+    """How many first tokens of the drafts were accepted.
+
+    Attributes:
+        drafted: rows with a draft.
+        accepted: of which the first token was accepted.
+        is_reported: whether a warning was given.
+    """
+
+    drafted: int = 0
+    accepted: int = 0
+    is_reported: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FirstTokens:
+        return FirstTokens(self.drafted, self.accepted, self.is_reported)
+
+    def add(self, num_accepted: list[int]) -> float | None:
+        """Count the rows of a round. Returns the acceptance, once, when it is known to be low."""
+        with self.lock:
+            self.drafted += len(num_accepted)
+            self.accepted += sum(count > 0 for count in num_accepted)
+            if self.is_reported or self.drafted < MIN_DRAFTS or self.accepted >= MIN_ACCEPTANCE * self.drafted:
+                return None
+            self.is_reported = True
+            return self.accepted / self.drafted
+
+
+class SwitchedDrafter(HeadDrafter):
+    """A `HeadDrafter` with switches.
+
+    Attributes:
+        switches: on which sources disagree.
+        description: what was found, for `mmspec env --model`.
+    """
+
+    def __init__(
+        self,
+        head: EagleHead,
+        visual_mode: str,
+        switches: Mapping[str, Sequence[str]],
+        description: str,
+        **options: Any,
+    ) -> None:
+        """
+        Args:
+            head: the head.
+            visual_mode: see `HeadDrafter`.
+            switches: {name: values, the default first}.
+            description: see the attributes.
+            options: of `HeadDrafter`.
+        """
+        super().__init__(head, visual_mode, **options)
+        self.switches = Switches(switches)
+        self.description = description
+        self._first_tokens = FirstTokens()
+
+    @abstractmethod
+    def apply(self, values: Mapping[str, str]) -> None:
+        """Draft with these values of the switches, until the next call begins."""
+
+    def applicable(self, prompt: Prompt) -> list[str]:
+        """The switches that a call depends on. Default: all."""
+        return list(self.switches.values)
+
+    def replicate(self) -> Self:
+        """See `mmspec.interfaces.ReplicableDrafter`: the weights are shared."""
+        twin = copy.copy(self)
+        memo = {id(self.head): self.head}
+        vars(twin).update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
+        return twin
+
+    @property
+    def label(self) -> str:
+        """The name in `Stats.drafter`, with the values of switches once their trials are over."""
+        names = [name for name, values in self.switches.values.items() if len(values) > 1]
+        decided = [f"{name}={self.switches.value(name)}" for name in names if self.switches.is_decided(name)]
+        return f"{self.name} ({', '.join(decided)})" if decided else self.name
+
+    def begin(self, prompt: Prompt) -> DraftState:
+        """See `HeadDrafter.begin`; chooses the values of the switches for this call."""
+        trial = self.switches.next_trial(self.applicable(prompt))
+        values = {name: self.switches.value(name) for name in self.switches.values}
+        self.apply(values if trial is None else values | dict((trial,)))
+        state = super().begin(prompt)
+        state.trial = trial
+        return state
+
+    def _record_round(self, state: DraftState, result: VerifyResult) -> list[int]:
+        """See `HeadDrafter`; counts the acceptance, and what the switches on trial bring."""
+        has_draft = state.num_levels > 0 and result.tree.num_nodes > 1
+        counts = super()._record_round(state, result)
+        num_accepted = [count - 1 for count in counts if count] if has_draft else []
+        if state.trial is not None:
+            self.switches.record(state.trial, num_accepted)
+        acceptance = self._first_tokens.add(num_accepted)
+        if acceptance is not None:
+            self._warn(acceptance)
+        return counts
+
+    def _warn(self, acceptance: float) -> None:
+        logger.warning(
+            "mmspec: the checkpoint's head has %.0f%% of its first tokens accepted, a healthy one 60 to 90%%. Likely "
+            "the target's weights were tuned or merged after its head was trained, or its input differs from training. "
+            "It drafts less now; drafter='hybrid' needs no head",
+            100 * acceptance,
+        )
+
+
+__all__ = ["FirstTokens", "SwitchedDrafter"]

@@ -1,0 +1,217 @@
+"""Gemma 4's assistants: small models that draft over the target's own keys and values, and have none of their own.
+
+An assistant reads the embedding of a token and the hidden state before it; its layers attend to the keys and values of
+the target's last layer of each type that stores its own. It is published beside its target, `<target>-assistant`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub import snapshot_download
+from torch import Tensor, nn
+
+from mmspec.files import snapshot_id
+from mmspec.interfaces import AssistantParts, OwnHeadError
+from mmspec.targets.base import ModelAdapter
+from mmspec.targets.draft_model import CONFIG_FILE, check_complete
+from mmspec.targets.hf import HFTarget
+
+ASSISTANT_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
+"""`config.model_type` of assistants."""
+TARGET_TYPES = ("gemma4", "gemma4_unified", "gemma4_text")
+"""`config.model_type` of their targets."""
+ASSISTANT_SUFFIX = "-assistant"
+"""Of an assistant's name, behind that of its target."""
+
+
+class TargetKeysReader:
+    """Implements `mmspec.interfaces.TargetKeys` for one call: the committed positions of the target's buffer."""
+
+    def __init__(self, target: HFTarget) -> None:
+        self._target = target
+        self._layers = stored_layer_by_type(target.adapter.text_config)
+
+    def read(self, layer_type: str) -> tuple[Tensor, Tensor, Tensor]:
+        """See `mmspec.interfaces.TargetKeys.read`."""
+        target = self._target
+        buffer, device = target.buffer, target.device
+        longest = max(buffer.seq_lens)
+        keys, values = buffer.read(self._layers[layer_type], longest)
+        lengths = buffer.lengths_on(device)[:, None]
+        index = torch.arange(longest, device=device)
+        visible = index < lengths
+        window = target.adapter.sliding_window
+        if layer_type == "sliding_attention" and window is not None:
+            visible = visible & (index >= lengths - window)
+        padding = target.call_tensors.padding
+        if padding is not None:
+            visible = visible & nn.functional.pad(padding, (0, longest), value=True)[:, :longest]
+        return keys, values, visible[:, None, None]
+
+
+class AssistantBody(nn.Module):
+    """The layers of an assistant, each over the target's keys and values."""
+
+    def __init__(self, text_model: Any) -> None:
+        super().__init__()
+        self.layers = text_model.layers
+        self.norm = text_model.norm
+        self.layer_types: tuple[str, ...] = tuple(text_model.config.layer_types)
+        self._rotary = text_model.rotary_emb.forward  # not a part of this module: a cast would round its frequencies
+
+    def forward(self, inputs: Tensor, position_ids: Tensor, cache: dict[str, tuple[Tensor, Tensor, Tensor]]) -> Tensor:
+        """[B, n, d] outputs after the last norm, of n nodes that do not see each other.
+
+        Args:
+            inputs: [B, n, d].
+            position_ids: [B, 1], one for all nodes.
+            cache: {layer type: what `TargetKeys.read` returns}.
+        """
+        rotary = {kind: self._rotary(inputs, position_ids, kind) for kind in cache}
+        states = inputs
+        for kind, layer in zip(self.layer_types, self.layers, strict=True):
+            keys, values, visible = cache[kind]
+            states = layer(
+                states,
+                None,
+                shared_kv_states={kind: (keys, values)},
+                position_embeddings=rotary[kind],
+                attention_mask=visible.expand(-1, -1, inputs.shape[1], -1),
+            )
+        outputs: Tensor = self.norm(states)
+        return outputs
+
+
+def stored_layer_by_type(config: Any) -> dict[str, int]:
+    """{layer type: index of the last layer of a target that stores keys and values of its own}."""
+    count = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", None) or 0)
+    return {kind: index for index, kind in enumerate(config.layer_types[:count])}
+
+
+def is_assistant_folder(folder: str | os.PathLike[str]) -> bool:
+    """Whether a folder holds an assistant."""
+    try:
+        config = json.loads((Path(folder) / CONFIG_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):  # whoever loads the folder reports it
+        return False
+    return isinstance(config, dict) and config.get("model_type") in ASSISTANT_TYPES
+
+
+def find_assistant(adapter: ModelAdapter) -> AssistantParts:
+    """The assistant of a target: in the folder beside its own, or in the cache of the hub; nothing is fetched.
+
+    Raises:
+        OwnHeadError: there is none, or it is another target's.
+    """
+    if adapter.model_type not in TARGET_TYPES:
+        raise OwnHeadError(f"no assistants of {adapter.model_type} are known; known are those of Gemma 4")
+    name = str(getattr(adapter.model.config, "_name_or_path", "") or "").rstrip("/\\")
+    if not name:
+        raise OwnHeadError("the model was not loaded from a checkpoint, whose name would tell its assistant's")
+    folder = name + ASSISTANT_SUFFIX
+    if not os.path.isdir(folder):
+        hub_id = (snapshot_id(name) or name) + ASSISTANT_SUFFIX
+        try:
+            folder = snapshot_download(hub_id, local_files_only=True)
+        except Exception as error:  # the hub's exception types change between versions
+            raise OwnHeadError(f"{hub_id[-80:]} is not in the local cache; fetch it with `hf download`") from error
+    try:
+        return load_assistant(folder, adapter)
+    except (OSError, ValueError) as error:
+        if isinstance(error, OwnHeadError):
+            raise
+        raise OwnHeadError(" ".join(str(error).split())[:200], is_expected=True) from error
+
+
+def load_assistant(folder: str | os.PathLike[str], adapter: ModelAdapter) -> AssistantParts:
+    """The assistant in a folder, in the target's precision and on its device.
+
+    Raises:
+        OwnHeadError: it is another target's.
+        ValueError: the weights are not complete.
+        OSError: a file is missing or damaged.
+    """
+    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    kind = "Gemma4UnifiedAssistantForCausalLM" if "unified" in config.model_type else "Gemma4AssistantForCausalLM"
+    model, report = getattr(transformers, kind).from_pretrained(
+        folder, dtype=adapter.model.dtype, local_files_only=True, use_safetensors=True, output_loading_info=True
+    )
+    check_complete(folder, report)
+    return assistant_parts(model.to(adapter.model.device).eval().requires_grad_(False), adapter)
+
+
+def is_assistant(model: Any) -> bool:
+    """Whether an object is the model of an assistant."""
+    return getattr(getattr(model, "config", None), "model_type", None) in ASSISTANT_TYPES
+
+
+def assistant_parts(model: Any, adapter: ModelAdapter) -> AssistantParts:
+    """The parts of an assistant, compared with the target.
+
+    Raises:
+        OwnHeadError: it is another target's.
+    """
+    text, own = adapter.text_config, model.config.get_text_config()
+    if adapter.model_type not in TARGET_TYPES:
+        raise OwnHeadError(f"assistants draft for Gemma 4; got {adapter.model_type}", is_expected=True)
+    stored = stored_layer_by_type(text)
+    facts = {
+        "hidden size": (model.config.backbone_hidden_size, text.hidden_size),
+        "vocabulary": (own.vocab_size, text.vocab_size),
+    }
+    for index, kind in enumerate(own.layer_types):
+        target_dim = text.per_layer_config[stored[kind]].head_dim if kind in stored else None
+        facts[f"head size of {kind}"] = (own.per_layer_config[index].head_dim, target_dim)
+    wrong = [f"{name} {mine} (the target: {other})" for name, (mine, other) in facts.items() if mine != other]
+    if wrong:
+        raise OwnHeadError(f"it is another target's assistant: {', '.join(wrong)[:150]}", is_expected=True)
+    embedder = model.masked_embedding
+    if embedder is not None:
+        _check_ordering(embedder.token_ordering, embedder.num_centroids)
+    model.model.config._attn_implementation = "sdpa"  # takes a mask per node
+    return AssistantParts(
+        description=f"assistant of {len(own.layer_types)} layers",
+        pre_projection=model.pre_projection,
+        body=AssistantBody(model.model),
+        post_projection=model.post_projection,
+        lm_head=model.lm_head,
+        centroids=None if embedder is None else embedder.centroids,
+        token_ordering=None if embedder is None else embedder.token_ordering.long().view(embedder.num_centroids, -1),
+        top_centroids=0 if embedder is None else min(embedder.centroid_intermediate_top_k, embedder.num_centroids),
+        suppressed_ids=tuple(getattr(model.generation_config, "suppress_tokens", None) or ()),
+        hidden_size=int(own.hidden_size),
+        vocab_size=int(own.vocab_size),
+        num_layers=adapter.num_layers,
+    )
+
+
+def _check_ordering(ordering: Tensor, num_centroids: int) -> None:
+    """Refuse ids of centroids that are none.
+
+    Raises:
+        OwnHeadError: they do not divide into centroids, or are no ids of the vocabulary.
+    """
+    size = len(ordering)
+    if size % num_centroids or int(ordering.min()) < 0 or int(ordering.max()) >= size:
+        raise OwnHeadError(
+            f"token_ordering must be ids below {size} in {num_centroids} groups of one size; got others",
+            is_expected=True,
+        )
+
+
+__all__ = [
+    "AssistantBody",
+    "TargetKeysReader",
+    "assistant_parts",
+    "find_assistant",
+    "is_assistant",
+    "is_assistant_folder",
+    "load_assistant",
+    "stored_layer_by_type",
+]
