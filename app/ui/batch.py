@@ -13,9 +13,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mmspec.app.caption.config import CaptionConfig
+from mmspec.app.caption.config import SCENES_MODEL, CaptionConfig
 from mmspec.app.caption.job import CaptionJob
 from mmspec.app.errors import UsageError
+from mmspec.app.io.columns import ROW_COLUMNS
 from mmspec.app.io.images import Media, media_images
 from mmspec.app.io.inputs import collect_items
 from mmspec.app.io.item import Item
@@ -24,6 +25,7 @@ from mmspec.app.io.output import StreamOutput
 from mmspec.app.io.sources import MANIFESTS
 from mmspec.app.modeling.chat import reject_media_tokens
 from mmspec.app.modeling.sampling import Sampling
+from mmspec.app.scenes.domain_check import looks_like_scene
 from mmspec.app.ui.limits import Limits
 from mmspec.app.ui.model_store import ModelStore, RunSettings
 from mmspec.app.ui.thumbnails import to_data_uri
@@ -64,6 +66,7 @@ class CaptionBatch:
         total: number of files to caption.
         cancelled: the batch ended early.
         num_ahead: runs ahead of it in the queue.
+        num_out_of_domain: pictures that the small built-in model cannot describe.
     """
 
     def __init__(
@@ -88,7 +91,7 @@ class CaptionBatch:
             names: given names of the files; None for their names on the disk.
 
         Raises:
-            UsageError: a manifest is invalid or names too many files.
+            UsageError: there is nothing but invalid lists, or a list names too many files.
         """
         self.model_store = model_store
         self.prompt = prompt
@@ -101,28 +104,46 @@ class CaptionBatch:
         given = unique_names([clean_name(name) for name in names] if names else [file.name for file in files])
         self.thumbnails: dict[str, str] = {}
         manifests = [path for path in paths if path.suffix.lower() in MANIFESTS]
-        self._paths = tuple(str(path) for path in manifests or [self.input_folder])
-        self.total = self._count_items()
+        self._paths, self._refused, self.total = self._find_items(manifests)
         self._output = RecordingFileOutput(
             self.output_file, self.input_folder, {path.name: name for path, name in zip(paths, given, strict=True)}
         )
         self.cancelled = False
         self.num_ahead = 0
+        self.num_out_of_domain = 0
+
+    @property
+    def tau(self) -> float | None:
+        """Tokens per forward over all captions; None before the first."""
+        rows = [row for row in self._output.rows if not row["error"] and row["tau"]]
+        forwards = sum(max(0, row["n_new_tokens"] - 1) / row["tau"] for row in rows)
+        return sum(max(0, row["n_new_tokens"] - 1) for row in rows) / forwards if forwards else None
 
     @property
     def rows(self) -> list[Row]:
         """Finished rows."""
         return list(self._output.rows)
 
-    def _count_items(self) -> int:
-        try:
-            items = collect_items(self._paths, self.input_folder)
-        except UsageError as error:
-            message = str(error).replace(f"{self.input_folder}{os.sep}", "")  # pages must not read server paths
-            raise UsageError(message.replace(str(self.input_folder), "the files")) from None
-        if len(items) > self.limits.max_files:
-            raise UsageError(f"The list names {len(items)} files; {self.limits.max_files} is the limit.")
-        return len(items)
+    def _find_items(self, manifests: Sequence[Path]) -> tuple[tuple[str, ...], list[Row], int]:
+        """What the job reads, rows of the lists that cannot be read, and the number of rows of both."""
+        lists, refused, total, reason = [], [], 0, ""
+        for path in manifests:
+            try:
+                total += len(collect_items([str(path)], self.input_folder))
+                lists.append(str(path))
+            except UsageError as error:
+                message = str(error).replace(f"{self.input_folder}{os.sep}", "")  # pages must not read server paths
+                reason = message.replace(str(self.input_folder), "the files")
+                refused.append(_refused_row(path.name, reason))
+        if not lists:
+            try:
+                lists, total = [str(self.input_folder)], len(collect_items([str(self.input_folder)], self.input_folder))
+            except UsageError as error:
+                text = str(error).replace(str(self.input_folder), "the files")
+                raise UsageError(reason or text) from None
+        if total > self.limits.max_files:
+            raise UsageError(f"The list names {total} files; {self.limits.max_files} is the limit.")
+        return tuple(lists), refused, total + len(refused)
 
     def run(self, cancel_signal: CancelSignal) -> CaptionBatch:
         """Caption all files; the links to the uploads are removed afterwards.
@@ -148,6 +169,8 @@ class CaptionBatch:
             threads=1,
             progress=False,
         )
+        if self._refused:
+            self._output.write(self._refused)
         try:
             CaptionJob(
                 settings,
@@ -164,6 +187,8 @@ class CaptionBatch:
 
     def _draw(self, row_id: str, media: Media) -> None:
         """Store a small picture of a file, of a clip its first frame."""
+        if self.settings.model == SCENES_MODEL and not looks_like_scene(media_images(media)[0]):
+            self.num_out_of_domain += 1
         self.thumbnails[row_id] = to_data_uri(media_images(media)[0], TABLE_IMAGE_SIZE, quality=70)
 
     def discard(self) -> None:
@@ -188,6 +213,13 @@ class CaptionBatch:
             drafter=loaded.get_drafter(settings.drafter),
             compressor=loaded.get_compressor(settings.compressor),
         )
+
+
+def _refused_row(file_name: str, message: str) -> Row:
+    """The row of a list that cannot be read."""
+    row: Row = dict.fromkeys(ROW_COLUMNS)
+    error = {"type": "BadList", "message": message}
+    return row | {"id": file_name, "file_name": file_name, "finish_reason": "error", "error": error}
 
 
 def write_parquet(rows: Sequence[Row], file: Path) -> None:

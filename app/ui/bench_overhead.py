@@ -34,6 +34,7 @@ from mmspec.app.modeling.load import load_model
 from mmspec.app.scenes.examples import list_example_files
 from mmspec.app.scenes.tasks import REQUEST_TASKS, SceneRequest, generate_requests
 from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED
+from mmspec.app.ui.credit import PLAIN_GENERATE
 from mmspec.app.ui.model_store import ModelStore
 from mmspec.app.ui.page_client import download_json, run_events
 from mmspec.app.ui.server import DemoServer, serve
@@ -73,7 +74,9 @@ def measure_ratios(args: argparse.Namespace, tick: Any) -> Ratios:
     store = ModelStore(args.model, args.drafter)
     spawn = multiprocessing.get_context("spawn")
     with serve(store, port=0) as server, ProcessPoolExecutor(1, spawn) as executor:
-        page = ServedPage(server, executor, args.model, args.drafter, "none", 0, 0, args.new_tokens, "automatic", [])
+        page = ServedPage(
+            server, executor, args.model, args.drafter, "none", 0, 0, args.new_tokens, "automatic", [], PLAIN_GENERATE
+        )
         for number, request in enumerate(islice(generate_requests(args.task, args.first_seed), args.count + 1)):
             inputs = captioner.build_inputs([request.images], [request.question])
             runs: dict[str, TimedRun] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from importlib.util import find_spec
 
 from mmspec.app.caption.progress import print_stderr
@@ -24,6 +25,7 @@ examples
   mmspec demo --model llava-hf/llava-1.5-7b-hf --port 8000
   mmspec demo --drafter ./my-drafter
   mmspec demo --host 0.0.0.0 --allowed-host demo.example.org
+  mmspec demo --root-path /demo --allowed-host example.org   behind a proxy
   mmspec demo --share                                    from the internet, with a password
 
 By default the pages are served to this machine only. Uploads are removed when the command ends (Ctrl-C).
@@ -72,6 +74,14 @@ def add_parser(commands: Commands, common: argparse.ArgumentParser) -> None:
         help=f"default: {DEFAULT_PORT}, or the first free one after it",
     )
     add(
+        "--root-path",
+        type=root_path,
+        default="",
+        metavar="/P",
+        help="the path under which a proxy serves the pages, and which it removes, such as /demo (default: none); "
+        "docs/quickstart.md has a block for nginx",
+    )
+    add(
         "--share",
         action="store_true",
         help="make the pages reachable from the internet through a tunnel of Gradio; asks for a password, which is "
@@ -86,6 +96,13 @@ def parse_port(text: str) -> int:
     if not text.isdecimal() or not 0 <= int(text) <= 65535:
         raise argparse.ArgumentTypeError(f"must be a number from 0 to 65535, got {text!r}")
     return int(text)
+
+
+def root_path(text: str) -> str:
+    """A path such as /demo, without a slash at its end; a single slash is no path."""
+    if not re.fullmatch(r"(/[A-Za-z0-9_~-][A-Za-z0-9._~-]*)*/?", text):
+        raise argparse.ArgumentTypeError(f"must begin with a slash and be a plain path, such as /demo; got {text!r}")
+    return text.rstrip("/")
 
 
 def host_name(text: str) -> str:
@@ -126,6 +143,7 @@ def run(args: argparse.Namespace) -> int:
             record_opening=True,
             password=password,
             share=args.share,
+            root_path=args.root_path,
         ) as server:
             print(f"mmspec demo: {server.url} (Ctrl-C ends it)", flush=True)
             if server.share_url is not None:

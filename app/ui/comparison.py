@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mmspec.app.bench.rounds import Round
 from mmspec.app.io.images import Media
 from mmspec.app.modeling.chat import ChatTurn
+from mmspec.app.ui.credit import LOOP, NO_DRAFTS, Credit, split_speedup
 from mmspec.app.ui.model_store import ModelStore, RunSettings
 from mmspec.app.ui.streamer import TimingStreamer
 from mmspec.app.ui.visible_tokens import VisibleTokens, find_visible_tokens
@@ -47,7 +49,7 @@ class AnswerLane:
     """One answer of a comparison: that of plain `generate`, or that of mmspec with one drafter.
 
     Attributes:
-        name: "plain", "mmspec", then "mmspec-2" and so on.
+        name: "plain" for the baseline, "mmspec", then "mmspec-2" and so on; "loop" for the loop without drafts.
         drafter: as chosen; None for plain `generate`.
         streamer: its tokens and their times.
         total_s: seconds of `generate`; 0 until it returns.
@@ -104,7 +106,8 @@ class ComparisonRun:
         phase: "waiting", "loading", "encoding", "answering" or "done".
         lane: the lane that is answering; None in the other phases.
         cancelled: the run ended early.
-        plain: answer of plain `generate`.
+        plain: answer of the baseline: plain `generate`, or mmspec without drafts.
+        loop: start of the answer by mmspec without drafts, measured where that is not the baseline.
         lanes: answers of mmspec, one per drafter.
         loaded_model: set in phase "loading".
         encode_s: seconds of encoding the picture, once for both.
@@ -119,9 +122,12 @@ class ComparisonRun:
         question: str,
         settings: RunSettings,
         cancel_signal: CancelSignal,
-        file_name: str = "",
+        file: str | Path = "",
     ) -> None:
-        """`media` may be a function that loads it when the run starts, so that queued runs hold no pixels."""
+        """`media` may be a function that loads it when the run starts, so that queued runs hold no pixels.
+
+        `file` is that of the media, for code that repeats the run.
+        """
         self._media = media
         self.num_ahead = 0
         self.model_store = model_store
@@ -129,11 +135,13 @@ class ComparisonRun:
         self.question = question
         self.settings = settings
         self.cancel_signal = cancel_signal
-        self.file_name = file_name
+        self.file = Path(file) if str(file) else None
+        self.file_name = Path(file).name
         self.phase = "waiting"
         self.cancelled = False
         self.lane: AnswerLane | None = None
-        self.plain = AnswerLane("plain")
+        self.plain = AnswerLane("plain", NO_DRAFTS if settings.baseline == LOOP else None)
+        self.loop = AnswerLane("loop", NO_DRAFTS)
         drafters = (settings.drafter, *settings.more_drafters)
         self.lanes = tuple(
             AnswerLane("mmspec" if number == 1 else f"mmspec-{number}", drafter)
@@ -148,6 +156,11 @@ class ComparisonRun:
         """The picture or clip, after `load_media`."""
         assert not callable(self._media)
         return self._media
+
+    @property
+    def is_media_loaded(self) -> bool:
+        """Whether `media` can be read."""
+        return not callable(self._media)
 
     def load_media(self) -> None:
         """Load the picture or clip if it is not loaded yet.
@@ -206,6 +219,27 @@ class ComparisonRun:
         if not lane.total_s or len(self.plain.streamer.token_ids) != len(lane.streamer.token_ids):
             return None
         return (self.encode_s + self.plain.total_s) / (self.encode_s + lane.total_s)
+
+    @property
+    def needs_loop(self) -> bool:
+        """Whether the loop without drafts is to be measured: an answer has drafts, and the baseline is another."""
+        has_drafts = any(lane.stats.drafted_rounds for lane in self.lanes)
+        is_plain, is_long = self.plain.drafter is None, len(self.plain.streamer.token_ids) > 1
+        return has_drafts and is_plain and is_long and not self.cancelled
+
+    @property
+    def speedup_loop(self) -> float | None:
+        """Tokens per second of mmspec without drafts over those of the baseline, over the same tokens."""
+        if self.plain.drafter is not None:
+            return 1.0
+        count, times = len(self.loop.streamer.token_ids), self.plain.streamer.token_times
+        is_measured = count > 1 and not self.loop.stats.fallback_calls and len(times) >= count
+        seconds = times[count - 1] - times[0] if is_measured else 0.0
+        return self.loop.tokens_per_s * seconds / (count - 1) if seconds > 0 and self.loop.tokens_per_s else None
+
+    def credit(self, lane: AnswerLane) -> Credit:
+        """Which part of the speed-up of a lane is that of the loop, and which that of its drafts."""
+        return split_speedup(lane, self.speedup_decode(lane), self.speedup_loop)
 
     def round_cost(self, lane: AnswerLane) -> float | None:
         """R: seconds of a round divided by seconds of a plain step. Decode speed-up = tau / R."""

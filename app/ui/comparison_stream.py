@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +14,10 @@ from mmspec.app.scenes.domain_check import OUT_OF_DOMAIN_HINT, looks_like_scene
 from mmspec.app.ui import render
 from mmspec.app.ui.comparison import AnswerLane, ComparisonRun
 from mmspec.app.ui.context import Context, format_queue_position
-from mmspec.app.ui.race import LiveLane, format_timing, lane_title, render_live_race
+from mmspec.app.ui.race import LiveLane, RacedTurn, format_timing, lane_title, render_live_race
 from mmspec.app.ui.report import Report, build_report
 from mmspec.app.ui.streamer import IncrementalDetokenizer
+from mmspec.app.ui.thumbnails import TimedImage, draw_media
 from mmspec.app.ui.worker import Client, LeftQueueError
 
 PHASE_MESSAGES = {
@@ -30,10 +31,22 @@ PHASE_MESSAGES = {
 
 @dataclass(frozen=True)
 class Conversation:
-    """Turns so far, about the picture or clip at `path`. Another picture starts another conversation."""
+    """Turns so far, about the picture or clip at `path`. Another picture starts another conversation.
+
+    Attributes:
+        path: of the upload; None if there is none.
+        turns: so far.
+        error: why the last run was refused; empty if it was not.
+    """
 
     path: str | None = None
     turns: tuple[ChatTurn, ...] = ()
+    error: str = ""
+
+    def after(self, report: Report) -> Conversation:
+        """The conversation with one more turn."""
+        turn = RacedTurn(report.question, report.plain.text, report.best.speedup)
+        return Conversation(self.path, (*self.turns, turn))
 
     def before(self, path: str | None, question: str) -> tuple[ChatTurn, ...]:
         """The turns before a question about `path`. A question asked twice in a row replaces its last answer."""
@@ -49,29 +62,38 @@ class ComparisonView:
     def __init__(self, comparison: ComparisonRun) -> None:
         self.comparison = comparison
         self._detokenizers: dict[str, IncrementalDetokenizer] = {}
+        self._images: Sequence[TimedImage] = ()
 
     def render(self) -> tuple[str, str]:
         """HTML of the status and of the race. Gradio sends only what has changed."""
         run = self.comparison
-        lanes = [self._live_lane(lane) for lane in (run.plain, *run.lanes)]
-        return render.render_status(self._status()), render_live_race(run.turns, run.question, lanes)
+        lanes = [self._live_lane(number, lane) for number, lane in enumerate((run.plain, *run.lanes), 1)]
+        if not self._images and run.is_media_loaded:
+            self._images = draw_media(run.media)
+        race = render_live_race(run.turns, run.question, lanes, self._images)
+        return render.render_status(self._status()), race
 
     def _status(self) -> str:
         run, lane = self.comparison, self.comparison.lane
         if run.phase == "waiting" and run.num_ahead:
             return format_queue_position(run.num_ahead)
         if run.phase == "answering" and lane is not None:
+            if lane is run.loop:
+                return "Measuring mmspec without drafts, to tell its share of the speed-up. The race follows."
             number = (run.plain, *run.lanes).index(lane) + 1
             title = lane_title(lane.resolved_drafter)
             return f"Running: {title} is answering ({number} of {len(run.lanes) + 1}). The race follows."
         is_loading = run.phase == "waiting" and run.model_store.is_loading
         return PHASE_MESSAGES["loading" if is_loading else run.phase]
 
-    def _live_lane(self, lane: AnswerLane) -> LiveLane:
+    def _live_lane(self, number: int, lane: AnswerLane) -> LiveLane:
         streamer = lane.streamer
         timing = format_timing(len(streamer.token_ids), lane.ttft_s, lane.elapsed_s)
         state = "running" if lane is self.comparison.lane else "done" if lane.total_s else "waiting"
-        return LiveLane(lane.name, lane.resolved_drafter, self._text(lane), timing, streamer.tokens_per_s, state)
+        place = f"{number} of {len(self.comparison.lanes) + 1}"
+        note = {"running": f"recording {place}", "done": f"recorded {place}", "waiting": f"next: {place}"}[state]
+        text, rate = self._text(lane), streamer.tokens_per_s
+        return LiveLane(lane.name, lane.resolved_drafter, text, timing, rate, state, note)
 
     def _text(self, lane: AnswerLane) -> str:
         model = self.comparison.loaded_model
@@ -134,7 +156,7 @@ def stream_comparison(
         checked_question,
         run_settings,
         cancel_signal,
-        file.name,
+        file,
     )
     view = ComparisonView(run)
     try:

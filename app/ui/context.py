@@ -13,6 +13,7 @@ from typing import Any
 import gradio as gr
 
 from mmspec.app.errors import UsageError
+from mmspec.app.ui.credit import BASELINES, PLAIN_GENERATE
 from mmspec.app.ui.limits import Limits
 from mmspec.app.ui.model_store import COMPRESSOR_CHOICES, ModelStore, RunSettings
 from mmspec.app.ui.report import TempStorage
@@ -26,7 +27,8 @@ waiting run leave; Gradio's own queue therefore admits all."""
 PRIVATE_API: dict[str, Any] = {"api_visibility": "private"}
 MAX_MORE_LANES = 4
 """Further drafters of one comparison."""
-FAILURE_MESSAGE = "That did not work; see the message."
+INTERNAL_ERROR = "Internal error; details are in the terminal that runs mmspec demo."
+"""What a page says of an unexpected error."""
 UNQUEUED: dict[str, Any] = {"queue": False, "show_progress": "hidden", **PRIVATE_API}
 VALIDATION: dict[str, Any] = {**UNQUEUED, "queue": True, "concurrency_limit": None}
 """Event options of quick handlers that may refuse: Gradio 6.31 shows no error of handlers outside its queue. Where an
@@ -53,6 +55,7 @@ class Context:
         max_new_tokens: float,
         tree_size: str | None = None,
         more_drafters: Sequence[str] | None = None,
+        baseline: str = PLAIN_GENERATE,
     ) -> RunSettings:
         """The settings sent by a page, validated.
 
@@ -62,6 +65,8 @@ class Context:
         check_number = self.limits.check_number
         self.model_store.check_names(model, drafter)
         lanes = self._check_lanes(model, drafter, more_drafters)
+        if baseline not in BASELINES:
+            raise UsageError(f"There is no baseline {str(baseline)[:60]!r}; choose one of {', '.join(BASELINES)}.")
         is_automatic = tree_size in (None, "", "automatic")
         return RunSettings(
             model=model,
@@ -72,6 +77,7 @@ class Context:
             max_new_tokens=int(check_number("Max new tokens", max_new_tokens, 1, self.limits.max_new_tokens)),
             tree_size=None if is_automatic else int(check_number("Tree size", _parse_int(tree_size), 1, 64)),
             more_drafters=lanes,
+            baseline=baseline,
         )
 
     def _check_lanes(self, model: str, drafter: str, more_drafters: Sequence[str] | None) -> tuple[str, ...]:
@@ -114,11 +120,12 @@ class Controls:
     max_new_tokens: Any
     tree_size: Any
     more_drafters: Any = None
+    baseline: Any = None
 
     @property
     def inputs(self) -> list[Any]:
         """The components in the order of the arguments of `Context.parse_settings`."""
-        lanes = [] if self.more_drafters is None else [self.more_drafters]
+        lanes = [] if self.more_drafters is None else [self.more_drafters, self.baseline]
         return [
             self.model,
             self.drafter,
@@ -138,7 +145,7 @@ def build_controls(context: Context, max_new_tokens: int, name: str, *, with_lan
         context: the app.
         max_new_tokens: initial value.
         name: prefix of the elements' ids, unique per tab.
-        with_lanes: offer further drafters.
+        with_lanes: offer further drafters and another baseline.
     """
     store = context.model_store
     with gr.Accordion("Settings", open=False, elem_id=f"{name}-settings"):
@@ -166,24 +173,42 @@ def build_controls(context: Context, max_new_tokens: int, name: str, *, with_lan
                 label="Tree size",
                 info="Automatic drafts only when the measured cost is expected to pay; a fixed size always drafts",
             )
-        lanes = None
+        lanes = baseline = None
         if with_lanes:
+            baseline = gr.Radio(
+                list(BASELINES),
+                value=PLAIN_GENERATE,
+                label="Baseline",
+                info="What the answers are compared with. plain generate: transformers alone. mmspec without drafts: "
+                "its own decode loop, so that the ratio shows the drafts alone",
+                elem_id=f"{name}-baseline",
+            )
             lanes = gr.CheckboxGroup(
                 store.drafter_names,
                 label="Further lanes",
                 info=f"Drafters that race beside the chosen one, at most {MAX_MORE_LANES}",
                 elem_id=f"{name}-lanes",
             )
-    return Controls(model, drafter, compressor, temperature, seed, max_tokens, tree_size, lanes)
+    return Controls(model, drafter, compressor, temperature, seed, max_tokens, tree_size, lanes, baseline)
 
 
-def report_errors(fn: Callable[..., Any], format_message: Callable[[str], str] = escape) -> Callable[..., Any]:
+def report_errors(
+    fn: Callable[..., Any], format_message: Callable[[str], str] = escape, sessions: SessionRegistry | None = None
+) -> Callable[..., Any]:
     """Wrap a handler, function or generator, so that its errors reach the page as one sentence, never a stack trace.
 
     Args:
         fn: the handler.
         format_message: applied to the sentence. Pages render it as HTML, programs do not.
+        sessions: stores the error with the page, whose `gr.Request` is the first argument; the status line then shows
+            it until the next run.
     """
+
+    def convert(error: Exception, args: tuple[Any, ...]) -> Exception:
+        if sessions is not None:
+            sessions.store_failure(get_client(args[0]).session, error)
+        return to_gradio_error(error, format_message)
+
     if inspect.isgeneratorfunction(fn):
 
         @functools.wraps(fn)
@@ -191,7 +216,7 @@ def report_errors(fn: Callable[..., Any], format_message: Callable[[str], str] =
             try:
                 yield from fn(*args, **kwargs)
             except Exception as error:
-                raise to_gradio_error(error, format_message) from None
+                raise convert(error, args) from None
 
         return iterate
 
@@ -200,36 +225,41 @@ def report_errors(fn: Callable[..., Any], format_message: Callable[[str], str] =
         try:
             return fn(*args, **kwargs)
         except Exception as error:
-            raise to_gradio_error(error, format_message) from None
+            raise convert(error, args) from None
 
     return call
 
 
 def to_gradio_error(error: Exception, format_message: Callable[[str], str] = escape) -> gr.Error:
     """An error as one sentence. Messages of unexpected errors are logged and not sent to the page."""
-    from mmspec.app.modeling.captioner import out_of_memory
-
     if isinstance(error, gr.Error):
         return error
-    if isinstance(error, UsageError):
-        text = str(error)
-    elif out_of_memory(error):
-        text = "Out of memory; reduce max new tokens, or use a smaller picture."
-    else:
+    text = describe_error(error)
+    if text == INTERNAL_ERROR:
         logger.error("mmspec: a page handler failed", exc_info=error)
-        text = "Internal error; details are in the terminal that runs mmspec demo."
     return gr.Error(format_message(text), print_exception=False)
+
+
+def describe_error(error: Exception) -> str:
+    """An error as one sentence for a visitor, which is not HTML; that of an unexpected one tells nothing."""
+    from mmspec.app.modeling.captioner import out_of_memory
+
+    if isinstance(error, UsageError):
+        return str(error)
+    if out_of_memory(error):
+        return "Out of memory; reduce max new tokens, or use a smaller picture."
+    return INTERNAL_ERROR
 
 
 __all__ = [
     "DEVICE_QUEUE",
-    "FAILURE_MESSAGE",
     "PRIVATE_API",
     "UNQUEUED",
     "VALIDATION",
     "Context",
     "Controls",
     "build_controls",
+    "describe_error",
     "format_queue_position",
     "get_client",
     "report_errors",

@@ -17,7 +17,7 @@ from mmspec.app.ui.plots import LANE_COLORS
 from mmspec.app.ui.race import lane_title
 from mmspec.app.ui.report import AnswerTrace, Report
 
-GIF_WIDTH, GIF_MARGIN, HEAD = 760, 16, 126
+GIF_WIDTH, GIF_MARGIN, HEAD = 760, 16, 140
 """Pixels: the picture, the space around it, the height above the lanes."""
 LINE, LANE_HEAD, MAX_LINES, MAX_DRAWN_LANES = 19, 56, 12, 3
 """Pixels of a line, and of a lane above its text; lines of an answer and lanes that are drawn, at most."""
@@ -84,7 +84,7 @@ def write_gif(report: Report, file: Path) -> None:
         report: of a run whose answers are not empty.
         file: to write.
     """
-    traces = (report.plain, *report.lanes)[:MAX_DRAWN_LANES]
+    traces = choose_lanes(report)
     lanes = _layout(traces)
     tempo = choose_tempo(max(trace.token_times[-1] for trace in traces if trace.token_times))
     bottom = max((spot[1] for lane in lanes for spot in lane.spots if spot), default=HEAD + LANE_HEAD) + LINE
@@ -100,6 +100,12 @@ def write_gif(report: Report, file: Path) -> None:
     paletted = [frame.quantize(palette=palette, dither=Image.Dither.NONE) for frame in frames]
     durations = [1000 // FRAMES_PER_S] * (count - 1) + [int(1000 * HOLD_S)]
     paletted[0].save(file, save_all=True, append_images=paletted[1:], duration=durations, loop=0, optimize=True)
+
+
+def choose_lanes(report: Report) -> tuple[AnswerTrace, ...]:
+    """The baseline and the lanes that are drawn, the fastest among them."""
+    lanes = report.lanes[: MAX_DRAWN_LANES - 1]
+    return (report.plain, *(lanes if report.best in lanes else (*lanes[:-1], report.best)))
 
 
 def _layout(traces: tuple[AnswerTrace, ...]) -> list[_DrawnLane]:
@@ -164,11 +170,14 @@ def _draw_frame(canvas: Image.Image, report: Report, lanes: list[_DrawnLane], no
         draw.rectangle((lane.left, top + 26, lane.left + room, top + 38), LINE_COLOR)
         draw.rectangle((lane.left, top + 26, lane.left + min(1.0, rate / fastest) * room, top + 38), lane.color)
         draw.text((lane.left + room + 8, top + 22), label, INK, _font(14))
-    plain, ours = lanes[0].rate(now), lanes[1].rate(now)
-    ratio = report.mmspec.speedup if is_last else ours / plain if plain and ours else None
+    best = next(lane for lane in lanes if lane.trace is report.best)
+    plain, ours = lanes[0].rate(now), best.rate(now)
+    ratio = report.best.speedup if is_last else ours / plain if plain and ours else None
     if ratio:
         draw.text((GIF_WIDTH - GIF_MARGIN, 8), f"{ratio:.1f}x", LANE_COLORS[1], _font(56), anchor="ra")
     if is_last:
+        credit = report.best.credit.sentence if report.best.credit else ""
+        draw.text((GIF_MARGIN, HEAD - 20), _shorten(credit, 13, GIF_WIDTH - 2 * GIF_MARGIN), INK, _font(13))
         text = "identical, token for token" if report.identical else "outputs differ"
         draw.text(
             (GIF_WIDTH - GIF_MARGIN, 78),

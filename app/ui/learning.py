@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.ui.model_store import ModelStore, RunSettings
+from mmspec.app.ui.thumbnails import MEDIA_SIZE, to_data_uri
 from mmspec.app.ui.worker import CancelSignal
 from mmspec.files import CACHE_VARIABLE
 from mmspec.metrics.learning_stats import CurvePoint, LearningStats, SpeedCurve
@@ -29,6 +31,8 @@ LEARNING_DRAFTERS = ("instant", "arbitrated")
 """Drafters that learn from nothing."""
 CALLS_PER_MEAN = 8
 """Calls of a moving mean."""
+CALLS_PER_RATE = 3
+"""Pictures after which the time that is left is stated."""
 MAX_PICTURES = 120
 """One point of `LearningStats.curve` for each call: the curve merges points above 128."""
 
@@ -45,6 +49,7 @@ class LearningRun:
         learning: `mmspec.stats(model).learning` of the copy that learns.
         baseline: curve of the drafter that does not learn.
         text: the last description.
+        picture: that it describes, as a data URI.
     """
 
     def __init__(self, model_store: ModelStore, settings: RunSettings, total: int) -> None:
@@ -57,7 +62,16 @@ class LearningRun:
         self.num_identical = 0
         self.learning = LearningStats()
         self.text = ""
+        self.picture = ""
+        self._started_at = time.monotonic()
         self._baseline = SpeedCurve()
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Seconds that the rest will take at the rate so far; None before a rate is known."""
+        if self.num_done < CALLS_PER_RATE:
+            return None
+        return (time.monotonic() - self._started_at) / self.num_done * (self.total - self.num_done)
 
     @property
     def baseline(self) -> Sequence[CurvePoint]:
@@ -75,6 +89,7 @@ class LearningRun:
         from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED
 
         settings = self.settings
+        self._started_at = time.monotonic()
         if cancel_signal.should_stop:
             self.cancelled = True
             return self
@@ -120,6 +135,7 @@ class LearningRun:
         self.num_identical += learned.tolist() == plain.tolist()
         new_ids = learned[0, inputs["input_ids"].shape[1] :]
         self.text = loaded.processor.tokenizer.decode(new_ids, skip_special_tokens=True).strip()
+        self.picture = to_data_uri(request.images[0], MEDIA_SIZE)
         self.num_done += 1
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from mmspec.app.errors import UsageError
 from mmspec.app.io import videos
 from mmspec.app.io.images import ImageError, Media
+from mmspec.app.ui.refusals import FileRefusedError, explain_refusal
 from mmspec.vision.video.decoder_pool import DecoderPool
 
 DECODERS = DecoderPool(timeout_s=40.0)
@@ -69,10 +70,10 @@ class Limits:
         """Refuse a file that is too large to be opened.
 
         Raises:
-            UsageError: it has more bytes than allowed.
+            FileRefusedError: it has more bytes than allowed.
         """
         if path.is_file() and path.stat().st_size > self.max_file_mb * 1_000_000:
-            raise UsageError(f"{path.name} has more than {self.max_file_mb} MB.")
+            raise FileRefusedError(f"{path.name} cannot be used: it has more than {self.max_file_mb} MB.")
 
     def check_media_path(self, path: str | Path | None) -> Path:
         """The path of an uploaded picture or clip, not yet opened.
@@ -90,28 +91,27 @@ class Limits:
         """The decoded picture, or the frames of a clip.
 
         Raises:
-            UsageError: there is none, or it cannot be decoded within the limits.
+            UsageError: there is none.
+            FileRefusedError: it cannot be decoded within the limits.
         """
         file = self.check_media_path(path)
         try:
             return videos.load_media(file, self.num_frames, self.max_pixels, isolated=DECODERS)
         except ImageError as error:
-            message = str(error).replace("; raise --max-pixels if you trust it", "")
-            raise UsageError(f"{file.name}: {message}.") from error
+            reason = explain_refusal(error.kind, str(error), self.max_pixels)
+            raise FileRefusedError(f"{file.name} cannot be used: {reason}.") from error
 
     def check_files(self, paths: Sequence[str | Path] | None) -> list[Path]:
         """The paths of a batch.
 
         Raises:
-            UsageError: none, too many, or one of them is too large.
+            UsageError: none, or too many. A file that is too large is a row with an error.
         """
         files = [Path(path) for path in paths or ()]
         if not files:
             raise UsageError("Please choose some pictures or clips first.")
         if len(files) > self.max_files:
             raise UsageError(f"{len(files)} files are too many; {self.max_files} is the limit.")
-        for file in files:
-            self.check_file_size(file)
         return files
 
 

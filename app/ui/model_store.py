@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from mmspec.app.caption.config import DEFAULT_MODEL, SCENES_MODEL
 from mmspec.app.errors import UsageError
 from mmspec.app.modeling.random_models import SIZES
+from mmspec.app.ui.credit import PLAIN_GENERATE
 from mmspec.drafters.registry import drafter_names
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class RunSettings:
         max_new_tokens: per answer.
         tree_size: nodes of every draft tree, root included; None lets the controller choose.
         more_drafters: drafters of further lanes of a comparison.
+        baseline: what the answers of mmspec are compared with, one of `credit.BASELINES`.
     """
 
     model: str
@@ -48,6 +50,7 @@ class RunSettings:
     max_new_tokens: int = 128
     tree_size: int | None = None
     more_drafters: tuple[str, ...] = ()
+    baseline: str = PLAIN_GENERATE
 
 
 class ModelStore:

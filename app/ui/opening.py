@@ -50,7 +50,7 @@ class Opening:
             OPENING_QUESTION,
             settings,
             self._signal,
-            OPENING_IMAGE.name,
+            OPENING_IMAGE,
         )
         run.run()
         if run.cancelled or run.loaded_model is None or run.identical is None:

@@ -36,9 +36,9 @@ def count_axis(frame: pd.DataFrame, column: str) -> dict[str, Any]:
     return {"value": frame.assign(**{column: frame[column].astype(str)}), "x_lim": None, "sort": labels}
 
 
-def value_limits(values: Iterable[float], smallest: float = 0.0) -> list[float]:
-    """Limits of a y axis from 0 to the whole number above all values, at least to `smallest`."""
-    return [0, max(smallest, math.ceil(max(values, default=0)))]
+def value_limits(values: Iterable[float], smallest: float = 0.0, lowest: float = 0.0) -> list[float]:
+    """Limits of a y axis from `lowest` to the whole number above all values, at least to `smallest`."""
+    return [lowest, max(smallest, math.ceil(max(values, default=0)))]
 
 
 def lane_colors(report: Report) -> dict[str, str]:

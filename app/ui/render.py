@@ -12,6 +12,7 @@ from typing import Any
 
 from mmspec.app.bench.rounds import Round
 from mmspec.app.ui.race import LEGEND
+from mmspec.app.ui.refusals import explain_refusal
 from mmspec.app.ui.report import Report
 from mmspec.app.ui.tree_view import render_tree
 
@@ -33,8 +34,8 @@ def render_sentence(model: str, drafter: str, device: str) -> str:
     draft = "an automatically chosen drafter" if drafter == "auto" else f"the drafter <b>{escape(drafter)}</b>"
     return (
         f'<p class="mm-intro">The model <b>{escape(Path(model).name)}</b> on {escape(where)} answers one question '
-        f"twice: with plain <code>generate</code>, and with mmspec, where {draft} proposes tokens and the model checks "
-        "several of them in one forward.</p>"
+        f"twice: with plain <code>generate</code>, and with mmspec: a faster decode loop, in which {draft} proposes "
+        "tokens and the model checks several in one forward, where that pays.</p>"
     )
 
 
@@ -51,17 +52,17 @@ def render_frames(report: Report) -> str:
 
 
 def render_results(report: Report, description: str = "") -> str:
-    """The numbers of a finished run, below the `description` of its plot."""
+    """The numbers of a finished run that the race does not show, below the `description` of its plot."""
     text = f'<p class="mm-legend">{escape(description)}</p>' if description else ""
-    return f'<div class="mm-results">{text}{render_headline(report)}{render_metrics_table(report)}</div>'
+    return f'<div class="mm-results">{text}{render_headline(report)}</div>'
 
 
 def render_headline(report: Report) -> str:
-    """The four main numbers."""
+    """The numbers that the race does not show; those of mmspec are of its first lane."""
     metrics = report.metrics
     cells = [
-        ("decode speed-up", _format_ratio(metrics["speedup_decode"]), "tokens per second, first token to last"),
         ("end to end", _format_ratio(metrics["speedup_e2e"]), "the whole answer, vision encoding included"),
+        ("vision encoding", f"{metrics['vision_s']:.3f} s", "once for all lanes"),
         ("tau", f"{metrics['tau']:.2f}", "accepted length: tokens per forward of the model"),
         ("R", "-" if metrics["R"] is None else f"{metrics['R']:.2f}", "cost of a round in plain decoding steps"),
     ]
@@ -83,30 +84,6 @@ def render_numbers(cells: Sequence[tuple[str, str, str]]) -> str:
 
 def _format_ratio(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}x"
-
-
-def render_metrics_table(report: Report) -> str:
-    """All lanes, metric by metric."""
-    sides = report.metrics["sides"]
-    traces = (report.plain, *report.lanes)
-    rows = (
-        ("tokens", "n_tokens", "{:d}"),
-        ("tokens/s", "tokens_per_s", "{:.1f}"),
-        ("time to first token", "ttft_s", "{:.3f} s"),
-        ("whole answer", "total_s", "{:.3f} s"),
-    )
-    body = "".join(
-        f"<tr><th scope='row'>{name}</th>"
-        + "".join(f"<td>{form.format(sides[trace.name][key])}</td>" for trace in traces)
-        + "</tr>"
-        for name, key, form in rows
-    )
-    encoding = f"{report.metrics['vision_s']:.3f} s, once for all"
-    body += f"<tr><th scope='row'>vision encoding</th><td colspan='{len(traces)}'>{encoding}</td></tr>"
-    titles = ["plain", *(trace.drafter or "mmspec" for trace in report.lanes)]
-    head = "<tr><td></td>" + "".join(f"<th scope='col'>{escape(title)}</th>" for title in titles) + "</tr>"
-    table = f'<table class="mm-table"><thead>{head}</thead><tbody>{body}</tbody></table>'
-    return f'<div class="mm-wide">{table}</div>'
 
 
 def render_visible_tokens(report: Report) -> str:
@@ -173,30 +150,35 @@ CAPTION_COLUMNS = {
 """{column of the table of captions: explanation}."""
 
 
-def render_captions(rows: Sequence[Mapping[str, Any]], thumbnails: Mapping[str, str] | None = None) -> str:
+def render_captions(
+    rows: Sequence[Mapping[str, Any]], thumbnails: Mapping[str, str] | None = None, max_pixels: int = 0
+) -> str:
     """The table of captions of a batch.
 
     Args:
         rows: of a caption job.
         thumbnails: {id of a row: data URI}.
+        max_pixels: limit of a picture, for the reasons of refused ones.
     """
     head = "".join(
         f"<th scope='col' title='{escape(note)}'>{escape(name)}</th>" for name, note in CAPTION_COLUMNS.items()
     )
-    body = "".join(_render_caption_row(row, (thumbnails or {}).get(row["id"], "")) for row in rows)
+    body = "".join(_render_caption_row(row, (thumbnails or {}).get(row["id"], ""), max_pixels) for row in rows)
     body = body or '<tr><td colspan="5" class="mm-empty">No captions yet.</td></tr>'
     table = f'<table class="mm-table mm-captions"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
     notes = "; ".join(f"<b>{escape(name)}</b>: {escape(note)}" for name, note in CAPTION_COLUMNS.items())
     return f'<div class="mm-wide">{table}</div><p class="mm-legend">{notes}.</p>'
 
 
-def _render_caption_row(row: Mapping[str, Any], thumbnail: str) -> str:
+def _render_caption_row(row: Mapping[str, Any], thumbnail: str, max_pixels: int) -> str:
     given = escape(str(row["file_name"]))
     picture = f'<img src="{escape(thumbnail)}" alt="Small picture of {given}">' if thumbnail else ""
     file_name = given.replace("_", "_<wbr>")  # where a long name may be wrapped
     name = f'<td><div class="mm-file">{picture}<span>{file_name}</span></div></td>'
     if row["error"]:
-        return f'<tr class="mm-failed">{name}<td colspan="4">{escape(str(row["error"]["message"]))}</td></tr>'
+        error = row["error"]
+        reason = explain_refusal(str(error["type"]), str(error["message"]), max_pixels)
+        return f'<tr class="mm-failed">{name}<td colspan="4">{escape(reason)}</td></tr>'
     limit = f" <small>(stopped at the limit of {row['n_new_tokens']} tokens)</small>" if _is_cut(row) else ""
     numbers = (
         ("tokens", row["n_new_tokens"]),

@@ -8,7 +8,7 @@ import secrets
 import shutil
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,14 @@ from mmspec.app.bench.rounds import NOT_DRAFTED, Round, classify_tokens
 from mmspec.app.io.images import Video
 from mmspec.app.modeling.chat import ChatTurn
 from mmspec.app.ui.comparison import AnswerLane, ComparisonRun, Difference
+from mmspec.app.ui.credit import Credit
 from mmspec.app.ui.model_store import RunSettings
+from mmspec.app.ui.repeat_code import RunRequest, describe_request
 from mmspec.app.ui.streamer import detokenize, token_label
 from mmspec.app.ui.thumbnails import TimedImage, draw_media
 from mmspec.app.ui.visible_tokens import draw_visible_tokens, uses_center_crop, visible_tokens_to_dict
 from mmspec.app.versions import mmspec_version
+from mmspec.hints import looks_like_path
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,7 @@ class AnswerTrace:
         tokens_per_s: tokens per second after the first.
         speedup: ratio of `tokens_per_s` to that of plain `generate`; None if it is not measured.
         identical: whether it is the plain answer; None if one is empty.
+        credit: of the loop and of the drafts; None for the baseline.
         round_lengths: tokens that each forward after the prompt's emitted.
     """
 
@@ -49,6 +53,7 @@ class AnswerTrace:
     tokens_per_s: float = 0.0
     speedup: float | None = None
     identical: bool | None = None
+    credit: Credit | None = None
     round_lengths: tuple[int, ...] = ()
 
     @property
@@ -75,6 +80,7 @@ class Report:
         is_clip: the input is a clip.
         file_name: of the input, without a folder.
         turns: earlier turns of the conversation.
+        request: what the processor and `generate` were given, for code that repeats the run.
     """
 
     question: str
@@ -90,11 +96,17 @@ class Report:
     is_clip: bool = False
     file_name: str = ""
     turns: tuple[ChatTurn, ...] = ()
+    request: RunRequest = field(default_factory=RunRequest)
 
     @property
     def mmspec(self) -> AnswerTrace:
         """The first lane."""
         return self.lanes[0]
+
+    @property
+    def best(self) -> AnswerTrace:
+        """The fastest lane of mmspec, which the headline names."""
+        return max(self.lanes, key=lambda lane: lane.speedup or 0.0)
 
     def as_dict(self) -> dict[str, Any]:
         """Everything, ready for JSON."""
@@ -139,13 +151,14 @@ def build_report(comparison: ComparisonRun) -> Report:
         is_clip=isinstance(comparison.media, Video),
         file_name=comparison.file_name,
         turns=comparison.turns,
+        request=describe_request(comparison),
     )
 
 
 def _build_trace(comparison: ComparisonRun, lane: AnswerLane) -> AnswerTrace:
     assert comparison.loaded_model is not None
     rounds, num_tokens = lane.rounds, len(lane.streamer.token_ids)
-    is_plain = lane.drafter is None
+    is_plain = lane is comparison.plain
     return AnswerTrace(
         name=lane.name,
         drafter=lane.resolved_drafter,
@@ -156,6 +169,7 @@ def _build_trace(comparison: ComparisonRun, lane: AnswerLane) -> AnswerTrace:
         tokens_per_s=lane.tokens_per_s,
         speedup=None if is_plain else comparison.speedup_decode(lane),
         identical=None if is_plain else comparison.is_identical(lane),
+        credit=None if is_plain else comparison.credit(lane),
         round_lengths=(1,) * (num_tokens - 1) if is_plain else tuple(len(item.emitted) for item in rounds[1:]),
     )
 
@@ -188,12 +202,15 @@ def collect_metrics(comparison: ComparisonRun) -> dict[str, Any]:
         "difference": _difference_to_dict(lane.difference) if lane.difference else None,
         "speedup_decode": comparison.speedup_decode(lane),
         "speedup_e2e": comparison.speedup_e2e(lane),
+        "speedup_loop": comparison.credit(lane).loop,
+        "speedup_drafts": comparison.credit(lane).drafts,
+        "why_not_drafted": comparison.credit(lane).reason or None,
         "tau": lane.stats.tau,
         "R": comparison.round_cost(lane),
         "vision_s": comparison.encode_s,
         "visible_tokens": visible_tokens_to_dict(comparison.visible_tokens) if comparison.visible_tokens else None,
         "prompt_tokens": comparison.prompt_tokens,
-        "choice": _settings_to_dict(comparison.settings),
+        "choice": settings_to_dict(comparison.settings),
         "stats": lane.stats.as_dict(),
         "run": {
             "mmspec": mmspec_version(),
@@ -205,9 +222,15 @@ def collect_metrics(comparison: ComparisonRun) -> dict[str, Any]:
     }
 
 
-def _settings_to_dict(settings: RunSettings) -> dict[str, Any]:
-    """Model paths are shortened to their name."""
-    return asdict(settings) | {"model": Path(settings.model).name}
+def settings_to_dict(settings: RunSettings) -> dict[str, Any]:
+    """Folders are shortened to their name."""
+    names = {key: _shorten_folder(getattr(settings, key)) for key in ("model", "drafter")}
+    return asdict(settings) | names
+
+
+def _shorten_folder(name: str) -> str:
+    """The name of a folder without those above it, which pages do not tell; a hub id stays as it is."""
+    return Path(name).name if looks_like_path(name) or Path(name).is_dir() else name
 
 
 def _difference_to_dict(difference: Difference) -> dict[str, Any]:
@@ -270,4 +293,12 @@ class TempStorage:
         shutil.rmtree(self.root, ignore_errors=True)
 
 
-__all__ = ["AnswerTrace", "Report", "TempStorage", "build_report", "collect_metrics", "format_verdict"]
+__all__ = [
+    "AnswerTrace",
+    "Report",
+    "TempStorage",
+    "build_report",
+    "collect_metrics",
+    "format_verdict",
+    "settings_to_dict",
+]

@@ -1,4 +1,4 @@
-"""Runs a comparison in the worker's thread: plain `generate`, then mmspec with each drafter."""
+"""Runs a comparison in the worker's thread: the baseline, then mmspec with each drafter, then its loop without any."""
 
 from __future__ import annotations
 
@@ -17,11 +17,15 @@ from mmspec.app.modeling.load import synchronize
 from mmspec.app.modeling.sampling import Sampling
 from mmspec.app.ui.cancel import build_stopping_criteria
 from mmspec.app.ui.comparison import AnswerLane, ComparisonRun, Difference
+from mmspec.app.ui.credit import NO_DRAFTS
 from mmspec.app.ui.loaded_model import LoadedModel
 from mmspec.app.ui.model_store import RunSettings
 from mmspec.app.ui.streamer import TimingStreamer
 from mmspec.app.ui.worker import CancelSignal
 from mmspec.interfaces import Compressor
+
+LOOP_TOKENS = 64
+"""Tokens at most that the loop without drafts decodes to be measured."""
 
 
 def run_comparison(comparison: ComparisonRun) -> None:
@@ -32,7 +36,9 @@ def run_comparison(comparison: ComparisonRun) -> None:
         return
     comparison.phase = "loading"
     loaded = comparison.loaded_model = comparison.model_store.get(settings.model)
-    for lane in comparison.lanes:
+    for lane in (comparison.plain, *comparison.lanes):
+        if lane.drafter is None:
+            continue
         drafter = loaded.get_drafter(lane.drafter or settings.drafter)
         lane.recorder = RecordingDrafter(drafter, lane.streamer.record)
     compressor = loaded.get_compressor(settings.compressor)
@@ -43,12 +49,31 @@ def run_comparison(comparison: ComparisonRun) -> None:
     check_length(loaded.model, inputs, settings.max_new_tokens)
     request, comparison.encode_s = encode_media(loaded.model, inputs)
     comparison.phase = "answering"
-    with mmspec.disabled(loaded.model):
-        _generate(comparison, loaded, request, comparison.plain, streamer=comparison.plain.streamer)
+    if comparison.plain.drafter is None:
+        with mmspec.disabled(loaded.model):
+            _generate(comparison, loaded, request, comparison.plain, streamer=comparison.plain.streamer)
+    else:
+        _speculate(comparison, loaded, request, comparison.plain, None)
     for lane in comparison.lanes:
         if not comparison.cancelled:
             _speculate(comparison, loaded, request, lane, compressor)
+    if comparison.needs_loop:
+        _measure_loop(comparison, loaded, request)
     comparison.phase, comparison.lane = "done", None
+
+
+def _measure_loop(comparison: ComparisonRun, loaded: LoadedModel, request: dict[str, Any]) -> None:
+    """Decode the start of the answer without drafts, so that the speed of the loop is known apart from theirs.
+
+    The answers are complete by then: a run that is stopped here has all of them, and no split.
+    """
+    lane = comparison.loop
+    lane.recorder = RecordingDrafter(loaded.get_drafter(NO_DRAFTS), lane.streamer.record)
+    count = min(LOOP_TOKENS, len(comparison.plain.streamer.token_ids))
+    _generate(comparison, loaded, request, lane, count, mmspec={"drafter": lane.recorder})
+    lane.stats = mmspec.stats(loaded.model, last=True)
+    if comparison.cancelled:
+        comparison.cancelled, comparison.loop = False, AnswerLane(lane.name, lane.drafter)
 
 
 def _speculate(
@@ -82,11 +107,17 @@ def _speculate(
 
 
 def _generate(
-    comparison: ComparisonRun, loaded: LoadedModel, request: dict[str, Any], lane: AnswerLane, **extra_options: Any
+    comparison: ComparisonRun,
+    loaded: LoadedModel,
+    request: dict[str, Any],
+    lane: AnswerLane,
+    max_new_tokens: int | None = None,
+    **extra_options: Any,
 ) -> list[int]:
-    """Run `generate`, timed; returns the new token ids."""
+    """Run `generate`, timed; returns the new token ids. `max_new_tokens` replaces that of the settings."""
     settings = comparison.settings
-    captioner = Captioner(loaded.model, loaded.processor, settings.max_new_tokens, Sampling(settings.temperature))
+    count = max_new_tokens or settings.max_new_tokens
+    captioner = Captioner(loaded.model, loaded.processor, count, Sampling(settings.temperature))
     comparison.lane = lane
     torch.manual_seed(settings.seed)
     synchronize(loaded.model.device)

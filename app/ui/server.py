@@ -25,6 +25,7 @@ from mmspec.app.scenes.examples import EXAMPLES_FOLDER as EXAMPLES
 from mmspec.app.ui.api import register_endpoints
 from mmspec.app.ui.context import Context
 from mmspec.app.ui.limits import Limits
+from mmspec.app.ui.links import render_links
 from mmspec.app.ui.middleware.bodies import RequestLimits, UploadFolder
 from mmspec.app.ui.middleware.filtered_app import FilteredApp, suppress_tracebacks
 from mmspec.app.ui.middleware.hosts import HostPolicy
@@ -70,6 +71,7 @@ def build_app(context: Context, opening: Opening | None = None) -> Any:
                 build_batch_tab(context)
             with gr.Tab("Learning"):
                 build_learning_tab(context)
+        gr.HTML(render_links(), elem_id="mm-links")
         register_endpoints(context)
 
         def end_session(request: gr.Request) -> None:
@@ -126,6 +128,7 @@ def serve(
     record_opening: bool = False,
     password: str | None = None,
     share: bool = False,
+    root_path: str = "",
 ) -> Iterator[DemoServer]:
     """Serve the pages until the block is left; then end all runs and remove all files.
 
@@ -140,6 +143,7 @@ def serve(
         record_opening: record a race at the start, which pages open with.
         password: asked of every request; None for none.
         share: open a tunnel of Gradio, so that the app is reached from the internet.
+        root_path: path under which a proxy serves the app, which it removes from requests; empty for none.
 
     Raises:
         OSError: the port is in use.
@@ -168,7 +172,7 @@ def serve(
             opening.start()
             stack.callback(opening.stop)
         stack.enter_context(suppress_tracebacks())
-        url = _launch(app, filtered_app, context, host, port, share)
+        url = _launch(app, filtered_app, context, host, port, share, root_path)
         try:
             share_url = _allow_share(app, host_policy) if share else None
             yield DemoServer(url, app, context, share_url)
@@ -191,7 +195,9 @@ def _gradio_temp_dir(folder: Path) -> Iterator[None]:
             os.environ["GRADIO_TEMP_DIR"] = previous
 
 
-def _launch(app: Any, filtered_app: FilteredApp, context: Context, host: str, port: int | None, share: bool) -> str:
+def _launch(
+    app: Any, filtered_app: FilteredApp, context: Context, host: str, port: int | None, share: bool, root_path: str
+) -> str:
     """Start the server of `app` behind the request filter; returns its URL.
 
     Raises:
@@ -205,6 +211,7 @@ def _launch(app: Any, filtered_app: FilteredApp, context: Context, host: str, po
         server_name=host,
         server_port=_free_port(host) if port == 0 else port,
         share=share,
+        root_path=root_path,
         prevent_thread_lock=True,
         quiet=True,
         ssr_mode=False,

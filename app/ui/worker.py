@@ -223,6 +223,7 @@ class SessionRegistry:
     def __init__(self) -> None:
         self._signals: dict[str, CancelSignal] = {}
         self._results: dict[str, Any] = {}
+        self._failures: dict[str, Exception] = {}
         self._lock = threading.Lock()
 
     def begin(self, session: str) -> CancelSignal:
@@ -237,6 +238,7 @@ class SessionRegistry:
             if previous is not None and not previous.cancel_requested:
                 raise UsageError("A run of this page is still active; wait for it to end, or stop it.")
             self._signals[session] = CancelSignal()
+            self._failures.pop(session, None)
             return self._signals[session]
 
     def get_signal(self, session: str) -> CancelSignal:
@@ -274,11 +276,22 @@ class SessionRegistry:
         with self._lock:
             return self._results.pop(session, None)
 
+    def store_failure(self, session: str, error: Exception) -> None:
+        """Store why the page's run failed or did not start, until it is taken, or the page begins or ends a run."""
+        with self._lock:
+            self._failures[session] = error
+
+    def take_failure(self, session: str) -> Exception | None:
+        """Why the page's run failed, removed from the registry; None if nothing is stored."""
+        with self._lock:
+            return self._failures.pop(session, None)
+
     def end(self, session: str) -> None:
         """Cancel and forget the run of this page."""
         with self._lock:
             cancel_signal = self._signals.pop(session, None)
             self._results.pop(session, None)
+            self._failures.pop(session, None)
         if cancel_signal is not None:
             cancel_signal.cancel()
 

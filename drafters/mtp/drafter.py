@@ -62,7 +62,6 @@ class MTPDrafter(SwitchedDrafter):
             top_k=CHAIN_TOP_K if parts.chains_only else top_k,
         )
         self.carry = rule.carries[0]
-        self.records_drafts = parts.is_static
 
     @property
     def settings(self) -> tuple[str, ...]:

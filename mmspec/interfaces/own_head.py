@@ -89,7 +89,6 @@ class OwnHead:
         vocab_size: V.
         num_layers: decoder layers of the target.
         chains_only: whether the target scores chains only.
-        is_static: whether the block reads no value on the host, so that it may be recorded.
     """
 
     rule: HeadRule
@@ -107,7 +106,6 @@ class OwnHead:
     vocab_size: int
     num_layers: int
     chains_only: bool
-    is_static: bool
 
 
 class TargetKeys(Protocol):

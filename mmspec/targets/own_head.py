@@ -152,7 +152,6 @@ class _Reader:
             vocab_size=adapter.vocab_size,
             num_layers=adapter.num_layers,
             chains_only=adapter.is_recurrent,
-            is_static=not any("expert" in name for name, _ in layer.named_modules()),
         )
 
     def _new_norm(self, size: int) -> nn.Module:

@@ -242,7 +242,7 @@ def test_what_waits_in_line_is_not_run_past_it(server: ServerProcess) -> None:
     for data, index in (
         ([file, "what?", *chosen], None),
         ([file, "what?", *chosen], compare),
-        ([file, None, "picture", "what?", None, *chosen, "automatic", []], answer),
+        ([file, None, "picture", "what?", None, *chosen, "automatic", [], "plain generate"], answer),
     ):
         for route in ("/run/compare", "/api/compare", "/run/predict"):
             body = {"data": data, "session_hash": "past"} | ({} if index is None else {"fn_index": index})

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -26,8 +24,9 @@ from mmspec.app.ui.gif import TEMPOS, choose_tempo, format_tempo, write_gif
 from mmspec.app.ui.limits import Limits
 from mmspec.app.ui.model_store import ModelStore, RunSettings
 from mmspec.app.ui.race import render_race
-from mmspec.app.ui.report import Report, TempStorage, build_report
-from mmspec.app.ui.share import build_code, render_share_page
+from mmspec.app.ui.repeat_code import build_code
+from mmspec.app.ui.report import Report, TempStorage, build_report, settings_to_dict
+from mmspec.app.ui.share import render_share_page
 from mmspec.app.ui.thumbnails import draw_media, frame_times
 from mmspec.app.ui.worker import CancelSignal, Worker
 
@@ -41,10 +40,19 @@ def model_store() -> ModelStore:
     return built
 
 
-def run(model_store: ModelStore, question: str = "what is it?", media: Any = None, **chosen: Any) -> Report:
+def run(
+    model_store: ModelStore,
+    question: str = "what is it?",
+    media: Any = None,
+    *,
+    file: str | Path = "a.png",
+    chosen_turns: tuple[ChatTurn, ...] = (),
+    **chosen: Any,
+) -> Report:
     settings = RunSettings("tiny", **{"max_new_tokens": 24} | chosen)
     media = draw_image(3)[0] if media is None else media
-    return build_report(ComparisonRun(model_store, media, (), question, settings, CancelSignal(60), "a.png").run())
+    turns = chosen_turns
+    return build_report(ComparisonRun(model_store, media, turns, question, settings, CancelSignal(60), file).run())
 
 
 # lanes
@@ -122,16 +130,66 @@ def test_the_shared_page_loads_nothing_and_holds_the_whole_race(model_store: Mod
     assert page.count("data-t=") == 48 and "default-src 'none'" in page and "identical, token for token" in page
 
 
-def test_the_code_repeats_the_run(model_store: ModelStore, tmp_path: Path) -> None:
+@pytest.mark.parametrize("template", [True, False])
+@pytest.mark.parametrize("is_clip", [False, True])
+def test_the_code_repeats_the_run_in_an_empty_folder(
+    model_store: ModelStore, tmp_path: Path, is_clip: bool, template: bool, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """With the input in it, and without anything of the app; `random_model` stands for `from_pretrained`."""
+    clip = next(path for path in list_example_files() if path.suffix == ".mp4")
+    file = clip if is_clip else tmp_path / "a.png"
     draw_image(3)[0].save(tmp_path / "a.png")
-    report = run(model_store, question="what 'is' it?", drafter="hybrid", temperature=0.7, seed=5, max_new_tokens=12)
-    code = build_code(replace(report, turns=(ChatTurn(NASTY, NASTY),)))
+    processor = model_store.get("tiny").processor
+    if not template:
+        monkeypatch.setattr(processor, "chat_template", None)
+    turns = (ChatTurn('it\'s "what"?', "a\nb"),)
+    options = {"drafter": "hybrid", "temperature": 0.7, "seed": 5, "max_new_tokens": 8}
+    media = Limits().load_media(file)
+    report = run(model_store, "what 'is' it?", media, file=file, chosen_turns=turns, **options)
+    code = build_code(report)
+    allowed = r"from mmspec\.(app\.modeling\.random_models|vision[.\w]*) |import mmspec$|mmspec\.(patch|stats)\("
+    used = [line for line in code.splitlines() if "mmspec." in line or line.endswith("import mmspec")]
+    assert all(re.search(allowed, line) for line in used), used
+    if not template:
+        code = code.replace("mmspec.patch(", "processor.chat_template = None\nmmspec.patch(", 1)
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    exec(compile(code, "shared", "exec"), {"__name__": "__main__"})
+    assert capsys.readouterr().out.count(report.plain.text) == 2 and list((tmp_path / "empty").iterdir()) == []
+
+
+def test_the_code_holds_what_visitors_wrote_as_literals(model_store: ModelStore) -> None:
+    report = run(model_store)
+    for text in (None, NASTY):
+        request = replace(report.request, question=NASTY, text=text)
+        code = build_code(replace(report, request=request, turns=(ChatTurn(NASTY, NASTY),), file_name=NASTY))
+        compile(code, "shared", "exec")
+        assert code.count(repr(NASTY)) == (4 if text is None else 2)
+
+
+@pytest.mark.parametrize(
+    ("model", "line"),
+    [
+        ("scenes", "from mmspec.app.scenes import load_scenes_model"),
+        ("llava-hf/llava-1.5-7b-hf", "AutoProcessor.from_pretrained('llava-hf/llava-1.5-7b-hf')"),
+    ],
+)
+def test_the_code_loads_models_with_public_functions(model_store: ModelStore, model: str, line: str) -> None:
+    report = run(model_store)
+    metrics = report.metrics | {"choice": report.metrics["choice"] | {"model": model}}
+    code = build_code(replace(report, metrics=metrics))
     compile(code, "shared", "exec")
-    assert f"ChatTurn({NASTY!r}, {NASTY!r})" in code
-    done = subprocess.run(
-        [sys.executable, "-c", build_code(report)], cwd=tmp_path, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.count(report.plain.text) == 2
+    assert line in code and "random_models" not in code and "mmspec.app.modeling" not in code
+
+
+def test_hub_ids_are_kept_and_folders_shortened(tmp_path: Path) -> None:
+    for name, shown in (
+        ("llava-hf/llava-1.5-7b-hf", "llava-hf/llava-1.5-7b-hf"),
+        (str(tmp_path), tmp_path.name),
+        ("/home/me/model", "model"),
+        ("scenes", "scenes"),
+    ):
+        assert settings_to_dict(RunSettings(name, drafter=name))["model"] == shown
 
 
 def test_a_gif_shows_the_race_from_start_to_end(model_store: ModelStore, tmp_path: Path) -> None:

@@ -12,6 +12,8 @@ import fuzz
 import pytest
 import tiny_models as tiny
 import torch
+import transformers
+import zoo
 from parity import GREEDY, MODES, assert_parity, build_cached_model
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -24,6 +26,10 @@ from mmspec.drafters.mtp.switches import Switches
 from mmspec.engine.tree import DraftTree
 from mmspec.targets.assistant import assistant_parts, stored_layer_by_type
 from mmspec.targets.registry import find_adapter
+
+pytestmark = pytest.mark.skipif(
+    "gemma4" not in zoo.ROWS or not hasattr(transformers, "Gemma4AssistantConfig"), reason="an older transformers"
+)
 
 
 def target_of(**changes: Any) -> PreTrainedModel:

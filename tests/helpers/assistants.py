@@ -7,11 +7,13 @@ from typing import Any
 import tiny_models as tiny
 import torch
 from torch import Tensor
-from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 
-def build_assistant(target: PreTrainedModel, seed: int = 0, centroids: bool = True) -> Gemma4AssistantForCausalLM:
-    """An assistant of four layers."""
+def build_assistant(target: PreTrainedModel, seed: int = 0, centroids: bool = True) -> Any:
+    """An assistant of four layers; older transformers have none."""
+    from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM
+
     spec, text = target.tiny_spec, target.config.get_text_config()
     stored = len(text.layer_types) - text.num_kv_shared_layers
     types = list(dict.fromkeys(text.layer_types[:stored]))

@@ -15,6 +15,7 @@ from typing import Any
 
 import tiny_models as tiny
 import torch
+import zoo
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -23,7 +24,7 @@ from mmspec.drafters.mtp.drafter import MTPDrafter
 from mmspec.targets.own_head import read_own_head
 from mmspec.targets.registry import find_adapter
 
-FAMILIES = ("qwen3_5", "qwen3_5_moe", "glm_ocr", "exaone4_5")
+FAMILIES = tuple(name for name in ("qwen3_5", "qwen3_5_moe", "glm_ocr", "exaone4_5") if name in zoo.ROWS)
 MTP_NAMES = {"fc": "fc", "e": "pre_fc_norm_embedding", "h": "pre_fc_norm_hidden", "o": "norm", "block": "layers.0."}
 GLM_NAMES = {"fc": "eh_proj", "e": "enorm", "h": "hnorm", "o": "shared_head.norm", "block": ""}
 ONE_PLUS = ("qwen3_5", "qwen3_5_moe")

@@ -11,6 +11,7 @@ from typing import Any
 
 import fuzz
 import pytest
+import tiny_heads
 import tiny_models as tiny
 import torch
 from parity import Kwargs, generate_plain, get_model, speculate
@@ -118,6 +119,19 @@ def test_in_half_precision_drafts_change_nothing(family: str, dtype: str, forwar
     for other in results:
         assert torch.equal(other.sequences, results[0].sequences)
         assert all(map(torch.equal, other.logits, results[0].logits))
+
+
+@pytest.mark.parametrize("kind", ["leaning-coupled", "flash"])
+def test_in_half_precision_heads_change_nothing(kind: str, forwards: list[bool]) -> None:
+    spec = tiny.ModelSpec(family="llava", seed=17, dtype="bfloat16")
+    model = tiny.build_model(spec)
+    inputs = tiny.build_inputs(model, 5, 2)
+    results = []
+    for drafter in ("none", tiny_heads.build_drafter(kind, spec)):
+        with speculate(model, drafter):
+            results.append(generate_plain(model, inputs, **OUTPUTS))
+    assert forwards and all(forwards) and torch.equal(results[0].sequences, results[1].sequences)
+    assert all(map(torch.equal, results[0].logits, results[1].logits))
 
 
 def test_eager_attention_in_half_precision_gives_the_bits_of_the_model(forwards: list[bool]) -> None:

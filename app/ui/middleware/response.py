@@ -22,6 +22,11 @@ RESPONSE_HEADERS = (
 )
 
 
+EVENT_STREAM = b"text/event-stream"
+UNBUFFERED = (b"x-accel-buffering", b"no")
+"""Tells nginx, and proxies that follow it, to pass an event stream on as it comes."""
+
+
 class FilteredResponse:
     """The response to one request: Gradio's with other headers, or an `ErrorResponse`.
 
@@ -48,6 +53,8 @@ class FilteredResponse:
                 return
             self._has_started = True
             headers = [(name, value) for name, value in message.get("headers", []) if not _is_cors_header(name)]
+            if any(name.lower() == b"content-type" and value.startswith(EVENT_STREAM) for name, value in headers):
+                headers = [*(one for one in headers if one[0].lower() != UNBUFFERED[0]), UNBUFFERED]
             message = {**message, "headers": [*headers, *RESPONSE_HEADERS, *self._cors_headers()]}
         elif self._withheld:
             self._withheld.append(message)

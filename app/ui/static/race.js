@@ -52,8 +52,9 @@ window.mmspecRace = (() => {
     const card = root.querySelector(".mm-race[data-race]");
     const lanes = card ? [...card.querySelectorAll(".mm-lane")].map(readLane) : [];
     if (!lanes.some((lane) => lane.times.length)) return;
-    const [plain, ours] = lanes;
     const ratio = card.querySelector(".mm-ratio");
+    const plain = lanes[0];
+    const ours = lanes.find((lane) => lane.section.id === ratio?.dataset.lane) ?? lanes[1]; // the lane of the headline
     const finalRatio = ratio ? `${Number(ratio.dataset.ratio).toFixed(1)}x` : "";
     const fastest = Math.max(...lanes.map((lane) => lane.finalRate)) || 1;
     const run = ++current;

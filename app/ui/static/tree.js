@@ -1,6 +1,6 @@
 // Zoom of a drawn tree: buttons, ctrl and wheel, two fingers, and the keys + - 0 while it has the focus.
 (() => {
-  const SMALLEST = 0.55, LARGEST = 3; // below the smallest no token can be read
+  const SMALLEST = 0.3, LARGEST = 3; // a whole tree fits a phone; the list below it can be read there
 
   const zoomTo = (canvas, scale) => {
     const svg = canvas.querySelector("svg");

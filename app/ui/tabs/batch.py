@@ -37,6 +37,15 @@ BATCH_INTRO = (
     "<code>generate</code>, and can be saved as JSONL or Parquet."
 )
 CURVE_COLORS = {"each file": LANE_COLORS[0], "mean of the last 8": LANE_COLORS[1]}
+ROW_FORMATS = (
+    "JSONL and Parquet hold the same rows, one per file: <code>file_name</code>, <code>caption</code>, "
+    "<code>prompt</code>, <code>error</code> (empty, or why there is no caption), <code>n_new_tokens</code>, "
+    "<code>tau</code>, and how it was made. One text file per picture: <code>mmspec caption --format txt</code>."
+)
+OUT_OF_DOMAIN_NOTE = (
+    "not like the drawn pictures that the small built-in model was trained on, so expect a wrong caption; start the "
+    "demo with a model for photographs (mmspec demo --model)."
+)
 MIN_CURVE_POINTS = 6
 """Points from which on the curve is drawn: two per file."""
 
@@ -82,6 +91,7 @@ def build_batch_tab(context: Context) -> None:
                 parquet = gr.DownloadButton("Parquet", interactive=False, elem_id="mm-parquet", min_width=120)
             if not has_parquet:
                 gr.HTML('<p class="mm-legend">Parquet needs pyarrow: pip install pyarrow</p>')
+            gr.HTML(f'<p class="mm-legend">{ROW_FORMATS}</p>', elem_id="mm-formats")
             status = gr.HTML(render.render_status("Drop some files."), elem_id="mm-batch-status")
             curve = gr.LinePlot(
                 x="file",
@@ -105,11 +115,11 @@ def build_batch_tab(context: Context) -> None:
 
 
 def _connect_batch_events(context: Context, parts: BatchComponents, settings: Controls) -> None:
-    @report_errors
+    @functools.partial(report_errors, sessions=context.sessions)
     def begin(request: gr.Request) -> tuple[Any, Any]:
         return begin_run(context, request)
 
-    @report_errors
+    @functools.partial(report_errors, sessions=context.sessions)
     def work(request: gr.Request, uploads: Any, prompt: Any, *values: Any) -> Iterator[dict[Any, Any]]:
         num_rendered = -1
         for batch, is_running in stream_batch(context, uploads, prompt, values, get_client(request)):
@@ -117,7 +127,7 @@ def _connect_batch_events(context: Context, parts: BatchComponents, settings: Co
             updates: dict[Any, Any] = {parts.status: render.render_status(text)}
             if len(batch.rows) != num_rendered:
                 num_rendered = len(batch.rows)
-                updates[parts.table] = render.render_captions(batch.rows, batch.thumbnails)
+                updates[parts.table] = render.render_captions(batch.rows, batch.thumbnails, context.limits.max_pixels)
                 curve = caption_curve(batch.rows)
                 updates[parts.curve] = gr.update(
                     **count_axis(curve, "file"),
@@ -138,7 +148,7 @@ def _connect_batch_events(context: Context, parts: BatchComponents, settings: Co
         show_progress_on=[parts.status],
         **RUN_EVENT,
     )
-    connect_run_end(context, controls, [running])
+    connect_run_end(context, controls, started, [running])
 
 
 def offer_files(batch: CaptionBatch, parts: BatchComponents) -> dict[Any, Any]:
@@ -203,7 +213,13 @@ def format_progress(batch: CaptionBatch, is_running: bool) -> str:
     text = f"{num_done} of {batch.total} done" + (f", {num_failed} failed" if num_failed else "")
     if is_running:
         return f"{text}; running."
-    return f"{text}; cancelled, finished rows can be downloaded." if batch.cancelled else f"{text}."
+    text += "; cancelled, finished rows can be downloaded." if batch.cancelled else "."
+    if batch.tau is not None:
+        text += f" In all {batch.tau:.2f} tokens per forward, where plain generate has 1."
+    if batch.num_out_of_domain:
+        files = "One file" if batch.num_out_of_domain == 1 else f"{batch.num_out_of_domain} files"
+        text += f" {files}: {OUT_OF_DOMAIN_NOTE}"
+    return text
 
 
 __all__ = ["build_batch_tab", "format_progress", "stream_batch"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,7 +11,6 @@ from typing import Any
 import gradio as gr
 
 from mmspec.app.caption.config import PROMPT, VIDEO_PROMPT, default_prompt
-from mmspec.app.modeling.chat import ChatTurn
 from mmspec.app.scenes.examples import list_example_files
 from mmspec.app.ui import render
 from mmspec.app.ui.comparison_stream import CompareResult, Conversation, stream_comparison
@@ -21,19 +21,22 @@ from mmspec.app.ui.context import (
     Context,
     Controls,
     build_controls,
+    describe_error,
     get_client,
     report_errors,
 )
 from mmspec.app.ui.opening import CLIP_QUESTIONS, OPENING_IMAGE, OPENING_QUESTION, PICTURE_QUESTIONS, Opening
 from mmspec.app.ui.race import render_empty_race, render_race
+from mmspec.app.ui.refusals import FileRefusedError
 from mmspec.app.ui.report import Report
 from mmspec.app.ui.tabs.results import ResultComponents, build_results, clear_results, update_results
-from mmspec.app.ui.tabs.run_events import RUN_EVENT, RunControls, begin_run, connect_run_end
+from mmspec.app.ui.tabs.run_events import RUN_EVENT, UNKNOWN_FAILURE, RunControls, begin_run, connect_run_end
 
 INITIAL_STATUS = "Choose a picture or a clip and a question, then start the race."
 OPENING_STATUS = "Recorded on this machine when the demo started. Start the race to run it again."
+QUESTION_LABEL, FOLLOW_UP_LABEL = "Question", "Follow-up question"
 DEFAULT_QUESTIONS = (OPENING_QUESTION, PROMPT, VIDEO_PROMPT)
-"""Questions that follow the selected tab, and are not cleared after their answer."""
+"""Questions that follow the selected tab."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,7 @@ class CompareComponents:
     image: Any
     video: Any
     frames: Any
+    turns: Any
     question: Any
     ask: Any
     stop: Any
@@ -56,7 +60,7 @@ class CompareComponents:
     @property
     def final_outputs(self) -> list[Any]:
         """What a finished run updates."""
-        parts = [self.status, self.race, self.frames, self.conversation, self.question, self.sentence]
+        parts = [self.status, self.race, self.frames, self.turns, self.conversation, self.question, self.sentence]
         return [*parts, *self.results.outputs]
 
 
@@ -71,7 +75,7 @@ def build_compare_tab(context: Context, report: Any, opening: Opening) -> Compar
     sentence = gr.HTML(render.render_sentence(*context.model_store.default_names), elem_id="mm-sentence")
     question = gr.Textbox(
         OPENING_QUESTION,
-        label="Question",
+        label=QUESTION_LABEL,
         placeholder="Ask about the picture",
         lines=1,
         max_lines=4,
@@ -80,12 +84,14 @@ def build_compare_tab(context: Context, report: Any, opening: Opening) -> Compar
     )
     with gr.Row(elem_id="mm-compare"):
         with gr.Column(scale=2, min_width=300, elem_id="mm-inputs"):
+            with gr.Column(elem_id="mm-form"):
+                question.render()
+                with gr.Row():
+                    ask = gr.Button("Start the race", variant="primary", elem_id="mm-ask", min_width=140)
+                    stop = gr.Button("Stop", variant="stop", interactive=False, elem_id="mm-stop", min_width=60)
+                    reset = gr.Button("Start over", elem_id="mm-fresh", min_width=90)
+                turns = gr.HTML("", elem_id="mm-turns")
             image, video, frames, tabs = _build_media_inputs(question)
-            question.render()
-            ask = gr.Button("Start the race", variant="primary", size="lg", elem_id="mm-ask")
-            with gr.Row():
-                stop = gr.Button("Stop", variant="stop", interactive=False, elem_id="mm-stop", min_width=90)
-                reset = gr.Button("Start over", elem_id="mm-fresh", min_width=90)
             settings = build_controls(context, 128, "compare", with_lanes=True)
         with gr.Column(scale=5, min_width=320, elem_id="mm-answers"):
             status = gr.HTML(render.render_status(INITIAL_STATUS), elem_id="mm-status")
@@ -95,7 +101,7 @@ def build_compare_tab(context: Context, report: Any, opening: Opening) -> Compar
             results = build_results(context, report)
     conversation = gr.State(Conversation())
     parts = CompareComponents(
-        sentence, image, video, frames, question, ask, stop, reset, status, race, conversation, results
+        sentence, image, video, frames, turns, question, ask, stop, reset, status, race, conversation, results
     )
     kind = _connect_media_tabs(tabs, question)
     _connect_reset(parts)
@@ -114,7 +120,7 @@ def _build_media_inputs(question: Any) -> tuple[Any, Any, Any, Any]:
                 type="filepath",
                 label="Picture",
                 alt_text="The picture of the question",
-                height=280,
+                height=220,
                 elem_id="mm-picture",
                 buttons=["fullscreen"],
             )
@@ -157,20 +163,25 @@ def _is_default(question: str) -> bool:
 
 def _connect_reset(parts: CompareComponents) -> None:
     """Another file, and the button, start a new conversation."""
-    outputs = [parts.status, parts.race, parts.frames, parts.conversation, *parts.results.outputs]
+    kept = [parts.status, parts.race, parts.frames, parts.turns, parts.conversation]
+    outputs = [*kept, parts.question, *parts.results.outputs]
 
     def reset() -> dict[Any, Any]:
         return {
             parts.status: render.render_status(INITIAL_STATUS),
             parts.race: render_empty_race(),
             parts.frames: "",
+            parts.turns: "",
             parts.conversation: Conversation(),
+            parts.question: gr.update(label=QUESTION_LABEL, placeholder="Ask about it"),
             **clear_results(parts.results),
         }
 
     def follow_file(upload: Any, conversation: Conversation) -> Any:
-        is_same = conversation.path is not None and conversation.path == _upload_path(upload)
-        return {parts.status: gr.skip()} if is_same else reset()
+        if conversation.path == _upload_path(upload):
+            return {parts.status: gr.skip()}
+        error = conversation.error  # of the last run, which stays until the next
+        return reset() | ({parts.status: render.render_status(error, "mm-error")} if error else {})
 
     parts.reset.click(reset, None, outputs, **UNQUEUED)
     for file in (parts.image, parts.video):
@@ -184,26 +195,36 @@ def _connect_reset(parts: CompareComponents) -> None:
 
 
 def _connect_compare_events(
-    context: Context, parts: CompareComponents, kind: Any, settings: Controls, report: Any
+    context: Context, parts: CompareComponents, kind: Any, settings: Controls, report_state: Any
 ) -> None:
-    @report_errors
+    report = functools.partial(report_errors, sessions=context.sessions)
+
+    @report
     def begin(request: gr.Request, question: str) -> tuple[Any, ...]:
         context.limits.check_question(question)  # before the results of the last run are cleared
         cleared = clear_results(parts.results)
         return *begin_run(context, request), *(cleared[part] for part in parts.results.outputs)
 
-    @report_errors
+    @report
     def answer(request: gr.Request, image: Any, video: Any, kind: Any, *values: Any) -> Iterator[tuple[str, str]]:
         question, conversation, *chosen = values
         path = _upload_path(video if kind == "clip" else image)
         yield from stream_comparison(context, path, question, conversation, tuple(chosen), get_client(request))
 
-    @report_errors
+    @report
     def finish(request: gr.Request) -> dict[Any, Any]:
         result = context.sessions.take_result(get_client(request).session)
         if result is None:
             return {parts.status: render.render_status("Stopped.")}
-        return build_final_updates(context, parts, report, result)
+        return build_final_updates(context, parts, report_state, result)
+
+    def fail(error: Exception | None) -> dict[Any, Any]:
+        """The race that was not recorded goes, and so does the preview of a file that was refused."""
+        is_refused = isinstance(error, FileRefusedError)
+        files = {parts.image: None, parts.video: None} if is_refused else {}
+        failed = Conversation(error=describe_error(error) if error is not None else UNKNOWN_FAILURE)
+        kept = {parts.conversation: failed, parts.frames: "", parts.turns: ""} if is_refused else {}
+        return {parts.race: render_empty_race(), **files, **kept}
 
     live_outputs = [parts.status, parts.race]
     controls = RunControls(parts.ask, parts.stop, parts.status)
@@ -226,11 +247,12 @@ def _connect_compare_events(
     finished = running.success(
         finish,
         None,
-        [*parts.final_outputs, report],
+        [*parts.final_outputs, report_state],
         show_progress_on=[parts.status],
         **VALIDATION,
     )
-    connect_run_end(context, controls, [running, finished])
+    touched = [parts.race, parts.image, parts.video, parts.conversation, parts.frames, parts.turns]
+    connect_run_end(context, controls, started, [running, finished], fail, touched)
 
 
 def _connect_opening(context: Context, parts: CompareComponents, report: Any, opening: Opening) -> None:
@@ -243,7 +265,10 @@ def _connect_opening(context: Context, parts: CompareComponents, report: Any, op
         updates = build_final_updates(context, parts, report, result)
         return updates | {
             parts.status: render.render_status(OPENING_STATUS + result.note),
-            parts.conversation: Conversation(_upload_path(image)),  # a conversation begins with the visitor's question
+            # A conversation begins with the visitor's question.
+            parts.conversation: Conversation(_upload_path(image)),
+            parts.turns: "",
+            parts.question: gr.skip(),
         }
 
     load = gr.context.Context.root_block.load
@@ -264,18 +289,28 @@ def build_final_updates(
     turns = conversation.turns
     is_turn = bool(report.plain.text) and not result.cancelled
     if is_turn:
-        conversation = Conversation(conversation.path, (*turns, ChatTurn(report.question, report.plain.text)))
-    keeps_question = not is_turn or report.question in DEFAULT_QUESTIONS
+        conversation = conversation.after(report)
+    medium = "clip" if report.is_clip else "picture"
+    asks_on = {"label": FOLLOW_UP_LABEL, "placeholder": f"Ask more about this {medium}"} if is_turn else {}
     return {
         components.status: render.render_status(("Stopped." if result.cancelled else "Done.") + result.note),
         components.race: render_race(report, turns),
         components.frames: render.render_frames(report),
         components.conversation: conversation,
-        components.question: gr.update(value=report.question if keeps_question else ""),
+        components.turns: render_turns(len(conversation.turns)),
+        components.question: gr.update(value="" if is_turn else report.question, **asks_on),
         components.sentence: _render_sentence(report),
         report_state: report,
         **update_results(context, components.results, report),
     }
+
+
+def render_turns(count: int) -> str:
+    """What "Start over" does, where there is something to forget."""
+    if not count:
+        return ""
+    asked = "one question" if count == 1 else f"{count} questions"
+    return f'<p class="mm-legend">The model remembers {asked}. Start over forgets that; the picture stays.</p>'
 
 
 def _render_sentence(report: Report) -> str:

@@ -28,7 +28,15 @@ INTRO = (
     f"Each picture is described twice: with it, and with <code>{UNTRAINED_DRAFTER}</code>, which does not learn. The "
     "answers are the same; only the number of tokens per forward differs. Nothing that is learned here is stored."
 )
-READY_STATUS = "Start to see the curve."
+READY_STATUS = "Start describes the pictures; after a few it says how long the rest takes. Stop ends it at any time."
+STEPS = (
+    '<ol class="mm-steps"><li>Pictures are drawn: things on a background, none twice.</li>'
+    "<li>The model describes each of them twice, with the drafter that learns and with "
+    f"<code>{UNTRAINED_DRAFTER}</code>.</li>"
+    "<li>After each answer the drafter learns from it; the curve shows the tokens per forward of both. Those of the "
+    "one that learns should rise within the first 30 to 60 pictures.</li></ol>"
+)
+"""Shown until there is something else to see."""
 MIN_CURVE_CALLS = 3
 LEARNING_NEW_TOKENS = 160
 
@@ -79,13 +87,13 @@ def build_learning_tab(context: Context) -> None:
                 visible=False,
                 elem_id="mm-learning-curve",
             )
-            numbers = gr.HTML("", elem_id="mm-learning-numbers")
+            numbers = gr.HTML(STEPS, elem_id="mm-learning-numbers")
 
-    @report_errors
+    @functools.partial(report_errors, sessions=context.sessions)
     def begin(request: gr.Request) -> tuple[Any, Any]:
         return begin_run(context, request)
 
-    @report_errors
+    @functools.partial(report_errors, sessions=context.sessions)
     def work(request: gr.Request, model: str, drafter: str, total: float, seed: float) -> Iterator[dict[Any, Any]]:
         num_rendered = 0
         for run, is_running in stream_learning(context, model, drafter, total, seed, get_client(request)):
@@ -104,7 +112,7 @@ def build_learning_tab(context: Context) -> None:
         show_progress_on=[status],
         **RUN_EVENT,
     )
-    connect_run_end(context, controls, [running])
+    connect_run_end(context, controls, started, [running])
 
 
 def stream_learning(
@@ -144,7 +152,15 @@ def format_learning_progress(run: LearningRun, is_running: bool) -> str:
     counted = f"{run.num_done} of {run.total} pictures"
     if not is_running:
         return f"{counted}; stopped." if run.cancelled else f"{counted}, described twice."
-    return f"{counted}; running." if run.num_done else "Preparing a copy of the model that learns."
+    if not run.num_done:
+        return "Preparing a copy of the model that learns."
+    left = run.seconds_left
+    return f"{counted}; running." if left is None else f"{counted}; running, about {format_seconds(left)} left."
+
+
+def format_seconds(seconds: float) -> str:
+    """A time in words, coarse as it is an estimate."""
+    return f"{max(1, round(seconds))} s" if seconds < 90 else f"{round(seconds / 60)} minutes"
 
 
 def curve_update(run: LearningRun) -> Any:
@@ -163,7 +179,7 @@ def curve_update(run: LearningRun) -> Any:
 def render_learning(run: LearningRun) -> str:
     """The numbers of a run, and the last description."""
     if not run.num_done:
-        return ""
+        return STEPS
     learned, baseline, state = run.learning.curve, run.baseline, run.learning
     first, last, other = (
         pool_calls(points)
@@ -185,7 +201,9 @@ def render_learning(run: LearningRun) -> str:
         ("identical", f"{run.num_identical} of {run.num_done}", "answers of both drafters, token for token"),
     ]
     why = f'<p class="mm-legend">Learning ended: {escape(state.disabled_reason)}</p>' if state.disabled_reason else ""
-    text = f'<div class="mm-side mm-so-far"><div class="mm-turn-answer">{escape(run.text)}</div></div>'
+    picture = f'<img src="{escape(run.picture)}" alt="The picture that is described">' if run.picture else ""
+    answer = f'<div class="mm-turn-answer">{escape(run.text)}</div>'
+    text = f'<div class="mm-side mm-so-far mm-described">{picture}{answer}</div>'
     return render_numbers(cells) + why + '<p class="mm-legend">The last description</p>' + text
 
 

@@ -13,13 +13,21 @@ from mmspec.app.errors import UsageError
 from mmspec.app.ui import plots, render
 from mmspec.app.ui.context import PRIVATE_API, Context, get_client, report_errors
 from mmspec.app.ui.gif import write_gif
+from mmspec.app.ui.repeat_code import MAX_SHOWN_BYTES, build_code
 from mmspec.app.ui.report import Report
-from mmspec.app.ui.share import build_code, render_share_page
+from mmspec.app.ui.share import render_share_page
 from mmspec.app.ui.tabs.run_events import RUN_EVENT
 from mmspec.app.ui.worker import CancelSignal, LeftQueueError
 
 REPLAY_SPEEDS = {"real time": 1, "4 times slower": 4, "16 times slower": 16}
 PLOT_HEIGHT = 220
+LONG_CODE = "# The code holds the picture or clip, which is too long to be shown: Share, Python code."
+COPY_LINK = """async () => {
+    const button = document.querySelector("#mm-link");
+    try { await navigator.clipboard.writeText(location.href); button.textContent = "Link copied"; }
+    catch { button.textContent = location.href; }
+}"""
+"""Copies the address of the page; where a browser forbids that, shows it."""
 HIDDEN: Any = "hidden"
 """Not shown, not removed: the script of a plot of Gradio 6.31 fails when its element is removed."""
 
@@ -39,6 +47,7 @@ class ResultComponents:
     make_gif: Any
     gif: Any
     json: Any
+    script: Any
     code: Any
 
     @property
@@ -109,11 +118,15 @@ def build_results(context: Context, report: Any) -> ResultComponents:
                 elem_id="mm-phases",
             )
     with gr.Column(visible=False, elem_id="mm-share") as share:
-        with gr.Row():
-            page = gr.DownloadButton("HTML file", elem_id="mm-share-page", min_width=140)
-            make_gif = gr.Button("Make GIF", elem_id="mm-make-gif", min_width=140)
-            gif = gr.DownloadButton("Save GIF", interactive=False, elem_id="mm-gif", min_width=140)
-            download = gr.DownloadButton("JSON data", elem_id="mm-download", min_width=140)
+        with gr.Accordion("Share", open=False, elem_id="mm-share-box"):
+            with gr.Row():
+                page = gr.DownloadButton("HTML file", elem_id="mm-share-page", min_width=140)
+                make_gif = gr.Button("Make GIF", elem_id="mm-make-gif", min_width=140)
+                gif = gr.DownloadButton("Save GIF", interactive=False, elem_id="mm-gif", min_width=140)
+                download = gr.DownloadButton("JSON data", elem_id="mm-download", min_width=140)
+                script = gr.DownloadButton("Python code", elem_id="mm-script", min_width=140)
+                link = gr.Button("Copy link", elem_id="mm-link", min_width=140)
+            link.click(None, None, None, js=COPY_LINK, **PRIVATE_API)
         with gr.Accordion("Code that repeats this run", open=False, elem_id="mm-code-box"):
             code = gr.Code(
                 "",
@@ -125,7 +138,7 @@ def build_results(context: Context, report: Any) -> ResultComponents:
                 elem_id="mm-code",
             )
     parts = ResultComponents(
-        replay, details, numbers, lengths, histogram, phases, share, page, make_gif, gif, download, code
+        replay, details, numbers, lengths, histogram, phases, share, page, make_gif, gif, download, script, code
     )
     _connect_gif(context, parts, report)
     return parts
@@ -162,7 +175,7 @@ def clear_results(parts: ResultComponents) -> dict[Any, Any]:
 
 def update_results(context: Context, parts: ResultComponents, report: Report) -> dict[Any, Any]:
     """Values of the outputs after a run."""
-    has_all = report.identical is not None
+    has_all, code = report.identical is not None, build_code(report)
     updates: dict[Any, Any] = {
         parts.replay: gr.update(interactive=True),
         parts.details: gr.update(visible=has_all),
@@ -173,7 +186,8 @@ def update_results(context: Context, parts: ResultComponents, report: Report) ->
         ),
         parts.make_gif: gr.update(interactive=has_all),
         parts.gif: gr.update(value=None, interactive=False),
-        parts.code: build_code(report),
+        parts.script: gr.update(value=str(context.temp_storage.write_text("mmspec_run.py", code))),
+        parts.code: code if len(report.request.content) <= MAX_SHOWN_BYTES else LONG_CODE,
     }
     if has_all:
         lengths, histogram = plots.round_lengths(report), plots.length_histogram(report)
@@ -181,7 +195,7 @@ def update_results(context: Context, parts: ResultComponents, report: Report) ->
             parts.numbers: render.render_results(report, plots.describe_lengths(report)),
             parts.lengths: gr.update(
                 **plots.count_axis(lengths, "forward"),
-                y_lim=plots.value_limits(lengths["tokens per forward"]),
+                y_lim=plots.value_limits(lengths["tokens per forward"], 2, lowest=1),
                 color_map=plots.lane_colors(report),
             ),
             parts.histogram: gr.update(

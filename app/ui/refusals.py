@@ -1,0 +1,58 @@
+"""Why a file is refused, in words for a visitor: no names of decoders, no bytes of the file, megapixels.
+
+Commands and the files of a batch keep the exact message; pages show these.
+"""
+
+from __future__ import annotations
+
+import re
+
+from mmspec.app.errors import UsageError
+
+READABLE_PICTURES = "PNG, JPEG, WebP, GIF, BMP, TIFF or AVIF"
+REASONS = {
+    "Empty": "it is empty",
+    "Missing": "it is no longer there; choose it again",
+    "Unreadable": "it cannot be read; choose it again",
+    "TooThin": "it is too narrow for its length; crop it",
+    "NotAnImage": f"it is not a picture that can be opened here; save it as {READABLE_PICTURES}",
+    "BrokenImage": "it is damaged or incomplete; save the picture again",
+    "BrokenVideo": "it is not a clip that can be opened here, or is damaged; save it as MP4",
+    "NoVideoReader": "this server opens no clips, only pictures",
+    "DecoderHung": "it takes too long to open; save it again, or make it smaller",
+    "DecoderCrashed": "it cannot be opened, perhaps because it is damaged; save it again",
+    "OutOfMemory": "it needs too much memory; make it smaller",
+    "TooLarge": "it is too large; make it smaller",
+}
+"""{kind of `ImageError`: reason}."""
+SIZE = re.compile(r"(\d+) x (\d+)")
+NO_PICTURES = re.compile(r"no (?:picture|video|frame)|without frames", re.IGNORECASE)
+
+
+class FileRefusedError(UsageError):
+    """The file of a run is refused, so that no preview of it should stay."""
+
+
+def explain_refusal(kind: str, message: str, max_pixels: int) -> str:
+    """The reason in one clause, without the name of the file; the message itself where it is not about the file.
+
+    Args:
+        kind: of an `ImageError`.
+        message: of it.
+        max_pixels: limit of a picture.
+    """
+    if kind == "TooLarge" and "pixels" in message:
+        limit = f"{max_pixels / 1e6:.3g} megapixels is the limit"
+        size = SIZE.search(message)
+        if size is None:
+            return f"it has too many pixels; {limit}"
+        width, height = int(size[1]), int(size[2])
+        return f"it has {width * height / 1e6:.3g} megapixels ({width} x {height}); {limit}"
+    if kind == "BrokenVideo" and NO_PICTURES.search(message):
+        return "there is no moving picture in it"
+    if kind == "NotAnImage" and "HEIC" in message:
+        return "it is a HEIC photo; save it as JPEG"
+    return REASONS.get(kind, message)
+
+
+__all__ = ["FileRefusedError", "explain_refusal"]
