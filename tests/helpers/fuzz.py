@@ -55,7 +55,7 @@ from mmspec.targets.draft_model import HFDraftModel
 FAMILIES = tiny.FAMILIES[:4]
 """The families that a seed chooses from. Later ones are selected by name, so that seeds stay reproducible."""
 LATER_FAMILIES = tiny.FAMILIES[4:]
-BUILT_IN_DRAFTERS = ("none", "lookup", "recycling", "fused", "auto")
+BUILT_IN_DRAFTERS = ("none", "lookup", "recycling", "hybrid", "auto")
 LEARNING_DRAFTERS = ("instant", "arbitrated")
 WHOLE_MODEL_DRAFTERS = ("self", "quantized", "model", "model-vision", "model-retokenizing")
 """Drafters that decode with a whole model. Selected by name, so that seeds stay reproducible."""
@@ -782,7 +782,7 @@ def _run_patched(
     if case.seeded == "before":
         torch.manual_seed(case.seed)
     options = {"deterministic": case.deterministic, "tree_size": case.nodes, "learn": case.learn}
-    with patch_model(prepared.model, drafter, cpu_pack_weights=None if case.compiled else False, **options):
+    with patch_model(prepared.model, drafter, backend="auto" if case.compiled else "torch", **options):
         if case.seeded == "after":
             torch.manual_seed(case.seed)
         if case.override == "disabled":

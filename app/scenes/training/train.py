@@ -38,7 +38,7 @@ from mmspec.app.scenes.objects import OBJECT_KINDS
 from mmspec.app.scenes.training.build_model import init_scenes_model, train_tokenizer
 from mmspec.app.scenes.training.data import ChatDataset, PatchDataset, collate_chats, generate_corpus
 from mmspec.app.scenes.training.export import export_model
-from mmspec.app.scenes.training.models import VisionPretrainer, VlmTrainer, aux_head_weights, rename_former_heads
+from mmspec.app.scenes.training.models import VisionPretrainer, VlmTrainer, aux_head_weights
 from mmspec.app.scenes.training.stages import STAGES, MuonAdamW, TrainingStage, learning_rate_at
 from mmspec.cpu.bf16 import bf16_is_faster
 from mmspec.files import atomic_write
@@ -125,7 +125,7 @@ class ScenesTrainer:
         self.model.load_state_dict(state["model"])
         self.stage_index = state["at"]
         self.step = state["step"]
-        self.aux_heads = rename_former_heads(state["heads"])
+        self.aux_heads = state["heads"]
         self._optimizer_state = state["optimiser"]
 
     def save_checkpoint(self, heads: dict[str, Tensor], optimizer: MuonAdamW | None) -> None:
