@@ -199,9 +199,9 @@ def _check_texts(
     model, head = _build_model(device, dtype), _build_head(device, dtype)
     what = f"{str(dtype).removeprefix('torch.')}, batch size {batch}"
     drafter = EagleDrafter(head, "coupled", num_layers=PROBE_LAYERS, max_depth=3, top_k=3)
-    mmspec.patch(model, drafter, tree_size=TREE_SIZE, compile=True, cpu_pack_weights=False, learn=False)
-    captures = patch_state(model).captures
-    captures.recorder = lambda: counter
+    mmspec.patch(model, drafter, tree_size=TREE_SIZE, backend="recorded", learn=False)
+    lanes = patch_state(model).lanes
+    lanes.recorder = lambda: counter
     with warnings_as_failures():
         for index in range(NUM_PROMPTS):
             for kind in KINDS_OF_CALLS if dtype is torch.float32 else ("greedy",):
@@ -221,8 +221,8 @@ def _check_texts(
     result.recorded += counter.num_recorded
     result.rounds += counter.num_rounds
     result.drafts += counter.num_drafts
-    if stats.fallback_calls or captures.failure is not None:
-        raise ProbeFailedError(f"{stats.fallback_reason or captures.failure} ({what})")
+    if stats.fallback_calls or lanes.failure is not None:
+        raise ProbeFailedError(f"{stats.fallback_reason or lanes.failure} ({what})")
     if counter.num_rounds < stats.rounds or not counter.num_whole:
         raise ProbeFailedError(
             f"{stats.rounds} rounds had {counter.num_rounds} replays, {counter.num_whole} of them whole ({what})"

@@ -75,6 +75,12 @@ def _self() -> Drafter:
     return SelfDrafter()
 
 
+def _quantized() -> Drafter:
+    from mmspec.drafters.model.self_drafter import QuantizedDrafter
+
+    return QuantizedDrafter()
+
+
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "none": _none,
     "lookup": _lookup,
@@ -82,14 +88,13 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "hybrid": _hybrid,
     "arbitrated": _arbitrated,
     "self": _self,
+    "quantized": _quantized,
     "auto": _hybrid,  # unless a trained drafter fits the target: see `_auto`
 }
 OWN_NAMES = ("mtp", "assistant")
 """The head in the target's own checkpoint, and the assistant published beside it; they need a target."""
 INSTANT_NAME = "instant"
 """Untrained heads, for `patch(model, learn=True)`; they need a target."""
-ALIASES = {"fused": "hybrid"}
-"""Former name -> current name. Former names stay valid and are not listed; metrics use the current name."""
 WEIGHTS_DIR = Path(__file__).parent / "weights"
 """Folders of the trained drafters that are part of the package, by name."""
 AUTO_ORDER = {"cpu": ("flash", "msd", "parallel", "falcon")}
@@ -115,7 +120,7 @@ def bundled_drafters(device: str = "cpu") -> dict[str, Path]:
 
 
 def drafter_names() -> list[str]:
-    """The names that `build_drafter` accepts, without folders, hub ids and former names."""
+    """The names that `build_drafter` accepts, without folders and hub ids."""
     return [*DRAFTERS, *OWN_NAMES, INSTANT_NAME, *bundled_drafters()]
 
 
@@ -247,7 +252,7 @@ def model_folder(name: str) -> str | None:
     Raises:
         OSError: a hub id that is not in the cache and cannot be downloaded.
     """
-    if name in ALIASES or name in drafter_names():
+    if name in drafter_names():
         return None
     if os.path.isdir(name):
         return name
@@ -261,7 +266,7 @@ def is_hub_id(name: str) -> bool:
 
 def is_known_drafter(name: str) -> bool:
     """Whether `build_drafter` accepts a name."""
-    return name in ALIASES or name in drafter_names() or os.path.isdir(name) or is_hub_id(name)
+    return name in drafter_names() or os.path.isdir(name) or is_hub_id(name)
 
 
 def explain_unknown(name: str, show: Callable[[str], str] = str) -> str:
@@ -314,7 +319,6 @@ def build_drafter(drafter: str | object, target: TargetInfo | None = None, learn
         OSError: a file is missing, or cannot be downloaded.
     """
     if isinstance(drafter, str):
-        drafter = ALIASES.get(drafter, drafter)
         if drafter == "auto":
             return _auto(target, learn)
         if drafter == "arbitrated":
@@ -338,7 +342,6 @@ def build_drafter(drafter: str | object, target: TargetInfo | None = None, learn
 
 
 __all__ = [
-    "ALIASES",
     "DRAFTERS",
     "build_drafter",
     "bundled_drafters",

@@ -34,7 +34,7 @@ class CallContext:
         tokenizer: the tokenizer, or None.
         autotuner: chooses the kernels of linear layers on CPU.
         costs: measured times of rounds with this drafter.
-        captures: recorded rounds of the model.
+        lanes: what recorded rounds of the model share.
         start_time: `time.perf_counter()` at the start of `generate`.
         streamer: the `streamer` argument, which transformers does not pass to a custom loop.
         vision_inputs: the arguments in `adapter.vision_args`, which transformers drops as well.
@@ -54,7 +54,7 @@ class CallContext:
     tokenizer: Any
     autotuner: LinearAutotuner
     costs: RoundCostModel
-    captures: LanePool
+    lanes: LanePool
     start_time: float
     streamer: Any
     vision_inputs: Mapping[str, Any]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,7 +28,7 @@ from mmspec.interfaces import (
 )
 from mmspec.reference import check_reference, reference_rows, resolve_reference_ids
 from mmspec.targets.assistant import assistant_parts, find_assistant, is_assistant, is_assistant_folder, load_assistant
-from mmspec.targets.layer_subset import layer_access
+from mmspec.targets.layer_subset import check_layer_subsets
 from mmspec.targets.own_head import read_own_head
 
 logger = logging.getLogger("mmspec")
@@ -40,15 +39,14 @@ PER_CALL_OPTIONS = (
     "compressor",
     "tree_size",
     "deterministic",
-    "cpu_pack_weights",
-    "compile",
+    "backend",
     "learn",
     "reference",
     "reference_ids",
 )
 """Keys of `generate(..., mmspec=dict(...))`."""
-DEPRECATED_OPTIONS = {"nodes": "tree_size", "packed": "cpu_pack_weights"}
-"""Former names of options of `patch` and `generate`, accepted for one release: {old: new}."""
+BACKEND_NAMES = ("auto", "torch", "c", "recorded")
+"""Values of the option `backend`: who computes the rounds of a call."""
 LEARNS_FROM_NOTHING = ("auto", "arbitrated", "instant")
 """Drafters that `learn="auto"` lets learn where they are not trained heads."""
 MAX_CACHED_DRAFTERS = 4
@@ -66,10 +64,9 @@ class SpecConfig:
         reference_ids: the same as token ids.
         tree_size: score trees of exactly this many nodes, root included; None lets the controller choose.
         deterministic: fix all shapes, so that half-precision runs are bit-identical on one machine.
-        cpu_pack_weights: on a CPU, True also tries float32 linear layers in the kernel's packed layout, at the cost of
-            a copy of their weights; False leaves everything to torch; None uses compiled code that needs no copy.
-        compile: record the target's rounds once and replay them. True: by CUDA graphs, on a CPU by `torch.compile`;
-            "auto": on a GPU that passes a check; False: never.
+        backend: who computes the rounds, of `BACKEND_NAMES`. "torch": eager, by torch's kernels alone; "c": compiled C,
+            on a CPU; "recorded": CUDA graphs, on a CPU functions compiled by inductor; "auto": C on a CPU, recorded on
+            a GPU that passes a check, and torch for models and calls that neither serves.
         learn: the drafter learns from this call; in the options of `patch` also the largest share of the time that
             learning may take.
     """
@@ -80,21 +77,14 @@ class SpecConfig:
     reference_ids: Sequence[Sequence[int]] | None = None
     tree_size: int | None = None
     deterministic: bool = False
-    cpu_pack_weights: bool | None = None
-    compile: bool | str = "auto"
+    backend: str = "auto"
     learn: bool | float = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.compile, bool) and self.compile != "auto":
-            raise TypeError(f"compile must be 'auto', True or False; got {self.compile!r}.")
+        _check_backend(self.backend)
         if not isinstance(self.deterministic, bool):
             raise TypeError(
                 f"deterministic must be True (fixed shapes) or False; got {self.deterministic!r}. Pass a bool."
-            )
-        if self.cpu_pack_weights is not None and not isinstance(self.cpu_pack_weights, bool):
-            raise TypeError(
-                f"cpu_pack_weights must be True, False, or None (measure what is fastest); got "
-                f"{self.cpu_pack_weights!r}."
             )
         check_learn(self.learn)
         if self.learn and self.deterministic:
@@ -106,6 +96,11 @@ class SpecConfig:
         _check_tree_size(self.tree_size)
         if self.compressor is not None:
             _check_compressor(self.compressor, self.drafter)
+
+    @property
+    def may_use_c(self) -> bool:
+        """Whether compiled C may compute forwards and drafts, on a CPU."""
+        return self.backend in ("auto", "c")
 
     @property
     def fixed_tree_size(self) -> int | None:
@@ -132,36 +127,26 @@ class PatchArguments:
     reference_ids: Sequence[Sequence[int]] | None
     tree_size: int | None
     deterministic: bool
-    cpu_pack_weights: bool | None
-    compile: bool | str
+    backend: str
     learn: bool | float | str = False
+
+
+def _check_backend(backend: object) -> None:
+    """Refuse what is no value of the option `backend`.
+
+    Raises:
+        TypeError: no text.
+        ValueError: another text.
+    """
+    if backend not in BACKEND_NAMES:
+        kind = ValueError if isinstance(backend, str) else TypeError
+        raise kind(f"backend must be one of {', '.join(map(repr, BACKEND_NAMES))}; got {backend!r}.")
 
 
 def own_compressor(drafter: Drafter) -> Compressor | None:
     """The compressor that a drafter comes with, or None."""
     own = getattr(drafter, "compressor", None)
     return own if isinstance(own, Compressor) else None
-
-
-def rename_deprecated(options: Mapping[str, Any], stacklevel: int) -> dict[str, Any]:
-    """The same options under their current names, with a `DeprecationWarning` for each old one.
-
-    Args:
-        options: keyword arguments or per-call options.
-        stacklevel: of the warning, counted as if this function's caller issued it.
-
-    Raises:
-        TypeError: an option is given under both names.
-    """
-    renamed = dict(options)
-    for old, new in DEPRECATED_OPTIONS.items():
-        if old not in renamed:
-            continue
-        if new in renamed:
-            raise TypeError(f"{old} is the former name of {new}; got both. Pass {new} only.")
-        warnings.warn(f"{old} is now called {new}; pass {new}=.", DeprecationWarning, stacklevel=stacklevel + 1)
-        renamed[new] = renamed.pop(old)
-    return renamed
 
 
 def resolve_tokenizer(processor: Any) -> Any:
@@ -233,7 +218,7 @@ def resolve_drafter(drafter: str | Drafter, adapter: Any, tokenizer: Any = None,
     if missing := missing_hidden_states(resolved, adapter):
         raise ValueError(f"{missing}. Use a drafter of this model, or drafter='auto'.")
     if resolved.requirements.layer_subsets:
-        layer_access(adapter)  # raises an error where layers cannot be skipped
+        check_layer_subsets(adapter, resolved.requirements.copy_bits)
     if isinstance(resolved, TrainedDrafter) and resolved.bundled_compressor is not None:
         from mmspec.vision.registry import load_compressor
 
@@ -336,8 +321,7 @@ def resolve_config(arguments: PatchArguments, adapter: Any) -> SpecConfig:
         reference_ids=arguments.reference_ids,
         tree_size=arguments.tree_size,
         deterministic=arguments.deterministic,
-        cpu_pack_weights=arguments.cpu_pack_weights,
-        compile=arguments.compile,
+        backend=arguments.backend,
         learn=learn,
     )
     if learn and config.active_compressor is not None and isinstance(drafter, GradientDrafter):
@@ -456,7 +440,7 @@ def resolve_call_config(
     known = ", ".join(PER_CALL_OPTIONS)
     if not isinstance(overrides, Mapping):
         raise TypeError(f"generate(mmspec=...) takes a dict with any of {known}; got {overrides!r}.")
-    chosen = rename_deprecated(overrides, stacklevel=4)  # of the caller of `generate`
+    chosen = dict(overrides)
     if unknown := sorted(set(chosen) - set(PER_CALL_OPTIONS)):
         raise ValueError(f"generate(mmspec=...) takes {known}; got {', '.join(unknown)}.")
     enabled = chosen.pop("enabled", True)

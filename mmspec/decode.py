@@ -19,7 +19,7 @@ from mmspec.call import CallContext, PreparedInputs
 from mmspec.control.tree_size import TreeSizeController
 from mmspec.cpu.interception import operators_are_intercepted
 from mmspec.cpu.linear import find_linear_layers, use_fast_linears
-from mmspec.cpu.native import FewRowsKernel, load_kernel
+from mmspec.cpu.native import load_kernel
 from mmspec.engine.criteria import UNLIMITED_STEPS
 from mmspec.engine.draws import PrivateDraws
 from mmspec.engine.loop import DecodeLoop
@@ -92,8 +92,7 @@ def _run_loop(call: CallContext, inputs: PreparedInputs, prefilled: Prefilled) -
         start_time=call.start_time,
         warn=call.warn,
     )
-    if (kernel := _native_kernel(call)) is not None and call.modules is not None:
-        target.use_native_rounds(kernel, call.modules)
+    _use_c(call, target)
     try:
         with target.decoding(), _fast_linears(call):
             loop.run(prefilled.logits, prompt)
@@ -179,7 +178,7 @@ def _build_prompt(call: CallContext, inputs: PreparedInputs, prefilled: Prefille
     if attention_mask is None:
         attention_mask = torch.ones_like(input_ids)
     spec_config = call.spec_config
-    samples = output.noise is not None
+    samples, needs = output.noise is not None, spec_config.drafter.requirements
     return Prompt(
         input_ids=input_ids,
         attention_mask=attention_mask[:, -length:].bool(),
@@ -200,7 +199,7 @@ def _build_prompt(call: CallContext, inputs: PreparedInputs, prefilled: Prefille
         max_new_tokens=target.max_new_tokens if target.max_new_tokens < UNLIMITED else None,
         visual_saliency=_visual_saliency(call, visual_mask),
         media_inputs=call.media_inputs if call.num_return_sequences == 1 else {},
-        layer_subsets=open_layer_subsets(target) if spec_config.drafter.requirements.layer_subsets else None,
+        layer_subsets=open_layer_subsets(target, needs.copy_bits) if needs.layer_subsets else None,
         recordings=target.recordings,
         target_keys=TargetKeysReader(target) if spec_config.drafter.requirements.target_keys else None,
     )
@@ -239,16 +238,34 @@ def _draftable_ids(prompt: Prompt, adapter: ModelAdapter, device: torch.device) 
     return draftable
 
 
-def _native_kernel(call: CallContext) -> FewRowsKernel | None:
-    """The compiled kernel, if whole forwards of this call may run in it and it can be had."""
-    is_allowed = call.spec_config.cpu_pack_weights is None and _may_replace_linears(call)
-    return load_kernel() if is_allowed and call.autotuner.allow_native else None
+def _use_c(call: CallContext, target: HFTarget) -> None:
+    """Let the forwards of the target run in C where that is allowed and possible. With `backend="c"` says why not."""
+    if not call.spec_config.may_use_c:
+        return
+    kernel, reason = None, _reason_against_c(call)
+    if reason is None:
+        kernel = load_kernel() if call.autotuner.allow_native else None
+        reason = "there is no compiled kernel: it takes Linux on x86-64 and a C compiler"
+    if kernel is not None and call.modules is not None:
+        target.use_native_rounds(kernel, call.modules)
+        reason = None if target.rounds is not None else "it does not compute this model, with these inputs"
+    if reason is not None and call.spec_config.backend == "c":
+        call.warn(f"backend='c': a call runs in torch ({reason})")
+
+
+def _reason_against_c(call: CallContext) -> str | None:
+    """Why nothing of a call may run in C, or None."""
+    device = call.adapter.model.device
+    if device.type != "cpu":
+        return f"the model is on {device}, C computes on a CPU"
+    if operators_are_intercepted():
+        return "user code sees or replaces the operators of torch"
+    return None
 
 
 def _may_replace_linears(call: CallContext) -> bool:
     """Whether other kernels than torch's may compute the linear layers of this call."""
-    is_on_cpu = call.adapter.model.device.type == "cpu"
-    return call.spec_config.cpu_pack_weights is not False and is_on_cpu and not operators_are_intercepted()
+    return call.spec_config.backend != "torch" and _reason_against_c(call) is None
 
 
 def _fast_linears(call: CallContext) -> AbstractContextManager[None]:
@@ -259,14 +276,11 @@ def _fast_linears(call: CallContext) -> AbstractContextManager[None]:
         roots: list[nn.Module] = [] if call.modules is None else list(call.modules.linear_layers)
         roots += [part for part in vars(spec_config.drafter).values() if isinstance(part, nn.Module)]
         layers = find_linear_layers(roots)
-    return use_fast_linears(call.autotuner, layers, spec_config.deterministic, bool(spec_config.cpu_pack_weights))
+    return use_fast_linears(call.autotuner, layers, spec_config.deterministic, not spec_config.may_use_c)
 
 
 def _fast_prompt_linears(call: CallContext) -> AbstractContextManager[None]:
-    """Context in which linear layers of the prompt's forward, its vision tower included, run in their fastest kernel.
-
-    Packed copies are for the few rows of rounds, so none are made here.
-    """
+    """Context in which linear layers of the prompt's forward, vision tower included, run in their fastest kernel."""
     spec_config = call.spec_config
     layers = find_linear_layers(call.scanned_modules().prompt_linear_layers) if _may_replace_linears(call) else []
     return use_fast_linears(call.autotuner, layers, spec_config.deterministic)

@@ -30,6 +30,7 @@ from mmspec.config import DrafterCache, PatchArguments, SpecConfig, missing_hidd
 from mmspec.costs import DrafterCosts
 from mmspec.cpu.linear import LinearAutotuner
 from mmspec.decode import decode
+from mmspec.engine.guard import describe_code
 from mmspec.engine.tree_cache import CACHE_ARGUMENT
 from mmspec.interfaces import LearnableDrafter, SaliencyCompressor
 from mmspec.learning.budget import DEFAULT_SHARE
@@ -41,7 +42,6 @@ from mmspec.targets import selftest
 from mmspec.targets.base import ModelAdapter
 from mmspec.targets.lanes import LanePool
 from mmspec.targets.module_scan import ModuleScan, scan_modules
-from mmspec.targets.module_state import modules_fingerprint
 from mmspec.targets.recurrent import target_class
 from mmspec.targets.selftest import SelfTestResult, judge
 
@@ -64,7 +64,7 @@ class PatchState:
         had_capture_hooks: whether transformers had installed its hooks for hidden states before `patch`.
         costs: the measured costs of each drafter.
         autotuner: chooses the kernels of linear layers on CPU.
-        captures: recorded rounds.
+        lanes: what recorded rounds share.
         drafter_cache: drafters that calls selected by name.
         total, last: statistics of all calls and of the last call.
         curve: speed over the calls.
@@ -80,7 +80,7 @@ class PatchState:
         self.had_capture_hooks = False
         self.costs = DrafterCosts()
         self.autotuner = LinearAutotuner()
-        self.captures = LanePool(self._warn_once)
+        self.lanes = LanePool(self._warn_once)
         self.drafter_cache = DrafterCache()
         self.total = Stats()
         self.last = Stats()
@@ -140,7 +140,7 @@ class PatchState:
             tokenizer=tokenizer,
             autotuner=self.autotuner,
             costs=self.costs.model(config.drafter, self.adapter),
-            captures=self.captures,
+            lanes=self.lanes,
             start_time=start_time,
             streamer=arguments.get("streamer"),
             vision_inputs={name: arguments[name] for name in vision_args if arguments.get(name) is not None},
@@ -225,8 +225,8 @@ class PatchState:
 
     def _selftest_key(self, modules: ModuleScan) -> tuple[Any, ...]:
         """What a verdict depends on, as far as it may change after `patch`."""
-        foreign = modules_fingerprint(modules.foreign)
-        return str(self.model.device), self.model.dtype, self.adapter.attention, foreign
+        # The code alone: what known modules do is known, and their weights and buffers are no matter of trees.
+        return str(self.model.device), self.model.dtype, self.adapter.attention, describe_code(modules.foreign)
 
     def _selftest_failure_reason(self, modules: ModuleScan, arguments: dict[str, Any]) -> str | None:
         """Why the self-test failed on the model in its present state, or None. Runs once for each state."""

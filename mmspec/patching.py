@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from mmspec.config import DEPRECATED_OPTIONS, PatchArguments, rename_deprecated, resolve_config
+from mmspec.config import PatchArguments, resolve_config
 from mmspec.generate import DISABLED, PatchState, tensor_parallel_module
 from mmspec.interfaces import Compressor, Drafter
 from mmspec.metrics.stats import Stats
@@ -57,10 +57,8 @@ def patch(
     reference_ids: Sequence[Sequence[int]] | None = None,
     tree_size: int | None = None,
     deterministic: bool = False,
-    cpu_pack_weights: bool | None = None,
-    compile: bool | str = "auto",
+    backend: str = "auto",
     learn: bool | float | str = False,
-    **deprecated: Any,
 ) -> Any:
     """Make `model.generate` speculative. The output stays the same, token for token. `unpatch` reverts it.
 
@@ -68,10 +66,10 @@ def patch(
         model: a vision-language or text model of transformers that decodes with a key-value cache, on any device. A
             small self-test decides whether it can be decoded in trees (`mmspec.targets.selftest`). Of a `PeftModel`
             the model inside is patched, which the wrapper's `generate` calls.
-        drafter: `auto`, `none`, `lookup`, `recycling`, `hybrid`, `arbitrated`, `instant`, `self`, `msd` and `flash` (of
-            the bundled scenes model only), the folder or hub id of a draft head or of a smaller model, such a model, or
-            an object that implements `mmspec.Drafter`. `auto`: a head trained for this model that is bundled or
-            published and in the local cache, else `hybrid`.
+        drafter: `auto`, `none`, `lookup`, `recycling`, `hybrid`, `arbitrated`, `instant`, `self`, `quantized` (a copy
+            of the model in 4 bits, on a CPU), `msd` and `flash` (of the bundled scenes model only), the folder or hub
+            id of a draft head or of a smaller model, such a model, or an object that implements `mmspec.Drafter`.
+            `auto`: a head trained for this model that is bundled or published and in the local cache, else `hybrid`.
         compressor: name (such as "pool:49") or object that reduces the visual tokens that the drafter reads, or None.
         processor: the model's processor or tokenizer. With it drafts avoid ids that the tokenizer does not have;
             `reference` needs it.
@@ -79,22 +77,19 @@ def patch(
         reference_ids: the same as token ids, one list per row.
         tree_size: score trees of exactly this many nodes (1 to 64, root included). By default a controller chooses.
         deterministic: fix all shapes, so that half-precision runs are bit-identical on one machine.
-        cpu_pack_weights: on a CPU, rounds of float32 Llama, Mistral, Qwen2 and Qwen3 text models and drafts of EAGLE,
-            EAGLE-3, MSD, FLASH and DSpark heads run in compiled code, other float32 linear layers on whichever kernel
-            is fastest in real calls. True: all linear layers do the latter, also on packed copies, at the cost of the
-            layers' memory. False: torch computes all layers and heads.
-        compile: True records the target's forward and the drafts of most heads once for each shape and replays them:
-            by CUDA graphs on a GPU, by `torch.compile` on a CPU, which takes 10 to 20 seconds per shape at first (two
-            minutes and a copy of the weights where our C kernel does not serve). False: never. "auto": on a GPU, not
-            with `deterministic`, once a check in the background, in a process of its own, has found recordings exact
-            there; the verdict is stored in the user's cache folder. No GPU has been tried yet. Models or calls that
-            cannot be recorded run as without it.
+        backend: who computes the rounds. "auto": on a CPU compiled C, for the models and heads that it knows; on a GPU
+            recordings, not with `deterministic`, once a check in the background, in a process of its own, has found
+            them exact there (no GPU has been tried yet); else torch. "torch": torch's kernels alone, nothing compiled
+            or recorded. "c": as "auto" on a CPU, with one warning for a call that C does not serve, which runs in
+            torch. "recorded": the target's forward and the drafts of most heads are recorded once for each shape and
+            replayed: CUDA graphs on a GPU; on a CPU `torch.compile`, which takes 10 to 20 seconds per shape at first
+            (two minutes and a copy of the weights where our C kernel does not serve), with one warning for a call that
+            cannot be recorded.
         learn: the drafter learns from the calls, `auto` and `instant` from nothing, a trained head (MSD, FLASH, ...) by
             adaptation. Takes at most 3% of the time, or the share given, such as 0.1; changes speed only, and stores
             weights, nothing else, in the user's cache folder (`mmspec cache`), from which the next process continues.
             Not with `deterministic`, nor adaptation with a compressor. "auto": `auto` without a trained head,
             `arbitrated` and `instant` learn, where they can and not with `deterministic`.
-        deprecated: `nodes` and `packed`, the former names of `tree_size` and `cpu_pack_weights`.
 
     Returns:
         The same model.
@@ -105,17 +100,16 @@ def patch(
         ValueError: unknown drafter or compressor, another vocabulary, a drafter that cannot learn, or already patched
             with other settings.
     """
-    current = _rename_arguments({"tree_size": tree_size, "cpu_pack_weights": cpu_pack_weights}, deprecated)
     arguments = PatchArguments(
         drafter,
         compressor,
         processor,
         reference,
         resolve_reference_ids(reference_ids),
+        tree_size=tree_size,
         deterministic=deterministic,
-        compile=compile,
+        backend=backend,
         learn=learn,
-        **current,
     )
     adapter = find_adapter(unwrap(model))
     if (sharded := tensor_parallel_module(adapter.model)) is not None:
@@ -183,18 +177,6 @@ def disabled(model: Any = None) -> Iterator[None]:
         yield
     finally:
         DISABLED.reset(token)
-
-
-def _rename_arguments(current: dict[str, Any], deprecated: dict[str, Any]) -> dict[str, Any]:
-    """Keyword arguments of `patch` with the values that were passed under former names.
-
-    Raises:
-        TypeError: a name that is none of them, or one given under both names.
-    """
-    if unknown := sorted(set(deprecated) - set(DEPRECATED_OPTIONS)):
-        raise TypeError(f"patch() got an unexpected keyword argument {unknown[0]!r}")
-    passed = {name: value for name, value in current.items() if value is not None}
-    return current | rename_deprecated(passed | deprecated, stacklevel=3)  # of the caller of `patch`
 
 
 def _is_patched_with(model: Any, arguments: PatchArguments) -> bool:

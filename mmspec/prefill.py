@@ -49,30 +49,42 @@ def prefill(call: CallContext, inputs: PreparedInputs) -> Iterator[Prefilled]:
     """
     length = inputs.input_ids.shape[1] + max_new_tokens(inputs)
     recorder = _find_recorder(call, inputs, length)
-    with call.captures.lease(call.adapter, len(inputs.input_ids), length, recorder) as lane:
+    with call.lanes.lease(call.adapter, len(inputs.input_ids), length, recorder) as lane:
         try:
             prefilled = _prefill(call, inputs, lane)
         except (UnrecordableCallError, torch.OutOfMemoryError) as error:
             if lane is None:
                 raise
-            call.captures.fail(error)
+            call.lanes.fail(error)
             prefilled = _prefill(call, inputs, None)
         yield prefilled
 
 
 def _find_recorder(call: CallContext, inputs: PreparedInputs, max_length: int) -> Callable[[], Recorder] | None:
-    """Creates the recorder of this call; None if it is not recorded."""
-    device, option, captures = call.adapter.model.device, call.spec_config.compile, call.captures
-    recorder = captures.recorder or recorder_for(device, option, native=call.spec_config.cpu_pack_weights is not False)
-    if recorder is None or call.spec_config.drafter.requirements.layer_subsets:  # a recorded round runs all layers
+    """Creates the recorder of this call; None if it is not recorded. With `backend="recorded"` says why not."""
+    config, device = call.spec_config, call.adapter.model.device
+    recorder = call.lanes.recorder or recorder_for(device, config.backend)
+    if recorder is None and config.backend != "recorded":
         return None
-    cache = inputs.model_kwargs[CACHE_ARGUMENT]
-    if captures.reason(call.adapter, call.scanned_modules(), cache, max_length) is not None:
+    if (reason := _reason_against_recording(call, inputs, max_length, recorder)) is not None:
+        if config.backend == "recorded":
+            call.warn(f"backend='recorded': a call runs eager ({reason})")
         return None
-    if option == "auto" and device.type in AUTO_DEVICE_TYPES:
+    if config.backend == "auto" and device.type in AUTO_DEVICE_TYPES:
         # Recording begins with a verdict, in the middle of a process, and rounds half precision differently.
-        return recorder if not call.spec_config.deterministic and DEVICE_CHECKS.passed(device) else None
+        return recorder if not config.deterministic and DEVICE_CHECKS.passed(device) else None
     return recorder
+
+
+def _reason_against_recording(
+    call: CallContext, inputs: PreparedInputs, max_length: int, recorder: Callable[[], Recorder] | None
+) -> str | None:
+    """Why a call is not recorded, or None."""
+    if recorder is None:
+        return f"nothing records on {call.adapter.model.device}"
+    if call.spec_config.drafter.requirements.layer_subsets:  # a recorded round runs all layers
+        return "the drafter runs some of the model's layers"
+    return call.lanes.reason(call.adapter, call.scanned_modules(), inputs.model_kwargs[CACHE_ARGUMENT], max_length)
 
 
 def _prefill(call: CallContext, inputs: PreparedInputs, lane: Lane | None) -> Prefilled:

@@ -290,40 +290,15 @@ BAD: dict[str, tuple[dict[str, Any], Any, str]] = {
     "reference of ids": ({"reference": [[1, 2]]}, TypeError, r"must be a string.*got \[\[1, 2\]\]\. Pass token ids as"),
     "no references": ({"reference": []}, ValueError, r"must be a string.*got \[\]\. Omit it"),
     "deterministic": ({"deterministic": "yes"}, TypeError, r"must be True .* or False; got 'yes'\. Pass a bool"),
-    "cpu_pack_weights": (
-        {"cpu_pack_weights": "yes"},
-        TypeError,
-        r"cpu_pack_weights must be True, False, or None.*got 'yes'",
-    ),
+    "backend": ({"backend": "cuda"}, ValueError, r"'auto', 'torch', 'c', 'recorded'; got 'cuda'"),
+    "backend of a bool": ({"backend": True}, TypeError, r"backend must be one of 'auto', .*; got True"),
     "reference": ({"reference": "abc"}, ValueError, r"needs the tokenizer: pass processor="),
 }
-DEPRECATED = {"nodes": ("tree_size", 4), "packed": ("cpu_pack_weights", False)}
-
-
-@pytest.mark.parametrize("old", DEPRECATED)
-def test_former_option_names_warn_and_work(model: PreTrainedModel, old: str) -> None:
-    new, value = DEPRECATED[old]
-    with pytest.warns(DeprecationWarning, match=f"{old} is now called {new}; pass {new}=") as caught:
-        mmspec.patch(model, "lookup", **{old: value})
-    assert [Path(warning.filename) for warning in caught] == [Path(__file__)], "the caller's line is named"
-    assert mmspec.patch(model, "lookup", **{new: value}) is model, "the same settings"
-    mmspec.unpatch(model)
-    mmspec.patch(model, adversarial.BranchingDrafter(1))
-    inputs = tiny.build_inputs(model, 1, 1)
-    with pytest.warns(DeprecationWarning, match=f"{old} is now called {new}") as caught:
-        model.generate(**inputs, **GREEDY, mmspec={old: value})
-    assert [Path(warning.filename) for warning in caught] == [Path(__file__)]
-    sizes = mmspec.stats(model, last=True).tree_size_hist
-    assert old != "nodes" or set(sizes) == {4}
-    with pytest.raises(TypeError, match=f"{old} is the former name of {new}; got both"):
-        model.generate(**inputs, **GREEDY, mmspec={old: value, new: value})
 
 
 def test_unknown_arguments_of_patch_are_refused(model: PreTrainedModel) -> None:
     with pytest.raises(TypeError, match="unexpected keyword argument 'node'"):
         mmspec.patch(model, node=4)
-    with pytest.raises(TypeError, match="nodes is the former name of tree_size; got both"):
-        mmspec.patch(model, nodes=4, tree_size=4)
     assert not mmspec.is_patched(model)
 
 

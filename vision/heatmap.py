@@ -7,9 +7,7 @@ Takes images, grids and numbers, and depends on no model or compressor. The reco
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Sequence
-from typing import TypeVar
 
 import numpy as np
 from PIL import Image
@@ -40,7 +38,6 @@ def heatmap(
     kept_indices: TokenIndices | None = None,
     scores: TokenScores | None = None,
     span: tuple[float, float] | None = None,
-    kept: TokenIndices | None = None,
 ) -> Image.Image:
     """Draw the tokens of one grid on its image.
 
@@ -54,14 +51,12 @@ def heatmap(
             indexing accepts both.
         scores: One finite number per token, row-major or [height, width].
         span: (lowest, highest) score of the colormap; the range of `scores` if None.
-        kept: Former name of `kept_indices`.
 
     Raises:
         ValueError: Both `kept_indices` and `scores` are None, or one does not fit the grid.
     """
     if grid[0] < 1 or grid[1] < 1:
         raise ValueError(f"a grid needs at least one row and one column; got {tuple(grid)}.")
-    kept_indices = _current_argument(kept_indices, kept)
     if kept_indices is None and scores is None:
         raise ValueError("heatmap needs kept_indices=, scores=, or both; got neither.")
     keep_mask = None if kept_indices is None else _keep_mask(kept_indices, grid)
@@ -79,7 +74,6 @@ def heatmaps(
     scores: TokenScores | None = None,
     row: int | None = None,
     cropped: bool = False,
-    kept: Collection[int] | None = None,
 ) -> list[Image.Image]:
     """`heatmap` for every image, or every frame, of one prompt, in order.
 
@@ -92,12 +86,10 @@ def heatmaps(
         scores: One number for each visual token of the prompt, counted likewise. All images share one colour range.
         row: Batch row; that of the first grid if None.
         cropped: Draw the centre square, for processors that centre-crop.
-        kept: Former name of `kept_indices`.
 
     Raises:
         ValueError: As `heatmap`.
     """
-    kept_indices = _current_argument(kept_indices, kept)
     row_grids = sorted(grids, key=lambda grid: (grid.row, grid.start))
     row_grids = [grid for grid in row_grids if grid.row == (row_grids[0].row if row is None else row)]
     total = sum(grid.num_tokens for grid in row_grids)
@@ -202,17 +194,6 @@ def _token_indices(grid: VisualGrid, start: int) -> np.ndarray:
     """[height, width] int64 indices of a grid's tokens, newline tokens left out."""
     line = grid.width + int(grid.has_newlines)
     return start + line * np.arange(grid.height)[:, None] + np.arange(grid.width)
-
-
-Indices = TypeVar("Indices")
-
-
-def _current_argument(kept_indices: Indices | None, kept: Indices | None) -> Indices | None:
-    """`kept_indices`, also by its former name `kept`."""
-    if kept is None:
-        return kept_indices
-    warnings.warn("kept= is now called kept_indices=; pass that.", DeprecationWarning, stacklevel=3)
-    return kept
 
 
 def _keep_mask(kept_indices: TokenIndices, grid: tuple[int, int]) -> np.ndarray:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
@@ -44,21 +43,18 @@ TRAINED: dict[str, Callable[[int, int], nn.Module]] = {
     "resampler": Resampler,
 }
 """Compressors with weights, stored with the drafter they were trained with: (`hidden_size`, `max_tokens`) -> module."""
-ALIASES = {"measured": "cost-based"}
-"""Other accepted names."""
 
 
 def parse_compressor(text: str) -> tuple[str, int]:
     """Split `NAME:N` into name and number of tokens.
 
     Returns:
-        (name, max_tokens), aliases resolved; max_tokens is 0 for compressors without a size.
+        (name, max_tokens); max_tokens is 0 for compressors without a size.
 
     Raises:
         ValueError: The name is unknown, or N is not an integer of at least 1.
     """
     name, _, size = text.partition(":")
-    name = ALIASES.get(name, name)
     if name in UNSIZED and not size:
         return name, 0
     if name not in UNTRAINED and name not in TRAINED:
@@ -110,18 +106,6 @@ def compressor_config(compressor: Compressor) -> dict[str, Any]:
     return {"name": compressor.name, "max_tokens": compressor.max_tokens}
 
 
-def config_size(config: Mapping[str, Any]) -> int:
-    """`max_tokens` of a stored config; also reads the old key `tokens`, with a DeprecationWarning."""
-    if "max_tokens" not in config and "tokens" in config:
-        warnings.warn(
-            "the key 'tokens' of a compressor's config is deprecated; rename it to 'max_tokens'.",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        return int(config["tokens"])
-    return int(config["max_tokens"])
-
-
 def load_compressor(config: Mapping[str, Any], state_dict: Mapping[str, Tensor], hidden_size: int) -> Compressor:
     """Load a compressor that is stored with a drafter.
 
@@ -133,9 +117,9 @@ def load_compressor(config: Mapping[str, Any], state_dict: Mapping[str, Tensor],
     Raises:
         ValueError: `state_dict` does not fit the compressor.
     """
-    name = ALIASES.get(config["name"], config["name"])
+    name = config["name"]
     with torch.device("meta"):  # initialising real weights would advance the user's random generator
-        compressor = init_compressor(name if name in UNSIZED else f"{name}:{config_size(config)}", hidden_size)
+        compressor = init_compressor(name if name in UNSIZED else f"{name}:{config['max_tokens']}", hidden_size)
     if isinstance(compressor, nn.Module):
         try:
             compressor.load_state_dict({key: value.float() for key, value in state_dict.items()}, assign=True)
@@ -146,13 +130,11 @@ def load_compressor(config: Mapping[str, Any], state_dict: Mapping[str, Tensor],
 
 
 __all__ = [
-    "ALIASES",
     "TRAINED",
     "UNSIZED",
     "UNTRAINED",
     "build_compressor",
     "compressor_config",
-    "config_size",
     "init_compressor",
     "load_compressor",
     "parse_compressor",

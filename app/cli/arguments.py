@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from mmspec.app.caption.config import DEFAULT_MODEL, DTYPES
-from mmspec.app.cli.deprecated import add_renamed
 from mmspec.app.errors import UsageError
 
 if TYPE_CHECKING:
@@ -97,9 +96,9 @@ def add_sampling_options(parser: Options, seed_of: str = "sampling") -> None:
 
 
 def add_scene_seed(parser: Options, default: int | None, default_text: str) -> None:
-    """Add `--scene-seed` and its deprecated spelling."""
+    """Add `--scene-seed`."""
     help_ = f"seed of the first scene (default {default_text})"
-    add_renamed(parser, "--scene-seed", "--first-seed", type=int, default=default, metavar="S", help=help_)
+    parser.add_argument("--scene-seed", type=int, default=default, metavar="S", help=help_)
 
 
 def add_progress(parser: Options, help: str = "progress bar (default: on a terminal)") -> None:

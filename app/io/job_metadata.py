@@ -23,10 +23,7 @@ def check_settings(metadata: Path, settings: Settings, output: Path) -> None:
     try:
         old = json.loads(metadata.read_text())["settings"]
     except FileNotFoundError:
-        names = " or ".join(
-            dict.fromkeys((metadata.name.removeprefix("_"), metadata.name))
-        )  # of folders, former and new
-        raise UsageError(f"{output} has rows but no {names} beside it: {advice}") from None
+        raise UsageError(f"{output} has rows but no {metadata.name} beside it: {advice}") from None
     except (ValueError, KeyError, TypeError):
         raise UsageError(f"{metadata} is damaged: {advice}") from None
     different_keys = [key for key in sorted(set(old) | set(settings)) if old.get(key) != settings.get(key)]

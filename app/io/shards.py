@@ -23,7 +23,6 @@ from mmspec.app.io.output import Finished, JobSummary
 
 METADATA_NAME = "_mmspec.meta.json"
 """Readers of a folder of Parquet files pass over names that begin with an underscore or a dot."""
-FORMER_METADATA_NAME = "mmspec.meta.json"
 LOCK_NAME = ".mmspec.lock"
 ROWS_PER_SHARD = 1000
 BYTES_PER_SHARD = 1 << 30
@@ -72,8 +71,7 @@ class ShardedOutput:
             raise UsageError(f"--overwrite is for one process: remove the folder {folder} instead")
         self.base, self.settings, self.format = folder, settings, shard_format
         self.rank, self.world_size, self.overwrite = rank, world_size, overwrite
-        former = folder / FORMER_METADATA_NAME
-        self.metadata_path, self.rows_per_shard = former if former.exists() else folder / METADATA_NAME, rows_per_shard
+        self.metadata_path, self.rows_per_shard = folder / METADATA_NAME, rows_per_shard
         self._finished: dict[str, Finished] = {}
         self._locks: list[BinaryIO] = []
         self._file: BinaryIO | None = None

@@ -24,10 +24,9 @@ from mmspec.app.cli.arguments import (
     positive_int,
     split_commas,
 )
-from mmspec.app.cli.deprecated import DeprecatedFlag, add_renamed
 from mmspec.app.errors import UsageError
 from mmspec.app.train.config import TrainOptions
-from mmspec.app.train.heads import FORMER_RECIPES, RECIPES
+from mmspec.app.train.heads import RECIPES
 from mmspec.app.train.progress import ProgressReporter
 
 if TYPE_CHECKING:
@@ -142,19 +141,17 @@ def _add_training(how: argparse._ArgumentGroup) -> None:
         help="batch size of answers (default: --batch-size)",
     )
     cache_help = "host memory for the target's hidden states (default 4)"
-    add_renamed(how, "--cache-gib", "--keep-states", type=float, default=4.0, metavar="GIB", help=cache_help)
+    add("--cache-gib", type=float, default=4.0, metavar="GIB", help=cache_help)
     add("--lr", type=float, default=1e-3, metavar="R", help="highest learning rate (default 1e-3)")
     hidden_help = "weight of smooth L1 on the hidden states (default 1)"
-    add_renamed(how, "--hidden-loss", "--states-weight", type=float, default=1.0, metavar="W", help=hidden_help)
+    add("--hidden-loss", type=float, default=1.0, metavar="W", help=hidden_help)
     logits_help = "weight of soft cross-entropy on the logits (default 0.1)"
-    add_renamed(how, "--logits-loss", "--words-weight", type=float, default=0.1, metavar="W", help=logits_help)
+    add("--logits-loss", type=float, default=0.1, metavar="W", help=logits_help)
     loss_help = """loss on the logits (default ce): ce and kl fit the target's distribution; tv, lk, lk-mix and path
         follow the probability that draft tokens are accepted"""
     add("--loss", choices=LOSSES, default="ce", help=loss_help)
     ttt_help = "training-time-test steps: forwards per batch, all but the first on the head's own outputs (default 3)"
     add("--ttt-steps", type=positive_int, default=3, metavar="N", help=ttt_help)
-    new_flag = "--ttt-steps N+1 for --rollout N"
-    add("--rollout", action=DeprecatedFlag, dest="ttt_steps", type=rollout_to_ttt_steps, new_flag=new_flag)
     _add_head(how)
 
 
@@ -175,7 +172,7 @@ def _add_head(how: argparse._ArgumentGroup) -> None:
     add("--block", type=positive_int, default=None, metavar="K", help="tokens per forward (flash: 5, falcon: 2)")
     mode_help = "how visual tokens enter the head (default: that of the drafter)"
     modes = (*VISUAL_MODES, "mixed")
-    add_renamed(how, "--visual-mode", "--rule", type=parse_visual_mode, default=None, choices=modes, help=mode_help)
+    add("--visual-mode", default=None, choices=modes, help=mode_help)
     layers_help = (
         "hidden states that the head reads, of 0 to the number of layers (default: 2, N/2, N-3; dspark also N-1)"
     )
@@ -211,31 +208,19 @@ def _add_head(how: argparse._ArgumentGroup) -> None:
 
 
 def parse_drafters(text: str) -> list[str]:
-    """Comma-separated drafters; former names are accepted with a line that names the current one."""
+    """Comma-separated drafters."""
     names = split_commas(text)
     if DRAFT_LM in names and len(names) > 1:
         raise argparse.ArgumentTypeError(f"{DRAFT_LM} is trained alone, not beside heads")
     for name in names:
-        if name in FORMER_RECIPES:
-            print(f"mmspec: --drafter {name} is deprecated; use {FORMER_RECIPES[name]}", file=sys.stderr)
-        elif name not in (*RECIPES, DRAFT_LM):
+        if name not in (*RECIPES, DRAFT_LM):
             raise argparse.ArgumentTypeError(f"unknown drafter {name!r}; known are {', '.join((*RECIPES, DRAFT_LM))}")
     return list(dict.fromkeys(names))
-
-
-def parse_visual_mode(text: str) -> str:
-    """A visual input mode; the values of the first release ("blind", "textual") are accepted."""
-    return {"blind": "placeholder", "textual": "text_only"}.get(text, text)
 
 
 def parse_layers(text: str) -> tuple[int, ...]:
     """Comma-separated indices of hidden states."""
     return tuple(non_negative_int(part) for part in split_commas(text))
-
-
-def rollout_to_ttt_steps(text: str) -> int:
-    """`--ttt-steps` from the value of `--rollout`, which did not count the first step."""
-    return 1 + non_negative_int(text)
 
 
 def compressor_spec(text: str) -> str:

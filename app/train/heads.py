@@ -50,13 +50,6 @@ RECIPES = {
     "instant": HeadRecipe("text_only", "instant", 4),
 }
 """Drafters that can be trained."""
-FORMER_RECIPES = {"eagle-blind": "eagle-placeholder", "eagle-textual": "eagle-text-only"}
-"""{former name: current name}. A run under a former name keeps it, so that it can be resumed."""
-
-
-def find_recipe(name: str) -> HeadRecipe:
-    """The recipe of a current or former name."""
-    return RECIPES[FORMER_RECIPES.get(name, name)]
 
 
 @dataclass(frozen=True)
@@ -90,7 +83,7 @@ def build_parts(options: TrainOptions, name: str, config: Any, teacher: Any) -> 
 
     try:
         if options.start_from is None:
-            recipe, stored, draft_ids = find_recipe(name), None, None
+            recipe, stored, draft_ids = RECIPES[name], None, None
             resized = resize_config(config, recipe, options.block)
             resized = add_hidden_states(resized, recipe, options, teacher.adapter.num_layers)
             head = init_head(resized, options.seed, recipe.architecture)
@@ -247,7 +240,7 @@ def load_start_head(options: TrainOptions, name: str, teacher: Any) -> tuple[Any
 
 def _start_differences(options: TrainOptions, name: str, head: Any, metadata: Any) -> list[str]:
     """What differs between a loaded head and the drafter to be trained."""
-    recipe = find_recipe(name)
+    recipe = RECIPES[name]
     pairs: dict[str, tuple[object, object]] = {
         "architecture": (recipe.architecture, metadata.architecture),
         "visual mode": (drafting_mode(options.visual_mode or recipe.visual_mode), metadata.visual_mode),
@@ -276,14 +269,14 @@ def build_train_compressor(options: TrainOptions, hidden_size: int, stored: Any)
     Raises:
         ValueError: the head was trained with another compressor, whose weights would be lost.
     """
-    from mmspec.vision.registry import config_size, load_compressor, parse_compressor
+    from mmspec.vision.registry import load_compressor, parse_compressor
 
     if stored is None or not stored[1]:
         return None if options.compressor is None else seeded_compressor(options.compressor, hidden_size, options.seed)
     config, weights = stored
-    if options.compressor is None or parse_compressor(options.compressor) != (config["name"], config_size(config)):
+    if options.compressor is None or parse_compressor(options.compressor) != (config["name"], config["max_tokens"]):
         raise ValueError(
-            f"{options.start_from} was trained with --compressor {config['name']}:{config_size(config)} (wanted: "
+            f"{options.start_from} was trained with --compressor {config['name']}:{config['max_tokens']} (wanted: "
             f"{options.compressor or 'none'}): pass the same, or start from another drafter"
         )
     return load_compressor(config, weights, hidden_size).train()  # type: ignore[attr-defined]
@@ -311,11 +304,9 @@ def compressor_state(compressor: Any) -> Any:
 
 
 __all__ = [
-    "FORMER_RECIPES",
     "RECIPES",
     "build_parts",
     "compressor_state",
-    "find_recipe",
     "init_head",
     "seeded_compressor",
     "target_head_config",

@@ -17,7 +17,7 @@ from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED
 from mmspec.app.train.config import TrainOptions
 from mmspec.app.train.data import Teacher
 from mmspec.app.train.datasets import FileData, RequestDataset, ScenesData, Subset, image_fraction
-from mmspec.app.train.heads import build_parts, find_recipe, target_head_config
+from mmspec.app.train.heads import RECIPES, build_parts, target_head_config
 from mmspec.app.train.sampler import LengthGroupedSampler
 from mmspec.drafters.instant.fit import RidgeFit
 from mmspec.drafters.training.batch import DraftModel, TrainBatch
@@ -78,16 +78,11 @@ def check_run_settings(folder: Path, settings: Mapping[str, Any], distributed: D
         if not distributed.rank:
             replace_file(file, json.dumps(settings, indent=1).encode() + b"\n")
         return
-    found = current_settings(json.loads(file.read_text(encoding="utf-8")))
+    found = json.loads(file.read_text(encoding="utf-8"))
     try:
         check_resume(folder, found, settings)
     except SettingsError as error:
         raise UsageError(str(error)) from error
-
-
-def current_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of run.json; `first_seed` of older versions is `scene_seed`."""
-    return {"scene_seed" if key == "first_seed" else key: value for key, value in settings.items()}
 
 
 def distributed_context(options: TrainOptions, process: ProcessInfo) -> tuple[Callable[[], None], DistributedContext]:
@@ -119,7 +114,7 @@ def build_trainer(
     head_config = target_head_config(model, options.ffn)
     draft_models = {}
     for name in options.drafter:
-        recipe = find_recipe(name)
+        recipe = RECIPES[name]
         parts = build_parts(options, name, head_config, teacher)
         visual_mode = options.visual_mode or recipe.visual_mode
         draft_model = DraftModel(parts.head, visual_mode, recipe.architecture, parts.compressor).to(model.device)
@@ -204,7 +199,6 @@ def fit_instant_heads(trainer: Trainer, teacher: Teacher) -> None:
 __all__ = [
     "build_trainer",
     "check_run_settings",
-    "current_settings",
     "data_settings",
     "distributed_context",
     "fit_instant_heads",

@@ -223,9 +223,9 @@ def collect_metrics(comparison: ComparisonRun) -> dict[str, Any]:
 
 
 def settings_to_dict(settings: RunSettings) -> dict[str, Any]:
-    """ "nodes" is the key of `tree_size` in files of earlier versions; folders are shortened to their name."""
+    """Folders are shortened to their name."""
     names = {key: _shorten_folder(getattr(settings, key)) for key in ("model", "drafter")}
-    return asdict(settings) | names | {"nodes": settings.tree_size}
+    return asdict(settings) | names
 
 
 def _shorten_folder(name: str) -> str:

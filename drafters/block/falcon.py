@@ -15,7 +15,6 @@ from torch import Tensor
 
 from mmspec.control.depth import DepthController
 from mmspec.drafters.block.base import BlockDrafter
-from mmspec.drafters.deprecation import warn_former_argument
 from mmspec.drafters.eagle.attention import cached_attention
 from mmspec.drafters.eagle.expand import AutoregressiveExpander
 from mmspec.drafters.eagle.head import EagleHead, HeadConfig
@@ -52,7 +51,6 @@ class FalconDrafter(BlockDrafter):
         visual_mode: str = "decoupled",
         *,
         max_forwards: int = 3,
-        passes: int | None = None,
         **options: Any,
     ) -> None:
         """
@@ -60,16 +58,12 @@ class FalconDrafter(BlockDrafter):
             head: the draft head.
             visual_mode: a key of `VISUAL_MODES`.
             max_forwards: maximum number of forwards per draft.
-            passes: former name of `max_forwards`.
             **options: further arguments of `BlockDrafter`.
 
         Raises:
             ValueError: a block size other than the head's, or `max_forwards` below 1.
         """
         super().__init__(head, visual_mode, **options)
-        if passes is not None:
-            warn_former_argument("passes", "max_forwards")
-            max_forwards = passes
         if self.block_size != head.config.block_size:
             raise ValueError(
                 f"block_size must be {head.config.block_size}, how far this Falcon head predicts ahead; "

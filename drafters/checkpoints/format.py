@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mmspec.drafters.architectures import ARCHITECTURES
-from mmspec.drafters.checkpoints.head_config import parse_head_config, upgrade_config
+from mmspec.drafters.checkpoints.head_config import parse_head_config
 from mmspec.drafters.checkpoints.state_dict import from_eagle_state_dict, to_eagle_state_dict
 from mmspec.drafters.checkpoints.validate import check_config, check_head_shape, parse_json
 from mmspec.drafters.eagle.head import EagleHead, HeadConfig
@@ -144,7 +144,6 @@ def read_metadata(folder: str | os.PathLike[str]) -> HeadMetadata:
     if values.get("model_type") != MODEL_TYPE:
         raise ValueError(f"{file} has model_type {values.get('model_type')!r}, not {MODEL_TYPE!r}.")
     try:
-        values = upgrade_config(values, str(file))
         visual_mode, architecture = values.get("visual_mode"), values.get("architecture", "eagle")
         if visual_mode not in VISUAL_MODES:
             raise ValueError(f"visual_mode must be one of {', '.join(VISUAL_MODES)}; got {visual_mode!r}.")

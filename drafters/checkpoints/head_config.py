@@ -1,77 +1,20 @@
-"""`config.json` of a draft head: the native keys and their types, those of the first release, and published ones."""
+"""`config.json` of a draft head: our own keys and their types, and those of published heads."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
 from mmspec.drafters.checkpoints.rope import parse_rope
 from mmspec.drafters.eagle.head import HeadConfig
-from mmspec.drafters.eagle.visual_inputs import LEGACY_VISUAL_MODES
 from mmspec.interfaces import TargetInfo
 
-LEGACY_KEYS = {
-    "kind": "architecture",
-    "rule": "visual_mode",
-    "wide": "eagle3_input",
-    "block": "block_size",
-    "inner": "block_ffn_size",
-    "chain": "markov_rank",
-}
-"""Key of the first release -> current key; read for one release."""
 ACTIVATIONS = ("silu", "swish")
 """Names of the same function."""
 
 
-def convert_legacy(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """A head's config with current keys and values, and the former names that it used.
-
-    Raises:
-        ValueError: a former and the current key of one setting with different values.
-    """
-    config = dict(values)
-    former = [key for key in LEGACY_KEYS if key in config]
-    for key in former:
-        value, current = config.pop(key), LEGACY_KEYS[key]
-        if config.setdefault(current, value) != value:
-            raise ValueError(f"{key!r} is the former name of {current!r}; got both, {value!r} and {config[current]!r}.")
-    target = config.get("target")
-    if isinstance(target, dict) and "layers" in target:
-        target = dict(target)
-        target.setdefault("num_layers", target.pop("layers"))
-        config["target"] = target
-        former.append("target.layers")
-    mode = config.get("visual_mode")
-    if isinstance(mode, str) and mode in LEGACY_VISUAL_MODES:
-        config["visual_mode"] = LEGACY_VISUAL_MODES[mode]
-        former.append(mode)
-    return config, former
-
-
-def upgrade_config(values: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """As `convert_legacy`, with one FutureWarning if anything was converted.
-
-    Args:
-        values: the JSON object.
-        source: its file, for the warning.
-
-    Raises:
-        ValueError: a former and the current key of one setting with different values.
-    """
-    config, former = convert_legacy(values)
-    if former:
-        warnings.warn(
-            f"{source} uses names of an earlier release ({', '.join(former)}), which the next one will not read. "
-            "Save the head again to convert it.",
-            FutureWarning,
-            stacklevel=3,
-        )
-    return config
-
-
 def parse_head_config(values: Mapping[str, Any]) -> HeadConfig:
-    """A `HeadConfig` from current keys; unknown keys are ignored.
+    """A `HeadConfig` from our own keys; unknown keys are ignored.
 
     Raises:
         ValueError: a value of another type than its key's, or a required key is missing.
@@ -135,4 +78,4 @@ def parse_published_config(
     )
 
 
-__all__ = ["LEGACY_KEYS", "convert_legacy", "parse_head_config", "parse_published_config", "upgrade_config"]
+__all__ = ["parse_head_config", "parse_published_config"]

@@ -1,7 +1,7 @@
 """Names of a head's tensors on disk: those of the EAGLE and MSD code, one tensor per projection.
 
 The modules in memory fuse the query, key and value projections and the gate and up projections. Modules that other
-architectures add are stored under the names of the first release (`STORED_NAMES`), so that older files stay readable.
+architectures add have short names on disk (`STORED_NAMES`).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _rename(name: str, names: Mapping[str, str]) -> str:
 
 
 def current_name(stored: str) -> str:
-    """Name in memory of a tensor of `FlashHead` or `ParallelHead` from its name on disk or in an older checkpoint."""
+    """Name in memory of a tensor of `FlashHead` or `ParallelHead` from its name on disk."""
     return _rename(stored, {value: key for key, value in STORED_NAMES.items()})
 
 

@@ -30,13 +30,9 @@ INTEGERS: dict[str, tuple[int, int]] = {
     "draft_vocab_size": _OPTIONAL_SIZE,
     "target_hidden_size": _OPTIONAL_SIZE,
     "head_dim": _OPTIONAL_SIZE,
-    "block": (1, MAX_SIZE),
-    "inner": _OPTIONAL_SIZE,
-    "chain": _OPTIONAL_SIZE,
     "block_size": (1, MAX_SIZE),
     "block_ffn_size": _OPTIONAL_SIZE,
     "markov_rank": _OPTIONAL_SIZE,
-    "tokens": (1, MAX_SIZE),  # old key of `max_tokens`
     "max_tokens": (1, MAX_SIZE),
     "layers": (0, MAX_LAYERS),
     "num_layers": (0, MAX_LAYERS),
@@ -173,7 +169,7 @@ def _check_float(key: str, value: object, low: float, high: float) -> None:
 def _check_compressor(key: str, value: Mapping[str, Any]) -> None:
     if value.get("name") is None:
         raise ValueError(f"{key}.name is missing; got {_short(value)}.")
-    if value.get("max_tokens", value.get("tokens")) is None:  # "tokens" is the old key
+    if value.get("max_tokens") is None:
         raise ValueError(f"{key}.max_tokens is missing; got {_short(value)}.")
 
 

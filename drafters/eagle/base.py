@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from mmspec.control.depth import DepthController
 from mmspec.control.draft_cost import CallTimer, HeadCostModel
-from mmspec.drafters.deprecation import warn_former_argument
 from mmspec.drafters.eagle.attention import cached_attention, causal_mask, select_last
 from mmspec.drafters.eagle.compressed_inputs import compressed_prompt_inputs
 from mmspec.drafters.eagle.head import EagleHead
@@ -91,7 +90,6 @@ class HeadDrafter(ABC):
         top_k: int | None = None,
         draft_ids: Tensor | None = None,
         vocab_limit: int | None = None,
-        beam_width: int | None = None,
     ) -> None:
         """
         Args:
@@ -103,7 +101,6 @@ class HeadDrafter(ABC):
             top_k: nodes per level that are expanded, and children of each. None: `DEFAULT_TOP_K`, else 8.
             draft_ids: [V'] int64, ids that may be drafted (VocabTrim, or EAGLE-3's draft vocabulary); None for all.
             vocab_limit: ids from here on are never drafted; None for no limit.
-            beam_width: former name of `top_k`.
 
         Raises:
             ValueError: an unknown visual mode, or `max_depth` or `top_k` below 1.
@@ -111,9 +108,6 @@ class HeadDrafter(ABC):
         visual_mode = resolve_visual_mode(visual_mode)
         if max_depth < 1:
             raise ValueError(f"max_depth must be at least 1; got {max_depth}.")
-        if beam_width is not None:
-            warn_former_argument("beam_width", "top_k")
-            top_k = beam_width
         if top_k is not None and top_k < 1:
             raise ValueError(f"top_k must be at least 1, or None for the device's default; got {top_k}.")
         self.head = head.eval()

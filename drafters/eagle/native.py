@@ -7,22 +7,22 @@ forward. Both give the same trees up to rounding.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.nn.modules import module as torch_module
 
 from mmspec.cpu.draft import NativeHead
 from mmspec.cpu.draft_types import HeadContext, HeadWeights, TreeRequest
 from mmspec.cpu.layers import DecoderShape, LayerWeights
-from mmspec.cpu.linear import active_kernel, is_replaced
+from mmspec.cpu.linear import active_kernel
 from mmspec.drafters.eagle.eagle3_head import Eagle3Head
 from mmspec.drafters.eagle.head import DecoderLayer, EagleHead, HeadConfig, RMSNorm
 from mmspec.drafters.eagle.state import DraftState, Pending
 from mmspec.drafters.rerank import LEVEL_PENALTY
+from mmspec.engine.guard import ModuleGuard, run_plain_forwards
 from mmspec.engine.tree import DraftTree
 
 if TYPE_CHECKING:
@@ -43,11 +43,8 @@ class NativeDraft:
             rotary_embedding: `EagleHead.rotary_embedding`.
         """
         self._head = head
-        self._modules = modules
+        self._guard = ModuleGuard(modules)
         self._rotary_embedding = rotary_embedding
-        self._weights = [
-            (module._parameters, name, weight) for module in modules for name, weight in module._parameters.items()
-        ]
 
     def extend_context(self, state: DraftState, pending: Pending) -> bool:
         """See `DraftBackend`."""
@@ -82,7 +79,7 @@ class NativeDraft:
     def _context(self, state: DraftState, num_new: int) -> HeadContext | None:
         """What the head has read, with room for `num_new` positions; None if it must not run in compiled code."""
         kv_cache = state.kv_cache
-        if torch.is_autocast_enabled("cpu") or not self._is_current():
+        if torch.is_autocast_enabled("cpu") or not self._guard.is_unchanged():
             return None
         kv_cache.begin_forward(num_new)
         caches = kv_cache.common_buffers()
@@ -91,12 +88,6 @@ class NativeDraft:
         cos, sin = state.rotary_table(max(state.next_positions) + num_new, self._rotary_embedding)
         anchors = state.extra if self._head.reads_anchors else None
         return HeadContext(kv_cache.seq_lens, state.next_positions, caches, cos, sin, state.last_hidden, anchors)
-
-    def _is_current(self) -> bool:
-        """Whether the modules compute as when they were recognised, apart from the numbers in their weights."""
-        return all(parameters.get(name) is weight for parameters, name, weight in self._weights) and not any(
-            module._forward_hooks or module._forward_pre_hooks for module in self._modules
-        )
 
 
 def find_native_draft(
@@ -135,18 +126,6 @@ def _are_known(modules: list[nn.Module], head_classes: tuple[type, ...]) -> bool
     """Whether modules are of known classes, and `run_plain_forwards`."""
     is_known = all(type(module) in KNOWN_CLASSES or type(module) in head_classes for module in modules)
     return is_known and run_plain_forwards(modules)
-
-
-def run_plain_forwards(modules: Iterable[nn.Module]) -> bool:
-    """Whether modules have no hooks or forwards of their own, and plain parameters."""
-    if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
-        return False
-    return all(
-        ("forward" not in module.__dict__ or is_replaced(module))
-        and not (module._forward_hooks or module._forward_pre_hooks)
-        and all(weight is None or type(weight) is nn.Parameter for weight in module._parameters.values())
-        for module in modules
-    )
 
 
 def _shape(config: HeadConfig) -> DecoderShape:
@@ -238,7 +217,6 @@ __all__ = [
     "eagle3_weights",
     "eagle_weights",
     "find_native_draft",
-    "run_plain_forwards",
     "shared_weights",
     "split_projections",
 ]

@@ -17,16 +17,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from mmspec.drafters.eagle.native import run_plain_forwards
 from mmspec.drafters.eagle.state import DraftState, Pending
+from mmspec.engine.guard import ModuleGuard, run_plain_forwards
 from mmspec.engine.host_copy import from_host
 from mmspec.engine.kv_cache import RESERVED_TOKENS, RaggedKVCache, RecordedKVCache, length_bucket
-from mmspec.engine.recordings import Recordings, WeightWatch, recordable_mode
+from mmspec.engine.recordings import Recordings, recordable_mode
 from mmspec.engine.tree import BUCKETS, DraftTree
 from mmspec.interfaces import Prompt, SharedEmbeddings
 from mmspec.interfaces.round import DraftPart
@@ -139,20 +139,20 @@ class DraftTensors:
     def __init__(self) -> None:
         self.named: dict[str, Tensor] = {}
         self.failure = False
-        self._weights: list[Tensor] = []  # held, since graphs read their memory
-        self._watch = WeightWatch()
+        self._guard: ModuleGuard | None = None  # holds the weights, whose memory graphs read
+        self._settings: Any = None  # of the drafter
 
     def begin_call(self, drafter: HeadDrafter, state: DraftState, recordings: Recordings) -> None:
         """Take over the state of a call after its prompt; drop the recordings if weights or shapes have changed."""
         values = self._values(drafter, state, recordings.capacity)
         layout = {name: (value.shape, value.dtype) for name, value in values.items()}
-        weights: list[Tensor] = list(drafter.head.parameters())
-        modules = [id(module) for module in (*drafter.head.modules(), *_shared_modules(state.shared_embeddings))]
-        changed = self._watch.changed(weights, recordings.contain_weights, (modules, drafter.settings))
+        modules = (*drafter.head.modules(), *_shared_modules(state.shared_embeddings))
+        guard = ModuleGuard(modules, drafter.head.parameters(), reads_bits=recordings.contain_weights)
+        changed = guard != self._guard or drafter.settings != self._settings
+        self._guard, self._settings = guard, drafter.settings
         if changed or layout != {name: (value.shape, value.dtype) for name, value in self.named.items()}:
             recordings.clear(self)
             self.failure = False
-            self._weights = weights
             self.named = {name: value.clone(memory_format=torch.contiguous_format) for name, value in values.items()}
         else:
             for name, tensor in self.named.items():

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from mmspec.control.draft_cost import CallTimer
-from mmspec.drafters.deprecation import former_names
 from mmspec.drafters.noise import next_log_probs
 from mmspec.engine.host_copy import from_host
 from mmspec.engine.kv_cache import RaggedKVCache
@@ -181,7 +180,5 @@ class DraftState:
         ids = tokens if self.draft_ids is None else self.draft_ids[tokens]
         return self.shared_embeddings.embed(ids)
 
-
-__getattr__ = former_names(__name__, {"EagleState": f"{__name__}.DraftState"})
 
 __all__ = ["DraftBackend", "DraftState", "Pending"]

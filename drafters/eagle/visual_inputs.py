@@ -6,7 +6,6 @@ A visual mode defines the input where the next token is visual. The module knows
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -91,20 +90,14 @@ VISUAL_MODES: dict[str, VisualInputMode] = {
     "text_only": text_only,
 }
 """Visual modes by the name that `HeadMetadata` and `mmspec train` use."""
-LEGACY_VISUAL_MODES = {"blind": "placeholder", "textual": "text_only"}
-"""Former names -> current ones; accepted for one release."""
 
 
 def resolve_visual_mode(name: str) -> str:
-    """The current name of a visual mode; a former name is accepted with a DeprecationWarning.
+    """The name, if it is that of a visual mode.
 
     Raises:
         ValueError: an unknown visual mode.
     """
-    if name in LEGACY_VISUAL_MODES:
-        current = LEGACY_VISUAL_MODES[name]
-        warnings.warn(f"visual mode {name!r} is now {current!r}; use that.", DeprecationWarning, stacklevel=3)
-        return current
     if name not in VISUAL_MODES:
         raise ValueError(f"visual_mode must be one of {', '.join(VISUAL_MODES)}; got {name!r}.")
     return name
@@ -202,7 +195,6 @@ def packed_indices(keep: Tensor) -> Tensor:
 
 
 __all__ = [
-    "LEGACY_VISUAL_MODES",
     "VISUAL_MODES",
     "DraftInputs",
     "VisualInputMode",

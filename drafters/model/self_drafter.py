@@ -1,4 +1,4 @@
-"""Self-speculative drafting: the target itself drafts with some of its decoder layers.
+"""Self-speculative drafting: the target itself drafts with some of its decoder layers, or a copy of it in few bits.
 
 No second model, no training, no memory: the draft reads the keys and values that the target has computed. Which layers
 draft is chosen among a few sets by their running acceptance and cost: early exits behind the first layers (Kangaroo,
@@ -100,13 +100,20 @@ class SelfDrafter(ChainDrafter):
         return ChainInputs(target, [row[-1:] for row in state.output_ids])
 
     def close_chain(self, state: ChainState, chain: ChainInputs) -> None:
-        """Restore the lengths of the target's cache."""
+        """Restore the lengths of the target's cache.
+
+        Of rows of several lengths the target reads, masked, what it does not overwrite: there 0 * nan would be nan.
+        """
         assert isinstance(state, SelfState)
-        chain.target.crop(state.cached_lengths)
+        chain.target.crop(state.cached_lengths, zero_tail=len(state.cached_lengths) > 1)
+
+    def _candidates(self, subsets: LayerSubsets) -> list[LayerSet]:
+        """The layer sets to choose from."""
+        return candidate_layer_sets(subsets.num_layers, subsets.exit_limit)
 
     def _layer_sets(self, subsets: LayerSubsets) -> list[LayerSet]:
         if self.layers is None:
-            return candidate_layer_sets(subsets.num_layers, subsets.exit_limit)
+            return self._candidates(subsets)
         if self.layers[-1] >= subsets.num_layers:
             raise ValueError(
                 f"layers must be below the target's number of decoder layers, {subsets.num_layers}; got {self.layers}."
@@ -114,4 +121,34 @@ class SelfDrafter(ChainDrafter):
         return [self.layers]
 
 
-__all__ = ["LayerSet", "SelfDrafter", "SelfState", "candidate_layer_sets"]
+class QuantizedDrafter(SelfDrafter):
+    """Drafts with a copy of the target's weights in 4 or 8 bits, over the target's KV cache.
+
+    As ML-SpecQD (arXiv 2503.13565) and QuantSpec (arXiv 2502.10424), which have caches of their own: there, a
+    position that the target has verified is still that of the copy.
+    """
+
+    name = "quantized"
+
+    def __init__(self, bits: int | None = None, layers: Sequence[int] | None = None, max_length: int = 6) -> None:
+        """
+        Args:
+            bits: of the decoder's weights, 4 or 8; None chooses by the size of the model. The LM head has 8.
+            layers: decoder layers that draft; None chooses between all and the first half by running acceptance.
+            max_length: largest number of tokens of a draft.
+
+        Raises:
+            ValueError: other `bits`; or `layers` is empty, negative or not rising.
+        """
+        super().__init__(layers, max_length)
+        if bits not in (None, 4, 8):
+            raise ValueError(f"bits must be 4, 8 or None; got {bits!r}.")
+        self.requirements = DrafterRequirements(layer_subsets=True, copy_bits=bits or 0)
+
+    def _candidates(self, subsets: LayerSubsets) -> list[LayerSet]:
+        limit = subsets.num_layers if subsets.exit_limit is None else subsets.exit_limit
+        half = tuple(range(min(limit, subsets.num_layers // 2)))
+        return [tuple(range(subsets.num_layers)), *([half] if half else [])]
+
+
+__all__ = ["LayerSet", "QuantizedDrafter", "SelfDrafter", "SelfState", "candidate_layer_sets"]

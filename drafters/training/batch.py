@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from mmspec.drafters.deprecation import former_names
 from mmspec.drafters.eagle.compressed_inputs import compressed_inputs
 from mmspec.drafters.eagle.visual_inputs import VISUAL_MODES, DraftInputs, left_pack
 from mmspec.engine.gather import gather_rows
@@ -304,11 +303,6 @@ class PackedQueries:
         """[B, m] bool, `HeadInputsAndLabels.loss_mask_at` of the packed positions."""
         return self.gather(self.data.loss_mask_at(distance)) & self._is_valid
 
-
-__getattr__ = former_names(
-    __name__,
-    {"DraftTargets": f"{__name__}.HeadInputsAndLabels", "build_targets": f"{__name__}.build_inputs_and_labels"},
-)
 
 __all__ = [
     "MIXED",

@@ -20,10 +20,8 @@ from torch import Tensor, nn
 
 from mmspec.cpu.bf16 import bf16_is_faster
 from mmspec.drafters.architectures import ARCHITECTURES
-from mmspec.drafters.checkpoints.state_dict import current_name
 from mmspec.drafters.training.batch import DraftModel, TrainBatch
 from mmspec.drafters.training.gate import fit_gate_on_batches
-from mmspec.drafters.training.legacy import CHECKPOINT_VERSION, upgrade_settings, without_new_defaults
 from mmspec.drafters.training.losses import LossWeights, TrainProgress
 from mmspec.drafters.training.schedule import warmup_cosine
 from mmspec.files import atomic_write
@@ -146,7 +144,7 @@ class Trainer:
         self.placeholder = placeholder
         self.distributed = distributed or DistributedContext()
         settings = {"config": asdict(config), **facts, "draft_models": self._model_settings()}
-        self.settings: dict[str, Any] = without_new_defaults(json.loads(json.dumps(settings)))
+        self.settings: dict[str, Any] = json.loads(json.dumps(settings))
         self.step = 0
         self.gate_is_fitted = False
         folder.mkdir(parents=True, exist_ok=True)
@@ -176,9 +174,9 @@ class Trainer:
             raise SettingsError(
                 f"{file} is damaged ({str(error).splitlines()[0][:120]}); delete it to train again from the start."
             ) from error
-        check_resume(self.folder, upgrade_settings(state["settings"], file, state.get("version", 1)), self.settings)
+        check_resume(self.folder, state["settings"], self.settings)
         for name, model in self.draft_models.items():
-            model.load_state_dict({_current_key(key): value for key, value in state["heads"][name].items()})
+            model.load_state_dict(state["heads"][name])
             self.optimizers[name].load_state_dict(state["optimisers"][name])
         self.step = state["step"]
         self.gate_is_fitted = state.get("weighed", False)
@@ -192,7 +190,6 @@ class Trainer:
         if self.distributed.rank:
             return
         state = {
-            "version": CHECKPOINT_VERSION,
             "settings": self.settings,
             "step": self.step,
             "weighed": self.gate_is_fitted,
@@ -316,12 +313,6 @@ class Trainer:
         row = {"step": self.step} | {name: round(value, 5) for name, value in metrics.items()}
         with (self.folder / LOG_NAME).open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
-
-
-def _current_key(key: str) -> str:
-    """Key of `DraftModel.state_dict()` from that of a checkpoint."""
-    part, _, name = key.partition(".")
-    return f"{part}.{current_name(name)}" if part == "head" else key
 
 
 def _compressor_settings(model: DraftModel) -> dict[str, str]:

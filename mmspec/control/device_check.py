@@ -1,4 +1,4 @@
-"""Whether `compile="auto"` may record on a device: a check in a process of its own, once per device and versions.
+"""Whether `backend="auto"` may record on a device: a check in a process of its own, once per device and versions.
 
 A failed capture can leave a process without a usable GPU, and an inexact one would change texts. So the first call that
 would be recorded starts the check (`mmspec.app.device_probe`) in the background and runs unrecorded, as do all calls
@@ -40,7 +40,7 @@ except ImportError:  # Windows: two processes may check at the same time
 logger = logging.getLogger("mmspec")
 
 CHECK_SWITCH = "MMSPEC_DEVICE_CHECK"
-"""Environment variable; "0" neither checks devices nor records on them, unless `compile=True`."""
+"""Environment variable; "0" neither checks devices nor records on them, unless `backend="recorded"`."""
 SETTINGS = (
     "CUBLAS_WORKSPACE_CONFIG",
     "CUDA_LAUNCH_BLOCKING",

@@ -72,7 +72,7 @@ class WeightCopies:
             if not isinstance(weight, QuantisedWeight) and _can_have_copy(weight)
         ]
         needed = sum(weight.nbytes // 2 for _, weight in weights if weight not in self._copies)
-        if needed and needed * MEMORY_FACTOR > _free_bytes():
+        if needed and needed * MEMORY_FACTOR > free_bytes():
             return None
         found = [(struct, weight, self._copy_of(kernel, weight)) for struct, weight in weights]
         kept = [(struct, weight, copy) for struct, weight, copy in found if copy.data is not None]
@@ -141,7 +141,7 @@ def _can_have_copy(weight: Tensor) -> bool:
     return weight.dim() == 2 and weight.is_cpu and weight.is_contiguous() and weight.numel() > 0
 
 
-def _free_bytes() -> int:
+def free_bytes() -> int:
     """Memory that is free or holds files that can be read again, as Linux estimates it."""
     try:
         with open("/proc/meminfo", encoding="ascii") as stream:
@@ -151,4 +151,4 @@ def _free_bytes() -> int:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-__all__ = ["CheckedWeights", "WeightCopies"]
+__all__ = ["CheckedWeights", "WeightCopies", "free_bytes"]

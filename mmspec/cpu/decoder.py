@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import ctypes
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -123,7 +123,7 @@ class NativeDecoder:
         self._num_angles = 0
         self._scratch = new_floats(0)
         self._layers = (LayerStruct * len(layers))()
-        self._layer_weights, self._lm_head, self._copies = list(layers), ends.lm_head, copies
+        self._layer_weights, self._ends, self._copies = list(layers), ends, copies
         self._weights = WeightAddresses(self.dtype, shape.norm_offset)
         for index, weights in enumerate(layers):
             set_layer(self._layers[index], weights, shape, self._weights, f"of layer {index}")
@@ -211,9 +211,23 @@ class NativeDecoder:
         twin._checked = twin._check_copies()
         return twin
 
+    def with_matrices(self, convert: Callable[[Weight], Weight]) -> NativeDecoder:
+        """A decoder whose matrices are what `convert` returns for these; embeddings, norms and biases are the same.
+
+        Raises:
+            ValueError: what it returns does not fit.
+        """
+        layers = list(map(copy.copy, self._layer_weights))
+        for layer in layers:
+            for name in LAYER_MATRICES:
+                if (weight := getattr(layer, name)) is not None:
+                    object.__setattr__(layer, name, convert(weight))  # a copy that nobody else has seen
+        ends = replace(self._ends, lm_head=convert(self._ends.lm_head))
+        return NativeDecoder(self._kernel, self.shape, layers, ends, self._rotaries)
+
     def _check_copies(self) -> CheckedWeights | None:
         """Let the next forward check the copies of the weights; until then the weights themselves are read."""
-        weights = [(self._decoder, "lm_head", self._lm_head)]
+        weights = [(self._decoder, "lm_head", self._ends.lm_head)]
         for struct, layer in zip(self._layers, self._layer_weights, strict=True):
             weights += [(struct, name, getattr(layer, name)) for name in LAYER_MATRICES]
         found = [(getattr(struct, name), weight) for struct, name, weight in weights if weight is not None]

@@ -13,7 +13,7 @@ TRIAL_CALLS = 2
 """Real calls of each kernel after which clearly slower ones are no longer timed."""
 CLEARLY_SLOWER = 1.5
 """Ratio of the fastest calls from which a kernel is clearly slower."""
-PLAIN, TRANSPOSED, NATIVE, PACKED, ONEDNN = "plain", "transposed", "native", "packed", "onednn"
+PLAIN, TRANSPOSED, NATIVE, ONEDNN = "plain", "transposed", "native", "onednn"
 
 
 @dataclass
@@ -27,7 +27,7 @@ class KernelTiming:
         best: the kernel with the lowest median, None until all are measured.
     """
 
-    kernels: tuple[str, ...] = (PLAIN, TRANSPOSED, NATIVE, PACKED)
+    kernels: tuple[str, ...] = (PLAIN, TRANSPOSED, NATIVE)
     seconds: dict[str, list[float]] = field(default_factory=dict)
     num_calls: int = 0
     best: str | None = None
@@ -68,4 +68,4 @@ class KernelTiming:
         return [kernel for kernel in self.kernels if fastest[kernel] <= limit]
 
 
-__all__ = ["NATIVE", "ONEDNN", "PACKED", "PLAIN", "TRANSPOSED", "KernelTiming"]
+__all__ = ["NATIVE", "ONEDNN", "PLAIN", "TRANSPOSED", "KernelTiming"]

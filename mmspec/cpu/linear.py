@@ -1,14 +1,13 @@
 """Linear layers on a CPU, computed by whichever kernel is fastest in real calls.
 
 The float32 kernel behind `nn.Linear` is slow for products of a few rows, which reduces the gain of scoring several
-nodes per forward; and MKL leaves half of an AMD core unused in products of many rows, which are prompts. Four other
+nodes per forward; and MKL leaves half of an AMD core unused in products of many rows, which are prompts. Three other
 kernels compute the same product:
 
 - *transposed*: weight times rows, so that the kernel's wide dimension is the weight's. Needs a transposed copy of the
   result only.
 - *native*: our own C code for 1 to 32 rows, on the weight where it lies (`mmspec/cpu/native.py`). Needs a C compiler.
 - *oneDNN*: for more than 32 rows, on the weight where it lies.
-- *packed*: oneDNN's blocked weight layout, prepared once. Needs a copy of the weight, so it is opt-in.
 
 These are for float32. In bfloat16 and float16 the choice is another one: `mmspec/cpu/narrow_linear.py`.
 
@@ -33,7 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mmspec.cpu.kernel_timing import NATIVE, ONEDNN, PACKED, PLAIN, TRANSPOSED, KernelTiming
+from mmspec.cpu.kernel_timing import NATIVE, ONEDNN, PLAIN, TRANSPOSED, KernelTiming
 from mmspec.cpu.narrow_linear import NarrowLinears
 from mmspec.cpu.native import MAX_NATIVE_ROWS, FewRowsKernel, load_kernel
 from mmspec.cpu.weights import FLOAT_TYPES
@@ -42,71 +41,30 @@ logger = logging.getLogger("mmspec")
 
 MAX_ROWS = 128
 """Inputs with more rows are of prompts: only the plain kernel and oneDNN compute them."""
-PACK_BATCH_HINT = 8
-"""Number of rows that oneDNN optimises the packed layout for."""
 
 Shape = tuple[int, int, int]
 """(out_features, in_features, rows); beyond `MAX_ROWS` the rows are rounded up to a power of two"""
-
-
-@dataclass
-class PackedWeight:
-    """The packed copy of one weight.
-
-    Attributes:
-        weight: the copy, in oneDNN's layout.
-        data_ptr: address of the original's data when it was packed.
-        version: version counter of the original when it was packed.
-        checksums: `weight_checksums` of the original when it was packed.
-    """
-
-    weight: Tensor
-    data_ptr: int
-    version: int
-    checksums: tuple[Tensor, Tensor]
-
-    def matches(self, weight: Tensor) -> bool:
-        """Whether a weight is the one that was packed, by address and version counter (does not read it)."""
-        return weight.data_ptr() == self.data_ptr and weight._version == self.version
-
-
-def weight_checksums(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums of a float32 weight's bit patterns over rows [in] and over columns [out], int64."""
-    bits = weight.detach().view(torch.int32)
-    return bits.sum(0), bits.sum(1)
 
 
 class LinearAutotuner:
     """Chooses the kernel of each shape. One per patched model, shared by the threads of its calls.
 
     Attributes:
-        packed_weights: {layer: packed copy}.
         timings: {shape: measurements} of float32.
         narrow: chooses the kernel of layers in half precision.
         allow_native: the compiled kernel may be used (False to compare with).
         native: the compiled kernel; None where it is not available, and before the first call.
-        cannot_pack: packing failed in this process (missing operator, or out of memory).
         has_onednn: oneDNN may be tried for more than 32 rows; False once it has failed.
     """
 
     def __init__(self) -> None:
-        self.packed_weights: weakref.WeakKeyDictionary[nn.Module, PackedWeight] = weakref.WeakKeyDictionary()
         self.timings: dict[Shape, KernelTiming] = {}
         self.narrow = NarrowLinears()
-        self.cannot_pack = False
         self.has_onednn = torch.backends.mkldnn.is_available()
         self.allow_native = True
         self.native: FewRowsKernel | None = None
-        self._lock = threading.Lock()
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all packed copies."""
-        return sum(packed.weight.element_size() * packed.weight.numel() for packed in self.packed_weights.values())
-
-    def linear(
-        self, layer: nn.Linear, rows: Tensor, deterministic: bool = False, allow_packing: bool = False
-    ) -> Tensor:
+    def linear(self, layer: nn.Linear, rows: Tensor, deterministic: bool = False) -> Tensor:
         """`layer(rows)` by the kernel that is fastest, or that is to be timed next.
 
         Args:
@@ -114,7 +72,6 @@ class LinearAutotuner:
             rows: [..., in_features].
             deterministic: choose the kernel by the number of rows alone, not by timing. With the compiled kernel, up
                 to 32 rows, a row's result is then the same bits whatever the other rows.
-            allow_packing: packed copies may be used.
 
         Returns:
             [..., out_features].
@@ -127,7 +84,7 @@ class LinearAutotuner:
             return self.narrow.linear(self.native, layer, rows, deterministic)
         if deterministic:
             return self._run_kernel(self._fixed_kernel(num_rows), layer, rows)
-        kernels = self._candidates(num_rows, allow_packing)
+        kernels = self._candidates(num_rows)
         rounded = num_rows if num_rows <= MAX_ROWS else 1 << (num_rows - 1).bit_length()
         shape = (layer.out_features, layer.in_features, rounded)
         timing = self.timings.get(shape)
@@ -136,23 +93,10 @@ class LinearAutotuner:
         if timing is None or timing.kernels != kernels:
             timing = self.timings[shape] = KernelTiming(kernels)
         kernel = timing.next_kernel()
-        if kernel == PACKED:
-            self._pack(layer)  # before the timer starts
         start = time.perf_counter()
         out = self._run_kernel(kernel, layer, rows)
         timing.add(kernel, (time.perf_counter() - start) / num_rows)
         return out
-
-    def drop_stale(self, layers: Iterable[nn.Linear]) -> None:
-        """Drop packed copies of weights that were modified without changing address or version counter.
-
-        `weight.data += delta` (merging a PEFT adapter) changes neither, so bit patterns are compared: 10 ms for 20
-        million weights.
-        """
-        for layer in layers:
-            packed = self.packed_weights.get(layer)
-            if packed is not None and not all(map(torch.equal, packed.checksums, weight_checksums(layer.weight))):
-                del self.packed_weights[layer]
 
     def _fixed_kernel(self, num_rows: int) -> str:
         """The kernel of calls with `deterministic=True`."""
@@ -160,19 +104,15 @@ class LinearAutotuner:
             return NATIVE
         return TRANSPOSED if 1 < num_rows <= MAX_ROWS else PLAIN
 
-    def _candidates(self, num_rows: int, allow_packing: bool) -> tuple[str, ...]:
+    def _candidates(self, num_rows: int) -> tuple[str, ...]:
         """The kernels that may compute a product of so many rows."""
         return _kernels(
             is_prompt=num_rows > MAX_ROWS,
             with_native=self.native is not None and num_rows <= MAX_NATIVE_ROWS,
             with_onednn=self.has_onednn and num_rows > MAX_NATIVE_ROWS,
-            with_packed=allow_packing and not self.cannot_pack,
         )
 
     def _run_kernel(self, kernel: str, layer: nn.Linear, rows: Tensor) -> Tensor:
-        if kernel == PACKED and (packed := self._pack(layer)) is not None:
-            out: Tensor = torch.ops.mkldnn._linear_pointwise(rows, packed.weight, layer.bias, "none", [], "")
-            return out
         if kernel == NATIVE and self.native is not None:
             result = self.native.linear(layer.weight, layer.bias, rows)
             if result is not None:
@@ -188,38 +128,17 @@ class LinearAutotuner:
         try:
             out: Tensor = torch.ops.mkldnn._linear_pointwise(rows, layer.weight, layer.bias, "none", [], "")
         except (AttributeError, NotImplementedError, RuntimeError) as error:
-            # As in `_pack`: a private operator, without which only speed is lost.
+            # A private operator of torch, which may be missing or refuse a build or a shape: only speed is lost.
             self.has_onednn = False
             logger.debug("linear layers do not use oneDNN: %s", error)
             return None
         return out
 
-    def _pack(self, layer: nn.Linear) -> PackedWeight | None:
-        """The layer's packed copy, created or renewed if necessary; None if this torch cannot pack."""
-        packed = self.packed_weights.get(layer)
-        if packed is not None and packed.matches(layer.weight):
-            return packed
-        with self._lock:
-            weight = layer.weight
-            data_ptr = weight.data_ptr()  # read before packing: a concurrent edit must not go unnoticed
-            version = weight._version
-            try:
-                copy = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), PACK_BATCH_HINT)
-            except (AttributeError, NotImplementedError, RuntimeError) as error:
-                # A private operator of torch: it may be missing, refuse a build or a shape, or run out of memory.
-                # Plain layers compute the same, so only speed is lost.
-                self.cannot_pack = True
-                logger.debug("linear layers are not packed: %s", error)
-                return None
-            packed = PackedWeight(copy, data_ptr, version, weight_checksums(weight))
-            self.packed_weights[layer] = packed
-        return packed
-
 
 @lru_cache(maxsize=16)
-def _kernels(*, is_prompt: bool, with_native: bool, with_onednn: bool, with_packed: bool) -> tuple[str, ...]:
+def _kernels(*, is_prompt: bool, with_native: bool, with_onednn: bool) -> tuple[str, ...]:
     """The kernels to choose from."""
-    few = [(TRANSPOSED, True), (NATIVE, with_native), (PACKED, with_packed)]
+    few = [(TRANSPOSED, True), (NATIVE, with_native)]
     found = [name for name, is_there in few if is_there and not is_prompt]
     return (PLAIN, *found, *([ONEDNN] if with_onednn else []))
 
@@ -251,7 +170,7 @@ class _Context:
 
     autotuner: LinearAutotuner
     deterministic: bool
-    allow_packing: bool
+    layers_only: bool
 
 
 ACTIVE_CONTEXT: ContextVar[_Context | None] = ContextVar("mmspec_fast_linears", default=None)
@@ -267,13 +186,13 @@ def _forward(self: nn.Linear, rows: Tensor) -> Tensor:
     context = ACTIVE_CONTEXT.get()
     if context is None or type(self).forward is not _LINEAR_FORWARD:  # user code may change the class
         return type(self).forward(self, rows)
-    return context.autotuner.linear(self, rows, context.deterministic, context.allow_packing)
+    return context.autotuner.linear(self, rows, context.deterministic)
 
 
 def active_kernel() -> FewRowsKernel | None:
-    """The compiled kernel within `use_fast_linears` without packed copies; None outside, or where there is none."""
+    """The compiled kernel within `use_fast_linears`, for drafts in C; None outside, and with `layers_only`."""
     context = ACTIVE_CONTEXT.get()
-    return None if context is None or context.allow_packing else context.autotuner.native
+    return None if context is None or context.layers_only else context.autotuner.native
 
 
 def find_linear_layers(roots: Iterable[nn.Module]) -> list[nn.Linear]:
@@ -304,7 +223,7 @@ def use_fast_linears(
     autotuner: LinearAutotuner | None,
     layers: Iterable[nn.Linear],
     deterministic: bool = False,
-    allow_packing: bool = False,
+    layers_only: bool = False,
 ) -> Iterator[None]:
     """Within the context, this thread computes these layers by the autotuner's kernels. Restored afterwards.
 
@@ -312,21 +231,18 @@ def use_fast_linears(
         autotuner: chooses the kernels; None for no effect.
         layers: of `find_linear_layers`.
         deterministic: see `LinearAutotuner.linear`.
-        allow_packing: see `LinearAutotuner.linear`.
+        layers_only: drafts are not to run in C, so that `active_kernel` is None.
     """
     replaced = list(layers) if autotuner is not None else []
     if autotuner is None or not replaced:
         yield
         return
     autotuner.native = load_kernel() if autotuner.allow_native else None
-    allow_packing = allow_packing and torch.backends.mkldnn.is_available()
-    if allow_packing:
-        autotuner.drop_stale(replaced)
     with _USERS_LOCK:
         for layer in replaced:
             _USERS[layer] = _USERS.get(layer, 0) + 1
             layer.__dict__["forward"] = types.MethodType(_forward, layer)
-    token = ACTIVE_CONTEXT.set(_Context(autotuner, deterministic, allow_packing))
+    token = ACTIVE_CONTEXT.set(_Context(autotuner, deterministic, layers_only))
     try:
         yield
     finally:

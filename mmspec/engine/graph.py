@@ -5,7 +5,7 @@ tensors. `state` are tensors at fixed addresses, which the function may change i
 
 - `CudaGraphRecorder`: kernels captured by a CUDA graph, replayed in one launch.
 - `record_compiled`: traced to aten operators, compiled by inductor; linear layers in our own C kernel. For a CPU.
-- `record_frozen`: the same without that kernel: weights are constants in inductor's layout.
+  Without it weights are constants in inductor's layout.
 - `record_trace`: traced only. It has the semantics of both (whatever Python computed is constant), for tests.
 - `record_nothing`: calls the function.
 
@@ -71,26 +71,15 @@ def record_compiled(function: StaticFunction, state: Sequence[Tensor], inputs: S
     """The function compiled by inductor, linear layers in our own kernel, which reads the weights where they lie.
 
     Takes 10 to 20 seconds, and logs that it begins. Where the kernel does not compute all linear layers (another dtype,
-    more than 32 rows, no compiled code on this machine), as `record_frozen`. Inductor caches in its folder
+    more than 32 rows, no compiled code on this machine), inductor chooses and compiles kernels with the weights as
+    constants, in up to two minutes: they must not change afterwards. Inductor caches in its folder
     (`TORCHINDUCTOR_CACHE_DIR`, by default one per user).
     """
     has_kernel = load_kernel() is not None and not operators_are_intercepted()
-    return _record(function, state, inputs, native=has_kernel)
-
-
-def record_frozen(function: StaticFunction, state: Sequence[Tensor], inputs: Sequence[Tensor]) -> Replay:
-    """The function compiled by inductor, with its weights as constants: they must not change afterwards.
-
-    Takes up to two minutes, of which most are compilations of the kernels it chooses from.
-    """
-    return _record(function, state, inputs, native=False)
-
-
-def _record(function: StaticFunction, state: Sequence[Tensor], inputs: Sequence[Tensor], native: bool) -> Replay:
     with _COMPILE_LOCK:
         logger.info("mmspec: compiling a part of a round; this happens once per shape")
         inputs = _normalize(inputs)
-        graph = _trace_native(function, state, inputs) if native else None
+        graph = _trace_with_kernel(function, state, inputs) if has_kernel else None
         if graph is None:
             compiled = _compile(trace(function, state, inputs), [*state, *inputs], FROZEN_OPTIONS)
         else:
@@ -123,7 +112,7 @@ def _has_option(config: Any, name: str) -> bool:
     return hasattr(getattr(config, group, None) if group else config, option)
 
 
-def _trace_native(function: StaticFunction, state: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:
+def _trace_with_kernel(function: StaticFunction, state: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:
     """`trace` with linear layers as operators of our kernel; None if it does not compute all of them."""
     mode = NativeLinears()
 

@@ -70,6 +70,7 @@ class RaggedKVCache:
         self._values_start_as_keys = values_start_as_keys
         self.num_new = 0
         self.kv_len = 0
+        self._written_end = 0  # largest `kv_len`: nothing lies behind it
         self._layers: list[LayerParts] = []  # () until the first write
         self._dtypes: list[tuple[torch.dtype, torch.dtype]] = []  # (keys, values) of each layer
         self._write_indices: dict[torch.device, Tensor] = {}
@@ -117,6 +118,7 @@ class RaggedKVCache:
         """Prepare for a forward that writes `nodes` positions per row."""
         self.num_new = nodes
         self.kv_len = max(self.seq_lens) + nodes
+        self._written_end = max(self._written_end, self.kv_len)
         self._write_indices.clear()
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -183,8 +185,11 @@ class RaggedKVCache:
 
     def zero_tail(self) -> None:
         """Set all positions behind the rows' lengths to zero."""
-        for buffer in self._buffers():
-            index = torch.arange(buffer.shape[3], device=buffer.device)
+        start = min(self.seq_lens)
+        for whole in self._buffers():
+            end = whole.shape[3] if self.groups else self._written_end  # recorded functions write unseen
+            buffer = whole[:, :, :, start:end]
+            index = torch.arange(start, start + buffer.shape[3], device=buffer.device)
             behind = index >= self.lengths_on(buffer.device)[:, None]
             buffer.masked_fill_(behind[None, :, None, :, None], 0)
 

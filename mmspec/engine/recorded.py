@@ -72,11 +72,11 @@ class RecordedRounds:
 
     def accepts(self, part: DraftPart) -> bool:
         """Whether rounds with this draft have not failed to be recorded."""
-        return part.owner not in self._recordings.unfused
+        return part.owner not in self._recordings.in_parts
 
     def is_for(self, plan: RoundPlan) -> bool:
         """Whether a round may be recorded."""
-        return plan.part is not None or (ROUND not in self._recordings.unfused and not plan.rows.host_finished)
+        return plan.part is not None or (ROUND not in self._recordings.in_parts and not plan.rows.host_finished)
 
     def run(self, plan: RoundPlan, top_k: int) -> Outcome | None:
         """The outcome of one recorded round; None after a failure, which changes nothing.
@@ -116,7 +116,7 @@ class RecordedRounds:
             with recordable_mode():  # here only: what belongs to the call may be made in the user's inference mode
                 return self._recordings.run(owner, (function.key, shapes), function, state, inputs)
         except Exception as error:  # of the capture or the replay: only speed is lost
-            self._recordings.unfused.add(owner)
+            self._recordings.in_parts.add(owner)
             reason = "".join(str(error).strip().splitlines()[:1])
             self._recordings.warn(f"rounds are recorded in parts, not as a whole ({type(error).__name__}: {reason})")
             return None

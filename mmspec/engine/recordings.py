@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,8 +22,6 @@ NUM_CHECKED_REPLAYS = 3
 """Replays of each function that are compared with a plain run: later ones have other inputs than those recorded."""
 MAX_OWNERS = 2
 """Owners, besides the target, whose tensors and recordings stay allocated."""
-BIT_TYPES = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""{bytes: integer type}"""
 REPLAY_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
 """Largest difference between a first replay and a plain run, relative to the range of the first output."""
 HALF_REPLAY_TOLERANCE = 0.1
@@ -38,7 +36,7 @@ class Recordings:
         capacity: largest length of a row of the call, draft nodes included.
         warn: logs a message once.
         contain_weights: whether recordings contain copies of weights, so that edits in place must be noticed.
-        unfused: owners of drafts whose whole rounds failed to be recorded, which are recorded in parts from then on.
+        in_parts: owners of drafts whose whole rounds failed to be recorded, which are recorded in parts from then on.
         setup_s: seconds that recording and checking have taken so far. They are no cost of later rounds: clocks
             subtract them.
     """
@@ -54,7 +52,7 @@ class Recordings:
         self.setup_s = 0.0
         self._replays: dict[tuple[Hashable, Hashable], Replay] = {}
         self._num_checked: Counter[tuple[Hashable, Hashable]] = Counter()
-        self.unfused: set[Hashable] = set()
+        self.in_parts: set[Hashable] = set()
         self._attachments: dict[Hashable, Any] = {}  # last used at the end
         self._fixed: dict[Hashable, Tensor] = {}
 
@@ -73,7 +71,7 @@ class Recordings:
         """Drop the recordings of one owner, whose tensors or weights have changed, or all."""
         for key in [key for key in self._replays if owner is None or key[0] == owner]:
             del self._replays[key], self._num_checked[key]
-        self.unfused = {other for other in self.unfused if owner is not None and other != owner}
+        self.in_parts = {other for other in self.in_parts if owner is not None and other != owner}
 
     def fixed(self, name: str, value: Tensor) -> Tensor:
         """A constant of a call at an address that is the same in every call, as long as shape and dtype are."""
@@ -135,32 +133,6 @@ class Recordings:
         return outputs
 
 
-class WeightWatch:
-    """Notices that weights have changed, of which recordings contain addresses or copies."""
-
-    def __init__(self) -> None:
-        self._fingerprint: Any = None
-        self._checksums: list[Tensor] = []
-
-    def changed(self, tensors: Iterable[Tensor], contain_weights: bool, others: Any = None) -> bool:
-        """Whether anything differs from the last call; True in the first.
-
-        Args:
-            tensors: the weights.
-            contain_weights: recordings contain copies, so that edits in place must be noticed too.
-            others: further values that must not change.
-        """
-        tensors = list(tensors)
-        places = [(id(t), t.data_ptr(), 0 if t.is_inference() else t._version) for t in tensors]
-        sums = [part for t in tensors for part in bit_checksums(t)] if contain_weights else []
-        is_same = len(sums) == len(self._checksums) and all(map(torch.equal, sums, self._checksums))
-        changed = self._fingerprint != (places, others) or (contain_weights and not is_same)
-        self._fingerprint = places, others
-        if contain_weights:
-            self._checksums = sums
-        return changed
-
-
 @contextmanager
 def recordable_mode() -> Iterator[None]:
     """Context without gradients and without inference mode, also within the user's: recorded tensors outlive calls."""
@@ -171,16 +143,6 @@ def recordable_mode() -> Iterator[None]:
 def _wait_for(output: Tensor) -> None:
     if output.is_cuda:
         torch.cuda.synchronize(output.device)
-
-
-def bit_checksums(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums of the bit patterns along the first and the last dimension. They change where `.data` is edited in place."""
-    bits = torch.atleast_1d(tensor.detach()).contiguous()
-    if bits.shape[-1] * bits.element_size() % 8 == 0:
-        bits = bits.view(torch.long)  # two float32 at a time: four times as fast as a sum of int32
-    else:
-        bits = bits.view(BIT_TYPES.get(bits.element_size(), torch.uint8))
-    return bits.sum(0, dtype=torch.long), bits.sum(-1, dtype=torch.long)
 
 
 @dataclass(frozen=True)
@@ -252,4 +214,4 @@ def _largest(found: Tensor, wanted: Tensor) -> str:
     return f"by {float((found.float() - wanted.float()).nan_to_num(0, 0, 0).abs().max()):.1e}"
 
 
-__all__ = ["Recordings", "WeightWatch", "WrittenPlace", "bit_checksums", "check_replay", "recordable_mode"]
+__all__ = ["Recordings", "WrittenPlace", "check_replay", "recordable_mode"]

@@ -35,6 +35,8 @@ class DrafterRequirements:
         layer_subsets: whether it drafts with some layers of the target (`Prompt.layer_subsets`).
         target_keys: whether it reads the target's keys and values (`Prompt.target_keys`).
         media_inputs: whether it encodes the images and videos itself (`Prompt.media_inputs`).
+        copy_bits: bits of the weights of a copy that has these layers: 4, 8, or 0 to choose; None for the target's own
+            weights.
     """
 
     hidden_state_indices: tuple[int, ...] = ()
@@ -43,6 +45,7 @@ class DrafterRequirements:
     layer_subsets: bool = False
     media_inputs: bool = False
     target_keys: bool = False
+    copy_bits: int | None = None
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,8 @@ class Prompt:
         max_new_tokens: upper bound of new tokens per row; None if unbounded.
         visual_saliency: [B, L] float32, attention that the vision tower pays to each visual token; None if no
             compressor uses it or the adapter cannot compute it.
-        layer_subsets: the target with fewer layers, if the drafter requires it and the call allows it; else None.
+        layer_subsets: the target with fewer layers, or its copy, if the drafter requires it and the call allows it;
+            else None.
         media_inputs: the arguments of `generate` that describe images and videos, if the drafter requires them and
             every prompt has one row; else empty.
         target_keys: the target's keys and values, if the drafter requires them; else None.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
@@ -13,23 +12,6 @@ from mmspec.metrics.learning_stats import LearningStats
 
 if TYPE_CHECKING:
     from mmspec.metrics.compression_stats import CompressionRecord
-
-DEPRECATED_ATTRIBUTES = {
-    "acceptance": "acceptance_rate",
-    "accepted": "num_accepted_tokens",
-    "drafted": "num_draft_tokens",
-    "fallback": "fallback_reason",
-    "kept_at_depth": "acceptance_by_depth",
-    "lengths": "accept_length_hist",
-    "nodes": "tree_size_hist",
-    "plain_calls": "fallback_calls",
-    "rest_s": "overhead_s",
-    "shown": "compression",
-    "visual": "num_visual_tokens",
-    "visual_kept": "num_compressed_tokens",
-    "ways": "compressor_choices",
-}
-"""Former names of attributes of `Stats`, readable for one release: {old: new}."""
 
 
 @dataclass(frozen=True)
@@ -208,14 +190,6 @@ class Stats:
         derived = ("tau", "acceptance_rate", "acceptance_by_depth", "round_s", "tokens_per_s")
         return values | {name: getattr(self, name) for name in derived}
 
-    def __getattr__(self, name: str) -> Any:
-        """Former attribute names, with a `DeprecationWarning`."""
-        new = DEPRECATED_ATTRIBUTES.get(name)
-        if new is None:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        warnings.warn(f"Stats.{name} is now called Stats.{new}.", DeprecationWarning, stacklevel=2)
-        return getattr(self, new)
-
     def __str__(self) -> str:
         reason = f", last reason: {self.fallback_reason}" if self.fallback_reason else ""
         compression = (
@@ -235,4 +209,4 @@ class Stats:
         )
 
 
-__all__ = ["DEPRECATED_ATTRIBUTES", "RoundTimes", "Stats"]
+__all__ = ["RoundTimes", "Stats"]

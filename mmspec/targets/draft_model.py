@@ -26,7 +26,7 @@ from mmspec.files import snapshot_id
 from mmspec.interfaces import DraftTarget
 from mmspec.targets.base import ModelAdapter
 from mmspec.targets.hf import HFTarget
-from mmspec.targets.layer_subset import layer_access
+from mmspec.targets.layer_access import layer_access
 from mmspec.targets.module_scan import scan_modules
 from mmspec.targets.registry import find_adapter
 from mmspec.weight_files import HEAD_TENSOR, holds_head, weights_file

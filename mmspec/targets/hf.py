@@ -31,6 +31,7 @@ from mmspec.interfaces import VerifyResult
 from mmspec.interfaces.round import ScorePart
 from mmspec.targets.base import ModelAdapter
 from mmspec.targets.forward import CallTensors, NodeForward, run_forward, takes_one_mask
+from mmspec.targets.guard import ModelGuard
 from mmspec.targets.lanes import Lane
 from mmspec.targets.module_scan import ModuleScan
 from mmspec.targets.native import NativeRounds, native_rounds
@@ -104,6 +105,7 @@ class HFTarget:
         self.recordings: Recordings | None = None if lane is None else lane.recordings
         self.rounds: NativeRounds | None = None
         self._runs_user_code = cache_is_observed
+        self._guard: ModelGuard | None = None  # if user code runs, which may change the model
         capacity = self._max_length + BUCKETS[-1]
         own = RaggedKVCache(input_ids.shape[0], capacity, VALUES_START_AS_KEYS) if lane is None else lane.kv_cache
         self.buffer = own
@@ -184,6 +186,8 @@ class HFTarget:
         self._prepare_rounds()
         if self._lane is not None:
             self._lane.begin_call(self.node_forward, self.call_tensors, self.prompt_length, self.max_new_tokens)
+            if self._runs_user_code:
+                self._guard = ModelGuard(self.adapter, reads_bits=self._lane.recordings.contain_weights)
         return logits[:, -1], dict(zip(hidden_state_indices, states, strict=True))
 
     def use_native_rounds(self, kernel: FewRowsKernel, modules: ModuleScan) -> None:
@@ -229,6 +233,8 @@ class HFTarget:
     def score_part(self, num_nodes: int, hidden_state_indices: Sequence[int]) -> ScorePart | None:
         """See `mmspec.interfaces.round.FusableTarget`."""
         if self._lane is None or self._lane.has_failed:
+            return None
+        if self._guard is not None and not self._guard.is_unchanged():
             return None
         return self._lane.score_part(self.node_forward, num_nodes, hidden_state_indices)
 

@@ -15,24 +15,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmspec.engine.graph import CudaGraphRecorder, Recorder, record_compiled, record_frozen
+from mmspec.engine.graph import CudaGraphRecorder, Recorder, record_compiled
 from mmspec.engine.kv_cache import RESERVED_TOKENS, RaggedKVCache, RecordedKVCache, commit_nodes, length_bucket
-from mmspec.engine.recordings import Recordings, WeightWatch, WrittenPlace
+from mmspec.engine.recordings import Recordings, WrittenPlace
 from mmspec.engine.tree import BUCKETS, DraftTree
 from mmspec.engine.tree_cache import VALUES_START_AS_KEYS
 from mmspec.interfaces.round import ScorePart
 from mmspec.targets.base import ModelAdapter
 from mmspec.targets.forward import CallTensors, NodeForward
+from mmspec.targets.guard import ModelGuard, unknown_code
 from mmspec.targets.module_scan import ModuleScan
 
 MAX_LENGTH = 1 << 15
 """Longest call, prompt and new tokens, that a lane is allocated for."""
 MAX_LANES = 2
 """Lanes (numbers of rows) that stay allocated per model."""
-PLAIN_CODE = ("transformers.", "torch.nn.")
-"""Packages whose modules have no switches that change a forward without changing a weight."""
 AUTO_DEVICE_TYPES = frozenset({"cuda"})
-"""Types of devices on which `compile="auto"` records, after a check (`mmspec.control.device_check`). On a CPU compiling
+"""Types of devices on which `backend="auto"` records, after a check (`mmspec.control.device_check`). On a CPU compiling
 takes long."""
 
 
@@ -124,7 +123,7 @@ class LanePool:
 
     Attributes:
         failure: why nothing is recorded for the model in its present state; None if something may be.
-        recorder: creates the recorder of every lane; None for that of the device and of the option `compile`.
+        recorder: creates the recorder of every lane; None for that of the device and of the option `backend`.
     """
 
     def __init__(self, warn: Callable[[str], None]) -> None:
@@ -137,7 +136,7 @@ class LanePool:
         self._warn = warn
         self._lock = threading.Lock()
         self._lanes: dict[tuple[int, str], Lane] = {}  # last used at the end
-        self._watch = WeightWatch()
+        self._state: Any = None  # of the model when it was last recorded
 
     def reason(self, adapter: ModelAdapter, modules: ModuleScan, cache: Any, max_length: int) -> str | None:
         """Why a call is not recorded, or None.
@@ -150,10 +149,8 @@ class LanePool:
         """
         if adapter.is_recurrent:
             return "layers with a recurrent state"
-        if not modules.can_use_inference_mode or modules.foreign or modules.hook is not None:
-            return "quantised, offloaded or replaced modules"
-        if not all(type(module).__module__.startswith(PLAIN_CODE) for module in adapter.text_model.modules()):
-            return "modules of other packages, which may switch their forward"
+        if (reason := unknown_code(adapter, modules)) is not None:
+            return reason
         if getattr(cache, "_is_user_defined", False) or cache.get_seq_length():
             return "past_key_values that was passed to generate"
         if max_length > MAX_LENGTH:
@@ -161,8 +158,6 @@ class LanePool:
         device = adapter.model.device
         if len({parameter.device for parameter in adapter.model.parameters()}) > 1 or device.type == "meta":
             return "weights on several devices"
-        if torch.is_autocast_enabled(device.type):
-            return "autocast"
         return None
 
     @contextmanager
@@ -200,14 +195,14 @@ class LanePool:
     ) -> Lane | None:
         """The lane, locked; None if there is none to use."""
         with self._lock:
-            self._drop_stale(adapter, frozen=recorder in _CPU_RECORDERS)
+            self._drop_stale(adapter, frozen=recorder is _compiled_recorder)
             if self.failure is not None:
                 return None
             key = batch, recorder.__name__
             lane = self._lanes.pop(key, None)
             capacity = length_bucket(max_length + BUCKETS[-1])
             if lane is None or (lane.recordings.capacity < capacity and not lane.lock.locked()):
-                is_frozen = recorder in _CPU_RECORDERS
+                is_frozen = recorder is _compiled_recorder
                 recordings = Recordings(recorder(), capacity, self._warn, is_frozen)
                 lane = Lane(self, recordings, RaggedKVCache(batch, capacity, VALUES_START_AS_KEYS))
             self._lanes[key] = lane
@@ -224,53 +219,33 @@ class LanePool:
             frozen: recordings contain copies of the weights, so that edits in place must be noticed too.
         """
         config = adapter.model.config.to_json_string(use_diff=False)
-        modules = [id(module) for module in adapter.model.modules()]
-        if self._watch.changed(decoder_tensors(adapter), frozen, (modules, config, adapter.attention)):
+        state = ModelGuard(adapter, reads_bits=frozen), config, adapter.attention
+        if self._state != state:
             self._lanes.clear()
             self.failure = None
+        self._state = state
 
 
 def _layout(call: CallTensors) -> list[tuple[torch.Size, torch.dtype]]:
     return [(tensor.shape, tensor.dtype) for tensor in call.tensors()]
 
 
-def recorder_for(device: torch.device, compile: bool | str, native: bool = True) -> Callable[[], Recorder] | None:
+def recorder_for(device: torch.device, backend: str) -> Callable[[], Recorder] | None:
     """Creates the recorder for a device, or None if rounds are not to be recorded.
 
     Args:
         device: of the model.
-        compile: the option of `patch`: True records, "auto" only on `AUTO_DEVICE_TYPES` (which the caller checks).
-        native: on a CPU, linear layers may run in our own kernel.
+        backend: the option of `patch`: "recorded", or "auto" on `AUTO_DEVICE_TYPES` (the caller asks for the check).
     """
-    if compile is False or (compile == "auto" and device.type not in AUTO_DEVICE_TYPES):
+    if backend != "recorded" and not (backend == "auto" and device.type in AUTO_DEVICE_TYPES):
         return None
     if device.type == "cuda":
         return CudaGraphRecorder
-    if device.type != "cpu":
-        return None
-    return _compiled_recorder if native else _frozen_recorder
-
-
-def decoder_tensors(adapter: ModelAdapter) -> Iterator[Tensor]:
-    """Parameters and buffers that a round reads."""
-    seen: set[int] = set()
-    for module in (adapter.text_model, adapter.model.get_input_embeddings(), adapter.model.get_output_embeddings()):
-        for tensor in () if module is None else (*module.parameters(), *module.buffers()):
-            if id(tensor) not in seen:
-                seen.add(id(tensor))
-                yield tensor
+    return _compiled_recorder if device.type == "cpu" else None
 
 
 def _compiled_recorder() -> Recorder:
     return record_compiled
 
 
-def _frozen_recorder() -> Recorder:
-    return record_frozen
-
-
-_CPU_RECORDERS = (_compiled_recorder, _frozen_recorder)
-"""Those whose recordings may contain copies of weights."""
-
-
-__all__ = ["Lane", "LanePool", "decoder_tensors", "recorder_for"]
+__all__ = ["Lane", "LanePool", "recorder_for"]

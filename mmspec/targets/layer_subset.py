@@ -1,228 +1,86 @@
-"""The target of a call with some of its decoder layers, for self-speculative drafting (`mmspec.drafters.model`).
+"""The target of a call with some of its decoder layers, or by a copy of them (`mmspec.drafters.model`).
 
-Nothing of the model is changed and no weight is copied: the modules from the model down to the list of its decoder
-layers are copied shallowly, and the layers to skip are replaced by modules that return their input. So threads can
-decode the model and draft with it at the same time. Keys and values of committed positions are those of the whole
-target, as in SWIFT (arXiv 2410.06916): there is no prompt to process and no second cache.
+Keys and values of committed positions are those of the whole target, as in SWIFT (arXiv 2410.06916): there is no prompt
+to process and no second cache.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
-
-import torch
-from torch import Tensor, nn
 
 from mmspec.interfaces import DraftTarget
 from mmspec.targets.base import ModelAdapter
 from mmspec.targets.forward import NodeForward
 from mmspec.targets.hf import HFTarget
-
-CHECK_LENGTH = 4
-"""Tokens of the forward that decides whether the layers of a model can be skipped."""
-OTHER_DRAFTER = "Use another drafter, such as 'hybrid'."
-
-
-class SkippedLayer(nn.Module):
-    """Stands for a decoder layer and returns its input; other attributes are the layer's (`attention_type`).
-
-    Attributes:
-        returns_tuple: whether the output is a tuple that begins with the hidden states.
-        last_input: hidden states of the last forward.
-    """
-
-    def __init__(self, layer: nn.Module, returns_tuple: bool = False) -> None:
-        """
-        Args:
-            layer: the layer that is skipped; no submodule of this one.
-            returns_tuple: whether the layer returns a tuple that begins with the hidden states.
-        """
-        super().__init__()
-        self.__dict__["skipped"] = layer
-        self.returns_tuple = returns_tuple
-        self.last_input: Tensor | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.__dict__["skipped"], name)
-
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The hidden states, as they are."""
-        self.last_input = hidden_states
-        return (hidden_states, None) if self.returns_tuple else hidden_states
-
-
-@dataclass(frozen=True)
-class LayerAccess:
-    """Where the decoder layers of a model are, and what they return.
-
-    Attributes:
-        path: attribute names from the model to the list of its decoder layers.
-        text_depth: how many of them lead to the text model.
-        returns_tuple: whether a layer returns a tuple that begins with the hidden states.
-    """
-
-    path: tuple[str, ...]
-    text_depth: int
-    returns_tuple: bool = False
-
-    def restrict(self, model: Any, layers: Sequence[int]) -> Any:
-        """A shallow copy of the model that runs these layers only."""
-        top = twin = _shallow_copy(model)
-        for name in self.path[:-1]:
-            child = _shallow_copy(getattr(twin, name))
-            twin._modules[name] = child
-            twin = child
-        chosen = set(layers)
-        twin._modules[self.path[-1]] = nn.ModuleList(
-            layer if index in chosen else SkippedLayer(layer, self.returns_tuple)
-            for index, layer in enumerate(getattr(twin, self.path[-1]))
-        ).train(model.training)
-        return top
-
-    def bypassed(self, model: Any) -> nn.Module | None:
-        """A module on the way whose hooks or replaced forward a shallow copy would not run as they are; or None."""
-        module = model
-        for name in self.path:
-            if "forward" in module.__dict__ or module._forward_hooks or module._forward_pre_hooks:
-                return module
-            module = getattr(module, name)
-        return None
+from mmspec.targets.layer_access import LayerAccess, layer_access
+from mmspec.targets.native import NativeRounds
+from mmspec.targets.quantised_copy import QuantisedCopy, quantised_copy
 
 
 class CallLayerSubsets:
     """Implements `mmspec.interfaces.LayerSubsets` for the target of one call."""
 
-    def __init__(self, access: LayerAccess, target: HFTarget) -> None:
+    def __init__(self, access: LayerAccess, target: HFTarget, quantised: QuantisedCopy | None = None) -> None:
+        """
+        Args:
+            access: where the decoder layers are.
+            target: of the call, after its prefill.
+            quantised: the copy that computes them; None for the target's own weights.
+        """
         adapter = target.adapter
         self.num_layers = adapter.num_layers
         self.exit_limit = None if adapter.num_cache_layers == adapter.num_layers else adapter.num_cache_layers
         self._access, self._target = access, target
+        self._quantised = quantised
+
+    @cached_property
+    def _whole(self) -> tuple[Any, NativeRounds | None]:
+        """What drafts with all layers: the model and its compiled forwards, which the target has by the first draft."""
+        target, quantised = self._target, self._quantised
+        if quantised is None:
+            return target.model, target.rounds
+        return quantised.twin(target.model), None if target.rounds is None else quantised.rounds(target.rounds)
 
     def open(self, layers: Sequence[int]) -> DraftTarget:
         """See `mmspec.interfaces.LayerSubsets`."""
         twin = copy.copy(self._target)  # with the buffer, the positions and the padding of the call
-        twin.model = self._access.restrict(self._target.model, layers)
+        model, rounds = self._whole
+        twin.model = self._access.restrict(model, layers)
         twin.node_forward = NodeForward(self._target.adapter, self._target.node_forward.template, twin.model)
-        twin.rounds = None if self._target.rounds is None else self._target.rounds.restrict(layers)
+        twin.rounds = None if rounds is None else rounds.restrict(layers)
         return twin
 
 
-def open_layer_subsets(target: HFTarget) -> CallLayerSubsets | None:
-    """The target of a call with fewer layers; None where it cannot be opened in the present state of the model."""
+def open_layer_subsets(target: HFTarget, copy_bits: int | None = None) -> CallLayerSubsets | None:
+    """The target of a call with fewer layers; None where it cannot be opened in the present state of the model.
+
+    Args:
+        target: of the call, after its prefill.
+        copy_bits: of `DrafterRequirements`.
+    """
     if type(target) is not HFTarget:
         return None
     access = layer_access(target.adapter)
-    return CallLayerSubsets(access, target) if access.bypassed(target.model) is None else None
-
-
-def layer_access(adapter: ModelAdapter) -> LayerAccess:
-    """How to run a model without some of its decoder layers; found out once per model, by a forward of a few tokens.
-
-    Raises:
-        ValueError: recurrent layers, one layer, layers that cannot be addressed, or a model that needs them all.
-    """
-    cached = adapter.__dict__.get("_layer_access")
-    if cached is None:
-        cached = adapter.__dict__["_layer_access"] = _find_access(adapter)
-    assert isinstance(cached, LayerAccess)
-    return cached
-
-
-def _find_access(adapter: ModelAdapter) -> LayerAccess:
-    model = adapter.model
-    name = type(model).__name__
-    if adapter.is_recurrent:
-        raise ValueError(
-            f"drafter='self' needs layers with keys and values; {name} has layers with a recurrent state, which a "
-            f"draft would change. {OTHER_DRAFTER}"
-        )
-    if adapter.num_layers < 2:
-        raise ValueError(
-            f"drafter='self' skips decoder layers, of which {name} has {adapter.num_layers}. {OTHER_DRAFTER}"
-        )
-    access = _find_layers(adapter)
-    if (module := access.bypassed(model)) is not None:
-        raise ValueError(
-            f"drafter='self' runs a copy of {type(module).__name__} with fewer layers, which would bypass its hooks or "
-            f"its replaced forward (offloaded or wrapped models). {OTHER_DRAFTER}"
-        )
-    problem = ""
-    for candidate in (access, replace(access, returns_tuple=True)):
-        if (failure := _failure(adapter, candidate)) is None:
-            return candidate
-        problem = problem or failure
-    raise ValueError(
-        f"drafter='self' runs the target without some of its decoder layers, which {name} does not support ({problem})."
-        f" {OTHER_DRAFTER}"
-    )
-
-
-def decoder_layers_path(adapter: ModelAdapter) -> tuple[str, ...]:
-    """Attribute names from a model to the list of its decoder layers.
-
-    Raises:
-        ValueError: there is no such list, or more than one.
-    """
-    return _find_layers(adapter).path
-
-
-def _failure(adapter: ModelAdapter, access: LayerAccess) -> str | None:
-    """What goes wrong when a few tokens run through the first layer alone; None if nothing does."""
-    model = adapter.model
-    if model.device.type == "meta":
+    if access.bypassed(target.model) is not None:
         return None
-    ids = torch.arange(1, CHECK_LENGTH + 1, device=model.device)[None] % adapter.num_embeddings
-    try:
-        with torch.no_grad():
-            text_model = access.restrict(model, (0,)).get_submodule(".".join(access.path[: access.text_depth]))
-            outputs = text_model(input_ids=ids, use_cache=False, return_dict=True)[0]  # hidden states or logits
-    except Exception as error:  # whatever a model's own code raises
-        return f"{type(error).__name__}: {str(error).strip()[:200]}"
-    if outputs.shape[:2] != ids.shape:
-        return f"outputs of shape {list(outputs.shape)} for ids of shape {list(ids.shape)}"
-    return None
+    if copy_bits is None:
+        return CallLayerSubsets(access, target)
+    quantised = quantised_copy(target.adapter, access, copy_bits)
+    return CallLayerSubsets(access, target, quantised) if quantised.refresh() else None
 
 
-def _find_layers(adapter: ModelAdapter) -> LayerAccess:
-    """Where the list of decoder layers is: the one list of that length in the text model.
+def check_layer_subsets(adapter: ModelAdapter, copy_bits: int | None = None) -> None:
+    """Find out whether a model can draft with some of its layers, and make the copy that does.
 
     Raises:
-        ValueError: there is no such list, or more than one.
+        ValueError: see `layer_access` and `QuantisedCopy`.
     """
-    text_model = adapter.text_model
-    prefix = next((name for name, module in adapter.model.named_modules() if module is text_model), None)
-    lists = [
-        name
-        for name, module in text_model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) == adapter.num_layers
-    ]
-    if prefix is None or len(lists) != 1:
-        raise ValueError(
-            f"drafter='self' needs one list of {adapter.num_layers} decoder layers in {type(text_model).__name__}; "
-            f"found {len(lists)}. {OTHER_DRAFTER}"
-        )
-    to_text_model = [name for name in prefix.split(".") if name]
-    return LayerAccess((*to_text_model, *lists[0].split(".")), len(to_text_model))
+    access = layer_access(adapter)
+    if copy_bits is not None:
+        quantised_copy(adapter, access, copy_bits)
 
 
-def _shallow_copy(module: nn.Module) -> Any:
-    """A module of the same class with the same parameters and children, whose children can be replaced."""
-    twin = copy.copy(module)
-    twin._modules = dict(module._modules)
-    return twin
-
-
-__all__ = [
-    "CallLayerSubsets",
-    "LayerAccess",
-    "SkippedLayer",
-    "decoder_layers_path",
-    "layer_access",
-    "open_layer_subsets",
-]
+__all__ = ["CallLayerSubsets", "check_layer_subsets", "open_layer_subsets"]

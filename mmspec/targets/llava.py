@@ -1,4 +1,4 @@
-"""LLaVA 1.5: one square grid of visual tokens per image."""
+"""LLaVA 1.5, ViP-LLaVA, PaliGemma 1 and 2: one square grid of visual tokens per image."""
 
 from __future__ import annotations
 
@@ -38,3 +38,31 @@ class LlavaAdapter(ModelAdapter):
             for offset in range(0, length, tokens_per_image):
                 grids.append(VisualGrid(row, start + offset, edge, edge, media_index=len(grids)))
         return tuple(grids)
+
+
+class VipLlavaAdapter(LlavaAdapter):
+    """`VipLlavaForConditionalGeneration`. The class token is always dropped."""
+
+    model_types: tuple[str, ...] = ("vipllava",)
+    vision_args: tuple[str, ...] = ()
+
+    def attention_capture(self) -> AttentionCapture | None:
+        """Of the first of the layers that the projector reads, the deepest one in the published models."""
+        layers = self.model.config.vision_feature_layers  # the name in 5.18, an alias later
+        layer = layers if isinstance(layers, int) else layers[0]
+        return capture_attention(self.model.model.vision_tower, layer, has_class_token=True)
+
+
+class PaliGemmaAdapter(LlavaAdapter):
+    """`PaliGemmaForConditionalGeneration`. Images may be adjacent; Gemma 2 as text model has sliding layers.
+
+    `PaliGemmaModel.forward` builds the masks of both layer types from one `attention_mask`.
+    """
+
+    model_types: tuple[str, ...] = ("paligemma",)
+    vision_args: tuple[str, ...] = ()
+    accepts_mask_per_layer_type = False
+    response_token_type = 1  # 0 is the bidirectional prefix
+
+    def attention_capture(self) -> None:
+        """None: the capture is for towers that LLaVA selects a layer of."""

@@ -16,22 +16,6 @@ from torch import Tensor, nn
 DRAWS_RANDOM_NUMBERS = "a forward that draws random numbers"
 
 
-def modules_fingerprint(modules: Sequence[nn.Module]) -> tuple[Any, ...]:
-    """Key of a self-test result: the modules, their classes, forwards and simple attributes."""
-    simple_types = (bool, int, float, str, type(None))
-    return tuple(
-        (
-            id(module),
-            type(module),
-            type(module).forward,
-            *(type(weight) for weight in module._parameters.values()),
-            *((name, value) for name, value in vars(module).items() if isinstance(value, simple_types)),
-            *vars(module).get("_active_adapter", ()),  # names of PEFT's adapters
-        )
-        for module in modules
-    )
-
-
 @contextmanager
 def restore_state(modules: Sequence[nn.Module]) -> Iterator[Callable[[], str | None]]:
     """Restore attributes and buffers of modules afterwards, and the generators of Python and NumPy if they moved.

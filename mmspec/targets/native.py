@@ -7,21 +7,22 @@ model's own forward, as do prompts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mmspec.cpu.copies import WeightCopies
 from mmspec.cpu.decoder import NativeDecoder
 from mmspec.cpu.native import FewRowsKernel
+from mmspec.cpu.weights import Weight
 from mmspec.engine.kv_cache import RaggedKVCache
 from mmspec.engine.tree import DraftTree
 from mmspec.engine.tree_cache import CACHE_ARGUMENT
-from mmspec.targets.module_scan import ModuleScan, calls_library_code
+from mmspec.targets.guard import ModelGuard, unknown_code
+from mmspec.targets.module_scan import ModuleScan
 from mmspec.targets.native_check import NodeCall, verified_parts
 from mmspec.targets.native_traits import DecoderParts
-from mmspec.targets.structure import describe_structure, modules_of_rounds
 
 IGNORED_INPUTS = frozenset((CACHE_ARGUMENT, "use_cache", "logits_to_keep", "return_dict", "image_sizes"))
 """Inputs of a round that do not change what such a forward computes."""
@@ -43,7 +44,7 @@ class NativeRounds:
         decoder: NativeDecoder,
         parts: DecoderParts,
         call: NodeCall,
-        modules: Sequence[nn.Module] = (),
+        guard: ModelGuard | None = None,
         layers: Sequence[int] | None = None,
     ) -> None:
         """
@@ -51,15 +52,14 @@ class NativeRounds:
             decoder: of the model.
             parts: of the model, for what is done to the logits.
             call: positions and padding.
-            modules: those of the model's forward, if user code runs during the call and may change them.
+            guard: of the model, if user code runs during the call and may change it.
             layers: decoder layers of the model that `decoder` has; None for all.
         """
         self.decoder = decoder
         self._parts = parts
         self._call = call
-        self._modules = modules
+        self._guard = guard
         self._layers = layers
-        self._structure = describe_structure(modules)
 
     def score(
         self, tree: DraftTree, kv_cache: RaggedKVCache, hidden_state_indices: Sequence[int]
@@ -71,7 +71,7 @@ class NativeRounds:
             kv_cache: where the nodes' keys and values are written.
             hidden_state_indices: hidden states to return.
         """
-        if torch.is_autocast_enabled("cpu") or self._structure != describe_structure(self._modules):
+        if torch.is_autocast_enabled("cpu") or (self._guard is not None and not self._guard.is_unchanged()):
             return None
         caches = kv_cache.common_buffers()
         if caches is None:
@@ -81,9 +81,17 @@ class NativeRounds:
         scored = self.decoder.forward(self._call.inputs(tree, caches), hidden_state_indices)
         return None if scored is None else (self._parts.finish_logits(scored[0]), scored[1])
 
+    def with_matrices(self, convert: Callable[[Weight], Weight]) -> NativeRounds | None:
+        """The same with other matrices (`NativeDecoder.with_matrices`); None if they do not fit."""
+        try:
+            decoder = self.decoder.with_matrices(convert)
+        except ValueError:
+            return None
+        return NativeRounds(decoder, self._parts, self._call, self._modules, self._layers)
+
     def restrict(self, layers: Sequence[int]) -> NativeRounds:
         """The same with these decoder layers of the model only."""
-        return NativeRounds(self.decoder.restrict(layers), self._parts, self._call, self._modules, layers)
+        return NativeRounds(self.decoder.restrict(layers), self._parts, self._call, self._guard, layers)
 
 
 def native_rounds(
@@ -98,11 +106,7 @@ def native_rounds(
         runs_user_code: user code runs during the call.
     """
     has_more_inputs = any(value is not None and name not in IGNORED_INPUTS for name, value in call.template.items())
-    if has_more_inputs or torch.is_autocast_enabled("cpu"):
-        return None
-    if modules.hook is not None or modules.foreign or modules.compiled or not modules.can_use_inference_mode:
-        return None
-    if not all(map(calls_library_code, modules.kinds)) or call.position_base is None:
+    if has_more_inputs or unknown_code(call.adapter, modules) is not None or call.position_base is None:
         return None
     parts = verified_parts(kernel, call)
     if parts is None:
@@ -112,8 +116,8 @@ def native_rounds(
         decoder = NativeDecoder(kernel, parts.shape, parts.layers, parts.ends, parts.rotaries, copies)
     except ValueError:  # weights of other types, devices or shapes
         return None
-    changeable = modules_of_rounds(call.adapter) if runs_user_code else []
-    return NativeRounds(decoder, parts, call, changeable)
+    guard = ModelGuard(call.adapter, weights=False) if runs_user_code else None  # C sees where weights lie
+    return NativeRounds(decoder, parts, call, guard)
 
 
 __all__ = ["NativeRounds", "native_rounds"]

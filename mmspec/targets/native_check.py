@@ -24,8 +24,8 @@ from mmspec.engine.tree import DraftTree, sanitize
 from mmspec.targets.agreement import equal_logits
 from mmspec.targets.base import ModelAdapter
 from mmspec.targets.forward import CallTensors, NodeForward
+from mmspec.targets.guard import describe_rounds
 from mmspec.targets.native_traits import DecoderParts, Rotary, read_parts
-from mmspec.targets.structure import describe_structure, modules_of_rounds
 
 PARENTS = (-1, 0, 0, 1, 3, 1)
 """The tree that both score."""
@@ -105,8 +105,7 @@ def _state(kernel: FewRowsKernel, call: NodeCall) -> list[Any]:
     adapter = call.adapter
     inputs = sorted(name for name, value in call.template.items() if value is not None)
     config = adapter.layer_types, adapter.sliding_window, adapter.attention, repr(vars(adapter.text_config))
-    structure = describe_structure(modules_of_rounds(adapter))
-    return [structure, inputs, sorted(call.tensors.token_types), call.has_media, config, kernel.level]
+    return [describe_rounds(adapter), inputs, sorted(call.tensors.token_types), call.has_media, config, kernel.level]
 
 
 def _agreeing(kernel: FewRowsKernel, call: NodeCall) -> Iterator[DecoderParts]:

@@ -14,12 +14,11 @@ from mmspec.targets.base import ModelAdapter
 from mmspec.targets.gemma import Gemma3Adapter, Gemma4Adapter
 from mmspec.targets.idefics3 import Idefics3Adapter, SmolVLMAdapter
 from mmspec.targets.internvl import InternVLAdapter
-from mmspec.targets.llava import LlavaAdapter
+from mmspec.targets.llava import LlavaAdapter, PaliGemmaAdapter, VipLlavaAdapter
 from mmspec.targets.llava_next import LlavaNextAdapter
 from mmspec.targets.llava_next_video import LlavaNextVideoAdapter
 from mmspec.targets.llava_onevision import LlavaOnevisionAdapter
 from mmspec.targets.mistral3 import Mistral3Adapter
-from mmspec.targets.paligemma import PaliGemmaAdapter
 from mmspec.targets.qwen2_5_vl import (
     Ernie45VLAdapter,
     Glm4vAdapter,
@@ -27,7 +26,6 @@ from mmspec.targets.qwen2_5_vl import (
     Qwen25VLAdapter,
     VideoLlama3Adapter,
 )
-from mmspec.targets.vipllava import VipLlavaAdapter
 
 _ADAPTER_CLASSES: tuple[type[ModelAdapter], ...] = (
     LlavaAdapter,

@@ -76,30 +76,10 @@ PROBE_LAYER = 3
 heads require; later tokens cannot attend to the output of the last layer."""
 
 
-FORMER_HEAD_NAMES = {
-    "alike": "num_others",
-    "bulk": "size_class",
-    "nth": "letter_index",
-    "place": "region",
-    "since": "action",
-    "spelled": "spelling",
-}
-"""Head names in checkpoints of 0.1 -> current names; read for one release."""
-
-
 def aux_head_weights(module: nn.Module) -> dict[str, Tensor]:
     """Return the weights of the auxiliary heads, which a checkpoint holds apart from the exported model."""
     groups = ("heads", "ground", "norm")
     return {name: value for name, value in module.state_dict().items() if name.split(".")[0] in groups}
-
-
-def rename_former_heads(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return auxiliary head weights under current names, such as `heads.region.bias` for `heads.place.bias`."""
-    renamed: dict[str, Tensor] = {}
-    for name, value in weights.items():
-        group, head, *rest = name.split(".")
-        renamed[".".join((group, FORMER_HEAD_NAMES.get(head, head), *rest))] = value
-    return renamed
 
 
 def build_head(name: str, width: int) -> nn.Linear:

@@ -40,7 +40,7 @@ from mmspec.files import atomic_write
 from research.scenes.build_model import init_scenes_model, train_tokenizer
 from research.scenes.data import ChatDataset, PatchDataset, collate_chats, generate_corpus
 from research.scenes.export import export_model
-from research.scenes.models import VisionPretrainer, VlmTrainer, aux_head_weights, rename_former_heads
+from research.scenes.models import VisionPretrainer, VlmTrainer, aux_head_weights
 from research.scenes.stages import STAGES, MuonAdamW, TrainingStage, learning_rate_at
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ class ScenesTrainer:
         self.model.load_state_dict(state["model"])
         self.stage_index = state["at"]
         self.step = state["step"]
-        self.aux_heads = rename_former_heads(state["heads"])
+        self.aux_heads = state["heads"]
         self._optimizer_state = state["optimiser"]
 
     def save_checkpoint(self, heads: dict[str, Tensor], optimizer: MuonAdamW | None) -> None:

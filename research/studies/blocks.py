@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from mmspec.app.bench.plot import plot_blocks
 from mmspec.app.bench.results import ResultFiles, add_result_options
-from mmspec.app.bench.rows import ResultRow, current_keys
+from mmspec.app.bench.rows import ResultRow
 from mmspec.app.bench.specs import parse_spec, short_labels
 from mmspec.app.cli.arguments import module_parser
 from mmspec.app.errors import UsageError
@@ -72,7 +72,6 @@ def read_bench_rows(file: Path) -> list[ResultRow]:
     except (OSError, ValueError) as error:
         raise UsageError(f"{file}: {error}") from error
     is_list = isinstance(rows, list) and rows and all(isinstance(row, dict) for row in rows)
-    rows = [current_keys(row) for row in rows] if is_list else rows
     missing = [name for row in rows for name in REQUIRED_KEYS if name not in row] if is_list else ["rows"]
     if missing:
         raise UsageError(f"{file} is not of `mmspec bench --json`, or of an older one: no {missing[0]!r}")

@@ -15,7 +15,7 @@ from typing import Any
 from mmspec.app.bench.measure import bootstrap_interval
 from mmspec.app.bench.rows import ResultRow, num_drafter_tokens
 
-ADAPTIVE_COMPRESSORS = ("elastic", "cost-based", "measured")  # the last one: rows of older versions
+ADAPTIVE_COMPRESSORS = ("elastic", "cost-based")
 """Compressors that choose the number of visual tokens for each prompt."""
 RequestValues = dict[str, list[float]]
 """{"seconds", "forwards", "tokens": a value for each request}."""

@@ -54,14 +54,6 @@ from research.studies.word_classes import AnswerCounts, count_answer, metric_int
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, ProcessorMixin
 
-RENAMED_STUDY_KEYS = {
-    "first_seed": "scene_seed",
-    "way": "spec",
-    "kept": "num_compressed_tokens",
-    "visual": "num_visual_tokens",
-}
-"""{key of an older version: key now}."""
-
 
 @dataclass
 class CompressorRun:
@@ -252,7 +244,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def read_earlier_rows(file: str) -> list[ResultRow]:
-    """The rows that an earlier run wrote to --json, with the keys of this version.
+    """The rows that an earlier run wrote to --json.
 
     Raises:
         UsageError: the file cannot be read, or is not of this study.
@@ -263,7 +255,7 @@ def read_earlier_rows(file: str) -> list[ResultRow]:
         raise UsageError(f"--also takes files of --json; {file} cannot be read: {one_line(error)}") from error
     if not isinstance(rows, list) or not all(isinstance(row, dict) and "shape" in row for row in rows):
         raise UsageError(f"--also takes files of --json of this command; {file} is none")
-    return [{RENAMED_STUDY_KEYS.get(key, key): value for key, value in row.items()} for row in rows]
+    return rows
 
 
 def measure_compressors(config: CompressorStudyConfig, command: str) -> list[ResultRow]:

@@ -26,9 +26,8 @@ from mmspec.app.bench.measure import (
     run_once,
 )
 from mmspec.app.bench.requests import bench_images, build_requests
-from mmspec.app.bench.rows import current_keys
 from mmspec.app.cli.arguments import positive_ints
-from mmspec.app.cli.main import build_parser, main
+from mmspec.app.cli.main import main
 from mmspec.app.errors import UsageError
 from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.random_models import random_model
@@ -89,7 +88,7 @@ def test_sampled_bench_is_identical(capsys: Any) -> None:
     [
         (["--drafters", "magic"], "unknown drafter 'magic'"),
         (["--drafters", "msd@0"], "a depth is 1 to 63"),
-        (["--drafters", "fused@3"], "which 'hybrid' does not"),
+        (["--drafters", "hybrid@3"], "which 'hybrid' does not"),
         (["--nodes", "65"], "--nodes is 1 to 64"),
         (["--new-tokens", "1"], "2 or more"),
         (["--json", "/no/such/folder/x.json"], "cannot write"),
@@ -260,21 +259,3 @@ def test_a_drafter_without_drafts_is_not_declined() -> None:
         "not used: drafting did not pay here (30% of rounds drafted, estimated loss 18%); tau 2.42 with trees of 16 "
         "nodes in every round"
     )
-
-
-def test_old_keys_of_bench_files_are_read() -> None:
-    old = {"drafter": "msd", "rest_ms": 1.0, "kept_at_depth": [0.5], "first_seed": 3}
-    new = {"drafter": "msd", "overhead_ms": 1.0, "acceptance_by_depth": [0.5], "scene_seed": 3}
-    assert current_keys(old) == new == current_keys(new)
-    assert current_keys({"rest_ms": 1.0, "overhead_ms": 2.0}) == {"overhead_ms": 2.0}
-
-
-def test_the_old_spelling_of_a_flag_warns_once(capsys: Any) -> None:
-    args = build_parser().parse_args(["bench", "--first-seed", "50000001"])
-    assert args.scene_seed == 50_000_001
-    assert capsys.readouterr().err == "mmspec: --first-seed is deprecated; use --scene-seed\n"
-    assert build_parser().parse_args(["bench", "--scene-seed", "7"]).scene_seed == 7
-    assert build_parser().parse_args(["bench"]).scene_seed is None and capsys.readouterr().err == ""
-    with pytest.raises(SystemExit):
-        build_parser().parse_args(["bench", "--help"])
-    assert "--first-seed S" not in capsys.readouterr().out

@@ -119,10 +119,10 @@ def test_a_growing_shard_is_cut_at_any_byte(folder: Path, shard_format: str, mon
         for path, text in others.items():
             path.write_bytes(text[: len(text) * cut // len(data)])
         growing.write_bytes(data[:cut])
-        with pytest.raises(UsageError, match=r"no mmspec\.meta\.json|no caption job wrote"):
+        with pytest.raises(UsageError, match=r"no _mmspec\.meta\.json|no caption job wrote"):
             job(folder, shard_format, Fake(), rows_per_shard=100)
         fingerprint = CaptionConfig((), "m").fingerprint(1)
-        (folder / "out" / "mmspec.meta.json").write_text(json.dumps({"settings": fingerprint}))
+        (folder / "out" / "_mmspec.meta.json").write_text(json.dumps({"settings": fingerprint}))
         assert job(folder, shard_format, Fake(), rows_per_shard=100) == 1
         assert is_complete(rows(folder, shard_format)), cut
 

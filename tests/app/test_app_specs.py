@@ -81,7 +81,7 @@ def test_drafters_of_one_pass_have_no_depth(monkeypatch: pytest.MonkeyPatch, kin
 
 def test_block_size(monkeypatch: pytest.MonkeyPatch) -> None:
     model, processor = random_model("tiny")
-    assert get_block_size(model) is None and get_block_size(patch_model(clone(model), "fused", processor)) is None
+    assert get_block_size(model) is None and get_block_size(patch_model(clone(model), "hybrid", processor)) is None
     for kind, is_block in {"decoupled": False, "falcon": True, "flash": True}.items():
         model, processor = use_head(monkeypatch, kind)
         twin = patch_model(model, "head", processor)

@@ -21,7 +21,6 @@ from mmspec.app.train.data import Teacher
 from mmspec.app.train.datasets import FileData, Request, TextOnlyAugmented, image_fraction
 from mmspec.app.train.sampler import LengthGroupedSampler
 from mmspec.control.tree_size import TreeSizeController
-from mmspec.drafters.training.trainer import DistributedContext
 
 
 @pytest.fixture
@@ -184,7 +183,7 @@ def test_text_only_has_no_images(data: Path, tmp_path: Path, monkeypatch: pytest
     settings = torch.load(out / "state.pt", weights_only=True)["settings"]
     assert settings["text_only"] is True
     plain = setup.train_settings(TrainOptions.from_args(build_parser().parse_args(args)))
-    assert plain == {"text_first": False}, "settings of older runs stay equal"
+    assert plain == {"text_first": False}
     with pytest.raises(SystemExit):
         main([*args, "--text-only", "--text-first"])
 
@@ -414,51 +413,6 @@ def test_curves_have_titles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert (left.get_title(), right.get_title()) == ("Agreement with the target", "Loss")
     assert left.get_xlabel() == right.get_xlabel() == "training step"
     assert left.get_ylabel() == "share of tokens" and len(left.lines) == 1 and len(right.lines) == 2
-
-
-def test_settings_of_older_runs_are_read(data: Path, tmp_path: Path, capsys: Any) -> None:
-    args = ["train", *ARGS, "--data", str(data), "--drafter", "msd", "--evaluate", "0", "--out", str(tmp_path / "run")]
-    assert main(args) == 0
-    file = tmp_path / "run" / "run.json"
-    file.write_text(file.read_text().replace("scene_seed", "first_seed"))
-    assert setup.current_settings(json.loads(file.read_text()))["scene_seed"] == 10_000_000
-    setup.check_run_settings(
-        tmp_path / "run", setup.current_settings(json.loads(file.read_text())), DistributedContext()
-    )
-
-
-OLD_FLAGS = {
-    "--first-seed": ("--scene-seed", "7", 7),
-    "--keep-states": ("--cache-gib", "0.5", 0.5),
-    "--states-weight": ("--hidden-loss", "0.5", 0.5),
-    "--words-weight": ("--logits-loss", "0.5", 0.5),
-    "--rule": ("--visual-mode", "coupled", "coupled"),
-}
-
-
-@pytest.mark.parametrize("old", OLD_FLAGS)
-def test_old_flags_warn_once_and_work(old: str, capsys: Any) -> None:
-    new, text, value = OLD_FLAGS[old]
-    args = build_parser().parse_args(["train", "--out", "x", old, text])
-    assert getattr(TrainOptions.from_args(args), new[2:].replace("-", "_")) == value
-    assert capsys.readouterr().err == f"mmspec: {old} is deprecated; use {new}\n"
-    args = build_parser().parse_args(["train", "--out", "x", new, text])
-    assert getattr(TrainOptions.from_args(args), new[2:].replace("-", "_")) == value
-    assert capsys.readouterr().err == ""
-
-
-def test_rollout_did_not_count_the_first_step(capsys: Any) -> None:
-    args = build_parser().parse_args(["train", "--out", "x", "--rollout", "2"])
-    default = build_parser().parse_args(["train", "--out", "x"])
-    assert TrainOptions.from_args(args).ttt_steps == TrainOptions.from_args(default).ttt_steps == 3
-    assert capsys.readouterr().err == "mmspec: --rollout is deprecated; use --ttt-steps N+1 for --rollout N\n"
-
-
-@pytest.mark.parametrize(("old", "new"), heads.FORMER_RECIPES.items())
-def test_former_names_of_drafters_keep_their_folder(old: str, new: str, tmp_path: Path, capsys: Any) -> None:
-    args = build_parser().parse_args(["train", "--out", str(tmp_path), "--drafter", f"msd,{old}"])
-    assert args.drafter == ["msd", old] and heads.find_recipe(old) is heads.RECIPES[new]
-    assert capsys.readouterr().err == f"mmspec: --drafter {old} is deprecated; use {new}\n"
 
 
 @pytest.mark.parametrize(

@@ -812,7 +812,7 @@ def test_what_the_pages_cost_is_measured(tmp_path: Path, capsys: Any) -> None:
     file = tmp_path / "o.json"
     assert (
         overhead.main(
-            ["--model", "tiny", "--drafter", "fused", "--count", "1", "--new-tokens", "8", "--json", str(file)]
+            ["--model", "tiny", "--drafter", "hybrid", "--count", "1", "--new-tokens", "8", "--json", str(file)]
         )
         == 0
     )

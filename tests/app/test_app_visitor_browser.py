@@ -107,7 +107,7 @@ def test_the_headline_says_what_the_drafts_did(visit: Callable[..., Any], screen
     assert "over those of plain generate, the baseline (the settings offer mmspec without drafts)" in text(
         page, ".mm-score small"
     )
-    page.locator("#compare-drafter").first.click()
+    page.locator("#compare-settings").get_by_label("Drafter").first.click()
     page.get_by_role("option", name="recycling", exact=True).click()
     page.locator("#compare-settings").get_by_label("Tree size").first.click()
     page.get_by_role("option", name="8", exact=True).click()

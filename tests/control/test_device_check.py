@@ -1,4 +1,4 @@
-"""The check of a device before `compile="auto"` records on it: what the probe notices, what becomes of its verdict."""
+"""The check of a device before `backend="auto"` records on it: what the probe notices, what becomes of its verdict."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_the_probe_fails_for_a_faulty_recorder(recorder: Recorder) -> None:
 
 
 @pytest.mark.parametrize("unrecorded", ["rounds", "drafts"])
-def test_the_probe_fails_if_nothing_is_recorded_without_a_word(unrecorded: str) -> None:
+def test_the_probe_fails_if_rounds_or_drafts_are_not_recorded(unrecorded: str) -> None:
     plant = (
         mock.patch.object(LanePool, "reason", return_value="something unusual")
         if unrecorded == "rounds"
@@ -166,7 +166,8 @@ def test_the_probe_fails_if_nothing_is_recorded_without_a_word(unrecorded: str) 
     )
     with plant, mock.patch.object(device_probe, "BATCH_SIZES", (1,)):
         result = device_probe.probe(CPU, record_nothing)
-    assert result.passed is False and "replays" in str(result.reason)
+    assert result.passed is False
+    assert {"rounds": "a call runs eager (something unusual)", "drafts": "replays"}[unrecorded] in str(result.reason)
 
 
 @pytest.mark.parametrize("plant", ["tokens", "state"])
@@ -404,7 +405,7 @@ def test_the_cache_command_lists_and_clears_verdicts(capsys: pytest.CaptureFixtu
 
 @pytest.fixture
 def auto_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`compile="auto"` treats the CPU as a GPU."""
+    """`backend="auto"` treats the CPU as a GPU."""
     monkeypatch.setattr("mmspec.prefill.AUTO_DEVICE_TYPES", frozenset({"cpu"}))
 
 
@@ -426,7 +427,7 @@ def test_recording_begins_with_the_verdict(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.usefixtures("auto_on_cpu")
-@pytest.mark.parametrize("options", [{"compile": True}, {"compile": False}, {"deterministic": True}])
+@pytest.mark.parametrize("options", [{"backend": "recorded"}, {"backend": "torch"}, {"deterministic": True}])
 def test_nothing_is_checked_for_other_options(options: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
     checks = Checks(answers(PASSED))
     monkeypatch.setattr("mmspec.prefill.DEVICE_CHECKS", checks)

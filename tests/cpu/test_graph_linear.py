@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from recorded_rounds import build_drafter, build_inputs, build_model, generate, patched, recording
+from recorded_rounds import build_drafter, build_inputs, build_model, generate, patched, record_frozen, recording
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -17,7 +17,7 @@ import mmspec
 from mmspec.cpu.graph_linear import NativeLinears, join_linears
 from mmspec.cpu.native import load_kernel
 from mmspec.engine import graph as graphs
-from mmspec.engine.graph import NATIVE_OPTIONS, Replay, StaticFunction, record_compiled, record_frozen, trace
+from mmspec.engine.graph import NATIVE_OPTIONS, Replay, StaticFunction, record_compiled, trace
 
 OPERATOR = "mmspec.few_rows_linear.default"
 
@@ -148,11 +148,19 @@ def test_rounds_and_drafts(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     assert recorder.replays + recorder.draft_replays + getattr(recorder, "fused_replays", 0) > 20
 
 
-def test_torch_computes_all_layers_if_asked_to() -> None:
+@pytest.mark.parametrize("backend", ["c", "recorded"])
+def test_a_backend_that_cannot_be_had_is_one_warning(backend: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The calls run in torch."""
     model = build_model()
     inputs = build_inputs(model, 0, 1)
-    with mock.patch("mmspec.prefill.recorder_for", return_value=None) as chosen:
-        for option, native in ((None, True), (True, True), (False, False)):
-            with patched(model, "lookup", tree_size=4, compile=True, cpu_pack_weights=option):
-                generate(model, inputs, False, max_new_tokens=3)
-            assert chosen.call_args.kwargs == {"native": native}
+    expected = generate(model, inputs, False)
+    why = {
+        "c": [mock.patch("mmspec.decode.load_kernel", return_value=None)],
+        "recorded": [mock.patch("mmspec.targets.lanes.LanePool.reason", return_value="for a test")],
+    }[backend]
+    with why[0], patched(model, "lookup", tree_size=4, backend=backend):
+        for _ in range(2):
+            assert torch.equal(generate(model, inputs, False), expected)
+    (line,) = [record.getMessage() for record in caplog.records if "backend=" in record.getMessage()]
+    runs = {"c": "runs in torch (there is no compiled kernel", "recorded": "runs eager (for a test"}[backend]
+    assert line.startswith(f"mmspec: backend='{backend}': a call {runs}")

@@ -69,12 +69,6 @@ def native_forwards(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return done
 
 
-@pytest.fixture
-def packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every product uses the packed copy."""
-    monkeypatch.setattr(KernelTiming, "next_kernel", lambda self: self.kernels[-1])
-
-
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("count", [1, 2, 8, 33, MAX_ROWS])
 @pytest.mark.parametrize("kernel", [*KernelTiming().kernels, "onednn"])
@@ -86,21 +80,11 @@ def test_every_kernel_computes_the_product(
     inputs = rows(batch * count).view(batch, count, 16).transpose(0, 1)
     monkeypatch.setattr(KernelTiming, "next_kernel", lambda self: kernel)
     monkeypatch.setattr(cpu, "MAX_ROWS", 2 * MAX_ROWS)
-    with torch.no_grad(), use_fast_linears(LinearAutotuner(), [linear], allow_packing=True):
+    with torch.no_grad(), use_fast_linears(LinearAutotuner(), [linear]):
         got = linear(inputs)
     want = functional.linear(inputs, linear.weight, linear.bias)
     assert torch.allclose(got, want, atol=1e-5) and got.stride() == want.stride()
     assert len(spied) == (kernel != "plain")
-
-
-@pytest.mark.parametrize("allowed", [True, False])
-def test_weights_are_packed_only_if_allowed(allowed: bool) -> None:
-    one, autotuner = layer(), LinearAutotuner()
-    with torch.no_grad(), use_fast_linears(autotuner, [one], allow_packing=allowed):
-        for _ in range(DECIDED):
-            one(rows(4))
-    assert bool(autotuner.packed_weights) is allowed and autotuner.timings[24, 16, 4].best is not None
-    assert ("packed" in autotuner.timings[24, 16, 4].kernels) is allowed
 
 
 def test_products_that_stay_plain(spied: list[int]) -> None:
@@ -152,42 +136,6 @@ def test_a_torch_without_onednn_computes_prompts_as_before(monkeypatch: pytest.M
         results = [one(inputs) for _ in range(3)]
     assert all(torch.equal(result, functional.linear(inputs, one.weight, one.bias)) for result in results)
     assert not autotuner.has_onednn
-
-
-def test_an_edit_in_place_invalidates_the_packed_copy(spied: list[int], packed: None) -> None:
-    one, autotuner = layer(), LinearAutotuner()
-    with torch.no_grad(), use_fast_linears(autotuner, [one], allow_packing=True):
-        first = one(rows(4))
-        copy_ = autotuner.packed_weights[one].weight
-        assert torch.equal(one(rows(4)), first) and autotuner.packed_weights[one].weight is copy_, "packed once"
-        one.weight.mul_(2)  # as a LoRA merge does
-        assert torch.allclose(one(rows(4)) - one.bias, 2 * (first - one.bias), atol=1e-5)
-        one.weight.data = one.weight.data.clone().zero_()
-        assert torch.allclose(one(rows(4)), one.bias.expand(1, 4, -1))
-        one.weight = nn.Parameter(torch.ones(24, 16))
-        assert torch.allclose(one(rows(4))[0, :, 0] - one.bias[0], rows(4)[0].sum(-1), atol=1e-5)
-    assert spied == [4] * 5 and autotuner.nbytes == 24 * 16 * 4
-
-
-@pytest.mark.parametrize(
-    "edit",
-    [
-        lambda weight: weight.data.mul_(2),  # as peft merges: neither address nor version changes
-        lambda weight: weight.data.copy_(weight.data.flip(0)),
-        lambda weight: weight.data.copy_(weight.data.flip(1)),
-    ],
-)
-def test_an_edit_without_a_version_is_detected_by_the_next_call(edit: Any, packed: None) -> None:
-    one, autotuner = layer(), LinearAutotuner()
-    for _ in range(2):
-        with torch.no_grad(), use_fast_linears(autotuner, [one], allow_packing=True):
-            got = one(rows(4))
-        assert autotuner.packed_weights and torch.allclose(
-            got, functional.linear(rows(4), one.weight, one.bias), atol=1e-5
-        )
-        version = one.weight._version
-        edit(one.weight)
-        assert one.weight._version == version
 
 
 def test_forwards_are_restored_and_other_threads_are_not_affected(spied: list[int]) -> None:
@@ -254,7 +202,7 @@ def test_shapes_are_decided_by_timed_calls(fast: str, monkeypatch: pytest.Monkey
     monkeypatch.setattr(LinearAutotuner, "_run_kernel", timed)
     monkeypatch.setattr(cpu.time, "perf_counter", lambda: now[0])
     one, autotuner = layer(), LinearAutotuner()
-    with torch.no_grad(), use_fast_linears(autotuner, [one], allow_packing=True):
+    with torch.no_grad(), use_fast_linears(autotuner, [one]):
         for _ in range(DECIDED):
             one(rows(4))
         timing = autotuner.timings[24, 16, 4]
@@ -271,74 +219,40 @@ def test_the_kernel_with_the_lowest_median_is_chosen() -> None:
         timing.add("plain", 2.0)
         timing.add("transposed", 2.5 if number == 0 else 1.5)  # an outlier
         timing.add("native", 2.1)
-        timing.add("packed", 2.2)
     assert timing.best == "transposed"
 
 
 def test_trials_are_spread_over_many_calls() -> None:
     """So that the first rounds of a tree size are not slow."""
-    timing, seconds, used = KernelTiming(), {"plain": 1.2, "transposed": 1.1, "native": 1.0, "packed": 1.3}, list[str]()
+    timing, seconds, used = KernelTiming(), {"plain": 1.2, "transposed": 1.1, "native": 1.0}, list[str]()
     while timing.best is None:
         used.append(timing.next_kernel())
         timing.add(used[-1], seconds[used[-1]])
     assert timing.best == "native" and len(used) <= DECIDED
     others = [number for number, kernel in enumerate(used) if kernel != "native"]
     assert others[0] == TRIAL_EVERY and all(number % TRIAL_EVERY == 0 for number in others)
-    assert sorted(used[number] for number in others) == sorted(TIMED_CALLS * ["plain", "transposed", "packed"])
+    assert sorted(used[number] for number in others) == sorted(TIMED_CALLS * ["plain", "transposed"])
 
 
-def test_a_torch_that_cannot_pack_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Nothing:
-        def __getattr__(self, name: str) -> Any:
-            raise AttributeError(name)
-
-    monkeypatch.setattr(torch.ops, "mkldnn", Nothing())
-    one, autotuner = layer(), LinearAutotuner()
-    autotuner.allow_native = False
-    with torch.no_grad(), use_fast_linears(autotuner, [one], allow_packing=True):
-        for _ in range(DECIDED):
-            assert torch.allclose(one(rows(4)), functional.linear(rows(4), one.weight, one.bias), atol=1e-6)
-    assert autotuner.cannot_pack and not autotuner.packed_weights
-    assert (
-        autotuner.timings[24, 16, 4].kernels == ("plain", "transposed")
-        and autotuner.timings[24, 16, 4].best is not None
-    )
-
-
-@pytest.mark.parametrize("choice", [None, True, False])
-def test_generate_is_the_same_with_every_setting(
-    choice: bool | None, spied: list[int], native_forwards: list[bool]
-) -> None:
+@pytest.mark.parametrize("backend", ["auto", "c", "torch"])
+def test_generate_is_the_same_with_every_setting(backend: str, spied: list[int], native_forwards: list[bool]) -> None:
     model, processor = random_model("tiny")
     maker = Captioner(model, processor)
     inputs = maker.build_inputs([render_scene(generate_scene(i)) for i in range(2)], ["a", "what is it"])
     for options in ({"do_sample": False}, {"do_sample": True}):
         torch.manual_seed(0)
         plain = model.generate(**inputs, max_new_tokens=20, **options)
-        mmspec.patch(model, "fused", tree_size=8, cpu_pack_weights=choice)
+        mmspec.patch(model, "hybrid", tree_size=8, backend=backend)
         torch.manual_seed(0)
         assert torch.equal(model.generate(**inputs, max_new_tokens=20, **options), plain)
         mmspec.unpatch(model)
-    is_native = choice is None and load_kernel() is not None
+    is_native = backend != "torch" and load_kernel() is not None
     prompt = [count for count in spied if count > 8]
     num_heads = 2  # of a prompt only the last position is in the output layer, once per call
-    assert bool(prompt) == (choice is not False)
-    assert (len(spied) - len(prompt) > num_heads) == (choice is not False and not is_native)
+    assert bool(prompt) == (backend != "torch")
+    assert (len(spied) - len(prompt) > num_heads) == (backend != "torch" and not is_native)
     assert all(native_forwards) and bool(native_forwards) == is_native
     assert not any("forward" in module.__dict__ for module in model.modules())
     spied.clear()
     model.generate(**inputs, max_new_tokens=4, do_sample=False)
     assert spied == []
-
-
-def test_a_packed_copy_of_trained_weights_is_renewed() -> None:
-    model, processor = random_model("tiny")
-    inputs = Captioner(model, processor).build_inputs([render_scene(generate_scene(1))], ["a"])
-    mmspec.patch(model, "fused", tree_size=8, cpu_pack_weights=True)
-    model.generate(**inputs, max_new_tokens=6, do_sample=False)
-    with torch.no_grad():
-        for weight in model.model.language_model.parameters():
-            weight.mul_(1.07)
-    changed = model.generate(**inputs, max_new_tokens=12, do_sample=False)
-    with mmspec.disabled():
-        assert torch.equal(model.generate(**inputs, max_new_tokens=12, do_sample=False), changed)

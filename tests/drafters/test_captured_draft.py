@@ -262,7 +262,7 @@ def test_nothing_remains_of_the_last_call() -> None:
                 generate(model, inputs, True, **option)
                 accepted.append(mmspec.stats(model).num_accepted_tokens)
                 if poison:
-                    (lane,) = mmspec.patching.patch_state(model).captures._lanes.values()
+                    (lane,) = mmspec.patching.patch_state(model).lanes._lanes.values()
                     (tensors,) = lane.recordings._attachments.values()
                     for tensor in tensors.named.values():
                         if tensor.is_floating_point() and tensor.shape != tensors.named["cos"].shape:
@@ -348,7 +348,7 @@ def test_drafts_that_are_not_recorded() -> None:
         with patched(model, plain, tree_size=8), torch.autocast("cpu", torch.bfloat16):
             generate(model, inputs, False)
         assert recorder.draft_recordings == 0
-        with patched(model, plain, tree_size=8, compile=False):
+        with patched(model, plain, tree_size=8):
             assert torch.equal(generate(model, inputs, False), expected)
 
 
@@ -372,7 +372,7 @@ def test_time_of_recording_is_no_cost_of_a_draft() -> None:
     inputs = build_inputs(model, 0, 1)
 
     def slow(function: StaticFunction, state: Sequence[Tensor], inputs: Sequence[Tensor]) -> Replay:
-        (lane,) = mmspec.patching.patch_state(model).captures._lanes.values()
+        (lane,) = mmspec.patching.patch_state(model).lanes._lanes.values()
         lane.recordings.setup_s += 1000.0
         return record_nothing(function, state, inputs)
 
@@ -463,7 +463,7 @@ def test_no_copy_to_the_device_waits(kind: str, recorded: bool) -> None:
     model.generation_config.eos_token_id = generate(model, inputs, True)[1, -9].item()
     with (
         recording(record_nothing) if recorded else contextlib.nullcontext(),
-        patched(model, build_drafter(f"leaning-{kind}"), tree_size=8, cpu_pack_weights=False),
+        patched(model, build_drafter(f"leaning-{kind}"), tree_size=8, backend="recorded" if recorded else "torch"),
         counted_rounds(DecodeLoop) as rounds,
     ):
         generate(model, inputs, True)

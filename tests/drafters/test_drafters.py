@@ -561,6 +561,7 @@ def test_drafters_by_name() -> None:
         "hybrid": "hybrid",
         "arbitrated": "arbitrated",
         "self": "self",
+        "quantized": "quantized",
         "auto": "hybrid",
     }
     assert all(isinstance(build_drafter(name), Drafter) for name in DRAFTERS)
@@ -575,7 +576,8 @@ def test_drafters_by_name() -> None:
 
 def test_invalid_drafters_are_refused() -> None:
     with pytest.raises(
-        ValueError, match=r"'medusa'.*'none', 'lookup', 'recycling', 'hybrid', 'arbitrated', 'self', 'auto'"
+        ValueError,
+        match=r"'medusa'.*'none', 'lookup', 'recycling', 'hybrid', 'arbitrated', 'self', 'quantized', 'auto'",
     ):
         build_drafter("medusa")
     with pytest.raises(TypeError, match=r"PromptLookup.*'name'"):
@@ -597,7 +599,7 @@ def test_bundled_drafters_are_names(tmp_path: Path, monkeypatch: Any) -> None:
     assert registry.is_known_drafter("msd") and not registry.is_known_drafter("empty")
     with pytest.raises(
         ValueError,
-        match="'arbitrated', 'self', 'auto', 'mtp', 'assistant', 'instant', 'msd', 'parallel', 'aardvark', a folder",
+        match="'self', 'quantized', 'auto', 'mtp', 'assistant', 'instant', 'msd', 'parallel', 'aardvark', a folder",
     ):
         build_drafter("nonsense")
 

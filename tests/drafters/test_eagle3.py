@@ -24,7 +24,6 @@ from mmspec.drafters.checkpoints.load import load_trained
 from mmspec.drafters.eagle.eagle3_head import Eagle3Head, eagle3_layers
 from mmspec.drafters.training.batch import MIXED, DraftModel, TrainBatch, mix_visual_inputs
 from mmspec.drafters.training.distribution_losses import DISTRIBUTION_LOSSES, overlap
-from mmspec.drafters.training.legacy import without_new_defaults
 from mmspec.drafters.training.losses import LossWeights, TrainProgress, eagle_loss
 
 DRAFT_IDS = torch.tensor([1, 2, 5, *range(8, 30)])
@@ -212,17 +211,6 @@ def test_every_loss_is_minimised(target: FakeTarget, loss: str) -> None:
         optimizer.step()
         history.append(metrics["logits_loss"])
     assert history[-1] < 0.9 * history[0]
-
-
-def test_runs_of_before_the_newer_options_can_be_resumed() -> None:
-    settings: dict[str, Any] = {
-        "config": {"weights": {"hidden": 1.0, "loss": "ce"}},
-        "draft_models": {"msd": {"block_size": 1, "draft_vocab_size": 0, "hidden_state_layers": []}},
-    }
-    expected = {"config": {"weights": {"hidden": 1.0}}, "draft_models": {"msd": {"block_size": 1}}}
-    assert without_new_defaults(settings) == expected
-    settings["config"]["weights"]["loss"] = "lk"
-    assert without_new_defaults(settings)["config"]["weights"]["loss"] == "lk"
 
 
 # --- the command line -------------------------------------------------------------------------------------------------

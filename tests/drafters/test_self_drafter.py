@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import mmspec
 from mmspec.drafters.model.self_drafter import SelfDrafter, candidate_layer_sets
-from mmspec.targets.layer_subset import layer_access
+from mmspec.targets.layer_access import layer_access
 from mmspec.targets.registry import find_adapter
 
 FAMILIES = ("llava", "qwen2_5_vl", "llava_next", "gemma3", "qwen3_vl")
@@ -139,8 +139,8 @@ def test_other_layers_are_skipped_in_compiled_rounds_too(batch: int) -> None:
     model.generation_config.eos_token_id = None
     inputs = tiny.build_inputs(model, seed=3, batch=batch)
     counts = []
-    for layers, pack in (((0, 2), None), ((0, 2), False), (range(5), None)):
-        mmspec.patch(model, drafter=SelfDrafter(layers), tree_size=8, cpu_pack_weights=pack)
+    for layers, backend in (((0, 2), "auto"), ((0, 2), "torch"), (range(5), "auto")):
+        mmspec.patch(model, drafter=SelfDrafter(layers), tree_size=8, backend=backend)
         _generate(model, inputs, do_sample=False)
         stats = mmspec.stats(model)
         counts.append((stats.num_draft_tokens, stats.num_accepted_tokens))

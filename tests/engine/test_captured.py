@@ -15,6 +15,7 @@ import tiny_models as tiny
 import torch
 import zoo
 from recorded_rounds import (
+    SPEC,
     HostCounter,
     build_drafter,
     build_inputs,
@@ -22,11 +23,13 @@ from recorded_rounds import (
     fails_later,
     generate,
     patched,
+    record_frozen,
     recording,
     wrong,
 )
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
 
 import mmspec
 from mmspec.engine.graph import (
@@ -34,12 +37,12 @@ from mmspec.engine.graph import (
     Replay,
     StaticFunction,
     record_compiled,
-    record_frozen,
     record_nothing,
     record_trace,
     trace,
 )
 from mmspec.engine.kv_cache import RaggedKVCache, RecordedKVCache, commit_nodes, length_bucket
+from mmspec.engine.recordings import Recordings
 from mmspec.engine.tree import root_only
 from mmspec.engine.tree_cache import CACHE_ARGUMENT
 from mmspec.patching import patch_state
@@ -286,10 +289,10 @@ def test_compiled_on_a_cpu(compiler: Recorder, monkeypatch: pytest.MonkeyPatch) 
     model = build_model()
     prompts = [build_inputs(model, seed, 1) for seed in range(2)]
     plain = [generate(model, inputs, False) for inputs in prompts]
-    with patched(model, build_drafter("leaning-flash"), tree_size=8, compile=True):
+    with patched(model, build_drafter("leaning-flash"), tree_size=8, backend="recorded"):
         for inputs, expected in zip(prompts, plain, strict=True):
             assert torch.equal(generate(model, inputs, False), expected)
-        pool = patch_state(model).captures
+        pool = patch_state(model).lanes
         (lane,) = pool._lanes.values()
         assert pool.failure is None and lane.recordings.recorder is compiler
         assert len(lane.recordings) == 2, "a forward and a draft"
@@ -306,11 +309,9 @@ def test_compiled_on_a_cpu(compiler: Recorder, monkeypatch: pytest.MonkeyPatch) 
 def test_what_is_recorded_by_default() -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     assert recorder_for(cpu, "auto") is None and recorder_for(cuda, "auto") is not None, "after a check"
-    assert recorder_for(cuda, True) is not None
-    assert recorder_for(cpu, True)() is record_compiled and recorder_for(cpu, True, native=False)() is record_frozen
-    assert recorder_for(cpu, False) is None and recorder_for(cuda, False) is None
-    with pytest.raises(TypeError, match="compile must be"):
-        mmspec.patch(build_model(), "none", compile="yes")
+    assert recorder_for(cuda, "recorded") is not None and recorder_for(cpu, "recorded")() is record_compiled
+    assert not any(recorder_for(device, backend) for device in (cpu, cuda) for backend in ("torch", "c"))
+    assert recorder_for(torch.device("meta"), "recorded") is None
 
 
 def broken(function: StaticFunction, state: Sequence[Tensor], inputs: Sequence[Tensor]) -> Replay:
@@ -374,6 +375,71 @@ def test_calls_that_are_not_recorded() -> None:
         handle.remove()
         assert recorder.recordings == 0
         assert torch.equal(generate(model, inputs, False), expected) and recorder.recordings == 1
+
+
+def copy_weights(function: StaticFunction, state: Sequence[Tensor], inputs: Sequence[Tensor]) -> Replay:
+    """A recorder whose recordings hold copies of the weights, as compiled ones may."""
+    graph = trace(function, state, inputs)
+    for name, weight in graph._parameters.items():
+        graph._parameters[name] = nn.Parameter(weight.detach().clone(), requires_grad=False)
+    return lambda new_inputs: graph(*state, *new_inputs)
+
+
+class Changing(BaseStreamer):
+    """Changes a model after the fifth token."""
+
+    def __init__(self, change: Callable[[], Any]) -> None:
+        self.change = change
+        self.num_puts = 0
+
+    def put(self, value: Tensor) -> None:
+        self.num_puts += 1
+        if self.num_puts == 6:  # the prompt comes first
+            self.change()
+
+    def end(self) -> None:
+        """Nothing is kept."""
+
+
+def _steer(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return output.flip(-1)
+
+
+def _replace_module(model: Any) -> None:
+    layer = model.get_decoder().layers[1]
+    layer.mlp = copy.deepcopy(layer.mlp)
+    layer.mlp.down_proj.weight.data.neg_()
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "hook": lambda model: model.get_decoder().layers[0].mlp.register_forward_hook(_steer),
+    "forward": lambda model: setattr(model.get_decoder().norm, "forward", lambda states: states.flip(-1)),
+    "constant": lambda model: setattr(model.get_decoder().layers[0].self_attn, "scaling", 3.0),
+    "weight": lambda model: setattr(model.get_decoder().norm, "weight", nn.Parameter(torch.arange(SPEC.hidden) / 9)),
+    "module": _replace_module,
+    "bits": lambda model: model.get_output_embeddings().weight.data.neg_(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("frozen", [False, True], ids=["graph", "frozen"])
+def test_a_streamer_that_changes_the_model_is_seen_by_the_next_round(
+    change: str, frozen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rounds of one token, so that the next forward is that of plain decoding. `frozen`: recordings copy weights."""
+    plain_model = build_model()
+    model, inputs = copy.deepcopy(plain_model), build_inputs(plain_model, 0, 1)
+    unchanged = generate(plain_model, inputs, False)
+    expected = generate(plain_model, inputs, False, streamer=Changing(lambda: CHANGES[change](plain_model)))
+    assert not torch.equal(expected, unchanged)
+    monkeypatch.setattr(
+        Recordings, "contain_weights", property(lambda self: frozen, lambda self, value: None), raising=False
+    )
+    recorder = copy_weights if frozen else record_trace
+    with recording(recorder) as counting, patched(model, "none", tree_size=1):
+        found = generate(model, inputs, False, streamer=Changing(lambda: CHANGES[change](model)))
+    assert torch.equal(found, expected) and counting.replays > 3
+    assert counting.replays < 10 or (change == "bits" and not frozen), "a graph reads weights where they lie"
 
 
 @pytest.mark.parametrize("family", ["gemma4", "deepseek_v3", "qwen3_moe", "lfm2", "gpt_oss"])

@@ -267,7 +267,7 @@ def test_nothing_remains_of_the_last_call() -> None:
     with recording(record_nothing) as counting, patched(model, build_drafter("leaning-decoupled"), tree_size=8):
         for inputs, expected in zip(prompts, plain, strict=True):
             assert torch.equal(generate(model, inputs, True), expected)
-            (lane,) = mmspec.patching.patch_state(model).captures._lanes.values()
+            (lane,) = mmspec.patching.patch_state(model).lanes._lanes.values()
             for group in lane.kv_cache.groups:
                 group.fill_(torch.nan)
             (tensors,) = lane.recordings._attachments.values()
@@ -450,7 +450,7 @@ def test_compiled_recordings_stay_in_parts() -> None:
     expected = generate(model, inputs, False)
     with (
         mock.patch("mmspec.targets.lanes.record_compiled", record_nothing),
-        patched(model, build_drafter("leaning-flash"), tree_size=8, compile=True),
+        patched(model, build_drafter("leaning-flash"), tree_size=8, backend="recorded"),
         mock.patch.object(RecordedRounds, "__init__", side_effect=AssertionError),
     ):
         assert torch.equal(generate(model, inputs, False), expected)

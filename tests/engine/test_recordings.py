@@ -72,9 +72,9 @@ def test_an_eager_forward_may_run_twice() -> None:
         torch.testing.assert_close(first, second, rtol=1e-4, atol=1e-5)
         return second, hidden_states
 
-    for backend in (None, False):  # compiled C, torch
+    for backend in ("auto", "torch"):  # "auto" is C here
         with (
-            patched(model, build_drafter("leaning-decoupled"), tree_size=8, cpu_pack_weights=backend),
+            patched(model, build_drafter("leaning-decoupled"), tree_size=8, backend=backend),
             mock.patch.object(HFTarget, "score", twice),
         ):
             assert torch.equal(generate(model, inputs, True), expected)

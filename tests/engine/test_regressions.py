@@ -553,7 +553,7 @@ def test_seeding_before_patch() -> None:
     model = get_model(seed=23)
     inputs = tiny.build_inputs(model, 20, 2)
     plain = generate_plain(model, inputs, 5, **SAMPLED)
-    for drafter in ("none", "lookup", "recycling", "fused", "auto"):
+    for drafter in ("none", "lookup", "recycling", "hybrid", "auto"):
         torch.manual_seed(5)
         state = torch.get_rng_state()
         with fuzz.patch_model(model, drafter, tree_size=8):

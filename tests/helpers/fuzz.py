@@ -55,9 +55,9 @@ from mmspec.targets.draft_model import HFDraftModel
 FAMILIES = tiny.FAMILIES[:4]
 """The families that a seed chooses from. Later ones are selected by name, so that seeds stay reproducible."""
 LATER_FAMILIES = tiny.FAMILIES[4:]
-BUILT_IN_DRAFTERS = ("none", "lookup", "recycling", "fused", "auto")
+BUILT_IN_DRAFTERS = ("none", "lookup", "recycling", "hybrid", "auto")
 LEARNING_DRAFTERS = ("instant", "arbitrated")
-WHOLE_MODEL_DRAFTERS = ("self", "model", "model-vision", "model-retokenizing")
+WHOLE_MODEL_DRAFTERS = ("self", "quantized", "model", "model-vision", "model-retokenizing")
 """Drafters that decode with a whole model. Selected by name, so that seeds stay reproducible."""
 TOLERANCE = 1e-4
 
@@ -713,7 +713,7 @@ def _grid_mask(prompt: Prompt) -> Tensor:
 
 
 def _build_drafter(case: Case, answers: list[Tensor]) -> Any:
-    if case.drafter in (*BUILT_IN_DRAFTERS, *LEARNING_DRAFTERS, "self"):
+    if case.drafter in (*BUILT_IN_DRAFTERS, *LEARNING_DRAFTERS, "self", "quantized"):
         return case.drafter
     if case.drafter == "model":  # fewer ids than the target, as many, or more
         return ModelDrafter(HFDraftModel(build_draft_model(case.spec, case.seed, case.spec.vocab + case.seed % 3 - 1)))
@@ -782,7 +782,7 @@ def _run_patched(
     if case.seeded == "before":
         torch.manual_seed(case.seed)
     options = {"deterministic": case.deterministic, "tree_size": case.nodes, "learn": case.learn}
-    with patch_model(prepared.model, drafter, cpu_pack_weights=None if case.compiled else False, **options):
+    with patch_model(prepared.model, drafter, backend="auto" if case.compiled else "torch", **options):
         if case.seeded == "after":
             torch.manual_seed(case.seed)
         if case.override == "disabled":

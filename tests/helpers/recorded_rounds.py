@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 import mmspec
-from mmspec.engine.graph import Recorder, Replay, StaticFunction, record_nothing
+from mmspec.engine.graph import Recorder, Replay, StaticFunction, record_compiled, record_nothing
 from mmspec.engine.loop import DecodeLoop
 from mmspec.engine.round import ForwardFunction, RoundFunction
 
@@ -62,6 +62,12 @@ def is_whole(function: StaticFunction) -> bool:
 def wrong(function: StaticFunction, state: Sequence[Tensor], inputs: Sequence[Tensor]) -> Replay:
     """A recorder whose replays are wrong."""
     return lambda new_inputs: tuple(output.roll(1, -1) for output in function(*state, *new_inputs))
+
+
+def record_frozen(function: StaticFunction, state: Sequence[Tensor], inputs: Sequence[Tensor]) -> Replay:
+    """`record_compiled` where our kernel is not to be had: weights are constants in inductor's layout."""
+    with mock.patch("mmspec.engine.graph.load_kernel", return_value=None):
+        return record_compiled(function, state, inputs)
 
 
 def fused_only(recorder: Recorder) -> Recorder:

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, StoppingCriteriaList
 import mmspec
 from mmspec.interfaces import VisualGrid
 from mmspec.metrics.compression_stats import CompressionRecord
-from mmspec.metrics.stats import DEPRECATED_ATTRIBUTES, Stats
+from mmspec.metrics.stats import Stats
 
 
 def filled(scale: int = 1) -> Stats:
@@ -110,16 +110,6 @@ def test_as_dict_has_everything_for_json() -> None:
     assert (second["num_visual_tokens"], second["num_compressed_tokens"]) == (9, 2)
     unsorted = Stats(tree_size_hist=Counter({16: 1, 8: 1, 1: 1}))
     assert list(unsorted.as_dict()["tree_size_hist"]) == ["1", "8", "16"], "sorted by size"
-
-
-@pytest.mark.parametrize("old", DEPRECATED_ATTRIBUTES)
-def test_former_attribute_names_warn(old: str) -> None:
-    stats = filled()
-    new = DEPRECATED_ATTRIBUTES[old]
-    with pytest.warns(DeprecationWarning, match=f"Stats.{old} is now called Stats.{new}") as caught:
-        value = getattr(stats, old)
-    assert value == getattr(stats, new) and caught[0].filename == __file__
-    assert old not in stats.as_dict()
 
 
 def test_unknown_attributes_are_an_error_and_copies_work() -> None:

@@ -19,7 +19,7 @@ from mmspec.app.scenes.world import generate_scene
 from research.scenes import evaluate, stages, train
 from research.scenes.build_model import NUM_VISUAL_TOKENS, build_scenes_config, init_scenes_model
 from research.scenes.data import generate_corpus, to_pixel_values
-from research.scenes.models import VlmTrainer, rename_former_heads
+from research.scenes.models import VlmTrainer
 from research.scenes.stages import STAGES, MuonAdamW, TrainingStage, learning_rate_at
 from research.scenes.train import ScenesTrainer
 
@@ -251,8 +251,3 @@ def test_run_starts_from_an_exported_model(run: ScenesTrainer, run_folder: Path)
     for name, value in run.model.state_dict().items():
         assert torch.equal(trainer.model.state_dict()[name], value), name
     assert trainer.run(math.inf, show_progress=False)
-
-
-def test_former_head_names_are_read() -> None:
-    weights = {"heads.place.weight": torch.zeros(1), "heads.kind.bias": torch.ones(1), "norm.weight": torch.ones(1)}
-    assert list(rename_former_heads(weights)) == ["heads.region.weight", "heads.kind.bias", "norm.weight"]

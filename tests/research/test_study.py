@@ -98,20 +98,20 @@ def test_the_study_from_the_command_line(tmp_path: Path, capsys: Any) -> None:
     names = {"json": "s.json", "plot": "s.png", "markdown": "s.md"}
     files = [f"--{kind}={tmp_path / name}" for kind, name in names.items()]
     sampling = ["--temperature", "0.9", "--seed", "3"]
-    options = ["none", "fused", "--model", "tiny", "--count", "2", "--task", "answer", "--against", "none", *sampling]
+    options = ["none", "hybrid", "--model", "tiny", "--count", "2", "--task", "answer", "--against", "none", *sampling]
     assert study.main([*options, "--no-progress", *files]) == 0
     rows = json.loads((tmp_path / "s.json").read_text())
-    assert [row["drafter"] for row in rows] == ["none", "fused"] and rows[0]["tau"] == [1.0, 1.0, 1.0]
+    assert [row["drafter"] for row in rows] == ["none", "hybrid"] and rows[0]["tau"] == [1.0, 1.0, 1.0]
     assert set(CLASSES) <= set(rows[0]) and rows[0]["tokens"] == rows[1]["tokens"], "the same text"
     none, fused = rows
     assert none["tau_over"] == [0, 0, 0] and fused["tau_over"][0] == pytest.approx(fused["tau"][0] - 1)
     assert (none["temperature"], none["seed"], none["draft_mib"]) == (0.9, 3, 0) and none["tokens_min"] > 0
     assert fused["draft_ms"] > 0 and fused["run"]["command"].startswith(
-        "python -m research.studies.token_classes none fused"
+        "python -m research.studies.token_classes none hybrid"
     )
     assert (tmp_path / "s.png").read_bytes().startswith(b"\x89PNG") and "tau 1.000" in capsys.readouterr().out
     tables = (tmp_path / "s.md").read_text()
-    assert tables.count("| fused |") == 6 and "| over none | tau | names |" in tables
+    assert tables.count("| hybrid |") == 6 and "| over none | tau | names |" in tables
 
 
 def test_a_drafter_learns_from_request_to_request(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,9 +130,9 @@ def test_a_drafter_learns_from_request_to_request(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["none", "--against", "fused"], "--against is one of the drafters"),
+        (["none", "--against", "hybrid"], "--against is one of the drafters"),
         (["magic@3"], "unknown drafter 'magic'"),
-        (["fused@3", "--model", "tiny"], "which 'hybrid' does not"),
+        (["hybrid@3", "--model", "tiny"], "which 'hybrid' does not"),
     ],
 )
 def test_wrong_usage_is_one_line(arguments: list[str], message: str, capsys: Any) -> None:

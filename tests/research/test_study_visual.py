@@ -327,13 +327,13 @@ def test_clips_are_as_long_as_the_model_has_positions() -> None:
     [
         (["plain+drop", "--compressors", "pool"], "--compressors apply to the first drafter"),
         (["plain+own:4"], "comes with no compressor"),
-        (["fused"], "must be a trained one"),
+        (["hybrid"], "must be a trained one"),
     ],
 )
 def test_drafters_that_cannot_be_compared_are_refused(
     folders: Path, arguments: list[str], message: str, capsys: Any
 ) -> None:
-    first = arguments[0] if arguments[0] == "fused" else str(folders / arguments[0])
+    first = arguments[0] if arguments[0] == "hybrid" else str(folders / arguments[0])
     with pytest.raises(SystemExit) as exited:
         study_visual.main([first, *arguments[1:], "--model", "tiny", "--shapes", "one", "--no-progress"])
     assert exited.value.code == 2 and message in capsys.readouterr().err

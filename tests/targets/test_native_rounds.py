@@ -152,11 +152,11 @@ def test_calls_are_decoded_in_compiled_code(family: str, options: Kwargs, forwar
     model = get_model(family, seed=12)
     inputs = tiny.build_inputs(model, 5, 2)
     plain = generate_plain(model, inputs, max_new_tokens=20, **options)
-    for setting in (None, True, False):
+    for backend in ("auto", "c", "torch"):
         forwards.clear()
-        with speculate(model, "bush", plain, cpu_pack_weights=setting):
+        with speculate(model, "bush", plain, backend=backend):
             assert torch.equal(generate_plain(model, inputs, max_new_tokens=20, **options), plain)
-        assert bool(forwards) == (setting is None) and all(forwards)
+        assert bool(forwards) == (backend != "torch") and all(forwards)
 
 
 def test_fuzzed_cases_are_compiled(forwards: list[bool]) -> None:

@@ -55,7 +55,6 @@ from mmspec.vision.compressors.resampler import Resampler
 from mmspec.vision.compressors.select import Drop, gather_tokens, top_score_indices
 from mmspec.vision.registry import (
     build_compressor,
-    compressor_config,
     init_compressor,
     load_compressor,
     parse_compressor,
@@ -417,17 +416,6 @@ def test_load_compressor_leaves_the_generator_unchanged(name: str) -> None:
     assert isinstance(loaded, torch.nn.Module)
     for name_, value in compressor.state_dict().items():
         assert torch.equal(loaded.state_dict()[name_], value), name_
-
-
-def test_the_old_key_of_a_stored_config_is_read_with_a_warning() -> None:
-    compressor = init_compressor("latent:4", 16)
-    assert isinstance(compressor, torch.nn.Module)
-    assert compressor_config(compressor) == {"name": "latent", "max_tokens": 4}
-    with pytest.warns(
-        DeprecationWarning, match="'tokens' of a compressor's config is deprecated; rename .*'max_tokens'"
-    ):
-        loaded = load_compressor({"name": "latent", "tokens": 4}, compressor.state_dict(), 16)
-    assert loaded.max_tokens == 4
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])

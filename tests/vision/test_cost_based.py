@@ -144,13 +144,13 @@ def test_without_query_and_without_context() -> None:
 
 
 def test_names() -> None:
-    for name in ("cost-based", "measured"):
-        assert parse_compressor(name) == ("cost-based", 0)
-        compressor = build_compressor(name)
-        assert isinstance(compressor, CostBased) and compressor.name == "cost-based"
-    assert isinstance(init_compressor("measured", 8), CostBased) and str(Choice("salient", 3)) == "salient:3"
-    with pytest.raises(ValueError, match="unknown compressor 'measured:64'; available: identity, drop, cost-based"):
-        build_compressor("measured:64")
+    assert parse_compressor("cost-based") == ("cost-based", 0)
+    compressor = build_compressor("cost-based")
+    assert isinstance(compressor, CostBased) and compressor.name == "cost-based"
+    assert isinstance(init_compressor("cost-based", 8), CostBased) and str(Choice("salient", 3)) == "salient:3"
+    for name in ("measured", "cost-based:64"):
+        with pytest.raises(ValueError, match=f"unknown compressor '{name}'; available: identity, drop, cost-based"):
+            build_compressor(name)
 
 
 # --- measurement -----------------------------------------------------------------------------------------------------
@@ -383,7 +383,7 @@ def test_output_is_unchanged_and_stats_report_compression(
     options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": sample}
     torch.manual_seed(1)
     plain = model.generate(**inputs, **options)
-    mmspec.patch(model, str(folder), "measured", tree_size=None)
+    mmspec.patch(model, str(folder), "cost-based", tree_size=None)
     try:
         for _ in range(4):
             torch.manual_seed(1)

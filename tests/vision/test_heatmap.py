@@ -231,14 +231,3 @@ def test_invalid_arguments(grid: tuple[int, int], options: dict[str, Any], messa
 @pytest.mark.parametrize("mode", ["L", "RGBA", "P", "1"])
 def test_image_modes(mode: str) -> None:
     assert heatmap(solid_image().convert(mode), (2, 3), kept_indices=[0]).mode == "RGB"
-
-
-def test_the_former_name_of_kept_indices_is_accepted() -> None:
-    for draw in (
-        lambda **options: heatmap(solid_image(), (2, 3), **options),
-        lambda **options: heatmaps([solid_image()], [VisualGrid(0, 0, 2, 3, 0)], **options)[0],
-    ):
-        with pytest.warns(DeprecationWarning, match="kept= is now called kept_indices=") as caught:
-            drawn = draw(kept=[0])
-        assert len(caught) == 1 and caught[0].filename == __file__
-        assert np.array_equal(np.asarray(drawn), np.asarray(draw(kept_indices=[0])))

@@ -138,7 +138,7 @@ def check_notes(model: PreTrainedModel, peers: Sequence[Peer], prompt: PeerPromp
 
 
 def device_note(device: torch.device) -> str:
-    """What `patch(compile="auto")` would find on this device, checked now in a process of its own, nothing stored."""
+    """What `patch(backend="auto")` would find on this device, checked now in a process of its own, nothing stored."""
     try:
         verdict = run_probe(probe_command(device), key=device_key(device))
     except (NoVerdictError, OSError) as error:

@@ -84,12 +84,11 @@ def simulated_peers(
     names: Sequence[str], model: PreTrainedModel, shape: TextShape, taus: Sequence[float], tree_size: int, seed: int
 ) -> list[Peer]:
     """Our loop without drafts, then each drafter at each tau; on CUDA each of them recorded as well."""
-    ways: tuple[tuple[str, bool], ...] = (("", False),)
-    if model.device.type == "cuda":
-        ways += (("+graph", True),)
+    on_gpu = model.device.type == "cuda"
+    ways = (("", "torch"), ("+graph", "recorded")) if on_gpu else (("", "auto"),)
     peers: list[Peer] = []
-    for suffix, compiled in ways:
-        none = mmspec.patch(clone(model), "none", compile=compiled, tree_size=1)
+    for suffix, backend in ways:
+        none = mmspec.patch(clone(model), "none", backend=backend, tree_size=1)
         peers.append(PatchedPeer(f"none{suffix}", none))
         for name in (name for name in dict.fromkeys(names) if name not in ("none", "auto")):
             for tau in taus:
@@ -105,7 +104,7 @@ def simulated_peers(
                 drafter = SimulatedAcceptance(
                     name, inner, tau, depth, shape.vocab_size, torch.Generator().manual_seed(seed)
                 )
-                patched = mmspec.patch(clone(model), drafter, compile=compiled, tree_size=tree_size)
+                patched = mmspec.patch(clone(model), drafter, backend=backend, tree_size=tree_size)
                 peers.append(PatchedPeer(f"{drafter.name}{suffix}", patched))
     return peers
 

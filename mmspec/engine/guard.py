@@ -1,0 +1,119 @@
+"""Whether modules are still the code and the weights that they were. Independent of models.
+
+Recordings, compiled C and verdicts of the self-test are derived from modules of the user, who may change them at any
+time: between two calls, and within a call wherever user code runs. `ModuleGuard` is the state of modules at one time.
+`mmspec.targets.guard` adds which modules the rounds of a model run, and whether their code is known at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+
+from mmspec.cpu.linear import is_replaced
+
+SIMPLE_TYPES = frozenset((bool, int, float, str))
+"""Types of attributes that are compared: sizes, factors, modes, names of kernels and adapters."""
+BIT_TYPES = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""{bytes: integer type}"""
+
+
+class ModuleGuard:
+    """The state of modules at one time. Two guards are equal if nothing has changed from one to the other."""
+
+    def __init__(
+        self, modules: Sequence[nn.Module], weights: Iterable[Tensor] = (), *, reads_bits: bool = False
+    ) -> None:
+        """
+        Args:
+            modules: whose structure counts (`describe_modules`). They are held, and so are the weights.
+            weights: whose places and version counters count, too.
+            reads_bits: also compare the weights' bits: for copies, which an edit through `.data` would leave stale, as
+                it changes neither place nor version. Reads all weights.
+        """
+        self._modules = modules
+        self._weights = list(weights)
+        self._reads_bits = reads_bits
+        self._state = self._read_state()
+        self._checksums = self._read_checksums()
+
+    def is_unchanged(self) -> bool:
+        """Whether the modules and weights are as they were when the guard was made."""
+        return self._state == self._read_state() and _equal(self._checksums, self._read_checksums())
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ModuleGuard):
+            return NotImplemented
+        return self._state == other._state and _equal(self._checksums, other._checksums)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def _read_state(self) -> list[Any]:
+        """What is compared, besides bits."""
+        places = [(id(one), one.data_ptr(), 0 if one.is_inference() else one._version) for one in self._weights]
+        return [*places, *describe_modules(self._modules)]
+
+    def _read_checksums(self) -> list[Tensor]:
+        return [part for weight in self._weights for part in bit_checksums(weight)] if self._reads_bits else []
+
+
+def describe_modules(modules: Sequence[nn.Module]) -> list[Any]:
+    """Code, hooks, parts and buffers of modules. Equal lists: they compute the same function of their parameters."""
+    found = [
+        *(*torch_module._global_forward_hooks, "", *torch_module._global_forward_pre_hooks),
+        *describe_code(modules),
+    ]
+    for module in modules:
+        found += [*module._forward_hooks, "", *module._forward_pre_hooks]
+        found += map(id, module._modules.values())
+        found += map(id, module._parameters.values())
+        for buffer in module._buffers.values():
+            found += id(buffer), 0 if buffer is None or buffer.is_inference() else buffer._version
+    return found
+
+
+def describe_code(modules: Sequence[nn.Module]) -> list[Any]:
+    """Classes, forwards, classes of parameters, and attributes that are numbers or texts."""
+    kinds: dict[Any, None] = dict.fromkeys(map(type, modules))
+    found: list[Any] = [kind.forward for kind in kinds]
+    for module in modules:
+        attributes = module.__dict__
+        forward = attributes.get("forward")
+        found += id(module), type(module), None if forward is None or is_replaced(module) else forward
+        found += map(type, module._parameters.values())
+        found += [(name, value) for name, value in attributes.items() if type(value) in SIMPLE_TYPES]
+        found += attributes.get("_active_adapter", ())  # names of PEFT's adapters
+    return found
+
+
+def run_plain_forwards(modules: Iterable[nn.Module]) -> bool:
+    """Whether modules have no hooks or forwards of their own, and plain parameters."""
+    if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
+        return False
+    return all(
+        ("forward" not in module.__dict__ or is_replaced(module))
+        and not (module._forward_hooks or module._forward_pre_hooks)
+        and all(weight is None or type(weight) is nn.Parameter for weight in module._parameters.values())
+        for module in modules
+    )
+
+
+def bit_checksums(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums of the bit patterns along the first and the last dimension. They change where `.data` is edited in place."""
+    bits = torch.atleast_1d(tensor.detach()).contiguous()
+    if bits.shape[-1] * bits.element_size() % 8 == 0:
+        bits = bits.view(torch.long)  # two float32 at a time: four times as fast as a sum of int32
+    else:
+        bits = bits.view(BIT_TYPES.get(bits.element_size(), torch.uint8))
+    return bits.sum(0, dtype=torch.long), bits.sum(-1, dtype=torch.long)
+
+
+def _equal(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    return len(some) == len(others) and all(map(torch.equal, some, others))
+
+
+__all__ = ["ModuleGuard", "bit_checksums", "describe_code", "describe_modules", "run_plain_forwards"]

@@ -1,0 +1,200 @@
+"""A copy of the target in few bits drafts for it: exact, like its model, and never more than it can pay for."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+import weakref
+from dataclasses import replace
+from typing import Any
+
+import fuzz
+import pytest
+import tiny_models as tiny
+import torch
+from torch import Tensor, nn
+
+import mmspec
+from mmspec.cpu.native import load_kernel
+from mmspec.drafters.model.self_drafter import QuantizedDrafter, SelfDrafter
+from mmspec.patching import patch_state
+from mmspec.targets import quantised_copy as module
+from mmspec.targets.quantised_copy import QuantisedCopy
+
+pytestmark = pytest.mark.skipif(load_kernel() is None, reason="needs the compiled kernel")
+FAMILIES = ("llava", "qwen2_5_vl", "gemma3")
+
+
+def _model(family: str = "llava", dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    model = tiny.build_model(tiny.ModelSpec(family=family, layers=4, calm=True, **options)).to(dtype)
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def _generate(model: Any, inputs: dict[str, Tensor], **options: Any) -> Tensor:
+    torch.manual_seed(0)
+    output: Tensor = model.generate(**inputs, max_new_tokens=20, **options)
+    return output
+
+
+def _copy(model: Any) -> QuantisedCopy:
+    (found,) = patch_state(model).adapter.__dict__["_quantised_copies"].values()
+    assert isinstance(found, QuantisedCopy)
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_random_calls_are_exact(family: str) -> None:
+    num_accepted = 0
+    for seed in range(100, 103):
+        case = replace(fuzz.draw_case(seed, family), drafter="quantized", nodes=8, override="")
+        result = fuzz.run_case(case)
+        assert not result.differences, f"{result.differences} in {case.describe()}"
+        num_accepted += result.stats.get("num_accepted_tokens", 0)
+    assert num_accepted > 0
+
+
+@pytest.mark.parametrize("pack", [None, False])
+@pytest.mark.parametrize("sample", [False, True])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_the_copy_drafts_what_the_target_emits(sample: bool, batch: int, pack: bool | None) -> None:
+    """In compiled rounds and in the model's own forward: positions, padding and noise are those of the target."""
+    model = _model("qwen2_5_vl")
+    inputs = tiny.build_inputs(model, seed=3, batch=batch)
+    plain = _generate(model, inputs, do_sample=sample, temperature=0.9)
+    drafter = QuantizedDrafter(8, range(4))
+    drafter.top_k = 1
+    mmspec.patch(model, drafter=drafter, tree_size=4, cpu_pack_weights=pack)
+    assert torch.equal(plain, _generate(model, inputs, do_sample=sample, temperature=0.9))
+    stats = mmspec.stats(model)
+    assert stats.num_draft_tokens >= 15 * batch
+    assert stats.num_accepted_tokens >= 0.8 * stats.num_draft_tokens - 3 * batch
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_targets_in_half_precision(dtype: torch.dtype) -> None:
+    model = _model(dtype=dtype)
+    inputs = tiny.build_inputs(model, seed=3)
+    inputs["pixel_values"] = inputs["pixel_values"].to(dtype)
+    mmspec.patch(model, drafter="quantized", tree_size=4, deterministic=True)
+    first = _generate(model, inputs, do_sample=False)
+    stats = mmspec.stats(model)
+    assert stats.num_accepted_tokens >= 0.5 * stats.num_draft_tokens > 0
+    assert torch.equal(first, _generate(model, inputs, do_sample=False))
+
+
+@pytest.mark.parametrize("kind", [QuantizedDrafter, SelfDrafter])
+@pytest.mark.parametrize("pack", [None, False])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_what_a_draft_leaves_in_the_cache_is_never_read(
+    kind: type[SelfDrafter], pack: bool | None, batch: int, monkeypatch: Any, caplog: Any
+) -> None:
+    """Of a draft longer than the tree that is scored, in rows of several lengths, nothing overwrites the end."""
+    model = _model()
+    inputs = tiny.build_inputs(model, seed=3, batch=batch)
+    plain = _generate(model, inputs, do_sample=True)
+    num_planted = 0
+
+    def close_chain(self: SelfDrafter, state: Any, chain: Any) -> None:
+        nonlocal num_planted
+        buffer, first = chain.target.buffer, chain.target.prompt_length
+        with torch.inference_mode():
+            for row, (length, end) in enumerate(zip(state.cached_lengths, buffer.seq_lens, strict=True)):
+                for ((keys, values),) in buffer.layers:
+                    keys[row, :, first + length : end] = float("nan")
+                    values[row, :, first + length : end] = float("inf")
+        num_planted += len(set(state.cached_lengths)) > 1 or batch == 1
+        close(self, state, chain)
+
+    def propose(self: SelfDrafter, state: Any, max_nodes: int, active: Any) -> Any:
+        return whole(self, state, 9, active).trim(max_nodes)
+
+    close, whole = SelfDrafter.close_chain, SelfDrafter.propose
+    monkeypatch.setattr(SelfDrafter, "close_chain", close_chain)
+    monkeypatch.setattr(SelfDrafter, "propose", propose)
+    drafter = kind(layers=(0, 1, 2))
+    drafter.top_k = 1
+    mmspec.patch(model, drafter=drafter, tree_size=4, cpu_pack_weights=pack)
+    assert torch.equal(plain, _generate(model, inputs, do_sample=True)) and num_planted
+    assert not caplog.records, "nan ends the drafting of a call, with a warning"
+
+
+def test_the_copy_depends_on_the_weights_alone_and_is_freed() -> None:
+    model, random_state = _model(), torch.get_rng_state()
+    mmspec.patch(model.train(), drafter="quantized", deterministic=True)
+    first = {name: one.weight.data for name, one in _copy(model).layers.items()}
+    assert torch.equal(torch.get_rng_state(), random_state) and len(first) == 4 * 7 + 1
+    assert {one.weight.bits for one in _copy(model).layers.values()} == {4, 8}
+    alive = weakref.ref(_copy(model))
+    mmspec.unpatch(model.eval())
+    gc.collect()
+    assert alive() is None
+    mmspec.patch(model, drafter="quantized")
+    _generate(model, tiny.build_inputs(model, seed=1))
+    assert all(torch.equal(first[name], one.weight.data) for name, one in _copy(model).layers.items())
+    twin = copy.deepcopy(model)
+    _generate(twin, tiny.build_inputs(twin, seed=1))
+    assert _copy(twin).model is twin and _copy(model).model is model
+
+
+def test_changed_weights_are_copied_anew_and_in_the_end_not_at_all(caplog: Any, monkeypatch: Any) -> None:
+    caplog.set_level(logging.INFO, "mmspec")
+    model = mmspec.patch(_model(), drafter="quantized", tree_size=4)
+    inputs = tiny.build_inputs(model, seed=1)
+    weight = model.model.language_model.layers[1].mlp.up_proj.weight
+    changes = [
+        lambda: weight.data.mul_(1.25),  # as an adapter is merged: no version counter counts it
+        lambda: weight.detach()[0].zero_(),
+        lambda: setattr(model.lm_head, "weight", nn.Parameter(model.lm_head.weight.detach() * 1.25)),
+    ]
+    for change in changes:
+        before = _copy(model).layers
+        with torch.no_grad():
+            change()
+        _generate(model, inputs)
+        assert _copy(model).layers and _copy(model).layers is not before
+        assert "made anew" in caplog.messages[-1]
+        _generate(model, inputs)
+        assert len([message for message in caplog.messages if "made anew" in message]) == changes.index(change) + 1
+    weight.data.mul_(1.25)
+    num_drafted = mmspec.stats(model).num_draft_tokens
+    _generate(model, inputs)
+    assert not _copy(model).layers and "copy of them is off" in caplog.messages[-1]
+    _generate(model, inputs)
+    assert mmspec.stats(model).num_draft_tokens == num_drafted
+
+
+def test_a_copy_that_cannot_be_made_is_refused(monkeypatch: Any) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "free_bytes", lambda: 1000)
+        with pytest.raises(ValueError, match=r"must be free; free are 0 MiB.*hybrid"):
+            mmspec.patch(_model(), drafter="quantized")
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "quantise", _out_of_memory)
+        with pytest.raises(ValueError, match=r"cannot copy the weights.*not enough memory.*hybrid"):
+            mmspec.patch(_model(), drafter="quantized")
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "load_kernel", lambda: None)
+        with pytest.raises(ValueError, match="needs the compiled kernel"):
+            mmspec.patch(_model(), drafter="quantized")
+    model = _model()
+    for layer in model.model.language_model.layers:
+        for projection in ("gate_proj", "up_proj", "down_proj"):
+            setattr(layer.mlp, projection, _Packed(getattr(layer.mlp, projection)))
+    with pytest.raises(ValueError, match=r"quantised already"):
+        mmspec.patch(model, drafter="quantized")
+    with pytest.raises(ValueError, match="bits must be 4, 8 or None; got 3"):
+        QuantizedDrafter(3)
+
+
+def _out_of_memory(*args: Any) -> Any:
+    raise RuntimeError("DefaultCPUAllocator: not enough memory")
+
+
+class _Packed(nn.Linear):
+    """A linear layer of another class, as quantisers of other libraries have."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__(layer.in_features, layer.out_features, bias=layer.bias is not None)
+        self.load_state_dict(layer.state_dict())
