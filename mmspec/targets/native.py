@@ -87,7 +87,7 @@ class NativeRounds:
             decoder = self.decoder.with_matrices(convert)
         except ValueError:
             return None
-        return NativeRounds(decoder, self._parts, self._call, self._modules, self._layers)
+        return NativeRounds(decoder, self._parts, self._call, self._guard, self._layers)
 
     def restrict(self, layers: Sequence[int]) -> NativeRounds:
         """The same with these decoder layers of the model only."""

@@ -55,17 +55,17 @@ def test_random_calls_are_exact(family: str) -> None:
     assert num_accepted > 0
 
 
-@pytest.mark.parametrize("pack", [None, False])
+@pytest.mark.parametrize("backend", ["auto", "torch"])
 @pytest.mark.parametrize("sample", [False, True])
 @pytest.mark.parametrize("batch", [1, 3])
-def test_the_copy_drafts_what_the_target_emits(sample: bool, batch: int, pack: bool | None) -> None:
+def test_the_copy_drafts_what_the_target_emits(sample: bool, batch: int, backend: str) -> None:
     """In compiled rounds and in the model's own forward: positions, padding and noise are those of the target."""
     model = _model("qwen2_5_vl")
     inputs = tiny.build_inputs(model, seed=3, batch=batch)
     plain = _generate(model, inputs, do_sample=sample, temperature=0.9)
     drafter = QuantizedDrafter(8, range(4))
     drafter.top_k = 1
-    mmspec.patch(model, drafter=drafter, tree_size=4, cpu_pack_weights=pack)
+    mmspec.patch(model, drafter=drafter, tree_size=4, backend=backend)
     assert torch.equal(plain, _generate(model, inputs, do_sample=sample, temperature=0.9))
     stats = mmspec.stats(model)
     assert stats.num_draft_tokens >= 15 * batch
@@ -85,10 +85,10 @@ def test_targets_in_half_precision(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("kind", [QuantizedDrafter, SelfDrafter])
-@pytest.mark.parametrize("pack", [None, False])
+@pytest.mark.parametrize("backend", ["auto", "torch"])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_what_a_draft_leaves_in_the_cache_is_never_read(
-    kind: type[SelfDrafter], pack: bool | None, batch: int, monkeypatch: Any, caplog: Any
+    kind: type[SelfDrafter], backend: str, batch: int, monkeypatch: Any, caplog: Any
 ) -> None:
     """Of a draft longer than the tree that is scored, in rows of several lengths, nothing overwrites the end."""
     model = _model()
@@ -115,7 +115,7 @@ def test_what_a_draft_leaves_in_the_cache_is_never_read(
     monkeypatch.setattr(SelfDrafter, "propose", propose)
     drafter = kind(layers=(0, 1, 2))
     drafter.top_k = 1
-    mmspec.patch(model, drafter=drafter, tree_size=4, cpu_pack_weights=pack)
+    mmspec.patch(model, drafter=drafter, tree_size=4, backend=backend)
     assert torch.equal(plain, _generate(model, inputs, do_sample=True)) and num_planted
     assert not caplog.records, "nan ends the drafting of a call, with a warning"
 
