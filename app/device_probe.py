@@ -95,7 +95,6 @@ class ReplayCounter:
     num_drafts: int = 0
 
     def __call__(self, function: StaticFunction, state: Sequence[Tensor], inputs: Sequence[Tensor]) -> Replay:
-        """See `mmspec.engine.graph.Recorder`."""
         replay = self.recorder(function, state, inputs)
         self.num_recorded += 1
         is_round = isinstance(function, (RoundFunction, ForwardFunction))

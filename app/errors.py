@@ -72,14 +72,3 @@ def one_line(error: BaseException, limit: int = 300) -> str:
     """The message of `error` on a single line of at most `limit` characters; the name of its type if it has none."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= limit else text[: limit - 3] + "..."
-
-
-__all__ = [
-    "EXIT_IO_ERROR",
-    "WRITE_ERRORS",
-    "OutputError",
-    "UsageError",
-    "explain_write",
-    "find_write_error",
-    "one_line",
-]

@@ -37,6 +37,3 @@ def commit() -> str | None:
         return git("describe", "--always", "--dirty", "--exclude=*")
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-__all__ = ["commit", "mmspec_version", "version"]

@@ -173,7 +173,6 @@ class LearnableArbitratedDrafter(ArbitratedDrafter):
 
     @property
     def learning_key(self) -> str:
-        """See `LearnableDrafter`."""
         return self.heads.learning_key
 
     def start_recording(self, state: ArbitratedState, with_examples: bool) -> None:
@@ -188,13 +187,8 @@ class LearnableArbitratedDrafter(ArbitratedDrafter):
         return [] if state.heads is None else self.heads.recorded_examples(state.heads)
 
     def closed_form(self, device: torch.device) -> ClosedFormFit:
-        """See `ClosedFormDrafter`."""
         return self.heads.closed_form(device)
 
     def publish(self, weights: Mapping[str, Tensor]) -> None:
-        """See `LearnableDrafter`."""
         self.heads.publish(weights)
         self.arbiter.retry(INSTANT)
-
-
-__all__ = ["ARM_NAMES", "INSTANT", "OUTPUTS", "ArbitratedDrafter", "ArbitratedState", "LearnableArbitratedDrafter"]

@@ -50,5 +50,3 @@ ARCHITECTURES: dict[str, DraftArchitecture] = {
     "falcon": DraftArchitecture(FalconHead, FalconDrafter, falcon_loss),
 }
 """By the name that a head's config records. "flash" is FLASH (arXiv 2505.12728), not FlashAttention."""
-
-__all__ = ["ARCHITECTURES", "DraftArchitecture"]

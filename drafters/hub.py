@@ -61,6 +61,3 @@ def _run_for(seconds: float, function: Callable[[], str | None]) -> str | None:
     thread.start()
     thread.join(seconds)
     return results[0] if results else f"no answer within {seconds:.0f} s"
-
-
-__all__ = ["is_offline", "unreachable_reason"]

@@ -16,6 +16,3 @@ def next_log_probs(logits: Tensor, temperature: float | Tensor, log_noise: Tenso
     if log_noise is None:
         return logits.log_softmax(-1)
     return ((logits / temperature).log_softmax(-1) - log_noise).log_softmax(-1)
-
-
-__all__ = ["next_log_probs"]

@@ -28,6 +28,3 @@ class NoDrafter:
 
     def observe(self, state: Any, result: VerifyResult, hidden_states: Mapping[int, Tensor]) -> None:
         """Nothing to update."""
-
-
-__all__ = ["NoDrafter"]

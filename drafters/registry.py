@@ -339,14 +339,3 @@ def build_drafter(drafter: str | object, target: TargetInfo | None = None, learn
         raise ValueError(f"{explain_unknown(drafter, repr)}.")
     check_contract(drafter)
     return cast("Drafter", drafter)
-
-
-__all__ = [
-    "DRAFTERS",
-    "build_drafter",
-    "bundled_drafters",
-    "check_contract",
-    "drafter_names",
-    "explain_unknown",
-    "is_known_drafter",
-]

@@ -59,6 +59,3 @@ def select_nodes(
         node_mask=functional.pad(path_log_probs > float("-inf"), (1, 0), value=True),
         scores=functional.pad(path_log_probs.exp(), (1, 0), value=1.0),
     )
-
-
-__all__ = ["LEVEL_PENALTY", "NodePool", "select_nodes"]

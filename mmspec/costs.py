@@ -73,6 +73,3 @@ def _measured(drafter: Drafter) -> tuple[DepthController | None, Measured | None
         controller if isinstance(controller, DepthController) else None,
         switches if isinstance(switches, Measured) else None,
     )
-
-
-__all__ = ["DrafterCosts"]

@@ -88,6 +88,3 @@ def snapshot_id(folder: str | os.PathLike[str]) -> str | None:
     """OWNER/NAME of a model whose folder lies in the cache of the hub, where its own name is a commit; else None."""
     found = SNAPSHOT_FOLDER.fullmatch(os.fspath(folder))
     return f"{found[1]}/{found[2]}" if found else None
-
-
-__all__ = ["CACHE_VARIABLE", "atomic_write", "cache_folder", "make_private_folder", "snapshot_id", "sync_folder"]

@@ -58,6 +58,3 @@ def extra_packages(extra: str) -> list[str]:
             extras = f"[{','.join(sorted(requirement.extras))}]" if requirement.extras else ""
             found[f"{requirement.name}{extras}{requirement.specifier}"] = None
     return list(found)
-
-
-__all__ = ["did_you_mean", "extra_packages", "install_hint", "looks_like_path"]

@@ -88,6 +88,3 @@ def _token_id(value: Any) -> int:
     if isinstance(value, bool):
         raise TypeError
     return operator.index(value)
-
-
-__all__ = ["check_reference", "reference_rows", "resolve_reference_ids"]

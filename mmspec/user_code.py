@@ -77,16 +77,13 @@ class RngIsolatedDrafter:
         self.vocab_size = drafter.vocab_size
 
     def begin(self, prompt: Prompt) -> Any:
-        """See `mmspec.interfaces.Drafter`."""
         with self.private_draws:
             return self.drafter.begin(prompt)
 
     def propose(self, state: Any, max_nodes: int, active: Sequence[bool]) -> DraftTree:
-        """See `mmspec.interfaces.Drafter`."""
         with self.private_draws:
             return _checked_tree(self.drafter, self.drafter.propose(state, max_nodes, active))
 
     def observe(self, state: Any, result: VerifyResult, hidden_states: Mapping[int, Tensor]) -> None:
-        """See `mmspec.interfaces.Drafter`."""
         with self.private_draws:
             self.drafter.observe(state, result, hidden_states)

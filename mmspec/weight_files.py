@@ -259,15 +259,3 @@ def _renamed(weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         if short != name and short in weights:
             raise ValueError(f"the weights hold both {short} and {name}.")
         yield short, value
-
-
-__all__ = [
-    "HEAD_TENSOR",
-    "TensorFiles",
-    "holds_head",
-    "load_weights",
-    "missing_shards",
-    "read_tensors",
-    "tensor_names",
-    "weights_file",
-]

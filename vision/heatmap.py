@@ -277,6 +277,3 @@ def _distance_to_cell_edge(size: int, cell: int) -> np.ndarray:
 
 def _to_image(drawn: np.ndarray) -> Image.Image:
     return Image.fromarray(drawn.clip(0, 255).astype(np.uint8))
-
-
-__all__ = ["center_square", "colormap", "heatmap", "heatmaps", "kept_cells", "strip"]

@@ -322,20 +322,3 @@ def _lab_to_rgb(image: Image.Image) -> Image.Image:
     converted: Any = ImageCms.profileToProfile(image, lab, srgb, outputMode="RGB")
     assert converted is not None
     return converted
-
-
-__all__ = [
-    "IMAGE_FORMATS",
-    "ImageError",
-    "available_formats",
-    "check_image_size",
-    "convert_image_errors",
-    "decode_image",
-    "one_line_message",
-    "open_image",
-    "pixel_limit",
-    "read_image_bytes",
-    "to_rgb",
-    "to_uint8",
-    "to_upright_rgb",
-]

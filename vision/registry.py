@@ -127,15 +127,3 @@ def load_compressor(config: Mapping[str, Any], state_dict: Mapping[str, Tensor],
             raise ValueError(f"compressor {name}: {str(error).splitlines()[-1].strip()}") from error
         compressor.eval()
     return compressor
-
-
-__all__ = [
-    "TRAINED",
-    "UNSIZED",
-    "UNTRAINED",
-    "build_compressor",
-    "compressor_config",
-    "init_compressor",
-    "load_compressor",
-    "parse_compressor",
-]

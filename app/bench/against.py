@@ -97,6 +97,3 @@ def _common(now: RoundRatios, before: RoundRatios) -> list[tuple[RatioKey, float
             old, new = (median(one[number] for number in rounds) for one in (before[key], ratios))
             found.append((key, old, new, len(rounds)))
     return found
-
-
-__all__ = ["RoundRatios", "bench_ratios", "read_ratios", "repeat_line", "repeat_table", "suite_ratios"]

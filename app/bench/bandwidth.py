@@ -67,6 +67,3 @@ def measure_bandwidth(device: torch.device) -> float:
 def measure_weight_reading(model: PreTrainedModel) -> WeightReading:
     """Both, for a model on its device."""
     return WeightReading(text_weight_bytes(model), measure_bandwidth(model.device))
-
-
-__all__ = ["WeightReading", "measure_bandwidth", "measure_weight_reading", "text_weight_bytes"]

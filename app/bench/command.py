@@ -220,6 +220,3 @@ def _cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.2f}" if abs(value) < 100 else f"{value:.0f}"
     return str(value)
-
-
-__all__ = ["add_parser", "format_table", "not_used_lines", "run"]

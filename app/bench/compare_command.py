@@ -130,6 +130,3 @@ def _compare(model: Any, processor: Any, name: str, inputs: dict[str, Any], new_
         )
     finally:
         mmspec.unpatch(model)
-
-
-__all__ = ["add_parser", "format_compared", "run"]

@@ -100,6 +100,3 @@ class BenchConfig:
     def rounds_of(self, batch: int) -> int:
         """Rounds at a batch size, at most, the warm-up not included."""
         return self.count // batch if self.count else self.repeats
-
-
-__all__ = ["DEFAULT_MINUTES", "DEFAULT_PROCESSES", "DEFAULT_ROUNDS", "MAX_TREE_SIZE", "BenchConfig"]

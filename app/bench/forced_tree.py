@@ -104,13 +104,3 @@ def format_not_used(row: Mapping[str, Any]) -> str:
         f"not used: drafting did not pay here ({row['drafted_share']:.0%} of rounds drafted, {estimate}); "
         f"tau {forced['tau']:.2f} with trees of {forced['tree_size']} nodes in every round"
     )
-
-
-__all__ = [
-    "ForcedTree",
-    "add_forced_tree",
-    "drafted_share",
-    "format_not_used",
-    "is_probe_needed",
-    "probe_forced_tree",
-]

@@ -112,6 +112,3 @@ def model_manifest() -> Any:
     from lmms_eval.models.registry_v2 import ModelManifest
 
     return ModelManifest(MODEL_ID, simple_class_path=f"{__name__}.{MmspecHf.__name__}")
-
-
-__all__ = ["MODEL_ID", "MmspecHf", "model_manifest"]

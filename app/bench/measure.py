@@ -318,26 +318,3 @@ def _ratio(above: float, below: float) -> float:
 def _median(values: Sequence[float]) -> float | None:
     good = [value for value in values if not math.isnan(value)]
     return median(good) if good else None
-
-
-__all__ = [
-    "HF",
-    "HF_AGAIN",
-    "MIN_ROUNDS",
-    "NO_DRAFT",
-    "WARM_UP_CALLS",
-    "Contestant",
-    "bootstrap_interval",
-    "build_contestants",
-    "build_result_rows",
-    "clone",
-    "count_row_tokens",
-    "count_tokens",
-    "disable_eos",
-    "gc_paused",
-    "median_ci",
-    "phase_times_ms",
-    "run_once",
-    "run_rounds",
-    "share_kernel_timings",
-]

@@ -58,6 +58,3 @@ def _status_mib(name: str) -> float | None:
     except OSError:
         return None
     return next((int(line.split()[1]) / 1024 for line in lines if line.startswith(f"{name}:")), None)
-
-
-__all__ = ["PeakMemory"]

@@ -105,6 +105,3 @@ def _cells(row: ResultRow, again: ResultRow, title: str) -> list[str]:
     speed = f"{row['speedup_hf']:.2f} [{limits[0]:.2f}, {limits[1]:.2f}]{tie}"
     cost = "" if row["R"] is None else f"{row['R']:.2f}"
     return [title, name, f"{row['tau']:.2f}", cost, speed, f"{row['speedup_own']:.2f}", f"{row['speedup_e2e']:.2f}"]
-
-
-__all__ = ["OVERVIEW", "OVERVIEW_COMMAND", "OverviewSetting", "overview_configs", "overview_markdown"]

@@ -201,13 +201,3 @@ def _panel(axis: Any, rows: Sequence[ResultRow]) -> None:
     labels = [f"{row['drafter']}\ntau {row['tau']:.2f}" for row in bars]
     axis.bar(labels, heights, yerr=spread, capsize=3, color="#4477aa", width=0.6)
     axis.tick_params(labelsize=8)
-
-
-__all__ = [
-    "plot_bench",
-    "plot_blocks",
-    "plot_compression",
-    "plot_token_classes",
-    "plot_training_log",
-    "require_matplotlib",
-]

@@ -70,6 +70,3 @@ def _run_part(task: Callable[..., dict[str, list[Any]]], args: tuple[Any, ...], 
 
     hide_progress_bars(False)
     return pickle.dumps(task(*args, part))
-
-
-__all__ = ["Part", "run_in_processes"]

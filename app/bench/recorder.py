@@ -40,18 +40,15 @@ class RecordingDrafter:
         self.__dict__.update({name: part for name, part in vars(inner).items() if isinstance(part, nn.Module)})
 
     def begin(self, prompt: Prompt) -> Any:
-        """See `mmspec.interfaces.Drafter`."""
         self.grids, self._visual = prompt.grids, prompt.visual_mask[:1]
         return self.inner.begin(prompt)
 
     def propose(self, state: Any, max_nodes: int, active: Sequence[bool]) -> DraftTree:
-        """See `mmspec.interfaces.Drafter`."""
         tree = self.inner.propose(state, max_nodes, active)
         self._num_proposed = tree.num_nodes
         return tree
 
     def observe(self, state: Any, result: VerifyResult, hidden_states: Mapping[int, Tensor]) -> None:
-        """See `mmspec.interfaces.Drafter`."""
         if self._on_emitted is not None:
             self._on_emitted(result.emitted_ids[0])
         self._results.append((result, self._num_proposed))
@@ -90,6 +87,3 @@ def _round(result: VerifyResult, start: int, proposed: int | None) -> Round:
         emitted=tuple(result.emitted_ids[0]),
         num_proposed=proposed,
     )
-
-
-__all__ = ["RecordingDrafter"]

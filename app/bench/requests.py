@@ -74,6 +74,3 @@ def _min_num_words(length: Callable[[int], int], wanted: int) -> int:
         middle = (low + high) // 2
         low, high = (low, middle) if length(middle) >= wanted else (middle, high)
     return high
-
-
-__all__ = ["bench_images", "build_requests", "build_scene_requests"]

@@ -68,6 +68,3 @@ def add_result_options(
         add("--markdown", type=Path, default=None, metavar="FILE.md", help=markdown_help)
     if plot_help is not None:
         add("--plot", type=Path, default=None, metavar="FILE.png", help=plot_help)
-
-
-__all__ = ["ResultFiles", "add_result_options"]

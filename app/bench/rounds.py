@@ -56,6 +56,3 @@ def classify_tokens(rounds: Sequence[Round], count: int) -> list[str]:
     """The kind of each of the first `count` tokens; plain where no round covers it."""
     kinds = [kind for one in rounds for kind in one.token_kinds][:count]
     return kinds + [NOT_DRAFTED] * (count - len(kinds))
-
-
-__all__ = ["ACCEPTED", "CORRECTED", "NOT_DRAFTED", "Round", "classify_tokens"]

@@ -12,6 +12,3 @@ ResultRow: TypeAlias = dict[str, Any]
 def num_drafter_tokens(row: Mapping[str, Any]) -> float:
     """Visual tokens of a row that the drafter sees: those after compression, or all."""
     return float(row["num_visual_tokens"] if row["num_compressed_tokens"] is None else row["num_compressed_tokens"])
-
-
-__all__ = ["ResultRow", "num_drafter_tokens"]

@@ -202,6 +202,3 @@ def processor_name() -> str:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()
-
-
-__all__ = ["measure_bench", "measure_overview", "measure_part", "processor_name", "provenance", "share_of_time"]

@@ -158,17 +158,3 @@ def _set_own_budget(drafter: Drafter, tokens: int, name: str) -> None:
         own.max_tokens = tokens
     else:
         drafter.compressor = replace(own, max_tokens=tokens)
-
-
-__all__ = [
-    "BenchSpec",
-    "FixedDepth",
-    "check_spec",
-    "get_block_size",
-    "get_compressor",
-    "get_drafter",
-    "parse_spec",
-    "patch_model",
-    "short_labels",
-    "weight_sizes",
-]

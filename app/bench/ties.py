@@ -41,6 +41,3 @@ def tie_lines(rows: Sequence[ResultRow]) -> list[str]:
         f"ties ({series}; intervals overlap): {'; '.join(' and '.join(pair) for pair in pairs)}"
         for series, pairs in bench_ties(rows)
     ]
-
-
-__all__ = ["bench_ties", "intervals_overlap", "neighbour_ties", "tie_lines"]

@@ -71,6 +71,3 @@ def used_memory_share() -> float:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return float(peak / (os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")))
-
-
-__all__ = ["AUTO_BATCH_SIZE", "MAX_AUTO_SIZE", "BatchSizer"]

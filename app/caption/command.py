@@ -264,6 +264,3 @@ def resolve_learning(config: CaptionConfig, device_type: str) -> bool | str:
     if config.learn is None:
         return "auto" if device_type == "cpu" else False
     return config.learn and ("auto" if config.drafter in LEARNS_FROM_NOTHING else True)
-
-
-__all__ = ["add_parser", "run"]

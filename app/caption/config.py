@@ -239,22 +239,3 @@ def default_prompt(is_video: bool) -> str:
 def prompt_sha1(text: str) -> str:
     """SHA-1 of a prompt, which identifies it in a row."""
     return hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
-
-
-__all__ = [
-    "DEFAULT_BATCH_SIZE",
-    "DEFAULT_MODEL",
-    "DTYPES",
-    "FORMATS",
-    "FRAMES",
-    "MAX_PIXELS",
-    "PROMPT",
-    "SAMPLERS",
-    "SCENES_MODEL",
-    "VIDEO_PROMPT",
-    "CaptionConfig",
-    "ProcessInfo",
-    "default_prompt",
-    "derive_seed",
-    "prompt_sha1",
-]

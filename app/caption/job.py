@@ -290,6 +290,3 @@ def decode_batches(
             yield [(item, found) if isinstance(found, ImageError) else found for item, found in batch]
     finally:
         decoded.close()
-
-
-__all__ = ["CaptionJob", "GracefulStop", "is_pending"]

@@ -276,6 +276,3 @@ def parse_compare(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"takes a number, got {text!r} (put paths before it, or write --compare all)")
     return int(text)
-
-
-__all__ = ["EPILOG", "add_options"]

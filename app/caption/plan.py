@@ -86,6 +86,3 @@ def skip_finished(finished: Container[str], config: CaptionConfig) -> Callable[[
     if config.temperature > 0 or config.retry_errors:
         return lambda ident: False
     return lambda ident: ident in finished
-
-
-__all__ = ["RowPlan", "skip_finished"]

@@ -178,6 +178,3 @@ def comparison_lines(totals: ComparisonTotals | None, half_precision: bool) -> l
     if half_precision and totals.identical < totals.rows:
         lines.append("(in half precision near-ties may round either way, so this is reported and is no error)")
     return lines
-
-
-__all__ = ["CaptionProgress", "Totals", "comparison_lines", "file_line", "print_stderr", "write_above_bars"]

@@ -134,6 +134,3 @@ def column(rows: Sequence[Row], name: str) -> np.ndarray:
     if name == "error":
         values = [error and f"{error['type']}: {error['message']}" for error in values]
     return np.array([value or "" for value in values], object)
-
-
-__all__ = ["CaptionActor"]

@@ -218,6 +218,3 @@ def _explain(error: Exception) -> Exception:
 
 def _no_model() -> Any:
     raise AssertionError("models are loaded by actors")
-
-
-__all__ = ["RayCaptionJob"]

@@ -160,17 +160,3 @@ def enter_folder(config: CaptionConfig) -> None:
     """Make the working folder of a job that of this process, where it exists."""
     if config.working_folder is not None and os.path.isdir(config.working_folder):
         os.chdir(config.working_folder)
-
-
-__all__ = [
-    "COLUMN",
-    "CaptionStage",
-    "CaptionedBatch",
-    "EndOfPlan",
-    "PlannedBatch",
-    "absolute_paths",
-    "decode_stage",
-    "enter_folder",
-    "frame",
-    "plan_job",
-]

@@ -155,6 +155,3 @@ class JobReport:
         text = escape(caption if len(caption) <= MAX_CAPTION else f"{caption[:MAX_CAPTION]}...")
         about = f"{row['file_name']}, {row['n_new_tokens']} tokens, {row['tau']:.2f} per forward pass"
         return f"<figure>{image}<figcaption>{text}<br><small>{escape(about)}</small></figcaption></figure>"
-
-
-__all__ = ["REPORT_NAME", "JobReport"]

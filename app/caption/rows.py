@@ -169,6 +169,3 @@ def _free() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-__all__ = ["CaptionModel", "Failure", "RowCaptioner"]

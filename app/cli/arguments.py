@@ -201,29 +201,3 @@ def check_writable(file: Path | str) -> None:
             Path(file).unlink()
     except OSError as error:
         raise UsageError(f"cannot write {file}: {error.strerror}") from error
-
-
-__all__ = [
-    "COMPRESSOR_HELP",
-    "MODEL_HELP",
-    "Commands",
-    "Options",
-    "add_command",
-    "add_device_options",
-    "add_drafter_options",
-    "add_model_option",
-    "add_progress",
-    "add_sampling_options",
-    "add_scene_seed",
-    "check_writable",
-    "config_from_args",
-    "hide_progress_bars",
-    "module_parser",
-    "non_negative_int",
-    "parse_temperature",
-    "positive_floats",
-    "positive_int",
-    "positive_ints",
-    "split_commas",
-    "validate_drafter",
-]

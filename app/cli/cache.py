@@ -61,6 +61,3 @@ def run(args: argparse.Namespace) -> int:
         print(f"{verdict['key']['device']}, torch {verdict['key']['torch']}: {outcome}")
     print(f"{len(verdicts)} checks of GPUs in {check_folder()}")
     return 0
-
-
-__all__ = ["add_parser", "run"]

@@ -141,6 +141,3 @@ def _support() -> Iterator[tuple[str, str]]:
     yield "sdpa kernels (cuda)", ", ".join(on)
     yield "model types", ", ".join(mmspec.supported())
     yield "drafters", ", ".join(drafter_names())
-
-
-__all__ = ["add_parser", "collect_info", "describe_drafter", "run"]

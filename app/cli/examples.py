@@ -46,6 +46,3 @@ def run(args: argparse.Namespace) -> int:
     from mmspec.app.examples import ExampleConfig, run_examples
 
     return run_examples(config_from_args(ExampleConfig, args))
-
-
-__all__ = ["add_parser", "run"]

@@ -134,6 +134,3 @@ def _report_error(debug: bool, message: str, code: int) -> int:
         traceback.print_exc()
     print(f"mmspec: error: {' '.join(message.split())}", file=sys.stderr)
     return code
-
-
-__all__ = ["build_parser", "main"]

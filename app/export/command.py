@@ -104,6 +104,3 @@ def target_facts(folder: Path, target: str | None) -> tuple[TargetInfo, SharedEm
     name = str(facts.get("target", ""))
     info = TargetInfo(metadata.model_type, config.hidden_size, config.vocab_size, metadata.num_layers, name=name)
     return info, None
-
-
-__all__ = ["ENGINE_FORMATS", "add_parser", "head_folder", "run"]

@@ -272,23 +272,3 @@ def _stays_in(path: str, folder: str) -> bool:
 @lru_cache(maxsize=4096)
 def _real_path(folder: str) -> str:
     return os.path.realpath(folder)
-
-
-__all__ = [
-    "FILE_COLUMNS",
-    "IMAGE_COLUMNS",
-    "MAX_ROW_PICTURES",
-    "MEDIA_SUFFIXES",
-    "Reach",
-    "cell_content",
-    "find_image_column",
-    "find_inside",
-    "is_missing",
-    "is_path",
-    "local_name",
-    "name_below",
-    "relative_name",
-    "require_column",
-    "short_repr",
-    "table_row",
-]

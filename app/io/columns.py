@@ -73,6 +73,3 @@ def choose_columns(names: Sequence[str], compared: bool) -> tuple[str, ...]:
 def select(row: Row, columns: Iterable[str]) -> Row:
     """The row with these columns only."""
     return {name: row[name] for name in columns}
-
-
-__all__ = ["ROW_COLUMNS", "Column", "ScalarKind", "choose_columns", "select"]

@@ -185,18 +185,3 @@ def open_file_system(url: str) -> tuple[Any, str]:
         raise UsageError(f"{url}: {one_line(error)} ({hint})") from error
     except ValueError as error:
         raise UsageError(f"{url}: {one_line(error)}") from error
-
-
-__all__ = [
-    "MAX_CONTENT_BYTES",
-    "ByteRange",
-    "Content",
-    "InlineBytes",
-    "Pictures",
-    "Unreadable",
-    "WebAddress",
-    "check_num_bytes",
-    "check_size",
-    "is_local",
-    "open_file_system",
-]

@@ -72,6 +72,3 @@ def decode_readable(items: Sequence[Item], decoders: DecoderPool, command: str) 
     if errors:
         print_stderr(f"mmspec: skipped {len(errors)} of {len(items)} that cannot be read; the first: {errors[0]}")
     return found
-
-
-__all__ = ["decode_item", "decode_readable"]

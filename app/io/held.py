@@ -69,6 +69,3 @@ def decode_held(item: Item, decode: Callable[[Item], Media], keep: bool) -> tupl
     with item.locate_errors():
         item = hold(item) if keep else item
     return item, decode(item)
-
-
-__all__ = ["MAX_BYTES_IN_MEMORY", "decode_held", "hold"]

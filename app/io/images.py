@@ -24,11 +24,13 @@ from mmspec.vision.images import (
     check_image_size,
     convert_image_errors,
     decode_image,
-    pixel_limit,
     read_image_bytes,
     to_rgb,
     to_uint8,
     to_upright_rgb,
+)
+from mmspec.vision.images import (
+    pixel_limit as pixel_limit,
 )
 
 if TYPE_CHECKING:
@@ -185,20 +187,3 @@ def _result(key: K, future: Future[Any]) -> tuple[K, Any]:
         return key, future.result()
     except ImageError as error:
         return key, error
-
-
-__all__ = [
-    "IMAGE_SUFFIXES",
-    "ImageError",
-    "Media",
-    "Source",
-    "Video",
-    "check_file",
-    "check_image_size",
-    "decode_ahead",
-    "from_array",
-    "load_image",
-    "media_images",
-    "pixel_limit",
-    "to_rgb",
-]

@@ -59,6 +59,3 @@ def _decode_base64(text: str) -> Content:
     except (binascii.Error, ValueError):
         return Unreadable("BadText", f"base64 that is cut or damaged ({len(text)} characters)")
     return InlineBytes(data) if data else Unreadable("Empty", "base64 without data")
-
-
-__all__ = ["held_bytes", "inline_text"]

@@ -307,6 +307,3 @@ def collect_items(paths: Sequence[str], base: Path, skip: Iterable[Path] = ()) -
     inputs = Inputs(paths, SourceOptions(base), skip)
     inputs.check()
     return list(inputs.rows(lambda ident: False))
-
-
-__all__ = ["ROW_SOURCES", "Inputs", "collect_items", "expand_braces", "find_sources"]

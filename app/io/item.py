@@ -133,6 +133,3 @@ class RowSource(Protocol):
 
     def add_left_out(self, found: LeftOut) -> None:
         """Add what is not read; of a source that is not listed it is complete once its rows were read."""
-
-
-__all__ = ["Item", "RowSource", "Skip", "SourceOptions"]

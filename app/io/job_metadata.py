@@ -44,6 +44,3 @@ def write_settings(metadata: Path, settings: Settings) -> bool:
         pass
     jsonl.replace_file(metadata, text.encode() + b"\n")
     return True
-
-
-__all__ = ["Settings", "check_settings", "write_settings"]

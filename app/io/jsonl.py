@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from mmspec.app.errors import UsageError
-from mmspec.files import atomic_write, sync_folder
+from mmspec.files import atomic_write
+from mmspec.files import sync_folder as sync_folder
 
 try:
     import fcntl
@@ -175,20 +176,3 @@ def is_locked(path: Path) -> bool:
     except BlockingIOError:
         return True
     return False
-
-
-__all__ = [
-    "Row",
-    "append_rows",
-    "copy_lines",
-    "encode_row",
-    "is_locked",
-    "iter_rows",
-    "lock_file",
-    "open_locked",
-    "parse_row",
-    "read_rows",
-    "replace_file",
-    "sync_folder",
-    "truncate_torn_line",
-]

@@ -34,6 +34,3 @@ def is_clip(header: bytes, named_video: bool) -> bool:
     """Whether to decode it as a video: by content; what is not known by content is what its name says."""
     kind = media_kind(header)
     return named_video if kind is None else kind == "video"
-
-
-__all__ = ["Kind", "is_clip", "media_kind"]

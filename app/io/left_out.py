@@ -131,6 +131,3 @@ def _examples(names: Iterable[str], count: int) -> str:
     shown = [name if name.isprintable() else ascii(name) for name in list(names)[:MAX_NAMES]]
     short = [name if len(name) <= 40 else f"...{name[-37:]}" for name in shown]
     return ", ".join([*short, *(["..."] if count > len(short) else [])])
-
-
-__all__ = ["LeftOut", "Tally", "is_hidden", "is_packed_metadata"]

@@ -303,6 +303,3 @@ def _conversation(columns: dict[str, Any]) -> tuple[str | None, str | None]:
     for token in ("<image>", "<video>"):
         question = question.replace(token, "")
     return question.strip(), found.get("assistant")
-
-
-__all__ = ["MANIFESTS", "is_manifest", "normalized", "open_text", "read_manifest"]

@@ -305,6 +305,3 @@ class FileOutput:
             with suppress(OSError):  # bytes that could not be written before: reported by then
                 self._file.close()
             self._file = None
-
-
-__all__ = ["FileOutput", "Finished", "JobSummary", "Output", "StreamOutput"]

@@ -72,6 +72,3 @@ class ParquetShards:
             shard.unlink()
         elif good.num_rows < table.num_rows:
             self._write(good, shard)
-
-
-__all__ = ["ParquetShards"]

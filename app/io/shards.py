@@ -228,6 +228,3 @@ class ShardedOutput:
             for file in self.base.iterdir():
                 file.unlink()
             self.base.rmdir()
-
-
-__all__ = ["BYTES_PER_SHARD", "METADATA_NAME", "ROWS_PER_SHARD", "ShardFormat", "ShardedOutput"]

@@ -109,7 +109,6 @@ class SidecarOutput:
                     part.unlink(missing_ok=True)
 
     def write(self, rows: Sequence[Row], items: Sequence[Item] = ()) -> None:
-        """See `Output`."""
         for row, item in zip(rows, items, strict=True):
             if row["error"] is None:
                 path = self.sidecar(item)
@@ -120,7 +119,6 @@ class SidecarOutput:
             self._finished[row["id"]] = Finished.of(row)
 
     def close(self, ids: Collection[str], *, complete: bool) -> JobSummary | None:
-        """See `Output`."""
         return JobSummary.of(self._finished[ident] for ident in ids if ident in self._finished) if complete else None
 
 
@@ -137,6 +135,3 @@ def _media_files(paths: Sequence[str]) -> Iterator[str]:
         else:
             found = [name] if os.path.exists(name) else glob.iglob(name, recursive=True)
         yield from (file for file in found if os.path.splitext(file)[1].lower() in MEDIA_SUFFIXES)
-
-
-__all__ = ["SidecarOutput"]

@@ -17,7 +17,8 @@ from mmspec.app.io.cells import MEDIA_SUFFIXES
 from mmspec.app.io.item import Item, Skip, SourceOptions
 from mmspec.app.io.kinds import media_kind
 from mmspec.app.io.left_out import SHARD_SUFFIXES, LeftOut, is_hidden, is_packed_metadata
-from mmspec.app.io.manifests import MANIFESTS, is_manifest, read_manifest
+from mmspec.app.io.manifests import MANIFESTS as MANIFESTS
+from mmspec.app.io.manifests import is_manifest, read_manifest
 from mmspec.app.io.videos import AMBIGUOUS_SUFFIXES
 from mmspec.vision.video.containers import describe_format, read_header
 
@@ -216,14 +217,3 @@ def _matches(pattern: str) -> Iterator[str]:
             else:
                 names = [*folders, *(name for name in files if not is_hidden(name))]
                 yield from (os.path.join(below, name) for name in names)
-
-
-__all__ = [
-    "MANIFESTS",
-    "FileSource",
-    "explain_refused",
-    "find_matches",
-    "is_refused",
-    "natural_key",
-    "walk",
-]

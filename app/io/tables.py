@@ -257,6 +257,3 @@ def split_hub_name(name: str) -> tuple[str, str | None, str | None]:
     found = _HUB_NAME.fullmatch(name)
     assert found is not None, name
     return found["repository"], found["configuration"], found["revision"]
-
-
-__all__ = ["DatasetSource", "ParquetSource", "is_hub_dataset", "is_saved_dataset", "needs_extra"]

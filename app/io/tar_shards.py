@@ -127,6 +127,3 @@ def _add_sample(file: BinaryIO, row: Row, pictures: Sequence[bytes]) -> None:
         info.size = len(data)
         padding = -len(data) % tarfile.BLOCKSIZE
         file.write(info.tobuf(tarfile.USTAR_FORMAT) + data + bytes(padding))
-
-
-__all__ = ["TarShards", "media_suffix"]

@@ -320,6 +320,3 @@ def read_whole_members(file: IO[bytes]) -> Iterator[tuple[TarMember, int]]:
             if end > size:
                 return
             yield member, end
-
-
-__all__ = ["DamagedTarError", "TarMember", "TarSource", "read_members", "read_whole_members"]

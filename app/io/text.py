@@ -40,6 +40,3 @@ def escaped_values(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: escaped_values(one) for key, one in value.items()}
     return [escaped_values(one) for one in value] if isinstance(value, list) else value
-
-
-__all__ = ["MAX_PROMPT_CHARS", "escaped", "escaped_values", "find_fault", "is_valid"]

@@ -89,6 +89,3 @@ def load_media(
     if is_clip(header, bool(named_video)):
         return load_video(source, frames, max_pixels, isolated)
     return load_image(source, max_pixels, isolated)
-
-
-__all__ = ["AMBIGUOUS_SUFFIXES", "VIDEO_SUFFIXES", "load_media", "load_video"]

@@ -230,6 +230,3 @@ def _retry_after(headers: Message) -> float | None:
 def user_agent() -> str:
     """The value of `$MMSPEC_USER_AGENT`, else the name and version of this package."""
     return os.environ.get(USER_AGENT_VARIABLE) or f"mmspec/{mmspec_version()} (caption jobs)"
-
-
-__all__ = ["FETCH_TIMEOUT_S", "FetchError", "fetch", "user_agent"]

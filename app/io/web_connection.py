@@ -159,14 +159,3 @@ class _Answer(http.client.HTTPResponse):
     def read(self, amt: int | None = None) -> bytes:
         """At most `amt` bytes; without a number, as urllib reads redirects, `MAX_REDIRECT_BYTES`."""
         return super().read(MAX_REDIRECT_BYTES if amt is None else amt)
-
-
-__all__ = [
-    "CHUNK_BYTES",
-    "MIN_BYTES_PER_S",
-    "FetchError",
-    "Pace",
-    "PacedHTTPConnection",
-    "PacedHTTPSConnection",
-    "is_public",
-]

@@ -292,14 +292,3 @@ def out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and ("out of memory" in text or "can't allocate memory" in text)
     )
-
-
-__all__ = [
-    "CUT_WHILE_THINKING",
-    "Caption",
-    "Captioner",
-    "ComparisonTotals",
-    "PromptTooLongError",
-    "Provenance",
-    "out_of_memory",
-]

@@ -308,17 +308,3 @@ def encode_media(model: PreTrainedModel, inputs: dict[str, Any]) -> tuple[dict[s
     seconds = time.perf_counter() - start
     text_inputs = {name: value for name, value in inputs.items() if name not in PIXELS}
     return ({**text_inputs, "mm_encoder_outputs": features}, seconds) if features else (inputs, 0.0)
-
-
-__all__ = [
-    "ChatTurn",
-    "accepts_videos",
-    "build_inputs",
-    "check_chat",
-    "check_length",
-    "encode_media",
-    "find_too_long",
-    "reject_media_tokens",
-    "takes_several_pictures",
-    "to_model_device",
-]

@@ -259,14 +259,3 @@ def _hint(name: str, error: Exception) -> str:
     if "/" in name and not os.path.isdir(name) and os.path.isdir(name.split("/")[0]):
         text += f" (and there is no folder {name} here)"
     return text
-
-
-__all__ = [
-    "check_several_pictures",
-    "load_model",
-    "load_text_model",
-    "model_revision",
-    "read_model_config",
-    "resolve_device",
-    "synchronize",
-]

@@ -51,6 +51,3 @@ def shrink(image: Image.Image, max_pixels: int) -> Image.Image:
     new_width = min(max(1, int(width * scale)), max_pixels)
     new_height = min(max(1, int(height * scale)), max_pixels // new_width)
     return image.resize((new_width, new_height), Image.Resampling.BICUBIC, reducing_gap=3.0)
-
-
-__all__ = ["image_limits", "shrink", "shrink_media"]

@@ -149,18 +149,3 @@ def _knows(template: str, variable: str) -> bool:
     """Whether a template's expressions and statements use a variable."""
     blocks = re.findall(r"{[{%].*?[%}]}", template, re.DOTALL)
     return any(re.search(rf"(?<![\w.'\"]){re.escape(variable)}(?![\w'\"])", block) for block in blocks)
-
-
-__all__ = [
-    "DEFAULT_FORMAT",
-    "RESERVED",
-    "ChatFormat",
-    "PlainFormat",
-    "chat_template",
-    "describe_prompt_format",
-    "media_tokens",
-    "plain_format",
-    "strip_media_tokens",
-    "task_prompt",
-    "template_variables",
-]

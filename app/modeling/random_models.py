@@ -173,6 +173,3 @@ def tiny_model(folder: str | Path, seed: int = 0) -> Path:
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
     return Path(folder)
-
-
-__all__ = ["SIZES", "build_vocabulary", "random_model", "tiny_model"]

@@ -114,6 +114,3 @@ GREEDY = Sampling()
 def _listed(settings: dict[str, Any]) -> str:
     texts = {name: str(value) for name, value in settings.items()}
     return ", ".join(f"{name} {text if len(text) <= 40 else text[:37] + '...'}" for name, text in texts.items())
-
-
-__all__ = ["GREEDY", "Sampling"]

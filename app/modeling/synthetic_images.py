@@ -46,6 +46,3 @@ def write_images(folder: Path, count: int) -> list[Path]:
         files.append(folder / f"{number:02d}_{name}.png")
         image.save(files[-1])
     return files
-
-
-__all__ = ["draw_image", "write_images"]

@@ -52,6 +52,3 @@ def without_thoughts(text: str, begins_inside: bool = False) -> Answer:
             if start in text:
                 return Answer(text.partition(start)[0], True, True)
     return Answer("", True, True) if begins_inside and not found else Answer(text, found, False)
-
-
-__all__ = ["Answer", "opens_thoughts", "without_thoughts"]

@@ -60,6 +60,3 @@ def warn_if_out_of_domain(media: Media, name: str) -> bool:
         return False
     print_stderr(f"mmspec: {name} {OUT_OF_DOMAIN_HINT}")
     return True
-
-
-__all__ = ["OUT_OF_DOMAIN_HINT", "background_share", "looks_like_scene", "warn_if_out_of_domain"]

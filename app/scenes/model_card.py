@@ -125,6 +125,3 @@ def write_card(folder: Path, num_parameters: int, metrics: Mapping[str, float] |
     sections = [CARD_HEADER.format(parameters=num_parameters / 1e6, kinds=len(OBJECT_KINDS)), format_training(training)]
     sections += [format_accuracy(metrics)] if metrics is not None else []
     (folder / CARD_FILE).write_text("\n".join([*sections, LIMITATIONS]), encoding="utf-8")
-
-
-__all__ = ["CARD_FILE", "METRIC_LABELS", "TRAINING_FILE", "write_card"]

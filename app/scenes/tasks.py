@@ -72,6 +72,3 @@ def _ask(task: str, scene: Scene, rng: random.Random) -> grammar.QATurn:
         return grammar.ask_caption(scene, rng)
     names = [name for name in grammar.QA_TASKS if name not in ("describe", "short")]
     return grammar.generate_chat(scene, rng, 1, names)[0]
-
-
-__all__ = ["REQUEST_TASKS", "SceneRequest", "generate_requests"]

@@ -330,6 +330,3 @@ def finish(options: TrainOptions, trainer: Trainer, teacher: Any, held_out: Any,
         modes = ("coupled", "placeholder") if draft_model.visual_mode == "mixed" else ()
         evaluation = evaluate(options, folder, teacher, held_out, modes) if len(held_out) else {}
         print("\n".join(summary_lines(options, folder, evaluation)), flush=True)
-
-
-__all__ = ["FIRST_CHECKPOINT_S", "VISUAL_MODES", "add_parser", "run"]

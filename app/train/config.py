@@ -66,6 +66,3 @@ class TrainOptions:
         """The parsed command line."""
         values: dict[str, Any] = {item.name: getattr(args, item.name, "") for item in fields(cls)}
         return cls(**values)
-
-
-__all__ = ["TrainOptions"]

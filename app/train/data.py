@@ -274,6 +274,3 @@ class Teacher:
 def _without_padding(values: Tensor, mask: Tensor) -> list[list[int]]:
     """The values [B, n] of each row where the mask [B, n] is True."""
     return [row[row_mask].tolist() for row, row_mask in zip(values, mask, strict=True)]
-
-
-__all__ = ["ANSWERS", "Teacher"]

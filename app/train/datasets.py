@@ -142,6 +142,3 @@ def image_fraction(progress: float) -> float:
         progress: share of the steps that are done.
     """
     return min(1.0, max(0.0, 2 * progress - 1))
-
-
-__all__ = ["FileData", "Request", "RequestDataset", "ScenesData", "Subset", "TextOnlyAugmented", "image_fraction"]

@@ -238,13 +238,3 @@ class DraftLMTrainer:
 def _is_tied(model: Any) -> bool:
     """Whether the input and output embeddings of a model are one tensor."""
     return model.get_input_embeddings().weight is model.get_output_embeddings().weight
-
-
-__all__ = [
-    "DraftLMTrainer",
-    "TextSample",
-    "answer_loss",
-    "default_num_layers",
-    "draft_layer_indices",
-    "init_draft_model",
-]

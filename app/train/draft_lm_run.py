@@ -101,6 +101,3 @@ def finish_draft_lm(options: TrainOptions, draft: Any, teacher: Teacher, held_ou
     write_provenance(folder, options, teacher, {"draft_lm_for": target_name(options.target)})
     evaluation = evaluate(options, folder, teacher, held_out) if len(held_out) else {}
     print("\n".join(summary_lines(options, folder, evaluation)), flush=True)
-
-
-__all__ = ["run_draft_lm"]

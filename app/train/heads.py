@@ -301,13 +301,3 @@ def compressor_state(compressor: Any) -> Any:
         return None
     weights = compressor.state_dict() if hasattr(compressor, "state_dict") else {}
     return compressor_config(compressor), weights
-
-
-__all__ = [
-    "RECIPES",
-    "build_parts",
-    "compressor_state",
-    "init_head",
-    "seeded_compressor",
-    "target_head_config",
-]

@@ -80,6 +80,3 @@ class ProgressReporter:
 
 def _format_seconds(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
-
-
-__all__ = ["ProgressReporter"]

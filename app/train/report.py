@@ -205,6 +205,3 @@ def write_curves(out: Path, title: str) -> None:
         plot_training_log(out / "log.jsonl", out / "curves.png", title)
     except Exception as error:  # a plot is no reason to lose a training run
         print(f"mmspec: no curves.png: {one_line(error)}", file=sys.stderr)
-
-
-__all__ = ["evaluate", "export", "measure_speed", "next_command", "summary_lines", "target_name", "write_curves"]

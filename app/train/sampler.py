@@ -55,6 +55,3 @@ class LengthGroupedSampler:
     def _length(self, index: int) -> int:
         """Length of a request, or of its text-only form if only that has an answer."""
         return self.lengths.get(index, self.lengths.get(index + self.count, 0))
-
-
-__all__ = ["LengthGroupedSampler"]

@@ -194,15 +194,3 @@ def fit_instant_heads(trainer: Trainer, teacher: Teacher) -> None:
                 break
         if fit.num_examples:
             fit.solve()
-
-
-__all__ = [
-    "build_trainer",
-    "check_run_settings",
-    "data_settings",
-    "distributed_context",
-    "fit_instant_heads",
-    "init_from_target",
-    "split_data",
-    "train_settings",
-]

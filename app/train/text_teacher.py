@@ -157,14 +157,3 @@ def write_questions(
         replace_file(file, json.dumps(questions, indent=0).encode())
         logger.info("mmspec: %d of %d requests written", len(questions), count)
     return questions[:count]
-
-
-__all__ = [
-    "TextCaptioner",
-    "TextRequests",
-    "TextTeacher",
-    "is_text_target",
-    "question_text",
-    "read_questions",
-    "write_questions",
-]

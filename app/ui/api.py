@@ -122,6 +122,3 @@ def _add_endpoint(
         gr.Number(max_new_tokens),
     ]
     gr.Button(name).click(fn, inputs, gr.JSON(), api_name=name, **DEVICE_QUEUE)
-
-
-__all__ = ["register_endpoints"]

@@ -276,6 +276,3 @@ def sanitize_file_name(name: str) -> str:
     stem, suffix = Path(name).stem, Path(name).suffix
     clean = re.sub(r"[^\w.,+ -]", "_", stem).strip(" .")[:80]
     return (clean or "file") + re.sub(r"[^\w.]", "", suffix)[:12]
-
-
-__all__ = ["CaptionBatch", "clean_name", "link_files", "sanitize_file_name", "unique_names", "write_parquet"]

@@ -48,11 +48,9 @@ class CancellableCaptioner(Captioner):
 
     @property
     def drafter_name(self) -> str:
-        """See `Captioner`."""
         return str(getattr(self.drafter, "name", self.drafter))
 
     def generation_kwargs(self) -> dict[str, Any]:
-        """See `Captioner`."""
         mmspec_options = {"drafter": self.drafter, "compressor": self.compressor}
         return super().generation_kwargs() | {"stopping_criteria": self._criteria, "mmspec": mmspec_options}
 
@@ -74,6 +72,3 @@ class CancellableCaptioner(Captioner):
         if self.cancel_signal.should_stop:
             raise RunCancelledError
         return captions
-
-
-__all__ = ["CancellableCaptioner", "RunCancelledError", "build_stopping_criteria"]

@@ -192,6 +192,3 @@ def wait_for_interrupt() -> None:
         signal.signal(number, lambda *_: interrupted.set())
     while not interrupted.wait(1.0):
         pass
-
-
-__all__ = ["add_parser", "run"]

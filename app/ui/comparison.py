@@ -245,6 +245,3 @@ class ComparisonRun:
         """R: seconds of a round divided by seconds of a plain step. Decode speed-up = tau / R."""
         speedup = self.speedup_decode(lane)
         return lane.stats.tau / speedup if speedup else None
-
-
-__all__ = ["AnswerLane", "ComparisonRun", "Difference"]

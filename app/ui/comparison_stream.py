@@ -179,6 +179,3 @@ def build_result(run: ComparisonRun, conversation: Conversation) -> CompareResul
     is_in_domain = run.settings.model != SCENES_MODEL or looks_like_scene(media_images(run.media)[0])
     note = "" if is_in_domain else f" The picture {OUT_OF_DOMAIN_HINT}."
     return CompareResult(build_report(run), conversation, run.cancelled, note)
-
-
-__all__ = ["CompareResult", "ComparisonView", "Conversation", "build_result", "stream_comparison"]

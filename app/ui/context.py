@@ -249,19 +249,3 @@ def describe_error(error: Exception) -> str:
     if out_of_memory(error):
         return "Out of memory; reduce max new tokens, or use a smaller picture."
     return INTERNAL_ERROR
-
-
-__all__ = [
-    "DEVICE_QUEUE",
-    "PRIVATE_API",
-    "UNQUEUED",
-    "VALIDATION",
-    "Context",
-    "Controls",
-    "build_controls",
-    "describe_error",
-    "format_queue_position",
-    "get_client",
-    "report_errors",
-    "to_gradio_error",
-]

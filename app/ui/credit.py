@@ -88,6 +88,3 @@ def explain_no_drafts(lane: AnswerLane, rounds: Sequence[Round]) -> str:
     if lane.stats.rounds < SHORT_ROUNDS:
         return "too short for a draft to pay"
     return "recent drafts did not pay"
-
-
-__all__ = ["BASELINES", "LOOP", "NO_DRAFTS", "PLAIN_GENERATE", "Credit", "explain_no_drafts", "split_speedup"]

@@ -201,6 +201,3 @@ def _draw_tokens(canvas: Image.Image, lane: _DrawnLane, now: float) -> None:
         if background and text.strip():
             draw.rectangle((x, y, x + font.getlength(text), y + LINE - 3), background)
         draw.text((x, y), text, ink, font)
-
-
-__all__ = ["choose_tempo", "format_tempo", "write_gif"]

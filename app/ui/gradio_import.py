@@ -28,6 +28,3 @@ def skip_stub_generation() -> Iterator[None]:
         yield
     finally:
         inspect.getfile = getfile
-
-
-__all__ = ["skip_stub_generation"]

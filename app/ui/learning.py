@@ -166,14 +166,3 @@ def moving_means(points: Sequence[CurvePoint]) -> list[float]:
     """Tokens per forward up to each point, over the last `CALLS_PER_MEAN` points."""
     windows = (points[max(0, end - CALLS_PER_MEAN) : end] for end in range(1, len(points) + 1))
     return [pooled.tokens_per_forward for window in windows if (pooled := pool_calls(window)) is not None]
-
-
-__all__ = [
-    "CALLS_PER_MEAN",
-    "LEARNING_DRAFTERS",
-    "MAX_PICTURES",
-    "UNTRAINED_DRAFTER",
-    "LearningRun",
-    "moving_means",
-    "pool_calls",
-]

@@ -113,6 +113,3 @@ class Limits:
         if len(files) > self.max_files:
             raise UsageError(f"{len(files)} files are too many; {self.max_files} is the limit.")
         return files
-
-
-__all__ = ["Limits"]

@@ -42,6 +42,3 @@ def _join(links: tuple[tuple[str, str], ...]) -> str:
         f'<a class="mm-link" href="{escape(url)}" target="_blank" rel="noopener noreferrer">{escape(label)}</a>'
         for label, url in links
     )
-
-
-__all__ = ["PAPERS", "project_links", "render_links"]

@@ -103,6 +103,3 @@ def free_device_memory() -> None:
     """Release cached device memory of a deleted model."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-__all__ = ["LoadedModel", "free_device_memory", "load_patched_model"]

@@ -103,6 +103,3 @@ class ModelStore:
 
 def _format_names(names: Sequence[str]) -> str:
     return ", ".join(Path(name).name for name in names)
-
-
-__all__ = ["COMPRESSOR_CHOICES", "ModelStore", "RunSettings"]

@@ -65,6 +65,3 @@ class Opening:
         await asyncio.wait([recorded])  # unlike awaiting it, this does not cancel it when the page is closed
         is_failed = recorded.cancelled() or recorded.exception() is not None  # the terminal reports why
         return None if is_failed else recorded.result()
-
-
-__all__ = ["CLIP_QUESTIONS", "OPENING_IMAGE", "OPENING_QUESTION", "PICTURE_QUESTIONS", "Opening"]

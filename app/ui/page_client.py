@@ -64,6 +64,3 @@ def _run_event(client: httpx.Client, url: str, request: dict[str, Any]) -> list[
 def download_json(url: str, path: str) -> Any:
     """Download and parse a JSON file that the app offers."""
     return httpx.get(f"{url}{API}/file={path}", timeout=TIMEOUT_S).raise_for_status().json()
-
-
-__all__ = ["download_json", "run_events"]

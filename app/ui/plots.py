@@ -119,18 +119,3 @@ def learning_curve(run: LearningRun) -> tuple[pd.DataFrame, dict[str, str]]:
     ]
     frame = pd.DataFrame(rows, columns=["picture", "tokens per forward", "drafter"])
     return frame, dict(zip(names, (LANE_COLORS[1], LANE_COLORS[0]), strict=True))
-
-
-__all__ = [
-    "LANE_COLORS",
-    "MIN_COUNT_TOP",
-    "caption_curve",
-    "count_axis",
-    "describe_lengths",
-    "lane_colors",
-    "learning_curve",
-    "length_histogram",
-    "phase_times",
-    "round_lengths",
-    "value_limits",
-]

@@ -253,17 +253,3 @@ def format_timing(num_tokens: int, ttft_s: float, elapsed_s: float) -> str:
     parts += [f"first after {ttft_s:.2f} s"] if ttft_s else []
     parts += [f"{elapsed_s:.2f} s"] if elapsed_s else []
     return ", ".join(parts)
-
-
-__all__ = [
-    "LEGEND",
-    "LiveLane",
-    "RacedTurn",
-    "format_timing",
-    "lane_title",
-    "render_conversation",
-    "render_empty_race",
-    "render_live_race",
-    "render_race",
-    "render_verdict",
-]

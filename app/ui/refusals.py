@@ -53,6 +53,3 @@ def explain_refusal(kind: str, message: str, max_pixels: int) -> str:
     if kind == "NotAnImage" and "HEIC" in message:
         return "it is a HEIC photo; save it as JPEG"
     return REASONS.get(kind, message)
-
-
-__all__ = ["FileRefusedError", "explain_refusal"]

@@ -192,15 +192,3 @@ def _render_caption_row(row: Mapping[str, Any], thumbnail: str, max_pixels: int)
 def _is_cut(row: Mapping[str, Any]) -> bool:
     """Whether the caption ended because of the number of tokens, so that it may lack its end."""
     return row.get("finish_reason") == "length"
-
-
-__all__ = [
-    "render_captions",
-    "render_frames",
-    "render_numbers",
-    "render_results",
-    "render_round",
-    "render_sentence",
-    "render_status",
-    "render_visible_tokens",
-]

@@ -176,6 +176,3 @@ def _inputs(report: Report) -> str:
     call = 'messages, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"'
     lines += ["]", "inputs = processor.apply_chat_template(", f"    {call}{options}{variables}", ")"]
     return "\n".join(lines)
-
-
-__all__ = ["MAX_EMBEDDED_BYTES", "MAX_SHOWN_BYTES", "RunRequest", "build_code", "describe_request"]

@@ -291,14 +291,3 @@ class TempStorage:
     def close(self) -> None:
         """Remove everything."""
         shutil.rmtree(self.root, ignore_errors=True)
-
-
-__all__ = [
-    "AnswerTrace",
-    "Report",
-    "TempStorage",
-    "build_report",
-    "collect_metrics",
-    "format_verdict",
-    "settings_to_dict",
-]

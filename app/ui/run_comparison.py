@@ -29,7 +29,6 @@ LOOP_TOKENS = 64
 
 
 def run_comparison(comparison: ComparisonRun) -> None:
-    """See `ComparisonRun.run`."""
     settings = comparison.settings
     if comparison.cancel_signal.should_stop:
         comparison.phase, comparison.cancelled = "done", True
@@ -189,6 +188,3 @@ def measure_logit_margin(
         return math.nan
     logits = output.logits[index][0].float()
     return float(logits[token_id] - logits[other_id])
-
-
-__all__ = ["copy_request", "measure_logit_margin", "run_comparison"]

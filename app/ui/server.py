@@ -262,6 +262,3 @@ def _log_load_error(load: Future[Any]) -> None:
     error = None if load.cancelled() else load.exception()
     if error is not None:
         logger.error("mmspec: the model cannot be used: %s", one_line(error, 600))
-
-
-__all__ = ["DemoServer", "ShareError", "build_app", "serve"]

@@ -49,6 +49,3 @@ def render_share_page(report: Report) -> str:
         note=escape(note),
         script=script,
     )
-
-
-__all__ = ["render_share_page"]

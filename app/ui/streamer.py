@@ -108,6 +108,3 @@ def token_label(tokenizer: Any, token: int) -> str:
     """A single token as a label: special tokens by their name, white space by visible characters."""
     text = tokenizer.decode([token]) or str(tokenizer.convert_ids_to_tokens(token))
     return text.replace("\n", "⏎").replace("\t", "⇥").replace(" ", "·")
-
-
-__all__ = ["IncrementalDetokenizer", "TimingStreamer", "detokenize", "token_label"]

@@ -58,6 +58,3 @@ def frame_times(video: Video) -> list[float]:
     if not fps or indices is None:
         return []
     return [float(index) / float(fps) for index in indices]
-
-
-__all__ = ["MEDIA_SIZE", "TimedImage", "draw_media", "frame_times", "to_data_uri"]

@@ -175,6 +175,3 @@ def _format_probability(item: Round, node: int) -> str:
         return ""
     parent = item.scores[item.parents[node]]
     return f"{100 * min(1.0, item.scores[node] / parent):.0f}%" if parent > 0 else ""
-
-
-__all__ = ["TreeBox", "layout_tree", "list_nodes", "render_tree"]

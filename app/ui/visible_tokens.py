@@ -105,6 +105,3 @@ def visible_tokens_to_dict(visible_tokens: VisibleTokens) -> dict[str, Any]:
         "num_total": visible_tokens.num_total,
         "visible_indices": indices,
     }
-
-
-__all__ = ["VisibleTokens", "draw_visible_tokens", "find_visible_tokens", "uses_center_crop", "visible_tokens_to_dict"]

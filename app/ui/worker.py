@@ -294,6 +294,3 @@ class SessionRegistry:
             self._failures.pop(session, None)
         if cancel_signal is not None:
             cancel_signal.cancel()
-
-
-__all__ = ["MAX_QUEUED_RUNS", "CancelSignal", "Client", "LeftQueueError", "SessionRegistry", "Worker"]

@@ -90,6 +90,3 @@ class BlockDrafter(LearnableHead):
         tokens, path_log_probs = tokens[:, 0], path_log_probs[:, 0]
         parents = table.parents.expand(path_log_probs.shape)
         return select_nodes(state.draft_ids, tokens, path_log_probs, parents, max_nodes=max_nodes)
-
-
-__all__ = ["BlockDrafter"]

@@ -105,6 +105,3 @@ class PathTable:
         values = functional.pad(values, (0, 1)).flatten(2)
         path_log_probs = values[..., self.score_indices].sum(-1) + node_log_probs[..., None]
         return ids[..., self.last_indices], path_log_probs - LEVEL_PENALTY * self.path_lengths, ids
-
-
-__all__ = ["PathTable", "candidate_paths"]

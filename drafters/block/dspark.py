@@ -58,7 +58,6 @@ class DsparkDrafter(BlockDrafter):
         super().read_prompt(state)
 
     def follow_tokens(self, state: DraftState, tokens: Tensor, counts: Sequence[int] | Tensor) -> None:
-        """See `HeadDrafter`."""
         assert state.extra is not None
         state.extra = select_last(tokens[..., None], counts, state.extra[:, None])[:, 0]
 
@@ -71,7 +70,6 @@ class DsparkDrafter(BlockDrafter):
     def extend_rows(
         self, state: DraftState, inputs: Tensor, position_ids: Tensor, counts: Sequence[int] | Tensor
     ) -> None:
-        """See `HeadDrafter`."""
         state.kv_cache.begin_forward(inputs.shape[1])
         cos, sin = self.rotary_embedding(state, position_ids)
         for index, (keys, values) in enumerate(self.head.context_keys_values(inputs, cos, sin)):
@@ -116,19 +114,16 @@ class DsparkDrafter(BlockDrafter):
 
     @property
     def cannot_learn(self) -> str | None:
-        """See `LearnableDrafter`."""
         config = self.head.config
         if config.sliding_windows or config.causal_layers:
             return "its attention has windows, its training loss has none"
         return super().cannot_learn
 
     def expander(self, state: DraftState) -> LevelExpander | None:
-        """See `BlockDrafter`."""
         bigram_head = self.head.bigram_head
         return None if bigram_head is None else BigramExpander(self, bigram_head, state)
 
     def native_draft(self, state: DraftState) -> NativeDraft | None:
-        """See `HeadDrafter`."""
         head, mask_token_id = self.head, self.mask_token_id
         if type(self) is not DsparkDrafter or type(head) is not DsparkHead or self.embedding_scale not in (None, 1.0):
             return None
@@ -198,7 +193,6 @@ class BigramExpander(StatelessExpander):
         return inputs_embeds
 
     def logits(self, level: int, hidden_states: Tensor) -> Tensor:
-        """See `LevelExpander`."""
         base_logits = self.base_logits[:, level, None]
         if self.draft_vocab_proj is None:
             bias = fit_vocabulary(self.bigram_head.vocab_proj(hidden_states), base_logits.shape[-1])
@@ -216,6 +210,3 @@ class BigramExpander(StatelessExpander):
         features = self.features[:, level, None].expand(-1, hidden_states.shape[1], -1)
         confidence = functional.logsigmoid(self.head.confidence(features, hidden_states).float())[..., None]
         return log_probs + (confidence - log_probs[..., :1]).clamp(max=0)
-
-
-__all__ = ["BigramExpander", "DsparkDrafter"]

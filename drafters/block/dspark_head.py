@@ -107,7 +107,6 @@ class DsparkHead(EagleHead):
         self.confidence_head = nn.Linear(hidden + rank, 1) if config.confidence_head else None
 
     def hidden_state_indices(self, num_layers: int) -> tuple[int, ...]:
-        """See `EagleHead`."""
         return self.config.hidden_state_layers
 
     def fuse(self, inputs_embeds: Tensor, hidden_states: Tensor) -> Tensor:
@@ -153,6 +152,3 @@ class DsparkHead(EagleHead):
         assert self.confidence_head is not None
         logit: Tensor = self.confidence_head(torch.cat((features, token_features), dim=-1))[..., 0]
         return logit
-
-
-__all__ = ["DsparkHead", "DsparkLayer", "LayerAttention"]

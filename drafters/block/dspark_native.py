@@ -83,6 +83,3 @@ def _correction_weights(bigram_head: BigramHead, vocab_proj: Tensor) -> Correcti
         token_table=None if table is None else table.weight,
         vocab_proj=vocab_proj,
     )
-
-
-__all__ = ["DSPARK_CLASSES", "dspark_weights"]

@@ -75,7 +75,6 @@ class FalconDrafter(BlockDrafter):
         self.max_depth = max_forwards * self.block_size
 
     def extend_context(self, state: DraftState, inputs: Tensor, position_ids: Tensor, counts: list[int]) -> None:
-        """See `HeadDrafter`."""
         self._extend(state, inputs, position_ids, counts, is_prompt=not any(state.kv_cache.seq_lens))
         lengths = state.kv_cache.seq_lens
         state.kv_cache.seq_lens = [length + count for length, count in zip(lengths, counts, strict=True)]
@@ -83,7 +82,6 @@ class FalconDrafter(BlockDrafter):
     def extend_rows(
         self, state: DraftState, inputs: Tensor, position_ids: Tensor, counts: Sequence[int] | Tensor
     ) -> None:
-        """See `HeadDrafter`."""
         self._extend(state, inputs, position_ids, counts, is_prompt=False)
 
     def _extend(
@@ -166,6 +164,3 @@ class FalconDrafter(BlockDrafter):
             features = hidden_states.unflatten(1, (top_k, k))
         expander.close()
         return pool.select(state.draft_ids, max_nodes)
-
-
-__all__ = ["FalconDrafter", "FalconHead"]

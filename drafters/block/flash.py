@@ -47,11 +47,9 @@ class FlashDrafter(BlockDrafter):
     records_drafts = True
 
     def block_features(self, state: DraftState) -> Tensor:
-        """See `BlockDrafter`."""
         return self.head.block_features(state.last_hidden)
 
     def expander(self, state: DraftState) -> LevelExpander | None:
-        """See `BlockDrafter`."""
         markov_head = self.head.markov_head
         return None if markov_head is None else MarkovExpander(self, markov_head, state)
 
@@ -76,6 +74,3 @@ class FlashDrafter(BlockDrafter):
             return None if layer is None else replace(layer, block=block, correction=correction)
 
         return find_native_draft(self, state, weights, (MarkovHead,))
-
-
-__all__ = ["FlashDrafter", "FlashHead"]

@@ -110,7 +110,6 @@ class MarkovExpander(StatelessExpander):
         return self.markov_head.mix(self.features[:, level, None], inputs_embeds)
 
     def logits(self, level: int, hidden_states: Tensor) -> Tensor:
-        """See `LevelExpander`."""
         base_logits = self.base_logits[:, level, None]
         if not level:
             return base_logits
@@ -119,6 +118,3 @@ class MarkovExpander(StatelessExpander):
         else:
             correction = functional.linear(hidden_states, self.draft_vocab_proj)
         return base_logits + correction.float()
-
-
-__all__ = ["BigramHead", "MarkovExpander", "MarkovHead", "fit_vocabulary"]

@@ -59,13 +59,11 @@ class CorrectedExpander(StatelessExpander):
         self.root_hidden = self.features[:, :1]
 
     def expand(self, level: int, inputs_embeds: Tensor, parent_hidden: Tensor) -> Tensor:
-        """See `LevelExpander`."""
         features = self.features[:, level, None].expand(inputs_embeds.shape)
         corrected: Tensor = self.token_correction(features, inputs_embeds)
         return corrected
 
     def logits(self, level: int, hidden_states: Tensor) -> Tensor:
-        """See `LevelExpander`."""
         return self.drafter.logits(self.state, hidden_states)
 
 
@@ -124,9 +122,5 @@ class ParallelDrafter(BlockDrafter):
         return state.extra
 
     def expander(self, state: DraftState) -> LevelExpander | None:
-        """See `BlockDrafter`."""
         correction = self.head.token_correction
         return None if correction is None else CorrectedExpander(self, correction, state)
-
-
-__all__ = ["ParallelDrafter", "ParallelHead", "TokenCorrection"]

@@ -156,14 +156,3 @@ def hidden_state_layers_of(settings: Mapping[str, Any], target: TargetInfo) -> t
     if min(indices) < 0 or max(indices) > target.num_layers:
         raise ValueError(f"{key} {layers} are not all layers of this target, which has {target.num_layers}.")
     return indices
-
-
-__all__ = [
-    "block_attention",
-    "check_block_settings",
-    "hidden_state_layers_of",
-    "keep_confidence_head",
-    "markov_rank",
-    "samples_from_anchor",
-    "warn_missing_theta",
-]

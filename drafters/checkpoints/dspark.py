@@ -222,6 +222,3 @@ def export_dspark(
         "speculators_config": speculators_section("dspark", config.block_size, target),
     }
     write_checkpoint(folder, weights, values)
-
-
-__all__ = ["export_dspark", "load_dspark"]

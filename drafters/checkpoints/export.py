@@ -167,6 +167,3 @@ def _eagle3_config(head: Eagle3Head, drafter: EagleDrafter, target: TargetInfo, 
         if format_name == "vllm":
             values["eagle_aux_hidden_state_layer_ids"] = ids
     return values
-
-
-__all__ = ["EXPORT_FORMATS", "export_head", "refusal"]

@@ -235,19 +235,3 @@ def read_config(folder: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{file} of a drafter: {error}") from error
     return values
-
-
-__all__ = [
-    "CONFIG_NAME",
-    "MODEL_TYPE",
-    "WEIGHTS_NAME",
-    "HeadMetadata",
-    "TargetMismatch",
-    "compact",
-    "load_head",
-    "read_config",
-    "read_metadata",
-    "save_head",
-    "tokenizer_fingerprint",
-    "write_checkpoint",
-]

@@ -76,6 +76,3 @@ def parse_published_config(
         target_hidden_size=0 if own_size == target_size else target_size,
         **parse_rope(values, head_dim, architectures),
     )
-
-
-__all__ = ["parse_head_config", "parse_published_config"]

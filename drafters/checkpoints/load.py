@@ -65,6 +65,3 @@ def _load(folder: str | os.PathLike[str], target: TargetInfo | None, name: str |
     trained_mode = metadata.facts.get("visual_mode")
     drafter.trained_visual_mode = trained_mode if isinstance(trained_mode, str) else None
     return drafter
-
-
-__all__ = ["load_trained"]

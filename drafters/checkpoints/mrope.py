@@ -55,6 +55,3 @@ def mrope_keys(section: tuple[int, ...], interleaved: bool) -> dict[str, Any]:
     if interleaved:  # transformers and vLLM take the type "default" along with this key
         scaling |= {"type": "default", "rope_type": "default", "mrope_interleaved": True}
     return {"rope_scaling": scaling}
-
-
-__all__ = ["mrope_keys", "parse_mrope"]

@@ -69,6 +69,3 @@ def _is_copy(weight: Tensor, others: Tensor) -> bool:
         if not bool(((own - other).abs() <= MAX_RELATIVE_DIFFERENCE * other.abs() + 1e-6).all()):
             return False
     return True
-
-
-__all__ = ["EMBED_TENSOR", "own_embeddings"]

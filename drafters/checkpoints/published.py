@@ -162,6 +162,3 @@ def _vocab_limit(values: Mapping[str, Any], weights: Mapping[str, Tensor], targe
     if size > target.vocab_size + 64 or size < target.vocab_size - 1024:
         raise ValueError(f"this drafter has {size} ids, the target {target.vocab_size}: not the same vocabulary.")
     return size if size < target.vocab_size else None
-
-
-__all__ = ["detect_format", "load_published"]

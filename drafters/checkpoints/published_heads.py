@@ -96,6 +96,3 @@ def target_id(target: TargetInfo) -> str | None:
         return named[0]
     alike = [name for name in PUBLISHED_DRAFTERS if shapes.get(name) == own]
     return alike[0] if len(alike) == 1 else None
-
-
-__all__ = ["PUBLISHED_DRAFTERS", "PublishedHead", "hub_id_of", "published_heads", "target_id"]

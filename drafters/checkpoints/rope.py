@@ -121,6 +121,3 @@ def order_rotated_rows(
         is_rotated = ROTATED.fullmatch(name) is not None and value.dim() > 0 and value.shape[0] % head_dim == 0
         result[name] = value.unflatten(0, (-1, head_dim))[:, order].flatten(0, 1) if is_rotated else value
     return result
-
-
-__all__ = ["order_rotated_rows", "parse_rope", "rope_values"]

@@ -276,13 +276,3 @@ def speculators_section(algorithm: str, num_tokens: int, target: TargetInfo) -> 
         "proposal_methods": [proposal],
         "verifier": {"name_or_path": target.name or None, "architectures": []},
     }
-
-
-__all__ = [
-    "draft_vocabulary_tensors",
-    "eagle3_tensors",
-    "export_speculators",
-    "load_eagle3",
-    "parse_draft_ids",
-    "speculators_section",
-]

@@ -139,13 +139,3 @@ def check_tensors(weights: Mapping[str, Tensor], shapes: Mapping[str, torch.Size
 def drop_unused(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Published tensors without those that a head does not use: rotary buffers and its copy of the embeddings."""
     return {key: value for key, value in weights.items() if "rotary" not in key and key != "embed_tokens.weight"}
-
-
-__all__ = [
-    "STORED_NAMES",
-    "check_tensors",
-    "current_name",
-    "drop_unused",
-    "from_eagle_state_dict",
-    "to_eagle_state_dict",
-]

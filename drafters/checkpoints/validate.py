@@ -193,6 +193,3 @@ def _short(value: object) -> str:
         return f"an integer of {value.bit_length()} bits"
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-__all__ = ["check_config", "check_head_shape", "explain_damage", "parse_json"]

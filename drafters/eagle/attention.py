@@ -76,6 +76,3 @@ def select_last(outputs: Tensor, counts: Sequence[int] | Tensor, previous: Tenso
         counts = from_host(counts, outputs.device)
     index = (counts - 1).clamp(min=0)[:, None, None].expand(-1, 1, outputs.shape[-1])
     return torch.where(counts[:, None] > 0, outputs.gather(1, index)[:, 0], previous)
-
-
-__all__ = ["CachedAttention", "cached_attention", "causal_mask", "select_last"]

@@ -147,7 +147,6 @@ class HeadDrafter(ABC):
 
     @property
     def compresses_visual_tokens(self) -> bool:
-        """See `mmspec.interfaces.TrainedDrafter`."""
         return self.head.compresses_visual_tokens
 
     @property
@@ -227,7 +226,6 @@ class HeadDrafter(ABC):
 
     @torch.inference_mode()
     def draft_part(self, state: DraftState, num_nodes: int) -> DraftPart | None:
-        """See `mmspec.interfaces.round.FusableDrafter`."""
         self.read_prompt(state)
         if state.recorded is None:
             return None
@@ -242,7 +240,6 @@ class HeadDrafter(ABC):
     def observe_part(
         self, state: DraftState, result: VerifyResult, hidden_states: Tensor, kept: Sequence[Tensor]
     ) -> None:
-        """See `mmspec.interfaces.round.FusableDrafter`."""
         counts = self._record_round(state, result)
         emitted = Pending(result.tokens, hidden_states, counts, result.counts) if any(counts) else None
         assert state.recorded is not None
@@ -424,6 +421,3 @@ class HeadDrafter(ABC):
         size = max(state.next_positions) + position_ids.shape[1] + self.max_depth + 1
         cos, sin = state.rotary_table(size, self.head.rotary_embedding)
         return cos[position_ids][:, None], sin[position_ids][:, None]
-
-
-__all__ = ["DEFAULT_TOP_K", "MAX_HEAD_TREE_SIZE", "HeadDrafter"]

@@ -172,6 +172,3 @@ def prompt_grids(prompt: Prompt, num_new: int) -> tuple[VisualGrid, ...]:
         offsets[grid.row] = start + grid.num_tokens
         grids.append(replace(grid, start=start, line_gap=0))
     return tuple(grids)
-
-
-__all__ = ["compressed_inputs", "compressed_prompt_inputs", "prompt_grids"]

@@ -38,13 +38,9 @@ class EagleDrafter(LearnableHead):
         return expand_levels(state, expander, top_k, max_nodes=max_nodes, num_levels=num_levels)
 
     def native_draft(self, state: DraftState) -> NativeDraft | None:
-        """See `HeadDrafter`."""
         head = self.head
         if type(self) is not EagleDrafter:
             return None
         if type(head) is Eagle3Head:
             return find_native_draft(self, state, partial(eagle3_weights, head, state))
         return find_native_draft(self, state, partial(eagle_weights, head, state)) if type(head) is EagleHead else None
-
-
-__all__ = ["EagleDrafter"]

@@ -45,7 +45,6 @@ class Eagle3Head(EagleHead):
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
 
     def hidden_state_indices(self, num_layers: int) -> tuple[int, ...]:
-        """See `EagleHead`."""
         return self.config.hidden_state_layers or eagle3_layers(num_layers)
 
     def fuse(self, inputs_embeds: Tensor, hidden_states: Tensor) -> Tensor:
@@ -66,7 +65,6 @@ class Eagle3Head(EagleHead):
     def forward(
         self, inputs: Tensor, cos: Tensor, sin: Tensor, attend: AttentionFn, query_index: Tensor | None = None
     ) -> Tensor:
-        """See `DecoderLayer.forward`."""
         outputs = super().forward(inputs, cos, sin, attend, query_index)
         return self.norm(outputs) if self.config.norm_output else outputs
 
@@ -80,6 +78,3 @@ class Eagle3Head(EagleHead):
         """[..., V'] logits of its own LM head."""
         logits: Tensor = self.lm_head(hidden_states if self.config.norm_output else self.norm(hidden_states))
         return logits
-
-
-__all__ = ["Eagle3Head", "eagle3_layers"]

@@ -117,11 +117,9 @@ class ExpanderDefaults:
     state: DraftState
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """See `LevelExpander`."""
         return self.state.embed(tokens)
 
     def calibrate(self, level: int, hidden_states: Tensor, log_probs: Tensor) -> Tensor:
-        """See `LevelExpander`."""
         return log_probs
 
 
@@ -171,15 +169,12 @@ class AutoregressiveExpander(ExpanderDefaults):
         return hidden_states
 
     def logits(self, level: int, hidden_states: Tensor) -> Tensor:
-        """See `LevelExpander`."""
         return self.drafter.logits(self.state, hidden_states)
 
     def select_parents(self, parent_index: Tensor) -> None:
-        """See `LevelExpander`."""
         self.ancestor_mask = self.ancestor_mask.gather(1, parent_index.expand(-1, -1, self.ancestor_mask.shape[-1]))
 
     def close(self) -> None:
-        """See `LevelExpander`."""
         self.state.kv_cache.seq_lens = self.seq_lens
 
 
@@ -191,6 +186,3 @@ class StatelessExpander(ExpanderDefaults):
 
     def close(self) -> None:
         """See `LevelExpander`."""
-
-
-__all__ = ["AutoregressiveExpander", "ExpanderDefaults", "LevelExpander", "StatelessExpander", "expand_levels"]

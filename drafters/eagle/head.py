@@ -267,7 +267,6 @@ class EagleHead(nn.Module):
     def forward(
         self, inputs: Tensor, cos: Tensor, sin: Tensor, attend: AttentionFn, query_index: Tensor | None = None
     ) -> Tensor:
-        """See `DecoderLayer.forward`."""
         outputs: Tensor = self.layer(inputs, cos, sin, attend, query_index)
         return outputs
 
@@ -293,13 +292,3 @@ class EagleHead(nn.Module):
         angles = position_ids.float() * frequencies
         angles = torch.cat((angles, angles), dim=-1)
         return (factor * angles.cos()).to(dtype), (factor * angles.sin()).to(dtype)
-
-
-__all__ = [
-    "AttentionFn",
-    "DecoderLayer",
-    "EagleHead",
-    "HeadConfig",
-    "RMSNorm",
-    "rotate_half",
-]

@@ -47,7 +47,6 @@ class NativeDraft:
         self._rotary_embedding = rotary_embedding
 
     def extend_context(self, state: DraftState, pending: Pending) -> bool:
-        """See `DraftBackend`."""
         num_new = pending.tokens.shape[1]
         context = self._context(state, num_new)
         if context is None:
@@ -210,13 +209,3 @@ def _layer_weights(layer: DecoderLayer) -> LayerWeights:
         post_norm=layer.post_norm.weight if layer.has_mlp else None,
         **split_projections(layer, sizes, layer.has_mlp),
     )
-
-
-__all__ = [
-    "NativeDraft",
-    "eagle3_weights",
-    "eagle_weights",
-    "find_native_draft",
-    "shared_weights",
-    "split_projections",
-]

@@ -25,7 +25,6 @@ class LearnableHead(HeadDrafter):
 
     @property
     def cannot_learn(self) -> str | None:
-        """See `LearnableDrafter`."""
         from mmspec.drafters.training.online import architecture_of  # on demand: training imports all architectures
 
         if architecture_of(self) is None:
@@ -69,7 +68,6 @@ class LearnableHead(HeadDrafter):
 
     @property
     def learning_key(self) -> str:
-        """See `LearnableDrafter`."""
         digest = hashlib.sha256()
         for name, weight in self.head.named_parameters():
             flat = weight.detach().flatten()
@@ -78,7 +76,6 @@ class LearnableHead(HeadDrafter):
         return f"{type(self.head).__name__.lower()}-{digest.hexdigest()[:12]}"
 
     def learnable_copy(self) -> nn.Module:
-        """See `GradientDrafter`."""
         with torch.device("meta"):  # an initialisation would advance the user's random generator
             copy = type(self.head)(self.head.config)
         copy.load_state_dict(
@@ -127,6 +124,3 @@ def _check_weights(weights: Mapping[str, Tensor], expected: Mapping[str, Tensor]
             raise ValueError(f"{name} must be {list(weight.shape)}; got {list(weights[name].shape)}.")
         if not bool(torch.isfinite(weights[name]).all()):
             raise ValueError(f"{name} holds values that are not finite.")
-
-
-__all__ = ["LearnableHead"]

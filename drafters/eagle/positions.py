@@ -49,6 +49,3 @@ def prompt_axes(prompt: Prompt, order: Tensor) -> tuple[Tensor, Tensor]:
     axes = position_ids[-NUM_AXES:] if len(position_ids) >= NUM_AXES else position_ids[-1:]
     axes = axes.expand(NUM_AXES, *order.shape)
     return torch.stack([gather_rows(axis, order) for axis in axes]), axes[..., -1].amax(0) + 1
-
-
-__all__ = ["NUM_AXES", "mrope_axes", "prompt_axes"]

@@ -319,6 +319,3 @@ def find_recorded_draft(drafter: HeadDrafter, state: DraftState, prompt: Prompt)
 
 def _shared_modules(shared_embeddings: SharedEmbeddings) -> tuple[nn.Module, nn.Module]:
     return shared_embeddings.embed_tokens, shared_embeddings.lm_head
-
-
-__all__ = ["DraftAlone", "DraftFunction", "DraftTensors", "RecordedDraft", "find_recorded_draft"]

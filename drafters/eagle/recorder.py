@@ -88,6 +88,3 @@ class SequenceRecorder:
             inputs_embeds=merged[None],
             hidden_states=torch.cat((states, states.new_zeros(len(ids) - len(states), states.shape[1])))[None],
         )
-
-
-__all__ = ["MAX_RECORDED", "SequenceRecorder"]

@@ -90,5 +90,3 @@ REQUIRED_SETTINGS = {
 }
 OPTIONAL_SETTINGS = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 """Further numbers of "yarn"."""
-
-__all__ = ["OPTIONAL_SETTINGS", "REQUIRED_SETTINGS", "SCALINGS", "inverse_frequencies"]

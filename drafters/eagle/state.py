@@ -179,6 +179,3 @@ class DraftState:
         """[..., D] embeddings of tokens of the draft vocabulary."""
         ids = tokens if self.draft_ids is None else self.draft_ids[tokens]
         return self.shared_embeddings.embed(ids)
-
-
-__all__ = ["DraftBackend", "DraftState", "Pending"]

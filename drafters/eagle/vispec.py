@@ -123,6 +123,3 @@ def build_vispec_head(config: HeadConfig, weights: Mapping[str, Tensor]) -> tupl
     eagle_weights = {name: value for name, value in weights.items() if not name.startswith(("imadpt.", "img_fc."))}
     with torch.device("meta"):
         return VispecHead(config, queries.shape[0]), eagle_weights
-
-
-__all__ = ["VispecDrafter", "VispecHead", "VisualAdaptor", "build_vispec_head"]

@@ -192,20 +192,3 @@ def left_pack(keep: Tensor, *parts: Tensor) -> tuple[Tensor, ...]:
 def packed_indices(keep: Tensor) -> Tensor:
     """[B, n] int64 indices of the selected positions [B, n] in order, then of the others."""
     return (~keep).long().argsort(dim=1, stable=True)
-
-
-__all__ = [
-    "VISUAL_MODES",
-    "DraftInputs",
-    "VisualInputMode",
-    "align_prompt",
-    "coupled",
-    "decoupled",
-    "embed_anew",
-    "left_pack",
-    "packed_indices",
-    "placeholder",
-    "prompt_order",
-    "resolve_visual_mode",
-    "text_only",
-]

@@ -200,6 +200,3 @@ def _principal_basis(maps: Tensor, covariances: Tensor) -> Tensor:
     for _ in range(SUBSPACE_ITERATIONS):
         basis = torch.linalg.qr((maps @ (covariances @ basis)).sum(0)).Q
     return basis
-
-
-__all__ = ["NUM_LAGS", "NUM_SLOTS", "AutoregressionFit", "LinearHeads", "input_projection"]

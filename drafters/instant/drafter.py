@@ -81,19 +81,13 @@ class InstantDrafter(BlockDrafter):
         state.extra = select_last(embeds, pending.counts, state.extra)
 
     def block_features(self, state: DraftState) -> Tensor:
-        """See `BlockDrafter`."""
         assert state.extra is not None
         return self.head.block_features(state.extra, state.last_hidden)
 
     def publish(self, weights: Mapping[str, Tensor]) -> None:
-        """See `LearnableDrafter`."""
         super().publish(weights)
         self.is_ready = True
 
     def expander(self, state: DraftState) -> LevelExpander | None:
-        """See `BlockDrafter`."""
         markov_head = self.head.markov_head
         return None if markov_head is None else MarkovExpander(self, markov_head, state)
-
-
-__all__ = ["InstantDrafter"]

@@ -60,6 +60,3 @@ class RidgeFit:
             return False
         self.head.block_proj.weight.copy_(weight)
         return True
-
-
-__all__ = ["RidgeFit"]

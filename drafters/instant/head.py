@@ -83,6 +83,3 @@ def init_instant_head(config: HeadConfig, seed: int = 0) -> InstantHead:
 def _normalize(vectors: Tensor) -> Tensor:
     """[..., D] scaled to a root mean square of 1."""
     return functional.rms_norm(vectors, vectors.shape[-1:])
-
-
-__all__ = ["InstantHead", "init_instant_head", "instant_config"]

@@ -178,20 +178,16 @@ class OnlineHeads:
 
     @property
     def learning_key(self) -> str:
-        """See `mmspec.interfaces.LearnableDrafter`."""
         return f"autoregression-k{NUM_SLOTS}-d{self.hidden_size}"
 
     def start_recording(self, state: HeadsState, with_examples: bool) -> None:
-        """See `mmspec.interfaces.LearnableDrafter`."""
         state.recorder = CallRecorder(len(state.last)) if with_examples else None
 
     def recorded_examples(self, state: HeadsState) -> list[Examples]:
-        """See `mmspec.interfaces.LearnableDrafter`."""
         examples = None if state.recorder is None else state.recorder.examples(1)
         return [] if examples is None else [examples]
 
     def closed_form(self, device: torch.device) -> AutoregressionFit:
-        """See `mmspec.interfaces.LearnableDrafter`."""
         return AutoregressionFit(self.hidden_size, self.vocab_size, device)
 
     def publish(self, weights: Mapping[str, Tensor]) -> None:
@@ -263,6 +259,3 @@ def _check_heads(weights: Mapping[str, Tensor], hidden_size: int, vocab_size: in
         raise ValueError(f"candidate_ids must be ids from 0 to {vocab_size - 1}; got {list(ids.shape)} {ids.dtype}.")
     floats = {name: tensors[name].float() for name in shapes}
     return LinearHeads(**floats, candidate_ids=ids.long(), num_examples=int(tensors["num_examples"]))
-
-
-__all__ = ["HeadsState", "OnlineHeads"]

@@ -62,6 +62,3 @@ class CallRecorder:
             inputs = inputs[torch.tensor(places, device=inputs.device)]
         ids, index = torch.tensor(text), torch.tensor(roots)
         return Examples(inputs, ids[index], ids[index[:, None] + torch.arange(1, num_next + 1)])
-
-
-__all__ = ["CallRecorder"]

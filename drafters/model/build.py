@@ -38,6 +38,3 @@ def _drafter_of_ids(source: DraftModelSource, target: TargetInfo) -> ModelDrafte
     """With the images, if the draft model has the target's placeholders; else of the text."""
     reads_images = bool(source.media_token_ids) and set(source.media_token_ids) == set(target.media_token_ids)
     return VisionModelDrafter(source) if reads_images else ModelDrafter(source)
-
-
-__all__ = ["build_model_drafter"]

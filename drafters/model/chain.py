@@ -244,6 +244,3 @@ def score_next(target: DraftTarget, tokens: Tensor, counts: Sequence[int]) -> Te
     target.commit(VerifyResult(tree, index.expand(batch, n), on_device, tokens, [], nodes))
     last = (on_device - 1).clamp(min=0).to(logits.device)
     return logits[torch.arange(batch, device=logits.device), last]
-
-
-__all__ = ["ChainDrafter", "ChainInputs", "ChainState", "score_next"]

@@ -167,6 +167,3 @@ def _common_length(first: Sequence[int], second: Sequence[int]) -> int:
     """Length of the common prefix."""
     length = min(len(first), len(second))
     return next((i for i in range(length) if first[i] != second[i]), length)
-
-
-__all__ = ["ModelDrafter", "ModelState"]

@@ -87,7 +87,6 @@ class RetokenizingDrafter(ModelDrafter):
         return build_tree(rows, tree.tokens.device)
 
     def prompt_ids(self, prompt: Prompt) -> list[list[int]]:
-        """See `ModelDrafter.prompt_ids`."""
         return [encode_text(self.draft_tokenizer, decode_text(self.tokenizer, row)) for row in text_rows(prompt)]
 
     def output_ids(self, state: ModelState, row: int) -> list[int]:
@@ -142,6 +141,3 @@ def same_tokenizer(first: Any, second: Any) -> bool:
     """Whether the vocabulary of one tokenizer is part of the other's, with the same ids and the same cuts."""
     one, other = first.get_vocab().items(), second.get_vocab().items()
     return (one <= other or other <= one) and encode_text(first, SAMPLE_TEXT) == encode_text(second, SAMPLE_TEXT)
-
-
-__all__ = ["RetokenizingDrafter", "TextState", "decode_text", "encode_text", "same_tokenizer"]

@@ -149,6 +149,3 @@ class QuantizedDrafter(SelfDrafter):
         limit = subsets.num_layers if subsets.exit_limit is None else subsets.exit_limit
         half = tuple(range(min(limit, subsets.num_layers // 2)))
         return [tuple(range(subsets.num_layers)), *([half] if half else [])]
-
-
-__all__ = ["LayerSet", "QuantizedDrafter", "SelfDrafter", "SelfState", "candidate_layer_sets"]

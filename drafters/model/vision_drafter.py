@@ -105,6 +105,3 @@ def compress_prompt(prompt: Prompt, embeds: Tensor, compressor: Compressor) -> t
     position_ids = torch.cat((compressed.position_ids, text_positions), 1)
     order = position_ids.masked_fill(~mask, -1).sort(dim=1, stable=True).indices  # padding first
     return gather_rows(joined, order), gather_rows(mask, order).long(), gather_rows(position_ids, order)
-
-
-__all__ = ["VisionModelDrafter", "compress_prompt"]

@@ -85,13 +85,11 @@ class AssistantExpander(StatelessExpander):
         return outputs
 
     def expand(self, level: int, inputs_embeds: Tensor, parent_hidden: Tensor) -> Tensor:
-        """See `LevelExpander`."""
         head = self.drafter.head
         hidden_states = head.post_projection(parent_hidden)
         return self._run(head.fuse(inputs_embeds.to(hidden_states.dtype), hidden_states))
 
     def logits(self, level: int, hidden_states: Tensor) -> Tensor:
-        """See `LevelExpander`."""
         return self.drafter.logits(self.state, hidden_states)
 
 
@@ -133,16 +131,13 @@ class AssistantDrafter(SwitchedDrafter):
 
     @property
     def settings(self) -> tuple[str, ...]:
-        """See `HeadDrafter`."""
         return (self.position,)
 
     def apply(self, values: Mapping[str, str]) -> None:
-        """See `SwitchedDrafter`."""
         self.position = values["position"]
 
     @torch.inference_mode()
     def begin(self, prompt: Prompt) -> DraftState:
-        """See `HeadDrafter.begin`."""
         state = super().begin(prompt)
         state.target_keys = prompt.target_keys
         state.logit_bias[[token for token in self.suppressed_ids if 0 <= token < prompt.vocab_size]] = float("-inf")
@@ -167,6 +162,3 @@ class AssistantDrafter(SwitchedDrafter):
         embeds = state.shared_embeddings.embed(first_ids)[:, None].to(hidden_states.dtype)
         state.last_hidden = self.fuse(state, embeds, gather_rows(hidden_states, behind))[:, 0]
         state.next_positions = (prompt.position_ids.expand(len(last), -1).gather(1, last)[:, 0] + 1).tolist()
-
-
-__all__ = ["AssistantDrafter", "AssistantExpander", "AssistantHead"]

@@ -28,7 +28,6 @@ class MTPExpander(AutoregressiveExpander):
     """Levels of repetitions of the head; what each carries on is up to the family."""
 
     def expand(self, level: int, inputs_embeds: Tensor, parent_hidden: Tensor) -> Tensor:
-        """See `LevelExpander`."""
         drafter = self.drafter
         assert isinstance(drafter, MTPDrafter)
         return super().expand(level, inputs_embeds, drafter.carried(parent_hidden))
@@ -65,11 +64,9 @@ class MTPDrafter(SwitchedDrafter):
 
     @property
     def settings(self) -> tuple[str, ...]:
-        """See `HeadDrafter`."""
         return (self.visual_mode, self.carry)
 
     def apply(self, values: Mapping[str, str]) -> None:
-        """See `SwitchedDrafter`."""
         self.carry, self.visual_mode = values["carry"], values["visual_mode"]
 
     def applicable(self, prompt: Prompt) -> list[str]:
@@ -93,6 +90,3 @@ class MTPDrafter(SwitchedDrafter):
             zeroed = inputs.next_embeds.masked_fill(is_first, 0)
             inputs = replace(inputs, next_embeds=zeroed, visual_mask=inputs.visual_mask & ~is_first[..., 0])
         return super().prompt_inputs(state, inputs)
-
-
-__all__ = ["MTPDrafter", "MTPExpander"]

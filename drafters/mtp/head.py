@@ -75,7 +75,6 @@ class MTPHead(EagleHead):
         return last_visible(torch.ones(1, 1, 1, num_keys, dtype=torch.bool, device=inputs.device), self.window or 0)
 
     def draft_lm_head(self, shared_embeddings: SharedEmbeddings, draft_ids: Tensor) -> Tensor | None:
-        """See `EagleHead.draft_lm_head`."""
         if self.lm_head is None:
             return super().draft_lm_head(shared_embeddings, draft_ids)
         return self.lm_head[draft_ids]
@@ -106,6 +105,3 @@ def last_visible(mask: Tensor, window: int) -> Tensor:
     """
     rank = mask.flip(-1).cumsum(-1).flip(-1)
     return mask & (rank <= window)
-
-
-__all__ = ["MTPHead", "last_visible"]

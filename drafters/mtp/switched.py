@@ -135,6 +135,3 @@ class SwitchedDrafter(HeadDrafter):
             "It drafts less now; drafter='hybrid' needs no head",
             100 * acceptance,
         )
-
-
-__all__ = ["FirstTokens", "SwitchedDrafter"]

@@ -85,6 +85,3 @@ class Switches:
                 self.counts = {
                     (name, value): [int(count) for count in snapshot[f"{name}={value}"]] for name, value in self.counts
                 }
-
-
-__all__ = ["TRIAL_ROUNDS", "Switches", "Trial"]

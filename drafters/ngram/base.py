@@ -334,17 +334,3 @@ class BestFirstDrafter:
     def _update_sources(self, state: BestFirstState, result: VerifyResult) -> None:
         for source, source_state in zip(self.sources, state.source_states, strict=True):
             source.update(source_state, result)
-
-
-__all__ = [
-    "BARRIER",
-    "MAX_SIBLING_PROB",
-    "MIN_PROB",
-    "BestFirstDrafter",
-    "BestFirstState",
-    "Calibration",
-    "Candidate",
-    "CandidateSource",
-    "Key",
-    "PromptText",
-]

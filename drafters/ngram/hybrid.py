@@ -14,6 +14,3 @@ def hybrid(table: SuccessorTable | None = None) -> BestFirstDrafter:
         table: a table that was loaded or is shared; None for an empty one.
     """
     return BestFirstDrafter("hybrid", [PromptLookup(), SuccessorTable() if table is None else table])
-
-
-__all__ = ["hybrid"]

@@ -292,6 +292,3 @@ class PromptLookup:
 def lookup() -> BestFirstDrafter:
     """The drafter over `PromptLookup` alone."""
     return BestFirstDrafter("lookup", [PromptLookup()])
-
-
-__all__ = ["MAX_MATCH", "NgramIndex", "PromptLookup", "lookup"]

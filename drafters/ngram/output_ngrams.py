@@ -276,6 +276,3 @@ class RowCandidates(Sequence[list[Candidate]]):
 
     def __getitem__(self, node: Any) -> Any:
         return [(token, _KEYS[number], None) for token, number in self._found.at(self._row, node)]
-
-
-__all__ = ["HEAD_POWER", "NGRAM_POWER", "PRIOR_POWER", "NgramCounts", "OutputNgrams", "OutputState", "new_counts"]

@@ -219,6 +219,3 @@ def recycling(table: SuccessorTable | None = None) -> BestFirstDrafter:
         table: a table that was loaded or is shared; None for an empty one.
     """
     return BestFirstDrafter("recycling", [SuccessorTable() if table is None else table])
-
-
-__all__ = ["SuccessorTable", "recycling"]

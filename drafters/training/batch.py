@@ -302,15 +302,3 @@ class PackedQueries:
     def loss_mask_at(self, distance: int) -> Tensor:
         """[B, m] bool, `HeadInputsAndLabels.loss_mask_at` of the packed positions."""
         return self.gather(self.data.loss_mask_at(distance)) & self._is_valid
-
-
-__all__ = [
-    "MIXED",
-    "DraftModel",
-    "HeadInputsAndLabels",
-    "PackedQueries",
-    "TrainBatch",
-    "build_inputs_and_labels",
-    "mix_visual_inputs",
-    "shift",
-]

@@ -170,6 +170,3 @@ class _BlockCache(RolloutCache):
         return functional.scaled_dot_product_attention(
             queries, torch.cat(self.keys, dim=2), torch.cat(self.values, dim=2), mask
         )
-
-
-__all__ = ["falcon_loss", "flash_loss", "parallel_loss"]

@@ -64,13 +64,3 @@ DISTRIBUTION_LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 """By the names of `mmspec train --loss`. `path` is `lk` with each position weighted by the probability that the draft
 tokens before it are accepted: acceptance of the sequence instead of the token, the aim of VSD (arXiv 2602.05774),
 without its sampling of draft paths."""
-
-__all__ = [
-    "DISTRIBUTION_LOSSES",
-    "divergence_then_overlap",
-    "kl_divergence",
-    "negative_log_overlap",
-    "overlap",
-    "soft_cross_entropy",
-    "total_variation",
-]

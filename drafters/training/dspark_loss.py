@@ -98,6 +98,3 @@ def _attend_blocks(
     own_scores = (own_queries @ own_keys.transpose(-1, -2) * scale).flatten(2, 3)
     weights = torch.cat((context_scores, own_scores), dim=-1).float().softmax(-1).to(queries.dtype)
     return weights[..., :n] @ context[1] + (weights[..., n:].unflatten(2, (-1, k)) @ own_values).flatten(2, 3)
-
-
-__all__ = ["MAX_ANCHORS", "dspark_loss"]

@@ -56,6 +56,3 @@ def fit_gate_on_batches(
             features.append(observations[0].features[0])
     if costs:
         compressor.fit_gate(torch.stack(features), torch.tensor(costs))
-
-
-__all__ = ["fit_gate_on_batches"]

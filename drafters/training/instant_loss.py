@@ -98,6 +98,3 @@ def block_cross_entropy(
             total = total + SLOT_DECAY**slot * functional.cross_entropy(slot_logits, slot_labels)
             metrics[f"agree{slot}"] = float((slot_logits.argmax(-1) == slot_labels).float().mean())
     return total, metrics
-
-
-__all__ = ["batch_examples", "block_cross_entropy", "instant_loss"]

@@ -265,6 +265,3 @@ class RolloutCache:
         for index, values in enumerate(self.values[1:]):
             outputs = outputs + weights[..., n + index : n + index + 1] * values
         return outputs
-
-
-__all__ = ["LossAccumulator", "LossWeights", "RolloutCache", "TrainProgress", "eagle_loss"]

@@ -59,6 +59,3 @@ def sequence_loss(
     # It is cleared by the outermost context only: within another one the next step would find the weights of this one.
     torch.clear_autocast_cache()
     return torch.as_tensor(loss)
-
-
-__all__ = ["architecture_of", "sequence_loss"]

@@ -11,6 +11,3 @@ def warmup_cosine(step: int, *, peak: float, warmup_steps: int, max_steps: int, 
         return peak * (step + 1) / warmup_steps
     progress = min(1.0, (step - warmup_steps) / max(1, max_steps - warmup_steps))
     return peak * (final_scale + (1 - final_scale) * 0.5 * (1 + math.cos(math.pi * progress)))
-
-
-__all__ = ["warmup_cosine"]

@@ -317,12 +317,3 @@ class Trainer:
 
 def _compressor_settings(model: DraftModel) -> dict[str, str]:
     return {} if model.compressor is None else {"compressor": compressor_label(model.compressor)}
-
-
-__all__ = [
-    "DistributedContext",
-    "SettingsError",
-    "TrainConfig",
-    "Trainer",
-    "check_resume",
-]

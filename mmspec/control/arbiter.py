@@ -188,6 +188,3 @@ class DraftArbiter:
     def __deepcopy__(self, memo: dict[int, object]) -> DraftArbiter:
         """An empty arbiter: a deep copy of a drafter may run on another device."""
         return DraftArbiter(self.num_arms, self.first)
-
-
-__all__ = ["ArmRate", "CallRates", "DraftArbiter"]

@@ -152,6 +152,3 @@ class ChainController:
             if rate > best_rate:
                 best, best_rate = length, rate
         return best, best_rate
-
-
-__all__ = ["ChainController", "ChainPlan", "VariantStats"]

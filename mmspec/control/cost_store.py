@@ -137,6 +137,3 @@ def _processor_name() -> str:
     except OSError:
         pass
     return platform.processor()
-
-
-__all__ = ["CostStore", "cost_files", "cost_folder", "device_description"]

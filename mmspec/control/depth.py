@@ -201,6 +201,3 @@ class DepthController:
             prior = PRIOR_COUNT * self.prior_acceptance
             self.by_batch[batch] = DepthStats([prior] * max_depth, [PRIOR_COUNT] * max_depth)
         return self.by_batch[batch]
-
-
-__all__ = ["DepthController", "DepthStats"]

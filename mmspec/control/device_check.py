@@ -335,13 +335,3 @@ def _locked(path: Path) -> Iterator[bool]:
 
 DEVICE_CHECKS = DeviceChecks()
 """Those of this process."""
-
-__all__ = [
-    "DEVICE_CHECKS",
-    "DeviceChecks",
-    "NoVerdictError",
-    "check_files",
-    "check_folder",
-    "device_key",
-    "stored_verdicts",
-]

@@ -225,6 +225,3 @@ def elapsed(start: Timestamp, end: Timestamp) -> float | None:
         assert isinstance(start, float) and isinstance(end, float)
         return end - start
     return start.elapsed_time(end) / 1e3 if end.query() else None
-
-
-__all__ = ["BatchCosts", "CallTimer", "CostByLength", "DraftCosts", "HeadCostModel", "Timestamp", "elapsed"]

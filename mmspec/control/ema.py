@@ -22,6 +22,3 @@ def ema(
     if not mean or value < restart_below * mean:
         return float(value)
     return mean + weight * (min(value, clip_above * mean) - mean)
-
-
-__all__ = ["ema"]

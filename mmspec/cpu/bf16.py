@@ -35,6 +35,3 @@ def _product_seconds(dtype: torch.dtype) -> float:
             functional.linear(inputs, weight)
             seconds.append(time.perf_counter() - start)
     return min(seconds[1:])
-
-
-__all__ = ["bf16_is_faster"]

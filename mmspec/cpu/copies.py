@@ -149,6 +149,3 @@ def free_bytes() -> int:
         return int(amounts["MemAvailable"]) * 1024
     except (OSError, KeyError, ValueError, IndexError):
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-__all__ = ["CheckedWeights", "WeightCopies", "free_bytes"]

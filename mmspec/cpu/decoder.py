@@ -267,12 +267,3 @@ class NativeDecoder:
         for index in range(1, last):
             self._layers[index - 1].hidden = pointers.get(index)
         return states
-
-
-__all__ = [
-    "MAX_DECODER_ROWS",
-    "DecoderEnds",
-    "DecoderInputs",
-    "NativeDecoder",
-    "RotaryFn",
-]

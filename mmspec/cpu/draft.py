@@ -252,6 +252,3 @@ class NativeHead:
 
 def _integers(values: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
     return (ctypes.c_int64 * len(values))(*values)
-
-
-__all__ = ["NativeHead"]

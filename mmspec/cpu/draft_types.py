@@ -182,14 +182,3 @@ class DraftStruct(ctypes.Structure):
         *_pointer_fields("anchors", "mixture", "mask_embedding", "confidence", "confidence_bias"),
         *_pointer_fields("tree_tokens", "tree_parents", "tree_scores", "tree_mask"),
     ]
-
-
-__all__ = [
-    "BlockWeights",
-    "CorrectionWeights",
-    "DraftStruct",
-    "DsparkWeights",
-    "HeadContext",
-    "HeadWeights",
-    "TreeRequest",
-]

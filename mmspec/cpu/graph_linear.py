@@ -115,6 +115,3 @@ def _is_for_kernel(rows: Tensor, parameters: Sequence[Tensor]) -> bool:
     is_float = all(tensor.dtype is torch.float32 and tensor.device.type == "cpu" for tensor in tensors)
     is_plain = all(tensor.is_contiguous() for tensor in parameters)
     return is_float and is_plain and 0 < rows.numel() <= MAX_NATIVE_ROWS * rows.shape[-1]
-
-
-__all__ = ["NativeLinears", "join_linears"]

@@ -21,6 +21,3 @@ def operators_are_intercepted() -> bool:
     if any(type(mode) is not DeviceContext for mode in _get_current_function_mode_stack()):
         return True
     return any(getattr(functional, name) is not original for name, original in _FUNCTIONS.items())
-
-
-__all__ = ["operators_are_intercepted"]

@@ -66,6 +66,3 @@ class KernelTiming:
         fastest = {kernel: min(self.seconds[kernel]) for kernel in self.kernels}
         limit = CLEARLY_SLOWER * min(fastest.values())
         return [kernel for kernel in self.kernels if fastest[kernel] <= limit]
-
-
-__all__ = ["NATIVE", "ONEDNN", "PLAIN", "TRANSPOSED", "KernelTiming"]

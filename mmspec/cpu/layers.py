@@ -328,20 +328,3 @@ def _shape_of(name: str, shape: DecoderShape) -> tuple[int, ...]:
         **dict.fromkeys(("q_norm", "k_norm"), (size,)),
     }
     return sizes[name] if name in sizes else sizes[name.removesuffix("_bias")][:1]
-
-
-__all__ = [
-    "GATE_ACTIVATIONS",
-    "LAYER_MATRICES",
-    "DecoderShape",
-    "DecoderStruct",
-    "LayerStruct",
-    "LayerWeights",
-    "VectorStruct",
-    "WeightAddresses",
-    "decoder_struct",
-    "new_floats",
-    "set_cache",
-    "set_layer",
-    "weight_fields",
-]

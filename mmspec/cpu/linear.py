@@ -254,13 +254,3 @@ def use_fast_linears(
                     del _USERS[layer]
                     if is_replaced(layer):  # else user code has replaced it in the meantime
                         del layer.__dict__["forward"]
-
-
-__all__ = [
-    "LinearAutotuner",
-    "active_kernel",
-    "find_linear_layers",
-    "is_replaced",
-    "transposed_linear",
-    "use_fast_linears",
-]

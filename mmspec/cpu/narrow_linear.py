@@ -85,6 +85,3 @@ def native_is_faster(native: FewRowsKernel, weight: Tensor) -> bool:
                 return True
         totals = [total + seconds for total, seconds in zip(totals, fastest, strict=True)]
     return totals[0] <= totals[1]
-
-
-__all__ = ["NarrowLinears", "native_is_faster"]

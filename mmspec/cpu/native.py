@@ -318,6 +318,3 @@ def _check(kernel: FewRowsKernel) -> None:
     want = (rows[:, None] * numbers).sum(-1) + bias
     if got is None or not torch.allclose(got, want, atol=1e-4):
         raise KernelUnavailableError("its result differs from torch's")
-
-
-__all__ = ["MAX_NATIVE_ROWS", "FewRowsKernel", "KernelUnavailableError", "load_kernel"]

@@ -220,21 +220,3 @@ class NgramFunctions:
 @cache
 def ngram_functions(kernel: FewRowsKernel) -> NgramFunctions:
     return NgramFunctions(kernel)
-
-
-__all__ = [
-    "MAX_TABLE_CONTEXT",
-    "MAX_TABLE_SUCCESSORS",
-    "NO_TOKEN",
-    "NUM_LIKELY",
-    "ContextStruct",
-    "HeadDistributions",
-    "HeadTokens",
-    "NgramDraftStruct",
-    "NgramRequest",
-    "NgramRule",
-    "NodeCandidates",
-    "SuccessorStruct",
-    "TableStruct",
-    "ngram_functions",
-]

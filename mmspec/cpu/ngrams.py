@@ -177,6 +177,3 @@ class NativeNgrams:
             copied._table = copied._copy(self._table, self._table.context_places, 1)
         memo[id(self)] = copied
         return copied
-
-
-__all__ = ["NativeNgrams"]

@@ -63,6 +63,3 @@ def dequantise(weight: QuantisedWeight) -> Tensor:
     scales = weight.scales.float().view(tiles, groups, TILE_ROWS).transpose(1, 2)
     wide = (numbers * scales[..., None]).view(tiles * TILE_ROWS, groups * GROUP)
     return wide[: weight.rows, : weight.cols].contiguous()
-
-
-__all__ = ["dequantise", "quantise"]

@@ -115,6 +115,3 @@ def _functions() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
     accept.argtypes = [size, size, *[pointer] * 5, pointer, size, pointer, *[pointer] * 3]
     sanitize.restype = accept.restype = None
     return sanitize, accept
-
-
-__all__ = ["compiled_accept_path", "compiled_sanitize"]

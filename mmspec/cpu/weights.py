@@ -77,17 +77,3 @@ def is_block(tensor: Tensor) -> bool:
 def is_plain(tensor: Tensor, dtype: torch.dtype = torch.float32) -> bool:
     """Whether a tensor is a contiguous block of a type on the CPU."""
     return tensor.dtype is dtype and tensor.is_cpu and tensor.is_contiguous()
-
-
-__all__ = [
-    "FLOAT_TYPES",
-    "GROUP",
-    "QUANTISED_TYPES",
-    "TILE_ROWS",
-    "QuantisedWeight",
-    "Weight",
-    "WeightStruct",
-    "is_block",
-    "is_plain",
-    "weight_struct",
-]

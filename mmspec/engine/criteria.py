@@ -103,6 +103,3 @@ def _combine(stopped: list[bool], results: list[Any], device: torch.device) -> l
             f"together have shape {list(unfinished.shape)}."
         )
     return [not row for row in unfinished.flatten().tolist()]
-
-
-__all__ = ["UNLIMITED_STEPS", "StepCriteria", "is_user_code"]

@@ -254,6 +254,3 @@ def _device_of(args: Any, kwargs: dict[str, Any]) -> torch.device:
 def _seeded_state() -> Tensor:
     """State of the CPU's default generator right after its seed."""
     return torch.Generator().manual_seed(torch.default_generator.initial_seed()).get_state()
-
-
-__all__ = ["DrawsRandomNumbers", "ForbidDraws", "PrivateDraws", "default_generator", "unprivate"]

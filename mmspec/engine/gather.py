@@ -34,6 +34,3 @@ def _flatten_index(index: Tensor, n: int) -> Tensor:
     if len(index) == 1:
         return index[0]
     return (index + n * torch.arange(len(index), device=index.device)[:, None]).flatten()
-
-
-__all__ = ["gather_rows", "scatter_rows", "scatter_sum"]

@@ -114,6 +114,3 @@ def bit_checksums(tensor: Tensor) -> tuple[Tensor, Tensor]:
 
 def _equal(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
     return len(some) == len(others) and all(map(torch.equal, some, others))
-
-
-__all__ = ["ModuleGuard", "bit_checksums", "describe_code", "describe_modules", "run_plain_forwards"]

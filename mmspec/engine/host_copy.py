@@ -26,6 +26,3 @@ def to_device(host: Tensor, device: torch.device) -> Tensor:
 def pin(host: Tensor, device: torch.device) -> Tensor:
     """`host` in memory from which it can be copied to `device` without a wait."""
     return host.pin_memory() if device.type == "cuda" else host
-
-
-__all__ = ["from_host", "pin", "to_device"]

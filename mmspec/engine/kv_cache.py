@@ -347,7 +347,6 @@ class RecordedKVCache(RaggedKVCache):
         return super().lengths_on(device) if self._lengths is None else self._lengths.to(device)
 
     def begin_forward(self, nodes: int) -> None:
-        """See `RaggedKVCache`."""
         if self._lengths is not None:
             self._seq_lens = [self._bucket - nodes] * len(self._seq_lens)
         super().begin_forward(nodes)
@@ -387,6 +386,3 @@ def _pack(layers: Sequence[LayerParts], capacity: int) -> tuple[list[Tensor], li
         groups.append(torch.zeros(shape, dtype=example.dtype, device=example.device))
         views |= zip(places, groups[-1].unbind(), strict=True)
     return groups, [tuple(views[layer, part] for part in range(len(parts))) for layer, parts in enumerate(layers)]
-
-
-__all__ = ["RESERVED_TOKENS", "LayerParts", "RaggedKVCache", "RecordedKVCache", "commit_nodes", "length_bucket"]

@@ -184,6 +184,3 @@ def can_record_rounds(target: Target, output: OutputBuffer, sampler: TreeSampler
         and not output.collects
         and output.sequences.device == target.device
     )
-
-
-__all__ = ["Outcome", "RecordedRounds", "RoundPlan", "can_record_rounds"]

@@ -212,6 +212,3 @@ def _largest(found: Tensor, wanted: Tensor) -> str:
     if not wanted.is_floating_point():
         return f"{int((found != wanted).sum())} of {wanted.numel()} integers"
     return f"by {float((found.float() - wanted.float()).nan_to_num(0, 0, 0).abs().max()):.1e}"
-
-
-__all__ = ["Recordings", "WrittenPlace", "check_replay", "recordable_mode"]

@@ -185,6 +185,3 @@ class SamplingNoise:
             if not self.rng_changed():
                 self._draw_claimed(self._num_drawn)
             self.rng_contended = True
-
-
-__all__ = ["SamplingNoise"]

@@ -176,6 +176,3 @@ class _Split:
         """The next `count` tensors."""
         taken, self._tensors = self._tensors[:count], self._tensors[count:]
         return taken
-
-
-__all__ = ["NUM_COLUMNS", "ROUND", "ForwardFunction", "RoundFunction"]

@@ -23,11 +23,9 @@ class StepwiseVerifier(Verifier):
     """Processors may be user code, which reads and writes the ids and the logits."""
 
     def verify(self, tree: DraftTree, logits: Tensor, rows: RowState, top_k: int = 0) -> Verified:
-        """See `Verifier`."""
         return super().verify(tree, logits.clone() if logits.is_inference() else logits, rows, top_k)
 
     def sample(self, tree: DraftTree, logits: Tensor, rows: RowState) -> tuple[Tensor, Tensor, Tensor | None]:
-        """See `Verifier`."""
         output = self.output
         output.hooks.before_user_code(output.steps)
         sampled = self.sampler.sample(
@@ -78,6 +76,3 @@ class StepwiseLoop:
             self._stats.add_round(1, verified.result.tree_sizes, verified.result.emitted_ids, active, times)
             if output.advance():
                 return
-
-
-__all__ = ["StepwiseLoop", "StepwiseVerifier"]

@@ -183,6 +183,3 @@ def _split(flat: list[int], num_parts: int) -> list[list[int]]:
     """A list cut into `num_parts` lists of equal length."""
     size = len(flat) // num_parts
     return [flat[i : i + size] for i in range(0, len(flat), size)]
-
-
-__all__ = ["RoundReader", "Verified", "Verifier", "resize"]

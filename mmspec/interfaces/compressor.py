@@ -188,17 +188,3 @@ class GatedCompressor(Compressor, Protocol):
 
     def fit_gate(self, features: Tensor, costs: Tensor) -> None:
         """Fit the gate to the costs [n, branches] of each branch at features [n, F]."""
-
-
-__all__ = [
-    "NO_LIMIT",
-    "CompressionContext",
-    "Compressor",
-    "GateObservation",
-    "GatedCompressor",
-    "GridCompressor",
-    "SaliencyCompressor",
-    "SizedCompressor",
-    "VisualGrid",
-    "VisualTokens",
-]

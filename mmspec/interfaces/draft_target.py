@@ -90,6 +90,3 @@ class DraftModelSource(Protocol):
         Returns:
             None if the model cannot read that many positions.
         """
-
-
-__all__ = ["DraftModelSource", "DraftTarget", "LayerSubsets"]

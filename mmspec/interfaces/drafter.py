@@ -195,15 +195,3 @@ class ReplicableDrafter(Drafter, Protocol):
 
     def replicate(self) -> Drafter:
         """A drafter in the same state that shares weights but no mutable state with this one."""
-
-
-__all__ = [
-    "DRAFTER_CONTRACT",
-    "CompressingDrafter",
-    "Drafter",
-    "DrafterRequirements",
-    "Prompt",
-    "ReplicableDrafter",
-    "TrainedDrafter",
-    "drafter_label",
-]

@@ -52,12 +52,10 @@ class Examples:
 
     @property
     def nbytes(self) -> int:
-        """See `LearningExample`."""
         return self.inputs.nbytes + self.root_ids.nbytes + self.next_ids.nbytes
 
     @property
     def is_finite(self) -> bool:
-        """See `LearningExample`."""
         return bool(torch.isfinite(self.inputs).all())
 
     def to(self, device: torch.device | str) -> Examples:
@@ -149,13 +147,3 @@ class GradientDrafter(LearnableDrafter, Protocol):
             shared_embeddings: of the target.
             rng: random generator on the CPU.
         """
-
-
-__all__ = [
-    "ClosedFormDrafter",
-    "ClosedFormFit",
-    "Examples",
-    "GradientDrafter",
-    "LearnableDrafter",
-    "LearningExample",
-]

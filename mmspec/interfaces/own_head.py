@@ -153,6 +153,3 @@ class AssistantParts:
     hidden_size: int
     vocab_size: int
     num_layers: int
-
-
-__all__ = ["AssistantParts", "HeadBlock", "HeadCache", "HeadRule", "OwnHead", "OwnHeadError", "TargetKeys"]

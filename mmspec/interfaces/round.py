@@ -103,6 +103,3 @@ class FusableTarget(Target, Protocol):
 
     def follow_part(self, counts: Sequence[int]) -> None:
         """The part's function has committed `counts[b]` nodes of each row: advance its length."""
-
-
-__all__ = ["DraftPart", "FusableDrafter", "FusableTarget", "ScorePart"]

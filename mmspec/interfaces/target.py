@@ -160,11 +160,3 @@ class SharedEmbeddings:
         outputs = self.lm_head(torch.cat([torch.zeros_like(units[:1]), units]))
         rows: Tensor = (outputs[1:] - outputs[:1])[:, ids].t()
         return rows
-
-
-__all__ = [
-    "SharedEmbeddings",
-    "Target",
-    "TargetInfo",
-    "VerifyResult",
-]

@@ -20,9 +20,3 @@ class ContentAwareSampler(FrameSampler, Protocol):
 
     def select(self, indices: list[int], thumbnails: Tensor) -> list[int]:
         """The chosen ones of `indices`, rising. `thumbnails` is [n, height, width, 3] uint8, one per index."""
-
-
-__all__ = [
-    "ContentAwareSampler",
-    "FrameSampler",
-]

@@ -105,6 +105,3 @@ class LearningBudget:
             self.factor = max(MIN_SHARE_FACTOR, self.factor / 2)
         self._last_loss = mean
         self._best_loss = mean if self._best_loss is None else min(mean, self._best_loss)
-
-
-__all__ = ["DEFAULT_SHARE", "LearningBudget"]

@@ -307,6 +307,3 @@ def _save_at_exit(learner: Learner) -> None:
 
     atexit.register(save)
     weakref.finalize(learner, atexit.unregister, save).atexit = False
-
-
-__all__ = ["Learner"]

@@ -28,23 +28,17 @@ class RecordedDrafter:
         self._state: Any = None
 
     def begin(self, prompt: Prompt) -> Any:
-        """See `mmspec.interfaces.Drafter`."""
         self._state = self.drafter.begin(prompt)
         self.drafter.start_recording(self._state, self.with_examples)
         return self._state
 
     def propose(self, state: Any, max_nodes: int, active: Sequence[bool]) -> DraftTree:
-        """See `mmspec.interfaces.Drafter`."""
         return self.drafter.propose(state, max_nodes, active)
 
     def observe(self, state: Any, result: VerifyResult, hidden_states: Mapping[int, Tensor]) -> None:
-        """See `mmspec.interfaces.Drafter`."""
         self.drafter.observe(state, result, hidden_states)
 
     def examples(self) -> Sequence[LearningExample]:
         """The examples of the call, which is over."""
         state, self._state = self._state, None
         return [] if state is None else self.drafter.recorded_examples(state)
-
-
-__all__ = ["RecordedDrafter"]

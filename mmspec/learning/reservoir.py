@@ -45,6 +45,3 @@ class ExampleReservoir:
         """`count` different examples, or all if there are fewer."""
         order = torch.randperm(len(self._examples), generator=rng)[:count]
         return [self._examples[index] for index in order.tolist()]
-
-
-__all__ = ["MAX_EXAMPLES", "MAX_RESERVOIR_BYTES", "ExampleReservoir"]

@@ -159,14 +159,3 @@ def clear_learned(folder: Path | None = None) -> int:
         if not any(target.iterdir()):
             target.rmdir()
     return len(paths)
-
-
-__all__ = [
-    "LearnedFile",
-    "LearnedStore",
-    "clear_learned",
-    "learned_files",
-    "learned_folder",
-    "model_fingerprint",
-    "target_fingerprint",
-]

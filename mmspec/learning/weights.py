@@ -62,6 +62,3 @@ class WeightTrainer:
     def weights(self) -> dict[str, Tensor]:
         """The weights to draft with, never written to."""
         return {name: value.clone() for name, value in self._average.items()}
-
-
-__all__ = ["WeightTrainer"]

@@ -74,7 +74,6 @@ class RecordingCompressor:
         self._grids: tuple[VisualGrid, ...] = ()
 
     def compress(self, visual_tokens: VisualTokens, query: Tensor | None, max_tokens: int) -> VisualTokens:
-        """See `mmspec.interfaces.Compressor`."""
         if isinstance(self.inner, nn.Module):  # loaded on the CPU, or in train mode
             self.inner.to(visual_tokens.hidden_states.device).eval()
         with self.context_factory():
@@ -104,6 +103,3 @@ class RecordingCompressor:
         grids = tuple(grid for grid in self._grids if grid.row == row)
         kept_indices = None if _MIXTURE in indices else indices
         return CompressionRecord(self._choices[row], num_visual, len(indices), kept_indices, grids)
-
-
-__all__ = ["CompressionRecord", "RecordingCompressor", "compressor_label"]

@@ -131,6 +131,3 @@ class LearningStats:
     def as_dict(self) -> dict[str, Any]:
         """All values, ready for JSON."""
         return asdict(self) | {"curve": [point.as_dict() for point in self.curve]}
-
-
-__all__ = ["CurvePoint", "LearningStats", "SpeedCurve"]

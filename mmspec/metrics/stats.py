@@ -207,6 +207,3 @@ class Stats:
             f"tau {self.tau:.2f}, {self.tokens_per_s:.1f} tokens/s, "
             f"{self.num_accepted_tokens}/{self.num_draft_tokens} draft tokens accepted{compression}{learning}"
         )
-
-
-__all__ = ["RoundTimes", "Stats"]

@@ -39,6 +39,3 @@ def equal_logits(expected: Tensor, found: Tensor, dtype: torch.dtype) -> bool:
     margin = (top[..., 0] - top[..., 1]) / value_range
     flipped = (expected.argmax(-1) != found.argmax(-1)) & (margin > HALF_MARGIN * resolution)
     return not bool(flipped.any()) and bool((difference.mean(-1) <= HALF_MEAN * resolution).all())
-
-
-__all__ = ["equal_logits", "relative_difference"]

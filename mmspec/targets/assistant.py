@@ -38,7 +38,6 @@ class TargetKeysReader:
         self._layers = stored_layer_by_type(target.adapter.text_config)
 
     def read(self, layer_type: str) -> tuple[Tensor, Tensor, Tensor]:
-        """See `mmspec.interfaces.TargetKeys.read`."""
         target = self._target
         buffer, device = target.buffer, target.device
         longest = max(buffer.seq_lens)
@@ -203,15 +202,3 @@ def _check_ordering(ordering: Tensor, num_centroids: int) -> None:
             f"token_ordering must be ids below {size} in {num_centroids} groups of one size; got others",
             is_expected=True,
         )
-
-
-__all__ = [
-    "AssistantBody",
-    "TargetKeysReader",
-    "assistant_parts",
-    "find_assistant",
-    "is_assistant",
-    "is_assistant_folder",
-    "load_assistant",
-    "stored_layer_by_type",
-]

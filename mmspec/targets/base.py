@@ -255,6 +255,3 @@ def _attention_windows(text_config: Any) -> tuple[int | None, frozenset[str]]:
     if getattr(text_config, "attention_chunk_size", None) is not None and "chunked_attention" not in types:
         types = [*types, "chunked_attention"]
     return window, frozenset(types)
-
-
-__all__ = ["RECURRENT_LAYER_TYPES", "STATIC_ROPE_TYPES", "TREE_ATTENTION_KERNELS", "ModelAdapter"]

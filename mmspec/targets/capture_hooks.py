@@ -29,6 +29,3 @@ def remove_capture_hooks(model: nn.Module) -> None:
             for key, hook in list(module._forward_hooks.items()):
                 if getattr(hook, "__module__", None) == output_capturing.__name__:
                     del module._forward_hooks[key]
-
-
-__all__ = ["has_capture_hooks", "remove_capture_hooks"]

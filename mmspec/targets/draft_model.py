@@ -84,7 +84,6 @@ class HFDraftModel:
     def open(
         self, input_ids: Tensor, attention_mask: Tensor, max_new_tokens: int, extra: Mapping[str, Any] | None = None
     ) -> DraftTarget | None:
-        """See `mmspec.interfaces.DraftModelSource`."""
         if input_ids.device != self.adapter.model.device:  # the target was moved after `patch`
             return None
         limit = getattr(self.adapter.text_config, "max_position_embeddings", None)
@@ -192,6 +191,3 @@ def check_draft_model(source: HFDraftModel, target: ModelAdapter) -> None:
             source.name,
             *sizes,
         )
-
-
-__all__ = ["HFDraftModel", "check_complete", "check_draft_model", "is_model", "is_model_folder", "load_draft_model"]

@@ -181,6 +181,3 @@ def run_forward(
     stream = getattr(adapter.text_config, "altup_active_idx", 0)
     states = (outputs.hidden_states[index] for index in hidden_state_indices)
     return outputs.logits, *(state if state.dim() == 3 else state[stream] for state in states)
-
-
-__all__ = ["CAN_SELECT_HIDDEN_STATES", "CallTensors", "NodeForward", "run_forward", "takes_one_mask"]

@@ -96,6 +96,3 @@ def round_tensors(adapter: ModelAdapter) -> Iterator[Tensor]:
             if id(tensor) not in seen:
                 seen.add(id(tensor))
                 yield tensor
-
-
-__all__ = ["ModelGuard", "describe_rounds", "modules_of_rounds", "round_tensors", "unknown_code"]

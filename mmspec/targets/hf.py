@@ -206,7 +206,6 @@ class HFTarget:
         return optimize()
 
     def score(self, tree: DraftTree, hidden_state_indices: Sequence[int] = ()) -> tuple[Tensor, dict[int, Tensor]]:
-        """See `mmspec.interfaces.Target.score`."""
         tree = tree.to(self.device)
         self.buffer.begin_forward(tree.num_nodes)
         scored = self.rounds and self.rounds.score(tree, self.buffer, hidden_state_indices)
@@ -231,7 +230,6 @@ class HFTarget:
             return None
 
     def score_part(self, num_nodes: int, hidden_state_indices: Sequence[int]) -> ScorePart | None:
-        """See `mmspec.interfaces.round.FusableTarget`."""
         if self._lane is None or self._lane.has_failed:
             return None
         if self._guard is not None and not self._guard.is_unchanged():
@@ -239,16 +237,13 @@ class HFTarget:
         return self._lane.score_part(self.node_forward, num_nodes, hidden_state_indices)
 
     def follow_part(self, counts: Sequence[int]) -> None:
-        """See `mmspec.interfaces.round.FusableTarget`."""
         self.buffer.seq_lens = [length + count for length, count in zip(self.buffer.seq_lens, counts, strict=True)]
 
     def commit(self, result: VerifyResult) -> None:
-        """See `mmspec.interfaces.Target.commit`."""
         with self._mode():
             self.buffer.keep_path(result.path, result.counts, result.accepted_nodes)
 
     def crop(self, lengths: Sequence[int], zero_tail: bool = False) -> None:
-        """See `mmspec.interfaces.Target.crop`."""
         self.buffer.crop([self.prompt_length + length for length in lengths])
         if zero_tail:
             with self._mode():
@@ -262,12 +257,10 @@ class HFTarget:
 
     @property
     def setup_s(self) -> float:
-        """See `mmspec.interfaces.Target`."""
         return 0.0 if self.recordings is None else self.recordings.setup_s
 
     @property
     def cached_lengths(self) -> list[int]:
-        """See `mmspec.interfaces.DraftTarget`."""
         return [length - self.prompt_length for length in self.buffer.seq_lens]
 
     @property
@@ -336,6 +329,3 @@ class HFTarget:
             padding=None if mask is None or bool(mask.all()) else mask.to(self.device, torch.bool),
             token_types=types,
         )
-
-
-__all__ = ["TOKEN_TYPE_INPUTS", "HFTarget"]

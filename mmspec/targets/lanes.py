@@ -62,7 +62,6 @@ class Lane:
         return self._pool.failure is not None
 
     def fail(self, error: BaseException) -> None:
-        """See `LanePool.fail`."""
         self._pool.fail(error)
 
     def begin_call(self, forward: NodeForward, call: CallTensors, prompt_length: int, max_new_tokens: int) -> None:
@@ -246,6 +245,3 @@ def recorder_for(device: torch.device, backend: str) -> Callable[[], Recorder] |
 
 def _compiled_recorder() -> Recorder:
     return record_compiled
-
-
-__all__ = ["Lane", "LanePool", "recorder_for"]

@@ -187,6 +187,3 @@ def shallow_copy(module: nn.Module) -> Any:
     twin = copy.copy(module)
     twin._modules = dict(module._modules)
     return twin
-
-
-__all__ = ["LayerAccess", "SkippedLayer", "decoder_layers_path", "layer_access", "shallow_copy"]

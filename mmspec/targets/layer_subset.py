@@ -45,7 +45,6 @@ class CallLayerSubsets:
         return quantised.twin(target.model), None if target.rounds is None else quantised.rounds(target.rounds)
 
     def open(self, layers: Sequence[int]) -> DraftTarget:
-        """See `mmspec.interfaces.LayerSubsets`."""
         twin = copy.copy(self._target)  # with the buffer, the positions and the padding of the call
         model, rounds = self._whole
         twin.model = self._access.restrict(model, layers)
@@ -81,6 +80,3 @@ def check_layer_subsets(adapter: ModelAdapter, copy_bits: int | None = None) -> 
     access = layer_access(adapter)
     if copy_bits is not None:
         quantised_copy(adapter, access, copy_bits)
-
-
-__all__ = ["CallLayerSubsets", "check_layer_subsets", "open_layer_subsets"]

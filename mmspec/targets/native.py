@@ -118,6 +118,3 @@ def native_rounds(
         return None
     guard = ModelGuard(call.adapter, weights=False) if runs_user_code else None  # C sees where weights lie
     return NativeRounds(decoder, parts, call, guard)
-
-
-__all__ = ["NativeRounds", "native_rounds"]

@@ -161,6 +161,3 @@ def _random_tree(call: NodeCall) -> DraftTree:
     columns = torch.tensor([list(parents)] * batch, device="cpu")
     tree = DraftTree(tokens, columns, torch.ones_like(columns, dtype=torch.bool))
     return sanitize(tree, tokens[:, 0], torch.ones(adapter.num_embeddings, dtype=torch.bool, device="cpu"))
-
-
-__all__ = ["NodeCall", "verified_parts"]

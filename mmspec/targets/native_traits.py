@@ -94,7 +94,6 @@ class Rotary:
     shift: int = 0
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """See `mmspec.cpu.decoder.RotaryFn`."""
         example = torch.empty(0, dtype=self.dtype, device="cpu")
         has_axes = "mrope_section" in str(getattr(getattr(self.module, "config", None), "rope_parameters", ""))
         positions = positions + self.shift
@@ -295,6 +294,3 @@ def _embed_scale(embeddings: Any) -> float | None:
         return 1.0
     scale = getattr(embeddings, "embed_scale", None)
     return float(scale.to(embeddings.weight.dtype)) if isinstance(scale, Tensor) and scale.numel() == 1 else None
-
-
-__all__ = ["DecoderParts", "Rotary", "read_parts"]

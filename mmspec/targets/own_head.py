@@ -39,7 +39,6 @@ class CacheView:
         self._cache = cache
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """See `HeadCache.update`."""
         return self._cache.update(key_states, value_states)
 
 
@@ -51,7 +50,6 @@ class TargetBlock(nn.Module):
         self.layer = layer
 
     def forward(self, inputs: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: HeadCache) -> Tensor:
-        """See `HeadBlock`."""
         outputs = self.layer(
             inputs,
             position_embeddings=(cos, sin),
@@ -288,6 +286,3 @@ def _rotary_embedding(adapter: ModelAdapter) -> Callable[[Tensor, torch.dtype], 
         return cos, sin
 
     return rotate
-
-
-__all__ = ["CacheView", "TargetBlock", "checkpoint_folder", "read_own_head"]

@@ -76,5 +76,3 @@ LAYOUTS: dict[str, HeadLayout] = {
     "exaone4_5": _EXAONE4_5,
 }
 """By `config.model_type` of the target."""
-
-__all__ = ["LAYOUTS", "HeadLayout"]

@@ -306,6 +306,3 @@ def _samples(weight: Tensor) -> Tensor:
     """The bytes of some numbers of a weight, evenly spread; nan is equal to itself."""
     flat = weight.detach().reshape(-1)
     return flat[:: max(1, len(flat) // NUM_SAMPLES)].clone().view(torch.uint8)
-
-
-__all__ = ["QuantisedCopy", "quantised_copy"]

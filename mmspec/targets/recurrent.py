@@ -65,7 +65,6 @@ class RecurrentTarget(HFTarget):
         return None
 
     def prefill(self, hidden_state_indices: Sequence[int] = ()) -> tuple[Tensor, dict[int, Tensor]]:
-        """See `HFTarget.prefill`."""
         outputs = super().prefill(hidden_state_indices)
         self._prompt_state = self._copy_state()
         return outputs
@@ -83,7 +82,6 @@ class RecurrentTarget(HFTarget):
         return logits, dict(zip(hidden_state_indices, states, strict=True))
 
     def commit(self, result: VerifyResult) -> None:
-        """See `mmspec.interfaces.Target.commit`."""
         num_accepted = len(result.accepted_nodes[0])
         self.tokens = torch.cat([self.tokens, result.tree.tokens[0, :num_accepted].to(self.device)])
         if num_accepted == result.tree.num_nodes:
@@ -92,7 +90,6 @@ class RecurrentTarget(HFTarget):
             self._roll_back()
 
     def crop(self, lengths: Sequence[int], zero_tail: bool = False) -> None:
-        """See `mmspec.interfaces.Target.crop`."""
         if self._is_dirty:
             self._roll_back()
         self.tokens = self.tokens[: lengths[0]]
@@ -102,7 +99,6 @@ class RecurrentTarget(HFTarget):
         super().crop([self.state_length], zero_tail)
 
     def export_cache(self, num_steps: int) -> Any:
-        """See `HFTarget.export_cache`."""
         self.crop([num_steps - 1])
         if len(self.tokens) > self.state_length:
             self._feed_pending()
@@ -164,6 +160,3 @@ def target_class(adapter: ModelAdapter) -> type[HFTarget]:
 
 def _clone(states: Mapping[int, Tensor | None]) -> dict[int, Tensor | None]:
     return {index: None if state is None else state.clone() for index, state in states.items()}
-
-
-__all__ = ["MAX_PENDING", "RecurrentTarget", "target_class"]

@@ -114,6 +114,3 @@ def has_media(adapter: ModelAdapter, input_ids: Tensor) -> bool:
     """Whether a prompt has placeholders of images or videos."""
     media = torch.tensor(adapter.media_token_ids, device=input_ids.device)
     return bool(torch.isin(input_ids, media).any())
-
-
-__all__ = ["CHAIN", "TREE", "Plan", "has_media", "image_inputs", "input_device", "plan_of", "text_inputs", "usable_ids"]

@@ -38,6 +38,3 @@ def tile_grids(
     for index, start in enumerate(starts):
         is_base = base is not None and index == base % len(starts)
         yield VisualGrid(row, start, *size, media_index, role="base" if is_base else "tiles")
-
-
-__all__ = ["tile_grids", "tokens_per_side"]

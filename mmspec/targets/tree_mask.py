@@ -45,6 +45,3 @@ def within_window(tree: DraftTree, lengths: Tensor, kv_len: int, window: int) ->
 def _node_keys(tree: DraftTree, lengths: Tensor) -> Tensor:
     """[B, N] index of the nodes' keys in the cache."""
     return lengths[:, None] + torch.arange(tree.num_nodes, device=lengths.device)
-
-
-__all__ = ["visible_keys", "within_window"]

@@ -89,6 +89,3 @@ def capture_attention(
         if all(hasattr(attention, part) for part in ("q_proj", "k_proj", "num_heads", "scale")):
             return AttentionCapture(attention, has_class_token)
     return None
-
-
-__all__ = ["AttentionCapture", "capture_attention"]

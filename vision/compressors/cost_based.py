@@ -136,15 +136,3 @@ class CostBased:
         known = context or CompressionContext()
         choices = [choose_compressor(size, known.max_new_tokens, known.costs, known.exploration) for size in sizes]
         return choices, sizes
-
-
-__all__ = [
-    "ACCEPT_LENGTH_LOSS",
-    "DEFAULT_MAX_TOKENS",
-    "DEFAULT_NEW_TOKENS",
-    "REDUCTION_FACTORS",
-    "Choice",
-    "CostBased",
-    "choose_compressor",
-    "expected_cost",
-]

@@ -219,6 +219,3 @@ def _add_branch(rows: Tensor, part: VisualTokens, merged: VisualTokens) -> Visua
         torch.where(rows[:, None], part.position_ids, merged.position_ids),
         source_indices=torch.where(rows[:, None], source_indices_or_mixture(part), source_indices_or_mixture(merged)),
     )
-
-
-__all__ = ["Elastic", "default_branches", "gate_features"]

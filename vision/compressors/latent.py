@@ -66,6 +66,3 @@ def spread_positions(visual_tokens: VisualTokens, count: int) -> Tensor:
     index = (torch.linspace(0, 1, count, device=last.device) * last).round().long()
     positions = visual_tokens.position_ids
     return positions.gather(-1, index if positions.dim() == 2 else index.expand(positions.shape[0], -1, -1))
-
-
-__all__ = ["LatentCompressor", "num_active_queries", "spread_positions"]

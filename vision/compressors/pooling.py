@@ -277,16 +277,3 @@ class Conv(nn.Module):
         target = torch.where(cells >= 0, cells, sizes.shape[1] - 1)
         divisor = sizes.scatter_add(1, target, torch.ones_like(target, dtype=sizes.dtype)).gather(1, target)
         return weights / divisor[..., None].to(weights.device)
-
-
-__all__ = [
-    "Conv",
-    "GridBlock",
-    "Pool",
-    "Window",
-    "assign_cells",
-    "choose_window",
-    "choose_windows",
-    "group_grids",
-    "merge_cells",
-]

@@ -67,6 +67,3 @@ class Resampler(nn.Module):
             mask=visual_tokens.mask.any(1, keepdim=True).expand(batch, len(queries)),
             position_ids=spread_positions(visual_tokens, len(queries)),
         )
-
-
-__all__ = ["Resampler"]

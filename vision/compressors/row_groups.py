@@ -69,6 +69,3 @@ def concat_rows(parts: Sequence[VisualTokens], rows: Sequence[Sequence[int]]) ->
         position_ids=torch.cat([part.position_ids for part in padded], dim=-2)[..., order, :],
         source_indices=torch.cat([source_indices_or_mixture(part) for part in padded])[order],
     )
-
-
-__all__ = ["concat_rows", "pad_tokens", "select_rows", "source_indices_or_mixture"]

@@ -208,17 +208,3 @@ def _nearest_distance(unit: Tensor, mask: Tensor) -> Tensor:
         distance.masked_fill_(~mask[:, None], float("inf")).diagonal(start, 1, 2).fill_(float("inf"))
         parts.append(distance.amin(2))
     return torch.cat(parts, 1)
-
-
-__all__ = [
-    "Diverse",
-    "Drop",
-    "Identity",
-    "Random",
-    "Stride",
-    "TopScore",
-    "gather_tokens",
-    "query_similarity",
-    "saliency",
-    "top_score_indices",
-]

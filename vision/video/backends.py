@@ -16,7 +16,9 @@ from PIL import Image
 from mmspec.vision.video.containers import ContainerFile
 from mmspec.vision.video.pyav_reader import PyavReader
 from mmspec.vision.video.reader import (
-    MAX_FRAME_PIXELS,
+    MAX_FRAME_PIXELS as MAX_FRAME_PIXELS,
+)
+from mmspec.vision.video.reader import (
     NO_STREAM_MESSAGE,
     THUMBNAIL_SIZE,
     FrameSize,
@@ -24,7 +26,9 @@ from mmspec.vision.video.reader import (
     VideoInfo,
     VideoReader,
     VideoSource,
-    check_frame_size,
+)
+from mmspec.vision.video.reader import (
+    check_frame_size as check_frame_size,
 )
 from mmspec.vision.video.sandbox import allow_open
 
@@ -65,7 +69,6 @@ class DecordReader:
             raise
 
     def read(self, indices: Sequence[int], size: FrameSize) -> tuple[list[Image.Image], list[float]]:
-        """See `VideoReader`."""
         thumbnails, times = self._truth.read(indices, (THUMBNAIL_SIZE, THUMBNAIL_SIZE))
         self._video = None  # released first: it holds a queue of large frames
         self._video = self._open(*size)
@@ -128,7 +131,6 @@ class TorchcodecReader:
         return images, timestamps
 
     def close(self) -> None:
-        """See `VideoReader`."""
         self._video = None
         self._file.close()
 
@@ -143,16 +145,3 @@ BACKENDS: dict[str, Callable[[VideoSource], VideoReader]] = {
     "decord": DecordReader,
 }
 """Readers by name, in the order in which backend="auto" tries them."""
-
-__all__ = [
-    "BACKENDS",
-    "MAX_FRAME_PIXELS",
-    "NO_STREAM_MESSAGE",
-    "THUMBNAIL_SIZE",
-    "FrameSize",
-    "NoFramesError",
-    "VideoInfo",
-    "VideoReader",
-    "VideoSource",
-    "check_frame_size",
-]

@@ -169,5 +169,3 @@ _MEASURES: dict[str, Callable[[IO[bytes], int], int]] = {
     "mpeg": _packs,
 }
 _WITHOUT_LENGTH = {"flv", "ogg", "mpegts", "mpeg"}
-
-__all__ = ["declared_length", "find_cut"]

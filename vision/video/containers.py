@@ -213,17 +213,3 @@ class ContainerFile:
 
     def __del__(self) -> None:
         self.close()
-
-
-__all__ = [
-    "ALLOWED_CONTAINERS",
-    "CONTAINERS",
-    "HEADER_BYTES",
-    "Container",
-    "ContainerError",
-    "ContainerFile",
-    "describe_format",
-    "detect_container",
-    "open_regular_file",
-    "read_header",
-]

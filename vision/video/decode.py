@@ -180,6 +180,3 @@ def _fit_size(size: FrameSize, max_pixels: int) -> FrameSize:
         return size
     width = max(1, min(max_pixels, int(width * scale)))  # one side of a very long strip is 1
     return width, max(1, min(int(height * scale), max_pixels // width))
-
-
-__all__ = ["MAX_FRAMES", "FrameMetadata", "Frames", "SamplerError", "read_with"]

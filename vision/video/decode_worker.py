@@ -181,6 +181,3 @@ def _set_alarm(seconds: float) -> None:
     """End the process after `seconds`, whatever code it runs by then; 0 cancels the alarm."""
     if hasattr(signal, "setitimer"):
         signal.setitimer(signal.ITIMER_REAL, seconds)
-
-
-__all__ = ["read_exactly", "read_message", "run_worker", "write_message"]

@@ -307,7 +307,6 @@ class _RemoteReader:
             raise
 
     def read(self, indices: Sequence[int], size: FrameSize) -> tuple[list[Image.Image], list[float]]:
-        """See `VideoReader`."""
         width, height = size
         header = {"op": "read", "indices": [int(index) for index in indices], "width": width, "height": height}
         expected = len(indices), 3 * width * height
@@ -353,13 +352,3 @@ def _describe_exit(code: int | None) -> str:
         return f"signal {-code}, {signal.Signals(-code).name}"
     except ValueError:
         return f"signal {-code}"
-
-
-__all__ = [
-    "DEFAULT_MEMORY_BYTES",
-    "DEFAULT_TIMEOUT_S",
-    "DecoderCrashedError",
-    "DecoderHungError",
-    "DecoderPool",
-    "retry_if_killed",
-]

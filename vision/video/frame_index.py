@@ -263,6 +263,3 @@ def may_differ(index: FrameIndex, decoded: Sequence[int | None]) -> bool:
     if missing <= 0 or len(decoded) <= 0.55 * len(index):
         return len(decoded) >= 0.45 * len(index)
     return missing <= MAX_LEADING_FRAMES and bool(index.pts) and decoded[0] == index.pts[missing]
-
-
-__all__ = ["Damage", "FrameIndex", "PacketTimes", "average_rate", "index_packets", "may_differ"]

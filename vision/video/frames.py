@@ -18,9 +18,11 @@ from mmspec.hints import install_hint
 from mmspec.interfaces import FrameSampler
 from mmspec.vision.video.backends import BACKENDS, NoFramesError, VideoReader
 from mmspec.vision.video.containers import HEADER_BYTES, ContainerError, detect_container, read_header
-from mmspec.vision.video.decode import MAX_FRAMES, FrameMetadata, Frames, SamplerError, read_with
+from mmspec.vision.video.decode import MAX_FRAMES, Frames, SamplerError, read_with
+from mmspec.vision.video.decode import FrameMetadata as FrameMetadata
 from mmspec.vision.video.decoder_pool import DecoderCrashedError, DecoderHungError, DecoderPool, retry_if_killed
-from mmspec.vision.video.samplers import Fps, MostDifferent, Uniform, check_positive_int, check_positive_number
+from mmspec.vision.video.samplers import Fps, Uniform, check_positive_int, check_positive_number
+from mmspec.vision.video.samplers import MostDifferent as MostDifferent
 
 logger = logging.getLogger("mmspec")
 
@@ -201,17 +203,3 @@ def _check_container(header: bytes, name: str) -> None:
         detect_container(header)
     except ContainerError as error:
         raise ValueError(f"{name} is not a video that can be read ({error})") from error
-
-
-__all__ = [
-    "MAX_FRAMES",
-    "DecoderCrashedError",
-    "DecoderHungError",
-    "DecoderPool",
-    "Fps",
-    "FrameMetadata",
-    "Frames",
-    "MostDifferent",
-    "Uniform",
-    "read_frames",
-]

@@ -192,7 +192,6 @@ class PyavReader:
         return None
 
     def read(self, indices: Sequence[int], size: FrameSize) -> tuple[list[Image.Image], list[float]]:
-        """See `VideoReader`."""
         wanted = [index for index in indices if index not in self._index.damaged]
         try:
             found = self._read(wanted, size)
@@ -315,7 +314,6 @@ class PyavReader:
         raise RecountedError(len(times))
 
     def close(self) -> None:
-        """See `VideoReader`."""
         self._file.close()
 
 
@@ -339,6 +337,3 @@ def _video_stream(container: Any) -> Any:
         if not stream.disposition & Disposition.attached_pic:
             return stream
     raise NoFramesError(NO_STREAM_MESSAGE)
-
-
-__all__ = ["PyavReader"]

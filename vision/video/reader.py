@@ -91,18 +91,3 @@ def check_frame_size(width: int, height: int, max_pixels: int = MAX_FRAME_PIXELS
     """
     if width * height > max_pixels:
         raise NoFramesError(f"frames of {width} x {height} pixels; the limit is {max_pixels} pixels")
-
-
-__all__ = [
-    "MAX_FRAME_PIXELS",
-    "NO_STREAM_MESSAGE",
-    "THUMBNAIL_SIZE",
-    "DamagedError",
-    "FrameSize",
-    "NoFramesError",
-    "RecountedError",
-    "VideoInfo",
-    "VideoReader",
-    "VideoSource",
-    "check_frame_size",
-]

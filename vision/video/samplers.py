@@ -36,7 +36,6 @@ class Uniform:
         check_positive_int("num_frames", self.num_frames)
 
     def sample(self, total: int, fps: float) -> list[int]:
-        """See `mmspec.interfaces.FrameSampler`."""
         count = min(self.num_frames, total)
         if self.hf:
             return [i * total // count for i in range(count)]
@@ -111,7 +110,6 @@ class MostDifferent:
         return Uniform(self.num_candidates).sample(total, fps)
 
     def select(self, indices: list[int], thumbnails: Tensor) -> list[int]:
-        """See `mmspec.interfaces.ContentAwareSampler`."""
         import torch  # slow to import, and processes that only decode pictures do not need it
 
         pixels = thumbnails.flatten(1).float()
@@ -142,6 +140,3 @@ def check_positive_number(name: str, value: float) -> None:
     """
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
         raise ValueError(f"{name} must be positive and finite; got {value!r}.")
-
-
-__all__ = ["MAX_CANDIDATES", "Fps", "MostDifferent", "Uniform", "check_positive_int", "check_positive_number"]

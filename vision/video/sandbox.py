@@ -117,6 +117,3 @@ def _set_free_descriptors(count: int) -> None:
     lowest_free = os.dup(0)
     os.close(lowest_free)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(upper, lowest_free + count), hard))
-
-
-__all__ = ["allow_open", "deny_open", "limit_cpu_time", "limit_memory", "limit_process"]

@@ -122,6 +122,3 @@ class Peer(Protocol):
 
     def close(self) -> None:
         """Free what `start` has loaded; may be called twice."""
-
-
-__all__ = ["EMBEDDINGS", "MEDIA", "TEXT", "Peer", "PeerError", "PeerPrompt", "PeerRun"]

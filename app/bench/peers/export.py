@@ -153,6 +153,3 @@ def _convert(command: list[str]) -> None:
         raise PeerError(
             f"the weights cannot be converted: {lines[-1][:250] if lines else f'exit code {done.returncode}'}"
         )
-
-
-__all__ = ["Exports", "prompt_embeddings", "save_text_model", "text_backbone"]

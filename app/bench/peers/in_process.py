@@ -174,6 +174,3 @@ def _timed(model: PreTrainedModel, call: Callable[[], Tensor]) -> tuple[Tensor, 
         synchronize(model.device)
         total_s = time.perf_counter() - start
     return ids, total_s, start, memory.extra_mib
-
-
-__all__ = ["PatchedPeer", "TransformersPeer", "cut_rows", "greedy_options", "transformers_peers"]

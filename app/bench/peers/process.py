@@ -192,16 +192,3 @@ class WorkerPeer:
         self._log.seek(0)
         lines = [line.strip() for line in self._log.readlines() if line.strip()]
         return lines[-1][:200] if lines else "no message"
-
-
-__all__ = [
-    "ENGINES",
-    "LLAMA_CPP",
-    "LOOKUP_TOKENS",
-    "OPENVINO",
-    "PYTHONS_VARIABLE",
-    "VLLM",
-    "Engine",
-    "WorkerPeer",
-    "peer_pythons",
-]

@@ -88,6 +88,3 @@ def build_patched_peers(
 def baseline_peer(model: PreTrainedModel) -> TransformersPeer:
     """Plain `generate` on a clone that is never patched."""
     return TransformersPeer(BASELINE_PEER, clone(model))
-
-
-__all__ = ["BASELINE_PEER", "PEER_NAMES", "baseline_peer", "build_patched_peers", "build_peers", "check_peer_names"]

@@ -125,6 +125,3 @@ def build_shape_drafter(
             block = replace(config, intermediate_size=0, block_size=FLASH_BLOCK, block_ffn_size=ffn, markov_rank=rank)
             return FlashDrafter(FlashHead(block).to(dtype).eval(), "decoupled", num_layers=layers)
     raise UsageError(f"--drafters with --shape are none, oracle, msd and flash; got {name!r}")
-
-
-__all__ = ["TEXT_SHAPES", "TextShape", "build_shape_drafter", "build_shape_model", "find_shape"]

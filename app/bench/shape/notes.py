@@ -72,6 +72,3 @@ def runtime_notes(peers: Sequence[Peer], prompt: PeerPrompt, new_tokens: int) ->
         counts = count_runtime_calls(peer, prompt, new_tokens)
         lines.append(f"{peer.name}: {', '.join(f'{value:.0f} {kind}' for kind, value in counts.items())} a token")
     return lines
-
-
-__all__ = ["bandwidth_notes", "count_runtime_calls", "round_notes", "runtime_notes"]

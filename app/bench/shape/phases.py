@@ -145,6 +145,3 @@ def device_note(device: torch.device) -> str:
         return f"recorded rounds on {device}: no verdict ({error})"
     outcome = "exact" if verdict["passed"] else f"NOT EXACT ({verdict['reason']})"
     return f"recorded rounds of a small model on {device}: {outcome}"
-
-
-__all__ = ["PhaseTimer", "check_notes"]

@@ -181,6 +181,3 @@ def run_shape(args: argparse.Namespace) -> int:
     if files.json is not None:
         files.json.write_text(json.dumps(format_json(result), indent=1) + "\n", encoding="utf-8")
     return 0 if result.calls and not any(row.failed for row in result.rows) else 1
-
-
-__all__ = ["measure_shape", "run_shape"]

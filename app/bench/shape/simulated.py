@@ -128,7 +128,6 @@ class SimulatedAcceptance:
     def observe_part(
         self, state: SimulatedState, result: VerifyResult, hidden_states: Tensor, kept: Sequence[Tensor]
     ) -> None:
-        """See `mmspec.interfaces.round.FusableDrafter`."""
         self._follow(state, result)
         assert isinstance(self.inner, FusableDrafter)
         self.inner.observe_part(state.inner, result, hidden_states, kept)
@@ -163,6 +162,3 @@ def draft_form(num_nodes: int, depth: int, device: torch.device) -> tuple[Tensor
     parents = chain + [index % depth for index in range(num_nodes - len(chain))]
     depths = [*range(len(chain)), *(parent + 1 for parent in parents[len(chain) :])]
     return torch.tensor(parents, device=device), torch.tensor(depths, device=device)
-
-
-__all__ = ["Oracle", "SimulatedAcceptance", "acceptance_for_tau", "draft_form"]

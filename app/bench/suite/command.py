@@ -101,6 +101,3 @@ def run_suite(args: argparse.Namespace) -> int:
     is_exact = result.run["dtype"] in ("float32", "float64")
     failed = any(row.failed or (is_exact and row.same < row.calls) for row in result.rows if row.peer in own)
     return 1 if failed or not result.calls else 0
-
-
-__all__ = ["EPILOG", "add_suite_options", "is_suite", "run_suite"]

@@ -81,6 +81,3 @@ class SuiteConfig:
             minutes=args.minutes or (None if suite == "mmspec" else DEFAULT_MINUTES),
             new_tokens=args.new_tokens or SUITE_NEW_TOKENS[suite],
         )
-
-
-__all__ = ["SCENE_CATEGORIES", "SUITES", "SuiteConfig"]

@@ -155,6 +155,3 @@ def _inline(line: str) -> str:
 
 def _list(lines: Sequence[str]) -> str:
     return f"<ul>{''.join(f'<li>{_inline(line)}</li>' for line in lines)}</ul>"
-
-
-__all__ = ["axis_ticks", "format_html", "latency_plot", "speed_plot"]

@@ -16,7 +16,8 @@ from typing import Any
 from PIL import Image
 
 from mmspec.app.errors import UsageError, one_line
-from mmspec.app.io.images import ImageError, load_image
+from mmspec.app.io.images import ImageError as ImageError
+from mmspec.app.io.images import load_image
 from mmspec.vision.video.decoder_pool import DecoderPool
 
 FILE = "mmspec.jsonl"
@@ -135,17 +136,3 @@ def _parse(line: str, where: str, folder: Path | None) -> SuiteItem:
     if found is None:
         return replace(item, problem=f"no image {name} in {folder} or its images/")
     return replace(item, images=found)
-
-
-__all__ = [
-    "FILE",
-    "TEXT_TASKS",
-    "ImageError",
-    "SuiteItem",
-    "choose_grouping",
-    "group_items",
-    "load_item_media",
-    "read_items",
-    "scene_items",
-    "select_categories",
-]

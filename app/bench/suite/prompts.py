@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mmspec.app.bench.peers.base import MEDIA, TEXT, PeerPrompt
+from mmspec.app.bench.peers.base import MEDIA as MEDIA
+from mmspec.app.bench.peers.base import TEXT, PeerPrompt
 from mmspec.app.bench.peers.export import prompt_embeddings
 from mmspec.app.bench.suite.items import SuiteItem, load_item_media
 from mmspec.app.modeling.chat import ChatTurn, build_inputs
@@ -104,6 +105,3 @@ class PromptBuilder:
         ids = [token for token in inputs["input_ids"][0].tolist() if token not in media_ids]
         input_ids = torch.tensor([ids], device=self.model.device)
         return {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
-
-
-__all__ = ["MEDIA", "History", "PromptBuilder"]

@@ -203,15 +203,3 @@ def _with_limits(value: float | None, limits: Sequence[float] | None) -> str:
 
 def _number(value: Any) -> str:
     return "-" if value is None else f"{value:.2f}"
-
-
-__all__ = [
-    "against_section",
-    "format_json",
-    "format_markdown",
-    "markdown_table",
-    "provenance_lines",
-    "remark_lines",
-    "report_title",
-    "sections",
-]

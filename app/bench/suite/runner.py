@@ -14,7 +14,8 @@ from itertools import groupby, zip_longest
 from typing import Protocol
 
 from mmspec.app.bench.measure import MIN_ROUNDS, gc_paused
-from mmspec.app.bench.peers.base import MEDIA, TEXT, Peer, PeerError, PeerPrompt, PeerRun
+from mmspec.app.bench.peers.base import MEDIA as MEDIA
+from mmspec.app.bench.peers.base import TEXT, Peer, PeerError, PeerPrompt, PeerRun
 from mmspec.app.bench.suite.items import ImageError, SuiteItem
 from mmspec.app.bench.suite.prompts import History
 from mmspec.app.modeling.chat import ChatTurn
@@ -198,6 +199,3 @@ def make_batches(items: Sequence[SuiteItem], batch: int) -> list[list[SuiteItem]
 def _rotate(peers: Sequence[Peer], number: int) -> list[Peer]:
     start = number % len(peers) if peers else 0
     return [*peers[start:], *peers[:start]]
-
-
-__all__ = ["BASELINE", "BASELINE_AGAIN", "MEDIA", "CallRecord", "SuiteRun", "make_batches"]

@@ -164,6 +164,3 @@ def _measure_series(
         result.reading.append(measure_weight_reading(model))
     result.left_out = suite.left_out
     result.notes += suite.stopped
-
-
-__all__ = ["SuiteResult", "load_items", "measure_suite", "start_peers"]

@@ -167,13 +167,3 @@ def _ratios(records: Sequence[CallRecord], ratio: Callable[[CallRecord], float])
 
 def _rounded(limits: Sequence[float]) -> list[float] | None:
     return [round(limit, 4) for limit in limits] if limits else None
-
-
-__all__ = [
-    "ALL",
-    "SuiteRow",
-    "call_as_dict",
-    "find_ties",
-    "percentile",
-    "summarise_calls",
-]

@@ -211,17 +211,3 @@ def has_remote_path(value: Any) -> bool:
 
 def _reject_constant(name: str) -> float:
     raise ValueError(f"{name} is not JSON")
-
-
-__all__ = [
-    "BodyReader",
-    "Message",
-    "PartCounter",
-    "Receive",
-    "RefusedError",
-    "RequestLimits",
-    "UploadFolder",
-    "body_too_large",
-    "has_remote_path",
-    "parse_json_object",
-]

@@ -104,6 +104,3 @@ def _check_inputs(fn: Any, data: Any) -> None:
         raise RefusedError(ErrorResponse(422, f"data must be a list of {len(fn.inputs)} inputs."))
     if has_remote_path(data):
         raise RefusedError(ErrorResponse(422, "Files must be uploaded; the app fetches nothing from other addresses."))
-
-
-__all__ = ["MAX_ID_CHARS", "EventPolicy", "find_heartbeat", "get_query_value"]

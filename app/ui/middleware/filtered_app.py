@@ -52,6 +52,3 @@ def _log_request_error(*_: Any, **__: Any) -> None:
     if error is not None:
         logger.warning("mmspec: a request failed: %s: %s", type(error).__name__, ascii(one_line(error, 200)))
         logger.debug("mmspec: stack trace", exc_info=error)
-
-
-__all__ = ["FilteredApp", "suppress_tracebacks"]

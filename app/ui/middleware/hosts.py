@@ -149,14 +149,3 @@ def _is_same_address(name: str, local: str) -> bool:
         return ipaddress.ip_address(name) == ipaddress.ip_address(local)
     except ValueError:
         return False
-
-
-__all__ = [
-    "Authority",
-    "ErrorResponse",
-    "HostPolicy",
-    "RequestInfo",
-    "parse_allowed_host",
-    "parse_authority",
-    "parse_origin",
-]

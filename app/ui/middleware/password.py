@@ -61,6 +61,3 @@ def _parse_password(value: str) -> bytes | None:
     except (binascii.Error, ValueError):
         return None
     return password if colon else None
-
-
-__all__ = ["MIN_PASSWORD_CHARS", "PasswordGate", "generate_password"]

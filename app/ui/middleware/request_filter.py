@@ -246,6 +246,3 @@ def _check_upload_id(scope: Scope) -> None:
     """Refuse a long `upload_id`, which Gradio stores."""
     if len(get_query_value(scope, "upload_id")) > MAX_ID_CHARS:
         raise RefusedError(ErrorResponse(422, f"upload_id must have at most {MAX_ID_CHARS} characters."))
-
-
-__all__ = ["RequestFilter"]

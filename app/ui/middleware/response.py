@@ -122,6 +122,3 @@ class FilteredResponse:
 
 def _is_cors_header(name: bytes) -> bool:
     return name.lower().startswith(b"access-control-")
-
-
-__all__ = ["FilteredResponse", "Scope", "Send"]

@@ -49,6 +49,3 @@ ROUTES = (
 def find_route(path: str) -> Route | None:
     """The served route of a decoded path; None if there is none."""
     return next((route for route in ROUTES if route.pattern.fullmatch(path)), None)
-
-
-__all__ = ["ROUTES", "Route", "find_route"]

@@ -196,6 +196,3 @@ class SessionCleaner:
         app = self.blocks._queue.server_app
         if app is not None:
             app.iterators_to_reset.intersection_update(self.blocks._queue.event_ids_to_events)
-
-
-__all__ = ["SessionCleaner", "SessionLimits"]

@@ -220,6 +220,3 @@ def format_progress(batch: CaptionBatch, is_running: bool) -> str:
         files = "One file" if batch.num_out_of_domain == 1 else f"{batch.num_out_of_domain} files"
         text += f" {files}: {OUT_OF_DOMAIN_NOTE}"
     return text
-
-
-__all__ = ["build_batch_tab", "format_progress", "stream_batch"]

@@ -316,6 +316,3 @@ def render_turns(count: int) -> str:
 def _render_sentence(report: Report) -> str:
     metrics = report.metrics
     return render.render_sentence(metrics["choice"]["model"], report.mmspec.drafter or "", metrics["run"]["device"])
-
-
-__all__ = ["CompareComponents", "build_compare_tab", "build_final_updates"]

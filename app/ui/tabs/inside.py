@@ -69,6 +69,3 @@ def next_round_with_tree(report: Report, round_index: int) -> int:
     """Index of the next round with draft tokens, wrapping around; `round_index` if no round has any."""
     indices = [index for index, item in enumerate(report.rounds) if item.num_draft_tokens]
     return next((index for index in indices if index > round_index), indices[0] if indices else round_index)
-
-
-__all__ = ["build_inside_tab", "clamp_round", "next_round_with_tree"]

@@ -205,6 +205,3 @@ def render_learning(run: LearningRun) -> str:
     answer = f'<div class="mm-turn-answer">{escape(run.text)}</div>'
     text = f'<div class="mm-side mm-so-far mm-described">{picture}{answer}</div>'
     return render_numbers(cells) + why + '<p class="mm-legend">The last description</p>' + text
-
-
-__all__ = ["build_learning_tab", "format_learning_progress", "render_learning", "stream_learning"]

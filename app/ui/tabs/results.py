@@ -204,6 +204,3 @@ def update_results(context: Context, parts: ResultComponents, report: Report) ->
             parts.phases: plots.phase_times(report),
         }
     return updates
-
-
-__all__ = ["ResultComponents", "build_results", "clear_results", "update_results"]

@@ -88,6 +88,3 @@ def connect_run_end(
 def render_failure(error: Exception | None) -> str:
     """The status line of a run that failed; an error that is not known did not come from its handlers."""
     return render_status(UNKNOWN_FAILURE if error is None else describe_error(error), "mm-error")
-
-
-__all__ = ["RUN_EVENT", "RunControls", "begin_run", "connect_run_end"]
