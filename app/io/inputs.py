@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice, product
 from pathlib import Path
@@ -257,7 +257,7 @@ class Inputs:
         Raises:
             UsageError: a bad manifest, or one with two rows of an id. Other sources yield error rows.
         """
-        known: dict[str, int] = {}
+        known: dict[str, tuple[int, int]] = {}
         base, index = os.path.abspath(self.options.base), 0
         for source in self.sources:
             for item in source.rows(skip):
@@ -268,13 +268,13 @@ class Inputs:
                     ident = ident or relative_name(item.path, self.options.base)
                 ident = ident or name
                 fault = item.content.message if isinstance(item.content, Unreadable) else None
-                key, content = hash((path, item.prompt, fault)), item.content
+                key, content = (hash((path, item.prompt, fault)), hash(path)), item.content
                 if ident in known:
                     if not source.is_listed:
                         ident, content = _repeated(ident, known)
                     elif known[ident] == key or (not item.id and known.get(path) == key):
                         continue
-                    elif not item.id and path not in known:  # one is relative to the output, one to where we are
+                    elif not item.id and known[ident][1] != key[1] and path not in known:  # relative to another folder
                         ident = path
                     else:
                         where = item.origin or short_repr(path)
@@ -286,7 +286,7 @@ class Inputs:
                 index += 1
 
 
-def _repeated(ident: str, known: dict[str, int]) -> tuple[str, Content]:
+def _repeated(ident: str, known: Container[str]) -> tuple[str, Content]:
     """Id and content of a second row of one id: an error row."""
     number = 2
     while f"{ident}#{number}" in known:

@@ -18,6 +18,8 @@ from mmspec.cpu.linear import is_replaced
 
 SIMPLE_TYPES = frozenset((bool, int, float, str))
 """Types of attributes that are compared: sizes, factors, modes, names of kernels and adapters."""
+IGNORED_ATTRIBUTES = frozenset(("_output_capturing_hooks_installed",))
+"""What transformers notes at modules in a first call that returns hidden states."""
 BIT_TYPES = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 """{bytes: integer type}"""
 
@@ -85,7 +87,11 @@ def describe_code(modules: Sequence[nn.Module]) -> list[Any]:
         forward = attributes.get("forward")
         found += id(module), type(module), None if forward is None or is_replaced(module) else forward
         found += map(type, module._parameters.values())
-        found += [(name, value) for name, value in attributes.items() if type(value) in SIMPLE_TYPES]
+        found += [
+            (name, value)
+            for name, value in attributes.items()
+            if type(value) in SIMPLE_TYPES and name not in IGNORED_ATTRIBUTES
+        ]
         found += attributes.get("_active_adapter", ())  # names of PEFT's adapters
     return found
 

@@ -199,7 +199,7 @@ def test_bench_with_a_task(tmp_path: Path, capsys: Any) -> None:
         (["--task", "short", "--prompt", "Hello"], "leave out --prompt"),
         (["--task", "short", "--images", "x.png"], "leave out --images"),
         (["--task", "short", "--count", "3", "--batch-sizes", "1,4"], "does not fill a batch of 4"),
-        (["--first-seed", "7"], "go with --task"),
+        (["--scene-seed", "7"], "go with --task"),
     ],
 )
 def test_what_does_not_go_together_is_refused(args: list[str], expected: str, capsys: Any) -> None:

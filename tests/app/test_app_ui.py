@@ -269,7 +269,7 @@ def test_a_drafter_without_eyes_says_so(model_store: ModelStore) -> None:
     ("kind", "compressor", "num_visible", "num_selected"),
     [
         ("decoupled", None, 16, 16),
-        ("blind", None, 0, 0),
+        ("placeholder", None, 0, 0),
         ("coupled", "stride:4", 4, 4),
         ("decoupled", "relevant:5", 5, 5),
         ("decoupled", "pool:4", 4, None),

@@ -56,8 +56,8 @@ class PhaseTimer:
             ]
             if loop.recorded is not None:
                 parts.append((loop.recorded, "run", "whole"))
-            if hasattr(inner, "sync"):
-                parts.append((inner, "sync", "read"))
+            if hasattr(inner, "read_pending"):
+                parts += [(inner, "read_prompt", "read"), (inner, "read_pending", "read")]
             with ExitStack() as stack:
                 for owner, name, phase in parts:
                     stack.enter_context(mock.patch.object(owner, name, self._timed(phase, getattr(owner, name))))
