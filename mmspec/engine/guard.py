@@ -18,6 +18,8 @@ from mmspec.cpu.linear import is_replaced
 
 SIMPLE_TYPES = frozenset((bool, int, float, str))
 """Types of attributes that are compared: sizes, factors, modes, names of kernels and adapters."""
+CAPTURING_CODE = "transformers.utils.output_capturing"
+"""Module whose forward hooks return hidden states: installed in a first call that asks for them, and harmless."""
 IGNORED_ATTRIBUTES = frozenset(("_output_capturing_hooks_installed",))
 """What transformers notes at modules in a first call that returns hidden states."""
 BIT_TYPES = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -70,7 +72,9 @@ def describe_modules(modules: Sequence[nn.Module]) -> list[Any]:
         *describe_code(modules),
     ]
     for module in modules:
-        found += [*module._forward_hooks, "", *module._forward_pre_hooks]
+        hooks = module._forward_hooks.items()
+        found += [key for key, hook in hooks if getattr(hook, "__module__", None) != CAPTURING_CODE]
+        found += ["", *module._forward_pre_hooks]
         found += map(id, module._modules.values())
         found += map(id, module._parameters.values())
         for buffer in module._buffers.values():
