@@ -131,7 +131,7 @@ def test_a_bad_config_exits_2_with_file_and_key(
     write_images(tmp_path / "in", 1)
     assert main(["caption", str(tmp_path / "in"), "--model", "scenes", "--drafter", str(tmp_path / "head")]) == 2
     err = capsys.readouterr().err
-    assert err.count("\n") == 1 and str(config) in err and message in err
+    assert err.count("\n") == 2 and str(config) in err and message in err
 
 
 @pytest.mark.parametrize("depth", [33, 5000, 400_000])

@@ -80,7 +80,7 @@ def test_axes_of_compiled_and_recorded_drafts(name: str, tmp_path: Path, monkeyp
     monkeypatch.setattr("mmspec.engine.loop.can_record_rounds", lambda *args: False)
     with recording(record_nothing) as recorder:
         recorded = run_call(model, folder, inputs, num_tokens=20, native=False)
-    assert recorder.draft_replays > 20 and [one.tokens for one in recorded.rows[0]] == expected
+    assert recorder.draft_replays > 10 and [one.tokens for one in recorded.rows[0]] == expected
 
 
 @pytest.mark.parametrize("name", ["EAGLE-3, SpecForge, M-RoPE", "EAGLE-3, AngelSlim, M-RoPE"])
