@@ -168,7 +168,7 @@ def test_what_a_function_has_written_is_compared() -> None:
             view = RecordedKVCache([(group[0],)], lengths, 32)
             view.begin_forward(2)
             view.write(0, nodes, nodes)
-            return (nodes.sum(-1),)
+            return (nodes.flatten(1).sum(-1),)
 
         def written(self, group: Tensor, lengths: Tensor, nodes: Tensor) -> list[WrittenPlace]:
             return [WrittenPlace(group, lengths[:, None] + torch.arange(2))]
@@ -178,7 +178,7 @@ def test_what_a_function_has_written_is_compared() -> None:
     assert torch.equal(group[0, 0, :, :, 2:4], inputs[1]) and not group[..., 4:, :].any()
 
     def forgets(function: StaticFunction, state: Sequence[Tensor], inputs: Sequence[Tensor]) -> Replay:
-        return lambda new_inputs: (new_inputs[1].sum(-1),)
+        return lambda new_inputs: (new_inputs[1].flatten(1).sum(-1),)
 
     with pytest.raises(RuntimeError, match="differs"):
         Recordings(forgets, 64, print).run("owner", "key", Write(), [group], inputs)
