@@ -261,7 +261,7 @@ class OutputBuffer:
 
     def disable_speculation(self) -> None:
         """Drop the provisional tokens and go on one step at a time, with the errors that transformers would raise."""
-        self.stepwise = True
+        self.stepwise = self.sync_finished_rows = True  # all rows are at the same step
         if self.noise is not None:
             self.noise.disable_lookahead(self.steps - 1)
         for row, tokens in enumerate(self.emitted):
