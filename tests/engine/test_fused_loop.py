@@ -591,11 +591,12 @@ def count_launches(kind: str, batch: int, sampled: bool) -> list[tuple[int, int]
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("kind", ["decoupled", "chained", "dspark:1"])
 def test_launches_of_a_round(kind: str, sampled: bool) -> None:
-    """One kernel outside of the recording (the output's ids), and when sampling the noise: one per new step, its
-    gather, and the check of the generator's state. Besides them the copies of the recording's inputs and outputs."""
+    """One kernel outside of the recording (the output's ids), and when sampling the noise: two per new step (of the
+    generator that looks ahead, and of the shared one, which no call may set back), its gather, and the check of the
+    generator's state. Besides them the copies of the recording's inputs and outputs."""
     rounds = count_launches(kind, 1, sampled)
     assert len(rounds) > 10
-    assert median(outside for outside, _ in rounds) <= (5 if sampled else 1)
+    assert median(outside for outside, _ in rounds) <= (8 if sampled else 1)
     assert max(copies for _, copies in rounds) <= (9 if sampled else 8) + 2 * (kind == "dspark:1")
 
 
