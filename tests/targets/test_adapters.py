@@ -213,7 +213,9 @@ def test_other_adapters_are_tested(peft: Any, kind: str) -> None:
 
 def in_peft(function: Any, module: str) -> Any:
     """The function, as if that module of PEFT defined it."""
-    return types.FunctionType(function.__code__, {"torch": torch, "__name__": module}, function.__name__)
+    return types.FunctionType(
+        function.__code__, {"torch": torch, "__name__": module, "__builtins__": __builtins__}, function.__name__
+    )
 
 
 class Tuner(nn.Module):
