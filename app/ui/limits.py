@@ -98,7 +98,7 @@ class Limits:
         try:
             return videos.load_media(file, self.num_frames, self.max_pixels, isolated=DECODERS)
         except ImageError as error:
-            reason = explain_refusal(error.kind, str(error), self.max_pixels)
+            reason = explain_refusal(error.kind, str(error))
             raise FileRefusedError(f"{file.name} cannot be used: {reason}.") from error
 
     def check_files(self, paths: Sequence[str | Path] | None) -> list[Path]:

@@ -26,6 +26,7 @@ REASONS = {
 }
 """{kind of `ImageError`: reason}."""
 SIZE = re.compile(r"(\d+) x (\d+)")
+LIMIT = re.compile(r"more than (\d+) pixels")  # a JPEG, which can be read at a part of its size, may have more
 NO_PICTURES = re.compile(r"no (?:picture|video|frame)|without frames", re.IGNORECASE)
 
 
@@ -33,16 +34,16 @@ class FileRefusedError(UsageError):
     """The file of a run is refused, so that no preview of it should stay."""
 
 
-def explain_refusal(kind: str, message: str, max_pixels: int) -> str:
+def explain_refusal(kind: str, message: str) -> str:
     """The reason in one clause, without the name of the file; the message itself where it is not about the file.
 
     Args:
         kind: of an `ImageError`.
         message: of it.
-        max_pixels: limit of a picture.
     """
-    if kind == "TooLarge" and "pixels" in message:
-        limit = f"{max_pixels / 1e6:.3g} megapixels is the limit"
+    most = LIMIT.search(message)
+    if kind == "TooLarge" and most is not None:
+        limit = f"{int(most[1]) / 1e6:.3g} megapixels is the limit"
         size = SIZE.search(message)
         if size is None:
             return f"it has too many pixels; {limit}"

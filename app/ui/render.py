@@ -150,34 +150,31 @@ CAPTION_COLUMNS = {
 """{column of the table of captions: explanation}."""
 
 
-def render_captions(
-    rows: Sequence[Mapping[str, Any]], thumbnails: Mapping[str, str] | None = None, max_pixels: int = 0
-) -> str:
+def render_captions(rows: Sequence[Mapping[str, Any]], thumbnails: Mapping[str, str] | None = None) -> str:
     """The table of captions of a batch.
 
     Args:
         rows: of a caption job.
         thumbnails: {id of a row: data URI}.
-        max_pixels: limit of a picture, for the reasons of refused ones.
     """
     head = "".join(
         f"<th scope='col' title='{escape(note)}'>{escape(name)}</th>" for name, note in CAPTION_COLUMNS.items()
     )
-    body = "".join(_render_caption_row(row, (thumbnails or {}).get(row["id"], ""), max_pixels) for row in rows)
+    body = "".join(_render_caption_row(row, (thumbnails or {}).get(row["id"], "")) for row in rows)
     body = body or '<tr><td colspan="5" class="mm-empty">No captions yet.</td></tr>'
     table = f'<table class="mm-table mm-captions"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
     notes = "; ".join(f"<b>{escape(name)}</b>: {escape(note)}" for name, note in CAPTION_COLUMNS.items())
     return f'<div class="mm-wide">{table}</div><p class="mm-legend">{notes}.</p>'
 
 
-def _render_caption_row(row: Mapping[str, Any], thumbnail: str, max_pixels: int) -> str:
+def _render_caption_row(row: Mapping[str, Any], thumbnail: str) -> str:
     given = escape(str(row["file_name"]))
     picture = f'<img src="{escape(thumbnail)}" alt="Small picture of {given}">' if thumbnail else ""
     file_name = given.replace("_", "_<wbr>")  # where a long name may be wrapped
     name = f'<td><div class="mm-file">{picture}<span>{file_name}</span></div></td>'
     if row["error"]:
         error = row["error"]
-        reason = explain_refusal(str(error["type"]), str(error["message"]), max_pixels)
+        reason = explain_refusal(str(error["type"]), str(error["message"]))
         return f'<tr class="mm-failed">{name}<td colspan="4">{escape(reason)}</td></tr>'
     limit = f" <small>(stopped at the limit of {row['n_new_tokens']} tokens)</small>" if _is_cut(row) else ""
     numbers = (

@@ -169,6 +169,7 @@ def _check_float(key: str, value: object, low: float, high: float) -> None:
 def _check_compressor(key: str, value: Mapping[str, Any]) -> None:
     if value.get("name") is None:
         raise ValueError(f"{key}.name is missing; got {_short(value)}.")
+    _check_type(f"{key}.name", value["name"], str, "a string")
     if value.get("max_tokens") is None:
         raise ValueError(f"{key}.max_tokens is missing; got {_short(value)}.")
 

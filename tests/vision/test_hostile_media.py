@@ -315,7 +315,7 @@ BOMBS: dict[str, tuple[Callable[[], bytes], str | None]] = {
     "TIFF": (huge_tag, "cannot be decoded"),
     "PDF": (lambda: b"%PDF-1.4\n" * 9, "not an image.*a PDF file"),
     "SVG": (lambda: b'<?xml version="1.0"?><svg></svg>', "not an image.*an SVG drawing"),
-    "HEIC": (deep_heic, "a HEIC image .install pillow-heif to read it.|cannot be decoded"),
+    "HEIC": (deep_heic, "a HEIC image .pip install pillow-heif to read it.|cannot be decoded"),
     "WMF": (lambda: b"\xd7\xcd\xc6\x9a\0\0" + bytes(50), "not an image"),
 }
 

@@ -128,7 +128,7 @@ def test_a_photo_of_200_megapixels_in_the_demo(tmp_path: Path) -> None:
     at = content.index(b"\xff\xc0")
     content[at + 5 : at + 9] = struct.pack(">HH", 30000, 30000)
     (tmp_path / "bomb.jpg").write_bytes(content)
-    with pytest.raises(Exception, match="30000 x 30000 is more than 268000000 pixels"):
+    with pytest.raises(Exception, match=r"900 megapixels \(30000 x 30000\); 268 megapixels"):
         Limits().load_media(tmp_path / "bomb.jpg")
     with DecoderPool() as pool:
         photo = saved(Image.new("L", (10000, 7000)), "JPEG", quality=20)

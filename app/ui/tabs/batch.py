@@ -127,7 +127,7 @@ def _connect_batch_events(context: Context, parts: BatchComponents, settings: Co
             updates: dict[Any, Any] = {parts.status: render.render_status(text)}
             if len(batch.rows) != num_rendered:
                 num_rendered = len(batch.rows)
-                updates[parts.table] = render.render_captions(batch.rows, batch.thumbnails, context.limits.max_pixels)
+                updates[parts.table] = render.render_captions(batch.rows, batch.thumbnails)
                 curve = caption_curve(batch.rows)
                 updates[parts.curve] = gr.update(
                     **count_axis(curve, "file"),
