@@ -324,7 +324,7 @@ class HFTarget:
 
 
 def unsupported_shape(input_ids: Tensor, mask: Any = None, num_cached: int = 0) -> str | None:
-    """Why ids and attention mask of these shapes, behind a cache of `num_cached` positions, are not supported; or None."""
+    """Why ids and mask of these shapes are not supported behind a cache of `num_cached` positions; None if they are."""
     if input_ids.dim() != 2 or not len(input_ids):
         return f"input_ids of shape {list(input_ids.shape)}"
     length = input_ids.shape[1]

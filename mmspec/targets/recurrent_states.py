@@ -35,10 +35,9 @@ STATE_NAMES = ("initial_state", "initial_states")
 """Arguments of a recurrence that returns its last state."""
 IN_PLACE_NAMES = ("state", "conv_state")
 """Arguments of one step that overwrites the state."""
-GATES = ({"g", "beta"}, {"dt"})
-"""Arguments without which a recurrence cannot be told to leave a token out."""
-NEUTRAL_GATES = {"g": 0.0, "beta": 0.0, "dt": -torch.inf}
-"""Gates with which a token changes no state: no decay (g is a logarithm) and no write; a time step of softplus(-inf)."""
+NEUTRAL_GATES = ({"g": 0.0, "beta": 0.0}, {"dt": -torch.inf})
+"""Arguments of the recurrences that are known, with which a token neither decays a state (g is a logarithm, the time
+step softplus(dt)) nor writes."""
 MAX_STEPS = 8
 """Up to so many tokens are repeated by the function that transformers decodes with, one after the other."""
 
@@ -62,17 +61,21 @@ class RecurrenceCall:
     kwargs: dict[str, Any]
 
     def repeat(self, counts: Tensor, longest: int) -> Tensor:
-        """The last state where row b reads its first `counts[b]` tokens alone; `counts` [B] int64, at most `longest`."""
+        """The last state, where row b reads its first `counts[b]` tokens alone.
+
+        Args:
+            counts: [B] int64.
+            longest: the largest of them.
+        """
         values = dict(zip(self.names, self.args, strict=False)) | self.kwargs
-        gates = [name for name in NEUTRAL_GATES if isinstance(values.get(name), Tensor)]
-        shape = values[gates[0]].shape[:2]
-        for name, value in values.items():
-            if isinstance(value, Tensor) and value.dim() > 2 and value.shape[:2] == shape and name not in STATE_NAMES:
-                values[name] = value[:, :longest]
+        gates = next(gates for gates in NEUTRAL_GATES if gates.keys() <= values.keys())
+        rows_and_nodes = values[next(iter(gates))].shape[:2]
         is_rejected = torch.arange(longest, device=counts.device) >= counts[:, None]
-        for name in gates:
-            rejected = is_rejected.view(*is_rejected.shape, *[1] * (values[name].dim() - 2))
-            values[name] = values[name].masked_fill(rejected, NEUTRAL_GATES[name])
+        for name, value in values.items():
+            is_sequence = isinstance(value, Tensor) and value.dim() > 2 and value.shape[:2] == rows_and_nodes
+            if is_sequence and name not in STATE_NAMES:  # what was computed of rejected tokens may be nan
+                rejected = is_rejected.view(*is_rejected.shape, *[1] * (value.dim() - 2))
+                values[name] = value[:, :longest].masked_fill(rejected, gates.get(name, 0.0))
         function = self.step_function if longest <= MAX_STEPS else self.function
         args = [values.pop(name) for name in self.names[: len(self.args)]]
         state: Tensor = function(*args, **values)[1]
@@ -94,7 +97,7 @@ class StateLog:
     last_call: RecurrenceCall | None = None
 
     @contextmanager
-    def active(self, classes: Iterable[type[nn.Module]]) -> Iterator[None]:
+    def active(self, classes: Iterable[Any]) -> Iterator[None]:
         """Context for one forward of layers of these classes, in this thread."""
         with _replaced_functions(classes):
             token = _ACTIVE.set(self)
@@ -114,7 +117,7 @@ class StateLog:
         Raises:
             RuntimeError: a row stops in the middle of the chain, and the recurrence was not seen.
         """
-        states = [state for state, *_ in (*self.windows, *self.updates)]
+        states = [state for state, _ in self.windows] + [state for state, *_ in self.updates]
         on_device = {device: from_host(list(counts), device) for device in {state.device for state in states}}
         for state, window in self.windows:
             index = on_device[state.device][:, None] + torch.arange(state.shape[-1], device=state.device)
@@ -175,7 +178,7 @@ class RecurrentStates:
                 held.__dict__.update(layer.__dict__)
                 cache.layers[index] = held
         self.log = StateLog()
-        self._classes = {type(module) for module in decoder.modules()}
+        self._classes: set[Any] = {type(module) for module in decoder.modules()}
         self._prompt: list[tuple[Tensor, Tensor]] = []
 
     def hold(self) -> None:
@@ -201,10 +204,10 @@ class RecurrentStates:
     def export(self, cache: DynamicCache) -> None:
         """Copy the states into a user's cache, as tensors that may be written outside inference mode."""
         for index, layer in self.layers.items():
-            attributes = dict(layer.__dict__, record_past=False)
-            for name in ("conv_states", "recurrent_states"):
-                attributes[name] = {i: None if state is None else state.clone() for i, state in attributes[name].items()}
-            cache.layers[index].__dict__.update(attributes)
+            states = {name: dict(getattr(layer, name)) for name in ("conv_states", "recurrent_states")}
+            for parts in states.values():
+                parts.update((i, state.clone()) for i, state in parts.items() if state is not None)
+            cache.layers[index].__dict__.update(layer.__dict__, record_past=False, **states)
 
 
 # --- the functions that layers call -----------------------------------------------------------------------------------
@@ -215,22 +218,24 @@ _USERS: dict[tuple[int, str], int] = {}
 
 
 @functools.lru_cache(maxsize=256)
-def _updating_functions(kind: type[nn.Module]) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """(name, names of the parameters) of the functions that update a state and that a class of layers calls."""
+def _updating_functions(kind: Any) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """(name, names of the parameters) of the functions that update a state and that a class of modules calls."""
     forward = inspect.unwrap(kind.forward)
     found = []
     for name in forward.__code__.co_names if inspect.isfunction(forward) else ():
         function = forward.__globals__.get(name)
         if inspect.isfunction(function):
             parameters = tuple(inspect.signature(function).parameters)
-            returns_state = {*STATE_NAMES} & {*parameters} and any(gates <= {*parameters} for gates in GATES)
+            returns_state = {*STATE_NAMES} & {*parameters} and any(
+                gates.keys() <= {*parameters} for gates in NEUTRAL_GATES
+            )
             if returns_state or {*IN_PLACE_NAMES} & {*parameters}:
                 found.append((name, parameters))
     return tuple(found)
 
 
 @contextmanager
-def _replaced_functions(classes: Iterable[type[nn.Module]]) -> Iterator[None]:
+def _replaced_functions(classes: Iterable[Any]) -> Iterator[None]:
     """Within the context, layers of these classes call functions that log, in threads with an active log."""
     places = {}
     for kind in classes:
