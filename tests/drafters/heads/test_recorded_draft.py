@@ -35,6 +35,7 @@ from recorded_rounds import (
 from torch import Tensor
 
 import mmspec
+from mmspec.drafters.heads.base import c_draft
 from mmspec.drafters.heads.base.recorded import DraftAlone, DraftFunction, RecordedDraft
 from mmspec.drafters.heads.base.state import DraftState
 from mmspec.drafters.heads.eagle.drafter import EagleDrafter
