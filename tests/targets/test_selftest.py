@@ -639,7 +639,7 @@ def test_a_conversation_may_begin_before_the_patch(family: str, monkeypatch: pyt
     assert not mmspec.stats(model).fallback_reason
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@FAMILIES
 def test_the_verdict_does_not_depend_on_the_callers_modes(family: str) -> None:
     """It is stored for all models of the class, so a caller's half precision must not enter it."""
     adapter = find_adapter(fresh_model(family))
