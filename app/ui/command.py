@@ -29,7 +29,7 @@ examples
   mmspec demo --share                                    from the internet, with a password
 
 By default the pages are served to this machine only. Uploads are removed when the command ends (Ctrl-C).
-Pages may choose the built-in models and drafters and those named here, no others.
+Pages may choose among the built-in models, or have the one named here, and the drafters; no others.
 mmspec examples runs the same comparison in the terminal, without gradio.
 """
 DEFAULT_PORT = 7860

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from mmspec.app.caption.config import PROMPT, SCENES_MODEL
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.ui.model_store import ModelStore, RunSettings
 from mmspec.app.ui.thumbnails import MEDIA_SIZE, to_data_uri
@@ -121,7 +122,8 @@ class LearningRun:
         from mmspec.app.ui.cancel import build_stopping_criteria
         from mmspec.app.ui.run_comparison import copy_request
 
-        inputs = build_inputs(loaded.model, loaded.processor, [request.images[0]], [request.question])
+        question = request.question if self.settings.model == SCENES_MODEL else PROMPT
+        inputs = build_inputs(loaded.model, loaded.processor, [request.images[0]], [question])
         encoded, _ = encode_media(loaded.model, inputs)
         captioner = Captioner(loaded.model, loaded.processor, self.settings.max_new_tokens)
         options = captioner.generation_kwargs() | {"stopping_criteria": build_stopping_criteria(cancel_signal)}

@@ -22,20 +22,22 @@ def render_status(text: str, kind: str = "") -> str:
     return f'<p class="mm-status {kind}" role="status">{escape(text)}</p>'
 
 
-def render_sentence(model: str, drafter: str, device: str) -> str:
+def render_sentence(model: str, drafter: str, device: str, description: str = "") -> str:
     """What the page compares.
 
     Args:
         model: as chosen; a folder is shortened to its name.
         drafter: "auto" until it is known.
         device: "auto" until it is known.
+        description: what the model is; empty until it is known.
     """
+    kind = f" ({escape(description)})" if description else ""
     where = "this machine" if device == "auto" else device
     draft = "an automatically chosen drafter" if drafter == "auto" else f"the drafter <b>{escape(drafter)}</b>"
     return (
-        f'<p class="mm-intro">The model <b>{escape(Path(model).name)}</b> on {escape(where)} answers one question '
-        f"twice: with plain <code>generate</code>, and with mmspec: a faster decode loop, in which {draft} proposes "
-        "tokens and the model checks several in one forward, where that pays.</p>"
+        f'<p class="mm-intro">The model <b>{escape(Path(model).name)}</b>{kind} on {escape(where)} answers one '
+        f"question twice: with plain <code>generate</code>, and with mmspec: a faster decode loop, in which {draft} "
+        "proposes tokens and the model checks several in one forward, where that pays.</p>"
     )
 
 

@@ -60,16 +60,17 @@ def build_app(context: Context, opening: Opening | None = None) -> Any:
         title=PAGE_TITLE, analytics_enabled=False, delete_cache=(CLEANUP_INTERVAL_S, UPLOAD_MAX_AGE_S)
     ) as app:
         gr.HTML(f"<h1>{PAGE_TITLE}</h1>", elem_id="mm-title")
+        opening = opening or Opening(context)
         report = gr.State(None, time_to_live=UPLOAD_MAX_AGE_S)
         with gr.Tabs():
             with gr.Tab("Compare"):
-                build_compare_tab(context, report, opening or Opening(context))
+                build_compare_tab(context, report, opening)
             with gr.Tab("Inside") as inside:
                 build_inside_tab(report, inside)
             with gr.Tab("Batch"):
                 build_batch_tab(context)
             with gr.Tab("Learning"):
-                build_learning_tab(context)
+                build_learning_tab(context, opening)
         gr.HTML(render_links(), elem_id="mm-links")
         register_endpoints(context)
 

@@ -17,7 +17,7 @@ from mmspec.app.io import images, videos
 from mmspec.app.io.sources import MANIFESTS
 from mmspec.app.scenes.examples import list_example_files
 from mmspec.app.ui import render
-from mmspec.app.ui.batch import CaptionBatch, write_parquet
+from mmspec.app.ui.batch import COMPARED_FILES, CaptionBatch, write_parquet
 from mmspec.app.ui.context import (
     UNQUEUED,
     VALIDATION,
@@ -33,8 +33,8 @@ from mmspec.app.ui.tabs.run_events import RUN_EVENT, RunControls, begin_run, con
 from mmspec.app.ui.worker import Client, LeftQueueError
 
 BATCH_INTRO = (
-    "Captions of many files: the model describes each picture or clip, with mmspec. The captions are those of plain "
-    "<code>generate</code>, and can be saved as JSONL or Parquet."
+    "Captions of many files: the model describes each picture or clip, with mmspec. Plain <code>generate</code> "
+    f"describes the first {COMPARED_FILES} too, so that the speed-up is known. Captions are saved as JSONL or Parquet."
 )
 CURVE_COLORS = {"each file": LANE_COLORS[0], "mean of the last 8": LANE_COLORS[1]}
 ROW_FORMATS = (
@@ -215,8 +215,19 @@ def format_progress(batch: CaptionBatch, is_running: bool) -> str:
         return f"{text}; running."
     text += "; cancelled, finished rows can be downloaded." if batch.cancelled else "."
     if batch.tau is not None:
-        text += f" In all {batch.tau:.2f} tokens per forward, where plain generate has 1."
+        text += f" {format_speedup(batch)}"
     if batch.num_out_of_domain:
         files = "One file" if batch.num_out_of_domain == 1 else f"{batch.num_out_of_domain} files"
         text += f" {files}: {OUT_OF_DOMAIN_NOTE}"
     return text
+
+
+def format_speedup(batch: CaptionBatch) -> str:
+    """The speed-up of a batch with captions: measured on the files that plain `generate` described too."""
+    forwards = f"{batch.tau:.2f} tokens per forward, where plain generate has 1"
+    totals, speedup = batch.comparison, batch.speedup
+    if totals is None or speedup is None:
+        return f"In all {forwards}."
+    compared = "one file" if totals.rows == 1 else f"{totals.rows} files"
+    same = f"{totals.identical} of {totals.rows} captions identical"
+    return f"In all {speedup:.2f}x the speed of plain generate, which described {compared} too ({same}); {forwards}."
