@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from mmspec.app.ui.cancel import CancellableCaptioner
 
 BATCH_SIZE = 4
-COMPARED_FILES = 2 * BATCH_SIZE
-"""Files at most that plain `generate` describes too, so that the speed-up of the job is known."""
+COMPARED_FILES = BATCH_SIZE
+"""Files at most that plain `generate` describes too, so that the speed-up is known."""
 TABLE_IMAGE_SIZE = 64
 """Longest side in pixels of the picture in the table."""
 

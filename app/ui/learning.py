@@ -86,8 +86,6 @@ class LearningRun:
             UsageError: the model cannot be used, or the drafter cannot learn on it.
         """
         import mmspec
-        from mmspec.app.scenes.tasks import generate_requests
-        from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED
 
         settings = self.settings
         self._started_at = time.monotonic()
@@ -103,8 +101,7 @@ class LearningRun:
             except (TypeError, ValueError) as error:
                 raise UsageError(f"Drafter {settings.drafter}: {one_line(error, 300)}") from error
             try:
-                first_seed = FIRST_HELD_OUT_SEED + settings.seed
-                for request in islice(generate_requests("describe", first_seed), self.total):
+                for request in islice(draw_pictures(settings.seed), self.total):
                     self._describe(loaded, learner, baseline, request, cancel_signal)
                     if self.cancelled:
                         break
@@ -139,6 +136,14 @@ class LearningRun:
         self.text = loaded.processor.tokenizer.decode(new_ids, skip_special_tokens=True).strip()
         self.picture = to_data_uri(request.images[0], MEDIA_SIZE)
         self.num_done += 1
+
+
+def draw_pictures(seed: int) -> Iterator[SceneRequest]:
+    """Pictures of which none is used twice, with a question about each."""
+    from mmspec.app.scenes.tasks import generate_requests
+    from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED
+
+    return generate_requests("describe", FIRST_HELD_OUT_SEED + seed)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mmspec.app.bench.rounds import Round
+from mmspec.app.ui import plots
 from mmspec.app.ui.race import LEGEND
 from mmspec.app.ui.refusals import explain_refusal
 from mmspec.app.ui.report import Report
@@ -53,10 +54,11 @@ def render_frames(report: Report) -> str:
     return f'<p class="mm-legend">{len(report.media)} frames were read</p><div class="mm-frames">{frames}</div>'
 
 
-def render_results(report: Report, description: str = "") -> str:
-    """The numbers of a finished run that the race does not show, below the `description` of its plot."""
-    text = f'<p class="mm-legend">{escape(description)}</p>' if description else ""
-    return f'<div class="mm-results">{text}{render_headline(report)}</div>'
+def render_results(report: Report) -> str:
+    """The charts of a finished run, and the numbers that the race does not show."""
+    text = f'<p class="mm-legend">{escape(plots.describe_lengths(report))}</p>'
+    pair = f'<div class="mm-charts">{plots.length_histogram(report)}{plots.phase_times(report)}</div>'
+    return f'<div class="mm-results">{plots.lengths_chart(report)}{text}{render_headline(report)}{pair}</div>'
 
 
 def render_headline(report: Report) -> str:

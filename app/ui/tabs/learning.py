@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from html import escape
+from itertools import islice
 from typing import Any
 
 import gradio as gr
@@ -17,12 +18,14 @@ from mmspec.app.ui.learning import (
     MAX_PICTURES,
     UNTRAINED_DRAFTER,
     LearningRun,
+    draw_pictures,
     pool_calls,
 )
 from mmspec.app.ui.model_store import ModelStore
 from mmspec.app.ui.opening import Opening
 from mmspec.app.ui.render import render_numbers, render_status
 from mmspec.app.ui.tabs.run_events import RUN_EVENT, RunControls, begin_run, connect_run_end
+from mmspec.app.ui.thumbnails import MEDIA_SIZE, to_data_uri
 from mmspec.app.ui.worker import Client, LeftQueueError
 
 INTRO = (
@@ -36,12 +39,12 @@ STEPS = (
     "<li>The model describes each of them twice, with the drafter that learns and with "
     f"<code>{UNTRAINED_DRAFTER}</code>. The last picture stands here with its description.</li>"
     "<li>After each answer the drafter learns from it; a curve shows the tokens per forward of both. {expected}</li>"
-    "</ol>"
+    '</ol><p class="mm-legend">Pictures like these:</p><div class="mm-samples">{samples}</div>'
 )
 """Shown until there is something else to see."""
+NUM_SAMPLES = 6
 EXPECTED_BUILTIN = "Those of the one that learns should rise within the first 30 to 60 pictures."
 EXPECTED = "Whether those of the one that learns rise, and how soon, depends on the model and its answers."
-MIN_CURVE_CALLS = 3
 LEARNING_NEW_TOKENS = 160
 
 
@@ -82,20 +85,7 @@ def build_learning_tab(context: Context, opening: Opening) -> None:
                 cancel = gr.Button("Stop", variant="stop", interactive=False, elem_id="mm-unlearn", min_width=90)
         with gr.Column(scale=5, min_width=320):
             status = gr.HTML(render_status(format_plan(None, DEFAULT_PICTURES)), elem_id="mm-learning-status")
-            curve = gr.LinePlot(
-                x="picture",
-                y="tokens per forward",
-                color="drafter",
-                x_title=f"picture (means of the last {CALLS_PER_MEAN})",
-                y_title="tokens per forward",
-                title="Tokens per forward as it learns",
-                x_axis_format="d",
-                y_axis_format="~g",
-                y_lim=[0, None],
-                height=280,
-                visible=False,
-                elem_id="mm-learning-curve",
-            )
+            curve = gr.HTML("", elem_id="mm-learning-curve")
             numbers = gr.HTML(render_steps(store), elem_id="mm-learning-numbers")
 
     def plan(model: Any, total: Any) -> str:
@@ -119,7 +109,7 @@ def build_learning_tab(context: Context, opening: Opening) -> None:
             updates: dict[Any, Any] = {status: render_status(format_learning_progress(run, is_running))}
             if not is_running or run.num_done != num_rendered:
                 num_rendered = run.num_done
-                updates |= {curve: curve_update(run), numbers: render_learning(run) or render_steps(store)}
+                updates |= {curve: plots.learning_curve(run), numbers: render_learning(run) or render_steps(store)}
             yield updates
 
     controls = RunControls(start, cancel, status)
@@ -194,25 +184,19 @@ def format_plan(answer_s: float | None, total: Any) -> str:
 
 def render_steps(store: ModelStore) -> str:
     """What will happen."""
-    return STEPS.format(expected=EXPECTED_BUILTIN if store.is_builtin else EXPECTED)
+    return STEPS.format(expected=EXPECTED_BUILTIN if store.is_builtin else EXPECTED, samples=_render_samples())
+
+
+@functools.cache
+def _render_samples() -> str:
+    """A few pictures of the kind that is described."""
+    images = (request.images[0] for request in islice(draw_pictures(0), NUM_SAMPLES))
+    return "".join(f'<img src="{escape(to_data_uri(image, MEDIA_SIZE))}" alt="A drawn picture">' for image in images)
 
 
 def format_seconds(seconds: float) -> str:
     """A time in words, coarse as it is an estimate."""
     return f"{max(1, round(seconds))} s" if seconds < 90 else f"{round(seconds / 60)} minutes"
-
-
-def curve_update(run: LearningRun) -> Any:
-    """The update of the plot."""
-    if run.num_done < MIN_CURVE_CALLS:
-        return gr.update(visible=False)
-    frame, colors = plots.learning_curve(run)
-    return gr.update(
-        **plots.count_axis(frame, "picture"),
-        y_lim=plots.value_limits(frame["tokens per forward"], 2),
-        color_map=colors,
-        visible=True,
-    )
 
 
 def render_learning(run: LearningRun) -> str:
