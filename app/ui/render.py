@@ -78,8 +78,8 @@ def render_numbers(cells: Sequence[tuple[str, str, str]]) -> str:
     return (
         '<dl class="mm-head">'
         + "".join(
-            f'<div title="{escape(note)}"><dt>{escape(name)}</dt><dd>{escape(value)}</dd>'
-            f"<small>{escape(note)}</small></div>"
+            f'<div title="{escape(note)}"><dt>{escape(name)}</dt><dd>{escape(value)}'
+            f"<small>{escape(note)}</small></dd></div>"
             for name, value, note in cells
         )
         + "</dl>"
@@ -104,7 +104,7 @@ def render_visible_tokens(report: Report) -> str:
     images = "".join(f'<img src="{escape(uri)}" alt="{alt}">' for uri in report.image_uris)
     note = " Grey: not read. The model itself always reads the whole picture." if images else ""
     return (
-        '<figure class="mm-visible-tokens"><h3>What the drafter saw</h3>'
+        '<figure class="mm-visible-tokens"><h2>What the drafter saw</h2>'
         f"<figcaption>{count}{escape(visible['summary'])} {escape(compressor)}{note}</figcaption>{images}</figure>"
     )
 

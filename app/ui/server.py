@@ -92,10 +92,25 @@ def build_app(context: Context, opening: Opening | None = None) -> Any:
 
 
 def build_theme() -> Any:
-    """Gradio's base theme with system fonts: the page loads nothing from other servers."""
+    """Gradio's base theme with system fonts, as the page loads nothing from other servers, and with legible colours.
+
+    The base theme has texts of a contrast below 4.5 (WCAG AA) in white on `primary_500`, and in `neutral_400` on white.
+    """
     fonts = ["system-ui", "-apple-system", "Segoe UI", "sans-serif"]
     theme = gr.themes.Base(primary_hue="blue", font=fonts, font_mono=["ui-monospace", "Consolas", "monospace"])
-    return theme.set(block_info_text_color="*neutral_600", block_info_text_color_dark="*neutral_400")
+    return theme.set(
+        block_info_text_color="*neutral_600",
+        block_info_text_color_dark="*neutral_400",
+        body_text_color_subdued="*neutral_600",
+        input_placeholder_color="*neutral_600",
+        input_placeholder_color_dark="*neutral_400",
+        color_accent="*primary_600",  # without a variant for dark, which styles.css has
+        button_primary_background_fill="*primary_600",
+        button_primary_background_fill_hover="*primary_700",
+        link_text_color_dark="*primary_400",
+        link_text_color_hover_dark="*primary_300",
+        link_text_color_visited_dark="*primary_400",
+    )
 
 
 @dataclass(frozen=True)
