@@ -42,7 +42,7 @@ class LoadedModel:
     def description(self) -> str:
         """What the model is: its type, its size, the dtype of its weights."""
         count = sum(weight.numel() for weight in self.model.parameters())
-        return f"{self.model.config.model_type}, {format_count(count)} parameters, {dtype_name(self.model.dtype)}"
+        return f"{self.model.config.model_type}, {format_model_size(count)} parameters, {dtype_name(self.model.dtype)}"
 
     def get_drafter(self, name: str) -> Drafter:
         """A drafter without state of earlier runs, so that no run depends on another.
@@ -105,7 +105,7 @@ def load_patched_model(name: str, dtype: str, device: str) -> LoadedModel:
     return loaded
 
 
-def format_count(count: int) -> str:
+def format_model_size(count: int) -> str:
     """A number of parameters, such as "7.1 billion"."""
     for unit, name in ((10**9, "billion"), (10**6, "million")):
         if count >= unit:

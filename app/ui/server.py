@@ -27,7 +27,7 @@ from mmspec.app.ui.context import Context
 from mmspec.app.ui.limits import Limits
 from mmspec.app.ui.links import render_links
 from mmspec.app.ui.middleware.bodies import RequestLimits, UploadFolder, limit_upload_parts
-from mmspec.app.ui.middleware.filtered_app import FilteredApp, build_layers, suppress_tracebacks
+from mmspec.app.ui.middleware.filtered_app import FilteredApp, build_edge, suppress_tracebacks
 from mmspec.app.ui.middleware.names import ServedNames
 from mmspec.app.ui.middleware.password import check_password
 from mmspec.app.ui.middleware.sessions import SessionCleaner, SessionLimits
@@ -179,7 +179,7 @@ def serve(
         opening = Opening(context)
         app = build_app(context, opening)
         sessions = SessionCleaner(app, session_limits or SessionLimits(), context.sessions.end)
-        filtered_app = FilteredApp(build_layers(names, uploads, sessions, password))
+        filtered_app = FilteredApp(build_edge(names, uploads, sessions, password))
         load = context.worker.submit(lambda: model_store.get(model_store.model_names[0]))  # while the page is opened
         load.add_done_callback(_log_load_error)
         if record_opening:

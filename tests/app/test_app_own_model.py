@@ -23,7 +23,7 @@ from mmspec.app.scenes.examples import list_example_files
 from mmspec.app.ui.comparison import ComparisonRun
 from mmspec.app.ui.comparison_stream import Conversation, build_result
 from mmspec.app.ui.context import Context
-from mmspec.app.ui.loaded_model import dtype_name, format_count
+from mmspec.app.ui.loaded_model import dtype_name, format_model_size
 from mmspec.app.ui.model_store import ModelStore, RunSettings
 from mmspec.app.ui.render import render_sentence
 from mmspec.app.ui.report import TempStorage
@@ -83,7 +83,7 @@ def test_it_says_what_the_model_is(context: Context, folder: Path) -> None:
      (7_063_427_072, "7.1 billion"), (72_000_000_000, "72 billion")],
 )  # fmt: skip
 def test_sizes_in_words(count: int, text: str) -> None:
-    assert format_count(count) == text
+    assert format_model_size(count) == text
     assert dtype_name(torch.bfloat16) == "bfloat16"
 
 

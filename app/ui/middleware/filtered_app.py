@@ -46,7 +46,7 @@ class FilteredApp(App):
         return app
 
 
-def build_layers(
+def build_edge(
     names: ServedNames, uploads: UploadFolder, sessions: SessionCleaner, password: str | None = None
 ) -> list[Middleware]:
     """The layers around Gradio, the outermost first."""

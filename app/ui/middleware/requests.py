@@ -18,8 +18,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from mmspec.app.ui.middleware.bodies import RequestLimits, UploadFolder, receive_in_time
 from mmspec.app.ui.middleware.sessions import SessionCleaner
 
-API = "/gradio_api"
-UPLOAD_PATH = f"{API}/upload"
+API_PREFIX = "/gradio_api"
+UPLOAD_PATH = f"{API_PREFIX}/upload"
 MAX_SESSION_CHARS = 128
 NAME, HASH = r"[A-Za-z0-9_]{1,64}", rf"[^/\x00-\x1f]{{1,{MAX_SESSION_CHARS}}}"
 ROUTES = tuple(
@@ -28,20 +28,20 @@ ROUTES = tuple(
         r"/",
         r"/(assets|static)/[A-Za-z0-9_@.,+/-]{1,200}",
         r"/(config|config/|theme\.css|favicon\.ico|manifest\.json|robots\.txt)",
-        rf"{API}/(info|info/|theme\.css|startup-events|app_id|queue/status|queue/data|upload|upload_progress)",
-        rf"{API}/heartbeat/{HASH}",
-        rf"{API}/file=.{{1,2000}}",
-        rf"{API}/call/(v2/)?(?!v2/){NAME}/{HASH}",
-        rf"{API}/(run|api|call|call/v2)/{NAME}/?",
-        rf"{API}/(queue/join|cancel|reset|reset/)",
+        rf"{API_PREFIX}/(info|info/|theme\.css|startup-events|app_id|queue/status|queue/data|upload|upload_progress)",
+        rf"{API_PREFIX}/heartbeat/{HASH}",
+        rf"{API_PREFIX}/file=.{{1,2000}}",
+        rf"{API_PREFIX}/call/(v2/)?(?!v2/){NAME}/{HASH}",
+        rf"{API_PREFIX}/(run|api|call|call/v2)/{NAME}/?",
+        rf"{API_PREFIX}/(queue/join|cancel|reset|reset/)",
     )
 )
 """What the pages and `gradio_client` need, of about a hundred routes. Not served: /gradio_api/deep_link (stores a file
 at each request, without limit), /monitoring (lists the sessions of all visitors), /process_recording, /proxy=, /vibe-*,
 /dev/reload, /stream, /component_server, /custom_component, logins, run history, profiling."""
-HEARTBEAT_PATH = re.compile(rf"{API}/heartbeat/([^/]+)", re.DOTALL)
-CALL_PATH = re.compile(rf"{API}/call/(?:v2/)?[^/]+/([^/]+)", re.DOTALL)
-RUN_PATH = re.compile(rf"{API}/(run|api)/.*", re.DOTALL)
+HEARTBEAT_PATH = re.compile(rf"{API_PREFIX}/heartbeat/([^/]+)", re.DOTALL)
+CALL_PATH = re.compile(rf"{API_PREFIX}/call/(?:v2/)?[^/]+/([^/]+)", re.DOTALL)
+RUN_PATH = re.compile(rf"{API_PREFIX}/(run|api)/.*", re.DOTALL)
 REMOTE_PATH = re.compile(r"\s*([a-z][a-z0-9+.-]*:|[/\\]{2})", re.IGNORECASE)
 """A path with a URL scheme, or a network path (`//host`)."""
 
@@ -154,7 +154,7 @@ def find_event_stream(scope: Scope, queue: Any) -> str | None:
         HTTPException: it has started none; Gradio would break the response off in its middle, with a stack trace.
     """
     match = CALL_PATH.fullmatch(scope["path"])
-    if scope["method"] != "GET" or not (match or scope["path"] == f"{API}/queue/data"):
+    if scope["method"] != "GET" or not (match or scope["path"] == f"{API_PREFIX}/queue/data"):
         return None
     if match is None:
         session = parse_qs(scope["query_string"].decode("latin-1")).get("session_hash", [""])[0]

@@ -42,7 +42,7 @@ STEPS = (
     '</ol><p class="mm-legend">Pictures like these:</p><div class="mm-samples">{samples}</div>'
 )
 """Shown until there is something else to see."""
-NUM_SAMPLES = 6
+NUM_SAMPLE_PICTURES = 6
 EXPECTED_BUILTIN = "Those of the one that learns should rise within the first 30 to 60 pictures."
 EXPECTED = "Whether those of the one that learns rise, and how soon, depends on the model and its answers."
 LEARNING_NEW_TOKENS = 160
@@ -190,7 +190,7 @@ def render_steps(store: ModelStore) -> str:
 @functools.cache
 def _render_samples() -> str:
     """A few pictures of the kind that is described."""
-    images = (request.images[0] for request in islice(draw_pictures(0), NUM_SAMPLES))
+    images = (request.images[0] for request in islice(draw_pictures(0), NUM_SAMPLE_PICTURES))
     return "".join(f'<img src="{escape(to_data_uri(image, MEDIA_SIZE))}" alt="A drawn picture">' for image in images)
 
 
