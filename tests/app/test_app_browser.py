@@ -658,7 +658,7 @@ def test_every_tab_fits_and_every_part_has_a_name(
     page.wait_for_function("document.querySelector('#mm-files').innerText.includes('lion')")
     page.locator("#mm-start").click()
     page.wait_for_function("/9 of 9 done\\./.test(document.querySelector('#mm-batch-status').innerText)")
-    page.wait_for_function(f"({AXIS_LABELS})('#mm-curve')?.at(-1)?.[0] == '9'")
+    page.wait_for_function(f"({AXIS_LABELS})('#mm-curve')?.at(-1)?.[0] == '8'")
     keep(page, request, "batch", width, end)
     page.get_by_role("tab", name="Learning").click()
     page.get_by_label("number input for Pictures").fill("4")
