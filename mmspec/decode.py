@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from mmspec.call import CallContext, PreparedInputs
+from mmspec.call import CallContext, PrefixUse, PreparedInputs
 from mmspec.control.tree_size import TreeSizeController
 from mmspec.cpu.interception import operators_are_intercepted
 from mmspec.cpu.linear import find_linear_layers, use_fast_linears
@@ -104,6 +104,8 @@ def _run_loop(call: CallContext, inputs: PreparedInputs, prefilled: Prefilled) -
     _count_tokens(call.stats, output)
     if compressor is not None:
         call.stats.add_compression(compressor.records())
+    if call.prefix_use is not None:
+        _keep_prompt(call.prefix_use, output, prefilled, call.num_return_sequences)
     return _build_result(inputs.generation_config, output, target)
 
 
@@ -284,6 +286,12 @@ def _fast_prompt_linears(call: CallContext) -> AbstractContextManager[None]:
     spec_config = call.spec_config
     layers = find_linear_layers(call.scanned_modules().prompt_linear_layers) if _may_replace_linears(call) else []
     return use_fast_linears(call.autotuner, layers, spec_config.deterministic)
+
+
+def _keep_prompt(use: PrefixUse, output: OutputBuffer, prefilled: Prefilled, repeats: int) -> None:
+    """Leave what was computed to later calls, unless the model has changed meanwhile."""
+    if use.guard.is_unchanged():
+        use.store.add(use.rows, output.sequences, prefilled.target.buffer, prefilled.hidden_states, repeats)
 
 
 # --- the result -------------------------------------------------------------------------------------------------------

@@ -25,12 +25,13 @@ from transformers import GenerationConfig
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 
 from mmspec import fallback
-from mmspec.call import CallContext, FallbackRequired, PreparedInputs
+from mmspec.call import CallContext, FallbackRequired, PicturesRequired, PrefixUse, PreparedInputs
 from mmspec.config import DrafterCache, PatchArguments, SpecConfig, missing_hidden_states, resolve_call_config
 from mmspec.costs import DrafterCosts
 from mmspec.cpu.linear import LinearAutotuner
 from mmspec.decode import decode
 from mmspec.engine.guard import describe_code
+from mmspec.engine.prefix import PrefixStore
 from mmspec.engine.tree_cache import CACHE_ARGUMENT
 from mmspec.interfaces import LearnableDrafter, SaliencyCompressor
 from mmspec.learning.budget import DEFAULT_SHARE
@@ -40,8 +41,10 @@ from mmspec.metrics.learning_stats import LearningStats, SpeedCurve
 from mmspec.metrics.stats import Stats
 from mmspec.targets import selftest
 from mmspec.targets.base import ModelAdapter
+from mmspec.targets.hf import HFTarget
 from mmspec.targets.lanes import LanePool
 from mmspec.targets.module_scan import ModuleScan, scan_modules
+from mmspec.targets.prompt_rows import PIXEL_INPUTS, describe_rows
 from mmspec.targets.recurrent import target_class
 from mmspec.targets.selftest import SelfTestResult, judge
 
@@ -82,6 +85,7 @@ class PatchState:
         self.autotuner = LinearAutotuner()
         self.lanes = LanePool(self._warn_once)
         self.drafter_cache = DrafterCache()
+        self.prefixes = PrefixStore()
         self.total = Stats()
         self.last = Stats()
         self.curve = SpeedCurve()
@@ -129,6 +133,7 @@ class PatchState:
         reason = reason or missing_hidden_states(config.drafter, self.adapter)  # a model may be cut after `patch`
         if reason:
             return self._fall_back(reason, start_time, functools.partial(plain_generate, **arguments))
+        use = self._find_prefix(config, arguments, modules)
         vision_args = self.adapter.vision_args
         # transformers encodes the images before it calls the loop, so attention is captured from here on.
         compressor = config.active_compressor
@@ -151,10 +156,19 @@ class PatchState:
             quiet_states=self._quiet_states,
             media_inputs=_media_inputs(arguments, self.model) if config.drafter.requirements.media_inputs else {},
             learner=self.learner if config.learn and config.drafter is self.config.drafter else None,
+            prefix_use=use,
         )
         with nullcontext() if capture is None else capture.active():
             arguments = _build_stop_string_criterion(arguments, get_option)
-            result = plain_generate(**arguments, custom_generate=self._custom_generate(call))
+            given = arguments
+            if use is not None and use.drops_media:
+                given = {name: value for name, value in arguments.items() if name not in PIXEL_INPUTS}
+            try:
+                result = plain_generate(**given, custom_generate=self._custom_generate(call))
+            except PicturesRequired as error:
+                if arguments.get("streamer") is not None:
+                    arguments["streamer"] = _AfterPrompt(arguments["streamer"])
+                return self._fall_back(str(error), start_time, functools.partial(plain_generate, **arguments))
         self._record_call(call.stats, start_time)
         if config.fixed_tree_size is None:
             self.costs.count_call(config.drafter, self.adapter)
@@ -165,6 +179,25 @@ class PatchState:
             if call.learner.num_updates > num_updates:
                 call.costs.retry()
         return result
+
+    def _find_prefix(self, config: SpecConfig, arguments: dict[str, Any], modules: ModuleScan) -> PrefixUse | None:
+        """What earlier calls have computed of this call's prompts; None if it shares nothing with others."""
+        model, adapter = self.model, self.adapter
+        compressor = config.active_compressor
+        if config.reuse_prefix is False or (isinstance(compressor, SaliencyCompressor) and compressor.attends):
+            return None
+        if modules.hook is not None or modules.foreign or torch.is_autocast_enabled(model.device.type):
+            return None  # what they compute may change from call to call
+        if target_class(adapter) is not HFTarget:
+            return None
+        scope = "" if config.reuse_prefix is True else str(config.reuse_prefix)
+        rows = describe_rows(adapter, arguments, _media_inputs(arguments, model), scope)
+        if rows is None:
+            return None
+        guard = self.prefixes.check(model)
+        prefix = self.prefixes.find(rows, config.drafter.requirements.hidden_state_indices)
+        verdict = None if prefix is None else self.prefixes.verdicts.get(prefix.needs_media)
+        return PrefixUse(self.prefixes, rows, guard, None if verdict is False else prefix, verdict is True)
 
     def _custom_generate(self, call: CallContext) -> Any:
         """The function that transformers calls in place of its own loop (`custom_generate`)."""
@@ -184,6 +217,8 @@ class PatchState:
                     return decode(call, inputs)
                 except FallbackRequired as error:
                     reason = str(error)
+            if call.prefix_use is not None and call.prefix_use.drops_media:
+                raise PicturesRequired(reason)
             self._record_fallback(reason, call.stats)
             return type(model)._sample(
                 model,
@@ -294,6 +329,23 @@ class PatchState:
             self._warned.add(message)
         if is_new:
             logger.warning("mmspec: %s", message)
+
+
+class _AfterPrompt:
+    """A streamer that has got the prompt already, for a call that is begun again."""
+
+    def __init__(self, streamer: Any) -> None:
+        self._streamer, self._has_prompt = streamer, False
+
+    def put(self, value: Any) -> None:
+        """Pass on all but the first, which is the prompt."""
+        if self._has_prompt:
+            self._streamer.put(value)
+        self._has_prompt = True
+
+    def end(self) -> None:
+        """Pass on."""
+        self._streamer.end()
 
 
 def _is_disabled(model: Any) -> bool:

@@ -17,8 +17,10 @@ from mmspec.control.device_check import DEVICE_CHECKS
 from mmspec.engine.criteria import UNLIMITED_STEPS, is_user_code
 from mmspec.engine.draws import DrawsRandomNumbers, ForbidDraws
 from mmspec.engine.graph import Recorder
+from mmspec.engine.prefix import Prefix
 from mmspec.engine.sampler import unknown
 from mmspec.engine.tree_cache import CACHE_ARGUMENT
+from mmspec.targets.agreement import equal_logits
 from mmspec.targets.hf import HFTarget
 from mmspec.targets.lanes import AUTO_DEVICE_TYPES, Lane, UnrecordableCallError, recorder_for
 from mmspec.targets.module_state import DRAWS_RANDOM_NUMBERS
@@ -91,15 +93,45 @@ def _prefill(call: CallContext, inputs: PreparedInputs, lane: Lane | None) -> Pr
     target = _build_target(call, inputs, lane)
     indices = call.spec_config.drafter.requirements.hidden_state_indices
     key = _watch_key(call, inputs)
+    use = call.prefix_use
+    prefix = use.prefix.repeated(call.num_return_sequences) if use is not None and use.prefix is not None else None
+    known = prefix if use is not None and use.is_known else None
     if key in call.quiet_states:
-        return Prefilled(target, *target.prefill(indices))
+        prefilled = Prefilled(target, *target.prefill(indices, known))
+        if prefix is not None:
+            _use_prefix(call, inputs, prefix, prefilled)
+        return prefilled
     with ForbidDraws() as watch, suppress(DrawsRandomNumbers):
-        logits, hidden_states = target.prefill(indices)
+        logits, hidden_states = target.prefill(indices, known)
     if watch.has_drawn:
         raise FallbackRequired(DRAWS_RANDOM_NUMBERS)
     if key is not None:
         call.quiet_states.add(key)
-    return Prefilled(target, logits, hidden_states)
+    prefilled = Prefilled(target, logits, hidden_states)
+    if prefix is not None:
+        _use_prefix(call, inputs, prefix, prefilled)
+    return prefilled
+
+
+def _use_prefix(call: CallContext, inputs: PreparedInputs, prefix: Prefix, prefilled: Prefilled) -> None:
+    """Count the positions of a prefix that was used. One that is not known to serve was not: try it beside."""
+    use = call.prefix_use
+    assert use is not None
+    if use.is_known:
+        call.stats.reused_positions += (prefix.length - max(use.rows.padding)) * len(inputs.input_ids)
+        return
+    dtype = call.adapter.model.dtype
+    try:
+        logits, states = _build_target(call, inputs, None).prefill(tuple(prefilled.hidden_states), prefix)
+        agree = equal_logits(prefilled.logits.float(), logits.float(), dtype) and all(
+            equal_logits(prefilled.hidden_states[index].float(), state.float(), dtype)
+            for index, state in states.items()
+        )
+    except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError):  # a model that cannot go on
+        agree = False
+    use.store.verdicts[prefix.needs_media] = agree
+    if not agree:
+        call.warn("reuse_prefix: the model does not read its prompt causally, so each prompt is computed as a whole")
 
 
 def _watch_key(call: CallContext, inputs: PreparedInputs) -> Hashable | None:
