@@ -41,6 +41,7 @@ PER_CALL_OPTIONS = (
     "deterministic",
     "backend",
     "learn",
+    "reuse_prefix",
     "reference",
     "reference_ids",
 )

@@ -123,10 +123,8 @@ def _use_prefix(call: CallContext, inputs: PreparedInputs, prefix: Prefix, prefi
     dtype = call.adapter.model.dtype
     try:
         logits, states = _build_target(call, inputs, None).prefill(tuple(prefilled.hidden_states), prefix)
-        agree = equal_logits(prefilled.logits.float(), logits.float(), dtype) and all(
-            equal_logits(prefilled.hidden_states[index].float(), state.float(), dtype)
-            for index, state in states.items()
-        )
+        pairs = [(prefilled.logits, logits), *((prefilled.hidden_states[index], states[index]) for index in states)]
+        agree = all(equal_logits(whole.float(), part.float(), dtype) for whole, part in pairs)
     except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError):  # a model that cannot go on
         agree = False
     use.store.verdicts[prefix.needs_media] = agree
