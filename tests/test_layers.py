@@ -58,9 +58,12 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "learning.*",
     ),
     ("drafters", "vision", "control.cost_store", "control.device_check"),
-    ("targets.*", "fallback", "config"),
+    ("targets.*", "config"),
     ("engine.loop", "engine.recorded", "engine.stepwise", "call", "user_code", "costs"),
+    ("arguments", "fallback"),
+    ("backend",),
     ("prefill",),
+    ("session",),
     ("decode",),
     ("generate",),
     ("patching",),
@@ -74,8 +77,8 @@ LOOP_IMPORTS = {
     "control.tree_size", "metrics.*", "interfaces.*",
 }  # fmt: skip
 KNOW_TRANSFORMERS = {
-    "generate", "prefill", "decode", "engine.tree_cache", "engine.sampler", "engine.criteria", "comparison",
-    "targets.*", "app",
+    "generate", "arguments", "fallback", "prefill", "decode", "engine.tree_cache", "engine.sampler", "engine.criteria",
+    "comparison", "targets.*", "app",
 }  # fmt: skip
 KNOW_MEDIA = {"app", "vision"}
 MEDIA = {"gradio", "decord", "av", "matplotlib"}
