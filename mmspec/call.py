@@ -17,7 +17,7 @@ from mmspec.metrics.stats import Stats
 from mmspec.targets.base import ModelAdapter
 from mmspec.targets.lanes import LanePool
 from mmspec.targets.module_scan import ModuleScan
-from mmspec.targets.vision_attention import AttentionCapture
+from mmspec.vision.grids.attention import AttentionCapture
 
 
 class FallbackRequired(Exception):

@@ -362,7 +362,7 @@ def check_grids(compressor: Compressor, adapter: Any) -> None:
         ValueError: it is one.
     """
     needs_grids = isinstance(compressor, GridCompressor) and compressor.needs_grids
-    if needs_grids and adapter.media_token_ids and not adapter.has_grids:
+    if needs_grids and adapter.media_token_ids and not adapter.layout.has_grids:
         raise ValueError(
             f"compressor {compressor.name!r} needs the grids of visual tokens, which are unknown for model_type "
             f"{adapter.model_type!r}; choose one without grids, such as stride:{compressor.max_tokens}."

@@ -139,7 +139,7 @@ class PatchState:
         self, config: SpecConfig, arguments: dict[str, Any], modules: ModuleScan, tokenizer: Any, start_time: float
     ) -> CallContext:
         """The data of a call that the loop decodes."""
-        vision_args, compressor = self.adapter.vision_args, config.active_compressor
+        vision_args, compressor = self.adapter.layout.vision_args, config.active_compressor
         # transformers encodes the images before it calls the loop, so attention is captured from then on.
         uses_attention = isinstance(compressor, SaliencyCompressor) and compressor.attends
         return CallContext(
@@ -154,7 +154,7 @@ class PatchState:
             vision_inputs={name: arguments[name] for name in vision_args if arguments.get(name) is not None},
             num_return_sequences=option_getter(arguments, self.model)("num_return_sequences") or 1,
             warn=self._warn_once,
-            attention_capture=self.adapter.attention_capture() if uses_attention else None,
+            attention_capture=self.adapter.layout.attention_capture() if uses_attention else None,
             modules=modules,
             quiet_states=self._quiet_states,
             media_inputs=media_inputs(arguments, self.model) if config.drafter.requirements.media_inputs else {},

@@ -202,14 +202,14 @@ def _build_prompt(call: CallContext, inputs: PreparedInputs, prefilled: Prefille
 def _visual_grids(call: CallContext, input_ids: Tensor) -> tuple[VisualGrid, ...]:
     """The grids of all rows. The visual inputs describe each prompt once, whatever `num_return_sequences`."""
     repeats = call.num_return_sequences
-    grids = call.adapter.grids(input_ids[::repeats], call.vision_inputs)
+    grids = call.adapter.layout.grids(input_ids[::repeats], call.vision_inputs)
     return tuple(replace(grid, row=grid.row * repeats + repeat) for grid in grids for repeat in range(repeats))
 
 
 def _visual_saliency(call: CallContext, visual_mask: Tensor) -> Tensor | None:
     """[B, L] float32 attention of the vision tower, computed once per prompt; None if it was not captured."""
     repeats = call.num_return_sequences
-    saliency = call.adapter.visual_saliency(call.attention_capture, visual_mask[::repeats], call.vision_inputs)
+    saliency = call.adapter.layout.visual_saliency(call.attention_capture, visual_mask[::repeats], call.vision_inputs)
     return None if saliency is None else saliency.repeat_interleave(repeats, 0)
 
 
