@@ -19,13 +19,12 @@ from mmspec.interfaces import (
     AssistantParts,
     Compressor,
     Drafter,
-    GradientDrafter,
     GridCompressor,
-    LearnableDrafter,
     SizedCompressor,
     TargetInfo,
     TrainedDrafter,
 )
+from mmspec.learning.protocols import GradientDrafter, LearnableDrafter
 from mmspec.reference import check_reference, reference_rows, resolve_reference_ids
 from mmspec.targets.assistant import assistant_parts, find_assistant, is_assistant, is_assistant_folder, load_assistant
 from mmspec.targets.layer_subset import check_layer_subsets

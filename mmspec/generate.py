@@ -31,11 +31,10 @@ from mmspec.costs import DrafterCosts
 from mmspec.cpu.linear import LinearAutotuner
 from mmspec.decode import decode
 from mmspec.fallback import FallbackPolicy, reason_before_binding
-from mmspec.interfaces import LearnableDrafter, SaliencyCompressor
+from mmspec.interfaces import SaliencyCompressor
 from mmspec.learning.budget import DEFAULT_SHARE
-from mmspec.learning.learner import Learner
-from mmspec.learning.store import LearnedStore, model_fingerprint
-from mmspec.metrics.learning_stats import LearningStats, SpeedCurve
+from mmspec.learning.learner import Learner, start_learner
+from mmspec.learning.stats import LearningStats, SpeedCurve
 from mmspec.metrics.stats import Stats
 from mmspec.targets.base import ModelAdapter
 from mmspec.targets.lanes import LanePool
@@ -129,9 +128,7 @@ class PatchState:
             self.costs.count_call(config.drafter, self.adapter)
         if call.learner is not None:
             saved_s = call.costs.saved_s(len(call.stats.row_forwards), call.stats.drafted_rounds)
-            num_updates = call.learner.num_updates
-            call.learner.after_call(call.recording, call.stats.total_s, saved_s)
-            if call.learner.num_updates > num_updates:
+            if call.learner.after_call(call.recording, call.stats.total_s, saved_s):
                 call.costs.retry()
         return result
 
@@ -219,18 +216,10 @@ class PatchState:
             return replace(learned, curve=self.curve.points())
 
     def start_learning(self) -> None:
-        """Learn the drafter of `patch` from the calls, from where an earlier process stopped.
-
-        Only speed depends on it, so whatever prevents it is one warning.
-        """
-        drafter = self.config.drafter
-        assert isinstance(drafter, LearnableDrafter)
+        """Learn the drafter of `patch` from the calls, from where an earlier process stopped."""
         share = DEFAULT_SHARE if self.config.learn is True else float(self.config.learn)
-        try:
-            store = LearnedStore(model_fingerprint(self.model))
-            self.learner = Learner(drafter, self.adapter.shared_embeddings, store, self._warn_once, share)
-        except Exception as error:  # such as weights of a class that cannot be read one by one
-            self._warn_once(f"the drafter does not learn ({type(error).__name__}: {error})")
+        embeddings = self.adapter.shared_embeddings
+        self.learner = start_learner(self.config.drafter, self.model, embeddings, self._warn_once, share)
 
     def _warn_once(self, message: str) -> None:
         with self.lock:

@@ -18,7 +18,8 @@ from mmspec.engine.loop import DecodeLoop
 from mmspec.engine.output import OutputBuffer, ReturnFlags, UserCodeHooks
 from mmspec.engine.rng import SamplingNoise
 from mmspec.engine.sampler import TreeSampler
-from mmspec.interfaces import Drafter, LearnableDrafter, Prompt, VisualGrid, drafter_label
+from mmspec.interfaces import Drafter, Prompt, VisualGrid, drafter_label
+from mmspec.learning.protocols import LearnableDrafter
 from mmspec.learning.recording import RecordedDrafter
 from mmspec.metrics.compression_stats import RecordingCompressor
 from mmspec.prefill import Prefilled

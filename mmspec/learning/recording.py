@@ -9,8 +9,9 @@ from torch import Tensor
 
 from mmspec.engine.recordings import Recordings
 from mmspec.engine.tree import DraftTree
-from mmspec.interfaces import LearnableDrafter, LearningExample, Prompt, VerifyResult
+from mmspec.interfaces import Prompt, VerifyResult
 from mmspec.interfaces.round import pass_recordings
+from mmspec.learning.protocols import LearnableDrafter, LearningExample
 
 
 class RecordedDrafter:
