@@ -18,8 +18,8 @@ from mmspec.learning.recording import RecordedDrafter
 from mmspec.metrics.stats import Stats
 from mmspec.targets.base import ModelAdapter
 from mmspec.targets.lanes import LanePool
-from mmspec.targets.module_scan import ModuleScan, scan_modules
-from mmspec.targets.vision_attention import AttentionCapture
+from mmspec.targets.module_scan import ModuleScan
+from mmspec.vision.grids.attention import AttentionCapture
 
 
 class FallbackRequired(Exception):
@@ -92,20 +92,14 @@ class CallContext:
     vision_inputs: Mapping[str, Any]
     num_return_sequences: int
     warn: Callable[[str], None]
+    modules: ModuleScan
     attention_capture: AttentionCapture | None = None
-    modules: ModuleScan | None = None
     quiet_states: set[Hashable] = field(default_factory=set)
     media_inputs: Mapping[str, Any] = field(default_factory=dict)
     stats: Stats = field(default_factory=Stats)
     learner: Learner | None = None
     recording: RecordedDrafter | None = None
     prefix_use: PrefixUse | None = None
-
-    def scanned_modules(self) -> ModuleScan:
-        """`modules`, scanned now if that was not done yet."""
-        if self.modules is None:
-            self.modules = scan_modules(self.adapter.model)
-        return self.modules
 
 
 @dataclass

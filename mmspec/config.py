@@ -19,13 +19,12 @@ from mmspec.interfaces import (
     AssistantParts,
     Compressor,
     Drafter,
-    GradientDrafter,
     GridCompressor,
-    LearnableDrafter,
     SizedCompressor,
     TargetInfo,
     TrainedDrafter,
 )
+from mmspec.learning.protocols import GradientDrafter, LearnableDrafter
 from mmspec.reference import check_reference, reference_rows, resolve_reference_ids
 from mmspec.targets.assistant import assistant_parts, find_assistant, is_assistant, is_assistant_folder, load_assistant
 from mmspec.targets.layer_subset import check_layer_subsets
@@ -375,7 +374,7 @@ def check_grids(compressor: Compressor, adapter: Any) -> None:
         ValueError: it is one.
     """
     needs_grids = isinstance(compressor, GridCompressor) and compressor.needs_grids
-    if needs_grids and adapter.media_token_ids and not adapter.has_grids:
+    if needs_grids and adapter.media_token_ids and not adapter.layout.has_grids:
         raise ValueError(
             f"compressor {compressor.name!r} needs the grids of visual tokens, which are unknown for model_type "
             f"{adapter.model_type!r}; choose one without grids, such as stride:{compressor.max_tokens}."

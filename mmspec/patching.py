@@ -16,7 +16,8 @@ from os import PathLike
 from typing import Any
 
 from mmspec.config import PatchArguments, resolve_config
-from mmspec.generate import DISABLED, PatchState, tensor_parallel_module
+from mmspec.fallback import tensor_parallel_module
+from mmspec.generate import DISABLED, PatchState
 from mmspec.interfaces import Compressor, Drafter
 from mmspec.metrics.stats import Stats
 from mmspec.reference import resolve_reference_ids
@@ -270,7 +271,7 @@ def _check_selftest(state: PatchState) -> None:
     Raises:
         UnsupportedModelError: it fails.
     """
-    result = state.run_first_selftest()
+    result = state.policy.run_first_selftest()
     if result is None or not result.is_conclusive:
         return
     logger.info("mmspec: self-test %s", result.describe())

@@ -22,7 +22,7 @@ from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.train.datasets import Request, RequestDataset
 from mmspec.cpu.bf16 import bf16_is_faster
 from mmspec.drafters.checkpoints.format import tokenizer_fingerprint
-from mmspec.drafters.eagle.compressed_inputs import prompt_grids
+from mmspec.drafters.heads.base.compressed_inputs import prompt_grids
 from mmspec.drafters.training.batch import TrainBatch
 from mmspec.interfaces import Prompt
 from mmspec.targets.hf import TOKEN_TYPE_INPUTS
@@ -218,7 +218,7 @@ class Teacher:
         """One forward of the target over prompts and answers."""
         inputs = self._build_inputs([self.data[index] for index in indices])
         inputs, response_mask = self._append_answers(inputs, [self.answers[index] for index in indices])
-        device, capture = self.model.device, self.adapter.attention_capture()
+        device, capture = self.model.device, self.adapter.layout.attention_capture()
         with (
             torch.no_grad(),
             torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cpu" and bf16_is_faster(device)),
@@ -227,13 +227,13 @@ class Teacher:
             outputs = self.model(**inputs, output_hidden_states=True, logits_to_keep=1, use_cache=False)
         input_ids, attention_mask = inputs["input_ids"], inputs["attention_mask"].bool()
         visual_mask = torch.isin(input_ids, torch.tensor(self.media_token_ids, device=input_ids.device))
-        vision = {name: inputs[name] for name in self.adapter.vision_args if inputs.get(name) is not None}
+        vision = {name: inputs[name] for name in self.adapter.layout.vision_args if inputs.get(name) is not None}
         prompt = Prompt(
             input_ids,
             attention_mask,
             visual_mask,
             position_ids=input_ids,
-            grids=self.adapter.grids(input_ids, vision),
+            grids=self.adapter.layout.grids(input_ids, vision),
         )
         return TrainBatch(
             input_ids=input_ids,
@@ -243,7 +243,7 @@ class Teacher:
             inputs_embeds=outputs.hidden_states[0].float(),
             hidden_states=outputs.hidden_states[-1].float(),
             grids=prompt_grids(prompt, input_ids.shape[1]),
-            visual_saliency=self.adapter.visual_saliency(capture, visual_mask, vision),
+            visual_saliency=self.adapter.layout.visual_saliency(capture, visual_mask, vision),
             aux_hidden_states={layer: outputs.hidden_states[layer].float() for layer in self.aux_layers},
         )
 

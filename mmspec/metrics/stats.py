@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from mmspec.metrics.learning_stats import LearningStats
+from mmspec.learning.stats import LearningStats
 
 if TYPE_CHECKING:
     from mmspec.metrics.compression_stats import CompressionRecord
