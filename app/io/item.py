@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 from urllib.parse import urlsplit
@@ -104,6 +104,15 @@ class SourceOptions:
     split: str = "train"
     urls: str | None = None
     root: str | None = None
+
+    def chosen(self) -> dict[str, str]:
+        """The options of the command line that are not at their default, by name."""
+        found = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "base"}
+        return {name: value for name, value in found.items() if value != getattr(SourceOptions, name)}
+
+    def flags(self) -> list[str]:
+        """The same as words of a command line."""
+        return [word for name, value in self.chosen().items() for word in (f"--{name.replace('_', '-')}", value)]
 
 
 class RowSource(Protocol):

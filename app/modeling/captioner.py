@@ -174,9 +174,7 @@ class Captioner:
             PromptTooLongError: of some rows, before any is captioned.
         """
         start = time.perf_counter()
-        inputs = self.build_inputs(media, prompts)
-        if too_long := find_too_long(self.model, inputs):
-            raise PromptTooLongError(too_long)
+        inputs = self.checked_inputs(media, prompts)
         output, seconds = self._generate(inputs, seed)
         captions = self._captions(inputs, output, (time.perf_counter() - start) / len(media))
         if not any(compare):
@@ -196,6 +194,17 @@ class Captioner:
     def build_inputs(self, media: Sequence[Media], prompts: Sequence[str]) -> dict[str, Any]:
         """Keyword arguments of `generate`, on the model's device and in its dtype."""
         return build_inputs(self.model, self.processor, media, prompts, chat=self.chat)
+
+    def checked_inputs(self, media: Sequence[Media], prompts: Sequence[str]) -> dict[str, Any]:
+        """The same of rows that the model has positions for.
+
+        Raises:
+            PromptTooLongError: it has not. A processor that refuses a picture raises nearly any type.
+        """
+        inputs = self.build_inputs(media, prompts)
+        if too_long := find_too_long(self.model, inputs):
+            raise PromptTooLongError(too_long)
+        return inputs
 
     def generation_kwargs(self) -> dict[str, Any]:
         """Keyword arguments of `generate` besides the inputs."""
