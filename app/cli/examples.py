@@ -37,7 +37,7 @@ def add_parser(commands: Commands, common: argparse.ArgumentParser) -> None:
         epilog=EPILOG,
     )
     add = parser.add_argument
-    add("paths", nargs="*", metavar="PATH", help="as `mmspec caption` reads them (default: the bundled examples)")
+    add("paths", nargs="*", metavar="PATH", help="as of `mmspec caption` (default: bundled examples)")
     add_model_option(parser)
     add_drafter_options(parser)
     add("--max-new-tokens", type=positive_int, default=160, metavar="N", help="per text (default 160)")

@@ -32,6 +32,7 @@ class Item:
         answer: a text to train a drafter on, from a manifest.
         content: where to read it; None: the file at `path`.
         origin: for messages, where a list or table names it: "list.csv line 3"; empty if the id says it.
+        pixels: of its pictures together, as their headers say; None: not known, or not looked for.
     """
 
     path: Path
@@ -42,6 +43,7 @@ class Item:
     answer: str | None = None
     content: Content | None = None
     origin: str = ""
+    pixels: int | None = None
 
     def __post_init__(self) -> None:
         """Whatever it is read from, its id and name are valid Unicode; so is its prompt, or it is an error row."""

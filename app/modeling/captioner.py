@@ -16,6 +16,7 @@ import mmspec
 from mmspec.app.io.images import Media
 from mmspec.app.modeling.chat import build_inputs, find_too_long
 from mmspec.app.modeling.load import model_revision, synchronize
+from mmspec.app.modeling.picture_size import count_visual_tokens
 from mmspec.app.modeling.prompt_format import DEFAULT_FORMAT, ChatFormat, describe_prompt_format
 from mmspec.app.modeling.sampling import GREEDY, Sampling
 from mmspec.app.modeling.thinking import opens_thoughts, without_thoughts
@@ -158,6 +159,10 @@ class Captioner:
     def learned_folder(self) -> str | None:
         """Where weights that the drafter learns are stored; None if it does not learn."""
         return mmspec.stats(self.model).learning.folder
+
+    def count_tokens(self, width: int, height: int) -> int | None:
+        """Visual tokens of a picture of this size; None if that is not known."""
+        return count_visual_tokens(self.processor, width, height, self.chat.max_pixels)
 
     def caption(
         self, media: Sequence[Media], prompts: Sequence[str], seed: int, compare: Sequence[bool] = ()
