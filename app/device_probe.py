@@ -30,8 +30,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import mmspec
 from mmspec.control.device_check import device_key
-from mmspec.drafters.eagle.drafter import EagleDrafter
-from mmspec.drafters.eagle.head import EagleHead, HeadConfig
+from mmspec.drafters.heads.eagle.drafter import EagleDrafter
+from mmspec.drafters.heads.eagle.head import EagleHead, HeadConfig
 from mmspec.engine.graph import CudaGraphRecorder, Recorder, Replay, StaticFunction, record_trace
 from mmspec.engine.recordings import HALF_REPLAY_TOLERANCE
 from mmspec.engine.rng import SamplingNoise

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from mmspec.control.arbiter import CallRates, DraftArbiter
-from mmspec.drafters.instant.online import HeadsState, OnlineHeads
+from mmspec.drafters.heads.instant.online import HeadsState, OnlineHeads
 from mmspec.drafters.ngram.base import BestFirstDrafter, BestFirstState
 from mmspec.drafters.ngram.lookup import NgramIndex, PromptLookup
 from mmspec.drafters.ngram.output_ngrams import OutputNgrams, OutputState

@@ -19,7 +19,7 @@ from mmspec.app.cli.arguments import validate_drafter
 from mmspec.app.errors import UsageError
 from mmspec.config import resolve_drafter
 from mmspec.control.depth import DepthController
-from mmspec.drafters.eagle.drafter import EagleDrafter
+from mmspec.drafters.heads.eagle.drafter import EagleDrafter
 from mmspec.interfaces import NO_LIMIT, CompressingDrafter, Compressor, Drafter
 from mmspec.patching import KEY
 from mmspec.targets.registry import find_adapter

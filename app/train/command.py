@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from mmspec.drafters.training.trainer import Trainer
 
 VISUAL_MODES = ("decoupled", "coupled", "placeholder", "text_only")
-"""Keys of mmspec.drafters.eagle.visual_inputs.VISUAL_MODES, which is too slow to import here."""
+"""Keys of mmspec.drafters.heads.base.visual_inputs.VISUAL_MODES, which is too slow to import here."""
 LOSSES = ("ce", "kl", "tv", "lk", "lk-mix", "path")
 """Keys of mmspec.drafters.training.distribution_losses.DISTRIBUTION_LOSSES, as `VISUAL_MODES`."""
 DRAFT_LM = "draft-lm"

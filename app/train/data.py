@@ -22,7 +22,7 @@ from mmspec.app.modeling.captioner import Captioner, out_of_memory
 from mmspec.app.train.datasets import Request, RequestDataset
 from mmspec.cpu.bf16 import bf16_is_faster
 from mmspec.drafters.checkpoints.format import tokenizer_fingerprint
-from mmspec.drafters.eagle.compressed_inputs import prompt_grids
+from mmspec.drafters.heads.base.compressed_inputs import prompt_grids
 from mmspec.drafters.training.batch import TrainBatch
 from mmspec.interfaces import Prompt
 from mmspec.targets.hf import TOKEN_TYPE_INPUTS

@@ -22,7 +22,7 @@ from mmspec.app.train.heads import compressor_state
 from mmspec.app.versions import commit, mmspec_version, version
 from mmspec.config import resolve_drafter
 from mmspec.drafters.checkpoints.format import HeadMetadata, save_head
-from mmspec.drafters.eagle.base import HeadDrafter
+from mmspec.drafters.heads.base.drafter import HeadDrafter
 from mmspec.drafters.training.batch import DraftModel
 from mmspec.metrics.stats import Stats
 

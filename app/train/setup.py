@@ -19,9 +19,9 @@ from mmspec.app.train.data import Teacher
 from mmspec.app.train.datasets import FileData, RequestDataset, ScenesData, Subset, image_fraction
 from mmspec.app.train.heads import RECIPES, build_parts, target_head_config
 from mmspec.app.train.sampler import LengthGroupedSampler
-from mmspec.drafters.instant.fit import RidgeFit
+from mmspec.drafters.heads.instant.fit import RidgeFit
+from mmspec.drafters.heads.instant.loss import batch_examples
 from mmspec.drafters.training.batch import DraftModel, TrainBatch
-from mmspec.drafters.training.instant_loss import batch_examples
 from mmspec.drafters.training.losses import LossWeights
 from mmspec.drafters.training.trainer import DistributedContext, SettingsError, TrainConfig, Trainer, check_resume
 

@@ -23,7 +23,7 @@ from mmspec.app.bench.shape.simulated import Oracle, SimulatedAcceptance, accept
 from mmspec.app.cli.main import main
 from mmspec.app.device_probe import multinomial_is_reproduced
 from mmspec.app.errors import UsageError
-from mmspec.drafters.eagle import native
+from mmspec.drafters.heads.base import c_draft as native
 from mmspec.engine.graph import record_nothing
 from mmspec.engine.rng import SamplingNoise
 

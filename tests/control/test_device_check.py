@@ -162,7 +162,7 @@ def test_the_probe_fails_if_rounds_or_drafts_are_not_recorded(unrecorded: str) -
     plant = (
         mock.patch.object(LanePool, "reason", return_value="something unusual")
         if unrecorded == "rounds"
-        else mock.patch("mmspec.drafters.eagle.base.find_recorded_draft", return_value=None)
+        else mock.patch("mmspec.drafters.heads.base.drafter.find_recorded_draft", return_value=None)
     )
     with plant, mock.patch.object(device_probe, "BATCH_SIZES", (1,)):
         result = device_probe.probe(CPU, record_nothing)

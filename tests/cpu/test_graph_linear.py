@@ -139,7 +139,7 @@ def test_rounds_and_drafts(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     with (
         recording(record_native_trace) as recorder,
         patched(model, build_drafter(kind), tree_size=8),
-        mock.patch("mmspec.drafters.eagle.native.active_kernel", return_value=None),
+        mock.patch("mmspec.drafters.heads.base.c_draft.active_kernel", return_value=None),
     ):
         for inputs, expected in zip(prompts, plain, strict=True):
             assert torch.equal(generate(model, inputs, True), expected)

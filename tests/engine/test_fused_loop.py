@@ -38,8 +38,8 @@ from transformers.generation.streamers import BaseStreamer
 
 import mmspec
 from mmspec.control.tree_size import TreeSizeController
-from mmspec.drafters.eagle import native
-from mmspec.drafters.eagle.drafter import EagleDrafter
+from mmspec.drafters.heads.base import c_draft as native
+from mmspec.drafters.heads.eagle.drafter import EagleDrafter
 from mmspec.engine import round as engine_round
 from mmspec.engine.graph import Recorder, StaticFunction, record_nothing, record_trace
 from mmspec.engine.loop import DecodeLoop

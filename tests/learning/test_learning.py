@@ -23,7 +23,7 @@ from torch import Tensor
 import mmspec
 from mmspec.app.cli.main import main
 from mmspec.drafters.arbitrated import LearnableArbitratedDrafter
-from mmspec.drafters.instant.autoregression import RIDGE_EXAMPLES, RIDGE_PENALTY, AutoregressionFit
+from mmspec.drafters.heads.instant.autoregression import RIDGE_EXAMPLES, RIDGE_PENALTY, AutoregressionFit
 from mmspec.interfaces import Examples
 from mmspec.learning.budget import WINDOW, LearningBudget
 from mmspec.learning.learner import Learner

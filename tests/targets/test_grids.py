@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
 
-from mmspec.drafters.eagle.compressed_inputs import prompt_grids
+from mmspec.drafters.heads.base.compressed_inputs import prompt_grids
 from mmspec.interfaces import Prompt, VisualGrid
 from mmspec.targets.registry import find_adapter
 
