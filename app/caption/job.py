@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -56,7 +57,15 @@ class GracefulStop:
         if self.signal:
             raise KeyboardInterrupt
         self.signal = number
-        os.write(2, b"\nmmspec: finishing this batch; once more to stop at once\n")
+        os.write(_stderr_number(), b"\nmmspec: finishing this batch; once more to stop at once\n")
+
+
+def _stderr_number() -> int:
+    """The file descriptor of standard error; a signal handler must not use its buffer."""
+    try:
+        return sys.stderr.fileno()
+    except (AttributeError, OSError, ValueError):
+        return 2
 
 
 class CaptionJob:

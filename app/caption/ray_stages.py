@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from mmspec.app.caption.config import CaptionConfig, ProcessInfo
+from mmspec.app.caption.config import SCENES_MODEL, CaptionConfig, ProcessInfo
 from mmspec.app.caption.plan import RowPlan, skip_finished
 from mmspec.app.caption.rows import RowCaptioner
 from mmspec.app.errors import UsageError
@@ -28,6 +28,7 @@ from mmspec.app.io.inputs import Inputs
 from mmspec.app.io.item import Item
 from mmspec.app.io.jsonl import Row
 from mmspec.app.io.output import Finished
+from mmspec.app.modeling.random_models import SIZES
 from mmspec.vision.video.decoder_pool import DecoderPool
 
 COLUMN = "batch"
@@ -93,6 +94,10 @@ def token_counter(config: CaptionConfig) -> Callable[[int, int], int | None]:
 
     @lru_cache(maxsize=1)
     def processor() -> Any:
+        if (
+            config.model == SCENES_MODEL or config.model in SIZES
+        ):  # torch would take seconds, and all pictures have as many tokens
+            return None
         from mmspec.app.modeling.load import load_processor
 
         try:
@@ -101,6 +106,8 @@ def token_counter(config: CaptionConfig) -> Callable[[int, int], int | None]:
             return None
 
     def count(width: int, height: int) -> int | None:
+        if processor() is None:
+            return None
         from mmspec.app.modeling.picture_size import count_visual_tokens
 
         return count_visual_tokens(processor(), width, height, config.max_pixels)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from mmspec.app.io.content import ByteRange, Content, InlineBytes, Pictures, is_local
 from mmspec.app.io.item import Item
 
-HEADER_BYTES = 1 << 16
+SIZE_HEADER_BYTES = 1 << 16
 """Bytes in which a size is looked for: more than most metadata before it."""
 Size = tuple[int, int]
 """Width and height."""
@@ -28,11 +28,11 @@ def picture_sizes(item: Item) -> list[Size | None]:
 def _start(content: Content) -> bytes:
     """The first bytes of what is on this machine; none of what would have to be fetched, or cannot be read."""
     if isinstance(content, InlineBytes):
-        return content.data[:HEADER_BYTES]
+        return content.data[:SIZE_HEADER_BYTES]
     if not isinstance(content, ByteRange) or not is_local(content.url):
         return b""
     try:
-        return content.read_start(HEADER_BYTES)
+        return content.read_start(SIZE_HEADER_BYTES)
     except (OSError, ValueError):
         return b""
 

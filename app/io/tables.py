@@ -180,8 +180,8 @@ class DatasetSource:
                 if not isinstance(found, datasets.DatasetDict):
                     return found
                 if self.options.split not in found:
-                    names = ", ".join(list(found)[:8])
-                    raise UsageError(f"{self.name} has no split {self.options.split!r}; give --split, of {names}")
+                    splits = ", ".join(list(found)[:8])
+                    raise UsageError(f"{self.name} has no split {self.options.split!r}; give --split, of {splits}")
                 return found[self.options.split]
             repository, configuration, revision = split_hub_name(self.name)
             names = (repository, configuration) if configuration else (repository,)

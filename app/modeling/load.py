@@ -183,13 +183,11 @@ def check_several_pictures(name: str) -> None:
 
 
 def load_processor(name: str) -> ProcessorMixin:
-    """The processor of a model, without its weights.
+    """The processor of a checkpoint, without its weights.
 
     Raises:
         UsageError: it cannot be loaded.
     """
-    if name == SCENES_MODEL or name in SIZES:
-        return load_model(name)[1]
     return _processor(name)[0]
 
 

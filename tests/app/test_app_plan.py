@@ -145,11 +145,15 @@ def test_nothing_is_asked_before_a_row_is_pending() -> None:
     assert list(made.batches(rows(sizes))) == [] and made.num_finished == 5
 
 
-def test_tokens_are_those_of_the_processor() -> None:
+def test_tokens_are_those_of_the_processor(tmp_path: Path) -> None:
     processor = random_model("tiny")[1]
     inputs = processor(images=Image.new("RGB", (300, 80)), text=processor.image_token, return_tensors="pt")
     expected = int((inputs["input_ids"] == processor.image_token_id).sum())
-    assert count_visual_tokens(processor, 300, 80, None) == expected == token_counter(CaptionConfig((), "tiny"))(9, 9)
+    assert count_visual_tokens(processor, 300, 80, None) == expected
+    processor.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llava"}')
+    assert token_counter(CaptionConfig((), str(tmp_path)))(9, 9) == expected
+    assert token_counter(CaptionConfig((), "tiny"))(9, 9) is None, "of bundled models, which see all alike"
     assert token_counter(CaptionConfig((), "/no/such/model"))(9, 9) is None
 
     class Dynamic:
