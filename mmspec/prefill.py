@@ -102,7 +102,7 @@ def _serves(call: CallContext, inputs: PreparedInputs, prefix: Prefix, whole: Pr
     except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError):  # a model that cannot go on
         agree = False
     if not agree:
-        call.warn("reuse_prefix: the model does not read its prompt causally, so each prompt is computed as a whole")
+        call.warn("reuse_prefix has no effect: behind a prefix this model computes other logits than in one forward")
     return agree
 
 

@@ -238,8 +238,8 @@ def build_captioner(config: CaptionConfig, process: ProcessInfo) -> Captioner:
     )
     learn = resolve_learning(config, model.device.type)
     try:
-        options = {"learn": learn, "reuse_prefix": resolve_reuse(config, model.dtype)}
-        mmspec.patch(model, config.drafter, config.compressor, processor=processor, **options)
+        reuse = resolve_reuse(config, model.dtype)
+        mmspec.patch(model, config.drafter, config.compressor, processor, learn=learn, reuse_prefix=reuse)
     except (OSError, TypeError, ValueError) as error:
         raise UsageError(f"--model {config.model} --drafter {config.drafter}: {one_line(error, 600)}") from error
     return Captioner(model, processor, config.max_new_tokens, sampling, config.stop, chat)

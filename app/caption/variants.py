@@ -15,7 +15,7 @@ from mmspec.app.errors import UsageError
 from mmspec.app.io.item import Item
 from mmspec.app.io.text import find_fault
 
-MAX_BYTES = 1 << 20
+MAX_PROMPTS_BYTES = 1 << 20
 """Size of a file of prompts."""
 MAX_PROMPTS = 1000
 
@@ -28,9 +28,11 @@ def read_prompts(path: str) -> tuple[str, ...]:
     """
     try:
         with Path(path).open("rb") as stream:
-            content = stream.read(MAX_BYTES + 1)
-        if len(content) > MAX_BYTES:
-            raise argparse.ArgumentTypeError(f"{path} is larger than {MAX_BYTES >> 20} MiB: name a file of prompts")
+            content = stream.read(MAX_PROMPTS_BYTES + 1)
+        if len(content) > MAX_PROMPTS_BYTES:
+            raise argparse.ArgumentTypeError(
+                f"{path} is larger than {MAX_PROMPTS_BYTES >> 20} MiB: name a file of prompts"
+            )
         lines = content.decode("utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise argparse.ArgumentTypeError(f"{path}: {getattr(error, 'strerror', None) or error}") from error

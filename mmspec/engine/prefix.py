@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from mmspec.engine.guard import ModuleGuard
 from mmspec.engine.kv_cache import RaggedKVCache
 
-MAX_BYTES = 1 << 30
+MAX_PREFIX_BYTES = 1 << 30
 """Largest memory of all that is kept for one model; what was used longest ago goes first."""
 MIN_LENGTH = 16
 """Shorter prefixes are computed anew: loading them would cost as much."""
@@ -133,7 +133,7 @@ class PrefixStore:
         rows: from the longest unused one to the last used one.
     """
 
-    max_bytes: int = MAX_BYTES
+    max_bytes: int = MAX_PREFIX_BYTES
     verdicts: dict[bool, bool] = field(default_factory=dict)
     rows: list[StoredRow] = field(default_factory=list)
     _guard: ModuleGuard | None = None
