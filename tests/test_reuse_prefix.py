@@ -34,7 +34,7 @@ FEW = (
     "llama",
 )
 WHOLE = {"paligemma", "ovis2"}
-"""Model types that a forward behind a prefix does not serve: one reads its prompt as a whole, one wants the pictures."""
+"""Model types that a forward behind a prefix does not serve: the one reads its prompt whole, the other its pictures."""
 
 
 def ask(model: PreTrainedModel, inputs: Inputs, **kwargs: Any) -> Tensor:
