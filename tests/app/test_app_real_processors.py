@@ -1,7 +1,7 @@
 """Families whose processors need torchvision, end to end with the processors of transformers.
 
-Slow, and skipped without torchvision, of which PyPI has no build for the CPU build of torch: `make newest` installs both
-in an environment of their own.
+Slow, and skipped without torchvision, of which PyPI has no build for the CPU build of torch: `make newest` installs it
+in an environment of its own.
 """
 
 from __future__ import annotations
