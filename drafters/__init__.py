@@ -1,8 +1,8 @@
 """Drafters: sources of draft trees.
 
 - `ngram`: without weights (`lookup`, `recycling`, `hybrid`).
-- `eagle`: trained heads that draft level by level (EAGLE-2/3, MSD, ViSpec).
-- `block`: trained heads that draft several tokens per forward (FLASH, ParallelSpec, DSpark, Falcon).
+- `heads`: trained heads, a folder per method: level by level (EAGLE-2/3, MSD, ViSpec) or several tokens per forward
+  (FLASH, ParallelSpec, DSpark, Falcon, instant heads).
 - `checkpoints`: heads on disk.
 - `training`: losses and the trainer.
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, cast
 from mmspec.hints import did_you_mean, looks_like_path
 
 if TYPE_CHECKING:
-    from mmspec.drafters.instant.online import OnlineHeads
+    from mmspec.drafters.heads.instant.online import OnlineHeads
     from mmspec.interfaces import Drafter, TargetInfo
 
 logger = logging.getLogger("mmspec")
@@ -42,7 +42,7 @@ def _recycling() -> Drafter:
 
 
 def _hybrid() -> Drafter:
-    from mmspec.drafters.ngram.hybrid import hybrid
+    from mmspec.drafters.ngram.recycling import hybrid
 
     return hybrid()
 
@@ -64,7 +64,7 @@ def _instant(target: TargetInfo) -> Drafter:
 
 
 def _online_heads(target: TargetInfo) -> OnlineHeads:
-    from mmspec.drafters.instant.online import OnlineHeads
+    from mmspec.drafters.heads.instant.online import OnlineHeads
 
     return OnlineHeads(target.hidden_size, target.vocab_size, target.num_layers)
 

@@ -1,4 +1,7 @@
-"""The re-ranking of EAGLE-2 (arXiv 2406.16858, section 4.2): the most likely of all candidate nodes make the tree."""
+"""The re-ranking of EAGLE-2 (arXiv 2406.16858, section 4.2): the most likely of all candidate nodes make the tree.
+
+Probabilities are those under the noise with which the target is sampled (`next_log_probs`).
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,19 @@ from mmspec.engine.tree import DraftTree
 
 LEVEL_PENALTY = 1e-5
 """Subtracted from the log probability per level, so that a child of probability 1 still ranks after its parent."""
+
+
+def next_log_probs(logits: Tensor, temperature: float | Tensor, log_noise: Tensor | None) -> Tensor:
+    """[..., V] log probability of each next token: of the argmax, or of the sample under the given noise.
+
+    Args:
+        logits: [..., V] float32.
+        temperature: of the sampling, a number or a scalar tensor.
+        log_noise: [..., V] logarithm of the exponential noise; None for greedy decoding.
+    """
+    if log_noise is None:
+        return logits.log_softmax(-1)
+    return ((logits / temperature).log_softmax(-1) - log_noise).log_softmax(-1)
 
 
 class NodePool:

@@ -19,13 +19,12 @@ from mmspec.interfaces import (
     AssistantParts,
     Compressor,
     Drafter,
-    GradientDrafter,
     GridCompressor,
-    LearnableDrafter,
     SizedCompressor,
     TargetInfo,
     TrainedDrafter,
 )
+from mmspec.learning.protocols import GradientDrafter, LearnableDrafter
 from mmspec.reference import check_reference, reference_rows, resolve_reference_ids
 from mmspec.targets.assistant import assistant_parts, find_assistant, is_assistant, is_assistant_folder, load_assistant
 from mmspec.targets.layer_subset import check_layer_subsets
@@ -41,6 +40,7 @@ PER_CALL_OPTIONS = (
     "deterministic",
     "backend",
     "learn",
+    "reuse_prefix",
     "reference",
     "reference_ids",
 )
@@ -69,6 +69,8 @@ class SpecConfig:
             a GPU that passes a check, and torch for models and calls that neither serves.
         learn: the drafter learns from this call; in the options of `patch` also the largest share of the time that
             learning may take.
+        reuse_prefix: what calls have computed of their prompts serves later calls that begin alike; a text names a
+            scope, calls of other scopes share nothing with it.
     """
 
     drafter: Drafter
@@ -79,6 +81,7 @@ class SpecConfig:
     deterministic: bool = False
     backend: str = "auto"
     learn: bool | float = False
+    reuse_prefix: bool | str = False
 
     def __post_init__(self) -> None:
         _check_backend(self.backend)
@@ -91,6 +94,10 @@ class SpecConfig:
             raise ValueError(
                 "learn=True and deterministic=True exclude each other: learned weights change the shapes of later "
                 "calls. Pass one of them."
+            )
+        if not isinstance(self.reuse_prefix, (bool, str)):
+            raise TypeError(
+                f"reuse_prefix must be True, False or the name of a scope; got {self.reuse_prefix!r}. Pass a bool."
             )
         check_reference(self.reference)
         _check_tree_size(self.tree_size)
@@ -120,7 +127,7 @@ class PatchArguments:
     Attributes: see `mmspec.patch`.
     """
 
-    drafter: str | Drafter
+    drafter: str | os.PathLike[str] | Drafter
     compressor: str | Compressor | None
     processor: Any
     reference: str | Sequence[str] | None
@@ -129,6 +136,7 @@ class PatchArguments:
     deterministic: bool
     backend: str
     learn: bool | float | str = False
+    reuse_prefix: bool | str = False
 
 
 def _check_backend(backend: object) -> None:
@@ -192,7 +200,9 @@ def target_info(adapter: Any, tokenizer: Any) -> TargetInfo:
     )
 
 
-def resolve_drafter(drafter: str | Drafter, adapter: Any, tokenizer: Any = None, learn: bool = False) -> Drafter:
+def resolve_drafter(
+    drafter: str | os.PathLike[str] | Drafter, adapter: Any, tokenizer: Any = None, learn: bool = False
+) -> Drafter:
     """The drafter with a name or in a folder, or the object itself, checked against the target.
 
     Raises:
@@ -202,6 +212,7 @@ def resolve_drafter(drafter: str | Drafter, adapter: Any, tokenizer: Any = None,
     """
     from mmspec.drafters.registry import build_drafter
 
+    drafter = os.fspath(drafter) if isinstance(drafter, os.PathLike) else drafter
     resolved = _build_model_drafter(drafter, adapter, tokenizer)
     if resolved is None:
         resolved = build_drafter(drafter, target_info(adapter, tokenizer), learn)
@@ -323,6 +334,7 @@ def resolve_config(arguments: PatchArguments, adapter: Any) -> SpecConfig:
         deterministic=arguments.deterministic,
         backend=arguments.backend,
         learn=learn,
+        reuse_prefix=arguments.reuse_prefix,
     )
     if learn and config.active_compressor is not None and isinstance(drafter, GradientDrafter):
         raise ValueError(
@@ -362,7 +374,7 @@ def check_grids(compressor: Compressor, adapter: Any) -> None:
         ValueError: it is one.
     """
     needs_grids = isinstance(compressor, GridCompressor) and compressor.needs_grids
-    if needs_grids and adapter.media_token_ids and not adapter.has_grids:
+    if needs_grids and adapter.media_token_ids and not adapter.layout.has_grids:
         raise ValueError(
             f"compressor {compressor.name!r} needs the grids of visual tokens, which are unknown for model_type "
             f"{adapter.model_type!r}; choose one without grids, such as stride:{compressor.max_tokens}."
@@ -398,8 +410,9 @@ class DrafterCache:
         self._drafters: dict[Any, Drafter] = {}
         self._lock = threading.Lock()
 
-    def get(self, drafter: str | Drafter, adapter: Any, tokenizer: Any) -> Drafter:
+    def get(self, drafter: str | os.PathLike[str] | Drafter, adapter: Any, tokenizer: Any) -> Drafter:
         """As `resolve_drafter`; a folder whose content has changed is loaded again."""
+        drafter = os.fspath(drafter) if isinstance(drafter, os.PathLike) else drafter
         if not isinstance(drafter, str) and isinstance(drafter, Drafter):
             return resolve_drafter(drafter, adapter, tokenizer)
         name = drafter if isinstance(drafter, str) else id(drafter)  # a model, which its drafter keeps alive

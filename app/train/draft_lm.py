@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from mmspec.app.errors import UsageError
 from mmspec.app.train.sampler import LengthGroupedSampler
-from mmspec.drafters.training.schedule import warmup_cosine
+from mmspec.drafters.training.trainer import warmup_cosine
 from mmspec.targets.layer_access import decoder_layers_path
 from mmspec.targets.registry import find_adapter
 

@@ -15,9 +15,10 @@ class HeadRecipe:
     """Architecture and shape of a drafter that can be trained.
 
     Attributes:
-        visual_mode: how visual tokens enter the head, a key of `mmspec.drafters.eagle.visual_inputs.VISUAL_MODES`, or
+        visual_mode: how visual tokens enter the head, a key of `VISUAL_MODES` of
+            `mmspec.drafters.heads.base.visual_inputs`, or
             "mixed" (`mmspec.drafters.training.batch.MIXED`).
-        architecture: a key of `mmspec.drafters.architectures.ARCHITECTURES`.
+        architecture: a key of `mmspec.drafters.heads.architectures.ARCHITECTURES`.
         block_size: tokens per forward (`HeadConfig.block_size`); `--block` overrides it.
         ffn_scale: `HeadConfig.intermediate_size` as a multiple of `--ffn`.
         block_ffn_scale: `HeadConfig.block_ffn_size` as a multiple of `--ffn`.
@@ -79,7 +80,7 @@ def build_parts(options: TrainOptions, name: str, config: Any, teacher: Any) -> 
         UsageError: a size is invalid, the compressor needs grids that are unknown, or `--start-from` does not fit.
     """
     from mmspec.config import check_grids
-    from mmspec.drafters.instant.head import InstantHead
+    from mmspec.drafters.heads.instant.head import InstantHead
 
     try:
         if options.start_from is None:
@@ -108,7 +109,7 @@ def target_head_config(model: Any, ffn: int | None) -> Any:
         model: the target.
         ffn: intermediate size; None for that of the target.
     """
-    from mmspec.drafters.eagle.head import HeadConfig
+    from mmspec.drafters.heads.eagle.head import HeadConfig
 
     text = model.config.get_text_config(decoder=True)
     layers = getattr(text, "per_layer_config", None)  # the sizes of the layers may differ
@@ -144,7 +145,7 @@ def resize_config(config: Any, recipe: HeadRecipe, block: int | None) -> Any:
     """The head config of a recipe: the target's shape with the sizes of the recipe."""
     block = block if block and recipe.block_size > 1 else recipe.block_size
     if recipe.architecture == "instant":  # its sizes follow from the target's hidden size
-        from mmspec.drafters.instant.head import instant_config
+        from mmspec.drafters.heads.instant.head import instant_config
 
         return instant_config(config.hidden_size, config.vocab_size, block)
     width = config.intermediate_size
@@ -170,7 +171,7 @@ def add_hidden_states(config: Any, recipe: HeadRecipe, options: TrainOptions, nu
     Raises:
         ValueError: `--layers` for another architecture, of another number than three (EAGLE-3), or not of this target.
     """
-    from mmspec.drafters.eagle.eagle3_head import eagle3_layers
+    from mmspec.drafters.heads.eagle3.head import eagle3_layers
 
     if recipe.architecture not in ("eagle3", "dspark"):
         if options.layers is not None:
@@ -193,7 +194,7 @@ def init_head(config: Any, seed: int, architecture: str = "eagle") -> Any:
     """Fresh weights, the same for every drafter of a run; torch's generators stay as they are."""
     import torch
 
-    from mmspec.drafters.architectures import ARCHITECTURES
+    from mmspec.drafters.heads.architectures import ARCHITECTURES
 
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)

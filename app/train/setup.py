@@ -19,9 +19,9 @@ from mmspec.app.train.data import Teacher
 from mmspec.app.train.datasets import FileData, RequestDataset, ScenesData, Subset, image_fraction
 from mmspec.app.train.heads import RECIPES, build_parts, target_head_config
 from mmspec.app.train.sampler import LengthGroupedSampler
-from mmspec.drafters.instant.fit import RidgeFit
+from mmspec.drafters.heads.instant.fit import RidgeFit
+from mmspec.drafters.heads.instant.loss import batch_examples
 from mmspec.drafters.training.batch import DraftModel, TrainBatch
-from mmspec.drafters.training.instant_loss import batch_examples
 from mmspec.drafters.training.losses import LossWeights
 from mmspec.drafters.training.trainer import DistributedContext, SettingsError, TrainConfig, Trainer, check_resume
 
@@ -36,7 +36,7 @@ def split_data(options: TrainOptions) -> tuple[Subset | ScenesData, RequestDatas
         UsageError: another target than the scenes model without --data, or scenes that are held out.
     """
     if options.data:
-        files = FileData(options.data)
+        files = FileData(options.data, options.source, options.prompt)
         num_train = len(files) - min(options.evaluate, len(files) // 10)
         return Subset(files, range(num_train)), Subset(files, range(num_train, len(files)))
     if options.target != SCENES_MODEL:
@@ -57,7 +57,8 @@ def data_settings(options: TrainOptions, data: RequestDataset, held_out: Request
         "scene_seed": options.scene_seed,
         "max_new_tokens": options.max_new_tokens,
     }
-    return settings | ({"held_back": len(held_out)} if options.data and len(held_out) else {})
+    settings |= {"held_back": len(held_out)} if options.data and len(held_out) else {}
+    return settings | (options.source.chosen() if options.data else {})
 
 
 def train_settings(options: TrainOptions) -> dict[str, Any]:

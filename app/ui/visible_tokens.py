@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from mmspec.metrics.compression_stats import CompressionRecord
 
 FULL_VISUAL_MODES = frozenset(("decoupled", "coupled"))
-"""Visual modes of trained drafters (`mmspec.drafters.eagle.visual_inputs`) that read every visual token."""
+"""Visual modes of trained drafters (`mmspec.drafters.heads.base.visual_inputs`) that read every visual token."""
 NO_VISUAL_MODES = frozenset(("placeholder", "text_only"))
 """Visual modes that read none."""
 
@@ -46,8 +46,8 @@ def find_visible_tokens(recorder: RecordingDrafter, compression: CompressionReco
         recorder: of the run.
         compression: record of the compressor in `mmspec.stats`; None if none was used.
     """
-    from mmspec.drafters.eagle.base import HeadDrafter
-    from mmspec.drafters.eagle.vispec import VispecDrafter
+    from mmspec.drafters.heads.base.drafter import HeadDrafter
+    from mmspec.drafters.heads.vispec.drafter import VispecDrafter
 
     inner, total = recorder.inner, recorder.num_visual_tokens
     if not inner.requirements.hidden_state_indices:

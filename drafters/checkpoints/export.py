@@ -10,15 +10,15 @@ import os
 from pathlib import Path
 from typing import Any
 
-from mmspec.drafters.block.dspark import DsparkDrafter
-from mmspec.drafters.block.dspark_head import DsparkHead
-from mmspec.drafters.checkpoints.dspark import export_dspark
 from mmspec.drafters.checkpoints.format import compact, write_checkpoint
-from mmspec.drafters.checkpoints.mrope import mrope_keys
-from mmspec.drafters.checkpoints.speculators import draft_vocabulary_tensors, eagle3_tensors, export_speculators
-from mmspec.drafters.eagle.base import HeadDrafter
-from mmspec.drafters.eagle.drafter import EagleDrafter
-from mmspec.drafters.eagle.eagle3_head import Eagle3Head, eagle3_layers
+from mmspec.drafters.heads.base.drafter import HeadDrafter
+from mmspec.drafters.heads.dspark.checkpoint import export_dspark
+from mmspec.drafters.heads.dspark.drafter import DsparkDrafter
+from mmspec.drafters.heads.dspark.head import DsparkHead
+from mmspec.drafters.heads.eagle.drafter import EagleDrafter
+from mmspec.drafters.heads.eagle3.checkpoint import draft_vocabulary_tensors, eagle3_tensors, export_speculators
+from mmspec.drafters.heads.eagle3.head import Eagle3Head, eagle3_layers
+from mmspec.drafters.heads.eagle3.mrope import mrope_keys
 from mmspec.drafters.training.batch import MIXED, MIXED_DRAFTS_AS
 from mmspec.interfaces import SharedEmbeddings, TargetInfo
 

@@ -19,12 +19,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mmspec.drafters.architectures import ARCHITECTURES
 from mmspec.drafters.checkpoints.head_config import parse_head_config
 from mmspec.drafters.checkpoints.state_dict import from_eagle_state_dict, to_eagle_state_dict
 from mmspec.drafters.checkpoints.validate import check_config, check_head_shape, parse_json
-from mmspec.drafters.eagle.head import EagleHead, HeadConfig
-from mmspec.drafters.eagle.visual_inputs import VISUAL_MODES
+from mmspec.drafters.heads.architectures import ARCHITECTURES
+from mmspec.drafters.heads.base.visual_inputs import VISUAL_MODES
+from mmspec.drafters.heads.eagle.head import EagleHead, HeadConfig
 from mmspec.files import atomic_write
 from mmspec.weight_files import read_tensors
 

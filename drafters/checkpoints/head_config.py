@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mmspec.drafters.checkpoints.rope import parse_rope
-from mmspec.drafters.eagle.head import HeadConfig
+from mmspec.drafters.heads.eagle.head import HeadConfig
 from mmspec.interfaces import TargetInfo
 
 ACTIVATIONS = ("silu", "swish")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from mmspec.drafters.architectures import ARCHITECTURES
 from mmspec.drafters.checkpoints.format import (
     MODEL_TYPE,
     load_head,
@@ -15,7 +14,8 @@ from mmspec.drafters.checkpoints.format import (
 )
 from mmspec.drafters.checkpoints.published_heads import hub_id_of
 from mmspec.drafters.checkpoints.validate import explain_damage
-from mmspec.drafters.eagle.base import HeadDrafter
+from mmspec.drafters.heads.architectures import ARCHITECTURES
+from mmspec.drafters.heads.base.drafter import HeadDrafter
 from mmspec.interfaces import TargetInfo
 
 

@@ -16,18 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmspec.drafters.checkpoints.dspark import load_dspark
 from mmspec.drafters.checkpoints.format import CONFIG_NAME, read_config
 from mmspec.drafters.checkpoints.head_config import parse_published_config
 from mmspec.drafters.checkpoints.own_embeddings import own_embeddings
 from mmspec.drafters.checkpoints.published_heads import hub_id_of, published_heads
 from mmspec.drafters.checkpoints.rope import order_rotated_rows
-from mmspec.drafters.checkpoints.speculators import load_eagle3
 from mmspec.drafters.checkpoints.state_dict import drop_unused, from_eagle_state_dict
-from mmspec.drafters.eagle.base import HeadDrafter
-from mmspec.drafters.eagle.drafter import EagleDrafter
-from mmspec.drafters.eagle.head import EagleHead
-from mmspec.drafters.eagle.vispec import VispecDrafter, build_vispec_head
+from mmspec.drafters.heads.base.drafter import HeadDrafter
+from mmspec.drafters.heads.dspark.checkpoint import load_dspark
+from mmspec.drafters.heads.eagle.drafter import EagleDrafter
+from mmspec.drafters.heads.eagle.head import EagleHead
+from mmspec.drafters.heads.eagle3.checkpoint import load_eagle3
+from mmspec.drafters.heads.vispec.drafter import VispecDrafter, build_vispec_head
 from mmspec.interfaces import TargetInfo
 from mmspec.weight_files import load_weights
 

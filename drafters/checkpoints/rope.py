@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmspec.drafters.eagle.rope import OPTIONAL_SETTINGS, REQUIRED_SETTINGS
+from mmspec.drafters.heads.base.rope import OPTIONAL_SETTINGS, REQUIRED_SETTINGS
 
 logger = logging.getLogger("mmspec")
 

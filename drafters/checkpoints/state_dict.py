@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from mmspec.drafters.eagle.head import EagleHead, HeadConfig
+from mmspec.drafters.heads.eagle.head import EagleHead, HeadConfig
 
 FUSED_PROJECTIONS = {
     "layers.0.self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"),

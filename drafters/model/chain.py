@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from mmspec.control.chain import ChainController, ChainPlan
-from mmspec.drafters.noise import next_log_probs
-from mmspec.drafters.rerank import LEVEL_PENALTY, NodePool
+from mmspec.drafters.rerank import LEVEL_PENALTY, NodePool, next_log_probs
 from mmspec.engine.host_copy import from_host
 from mmspec.engine.tree import BUCKETS, DraftTree, root_only
 from mmspec.interfaces import DrafterRequirements, DraftTarget, Prompt, VerifyResult

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmspec.drafters.eagle.compressed_inputs import prompt_grids
-from mmspec.drafters.eagle.visual_inputs import packed_indices
+from mmspec.drafters.heads.base.compressed_inputs import prompt_grids
+from mmspec.drafters.heads.base.visual_inputs import packed_indices
 from mmspec.drafters.model.model_drafter import UNLIMITED_TOKENS, ModelDrafter, ModelState
 from mmspec.engine.gather import gather_rows
 from mmspec.interfaces import CompressionContext, Compressor, DrafterRequirements, Prompt, SizedCompressor, VisualTokens

@@ -14,10 +14,10 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from mmspec.drafters.eagle.attention import select_last
-from mmspec.drafters.eagle.expand import StatelessExpander, expand_levels
-from mmspec.drafters.eagle.head import EagleHead, HeadConfig
-from mmspec.drafters.eagle.state import DraftState
+from mmspec.drafters.heads.base.attention import select_last
+from mmspec.drafters.heads.base.expand import StatelessExpander, expand_levels
+from mmspec.drafters.heads.base.state import DraftState
+from mmspec.drafters.heads.eagle.head import EagleHead, HeadConfig
 from mmspec.drafters.mtp.switched import SwitchedDrafter
 from mmspec.engine.gather import gather_rows
 from mmspec.engine.tree import DraftTree

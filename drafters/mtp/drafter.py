@@ -12,9 +12,9 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from mmspec.drafters.eagle.expand import AutoregressiveExpander, expand_levels
-from mmspec.drafters.eagle.state import DraftState
-from mmspec.drafters.eagle.visual_inputs import DraftInputs
+from mmspec.drafters.heads.base.expand import AutoregressiveExpander, expand_levels
+from mmspec.drafters.heads.base.state import DraftState
+from mmspec.drafters.heads.base.visual_inputs import DraftInputs
 from mmspec.drafters.mtp.head import MTPHead
 from mmspec.drafters.mtp.switched import SwitchedDrafter
 from mmspec.engine.tree import DraftTree

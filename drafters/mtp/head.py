@@ -11,8 +11,8 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from mmspec.drafters.eagle.attention import CachedAttention
-from mmspec.drafters.eagle.head import AttentionFn, EagleHead, HeadConfig
+from mmspec.drafters.heads.base.attention import CachedAttention
+from mmspec.drafters.heads.eagle.head import AttentionFn, EagleHead, HeadConfig
 from mmspec.engine.gather import gather_rows
 from mmspec.interfaces import OwnHead, SharedEmbeddings
 

@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from mmspec.drafters.eagle.base import HeadDrafter
-from mmspec.drafters.eagle.head import EagleHead
-from mmspec.drafters.eagle.state import DraftState
+from mmspec.drafters.heads.base.drafter import HeadDrafter
+from mmspec.drafters.heads.base.state import DraftState
+from mmspec.drafters.heads.eagle.head import EagleHead
 from mmspec.drafters.mtp.switches import Switches
 from mmspec.interfaces import Prompt, VerifyResult
 

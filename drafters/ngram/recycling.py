@@ -17,6 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from mmspec.drafters.ngram.base import BARRIER, BestFirstDrafter, Candidate, Key, PromptText
+from mmspec.drafters.ngram.lookup import PromptLookup
 from mmspec.interfaces import VerifyResult
 
 TOP_K = 8
@@ -219,3 +220,12 @@ def recycling(table: SuccessorTable | None = None) -> BestFirstDrafter:
         table: a table that was loaded or is shared; None for an empty one.
     """
     return BestFirstDrafter("recycling", [SuccessorTable() if table is None else table])
+
+
+def hybrid(table: SuccessorTable | None = None) -> BestFirstDrafter:
+    """Drafter `hybrid`: the union of prompt lookup and token recycling under one node budget.
+
+    Args:
+        table: a table that was loaded or is shared; None for an empty one.
+    """
+    return BestFirstDrafter("hybrid", [PromptLookup(), SuccessorTable() if table is None else table])

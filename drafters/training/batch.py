@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from mmspec.drafters.eagle.compressed_inputs import compressed_inputs
-from mmspec.drafters.eagle.visual_inputs import VISUAL_MODES, DraftInputs, left_pack
+from mmspec.drafters.heads.base.compressed_inputs import compressed_inputs
+from mmspec.drafters.heads.base.visual_inputs import VISUAL_MODES, DraftInputs, left_pack
 from mmspec.engine.gather import gather_rows
 from mmspec.interfaces import VisualGrid
 
@@ -129,7 +129,7 @@ class DraftModel(nn.Module):
     Attributes:
         head: the draft head (`EagleHead` or that of another architecture).
         visual_mode: a key of `VISUAL_MODES`, or `MIXED`.
-        architecture: a key of `mmspec.drafters.architectures.ARCHITECTURES`.
+        architecture: a key of `mmspec.drafters.heads.architectures.ARCHITECTURES`.
         compressor: reduces the visual tokens of the head's inputs, or None. Its weights, if any, are trained too.
         draft_ids: [V'] int64, target ids of the head's own vocabulary (`HeadConfig.draft_vocab_size`); None if it has
             none, or that of the target.

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from mmspec.drafters.architectures import ARCHITECTURES
+from mmspec.drafters.heads.architectures import ARCHITECTURES
 from mmspec.drafters.training.batch import DraftModel, TrainBatch
 from mmspec.drafters.training.losses import LossWeights, TrainProgress
 from mmspec.interfaces import GatedCompressor, SharedEmbeddings

@@ -16,11 +16,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mmspec.drafters.block.markov import fit_vocabulary
-from mmspec.drafters.eagle.head import EagleHead
-from mmspec.drafters.training.batch import DraftModel, PackedQueries, TrainBatch, build_inputs_and_labels, shift
+from mmspec.drafters.heads.base.markov import fit_vocabulary
+from mmspec.drafters.heads.eagle.head import EagleHead
+from mmspec.drafters.training.batch import DraftModel, PackedQueries
 from mmspec.drafters.training.distribution_losses import DISTRIBUTION_LOSSES, overlap
 from mmspec.interfaces import SharedEmbeddings
+
+LossAndMetrics = tuple[Tensor, dict[str, float]]
+"""What the loss of a method returns: the loss, a scalar, and the metrics of `LossAccumulator`."""
 
 
 @dataclass(frozen=True)
@@ -174,42 +177,6 @@ class LossAccumulator:
             self.total = self.total + self.compressor_loss
             self.metrics["compressor_loss"] = float(self.compressor_loss.detach())
         return torch.as_tensor(self.total), self.metrics
-
-
-def eagle_loss(
-    draft_model: DraftModel,
-    batch: TrainBatch,
-    shared_embeddings: SharedEmbeddings,
-    placeholder: Tensor,
-    weights: LossWeights,
-    progress: TrainProgress,
-) -> tuple[Tensor, dict[str, float]]:
-    """The loss of a head that predicts one token per forward (EAGLE, MSD, EAGLE-3).
-
-    Args:
-        draft_model: head, visual mode and compressor.
-        batch: hidden states of the target.
-        shared_embeddings: of the target.
-        placeholder: [D] embedding of the media placeholder id.
-        weights: of the parts of the loss.
-        progress: of the run.
-
-    Returns:
-        The loss, a scalar, and the metrics of `LossAccumulator`.
-    """
-    head, data = draft_model.head, build_inputs_and_labels(draft_model, batch, placeholder, progress.rng)
-    packed = PackedQueries(data)
-    has_own_lm_head = bool(head.config.draft_vocab_size)
-    loss = LossAccumulator(shared_embeddings, weights, data.compressor_loss, draft_model if has_own_lm_head else None)
-    cache, inputs = RolloutCache(head, packed), data.inputs
-    for ttt_step in range(weights.ttt_steps):
-        outputs = cache.forward(inputs, data.position_ids + ttt_step)
-        mask = packed.loss_mask_at(ttt_step)
-        labels = packed.gather(shift(data.target_hidden, ttt_step))[mask]
-        loss.add(ttt_step, outputs[mask], labels, mask=mask)
-        if ttt_step + 1 < weights.ttt_steps:
-            inputs = head.fuse(packed.gather(shift(data.next_embeds, ttt_step + 1)), outputs)
-    return loss.result()
 
 
 class RolloutCache:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from mmspec.cpu.bf16 import bf16_is_faster
-from mmspec.drafters.architectures import ARCHITECTURES
-from mmspec.drafters.eagle.base import HeadDrafter
+from mmspec.drafters.heads.architectures import ARCHITECTURES
+from mmspec.drafters.heads.base.drafter import HeadDrafter
 from mmspec.drafters.training.batch import DraftModel, TrainBatch
 from mmspec.drafters.training.losses import LossWeights, TrainProgress
 from mmspec.interfaces import SharedEmbeddings

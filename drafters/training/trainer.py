@@ -19,11 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from mmspec.cpu.bf16 import bf16_is_faster
-from mmspec.drafters.architectures import ARCHITECTURES
+from mmspec.drafters.heads.architectures import ARCHITECTURES
 from mmspec.drafters.training.batch import DraftModel, TrainBatch
 from mmspec.drafters.training.gate import fit_gate_on_batches
 from mmspec.drafters.training.losses import LossWeights, TrainProgress
-from mmspec.drafters.training.schedule import warmup_cosine
 from mmspec.files import atomic_write
 from mmspec.interfaces import GatedCompressor, SharedEmbeddings
 from mmspec.metrics.compression_stats import compressor_label
@@ -31,6 +30,14 @@ from mmspec.metrics.compression_stats import compressor_label
 STATE_NAME, LOG_NAME = "state.pt", "log.jsonl"
 GATE_BATCHES = 32
 """Batches on which the gate of a `GatedCompressor` is fitted after the last step."""
+
+
+def warmup_cosine(step: int, *, peak: float, warmup_steps: int, max_steps: int, final_scale: float) -> float:
+    """Learning rate of a step: linear warm-up to `peak`, then a cosine down to `peak * final_scale` at `max_steps`."""
+    if step < warmup_steps:
+        return peak * (step + 1) / warmup_steps
+    progress = min(1.0, (step - warmup_steps) / max(1, max_steps - warmup_steps))
+    return peak * (final_scale + (1 - final_scale) * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
 @dataclass(frozen=True)

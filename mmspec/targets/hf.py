@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mmspec.cpu.native import FewRowsKernel
 from mmspec.engine.kv_cache import RaggedKVCache
+from mmspec.engine.prefix import Prefix
 from mmspec.engine.recordings import Recordings, recordable_mode
 from mmspec.engine.round import ForwardFunction
 from mmspec.engine.tree import BUCKETS, DraftTree
@@ -130,23 +131,15 @@ class HFTarget:
     @staticmethod
     def unsupported_reason(adapter: ModelAdapter, input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> str | None:
         """Why the cache or the attention mask of a call is not supported; None if both are."""
-        if input_ids.dim() != 2 or not len(input_ids):
-            return f"input_ids of shape {list(input_ids.shape)}"
+        if (reason := unsupported_shape(input_ids)) is not None:
+            return reason
         cache = model_kwargs.get(CACHE_ARGUMENT)
         window = adapter.sliding_window if "sliding_attention" in adapter.layer_types else None
-        batch, length = input_ids.shape
-        reason = unsupported_reason(cache, adapter.num_cache_layers, batch, adapter.model.dtype, window)
+        reason = unsupported_reason(cache, adapter.num_cache_layers, len(input_ids), adapter.model.dtype, window)
         if reason is not None:
             return reason
         assert cache is not None
-        mask = model_kwargs.get("attention_mask")
-        if mask is None:
-            return None
-        if not isinstance(mask, Tensor) or mask.dim() != 2:
-            return "an attention_mask that is not [batch, length]"
-        if mask.shape[1] not in (length, cache.get_seq_length() + length):
-            return f"an attention_mask of length {mask.shape[1]} for {length} input ids"
-        return None
+        return unsupported_shape(input_ids, model_kwargs.get("attention_mask"), cache.get_seq_length())
 
     def length_reason(self) -> str | None:
         """Why a call of this maximum length is not supported; None if it is."""
@@ -158,8 +151,14 @@ class HFTarget:
             "exact within the window)"
         )
 
-    def prefill(self, hidden_state_indices: Sequence[int] = ()) -> tuple[Tensor, dict[int, Tensor]]:
+    def prefill(
+        self, hidden_state_indices: Sequence[int] = (), prefix: Prefix | None = None
+    ) -> tuple[Tensor, dict[int, Tensor]]:
         """Forward of the prompt, as `GenerationMixin._prefill` does it.
+
+        Args:
+            hidden_state_indices: whose hidden states are returned.
+            prefix: the first positions of the prompt, computed before.
 
         Returns:
             The last logits [B, V], and hidden states {index: [B, L, D]}.
@@ -170,10 +169,14 @@ class HFTarget:
         mask_length = mask.shape[1] if mask is not None else getattr(self.config, "_mask_length", -1)
         # `input_ids` are the whole conversation or its uncached part; the mask's length distinguishes the two.
         length = self.input_ids.shape[1]
+        is_first = not self.config.is_assistant
+        if prefix is not None:
+            prefix.load(self.buffer)
+            num_cached, is_first = prefix.length, prefix.needs_media
         inputs = self.model.prepare_inputs_for_generation(
             self.input_ids,
             next_sequence_length=length - num_cached if mask_length == length else None,
-            is_first_iteration=not self.config.is_assistant,
+            is_first_iteration=is_first,
             **{CACHE_ARGUMENT: self.cache},
             **self.kwargs,
         )
@@ -188,6 +191,11 @@ class HFTarget:
             self._lane.begin_call(self.node_forward, self.call_tensors, self.prompt_length, self.max_new_tokens)
             if self._runs_user_code:
                 self._guard = ModelGuard(self.adapter, reads_bits=self._lane.recordings.contain_weights)
+        if prefix is not None:
+            states = [
+                torch.cat([prefix.hidden_states[index], state], 1)
+                for index, state in zip(hidden_state_indices, states, strict=True)
+            ]
         return logits[:, -1], dict(zip(hidden_state_indices, states, strict=True))
 
     def use_native_rounds(self, kernel: FewRowsKernel, modules: ModuleScan) -> None:
@@ -329,3 +337,17 @@ class HFTarget:
             padding=None if mask is None or bool(mask.all()) else mask.to(self.device, torch.bool),
             token_types=types,
         )
+
+
+def unsupported_shape(input_ids: Tensor, mask: Any = None, num_cached: int = 0) -> str | None:
+    """Why ids and mask of these shapes are not supported behind a cache of `num_cached` positions; None if they are."""
+    if input_ids.dim() != 2 or not len(input_ids):
+        return f"input_ids of shape {list(input_ids.shape)}"
+    length = input_ids.shape[1]
+    if mask is None:
+        return None
+    if not isinstance(mask, Tensor) or mask.dim() != 2:
+        return "an attention_mask that is not [batch, length]"
+    if mask.shape[1] not in (length, num_cached + length):
+        return f"an attention_mask of length {mask.shape[1]} for {length} input ids"
+    return None

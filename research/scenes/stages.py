@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mmspec.cpu.bf16 import bf16_is_faster
-from mmspec.drafters.training.schedule import warmup_cosine
+from mmspec.drafters.training.trainer import warmup_cosine
 from research.scenes.build_model import NUM_LOWER_LAYERS
 
 

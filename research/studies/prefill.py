@@ -22,8 +22,8 @@ from mmspec.app.bench.rows import ResultRow
 from mmspec.app.bench.session import provenance
 from mmspec.app.cli.arguments import config_from_args, module_parser, positive_int, positive_ints, split_commas
 from mmspec.app.errors import UsageError
-from mmspec.drafters.eagle.drafter import EagleDrafter
-from mmspec.drafters.eagle.head import EagleHead, HeadConfig
+from mmspec.drafters.heads.eagle.drafter import EagleDrafter
+from mmspec.drafters.heads.eagle.head import EagleHead, HeadConfig
 from mmspec.engine.tree import root_only
 from mmspec.interfaces import Prompt, SharedEmbeddings, VerifyResult, VisualGrid
 from mmspec.metrics.compression_stats import RecordingCompressor

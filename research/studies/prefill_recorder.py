@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from mmspec.app.bench.recorder import RecordingDrafter
 from mmspec.app.modeling.load import synchronize
 from mmspec.control.draft_cost import HeadCostModel
-from mmspec.drafters.eagle.drafter import EagleDrafter
+from mmspec.drafters.heads.eagle.drafter import EagleDrafter
 from mmspec.interfaces import Drafter, Prompt, VerifyResult
 
 ResultT = TypeVar("ResultT")

@@ -41,7 +41,7 @@ from mmspec.app.bench.specs import get_compressor, get_drafter, patch_model, sho
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.load import load_model
-from mmspec.drafters.eagle.drafter import EagleDrafter
+from mmspec.drafters.heads.eagle.drafter import EagleDrafter
 from mmspec.interfaces import Drafter
 from mmspec.metrics.stats import Stats
 from research.studies.chooser_report import compare_adaptive, format_comparison, run_names

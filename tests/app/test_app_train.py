@@ -479,6 +479,6 @@ def test_several_processes_train_as_one(data: Path, tmp_path: Path) -> None:
 
 
 def test_visual_modes_are_those_of_the_drafters() -> None:
-    from mmspec.drafters.eagle import visual_inputs
+    from mmspec.drafters.heads.base import visual_inputs
 
     assert tuple(visual_inputs.VISUAL_MODES) == train.VISUAL_MODES

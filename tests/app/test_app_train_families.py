@@ -22,7 +22,7 @@ from mmspec.app.train.data import Teacher
 from mmspec.app.train.datasets import Request
 from mmspec.app.train.heads import RECIPES, target_head_config
 from mmspec.drafters.checkpoints.format import load_head
-from mmspec.drafters.eagle.head import EagleHead
+from mmspec.drafters.heads.eagle.head import EagleHead
 from mmspec.targets.registry import find_adapter
 
 

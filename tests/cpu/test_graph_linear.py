@@ -139,7 +139,7 @@ def test_rounds_and_drafts(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     with (
         recording(record_native_trace) as recorder,
         patched(model, build_drafter(kind), tree_size=8),
-        mock.patch("mmspec.drafters.eagle.native.active_kernel", return_value=None),
+        mock.patch("mmspec.drafters.heads.base.c_draft.active_kernel", return_value=None),
     ):
         for inputs, expected in zip(prompts, plain, strict=True):
             assert torch.equal(generate(model, inputs, True), expected)
@@ -155,7 +155,7 @@ def test_a_backend_that_cannot_be_had_is_one_warning(backend: str, caplog: pytes
     inputs = build_inputs(model, 0, 1)
     expected = generate(model, inputs, False)
     why = {
-        "c": [mock.patch("mmspec.decode.load_kernel", return_value=None)],
+        "c": [mock.patch("mmspec.backend.load_kernel", return_value=None)],
         "recorded": [mock.patch("mmspec.targets.lanes.LanePool.reason", return_value="for a test")],
     }[backend]
     with why[0], patched(model, "lookup", tree_size=4, backend=backend):

@@ -15,9 +15,8 @@ import torch
 from mmspec.drafters import registry
 from mmspec.drafters.ngram import base
 from mmspec.drafters.ngram.base import BARRIER, BestFirstDrafter, Calibration, PromptText
-from mmspec.drafters.ngram.hybrid import hybrid
 from mmspec.drafters.ngram.lookup import MAX_MATCH, NgramIndex, PromptLookup, lookup
-from mmspec.drafters.ngram.recycling import TOP_K, SuccessorTable, recycling
+from mmspec.drafters.ngram.recycling import TOP_K, SuccessorTable, hybrid, recycling
 from mmspec.drafters.none import NoDrafter
 from mmspec.drafters.registry import DRAFTERS, build_drafter
 from mmspec.engine.tree import DraftTree, bucket_size, root_only

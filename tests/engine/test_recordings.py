@@ -12,7 +12,7 @@ import torch
 from recorded_rounds import build_drafter, build_inputs, build_model, generate, patched, recording
 from torch import Tensor
 
-from mmspec.drafters.eagle import native
+from mmspec.drafters.heads.base import c_draft as native
 from mmspec.engine.graph import Replay, StaticFunction, record_nothing
 from mmspec.engine.kv_cache import RaggedKVCache, RecordedKVCache
 from mmspec.engine.recordings import Recordings, WrittenPlace, check_replay

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 import mmspec
 from mmspec.config import resolve_drafter
-from mmspec.drafters.eagle.base import HeadDrafter
+from mmspec.drafters.heads.base.drafter import HeadDrafter
 from mmspec.interfaces import VerifyResult
 from mmspec.metrics.stats import Stats
 from mmspec.targets.registry import find_adapter
@@ -66,7 +66,7 @@ def run_call(model: PreTrainedModel, folder: Path, inputs: Inputs, *, num_tokens
     known = mask.sum(1).tolist()
     call = DraftedCall([[] for _ in known], torch.zeros(0), drafter)
     found: list[Tensor] = []
-    propose, observe, logits, native_draft = drafter.propose, drafter.observe, drafter.logits, drafter.native_draft
+    propose, observe, logits, c_draft = drafter.propose, drafter.observe, drafter.logits, drafter.c_draft
 
     def spy_logits(*args: Any) -> Tensor:
         found.append(logits(*args))  # of one level, or of all positions of a block
@@ -87,12 +87,12 @@ def run_call(model: PreTrainedModel, folder: Path, inputs: Inputs, *, num_tokens
         observe(state, result, hidden_states)
 
     def spy_native(state: Any) -> Any:
-        found_draft = native_draft(state) if native else None
+        found_draft = c_draft(state) if native else None
         call.num_native += found_draft is not None
         return found_draft
 
     media_ids = [getattr(model.config, name) for name in MEDIA_IDS if hasattr(model.config, name)]
-    drafter.propose, drafter.observe, drafter.logits, drafter.native_draft = (
+    drafter.propose, drafter.observe, drafter.logits, drafter.c_draft = (
         spy_propose,
         spy_observe,
         spy_logits,

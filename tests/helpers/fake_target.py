@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmspec.drafters.eagle.base import HeadDrafter
-from mmspec.drafters.eagle.head import EagleHead, HeadConfig
-from mmspec.drafters.eagle.state import DraftState
+from mmspec.drafters.heads.base.drafter import HeadDrafter
+from mmspec.drafters.heads.base.state import DraftState
+from mmspec.drafters.heads.eagle.head import EagleHead, HeadConfig
 from mmspec.drafters.training.batch import TrainBatch
 from mmspec.engine.tree import DraftTree, root_only
 from mmspec.interfaces import Prompt, SharedEmbeddings, VerifyResult

@@ -8,19 +8,19 @@ import tiny_models as tiny
 import torch
 from torch.nn import Module
 
-from mmspec.drafters.block.dspark import DsparkDrafter
-from mmspec.drafters.block.dspark_head import DsparkHead
-from mmspec.drafters.block.falcon import FalconDrafter, FalconHead
-from mmspec.drafters.block.flash import FlashDrafter, FlashHead
-from mmspec.drafters.block.parallel import ParallelDrafter, ParallelHead
-from mmspec.drafters.eagle.base import HeadDrafter
-from mmspec.drafters.eagle.drafter import EagleDrafter
-from mmspec.drafters.eagle.eagle3_head import Eagle3Head
-from mmspec.drafters.eagle.head import EagleHead, HeadConfig
-from mmspec.drafters.eagle.vispec import VispecDrafter, VispecHead
-from mmspec.drafters.eagle.visual_inputs import VISUAL_MODES
-from mmspec.drafters.instant.drafter import InstantDrafter
-from mmspec.drafters.instant.head import InstantHead, init_instant_head, instant_config
+from mmspec.drafters.heads.base.drafter import HeadDrafter
+from mmspec.drafters.heads.base.visual_inputs import VISUAL_MODES
+from mmspec.drafters.heads.dspark.drafter import DsparkDrafter
+from mmspec.drafters.heads.dspark.head import DsparkHead
+from mmspec.drafters.heads.eagle.drafter import EagleDrafter
+from mmspec.drafters.heads.eagle.head import EagleHead, HeadConfig
+from mmspec.drafters.heads.eagle3.head import Eagle3Head
+from mmspec.drafters.heads.falcon.drafter import FalconDrafter, FalconHead
+from mmspec.drafters.heads.flash.drafter import FlashDrafter, FlashHead
+from mmspec.drafters.heads.instant.drafter import InstantDrafter
+from mmspec.drafters.heads.instant.head import InstantHead, init_instant_head, instant_config
+from mmspec.drafters.heads.parallel.drafter import ParallelDrafter, ParallelHead
+from mmspec.drafters.heads.vispec.drafter import VispecDrafter, VispecHead
 from mmspec.vision.compressors.cost_based import CostBased
 from mmspec.vision.compressors.latent import LatentCompressor
 from mmspec.vision.registry import init_compressor

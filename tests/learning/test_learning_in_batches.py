@@ -14,9 +14,9 @@ from torch import Tensor
 import mmspec
 from mmspec.control.arbiter import MIN_KNOWN_ROUNDS, WARM_UP_ROUNDS, DraftArbiter
 from mmspec.control.tree_size import RoundCostModel, TreeSizeController
-from mmspec.drafters.instant import online
-from mmspec.drafters.instant.online import HeadsState, OnlineHeads
-from mmspec.drafters.instant.recorder import CallRecorder
+from mmspec.drafters.heads.instant import online
+from mmspec.drafters.heads.instant.online import HeadsState, OnlineHeads
+from mmspec.drafters.heads.instant.recorder import CallRecorder
 from mmspec.engine.tree import root_only
 from mmspec.interfaces import SharedEmbeddings, VerifyResult
 from mmspec.learning.budget import MIN_SHARE_FACTOR, LearningBudget

@@ -13,7 +13,7 @@ import torch
 from mmspec.app.bench.specs import get_drafter, patch_model
 from mmspec.app.modeling.random_models import random_model
 from mmspec.drafters.checkpoints.format import HeadMetadata, save_head, tokenizer_fingerprint
-from mmspec.drafters.eagle.head import EagleHead, HeadConfig
+from mmspec.drafters.heads.eagle.head import EagleHead, HeadConfig
 from mmspec.vision.compressors.elastic import Elastic
 from research.studies import chooser_report, visual_report
 from research.studies import visual as study_visual

@@ -510,13 +510,14 @@ def test_a_generate_of_ones_own(override: Any, late: bool, caplog: pytest.LogCap
 
 
 def test_one_pass_over_the_modules_per_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mmspec import fallback
     from mmspec import generate as calls
     from mmspec.targets import module_scan
 
     passes: list[Any] = []
     model = fresh_model()
     with fuzz.patch_model(model, adversarial.BranchingDrafter(1), tree_size=8):
-        for place in (calls, module_scan):
+        for place in (calls, fallback, module_scan):
             monkeypatch.setattr(place, "scan_modules", lambda model: (passes.append(model), scan_modules(model))[1])
         walks: list[Any] = []
         modules = nn.Module.modules
@@ -637,3 +638,13 @@ def test_a_conversation_may_begin_before_the_patch(family: str, monkeypatch: pyt
     monkeypatch.setattr(selftest, "_VERDICTS", {})
     assert torch.equal(two_turns(patched=True), plain)
     assert not mmspec.stats(model).fallback_reason
+
+
+@FAMILIES
+def test_the_verdict_does_not_depend_on_the_callers_modes(family: str) -> None:
+    """It is stored for all models of the class, so a caller's half precision must not enter it."""
+    adapter = find_adapter(fresh_model(family))
+    with torch.autocast("cpu", torch.bfloat16), torch.inference_mode():
+        inside = selftest.run_selftest(adapter)
+    outside = selftest.run_selftest(adapter)
+    assert inside.passed and outside.passed and inside.max_difference == outside.max_difference

@@ -34,16 +34,18 @@ from mmspec.app.modeling.random_models import random_model
 from mmspec.app.scenes.render import render_scene
 from mmspec.app.scenes.world import generate_scene
 from mmspec.app.train.data import Request, Teacher
-from mmspec.drafters.architectures import ARCHITECTURES
 from mmspec.drafters.checkpoints.format import HeadMetadata, load_head, save_head
-from mmspec.drafters.eagle.compressed_inputs import compressed_inputs, prompt_grids
-from mmspec.drafters.eagle.drafter import EagleDrafter
-from mmspec.drafters.eagle.eagle3_head import Eagle3Head
-from mmspec.drafters.eagle.head import EagleHead, HeadConfig
-from mmspec.drafters.eagle.vispec import VispecDrafter, VispecHead
-from mmspec.drafters.eagle.visual_inputs import VISUAL_MODES, DraftInputs
+from mmspec.drafters.heads.architectures import ARCHITECTURES
+from mmspec.drafters.heads.base.compressed_inputs import compressed_inputs, prompt_grids
+from mmspec.drafters.heads.base.visual_inputs import VISUAL_MODES, DraftInputs
+from mmspec.drafters.heads.eagle.drafter import EagleDrafter
+from mmspec.drafters.heads.eagle.head import EagleHead, HeadConfig
+from mmspec.drafters.heads.eagle.loss import eagle_loss
+from mmspec.drafters.heads.eagle3.head import Eagle3Head
+from mmspec.drafters.heads.vispec.drafter import VispecDrafter, VispecHead
+from mmspec.drafters.training.batch import DraftModel, build_inputs_and_labels
 from mmspec.drafters.training.gate import fit_gate_on_batches
-from mmspec.drafters.training.losses import DraftModel, LossWeights, TrainProgress, build_inputs_and_labels, eagle_loss
+from mmspec.drafters.training.losses import LossWeights, TrainProgress
 from mmspec.drafters.training.trainer import TrainConfig, Trainer
 from mmspec.interfaces import Compressor, Prompt, VisualGrid, VisualTokens
 from mmspec.metrics.compression_stats import RecordingCompressor

@@ -29,8 +29,8 @@ from mmspec.app.scenes.world import generate_scene
 from mmspec.control.draft_cost import EXPLORE_EVERY, CallTimer, CostByLength, DraftCosts, HeadCostModel, elapsed
 from mmspec.control.tree_size import TreeSizeController
 from mmspec.drafters.checkpoints.format import HeadMetadata, save_head
-from mmspec.drafters.eagle.drafter import EagleDrafter
-from mmspec.drafters.eagle.head import EagleHead, HeadConfig
+from mmspec.drafters.heads.eagle.drafter import EagleDrafter
+from mmspec.drafters.heads.eagle.head import EagleHead, HeadConfig
 from mmspec.interfaces import CompressionContext, VisualGrid, VisualTokens
 from mmspec.metrics.compression_stats import CompressionRecord, RecordingCompressor
 from mmspec.vision.compressors.cost_based import DEFAULT_MAX_TOKENS, Choice, CostBased, choose_compressor

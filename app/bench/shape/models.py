@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mmspec.app.errors import UsageError
-from mmspec.drafters.block.flash import FlashDrafter, FlashHead
-from mmspec.drafters.eagle.drafter import EagleDrafter
-from mmspec.drafters.eagle.head import EagleHead, HeadConfig
+from mmspec.drafters.heads.eagle.drafter import EagleDrafter
+from mmspec.drafters.heads.eagle.head import EagleHead, HeadConfig
+from mmspec.drafters.heads.flash.drafter import FlashDrafter, FlashHead
 from mmspec.interfaces import Drafter
 
 if TYPE_CHECKING:

@@ -1,1 +1,0 @@
-"""Semi-autoregressive drafters: a block of several tokens per forward (FLASH, ParallelSpec, DSpark, Falcon)."""

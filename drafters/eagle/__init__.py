@@ -1,1 +1,0 @@
-"""Autoregressive draft heads on target hidden states: EAGLE, MSD, ViSpec."""

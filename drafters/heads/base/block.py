@@ -1,0 +1,92 @@
+"""`BlockDrafter`: the common part of drafters whose head predicts a block of k tokens per forward."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmspec.drafters.heads.base.block_tree import PathTable
+from mmspec.drafters.heads.base.expand import LevelExpander, expand_levels
+from mmspec.drafters.heads.base.online import LearnableHead
+from mmspec.drafters.heads.base.state import DraftState
+from mmspec.drafters.heads.eagle.head import EagleHead
+from mmspec.drafters.rerank import select_nodes
+from mmspec.engine.tree import DraftTree
+
+
+class BlockDrafter(LearnableHead):
+    """Drafts the next k tokens from one forward.
+
+    Hooks, besides those of `HeadDrafter`:
+        block_features: features of the k positions. Abstract.
+        expander: level-by-level expansion, if a position depends on the token before it. Default: None, it does not.
+
+    Attributes:
+        block_size: k, tokens per forward.
+        path_tables: cached by (block size, tree size, vocabulary size, device).
+    """
+
+    def __init__(
+        self, head: EagleHead, visual_mode: str = "decoupled", *, block_size: int | None = None, **options: Any
+    ) -> None:
+        """
+        Args:
+            head: the draft head.
+            visual_mode: a key of `VISUAL_MODES`.
+            block_size: tokens per draft; None for the head's.
+            **options: further arguments of `HeadDrafter`, except `max_depth`.
+
+        Raises:
+            ValueError: the head was trained for fewer tokens.
+        """
+        limit = head.config.block_size
+        block_size = limit if block_size is None else block_size
+        if not 1 <= block_size <= limit:
+            raise ValueError(f"block_size must be 1 to {limit}, for which this head was trained; got {block_size}.")
+        super().__init__(head, visual_mode, **options | {"max_depth": 1})
+        self.block_size = block_size
+        self.max_depth = block_size
+        self.path_tables: dict[tuple[int, int, int, torch.device], PathTable] = {}
+
+    @abstractmethod
+    def block_features(self, state: DraftState) -> Tensor:
+        """[B, k, D] features of the next k positions."""
+
+    def expander(self, state: DraftState) -> LevelExpander | None:
+        """Expands the tree level by level, if a position's logits depend on the token before it; None if not."""
+        return None
+
+    def path_table(self, state: DraftState, max_nodes: int, block_size: int) -> PathTable:
+        """Candidate paths for a tree of `max_nodes` nodes, the root included."""
+        key = (block_size, max_nodes, state.logit_bias.shape[0], state.logit_bias.device)
+        if key not in self.path_tables:
+            self.path_tables[key] = PathTable.build(block_size, max_nodes - 1, key[2], key[3])
+        return self.path_tables[key]
+
+    def draft_tree(self, state: DraftState, max_nodes: int, num_levels: int) -> DraftTree:
+        """Level by level if positions are sequential, else the likeliest nodes of the product of their distributions.
+
+        Args:
+            state: of the call.
+            max_nodes: size of the tree, the root included.
+            num_levels: not used: the block size is the depth.
+        """
+        block_size = min(self.block_size, max_nodes - 1)
+        top_k = min(self.top_k_on(state.last_hidden.device), state.logit_bias.shape[0])
+        if state.backend is not None:
+            tree = state.backend.tree(state, top_k, max_nodes, block_size)
+            if tree is not None:
+                return tree
+        if (expander := self.expander(state)) is not None:
+            return expand_levels(state, expander, top_k, max_nodes=max_nodes, num_levels=block_size)
+        logits = self.logits(state, self.block_features(state)[:, :block_size])
+        log_probs = state.log_probs(logits, state.log_noise(block_size))
+        table = self.path_table(state, max_nodes, block_size)
+        root_log_probs = log_probs.new_zeros(log_probs.shape[0], 1)
+        tokens, path_log_probs, _ = table.score_paths(log_probs[:, None], root_log_probs)
+        tokens, path_log_probs = tokens[:, 0], path_log_probs[:, 0]
+        parents = table.parents.expand(path_log_probs.shape)
+        return select_nodes(state.draft_ids, tokens, path_log_probs, parents, max_nodes=max_nodes)

@@ -1,0 +1,211 @@
+"""The draft head of a call in compiled code (`mmspec.cpu.draft`), where the head and the call are for it.
+
+A head is recognised by the exact classes of its modules. Whatever differs (hooks, replaced modules or weights, other
+dtypes, scaled embeddings), prompts, and calls whose target may not run in compiled code either, run in the head's own
+forward. Both give the same trees up to rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from mmspec.cpu.draft import NativeHead
+from mmspec.cpu.draft_types import HeadContext, HeadWeights, TreeRequest
+from mmspec.cpu.layers import DecoderShape, LayerWeights
+from mmspec.cpu.linear import active_kernel
+from mmspec.drafters.heads.base.state import DraftState, Pending
+from mmspec.drafters.heads.eagle.head import DecoderLayer, EagleHead, HeadConfig, RMSNorm
+from mmspec.drafters.heads.eagle3.head import Eagle3Head
+from mmspec.drafters.rerank import LEVEL_PENALTY
+from mmspec.engine.guard import ModuleGuard, run_plain_forwards
+from mmspec.engine.tree import DraftTree
+
+if TYPE_CHECKING:
+    from mmspec.drafters.heads.base.drafter import HeadDrafter
+
+KNOWN_CLASSES = frozenset((nn.Linear, nn.Embedding, RMSNorm, DecoderLayer))
+"""Classes of the modules in a head and of the target's embeddings, besides the head's own."""
+
+
+class CDraft:
+    """The drafts of one call by a `NativeHead`. Implements `mmspec.drafters.heads.base.state.DraftBackend`."""
+
+    def __init__(self, head: NativeHead, modules: list[nn.Module], rotary_embedding: Callable[..., Any]) -> None:
+        """
+        Args:
+            head: the compiled head.
+            modules: all whose weights it reads.
+            rotary_embedding: `EagleHead.rotary_embedding`.
+        """
+        self._head = head
+        self._guard = ModuleGuard(modules)
+        self._rotary_embedding = rotary_embedding
+
+    def extend_context(self, state: DraftState, pending: Pending) -> bool:
+        num_new = pending.tokens.shape[1]
+        context = self._context(state, num_new)
+        if context is None:
+            return False
+        last_hidden = self._head.forward(pending.tokens, pending.hidden_states, pending.counts, context)
+        if last_hidden is None:
+            return False
+        state.last_hidden = last_hidden
+        state.kv_cache.seq_lens = [n + count for n, count in zip(state.kv_cache.seq_lens, pending.counts, strict=True)]
+        return True
+
+    def tree(self, state: DraftState, top_k: int, max_nodes: int, num_levels: int) -> DraftTree | None:
+        """The tree that `expand_levels` grows for these arguments."""
+        context = self._context(state, max(num_levels, self._head.num_written(top_k, num_levels)))
+        if context is None:
+            return None
+        request = TreeRequest(
+            num_levels=num_levels,
+            top_k=top_k,
+            max_nodes=max_nodes,
+            logit_bias=state.logit_bias,
+            log_noise=state.log_noise(num_levels),
+            temperature=float(state.temperature),
+            draft_ids=state.draft_ids,
+            level_penalty=LEVEL_PENALTY,
+        )
+        return self._head.tree(request, context)
+
+    def _context(self, state: DraftState, num_new: int) -> HeadContext | None:
+        """What the head has read, with room for `num_new` positions; None if it must not run in compiled code."""
+        kv_cache = state.kv_cache
+        if torch.is_autocast_enabled("cpu") or not self._guard.is_unchanged():
+            return None
+        kv_cache.begin_forward(num_new)
+        caches = kv_cache.common_buffers()
+        if not caches:
+            return None
+        cos, sin = state.rotary_table(max(state.next_positions) + num_new, self._rotary_embedding)
+        anchors = state.extra if self._head.reads_anchors else None
+        return HeadContext(kv_cache.seq_lens, state.next_positions, caches, cos, sin, state.last_hidden, anchors)
+
+
+def find_c_draft(
+    drafter: HeadDrafter,
+    state: DraftState,
+    weights: Callable[[], HeadWeights | None],
+    classes: tuple[type, ...] = (),
+) -> CDraft | None:
+    """The compiled drafts of a call; None if the head or the call is not for them.
+
+    Args:
+        drafter: with the head.
+        state: of the call, after the prompt.
+        weights: of the head, called once its modules are known; None if it is not for compiled code.
+        classes: further classes of modules in the head.
+    """
+    kernel, head, shared = active_kernel(), drafter.head, state.shared_embeddings
+    modules = [*head.modules(), shared.embed_tokens, shared.lm_head]
+    if kernel is None or not _are_known(modules, (type(head), *classes)):
+        return None
+    if shared.embed_scale != 1.0 or shared.logit_scale != 1.0 or shared.logit_softcap is not None:
+        return None
+    if not isinstance(shared.embed_tokens, nn.Embedding) or not isinstance(shared.lm_head, nn.Linear):
+        return None
+    if shared.embed_tokens.max_norm is not None or head.config.head_dim % 2 or (found := weights()) is None:
+        return None
+    sources = tuple(weight for module in modules for weight in module.parameters(recurse=False))
+    try:
+        compiled = NativeHead(kernel, _shape(head.config), replace(found, sources=sources))
+    except ValueError:  # weights of other dtypes, devices or shapes
+        return None
+    return CDraft(compiled, modules, head.rotary_embedding)
+
+
+def _are_known(modules: list[nn.Module], head_classes: tuple[type, ...]) -> bool:
+    """Whether modules are of known classes, and `run_plain_forwards`."""
+    is_known = all(type(module) in KNOWN_CLASSES or type(module) in head_classes for module in modules)
+    return is_known and run_plain_forwards(modules)
+
+
+def _shape(config: HeadConfig) -> DecoderShape:
+    return DecoderShape(
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        eps=config.rms_norm_eps,
+        scaling=config.head_dim**-0.5,
+        attention_input_size=2 * config.hidden_size if config.eagle3_input else 0,
+    )
+
+
+def eagle_weights(head: EagleHead, state: DraftState) -> HeadWeights | None:
+    """Weights of a head that computes as `EagleHead` does: `fc` and one layer, then the target's LM head."""
+    if head.config.eagle3_input or head.config.qk_norm:
+        return None
+    return HeadWeights(head.fc.weight, head.fc.bias, [_layer_weights(head.layer)], **shared_weights(state))
+
+
+def eagle3_weights(head: Eagle3Head, state: DraftState) -> HeadWeights | None:
+    """Weights of an EAGLE-3 head; None with settings that are not implemented there.
+
+    Nor is one that reads one hidden state only, which its `fuse` does not project.
+    """
+    config = head.config
+    others = (config.qk_norm, config.norm_before_fc, config.fc_norm, config.norm_output, config.target_hidden_size)
+    if any(others) or head.fc.in_features == config.hidden_size or head.layer.hidden_norm is None:
+        return None
+    ends = shared_weights(state) | {"lm_head": head.lm_head.weight, "lm_head_bias": None}
+    return HeadWeights(
+        head.fc.weight,
+        None,
+        [_layer_weights(head.layer)],
+        hidden_norm=head.layer.hidden_norm.weight,
+        final_norm=head.norm.weight,
+        adds_normed_state=head.config.norm_before_residual,
+        **ends,
+    )
+
+
+def shared_weights(state: DraftState) -> dict[str, Any]:
+    """Attributes of `HeadWeights`: the target's embeddings and LM head, or its rows for a draft vocabulary."""
+    embed_tokens, lm_head = state.shared_embeddings.embed_tokens, state.shared_embeddings.lm_head
+    assert isinstance(embed_tokens, nn.Embedding) and isinstance(lm_head, nn.Linear)
+    rows = state.draft_lm_head
+    return {
+        "embeddings": embed_tokens.weight,
+        "lm_head": lm_head.weight if rows is None else rows,
+        "lm_head_bias": lm_head.bias if rows is None else None,
+    }
+
+
+def split_projections(layer: Any, sizes: tuple[int, int, int], has_mlp: bool = True) -> dict[str, Any]:
+    """Attributes of `LayerWeights` but the norms and `o`: views of a layer's fused projections.
+
+    Args:
+        layer: with `qkv_proj`, and `gate_up_proj` and `down_proj` if it `has_mlp`.
+        sizes: heads of queries, keys and values.
+        has_mlp: whether it has a feed-forward.
+    """
+    widths = [number * (layer.qkv_proj.out_features // sum(sizes)) for number in sizes]
+    parts: dict[str, Any] = dict(zip("qkv", layer.qkv_proj.weight.split(widths), strict=True))
+    bias = layer.qkv_proj.bias
+    biases = (None, None, None) if bias is None else bias.split(widths)
+    gate, up = layer.gate_up_proj.weight.chunk(2) if has_mlp else (None, None)
+    parts |= {f"{name}_bias": part for name, part in zip("qkv", biases, strict=True)}
+    parts |= {"gate": gate, "up": up, "down": layer.down_proj.weight if has_mlp else None}
+    return parts | dict.fromkeys(("gate_bias", "up_bias", "down_bias"))
+
+
+def _layer_weights(layer: DecoderLayer) -> LayerWeights:
+    sizes = layer.num_heads, layer.num_kv_heads, layer.num_kv_heads
+    return LayerWeights(
+        input_norm=None if layer.input_norm is None else layer.input_norm.weight,
+        q_norm=None,
+        k_norm=None,
+        o=layer.o_proj.weight,
+        o_bias=None,
+        post_norm=layer.post_norm.weight if layer.has_mlp else None,
+        **split_projections(layer, sizes, layer.has_mlp),
+    )

@@ -1,0 +1,188 @@
+"""Growth of a draft tree level by level (EAGLE-2, arXiv 2406.16858, section 4.1).
+
+The root is level 0; level i holds candidates for the i-th token after it. `expand_levels` chooses the nodes to expand;
+a `LevelExpander` computes the distributions of their children: `AutoregressiveExpander` by one forward of the head per
+level, those of block drafters without a further forward.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from mmspec.drafters.heads.base.attention import cached_attention
+from mmspec.drafters.heads.base.state import DraftState
+from mmspec.drafters.rerank import LEVEL_PENALTY, NodePool
+from mmspec.engine.tree import DraftTree
+
+if TYPE_CHECKING:
+    from mmspec.drafters.heads.base.drafter import HeadDrafter
+
+
+class LevelExpander(Protocol):
+    """Computes the distributions of the children of W nodes of one level at a time.
+
+    Attributes:
+        root_hidden: [B, 1, D] the head's output at the root.
+    """
+
+    root_hidden: Tensor
+
+    def expand(self, level: int, inputs_embeds: Tensor, parent_hidden: Tensor) -> Tensor:
+        """Hidden states of the nodes of one level: the head's output at each.
+
+        Args:
+            level: of the nodes, from 1.
+            inputs_embeds: [B, W, D] embeddings of the nodes' tokens.
+            parent_hidden: [B, W, D'] hidden states of the nodes' parents.
+
+        Returns:
+            [B, W, D'].
+        """
+
+    def logits(self, level: int, hidden_states: Tensor) -> Tensor:
+        """[B, W, V'] logits of the children of W nodes of this level, from the hidden states of the nodes."""
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """[B, W, D''] what `expand` takes as embeddings of tokens [B, W] of the draft vocabulary."""
+
+    def calibrate(self, level: int, hidden_states: Tensor, log_probs: Tensor) -> Tensor:
+        """Log probabilities of acceptance [B, W, K] from those of the best children, greedy decoding only."""
+
+    def select_parents(self, parent_index: Tensor) -> None:
+        """Continue below these nodes: [B, W, 1] int64, indices into the nodes of the last `expand`.
+
+        Keys and values stay in the order of the forwards; only the attention mask follows the chosen nodes.
+        """
+
+    def close(self) -> None:
+        """Restore the KV cache as it was before the draft."""
+
+
+def expand_levels(
+    state: DraftState, expander: LevelExpander, top_k: int, *, max_nodes: int, num_levels: int
+) -> DraftTree:
+    """Expand the `top_k` most likely nodes of every level by `top_k` children each, then re-rank all nodes.
+
+    Args:
+        state: of the call.
+        expander: of this draft, for `top_k` nodes per level.
+        top_k: nodes per level that are expanded, and children of each.
+        max_nodes: size of the tree, the root included.
+        num_levels: levels below the root.
+    """
+    batch, device = len(state.last_hidden), state.last_hidden.device
+    noise = state.log_noise(num_levels)
+
+    def best_children(level: int, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, W, top_k] log probabilities, given their parent, and tokens of the best children of nodes of a level."""
+        level_noise = None if noise is None else noise[:, level : level + 1]
+        log_probs, tokens = state.log_probs(expander.logits(level, hidden_states), level_noise).topk(top_k)
+        return log_probs if noise is not None else expander.calibrate(level, hidden_states, log_probs), tokens
+
+    log_probs, tokens = (part[:, 0] for part in best_children(0, expander.root_hidden))
+    path_log_probs = log_probs - LEVEL_PENALTY
+    pool = NodePool()
+    pool.add(tokens, path_log_probs, torch.full_like(tokens, -1))
+    # The nodes to expand: pool index, token, log probability of the path from the root, hidden state of the parent.
+    pool_index = torch.arange(top_k, device=device).expand(batch, top_k)
+    parent_hidden = expander.root_hidden.expand(batch, top_k, -1)
+    for level in range(1, num_levels):
+        embeds = expander.embed(tokens).to(parent_hidden.dtype)
+        hidden_states = expander.expand(level, embeds, parent_hidden)
+        log_probs, children = best_children(level, hidden_states)
+        child_log_probs = (path_log_probs[..., None] + log_probs).flatten(1) - LEVEL_PENALTY
+        children, first_child = children.flatten(1), pool.num_nodes
+        pool.add(children, child_log_probs, pool_index.repeat_interleave(top_k, dim=1))
+        if level == num_levels - 1:
+            break
+        path_log_probs, chosen = child_log_probs.topk(top_k)
+        tokens, pool_index = children.gather(1, chosen), first_child + chosen
+        parent_index = (chosen // top_k)[..., None]
+        parent_hidden = hidden_states.gather(1, parent_index.expand(-1, -1, hidden_states.shape[-1]))
+        expander.select_parents(parent_index)
+    expander.close()
+    return pool.select(state.draft_ids, max_nodes)
+
+
+class ExpanderDefaults:
+    """Base of a `LevelExpander`: embeddings of the target, probabilities as the head gives them.
+
+    Attributes:
+        state: of the call.
+    """
+
+    state: DraftState
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return self.state.embed(tokens)
+
+    def calibrate(self, level: int, hidden_states: Tensor, log_probs: Tensor) -> Tensor:
+        return log_probs
+
+
+class AutoregressiveExpander(ExpanderDefaults):
+    """One forward of the head per level; a node attends to the context and to its own ancestors."""
+
+    def __init__(self, drafter: HeadDrafter, state: DraftState, num_nodes: int, positions_per_node: int = 1) -> None:
+        """
+        Args:
+            drafter: provides the head, the rotary table and the logits.
+            state: of the call.
+            num_nodes: W, nodes per level.
+            positions_per_node: consecutive positions that a node consists of (a block of Falcon, whose positions attend
+                to each other).
+        """
+        kv_cache, batch, device = state.kv_cache, state.last_hidden.shape[0], state.last_hidden.device
+        self.drafter = drafter
+        self.state = state
+        self.positions_per_node = positions_per_node
+        self.root_hidden = state.last_hidden[:, None]
+        # All trees start behind the longest row, so that one slice of the cache covers them; the gaps are masked.
+        lengths, self.seq_lens = kv_cache.lengths_on(device), kv_cache.seq_lens
+        first = state.first_positions()
+        kv_cache.seq_lens = [max(self.seq_lens)] * batch
+        is_context = torch.arange(max(self.seq_lens), device=device) < lengths[:, None]
+        self.context_mask = is_context[:, None].expand(batch, num_nodes, -1)
+        # All nodes of a level have the same position ids.
+        self.cos, self.sin = drafter.rotary_embedding(state, first + torch.arange(drafter.max_depth, device=device))
+        self_mask = torch.eye(num_nodes, dtype=torch.bool, device=device).repeat_interleave(positions_per_node, 1)
+        self.self_mask = self_mask.expand(batch, num_nodes, num_nodes * positions_per_node)
+        self.ancestor_mask = self.self_mask[..., :0]  # [B, W, drafted keys], True at a node's ancestors and itself
+
+    def expand(self, level: int, inputs_embeds: Tensor, parent_hidden: Tensor) -> Tensor:
+        """See `LevelExpander`; all [B, W * positions_per_node, D]."""
+        drafter, kv_cache, k = self.drafter, self.state.kv_cache, self.positions_per_node
+        self.ancestor_mask = torch.cat((self.ancestor_mask, self.self_mask), dim=-1)
+        inputs = drafter.fuse(self.state, inputs_embeds, parent_hidden)
+        offsets = slice((level - 1) * k, level * k)
+        cos, sin = self.cos[:, :, offsets], self.sin[:, :, offsets]
+        mask = torch.cat((self.context_mask, self.ancestor_mask), dim=-1)
+        if k > 1:
+            cos, sin = (part.repeat(1, 1, inputs.shape[1] // k, 1) for part in (cos, sin))
+            mask = mask.repeat_interleave(k, 1)
+        kv_cache.begin_forward(inputs.shape[1])
+        hidden_states: Tensor = drafter.head(inputs, cos, sin, cached_attention(kv_cache, mask[:, None]))
+        kv_cache.advance(inputs.shape[1])
+        return hidden_states
+
+    def logits(self, level: int, hidden_states: Tensor) -> Tensor:
+        return self.drafter.logits(self.state, hidden_states)
+
+    def select_parents(self, parent_index: Tensor) -> None:
+        self.ancestor_mask = self.ancestor_mask.gather(1, parent_index.expand(-1, -1, self.ancestor_mask.shape[-1]))
+
+    def close(self) -> None:
+        self.state.kv_cache.seq_lens = self.seq_lens
+
+
+class StatelessExpander(ExpanderDefaults):
+    """Base of a `LevelExpander` that runs no further forward, so it has no mask to select and no cache to restore."""
+
+    def select_parents(self, parent_index: Tensor) -> None:
+        """See `LevelExpander`."""
+
+    def close(self) -> None:
+        """See `LevelExpander`."""

@@ -1,0 +1,321 @@
+"""Drafts of a call as a recorded function (`mmspec.engine.recordings`): on a GPU one launch, in place of hundreds.
+
+`DraftFunction` runs the drafter's own code over a state of static shapes: the head reads what was emitted, then grows a
+tree. Keys and values are at a fixed address, of which a prefix of one of a few lengths is read; lengths, positions and
+counts are tensors on the device.
+
+    position  0 ............... bucket ............. C
+              [ committed      ][ nodes of a draft  ]
+
+(`RecordedKVCache`: committed positions are written behind each row's own, the nodes of a draft behind the bucket.)
+`DraftTensors` are those at fixed addresses. `RecordedDraft` makes the function a part of the recorded round, or replays
+it alone where the size of the tree depends on it. Whatever is unusual (`find_recorded_draft`) runs as without
+recordings, over the same keys and values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from mmspec.drafters.heads.base.state import DraftState, Pending
+from mmspec.engine.guard import ModuleGuard, run_plain_forwards
+from mmspec.engine.host_copy import from_host
+from mmspec.engine.kv_cache import RESERVED_TOKENS, RaggedKVCache, RecordedKVCache, length_bucket
+from mmspec.engine.recordings import Recordings, recordable_mode
+from mmspec.engine.tree import BUCKETS, DraftTree
+from mmspec.interfaces import Prompt, SharedEmbeddings
+from mmspec.interfaces.round import DraftPart
+
+if TYPE_CHECKING:
+    from mmspec.drafters.heads.base.drafter import HeadDrafter
+
+KNOWN_CODE = "mmspec.drafters."
+"""Package whose drafters declare `records_drafts` for themselves; a subclass of the user inherits it."""
+
+
+@dataclass(frozen=True)
+class DraftFunction:
+    """The draft of a round as a function of tensors: it reads no value on the host. See `DraftPart.function`.
+
+    Attributes:
+        drafter: whose code runs.
+        shared_embeddings: of the target.
+        names: of the tensors at fixed addresses, then of those that differ from round to round.
+        bucket: positions of the context that are read.
+        max_nodes: size of the tree, the root included.
+        num_levels: as in `HeadDrafter.draft_tree`.
+    """
+
+    drafter: HeadDrafter
+    shared_embeddings: SharedEmbeddings
+    names: tuple[str, ...]
+    bucket: int
+    max_nodes: int
+    num_levels: int
+
+    def __call__(
+        self, fixed: Sequence[Tensor], changing: Sequence[Tensor], numbers: Tensor, noise: Tensor | None
+    ) -> tuple[DraftTree, Sequence[Tensor]]:
+        """Read the emitted tokens, then draft.
+
+        Args:
+            fixed: of `DraftTensors`.
+            changing: `tokens` [B, n] and `hidden_states` [B, n, S] as in `Pending`; `last_hidden` [B, D] and, if the
+                architecture has one, `extra` [B, ...] as in `DraftState`.
+            numbers: [B, 2] int64 committed positions of the head, and how many of the tokens are valid.
+            noise: [B, depth, V] of the next steps, or None.
+
+        Returns:
+            The tree, and the new `last_hidden` and `extra`.
+        """
+        named = dict(zip(self.names, (*fixed, *changing), strict=True))
+        lengths, counts = numbers.unbind(1)
+        drafter, state = self.drafter, self._state(named, lengths, noise)
+        drafter.follow_tokens(state, named["tokens"], counts)
+        inputs, position_ids = drafter.pending_inputs(state, named["tokens"], named["hidden_states"])
+        drafter.extend_rows(state, inputs, position_ids, counts)
+        outputs = (state.last_hidden,) if state.extra is None else (state.last_hidden, state.extra)
+        # An output of a graph must not be an input of it: DSpark heads change neither of the two.
+        kept = tuple(part.clone() if any(part is tensor for tensor in changing) else part for part in outputs)
+        named |= dict(zip(("last_hidden", "extra"), kept, strict=False))
+        return drafter.draft_tree(self._state(named, lengths + counts, noise), self.max_nodes, self.num_levels), kept
+
+    def _state(self, named: Mapping[str, Tensor], lengths: Tensor, noise: Tensor | None) -> DraftState:
+        layers = [(layer,) for layer in named["keys_values"].unbind()]
+        return DraftState(
+            shared_embeddings=self.shared_embeddings,
+            kv_cache=RecordedKVCache(layers, lengths, self.bucket),
+            logit_bias=named["logit_bias"],
+            prompt=None,
+            next_positions=[0] * len(lengths),  # not used but for the size of the rotary table
+            last_hidden=named["last_hidden"],
+            noise=None if noise is None else lambda depth: noise[:, :depth],
+            temperature=named["temperature"],
+            cos=named["cos"],
+            sin=named["sin"],
+            draft_ids=named.get("draft_ids"),
+            draft_lm_head=named.get("draft_lm_head"),
+            extra=named.get("extra"),
+            position_offset=named["position_offset"],
+        )
+
+
+@dataclass(frozen=True)
+class DraftAlone:
+    """A `DraftPart` as a recorded function of its own.
+
+    Attributes:
+        part: the draft.
+        has_noise: whether the last input is noise.
+    """
+
+    part: DraftPart
+    has_noise: bool
+
+    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Scores, tokens, parents and node mask of the tree, each [B, N], and what the drafter keeps."""
+        num_fixed = len(self.part.state)
+        last = num_fixed + len(self.part.inputs)
+        noise = tensors[last + 1] if self.has_noise else None
+        tree, kept = self.part.function(tensors[:num_fixed], tensors[num_fixed:last], tensors[last], noise)
+        assert tree.scores is not None
+        return tree.scores, tree.tokens, tree.parents, tree.node_mask, *kept
+
+
+class DraftTensors:
+    """What the recorded drafts of one drafter and number of rows have at fixed addresses. Reset by every call.
+
+    Attributes:
+        named: the tensors. `keys_values` [layers, 2, B, H', C, d], `cos` and `sin` [P, d], and of the call `logit_bias`
+            [V'], `temperature`, `position_offset` [B] int64, and what it has of `draft_ids` and `draft_lm_head`.
+        failure: whether recording failed with these weights.
+    """
+
+    def __init__(self) -> None:
+        self.named: dict[str, Tensor] = {}
+        self.failure = False
+        self._guard: ModuleGuard | None = None  # holds the weights, whose memory graphs read
+        self._settings: Any = None  # of the drafter
+
+    def begin_call(self, drafter: HeadDrafter, state: DraftState, recordings: Recordings) -> None:
+        """Take over the state of a call after its prompt; drop the recordings if weights or shapes have changed."""
+        values = self._values(drafter, state, recordings.capacity)
+        layout = {name: (value.shape, value.dtype) for name, value in values.items()}
+        modules = (*drafter.head.modules(), *_shared_modules(state.shared_embeddings))
+        guard = ModuleGuard(modules, drafter.head.parameters(), reads_bits=recordings.contain_weights)
+        changed = guard != self._guard or drafter.settings != self._settings
+        self._guard, self._settings = guard, drafter.settings
+        if changed or layout != {name: (value.shape, value.dtype) for name, value in self.named.items()}:
+            recordings.clear(self)
+            self.failure = False
+            self.named = {name: value.clone(memory_format=torch.contiguous_format) for name, value in values.items()}
+        else:
+            for name, tensor in self.named.items():
+                tensor.copy_(values[name])
+        state.kv_cache = RaggedKVCache.over(self.named["keys_values"], state.kv_cache.seq_lens)
+
+    def _values(self, drafter: HeadDrafter, state: DraftState, capacity: int) -> dict[str, Tensor]:
+        device, dtype = state.last_hidden.device, state.last_hidden.dtype
+        lengths = state.kv_cache.seq_lens
+        caches = [torch.stack(state.kv_cache.read(layer, max(lengths))) for layer in range(len(state.kv_cache))]
+        layers = torch.stack(caches)
+        length = capacity + drafter.max_depth * drafter.top_k_on(device)
+        # Zeros, since 0 * nan of another call would be nan.
+        keys_values = layers.new_zeros(*layers.shape[:4], length, layers.shape[5])
+        keys_values[..., : max(lengths), :] = layers
+        table = torch.arange(capacity + BUCKETS[-1] + drafter.max_depth + 1, device=device)
+        cos, sin = drafter.head.rotary_embedding(table, dtype)
+        offset = [position - n for position, n in zip(state.next_positions, lengths, strict=True)]
+        named = {
+            "keys_values": keys_values,
+            "cos": cos,
+            "sin": sin,
+            "logit_bias": state.logit_bias,
+            "temperature": torch.tensor(state.temperature, device=device, dtype=torch.float32),
+            "position_offset": from_host(offset, device),
+        }
+        optional = {"draft_ids": state.draft_ids, "draft_lm_head": state.draft_lm_head}
+        return named | {name: value for name, value in optional.items() if value is not None}
+
+
+class RecordedDraft:
+    """The recorded drafts of one call."""
+
+    def __init__(self, drafter: HeadDrafter, recordings: Recordings, tensors: DraftTensors, min_length: int) -> None:
+        """
+        Args:
+            drafter: whose drafts they are.
+            recordings: of the call.
+            tensors: after `begin_call`.
+            min_length: positions for which the first bucket has room.
+        """
+        self._drafter = drafter
+        self._recordings = recordings
+        self._tensors = tensors
+        self._min_length = min_length
+        self._read: Pending  # of the last `part`
+
+    def part(self, state: DraftState, max_nodes: int, num_levels: int) -> DraftPart | None:
+        """The draft of the coming round; None if it must run in the head's own code.
+
+        Tokens are padded to the number that a round emits at most, so that there is one shape.
+
+        Args:
+            state: of the call, after its prompt.
+            max_nodes: size of the tree, the root included.
+            num_levels: as in `HeadDrafter.draft_tree`.
+        """
+        drafter, width = self._drafter, self._drafter.max_depth + 1
+        if sum(part.tokens.shape[1] for part in state.pending) > width:  # of several rounds
+            drafter.read_pending(state)
+        bucket = self._bucket(state, width)
+        if bucket is None:
+            return None
+        self._read = pending = Pending.concatenate(state.pending or [_nothing(state)])
+        state.pending = [pending] if state.pending else []
+        tokens, hidden_states, missing = pending.tokens, pending.hidden_states, width - pending.tokens.shape[1]
+        if missing:
+            tokens = nn.functional.pad(tokens, (0, missing))
+            hidden_states = nn.functional.pad(hidden_states, (0, 0, 0, missing))
+        changing = {"tokens": tokens, "hidden_states": hidden_states, "last_hidden": state.last_hidden}
+        if state.extra is not None:
+            changing["extra"] = state.extra
+        named = self._tensors.named
+        names = (*named, *changing)
+        function = DraftFunction(drafter, state.shared_embeddings, names, bucket, max_nodes, num_levels)
+        return DraftPart(
+            owner=self._tensors,
+            key=(drafter.top_k_on(state.last_hidden.device), max_nodes, num_levels, bucket, names),
+            state=list(named.values()),
+            inputs=list(changing.values()),
+            numbers=[list(pair) for pair in zip(state.kv_cache.seq_lens, pending.counts, strict=True)],
+            max_depth=drafter.max_depth,
+            hidden_state_indices=drafter.hidden_state_indices,
+            function=function,
+            select_hidden_states=drafter.select_hidden_states,
+        )
+
+    def tree(self, state: DraftState, max_nodes: int, num_levels: int) -> DraftTree | None:
+        """The tree of `part` alone; None if it must be drafted in the head's own code."""
+        part = self.part(state, max_nodes, num_levels)
+        if part is None:
+            return None
+        device = state.last_hidden.device
+        counts = self._read.counts_on(device)
+        inputs = [*part.inputs, torch.stack((state.kv_cache.lengths_on(device), counts), dim=1)]
+        if state.noise is not None:
+            inputs.append(state.noise(part.max_depth).to(device))
+        function = DraftAlone(part, state.noise is not None)
+        try:
+            with recordable_mode():
+                outputs = self._recordings.run(part.owner, ("draft", part.key), function, part.state, inputs)
+        except Exception as error:  # of the compiler, the capture or the replay: only speed is lost
+            self._tensors.failure = True
+            reason = str(error).strip().splitlines()[:1]
+            self._recordings.warn(f"drafts are not recorded, but run as before ({type(error).__name__}: {reason})")
+            return None
+        scores, tokens, parents, node_mask, *kept = outputs
+        state.kv_cache.append(self._read.counts, counts)
+        self._keep(state, kept)
+        return DraftTree(tokens=tokens, parents=parents, node_mask=node_mask, scores=scores)
+
+    def follow(self, state: DraftState, emitted: Pending | None, kept: Sequence[Tensor]) -> None:
+        """Update the state after a round with `part`: what it has read, and the tokens that it emitted."""
+        counts = self._read.counts
+        state.kv_cache.seq_lens = [n + count for n, count in zip(state.kv_cache.seq_lens, counts, strict=True)]
+        self._keep(state, kept)
+        state.pending = [] if emitted is None else [emitted]
+
+    def _keep(self, state: DraftState, kept: Sequence[Tensor]) -> None:
+        """Store what a draft returned, and that it has read the pending tokens."""
+        state.last_hidden, *extra = kept
+        state.extra = extra[0] if extra else None
+        state.next_positions = [n + count for n, count in zip(state.next_positions, self._read.counts, strict=True)]
+        state.pending = []
+
+    def _bucket(self, state: DraftState, num_new: int) -> int | None:
+        """Positions that a function reads, with room for `num_new` more; None if it must run unrecorded."""
+        kv_cache, capacity = state.kv_cache, self._recordings.capacity
+        length = max(kv_cache.seq_lens) + num_new + self._drafter.max_depth  # a block may write its positions as well
+        if self._tensors.failure or length > capacity or not kv_cache.is_packed:
+            return None
+        return min(length_bucket(max(length, self._min_length)), capacity)
+
+
+def _nothing(state: DraftState) -> Pending:
+    """No tokens, as between the prompt and the first draft."""
+    batch = len(state.last_hidden)
+    tokens = torch.zeros(batch, 0, dtype=torch.long, device=state.last_hidden.device)
+    return Pending(tokens, state.last_hidden.new_zeros(batch, 0, state.hidden_size), [0] * batch)
+
+
+def find_recorded_draft(drafter: HeadDrafter, state: DraftState, prompt: Prompt) -> RecordedDraft | None:
+    """The recorded drafts of a call after its prompt; None if nothing is recorded in it, or not its drafts.
+
+    Not recorded: architectures that do not declare `records_drafts`, drafters of other packages, heads with hooks or
+    forwards of their own, calls that learn (weights change), autocast, and a text that may exceed the capacity.
+    """
+    recordings = state.recordings
+    is_known = drafter.records_drafts and type(drafter).__module__.startswith(KNOWN_CODE)
+    if recordings is None or not is_known or state.recorder is not None:
+        return None
+    modules = (*drafter.head.modules(), *_shared_modules(state.shared_embeddings))
+    if not run_plain_forwards(modules) or torch.is_autocast_enabled(state.last_hidden.device.type):
+        return None
+    longest = max(max(state.kv_cache.seq_lens), max(state.next_positions))
+    if not min(state.kv_cache.seq_lens) or longest + BUCKETS[-1] > recordings.capacity:
+        return None
+    tensors = recordings.attachment(drafter, DraftTensors)
+    with recordable_mode():
+        tensors.begin_call(drafter, state, recordings)
+    reserved = RESERVED_TOKENS if prompt.max_new_tokens is None else min(RESERVED_TOKENS, prompt.max_new_tokens)
+    return RecordedDraft(drafter, recordings, tensors, longest + reserved)
+
+
+def _shared_modules(shared_embeddings: SharedEmbeddings) -> tuple[nn.Module, nn.Module]:
+    return shared_embeddings.embed_tokens, shared_embeddings.lm_head

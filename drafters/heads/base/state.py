@@ -1,0 +1,181 @@
+"""State of one `generate` call of a trained drafter."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from mmspec.control.draft_cost import CallTimer
+from mmspec.drafters.rerank import next_log_probs
+from mmspec.engine.host_copy import from_host
+from mmspec.engine.kv_cache import RaggedKVCache
+from mmspec.engine.recordings import Recordings
+from mmspec.engine.tree import DraftTree
+from mmspec.interfaces import Prompt, SharedEmbeddings, TargetKeys
+
+if TYPE_CHECKING:
+    from mmspec.drafters.heads.base.recorded import RecordedDraft
+    from mmspec.drafters.heads.base.recorder import SequenceRecorder
+
+
+@dataclass
+class Pending:
+    """Tokens emitted in one round that the head has not processed yet.
+
+    Attributes:
+        tokens: [B, A] int64.
+        hidden_states: [B, A, S] target hidden states at the position before each token.
+        counts: number of tokens of each row; further columns are padding.
+        device_counts: [B] int64, the same on a device; None if they are on the host only.
+    """
+
+    tokens: Tensor
+    hidden_states: Tensor
+    counts: list[int]
+    device_counts: Tensor | None = None
+
+    def counts_on(self, device: torch.device) -> Tensor:
+        """[B] int64 `counts`."""
+        if self.device_counts is None:
+            self.device_counts = from_host(self.counts, device)
+        return self.device_counts.to(device)
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[Pending]) -> Pending:
+        """Several rounds as one, without the padding in between."""
+        if len(parts) == 1:
+            return parts[0]
+        tokens = torch.cat([part.tokens for part in parts], dim=1)
+        hidden_states = torch.cat([part.hidden_states for part in parts], dim=1)
+        columns = [list[int]() for _ in parts[0].counts]  # of the tokens of each row
+        offset = 0
+        for part in parts:
+            for row, count in zip(columns, part.counts, strict=True):
+                row.extend(range(offset, offset + count))
+            offset += part.tokens.shape[1]
+        counts = [len(row) for row in columns]
+        longest = max(counts)
+        index = from_host([row + [0] * (longest - len(row)) for row in columns], tokens.device)
+        hidden_states = hidden_states.gather(1, index[..., None].expand(-1, -1, hidden_states.shape[-1]))
+        return cls(tokens.gather(1, index), hidden_states, counts)
+
+
+class DraftBackend(Protocol):
+    """The implementation of a drafter's two operations in compiled code, for one call.
+
+    Each may decline: the drafter's own code then does it, over the same state.
+    """
+
+    def extend_context(self, state: DraftState, pending: Pending) -> bool:
+        """`HeadDrafter.extend_context` over emitted tokens; whether it was done."""
+
+    def tree(self, state: DraftState, top_k: int, max_nodes: int, num_levels: int) -> DraftTree | None:
+        """`HeadDrafter.draft_tree` with `top_k` children per node; None if it was not done."""
+
+
+@dataclass
+class DraftState:
+    """State of one call; created by `HeadDrafter.begin`.
+
+    Attributes:
+        shared_embeddings: the target's input embedding and LM head.
+        kv_cache: keys and values of the head's own layer.
+        logit_bias: [V'] float32 of the draft vocabulary, -inf for ids that must not be drafted, else 0.
+        prompt: the prompt until the head has processed it, then None.
+        next_positions: position id of each row's next input.
+        last_hidden: [B, D] the head's output at each row's last input.
+        pending: tokens emitted since the head's last forward.
+        noise: as in `Prompt`.
+        temperature: as in `Prompt`; a scalar tensor in a recorded function.
+        cos: [P, d] rotary table, None before the first forward.
+        sin: [P, d] rotary table, None before the first forward.
+        static_shapes: always draft all levels, so that shapes do not depend on timing.
+        first_ids: [B] first emitted tokens, None until the target has sampled them.
+        num_levels: levels of the last draft.
+        draft_s: seconds that the last draft took.
+        hidden_size: S, numbers per position that the head reads of the target; 0 before the prompt.
+        start_time: `time.perf_counter()` at the start of the last draft.
+        draft_ids: [V'] int64, target ids of the draft vocabulary; None if it is the target's vocabulary.
+        draft_lm_head: [V', D] weights of the LM head for `draft_ids`, or None.
+        extra: [B, ...] further state of an architecture (ViSpec, ParallelSpec, Falcon).
+        timer: measures prefill and draft time; a no-op unless a compressor uses the costs.
+        recorder: records the call for online learning, or None.
+        backend: the head in compiled code; None if it runs in its own forward.
+        recorded: its recorded drafts, or None.
+        is_one_function: whether the last draft was one recorded function, whose levels are not timed.
+        recordings: of the call; None if nothing of it is recorded.
+        position_offset: [B] int64, `next_positions` less the lengths of the cache, in a recorded function; else None.
+        trial: a switch of the drafter and the value that this call tries, or None.
+        target_keys: as in `Prompt`.
+    """
+
+    shared_embeddings: SharedEmbeddings
+    kv_cache: RaggedKVCache
+    logit_bias: Tensor
+    prompt: Prompt | None
+    next_positions: list[int]
+    last_hidden: Tensor
+    pending: list[Pending] = field(default_factory=list)
+    noise: Callable[[int], Tensor] | None = None
+    temperature: float | Tensor = 1.0
+    cos: Tensor | None = None
+    sin: Tensor | None = None
+    static_shapes: bool = False
+    first_ids: Tensor | None = None
+    num_levels: int = 0
+    draft_s: float = 0.0
+    hidden_size: int = 0
+    start_time: float = 0.0
+    draft_ids: Tensor | None = None
+    draft_lm_head: Tensor | None = None
+    extra: Tensor | None = None
+    timer: CallTimer = field(default_factory=CallTimer)
+    recorder: SequenceRecorder | None = None
+    backend: DraftBackend | None = None
+    recorded: RecordedDraft | None = None
+    is_one_function: bool = False
+    recordings: Recordings | None = None
+    position_offset: Tensor | None = None
+    trial: tuple[str, str] | None = None
+    target_keys: TargetKeys | None = None
+
+    def now(self) -> float:
+        """Seconds of a clock that stops while something is recorded, which is no cost of later drafts."""
+        return time.perf_counter() - (0.0 if self.recordings is None else self.recordings.setup_s)
+
+    def first_positions(self) -> Tensor:
+        """[B, 1] int64 position id of each row's next input."""
+        device = self.last_hidden.device
+        if self.position_offset is None:
+            return from_host(self.next_positions, device)[:, None]
+        return (self.kv_cache.lengths_on(device) + self.position_offset)[:, None]
+
+    def log_noise(self, depth: int) -> Tensor | None:
+        """[B, depth, V'] log of the noise with which the next tokens will be sampled; None for greedy decoding."""
+        if self.noise is None:
+            return None
+        noise = self.noise(depth).to(self.last_hidden.device)
+        return (noise if self.draft_ids is None else noise[..., self.draft_ids]).log()
+
+    def rotary_table(
+        self, size: int, compute: Callable[[Tensor, torch.dtype], tuple[Tensor, Tensor]]
+    ) -> tuple[Tensor, Tensor]:
+        """(cos, sin), each [P, d] of positions 0 to P - 1, at least `size`, by `EagleHead.rotary_embedding`."""
+        if self.cos is None or self.sin is None or self.cos.shape[0] < size:
+            table = torch.arange(max(512, size + size // 2), device=self.last_hidden.device)
+            self.cos, self.sin = compute(table, self.last_hidden.dtype)
+        return self.cos, self.sin
+
+    def log_probs(self, logits: Tensor, noise: Tensor | None) -> Tensor:
+        """[..., V'] log probability of each next token: of the argmax, or of the sample under the given noise."""
+        return next_log_probs(logits, self.temperature, noise)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """[..., D] embeddings of tokens of the draft vocabulary."""
+        ids = tokens if self.draft_ids is None else self.draft_ids[tokens]
+        return self.shared_embeddings.embed(ids)

@@ -1,0 +1,212 @@
+"""Drafts with a `DsparkHead` (DSpark, arXiv 2607.05147; DFlash is the same without its two small heads)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from mmspec.drafters.heads.base.attention import select_last
+from mmspec.drafters.heads.base.block import BlockDrafter
+from mmspec.drafters.heads.base.c_draft import CDraft, find_c_draft
+from mmspec.drafters.heads.base.expand import LevelExpander, StatelessExpander
+from mmspec.drafters.heads.base.markov import BigramHead, fit_vocabulary
+from mmspec.drafters.heads.base.state import DraftState
+from mmspec.drafters.heads.dspark.c_weights import DSPARK_CLASSES, dspark_weights
+from mmspec.drafters.heads.dspark.head import DsparkHead
+from mmspec.drafters.heads.eagle.head import HeadConfig
+
+
+class DsparkDrafter(BlockDrafter):
+    """Drafts a block from one forward over its positions; the context only adds keys and values.
+
+    `DraftState.extra` is [B], the last emitted token of each row, with which its next block begins.
+
+    Attributes:
+        mask_token_id: whose embedding mask positions have (published heads); None for `DsparkHead.mask_embedding`.
+        embedding_scale: factor of the embeddings at the block's positions as they are stored (published heads, also
+            where the target scales its own); None for embeddings as the target's layers receive them.
+    """
+
+    head: DsparkHead
+    records_drafts = True
+
+    def __init__(self, head: DsparkHead, visual_mode: str = "coupled", **options: Any) -> None:
+        """
+        Args:
+            head: the draft head.
+            visual_mode: which positions are context: all ("coupled") or text alone ("text_only"); the others of
+                `VISUAL_MODES` replace features of visual positions.
+            **options: further arguments of `BlockDrafter`.
+        """
+        super().__init__(head, visual_mode, **options)
+        self.mask_token_id: int | None = None
+        self.embedding_scale: float | None = None
+
+    @property
+    def compressor_hidden_size(self) -> int | None:
+        """See `mmspec.interfaces.TrainedDrafter`: it reads several hidden states, which no trained compressor fits."""
+        return None
+
+    def read_prompt(self, state: DraftState) -> None:
+        """See `HeadDrafter`; also keeps the last token of each row."""
+        state.extra = state.first_ids if state.extra is None else state.extra
+        super().read_prompt(state)
+
+    def follow_tokens(self, state: DraftState, tokens: Tensor, counts: Sequence[int] | Tensor) -> None:
+        assert state.extra is not None
+        state.extra = select_last(tokens[..., None], counts, state.extra[:, None])[:, 0]
+
+    def extend_context(self, state: DraftState, inputs: Tensor, position_ids: Tensor, counts: list[int]) -> None:
+        """See `HeadDrafter`: keys and values of the features, without a forward."""
+        kv_cache = state.kv_cache
+        self.extend_rows(state, inputs, position_ids, counts)
+        kv_cache.seq_lens = [length + count for length, count in zip(kv_cache.seq_lens, counts, strict=True)]
+
+    def extend_rows(
+        self, state: DraftState, inputs: Tensor, position_ids: Tensor, counts: Sequence[int] | Tensor
+    ) -> None:
+        state.kv_cache.begin_forward(inputs.shape[1])
+        cos, sin = self.rotary_embedding(state, position_ids)
+        for index, (keys, values) in enumerate(self.head.context_keys_values(inputs, cos, sin)):
+            state.kv_cache.write(index, keys, values)
+
+    def block_features(self, state: DraftState) -> Tensor:
+        """See `BlockDrafter`. The block's keys and values are dropped afterwards."""
+        kv_cache, device = state.kv_cache, state.last_hidden.device
+        k = self.block_size + (not self.head.config.sample_from_anchor)
+        assert state.extra is not None
+        anchors = self._embed(state, state.extra)
+        inputs = self.head.block_inputs(anchors, k)
+        if self.mask_token_id is not None:
+            mask_ids = torch.full((len(anchors), k - 1), self.mask_token_id, device=device)
+            inputs = torch.cat((inputs[:, :1], self._embed(state, mask_ids)), dim=1)
+        cos, sin = self.rotary_embedding(state, state.first_positions() + torch.arange(k, device=device))
+        # All blocks stand behind the longest row, or the bucket of a recorded draft; the gaps are no keys.
+        seq_lens = kv_cache.seq_lens
+        has_gaps = state.position_offset is not None or not kv_cache.is_uniform
+        masks = block_masks(self.head.config, kv_cache.lengths_on(device), max(seq_lens), k, has_gaps)
+        kv_cache.seq_lens = [max(seq_lens)] * len(seq_lens)
+        kv_cache.begin_forward(k)
+
+        def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            is_gqa = queries.shape[1] != keys.shape[1]
+            keys, values = kv_cache.write(layer, keys, values)
+            return functional.scaled_dot_product_attention(queries, keys, values, masks[layer], enable_gqa=is_gqa)
+
+        features = self.head.forward_block(inputs, cos, sin, attend)[:, -self.block_size :]
+        kv_cache.seq_lens = seq_lens
+        return features
+
+    def _embed(self, state: DraftState, ids: Tensor) -> Tensor:
+        """[..., D] of ids [...]."""
+        shared = state.shared_embeddings
+        weight = getattr(shared.embed_tokens, "weight", None)
+        if self.embedding_scale is None or not isinstance(weight, Tensor) or not weight.is_floating_point():
+            embeds = shared.embed(ids)
+        else:
+            embeds = functional.embedding(ids, weight) * self.embedding_scale
+        return embeds.to(state.last_hidden.dtype)
+
+    @property
+    def cannot_learn(self) -> str | None:
+        config = self.head.config
+        if config.sliding_windows or config.causal_layers:
+            return "its attention has windows, its training loss has none"
+        return super().cannot_learn
+
+    def expander(self, state: DraftState) -> LevelExpander | None:
+        bigram_head = self.head.bigram_head
+        return None if bigram_head is None else BigramExpander(self, bigram_head, state)
+
+    def c_draft(self, state: DraftState) -> CDraft | None:
+        head, mask_token_id = self.head, self.mask_token_id
+        if type(self) is not DsparkDrafter or type(head) is not DsparkHead or self.embedding_scale not in (None, 1.0):
+            return None
+        weights = partial(dspark_weights, head, state, self.block_size, mask_token_id)
+        return find_c_draft(self, state, weights, DSPARK_CLASSES)
+
+
+def block_masks(config: HeadConfig, lengths: Tensor, longest: int, k: int, has_gaps: bool) -> list[Tensor | None]:
+    """Which keys the positions of a block see in each layer: the context in front of it, then the block.
+
+    Args:
+        config: with `sliding_windows` and `causal_layers`.
+        lengths: [B] int64 of the context of each row.
+        longest: columns of the context.
+        k: positions of the block.
+        has_gaps: whether a row may have fewer than `longest` positions.
+
+    Returns:
+        For each layer [B or 1, 1, k or 1, longest + k] bool; None for all keys.
+    """
+    is_context = functional.pad(torch.arange(longest, device=lengths.device) < lengths[:, None], (0, k), value=True)
+    is_key = is_context[:, None, None] if has_gaps else None
+    if not config.sliding_windows and not config.causal_layers:
+        return [is_key] * config.num_hidden_layers
+    slots = torch.arange(k, device=lengths.device)
+    queries = (lengths[:, None] + slots)[:, None, :, None]  # [B, 1, k, 1] positions
+    context = torch.arange(longest, device=lengths.device).expand(len(lengths), longest)
+    keys = torch.cat((context, lengths[:, None] + slots), dim=1)[:, None, None]  # [B, 1, 1, longest + k]
+    masks: list[Tensor | None] = []
+    for layer in range(config.num_hidden_layers):
+        window = config.sliding_windows[layer] if config.sliding_windows else 0
+        is_causal = bool(config.causal_layers) and config.causal_layers[layer]
+        mask = is_key
+        if is_causal:
+            mask = (keys <= queries) if mask is None else mask & (keys <= queries)
+        if window:
+            near = (queries - keys).abs() < window
+            mask = near if mask is None else mask & near
+        masks.append(mask)
+    return masks
+
+
+class BigramExpander(StatelessExpander):
+    """A `LevelExpander` that applies the LM head once for the whole block, and the `BigramHead` at each node.
+
+    The hidden states of nodes are the R numbers of their tokens.
+    """
+
+    def __init__(self, drafter: DsparkDrafter, bigram_head: BigramHead, state: DraftState) -> None:
+        assert state.extra is not None
+        self.state = state
+        self.head = drafter.head
+        self.bigram_head = bigram_head
+        self.features = drafter.block_features(state)
+        self.base_logits = drafter.logits(state, self.features)
+        self.root_hidden = bigram_head.embed(state.extra, state.shared_embeddings).to(self.features.dtype)[:, None]
+        ids = None if self.head.lm_head is not None else state.draft_ids  # an LM head of its own has draft ids only
+        self.draft_vocab_proj = None if ids is None else bigram_head.vocab_proj.weight[ids]
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """See `LevelExpander`; [B, W, R]."""
+        ids = tokens if self.state.draft_ids is None else self.state.draft_ids[tokens]
+        return self.bigram_head.embed(ids, self.state.shared_embeddings)
+
+    def expand(self, level: int, inputs_embeds: Tensor, parent_hidden: Tensor) -> Tensor:
+        """See `LevelExpander`; the embeddings are those of `embed`."""
+        return inputs_embeds
+
+    def logits(self, level: int, hidden_states: Tensor) -> Tensor:
+        base_logits = self.base_logits[:, level, None]
+        if self.draft_vocab_proj is None:
+            bias = fit_vocabulary(self.bigram_head.vocab_proj(hidden_states), base_logits.shape[-1])
+        else:
+            bias = functional.linear(hidden_states, self.draft_vocab_proj)
+        return base_logits + bias.float()
+
+    def calibrate(self, level: int, hidden_states: Tensor, log_probs: Tensor) -> Tensor:
+        """See `LevelExpander`: where the confidence is below the best probability, all are scaled down to it.
+
+        The controller then scores fewer nodes of a block that is not trusted, and more of another.
+        """
+        if self.head.confidence_head is None:
+            return log_probs
+        features = self.features[:, level, None].expand(-1, hidden_states.shape[1], -1)
+        confidence = functional.logsigmoid(self.head.confidence(features, hidden_states).float())[..., None]
+        return log_probs + (confidence - log_probs[..., :1]).clamp(max=0)

@@ -1,0 +1,154 @@
+"""The network of DSpark (arXiv 2607.05147), and of DFlash, which it extends.
+
+Decoder layers over a block of k positions: the last emitted token, then k - 1 mask embeddings. Queries see the whole
+block and the context; the context's keys and values are projections of hidden states of several of the target's layers,
+so that neither text nor image is embedded for it. A `BigramHead` biases each position by the token before it, and a
+confidence head estimates whether a position is accepted. The module knows nothing of trees or targets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from mmspec.drafters.heads.base.markov import BigramHead
+from mmspec.drafters.heads.eagle.head import EagleHead, HeadConfig, RMSNorm, rotate_half
+from mmspec.interfaces import SharedEmbeddings
+
+LayerAttention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""(layer, [B, H, n, d] queries, [B, H', n, d] keys, values of the block) -> [B, H, n, d], over context and block."""
+
+
+class DsparkLayer(nn.Module):
+    """A Qwen3 decoder layer: queries and keys are normalised per head."""
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__()
+        hidden, size = config.hidden_size, config.head_dim
+        self.head_dim = size
+        self.sizes = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
+        self.qkv_proj = nn.Linear(hidden, sum(self.sizes) * size, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(config.num_attention_heads * size, hidden, bias=config.qkv_bias)
+        self.q_norm = RMSNorm(size, config.rms_norm_eps)
+        self.k_norm = RMSNorm(size, config.rms_norm_eps)
+        self.input_norm = RMSNorm(hidden, config.rms_norm_eps)
+        self.post_norm = RMSNorm(hidden, config.rms_norm_eps)
+        self.gate_up_proj = nn.Linear(hidden, 2 * config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, hidden, bias=False)
+
+    def context_keys_values(self, features: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, H', n, d] of features [B, n, D] of the context; cos, sin [B or 1, 1, n, d]."""
+        rows = self.sizes[0] * self.head_dim
+        bias = self.qkv_proj.bias
+        projected = functional.linear(features, self.qkv_proj.weight[rows:], None if bias is None else bias[rows:])
+        keys, values = self._split_heads(projected).chunk(2, dim=1)
+        return _rotate(self.k_norm(keys), cos, sin), values
+
+    def forward(
+        self,
+        inputs: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+    ) -> Tensor:
+        """[B, n, D] -> [B, n, D]; cos, sin [B or 1, 1, n, d]."""
+        projected = self._split_heads(self.qkv_proj(self.input_norm(inputs)))
+        queries, keys, values = projected.split(self.sizes, dim=1)
+        queries, keys = _rotate(self.q_norm(queries), cos, sin), _rotate(self.k_norm(keys), cos, sin)
+        inputs = inputs + self.o_proj(attend(queries, keys, values).transpose(1, 2).flatten(2))
+        gate, up = self.gate_up_proj(self.post_norm(inputs)).chunk(2, dim=-1)
+        outputs: Tensor = inputs + self.down_proj(functional.silu(gate) * up)
+        return outputs
+
+    def _split_heads(self, projected: Tensor) -> Tensor:
+        """[B, n, H * d] -> [B, H, n, d]."""
+        return projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+
+def _rotate(vectors: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return vectors * cos + rotate_half(vectors) * sin
+
+
+class DsparkHead(EagleHead):
+    """`fc` over the target's hidden states, the layers, and the heads for bigrams and confidence.
+
+    `fuse` gives the features of the context; `forward` of `EagleHead` is not used: see `forward_block`.
+    """
+
+    def __init__(self, config: HeadConfig, has_table: bool = False) -> None:
+        """
+        Args:
+            config: with `hidden_state_layers`; `draft_vocab_size` for an LM head of its own.
+            has_table: see `BigramHead`.
+
+        Raises:
+            ValueError: no hidden states, or a confidence head without a bigram head.
+        """
+        nn.Module.__init__(self)
+        if not config.hidden_state_layers:
+            raise ValueError("a DSpark head needs hidden_state_layers, the hidden states that it reads; got none.")
+        if config.confidence_head and not config.markov_rank:
+            raise ValueError("confidence_head needs a markov_rank of at least 1; got 0.")
+        self.config = config
+        hidden, num_states = config.hidden_size, len(config.hidden_state_layers)
+        self.mixture = nn.Parameter(torch.full((num_states,), 1 / num_states)) if config.layer_mixture else None
+        self.fc = nn.Linear(hidden if config.layer_mixture else num_states * hidden, hidden, bias=False)
+        self.hidden_norm = RMSNorm(hidden, config.rms_norm_eps)
+        self.layers = nn.ModuleList(DsparkLayer(config) for _ in range(config.num_hidden_layers))
+        self.norm = RMSNorm(hidden, config.rms_norm_eps)
+        self.mask_embedding = nn.Parameter(0.02 * torch.randn(hidden))
+        own_size = config.draft_vocab_size
+        self.lm_head = nn.Linear(hidden, own_size, bias=False) if own_size else None
+        rank = config.markov_rank
+        self.bigram_head = BigramHead(config, own_size or config.vocab_size, has_table) if rank else None
+        self.confidence_head = nn.Linear(hidden + rank, 1) if config.confidence_head else None
+
+    def hidden_state_indices(self, num_layers: int) -> tuple[int, ...]:
+        return self.config.hidden_state_layers
+
+    def fuse(self, inputs_embeds: Tensor, hidden_states: Tensor) -> Tensor:
+        """[..., D] features of the context from hidden states [..., S * D]; embeddings are not read."""
+        if self.mixture is not None:
+            parts = hidden_states.unflatten(-1, (len(self.mixture), -1))
+            hidden_states = (parts * self.mixture.to(parts.dtype)[:, None]).sum(-2)
+        features: Tensor = self.hidden_norm(self.fc(hidden_states))
+        return features
+
+    def context_keys_values(self, features: Tensor, cos: Tensor, sin: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values [B, H', n, d] of the context in every layer, from `fuse`'s features [B, n, D]."""
+        layers = (layer for layer in self.layers if isinstance(layer, DsparkLayer))
+        return [layer.context_keys_values(features, cos, sin) for layer in layers]
+
+    def block_inputs(self, anchor_embeds: Tensor, block_size: int) -> Tensor:
+        """[..., k, D] inputs of blocks that begin with tokens of embeddings [..., D]."""
+        masks = self.mask_embedding.to(anchor_embeds.dtype).expand(*anchor_embeds.shape[:-1], block_size - 1, -1)
+        return torch.cat((anchor_embeds[..., None, :], masks), dim=-2)
+
+    def forward_block(self, inputs: Tensor, cos: Tensor, sin: Tensor, attend: LayerAttention) -> Tensor:
+        """[B, n, D] features of the positions of one or more blocks, after the norm, from `block_inputs`."""
+        for index, layer in enumerate(self.layers):
+            inputs = layer(inputs, cos, sin, lambda *qkv, index=index: attend(index, *qkv))
+        features: Tensor = self.norm(inputs)
+        return features
+
+    def draft_lm_head(self, shared_embeddings: SharedEmbeddings, draft_ids: Tensor) -> Tensor | None:
+        """See `EagleHead`; None with an LM head of its own."""
+        return None if self.lm_head is not None else super().draft_lm_head(shared_embeddings, draft_ids)
+
+    def logits(
+        self, hidden_states: Tensor, shared_embeddings: SharedEmbeddings, draft_lm_head: Tensor | None
+    ) -> Tensor:
+        """See `EagleHead`; without the bias of the `BigramHead`."""
+        if self.lm_head is None:
+            return super().logits(hidden_states, shared_embeddings, draft_lm_head)
+        logits: Tensor = self.lm_head(hidden_states)
+        return logits
+
+    def confidence(self, features: Tensor, token_features: Tensor) -> Tensor:
+        """[...] logit of the acceptance of a position, from its feature [..., D] and the token before it [..., R]."""
+        assert self.confidence_head is not None
+        logit: Tensor = self.confidence_head(torch.cat((features, token_features), dim=-1))[..., 0]
+        return logit

@@ -1,0 +1,100 @@
+"""Loss of a `DsparkHead`: blocks from random positions of the response, all slots in one forward.
+
+A block begins with the token at an anchor; its positions see the context before it and each other. The label of slot i
+is the target's hidden state at the block's position i, which scores the token after it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mmspec.drafters.heads.dspark.head import DsparkHead
+from mmspec.drafters.training.batch import (
+    DraftModel,
+    HeadInputsAndLabels,
+    PackedQueries,
+    TrainBatch,
+    build_inputs_and_labels,
+    shift,
+)
+from mmspec.drafters.training.losses import LossAccumulator, LossAndMetrics, LossWeights, TrainProgress
+from mmspec.interfaces import SharedEmbeddings
+
+MAX_ANCHORS = 48
+"""Blocks per sequence and step."""
+
+
+def dspark_loss(
+    draft_model: DraftModel,
+    batch: TrainBatch,
+    shared_embeddings: SharedEmbeddings,
+    placeholder: Tensor,
+    weights: LossWeights,
+    progress: TrainProgress,
+) -> LossAndMetrics:
+    """Arguments and results of `eagle_loss`; `ttt_steps` is not used. Adds the loss of the confidence head."""
+    head, data = draft_model.head, build_inputs_and_labels(draft_model, batch, placeholder, progress.rng)
+    packed = PackedQueries(data, _sample_anchors(data.loss_mask, progress.rng))
+    own_head = draft_model if head.lm_head is not None else None
+    loss = LossAccumulator(shared_embeddings, weights, data.compressor_loss, own_head)
+    features = _block_features(head, data, packed)
+    for slot in range(head.config.block_size):
+        mask, bias, confidence = packed.loss_mask_at(slot), None, None
+        outputs = features[:, :, slot][mask]
+        if head.bigram_head is not None:
+            token_features = head.bigram_head.project(packed.gather(shift(data.next_embeds, slot))[mask])
+            bias = head.bigram_head.vocab_proj(token_features.to(outputs.dtype))
+            if head.confidence_head is not None:
+                confidence = head.confidence(outputs, token_features.to(outputs.dtype))
+        labels = packed.gather(shift(data.target_hidden, slot))[mask]
+        loss.add(slot, outputs, labels, bias, mask=mask, confidence=confidence)
+    return loss.result()
+
+
+def _sample_anchors(loss_mask: Tensor, rng: torch.Generator) -> Tensor:
+    """[B, n] bool, at most `MAX_ANCHORS` of the positions [B, n] of each row."""
+    draw = torch.rand(loss_mask.shape, generator=rng).to(loss_mask.device).masked_fill(~loss_mask, -1.0)
+    last = draw.topk(min(MAX_ANCHORS, draw.shape[1]), dim=1).values[:, -1:]
+    return loss_mask & (draw >= last)
+
+
+def _block_features(head: DsparkHead, data: HeadInputsAndLabels, packed: PackedQueries) -> Tensor:
+    """[B, m, k, D] features of the blocks of m anchors per row."""
+    k = head.config.block_size
+    inputs = head.block_inputs(packed.gather(data.next_embeds).to(data.inputs.dtype), k)
+    position_ids = packed.gather(data.position_ids)[..., None] + 1 + torch.arange(k, device=inputs.device)
+    context_cos, context_sin = (part[:, None] for part in head.rotary_embedding(data.position_ids, inputs.dtype))
+    context = head.context_keys_values(data.inputs, context_cos, context_sin)
+    cos, sin = (part[:, None] for part in head.rotary_embedding(position_ids.flatten(1), inputs.dtype))
+    is_context = packed.causal_mask.repeat_interleave(k, dim=1)[:, None]
+
+    def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        num_groups = queries.shape[1] // keys.shape[1]
+        parts = [part.repeat_interleave(num_groups, 1) for part in (*context[layer], keys, values)]
+        return _attend_blocks(queries, (parts[0], parts[1]), (parts[2], parts[3]), is_context, k)
+
+    return head.forward_block(inputs.flatten(1, 2), cos, sin, attend).unflatten(1, (-1, k))
+
+
+def _attend_blocks(
+    queries: Tensor, context: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], is_context: Tensor, k: int
+) -> Tensor:
+    """Attention of blocks of k positions to the context and to their own block.
+
+    Args:
+        queries: [B, H, m * k, d].
+        context: keys and values [B, H, n, d].
+        own: keys and values [B, H, m * k, d] of the blocks.
+        is_context: [B, 1, m * k, n] bool, True at the context of each query.
+        k: block size.
+
+    Returns:
+        [B, H, m * k, d].
+    """
+    scale, n = queries.shape[-1] ** -0.5, context[0].shape[2]
+    context_scores = (queries @ context[0].transpose(-1, -2) * scale).masked_fill(~is_context, float("-inf"))
+    own_queries, own_keys, own_values = (part.unflatten(2, (-1, k)) for part in (queries, *own))
+    own_scores = (own_queries @ own_keys.transpose(-1, -2) * scale).flatten(2, 3)
+    weights = torch.cat((context_scores, own_scores), dim=-1).float().softmax(-1).to(queries.dtype)
+    return weights[..., :n] @ context[1] + (weights[..., n:].unflatten(2, (-1, k)) @ own_values).flatten(2, 3)

@@ -1,0 +1,46 @@
+"""EAGLE-2 (arXiv 2406.16858) for vision-language models: the head drafts a dynamic tree, one forward per level.
+
+With `visual_mode="decoupled"` this is MSD (arXiv 2505.14260). Reading order: `HeadDrafter` (`base.py`) for a call from
+`begin` to `observe`, `expand_levels` (`expand.py`) for the tree, `EagleHead` (`head.py`) for the network.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from mmspec.drafters.heads.base.c_draft import CDraft, eagle3_weights, eagle_weights, find_c_draft
+from mmspec.drafters.heads.base.expand import AutoregressiveExpander, expand_levels
+from mmspec.drafters.heads.base.online import LearnableHead
+from mmspec.drafters.heads.base.state import DraftState
+from mmspec.drafters.heads.eagle.head import EagleHead
+from mmspec.drafters.heads.eagle3.head import Eagle3Head
+from mmspec.engine.tree import DraftTree
+
+
+class EagleDrafter(LearnableHead):
+    """Drafts with an `EagleHead`, level by level."""
+
+    records_drafts = True
+
+    @property
+    def label(self) -> str:
+        """The name in `Stats.drafter`: of EAGLE-3 heads with the visual mode, in which trainers and engines differ."""
+        return f"{self.name} ({self.visual_mode})" if self.head.config.eagle3_input else self.name
+
+    def draft_tree(self, state: DraftState, max_nodes: int, num_levels: int) -> DraftTree:
+        """Expand the `top_k` most likely nodes of each of `num_levels` levels, then re-rank (EAGLE-2, section 4)."""
+        top_k = min(self.top_k_on(state.last_hidden.device), state.logit_bias.shape[0])
+        if state.backend is not None:
+            tree = state.backend.tree(state, top_k, max_nodes, num_levels)
+            if tree is not None:
+                return tree
+        expander = AutoregressiveExpander(self, state, top_k)
+        return expand_levels(state, expander, top_k, max_nodes=max_nodes, num_levels=num_levels)
+
+    def c_draft(self, state: DraftState) -> CDraft | None:
+        head = self.head
+        if type(self) is not EagleDrafter:
+            return None
+        if type(head) is Eagle3Head:
+            return find_c_draft(self, state, partial(eagle3_weights, head, state))
+        return find_c_draft(self, state, partial(eagle_weights, head, state)) if type(head) is EagleHead else None

@@ -1,0 +1,278 @@
+"""EAGLE-3 heads in the layout of the EAGLE code and of `speculators` (vLLM): reading both, writing the latter."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmspec.drafters.checkpoints.format import compact, write_checkpoint
+from mmspec.drafters.checkpoints.head_config import parse_published_config
+from mmspec.drafters.checkpoints.rope import order_rotated_rows
+from mmspec.drafters.checkpoints.state_dict import check_tensors, drop_unused
+from mmspec.drafters.heads.eagle.drafter import EagleDrafter
+from mmspec.drafters.heads.eagle3.head import Eagle3Head, eagle3_layers
+from mmspec.drafters.heads.eagle3.mrope import mrope_keys, parse_mrope
+from mmspec.interfaces import TargetInfo
+
+EAGLE3_NAMES = {
+    "layer.o_proj": "self_attn.o_proj",
+    "layer.down_proj": "mlp.down_proj",
+    "layer.input_norm": "input_layernorm",
+    "layer.hidden_norm": "hidden_norm",
+    "layer.post_norm": "post_attention_layernorm",
+    "layer.q_norm": "self_attn.q_norm",
+    "layer.k_norm": "self_attn.k_norm",
+}
+"""Module of `Eagle3Head` -> module below `layers.0` on disk."""
+EAGLE3_FUSED = {
+    "layer.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "layer.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+}
+"""Fused module of `Eagle3Head` -> the projections below `layers.0` on disk."""
+TRAINERS_VISUAL_MODE = "placeholder"
+"""What SpecForge, AngelSlim and speculators train with and vLLM serves: the placeholder token's embedding."""
+EAGLE3_VISUAL_MODES = ("placeholder", "coupled", "text_only")
+"""Visual modes in which every input has an embedding and a hidden state, which the layer reads."""
+
+
+def load_eagle3(
+    values: Mapping[str, Any], weights: Mapping[str, Tensor], target: TargetInfo, name: str
+) -> EagleDrafter:
+    """The drafter of an EAGLE-3 head.
+
+    Args:
+        values: its config, flat (EAGLE code) or with a `transformer_layer_config` (`speculators`).
+        weights: its tensors.
+        target: facts about the target.
+        name: of the drafter.
+
+    Raises:
+        ValueError: the head does not fit the target, is incomplete, or uses an unsupported setting.
+    """
+    layer_values = dict(values.get("transformer_layer_config") or values)
+    weights = {key.replace("midlayer.", "layers.0."): value for key, value in weights.items()}
+    vocab_size = int(values.get("draft_vocab_size") or layer_values.get("vocab_size") or target.vocab_size)
+    _check_eagle3_values(values)
+    layers, settings = _hidden_state_layers(values, target), {**values, **(values.get("eagle_config") or {})}
+    _check_one_layer(layer_values, weights)
+    section, is_interleaved = parse_mrope(layer_values, values.get("architectures"))
+    config = replace(
+        parse_published_config(
+            layer_values, target, values.get("architectures"), values.get("target_hidden_size") or None
+        ),
+        mrope_section=section,
+        mrope_interleaved=is_interleaved,
+        eagle3_input=True,
+        hidden_state_layers=tuple(layers),
+        draft_vocab_size=vocab_size,
+        norm_before_residual=bool(values.get("norm_before_residual", False)),
+        qkv_bias="layers.0.self_attn.q_proj.bias" in weights,
+        qk_norm="layers.0.self_attn.q_norm.weight" in weights,
+        norm_before_fc=bool(settings.get("norm_before_fc")),
+        fc_norm=bool(settings.get("fc_norm")),
+        norm_output=bool(settings.get("norm_output")),
+    )
+    has_map = "d2t" in weights
+    if vocab_size < target.vocab_size and not has_map:
+        raise ValueError(f"draft_vocab_size is {vocab_size} of {target.vocab_size}, but the map d2t is missing.")
+    fc = weights.get("fc.weight")
+    if fc is not None and fc.dim() == 2 and fc.shape[1] != len(layers) * target.hidden_size:
+        raise ValueError(
+            f"eagle_aux_hidden_state_layer_ids names {len(layers)} hidden states of {target.hidden_size}; fc.weight "
+            f"reads {fc.shape[1]} numbers."
+        )
+    draft_ids = parse_draft_ids(weights.pop("d2t", None), weights.pop("t2d", None), vocab_size, target.vocab_size)
+    with torch.device("meta"):
+        head = Eagle3Head(config)
+    weights = order_rotated_rows(drop_unused(weights), {**layer_values, **values}, config.head_dim, config.rotary_dim)
+    state_dict = _to_state_dict(head, weights)
+    head.load_state_dict({key: value.float() for key, value in state_dict.items()}, assign=True)
+    return EagleDrafter(
+        head,
+        _visual_mode(values),
+        num_layers=target.num_layers,
+        name=name,
+        draft_ids=draft_ids if has_map else None,
+        max_depth=5,
+    )
+
+
+def _hidden_state_layers(values: Mapping[str, Any], target: TargetInfo) -> tuple[int, ...]:
+    """Indices of the hidden states: those of the config as they are, those of `eagle_config` one higher.
+
+    vLLM counts hidden states as transformers does and reads the former, SGLang and TensorRT-LLM count the outputs of
+    layers and read the latter.
+    """
+    key, offset = "eagle_aux_hidden_state_layer_ids", 0
+    layers = values.get(key)
+    if not layers:
+        layers, offset = (values.get("eagle_config") or {}).get(key), 1
+        key = f"eagle_config.{key}"
+    if not layers:
+        return eagle3_layers(target.num_layers)
+    indices = tuple(layer + offset for layer in layers)
+    if min(indices) < 0 or max(indices) > target.num_layers:
+        raise ValueError(
+            f"{key} {list(layers)} are not all hidden states of this target, which has 0 to {target.num_layers}."
+        )
+    return indices
+
+
+def _check_one_layer(values: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
+    """Refuse heads of several layers, and a layer with a window."""
+    if "layers.1.input_layernorm.weight" in weights:
+        raise ValueError(
+            f"num_hidden_layers {values.get('num_hidden_layers')} is not supported in an EAGLE head; 1 is."
+        )
+    if "sliding_attention" in (layer_types := values.get("layer_types") or ()):
+        raise ValueError(f"layer_types {layer_types} is not supported in an EAGLE head; full_attention is.")
+
+
+def _visual_mode(values: Mapping[str, Any]) -> str:
+    """What stands for the embedding of a visual token: of the placeholder, unless the config names another visual mode.
+
+    SpecForge, AngelSlim and speculators train with the placeholder's, and vLLM serves it; SGLang feeds the projected
+    features ("coupled").
+
+    Raises:
+        ValueError: a visual mode that an EAGLE-3 head does not have.
+    """
+    mode = values.get("visual_mode") or TRAINERS_VISUAL_MODE
+    if mode not in EAGLE3_VISUAL_MODES:
+        raise ValueError(
+            f"visual_mode of an EAGLE-3 head must be one of {', '.join(EAGLE3_VISUAL_MODES)}; got {mode!r}."
+        )
+    return str(mode)
+
+
+def _check_eagle3_values(values: Mapping[str, Any]) -> None:
+    """Refuse settings that change the network, or whose meaning differs between readers."""
+    if "speculators_model_type" in values and values.get("norm_before_residual") is None:
+        raise ValueError(
+            "norm_before_residual is missing, and readers disagree on its default: add true or false to config.json."
+        )
+
+
+def parse_draft_ids(d2t: Tensor | None, t2d: Tensor | None, vocab_size: int, target_vocab_size: int) -> Tensor:
+    """[V'] int64 target ids of the draft vocabulary, from its offsets `d2t`, checked against the mask `t2d`."""
+    if d2t is not None and d2t.shape != (vocab_size,):
+        raise ValueError(f"d2t must be [{vocab_size}], as draft_vocab_size says; got {list(d2t.shape)}.")
+    ids = torch.arange(vocab_size) if d2t is None else torch.arange(vocab_size) + d2t.long()
+    if int(ids.min()) < 0 or int(ids.max()) >= target_vocab_size:
+        raise ValueError(f"d2t leads to id {int(ids.max())}; the target has {target_vocab_size}.")
+    if t2d is not None and (t2d.dim() != 1 or int(t2d.sum()) != len(ids.unique()) or not bool(t2d[ids].all())):
+        raise ValueError("t2d and d2t name different ids.")
+    return ids
+
+
+def _stored_names(head: Eagle3Head) -> dict[str, tuple[str, ...]]:
+    """Name in the state dict -> the names on disk that it consists of."""
+    names: dict[str, tuple[str, ...]] = {}
+    for name in head.state_dict():
+        module, _, suffix = name.rpartition(".")
+        if module in EAGLE3_FUSED:
+            names[name] = tuple(f"layers.0.{part}.{suffix}" for part in EAGLE3_FUSED[module])
+        elif module in EAGLE3_NAMES:
+            names[name] = (f"layers.0.{EAGLE3_NAMES[module]}.{suffix}",)
+        else:
+            names[name] = (name,)
+    return names
+
+
+def _split_sizes(head: Eagle3Head, name: str, num_rows: int) -> list[int]:
+    """Rows of each tensor on disk that a tensor of the state dict consists of."""
+    config = head.config
+    num_q, num_kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    sizes = {"layer.qkv_proj": [num_q, num_kv, num_kv], "layer.gate_up_proj": [config.intermediate_size] * 2}
+    return sizes.get(name.rpartition(".")[0], [num_rows])
+
+
+def _to_state_dict(head: Eagle3Head, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A state dict of `head` from the tensors on disk, checked."""
+    names, own = _stored_names(head), head.state_dict()
+    shapes = {
+        part: torch.Size((size, *own[name].shape[1:]))
+        for name, parts in names.items()
+        for part, size in zip(parts, _split_sizes(head, name, own[name].shape[0]), strict=True)
+    }
+    check_tensors(weights, shapes, "an EAGLE-3 head")
+    return {name: torch.cat([weights[part] for part in parts]) for name, parts in names.items()}
+
+
+def eagle3_tensors(head: Eagle3Head) -> dict[str, Tensor]:
+    """The tensors of a head under their names on disk, `layers.0` for the layer."""
+    weights: dict[str, Tensor] = {}
+    for name, parts in _stored_names(head).items():
+        value = head.state_dict()[name].detach().cpu()
+        pieces = value.split(_split_sizes(head, name, value.shape[0]))
+        weights |= {part: piece.contiguous() for part, piece in zip(parts, pieces, strict=True)}
+    return weights
+
+
+def draft_vocabulary_tensors(draft_ids: Tensor | None, vocab_size: int) -> dict[str, Tensor]:
+    """`d2t`, the offset of each draft id to its target id, and `t2d`, the mask of those ids; empty for all ids."""
+    if draft_ids is None:
+        return {}
+    ids = draft_ids.cpu()
+    mask = torch.zeros(vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
+    return {"d2t": ids - torch.arange(len(ids)), "t2d": mask}
+
+
+def export_speculators(folder: str | os.PathLike[str], drafter: EagleDrafter, target: TargetInfo) -> None:
+    """Write an EAGLE-3 head in the `speculators` layout, which vLLM and SGLang read.
+
+    Raises:
+        TypeError: another architecture, which that layout cannot represent.
+    """
+    head = drafter.head
+    if not isinstance(head, Eagle3Head):
+        raise TypeError(f"the speculators layout holds EAGLE-3 heads only; got a {type(head).__name__}.")
+    weights = eagle3_tensors(head)
+    weights |= draft_vocabulary_tensors(drafter.draft_ids, target.vocab_size)
+    write_checkpoint(Path(folder), compact(weights), _speculators_config(head, drafter, target))
+
+
+def _speculators_config(head: Eagle3Head, drafter: EagleDrafter, target: TargetInfo) -> dict[str, Any]:
+    config = head.config
+    layer = {
+        "model_type": "llama",
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "num_hidden_layers": 1,
+        "vocab_size": target.vocab_size,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": config.rope_theta,
+        **mrope_keys(config.mrope_section, config.mrope_interleaved),
+    }
+    return {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "draft_vocab_size": head.lm_head.out_features,
+        "norm_before_residual": config.norm_before_residual,
+        "visual_mode": TRAINERS_VISUAL_MODE,
+        "target_hidden_size": target.hidden_size,
+        "eagle_aux_hidden_state_layer_ids": list(drafter.hidden_state_indices),
+        "transformer_layer_config": layer,
+        "speculators_config": speculators_section("eagle3", 3, target),
+    }
+
+
+def speculators_section(algorithm: str, num_tokens: int, target: TargetInfo) -> dict[str, Any]:
+    """`speculators_config`: how the head is meant to be used, and for which target."""
+    proposal = {"proposal_type": "greedy", "speculative_tokens": num_tokens}
+    proposal |= {"verifier_accept_k": 1, "accept_tolerance": 0.0}
+    return {
+        "algorithm": algorithm,
+        "default_proposal_method": "greedy",
+        "proposal_methods": [proposal],
+        "verifier": {"name_or_path": target.name or None, "architectures": []},
+    }

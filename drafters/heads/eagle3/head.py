@@ -1,0 +1,80 @@
+"""The draft head of EAGLE-3: it reads three hidden states and has a norm, an LM head and a vocabulary of its own."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from mmspec.drafters.heads.eagle.head import AttentionFn, DecoderLayer, EagleHead, HeadConfig, RMSNorm
+from mmspec.interfaces import SharedEmbeddings
+
+
+def eagle3_layers(num_layers: int) -> tuple[int, int, int]:
+    """Hidden states that EAGLE-3 heads read unless they name others: 2, N // 2 and N - 3, as vLLM counts them."""
+    return 2, num_layers // 2, num_layers - 3
+
+
+class Eagle3Head(EagleHead):
+    """EAGLE-3 (arXiv 2503.01840): three hidden states of the target, and a norm, LM head and vocabulary of its own.
+
+    The state that is carried from level to level is the layer's output before that norm, but for `norm_output`.
+    """
+
+    def __init__(self, config: HeadConfig) -> None:
+        """
+        Args:
+            config: with `eagle3_input` and `draft_vocab_size`.
+
+        Raises:
+            ValueError: one of both is missing.
+        """
+        if not config.eagle3_input or not config.draft_vocab_size:
+            raise ValueError(
+                "an EAGLE-3 head needs eagle3_input and a draft_vocab_size of at least 1; got "
+                f"{config.eagle3_input} and {config.draft_vocab_size}."
+            )
+        nn.Module.__init__(self)
+        self.config = config
+        num_states, size = len(config.hidden_state_layers) or 3, config.target_hidden_size or config.hidden_size
+        self.fc = nn.Linear(num_states * size, config.hidden_size, bias=False)
+        self.input_norm = RMSNorm(num_states * size, config.rms_norm_eps) if config.norm_before_fc else None
+        norms = num_states if config.fc_norm else 0
+        self.fc_norm = nn.ModuleList(RMSNorm(size, config.rms_norm_eps) for _ in range(norms)) if norms else None
+        self.layer = DecoderLayer(config)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+
+    def hidden_state_indices(self, num_layers: int) -> tuple[int, ...]:
+        return self.config.hidden_state_layers or eagle3_layers(num_layers)
+
+    def fuse(self, inputs_embeds: Tensor, hidden_states: Tensor) -> Tensor:
+        """[..., 2 D] embedding and state, concatenated; `fc` reduces the target's states, not the head's own."""
+        is_own = hidden_states.shape[-1] == self.config.hidden_size
+        return torch.cat((inputs_embeds, hidden_states if is_own else self.reduce(hidden_states)), dim=-1)
+
+    def reduce(self, hidden_states: Tensor) -> Tensor:
+        """[..., D] of the target's states [..., S * D]."""
+        if self.fc_norm is not None:
+            parts = hidden_states.chunk(len(self.fc_norm), dim=-1)
+            hidden_states = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
+        if self.input_norm is not None:
+            hidden_states = self.input_norm(hidden_states)
+        reduced: Tensor = self.fc(hidden_states)
+        return reduced
+
+    def forward(
+        self, inputs: Tensor, cos: Tensor, sin: Tensor, attend: AttentionFn, query_index: Tensor | None = None
+    ) -> Tensor:
+        outputs = super().forward(inputs, cos, sin, attend, query_index)
+        return self.norm(outputs) if self.config.norm_output else outputs
+
+    def draft_lm_head(self, shared_embeddings: SharedEmbeddings, draft_ids: Tensor) -> Tensor | None:
+        """None: its own LM head covers its own vocabulary."""
+        return None
+
+    def logits(
+        self, hidden_states: Tensor, shared_embeddings: SharedEmbeddings, draft_lm_head: Tensor | None
+    ) -> Tensor:
+        """[..., V'] logits of its own LM head."""
+        logits: Tensor = self.lm_head(hidden_states if self.config.norm_output else self.norm(hidden_states))
+        return logits

@@ -1,0 +1,377 @@
+"""Draft heads in the layouts of serving engines, logit for logit with a slow reader of each; what is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from slow_readers import SlowDspark, SlowEagle3
+from torch import Tensor, nn
+
+from mmspec.app.cli.main import main
+from mmspec.app.export import command
+from mmspec.drafters.checkpoints.export import EXPORT_FORMATS, export_head, refusal
+from mmspec.drafters.checkpoints.format import HeadMetadata, compact, save_head
+from mmspec.drafters.checkpoints.published import load_published
+from mmspec.drafters.checkpoints.published_heads import PUBLISHED_DRAFTERS
+from mmspec.drafters.heads.base.drafter import HeadDrafter
+from mmspec.drafters.heads.dspark.drafter import DsparkDrafter
+from mmspec.drafters.heads.dspark.head import DsparkHead
+from mmspec.drafters.heads.eagle.drafter import EagleDrafter
+from mmspec.drafters.heads.eagle.head import EagleHead, HeadConfig
+from mmspec.drafters.heads.eagle3.head import Eagle3Head
+from mmspec.drafters.heads.flash.drafter import FlashDrafter, FlashHead
+from mmspec.drafters.registry import build_drafter
+from mmspec.engine.tree import root_only
+from mmspec.interfaces import Prompt, SharedEmbeddings, TargetInfo, VerifyResult
+
+H, V, N, PLACEHOLDER = 32, 48, 8, 4
+TARGET = TargetInfo("qwen3_vl", H, V, N, name="made/up", media_token_ids=(PLACEHOLDER,))
+LLAVA = replace(TARGET, model_type="llava")
+CONFIG = HeadConfig(H, 40, 4, 2, V)
+DRAFT_IDS = torch.tensor([1, 2, *range(6, 40, 2)])
+
+
+def build(kind: str, layers: tuple[int, ...] = (2, 4, 5), **changes: Any) -> HeadDrafter:
+    """A drafter with random weights."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(3)
+        if kind == "eagle3":
+            config = replace(CONFIG, eagle3_input=True, draft_vocab_size=len(DRAFT_IDS), hidden_state_layers=layers)
+            drafter: HeadDrafter = EagleDrafter(
+                Eagle3Head(replace(config, **changes)),
+                "coupled",
+                num_layers=N,
+                draft_ids=DRAFT_IDS,
+                top_k=1,
+                max_depth=4,
+            )
+        else:
+            config = replace(
+                CONFIG,
+                block_size=4,
+                markov_rank=6,
+                num_hidden_layers=2,
+                hidden_state_layers=layers,
+                confidence_head=True,
+            )
+            drafter = DsparkDrafter(DsparkHead(replace(config, **changes)), num_layers=N, top_k=1)
+            for weight in (drafter.head.bigram_head.vocab_proj.weight, drafter.head.mask_embedding):  # type: ignore[union-attr]
+                weight.data.normal_()
+    for name, weight in drafter.head.named_parameters():
+        weight.data.mul_(1.0 if "norm" in name else 1.6)
+    return drafter
+
+
+@pytest.fixture
+def embeddings() -> SharedEmbeddings:
+    rng = torch.Generator().manual_seed(1)
+    embedding = nn.Embedding(V, H, _weight=torch.randn(V, H, generator=rng))
+    lm_head = nn.Linear(H, V, bias=False)
+    lm_head.weight.data = torch.randn(V, H, generator=rng)
+    return SharedEmbeddings(embedding, lm_head)
+
+
+def draft_chain(drafter: HeadDrafter, embeddings: SharedEmbeddings, embeds: Tensor, states: Tensor, ids: Tensor) -> Any:
+    """A chain of 4 drafts after a prompt of len(states) positions, and the raw logits that it comes from.
+
+    Args:
+        drafter: with `top_k` 1.
+        embeddings: of the target.
+        embeds: [n + 1, H] of the prompt and the token after it.
+        states: [layers, n, H].
+        ids: [n + 1] of the prompt and the token after it.
+    """
+    n = len(ids) - 1
+    layers = dict(zip(drafter.hidden_state_indices, states[:, None], strict=True))
+    prompt = Prompt(
+        input_ids=ids[None, :n],
+        attention_mask=torch.ones(1, n, dtype=torch.bool),
+        visual_mask=(ids[None, :n] == PLACEHOLDER),
+        position_ids=torch.arange(n)[None],
+        hidden_states={0: embeds[None, :n], **layers},
+        vocab_size=V,
+        shared_embeddings=embeddings,
+    )
+    state, one = drafter.begin(prompt), torch.ones(1, dtype=torch.long)
+    first = ids[n].view(1, 1)
+    drafter.observe(state, VerifyResult(root_only(1), one[None] * 0, one, first, [first[0].tolist()], [[0]]), {})
+    found: list[Tensor] = []
+    original = type(drafter.head).logits
+
+    def spy(self: Any, hidden_states: Tensor, *args: Any) -> Tensor:
+        logits = original(self, hidden_states, *args)
+        found.append(logits[0])
+        return logits
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(drafter.head), "logits", spy)
+        tree = drafter.propose(state, 5, [True])
+    return tree.tokens[0, 1:].tolist(), torch.cat(found)
+
+
+@pytest.mark.parametrize("format_name", EXPORT_FORMATS)
+@pytest.mark.parametrize("layers", [(2, 4, 5), (1, 3, 7)])
+@pytest.mark.parametrize("is_placeholder", [False, True])
+@torch.no_grad()
+def test_eagle3_equals_the_slow_reader(
+    format_name: str, layers: tuple[int, ...], is_placeholder: bool, embeddings: SharedEmbeddings, tmp_path: Path
+) -> None:
+    drafter = build("eagle3", layers)
+    export_head(tmp_path, drafter, TARGET, format_name)
+    reader, rng = SlowEagle3(tmp_path), torch.Generator().manual_seed(2)
+    ids = torch.randint(6, V, (10,), generator=rng)
+    ids[2:5] = PLACEHOLDER
+    weight: Tensor = embeddings.embed_tokens.weight  # type: ignore[assignment]
+    embeds = weight[ids].clone()
+    if is_placeholder:  # as vLLM feeds it
+        drafter.visual_mode = "placeholder"
+    else:  # as SGLang feeds it
+        embeds[2:5] = torch.randn(3, H, generator=rng)
+    states = torch.randn(3, 9, H, generator=rng)
+    tokens, logits = draft_chain(drafter, embeddings, embeds, states, ids)
+    read, expected = reader.draft(weight, embeds[1:], torch.cat(list(states), dim=-1), 4)
+    assert tokens == read and torch.allclose(logits, expected[:, DRAFT_IDS], atol=2e-4)
+    named = reader.config.get("eagle_aux_hidden_state_layer_ids") or reader.config.get("eagle_config", {}).get(
+        "eagle_aux_hidden_state_layer_ids"
+    )
+    if format_name == "speculators":
+        assert named == list(layers)
+    elif layers == (2, 4, 5):
+        assert named is None, "the default of the engines"
+    else:
+        assert named == [layer - (format_name == "sglang") for layer in layers]
+    assert reader.config["norm_before_residual"] is False
+    assert load_published(tmp_path, TARGET).visual_mode == ("coupled" if format_name == "sglang" else "placeholder")
+    if format_name != "sglang":  # what we write, we read
+        again = load_published(tmp_path, TARGET)
+        assert again.hidden_state_indices == layers
+        own, other = drafter.head.state_dict(), again.head.state_dict()
+        assert all(torch.equal(value, other[name]) for name, value in own.items())
+
+
+@pytest.mark.parametrize("mixture", [False, True])
+@pytest.mark.parametrize("format_name", ["vllm", "speculators"])
+@torch.no_grad()
+def test_dspark_equals_the_slow_reader(
+    format_name: str, mixture: bool, embeddings: SharedEmbeddings, tmp_path: Path
+) -> None:
+    drafter = build("dspark", (1, 3, 7), layer_mixture=mixture)
+    assert isinstance(drafter, DsparkDrafter)
+    export_head(tmp_path, drafter, TARGET, format_name, embeddings)
+    reader, rng = SlowDspark(tmp_path), torch.Generator().manual_seed(2)
+    ids, states = torch.randint(6, V, (8,), generator=rng), torch.randn(3, 7, H, generator=rng)
+    weight: Tensor = embeddings.embed_tokens.weight  # type: ignore[assignment]
+    lm_head: Tensor = embeddings.lm_head.weight  # type: ignore[assignment]
+    tokens, logits = draft_chain(drafter, embeddings, weight[ids], states, ids)
+    features, expected = reader.block(weight, lm_head, torch.cat(list(states), dim=-1), int(ids[-1]), 4)
+    assert torch.allclose(logits, expected, atol=5e-4)
+    read, previous = [], int(ids[-1])
+    bigram_head = drafter.head.bigram_head
+    assert bigram_head is not None
+    for slot in range(4):
+        table = bigram_head.embed(torch.tensor(previous), embeddings)
+        assert torch.allclose(bigram_head.vocab_proj(table), reader.bias(previous), atol=1e-4)
+        own = drafter.head.confidence(features[slot], table).sigmoid()
+        assert torch.allclose(own, reader.confidence(features[slot], previous), atol=1e-4)
+        previous = int((expected[slot] + reader.bias(previous)).argmax())
+        read.append(previous)
+    assert tokens == read
+    # Ours reads it back, with the target's own LM head as the file has it, and the same drafts.
+    again = load_published(tmp_path, TARGET)
+    assert isinstance(again, DsparkDrafter) and again.mask_token_id == PLACEHOLDER and again.max_depth == 4
+    again.top_k = 1
+    masked = SharedEmbeddings(nn.Embedding(V, H, _weight=reader.weights["embed_tokens.weight"]), embeddings.lm_head)
+    assert draft_chain(again, masked, weight[ids], states, ids)[0] == tokens
+
+
+def dflash_files(folder: Path, embeddings: SharedEmbeddings, kind: str) -> Path:
+    """A DFlash head as published: from `speculators` or flat, anchored on a token that predicts nothing."""
+    drafter = build("dspark", (1, 3, 7))
+    export_head(folder, drafter, TARGET, "speculators", embeddings)
+    weights, values = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+    unused = ("markov_head", "confidence_head", "embed_tokens", "lm_head")
+    weights = {name: value for name, value in weights.items() if not name.startswith(unused)}
+    if kind == "flat":
+        values = values["transformer_layer_config"] | {"architectures": ["DFlashDraftModel"], "block_size": 4}
+        values["dflash_config"] = {"mask_token_id": 5, "target_layer_ids": [0, 2, 6]}
+    else:
+        values |= {"speculators_model_type": "dflash", "sample_from_anchor": False, "mask_token_id": 5}
+        values = {key: value for key, value in values.items() if "markov" not in key and "confidence" not in key}
+    save_file(weights, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(values))
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["flat", "speculators"])
+@torch.no_grad()
+def test_dflash_heads_are_read(kind: str, embeddings: SharedEmbeddings, tmp_path: Path) -> None:
+    """The mask positions predict the tokens at their own place, so a block of four drafts three."""
+    drafter = load_published(dflash_files(tmp_path, embeddings, kind), TARGET)
+    assert isinstance(drafter, DsparkDrafter) and drafter.hidden_state_indices == (1, 3, 7) and drafter.max_depth == 3
+    drafter.top_k, rng = 1, torch.Generator().manual_seed(2)
+    ids, states = torch.randint(6, V, (8,), generator=rng), torch.randn(3, 7, H, generator=rng)
+    weight: Tensor = embeddings.embed_tokens.weight  # type: ignore[assignment]
+    tokens, logits = draft_chain(drafter, embeddings, weight[ids], states, ids)
+    reader = SlowDspark(tmp_path)
+    reader.config["mask_token_id"] = 5
+    _, expected = reader.block(
+        weight,
+        embeddings.lm_head.weight,
+        torch.cat(list(states), dim=-1),
+        int(ids[-1]),
+        4,  # type: ignore[arg-type]
+    )
+    assert torch.allclose(logits, expected[1:], atol=5e-4)
+    assert tokens[:1] == [int(expected[1].argmax())] and len(tokens) == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "dropped", "problem"),
+    [
+        ({"mask_token_id": None}, (), "mask_token_id is missing"),
+        ({"block_size": None}, (), "block_size is missing"),
+        ({"aux_hidden_state_layer_ids": None}, (), "aux_hidden_state_layer_ids .* is missing"),
+        ({"aux_hidden_state_layer_ids": [1, 3, 9]}, (), r"aux_hidden_state_layer_ids \[1, 3, 9\] are not all layers"),
+        ({"aux_hidden_state_layer_ids": [1, 3]}, (), "fc.weight must be"),
+        ({"draft_vocab_size": 20}, (), "draft_vocab_size is 20 of 48, but the map d2t is missing"),
+        ({"markov_head_type": "rnn"}, (), "markov_head_type 'rnn' is not supported"),
+        ({}, ("norm.weight",), "a DSpark head lacks norm.weight"),
+    ],
+)
+def test_block_heads_that_do_not_fit(
+    changes: dict[str, Any], dropped: tuple[str, ...], problem: str, embeddings: SharedEmbeddings, tmp_path: Path
+) -> None:
+    export_head(tmp_path, build("dspark", (1, 3, 7)), TARGET, "speculators", embeddings)
+    values = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(values | changes))
+    weights = load_file(tmp_path / "model.safetensors")
+    save_file({name: value for name, value in weights.items() if name not in dropped}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=problem):
+        load_published(tmp_path, TARGET)
+
+
+@pytest.mark.parametrize(
+    ("format_name", "changes", "problem"),
+    [
+        ("speculators", {"norm_before_residual": None}, "norm_before_residual is missing"),
+        ("speculators", {"target_hidden_size": 64}, "hidden_size 64"),
+        ("vllm", {"target_hidden_size": 64}, "hidden_size 64"),
+        ("vllm", {"hidden_size": 64}, r"must be \[.*\] for this config; got \["),
+        ("vllm", {"eagle_aux_hidden_state_layer_ids": [2, 4, 12]}, r"eagle_aux_hidden_state_layer_ids \[2, 4, 12\]"),
+        (
+            "vllm",
+            {"eagle_aux_hidden_state_layer_ids": [2, 4]},
+            "eagle_aux_hidden_state_layer_ids names 2 hidden states",
+        ),
+        ("vllm", {"draft_vocab_size": 30}, r"d2t must be \[30\], as draft_vocab_size says"),
+        ("vllm", {"rope_scaling": {"type": "mrope", "mrope_section": [2, 1, 2]}}, r"mrope_section .* got \[2, 1, 2\]"),
+        ("vllm", {"rope_scaling": {"type": "mrope"}}, "needs a mrope_section"),
+        ("vllm", {"rope_parameters": {"mrope_section": "4"}}, "mrope_section must be a list of integers, one per axis"),
+        ("vllm", {"rope_scaling": {"mrope_interleaved": 1}}, "mrope_interleaved must be true or false"),
+        ("vllm", {"visual_mode": "decoupled"}, "visual_mode .* got 'decoupled'"),
+    ],
+)
+def test_eagle3_heads_that_do_not_fit(format_name: str, changes: dict[str, Any], problem: str, tmp_path: Path) -> None:
+    export_head(tmp_path, build("eagle3"), TARGET, format_name)
+    values = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(values | changes))
+    with pytest.raises(ValueError, match=problem):
+        load_published(tmp_path, TARGET)
+
+
+def test_a_draft_vocabulary_needs_its_map(tmp_path: Path) -> None:
+    export_head(tmp_path, build("eagle3"), TARGET, "vllm")
+    weights = load_file(tmp_path / "model.safetensors")
+    save_file(
+        {name: value for name, value in weights.items() if name not in ("d2t", "t2d")}, tmp_path / "model.safetensors"
+    )
+    with pytest.raises(ValueError, match=f"draft_vocab_size is {len(DRAFT_IDS)} of 48, but the map d2t is missing"):
+        load_published(tmp_path, TARGET)
+
+
+def test_what_no_engine_serves(embeddings: SharedEmbeddings, tmp_path: Path) -> None:
+    msd = EagleDrafter(EagleHead(CONFIG), "decoupled", num_layers=N)
+    flash = FlashDrafter(
+        FlashHead(replace(CONFIG, block_size=3, block_ffn_size=8)), "coupled", num_layers=N, name="flash"
+    )
+    assert "MSD feeds a visual token as its projected embedding alone" in str(refusal(msd, TARGET, "vllm"))
+    assert "no engine serves the architecture of 'flash'" in str(refusal(flash, TARGET, "vllm"))
+    assert "SGLang captures no hidden states of 'llava' models" in str(refusal(build("eagle3"), LLAVA, "sglang"))
+    assert refusal(build("eagle3"), LLAVA, "vllm") is None and refusal(build("eagle3"), TARGET, "sglang") is None
+    normed = build("eagle3", norm_before_residual=True)
+    assert "norm_before_residual" in str(refusal(normed, TARGET, "sglang")) and refusal(normed, TARGET, "vllm") is None
+    for trained, served in (
+        ("coupled", "sglang"),
+        ("placeholder", "vllm"),
+        ("mixed", "sglang vllm"),
+        (None, "sglang vllm"),
+    ):
+        head = build("eagle3")
+        head.trained_visual_mode = trained
+        for format_name in EXPORT_FORMATS:
+            reason = refusal(head, TARGET, format_name)
+            is_served = format_name in served or (format_name == "speculators" and "vllm" in served)
+            assert reason is None if is_served else f"trained with {trained}" in str(reason)
+    for layers in ((4, 2, 5), (0, 2, 4), (2, 4, 8)):
+        assert f"--layers {','.join(map(str, layers))}" in str(refusal(build("eagle3", layers), TARGET, "vllm"))
+    assert "a head with fc_norm is read from" in str(refusal(build("eagle3", fc_norm=True), TARGET, "vllm"))
+    windows = build("dspark", sliding_windows=(4, 0))
+    assert "a head with sliding_windows is read from" in str(refusal(windows, TARGET, "vllm"))
+    assert "layout of its own" in str(refusal(build("dspark"), TARGET, "sglang"))
+    text_only = DsparkDrafter(build("dspark").head, "text_only", num_layers=N)  # type: ignore[arg-type]
+    assert "'text_only'" in str(refusal(text_only, TARGET, "vllm"))
+    with pytest.raises(ValueError, match="name the target"):
+        export_head(tmp_path, build("dspark"), TARGET, "vllm")
+    with pytest.raises(ValueError, match="the format must be one of vllm, sglang, speculators; got 'onnx'"):
+        export_head(tmp_path, build("eagle3"), TARGET, "onnx")
+    assert command.ENGINE_FORMATS == EXPORT_FORMATS and not list(tmp_path.iterdir())
+
+
+def test_the_command(tmp_path: Path, capsys: Any) -> None:
+    """Weights that were stored in bfloat16 are exported in it, others in float32."""
+    drafter = build("eagle3")
+    metadata = HeadMetadata(
+        drafter.head.config, "coupled", N, "llava", draft_ids=DRAFT_IDS, architecture="eagle3", facts={"target": "a/b"}
+    )
+    save_head(tmp_path / "run" / "eagle3", drafter.head, metadata)
+    assert main(["export", str(tmp_path / "run"), "--format", "vllm", "--out", str(tmp_path / "out")]) == 0
+    assert "eagle3 for vllm" in capsys.readouterr().out
+    stored, exported = (load_file(tmp_path / name / "model.safetensors") for name in ("run/eagle3", "out"))
+    assert torch.equal(exported["fc.weight"], stored["fc.weight"]) and exported["fc.weight"].dtype == torch.bfloat16
+    assert compact({"a": torch.tensor([0.1])})["a"].dtype == torch.float32
+    values = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert values["architectures"] == ["LlamaForCausalLMEagle3"] and values["draft_vocab_size"] == len(DRAFT_IDS)
+    assert main(["export", str(tmp_path / "run"), "--format", "sglang", "--out", str(tmp_path / "no")]) == 2
+    assert "SGLang captures no hidden states of 'llava' models" in capsys.readouterr().err
+    save_head(tmp_path / "run" / "msd", EagleHead(CONFIG), HeadMetadata(CONFIG, "decoupled", N))
+    assert main(["export", str(tmp_path / "run"), "--format", "vllm", "--out", str(tmp_path / "no")]) == 2
+    assert "heads in it: eagle3, msd" in capsys.readouterr().err
+    assert main(["export", str(tmp_path / "run" / "msd"), "--format", "vllm", "--out", str(tmp_path / "no")]) == 2
+    assert "MSD feeds" in capsys.readouterr().err and not (tmp_path / "no").exists()
+    own = str(tmp_path / "run" / "msd")
+    assert main(["export", own, "--format", "vllm", "--out", own]) == 2
+    assert main(["export", str(tmp_path), "--format", "vllm", "--out", str(tmp_path / "no")]) == 2
+
+
+def test_auto_tries_the_published_heads_of_a_target_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    export_head(tmp_path, build("eagle3"), TARGET, "sglang")
+    requested: list[str] = []
+
+    def cache(name: str, **options: Any) -> str:
+        requested.append(name)
+        if "eagle3" not in name:
+            raise RuntimeError("not in the cache")
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", cache)
+    found = build_drafter("auto", replace(TARGET, name="Qwen/Qwen2.5-VL-7B-Instruct"))
+    assert requested == ["JLKang/ViSpec-Qwen2.5-VL-7B-Instruct", "Rayzl/qwen2.5-vl-7b-eagle3-sgl"]
+    assert isinstance(found, EagleDrafter) and isinstance(found.head, Eagle3Head)
+    assert all(isinstance(names, tuple) and names for names in PUBLISHED_DRAFTERS.values())

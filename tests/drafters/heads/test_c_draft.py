@@ -1,0 +1,402 @@
+"""Draft heads in compiled code: the same drafts as the head's own forward, what is left to it, bugs in the C code."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import fuzz
+import pytest
+import torch
+from c_bugs import faulty_kernel
+from fake_target import HEAD_CONFIG, NUM_LAYERS, FakeTarget, begin_decoding, build_prompt, build_result, scores_by_path
+from torch import Tensor, nn
+
+from mmspec.cpu import native
+from mmspec.cpu.draft_types import DraftStruct
+from mmspec.cpu.layers import DecoderStruct, LayerStruct
+from mmspec.cpu.native import FewRowsKernel, load_kernel
+from mmspec.cpu.weights import WeightStruct
+from mmspec.drafters.heads.base import c_draft
+from mmspec.drafters.heads.base.c_draft import CDraft
+from mmspec.drafters.heads.base.drafter import HeadDrafter
+from mmspec.drafters.heads.dspark.drafter import DsparkDrafter
+from mmspec.drafters.heads.dspark.head import DsparkHead
+from mmspec.drafters.heads.eagle.drafter import EagleDrafter
+from mmspec.drafters.heads.eagle.head import EagleHead, HeadConfig
+from mmspec.drafters.heads.eagle3.head import Eagle3Head
+from mmspec.drafters.heads.flash.drafter import FlashDrafter, FlashHead
+from mmspec.engine.tree import DraftTree
+from mmspec.interfaces import Prompt
+
+pytestmark = pytest.mark.skipif(load_kernel() is None, reason="no compiler or another processor")
+TRIMMED = torch.arange(1, 39, 3)
+LAYERS = (1, 0, NUM_LAYERS)
+EAGLE3_CONFIG = replace(HEAD_CONFIG, bias=False, eagle3_input=True, draft_vocab_size=40, hidden_state_layers=LAYERS)
+DSPARK_CONFIG = replace(
+    HEAD_CONFIG, block_size=4, markov_rank=13, hidden_state_layers=LAYERS, num_hidden_layers=2, confidence_head=True
+)
+KINDS: dict[str, tuple[HeadConfig, Tensor | None]] = {
+    "eagle": (HEAD_CONFIG, None),
+    "eagle, input norm, trimmed": (replace(HEAD_CONFIG, qkv_bias=False, bias=False, input_norm=True), TRIMMED),
+    "eagle, no feed-forward": (replace(HEAD_CONFIG, intermediate_size=0), None),
+    "flash": (replace(HEAD_CONFIG, intermediate_size=0, block_size=4, block_ffn_size=40, markov_rank=13), None),
+    "flash, feed-forward, trimmed": (replace(HEAD_CONFIG, block_size=3, block_ffn_size=7, markov_rank=16), TRIMMED),
+    "eagle3": (EAGLE3_CONFIG, None),
+    "eagle3, draft vocabulary, normed residual": (
+        replace(EAGLE3_CONFIG, draft_vocab_size=len(TRIMMED), norm_before_residual=True, qkv_bias=False),
+        TRIMMED,
+    ),
+    "dspark": (DSPARK_CONFIG, None),
+    "dspark, one layer, mixture, trimmed": (
+        replace(DSPARK_CONFIG, num_hidden_layers=1, layer_mixture=True, confidence_head=False, qkv_bias=False),
+        TRIMMED,
+    ),
+    "dspark, as published": (
+        replace(DSPARK_CONFIG, draft_vocab_size=len(TRIMMED), num_hidden_layers=4, sample_from_anchor=False),
+        TRIMMED,
+    ),
+}
+"""{kind: (config, draft ids)}; "as published": an LM head, a table of tokens and a mask token of its own."""
+
+
+@pytest.fixture(params=[1, 2], ids=["avx2", "avx512"])
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> FewRowsKernel:
+    """The kernel for each instruction set that this processor has, in use."""
+    try:
+        found = FewRowsKernel(native._load_library(), request.param)
+    except native.KernelUnavailableError as error:
+        pytest.skip(str(error))
+    monkeypatch.setattr(c_draft, "active_kernel", lambda: found)
+    return found
+
+
+@pytest.fixture
+def best_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(c_draft, "active_kernel", load_kernel)
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def build_head(kind: str) -> EagleHead:
+    """A head with loud random weights, so that drafts differ."""
+    config, is_published = KINDS[kind][0], kind.endswith("published")
+    classes: dict[str, Callable[[HeadConfig], EagleHead]] = {
+        "eagle": EagleHead,
+        "eagle3": Eagle3Head,
+        "flash": FlashHead,
+        "dspark": partial(DsparkHead, has_table=is_published),
+    }
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(4)
+        head = classes[kind.split(",")[0]](config)
+        for name, weight in head.named_parameters():
+            weight.data.normal_(1.0 if "norm" in name or name == "mixture" else 0.0, 0.2)
+    return head
+
+
+def first_layer(head: Any) -> Any:
+    return head.layers[0] if isinstance(head, DsparkHead) else head.layer
+
+
+def build_drafter(kind: str, top_k: int = 3) -> HeadDrafter:
+    head = build_head(kind)
+    cls: type[HeadDrafter] = {FlashHead: FlashDrafter, DsparkHead: DsparkDrafter}.get(type(head), EagleDrafter)
+    visual_mode = "coupled" if head.config.hidden_state_layers else "decoupled"
+    drafter = cls(head, visual_mode, num_layers=NUM_LAYERS, top_k=top_k, draft_ids=KINDS[kind][1])
+    if isinstance(drafter, DsparkDrafter) and kind.endswith("published"):
+        drafter.mask_token_id = 7
+    return drafter
+
+
+def build_native_prompt(target: FakeTarget, length: int, num_pads: tuple[int, int] = (0, 0), **kwargs: Any) -> Prompt:
+    """A prompt with hidden states of a further layer."""
+    prompt = build_prompt(target, length, num_pads, **kwargs)
+    states = torch.randn(prompt.hidden_states[0].shape, generator=torch.Generator().manual_seed(1))
+    return replace(prompt, hidden_states={**prompt.hidden_states, 1: states})
+
+
+class TwoStates:
+    """A call of two rows of different lengths twice: in compiled code, and in the head's own forward."""
+
+    def __init__(self, target: FakeTarget, drafter: HeadDrafter, sampled: bool = False) -> None:
+        self.drafter, self.rng = drafter, torch.Generator().manual_seed(9)
+        self.noise = torch.empty(2, 8, 40).exponential_(generator=self.rng)
+        noise: dict[str, Any] = {"noise": lambda depth: self.noise[:, :depth], "temperature": 0.7} if sampled else {}
+        prompt = build_native_prompt(target, 12, (0, 3), **noise)
+        self.compiled, self.plain = (begin_decoding(target, drafter, prompt) for _ in range(2))
+        assert self.compiled.backend is not None
+        self.plain.backend = None
+
+    def round(self, counts: tuple[int, int]) -> None:
+        """Draft with both and compare; then each row emits so many random tokens."""
+        states = (self.compiled, self.plain)
+        mine, want = (self.drafter.propose(state, 16, [True, True]) for state in states)
+        self.compare(mine, want)
+        size = max(counts)
+        tokens = torch.randint(1, 39, (2, size), generator=self.rng).tolist()
+        shape = (2, size, HEAD_CONFIG.hidden_size)
+        hidden = {layer: torch.randn(shape, generator=self.rng) for layer in LAYERS}
+        nodes = [list(range(count)) for count in counts]
+        for state in states:
+            result = build_result(mine, nodes, [row[:n] for row, n in zip(tokens, counts, strict=True)])
+            self.drafter.observe(state, result, hidden)
+
+    def rounds(self, *counts: tuple[int, int]) -> None:
+        """Several rounds."""
+        for pair in counts:
+            self.round(pair)
+
+    def compare(self, mine: DraftTree, want: DraftTree) -> None:
+        close = {"rtol": 1e-4, "atol": 1e-4}
+        assert mine.tokens.shape == want.tokens.shape and mine.tokens.dtype == want.tokens.dtype
+        for row in range(2):
+            expected = scores_by_path(want, row)
+            found = scores_by_path(mine, row)
+            assert found.keys() == expected.keys()
+            assert list(found.values()) == pytest.approx(list(expected.values()), rel=1e-3, abs=1e-7)
+        torch.testing.assert_close(self.compiled.last_hidden, self.plain.last_hidden, **close)
+        lengths = self.plain.kv_cache.seq_lens
+        assert self.compiled.kv_cache.seq_lens == lengths and self.compiled.next_positions == self.plain.next_positions
+        assert len(self.compiled.kv_cache) == len(self.plain.kv_cache)
+        for layer in range(len(self.plain.kv_cache)):
+            caches = (state.kv_cache.read(layer, max(lengths)) for state in (self.compiled, self.plain))
+            for one, other in zip(*caches, strict=True):
+                for row, length in enumerate(lengths):
+                    torch.testing.assert_close(one[row, :, :length], other[row, :, :length], **close)
+
+
+FAMILIES = ("eagle", "flash", "eagle3", "dspark")
+FUZZ_SEEDS = (8, 16)
+
+
+@dataclass
+class Calls:
+    """How often compiled code did what was asked of it, and how often not."""
+
+    done: int = 0
+    refused: int = 0
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    counted = Calls()
+
+    def spy(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            result = method(*args)
+            counted.done += bool(result)
+            counted.refused += not result
+            return result
+
+        return call
+
+    for name in ("tree", "extend_context"):
+        monkeypatch.setattr(CDraft, name, spy(getattr(CDraft, name)))
+    return counted
+
+
+# --- the same drafts --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_drafts_equal_those_of_the_head(
+    kind: str, sampled: bool, kernel: FewRowsKernel, target: FakeTarget, calls: Calls
+) -> None:
+    states = TwoStates(target, build_drafter(kind), sampled)
+    states.rounds((1, 1), (3, 1), (0, 2), (4, 4), (2, 0), (1, 5))
+    assert calls.done == 11 and not calls.refused  # the first draft has no emitted tokens to read
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_long_contexts_two_threads_and_single_nodes(
+    kind: str, best_kernel: None, two_threads: None, target: FakeTarget, calls: Calls
+) -> None:
+    for top_k in (1, 4):
+        states = TwoStates(target, build_drafter(kind, top_k))
+        states.rounds(*[(60, 57)] * 10)
+        assert max(states.plain.kv_cache.seq_lens) > 512  # the first rotary table ends there
+    assert not calls.refused
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_weights_that_change_during_a_call(kind: str, best_kernel: None, target: FakeTarget, calls: Calls) -> None:
+    """In place, the new numbers are used; other memory or another parameter ends the compiled drafts."""
+    drafter = build_drafter(kind)
+    states = TwoStates(target, drafter)
+    states.round((2, 1))
+    qkv_proj = first_layer(drafter.head).qkv_proj
+    for linear in (qkv_proj, drafter.head.fc):
+        linear.weight.data.mul_(-1)  # not larger: rounding would be amplified level by level
+        states.round((1, 2))
+    assert not calls.refused
+    qkv_proj.weight.data = qkv_proj.weight.data * 0.5
+    states.round((1, 2))
+    assert calls.refused == 2
+    begun = TwoStates(target, drafter)
+    begun.round((1, 1))
+    qkv_proj.weight = nn.Parameter(qkv_proj.weight.data * 2)
+    begun.round((1, 1))
+    assert calls.refused == 4
+
+
+def test_rows_that_do_not_draft_and_small_trees(best_kernel: None, target: FakeTarget) -> None:
+    drafter = build_drafter("flash")
+    states = TwoStates(target, drafter)
+    for max_nodes in (2, 3, 64):
+        mine, want = (drafter.propose(state, max_nodes, [True, False]) for state in (states.compiled, states.plain))
+        states.compare(mine, want)
+        assert mine.num_nodes <= max_nodes and not mine.node_mask[1, 1:].any()
+
+
+def test_a_call_leaves_nothing_behind(best_kernel: None, target: FakeTarget) -> None:
+    states = TwoStates(target, build_drafter("eagle"))
+    states.round((2, 2))
+    assert states.compiled.backend is not None
+    references = [weakref.ref(states.compiled.backend), weakref.ref(states.compiled.backend._head)]
+    del states
+    gc.collect()
+    assert [reference() for reference in references] == [None, None]
+
+
+@pytest.mark.parametrize("kind", ["decoupled", "trimmed", "chained", "latent", "eagle3", "dspark"])
+def test_fuzzed_calls_draft_in_compiled_code(kind: str, calls: Calls) -> None:
+    for seed in FUZZ_SEEDS:
+        case = replace(fuzz.draw_case(seed), drafter=f"head-{kind}", nodes=8, compiled=True)
+        assert not fuzz.run_case(case).differences
+    assert calls.done >= 4 and not calls.refused
+
+
+# --- what is left to the head -----------------------------------------------------------------------------------------
+
+
+class _OtherLinear(nn.Linear):
+    pass
+
+
+def _hook(head: Any) -> None:
+    first_layer(head).o_proj.register_forward_hook(lambda module, args, output: output)
+
+
+def _forward(head: Any) -> None:
+    head.fc.forward = type(head.fc).forward.__get__(head.fc)
+
+
+def _replaced(head: Any) -> None:
+    other = _OtherLinear(head.fc.in_features, head.fc.out_features, head.fc.bias is not None)
+    other.weight, other.bias = head.fc.weight, head.fc.bias
+    head.fc = other
+
+
+def _strided(head: Any) -> None:
+    head.fc.weight.data = head.fc.weight.data.t().contiguous().t()
+
+
+def _module(head: Any) -> None:
+    first_layer(head).extra = nn.Identity()
+
+
+@pytest.mark.parametrize("change", [_hook, _forward, _replaced, _strided, _module], ids=lambda change: change.__name__)
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_changed_heads_are_not_recognised(
+    kind: str, change: Callable[[Any], None], best_kernel: None, target: FakeTarget
+) -> None:
+    drafter = build_drafter(kind)
+    change(drafter.head)
+    assert begin_decoding(target, drafter, build_native_prompt(target, 8)).backend is None
+
+
+def test_scaled_embeddings_other_heads_and_no_kernel(
+    best_kernel: None, target: FakeTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = build_prompt(target, 8)
+    assert prompt.shared_embeddings is not None
+    for name in ("embed_scale", "logit_scale", "logit_softcap"):
+        scaled = replace(prompt, shared_embeddings=replace(prompt.shared_embeddings, **{name: 2.0}))
+        assert begin_decoding(target, build_drafter("eagle"), scaled).backend is None
+    independent = FlashHead(replace(KINDS["flash"][0], markov_rank=0))
+    assert begin_decoding(target, FlashDrafter(independent, num_layers=NUM_LAYERS), prompt).backend is None
+    one_state = Eagle3Head(replace(EAGLE3_CONFIG, hidden_state_layers=(NUM_LAYERS,)))
+    assert begin_decoding(target, EagleDrafter(one_state, "coupled", num_layers=NUM_LAYERS), prompt).backend is None
+    dflash = DsparkHead(replace(DSPARK_CONFIG, markov_rank=0, confidence_head=False, hidden_state_layers=(0,)))
+    assert begin_decoding(target, DsparkDrafter(dflash, num_layers=NUM_LAYERS), prompt).backend is None
+    monkeypatch.setattr(c_draft, "active_kernel", lambda: None)
+    assert begin_decoding(target, build_drafter("eagle"), prompt).backend is None
+
+
+def test_hooks_and_autocast_during_a_call(best_kernel: None, target: FakeTarget, calls: Calls) -> None:
+    drafter = build_drafter("eagle")
+    states = TwoStates(target, drafter)
+    handle = drafter.head.fc.register_forward_hook(lambda module, args, output: output * -1)
+    states.round((1, 1))
+    handle.remove()
+    assert (calls.done, calls.refused) == (0, 1)
+    with torch.autocast("cpu", torch.bfloat16):
+        drafter.propose(states.compiled, 8, [True, True])
+    assert (calls.done, calls.refused) == (0, 3)
+
+
+def test_batches_beyond_the_kernel(best_kernel: None, target: FakeTarget, calls: Calls) -> None:
+    states = TwoStates(target, build_drafter("eagle"))
+    states.round((70, 70))  # 140 rows
+    states.round((1, 1))
+    assert calls.refused == 1
+
+
+# --- the C code -------------------------------------------------------------------------------------------------------
+
+
+def test_structs_are_as_large_as_in_the_library(kernel: FewRowsKernel) -> None:
+    library = native._load_library()
+    library.few_rows_struct_bytes.restype = ctypes.c_int64
+    sizes = [ctypes.sizeof(struct) for struct in (DecoderStruct, LayerStruct, DraftStruct, WeightStruct)]
+    assert [library.few_rows_struct_bytes(number) for number in range(4)] == sizes
+
+
+BUGS = {
+    "a level's rotary positions": ("eagle", "g->s.positions[r] = h->positions[b] + level;", "+ level;", "+ level - 1;"),
+    "a node sees its siblings": ("eagle", "mask[old + j] = i == j;", "i == j", "1"),
+    "the correction of another position": ("flash", "(r / W * h->levels + level) * K + i", "level)", "level - 1)"),
+    "a state that is added before its norm": ("eagle3, draft", "if (h->adds_normed_state)", "if (", "if (!"),
+    "ids of the draft vocabulary as the target's": ("eagle3, draft", "g->ids[r] = h->ids ?", "h->ids ?", "0 ?"),
+    "one rotary position for a whole block": ("dspark", "g->s.positions[r] = h->positions[b] + r % K;", "r % K", "0"),
+    "the confidence of the position before": ("dspark", "+ h->first_position + level;", "+ level", "+ level - !!level"),
+    "keys of a layer over those of another": ("dspark", "kv[] = {{&l->k,", "{{&l->k", "{{&d->layers->k"),
+}
+"""{what is wrong: (first letters of the kind of head, text in a source, part of it, replacement)}"""
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_planted_bugs_are_caught(bug: str, target: FakeTarget, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefix, text, part, replacement = BUGS[bug]
+    kind = next(kind for kind in KINDS if kind.startswith(prefix))
+    faulty = faulty_kernel(text, text.replace(part, replacement), optimized=False)
+    monkeypatch.setattr(c_draft, "active_kernel", lambda: faulty)
+    states = TwoStates(target, build_drafter(kind))
+    with pytest.raises(AssertionError):
+        states.rounds((3, 1), (2, 4), (1, 1))
+
+
+def test_a_library_is_built_from_the_sources_that_were_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An edit of the C code while a process runs does not reach it, since it has declared the structs already."""
+    folder = Path(native.__file__).parent
+    assert {path.name: path.read_bytes() for path in folder.glob("*.[ch]")} == native.SOURCES
+    monkeypatch.setattr(native, "SOURCES", {native.MAIN_SOURCE: b"int few_rows_level(void) { return 7; }"})
+    monkeypatch.setattr(native, "FLAGS", ("-shared", "-fPIC"))
+    monkeypatch.setenv("MMSPEC_CACHE", str(tmp_path))
+    assert native._load_library().few_rows_level() == 7

@@ -1,0 +1,704 @@
+"""Draft heads: inputs, drafts (against a slow reference), training, and storage."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fake_target import (
+    HEAD_CONFIG,
+    IMAGE_TOKEN_ID,
+    NUM_LAYERS,
+    FakeTarget,
+    begin_decoding,
+    build_first_result,
+    build_prompt,
+    build_result,
+    build_train_batch,
+    reference_draft_inputs,
+    reference_forward,
+    scores_by_path,
+)
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import mmspec
+from mmspec.app.modeling.captioner import Captioner
+from mmspec.app.modeling.random_models import random_model
+from mmspec.app.scenes.render import render_scene
+from mmspec.app.scenes.world import generate_scene
+from mmspec.config import MAX_CACHED_DRAFTERS
+from mmspec.control.depth import DepthController
+from mmspec.drafters import registry
+from mmspec.drafters.checkpoints import format as checkpoint
+from mmspec.drafters.checkpoints.format import HeadMetadata, load_head, save_head
+from mmspec.drafters.checkpoints.state_dict import from_eagle_state_dict, to_eagle_state_dict
+from mmspec.drafters.heads.base.visual_inputs import VISUAL_MODES, DraftInputs, left_pack
+from mmspec.drafters.heads.eagle.drafter import EagleDrafter
+from mmspec.drafters.heads.eagle.head import DecoderLayer, EagleHead, HeadConfig
+from mmspec.drafters.heads.eagle.loss import eagle_loss
+from mmspec.drafters.registry import build_drafter
+from mmspec.drafters.training.batch import DraftModel, build_inputs_and_labels
+from mmspec.drafters.training.losses import LossWeights, TrainProgress
+from mmspec.drafters.training.trainer import SettingsError, TrainConfig, Trainer
+from mmspec.engine.tree import root_only
+from mmspec.interfaces import TargetInfo
+
+
+def new_drafter(target: FakeTarget, visual_mode: str = "decoupled", **more: Any) -> EagleDrafter:
+    return EagleDrafter(target.head, visual_mode, num_layers=NUM_LAYERS, **{"max_depth": 3, "top_k": 3, **more})
+
+
+# --- a slow reference -------------------------------------------------------------------------------------------------
+
+
+def reference_log_probs(target: FakeTarget, visual_mode: str, row: int, n: int, path: list[int]) -> Tensor:
+    """[V] log probabilities of what follows `path` after the first n tokens and the n-th; one forward per level."""
+    embed, head = target.shared_embeddings.embed_tokens, target.head
+    rows, positions = reference_draft_inputs(target, head, visual_mode, row, n)
+    feature = None
+    for depth in range(len(path) + 1):
+        if depth:
+            assert feature is not None
+            rows.append(head.fc(torch.cat([embed(torch.tensor(path[depth - 1])), feature])))
+            positions.append(n - 1 + depth)
+        feature = reference_forward(head, torch.stack(rows), torch.tensor(positions))[-1]
+    logits = target.shared_embeddings.lm_head(feature)
+    logits[[0, IMAGE_TOKEN_ID]] = float("-inf")
+    result: Tensor = logits.log_softmax(-1)
+    return result
+
+
+@pytest.mark.parametrize("visual_mode", VISUAL_MODES)
+@pytest.mark.parametrize("pads", [(0, 0), (0, 4)])
+@pytest.mark.parametrize("right", [False, True])
+def test_drafts_equal_the_slow_reference(
+    target: FakeTarget, visual_mode: str, pads: tuple[int, int], right: bool
+) -> None:
+    drafter = new_drafter(target, visual_mode)
+    state = begin_decoding(target, drafter, build_prompt(target, 11, pads, right))
+    tree = drafter.propose(state, 16, [True, True])
+    with torch.no_grad():
+        for row, count in enumerate(pads):
+            n, found = 11 - count, scores_by_path(tree, row)
+            assert len(found) == 15
+            for path, score in found.items():
+                chance = sum(
+                    float(reference_log_probs(target, visual_mode, row, n, list(path[:i]))[path[i]])
+                    for i in range(len(path))
+                )
+                assert math.log(score) == pytest.approx(chance, abs=2e-3), (row, path)
+            best = reference_log_probs(target, visual_mode, row, n, []).topk(3).indices.tolist()
+            assert {path[0] for path in found} <= set(best) and (best[0],) in found
+
+
+def test_nodes_are_sorted_and_complete(target: FakeTarget) -> None:
+    drafter = new_drafter(target)
+    tree = drafter.propose(begin_decoding(target, drafter, build_prompt(target, 11)), 32, [True, True])
+    assert tree.scores is not None
+    for row in range(2):
+        assert (tree.scores[row].diff() <= 0).all()
+    small = drafter.propose(begin_decoding(target, drafter, build_prompt(target, 11)), 8, [True, True])
+    for row in range(2):
+        assert list(scores_by_path(small, row)) == list(scores_by_path(tree, row))[:7]
+
+
+@pytest.mark.parametrize("visual_mode", VISUAL_MODES)
+def test_rounds_feed_the_targets_hidden_states(target: FakeTarget, visual_mode: str) -> None:
+    """Rounds with drafts and rounds without equal one long prompt."""
+    drafter = new_drafter(target, visual_mode)
+    state = begin_decoding(target, drafter, build_prompt(target, 9, (0, 2)))
+    lengths = [9, 7]
+    for sizes in ([1, 2], [2, 1], [1, 1]):
+        tree = drafter.propose(state, 8, [True, True]) if sizes != [2, 1] else root_only(2)
+        states = torch.zeros(2, 8, 32)
+        walked, tokens = [], []
+        for row, size in enumerate(sizes):
+            nodes = [0, 5, 3][:size]
+            for step, node in enumerate(nodes):
+                states[row, node] = target.hidden_states[row, lengths[row] + step]
+            walked.append(nodes)
+            tokens.append([int(target.input_ids[row, lengths[row] + 1 + step]) for step in range(size)])
+            lengths[row] += size
+        drafter.observe(state, build_result(tree, walked, tokens), {NUM_LAYERS: states})
+    drafted = drafter.propose(state, 16, [True, True])
+    fresh = replace(build_prompt(target, max(lengths), tuple(max(lengths) - n for n in lengths)))  # type: ignore[arg-type]
+    expected = drafter.propose(begin_decoding(target, drafter, fresh), 16, [True, True])
+    for row in range(2):
+        assert scores_by_path(drafted, row) == pytest.approx(scores_by_path(expected, row), rel=1e-3)
+
+
+def test_finished_rows_are_not_drafted(target: FakeTarget) -> None:
+    drafter = new_drafter(target)
+    state = begin_decoding(target, drafter, build_prompt(target, 9))
+    taps = {NUM_LAYERS: torch.randn(2, 1, 32)}
+    drafter.observe(state, build_result(root_only(2), [[0], []], [[7], []]), taps)
+    tree = drafter.propose(state, 8, [True, False])
+    assert tree.node_mask[0].sum() == 8 and tree.node_mask[1].sum() == 0 and torch.isfinite(state.last_hidden).all()
+    assert drafter.propose(state, 8, [False, False]).num_nodes == drafter.propose(state, 1, [True, True]).num_nodes == 1
+
+
+def test_draft_vocabulary_limits_the_tokens(target: FakeTarget) -> None:
+    ids = torch.arange(1, 40, 3)
+    drafter = new_drafter(target, draft_ids=ids)
+    tree = drafter.propose(begin_decoding(target, drafter, build_prompt(target, 11)), 16, [True, True])
+    assert set(tree.tokens[:, 1:].flatten().tolist()) <= set(ids.tolist()) - {IMAGE_TOKEN_ID}
+    whole = new_drafter(target).propose(
+        begin_decoding(target, new_drafter(target), build_prompt(target, 11)), 64, [True, True]
+    )
+    assert not set(whole.tokens[:, 1:].flatten().tolist()) <= set(ids.tolist())
+
+
+def test_drafts_follow_the_sampling_noise(target: FakeTarget) -> None:
+    noise = torch.empty(2, 3, 40).exponential_(generator=torch.Generator().manual_seed(1))
+    drafter = new_drafter(target, top_k=2)
+    prompt = build_prompt(target, 11, noise=lambda depth: noise[:, :depth], temperature=0.7)
+    tree = drafter.propose(begin_decoding(target, drafter, prompt), 8, [True, True])
+    with torch.no_grad():
+        for row in range(2):
+            log_probs = (reference_log_probs(target, "decoupled", row, 11, []) / 0.7).softmax(-1)
+            first = int((log_probs / noise[row, 0]).argmax())
+            assert int(tree.tokens[row, 1]) == first
+            second = (reference_log_probs(target, "decoupled", row, 11, [first]) / 0.7).softmax(-1)
+            assert (first, int((second / noise[row, 1]).argmax())) in scores_by_path(tree, row)
+
+
+# --- visual input modes -----------------------------------------------------------------------------------------------
+
+
+def test_inputs_of_each_visual_mode(target: FakeTarget) -> None:
+    """In MSD (section 3) a patch enters alone, one input early, and the text after it with the last patch's state."""
+    prompt = build_prompt(target, 8)
+    next_embeds, states = prompt.hidden_states[0].roll(-1, 1), prompt.hidden_states[NUM_LAYERS]
+    aligned = DraftInputs(
+        next_embeds,
+        states,
+        prompt.visual_mask.roll(-1, 1),
+        target.shared_embeddings.embed_tokens(torch.tensor(IMAGE_TOKEN_ID)),
+    )
+    fuse = target.head.fuse
+    inputs, keep = VISUAL_MODES["decoupled"](target.head, aligned)
+    assert keep is None
+    for k in range(3):  # the patches are at positions 2, 3, 4
+        assert torch.equal(inputs[:, 1 + k], prompt.hidden_states[0][:, 2 + k])
+    assert torch.allclose(inputs[:, 4], fuse(prompt.hidden_states[0][:, 5], states[:, 4]), atol=1e-6)
+    inputs, keep = VISUAL_MODES["coupled"](target.head, aligned)
+    assert keep is None and torch.allclose(inputs[:, 1], fuse(prompt.hidden_states[0][:, 2], states[:, 1]), atol=1e-6)
+    inputs, keep = VISUAL_MODES["placeholder"](target.head, aligned)
+    assert torch.allclose(inputs[:, 1], fuse(aligned.placeholder_embed.expand(2, -1), states[:, 1]), atol=1e-6)
+    inputs, keep = VISUAL_MODES["text_only"](target.head, aligned)
+    assert keep is not None and keep[0].tolist() == [True, False, False, False, True, True, True, True]
+
+
+def test_left_pack() -> None:
+    keep = torch.tensor([[False, True, True, False], [True, False, False, True]])
+    counts, moved, index = left_pack(keep, torch.arange(16).view(2, 4, 2), torch.arange(4).expand(2, 4))
+    assert counts.tolist() == [2, 2] and index[:, :2].tolist() == [[1, 2], [0, 3]]
+    assert moved[:, :2].tolist() == [[[2, 3], [4, 5]], [[8, 9], [14, 15]]]
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("visual_mode", VISUAL_MODES)
+def test_the_rollout_equals_drafting(target: FakeTarget, visual_mode: str) -> None:
+    """The head's logits at training-time-test step i are those in a tree that follows the true tokens to level i."""
+    batch = build_train_batch(target)
+    logits_per_call: list[Tensor] = []
+    original = nn.Linear.forward
+
+    def spy(layer: nn.Linear, rows: Tensor) -> Tensor:
+        out = original(layer, rows)
+        if layer is target.shared_embeddings.lm_head:
+            logits_per_call.append(out)
+        return out
+
+    placeholder = target.shared_embeddings.embed_tokens(torch.tensor(IMAGE_TOKEN_ID))
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(nn.Linear, "forward", spy)
+        _, metrics = eagle_loss(
+            DraftModel(target.head, visual_mode),
+            batch,
+            target.shared_embeddings,
+            placeholder,
+            LossWeights(ttt_steps=3),
+            TrainProgress(),
+        )
+        data = build_inputs_and_labels(DraftModel(target.head, visual_mode), batch, placeholder)
+    assert {"agree0", "agree1", "agree2", "hidden_loss", "logits_loss"} <= set(metrics)
+    learned = [(b, int(p)) for b, p in data.loss_mask.nonzero().tolist()]
+    for step in range(3):
+        logits = logits_per_call[2 * step]
+        labelled = [(b, p) for b, p in learned if (b, p + step) in learned]
+        assert len(logits) == len(labelled)
+        for out, (b, p) in list(zip(logits, labelled, strict=True))[::3]:
+            n = int(data.position_ids[b, p]) + 1
+            path = target.input_ids[b, n + 1 : n + 1 + step].tolist()
+            with torch.no_grad():
+                expected = reference_log_probs(target, visual_mode, b, n, path)
+            got = out.clone()
+            got[[0, IMAGE_TOKEN_ID]] = float("-inf")
+            assert torch.allclose(got.log_softmax(-1), expected, atol=3e-3)
+
+
+def build_trainer(target: FakeTarget, folder: Path, steps: int = 6, **more: Any) -> Trainer:
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(1)
+        heads = {"a": EagleHead(HEAD_CONFIG), "b": EagleHead(HEAD_CONFIG)}
+    draft_models = {"a": DraftModel(heads["a"], "decoupled"), "b": DraftModel(heads["b"], "text_only")}
+    plan = TrainConfig(max_steps=steps, batch_size=2, learning_rate=3e-3, warmup_steps=2, **more)
+    placeholder = target.shared_embeddings.embed_tokens(torch.tensor(IMAGE_TOKEN_ID)).detach()
+    for part in (target.shared_embeddings.embed_tokens, target.shared_embeddings.lm_head):
+        part.requires_grad_(False)
+    return Trainer(
+        folder,
+        draft_models,
+        plan,
+        target.shared_embeddings,
+        lambda step: build_train_batch(target),
+        placeholder,
+        {"target": "t"},
+    )
+
+
+def test_heads_learn_and_an_interrupted_run_resumes(target: FakeTarget, tmp_path: Path) -> None:
+    metrics: list[dict[str, float]] = []
+    whole = build_trainer(target, tmp_path / "whole", steps=40, hidden_noise=0.0)
+    assert whole.run(on_step=metrics.append)
+    assert metrics[-1]["a/loss"] < 0.6 * metrics[0]["a/loss"] and metrics[-1]["b/loss"] < 0.6 * metrics[0]["b/loss"]
+    log = [json.loads(line) for line in (tmp_path / "whole" / "log.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in log] == [10, 20, 30, 40]
+    short = build_trainer(target, tmp_path / "short", steps=6)
+    assert short.run()
+    for _ in range(9):
+        cut = build_trainer(target, tmp_path / "cut", steps=6)
+        if cut.run(max_seconds=0.0):
+            break
+    assert cut.step == 6
+    for name, value in short.draft_models["a"].head.state_dict().items():
+        assert torch.allclose(value, cut.draft_models["a"].head.state_dict()[name], atol=1e-5), name
+
+
+def test_other_settings_are_refused_and_a_full_disk_preserves_the_checkpoint(
+    target: FakeTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = build_trainer(target, tmp_path, steps=4)
+    run.run()
+    with pytest.raises(SettingsError, match=r"other settings \(config\)"):
+        build_trainer(target, tmp_path, steps=5)
+    before = (tmp_path / "state.pt").read_bytes()
+
+    def full(state: Any, file: Path) -> None:
+        Path(file).write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(OSError, match="No space"):
+        run.save()
+    assert (tmp_path / "state.pt").read_bytes() == before and len(list(tmp_path.glob("*.part"))) == 0
+
+
+def test_noise_is_the_same_in_every_run(target: FakeTarget, tmp_path: Path) -> None:
+    run = build_trainer(target, tmp_path, hidden_noise=0.2)
+    a, b = run._add_noise(build_train_batch(target)), run._add_noise(build_train_batch(target))
+    assert torch.equal(a.hidden_states, b.hidden_states) and not torch.equal(
+        a.hidden_states, build_train_batch(target).hidden_states
+    )
+    assert float((a.hidden_states - build_train_batch(target).hidden_states).abs().max()) <= 0.1 * 512 / 14 + 1e-6
+
+
+# --- on disk ----------------------------------------------------------------------------------------------------------
+
+
+def build_metadata(**more: Any) -> HeadMetadata:
+    return HeadMetadata(HEAD_CONFIG, "decoupled", NUM_LAYERS, "llava", "abc", **more)
+
+
+def test_tensors_have_the_published_names(target: FakeTarget, tmp_path: Path) -> None:
+    save_head(tmp_path, target.head, build_metadata(draft_ids=torch.tensor([1, 5, 7])), dtype=torch.float32)
+    head, metadata = load_head(tmp_path)
+    assert metadata.visual_mode == "decoupled" and metadata.num_layers == NUM_LAYERS and metadata.draft_ids is not None
+    assert metadata.draft_ids.tolist() == [1, 5, 7] and metadata.config == HEAD_CONFIG
+    assert all(
+        torch.equal(a, b) for a, b in zip(head.state_dict().values(), target.head.state_dict().values(), strict=True)
+    )
+    names = set(load_file(tmp_path / "model.safetensors")) - {"draft_ids"}
+    assert names == {
+        "fc.weight", "fc.bias", "layers.0.self_attn.q_proj.weight", "layers.0.self_attn.q_proj.bias",
+        "layers.0.self_attn.k_proj.weight", "layers.0.self_attn.k_proj.bias", "layers.0.self_attn.v_proj.weight",
+        "layers.0.self_attn.v_proj.bias", "layers.0.self_attn.o_proj.weight", "layers.0.mlp.gate_proj.weight",
+        "layers.0.mlp.up_proj.weight", "layers.0.mlp.down_proj.weight", "layers.0.post_attention_layernorm.weight",
+    }  # fmt: skip
+    assert to_eagle_state_dict(target.head)["layers.0.self_attn.k_proj.weight"].shape == (16, 32)
+
+
+Change = Callable[[dict[str, Tensor]], object]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda w: w.pop("fc.bias"), "lacks fc.bias"),
+        (lambda w: w.update(extra=torch.zeros(1)), "unexpected tensors extra"),
+        (lambda w: w.update({"fc.weight": torch.zeros(2, 2)}), r"fc.weight must be \[32, 64\].*got \[2, 2\]"),
+        (lambda w: w["fc.weight"].fill_(float("nan")), "fc.weight holds values that are not finite"),
+        (lambda w: w.update(draft_ids=torch.tensor([5, 1])), "increasing ids below 40"),
+        (lambda w: w.update(draft_ids=torch.tensor([5, 99])), "increasing ids below 40"),
+    ],
+)
+def test_damaged_weights_are_named(target: FakeTarget, tmp_path: Path, change: Change, message: str) -> None:
+    save_head(tmp_path, target.head, build_metadata())
+    weights = load_file(tmp_path / "model.safetensors")
+    change(weights)
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=message) as failed:
+        load_head(tmp_path)
+    assert str(tmp_path) in str(failed.value)
+
+
+def test_invalid_files_are_refused(target: FakeTarget, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"config\.json is missing"):
+        load_head(tmp_path)
+    save_head(tmp_path, target.head, build_metadata())
+    weights = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(weights[:1000])
+    with pytest.raises(ValueError, match=r"model\.safetensors is damaged"):
+        load_head(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match=r"model\.safetensors is missing"):
+        load_head(tmp_path)
+    for text, message in (
+        ("{", "is not JSON"),
+        ("[]", "not a JSON object"),
+        ('{"model_type": "llava"}', "has model_type 'llava'"),
+    ):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ValueError, match=message):
+            load_head(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": checkpoint.MODEL_TYPE, "visual_mode": "magic"}))
+    with pytest.raises(ValueError, match="visual_mode must be one of decoupled"):
+        load_head(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"block_size": "many"},
+            "config.json of a drafter: block_size must be an integer from 1 to 16777216; got 'many'",
+        ),
+        ({"hidden_size": True}, "hidden_size must be an integer from 1 to 16777216; got True"),
+        ({"bias": 1}, "bias must be true or false; got 1"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps must be a number from 0 to 1; got 'small'"),
+        ({"vocab_size": None}, "is incomplete: .*vocab_size"),
+        ({"block_size": 99}, "block_size must be 1 to 16 tokens per forward; got 99"),
+    ],
+)
+def test_invalid_configs_are_refused(
+    target: FakeTarget, tmp_path: Path, caplog: Any, monkeypatch: Any, change: dict[str, Any], message: str
+) -> None:
+    save_head(tmp_path / "own", target.head, build_metadata())
+    file = tmp_path / "own" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(ValueError, match=message):
+        load_head(tmp_path / "own")
+    monkeypatch.setattr(registry, "WEIGHTS_DIR", tmp_path)
+    assert (
+        build_drafter("auto", TargetInfo("llava", 32, 40, NUM_LAYERS)).name == "hybrid"
+        and "own cannot be read" in caplog.text
+    )
+
+
+def test_shapes_of_the_published_checkpoint_of_llava_7b() -> None:
+    """msd.md, section 2: names and shapes."""
+    config = HeadConfig(4096, 11008, 32, 32, 32000)
+    with torch.device("meta"):
+        head = EagleHead(config)
+        shapes = {name: tuple(value.shape) for name, value in to_eagle_state_dict(head).items()}
+        weights = {name: torch.empty(shape) for name, shape in shapes.items()}
+    assert shapes["fc.weight"] == (4096, 8192) and shapes["fc.bias"] == (4096,)
+    assert shapes["layers.0.mlp.down_proj.weight"] == (4096, 11008) and len(shapes) == 10
+    assert shapes["layers.0.self_attn.q_proj.weight"] == (4096, 4096)
+    assert set(weights) == set(shapes)
+
+
+def test_state_dict_names_round_trip(target: FakeTarget) -> None:
+    state = from_eagle_state_dict(HEAD_CONFIG, to_eagle_state_dict(target.head))
+    assert all(torch.equal(value, target.head.state_dict()[name]) for name, value in state.items())
+    assert set(state) == set(target.head.state_dict())
+
+
+# --- behind the loop --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Captioner:
+    return Captioner(*random_model("tiny"))
+
+
+def tiny_head(seed: int = 0) -> EagleHead:
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        return EagleHead(HeadConfig(64, 128, 4, 2, 384))
+
+
+@pytest.mark.parametrize("visual_mode", VISUAL_MODES)
+@pytest.mark.parametrize("sample", [False, True])
+def test_a_head_never_changes_the_output(tiny: Captioner, visual_mode: str, sample: bool) -> None:
+    model = tiny.model
+    inputs = tiny.build_inputs(
+        [render_scene(generate_scene(i)) for i in range(3)], ["a", "what is this thing", "list the colors please"]
+    )
+    options = {"max_new_tokens": 24, "do_sample": sample}
+    torch.manual_seed(3)
+    plain = model.generate(**inputs, **options)
+    for more in ({}, {"draft_ids": torch.arange(0, 384, 2)}):
+        mmspec.patch(
+            model, EagleDrafter(tiny_head(), visual_mode, num_layers=2, max_depth=4, top_k=4, **more), tree_size=16
+        )
+        try:
+            torch.manual_seed(3)
+            assert torch.equal(model.generate(**inputs, **options), plain)
+            assert mmspec.stats(model).num_draft_tokens > 100
+        finally:
+            mmspec.unpatch(model)
+
+
+def test_a_folder_is_a_drafter_and_is_checked(tiny: Captioner, tmp_path: Path) -> None:
+    from mmspec.drafters.checkpoints.format import tokenizer_fingerprint
+
+    metadata = HeadMetadata(
+        tiny_head().config, "text_only", 2, "llava", tokenizer_fingerprint(tiny.processor.tokenizer)
+    )
+    save_head(tmp_path / "own", tiny_head(), metadata)
+    mmspec.patch(tiny.model, str(tmp_path / "own"), processor=tiny.processor)
+    try:
+        assert "own" in repr(tiny.model.__dict__["_mmspec"].config.drafter.name)
+    finally:
+        mmspec.unpatch(tiny.model)
+    for change, message in (({"num_layers": 5}, "num_layers 5"), ({"tokenizer": "other"}, "tokenizer other")):
+        save_head(tmp_path / "other", tiny_head(), replace(metadata, **change))  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=f"another target: {message}"):
+            mmspec.patch(tiny.model, str(tmp_path / "other"), processor=tiny.processor)
+    facts = TargetInfo("llava", 32, 384, 2)
+    with pytest.raises(ValueError, match=r"hidden_size 64 \(the target: 32\)"):
+        build_drafter(str(tmp_path / "own"), facts)
+
+
+def test_auto_skips_other_targets_and_warns_of_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from mmspec.drafters import registry
+
+    monkeypatch.setattr(registry, "WEIGHTS_DIR", tmp_path)
+    own, other = TargetInfo("llava", 64, 384, 2), TargetInfo("llava", 32, 384, 2)
+    save_head(tmp_path / "own", tiny_head(), HeadMetadata(tiny_head().config, "text_only", 2, "llava"))
+    assert (
+        build_drafter("auto", own).name == "own"
+        and build_drafter("auto", other).name == "hybrid"
+        and not caplog.records
+    )
+    file = tmp_path / "own" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    assert build_drafter("auto", other).name == "hybrid" and not caplog.records, (
+        "no weights of other targets' drafters are read"
+    )
+    assert build_drafter("auto", own).name == "hybrid"
+    assert "own cannot be read" in caplog.text and "damaged" in caplog.text and "\n" not in caplog.messages[0]
+
+
+def test_a_folder_named_per_call_is_loaded_once(
+    tiny: Captioner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mmspec.drafters.checkpoints import load as trained
+    from mmspec.drafters.checkpoints.format import tokenizer_fingerprint
+
+    metadata = HeadMetadata(
+        tiny_head().config, "text_only", 2, "llava", tokenizer_fingerprint(tiny.processor.tokenizer)
+    )
+    folder, read, original = tmp_path / "own", [], trained.load_trained
+    save_head(folder, tiny_head(), metadata)
+    monkeypatch.setattr(trained, "load_trained", lambda *given: read.append(given[0]) or original(*given))  # type: ignore[func-returns-value]
+    inputs = tiny.build_inputs([render_scene(generate_scene(0))], ["a"])
+
+    def call(name: object = str(folder)) -> None:
+        tiny.model.generate(**inputs, max_new_tokens=3, do_sample=False, mmspec={"drafter": name})
+
+    mmspec.patch(tiny.model, "none", processor=tiny.processor)
+    try:
+        call()
+        call()
+        assert len(read) == 1
+        save_head(folder, tiny_head(1), replace(metadata, visual_mode="coupled"))  # another, under the same name
+        call()
+        assert len(read) == 2
+        for other in range(6):  # the cache is bounded
+            save_head(tmp_path / str(other), tiny_head(other), metadata)
+            call(str(tmp_path / str(other)))
+        assert len(tiny.model.__dict__["_mmspec"].drafter_cache._drafters) == MAX_CACHED_DRAFTERS
+    finally:
+        mmspec.unpatch(tiny.model)
+
+
+def test_an_unknown_visual_mode_is_refused(target: FakeTarget) -> None:
+    with pytest.raises(ValueError, match="visual_mode must be one of"):
+        EagleDrafter(target.head, "magic", num_layers=3)
+
+
+# --- how deep ---------------------------------------------------------------------------------------------------------
+
+
+def simulate_depth(accept_prob: float, step_s: float, rounds: int = 300, max_depth: int = 8) -> float:
+    """Mean depth at the end, if each level goes on with this probability and costs that much of a round."""
+    import random
+
+    rng, depth, chosen = random.Random(0), DepthController(max_depth), []
+    for _ in range(rounds):
+        num_levels = depth.choose(1)
+        chosen.append(num_levels)
+        num_accepted = 0
+        while num_accepted < num_levels and rng.random() < accept_prob:
+            num_accepted += 1
+        depth.record(1, num_levels, [num_accepted], step_s, 1.0)
+    return sum(chosen[-100:]) / 100
+
+
+def test_depth_follows_acceptance_and_cost() -> None:
+    assert simulate_depth(0.95, 0.02) > 7.5
+    assert simulate_depth(0.2, 0.1) < 2
+    assert 1 < simulate_depth(0.7, 0.1) < 6
+    assert simulate_depth(0.9, 0.5) < simulate_depth(0.9, 0.05)
+
+
+def test_rounds_of_one_level_do_not_measure_the_step_cost() -> None:
+    depth = DepthController(3, tokens_per_level=2)
+    depth.record(1, 3, [0], 5.0, 10.0)
+    for _ in range(50):
+        depth.record(1, 1, [2], 0.0, 10.0)
+    assert depth.by_batch[1].level_s == 5.0
+
+
+@pytest.mark.parametrize(("num_levels", "step_s_expected"), [(1, 0.0), (3, 0.5)])
+def test_draft_time_is_recorded_per_forward(
+    target: FakeTarget, monkeypatch: pytest.MonkeyPatch, num_levels: int, step_s_expected: float
+) -> None:
+    drafter = new_drafter(target, max_depth=num_levels)
+    state = begin_decoding(target, drafter, build_prompt(target, 11, static_shapes=True))
+    tree = drafter.propose(state, 16, [True, True])
+    metrics: list[Any] = []
+    monkeypatch.setattr(drafter.depth_controller, "record", lambda *given: metrics.extend(given))
+    state.start_time, state.draft_s = time.perf_counter() - 100.0, 1.0
+    drafter.observe(state, build_result(tree, [[0], [0]], [[5], [7]]), {NUM_LAYERS: torch.randn(2, tree.num_nodes, 32)})
+    assert (
+        metrics[1] == num_levels
+        and metrics[3] == step_s_expected
+        and metrics[4] == pytest.approx(100.0 - (num_levels > 1), abs=1.0)
+    )
+
+
+def test_depth_recovers_when_acceptance_rises() -> None:
+    depth = DepthController(6)
+    for _ in range(200):
+        depth.record(1, depth.choose(1), [0], 0.1, 1.0)
+    assert depth.choose(1) <= 2
+    for _ in range(400):
+        num_levels = depth.choose(1)
+        depth.record(1, num_levels, [num_levels], 0.1, 1.0)
+    assert depth.choose(1) == 6
+
+
+def test_depth_recovers_after_low_acceptance() -> None:
+    """Deep levels were hardly ever reached; when acceptance rises they are tried again soon."""
+    import random
+
+    rng, depth, chosen = random.Random(1), DepthController(6), list[int]()
+    for accept_prob, rounds in ((0.4, 200), (0.85, 120)):
+        for _ in range(rounds):
+            chosen.append(depth.choose(1))
+            num_accepted = 0
+            while num_accepted < chosen[-1] and rng.random() < accept_prob:
+                num_accepted += 1
+            depth.record(1, chosen[-1], [num_accepted], 2.5, 30.0)
+    assert sum(chosen[150:200]) / 50 < 4.5 and sum(chosen[-30:]) / 30 > 5.5
+
+
+def test_the_prompt_runs_at_the_first_draft(target: FakeTarget) -> None:
+    drafter = new_drafter(target)
+    prompt = build_prompt(target, 11)
+    state = drafter.begin(prompt)
+    drafter.observe(state, build_first_result([1, 2]), {})
+    assert not any(state.kv_cache.seq_lens), "no draft was requested yet"
+    assert drafter.propose(state, 1, [True, True]).num_nodes == 1 and not any(state.kv_cache.seq_lens)
+    drafter.propose(state, 8, [True, True])
+    assert all(state.kv_cache.seq_lens) and state.prompt is None
+
+
+def test_static_shapes_ignore_timing(target: FakeTarget) -> None:
+    drafter = new_drafter(target)
+    for _ in range(100):
+        drafter.depth_controller.record(2, 3, [0, 0], 9.0, 1.0)
+    assert drafter.depth_controller.choose(2) == 1
+    fixed = drafter.propose(
+        begin_decoding(target, drafter, build_prompt(target, 11, static_shapes=True)), 16, [True, True]
+    )
+    free = drafter.propose(begin_decoding(target, drafter, build_prompt(target, 11)), 16, [True, True])
+    assert max(map(len, scores_by_path(fixed, 0))) == 3 and max(map(len, scores_by_path(free, 0))) == 1
+
+
+# --- on the device ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pads", [(0, 0), (0, 4)])
+@pytest.mark.parametrize("noisy", [False, True])
+def test_drafting_needs_no_host_copy(target: FakeTarget, pads: tuple[int, int], noisy: bool) -> None:
+    """Fake tensors have shapes and no values: whatever asks for one (`.item()`, an index by condition) raises."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    drafter = new_drafter(target, draft_ids=torch.arange(40) if noisy else None)
+    more = {"noise": lambda depth: torch.ones(2, depth, 40)} if noisy else {}
+    state = begin_decoding(target, drafter, build_prompt(target, 11, pads, **more))
+    taps = {NUM_LAYERS: torch.randn(2, 4, 32)}
+    drafter.observe(state, build_result(root_only(2).pad(4), [[0, 2], [0]], [[5, 6], [7]]), taps)
+    drafter.observe(state, build_result(root_only(2).pad(4), [[0], [0]], [[5], [7]]), taps)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        tree = drafter.propose(state, 16, [True, False])
+        assert tree.tokens.shape == (2, 16) and isinstance(tree.tokens, type(mode.from_tensor(torch.ones(1))))
+        with pytest.raises(Exception, match="local_scalar_dense"):
+            tree.tokens.tolist()
+
+
+@pytest.mark.parametrize(
+    "shape", [{}, {"num_key_value_heads": 2, "qkv_bias": True}, {"input_norm": True}, {"eagle3_input": True}]
+)
+def test_query_index_gives_the_same_outputs(shape: dict[str, Any]) -> None:
+    """Keys and values of all positions and outputs of some are those of a forward over all of them."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 4}
+    config = HeadConfig(**{**sizes, "vocab_size": 64, **shape})
+    torch.manual_seed(3)
+    layer, head = DecoderLayer(config).eval(), EagleHead(config)
+    rows = torch.randn(2, 7, 64 if config.eagle3_input else 32)
+    cos, sin = (part[None, None] for part in head.rotary_embedding(torch.arange(7), torch.float32))
+    num_accepted: list[tuple[Tensor, Tensor]] = []
+
+    def attend(mask: Tensor) -> Any:
+        def attention(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            num_accepted.append((keys, values))
+            return torch.nn.functional.scaled_dot_product_attention(queries, keys, values, mask, enable_gqa=True)
+
+        return attention
+
+    causal = torch.ones(7, 7, dtype=torch.bool).tril()
+    query_index = torch.tensor([[6, 2], [4, 0]])
+    with torch.no_grad():
+        whole = layer(rows, cos, sin, attend(causal))
+        some = layer(rows, cos, sin, attend(causal[query_index][:, None]), query_index)
+    assert torch.allclose(some, whole[torch.arange(2)[:, None], query_index], atol=1e-5)
+    for one, other in zip(*num_accepted, strict=True):
+        assert torch.allclose(one, other, atol=1e-6)

@@ -1,0 +1,113 @@
+"""Files of a training run after failures, and data-parallel training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mmspec.drafters.checkpoints import format as checkpoint
+from mmspec.drafters.heads.eagle.drafter import EagleDrafter
+from mmspec.drafters.heads.eagle.head import EagleHead, HeadConfig
+from mmspec.drafters.training.batch import DraftModel, TrainBatch
+from mmspec.drafters.training.losses import LossWeights
+from mmspec.drafters.training.trainer import DistributedContext, TrainConfig, Trainer
+from mmspec.interfaces import SharedEmbeddings
+
+CONFIG = HeadConfig(16, 24, 2, 2, 40)
+FULL = (OSError(28, "No space left on device"), RuntimeError("PytorchStreamWriter failed writing file"))
+
+
+def build_trainer(folder: Path, has_response: bool = True, distributed: DistributedContext | None = None) -> Trainer:
+    """A run over five tokens; `has_response` False: none of them is part of a response."""
+    embeddings = SharedEmbeddings(nn.Embedding(40, 16).requires_grad_(False), nn.Linear(16, 40).requires_grad_(False))
+    ids = torch.tensor([[3, 5, 7, 9, 11]])
+    batch = TrainBatch(
+        ids, ids > 0, ids < 0, (ids > 3) & has_response, embeddings.embed_tokens(ids), torch.randn(1, 5, 16)
+    )
+    draft_models = {"a": DraftModel(EagleHead(CONFIG), "decoupled")}
+    return Trainer(
+        folder, draft_models, TrainConfig(2, 1), embeddings, lambda step: batch, torch.zeros(16), {}, distributed
+    )
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """Contents by name."""
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def half(error: Exception) -> Callable[..., None]:
+    """A writer that fails on the way, or a renaming that fails."""
+
+    def write(what: object, file: Path, **options: object) -> None:
+        if not isinstance(what, Path):
+            file.write_bytes(b"half")
+        raise error
+
+    return write
+
+
+@pytest.mark.parametrize("error", FULL)
+def test_a_full_disk_preserves_the_checkpoint_and_is_reported(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = build_trainer(tmp_path)
+    assert run.run()
+    before = files(tmp_path)
+    monkeypatch.setattr(torch, "save", half(error))
+    with pytest.raises(OSError, match="the checkpoint before it stays") as failed:
+        run.save()
+    assert str(error) in str(failed.value) and files(tmp_path) == before
+
+
+@pytest.mark.parametrize("fails", ["save_file", "os.replace"])
+def test_saving_a_head_is_atomic(fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint.save_head(tmp_path, EagleHead(CONFIG), checkpoint.HeadMetadata(CONFIG, "decoupled", 2))
+    before = files(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(f"mmspec.drafters.checkpoints.format.{fails}", half(FULL[0]))
+        with pytest.raises(OSError, match="No space"):
+            checkpoint.save_head(tmp_path, EagleHead(CONFIG), checkpoint.HeadMetadata(CONFIG, "coupled", 2))
+    assert files(tmp_path) == before
+
+
+@pytest.mark.parametrize("has_response", [False, True])
+def test_every_process_joins_every_all_reduce(has_response: bool, tmp_path: Path) -> None:
+    """A process whose sequences have no response must not leave the others waiting."""
+    reduced: list[torch.Size] = []
+
+    def mean(value: Tensor) -> Tensor:
+        reduced.append(value.shape)
+        return value
+
+    run = build_trainer(tmp_path, has_response, DistributedContext(0, 2, mean))
+    step_metrics = run._train_step()
+    assert (step_metrics["norm"] > 0) is has_response
+    assert reduced == [weight.shape for weight in run.draft_models["a"].parameters()]
+
+
+def test_depth_and_top_k_are_at_least_one() -> None:
+    with pytest.raises(ValueError, match="max_depth must be at least 1; got 0"):
+        EagleDrafter(EagleHead(CONFIG), num_layers=2, max_depth=0)
+    with pytest.raises(ValueError, match=r"top_k must be at least 1.*; got 0"):
+        EagleDrafter(EagleHead(CONFIG), num_layers=2, top_k=0)
+    with pytest.raises(ValueError, match="ttt_steps must be at least 1; got 0"):
+        LossWeights(ttt_steps=0)
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_autocast_only_on_devices_with_bfloat16(native: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mmspec.drafters.training.trainer.bf16_is_faster", lambda device: native)
+    found, original = set[bool](), torch.nn.functional.linear
+
+    def spy(*args: Any, **kwargs: Any) -> Tensor:
+        found.add(original(*args, **kwargs).dtype == torch.bfloat16)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "linear", spy)
+    assert build_trainer(tmp_path).run(60)
+    assert found == {native}

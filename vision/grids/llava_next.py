@@ -1,0 +1,153 @@
+"""LLaVA-NeXT (1.6): a base grid, then the grid of all tiles with a newline token after each line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmspec.interfaces import VisualGrid
+from mmspec.vision.grids.attention import AttentionCapture, capture_attention
+from mmspec.vision.grids.layout import VisualLayout
+
+GridSize = tuple[int, int]
+"""(height, width) in tokens"""
+
+
+def anyres_grids(
+    row: int, start: int, length: int, media_index: int, base_side: int, tiles: GridSize | None
+) -> list[VisualGrid] | None:
+    """The grids of one any-resolution image; None if its number of tokens fits none.
+
+    Args:
+        row: batch row.
+        start: index of the image's first token.
+        length: number of the image's tokens.
+        media_index: index of the image in the batch.
+        base_side: height and width of the base grid.
+        tiles: size of the unpadded grid of tiles, if known.
+    """
+    grids = [VisualGrid(row, start, base_side, base_side, media_index)]
+    rest = length - base_side * base_side
+    start += base_side * base_side
+    if rest == 0:
+        return grids
+    if rest == 1:
+        return [*grids, VisualGrid(row, start, 1, 1, media_index, role="newline")]
+    if tiles is None or tiles[0] * (tiles[1] + 1) != rest:
+        # Downscaled (LLaVA-OneVision) or of unknown size: the grid of that many tokens with the most similar ratio.
+        ratio = tiles[0] / tiles[1] if tiles is not None else 1.0
+        sizes = [(height, rest // height - 1) for height in range(1, rest // 2 + 1) if rest % height == 0]
+        if not sizes:
+            return None
+        tiles = min(sizes, key=lambda size: abs(size[0] / size[1] - ratio))
+    height, width = tiles
+    return [*grids, VisualGrid(row, start, height, width, media_index, role="tiles", has_newlines=True)]
+
+
+def clip_spans(
+    runs: Sequence[tuple[int, int, int]], pixel_values: Any, frame_tokens: int, end_tokens: int = 0
+) -> list[tuple[int, int, int]] | None:
+    """(row, start, number of frames) of each video; None if the numbers of tokens do not match.
+
+    Videos may be adjacent if `pixel_values` is known; otherwise each run is one video.
+
+    Args:
+        runs: (row, start, length) of the runs of video placeholders.
+        pixel_values: [videos, frames, 3, height, width], or None.
+        frame_tokens: tokens per frame.
+        end_tokens: tokens after the last frame of each video.
+    """
+    is_known = isinstance(pixel_values, Tensor) and pixel_values.dim() == 5
+    spans: list[tuple[int, int, int]] = []
+    for row, start, length in runs:
+        num_frames = int(pixel_values.shape[1]) if is_known else (length - end_tokens) // max(1, frame_tokens)
+        clip_tokens = num_frames * frame_tokens + end_tokens
+        if num_frames < 1 or frame_tokens < 1 or length % clip_tokens or not (is_known or length == clip_tokens):
+            return None
+        spans += [(row, clip_start, num_frames) for clip_start in range(start, start + length, clip_tokens)]
+    return None if is_known and len(spans) != pixel_values.shape[0] else spans
+
+
+def frame_grids(row: int, start: int, num_frames: int, side: int, media_index: int) -> list[VisualGrid]:
+    """The square grids of a video's adjacent frames."""
+    return [
+        VisualGrid(row, start + frame * side * side, side, side, media_index, role="frame", frame=frame)
+        for frame in range(num_frames)
+    ]
+
+
+class LlavaNextLayout(VisualLayout):
+    """`LlavaNextForConditionalGeneration`. Images of one row must be separated by text."""
+
+    model_types: tuple[str, ...] = ("llava_next",)
+    vision_args: tuple[str, ...] = ("image_sizes",)
+    packing_config_keys: tuple[str, ...] = ("vision_feature_select_strategy",)
+    """Config values that `pack_image_features` of transformers takes."""
+
+    def grids(self, input_ids: Tensor, vision: Mapping[str, Any]) -> tuple[VisualGrid, ...]:
+        """Base and tile grids; empty if the placeholders cannot be assigned to images."""
+        return tuple(self.image_grids(input_ids, vision) or ())
+
+    def image_grids(self, input_ids: Tensor, vision: Mapping[str, Any]) -> list[VisualGrid] | None:
+        """The grids of all images; None if the numbers of tokens do not match."""
+        config = self.model.config.vision_config
+        base_side = config.image_size // config.patch_size
+        sizes = vision.get("image_sizes")
+        runs = self.placeholder_runs(input_ids, self.model.config.image_token_id)
+        if sizes is not None and len(sizes) != len(runs):
+            return None
+        grids: list[VisualGrid] = []
+        for media_index, (row, start, length) in enumerate(runs):
+            if length < base_side * base_side:
+                return None
+            tiles = None if sizes is None else self.unpadded_grid(sizes[media_index])
+            image = anyres_grids(row, start, length, media_index, base_side, tiles)
+            if image is None:
+                return None
+            grids += image
+        return grids
+
+    def attention_capture(self) -> AttentionCapture | None:
+        """As for LLaVA 1.5, per tile."""
+        config = self.model.config
+        has_class_token = config.vision_feature_select_strategy == "default"
+        return capture_attention(self.model.model.vision_tower, config.vision_feature_layer, has_class_token)
+
+    def token_saliency(self, shares: Tensor, vision: Mapping[str, Any]) -> Tensor | None:
+        """Arranged by transformers' own `pack_image_features`; newline tokens have saliency 0."""
+        sizes = vision.get("image_sizes")
+        if sizes is None:
+            return None
+        tiles = self.tiles_per_image(sizes, vision)
+        if sum(tiles) != len(shares):
+            return None
+        packed, _ = self.model.model.pack_image_features(
+            list(shares[..., None].split(tiles)),
+            image_sizes=sizes,
+            image_newline=shares.new_zeros(1),
+            **{key: getattr(self.model.config, key) for key in self.packing_config_keys},
+        )
+        return torch.cat(list(packed)).flatten()
+
+    def tiles_per_image(self, sizes: Any, vision: Mapping[str, Any]) -> list[int]:
+        """Number of tiles that each image is encoded as, the downscaled whole image included."""
+        from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
+
+        config = self.model.config
+        tile_size = config.vision_config.image_size
+        return [image_size_to_num_patches(size, config.image_grid_pinpoints, tile_size) for size in sizes]
+
+    def unpadded_grid(self, size: Any) -> GridSize:
+        """Size of the tile grid of an image of `size` (height, width) pixels, by transformers' own arithmetic."""
+        from transformers.models.llava_next.modeling_llava_next import get_anyres_image_grid_shape, unpad_image
+
+        config = self.model.config
+        tile_size = config.vision_config.image_size
+        tile_side = tile_size // config.vision_config.patch_size
+        rows, columns = get_anyres_image_grid_shape(size, config.image_grid_pinpoints, tile_size)
+        padded = torch.empty(1, rows * tile_side, columns * tile_side, device="meta")
+        _, height, width = unpad_image(padded, size).shape
+        return height, width
