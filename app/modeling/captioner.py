@@ -16,6 +16,7 @@ import mmspec
 from mmspec.app.io.images import Media
 from mmspec.app.modeling.chat import build_inputs, find_too_long
 from mmspec.app.modeling.load import model_revision, synchronize
+from mmspec.app.modeling.picture_size import count_visual_tokens
 from mmspec.app.modeling.prompt_format import DEFAULT_FORMAT, ChatFormat, describe_prompt_format
 from mmspec.app.modeling.sampling import GREEDY, Sampling
 from mmspec.app.modeling.thinking import opens_thoughts, without_thoughts
@@ -93,8 +94,9 @@ class ComparisonTotals:
         rows: compared rows.
         identical: rows with identical tokens.
         first_difference: where the first difference is, as text.
-        plain_s: seconds of plain `generate`, without the first batch, which warms up.
+        plain_s: seconds of plain `generate`, without the first batch where that warms up.
         patched_s: seconds with mmspec, likewise.
+        is_warm: the model has generated before, so that the first batch counts too.
     """
 
     rows: int = 0
@@ -102,6 +104,7 @@ class ComparisonTotals:
     first_difference: str | None = None
     plain_s: float = 0.0
     patched_s: float = 0.0
+    is_warm: bool = False
 
 
 @dataclass
@@ -159,6 +162,10 @@ class Captioner:
         """Where weights that the drafter learns are stored; None if it does not learn."""
         return mmspec.stats(self.model).learning.folder
 
+    def count_tokens(self, width: int, height: int) -> int | None:
+        """Visual tokens of a picture of this size; None if that is not known."""
+        return count_visual_tokens(self.processor, width, height, self.chat.max_pixels)
+
     def caption(
         self, media: Sequence[Media], prompts: Sequence[str], seed: int, compare: Sequence[bool] = ()
     ) -> list[Caption]:
@@ -174,9 +181,7 @@ class Captioner:
             PromptTooLongError: of some rows, before any is captioned.
         """
         start = time.perf_counter()
-        inputs = self.build_inputs(media, prompts)
-        if too_long := find_too_long(self.model, inputs):
-            raise PromptTooLongError(too_long)
+        inputs = self.checked_inputs(media, prompts)
         output, seconds = self._generate(inputs, seed)
         captions = self._captions(inputs, output, (time.perf_counter() - start) / len(media))
         if not any(compare):
@@ -196,6 +201,17 @@ class Captioner:
     def build_inputs(self, media: Sequence[Media], prompts: Sequence[str]) -> dict[str, Any]:
         """Keyword arguments of `generate`, on the model's device and in its dtype."""
         return build_inputs(self.model, self.processor, media, prompts, chat=self.chat)
+
+    def checked_inputs(self, media: Sequence[Media], prompts: Sequence[str]) -> dict[str, Any]:
+        """The same of rows that the model has positions for.
+
+        Raises:
+            PromptTooLongError: it has not. A processor that refuses a picture raises nearly any type.
+        """
+        inputs = self.build_inputs(media, prompts)
+        if too_long := find_too_long(self.model, inputs):
+            raise PromptTooLongError(too_long)
+        return inputs
 
     def generation_kwargs(self) -> dict[str, Any]:
         """Keyword arguments of `generate` besides the inputs."""
@@ -260,7 +276,7 @@ class Captioner:
         """
         with mmspec.disabled(self.model):
             plain, plain_seconds = self._generate(inputs, seed)
-        if self.comparison.rows:  # the first batch is the warm-up of both
+        if self.comparison.rows or self.comparison.is_warm:  # else the first batch is the warm-up of both
             self.comparison.plain_s += plain_seconds
             self.comparison.patched_s += seconds
         prompt = inputs["input_ids"].shape[1]

@@ -34,6 +34,7 @@ from mmspec.drafters.heads.base.visual_inputs import (
 from mmspec.drafters.heads.eagle.head import EagleHead
 from mmspec.engine.host_copy import from_host
 from mmspec.engine.kv_cache import RaggedKVCache
+from mmspec.engine.recordings import Recordings
 from mmspec.engine.tree import BUCKETS, DraftTree, root_only
 from mmspec.interfaces import Compressor, DrafterRequirements, Prompt, VerifyResult
 from mmspec.interfaces.round import DraftPart
@@ -146,6 +147,12 @@ class HeadDrafter(ABC):
         return (self.visual_mode,)
 
     @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """See `mmspec.interfaces.drafter.ModuleDrafter`."""
+        parts = self.head, self.own_embeddings, self.compressor
+        return tuple(part for part in parts if isinstance(part, nn.Module))
+
+    @property
     def compresses_visual_tokens(self) -> bool:
         return self.head.compresses_visual_tokens
 
@@ -185,8 +192,10 @@ class HeadDrafter(ABC):
             noise=prompt.noise,
             temperature=prompt.temperature,
             static_shapes=prompt.static_shapes,
-            recordings=prompt.recordings,
         )
+
+    def use_recordings(self, state: DraftState, recordings: Recordings) -> None:
+        state.recordings = recordings
 
     @torch.inference_mode()
     def propose(self, state: DraftState, max_nodes: int, active: Sequence[bool]) -> DraftTree:

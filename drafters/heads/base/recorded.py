@@ -300,7 +300,7 @@ def find_recorded_draft(drafter: HeadDrafter, state: DraftState, prompt: Prompt)
     Not recorded: architectures that do not declare `records_drafts`, drafters of other packages, heads with hooks or
     forwards of their own, calls that learn (weights change), autocast, and a text that may exceed the capacity.
     """
-    recordings = prompt.recordings
+    recordings = state.recordings
     is_known = drafter.records_drafts and type(drafter).__module__.startswith(KNOWN_CODE)
     if recordings is None or not is_known or state.recorder is not None:
         return None
