@@ -22,9 +22,10 @@ from torch import Tensor
 from mmspec.drafters.checkpoints.head_config import parse_head_config
 from mmspec.drafters.checkpoints.state_dict import from_eagle_state_dict, to_eagle_state_dict
 from mmspec.drafters.checkpoints.validate import check_config, check_head_shape, parse_json
-from mmspec.drafters.heads.architectures import ARCHITECTURES
+from mmspec.drafters.heads.base.config import HeadConfig
+from mmspec.drafters.heads.base.head import DraftHead
 from mmspec.drafters.heads.base.visual_inputs import VISUAL_MODES
-from mmspec.drafters.heads.eagle.head import EagleHead, HeadConfig
+from mmspec.drafters.heads.registry import find_method
 from mmspec.files import atomic_write
 from mmspec.weight_files import read_tensors
 
@@ -91,7 +92,7 @@ class HeadMetadata:
 
 
 def save_head(
-    folder: str | os.PathLike[str], head: EagleHead, metadata: HeadMetadata, dtype: torch.dtype = torch.bfloat16
+    folder: str | os.PathLike[str], head: DraftHead, metadata: HeadMetadata, dtype: torch.dtype = torch.bfloat16
 ) -> None:
     """Write a head, rounded to `dtype`; the folder never holds an incomplete one."""
     weights = {name: value.detach().to("cpu", dtype).contiguous() for name, value in to_eagle_state_dict(head).items()}
@@ -147,9 +148,7 @@ def read_metadata(folder: str | os.PathLike[str]) -> HeadMetadata:
         visual_mode, architecture = values.get("visual_mode"), values.get("architecture", "eagle")
         if visual_mode not in VISUAL_MODES:
             raise ValueError(f"visual_mode must be one of {', '.join(VISUAL_MODES)}; got {visual_mode!r}.")
-        if architecture not in ARCHITECTURES:
-            raise ValueError(f"architecture must be one of {', '.join(ARCHITECTURES)}; got {architecture!r}.")
-        config = parse_head_config(values)
+        config = parse_head_config(values, find_method(architecture).classes().config)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
     target = values.get("target") or {}
@@ -165,7 +164,7 @@ def read_metadata(folder: str | os.PathLike[str]) -> HeadMetadata:
     )
 
 
-def load_head(folder: str | os.PathLike[str], metadata: HeadMetadata | None = None) -> tuple[EagleHead, HeadMetadata]:
+def load_head(folder: str | os.PathLike[str], metadata: HeadMetadata | None = None) -> tuple[DraftHead, HeadMetadata]:
     """Read a head in float32.
 
     Args:
@@ -185,7 +184,7 @@ def load_head(folder: str | os.PathLike[str], metadata: HeadMetadata | None = No
     draft_ids = weights.pop("draft_ids", None)
     names = [name for name in weights if name.startswith(COMPRESSOR_PREFIX)]
     compressor_weights = {name.removeprefix(COMPRESSOR_PREFIX): weights.pop(name) for name in names}
-    build = ARCHITECTURES[metadata.architecture].head
+    build = find_method(metadata.architecture).classes().head
     try:
         state_dict = from_eagle_state_dict(metadata.config, weights, build)
     except ValueError as error:

@@ -1,17 +1,19 @@
 """Names of a head's tensors on disk: those of the EAGLE and MSD code, one tensor per projection.
 
 The modules in memory fuse the query, key and value projections and the gate and up projections. Modules that other
-architectures add have short names on disk (`STORED_NAMES`).
+methods add may have other names on disk (`DraftHead.stored_names`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mmspec.drafters.heads.eagle.head import EagleHead, HeadConfig
+from mmspec.drafters.heads.base.config import HeadConfig
+from mmspec.drafters.heads.base.head import DraftHead
 
 FUSED_PROJECTIONS = {
     "layers.0.self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -28,21 +30,7 @@ RENAMED_MODULES = {
     "layer.q_norm": "layers.0.self_attn.q_norm",
     "layer.k_norm": "layers.0.self_attn.k_norm",
 }
-"""Module of `EagleHead` -> module on disk."""
-STORED_NAMES = {
-    "up_proj": "widen",
-    "block_proj": "spread",
-    "markov_head.norm": "chain.norm",
-    "markov_head.token_norm": "chain.word_norm",
-    "markov_head.feature_proj": "chain.see",
-    "markov_head.token_proj": "chain.hear",
-    "markov_head.vocab_proj": "chain.say",
-    "mask_embeddings": "slots",
-    "token_correction.norm": "link.norm",
-    "token_correction.gate_up_proj": "link.gate_up",
-    "token_correction.down_proj": "link.down",
-}
-"""Module or parameter of `FlashHead` and `ParallelHead` -> its name on disk."""
+"""Module of an `EagleHead` -> module on disk."""
 
 
 def _rename(name: str, names: Mapping[str, str]) -> str:
@@ -53,12 +41,7 @@ def _rename(name: str, names: Mapping[str, str]) -> str:
     return name
 
 
-def current_name(stored: str) -> str:
-    """Name in memory of a tensor of `FlashHead` or `ParallelHead` from its name on disk."""
-    return _rename(stored, {value: key for key, value in STORED_NAMES.items()})
-
-
-def to_eagle_state_dict(head: EagleHead) -> dict[str, Tensor]:
+def to_eagle_state_dict(head: DraftHead) -> dict[str, Tensor]:
     """The weights of a head under their names on disk."""
     config, result = head.config, dict[str, Tensor]()
     num_q, num_kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
@@ -68,7 +51,7 @@ def to_eagle_state_dict(head: EagleHead) -> dict[str, Tensor]:
         if module in RENAMED_MODULES:
             result[f"{RENAMED_MODULES[module]}.{suffix}"] = value
         elif not module.startswith("layer."):
-            result[_rename(name, STORED_NAMES)] = value
+            result[_rename(name, head.stored_names)] = value
         else:
             prefix, projections = _fused(module)
             pieces = value.split(sizes[module.removeprefix("layer.")])
@@ -85,7 +68,7 @@ def _fused(module: str) -> tuple[str, tuple[str, ...]]:
 
 
 def from_eagle_state_dict(
-    config: HeadConfig, weights: Mapping[str, Tensor], build: Callable[[HeadConfig], EagleHead] = EagleHead
+    config: HeadConfig, weights: Mapping[str, Tensor], build: Callable[[Any], DraftHead]
 ) -> dict[str, Tensor]:
     """The inverse of `to_eagle_state_dict`: a state dict for the head that `build` constructs.
 
@@ -106,7 +89,7 @@ def from_eagle_state_dict(
         if module in RENAMED_MODULES:
             result[name] = weights[f"{RENAMED_MODULES[module]}.{suffix}"]
         elif not module.startswith("layer."):
-            result[name] = weights[_rename(name, STORED_NAMES)]
+            result[name] = weights[_rename(name, empty.stored_names)]
         else:
             prefix, projections = _fused(module)
             result[name] = torch.cat([weights[f"{prefix}{projection}.{suffix}"] for projection in projections])

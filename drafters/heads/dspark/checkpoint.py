@@ -7,17 +7,19 @@ DFlash with `dflash_config`, DeepSeek's DSpark). Tensor names are the same in al
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mmspec.drafters.checkpoints.draft_vocab import draft_vocabulary_tensors, parse_draft_ids, speculators_section
 from mmspec.drafters.checkpoints.format import write_checkpoint
 from mmspec.drafters.checkpoints.head_config import parse_published_config
 from mmspec.drafters.checkpoints.rope import order_rotated_rows
 from mmspec.drafters.checkpoints.state_dict import check_tensors
+from mmspec.drafters.heads.base.drafter import HeadDrafter
+from mmspec.drafters.heads.dspark.config import DsparkConfig
 from mmspec.drafters.heads.dspark.drafter import DsparkDrafter
 from mmspec.drafters.heads.dspark.head import DsparkHead
 from mmspec.drafters.heads.dspark.published_config import (
@@ -29,7 +31,6 @@ from mmspec.drafters.heads.dspark.published_config import (
     samples_from_anchor,
     warn_missing_theta,
 )
-from mmspec.drafters.heads.eagle3.checkpoint import draft_vocabulary_tensors, parse_draft_ids, speculators_section
 from mmspec.interfaces import SharedEmbeddings, TargetInfo
 
 DSPARK_NAMES = {
@@ -73,7 +74,7 @@ def load_dspark(
     layer_values = dict(values.get("transformer_layer_config") or values)
     settings = {**layer_values, **values, **(values.get("dflash_config") or {})}
     check_block_settings(settings)
-    config = parse_published_config(layer_values, target, values.get("architectures"))
+    shape = parse_published_config(layer_values, target, values.get("architectures"))
     warn_missing_theta(layer_values)
     layers = hidden_state_layers_of(settings, target)
     block_size, mask_token_id = settings.get("block_size"), settings.get("mask_token_id")
@@ -86,11 +87,11 @@ def load_dspark(
     if vocab_size < target.vocab_size and not has_map:
         raise ValueError(f"draft_vocab_size is {vocab_size} of {target.vocab_size}, but the map d2t is missing.")
     draft_ids = parse_draft_ids(weights.pop("d2t", None), weights.pop("t2d", None), vocab_size, target.vocab_size)
-    weights = order_rotated_rows(weights, settings, config.head_dim, config.rotary_dim)
+    weights = order_rotated_rows(weights, settings, shape.head_dim, shape.rotary_dim)
     num_layers = int(layer_values.get("num_hidden_layers") or 1)
     windows, is_causal = block_attention(settings, num_layers)
-    config = replace(
-        config,
+    config = DsparkConfig.of(
+        shape,
         qkv_bias="layers.0.self_attn.q_proj.bias" in weights,
         block_size=block_size if from_anchor else block_size - 1,
         sample_from_anchor=from_anchor,
@@ -98,7 +99,7 @@ def load_dspark(
         draft_vocab_size=0 if lm_head is None else vocab_size,
         hidden_state_layers=layers,
         num_hidden_layers=num_layers,
-        confidence_head=keep_confidence_head(weights, config.hidden_size),
+        confidence_head=keep_confidence_head(weights, shape.hidden_size),
         sliding_windows=windows,
         causal_layers=is_causal,
     )
@@ -150,22 +151,21 @@ def _to_state_dict(head: DsparkHead, weights: Mapping[str, Tensor]) -> dict[str,
     return {name: torch.cat([weights[stored] for stored, _ in parts]) for name, parts in names.items()}
 
 
-def export_dspark(
-    folder: Path, drafter: DsparkDrafter, target: TargetInfo, shared_embeddings: SharedEmbeddings, mask_token_id: int
-) -> None:
+def export_dspark(folder: Path, drafter: HeadDrafter, target: TargetInfo, shared_embeddings: SharedEmbeddings) -> None:
     """Write a DSpark head in the `speculators` layout.
 
     What the layout has no tensor for is computed: the table of the bigram head, `fc` of a learned mixture, and a copy
-    of the target's embeddings whose row `mask_token_id` is the learned mask embedding.
+    of the target's embeddings, in which the row of an id that is never drafted is the learned mask embedding.
 
     Args:
         folder: to write to.
         drafter: with its head on the CPU.
         target: facts about the target.
         shared_embeddings: of the target.
-        mask_token_id: an id that is never drafted.
     """
-    head, config = drafter.head, drafter.head.config
+    head, mask_token_id = drafter.head, next(iter(target.media_token_ids), 0)
+    assert isinstance(head, DsparkHead)
+    config = head.config
     weights: dict[str, Tensor] = {}
     state_dict = {name: value.detach() for name, value in head.state_dict().items()}
     if head.mixture is not None:
