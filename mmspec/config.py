@@ -120,7 +120,7 @@ class PatchArguments:
     Attributes: see `mmspec.patch`.
     """
 
-    drafter: str | Drafter
+    drafter: str | os.PathLike[str] | Drafter
     compressor: str | Compressor | None
     processor: Any
     reference: str | Sequence[str] | None
@@ -192,7 +192,9 @@ def target_info(adapter: Any, tokenizer: Any) -> TargetInfo:
     )
 
 
-def resolve_drafter(drafter: str | Drafter, adapter: Any, tokenizer: Any = None, learn: bool = False) -> Drafter:
+def resolve_drafter(
+    drafter: str | os.PathLike[str] | Drafter, adapter: Any, tokenizer: Any = None, learn: bool = False
+) -> Drafter:
     """The drafter with a name or in a folder, or the object itself, checked against the target.
 
     Raises:
@@ -202,6 +204,7 @@ def resolve_drafter(drafter: str | Drafter, adapter: Any, tokenizer: Any = None,
     """
     from mmspec.drafters.registry import build_drafter
 
+    drafter = os.fspath(drafter) if isinstance(drafter, os.PathLike) else drafter
     resolved = _build_model_drafter(drafter, adapter, tokenizer)
     if resolved is None:
         resolved = build_drafter(drafter, target_info(adapter, tokenizer), learn)
@@ -398,8 +401,9 @@ class DrafterCache:
         self._drafters: dict[Any, Drafter] = {}
         self._lock = threading.Lock()
 
-    def get(self, drafter: str | Drafter, adapter: Any, tokenizer: Any) -> Drafter:
+    def get(self, drafter: str | os.PathLike[str] | Drafter, adapter: Any, tokenizer: Any) -> Drafter:
         """As `resolve_drafter`; a folder whose content has changed is loaded again."""
+        drafter = os.fspath(drafter) if isinstance(drafter, os.PathLike) else drafter
         if not isinstance(drafter, str) and isinstance(drafter, Drafter):
             return resolve_drafter(drafter, adapter, tokenizer)
         name = drafter if isinstance(drafter, str) else id(drafter)  # a model, which its drafter keeps alive

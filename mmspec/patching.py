@@ -12,6 +12,7 @@ import logging
 import types
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from os import PathLike
 from typing import Any
 
 from mmspec.config import PatchArguments, resolve_config
@@ -49,7 +50,7 @@ def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 def patch(
     model: Any,
-    drafter: str | Drafter = "auto",
+    drafter: str | PathLike[str] | Drafter = "auto",
     compressor: str | Compressor | None = None,
     processor: Any = None,
     *,

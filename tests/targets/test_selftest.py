@@ -637,3 +637,13 @@ def test_a_conversation_may_begin_before_the_patch(family: str, monkeypatch: pyt
     monkeypatch.setattr(selftest, "_VERDICTS", {})
     assert torch.equal(two_turns(patched=True), plain)
     assert not mmspec.stats(model).fallback_reason
+
+
+@FAMILIES
+def test_the_verdict_does_not_depend_on_the_callers_modes(family: str) -> None:
+    """It is stored for all models of the class, so a caller's half precision must not enter it."""
+    adapter = find_adapter(fresh_model(family))
+    with torch.autocast("cpu", torch.bfloat16), torch.inference_mode():
+        inside = selftest.run_selftest(adapter)
+    outside = selftest.run_selftest(adapter)
+    assert inside.passed and outside.passed and inside.max_difference == outside.max_difference
