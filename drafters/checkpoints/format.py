@@ -52,7 +52,7 @@ class HeadMetadata:
         tokenizer: fingerprint of the target's tokenizer, or None.
         draft_ids: [V'] int64, the ids that it may draft, increasing; None for all.
         facts: further JSON values about the training.
-        architecture: a key of `ARCHITECTURES`.
+        architecture: name of its method (`mmspec.drafters.heads.registry`).
         compressor: (settings, weights) of the compressor that was trained with it, or None. The settings are its
             `name` and `tokens`.
     """

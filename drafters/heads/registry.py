@@ -226,14 +226,21 @@ class HeadMethod(ABC):
 
 METHODS: dict[str, HeadMethod] = {}
 """The registered methods by name; `methods` and `find_method` fill it."""
+_FAILED: set[str] = set()
+"""Entry points that cannot be loaded, of which a warning was given."""
 
 
 def register(method: type[HeadMethod]) -> type[HeadMethod]:
     """Class decorator: enter a method.
 
     Raises:
+        TypeError: it is no `HeadMethod` with a name and classes.
         ValueError: another method has its name.
     """
+    if not (isinstance(method, type) and issubclass(method, HeadMethod)) or method.__abstractmethods__:
+        raise TypeError(f"a method of heads is a class of mmspec's HeadMethod that defines classes(); got {method!r}.")
+    if not isinstance(getattr(method, "name", None), str):
+        raise TypeError(f"a HeadMethod has a name (str), which the config of its heads records; got {method!r}.")
     known = METHODS.get(method.name)
     if known is not None and type(known).__module__ != method.__module__:
         raise ValueError(f"a method {method.name!r} is registered by {type(known).__module__}; choose another name.")
@@ -252,11 +259,12 @@ def _import_own() -> None:
 def _load_installed(name: str | None = None) -> None:
     """Load the entry points of a name, or all. One that fails is a warning: its package is not needed otherwise."""
     for point in metadata.entry_points(group=ENTRY_POINTS):
-        if point.name in METHODS or name not in (None, point.name):
+        if point.name in METHODS or point.value in _FAILED or name not in (None, point.name):
             continue
         try:
             point.load()
         except Exception as error:  # of a package of others
+            _FAILED.add(point.value)
             reason = f"{type(error).__name__}: {error}"[:200]
             logger.warning("mmspec: draft heads %r of %s cannot be loaded (%s)", point.name, point.value, reason)
 

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 import mmspec
 from mmspec.drafters.checkpoints.export import export_head
 from mmspec.drafters.checkpoints.published import load_published
-from mmspec.drafters.heads.base.c_draft import eagle3_weights
 from mmspec.drafters.heads.eagle.checkpoint import is_msd
+from mmspec.drafters.heads.eagle3.c_weights import eagle3_weights
 from mmspec.drafters.heads.eagle3.checkpoint import eagle3_tensors
 from mmspec.drafters.heads.eagle3.config import Eagle3Config
 from mmspec.drafters.heads.eagle3.head import Eagle3Head
