@@ -113,11 +113,6 @@ def test_what_a_drafter_is_is_said_at_patch(model: PreTrainedModel, kind: type) 
     message = str(error.value)
     assert "mmspec.Drafter" in DRAFTER_CONTRACT and DRAFTER_CONTRACT in message
     assert BAD[kind] in message and len(message) <= 300
-        "mmspec.Drafter" in DRAFTER_CONTRACT
-        and DRAFTER_CONTRACT in message
-        and BAD[kind] in message
-        and len(message) <= 300
-    )
     assert not mmspec.is_patched(model) and torch.equal(torch.get_rng_state(), state)
 
 

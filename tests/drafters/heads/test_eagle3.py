@@ -248,8 +248,8 @@ def test_train_and_draft(tmp_path: Path, capsys: Any) -> None:
     first, second = (load_head(tmp_path / name / "eagle3")[1] for name in ("run", "more"))
     assert torch.equal(first.draft_ids, second.draft_ids)  # type: ignore[arg-type]
     for extra, problem in (
-        (("--layers", "0,1"), "--layers must be three of 0 to 2 for this target; got 0,1"),
-        (("--layers", "0,1,3"), "--layers must be three of 0 to 2 for this target; got 0,1,3"),
+        (("--layers", "0,1"), "--layers must be 3 of 0 to 2 for this target; got 0,1"),
+        (("--layers", "0,1,3"), "--layers must be 3 of 0 to 2 for this target; got 0,1,3"),
         (("--compressor", "latent:4"), "--compressor is for heads that read one hidden state"),
     ):
         assert main([*args[:-1], str(tmp_path / "no"), *extra]) == 2
