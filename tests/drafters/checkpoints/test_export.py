@@ -15,7 +15,6 @@ from slow_readers import SlowDspark, SlowEagle3
 from torch import Tensor, nn
 
 from mmspec.app.cli.main import main
-from mmspec.app.export import command
 from mmspec.drafters.checkpoints.export import EXPORT_FORMATS, export_head, refusal
 from mmspec.drafters.checkpoints.format import HeadMetadata, compact, save_head
 from mmspec.drafters.checkpoints.published import load_published
@@ -337,7 +336,7 @@ def test_what_no_engine_serves(embeddings: SharedEmbeddings, tmp_path: Path) -> 
         export_head(tmp_path, build("dspark"), TARGET, "vllm")
     with pytest.raises(ValueError, match="the format must be one of vllm, sglang, speculators; got 'onnx'"):
         export_head(tmp_path, build("eagle3"), TARGET, "onnx")
-    assert command.ENGINE_FORMATS == EXPORT_FORMATS and not list(tmp_path.iterdir())
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_command(tmp_path: Path, capsys: Any) -> None:
