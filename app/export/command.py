@@ -27,7 +27,7 @@ examples
 """
 
 
-def epilog() -> str:
+def export_help() -> str:
     """The help behind the options, with the methods of the registry."""
     served = [f"  {method.name:9} {method.served}" for method in methods().values() if method.served]
     return EPILOG.format(served="\n".join(served))
@@ -42,7 +42,7 @@ def add_parser(commands: Commands, common: argparse.ArgumentParser) -> None:
         run,
         help="write a draft head for vLLM or SGLang",
         description="Write a trained draft head in the layout of a serving engine.",
-        epilog=epilog,
+        epilog=export_help,
     )
     add = parser.add_argument
     add("head", metavar="RUN", help="folder of a trained head, or of a run with a single one")

@@ -74,7 +74,7 @@ examples
 """
 
 
-def epilog() -> str:
+def train_help() -> str:
     """The help behind the options, with the drafters of the registry."""
     lines = []
     for name, (_, recipe) in recipes().items():
@@ -92,7 +92,7 @@ def add_parser(commands: Commands, common: argparse.ArgumentParser) -> None:
         run,
         help="train a drafter for a model",
         description="Train draft heads on a target's own answers and hidden states.",
-        epilog=epilog,
+        epilog=train_help,
     )
     group = parser.add_argument_group("what")
     add = group.add_argument

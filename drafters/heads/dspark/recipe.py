@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from mmspec.drafters.training.batch import TrainBatch
     from mmspec.interfaces import SharedEmbeddings, TargetInfo
 
-SCALES = {"intermediate_size": 1.0, "markov_rank": 0.125}
-SETTINGS = {"confidence_head": True}
+DSPARK_SCALES = {"intermediate_size": 1.0, "markov_rank": 0.125}
+DSPARK_SETTINGS = {"confidence_head": True}
 DSPARK_HELP = """\
 5 tokens per forward of a block that sees hidden states of several layers, each corrected by the token before it, with
 an estimate of their acceptance (DSpark)"""
@@ -31,8 +31,8 @@ class Dspark(HeadMethod):
 
     name = "dspark"
     recipes = (
-        Recipe("dspark", DSPARK_HELP, "coupled", 5, SCALES, SETTINGS),
-        Recipe("dspark-mixture", MIXTURE_HELP, "coupled", 5, SCALES, {**SETTINGS, "layer_mixture": True}),
+        Recipe("dspark", DSPARK_HELP, "coupled", 5, DSPARK_SCALES, DSPARK_SETTINGS),
+        Recipe("dspark-mixture", MIXTURE_HELP, "coupled", 5, DSPARK_SCALES, {**DSPARK_SETTINGS, "layer_mixture": True}),
     )
     reads_layers = True
     speculators_types = ("dflash", "dspark")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mmspec.drafters.heads.registry import HeadClasses, HeadMethod, Recipe, register
 
-SCALES = {"intermediate_size": 0.0, "block_ffn_size": 1.0}
+FLASH_SCALES = {"intermediate_size": 0.0, "block_ffn_size": 1.0}
 FLASH_HELP = "5 tokens per forward, by a wide feed-forward (FLASH), each corrected by the token before it"
 
 
@@ -14,8 +14,8 @@ class Flash(HeadMethod):
 
     name = "flash"
     recipes = (
-        Recipe("flash", FLASH_HELP, "decoupled", 5, {**SCALES, "markov_rank": 0.25}),
-        Recipe("flash-free", "the same without the correction, as in the paper", "decoupled", 5, SCALES),
+        Recipe("flash", FLASH_HELP, "decoupled", 5, {**FLASH_SCALES, "markov_rank": 0.25}),
+        Recipe("flash-free", "the same without the correction, as in the paper", "decoupled", 5, FLASH_SCALES),
     )
 
     def classes(self) -> HeadClasses:
