@@ -62,7 +62,8 @@ class Dspark(HeadMethod):
         batch = next(batches)
         head.norm.weight.copy_(batch.response_scale())
         if head.mixture is not None:
-            head.mixture.div_(batch.layer_scales(head.config.hidden_state_layers))
+            scales = batch.layer_scales(head.config.hidden_state_layers)
+            head.mixture.copy_(1 / (len(scales) * scales))
 
     def recognise(self, values: Mapping[str, Any], weights: Mapping[str, Tensor]) -> int:
         return 3 * ("hidden_norm.weight" in weights and "layers.0.self_attn.q_norm.weight" in weights)
