@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mmspec.drafters.checkpoints.head_config import parse_head_config
-from mmspec.drafters.checkpoints.state_dict import from_eagle_state_dict, to_eagle_state_dict
+from mmspec.drafters.checkpoints.state_dict import read_head, to_stored
 from mmspec.drafters.checkpoints.validate import check_config, check_head_shape, parse_json
 from mmspec.drafters.heads.base.config import HeadConfig
 from mmspec.drafters.heads.base.head import DraftHead
@@ -95,7 +95,7 @@ def save_head(
     folder: str | os.PathLike[str], head: DraftHead, metadata: HeadMetadata, dtype: torch.dtype = torch.bfloat16
 ) -> None:
     """Write a head, rounded to `dtype`; the folder never holds an incomplete one."""
-    weights = {name: value.detach().to("cpu", dtype).contiguous() for name, value in to_eagle_state_dict(head).items()}
+    weights = {name: value.detach().to("cpu", dtype).contiguous() for name, value in to_stored(head).items()}
     if metadata.draft_ids is not None:
         weights["draft_ids"] = metadata.draft_ids.cpu()
     if metadata.compressor is not None:
@@ -186,12 +186,9 @@ def load_head(folder: str | os.PathLike[str], metadata: HeadMetadata | None = No
     compressor_weights = {name.removeprefix(COMPRESSOR_PREFIX): weights.pop(name) for name in names}
     build = find_method(metadata.architecture).classes().head
     try:
-        state_dict = from_eagle_state_dict(metadata.config, weights, build)
+        head = read_head(lambda: build(metadata.config), weights)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
-    with torch.device("meta"):  # an initialisation would advance the user's random generator
-        head = build(metadata.config)
-    head.load_state_dict({name: value.float() for name, value in state_dict.items()}, assign=True)
     if draft_ids is not None:
         _check_draft_ids(draft_ids, metadata.config.vocab_size, file)
     compressor = None if metadata.compressor is None else (metadata.compressor[0], compressor_weights)

@@ -49,8 +49,9 @@ from mmspec.drafters.heads.registry import find_method
 from mmspec.drafters.heads.vispec.config import VispecConfig
 from mmspec.drafters.heads.vispec.drafter import VispecDrafter
 from mmspec.drafters.heads.vispec.head import VispecHead
+from mmspec.drafters.training.batch import DraftModel, build_inputs_and_labels
 from mmspec.drafters.training.gate import fit_gate_on_batches
-from mmspec.drafters.training.losses import DraftModel, LossWeights, TrainProgress, build_inputs_and_labels
+from mmspec.drafters.training.losses import LossWeights, TrainProgress
 from mmspec.drafters.training.trainer import TrainConfig, Trainer
 from mmspec.interfaces import Compressor, Prompt, VisualGrid, VisualTokens
 from mmspec.metrics.compression_stats import RecordingCompressor

@@ -8,7 +8,8 @@ confidence head estimates whether a position is accepted. The module knows nothi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -118,6 +119,11 @@ class DsparkHead(DraftHead):
     """
 
     config: DsparkConfig
+    stored_names: ClassVar[Mapping[str, str]] = {
+        "bigram_head.table": "markov_head.markov_w1",
+        "bigram_head.vocab_proj": "markov_head.markov_w2",
+        "confidence_head": "confidence_head.proj",
+    }
 
     def __init__(self, config: DsparkConfig, has_table: bool = False) -> None:
         """

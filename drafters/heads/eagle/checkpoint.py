@@ -6,13 +6,12 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from mmspec.drafters.checkpoints.format import CONFIG_NAME
 from mmspec.drafters.checkpoints.head_config import parse_published_config
 from mmspec.drafters.checkpoints.rope import order_rotated_rows
-from mmspec.drafters.checkpoints.state_dict import drop_unused, from_eagle_state_dict
+from mmspec.drafters.checkpoints.state_dict import drop_unused, read_head
 from mmspec.drafters.heads.eagle.config import EagleConfig
 from mmspec.drafters.heads.eagle.drafter import EagleDrafter
 from mmspec.drafters.heads.eagle.head import EagleHead
@@ -24,10 +23,7 @@ logger = logging.getLogger("mmspec")
 def load_eagle(values: Mapping[str, Any], weights: Mapping[str, Tensor], target: TargetInfo, name: str) -> EagleDrafter:
     """The drafter of a head; arguments and errors as `HeadMethod.load_published`."""
     config, weights, vocab_limit = read_eagle(values, weights, target)
-    with torch.device("meta"):  # an initialisation would advance the user's random generator
-        head = EagleHead(config)
-    state_dict = from_eagle_state_dict(config, weights, EagleHead)
-    head.load_state_dict({key: value.float() for key, value in state_dict.items()}, assign=True)
+    head = read_head(lambda: EagleHead(config), weights)
     visual_mode = "decoupled" if is_msd(values, weights) else "coupled"
     return EagleDrafter(head, visual_mode, num_layers=target.num_layers, name=name, vocab_limit=vocab_limit)
 

@@ -5,34 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from mmspec.drafters.checkpoints.draft_vocab import parse_draft_ids
 from mmspec.drafters.checkpoints.head_config import parse_published_config
 from mmspec.drafters.checkpoints.rope import order_rotated_rows
-from mmspec.drafters.checkpoints.state_dict import check_tensors, drop_unused
+from mmspec.drafters.checkpoints.state_dict import drop_unused, read_head
 from mmspec.drafters.heads.eagle3.config import Eagle3Config
 from mmspec.drafters.heads.eagle3.drafter import Eagle3Drafter
 from mmspec.drafters.heads.eagle3.head import Eagle3Head, eagle3_layers
 from mmspec.drafters.heads.eagle3.mrope import parse_mrope
 from mmspec.interfaces import TargetInfo
 
-EAGLE3_NAMES = {
-    "layer.o_proj": "self_attn.o_proj",
-    "layer.down_proj": "mlp.down_proj",
-    "layer.input_norm": "input_layernorm",
-    "layer.hidden_norm": "hidden_norm",
-    "layer.post_norm": "post_attention_layernorm",
-    "layer.q_norm": "self_attn.q_norm",
-    "layer.k_norm": "self_attn.k_norm",
-}
-"""Module of `Eagle3Head` -> module below `layers.0` on disk."""
-EAGLE3_FUSED = {
-    "layer.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "layer.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
-}
-"""Fused module of `Eagle3Head` -> the projections below `layers.0` on disk."""
 TRAINERS_VISUAL_MODE = "placeholder"
 """What SpecForge, AngelSlim and speculators train with and vLLM serves: the placeholder token's embedding."""
 EAGLE3_VISUAL_MODES = ("placeholder", "coupled", "text_only")
@@ -86,11 +70,8 @@ def load_eagle3(
             f"reads {fc.shape[1]} numbers."
         )
     draft_ids = parse_draft_ids(weights.pop("d2t", None), weights.pop("t2d", None), vocab_size, target.vocab_size)
-    with torch.device("meta"):
-        head = Eagle3Head(config)
     weights = order_rotated_rows(drop_unused(weights), {**layer_values, **values}, config.head_dim, config.rotary_dim)
-    state_dict = _to_state_dict(head, weights)
-    head.load_state_dict({key: value.float() for key, value in state_dict.items()}, assign=True)
+    head = read_head(lambda: Eagle3Head(config), weights, "an EAGLE-3 head")
     return Eagle3Drafter(
         head,
         _visual_mode(values),
@@ -155,47 +136,3 @@ def _check_eagle3_values(values: Mapping[str, Any]) -> None:
         raise ValueError(
             "norm_before_residual is missing, and readers disagree on its default: add true or false to config.json."
         )
-
-
-def _stored_names(head: Eagle3Head) -> dict[str, tuple[str, ...]]:
-    """Name in the state dict -> the names on disk that it consists of."""
-    names: dict[str, tuple[str, ...]] = {}
-    for name in head.state_dict():
-        module, _, suffix = name.rpartition(".")
-        if module in EAGLE3_FUSED:
-            names[name] = tuple(f"layers.0.{part}.{suffix}" for part in EAGLE3_FUSED[module])
-        elif module in EAGLE3_NAMES:
-            names[name] = (f"layers.0.{EAGLE3_NAMES[module]}.{suffix}",)
-        else:
-            names[name] = (name,)
-    return names
-
-
-def _split_sizes(head: Eagle3Head, name: str, num_rows: int) -> list[int]:
-    """Rows of each tensor on disk that a tensor of the state dict consists of."""
-    config = head.config
-    num_q, num_kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    sizes = {"layer.qkv_proj": [num_q, num_kv, num_kv], "layer.gate_up_proj": [config.intermediate_size] * 2}
-    return sizes.get(name.rpartition(".")[0], [num_rows])
-
-
-def _to_state_dict(head: Eagle3Head, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A state dict of `head` from the tensors on disk, checked."""
-    names, own = _stored_names(head), head.state_dict()
-    shapes = {
-        part: torch.Size((size, *own[name].shape[1:]))
-        for name, parts in names.items()
-        for part, size in zip(parts, _split_sizes(head, name, own[name].shape[0]), strict=True)
-    }
-    check_tensors(weights, shapes, "an EAGLE-3 head")
-    return {name: torch.cat([weights[part] for part in parts]) for name, parts in names.items()}
-
-
-def eagle3_tensors(head: Eagle3Head) -> dict[str, Tensor]:
-    """The tensors of a head under their names on disk, `layers.0` for the layer."""
-    weights: dict[str, Tensor] = {}
-    for name, parts in _stored_names(head).items():
-        value = head.state_dict()[name].detach().cpu()
-        pieces = value.split(_split_sizes(head, name, value.shape[0]))
-        weights |= {part: piece.contiguous() for part, piece in zip(parts, pieces, strict=True)}
-    return weights

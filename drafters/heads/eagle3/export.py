@@ -7,8 +7,9 @@ from typing import Any
 
 from mmspec.drafters.checkpoints.draft_vocab import draft_vocabulary_tensors, speculators_section
 from mmspec.drafters.checkpoints.format import compact, write_checkpoint
+from mmspec.drafters.checkpoints.state_dict import to_stored
 from mmspec.drafters.heads.base.drafter import HeadDrafter
-from mmspec.drafters.heads.eagle3.checkpoint import TRAINERS_VISUAL_MODE, eagle3_tensors
+from mmspec.drafters.heads.eagle3.checkpoint import TRAINERS_VISUAL_MODE
 from mmspec.drafters.heads.eagle3.head import Eagle3Head, eagle3_layers
 from mmspec.drafters.heads.eagle3.mrope import mrope_keys
 from mmspec.drafters.training.batch import MIXED, MIXED_DRAFTS_AS
@@ -48,7 +49,7 @@ def export_eagle3(folder: Path, drafter: HeadDrafter, target: TargetInfo, format
     """See `HeadMethod.export`: the layout of `speculators`, or the flat one of the EAGLE code."""
     head = drafter.head
     assert isinstance(head, Eagle3Head)
-    weights = eagle3_tensors(head)
+    weights = to_stored(head)
     if format_name == "speculators":
         values = _speculators_config(head, drafter, target)
     else:

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 import mmspec
 from mmspec.drafters.checkpoints.export import export_head
 from mmspec.drafters.checkpoints.published import load_published
+from mmspec.drafters.checkpoints.state_dict import to_stored
 from mmspec.drafters.heads.eagle.checkpoint import is_msd
 from mmspec.drafters.heads.eagle3.c_weights import eagle3_weights
-from mmspec.drafters.heads.eagle3.checkpoint import eagle3_tensors
 from mmspec.drafters.heads.eagle3.config import Eagle3Config
 from mmspec.drafters.heads.eagle3.head import Eagle3Head
 from mmspec.interfaces import SharedEmbeddings, TargetInfo
@@ -227,7 +227,7 @@ def test_whole_calls_with_images(changes: dict[str, Any], tmp_path: Path) -> Non
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
         head = Eagle3Head(config)
-        weights = eagle3_tensors(head) | {"embed_tokens.weight": torch.randn(size, config.hidden_size)}
+        weights = to_stored(head) | {"embed_tokens.weight": torch.randn(size, config.hidden_size)}
     save_file(weights, tmp_path / "model.safetensors")
     values = asdict(config) | {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama"}
     values |= {"eagle_aux_hidden_state_layer_ids": [0, 1, 2], "target_hidden_size": 32, "rms_norm_eps": 1e-5}

@@ -39,7 +39,7 @@ from mmspec.control.depth import DepthController
 from mmspec.drafters import registry
 from mmspec.drafters.checkpoints import format as checkpoint
 from mmspec.drafters.checkpoints.format import HeadMetadata, load_head, save_head
-from mmspec.drafters.checkpoints.state_dict import from_eagle_state_dict, to_eagle_state_dict
+from mmspec.drafters.checkpoints.state_dict import read_head, to_stored
 from mmspec.drafters.heads.base.visual_inputs import VISUAL_MODES, DraftInputs, left_pack
 from mmspec.drafters.heads.eagle.config import EagleConfig
 from mmspec.drafters.heads.eagle.drafter import EagleDrafter
@@ -339,7 +339,7 @@ def test_tensors_have_the_published_names(target: FakeTarget, tmp_path: Path) ->
         "layers.0.self_attn.v_proj.bias", "layers.0.self_attn.o_proj.weight", "layers.0.mlp.gate_proj.weight",
         "layers.0.mlp.up_proj.weight", "layers.0.mlp.down_proj.weight", "layers.0.post_attention_layernorm.weight",
     }  # fmt: skip
-    assert to_eagle_state_dict(target.head)["layers.0.self_attn.k_proj.weight"].shape == (16, 32)
+    assert to_stored(target.head)["layers.0.self_attn.k_proj.weight"].shape == (16, 32)
 
 
 Change = Callable[[dict[str, Tensor]], object]
@@ -424,7 +424,7 @@ def test_shapes_of_the_published_checkpoint_of_llava_7b() -> None:
     config = EagleConfig(4096, 11008, 32, 32, 32000)
     with torch.device("meta"):
         head = EagleHead(config)
-        shapes = {name: tuple(value.shape) for name, value in to_eagle_state_dict(head).items()}
+        shapes = {name: tuple(value.shape) for name, value in to_stored(head).items()}
         weights = {name: torch.empty(shape) for name, shape in shapes.items()}
     assert shapes["fc.weight"] == (4096, 8192) and shapes["fc.bias"] == (4096,)
     assert shapes["layers.0.mlp.down_proj.weight"] == (4096, 11008) and len(shapes) == 10
@@ -433,7 +433,7 @@ def test_shapes_of_the_published_checkpoint_of_llava_7b() -> None:
 
 
 def test_state_dict_names_round_trip(target: FakeTarget) -> None:
-    state = from_eagle_state_dict(HEAD_CONFIG, to_eagle_state_dict(target.head))
+    state = read_head(lambda: EagleHead(HEAD_CONFIG), to_stored(target.head)).state_dict()
     assert all(torch.equal(value, target.head.state_dict()[name]) for name, value in state.items())
     assert set(state) == set(target.head.state_dict())
 
