@@ -19,7 +19,7 @@ FUSED_PROJECTIONS = {
     "gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
 }
 """Fused module of a decoder layer -> the projections on disk."""
-LAYER_NAMES = {
+STORED_MODULES = {
     "o_proj": "self_attn.o_proj",
     "q_norm": "self_attn.q_norm",
     "k_norm": "self_attn.k_norm",
@@ -51,7 +51,7 @@ def stored_parts(head: DraftHead) -> dict[str, tuple[tuple[str, int], ...]]:
             projections = zip(FUSED_PROJECTIONS[module], sizes[module], strict=True)
             parts[name] = tuple((f"{layer}.{stored}.{suffix}", rows) for stored, rows in projections)
         else:
-            parts[name] = ((f"{layer}.{LAYER_NAMES.get(module, module)}.{suffix}", value.shape[0]),)
+            parts[name] = ((f"{layer}.{STORED_MODULES.get(module, module)}.{suffix}", value.shape[0]),)
     return parts
 
 
