@@ -181,7 +181,8 @@ def multinomial_is_reproduced(device: torch.device, vocab_size: int) -> bool:
     with seeded(device):
         noise = SamplingNoise(PROBE_ROWS, vocab_size, device, PROBE_STEPS)
         noise.draw(PROBE_STEPS)
-        found = [(one / noise.at_step(step)[:, 0]).argmax(-1) for step, one in enumerate(probs)]
+        steps = [noise.ahead([step] * PROBE_ROWS, 1, PROBE_STEPS)[:, 0] for step in range(PROBE_STEPS)]
+        found = [(one / own).argmax(-1) for one, own in zip(probs, steps, strict=True)]
         noise.close(PROBE_STEPS - 1)
         same_state = torch.equal(_generator_state(device), end)
     return same_state and all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))

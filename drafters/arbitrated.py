@@ -26,7 +26,8 @@ from mmspec.drafters.ngram.lookup import NgramIndex, PromptLookup
 from mmspec.drafters.ngram.output_ngrams import OutputNgrams, OutputState
 from mmspec.drafters.ngram.recycling import SuccessorTable
 from mmspec.engine.tree import DraftTree
-from mmspec.interfaces import ClosedFormFit, Examples, Prompt, VerifyResult
+from mmspec.interfaces import Prompt, VerifyResult
+from mmspec.learning.protocols import ClosedFormFit, Examples
 
 LOOKUP, RECYCLING, HYBRID, OUTPUTS, INSTANT = range(5)
 ARM_NAMES = ("lookup", "recycling", "hybrid", "outputs", "instant")
@@ -165,7 +166,7 @@ def _expected_gain(tree: DraftTree, active: Sequence[bool]) -> float:
 
 
 class LearnableArbitratedDrafter(ArbitratedDrafter):
-    """With instant heads, whose learning is that of the whole: a `mmspec.interfaces.ClosedFormDrafter`."""
+    """With instant heads, whose learning is that of the whole: a `mmspec.learning.protocols.ClosedFormDrafter`."""
 
     heads: OnlineHeads
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
 
+from mmspec.arguments import option_getter
 from mmspec.control.draft_cost import HeadCostModel
-from mmspec.fallback import option_getter
 from mmspec.interfaces import Drafter, ReplicableDrafter
 from mmspec.metrics.stats import Stats
 from mmspec.patching import disabled, is_patched, patch_state, stats

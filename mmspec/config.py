@@ -19,13 +19,12 @@ from mmspec.interfaces import (
     AssistantParts,
     Compressor,
     Drafter,
-    GradientDrafter,
     GridCompressor,
-    LearnableDrafter,
     SizedCompressor,
     TargetInfo,
     TrainedDrafter,
 )
+from mmspec.learning.protocols import GradientDrafter, LearnableDrafter
 from mmspec.reference import check_reference, reference_rows, resolve_reference_ids
 from mmspec.targets.assistant import assistant_parts, find_assistant, is_assistant, is_assistant_folder, load_assistant
 from mmspec.targets.layer_subset import check_layer_subsets
@@ -41,6 +40,7 @@ PER_CALL_OPTIONS = (
     "deterministic",
     "backend",
     "learn",
+    "reuse_prefix",
     "reference",
     "reference_ids",
 )
@@ -69,6 +69,8 @@ class SpecConfig:
             a GPU that passes a check, and torch for models and calls that neither serves.
         learn: the drafter learns from this call; in the options of `patch` also the largest share of the time that
             learning may take.
+        reuse_prefix: what calls have computed of their prompts serves later calls that begin alike; a text names a
+            scope, calls of other scopes share nothing with it.
     """
 
     drafter: Drafter
@@ -79,6 +81,7 @@ class SpecConfig:
     deterministic: bool = False
     backend: str = "auto"
     learn: bool | float = False
+    reuse_prefix: bool | str = False
 
     def __post_init__(self) -> None:
         _check_backend(self.backend)
@@ -91,6 +94,10 @@ class SpecConfig:
             raise ValueError(
                 "learn=True and deterministic=True exclude each other: learned weights change the shapes of later "
                 "calls. Pass one of them."
+            )
+        if not isinstance(self.reuse_prefix, (bool, str)):
+            raise TypeError(
+                f"reuse_prefix must be True, False or the name of a scope; got {self.reuse_prefix!r}. Pass a bool."
             )
         check_reference(self.reference)
         _check_tree_size(self.tree_size)
@@ -129,6 +136,7 @@ class PatchArguments:
     deterministic: bool
     backend: str
     learn: bool | float | str = False
+    reuse_prefix: bool | str = False
 
 
 def _check_backend(backend: object) -> None:
@@ -326,6 +334,7 @@ def resolve_config(arguments: PatchArguments, adapter: Any) -> SpecConfig:
         deterministic=arguments.deterministic,
         backend=arguments.backend,
         learn=learn,
+        reuse_prefix=arguments.reuse_prefix,
     )
     if learn and config.active_compressor is not None and isinstance(drafter, GradientDrafter):
         raise ValueError(
@@ -365,7 +374,7 @@ def check_grids(compressor: Compressor, adapter: Any) -> None:
         ValueError: it is one.
     """
     needs_grids = isinstance(compressor, GridCompressor) and compressor.needs_grids
-    if needs_grids and adapter.media_token_ids and not adapter.has_grids:
+    if needs_grids and adapter.media_token_ids and not adapter.layout.has_grids:
         raise ValueError(
             f"compressor {compressor.name!r} needs the grids of visual tokens, which are unknown for model_type "
             f"{adapter.model_type!r}; choose one without grids, such as stride:{compressor.max_tokens}."

@@ -7,12 +7,12 @@ import threading
 from typing import Any, Self
 
 import torch
-from torch import nn
 
 from mmspec.control.cost_store import CostStore, Measured, device_description
 from mmspec.control.depth import DepthController
 from mmspec.control.tree_size import RoundCostModel
 from mmspec.interfaces import Drafter
+from mmspec.interfaces.drafter import modules_of
 from mmspec.targets.base import ModelAdapter
 
 
@@ -55,13 +55,12 @@ class DrafterCosts:
 
 def _key(drafter: Drafter, adapter: ModelAdapter) -> dict[str, object]:
     """What the costs depend on."""
-    weights = [part for part in vars(drafter).values() if isinstance(part, nn.Module)]
     return {
         "target": [adapter.model_type, adapter.num_layers, adapter.text_config.hidden_size, adapter.vocab_size],
         "dtype": str(adapter.model.dtype),
         "attention": adapter.attention,
         "device": device_description(adapter.model.device),
-        "drafter": [drafter.name, sum(weight.numel() for part in weights for weight in part.parameters())],
+        "drafter": [drafter.name, sum(weight.numel() for part in modules_of(drafter) for weight in part.parameters())],
         "torch": torch.__version__,
     }
 

@@ -1,26 +1,37 @@
 """Requests that transformers decodes alone, and the reason: whatever the loop cannot reproduce exactly.
 
-Reads settings only. A reason names the option, since it is logged once as a warning and stored in
-`Stats.fallback_reason`. `mmspec.generate` asks for reasons in this order, the first one counts:
+A reason names the option, since it is logged once as a warning and stored in `Stats.fallback_reason`. `FallbackPolicy`
+asks for reasons in this order, the first one counts:
 
 1. `reason_before_binding`: the model's class has a `generate` of its own.
 2. `reason_before_prepare`: options and modules that are known before transformers prepares anything.
-3. `reason_after_prepare`: the prepared generation config and model inputs.
-4. `ModelAdapter.unsupported_reason`: attention, layer types and rotary scaling of the model.
-5. `HFTarget.unsupported_reason`: the cache (`engine.tree_cache`) and the attention mask of the call.
-6. `selftest.failure_reason`: modules of unknown classes, tested once.
+3. `distributed_reason`: ranks that must decode in lockstep.
+4. The self-test, run once for each state of the model (`mmspec.targets.selftest`).
+5. `missing_hidden_states`: layers that the drafter reads and the model has no more.
+6. `reason_after_prepare`: the prepared generation config and model inputs.
+7. `ModelAdapter.unsupported_reason`: attention, layer types and rotary scaling of the model.
+8. `HFTarget.unsupported_reason`: the cache (`engine.tree_cache`) and the attention mask of the call.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Mapping
 from typing import Any
 
-from mmspec.targets.module_scan import ModuleScan, callable_name, is_library_code, scan_modules
+import torch
 
-OptionGetter = Callable[[str], Any]
-"""Name of a generation option -> its value in this call (keyword, else passed config, else the model's config)."""
+from mmspec.arguments import OptionGetter, option_getter, prompt_inputs
+from mmspec.call import PreparedInputs
+from mmspec.config import missing_hidden_states
+from mmspec.engine.guard import describe_code
+from mmspec.interfaces import Drafter
+from mmspec.targets import selftest
+from mmspec.targets.base import ModelAdapter
+from mmspec.targets.module_scan import ModuleScan, callable_name, is_library_code, scan_modules
+from mmspec.targets.recurrent import target_class
+from mmspec.targets.selftest import SelfTestResult, judge
 
 _DECODING_MODES = {
     "num_beams": lambda value: value > 1,
@@ -47,17 +58,86 @@ GENERATE_MODULE = "transformers.generation.utils"
 _OUTPUTS = ("output_attentions", "output_hidden_states")
 
 
-def option_getter(arguments: Mapping[str, Any], model: Any) -> OptionGetter:
-    """A function that resolves options as transformers does: keyword, else the call's config, else the model's."""
-    call_config = arguments.get("generation_config")
+class FallbackPolicy:
+    """Decides who decodes the calls of one patched model: the loop, or transformers alone, and why."""
 
-    def get_option(name: str) -> Any:
-        if name in arguments:
-            return arguments[name]
-        value = getattr(call_config, name, None)
-        return value if value is not None else getattr(model.generation_config, name, None)
+    def __init__(self, adapter: ModelAdapter, processor: Any) -> None:
+        """
+        Args:
+            adapter: of the model.
+            processor: the model's processor or tokenizer, for the self-test; or None.
+        """
+        self._adapter = adapter
+        self._processor = processor
+        self._lock = threading.Lock()
+        self._verdict: tuple[Any, str | None] | None = None  # (state of the model, reason of the failure)
 
-    return get_option
+    def before_prepare(self, arguments: dict[str, Any], modules: ModuleScan, drafter: Drafter) -> str | None:
+        """Why transformers must decode a call, or None, before it prepares the call.
+
+        Args:
+            arguments: bound arguments of `generate`.
+            modules: result of the scan over the model's modules.
+            drafter: of the call.
+        """
+        model = self._adapter.model
+        return (
+            reason_before_prepare(arguments, model, option_getter(arguments, model), modules)
+            or distributed_reason(model)
+            or self._selftest_failure_reason(modules, arguments)
+            or missing_hidden_states(drafter, self._adapter)  # a model may be cut after `patch`
+        )
+
+    def after_prepare(self, inputs: PreparedInputs) -> str | None:
+        """The same, once transformers has prepared the call."""
+        adapter, model_kwargs = self._adapter, inputs.model_kwargs
+        pads = any(hasattr(criterion, "eos_token_id") for criterion in inputs.criteria)
+        return (
+            reason_after_prepare(inputs.generation_config, adapter.model, model_kwargs, pads)
+            or adapter.unsupported_reason()
+            or target_class(adapter).unsupported_reason(adapter, inputs.input_ids, model_kwargs)
+        )
+
+    def run_first_selftest(self) -> SelfTestResult | None:
+        """The verdict on the model as it is now; None if calls would be decoded by transformers anyway, so that the
+        test waits for a call that is not."""
+        adapter, model = self._adapter, self._adapter.model
+        if reason_before_binding(model) or model.device.type == "meta":
+            return None
+        modules = scan_modules(model)
+        reason = reason_before_prepare({}, model, option_getter({}, model), modules) or distributed_reason(model)
+        if reason or modules.foreign or adapter.unsupported_reason():
+            return None
+        result = judge(adapter, self._processor)
+        if result.is_conclusive:
+            self._verdict = self._selftest_key(modules), result.failure
+        return result
+
+    def _selftest_key(self, modules: ModuleScan) -> tuple[Any, ...]:
+        """What a verdict depends on, as far as it may change after `patch`."""
+        # The code alone: what known modules do is known, and their weights and buffers are no matter of trees.
+        adapter, model = self._adapter, self._adapter.model
+        return str(model.device), model.dtype, adapter.attention, describe_code(modules.foreign)
+
+    def _selftest_failure_reason(self, modules: ModuleScan, arguments: dict[str, Any]) -> str | None:
+        """Why the self-test failed on the model in its present state, or None. Runs once for each state."""
+        if self._adapter.unsupported_reason():  # the call is decoded by transformers, with that reason
+            return None
+        key = self._selftest_key(modules)
+        with self._lock:
+            if self._verdict is None or self._verdict[0] != key:
+                reason = self._find_selftest_failure(modules, arguments)
+                self._verdict = self._selftest_key(modules), reason  # a first forward may pack weights
+            return self._verdict[1]
+
+    def _find_selftest_failure(self, modules: ModuleScan, arguments: dict[str, Any]) -> str | None:
+        inputs = prompt_inputs(arguments, self._adapter.model)
+        if modules.foreign:
+            return selftest.foreign_failure(self._adapter, modules.foreign, inputs)
+        result = judge(self._adapter, self._processor)
+        if not result.is_conclusive:  # the model rejects a prompt without an image: use the user's
+            result = selftest.run_selftest(self._adapter, inputs)
+        return None if result.passed else f"a failed self-test ({result.failure})"
 
 
 def reason_before_binding(model: Any) -> str | None:
@@ -153,3 +233,23 @@ def _is_transformers_method(model: Any, name: str) -> bool:
     if own is not None and not (getattr(own, "__self__", None) is model and own.__func__ is method):
         return False  # PEFT restores a method as an attribute of the instance, which changes nothing
     return method is not None and is_library_code(method)
+
+
+def tensor_parallel_module(model: Any) -> str | None:
+    """The first module whose weights are spread over ranks that compute it together, or None.
+
+    Those of FSDP are gathered before a forward, and such calls have a reason of their own.
+    """
+    return None if distributed_reason(model) else scan_modules(model).distributed
+
+
+def distributed_reason(model: Any) -> str | None:
+    """Why the ranks must decode in lockstep (`synced_gpus`), or None."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return None
+    from transformers.integrations import is_deepspeed_zero3_enabled
+    from transformers.integrations.fsdp import is_fsdp_managed_module
+
+    if torch.distributed.get_world_size() > 1 and (is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model)):
+        return "synced_gpus"
+    return None

@@ -1,9 +1,9 @@
-"""The choice of a call's target, and its prefill: the forward over the prompt that transformers prepared."""
+"""The target of a call, and its prefill: the forward over the prompt that transformers prepared."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Hashable
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from math import ceil
 from typing import Any
@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 
+from mmspec.backend import find_recorder, use_prompt_linear_kernels
 from mmspec.call import CallContext, FallbackRequired, PreparedInputs
-from mmspec.control.device_check import DEVICE_CHECKS
 from mmspec.engine.criteria import UNLIMITED_STEPS, is_user_code
 from mmspec.engine.draws import DrawsRandomNumbers, ForbidDraws
-from mmspec.engine.graph import Recorder
+from mmspec.engine.prefix import Prefix
 from mmspec.engine.sampler import unknown
-from mmspec.engine.tree_cache import CACHE_ARGUMENT
+from mmspec.targets.agreement import equal_logits
 from mmspec.targets.hf import HFTarget
-from mmspec.targets.lanes import AUTO_DEVICE_TYPES, Lane, UnrecordableCallError, recorder_for
+from mmspec.targets.lanes import Lane, UnrecordableCallError
 from mmspec.targets.module_state import DRAWS_RANDOM_NUMBERS
 from mmspec.targets.recurrent import target_class
 
@@ -40,61 +40,51 @@ class Prefilled:
     hidden_states: dict[int, Tensor]
 
 
-@contextmanager
-def prefill(call: CallContext, inputs: PreparedInputs) -> Iterator[Prefilled]:
-    """Context with the target of a call after its prefill: one that replays recorded rounds if that is possible.
+def prefill(call: CallContext, inputs: PreparedInputs, stack: ExitStack) -> Prefilled:
+    """Run the prompt of a call by a target that it chooses: one that replays recorded rounds if that is possible.
+
+    Args:
+        call: the call.
+        inputs: what transformers prepared.
+        stack: holds what the target needs until the call ends.
 
     Raises:
         FallbackRequired: transformers must decode this call.
     """
     length = inputs.input_ids.shape[1] + max_new_tokens(inputs)
-    recorder = _find_recorder(call, inputs, length)
-    with call.lanes.lease(call.adapter, len(inputs.input_ids), length, recorder) as lane:
+    recorder = find_recorder(call, inputs, length)
+    with use_prompt_linear_kernels(call):
+        lane = stack.enter_context(call.lanes.lease(call.adapter, len(inputs.input_ids), length, recorder))
         try:
-            prefilled = _prefill(call, inputs, lane)
+            return _prefill(call, inputs, lane)
         except (UnrecordableCallError, torch.OutOfMemoryError) as error:
             if lane is None:
                 raise
             call.lanes.fail(error)
-            prefilled = _prefill(call, inputs, None)
-        yield prefilled
-
-
-def _find_recorder(call: CallContext, inputs: PreparedInputs, max_length: int) -> Callable[[], Recorder] | None:
-    """Creates the recorder of this call; None if it is not recorded. With `backend="recorded"` says why not."""
-    config, device = call.spec_config, call.adapter.model.device
-    recorder = call.lanes.recorder or recorder_for(device, config.backend)
-    if recorder is None and config.backend != "recorded":
-        return None
-    if (reason := _reason_against_recording(call, inputs, max_length, recorder)) is not None:
-        if config.backend == "recorded":
-            call.warn(f"backend='recorded': a call runs eager ({reason})")
-        return None
-    if config.backend == "auto" and device.type in AUTO_DEVICE_TYPES:
-        # Recording begins with a verdict, in the middle of a process, and rounds half precision differently.
-        return recorder if not config.deterministic and DEVICE_CHECKS.passed(device) else None
-    return recorder
-
-
-def _reason_against_recording(
-    call: CallContext, inputs: PreparedInputs, max_length: int, recorder: Callable[[], Recorder] | None
-) -> str | None:
-    """Why a call is not recorded, or None."""
-    if recorder is None:
-        return f"nothing records on {call.adapter.model.device}"
-    if call.spec_config.drafter.requirements.layer_subsets:  # a recorded round runs all layers
-        return "the drafter runs some of the model's layers"
-    return call.lanes.reason(call.adapter, call.scanned_modules(), inputs.model_kwargs[CACHE_ARGUMENT], max_length)
+            return _prefill(call, inputs, None)
 
 
 def _prefill(call: CallContext, inputs: PreparedInputs, lane: Lane | None) -> Prefilled:
-    target = _build_target(call, inputs, lane)
+    target, use = _build_target(call, inputs, lane), call.prefix_use
+    if use is None or use.prefix is None:
+        return _watched_prefill(call, inputs, target, None)
+    prefix = use.prefix.repeated(call.num_return_sequences)
+    prefilled = _watched_prefill(call, inputs, target, prefix if use.is_known else None)
+    if use.is_known:
+        call.stats.reused_positions = (prefix.length - max(use.rows.padding)) * len(inputs.input_ids)
+    else:
+        use.store.verdicts[prefix.needs_media] = _serves(call, inputs, prefix, prefilled)
+    return prefilled
+
+
+def _watched_prefill(call: CallContext, inputs: PreparedInputs, target: HFTarget, prefix: Prefix | None) -> Prefilled:
+    """The prefill, which ends where it draws random numbers."""
     indices = call.spec_config.drafter.requirements.hidden_state_indices
     key = _watch_key(call, inputs)
     if key in call.quiet_states:
-        return Prefilled(target, *target.prefill(indices))
+        return Prefilled(target, *target.prefill(indices, prefix))
     with ForbidDraws() as watch, suppress(DrawsRandomNumbers):
-        logits, hidden_states = target.prefill(indices)
+        logits, hidden_states = target.prefill(indices, prefix)
     if watch.has_drawn:
         raise FallbackRequired(DRAWS_RANDOM_NUMBERS)
     if key is not None:
@@ -102,12 +92,26 @@ def _prefill(call: CallContext, inputs: PreparedInputs, lane: Lane | None) -> Pr
     return Prefilled(target, logits, hidden_states)
 
 
+def _serves(call: CallContext, inputs: PreparedInputs, prefix: Prefix, whole: Prefilled) -> bool:
+    """Whether a forward behind the prefix gives what the forward over the whole prompt gave, up to rounding."""
+    dtype = call.adapter.model.dtype
+    try:
+        logits, states = _build_target(call, inputs, None).prefill(tuple(whole.hidden_states), prefix)
+        pairs = [(whole.logits, logits), *((whole.hidden_states[index], states[index]) for index in states)]
+        agree = all(equal_logits(expected.float(), found.float(), dtype) for expected, found in pairs)
+    except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError):  # a model that cannot go on
+        agree = False
+    if not agree:
+        call.warn("reuse_prefix has no effect: behind a prefix this model computes other logits than in one forward")
+    return agree
+
+
 def _watch_key(call: CallContext, inputs: PreparedInputs) -> Hashable | None:
     """The state of the model in which one prefill without a draw tells of the next; None where user code runs in it.
 
     Library modules draw in a forward by their class, their mode and the kinds of inputs.
     """
-    modules, adapter = call.scanned_modules(), call.adapter
+    modules, adapter = call.modules, call.adapter
     if modules.has_user_code:
         return None
     given = tuple(sorted(name for name, value in inputs.model_kwargs.items() if value is not None))
@@ -115,13 +119,14 @@ def _watch_key(call: CallContext, inputs: PreparedInputs) -> Hashable | None:
 
 
 def _build_target(call: CallContext, inputs: PreparedInputs, lane: Lane | None) -> HFTarget:
-    modules = call.modules
-    assert modules is not None
     runs_user_code = bool(
         call.streamer is not None or unknown(inputs.processors) or any(map(is_user_code, inputs.criteria))
     )
     arguments = call.adapter, inputs.input_ids, inputs.model_kwargs, inputs.generation_config, max_new_tokens(inputs)
-    options: dict[str, Any] = {"inference_mode": modules.can_use_inference_mode, "cache_is_observed": runs_user_code}
+    options: dict[str, Any] = {
+        "inference_mode": call.modules.can_use_inference_mode,
+        "cache_is_observed": runs_user_code,
+    }
     if lane is not None:
         return HFTarget(*arguments, **options, lane=lane)
     target = target_class(call.adapter)(*arguments, **options)

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from mmspec.engine.draws import PrivateDraws
+from mmspec.engine.recordings import Recordings
 from mmspec.engine.tree import DraftTree
 from mmspec.interfaces import Drafter, Prompt, ReplicableDrafter, VerifyResult
 from mmspec.interfaces.drafter import DRAFTER_CONTRACT
+from mmspec.interfaces.round import pass_recordings
 
 logger = logging.getLogger("mmspec")
 
@@ -79,6 +81,10 @@ class RngIsolatedDrafter:
     def begin(self, prompt: Prompt) -> Any:
         with self.private_draws:
             return self.drafter.begin(prompt)
+
+    def use_recordings(self, state: Any, recordings: Recordings) -> None:
+        with self.private_draws:
+            pass_recordings(self.drafter, state, recordings)
 
     def propose(self, state: Any, max_nodes: int, active: Sequence[bool]) -> DraftTree:
         with self.private_draws:

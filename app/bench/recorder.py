@@ -8,11 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from mmspec.app.bench.rounds import Round
+from mmspec.engine.recordings import Recordings
 from mmspec.engine.tree import DraftTree
 from mmspec.interfaces import CompressingDrafter, Drafter, Prompt, TrainedDrafter, VerifyResult, VisualGrid
+from mmspec.interfaces.drafter import modules_of
+from mmspec.interfaces.round import pass_recordings
 
 
 class RecordingDrafter:
@@ -36,12 +39,14 @@ class RecordingDrafter:
         self._num_proposed: int | None = None
         self.grids: tuple[VisualGrid, ...] = ()
         self._visual: Tensor | None = None
-        # Linear layers are computed the fastest way if they are found among a drafter's own attributes.
-        self.__dict__.update({name: part for name, part in vars(inner).items() if isinstance(part, nn.Module)})
+        self.modules = modules_of(inner)
 
     def begin(self, prompt: Prompt) -> Any:
         self.grids, self._visual = prompt.grids, prompt.visual_mask[:1]
         return self.inner.begin(prompt)
+
+    def use_recordings(self, state: Any, recordings: Recordings) -> None:
+        pass_recordings(self.inner, state, recordings)
 
     def propose(self, state: Any, max_nodes: int, active: Sequence[bool]) -> DraftTree:
         tree = self.inner.propose(state, max_nodes, active)

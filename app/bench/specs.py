@@ -21,6 +21,7 @@ from mmspec.config import resolve_drafter
 from mmspec.control.depth import DepthController
 from mmspec.drafters.heads.eagle.drafter import EagleDrafter
 from mmspec.interfaces import NO_LIMIT, CompressingDrafter, Compressor, Drafter
+from mmspec.interfaces.drafter import modules_of
 from mmspec.patching import KEY
 from mmspec.targets.registry import find_adapter
 
@@ -127,8 +128,10 @@ def weight_sizes(model: PreTrainedModel) -> dict[str, float | None]:
     """`draft_mib`: weights added by drafter and compressor in MiB; `of_target`: their share of the target's weights."""
     if not mmspec.is_patched(model):
         return {"draft_mib": None, "of_target": None}
-    parts = [part for name, part in vars(get_drafter(model)).items() if name != "compressor"] + [get_compressor(model)]
-    modules = [part for part in parts if isinstance(part, nn.Module)]
+    drafter = get_drafter(model)
+    bundled, chosen = getattr(drafter, "compressor", None), get_compressor(model)
+    modules = [part for part in modules_of(drafter) if part is not bundled]
+    modules += [chosen] if isinstance(chosen, nn.Module) else []
     target = {id(weight): weight.nbytes for weight in (*model.parameters(), *model.buffers())}
     own = {id(w): w.nbytes for part in modules for w in (*part.parameters(), *part.buffers()) if id(w) not in target}
     return {"draft_mib": sum(own.values()) / 2**20, "of_target": sum(own.values()) / sum(target.values())}

@@ -247,7 +247,7 @@ class Teacher:
         """One forward of the target over prompts and answers."""
         _, inputs = self.build_inputs(self.data, indices)
         inputs, response_mask = self._append_answers(inputs, [self.answers[index] for index in indices])
-        device, capture = self.model.device, self.adapter.attention_capture()
+        device, capture = self.model.device, self.adapter.layout.attention_capture()
         with (
             torch.no_grad(),
             torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cpu" and bf16_is_faster(device)),
@@ -256,13 +256,13 @@ class Teacher:
             outputs = self.model(**inputs, output_hidden_states=True, logits_to_keep=1, use_cache=False)
         input_ids, attention_mask = inputs["input_ids"], inputs["attention_mask"].bool()
         visual_mask = torch.isin(input_ids, torch.tensor(self.media_token_ids, device=input_ids.device))
-        vision = {name: inputs[name] for name in self.adapter.vision_args if inputs.get(name) is not None}
+        vision = {name: inputs[name] for name in self.adapter.layout.vision_args if inputs.get(name) is not None}
         prompt = Prompt(
             input_ids,
             attention_mask,
             visual_mask,
             position_ids=input_ids,
-            grids=self.adapter.grids(input_ids, vision),
+            grids=self.adapter.layout.grids(input_ids, vision),
         )
         return TrainBatch(
             input_ids=input_ids,
@@ -272,7 +272,7 @@ class Teacher:
             inputs_embeds=outputs.hidden_states[0].float(),
             hidden_states=outputs.hidden_states[-1].float(),
             grids=prompt_grids(prompt, input_ids.shape[1]),
-            visual_saliency=self.adapter.visual_saliency(capture, visual_mask, vision),
+            visual_saliency=self.adapter.layout.visual_saliency(capture, visual_mask, vision),
             aux_hidden_states={layer: outputs.hidden_states[layer].float() for layer in self.aux_layers},
         )
 

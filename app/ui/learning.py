@@ -20,7 +20,7 @@ from mmspec.app.ui.model_store import ModelStore, RunSettings
 from mmspec.app.ui.thumbnails import MEDIA_SIZE, to_data_uri
 from mmspec.app.ui.worker import CancelSignal
 from mmspec.files import CACHE_VARIABLE
-from mmspec.metrics.learning_stats import CurvePoint, LearningStats, SpeedCurve
+from mmspec.learning.stats import CurvePoint, LearningStats, SpeedCurve
 
 if TYPE_CHECKING:
     from mmspec.app.scenes.tasks import SceneRequest

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from PIL import Image
-from torch import nn
 
 import mmspec
 from mmspec.app.bench.measure import clone
@@ -18,6 +17,7 @@ from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.load import load_model
 from mmspec.config import resolve_drafter
 from mmspec.interfaces import Compressor, Drafter
+from mmspec.interfaces.drafter import modules_of
 from mmspec.vision.registry import build_compressor
 
 WARMUP_TOKENS = 12
@@ -52,8 +52,7 @@ class LoadedModel:
             except (OSError, TypeError, ValueError) as error:
                 raise UsageError(f"Drafter {Path(name).name}: {one_line(error, 200)}") from error
         drafter = self._drafters[name]
-        is_trained = any(isinstance(value, nn.Module) for value in vars(drafter).values())
-        return drafter if is_trained else copy.deepcopy(drafter)  # trained drafters have no state between runs
+        return drafter if modules_of(drafter) else copy.deepcopy(drafter)  # trained drafters have no state between runs
 
     def get_compressor(self, name: str | None) -> Compressor | None:
         """A new compressor; None for no name.

@@ -38,7 +38,7 @@ from mmspec.engine.stepwise import StepwiseLoop
 from mmspec.engine.tree import BUCKETS, DraftTree, bucket_size, first_chain, replace_with_chain, root_only, sanitize
 from mmspec.engine.verifier import Verified, Verifier
 from mmspec.interfaces import Drafter, Prompt, Target, VerifyResult
-from mmspec.interfaces.round import FusableDrafter, FusableTarget
+from mmspec.interfaces.round import FusableDrafter, FusableTarget, pass_recordings
 from mmspec.metrics.stats import RoundTimes, Stats
 
 
@@ -90,6 +90,8 @@ class DecodeLoop:
         verifier = stepwise.verifier if output.stepwise else self._verifier
         first = verifier.verify(self._root, prompt_logits[:, None], output.row_state(1))
         state = self.drafter.begin(prompt)
+        if isinstance(self.target, FusableTarget):
+            pass_recordings(self.drafter, state, self.target.recordings)
         output.emit(first.result, first.scores, first.logits)
         self.drafter.observe(state, first.result, {})
         first_token_time = time.perf_counter()

@@ -204,9 +204,9 @@ class OutputBuffer:
         return end if self.noise is None else min(end, self.steps + self.noise.window)
 
     def noise_ahead(self, depth: int) -> Tensor:
-        """Noise [B, depth, V] of the next steps of each row (`mmspec.interfaces.Prompt.noise`)."""
+        """Noise [B, depth, V] of the next steps of each row (`mmspec.interfaces.Prompt.noise`), a copy."""
         assert self.noise is not None
-        return self.noise.lookahead(self.num_emitted, depth, self.noise_end(depth))
+        return self.noise.ahead(self.num_emitted, depth, self.noise_end(depth)).clone()
 
     def row_state(self, num_nodes: int) -> RowState:
         """The rows before a round of `num_nodes` nodes."""

@@ -64,6 +64,9 @@ class RecordedRounds:
             self._constants = [self._recordings.fixed("draftable", draftable)]
             if output.stop_ids is not None:
                 self._constants.append(self._recordings.fixed("stop_ids", output.stop_ids))
+            if output.noise is not None:
+                output.noise.store_in(self._recordings)
+                self._constants += output.noise.tensors
 
     @property
     def can_draft(self) -> bool:
@@ -122,7 +125,7 @@ class RecordedRounds:
             return None
 
     def _inputs(self, function: RoundFunction, plan: RoundPlan, score: ScorePart) -> list[Tensor]:
-        """What differs from round to round: the integers of the rows in one copy to the device, and the noise."""
+        """What differs from round to round: the integers of the rows in one copy to the device, and draft or tree."""
         output, rows, draft = self._output, plan.rows, plan.part
         output.reserve(plan.num_nodes)
         start, device = output.prompt_length, output.sequences.device
@@ -139,14 +142,11 @@ class RecordedRounds:
                 strict=True,
             )
         ]
-        noise: tuple[Tensor, ...] = ()
-        if output.noise is None:
-            columns = from_host(table, device)
-        else:
-            steps = function.reader.max_steps
-            slots = output.noise.lookahead_slots(rows.host_num_emitted, steps, output.noise_end(plan.num_nodes))
-            columns = from_host([row + more for row, more in zip(table, slots, strict=True)], device)
-            columns, noise = columns[:, :-steps], (output.noise.at_slots(columns[:, -steps:]),)
+        if output.noise is not None:
+            noise_end = output.noise_end(plan.num_nodes)
+            slots = output.noise.slots(rows.host_num_emitted, function.reader.max_steps, noise_end)
+            table = [row + more for row, more in zip(table, slots, strict=True)]
+        columns = from_host(table, device)
         root_ids, num_emitted, max_emit = columns[:, :3].unbind(1)
         rows.on_device = root_ids, num_emitted, max_emit, None
         if draft is None:
@@ -154,7 +154,7 @@ class RecordedRounds:
             trees = [part.to(device) for part in (plan.tree.tokens, plan.tree.parents, plan.tree.node_mask)]
         else:
             trees = list(draft.inputs)
-        inputs = [columns, *trees, *noise]
+        inputs = [columns, *trees]
         if self._sampler.reads_history:
             inputs.append(resize(output.sequences, length_bucket(output.sequences.shape[1])))
         return inputs

@@ -19,11 +19,18 @@ from torch import Tensor
 
 from mmspec.engine.draws import default_generator, unprivate
 from mmspec.engine.host_copy import from_host
+from mmspec.engine.recordings import Recordings
 
 _LOCK = threading.RLock()
 """Held while the noise of any call changes: calls in several threads must not interleave within a draw."""
 _LIVE: weakref.WeakSet[SamplingNoise] = weakref.WeakSet()
 """The noise of the calls that run now."""
+
+
+def read_noise(tensors: Sequence[Tensor], slots: Tensor) -> Tensor:
+    """[B, n, V] noise in slots [B, n] int64 of `SamplingNoise.tensors`: all that reads noise node by node."""
+    ring, rows = tensors
+    return ring[slots, rows]
 
 
 class SamplingNoise:
@@ -32,6 +39,7 @@ class SamplingNoise:
     Attributes:
         generator: the default generator of the sampling device.
         window: number of steps whose noise is stored at the same time.
+        tensors: what `read_noise` reads: [window, B, V] float32, step s at s modulo `window`, and [B, 1] row numbers.
         immediate: the noise is not used; transformers' own calls draw, because user code draws from the same generator.
         rng_contended: another user of the generator draws as well, for example a call in another thread. From then on
             steps ahead are drawn from the default generator itself, so that no two users get the same numbers. Which
@@ -43,13 +51,13 @@ class SamplingNoise:
         self.window = window
         self.immediate = False
         self.rng_contended = False
-        self._ring = torch.empty(window, batch, vocab, device=device, dtype=torch.float32)
+        ring = torch.empty(window, batch, vocab, device=device, dtype=torch.float32)
+        self.tensors: tuple[Tensor, ...] = ring, torch.arange(batch, device=device)[:, None]
         self._scratch: Tensor | None = None  # [B, V]
         self._states: dict[int, Tensor] = {}  # the default generator's state after each step that is not drawn there
         self._num_drawn = 0
         self._num_claimed = 0  # steps drawn from the default generator
         self._num_complete = 0
-        self._rows = torch.arange(batch, device=device)[:, None]
         self._thread = threading.get_ident()
         self._twin = torch.Generator(self.generator.device)
         with _LOCK:
@@ -71,44 +79,40 @@ class SamplingNoise:
                 self._draw_step(self._num_drawn)
                 self._num_drawn += 1
 
-    def at(self, steps: Tensor) -> Tensor:
-        """Noise [B, N, V] float32 of steps [B, N] int64: entry (b, n) is row b of the draw of step `steps[b, n]`.
-
-        Steps that are not drawn give undefined values; no node there is ever emitted.
-        """
-        return self._ring[steps % self.window, self._rows]
-
-    def at_step(self, step: int) -> Tensor:
-        """Noise [B, 1, V] of one step for all rows, a view."""
-        return self._ring[step % self.window][:, None]
-
-    def lookahead(self, num_emitted: Sequence[int], depth: int, noise_end: int) -> Tensor:
-        """Noise [B, depth, V] of the next `depth` steps of each row, for drafters (`Prompt.noise`).
+    def slots(self, num_emitted: Sequence[int], depth: int, noise_end: int) -> list[list[int]]:
+        """[B][depth], where `read` finds the noise of the next `depth` steps of each row. Draws it.
 
         Args:
             num_emitted: emitted tokens of each row.
             depth: number of steps.
             noise_end: steps from here on are outside the window and repeat the last drawn one.
         """
-        device = self._ring.device
-        if self.immediate:  # drafting is off in this case
-            return torch.ones(len(num_emitted), depth, self._ring.shape[2], device=device)
-        self.draw(min(noise_end, max(num_emitted) + depth))
-        if len(set(num_emitted)) == 1:  # no copy to the device at all
-            steps = torch.arange(num_emitted[0], num_emitted[0] + depth, device=device).expand(len(num_emitted), depth)
-        else:
-            steps = from_host(num_emitted, device)[:, None] + torch.arange(depth, device=device)
-        return self.at(steps.clamp(max=self._num_drawn - 1))
-
-    def lookahead_slots(self, num_emitted: Sequence[int], depth: int, noise_end: int) -> list[list[int]]:
-        """The same as [B][depth] numbers for `at_slots`, so that a caller can copy them together with others."""
         self.draw(min(noise_end, max(num_emitted) + depth))
         last = self._num_drawn - 1
         return [[min(first + step, last) % self.window for step in range(depth)] for first in num_emitted]
 
-    def at_slots(self, slots: Tensor) -> Tensor:
-        """Noise [B, depth, V] of `lookahead_slots` [B, depth] int64 on the device."""
-        return self._ring[slots, self._rows]
+    def read(self, slots: Tensor) -> Tensor:
+        """Noise [B, n, V] float32 in slots [B, n] int64: step modulo `window`.
+
+        Steps that are not drawn give undefined values; no node there is ever emitted.
+        """
+        return read_noise(self.tensors, slots)
+
+    def ahead(self, num_emitted: Sequence[int], depth: int, noise_end: int) -> Tensor:
+        """Noise [B, depth, V] of the next `depth` steps of each row, never to be written to. Arguments: see `slots`."""
+        ring, rows = self.tensors
+        if self.immediate:  # drafting is off in this case
+            return torch.ones(len(num_emitted), depth, ring.shape[2], device=ring.device)
+        slots = self.slots(num_emitted, depth, noise_end)
+        if len(set(num_emitted)) > 1:
+            return self.read(from_host(slots, rows.device))
+        found = [ring[slot] for slot in slots[0]]  # rows at one step need no copy from the host
+        return found[0][:, None] if depth == 1 else torch.stack(found, dim=1)
+
+    def store_in(self, recordings: Recordings) -> None:
+        """Keep the noise, of which nothing is drawn yet, at the address that recorded functions read."""
+        assert not self._num_drawn
+        self.tensors = tuple(recordings.fixed(f"noise {n}", tensor) for n, tensor in enumerate(self.tensors))
 
     def expected_state(self) -> Tensor | None:
         """The default generator's state if only this object has drawn; None if that is not known."""
@@ -122,7 +126,7 @@ class SamplingNoise:
 
     def rng_changed(self) -> bool:
         """Whether other code used the generator since this object did."""
-        return not torch.equal(self.generator.get_state(), self._known_state)
+        return self.generator.get_state().numpy().tobytes() != self._known_state.numpy().tobytes()  # no kernel
 
     def release(self, end: int) -> None:
         """Steps below `end` are complete: no row needs their noise, and the call does not end before them."""
@@ -146,7 +150,7 @@ class SamplingNoise:
 
     def _draw_step(self, step: int) -> None:
         """Fill the slot of a step: from the twin, or from the default generator if that is shared."""
-        noise = self._ring[step % self.window]
+        noise = self.tensors[0][step % self.window]
         if self.rng_contended:
             with unprivate():
                 noise.exponential_(1, generator=self.generator)
@@ -172,7 +176,7 @@ class SamplingNoise:
     def _draw_claimed(self, end: int) -> None:
         """Draw the steps below `end` that were foreseen, and know the state that this leaves."""
         if self._scratch is None:
-            self._scratch = torch.empty_like(self._ring[0])
+            self._scratch = torch.empty_like(self.tensors[0][0])
         for step in range(self._num_claimed, min(end, self._num_drawn)):
             with unprivate():
                 self._scratch.exponential_(1, generator=self.generator)

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from mmspec.engine.recordings import Recordings, WrittenPlace
+from mmspec.engine.rng import read_noise
 from mmspec.engine.sampler import RoundHistory, TreeSampler
 from mmspec.engine.tree import DraftTree, sanitize
 from mmspec.engine.verifier import RoundReader, resize
@@ -64,10 +65,10 @@ class RoundFunction:
         """One round; A is the largest depth of a node, plus one.
 
         Args:
-            tensors: `draftable` [V] bool, `stop_ids` [E] int64 if there are any, the state of both parts; `NUM_COLUMNS`
-                integers per row and those of the draft, [B, n] int64; the inputs of the draft, or tokens, parents and
-                node mask of the tree [B, N]; when sampling, the noise [B, A, V]; for a repetition penalty,
-                `RoundHistory.sequences`.
+            tensors: `draftable` [V] bool, `stop_ids` [E] int64 if there are any, when sampling
+                `SamplingNoise.tensors`, the state of both parts; [B, n] int64, per row `NUM_COLUMNS` integers, those of
+                the draft and when sampling A slots of noise; the inputs of the draft, or tokens, parents and node mask
+                of the tree [B, N]; for a repetition penalty, `RoundHistory.sequences`.
 
         Returns:
             [B, N, 2] float32 largest logits; what `RoundReader` reads; then, with a draft, [B, A, S] hidden states that
@@ -78,11 +79,15 @@ class RoundFunction:
         parts = _Split(tensors)
         draftable = parts.take()
         stop_ids = parts.take() if self.has_stop_ids else None
+        noise_tensors = parts.take_list(self.num_noise_tensors)
         draft_state = parts.take_list(0 if draft is None else len(draft.state))
         score_state = parts.take_list(len(score.state))
         numbers = parts.take()
         inputs = parts.take_list(3 if draft is None else len(draft.inputs))
-        noise = None if self.sampler.noise is None else parts.take()
+        noise = None
+        if noise_tensors:
+            num_steps = self.reader.max_steps
+            numbers, noise = numbers[:, :-num_steps], read_noise(noise_tensors, numbers[:, -num_steps:])
         root_ids, _, max_emit, is_drafting, lengths, history_lengths, ignored = numbers[:, :NUM_COLUMNS].unbind(1)
         kept: Sequence[Tensor] = ()
         if draft is None:
@@ -110,10 +115,16 @@ class RoundFunction:
         path = resize(path, self.reader.max_steps)
         return logits.topk(2).values, read, scored.gather(1, path[..., None].expand(-1, -1, scored.shape[-1])), *kept
 
+    @property
+    def num_noise_tensors(self) -> int:
+        """Tensors of the noise."""
+        return 0 if self.sampler.noise is None else len(self.sampler.noise.tensors)
+
     def written(self, *tensors: Tensor) -> list[WrittenPlace]:
         """Keys and values that a run with these arguments has written."""
         parts = _Split(tensors)
-        parts.take_list(1 + self.has_stop_ids + (0 if self.draft is None else len(self.draft.state)))
+        num_draft = 0 if self.draft is None else len(self.draft.state)
+        parts.take_list(1 + self.has_stop_ids + self.num_noise_tensors + num_draft)
         state = parts.take_list(len(self.score.state))
         return self.score.written(state, parts.take()[:, 4])
 

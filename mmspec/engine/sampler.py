@@ -128,7 +128,7 @@ class TreeSampler:
         if self.noise is not None:
             assert tree.depths is not None and not self.noise.immediate
             self.noise.draw(noise_end)
-            noise = self.noise.at(first_step[:, None] + tree.depths)
+            noise = self.noise.read((first_step[:, None] + tree.depths) % self.noise.window)
         return self.sample_nodes(logits, tree, noise, RoundHistory(sequences, prompt_length + first_step))
 
     def sample_nodes(
@@ -184,8 +184,7 @@ class TreeSampler:
             return scores.argmax(-1), scores, None
         if self.noise.immediate:
             return torch.multinomial(torch.softmax(scores[:, 0], dim=-1), num_samples=1), scores, None
-        self.noise.draw(noise_end)
-        return _sample_with_noise(scores, self.noise.at_step(step))
+        return _sample_with_noise(scores, self.noise.ahead([step] * len(logits), 1, noise_end))
 
     def _process_step(self, logits: Tensor, history: Tensor) -> Tensor:
         """Processed scores [B, 1, V]: the whole list on `input_ids` [B, L] and scores [B, V]."""

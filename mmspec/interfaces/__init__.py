@@ -6,7 +6,6 @@
 | `draft_target` | `DraftTarget`, `LayerSubsets`, `DraftModelSource` | |
 | `own_head` | `TargetKeys`, `HeadBlock`, `HeadCache` | `OwnHead`, `HeadRule`, `AssistantParts` |
 | `drafter` | `Drafter`, `CompressingDrafter`, `TrainedDrafter`, `ReplicableDrafter` | `DrafterRequirements`, `Prompt` |
-| `learning` | `LearnableDrafter`, `ClosedFormDrafter`, `GradientDrafter`, ... | `Examples`, `LearningExample` |
 | `compressor` | `Compressor`, `SizedCompressor`, `SaliencyCompressor`, ... | `VisualTokens`, `VisualGrid` |
 | `video` | `FrameSampler`, `ContentAwareSampler` | |
 
@@ -37,14 +36,6 @@ from mmspec.interfaces.drafter import (
     TrainedDrafter,
     drafter_label,
 )
-from mmspec.interfaces.learning import (
-    ClosedFormDrafter,
-    ClosedFormFit,
-    Examples,
-    GradientDrafter,
-    LearnableDrafter,
-    LearningExample,
-)
 from mmspec.interfaces.own_head import AssistantParts, HeadCache, HeadRule, OwnHead, OwnHeadError, TargetKeys
 from mmspec.interfaces.target import SharedEmbeddings, Target, TargetInfo, VerifyResult
 from mmspec.interfaces.video import ContentAwareSampler, FrameSampler
@@ -52,8 +43,6 @@ from mmspec.interfaces.video import ContentAwareSampler, FrameSampler
 __all__ = [
     "NO_LIMIT",
     "AssistantParts",
-    "ClosedFormDrafter",
-    "ClosedFormFit",
     "CompressingDrafter",
     "CompressionContext",
     "Compressor",
@@ -62,17 +51,13 @@ __all__ = [
     "DraftTarget",
     "Drafter",
     "DrafterRequirements",
-    "Examples",
     "FrameSampler",
     "GateObservation",
     "GatedCompressor",
-    "GradientDrafter",
     "GridCompressor",
     "HeadCache",
     "HeadRule",
     "LayerSubsets",
-    "LearnableDrafter",
-    "LearningExample",
     "OwnHead",
     "OwnHeadError",
     "Prompt",

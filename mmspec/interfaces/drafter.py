@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from mmspec.engine.recordings import Recordings
 from mmspec.engine.tree import DraftTree
 from mmspec.interfaces.compressor import Compressor, VisualGrid
 from mmspec.interfaces.draft_target import LayerSubsets
@@ -77,7 +76,6 @@ class Prompt:
         media_inputs: the arguments of `generate` that describe images and videos, if the drafter requires them and
             every prompt has one row; else empty.
         target_keys: the target's keys and values, if the drafter requires them; else None.
-        recordings: records parts of a round, so that a drafter's can be replayed as well; None in other calls.
     """
 
     input_ids: Tensor
@@ -99,7 +97,6 @@ class Prompt:
     visual_saliency: Tensor | None = None
     layer_subsets: LayerSubsets | None = None
     media_inputs: Mapping[str, Any] = field(default_factory=dict)
-    recordings: Recordings | None = None
     target_keys: TargetKeys | None = None
 
 
@@ -153,6 +150,25 @@ def drafter_label(drafter: Drafter) -> str:
     """A drafter's name, with what else its figures depend on if it has an attribute `label` (a string)."""
     label = getattr(drafter, "label", None)
     return label if isinstance(label, str) else drafter.name
+
+
+@runtime_checkable
+class ModuleDrafter(Drafter, Protocol):
+    """A drafter that computes with modules, whose linear layers may run in other kernels on a CPU.
+
+    Attributes:
+        modules: its modules, those of a compressor of its own included; not the target's.
+    """
+
+    @property
+    def modules(self) -> Sequence[nn.Module]: ...
+
+
+def modules_of(drafter: Drafter) -> Sequence[nn.Module]:
+    """The modules that a drafter declares (`ModuleDrafter`), or that it is."""
+    if isinstance(drafter, nn.Module):
+        return (drafter,)
+    return drafter.modules if isinstance(drafter, ModuleDrafter) else ()
 
 
 @runtime_checkable

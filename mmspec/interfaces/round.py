@@ -69,7 +69,21 @@ class ScorePart:
 
 
 @runtime_checkable
-class FusableDrafter(Drafter, Protocol):
+class RecordingsUser(Drafter, Protocol):
+    """A drafter that records drafts of its own, or whose clock stops while something is recorded."""
+
+    def use_recordings(self, state: Any, recordings: Recordings) -> None:
+        """Called after `begin` in calls whose rounds are recorded, with what records them."""
+
+
+def pass_recordings(drafter: Drafter, state: Any, recordings: Recordings | None) -> None:
+    """Give a drafter the recordings of a call that has begun, if it uses them. For wrappers of drafters, too."""
+    if recordings is not None and isinstance(drafter, RecordingsUser):
+        drafter.use_recordings(state, recordings)
+
+
+@runtime_checkable
+class FusableDrafter(RecordingsUser, Protocol):
     """A drafter whose drafts may be part of a recorded round."""
 
     def draft_part(self, state: Any, num_nodes: int) -> DraftPart | None:

@@ -17,22 +17,22 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from mmspec.interfaces import (
+from mmspec.interfaces import Drafter, SharedEmbeddings
+from mmspec.learning.budget import DEFAULT_SHARE, LearningBudget
+from mmspec.learning.protocols import (
     ClosedFormDrafter,
     ClosedFormFit,
     GradientDrafter,
     LearnableDrafter,
     LearningExample,
-    SharedEmbeddings,
 )
-from mmspec.learning.budget import DEFAULT_SHARE, LearningBudget
 from mmspec.learning.recording import RecordedDrafter
 from mmspec.learning.reservoir import ExampleReservoir
-from mmspec.learning.store import LearnedStore
+from mmspec.learning.stats import LearningStats
+from mmspec.learning.store import LearnedStore, model_fingerprint
 from mmspec.learning.weights import WeightTrainer
-from mmspec.metrics.learning_stats import LearningStats
 
 SEQUENCES_PER_STEP = 2
 """Sequences of an optimiser step."""
@@ -119,16 +119,20 @@ class Learner:
         """Whether examples of the coming call could be learned soon; else none are recorded."""
         return self.disabled_reason is None and (self.is_eager or not (self._waiting or self.budget.is_overdrawn))
 
-    def after_call(self, recording: RecordedDrafter | None, call_s: float, saved_s: float | None = None) -> None:
+    def after_call(self, recording: RecordedDrafter | None, call_s: float, saved_s: float | None = None) -> bool:
         """Store what a call has recorded, and learn as much as the budget allows.
 
         Args:
             recording: of the call, which is over; None if nothing is to be learned from it.
             call_s: seconds of the call.
             saved_s: of these, how many more it would have taken without drafts; None if that is not measured.
+
+        Returns:
+            Whether new weights were published meanwhile.
         """
         if self.disabled_reason is not None:
-            return
+            return False
+        num_updates = self.num_updates
         try:
             with _plain_mode(self.device_type):
                 self._add(recording, call_s, saved_s)
@@ -139,6 +143,7 @@ class Learner:
                         self._work_lock.release()
         except Exception as error:
             self._disable(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
+        return self.num_updates > num_updates
 
     def save(self) -> None:
         """Store the last published weights, unless they are stored. A failure is one warning."""
@@ -295,6 +300,21 @@ def _plain_mode(device_type: str) -> Iterator[None]:
         nullcontext() if is_plain else torch.device("cpu"),
     ):
         yield
+
+
+def start_learner(
+    drafter: Drafter, model: nn.Module, shared_embeddings: SharedEmbeddings, warn: Callable[[str], None], share: float
+) -> Learner | None:
+    """A learner of a `LearnableDrafter` with the files of the target; None, with one warning, if something prevents it.
+
+    Only speed depends on it.
+    """
+    assert isinstance(drafter, LearnableDrafter)
+    try:
+        return Learner(drafter, shared_embeddings, LearnedStore(model_fingerprint(model)), warn, share)
+    except Exception as error:  # such as weights of a class that cannot be read one by one
+        warn(f"the drafter does not learn ({type(error).__name__}: {error})")
+        return None
 
 
 def _save_at_exit(learner: Learner) -> None:

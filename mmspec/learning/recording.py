@@ -7,8 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
+from mmspec.engine.recordings import Recordings
 from mmspec.engine.tree import DraftTree
-from mmspec.interfaces import LearnableDrafter, LearningExample, Prompt, VerifyResult
+from mmspec.interfaces import Prompt, VerifyResult
+from mmspec.interfaces.round import pass_recordings
+from mmspec.learning.protocols import LearnableDrafter, LearningExample
 
 
 class RecordedDrafter:
@@ -31,6 +34,9 @@ class RecordedDrafter:
         self._state = self.drafter.begin(prompt)
         self.drafter.start_recording(self._state, self.with_examples)
         return self._state
+
+    def use_recordings(self, state: Any, recordings: Recordings) -> None:
+        pass_recordings(self.drafter, state, recordings)
 
     def propose(self, state: Any, max_nodes: int, active: Sequence[bool]) -> DraftTree:
         return self.drafter.propose(state, max_nodes, active)

@@ -6,7 +6,7 @@ from collections import deque
 
 import torch
 
-from mmspec.interfaces import LearningExample
+from mmspec.learning.protocols import LearningExample
 
 MAX_EXAMPLES = 256
 MAX_RESERVOIR_BYTES = 64 << 20

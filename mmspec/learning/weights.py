@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from mmspec.interfaces import GradientDrafter, LearningExample, SharedEmbeddings
+from mmspec.interfaces import SharedEmbeddings
+from mmspec.learning.protocols import GradientDrafter, LearningExample
 
 LEARNING_RATE = 5e-4
 AVERAGE_DECAY = 0.95

@@ -1,22 +1,20 @@
 """`ModelAdapter`: what mmspec depends on in a model, read from its config and modules.
 
-Serves any decoder-only model. Subclasses add the grids of visual tokens of a family; they are in
-`mmspec/targets/<family>.py` and listed in `registry`.
+Serves any decoder-only model. Where the visual tokens of a family stand is in `mmspec.vision.grids`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
 from transformers import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from mmspec.engine.tree_cache import stored_layers
-from mmspec.interfaces import SharedEmbeddings, VisualGrid
+from mmspec.interfaces import SharedEmbeddings
 from mmspec.targets.module_scan import callable_name, decoder_module, is_library_code, scan_modules
-from mmspec.targets.vision_attention import AttentionCapture
+from mmspec.vision.grids.layout import VisualLayout
+from mmspec.vision.grids.registry import VISUAL_LAYOUTS
 
 TREE_ATTENTION_KERNELS = ("sdpa", "eager")
 """Attention implementations that accept a separate mask per node."""
@@ -24,28 +22,20 @@ STATIC_ROPE_TYPES = frozenset(("default", "axial", "mrope", "linear", "llama3", 
 """Rotary scalings whose frequencies do not depend on the positions of a forward."""
 RECURRENT_LAYER_TYPES = frozenset(("linear_attention", "conv"))
 """Layer types with a state instead of keys and values. They are decoded in chains (`RecurrentTarget`)."""
+ONE_MASK_TYPES = frozenset(("paligemma",))
+"""Model types whose `forward` builds the masks of all layer types from one `attention_mask`."""
+RESPONSE_TOKEN_TYPES = {"paligemma": 1}
+"""{model type: `token_type_ids` of a response} where it is not 0, which is PaliGemma's bidirectional prefix."""
 _MEDIA_TOKEN_KEYS = ("image_token_id", "video_token_id", "image_token_index", "video_token_index")
 
 
 class ModelAdapter:
     """Properties of one model. One object per patched model, without per-call state.
 
-    Subclasses derive the grids of visual tokens (`grids`) from the inputs named in `vision_args`.
-
     Attributes:
-        model_types: values of `config.model_type` that the class serves; the general adapter serves all others.
-        vision_args: arguments of `generate` that describe visual inputs; transformers does not pass them to the
-            decoding loop.
-        accepts_mask_per_layer_type: whether `forward` accepts {layer type: mask}. Without it a model with full and
-            sliding layers is served up to the length of its window.
         model: the transformers model.
         media_token_ids: ids of the image and video placeholders.
     """
-
-    model_types: tuple[str, ...] = ()
-    vision_args: tuple[str, ...] = ()
-    accepts_mask_per_layer_type: bool = True
-    response_token_type: int = 0
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -56,6 +46,22 @@ class ModelAdapter:
     def model_type(self) -> str:
         """`config.model_type` of the whole model."""
         return str(self.model.config.model_type)
+
+    @property
+    def layout(self) -> VisualLayout:
+        """Grids and saliency of the visual tokens. Made at each use, since `model` of a copied adapter is replaced."""
+        return VISUAL_LAYOUTS.get(self.model_type, VisualLayout)(self.model)
+
+    @property
+    def accepts_mask_per_layer_type(self) -> bool:
+        """Whether `forward` accepts {layer type: mask}. Without it a model with full and sliding layers is served up to
+        the length of its window."""
+        return self.model_type not in ONE_MASK_TYPES
+
+    @property
+    def response_token_type(self) -> int:
+        """`token_type_ids` of a response."""
+        return RESPONSE_TOKEN_TYPES.get(self.model_type, 0)
 
     @property
     def text_config(self) -> Any:
@@ -152,7 +158,7 @@ class ModelAdapter:
         axes = ", several position axes" if "mrope_section" in str(rope) else ""
         return {
             "model type": self.model_type,
-            "adapter": type(self).__name__,
+            "grids": type(self.layout).__name__ if self.layout.has_grids else "not known",
             "layers": f"{self.num_layers} of {layers}" + (f" (window {window})" if "sliding" in layers else ""),
             "rope": ", ".join(sorted(_rope_types(self.text_config))) + axes,
             "attention": self.attention,
@@ -166,63 +172,6 @@ class ModelAdapter:
         with. Quantised or offloaded weights, replaced forwards and user hooks may store such tensors.
         """
         return scan_modules(self.model).can_use_inference_mode
-
-    def grids(self, input_ids: Tensor, vision: Mapping[str, Any]) -> tuple[VisualGrid, ...]:
-        """The grids that the visual tokens of a prompt form; empty if they cannot be derived.
-
-        Args:
-            input_ids: [B, L].
-            vision: {name: value} of the `vision_args` that were passed to `generate`.
-        """
-        return ()
-
-    @property
-    def has_grids(self) -> bool:
-        """Whether the grids of this family's visual tokens can be derived."""
-        return type(self).grids is not ModelAdapter.grids
-
-    def attention_capture(self) -> AttentionCapture | None:
-        """A capture of the vision tower's attention; None where it cannot be assigned to visual tokens."""
-        return None
-
-    def token_saliency(self, shares: Tensor, vision: Mapping[str, Any]) -> Tensor | None:
-        """[M] saliency of the visual tokens of all rows, in prompt order; None if the numbers do not match.
-
-        Args:
-            shares: [P, N] attention shares of the N patches of each of P images or tiles, as the tower encodes them.
-            vision: see `grids`.
-        """
-        return shares.flatten()
-
-    def visual_saliency(
-        self, capture: AttentionCapture | None, visual_mask: Tensor, vision: Mapping[str, Any]
-    ) -> Tensor | None:
-        """[B, L] float32, saliency of each visual token, 0 elsewhere; None if it cannot be computed.
-
-        Args:
-            capture: the capture that was active while the images were encoded, or None.
-            visual_mask: [B, L] bool.
-            vision: see `grids`.
-        """
-        shares = None if capture is None else capture.scores()
-        saliency = None if shares is None else self.token_saliency(shares, vision)
-        if saliency is None or len(saliency) != int(visual_mask.sum()):  # synchronises, once per prompt
-            return None
-        saliency = saliency.to(visual_mask.device)
-        return saliency.new_zeros(visual_mask.shape).masked_scatter_(visual_mask, saliency)
-
-    def placeholder_runs(self, input_ids: Tensor, token: int) -> list[tuple[int, int, int]]:
-        """(row, start, length) of each contiguous run of a placeholder token, in prompt order."""
-        runs: list[tuple[int, int, int]] = []
-        for row, ids in enumerate(input_ids.tolist()):
-            start = None
-            for index, value in enumerate([*ids, None]):
-                if value == token and start is None:
-                    start = index
-                elif value != token and start is not None:
-                    runs.append((row, start, index - start))
-                    start = None
-        return runs
 
 
 def _logit_scale(model_type: str, text_config: Any) -> float:

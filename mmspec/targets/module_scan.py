@@ -34,7 +34,7 @@ MODULES = ("transformers", "torch.nn", *PEFT_MODULES, "accelerate", "mmspec")
 bitsandbytes: on some CPUs its layers multiply float32 inputs in bfloat16."""
 PARAMETERS = ("transformers", "torch.nn", "torch.distributed", "peft", "accelerate")
 """Packages whose parameter classes do so. Others (torchao, bitsandbytes) are left to the self-test."""
-INFERENCE_SAFE_HOOKS = ("transformers.utils.output_capturing", "mmspec.targets.vision_attention")
+INFERENCE_SAFE_HOOKS = ("transformers.utils.output_capturing", "mmspec.vision.grids.attention")
 """Python modules whose hooks may run in inference mode: none of their tensors outlives a call."""
 
 

@@ -1,7 +1,7 @@
-"""Model types: which adapter serves a model, and which types are tested with random calls.
+"""Which models are patched, and which model types are tested with random calls.
 
-Every decoder-only model is served by `ModelAdapter` itself; a family has a class of its own where there is more to say,
-such as the grids of its visual tokens. Whether a model can be decoded in trees is decided by `selftest`, not here.
+Every decoder-only model is served by `ModelAdapter`. Whether it can be decoded in trees is decided by `selftest`, not
+here.
 """
 
 from __future__ import annotations
@@ -11,45 +11,9 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from mmspec.targets.base import ModelAdapter
-from mmspec.targets.gemma import Gemma3Adapter, Gemma4Adapter
-from mmspec.targets.idefics3 import Idefics3Adapter, SmolVLMAdapter
-from mmspec.targets.internvl import InternVLAdapter
-from mmspec.targets.llava import LlavaAdapter, PaliGemmaAdapter, VipLlavaAdapter
-from mmspec.targets.llava_next import LlavaNextAdapter
-from mmspec.targets.llava_next_video import LlavaNextVideoAdapter
-from mmspec.targets.llava_onevision import LlavaOnevisionAdapter
-from mmspec.targets.mistral3 import Mistral3Adapter
-from mmspec.targets.qwen2_5_vl import (
-    Ernie45VLAdapter,
-    Glm4vAdapter,
-    HunYuanVLAdapter,
-    Qwen25VLAdapter,
-    VideoLlama3Adapter,
-)
+from mmspec.vision.grids.registry import VISUAL_LAYOUTS
 
-_ADAPTER_CLASSES: tuple[type[ModelAdapter], ...] = (
-    LlavaAdapter,
-    LlavaNextAdapter,
-    LlavaNextVideoAdapter,
-    LlavaOnevisionAdapter,
-    VipLlavaAdapter,
-    Qwen25VLAdapter,
-    Glm4vAdapter,
-    Ernie45VLAdapter,
-    VideoLlama3Adapter,
-    HunYuanVLAdapter,
-    InternVLAdapter,
-    Idefics3Adapter,
-    SmolVLMAdapter,
-    Mistral3Adapter,
-    Gemma3Adapter,
-    Gemma4Adapter,
-    PaliGemmaAdapter,
-)
-ADAPTERS = {model_type: adapter for adapter in _ADAPTER_CLASSES for model_type in adapter.model_types}
-"""{model type: class} of the families whose visual grids are known."""
-
-TESTED = frozenset(ADAPTERS)
+TESTED = frozenset(VISUAL_LAYOUTS)
 """Model types whose random calls with images are compared with plain `generate` in the tests."""
 
 
@@ -59,7 +23,7 @@ class UnsupportedModelError(ValueError):
 
 def supported() -> tuple[str, ...]:
     """The values of `config.model_type` whose visual grids are known. `patch` accepts other decoder-only models too."""
-    return tuple(sorted(ADAPTERS))
+    return tuple(sorted(VISUAL_LAYOUTS))
 
 
 def unwrap(model: Any) -> Any:
@@ -73,7 +37,7 @@ def unwrap(model: Any) -> Any:
 
 
 def find_adapter(model: Any) -> ModelAdapter:
-    """A new adapter of the model (`unwrap`): of its family, or the general one.
+    """A new adapter of the model (`unwrap`).
 
     Raises:
         TypeError: not a transformers model that can generate.
@@ -95,4 +59,4 @@ def find_adapter(model: Any) -> ModelAdapter:
             f"mmspec patches the transformers model itself; got {type(model).__name__}, which is none. If "
             "it wraps one, patch the wrapped model."
         )
-    return ADAPTERS.get(model_type, ModelAdapter)(model)
+    return ModelAdapter(model)

@@ -17,7 +17,7 @@ from mmspec.app.ui.report import TempStorage
 from mmspec.app.ui.tabs.learning import STEPS, format_learning_progress, render_learning, stream_learning
 from mmspec.app.ui.worker import CancelSignal, Client
 from mmspec.files import CACHE_VARIABLE
-from mmspec.metrics.learning_stats import CurvePoint
+from mmspec.learning.stats import CurvePoint
 
 
 def test_a_drafter_learns_beside_one_that_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

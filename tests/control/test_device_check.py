@@ -406,14 +406,14 @@ def test_the_cache_command_lists_and_clears_verdicts(capsys: pytest.CaptureFixtu
 @pytest.fixture
 def auto_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """`backend="auto"` treats the CPU as a GPU."""
-    monkeypatch.setattr("mmspec.prefill.AUTO_DEVICE_TYPES", frozenset({"cpu"}))
+    monkeypatch.setattr("mmspec.backend.AUTO_DEVICE_TYPES", frozenset({"cpu"}))
 
 
 @pytest.mark.usefixtures("auto_on_cpu")
 def test_recording_begins_with_the_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done = tmp_path / "done"
     checks = Checks(answers(PASSED, f"import os, time\nwhile not os.path.exists({str(done)!r}): time.sleep(0.01)"))
-    monkeypatch.setattr("mmspec.prefill.DEVICE_CHECKS", checks)
+    monkeypatch.setattr("mmspec.backend.DEVICE_CHECKS", checks)
     model = build_model()
     inputs = build_inputs(model, 0, 1)
     expected = generate(model, inputs, False)
@@ -430,7 +430,7 @@ def test_recording_begins_with_the_verdict(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize("options", [{"backend": "recorded"}, {"backend": "torch"}, {"deterministic": True}])
 def test_nothing_is_checked_for_other_options(options: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
     checks = Checks(answers(PASSED))
-    monkeypatch.setattr("mmspec.prefill.DEVICE_CHECKS", checks)
+    monkeypatch.setattr("mmspec.backend.DEVICE_CHECKS", checks)
     model = build_model()
     inputs = build_inputs(model, 0, 1)
     with recording(record_nothing) as recorder, patched(model, "lookup", tree_size=4, **options):

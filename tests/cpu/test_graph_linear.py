@@ -155,7 +155,7 @@ def test_a_backend_that_cannot_be_had_is_one_warning(backend: str, caplog: pytes
     inputs = build_inputs(model, 0, 1)
     expected = generate(model, inputs, False)
     why = {
-        "c": [mock.patch("mmspec.decode.load_kernel", return_value=None)],
+        "c": [mock.patch("mmspec.backend.load_kernel", return_value=None)],
         "recorded": [mock.patch("mmspec.targets.lanes.LanePool.reason", return_value="for a test")],
     }[backend]
     with why[0], patched(model, "lookup", tree_size=4, backend=backend):

@@ -204,7 +204,7 @@ class BufferRunner:
             return self.output.pad_token_id
         if self.noise is None:
             return int(scores.argmax())
-        return int((scores.softmax(-1) / self.noise.at(torch.full((self.case.batch, 1), step))[row, 0]).argmax())
+        return int((scores.softmax(-1) / self.noise.ahead([step] * self.case.batch, 1, step + 1)[row, 0]).argmax())
 
     def run(self) -> Outcome:
         """Run until the batch stops or sampling fails."""

@@ -24,6 +24,11 @@ from mmspec.engine.tree import root_only
 CPU = torch.device("cpu")
 
 
+def at_step(noise: SamplingNoise, step: int) -> Tensor:
+    """[B, 1, V] noise of a step that is drawn."""
+    return noise.ahead([step] * noise.tensors[0].shape[1], 1, step + 1)
+
+
 @pytest.mark.parametrize("batch", [1, 2, 5])
 @pytest.mark.parametrize("vocab", [2, 7, 16, 120, 2049])
 def test_noise_equals_that_of_multinomial(batch: int, vocab: int) -> None:
@@ -34,8 +39,8 @@ def test_noise_equals_that_of_multinomial(batch: int, vocab: int) -> None:
         noise = SamplingNoise(batch, vocab, CPU, window)
         for step in range(num_steps):
             noise.draw(step + rng.randint(1, window))  # drawing ahead must not matter
-            own = noise.at(torch.full((batch, 1), step))[:, 0]
-            assert torch.equal(own, noise.at_step(step)[:, 0])
+            own = noise.read(torch.full((batch, 1), step % window))[:, 0]
+            assert torch.equal(own, at_step(noise, step)[:, 0])
             assert (step_probs(step, batch, vocab) / own).argmax(-1).tolist() == tokens[step]
             if rng.random() < 0.5:
                 noise.claim(step)
@@ -50,11 +55,11 @@ def test_rows_read_the_noise_of_their_own_steps() -> None:
     noise = SamplingNoise(3, 11, CPU, 8)
     noise.draw(8)
     num_steps = torch.tensor([[0, 1, 2, 2], [5, 6, 7, 6], [3, 3, 4, 0]])
-    got = noise.at(num_steps)
+    got = noise.read(num_steps % 8)
     assert got.shape == (3, 4, 11)
     for row in range(3):
         for node in range(4):
-            assert torch.equal(got[row, node], noise.at_step(int(num_steps[row, node]))[row, 0])
+            assert torch.equal(got[row, node], at_step(noise, int(num_steps[row, node]))[row, 0])
 
 
 @pytest.mark.parametrize("num_emitted", [[3], [2, 2, 2], [0, 3, 1]])
@@ -62,12 +67,12 @@ def test_lookahead_is_the_noise_of_the_next_steps(num_emitted: list[int]) -> Non
     """And repeats the last one that is drawn from the end of the window on. Rows at one step need no copy."""
     noise = SamplingNoise(len(num_emitted), 11, CPU, 8)
     with mock.patch("mmspec.engine.rng.from_host", wraps=from_host) as copies:
-        ahead = noise.lookahead(num_emitted, 4, noise_end=6)
+        ahead = noise.ahead(num_emitted, 4, noise_end=6)
     assert copies.call_count == (len(set(num_emitted)) > 1)
     for row, first in enumerate(num_emitted):
         for step in range(4):
             drawn = min(first + step, min(6, max(num_emitted) + 4) - 1)
-            assert torch.equal(ahead[row, step], noise.at_step(drawn)[row, 0])
+            assert torch.equal(ahead[row, step], at_step(noise, drawn)[row, 0])
 
 
 @pytest.mark.parametrize(("device", "waits"), [("cuda:1", False), ("cpu", True)])
@@ -95,19 +100,19 @@ def test_the_window_wraps_around() -> None:
     for step in range(50):
         narrow.draw(min(step + 4, 50))
         for ahead in range(step, min(step + 4, 50)):
-            assert torch.equal(narrow.at_step(ahead), wide.at_step(ahead))
+            assert torch.equal(at_step(narrow, ahead), at_step(wide, ahead))
         narrow.release(step)
-    assert narrow._ring.shape[0] == 4, "memory does not grow with the output"
+    assert narrow.tensors[0].shape[0] == 4, "memory does not grow with the output"
 
 
 def test_steps_are_drawn_once() -> None:
     torch.manual_seed(3)
     noise = SamplingNoise(1, 5, CPU, 8)
     noise.draw(4)
-    state, step = torch.get_rng_state(), noise.at_step(3).clone()
+    state, step = torch.get_rng_state(), at_step(noise, 3).clone()
     for until in (0, 3, 4):
         noise.draw(until)
-    assert torch.equal(torch.get_rng_state(), state) and torch.equal(noise.at_step(3), step)
+    assert torch.equal(torch.get_rng_state(), state) and torch.equal(at_step(noise, 3), step)
 
 
 def test_drawing_ahead_leaves_the_generator_where_it_is() -> None:
@@ -121,7 +126,7 @@ def test_drawing_ahead_leaves_the_generator_where_it_is() -> None:
         assert torch.equal(torch.get_rng_state(), states[step - 1] if step else before)
         noise.claim(step)
         noise.claim(step)
-        assert (step_probs(step, 2, 13) / noise.at_step(step)[:, 0]).argmax(-1).tolist() == tokens[step]
+        assert (step_probs(step, 2, 13) / at_step(noise, step)[:, 0]).argmax(-1).tolist() == tokens[step]
         assert torch.equal(torch.get_rng_state(), states[step])
 
 
@@ -148,7 +153,7 @@ def test_lookahead_for_drafters() -> None:
     torch.manual_seed(5)
     noise = SamplingNoise(2, 13, CPU, 8)
     noise.draw(3)
-    drawn = noise.lookahead([1, 3], 4, noise_end=7)
+    drawn = noise.ahead([1, 3], 4, noise_end=7)
     assert drawn.shape == (2, 4, 13)
     for row, length in enumerate((1, 3)):
         for step in range(4):
@@ -157,11 +162,11 @@ def test_lookahead_for_drafters() -> None:
             )
     noise.claim(6)
     assert torch.equal(torch.get_rng_state(), states[6])
-    assert noise.lookahead([1, 3], 9, noise_end=8).shape == (2, 9, 13)
+    assert noise.ahead([1, 3], 9, noise_end=8).shape == (2, 9, 13)
     assert noise._num_drawn == 8, "drawn beyond the steps in flight"
     noise.immediate = True
     state = torch.get_rng_state()
-    assert noise.lookahead([1, 3], 4, noise_end=8).shape == (2, 4, 13)
+    assert noise.ahead([1, 3], 4, noise_end=8).shape == (2, 4, 13)
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -217,7 +222,7 @@ def test_calls_that_share_a_generator_never_get_the_same_noise() -> None:
     two.draw(6)
     one.close(7)
     two.close(2)
-    drawn = [noise.at_step(step)[:, 0] for noise, num_steps in ((one, 8), (two, 6)) for step in range(num_steps)]
+    drawn = [at_step(noise, step)[:, 0] for noise, num_steps in ((one, 8), (two, 6)) for step in range(num_steps)]
     assert not any(torch.equal(a, b) for a, b in itertools.combinations(drawn, 2))
     assert all(not torch.equal(torch.empty(2, 13).exponential_(1), noise) for noise in drawn)
     three = SamplingNoise(2, 13, CPU, 8)
@@ -265,11 +270,11 @@ def test_the_steps_ahead_are_drawn_anew_when_another_thread_has_drawn() -> None:
     torch.manual_seed(3)
     noise = SamplingNoise(1, 64, CPU, 8)
     noise.draw(4)
-    foreseen = [noise.at_step(step).clone() for step in range(4)]
+    foreseen = [at_step(noise, step).clone() for step in range(4)]
     theirs = in_thread(lambda: [torch.empty(1, 64).exponential_(1) for _ in range(2)])
     assert all(map(torch.equal, foreseen, [draw[:, None] for draw in theirs]))
     noise.draw(5)
-    steps = [noise.at_step(step) for step in range(5)]
+    steps = [at_step(noise, step) for step in range(5)]
     assert not any(torch.equal(a, b) for a, b in itertools.product(steps, [draw[:, None] for draw in theirs]))
 
 
@@ -367,7 +372,7 @@ def test_noise_within_private_draws_is_that_of_the_call() -> None:
         noise.draw(6)
     noise.close(5)
     assert not noise.rng_contended and torch.equal(torch.get_rng_state(), states[5])
-    assert (step_probs(5, 2, 13) / noise.at_step(5)[:, 0]).argmax(-1).tolist() == tokens[5]
+    assert (step_probs(5, 2, 13) / at_step(noise, 5)[:, 0]).argmax(-1).tolist() == tokens[5]
 
 
 def test_the_default_generator_is_the_one_multinomial_uses() -> None:

@@ -28,7 +28,6 @@ from packaging.version import Version
 
 import mmspec
 from mmspec import fallback
-from mmspec.targets.base import ModelAdapter
 from mmspec.targets.registry import find_adapter
 from mmspec.targets.selftest import run_selftest
 
@@ -103,7 +102,7 @@ def measure(family: str, cases: int, pool: Any) -> Row:
     row = Row(family, zoo.ROWS[family].traits if family in zoo.ROWS else TRAITS.get(family, ""), media_of(family))
     try:
         adapter = find_adapter(tiny.build_model(tiny.ModelSpec(family)))
-        row.grids = type(adapter).grids is not ModelAdapter.grids
+        row.grids = adapter.layout.has_grids
         reason = fallback.reason_before_binding(adapter.model) or adapter.unsupported_reason()
         result = None if reason else run_selftest(adapter)
         row.selftest = f"not run: {reason}" if result is None else "passed" if result.passed else result.describe()

@@ -26,7 +26,7 @@ import torch
 from c_bugs import faulty_kernel
 from torch import Tensor
 
-import mmspec.decode
+import mmspec.backend
 import mmspec.engine.kv_cache
 import mmspec.engine.output
 import mmspec.engine.rng
@@ -202,7 +202,7 @@ def _c_bug(text: str, replacement: str) -> Callable[[Any], Any]:
 
 
 def _compiled_rounds(text: str, replacement: str) -> list[Replacement]:
-    return [(mmspec.decode, "load_kernel", _c_bug(text, replacement))]
+    return [(mmspec.backend, "load_kernel", _c_bug(text, replacement))]
 
 
 _SAMPLER = mmspec.engine.sampler

@@ -99,7 +99,7 @@ def recording(recorder: Recorder) -> Iterator[CountingRecorder]:
     def make_recorder() -> Recorder:
         return counting
 
-    with mock.patch("mmspec.prefill.recorder_for", return_value=make_recorder):
+    with mock.patch("mmspec.backend.recorder_for", return_value=make_recorder):
         yield counting
 
 

@@ -24,9 +24,9 @@ import mmspec
 from mmspec.app.cli.main import main
 from mmspec.drafters.arbitrated import LearnableArbitratedDrafter
 from mmspec.drafters.heads.instant.autoregression import RIDGE_EXAMPLES, RIDGE_PENALTY, AutoregressionFit
-from mmspec.interfaces import Examples
 from mmspec.learning.budget import WINDOW, LearningBudget
 from mmspec.learning.learner import Learner
+from mmspec.learning.protocols import Examples
 from mmspec.learning.reservoir import ExampleReservoir
 from mmspec.learning.store import LearnedStore, learned_files, model_fingerprint
 from mmspec.patching import patch_state
@@ -411,7 +411,7 @@ def test_what_prevents_learning_or_storing_is_one_warning(
         monkeypatch.setattr(Path, "home", mock.Mock(side_effect=RuntimeError("Could not determine home directory.")))
     else:
         error = NotImplementedError("no reshape of packed weights")
-        monkeypatch.setattr("mmspec.generate.model_fingerprint", mock.Mock(side_effect=error))
+        monkeypatch.setattr("mmspec.learning.learner.model_fingerprint", mock.Mock(side_effect=error))
     plain = [generate(model, prompts(seed, batch=2)) for seed in range(8)]
     with caplog.at_level(logging.WARNING, "mmspec"):
         mmspec.patch(model, learn="auto")

@@ -146,19 +146,19 @@ def test_numbers_that_do_not_fit_give_no_grids(family: str) -> None:
     model = build_model(family)
     inputs = tiny.build_inputs(model, 2, 2, images=[1, 1])
     adapter = find_adapter(model)
-    vision = {name: inputs[name] for name in adapter.vision_args if name in inputs}
-    assert adapter.grids(inputs["input_ids"], vision)
+    vision = {name: inputs[name] for name in adapter.layout.vision_args if name in inputs}
+    assert adapter.layout.grids(inputs["input_ids"], vision)
     special, ids = tiny.special_ids(model.tiny_spec), inputs["input_ids"].clone()
     row, column = (ids == special.image).nonzero()[0].tolist()
     ids[row, column] = special.text[0]
-    wrong = adapter.grids(ids, vision)
+    wrong = adapter.layout.grids(ids, vision)
     covered = torch.zeros_like(ids)
     for grid in wrong:
         covered[grid.row, list(grid.token_indices)] += 1
     assert not wrong or torch.equal(covered, (ids == special.image).long())
     if vision:
-        assert adapter.grids(inputs["input_ids"], {name: part[:1] for name, part in vision.items()}) == ()
-        assert adapter.grids(inputs["input_ids"], {}) == ()
+        assert adapter.layout.grids(inputs["input_ids"], {name: part[:1] for name, part in vision.items()}) == ()
+        assert adapter.layout.grids(inputs["input_ids"], {}) == ()
 
 
 def test_images_of_idefics3_without_a_common_marker_give_no_grids() -> None:
@@ -166,9 +166,9 @@ def test_images_of_idefics3_without_a_common_marker_give_no_grids() -> None:
     adapter = find_adapter(build_model("idefics3"))
     image = [tiny.special_ids(tiny.ModelSpec("idefics3")).image] * 4
     rows = [[9, 21, *image, 9], [9, 22, *image, 9]]
-    assert adapter.grids(torch.tensor(rows), {}) == ()
-    assert adapter.grids(torch.tensor([[*image, 9]]), {}) == ()
-    assert len(adapter.grids(torch.tensor(rows[:1] * 2), {})) == 2
+    assert adapter.layout.grids(torch.tensor(rows), {}) == ()
+    assert adapter.layout.grids(torch.tensor([[*image, 9]]), {}) == ()
+    assert len(adapter.layout.grids(torch.tensor(rows[:1] * 2), {})) == 2
 
 
 @pytest.mark.parametrize("size", [(0, 0), (1, 1), (2, 3), (3, 1)])
@@ -178,7 +178,7 @@ def test_grids_of_the_layout_of_the_processor(size: tuple[int, int]) -> None:
     layout = get_image_prompt_string(*size, 4, **tokens)
     vocabulary = {"<image>": tiny.special_ids(model.tiny_spec).image}
     ids = [vocabulary.setdefault(word, 50 + len(vocabulary)) for word in re.findall(r"<.*?>|\n+|\w", f"a{layout}b" * 2)]
-    grids = find_adapter(model).grids(torch.tensor([ids]), {})
+    grids = find_adapter(model).layout.grids(torch.tensor([ids]), {})
     num_tiles = size[0] * size[1]
     assert [grid.role for grid in grids] == [*["tiles"] * num_tiles, "base"] * 2
     assert [grid.media_index for grid in grids] == [0] * (num_tiles + 1) + [1] * (num_tiles + 1)
@@ -193,23 +193,23 @@ def test_tags_of_idefics3_may_be_several_tokens() -> None:
     whole = [9, 20, 33, 22, *image, 9]
     for text in ([], [40, 41], [22]):
         row = [*text, *tiles, *whole, *text, *whole, *tiles, *whole, *text]
-        grids = adapter.grids(torch.tensor([row]), {})
+        grids = adapter.layout.grids(torch.tensor([row]), {})
         assert [(grid.media_index, grid.role) for grid in grids] == [
             *((0, "tiles"), (0, "tiles"), (0, "base")),
             (1, "base"),
             *((2, "tiles"), (2, "tiles"), (2, "base")),
         ]
-    assert adapter.grids(torch.tensor([[*whole[:-1]]]), {}) == ()
+    assert adapter.layout.grids(torch.tensor([[*whole[:-1]]]), {}) == ()
 
 
 def test_saliency_of_vipllava_has_a_value_per_token() -> None:
     model = build_model("vipllava")
     adapter = find_adapter(model)
-    capture = adapter.attention_capture()
+    capture = adapter.layout.attention_capture()
     assert capture is not None and capture.has_class_token
     inputs = tiny.build_inputs(model, 3, 2, images=[1, 2])
     with capture.active(), torch.no_grad():
         model(**inputs)
     mask = inputs["input_ids"] == tiny.special_ids(model.tiny_spec).image
-    saliency = adapter.visual_saliency(capture, mask, {})
+    saliency = adapter.layout.visual_saliency(capture, mask, {})
     assert saliency is not None and bool((saliency[mask] > 0).all()) and not saliency[~mask].any()

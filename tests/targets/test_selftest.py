@@ -510,13 +510,14 @@ def test_a_generate_of_ones_own(override: Any, late: bool, caplog: pytest.LogCap
 
 
 def test_one_pass_over_the_modules_per_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mmspec import fallback
     from mmspec import generate as calls
     from mmspec.targets import module_scan
 
     passes: list[Any] = []
     model = fresh_model()
     with fuzz.patch_model(model, adversarial.BranchingDrafter(1), tree_size=8):
-        for place in (calls, module_scan):
+        for place in (calls, fallback, module_scan):
             monkeypatch.setattr(place, "scan_modules", lambda model: (passes.append(model), scan_modules(model))[1])
         walks: list[Any] = []
         modules = nn.Module.modules

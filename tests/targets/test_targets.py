@@ -34,13 +34,14 @@ import mmspec
 from mmspec.engine.tree import DraftTree, sanitize
 from mmspec.engine.tree_cache import CACHE_ARGUMENT
 from mmspec.interfaces import Prompt, VerifyResult
-from mmspec.targets.base import ModelAdapter
 from mmspec.targets.hf import HFTarget
-from mmspec.targets.qwen2_5_vl import Qwen25VLAdapter
-from mmspec.targets.registry import ADAPTERS, find_adapter, supported
+from mmspec.targets.registry import find_adapter, supported
+from mmspec.vision.grids.layout import VisualLayout
+from mmspec.vision.grids.qwen2_5_vl import Qwen25VLLayout
+from mmspec.vision.grids.registry import VISUAL_LAYOUTS
 
 FAMILY = pytest.mark.parametrize("family", tiny.FAMILIES)
-GRID_ROWS = [kind for kind in zoo.ROWS if issubclass(ADAPTERS.get(kind, object), Qwen25VLAdapter)]
+GRID_ROWS = [kind for kind in zoo.ROWS if issubclass(VISUAL_LAYOUTS.get(kind, object), Qwen25VLLayout)]
 """Rows of the table of model types whose grid sizes are inputs."""
 GEMMA_ROWS = [kind for kind in ("gemma3", "gemma4", "paligemma") if kind in zoo.ROWS]
 """Rows whose grids follow from the config or the positions of patches. Others are in `test_grids.py`."""
@@ -517,12 +518,12 @@ def test_clips_that_do_not_fit_give_no_segments(family: str) -> None:
     model = model_of(family)
     given = tiny.build_inputs(model, 3, 2, images=[0, 0], videos=[1, 1])
     adapter = find_adapter(model)
-    vision = {name: given[name] for name in adapter.vision_args if name in given}
-    assert adapter.grids(given["input_ids"], vision)
-    assert adapter.grids(given["input_ids"], {name: part[:1] for name, part in vision.items()}) == ()
+    vision = {name: given[name] for name in adapter.layout.vision_args if name in given}
+    assert adapter.layout.grids(given["input_ids"], vision)
+    assert adapter.layout.grids(given["input_ids"], {name: part[:1] for name, part in vision.items()}) == ()
     special, ids = tiny.special_ids(model.tiny_spec), given["input_ids"].clone()
     ids[0, torch.isin(ids[0], torch.tensor([special.image, special.video])).nonzero()[-1]] = special.text[0]
-    assert adapter.grids(ids, vision) == ()
+    assert adapter.layout.grids(ids, vision) == ()
 
 
 @pytest.mark.parametrize("family", ["llava_onevision", "llava_next_video"])
@@ -531,11 +532,11 @@ def test_clips_without_known_sizes(family: str) -> None:
     model = model_of(family)
     given, special = tiny.build_inputs(model, 3, 2, images=[0, 0], videos=[1, 1]), tiny.special_ids(model.tiny_spec)
     adapter = find_adapter(model)
-    vision = {name: given[name] for name in adapter.vision_args if name in given}
-    assert adapter.grids(given["input_ids"], {}) == adapter.grids(given["input_ids"], vision)
+    vision = {name: given[name] for name in adapter.layout.vision_args if name in given}
+    assert adapter.layout.grids(given["input_ids"], {}) == adapter.layout.grids(given["input_ids"], vision)
     if family == "llava_next_video":
         ids = torch.tensor([[9, *[special.video] * 7, 9]])
-        assert adapter.grids(ids, {}) == ()
+        assert adapter.layout.grids(ids, {}) == ()
 
 
 @WITH_GRIDS
@@ -584,7 +585,7 @@ def test_grids_of_tiles_at_the_sizes_of_real_models() -> None:
         features = [torch.ones(crops, 576, 1)]
         packed, _ = model.model.pack_image_features(features, [size], "default", image_newline=newline)
         ids = torch.full((1, len(packed[0])), tiny.special_ids(model.tiny_spec).image)
-        base, grid = adapter.grids(ids, {"image_sizes": torch.tensor([size])})
+        base, grid = adapter.layout.grids(ids, {"image_sizes": torch.tensor([size])})
         lines = packed[0][base.num_tokens :, 0].view(grid.height, grid.width + 1)
         assert (lines[:, :-1] == 1).all() and (lines[:, -1] == -1).all(), size
 
@@ -620,17 +621,17 @@ def test_numbers_that_do_not_fit_give_no_segments(family: str) -> None:
     model = model_of(family)
     given = tiny.build_inputs(model, 2, 2, images=[1, 1])
     adapter = find_adapter(model)
-    vision = {name: given[name] for name in adapter.vision_args if name in given}
+    vision = {name: given[name] for name in adapter.layout.vision_args if name in given}
     special, ids = tiny.special_ids(model.tiny_spec), given["input_ids"].clone()
     first = (ids == special.image).nonzero()[0]
     ids[first[0], first[1]] = special.text[0]
-    wrong = adapter.grids(ids, vision)
+    wrong = adapter.layout.grids(ids, vision)
     covered = torch.zeros_like(ids)
     for segment in wrong:
         covered[segment.row, segment.start : segment.start + segment.num_tokens] += 1
     assert not wrong or torch.equal(covered, (ids == special.image).long())
     if vision:
-        assert adapter.grids(given["input_ids"], {name: part[:1] for name, part in vision.items()}) == ()
+        assert adapter.layout.grids(given["input_ids"], {name: part[:1] for name, part in vision.items()}) == ()
 
 
 # --- refusals and kernels ---------------------------------------------------------------------------------------------
@@ -728,8 +729,8 @@ def test_other_kernels_are_not_touched(fresh: PreTrainedModel) -> None:
 
 
 def test_the_families() -> None:
-    assert supported() == tuple(sorted(ADAPTERS)) and set(tiny.FAMILIES) <= set(supported())
-    for kind, family in ADAPTERS.items():
+    assert supported() == tuple(sorted(VISUAL_LAYOUTS)) and set(tiny.FAMILIES) <= set(supported())
+    for kind, family in VISUAL_LAYOUTS.items():
         assert kind in family.model_types and isinstance(family.vision_args, tuple)
     for kind in tiny.FAMILIES:
         adapter, spec = find_adapter(model_of(kind)), model_of(kind).tiny_spec
@@ -739,16 +740,16 @@ def test_the_families() -> None:
         assert (adapter.num_layers, adapter.vocab_size) == (spec.layers, spec.vocab)
 
 
-def test_a_family_without_an_adapter_class_is_served_by_the_general_one(fresh: PreTrainedModel) -> None:
+def test_a_family_without_a_layout_is_served_without_grids(fresh: PreTrainedModel) -> None:
     fresh.config.model_type = "newcomer"
     adapter = find_adapter(fresh)
-    assert type(adapter) is ModelAdapter and adapter.unsupported_reason() is None
-    assert adapter.grids(torch.zeros(1, 1, dtype=torch.long), {}) == ()
+    assert type(adapter.layout) is VisualLayout and adapter.unsupported_reason() is None
+    assert adapter.layout.grids(torch.zeros(1, 1, dtype=torch.long), {}) == ()
     assert adapter.traits()["model type"] == "newcomer" and "full_attention" in adapter.traits()["layers"]
 
 
 def test_runs_of_placeholders() -> None:
     adapter = find_adapter(model_of("llava"))
     ids = torch.tensor([[3, 3, 1, 3], [1, 1, 1, 1], [1, 3, 3, 1]])
-    assert adapter.placeholder_runs(ids, 3) == [(0, 0, 2), (0, 3, 1), (2, 1, 2)]
-    assert adapter.placeholder_runs(ids, 7) == []
+    assert adapter.layout.placeholder_runs(ids, 3) == [(0, 0, 2), (0, 3, 1), (2, 1, 2)]
+    assert adapter.layout.placeholder_runs(ids, 7) == []

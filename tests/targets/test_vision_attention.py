@@ -106,7 +106,7 @@ def test_saliency_is_the_attention_of_the_projected_layer(sort: str, padding: st
         torch.testing.assert_close(prompt.visual_saliency[prompt.visual_mask], wanted, rtol=1e-4, atol=1e-6)
         assert not prompt.visual_saliency[~prompt.visual_mask].any() and wanted.unique().numel() > 4
         hooks = [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]
-        assert not any(hook.__module__ == "mmspec.targets.vision_attention" for hook in hooks)
+        assert not any(hook.__module__ == "mmspec.vision.grids.attention" for hook in hooks)
 
 
 @pytest.mark.parametrize("sort", list(MODELS))
@@ -175,7 +175,7 @@ def test_onevision_of_larger_frames(edge: int, monkeypatch: pytest.MonkeyPatch) 
     model = get_model("llava_onevision")
     monkeypatch.setattr(model.config.vision_config, "image_size", edge * model.config.vision_config.patch_size)
     shares = torch.rand(6, edge * edge, generator=torch.Generator().manual_seed(edge))
-    found = find_adapter(model).token_saliency(shares, {"pixel_values_videos": torch.zeros(2, 3, 1, 1, 1)})
+    found = find_adapter(model).layout.token_saliency(shares, {"pixel_values_videos": torch.zeros(2, 3, 1, 1, 1)})
     frames = [halved(frame.view(edge, edge)).flatten() for frame in shares]
     wanted = torch.cat([*frames[:3], torch.zeros(1), *frames[3:], torch.zeros(1)])
     assert found is not None
@@ -186,7 +186,7 @@ def test_several_images_of_onevision_have_no_tiles() -> None:
     """As in its processor: rows with more than one image have no tiles."""
     model = get_model("llava_onevision")
     sizes, numbers = torch.tensor([[16, 16]] * 3), torch.tensor([2, 1])
-    family = find_adapter(model)
+    family = find_adapter(model).layout
     assert family.tiles_per_image(sizes, {"batch_num_images": numbers}) == [1, 1, 5]  # type: ignore[attr-defined]
     assert family.tiles_per_image(sizes, {}) == [5, 5, 5]  # type: ignore[attr-defined]
 
@@ -211,7 +211,7 @@ def test_layers_that_do_not_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     model = siglip()
     for layer, is_captured in ((-2, True), ([-3, -2], True), (2, True), (0, False), (-9, False), (9, False)):
         monkeypatch.setattr(model.config, "vision_feature_layer", layer)
-        found = find_adapter(model).attention_capture()
+        found = find_adapter(model).layout.attention_capture()
         assert (found is not None) == is_captured, layer
         layers = model.model.vision_tower.encoder.layers if found else []
         assert found is None or found.layer is layers[1].self_attn, layer
@@ -221,7 +221,7 @@ def test_calls_of_other_threads_are_not_captured() -> None:
     """Two calls on one model at the same time, the encoding of one within that of the other."""
     model = MODELS["llava"]()
     first, second = (tiny.build_inputs(model, seed, 1, images=[1]) for seed in (1, 2))
-    capture = find_adapter(model).attention_capture()
+    capture = find_adapter(model).layout.attention_capture()
     assert capture is not None
     with capture.active():
         other = threading.Thread(target=lambda: model.generate(**second, max_new_tokens=2, do_sample=False))

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmspec.engine.recordings import Recordings
 from mmspec.engine.tree import DraftTree
 from mmspec.interfaces import Drafter, DrafterRequirements, Prompt, VerifyResult
-from mmspec.interfaces.round import DraftPart, FusableDrafter
+from mmspec.interfaces.round import DraftPart, FusableDrafter, pass_recordings
 
 WRONG_OFFSET = 100
 """Successors this far ahead are wrong tokens, a different one at each node."""
@@ -96,6 +97,9 @@ class SimulatedAcceptance:
     def begin(self, prompt: Prompt) -> SimulatedState:
         """Start of a call."""
         return SimulatedState(self.inner.begin(prompt), prompt.input_ids[:, -1].tolist())
+
+    def use_recordings(self, state: SimulatedState, recordings: Recordings) -> None:
+        pass_recordings(self.inner, state.inner, recordings)
 
     def propose(self, state: SimulatedState, max_nodes: int, active: Sequence[bool]) -> DraftTree:
         """A tree of the size of the inner drafter's."""

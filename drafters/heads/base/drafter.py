@@ -19,6 +19,7 @@ from mmspec.drafters.heads.base.recorded import find_recorded_draft
 from mmspec.drafters.heads.base.state import DraftState, Pending
 from mmspec.engine.host_copy import from_host
 from mmspec.engine.kv_cache import RaggedKVCache
+from mmspec.engine.recordings import Recordings
 from mmspec.engine.tree import BUCKETS, DraftTree, root_only
 from mmspec.interfaces import Prompt, VerifyResult
 from mmspec.interfaces.round import DraftPart
@@ -41,6 +42,12 @@ class HeadDrafter(HeadReader, ABC):
 
     state_class: type[DraftState] = DraftState
     records_drafts = False
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """See `mmspec.interfaces.drafter.ModuleDrafter`."""
+        parts = self.head, self.own_embeddings, self.compressor
+        return tuple(part for part in parts if isinstance(part, nn.Module))
 
     @property
     def compresses_visual_tokens(self) -> bool:
@@ -82,8 +89,10 @@ class HeadDrafter(HeadReader, ABC):
             noise=prompt.noise,
             temperature=prompt.temperature,
             static_shapes=prompt.static_shapes,
-            recordings=prompt.recordings,
         )
+
+    def use_recordings(self, state: DraftState, recordings: Recordings) -> None:
+        state.recordings = recordings
 
     @torch.inference_mode()
     def propose(self, state: DraftState, max_nodes: int, active: Sequence[bool]) -> DraftTree:

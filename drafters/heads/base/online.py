@@ -1,4 +1,4 @@
-"""`LearnableHead`: online learning of trained heads (`mmspec.interfaces.GradientDrafter`).
+"""`LearnableHead`: online learning of trained heads (`mmspec.learning.protocols.GradientDrafter`).
 
 A call is recorded as whole sequences with the target's states, as offline training has them, so every architecture
 learns all of its weights with its own training loss, from the target's distributions (SpecVLM, arXiv 2509.11815,
@@ -22,7 +22,7 @@ from mmspec.interfaces import SharedEmbeddings, VerifyResult
 
 
 class LearnableHead(HeadDrafter):
-    """A `HeadDrafter` that implements `mmspec.interfaces.GradientDrafter`."""
+    """A `HeadDrafter` that implements `mmspec.learning.protocols.GradientDrafter`."""
 
     @property
     def cannot_learn(self) -> str | None:

@@ -298,7 +298,7 @@ def find_recorded_draft(drafter: HeadDrafter, state: DraftState, prompt: Prompt)
     as a method), heads with hooks or forwards of their own, calls that learn (weights change), autocast, and a text
     that may exceed the capacity.
     """
-    recordings = prompt.recordings
+    recordings = state.recordings
     is_known = drafter.records_drafts and method_of(drafter) is not None
     if recordings is None or not is_known or state.recorder is not None:
         return None

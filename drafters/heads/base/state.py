@@ -108,7 +108,7 @@ class DraftState:
         backend: the head in compiled code; None if it runs in its own forward.
         recorded: its recorded drafts, or None.
         is_one_function: whether the last draft was one recorded function, whose levels are not timed.
-        recordings: as in `Prompt`.
+        recordings: of the call; None if nothing of it is recorded.
         position_offset: [B] int64, `next_positions` less the lengths of the cache, in a recorded function; else None.
         trial: a switch of the drafter and the value that this call tries, or None.
         target_keys: as in `Prompt`.

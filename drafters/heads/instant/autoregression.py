@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from mmspec.interfaces import Examples
+from mmspec.learning.protocols import Examples
 
 NUM_LAGS = 2
 """p, states that are read: the last one and the one before."""

@@ -10,7 +10,8 @@ from torch import Tensor
 from mmspec.drafters.heads.instant.head import InstantHead
 from mmspec.drafters.heads.instant.loss import batch_examples
 from mmspec.drafters.training.batch import TrainBatch
-from mmspec.interfaces import Examples, SharedEmbeddings
+from mmspec.interfaces import SharedEmbeddings
+from mmspec.learning.protocols import Examples
 
 RIDGE = 1e-3
 """Weight of the squared weights, as a fraction of the mean squared feature."""

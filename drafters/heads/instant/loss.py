@@ -9,7 +9,8 @@ from torch.nn import functional
 from mmspec.drafters.heads.base.markov import MarkovHead
 from mmspec.drafters.training.batch import DraftModel, TrainBatch
 from mmspec.drafters.training.losses import LossAndMetrics, LossWeights, TrainProgress
-from mmspec.interfaces import Examples, SharedEmbeddings
+from mmspec.interfaces import SharedEmbeddings
+from mmspec.learning.protocols import Examples
 
 SLOT_DECAY = 0.8
 """Weight of the loss of each further position of the block."""

@@ -28,7 +28,8 @@ from mmspec.drafters.heads.instant.autoregression import (
 from mmspec.drafters.heads.instant.recorder import CallRecorder
 from mmspec.drafters.ngram.output_ngrams import HEAD_POWER, NGRAM_POWER, PRIOR_POWER
 from mmspec.engine.host_copy import from_host
-from mmspec.interfaces import Examples, Prompt, SharedEmbeddings, VerifyResult
+from mmspec.interfaces import Prompt, SharedEmbeddings, VerifyResult
+from mmspec.learning.protocols import Examples
 
 MAX_UNREAD = 32
 """Rounds whose accepted states are kept until the heads draft again."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mmspec.drafters.heads.base.recorder import MAX_RECORDED
-from mmspec.interfaces import Examples
+from mmspec.learning.protocols import Examples
 
 
 class CallRecorder:

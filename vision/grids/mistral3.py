@@ -8,10 +8,10 @@ from typing import Any
 from torch import Tensor
 
 from mmspec.interfaces import VisualGrid
-from mmspec.targets.base import ModelAdapter
+from mmspec.vision.grids.layout import VisualLayout
 
 
-class Mistral3Adapter(ModelAdapter):
+class Mistral3Layout(VisualLayout):
     """`Mistral3ForConditionalGeneration`.
 
     [IMG_BREAK] follows each line of an image but the last, [IMG_END] the last. They are text tokens for the model.

@@ -9,10 +9,10 @@ from typing import Any
 from torch import Tensor
 
 from mmspec.interfaces import VisualGrid
-from mmspec.targets.base import ModelAdapter
+from mmspec.vision.grids.layout import VisualLayout
 
 
-class Gemma3Adapter(ModelAdapter):
+class Gemma3Layout(VisualLayout):
     """`Gemma3ForConditionalGeneration`. An image and each of its crops is pooled to `mm_tokens_per_image` tokens.
 
     Crops follow their image with text in between, so that nothing in the prompt tells them from further images.
@@ -30,7 +30,7 @@ class Gemma3Adapter(ModelAdapter):
         return tuple(VisualGrid(row, start, side, side, index) for index, (row, start, _) in enumerate(runs))
 
 
-class Gemma4Adapter(ModelAdapter):
+class Gemma4Layout(VisualLayout):
     """`Gemma4ForConditionalGeneration`. Grid sizes follow from the patch positions (`*_position_ids`)."""
 
     model_types: tuple[str, ...] = ("gemma4",)

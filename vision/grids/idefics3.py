@@ -8,11 +8,11 @@ from typing import Any
 from torch import Tensor
 
 from mmspec.interfaces import VisualGrid
-from mmspec.targets.base import ModelAdapter
-from mmspec.targets.tiles import tile_grids, tokens_per_side
+from mmspec.vision.grids.layout import VisualLayout
+from mmspec.vision.grids.tiles import tile_grids, tokens_per_side
 
 
-class Idefics3Adapter(ModelAdapter):
+class Idefics3Layout(VisualLayout):
     """`Idefics3ForConditionalGeneration`.
 
     The processor lays an image out as `<fake><row_1_col_1>` and its tile, and so on, a line break after each row of
@@ -48,7 +48,7 @@ class Idefics3Adapter(ModelAdapter):
         return tuple(grids)
 
 
-class SmolVLMAdapter(Idefics3Adapter):
+class SmolVLMLayout(Idefics3Layout):
     """`SmolVLMForConditionalGeneration`. A video is a sequence of whole images with time stamps in between."""
 
     model_types: tuple[str, ...] = ("smolvlm",)

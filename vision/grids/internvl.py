@@ -8,11 +8,11 @@ from typing import Any
 from torch import Tensor
 
 from mmspec.interfaces import VisualGrid
-from mmspec.targets.base import ModelAdapter
-from mmspec.targets.tiles import tile_grids, tokens_per_side
+from mmspec.vision.grids.layout import VisualLayout
+from mmspec.vision.grids.tiles import tile_grids, tokens_per_side
 
 
-class InternVLAdapter(ModelAdapter):
+class InternVLLayout(VisualLayout):
     """`InternVLForConditionalGeneration`. Each image is a run of placeholders, and so is each frame of a video."""
 
     model_types: tuple[str, ...] = ("internvl",)

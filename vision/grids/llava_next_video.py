@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from mmspec.interfaces import VisualGrid
-from mmspec.targets.llava_next import LlavaNextAdapter, clip_spans, frame_grids
+from mmspec.vision.grids.llava_next import LlavaNextLayout, clip_spans, frame_grids
 
 
-class LlavaNextVideoAdapter(LlavaNextAdapter):
+class LlavaNextVideoLayout(LlavaNextLayout):
     """`LlavaNextVideoForConditionalGeneration`. All videos of a call have the same number of frames."""
 
     model_types: tuple[str, ...] = ("llava_next_video",)

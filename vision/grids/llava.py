@@ -9,11 +9,11 @@ from typing import Any
 from torch import Tensor
 
 from mmspec.interfaces import VisualGrid
-from mmspec.targets.base import ModelAdapter
-from mmspec.targets.vision_attention import AttentionCapture, capture_attention
+from mmspec.vision.grids.attention import AttentionCapture, capture_attention
+from mmspec.vision.grids.layout import VisualLayout
 
 
-class LlavaAdapter(ModelAdapter):
+class LlavaLayout(VisualLayout):
     """`LlavaForConditionalGeneration`. Each image is a run of placeholders; images may be adjacent."""
 
     model_types: tuple[str, ...] = ("llava",)
@@ -40,7 +40,7 @@ class LlavaAdapter(ModelAdapter):
         return tuple(grids)
 
 
-class VipLlavaAdapter(LlavaAdapter):
+class VipLlavaLayout(LlavaLayout):
     """`VipLlavaForConditionalGeneration`. The class token is always dropped."""
 
     model_types: tuple[str, ...] = ("vipllava",)
@@ -53,16 +53,11 @@ class VipLlavaAdapter(LlavaAdapter):
         return capture_attention(self.model.model.vision_tower, layer, has_class_token=True)
 
 
-class PaliGemmaAdapter(LlavaAdapter):
-    """`PaliGemmaForConditionalGeneration`. Images may be adjacent; Gemma 2 as text model has sliding layers.
-
-    `PaliGemmaModel.forward` builds the masks of both layer types from one `attention_mask`.
-    """
+class PaliGemmaLayout(LlavaLayout):
+    """`PaliGemmaForConditionalGeneration`. Images may be adjacent."""
 
     model_types: tuple[str, ...] = ("paligemma",)
     vision_args: tuple[str, ...] = ()
-    accepts_mask_per_layer_type = False
-    response_token_type = 1  # 0 is the bidirectional prefix
 
     def attention_capture(self) -> None:
         """None: the capture is for towers that LLaVA selects a layer of."""

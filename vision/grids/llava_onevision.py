@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from mmspec.interfaces import VisualGrid
-from mmspec.targets.llava_next import LlavaNextAdapter, clip_spans, frame_grids
+from mmspec.vision.grids.llava_next import LlavaNextLayout, clip_spans, frame_grids
 
 
-class LlavaOnevisionAdapter(LlavaNextAdapter):
+class LlavaOnevisionLayout(LlavaNextLayout):
     """`LlavaOnevisionForConditionalGeneration`."""
 
     model_types: tuple[str, ...] = ("llava_onevision",)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from mmspec.interfaces import VisualGrid
-from mmspec.targets.base import ModelAdapter
-from mmspec.targets.vision_attention import AttentionCapture, capture_attention
+from mmspec.vision.grids.attention import AttentionCapture, capture_attention
+from mmspec.vision.grids.layout import VisualLayout
 
 GridSize = tuple[int, int]
 """(height, width) in tokens"""
@@ -79,7 +79,7 @@ def frame_grids(row: int, start: int, num_frames: int, side: int, media_index: i
     ]
 
 
-class LlavaNextAdapter(ModelAdapter):
+class LlavaNextLayout(VisualLayout):
     """`LlavaNextForConditionalGeneration`. Images of one row must be separated by text."""
 
     model_types: tuple[str, ...] = ("llava_next",)

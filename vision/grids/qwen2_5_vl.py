@@ -9,13 +9,13 @@ from typing import Any
 from torch import Tensor
 
 from mmspec.interfaces import VisualGrid
-from mmspec.targets.base import ModelAdapter
+from mmspec.vision.grids.layout import VisualLayout
 
 MediaSizes = tuple[int, str, list[tuple[int, int, int]]]
 """Placeholder id, role of the grids, and (time steps, height, width) of each image or video, in tokens."""
 
 
-class Qwen25VLAdapter(ModelAdapter):
+class Qwen25VLLayout(VisualLayout):
     """Models whose grid sizes are inputs (`*_grid_thw`, before merging), with one placeholder per merged patch.
 
     The placeholders of a video are one run (Qwen2.5-VL), or one run per time step with a timestamp before it
@@ -85,7 +85,7 @@ class Qwen25VLAdapter(ModelAdapter):
                 yield VisualGrid(0, 0, height, width, media_index, role=role, frame=step)
 
 
-class Glm4vAdapter(Qwen25VLAdapter):
+class Glm4vLayout(Qwen25VLLayout):
     """GLM-4V: videos have image placeholders too, so that a call has either images or videos."""
 
     model_types: tuple[str, ...] = ("glm4v", "glm46v", "glm_ocr", "glm4v_moe", "glmga")
@@ -98,7 +98,7 @@ class Glm4vAdapter(Qwen25VLAdapter):
         return images, (video_token, role, videos)
 
 
-class Ernie45VLAdapter(Qwen25VLAdapter):
+class Ernie45VLLayout(Qwen25VLLayout):
     """ERNIE 4.5 VL: consecutive time steps of a video share their visual tokens."""
 
     model_types: tuple[str, ...] = ("ernie4_5_vl_moe",)
@@ -110,7 +110,7 @@ class Ernie45VLAdapter(Qwen25VLAdapter):
         return images, (token, role, [(num_steps // merge, height, width) for num_steps, height, width in videos])
 
 
-class VideoLlama3Adapter(Qwen25VLAdapter):
+class VideoLlama3Layout(Qwen25VLLayout):
     """VideoLLaMA 3: merged patches per image or video are inputs. Compressed videos have no grids."""
 
     model_types: tuple[str, ...] = ("video_llama_3",)
@@ -122,7 +122,7 @@ class VideoLlama3Adapter(Qwen25VLAdapter):
         return [] if merges is None else [int(merge) for merge in merges]
 
 
-class HunYuanVLAdapter(Qwen25VLAdapter):
+class HunYuanVLLayout(Qwen25VLLayout):
     """HunYuan-VL: a newline token after each line of an image, and a single token before and after the image."""
 
     model_types: tuple[str, ...] = ("hunyuan_vl",)

@@ -1,0 +1,106 @@
+"""Who runs and who computes the rounds of a call (`patch(backend=)`), chosen once per call.
+
+| | runs or computes | by default | `backend=` | decided by |
+|---|---|---|---|---|
+| *recorded* | replays of whole rounds | on a GPU that has passed a check | `"recorded"` | `find_recorder` |
+| *C* | the target's forwards over nodes, drafts of heads | on a CPU, for known models | `"c"` | `use_c` |
+| *eager* | the parts one by one, in torch | else | `"torch"` | |
+
+On a CPU linear layers of eager parts run in their fastest kernel (`use_linear_kernels`), but with `backend="torch"`.
+A call that the named one does not serve runs eager, with one warning that says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+from mmspec.call import CallContext, PreparedInputs
+from mmspec.control.device_check import DEVICE_CHECKS
+from mmspec.cpu.interception import operators_are_intercepted
+from mmspec.cpu.linear import find_linear_layers, use_fast_linears
+from mmspec.cpu.native import load_kernel
+from mmspec.engine.graph import Recorder
+from mmspec.engine.tree_cache import CACHE_ARGUMENT
+from mmspec.interfaces.drafter import modules_of
+from mmspec.targets.hf import HFTarget
+from mmspec.targets.lanes import AUTO_DEVICE_TYPES, recorder_for
+
+# --- recorded ---------------------------------------------------------------------------------------------------------
+
+
+def find_recorder(call: CallContext, inputs: PreparedInputs, max_length: int) -> Callable[[], Recorder] | None:
+    """Creates the recorder of a call whose rows have at most `max_length` positions; None if it is not recorded."""
+    config, device = call.spec_config, call.adapter.model.device
+    recorder = call.lanes.recorder or recorder_for(device, config.backend)
+    if recorder is None and config.backend != "recorded":
+        return None
+    if (reason := _reason_against_recording(call, inputs, max_length, recorder)) is not None:
+        if config.backend == "recorded":
+            call.warn(f"backend='recorded': a call runs eager ({reason})")
+        return None
+    if config.backend == "auto" and device.type in AUTO_DEVICE_TYPES:
+        # Recording begins with a verdict, in the middle of a process, and rounds half precision differently.
+        return recorder if not config.deterministic and DEVICE_CHECKS.passed(device) else None
+    return recorder
+
+
+def _reason_against_recording(
+    call: CallContext, inputs: PreparedInputs, max_length: int, recorder: Callable[[], Recorder] | None
+) -> str | None:
+    """Why a call is not recorded, or None."""
+    if recorder is None:
+        return f"nothing records on {call.adapter.model.device}"
+    if call.spec_config.drafter.requirements.layer_subsets:  # a recorded round runs all layers
+        return "the drafter runs some of the model's layers"
+    return call.lanes.reason(call.adapter, call.modules, inputs.model_kwargs[CACHE_ARGUMENT], max_length)
+
+
+# --- C ----------------------------------------------------------------------------------------------------------------
+
+
+def use_c(call: CallContext, target: HFTarget) -> None:
+    """Let the forwards of the target run in C where that is allowed and possible. With `backend="c"` says why not."""
+    if not call.spec_config.may_use_c:
+        return
+    kernel, reason = None, _reason_against_c(call)
+    if reason is None:
+        kernel = load_kernel() if call.autotuner.allow_native else None
+        reason = "there is no compiled kernel: it takes Linux on x86-64 and a C compiler"
+    if kernel is not None:
+        target.use_native_rounds(kernel, call.modules)
+        reason = None if target.rounds is not None else "it does not compute this model, with these inputs"
+    if reason is not None and call.spec_config.backend == "c":
+        call.warn(f"backend='c': a call runs in torch ({reason})")
+
+
+def _reason_against_c(call: CallContext) -> str | None:
+    """Why nothing of a call may run in C, or None."""
+    device = call.adapter.model.device
+    if device.type != "cpu":
+        return f"the model is on {device}, C computes on a CPU"
+    if operators_are_intercepted():
+        return "user code sees or replaces the operators of torch"
+    return None
+
+
+# --- eager ------------------------------------------------------------------------------------------------------------
+
+
+def use_linear_kernels(call: CallContext) -> AbstractContextManager[None]:
+    """Context in which linear layers of the decoding step and of the drafter run in their fastest kernel, on a CPU."""
+    config = call.spec_config
+    roots = [*call.modules.linear_layers, *modules_of(config.drafter)]
+    layers = find_linear_layers(roots) if _may_replace_linears(call) else []
+    return use_fast_linears(call.autotuner, layers, config.deterministic, not config.may_use_c)
+
+
+def use_prompt_linear_kernels(call: CallContext) -> AbstractContextManager[None]:
+    """The same for the prompt's forward, vision tower included."""
+    layers = find_linear_layers(call.modules.prompt_linear_layers) if _may_replace_linears(call) else []
+    return use_fast_linears(call.autotuner, layers, call.spec_config.deterministic)
+
+
+def _may_replace_linears(call: CallContext) -> bool:
+    """Whether other kernels than torch's may compute the linear layers of this call."""
+    return call.spec_config.backend != "torch" and _reason_against_c(call) is None

@@ -1,0 +1,61 @@
+"""The way of one call through the files of the core: a path, no star around one of them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import tiny_models as tiny
+from parity import GREEDY, SAMPLED, Kwargs, generate_plain, get_model, speculate
+
+import mmspec
+from mmspec.call import CallContext
+
+CORE = Path(mmspec.__file__).parent
+
+
+class CallWalk:
+    """Context that follows a `CallContext` from function to function.
+
+    Attributes:
+        stays: the file of each function that has the call, in order; one entry while the file stays the same.
+    """
+
+    def __init__(self) -> None:
+        self.stays: list[str] = []
+
+    def __enter__(self) -> CallWalk:
+        sys.setprofile(self._follow)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        sys.setprofile(None)
+
+    def _follow(self, frame: FrameType, event: str, argument: Any) -> None:
+        at = frame.f_back if event == "return" else frame
+        while event == "return" and at is not None and not _has_call(at):
+            at = at.f_back
+        if event not in ("call", "return") or at is None or not _has_call(at):
+            return
+        name = Path(at.f_code.co_filename).relative_to(CORE).as_posix()
+        if not self.stays or self.stays[-1] != name:
+            self.stays.append(name)
+
+
+def _has_call(frame: FrameType) -> bool:
+    in_core = frame.f_code.co_filename.startswith(str(CORE))
+    return in_core and any(isinstance(value, CallContext) for value in frame.f_locals.values())
+
+
+@pytest.mark.parametrize("mode", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_a_call_passes_decode_once(mode: Kwargs) -> None:
+    """Entered by `generate`, and again after the prefill and after the parts are built: two steps, and the loop."""
+    model = get_model()
+    inputs = tiny.build_inputs(model, 27, 2, images=[1, 1])
+    with speculate(model, "oracle", generate_plain(model, inputs, **mode)), CallWalk() as walk:
+        generate_plain(model, inputs, **mode)
+    assert 1 <= walk.stays.count("decode.py") <= 3, " -> ".join(walk.stays)
+    assert len(walk.stays) <= 15, " -> ".join(walk.stays)
