@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mmspec.drafters.heads.base.c_draft import CDraft
 from mmspec.drafters.heads.base.reader import HeadReader
