@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from mmspec.config import SpecConfig
-from mmspec.control.tree_size import RoundCostModel
+from mmspec.control.round_cost import RoundCostModel
 from mmspec.cpu.linear import LinearAutotuner
 from mmspec.learning.learner import Learner
 from mmspec.learning.recording import RecordedDrafter

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from mmspec.arguments import bind_arguments, build_stop_string_criterion, media_inputs, option_getter
 from mmspec.call import CallContext, FallbackRequired, PreparedInputs
-from mmspec.config import DrafterCache, PatchArguments, SpecConfig, resolve_call_config
+from mmspec.config import PatchArguments, SpecConfig, resolve_call_config
 from mmspec.costs import DrafterCosts
 from mmspec.cpu.linear import LinearAutotuner
 from mmspec.decode import decode
@@ -36,6 +36,7 @@ from mmspec.learning.budget import DEFAULT_SHARE
 from mmspec.learning.learner import Learner, start_learner
 from mmspec.learning.stats import LearningStats, SpeedCurve
 from mmspec.metrics.stats import Stats
+from mmspec.resolve import DrafterCache
 from mmspec.targets.base import ModelAdapter
 from mmspec.targets.lanes import LanePool
 from mmspec.targets.module_scan import ModuleScan, scan_modules

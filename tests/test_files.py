@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mmspec.control.cost_store import CostStore
-from mmspec.control.tree_size import RoundCostModel
+from mmspec.control.round_cost import RoundCostModel
 from mmspec.files import make_private_folder
 
 

@@ -27,6 +27,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "engine.kv_cache",
         "engine.gather",
         "engine.host_copy",
+        "engine.row_state",
         "engine.guard",
         "engine.draws",
         "engine.graph",
@@ -52,13 +53,14 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "engine.tree_cache",
         "metrics.*",
         "control.tree_size",
+        "control.round_cost",
         "engine.output",
         "engine.verifier",
         "engine.round",
         "learning.*",
     ),
     ("drafters", "vision", "control.cost_store", "control.device_check"),
-    ("targets.*", "config"),
+    ("targets.*", "config", "resolve"),
     ("engine.loop", "engine.recorded", "engine.stepwise", "call", "user_code", "costs"),
     ("arguments", "fallback"),
     ("backend",),
@@ -73,7 +75,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("__main__", "ray"),
 )
 LOOP_IMPORTS = {
-    "engine.verifier", "engine.recorded", "engine.stepwise", "engine.output", "engine.tree", "engine.sampler",
+    "engine.verifier", "engine.recorded", "engine.stepwise", "engine.output", "engine.row_state", "engine.tree",
+    "engine.sampler",
     "control.tree_size", "metrics.*", "interfaces.*",
 }  # fmt: skip
 KNOW_TRANSFORMERS = {
@@ -98,7 +101,7 @@ SHARED_NAMES = {
 }
 BARE = {"vision", "drafters", "app"}
 PARTS = {"vision", "drafters"}
-KNOW_PARTS = {"config", "app"}
+KNOW_PARTS = {"config", "resolve", "app"}
 
 
 @dataclass(frozen=True)

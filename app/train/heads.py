@@ -79,8 +79,8 @@ def build_parts(options: TrainOptions, name: str, config: Any, teacher: Any) -> 
     Raises:
         UsageError: a size is invalid, the compressor needs grids that are unknown, or `--start-from` does not fit.
     """
-    from mmspec.config import check_grids
     from mmspec.drafters.heads.instant.head import InstantHead
+    from mmspec.resolve import check_grids
 
     try:
         if options.start_from is None:

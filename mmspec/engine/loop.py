@@ -31,8 +31,9 @@ import torch
 from torch import Tensor
 
 from mmspec.control.tree_size import TreeSizeController
-from mmspec.engine.output import OutputBuffer, RowState
+from mmspec.engine.output import OutputBuffer
 from mmspec.engine.recorded import Outcome, RecordedRounds, RoundPlan, can_record_rounds
+from mmspec.engine.row_state import RowState
 from mmspec.engine.sampler import TreeSampler
 from mmspec.engine.stepwise import StepwiseLoop
 from mmspec.engine.tree import BUCKETS, DraftTree, bucket_size, first_chain, replace_with_chain, root_only, sanitize

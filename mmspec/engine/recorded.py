@@ -14,9 +14,10 @@ from torch import Tensor
 
 from mmspec.engine.host_copy import from_host
 from mmspec.engine.kv_cache import length_bucket
-from mmspec.engine.output import OutputBuffer, RowState
+from mmspec.engine.output import OutputBuffer
 from mmspec.engine.recordings import Recordings, recordable_mode
 from mmspec.engine.round import ROUND, RoundFunction
+from mmspec.engine.row_state import RowState
 from mmspec.engine.sampler import TreeSampler
 from mmspec.engine.tree import DraftTree, root_only
 from mmspec.engine.verifier import Verified, resize

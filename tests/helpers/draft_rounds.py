@@ -14,10 +14,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import mmspec
-from mmspec.config import resolve_drafter
 from mmspec.drafters.heads.base.drafter import HeadDrafter
 from mmspec.interfaces import VerifyResult
 from mmspec.metrics.stats import Stats
+from mmspec.resolve import resolve_drafter
 from mmspec.targets.registry import find_adapter
 
 MEDIA_IDS = ("image_token_id", "video_token_id")

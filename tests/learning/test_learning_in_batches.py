@@ -13,7 +13,8 @@ from torch import Tensor
 
 import mmspec
 from mmspec.control.arbiter import MIN_KNOWN_ROUNDS, WARM_UP_ROUNDS, DraftArbiter
-from mmspec.control.tree_size import RoundCostModel, TreeSizeController
+from mmspec.control.round_cost import RoundCostModel
+from mmspec.control.tree_size import TreeSizeController
 from mmspec.drafters.heads.instant import online
 from mmspec.drafters.heads.instant.online import HeadsState, OnlineHeads
 from mmspec.drafters.heads.instant.recorder import CallRecorder

@@ -18,11 +18,11 @@ from transformers import PreTrainedModel
 
 import mmspec
 from mmspec.app.cli.env import describe_drafter
-from mmspec.config import target_info
 from mmspec.cpu.native import load_kernel
 from mmspec.drafters.checkpoints.export import export_head
 from mmspec.drafters.checkpoints.published import load_published
 from mmspec.engine.graph import record_nothing
+from mmspec.resolve import target_info
 from mmspec.targets.registry import find_adapter
 
 READERS: dict[str, Callable[..., SlowHead]] = {
