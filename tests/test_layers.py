@@ -33,7 +33,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "engine.graph",
         "engine.recordings",
         "cpu.*",
-        "cpu.native",
+        "cpu.c_kernel",
         "cpu.trees",
         "control.ema",
         "control.draft_cost",

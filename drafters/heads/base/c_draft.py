@@ -1,7 +1,7 @@
-"""The draft head of a call in compiled code (`mmspec.cpu.draft`), where the head and the call are for it.
+"""The draft head of a call in C (`mmspec.cpu.draft`), where the head and the call are for it.
 
 A head is recognised by the exact classes of its modules. Whatever differs (hooks, replaced modules or weights, other
-dtypes, scaled embeddings), prompts, and calls whose target may not run in compiled code either, run in the head's own
+dtypes, scaled embeddings), prompts, and calls whose target may not run in C either, run in the head's own
 forward. Both give the same trees up to rounding.
 """
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from mmspec.cpu.draft import NativeHead
+from mmspec.cpu.draft import CHead
 from mmspec.cpu.draft_types import HeadContext, HeadWeights, TreeRequest
 from mmspec.cpu.layers import DecoderShape, LayerWeights
 from mmspec.cpu.linear import active_kernel
@@ -33,12 +33,12 @@ KNOWN_CLASSES = frozenset((nn.Linear, nn.Embedding, RMSNorm, DecoderLayer))
 
 
 class CDraft:
-    """The drafts of one call by a `NativeHead`. Implements `mmspec.drafters.heads.base.state.DraftBackend`."""
+    """The drafts of one call by a `CHead`. Implements `mmspec.drafters.heads.base.state.DraftBackend`."""
 
-    def __init__(self, head: NativeHead, modules: list[nn.Module], rotary_embedding: Callable[..., Any]) -> None:
+    def __init__(self, head: CHead, modules: list[nn.Module], rotary_embedding: Callable[..., Any]) -> None:
         """
         Args:
-            head: the compiled head.
+            head: the head in C.
             modules: all whose weights it reads.
             rotary_embedding: `EagleHead.rotary_embedding`.
         """
@@ -76,7 +76,7 @@ class CDraft:
         return self._head.tree(request, context)
 
     def _context(self, state: DraftState, num_new: int) -> HeadContext | None:
-        """What the head has read, with room for `num_new` positions; None if it must not run in compiled code."""
+        """What the head has read, with room for `num_new` positions; None if it must not run in C."""
         kv_cache = state.kv_cache
         if torch.is_autocast_enabled("cpu") or not self._guard.is_unchanged():
             return None
@@ -95,12 +95,12 @@ def find_c_draft(
     weights: Callable[[], HeadWeights | None],
     classes: tuple[type, ...] = (),
 ) -> CDraft | None:
-    """The compiled drafts of a call; None if the head or the call is not for them.
+    """The drafts in C of a call; None if the head or the call is not for them.
 
     Args:
         drafter: with the head.
         state: of the call, after the prompt.
-        weights: of the head, called once its modules are known; None if it is not for compiled code.
+        weights: of the head, called once its modules are known; None if it is not for C.
         classes: further classes of modules in the head.
     """
     kernel, head, shared = active_kernel(), drafter.head, state.shared_embeddings
@@ -115,7 +115,7 @@ def find_c_draft(
         return None
     sources = tuple(weight for module in modules for weight in module.parameters(recurse=False))
     try:
-        compiled = NativeHead(kernel, _shape(head.config), replace(found, sources=sources))
+        compiled = CHead(kernel, _shape(head.config), replace(found, sources=sources))
     except ValueError:  # weights of other dtypes, devices or shapes
         return None
     return CDraft(compiled, modules, head.rotary_embedding)

@@ -59,7 +59,7 @@ class HeadDrafter(ABC):
         follow_tokens: what else depends on the tokens that are read. Default: nothing.
         fuse: inputs of the head at text positions and at draft nodes. Default: `EagleHead.fuse`.
         prompt_inputs: inputs of the head at the positions of a prompt. Default: as the visual mode defines.
-        c_draft: the head in compiled code, for `draft_tree` and in place of `extend_context`. Default: None.
+        c_draft: the head in C, for `draft_tree` and in place of `extend_context`. Default: None.
         records_drafts: whether `extend_rows` and `draft_tree` are functions of tensors. Default: False.
 
     `draft_tree` may use `logits`, `rotary_embedding`, `top_k_on`, and the methods of `DraftState`.
@@ -323,7 +323,7 @@ class HeadDrafter(ABC):
         state.last_hidden = select_last(self.head(inputs, cos, sin, attend), counts, state.last_hidden)
 
     def c_draft(self, state: DraftState) -> CDraft | None:
-        """The head of this call in compiled code, after the prompt; None if it runs in its own forward."""
+        """The head of this call in C, after the prompt; None if it runs in its own forward."""
         return None
 
     def fuse(self, state: DraftState, inputs_embeds: Tensor, hidden_states: Tensor) -> Tensor:

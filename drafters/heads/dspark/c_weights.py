@@ -1,4 +1,4 @@
-"""A `DsparkHead` in compiled code (`mmspec.cpu.draft`)."""
+"""A `DsparkHead` in C (`mmspec.cpu.draft`)."""
 
 from __future__ import annotations
 
