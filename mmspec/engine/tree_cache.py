@@ -168,17 +168,6 @@ def load_dynamic_cache(cache: DynamicCache, buffer: RaggedKVCache) -> None:
     buffer.advance(length)
 
 
-def export_recurrent_layers(source: TreeCache, cache: DynamicCache) -> None:
-    """Put copies of the recurrent layers into a user's cache, as tensors that may be written outside inference mode."""
-    for index, layer in enumerate(source.layers):
-        if is_recurrent(layer):
-            twin = copy.copy(layer)
-            for name in ("conv_states", "recurrent_states"):
-                states = getattr(layer, name)
-                setattr(twin, name, {i: None if state is None else state.clone() for i, state in states.items()})
-            cache.layers[index] = twin
-
-
 def export_dynamic_cache(buffer: RaggedKVCache, length: int, cache: DynamicCache, copy: bool = True) -> None:
     """Store the first `length` positions of the buffer in a user's cache, as transformers would have filled it.
 

@@ -105,7 +105,7 @@ class ModelAdapter:
 
     @property
     def is_recurrent(self) -> bool:
-        """Whether some layers keep a state, so that only chains of one row can be scored."""
+        """Whether some layers keep a state, so that only chains can be scored."""
         return bool(self.layer_types & RECURRENT_LAYER_TYPES)
 
     @property

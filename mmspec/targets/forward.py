@@ -142,7 +142,8 @@ class NodeForward:
         sliding = self._to_mask(visible & within_window(tree, lengths, kv_cache.kv_len, self._window), is_recorded)
         if self._layer_types == {"sliding_attention"}:
             return sliding
-        return {"full_attention": self._to_mask(visible, is_recorded), "sliding_attention": sliding}
+        full = self._to_mask(visible, is_recorded)
+        return {**dict.fromkeys(self._layer_types), "full_attention": full, "sliding_attention": sliding}
 
     def _to_mask(self, visible: Tensor, is_recorded: bool) -> Tensor:
         """[B, 1, N, kv_len]: bool for sdpa, which is valid under autocast too; additive for eager attention.

@@ -130,23 +130,15 @@ class HFTarget:
     @staticmethod
     def unsupported_reason(adapter: ModelAdapter, input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> str | None:
         """Why the cache or the attention mask of a call is not supported; None if both are."""
-        if input_ids.dim() != 2 or not len(input_ids):
-            return f"input_ids of shape {list(input_ids.shape)}"
+        if (reason := unsupported_shape(input_ids)) is not None:
+            return reason
         cache = model_kwargs.get(CACHE_ARGUMENT)
         window = adapter.sliding_window if "sliding_attention" in adapter.layer_types else None
-        batch, length = input_ids.shape
-        reason = unsupported_reason(cache, adapter.num_cache_layers, batch, adapter.model.dtype, window)
+        reason = unsupported_reason(cache, adapter.num_cache_layers, len(input_ids), adapter.model.dtype, window)
         if reason is not None:
             return reason
         assert cache is not None
-        mask = model_kwargs.get("attention_mask")
-        if mask is None:
-            return None
-        if not isinstance(mask, Tensor) or mask.dim() != 2:
-            return "an attention_mask that is not [batch, length]"
-        if mask.shape[1] not in (length, cache.get_seq_length() + length):
-            return f"an attention_mask of length {mask.shape[1]} for {length} input ids"
-        return None
+        return unsupported_shape(input_ids, model_kwargs.get("attention_mask"), cache.get_seq_length())
 
     def length_reason(self) -> str | None:
         """Why a call of this maximum length is not supported; None if it is."""
@@ -329,3 +321,17 @@ class HFTarget:
             padding=None if mask is None or bool(mask.all()) else mask.to(self.device, torch.bool),
             token_types=types,
         )
+
+
+def unsupported_shape(input_ids: Tensor, mask: Any = None, num_cached: int = 0) -> str | None:
+    """Why ids and mask of these shapes are not supported behind a cache of `num_cached` positions; None if they are."""
+    if input_ids.dim() != 2 or not len(input_ids):
+        return f"input_ids of shape {list(input_ids.shape)}"
+    length = input_ids.shape[1]
+    if mask is None:
+        return None
+    if not isinstance(mask, Tensor) or mask.dim() != 2:
+        return "an attention_mask that is not [batch, length]"
+    if mask.shape[1] not in (length, num_cached + length):
+        return f"an attention_mask of length {mask.shape[1]} for {length} input ids"
+    return None

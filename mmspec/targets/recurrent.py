@@ -1,9 +1,9 @@
 """`RecurrentTarget`: models whose layers keep a recurrent or convolution state (Qwen3.5, LFM2).
 
-A state has no positions, so one forward can score a chain but no tree, and a rejected token cannot be cut off. The
-state before the chain is copied; when the target accepts only a part, the copy comes back and the accepted tokens are
-fed again together with the next chain (`pending`). No forward is spent on the roll-back alone, except when too many
-tokens are pending. One row per call: rows that accept different numbers of tokens would need padding inside a state.
+A state has no positions, so one forward can score a chain but no tree, and a rejected token cannot be cut off. A
+forward leaves the states as they are; then each row advances by the tokens that it accepts (`recurrent_states`).
+Whatever else takes tokens back, such as a criterion that cuts a row, is rare: the row goes back to its states after the
+prompt, of which there is a copy, and reads its tokens again.
 """
 
 from __future__ import annotations
@@ -14,149 +14,97 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmspec.engine.host_copy import from_host
 from mmspec.engine.tree import BUCKETS, DraftTree
-from mmspec.engine.tree_cache import CACHE_ARGUMENT, export_recurrent_layers, is_recurrent
+from mmspec.engine.tree_cache import CACHE_ARGUMENT
 from mmspec.interfaces import VerifyResult
 from mmspec.targets.base import ModelAdapter
-from mmspec.targets.forward import run_forward
-from mmspec.targets.hf import HFTarget
-
-MAX_PENDING = 16
-"""Accepted tokens that are fed again with the next chain; more of them are fed alone first."""
-
-State = list[tuple[dict[int, Tensor | None], dict[int, Tensor | None]]]
-"""(convolution states, recurrent states) of each recurrent layer."""
+from mmspec.targets.hf import HFTarget, unsupported_shape
+from mmspec.targets.recurrent_states import RecurrentStates
 
 
 class RecurrentTarget(HFTarget):
-    """Implements `mmspec.interfaces.Target` for one row of a model with recurrent layers.
-
-    Positions after the prompt up to `state_length` are part of the states and of the key-value buffer; the tokens
-    behind them are pending.
+    """Implements `mmspec.interfaces.Target` for chains in a model with recurrent layers.
 
     Attributes:
-        tokens: [n] int64, tokens after the prompt that the target has accepted, without the last emitted one.
-        state_length: how many of them the states contain.
+        states: of the recurrent layers; they contain what the key-value buffer contains.
     """
 
     chains_only = True
 
     def __init__(self, adapter: ModelAdapter, input_ids: Tensor, *args: Any, **kwargs: Any) -> None:
         super().__init__(adapter, input_ids, *args, **kwargs)
-        self.buffer.max_length += MAX_PENDING + BUCKETS[-1]
-        self.tokens = torch.empty(0, dtype=torch.long, device=self.device)
-        self.state_length = 0
-        self._layers = [layer for layer in self.cache.layers if is_recurrent(layer)]
-        self._prompt_state: State = []
-        self._state_before: State | None = None  # before the chain that is being scored
-        self._is_dirty = False  # the states contain a chain that has not been committed
+        self.states = RecurrentStates(self.cache, adapter.text_model)
+        self._read: list[tuple[Tensor, list[int]]] = []  # chains [B, N], and how many of each row were accepted
 
     @staticmethod
     def unsupported_reason(adapter: ModelAdapter, input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> str | None:
         """Why a call is not supported; None if it is."""
-        mask = model_kwargs.get("attention_mask")
         cache = model_kwargs.get(CACHE_ARGUMENT)
-        if len(input_ids) > 1:
-            return "several rows of a model with recurrent layers"
-        if mask is not None and not bool(mask.all()):
-            return "padding for a model with recurrent layers"
         if cache is None or getattr(cache, "_is_user_defined", False) or cache.get_seq_length():
             return "past_key_values of a model with recurrent layers"
-        return None
+        return unsupported_shape(input_ids, model_kwargs.get("attention_mask"))
 
     def prefill(self, hidden_state_indices: Sequence[int] = ()) -> tuple[Tensor, dict[int, Tensor]]:
         outputs = super().prefill(hidden_state_indices)
-        self._prompt_state = self._copy_state()
+        with self._mode():
+            self.states.hold()
         return outputs
 
     def score(self, tree: DraftTree, hidden_state_indices: Sequence[int] = ()) -> tuple[Tensor, dict[int, Tensor]]:
         """See `mmspec.interfaces.Target.score`; node i of the tree is the parent of node i + 1."""
-        if len(self.tokens) - self.state_length > MAX_PENDING:
-            self._feed_pending()
-        pending = self.tokens[self.state_length :]
-        # A single node is always accepted; if its commit fails, the prompt's state remains to start from.
-        self._state_before = self._copy_state() if tree.num_nodes > 1 else None
-        ids = torch.cat([pending, tree.tokens[0].to(self.device)])
-        self._is_dirty = True
-        logits, *states = (part[:, len(pending) :] for part in self._feed(ids, hidden_state_indices))
-        return logits, dict(zip(hidden_state_indices, states, strict=True))
+        with self.states.logged():
+            return super().score(tree, hidden_state_indices)
 
     def commit(self, result: VerifyResult) -> None:
-        num_accepted = len(result.accepted_nodes[0])
-        self.tokens = torch.cat([self.tokens, result.tree.tokens[0, :num_accepted].to(self.device)])
-        if num_accepted == result.tree.num_nodes:
-            self._advance()
-        else:
-            self._roll_back()
+        super().commit(result)
+        counts = [len(nodes) for nodes in result.accepted_nodes]
+        with self._mode():
+            self.states.log.commit(counts, result.tree.num_nodes)
+        self._read.append((result.tree.tokens, counts))
 
     def crop(self, lengths: Sequence[int], zero_tail: bool = False) -> None:
-        if self._is_dirty:
-            self._roll_back()
-        self.tokens = self.tokens[: lengths[0]]
-        if len(self.tokens) < self.state_length:
-            self._state_before = None
-            self._roll_back()
-        super().crop([self.state_length], zero_tail)
+        is_cut = [length < cached for length, cached in zip(lengths, self.cached_lengths, strict=True)]
+        if not any(is_cut):
+            super().crop(lengths, zero_tail)
+            return
+        texts = [text[:length] for text, length in zip(self._texts(), lengths, strict=True)]
+        super().crop([0 if cut else length for cut, length in zip(is_cut, lengths, strict=True)], zero_tail)
+        with self._mode():
+            self.states.restore(is_cut)
+        self._read = [self._padded([[] if cut else text for cut, text in zip(is_cut, texts, strict=True)])]
+        while any(rest := [text[held:] for text, held in zip(texts, self.cached_lengths, strict=True)]):
+            self._read_again([text[: BUCKETS[-1]] for text in rest])
 
     def export_cache(self, num_steps: int) -> Any:
-        self.crop([num_steps - 1])
-        if len(self.tokens) > self.state_length:
-            self._feed_pending()
-        export_recurrent_layers(self.cache, self.user_cache)
+        self.crop([num_steps - 1] * len(self.cached_lengths))
+        self.states.export(self.user_cache)
         return super().export_cache(num_steps)
 
-    def _feed(self, ids: Tensor, hidden_state_indices: Sequence[int] = ()) -> tuple[Tensor, ...]:
-        """Forward of ids [n] behind the states; see `run_forward`."""
-        self.buffer.begin_forward(len(ids))
-        offsets = torch.arange(1, len(ids) + 1, device=self.device) + self.state_length
-        inputs = dict(self.node_forward.template)
-        inputs["input_ids"] = ids[None]
-        inputs["position_ids"] = self._prompt_last_position + offsets.clamp(max=self.max_new_tokens)
-        inputs["attention_mask"] = None  # causal over everything before, as transformers builds it
-        for name, last in self.call_tensors.token_types.items():
-            inputs[name] = last.expand(*last.shape[:-1], len(ids))
-        with self._mode():
-            return run_forward(self.model, self.adapter, inputs, hidden_state_indices)
+    def _texts(self) -> list[list[int]]:
+        """The tokens after the prompt that the states of each row contain."""
+        texts: list[list[int]] = [[] for _ in self.cached_lengths]
+        for tokens, counts in self._read:
+            for text, row, count in zip(texts, tokens.tolist(), counts, strict=True):
+                text += row[:count]
+        return texts
 
-    def _feed_pending(self) -> None:
-        """A forward of the pending tokens alone."""
-        self._feed(self.tokens[self.state_length :])
-        self._advance()
+    def _read_again(self, texts: Sequence[Sequence[int]]) -> None:
+        """Score tokens of each row and accept them all."""
+        tokens, counts = self._padded(texts)
+        index = torch.arange(tokens.shape[1], device=self.device).expand(tokens.shape)
+        is_text = index < from_host(counts, self.device)[:, None]
+        chain = DraftTree(tokens, index - 1, is_text, None, index[:, :, None] >= index[:, None, :], index)
+        self.score(chain)
+        nodes = [list(range(count)) for count in counts]
+        self.commit(VerifyResult(chain, index, from_host(counts, self.device), tokens, [list(t) for t in texts], nodes))
 
-    def _advance(self) -> None:
-        """The states and the buffer now contain all accepted tokens."""
-        self.buffer.advance(len(self.tokens) - self.state_length)
-        self.state_length = len(self.tokens)
-        self._state_before = None
-        self._is_dirty = False
-
-    def _roll_back(self) -> None:
-        """Back to the states before the chain, or after the prompt where no copy exists."""
-        if self._state_before is None:
-            self.state_length = 0
-            self.buffer.crop([self.prompt_length])
-        self._restore_state(self._prompt_state if self._state_before is None else self._state_before)
-        self._state_before = None
-        self._is_dirty = False
-
-    def _copy_state(self) -> State:
-        with self._mode():
-            return [(_clone(layer.conv_states), _clone(layer.recurrent_states)) for layer in self._layers]
-
-    def _restore_state(self, state: State) -> None:
-        """Write into the tensors of the layers: kernels may hold their addresses."""
-        with self._mode():
-            for layer, (conv_states, recurrent_states) in zip(self._layers, state, strict=True):
-                for current, before in ((layer.conv_states, conv_states), (layer.recurrent_states, recurrent_states)):
-                    for index, tensor in before.items():
-                        if tensor is not None:
-                            current[index].copy_(tensor)
+    def _padded(self, texts: Sequence[Sequence[int]]) -> tuple[Tensor, list[int]]:
+        """[B, n] int64 tokens, padded behind with 0, and how many there are in each row."""
+        counts = [len(text) for text in texts]
+        return from_host([[*text, *[0] * (max(counts) - len(text))] for text in texts], self.device), counts
 
 
 def target_class(adapter: ModelAdapter) -> type[HFTarget]:
     """The target that decodes models like this one."""
     return RecurrentTarget if adapter.is_recurrent else HFTarget
-
-
-def _clone(states: Mapping[int, Tensor | None]) -> dict[int, Tensor | None]:
-    return {index: None if state is None else state.clone() for index, state in states.items()}

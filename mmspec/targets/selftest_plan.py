@@ -51,8 +51,8 @@ TREE = Plan(
     (-1, 0, 1, 2, 0, 4, 1, 6), ((0, 1, 2, 3), (0, 4, 5), (0, 1, 6, 7)), ((0, 1, 6), (0, 4)), ((7,), (5,)), (6, 4)
 )
 """Of models that score trees."""
-CHAIN = Plan((-1, 0, 1, 2), ((0, 1, 2, 3), (0, 1, 4, 5)), ((0, 1),), ((4, 5),), (6,))
-"""Of models with recurrent layers: one row, of which a part is rolled back."""
+CHAIN = Plan((-1, 0, 1, 2), ((0, 1, 2, 3), (0, 1, 4, 5), (0, 6, 7)), ((0, 1), (0,)), ((4, 5), (6, 7)), (6, 4))
+"""Of models with recurrent layers, of whose states each row keeps another part."""
 
 
 def plan_of(adapter: ModelAdapter) -> Plan:

@@ -1,8 +1,11 @@
-"""Models with recurrent layers: chains, roll-back of the states, and what goes to transformers."""
+"""Models with recurrent layers: chains, the states of each row, and what goes to transformers."""
 
 from __future__ import annotations
 
+import inspect
+import threading
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import adversarial as adversarial
@@ -11,14 +14,24 @@ import pytest
 import tiny_models as tiny
 import torch
 import zoo
-from parity import ALL_OUTPUTS, MODES, assert_parity, build_cached_model, speculate
+from parity import ALL_OUTPUTS, MODES, assert_parity, build_cached_model, generate_tokens, speculate
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    DynamicCache,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 import mmspec
-from mmspec.engine.tree import DraftTree, first_chain
-from mmspec.engine.tree_cache import CACHE_ARGUMENT
-from mmspec.targets import recurrent
+from mmspec.engine.tree import DraftTree, first_chain, sanitize
+from mmspec.engine.tree_cache import CACHE_ARGUMENT, is_recurrent
+from mmspec.interfaces import VerifyResult
+from mmspec.targets import recurrent, recurrent_states
 from mmspec.targets.registry import find_adapter
 
 FAMILIES = [name for name, row in zoo.ROWS.items() if "recurrent" in row.traits]
@@ -79,40 +92,229 @@ def test_a_returned_cache_can_be_continued(family: str) -> None:
 
 
 class HalfRight(adversarial.AdversarialDrafter):
-    """Drafts chains of which the first tokens are right: every round is rolled back, and tokens stay pending."""
+    """Drafts chains whose first `row + 1` tokens are right, so that each row keeps another part of its states."""
 
     def __init__(self, sequences: Tensor) -> None:
         super().__init__()
-        self.text = sequences[0].tolist()
-        self.position = 0
+        self.texts = sequences.tolist()
+        self.positions = [0] * len(self.texts)
 
     def begin(self, prompt: Any) -> Any:
-        self.position = prompt.input_ids.shape[1]
+        self.positions = [prompt.input_ids.shape[1]] * len(self.texts)
         return None
 
     def observe(self, state: Any, result: Any, hidden_states: Any) -> None:
-        self.position += len(result.emitted_ids[0])
+        for row, tokens in enumerate(result.emitted_ids):
+            self.positions[row] += len(tokens)
 
     def propose(self, state: Any, max_nodes: int, active: Any) -> DraftTree:
-        right = self.text[self.position : self.position + 1]
-        tokens = torch.tensor([[0, *right, *[8] * (max_nodes - 1 - len(right))]])[:, :max_nodes]
-        parents = torch.arange(-1, tokens.shape[1] - 1)[None]
+        rows = []
+        for row, (text, position) in enumerate(zip(self.texts, self.positions, strict=True)):
+            right = text[position : position + 1 + row][: max_nodes - 1]
+            rows.append([0, *right, *[8] * (max_nodes - 1 - len(right))])
+        tokens = torch.tensor(rows)
+        parents = torch.arange(-1, tokens.shape[1] - 1).expand(tokens.shape)
         return DraftTree(tokens, parents, torch.ones_like(parents, dtype=torch.bool))
 
 
+def ragged(model: PreTrainedModel, seed: int = 5, batch: int = 4) -> tiny.Inputs:
+    """Rows of different length with and without images, padded on the left."""
+    given = tiny.build_inputs(model, seed, batch, images=([2, 0, 1, 0] * batch)[:batch], padding="left")
+    assert not given["attention_mask"].all()
+    return given
+
+
+def ends(model: PreTrainedModel, given: tiny.Inputs, steps: list[int], **options: Any) -> list[int]:
+    """Ids that end the rows at about these steps."""
+    rows = generate_tokens(model, given, **options)
+    return [row[step] for row, step in zip(rows, steps, strict=True)]
+
+
 @FAMILY
-def test_tokens_stay_pending_until_they_are_fed_alone(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    pending: list[int] = []
-    feed = recurrent.RecurrentTarget._feed_pending
-
-    def counted(self: recurrent.RecurrentTarget) -> None:
-        pending.append(len(self.tokens) - self.state_length)
-        feed(self)
-
-    monkeypatch.setattr(recurrent.RecurrentTarget, "_feed_pending", counted)
+@MODES
+@pytest.mark.parametrize("drafter", [HalfRight, "chaos"])
+def test_ragged_batches_are_identical(family: str, mode: dict[str, Any], drafter: Any) -> None:
+    """Rows accept and end at different steps."""
     model = model_of(family)
-    stats = assert_parity(model, one_row(model), HalfRight, max_new_tokens=60, do_sample=False, eos_token_id=None)
-    assert stats.num_accepted_tokens > 0 and pending and max(pending) > recurrent.MAX_PENDING
+    given = ragged(model)
+    options = {**mode, "max_new_tokens": 30}
+    stops = ends(model, given, [4, 29, 11, 20], **options)
+    stats = assert_parity(model, given, drafter, eos_token_id=stops, **options)
+    assert not stats.fallback_reason and len(set(stats.row_tokens)) > 1
+    if drafter is HalfRight and not mode["do_sample"]:
+        assert stats.num_accepted_tokens > 0
+
+
+@FAMILY
+def test_returned_states_of_a_ragged_batch(family: str) -> None:
+    """Rows that end early read their padding, those that were ahead read their tokens again."""
+    model = model_of(family)
+    given = ragged(model)
+    options: dict[str, Any] = {**ALL_OUTPUTS, "max_new_tokens": 20, "do_sample": False}
+    stops = ends(model, given, [3, 17, 9, 17], max_new_tokens=20, do_sample=False)
+    stats = assert_parity(model, given, HalfRight, eos_token_id=stops, **options)
+    assert not stats.fallback_reason and stats.num_draft_tokens > 0
+
+
+@FAMILY
+def test_sequences_of_a_prompt(family: str) -> None:
+    model = model_of(family)
+    options = {"do_sample": True, "temperature": 0.9, "num_return_sequences": 3, "max_new_tokens": 20}
+    stats = assert_parity(model, ragged(model, batch=2), "chaos", **options)
+    assert not stats.fallback_reason and len(stats.row_tokens) == 6
+
+
+def test_half_precision_batches() -> None:
+    """Tokens of a draft from the model's own text, in bfloat16, where states stay float32."""
+    model = build_cached_model(tiny.ModelSpec("qwen3_5", seed=3, layers=3, dtype="bfloat16"))
+    given = ragged(model)
+    with speculate(model, "none", None, backend="torch"):
+        own = model.generate(**given, max_new_tokens=20, do_sample=False, eos_token_id=None)
+    with speculate(model, HalfRight(own), None, backend="torch"):
+        drafted = model.generate(**given, max_new_tokens=20, do_sample=False, eos_token_id=None)
+        assert mmspec.stats(model).num_accepted_tokens > 0
+    assert (own != drafted).any(1).sum() <= 1  # a near-tie
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [name for name in ("qwen3_5", "lfm2_vl") if name in FAMILIES])
+def test_a_hundred_random_batches(family: str) -> None:
+    """Rows of the exactness suite, in batches of four: any options, processors, criteria and streamers."""
+    batches = [replace(fuzz.draw_case(8000 + seed, family), batch=4, padding="left") for seed in range(100)]
+    results = [fuzz.run_case(case) for case in batches]
+    assert not [result.report() for result in results if result.differences]
+    assert sum(not result.fallback for result in results) > 50
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_some_random_batches(seed: int) -> None:
+    family = ("qwen3_5", "lfm2_vl")[seed % 2]
+    if family not in FAMILIES:
+        pytest.skip(f"this transformers has no {family}")
+    result = fuzz.run_case(replace(fuzz.draw_case(8100 + seed, family), batch=4, padding="left"))
+    assert not result.differences, result.report()
+
+
+# --- the states -------------------------------------------------------------------------------------------------------
+
+
+def text_model(model_type: str, **changes: Any) -> PreTrainedModel:
+    """A text model of two layers of another class, the first of which is recurrent."""
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
+    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    config = CONFIG_MAPPING[model_type](vocab_size=60, num_hidden_layers=2, **sizes, **special, **changes)
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+
+
+MIXED = {"layer_types": ["linear_attention", "full_attention"]}
+MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_chunk_size": 8}
+DELTA = {f"linear_{name}": size for name, size in zip(("num_key_heads", "num_value_heads"), (2, 4), strict=True)}
+OTHERS: dict[str, dict[str, Any]] = {
+    "olmo_hybrid": {**MIXED, **DELTA, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+    "bamba": {**MAMBA, "attn_layer_indices": [1]},
+    "granitemoehybrid": {**MIXED, **MAMBA, "num_local_experts": 0},
+    "lfm2_moe": {
+        "layer_types": ["conv", "full_attention"],
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "num_dense_layers": 1,
+    },
+}
+
+
+@pytest.mark.parametrize("model_type", OTHERS)
+def test_other_classes(model_type: str) -> None:
+    """Gated delta rule, Mamba-2, convolution: the class decides by what it calls, no list of names."""
+    model = text_model(model_type, **OTHERS[model_type])
+    ids = torch.randint(3, 60, (3, 9), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[1, :4] = mask[2, :1] = 0
+    given = {"input_ids": ids.masked_fill(mask == 0, 0), "attention_mask": mask}
+    options: dict[str, Any] = {"max_new_tokens": 14, "do_sample": False, "eos_token_id": None}
+    plain = model.generate(**given, **options)
+    mmspec.patch(model, drafter=HalfRight(plain), tree_size=8)
+    try:
+        assert torch.equal(model.generate(**given, **options), plain)
+        stats = mmspec.stats(model)
+    finally:
+        mmspec.unpatch(model)
+    assert not stats.fallback_reason and stats.num_accepted_tokens > 0
+
+
+def test_an_unknown_recurrence_goes_to_transformers() -> None:
+    """Mamba-1 of transformers does not continue a state over several tokens at all."""
+    model = text_model("jamba", attn_layer_period=2, attn_layer_offset=1, mamba_d_state=8, use_mamba_kernels=False)
+    with pytest.raises(mmspec.UnsupportedModelError, match="computes its state by a function that is not known"):
+        mmspec.patch(model, drafter="lookup")
+
+
+def test_functions_of_transformers_are_replaced_for_a_forward_alone() -> None:
+    """Also where two threads decode at once; a third that decodes unpatched is not logged."""
+    model = model_of("qwen3_5")
+    namespace = inspect.unwrap(type(model.model.language_model.layers[0].linear_attn).forward).__globals__
+    names = [
+        name for name, _ in recurrent_states._updating_functions(type(model.model.language_model.layers[0].linear_attn))
+    ]
+    assert any("chunk" in name for name in names) and any("recurrent" in name for name in names)
+    before = [namespace[name] for name in names]
+    given = ragged(model)
+    options: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None}
+    plain = model.generate(**given, **options)
+    mmspec.patch(model, drafter=HalfRight(plain), tree_size=4)
+    results: list[Tensor] = []
+
+    def decode(drafter: Any) -> None:
+        results.append(model.generate(**given, **options, mmspec=drafter))
+
+    try:
+        chosen: list[Any] = [{"drafter": "lookup"}, {"drafter": HalfRight(plain)}, {"enabled": False}]
+        threads = [threading.Thread(target=decode, args=(one,)) for one in chosen]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        mmspec.unpatch(model)
+    assert len(results) == 3 and all(torch.equal(result, plain) for result in results)
+    assert [namespace[name] for name in names] == before and not recurrent_states._USERS
+
+
+@FAMILY
+def test_each_row_keeps_its_own_part_of_the_states(family: str) -> None:
+    """They are those of transformers' decoding of each row's tokens, step by step, within rounding."""
+    model = model_of(family)
+    given = tiny.build_inputs(model, 5, 3, images=[0, 0, 0], padding="none")
+    text = generate_tokens(model, given, max_new_tokens=6, do_sample=False)
+    counts = [1, 4, 2]
+    found: list[Any] = []
+
+    def loop(model: Any, input_ids: Tensor, generation_config: Any, **kwargs: Any) -> Tensor:
+        kept = {name: value for name, value in kwargs.items() if not name.startswith(("logits_proc", "stopping"))}
+        target = recurrent.RecurrentTarget(find_adapter(model), input_ids, kept, generation_config, max_new_tokens=8)
+        target.prefill()
+        tokens = torch.tensor(text)[:, :5]
+        parents = torch.arange(-1, 4).expand(3, -1)
+        tree = sanitize(DraftTree(tokens, parents, torch.ones(3, 5).bool()), tokens[:, 0], torch.ones(100).bool())
+        for _ in range(2):  # nothing changes before the commit
+            target.score(tree)
+        nodes = [list(range(count)) for count in counts]
+        path = torch.arange(5).expand(3, -1)
+        target.commit(VerifyResult(tree, path, torch.tensor(counts), tokens, nodes, nodes))
+        found.extend(target.states.layers.values())
+        return input_ids
+
+    model.generate(**given, max_new_tokens=8, do_sample=False, custom_generate=loop)
+    for row, count in enumerate(counts):
+        alone = {name: value[row : row + 1] for name, value in given.items() if name in ("input_ids", "attention_mask")}
+        kwargs = {"return_dict_in_generate": True, "do_sample": False, "eos_token_id": None}
+        cache = model.generate(**alone, max_new_tokens=count + 1, **kwargs).past_key_values
+        expected = [layer for layer in cache.layers if is_recurrent(layer)]
+        for mine, layer in zip(found, expected, strict=True):
+            for name in ("conv_states", "recurrent_states"):
+                if (state := getattr(layer, name)[0]) is not None:
+                    torch.testing.assert_close(getattr(mine, name)[0][row], state[0], rtol=1e-3, atol=1e-3)
 
 
 class FailsAtDrafts(LogitsProcessor):
@@ -127,24 +329,45 @@ class FailsAtDrafts(LogitsProcessor):
 
 
 @FAMILY
-def test_an_error_at_a_draft_restarts_from_the_prompt(family: str) -> None:
+@pytest.mark.parametrize("batch", [1, 3])
+def test_an_error_at_a_draft_restarts_from_the_prompt(family: str, batch: int) -> None:
     model = model_of(family)
+    given = one_row(model) if batch == 1 else ragged(model, batch=batch)
     options = {"max_new_tokens": 30, "do_sample": False, "eos_token_id": None, "suppress_tokens": [8]}
-    assert_parity(model, one_row(model), HalfRight, **options)
+    assert_parity(model, given, HalfRight, **options)
     processors = {"logits_processor": lambda: LogitsProcessorList([FailsAtDrafts()])}
-    assert_parity(model, one_row(model), HalfRight, **options, **processors)
+    assert_parity(model, given, HalfRight, **options, **processors)
 
 
 @FAMILY
-def test_rows_padding_and_caches_go_to_transformers(family: str) -> None:
+def test_a_cut_reads_the_tokens_again(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that are cut, by a criterion at every step, go back to the prompt; the others stay."""
+    cuts: list[list[bool]] = []
+    restore = recurrent_states.RecurrentStates.restore
+    monkeypatch.setattr(
+        recurrent_states.RecurrentStates, "restore", lambda self, rows: cuts.append(rows) or restore(self, rows)
+    )
     model = model_of(family)
-    several = tiny.build_inputs(model, 5, 2, images=[1, 1])
-    padded = tiny.build_inputs(model, 5, 1, images=[1], padding="left")
-    padded = {**padded, "attention_mask": padded["attention_mask"].clone()}
-    padded["attention_mask"][0, 0] = 0
-    for given, reason in ((several, "several rows"), (padded, "padding")):
-        stats = assert_parity(model, given, "bush", max_new_tokens=12, do_sample=False)
-        assert reason in str(stats.fallback_reason)
+    given = ragged(model, batch=3)
+
+    class Odd(StoppingCriteria):
+        def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+            return torch.tensor([input_ids.shape[1] % 5 == row + 1 for row in range(len(input_ids))])
+
+    options: dict[str, Any] = {"max_new_tokens": 25, "do_sample": False, **ALL_OUTPUTS}
+    criteria = {"stopping_criteria": lambda: StoppingCriteriaList([Odd()])}
+    stats = assert_parity(model, given, HalfRight, **options, **criteria)
+    assert not stats.fallback_reason and stats.num_draft_tokens > 0
+    assert any(any(rows) and not all(rows) for rows in cuts)
+
+
+@FAMILY
+def test_caches_go_to_transformers(family: str) -> None:
+    model = model_of(family)
+    options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
+    caches = {CACHE_ARGUMENT: lambda: DynamicCache(config=model.config)}
+    stats = assert_parity(model, one_row(model), "bush", **options, **caches)
+    assert "past_key_values of a model with recurrent layers" in str(stats.fallback_reason)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

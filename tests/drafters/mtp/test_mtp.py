@@ -205,11 +205,10 @@ def watched(
 def test_every_row_of_every_draft_is_that_of_the_formulas(
     family: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Over 50 rounds with rejections behind a prompt with images, so a refill equals one pass; batches where served."""
+    """Over 50 rounds with rejections behind prompts with images, in ragged rows: a refill equals one pass."""
     model = model_of(family, window=9 if family == "exaone4_5" else 0)
     tensors = with_head(model, tmp_path)
-    batch = 1 if "qwen" in family else 2
-    given = tiny.build_inputs(model, 5, batch, images=[1, 0][:batch], padding="none" if batch == 1 else "left")
+    given = tiny.build_inputs(model, 5, 2, images=[1, 0], padding="left")
     kwargs: dict[str, Any] = {"max_new_tokens": 136, "do_sample": False, "eos_token_id": None}
     plain = model.generate(**given, **kwargs)
     answers = plain[:, given["input_ids"].shape[1] :].tolist()
@@ -226,8 +225,7 @@ def test_every_row_of_every_draft_is_that_of_the_formulas(
 def test_the_output_is_the_targets(family: str, mode: dict[str, Any], tmp_path: Path) -> None:
     model = model_of(family, calm=True)
     with_head(model, tmp_path, own.head_tensors(model, echo=2.0))
-    batch = 1 if "qwen" in family else 3
-    given = tiny.build_inputs(model, 7, batch, padding="none" if batch == 1 else "left")
+    given = tiny.build_inputs(model, 7, 3, padding="left")
     stats = assert_parity(model, given, "mtp", patch_options={"tree_size": 6}, **{**mode, "max_new_tokens": 30})
     assert stats.num_draft_tokens > 0 and not stats.fallback_reason and stats.drafter.startswith("mtp")
 
@@ -240,7 +238,7 @@ def test_random_calls(family: str, seed: int) -> None:
     assert not result.differences, result.report()
 
 
-@pytest.mark.parametrize("family", ["glm_ocr", "exaone4_5"])
+@FAMILY
 def test_rows_of_a_batch_draft_as_alone(family: str, tmp_path: Path) -> None:
     """The first trees of a ragged batch, and those of its text row alone."""
     model = model_of(family)
