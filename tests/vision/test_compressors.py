@@ -43,8 +43,9 @@ from mmspec.drafters.heads.eagle.head import EagleHead, HeadConfig
 from mmspec.drafters.heads.eagle.loss import eagle_loss
 from mmspec.drafters.heads.eagle3.head import Eagle3Head
 from mmspec.drafters.heads.vispec.drafter import VispecDrafter, VispecHead
+from mmspec.drafters.training.batch import DraftModel, build_inputs_and_labels
 from mmspec.drafters.training.gate import fit_gate_on_batches
-from mmspec.drafters.training.losses import DraftModel, LossWeights, TrainProgress, build_inputs_and_labels
+from mmspec.drafters.training.losses import LossWeights, TrainProgress
 from mmspec.drafters.training.trainer import TrainConfig, Trainer
 from mmspec.interfaces import Compressor, Prompt, VisualGrid, VisualTokens
 from mmspec.metrics.compression_stats import RecordingCompressor
