@@ -11,8 +11,8 @@ from torch import Tensor
 from mmspec.config import SpecConfig
 from mmspec.control.round_cost import RoundCostModel
 from mmspec.cpu.linear import LinearAutotuner
+from mmspec.learning.collecting import CollectingDrafter
 from mmspec.learning.learner import Learner
-from mmspec.learning.recording import RecordedDrafter
 from mmspec.metrics.stats import Stats
 from mmspec.targets.base import ModelAdapter
 from mmspec.targets.lanes import LanePool
@@ -46,7 +46,7 @@ class CallContext:
         media_inputs: the arguments that describe images and videos, if the drafter requires them.
         stats: counters and times of this call.
         learner: learns from this call, or None.
-        recording: examples of this call for the learner; None before the loop runs, or without a learner.
+        collecting: examples of this call for the learner; None before the loop runs, or without a learner.
     """
 
     adapter: ModelAdapter
@@ -66,7 +66,7 @@ class CallContext:
     media_inputs: Mapping[str, Any] = field(default_factory=dict)
     stats: Stats = field(default_factory=Stats)
     learner: Learner | None = None
-    recording: RecordedDrafter | None = None
+    collecting: CollectingDrafter | None = None
 
 
 @dataclass

@@ -129,7 +129,7 @@ class PatchState:
             self.costs.count_call(config.drafter, self.adapter)
         if call.learner is not None:
             saved_s = call.costs.saved_s(len(call.stats.row_forwards), call.stats.drafted_rounds)
-            if call.learner.after_call(call.recording, call.stats.total_s, saved_s):
+            if call.learner.after_call(call.collecting, call.stats.total_s, saved_s):
                 call.costs.retry()
         return result
 
