@@ -8,17 +8,15 @@ from __future__ import annotations
 import shutil
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from mmspec.app.caption.command import build_captioner
 from mmspec.app.caption.config import DEFAULT_MODEL, SCENES_MODEL, CaptionConfig, ProcessInfo
 from mmspec.app.cli.arguments import hide_progress_bars, validate_drafter
-from mmspec.app.io.decode import decode_readable
-from mmspec.app.io.images import Media
-from mmspec.app.io.inputs import collect_items
-from mmspec.app.io.item import Item
+from mmspec.app.io.decode import ReadableRows
+from mmspec.app.io.images import Media, Video
+from mmspec.app.io.item import Item, SourceOptions
 from mmspec.app.modeling.random_models import SIZES
 from mmspec.app.scenes.domain_check import warn_if_out_of_domain
 from mmspec.vision.video.decoder_pool import DecoderPool
@@ -29,9 +27,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ExampleConfig:
-    """Options of `mmspec examples`, named like its flags. No `paths`: the bundled examples."""
+    """Options of `mmspec examples`, named like its flags. No `paths`: the bundled examples.
+
+    `source` is how the paths are read.
+    """
 
     paths: tuple[str, ...] = ()
+    source: SourceOptions = field(default_factory=SourceOptions)
+    prompt: str | None = None
     model: str = DEFAULT_MODEL
     drafter: str = "auto"
     compressor: str | None = None
@@ -74,23 +77,31 @@ def run_examples(config: ExampleConfig) -> int:
     from mmspec.app.scenes.examples import list_example_files
 
     validate_drafter(config.drafter, config.compressor)
-    items = collect_items(config.paths or [str(file) for file in list_example_files()], Path())
+    paths = config.paths or [str(file) for file in list_example_files()]
+    results: list[ExampleResult] = []
+
+    def prompt_of(item: Item, media: Media) -> str:
+        return item.resolve_prompt(config.prompt, isinstance(media, Video))
+
     with DecoderPool() as decoders:
-        readable = decode_readable(items, decoders, "mmspec examples")
-    items, media = [item for item, _ in readable], [one for _, one in readable]
-    if config.model == SCENES_MODEL and config.paths:
-        warn_if_out_of_domain(media[0], items[0].file_name)
-    hide_progress_bars(None)
-    captioner = _load_captioner(config)
-    num_parameters = sum(weight.numel() for weight in captioner.model.parameters()) / 1e6
-    print(f"{num_parameters:.0f} M parameters. {len(items)} examples, by plain generate and by mmspec:", flush=True)
-    if config.model in SIZES:
-        print("Its weights are random: its text is noise, and noise cannot be drafted.", flush=True)
-    caption_both_ways(captioner, media[0], items[0].resolve_prompt())  # warm-up
-    results = []
-    for item, one in zip(items, media, strict=True):
-        results.append(caption_both_ways(captioner, one, item.resolve_prompt()))
-        print_result(item, results[-1])
+        rows = ReadableRows(paths, config.source, decoders, "mmspec examples")
+        item, media = rows.peek()  # before the model is loaded
+        if config.model == SCENES_MODEL and config.paths:
+            warn_if_out_of_domain(media, item.file_name)
+        hide_progress_bars(None)
+        captioner = _load_captioner(config)
+        num_parameters = sum(weight.numel() for weight in captioner.model.parameters()) / 1e6
+        print(f"{num_parameters:.0f} M parameters. Each example by plain generate and by mmspec:", flush=True)
+        if config.model in SIZES:
+            print("Its weights are random: its text is noise, and noise cannot be drafted.", flush=True)
+        rows.check = lambda item, media: captioner.checked_inputs([media], [prompt_of(item, media)])
+        for item, media in rows:
+            prompt = prompt_of(item, media)
+            if not results:
+                caption_both_ways(captioner, media, prompt)  # warm-up
+            results.append(caption_both_ways(captioner, media, prompt))
+            print_result(item, prompt, results[-1])
+        rows.report()
     return print_summary(results)
 
 
@@ -115,11 +126,11 @@ def caption_both_ways(captioner: Captioner, media: Media, prompt: str) -> Exampl
     return ExampleResult(caption, totals.plain_s - plain_before, totals.patched_s - patched_before)
 
 
-def print_result(item: Item, result: ExampleResult) -> None:
+def print_result(item: Item, prompt: str, result: ExampleResult) -> None:
     """Print both texts, tokens, tau and speed."""
     caption = result.caption
     width = max(60, min(120, shutil.get_terminal_size().columns))
-    print(f"\n{item.path.name}: {item.resolve_prompt()}")
+    print(f"\n{item.path.name if item.content is None else item.id}: {prompt}")
     for name, seconds, text in (
         ("plain", result.plain_s, caption.plain),
         ("mmspec", result.patched_s, caption.caption),

@@ -23,6 +23,7 @@ from mmspec.app.cli.arguments import (
     add_progress,
     add_sampling_options,
     add_scene_seed,
+    add_table_options,
     hide_progress_bars,
     positive_floats,
     positive_int,
@@ -133,7 +134,7 @@ def add_parser(commands: Commands, common: argparse.ArgumentParser) -> None:
     add("--repeats", type=positive_int, default=None, metavar="N", help=repeats_help)
     processes_help = f"fresh processes that share the rounds (default {DEFAULT_PROCESSES} for scenes, else 1)"
     add("--processes", type=positive_int, default=None, metavar="N", help=processes_help)
-    add("--images", nargs="+", default=[], metavar="PATH", help="images to use (default: synthetic)")
+    add("--images", nargs="+", default=[], metavar="PATH", help="as `mmspec caption` reads them (default: synthetic)")
     add("--prompt", default=None, metavar="TEXT", help=f"default {PROMPT!r}")
     add_result_options(
         parser,
@@ -148,6 +149,7 @@ def add_parser(commands: Commands, common: argparse.ArgumentParser) -> None:
     tau_help = "with --shape: simulated tokens per forward (default 1,2.6,3.6)"
     add("--tau", type=positive_floats, default=None, metavar="T,T", help=tau_help)
     add_progress(parser)
+    add_table_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmspec.app.caption.config import PROMPT
@@ -13,8 +12,10 @@ from mmspec.app.cli.arguments import (
     add_command,
     add_device_options,
     add_model_option,
+    add_table_options,
     hide_progress_bars,
     positive_int,
+    source_options,
     split_commas,
 )
 from mmspec.app.errors import UsageError, one_line
@@ -48,12 +49,13 @@ def add_parser(commands: Commands, common: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_model_option(parser)
     add_device_options(parser)
-    add("--image", default=None, metavar="FILE", help="default: a generated scene")
+    add("--image", default=None, metavar="PATH", help="the first of what PATH names (default: a generated scene)")
     add("--prompt", default=None, metavar="TEXT", help=f"default {PROMPT!r}")
     drafters_help = f"default {','.join(DEFAULT_DRAFTERS)}"
     add("--drafters", type=split_commas, default=DEFAULT_DRAFTERS, metavar="A,B", help=drafters_help)
     add("--new-tokens", type=positive_int, default=64, metavar="N", help="of the answer, at most (default 64)")
     add("--seconds", type=positive_int, default=60, metavar="S", help="after which no drafter begins (default 60)")
+    add_table_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -89,23 +91,27 @@ def format_compared(name: str, result: Comparison) -> str:
 
 
 def _load(args: argparse.Namespace) -> tuple[Any, Any, dict[str, Any]]:
-    from mmspec.app.io.decode import decode_readable
+    from mmspec.app.io.decode import ReadableRows
     from mmspec.app.io.images import media_images
-    from mmspec.app.io.inputs import collect_items
     from mmspec.app.modeling.chat import build_inputs, check_length
     from mmspec.app.modeling.load import load_model
     from mmspec.app.scenes.tasks import generate_requests
     from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED
     from mmspec.vision.video.decoder_pool import DecoderPool
 
-    if args.image is not None:  # the first of a folder or an archive
-        with DecoderPool() as decoders:
-            items = collect_items([args.image], Path())[:1]
-            image = media_images(decode_readable(items, decoders, f"--image {args.image}")[0][1])[0]
-    else:
+    question = [args.prompt or PROMPT]
+    if args.image is None:
         [image] = next(generate_requests("describe", FIRST_HELD_OUT_SEED)).images
-    model, processor = load_model(args.model, args.dtype, args.device)
-    inputs = build_inputs(model, processor, [image], [args.prompt or PROMPT])
+        model, processor = load_model(args.model, args.dtype, args.device)
+    else:
+        with DecoderPool() as decoders:
+            rows = ReadableRows([args.image], source_options(args), decoders, f"--image {args.image}")
+            rows.peek()  # before the model is loaded
+            model, processor = load_model(args.model, args.dtype, args.device)
+            rows.check = lambda item, media: build_inputs(model, processor, [media_images(media)[0]], question)
+            image = media_images(next(iter(rows))[1])[0]
+            rows.report()
+    inputs = build_inputs(model, processor, [image], question)
     check_length(model, inputs, args.new_tokens)
     return model, processor, inputs
 

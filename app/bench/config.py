@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from mmspec.app.caption.config import PROMPT, SCENES_MODEL
-from mmspec.app.cli.arguments import config_from_args
+from mmspec.app.cli.arguments import config_from_args, source_options
 from mmspec.app.errors import UsageError
 from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED
+
+if TYPE_CHECKING:
+    from mmspec.app.io.item import SourceOptions
 
 MAX_TREE_SIZE = 64
 """`MAX_NODES` of mmspec.engine.tree, which is too slow to import here."""
@@ -35,7 +39,7 @@ class BenchConfig:
         new_tokens: per row; a maximum with `task`, exact without.
         temperature: 0 is greedy. seed: of prompts, images and sampling. repeats: rounds after the warm-up, at most.
         minutes: after which no round but the first seven begins; None for no limit. processes: that share the rounds.
-        images: paths of images; empty for synthetic ones. prompt: text before the padding.
+        images: paths of images; empty for synthetic ones. source: how they are read. prompt: text before the padding.
     """
 
     model: str
@@ -55,6 +59,7 @@ class BenchConfig:
     minutes: int | None
     processes: int
     images: tuple[str, ...]
+    source: SourceOptions
     prompt: str
 
     @classmethod
@@ -95,6 +100,7 @@ class BenchConfig:
             minutes=args.minutes or (DEFAULT_MINUTES if is_default else None),
             processes=args.processes or (DEFAULT_PROCESSES if is_default and args.model == SCENES_MODEL else 1),
             prompt=args.prompt or PROMPT,
+            source=source_options(args),
         )
 
     def rounds_of(self, batch: int) -> int:

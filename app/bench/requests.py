@@ -5,31 +5,38 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 from PIL import Image
 
 from mmspec.app.caption.progress import print_stderr
-from mmspec.app.io.decode import decode_readable
+from mmspec.app.io.decode import ReadableRows
 from mmspec.app.io.images import media_images
-from mmspec.app.io.inputs import collect_items
 from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.random_models import WORDS
 from mmspec.app.modeling.synthetic_images import draw_image
-from mmspec.vision.video.decoder_pool import DecoderPool
 
 
-def bench_images(paths: Sequence[str], count: int, seed: int) -> list[Image.Image]:
-    """`count` different images, synthetic or from `paths`; with a warning if there are fewer."""
-    if not paths:
-        return [draw_image(seed + number)[0] for number in range(count)]
-    items = collect_items(paths, Path())[:count]
-    if len(items) < count:
-        print_stderr(f"mmspec: {len(items)} images for {count} requests: drafters that learn see some answers again")
-    with DecoderPool() as decoders:
-        loaded = [media_images(media)[0] for _, media in decode_readable(items, decoders, "--images")]
-    return [loaded[number % len(loaded)] for number in range(count)]
+def synthetic_images(count: int, seed: int) -> list[Image.Image]:
+    """`count` different images."""
+    return [draw_image(seed + number)[0] for number in range(count)]
+
+
+def named_images(rows: ReadableRows, count: int, quiet: bool = False) -> list[Image.Image]:
+    """`count` images, of one row after the other; repeated where there are fewer rows.
+
+    Args:
+        quiet: print nothing about it.
+
+    Raises:
+        UsageError: there is none.
+    """
+    images = [media_images(media)[0] for _, media in islice(rows, count)]
+    if not quiet:
+        rows.report()
+    if len(images) < count and not quiet:
+        print_stderr(f"mmspec: {len(images)} images for {count} requests: drafters that learn see some answers again")
+    return [images[number % len(images)] for number in range(count)]
 
 
 def build_requests(

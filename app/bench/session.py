@@ -29,14 +29,17 @@ from mmspec.app.bench.measure import (
 )
 from mmspec.app.bench.overview import overview_configs
 from mmspec.app.bench.processes import Part, run_in_processes
-from mmspec.app.bench.requests import bench_images, build_requests, build_scene_requests
+from mmspec.app.bench.requests import build_requests, build_scene_requests, named_images, synthetic_images
 from mmspec.app.bench.rows import ResultRow
 from mmspec.app.caption.config import SCENES_MODEL
 from mmspec.app.errors import UsageError, one_line
+from mmspec.app.io.decode import ReadableRows
+from mmspec.app.io.images import media_images
 from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.load import load_model
 from mmspec.app.scenes.domain_check import warn_if_out_of_domain
 from mmspec.app.versions import commit, mmspec_version, version
+from mmspec.vision.video.decoder_pool import DecoderPool
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, ProcessorMixin
@@ -55,11 +58,15 @@ def measure_bench(config: BenchConfig, command: str, progress: bool | None = Non
     Raises:
         UsageError: the model, a drafter or an image cannot be used.
     """
-    images = _images(config)
-    if config.model == SCENES_MODEL and images:
-        warn_if_out_of_domain(images[0], "what --images names" if config.images else "the synthetic image")
-    model, processor, contestants = _contestants(config)
-    captioner = Captioner(model, processor)
+    with DecoderPool() as decoders:
+        named = _named_rows(config, decoders)
+        first = named.peek()[1] if named else None  # before the model is loaded
+        if config.model == SCENES_MODEL and not config.task:
+            shown = first or synthetic_images(1, config.seed)[0]
+            warn_if_out_of_domain(shown, "what --images names" if named else "the synthetic image")
+        model, processor, contestants = _contestants(config)
+        captioner = Captioner(model, processor)
+        images = _images(config, captioner, named)
     keys = ("model", "task", "scene_seed", "new_tokens", "temperature", "nodes")
     shared = {key: getattr(config, key) for key in keys}
     shared |= {"dtype": captioner.dtype, "run": provenance(command, model.device)}
@@ -98,10 +105,20 @@ def _build_requests(
     return build_requests(captioner, images, config.prompt, batch, length, count + 1, config.seed)
 
 
-def _images(config: BenchConfig) -> list[Image.Image]:
+def _named_rows(config: BenchConfig, decoders: DecoderPool) -> ReadableRows | None:
+    """What `--images` names; None without it."""
+    return ReadableRows(config.images, config.source, decoders, "--images") if config.images else None
+
+
+def _images(
+    config: BenchConfig, captioner: Captioner, named: ReadableRows | None, quiet: bool = False
+) -> list[Image.Image]:
     """The images of all requests, without a task."""
-    num_images = max(config.batch_sizes) * (config.repeats + 1)
-    return [] if config.task else bench_images(config.images, num_images, config.seed)
+    count = max(config.batch_sizes) * (config.repeats + 1)
+    if named is None:
+        return [] if config.task else synthetic_images(count, config.seed)
+    named.check = lambda item, media: captioner.checked_inputs(media_images(media)[:1], [config.prompt])
+    return named_images(named, count, quiet)
 
 
 def _contestants(config: BenchConfig) -> tuple[PreTrainedModel, ProcessorMixin, list[Contestant]]:
@@ -121,7 +138,10 @@ def _contestants(config: BenchConfig) -> tuple[PreTrainedModel, ProcessorMixin, 
 def measure_part(config: BenchConfig, series: tuple[int, int], seconds: float | None, part: Part) -> Runs:
     """In a process of its own: {name: runs} of its share of the rounds of one batch size and prompt length."""
     model, processor, contestants = _contestants(config)
-    requests = part.of(_build_requests(config, Captioner(model, processor), _images(config), *series))
+    captioner = Captioner(model, processor)
+    with DecoderPool() as decoders:
+        images = _images(config, captioner, _named_rows(config, decoders), quiet=True)
+    requests = part.of(_build_requests(config, captioner, images, *series))
     end, least = None if seconds is None else time.perf_counter() + seconds, math.ceil(MIN_ROUNDS / part.count)
     run_rounds(contestants, requests, config.new_tokens, config.temperature, config.seed, lambda: None, end, least)
     return {one.name: one.runs for one in contestants}

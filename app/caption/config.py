@@ -138,7 +138,7 @@ class CaptionConfig:
         decisive |= {"fields": list(self.columns())} if self.fields is not None else {}
         decisive |= {"chat_template_kwargs": dict(self.chat_template_kwargs)} if self.chat_template_kwargs else {}
         if self.temperature > 0:
-            decisive |= {"seed": self.seed, "batch_size": self.batch_size, "batches": "by length"}
+            decisive |= {"seed": self.seed, "batch_size": self.batch_size, "batches": "by visual tokens"}
             decisive |= {"shard": "{}/{}".format(*self.shard), "processes": world_size}
         return decisive
 

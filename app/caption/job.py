@@ -9,13 +9,14 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 
 from mmspec.app.caption.config import CaptionConfig, ProcessInfo, prompt_sha1
-from mmspec.app.caption.plan import RowPlan, skip_finished
+from mmspec.app.caption.plan import LARGE_PIXELS, RowPlan, skip_finished
 from mmspec.app.caption.progress import CaptionProgress, comparison_lines, file_line, print_stderr
 from mmspec.app.caption.report import JobReport
 from mmspec.app.caption.rows import CaptionModel, RowCaptioner
@@ -55,7 +56,15 @@ class GracefulStop:
         if self.signal:
             raise KeyboardInterrupt
         self.signal = number
-        os.write(2, b"\nmmspec: finishing this batch; once more to stop at once\n")
+        os.write(_stderr_number(), b"\nmmspec: finishing this batch; once more to stop at once\n")
+
+
+def _stderr_number() -> int:
+    """The file descriptor of standard error; a signal handler must not use its buffer."""
+    try:
+        return sys.stderr.fileno()
+    except (AttributeError, OSError, ValueError):
+        return 2
 
 
 class CaptionJob:
@@ -104,6 +113,8 @@ class CaptionJob:
         try:
             total = survey(inputs, config, self.process, self._finished)
             self._prepare(inputs)
+            if self.model is not None:
+                self._print_left_out([self._plan.describe(total)])
             self.output.begin(config.retry_errors)
             label = f"rank {self.process.rank}" if self.process.world_size > 1 else "caption"
             show = config.progress if self.process.rank == 0 else False
@@ -132,16 +143,20 @@ class CaptionJob:
     def _prepare(self, inputs: Inputs) -> None:
         """Plan the batches, and load the model if a row is pending."""
         rows = inputs.rows(skip_finished(self._finished, self.config))
-        self._plan = RowPlan(self.config, self.process, self._is_pending)
+        self._plan = RowPlan(self.config, self.process, self._is_pending, self._count_tokens)
         batches = self._plan.batches(rows)
         first = next(batches, None)
         self._batches = itertools.chain([] if first is None else [first], batches)
-        if first is not None:
+
+    def _count_tokens(self, width: int, height: int) -> int | None:
+        """Visual tokens of a picture; loads the model, which is needed once a row is pending."""
+        if self.model is None:
             if self._plan.max_pictures > 1:
                 from mmspec.app.modeling.load import check_several_pictures
 
                 check_several_pictures(self.config.model)
             self.model = self.load()
+        return self.model.count_tokens(width, height)
 
     def _num_finished(self) -> int:
         """Rows that were there before this run."""
@@ -267,6 +282,16 @@ def check_prompt(item: Item, row: Finished, config: CaptionConfig) -> None:
         raise UsageError(f"{item.id!r} was captioned with another prompt: use another --out, or --overwrite")
 
 
+MAX_AHEAD_PIXELS = 256_000_000
+"""Pixels of pictures that are decoded and wait, three bytes each."""
+
+
+def _share_of_ahead(item: Item) -> float:
+    """How much of what may be decoded ahead a row takes: a large picture all of it, it is decoded alone."""
+    pixels = item.pixels or 0
+    return 1.0 if pixels >= LARGE_PIXELS else pixels / MAX_AHEAD_PIXELS
+
+
 def decode_batches(
     batches: Iterator[list[Item]], decode: Callable[[Item], tuple[Item, Media]], config: CaptionConfig
 ) -> Iterator[list[tuple[Item, Media | ImageError]]]:
@@ -282,7 +307,8 @@ def decode_batches(
             queue.append(batch)
             yield from batch
 
-    decoded = decode_ahead(items(), decode, config.threads, config.planned_batch_size + config.threads)
+    ahead = config.planned_batch_size + config.threads
+    decoded = decode_ahead(items(), decode, config.threads, ahead, _share_of_ahead)
     try:
         for first in decoded:
             size = len(queue.popleft())

@@ -21,6 +21,7 @@ from mmspec.app.cli.arguments import (
     add_drafter_options,
     add_progress,
     add_sampling_options,
+    add_table_options,
     non_negative_int,
     parse_temperature,
     positive_int,
@@ -93,7 +94,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     _add_model(parser)
     _add_prompt(parser)
     _add_decoding(parser)
-    _add_tables(parser)
+    add_table_options(parser)
     _add_output(parser)
     _add_job(parser)
 
@@ -144,23 +145,6 @@ def _add_decoding(parser: argparse.ArgumentParser) -> None:
     penalty_help = "above 1: tokens that are there already are less likely; in greedy decoding too"
     add("--repetition-penalty", type=parse_penalty, default=None, metavar="R", help=penalty_help)
     add("--stop", action="append", default=[], metavar="TEXT", help="end a caption at this text; repeatable")
-
-
-def _add_tables(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("tables and archives").add_argument
-    image_help = "column of the pictures, or extension of their members (default: found by name, as image, jpg or url)"
-    add("--image-column", default=None, metavar="NAME", help=image_help)
-    prompt_help = "column of the prompts; in archives a member (txt), or a key of the member json (default: none)"
-    add("--prompt-column", default=None, metavar="NAME", help=prompt_help)
-    add(
-        "--id-column", default=None, metavar="NAME", help="column of the ids (default: file name and row number or key)"
-    )
-    add("--split", default="train", metavar="S", help="split of a dataset (default train)")
-    add("--root", default=None, metavar="DIR", help="paths in lists and tables are relative to DIR and may lead to it")
-    urls_help = (
-        "read http(s) addresses in rows: those of the public internet, or with `any` of private networks as well"
-    )
-    add("--urls", nargs="?", const="public", choices=("public", "any"), default=None, help=urls_help)
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:

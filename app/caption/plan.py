@@ -1,19 +1,30 @@
-"""Which rows a process captions, in which batches: a function of the input alone, not of what is finished.
+"""Which rows a process captions, in which batches: a function of the input and the model, not of what is finished.
 
-So a resumed job runs the batches that it would have run, and sampled captions do not depend on interruptions.
+So a resumed job runs the batches that it would have run, and sampled captions do not depend on interruptions. Rows of
+a batch have about as many visual tokens each, as the headers of their pictures say: the others are padded to the
+longest. Large pictures are in smaller batches.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Container, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from mmspec.app.caption.config import CaptionConfig, ProcessInfo
 from mmspec.app.io.content import Pictures
 from mmspec.app.io.item import Item
+from mmspec.app.io.picture_header import picture_sizes
 
 WINDOW_BATCHES = 16
 """Batches among which rows are sorted by length."""
+TYPICAL_SIZE = (1024, 1024)
+"""Width and height of a picture, of which a batch of the largest size has as many visual tokens as a batch may have."""
+LARGE_PIXELS = 40_000_000
+"""A row with as many pixels is decoded and captioned alone."""
+MAX_BATCH_PIXELS = 256_000_000
+"""Pixels of a batch, three bytes each."""
 WINDOW_BYTES = 256 << 20
 """Content that the rows of a window may hold."""
 
@@ -24,32 +35,84 @@ class RowPlan:
 
     Attributes:
         is_pending: whether a row is to be captioned.
+        count_tokens: visual tokens of a picture of a width and height; None: not known, all count alike. Called for
+            the first row that is pending, not before.
         ids: of the rows of this shard, all processes; complete once `batches` is exhausted.
         num_assigned: rows of this process that were planned so far.
         num_finished: those of them that are not pending.
         max_pictures: largest number of pictures of a row so far.
+        first_sizes: rows of each batch of the first window that was planned.
     """
 
     config: CaptionConfig
     process: ProcessInfo
     is_pending: Callable[[Item], bool]
+    count_tokens: Callable[[int, int], int | None] = lambda width, height: None
     ids: set[str] = field(default_factory=set)
     num_assigned: int = 0
     num_finished: int = 0
     max_pictures: int = 1
+    first_sizes: list[int] = field(default_factory=list)
 
     def batches(self, rows: Iterable[Item]) -> Iterator[list[Item]]:
         """The batches with a pending row, one after the other."""
-        size = self.config.planned_batch_size
-        for window in _windows(self._assigned(rows), WINDOW_BATCHES * size):
-            window.sort(key=_length)  # stable: rows alike stay in order
-            for start in range(0, len(window), size):
-                batch = window[start : start + size]
-                pending = sum(map(self.is_pending, batch))
-                self.num_assigned += len(batch)
-                self.num_finished += len(batch) - pending
-                if pending:
-                    yield batch
+        for window in _windows(self._assigned(rows), WINDOW_BATCHES * self.config.planned_batch_size):
+            pending = sum(map(self.is_pending, window))
+            self.num_assigned += len(window)
+            self.num_finished += len(window) - pending
+            if pending:
+                batches = self._divided(window)
+                self.first_sizes = self.first_sizes or [len(batch) for batch in batches]
+                yield from (batch for batch in batches if any(map(self.is_pending, batch)))
+
+    def describe(self, num_rows: int | None) -> str:
+        """The plan in one line; complete once the first batch is known.
+
+        Args:
+            num_rows: of this process; None if it is not known.
+        """
+        size, sizes = self.config.planned_batch_size, self.first_sizes
+        tokens = "" if self.max_tokens is None else f" or {self.max_tokens:,} visual tokens"
+        line = f"plan: {'' if num_rows is None else f'{num_rows:,} rows, '}batches of at most {size} rows{tokens}"
+        line += f", rows of {LARGE_PIXELS // 1_000_000} megapixels alone"
+        if sizes:
+            number = f"{len(sizes)} batch{'es'[: 2 * (len(sizes) > 1)]}"
+            of = f"{min(sizes)}" + (f" to {max(sizes)}" if min(sizes) < max(sizes) else "")
+            line += f"; the first {sum(sizes):,} are {number} of {of}"
+        return line
+
+    @cached_property
+    def max_tokens(self) -> int | None:
+        """Visual tokens of a batch, padding included, above which it is not filled up; None: any number."""
+        typical = self.count_tokens(*TYPICAL_SIZE)
+        return None if typical is None else self.config.planned_batch_size * typical
+
+    def _divided(self, window: list[Item]) -> list[list[Item]]:
+        """The batches of a window."""
+        sized = [self._sized(item) for item in window]
+        sized.sort(key=lambda pair: _length(*pair))  # stable: rows alike stay in order
+        batches: list[list[Item]] = []
+        num_pixels = 0
+        for item, tokens in sized:
+            pixels = item.pixels or 0
+            num_pixels += pixels
+            batch = batches[-1] if batches else []
+            full = len(batch) == self.config.planned_batch_size or num_pixels > MAX_BATCH_PIXELS
+            alone = max(pixels, batch[-1].pixels or 0 if batch else 0) >= LARGE_PIXELS
+            if not batch or full or alone or (len(batch) + 1) * tokens > (self.max_tokens or math.inf):
+                batches.append([item])
+                num_pixels = pixels
+            else:
+                batch.append(item)
+        return batches
+
+    def _sized(self, item: Item) -> tuple[Item, int]:
+        """The item with its number of pixels, and its visual tokens; 0 of what is not known."""
+        if item.is_video:
+            return item, 0
+        sizes = [size for size in picture_sizes(item) if size is not None]
+        tokens = 0 if self.max_tokens is None else sum(self.count_tokens(*size) or 0 for size in sizes)
+        return replace(item, pixels=sum(width * height for width, height in sizes) or None), tokens
 
     def _assigned(self, rows: Iterable[Item]) -> Iterator[Item]:
         (first, step), process = self.config.shard, self.process
@@ -76,9 +139,9 @@ def _windows(rows: Iterable[Item], size: int) -> Iterator[list[Item]]:
         yield window
 
 
-def _length(item: Item) -> tuple[bool, int]:
-    """What the length of a prompt goes by, before anything is decoded: images before videos, then the text."""
-    return item.is_video, len(item.prompt or "")
+def _length(item: Item, tokens: int) -> tuple[bool, bool, int, int]:
+    """What the length of a row goes by, before anything is decoded: images before videos, visual tokens, the text."""
+    return item.is_video, (item.pixels or 0) >= LARGE_PIXELS, tokens, len(item.prompt or "")
 
 
 def skip_finished(finished: Container[str], config: CaptionConfig) -> Callable[[str], bool]:

@@ -14,6 +14,7 @@ from typing import Any
 from mmspec.app.caption.config import CaptionConfig, ProcessInfo
 from mmspec.app.caption.job import CaptionJob, GracefulStop
 from mmspec.app.caption.progress import print_stderr
+from mmspec.app.caption.ray_messages import quiet_loggers, ray_messages_in_file
 from mmspec.app.caption.ray_stages import (
     COLUMN,
     CaptionedBatch,
@@ -55,13 +56,15 @@ class RayCaptionJob(CaptionJob):
         with needs_extra("--ray", "ray"):
             import ray
             import ray.data
-        try:
-            return super().run()
-        except ray.exceptions.RayError as error:
-            raise _explain(error) from error
-        finally:
-            if self._started_ray:
-                ray.shutdown()
+        with ray_messages_in_file() as file:
+            print_stderr(f"mmspec: starting Ray; its own messages are in {file}")
+            try:
+                return super().run()
+            except ray.exceptions.RayError as error:
+                raise _explain(error) from error
+            finally:
+                if self._started_ray:
+                    ray.shutdown()
 
     def _prepare(self, inputs: Inputs) -> None:
         import ray
@@ -71,7 +74,9 @@ class RayCaptionJob(CaptionJob):
         if not ray.is_initialized():
             try:
                 local = {} if self.config.ray else {"include_dashboard": False}
-                ray.init(address=self.config.ray or None, logging_level=logging.ERROR, **local)
+                ray.init(
+                    address=self.config.ray or None, logging_level=logging.ERROR, log_to_driver=False, **local
+                )  # what workers print stays in the folder of Ray's session
             except (ConnectionError, OSError, ValueError, RuntimeError) as error:
                 raise UsageError(f"--ray {self.config.ray or ''}: {one_line(error)}") from error
             self._started_ray = True
@@ -82,6 +87,7 @@ class RayCaptionJob(CaptionJob):
                 "mmspec: where no trained head is at hand the drafters learn from this job; weights, nothing else, are "
                 "stored in the cache folders of the nodes (--no-learn switches it off)"
             )
+        quiet_loggers()
         self._dataset = build_dataset(self.config, self.output, dict(self._finished))
 
     def _num_finished(self) -> int:

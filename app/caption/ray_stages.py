@@ -7,7 +7,7 @@ Imports nothing of Ray.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -16,9 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from mmspec.app.caption.config import CaptionConfig, ProcessInfo
+from mmspec.app.caption.config import SCENES_MODEL, CaptionConfig, ProcessInfo
 from mmspec.app.caption.plan import RowPlan, skip_finished
 from mmspec.app.caption.rows import RowCaptioner
+from mmspec.app.errors import UsageError
 from mmspec.app.io.content import Unreadable
 from mmspec.app.io.decode import decode_item
 from mmspec.app.io.held import decode_held
@@ -27,6 +28,7 @@ from mmspec.app.io.inputs import Inputs
 from mmspec.app.io.item import Item
 from mmspec.app.io.jsonl import Row
 from mmspec.app.io.output import Finished
+from mmspec.app.modeling.random_models import SIZES
 from mmspec.vision.video.decoder_pool import DecoderPool
 
 COLUMN = "batch"
@@ -79,12 +81,38 @@ def plan_job(
 
     enter_folder(config)
     inputs = Inputs(config.paths, config.source_options(base), own_files)
-    plan = RowPlan(config, ProcessInfo(), lambda item: is_pending(item, finished, config))
+    plan = RowPlan(config, ProcessInfo(), lambda item: is_pending(item, finished, config), token_counter(config))
     number = 0
     for batch in plan.batches(inputs.rows(skip_finished(finished, config))):
         number += 1
         yield PlannedBatch(batch)
     yield EndOfPlan(number, plan.num_finished, tuple(inputs.left_out(listed=False)))
+
+
+def token_counter(config: CaptionConfig) -> Callable[[int, int], int | None]:
+    """Visual tokens of a picture by its size, by the model's processor alone, loaded at the first call."""
+
+    @lru_cache(maxsize=1)
+    def processor() -> Any:
+        if (
+            config.model == SCENES_MODEL or config.model in SIZES
+        ):  # torch would take seconds, and all pictures have as many tokens
+            return None
+        from mmspec.app.modeling.load import load_processor
+
+        try:
+            return load_processor(config.model)
+        except UsageError:  # the actors, which load the model, report it
+            return None
+
+    def count(width: int, height: int) -> int | None:
+        if processor() is None:
+            return None
+        from mmspec.app.modeling.picture_size import count_visual_tokens
+
+        return count_visual_tokens(processor(), width, height, config.max_pixels)
+
+    return count
 
 
 def decode_stage(frames: Any, config: CaptionConfig) -> Any:

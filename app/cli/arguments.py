@@ -18,6 +18,8 @@ from mmspec.app.errors import UsageError
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+    from mmspec.app.io.item import SourceOptions
+
     ConfigT = TypeVar("ConfigT", bound=DataclassInstance)
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
@@ -101,6 +103,24 @@ def add_scene_seed(parser: Options, default: int | None, default_text: str) -> N
     parser.add_argument("--scene-seed", type=int, default=default, metavar="S", help=help_)
 
 
+def add_table_options(parser: argparse.ArgumentParser) -> None:
+    """Add the group of options about rows of lists, tables and archives: the fields of `SourceOptions`."""
+    add = parser.add_argument_group("lists, tables and archives").add_argument
+    image_help = "column of the pictures, or extension of their members (default: found by name, as image, jpg or url)"
+    add("--image-column", default=None, metavar="NAME", help=image_help)
+    prompt_help = "column of the prompts; in archives a member (txt), or a key of the member json (default: none)"
+    add("--prompt-column", default=None, metavar="NAME", help=prompt_help)
+    add(
+        "--id-column", default=None, metavar="NAME", help="column of the ids (default: file name and row number or key)"
+    )
+    add("--split", default="train", metavar="S", help="split of a dataset (default train)")
+    add("--root", default=None, metavar="DIR", help="paths in lists and tables are relative to DIR and may lead to it")
+    urls_help = (
+        "read http(s) addresses in rows: those of the public internet, or with `any` of private networks as well"
+    )
+    add("--urls", nargs="?", const="public", choices=("public", "any"), default=None, help=urls_help)
+
+
 def add_progress(parser: Options, help: str = "progress bar (default: on a terminal)") -> None:
     """Add `--progress` and `--no-progress`; the default is None."""
     parser.add_argument("--progress", action=argparse.BooleanOptionalAction, default=None, help=help)
@@ -158,6 +178,13 @@ def config_from_args(config_type: type[ConfigT], args: argparse.Namespace, **val
     found = {field.name: getattr(args, field.name) for field in fields(config_type) if field.name not in values}
     found = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
     return config_type(**found, **values)
+
+
+def source_options(args: argparse.Namespace) -> SourceOptions:
+    """What `add_table_options` parsed; names in messages are relative to the current folder."""
+    from mmspec.app.io.item import SourceOptions
+
+    return config_from_args(SourceOptions, args, base=Path())
 
 
 def hide_progress_bars(progress: bool | None) -> None:

@@ -9,8 +9,10 @@ from mmspec.app.cli.arguments import (
     add_command,
     add_drafter_options,
     add_model_option,
+    add_table_options,
     config_from_args,
     positive_int,
+    source_options,
 )
 
 EPILOG = """\
@@ -35,14 +37,16 @@ def add_parser(commands: Commands, common: argparse.ArgumentParser) -> None:
         epilog=EPILOG,
     )
     add = parser.add_argument
-    add("paths", nargs="*", metavar="PATH", help="images, videos, folders (default: the bundled examples)")
+    add("paths", nargs="*", metavar="PATH", help="as of `mmspec caption` (default: bundled examples)")
     add_model_option(parser)
     add_drafter_options(parser)
     add("--max-new-tokens", type=positive_int, default=160, metavar="N", help="per text (default 160)")
+    add("--prompt", default=None, metavar="TEXT", help="of rows without their own (default: as mmspec caption)")
+    add_table_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Carry out the command; returns the exit code."""
     from mmspec.app.examples import ExampleConfig, run_examples
 
-    return run_examples(config_from_args(ExampleConfig, args))
+    return run_examples(config_from_args(ExampleConfig, args, source=source_options(args)))

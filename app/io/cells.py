@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 from mmspec.app.errors import UsageError
 from mmspec.app.io import images, videos
@@ -73,6 +74,11 @@ def is_missing(value: Any) -> bool:
     return type(value).__name__ in ("NAType", "NaTType") or (
         hasattr(value, "dtype") and value.shape == () and value != value
     )
+
+
+def whole_number(value: Any) -> Any:
+    """A float that is a whole number as an int: pandas makes floats of a column of ints where a cell is empty."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def local_name(url: str, base: Path) -> str:
@@ -137,7 +143,7 @@ def table_row(cell: Any, prompt: Any, ident: Any, number: int, name: str, folder
         folder: what paths in the table are relative to, and may not leave.
     """
     content, path = cell_content(cell, Reach(folder, options.root, options.urls))
-    prompt, ident = (None if is_missing(value) else value for value in (prompt, ident))
+    prompt, ident = (None if is_missing(value) else value for value in (prompt, whole_number(ident)))
     for key, value, kinds in (("prompt", prompt, str), ("id", ident, str | int)):
         if value is not None and not isinstance(value, kinds):
             content = Unreadable("BadText", f"the {key} is text, got {type(value).__name__}")
@@ -216,7 +222,7 @@ def _one(cell: Any, reach: Reach) -> tuple[Content, str]:
         return inline, ""
     if not is_path(named):
         return _bad(named, short_repr(named))
-    return _named_content(named, reach), named
+    return _named_content(plain_path(named), reach), named
 
 
 def _bad(cell: Any, got: str) -> tuple[Content, str]:
@@ -249,6 +255,14 @@ def is_path(name: str) -> bool:
     return printable and len(data) <= MAX_NAME_BYTES and all(len(part) <= 255 for part in data.split(b"/"))
 
 
+def plain_path(name: str) -> str:
+    """A path as other programs write it, in quotes or as a `file://` address, as a path."""
+    if len(name) > 2 and name[0] == name[-1] == '"':
+        name = name[1:-1]
+    parts = urlsplit(name) if name[:7].lower() == "file://" else None
+    return unquote(parts.path) if parts is not None and parts.netloc in ("", "localhost") else name
+
+
 def find_inside(name: str, reach: Reach) -> str | None:
     """The path or address of `name` if it stays in what may be reached, symbolic links included, else None."""
     tops = [reach.folder] if reach.root is None else [reach.root, reach.folder]
@@ -258,6 +272,8 @@ def find_inside(name: str, reach: Reach) -> str | None:
         inside = any(url.startswith(top.rstrip("/") + "/") for top in remote) and ".." not in url.split("/")
         return url if inside and not name.startswith("/") else None
     path = os.path.join(tops[0], name)
+    if "\\" in name and not os.path.lexists(path):  # as Windows writes it
+        path = os.path.join(tops[0], name.replace("\\", "/"))
     return path if any(_stays_in(path, top) for top in tops if is_local(top)) else None
 
 

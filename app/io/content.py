@@ -82,6 +82,16 @@ class ByteRange:
             raise ImageError("Truncated", f"{len(data)} of {self.size} bytes")
         return check_size(data)
 
+    def read_start(self, size: int) -> bytes:
+        """The first bytes of a local file, as far as there are.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+        with os.fdopen(open_regular_file(self.url), "rb") as file:
+            file.seek(self.start)
+            return file.read(size if self.size is None else min(size, self.size))
+
 
 @dataclass(frozen=True, slots=True)
 class WebAddress:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, NoReturn
 
 from mmspec.app.caption.config import FRAMES, MAX_PIXELS
 from mmspec.app.caption.progress import print_stderr
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.io.content import Pictures
 from mmspec.app.io.images import ImageError, Media, load_image
-from mmspec.app.io.item import Item
+from mmspec.app.io.inputs import Inputs
+from mmspec.app.io.item import Item, SourceOptions
 from mmspec.app.io.videos import load_media
 from mmspec.vision.video.decoder_pool import DecoderPool
 from mmspec.vision.video.samplers import Uniform
@@ -54,21 +56,83 @@ def _decode_pictures(content: Pictures, max_pixels: int, decoders: DecoderPool) 
     return tuple(images)
 
 
-def decode_readable(items: Sequence[Item], decoders: DecoderPool, command: str) -> list[tuple[Item, Media]]:
-    """The rows that can be decoded, with their media; the others are counted in one line on standard error.
+class ReadableRows:
+    """The rows of inputs that can be used, with their media, one after the other; the others are counted.
 
-    Raises:
-        UsageError: there is no row, or none can be decoded.
+    For commands that need some pictures, not a caption of each: one that cannot be used ends nothing.
+
+    Attributes:
+        check: called with each row; raises any exception for one that cannot be used, though it can be decoded (a
+            processor refuses it). A `UsageError` is raised. Set once the model is loaded.
     """
-    found: list[tuple[Item, Media]] = []
-    errors: list[str] = []
-    for item in items:
-        try:
-            found.append((item, decode_item(item, Uniform(FRAMES), MAX_PIXELS, decoders)))
-        except ImageError as error:
-            errors.append(f"{item.id or item.file_name or item.path}: {one_line(error)}")
-    if not found:
-        raise UsageError(f"{command}: {errors[0] if errors else 'no pictures or clips'}")
-    if errors:
-        print_stderr(f"mmspec: skipped {len(errors)} of {len(items)} that cannot be read; the first: {errors[0]}")
-    return found
+
+    def __init__(self, paths: Sequence[str], options: SourceOptions, decoders: DecoderPool, command: str) -> None:
+        """
+        Args:
+            command: for messages.
+
+        Raises:
+            UsageError: as `Inputs`.
+        """
+        self.check: Callable[[Item, Media], object] = lambda item, media: None
+        self._inputs, self._decoders, self._command = Inputs(paths, options), decoders, command
+        self._inputs.check()
+        self._rows = self._decoded()
+        self._num_read = self._num_skipped = 0
+        self._first_error, self._is_complete = "", False
+
+    def peek(self) -> tuple[Item, Media]:
+        """The next row that can be decoded, which is not taken: before the model is loaded.
+
+        Raises:
+            UsageError: none can be decoded.
+        """
+        first = next(self._rows, None)
+        if first is None:
+            self._refuse()
+        self._rows = itertools.chain([first], self._rows)
+        return first
+
+    def __iter__(self) -> Iterator[tuple[Item, Media]]:
+        """The rows; a later loop goes on where an earlier one was left.
+
+        Raises:
+            UsageError: none can be used.
+        """
+        for item, media in self._rows:
+            try:
+                self.check(item, media)
+            except UsageError:
+                raise
+            except Exception as error:  # processors raise nearly any type
+                self._skip(item, error)
+            else:
+                yield item, media
+        if self._num_read == self._num_skipped:
+            self._refuse()
+
+    def _decoded(self) -> Iterator[tuple[Item, Media]]:
+        for item in self._inputs.rows(lambda ident: False):
+            self._num_read += 1
+            try:
+                media = decode_item(item, Uniform(FRAMES), MAX_PIXELS, self._decoders)
+            except ImageError as error:
+                self._skip(item, error)
+            else:
+                yield item, media
+        self._is_complete = True
+
+    def _skip(self, item: Item, error: Exception) -> None:
+        self._num_skipped += 1
+        self._first_error = self._first_error or f"{item.id}: {one_line(error)}"
+
+    def _refuse(self) -> NoReturn:
+        raise UsageError(f"{self._command}: {self._first_error or 'no pictures or clips'}")
+
+    def report(self) -> None:
+        """Print in one line each what was skipped, and what the inputs hold besides rows."""
+        for line in self._inputs.left_out(None if self._is_complete else True):
+            print_stderr(f"mmspec: {line}")
+        if self._num_skipped:
+            of = f"{self._num_skipped} of {self._num_read}"
+            print_stderr(f"mmspec: skipped {of} that cannot be used; the first: {self._first_error}")

@@ -163,16 +163,25 @@ def media_images(media: Media) -> Sequence[Image.Image]:
 
 
 def decode_ahead(
-    keys: Iterable[K], load: Callable[[K], V], threads: int = 4, ahead: int = 16
+    keys: Iterable[K],
+    load: Callable[[K], V],
+    threads: int = 4,
+    ahead: int = 16,
+    share: Callable[[K], float] = lambda key: 0.0,
 ) -> Generator[tuple[K, V | ImageError], None, None]:
     """Yield `(key, load(key))` in order, with up to `ahead` of them loading in `threads` threads meanwhile.
 
     An `ImageError` is yielded instead of the value: one bad file does not stop the others.
+
+    Args:
+        share: of the memory for what is ahead; what has all of it is loaded while nothing else is.
     """
     source, window = iter(keys), deque[tuple[K, Future[V]]]()
     with ThreadPoolExecutor(max_workers=threads, thread_name_prefix="mmspec-decode") as pool:
         try:
             for key in source:
+                while window and sum(share(other) for other, _ in window) + share(key) > 1:
+                    yield _result(*window.popleft())
                 window.append((key, pool.submit(load, key)))
                 if len(window) > ahead:
                     yield _result(*window.popleft())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 from urllib.parse import urlsplit
@@ -32,6 +32,7 @@ class Item:
         answer: a text to train a drafter on, from a manifest.
         content: where to read it; None: the file at `path`.
         origin: for messages, where a list or table names it: "list.csv line 3"; empty if the id says it.
+        pixels: of its pictures together, as their headers say; None: not known, or not looked for.
     """
 
     path: Path
@@ -42,6 +43,7 @@ class Item:
     answer: str | None = None
     content: Content | None = None
     origin: str = ""
+    pixels: int | None = None
 
     def __post_init__(self) -> None:
         """Whatever it is read from, its id and name are valid Unicode; so is its prompt, or it is an error row."""
@@ -104,6 +106,15 @@ class SourceOptions:
     split: str = "train"
     urls: str | None = None
     root: str | None = None
+
+    def chosen(self) -> dict[str, str]:
+        """The options of the command line that are not at their default, by name."""
+        found = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "base"}
+        return {name: value for name, value in found.items() if value != getattr(SourceOptions, name)}
+
+    def flags(self) -> list[str]:
+        """The same as words of a command line."""
+        return [word for name, value in self.chosen().items() for word in (f"--{name.replace('_', '-')}", value)]
 
 
 class RowSource(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -64,9 +65,10 @@ class LeftOut:
         links: links to folders, which are not followed.
         unreadable: sub-folders that cannot be read, by reason.
         members: of archives, by archive and extension: samples without a picture.
+        archive_links: pictures of archives that are links or sparse, by archive.
         several: samples of archives with several pictures, by archive.
         records: of lists, by list: without a picture.
-        folder: where the first archive or table lies that was left out.
+        folder: where the archives or tables lie that were left out; with "/**" if at several places below it.
         seen: files that are counted already: inputs may overlap.
     """
 
@@ -75,10 +77,18 @@ class LeftOut:
     links: Tally = field(default_factory=Tally)
     unreadable: Tally = field(default_factory=Tally)
     members: dict[str, Tally] = field(default_factory=dict)
+    archive_links: Tally = field(default_factory=Tally)
     several: Tally = field(default_factory=Tally)
     records: Tally = field(default_factory=Tally)
     folder: str = ""
     seen: set[str] = field(default_factory=set)
+
+    def add_folder(self, folder: str) -> None:
+        """Add where an archive or table lies."""
+        if self.folder in ("", folder):
+            self.folder = folder
+        else:
+            self.folder = f"{os.path.commonpath([self.folder.removesuffix('/**'), folder])}/**"
 
     def lines(self) -> list[str]:
         """A line for each kind of thing that was found."""
@@ -93,10 +103,23 @@ class LeftOut:
         if total := self.hidden.total:
             found.append(f"skipped {_number(total, 'hidden picture')}: {_examples(self.hidden.names[''], total)}")
         for archive, tally in self.members.items():
-            column = next((kind.lstrip(".") for kind in sorted(tally.counts) if kind not in TEXT_SUFFIXES), None)
+            column = next(
+                (
+                    kind.lstrip(".")
+                    for kind in sorted(tally.counts)
+                    if kind.startswith(".") and kind not in TEXT_SUFFIXES
+                ),
+                None,
+            )
             hint = f"; --image-column {column} reads one kind" if column else ""
             what = f"{_number(tally.total, 'member')} of samples without a picture by name"
             found.append(f"{archive}: skipped {what}: {tally}{hint}")
+        for archive, count in self.archive_links.counts.items():
+            names = _examples(self.archive_links.names[archive], count)
+            found.append(
+                f"{archive}: skipped {_number(count, 'picture')} stored as links ({names}): pack the files themselves, "
+                "with tar --dereference --hard-dereference"
+            )
         for archive, count in self.several.counts.items():
             names = _examples(self.several.names[archive], len(self.several.names[archive]))
             found.append(
@@ -113,6 +136,8 @@ class LeftOut:
         hints = []
         if {".heic", ".heif"} & set(self.formats.counts):
             hints.append("; pip install pillow-heif to read .heic")
+        if ".arrow" in self.formats.counts:
+            hints.append("; a folder of save_to_disk is read by its own name")
         if shards := [suffix for suffix in SHARD_SUFFIXES if suffix in self.formats.counts]:
             hints.append(f"; archives and tables are read by name: '{self.folder.rstrip('/')}/*{shards[0]}'")
         return "".join(hints)

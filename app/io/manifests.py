@@ -12,6 +12,7 @@ import gzip
 import io
 import json
 import os
+import re
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -20,7 +21,17 @@ from pathlib import Path
 from typing import IO, Any
 
 from mmspec.app.errors import UsageError, one_line
-from mmspec.app.io.cells import FILE_COLUMNS, Reach, cell_content, find_inside, is_missing, is_path, short_repr
+from mmspec.app.io.cells import (
+    FILE_COLUMNS,
+    Reach,
+    cell_content,
+    find_inside,
+    is_missing,
+    is_path,
+    plain_path,
+    short_repr,
+    whole_number,
+)
 from mmspec.app.io.content import Unreadable
 from mmspec.app.io.inline import inline_text
 from mmspec.app.io.item import Item, SourceOptions
@@ -110,6 +121,10 @@ def _lines(path: Path, text: IO[str]) -> Iterator[tuple[int, str]]:
 
 def _json_lines(path: Path, text: IO[str], options: SourceOptions) -> Numbered:
     for number, line in _lines(path, text):
+        if number == 1 and line.lstrip().startswith("["):  # a JSON list by another name
+            text.seek(0)
+            yield from _json_records(path, text, options)
+            return
         if line.strip():
             yield number, _object(_load(line, f"{path} line {number}"), f"{path} line {number}")
 
@@ -133,6 +148,10 @@ def _json_records(path: Path, text: IO[str], options: SourceOptions) -> Numbered
     """The records of a JSON list, one at a time; or of the list in a JSON object."""
     start = text.read(1 << 20)
     if not start.lstrip().startswith("["):
+        if re.match(r"\s*\{.*\}\s*\n\s*\{", start):  # JSON lines by another name
+            text.seek(0)
+            yield from _json_lines(path, text, options)
+            return
         whole = _load(start + text.read(MAX_LINE_CHARS), str(path))
         lists = [whole[key] for key in _RECORD_KEYS if isinstance(whole, dict) and isinstance(whole.get(key), list)]
         if not lists and not isinstance(whole, dict):
@@ -152,6 +171,8 @@ def _elements(path: Path, start: str, text: IO[str]) -> Iterator[Any]:
         while place < len(buffer) and buffer[place] in " \t\r\n,":
             place += 1
         if buffer[place : place + 1] == "]":
+            if (buffer[place + 1 :] + text.read(1 << 20)).strip():
+                raise UsageError(f"{path} goes on after its list of {number} records: one list, or an object per line")
             return
         try:
             value, end = decoder.raw_decode(buffer, place)
@@ -201,7 +222,11 @@ def _cells(path: Path, header: str, lines: Iterable[tuple[int, str]], delimiter:
                     f"{path} line {current} has {len(cells)} cells, its header {len(names)}: put quotes around "
                     f"cells that hold {delimiter!r}"
                 )
-            yield current, {name: cell for name, cell in zip(names, cells, strict=False) if name and cell}
+            row: dict[str, Any] = {}
+            for name, cell in zip(names, cells, strict=False):
+                if name and cell:
+                    row.setdefault(name, cell)  # of two columns of a name the first
+            yield current, row
     except csv.Error as error:
         raise UsageError(f"{path} line {current} is not CSV: {one_line(error, 120)}") from error
 
@@ -251,7 +276,9 @@ class _Entries:
         wanted = self.options.image_column
         keys = [normalized(wanted)] if wanted else FILE_COLUMNS
         cell = next((columns[key] for key in keys if key in columns), None)
-        asked, answered = _conversation(columns)
+        asked, answered, shown = _conversation(columns)
+        if cell is None and shown:
+            cell = shown if len(shown) > 1 else shown[0]
         if cell is None and asked is not None:
             self.found.records.add(str(self.path), where)
             return None
@@ -261,8 +288,9 @@ class _Entries:
         for key, value in (("prompt", prompt), ("answer", answer)):
             if value is not None and not isinstance(value, str):
                 raise UsageError(f"{where}: {key!r} is text, got {short_repr(value)}")
+        ident = whole_number(ident)
         if ident is not None and not isinstance(ident, str | int):
-            raise UsageError(f"{where}: 'id' is text or a number, got {short_repr(ident)}")
+            raise UsageError(f"{where}: 'id' is text or a whole number, got {short_repr(ident)}")
         item = self._named(cell, where, number, row)
         return replace(item, id="" if ident is None else str(ident), prompt=prompt or None, answer=answer or None)
 
@@ -270,7 +298,7 @@ class _Entries:
         """The row without its texts."""
         is_address = isinstance(cell, str) and cell.lower().startswith(("http://", "https://"))
         if isinstance(cell, str) and is_path(cell) and not is_address and inline_text(cell) is None:
-            path = find_inside(cell, self.reach)
+            path = find_inside(plain_path(cell), self.reach)
             if path is None:
                 raise UsageError(f"{where}: {short_repr(cell)} leads out of {self.reach.describe()}")
             return Item(Path(path), origin=where)
@@ -286,20 +314,34 @@ class _Entries:
         return Item(Path(name), file_name=name, content=content, origin=where)
 
 
-def _conversation(columns: dict[str, Any]) -> tuple[str | None, str | None]:
-    """The first question of a conversation, without placeholders of pictures, and its answer; None without one."""
+def _conversation(columns: dict[str, Any]) -> tuple[str | None, str | None, list[Any]]:
+    """The first question of a conversation, without placeholders of pictures, its answer, and its pictures.
+
+    Question and answer are None without one; pictures are those among the parts of the message.
+    """
     turns = columns.get("conversations", columns.get("messages"))
     if not isinstance(turns, list):
-        return None, None
+        return None, None, []
     found: dict[str, str] = {}
+    shown: list[Any] = []
     for turn in turns:
         if isinstance(turn, dict):
             speaker = str(turn.get("from", turn.get("role")))
+            speaker = {"human": "user", "gpt": "assistant"}.get(speaker, speaker)
             text = turn.get("value", turn.get("content"))
-            if isinstance(text, list):  # parts of a message
-                text = " ".join(str(part["text"]) for part in text if isinstance(part, dict) and "text" in part)
-            found.setdefault({"human": "user", "gpt": "assistant"}.get(speaker, speaker), str(text or ""))
+            if isinstance(text, list):
+                parts = [part for part in text if isinstance(part, dict)]
+                text = " ".join(str(part["text"]) for part in parts if part.get("text"))
+                if speaker == "user" and speaker not in found:
+                    shown = [picture for part in parts if (picture := _picture_of(part)) is not None]
+            found.setdefault(speaker, str(text or ""))
     question = found.get("user", "")
     for token in ("<image>", "<video>"):
         question = question.replace(token, "")
-    return question.strip(), found.get("assistant")
+    return question.strip(), found.get("assistant"), shown
+
+
+def _picture_of(part: dict[str, Any]) -> Any:
+    """What a part of a message shows, as in `{"image": ...}` or `{"image_url": {"url": ...}}`; None for text."""
+    value = next((part[key] for key in ("image", "image_url", "video", "video_url") if part.get(key)), None)
+    return value.get("url", value) if isinstance(value, dict) else value

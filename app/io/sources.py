@@ -136,7 +136,8 @@ class FileSource:
             if (real := _real(file)) not in found.seen | self._excluded:
                 found.seen.add(real)
                 found.formats.add(suffix or "no suffix", file.name)
-                found.folder = found.folder or (str(file.parent) if suffix in SHARD_SUFFIXES else "")
+                if suffix in SHARD_SUFFIXES:
+                    found.add_folder(str(file.parent))
 
 
 def is_media_file(file: Path) -> bool:

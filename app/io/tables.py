@@ -177,8 +177,12 @@ class DatasetSource:
         try:
             if not self._on_hub:
                 found = datasets.load_from_disk(self.name)
-                is_dict = isinstance(found, datasets.DatasetDict)
-                return found[self.options.split] if is_dict else found
+                if not isinstance(found, datasets.DatasetDict):
+                    return found
+                if self.options.split not in found:
+                    splits = ", ".join(list(found)[:8])
+                    raise UsageError(f"{self.name} has no split {self.options.split!r}; give --split, of {splits}")
+                return found[self.options.split]
             repository, configuration, revision = split_hub_name(self.name)
             names = (repository, configuration) if configuration else (repository,)
             found = datasets.load_dataset(*names, split=self.options.split, streaming=True, revision=revision)

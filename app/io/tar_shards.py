@@ -20,7 +20,7 @@ from mmspec.app.io.content import ByteRange, Pictures
 from mmspec.app.io.item import Item
 from mmspec.app.io.jsonl import Row
 from mmspec.app.io.output import Finished
-from mmspec.app.io.tars import read_whole_members
+from mmspec.app.io.tar_members import read_whole_members
 from mmspec.vision.video.containers import HEADER_BYTES, ContainerError, detect_container
 
 _IMAGES = (

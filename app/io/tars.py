@@ -9,14 +9,12 @@ truncated or damaged archive the rows before the damage are read, then one error
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import tarfile
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -25,79 +23,15 @@ from mmspec.app.io.cells import MEDIA_SUFFIXES, is_missing, local_name
 from mmspec.app.io.content import ByteRange, Content, Unreadable, is_local, open_file_system
 from mmspec.app.io.item import Item, Skip, SourceOptions
 from mmspec.app.io.left_out import MAX_KINDS, MAX_NAMES, LeftOut, Tally, is_hidden, is_packed_metadata
+from mmspec.app.io.tar_members import DamagedTarError, TarMember, read_members
 from mmspec.vision.images import ImageError
+from mmspec.vision.video.containers import describe_format
 
-MAX_TAR_HEADER_BYTES = 1 << 20
-"""Largest extended header of a member."""
 MAX_TEXT_BYTES = 1 << 16
 """Largest member that is read as a prompt, or as JSON with the prompt."""
 MAX_SAMPLE_MEMBERS = 4096
 """Members that are held as one sample; a larger one is divided where its names change."""
 _BLOCK = tarfile.BLOCKSIZE
-
-
-@dataclass(frozen=True, slots=True)
-class TarMember:
-    """A regular member: its name and its range of bytes."""
-
-    name: str
-    start: int
-    size: int
-
-    @property
-    def key(self) -> str:
-        """The name up to the first dot of its last part, as in WebDataset."""
-        folder, slash, last = self.name.rpartition("/")
-        return folder + slash + last.partition(".")[0]
-
-    @property
-    def extension(self) -> str:
-        """What follows that dot."""
-        return self.name[len(self.key) + 1 :].lower()
-
-
-class DamagedTarError(Exception):
-    """An archive that ends early or holds what is no header."""
-
-
-class _HeaderFile(io.RawIOBase):
-    """A file whose single reads are limited: `tarfile` reads an extended header of any claimed size in one."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
-
-    def read(self, size: int = -1) -> bytes:
-        if size < 0 or size > MAX_TAR_HEADER_BYTES:
-            raise DamagedTarError(f"a header of {size} bytes; the limit is {MAX_TAR_HEADER_BYTES}")
-        return self._file.read(size)
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        return self._file.seek(offset, whence)
-
-    def tell(self) -> int:
-        return self._file.tell()
-
-
-def read_members(file: IO[bytes]) -> Iterator[TarMember]:
-    """The regular members of an uncompressed archive, in its order.
-
-    Raises:
-        DamagedTarError: it ends early or is damaged, after the members before that.
-    """
-    try:
-        archive: Any = tarfile.TarFile(fileobj=_HeaderFile(file))
-        while (member := archive.next()) is not None:
-            archive.members = []  # else it holds every header
-            if member.type in (tarfile.REGTYPE, tarfile.AREGTYPE) and not member.issparse():
-                yield TarMember(member.name, member.offset_data, member.size)
-        file.seek(archive.offset)
-        end = file.read(_BLOCK)
-    except (tarfile.TarError, OSError, ValueError, OverflowError) as error:
-        raise DamagedTarError(one_line(error)) from error
-    except EOFError as error:
-        raise DamagedTarError("unexpected end of data") from error
-    if end != bytes(_BLOCK):
-        raise DamagedTarError("ends early, without its end mark" if len(end) < _BLOCK else "no header where one is due")
 
 
 class TarSource:
@@ -129,7 +63,10 @@ class TarSource:
             if header != bytes(_BLOCK):
                 tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape")
         except tarfile.TarError as error:
-            raise UsageError(f"{self.url} is not an uncompressed tar archive: {one_line(error)}") from error
+            what = describe_format(header)
+            raise UsageError(
+                f"{self.url} is not an uncompressed tar archive: it is {what}; unpack it to a .tar or a folder first"
+            ) from error
 
     def rows(self, skip: Skip) -> Iterator[Item]:
         self._found = LeftOut()
@@ -145,11 +82,12 @@ class TarSource:
         divided = False
         failure: Item | None = None
         try:
-            for member in read_members(file):
+            for member in read_members(file, self._count_link):
                 if is_hidden(member.name):
                     self._count_hidden(member)
                     continue
                 if not member.extension:  # README: of no sample, as in WebDataset
+                    self._found.members.setdefault(self.name, Tally()).add("no suffix", member.name)
                     continue
                 same = bool(sample) and member.key == sample[0].key
                 if sample and (not same or _is_full(sample, member)):
@@ -167,10 +105,16 @@ class TarSource:
         found.members |= self._found.members
         found.several.add_all(self._found.several)
         found.hidden.add_all(self._found.hidden)
+        found.archive_links.add_all(self._found.archive_links)
 
     def _count_hidden(self, member: TarMember) -> None:
         if _suffix(member) in MEDIA_SUFFIXES and not is_packed_metadata(member.name):
             self._found.hidden.add("", f"{self.name}/{member.name}")
+
+    def _count_link(self, name: str) -> None:
+        suffix = os.path.splitext(name)[1].lower()
+        if not is_hidden(name) and (suffix in MEDIA_SUFFIXES or suffix[1:] == self._wanted):
+            self._found.archive_links.add(self.name, name)
 
     def _open(self) -> Any:
         if is_local(self.url):
@@ -281,8 +225,8 @@ class _Texts:
         self._file.seek(container.start)
         try:
             text = self._file.read(container.size).decode("utf-8-sig")
-            value = text.strip() if found else json.loads(text).get(column)
-        except (ValueError, AttributeError, RecursionError) as error:
+            value = text.strip() if found else _object(text).get(column)
+        except (ValueError, RecursionError) as error:
             raise ImageError("BadText", f"{container.name}: {one_line(error)}") from error
         if is_missing(value):
             return None
@@ -306,17 +250,12 @@ def _is_full(sample: list[TarMember], member: TarMember) -> bool:
     )
 
 
+def _object(text: str) -> dict[str, Any]:
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise ValueError(f"no JSON object but {type(value).__name__}")
+    return value
+
+
 def _suffix(member: TarMember) -> str:
     return "." + member.extension.rpartition(".")[2]
-
-
-def read_whole_members(file: IO[bytes]) -> Iterator[tuple[TarMember, int]]:
-    """The members of a growing archive that are there to the last byte, each with its end; none after a torn one."""
-    size = file.seek(0, os.SEEK_END)
-    file.seek(0)
-    with suppress(DamagedTarError):  # a growing archive has no end mark
-        for member in read_members(file):
-            end = member.start + -(-member.size // _BLOCK) * _BLOCK
-            if end > size:
-                return
-            yield member, end

@@ -16,6 +16,7 @@ import mmspec
 from mmspec.app.io.images import Media
 from mmspec.app.modeling.chat import build_inputs, find_too_long
 from mmspec.app.modeling.load import model_revision, synchronize
+from mmspec.app.modeling.picture_size import count_visual_tokens
 from mmspec.app.modeling.prompt_format import DEFAULT_FORMAT, ChatFormat, describe_prompt_format
 from mmspec.app.modeling.sampling import GREEDY, Sampling
 from mmspec.app.modeling.thinking import opens_thoughts, without_thoughts
@@ -159,6 +160,10 @@ class Captioner:
         """Where weights that the drafter learns are stored; None if it does not learn."""
         return mmspec.stats(self.model).learning.folder
 
+    def count_tokens(self, width: int, height: int) -> int | None:
+        """Visual tokens of a picture of this size; None if that is not known."""
+        return count_visual_tokens(self.processor, width, height, self.chat.max_pixels)
+
     def caption(
         self, media: Sequence[Media], prompts: Sequence[str], seed: int, compare: Sequence[bool] = ()
     ) -> list[Caption]:
@@ -174,9 +179,7 @@ class Captioner:
             PromptTooLongError: of some rows, before any is captioned.
         """
         start = time.perf_counter()
-        inputs = self.build_inputs(media, prompts)
-        if too_long := find_too_long(self.model, inputs):
-            raise PromptTooLongError(too_long)
+        inputs = self.checked_inputs(media, prompts)
         output, seconds = self._generate(inputs, seed)
         captions = self._captions(inputs, output, (time.perf_counter() - start) / len(media))
         if not any(compare):
@@ -196,6 +199,17 @@ class Captioner:
     def build_inputs(self, media: Sequence[Media], prompts: Sequence[str]) -> dict[str, Any]:
         """Keyword arguments of `generate`, on the model's device and in its dtype."""
         return build_inputs(self.model, self.processor, media, prompts, chat=self.chat)
+
+    def checked_inputs(self, media: Sequence[Media], prompts: Sequence[str]) -> dict[str, Any]:
+        """The same of rows that the model has positions for.
+
+        Raises:
+            PromptTooLongError: it has not. A processor that refuses a picture raises nearly any type.
+        """
+        inputs = self.build_inputs(media, prompts)
+        if too_long := find_too_long(self.model, inputs):
+            raise PromptTooLongError(too_long)
+        return inputs
 
     def generation_kwargs(self) -> dict[str, Any]:
         """Keyword arguments of `generate` besides the inputs."""

@@ -182,6 +182,15 @@ def check_several_pictures(name: str) -> None:
         )
 
 
+def load_processor(name: str) -> ProcessorMixin:
+    """The processor of a checkpoint, without its weights.
+
+    Raises:
+        UsageError: it cannot be loaded.
+    """
+    return _processor(name)[0]
+
+
 def read_model_config(name: str) -> dict[str, Any]:
     """The `config.json` of a local folder, or of a hub id whose file is in the local cache; {} if there is none.
 

@@ -31,6 +31,20 @@ def image_limits(processor: ProcessorMixin, max_pixels: int | None) -> dict[str,
     return {"size": {"shortest_edge": min(least, max_pixels), "longest_edge": min(most, max_pixels)}}
 
 
+def count_visual_tokens(processor: ProcessorMixin, width: int, height: int, max_pixels: int | None) -> int | None:
+    """Tokens of a picture in a prompt, by its size; None where the processor does not say."""
+    count = getattr(processor, "_get_num_multimodal_tokens", None)  # what vLLM plans with; of most processors
+    if count is None:
+        return None
+    if max_pixels is not None and width * height > max_pixels:
+        scale = math.sqrt(max_pixels / (width * height))
+        width, height = max(1, int(width * scale)), max(1, int(height * scale))
+    try:
+        return int(count(image_sizes=[[height, width]])["num_image_tokens"][0])
+    except Exception:  # each processor has its own; the plan then counts rows
+        return None
+
+
 def shrink_media(media: Media, max_pixels: int, videos_only: bool = False) -> Media:
     """The same with no picture or frame of more than `max_pixels`; those of a video have one size."""
     if isinstance(media, Video):

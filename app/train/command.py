@@ -19,6 +19,7 @@ from mmspec.app.cli.arguments import (
     add_model_option,
     add_progress,
     add_scene_seed,
+    add_table_options,
     hide_progress_bars,
     non_negative_int,
     positive_int,
@@ -69,9 +70,10 @@ drafters
   Several, separated by commas, train side by side on the same batches: the target runs once for all of them.
 
 data
-  For --target scenes the requests come from generated scenes (--count of them). Else --data names images, folders or
-  manifests as `mmspec caption` reads them; a manifest may bring "prompt" and "answer" per row. Where there is no answer
-  the target generates one, so that the drafter learns the target's own text. Answers are stored in OUT/answers.jsonl.
+  For --target scenes the requests come from generated scenes (--count of them). Else --data names all that `mmspec
+  caption` reads; a list may bring "prompt" and "answer" per row. Where there is no answer the target generates one, so
+  that the drafter learns the target's own text. Answers are stored in OUT/answers.jsonl. A picture that cannot be used
+  is counted, and the next one takes its place. Bytes of tables wait in a temporary file (TMPDIR).
   The last requests (--evaluate of them, at most a tenth) are held out: tau is measured on them.
 
 OUT holds answers.jsonl, run.json (the settings of the answers), state.pt (the checkpoint; the first within a minute),
@@ -114,8 +116,12 @@ def add_parser(commands: Commands, common: argparse.ArgumentParser) -> None:
         metavar="D,D",
         help=f"of {', '.join((*RECIPES, DRAFT_LM))} (default msd)",
     )
-    add("--data", nargs="+", default=[], metavar="PATH", help="images, folders, manifests (default: generated scenes)")
+    data_help = "as `mmspec caption` reads them (default: generated scenes)"
+    add("--data", nargs="+", default=[], metavar="PATH", help=data_help)
     add("--out", type=Path, required=True, metavar="FOLDER", help="folder of the run")
+    prompt_help = "of rows of --data without their own (default: as mmspec caption)"
+    add("--prompt", default=None, metavar="TEXT", help=prompt_help)
+    add_table_options(parser)
     _add_training(parser.add_argument_group("how"))
 
 

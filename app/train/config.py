@@ -5,7 +5,12 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from mmspec.app.cli.arguments import source_options
+
+if TYPE_CHECKING:
+    from mmspec.app.io.item import SourceOptions
 
 
 @dataclass(frozen=True)
@@ -14,6 +19,7 @@ class TrainOptions:
 
     Attributes:
         command: the command line, for provenance.json.
+        source: how `data` is read.
         drafter: names of recipes that are trained side by side.
         ttt_steps: training-time-test steps, the first included; after it the head reads its own outputs.
         ffn: width of the feed-forward network; None for that of the target.
@@ -29,6 +35,8 @@ class TrainOptions:
     target: str
     drafter: list[str]
     data: list[str]
+    source: SourceOptions
+    prompt: str | None
     out: Path
     dtype: str
     device: str
@@ -65,4 +73,4 @@ class TrainOptions:
     def from_args(cls, args: argparse.Namespace) -> TrainOptions:
         """The parsed command line."""
         values: dict[str, Any] = {item.name: getattr(args, item.name, "") for item in fields(cls)}
-        return cls(**values)
+        return cls(**values | {"source": source_options(args)})

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mmspec.app.io.images import media_images
 from mmspec.app.io.jsonl import replace_file
-from mmspec.app.modeling.captioner import Captioner
+from mmspec.app.modeling.captioner import Captioner, out_of_memory
 from mmspec.app.train.datasets import Request, RequestDataset
 from mmspec.cpu.bf16 import bf16_is_faster
 from mmspec.drafters.checkpoints.format import tokenizer_fingerprint
@@ -112,7 +112,7 @@ class Teacher:
         with file.open("a", encoding="utf-8") as out:
             for start in range(0, len(missing), batch_size):
                 batch = missing[start : start + batch_size]
-                outputs = self._answer([self.data[index] for index in batch], max_new_tokens)
+                outputs = self._answer(batch, max_new_tokens)
                 for index, (ids, prompt_length) in zip(batch, outputs, strict=True):
                     record = {"number": index, "ids": ids, "prompt": prompt_length}
                     self._add(record)
@@ -146,55 +146,84 @@ class Teacher:
         self.answers[record["number"]] = record["ids"]
         self.text_lengths[record["number"]] = len(record["ids"]) + record.get("prompt", 0)
 
-    def _answer(self, requests: Sequence[Request], max_new_tokens: int) -> list[tuple[list[int], int]]:
-        """(ids of the answer, length of the prompt) of each request; length 0 where the data bring the answer.
+    def _answer(self, indices: Sequence[int], max_new_tokens: int) -> list[tuple[list[int], int]]:
+        """(ids of the answer, length of the prompt) of each request.
 
         Requests with the same number of images are generated together: beside a video all others would be padded to its
         length.
         """
-        outputs: list[tuple[list[int], int]] = [([], 0)] * len(requests)
-        groups: dict[int, list[int]] = {}
-        for index, request in enumerate(requests):
-            if request.answer is None:
-                groups.setdefault(len(media_images(request.media)), []).append(index)
-            else:
-                outputs[index] = (self._tokenize(request.answer), 0)
+        outputs: dict[int, tuple[list[int], int]] = {}
+        groups: dict[tuple[bool, int], list[int]] = {}
+        read = {index: self.data[index] for index in indices}
+        for index, request in read.items():
+            groups.setdefault((request.answer is None, len(media_images(request.media))), []).append(index)
         for group in groups.values():
-            generated = self._generate([requests[index] for index in group], max_new_tokens)
-            for index, output in zip(group, generated, strict=True):
-                outputs[index] = output
-        return outputs
+            requests, inputs = self.build_inputs(self.data, group, [read[index] for index in group])
+            is_wanted = any(request.answer is None for request in requests)
+            answers = self._generate(inputs, max_new_tokens) if is_wanted else [[] for _ in group]
+            lengths = inputs["attention_mask"].sum(1).tolist()
+            for index, request, ids, length in zip(group, requests, answers, lengths, strict=True):
+                outputs[index] = (ids if request.answer is None else self._tokenize(request.answer), length)
+        return [outputs[index] for index in indices]
 
     def _tokenize(self, answer: str) -> list[int]:
         ids = self.tokenizer(" " + answer.strip(), add_special_tokens=False).input_ids
         return [*ids, *self.captioner.eos_ids[:1]]
 
-    def _generate(self, requests: Sequence[Request], max_new_tokens: int) -> list[tuple[list[int], int]]:
-        """(ids of the answer up to the end-of-sequence id, length of the prompt) of each request.
+    def _generate(self, inputs: dict[str, Any], max_new_tokens: int) -> list[list[int]]:
+        """Ids of the answer to each request, up to the end-of-sequence id.
 
         An answer also ends before a placeholder id: there is no image for it when it is read back.
         """
-        inputs = self._build_inputs(requests)
         sequences = self.model.generate(
             **inputs, max_new_tokens=max_new_tokens, do_sample=False, temperature=None, top_p=None, top_k=None
         )
         eos_ids, outputs = set(self.captioner.eos_ids), []
-        prompt_lengths = inputs["attention_mask"].sum(1).tolist()
-        answers = sequences[:, inputs["input_ids"].shape[1] :].tolist()
-        for ids, prompt_length in zip(answers, prompt_lengths, strict=True):
+        for ids in sequences[:, inputs["input_ids"].shape[1] :].tolist():
             length = next((i + 1 for i, token in enumerate(ids) if token in eos_ids), len(ids))
             length = next((i for i, token in enumerate(ids[:length]) if token in self.media_token_ids), length)
-            outputs.append((ids[:length], prompt_length))
+            outputs.append(ids[:length])
         return outputs
 
-    def _build_inputs(self, requests: Sequence[Request]) -> dict[str, Any]:
-        return self.captioner.build_inputs([one.media for one in requests], [one.question for one in requests])
+    def build_inputs(
+        self, data: RequestDataset, indices: Sequence[int], requests: Sequence[Request] | None = None
+    ) -> tuple[Sequence[Request], dict[str, Any]]:
+        """Requests of `data`, and the target's inputs of them.
+
+        One that the target cannot take (its processor refuses the picture, the prompt is too long) is left out, and
+        another takes its place, in every run alike.
+
+        Args:
+            requests: those of the indices, where they were read already.
+
+        Raises:
+            UsageError: none can be used.
+        """
+        while True:
+            requests = requests or [data[index] for index in indices]
+            try:
+                media, questions = [one.media for one in requests], [one.question for one in requests]
+                return requests, self.captioner.checked_inputs(media, questions)
+            except Exception as error:  # processors raise nearly any type
+                refused = None if out_of_memory(error) else self._first_refused(requests)
+                if refused is None or not data.reject(indices[refused[0]], refused[1]):
+                    raise
+            requests = None
+
+    def _first_refused(self, requests: Sequence[Request]) -> tuple[int, Exception] | None:
+        """The first request that is refused alone, and why."""
+        for place, request in enumerate(requests):
+            try:
+                self.captioner.checked_inputs([request.media], [request.question])
+            except Exception as error:
+                return place, error
+        return None
 
     def prompt_text_ids(self, indices: Sequence[int]) -> list[list[int]]:
         """The ids of the prompts of these requests, without padding and visual tokens."""
         if not indices:
             return []
-        inputs = self._build_inputs([self.data[index] for index in indices])
+        _, inputs = self.build_inputs(self.data, indices)
         columns = inputs["input_ids"].tolist(), inputs["attention_mask"].tolist()
         placeholders = set(self.media_token_ids)
         return [
@@ -216,7 +245,7 @@ class Teacher:
 
     def _forward(self, indices: Sequence[int]) -> TrainBatch:
         """One forward of the target over prompts and answers."""
-        inputs = self._build_inputs([self.data[index] for index in indices])
+        _, inputs = self.build_inputs(self.data, indices)
         inputs, response_mask = self._append_answers(inputs, [self.answers[index] for index in indices])
         device, capture = self.model.device, self.adapter.layout.attention_capture()
         with (

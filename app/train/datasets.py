@@ -7,15 +7,16 @@ import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 from mmspec.app.caption.config import FRAMES, MAX_PIXELS
 from mmspec.app.caption.progress import print_stderr
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.io.decode import decode_item
-from mmspec.app.io.images import ImageError, Media
-from mmspec.app.io.inputs import collect_items
+from mmspec.app.io.held import Spool
+from mmspec.app.io.images import ImageError, Media, Video
+from mmspec.app.io.inputs import Inputs
+from mmspec.app.io.item import SourceOptions
 from mmspec.vision.video.decoder_pool import DecoderPool
 from mmspec.vision.video.samplers import Uniform
 
@@ -39,6 +40,46 @@ class RequestDataset(Protocol):
 
     def __getitem__(self, index: int) -> Request: ...
 
+    def reject(self, index: int, error: Exception) -> bool:
+        """Leave out a request that the target cannot take.
+
+        Returns:
+            Whether another takes its place; False where all are made to be taken.
+        """
+
+
+class StandIns:
+    """Requests that cannot be used are counted, and the next one takes the place of each, in every run alike.
+
+    Attributes:
+        left_out: their numbers.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.left_out: set[int] = set()
+
+    def find(self, index: int, part: range | None = None) -> int:
+        """Which request is in the place of `index`: itself, the next one of a part, or any if the part has none.
+
+        Args:
+            part: None for all.
+
+        Raises:
+            UsageError: none can be used.
+        """
+        part = part or range(self.count)
+        for number in (*range(index, part.stop), *range(part.start, index), *range(self.count)):
+            if number not in self.left_out:
+                return number
+        raise UsageError(f"--data: none of the {self.count} requests can be used")
+
+    def leave_out(self, number: int, name: str, error: Exception) -> None:
+        """Count a request that cannot be used."""
+        self.left_out.add(number)
+        count = f"{len(self.left_out)} of {self.count} so far"
+        print_stderr(f"mmspec: skipped {name}: {one_line(error)} ({count}; the next one takes its place)")
+
 
 class ScenesData:
     """Requests about generated scenes, from a seed on."""
@@ -57,17 +98,30 @@ class ScenesData:
         request = next(generate_requests(task, self.first_seed + 2 * index))
         return Request(request.images if len(request.images) > 1 else request.images[0], request.question)
 
+    def reject(self, index: int, error: Exception) -> bool:
+        """As `RequestDataset`: scenes are made for the target."""
+        return False
+
 
 class FileData:
-    """Requests about images and videos that the user names; a manifest may bring prompts and answers.
+    """Requests about images and videos that the user names; a list may bring prompts and answers."""
 
-    Raises:
-        UsageError: a path does not exist.
-    """
+    def __init__(self, paths: Sequence[str], source: SourceOptions | None = None, prompt: str | None = None) -> None:
+        """
+        Args:
+            source: how the paths are read.
+            prompt: of rows without their own; None for that of `mmspec caption`.
 
-    def __init__(self, paths: Sequence[str]) -> None:
-        self.items = collect_items(paths, Path())
-        self.unreadable: set[int] = set()
+        Raises:
+            UsageError: as `Inputs`.
+        """
+        inputs = Inputs(paths, source or SourceOptions())
+        inputs.check()
+        self._spool, self._prompt = Spool(), prompt
+        self.items = [self._spool.keep(item) for item in inputs.rows(lambda ident: False)]
+        for line in inputs.left_out():
+            print_stderr(f"mmspec: {line}")
+        self.stand_ins = StandIns(len(self.items))
         self.decoders = DecoderPool()  # starts no process before there is a file to decode
 
     def __len__(self) -> int:
@@ -76,30 +130,34 @@ class FileData:
     @property
     def digest(self) -> str:
         """Hash of the list of files, questions and answers."""
-        listed = json.dumps([(str(item.path), item.resolve_prompt(), item.answer) for item in self.items])
+        listed = json.dumps([(str(item.path), item.resolve_prompt(self._prompt), item.answer) for item in self.items])
         return hashlib.sha256(listed.encode()).hexdigest()[:16]
 
     def __getitem__(self, index: int) -> Request:
-        """Request `index`; one that cannot be read is counted, and the next one takes its place, in every run alike.
+        return self.request(index)
+
+    def request(self, index: int, part: range | None = None) -> Request:
+        """Request `index` of a part of the data, or what stands in for it (`StandIns`).
 
         Raises:
             UsageError: none can be read.
         """
-        for step in range(len(self.items)):
-            number = (index + step) % len(self.items)
-            if number in self.unreadable:
-                continue
+        while True:
+            number = self.stand_ins.find(index, part)
             item = self.items[number]
             try:
                 media = decode_item(item, Uniform(FRAMES), MAX_PIXELS, self.decoders)
             except ImageError as error:
-                self.unreadable.add(number)
-                name = item.file_name or str(item.path)
-                count = f"{len(self.unreadable)} of {len(self.items)} so far"
-                print_stderr(f"mmspec: skipped {name}: {one_line(error)} ({count}; the next one takes its place)")
-                continue
-            return Request(media, item.resolve_prompt(), item.answer)
-        raise UsageError(f"none of the {len(self.items)} pictures and clips can be read")
+                self.stand_ins.leave_out(number, item.id, error)
+            else:
+                question = item.resolve_prompt(self._prompt, isinstance(media, Video))
+                return Request(media, question, item.answer)
+
+    def reject(self, index: int, error: Exception, part: range | None = None) -> bool:
+        """As `RequestDataset`, of a part."""
+        number = self.stand_ins.find(index, part)
+        self.stand_ins.leave_out(number, self.items[number].id, error)
+        return True
 
 
 class Subset:
@@ -117,7 +175,11 @@ class Subset:
         return len(self.indices)
 
     def __getitem__(self, index: int) -> Request:
-        return self.data[self.indices[index]]
+        return self.data.request(self.indices[index], self.indices)
+
+    def reject(self, index: int, error: Exception) -> bool:
+        """As `RequestDataset`."""
+        return self.data.reject(self.indices[index], error, self.indices)
 
 
 class TextOnlyAugmented:
@@ -133,6 +195,10 @@ class TextOnlyAugmented:
         if index < len(self.data):
             return self.data[index]
         return Request((), self.data[index - len(self.data)].question)
+
+    def reject(self, index: int, error: Exception) -> bool:
+        """As `RequestDataset`."""
+        return self.data.reject(index % len(self.data), error)
 
 
 def image_fraction(progress: float) -> float:

@@ -116,8 +116,7 @@ def _decode(options: TrainOptions, drafter: str | HeadDrafter, teacher: Teacher,
 
 
 def _inputs(teacher: Teacher, held_out: RequestDataset, index: int) -> dict[str, Any]:
-    request = held_out[index]
-    return teacher.captioner.build_inputs([request.media], [request.question])
+    return teacher.build_inputs(held_out, [index])[1]
 
 
 def measure_speed(
@@ -187,7 +186,7 @@ def next_command(options: TrainOptions, folder: Path) -> str:
     """The command that measures the drafter more thoroughly."""
     command = ["mmspec", "bench", "--drafters", str(folder)]
     if options.target != SCENES_MODEL:
-        command += ["--model", options.target, "--images", *options.data]
+        command += ["--model", options.target, "--images", *options.data, *options.source.flags()]
     if options.dtype != "auto":
         command += ["--dtype", options.dtype]
     return shlex.join(command)

@@ -36,7 +36,7 @@ def split_data(options: TrainOptions) -> tuple[Subset | ScenesData, RequestDatas
         UsageError: another target than the scenes model without --data, or scenes that are held out.
     """
     if options.data:
-        files = FileData(options.data)
+        files = FileData(options.data, options.source, options.prompt)
         num_train = len(files) - min(options.evaluate, len(files) // 10)
         return Subset(files, range(num_train)), Subset(files, range(num_train, len(files)))
     if options.target != SCENES_MODEL:
@@ -57,7 +57,8 @@ def data_settings(options: TrainOptions, data: RequestDataset, held_out: Request
         "scene_seed": options.scene_seed,
         "max_new_tokens": options.max_new_tokens,
     }
-    return settings | ({"held_back": len(held_out)} if options.data and len(held_out) else {})
+    settings |= {"held_back": len(held_out)} if options.data and len(held_out) else {}
+    return settings | (options.source.chosen() if options.data else {})
 
 
 def train_settings(options: TrainOptions) -> dict[str, Any]:

@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mmspec.app.caption.config import SCENES_MODEL
+from mmspec.app.caption.progress import print_stderr
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.io.jsonl import replace_file
+from mmspec.app.io.text import find_fault
 from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.random_models import SIZES
 from mmspec.app.train.data import Teacher
-from mmspec.app.train.datasets import Request
+from mmspec.app.train.datasets import Request, StandIns
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -40,12 +42,19 @@ class TextRequests:
 
     def __init__(self, questions: Sequence[str]) -> None:
         self.questions = list(questions)
+        self._stand_ins = StandIns(len(self.questions))
 
     def __len__(self) -> int:
         return len(self.questions)
 
     def __getitem__(self, index: int) -> Request:
-        return Request([], self.questions[index])
+        return Request([], self.questions[self._stand_ins.find(index)])
+
+    def reject(self, index: int, error: Exception) -> bool:
+        """As `RequestDataset`."""
+        number = self._stand_ins.find(index)
+        self._stand_ins.leave_out(number, repr(self.questions[number][:40]), error)
+        return True
 
     @property
     def digest(self) -> str:
@@ -121,7 +130,12 @@ def read_questions(paths: Sequence[str]) -> list[str]:
             raise UsageError(
                 f"--data {path}: {one_line(error)}; for a language model --data names text files, a request per line"
             ) from error
-        questions += [line.strip() for line in text.splitlines() if line.strip()]
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        good = [line for line in lines if find_fault(line) is None]
+        if len(good) < len(lines):
+            first = next(line for line in lines if find_fault(line) is not None)
+            print_stderr(f"mmspec: {path}: skipped {len(lines) - len(good)} requests; the first {find_fault(first)}")
+        questions += good
     if not questions:
         raise UsageError("--data: the text files are empty; they hold a request per line")
     return questions

@@ -25,15 +25,18 @@ from mmspec.app.bench.measure import (
     disable_eos,
     run_once,
 )
-from mmspec.app.bench.requests import bench_images, build_requests
+from mmspec.app.bench.requests import build_requests, named_images, synthetic_images
 from mmspec.app.cli.arguments import positive_ints
 from mmspec.app.cli.main import main
 from mmspec.app.errors import UsageError
+from mmspec.app.io.decode import ReadableRows
+from mmspec.app.io.item import SourceOptions
 from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.random_models import random_model
 from mmspec.control.tree_size import TreeSizeController
 from mmspec.metrics.stats import Stats
 from mmspec.targets.hf import HFTarget
+from mmspec.vision.video.decoder_pool import DecoderPool
 
 KEYS = """drafter batch tau R tokens_per_s speedup_hf speedup_own speedup_e2e identical score_ms draft_ms overhead_ms
 ttft_ms speedup_hf_ci speedup_e2e_pooled accepted_at_position tokens_min draft_mib of_target block"""
@@ -115,7 +118,7 @@ def test_clones_share_weights_and_nothing_else(tiny: Captioner) -> None:
 
 
 def test_rows_never_end_early(tiny: Captioner) -> None:
-    inputs = build_requests(tiny, bench_images([], 3, 0), "a", 3, 0, 1, 0)[0]
+    inputs = build_requests(tiny, synthetic_images(3, 0), "a", 3, 0, 1, 0)[0]
     model = clone(tiny.model)
     ended = model.generate(**inputs, max_new_tokens=1, do_sample=False)[:, -1]
     model.generation_config.eos_token_id = ended.tolist()
@@ -128,7 +131,7 @@ def test_rows_never_end_early(tiny: Captioner) -> None:
 
 @pytest.mark.parametrize("wanted", [0, 40, 100, 333])
 def test_prompts_have_the_wanted_length_and_differ(tiny: Captioner, wanted: int) -> None:
-    requests = build_requests(tiny, bench_images([], 6, 0), "describe the image", 2, wanted, 3, 0)
+    requests = build_requests(tiny, synthetic_images(6, 0), "describe the image", 2, wanted, 3, 0)
     length = requests[0]["attention_mask"].sum(1)[0].item()
     assert wanted <= length < max(wanted, 36) + 8
     prompts = {tuple(row.tolist()) for request in requests for row in request["input_ids"]}
@@ -168,7 +171,7 @@ def test_acceptance_per_position_is_of_all_rounds() -> None:
 
 
 def test_trees_of_one_size_and_none_stays_plain(tiny: Captioner) -> None:
-    inputs = build_requests(tiny, bench_images([], 1, 0), "a", 1, 0, 1, 0)[0]
+    inputs = build_requests(tiny, synthetic_images(1, 0), "a", 1, 0, 1, 0)[0]
     contestants = {one.name: one for one in build_contestants(tiny.model, ["recycling"], tiny.processor, nodes=4)}
     nodes = {
         name: run_once(contestants[name], inputs, 8, 0.0, 0).stats.tree_size_hist for name in ("none", "recycling")
@@ -178,7 +181,7 @@ def test_trees_of_one_size_and_none_stays_plain(tiny: Captioner) -> None:
 
 def test_how_linear_layers_are_computed_is_found_out_together(tiny: Captioner, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HFTarget, "use_c_rounds", lambda *_: None)  # which do not call linear layers
-    inputs = build_requests(tiny, bench_images([], 1, 0), "a", 1, 0, 1, 0)[0]
+    inputs = build_requests(tiny, synthetic_images(1, 0), "a", 1, 0, 1, 0)[0]
     contestants = build_contestants(tiny.model, ["recycling", "lookup"], tiny.processor, nodes=4)
     packs = [one.model.__dict__["_mmspec"].autotuner for one in contestants if mmspec.is_patched(one.model)]
     assert len(packs) == 3 and len({id(one) for one in packs}) == 3 and not packs[0].timings
@@ -188,8 +191,8 @@ def test_how_linear_layers_are_computed_is_found_out_together(tiny: Captioner, m
 
 def test_pictures_from_files(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_text("no picture")
-    with pytest.raises(UsageError, match="not an image"):
-        bench_images([str(tmp_path)], 2, 0)
+    with DecoderPool() as decoders, pytest.raises(UsageError, match="not an image"):
+        named_images(ReadableRows([str(tmp_path)], SourceOptions(), decoders, "--images"), 2)
 
 
 def test_number_lists() -> None:

@@ -229,6 +229,20 @@ def test_pictures_in_boxes_are_no_clips(kind: str) -> None:
     assert media_kind(b"\0\0\0\x20ftypisom" + bytes(20)) == "video" and media_kind(b"text") is None
 
 
+@line("a saved data set without the split")
+def test_the_splits_of_a_saved_dataset_are_named(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets", reason="optional: mmspec[data]")
+    rows = datasets.Dataset.from_dict({"image": [picture()]})
+    datasets.DatasetDict({"test": rows, "val": rows}).save_to_disk(str(tmp_path / "d"))
+    with pytest.raises(UsageError, match=r"d has no split 'train'; give --split, of test, val"):
+        read(tmp_path / "d")
+    assert len(read(tmp_path / "d", split="val")) == 1
+    (tmp_path / "outer").mkdir()
+    rows.save_to_disk(str(tmp_path / "outer" / "inner"))
+    with pytest.raises(UsageError, match="a folder of save_to_disk is read by its own name"):
+        read(tmp_path / "outer")
+
+
 @line("a data set of the hub with several configurations")
 def test_configurations_of_a_hub_dataset(monkeypatch: pytest.MonkeyPatch) -> None:
     datasets = pytest.importorskip("datasets", reason="optional: mmspec[data]")

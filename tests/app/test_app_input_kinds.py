@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gzip
+import io
 import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -83,6 +85,39 @@ def test_repeated_names_are_error_rows_and_the_others_rows(tmp_path: Path) -> No
     assert failure(rows[2]) == "DuplicateKey", "which of two prompts is meant is not known"
 
 
+@line("members of an archive that are links, or have no suffix")
+def test_members_without_content_or_suffix_are_counted(tmp_path: Path) -> None:
+    path = tmp_path / "x.tar"
+    with tarfile.open(path, "w") as archive:
+        for name in ("0.png", "IMG_0001", "d/README"):
+            info = tarfile.TarInfo(name)
+            info.size = len(picture())
+            archive.addfile(info, io.BytesIO(picture()))
+        for kind, name in ((tarfile.LNKTYPE, "1.png"), (tarfile.SYMTYPE, "2.jpg"), (tarfile.LNKTYPE, "1.txt")):
+            info = tarfile.TarInfo(name)
+            info.type, info.linkname = kind, "0.png"
+            archive.addfile(info)
+    rows, said = look(path)
+    assert ids(rows) == ["x.tar/0"]
+    assert "x.tar: skipped 2 members of samples without a picture by name: 2 no suffix (IMG_0001, d/README); " in said
+    assert "x.tar: skipped 2 pictures stored as links (1.png, 2.jpg): pack the files themselves" in said
+    assert "--image-column no" not in said
+
+
+@line("archives joined by `cat` into one")
+def test_joined_archives_are_read_to_the_end(tmp_path: Path) -> None:
+    parts = [
+        write_tar(tmp_path / f"{number}.tar", {f"{number}.png": picture(10 + number), f"{number}.txt": b"hi"})
+        for number in range(3)
+    ]
+    data = b"".join(path.read_bytes() for path in parts)
+    rows = read(write(tmp_path / "x.tar", data + bytes(5000)), prompt_column="txt")
+    assert ids(rows) == ["x.tar/0", "x.tar/1", "x.tar/2"] and {row.prompt for row in rows} == {"hi"}
+    assert [content_of(row) for row in rows] == [picture(10 + number) for number in range(3)]
+    rows = read(write(tmp_path / "x.tar", data[:-9500] + b"no header" * 99))
+    assert [row.id for row in rows][-1] == "x.tar#rest" and failure(rows[-1]) == "DamagedTar"
+
+
 @line("hidden files and what macOS packs (`._a.jpg`, `__MACOSX/`)")
 def test_hidden_files_are_left_out_of_folders_archives_and_remote_folders(tmp_path: Path) -> None:
     fsspec = pytest.importorskip("fsspec", reason="optional: mmspec[data]")
@@ -126,12 +161,12 @@ def test_what_is_not_read_is_refused_before_the_model_is_loaded(tmp_path: Path) 
         archive.writestr("a.png", picture())
     for name, remedy in (
         ("x.tar.gz", "unpack it"), ("x.tgz", "unpack it"), ("x.zip", "unpack it"), ("x.xlsx", "CSV"),
-        ("x.arrow", "Parquet"),
+        ("x.arrow", "Parquet"), ("y.tar", "it is compressed .gzip.*unpack it"),
         ("x.lance", "Parquet"), ("x.pdf", "PDF"), ("x.txt.bak", "PATH is"), ("x.svg", "PATH is"), ("x", "PATH is"),
     ):  # fmt: skip
         path = tmp_path / name
         if not path.exists():
-            write(path, b"%PDF-1.4" if name == "x.pdf" else b"something else")
+            write(path, {"x.pdf": b"%PDF-1.4", "y.tar": gzip.compress(b"x")}.get(name, b"something else"))
         with pytest.raises(UsageError, match=remedy) as failed:
             read(path)
         assert len(str(failed.value).replace(str(tmp_path), "")) < 300
@@ -148,9 +183,12 @@ def test_a_folder_of_shards_names_the_glob(tmp_path: Path) -> None:
         write(tmp_path / name)
     with pytest.raises(UsageError, match=r"no images or videos in .*2 \.tar \(0\.tar, 1\.tar\).*/cc3m/\*\.tar'"):
         read(tmp_path / "cc3m")
+    write(tmp_path / "cc3m" / "more" / "2.tar")
+    with pytest.raises(UsageError, match=r"/cc3m/\*\*/\*\.tar'"):
+        read(tmp_path / "cc3m")
     write(tmp_path / "cc3m" / "a.png")
     rows, said = look(tmp_path / "cc3m")
-    assert ids(rows) == ["cc3m/a.png"] and "skipped 2 files" in said and "*.tar'" in said
+    assert ids(rows) == ["cc3m/a.png"] and "skipped 3 files" in said and "*.tar'" in said
 
 
 @line("a glob of archives, tables and pictures")

@@ -20,7 +20,7 @@ from PIL import Image
 
 from mmspec.app.cli.main import main
 from mmspec.app.errors import UsageError
-from mmspec.app.io import content, tars, web
+from mmspec.app.io import content, tar_members, web
 from mmspec.app.io.inputs import Inputs, expand_braces
 from mmspec.app.io.item import Item, SourceOptions
 from mmspec.vision.images import ImageError
@@ -210,7 +210,7 @@ def test_datasets_folders(tmp_path: Path) -> None:
         found = read(tmp_path / folder, prompt_column="q", split=split)
         assert [content_of(item) for item in found] == [cell["bytes"] for cell in rows["image"]]
         assert [item.prompt for item in found] == ["a", "b", "c"]
-    with pytest.raises(UsageError, match="split train"):
+    with pytest.raises(UsageError, match="no split 'train'"):
         read(tmp_path / "two")
 
 
@@ -322,7 +322,7 @@ def test_torn_members_are_found(tmp_path: Path) -> None:
     data = path.read_bytes()
     path.write_bytes(data[:4000])
     with path.open("rb") as file:
-        assert [end for _, end in tars.read_whole_members(file)] == [1536, 2560]
+        assert [end for _, end in tar_members.read_whole_members(file)] == [1536, 2560]
 
 
 def test_the_last_row_before_damage_keeps_its_text(tmp_path: Path) -> None:

@@ -39,6 +39,9 @@ class Fake:
     sampled: bool = False
     provenance: Provenance = field(default_factory=Provenance)
 
+    def count_tokens(self, width: int, height: int) -> int | None:
+        return None
+
     def caption(
         self, images: Sequence[Image.Image], prompts: Sequence[str], seed: int, compare: Sequence[bool] = ()
     ) -> list[Caption]:

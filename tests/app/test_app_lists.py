@@ -80,6 +80,82 @@ def test_json_lists(here: Path) -> None:
             listed(here, "l.json", text)
 
 
+def test_pictures_among_the_parts_of_a_message(here: Path) -> None:
+    def row(*parts: dict[str, Any], **columns: Any) -> str:
+        turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": [*parts]}]
+        return json.dumps({"messages": [*turns, {"role": "assistant", "content": "A cat."}], **columns}) + "\n"
+
+    text = {"type": "text", "text": "What ?"}
+    first, second, third, fourth = read_rows(
+        here,
+        row({"type": "image", "image": "a.png"}, text)
+        + row(text, {"type": "image_url", "image_url": {"url": "sub/b.png"}})
+        + row({"type": "image_url", "image_url": "file://" + str(here / "café.png")}, text, id="c")
+        + row({"image": "a.png"}, {"image": "sub/b.png"}, text, id="two")
+        + row(text, id="none"),
+    )
+    assert [one.file_name for one in (first, second, third)] == ["a.png", "sub/b.png", "café.png"]
+    assert {(one.prompt, one.answer) for one in (first, second, third, fourth)} == {("What ?", "A cat.")}
+    assert isinstance(fourth.content, Pictures) and len(fourth.content.parts) == 2
+
+
+def read_rows(folder: Path, text: str) -> list[Any]:
+    (folder / "l.jsonl").write_text(text)
+    return read(folder / "l.jsonl")
+
+
+@line("a JSON list named `.jsonl`, JSON lines named `.json`")
+def test_json_by_another_name(here: Path) -> None:
+    records = [{"file_name": "a.png"}, {"file_name": "sub/b.png", "prompt": "{x}\n["}]
+    as_lines = "".join(json.dumps(one) + "\n" for one in records)
+    expected = [("a.png", None), ("sub/b.png", "{x}\n[")]
+    for name in ("l.json", "l.jsonl"):
+        for text in (
+            as_lines,
+            "\ufeff" + as_lines.replace("\n", "\r\n"),
+            json.dumps(records),
+            json.dumps(records, indent=1),
+        ):
+            assert listed(here, name, text) == expected, (name, text[:20])
+        with pytest.raises(UsageError, match="goes on after its list of 2 records"):
+            listed(here, name, json.dumps(records) + "\n" + json.dumps(records))
+    assert listed(here, "l.json", json.dumps(records[0], indent=1)) == expected[:1]
+
+
+@line("paths as other programs write them: backslashes, quotes, `file://`")
+def test_paths_as_other_programs_write_them(here: Path) -> None:
+    names = [r"sub\b.png", '"a.png"', r".\sub\b.png", f"file://{here}/caf%C3%A9.png", f"FILE://localhost{here}/a.png"]
+    expected = ["sub/b.png", "a.png", "café.png"]
+    assert [name for name, _ in listed(here, "l.txt", "\n".join(names))] == expected
+    rows = [json.dumps({"image": name, "id": number}) for number, name in enumerate(names)]
+    assert {name for name, _ in listed(here, "l.jsonl", "\n".join(rows))} == set(expected)
+    (here / r"odd\name.png").write_bytes(picture())
+    assert listed(here, "l.txt", r"odd\name.png") == [(r"odd\name.png", None)], "a name that is there is what it says"
+    for name in (r"..\..\etc\passwd", "file:///etc/passwd", '"/etc/passwd"', "file://server/share/a.png"):
+        with pytest.raises(UsageError, match="leads out of"):
+            listed(here, "l.txt", name)
+    pa, pq = pytest.importorskip("pyarrow", reason="optional: mmspec[data]"), pytest.importorskip("pyarrow.parquet")
+    pq.write_table(pa.table({"image": [*names, r"..\x.png"]}), here / "t.parquet")
+    found = read(here / "t.parquet")
+    assert [content_of(row) for row in found[:-1]] == [picture()] * len(names) and failure(found[-1]) == "OutsideInput"
+
+
+@line("an id that pandas made a float: `7.0`")
+def test_whole_floats_are_ids(here: Path) -> None:
+    (here / "l.jsonl").write_text('{"file_name": "a.png", "id": 7.0}\n')
+    assert [row.id for row in read(here / "l.jsonl")] == ["7"]
+    with pytest.raises(UsageError, match=r"line 1: 'id' is text or a whole number, got 7\.5"):
+        listed(here, "l.jsonl", '{"file_name": "a.png", "id": 7.5}')
+    pa, pq = pytest.importorskip("pyarrow", reason="optional: mmspec[data]"), pytest.importorskip("pyarrow.parquet")
+    pq.write_table(pa.table({"image": [picture()] * 3, "n": [7.0, None, 2.5]}), here / "t.parquet")
+    rows = read(here / "t.parquet", id_column="n")
+    assert [row.id for row in rows] == ["7", "t.parquet#1", "t.parquet#2"] and failure(rows[2]) == "BadText"
+
+
+def test_of_two_columns_of_a_name_the_first_is_read(here: Path) -> None:
+    assert listed(here, "l.csv", "file_name,file_name,prompt\na.png,x.png,hi\n") == [("a.png", "hi")]
+
+
 @line("addresses in a list (`.txt`, `.csv`, `.jsonl`)")
 def test_lists_of_addresses(here: Path) -> None:
     url = "http://example.org/a.png?size=1"
@@ -140,7 +216,7 @@ JUNK = "A" * 900_000
         (json.dumps({"image": "a.png", "prompt": [JUNK]}), "line 1: 'prompt' is text"),
         (json.dumps({"image": "a.png", "id": {"x": JUNK}}), "line 1: 'id' is text"),
         (json.dumps({JUNK: 1}), "line 1 names no file"),
-        (json.dumps([JUNK]), "line 1 is not a JSON object"),
+        ('{"file_name": "a.png"}\n' + json.dumps([JUNK]), "line 2 is not a JSON object"),
         ('{"image": "a.png", "id": 1}\n{"image": "sub/b.png", "id": 1}', "two rows have the id '1' (l.jsonl line 2)"),
         ('{"image": "gone.png"}', "no such file: gone.png (l.jsonl line 1)"),
     ],

@@ -90,6 +90,31 @@ assert not {"torch", "transformers"} & set(sys.modules)
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "p")], check=True, timeout=120)
 
 
+def test_what_ray_prints_goes_to_a_file_and_our_lines_do_not() -> None:
+    code = """
+import logging, os, sys
+logging.getLogger("ray.data").addHandler(handler := logging.StreamHandler())
+from mmspec.app.caption.progress import print_stderr
+from mmspec.app.caption.ray_messages import quiet_loggers, ray_messages_in_file
+with ray_messages_in_file() as file:
+    os.system("echo native >&2")
+    late = logging.StreamHandler()
+    logging.getLogger("ray.late").addHandler(late)
+    quiet_loggers()
+    logging.getLogger("ray.data").error("early")
+    logging.getLogger("ray.late").error("late")
+    print_stderr("ours")
+os.write(2, b"after\\n")
+print(file.read_text().split())
+with ray_messages_in_file() as other:
+    pass
+print(other.exists())
+file.unlink()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stderr == "ours\nafter\n" and done.stdout == "['native', 'early', 'late']\nFalse\n"
+
+
 def test_the_public_actor_captions_arrays_and_bytes() -> None:
     actor = CaptionActor("tiny", max_new_tokens=6, prompt_column="q")
     array = np.asarray(Image.open(__import__("io").BytesIO(picture())))

@@ -102,6 +102,9 @@ _KNOWN_FORMATS: tuple[tuple[str, str], ...] = (
     (r"\A(\x00\x00\x00\x0cjP  |\xff\x4f\xff\x51)", "a JPEG 2000 image"),
     (r"\A(\xff\x0a|\x00\x00\x00\x0cJXL )", "a JPEG XL image; convert it to PNG or JPEG"),
     (r"\APK\x03\x04", "a ZIP archive"),
+    (r"\A(\x1f\x8b|BZh|\xfd7zXZ|\x28\xb5\x2f\xfd)", "compressed (gzip, bzip2, xz or zstd)"),
+    (r"\APAR1", "a Parquet file"),
+    (r"\A.{257}ustar", "a tar archive"),
 )
 
 

@@ -1,0 +1,120 @@
+"""Width and height of a picture from the first bytes of its file, for planning. Decodes nothing.
+
+Numbers at known offsets of PNG, JPEG, WebP, GIF, BMP and TIFF; of what is damaged or turned by EXIF they may be wrong,
+which makes a batch larger or smaller and nothing else.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+
+from mmspec.app.io.content import ByteRange, Content, InlineBytes, Pictures, is_local
+from mmspec.app.io.item import Item
+
+SIZE_HEADER_BYTES = 1 << 16
+"""Bytes in which a size is looked for: more than most metadata before it."""
+Size = tuple[int, int]
+"""Width and height."""
+
+
+def picture_sizes(item: Item) -> list[Size | None]:
+    """The size of each picture of a row; None for one that is not known without reading it whole."""
+    content = item.content or ByteRange(str(item.path))
+    parts = content.parts if isinstance(content, Pictures) else (content,)
+    return [header_size(_start(part)) for part in parts]
+
+
+def _start(content: Content) -> bytes:
+    """The first bytes of what is on this machine; none of what would have to be fetched, or cannot be read."""
+    if isinstance(content, InlineBytes):
+        return content.data[:SIZE_HEADER_BYTES]
+    if not isinstance(content, ByteRange) or not is_local(content.url):
+        return b""
+    try:
+        return content.read_start(SIZE_HEADER_BYTES)
+    except (OSError, ValueError):
+        return b""
+
+
+def header_size(data: bytes) -> Size | None:
+    """Width and height by a file's first bytes; None if they do not say."""
+    for magic, read in _FORMATS:
+        if data.startswith(magic):
+            try:
+                size = read(data)
+            except struct.error:  # cut
+                return None
+            return size if size is not None and min(size) > 0 else None
+    return None
+
+
+def _png(data: bytes) -> Size:
+    width, height = struct.unpack_from(">II", data, 16)
+    return width, height
+
+
+def _gif(data: bytes) -> Size:
+    width, height = struct.unpack_from("<HH", data, 6)
+    return width, height
+
+
+def _bmp(data: bytes) -> Size:
+    width, height = struct.unpack_from("<ii", data, 18)
+    return width, abs(height)
+
+
+def _webp(data: bytes) -> Size | None:
+    kind = data[12:16]
+    if kind == b"VP8 ":
+        width, height = struct.unpack_from("<HH", data, 26)
+        return width & 0x3FFF, height & 0x3FFF
+    if kind == b"VP8L":
+        (bits,) = struct.unpack_from("<I", data, 21)
+        return (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1
+    if kind == b"VP8X":
+        struct.unpack_from("6x", data, 24)  # raises if it is cut
+        return int.from_bytes(data[24:27], "little") + 1, int.from_bytes(data[27:30], "little") + 1
+    return None
+
+
+def _jpeg(data: bytes) -> Size | None:
+    """The first frame header (SOF), behind segments of metadata."""
+    place = 2
+    while place + 9 <= len(data):
+        if data[place] != 0xFF:
+            return None
+        marker = data[place + 1]
+        if marker == 0xFF or 0xD0 <= marker <= 0xD8 or marker == 1:  # fill bytes, markers without a segment
+            place += 1 if marker == 0xFF else 2
+            continue
+        if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
+            height, width = struct.unpack_from(">HH", data, place + 5)
+            return width, height
+        (length,) = struct.unpack_from(">H", data, place + 2)
+        place += 2 + max(2, length)
+    return None
+
+
+def _tiff(data: bytes) -> Size | None:
+    order = "<" if data[:2] == b"II" else ">"
+    (place,) = struct.unpack_from(f"{order}I", data, 4)
+    (count,) = struct.unpack_from(f"{order}H", data, place)
+    found: dict[int, int] = {}
+    for entry in range(min(count, 64)):
+        tag, kind = struct.unpack_from(f"{order}HH", data, place + 2 + 12 * entry)
+        if tag in (256, 257):
+            form = "H" if kind == 3 else "I"
+            (found[tag],) = struct.unpack_from(f"{order}{form}", data, place + 10 + 12 * entry)
+    return (found[256], found[257]) if len(found) == 2 else None
+
+
+_FORMATS: tuple[tuple[bytes, Callable[[bytes], Size | None]], ...] = (
+    (b"\x89PNG\r\n\x1a\n", _png),
+    (b"\xff\xd8\xff", _jpeg),
+    (b"RIFF", _webp),
+    (b"GIF8", _gif),
+    (b"BM", _bmp),
+    (b"II*\0", _tiff),
+    (b"MM\0*", _tiff),
+)
