@@ -16,7 +16,7 @@ help:
 	@echo "make research  the tests of research/: studies, and the training of the toy model"
 	@echo "make slow   the slow tests"
 	@echo "make floor  exactness on the oldest supported transformers ($(FLOOR))"
-	@echo "make newest the same on the newest torch and transformers"
+	@echo "make newest the same on the newest torch and transformers, and families' own processors, which need torchvision"
 	@echo "make docs   the documentation as pages, in site/"
 	@echo "make dist   wheel and sdist, in dist/, checked and used in an environment of their own"
 	@echo "make clean  remove environments, caches and build outputs"
@@ -76,11 +76,12 @@ floor: .venv-floor/.installed
 
 # No pins: what `pip install .` gives today.
 .venv-newest/.installed: pyproject.toml
-	$(call install,.venv-newest,/dev/null,--upgrade --upgrade-strategy eager pytest pytest-timeout pytest-xdist --editable .)
+	$(call install,.venv-newest,/dev/null,--upgrade --upgrade-strategy eager torchvision num2words pytest pytest-timeout pytest-xdist --editable '.[video]')
 
 newest: .venv-newest/.installed
 	.venv-newest/bin/python -c 'import torch, transformers; print(torch.__version__, transformers.__version__)'
 	.venv-newest/bin/python -m pytest -q -n $(WORKERS) tests/engine/test_exactness.py tests/targets/test_targets.py
+	.venv-newest/bin/python -m pytest -q -m slow tests/app/test_app_real_processors.py
 
 .venv/.installed-docs: .venv/.installed
 	$(call install,.venv,constraints.txt,--editable '.[docs]')

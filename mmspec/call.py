@@ -11,6 +11,8 @@ from torch import Tensor
 from mmspec.config import SpecConfig
 from mmspec.control.round_cost import RoundCostModel
 from mmspec.cpu.linear import LinearAutotuner
+from mmspec.engine.guard import ModuleGuard
+from mmspec.engine.prefix import Prefix, PrefixStore, PromptRows
 from mmspec.learning.collecting import CollectingDrafter
 from mmspec.learning.learner import Learner
 from mmspec.metrics.stats import Stats
@@ -22,6 +24,35 @@ from mmspec.vision.grids.attention import AttentionCapture
 
 class FallbackRequired(Exception):
     """transformers must decode this call. Raised before anything of the call was changed."""
+
+
+class PicturesRequired(Exception):
+    """transformers must decode this call, which was prepared without its pictures."""
+
+
+@dataclass
+class PrefixUse:
+    """What one call takes from earlier calls, and leaves to later ones.
+
+    Attributes:
+        store: of the patched model.
+        rows: the prompts of the call.
+        guard: the state of the model before the call.
+        prefix: what is in store for this call, or None.
+        is_known: whether it is known to serve this model. Then only the rest of the prompt is computed, and pictures
+            that lie in the prefix are not even encoded; else both ways are, once.
+    """
+
+    store: PrefixStore
+    rows: PromptRows
+    guard: ModuleGuard
+    prefix: Prefix | None = None
+    is_known: bool = False
+
+    @property
+    def drops_media(self) -> bool:
+        """Whether the model must not be given the pictures."""
+        return self.is_known and self.prefix is not None and not self.prefix.needs_media
 
 
 @dataclass
@@ -47,6 +78,7 @@ class CallContext:
         stats: counters and times of this call.
         learner: learns from this call, or None.
         collecting: examples of this call for the learner; None before the loop runs, or without a learner.
+        prefix_use: see `PrefixUse`; None if the call shares nothing with others.
     """
 
     adapter: ModelAdapter
@@ -67,6 +99,7 @@ class CallContext:
     stats: Stats = field(default_factory=Stats)
     learner: Learner | None = None
     collecting: CollectingDrafter | None = None
+    prefix_use: PrefixUse | None = None
 
 
 @dataclass

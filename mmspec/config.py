@@ -25,6 +25,7 @@ PER_CALL_OPTIONS = (
     "deterministic",
     "backend",
     "learn",
+    "reuse_prefix",
     "reference",
     "reference_ids",
 )
@@ -51,6 +52,8 @@ class SpecConfig:
             a GPU that passes a check, and torch for models and calls that neither serves.
         learn: the drafter learns from this call; in the options of `patch` also the largest share of the time that
             learning may take.
+        reuse_prefix: what calls have computed of their prompts serves later calls that begin alike; a text names a
+            scope, calls of other scopes share nothing with it.
     """
 
     drafter: Drafter
@@ -61,6 +64,7 @@ class SpecConfig:
     deterministic: bool = False
     backend: str = "auto"
     learn: bool | float = False
+    reuse_prefix: bool | str = False
 
     def __post_init__(self) -> None:
         _check_backend(self.backend)
@@ -73,6 +77,10 @@ class SpecConfig:
             raise ValueError(
                 "learn=True and deterministic=True exclude each other: learned weights change the shapes of later "
                 "calls. Pass one of them."
+            )
+        if not isinstance(self.reuse_prefix, (bool, str)):
+            raise TypeError(
+                f"reuse_prefix must be True, False or the name of a scope; got {self.reuse_prefix!r}. Pass a bool."
             )
         check_reference(self.reference)
         _check_tree_size(self.tree_size)
@@ -111,6 +119,7 @@ class PatchArguments:
     deterministic: bool
     backend: str
     learn: bool | float | str = False
+    reuse_prefix: bool | str = False
 
 
 def _check_backend(backend: object) -> None:
@@ -195,6 +204,7 @@ def resolve_config(arguments: PatchArguments, adapter: Any) -> SpecConfig:
         deterministic=arguments.deterministic,
         backend=arguments.backend,
         learn=learn,
+        reuse_prefix=arguments.reuse_prefix,
     )
     if learn and config.active_compressor is not None and isinstance(drafter, GradientDrafter):
         raise ValueError(

@@ -20,6 +20,7 @@ from mmspec.engine.output import OutputBuffer
 from mmspec.engine.tree_cache import CACHE_ARGUMENT
 from mmspec.metrics.stats import Stats
 from mmspec.prefill import prefill
+from mmspec.reuse import keep_prompt
 from mmspec.session import Session, build_session
 
 
@@ -34,10 +35,14 @@ def decode(call: CallContext, inputs: PreparedInputs) -> Any:
         prefilled = prefill(call, inputs, stack)
         call.stats.prefill_s = time.perf_counter() - start
         try:
-            return _run(build_session(call, inputs, prefilled))
+            session = build_session(call, inputs, prefilled)
+            result = _run(session)
         except BaseException:
             prefilled.target.restore_user_cache()
             raise
+        if call.prefix_use is not None:
+            keep_prompt(call.prefix_use, session.loop.output, prefilled, call.num_return_sequences)
+        return result
 
 
 def _run(session: Session) -> Any:

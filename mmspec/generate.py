@@ -25,11 +25,12 @@ from typing import Any
 from torch import Tensor
 
 from mmspec.arguments import bind_arguments, build_stop_string_criterion, media_inputs, option_getter
-from mmspec.call import CallContext, FallbackRequired, PreparedInputs
+from mmspec.call import CallContext, FallbackRequired, PicturesRequired, PreparedInputs
 from mmspec.config import PatchArguments, SpecConfig, resolve_call_config
 from mmspec.costs import DrafterCosts
 from mmspec.cpu.linear import LinearAutotuner
 from mmspec.decode import decode
+from mmspec.engine.prefix import PrefixStore
 from mmspec.fallback import FallbackPolicy, reason_before_binding
 from mmspec.interfaces import SaliencyCompressor
 from mmspec.learning.budget import DEFAULT_SHARE
@@ -37,9 +38,11 @@ from mmspec.learning.learner import Learner, start_learner
 from mmspec.learning.stats import LearningStats, SpeedCurve
 from mmspec.metrics.stats import Stats
 from mmspec.resolve import DrafterCache
+from mmspec.reuse import after_prompt, find_prefix
 from mmspec.targets.base import ModelAdapter
 from mmspec.targets.lanes import LanePool
 from mmspec.targets.module_scan import ModuleScan, scan_modules
+from mmspec.targets.prompt_rows import PIXEL_INPUTS
 
 logger = logging.getLogger("mmspec")
 
@@ -59,6 +62,7 @@ class PatchState:
         costs: the measured costs of each drafter.
         autotuner: chooses the kernels of linear layers on CPU.
         lanes: what recorded rounds share.
+        prefixes: what calls with `reuse_prefix` leave to later ones.
         drafter_cache: drafters that calls selected by name.
         total, last: statistics of all calls and of the last call.
         curve: speed over the calls.
@@ -77,6 +81,7 @@ class PatchState:
         self.autotuner = LinearAutotuner()
         self.lanes = LanePool(self._warn_once)
         self.drafter_cache = DrafterCache()
+        self.prefixes = PrefixStore()
         self.total = Stats()
         self.last = Stats()
         self.curve = SpeedCurve()
@@ -123,7 +128,14 @@ class PatchState:
         capture = call.attention_capture
         with nullcontext() if capture is None else capture.active():
             arguments = build_stop_string_criterion(arguments, option_getter(arguments, self.model))
-            result = plain_generate(**arguments, custom_generate=self._custom_generate(call))
+            given = arguments
+            if call.prefix_use is not None and call.prefix_use.drops_media:
+                given = {name: value for name, value in arguments.items() if name not in PIXEL_INPUTS}
+            try:
+                result = plain_generate(**given, custom_generate=self._custom_generate(call))
+            except PicturesRequired as error:
+                arguments["streamer"] = after_prompt(arguments.get("streamer"))
+                return self._fall_back(str(error), start_time, functools.partial(plain_generate, **arguments))
         self._record_call(call.stats, start_time)
         if config.fixed_tree_size is None:
             self.costs.count_call(config.drafter, self.adapter)
@@ -157,6 +169,7 @@ class PatchState:
             quiet_states=self._quiet_states,
             media_inputs=media_inputs(arguments, self.model) if config.drafter.requirements.media_inputs else {},
             learner=self.learner if config.learn and config.drafter is self.config.drafter else None,
+            prefix_use=find_prefix(self.prefixes, self.adapter, config, arguments, modules),
         )
 
     def _custom_generate(self, call: CallContext) -> Any:
@@ -177,6 +190,8 @@ class PatchState:
                     return decode(call, inputs)
                 except FallbackRequired as error:
                     reason = str(error)
+            if call.prefix_use is not None and call.prefix_use.drops_media:
+                raise PicturesRequired(reason)
             self._record_fallback(reason, call.stats)
             return type(model)._sample(
                 model,

@@ -61,6 +61,7 @@ def patch(
     deterministic: bool = False,
     backend: str = "auto",
     learn: bool | float | str = False,
+    reuse_prefix: bool | str = False,
 ) -> Any:
     """Make `model.generate` speculative. The output stays the same, token for token. `unpatch` reverts it.
 
@@ -92,6 +93,11 @@ def patch(
             weights, nothing else, in the user's cache folder (`mmspec cache`), from which the next process continues.
             Not with `deterministic`, nor adaptation with a compressor. "auto": `auto` without a trained head,
             `arbitrated` and `instant` learn, where they can and not with `deterministic`.
+        reuse_prefix: keep what a call has computed of its prompt (at most 1 GiB), and let a later call that begins with
+            the same tokens and the same picture compute the rest only: another question about a picture, the next turn
+            of a chat. A prompt read in two parts rounds differently, so in half precision near-ties of the top two
+            logits may fall the other way. A text instead of True names a scope, also in the options of one call: calls
+            of different scopes (users of a server) share nothing, so that time tells none of another's pictures.
 
     Returns:
         The same model.
@@ -112,6 +118,7 @@ def patch(
         deterministic=deterministic,
         backend=backend,
         learn=learn,
+        reuse_prefix=reuse_prefix,
     )
     adapter = find_adapter(unwrap(model))
     if (sharded := tensor_parallel_module(adapter.model)) is not None:

@@ -16,7 +16,9 @@ from mmspec.backend import find_recorder, use_prompt_linear_kernels
 from mmspec.call import CallContext, FallbackRequired, PreparedInputs
 from mmspec.engine.criteria import UNLIMITED_STEPS, is_user_code
 from mmspec.engine.draws import DrawsRandomNumbers, ForbidDraws
+from mmspec.engine.prefix import Prefix
 from mmspec.engine.sampler import unknown
+from mmspec.targets.agreement import equal_logits
 from mmspec.targets.hf import HFTarget
 from mmspec.targets.lanes import Lane, UnrecordableCallError
 from mmspec.targets.module_state import DRAWS_RANDOM_NUMBERS
@@ -63,18 +65,45 @@ def prefill(call: CallContext, inputs: PreparedInputs, stack: ExitStack) -> Pref
 
 
 def _prefill(call: CallContext, inputs: PreparedInputs, lane: Lane | None) -> Prefilled:
-    target = _build_target(call, inputs, lane)
+    target, use = _build_target(call, inputs, lane), call.prefix_use
+    if use is None or use.prefix is None:
+        return _watched_prefill(call, inputs, target, None)
+    prefix = use.prefix.repeated(call.num_return_sequences)
+    prefilled = _watched_prefill(call, inputs, target, prefix if use.is_known else None)
+    if use.is_known:
+        call.stats.reused_positions = (prefix.length - max(use.rows.padding)) * len(inputs.input_ids)
+    else:
+        use.store.verdicts[prefix.needs_media] = _serves(call, inputs, prefix, prefilled)
+    return prefilled
+
+
+def _watched_prefill(call: CallContext, inputs: PreparedInputs, target: HFTarget, prefix: Prefix | None) -> Prefilled:
+    """The prefill, which ends where it draws random numbers."""
     indices = call.spec_config.drafter.requirements.hidden_state_indices
     key = _watch_key(call, inputs)
     if key in call.quiet_states:
-        return Prefilled(target, *target.prefill(indices))
+        return Prefilled(target, *target.prefill(indices, prefix))
     with ForbidDraws() as watch, suppress(DrawsRandomNumbers):
-        logits, hidden_states = target.prefill(indices)
+        logits, hidden_states = target.prefill(indices, prefix)
     if watch.has_drawn:
         raise FallbackRequired(DRAWS_RANDOM_NUMBERS)
     if key is not None:
         call.quiet_states.add(key)
     return Prefilled(target, logits, hidden_states)
+
+
+def _serves(call: CallContext, inputs: PreparedInputs, prefix: Prefix, whole: Prefilled) -> bool:
+    """Whether a forward behind the prefix gives what the forward over the whole prompt gave, up to rounding."""
+    dtype = call.adapter.model.dtype
+    try:
+        logits, states = _build_target(call, inputs, None).prefill(tuple(whole.hidden_states), prefix)
+        pairs = [(whole.logits, logits), *((whole.hidden_states[index], states[index]) for index in states)]
+        agree = all(equal_logits(expected.float(), found.float(), dtype) for expected, found in pairs)
+    except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError):  # a model that cannot go on
+        agree = False
+    if not agree:
+        call.warn("reuse_prefix has no effect: behind a prefix this model computes other logits than in one forward")
+    return agree
 
 
 def _watch_key(call: CallContext, inputs: PreparedInputs) -> Hashable | None:

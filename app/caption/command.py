@@ -8,11 +8,12 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mmspec.app.caption.batch_size import AUTO_BATCH_SIZE
 from mmspec.app.caption.config import MAX_PIXELS, CaptionConfig, ProcessInfo
 from mmspec.app.caption.options import EPILOG, add_options
+from mmspec.app.caption.variants import check_variants
 from mmspec.app.cli.arguments import Commands, add_command, config_from_args, hide_progress_bars, validate_drafter
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.io.text import find_fault
@@ -116,6 +117,7 @@ def check_options(config: CaptionConfig) -> None:
     if config.batch_size == AUTO_BATCH_SIZE and config.temperature > 0:
         raise UsageError("sampled captions depend on the batches: give --batch-size a number with --temperature")
     check_texts(config)
+    check_variants(config)
     if config.temperature <= 0:
         for name in ("top_p", "top_k"):
             if getattr(config, name) is not None:
@@ -236,10 +238,19 @@ def build_captioner(config: CaptionConfig, process: ProcessInfo) -> Captioner:
     )
     learn = resolve_learning(config, model.device.type)
     try:
-        mmspec.patch(model, config.drafter, config.compressor, processor=processor, learn=learn)
+        reuse = resolve_reuse(config, model.dtype)
+        mmspec.patch(model, config.drafter, config.compressor, processor, learn=learn, reuse_prefix=reuse)
     except (OSError, TypeError, ValueError) as error:
         raise UsageError(f"--model {config.model} --drafter {config.drafter}: {one_line(error, 600)}") from error
     return Captioner(model, processor, config.max_new_tokens, sampling, config.stop, chat)
+
+
+def resolve_reuse(config: CaptionConfig, dtype: Any) -> bool:
+    """`reuse_prefix` of `patch`."""
+    import torch
+
+    has_use = config.num_variants > 1 and dtype in (torch.float32, torch.float64)
+    return has_use if config.reuse_prefix is None else config.reuse_prefix
 
 
 def check_texts(config: CaptionConfig) -> None:

@@ -40,6 +40,10 @@ class CaptionConfig:
 
     Attributes:
         prompt: None is `PROMPT` for images and `VIDEO_PROMPT` for videos.
+        prompts: several, each a row of every picture; () for `prompt` alone.
+        num_captions: rows for each prompt, which differ by sampling.
+        reuse_prefix: what is computed of a picture and its prompt serves its other rows; None: if there are any, and in
+            float32, where it changes no caption.
         frames: frames per video, at most.
         fps: frames per second of a video, or None for evenly spread ones.
         sampler: one of `SAMPLERS`.
@@ -71,6 +75,9 @@ class CaptionConfig:
     compressor: str | None = None
     learn: bool | None = False
     prompt: str | None = None
+    prompts: tuple[str, ...] = ()
+    num_captions: int = 1
+    reuse_prefix: bool | None = None
     system_prompt: str | None = None
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     frames: int = FRAMES
@@ -127,6 +134,8 @@ class CaptionConfig:
         }
         # Only where they differ from the default, so that jobs of versions without these options can be resumed.
         decisive |= {"fps": self.fps} if self.fps is not None else {}
+        decisive |= {"prompts": [prompt_sha1(prompt) for prompt in self.prompts]} if self.prompts else {}
+        decisive |= {"num_captions": self.num_captions} if self.num_captions > 1 else {}
         decisive |= {"sampler": self.sampler} if self.sampler != SAMPLERS[0] else {}
         columns = {"image_column": self.image_column, "prompt_column": self.prompt_column, "id_column": self.id_column}
         decisive |= {key: name for key, name in columns.items() if name is not None}
@@ -163,6 +172,11 @@ class CaptionConfig:
         from mmspec.app.modeling.prompt_format import ChatFormat
 
         return ChatFormat(self.system_prompt, self.chat_template_kwargs, self.max_pixels)
+
+    @property
+    def num_variants(self) -> int:
+        """Rows of a picture without a prompt of its own."""
+        return max(1, len(self.prompts)) * self.num_captions
 
     @property
     def planned_batch_size(self) -> int:

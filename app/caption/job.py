@@ -20,6 +20,7 @@ from mmspec.app.caption.plan import LARGE_PIXELS, RowPlan, skip_finished
 from mmspec.app.caption.progress import CaptionProgress, comparison_lines, file_line, print_stderr
 from mmspec.app.caption.report import JobReport
 from mmspec.app.caption.rows import CaptionModel, RowCaptioner
+from mmspec.app.caption.variants import variants
 from mmspec.app.errors import UsageError
 from mmspec.app.io.columns import select
 from mmspec.app.io.decode import decode_item
@@ -246,16 +247,18 @@ def survey(inputs: Inputs, config: CaptionConfig, process: ProcessInfo, finished
         num_rows = 0
         for item in inputs.rows(lambda ident: True):
             num_rows += 1
-            if (row := finished.get(item.id)) is not None:
-                check_prompt(item, row, config)
-            elif finished and os.path.abspath(item.path) in finished:
+            for one in variants(item, config):
+                if (row := finished.get(one.id)) is not None:
+                    check_prompt(one, row, config)
+            if finished and os.path.abspath(item.path) in finished:
                 raise UsageError(
                     f"{config.out} has the absolute path of {item.id!r} as an id, as earlier versions wrote: name the "
                     "inputs by absolute paths, or use another --out"
                 )
     if num_rows is None:
         return None
-    return len(range(config.shard[0], num_rows, config.shard[1])[process.rank :: process.world_size])
+    own = range(config.shard[0], num_rows, config.shard[1])[process.rank :: process.world_size]
+    return len(own) * config.num_variants
 
 
 def is_pending(item: Item, finished: Mapping[str, Finished], config: CaptionConfig) -> bool:

@@ -15,6 +15,7 @@ from mmspec.app.caption.config import (
     SAMPLERS,
     VIDEO_PROMPT,
 )
+from mmspec.app.caption.variants import read_prompts
 from mmspec.app.cli.arguments import (
     MODEL_HELP,
     add_device_options,
@@ -115,6 +116,15 @@ def _add_prompt(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("prompts and pictures").add_argument
     prompt_help = f"default {PROMPT!r}; for videos {VIDEO_PROMPT!r}; for PaliGemma 'caption en'"
     add("--prompt", default=None, metavar="TEXT", help=prompt_help)
+    prompts_help = "a prompt a line: every picture is asked each of them, and has a row for each"
+    add("--prompts", type=read_prompts, default=(), metavar="FILE", help=prompts_help)
+    captions_help = "captions for each prompt, which sampling makes different (default 1)"
+    add("--num-captions", type=positive_int, default=1, metavar="N", help=captions_help)
+    reuse_help = (
+        "compute what the rows of a picture share once (default: in float32; in half precision near-ties may then fall "
+        "the other way)"
+    )
+    add("--reuse-prefix", action=argparse.BooleanOptionalAction, default=None, help=reuse_help)
     add("--system-prompt", default=None, metavar="TEXT", help="of every row (default: that of the chat template)")
     variables_help = (
         "variables of the chat template, such as '{\"enable_thinking\": true}' (default: thinking off, where the "

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from mmspec.app.caption.config import CaptionConfig, ProcessInfo
+from mmspec.app.caption.variants import variant_ids, variants
 from mmspec.app.io.content import Pictures
 from mmspec.app.io.item import Item
 from mmspec.app.io.picture_header import picture_sizes
@@ -57,11 +58,12 @@ class RowPlan:
     def batches(self, rows: Iterable[Item]) -> Iterator[list[Item]]:
         """The batches with a pending row, one after the other."""
         for window in _windows(self._assigned(rows), WINDOW_BATCHES * self.config.planned_batch_size):
-            pending = sum(map(self.is_pending, window))
-            self.num_assigned += len(window)
-            self.num_finished += len(window) - pending
+            asked = [row for item in window for row in variants(item, self.config)]
+            num_rows, pending = len(asked), sum(map(self.is_pending, asked))
+            self.num_assigned += num_rows
+            self.num_finished += num_rows - pending
             if pending:
-                batches = self._divided(window)
+                batches = [rows for batch in self._divided(window) for rows in self._asked(batch)]
                 self.first_sizes = self.first_sizes or [len(batch) for batch in batches]
                 yield from (batch for batch in batches if any(map(self.is_pending, batch)))
 
@@ -73,12 +75,12 @@ class RowPlan:
         """
         size, sizes = self.config.planned_batch_size, self.first_sizes
         tokens = "" if self.max_tokens is None else f" or {self.max_tokens:,} visual tokens"
-        line = f"plan: {'' if num_rows is None else f'{num_rows:,} rows, '}batches of at most {size} rows{tokens}"
+        count = "" if num_rows is None else f"{num_rows:,} row{'s'[: num_rows != 1]}, "
+        line = f"plan: {count}batches of at most {size} rows{tokens}"
         line += f", rows of {LARGE_PIXELS // 1_000_000} megapixels alone"
-        if sizes:
-            number = f"{len(sizes)} batch{'es'[: 2 * (len(sizes) > 1)]}"
+        if len(sizes) > 1:
             of = f"{min(sizes)}" + (f" to {max(sizes)}" if min(sizes) < max(sizes) else "")
-            line += f"; the first {sum(sizes):,} are {number} of {of}"
+            line += f"; the first {sum(sizes):,} are {len(sizes)} batches of {of}"
         return line
 
     @cached_property
@@ -106,6 +108,12 @@ class RowPlan:
                 batch.append(item)
         return batches
 
+    def _asked(self, batch: list[Item]) -> Iterator[list[Item]]:
+        """The batches of the rows of a batch of pictures: the first row of each, then the second of each."""
+        rows = [variants(item, self.config) for item in batch]
+        for number in range(max(map(len, rows))):
+            yield [one[number] for one in rows if number < len(one)]
+
     def _sized(self, item: Item) -> tuple[Item, int]:
         """The item with its number of pixels, and its visual tokens; 0 of what is not known."""
         if item.is_video:
@@ -119,7 +127,7 @@ class RowPlan:
         for item in rows:
             if item.index % step != first:
                 continue
-            self.ids.add(item.id)
+            self.ids.update(row.id for row in variants(item, self.config))
             if isinstance(item.content, Pictures):
                 self.max_pictures = max(self.max_pictures, len(item.content.parts))
             if item.index // step % process.world_size == process.rank:
@@ -148,4 +156,4 @@ def skip_finished(finished: Container[str], config: CaptionConfig) -> Callable[[
     """Rows that a source need not read. When sampling, a batch is repeated as a whole, so all are read."""
     if config.temperature > 0 or config.retry_errors:
         return lambda ident: False
-    return lambda ident: ident in finished
+    return lambda ident: all(one in finished for one in variant_ids(ident, config))

@@ -47,6 +47,7 @@ class Stats:
         num_accepted_tokens: draft tokens that were accepted.
         accept_length_hist: {tokens emitted by one row in one round: count}.
         tree_size_hist: {nodes of the scored tree: rounds}.
+        reused_positions: positions of prompts that earlier calls had computed (`reuse_prefix`).
         prefill_s: prefill of the target, vision encoding excluded.
         draft_s: `Drafter.propose` and `observe`; without the draft itself in rounds that are recorded as a whole.
         score_s: the target's forward, sampling, and the copy to the host; the draft in rounds recorded as a whole.
@@ -76,6 +77,7 @@ class Stats:
     num_accepted_tokens: int = 0
     accept_length_hist: Counter[int] = field(default_factory=Counter)
     tree_size_hist: Counter[int] = field(default_factory=Counter)
+    reused_positions: int = 0
     prefill_s: float = 0.0
     draft_s: float = 0.0
     score_s: float = 0.0

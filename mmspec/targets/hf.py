@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mmspec.cpu.c_kernel import CKernel
 from mmspec.engine.kv_cache import RaggedKVCache
+from mmspec.engine.prefix import Prefix
 from mmspec.engine.recordings import Recordings, recordable_mode
 from mmspec.engine.round import ForwardFunction
 from mmspec.engine.tree import BUCKETS, DraftTree
@@ -150,8 +151,14 @@ class HFTarget:
             "exact within the window)"
         )
 
-    def prefill(self, hidden_state_indices: Sequence[int] = ()) -> tuple[Tensor, dict[int, Tensor]]:
+    def prefill(
+        self, hidden_state_indices: Sequence[int] = (), prefix: Prefix | None = None
+    ) -> tuple[Tensor, dict[int, Tensor]]:
         """Forward of the prompt, as `GenerationMixin._prefill` does it.
+
+        Args:
+            hidden_state_indices: whose hidden states are returned.
+            prefix: the first positions of the prompt, computed before.
 
         Returns:
             The last logits [B, V], and hidden states {index: [B, L, D]}.
@@ -162,10 +169,14 @@ class HFTarget:
         mask_length = mask.shape[1] if mask is not None else getattr(self.config, "_mask_length", -1)
         # `input_ids` are the whole conversation or its uncached part; the mask's length distinguishes the two.
         length = self.input_ids.shape[1]
+        is_first = not self.config.is_assistant
+        if prefix is not None:
+            prefix.load(self.buffer)
+            num_cached, is_first = prefix.length, prefix.needs_media
         inputs = self.model.prepare_inputs_for_generation(
             self.input_ids,
             next_sequence_length=length - num_cached if mask_length == length else None,
-            is_first_iteration=not self.config.is_assistant,
+            is_first_iteration=is_first,
             **{CACHE_ARGUMENT: self.cache},
             **self.kwargs,
         )
@@ -180,6 +191,11 @@ class HFTarget:
             self._lane.begin_call(self.node_forward, self.call_tensors, self.prompt_length, self.max_new_tokens)
             if self._runs_user_code:
                 self._guard = ModelGuard(self.adapter, reads_bits=self._lane.recordings.contain_weights)
+        if prefix is not None:
+            states = [
+                torch.cat([prefix.hidden_states[index], state], 1)
+                for index, state in zip(hidden_state_indices, states, strict=True)
+            ]
         return logits[:, -1], dict(zip(hidden_state_indices, states, strict=True))
 
     def use_c_rounds(self, kernel: CKernel, modules: ModuleScan) -> None:

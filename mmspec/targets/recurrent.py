@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from mmspec.engine.host_copy import from_host
+from mmspec.engine.prefix import Prefix
 from mmspec.engine.tree import BUCKETS, DraftTree
 from mmspec.engine.tree_cache import CACHE_ARGUMENT
 from mmspec.interfaces import VerifyResult
@@ -45,7 +46,11 @@ class RecurrentTarget(HFTarget):
             return "past_key_values of a model with recurrent layers"
         return unsupported_shape(input_ids, model_kwargs.get("attention_mask"))
 
-    def prefill(self, hidden_state_indices: Sequence[int] = ()) -> tuple[Tensor, dict[int, Tensor]]:
+    def prefill(
+        self, hidden_state_indices: Sequence[int] = (), prefix: Prefix | None = None
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        if prefix is not None:
+            raise ValueError("a target with recurrent layers cannot begin behind a prefix: its states are not kept")
         outputs = super().prefill(hidden_state_indices)
         with self._mode():
             self.states.hold()

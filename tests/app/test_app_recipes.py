@@ -33,18 +33,21 @@ def test_a_recipe(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     if "list.jsonl" in command:
         rows = [{"file_name": name, "prompt": f"what is {name[0]} ?"} for name in names]
         (tmp_path / "photos" / "list.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if "questions.txt" in command:
+        (tmp_path / "questions.txt").write_text("what is it ?\nwhere is it ?\nwhy ?\n")
+    num_rows = NUM_PICTURES * (3 if "questions.txt" in command or "--num-captions 3" in command else 1)
     assert main(arguments(command)) == 0
-    assert f"{NUM_PICTURES} captioned, 0 failed" in capsys.readouterr().err
+    assert f"{num_rows} captioned, 0 failed" in capsys.readouterr().err
     if "--format txt" in command:
         texts = sorted(tmp_path.rglob("*.txt"))
         assert [path.stem for path in texts] == [name.rpartition(".")[0] for name in names]
         assert "--prefix" not in command or all(path.read_text().startswith("sks dog, ") for path in texts)
     elif "--format" not in command:
         (file,) = [path for path in tmp_path.rglob("*.jsonl") if path.name != "list.jsonl"]
-        assert len(file.read_text().splitlines()) == NUM_PICTURES
+        assert len(file.read_text().splitlines()) == num_rows
     if "--overwrite" not in command:
         assert main(arguments(command)) == 0
-        assert f"0 captioned, 0 failed, {NUM_PICTURES} skipped" in capsys.readouterr().err
+        assert f"0 captioned, 0 failed, {num_rows} skipped" in capsys.readouterr().err
 
 
 def test_there_are_recipes() -> None:

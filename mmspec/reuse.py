@@ -1,0 +1,77 @@
+"""`reuse_prefix`: which calls share what they compute of their prompts, and how (`mmspec.engine.prefix`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mmspec.arguments import media_inputs
+from mmspec.call import PrefixUse
+from mmspec.config import SpecConfig
+from mmspec.engine.output import OutputBuffer
+from mmspec.engine.prefix import PrefixStore
+from mmspec.interfaces import SaliencyCompressor
+from mmspec.prefill import Prefilled
+from mmspec.targets.base import ModelAdapter
+from mmspec.targets.hf import HFTarget
+from mmspec.targets.module_scan import ModuleScan
+from mmspec.targets.prompt_rows import describe_rows
+from mmspec.targets.recurrent import target_class
+
+
+def find_prefix(
+    store: PrefixStore, adapter: ModelAdapter, config: SpecConfig, arguments: dict[str, Any], modules: ModuleScan
+) -> PrefixUse | None:
+    """What earlier calls have computed of this call's prompts; None if it shares nothing with others.
+
+    Args:
+        store: of the patched model.
+        adapter: of the model.
+        config: options of the call.
+        arguments: of `generate`, by name.
+        modules: result of the scan over the model's modules.
+    """
+    model, compressor = adapter.model, config.active_compressor
+    if config.reuse_prefix is False or (isinstance(compressor, SaliencyCompressor) and compressor.attends):
+        return None
+    if modules.hook is not None or modules.foreign or torch.is_autocast_enabled(model.device.type):
+        return None  # what they compute may change from call to call
+    if target_class(adapter) is not HFTarget:  # recurrent states are kept of the last position only
+        return None
+    scope = "" if config.reuse_prefix is True else str(config.reuse_prefix)
+    rows = describe_rows(adapter, arguments, media_inputs(arguments, model), scope)
+    if rows is None:
+        return None
+    guard = store.check(model)
+    prefix = store.find(rows, config.drafter.requirements.hidden_state_indices)
+    verdict = None if prefix is None else store.verdicts.get(prefix.needs_media)
+    return PrefixUse(store, rows, guard, None if verdict is False else prefix, verdict is True)
+
+
+def keep_prompt(use: PrefixUse, output: OutputBuffer, prefilled: Prefilled, repeats: int) -> None:
+    """Leave what a call has computed to later ones, unless the model has changed meanwhile."""
+    if use.guard.is_unchanged():
+        use.store.add(use.rows, output.sequences, prefilled.target.buffer, prefilled.hidden_states, repeats)
+
+
+class _AfterPrompt:
+    """A streamer that has the prompt already, for a call that is begun again."""
+
+    def __init__(self, streamer: Any) -> None:
+        self._streamer, self._has_prompt = streamer, False
+
+    def put(self, value: Any) -> None:
+        """Pass on all but the first, which is the prompt."""
+        if self._has_prompt:
+            self._streamer.put(value)
+        self._has_prompt = True
+
+    def end(self) -> None:
+        """Pass on."""
+        self._streamer.end()
+
+
+def after_prompt(streamer: Any) -> Any:
+    """The streamer of a call whose prompt it has been given before; None for None."""
+    return None if streamer is None else _AfterPrompt(streamer)

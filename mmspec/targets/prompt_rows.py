@@ -1,0 +1,86 @@
+"""The prompts of a call as `mmspec.engine.prefix` compares them: tokens, padding, and a hash of each row's pictures."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmspec.engine.prefix import PromptRows
+from mmspec.targets.base import ModelAdapter
+from mmspec.targets.hf import TOKEN_TYPE_INPUTS
+
+PIXEL_INPUTS = ("pixel_values", "pixel_values_images", "pixel_values_videos", "image_patches")
+"""What transformers encodes before the prompt's forward."""
+
+
+def describe_rows(
+    adapter: ModelAdapter, arguments: Mapping[str, Any], media: Mapping[str, Any], scope: str
+) -> PromptRows | None:
+    """The prompts of a call of `generate`; None if they cannot share a prefix.
+
+    Args:
+        adapter: of the model.
+        arguments: of `generate`, by name.
+        media: those that describe pictures and clips.
+        scope: see `PromptRows`.
+    """
+    ids, mask = arguments.get("input_ids", arguments.get("inputs")), arguments.get("attention_mask")
+    others = ("inputs_embeds", "position_ids", "cache", "past_key_values")
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or any(arguments.get(name) is not None for name in others):
+        return None
+    if mask is None and len(ids) > 1:  # transformers would look for padding
+        return None
+    ids = ids.detach().to("cpu", torch.long)
+    mask = torch.ones_like(ids) if mask is None else mask
+    if not isinstance(mask, Tensor) or mask.shape != ids.shape:
+        return None
+    mask = mask.detach().to("cpu").bool()
+    if not bool((mask.long().diff(dim=1) >= 0).all()) or not bool(mask[:, -1].all()):
+        return None  # padding is at the left, or there is none
+    is_media = torch.isin(ids, torch.tensor(adapter.media_token_ids, dtype=torch.long))
+    types = {name: value for name in TOKEN_TYPE_INPUTS if isinstance(value := arguments.get(name), Tensor)}
+    if any(value.shape != ids.shape for value in types.values()):
+        return None
+    digests = media_digests({name: value for name, value in media.items() if name not in types}, is_media)
+    tokens = torch.stack([ids, *(value.detach().to("cpu", torch.long) for value in types.values())], dim=-1)
+    padding = (~mask).sum(1).tolist()
+    return None if digests is None else PromptRows(tokens, padding, is_media, digests, "\n".join([scope, *types]))
+
+
+def media_digests(media: Mapping[str, Any], is_media: Tensor) -> list[bytes] | None:
+    """SHA-256 of each row's pictures and clips; None if it is not known which row has which.
+
+    Args:
+        media: the arguments of `generate` that describe them.
+        is_media: [B, L] bool, their placeholders.
+    """
+    batch = len(is_media)
+    given = {name: value for name, value in sorted(media.items()) if value is not None}
+    hashes = [hashlib.sha256() for _ in range(batch)]
+    if not given:
+        return [b""] * batch
+    if batch > 1 and not bool(is_media.any(1).all()):
+        return None  # as many pictures as rows, but not one for each
+    for name, value in given.items():
+        parts = [value] if batch == 1 else _split(name, value, given, batch)
+        if parts is None or not all(isinstance(part, Tensor) for part in parts):
+            return None
+        for found, part in zip(hashes, parts, strict=True):
+            found.update(f"{name} {part.dtype} {tuple(part.shape)};".encode())
+            found.update(part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return [found.digest() for found in hashes]
+
+
+def _split(name: str, value: Any, given: Mapping[str, Any], batch: int) -> Sequence[Tensor] | None:
+    """The rows' parts of a media input that has one picture or clip for each row."""
+    if not isinstance(value, Tensor) or value.dim() == 0:
+        return None
+    grid = given.get({"pixel_values": "image_grid_thw", "pixel_values_videos": "video_grid_thw"}.get(name, ""))
+    if isinstance(grid, Tensor):  # patches of all pictures in one sequence
+        counts = grid.detach().cpu().long().prod(1).tolist()
+        return value.split(counts) if len(counts) == batch and sum(counts) == len(value) else None
+    return list(value.split(1)) if len(value) == batch else None
