@@ -191,7 +191,7 @@ def test_several_lanes(visit: Callable[..., Any], screen: tuple[int, int, str]) 
     best = page.locator(".mm-ratio").get_attribute("data-lane")
     name = page.locator(f"#{best}").get_attribute("aria-label")
     assert f"of the fastest lane, {name}" in text(page, ".mm-score small")
-    page.wait_for_selector("#mm-lengths .vega-embed svg")
+    page.wait_for_selector("#mm-results .mm-chart svg")
     assert_legible(page)
 
 
