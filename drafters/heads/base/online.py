@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from mmspec.drafters.heads.base.drafter import HeadDrafter
 from mmspec.drafters.heads.base.recorder import SequenceRecorder
 from mmspec.drafters.heads.base.state import DraftState
+from mmspec.drafters.heads.registry import method_of
 from mmspec.drafters.training.batch import TrainBatch
 from mmspec.interfaces import SharedEmbeddings, VerifyResult
 
@@ -25,11 +26,10 @@ class LearnableHead(HeadDrafter):
 
     @property
     def cannot_learn(self) -> str | None:
-        from mmspec.drafters.training.online import architecture_of  # on demand: training imports all architectures
-
-        if architecture_of(self) is None:
+        method = method_of(self)
+        if method is None or method.classes().loss is None:
             return "its architecture has no training loss"
-        if self.head.config.hidden_state_layers or self.head.config.eagle3_input:
+        if self.head.config.hidden_state_layers or len(self.hidden_state_indices) > 1:
             return "it reads hidden states of inner layers"
         if self.own_embeddings is not None:
             return "it has embeddings of its own"

@@ -25,29 +25,39 @@ from mmspec.cpu.native import FewRowsKernel, load_kernel
 from mmspec.cpu.weights import WeightStruct
 from mmspec.drafters.heads.base import c_draft
 from mmspec.drafters.heads.base.c_draft import CDraft
+from mmspec.drafters.heads.base.config import HeadConfig
 from mmspec.drafters.heads.base.drafter import HeadDrafter
+from mmspec.drafters.heads.base.head import DraftHead
+from mmspec.drafters.heads.dspark.config import DsparkConfig
 from mmspec.drafters.heads.dspark.drafter import DsparkDrafter
 from mmspec.drafters.heads.dspark.head import DsparkHead
 from mmspec.drafters.heads.eagle.drafter import EagleDrafter
-from mmspec.drafters.heads.eagle.head import EagleHead, HeadConfig
+from mmspec.drafters.heads.eagle.head import EagleHead
+from mmspec.drafters.heads.eagle3.config import Eagle3Config
+from mmspec.drafters.heads.eagle3.drafter import Eagle3Drafter
 from mmspec.drafters.heads.eagle3.head import Eagle3Head
-from mmspec.drafters.heads.flash.drafter import FlashDrafter, FlashHead
+from mmspec.drafters.heads.flash.config import FlashConfig
+from mmspec.drafters.heads.flash.drafter import FlashDrafter
+from mmspec.drafters.heads.flash.head import FlashHead
 from mmspec.engine.tree import DraftTree
 from mmspec.interfaces import Prompt
 
 pytestmark = pytest.mark.skipif(load_kernel() is None, reason="no compiler or another processor")
 TRIMMED = torch.arange(1, 39, 3)
 LAYERS = (1, 0, NUM_LAYERS)
-EAGLE3_CONFIG = replace(HEAD_CONFIG, bias=False, eagle3_input=True, draft_vocab_size=40, hidden_state_layers=LAYERS)
-DSPARK_CONFIG = replace(
+EAGLE3_CONFIG = Eagle3Config.of(HEAD_CONFIG, draft_vocab_size=40, hidden_state_layers=LAYERS)
+DSPARK_CONFIG = DsparkConfig.of(
     HEAD_CONFIG, block_size=4, markov_rank=13, hidden_state_layers=LAYERS, num_hidden_layers=2, confidence_head=True
 )
 KINDS: dict[str, tuple[HeadConfig, Tensor | None]] = {
     "eagle": (HEAD_CONFIG, None),
     "eagle, input norm, trimmed": (replace(HEAD_CONFIG, qkv_bias=False, bias=False, input_norm=True), TRIMMED),
     "eagle, no feed-forward": (replace(HEAD_CONFIG, intermediate_size=0), None),
-    "flash": (replace(HEAD_CONFIG, intermediate_size=0, block_size=4, block_ffn_size=40, markov_rank=13), None),
-    "flash, feed-forward, trimmed": (replace(HEAD_CONFIG, block_size=3, block_ffn_size=7, markov_rank=16), TRIMMED),
+    "flash": (FlashConfig.of(HEAD_CONFIG, intermediate_size=0, block_size=4, block_ffn_size=40, markov_rank=13), None),
+    "flash, feed-forward, trimmed": (
+        FlashConfig.of(HEAD_CONFIG, block_size=3, block_ffn_size=7, markov_rank=16),
+        TRIMMED,
+    ),
     "eagle3": (EAGLE3_CONFIG, None),
     "eagle3, draft vocabulary, normed residual": (
         replace(EAGLE3_CONFIG, draft_vocab_size=len(TRIMMED), norm_before_residual=True, qkv_bias=False),
@@ -90,10 +100,10 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def build_head(kind: str) -> EagleHead:
+def build_head(kind: str) -> DraftHead:
     """A head with loud random weights, so that drafts differ."""
     config, is_published = KINDS[kind][0], kind.endswith("published")
-    classes: dict[str, Callable[[HeadConfig], EagleHead]] = {
+    classes: dict[str, Callable[[Any], DraftHead]] = {
         "eagle": EagleHead,
         "eagle3": Eagle3Head,
         "flash": FlashHead,
@@ -113,7 +123,11 @@ def first_layer(head: Any) -> Any:
 
 def build_drafter(kind: str, top_k: int = 3) -> HeadDrafter:
     head = build_head(kind)
-    cls: type[HeadDrafter] = {FlashHead: FlashDrafter, DsparkHead: DsparkDrafter}.get(type(head), EagleDrafter)
+    cls: type[HeadDrafter] = {
+        FlashHead: FlashDrafter,
+        DsparkHead: DsparkDrafter,
+        Eagle3Head: Eagle3Drafter,
+    }.get(type(head), EagleDrafter)
     visual_mode = "coupled" if head.config.hidden_state_layers else "decoupled"
     drafter = cls(head, visual_mode, num_layers=NUM_LAYERS, top_k=top_k, draft_ids=KINDS[kind][1])
     if isinstance(drafter, DsparkDrafter) and kind.endswith("published"):
@@ -330,7 +344,7 @@ def test_scaled_embeddings_other_heads_and_no_kernel(
     independent = FlashHead(replace(KINDS["flash"][0], markov_rank=0))
     assert begin_decoding(target, FlashDrafter(independent, num_layers=NUM_LAYERS), prompt).backend is None
     one_state = Eagle3Head(replace(EAGLE3_CONFIG, hidden_state_layers=(NUM_LAYERS,)))
-    assert begin_decoding(target, EagleDrafter(one_state, "coupled", num_layers=NUM_LAYERS), prompt).backend is None
+    assert begin_decoding(target, Eagle3Drafter(one_state, "coupled", num_layers=NUM_LAYERS), prompt).backend is None
     dflash = DsparkHead(replace(DSPARK_CONFIG, markov_rank=0, confidence_head=False, hidden_state_layers=(0,)))
     assert begin_decoding(target, DsparkDrafter(dflash, num_layers=NUM_LAYERS), prompt).backend is None
     monkeypatch.setattr(c_draft, "active_kernel", lambda: None)
