@@ -66,7 +66,7 @@ class Pending:
 
 
 class DraftBackend(Protocol):
-    """The implementation of a drafter's two operations in compiled code, for one call.
+    """The implementation of a drafter's two operations in C, for one call.
 
     Each may decline: the drafter's own code then does it, over the same state.
     """
@@ -105,7 +105,7 @@ class DraftState:
         draft_lm_head: [V', D] weights of the LM head for `draft_ids`, or None.
         timer: measures prefill and draft time; a no-op unless a compressor uses the costs.
         recorder: records the call for online learning, or None.
-        backend: the head in compiled code; None if it runs in its own forward.
+        backend: the head in C; None if it runs in its own forward.
         recorded: its recorded drafts, or None.
         is_one_function: whether the last draft was one recorded function, whose levels are not timed.
         recordings: of the call; None if nothing of it is recorded.

@@ -206,7 +206,7 @@ class OnlineHeads:
 
 
 def _few_rows_linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`functional.linear`, in compiled code where that is possible."""
+    """`functional.linear`, in C where that is possible."""
     kernel = active_kernel()
     product = None if kernel is None else kernel.linear(weight, bias, rows)
     return functional.linear(rows, weight, bias) if product is None else product
