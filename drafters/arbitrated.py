@@ -3,7 +3,7 @@
 Every round one arm drafts; all learn from what the target emits. `DraftArbiter` chooses by measured tokens per
 second. The arms are subsets of the sources of one best-first drafter, so their probabilities are calibrated together.
 With learning, n-grams of all outputs join the union of both (`outputs`), and there is one more arm, `instant`: these
-n-grams and instant heads, compiled where that is possible. Before anything is learned `outputs` drafts as `hybrid`
+n-grams and instant heads, in C where that is possible. Before anything is learned `outputs` drafts as `hybrid`
 does, so it is the arm to begin with, and `hybrid` is none of its own. Lookup is cheap and its own estimate is good
 where it copies a long match, so its draft is used whenever it promises more than the best arm gets, without a trial.
 The module knows neither how instant heads are learned nor when.
@@ -129,9 +129,9 @@ class ArbitratedDrafter:
         if arm == INSTANT and self.heads is not None and state.heads is not None:
             state.outputs.heads = self.heads.distributions(state.heads)
             max_nodes = self.ngram.limit_nodes(state.ngram, max_nodes)
-            compiled = self._outputs.draft(state.outputs, max_nodes, active, self.ngram.calibration)
-            if compiled is not None:
-                tree, state.ngram.candidates = compiled
+            drafted = self._outputs.draft(state.outputs, max_nodes, active, self.ngram.calibration)
+            if drafted is not None:
+                tree, state.ngram.candidates = drafted
                 return tree
         return self.ngram.propose(state.ngram, max_nodes, active)
 

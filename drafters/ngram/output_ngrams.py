@@ -3,8 +3,8 @@
 In a job the outputs resemble each other: what followed the last tokens in an earlier output often follows them again
 (SuffixDecoding, arXiv 2411.04975, keeps the outputs in a suffix tree; here they are counts, which need bounded memory).
 Instant heads depend on the picture and not on the drafted tokens, an n-gram model the other way round; the product of
-both, raised to a power, is better than either. Where the kernel of `mmspec.cpu` can be had, counts and trees are
-compiled (`mmspec.cpu.ngrams`); the classes here compute the same in Python. The module knows neither the target nor how
+both, raised to a power, is better than either. Where the kernel of `mmspec.cpu` can be had, counts and trees are in
+C (`mmspec.cpu.ngrams`); the classes here compute the same in Python. The module knows neither the target nor how
 heads are learned.
 """
 
@@ -118,7 +118,7 @@ class NgramCounts:
 
 
 def new_counts() -> NgramCounts | CNgrams:
-    """Empty counts, compiled where that is possible."""
+    """Empty counts, in C where that is possible."""
     kernel = load_kernel()
     return NgramCounts() if kernel is None else CNgrams(kernel, MAX_CONTEXT, MAX_SUCCESSORS, MAX_CONTEXTS)
 

@@ -125,10 +125,10 @@ def find_c_draft(
         return None
     sources = tuple(weight for module in modules for weight in module.parameters(recurse=False))
     try:
-        compiled = CHead(kernel, _shape(head.config, found), replace(found, sources=sources))
+        c_head = CHead(kernel, _shape(head.config, found), replace(found, sources=sources))
     except ValueError:  # weights of other dtypes, devices or shapes
         return None
-    return CDraft(compiled, modules, head.rotary_embedding, anchors)
+    return CDraft(c_head, modules, head.rotary_embedding, anchors)
 
 
 def _are_known(modules: list[nn.Module], head_classes: tuple[type, ...]) -> bool:
