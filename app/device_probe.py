@@ -30,8 +30,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import mmspec
 from mmspec.control.device_check import device_key
+from mmspec.drafters.heads.eagle.config import EagleConfig
 from mmspec.drafters.heads.eagle.drafter import EagleDrafter
-from mmspec.drafters.heads.eagle.head import EagleHead, HeadConfig
+from mmspec.drafters.heads.eagle.head import EagleHead
 from mmspec.engine.graph import CudaGraphRecorder, Recorder, Replay, StaticFunction, record_trace
 from mmspec.engine.recordings import HALF_REPLAY_TOLERANCE
 from mmspec.engine.rng import SamplingNoise
@@ -276,7 +277,7 @@ def _build_model(device: torch.device, dtype: torch.dtype) -> LlamaForCausalLM:
 
 def _build_head(device: torch.device, dtype: torch.dtype) -> EagleHead:
     """An EAGLE head with random weights whose output is near the last token's embedding, as is the target's."""
-    config = HeadConfig(PROBE_HIDDEN, 2 * PROBE_HIDDEN, PROBE_HEADS, PROBE_KV_HEADS, PROBE_VOCAB)
+    config = EagleConfig(PROBE_HIDDEN, 2 * PROBE_HIDDEN, PROBE_HEADS, PROBE_KV_HEADS, PROBE_VOCAB)
     with seeded(torch.device("cpu")):
         head = EagleHead(config).eval()
     head.fc.weight.data[:, :PROBE_HIDDEN] += HEAD_GAIN * torch.eye(PROBE_HIDDEN)

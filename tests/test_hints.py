@@ -84,6 +84,13 @@ class NoMethod(UserDrafter):
     propose = "a tree"  # type: ignore[assignment]
 
 
+class NoPropose:
+    """Everything else that a drafter has."""
+
+    name, requirements, vocab_size = "no", DrafterRequirements(), None
+    begin = observe = staticmethod(lambda *args: None)
+
+
 BAD = {
     ReturnsList: "propose returned list",
     ReturnsNothing: "propose returned NoneType",
@@ -93,17 +100,19 @@ BAD = {
     NumberName: "name is 3",
     TextSize: "vocab_size is '100'",
     NoMethod: "propose is 'a tree'",
+    NoPropose: "has no 'propose'",
 }
 
 
 @pytest.mark.parametrize("kind", BAD)
-def test_what_a_drafter_is_is_said_at_patch(model: PreTrainedModel, kind: type[UserDrafter]) -> None:
+def test_what_a_drafter_is_is_said_at_patch(model: PreTrainedModel, kind: type) -> None:
     drafter = kind()
     state = torch.get_rng_state()
     with pytest.raises(TypeError) as error:
         mmspec.patch(model, drafter)
     message = str(error.value)
-    assert DRAFTER_CONTRACT in message and BAD[kind] in message and len(message) <= 300
+    assert "mmspec.Drafter" in DRAFTER_CONTRACT and DRAFTER_CONTRACT in message
+    assert BAD[kind] in message and len(message) <= 300
     assert not mmspec.is_patched(model) and torch.equal(torch.get_rng_state(), state)
 
 

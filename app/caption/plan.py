@@ -75,12 +75,12 @@ class RowPlan:
         """
         size, sizes = self.config.planned_batch_size, self.first_sizes
         tokens = "" if self.max_tokens is None else f" or {self.max_tokens:,} visual tokens"
-        line = f"plan: {'' if num_rows is None else f'{num_rows:,} rows, '}batches of at most {size} rows{tokens}"
+        count = "" if num_rows is None else f"{num_rows:,} row{'s'[: num_rows != 1]}, "
+        line = f"plan: {count}batches of at most {size} rows{tokens}"
         line += f", rows of {LARGE_PIXELS // 1_000_000} megapixels alone"
-        if sizes:
-            number = f"{len(sizes)} batch{'es'[: 2 * (len(sizes) > 1)]}"
+        if len(sizes) > 1:
             of = f"{min(sizes)}" + (f" to {max(sizes)}" if min(sizes) < max(sizes) else "")
-            line += f"; the first {sum(sizes):,} are {number} of {of}"
+            line += f"; the first {sum(sizes):,} are {len(sizes)} batches of {of}"
         return line
 
     @cached_property

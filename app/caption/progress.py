@@ -169,7 +169,8 @@ def comparison_lines(totals: ComparisonTotals | None, half_precision: bool) -> l
     lines = [f"identical: {totals.identical}/{totals.rows}"]
     if totals.patched_s:
         speedup = totals.plain_s / totals.patched_s
-        seconds = f"{totals.plain_s:.1f} s and {totals.patched_s:.1f} s in generate without the first batch"
+        rest = "" if totals.is_warm else " without the first batch"
+        seconds = f"{totals.plain_s:.1f} s and {totals.patched_s:.1f} s in generate{rest}"
         lines[0] += f" to plain generate; {speedup:.2f} times its speed ({seconds})"
     else:
         lines[0] += " to plain generate; one batch is too little to measure a speed-up"

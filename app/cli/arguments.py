@@ -41,20 +41,21 @@ def add_command(
     *,
     help: str,
     description: str,
-    epilog: str,
+    epilog: str | Callable[[], str],
 ) -> argparse.ArgumentParser:
     """Register a sub-command whose help ends with `epilog` as it is written.
 
     Args:
         common: options of all commands.
         run: carries out the command; returns its exit code.
+        epilog: a text, or what makes it when the help is shown.
     """
     parser = commands.add_parser(
         name,
         parents=[common],
         help=help,
         description=description,
-        epilog=epilog,
+        epilog=epilog,  # type: ignore[arg-type]
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(run=run)

@@ -41,6 +41,12 @@ class CommandParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"mmspec: error: {message} (see {self.prog} --help)\n")
 
+    def format_help(self) -> str:
+        """As the method of argparse; an `epilog` that is a function is called."""
+        if callable(self.epilog):
+            self.epilog = self.epilog()
+        return super().format_help()
+
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         """As the method of argparse, which checks commands and choices."""
         try:

@@ -9,17 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from mmspec.app.cli.arguments import Commands, add_command
 from mmspec.app.errors import UsageError
+from mmspec.drafters.heads.registry import EXPORT_FORMATS, methods
 
 if TYPE_CHECKING:
     from mmspec.interfaces import SharedEmbeddings, TargetInfo
 
-ENGINE_FORMATS = ("vllm", "sglang", "speculators")
-"""mmspec.drafters.checkpoints.export.EXPORT_FORMATS, which is too slow to import here."""
-
 EPILOG = """\
 what can be served
-  eagle3    vLLM and speculators; SGLang where it captures hidden states of the target (Qwen-VL: yes, LLaVA: no)
-  dspark    vLLM and speculators; needs --target, whose embeddings are copied
+{served}
   others    none: MSD's input of visual tokens has no counterpart, and no engine has the other architectures
 
 The commands to serve it: docs/serving.md.
@@ -28,6 +25,12 @@ examples
   mmspec export run/eagle3 --format vllm --out served
   mmspec export run/dspark --format vllm --target llava-hf/llava-1.5-7b-hf --out served
 """
+
+
+def export_help() -> str:
+    """The help behind the options, with the methods of the registry."""
+    served = [f"  {method.name:9} {method.served}" for method in methods().values() if method.served]
+    return EPILOG.format(served="\n".join(served))
 
 
 def add_parser(commands: Commands, common: argparse.ArgumentParser) -> None:
@@ -39,11 +42,11 @@ def add_parser(commands: Commands, common: argparse.ArgumentParser) -> None:
         run,
         help="write a draft head for vLLM or SGLang",
         description="Write a trained draft head in the layout of a serving engine.",
-        epilog=EPILOG,
+        epilog=export_help,
     )
     add = parser.add_argument
     add("head", metavar="RUN", help="folder of a trained head, or of a run with a single one")
-    add("--format", choices=ENGINE_FORMATS, required=True, dest="format_name", help="the engine that reads it")
+    add("--format", choices=EXPORT_FORMATS, required=True, dest="format_name", help="the engine that reads it")
     add("--out", type=Path, required=True, metavar="FOLDER", help="folder to write")
     add("--target", metavar="M", help="hub id or folder of the target; needed for dspark heads")
 
@@ -92,7 +95,7 @@ def target_facts(folder: Path, target: str | None) -> tuple[TargetInfo, SharedEm
 
     if target is not None:
         from mmspec.app.modeling.load import load_model
-        from mmspec.config import target_info
+        from mmspec.resolve import target_info
         from mmspec.targets.registry import find_adapter
 
         model, processor = load_model(target, device="cpu")

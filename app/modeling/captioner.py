@@ -94,8 +94,9 @@ class ComparisonTotals:
         rows: compared rows.
         identical: rows with identical tokens.
         first_difference: where the first difference is, as text.
-        plain_s: seconds of plain `generate`, without the first batch, which warms up.
+        plain_s: seconds of plain `generate`, without the first batch where that warms up.
         patched_s: seconds with mmspec, likewise.
+        is_warm: the model has generated before, so that the first batch counts too.
     """
 
     rows: int = 0
@@ -103,6 +104,7 @@ class ComparisonTotals:
     first_difference: str | None = None
     plain_s: float = 0.0
     patched_s: float = 0.0
+    is_warm: bool = False
 
 
 @dataclass
@@ -274,7 +276,7 @@ class Captioner:
         """
         with mmspec.disabled(self.model):
             plain, plain_seconds = self._generate(inputs, seed)
-        if self.comparison.rows:  # the first batch is the warm-up of both
+        if self.comparison.rows or self.comparison.is_warm:  # else the first batch is the warm-up of both
             self.comparison.plain_s += plain_seconds
             self.comparison.patched_s += seconds
         prompt = inputs["input_ids"].shape[1]

@@ -6,6 +6,7 @@ import argparse
 import math
 import os
 import sys
+import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,8 +28,8 @@ from mmspec.app.cli.arguments import (
 )
 from mmspec.app.errors import UsageError
 from mmspec.app.train.config import TrainOptions
-from mmspec.app.train.heads import RECIPES
 from mmspec.app.train.progress import ProgressReporter
+from mmspec.drafters.heads.registry import Recipe, recipes
 
 if TYPE_CHECKING:
     from mmspec.drafters.training.trainer import Trainer
@@ -42,31 +43,12 @@ DRAFT_LM = "draft-lm"
 FIRST_CHECKPOINT_S = 30.0
 """Seconds of training after which the first checkpoint is written; later ones follow the trainer's interval."""
 
-INSTANT_COUNT, INSTANT_STEPS = 200, 80
-"""Defaults of `--count` and `--steps` where only instant heads are trained."""
-
 EPILOG = """\
 drafters
-  msd                visual tokens enter as their projected embeddings alone (MSD)
-  eagle              visual tokens are fused with the target's hidden states like text (EAGLE-2)
-  eagle-text-only    no visual tokens: only text tokens, with the target's hidden states
-  eagle-placeholder  visual tokens are placeholder embeddings (EAGLE as it is for text)
-  eagle3             three hidden states, an LM head and a vocabulary of its own (EAGLE-3); visual tokens are projected
-                     or placeholder embeddings, at random per sample, so that SGLang and vLLM can serve it
-  flash              5 tokens per forward, by a wide feed-forward (FLASH), each corrected by the token before it
-  flash-free         the same without the correction, as in the paper
-  parallel           5 tokens per forward over learned mask embeddings, each corrected by the token before it
-                     (ParallelSpec, Hydra)
-  parallel-free      the same without the correction
-  dspark             5 tokens per forward of a block that sees hidden states of several layers, each corrected by the
-                     token before it, with an estimate of their acceptance (DSpark)
-  dspark-mixture     the same, the hidden states added with learned weights (DFlare)
-  falcon             2 tokens per forward, several forwards (Falcon)
+{drafters}
   draft-lm           a small language model instead of a head: some layers of the target, trained on its answers
                      (FastDraft); reads no images; alone, not beside heads. --target may be a language model: then
                      --data names text files with a request per line; without it the target writes its requests
-  instant            4 tokens from the last hidden state, without attention: least squares in closed form, then a few
-                     epochs; alone, with 200 requests and 80 steps by default, it takes about a minute
   Several, separated by commas, train side by side on the same batches: the target runs once for all of them.
 
 data
@@ -94,6 +76,15 @@ examples
 """
 
 
+def train_help() -> str:
+    """The help behind the options, with the drafters of the registry."""
+    lines = []
+    for name, (_, recipe) in recipes().items():
+        first, *rest = textwrap.wrap(recipe.help, width=99)
+        lines += [f"  {name:18} {first}", *(" " * 21 + line for line in rest)]
+    return EPILOG.format(drafters="\n".join(lines))
+
+
 def add_parser(commands: Commands, common: argparse.ArgumentParser) -> None:
     """Register the command."""
     parser = add_command(
@@ -103,7 +94,7 @@ def add_parser(commands: Commands, common: argparse.ArgumentParser) -> None:
         run,
         help="train a drafter for a model",
         description="Train draft heads on a target's own answers and hidden states.",
-        epilog=EPILOG,
+        epilog=train_help,
     )
     group = parser.add_argument_group("what")
     add = group.add_argument
@@ -114,7 +105,7 @@ def add_parser(commands: Commands, common: argparse.ArgumentParser) -> None:
         type=parse_drafters,
         default=["msd"],
         metavar="D,D",
-        help=f"of {', '.join((*RECIPES, DRAFT_LM))} (default msd)",
+        help="names of the list below (default msd)",
     )
     data_help = "as `mmspec caption` reads them (default: generated scenes)"
     add("--data", nargs="+", default=[], metavar="PATH", help=data_help)
@@ -218,9 +209,10 @@ def parse_drafters(text: str) -> list[str]:
     names = split_commas(text)
     if DRAFT_LM in names and len(names) > 1:
         raise argparse.ArgumentTypeError(f"{DRAFT_LM} is trained alone, not beside heads")
+    known = (*recipes(), DRAFT_LM)
     for name in names:
-        if name not in (*RECIPES, DRAFT_LM):
-            raise argparse.ArgumentTypeError(f"unknown drafter {name!r}; known are {', '.join((*RECIPES, DRAFT_LM))}")
+        if name not in known:
+            raise argparse.ArgumentTypeError(f"unknown drafter {name!r}; known are {', '.join(known)}")
     return list(dict.fromkeys(names))
 
 
@@ -251,7 +243,6 @@ def run(args: argparse.Namespace) -> int:
         check_run_settings,
         data_settings,
         distributed_context,
-        fit_instant_heads,
         init_from_target,
         split_data,
         train_settings,
@@ -289,8 +280,6 @@ def run(args: argparse.Namespace) -> int:
     wait_for_everyone()
     teacher.read_answers(options.out)
     init_from_target(trainer, teacher)
-    if not trainer.step and options.start_from is None:
-        fit_instant_heads(trainer, teacher)
     with ProgressReporter("train", options.steps, "step", show_bar=options.progress, is_silent=is_silent) as progress:
         progress.resume(trainer.step)
         is_done = trainer.run(60 * options.minutes, on_step=on_step(trainer, progress))
@@ -305,9 +294,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def set_default_sizes(args: argparse.Namespace) -> None:
-    """Requests and steps that were not given: few where only instant heads are trained."""
-    count, steps = (INSTANT_COUNT, INSTANT_STEPS) if args.drafter == ["instant"] else (2000, 1000)
-    args.count, args.steps = args.count or count, args.steps or steps
+    """Requests and steps that were not given: the largest defaults of the drafters."""
+    known = recipes()
+    chosen = [known[name][1] for name in args.drafter if name in known] or [Recipe(DRAFT_LM, "", "")]
+    args.count = args.count or max(recipe.count for recipe in chosen)
+    args.steps = args.steps or max(recipe.steps for recipe in chosen)
 
 
 def on_step(trainer: Trainer, progress: ProgressReporter) -> Callable[[dict[str, float]], None]:

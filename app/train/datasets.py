@@ -48,6 +48,10 @@ class RequestDataset(Protocol):
         """
 
 
+MAX_NAMED_SKIPS = 8
+"""Requests that are left out, each of which is named."""
+
+
 class StandIns:
     """Requests that cannot be used are counted, and the next one takes the place of each, in every run alike.
 
@@ -77,8 +81,10 @@ class StandIns:
     def leave_out(self, number: int, name: str, error: Exception) -> None:
         """Count a request that cannot be used."""
         self.left_out.add(number)
-        count = f"{len(self.left_out)} of {self.count} so far"
-        print_stderr(f"mmspec: skipped {name}: {one_line(error)} ({count}; the next one takes its place)")
+        total = len(self.left_out)
+        if total <= MAX_NAMED_SKIPS or total & (total - 1) == 0:  # then each time that it has doubled
+            count = f"{total} of {self.count} so far"
+            print_stderr(f"mmspec: skipped {name}: {one_line(error)} ({count}; the next one takes its place)")
 
 
 class ScenesData:

@@ -1,56 +1,14 @@
-"""The networks of `mmspec train`: recipes of drafters, shapes of heads, initial or trained weights."""
+"""The networks of `mmspec train`: shapes of heads, initial or trained weights."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mmspec.app.errors import UsageError
 from mmspec.app.train.config import TrainOptions
-
-
-@dataclass(frozen=True)
-class HeadRecipe:
-    """Architecture and shape of a drafter that can be trained.
-
-    Attributes:
-        visual_mode: how visual tokens enter the head, a key of `VISUAL_MODES` of
-            `mmspec.drafters.heads.base.visual_inputs`, or
-            "mixed" (`mmspec.drafters.training.batch.MIXED`).
-        architecture: a key of `mmspec.drafters.heads.architectures.ARCHITECTURES`.
-        block_size: tokens per forward (`HeadConfig.block_size`); `--block` overrides it.
-        ffn_scale: `HeadConfig.intermediate_size` as a multiple of `--ffn`.
-        block_ffn_scale: `HeadConfig.block_ffn_size` as a multiple of `--ffn`.
-        markov_scale: `HeadConfig.markov_rank` as a multiple of `--ffn`.
-        layer_mixture: `HeadConfig.layer_mixture`.
-    """
-
-    visual_mode: str
-    architecture: str = "eagle"
-    block_size: int = 1
-    ffn_scale: float = 1.0
-    block_ffn_scale: float = 0.0
-    markov_scale: float = 0.0
-    layer_mixture: bool = False
-
-
-RECIPES = {
-    "msd": HeadRecipe("decoupled"),
-    "eagle": HeadRecipe("coupled"),
-    "eagle-placeholder": HeadRecipe("placeholder"),
-    "eagle-text-only": HeadRecipe("text_only"),
-    "eagle3": HeadRecipe("mixed", "eagle3"),
-    "flash": HeadRecipe("decoupled", "flash", 5, ffn_scale=0.0, block_ffn_scale=1.0, markov_scale=0.25),
-    "flash-free": HeadRecipe("decoupled", "flash", 5, ffn_scale=0.0, block_ffn_scale=1.0),
-    "parallel": HeadRecipe("decoupled", "parallel", 5, block_ffn_scale=0.5),
-    "parallel-free": HeadRecipe("decoupled", "parallel", 5),
-    "dspark": HeadRecipe("coupled", "dspark", 5, markov_scale=0.125),
-    "dspark-mixture": HeadRecipe("coupled", "dspark", 5, markov_scale=0.125, layer_mixture=True),
-    "falcon": HeadRecipe("decoupled", "falcon", 2),
-    "instant": HeadRecipe("text_only", "instant", 4),
-}
-"""Drafters that can be trained."""
+from mmspec.drafters.heads.registry import HeadMethod, TrainSizes, recipes
 
 
 @dataclass(frozen=True)
@@ -79,22 +37,23 @@ def build_parts(options: TrainOptions, name: str, config: Any, teacher: Any) -> 
     Raises:
         UsageError: a size is invalid, the compressor needs grids that are unknown, or `--start-from` does not fit.
     """
-    from mmspec.config import check_grids
-    from mmspec.drafters.heads.instant.head import InstantHead
+    from mmspec.resolve import check_grids
 
+    method, recipe = recipes()[name]
     try:
         if options.start_from is None:
-            recipe, stored, draft_ids = RECIPES[name], None, None
-            resized = resize_config(config, recipe, options.block)
-            resized = add_hidden_states(resized, recipe, options, teacher.adapter.num_layers)
-            head = init_head(resized, options.seed, recipe.architecture)
+            stored, draft_ids = None, None
+            sizes = TrainSizes(
+                teacher.adapter.num_layers, options.block, options.layers, options.head_layers, options.draft_vocab
+            )
+            head = init_head(method.train_config(config, recipe, sizes), options.seed, method)
         else:
             head, stored, draft_ids = load_start_head(options, name, teacher)
         compressor = build_train_compressor(options, config.hidden_size, stored)
         if compressor is not None and head.config.hidden_state_layers:
             raise ValueError("--compressor is for heads that read one hidden state; this one reads several")
-        if compressor is not None and isinstance(head, InstantHead):
-            raise ValueError("--compressor is for heads that read visual tokens; instant heads read none")
+        if compressor is not None and not method.reads_visual_tokens:
+            raise ValueError(f"--compressor is for heads that read visual tokens; {method.name} heads read none")
         if compressor is not None:
             check_grids(compressor, teacher.adapter)
         return HeadParts(head, compressor, draft_ids)
@@ -109,7 +68,7 @@ def target_head_config(model: Any, ffn: int | None) -> Any:
         model: the target.
         ffn: intermediate size; None for that of the target.
     """
-    from mmspec.drafters.heads.eagle.head import HeadConfig
+    from mmspec.drafters.heads.base.config import HeadConfig
 
     text = model.config.get_text_config(decoder=True)
     layers = getattr(text, "per_layer_config", None)  # the sizes of the layers may differ
@@ -141,64 +100,13 @@ def _rope_theta(text: Any) -> float:
     return float(rope.get("full_attention", rope).get("rope_theta", 10000.0))
 
 
-def resize_config(config: Any, recipe: HeadRecipe, block: int | None) -> Any:
-    """The head config of a recipe: the target's shape with the sizes of the recipe."""
-    block = block if block and recipe.block_size > 1 else recipe.block_size
-    if recipe.architecture == "instant":  # its sizes follow from the target's hidden size
-        from mmspec.drafters.heads.instant.head import instant_config
-
-        return instant_config(config.hidden_size, config.vocab_size, block)
-    width = config.intermediate_size
-    return replace(
-        config,
-        intermediate_size=round(recipe.ffn_scale * width),
-        block_size=block,
-        block_ffn_size=round(recipe.block_ffn_scale * width),
-        markov_rank=round(recipe.markov_scale * width),
-        layer_mixture=recipe.layer_mixture,
-    )
-
-
-def add_hidden_states(config: Any, recipe: HeadRecipe, options: TrainOptions, num_layers: int) -> Any:
-    """The config with what heads have that read several hidden states of the target; others unchanged.
-
-    Args:
-        config: of the head.
-        recipe: of the drafter.
-        options: `layers` and `draft_vocab` are used.
-        num_layers: decoder layers of the target.
-
-    Raises:
-        ValueError: `--layers` for another architecture, of another number than three (EAGLE-3), or not of this target.
-    """
-    from mmspec.drafters.heads.eagle3.head import eagle3_layers
-
-    if recipe.architecture not in ("eagle3", "dspark"):
-        if options.layers is not None:
-            raise ValueError("--layers is for heads that read several hidden states; this one reads the last")
-        return config
-    is_eagle3 = recipe.architecture == "eagle3"
-    layers = options.layers or (eagle3_layers(num_layers) + (() if is_eagle3 else (num_layers - 1,)))
-    if (is_eagle3 and len(layers) != 3) or min(layers) < 0 or max(layers) > num_layers:
-        number = "three" if is_eagle3 else "some"
-        raise ValueError(
-            f"--layers must be {number} of 0 to {num_layers} for this target; got {','.join(map(str, layers))}"
-        )
-    if not is_eagle3:
-        return replace(config, hidden_state_layers=layers, num_hidden_layers=options.head_layers, confidence_head=True)
-    size = min(options.draft_vocab or config.vocab_size, config.vocab_size)
-    return replace(config, eagle3_input=True, hidden_state_layers=layers, draft_vocab_size=size)
-
-
-def init_head(config: Any, seed: int, architecture: str = "eagle") -> Any:
+def init_head(config: Any, seed: int, method: HeadMethod) -> Any:
     """Fresh weights, the same for every drafter of a run; torch's generators stay as they are."""
     import torch
 
-    from mmspec.drafters.heads.architectures import ARCHITECTURES
-
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        return ARCHITECTURES[architecture].head(config)
+        return method.classes().head(config)
 
 
 def load_start_head(options: TrainOptions, name: str, teacher: Any) -> tuple[Any, Any, Any]:
@@ -241,22 +149,17 @@ def load_start_head(options: TrainOptions, name: str, teacher: Any) -> tuple[Any
 
 def _start_differences(options: TrainOptions, name: str, head: Any, metadata: Any) -> list[str]:
     """What differs between a loaded head and the drafter to be trained."""
-    recipe = RECIPES[name]
+    method, recipe = recipes()[name]
     pairs: dict[str, tuple[object, object]] = {
-        "architecture": (recipe.architecture, metadata.architecture),
+        "architecture": (method.name, metadata.architecture),
         "visual mode": (drafting_mode(options.visual_mode or recipe.visual_mode), metadata.visual_mode),
     }
     if options.ffn is not None:
-        pairs["ffn"] = (round((recipe.ffn_scale or recipe.block_ffn_scale) * options.ffn), ffn_width(head))
+        width, scale = next(((width, scale) for width, scale in recipe.scales.items() if scale), ("", 0.0))
+        pairs["ffn"] = (round(scale * options.ffn), getattr(head.config, width, 0))
     if options.block is not None:
         pairs["block"] = (options.block, head.config.block_size)
     return [f"{key} {found} (wanted: {wanted})" for key, (wanted, found) in pairs.items() if wanted != found]
-
-
-def ffn_width(head: Any) -> int:
-    """Intermediate size of a head, the value that `--ffn` sets."""
-    width: int = head.config.intermediate_size or head.config.block_ffn_size
-    return width
 
 
 def build_train_compressor(options: TrainOptions, hidden_size: int, stored: Any) -> Any:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from mmspec.app.caption.config import SCENES_MODEL, ProcessInfo
 from mmspec.app.errors import UsageError
@@ -17,10 +16,9 @@ from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED
 from mmspec.app.train.config import TrainOptions
 from mmspec.app.train.data import Teacher
 from mmspec.app.train.datasets import FileData, RequestDataset, ScenesData, Subset, image_fraction
-from mmspec.app.train.heads import RECIPES, build_parts, target_head_config
+from mmspec.app.train.heads import build_parts, target_head_config
 from mmspec.app.train.sampler import LengthGroupedSampler
-from mmspec.drafters.heads.instant.fit import RidgeFit
-from mmspec.drafters.heads.instant.loss import batch_examples
+from mmspec.drafters.heads.registry import find_method, recipes
 from mmspec.drafters.training.batch import DraftModel, TrainBatch
 from mmspec.drafters.training.losses import LossWeights
 from mmspec.drafters.training.trainer import DistributedContext, SettingsError, TrainConfig, Trainer, check_resume
@@ -115,10 +113,10 @@ def build_trainer(
     head_config = target_head_config(model, options.ffn)
     draft_models = {}
     for name in options.drafter:
-        recipe = RECIPES[name]
+        method, recipe = recipes()[name]
         parts = build_parts(options, name, head_config, teacher)
         visual_mode = options.visual_mode or recipe.visual_mode
-        draft_model = DraftModel(parts.head, visual_mode, recipe.architecture, parts.compressor).to(model.device)
+        draft_model = DraftModel(parts.head, visual_mode, method.name, parts.compressor).to(model.device)
         if draft_model.head.config.draft_vocab_size and parts.draft_ids is not None:
             draft_model.draft_ids = parts.draft_ids.to(model.device)
         draft_models[name] = draft_model
@@ -149,49 +147,23 @@ def build_trainer(
 
 
 def init_from_target(trainer: Trainer, teacher: Teacher) -> None:
-    """Before training, once the answers are known: draft vocabularies, and weights of a head that the target has too.
-
-    Without the target's scale (`norm`) and rows (`lm_head`) a head spends hundreds of steps on what is known.
-    """
-    embeddings, has_start = teacher.adapter.shared_embeddings, "start_from" in trainer.settings
+    """Before training, once the answers are known: draft vocabularies, and what a method starts its heads from."""
+    embeddings = teacher.adapter.shared_embeddings
+    is_new = not trainer.step and "start_from" not in trainer.settings and bool(teacher.answers)
     for draft_model in trainer.draft_models.values():
-        head = draft_model.head
-        size, layers = head.config.draft_vocab_size, head.config.hidden_state_layers
-        ids = draft_model.draft_ids
+        head, ids = draft_model.head, draft_model.draft_ids
+        size = head.config.draft_vocab_size
         if size and ids is None:
             ids = teacher.draft_vocabulary(size).to(teacher.model.device)
             draft_model.draft_ids = ids if size < head.config.vocab_size else None
-        if not layers or trainer.step or has_start:
-            continue
-        batch = trainer.get_batch(0)
-
-        def root_mean_square(states: Tensor, mask: Tensor = batch.response_mask) -> Tensor:
-            return states[mask].float().pow(2).mean(0).sqrt()
-
-        with torch.no_grad():
-            head.norm.weight.copy_(root_mean_square(batch.hidden_states))  # of a normalised state it is 1
-            if ids is not None:
-                head.lm_head.weight.copy_(embeddings.lm_head_rows(ids).float())
-            if head.config.layer_mixture:
-                scales = [root_mean_square(batch.aux_hidden_states[layer]).mean() for layer in layers]
-                head.mixture.copy_(1 / (len(layers) * torch.stack(scales)))
+        if is_new:
+            with torch.no_grad():
+                batches = answer_batches(teacher, trainer.config.batch_size)
+                find_method(draft_model.architecture).init_from_target(head, batches, embeddings, ids)
 
 
-MAX_FIT_EXAMPLES = 8
-"""Positions for each feature, after which the fit of instant heads is good enough."""
-
-
-def fit_instant_heads(trainer: Trainer, teacher: Teacher) -> None:
-    """Start the instant heads of a run in closed form, from the answers; every process fits the same."""
-    heads = [model.head for model in trainer.draft_models.values() if model.architecture == "instant"]
-    for head in heads:
-        fit = RidgeFit(head)
-        numbers = sorted(teacher.answers)
-        for start in range(0, len(numbers), trainer.config.batch_size):
-            batch = teacher.make_batch(numbers[start : start + trainer.config.batch_size])
-            for examples in batch_examples(batch, head.config.block_size):
-                fit.add(examples, trainer.shared_embeddings)
-            if fit.num_examples >= MAX_FIT_EXAMPLES * head.num_features:
-                break
-        if fit.num_examples:
-            fit.solve()
+def answer_batches(teacher: Teacher, batch_size: int) -> Iterator[TrainBatch]:
+    """All answers in order, the same in every process."""
+    numbers = sorted(teacher.answers)
+    for start in range(0, len(numbers), batch_size):
+        yield teacher.make_batch(numbers[start : start + batch_size])

@@ -32,9 +32,12 @@ from mmspec.app.ui.thumbnails import to_data_uri
 from mmspec.app.ui.worker import CancelSignal
 
 if TYPE_CHECKING:
+    from mmspec.app.modeling.captioner import ComparisonTotals
     from mmspec.app.ui.cancel import CancellableCaptioner
 
 BATCH_SIZE = 4
+COMPARED_FILES = BATCH_SIZE
+"""Files at most that plain `generate` describes too, so that the speed-up is known."""
 TABLE_IMAGE_SIZE = 64
 """Longest side in pixels of the picture in the table."""
 
@@ -67,6 +70,7 @@ class CaptionBatch:
         cancelled: the batch ended early.
         num_ahead: runs ahead of it in the queue.
         num_out_of_domain: pictures that the small built-in model cannot describe.
+        comparison: with plain `generate`; None before the job has begun.
     """
 
     def __init__(
@@ -111,6 +115,7 @@ class CaptionBatch:
         self.cancelled = False
         self.num_ahead = 0
         self.num_out_of_domain = 0
+        self.comparison: ComparisonTotals | None = None
 
     @property
     def tau(self) -> float | None:
@@ -118,6 +123,12 @@ class CaptionBatch:
         rows = [row for row in self._output.rows if not row["error"] and row["tau"]]
         forwards = sum(max(0, row["n_new_tokens"] - 1) / row["tau"] for row in rows)
         return sum(max(0, row["n_new_tokens"] - 1) for row in rows) / forwards if forwards else None
+
+    @property
+    def speedup(self) -> float | None:
+        """Seconds of plain `generate` divided by those of mmspec; None before a batch was decoded by both."""
+        totals = self.comparison
+        return totals.plain_s / totals.patched_s if totals is not None and totals.patched_s else None
 
     @property
     def rows(self) -> list[Row]:
@@ -168,6 +179,7 @@ class CaptionBatch:
             pixel_limit=self.limits.max_pixels,
             threads=1,
             progress=False,
+            compare=COMPARED_FILES,
         )
         if self._refused:
             self._output.write(self._refused)
@@ -204,7 +216,7 @@ class CaptionBatch:
         settings = self.settings
         loaded = self.model_store.get(settings.model)
         reject_media_tokens(loaded.processor, self.prompt)
-        return CancellableCaptioner(
+        captioner = CancellableCaptioner(
             loaded.model,
             loaded.processor,
             settings.max_new_tokens,
@@ -213,6 +225,9 @@ class CaptionBatch:
             drafter=loaded.get_drafter(settings.drafter),
             compressor=loaded.get_compressor(settings.compressor),
         )
+        captioner.comparison.is_warm = True
+        self.comparison = captioner.comparison
+        return captioner
 
 
 def _refused_row(file_name: str, message: str) -> Row:

@@ -29,7 +29,7 @@ examples
   mmspec demo --share                                    from the internet, with a password
 
 By default the pages are served to this machine only. Uploads are removed when the command ends (Ctrl-C).
-Pages may choose the built-in models and drafters and those named here, no others.
+Pages may choose among the built-in models, or have the one named here, and the drafters; no others.
 mmspec examples runs the same comparison in the terminal, without gradio.
 """
 DEFAULT_PORT = 7860
@@ -107,7 +107,7 @@ def root_path(text: str) -> str:
 
 def host_name(text: str) -> str:
     """A host name, with or without a port."""
-    from mmspec.app.ui.middleware.hosts import parse_allowed_host
+    from mmspec.app.ui.middleware.names import parse_allowed_host
 
     try:
         parse_allowed_host(text)
@@ -162,15 +162,18 @@ def choose_password(share: bool, no_password: bool) -> str | None:
     """The password of the pages: that of the environment, else with `share` a random one, else none.
 
     Raises:
-        UsageError: the password of the environment is too short.
+        UsageError: the password of the environment is refused.
     """
-    from mmspec.app.ui.middleware.password import MIN_PASSWORD_CHARS, generate_password
+    from mmspec.app.ui.middleware.password import check_password, generate_password
 
     if no_password:
         return None
     chosen = os.environ.get(PASSWORD_VARIABLE)
-    if chosen is not None and len(chosen) < MIN_PASSWORD_CHARS:
-        raise UsageError(f"{PASSWORD_VARIABLE} must have at least {MIN_PASSWORD_CHARS} characters; got {len(chosen)}")
+    if chosen is not None:
+        try:
+            check_password(chosen)
+        except ValueError as error:
+            raise UsageError(f"{PASSWORD_VARIABLE} {error}") from None
     return chosen or (generate_password() if share else None)
 
 

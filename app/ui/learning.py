@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from mmspec.app.caption.config import PROMPT, SCENES_MODEL
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.ui.model_store import ModelStore, RunSettings
 from mmspec.app.ui.thumbnails import MEDIA_SIZE, to_data_uri
@@ -85,8 +86,6 @@ class LearningRun:
             UsageError: the model cannot be used, or the drafter cannot learn on it.
         """
         import mmspec
-        from mmspec.app.scenes.tasks import generate_requests
-        from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED
 
         settings = self.settings
         self._started_at = time.monotonic()
@@ -102,8 +101,7 @@ class LearningRun:
             except (TypeError, ValueError) as error:
                 raise UsageError(f"Drafter {settings.drafter}: {one_line(error, 300)}") from error
             try:
-                first_seed = FIRST_HELD_OUT_SEED + settings.seed
-                for request in islice(generate_requests("describe", first_seed), self.total):
+                for request in islice(draw_pictures(settings.seed), self.total):
                     self._describe(loaded, learner, baseline, request, cancel_signal)
                     if self.cancelled:
                         break
@@ -121,7 +119,8 @@ class LearningRun:
         from mmspec.app.ui.cancel import build_stopping_criteria
         from mmspec.app.ui.run_comparison import copy_request
 
-        inputs = build_inputs(loaded.model, loaded.processor, [request.images[0]], [request.question])
+        question = request.question if self.settings.model == SCENES_MODEL else PROMPT
+        inputs = build_inputs(loaded.model, loaded.processor, [request.images[0]], [question])
         encoded, _ = encode_media(loaded.model, inputs)
         captioner = Captioner(loaded.model, loaded.processor, self.settings.max_new_tokens)
         options = captioner.generation_kwargs() | {"stopping_criteria": build_stopping_criteria(cancel_signal)}
@@ -137,6 +136,14 @@ class LearningRun:
         self.text = loaded.processor.tokenizer.decode(new_ids, skip_special_tokens=True).strip()
         self.picture = to_data_uri(request.images[0], MEDIA_SIZE)
         self.num_done += 1
+
+
+def draw_pictures(seed: int) -> Iterator[SceneRequest]:
+    """Pictures of which none is used twice, with a question about each."""
+    from mmspec.app.scenes.tasks import generate_requests
+    from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED
+
+    return generate_requests("describe", FIRST_HELD_OUT_SEED + seed)
 
 
 @contextmanager

@@ -15,9 +15,9 @@ from mmspec.app.bench.measure import clone
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.load import load_model
-from mmspec.config import resolve_drafter
 from mmspec.interfaces import Compressor, Drafter
 from mmspec.interfaces.drafter import modules_of
+from mmspec.resolve import resolve_drafter
 from mmspec.vision.registry import build_compressor
 
 WARMUP_TOKENS = 12
@@ -37,6 +37,12 @@ class LoadedModel:
     model: Any
     processor: Any
     _drafters: dict[str, Drafter] = field(default_factory=dict)
+
+    @property
+    def description(self) -> str:
+        """What the model is: its type, its size, the dtype of its weights."""
+        count = sum(weight.numel() for weight in self.model.parameters())
+        return f"{self.model.config.model_type}, {format_model_size(count)} parameters, {dtype_name(self.model.dtype)}"
 
     def get_drafter(self, name: str) -> Drafter:
         """A drafter without state of earlier runs, so that no run depends on another.
@@ -96,6 +102,19 @@ def load_patched_model(name: str, dtype: str, device: str) -> LoadedModel:
         raise UsageError(f"Model {name}: {one_line(error, 300)}") from error
     loaded.warm_up()
     return loaded
+
+
+def format_model_size(count: int) -> str:
+    """A number of parameters, such as "7.1 billion"."""
+    for unit, name in ((10**9, "billion"), (10**6, "million")):
+        if count >= unit:
+            return f"{count / unit:.1f} {name}" if count < 10 * unit else f"{count / unit:.0f} {name}"
+    return f"{count:,}"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """A dtype without its package, such as "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
 
 
 def free_device_memory() -> None:

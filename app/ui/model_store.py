@@ -59,11 +59,19 @@ class ModelStore:
     def __init__(
         self, model: str = DEFAULT_MODEL, drafter: str = "auto", *, dtype: str = "auto", device: str = "auto"
     ) -> None:
-        """`model` and `drafter` of the command line are the defaults; `dtype` and `device` hold for all models."""
-        self.model_names = list(dict.fromkeys([model, SCENES_MODEL, *SIZES]))
+        """`model` and `drafter` of the command line are the defaults; `dtype` and `device` hold for all models.
+
+        The other built-in models are offered beside a built-in one, and not beside a model of the user's: a page could
+        only have it loaded again.
+        """
+        builtin = [SCENES_MODEL, *SIZES]
+        self.is_builtin = model in builtin
+        self.model_names = list(dict.fromkeys([model, *builtin])) if self.is_builtin else [model]
         self.drafter_names = list(dict.fromkeys([drafter, *drafter_names()]))
         self.dtype, self.device = dtype, device
         self.is_loading = False  # while a model is loaded and warmed up
+        self.descriptions: dict[str, str] = {}  # of the models that were loaded
+        self.answer_seconds: dict[str, float] = {}  # of the last answer of mmspec by each model
         self._loaded: LoadedModel | None = None
 
     @property
@@ -97,6 +105,7 @@ class ModelStore:
                 self._loaded = load_patched_model(name, self.dtype, self.device)
             finally:
                 self.is_loading = False
+            self.descriptions[name] = self._loaded.description
             logger.info("mmspec: model %s is ready", name)
         return self._loaded
 

@@ -21,6 +21,8 @@ OPENING_QUESTION = "Describe the picture in detail."
 PICTURE_QUESTIONS = (OPENING_QUESTION, "What do you see?", "How many things are there?", "What is the background like?")
 CLIP_QUESTIONS = ("What happens in the clip?", "Describe the video.", "How many pictures are there?")
 """Questions that a page offers; the toy model was trained on questions like these."""
+GENERAL_CLIP_QUESTIONS = (*CLIP_QUESTIONS[:2], "What changes from beginning to end?")
+"""For other models."""
 
 
 class Opening:

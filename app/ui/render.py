@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mmspec.app.bench.rounds import Round
+from mmspec.app.ui import plots
 from mmspec.app.ui.race import LEGEND
 from mmspec.app.ui.refusals import explain_refusal
 from mmspec.app.ui.report import Report
@@ -22,20 +23,22 @@ def render_status(text: str, kind: str = "") -> str:
     return f'<p class="mm-status {kind}" role="status">{escape(text)}</p>'
 
 
-def render_sentence(model: str, drafter: str, device: str) -> str:
+def render_sentence(model: str, drafter: str, device: str, description: str = "") -> str:
     """What the page compares.
 
     Args:
         model: as chosen; a folder is shortened to its name.
         drafter: "auto" until it is known.
         device: "auto" until it is known.
+        description: what the model is; empty until it is known.
     """
+    kind = f" ({escape(description)})" if description else ""
     where = "this machine" if device == "auto" else device
     draft = "an automatically chosen drafter" if drafter == "auto" else f"the drafter <b>{escape(drafter)}</b>"
     return (
-        f'<p class="mm-intro">The model <b>{escape(Path(model).name)}</b> on {escape(where)} answers one question '
-        f"twice: with plain <code>generate</code>, and with mmspec: a faster decode loop, in which {draft} proposes "
-        "tokens and the model checks several in one forward, where that pays.</p>"
+        f'<p class="mm-intro">The model <b>{escape(Path(model).name)}</b>{kind} on {escape(where)} answers one '
+        f"question twice: with plain <code>generate</code>, and with mmspec: a faster decode loop, in which {draft} "
+        "proposes tokens and the model checks several in one forward, where that pays.</p>"
     )
 
 
@@ -51,10 +54,11 @@ def render_frames(report: Report) -> str:
     return f'<p class="mm-legend">{len(report.media)} frames were read</p><div class="mm-frames">{frames}</div>'
 
 
-def render_results(report: Report, description: str = "") -> str:
-    """The numbers of a finished run that the race does not show, below the `description` of its plot."""
-    text = f'<p class="mm-legend">{escape(description)}</p>' if description else ""
-    return f'<div class="mm-results">{text}{render_headline(report)}</div>'
+def render_results(report: Report) -> str:
+    """The charts of a finished run, and the numbers that the race does not show."""
+    text = f'<p class="mm-legend">{escape(plots.describe_lengths(report))}</p>'
+    pair = f'<div class="mm-charts">{plots.length_histogram(report)}{plots.phase_times(report)}</div>'
+    return f'<div class="mm-results">{plots.lengths_chart(report)}{text}{render_headline(report)}{pair}</div>'
 
 
 def render_headline(report: Report) -> str:
@@ -74,8 +78,8 @@ def render_numbers(cells: Sequence[tuple[str, str, str]]) -> str:
     return (
         '<dl class="mm-head">'
         + "".join(
-            f'<div title="{escape(note)}"><dt>{escape(name)}</dt><dd>{escape(value)}</dd>'
-            f"<small>{escape(note)}</small></div>"
+            f'<div title="{escape(note)}"><dt>{escape(name)}</dt><dd>{escape(value)}'
+            f"<small>{escape(note)}</small></dd></div>"
             for name, value, note in cells
         )
         + "</dl>"
@@ -100,7 +104,7 @@ def render_visible_tokens(report: Report) -> str:
     images = "".join(f'<img src="{escape(uri)}" alt="{alt}">' for uri in report.image_uris)
     note = " Grey: not read. The model itself always reads the whole picture." if images else ""
     return (
-        '<figure class="mm-visible-tokens"><h3>What the drafter saw</h3>'
+        '<figure class="mm-visible-tokens"><h2>What the drafter saw</h2>'
         f"<figcaption>{count}{escape(visible['summary'])} {escape(compressor)}{note}</figcaption>{images}</figure>"
     )
 

@@ -216,6 +216,7 @@ def collect_metrics(comparison: ComparisonRun) -> dict[str, Any]:
             "mmspec": mmspec_version(),
             "device": str(model.device),
             "dtype": str(model.dtype).removeprefix("torch."),
+            "description": comparison.loaded_model.description,
             "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         },
         "sides": {one.name: _lane_metrics(one) for one in (comparison.plain, *comparison.lanes)},

@@ -58,6 +58,8 @@ def run_comparison(comparison: ComparisonRun) -> None:
             _speculate(comparison, loaded, request, lane, compressor)
     if comparison.needs_loop:
         _measure_loop(comparison, loaded, request)
+    if not comparison.cancelled:
+        comparison.model_store.answer_seconds[settings.model] = comparison.encode_s + comparison.mmspec.total_s
     comparison.phase, comparison.lane = "done", None
 
 

@@ -26,11 +26,10 @@ from mmspec.app.ui.api import register_endpoints
 from mmspec.app.ui.context import Context
 from mmspec.app.ui.limits import Limits
 from mmspec.app.ui.links import render_links
-from mmspec.app.ui.middleware.bodies import RequestLimits, UploadFolder
-from mmspec.app.ui.middleware.filtered_app import FilteredApp, suppress_tracebacks
-from mmspec.app.ui.middleware.hosts import HostPolicy
-from mmspec.app.ui.middleware.password import PasswordGate
-from mmspec.app.ui.middleware.request_filter import RequestFilter
+from mmspec.app.ui.middleware.bodies import RequestLimits, UploadFolder, limit_upload_parts
+from mmspec.app.ui.middleware.filtered_app import FilteredApp, build_edge, suppress_tracebacks
+from mmspec.app.ui.middleware.names import ServedNames
+from mmspec.app.ui.middleware.password import check_password
 from mmspec.app.ui.middleware.sessions import SessionCleaner, SessionLimits
 from mmspec.app.ui.model_store import ModelStore
 from mmspec.app.ui.opening import Opening
@@ -61,16 +60,17 @@ def build_app(context: Context, opening: Opening | None = None) -> Any:
         title=PAGE_TITLE, analytics_enabled=False, delete_cache=(CLEANUP_INTERVAL_S, UPLOAD_MAX_AGE_S)
     ) as app:
         gr.HTML(f"<h1>{PAGE_TITLE}</h1>", elem_id="mm-title")
+        opening = opening or Opening(context)
         report = gr.State(None, time_to_live=UPLOAD_MAX_AGE_S)
         with gr.Tabs():
             with gr.Tab("Compare"):
-                build_compare_tab(context, report, opening or Opening(context))
+                build_compare_tab(context, report, opening)
             with gr.Tab("Inside") as inside:
                 build_inside_tab(report, inside)
             with gr.Tab("Batch"):
                 build_batch_tab(context)
             with gr.Tab("Learning"):
-                build_learning_tab(context)
+                build_learning_tab(context, opening)
         gr.HTML(render_links(), elem_id="mm-links")
         register_endpoints(context)
 
@@ -92,10 +92,25 @@ def build_app(context: Context, opening: Opening | None = None) -> Any:
 
 
 def build_theme() -> Any:
-    """Gradio's base theme with system fonts: the page loads nothing from other servers."""
+    """Gradio's base theme with system fonts, as the page loads nothing from other servers, and with legible colours.
+
+    The base theme has texts of a contrast below 4.5 (WCAG AA) in white on `primary_500`, and in `neutral_400` on white.
+    """
     fonts = ["system-ui", "-apple-system", "Segoe UI", "sans-serif"]
     theme = gr.themes.Base(primary_hue="blue", font=fonts, font_mono=["ui-monospace", "Consolas", "monospace"])
-    return theme.set(block_info_text_color="*neutral_600", block_info_text_color_dark="*neutral_400")
+    return theme.set(
+        block_info_text_color="*neutral_600",
+        block_info_text_color_dark="*neutral_400",
+        body_text_color_subdued="*neutral_600",
+        input_placeholder_color="*neutral_600",
+        input_placeholder_color_dark="*neutral_400",
+        color_accent="*primary_600",  # without a variant for dark, which styles.css has
+        button_primary_background_fill="*primary_600",
+        button_primary_background_fill_hover="*primary_700",
+        link_text_color_dark="*primary_400",
+        link_text_color_hover_dark="*primary_300",
+        link_text_color_visited_dark="*primary_400",
+    )
 
 
 @dataclass(frozen=True)
@@ -148,33 +163,33 @@ def serve(
     Raises:
         OSError: the port is in use.
         ShareError: the tunnel cannot be opened.
-        ValueError: an allowed host is not a host name, or the password is too short.
+        ValueError: an allowed host is not a host name, or the password is refused.
     """
-    host_policy = HostPolicy(host, allowed)
-    gate = None if password is None else PasswordGate(password)
+    names = ServedNames(host, allowed)
+    if password is not None:
+        check_password(password)
     limits = limits or Limits()
     with ExitStack() as stack:
         storage = TempStorage(UPLOAD_MAX_AGE_S)
         stack.callback(storage.close)
-        uploads = UploadFolder(storage.root / "uploads", request_limits or RequestLimits(), limits.max_files)
+        uploads = UploadFolder(storage.root / "uploads", request_limits or RequestLimits())
         stack.enter_context(_gradio_temp_dir(uploads.folder))
         context = Context(model_store, storage, limits)
         stack.callback(context.worker.close)
         opening = Opening(context)
         app = build_app(context, opening)
         sessions = SessionCleaner(app, session_limits or SessionLimits(), context.sessions.end)
-        filtered_app = FilteredApp(
-            lambda inner: RequestFilter(inner, host_policy, uploads.request_limits, uploads, sessions, gate)
-        )
+        filtered_app = FilteredApp(build_edge(names, uploads, sessions, password))
         load = context.worker.submit(lambda: model_store.get(model_store.model_names[0]))  # while the page is opened
         load.add_done_callback(_log_load_error)
         if record_opening:
             opening.start()
             stack.callback(opening.stop)
         stack.enter_context(suppress_tracebacks())
+        stack.enter_context(limit_upload_parts(limits.max_files))
         url = _launch(app, filtered_app, context, host, port, share, root_path)
         try:
-            share_url = _allow_share(app, host_policy) if share else None
+            share_url = _allow_share(app, names) if share else None
             yield DemoServer(url, app, context, share_url)
         finally:
             context.sessions.cancel_all()
@@ -198,11 +213,11 @@ def _gradio_temp_dir(folder: Path) -> Iterator[None]:
 def _launch(
     app: Any, filtered_app: FilteredApp, context: Context, host: str, port: int | None, share: bool, root_path: str
 ) -> str:
-    """Start the server of `app` behind the request filter; returns its URL.
+    """Start the server of `app` inside its layers; returns its URL.
 
     Raises:
         OSError: the port is in use.
-        RuntimeError: Gradio would serve without the filter.
+        RuntimeError: Gradio would serve without them.
     """
     _, url, _ = app.launch(
         _app=filtered_app,
@@ -227,7 +242,7 @@ def _launch(
     if app.app is not filtered_app:
         app.close(verbose=False)
         raise RuntimeError(
-            "this version of gradio ignores _app and would serve without the request filter; install the version "
+            "this version of gradio ignores _app and would serve without its limits; install the version "
             "that the extra app requires"
         )
     return str(url)
@@ -237,7 +252,7 @@ class ShareError(Exception):
     """Gradio could not open its tunnel."""
 
 
-def _allow_share(app: Any, host_policy: HostPolicy) -> str:
+def _allow_share(app: Any, names: ServedNames) -> str:
     """The address of the tunnel, which the app then answers to.
 
     Raises:
@@ -246,7 +261,7 @@ def _allow_share(app: Any, host_policy: HostPolicy) -> str:
     if not app.share_url:
         raise ShareError("no share link could be obtained: Gradio needs the internet for its tunnel")
     url = str(app.share_url)
-    host_policy.allow(url.partition("://")[2].strip("/"))
+    names.allow(url.partition("://")[2].strip("/"))
     return url
 
 

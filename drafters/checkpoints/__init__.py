@@ -1,1 +1,1 @@
-"""Draft-head checkpoints: native format, tensor names, config keys, and published layouts."""
+"""Draft-head checkpoints: own format, tensor names, config keys, and published layouts."""

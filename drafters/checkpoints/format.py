@@ -20,11 +20,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mmspec.drafters.checkpoints.head_config import parse_head_config
-from mmspec.drafters.checkpoints.state_dict import from_eagle_state_dict, to_eagle_state_dict
+from mmspec.drafters.checkpoints.state_dict import read_head, to_stored
 from mmspec.drafters.checkpoints.validate import check_config, check_head_shape, parse_json
-from mmspec.drafters.heads.architectures import ARCHITECTURES
+from mmspec.drafters.heads.base.config import HeadConfig
+from mmspec.drafters.heads.base.head import DraftHead
 from mmspec.drafters.heads.base.visual_inputs import VISUAL_MODES
-from mmspec.drafters.heads.eagle.head import EagleHead, HeadConfig
+from mmspec.drafters.heads.registry import find_method
 from mmspec.files import atomic_write
 from mmspec.weight_files import read_tensors
 
@@ -51,7 +52,7 @@ class HeadMetadata:
         tokenizer: fingerprint of the target's tokenizer, or None.
         draft_ids: [V'] int64, the ids that it may draft, increasing; None for all.
         facts: further JSON values about the training.
-        architecture: a key of `ARCHITECTURES`.
+        architecture: name of its method (`mmspec.drafters.heads.registry`).
         compressor: (settings, weights) of the compressor that was trained with it, or None. The settings are its
             `name` and `tokens`.
     """
@@ -91,10 +92,10 @@ class HeadMetadata:
 
 
 def save_head(
-    folder: str | os.PathLike[str], head: EagleHead, metadata: HeadMetadata, dtype: torch.dtype = torch.bfloat16
+    folder: str | os.PathLike[str], head: DraftHead, metadata: HeadMetadata, dtype: torch.dtype = torch.bfloat16
 ) -> None:
     """Write a head, rounded to `dtype`; the folder never holds an incomplete one."""
-    weights = {name: value.detach().to("cpu", dtype).contiguous() for name, value in to_eagle_state_dict(head).items()}
+    weights = {name: value.detach().to("cpu", dtype).contiguous() for name, value in to_stored(head).items()}
     if metadata.draft_ids is not None:
         weights["draft_ids"] = metadata.draft_ids.cpu()
     if metadata.compressor is not None:
@@ -147,9 +148,7 @@ def read_metadata(folder: str | os.PathLike[str]) -> HeadMetadata:
         visual_mode, architecture = values.get("visual_mode"), values.get("architecture", "eagle")
         if visual_mode not in VISUAL_MODES:
             raise ValueError(f"visual_mode must be one of {', '.join(VISUAL_MODES)}; got {visual_mode!r}.")
-        if architecture not in ARCHITECTURES:
-            raise ValueError(f"architecture must be one of {', '.join(ARCHITECTURES)}; got {architecture!r}.")
-        config = parse_head_config(values)
+        config = parse_head_config(values, find_method(architecture).classes().config)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
     target = values.get("target") or {}
@@ -165,7 +164,7 @@ def read_metadata(folder: str | os.PathLike[str]) -> HeadMetadata:
     )
 
 
-def load_head(folder: str | os.PathLike[str], metadata: HeadMetadata | None = None) -> tuple[EagleHead, HeadMetadata]:
+def load_head(folder: str | os.PathLike[str], metadata: HeadMetadata | None = None) -> tuple[DraftHead, HeadMetadata]:
     """Read a head in float32.
 
     Args:
@@ -185,14 +184,11 @@ def load_head(folder: str | os.PathLike[str], metadata: HeadMetadata | None = No
     draft_ids = weights.pop("draft_ids", None)
     names = [name for name in weights if name.startswith(COMPRESSOR_PREFIX)]
     compressor_weights = {name.removeprefix(COMPRESSOR_PREFIX): weights.pop(name) for name in names}
-    build = ARCHITECTURES[metadata.architecture].head
+    build = find_method(metadata.architecture).classes().head
     try:
-        state_dict = from_eagle_state_dict(metadata.config, weights, build)
+        head = read_head(lambda: build(metadata.config), weights)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
-    with torch.device("meta"):  # an initialisation would advance the user's random generator
-        head = build(metadata.config)
-    head.load_state_dict({name: value.float() for name, value in state_dict.items()}, assign=True)
     if draft_ids is not None:
         _check_draft_ids(draft_ids, metadata.config.vocab_size, file)
     compressor = None if metadata.compressor is None else (metadata.compressor[0], compressor_weights)

@@ -6,20 +6,24 @@ from collections.abc import Mapping
 from typing import Any
 
 from mmspec.drafters.checkpoints.rope import parse_rope
-from mmspec.drafters.heads.eagle.head import HeadConfig
+from mmspec.drafters.heads.base.config import HeadConfig
 from mmspec.interfaces import TargetInfo
 
 ACTIVATIONS = ("silu", "swish")
 """Names of the same function."""
 
 
-def parse_head_config(values: Mapping[str, Any]) -> HeadConfig:
-    """A `HeadConfig` from our own keys; unknown keys are ignored.
+def parse_head_config(values: Mapping[str, Any], config: type[HeadConfig]) -> HeadConfig:
+    """A config from our own keys; unknown keys are ignored.
+
+    Args:
+        values: of the file.
+        config: class of the config.
 
     Raises:
         ValueError: a value of another type than its key's, or a required key is missing.
     """
-    fields = HeadConfig.__dataclass_fields__
+    fields = config.__dataclass_fields__
     found = {name: values[name] for name in fields if values.get(name) is not None}
     found.setdefault("num_key_value_heads", found.get("num_attention_heads"))
     for name in fields:
@@ -30,7 +34,7 @@ def parse_head_config(values: Mapping[str, Any]) -> HeadConfig:
         if type(value).__name__ not in {"float": ("float", "int")}.get(expected, (expected,)):
             raise ValueError(f"a draft head's {name} must be of type {expected}; got {value!r}.")
     try:
-        return HeadConfig(**found)
+        return config(**found)
     except TypeError as error:
         raise ValueError(f"a draft head's config is incomplete: {error}") from error
 
@@ -73,6 +77,5 @@ def parse_published_config(
         vocab_size=target.vocab_size,
         head_dim=head_dim,
         rms_norm_eps=values.get("rms_norm_eps") or 1e-6,
-        target_hidden_size=0 if own_size == target_size else target_size,
         **parse_rope(values, head_dim, architectures),
     )

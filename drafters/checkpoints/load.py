@@ -1,4 +1,4 @@
-"""A drafter from the folder of a draft head, in the native or in a published layout, checked against the target."""
+"""A drafter from the folder of a draft head, of `mmspec train` or as published, checked against the target."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from mmspec.drafters.checkpoints.format import (
 )
 from mmspec.drafters.checkpoints.published_heads import hub_id_of
 from mmspec.drafters.checkpoints.validate import explain_damage
-from mmspec.drafters.heads.architectures import ARCHITECTURES
 from mmspec.drafters.heads.base.drafter import HeadDrafter
+from mmspec.drafters.heads.registry import find_method
 from mmspec.interfaces import TargetInfo
 
 
@@ -54,12 +54,16 @@ def _load(folder: str | os.PathLike[str], target: TargetInfo | None, name: str |
             tokenizer=None if target.tokenizer is None else tokenizer_fingerprint(target.tokenizer),
         )
     head, metadata = load_head(folder, metadata)
-    drafter = ARCHITECTURES[metadata.architecture].drafter(
-        head,
-        metadata.visual_mode,
-        num_layers=metadata.num_layers,
-        name=name or hub_id_of(folder) or os.path.basename(os.path.normpath(folder)),
-        draft_ids=metadata.draft_ids,
+    drafter = (
+        find_method(metadata.architecture)
+        .classes()
+        .drafter(
+            head,
+            metadata.visual_mode,
+            num_layers=metadata.num_layers,
+            name=name or hub_id_of(folder) or os.path.basename(os.path.normpath(folder)),
+            draft_ids=metadata.draft_ids,
+        )
     )
     drafter.bundled_compressor = metadata.compressor
     trained_mode = metadata.facts.get("visual_mode")

@@ -1,48 +1,58 @@
-"""Names of a head's tensors on disk: those of the EAGLE and MSD code, one tensor per projection.
+"""Names of a head's tensors on disk: those of the EAGLE code, which published heads share, one tensor per projection.
 
-The modules in memory fuse the query, key and value projections and the gate and up projections. Modules that other
-architectures add have short names on disk (`STORED_NAMES`).
+The modules in memory fuse the query, key and value projections and the gate and up projections. Other modules have the
+name that they have in memory, or that of `DraftHead.stored_names`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from mmspec.drafters.heads.eagle.head import EagleHead, HeadConfig
+from mmspec.drafters.heads.base.head import DraftHead
 
 FUSED_PROJECTIONS = {
-    "layers.0.self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"),
-    "layers.0.mlp.gate_up_proj": ("gate_proj", "up_proj"),
+    "qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
 }
-"""Fused module on disk -> the projections that it consists of."""
-RENAMED_MODULES = {
-    "fc": "fc",
-    "layer.o_proj": "layers.0.self_attn.o_proj",
-    "layer.down_proj": "layers.0.mlp.down_proj",
-    "layer.input_norm": "layers.0.input_layernorm",
-    "layer.hidden_norm": "layers.0.hidden_norm",
-    "layer.post_norm": "layers.0.post_attention_layernorm",
-    "layer.q_norm": "layers.0.self_attn.q_norm",
-    "layer.k_norm": "layers.0.self_attn.k_norm",
+"""Fused module of a decoder layer -> the projections on disk."""
+STORED_MODULES = {
+    "o_proj": "self_attn.o_proj",
+    "q_norm": "self_attn.q_norm",
+    "k_norm": "self_attn.k_norm",
+    "down_proj": "mlp.down_proj",
+    "input_norm": "input_layernorm",
+    "hidden_norm": "hidden_norm",
+    "post_norm": "post_attention_layernorm",
 }
-"""Module of `EagleHead` -> module on disk."""
-STORED_NAMES = {
-    "up_proj": "widen",
-    "block_proj": "spread",
-    "markov_head.norm": "chain.norm",
-    "markov_head.token_norm": "chain.word_norm",
-    "markov_head.feature_proj": "chain.see",
-    "markov_head.token_proj": "chain.hear",
-    "markov_head.vocab_proj": "chain.say",
-    "mask_embeddings": "slots",
-    "token_correction.norm": "link.norm",
-    "token_correction.gate_up_proj": "link.gate_up",
-    "token_correction.down_proj": "link.down",
-}
-"""Module or parameter of `FlashHead` and `ParallelHead` -> its name on disk."""
+"""Other modules of a decoder layer -> module on disk."""
+Head = TypeVar("Head", bound=DraftHead)
+
+
+def stored_parts(head: DraftHead) -> dict[str, tuple[tuple[str, int], ...]]:
+    """Name in the state dict -> (name on disk, rows) of the tensors that it consists of.
+
+    The one layer of EAGLE heads, `layer` in memory, is `layers.0` on disk.
+    """
+    config = head.config
+    num_q, num_kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    sizes = {"qkv_proj": (num_q, num_kv, num_kv), "gate_up_proj": (config.intermediate_size,) * 2}
+    parts: dict[str, tuple[tuple[str, int], ...]] = {}
+    for name, value in head.state_dict().items():
+        path, _, suffix = name.rpartition(".")
+        layer, _, module = path.rpartition(".")
+        layer = "layers.0" if layer == "layer" else layer
+        if not layer.startswith("layers."):
+            parts[name] = ((_rename(name, head.stored_names), value.shape[0] if value.dim() else 1),)
+        elif module in FUSED_PROJECTIONS:
+            projections = zip(FUSED_PROJECTIONS[module], sizes[module], strict=True)
+            parts[name] = tuple((f"{layer}.{stored}.{suffix}", rows) for stored, rows in projections)
+        else:
+            parts[name] = ((f"{layer}.{STORED_MODULES.get(module, module)}.{suffix}", value.shape[0]),)
+    return parts
 
 
 def _rename(name: str, names: Mapping[str, str]) -> str:
@@ -53,67 +63,53 @@ def _rename(name: str, names: Mapping[str, str]) -> str:
     return name
 
 
-def current_name(stored: str) -> str:
-    """Name in memory of a tensor of `FlashHead` or `ParallelHead` from its name on disk."""
-    return _rename(stored, {value: key for key, value in STORED_NAMES.items()})
-
-
-def to_eagle_state_dict(head: EagleHead) -> dict[str, Tensor]:
+def to_stored(head: DraftHead) -> dict[str, Tensor]:
     """The weights of a head under their names on disk."""
-    config, result = head.config, dict[str, Tensor]()
-    num_q, num_kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    sizes = {"qkv_proj": [num_q, num_kv, num_kv], "gate_up_proj": [config.intermediate_size] * 2}
-    for name, value in head.state_dict().items():
-        module, _, suffix = name.rpartition(".")
-        if module in RENAMED_MODULES:
-            result[f"{RENAMED_MODULES[module]}.{suffix}"] = value
-        elif not module.startswith("layer."):
-            result[_rename(name, STORED_NAMES)] = value
-        else:
-            prefix, projections = _fused(module)
-            pieces = value.split(sizes[module.removeprefix("layer.")])
-            for projection, piece in zip(projections, pieces, strict=True):
-                result[f"{prefix}{projection}.{suffix}"] = piece.contiguous()
-    return result
+    state_dict, weights = head.state_dict(), dict[str, Tensor]()
+    for name, parts in stored_parts(head).items():
+        value = state_dict[name].detach()
+        pieces = value.split([rows for _, rows in parts]) if len(parts) > 1 else (value,)
+        weights |= {stored: piece.contiguous() for (stored, _), piece in zip(parts, pieces, strict=True)}
+    return weights
 
 
-def _fused(module: str) -> tuple[str, tuple[str, ...]]:
-    """(prefix on disk, projections) of a fused module of the layer."""
-    name = module.removeprefix("layer.")
-    fused = next(key for key in FUSED_PROJECTIONS if key.endswith(name))
-    return fused.removesuffix(name), FUSED_PROJECTIONS[fused]
-
-
-def from_eagle_state_dict(
-    config: HeadConfig, weights: Mapping[str, Tensor], build: Callable[[HeadConfig], EagleHead] = EagleHead
-) -> dict[str, Tensor]:
-    """The inverse of `to_eagle_state_dict`: a state dict for the head that `build` constructs.
+def read_head(
+    build: Callable[[], Head],
+    weights: Mapping[str, Tensor],
+    what: str = "a draft head",
+    not_stored: Collection[str] = (),
+) -> Head:
+    """A head in float32 with the tensors on disk.
 
     Args:
-        config: shape of the head.
+        build: constructs the head.
         weights: tensors under their names on disk.
-        build: constructor of the head.
+        what: the kind of head, for messages.
+        not_stored: names in the state dict that are not on disk; they stay on the meta device.
 
     Raises:
         ValueError: tensors are missing, unexpected, of another shape or not finite; the message names them.
     """
-    with torch.device("meta"):
-        empty = build(config)
-    check_tensors(weights, {name: value.shape for name, value in to_eagle_state_dict(empty).items()}, "a draft head")
-    result = {}
-    for name in empty.state_dict():
-        module, _, suffix = name.rpartition(".")
-        if module in RENAMED_MODULES:
-            result[name] = weights[f"{RENAMED_MODULES[module]}.{suffix}"]
-        elif not module.startswith("layer."):
-            result[name] = weights[_rename(name, STORED_NAMES)]
-        else:
-            prefix, projections = _fused(module)
-            result[name] = torch.cat([weights[f"{prefix}{projection}.{suffix}"] for projection in projections])
-    return result
+    with torch.device("meta"):  # an initialisation would advance the user's random generator
+        head = build()
+    own = head.state_dict()
+    parts = {name: stored for name, stored in stored_parts(head).items() if name not in not_stored}
+    shapes = {
+        stored: own[name].shape if len(found) == 1 else torch.Size((rows, *own[name].shape[1:]))
+        for name, found in parts.items()
+        for stored, rows in found
+    }
+    _check_tensors(weights, shapes, what)
+    state_dict = {
+        name: torch.cat([weights[stored] for stored, _ in found]) if len(found) > 1 else weights[found[0][0]]
+        for name, found in parts.items()
+    }
+    values = {name: value.float() for name, value in state_dict.items()}
+    head.load_state_dict(values, strict=not not_stored, assign=True)
+    return head
 
 
-def check_tensors(weights: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], what: str) -> None:
+def _check_tensors(weights: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], what: str) -> None:
     """Compare tensors with the expected names and shapes.
 
     Args:

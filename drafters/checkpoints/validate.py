@@ -54,7 +54,7 @@ STRINGS = (
     "type", "name",
 )  # fmt: skip
 BOOLEANS = (
-    "bias", "qkv_bias", "input_norm", "wide", "eagle3_input", "norm_before_residual", "layer_mixture",
+    "bias", "qkv_bias", "input_norm", "norm_before_residual", "layer_mixture",
     "confidence_head", "sample_from_anchor", "use_swa", "causal", "is_causal", "sliding_window_non_causal",
     "rope_is_neox_style", "is_neox_style", "norm_before_fc", "fc_norm", "norm_output",
     "mrope_interleaved",

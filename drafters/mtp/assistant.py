@@ -15,21 +15,21 @@ import torch
 from torch import Tensor, nn
 
 from mmspec.drafters.heads.base.attention import select_last
+from mmspec.drafters.heads.base.config import HeadConfig
 from mmspec.drafters.heads.base.expand import StatelessExpander, expand_levels
+from mmspec.drafters.heads.base.head import DraftHead
 from mmspec.drafters.heads.base.state import DraftState
-from mmspec.drafters.heads.eagle.head import EagleHead, HeadConfig
 from mmspec.drafters.mtp.switched import SwitchedDrafter
 from mmspec.engine.gather import gather_rows
 from mmspec.engine.tree import DraftTree
 from mmspec.interfaces import AssistantParts, Prompt, SharedEmbeddings
 
 
-class AssistantHead(EagleHead):
+class AssistantHead(DraftHead):
     """The assistant's projections, layers and LM head."""
 
     def __init__(self, parts: AssistantParts) -> None:
-        nn.Module.__init__(self)
-        self.config = HeadConfig(parts.hidden_size, 0, 1, 1, parts.vocab_size, bias=False)
+        super().__init__(HeadConfig(parts.hidden_size, 0, 1, 1, parts.vocab_size))
         self.fc = cast(nn.Linear, parts.pre_projection)
         self.body = parts.body
         self.post_projection = parts.post_projection

@@ -1,4 +1,4 @@
-"""`MTPHead`: the head in the target's checkpoint as an `EagleHead`, so that it drafts by the same code.
+"""`MTPHead`: the head in the target's checkpoint as an `DraftHead`, so that it drafts by the same code.
 
 Its output is z, the state before the output norm (`mmspec.interfaces.own_head`): `logits` norms it, and the drafter
 norms it where the family carries o on.
@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from mmspec.drafters.heads.base.attention import CachedAttention
-from mmspec.drafters.heads.eagle.head import AttentionFn, EagleHead, HeadConfig
+from mmspec.drafters.heads.base.config import HeadConfig
+from mmspec.drafters.heads.base.head import AttentionFn, DraftHead
 from mmspec.engine.gather import gather_rows
 from mmspec.interfaces import OwnHead, SharedEmbeddings
 
 
-class MTPHead(EagleHead):
+class MTPHead(DraftHead):
     """`fc` over two normed inputs and a decoder layer of the target's class.
 
     Attributes:
@@ -25,18 +26,9 @@ class MTPHead(EagleHead):
     """
 
     def __init__(self, parts: OwnHead) -> None:
-        nn.Module.__init__(self)
         section = parts.mrope_section
-        self.config = HeadConfig(
-            parts.hidden_size,
-            0,
-            1,
-            1,
-            parts.vocab_size,
-            bias=False,
-            mrope_section=section,
-            rotary_dim=2 * sum(section),
-        )
+        shape = (parts.hidden_size, 0, 1, 1, parts.vocab_size)
+        super().__init__(HeadConfig(*shape, mrope_section=section, rotary_dim=2 * sum(section)))
         self.rule = parts.rule
         self.window = parts.window
         self._rotary_embedding = parts.rotary_embedding
@@ -82,7 +74,7 @@ class MTPHead(EagleHead):
     def logits(
         self, hidden_states: Tensor, shared_embeddings: SharedEmbeddings, draft_lm_head: Tensor | None
     ) -> Tensor:
-        """See `EagleHead.logits`; of states before the output norm."""
+        """See `DraftHead.logits`; of states before the output norm."""
         rows = self.lm_head if draft_lm_head is None else draft_lm_head
         return shared_embeddings.logits(self.output_norm(hidden_states), rows)
 

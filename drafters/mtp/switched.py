@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from mmspec.drafters.heads.base.drafter import HeadDrafter
+from mmspec.drafters.heads.base.head import DraftHead
 from mmspec.drafters.heads.base.state import DraftState
-from mmspec.drafters.heads.eagle.head import EagleHead
 from mmspec.drafters.mtp.switches import Switches
 from mmspec.interfaces import Prompt, VerifyResult
 
@@ -66,7 +66,7 @@ class SwitchedDrafter(HeadDrafter):
 
     def __init__(
         self,
-        head: EagleHead,
+        head: DraftHead,
         visual_mode: str,
         switches: Mapping[str, Sequence[str]],
         description: str,

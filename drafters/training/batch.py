@@ -68,6 +68,15 @@ class TrainBatch:
             return self.hidden_states
         return torch.cat([self.aux_hidden_states[layer] for layer in layers], dim=-1)
 
+    def response_scale(self) -> Tensor:
+        """[D] float32 root mean square of the hidden states at the response; of a normalised state it is 1."""
+        return _root_mean_square(self.hidden_states[self.response_mask])
+
+    def layer_scales(self, layers: Sequence[int]) -> Tensor:
+        """[number of layers] float32, the mean of the same for each of `aux_hidden_states`."""
+        states = (self.aux_hidden_states[layer][self.response_mask] for layer in layers)
+        return torch.stack([_root_mean_square(part).mean() for part in states])
+
     def to(self, device: torch.device | str) -> TrainBatch:
         """A copy on a device."""
         saliency = None if self.visual_saliency is None else self.visual_saliency.to(device)
@@ -117,6 +126,11 @@ class TrainBatch:
         )
 
 
+def _root_mean_square(states: Tensor) -> Tensor:
+    """[D] over states [n, D]."""
+    return states.float().pow(2).mean(0).sqrt()
+
+
 MIXED, MIXED_DRAFTS_AS = "mixed", "coupled"
 """Visual mode of training only: each sequence is "coupled" or "placeholder" at random, so that the head serves in
 engines that feed projected embeddings (SGLang, and mmspec: "coupled") and in those that feed placeholders (vLLM).
@@ -127,9 +141,9 @@ class DraftModel(nn.Module):
     """A head in training, and the compressor that is trained with it.
 
     Attributes:
-        head: the draft head (`EagleHead` or that of another architecture).
+        head: the draft head.
         visual_mode: a key of `VISUAL_MODES`, or `MIXED`.
-        architecture: a key of `mmspec.drafters.heads.architectures.ARCHITECTURES`.
+        architecture: name of its method (`mmspec.drafters.heads.registry`).
         compressor: reduces the visual tokens of the head's inputs, or None. Its weights, if any, are trained too.
         draft_ids: [V'] int64, target ids of the head's own vocabulary (`HeadConfig.draft_vocab_size`); None if it has
             none, or that of the target.

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from mmspec.drafters.heads.architectures import ARCHITECTURES
+from mmspec.drafters.heads.registry import find_method
 from mmspec.drafters.training.batch import DraftModel, TrainBatch
 from mmspec.drafters.training.losses import LossWeights, TrainProgress
 from mmspec.interfaces import GatedCompressor, SharedEmbeddings
@@ -39,7 +39,7 @@ def fit_gate_on_batches(
         return
     logits_only = LossWeights(hidden=0.0, logits=1.0, ttt_steps=weights.ttt_steps, step_decay=weights.step_decay)
     total_weight = sum(weights.step_decay**step for step in range(weights.ttt_steps))
-    compute_loss = ARCHITECTURES[draft_model.architecture].compute_loss
+    compute_loss = find_method(draft_model.architecture).loss()
     costs, features = [], []
     for batch in batches:
         for sequence in batch.split():

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from mmspec.drafters.heads.base.head import DraftHead
 from mmspec.drafters.heads.base.markov import fit_vocabulary
-from mmspec.drafters.heads.eagle.head import EagleHead
 from mmspec.drafters.training.batch import DraftModel, PackedQueries
 from mmspec.drafters.training.distribution_losses import DISTRIBUTION_LOSSES, overlap
 from mmspec.interfaces import SharedEmbeddings
@@ -186,7 +186,7 @@ class RolloutCache:
     attends to the context and to its ancestors.
     """
 
-    def __init__(self, head: EagleHead, packed: PackedQueries) -> None:
+    def __init__(self, head: DraftHead, packed: PackedQueries) -> None:
         self.head = head
         self.packed = packed
         self.keys: list[Tensor] = []

@@ -8,19 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from mmspec.cpu.bf16 import bf16_is_faster
-from mmspec.drafters.heads.architectures import ARCHITECTURES
 from mmspec.drafters.heads.base.drafter import HeadDrafter
+from mmspec.drafters.heads.registry import method_of
 from mmspec.drafters.training.batch import DraftModel, TrainBatch
 from mmspec.drafters.training.losses import LossWeights, TrainProgress
 from mmspec.interfaces import SharedEmbeddings
 
 LOSS_WEIGHTS = LossWeights()
-
-
-def architecture_of(drafter: HeadDrafter) -> str | None:
-    """The key of `ARCHITECTURES`; None for heads without a training loss."""
-    kinds = type(drafter.head), type(drafter)
-    return next((key for key, one in ARCHITECTURES.items() if (one.head, one.drafter) == kinds), None)
 
 
 def sequence_loss(
@@ -33,22 +27,22 @@ def sequence_loss(
     """The loss of the drafter's architecture with the default weights of its parts, a scalar.
 
     Args:
-        drafter: of a known architecture.
+        drafter: of a method with a loss.
         head: a copy of its head.
         sequences: of one row each.
         shared_embeddings: of the target.
         rng: random generator on the CPU.
     """
-    architecture = architecture_of(drafter)
-    assert architecture is not None
+    method = method_of(drafter)
+    assert method is not None
     batch = TrainBatch.collate(sequences).float()
-    model = DraftModel(head, drafter.visual_mode, architecture)
+    model = DraftModel(head, drafter.visual_mode, method.name)
     model.draft_ids = drafter.draft_ids if drafter.head.config.draft_vocab_size else None
     placeholder = batch.inputs_embeds.new_zeros(batch.inputs_embeds.shape[-1])
     visual_ids = batch.input_ids[batch.visual_mask][:1]
     if len(visual_ids) and len(placeholder):
         placeholder = shared_embeddings.embed(visual_ids)[0].float()
-    compute_loss = ARCHITECTURES[architecture].compute_loss
+    compute_loss = method.loss()
     progress = TrainProgress(fraction=1.0, rng=rng)
     device = placeholder.device
     lm_head_dtype = getattr(getattr(shared_embeddings.lm_head, "weight", None), "dtype", None)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from mmspec.cpu.bf16 import bf16_is_faster
-from mmspec.drafters.heads.architectures import ARCHITECTURES
+from mmspec.drafters.heads.registry import find_method
 from mmspec.drafters.training.batch import DraftModel, TrainBatch
 from mmspec.drafters.training.gate import fit_gate_on_batches
 from mmspec.drafters.training.losses import LossWeights, TrainProgress
@@ -286,7 +286,7 @@ class Trainer:
         """One optimizer step of one head; its metrics."""
         seed = self.config.seed * 1_000_003 + self.step
         progress = TrainProgress(self.step / self.config.max_steps, torch.Generator().manual_seed(seed))
-        compute_loss = ARCHITECTURES[model.architecture].compute_loss
+        compute_loss = find_method(model.architecture).loss()
         # A compressor draws from torch's default generator, which is seeded for this step and restored.
         with torch.random.fork_rng(devices=[]), self._autocast():
             torch.default_generator.manual_seed(seed)

@@ -15,7 +15,7 @@ from mmspec.interfaces.own_head import TargetKeys
 from mmspec.interfaces.target import SharedEmbeddings, VerifyResult
 
 DRAFTER_CONTRACT = (
-    "a drafter is an object with name (str), requirements (DrafterRequirements), vocab_size (int or None), "
+    "a drafter (mmspec.Drafter) has name (str), requirements (DrafterRequirements), vocab_size (int or None), "
     "begin(prompt), propose(state, max_nodes, active) -> DraftTree and observe(state, result, hidden_states)"
 )
 """`Drafter` in one line, for messages; the classes are those of `mmspec`."""

@@ -97,9 +97,9 @@ class StateLog:
     last_call: RecurrenceCall | None = None
 
     @contextmanager
-    def active(self, classes: Iterable[Any]) -> Iterator[None]:
-        """Context for one forward of layers of these classes, in this thread."""
-        with _replaced_functions(classes):
+    def active(self, functions: Sequence[UpdatingFunction]) -> Iterator[None]:
+        """Context for one forward of layers that call these functions, in this thread."""
+        with _replaced(functions):
             token = _ACTIVE.set(self)
             try:
                 yield
@@ -117,6 +117,12 @@ class StateLog:
         Raises:
             RuntimeError: a row stops in the middle of the chain, and the recurrence was not seen.
         """
+        if set(counts) == {num_nodes}:
+            for state, window in self.windows:
+                state.copy_(window[..., -state.shape[-1] :])
+            for state, new, _ in self.updates:
+                state.copy_(new)
+            return
         states = [state for state, _ in self.windows] + [state for state, *_ in self.updates]
         on_device = {device: from_host(list(counts), device) for device in {state.device for state in states}}
         for state, window in self.windows:
@@ -125,8 +131,7 @@ class StateLog:
         for state, new, call in self.updates:
             device_counts = on_device[state.device]
             if set(counts) <= {0, num_nodes}:
-                if 0 in counts:
-                    new = torch.where(_per_row(device_counts > 0, state), new, state)
+                new = torch.where(_per_row(device_counts > 0, state), new, state)
             elif call is None:
                 raise RuntimeError("a recurrent layer computes its state by a function that is not known")
             else:
@@ -178,7 +183,7 @@ class RecurrentStates:
                 held.__dict__.update(layer.__dict__)
                 cache.layers[index] = held
         self.log = StateLog()
-        self._classes: set[Any] = {type(module) for module in decoder.modules()}
+        self._functions = updating_functions(type(module) for module in decoder.modules())
         self._prompt: list[tuple[Tensor, Tensor]] = []
 
     def hold(self) -> None:
@@ -192,7 +197,7 @@ class RecurrentStates:
     def logged(self) -> Iterator[None]:
         """Context for a forward, whose log replaces the last one."""
         self.log = StateLog()
-        with self.log.active(self._classes):
+        with self.log.active(self._functions):
             yield
 
     def restore(self, rows: Sequence[bool]) -> None:
@@ -217,66 +222,90 @@ _USERS: dict[tuple[int, str], int] = {}
 """{(id of a Python module's names, name of a function that is replaced there): forwards that run with it}"""
 
 
+@dataclass(frozen=True)
+class UpdatingFunction:
+    """A function that updates a state.
+
+    Attributes:
+        namespace: names of the Python module whose layers call it.
+        name: under which they do.
+        parameters: their names.
+        step_name: of the function there that computes the same one token after the other, or of this one.
+    """
+
+    namespace: dict[str, Any]
+    name: str
+    parameters: tuple[str, ...]
+    step_name: str
+
+    @property
+    def key(self) -> tuple[int, str]:
+        """What distinguishes it from others."""
+        return id(self.namespace), self.name
+
+
+def updating_functions(classes: Iterable[Any]) -> list[UpdatingFunction]:
+    """The functions that update a state and that the forwards of these classes of modules call by name."""
+    found = {}
+    for kind in set(classes):
+        parameters = dict(_parameters_of(kind))
+        for name in parameters:
+            step = next((other for other in parameters if "recurrent" in other), name)
+            function = UpdatingFunction(inspect.unwrap(kind.forward).__globals__, name, parameters[name], step)
+            found[function.key] = function
+    return list(found.values())
+
+
 @functools.lru_cache(maxsize=256)
-def _updating_functions(kind: Any) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """(name, names of the parameters) of the functions that update a state and that a class of modules calls."""
+def _parameters_of(kind: Any) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """(name, names of the parameters) of these functions of a class of modules."""
     forward = inspect.unwrap(kind.forward)
     found = []
     for name in forward.__code__.co_names if inspect.isfunction(forward) else ():
         function = forward.__globals__.get(name)
-        if inspect.isfunction(function):
+        if isinstance(function, nn.Module):  # what `kernels` makes of a function
+            function = function.forward
+        if inspect.isroutine(function) and not inspect.isbuiltin(function):
             parameters = tuple(inspect.signature(function).parameters)
-            returns_state = {*STATE_NAMES} & {*parameters} and any(
-                gates.keys() <= {*parameters} for gates in NEUTRAL_GATES
-            )
-            if returns_state or {*IN_PLACE_NAMES} & {*parameters}:
+            has_gates = any(gates.keys() <= {*parameters} for gates in NEUTRAL_GATES)
+            if (has_gates and {*STATE_NAMES} & {*parameters}) or {*IN_PLACE_NAMES} & {*parameters}:
                 found.append((name, parameters))
     return tuple(found)
 
 
 @contextmanager
-def _replaced_functions(classes: Iterable[Any]) -> Iterator[None]:
-    """Within the context, layers of these classes call functions that log, in threads with an active log."""
-    places = {}
-    for kind in classes:
-        found = _updating_functions(kind)
-        namespace = inspect.unwrap(kind.forward).__globals__ if found else {}
-        step = next((namespace[name] for name, _ in found if "recurrent" in name), None)
-        for name, parameters in found:
-            places[id(namespace), name] = namespace, parameters, step
+def _replaced(functions: Sequence[UpdatingFunction]) -> Iterator[None]:
+    """Within the context layers call functions that log, in threads with an active log."""
     with _LOCK:
-        for key, (namespace, parameters, step) in places.items():
-            _USERS[key] = _USERS.get(key, 0) + 1
-            if _USERS[key] == 1:
-                namespace[key[1]] = _logging(namespace[key[1]], parameters, step)
+        for one in functions:
+            _USERS[one.key] = _USERS.get(one.key, 0) + 1
+            if _USERS[one.key] == 1:
+                one.namespace[one.name] = _logging(one)
     try:
         yield
     finally:
         with _LOCK:
-            for key, (namespace, *_) in places.items():
-                _USERS[key] -= 1
-                if not _USERS[key]:
-                    del _USERS[key]
-                    namespace[key[1]] = getattr(namespace[key[1]], "logged_function", namespace[key[1]])
+            for one in functions:
+                _USERS[one.key] -= 1
+                if not _USERS[one.key]:
+                    del _USERS[one.key]
+                    current = one.namespace[one.name]  # user code may have replaced it in the meantime
+                    one.namespace[one.name] = getattr(current, "logged_function", current)
 
 
-def _logging(function: Callable[..., Any], names: Sequence[str], step: Callable[..., Any] | None) -> Callable[..., Any]:
-    """A function that does as `function` and logs its calls.
-
-    Args:
-        function: one of `_updating_functions`.
-        names: of its parameters.
-        step: computes the same one token after the other, or None.
-    """
+def _logging(replaced: UpdatingFunction) -> Callable[..., Any]:
+    """A function that does as the replaced one and logs its calls."""
+    function, names = replaced.namespace[replaced.name], replaced.parameters
+    step = getattr(replaced.namespace[replaced.step_name], "logged_function", replaced.namespace[replaced.step_name])
     in_place = next((index for index, name in enumerate(names) if name in IN_PLACE_NAMES), None)
 
-    @functools.wraps(function)
+    @functools.wraps(function, updated=())
     def run(*args: Any, **kwargs: Any) -> Any:
         log = _ACTIVE.get()
         if log is None:
             return function(*args, **kwargs)
         if in_place is None:
-            log.last_call = RecurrenceCall(function, step or function, names, args, kwargs)
+            log.last_call = RecurrenceCall(function, step, names, args, kwargs)
             return function(*args, **kwargs)
         values = dict(zip(names, args, strict=False)) | kwargs
         state = values[names[in_place]]

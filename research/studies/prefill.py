@@ -22,8 +22,9 @@ from mmspec.app.bench.rows import ResultRow
 from mmspec.app.bench.session import provenance
 from mmspec.app.cli.arguments import config_from_args, module_parser, positive_int, positive_ints, split_commas
 from mmspec.app.errors import UsageError
+from mmspec.drafters.heads.eagle.config import EagleConfig
 from mmspec.drafters.heads.eagle.drafter import EagleDrafter
-from mmspec.drafters.heads.eagle.head import EagleHead, HeadConfig
+from mmspec.drafters.heads.eagle.head import EagleHead
 from mmspec.engine.tree import root_only
 from mmspec.interfaces import Prompt, SharedEmbeddings, VerifyResult, VisualGrid
 from mmspec.metrics.compression_stats import RecordingCompressor
@@ -52,7 +53,7 @@ class PrefillConfig:
     """Options of the study, named like its flags.
 
     Attributes:
-        hidden, ffn, heads, kv_heads: shape of the head, as in `HeadConfig`.
+        hidden, ffn, heads, kv_heads: shape of the head, as in `EagleConfig`.
         grid: visual tokens along an edge of a frame. frames: numbers of frames, one prompt for each.
         text: text tokens of a prompt.
         compressors: with their budgets.
@@ -143,7 +144,7 @@ def measure_prefill_rows(config: PrefillConfig) -> Iterator[ResultRow]:
     """A row for each number of frames and each compressor."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
-        head_config = HeadConfig(config.hidden, config.ffn, config.heads, config.kv_heads, HEAD_VOCAB_SIZE)
+        head_config = EagleConfig(config.hidden, config.ffn, config.heads, config.kv_heads, HEAD_VOCAB_SIZE)
         head = EagleHead(head_config).to(config.device, config.dtype)
         drafter = EagleDrafter(head, "decoupled", num_layers=NUM_LAYERS)
         compressors: dict[str, RecordingCompressor | None] = {NO_COMPRESSOR: None}

@@ -206,8 +206,7 @@ def test_an_uploaded_picture_is_asked_about_on_both_sides(page: Any, tmp_path: P
     assert len(early) < len(text(page, "#mm-mmspec .mm-now"))  # one after the other, both as they grow
     assert text(page, "#mm-plain .mm-now") == text(page, "#mm-mmspec .mm-now")
     assert "identical, token for token (200 tokens)" in text(page, ".mm-badge")
-    for plot in ("#mm-lengths", "#mm-histogram", "#mm-phases"):
-        page.wait_for_selector(f"{plot} .vega-embed svg, {plot} .vega-embed canvas")
+    assert page.locator("#mm-results .mm-chart svg").count() == 3
     assert page.locator("#mm-mmspec .mm-corrected").count() > 0 and page.locator("#mm-plain .mm-corrected").count() == 0
 
     page.locator("#mm-share-box").get_by_role("button", name="Share").first.click()
@@ -608,7 +607,7 @@ def test_a_batch_and_its_file(page: Any, tmp_path: Path) -> None:
     page.wait_for_function("document.querySelector('#mm-batch-status').innerText.includes('5 of 5 done, 2 failed.')")
     assert page.locator("#mm-captions tbody tr").count() == 5 and page.evaluate("window.hacked") is None
     assert page.locator("#mm-captions img").count() == 3
-    page.wait_for_selector("#mm-curve .vega-embed")
+    page.wait_for_selector("#mm-curve svg")
     with page.expect_download() as download:
         page.locator("#mm-rows").click()
     rows = [json.loads(line) for line in Path(download.value.path()).read_text(encoding="utf-8").splitlines()]
@@ -659,14 +658,14 @@ def test_every_tab_fits_and_every_part_has_a_name(
     page.wait_for_function("document.querySelector('#mm-files').innerText.includes('lion')")
     page.locator("#mm-start").click()
     page.wait_for_function("/9 of 9 done\\./.test(document.querySelector('#mm-batch-status').innerText)")
-    page.wait_for_function(f"({AXIS_LABELS})('#mm-curve').length == 9")
+    page.wait_for_function(f"({AXIS_LABELS})('#mm-curve')?.at(-1)?.[0] == '8'")
     keep(page, request, "batch", width, end)
     page.get_by_role("tab", name="Learning").click()
     page.get_by_label("number input for Pictures").fill("4")
     page.keyboard.press("Tab")
     page.locator("#mm-learn").click()
     page.wait_for_function("/^4 of 4 pictures/.test(document.querySelector('#mm-learning-status').innerText)")
-    page.wait_for_function(f"({AXIS_LABELS})('#mm-learning-curve').length == 4")
+    page.wait_for_function(f"({AXIS_LABELS})('#mm-learning-curve')?.length == 4")
     assert "4 of 4" in text(page, "#mm-learning-numbers")
     page.wait_for_selector("#mm-learn:not([disabled])")
     keep(page, request, "learning", width, end)
@@ -692,59 +691,26 @@ def keep(page: Any, request: pytest.FixtureRequest, name: str, width: int, end: 
 
 
 def check_plots(page: Any) -> None:
-    """The counts at the x axis of visible plots are whole numbers, each once, and the texts are legible."""
-    counted = [name for name in COUNTED_PLOTS if page.locator(f"{name} .vega-embed").first.is_visible()]
-    for name in counted:
-        page.wait_for_selector(f"{name} .vega-embed svg")
-        page.wait_for_timeout(100)  # labels are thinned with the next frame
-        assert "tokens per forward" in (page.locator(f"{name} .vega-embed").first.get_attribute("aria-label") or "")
+    """The counts at the x axis of visible charts are whole numbers, each once; none is cut or touches another."""
+    for name in [name for name in COUNTED_PLOTS if page.locator(f"{name} .mm-chart").first.is_visible()]:
+        assert "okens per forward" in page.locator(f"{name} [role=img]").first.get_attribute("aria-label")
         labels = page.evaluate(AXIS_LABELS, name)
         assert labels and len({label for label, _, _ in labels}) == len(labels), (name, labels)
-        assert all(re.fullmatch(r"[0-9,]+", label) for label, _, _ in labels), (name, labels)
+        assert all(re.fullmatch(r"[0-9]+", label) for label, _, _ in labels), (name, labels)
         assert all(one[2] + 2 < other[1] for one, other in itertools.pairwise(labels)), (name, "labels touch", labels)
-        contrasts = page.evaluate(PLOT_CONTRASTS, name)
-        assert contrasts and [pair for pair in contrasts if pair[1] < 4.5] == [], (name, "too faint to be read")
-        assert page.evaluate(CUT_TEXTS, name) == [], (name, "cut")
         frame = page.locator(name).bounding_box()
-        assert frame["width"] >= 240 and all(left >= frame["x"] for _, left, _ in labels), (name, "cut")
+        right = frame["x"] + frame["width"]
+        assert frame["width"] >= 240 and all(frame["x"] <= left and end <= right for _, left, end in labels), (
+            name,
+            "cut",
+        )
 
 
-COUNTED_PLOTS = ("#mm-lengths", "#mm-curve", "#mm-learning-curve")
-AXIS_LABELS = """(name) => [...document.querySelectorAll(`${name} .vega-embed svg`)]
-    .flatMap((svg) => [...svg.querySelectorAll('[aria-label^="X-axis"] .role-axis-label text')])
-    .filter((one) => getComputedStyle(one).opacity != 0 && one.getAttribute('opacity') != 0)
+COUNTED_PLOTS = ("#mm-results", "#mm-curve", "#mm-learning-curve")
+AXIS_LABELS = """(name) => [...(document.querySelector(`${name} .mm-chart`)?.querySelectorAll('.mm-x span') ?? [])]
     .map((one) => [one.textContent, one.getBoundingClientRect().left, one.getBoundingClientRect().right])
     .sort((one, other) => one[1] - other[1])"""
 """[text, left edge, right edge] of the labels of the x axis."""
-CUT_TEXTS = """(name) => {
-    const svg = document.querySelector(`${name} .vega-embed svg`);
-    const frame = svg.getBoundingClientRect();
-    return [...svg.querySelectorAll('text')].filter((one) => {
-        const box = one.getBoundingClientRect();
-        return one.textContent && (box.left < frame.left - 1 || box.right > frame.right + 1);
-    }).map((one) => one.textContent);
-}"""
-"""Texts of a plot that are not within it."""
-PLOT_CONTRASTS = """(name) => {
-    const parts = (text) => (text.match(/[0-9.]+/g) ?? []).map(Number);
-    const light = ([r, g, b]) => [r, g, b].map((v) => v / 255)
-        .map((v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4))
-        .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
-    const behind = (part) => {
-        for (; part; part = part.parentElement) {
-            const colour = parts(getComputedStyle(part).backgroundColor);
-            if (colour.length == 3 || colour[3] > 0.99) return colour;
-        }
-        return [255, 255, 255];
-    };
-    const svg = document.querySelector(`${name} .vega-embed svg`);
-    return [...svg.querySelectorAll('text')].filter((one) => one.textContent && getComputedStyle(one).opacity != 0)
-        .map((one) => {
-            const pair = [light(parts(getComputedStyle(one).fill)), light(behind(svg.parentElement))].sort();
-            return [one.textContent, (pair[1] + 0.05) / (pair[0] + 0.05)];
-        });
-}"""
-"""[text, contrast] of all texts of a plot."""
 CONTRASTS = """(() => {
     const parts = (text) => (text.match(/[0-9.]+/g) ?? []).map(Number);
     const light = ([r, g, b]) => [r, g, b].map((v) => v / 255)

@@ -13,11 +13,12 @@ import pytest
 
 from mmspec.app.bench.peers.base import MEDIA, PeerRun
 from mmspec.app.bench.suite.config import SuiteConfig
-from mmspec.app.bench.suite.html import axis_ticks, format_html
+from mmspec.app.bench.suite.html import format_html
 from mmspec.app.bench.suite.runner import CallRecord
 from mmspec.app.bench.suite.session import SuiteResult
 from mmspec.app.bench.suite.summary import SuiteRow
 from mmspec.app.modeling.synthetic_images import draw_image
+from mmspec.app.ticks import axis_ticks
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 LOOKS = [(width, scheme) for width in (390, 1280) for scheme in ("light", "dark")]

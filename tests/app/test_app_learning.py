@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -10,11 +12,18 @@ import pytest
 pytest.importorskip("gradio")
 
 from mmspec.app.errors import UsageError
+from mmspec.app.ui.charts import MAX_X_LABELS, Line, bar_chart, line_chart
 from mmspec.app.ui.context import Context
 from mmspec.app.ui.learning import LearningRun, empty_cache_folder, moving_means, pool_calls
 from mmspec.app.ui.model_store import ModelStore, RunSettings
 from mmspec.app.ui.report import TempStorage
-from mmspec.app.ui.tabs.learning import STEPS, format_learning_progress, render_learning, stream_learning
+from mmspec.app.ui.tabs.learning import (
+    format_learning_progress,
+    format_plan,
+    render_learning,
+    render_steps,
+    stream_learning,
+)
 from mmspec.app.ui.worker import CancelSignal, Client
 from mmspec.files import CACHE_VARIABLE
 from mmspec.learning.stats import CurvePoint
@@ -40,7 +49,7 @@ def test_a_run_that_is_stopped(tmp_path: Path) -> None:
     halt = CancelSignal(600)
     halt.cancel()
     run = LearningRun(ModelStore("tiny"), RunSettings("tiny", "instant"), 3).run(halt)
-    assert run.cancelled and run.num_done == 0 and render_learning(run) == STEPS
+    assert run.cancelled and run.num_done == 0 and render_learning(run) == ""
     assert format_learning_progress(run, False) == "0 of 3 pictures; stopped."
 
 
@@ -71,12 +80,35 @@ def test_means_weight_calls_by_their_forwards() -> None:
     assert moving_means(points) == [1.0, 1.5, 2.0] and moving_means([]) == [] and pool_calls([]) is None
 
 
-def test_axes_of_counts_have_whole_numbers() -> None:
-    pandas = pytest.importorskip("pandas")
-    from mmspec.app.ui.plots import count_axis, value_limits
+@pytest.mark.parametrize("count", [1, 2, 3, 8, 9, 17, 60, 119, 500, 1024])
+def test_axes_of_counts_have_few_whole_numbers(count: int) -> None:
+    chart = line_chart("T", ("x", "y"), [Line("a & b", "red", [1.5] * count)], "<said>", lowest=1, top=2)
+    numbers = [int(text) for text in re.findall(r'<span style="left:[0-9.]+%">(\d+)</span>', chart)]
+    assert (
+        numbers[0] == 1
+        and len(numbers) <= MAX_X_LABELS + 1
+        and numbers == sorted(set(numbers))
+        and numbers[-1] <= count
+    )
+    places = [float(one) for one in re.findall(r"left:([0-9.]+)%", chart)]
+    assert all(0 <= one <= 100 for one in places) and all(b - a >= 6 for a, b in itertools.pairwise(places))
+    points = re.findall(r"([0-9.]+),([0-9.]+)", re.search(r'points="([^"]+)"', chart)[1])  # type: ignore[index]
+    assert all(0 <= float(value) <= 100 for point in points for value in point) and len(points) == max(2, count)
+    assert "a &amp; b" in chart and "&lt;said&gt;" in chart
 
-    few = count_axis(pandas.DataFrame({"x": [1, 2, 3, 1], "y": [1.0, 2.0, 3.0, 4.0]}), "x")
-    assert few["sort"] == ["1", "2", "3"] and list(few["value"]["x"]) == ["1", "2", "3", "1"] and few["x_lim"] is None
-    many = count_axis(pandas.DataFrame({"x": range(1, 31)}), "x")
-    assert many["x_lim"] == [1, 30] and many["sort"] is None
-    assert value_limits([0.4, 2.3]) == [0, 3] and value_limits([], 4) == [0, 4]
+
+def test_bars_reach_their_values() -> None:
+    chart = bar_chart("T", ("x", "y"), [("one", 2.0), ("two", 0.0), ("three", 4.0)], "red", "said")
+    heights = [float(one) for one in re.findall(r'<rect [^>]* height="([0-9.]+)"', chart)]
+    assert heights[1] == 0 and heights[2] == pytest.approx(2 * heights[0]) and heights[2] <= 100
+    assert bar_chart("T", ("x", "y"), [], "red", "said").count("<rect") == 0
+
+
+def test_what_will_happen_and_how_long() -> None:
+    assert "60 pictures, each of them twice; after a few it says how long" in format_plan(None, 60)
+    assert "about 60 s, as the last answer took 0.5 s" in format_plan(0.5, 60)
+    assert "describes 8 pictures" in format_plan(None, 8) and "about 4 minutes" in format_plan(2.0, 60)
+    for wrong in (None, "x", 0, 10**9, float("nan"), [3]):
+        assert "60 pictures" in format_plan(None, wrong)
+    assert "first 30 to 60" in render_steps(ModelStore("scenes")) and "<img" in render_steps(ModelStore("scenes"))
+    assert "first 30" not in render_steps(ModelStore("somebody/model")), "that holds for the bundled model"

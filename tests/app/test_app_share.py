@@ -14,7 +14,7 @@ import httpx
 from mmspec.app.cli.main import main
 from mmspec.app.errors import UsageError
 from mmspec.app.ui import command
-from mmspec.app.ui.middleware.password import PasswordGate, generate_password
+from mmspec.app.ui.middleware.password import check_password, generate_password
 from mmspec.app.ui.model_store import ModelStore
 from mmspec.app.ui.server import DemoServer, ShareError, serve
 
@@ -56,7 +56,7 @@ def test_the_shared_name_is_served_and_no_other(shared: DemoServer) -> None:
     assert shared.share_url == f"https://{HOST}"
     assert get(shared, Host=HOST).status_code == 200
     assert get(shared, Host=HOST, Origin=f"https://{HOST}").status_code == 200
-    assert get(shared, Host="other.gradio.live").status_code == 421
+    assert get(shared, Host="other.gradio.live").status_code == 400
     assert get(shared, Host=HOST, Origin="https://other.gradio.live").status_code == 403
 
 
@@ -80,10 +80,11 @@ def test_passwords(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(command.PASSWORD_VARIABLE, PASSWORD)
     assert command.choose_password(False, False) == PASSWORD
     monkeypatch.setenv(command.PASSWORD_VARIABLE, "short")
-    with pytest.raises(UsageError, match="at least 12 characters; got 5"):
+    with pytest.raises(UsageError, match="at least 12 characters, ASCII only; got 5"):
         command.choose_password(True, False)
-    with pytest.raises(ValueError, match="at least 12"):
-        PasswordGate("short")
+    for wrong in ("short", "not \xe9 in ASCII, but long"):
+        with pytest.raises(ValueError, match="at least 12 characters, ASCII only"):
+            check_password(wrong)
 
 
 def test_sharing_is_off_by_default(monkeypatch: pytest.MonkeyPatch) -> None:

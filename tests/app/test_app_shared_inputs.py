@@ -235,3 +235,11 @@ def test_requests_of_a_text_target_that_are_too_long(tmp_path: Path, capsys: pyt
     requests = TextRequests(questions)
     assert requests.reject(0, ValueError("too long")) and requests[0].question == "two ?"
     assert "skipped 'one ?': too long (1 of 2 so far" in capsys.readouterr().err
+
+
+def test_many_skips_are_few_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    requests = TextRequests([f"question {number}" for number in range(2000)])
+    for _ in range(1500):
+        requests.reject(0, ValueError("no"))
+    lines = capsys.readouterr().err.splitlines()
+    assert requests[0].question == "question 1500" and len(lines) < 20 and "(1024 of 2000 so far" in lines[-1]

@@ -21,6 +21,8 @@ from mmspec.app.train.data import Teacher
 from mmspec.app.train.datasets import FileData, Request, TextOnlyAugmented, image_fraction
 from mmspec.app.train.sampler import LengthGroupedSampler
 from mmspec.control.tree_size import TreeSizeController
+from mmspec.drafters.heads.eagle.config import EagleConfig
+from mmspec.drafters.heads.registry import find_method
 
 
 @pytest.fixture
@@ -434,7 +436,8 @@ def test_bad_requests_are_refused(args: list[str], message: str, tmp_path: Path,
 def test_unknown_drafters_are_refused(tmp_path: Path, capsys: Any) -> None:
     with pytest.raises(SystemExit):
         main(["train", "--drafter", "magic", "--out", str(tmp_path)])
-    assert "unknown drafter 'magic'; known are msd" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "unknown drafter 'magic'; known are " in err and " msd, " in err and " draft-lm " in err
 
 
 def test_a_picture_without_its_file_is_one_line(tmp_path: Path, capsys: Any) -> None:
@@ -450,7 +453,8 @@ def test_a_picture_without_its_file_is_one_line(tmp_path: Path, capsys: Any) -> 
 def test_heads_of_one_run_have_equal_initial_weights() -> None:
     model, _ = random_model("tiny")
     config = heads.target_head_config(model, 48)
-    a, b = heads.init_head(config, 3), heads.init_head(config, 3)
+    method = find_method("eagle")
+    a, b = (heads.init_head(EagleConfig.of(config), 3, method) for _ in range(2))
     assert all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
     assert (config.hidden_size, config.intermediate_size, config.num_key_value_heads) == (64, 48, 2)
 

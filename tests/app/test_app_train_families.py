@@ -20,9 +20,10 @@ from mmspec.app.scenes.render import render_scene
 from mmspec.app.scenes.world import generate_scene
 from mmspec.app.train.data import Teacher
 from mmspec.app.train.datasets import Request
-from mmspec.app.train.heads import RECIPES, target_head_config
+from mmspec.app.train.heads import target_head_config
 from mmspec.drafters.checkpoints.format import load_head
 from mmspec.drafters.heads.eagle.head import EagleHead
+from mmspec.drafters.heads.registry import recipes
 from mmspec.targets.registry import find_adapter
 
 
@@ -138,8 +139,8 @@ def test_all_drafters_of_other_families(
     family: str, flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = build_model(family)
-    several = [name for name, recipe in RECIPES.items() if recipe.architecture in ("eagle3", "dspark")]
-    runs = [([name for name in RECIPES if name not in (*several, "instant")], flags)]
+    several = [name for name, (method, _) in recipes().items() if method.reads_layers]
+    runs = [([name for name in recipes() if name not in (*several, "instant")], flags)]
     if "--compressor" not in flags:  # which is for heads that read visual tokens and one hidden state
         runs += [(several, [*flags, "--layers", "0,1,2"]), (["instant"], flags)]
     for number, (names, options) in enumerate(runs):

@@ -11,12 +11,13 @@ from torch import Tensor, nn
 
 from mmspec.drafters.heads.base.drafter import HeadDrafter
 from mmspec.drafters.heads.base.state import DraftState
-from mmspec.drafters.heads.eagle.head import EagleHead, HeadConfig
+from mmspec.drafters.heads.eagle.config import EagleConfig
+from mmspec.drafters.heads.eagle.head import EagleHead
 from mmspec.drafters.training.batch import TrainBatch
 from mmspec.engine.tree import DraftTree, root_only
 from mmspec.interfaces import Prompt, SharedEmbeddings, VerifyResult
 
-HEAD_CONFIG = HeadConfig(32, 48, 4, 2, 40, qkv_bias=True)
+HEAD_CONFIG = EagleConfig(32, 48, 4, 2, 40, qkv_bias=True)
 NUM_LAYERS, IMAGE_TOKEN_ID = 3, 39
 
 

@@ -93,14 +93,14 @@ def keep_tabs(page: Any, folder: Path, end: str, width: int, names: Collection[s
     page.wait_for_function("document.querySelector('#mm-files').innerText.includes('lion')")
     page.locator("#mm-start").click()
     page.wait_for_function("/9 of 9 done/.test(document.querySelector('#mm-batch-status').innerText)")
-    page.wait_for_selector("#mm-curve .vega-embed")
+    page.wait_for_selector("#mm-curve svg")
     keep("batch")
     if "learning" not in names:
         return
     page.get_by_role("tab", name="Learning").click()
     page.locator("#mm-learn").click()
     page.wait_for_function("/^60 of 60/.test(document.querySelector('#mm-learning-status').innerText)")
-    page.wait_for_selector("#mm-learning-curve .vega-embed")
+    page.wait_for_selector("#mm-learning-curve svg")
     keep("learning")
 
 

@@ -9,18 +9,30 @@ import torch
 from torch.nn import Module
 
 from mmspec.drafters.heads.base.drafter import HeadDrafter
+from mmspec.drafters.heads.base.head import DraftHead
 from mmspec.drafters.heads.base.visual_inputs import VISUAL_MODES
+from mmspec.drafters.heads.dspark.config import DsparkConfig
 from mmspec.drafters.heads.dspark.drafter import DsparkDrafter
 from mmspec.drafters.heads.dspark.head import DsparkHead
+from mmspec.drafters.heads.eagle.config import EagleConfig
 from mmspec.drafters.heads.eagle.drafter import EagleDrafter
-from mmspec.drafters.heads.eagle.head import EagleHead, HeadConfig
+from mmspec.drafters.heads.eagle.head import EagleHead
+from mmspec.drafters.heads.eagle3.config import Eagle3Config
+from mmspec.drafters.heads.eagle3.drafter import Eagle3Drafter
 from mmspec.drafters.heads.eagle3.head import Eagle3Head
-from mmspec.drafters.heads.falcon.drafter import FalconDrafter, FalconHead
-from mmspec.drafters.heads.flash.drafter import FlashDrafter, FlashHead
+from mmspec.drafters.heads.falcon.drafter import FalconDrafter
+from mmspec.drafters.heads.falcon.head import FalconHead
+from mmspec.drafters.heads.flash.config import FlashConfig
+from mmspec.drafters.heads.flash.drafter import FlashDrafter
+from mmspec.drafters.heads.flash.head import FlashHead
 from mmspec.drafters.heads.instant.drafter import InstantDrafter
 from mmspec.drafters.heads.instant.head import InstantHead, init_instant_head, instant_config
-from mmspec.drafters.heads.parallel.drafter import ParallelDrafter, ParallelHead
-from mmspec.drafters.heads.vispec.drafter import VispecDrafter, VispecHead
+from mmspec.drafters.heads.parallel.config import ParallelConfig
+from mmspec.drafters.heads.parallel.drafter import ParallelDrafter
+from mmspec.drafters.heads.parallel.head import ParallelHead
+from mmspec.drafters.heads.vispec.config import VispecConfig
+from mmspec.drafters.heads.vispec.drafter import VispecDrafter
+from mmspec.drafters.heads.vispec.head import VispecHead
 from mmspec.vision.compressors.cost_based import CostBased
 from mmspec.vision.compressors.latent import LatentCompressor
 from mmspec.vision.registry import init_compressor
@@ -51,11 +63,16 @@ def build_drafter(kind: str, spec: tiny.ModelSpec, seed: int = 0, vocab_size: in
     vocab_size = vocab_size or spec.vocab
     if kind == "instant":
         return build_instant_drafter(spec, vocab_size, seed)
-    config = HeadConfig(spec.hidden, 2 * spec.hidden, spec.heads, spec.kv_heads, vocab_size, qkv_bias=bool(seed % 2))
+    config = EagleConfig(spec.hidden, 2 * spec.hidden, spec.heads, spec.kv_heads, vocab_size, qkv_bias=bool(seed % 2))
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         if kind == "vispec":
-            return VispecDrafter(VispecHead(config, 2 + seed % 3), num_layers=spec.layers, max_depth=3, top_k=3)
+            return VispecDrafter(
+                VispecHead(VispecConfig.of(config, num_queries=2 + seed % 3)),
+                num_layers=spec.layers,
+                max_depth=3,
+                top_k=3,
+            )
         if kind == "eagle3":
             return build_eagle3_drafter(config, spec)
         if kind in (*BLOCK_DRAFTERS, "dspark"):
@@ -85,19 +102,19 @@ def build_drafter(kind: str, spec: tiny.ModelSpec, seed: int = 0, vocab_size: in
         return EagleDrafter(EagleHead(config), rule, num_layers=spec.layers, max_depth=4, top_k=4, draft_ids=ids)
 
 
-def build_eagle3_drafter(config: HeadConfig, spec: tiny.ModelSpec) -> EagleDrafter:
+def build_eagle3_drafter(config: EagleConfig, spec: tiny.ModelSpec) -> Eagle3Drafter:
     """A drafter over three hidden states, with a draft vocabulary of half the size."""
     size, layers = config.vocab_size // 2, (0, 1, spec.layers)
-    config = replace(config, eagle3_input=True, draft_vocab_size=size, hidden_state_layers=layers)
+    config = Eagle3Config.of(config, draft_vocab_size=size, hidden_state_layers=layers)
     ids = torch.arange(1, size + 1)
-    return EagleDrafter(Eagle3Head(config), "coupled", num_layers=spec.layers, max_depth=4, top_k=3, draft_ids=ids)
+    return Eagle3Drafter(Eagle3Head(config), "coupled", num_layers=spec.layers, max_depth=4, top_k=3, draft_ids=ids)
 
 
-def build_dspark_drafter(config: HeadConfig, layers: int, seed: int) -> DsparkDrafter:
+def build_dspark_drafter(config: EagleConfig, layers: int, seed: int) -> DsparkDrafter:
     """A drafter of a block over hidden states of several layers; some without the two small heads, which is DFlash."""
     has_markov = bool(seed % 3)
     head = DsparkHead(
-        replace(
+        DsparkConfig.of(
             config,
             block_size=(4, 3, 6, 9)[seed % 4],
             markov_rank=8 if has_markov else 0,
@@ -123,14 +140,14 @@ def build_instant_drafter(spec: tiny.ModelSpec, vocab_size: int, seed: int) -> I
     return InstantDrafter(head, num_layers=spec.layers)
 
 
-def _echoing_weight(head: EagleHead) -> torch.Tensor:
+def _echoing_weight(head: DraftHead) -> torch.Tensor:
     """The weight whose first columns map the embedding of the last token to the head's output (to its first slot)."""
     return (
         head.block_proj.weight.data[: head.config.hidden_size] if isinstance(head, InstantHead) else head.fc.weight.data
     )
 
 
-def build_block_drafter(kind: str, config: HeadConfig, layers: int, seed: int) -> HeadDrafter:
+def build_block_drafter(kind: str, config: EagleConfig, layers: int, seed: int) -> HeadDrafter:
     """A drafter of a kind that drafts several tokens per forward."""
     if kind == "dspark":
         return build_dspark_drafter(config, layers, seed)
@@ -140,7 +157,7 @@ def build_block_drafter(kind: str, config: HeadConfig, layers: int, seed: int) -
     )
     size = (2, 3, 4, 5, 8)[seed % 5]
     if kind in ("flash", "chained"):
-        wide = replace(
+        wide = FlashConfig.of(
             config, intermediate_size=0, block_size=size, block_ffn_size=24, markov_rank=12 if kind == "chained" else 0
         )
         head = FlashHead(wide)
@@ -151,6 +168,6 @@ def build_block_drafter(kind: str, config: HeadConfig, layers: int, seed: int) -
         falcon = FalconHead(replace(config, block_size=size))
         return FalconDrafter(falcon, rule, num_layers=layers, max_forwards=1 + seed % 3, top_k=3, draft_ids=ids)
     parallel = ParallelHead(
-        replace(config, block_size=size if seed % 7 else 1, block_ffn_size=16 if kind == "linked" else 0)
+        ParallelConfig.of(config, block_size=size if seed % 7 else 1, block_ffn_size=16 if kind == "linked" else 0)
     )
     return ParallelDrafter(parallel, rule, num_layers=layers, top_k=3, draft_ids=ids)

@@ -13,7 +13,8 @@ import torch
 from mmspec.app.bench.specs import get_drafter, patch_model
 from mmspec.app.modeling.random_models import random_model
 from mmspec.drafters.checkpoints.format import HeadMetadata, save_head, tokenizer_fingerprint
-from mmspec.drafters.heads.eagle.head import EagleHead, HeadConfig
+from mmspec.drafters.heads.eagle.config import EagleConfig
+from mmspec.drafters.heads.eagle.head import EagleHead
 from mmspec.vision.compressors.elastic import Elastic
 from research.studies import chooser_report, visual_report
 from research.studies import visual as study_visual
@@ -28,7 +29,7 @@ pytestmark = pytest.mark.research
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`plain`, and `adaptive`, which comes with an elastic compressor."""
     _, processor = random_model("tiny")
-    config = HeadConfig(64, 128, 4, 2, 384)
+    config = EagleConfig(64, 128, 4, 2, 384)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
         head, elastic = EagleHead(config), Elastic(64, 8)
@@ -93,7 +94,7 @@ def test_the_study_from_the_command_line(folder: Path, tmp_path: Path, capsys: A
     assert [row["num_compressed_tokens"] for row in (whole, drop, pool)] == [None, 0, 32]
     assert whole["num_visual_tokens"] == 8 * 16
     assert whole["prefill_over"] == whole["kv_over"] == 1
-    config = HeadConfig(64, 128, 4, 2, 384)
+    config = EagleConfig(64, 128, 4, 2, 384)
     assert [row["share"] for row in rows[4:]] == [None, 1.0, 0.0, 0.25]
     assert whole["mflops_over"] == 1 and drop["mflops_over"] < pool["mflops_over"] < 1
     assert all(len(row["seconds"]) == len(row["forwards"]) == 2 and row["run"]["torch"] for row in rows)

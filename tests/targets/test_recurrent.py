@@ -33,6 +33,7 @@ from mmspec.engine.tree_cache import CACHE_ARGUMENT, is_recurrent
 from mmspec.interfaces import VerifyResult
 from mmspec.targets import recurrent, recurrent_states
 from mmspec.targets.registry import find_adapter
+from mmspec.targets.selftest import run_selftest
 
 FAMILIES = [name for name, row in zoo.ROWS.items() if "recurrent" in row.traits]
 FAMILY = pytest.mark.parametrize("family", [name for name in ("qwen3_5", "lfm2_vl") if name in FAMILIES])
@@ -253,12 +254,9 @@ def test_an_unknown_recurrence_goes_to_transformers() -> None:
 def test_functions_of_transformers_are_replaced_for_a_forward_alone() -> None:
     """Also where two threads decode at once; a third that decodes unpatched is not logged."""
     model = model_of("qwen3_5")
-    namespace = inspect.unwrap(type(model.model.language_model.layers[0].linear_attn).forward).__globals__
-    names = [
-        name for name, _ in recurrent_states._updating_functions(type(model.model.language_model.layers[0].linear_attn))
-    ]
-    assert any("chunk" in name for name in names) and any("recurrent" in name for name in names)
-    before = [namespace[name] for name in names]
+    functions = recurrent_states.updating_functions(type(module) for module in model.modules())
+    assert any("chunk" in one.name for one in functions) and any("recurrent" in one.name for one in functions)
+    before = [one.namespace[one.name] for one in functions]
     given = ragged(model)
     options: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None}
     plain = model.generate(**given, **options)
@@ -278,7 +276,31 @@ def test_functions_of_transformers_are_replaced_for_a_forward_alone() -> None:
     finally:
         mmspec.unpatch(model)
     assert len(results) == 3 and all(torch.equal(result, plain) for result in results)
-    assert [namespace[name] for name in names] == before and not recurrent_states._USERS
+    assert [one.namespace[one.name] for one in functions] == before and not recurrent_states._USERS
+
+
+def test_functions_that_are_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where `kernels` is installed, the functions of the recurrence are modules with the signatures of functions."""
+
+    def as_module(function: Any) -> torch.nn.Module:
+        class Func(torch.nn.Module):
+            def forward(self, *args: Any, **kwargs: Any) -> Any:
+                return function(*args, **kwargs)
+
+        own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        parameters = [own, *inspect.signature(function).parameters.values()]
+        vars(Func.forward)["__signature__"] = inspect.Signature(parameters)
+        return Func()
+
+    model = model_of("qwen3_5")
+    classes = [type(module) for module in model.modules()]
+    functions = recurrent_states.updating_functions(classes)
+    for one in functions:
+        monkeypatch.setitem(one.namespace, one.name, as_module(one.namespace[one.name]))
+    recurrent_states._parameters_of.cache_clear()
+    assert {one.name for one in recurrent_states.updating_functions(classes)} == {one.name for one in functions}
+    result = run_selftest(find_adapter(model))
+    assert result.passed, result.describe()
 
 
 @FAMILY

@@ -18,8 +18,9 @@ from torch import Tensor
 from transformers import LlavaConfig, LlavaForConditionalGeneration, PreTrainedModel, SiglipVisionConfig
 
 import mmspec
+from mmspec.drafters.heads.eagle.config import EagleConfig
 from mmspec.drafters.heads.eagle.drafter import EagleDrafter
-from mmspec.drafters.heads.eagle.head import EagleHead, HeadConfig
+from mmspec.drafters.heads.eagle.head import EagleHead
 from mmspec.interfaces import Prompt, VisualTokens
 from mmspec.targets.registry import find_adapter
 from mmspec.vision.compressors.elastic import Elastic
@@ -252,7 +253,7 @@ class Spy:
 @pytest.mark.parametrize("padding", ["left", "right"])
 def test_a_compressor_receives_the_attention_of_the_tower(padding: str) -> None:
     """Scores are at their own tokens, `salient` keeps the highest, and the output is unchanged."""
-    drafter = EagleDrafter(EagleHead(HeadConfig(32, 64, 4, 2, 120)), "decoupled", num_layers=2)
+    drafter = EagleDrafter(EagleHead(EagleConfig(32, 64, 4, 2, 120)), "decoupled", num_layers=2)
     model, spy = MODELS["llava"](), Spy(build_compressor("salient:3"))
     given = tiny.build_inputs(model, 5, 3, images=[2, 1, 1], padding=padding)
     plain = model.generate(**given, max_new_tokens=12, do_sample=False)

@@ -35,14 +35,20 @@ from mmspec.app.scenes.render import render_scene
 from mmspec.app.scenes.world import generate_scene
 from mmspec.app.train.data import Request, Teacher
 from mmspec.drafters.checkpoints.format import HeadMetadata, load_head, save_head
-from mmspec.drafters.heads.architectures import ARCHITECTURES
 from mmspec.drafters.heads.base.compressed_inputs import compressed_inputs, prompt_grids
+from mmspec.drafters.heads.base.head import DraftHead
 from mmspec.drafters.heads.base.visual_inputs import VISUAL_MODES, DraftInputs
+from mmspec.drafters.heads.eagle.config import EagleConfig
 from mmspec.drafters.heads.eagle.drafter import EagleDrafter
-from mmspec.drafters.heads.eagle.head import EagleHead, HeadConfig
+from mmspec.drafters.heads.eagle.head import EagleHead
 from mmspec.drafters.heads.eagle.loss import eagle_loss
+from mmspec.drafters.heads.eagle3.config import Eagle3Config
+from mmspec.drafters.heads.eagle3.drafter import Eagle3Drafter
 from mmspec.drafters.heads.eagle3.head import Eagle3Head
-from mmspec.drafters.heads.vispec.drafter import VispecDrafter, VispecHead
+from mmspec.drafters.heads.registry import find_method
+from mmspec.drafters.heads.vispec.config import VispecConfig
+from mmspec.drafters.heads.vispec.drafter import VispecDrafter
+from mmspec.drafters.heads.vispec.head import VispecHead
 from mmspec.drafters.training.batch import DraftModel, build_inputs_and_labels
 from mmspec.drafters.training.gate import fit_gate_on_batches
 from mmspec.drafters.training.losses import LossWeights, TrainProgress
@@ -514,13 +520,14 @@ COMPRESSED = ("eagle", "flash", "parallel", "falcon")
 """Architectures that a trained compressor fits: heads that read one hidden state."""
 
 
-def head(kind: str = "eagle") -> EagleHead:
+def head(kind: str = "eagle") -> DraftHead:
     shape = {"eagle": {}, "flash": {"intermediate_size": 0, "block_size": 2, "block_ffn_size": 40}}.get(
         kind, {"block_size": 2}
     )
+    classes = find_method(kind).classes()
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(4)
-        eagle_head = ARCHITECTURES[kind].head(replace(HEAD_CONFIG, **shape))
+        eagle_head = classes.head(classes.config.of(HEAD_CONFIG, **shape))
     for weight in eagle_head.parameters():
         weight.data.mul_(1.5)
     return eagle_head.eval()
@@ -715,7 +722,7 @@ def test_training_uses_the_same_grids_as_drafting(
     eagle_head = head(kind)
     image_grids = [VisualGrid(row, start, 1, 1 + start, 2 * row + start) for row in range(2) for start in range(2)]
     prompt = build_prompt(world, 9, grids=tuple(replace(grid, start=grid.start + 2) for grid in image_grids))
-    drafter = ARCHITECTURES[kind].drafter(eagle_head, "coupled", num_layers=NUM_LAYERS)
+    drafter = find_method(kind).classes().drafter(eagle_head, "coupled", num_layers=NUM_LAYERS)
     drafter.compressor = grids(kind_of_compressor)
     tree = drafter.propose(begin_decoding(world, drafter, prompt), 8, [True, True])
     calls: list[tuple[int, Tensor, Tensor]] = []
@@ -728,7 +735,7 @@ def test_training_uses_the_same_grids_as_drafting(
     with torch.no_grad():
         for seed in range(3):  # where Falcon's blocks begin
             progress = TrainProgress(1.0, torch.Generator().manual_seed(seed))
-            ARCHITECTURES[kind].compute_loss(
+            find_method(kind).loss()(
                 model, batch, world.shared_embeddings, placeholder, LossWeights(ttt_steps=1), progress
             )
         for part, out, goal in calls:
@@ -861,7 +868,7 @@ def test_fit_gate_gets_the_loss_and_penalty_of_each_branch(world: FakeTarget, mo
     for index, branch in enumerate(gate.branches):
         with torch.no_grad():
             alone = DraftModel(model.head, "decoupled", compressor=branch)
-            loss, _ = ARCHITECTURES["eagle"].compute_loss(
+            loss, _ = find_method("eagle").loss()(
                 alone,
                 text,
                 world.shared_embeddings,
@@ -881,7 +888,7 @@ def test_the_budget_penalty_is_part_of_the_loss(world: FakeTarget, kind: str) ->
     """With all other weights 0, the loss is the mean share of three tokens that the branches keep."""
     gate, placeholder = gated().train(), world.shared_embeddings.embed_tokens(torch.tensor(IMAGE_TOKEN_ID))
     model, free = DraftModel(head(kind), "decoupled", kind, gate), LossWeights(0.0, 0.0)
-    loss, metrics = ARCHITECTURES[kind].compute_loss(
+    loss, metrics = find_method(kind).loss()(
         model, build_train_batch(world), world.shared_embeddings, placeholder, free, TrainProgress()
     )
     num_kept = [0 if label == "drop" else int(label.partition(":")[2]) for label in gate.branch_labels()]
@@ -918,7 +925,7 @@ def test_a_train_batch_has_the_grids_of_its_rows(tiny: Captioner) -> None:
 
 def test_a_stored_compressor_is_used_and_the_output_is_unchanged(tiny: Captioner, tmp_path: Path) -> None:
     model = tiny.model
-    config = HeadConfig(64, 128, 4, 2, 384)
+    config = EagleConfig(64, 128, 4, 2, 384)
     inputs = tiny.build_inputs(
         [render_scene(generate_scene(i)) for i in range(3)], ["a", "what is this thing", "list the colors please"]
     )
@@ -951,7 +958,7 @@ def test_a_stored_compressor_is_used_and_the_output_is_unchanged(tiny: Captioner
 
 def test_elastic_by_name_is_the_drafters_gate_or_cost_based(tiny: Captioner, tmp_path: Path) -> None:
     """With a drafter without a gate, and with one that has one."""
-    model, config = tiny.model, HeadConfig(64, 128, 4, 2, 384)
+    model, config = tiny.model, EagleConfig(64, 128, 4, 2, 384)
     gate = Elastic(64, 4)
     gate.gate.bias.data[gate.branch_labels().index("stride:1")] = 1.0
     stored = {"name": "elastic", "max_tokens": 4}, gate.state_dict()
@@ -988,7 +995,7 @@ def test_inconsistent_grids_are_logged_and_ignored(world: FakeTarget, caplog: py
 
 @pytest.mark.parametrize("name", ["conv:4", "elastic:4", "latent:4", "resampler:4"])
 def test_a_compressor_of_another_hidden_size_is_refused(tiny: Captioner, name: str) -> None:
-    model, drafter = tiny.model, EagleDrafter(EagleHead(HeadConfig(64, 128, 4, 2, 384)), num_layers=2)
+    model, drafter = tiny.model, EagleDrafter(EagleHead(EagleConfig(64, 128, 4, 2, 384)), num_layers=2)
     message = f"compressor {name[:-2]!r} has weights for hidden size 32, drafter 'eagle' reads hidden size 64"
     with pytest.raises(ValueError, match=message):
         mmspec.patch(model, drafter, compressor=init_compressor(name, 32))
@@ -1008,8 +1015,8 @@ def test_a_compressor_of_another_hidden_size_is_refused(tiny: Captioner, name: s
 @pytest.mark.parametrize("name", ["conv:4", "elastic:4", "latent:4", "resampler:4"])
 def test_a_trained_compressor_is_refused_with_eagle3(tiny: Captioner, name: str) -> None:
     """EAGLE-3 concatenates three hidden states, which no trained compressor fits; untrained ones work."""
-    config = HeadConfig(64, 128, 4, 2, 384, eagle3_input=True, draft_vocab_size=384)
-    drafter = EagleDrafter(Eagle3Head(config), "coupled", num_layers=8, name="eagle3")
+    config = Eagle3Config(64, 128, 4, 2, 384, draft_vocab_size=384)
+    drafter = Eagle3Drafter(Eagle3Head(config), "coupled", num_layers=8, name="eagle3")
     drafter.set_hidden_state_indices((0, 1, 2), 2)
     message = (
         f"compressor {name[:-2]!r} .* drafter 'eagle3' reads several hidden states side by side; "
@@ -1031,7 +1038,7 @@ def test_a_trained_compressor_is_refused_with_eagle3(tiny: Captioner, name: str)
 
 def test_a_drafter_that_compresses_itself_accepts_no_compressor(tiny: Captioner) -> None:
     message = "drafter 'vispec' compresses visual tokens itself; pass compressor=None"
-    drafter = VispecDrafter(VispecHead(HeadConfig(64, 128, 4, 2, 384), 2), num_layers=2)
+    drafter = VispecDrafter(VispecHead(VispecConfig(64, 128, 4, 2, 384)), num_layers=2)
     with pytest.raises(ValueError, match=message):
         mmspec.patch(tiny.model, drafter, compressor="pool:4")
     assert not mmspec.is_patched(tiny.model)
@@ -1061,7 +1068,7 @@ class SamplingCompressor:
 @pytest.mark.parametrize("sample", [True, False])
 def test_random_draws_of_a_compressor_are_undone(tiny: Captioner, sample: bool) -> None:
     model, compressor = tiny.model, SamplingCompressor()
-    config = HeadConfig(64, 128, 4, 2, 384)
+    config = EagleConfig(64, 128, 4, 2, 384)
     inputs = tiny.build_inputs([render_scene(generate_scene(i)) for i in range(2)], ["a", "what is this thing"])
     torch.manual_seed(5)
     plain, state = model.generate(**inputs, max_new_tokens=16, do_sample=sample), torch.get_rng_state()

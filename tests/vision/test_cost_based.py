@@ -29,8 +29,9 @@ from mmspec.app.scenes.world import generate_scene
 from mmspec.control.draft_cost import EXPLORE_EVERY, CallTimer, CostByLength, DraftCosts, HeadCostModel, elapsed
 from mmspec.control.tree_size import TreeSizeController
 from mmspec.drafters.checkpoints.format import HeadMetadata, save_head
+from mmspec.drafters.heads.eagle.config import EagleConfig
 from mmspec.drafters.heads.eagle.drafter import EagleDrafter
-from mmspec.drafters.heads.eagle.head import EagleHead, HeadConfig
+from mmspec.drafters.heads.eagle.head import EagleHead
 from mmspec.interfaces import CompressionContext, VisualGrid, VisualTokens
 from mmspec.metrics.compression_stats import CompressionRecord, RecordingCompressor
 from mmspec.vision.compressors.cost_based import DEFAULT_MAX_TOKENS, Choice, CostBased, choose_compressor
@@ -364,7 +365,7 @@ def tiny() -> Captioner:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("head")
-    config = HeadConfig(64, 128, 4, 2, 384)
+    config = EagleConfig(64, 128, 4, 2, 384)
     save_head(path, EagleHead(config), HeadMetadata(config, "decoupled", 2, "llava"))
     return path
 

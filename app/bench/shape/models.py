@@ -7,15 +7,18 @@ a wide margin, in half precision too. The text means nothing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from mmspec.app.errors import UsageError
+from mmspec.drafters.heads.eagle.config import EagleConfig
 from mmspec.drafters.heads.eagle.drafter import EagleDrafter
-from mmspec.drafters.heads.eagle.head import EagleHead, HeadConfig
-from mmspec.drafters.heads.flash.drafter import FlashDrafter, FlashHead
+from mmspec.drafters.heads.eagle.head import EagleHead
+from mmspec.drafters.heads.flash.config import FlashConfig
+from mmspec.drafters.heads.flash.drafter import FlashDrafter
+from mmspec.drafters.heads.flash.head import FlashHead
 from mmspec.interfaces import Drafter
 
 if TYPE_CHECKING:
@@ -115,7 +118,7 @@ def build_shape_drafter(
     Raises:
         UsageError: another name.
     """
-    config = HeadConfig(
+    config = EagleConfig(
         shape.hidden_size,
         shape.intermediate_size,
         shape.num_attention_heads,
@@ -133,6 +136,7 @@ def build_shape_drafter(
             )
         if name == "flash":
             ffn, rank = shape.hidden_size // 2, max(8, shape.hidden_size // 16)
-            block = replace(config, intermediate_size=0, block_size=FLASH_BLOCK, block_ffn_size=ffn, markov_rank=rank)
+            sizes = {"block_size": FLASH_BLOCK, "block_ffn_size": ffn, "markov_rank": rank}
+            block = FlashConfig.of(config, intermediate_size=0, **sizes)
             return FlashDrafter(FlashHead(block).to(dtype).eval(), "decoupled", num_layers=layers)
     raise UsageError(f"--drafters with --shape are none, oracle, msd and flash; got {name!r}")

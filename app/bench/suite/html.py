@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from html import escape
 
@@ -10,6 +9,7 @@ from mmspec.app.bench.suite.report import LIMITS, Cells, provenance_lines, remar
 from mmspec.app.bench.suite.runner import CallRecord
 from mmspec.app.bench.suite.session import SuiteResult
 from mmspec.app.bench.suite.summary import ALL, SuiteRow
+from mmspec.app.ticks import axis_ticks
 
 WIDTH, BAR_HEIGHT, CDF_HEIGHT, LABEL_WIDTH, LEGEND_COLUMNS = 520, 26, 240, 128, 3
 """Of the plots, in units of 1/520 of their width: legible at 360 pixels. Texts are 13 units high."""
@@ -116,13 +116,6 @@ def latency_plot(calls: Sequence[CallRecord]) -> str:
         parts.append(f'<text x="{x + 18:.1f}" y="{y}">{escape(_shorten(peer))}</text>')
     total_height = height + 54 + 20 * ((len(seconds) - 1) // LEGEND_COLUMNS)
     return _svg(total_height, parts, "Share of calls that end within a time, a line for each peer")
-
-
-def axis_ticks(top: float) -> list[float]:
-    """From 0 to at least `top`, at most six, a multiple of 1, 2 or 5 times a power of ten apart."""
-    exponent = math.floor(math.log10(top / 5)) if top > 0 else 0
-    step = next(step for factor in (1, 2, 5, 10) if 5 * (step := factor * 10.0**exponent) >= top)
-    return [round(step * index, 12) for index in range(max(1, math.ceil(top / step - 1e-9)) + 1)]
 
 
 def _shorten(peer: str) -> str:

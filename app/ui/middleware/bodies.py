@@ -1,27 +1,26 @@
-"""Limits of request bodies: bytes, rate, number of files, JSON. Checked before Gradio reads the body."""
+"""Limits of request bodies that Starlette and Gradio lack: the time they take, and the disk that uploads fill."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import re
 import shutil
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mmspec.app.ui.middleware.hosts import ErrorResponse
+import gradio.route_utils
+from gradio.route_utils import GradioMultiPartParser
+from starlette.exceptions import HTTPException
+from starlette.types import Message, Receive
 
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
 MB = 1_000_000
 STORAGE_CHECK_BYTES = 16 * MB
 """Bytes of one upload between two measurements of the upload folder."""
-REMOTE_PATH = re.compile(r"\s*([a-z][a-z0-9+.-]*:|[/\\]{2})", re.IGNORECASE)
-"""A path with a URL scheme, or a network path (`//host`)."""
+FILE_BYTES = 4096
+"""What a stored file takes besides its content."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +31,7 @@ class RequestLimits:
         max_request_bytes: body of one upload request, all files together.
         max_stored_bytes: all stored uploads.
         min_free_bytes: free disk space that uploads leave.
-        max_json_bytes: a JSON body.
-        max_header_bytes: all header lines, the path and the query.
+        max_json_bytes: any other body.
         idle_timeout_s: seconds without a byte of the body.
         base_timeout_s: seconds that a body of any size may take.
         min_bytes_per_s: rate at which larger bodies must arrive.
@@ -43,171 +41,103 @@ class RequestLimits:
     max_stored_bytes: int = 4000 * MB
     min_free_bytes: int = 200 * MB
     max_json_bytes: int = 1 * MB
-    max_header_bytes: int = 32_768
     idle_timeout_s: float = 15.0
     base_timeout_s: float = 30.0
     min_bytes_per_s: int = 50_000
 
 
-class RefusedError(Exception):
-    """The request is refused with `response`."""
+def receive_in_time(receive: Receive, limits: RequestLimits) -> Receive:
+    """A `receive` that raises `HTTPException` once the body is later than the limits allow."""
+    start_time, size, is_complete = time.monotonic(), 0, False
 
-    def __init__(self, response: ErrorResponse) -> None:
-        super().__init__(response.text)
-        self.response = response
+    async def receive_checked() -> Message:
+        nonlocal size, is_complete
+        if is_complete:  # waits for the client to leave
+            return await receive()
+        left = limits.base_timeout_s + size / limits.min_bytes_per_s - (time.monotonic() - start_time)
+        try:
+            message = await asyncio.wait_for(receive(), min(limits.idle_timeout_s, left))
+        except TimeoutError:
+            raise HTTPException(408, "The body arrives too slowly.") from None
+        size += len(message.get("body", b""))
+        is_complete = not message.get("more_body", False)
+        return message
+
+    return receive_checked
 
 
 class UploadFolder:
     """Gradio's upload folder: each stored upload in a folder of its own, incomplete ones directly in it."""
 
-    def __init__(self, folder: Path, request_limits: RequestLimits, max_files: int) -> None:
+    def __init__(self, folder: Path, request_limits: RequestLimits) -> None:
         self.folder = folder
         self.request_limits = request_limits
-        self.max_files = max_files
         self._num_active = 0
 
-    def begin(self) -> None:
-        """Register the start of an upload."""
-        self._num_active += 1
+    @contextmanager
+    def uploading(self, receive: Receive, announced: int = 0) -> Iterator[Receive]:
+        """Within this block an upload is received, by the `receive` that this returns.
 
-    def end(self) -> None:
-        """Register the end of an upload, complete or not. After the last one, incomplete files are removed."""
-        self._num_active -= 1
-        if self._num_active == 0 and self.folder.is_dir():
-            for file in self.folder.iterdir():
-                if file.is_file():
-                    with suppress(OSError):
-                        file.unlink()
+        After the last one, incomplete files are removed.
+
+        Args:
+            receive: see ASGI.
+            announced: bytes of the upload, 0 if unknown.
+
+        Raises:
+            HTTPException: the folder is full; also raised by the returned `receive`.
+        """
+        unchecked = 0
+        self._refuse_if_full(announced)
+
+        async def receive_stored() -> Message:
+            nonlocal unchecked
+            message = await receive()
+            unchecked += len(message.get("body", b""))
+            if unchecked > STORAGE_CHECK_BYTES:
+                unchecked = 0
+                self._refuse_if_full()
+            return message
+
+        self._num_active += 1
+        try:
+            yield receive_stored
+        finally:
+            self._num_active -= 1
+            if self._num_active == 0 and self.folder.is_dir():
+                for file in self.folder.iterdir():
+                    if file.is_file():
+                        with suppress(OSError):
+                            file.unlink()
 
     def free_bytes(self) -> int:
         """Bytes that may still be stored; negative above the limit."""
         stored = 0
         for file in self.folder.rglob("*"):
             with suppress(OSError):
-                stored += file.stat().st_size if file.is_file() else 0
+                stored += file.stat().st_size + FILE_BYTES if file.is_file() else 0
         existing = self.folder if self.folder.is_dir() else self.folder.parent
         free_on_disk = shutil.disk_usage(existing).free
         return min(self.request_limits.max_stored_bytes - stored, free_on_disk - self.request_limits.min_free_bytes)
 
-
-class BodyReader:
-    """Reads the body of one request and raises `RefusedError` as soon as it exceeds a limit."""
-
-    def __init__(
-        self, receive: Receive, request_limits: RequestLimits, max_bytes: int, content_length: int | None
-    ) -> None:
-        """Start the clock of the body.
-
-        Args:
-            receive: see ASGI.
-            request_limits: timeouts and rate.
-            max_bytes: limit of the body.
-            content_length: of the header; None if absent.
-
-        Raises:
-            RefusedError: `content_length` exceeds the limit.
-        """
-        self._receive = receive
-        self.request_limits = request_limits
-        self.max_bytes = max_bytes
-        self.size = 0
-        self.complete = False
-        self._start_time = time.monotonic()
-        if content_length is not None and content_length > max_bytes:
-            raise RefusedError(body_too_large(max_bytes))
-
-    async def read_chunk(self) -> bytes:
-        """The next chunk; the last one may be empty.
-
-        Raises:
-            RefusedError: too large, too slow, or the client disconnected.
-        """
-        limits = self.request_limits
-        try:
-            message = await asyncio.wait_for(self._receive(), limits.idle_timeout_s)
-        except TimeoutError:
-            raise RefusedError(ErrorResponse(408, f"No byte of the body in {limits.idle_timeout_s:g} s.")) from None
-        if message["type"] == "http.disconnect":
-            raise RefusedError(ErrorResponse(400, "The client disconnected before its body was complete."))
-        chunk: bytes = message.get("body", b"")
-        self.complete = not message.get("more_body", False)
-        self.size += len(chunk)
-        if self.size > self.max_bytes:
-            raise RefusedError(body_too_large(self.max_bytes))
-        if time.monotonic() - self._start_time > limits.base_timeout_s + self.size / limits.min_bytes_per_s:
-            raise RefusedError(ErrorResponse(408, "The body arrives too slowly."))
-        return chunk
-
-    async def read_all(self) -> bytes:
-        """The whole body.
-
-        Raises:
-            RefusedError: see `read_chunk`.
-        """
-        chunks = [await self.read_chunk()]
-        while not self.complete:
-            chunks.append(await self.read_chunk())
-        return b"".join(chunks)
+    def _refuse_if_full(self, announced: int = 0) -> None:
+        if self.free_bytes() <= announced:
+            raise HTTPException(413, "The app holds as many uploads as it may; try again later.")
 
 
-class PartCounter:
-    """Counts the parts of a multipart body chunk by chunk."""
+@contextmanager
+def limit_upload_parts(max_files: int) -> Iterator[None]:
+    """Within this block an upload has at most `max_files` parts, all of them files.
 
-    def __init__(self, boundary: bytes, max_parts: int) -> None:
-        self._delimiter = b"--" + boundary
-        self._max_parts = max_parts
-        self._count = 0
-        self._tail = b""
-
-    def feed(self, chunk: bytes) -> None:
-        """Count the delimiters of one more chunk; one may be split between two chunks.
-
-        Raises:
-            RefusedError: more parts than allowed.
-        """
-        text = self._tail + chunk
-        self._count += text.count(self._delimiter)
-        self._tail = text[-(len(self._delimiter) - 1) :]
-        if self._count > self._max_parts + 1:  # the last delimiter closes the body
-            raise RefusedError(ErrorResponse(413, f"More than {self._max_parts} files in one request."))
-
-
-def body_too_large(max_bytes: int) -> ErrorResponse:
-    """The response to a body above the limit."""
-    return ErrorResponse(413, f"The body has more than {max_bytes} bytes, which is the limit.")
-
-
-def parse_json_object(body: bytes) -> dict[str, Any]:
-    """Parse a JSON object.
-
-    Raises:
-        RefusedError: it is not an object, is nested too deeply, or holds text that is not valid Unicode.
+    Gradio takes 1000, and holds parts that are no files in memory, whatever their size.
     """
+
+    class UploadParser(GradioMultiPartParser):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **{**options, "max_files": max_files, "max_fields": 0})
+
+    gradio.route_utils.GradioMultiPartParser = UploadParser
     try:
-        value = json.loads(body.decode("utf-8"), parse_constant=_reject_constant)
-        json.dumps(value, ensure_ascii=False).encode("utf-8")  # raises on lone surrogates
-    except (ValueError, RecursionError):
-        raise RefusedError(ErrorResponse(400, "The body is not JSON, or is nested too deeply.")) from None
-    if not isinstance(value, dict):
-        raise RefusedError(ErrorResponse(400, "The body must be a JSON object."))
-    return value
-
-
-def has_remote_path(value: Any) -> bool:
-    """Whether a file in the inputs has the address of another server as its path, which Gradio would fetch.
-
-    Args:
-        value: from `parse_json_object`, which bounds its depth.
-    """
-    stack = [value]
-    while stack:
-        item = stack.pop()
-        path = item.get("path") if isinstance(item, dict) else None
-        if isinstance(path, str) and REMOTE_PATH.match(path):
-            return True
-        stack += item.values() if isinstance(item, dict) else item if isinstance(item, list) else ()
-    return False
-
-
-def _reject_constant(name: str) -> float:
-    raise ValueError(f"{name} is not JSON")
+        yield
+    finally:
+        gradio.route_utils.GradioMultiPartParser = GradioMultiPartParser

@@ -1,27 +1,23 @@
 """A password for all requests, by HTTP Basic authentication: browsers ask for it once, programs send a header.
 
-Checked here and not by Gradio's login, whose routes are not served.
+Gradio's own login leaves `/cancel`, `/heartbeat` and the files of the page open to everybody.
 """
 
 from __future__ import annotations
 
-import base64
-import binascii
 import hmac
 import secrets
-from collections.abc import Mapping
 
-from mmspec.app.ui.middleware.hosts import ErrorResponse
+from fastapi.security import HTTPBasic
+from starlette.exceptions import HTTPException
+from starlette.requests import HTTPConnection
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 MIN_PASSWORD_CHARS = 12
 """Shortest password that may be chosen: attempts are not counted, so that it must not be guessable."""
 STARTUP_PATH = "/gradio_api/startup-events"
-"""Gradio requests it from itself at the start, without a password. It tells nothing, and does nothing a second time."""
-CHALLENGE = ErrorResponse(
-    401,
-    "This app needs a password; any user name will do.",
-    ((b"www-authenticate", b'Basic realm="mmspec demo", charset="UTF-8"'),),
-)
+"""Gradio requests it from itself at the start, without a password. It shows nothing, and does nothing a second time."""
+CHALLENGE = {"WWW-Authenticate": 'Basic realm="mmspec demo"'}
 
 
 def generate_password() -> str:
@@ -29,35 +25,32 @@ def generate_password() -> str:
     return secrets.token_urlsafe(12)
 
 
+def check_password(password: str) -> None:
+    """Refuse a password that is too short, or that browsers would encode in different ways.
+
+    Raises:
+        ValueError: it is.
+    """
+    if len(password) < MIN_PASSWORD_CHARS or not password.isascii():
+        raise ValueError(f"must have at least {MIN_PASSWORD_CHARS} characters, ASCII only; got {len(password)}")
+
+
 class PasswordGate:
     """Refuses requests without the password. The user name is ignored."""
 
-    def __init__(self, password: str) -> None:
-        """Create the gate.
+    def __init__(self, app: ASGIApp, password: str) -> None:
+        self.app = app
+        self._password = password.encode()
+        self._basic = HTTPBasic(realm="mmspec demo", auto_error=False)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI.
 
         Raises:
-            ValueError: the password is too short.
+            HTTPException: the password is missing or wrong.
         """
-        if len(password) < MIN_PASSWORD_CHARS:
-            raise ValueError(f"the password must have at least {MIN_PASSWORD_CHARS} characters; got {len(password)}")
-        self._password = password.encode()
-
-    def check(self, headers: Mapping[str, list[str]], path: str) -> ErrorResponse | None:
-        """The refusal of a request; None if it carries the password."""
-        if path == STARTUP_PATH:
-            return None
-        values = headers.get("authorization", [])
-        given = _parse_password(values[0]) if len(values) == 1 else None
-        return None if given is not None and hmac.compare_digest(given, self._password) else CHALLENGE
-
-
-def _parse_password(value: str) -> bytes | None:
-    """The password of an `Authorization` header; None if it is not of the scheme Basic."""
-    scheme, _, encoded = value.partition(" ")
-    if scheme.lower() != "basic" or len(encoded) > 1000:
-        return None
-    try:
-        _, colon, password = base64.b64decode(encoded.strip(), validate=True).partition(b":")
-    except (binascii.Error, ValueError):
-        return None
-    return password if colon else None
+        if scope["type"] == "http" and scope["path"] != STARTUP_PATH:
+            given = await self._basic(HTTPConnection(scope))
+            if given is None or not hmac.compare_digest(given.password.encode(), self._password):
+                raise HTTPException(401, "This app needs a password; any user name will do.", CHALLENGE)
+        await self.app(scope, receive, send)

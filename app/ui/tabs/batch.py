@@ -17,7 +17,7 @@ from mmspec.app.io import images, videos
 from mmspec.app.io.sources import MANIFESTS
 from mmspec.app.scenes.examples import list_example_files
 from mmspec.app.ui import render
-from mmspec.app.ui.batch import CaptionBatch, write_parquet
+from mmspec.app.ui.batch import COMPARED_FILES, CaptionBatch, write_parquet
 from mmspec.app.ui.context import (
     UNQUEUED,
     VALIDATION,
@@ -28,15 +28,14 @@ from mmspec.app.ui.context import (
     get_client,
     report_errors,
 )
-from mmspec.app.ui.plots import LANE_COLORS, caption_curve, count_axis, value_limits
+from mmspec.app.ui.plots import caption_curve
 from mmspec.app.ui.tabs.run_events import RUN_EVENT, RunControls, begin_run, connect_run_end
 from mmspec.app.ui.worker import Client, LeftQueueError
 
 BATCH_INTRO = (
-    "Captions of many files: the model describes each picture or clip, with mmspec. The captions are those of plain "
-    "<code>generate</code>, and can be saved as JSONL or Parquet."
+    "Captions of many files: the model describes each picture or clip, with mmspec. Plain <code>generate</code> "
+    f"describes the first {COMPARED_FILES} too, so that the speed-up is known. Captions are saved as JSONL or Parquet."
 )
-CURVE_COLORS = {"each file": LANE_COLORS[0], "mean of the last 8": LANE_COLORS[1]}
 ROW_FORMATS = (
     "JSONL and Parquet hold the same rows, one per file: <code>file_name</code>, <code>caption</code>, "
     "<code>prompt</code>, <code>error</code> (empty, or why there is no caption), <code>n_new_tokens</code>, "
@@ -46,8 +45,6 @@ OUT_OF_DOMAIN_NOTE = (
     "not like the drawn pictures that the small built-in model was trained on, so expect a wrong caption; start the "
     "demo with a model for photographs (mmspec demo --model)."
 )
-MIN_CURVE_POINTS = 6
-"""Points from which on the curve is drawn: two per file."""
 
 
 @dataclass(frozen=True)
@@ -93,21 +90,7 @@ def build_batch_tab(context: Context) -> None:
                 gr.HTML('<p class="mm-legend">Parquet needs pyarrow: pip install pyarrow</p>')
             gr.HTML(f'<p class="mm-legend">{ROW_FORMATS}</p>', elem_id="mm-formats")
             status = gr.HTML(render.render_status("Drop some files."), elem_id="mm-batch-status")
-            curve = gr.LinePlot(
-                x="file",
-                y="tokens per forward",
-                color="series",
-                color_map=CURVE_COLORS,
-                x_title="file, in the order of the job",
-                y_title="tokens per forward",
-                title="Tokens per forward as the job runs",
-                y_lim=[0, None],
-                x_axis_format="d",
-                y_axis_format="~g",
-                height=220,
-                visible=False,
-                elem_id="mm-curve",
-            )
+            curve = gr.HTML("", elem_id="mm-curve")
             table = gr.HTML(render.render_captions([]), elem_id="mm-captions")
     examples.click(lambda: [str(path) for path in list_example_files()], None, uploads, **UNQUEUED)
     parts = BatchComponents(uploads, prompt, start, cancel, download, parquet, status, curve, table)
@@ -128,12 +111,7 @@ def _connect_batch_events(context: Context, parts: BatchComponents, settings: Co
             if len(batch.rows) != num_rendered:
                 num_rendered = len(batch.rows)
                 updates[parts.table] = render.render_captions(batch.rows, batch.thumbnails)
-                curve = caption_curve(batch.rows)
-                updates[parts.curve] = gr.update(
-                    **count_axis(curve, "file"),
-                    y_lim=value_limits(curve["tokens per forward"]),
-                    visible=len(curve) >= MIN_CURVE_POINTS,
-                )
+                updates[parts.curve] = caption_curve(batch.rows)
             if not is_running:
                 updates |= offer_files(batch, parts)
             yield updates
@@ -215,8 +193,19 @@ def format_progress(batch: CaptionBatch, is_running: bool) -> str:
         return f"{text}; running."
     text += "; cancelled, finished rows can be downloaded." if batch.cancelled else "."
     if batch.tau is not None:
-        text += f" In all {batch.tau:.2f} tokens per forward, where plain generate has 1."
+        text += f" {format_speedup(batch)}"
     if batch.num_out_of_domain:
         files = "One file" if batch.num_out_of_domain == 1 else f"{batch.num_out_of_domain} files"
         text += f" {files}: {OUT_OF_DOMAIN_NOTE}"
     return text
+
+
+def format_speedup(batch: CaptionBatch) -> str:
+    """The speed-up of a batch with captions: measured on the files that plain `generate` described too."""
+    forwards = f"{batch.tau:.2f} tokens per forward, where plain generate has 1"
+    totals, speedup = batch.comparison, batch.speedup
+    if totals is None or speedup is None:
+        return f"In all {forwards}."
+    compared = "one file" if totals.rows == 1 else f"{totals.rows} files"
+    same = f"{totals.identical} of {totals.rows} captions identical"
+    return f"In all {speedup:.2f}x the speed of plain generate, which described {compared} too ({same}); {forwards}."

@@ -25,7 +25,14 @@ from mmspec.app.ui.context import (
     get_client,
     report_errors,
 )
-from mmspec.app.ui.opening import CLIP_QUESTIONS, OPENING_IMAGE, OPENING_QUESTION, PICTURE_QUESTIONS, Opening
+from mmspec.app.ui.opening import (
+    CLIP_QUESTIONS,
+    GENERAL_CLIP_QUESTIONS,
+    OPENING_IMAGE,
+    OPENING_QUESTION,
+    PICTURE_QUESTIONS,
+    Opening,
+)
 from mmspec.app.ui.race import render_empty_race, render_race
 from mmspec.app.ui.refusals import FileRefusedError
 from mmspec.app.ui.report import Report
@@ -91,7 +98,7 @@ def build_compare_tab(context: Context, report: Any, opening: Opening) -> Compar
                     stop = gr.Button("Stop", variant="stop", interactive=False, elem_id="mm-stop", min_width=60)
                     reset = gr.Button("Start over", elem_id="mm-fresh", min_width=90)
                 turns = gr.HTML("", elem_id="mm-turns")
-            image, video, frames, tabs = _build_media_inputs(question)
+            image, video, frames, tabs = _build_media_inputs(question, context.model_store.is_builtin)
             settings = build_controls(context, 128, "compare", with_lanes=True)
         with gr.Column(scale=5, min_width=320, elem_id="mm-answers"):
             status = gr.HTML(render.render_status(INITIAL_STATUS), elem_id="mm-status")
@@ -110,7 +117,7 @@ def build_compare_tab(context: Context, report: Any, opening: Opening) -> Compar
     return parts
 
 
-def _build_media_inputs(question: Any) -> tuple[Any, Any, Any, Any]:
+def _build_media_inputs(question: Any, is_builtin: bool) -> tuple[Any, Any, Any, Any]:
     files = list_example_files()
     with gr.Tabs() as tabs:
         with gr.Tab("Picture", id="picture"):
@@ -133,7 +140,7 @@ def _build_media_inputs(question: Any) -> tuple[Any, Any, Any, Any]:
             frames = gr.HTML("", elem_id="mm-frames")
             clips = [[str(path)] for path in files if path.suffix == ".mp4"]
             gr.Examples(clips, video, label="Example clips", elem_id="mm-clip-examples", **PRIVATE_API)
-            chips = [[text] for text in CLIP_QUESTIONS]
+            chips = [[text] for text in (CLIP_QUESTIONS if is_builtin else GENERAL_CLIP_QUESTIONS)]
             gr.Examples(chips, question, label="Example questions", elem_id="mm-clip-questions", **PRIVATE_API)
     return image, video, frames, tabs
 
@@ -261,7 +268,9 @@ def _connect_opening(context: Context, parts: CompareComponents, report: Any, op
     async def open_page(request: gr.Request, image: Any) -> dict[Any, Any]:
         result = await opening.wait()
         if result is None or context.sessions.has_run(get_client(request).session):
-            return {parts.status: gr.skip()}
+            model, drafter, device = context.model_store.default_names
+            description = context.model_store.descriptions.get(model, "")
+            return {parts.sentence: render.render_sentence(model, drafter, device, description)}
         updates = build_final_updates(context, parts, report, result)
         return updates | {
             parts.status: render.render_status(OPENING_STATUS + result.note),
@@ -315,4 +324,5 @@ def render_turns(count: int) -> str:
 
 def _render_sentence(report: Report) -> str:
     metrics = report.metrics
-    return render.render_sentence(metrics["choice"]["model"], report.mmspec.drafter or "", metrics["run"]["device"])
+    run, model = metrics["run"], metrics["choice"]["model"]
+    return render.render_sentence(model, report.mmspec.drafter or "", run["device"], run["description"])

@@ -5,22 +5,27 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from html import escape
+from itertools import islice
 from typing import Any
 
 import gradio as gr
 
 from mmspec.app.ui import plots
-from mmspec.app.ui.context import VALIDATION, Context, format_queue_position, get_client, report_errors
+from mmspec.app.ui.context import UNQUEUED, VALIDATION, Context, format_queue_position, get_client, report_errors
 from mmspec.app.ui.learning import (
     CALLS_PER_MEAN,
     LEARNING_DRAFTERS,
     MAX_PICTURES,
     UNTRAINED_DRAFTER,
     LearningRun,
+    draw_pictures,
     pool_calls,
 )
+from mmspec.app.ui.model_store import ModelStore
+from mmspec.app.ui.opening import Opening
 from mmspec.app.ui.render import render_numbers, render_status
 from mmspec.app.ui.tabs.run_events import RUN_EVENT, RunControls, begin_run, connect_run_end
+from mmspec.app.ui.thumbnails import MEDIA_SIZE, to_data_uri
 from mmspec.app.ui.worker import Client, LeftQueueError
 
 INTRO = (
@@ -28,21 +33,28 @@ INTRO = (
     f"Each picture is described twice: with it, and with <code>{UNTRAINED_DRAFTER}</code>, which does not learn. The "
     "answers are the same; only the number of tokens per forward differs. Nothing that is learned here is stored."
 )
-READY_STATUS = "Start describes the pictures; after a few it says how long the rest takes. Stop ends it at any time."
+DEFAULT_PICTURES = 60
 STEPS = (
     '<ol class="mm-steps"><li>Pictures are drawn: things on a background, none twice.</li>'
     "<li>The model describes each of them twice, with the drafter that learns and with "
-    f"<code>{UNTRAINED_DRAFTER}</code>.</li>"
-    "<li>After each answer the drafter learns from it; the curve shows the tokens per forward of both. Those of the "
-    "one that learns should rise within the first 30 to 60 pictures.</li></ol>"
+    f"<code>{UNTRAINED_DRAFTER}</code>. The last picture stands here with its description.</li>"
+    "<li>After each answer the drafter learns from it; a curve shows the tokens per forward of both. {expected}</li>"
+    '</ol><p class="mm-legend">Pictures like these:</p><div class="mm-samples">{samples}</div>'
 )
 """Shown until there is something else to see."""
-MIN_CURVE_CALLS = 3
+NUM_SAMPLE_PICTURES = 6
+EXPECTED_BUILTIN = "Those of the one that learns should rise within the first 30 to 60 pictures."
+EXPECTED = "Whether those of the one that learns rise, and how soon, depends on the model and its answers."
 LEARNING_NEW_TOKENS = 160
 
 
-def build_learning_tab(context: Context) -> None:
-    """Create the tab and connect its events."""
+def build_learning_tab(context: Context, opening: Opening) -> None:
+    """Create the tab and connect its events.
+
+    Args:
+        context: the app.
+        opening: its race gives the first estimate of how long a run takes.
+    """
     store = context.model_store
     gr.HTML(f'<p class="mm-intro">{INTRO}</p>')
     with gr.Row():
@@ -61,7 +73,7 @@ def build_learning_tab(context: Context) -> None:
             pictures = gr.Slider(
                 4,
                 MAX_PICTURES,
-                value=60,
+                value=DEFAULT_PICTURES,
                 step=1,
                 label="Pictures",
                 info="Drawn now; none is used twice",
@@ -72,22 +84,19 @@ def build_learning_tab(context: Context) -> None:
                 start = gr.Button("Start", variant="primary", elem_id="mm-learn", min_width=120)
                 cancel = gr.Button("Stop", variant="stop", interactive=False, elem_id="mm-unlearn", min_width=90)
         with gr.Column(scale=5, min_width=320):
-            status = gr.HTML(render_status(READY_STATUS), elem_id="mm-learning-status")
-            curve = gr.LinePlot(
-                x="picture",
-                y="tokens per forward",
-                color="drafter",
-                x_title=f"picture (means of the last {CALLS_PER_MEAN})",
-                y_title="tokens per forward",
-                title="Tokens per forward as it learns",
-                x_axis_format="d",
-                y_axis_format="~g",
-                y_lim=[0, None],
-                height=280,
-                visible=False,
-                elem_id="mm-learning-curve",
-            )
-            numbers = gr.HTML(STEPS, elem_id="mm-learning-numbers")
+            status = gr.HTML(render_status(format_plan(None, DEFAULT_PICTURES)), elem_id="mm-learning-status")
+            curve = gr.HTML("", elem_id="mm-learning-curve")
+            numbers = gr.HTML(render_steps(store), elem_id="mm-learning-numbers")
+
+    def plan(model: Any, total: Any) -> str:
+        return render_status(format_plan(store.answer_seconds.get(str(model)), total))
+
+    async def plan_at_load(model: Any, total: Any) -> str:
+        await opening.wait()
+        return plan(model, total)
+
+    gr.on([model.change, pictures.change], plan, [model, pictures], status, **UNQUEUED)
+    gr.context.Context.root_block.load(plan_at_load, [model, pictures], status, **VALIDATION)
 
     @functools.partial(report_errors, sessions=context.sessions)
     def begin(request: gr.Request) -> tuple[Any, Any]:
@@ -100,7 +109,7 @@ def build_learning_tab(context: Context) -> None:
             updates: dict[Any, Any] = {status: render_status(format_learning_progress(run, is_running))}
             if not is_running or run.num_done != num_rendered:
                 num_rendered = run.num_done
-                updates |= {curve: curve_update(run), numbers: render_learning(run)}
+                updates |= {curve: plots.learning_curve(run), numbers: render_learning(run) or render_steps(store)}
             yield updates
 
     controls = RunControls(start, cancel, status)
@@ -158,28 +167,42 @@ def format_learning_progress(run: LearningRun, is_running: bool) -> str:
     return f"{counted}; running." if left is None else f"{counted}; running, about {format_seconds(left)} left."
 
 
+def format_plan(answer_s: float | None, total: Any) -> str:
+    """What Start will do, and about how long it takes where a comparison has shown how long an answer does.
+
+    Args:
+        answer_s: seconds of one answer; None if unknown.
+        total: number of pictures, as sent by a page.
+    """
+    count = int(total) if isinstance(total, int | float) and 1 <= total <= MAX_PICTURES else DEFAULT_PICTURES
+    plan = f"Start describes {count} pictures, each of them twice"
+    if answer_s is None:
+        return f"{plan}; after a few it says how long the rest takes. Stop ends it at any time."
+    duration = format_seconds(2 * count * answer_s)
+    return f"{plan}: about {duration}, as the last answer took {answer_s:.1f} s. Stop ends it at any time."
+
+
+def render_steps(store: ModelStore) -> str:
+    """What will happen."""
+    return STEPS.format(expected=EXPECTED_BUILTIN if store.is_builtin else EXPECTED, samples=_render_samples())
+
+
+@functools.cache
+def _render_samples() -> str:
+    """A few pictures of the kind that is described."""
+    images = (request.images[0] for request in islice(draw_pictures(0), NUM_SAMPLE_PICTURES))
+    return "".join(f'<img src="{escape(to_data_uri(image, MEDIA_SIZE))}" alt="A drawn picture">' for image in images)
+
+
 def format_seconds(seconds: float) -> str:
     """A time in words, coarse as it is an estimate."""
     return f"{max(1, round(seconds))} s" if seconds < 90 else f"{round(seconds / 60)} minutes"
 
 
-def curve_update(run: LearningRun) -> Any:
-    """The update of the plot."""
-    if run.num_done < MIN_CURVE_CALLS:
-        return gr.update(visible=False)
-    frame, colors = plots.learning_curve(run)
-    return gr.update(
-        **plots.count_axis(frame, "picture"),
-        y_lim=plots.value_limits(frame["tokens per forward"], 2),
-        color_map=colors,
-        visible=True,
-    )
-
-
 def render_learning(run: LearningRun) -> str:
-    """The numbers of a run, and the last description."""
+    """The numbers of a run, and the last description; empty before the first."""
     if not run.num_done:
-        return STEPS
+        return ""
     learned, baseline, state = run.learning.curve, run.baseline, run.learning
     first, last, other = (
         pool_calls(points)

@@ -10,7 +10,7 @@ from typing import Any
 import gradio as gr
 
 from mmspec.app.errors import UsageError
-from mmspec.app.ui import plots, render
+from mmspec.app.ui import render
 from mmspec.app.ui.context import PRIVATE_API, Context, get_client, report_errors
 from mmspec.app.ui.gif import write_gif
 from mmspec.app.ui.repeat_code import MAX_SHOWN_BYTES, build_code
@@ -20,7 +20,6 @@ from mmspec.app.ui.tabs.run_events import RUN_EVENT
 from mmspec.app.ui.worker import CancelSignal, LeftQueueError
 
 REPLAY_SPEEDS = {"real time": 1, "4 times slower": 4, "16 times slower": 16}
-PLOT_HEIGHT = 220
 LONG_CODE = "# The code holds the picture or clip, which is too long to be shown: Share, Python code."
 COPY_LINK = """async () => {
     const button = document.querySelector("#mm-link");
@@ -28,8 +27,6 @@ COPY_LINK = """async () => {
     catch { button.textContent = location.href; }
 }"""
 """Copies the address of the page; where a browser forbids that, shows it."""
-HIDDEN: Any = "hidden"
-"""Not shown, not removed: the script of a plot of Gradio 6.31 fails when its element is removed."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +35,6 @@ class ResultComponents:
 
     replay: Any
     details: Any
-    numbers: Any
-    lengths: Any
-    histogram: Any
-    phases: Any
     share: Any
     page: Any
     make_gif: Any
@@ -76,47 +69,7 @@ def build_results(context: Context, report: Any) -> ResultComponents:
         replay = gr.Button("Replay", interactive=False, elem_id="mm-replay", scale=0, min_width=120)
     script = f"(speed) => {{ window.mmspecRace.play(document, {REPLAY_SPEEDS}[speed] ?? 1); }}"
     replay.click(None, speed, None, js=script, **PRIVATE_API)
-    with gr.Column(visible=HIDDEN, elem_id="mm-details") as details:
-        lengths = gr.LinePlot(
-            x="forward",
-            y="tokens per forward",
-            color="lane",
-            x_title="forward of the model",
-            y_title="tokens per forward",
-            title="Tokens per forward over the answer",
-            y_lim=[0, None],
-            x_axis_format="d",
-            y_axis_format="~g",
-            height=PLOT_HEIGHT,
-            elem_id="mm-lengths",
-        )
-        numbers = gr.HTML("", elem_id="mm-results")
-        with gr.Row():
-            histogram = gr.BarPlot(
-                x="tokens",
-                y="forwards",
-                x_title="tokens of one forward",
-                y_title="forwards",
-                title="How many tokens one forward gives",
-                y_lim=[0, None],
-                y_axis_format="d",
-                sort="x",
-                height=PLOT_HEIGHT,
-                min_width=260,
-                elem_id="mm-histogram",
-            )
-            phases = gr.BarPlot(
-                x="phase",
-                y="ms",
-                x_title="phase of the mmspec call",
-                y_title="milliseconds",
-                title="Where the time of mmspec goes",
-                y_lim=[0, None],
-                sort=["vision", "prefill", "draft", "verify", "other"],
-                height=PLOT_HEIGHT,
-                min_width=260,
-                elem_id="mm-phases",
-            )
+    details = gr.HTML("", elem_id="mm-results")
     with gr.Column(visible=False, elem_id="mm-share") as share:
         with gr.Accordion("Share", open=False, elem_id="mm-share-box"):
             with gr.Row():
@@ -137,9 +90,7 @@ def build_results(context: Context, report: Any) -> ResultComponents:
                 interactive=False,
                 elem_id="mm-code",
             )
-    parts = ResultComponents(
-        replay, details, numbers, lengths, histogram, phases, share, page, make_gif, gif, download, script, code
-    )
+    parts = ResultComponents(replay, details, share, page, make_gif, gif, download, script, code)
     _connect_gif(context, parts, report)
     return parts
 
@@ -167,7 +118,7 @@ def clear_results(parts: ResultComponents) -> dict[Any, Any]:
     skipped = dict.fromkeys(parts.outputs, gr.skip())
     return skipped | {
         parts.replay: gr.update(interactive=False),
-        parts.details: gr.update(visible=HIDDEN),
+        parts.details: "",
         parts.share: gr.update(visible=False),
         parts.gif: gr.update(value=None, interactive=False),
     }
@@ -176,9 +127,9 @@ def clear_results(parts: ResultComponents) -> dict[Any, Any]:
 def update_results(context: Context, parts: ResultComponents, report: Report) -> dict[Any, Any]:
     """Values of the outputs after a run."""
     has_all, code = report.identical is not None, build_code(report)
-    updates: dict[Any, Any] = {
+    return {
         parts.replay: gr.update(interactive=True),
-        parts.details: gr.update(visible=has_all),
+        parts.details: render.render_results(report) if has_all else "",
         parts.share: gr.update(visible=True),
         parts.json: gr.update(value=str(context.temp_storage.write_report(report))),
         parts.page: gr.update(
@@ -189,18 +140,3 @@ def update_results(context: Context, parts: ResultComponents, report: Report) ->
         parts.script: gr.update(value=str(context.temp_storage.write_text("mmspec_run.py", code))),
         parts.code: code if len(report.request.content) <= MAX_SHOWN_BYTES else LONG_CODE,
     }
-    if has_all:
-        lengths, histogram = plots.round_lengths(report), plots.length_histogram(report)
-        updates |= {
-            parts.numbers: render.render_results(report, plots.describe_lengths(report)),
-            parts.lengths: gr.update(
-                **plots.count_axis(lengths, "forward"),
-                y_lim=plots.value_limits(lengths["tokens per forward"], 2, lowest=1),
-                color_map=plots.lane_colors(report),
-            ),
-            parts.histogram: gr.update(
-                value=histogram, y_lim=plots.value_limits(histogram["forwards"], plots.MIN_COUNT_TOP)
-            ),
-            parts.phases: plots.phase_times(report),
-        }
-    return updates

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from mmspec.drafters.heads.base.block_tree import PathTable
 from mmspec.drafters.heads.base.expand import LevelExpander, expand_levels
+from mmspec.drafters.heads.base.head import DraftHead
 from mmspec.drafters.heads.base.online import LearnableHead
 from mmspec.drafters.heads.base.state import DraftState
-from mmspec.drafters.heads.eagle.head import EagleHead
 from mmspec.drafters.rerank import select_nodes
 from mmspec.engine.tree import DraftTree
 
@@ -30,7 +30,7 @@ class BlockDrafter(LearnableHead):
     """
 
     def __init__(
-        self, head: EagleHead, visual_mode: str = "decoupled", *, block_size: int | None = None, **options: Any
+        self, head: DraftHead, visual_mode: str = "decoupled", *, block_size: int | None = None, **options: Any
     ) -> None:
         """
         Args:

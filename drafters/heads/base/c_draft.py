@@ -1,8 +1,8 @@
-"""The draft head of a call in compiled code (`mmspec.cpu.draft`), where the head and the call are for it.
+"""The draft head of a call in C (`mmspec.cpu.draft`), where the head and the call are for it.
 
 A head is recognised by the exact classes of its modules. Whatever differs (hooks, replaced modules or weights, other
-dtypes, scaled embeddings), prompts, and calls whose target may not run in compiled code either, run in the head's own
-forward. Both give the same trees up to rounding.
+dtypes, scaled embeddings), prompts, and calls whose target may not run in C either, run in the head's own forward. Both
+give the same trees up to rounding.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from mmspec.cpu.draft import NativeHead
+from mmspec.cpu.draft import CHead
 from mmspec.cpu.draft_types import HeadContext, HeadWeights, TreeRequest
-from mmspec.cpu.layers import DecoderShape, LayerWeights
+from mmspec.cpu.layers import DecoderShape
 from mmspec.cpu.linear import active_kernel
+from mmspec.drafters.heads.base.config import HeadConfig
+from mmspec.drafters.heads.base.head import RMSNorm
 from mmspec.drafters.heads.base.state import DraftState, Pending
-from mmspec.drafters.heads.eagle.head import DecoderLayer, EagleHead, HeadConfig, RMSNorm
-from mmspec.drafters.heads.eagle3.head import Eagle3Head
 from mmspec.drafters.rerank import LEVEL_PENALTY
 from mmspec.engine.guard import ModuleGuard, run_plain_forwards
 from mmspec.engine.tree import DraftTree
@@ -28,21 +28,29 @@ from mmspec.engine.tree import DraftTree
 if TYPE_CHECKING:
     from mmspec.drafters.heads.base.drafter import HeadDrafter
 
-KNOWN_CLASSES = frozenset((nn.Linear, nn.Embedding, RMSNorm, DecoderLayer))
+KNOWN_CLASSES = frozenset((nn.Linear, nn.Embedding, RMSNorm))
 """Classes of the modules in a head and of the target's embeddings, besides the head's own."""
 
 
 class CDraft:
-    """The drafts of one call by a `NativeHead`. Implements `mmspec.drafters.heads.base.state.DraftBackend`."""
+    """The drafts of one call by a `CHead`. Implements `mmspec.drafters.heads.base.state.DraftBackend`."""
 
-    def __init__(self, head: NativeHead, modules: list[nn.Module], rotary_embedding: Callable[..., Any]) -> None:
+    def __init__(
+        self,
+        head: CHead,
+        modules: list[nn.Module],
+        rotary_embedding: Callable[..., Any],
+        anchors: Callable[[DraftState], Tensor | None],
+    ) -> None:
         """
         Args:
-            head: the compiled head.
+            head: the head in C.
             modules: all whose weights it reads.
-            rotary_embedding: `EagleHead.rotary_embedding`.
+            rotary_embedding: `DraftHead.rotary_embedding`.
+            anchors: of a state, the [B] tokens with which the next blocks begin, or None.
         """
         self._head = head
+        self._anchors = anchors
         self._guard = ModuleGuard(modules)
         self._rotary_embedding = rotary_embedding
 
@@ -76,7 +84,7 @@ class CDraft:
         return self._head.tree(request, context)
 
     def _context(self, state: DraftState, num_new: int) -> HeadContext | None:
-        """What the head has read, with room for `num_new` positions; None if it must not run in compiled code."""
+        """What the head has read, with room for `num_new` positions; None if it must not run in C."""
         kv_cache = state.kv_cache
         if torch.is_autocast_enabled("cpu") or not self._guard.is_unchanged():
             return None
@@ -85,8 +93,8 @@ class CDraft:
         if not caches:
             return None
         cos, sin = state.rotary_table(max(state.next_positions) + num_new, self._rotary_embedding)
-        anchors = state.extra if self._head.reads_anchors else None
-        return HeadContext(kv_cache.seq_lens, state.next_positions, caches, cos, sin, state.last_hidden, anchors)
+        lengths, anchors = kv_cache.seq_lens, self._anchors(state)
+        return HeadContext(lengths, state.next_positions, caches, cos, sin, state.last_hidden, anchors)
 
 
 def find_c_draft(
@@ -94,14 +102,16 @@ def find_c_draft(
     state: DraftState,
     weights: Callable[[], HeadWeights | None],
     classes: tuple[type, ...] = (),
+    anchors: Callable[[DraftState], Tensor | None] = lambda state: None,
 ) -> CDraft | None:
-    """The compiled drafts of a call; None if the head or the call is not for them.
+    """The drafts of a call in C; None if the head or the call is not for them.
 
     Args:
         drafter: with the head.
         state: of the call, after the prompt.
-        weights: of the head, called once its modules are known; None if it is not for compiled code.
+        weights: of the head, called once its modules are known; None if it is not for C.
         classes: further classes of modules in the head.
+        anchors: see `CDraft`.
     """
     kernel, head, shared = active_kernel(), drafter.head, state.shared_embeddings
     modules = [*head.modules(), shared.embed_tokens, shared.lm_head]
@@ -115,10 +125,10 @@ def find_c_draft(
         return None
     sources = tuple(weight for module in modules for weight in module.parameters(recurse=False))
     try:
-        compiled = NativeHead(kernel, _shape(head.config), replace(found, sources=sources))
+        c_head = CHead(kernel, _shape(head.config, found), replace(found, sources=sources))
     except ValueError:  # weights of other dtypes, devices or shapes
         return None
-    return CDraft(compiled, modules, head.rotary_embedding)
+    return CDraft(c_head, modules, head.rotary_embedding, anchors)
 
 
 def _are_known(modules: list[nn.Module], head_classes: tuple[type, ...]) -> bool:
@@ -127,7 +137,9 @@ def _are_known(modules: list[nn.Module], head_classes: tuple[type, ...]) -> bool
     return is_known and run_plain_forwards(modules)
 
 
-def _shape(config: HeadConfig) -> DecoderShape:
+def _shape(config: HeadConfig, weights: HeadWeights) -> DecoderShape:
+    queries = weights.layers[0].q
+    assert queries is not None
     return DecoderShape(
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
@@ -136,35 +148,7 @@ def _shape(config: HeadConfig) -> DecoderShape:
         head_dim=config.head_dim,
         eps=config.rms_norm_eps,
         scaling=config.head_dim**-0.5,
-        attention_input_size=2 * config.hidden_size if config.eagle3_input else 0,
-    )
-
-
-def eagle_weights(head: EagleHead, state: DraftState) -> HeadWeights | None:
-    """Weights of a head that computes as `EagleHead` does: `fc` and one layer, then the target's LM head."""
-    if head.config.eagle3_input or head.config.qk_norm:
-        return None
-    return HeadWeights(head.fc.weight, head.fc.bias, [_layer_weights(head.layer)], **shared_weights(state))
-
-
-def eagle3_weights(head: Eagle3Head, state: DraftState) -> HeadWeights | None:
-    """Weights of an EAGLE-3 head; None with settings that are not implemented there.
-
-    Nor is one that reads one hidden state only, which its `fuse` does not project.
-    """
-    config = head.config
-    others = (config.qk_norm, config.norm_before_fc, config.fc_norm, config.norm_output, config.target_hidden_size)
-    if any(others) or head.fc.in_features == config.hidden_size or head.layer.hidden_norm is None:
-        return None
-    ends = shared_weights(state) | {"lm_head": head.lm_head.weight, "lm_head_bias": None}
-    return HeadWeights(
-        head.fc.weight,
-        None,
-        [_layer_weights(head.layer)],
-        hidden_norm=head.layer.hidden_norm.weight,
-        final_norm=head.norm.weight,
-        adds_normed_state=head.config.norm_before_residual,
-        **ends,
+        attention_input_size=0 if queries.shape[1] == config.hidden_size else queries.shape[1],
     )
 
 
@@ -196,16 +180,3 @@ def split_projections(layer: Any, sizes: tuple[int, int, int], has_mlp: bool = T
     parts |= {f"{name}_bias": part for name, part in zip("qkv", biases, strict=True)}
     parts |= {"gate": gate, "up": up, "down": layer.down_proj.weight if has_mlp else None}
     return parts | dict.fromkeys(("gate_bias", "up_bias", "down_bias"))
-
-
-def _layer_weights(layer: DecoderLayer) -> LayerWeights:
-    sizes = layer.num_heads, layer.num_kv_heads, layer.num_kv_heads
-    return LayerWeights(
-        input_norm=None if layer.input_norm is None else layer.input_norm.weight,
-        q_norm=None,
-        k_norm=None,
-        o=layer.o_proj.weight,
-        o_bias=None,
-        post_norm=layer.post_norm.weight if layer.has_mlp else None,
-        **split_projections(layer, sizes, layer.has_mlp),
-    )

@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from mmspec.drafters.heads.base.head import DraftHead
 from mmspec.drafters.heads.base.visual_inputs import VISUAL_MODES, DraftInputs, packed_indices
-from mmspec.drafters.heads.eagle.head import EagleHead
 from mmspec.engine.gather import gather_rows
 from mmspec.interfaces import CompressionContext, Compressor, Prompt, VisualGrid, VisualTokens
 
 if TYPE_CHECKING:
-    from mmspec.drafters.heads.base.drafter import HeadDrafter
+    from mmspec.drafters.heads.base.reader import HeadReader
 
 
 def compressed_prompt_inputs(
-    drafter: HeadDrafter, prompt: Prompt, inputs: DraftInputs, counts: Tensor, compressor: Compressor
+    drafter: HeadReader, prompt: Prompt, inputs: DraftInputs, counts: Tensor, compressor: Compressor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`compressed_inputs` of a prompt with `counts` [B] positions per row."""
     if isinstance(compressor, nn.Module):  # compressors are built on the CPU
@@ -34,7 +34,7 @@ def compressed_prompt_inputs(
 
 
 def compressed_inputs(
-    head: EagleHead,
+    head: DraftHead,
     visual_mode: str,
     inputs: DraftInputs,
     compressor: Compressor,

@@ -6,31 +6,39 @@ makes a block semi-autoregressive without a further forward of the head or of th
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from mmspec.drafters.heads.base.block import BlockDrafter
+from mmspec.drafters.heads.base.config import HeadConfig
 from mmspec.drafters.heads.base.expand import StatelessExpander
+from mmspec.drafters.heads.base.head import RMSNorm
 from mmspec.drafters.heads.base.state import DraftState
-from mmspec.drafters.heads.eagle.head import HeadConfig, RMSNorm
-from mmspec.interfaces import SharedEmbeddings
+
+MARKOV_NAMES = {
+    "markov_head.norm": "chain.norm",
+    "markov_head.token_norm": "chain.word_norm",
+    "markov_head.feature_proj": "chain.see",
+    "markov_head.token_proj": "chain.hear",
+    "markov_head.vocab_proj": "chain.say",
+}
+"""Module of a `MarkovHead` -> its name on disk."""
 
 
 class MarkovHead(nn.Module):
     """Low-rank correction of a position's logits by the token before it.
 
-    A bigram model of rank R (`markov_rank`) that also depends on the position's feature. The LM head, the largest
+    A bigram model of rank R that also depends on the position's feature. The LM head, the largest
     product by far, is not applied again. The correction is zero at initialisation.
     """
 
-    def __init__(self, config: HeadConfig) -> None:
+    def __init__(self, config: HeadConfig, rank: int) -> None:
         super().__init__()
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.token_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.feature_proj = nn.Linear(config.hidden_size, config.markov_rank, bias=False)
-        self.token_proj = nn.Linear(config.hidden_size, config.markov_rank, bias=False)
-        self.vocab_proj = nn.Linear(config.markov_rank, config.vocab_size, bias=False)
+        self.feature_proj = nn.Linear(config.hidden_size, rank, bias=False)
+        self.token_proj = nn.Linear(config.hidden_size, rank, bias=False)
+        self.vocab_proj = nn.Linear(rank, config.vocab_size, bias=False)
         nn.init.zeros_(self.vocab_proj.weight)
 
     def project_features(self, features: Tensor) -> Tensor:
@@ -46,45 +54,6 @@ class MarkovHead(nn.Module):
         """[..., D] features and [..., D] embeddings of the tokens before them -> [..., V] added to the logits."""
         logits: Tensor = self.vocab_proj(self.mix(self.project_features(features), inputs_embeds))
         return logits
-
-
-class BigramHead(nn.Module):
-    """`MarkovHead` without the position's feature: the bias depends on the token before alone (DSpark, "vanilla").
-
-    The R numbers of a token come from its embedding, which needs no table of the vocabulary. Those of published heads
-    are a table, for which engines ask; `to_table` computes it.
-    """
-
-    def __init__(self, config: HeadConfig, vocab_size: int, has_table: bool = False) -> None:
-        """
-        Args:
-            config: with `markov_rank`.
-            vocab_size: V', rows of the bias.
-            has_table: [V, R] numbers of their own for all tokens, instead of a projection of the embeddings.
-        """
-        super().__init__()
-        self.token_norm = None if has_table else RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.token_proj = None if has_table else nn.Linear(config.hidden_size, config.markov_rank, bias=False)
-        self.table = nn.Embedding(config.vocab_size, config.markov_rank) if has_table else None
-        self.vocab_proj = nn.Linear(config.markov_rank, vocab_size, bias=False)
-        nn.init.zeros_(self.vocab_proj.weight)
-
-    def embed(self, ids: Tensor, shared_embeddings: SharedEmbeddings) -> Tensor:
-        """[..., R] of target ids [...]."""
-        if self.table is not None:
-            table: Tensor = self.table(ids)
-            return table
-        return self.project(shared_embeddings.embed(ids))
-
-    def project(self, inputs_embeds: Tensor) -> Tensor:
-        """[..., R] of embeddings [..., D], without a table."""
-        assert self.token_norm is not None and self.token_proj is not None
-        return functional.silu(self.token_proj(self.token_norm(inputs_embeds)))
-
-    def to_table(self, shared_embeddings: SharedEmbeddings, vocab_size: int) -> Tensor:
-        """[V, R] the numbers of all tokens."""
-        device = self.vocab_proj.weight.device
-        return self.embed(torch.arange(vocab_size, device=device), shared_embeddings)
 
 
 def fit_vocabulary(logits: Tensor, size: int) -> Tensor:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from mmspec.drafters.heads.base.state import DraftState, Pending
+from mmspec.drafters.heads.registry import method_of
 from mmspec.engine.guard import ModuleGuard, run_plain_forwards
 from mmspec.engine.host_copy import from_host
 from mmspec.engine.kv_cache import RESERVED_TOKENS, RaggedKVCache, RecordedKVCache, length_bucket
@@ -33,9 +34,6 @@ from mmspec.interfaces.round import DraftPart
 
 if TYPE_CHECKING:
     from mmspec.drafters.heads.base.drafter import HeadDrafter
-
-KNOWN_CODE = "mmspec.drafters."
-"""Package whose drafters declare `records_drafts` for themselves; a subclass of the user inherits it."""
 
 
 @dataclass(frozen=True)
@@ -65,13 +63,12 @@ class DraftFunction:
 
         Args:
             fixed: of `DraftTensors`.
-            changing: `tokens` [B, n] and `hidden_states` [B, n, S] as in `Pending`; `last_hidden` [B, D] and, if the
-                architecture has one, `extra` [B, ...] as in `DraftState`.
+            changing: `tokens` [B, n] and `hidden_states` [B, n, S] as in `Pending`, then `DraftState.kept_tensors`.
             numbers: [B, 2] int64 committed positions of the head, and how many of the tokens are valid.
             noise: [B, depth, V] of the next steps, or None.
 
         Returns:
-            The tree, and the new `last_hidden` and `extra`.
+            The tree, and the new `DraftState.kept_tensors`.
         """
         named = dict(zip(self.names, (*fixed, *changing), strict=True))
         lengths, counts = numbers.unbind(1)
@@ -79,29 +76,31 @@ class DraftFunction:
         drafter.follow_tokens(state, named["tokens"], counts)
         inputs, position_ids = drafter.pending_inputs(state, named["tokens"], named["hidden_states"])
         drafter.extend_rows(state, inputs, position_ids, counts)
-        outputs = (state.last_hidden,) if state.extra is None else (state.last_hidden, state.extra)
-        # An output of a graph must not be an input of it: DSpark heads change neither of the two.
-        kept = tuple(part.clone() if any(part is tensor for tensor in changing) else part for part in outputs)
-        named |= dict(zip(("last_hidden", "extra"), kept, strict=False))
-        return drafter.draft_tree(self._state(named, lengths + counts, noise), self.max_nodes, self.num_levels), kept
+        outputs = state.kept_tensors()
+        # An output of a graph must not be an input of it: DSpark heads do not change `last_hidden`.
+        kept = {
+            name: part.clone() if any(part is tensor for tensor in changing) else part for name, part in outputs.items()
+        }
+        state = self._state(named | kept, lengths + counts, noise)
+        return drafter.draft_tree(state, self.max_nodes, self.num_levels), tuple(kept.values())
 
     def _state(self, named: Mapping[str, Tensor], lengths: Tensor, noise: Tensor | None) -> DraftState:
         layers = [(layer,) for layer in named["keys_values"].unbind()]
-        return DraftState(
+        state_class = self.drafter.state_class
+        return state_class(
             shared_embeddings=self.shared_embeddings,
             kv_cache=RecordedKVCache(layers, lengths, self.bucket),
             logit_bias=named["logit_bias"],
             prompt=None,
             next_positions=[0] * len(lengths),  # not used but for the size of the rotary table
-            last_hidden=named["last_hidden"],
             noise=None if noise is None else lambda depth: noise[:, :depth],
             temperature=named["temperature"],
             cos=named["cos"],
             sin=named["sin"],
             draft_ids=named.get("draft_ids"),
             draft_lm_head=named.get("draft_lm_head"),
-            extra=named.get("extra"),
             position_offset=named["position_offset"],
+            **{name: named[name] for name in state_class.kept if name in named},  # type: ignore[arg-type]
         )
 
 
@@ -222,9 +221,7 @@ class RecordedDraft:
         if missing:
             tokens = nn.functional.pad(tokens, (0, missing))
             hidden_states = nn.functional.pad(hidden_states, (0, 0, 0, missing))
-        changing = {"tokens": tokens, "hidden_states": hidden_states, "last_hidden": state.last_hidden}
-        if state.extra is not None:
-            changing["extra"] = state.extra
+        changing = {"tokens": tokens, "hidden_states": hidden_states, **state.kept_tensors()}
         named = self._tensors.named
         names = (*named, *changing)
         function = DraftFunction(drafter, state.shared_embeddings, names, bucket, max_nodes, num_levels)
@@ -273,8 +270,8 @@ class RecordedDraft:
 
     def _keep(self, state: DraftState, kept: Sequence[Tensor]) -> None:
         """Store what a draft returned, and that it has read the pending tokens."""
-        state.last_hidden, *extra = kept
-        state.extra = extra[0] if extra else None
+        for name, value in zip(state.kept_tensors(), kept, strict=True):
+            setattr(state, name, value)
         state.next_positions = [n + count for n, count in zip(state.next_positions, self._read.counts, strict=True)]
         state.pending = []
 
@@ -297,12 +294,13 @@ def _nothing(state: DraftState) -> Pending:
 def find_recorded_draft(drafter: HeadDrafter, state: DraftState, prompt: Prompt) -> RecordedDraft | None:
     """The recorded drafts of a call after its prompt; None if nothing is recorded in it, or not its drafts.
 
-    Not recorded: architectures that do not declare `records_drafts`, drafters of other packages, heads with hooks or
-    forwards of their own, calls that learn (weights change), autocast, and a text that may exceed the capacity.
+    Not recorded: drafters that do not declare `records_drafts`, or only inherit it (a subclass that is not registered
+    as a method), heads with hooks or forwards of their own, calls that learn (weights change), autocast, and a text
+    that may exceed the capacity.
     """
     recordings = state.recordings
-    is_known = drafter.records_drafts and type(drafter).__module__.startswith(KNOWN_CODE)
-    if recordings is None or not is_known or state.recorder is not None:
+    is_known = drafter.records_drafts and method_of(drafter) is not None
+    if recordings is None or not is_known or state.collector is not None:
         return None
     modules = (*drafter.head.modules(), *_shared_modules(state.shared_embeddings))
     if not run_plain_forwards(modules) or torch.is_autocast_enabled(state.last_hidden.device.type):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -19,8 +19,8 @@ from mmspec.engine.tree import DraftTree
 from mmspec.interfaces import Prompt, SharedEmbeddings, TargetKeys
 
 if TYPE_CHECKING:
+    from mmspec.drafters.heads.base.collector import SequenceCollector
     from mmspec.drafters.heads.base.recorded import RecordedDraft
-    from mmspec.drafters.heads.base.recorder import SequenceRecorder
 
 
 @dataclass
@@ -66,7 +66,7 @@ class Pending:
 
 
 class DraftBackend(Protocol):
-    """The implementation of a drafter's two operations in compiled code, for one call.
+    """The implementation of a drafter's two operations in C, for one call.
 
     Each may decline: the drafter's own code then does it, over the same state.
     """
@@ -80,9 +80,10 @@ class DraftBackend(Protocol):
 
 @dataclass
 class DraftState:
-    """State of one call; created by `HeadDrafter.begin`.
+    """State of one call; created by `HeadDrafter.begin`. Methods with further state have a subclass.
 
     Attributes:
+        kept: names of the tensors [B, ...] or None that a draft reads and replaces; the others it leaves as they are.
         shared_embeddings: the target's input embedding and LM head.
         kv_cache: keys and values of the head's own layer.
         logit_bias: [V'] float32 of the draft vocabulary, -inf for ids that must not be drafted, else 0.
@@ -102,10 +103,9 @@ class DraftState:
         start_time: `time.perf_counter()` at the start of the last draft.
         draft_ids: [V'] int64, target ids of the draft vocabulary; None if it is the target's vocabulary.
         draft_lm_head: [V', D] weights of the LM head for `draft_ids`, or None.
-        extra: [B, ...] further state of an architecture (ViSpec, ParallelSpec, Falcon).
         timer: measures prefill and draft time; a no-op unless a compressor uses the costs.
-        recorder: records the call for online learning, or None.
-        backend: the head in compiled code; None if it runs in its own forward.
+        collector: collects examples of the call for online learning, or None.
+        backend: the head in C; None if it runs in its own forward.
         recorded: its recorded drafts, or None.
         is_one_function: whether the last draft was one recorded function, whose levels are not timed.
         recordings: of the call; None if nothing of it is recorded.
@@ -113,6 +113,8 @@ class DraftState:
         trial: a switch of the drafter and the value that this call tries, or None.
         target_keys: as in `Prompt`.
     """
+
+    kept: ClassVar[tuple[str, ...]] = ("last_hidden",)
 
     shared_embeddings: SharedEmbeddings
     kv_cache: RaggedKVCache
@@ -133,9 +135,8 @@ class DraftState:
     start_time: float = 0.0
     draft_ids: Tensor | None = None
     draft_lm_head: Tensor | None = None
-    extra: Tensor | None = None
     timer: CallTimer = field(default_factory=CallTimer)
-    recorder: SequenceRecorder | None = None
+    collector: SequenceCollector | None = None
     backend: DraftBackend | None = None
     recorded: RecordedDraft | None = None
     is_one_function: bool = False
@@ -143,6 +144,11 @@ class DraftState:
     position_offset: Tensor | None = None
     trial: tuple[str, str] | None = None
     target_keys: TargetKeys | None = None
+
+    def kept_tensors(self) -> dict[str, Tensor]:
+        """Those of `kept` that there are."""
+        values = {name: getattr(self, name) for name in self.kept}
+        return {name: value for name, value in values.items() if value is not None}
 
     def now(self) -> float:
         """Seconds of a clock that stops while something is recorded, which is no cost of later drafts."""
@@ -165,7 +171,7 @@ class DraftState:
     def rotary_table(
         self, size: int, compute: Callable[[Tensor, torch.dtype], tuple[Tensor, Tensor]]
     ) -> tuple[Tensor, Tensor]:
-        """(cos, sin), each [P, d] of positions 0 to P - 1, at least `size`, by `EagleHead.rotary_embedding`."""
+        """(cos, sin), each [P, d] of positions 0 to P - 1, at least `size`, by `DraftHead.rotary_embedding`."""
         if self.cos is None or self.sin is None or self.cos.shape[0] < size:
             table = torch.arange(max(512, size + size // 2), device=self.last_hidden.device)
             self.cos, self.sin = compute(table, self.last_hidden.dtype)

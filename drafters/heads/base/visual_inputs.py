@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from mmspec.drafters.heads.eagle.head import EagleHead
+from mmspec.drafters.heads.base.head import DraftHead
 from mmspec.engine.gather import gather_rows, scatter_rows
 from mmspec.interfaces import Prompt, SharedEmbeddings, VisualGrid
 
@@ -44,11 +44,11 @@ class DraftInputs:
     saliency: Tensor | None = None
 
 
-VisualInputMode = Callable[[EagleHead, DraftInputs], tuple[Tensor, Tensor | None]]
+VisualInputMode = Callable[[DraftHead, DraftInputs], tuple[Tensor, Tensor | None]]
 """(head, inputs) -> [B, n, D] inputs of the decoder layer, and [B, n] bool which of them to keep (None: all)."""
 
 
-def decoupled(head: EagleHead, inputs: DraftInputs) -> tuple[Tensor, Tensor | None]:
+def decoupled(head: DraftHead, inputs: DraftInputs) -> tuple[Tensor, Tensor | None]:
     """MSD: visual tokens enter as their projected embedding alone, text as embedding and state (MSD, section 3)."""
     text_index, fused = _fuse_text(head, inputs)
     next_embeds = gather_rows(inputs.next_embeds, text_index)
@@ -56,25 +56,25 @@ def decoupled(head: EagleHead, inputs: DraftInputs) -> tuple[Tensor, Tensor | No
     return scatter_rows(inputs.next_embeds.to(fused.dtype), text_index, fused), None
 
 
-def coupled(head: EagleHead, inputs: DraftInputs) -> tuple[Tensor, Tensor | None]:
+def coupled(head: DraftHead, inputs: DraftInputs) -> tuple[Tensor, Tensor | None]:
     """EAGLE on a multimodal target: visual tokens are fused with hidden states like text."""
     return head.fuse(inputs.next_embeds, inputs.hidden_states), None
 
 
-def placeholder(head: EagleHead, inputs: DraftInputs) -> tuple[Tensor, Tensor | None]:
+def placeholder(head: DraftHead, inputs: DraftInputs) -> tuple[Tensor, Tensor | None]:
     """Text-only EAGLE: visual tokens enter as the placeholder's embedding, fused with the hidden state."""
     next_embeds = torch.where(inputs.visual_mask[..., None], inputs.placeholder_embed, inputs.next_embeds)
     return head.fuse(next_embeds, inputs.hidden_states), None
 
 
-def text_only(head: EagleHead, inputs: DraftInputs) -> tuple[Tensor, Tensor | None]:
+def text_only(head: DraftHead, inputs: DraftInputs) -> tuple[Tensor, Tensor | None]:
     """No visual tokens: only positions whose next token is text; they keep their position ids."""
     text_index, fused = _fuse_text(head, inputs)
     zeros = fused.new_zeros(*inputs.visual_mask.shape, fused.shape[-1])
     return scatter_rows(zeros, text_index, fused), ~inputs.visual_mask
 
 
-def _fuse_text(head: EagleHead, inputs: DraftInputs) -> tuple[Tensor, Tensor]:
+def _fuse_text(head: DraftHead, inputs: DraftInputs) -> tuple[Tensor, Tensor]:
     """[B, T] positions whose next token is text, and what is fused there; the cost is that of the text alone."""
     is_text = ~inputs.visual_mask
     max_text = int(is_text.sum(1).max())

@@ -1,4 +1,4 @@
-"""A `DsparkHead` in compiled code (`mmspec.cpu.draft`)."""
+"""A `DsparkHead` in C (`mmspec.cpu.draft`)."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from torch import Tensor, nn
 from mmspec.cpu.draft_types import CorrectionWeights, DsparkWeights, HeadWeights
 from mmspec.cpu.layers import LayerWeights
 from mmspec.drafters.heads.base.c_draft import shared_weights, split_projections
-from mmspec.drafters.heads.base.markov import BigramHead
 from mmspec.drafters.heads.base.state import DraftState
-from mmspec.drafters.heads.dspark.head import DsparkHead, DsparkLayer
+from mmspec.drafters.heads.dspark.head import BigramHead, DsparkHead, DsparkLayer
 
 DSPARK_CLASSES = (nn.ModuleList, DsparkLayer, BigramHead)
 """Classes of modules in a `DsparkHead`, besides those of every head."""

@@ -7,17 +7,19 @@ DFlash with `dflash_config`, DeepSeek's DSpark). Tensor names are the same in al
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mmspec.drafters.checkpoints.draft_vocab import draft_vocabulary_tensors, parse_draft_ids, speculators_section
 from mmspec.drafters.checkpoints.format import write_checkpoint
 from mmspec.drafters.checkpoints.head_config import parse_published_config
 from mmspec.drafters.checkpoints.rope import order_rotated_rows
-from mmspec.drafters.checkpoints.state_dict import check_tensors
+from mmspec.drafters.checkpoints.state_dict import drop_unused, read_head, to_stored
+from mmspec.drafters.heads.base.drafter import HeadDrafter
+from mmspec.drafters.heads.dspark.config import DsparkConfig
 from mmspec.drafters.heads.dspark.drafter import DsparkDrafter
 from mmspec.drafters.heads.dspark.head import DsparkHead
 from mmspec.drafters.heads.dspark.published_config import (
@@ -29,29 +31,8 @@ from mmspec.drafters.heads.dspark.published_config import (
     samples_from_anchor,
     warn_missing_theta,
 )
-from mmspec.drafters.heads.eagle3.checkpoint import draft_vocabulary_tensors, parse_draft_ids, speculators_section
 from mmspec.interfaces import SharedEmbeddings, TargetInfo
 
-DSPARK_NAMES = {
-    "o_proj": "self_attn.o_proj",
-    "q_norm": "self_attn.q_norm",
-    "k_norm": "self_attn.k_norm",
-    "down_proj": "mlp.down_proj",
-    "input_norm": "input_layernorm",
-    "post_norm": "post_attention_layernorm",
-}
-"""Module of `DsparkLayer` -> module on disk."""
-DSPARK_FUSED = {
-    "qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
-}
-"""Fused module of `DsparkLayer` -> the projections on disk."""
-DSPARK_HEADS = {
-    "bigram_head.table": "markov_head.markov_w1",
-    "bigram_head.vocab_proj": "markov_head.markov_w2",
-    "confidence_head": "confidence_head.proj",
-}
-"""Other modules of `DsparkHead` -> module on disk; the rest has the same name."""
 NOT_STORED = ("mask_embedding",)
 """Of published heads it is the embedding of `mask_token_id`."""
 
@@ -73,7 +54,7 @@ def load_dspark(
     layer_values = dict(values.get("transformer_layer_config") or values)
     settings = {**layer_values, **values, **(values.get("dflash_config") or {})}
     check_block_settings(settings)
-    config = parse_published_config(layer_values, target, values.get("architectures"))
+    shape = parse_published_config(layer_values, target, values.get("architectures"))
     warn_missing_theta(layer_values)
     layers = hidden_state_layers_of(settings, target)
     block_size, mask_token_id = settings.get("block_size"), settings.get("mask_token_id")
@@ -86,11 +67,11 @@ def load_dspark(
     if vocab_size < target.vocab_size and not has_map:
         raise ValueError(f"draft_vocab_size is {vocab_size} of {target.vocab_size}, but the map d2t is missing.")
     draft_ids = parse_draft_ids(weights.pop("d2t", None), weights.pop("t2d", None), vocab_size, target.vocab_size)
-    weights = order_rotated_rows(weights, settings, config.head_dim, config.rotary_dim)
+    weights = order_rotated_rows(weights, settings, shape.head_dim, shape.rotary_dim)
     num_layers = int(layer_values.get("num_hidden_layers") or 1)
     windows, is_causal = block_attention(settings, num_layers)
-    config = replace(
-        config,
+    config = DsparkConfig.of(
+        shape,
         qkv_bias="layers.0.self_attn.q_proj.bias" in weights,
         block_size=block_size if from_anchor else block_size - 1,
         sample_from_anchor=from_anchor,
@@ -98,14 +79,11 @@ def load_dspark(
         draft_vocab_size=0 if lm_head is None else vocab_size,
         hidden_state_layers=layers,
         num_hidden_layers=num_layers,
-        confidence_head=keep_confidence_head(weights, config.hidden_size),
+        confidence_head=keep_confidence_head(weights, shape.hidden_size),
         sliding_windows=windows,
         causal_layers=is_causal,
     )
-    with torch.device("meta"):
-        head = DsparkHead(config, has_table=True)
-    state_dict = _to_state_dict(head, {key: value for key, value in weights.items() if _is_used(key)})
-    head.load_state_dict({key: value.float() for key, value in state_dict.items()}, strict=False, assign=True)
+    head = read_head(lambda: DsparkHead(config, has_table=True), drop_unused(weights), "a DSpark head", NOT_STORED)
     head.mask_embedding = torch.nn.Parameter(torch.zeros(config.hidden_size))
     drafter = DsparkDrafter(
         head, "coupled", num_layers=target.num_layers, name=name, draft_ids=draft_ids if has_map else None
@@ -115,73 +93,32 @@ def load_dspark(
     return drafter
 
 
-def _is_used(name: str) -> bool:
-    return "rotary" not in name and name != "embed_tokens.weight"
-
-
-def _stored_names(head: DsparkHead) -> dict[str, tuple[tuple[str, int], ...]]:
-    """Name in the state dict -> (name on disk, rows) of the tensors that it consists of."""
-    names: dict[str, tuple[tuple[str, int], ...]] = {}
-    config = head.config
-    num_q, num_kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    sizes = {"qkv_proj": (num_q, num_kv, num_kv), "gate_up_proj": (config.intermediate_size,) * 2}
-    for name, value in head.state_dict().items():
-        module, _, suffix = name.rpartition(".")
-        parts = module.split(".")
-        if name in NOT_STORED:
-            continue
-        if parts[0] == "layers" and parts[2] in DSPARK_FUSED:
-            projections = zip(DSPARK_FUSED[parts[2]], sizes[parts[2]], strict=True)
-            names[name] = tuple((f"layers.{parts[1]}.{stored}.{suffix}", rows) for stored, rows in projections)
-        elif parts[0] == "layers":
-            names[name] = ((f"layers.{parts[1]}.{DSPARK_NAMES[parts[2]]}.{suffix}", value.shape[0]),)
-        else:
-            names[name] = ((f"{DSPARK_HEADS.get(module, module)}.{suffix}", value.shape[0]),)
-    return names
-
-
-def _to_state_dict(head: DsparkHead, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A state dict of `head` from the tensors on disk, checked."""
-    names, own = _stored_names(head), head.state_dict()
-    shapes = {
-        stored: torch.Size((rows, *own[name].shape[1:])) for name, parts in names.items() for stored, rows in parts
-    }
-    check_tensors(weights, shapes, "a DSpark head")
-    return {name: torch.cat([weights[stored] for stored, _ in parts]) for name, parts in names.items()}
-
-
-def export_dspark(
-    folder: Path, drafter: DsparkDrafter, target: TargetInfo, shared_embeddings: SharedEmbeddings, mask_token_id: int
-) -> None:
+def export_dspark(folder: Path, drafter: HeadDrafter, target: TargetInfo, shared_embeddings: SharedEmbeddings) -> None:
     """Write a DSpark head in the `speculators` layout.
 
     What the layout has no tensor for is computed: the table of the bigram head, `fc` of a learned mixture, and a copy
-    of the target's embeddings whose row `mask_token_id` is the learned mask embedding.
+    of the target's embeddings, in which the row of an id that is never drafted is the learned mask embedding.
 
     Args:
         folder: to write to.
         drafter: with its head on the CPU.
         target: facts about the target.
         shared_embeddings: of the target.
-        mask_token_id: an id that is never drafted.
     """
-    head, config = drafter.head, drafter.head.config
-    weights: dict[str, Tensor] = {}
-    state_dict = {name: value.detach() for name, value in head.state_dict().items()}
-    if head.mixture is not None:
-        mixture = state_dict.pop("mixture")
-        state_dict["fc.weight"] = torch.cat([share * state_dict["fc.weight"] for share in mixture], dim=1)
+    head, mask_token_id = drafter.head, next(iter(target.media_token_ids), 0)
+    assert isinstance(head, DsparkHead)
+    config = head.config
+    weights = to_stored(head)
+    for name in ("mask_embedding", "bigram_head.token_norm.weight", "bigram_head.token_proj.weight"):
+        weights.pop(name, None)
+    if (mixture := weights.pop("mixture", None)) is not None:
+        weights["fc.weight"] = torch.cat([share * weights["fc.weight"] for share in mixture], dim=1)
     with torch.no_grad():
         ids = torch.arange(target.vocab_size)
         embeddings = shared_embeddings.embed(ids).float().clone()
         if head.bigram_head is not None:
             weights["markov_head.markov_w1.weight"] = head.bigram_head.to_table(shared_embeddings, target.vocab_size)
         embeddings[mask_token_id] = head.mask_embedding
-    for name, parts in _stored_names(head).items():
-        if name == "mixture" or name.startswith("bigram_head.token_"):
-            continue
-        pieces = state_dict[name].split([rows for _, rows in parts])
-        weights |= {stored: piece.contiguous() for (stored, _), piece in zip(parts, pieces, strict=True)}
     weights["embed_tokens.weight"] = embeddings
     if head.lm_head is not None:
         weights |= draft_vocabulary_tensors(drafter.draft_ids, target.vocab_size)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -14,17 +15,27 @@ from mmspec.drafters.heads.base.attention import select_last
 from mmspec.drafters.heads.base.block import BlockDrafter
 from mmspec.drafters.heads.base.c_draft import CDraft, find_c_draft
 from mmspec.drafters.heads.base.expand import LevelExpander, StatelessExpander
-from mmspec.drafters.heads.base.markov import BigramHead, fit_vocabulary
+from mmspec.drafters.heads.base.markov import fit_vocabulary
 from mmspec.drafters.heads.base.state import DraftState
 from mmspec.drafters.heads.dspark.c_weights import DSPARK_CLASSES, dspark_weights
-from mmspec.drafters.heads.dspark.head import DsparkHead
-from mmspec.drafters.heads.eagle.head import HeadConfig
+from mmspec.drafters.heads.dspark.config import DsparkConfig
+from mmspec.drafters.heads.dspark.head import BigramHead, DsparkHead
+
+
+@dataclass
+class DsparkState(DraftState):
+    """State of one call.
+
+    Attributes:
+        anchors: [B] int64, the last emitted token of each row, with which its next block begins; None before the first.
+    """
+
+    kept: ClassVar[tuple[str, ...]] = ("last_hidden", "anchors")
+    anchors: Tensor | None = None
 
 
 class DsparkDrafter(BlockDrafter):
     """Drafts a block from one forward over its positions; the context only adds keys and values.
-
-    `DraftState.extra` is [B], the last emitted token of each row, with which its next block begins.
 
     Attributes:
         mask_token_id: whose embedding mask positions have (published heads); None for `DsparkHead.mask_embedding`.
@@ -33,6 +44,7 @@ class DsparkDrafter(BlockDrafter):
     """
 
     head: DsparkHead
+    state_class = DsparkState
     records_drafts = True
 
     def __init__(self, head: DsparkHead, visual_mode: str = "coupled", **options: Any) -> None:
@@ -54,12 +66,13 @@ class DsparkDrafter(BlockDrafter):
 
     def read_prompt(self, state: DraftState) -> None:
         """See `HeadDrafter`; also keeps the last token of each row."""
-        state.extra = state.first_ids if state.extra is None else state.extra
+        assert isinstance(state, DsparkState)
+        state.anchors = state.first_ids if state.anchors is None else state.anchors
         super().read_prompt(state)
 
     def follow_tokens(self, state: DraftState, tokens: Tensor, counts: Sequence[int] | Tensor) -> None:
-        assert state.extra is not None
-        state.extra = select_last(tokens[..., None], counts, state.extra[:, None])[:, 0]
+        assert isinstance(state, DsparkState)
+        state.anchors = select_last(tokens[..., None], counts, anchors_of(state)[:, None])[:, 0]
 
     def extend_context(self, state: DraftState, inputs: Tensor, position_ids: Tensor, counts: list[int]) -> None:
         """See `HeadDrafter`: keys and values of the features, without a forward."""
@@ -79,8 +92,7 @@ class DsparkDrafter(BlockDrafter):
         """See `BlockDrafter`. The block's keys and values are dropped afterwards."""
         kv_cache, device = state.kv_cache, state.last_hidden.device
         k = self.block_size + (not self.head.config.sample_from_anchor)
-        assert state.extra is not None
-        anchors = self._embed(state, state.extra)
+        anchors = self._embed(state, anchors_of(state))
         inputs = self.head.block_inputs(anchors, k)
         if self.mask_token_id is not None:
             mask_ids = torch.full((len(anchors), k - 1), self.mask_token_id, device=device)
@@ -128,10 +140,16 @@ class DsparkDrafter(BlockDrafter):
         if type(self) is not DsparkDrafter or type(head) is not DsparkHead or self.embedding_scale not in (None, 1.0):
             return None
         weights = partial(dspark_weights, head, state, self.block_size, mask_token_id)
-        return find_c_draft(self, state, weights, DSPARK_CLASSES)
+        return find_c_draft(self, state, weights, DSPARK_CLASSES, anchors_of)
 
 
-def block_masks(config: HeadConfig, lengths: Tensor, longest: int, k: int, has_gaps: bool) -> list[Tensor | None]:
+def anchors_of(state: DraftState) -> Tensor:
+    """[B] `DsparkState.anchors`, after the prompt."""
+    assert isinstance(state, DsparkState) and state.anchors is not None
+    return state.anchors
+
+
+def block_masks(config: DsparkConfig, lengths: Tensor, longest: int, k: int, has_gaps: bool) -> list[Tensor | None]:
     """Which keys the positions of a block see in each layer: the context in front of it, then the block.
 
     Args:
@@ -173,13 +191,13 @@ class BigramExpander(StatelessExpander):
     """
 
     def __init__(self, drafter: DsparkDrafter, bigram_head: BigramHead, state: DraftState) -> None:
-        assert state.extra is not None
         self.state = state
         self.head = drafter.head
         self.bigram_head = bigram_head
         self.features = drafter.block_features(state)
         self.base_logits = drafter.logits(state, self.features)
-        self.root_hidden = bigram_head.embed(state.extra, state.shared_embeddings).to(self.features.dtype)[:, None]
+        self.root_hidden = bigram_head.embed(anchors_of(state), state.shared_embeddings)[:, None]
+        self.root_hidden = self.root_hidden.to(self.features.dtype)
         ids = None if self.head.lm_head is not None else state.draft_ids  # an LM head of its own has draft ids only
         self.draft_vocab_proj = None if ids is None else bigram_head.vocab_proj.weight[ids]
 

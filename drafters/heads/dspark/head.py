@@ -8,14 +8,15 @@ confidence head estimates whether a position is accepted. The module knows nothi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mmspec.drafters.heads.base.markov import BigramHead
-from mmspec.drafters.heads.eagle.head import EagleHead, HeadConfig, RMSNorm, rotate_half
+from mmspec.drafters.heads.base.head import DraftHead, RMSNorm, rotate_half
+from mmspec.drafters.heads.dspark.config import DsparkConfig
 from mmspec.interfaces import SharedEmbeddings
 
 LayerAttention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -25,7 +26,7 @@ LayerAttention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 class DsparkLayer(nn.Module):
     """A Qwen3 decoder layer: queries and keys are normalised per head."""
 
-    def __init__(self, config: HeadConfig) -> None:
+    def __init__(self, config: DsparkConfig) -> None:
         super().__init__()
         hidden, size = config.hidden_size, config.head_dim
         self.head_dim = size
@@ -72,13 +73,59 @@ def _rotate(vectors: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return vectors * cos + rotate_half(vectors) * sin
 
 
-class DsparkHead(EagleHead):
-    """`fc` over the target's hidden states, the layers, and the heads for bigrams and confidence.
+class BigramHead(nn.Module):
+    """`MarkovHead` without the position's feature: the bias depends on the token before alone (DSpark, "vanilla").
 
-    `fuse` gives the features of the context; `forward` of `EagleHead` is not used: see `forward_block`.
+    The R numbers of a token come from its embedding, which needs no table of the vocabulary. Those of published heads
+    are a table, for which engines ask; `to_table` computes it.
     """
 
-    def __init__(self, config: HeadConfig, has_table: bool = False) -> None:
+    def __init__(self, config: DsparkConfig, vocab_size: int, has_table: bool = False) -> None:
+        """
+        Args:
+            config: with `markov_rank`.
+            vocab_size: V', rows of the bias.
+            has_table: [V, R] numbers of their own for all tokens, instead of a projection of the embeddings.
+        """
+        super().__init__()
+        self.token_norm = None if has_table else RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.token_proj = None if has_table else nn.Linear(config.hidden_size, config.markov_rank, bias=False)
+        self.table = nn.Embedding(config.vocab_size, config.markov_rank) if has_table else None
+        self.vocab_proj = nn.Linear(config.markov_rank, vocab_size, bias=False)
+        nn.init.zeros_(self.vocab_proj.weight)
+
+    def embed(self, ids: Tensor, shared_embeddings: SharedEmbeddings) -> Tensor:
+        """[..., R] of target ids [...]."""
+        if self.table is not None:
+            table: Tensor = self.table(ids)
+            return table
+        return self.project(shared_embeddings.embed(ids))
+
+    def project(self, inputs_embeds: Tensor) -> Tensor:
+        """[..., R] of embeddings [..., D], without a table."""
+        assert self.token_norm is not None and self.token_proj is not None
+        return functional.silu(self.token_proj(self.token_norm(inputs_embeds)))
+
+    def to_table(self, shared_embeddings: SharedEmbeddings, vocab_size: int) -> Tensor:
+        """[V, R] the numbers of all tokens."""
+        device = self.vocab_proj.weight.device
+        return self.embed(torch.arange(vocab_size, device=device), shared_embeddings)
+
+
+class DsparkHead(DraftHead):
+    """`fc` over the target's hidden states, the layers, and the heads for bigrams and confidence.
+
+    `fuse` gives the features of the context; the forward is `forward_block`.
+    """
+
+    config: DsparkConfig
+    stored_names: ClassVar[Mapping[str, str]] = {
+        "bigram_head.table": "markov_head.markov_w1",
+        "bigram_head.vocab_proj": "markov_head.markov_w2",
+        "confidence_head": "confidence_head.proj",
+    }
+
+    def __init__(self, config: DsparkConfig, has_table: bool = False) -> None:
         """
         Args:
             config: with `hidden_state_layers`; `draft_vocab_size` for an LM head of its own.
@@ -87,12 +134,11 @@ class DsparkHead(EagleHead):
         Raises:
             ValueError: no hidden states, or a confidence head without a bigram head.
         """
-        nn.Module.__init__(self)
+        super().__init__(config)
         if not config.hidden_state_layers:
             raise ValueError("a DSpark head needs hidden_state_layers, the hidden states that it reads; got none.")
         if config.confidence_head and not config.markov_rank:
             raise ValueError("confidence_head needs a markov_rank of at least 1; got 0.")
-        self.config = config
         hidden, num_states = config.hidden_size, len(config.hidden_state_layers)
         self.mixture = nn.Parameter(torch.full((num_states,), 1 / num_states)) if config.layer_mixture else None
         self.fc = nn.Linear(hidden if config.layer_mixture else num_states * hidden, hidden, bias=False)
@@ -135,13 +181,13 @@ class DsparkHead(EagleHead):
         return features
 
     def draft_lm_head(self, shared_embeddings: SharedEmbeddings, draft_ids: Tensor) -> Tensor | None:
-        """See `EagleHead`; None with an LM head of its own."""
+        """See `DraftHead`; None with an LM head of its own."""
         return None if self.lm_head is not None else super().draft_lm_head(shared_embeddings, draft_ids)
 
     def logits(
         self, hidden_states: Tensor, shared_embeddings: SharedEmbeddings, draft_lm_head: Tensor | None
     ) -> Tensor:
-        """See `EagleHead`; without the bias of the `BigramHead`."""
+        """See `DraftHead`; without the bias of the `BigramHead`."""
         if self.lm_head is None:
             return super().logits(hidden_states, shared_embeddings, draft_lm_head)
         logits: Tensor = self.lm_head(hidden_states)

@@ -91,7 +91,7 @@ def warn_missing_theta(values: Mapping[str, Any]) -> None:
 
 
 def markov_rank(settings: Mapping[str, Any], weights: Mapping[str, Tensor]) -> int:
-    """`HeadConfig.markov_rank`: that of the table, which the key must name if it is there."""
+    """`DsparkConfig.markov_rank`: that of the table, which the key must name if it is there."""
     table, rank = weights.get("markov_head.markov_w1.weight"), settings.get("markov_rank")
     if table is None and rank:
         raise ValueError(f"markov_rank is {rank}, but markov_head.markov_w1.weight is missing.")
@@ -115,7 +115,7 @@ def keep_confidence_head(weights: dict[str, Tensor], hidden_size: int) -> bool:
 
 
 def block_attention(settings: Mapping[str, Any], num_layers: int) -> tuple[tuple[int, ...], tuple[bool, ...]]:
-    """`sliding_windows` and `causal_layers` of `HeadConfig`.
+    """`sliding_windows` and `causal_layers` of `DsparkConfig`.
 
     Layers with a window are causal within the block unless the config says otherwise (z-lab, vLLM, `speculators`).
     """

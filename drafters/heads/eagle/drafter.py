@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from functools import partial
 
-from mmspec.drafters.heads.base.c_draft import CDraft, eagle3_weights, eagle_weights, find_c_draft
+from mmspec.drafters.heads.base.c_draft import CDraft, find_c_draft
 from mmspec.drafters.heads.base.expand import AutoregressiveExpander, expand_levels
 from mmspec.drafters.heads.base.online import LearnableHead
 from mmspec.drafters.heads.base.state import DraftState
-from mmspec.drafters.heads.eagle.head import EagleHead
-from mmspec.drafters.heads.eagle3.head import Eagle3Head
+from mmspec.drafters.heads.eagle.c_weights import eagle_weights
+from mmspec.drafters.heads.eagle.head import DecoderLayer, EagleHead
 from mmspec.engine.tree import DraftTree
 
 
@@ -21,11 +21,6 @@ class EagleDrafter(LearnableHead):
     """Drafts with an `EagleHead`, level by level."""
 
     records_drafts = True
-
-    @property
-    def label(self) -> str:
-        """The name in `Stats.drafter`: of EAGLE-3 heads with the visual mode, in which trainers and engines differ."""
-        return f"{self.name} ({self.visual_mode})" if self.head.config.eagle3_input else self.name
 
     def draft_tree(self, state: DraftState, max_nodes: int, num_levels: int) -> DraftTree:
         """Expand the `top_k` most likely nodes of each of `num_levels` levels, then re-rank (EAGLE-2, section 4)."""
@@ -39,8 +34,6 @@ class EagleDrafter(LearnableHead):
 
     def c_draft(self, state: DraftState) -> CDraft | None:
         head = self.head
-        if type(self) is not EagleDrafter:
+        if type(self) is not EagleDrafter or type(head) is not EagleHead:
             return None
-        if type(head) is Eagle3Head:
-            return find_c_draft(self, state, partial(eagle3_weights, head, state))
-        return find_c_draft(self, state, partial(eagle_weights, head, state)) if type(head) is EagleHead else None
+        return find_c_draft(self, state, partial(eagle_weights, head, state), (DecoderLayer,))

@@ -1,40 +1,22 @@
-"""EAGLE-3 heads in the layout of the EAGLE code and of `speculators` (vLLM): reading both, writing the latter."""
+"""EAGLE-3 heads in the layouts of the EAGLE code and of `speculators` (vLLM)."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from mmspec.drafters.checkpoints.format import compact, write_checkpoint
+from mmspec.drafters.checkpoints.draft_vocab import parse_draft_ids
 from mmspec.drafters.checkpoints.head_config import parse_published_config
 from mmspec.drafters.checkpoints.rope import order_rotated_rows
-from mmspec.drafters.checkpoints.state_dict import check_tensors, drop_unused
-from mmspec.drafters.heads.eagle.drafter import EagleDrafter
+from mmspec.drafters.checkpoints.state_dict import drop_unused, read_head
+from mmspec.drafters.heads.eagle3.config import Eagle3Config
+from mmspec.drafters.heads.eagle3.drafter import Eagle3Drafter
 from mmspec.drafters.heads.eagle3.head import Eagle3Head, eagle3_layers
-from mmspec.drafters.heads.eagle3.mrope import mrope_keys, parse_mrope
+from mmspec.drafters.heads.eagle3.mrope import parse_mrope
 from mmspec.interfaces import TargetInfo
 
-EAGLE3_NAMES = {
-    "layer.o_proj": "self_attn.o_proj",
-    "layer.down_proj": "mlp.down_proj",
-    "layer.input_norm": "input_layernorm",
-    "layer.hidden_norm": "hidden_norm",
-    "layer.post_norm": "post_attention_layernorm",
-    "layer.q_norm": "self_attn.q_norm",
-    "layer.k_norm": "self_attn.k_norm",
-}
-"""Module of `Eagle3Head` -> module below `layers.0` on disk."""
-EAGLE3_FUSED = {
-    "layer.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "layer.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
-}
-"""Fused module of `Eagle3Head` -> the projections below `layers.0` on disk."""
 TRAINERS_VISUAL_MODE = "placeholder"
 """What SpecForge, AngelSlim and speculators train with and vLLM serves: the placeholder token's embedding."""
 EAGLE3_VISUAL_MODES = ("placeholder", "coupled", "text_only")
@@ -43,7 +25,7 @@ EAGLE3_VISUAL_MODES = ("placeholder", "coupled", "text_only")
 
 def load_eagle3(
     values: Mapping[str, Any], weights: Mapping[str, Tensor], target: TargetInfo, name: str
-) -> EagleDrafter:
+) -> Eagle3Drafter:
     """The drafter of an EAGLE-3 head.
 
     Args:
@@ -62,13 +44,13 @@ def load_eagle3(
     layers, settings = _hidden_state_layers(values, target), {**values, **(values.get("eagle_config") or {})}
     _check_one_layer(layer_values, weights)
     section, is_interleaved = parse_mrope(layer_values, values.get("architectures"))
-    config = replace(
-        parse_published_config(
-            layer_values, target, values.get("architectures"), values.get("target_hidden_size") or None
-        ),
+    target_size = values.get("target_hidden_size") or layer_values.get("hidden_size")
+    shape = parse_published_config(layer_values, target, values.get("architectures"), target_size)
+    config = Eagle3Config.of(
+        shape,
+        target_hidden_size=0 if target_size == shape.hidden_size else target_size,
         mrope_section=section,
         mrope_interleaved=is_interleaved,
-        eagle3_input=True,
         hidden_state_layers=tuple(layers),
         draft_vocab_size=vocab_size,
         norm_before_residual=bool(values.get("norm_before_residual", False)),
@@ -88,12 +70,9 @@ def load_eagle3(
             f"reads {fc.shape[1]} numbers."
         )
     draft_ids = parse_draft_ids(weights.pop("d2t", None), weights.pop("t2d", None), vocab_size, target.vocab_size)
-    with torch.device("meta"):
-        head = Eagle3Head(config)
     weights = order_rotated_rows(drop_unused(weights), {**layer_values, **values}, config.head_dim, config.rotary_dim)
-    state_dict = _to_state_dict(head, weights)
-    head.load_state_dict({key: value.float() for key, value in state_dict.items()}, assign=True)
-    return EagleDrafter(
+    head = read_head(lambda: Eagle3Head(config), weights, "an EAGLE-3 head")
+    return Eagle3Drafter(
         head,
         _visual_mode(values),
         num_layers=target.num_layers,
@@ -157,122 +136,3 @@ def _check_eagle3_values(values: Mapping[str, Any]) -> None:
         raise ValueError(
             "norm_before_residual is missing, and readers disagree on its default: add true or false to config.json."
         )
-
-
-def parse_draft_ids(d2t: Tensor | None, t2d: Tensor | None, vocab_size: int, target_vocab_size: int) -> Tensor:
-    """[V'] int64 target ids of the draft vocabulary, from its offsets `d2t`, checked against the mask `t2d`."""
-    if d2t is not None and d2t.shape != (vocab_size,):
-        raise ValueError(f"d2t must be [{vocab_size}], as draft_vocab_size says; got {list(d2t.shape)}.")
-    ids = torch.arange(vocab_size) if d2t is None else torch.arange(vocab_size) + d2t.long()
-    if int(ids.min()) < 0 or int(ids.max()) >= target_vocab_size:
-        raise ValueError(f"d2t leads to id {int(ids.max())}; the target has {target_vocab_size}.")
-    if t2d is not None and (t2d.dim() != 1 or int(t2d.sum()) != len(ids.unique()) or not bool(t2d[ids].all())):
-        raise ValueError("t2d and d2t name different ids.")
-    return ids
-
-
-def _stored_names(head: Eagle3Head) -> dict[str, tuple[str, ...]]:
-    """Name in the state dict -> the names on disk that it consists of."""
-    names: dict[str, tuple[str, ...]] = {}
-    for name in head.state_dict():
-        module, _, suffix = name.rpartition(".")
-        if module in EAGLE3_FUSED:
-            names[name] = tuple(f"layers.0.{part}.{suffix}" for part in EAGLE3_FUSED[module])
-        elif module in EAGLE3_NAMES:
-            names[name] = (f"layers.0.{EAGLE3_NAMES[module]}.{suffix}",)
-        else:
-            names[name] = (name,)
-    return names
-
-
-def _split_sizes(head: Eagle3Head, name: str, num_rows: int) -> list[int]:
-    """Rows of each tensor on disk that a tensor of the state dict consists of."""
-    config = head.config
-    num_q, num_kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    sizes = {"layer.qkv_proj": [num_q, num_kv, num_kv], "layer.gate_up_proj": [config.intermediate_size] * 2}
-    return sizes.get(name.rpartition(".")[0], [num_rows])
-
-
-def _to_state_dict(head: Eagle3Head, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A state dict of `head` from the tensors on disk, checked."""
-    names, own = _stored_names(head), head.state_dict()
-    shapes = {
-        part: torch.Size((size, *own[name].shape[1:]))
-        for name, parts in names.items()
-        for part, size in zip(parts, _split_sizes(head, name, own[name].shape[0]), strict=True)
-    }
-    check_tensors(weights, shapes, "an EAGLE-3 head")
-    return {name: torch.cat([weights[part] for part in parts]) for name, parts in names.items()}
-
-
-def eagle3_tensors(head: Eagle3Head) -> dict[str, Tensor]:
-    """The tensors of a head under their names on disk, `layers.0` for the layer."""
-    weights: dict[str, Tensor] = {}
-    for name, parts in _stored_names(head).items():
-        value = head.state_dict()[name].detach().cpu()
-        pieces = value.split(_split_sizes(head, name, value.shape[0]))
-        weights |= {part: piece.contiguous() for part, piece in zip(parts, pieces, strict=True)}
-    return weights
-
-
-def draft_vocabulary_tensors(draft_ids: Tensor | None, vocab_size: int) -> dict[str, Tensor]:
-    """`d2t`, the offset of each draft id to its target id, and `t2d`, the mask of those ids; empty for all ids."""
-    if draft_ids is None:
-        return {}
-    ids = draft_ids.cpu()
-    mask = torch.zeros(vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
-    return {"d2t": ids - torch.arange(len(ids)), "t2d": mask}
-
-
-def export_speculators(folder: str | os.PathLike[str], drafter: EagleDrafter, target: TargetInfo) -> None:
-    """Write an EAGLE-3 head in the `speculators` layout, which vLLM and SGLang read.
-
-    Raises:
-        TypeError: another architecture, which that layout cannot represent.
-    """
-    head = drafter.head
-    if not isinstance(head, Eagle3Head):
-        raise TypeError(f"the speculators layout holds EAGLE-3 heads only; got a {type(head).__name__}.")
-    weights = eagle3_tensors(head)
-    weights |= draft_vocabulary_tensors(drafter.draft_ids, target.vocab_size)
-    write_checkpoint(Path(folder), compact(weights), _speculators_config(head, drafter, target))
-
-
-def _speculators_config(head: Eagle3Head, drafter: EagleDrafter, target: TargetInfo) -> dict[str, Any]:
-    config = head.config
-    layer = {
-        "model_type": "llama",
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim,
-        "num_hidden_layers": 1,
-        "vocab_size": target.vocab_size,
-        "rms_norm_eps": config.rms_norm_eps,
-        "rope_theta": config.rope_theta,
-        **mrope_keys(config.mrope_section, config.mrope_interleaved),
-    }
-    return {
-        "architectures": ["Eagle3Speculator"],
-        "speculators_model_type": "eagle3",
-        "draft_vocab_size": head.lm_head.out_features,
-        "norm_before_residual": config.norm_before_residual,
-        "visual_mode": TRAINERS_VISUAL_MODE,
-        "target_hidden_size": target.hidden_size,
-        "eagle_aux_hidden_state_layer_ids": list(drafter.hidden_state_indices),
-        "transformer_layer_config": layer,
-        "speculators_config": speculators_section("eagle3", 3, target),
-    }
-
-
-def speculators_section(algorithm: str, num_tokens: int, target: TargetInfo) -> dict[str, Any]:
-    """`speculators_config`: how the head is meant to be used, and for which target."""
-    proposal = {"proposal_type": "greedy", "speculative_tokens": num_tokens}
-    proposal |= {"verifier_accept_k": 1, "accept_tolerance": 0.0}
-    return {
-        "algorithm": algorithm,
-        "default_proposal_method": "greedy",
-        "proposal_methods": [proposal],
-        "verifier": {"name_or_path": target.name or None, "architectures": []},
-    }

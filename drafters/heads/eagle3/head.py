@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from mmspec.drafters.heads.eagle.head import AttentionFn, DecoderLayer, EagleHead, HeadConfig, RMSNorm
+from mmspec.drafters.heads.base.head import AttentionFn, DraftHead, RMSNorm
+from mmspec.drafters.heads.eagle.head import DecoderLayer
+from mmspec.drafters.heads.eagle3.config import Eagle3Config
 from mmspec.interfaces import SharedEmbeddings
 
 
@@ -14,33 +16,50 @@ def eagle3_layers(num_layers: int) -> tuple[int, int, int]:
     return 2, num_layers // 2, num_layers - 3
 
 
-class Eagle3Head(EagleHead):
+class Eagle3Layer(DecoderLayer):
+    """A layer that reads [embedding ; hidden state], each normalised."""
+
+    config: Eagle3Config
+
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__(config, 2 * config.hidden_size)
+        self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def read_inputs(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """See `DecoderLayer`; of inputs [B, n, 2 D]."""
+        assert self.input_norm is not None
+        embeds, state = inputs.chunk(2, dim=-1)
+        normed_state = self.hidden_norm(state)
+        normed = torch.cat((self.input_norm(embeds), normed_state), dim=-1)
+        return normed, normed_state if self.config.norm_before_residual else state
+
+
+class Eagle3Head(DraftHead):
     """EAGLE-3 (arXiv 2503.01840): three hidden states of the target, and a norm, LM head and vocabulary of its own.
 
     The state that is carried from level to level is the layer's output before that norm, but for `norm_output`.
     """
 
-    def __init__(self, config: HeadConfig) -> None:
+    config: Eagle3Config
+
+    def __init__(self, config: Eagle3Config) -> None:
         """
         Args:
-            config: with `eagle3_input` and `draft_vocab_size`.
+            config: with `draft_vocab_size`.
 
         Raises:
-            ValueError: one of both is missing.
+            ValueError: it is missing.
         """
-        if not config.eagle3_input or not config.draft_vocab_size:
-            raise ValueError(
-                "an EAGLE-3 head needs eagle3_input and a draft_vocab_size of at least 1; got "
-                f"{config.eagle3_input} and {config.draft_vocab_size}."
-            )
-        nn.Module.__init__(self)
-        self.config = config
+        if not config.draft_vocab_size:
+            raise ValueError(f"an EAGLE-3 head needs a draft_vocab_size of at least 1; got {config.draft_vocab_size}.")
+        super().__init__(config)
         num_states, size = len(config.hidden_state_layers) or 3, config.target_hidden_size or config.hidden_size
         self.fc = nn.Linear(num_states * size, config.hidden_size, bias=False)
         self.input_norm = RMSNorm(num_states * size, config.rms_norm_eps) if config.norm_before_fc else None
         norms = num_states if config.fc_norm else 0
         self.fc_norm = nn.ModuleList(RMSNorm(size, config.rms_norm_eps) for _ in range(norms)) if norms else None
-        self.layer = DecoderLayer(config)
+        self.layer = Eagle3Layer(config)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
 
@@ -65,7 +84,7 @@ class Eagle3Head(EagleHead):
     def forward(
         self, inputs: Tensor, cos: Tensor, sin: Tensor, attend: AttentionFn, query_index: Tensor | None = None
     ) -> Tensor:
-        outputs = super().forward(inputs, cos, sin, attend, query_index)
+        outputs: Tensor = self.layer(inputs, cos, sin, attend, query_index)
         return self.norm(outputs) if self.config.norm_output else outputs
 
     def draft_lm_head(self, shared_embeddings: SharedEmbeddings, draft_ids: Tensor) -> Tensor | None:

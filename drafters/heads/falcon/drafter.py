@@ -8,7 +8,8 @@ hidden state as in EAGLE, in place of the paper's LSTM, whose released code carr
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -18,31 +19,34 @@ from mmspec.drafters.heads.base.attention import cached_attention
 from mmspec.drafters.heads.base.block import BlockDrafter
 from mmspec.drafters.heads.base.expand import AutoregressiveExpander
 from mmspec.drafters.heads.base.state import DraftState
-from mmspec.drafters.heads.eagle.head import EagleHead, HeadConfig
+from mmspec.drafters.heads.falcon.head import FalconHead
 from mmspec.drafters.rerank import NodePool
 from mmspec.engine.gather import gather_rows
 from mmspec.engine.host_copy import from_host
 from mmspec.engine.tree import DraftTree
 
 
-class FalconHead(EagleHead):
-    """EAGLE's head; `block_size` is how many positions ahead each of its outputs predicts."""
+@dataclass
+class FalconState(DraftState):
+    """State of one call.
 
-    def __init__(self, config: HeadConfig) -> None:
-        super().__init__(config)
-        if config.block_size < 2:
-            raise ValueError(f"a Falcon head needs block_size of at least 2; got {config.block_size}.")
+    Attributes:
+        block: [B, 2 k - 1, D] the outputs at the last k positions, then the last k - 1 inputs; None before the prompt.
+    """
+
+    kept: ClassVar[tuple[str, ...]] = ("last_hidden", "block")
+    block: Tensor | None = None
 
 
 class FalconDrafter(BlockDrafter):
     """Drafts with a `FalconHead`: up to `max_forwards` blocks, of each of which `top_k` paths are continued.
 
-    A level of the depth controller is a block, which takes one forward. `DraftState.extra` is [B, 2 k - 1, D]: the
-    outputs at the last k positions, then the last k - 1 inputs. The layer's keys and values depend on its inputs only,
-    so when the block boundaries move, the positions of the last block only need new queries.
+    A level of the depth controller is a block, which takes one forward. The layer's keys and values depend
+    on its inputs only, so when the block boundaries move, the positions of the last block only need new queries.
     """
 
     head: FalconHead
+    state_class = FalconState
     records_drafts = True
 
     def __init__(
@@ -93,8 +97,9 @@ class FalconDrafter(BlockDrafter):
         is_prompt: bool,
     ) -> None:
         """Append the inputs to the cache, and compute the outputs of the last block; of a prompt those only."""
+        assert isinstance(state, FalconState)
         kv_cache, k, (batch, n, hidden), device = state.kv_cache, self.block_size, inputs.shape, inputs.device
-        previous = inputs.new_zeros(batch, k - 1, hidden) if state.extra is None else state.extra[:, k:]
+        previous = inputs.new_zeros(batch, k - 1, hidden) if state.block is None else state.block[:, k:]
         seq_lens = kv_cache.lengths_on(device)[:, None]
         num_new = (counts if isinstance(counts, Tensor) else from_host(counts, device))[:, None]
         inputs = torch.cat((previous, inputs), dim=1)
@@ -107,14 +112,14 @@ class FalconDrafter(BlockDrafter):
         attend = cached_attention(kv_cache, mask[:, None], num_cached=k - 1)
         outputs = self.head(inputs, cos, sin, attend, last_block if is_prompt else None)
         outputs = outputs if is_prompt else gather_rows(outputs, last_block)
-        extra = torch.cat((outputs, gather_rows(inputs, last_block)[:, 1:]), dim=1)
-        state.extra = extra if state.extra is None else torch.where(num_new[..., None] == 0, state.extra, extra)
-        state.last_hidden = state.extra[:, k - 1]
+        block = torch.cat((outputs, gather_rows(inputs, last_block)[:, 1:]), dim=1)
+        state.block = block if state.block is None else torch.where(num_new[..., None] == 0, state.block, block)
+        state.last_hidden = state.block[:, k - 1]
 
     def block_features(self, state: DraftState) -> Tensor:
         """Outputs of the last block."""
-        assert state.extra is not None
-        return state.extra[:, : self.block_size]
+        assert isinstance(state, FalconState) and state.block is not None
+        return state.block[:, : self.block_size]
 
     def draft_tree(self, state: DraftState, max_nodes: int, num_levels: int) -> DraftTree:
         """Block by block: the likeliest paths through a block are the inputs of the next (Falcon, section 3.3).

@@ -1,43 +1,20 @@
-"""FLASH (arXiv 2505.12728), a drafter of k tokens from one forward. It is not FlashAttention and does not use it.
-
-One attention layer over the context, then a feed-forward whose output is k features, one per position; the positions
-are predicted independently. Differences from the paper: the features are added to the attention output behind a norm,
-and attention is standard causal attention. A `MarkovHead`, which the paper does not have, can make a position's logits
-depend on the token before it.
-"""
+"""Drafts with a `FlashHead`: k tokens from one forward."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import Tensor
 
 from mmspec.cpu.draft_types import BlockWeights, CorrectionWeights, HeadWeights
 from mmspec.drafters.heads.base.block import BlockDrafter
-from mmspec.drafters.heads.base.c_draft import CDraft, eagle_weights, find_c_draft
+from mmspec.drafters.heads.base.c_draft import CDraft, find_c_draft
 from mmspec.drafters.heads.base.expand import LevelExpander
 from mmspec.drafters.heads.base.markov import MarkovExpander, MarkovHead
 from mmspec.drafters.heads.base.state import DraftState
-from mmspec.drafters.heads.eagle.head import EagleHead, HeadConfig, RMSNorm
-
-
-class FlashHead(EagleHead):
-    """`fc`, attention, a feed-forward from one output to k features, and the `MarkovHead` if `markov_rank` is not 0."""
-
-    def __init__(self, config: HeadConfig) -> None:
-        super().__init__(config)
-        if config.block_ffn_size < 1:
-            raise ValueError(f"a FLASH head needs block_ffn_size of at least 1; got {config.block_ffn_size}.")
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.up_proj = nn.Linear(config.hidden_size, config.block_ffn_size, bias=False)
-        self.block_proj = nn.Linear(config.block_ffn_size, config.block_size * config.hidden_size, bias=False)
-        self.markov_head = MarkovHead(config) if config.markov_rank else None
-
-    def block_features(self, outputs: Tensor) -> Tensor:
-        """[..., D] outputs -> [..., k, D] features of the next k positions."""
-        features = self.block_proj(functional.silu(self.up_proj(self.norm(outputs))))
-        return outputs[..., None, :] + features.unflatten(-1, (self.config.block_size, -1))
+from mmspec.drafters.heads.eagle.c_weights import eagle_weights
+from mmspec.drafters.heads.eagle.head import DecoderLayer
+from mmspec.drafters.heads.flash.head import FlashHead
 
 
 class FlashDrafter(BlockDrafter):
@@ -73,4 +50,4 @@ class FlashDrafter(BlockDrafter):
             layer = eagle_weights(head, state)
             return None if layer is None else replace(layer, block=block, correction=correction)
 
-        return find_c_draft(self, state, weights, (MarkovHead,))
+        return find_c_draft(self, state, weights, (DecoderLayer, MarkovHead))

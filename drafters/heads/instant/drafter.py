@@ -7,16 +7,17 @@ rounds is stored. Drafting costs one product with the LM head over k positions.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from mmspec.drafters.heads.base.attention import select_last
 from mmspec.drafters.heads.base.block import BlockDrafter
-from mmspec.drafters.heads.base.drafter import MAX_HEAD_TREE_SIZE
 from mmspec.drafters.heads.base.expand import LevelExpander
 from mmspec.drafters.heads.base.markov import MarkovExpander
+from mmspec.drafters.heads.base.reader import MAX_HEAD_TREE_SIZE
 from mmspec.drafters.heads.base.state import DraftState, Pending
 from mmspec.drafters.heads.instant.head import InstantHead
 from mmspec.engine.gather import gather_rows
@@ -24,16 +25,27 @@ from mmspec.engine.tree import DraftTree, root_only
 from mmspec.interfaces import DrafterRequirements, Prompt
 
 
+@dataclass
+class InstantState(DraftState):
+    """State of one call.
+
+    Attributes:
+        root_embeds: [B, D] embedding of the root; None before the first draft.
+    """
+
+    kept: ClassVar[tuple[str, ...]] = ("last_hidden", "root_embeds")
+    root_embeds: Tensor | None = None
+
+
 class InstantDrafter(BlockDrafter):
     """Drafts with an `InstantHead`. `DraftState.last_hidden` is the target's hidden state before the root.
-
-    `DraftState.extra` is [B, D], the embedding of the root.
 
     Attributes:
         is_ready: whether the head was trained; without, it would draft the root again.
     """
 
     head: InstantHead
+    state_class = InstantState
 
     def __init__(self, head: InstantHead, visual_mode: str = "text_only", **options: Any) -> None:
         """
@@ -68,21 +80,22 @@ class InstantDrafter(BlockDrafter):
         mask = prompt.attention_mask[:, -hidden_states.shape[1] :]
         last = mask.shape[1] - 1 - mask.flip(1).long().argmax(1)
         state.last_hidden = gather_rows(hidden_states, last[:, None])[:, 0]
-        state.extra = state.shared_embeddings.embed(first_ids).to(state.last_hidden.dtype)
+        assert isinstance(state, InstantState)
+        state.root_embeds = state.shared_embeddings.embed(first_ids).to(state.last_hidden.dtype)
 
     def read_pending(self, state: DraftState) -> None:
         """Take the last token that was emitted in each row, and the hidden state before it."""
         if not state.pending:
             return
         pending, state.pending = Pending.concatenate(state.pending), []
-        assert state.extra is not None
-        embeds = state.shared_embeddings.embed(pending.tokens).to(state.extra.dtype)
+        assert isinstance(state, InstantState) and state.root_embeds is not None
+        embeds = state.shared_embeddings.embed(pending.tokens).to(state.root_embeds.dtype)
         state.last_hidden = select_last(pending.hidden_states, pending.counts, state.last_hidden)
-        state.extra = select_last(embeds, pending.counts, state.extra)
+        state.root_embeds = select_last(embeds, pending.counts, state.root_embeds)
 
     def block_features(self, state: DraftState) -> Tensor:
-        assert state.extra is not None
-        return self.head.block_features(state.extra, state.last_hidden)
+        assert isinstance(state, InstantState) and state.root_embeds is not None
+        return self.head.block_features(state.root_embeds, state.last_hidden)
 
     def publish(self, weights: Mapping[str, Tensor]) -> None:
         super().publish(weights)

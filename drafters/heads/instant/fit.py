@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
 from mmspec.drafters.heads.instant.head import InstantHead
+from mmspec.drafters.heads.instant.loss import batch_examples
+from mmspec.drafters.training.batch import TrainBatch
 from mmspec.interfaces import SharedEmbeddings
 from mmspec.learning.protocols import Examples
 
 RIDGE = 1e-3
 """Weight of the squared weights, as a fraction of the mean squared feature."""
+
+
+MAX_FIT_EXAMPLES = 8
+"""Positions for each feature, after which the fit is good enough."""
 
 
 class RidgeFit:
@@ -61,3 +69,15 @@ class RidgeFit:
             return False
         self.head.block_proj.weight.copy_(weight)
         return True
+
+
+def fit_batches(head: InstantHead, batches: Iterable[TrainBatch], shared_embeddings: SharedEmbeddings) -> None:
+    """Start a head from batches of whole sequences, as many of them as the fit needs."""
+    fit = RidgeFit(head)
+    for batch in batches:
+        for examples in batch_examples(batch, head.config.block_size):
+            fit.add(examples, shared_embeddings)
+        if fit.num_examples >= MAX_FIT_EXAMPLES * head.num_features:
+            break
+    if fit.num_examples:
+        fit.solve()

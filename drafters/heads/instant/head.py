@@ -9,12 +9,16 @@ machine), which is fitted in closed form (`mmspec.drafters.heads.instant.fit`); 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mmspec.drafters.heads.base.markov import MarkovHead
-from mmspec.drafters.heads.eagle.head import EagleHead, HeadConfig
+from mmspec.drafters.heads.base.head import DraftHead
+from mmspec.drafters.heads.base.markov import MARKOV_NAMES, MarkovHead
+from mmspec.drafters.heads.instant.config import InstantConfig
 from mmspec.engine.draws import PrivateDraws
 
 MAX_FULL_RANK = 1024
@@ -24,26 +28,26 @@ BLOCK_SIZE = 4
 MAX_MARKOV_RANK = 128
 
 
-class InstantHead(EagleHead):
+class InstantHead(DraftHead):
     """Features of [embedding of the root ; hidden state before it], of which every position has a linear map.
 
-    Of the `HeadConfig`, `block_size` is k, `block_ffn_size` the number of features behind SiLU, `intermediate_size` the
-    number of linear features (0: the 2 D inputs themselves), `markov_rank` the rank of the `MarkovHead`. A position
-    starts as the identity of the hidden state.
+    A position starts as the identity of the hidden state.
     """
 
-    def __init__(self, config: HeadConfig) -> None:
-        nn.Module.__init__(self)  # no layer, no attention
+    config: InstantConfig
+    stored_names: ClassVar[Mapping[str, str]] = {"block_proj": "spread", **MARKOV_NAMES}
+
+    def __init__(self, config: InstantConfig) -> None:
+        super().__init__(config)
         if config.block_ffn_size < 1:
             raise ValueError(f"an instant head needs block_ffn_size of at least 1; got {config.block_ffn_size}.")
-        self.config = config
         num_inputs = 2 * config.hidden_size
         self.fc = nn.Linear(num_inputs, config.intermediate_size + config.block_ffn_size, bias=False)
         self.num_features = (config.intermediate_size or num_inputs) + config.block_ffn_size
         self.block_proj = nn.Linear(self.num_features, config.block_size * config.hidden_size, bias=False)
         nn.init.normal_(self.fc.weight, std=2 * num_inputs**-0.5)
         nn.init.zeros_(self.block_proj.weight)
-        self.markov_head = MarkovHead(config) if config.markov_rank else None
+        self.markov_head = MarkovHead(config, config.markov_rank) if config.markov_rank else None
 
     def features(self, inputs_embeds: Tensor, hidden_states: Tensor) -> Tensor:
         """[..., F] features of embeddings of the next tokens and the hidden states before them, both [..., D]."""
@@ -59,10 +63,10 @@ class InstantHead(EagleHead):
         return hidden_states[..., None, :] + offsets.unflatten(-1, (self.config.block_size, -1))
 
 
-def instant_config(hidden_size: int, vocab_size: int, block_size: int = BLOCK_SIZE) -> HeadConfig:
+def instant_config(hidden_size: int, vocab_size: int, block_size: int = BLOCK_SIZE) -> InstantConfig:
     """The shape of an instant head for a target of this size."""
     is_large = hidden_size > MAX_FULL_RANK
-    return HeadConfig(
+    return InstantConfig(
         hidden_size=hidden_size,
         intermediate_size=LARGE_WIDTH if is_large else 0,
         num_attention_heads=1,  # the head has none; its config needs a number
@@ -74,7 +78,7 @@ def instant_config(hidden_size: int, vocab_size: int, block_size: int = BLOCK_SI
     )
 
 
-def init_instant_head(config: HeadConfig, seed: int = 0) -> InstantHead:
+def init_instant_head(config: InstantConfig, seed: int = 0) -> InstantHead:
     """A head with the features of a seed; torch's generators stay as they are."""
     with PrivateDraws(seed):
         return InstantHead(config).requires_grad_(False).eval()

@@ -9,43 +9,18 @@ further forward (as the heads of Hydra do, arXiv 2402.05109).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import Tensor
 
 from mmspec.drafters.heads.base.attention import cached_attention, select_last
 from mmspec.drafters.heads.base.block import BlockDrafter
 from mmspec.drafters.heads.base.expand import LevelExpander, StatelessExpander
 from mmspec.drafters.heads.base.state import DraftState
-from mmspec.drafters.heads.eagle.head import EagleHead, HeadConfig, RMSNorm
+from mmspec.drafters.heads.parallel.head import ParallelHead, TokenCorrection
 from mmspec.engine.host_copy import from_host
-
-
-class TokenCorrection(nn.Module):
-    """Residual correction of a position's feature by the token before it; zero at initialisation."""
-
-    def __init__(self, config: HeadConfig) -> None:
-        super().__init__()
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.gate_up_proj = nn.Linear(2 * config.hidden_size, 2 * config.block_ffn_size, bias=False)
-        self.down_proj = nn.Linear(config.block_ffn_size, config.hidden_size, bias=False)
-        nn.init.zeros_(self.down_proj.weight)
-
-    def forward(self, features: Tensor, inputs_embeds: Tensor) -> Tensor:
-        """[..., D] features and [..., D] embeddings of the tokens before them -> [..., D] corrected features."""
-        gate, up = self.gate_up_proj(torch.cat((self.norm(features), inputs_embeds), dim=-1)).chunk(2, dim=-1)
-        correction: Tensor = self.down_proj(functional.silu(gate) * up)
-        return features + correction
-
-
-class ParallelHead(EagleHead):
-    """EAGLE's head, k - 1 mask embeddings, and the `TokenCorrection` if `block_ffn_size` is not 0."""
-
-    def __init__(self, config: HeadConfig) -> None:
-        super().__init__(config)
-        self.mask_embeddings = nn.Parameter(0.02 * torch.randn(config.block_size - 1, config.hidden_size))
-        self.token_correction = TokenCorrection(config) if config.block_ffn_size else None
 
 
 class CorrectedExpander(StatelessExpander):
@@ -67,21 +42,32 @@ class CorrectedExpander(StatelessExpander):
         return self.drafter.logits(self.state, hidden_states)
 
 
-class ParallelDrafter(BlockDrafter):
-    """Drafts with a `ParallelHead`.
+@dataclass
+class ParallelState(DraftState):
+    """State of one call.
 
-    `DraftState.extra` is [B, k, D], the features of the last forward; None between the prompt and the first draft.
+    Attributes:
+        features: [B, k, D] of the last forward; None between the prompt and the first draft.
     """
 
+    kept: ClassVar[tuple[str, ...]] = ("last_hidden", "features")
+    features: Tensor | None = None
+
+
+class ParallelDrafter(BlockDrafter):
+    """Drafts with a `ParallelHead`."""
+
     head: ParallelHead
+    state_class = ParallelState
     records_drafts = True
 
     def extend_context(self, state: DraftState, inputs: Tensor, position_ids: Tensor, counts: list[int]) -> None:
         """See `HeadDrafter`; a prompt runs without mask positions."""
+        assert isinstance(state, ParallelState)
         is_prompt = not any(state.kv_cache.seq_lens)
         super().extend_context(state, inputs, position_ids, counts)
         if is_prompt:
-            state.extra = state.last_hidden[:, None] if self.block_size == 1 else None
+            state.features = state.last_hidden[:, None] if self.block_size == 1 else None
         if is_prompt and state.recordings is not None:  # a recorded function does not add tensors to the state
             self.block_features(state)
 
@@ -89,10 +75,11 @@ class ParallelDrafter(BlockDrafter):
         self, state: DraftState, inputs: Tensor, position_ids: Tensor, counts: Sequence[int] | Tensor
     ) -> None:
         """See `HeadDrafter`: one forward over the inputs and the mask positions behind them."""
+        assert isinstance(state, ParallelState)
         kv_cache, n, num_masks = state.kv_cache, inputs.shape[1], self.block_size - 1
         if not num_masks:
             super().extend_rows(state, inputs, position_ids, counts)
-            state.extra = state.last_hidden[:, None]
+            state.features = state.last_hidden[:, None]
             return
         device, offsets = inputs.device, torch.arange(num_masks, device=inputs.device)
         seq_lens, next_positions = kv_cache.lengths_on(device)[:, None], state.first_positions()
@@ -110,16 +97,17 @@ class ParallelDrafter(BlockDrafter):
         attend = cached_attention(kv_cache, torch.cat((causal, lookahead), dim=1)[:, None])
         outputs = self.head(torch.cat((inputs, mask_inputs), dim=1), cos, sin, attend)
         state.last_hidden = select_last(outputs[:, :n], counts, state.last_hidden) if n else state.last_hidden
-        state.extra = torch.cat((state.last_hidden[:, None], outputs[:, n:]), dim=1)
+        state.features = torch.cat((state.last_hidden[:, None], outputs[:, n:]), dim=1)
 
     def block_features(self, state: DraftState) -> Tensor:
         """See `BlockDrafter`; runs the mask positions alone if no forward has done so yet."""
-        if state.extra is None:
+        assert isinstance(state, ParallelState)
+        if state.features is None:
             batch, hidden = state.last_hidden.shape
             position_ids = torch.zeros(batch, 0, dtype=torch.long, device=state.last_hidden.device)
             self.extend_context(state, state.last_hidden.new_zeros(batch, 0, hidden), position_ids, [0] * batch)
-        assert state.extra is not None
-        return state.extra
+        assert state.features is not None
+        return state.features
 
     def expander(self, state: DraftState) -> LevelExpander | None:
         correction = self.head.token_correction

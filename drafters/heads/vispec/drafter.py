@@ -6,57 +6,35 @@ few remain.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import Tensor
 
 from mmspec.drafters.heads.base.state import DraftState
 from mmspec.drafters.heads.base.visual_inputs import DraftInputs
 from mmspec.drafters.heads.eagle.drafter import EagleDrafter
-from mmspec.drafters.heads.eagle.head import EagleHead, HeadConfig
+from mmspec.drafters.heads.vispec.head import VispecHead
 
 
-class VisualAdaptor(nn.Module):
-    """Cross-attention of Q learned queries over an image's projected embeddings, without positions or norm."""
+@dataclass
+class VispecState(DraftState):
+    """State of one call.
 
-    def __init__(self, config: HeadConfig, num_queries: int) -> None:
-        super().__init__()
-        num_heads, size = config.num_attention_heads, config.head_dim
-        self.q = nn.Parameter(torch.randn(num_queries, num_heads, size) * size**-0.5)
-        self.k_proj = nn.Linear(config.hidden_size, num_heads * size, bias=config.qkv_bias)
-        self.v_proj = nn.Linear(config.hidden_size, num_heads * size, bias=config.qkv_bias)
-        self.o_proj = nn.Linear(num_heads * size, config.hidden_size, bias=False)
+    Attributes:
+        image_vectors: [B, D] vector of each row's last image (zeros: none), added to the text after it.
+    """
 
-    def forward(self, image_embeds: Tensor) -> Tensor:
-        """[M, D] -> [Q, D]."""
-        num_heads, size = self.q.shape[1:]
-        keys, values = (
-            proj(image_embeds).view(-1, num_heads, size).transpose(0, 1) for proj in (self.k_proj, self.v_proj)
-        )
-        queries = self.q.transpose(0, 1)
-        outputs = functional.scaled_dot_product_attention(queries[None], keys[None], values[None])[0]
-        projected: Tensor = self.o_proj(outputs.transpose(0, 1).flatten(1))
-        return projected
-
-
-class VispecHead(EagleHead):
-    """EAGLE's head with the visual adaptor, and a layer that mixes an image's vector into the hidden state."""
-
-    compresses_visual_tokens = True
-
-    def __init__(self, config: HeadConfig, num_queries: int) -> None:
-        super().__init__(config)
-        self.imadpt = VisualAdaptor(config, num_queries)
-        self.img_fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=config.bias)
+    kept: ClassVar[tuple[str, ...]] = ("last_hidden", "image_vectors")
+    image_vectors: Tensor | None = None
 
 
 class VispecDrafter(EagleDrafter):
-    """Drafts with a `VispecHead`. `DraftState.extra` is [B, D], the vector of each row's last image (zeros: none)."""
+    """Drafts with a `VispecHead`."""
 
     head: VispecHead
+    state_class = VispecState
 
     def __init__(self, head: VispecHead, *, num_layers: int, name: str = "vispec", **options: Any) -> None:
         """
@@ -70,8 +48,8 @@ class VispecDrafter(EagleDrafter):
 
     def fuse(self, state: DraftState, inputs_embeds: Tensor, hidden_states: Tensor) -> Tensor:
         """Inputs of text, mixed with the vector of the last image before it."""
-        assert state.extra is not None
-        return self._fuse_mixed(inputs_embeds, hidden_states, state.extra[:, None].expand(hidden_states.shape))
+        assert isinstance(state, VispecState) and state.image_vectors is not None
+        return self._fuse_mixed(inputs_embeds, hidden_states, state.image_vectors[:, None].expand(hidden_states.shape))
 
     def _fuse_mixed(self, inputs_embeds: Tensor, hidden_states: Tensor, image_vectors: Tensor) -> Tensor:
         mixed = self.head.img_fc(torch.cat((hidden_states, image_vectors), dim=-1))
@@ -83,7 +61,8 @@ class VispecDrafter(EagleDrafter):
         batch, _, hidden = next_embeds.shape
         keep = ~inputs.visual_mask
         layer_inputs, image_vectors = next_embeds.clone(), torch.zeros_like(next_embeds)
-        state.extra = next_embeds.new_zeros(batch, hidden)
+        assert isinstance(state, VispecState)
+        state.image_vectors = next_embeds.new_zeros(batch, hidden)
         for row in range(batch):
             for start, end in _true_runs(visual_mask[row]):
                 compressed = self.head.imadpt(next_embeds[row, start:end])
@@ -92,7 +71,7 @@ class VispecDrafter(EagleDrafter):
                     layer_inputs[row, end - num_kept : end] = compressed[:num_kept]
                     keep[row, end - num_kept : end] = True
                 image_vectors[row, end:] = compressed[-1]
-                state.extra[row] = compressed[-1]
+                state.image_vectors[row] = compressed[-1]
         mixed = self._fuse_mixed(next_embeds, inputs.hidden_states, image_vectors)
         return torch.where(inputs.visual_mask[..., None], layer_inputs, mixed), keep
 
@@ -107,19 +86,3 @@ def _true_runs(flags: list[bool]) -> list[tuple[int, int]]:
             runs.append((start, index))
             start = None
     return runs
-
-
-def build_vispec_head(config: HeadConfig, weights: Mapping[str, Tensor]) -> tuple[VispecHead, dict[str, Tensor]]:
-    """A head on the meta device that fits the weights, and those weights that are EAGLE's.
-
-    Raises:
-        ValueError: the queries have another shape than the config's attention heads.
-    """
-    queries = weights["imadpt.q"]
-    if queries.dim() != 3 or queries.shape[1:] != (config.num_attention_heads, config.head_dim):
-        raise ValueError(
-            f"imadpt.q must be [queries, {config.num_attention_heads}, {config.head_dim}]; got {list(queries.shape)}."
-        )
-    eagle_weights = {name: value for name, value in weights.items() if not name.startswith(("imadpt.", "img_fc."))}
-    with torch.device("meta"):
-        return VispecHead(config, queries.shape[0]), eagle_weights

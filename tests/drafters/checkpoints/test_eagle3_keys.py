@@ -18,10 +18,11 @@ from torch import Tensor, nn
 
 import mmspec
 from mmspec.drafters.checkpoints.export import export_head
-from mmspec.drafters.checkpoints.published import detect_format, load_published
-from mmspec.drafters.heads.base.c_draft import eagle3_weights
-from mmspec.drafters.heads.eagle.head import HeadConfig
-from mmspec.drafters.heads.eagle3.checkpoint import eagle3_tensors
+from mmspec.drafters.checkpoints.published import load_published
+from mmspec.drafters.checkpoints.state_dict import to_stored
+from mmspec.drafters.heads.eagle.checkpoint import is_msd
+from mmspec.drafters.heads.eagle3.c_weights import eagle3_weights
+from mmspec.drafters.heads.eagle3.config import Eagle3Config
 from mmspec.drafters.heads.eagle3.head import Eagle3Head
 from mmspec.interfaces import SharedEmbeddings, TargetInfo
 
@@ -117,7 +118,7 @@ def check(folder: Path, shared: SharedEmbeddings, target: TargetInfo = TARGET, o
 def test_settings_of_the_network(settings: dict[str, Any], embeddings: SharedEmbeddings, tmp_path: Path) -> None:
     drafter = check(write(tmp_path, **settings), embeddings)
     if "rope_scaling" not in settings:
-        assert eagle3_weights(drafter.head, None) is None, "compiled code does not know it"  # type: ignore[arg-type]
+        assert eagle3_weights(drafter.head, None) is None, "C does not know it"  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -218,15 +219,15 @@ def test_whole_calls_with_images(changes: dict[str, Any], tmp_path: Path) -> Non
     """Two rows of other lengths, greedy and sampled: the same tokens, and drafts were scored."""
     model = tiny.build_model(tiny.ModelSpec(family="llava"))
     size = model.config.get_text_config().vocab_size
-    config = HeadConfig(**{
+    config = Eagle3Config(**{
         "hidden_size": 32, "intermediate_size": 40, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "vocab_size": size, "head_dim": 8, "eagle3_input": True, "draft_vocab_size": size,
+        "vocab_size": size, "head_dim": 8, "draft_vocab_size": size,
         "hidden_state_layers": (0, 1, 2),
     } | changes)  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
         head = Eagle3Head(config)
-        weights = eagle3_tensors(head) | {"embed_tokens.weight": torch.randn(size, config.hidden_size)}
+        weights = to_stored(head) | {"embed_tokens.weight": torch.randn(size, config.hidden_size)}
     save_file(weights, tmp_path / "model.safetensors")
     values = asdict(config) | {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama"}
     values |= {"eagle_aux_hidden_state_layer_ids": [0, 1, 2], "target_hidden_size": 32, "rms_norm_eps": 1e-5}
@@ -268,7 +269,7 @@ def test_what_stays_refused(
 def test_msd_of_qwen2_5_vl_is_known_by_its_layer(caplog: pytest.LogCaptureFixture) -> None:
     """MSD's layer for Qwen has an input norm, EAGLE's has none."""
     weights = load_fixture("msd")[0]
-    assert detect_format({"model_type": "qwen2_5_vl"}, weights) == "eagle" and not caplog.records
+    assert not is_msd({"model_type": "qwen2_5_vl"}, weights) and not caplog.records
     normed = weights | {"layers.0.input_layernorm.weight": torch.ones(16)}
-    assert detect_format({"model_type": "qwen2_5_vl"}, normed) == "msd" and "is taken as MSD's" in caplog.text
-    assert detect_format({"model_type": "llama"}, normed) == "eagle"
+    assert is_msd({"model_type": "qwen2_5_vl"}, normed) and "is taken as MSD's" in caplog.text
+    assert not is_msd({"model_type": "llama"}, normed) and is_msd({"model_type": "llava"}, weights)

@@ -19,18 +19,18 @@ from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.random_models import random_model
 from mmspec.app.scenes.render import render_scene
 from mmspec.app.scenes.world import generate_scene
-from mmspec.config import target_info
 from mmspec.control.depth import DepthController
+from mmspec.drafters.checkpoints.export import export_head
 from mmspec.drafters.checkpoints.published import load_published
 from mmspec.drafters.checkpoints.published_heads import PUBLISHED_DRAFTERS
 from mmspec.drafters.heads.eagle.drafter import EagleDrafter
-from mmspec.drafters.heads.eagle.head import EagleHead
-from mmspec.drafters.heads.eagle3.checkpoint import export_speculators
+from mmspec.drafters.heads.eagle3.export import export_eagle3
 from mmspec.drafters.heads.eagle3.head import Eagle3Head
 from mmspec.drafters.heads.vispec.drafter import VispecDrafter
 from mmspec.drafters.registry import HEAD_FILES, build_drafter
 from mmspec.engine.tree import root_only
 from mmspec.interfaces import Prompt, SharedEmbeddings, TargetInfo, VerifyResult
+from mmspec.resolve import target_info
 from mmspec.targets.registry import find_adapter
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -89,13 +89,14 @@ def test_forward_parity_with_the_published_code(kind: str, tmp_path: Path, monke
     order = data["tree"].tolist()
     shared_embeddings = SharedEmbeddings(nn.Embedding.from_pretrained(data["embedding"]), Pointing(order))
     outs: list[Tensor] = []
-    original = EagleHead.forward
+    network = type(drafter.head)
+    original = network.forward
 
-    def spy(self: EagleHead, *args: Any) -> Tensor:
+    def spy(self: Any, *args: Any) -> Tensor:
         outs.append(original(self, *args))
         return outs[-1]
 
-    monkeypatch.setattr(EagleHead, "forward", spy)
+    monkeypatch.setattr(network, "forward", spy)
     if kind == "eagle3":  # its own head decides
         draft_index = {int(token): index for index, token in enumerate(drafter.draft_ids.tolist())}  # type: ignore[union-attr]
         own = Pointing([draft_index[token] for token in order])
@@ -240,7 +241,7 @@ Change = Callable[[dict[str, Tensor]], object]
         ("eagle3", lambda w: w.update(d2t=torch.zeros(5, dtype=torch.long)), {}, r"d2t must be \[20\]"),
         ("eagle3", lambda w: w["d2t"].fill_(99), {}, "d2t leads to id 118"),
         ("eagle3", lambda w: w["t2d"].fill_(True), {}, "t2d and d2t name different ids"),
-        ("vispec", lambda w: w["imadpt.q"].fill_(float("nan")), {}, "imadpt.q must be finite"),
+        ("vispec", lambda w: w["imadpt.q"].fill_(float("nan")), {}, "imadpt.q holds values that are not finite"),
         ("vispec", lambda w: w["fc.weight"].fill_(float("nan")), {}, "fc.weight holds values that are not finite"),
         ("eagle3", lambda w: w["norm.weight"].fill_(float("nan")), {}, "norm.weight holds values that are not finite"),
         ("msd", len, {"image_token_index": 7}, "image_token_index 7; the target's media token ids are 4"),
@@ -274,7 +275,7 @@ def test_missing_and_truncated_files(tmp_path: Path) -> None:
 
 def test_an_export_is_atomic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drafter = load_published(folder_of("eagle3", tmp_path / "flat"), TARGET)
-    export_speculators(tmp_path / "out", drafter, TARGET)
+    export_eagle3(tmp_path / "out", drafter, TARGET, "speculators")
     before = {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()}
 
     def full(weights: Any, file: Path, **options: Any) -> None:
@@ -283,7 +284,7 @@ def test_an_export_is_atomic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr("mmspec.drafters.checkpoints.format.save_file", full)
     with pytest.raises(OSError, match="No space"):
-        export_speculators(tmp_path / "out", drafter, TARGET)
+        export_eagle3(tmp_path / "out", drafter, TARGET, "speculators")
     assert {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()} == before
 
 
@@ -330,7 +331,7 @@ def test_offline_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("normed", [False, True])
 def test_eagle3_in_the_speculators_layout_and_back(normed: bool, tmp_path: Path) -> None:
     first = load_published(folder_of("eagle3", tmp_path / "flat", norm_before_residual=normed), TARGET)
-    export_speculators(tmp_path / "out", first, TARGET)
+    export_eagle3(tmp_path / "out", first, TARGET, "speculators")
     values = json.loads((tmp_path / "out" / "config.json").read_text())
     assert values["speculators_model_type"] == "eagle3" and values["eagle_aux_hidden_state_layer_ids"] == [2, 4, 5]
     assert values["norm_before_residual"] is normed and values["transformer_layer_config"]["hidden_size"] == H
@@ -342,8 +343,10 @@ def test_eagle3_in_the_speculators_layout_and_back(normed: bool, tmp_path: Path)
     assert second.head.config == first.head.config and second.hidden_state_indices == first.hidden_state_indices
     for name, value in first.head.state_dict().items():
         assert torch.equal(value, second.head.state_dict()[name])
-    with pytest.raises(TypeError, match="EAGLE-3 heads only"):
-        export_speculators(tmp_path / "no", load_published(folder_of("msd", tmp_path / "msd"), TARGET), TARGET)
+    msd = load_published(folder_of("msd", tmp_path / "msd"), TARGET)
+    msd.own_embeddings = None
+    with pytest.raises(ValueError, match="MSD feeds a visual token as its projected embedding alone"):
+        export_head(tmp_path / "no", msd, TARGET, "speculators")
 
 
 @pytest.mark.parametrize("kind", CONFIGS)

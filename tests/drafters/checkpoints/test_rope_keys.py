@@ -12,7 +12,9 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from mmspec.drafters.checkpoints.head_config import parse_published_config
 from mmspec.drafters.checkpoints.rope import order_rotated_rows
-from mmspec.drafters.heads.eagle.head import EagleHead, HeadConfig, rotate_half
+from mmspec.drafters.heads.base.head import rotate_half
+from mmspec.drafters.heads.eagle.config import EagleConfig
+from mmspec.drafters.heads.eagle.head import EagleHead
 from mmspec.interfaces import TargetInfo
 
 TARGET = TargetInfo("llava", 64, 96, 8)
@@ -32,8 +34,8 @@ SCALINGS = [
 ]
 
 
-def read(**values: Any) -> HeadConfig:
-    return parse_published_config(SHAPE | values, TARGET, values.get("architectures"))
+def read(**values: Any) -> EagleConfig:
+    return EagleConfig.of(parse_published_config(SHAPE | values, TARGET, values.get("architectures")))
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)

@@ -30,24 +30,28 @@ from torch import Tensor, nn
 
 from mmspec.drafters.checkpoints.format import HeadMetadata, load_head, save_head
 from mmspec.drafters.checkpoints.load import load_trained
-from mmspec.drafters.checkpoints.state_dict import STORED_NAMES
-from mmspec.drafters.heads.architectures import ARCHITECTURES
 from mmspec.drafters.heads.base.block import BlockDrafter
 from mmspec.drafters.heads.base.block_tree import PathTable, candidate_paths
 from mmspec.drafters.heads.base.drafter import HeadDrafter
 from mmspec.drafters.heads.base.visual_inputs import VISUAL_MODES
 from mmspec.drafters.heads.eagle.head import EagleHead
-from mmspec.drafters.heads.falcon.drafter import FalconDrafter, FalconHead
-from mmspec.drafters.heads.flash.drafter import FlashDrafter, FlashHead
-from mmspec.drafters.heads.parallel.drafter import ParallelDrafter, ParallelHead
+from mmspec.drafters.heads.falcon.drafter import FalconDrafter
+from mmspec.drafters.heads.falcon.head import FalconHead
+from mmspec.drafters.heads.flash.config import FlashConfig
+from mmspec.drafters.heads.flash.drafter import FlashDrafter
+from mmspec.drafters.heads.flash.head import FlashHead
+from mmspec.drafters.heads.parallel.config import ParallelConfig
+from mmspec.drafters.heads.parallel.drafter import ParallelDrafter
+from mmspec.drafters.heads.parallel.head import ParallelHead
+from mmspec.drafters.heads.registry import find_method, methods
 from mmspec.drafters.rerank import LEVEL_PENALTY, select_nodes
 from mmspec.drafters.training.batch import DraftModel, build_inputs_and_labels
 from mmspec.drafters.training.losses import LossWeights, TrainProgress
 from mmspec.drafters.training.trainer import TrainConfig, Trainer
 from mmspec.engine.tree import root_only
 
-FLASH = replace(HEAD_CONFIG, intermediate_size=0, block_size=4, block_ffn_size=40)
-PARALLEL = replace(HEAD_CONFIG, block_size=4)
+FLASH = FlashConfig.of(HEAD_CONFIG, intermediate_size=0, block_size=4, block_ffn_size=40)
+PARALLEL = ParallelConfig.of(HEAD_CONFIG, block_size=4)
 SORTS = ("flash", "chained", "parallel", "linked", "falcon2", "falcon3")
 
 
@@ -78,7 +82,11 @@ def kind_of(kind: str) -> str:
 
 
 def new_drafter(kind: str, visual_mode: str = "decoupled", **options: Any) -> Any:
-    return ARCHITECTURES[kind_of(kind)].drafter(new_head(kind), visual_mode, num_layers=NUM_LAYERS, top_k=3, **options)
+    return (
+        find_method(kind_of(kind))
+        .classes()
+        .drafter(new_head(kind), visual_mode, num_layers=NUM_LAYERS, top_k=3, **options)
+    )
 
 
 # --- trees ------------------------------------------------------------------------------------------------------------
@@ -318,7 +326,7 @@ def test_training_features_are_those_of_drafting(
     with torch.no_grad():
         for seed in range(3):  # offset of the first block
             progress = TrainProgress(1.0, torch.Generator().manual_seed(seed))  # no label is an input any more
-            ARCHITECTURES[kind_of(kind)].compute_loss(
+            find_method(kind_of(kind)).loss()(
                 DraftModel(head, visual_mode),
                 batch,
                 target.shared_embeddings,
@@ -467,13 +475,13 @@ def test_a_shorter_block_is_a_prefix_of_the_longer(target: FakeTarget) -> None:
 )
 def test_tensors_on_disk_have_their_stored_names(kind: str, prefixes: set[str], tmp_path: Path) -> None:
     config = replace(FLASH, markov_rank=8) if kind == "flash" else replace(PARALLEL, block_ffn_size=20)
-    head = ARCHITECTURES[kind].head(config)
+    head = find_method(kind).classes().head(config)
     save_head(tmp_path, head, HeadMetadata(config, "decoupled", NUM_LAYERS, architecture=kind))
     names = {name.partition(".")[0] for name in load_file(tmp_path / "model.safetensors")}
-    assert prefixes <= names and not {name.partition(".")[0] for name in STORED_NAMES} & names
+    assert prefixes <= names and not {name.partition(".")[0] for name in head.stored_names} & names
 
 
-def test_architectures_build_their_classes() -> None:
+def test_methods_build_their_classes() -> None:
     assert issubclass(FlashDrafter, BlockDrafter) and issubclass(FalconDrafter, HeadDrafter)
-    assert set(ARCHITECTURES) == {"eagle", "eagle3", "flash", "parallel", "dspark", "instant", "falcon"}
+    assert {"eagle", "eagle3", "vispec", "flash", "parallel", "dspark", "instant", "falcon"} <= set(methods())
     assert isinstance(new_drafter("linked"), ParallelDrafter) and isinstance(new_head("linked"), nn.Module)

@@ -26,6 +26,7 @@ from torch.nn import functional
 
 from mmspec.drafters.checkpoints.format import HeadMetadata, load_head, save_head
 from mmspec.drafters.checkpoints.load import load_trained
+from mmspec.drafters.heads.dspark.config import DsparkConfig
 from mmspec.drafters.heads.dspark.drafter import DsparkDrafter
 from mmspec.drafters.heads.dspark.head import DsparkHead
 from mmspec.drafters.heads.dspark.loss import dspark_loss
@@ -34,7 +35,7 @@ from mmspec.drafters.training.losses import LossAccumulator, LossWeights, TrainP
 from mmspec.engine.tree import root_only
 
 LAYERS = (1, 0, NUM_LAYERS)
-CONFIG = replace(
+CONFIG = DsparkConfig.of(
     HEAD_CONFIG, block_size=4, markov_rank=6, hidden_state_layers=LAYERS, num_hidden_layers=2, confidence_head=True
 )
 

@@ -34,22 +34,25 @@ from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.random_models import random_model
 from mmspec.app.scenes.render import render_scene
 from mmspec.app.scenes.world import generate_scene
-from mmspec.config import MAX_CACHED_DRAFTERS
 from mmspec.control.depth import DepthController
 from mmspec.drafters import registry
 from mmspec.drafters.checkpoints import format as checkpoint
 from mmspec.drafters.checkpoints.format import HeadMetadata, load_head, save_head
-from mmspec.drafters.checkpoints.state_dict import from_eagle_state_dict, to_eagle_state_dict
+from mmspec.drafters.checkpoints.state_dict import read_head, to_stored
 from mmspec.drafters.heads.base.visual_inputs import VISUAL_MODES, DraftInputs, left_pack
+from mmspec.drafters.heads.eagle.config import EagleConfig
 from mmspec.drafters.heads.eagle.drafter import EagleDrafter
-from mmspec.drafters.heads.eagle.head import DecoderLayer, EagleHead, HeadConfig
+from mmspec.drafters.heads.eagle.head import DecoderLayer, EagleHead
 from mmspec.drafters.heads.eagle.loss import eagle_loss
+from mmspec.drafters.heads.eagle3.config import Eagle3Config
+from mmspec.drafters.heads.eagle3.head import Eagle3Layer
 from mmspec.drafters.registry import build_drafter
 from mmspec.drafters.training.batch import DraftModel, build_inputs_and_labels
 from mmspec.drafters.training.losses import LossWeights, TrainProgress
 from mmspec.drafters.training.trainer import SettingsError, TrainConfig, Trainer
 from mmspec.engine.tree import root_only
 from mmspec.interfaces import TargetInfo
+from mmspec.resolve import MAX_CACHED_DRAFTERS
 
 
 def new_drafter(target: FakeTarget, visual_mode: str = "decoupled", **more: Any) -> EagleDrafter:
@@ -336,7 +339,7 @@ def test_tensors_have_the_published_names(target: FakeTarget, tmp_path: Path) ->
         "layers.0.self_attn.v_proj.bias", "layers.0.self_attn.o_proj.weight", "layers.0.mlp.gate_proj.weight",
         "layers.0.mlp.up_proj.weight", "layers.0.mlp.down_proj.weight", "layers.0.post_attention_layernorm.weight",
     }  # fmt: skip
-    assert to_eagle_state_dict(target.head)["layers.0.self_attn.k_proj.weight"].shape == (16, 32)
+    assert to_stored(target.head)["layers.0.self_attn.k_proj.weight"].shape == (16, 32)
 
 
 Change = Callable[[dict[str, Tensor]], object]
@@ -418,10 +421,10 @@ def test_invalid_configs_are_refused(
 
 def test_shapes_of_the_published_checkpoint_of_llava_7b() -> None:
     """msd.md, section 2: names and shapes."""
-    config = HeadConfig(4096, 11008, 32, 32, 32000)
+    config = EagleConfig(4096, 11008, 32, 32, 32000)
     with torch.device("meta"):
         head = EagleHead(config)
-        shapes = {name: tuple(value.shape) for name, value in to_eagle_state_dict(head).items()}
+        shapes = {name: tuple(value.shape) for name, value in to_stored(head).items()}
         weights = {name: torch.empty(shape) for name, shape in shapes.items()}
     assert shapes["fc.weight"] == (4096, 8192) and shapes["fc.bias"] == (4096,)
     assert shapes["layers.0.mlp.down_proj.weight"] == (4096, 11008) and len(shapes) == 10
@@ -430,7 +433,7 @@ def test_shapes_of_the_published_checkpoint_of_llava_7b() -> None:
 
 
 def test_state_dict_names_round_trip(target: FakeTarget) -> None:
-    state = from_eagle_state_dict(HEAD_CONFIG, to_eagle_state_dict(target.head))
+    state = read_head(lambda: EagleHead(HEAD_CONFIG), to_stored(target.head)).state_dict()
     assert all(torch.equal(value, target.head.state_dict()[name]) for name, value in state.items())
     assert set(state) == set(target.head.state_dict())
 
@@ -446,7 +449,7 @@ def tiny() -> Captioner:
 def tiny_head(seed: int = 0) -> EagleHead:
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        return EagleHead(HeadConfig(64, 128, 4, 2, 384))
+        return EagleHead(EagleConfig(64, 128, 4, 2, 384))
 
 
 @pytest.mark.parametrize("visual_mode", VISUAL_MODES)
@@ -675,15 +678,17 @@ def test_drafting_needs_no_host_copy(target: FakeTarget, pads: tuple[int, int], 
 
 
 @pytest.mark.parametrize(
-    "shape", [{}, {"num_key_value_heads": 2, "qkv_bias": True}, {"input_norm": True}, {"eagle3_input": True}]
+    "shape", [{}, {"num_key_value_heads": 2, "qkv_bias": True}, {"input_norm": True}, {"norm_before_residual": True}]
 )
 def test_query_index_gives_the_same_outputs(shape: dict[str, Any]) -> None:
     """Keys and values of all positions and outputs of some are those of a forward over all of them."""
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 4}
-    config = HeadConfig(**{**sizes, "vocab_size": 64, **shape})
+    is_eagle3 = "norm_before_residual" in shape
+    config = (Eagle3Config if is_eagle3 else EagleConfig)(**{**sizes, "vocab_size": 64, **shape})
     torch.manual_seed(3)
-    layer, head = DecoderLayer(config).eval(), EagleHead(config)
-    rows = torch.randn(2, 7, 64 if config.eagle3_input else 32)
+    layer: DecoderLayer = Eagle3Layer(config) if isinstance(config, Eagle3Config) else DecoderLayer(config)
+    layer, head = layer.eval(), EagleHead(config)
+    rows = torch.randn(2, 7, 64 if is_eagle3 else 32)
     cos, sin = (part[None, None] for part in head.rotary_embedding(torch.arange(7), torch.float32))
     num_accepted: list[tuple[Tensor, Tensor]] = []
 

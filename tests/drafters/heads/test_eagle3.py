@@ -22,6 +22,7 @@ from mmspec.app.train import command as train
 from mmspec.drafters.checkpoints.format import HeadMetadata, load_head, save_head
 from mmspec.drafters.checkpoints.load import load_trained
 from mmspec.drafters.heads.eagle.loss import eagle_loss
+from mmspec.drafters.heads.eagle3.config import Eagle3Config
 from mmspec.drafters.heads.eagle3.head import Eagle3Head, eagle3_layers
 from mmspec.drafters.training.batch import MIXED, DraftModel, TrainBatch, mix_visual_inputs
 from mmspec.drafters.training.distribution_losses import DISTRIBUTION_LOSSES, overlap
@@ -29,7 +30,7 @@ from mmspec.drafters.training.losses import LossWeights, TrainProgress
 
 DRAFT_IDS = torch.tensor([1, 2, 5, *range(8, 30)])
 LAYERS = (0, 2, 1)
-CONFIG = replace(HEAD_CONFIG, eagle3_input=True, draft_vocab_size=len(DRAFT_IDS), hidden_state_layers=LAYERS)
+CONFIG = Eagle3Config.of(HEAD_CONFIG, draft_vocab_size=len(DRAFT_IDS), hidden_state_layers=LAYERS)
 
 
 def new_draft_model(visual_mode: str = "coupled") -> DraftModel:
@@ -247,8 +248,8 @@ def test_train_and_draft(tmp_path: Path, capsys: Any) -> None:
     first, second = (load_head(tmp_path / name / "eagle3")[1] for name in ("run", "more"))
     assert torch.equal(first.draft_ids, second.draft_ids)  # type: ignore[arg-type]
     for extra, problem in (
-        (("--layers", "0,1"), "--layers must be three of 0 to 2 for this target; got 0,1"),
-        (("--layers", "0,1,3"), "--layers must be three of 0 to 2 for this target; got 0,1,3"),
+        (("--layers", "0,1"), "--layers must be 3 of 0 to 2 for this target; got 0,1"),
+        (("--layers", "0,1,3"), "--layers must be 3 of 0 to 2 for this target; got 0,1,3"),
         (("--compressor", "latent:4"), "--compressor is for heads that read one hidden state"),
     ):
         assert main([*args[:-1], str(tmp_path / "no"), *extra]) == 2

@@ -11,14 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from mmspec.drafters.checkpoints import format as checkpoint
+from mmspec.drafters.heads.eagle.config import EagleConfig
 from mmspec.drafters.heads.eagle.drafter import EagleDrafter
-from mmspec.drafters.heads.eagle.head import EagleHead, HeadConfig
+from mmspec.drafters.heads.eagle.head import EagleHead
 from mmspec.drafters.training.batch import DraftModel, TrainBatch
 from mmspec.drafters.training.losses import LossWeights
 from mmspec.drafters.training.trainer import DistributedContext, TrainConfig, Trainer
 from mmspec.interfaces import SharedEmbeddings
 
-CONFIG = HeadConfig(16, 24, 2, 2, 40)
+CONFIG = EagleConfig(16, 24, 2, 2, 40)
 FULL = (OSError(28, "No space left on device"), RuntimeError("PytorchStreamWriter failed writing file"))
 
 

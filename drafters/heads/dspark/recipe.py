@@ -1,0 +1,97 @@
+"""DSpark and DFlash: registered, trained (DSpark), read and written as published."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mmspec.drafters.heads.registry import HeadClasses, HeadMethod, Recipe, TrainSizes, register
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mmspec.drafters.heads.base.config import HeadConfig
+    from mmspec.drafters.heads.base.drafter import HeadDrafter
+    from mmspec.drafters.training.batch import TrainBatch
+    from mmspec.interfaces import SharedEmbeddings, TargetInfo
+
+DSPARK_SCALES = {"intermediate_size": 1.0, "markov_rank": 0.125}
+DSPARK_SETTINGS = {"confidence_head": True}
+DSPARK_HELP = """\
+5 tokens per forward of a block that sees hidden states of several layers, each corrected by the token before it, with
+an estimate of their acceptance (DSpark)"""
+MIXTURE_HELP = "the same, the hidden states added with learned weights (DFlare)"
+
+
+@register
+class Dspark(HeadMethod):
+    """DSpark, and DFlash, which is the same without its two small heads."""
+
+    name = "dspark"
+    recipes = (
+        Recipe("dspark", DSPARK_HELP, "coupled", 5, DSPARK_SCALES, DSPARK_SETTINGS),
+        Recipe("dspark-mixture", MIXTURE_HELP, "coupled", 5, DSPARK_SCALES, {**DSPARK_SETTINGS, "layer_mixture": True}),
+    )
+    reads_layers = True
+    speculators_types = ("dflash", "dspark")
+    served = "vLLM and speculators; needs --target, whose embeddings are copied"
+
+    def classes(self) -> HeadClasses:
+        from mmspec.drafters.heads.dspark.config import DsparkConfig
+        from mmspec.drafters.heads.dspark.drafter import DsparkDrafter
+        from mmspec.drafters.heads.dspark.head import DsparkHead
+        from mmspec.drafters.heads.dspark.loss import dspark_loss
+
+        return HeadClasses(DsparkConfig, DsparkHead, DsparkDrafter, dspark_loss)
+
+    def train_config(self, shape: HeadConfig, recipe: Recipe, sizes: TrainSizes) -> HeadConfig:
+        from mmspec.drafters.heads.dspark.config import DsparkConfig
+
+        config = super().train_config(shape, recipe, sizes)
+        assert isinstance(config, DsparkConfig)
+        n = sizes.num_layers
+        layers = sizes.layers_or((2, n // 2, n - 3, n - 1))
+        return replace(config, hidden_state_layers=layers, num_hidden_layers=sizes.head_layers)
+
+    def init_from_target(
+        self, head: Any, batches: Iterator[TrainBatch], shared_embeddings: SharedEmbeddings, draft_ids: Tensor | None
+    ) -> None:
+        """The target's scale: a head without it spends hundreds of steps on what is known."""
+        batch = next(batches)
+        head.norm.weight.copy_(batch.response_scale())
+        if head.mixture is not None:
+            scales = batch.layer_scales(head.config.hidden_state_layers)
+            head.mixture.copy_(1 / (len(scales) * scales))
+
+    def recognise(self, values: Mapping[str, Any], weights: Mapping[str, Tensor]) -> int:
+        return 3 * ("hidden_norm.weight" in weights and "layers.0.self_attn.q_norm.weight" in weights)
+
+    def load_published(
+        self, values: Mapping[str, Any], weights: dict[str, Tensor], target: TargetInfo, name: str
+    ) -> HeadDrafter:
+        from mmspec.drafters.heads.dspark.checkpoint import load_dspark
+
+        return load_dspark(values, weights, target, name)
+
+    def export_refusal(self, drafter: HeadDrafter, target: TargetInfo, format_name: str) -> str | None:
+        if format_name == "sglang":
+            return "SGLang has a layout of its own for DSpark heads, which is not written; use --format vllm."
+        if drafter.visual_mode != "coupled":
+            return f"engines give a DSpark head all positions as context; this one was trained {drafter.visual_mode!r}."
+        return None
+
+    def export(
+        self,
+        folder: Path,
+        drafter: HeadDrafter,
+        target: TargetInfo,
+        format_name: str,
+        shared_embeddings: SharedEmbeddings | None,
+    ) -> None:
+        from mmspec.drafters.heads.dspark.checkpoint import export_dspark
+
+        if shared_embeddings is None:
+            raise ValueError("a dspark head is exported with the target's embeddings: name the target (--target).")
+        export_dspark(folder, drafter, target, shared_embeddings)

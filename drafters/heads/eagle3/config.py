@@ -1,0 +1,26 @@
+"""Shape of an EAGLE-3 head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mmspec.drafters.heads.eagle.config import EagleConfig
+
+
+@dataclass(frozen=True)
+class Eagle3Config(EagleConfig):
+    """Shape of an `Eagle3Head`.
+
+    Attributes:
+        norm_before_residual: whether the residual is the normalised hidden state.
+        norm_before_fc: whether the hidden states are normalised before `fc`, all as one vector.
+        fc_norm: whether each of them is (EAGLE-3.1).
+        norm_output: whether the state that is carried on is the layer's output after the norm (EAGLE-3.1).
+        target_hidden_size: size of the hidden states that `fc` reads, if it is not D; 0 if it is.
+    """
+
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    target_hidden_size: int = 0
