@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 TYPES = {"bf16": "BF16", "q8_0": "Q8_0", "q4_0": "Q4_0", "f32": "F32"}
-TILE_ROWS = 16
+NUM_TILE_ROWS = 16
 
 
 def tensors(shape: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -64,9 +64,9 @@ def write_shape(file: str, type_name: str, shape: dict[str, Any]) -> None:
         if len(size) == 1:
             writer.add_tensor(name, np.ones(size, np.float32))
             continue
-        tile = random.standard_normal((TILE_ROWS, size[1])).astype(np.float32) * 0.02
+        tile = random.standard_normal((NUM_TILE_ROWS, size[1])).astype(np.float32) * 0.02
         packed = gguf.quants.quantize(tile, kind)
-        repeats = -(-size[0] // TILE_ROWS)
+        repeats = -(-size[0] // NUM_TILE_ROWS)
         writer.add_tensor(name, np.tile(packed, (repeats, 1))[: size[0]], raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 NODES = (1, 2, 4, 8, 16)
 LLAMA_TYPES = {torch.float32: ("f32",), torch.bfloat16: ("bf16", "q8_0", "q4_0"), torch.float16: ("q8_0", "q4_0")}
 """Types of GGUF files beside a dtype of ours."""
-STEPS = 10
+NUM_STEPS = 10
 WRITER = Path(__file__).parents[1] / "peers" / "write_shape_gguf.py"
 PEAK_SIZE = 1024
 """Rows and columns of the product that measures the peak: its weights stay in the cache."""
@@ -152,17 +152,17 @@ class ContextBench:
         return lambda context, cache: self._timed(model, context, cache)
 
     def _timed(self, model: PreTrainedModel, context: int, cache: Any) -> float:
-        """Seconds of one of `STEPS` rounds: those of a call of so many tokens less those of a call of one."""
+        """Seconds of one of `NUM_STEPS` rounds: those of a call of so many tokens less those of a call of one."""
         ids = torch.full((1, context + 1), 7)
         options: dict[str, Any] = {"do_sample": False, "attention_mask": torch.ones_like(ids)}
         times = []
-        for count in (1, 1 + STEPS):
+        for count in (1, 1 + NUM_STEPS):
             if cache.get_seq_length() > context:
                 cache.crop(context - cache.get_seq_length())
             start = time.perf_counter()
             model.generate(ids, max_new_tokens=count, **{CACHE_ARGUMENT: cache}, **options)
             times.append(time.perf_counter() - start)
-        return (times[1] - times[0]) / STEPS
+        return (times[1] - times[0]) / NUM_STEPS
 
     def _add_engine(self, kind: str, python: str, pythons: Sequence[str]) -> None:
         file = Path(self._folder.name) / f"{kind}.gguf"
@@ -175,7 +175,7 @@ class ContextBench:
         engine.half_cache = self.model.dtype != torch.float32
         engine.start()
         self.engines[kind] = engine
-        self.ways[engine.name] = lambda context, _: median(engine.time_steps(context, STEPS))
+        self.ways[engine.name] = lambda context, _: median(engine.time_steps(context, NUM_STEPS))
 
 
 def format_rounds(rows: Sequence[RoundTime]) -> list[str]:
