@@ -176,16 +176,16 @@ class LearnableArbitratedDrafter(ArbitratedDrafter):
     def learning_key(self) -> str:
         return self.heads.learning_key
 
-    def start_recording(self, state: ArbitratedState, with_examples: bool) -> None:
+    def start_collecting(self, state: ArbitratedState, with_examples: bool) -> None:
         """See `LearnableDrafter`; the n-grams count what the call emits, which takes hardly any time."""
         assert state.heads is not None
-        self.heads.start_recording(state.heads, with_examples)
+        self.heads.start_collecting(state.heads, with_examples)
         state.outputs.records = True
 
-    def recorded_examples(self, state: ArbitratedState) -> list[Examples]:
+    def collected_examples(self, state: ArbitratedState) -> list[Examples]:
         """See `LearnableDrafter`: one of all rows."""
         self.ngram.catch_up(state.ngram)  # the call is over: the n-grams count its last tokens
-        return [] if state.heads is None else self.heads.recorded_examples(state.heads)
+        return [] if state.heads is None else self.heads.collected_examples(state.heads)
 
     def closed_form(self, device: torch.device) -> ClosedFormFit:
         return self.heads.closed_form(device)
