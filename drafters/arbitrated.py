@@ -3,7 +3,7 @@
 Every round one arm drafts; all learn from what the target emits. `DraftArbiter` chooses by measured tokens per
 second. The arms are subsets of the sources of one best-first drafter, so their probabilities are calibrated together.
 With learning, n-grams of all outputs join the union of both (`outputs`), and there is one more arm, `instant`: these
-n-grams and instant heads, compiled where that is possible. Before anything is learned `outputs` drafts as `hybrid`
+n-grams and instant heads, in C where that is possible. Before anything is learned `outputs` drafts as `hybrid`
 does, so it is the arm to begin with, and `hybrid` is none of its own. Lookup is cheap and its own estimate is good
 where it copies a long match, so its draft is used whenever it promises more than the best arm gets, without a trial.
 The module knows neither how instant heads are learned nor when.
@@ -129,9 +129,9 @@ class ArbitratedDrafter:
         if arm == INSTANT and self.heads is not None and state.heads is not None:
             state.outputs.heads = self.heads.distributions(state.heads)
             max_nodes = self.ngram.limit_nodes(state.ngram, max_nodes)
-            compiled = self._outputs.draft(state.outputs, max_nodes, active, self.ngram.calibration)
-            if compiled is not None:
-                tree, state.ngram.candidates = compiled
+            drafted = self._outputs.draft(state.outputs, max_nodes, active, self.ngram.calibration)
+            if drafted is not None:
+                tree, state.ngram.candidates = drafted
                 return tree
         return self.ngram.propose(state.ngram, max_nodes, active)
 
@@ -176,16 +176,16 @@ class LearnableArbitratedDrafter(ArbitratedDrafter):
     def learning_key(self) -> str:
         return self.heads.learning_key
 
-    def start_recording(self, state: ArbitratedState, with_examples: bool) -> None:
+    def start_collecting(self, state: ArbitratedState, with_examples: bool) -> None:
         """See `LearnableDrafter`; the n-grams count what the call emits, which takes hardly any time."""
         assert state.heads is not None
-        self.heads.start_recording(state.heads, with_examples)
+        self.heads.start_collecting(state.heads, with_examples)
         state.outputs.records = True
 
-    def recorded_examples(self, state: ArbitratedState) -> list[Examples]:
+    def collected_examples(self, state: ArbitratedState) -> list[Examples]:
         """See `LearnableDrafter`: one of all rows."""
         self.ngram.catch_up(state.ngram)  # the call is over: the n-grams count its last tokens
-        return [] if state.heads is None else self.heads.recorded_examples(state.heads)
+        return [] if state.heads is None else self.heads.collected_examples(state.heads)
 
     def closed_form(self, device: torch.device) -> ClosedFormFit:
         return self.heads.closed_form(device)

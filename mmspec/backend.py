@@ -17,9 +17,9 @@ from contextlib import AbstractContextManager
 
 from mmspec.call import CallContext, PreparedInputs
 from mmspec.control.device_check import DEVICE_CHECKS
+from mmspec.cpu.c_kernel import load_kernel
 from mmspec.cpu.interception import operators_are_intercepted
 from mmspec.cpu.linear import find_linear_layers, use_fast_linears
-from mmspec.cpu.native import load_kernel
 from mmspec.engine.graph import Recorder
 from mmspec.engine.tree_cache import CACHE_ARGUMENT
 from mmspec.interfaces.drafter import modules_of
@@ -65,10 +65,10 @@ def use_c(call: CallContext, target: HFTarget) -> None:
         return
     kernel, reason = None, _reason_against_c(call)
     if reason is None:
-        kernel = load_kernel() if call.autotuner.allow_native else None
-        reason = "there is no compiled kernel: it takes Linux on x86-64 and a C compiler"
+        kernel = load_kernel() if call.autotuner.allow_c else None
+        reason = "there is no C kernel: it takes Linux on x86-64 and a C compiler"
     if kernel is not None:
-        target.use_native_rounds(kernel, call.modules)
+        target.use_c_rounds(kernel, call.modules)
         reason = None if target.rounds is not None else "it does not compute this model, with these inputs"
     if reason is not None and call.spec_config.backend == "c":
         call.warn(f"backend='c': a call runs in torch ({reason})")

@@ -9,12 +9,12 @@ from typing import Any
 from torch import Tensor
 
 from mmspec.config import SpecConfig
-from mmspec.control.tree_size import RoundCostModel
+from mmspec.control.round_cost import RoundCostModel
 from mmspec.cpu.linear import LinearAutotuner
 from mmspec.engine.guard import ModuleGuard
 from mmspec.engine.prefix import Prefix, PrefixStore, PromptRows
+from mmspec.learning.collecting import CollectingDrafter
 from mmspec.learning.learner import Learner
-from mmspec.learning.recording import RecordedDrafter
 from mmspec.metrics.stats import Stats
 from mmspec.targets.base import ModelAdapter
 from mmspec.targets.lanes import LanePool
@@ -77,7 +77,7 @@ class CallContext:
         media_inputs: the arguments that describe images and videos, if the drafter requires them.
         stats: counters and times of this call.
         learner: learns from this call, or None.
-        recording: examples of this call for the learner; None before the loop runs, or without a learner.
+        collecting: examples of this call for the learner; None before the loop runs, or without a learner.
         prefix_use: see `PrefixUse`; None if the call shares nothing with others.
     """
 
@@ -98,7 +98,7 @@ class CallContext:
     media_inputs: Mapping[str, Any] = field(default_factory=dict)
     stats: Stats = field(default_factory=Stats)
     learner: Learner | None = None
-    recording: RecordedDrafter | None = None
+    collecting: CollectingDrafter | None = None
     prefix_use: PrefixUse | None = None
 
 

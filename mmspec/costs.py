@@ -10,7 +10,7 @@ import torch
 
 from mmspec.control.cost_store import CostStore, Measured, device_description
 from mmspec.control.depth import DepthController
-from mmspec.control.tree_size import RoundCostModel
+from mmspec.control.round_cost import RoundCostModel
 from mmspec.interfaces import Drafter
 from mmspec.interfaces.drafter import modules_of
 from mmspec.targets.base import ModelAdapter

@@ -24,9 +24,9 @@ import torch
 
 from mmspec.arguments import OptionGetter, option_getter, prompt_inputs
 from mmspec.call import PreparedInputs
-from mmspec.config import missing_hidden_states
 from mmspec.engine.guard import describe_code
 from mmspec.interfaces import Drafter
+from mmspec.resolve import missing_hidden_states
 from mmspec.targets import selftest
 from mmspec.targets.base import ModelAdapter
 from mmspec.targets.module_scan import ModuleScan, callable_name, is_library_code, scan_modules

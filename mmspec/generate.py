@@ -26,7 +26,7 @@ from torch import Tensor
 
 from mmspec.arguments import bind_arguments, build_stop_string_criterion, media_inputs, option_getter
 from mmspec.call import CallContext, FallbackRequired, PicturesRequired, PreparedInputs
-from mmspec.config import DrafterCache, PatchArguments, SpecConfig, resolve_call_config
+from mmspec.config import PatchArguments, SpecConfig, resolve_call_config
 from mmspec.costs import DrafterCosts
 from mmspec.cpu.linear import LinearAutotuner
 from mmspec.decode import decode
@@ -37,6 +37,7 @@ from mmspec.learning.budget import DEFAULT_SHARE
 from mmspec.learning.learner import Learner, start_learner
 from mmspec.learning.stats import LearningStats, SpeedCurve
 from mmspec.metrics.stats import Stats
+from mmspec.resolve import DrafterCache
 from mmspec.reuse import after_prompt, find_prefix
 from mmspec.targets.base import ModelAdapter
 from mmspec.targets.lanes import LanePool
@@ -140,7 +141,7 @@ class PatchState:
             self.costs.count_call(config.drafter, self.adapter)
         if call.learner is not None:
             saved_s = call.costs.saved_s(len(call.stats.row_forwards), call.stats.drafted_rounds)
-            if call.learner.after_call(call.recording, call.stats.total_s, saved_s):
+            if call.learner.after_call(call.collecting, call.stats.total_s, saved_s):
                 call.costs.retry()
         return result
 

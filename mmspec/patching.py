@@ -80,7 +80,7 @@ def patch(
         reference_ids: the same as token ids, one list per row.
         tree_size: score trees of exactly this many nodes (1 to 64, root included). By default a controller chooses.
         deterministic: fix all shapes, so that half-precision runs are bit-identical on one machine.
-        backend: who computes the rounds. "auto": on a CPU compiled C, for the models and heads that it knows; on a GPU
+        backend: who computes the rounds. "auto": on a CPU C, for the models and heads that it knows; on a GPU
             recordings, not with `deterministic`, once a check in the background, in a process of its own, has found
             them exact there (no GPU has been tried yet); else torch. "torch": torch's kernels alone, nothing compiled
             or recorded. "c": as "auto" on a CPU, with one warning for a call that C does not serve, which runs in

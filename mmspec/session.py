@@ -19,8 +19,8 @@ from mmspec.engine.output import OutputBuffer, ReturnFlags, UserCodeHooks
 from mmspec.engine.rng import SamplingNoise
 from mmspec.engine.sampler import TreeSampler
 from mmspec.interfaces import Drafter, Prompt, VisualGrid, drafter_label
+from mmspec.learning.collecting import CollectingDrafter
 from mmspec.learning.protocols import LearnableDrafter
-from mmspec.learning.recording import RecordedDrafter
 from mmspec.metrics.compression_stats import RecordingCompressor
 from mmspec.prefill import Prefilled
 from mmspec.reference import reference_rows
@@ -97,10 +97,10 @@ def build_session(call: CallContext, inputs: PreparedInputs, prefilled: Prefille
 
 
 def _wrap_drafter(call: CallContext, private_draws: PrivateDraws) -> Drafter:
-    """The drafter of the call: one that learns is recorded, a user's draws from generators of its own."""
+    """The drafter of the call: of one that learns examples are collected, a user's draws from generators of its own."""
     drafter: Drafter = call.spec_config.drafter
     if call.learner is not None and isinstance(drafter, LearnableDrafter):
-        drafter = call.recording = RecordedDrafter(drafter, call.learner.wants_examples)
+        drafter = call.collecting = CollectingDrafter(drafter, call.learner.wants_examples)
     if not is_builtin(call.spec_config.drafter):
         drafter = RngIsolatedDrafter(drafter, private_draws)
     return drafter

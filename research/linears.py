@@ -30,8 +30,8 @@ from mmspec.app.bench.session import provenance
 from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.scenes import load_scenes_model
 from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED
+from mmspec.cpu.c_kernel import CKernel, load_kernel
 from mmspec.cpu.linear import transposed_linear
-from mmspec.cpu.native import FewRowsKernel, load_kernel
 from mmspec.cpu.quantise import quantise
 from mmspec.cpu.weights import Weight
 from mmspec.patching import KEY
@@ -49,7 +49,7 @@ WITHOUT = " without"
 Record = dict[str, Any]
 
 
-def time_products(shape: tuple[int, int], num_rows: int, repeats: int, kernel: FewRowsKernel | None) -> Record:
+def time_products(shape: tuple[int, int], num_rows: int, repeats: int, kernel: CKernel | None) -> Record:
     """GB/s of every kernel for one weight shape [out, in] and number of rows, and of reading memory.
 
     The names of the compiled kernel's other entries are the weights' types; those of two bytes have rows of their type.
@@ -87,7 +87,7 @@ def time_products(shape: tuple[int, int], num_rows: int, repeats: int, kernel: F
     }
 
 
-def _other_types(kernel: FewRowsKernel, weights: Sequence[Tensor]) -> dict[str, list[Weight]]:
+def _other_types(kernel: CKernel, weights: Sequence[Tensor]) -> dict[str, list[Weight]]:
     """{type: the weights in it}, as many bytes of each as of float32 but for quantised ones."""
     types: dict[str, list[Weight]] = {
         str(dtype).removeprefix("torch."): [weight.to(dtype) for weight in (*weights, *weights)]
@@ -98,7 +98,7 @@ def _other_types(kernel: FewRowsKernel, weights: Sequence[Tensor]) -> dict[str, 
     }
 
 
-def _multiply(kernel: FewRowsKernel, rows: Tensor, weight: Weight) -> None:
+def _multiply(kernel: CKernel, rows: Tensor, weight: Weight) -> None:
     kernel.linear(weight, None, rows)
 
 
@@ -134,7 +134,7 @@ def time_loops(count: int) -> list[Record]:
     contestants = build_contestants(model, LOOP_DRAFTERS, processor, stop_at_eos=True)
     without = build_contestants(model, LOOP_DRAFTERS, processor, stop_at_eos=True)[-len(LOOP_DRAFTERS) :]
     for contestant in without:
-        contestant.model.__dict__[KEY].autotuner.allow_native = False
+        contestant.model.__dict__[KEY].autotuner.allow_c = False
         contestant.name += WITHOUT
     requests = build_scene_requests(Captioner(model, processor), "describe", FIRST_HELD_OUT_SEED, 1, count)
     run_rounds([*contestants, *without], requests, 160, 0.0, 0, lambda: None)

@@ -7,12 +7,16 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import adversarial as adversarial
 import pytest
 import tiny_models as tiny
 from parity import GREEDY, SAMPLED, Kwargs, generate_plain, get_model, speculate
+from torch import nn
 
 import mmspec
 from mmspec.call import CallContext
+from mmspec.interfaces import Prompt
+from mmspec.interfaces.drafter import ModuleDrafter, modules_of
 
 CORE = Path(mmspec.__file__).parent
 
@@ -59,3 +63,23 @@ def test_a_call_passes_decode_once(mode: Kwargs) -> None:
         generate_plain(model, inputs, **mode)
     assert 1 <= walk.stays.count("decode.py") <= 3, " -> ".join(walk.stays)
     assert len(walk.stays) <= 15, " -> ".join(walk.stays)
+
+
+class HeadedDrafter(adversarial.BranchingDrafter):
+    """Holds two modules, of which it declares one."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.declared, self.other = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        return (self.declared,)
+
+
+def test_a_drafter_declares_its_modules() -> None:
+    """Nobody searches a drafter for them; one that is a module is its own."""
+    drafter = HeadedDrafter()
+    assert isinstance(drafter, ModuleDrafter) and modules_of(drafter) == (drafter.declared,)
+    assert modules_of(adversarial.BranchingDrafter(1)) == ()
+    assert not {"recordings", "recorder"} & set(Prompt.__dataclass_fields__), "a prompt is data"

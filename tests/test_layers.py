@@ -28,12 +28,13 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "engine.prefix",
         "engine.gather",
         "engine.host_copy",
+        "engine.row_state",
         "engine.guard",
         "engine.draws",
         "engine.graph",
         "engine.recordings",
         "cpu.*",
-        "cpu.native",
+        "cpu.c_kernel",
         "cpu.trees",
         "control.ema",
         "control.draft_cost",
@@ -53,13 +54,14 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "engine.tree_cache",
         "metrics.*",
         "control.tree_size",
+        "control.round_cost",
         "engine.output",
         "engine.verifier",
         "engine.round",
         "learning.*",
     ),
     ("drafters", "vision", "control.cost_store", "control.device_check"),
-    ("targets.*", "config"),
+    ("targets.*", "config", "resolve"),
     ("engine.loop", "engine.recorded", "engine.stepwise", "call", "user_code", "costs"),
     ("arguments", "fallback"),
     ("backend",),
@@ -74,7 +76,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("__main__", "ray"),
 )
 LOOP_IMPORTS = {
-    "engine.verifier", "engine.recorded", "engine.stepwise", "engine.output", "engine.tree", "engine.sampler",
+    "engine.verifier", "engine.recorded", "engine.stepwise", "engine.output", "engine.row_state", "engine.tree",
+    "engine.sampler",
     "control.tree_size", "metrics.*", "interfaces.*",
 }  # fmt: skip
 KNOW_TRANSFORMERS = {
@@ -99,7 +102,7 @@ SHARED_NAMES = {
 }
 BARE = {"vision", "drafters", "app"}
 PARTS = {"vision", "drafters"}
-KNOW_PARTS = {"config", "app"}
+KNOW_PARTS = {"config", "resolve", "app"}
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import fuzz as fuzz
 import mutation as mutation
 import pytest
 
-from mmspec.cpu.native import load_kernel
+from mmspec.cpu.c_kernel import load_kernel
 
 pytestmark = pytest.mark.skipif("MMSPEC_MUTANT" in os.environ, reason="a bug is planted already")
 

@@ -144,8 +144,13 @@ def add_parser(commands: Commands, common: argparse.ArgumentParser) -> None:
     overview_help = "the speed table of docs/results: five tasks of the toy world, as Markdown (about four minutes)"
     add("--overview", action="store_true", help=overview_help)
     suite.add_suite_options(parser)
-    shape_help = "random weights of a shape (tiny, llava-1.5-7b, qwen2.5-vl-7b), with simulated acceptance"
+    shape_help = (
+        "random weights of a shape (smolvlm-500m, smolvlm2-2.2b, qwen3-vl-2b, llava-onevision-0.5b, llava-1.5-7b, "
+        "qwen2.5-vl-7b, smollm2-135m, tiny), with simulated acceptance"
+    )
     add("--shape", default=None, metavar="S", help=shape_help)
+    contexts_help = "with --shape on a CPU: time rounds behind so many positions, without prompts, beside llama.cpp"
+    add("--contexts", type=positive_ints, default=None, metavar="C,C", help=contexts_help)
     tau_help = "with --shape: simulated tokens per forward (default 1,2.6,3.6)"
     add("--tau", type=positive_floats, default=None, metavar="T,T", help=tau_help)
     add_progress(parser)

@@ -17,12 +17,12 @@ from torch import nn
 import mmspec
 from mmspec.app.cli.arguments import validate_drafter
 from mmspec.app.errors import UsageError
-from mmspec.config import resolve_drafter
 from mmspec.control.depth import DepthController
 from mmspec.drafters.heads.eagle.drafter import EagleDrafter
 from mmspec.interfaces import NO_LIMIT, CompressingDrafter, Compressor, Drafter
 from mmspec.interfaces.drafter import modules_of
 from mmspec.patching import KEY
+from mmspec.resolve import resolve_drafter
 from mmspec.targets.registry import find_adapter
 
 if TYPE_CHECKING:

@@ -247,10 +247,10 @@ def survey(inputs: Inputs, config: CaptionConfig, process: ProcessInfo, finished
         num_rows = 0
         for item in inputs.rows(lambda ident: True):
             num_rows += 1
-            for one in variants(item, config):
-                if (row := finished.get(one.id)) is not None:
-                    check_prompt(one, row, config)
-            if finished and os.path.abspath(item.path) in finished:
+            done = [(one, finished[one.id]) for one in variants(item, config) if one.id in finished]
+            for one, row in done:
+                check_prompt(one, row, config)
+            if finished and not done and os.path.abspath(item.path) in finished:
                 raise UsageError(
                     f"{config.out} has the absolute path of {item.id!r} as an id, as earlier versions wrote: name the "
                     "inputs by absolute paths, or use another --out"

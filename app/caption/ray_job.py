@@ -13,6 +13,7 @@ from typing import Any
 
 from mmspec.app.caption.config import CaptionConfig, ProcessInfo
 from mmspec.app.caption.job import CaptionJob, GracefulStop
+from mmspec.app.caption.plan import RowPlan
 from mmspec.app.caption.progress import print_stderr
 from mmspec.app.caption.ray_messages import quiet_loggers, ray_messages_in_file
 from mmspec.app.caption.ray_stages import (
@@ -87,6 +88,7 @@ class RayCaptionJob(CaptionJob):
                 "mmspec: where no trained head is at hand the drafters learn from this job; weights, nothing else, are "
                 "stored in the cache folders of the nodes (--no-learn switches it off)"
             )
+        print_stderr(f"mmspec: {RowPlan(self.config, ProcessInfo(), lambda item: True).describe(None)}; made on a node")
         quiet_loggers()
         self._dataset = build_dataset(self.config, self.output, dict(self._finished))
 

@@ -86,9 +86,10 @@ def judge_model(name: str, dtype: str, device: str, drafter: str = "auto") -> tu
 
 def describe_drafter(name: str, adapter: ModelAdapter, processor: Any) -> Iterator[tuple[str, str]]:
     """The drafter of a model, what was found in its checkpoint, and of a trained head how image positions enter it."""
-    from mmspec.config import resolve_drafter, resolve_tokenizer
+    from mmspec.config import resolve_tokenizer
     from mmspec.drafters.heads.base.drafter import HeadDrafter
     from mmspec.interfaces import drafter_label
+    from mmspec.resolve import resolve_drafter
 
     try:
         drafter = resolve_drafter(name, adapter, resolve_tokenizer(processor))

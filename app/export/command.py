@@ -95,7 +95,7 @@ def target_facts(folder: Path, target: str | None) -> tuple[TargetInfo, SharedEm
 
     if target is not None:
         from mmspec.app.modeling.load import load_model
-        from mmspec.config import target_info
+        from mmspec.resolve import target_info
         from mmspec.targets.registry import find_adapter
 
         model, processor = load_model(target, device="cpu")

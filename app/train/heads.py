@@ -37,7 +37,7 @@ def build_parts(options: TrainOptions, name: str, config: Any, teacher: Any) -> 
     Raises:
         UsageError: a size is invalid, the compressor needs grids that are unknown, or `--start-from` does not fit.
     """
-    from mmspec.config import check_grids
+    from mmspec.resolve import check_grids
 
     method, recipe = recipes()[name]
     try:

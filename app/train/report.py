@@ -20,11 +20,11 @@ from mmspec.app.train.data import Teacher
 from mmspec.app.train.datasets import RequestDataset
 from mmspec.app.train.heads import compressor_state
 from mmspec.app.versions import commit, mmspec_version, version
-from mmspec.config import resolve_drafter
 from mmspec.drafters.checkpoints.format import HeadMetadata, save_head
 from mmspec.drafters.heads.base.drafter import HeadDrafter
 from mmspec.drafters.training.batch import DraftModel
 from mmspec.metrics.stats import Stats
+from mmspec.resolve import resolve_drafter
 
 EVALUATION_TREE_SIZE = 16
 """Nodes of every tree while tau is measured."""

@@ -15,9 +15,9 @@ from mmspec.app.bench.measure import clone
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.load import load_model
-from mmspec.config import resolve_drafter
 from mmspec.interfaces import Compressor, Drafter
 from mmspec.interfaces.drafter import modules_of
+from mmspec.resolve import resolve_drafter
 from mmspec.vision.registry import build_compressor
 
 WARMUP_TOKENS = 12

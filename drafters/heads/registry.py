@@ -206,7 +206,8 @@ class HeadMethod(ABC):
 
     def export_refusal(self, drafter: HeadDrafter, target: TargetInfo, format_name: str) -> str | None:
         """Why an engine cannot serve a head; None if it can."""
-        return f"no engine serves the architecture of {drafter.name!r}; eagle3 and dspark heads can be exported."
+        served = " and ".join(method.name for method in methods().values() if method.served)
+        return f"no engine serves the architecture of {drafter.name!r}; {served} heads can be exported."
 
     def export(
         self,

@@ -3,8 +3,8 @@
 In a job the outputs resemble each other: what followed the last tokens in an earlier output often follows them again
 (SuffixDecoding, arXiv 2411.04975, keeps the outputs in a suffix tree; here they are counts, which need bounded memory).
 Instant heads depend on the picture and not on the drafted tokens, an n-gram model the other way round; the product of
-both, raised to a power, is better than either. Where the kernel of `mmspec.cpu` can be had, counts and trees are
-compiled (`mmspec.cpu.ngrams`); the classes here compute the same in Python. The module knows neither the target nor how
+both, raised to a power, is better than either. Where the kernel of `mmspec.cpu` can be had, counts and trees are in
+C (`mmspec.cpu.ngrams`); the classes here compute the same in Python. The module knows neither the target nor how
 heads are learned.
 """
 
@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmspec.cpu.native import load_kernel
+from mmspec.cpu.c_kernel import load_kernel
 from mmspec.cpu.ngram_types import NUM_LIKELY, HeadDistributions, NgramRequest, NgramRule, NodeCandidates
-from mmspec.cpu.ngrams import NativeNgrams
+from mmspec.cpu.ngrams import CNgrams
 from mmspec.drafters.ngram.base import MAX_SIBLING_PROB, MIN_PROB, Calibration, Candidate, Key, PromptText
 from mmspec.engine.tree import DraftTree
 from mmspec.interfaces import VerifyResult
@@ -117,10 +117,10 @@ class NgramCounts:
         return copied
 
 
-def new_counts() -> NgramCounts | NativeNgrams:
-    """Empty counts, compiled where that is possible."""
+def new_counts() -> NgramCounts | CNgrams:
+    """Empty counts, in C where that is possible."""
     kernel = load_kernel()
-    return NgramCounts() if kernel is None else NativeNgrams(kernel, MAX_CONTEXT, MAX_SUCCESSORS, MAX_CONTEXTS)
+    return NgramCounts() if kernel is None else CNgrams(kernel, MAX_CONTEXT, MAX_SUCCESSORS, MAX_CONTEXTS)
 
 
 class HeadSlot:
@@ -217,8 +217,8 @@ class OutputNgrams:
     def draft(
         self, state: OutputState, max_nodes: int, active: Sequence[bool], calibration: Calibration
     ) -> tuple[DraftTree, list[Sequence[list[Candidate]]]] | None:
-        """The trees that `BestFirstDrafter` grows from this source alone, in compiled code; None if there is none."""
-        if not isinstance(self.counts, NativeNgrams):
+        """The trees that `BestFirstDrafter` grows from this source alone, in C; None if there is none."""
+        if not isinstance(self.counts, CNgrams):
             return None
         calibrated = [calibration.prob(key) for key in _KEYS]
         request = NgramRequest(state.contexts, active, max_nodes, state.heads, calibrated, state.token_flags)

@@ -21,7 +21,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from mmspec.control.depth import DepthController
-from mmspec.control.tree_size import RoundCostModel
+from mmspec.control.round_cost import RoundCostModel
 from mmspec.files import atomic_write, cache_folder, make_private_folder
 
 logger = logging.getLogger("mmspec")

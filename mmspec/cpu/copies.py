@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from mmspec.cpu.native import FewRowsKernel
+from mmspec.cpu.c_kernel import CKernel
 from mmspec.cpu.weights import FLOAT_TYPES, QuantisedWeight, Weight, WeightStruct
 
 MEMORY_FACTOR = 2
@@ -56,11 +56,11 @@ class WeightCopies:
         """Bytes of the copies."""
         return sum(copy.data.nbytes for copy in self._copies.values() if copy.data is not None)
 
-    def checked(self, kernel: FewRowsKernel, structs: Iterable[tuple[WeightStruct, Weight]]) -> CheckedWeights | None:
+    def checked(self, kernel: CKernel, structs: Iterable[tuple[WeightStruct, Weight]]) -> CheckedWeights | None:
         """Let the structs of the weights of one call be checked by its first forward.
 
         Args:
-            kernel: the compiled kernel.
+            kernel: the C kernel.
             structs: of float32 weights, where the kernel reads them, and the weights; others are left as they are.
 
         Returns:
@@ -83,7 +83,7 @@ class WeightCopies:
         for weight in weights:
             self._copies.pop(weight, None)
 
-    def _copy_of(self, kernel: FewRowsKernel, weight: Tensor) -> _Copy:
+    def _copy_of(self, kernel: CKernel, weight: Tensor) -> _Copy:
         copy: _Copy | None = self._copies.get(weight)
         if copy is None or not copy.is_of(weight):
             data_ptr, version = weight.data_ptr(), weight._version  # before it is read

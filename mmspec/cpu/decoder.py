@@ -1,4 +1,4 @@
-"""A stack of decoder layers in compiled code: one call per forward over the nodes of trees (few_rows.c).
+"""A stack of decoder layers in C: one call per forward over the nodes of trees (few_rows.c).
 
 Embedding, decoder layers, final norm and LM head of few rows, on the memory of weights and KV cache, which are
 float32, bfloat16 or float16. In half precision numbers are rounded where the modules of transformers round them. Every
@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from mmspec.cpu.c_kernel import CKernel
 from mmspec.cpu.copies import CheckedWeights, WeightCopies
 from mmspec.cpu.layers import (
     LAYER_MATRICES,
@@ -30,7 +31,6 @@ from mmspec.cpu.layers import (
     set_cache,
     set_layer,
 )
-from mmspec.cpu.native import FewRowsKernel
 from mmspec.cpu.weights import FLOAT_TYPES, Weight, is_plain, weight_struct
 
 MAX_DECODER_ROWS = 128
@@ -84,7 +84,7 @@ class DecoderInputs:
     caches: Sequence[Tensor]
 
 
-class NativeDecoder:
+class CDecoder:
     """A decoder stack for the forwards of one call. Not thread-safe: its scratch memory is reused.
 
     The weights are read where they lie, so that changes in place are seen. A weight that is given other memory
@@ -93,7 +93,7 @@ class NativeDecoder:
 
     def __init__(
         self,
-        kernel: FewRowsKernel,
+        kernel: CKernel,
         shape: DecoderShape,
         layers: Sequence[LayerWeights],
         ends: DecoderEnds,
@@ -102,7 +102,7 @@ class NativeDecoder:
     ) -> None:
         """
         Args:
-            kernel: the compiled kernel.
+            kernel: the C kernel.
             shape: sizes, to which all weights must correspond.
             layers: weights of the layers.
             ends: embeddings, final norm and LM head.
@@ -198,7 +198,7 @@ class NativeDecoder:
             self._checked.after_forward()
         return logits, {index: state.to(self.dtype) for index, state in hidden_states.items()}
 
-    def restrict(self, layers: Sequence[int]) -> NativeDecoder:
+    def restrict(self, layers: Sequence[int]) -> CDecoder:
         """A decoder of these layers only, on the same weights; its caches are those of these layers."""
         twin = copy.copy(self)
         twin._layers = (LayerStruct * len(layers))(*(self._layers[index] for index in layers))
@@ -211,7 +211,7 @@ class NativeDecoder:
         twin._checked = twin._check_copies()
         return twin
 
-    def with_matrices(self, convert: Callable[[Weight], Weight]) -> NativeDecoder:
+    def with_matrices(self, convert: Callable[[Weight], Weight]) -> CDecoder:
         """A decoder whose matrices are what `convert` returns for these; embeddings, norms and biases are the same.
 
         Raises:
@@ -223,7 +223,7 @@ class NativeDecoder:
                 if (weight := getattr(layer, name)) is not None:
                     object.__setattr__(layer, name, convert(weight))  # a copy that nobody else has seen
         ends = replace(self._ends, lm_head=convert(self._ends.lm_head))
-        return NativeDecoder(self._kernel, self.shape, layers, ends, self._rotaries)
+        return CDecoder(self._kernel, self.shape, layers, ends, self._rotaries)
 
     def _check_copies(self) -> CheckedWeights | None:
         """Let the next forward check the copies of the weights; until then the weights themselves are read."""

@@ -1,4 +1,4 @@
-"""Draft heads in compiled code: a forward over committed tokens, and whole trees in one call.
+"""Draft heads in C: a forward over committed tokens, and whole trees in one call.
 
 A tree is grown level by level as in EAGLE-2: the likeliest nodes of a level are expanded, then the likeliest of all
 candidates are selected. The distributions of a level come from a forward of the layer (EAGLE, EAGLE-3), or, for heads
@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from mmspec.cpu.c_kernel import CKernel
 from mmspec.cpu.decoder import MAX_DECODER_ROWS
 from mmspec.cpu.draft_types import (
     BlockWeights,
@@ -33,22 +34,21 @@ from mmspec.cpu.layers import (
     set_cache,
     set_layer,
 )
-from mmspec.cpu.native import FewRowsKernel
 from mmspec.cpu.weights import is_plain
 from mmspec.engine.tree import DraftTree
 
 
-class NativeHead:
+class CHead:
     """A draft head for the drafts of one call. Not thread-safe: its scratch memory is reused.
 
-    As with `NativeDecoder`, weights are read where they lie, and a method returns None if one of them has other memory
-    or the arguments are not for compiled code.
+    As with `CDecoder`, weights are read where they lie, and a method returns None if one of them has other memory
+    or the arguments are not for C.
     """
 
-    def __init__(self, kernel: FewRowsKernel, shape: DecoderShape, weights: HeadWeights) -> None:
+    def __init__(self, kernel: CKernel, shape: DecoderShape, weights: HeadWeights) -> None:
         """
         Args:
-            kernel: the compiled kernel.
+            kernel: the C kernel.
             shape: sizes, to which all weights must correspond; `intermediate_size` 0 for a layer without feed-forward.
             weights: of the head.
 
@@ -210,7 +210,7 @@ class NativeHead:
         self._max_levels = weights.block_positions - weights.first_position
 
     def _set_context(self, context: HeadContext, nodes: int, num_new: int, num_positions: int) -> bool:
-        """Set what both functions read; False if it is not for compiled code.
+        """Set what both functions read; False if it is not for C.
 
         Args:
             context: what the head has read.

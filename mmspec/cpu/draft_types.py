@@ -1,4 +1,4 @@
-"""Draft heads as compiled code reads them: weights, what a call has read, and the struct of draft_types.h."""
+"""Draft heads as C reads them: weights, what a call has read, and the struct of draft_types.h."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Linear layers of a traced function in our own C kernel (`mmspec.cpu.native`), as operators of torch.
+"""Linear layers of a traced function in our own C kernel (`mmspec.cpu.c_kernel`), as operators of torch.
 
-Within `NativeLinears`, linear layers of few float32 rows become `mmspec::few_rows_linear`, an operator that a compiler
+Within `CLinears`, linear layers of few float32 rows become `mmspec::few_rows_linear`, an operator that a compiler
 calls and does not look into: it neither packs weights nor compiles and times a kernel for each shape. `join_linears`
 then joins those that read the same rows. Weights are read where they lie. Independent of models.
 """
@@ -18,12 +18,12 @@ from torch.fx import GraphModule, Node
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from mmspec.cpu.native import MAX_NATIVE_ROWS, FewRowsKernel, load_kernel
+from mmspec.cpu.c_kernel import MAX_C_ROWS, CKernel, load_kernel
 
 LINEAR = functional.linear
 
 
-class NativeLinears(TorchFunctionMode):
+class CLinears(TorchFunctionMode):
     """Mode in which `functional.linear` is the operator, where the kernel computes that product. Of one thread.
 
     Attributes:
@@ -100,7 +100,7 @@ def _compute(rows: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | 
     return [_product(kernel, rows, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
 
 
-def _product(kernel: FewRowsKernel | None, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _product(kernel: CKernel | None, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     product = None if kernel is None else kernel.linear(weight, bias, rows)
     return LINEAR(rows, weight, bias) if product is None else product
 
@@ -114,4 +114,4 @@ def _is_for_kernel(rows: Tensor, parameters: Sequence[Tensor]) -> bool:
     tensors = (rows, *parameters)
     is_float = all(tensor.dtype is torch.float32 and tensor.device.type == "cpu" for tensor in tensors)
     is_plain = all(tensor.is_contiguous() for tensor in parameters)
-    return is_float and is_plain and 0 < rows.numel() <= MAX_NATIVE_ROWS * rows.shape[-1]
+    return is_float and is_plain and 0 < rows.numel() <= MAX_C_ROWS * rows.shape[-1]

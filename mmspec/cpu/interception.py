@@ -1,4 +1,4 @@
-"""Whether user code sees or replaces the operators of torch: compiled code would bypass it."""
+"""Whether user code sees or replaces the operators of torch: C would bypass it."""
 
 from __future__ import annotations
 

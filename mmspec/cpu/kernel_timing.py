@@ -8,12 +8,12 @@ from statistics import median
 TIMED_CALLS = 5
 """Real calls of each kernel that are timed before a shape is decided."""
 TRIAL_EVERY = 16
-"""With the compiled kernel, one of so many calls before the decision is a trial; the others use the fastest so far."""
+"""With the C kernel, one of so many calls before the decision is a trial; the others use the fastest so far."""
 TRIAL_CALLS = 2
 """Real calls of each kernel after which clearly slower ones are no longer timed."""
 CLEARLY_SLOWER = 1.5
 """Ratio of the fastest calls from which a kernel is clearly slower."""
-PLAIN, TRANSPOSED, NATIVE, ONEDNN = "plain", "transposed", "native", "onednn"
+PLAIN, TRANSPOSED, IN_C, ONEDNN = "plain", "transposed", "c", "onednn"
 
 
 @dataclass
@@ -27,7 +27,7 @@ class KernelTiming:
         best: the kernel with the lowest median, None until all are measured.
     """
 
-    kernels: tuple[str, ...] = (PLAIN, TRANSPOSED, NATIVE)
+    kernels: tuple[str, ...] = (PLAIN, TRANSPOSED, IN_C)
     seconds: dict[str, list[float]] = field(default_factory=dict)
     num_calls: int = 0
     best: str | None = None
@@ -35,13 +35,13 @@ class KernelTiming:
     def next_kernel(self) -> str:
         """The kernel of the next call, until `best` is decided.
 
-        Begins with the compiled kernel, which is nearly always the fastest, and spreads the trials of others over many
+        Begins with the C kernel, which is nearly always the fastest, and spreads the trials of others over many
         calls: with slow kernels the first rounds of a tree size look expensive to the controller, which then avoids it.
         """
         contenders = self._contenders()
-        if NATIVE in contenders:
+        if IN_C in contenders:
             if not self.seconds:
-                return NATIVE
+                return IN_C
             if self.num_calls % TRIAL_EVERY:
                 return min(self.seconds, key=lambda kernel: median(self.seconds[kernel]))
         return min(contenders, key=self._num_timed)

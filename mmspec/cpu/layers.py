@@ -1,4 +1,4 @@
-"""Decoder layers as compiled code reads them: shapes, weights where they lie, and the structs of decoder_types.h."""
+"""Decoder layers as C reads them: shapes, weights where they lie, and the structs of decoder_types.h."""
 
 from __future__ import annotations
 

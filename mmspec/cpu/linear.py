@@ -6,7 +6,7 @@ kernels compute the same product:
 
 - *transposed*: weight times rows, so that the kernel's wide dimension is the weight's. Needs a transposed copy of the
   result only.
-- *native*: our own C code for 1 to 32 rows, on the weight where it lies (`mmspec/cpu/native.py`). Needs a C compiler.
+- *c*: our own C code for 1 to 32 rows, on the weight where it lies (`mmspec/cpu/c_kernel.py`). Needs a C compiler.
 - *oneDNN*: for more than 32 rows, on the weight where it lies.
 
 These are for float32. In bfloat16 and float16 the choice is another one: `mmspec/cpu/narrow_linear.py`.
@@ -32,9 +32,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mmspec.cpu.kernel_timing import NATIVE, ONEDNN, PLAIN, TRANSPOSED, KernelTiming
+from mmspec.cpu.c_kernel import MAX_C_ROWS, CKernel, load_kernel
+from mmspec.cpu.kernel_timing import IN_C, ONEDNN, PLAIN, TRANSPOSED, KernelTiming
 from mmspec.cpu.narrow_linear import NarrowLinears
-from mmspec.cpu.native import MAX_NATIVE_ROWS, FewRowsKernel, load_kernel
 from mmspec.cpu.weights import FLOAT_TYPES
 
 logger = logging.getLogger("mmspec")
@@ -52,8 +52,8 @@ class LinearAutotuner:
     Attributes:
         timings: {shape: measurements} of float32.
         narrow: chooses the kernel of layers in half precision.
-        allow_native: the compiled kernel may be used (False to compare with).
-        native: the compiled kernel; None where it is not available, and before the first call.
+        allow_c: the C kernel may be used (False to compare with).
+        kernel: the C kernel; None where it is not available, and before the first call.
         has_onednn: oneDNN may be tried for more than 32 rows; False once it has failed.
     """
 
@@ -61,8 +61,8 @@ class LinearAutotuner:
         self.timings: dict[Shape, KernelTiming] = {}
         self.narrow = NarrowLinears()
         self.has_onednn = torch.backends.mkldnn.is_available()
-        self.allow_native = True
-        self.native: FewRowsKernel | None = None
+        self.allow_c = True
+        self.kernel: CKernel | None = None
 
     def linear(self, layer: nn.Linear, rows: Tensor, deterministic: bool = False) -> Tensor:
         """`layer(rows)` by the kernel that is fastest, or that is to be timed next.
@@ -70,7 +70,7 @@ class LinearAutotuner:
         Args:
             layer: the layer.
             rows: [..., in_features].
-            deterministic: choose the kernel by the number of rows alone, not by timing. With the compiled kernel, up
+            deterministic: choose the kernel by the number of rows alone, not by timing. With the C kernel, up
                 to 32 rows, a row's result is then the same bits whatever the other rows.
 
         Returns:
@@ -81,7 +81,7 @@ class LinearAutotuner:
         if not num_rows or torch.is_grad_enabled() or not is_served or _is_autocast():
             return functional.linear(rows, layer.weight, layer.bias)
         if rows.dtype is not torch.float32:
-            return self.narrow.linear(self.native, layer, rows, deterministic)
+            return self.narrow.linear(self.kernel, layer, rows, deterministic)
         if deterministic:
             return self._run_kernel(self._fixed_kernel(num_rows), layer, rows)
         kernels = self._candidates(num_rows)
@@ -100,21 +100,21 @@ class LinearAutotuner:
 
     def _fixed_kernel(self, num_rows: int) -> str:
         """The kernel of calls with `deterministic=True`."""
-        if self.native is not None and num_rows <= MAX_NATIVE_ROWS:
-            return NATIVE
+        if self.kernel is not None and num_rows <= MAX_C_ROWS:
+            return IN_C
         return TRANSPOSED if 1 < num_rows <= MAX_ROWS else PLAIN
 
     def _candidates(self, num_rows: int) -> tuple[str, ...]:
         """The kernels that may compute a product of so many rows."""
         return _kernels(
             is_prompt=num_rows > MAX_ROWS,
-            with_native=self.native is not None and num_rows <= MAX_NATIVE_ROWS,
-            with_onednn=self.has_onednn and num_rows > MAX_NATIVE_ROWS,
+            with_c=self.kernel is not None and num_rows <= MAX_C_ROWS,
+            with_onednn=self.has_onednn and num_rows > MAX_C_ROWS,
         )
 
     def _run_kernel(self, kernel: str, layer: nn.Linear, rows: Tensor) -> Tensor:
-        if kernel == NATIVE and self.native is not None:
-            result = self.native.linear(layer.weight, layer.bias, rows)
+        if kernel == IN_C and self.kernel is not None:
+            result = self.kernel.linear(layer.weight, layer.bias, rows)
             if result is not None:
                 return result
         if kernel == TRANSPOSED:
@@ -136,9 +136,9 @@ class LinearAutotuner:
 
 
 @lru_cache(maxsize=16)
-def _kernels(*, is_prompt: bool, with_native: bool, with_onednn: bool) -> tuple[str, ...]:
+def _kernels(*, is_prompt: bool, with_c: bool, with_onednn: bool) -> tuple[str, ...]:
     """The kernels to choose from."""
-    few = [(TRANSPOSED, True), (NATIVE, with_native)]
+    few = [(TRANSPOSED, True), (IN_C, with_c)]
     found = [name for name, is_there in few if is_there and not is_prompt]
     return (PLAIN, *found, *([ONEDNN] if with_onednn else []))
 
@@ -189,10 +189,10 @@ def _forward(self: nn.Linear, rows: Tensor) -> Tensor:
     return context.autotuner.linear(self, rows, context.deterministic)
 
 
-def active_kernel() -> FewRowsKernel | None:
-    """The compiled kernel within `use_fast_linears`, for drafts in C; None outside, and with `layers_only`."""
+def active_kernel() -> CKernel | None:
+    """The C kernel within `use_fast_linears`, for drafts in C; None outside, and with `layers_only`."""
     context = ACTIVE_CONTEXT.get()
-    return None if context is None or context.layers_only else context.autotuner.native
+    return None if context is None or context.layers_only else context.autotuner.kernel
 
 
 def find_linear_layers(roots: Iterable[nn.Module]) -> list[nn.Linear]:
@@ -237,7 +237,7 @@ def use_fast_linears(
     if autotuner is None or not replaced:
         yield
         return
-    autotuner.native = load_kernel() if autotuner.allow_native else None
+    autotuner.kernel = load_kernel() if autotuner.allow_c else None
     with _USERS_LOCK:
         for layer in replaced:
             _USERS[layer] = _USERS.get(layer, 0) + 1

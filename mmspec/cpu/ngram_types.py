@@ -13,7 +13,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from mmspec.cpu.native import FewRowsKernel, load_kernel
+from mmspec.cpu.c_kernel import CKernel, load_kernel
 
 NUM_LIKELY = 16
 """Tokens of a head that are drafted though no n-gram names them. This and the following as in ngrams.h."""
@@ -201,7 +201,7 @@ class NodeCandidates:
 class NgramFunctions:
     """The functions of ngrams.h."""
 
-    def __init__(self, kernel: FewRowsKernel) -> None:
+    def __init__(self, kernel: CKernel) -> None:
         library, pointer, size = kernel.library, ctypes.c_void_p, ctypes.c_int64
         self.weigh = library.few_rows_ngrams_weigh
         self.weigh.argtypes = [pointer, pointer, pointer, size, size, ctypes.c_float, *[pointer] * 4]
@@ -218,5 +218,5 @@ class NgramFunctions:
 
 
 @cache
-def ngram_functions(kernel: FewRowsKernel) -> NgramFunctions:
+def ngram_functions(kernel: CKernel) -> NgramFunctions:
     return NgramFunctions(kernel)

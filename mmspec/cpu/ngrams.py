@@ -1,4 +1,4 @@
-"""Counts of n-grams and draft trees from them in compiled code (ngrams.h); the estimates are described in
+"""Counts of n-grams and draft trees from them in C (ngrams.h); the estimates are described in
 `mmspec.drafters.ngram.output_ngrams`, whose numbers these are.
 
 Independent of models and drafters.
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from mmspec.cpu.native import FewRowsKernel
+from mmspec.cpu.c_kernel import CKernel
 from mmspec.cpu.ngram_types import (
     MAX_TABLE_CONTEXT,
     MAX_TABLE_SUCCESSORS,
@@ -35,13 +35,13 @@ SUCCESSORS_PER_CONTEXT = 1
 """Room for successors, per place for a context."""
 
 
-class NativeNgrams:
+class CNgrams:
     """How often tokens followed the up to `max_context` tokens before them. Shared by threads; bounded memory."""
 
-    def __init__(self, kernel: FewRowsKernel, max_context: int, max_successors: int, max_contexts: int) -> None:
+    def __init__(self, kernel: CKernel, max_context: int, max_successors: int, max_contexts: int) -> None:
         """
         Args:
-            kernel: the compiled kernel.
+            kernel: the C kernel.
             max_context: tokens before the predicted one that are counted.
             max_successors: of a context; a further one replaces the rarest.
             max_contexts: distinct contexts in memory; beyond, all counts are halved.
@@ -171,8 +171,8 @@ class NativeNgrams:
             successors=ctypes.addressof(self._successors),
         )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> NativeNgrams:
-        copied = NativeNgrams(self._kernel, *self._sizes)
+    def __deepcopy__(self, memo: dict[int, Any]) -> CNgrams:
+        copied = CNgrams(self._kernel, *self._sizes)
         with self._lock:
             copied._table = copied._copy(self._table, self._table.context_places, 1)
         memo[id(self)] = copied

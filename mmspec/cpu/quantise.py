@@ -1,22 +1,22 @@
-"""Weights rounded to 8 or 4 bits for the compiled kernel, and back."""
+"""Weights rounded to 8 or 4 bits for the C kernel, and back."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from mmspec.cpu.native import FewRowsKernel
+from mmspec.cpu.c_kernel import CKernel
 from mmspec.cpu.weights import FLOAT_TYPES, GROUP, QUANTISED_TYPES, TILE_ROWS, QuantisedWeight, is_block
 
 
-def quantise(kernel: FewRowsKernel, weight: Tensor, bits: int, mean_squares: Tensor | None = None) -> QuantisedWeight:
+def quantise(kernel: CKernel, weight: Tensor, bits: int, mean_squares: Tensor | None = None) -> QuantisedWeight:
     """A weight rounded to whole numbers, with a scale for every 32 columns of a row.
 
     Of eight scales that are tried for a group, the one of the smallest sum of `mean_squares` times squared error is
     taken: with the mean squares of a layer's inputs, about the smallest error of its products.
 
     Args:
-        kernel: the compiled kernel.
+        kernel: the C kernel.
         weight: [rows, cols], contiguous float32, bfloat16 or float16 on the CPU.
         bits: 8 or 4.
         mean_squares: [cols] at least 0; None if errors in all columns are as bad.

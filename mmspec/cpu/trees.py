@@ -1,4 +1,4 @@
-"""Checks of draft trees and the walk along the sampled ids in compiled code (trees.h), for tensors on the CPU.
+"""Checks of draft trees and the walk along the sampled ids in C (trees.h), for tensors on the CPU.
 
 What they compute is defined by `mmspec.engine.tree.sanitize` and `mmspec.engine.verify.accept_path`, which call them.
 """
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmspec.cpu.native import load_kernel
+from mmspec.cpu.c_kernel import load_kernel
 
 SanitizedTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 """tokens, parents, node_mask, ancestor_mask, depths of `DraftTree`."""
@@ -22,7 +22,7 @@ SanitizedTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 def compiled_sanitize(
     tokens: Tensor, parents: Tensor, node_mask: Tensor, root_ids: Tensor, draftable: Tensor, stop_ids: Tensor | None
 ) -> SanitizedTensors | None:
-    """See `mmspec.engine.tree.sanitize`; None if these tensors are not for compiled code, or there is none."""
+    """See `mmspec.engine.tree.sanitize`; None if these tensors are not for C, or there is none."""
     whole = (tokens, parents, root_ids, *(() if stop_ids is None else (stop_ids,)))
     if not _are_plain(whole, torch.long) or not _are_plain((node_mask, draftable), torch.bool):
         return None

@@ -1,4 +1,4 @@
-"""Matrices of weights as compiled code reads them: in float32, bfloat16 or float16 where they lie, or quantised."""
+"""Matrices of weights as C reads them: in float32, bfloat16 or float16 where they lie, or quantised."""
 
 from __future__ import annotations
 

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmspec.cpu.graph_linear import NativeLinears, join_linears
+from mmspec.cpu.c_kernel import load_kernel
+from mmspec.cpu.graph_linear import CLinears, join_linears
 from mmspec.cpu.interception import operators_are_intercepted
-from mmspec.cpu.native import load_kernel
 
 logger = logging.getLogger("mmspec")
 
@@ -43,7 +43,7 @@ FROZEN_OPTIONS = {
 }
 """Weights are constants in the layout of the fastest kernel; kernels are chosen by timing; no reports of that. Options
 that a version of torch does not have are left out."""
-NATIVE_OPTIONS = {"cpp.vec_isa_ok": True}
+C_OPTIONS = {"cpp.vec_isa_ok": True}
 """No trial compilations: what the processor says that it can do is believed. If that fails, they are made."""
 NUM_WARMUPS = 2
 """Runs before a capture, in which libraries allocate workspaces and choose kernels."""
@@ -71,7 +71,7 @@ def record_compiled(function: StaticFunction, state: Sequence[Tensor], inputs: S
     """The function compiled by inductor, linear layers in our own kernel, which reads the weights where they lie.
 
     Takes 10 to 20 seconds, and logs that it begins. Where the kernel does not compute all linear layers (another dtype,
-    more than 32 rows, no compiled code on this machine), inductor chooses and compiles kernels with the weights as
+    more than 32 rows, no C on this machine), inductor chooses and compiles kernels with the weights as
     constants, in up to two minutes: they must not change afterwards. Inductor caches in its folder
     (`TORCHINDUCTOR_CACHE_DIR`, by default one per user).
     """
@@ -84,7 +84,7 @@ def record_compiled(function: StaticFunction, state: Sequence[Tensor], inputs: S
             compiled = _compile(trace(function, state, inputs), [*state, *inputs], FROZEN_OPTIONS)
         else:
             try:
-                compiled = _compile(graph, [*state, *inputs], NATIVE_OPTIONS)
+                compiled = _compile(graph, [*state, *inputs], C_OPTIONS)
             except Exception as error:  # an old compiler for a new processor, for example
                 logger.debug("mmspec: compiled again with checks of the compiler: %s", error)
                 compiled = _compile(graph, [*state, *inputs], {})
@@ -114,13 +114,13 @@ def _has_option(config: Any, name: str) -> bool:
 
 def _trace_with_kernel(function: StaticFunction, state: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:
     """`trace` with linear layers as operators of our kernel; None if it does not compute all of them."""
-    mode = NativeLinears()
+    mode = CLinears()
 
-    def native_function(*tensors: Tensor) -> tuple[Tensor, ...]:
+    def c_function(*tensors: Tensor) -> tuple[Tensor, ...]:
         with mode:
             return function(*tensors)
 
-    graph = trace(native_function, state, inputs)
+    graph = trace(c_function, state, inputs)
     return join_linears(graph) if mode.num_replaced and not mode.num_left else None
 
 

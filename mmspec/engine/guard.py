@@ -1,6 +1,6 @@
 """Whether modules are still the code and the weights that they were. Independent of models.
 
-Recordings, compiled C and verdicts of the self-test are derived from modules of the user, who may change them at any
+Recordings, C and verdicts of the self-test are derived from modules of the user, who may change them at any
 time: between two calls, and within a call wherever user code runs. `ModuleGuard` is the state of modules at one time.
 `mmspec.targets.guard` adds which modules the rounds of a model run, and whether their code is known at all.
 """

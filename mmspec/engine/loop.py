@@ -31,14 +31,15 @@ import torch
 from torch import Tensor
 
 from mmspec.control.tree_size import TreeSizeController
-from mmspec.engine.output import OutputBuffer, RowState
+from mmspec.engine.output import OutputBuffer
 from mmspec.engine.recorded import Outcome, RecordedRounds, RoundPlan, can_record_rounds
+from mmspec.engine.row_state import RowState
 from mmspec.engine.sampler import TreeSampler
 from mmspec.engine.stepwise import StepwiseLoop
 from mmspec.engine.tree import BUCKETS, DraftTree, bucket_size, first_chain, replace_with_chain, root_only, sanitize
 from mmspec.engine.verifier import Verified, Verifier
 from mmspec.interfaces import Drafter, Prompt, Target, VerifyResult
-from mmspec.interfaces.round import FusableDrafter, FusableTarget, pass_recordings
+from mmspec.interfaces.round import RecordableDrafter, RecordableTarget, pass_recordings
 from mmspec.metrics.stats import RoundTimes, Stats
 
 
@@ -74,7 +75,7 @@ class DecodeLoop:
         self._root = root_only(len(self.output.emitted), self.draftable.device)
         self._verifier = Verifier(self.output, self.sampler)
         if can_record_rounds(self.target, self.output, self.sampler):
-            assert isinstance(self.target, FusableTarget)
+            assert isinstance(self.target, RecordableTarget)
             self.recorded = RecordedRounds(self.target, self.drafter, self.output, self.sampler, self.draftable)
 
     def run(self, prompt_logits: Tensor, prompt: Prompt) -> None:
@@ -90,7 +91,7 @@ class DecodeLoop:
         verifier = stepwise.verifier if output.stepwise else self._verifier
         first = verifier.verify(self._root, prompt_logits[:, None], output.row_state(1))
         state = self.drafter.begin(prompt)
-        if isinstance(self.target, FusableTarget):
+        if isinstance(self.target, RecordableTarget):
             pass_recordings(self.drafter, state, self.target.recordings)
         output.emit(first.result, first.scores, first.logits)
         self.drafter.observe(state, first.result, {})
@@ -126,7 +127,7 @@ class DecodeLoop:
         if plan.part is None:
             self.drafter.observe(state, result, hidden_states)
         else:
-            assert isinstance(self.drafter, FusableDrafter)
+            assert isinstance(self.drafter, RecordableDrafter)
             self.drafter.observe_part(state, result, hidden_states[0], kept)
         draft_s = (built - start) + (self._now() - emitted)
         times = RoundTimes(draft_s, accepted - built, emitted - accepted)
@@ -144,7 +145,7 @@ class DecodeLoop:
         if self.controller.should_draft:
             size = self._size_in_advance() if whole and recorded is not None and recorded.can_draft else None
             if size is not None:
-                assert recorded is not None and isinstance(self.drafter, FusableDrafter)
+                assert recorded is not None and isinstance(self.drafter, RecordableDrafter)
                 part = self.drafter.draft_part(state, size)
                 if part is not None and recorded.accepts(part):
                     return RoundPlan(size, self.output.row_state(size), part=part)
@@ -220,7 +221,7 @@ class DecodeLoop:
     def _commit(self, plan: RoundPlan, verified: Verified) -> None:
         """Keep what was accepted: in the KV cache, and in the output."""
         if verified.is_committed:
-            assert isinstance(self.target, FusableTarget)
+            assert isinstance(self.target, RecordableTarget)
             self.target.follow_part([len(ids) for ids in verified.result.emitted_ids])
         else:
             self.target.commit(verified.result)

@@ -10,15 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mmspec.engine.criteria import CriterionInputs, StepCriteria
-from mmspec.engine.host_copy import from_host
 from mmspec.engine.rng import SamplingNoise
+from mmspec.engine.row_state import RowState
 from mmspec.interfaces import VerifyResult
 
 INITIAL_STEPS = 256
@@ -47,59 +46,6 @@ class UserCodeHooks:
 
     before_user_code: Callable[[int], None] = lambda num_steps: None
     cache_was_written: Callable[[], bool] = lambda: False
-
-
-class RowState:
-    """The rows before a round: lists on the host, and the same on the sampling device after one transfer, if needed.
-
-    Attributes:
-        host_root_ids: last emitted tokens; 0 before the first.
-        host_num_emitted: emitted tokens.
-        host_max_emit: tokens that each row may emit in this round.
-        host_finished: rows that emit padding; empty if there are none.
-    """
-
-    def __init__(
-        self,
-        root_ids: list[int],
-        num_emitted: list[int],
-        max_emit: list[int],
-        finished: list[bool],
-        device: torch.device,
-    ) -> None:
-        """Arguments: see the attributes."""
-        self.host_root_ids, self.host_num_emitted, self.host_max_emit = root_ids, num_emitted, max_emit
-        self.host_finished = finished if any(finished) else []
-        self._device = device
-
-    @cached_property
-    def on_device(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """`root_ids`, `num_emitted`, `max_emit` and `finished`."""
-        lists = [self.host_root_ids, self.host_num_emitted, self.host_max_emit]
-        if self.host_finished:
-            lists.append([int(one) for one in self.host_finished])
-        root_ids, num_emitted, max_emit, *finished = from_host(lists, self._device).unbind()
-        return root_ids, num_emitted, max_emit, finished[0].bool() if finished else None
-
-    @property
-    def root_ids(self) -> Tensor:
-        """[B] int64."""
-        return self.on_device[0]
-
-    @property
-    def num_emitted(self) -> Tensor:
-        """[B] int64."""
-        return self.on_device[1]
-
-    @property
-    def max_emit(self) -> Tensor:
-        """[B] int64."""
-        return self.on_device[2]
-
-    @property
-    def finished(self) -> Tensor | None:
-        """[B] bool, or None."""
-        return self.on_device[3] if self.host_finished else None
 
 
 class OutputBuffer:

@@ -14,14 +14,15 @@ from torch import Tensor
 
 from mmspec.engine.host_copy import from_host
 from mmspec.engine.kv_cache import length_bucket
-from mmspec.engine.output import OutputBuffer, RowState
+from mmspec.engine.output import OutputBuffer
 from mmspec.engine.recordings import Recordings, recordable_mode
 from mmspec.engine.round import ROUND, RoundFunction
+from mmspec.engine.row_state import RowState
 from mmspec.engine.sampler import TreeSampler
 from mmspec.engine.tree import DraftTree, root_only
 from mmspec.engine.verifier import Verified, resize
 from mmspec.interfaces import Drafter, Target
-from mmspec.interfaces.round import DraftPart, FusableDrafter, FusableTarget, ScorePart
+from mmspec.interfaces.round import DraftPart, RecordableDrafter, RecordableTarget, ScorePart
 
 
 @dataclass
@@ -52,7 +53,7 @@ class RecordedRounds:
     """The recorded rounds of one call."""
 
     def __init__(
-        self, target: FusableTarget, drafter: Drafter, output: OutputBuffer, sampler: TreeSampler, draftable: Tensor
+        self, target: RecordableTarget, drafter: Drafter, output: OutputBuffer, sampler: TreeSampler, draftable: Tensor
     ) -> None:
         """Arguments: as in `DecodeLoop`, for which `can_record_rounds`."""
         assert target.recordings is not None
@@ -71,7 +72,7 @@ class RecordedRounds:
     @property
     def can_draft(self) -> bool:
         """Whether the drafter's drafts may be parts of rounds."""
-        return isinstance(self._drafter, FusableDrafter)
+        return isinstance(self._drafter, RecordableDrafter)
 
     def accepts(self, part: DraftPart) -> bool:
         """Whether rounds with this draft have not failed to be recorded."""
@@ -175,7 +176,7 @@ def _as_tree(outputs: Sequence[Tensor]) -> DraftTree:
 
 def can_record_rounds(target: Target, output: OutputBuffer, sampler: TreeSampler) -> bool:
     """Whether whole rounds of a call may be recorded: where a recording launches a function at once."""
-    if not isinstance(target, FusableTarget) or target.recordings is None:
+    if not isinstance(target, RecordableTarget) or target.recordings is None:
         return False
     return (
         not target.recordings.contain_weights  # compiled for a CPU: takes minutes, and launches cost little there

@@ -33,6 +33,12 @@ def read_noise(tensors: Sequence[Tensor], slots: Tensor) -> Tensor:
     return ring[slots, rows]
 
 
+def _as_bytes(state: Tensor) -> bytes:
+    """A generator's state, which lies on the host: no kernel, and no read of the device that a mode should see."""
+    with torch._C.DisableTorchFunction():
+        return state.numpy().tobytes()
+
+
 class SamplingNoise:
     """Exponential noise of the steps in flight.
 
@@ -126,7 +132,7 @@ class SamplingNoise:
 
     def rng_changed(self) -> bool:
         """Whether other code used the generator since this object did."""
-        return self.generator.get_state().numpy().tobytes() != self._known_state.numpy().tobytes()  # no kernel
+        return _as_bytes(self.generator.get_state()) != _as_bytes(self._known_state)
 
     def release(self, end: int) -> None:
         """Steps below `end` are complete: no row needs their noise, and the call does not end before them."""

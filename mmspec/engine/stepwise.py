@@ -11,7 +11,8 @@ import time
 
 from torch import Tensor
 
-from mmspec.engine.output import OutputBuffer, RowState
+from mmspec.engine.output import OutputBuffer
+from mmspec.engine.row_state import RowState
 from mmspec.engine.sampler import TreeSampler
 from mmspec.engine.tree import DraftTree, root_only
 from mmspec.engine.verifier import Verified, Verifier

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mmspec.engine.output import OutputBuffer, RowState
+from mmspec.engine.output import OutputBuffer
+from mmspec.engine.row_state import RowState
 from mmspec.engine.sampler import TreeSampler
 from mmspec.engine.tree import DraftTree
 from mmspec.engine.verify import accept_path

@@ -83,7 +83,7 @@ def pass_recordings(drafter: Drafter, state: Any, recordings: Recordings | None)
 
 
 @runtime_checkable
-class FusableDrafter(RecordingsUser, Protocol):
+class RecordableDrafter(RecordingsUser, Protocol):
     """A drafter whose drafts may be part of a recorded round."""
 
     def draft_part(self, state: Any, num_nodes: int) -> DraftPart | None:
@@ -101,7 +101,7 @@ class FusableDrafter(RecordingsUser, Protocol):
 
 
 @runtime_checkable
-class FusableTarget(Target, Protocol):
+class RecordableTarget(Target, Protocol):
     """A target whose forwards may be part of a recorded round.
 
     Attributes:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from mmspec.interfaces import Drafter, SharedEmbeddings
 from mmspec.learning.budget import DEFAULT_SHARE, LearningBudget
+from mmspec.learning.collecting import CollectingDrafter
 from mmspec.learning.protocols import (
     ClosedFormDrafter,
     ClosedFormFit,
@@ -28,7 +29,6 @@ from mmspec.learning.protocols import (
     LearnableDrafter,
     LearningExample,
 )
-from mmspec.learning.recording import RecordedDrafter
 from mmspec.learning.reservoir import ExampleReservoir
 from mmspec.learning.stats import LearningStats
 from mmspec.learning.store import LearnedStore, model_fingerprint
@@ -119,11 +119,11 @@ class Learner:
         """Whether examples of the coming call could be learned soon; else none are recorded."""
         return self.disabled_reason is None and (self.is_eager or not (self._waiting or self.budget.is_overdrawn))
 
-    def after_call(self, recording: RecordedDrafter | None, call_s: float, saved_s: float | None = None) -> bool:
-        """Store what a call has recorded, and learn as much as the budget allows.
+    def after_call(self, collecting: CollectingDrafter | None, call_s: float, saved_s: float | None = None) -> bool:
+        """Store what was collected of a call, and learn as much as the budget allows.
 
         Args:
-            recording: of the call, which is over; None if nothing is to be learned from it.
+            collecting: of the call, which is over; None if nothing is to be learned from it.
             call_s: seconds of the call.
             saved_s: of these, how many more it would have taken without drafts; None if that is not measured.
 
@@ -135,7 +135,7 @@ class Learner:
         num_updates = self.num_updates
         try:
             with _plain_mode(self.device_type):
-                self._add(recording, call_s, saved_s)
+                self._add(collecting, call_s, saved_s)
                 if self._work_lock.acquire(blocking=False):  # else another thread is at it
                     try:
                         self._work()
@@ -172,10 +172,10 @@ class Learner:
 
     # --- after a call -------------------------------------------------------------------------------------------------
 
-    def _add(self, recording: RecordedDrafter | None, call_s: float, saved_s: float | None) -> None:
+    def _add(self, collecting: CollectingDrafter | None, call_s: float, saved_s: float | None) -> None:
         """Count a call, and store its examples."""
         with self._timed("store"):
-            examples = () if recording is None else recording.examples()
+            examples = () if collecting is None else collecting.examples()
             with self._lock:
                 self._call_s += call_s
                 if saved_s is not None and not self.is_eager:

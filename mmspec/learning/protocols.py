@@ -78,7 +78,7 @@ class LearnableDrafter(Drafter, Protocol):
     def cannot_learn(self) -> str | None:
         """Why this drafter cannot learn, for messages; None if it can."""
 
-    def start_recording(self, state: Any, with_examples: bool) -> None:
+    def start_collecting(self, state: Any, with_examples: bool) -> None:
         """Record the call with this state (return value of `begin`).
 
         Args:
@@ -86,7 +86,7 @@ class LearnableDrafter(Drafter, Protocol):
             with_examples: False to record nothing but what takes hardly any time, since there is none for examples.
         """
 
-    def recorded_examples(self, state: Any) -> Sequence[LearningExample]:
+    def collected_examples(self, state: Any) -> Sequence[LearningExample]:
         """The examples of the call, which is over, on the target's device."""
 
     def publish(self, weights: Mapping[str, Tensor]) -> None:

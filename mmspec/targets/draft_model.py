@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, DynamicCache, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
-from mmspec.cpu.native import load_kernel
+from mmspec.cpu.c_kernel import load_kernel
 from mmspec.engine.tree_cache import CACHE_ARGUMENT
 from mmspec.files import snapshot_id
 from mmspec.interfaces import DraftTarget
@@ -107,7 +107,7 @@ class HFDraftModel:
             return None
         target.prefill()
         if input_ids.device.type == "cpu" and (kernel := load_kernel()) is not None:
-            target.use_native_rounds(kernel, scan_modules(self.adapter.model))
+            target.use_c_rounds(kernel, scan_modules(self.adapter.model))
         return target
 
 

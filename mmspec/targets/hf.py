@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmspec.cpu.native import FewRowsKernel
+from mmspec.cpu.c_kernel import CKernel
 from mmspec.engine.kv_cache import RaggedKVCache
 from mmspec.engine.prefix import Prefix
 from mmspec.engine.recordings import Recordings, recordable_mode
@@ -31,12 +31,12 @@ from mmspec.engine.tree_cache import (
 from mmspec.interfaces import VerifyResult
 from mmspec.interfaces.round import ScorePart
 from mmspec.targets.base import ModelAdapter
+from mmspec.targets.c_check import NodeCall
+from mmspec.targets.c_rounds import CRounds, c_rounds
 from mmspec.targets.forward import CallTensors, NodeForward, run_forward, takes_one_mask
 from mmspec.targets.guard import ModelGuard
 from mmspec.targets.lanes import Lane
 from mmspec.targets.module_scan import ModuleScan
-from mmspec.targets.native import NativeRounds, native_rounds
-from mmspec.targets.native_check import NodeCall
 
 TOKEN_TYPE_INPUTS = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 """Model inputs with one value per token, which transformers extends with every new token."""
@@ -62,7 +62,7 @@ class HFTarget:
         user_cache_view: the user's cache while user code can read it.
         chains_only: whether `score` accepts chains only, no trees with branches.
         recordings: where parts of a round are recorded in this call, or None.
-        rounds: computes `score` in compiled code where it can; None for the model's own forward.
+        rounds: computes `score` in C where it can; None for the model's own forward.
         node_forward: that forward over nodes; set by `prefill`.
         call_tensors: what it reads of the call; set by `prefill`.
     """
@@ -104,7 +104,7 @@ class HFTarget:
         self._max_length = self.user_cache.get_seq_length() + input_ids.shape[1] + max_new_tokens
         self._lane = lane
         self.recordings: Recordings | None = None if lane is None else lane.recordings
-        self.rounds: NativeRounds | None = None
+        self.rounds: CRounds | None = None
         self._runs_user_code = cache_is_observed
         self._guard: ModelGuard | None = None  # if user code runs, which may change the model
         capacity = self._max_length + BUCKETS[-1]
@@ -198,15 +198,15 @@ class HFTarget:
             ]
         return logits[:, -1], dict(zip(hidden_state_indices, states, strict=True))
 
-    def use_native_rounds(self, kernel: FewRowsKernel, modules: ModuleScan) -> None:
-        """After the prefill: let `score` run in compiled code, if `native_rounds` finds the model and the call fit."""
+    def use_c_rounds(self, kernel: CKernel, modules: ModuleScan) -> None:
+        """After the prefill: let `score` run in C, if `c_rounds` finds the model and the call fit."""
         if self._lane is not None:
             return
         media = torch.tensor(self.adapter.media_token_ids, device=self.input_ids.device)
         has_media = bool(torch.isin(self.input_ids, media).any())
         call = NodeCall(self.adapter, self.node_forward.template, self.call_tensors, self.buffer, has_media)
         with self._mode():
-            self.rounds = native_rounds(kernel, call, modules, self._runs_user_code)
+            self.rounds = c_rounds(kernel, call, modules, self._runs_user_code)
 
     def decoding(self) -> AbstractContextManager[Any]:
         """The context that transformers applies to its decoding steps; may switch kernels of expert layers."""

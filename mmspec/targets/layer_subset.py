@@ -13,10 +13,10 @@ from typing import Any
 
 from mmspec.interfaces import DraftTarget
 from mmspec.targets.base import ModelAdapter
+from mmspec.targets.c_rounds import CRounds
 from mmspec.targets.forward import NodeForward
 from mmspec.targets.hf import HFTarget
 from mmspec.targets.layer_access import LayerAccess, layer_access
-from mmspec.targets.native import NativeRounds
 from mmspec.targets.quantised_copy import QuantisedCopy, quantised_copy
 
 
@@ -37,8 +37,8 @@ class CallLayerSubsets:
         self._quantised = quantised
 
     @cached_property
-    def _whole(self) -> tuple[Any, NativeRounds | None]:
-        """What drafts with all layers: the model and its compiled forwards, which the target has by the first draft."""
+    def _whole(self) -> tuple[Any, CRounds | None]:
+        """What drafts with all layers: the model and its forwards in C, which the target has by the first draft."""
         target, quantised = self._target, self._quantised
         if quantised is None:
             return target.model, target.rounds

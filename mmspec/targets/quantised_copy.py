@@ -1,7 +1,7 @@
 """A copy of a target with weights of 4 or 8 bits, which drafts for it (`mmspec.drafters.model.self_drafter`).
 
 Copied are the linear layers of the decoder and the LM head; norms, embeddings, biases, adapters and the KV cache are
-the target's own. The copy runs in the compiled decoder where the target does, else in the target's own forward: modules
+the target's own. The copy runs in the C decoder where the target does, else in the target's own forward: modules
 on the way to a copied layer are copied shallowly, and the layer's forward is the compiled product. What it computes
 decides how much is accepted, never a token.
 """
@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.utils.logging import tqdm
 
+from mmspec.cpu.c_kernel import MAX_C_ROWS, CKernel, load_kernel
 from mmspec.cpu.copies import free_bytes
 from mmspec.cpu.linear import find_linear_layers
-from mmspec.cpu.native import MAX_NATIVE_ROWS, FewRowsKernel, load_kernel
 from mmspec.cpu.quantise import quantise
 from mmspec.cpu.weights import GROUP, TILE_ROWS, QuantisedWeight, Weight
 from mmspec.targets.base import ModelAdapter
+from mmspec.targets.c_rounds import CRounds
 from mmspec.targets.layer_access import LayerAccess, shallow_copy
-from mmspec.targets.native import NativeRounds
 
 logger = logging.getLogger("mmspec")
 
@@ -123,8 +123,8 @@ class QuantisedCopy:
         """A shallow copy of the model that computes the copied layers by the quantised weights."""
         return _with_forwards(model, {name: self._forward(one.weight) for name, one in self.layers.items()})
 
-    def rounds(self, rounds: NativeRounds) -> NativeRounds | None:
-        """The compiled forwards of a call on the quantised weights; None where they do not fit."""
+    def rounds(self, rounds: CRounds) -> CRounds | None:
+        """The forwards in C of a call on the quantised weights; None where they do not fit."""
         modules = dict(self.model.named_modules())
         weights: dict[tuple[int, tuple[int, ...]], QuantisedWeight] = {}
         for name, one in self.layers.items():
@@ -148,7 +148,7 @@ class QuantisedCopy:
             flat = rows.reshape(-1, rows.shape[-1]).contiguous()
             if not len(flat) or torch.is_autocast_enabled("cpu"):
                 return functional.linear(rows, layer.weight, layer.bias)
-            parts = [kernel.linear(weight, layer.bias, part) for part in flat.split(MAX_NATIVE_ROWS)]
+            parts = [kernel.linear(weight, layer.bias, part) for part in flat.split(MAX_C_ROWS)]
             found = [part for part in parts if part is not None]
             if len(found) < len(parts):
                 return functional.linear(rows, layer.weight, layer.bias)
@@ -208,8 +208,8 @@ def quantised_copy(adapter: ModelAdapter, access: LayerAccess, bits: int = 0) ->
     return found
 
 
-def _kernel(model: Any) -> FewRowsKernel:
-    """The compiled kernel.
+def _kernel(model: Any) -> CKernel:
+    """The C kernel.
 
     Raises:
         ValueError: there is none, or the model is on another device.
@@ -221,7 +221,7 @@ def _kernel(model: Any) -> FewRowsKernel:
     kernel = load_kernel()
     if kernel is None:
         raise ValueError(
-            "drafter='quantized' needs the compiled kernel, which cannot be had here (C compiler, Linux, x86-64 with "
+            "drafter='quantized' needs the C kernel, which cannot be had here (C compiler, Linux, x86-64 with "
             "AVX2; the log says why). Use drafter='hybrid'."
         )
     return kernel

@@ -180,7 +180,7 @@ def test_trees_of_one_size_and_none_stays_plain(tiny: Captioner) -> None:
 
 
 def test_how_linear_layers_are_computed_is_found_out_together(tiny: Captioner, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(HFTarget, "use_native_rounds", lambda *_: None)  # which do not call linear layers
+    monkeypatch.setattr(HFTarget, "use_c_rounds", lambda *_: None)  # which do not call linear layers
     inputs = build_requests(tiny, synthetic_images(1, 0), "a", 1, 0, 1, 0)[0]
     contestants = build_contestants(tiny.model, ["recycling", "lookup"], tiny.processor, nodes=4)
     packs = [one.model.__dict__["_mmspec"].autotuner for one in contestants if mmspec.is_patched(one.model)]

@@ -22,7 +22,7 @@ from mmspec.app.bench.peers.in_process import cut_rows
 from mmspec.app.bench.peers.process import Engine, WorkerPeer, find_python, peer_pythons
 from mmspec.app.bench.peers.registry import PEER_NAMES, baseline_peer, build_patched_peers, build_peers
 from mmspec.app.bench.peers.write_gguf import gguf_name, interleave_rotary, read_safetensors
-from mmspec.app.bench.requests import bench_images, build_requests
+from mmspec.app.bench.requests import build_requests, synthetic_images
 from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.random_models import random_model
 
@@ -51,7 +51,7 @@ def tiny() -> Captioner:
 
 @pytest.fixture(scope="module")
 def inputs(tiny: Captioner) -> dict[str, Any]:
-    return build_requests(tiny, bench_images([], 1, 0), "a dog", 1, 0, 1, 0)[0]
+    return build_requests(tiny, synthetic_images(1, 0), "a dog", 1, 0, 1, 0)[0]
 
 
 @pytest.fixture

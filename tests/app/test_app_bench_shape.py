@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from recorded_rounds import patched, recording
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import mmspec
 from mmspec.app.bench import bandwidth
 from mmspec.app.bench.measure import clone
+from mmspec.app.bench.peers import write_shape_gguf
 from mmspec.app.bench.peers.base import PeerPrompt
 from mmspec.app.bench.peers.in_process import PatchedPeer
 from mmspec.app.bench.peers.registry import baseline_peer
@@ -23,7 +27,7 @@ from mmspec.app.bench.shape.simulated import Oracle, SimulatedAcceptance, accept
 from mmspec.app.cli.main import main
 from mmspec.app.device_probe import multinomial_is_reproduced
 from mmspec.app.errors import UsageError
-from mmspec.drafters.heads.base import c_draft as native
+from mmspec.drafters.heads.base import c_draft
 from mmspec.engine.graph import record_nothing
 from mmspec.engine.rng import SamplingNoise
 
@@ -69,7 +73,7 @@ def test_the_target_accepts_what_is_given(name: str) -> None:
 @pytest.mark.parametrize("name", ["msd", "flash"])
 def test_whole_rounds_accept_what_is_given(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: draft, forward and acceptance in one recorded function, which `whole` times."""
-    monkeypatch.setattr(native, "active_kernel", lambda: None)
+    monkeypatch.setattr(c_draft, "active_kernel", lambda: None)
     shape, device = TEXT_SHAPES["tiny"], torch.device("cpu")
     model = build_shape_model(shape, torch.float32, device)
     inner = build_shape_drafter(name, shape, torch.float32, device, 8)
@@ -80,7 +84,7 @@ def test_whole_rounds_accept_what_is_given(name: str, monkeypatch: pytest.Monkey
     with recording(record_nothing) as counting, patched(model, drafter, tree_size=8), timer.measuring():
         assert torch.equal(model.generate(input_ids=ids, max_new_tokens=150, do_sample=False), expected)
         assert mmspec.stats(model).tau == pytest.approx(2.5, abs=0.35)
-    assert counting.fused_replays > 20
+    assert counting.whole_replays > 20
     assert timer.milliseconds()["whole"] > 0 and len(timer.spans["propose"]) < 5
 
 
@@ -113,7 +117,7 @@ def test_the_instrument_reports_phases_logits_and_noise(monkeypatch: pytest.Monk
     stats, phases = mmspec.stats(peer.model, last=True), timer.milliseconds()
     assert len(timer.spans["round"]) == len(timer.spans["commit"]) == stats.rounds
     assert all(phases[name] > 0 for name in ("read", "levels", "score", "verify", "commit"))
-    assert sum(phases.values()) < 1.1e3 * stats.decode_s / stats.rounds
+    assert sum(phases.values()) < 1e3 * stats.total_s / stats.rounds  # they are parts of the call and do not overlap
     peer.generate(prompt, 16)
     assert len(timer.spans["round"]) == stats.rounds  # nothing is timed any more
 
@@ -132,7 +136,7 @@ def test_calls_of_the_runtime_are_counted() -> None:
 
 
 def test_bad_shapes_and_taus_are_refused(capsys: Any) -> None:
-    with pytest.raises(UsageError, match="--shape is one of tiny, llava-1\\.5-7b"):
+    with pytest.raises(UsageError, match="--shape is one of tiny, smollm2-135m"):
         find_shape("huge")
     with pytest.raises(ValueError, match="tau is 1 to 6"):
         acceptance_for_tau(7.0, 5)
@@ -151,3 +155,27 @@ def test_compare_prints_a_line_per_drafter(tmp_path: Path, capsys: Any) -> None:
     assert main([*args, "--image", str(tmp_path / "no.png")]) == 2
     assert "--image" in capsys.readouterr().err
     assert main(["compare", "--drafters", "magic"]) == 2
+
+
+def test_rounds_behind_contexts(tmp_path: Path, capsys: Any) -> None:
+    """Every way at every context, with the share of the roof; no prompt is computed."""
+    file = tmp_path / "contexts.json"
+    options = ["--shape", "tiny", "--contexts", "40,70", "--repeats", "1", "--json", str(file), "--no-progress"]
+    assert main(["bench", *options]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    assert len(lines) == 4 and "| none | 2 nodes | 4 nodes | 8 nodes | 16 nodes |" in lines[0]
+    rows = json.loads(file.read_text())["rows"]
+    assert {row["context"] for row in rows} == {40, 70} and all(row["ms"] > 0 for row in rows)
+    assert main(["bench", *options, "--device", "meta"]) == 2
+
+
+@pytest.mark.parametrize("name", ["tiny", "smollm2-135m", "llava-onevision-0.5b", "qwen3-vl-2b"])
+def test_a_gguf_of_a_shape_has_the_tensors_of_the_model(name: str) -> None:
+    """As many numbers as the model of transformers, the head of a tied model apart."""
+    shape = TEXT_SHAPES[name]
+    sizes = [math.prod(size) for _, size in write_shape_gguf.tensors(asdict(shape))]
+    with torch.device("meta"):
+        fields = {key: value for key, value in vars(shape).items() if value is not None and key != "rope_theta"}
+        kind = fields.pop("model_type")
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **fields))
+    assert sum(sizes) == sum(weight.numel() for weight in model.parameters())

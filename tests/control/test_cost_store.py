@@ -16,7 +16,8 @@ import mmspec
 from mmspec.app.cli.main import main
 from mmspec.control.cost_store import FORMAT, CostStore
 from mmspec.control.depth import DepthController
-from mmspec.control.tree_size import RoundCostModel, TreeSizeController
+from mmspec.control.round_cost import RoundCostModel
+from mmspec.control.tree_size import TreeSizeController
 from mmspec.engine.tree import DraftTree
 from mmspec.files import cache_folder
 

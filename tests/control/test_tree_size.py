@@ -14,14 +14,8 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from mmspec.control.tree_size import (
-    BUCKETS,
-    DEFAULT_TREE_SIZE,
-    MAX_BACKOFF,
-    MAX_NET_COST,
-    RoundCostModel,
-    TreeSizeController,
-)
+from mmspec.control.round_cost import MAX_BACKOFF, MAX_NET_COST, RoundCostModel
+from mmspec.control.tree_size import BUCKETS, DEFAULT_TREE_SIZE, TreeSizeController
 from mmspec.engine.tree import DraftTree, root_only
 
 OVERHEAD_S = 0.02

@@ -12,16 +12,16 @@ from test_decoder import SHAPES, Model, make_inputs, make_model
 from torch import Tensor
 
 from mmspec.cpu import copies as copies_module
+from mmspec.cpu.c_kernel import CKernel, load_kernel
 from mmspec.cpu.copies import CheckedWeights, WeightCopies
-from mmspec.cpu.decoder import NativeDecoder
+from mmspec.cpu.decoder import CDecoder
 from mmspec.cpu.layers import LAYER_MATRICES
-from mmspec.cpu.native import FewRowsKernel, load_kernel
 
 pytestmark = pytest.mark.skipif(load_kernel() is None, reason="no compiler or another processor")
 
 
 @pytest.fixture
-def kernel() -> FewRowsKernel:
+def kernel() -> CKernel:
     found = load_kernel()
     assert found is not None
     return found
@@ -36,23 +36,23 @@ def rounded_model() -> Model:
     return replace(model, layers=layers, ends=replace(model.ends, lm_head=model.ends.lm_head.bfloat16().float()))
 
 
-def decoder_of(model: Model, kernel: FewRowsKernel, copies: WeightCopies | None) -> NativeDecoder:
+def decoder_of(model: Model, kernel: CKernel, copies: WeightCopies | None) -> CDecoder:
     plain = model.decoder(kernel)
-    return NativeDecoder(kernel, model.shape, model.layers, model.ends, plain._rotaries, copies)
+    return CDecoder(kernel, model.shape, model.layers, model.ends, plain._rotaries, copies)
 
 
-def logits(decoder: NativeDecoder, model: Model, seed: int = 1) -> Tensor:
+def logits(decoder: CDecoder, model: Model, seed: int = 1) -> Tensor:
     scored = decoder.forward(make_inputs(model, [9, 4], 5, seed=seed))
     assert scored is not None
     return scored[0]
 
 
-def checked(decoder: NativeDecoder) -> CheckedWeights:
+def checked(decoder: CDecoder) -> CheckedWeights:
     assert decoder._checked is not None
     return decoder._checked
 
 
-def test_copies_give_the_same_bits_from_the_second_forward_on(kernel: FewRowsKernel) -> None:
+def test_copies_give_the_same_bits_from_the_second_forward_on(kernel: CKernel) -> None:
     model, copies = rounded_model(), WeightCopies()
     plain = decoder_of(model, kernel, None)
     for _ in range(2):  # calls
@@ -88,7 +88,7 @@ EDITS: dict[str, Callable[[Tensor], Any]] = {
 
 @pytest.mark.parametrize("name", [*LAYER_MATRICES, "lm_head"])
 @pytest.mark.parametrize("edit", EDITS)
-def test_an_edit_between_calls_is_seen(edit: str, name: str, kernel: FewRowsKernel) -> None:
+def test_an_edit_between_calls_is_seen(edit: str, name: str, kernel: CKernel) -> None:
     model, copies = rounded_model(), WeightCopies()
     before = decoder_of(model, kernel, copies)
     for _ in range(2):
@@ -107,7 +107,7 @@ def test_an_edit_between_calls_is_seen(edit: str, name: str, kernel: FewRowsKern
     assert checked(again).uses_copies, "the weights are copied anew"
 
 
-def test_an_edit_within_a_call_is_seen_by_its_version(kernel: FewRowsKernel) -> None:
+def test_an_edit_within_a_call_is_seen_by_its_version(kernel: CKernel) -> None:
     model, copies = rounded_model(), WeightCopies()
     decoder = decoder_of(model, kernel, copies)
     logits(decoder, model)
@@ -116,7 +116,7 @@ def test_an_edit_within_a_call_is_seen_by_its_version(kernel: FewRowsKernel) -> 
     assert not checked(decoder).uses_copies
 
 
-def test_weights_without_copies(kernel: FewRowsKernel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_without_copies(kernel: CKernel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other numbers than of bfloat16, of a type that has none, and where memory is short."""
     copies = WeightCopies()
     assert decoder_of(make_model(SHAPES["odd sizes"]), kernel, copies)._checked is None and copies.nbytes == 0

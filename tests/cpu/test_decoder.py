@@ -1,4 +1,4 @@
-"""The compiled decoder against a slow reference in float64, bit-exact independence of the tree, and what it refuses."""
+"""The C decoder against a slow reference in float64, bit-exact independence of the tree, and what it refuses."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mmspec.cpu import native
+from mmspec.cpu import c_kernel
+from mmspec.cpu.c_kernel import CKernel, load_kernel
 from mmspec.cpu.decoder import (
     MAX_DECODER_ROWS,
+    CDecoder,
     DecoderEnds,
     DecoderInputs,
-    NativeDecoder,
 )
 from mmspec.cpu.layers import DecoderShape, LayerWeights
-from mmspec.cpu.native import FewRowsKernel, load_kernel
 from mmspec.cpu.quantise import dequantise, quantise
 
 pytestmark = pytest.mark.skipif(load_kernel() is None, reason="no compiler or another processor")
@@ -39,11 +39,11 @@ VOCAB = 45
 
 
 @pytest.fixture(params=[1, 2], ids=["avx2", "avx512"])
-def kernel(request: pytest.FixtureRequest) -> FewRowsKernel:
+def kernel(request: pytest.FixtureRequest) -> CKernel:
     """The kernel for each instruction set that this processor has."""
     try:
-        return FewRowsKernel(native._load_library(), request.param)
-    except native.KernelUnavailableError as error:
+        return CKernel(c_kernel._load_library(), request.param)
+    except c_kernel.KernelUnavailableError as error:
         pytest.skip(str(error))
 
 
@@ -61,10 +61,8 @@ class Model:
     layers: list[LayerWeights]
     ends: DecoderEnds
 
-    def decoder(self, kernel: FewRowsKernel) -> NativeDecoder:
-        return NativeDecoder(
-            kernel, self.shape, self.layers, self.ends, lambda positions: angles(self.shape, positions)
-        )
+    def decoder(self, kernel: CKernel) -> CDecoder:
+        return CDecoder(kernel, self.shape, self.layers, self.ends, lambda positions: angles(self.shape, positions))
 
     def reference(self, inputs: DecoderInputs) -> list[Tensor]:
         """Hidden states and logits in float64; one query at a time, from the cache and the nodes it attends to."""
@@ -159,7 +157,7 @@ def make_model(shape: DecoderShape, num_layers: int = 2, extras: bool = False, s
     return Model(shape, layers, ends)
 
 
-def quantised(model: Model, kernel: FewRowsKernel, bits: int, back: bool = False) -> Model:
+def quantised(model: Model, kernel: CKernel, bits: int, back: bool = False) -> Model:
     """The model with quantised matrices; with `back` with the numbers that they stand for."""
 
     def convert(weight: Tensor) -> Any:
@@ -212,7 +210,7 @@ def make_inputs(
     )
 
 
-def run(model: Model, kernel: FewRowsKernel, inputs: DecoderInputs) -> list[Tensor]:
+def run(model: Model, kernel: CKernel, inputs: DecoderInputs) -> list[Tensor]:
     """All hidden states, then the logits."""
     indices = range(len(model.layers) + 1)
     scored = model.decoder(kernel).forward(inputs, tuple(indices))
@@ -225,7 +223,7 @@ def run(model: Model, kernel: FewRowsKernel, inputs: DecoderInputs) -> list[Tens
 
 @pytest.mark.parametrize("extras", [False, True], ids=["plain", "biases and head norms"])
 @pytest.mark.parametrize("name", SHAPES)
-def test_forwards_equal_the_reference(kernel: FewRowsKernel, name: str, extras: bool) -> None:
+def test_forwards_equal_the_reference(kernel: CKernel, name: str, extras: bool) -> None:
     model = make_model(SHAPES[name], extras=extras)
     for lengths, nodes, padded in (([9], 1, False), ([50], 7, False), ([8, 5, 20], 4, True), ([7, 6], 17, True)):
         inputs = make_inputs(model, lengths, nodes, padded)
@@ -234,7 +232,7 @@ def test_forwards_equal_the_reference(kernel: FewRowsKernel, name: str, extras: 
             assert (got - want).abs().max() <= 4e-6 * want.abs().max(), (lengths, nodes, index)
 
 
-def test_nodes_are_stored_behind_each_row_and_nothing_else_is_written(kernel: FewRowsKernel) -> None:
+def test_nodes_are_stored_behind_each_row_and_nothing_else_is_written(kernel: CKernel) -> None:
     model = make_model(SHAPES["odd sizes"])
     inputs = make_inputs(model, [8, 5], 4)
     before = [cache.clone() for cache in inputs.caches]
@@ -246,7 +244,7 @@ def test_nodes_are_stored_behind_each_row_and_nothing_else_is_written(kernel: Fe
             assert (cache[:, row, :, length : length + 4] != old[:, row, :, length : length + 4]).all()
 
 
-def test_quantised_weights_give_nearly_the_logits_of_what_they_stand_for(kernel: FewRowsKernel) -> None:
+def test_quantised_weights_give_nearly_the_logits_of_what_they_stand_for(kernel: CKernel) -> None:
     """Nearly, since the inputs of each product are rounded to 8 bits."""
     model = make_model(SHAPES["odd sizes"], extras=True)
     inputs = make_inputs(model, [8, 5, 20], 4, padded=True)
@@ -260,7 +258,7 @@ def test_quantised_weights_give_nearly_the_logits_of_what_they_stand_for(kernel:
 @pytest.mark.parametrize("dtype", TYPES[1:], ids=str)
 @pytest.mark.parametrize("name", SHAPES)
 def test_forwards_in_half_precision_are_near_the_reference(
-    kernel: FewRowsKernel, name: str, dtype: torch.dtype, eager: bool
+    kernel: CKernel, name: str, dtype: torch.dtype, eager: bool
 ) -> None:
     model = in_type(make_model(replace(SHAPES[name], eager_attention=eager), extras=True), dtype)
     inputs = make_inputs(model, [8, 5, 20], 6, padded=True)
@@ -272,7 +270,7 @@ def test_forwards_in_half_precision_are_near_the_reference(
 @pytest.mark.parametrize("kind", [*TYPES, 8, 4], ids=str)
 @pytest.mark.parametrize("name", ["odd sizes", "grouped, wide heads", "as in Gemma", "as in GLM"])
 def test_a_tree_is_scored_as_if_its_path_were_decoded_token_by_token(
-    kernel: FewRowsKernel, name: str, kind: torch.dtype | int
+    kernel: CKernel, name: str, kind: torch.dtype | int
 ) -> None:
     """Bit for bit, hidden states included, in a batch of trees as in a single row."""
     model = make_model(SHAPES[name], extras=True)
@@ -299,7 +297,7 @@ def test_a_tree_is_scored_as_if_its_path_were_decoded_token_by_token(
                     assert torch.equal(got[0, 0], want[row, node]), (row, leaf, node)
 
 
-def test_results_do_not_depend_on_the_number_of_threads(kernel: FewRowsKernel) -> None:
+def test_results_do_not_depend_on_the_number_of_threads(kernel: CKernel) -> None:
     model = make_model(DecoderShape(384, 1024, 6, 3, 64, 1e-6, 0.125))
     before = torch.get_num_threads()
     results = []
@@ -312,7 +310,7 @@ def test_results_do_not_depend_on_the_number_of_threads(kernel: FewRowsKernel) -
     assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
 
 
-def test_nan_and_infinity_are_not_hidden(kernel: FewRowsKernel) -> None:
+def test_nan_and_infinity_are_not_hidden(kernel: CKernel) -> None:
     model = make_model(SHAPES["multi-head"])
     inputs = make_inputs(model, [9], 3)
     inputs.caches[0][0, 0, 1, 4] = torch.nan
@@ -322,7 +320,7 @@ def test_nan_and_infinity_are_not_hidden(kernel: FewRowsKernel) -> None:
     assert not run(model, kernel, inputs)[-1].isfinite().any()
 
 
-def test_large_gates_and_scores(kernel: FewRowsKernel) -> None:
+def test_large_gates_and_scores(kernel: CKernel) -> None:
     """The exponential does not overflow where that of torch does not, and far positions get exactly no weight."""
     model = make_model(SHAPES["multi-head"])
     for weights in model.layers:
@@ -336,7 +334,7 @@ def test_large_gates_and_scores(kernel: FewRowsKernel) -> None:
 # --- what is seen, and what is refused --------------------------------------------------------------------------------
 
 
-def test_weights_changed_in_place_are_seen_and_replaced_memory_is_refused(kernel: FewRowsKernel) -> None:
+def test_weights_changed_in_place_are_seen_and_replaced_memory_is_refused(kernel: CKernel) -> None:
     model = make_model(SHAPES["multi-head"])
     decoder, inputs = model.decoder(kernel), make_inputs(model, [9], 3)
     first = decoder.forward(inputs)
@@ -348,7 +346,7 @@ def test_weights_changed_in_place_are_seen_and_replaced_memory_is_refused(kernel
     assert decoder.forward(inputs) is None
 
 
-def test_the_rotary_table_grows(kernel: FewRowsKernel) -> None:
+def test_the_rotary_table_grows(kernel: CKernel) -> None:
     model = make_model(SHAPES["multi-head"])
     decoder = model.decoder(kernel)
     for base in (0, 1100, 5000):
@@ -357,7 +355,7 @@ def test_the_rotary_table_grows(kernel: FewRowsKernel) -> None:
         assert scored is not None and (scored[0] - model.reference(inputs)[-1]).abs().max() < 1e-4
 
 
-def test_forwards_that_are_refused(kernel: FewRowsKernel) -> None:
+def test_forwards_that_are_refused(kernel: CKernel) -> None:
     model = make_model(SHAPES["multi-head"])
     decoder, good = model.decoder(kernel), make_inputs(model, [9], 4)
     assert decoder.forward(good) is not None
@@ -395,6 +393,6 @@ def test_weights_that_are_refused(change: str) -> None:
 
 
 def test_structs_of_other_sizes_are_found_when_the_library_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "STRUCTS", native.STRUCTS[1:])
-    with pytest.raises(native.KernelUnavailableError, match="LayerStruct has"):
-        FewRowsKernel(native._load_library())
+    monkeypatch.setattr(c_kernel, "STRUCTS", c_kernel.STRUCTS[1:])
+    with pytest.raises(c_kernel.KernelUnavailableError, match="LayerStruct has"):
+        CKernel(c_kernel._load_library())

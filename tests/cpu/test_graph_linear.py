@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import mmspec
-from mmspec.cpu.graph_linear import NativeLinears, join_linears
-from mmspec.cpu.native import load_kernel
+from mmspec.cpu.c_kernel import load_kernel
+from mmspec.cpu.graph_linear import CLinears, join_linears
 from mmspec.engine import graph as graphs
-from mmspec.engine.graph import NATIVE_OPTIONS, Replay, StaticFunction, record_compiled, trace
+from mmspec.engine.graph import C_OPTIONS, Replay, StaticFunction, record_compiled, trace
 
 OPERATOR = "mmspec.few_rows_linear.default"
 
-pytestmark = pytest.mark.skipif(load_kernel() is None, reason="no compiled kernel on this machine")
+pytestmark = pytest.mark.skipif(load_kernel() is None, reason="no C kernel on this machine")
 
 
 class Layer(nn.Module):
@@ -42,9 +42,9 @@ def count_operators(graph: Any) -> Counter[str]:
     return Counter(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
 
 
-def trace_native(function: StaticFunction, tensors: Sequence[Tensor]) -> tuple[Any, NativeLinears]:
+def trace_c(function: StaticFunction, tensors: Sequence[Tensor]) -> tuple[Any, CLinears]:
     """A traced function, and the mode in which it was."""
-    mode = NativeLinears()
+    mode = CLinears()
 
     def run(*args: Tensor) -> tuple[Tensor, ...]:
         with mode:
@@ -53,9 +53,9 @@ def trace_native(function: StaticFunction, tensors: Sequence[Tensor]) -> tuple[A
     return trace(run, tensors[:1], tensors[1:]), mode
 
 
-def record_native_trace(function: StaticFunction, state: Sequence[Tensor], inputs: Sequence[Tensor]) -> Replay:
+def record_c_trace(function: StaticFunction, state: Sequence[Tensor], inputs: Sequence[Tensor]) -> Replay:
     """What `record_compiled` compiles, as it is."""
-    graph, mode = trace_native(function, [*state, *inputs])
+    graph, mode = trace_c(function, [*state, *inputs])
     assert mode.num_replaced and not mode.num_left
     graph = join_linears(graph)
     return lambda new_inputs: graph(*state, *new_inputs)  # type: ignore[no-any-return]
@@ -65,7 +65,7 @@ def record_native_trace(function: StaticFunction, state: Sequence[Tensor], input
 @pytest.mark.parametrize("shape", [(1, 16), (32, 16), (2, 3, 16)])
 def test_the_operator_computes_the_layers(shape: tuple[int, ...]) -> None:
     layer, state = Layer(), torch.ones(1)
-    graph, mode = trace_native(layer, [state, torch.randn(shape)])
+    graph, mode = trace_c(layer, [state, torch.randn(shape)])
     assert (mode.num_replaced, mode.num_left) == (3, 0) and count_operators(graph)[OPERATOR] == 3
     joined = join_linears(graph)
     counts = count_operators(joined)
@@ -80,7 +80,7 @@ def test_the_operator_computes_the_layers(shape: tuple[int, ...]) -> None:
 @torch.no_grad()
 def test_rows_that_are_not_contiguous() -> None:
     layer, state = Layer(), torch.ones(1)
-    graph, _ = trace_native(layer, [state, torch.randn(16, 4).t()])
+    graph, _ = trace_c(layer, [state, torch.randn(16, 4).t()])
     rows = torch.randn(16, 4).t()
     torch.testing.assert_close(join_linears(graph)(state, rows), layer(state, rows))
 
@@ -98,7 +98,7 @@ def test_layers_that_are_left(fault: str) -> None:
         def function(state: Tensor, rows: Tensor) -> tuple[Tensor, ...]:
             return (functional.linear(rows, weight=layer.last.weight),)
 
-    _, mode = trace_native(function, [torch.ones(1, dtype=rows.dtype), rows])
+    _, mode = trace_c(function, [torch.ones(1, dtype=rows.dtype), rows])
     assert mode.num_left == {"layout": 1, "keywords": 1}.get(fault, 3)
     with mock.patch.object(graphs, "_compile") as compiled:
         record_compiled(function, [torch.ones(1, dtype=rows.dtype)], [rows])
@@ -112,7 +112,7 @@ def test_how_it_is_compiled(recorder: Callable[..., Replay]) -> None:
 
     def compile_some(graph: Any, example: Any, given: Any) -> Any:
         options.append(given)
-        if given is NATIVE_OPTIONS:
+        if given is C_OPTIONS:
             raise RuntimeError("unrecognized option")
         return graph
 
@@ -120,7 +120,7 @@ def test_how_it_is_compiled(recorder: Callable[..., Replay]) -> None:
     with torch.no_grad(), mock.patch.object(graphs, "_compile", compile_some):
         replay = recorder(layer, [torch.ones(1)], [rows])
         torch.testing.assert_close(replay([rows]), layer(torch.ones(1), rows))
-    assert options == ([NATIVE_OPTIONS, {}] if recorder is record_compiled else [graphs.FROZEN_OPTIONS])
+    assert options == ([C_OPTIONS, {}] if recorder is record_compiled else [graphs.FROZEN_OPTIONS])
 
 
 def test_options_that_torch_does_not_have_are_left_out() -> None:
@@ -137,7 +137,7 @@ def test_rounds_and_drafts(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     prompts = [build_inputs(model, seed, 1) for seed in range(3)]
     plain = [generate(model, inputs, True) for inputs in prompts]
     with (
-        recording(record_native_trace) as recorder,
+        recording(record_c_trace) as recorder,
         patched(model, build_drafter(kind), tree_size=8),
         mock.patch("mmspec.drafters.heads.base.c_draft.active_kernel", return_value=None),
     ):
@@ -145,7 +145,7 @@ def test_rounds_and_drafts(kind: str, caplog: pytest.LogCaptureFixture) -> None:
             assert torch.equal(generate(model, inputs, True), expected)
         assert not mmspec.stats(model).fallback_calls
     assert "not recorded" not in caplog.text
-    assert recorder.replays + recorder.draft_replays + getattr(recorder, "fused_replays", 0) > 20
+    assert recorder.replays + recorder.draft_replays + getattr(recorder, "whole_replays", 0) > 20
 
 
 @pytest.mark.parametrize("backend", ["c", "recorded"])
@@ -162,5 +162,5 @@ def test_a_backend_that_cannot_be_had_is_one_warning(backend: str, caplog: pytes
         for _ in range(2):
             assert torch.equal(generate(model, inputs, False), expected)
     (line,) = [record.getMessage() for record in caplog.records if "backend=" in record.getMessage()]
-    runs = {"c": "runs in torch (there is no compiled kernel", "recorded": "runs eager (for a test"}[backend]
+    runs = {"c": "runs in torch (there is no C kernel", "recorded": "runs eager (for a test"}[backend]
     assert line.startswith(f"mmspec: backend='{backend}': a call {runs}")

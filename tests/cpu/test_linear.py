@@ -18,10 +18,10 @@ from mmspec.app.modeling.random_models import random_model
 from mmspec.app.scenes.render import render_scene
 from mmspec.app.scenes.world import generate_scene
 from mmspec.cpu import linear as cpu
-from mmspec.cpu.decoder import NativeDecoder
+from mmspec.cpu.c_kernel import load_kernel
+from mmspec.cpu.decoder import CDecoder
 from mmspec.cpu.kernel_timing import TIMED_CALLS, TRIAL_CALLS, TRIAL_EVERY, KernelTiming
 from mmspec.cpu.linear import MAX_ROWS, LinearAutotuner, find_linear_layers, is_replaced, use_fast_linears
-from mmspec.cpu.native import load_kernel
 
 DECIDED = len(KernelTiming().kernels) * TIMED_CALLS * TRIAL_EVERY
 """Calls after which every shape is decided."""
@@ -55,17 +55,17 @@ def spied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.fixture
-def native_forwards(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether each forward was computed by the compiled decoder, of those for which it was asked."""
+def c_forwards(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each forward was computed by the C decoder, of those for which it was asked."""
     done: list[bool] = []
-    original = NativeDecoder.forward
+    original = CDecoder.forward
 
-    def spy(self: NativeDecoder, *args: Any) -> Any:
+    def spy(self: CDecoder, *args: Any) -> Any:
         scored = original(self, *args)
         done.append(scored is not None)
         return scored
 
-    monkeypatch.setattr(NativeDecoder, "forward", spy)
+    monkeypatch.setattr(CDecoder, "forward", spy)
     return done
 
 
@@ -89,7 +89,7 @@ def test_every_kernel_computes_the_product(
 
 def test_products_that_stay_plain(spied: list[int]) -> None:
     one, autotuner = layer(), LinearAutotuner()
-    autotuner.allow_native = False
+    autotuner.allow_c = False
     with use_fast_linears(autotuner, [one], deterministic=True):
         with torch.no_grad():
             one(rows(1))
@@ -208,7 +208,7 @@ def test_shapes_are_decided_by_timed_calls(fast: str, monkeypatch: pytest.Monkey
         timing = autotuner.timings[24, 16, 4]
         assert timing.best == fast and used[-1] == fast
         assert one(rows(1)).shape == (1, 1, 24) and (24, 16, 1) in autotuner.timings
-    slow = [kernel for kernel in timing.kernels if kernel not in (fast, "native")]
+    slow = [kernel for kernel in timing.kernels if kernel not in (fast, "c")]
     assert {len(timing.seconds[kernel]) for kernel in slow} == {TRIAL_CALLS}, "clearly slower, soon dropped"
     assert len(timing.seconds[fast]) >= TIMED_CALLS and set(used[DECIDED // 2 : -1]) == {fast}
 
@@ -218,24 +218,24 @@ def test_the_kernel_with_the_lowest_median_is_chosen() -> None:
     for number in range(TIMED_CALLS):
         timing.add("plain", 2.0)
         timing.add("transposed", 2.5 if number == 0 else 1.5)  # an outlier
-        timing.add("native", 2.1)
+        timing.add("c", 2.1)
     assert timing.best == "transposed"
 
 
 def test_trials_are_spread_over_many_calls() -> None:
     """So that the first rounds of a tree size are not slow."""
-    timing, seconds, used = KernelTiming(), {"plain": 1.2, "transposed": 1.1, "native": 1.0}, list[str]()
+    timing, seconds, used = KernelTiming(), {"plain": 1.2, "transposed": 1.1, "c": 1.0}, list[str]()
     while timing.best is None:
         used.append(timing.next_kernel())
         timing.add(used[-1], seconds[used[-1]])
-    assert timing.best == "native" and len(used) <= DECIDED
-    others = [number for number, kernel in enumerate(used) if kernel != "native"]
+    assert timing.best == "c" and len(used) <= DECIDED
+    others = [number for number, kernel in enumerate(used) if kernel != "c"]
     assert others[0] == TRIAL_EVERY and all(number % TRIAL_EVERY == 0 for number in others)
     assert sorted(used[number] for number in others) == sorted(TIMED_CALLS * ["plain", "transposed"])
 
 
 @pytest.mark.parametrize("backend", ["auto", "c", "torch"])
-def test_generate_is_the_same_with_every_setting(backend: str, spied: list[int], native_forwards: list[bool]) -> None:
+def test_generate_is_the_same_with_every_setting(backend: str, spied: list[int], c_forwards: list[bool]) -> None:
     model, processor = random_model("tiny")
     maker = Captioner(model, processor)
     inputs = maker.build_inputs([render_scene(generate_scene(i)) for i in range(2)], ["a", "what is it"])
@@ -246,12 +246,12 @@ def test_generate_is_the_same_with_every_setting(backend: str, spied: list[int],
         torch.manual_seed(0)
         assert torch.equal(model.generate(**inputs, max_new_tokens=20, **options), plain)
         mmspec.unpatch(model)
-    is_native = backend != "torch" and load_kernel() is not None
+    is_c = backend != "torch" and load_kernel() is not None
     prompt = [count for count in spied if count > 8]
     num_heads = 2  # of a prompt only the last position is in the output layer, once per call
     assert bool(prompt) == (backend != "torch")
-    assert (len(spied) - len(prompt) > num_heads) == (backend != "torch" and not is_native)
-    assert all(native_forwards) and bool(native_forwards) == is_native
+    assert (len(spied) - len(prompt) > num_heads) == (backend != "torch" and not is_c)
+    assert all(c_forwards) and bool(c_forwards) == is_c
     assert not any("forward" in module.__dict__ for module in model.modules())
     spied.clear()
     model.generate(**inputs, max_new_tokens=4, do_sample=False)

@@ -16,8 +16,8 @@ from mmspec.app.modeling.random_models import random_model
 from mmspec.app.scenes.render import render_scene
 from mmspec.app.scenes.world import generate_scene
 from mmspec.cpu import narrow_linear
+from mmspec.cpu.c_kernel import MAX_C_ROWS, CKernel, load_kernel
 from mmspec.cpu.linear import LinearAutotuner, use_fast_linears
-from mmspec.cpu.native import MAX_NATIVE_ROWS, FewRowsKernel, load_kernel
 from mmspec.targets.hf import HFTarget
 
 pytestmark = pytest.mark.skipif(load_kernel() is None, reason="no compiler or another processor")
@@ -34,31 +34,31 @@ def make_rows(count: int, dtype: torch.dtype) -> Tensor:
 
 @pytest.fixture
 def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.dtype, int]]:
-    """Type and number of rows of each product of the compiled kernel."""
+    """Type and number of rows of each product of the C kernel."""
     found: list[tuple[torch.dtype, int]] = []
-    original = FewRowsKernel.linear
+    original = CKernel.linear
 
-    def spy(self: FewRowsKernel, weight: Any, bias: Tensor | None, rows: Tensor) -> Tensor | None:
+    def spy(self: CKernel, weight: Any, bias: Tensor | None, rows: Tensor) -> Tensor | None:
         found.append((rows.dtype, rows.numel() // rows.shape[-1]))
         return original(self, weight, bias, rows)
 
-    monkeypatch.setattr(FewRowsKernel, "linear", spy)
+    monkeypatch.setattr(CKernel, "linear", spy)
     return found
 
 
 def choose(monkeypatch: pytest.MonkeyPatch, native: bool) -> list[str]:
     """Let every shape have this answer; the list gets an entry for each that is timed."""
     timed: list[str] = []
-    monkeypatch.setattr(narrow_linear, "native_is_faster", lambda *_: timed.append("shape") or native)
+    monkeypatch.setattr(narrow_linear, "c_is_faster", lambda *_: timed.append("shape") or native)
     return timed
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_row_does_not_depend_on_the_number_of_rows(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    timed, layer, rows = choose(monkeypatch, True), make_layer(dtype), make_rows(MAX_NATIVE_ROWS, dtype)
+    timed, layer, rows = choose(monkeypatch, True), make_layer(dtype), make_rows(MAX_C_ROWS, dtype)
     with torch.inference_mode(), use_fast_linears(LinearAutotuner(), [layer]):
-        alone = torch.cat([layer(rows[:, i : i + 1]) for i in range(MAX_NATIVE_ROWS)], 1)
-        for count in range(1, MAX_NATIVE_ROWS + 1):
+        alone = torch.cat([layer(rows[:, i : i + 1]) for i in range(MAX_C_ROWS)], 1)
+        for count in range(1, MAX_C_ROWS + 1):
             assert torch.equal(layer(rows[:, :count]), alone[:, :count]), count
         apart = torch.stack([rows, rows], 2)[:, :, 0]  # not contiguous
         assert torch.equal(layer(apart), alone) and alone.dtype is dtype
@@ -72,7 +72,7 @@ def test_torch_computes_what_the_kernel_does_not(
 ) -> None:
     choose(monkeypatch, True)
     layer, autotuner = make_layer(torch.bfloat16), LinearAutotuner()
-    rows, many = make_rows(4, torch.bfloat16), make_rows(MAX_NATIVE_ROWS + 1, torch.bfloat16)
+    rows, many = make_rows(4, torch.bfloat16), make_rows(MAX_C_ROWS + 1, torch.bfloat16)
     with use_fast_linears(autotuner, [layer]):
         with torch.no_grad():
             assert torch.equal(layer(many), functional.linear(many, layer.weight, layer.bias)) and not products
@@ -122,7 +122,7 @@ def test_shapes_are_decided_by_timed_runs(
 
 def test_threads_find_the_same_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     answers, started = iter([True, False, False, False]), threading.Barrier(3)
-    monkeypatch.setattr(narrow_linear, "native_is_faster", lambda *_: next(answers))
+    monkeypatch.setattr(narrow_linear, "c_is_faster", lambda *_: next(answers))
     layer, linears, results = make_layer(torch.bfloat16), narrow_linear.NarrowLinears(), list[Tensor]()
 
     def call() -> None:
@@ -145,7 +145,7 @@ def test_generate_in_half_precision_uses_the_kernel(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, products: list[tuple[torch.dtype, int]]
 ) -> None:
     choose(monkeypatch, True)
-    monkeypatch.setattr(HFTarget, "use_native_rounds", lambda *args: None)  # the model's own forward
+    monkeypatch.setattr(HFTarget, "use_c_rounds", lambda *args: None)  # the model's own forward
     model, processor = random_model("tiny")
     model.to(dtype)
     maker = Captioner(model, processor)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mmspec.cpu import native
-from mmspec.cpu.native import MAX_NATIVE_ROWS, FewRowsKernel, load_kernel
+from mmspec.cpu import c_kernel
+from mmspec.cpu.c_kernel import MAX_C_ROWS, CKernel, load_kernel
 from mmspec.cpu.quantise import dequantise, quantise
 from mmspec.cpu.weights import GROUP, QuantisedWeight
 
@@ -16,11 +16,11 @@ SHAPES = [(1, 1), (3, 7), (5, 16), (37, 100), (64, 384), (30, 1029), (18, 1536)]
 
 
 @pytest.fixture(params=[1, 2], ids=["avx2", "avx512"])
-def kernel(request: pytest.FixtureRequest) -> FewRowsKernel:
+def kernel(request: pytest.FixtureRequest) -> CKernel:
     """The kernel for each instruction set that this processor has."""
     try:
-        return FewRowsKernel(native._load_library(), request.param)
-    except native.KernelUnavailableError as error:
+        return CKernel(c_kernel._load_library(), request.param)
+    except c_kernel.KernelUnavailableError as error:
         pytest.skip(str(error))
 
 
@@ -60,7 +60,7 @@ def reference(weight: QuantisedWeight, rows: Tensor) -> Tensor:
     return total
 
 
-def product(kernel: FewRowsKernel, weight: QuantisedWeight, bias: Tensor | None, rows: Tensor) -> Tensor:
+def product(kernel: CKernel, weight: QuantisedWeight, bias: Tensor | None, rows: Tensor) -> Tensor:
     got = kernel.linear(weight, bias, rows)
     assert got is not None
     return got
@@ -68,12 +68,12 @@ def product(kernel: FewRowsKernel, weight: QuantisedWeight, bias: Tensor | None,
 
 @pytest.mark.parametrize(("out_features", "in_features"), SHAPES)
 def test_products_have_the_bits_of_the_reference_with_any_number_of_rows(
-    kernel: FewRowsKernel, bits: int, out_features: int, in_features: int
+    kernel: CKernel, bits: int, out_features: int, in_features: int
 ) -> None:
     weight = quantise(kernel, normal(out_features, in_features), bits)
-    bias, rows = normal(out_features, seed=1), normal(MAX_NATIVE_ROWS, in_features, seed=2)
+    bias, rows = normal(out_features, seed=1), normal(MAX_C_ROWS, in_features, seed=2)
     want = reference(weight, rows) + bias
-    for num_rows in (*range(1, 10), 15, MAX_NATIVE_ROWS):
+    for num_rows in (*range(1, 10), 15, MAX_C_ROWS):
         assert torch.equal(product(kernel, weight, bias, rows[:num_rows]), want[:num_rows]), num_rows
     for dtype in (torch.bfloat16, torch.float16):
         narrow, narrow_bias = rows[:5].to(dtype), bias.to(dtype)
@@ -82,7 +82,7 @@ def test_products_have_the_bits_of_the_reference_with_any_number_of_rows(
         assert torch.equal(got, (reference(weight, narrow) + narrow_bias.float()).to(dtype))
 
 
-def test_products_do_not_depend_on_the_number_of_threads(kernel: FewRowsKernel, bits: int) -> None:
+def test_products_do_not_depend_on_the_number_of_threads(kernel: CKernel, bits: int) -> None:
     before, weight, rows = torch.get_num_threads(), normal(1000, 384), normal(5, 384, seed=1)
     results = []
     try:
@@ -95,7 +95,7 @@ def test_products_do_not_depend_on_the_number_of_threads(kernel: FewRowsKernel, 
     assert all(all(map(torch.equal, results[0], other)) for other in results[1:])
 
 
-def test_numbers_that_are_not_finite_are_not_hidden(kernel: FewRowsKernel, bits: int) -> None:
+def test_numbers_that_are_not_finite_are_not_hidden(kernel: CKernel, bits: int) -> None:
     weight, rows = normal(20, 100), normal(4, 100, seed=1)
     weight[3, 40], weight[17, 99], rows[1, 5], rows[2, 99] = torch.nan, torch.inf, torch.inf, torch.nan
     got = product(kernel, quantise(kernel, weight, bits), None, rows)

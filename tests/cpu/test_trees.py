@@ -1,4 +1,4 @@
-"""Checks of trees and accepted paths in compiled code: the same tensors as torch computes, and what is left to torch.
+"""Checks of trees and accepted paths in C: the same tensors as torch computes, and what is left to torch.
 
 Both are compared with slow references in tests/engine/test_tree.py and tests/engine/test_verify.py.
 """
@@ -13,7 +13,7 @@ from c_bugs import faulty_kernel
 from torch import Tensor
 
 from mmspec.cpu import trees
-from mmspec.cpu.native import load_kernel
+from mmspec.cpu.c_kernel import load_kernel
 from mmspec.cpu.trees import compiled_accept_path, compiled_sanitize
 from mmspec.engine import verify
 from mmspec.engine.tree import DraftTree, _sanitize

@@ -7,11 +7,11 @@ from contextlib import ExitStack
 from tempfile import TemporaryDirectory
 from unittest import mock
 
-from mmspec.cpu import native
-from mmspec.cpu.native import FewRowsKernel
+from mmspec.cpu import c_kernel
+from mmspec.cpu.c_kernel import CKernel
 
 
-def faulty_kernel(old: str, new: str, source: str | None = None, optimized: bool = True) -> FewRowsKernel:
+def faulty_kernel(old: str, new: str, source: str | None = None, optimized: bool = True) -> CKernel:
     """The kernel with `new` in place of `old`, built in a folder of its own.
 
     Args:
@@ -21,12 +21,12 @@ def faulty_kernel(old: str, new: str, source: str | None = None, optimized: bool
     Raises:
         ValueError: the sources do not contain `old` exactly once, since they have changed.
     """
-    texts = {name: text for name, text in native.SOURCES.items() if source in (None, name)}
+    texts = {name: text for name, text in c_kernel.SOURCES.items() if source in (None, name)}
     if sum(text.count(old.encode()) for text in texts.values()) != 1:
         raise ValueError(f"{source or 'the C sources'} must contain {old!r} once: plant the bug where it could be now.")
-    faulty = native.SOURCES | {name: text.replace(old.encode(), new.encode()) for name, text in texts.items()}
-    flags = native.FLAGS if optimized else ("-O0", *native.FLAGS[1:])
+    faulty = c_kernel.SOURCES | {name: text.replace(old.encode(), new.encode()) for name, text in texts.items()}
+    flags = c_kernel.FLAGS if optimized else ("-O0", *c_kernel.FLAGS[1:])
     with TemporaryDirectory() as folder, ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, {"MMSPEC_CACHE": folder}))
-        stack.enter_context(mock.patch.multiple(native, SOURCES=faulty, FLAGS=flags))
-        return FewRowsKernel(native._load_library())
+        stack.enter_context(mock.patch.multiple(c_kernel, SOURCES=faulty, FLAGS=flags))
+        return CKernel(c_kernel._load_library())

@@ -14,10 +14,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import mmspec
-from mmspec.config import resolve_drafter
 from mmspec.drafters.heads.base.drafter import HeadDrafter
 from mmspec.interfaces import VerifyResult
 from mmspec.metrics.stats import Stats
+from mmspec.resolve import resolve_drafter
 from mmspec.targets.registry import find_adapter
 
 MEDIA_IDS = ("image_token_id", "video_token_id")
@@ -31,7 +31,7 @@ class DraftedRound:
     Attributes:
         num_known: tokens of the text before it, prompt included, padding not.
         tokens: of the chain.
-        logits: [levels, V'] that they come from, -inf where nothing is drafted; empty if the head ran in compiled code.
+        logits: [levels, V'] that they come from, -inf where nothing is drafted; empty if the head ran in C.
     """
 
     num_known: int
@@ -47,19 +47,19 @@ class DraftedCall:
         rows: the drafts of each row.
         sequences: [B, T] the output, prompt included.
         drafter: that drafted.
-        num_native: prompts after which the head ran in compiled code.
+        num_c: prompts after which the head ran in C.
         stats: of the call.
     """
 
     rows: list[list[DraftedRound]]
     sequences: Tensor
     drafter: HeadDrafter
-    num_native: int = 0
+    num_c: int = 0
     stats: Stats = field(default_factory=Stats)
 
 
-def run_call(model: PreTrainedModel, folder: Path, inputs: Inputs, *, num_tokens: int, native: bool) -> DraftedCall:
-    """Generate greedily with chains of a head, in the head's own forward or in compiled code."""
+def run_call(model: PreTrainedModel, folder: Path, inputs: Inputs, *, num_tokens: int, in_c: bool) -> DraftedCall:
+    """Generate greedily with chains of a head, in the head's own forward or in C."""
     drafter: Any = resolve_drafter(str(folder), find_adapter(model))
     drafter.top_k = 1
     mask = inputs["attention_mask"]
@@ -86,9 +86,9 @@ def run_call(model: PreTrainedModel, folder: Path, inputs: Inputs, *, num_tokens
             known[row] += len(emitted)
         observe(state, result, hidden_states)
 
-    def spy_native(state: Any) -> Any:
-        found_draft = c_draft(state) if native else None
-        call.num_native += found_draft is not None
+    def spy_c(state: Any) -> Any:
+        found_draft = c_draft(state) if in_c else None
+        call.num_c += found_draft is not None
         return found_draft
 
     media_ids = [getattr(model.config, name) for name in MEDIA_IDS if hasattr(model.config, name)]
@@ -96,7 +96,7 @@ def run_call(model: PreTrainedModel, folder: Path, inputs: Inputs, *, num_tokens
         spy_propose,
         spy_observe,
         spy_logits,
-        spy_native,
+        spy_c,
     )
     with (
         fuzz.override_generation_config(model, None),

@@ -32,10 +32,10 @@ import mmspec.engine.output
 import mmspec.engine.rng
 import mmspec.engine.sampler
 import mmspec.engine.verifier
+import mmspec.targets.c_rounds
 import mmspec.targets.forward
 import mmspec.targets.hf
-import mmspec.targets.native
-from mmspec.cpu.native import FewRowsKernel
+from mmspec.cpu.c_kernel import CKernel
 from mmspec.engine.tree import DraftTree
 
 Replacement = tuple[Any, str, Callable[[Any], Any]]
@@ -192,7 +192,7 @@ def _c_bug(text: str, replacement: str) -> Callable[[Any], Any]:
     """A mutation of `load_kernel`: a kernel built from sources in which a text is replaced; None without a compiler."""
 
     @cache
-    def build() -> FewRowsKernel:
+    def build() -> CKernel:
         return faulty_kernel(text, replacement)
 
     def mutate(original: Any) -> Any:
@@ -218,7 +218,7 @@ MUTANTS: dict[str, list[Replacement]] = {
     "noise off by one step": [(_NOISE, "at", _noise_of_next_step)],
     "a sibling visible in the mask": [
         (_FORWARD, "_mask", _visible_siblings),
-        (mmspec.targets.native.NativeRounds, "score", _visible_siblings),
+        (mmspec.targets.c_rounds.CRounds, "score", _visible_siblings),
     ],
     "the wrong nodes in the KV cache": [(mmspec.engine.kv_cache.RaggedKVCache, "keep_path", _first_nodes_in_cache)],
     "stop conditions only at the end of a round": [
@@ -247,7 +247,7 @@ C_MUTANTS: dict[str, list[Replacement]] = {
         "keys + (d->lengths[b] + n) * D", "keys + (d->lengths[0] + n) * D"
     ),
 }
-"""Bugs in compiled rounds. Those in compiled drafts cannot change the output: they are in `test_native_draft`."""
+"""Bugs in rounds in C. Those in drafts in C cannot change the output: they are in `test_c_draft`."""
 MUTANTS |= C_MUTANTS
 
 

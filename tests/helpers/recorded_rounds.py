@@ -33,22 +33,22 @@ class CountingRecorder:
         self.replays = 0
         self.draft_recordings = 0
         self.draft_replays = 0
-        self.fused_recordings = 0
-        self.fused_replays = 0
+        self.whole_recordings = 0
+        self.whole_replays = 0
 
     def __call__(self, function: StaticFunction, state: Sequence[Tensor], inputs: Sequence[Tensor]) -> Replay:
-        is_fused = is_whole(function)
-        is_round = isinstance(function, (RoundFunction, ForwardFunction)) and not is_fused
-        is_draft = not is_round and not is_fused
+        is_whole_round = is_whole(function)
+        is_round = isinstance(function, (RoundFunction, ForwardFunction)) and not is_whole_round
+        is_draft = not is_round and not is_whole_round
         self.recordings += is_round
         self.draft_recordings += is_draft
-        self.fused_recordings += is_fused
+        self.whole_recordings += is_whole_round
         replay = self.recorder(function, state, inputs)
 
         def counted(new_inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
             self.replays += is_round
             self.draft_replays += is_draft
-            self.fused_replays += is_fused
+            self.whole_replays += is_whole_round
             return replay(new_inputs)
 
         return counted
@@ -70,7 +70,7 @@ def record_frozen(function: StaticFunction, state: Sequence[Tensor], inputs: Seq
         return record_compiled(function, state, inputs)
 
 
-def fused_only(recorder: Recorder) -> Recorder:
+def whole_only(recorder: Recorder) -> Recorder:
     """Records whole rounds by `recorder`; other functions run as they are."""
 
     def record(function: StaticFunction, state: Sequence[Tensor], inputs: Sequence[Tensor]) -> Replay:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import mmspec
-from mmspec.drafters.heads.base.recorder import MAX_RECORDED
+from mmspec.drafters.heads.base.collector import MAX_COLLECTED
 from mmspec.drafters.training import online
 from mmspec.drafters.training.batch import TrainBatch
 from mmspec.learning.budget import LearningBudget
@@ -146,9 +146,9 @@ def test_what_is_not_recorded(model: Any, monkeypatch: pytest.MonkeyPatch) -> No
     generate(model, prompts(model, 0), mmspec={"learn": False})
     with torch.no_grad():
         model.generate(**prompts(model, 0), max_new_tokens=1)
-    monkeypatch.setattr("mmspec.drafters.heads.base.recorder.MAX_RECORDED", 8)
+    monkeypatch.setattr("mmspec.drafters.heads.base.collector.MAX_COLLECTED", 8)
     generate(model, prompts(model, 0))
-    assert MAX_RECORDED > 8 and not recorded(learner) and learner.disabled_reason is None
+    assert MAX_COLLECTED > 8 and not recorded(learner) and learner.disabled_reason is None
 
 
 # --- learning ---------------------------------------------------------------------------------------------------------

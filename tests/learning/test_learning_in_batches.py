@@ -13,10 +13,11 @@ from torch import Tensor
 
 import mmspec
 from mmspec.control.arbiter import MIN_KNOWN_ROUNDS, WARM_UP_ROUNDS, DraftArbiter
-from mmspec.control.tree_size import RoundCostModel, TreeSizeController
+from mmspec.control.round_cost import RoundCostModel
+from mmspec.control.tree_size import TreeSizeController
 from mmspec.drafters.heads.instant import online
+from mmspec.drafters.heads.instant.collector import CallCollector
 from mmspec.drafters.heads.instant.online import HeadsState, OnlineHeads
-from mmspec.drafters.heads.instant.recorder import CallRecorder
 from mmspec.engine.tree import root_only
 from mmspec.interfaces import SharedEmbeddings, VerifyResult
 from mmspec.learning.budget import MIN_SHARE_FACTOR, LearningBudget
@@ -72,7 +73,7 @@ def test_the_last_two_states_of_each_row(batch: int, max_unread: int, monkeypatc
 def test_recorded_examples_row_by_row(num_next: int) -> None:
     """Each example is what was read before its token, with the tokens behind it, in the order of the text."""
     rng, noise = random.Random(num_next), torch.Generator().manual_seed(0)
-    recorder = CallRecorder(3)
+    recorder = CallCollector(3)
     expected: list[list[Tensor]] = [[], [], []]
     for _ in range(8):
         counts = [rng.choice((0, 1, 2)) for _ in range(3)]
@@ -89,7 +90,7 @@ def test_recorded_examples_row_by_row(num_next: int) -> None:
     padded = [row + [-1] * num_next for row in tokens]
     following = [padded[row][i + 1 : i + 1 + num_next] for row in range(3) for i in range(len(tokens[row]))]
     assert found.next_ids.tolist() == following
-    assert CallRecorder(2).examples(1) is None
+    assert CallCollector(2).examples(1) is None
 
 
 # --- the budget -----------------------------------------------------------------------------------------------------

@@ -78,6 +78,7 @@ class WorkerPeer:
         get_model: exports the weights in the format of the engine, once; returns a path.
         lookup: tokens drafted by prompt lookup; 0 for none.
         context: most tokens of a prompt and its output.
+        half_cache: keys and values in float16; llama.cpp alone has that choice.
         version: of the engine, once it runs.
     """
 
@@ -89,6 +90,7 @@ class WorkerPeer:
     context: int = 1024
     max_batch: int | None = 1
     warm_up_calls: int = 1
+    half_cache: bool = False
     version: str = ""
     _process: subprocess.Popen[str] | None = field(default=None, repr=False)
     _log: IO[str] | None = field(default=None, repr=False)
@@ -123,7 +125,7 @@ class WorkerPeer:
         )
         threads = torch.get_num_threads()
         load = {"op": "load", "model": str(model), "threads": threads, "context": self.context, "lookup": self.lookup}
-        self.version = self._ask(load)["engine"]
+        self.version = self._ask(load | ({"half": True} if self.half_cache else {}))["engine"]
 
     def generate(self, prompt: PeerPrompt, max_new_tokens: int) -> PeerRun:
         """Send the prompt, wait for the tokens; seconds are those of the other process, without the pipe."""
@@ -141,6 +143,11 @@ class WorkerPeer:
         num_decoded = max(0, len(output) - reply["first_tokens"])
         without_media = prompt.embeddings is not None
         return PeerRun([output], reply["total_s"], reply["ttft_s"], decode_s, num_decoded, without_media=without_media)
+
+    def time_steps(self, context: int, count: int) -> list[float]:
+        """Seconds of forwards of one token each behind a context, of llama.cpp."""
+        seconds: list[float] = self._ask({"op": "steps", "context": context, "count": count})["seconds"]
+        return seconds
 
     def close(self) -> None:
         """End the process."""

@@ -5,6 +5,7 @@ One JSON object per line on standard input, one per line back on standard output
     {"op": "load", "model": PATH, "threads": 2, "context": 1024, "lookup": 0}   ->  {"engine": "llama.cpp 0.3.36"}
     {"op": "generate", "tokens": [1, 5], "embeddings": null, "max_new_tokens": 64, "eos": [2]}
         ->  {"tokens": [...], "first_tokens": 1, "ttft_s": 0.01, "total_s": 0.5}
+    {"op": "steps", "context": 1200, "count": 12}   ->  {"seconds": [0.02, ...]}, steps of one token behind a context
     anything that fails  ->  {"error": "one line"}
 
 `tokens` of an answer end with the end token, if the engine stopped there. Decoding is greedy. `lookup` is the number of
@@ -28,11 +29,11 @@ MAX_NGRAM = 3
 class LlamaCpp:
     """llama.cpp through the C functions of llama-cpp-python: batches of ids or of embeddings, greedy.
 
-    Keys and values are float32, like those of transformers. Prompt lookup: `LlamaPromptLookupDecoding` of
-    llama-cpp-python drafts, one forward verifies.
+    Keys and values are float32, like those of transformers, or float16 if `half` asks for it. Prompt lookup:
+    `LlamaPromptLookupDecoding` of llama-cpp-python drafts, one forward verifies.
     """
 
-    def __init__(self, model: str, threads: int, context: int, lookup: int) -> None:
+    def __init__(self, model: str, threads: int, context: int, lookup: int, half: bool = False) -> None:
         import llama_cpp
         from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
@@ -44,13 +45,14 @@ class LlamaCpp:
             n_ubatch=context,
             n_threads=threads,
             n_threads_batch=threads,
-            type_k=llama_cpp.GGML_TYPE_F32,
-            type_v=llama_cpp.GGML_TYPE_F32,
+            type_k=llama_cpp.GGML_TYPE_F16 if half else llama_cpp.GGML_TYPE_F32,
+            type_v=llama_cpp.GGML_TYPE_F16 if half else llama_cpp.GGML_TYPE_F32,
             verbose=False,
         )
         self.drafter = LlamaPromptLookupDecoding(num_pred_tokens=lookup, max_ngram_size=MAX_NGRAM) if lookup else None
         self.context, self.vocab, self.width = self.llama.ctx, self.llama.n_vocab(), self.llama.n_embd()
         self.version = f"llama.cpp (llama-cpp-python {llama_cpp.__version__})"
+        self.filled = 0  # positions in the cache, of `time_steps`
 
     def generate(self, tokens: list[int], embeddings: Any, max_new_tokens: int, eos: list[int]) -> dict[str, Any]:
         """Prefill, then one forward per round over the last token and its draft."""
@@ -75,6 +77,22 @@ class LlamaCpp:
             self.lib.llama_memory_seq_rm(self.lib.llama_get_memory(self.context), 0, length + accepted + 1, -1)
         end = time.perf_counter()
         return {"tokens": output, "first_tokens": 1, "ttft_s": first - start, "total_s": end - start}
+
+    def time_steps(self, context: int, count: int) -> list[float]:
+        """Seconds of `count` forwards of one token each behind `context` positions of the same token."""
+        memory = self.lib.llama_get_memory(self.context)
+        if context < self.filled:
+            self.lib.llama_memory_seq_rm(memory, 0, context, -1)
+        elif context > self.filled:
+            self._forward([1] * (context - self.filled), None, self.filled, 1)
+        self.filled = context
+        seconds = []
+        for index in range(count):
+            start = time.perf_counter()
+            self._forward([2], None, context + index, 1).argmax()
+            seconds.append(time.perf_counter() - start)
+        self.lib.llama_memory_seq_rm(memory, 0, context, -1)
+        return seconds
 
     def _forward(self, tokens: list[int], embeddings: Any, position: int, num_logits: int) -> Any:
         """Logits [num_logits, V] of the last positions of a batch that starts at `position`."""
@@ -215,6 +233,8 @@ def _embeddings(text: str | None, rows: int) -> Any:
 
 
 def _answer(engine: Any, request: dict[str, Any]) -> dict[str, Any]:
+    if "count" in request:
+        return {"seconds": engine.time_steps(**request)}
     tokens = request["tokens"]
     embeddings = _embeddings(request.get("embeddings"), len(tokens))
     answer: dict[str, Any] = engine.generate(tokens, embeddings, request["max_new_tokens"], request["eos"])

@@ -36,7 +36,7 @@ class TextShape:
     """Shape of a text model.
 
     Attributes:
-        model_type: of transformers: "llama" or "qwen2".
+        model_type: of transformers: "llama", "qwen2" or "qwen3".
         other: as in the config of transformers.
     """
 
@@ -49,14 +49,23 @@ class TextShape:
     vocab_size: int
     rope_theta: float = 10000.0
     max_position_embeddings: int = 8192
+    head_dim: int | None = None
+    tie_word_embeddings: bool = False
 
 
 TEXT_SHAPES = {
     "tiny": TextShape("llama", 64, 128, 2, 4, 2, 512),
+    "smollm2-135m": TextShape("llama", 576, 1536, 30, 9, 3, 49152, 100000.0, tie_word_embeddings=True),
+    "smolvlm-500m": TextShape("llama", 960, 2560, 32, 15, 5, 49280, 100000.0),
+    "smolvlm2-2.2b": TextShape("llama", 2048, 8192, 24, 32, 32, 49280, 130000.0),
+    "llava-onevision-0.5b": TextShape("qwen2", 896, 4864, 24, 14, 2, 151936, 1e6, tie_word_embeddings=True),
+    "qwen3-vl-2b": TextShape("qwen3", 2048, 6144, 28, 16, 8, 151936, 5e6, head_dim=128, tie_word_embeddings=True),
     "llava-1.5-7b": TextShape("llama", 4096, 11008, 32, 32, 32, 32064),
     "qwen2.5-vl-7b": TextShape("qwen2", 3584, 18944, 28, 28, 4, 152064, 1000000.0),
 }
-"""The text models of LLaVA-1.5-7B and Qwen2.5-VL-7B, and one for tests. Not the vision towers, which do not decode."""
+"""The text models of vision-language models, of one language model, and one for tests. Not the vision towers, which do
+not decode. Where embeddings are tied, our model has the head apart all the same (`init_successor_weights`), read once a
+round as the tied one is."""
 
 
 def find_shape(name: str) -> TextShape:
@@ -75,7 +84,9 @@ def build_shape_model(shape: TextShape, dtype: torch.dtype, device: torch.device
     from transformers import AutoConfig, AutoModelForCausalLM
 
     fields: dict[str, Any] = {
-        key: value for key, value in vars(shape).items() if key not in ("model_type", "rope_theta")
+        key: value
+        for key, value in vars(shape).items()
+        if key not in ("model_type", "rope_theta", "tie_word_embeddings") and value is not None
     }
     rope = {"rope_type": "default", "rope_theta": shape.rope_theta}
     config = AutoConfig.for_model(shape.model_type, **fields, rope_parameters=rope, tie_word_embeddings=False)

@@ -6,20 +6,22 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from tqdm import tqdm
 
 import mmspec
-from mmspec.app.bench.bandwidth import measure_weight_reading
+from mmspec.app.bench.bandwidth import measure_bandwidth, measure_weight_reading
 from mmspec.app.bench.measure import MIN_ROUNDS, clone
 from mmspec.app.bench.peers.base import TEXT, Peer, PeerPrompt
 from mmspec.app.bench.peers.in_process import PatchedPeer, transformers_peers
+from mmspec.app.bench.peers.process import peer_pythons
 from mmspec.app.bench.peers.registry import baseline_peer
 from mmspec.app.bench.results import ResultFiles
 from mmspec.app.bench.session import provenance
+from mmspec.app.bench.shape.contexts import ContextBench, format_rounds
 from mmspec.app.bench.shape.models import DRAFT_DEPTH, TextShape, build_shape_drafter, build_shape_model, find_shape
 from mmspec.app.bench.shape.notes import bandwidth_notes, round_notes, runtime_notes
 from mmspec.app.bench.shape.phases import check_notes
@@ -171,11 +173,43 @@ def _describe(
     )
 
 
+def run_contexts(args: argparse.Namespace, files: ResultFiles) -> int:
+    """`mmspec bench --shape S --contexts C,C`: rounds behind contexts, as a table."""
+    shape, device = find_shape(args.shape), resolve_device(args.device)
+    if device.type != "cpu":
+        raise UsageError(f"--contexts measures rounds on a CPU; got --device {args.device}")
+    dtype: torch.dtype = getattr(torch, "bfloat16" if args.dtype == "auto" else args.dtype)
+    model = build_shape_model(shape, dtype, device, args.seed)
+    bench = ContextBench(model, shape, peer_pythons(args.peer_python))
+    repeats = args.repeats or MIN_ROUNDS
+    is_hidden = not (sys.stderr.isatty() if args.progress is None else args.progress)
+    total = len(args.contexts) * len(bench.ways) * (repeats + 1)
+    try:
+        readings = [measure_bandwidth(device)]
+        with tqdm(total=total, desc="bench", unit="call", disable=is_hidden, file=sys.stderr) as bar:
+            rows = bench.measure(args.contexts, repeats, bar.update)
+        readings.append(measure_bandwidth(device))
+        rows = bench.roofs(rows, max(readings))
+    finally:
+        bench.close()
+    speeds = " and ".join(f"{reading / 1e9:.1f}" for reading in readings)
+    about = f"{args.shape}, {str(dtype).removeprefix('torch.')}, {torch.get_num_threads()} threads: ms a round"
+    lines = [f"{about}; {speeds} GB/s read before and after", "", *format_rounds(rows), "", *bench.notes]
+    print("\n".join(lines))
+    if files.json is not None:
+        content = {"provenance": provenance(args.command, device), "shape": args.shape, "dtype": str(dtype)}
+        content |= {"bytes_per_s": readings, "rows": [asdict(row) for row in rows], "notes": bench.notes}
+        files.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
 def run_shape(args: argparse.Namespace) -> int:
     """Carry out `mmspec bench --shape`; returns the exit code."""
     files = ResultFiles.from_args(args)
     files.check()
     hide_progress_bars(args.progress)
+    if args.contexts:
+        return run_contexts(args, files)
     result = measure_shape(args)
     print(format_markdown(result))
     if files.json is not None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from mmspec.engine.recordings import Recordings
 from mmspec.engine.tree import DraftTree
 from mmspec.interfaces import Drafter, DrafterRequirements, Prompt, VerifyResult
-from mmspec.interfaces.round import DraftPart, FusableDrafter, pass_recordings
+from mmspec.interfaces.round import DraftPart, RecordableDrafter, pass_recordings
 
 WRONG_OFFSET = 100
 """Successors this far ahead are wrong tokens, a different one at each node."""
@@ -114,8 +114,8 @@ class SimulatedAcceptance:
         self.inner.observe(state.inner, result, hidden_states)
 
     def draft_part(self, state: SimulatedState, num_nodes: int) -> DraftPart | None:
-        """See `mmspec.interfaces.round.FusableDrafter`: the inner drafter's, with another tree."""
-        part = self.inner.draft_part(state.inner, num_nodes) if isinstance(self.inner, FusableDrafter) else None
+        """See `mmspec.interfaces.round.RecordableDrafter`: the inner drafter's, with another tree."""
+        part = self.inner.draft_part(state.inner, num_nodes) if isinstance(self.inner, RecordableDrafter) else None
         if part is None or part.max_depth < self.depth:  # which bounds the depth of its tree
             return None
         draft = part.function
@@ -133,7 +133,7 @@ class SimulatedAcceptance:
         self, state: SimulatedState, result: VerifyResult, hidden_states: Tensor, kept: Sequence[Tensor]
     ) -> None:
         self._follow(state, result)
-        assert isinstance(self.inner, FusableDrafter)
+        assert isinstance(self.inner, RecordableDrafter)
         self.inner.observe_part(state.inner, result, hidden_states, kept)
 
     def _draw(self, state: SimulatedState) -> list[list[int]]:

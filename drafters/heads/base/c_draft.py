@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from mmspec.cpu.draft import NativeHead
+from mmspec.cpu.draft import CHead
 from mmspec.cpu.draft_types import HeadContext, HeadWeights, TreeRequest
 from mmspec.cpu.layers import DecoderShape
 from mmspec.cpu.linear import active_kernel
@@ -33,11 +33,11 @@ KNOWN_CLASSES = frozenset((nn.Linear, nn.Embedding, RMSNorm))
 
 
 class CDraft:
-    """The drafts of one call by a `NativeHead`. Implements `mmspec.drafters.heads.base.state.DraftBackend`."""
+    """The drafts of one call by a `CHead`. Implements `mmspec.drafters.heads.base.state.DraftBackend`."""
 
     def __init__(
         self,
-        head: NativeHead,
+        head: CHead,
         modules: list[nn.Module],
         rotary_embedding: Callable[..., Any],
         anchors: Callable[[DraftState], Tensor | None],
@@ -125,10 +125,10 @@ def find_c_draft(
         return None
     sources = tuple(weight for module in modules for weight in module.parameters(recurse=False))
     try:
-        compiled = NativeHead(kernel, _shape(head.config, found), replace(found, sources=sources))
+        c_head = CHead(kernel, _shape(head.config, found), replace(found, sources=sources))
     except ValueError:  # weights of other dtypes, devices or shapes
         return None
-    return CDraft(compiled, modules, head.rotary_embedding, anchors)
+    return CDraft(c_head, modules, head.rotary_embedding, anchors)
 
 
 def _are_known(modules: list[nn.Module], head_classes: tuple[type, ...]) -> bool:

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from mmspec.drafters.heads.base.collector import SequenceCollector
 from mmspec.drafters.heads.base.drafter import HeadDrafter
-from mmspec.drafters.heads.base.recorder import SequenceRecorder
 from mmspec.drafters.heads.base.state import DraftState
 from mmspec.drafters.heads.registry import method_of
 from mmspec.drafters.training.batch import TrainBatch
@@ -39,30 +39,30 @@ class LearnableHead(HeadDrafter):
 
     # --- recording ----------------------------------------------------------------------------------------------------
 
-    def start_recording(self, state: DraftState, with_examples: bool) -> None:
+    def start_collecting(self, state: DraftState, with_examples: bool) -> None:
         """See `LearnableDrafter`. A prompt that continues a cache, or is compressed, is not recorded."""
         prompt = state.prompt
         assert prompt is not None
         hidden_states = self.select_hidden_states(prompt.hidden_states)
         is_whole = hidden_states.shape[1] == prompt.input_ids.shape[1]
         if with_examples and is_whole and prompt.compressor is None:
-            state.recorder = SequenceRecorder(prompt, hidden_states, state.shared_embeddings)
+            state.collector = SequenceCollector(prompt, hidden_states, state.shared_embeddings)
 
     @torch.inference_mode()
     def observe(self, state: DraftState, result: VerifyResult, hidden_states: Mapping[int, Tensor]) -> None:
         """See `HeadDrafter`; records the emitted tokens and the states before them."""
         is_first, num_pending = state.first_ids is None, len(state.pending)
         super().observe(state, result, hidden_states)
-        if state.recorder is None:
+        if state.collector is None:
             return
         if is_first:
-            state.recorder.add(result.emitted_ids, None)
+            state.collector.add(result.emitted_ids, None)
         elif len(state.pending) > num_pending:
-            state.recorder.add(result.emitted_ids, state.pending[-1].hidden_states)
+            state.collector.add(result.emitted_ids, state.pending[-1].hidden_states)
 
-    def recorded_examples(self, state: DraftState) -> list[TrainBatch]:
+    def collected_examples(self, state: DraftState) -> list[TrainBatch]:
         """See `LearnableDrafter`: one sequence per row."""
-        return [] if state.recorder is None else state.recorder.sequences()
+        return [] if state.collector is None else state.collector.sequences()
 
     # --- training -----------------------------------------------------------------------------------------------------
 

@@ -55,7 +55,7 @@ class HeadReader:
         cost_model: measured prefill and draft costs, for compressors that use them.
         bundled_compressor: (settings, weights) of the compressor that the head was trained with, or None.
         own_embeddings: that the head reads in place of the target's (published heads that were trained with others).
-        compressor: that compressor, once `mmspec.config` has built it.
+        compressor: that compressor, once `mmspec.resolve` has built it.
         hidden_state_indices: the target's hidden states that the head reads.
     """
 

@@ -300,7 +300,7 @@ def find_recorded_draft(drafter: HeadDrafter, state: DraftState, prompt: Prompt)
     """
     recordings = state.recordings
     is_known = drafter.records_drafts and method_of(drafter) is not None
-    if recordings is None or not is_known or state.recorder is not None:
+    if recordings is None or not is_known or state.collector is not None:
         return None
     modules = (*drafter.head.modules(), *_shared_modules(state.shared_embeddings))
     if not run_plain_forwards(modules) or torch.is_autocast_enabled(state.last_hidden.device.type):

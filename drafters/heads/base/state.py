@@ -19,8 +19,8 @@ from mmspec.engine.tree import DraftTree
 from mmspec.interfaces import Prompt, SharedEmbeddings, TargetKeys
 
 if TYPE_CHECKING:
+    from mmspec.drafters.heads.base.collector import SequenceCollector
     from mmspec.drafters.heads.base.recorded import RecordedDraft
-    from mmspec.drafters.heads.base.recorder import SequenceRecorder
 
 
 @dataclass
@@ -66,7 +66,7 @@ class Pending:
 
 
 class DraftBackend(Protocol):
-    """The implementation of a drafter's two operations in compiled code, for one call.
+    """The implementation of a drafter's two operations in C, for one call.
 
     Each may decline: the drafter's own code then does it, over the same state.
     """
@@ -104,8 +104,8 @@ class DraftState:
         draft_ids: [V'] int64, target ids of the draft vocabulary; None if it is the target's vocabulary.
         draft_lm_head: [V', D] weights of the LM head for `draft_ids`, or None.
         timer: measures prefill and draft time; a no-op unless a compressor uses the costs.
-        recorder: records the call for online learning, or None.
-        backend: the head in compiled code; None if it runs in its own forward.
+        collector: collects examples of the call for online learning, or None.
+        backend: the head in C; None if it runs in its own forward.
         recorded: its recorded drafts, or None.
         is_one_function: whether the last draft was one recorded function, whose levels are not timed.
         recordings: of the call; None if nothing of it is recorded.
@@ -136,7 +136,7 @@ class DraftState:
     draft_ids: Tensor | None = None
     draft_lm_head: Tensor | None = None
     timer: CallTimer = field(default_factory=CallTimer)
-    recorder: SequenceRecorder | None = None
+    collector: SequenceCollector | None = None
     backend: DraftBackend | None = None
     recorded: RecordedDraft | None = None
     is_one_function: bool = False

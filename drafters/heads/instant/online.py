@@ -25,7 +25,7 @@ from mmspec.drafters.heads.instant.autoregression import (
     LinearHeads,
     input_projection,
 )
-from mmspec.drafters.heads.instant.recorder import CallRecorder
+from mmspec.drafters.heads.instant.collector import CallCollector
 from mmspec.drafters.ngram.output_ngrams import HEAD_POWER, NGRAM_POWER, PRIOR_POWER
 from mmspec.engine.host_copy import from_host
 from mmspec.interfaces import Prompt, SharedEmbeddings, VerifyResult
@@ -45,7 +45,7 @@ class HeadsState:
         previous: [B, D] hidden state one position earlier.
         unread: accepted states [B, A, D] of the last rounds, and the number of each row's, that `last` and `previous`
             do not contain yet.
-        recorder: of a call that is learned from, else None.
+        collector: of a call that is learned from, else None.
         has_begun: whether the first token was observed.
     """
 
@@ -53,7 +53,7 @@ class HeadsState:
     last: Tensor
     previous: Tensor
     unread: list[tuple[Tensor, list[int]]] = field(default_factory=list)
-    recorder: CallRecorder | None = None
+    collector: CallCollector | None = None
     has_begun: bool = False
 
 
@@ -118,23 +118,23 @@ class OnlineHeads:
     @torch.inference_mode()
     def observe(self, state: HeadsState, result: VerifyResult, hidden_states: Mapping[int, Tensor]) -> None:
         """Follow the emitted tokens: the state before each is that of the accepted node before it."""
-        recorder = state.recorder
+        collector = state.collector
         counts = [len(row) for row in result.emitted_ids]
         if not state.has_begun:
             state.has_begun = True
-            if recorder is not None:
-                recorder.add(state.last[:, None], [1] * len(counts))
+            if collector is not None:
+                collector.add(state.last[:, None], [1] * len(counts))
         elif longest := max(counts):
             scored = hidden_states[self.hidden_state_index]
             path = result.path[:, :longest].to(scored.device)
             accepted = scored.gather(1, path[..., None].expand(-1, -1, scored.shape[-1]))  # a copy that may be kept
-            if recorder is not None:
-                recorder.add(accepted, counts)
+            if collector is not None:
+                collector.add(accepted, counts)
             state.unread.append((accepted, counts))
             if len(state.unread) == MAX_UNREAD:
                 _catch_up(state)
-        if recorder is not None:
-            for tokens, emitted in zip(recorder.tokens, result.emitted_ids, strict=True):
+        if collector is not None:
+            for tokens, emitted in zip(collector.tokens, result.emitted_ids, strict=True):
                 tokens.extend(emitted)
 
     @torch.inference_mode()
@@ -181,11 +181,11 @@ class OnlineHeads:
     def learning_key(self) -> str:
         return f"autoregression-k{NUM_SLOTS}-d{self.hidden_size}"
 
-    def start_recording(self, state: HeadsState, with_examples: bool) -> None:
-        state.recorder = CallRecorder(len(state.last)) if with_examples else None
+    def start_collecting(self, state: HeadsState, with_examples: bool) -> None:
+        state.collector = CallCollector(len(state.last)) if with_examples else None
 
-    def recorded_examples(self, state: HeadsState) -> list[Examples]:
-        examples = None if state.recorder is None else state.recorder.examples(1)
+    def collected_examples(self, state: HeadsState) -> list[Examples]:
+        examples = None if state.collector is None else state.collector.examples(1)
         return [] if examples is None else [examples]
 
     def closed_form(self, device: torch.device) -> AutoregressionFit:
@@ -206,7 +206,7 @@ class OnlineHeads:
 
 
 def _few_rows_linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`functional.linear`, in compiled code where that is possible."""
+    """`functional.linear`, in C where that is possible."""
     kernel = active_kernel()
     product = None if kernel is None else kernel.linear(weight, bias, rows)
     return functional.linear(rows, weight, bias) if product is None else product

@@ -118,7 +118,7 @@ def check(folder: Path, shared: SharedEmbeddings, target: TargetInfo = TARGET, o
 def test_settings_of_the_network(settings: dict[str, Any], embeddings: SharedEmbeddings, tmp_path: Path) -> None:
     drafter = check(write(tmp_path, **settings), embeddings)
     if "rope_scaling" not in settings:
-        assert eagle3_weights(drafter.head, None) is None, "compiled code does not know it"  # type: ignore[arg-type]
+        assert eagle3_weights(drafter.head, None) is None, "C does not know it"  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,6 @@ from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.random_models import random_model
 from mmspec.app.scenes.render import render_scene
 from mmspec.app.scenes.world import generate_scene
-from mmspec.config import target_info
 from mmspec.control.depth import DepthController
 from mmspec.drafters.checkpoints.export import export_head
 from mmspec.drafters.checkpoints.published import load_published
@@ -31,6 +30,7 @@ from mmspec.drafters.heads.vispec.drafter import VispecDrafter
 from mmspec.drafters.registry import HEAD_FILES, build_drafter
 from mmspec.engine.tree import root_only
 from mmspec.interfaces import Prompt, SharedEmbeddings, TargetInfo, VerifyResult
+from mmspec.resolve import target_info
 from mmspec.targets.registry import find_adapter
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"

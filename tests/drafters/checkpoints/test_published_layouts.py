@@ -18,11 +18,11 @@ from transformers import PreTrainedModel
 
 import mmspec
 from mmspec.app.cli.env import describe_drafter
-from mmspec.config import target_info
-from mmspec.cpu.native import load_kernel
+from mmspec.cpu.c_kernel import load_kernel
 from mmspec.drafters.checkpoints.export import export_head
 from mmspec.drafters.checkpoints.published import load_published
 from mmspec.engine.graph import record_nothing
+from mmspec.resolve import target_info
 from mmspec.targets.registry import find_adapter
 
 READERS: dict[str, Callable[..., SlowHead]] = {
@@ -62,7 +62,7 @@ def test_drafts_of_a_call_equal_the_slow_reader(name: str, tmp_path: Path) -> No
     layout = LAYOUTS[name]
     model, folder = build_target(layout.family), write_head(tmp_path, layout)
     inputs = tiny.build_inputs(model, 5, images=[2], num_text_tokens=(9, 12))
-    call = run_call(model, folder, inputs, num_tokens=NUM_TOKENS, native=False)
+    call = run_call(model, folder, inputs, num_tokens=NUM_TOKENS, in_c=False)
     assert len(call.rows[0]) >= 50
     reader = READERS[layout.kind](folder, read_text(model, inputs, call), **layout.options.get("reader", {}))
     assert_drafts_as_read(call, reader)
@@ -73,13 +73,13 @@ def test_axes_of_compiled_and_recorded_drafts(name: str, tmp_path: Path, monkeyp
     """Behind the prompt positions are on one axis, so that both draft the same."""
     model, folder = build_target(LAYOUTS[name].family), write_head(tmp_path, LAYOUTS[name])
     inputs = tiny.build_inputs(model, 5, images=[2], num_text_tokens=(9, 12))
-    expected = [one.tokens for one in run_call(model, folder, inputs, num_tokens=20, native=False).rows[0]]
+    expected = [one.tokens for one in run_call(model, folder, inputs, num_tokens=20, in_c=False).rows[0]]
     if load_kernel() is not None:
-        compiled = run_call(model, folder, inputs, num_tokens=20, native=True)
-        assert compiled.num_native == 1 and [one.tokens for one in compiled.rows[0]] == expected
+        compiled = run_call(model, folder, inputs, num_tokens=20, in_c=True)
+        assert compiled.num_c == 1 and [one.tokens for one in compiled.rows[0]] == expected
     monkeypatch.setattr("mmspec.engine.loop.can_record_rounds", lambda *args: False)
     with recording(record_nothing) as recorder:
-        recorded = run_call(model, folder, inputs, num_tokens=20, native=False)
+        recorded = run_call(model, folder, inputs, num_tokens=20, in_c=False)
     assert recorder.draft_replays > 10 and [one.tokens for one in recorded.rows[0]] == expected
 
 
@@ -89,7 +89,7 @@ def test_axes_of_padded_rows(name: str, tmp_path: Path) -> None:
     model, folder = build_target(LAYOUTS[name].family), write_head(tmp_path, LAYOUTS[name])
     inputs = tiny.build_inputs(model, 5, batch=2, images=[2, 0], num_text_tokens=(6, 9))
     assert not inputs["attention_mask"].all()
-    call = run_call(model, folder, inputs, num_tokens=8, native=False)
+    call = run_call(model, folder, inputs, num_tokens=8, in_c=False)
     for row in range(2):
         assert_drafts_as_read(call, SlowEagle3Head(folder, read_text(model, inputs, call, row)), row)
 
@@ -115,7 +115,7 @@ def test_axes_and_placeholders_of_videos(name: str, tmp_path: Path) -> None:
     model, folder = build_target(LAYOUTS[name].family), write_head(tmp_path, LAYOUTS[name])
     inputs = tiny.build_inputs(model, 4, images=[1], videos=[1], num_text_tokens=(9, 12))
     assert {model.config.image_token_id, model.config.video_token_id} <= set(inputs["input_ids"][0].tolist())
-    call = run_call(model, folder, inputs, num_tokens=12, native=False)
+    call = run_call(model, folder, inputs, num_tokens=12, in_c=False)
     assert_drafts_as_read(call, SlowEagle3Head(folder, read_text(model, inputs, call)))
 
 
@@ -140,7 +140,7 @@ def test_image_positions_and_their_name(config: dict[str, str], mode: str, tmp_p
     layout = LAYOUTS["EAGLE-3, EAGLE code"]
     model, folder = build_target(layout.family), write_head(tmp_path / "head", layout, **config)
     inputs = tiny.build_inputs(model, 5, images=[2], num_text_tokens=(9, 12))
-    call = run_call(model, folder, inputs, num_tokens=8, native=False)
+    call = run_call(model, folder, inputs, num_tokens=8, in_c=False)
     assert call.stats.drafter == f"head ({mode})"
     assert_drafts_as_read(call, SlowEagle3Head(folder, read_text(model, inputs, call)))
     described = dict(describe_drafter(str(folder), find_adapter(model), None))

@@ -21,8 +21,8 @@ from mmspec.app.cli.main import main
 from mmspec.app.modeling.load import load_model
 from mmspec.app.scenes.tasks import generate_requests
 from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED
-from mmspec.config import target_info
 from mmspec.drafters.checkpoints.published import load_published
+from mmspec.resolve import target_info
 from mmspec.targets.registry import find_adapter
 
 PYTHON = os.environ.get("MMSPEC_VLLM_PYTHON", "")

@@ -1,4 +1,4 @@
-"""Draft heads in compiled code: the same drafts as the head's own forward, what is left to it, bugs in the C code."""
+"""Draft heads in C: the same drafts as the head's own forward, what is left to it, bugs in the C code."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from c_bugs import faulty_kernel
 from fake_target import HEAD_CONFIG, NUM_LAYERS, FakeTarget, begin_decoding, build_prompt, build_result, scores_by_path
 from torch import Tensor, nn
 
-from mmspec.cpu import native
+from mmspec.cpu import c_kernel
+from mmspec.cpu.c_kernel import CKernel, load_kernel
 from mmspec.cpu.draft_types import DraftStruct
 from mmspec.cpu.layers import DecoderStruct, LayerStruct
-from mmspec.cpu.native import FewRowsKernel, load_kernel
 from mmspec.cpu.weights import WeightStruct
 from mmspec.drafters.heads.base import c_draft
 from mmspec.drafters.heads.base.c_draft import CDraft
@@ -77,11 +77,11 @@ KINDS: dict[str, tuple[HeadConfig, Tensor | None]] = {
 
 
 @pytest.fixture(params=[1, 2], ids=["avx2", "avx512"])
-def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> FewRowsKernel:
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> CKernel:
     """The kernel for each instruction set that this processor has, in use."""
     try:
-        found = FewRowsKernel(native._load_library(), request.param)
-    except native.KernelUnavailableError as error:
+        found = CKernel(c_kernel._load_library(), request.param)
+    except c_kernel.KernelUnavailableError as error:
         pytest.skip(str(error))
     monkeypatch.setattr(c_draft, "active_kernel", lambda: found)
     return found
@@ -135,7 +135,7 @@ def build_drafter(kind: str, top_k: int = 3) -> HeadDrafter:
     return drafter
 
 
-def build_native_prompt(target: FakeTarget, length: int, num_pads: tuple[int, int] = (0, 0), **kwargs: Any) -> Prompt:
+def build_c_prompt(target: FakeTarget, length: int, num_pads: tuple[int, int] = (0, 0), **kwargs: Any) -> Prompt:
     """A prompt with hidden states of a further layer."""
     prompt = build_prompt(target, length, num_pads, **kwargs)
     states = torch.randn(prompt.hidden_states[0].shape, generator=torch.Generator().manual_seed(1))
@@ -143,13 +143,13 @@ def build_native_prompt(target: FakeTarget, length: int, num_pads: tuple[int, in
 
 
 class TwoStates:
-    """A call of two rows of different lengths twice: in compiled code, and in the head's own forward."""
+    """A call of two rows of different lengths twice: in C, and in the head's own forward."""
 
     def __init__(self, target: FakeTarget, drafter: HeadDrafter, sampled: bool = False) -> None:
         self.drafter, self.rng = drafter, torch.Generator().manual_seed(9)
         self.noise = torch.empty(2, 8, 40).exponential_(generator=self.rng)
         noise: dict[str, Any] = {"noise": lambda depth: self.noise[:, :depth], "temperature": 0.7} if sampled else {}
-        prompt = build_native_prompt(target, 12, (0, 3), **noise)
+        prompt = build_c_prompt(target, 12, (0, 3), **noise)
         self.compiled, self.plain = (begin_decoding(target, drafter, prompt) for _ in range(2))
         assert self.compiled.backend is not None
         self.plain.backend = None
@@ -198,7 +198,7 @@ FUZZ_SEEDS = (8, 16)
 
 @dataclass
 class Calls:
-    """How often compiled code did what was asked of it, and how often not."""
+    """How often C did what was asked of it, and how often not."""
 
     done: int = 0
     refused: int = 0
@@ -228,7 +228,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_drafts_equal_those_of_the_head(
-    kind: str, sampled: bool, kernel: FewRowsKernel, target: FakeTarget, calls: Calls
+    kind: str, sampled: bool, kernel: CKernel, target: FakeTarget, calls: Calls
 ) -> None:
     states = TwoStates(target, build_drafter(kind), sampled)
     states.rounds((1, 1), (3, 1), (0, 2), (4, 4), (2, 0), (1, 5))
@@ -248,7 +248,7 @@ def test_long_contexts_two_threads_and_single_nodes(
 
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_weights_that_change_during_a_call(kind: str, best_kernel: None, target: FakeTarget, calls: Calls) -> None:
-    """In place, the new numbers are used; other memory or another parameter ends the compiled drafts."""
+    """In place, the new numbers are used; other memory or another parameter ends the drafts in C."""
     drafter = build_drafter(kind)
     states = TwoStates(target, drafter)
     states.round((2, 1))
@@ -330,7 +330,7 @@ def test_changed_heads_are_not_recognised(
 ) -> None:
     drafter = build_drafter(kind)
     change(drafter.head)
-    assert begin_decoding(target, drafter, build_native_prompt(target, 8)).backend is None
+    assert begin_decoding(target, drafter, build_c_prompt(target, 8)).backend is None
 
 
 def test_scaled_embeddings_other_heads_and_no_kernel(
@@ -373,8 +373,8 @@ def test_batches_beyond_the_kernel(best_kernel: None, target: FakeTarget, calls:
 # --- the C code -------------------------------------------------------------------------------------------------------
 
 
-def test_structs_are_as_large_as_in_the_library(kernel: FewRowsKernel) -> None:
-    library = native._load_library()
+def test_structs_are_as_large_as_in_the_library(kernel: CKernel) -> None:
+    library = c_kernel._load_library()
     library.few_rows_struct_bytes.restype = ctypes.c_int64
     sizes = [ctypes.sizeof(struct) for struct in (DecoderStruct, LayerStruct, DraftStruct, WeightStruct)]
     assert [library.few_rows_struct_bytes(number) for number in range(4)] == sizes
@@ -408,9 +408,9 @@ def test_a_library_is_built_from_the_sources_that_were_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An edit of the C code while a process runs does not reach it, since it has declared the structs already."""
-    folder = Path(native.__file__).parent
-    assert {path.name: path.read_bytes() for path in folder.glob("*.[ch]")} == native.SOURCES
-    monkeypatch.setattr(native, "SOURCES", {native.MAIN_SOURCE: b"int few_rows_level(void) { return 7; }"})
-    monkeypatch.setattr(native, "FLAGS", ("-shared", "-fPIC"))
+    folder = Path(c_kernel.__file__).parent
+    assert {path.name: path.read_bytes() for path in folder.glob("*.[ch]")} == c_kernel.SOURCES
+    monkeypatch.setattr(c_kernel, "SOURCES", {c_kernel.MAIN_SOURCE: b"int few_rows_level(void) { return 7; }"})
+    monkeypatch.setattr(c_kernel, "FLAGS", ("-shared", "-fPIC"))
     monkeypatch.setenv("MMSPEC_CACHE", str(tmp_path))
-    assert native._load_library().few_rows_level() == 7
+    assert c_kernel._load_library().few_rows_level() == 7

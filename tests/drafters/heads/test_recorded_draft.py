@@ -79,7 +79,7 @@ TRACED = {
 
 @pytest.fixture(autouse=True)
 def without_compiled_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU some heads run in compiled C instead. Whole rounds, of which drafts are a part, have their own tests."""
+    """On a CPU some heads run in C instead. Whole rounds, of which drafts are a part, have their own tests."""
     monkeypatch.setattr(c_draft, "active_kernel", lambda: None)
     monkeypatch.setattr("mmspec.engine.loop.can_record_rounds", lambda *args: False)
 
@@ -332,7 +332,7 @@ class UsersDrafter(EagleDrafter):
 
 
 def test_drafts_that_are_not_recorded() -> None:
-    """Hooks, a subclass of the user, an architecture without recordings, and compiled heads."""
+    """Hooks, a subclass of the user, an architecture without recordings, and heads in C."""
     model = build_model()
     inputs = build_inputs(model, 0, 1)
     expected = generate(model, inputs, False)

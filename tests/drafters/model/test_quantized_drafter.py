@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 
 import mmspec
-from mmspec.cpu.native import load_kernel
+from mmspec.cpu.c_kernel import load_kernel
 from mmspec.drafters.model.self_drafter import QuantizedDrafter, SelfDrafter
 from mmspec.patching import patch_state
 from mmspec.targets import quantised_copy as module
 from mmspec.targets.quantised_copy import QuantisedCopy
 
-pytestmark = pytest.mark.skipif(load_kernel() is None, reason="needs the compiled kernel")
+pytestmark = pytest.mark.skipif(load_kernel() is None, reason="needs the C kernel")
 FAMILIES = ("llava", "qwen2_5_vl", "gemma3")
 
 
@@ -59,7 +59,7 @@ def test_random_calls_are_exact(family: str) -> None:
 @pytest.mark.parametrize("sample", [False, True])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_the_copy_drafts_what_the_target_emits(sample: bool, batch: int, backend: str) -> None:
-    """In compiled rounds and in the model's own forward: positions, padding and noise are those of the target."""
+    """In rounds in C and in the model's own forward: positions, padding and noise are those of the target."""
     model = _model("qwen2_5_vl")
     inputs = tiny.build_inputs(model, seed=3, batch=batch)
     plain = _generate(model, inputs, do_sample=sample, temperature=0.9)
@@ -176,7 +176,7 @@ def test_a_copy_that_cannot_be_made_is_refused(monkeypatch: Any) -> None:
             mmspec.patch(_model(), drafter="quantized")
     with monkeypatch.context() as patched:
         patched.setattr(module, "load_kernel", lambda: None)
-        with pytest.raises(ValueError, match="needs the compiled kernel"):
+        with pytest.raises(ValueError, match="needs the C kernel"):
             mmspec.patch(_model(), drafter="quantized")
     model = _model()
     for layer in model.model.language_model.layers:

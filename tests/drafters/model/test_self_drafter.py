@@ -134,7 +134,7 @@ def test_models_that_cannot_draft_are_refused() -> None:
 
 @pytest.mark.parametrize("batch", [1, 3])
 def test_other_layers_are_skipped_in_compiled_rounds_too(batch: int) -> None:
-    """The same tree in every round, whether the rounds run in compiled code or in the model's own forward."""
+    """The same tree in every round, whether the rounds run in C or in the model's own forward."""
     model = tiny.build_model(tiny.ModelSpec(layers=5))
     model.generation_config.eos_token_id = None
     inputs = tiny.build_inputs(model, seed=3, batch=batch)

@@ -19,11 +19,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import mmspec
-from mmspec.config import resolve_drafter
 from mmspec.drafters import registry
 from mmspec.drafters.mtp.assistant import AssistantDrafter, AssistantExpander
 from mmspec.drafters.mtp.switches import Switches
 from mmspec.engine.tree import DraftTree
+from mmspec.resolve import resolve_drafter
 from mmspec.targets.assistant import assistant_parts, stored_layer_by_type
 from mmspec.targets.registry import find_adapter
 

@@ -21,13 +21,13 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 import mmspec
-from mmspec.config import resolve_drafter
 from mmspec.drafters import registry
 from mmspec.drafters.mtp.drafter import MTPDrafter, MTPExpander
 from mmspec.drafters.mtp.head import last_visible
 from mmspec.drafters.mtp.switches import TRIAL_ROUNDS, Switches
 from mmspec.engine.tree import DraftTree
 from mmspec.interfaces import OwnHeadError, Prompt
+from mmspec.resolve import resolve_drafter
 from mmspec.targets.own_head import read_own_head
 from mmspec.targets.registry import find_adapter
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from c_bugs import faulty_kernel
 
-from mmspec.cpu import native, ngram_types, ngrams
-from mmspec.cpu.native import load_kernel
+from mmspec.cpu import c_kernel, ngram_types, ngrams
+from mmspec.cpu.c_kernel import load_kernel
 from mmspec.cpu.ngram_types import HeadDistributions, HeadTokens
-from mmspec.cpu.ngrams import NativeNgrams
+from mmspec.cpu.ngrams import CNgrams
 from mmspec.drafters.ngram import output_ngrams
 from mmspec.drafters.ngram.base import BestFirstDrafter, Calibration, PromptText
 from mmspec.drafters.ngram.output_ngrams import (
@@ -29,7 +29,7 @@ from mmspec.interfaces import VerifyResult
 
 VOCAB = 40
 needs_kernel = pytest.mark.skipif(load_kernel() is None, reason="no compiler or another processor")
-BOTH = pytest.mark.parametrize("counts_class", [NgramCounts, pytest.param(NativeNgrams, marks=needs_kernel)])
+BOTH = pytest.mark.parametrize("counts_class", [NgramCounts, pytest.param(CNgrams, marks=needs_kernel)])
 
 
 @pytest.fixture(autouse=True)
@@ -140,7 +140,7 @@ def test_sizes_that_the_kernel_cannot_count() -> None:
     kernel = load_kernel()
     assert kernel is not None
     with pytest.raises(ValueError, match="1 to 8 tokens and 1 to 64 successors; got 9 and 3"):
-        NativeNgrams(kernel, 9, 3, 100)
+        CNgrams(kernel, 9, 3, 100)
 
 
 # --- drafts -----------------------------------------------------------------------------------------------------------
@@ -310,7 +310,7 @@ def test_compiled_head_distributions_equal_those_in_torch() -> None:
 
 @needs_kernel
 def test_structs_are_as_large_as_in_the_library_of_ngrams() -> None:
-    library = native._load_library()
+    library = c_kernel._load_library()
     library.few_rows_ngrams_struct_bytes.restype = ctypes.c_int64
     structs = (
         ngram_types.TableStruct,

@@ -1,4 +1,4 @@
-"""Which models and calls the compiled decoder computes, that it gives what the model gives, and what it leaves out."""
+"""Which models and calls the C decoder computes, that it gives what the model gives, and what it leaves out."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 import mmspec
-from mmspec.cpu.native import load_kernel
-from mmspec.targets import native_check
+from mmspec.cpu.c_kernel import load_kernel
+from mmspec.targets import c_check
+from mmspec.targets.c_rounds import CRounds
 from mmspec.targets.hf import HFTarget
 from mmspec.targets.module_scan import scan_modules
-from mmspec.targets.native import NativeRounds
 
 pytestmark = pytest.mark.skipif(load_kernel() is None, reason="no compiler or another processor")
 TEXT = ("llama", "mistral", "qwen3", "gemma2", "gemma3_text")
@@ -39,24 +39,24 @@ HALVES = ("bfloat16", "float16")
 
 @pytest.fixture
 def forwards(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """For every round of a recognised model, whether the compiled decoder computed it."""
+    """For every round of a recognised model, whether the C decoder computed it."""
     done: list[bool] = []
-    original = NativeRounds.score
+    original = CRounds.score
 
-    def spy(self: NativeRounds, *args: Any) -> Any:
+    def spy(self: CRounds, *args: Any) -> Any:
         scored = original(self, *args)
         done.append(scored is not None)
         return scored
 
-    monkeypatch.setattr(NativeRounds, "score", spy)
+    monkeypatch.setattr(CRounds, "score", spy)
     return done
 
 
-def use_native(target: HFTarget) -> None:
+def use_c(target: HFTarget) -> None:
     kernel = load_kernel()
     assert kernel is not None
     target.prefill()
-    target.use_native_rounds(kernel, scan_modules(target.model))
+    target.use_c_rounds(kernel, scan_modules(target.model))
 
 
 @pytest.mark.parametrize("family", [*TEXT, *VISION])
@@ -82,7 +82,7 @@ def test_rounds_equal_those_of_the_model(family: str, forwards: list[bool]) -> N
     results: list[list[Tensor]] = []
     inside(model, inputs, lambda target: (target.prefill(), results.append(decode(target))))
     assert not forwards
-    inside(model, inputs, lambda target: (use_native(target), results.append(decode(target))))
+    inside(model, inputs, lambda target: (use_c(target), results.append(decode(target))))
     assert forwards == [True] * len(trees)
     for mine, want in zip(results[1], results[0], strict=True):
         assert (mine - want).abs().max() <= 1e-5 * want.abs().max()
@@ -107,7 +107,7 @@ def test_windows_and_kinds_of_attention(family: str, changes: Kwargs, forwards: 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("family", ["llama", "qwen3_vl", "gemma3", "smolvlm", "glm4v"])
 def test_in_half_precision_drafts_change_nothing(family: str, dtype: str, forwards: list[bool]) -> None:
-    """In compiled rounds the logits of a node are the same bits in any tree: whatever drafts, tokens and logits are."""
+    """In rounds in C the logits of a node are the same bits in any tree: whatever drafts, tokens and logits are."""
     model = get_model(family, seed=17, dtype=dtype)
     inputs = tiny.build_inputs(model, 5, 2, images=None if family in TEXT else [1, 1], padding="left")
     plain = generate_plain(model, inputs, **OUTPUTS)
@@ -250,14 +250,14 @@ def test_changed_models_are_not_recognised(change: Callable[[PreTrainedModel], A
     inputs = tiny.build_inputs(model, 4, 1)
     undo = change(model)
     try:
-        inside(model, inputs, lambda target: (use_native(target), _assert_is_native(target, False)))
+        inside(model, inputs, lambda target: (use_c(target), _assert_is_c(target, False)))
     finally:
         undo.remove() if hasattr(undo, "remove") else undo()
-    inside(model, inputs, lambda target: (use_native(target), _assert_is_native(target, True)))
+    inside(model, inputs, lambda target: (use_c(target), _assert_is_c(target, True)))
 
 
-def _assert_is_native(target: HFTarget, is_native: bool) -> None:
-    assert (target.rounds is not None) == is_native
+def _assert_is_c(target: HFTarget, is_c: bool) -> None:
+    assert (target.rounds is not None) == is_c
 
 
 @pytest.mark.parametrize(
@@ -268,7 +268,7 @@ def _assert_is_native(target: HFTarget, is_native: bool) -> None:
 def test_other_models_are_not_recognised(family: str, changes: Kwargs) -> None:
     model = get_model(family, **changes)
     inputs = tiny.build_inputs(model, 4, 1)
-    inside(model, inputs, lambda target: (use_native(target), _assert_is_native(target, False)))
+    inside(model, inputs, lambda target: (use_c(target), _assert_is_c(target, False)))
 
 
 @pytest.mark.parametrize("kind", ["embeddings", "query", "logits", "far positions"])
@@ -299,9 +299,9 @@ def test_what_no_trait_describes_is_found_by_the_test(kind: str, monkeypatch: py
     try:
         monkeypatch.setattr(kinds[kind], "forward", forward)
         inputs = tiny.build_inputs(model, 4, 1)
-        inside(model, inputs, lambda target: (use_native(target), _assert_is_native(target, False)))
+        inside(model, inputs, lambda target: (use_c(target), _assert_is_c(target, False)))
         monkeypatch.undo()
-        inside(model, inputs, lambda target: (use_native(target), _assert_is_native(target, True)))
+        inside(model, inputs, lambda target: (use_c(target), _assert_is_c(target, True)))
     finally:
         forward.__globals__["__name__"] = before
 
@@ -310,8 +310,8 @@ def test_a_model_is_tested_once_and_again_after_a_change(monkeypatch: pytest.Mon
     model = tiny.build_model(tiny.ModelSpec(seed=20))
     inputs = tiny.build_inputs(model, 4, 1, images=[0])
     tested: list[bool] = []
-    original = native_check._agreeing
-    monkeypatch.setattr(native_check, "_agreeing", lambda *args: tested.append(True) or original(*args))
+    original = c_check._agreeing
+    monkeypatch.setattr(c_check, "_agreeing", lambda *args: tested.append(True) or original(*args))
     for change, count in ((None, 1), (None, 1), ("weights", 1), ("eps", 2), (None, 2)):
         if change == "weights":
             model.get_decoder().layers[0].mlp.up_proj.weight.data.mul_(2)
@@ -319,10 +319,10 @@ def test_a_model_is_tested_once_and_again_after_a_change(monkeypatch: pytest.Mon
             for module in model.get_decoder().modules():
                 if hasattr(module, "variance_epsilon"):
                     module.variance_epsilon = 1e-3
-        inside(model, inputs, lambda target: (use_native(target), _assert_is_native(target, True)))
+        inside(model, inputs, lambda target: (use_c(target), _assert_is_c(target, True)))
         assert len(tested) == count
     with_image = tiny.build_inputs(model, 4, 1, images=[1])
-    inside(model, with_image, lambda target: (use_native(target), _assert_is_native(target, True)))
+    inside(model, with_image, lambda target: (use_c(target), _assert_is_c(target, True)))
     assert len(tested) == 3
 
 
@@ -330,14 +330,14 @@ def test_autocast_and_wide_batches_run_in_the_model(forwards: list[bool]) -> Non
     model = get_model("llava", seed=14)
 
     def score(target: HFTarget) -> None:
-        use_native(target)
+        use_c(target)
         with torch.autocast("cpu", torch.bfloat16):
             target.score(bush(random.Random(1), [9, 9], 4, [9]))
         target.score(bush(random.Random(1), [9, 9], 64, [9]))
 
     inside(model, tiny.build_inputs(model, 4, 2), score)
     assert forwards == [False, True]
-    inside(model, tiny.build_inputs(model, 4, 3), lambda target: (use_native(target), _score_wide(target)))
+    inside(model, tiny.build_inputs(model, 4, 3), lambda target: (use_c(target), _score_wide(target)))
     assert forwards[2:] == [False]
 
 

@@ -1,8 +1,8 @@
-"""Reads the traits of a model's decoder from its modules, for the compiled decoder.
+"""Reads the traits of a model's decoder from its modules, for the C decoder.
 
 A decoder is a stack of layers of RMSNorm, rotary attention and a gated feed-forward. Its modules are found by the names
 of their parts and told apart by what they compute for random numbers: how a norm uses its weight, which activation it
-is. What is found is a hypothesis, which `mmspec.targets.native_check` tests against the model's own forward.
+is. What is found is a hypothesis, which `mmspec.targets.c_check` tests against the model's own forward.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Rotary:
 
 
 def read_parts(adapter: ModelAdapter, shape: DecoderShape | None = None) -> Iterator[DecoderParts]:
-    """What a model's decoder may be, likeliest first; nothing if it is none that the compiled decoder knows.
+    """What a model's decoder may be, likeliest first; nothing if it is none that the C decoder knows.
 
     Args:
         adapter: of the model.

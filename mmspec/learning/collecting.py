@@ -1,4 +1,4 @@
-"""`RecordedDrafter`: a drafter whose call is recorded for online learning."""
+"""`CollectingDrafter`: a drafter of whose call examples are collected for online learning."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from mmspec.interfaces.round import pass_recordings
 from mmspec.learning.protocols import LearnableDrafter, LearningExample
 
 
-class RecordedDrafter:
-    """The drafter of one call; records its examples and keeps its state until they are read."""
+class CollectingDrafter:
+    """The drafter of one call; collects its examples and keeps its state until they are read."""
 
     def __init__(self, drafter: LearnableDrafter, with_examples: bool = True) -> None:
         """
         Args:
             drafter: what learns.
-            with_examples: as for `LearnableDrafter.start_recording`.
+            with_examples: as for `LearnableDrafter.start_collecting`.
         """
         self.drafter = drafter
         self.with_examples = with_examples
@@ -32,7 +32,7 @@ class RecordedDrafter:
 
     def begin(self, prompt: Prompt) -> Any:
         self._state = self.drafter.begin(prompt)
-        self.drafter.start_recording(self._state, self.with_examples)
+        self.drafter.start_collecting(self._state, self.with_examples)
         return self._state
 
     def use_recordings(self, state: Any, recordings: Recordings) -> None:
@@ -47,4 +47,4 @@ class RecordedDrafter:
     def examples(self) -> Sequence[LearningExample]:
         """The examples of the call, which is over."""
         state, self._state = self._state, None
-        return [] if state is None else self.drafter.recorded_examples(state)
+        return [] if state is None else self.drafter.collected_examples(state)

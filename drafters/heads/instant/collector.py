@@ -1,4 +1,4 @@
-"""Examples for online learning, recorded while a call is decoded."""
+"""Examples for online learning, collected while a call is decoded."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mmspec.drafters.heads.base.recorder import MAX_RECORDED
+from mmspec.drafters.heads.base.collector import MAX_COLLECTED
 from mmspec.learning.protocols import Examples
 
 
-class CallRecorder:
+class CallCollector:
     """What a head read at some positions of a call, and all tokens that the call emitted.
 
     Attributes:
-        inputs: per recorded step, [B, A, S] and the number of valid positions of each row.
-        positions: per recorded step and row, the index into `tokens` of the root at the first of these positions.
+        inputs: per collected step, [B, A, S] and the number of valid positions of each row.
+        positions: per collected step and row, the index into `tokens` of the root at the first of these positions.
         tokens: emitted tokens of each row.
         num_recorded: positions recorded so far.
     """
@@ -34,7 +34,7 @@ class CallRecorder:
             inputs: [B, A, S].
             counts: number of valid positions of each row.
         """
-        if self.num_recorded < MAX_RECORDED:
+        if self.num_recorded < MAX_COLLECTED:
             self.inputs.append((inputs, list(counts)))
             self.positions.append([len(row) for row in self.tokens])
             self.num_recorded += inputs.shape[1]

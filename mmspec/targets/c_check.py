@@ -1,4 +1,4 @@
-"""Tests the compiled decoder of a model against the model's own forward, once per state of its modules.
+"""Tests the C decoder of a model against the model's own forward, once per state of its modules.
 
 Both score a small random tree behind the prompt of a call: at the far end of the model's positions and, where layers
 have a window, with one that is shorter than the prompt, so that nothing that depends on either stays unseen. Logits
@@ -17,15 +17,15 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from mmspec.cpu.decoder import MAX_DECODER_ROWS, DecoderInputs, NativeDecoder
-from mmspec.cpu.native import FewRowsKernel
+from mmspec.cpu.c_kernel import CKernel
+from mmspec.cpu.decoder import MAX_DECODER_ROWS, CDecoder, DecoderInputs
 from mmspec.engine.kv_cache import RaggedKVCache
 from mmspec.engine.tree import DraftTree, sanitize
 from mmspec.targets.agreement import equal_logits
 from mmspec.targets.base import ModelAdapter
+from mmspec.targets.c_traits import DecoderParts, Rotary, read_parts
 from mmspec.targets.forward import CallTensors, NodeForward
 from mmspec.targets.guard import describe_rounds
-from mmspec.targets.native_traits import DecoderParts, Rotary, read_parts
 
 PARENTS = (-1, 0, 0, 1, 3, 1)
 """The tree that both score."""
@@ -84,15 +84,15 @@ class NodeCall:
         )
 
 
-def verified_parts(kernel: FewRowsKernel, call: NodeCall) -> DecoderParts | None:
-    """The parts of the model's decoder, if the compiled decoder computes what the model does; else None."""
+def verified_parts(kernel: CKernel, call: NodeCall) -> DecoderParts | None:
+    """The parts of the model's decoder, if the C decoder computes what the model does; else None."""
     adapter = call.adapter
     try:
         old_state, shape = _VERDICTS.get(adapter.model, (None, None))
         if old_state == _state(kernel, call):
             return None if shape is None else next(read_parts(adapter, shape), None)
         if len(_parents(call)) * len(call.kv_cache.seq_lens) > MAX_DECODER_ROWS:
-            return None  # such a call has no compiled rounds anyway
+            return None  # such a call has no rounds in C anyway
         parts = next(_agreeing(kernel, call), None)
     except (AttributeError, TypeError, ValueError, RuntimeError):  # of modules with other parts than are known
         parts = None
@@ -100,7 +100,7 @@ def verified_parts(kernel: FewRowsKernel, call: NodeCall) -> DecoderParts | None
     return parts
 
 
-def _state(kernel: FewRowsKernel, call: NodeCall) -> list[Any]:
+def _state(kernel: CKernel, call: NodeCall) -> list[Any]:
     """What the result of a test depends on."""
     adapter = call.adapter
     inputs = sorted(name for name, value in call.template.items() if value is not None)
@@ -108,7 +108,7 @@ def _state(kernel: FewRowsKernel, call: NodeCall) -> list[Any]:
     return [describe_rounds(adapter), inputs, sorted(call.tensors.token_types), call.has_media, config, kernel.level]
 
 
-def _agreeing(kernel: FewRowsKernel, call: NodeCall) -> Iterator[DecoderParts]:
+def _agreeing(kernel: CKernel, call: NodeCall) -> Iterator[DecoderParts]:
     """The readings of the modules that compute what the model does."""
     expected: Tensor | None = None
     adapter = call.adapter
@@ -128,9 +128,9 @@ def _agreeing(kernel: FewRowsKernel, call: NodeCall) -> Iterator[DecoderParts]:
             yield parts
 
 
-def _score(kernel: FewRowsKernel, call: NodeCall, parts: DecoderParts, tree: DraftTree) -> Tensor | None:
-    """Logits of the compiled decoder."""
-    decoder = NativeDecoder(kernel, parts.shape, parts.layers, parts.ends, parts.rotaries)
+def _score(kernel: CKernel, call: NodeCall, parts: DecoderParts, tree: DraftTree) -> Tensor | None:
+    """Logits of the C decoder."""
+    decoder = CDecoder(kernel, parts.shape, parts.layers, parts.ends, parts.rotaries)
     caches = call.kv_cache.common_buffers()
     if caches is None:
         return None

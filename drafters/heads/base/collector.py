@@ -1,4 +1,4 @@
-"""Whole sequences of a call, prompt and output, recorded for online learning."""
+"""Whole sequences of a call, prompt and output, collected for online learning."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor
 from mmspec.drafters.training.batch import TrainBatch
 from mmspec.interfaces import Prompt, SharedEmbeddings
 
-MAX_RECORDED = 4096
-"""Positions per row that are recorded of a call."""
+MAX_COLLECTED = 4096
+"""Positions per row that are collected of a call."""
 
 
-class SequenceRecorder:
+class SequenceCollector:
     """What a head reads at all positions of a call, and all tokens that the call emitted.
 
-    A call of more positions than `MAX_RECORDED`, prompt included, has no sequences.
+    A call of more positions than `MAX_COLLECTED`, prompt included, has no sequences.
 
     Attributes:
         tokens: emitted tokens of each row.
@@ -40,7 +40,7 @@ class SequenceRecorder:
     @property
     def is_too_long(self) -> bool:
         """Whether it has outgrown the limit."""
-        return self._length > MAX_RECORDED
+        return self._length > MAX_COLLECTED
 
     def add(self, emitted_ids: Sequence[Sequence[int]], hidden_states: Tensor | None) -> None:
         """Record the tokens of a round.

@@ -25,11 +25,11 @@ from recorded_rounds import (
     build_model,
     counted_rounds,
     fails_later,
-    fused_only,
     generate,
     is_whole,
     patched,
     recording,
+    whole_only,
     wrong,
 )
 from torch import Tensor
@@ -38,7 +38,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import mmspec
 from mmspec.control.tree_size import TreeSizeController
-from mmspec.drafters.heads.base import c_draft as native
+from mmspec.drafters.heads.base import c_draft
 from mmspec.drafters.heads.eagle.drafter import EagleDrafter
 from mmspec.engine import round as engine_round
 from mmspec.engine.graph import Recorder, StaticFunction, record_nothing, record_trace
@@ -76,8 +76,8 @@ FUSABLE_OPTIONS = {
 
 @pytest.fixture(autouse=True)
 def without_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU: heads, checks of trees and accepted paths do not run in compiled C."""
-    monkeypatch.setattr(native, "active_kernel", lambda: None)
+    """As on a GPU: heads, checks of trees and accepted paths do not run in C."""
+    monkeypatch.setattr(c_draft, "active_kernel", lambda: None)
     monkeypatch.setattr("mmspec.engine.tree.compiled_sanitize", lambda *args: None)
     monkeypatch.setattr("mmspec.engine.verify.compiled_accept_path", lambda *args: None)
 
@@ -132,8 +132,8 @@ def check_calls(
 )
 def test_a_recorded_round_replayed_on_other_prompts(kind: str, batch: int, sampled: bool) -> None:
     """Recorded in the first round of all and replayed since: a value that became a constant would be wrong."""
-    counting = check_calls(kind, batch, sampled, fused_only(record_trace))
-    assert counting.fused_recordings == 1 and counting.fused_replays > 20
+    counting = check_calls(kind, batch, sampled, whole_only(record_trace))
+    assert counting.whole_recordings == 1 and counting.whole_replays > 20
     assert not counting.draft_recordings, "no draft outside of whole rounds"
 
 
@@ -145,7 +145,7 @@ def test_a_recorded_round_replayed_on_other_prompts(kind: str, batch: int, sampl
     ],
 )
 def test_drafts_equal_those_recorded_alone(kind: str) -> None:
-    assert check_calls(kind, 3, sampled=True).fused_replays > 20
+    assert check_calls(kind, 3, sampled=True).whole_replays > 20
 
 
 @pytest.mark.parametrize(
@@ -158,14 +158,14 @@ def test_drafts_equal_those_recorded_alone(kind: str) -> None:
     ],
 )
 def test_sampling_options(options: dict[str, Any]) -> None:
-    assert check_calls("chained", 2, True, **options).fused_replays > 20
+    assert check_calls("chained", 2, True, **options).whole_replays > 20
 
 
 @pytest.mark.parametrize("batch", [1, 3])
 def test_a_repetition_penalty_replayed_on_other_prompts(batch: int) -> None:
     """It reads the prompt, without the pads of each row, what was emitted, and the path to each node."""
-    counting = check_calls("decoupled", batch, False, fused_only(record_trace), repetition_penalty=1.5)
-    assert counting.fused_recordings == 1 and counting.fused_replays > 20
+    counting = check_calls("decoupled", batch, False, whole_only(record_trace), repetition_penalty=1.5)
+    assert counting.whole_recordings == 1 and counting.whole_replays > 20
 
 
 def test_other_options_are_other_recordings() -> None:
@@ -176,7 +176,7 @@ def test_other_options_are_other_recordings() -> None:
     with recording(record_nothing) as counting, patched(model, build_drafter("leaning-decoupled"), tree_size=8):
         for option, expected in zip(options, plain, strict=True):
             assert torch.equal(generate(model, inputs, True, **option), expected)
-    assert counting.fused_recordings == 3
+    assert counting.whole_recordings == 3
 
 
 @pytest.mark.parametrize("sampled", [False, True])
@@ -188,13 +188,13 @@ def test_rows_that_end(sampled: bool, num_ends: int) -> None:
     free = generate(model, inputs, sampled)[:, inputs["input_ids"].shape[1] :]
     ends = [sorted({int(free[row, 4 + 3 * row + turn]) for row in range(num_ends)}) for turn in range(3)]
     plain = [generate(model, inputs, sampled, eos_token_id=ids) for ids in ends]
-    with recording(fused_only(record_trace if sampled and num_ends > 1 else record_nothing)) as counting:
+    with recording(whole_only(record_trace if sampled and num_ends > 1 else record_nothing)) as counting:
         drafter = build_drafter("leaning-decoupled")
         with patched(model, drafter, tree_size=8):
             for ids, expected in zip(ends, plain, strict=True):
                 assert torch.equal(generate(model, inputs, sampled, eos_token_id=ids), expected)
-    assert counting.fused_replays > 8
-    assert counting.fused_recordings <= len({len(ids) for ids in ends})
+    assert counting.whole_replays > 8
+    assert counting.whole_recordings <= len({len(ids) for ids in ends})
     assert any(bool((ids[:, -1] == model.generation_config.pad_token_id).any()) for ids in plain), "no row has ended"
 
 
@@ -218,7 +218,7 @@ def test_fuzz() -> None:
             warnings.simplefilter("ignore")
             result = fuzz.run_case(replace(case, spec=replace(case.spec, window=0)))
         assert not result.differences, result.report()
-        num_replays += counting.fused_replays
+        num_replays += counting.whole_replays
     assert num_replays > 30
 
 
@@ -234,13 +234,13 @@ def test_the_controller_chooses_before_the_draft(monkeypatch: pytest.MonkeyPatch
                 assert torch.equal(generate(model, inputs, True), expected)
         return counting
 
-    assert run().fused_replays == 0
+    assert run().whole_replays == 0
     monkeypatch.setattr("mmspec.control.tree_size.DEVICES_WITH_SCORES", frozenset())
     sizes = itertools.cycle((8, 4, 1))
     monkeypatch.setattr(TreeSizeController, "_best_size", lambda *args: next(sizes))
     monkeypatch.setattr(TreeSizeController, "should_draft", True)
     counting = run()
-    assert counting.fused_replays > 10 and counting.fused_recordings >= 2
+    assert counting.whole_replays > 10 and counting.whole_recordings >= 2
 
 
 @pytest.mark.parametrize("sampled", [False, True])
@@ -255,7 +255,7 @@ def test_within_inference_mode(sampled: bool, monkeypatch: pytest.MonkeyPatch) -
             for inputs, expected in zip(prompts, plain, strict=True):
                 with mode():
                     assert torch.equal(generate(model, inputs, sampled, repetition_penalty=1.1), expected)
-        assert counting.fused_recordings == 1 and counting.fused_replays > 40
+        assert counting.whole_recordings == 1 and counting.whole_replays > 40
 
 
 def test_nothing_remains_of_the_last_call() -> None:
@@ -273,7 +273,7 @@ def test_nothing_remains_of_the_last_call() -> None:
             tensors.named["keys_values"].fill_(torch.nan)
             for tensor in lane.recordings._fixed.values():
                 tensor.zero_()
-    assert counting.fused_recordings == 1 and counting.fused_replays > 20
+    assert counting.whole_recordings == 1 and counting.whole_replays > 20
 
 
 # --- planted bugs -----------------------------------------------------------------------------------------------------
@@ -408,10 +408,10 @@ def test_calls_in_parts() -> None:
             assert all(map(torch.equal, found.scores, plain_scores.scores)) or len(found.scores) == 20
         with patched(model, users, tree_size=8):
             assert torch.equal(generate(model, inputs, True), free)
-        assert not counting.fused_replays
+        assert not counting.whole_replays
         with patched(model, drafter, tree_size=8):
             assert torch.equal(generate(model, inputs, True), free)
-        assert counting.fused_replays > 10
+        assert counting.whole_replays > 10
 
 
 def test_user_code_between_rounds() -> None:
@@ -424,7 +424,7 @@ def test_user_code_between_rounds() -> None:
     with recording(record_nothing) as counting, patched(model, build_drafter("leaning-decoupled"), tree_size=8):
         found = generate(model, inputs, True, streamer=ours, stopping_criteria=[UsersCriterion(length)])
     assert torch.equal(found, expected) and ours.puts == plain.puts and expected.shape[1] == length + 20
-    assert counting.fused_replays > 5
+    assert counting.whole_replays > 5
 
 
 def test_rows_whose_padding_is_returned() -> None:
@@ -439,7 +439,7 @@ def test_rows_whose_padding_is_returned() -> None:
     assert torch.equal(found.sequences, plain.sequences)
     for ours, theirs in zip(found.past_key_values.layers, plain.past_key_values.layers, strict=True):
         torch.testing.assert_close(ours.keys, theirs.keys, rtol=1e-4, atol=1e-4)
-    assert counting.fused_replays > 0 and counting.draft_replays > 0
+    assert counting.whole_replays > 0 and counting.draft_replays > 0
 
 
 def test_compiled_recordings_stay_in_parts() -> None:
@@ -481,13 +481,13 @@ def test_a_failure_costs_speed_only(recorder: Recorder, caplog: pytest.LogCaptur
     expected = generate(model, inputs, True)
     drafter = build_drafter("leaning-decoupled")
     with (
-        recording(fused_only(recorder)) as counting,
+        recording(whole_only(recorder)) as counting,
         patched(model, drafter, tree_size=8),
         caplog.at_level(logging.WARNING),
     ):
         for _ in range(3):
             assert torch.equal(generate(model, inputs, True), expected)
-    assert counting.fused_recordings == 1, "not tried again"
+    assert counting.whole_recordings == 1, "not tried again"
     assert counting.draft_replays > 20 and counting.replays > 20
     assert len([record for record in caplog.records if "in parts" in record.message]) == 1
 
@@ -510,7 +510,7 @@ def test_nan_at_a_draft(caplog: pytest.LogCaptureFixture) -> None:
         caplog.at_level(logging.WARNING),
     ):
         assert torch.equal(generate(model, inputs, True), expected)
-    assert counting.fused_replays > 3
+    assert counting.whole_replays > 3
     assert len([record for record in caplog.records if "decoded without drafts" in record.message]) == 1
 
 
@@ -518,7 +518,7 @@ def test_nan_at_a_draft(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @contextmanager
-def fused_runs() -> Iterator[list[tuple[StaticFunction, list[Tensor], int]]]:
+def whole_runs() -> Iterator[list[tuple[StaticFunction, list[Tensor], int]]]:
     """Context that collects (function, tensors, number of inputs) of whole rounds."""
     found: list[tuple[StaticFunction, list[Tensor], int]] = []
     run = Recordings.run
@@ -539,7 +539,7 @@ def test_a_round_on_the_meta_device_reads_and_makes_nothing(kind: str, sampled: 
     model, drafter = build_model(), build_drafter(f"leaning-{kind}")
     options: dict[str, Any] = {"repetition_penalty": 1.2}
     options |= {"temperature": 0.9, "top_k": 20, "top_p": 0.9, "min_p": 0.01} if sampled else {}
-    with recording(record_nothing), patched(model, drafter, tree_size=8), fused_runs() as runs:
+    with recording(record_nothing), patched(model, drafter, tree_size=8), whole_runs() as runs:
         generate(model, build_inputs(model, 0, 2), sampled, max_new_tokens=5, eos_token_id=[1, 2], **options)
     model.to("meta")
     drafter.head.to("meta")

@@ -1,7 +1,7 @@
-"""The forwards over tree nodes of one call in compiled code, for models whose decoder it knows.
+"""The forwards over tree nodes of one call in C, for models whose decoder it knows.
 
-Which decoders those are is read from a model's modules (`mmspec.targets.native_traits`) and tested against its own
-forward (`mmspec.targets.native_check`). Whatever differs (hooks, adapters, quantised layers, experts) runs in the
+Which decoders those are is read from a model's modules (`mmspec.targets.c_traits`) and tested against its own
+forward (`mmspec.targets.c_check`). Whatever differs (hooks, adapters, quantised layers, experts) runs in the
 model's own forward, as do prompts.
 """
 
@@ -12,17 +12,17 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from mmspec.cpu.c_kernel import CKernel
 from mmspec.cpu.copies import WeightCopies
-from mmspec.cpu.decoder import NativeDecoder
-from mmspec.cpu.native import FewRowsKernel
+from mmspec.cpu.decoder import CDecoder
 from mmspec.cpu.weights import Weight
 from mmspec.engine.kv_cache import RaggedKVCache
 from mmspec.engine.tree import DraftTree
 from mmspec.engine.tree_cache import CACHE_ARGUMENT
+from mmspec.targets.c_check import NodeCall, verified_parts
+from mmspec.targets.c_traits import DecoderParts
 from mmspec.targets.guard import ModelGuard, unknown_code
 from mmspec.targets.module_scan import ModuleScan
-from mmspec.targets.native_check import NodeCall, verified_parts
-from mmspec.targets.native_traits import DecoderParts
 
 IGNORED_INPUTS = frozenset((CACHE_ARGUMENT, "use_cache", "logits_to_keep", "return_dict", "image_sizes"))
 """Inputs of a round that do not change what such a forward computes."""
@@ -32,16 +32,16 @@ WEIGHT_COPIES = WeightCopies()
 """Of the weights of all models of this process."""
 
 
-class NativeRounds:
-    """The forwards over tree nodes of one call, by a `NativeDecoder`.
+class CRounds:
+    """The forwards over tree nodes of one call, by a `CDecoder`.
 
     Attributes:
-        decoder: the compiled decoder.
+        decoder: the C decoder.
     """
 
     def __init__(
         self,
-        decoder: NativeDecoder,
+        decoder: CDecoder,
         parts: DecoderParts,
         call: NodeCall,
         guard: ModelGuard | None = None,
@@ -81,26 +81,24 @@ class NativeRounds:
         scored = self.decoder.forward(self._call.inputs(tree, caches), hidden_state_indices)
         return None if scored is None else (self._parts.finish_logits(scored[0]), scored[1])
 
-    def with_matrices(self, convert: Callable[[Weight], Weight]) -> NativeRounds | None:
-        """The same with other matrices (`NativeDecoder.with_matrices`); None if they do not fit."""
+    def with_matrices(self, convert: Callable[[Weight], Weight]) -> CRounds | None:
+        """The same with other matrices (`CDecoder.with_matrices`); None if they do not fit."""
         try:
             decoder = self.decoder.with_matrices(convert)
         except ValueError:
             return None
-        return NativeRounds(decoder, self._parts, self._call, self._guard, self._layers)
+        return CRounds(decoder, self._parts, self._call, self._guard, self._layers)
 
-    def restrict(self, layers: Sequence[int]) -> NativeRounds:
+    def restrict(self, layers: Sequence[int]) -> CRounds:
         """The same with these decoder layers of the model only."""
-        return NativeRounds(self.decoder.restrict(layers), self._parts, self._call, self._guard, layers)
+        return CRounds(self.decoder.restrict(layers), self._parts, self._call, self._guard, layers)
 
 
-def native_rounds(
-    kernel: FewRowsKernel, call: NodeCall, modules: ModuleScan, runs_user_code: bool
-) -> NativeRounds | None:
-    """The compiled forwards of a call; None if the model or the call is not for them.
+def c_rounds(kernel: CKernel, call: NodeCall, modules: ModuleScan, runs_user_code: bool) -> CRounds | None:
+    """The forwards in C of a call; None if the model or the call is not for them.
 
     Args:
-        kernel: the compiled kernel.
+        kernel: the C kernel.
         call: the call, after its prefill.
         modules: result of the scan over the model's modules.
         runs_user_code: user code runs during the call.
@@ -113,8 +111,8 @@ def native_rounds(
         return None
     try:
         copies = None if runs_user_code else WEIGHT_COPIES
-        decoder = NativeDecoder(kernel, parts.shape, parts.layers, parts.ends, parts.rotaries, copies)
+        decoder = CDecoder(kernel, parts.shape, parts.layers, parts.ends, parts.rotaries, copies)
     except ValueError:  # weights of other types, devices or shapes
         return None
     guard = ModelGuard(call.adapter, weights=False) if runs_user_code else None  # C sees where weights lie
-    return NativeRounds(decoder, parts, call, guard)
+    return CRounds(decoder, parts, call, guard)

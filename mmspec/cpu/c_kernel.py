@@ -1,4 +1,4 @@
-"""The compiled kernels for few rows: built at first use, cached, called on the memory of tensors.
+"""The C kernels for few rows: built at first use, cached, called on the memory of tensors.
 
 `few_rows.c` (linear layers, stacks of decoder layers, draft heads) needs a C compiler (`CC`, else cc, gcc or clang) and
 a few seconds. The library runs on every x86-64 processor and chooses among AVX2 and AVX-512 when it is called, so that
@@ -34,7 +34,7 @@ logger = logging.getLogger("mmspec")
 
 CHUNK_ROWS = 16
 """`CHUNK_ROWS` of few_rows.c."""
-MAX_NATIVE_ROWS = 32
+MAX_C_ROWS = 32
 """`MAX_ROWS` of few_rows.c."""
 SOURCES = {path.name: path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.[ch]"))}
 """Read together with the Python code that declares their structs, so that neither is of another version."""
@@ -58,7 +58,7 @@ class UntrustedFolderError(KernelUnavailableError):
     """The kernel is not loaded from a folder that others can write; the message has the command that mends it."""
 
 
-class FewRowsKernel:
+class CKernel:
     """Linear layers of 1 to 32 rows on a CPU, in float32, bfloat16 or float16.
 
     A row of the result does not depend on the other rows of the call, nor on the number of threads. Thread-safe.
@@ -125,7 +125,7 @@ class FewRowsKernel:
         if not in_features or shape[-1] != in_features or type(rows) is not Tensor or not is_block(rows):
             return None
         num_rows = rows.numel() // in_features
-        if not (0 < num_rows <= MAX_NATIVE_ROWS and (isinstance(weight, QuantisedWeight) or is_block(weight))):
+        if not (0 < num_rows <= MAX_C_ROWS and (isinstance(weight, QuantisedWeight) or is_block(weight))):
             return None
         bias_pointer = None
         if bias is not None:
@@ -188,18 +188,18 @@ class FewRowsKernel:
 
 
 @cache
-def load_kernel() -> FewRowsKernel | None:
+def load_kernel() -> CKernel | None:
     """The kernel, built if necessary; None where it cannot be had, with one log line. The same result in every call."""
     try:
         with _BUILD_LOCK:
-            kernel = FewRowsKernel(_load_library())
+            kernel = CKernel(_load_library())
         _check(kernel)
     except UntrustedFolderError as error:  # the only cause that one command of the user removes
-        logger.warning("mmspec: the compiled kernels stay off, which is slower: %s", error)
+        logger.warning("mmspec: the C kernels stay off, which is slower: %s", error)
         return None
     except (RuntimeError, OSError, AttributeError, ValueError, subprocess.SubprocessError) as error:
         # RuntimeError and ValueError besides our own: no home folder, a variable CC with an open quote.
-        logger.info("linear layers run without the compiled kernel: %s", error)
+        logger.info("linear layers run without the C kernel: %s", error)
         return None
     return kernel
 
@@ -310,7 +310,7 @@ def _check_structs(library: ctypes.CDLL) -> None:
             )
 
 
-def _check(kernel: FewRowsKernel) -> None:
+def _check(kernel: CKernel) -> None:
     """Compare a product with torch's, so that a miscompiled library is never used."""
     numbers = torch.arange(37 * 100, dtype=torch.float32, device="cpu").mul_(0.37).sin_().view(37, 100)
     rows, bias = numbers[:7].flip(0).contiguous(), numbers[:, 0].contiguous()

@@ -1,4 +1,4 @@
-"""The compiled kernel of few rows: accuracy, independence of the rows, what it refuses, every way a build can fail."""
+"""The C kernel of few rows: accuracy, independence of the rows, what it refuses, every way a build can fail."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mmspec.cpu import native
-from mmspec.cpu.kernel_timing import NATIVE, KernelTiming
+from mmspec.cpu import c_kernel
+from mmspec.cpu.c_kernel import MAX_C_ROWS, CKernel, load_kernel
+from mmspec.cpu.kernel_timing import IN_C, KernelTiming
 from mmspec.cpu.linear import LinearAutotuner, use_fast_linears
-from mmspec.cpu.native import MAX_NATIVE_ROWS, FewRowsKernel, load_kernel
 
 needs_kernel = pytest.mark.skipif(load_kernel() is None, reason="no compiler or another processor")
 SHAPES = [(1, 1), (3, 7), (5, 16), (37, 100), (64, 384), (30, 1029), (18, 1536)]
 
 
 @pytest.fixture(params=[1, 2], ids=["avx2", "avx512"])
-def kernel(request: pytest.FixtureRequest) -> FewRowsKernel:
+def kernel(request: pytest.FixtureRequest) -> CKernel:
     """The kernel for each instruction set that this processor has."""
     try:
-        return FewRowsKernel(native._load_library(), request.param)
-    except native.KernelUnavailableError as error:
+        return CKernel(c_kernel._load_library(), request.param)
+    except c_kernel.KernelUnavailableError as error:
         pytest.skip(str(error))
 
 
@@ -45,7 +45,7 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def product(kernel: FewRowsKernel, weight: Tensor, bias: Tensor | None, rows: Tensor) -> Tensor:
+def product(kernel: CKernel, weight: Tensor, bias: Tensor | None, rows: Tensor) -> Tensor:
     got = kernel.linear(weight, bias, rows)
     assert got is not None
     return got
@@ -56,7 +56,7 @@ def product(kernel: FewRowsKernel, weight: Tensor, bias: Tensor | None, rows: Te
 
 @needs_kernel
 @pytest.mark.parametrize(("out_features", "in_features"), SHAPES)
-def test_products_equal_those_of_float64(kernel: FewRowsKernel, out_features: int, in_features: int) -> None:
+def test_products_equal_those_of_float64(kernel: CKernel, out_features: int, in_features: int) -> None:
     weight, bias = normal(out_features, in_features), normal(out_features, seed=1)
     for num_rows in (1, 2, 3, 4, 5, 6, 7, 8, 12, 13, 16, 17, 31, 32):
         rows = normal(num_rows, in_features, seed=2)
@@ -67,7 +67,7 @@ def test_products_equal_those_of_float64(kernel: FewRowsKernel, out_features: in
 
 @needs_kernel
 @pytest.mark.parametrize("in_features", [384, 1024, 4096])
-def test_errors_are_no_larger_than_those_of_torch(kernel: FewRowsKernel, in_features: int) -> None:
+def test_errors_are_no_larger_than_those_of_torch(kernel: CKernel, in_features: int) -> None:
     weight, rows = normal(256, in_features), normal(8, in_features, seed=1)
     exact = functional.linear(rows.double(), weight.double())
     ours = (product(kernel, weight, None, rows) - exact).square().mean()
@@ -76,12 +76,12 @@ def test_errors_are_no_larger_than_those_of_torch(kernel: FewRowsKernel, in_feat
 
 @needs_kernel
 @pytest.mark.parametrize(("out_features", "in_features"), SHAPES)
-def test_a_row_does_not_depend_on_the_others(kernel: FewRowsKernel, out_features: int, in_features: int) -> None:
+def test_a_row_does_not_depend_on_the_others(kernel: CKernel, out_features: int, in_features: int) -> None:
     """Bit for bit, so that a node of a tree is scored as if it were alone."""
     weight, bias = normal(out_features, in_features), normal(out_features, seed=1)
-    rows = normal(MAX_NATIVE_ROWS, in_features, seed=2)
+    rows = normal(MAX_C_ROWS, in_features, seed=2)
     alone = torch.cat([product(kernel, weight, bias, row[None]) for row in rows])
-    for num_rows in range(2, MAX_NATIVE_ROWS + 1):
+    for num_rows in range(2, MAX_C_ROWS + 1):
         assert torch.equal(product(kernel, weight, bias, rows[:num_rows]), alone[:num_rows]), num_rows
     part = product(kernel, weight[1:].contiguous(), bias[1:].contiguous(), rows) if out_features > 1 else alone[:, 1:]
     assert torch.equal(part, alone[:, 1:]), "nor on the place in the result"
@@ -91,13 +91,13 @@ def test_a_row_does_not_depend_on_the_others(kernel: FewRowsKernel, out_features
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("out_features", "in_features"), SHAPES)
 def test_a_narrow_weight_gives_the_bits_of_the_widened_one(
-    kernel: FewRowsKernel, out_features: int, in_features: int, dtype: torch.dtype
+    kernel: CKernel, out_features: int, in_features: int, dtype: torch.dtype
 ) -> None:
     """With rows of float32; with rows of its own type the sums are rounded once."""
     weight, bias = normal(out_features, in_features).to(dtype), normal(out_features, seed=1).to(dtype)
-    rows = normal(MAX_NATIVE_ROWS, in_features, seed=2).to(dtype)
+    rows = normal(MAX_C_ROWS, in_features, seed=2).to(dtype)
     rows[-1, -1] = torch.nan
-    for num_rows in (1, 2, 3, 5, 8, 16, MAX_NATIVE_ROWS):
+    for num_rows in (1, 2, 3, 5, 8, 16, MAX_C_ROWS):
         some = rows[-num_rows:].contiguous()
         wide = product(kernel, weight.float(), bias.float(), some.float())
         mixed = product(kernel, weight, bias.float(), some.float())
@@ -123,7 +123,7 @@ def test_rounding_as_torch_rounds(dtype: torch.dtype) -> None:
 
 
 @needs_kernel
-def test_results_do_not_depend_on_the_number_of_threads(kernel: FewRowsKernel, num_threads: None) -> None:
+def test_results_do_not_depend_on_the_number_of_threads(kernel: CKernel, num_threads: None) -> None:
     weight, rows = normal(1000, 384), normal(5, 384, seed=1)
     results = []
     for count in (1, 2, 3):
@@ -133,7 +133,7 @@ def test_results_do_not_depend_on_the_number_of_threads(kernel: FewRowsKernel, n
 
 
 @needs_kernel
-def test_shapes_and_non_finite_numbers(kernel: FewRowsKernel) -> None:
+def test_shapes_and_non_finite_numbers(kernel: CKernel) -> None:
     weight, rows = normal(6, 20), normal(2, 3, 20)
     assert product(kernel, weight, None, rows).shape == (2, 3, 6)
     assert product(kernel, weight, None, rows[0, 0]).shape == (6,)
@@ -147,7 +147,7 @@ def test_what_the_kernel_refuses() -> None:
     kernel, weight, rows = load_kernel(), normal(6, 20), normal(4, 20)
     assert kernel is not None and kernel.linear(weight, None, rows) is not None
     refused: list[tuple[Tensor, Tensor | None, Tensor]] = [
-        (weight, None, normal(MAX_NATIVE_ROWS + 1, 20)),
+        (weight, None, normal(MAX_C_ROWS + 1, 20)),
         (weight, None, normal(0, 20)),
         (weight, None, normal(4, 10)),
         (weight.double(), None, rows.double()),
@@ -183,15 +183,15 @@ def test_deterministic_layers_compute_rows_as_if_alone_and_see_edits() -> None:
 @needs_kernel
 def test_the_kernel_is_a_candidate_up_to_its_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, autotuner, without = nn.Linear(16, 8), LinearAutotuner(), LinearAutotuner()
-    without.allow_native = False
+    without.allow_c = False
     with torch.no_grad():
         for tuner in (autotuner, without):
             with use_fast_linears(tuner, [layer]):
-                layer(normal(MAX_NATIVE_ROWS, 16))
-                layer(normal(MAX_NATIVE_ROWS + 1, 16))
-    assert [NATIVE in timing.kernels for timing in autotuner.timings.values()] == [True, False]
-    assert [NATIVE in timing.kernels for timing in without.timings.values()] == [False, False]
-    monkeypatch.setattr(KernelTiming, "next_kernel", lambda self: NATIVE)
+                layer(normal(MAX_C_ROWS, 16))
+                layer(normal(MAX_C_ROWS + 1, 16))
+    assert [IN_C in timing.kernels for timing in autotuner.timings.values()] == [True, False]
+    assert [IN_C in timing.kernels for timing in without.timings.values()] == [False, False]
+    monkeypatch.setattr(KernelTiming, "next_kernel", lambda self: IN_C)
     with torch.no_grad(), use_fast_linears(LinearAutotuner(), [layer]):
         rows = normal(16, 4).t()  # refused by the kernel: torch computes
         assert torch.equal(layer(rows), functional.linear(rows, layer.weight, layer.bias))
@@ -208,7 +208,7 @@ def cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path / "cache" / "mmspec"
 
 
-def load(caplog: pytest.LogCaptureFixture) -> tuple[FewRowsKernel | None, list[str]]:
+def load(caplog: pytest.LogCaptureFixture) -> tuple[CKernel | None, list[str]]:
     """A fresh `load_kernel`, and its log lines."""
     caplog.clear()
     with caplog.at_level(logging.INFO, "mmspec"):
@@ -230,8 +230,8 @@ def test_a_library_is_built_once_and_a_damaged_one_is_replaced(
     cache_folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     builds: list[Path] = []
-    original = native._build
-    monkeypatch.setattr(native, "_build", lambda command, file: (builds.append(file), original(command, file)))
+    original = c_kernel._build
+    monkeypatch.setattr(c_kernel, "_build", lambda command, file: (builds.append(file), original(command, file)))
     assert load(caplog)[0] is not None and load(caplog)[0] is not None and len(builds) == 1
     (file,) = cache_folder.iterdir()
     contents = file.read_bytes()
@@ -245,7 +245,7 @@ def test_a_library_is_built_once_and_a_damaged_one_is_replaced(
 
 @needs_kernel
 def test_processes_that_build_at_once(cache_folder: Path) -> None:
-    script = "from mmspec.cpu.native import load_kernel; print(load_kernel().level)"
+    script = "from mmspec.cpu.c_kernel import load_kernel; print(load_kernel().level)"
     started = [
         subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, env=os.environ.copy())
         for _ in range(2)
@@ -273,7 +273,7 @@ def test_a_compiler_that_fails(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(native, "BUILD_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(c_kernel, "BUILD_TIMEOUT_S", 1.0)
     monkeypatch.setenv("CC", compiler(tmp_path, script) if script else "no-such-compiler")
     kernel, lines = load(caplog)
     assert kernel is None and len(lines) == 1 and message in lines[0]
@@ -291,7 +291,7 @@ def test_settings_that_cannot_be_read(caplog: pytest.LogCaptureFixture, monkeypa
     def no_home() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
-    monkeypatch.setattr(native.Path, "home", no_home)
+    monkeypatch.setattr(c_kernel.Path, "home", no_home)
     kernel, lines = load(caplog)
     assert kernel is None and len(lines) == 1
 
@@ -310,7 +310,7 @@ def test_a_cache_folder_that_cannot_be_used(
     def full(file: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(native, "atomic_write", full)
+    monkeypatch.setattr(c_kernel, "atomic_write", full)
     kernel, lines = load(caplog)
     assert kernel is None and len(lines) == 1 and "No space left" in lines[0]
     cache_folder.rmdir()
@@ -323,23 +323,23 @@ def test_a_cache_folder_that_cannot_be_used(
 def test_a_library_with_wrong_results_or_functions_is_not_used(
     cache_folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(native, "_load_library", lambda: ctypes.CDLL(None))
+    monkeypatch.setattr(c_kernel, "_load_library", lambda: ctypes.CDLL(None))
     kernel, lines = load(caplog)
     assert kernel is None and len(lines) == 1 and "few_rows_level" in lines[0]
     monkeypatch.undo()
-    monkeypatch.setattr(FewRowsKernel, "linear", lambda self, weight, bias, rows: rows.new_zeros(len(rows), 37))
+    monkeypatch.setattr(CKernel, "linear", lambda self, weight, bias, rows: rows.new_zeros(len(rows), 37))
     kernel, lines = load(caplog)
     assert kernel is None and len(lines) == 1 and "differs" in lines[0]
 
 
 def test_other_processors_and_runtimes(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native.platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr(c_kernel.platform, "machine", lambda: "aarch64")
     kernel, lines = load(caplog)
     assert kernel is None and "aarch64" in lines[0]
     monkeypatch.undo()
-    monkeypatch.setattr(native.ctypes, "CDLL", lambda name: object())
-    with pytest.raises(native.KernelUnavailableError, match="GOMP_parallel"):
-        native._openmp_entries()
+    monkeypatch.setattr(c_kernel.ctypes, "CDLL", lambda name: object())
+    with pytest.raises(c_kernel.KernelUnavailableError, match="GOMP_parallel"):
+        c_kernel._openmp_entries()
 
 
 def test_layers_compute_without_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
