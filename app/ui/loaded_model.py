@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,11 +32,13 @@ class LoadedModel:
         name: as offered by `ModelStore`.
         model: patched with the drafter "none"; each run passes its own drafter.
         processor: of the model.
+        folders: {name: path} of models and drafters that are folders.
     """
 
     name: str
     model: Any
     processor: Any
+    folders: Mapping[str, str] = field(default_factory=dict)
     _drafters: dict[str, Drafter] = field(default_factory=dict)
 
     @property
@@ -54,7 +57,7 @@ class LoadedModel:
             tokenizer = getattr(self.processor, "tokenizer", None)
             adapter = self.model.__dict__["_mmspec"].adapter
             try:
-                self._drafters[name] = resolve_drafter(name, adapter, tokenizer)
+                self._drafters[name] = resolve_drafter(self.folders.get(name, name), adapter, tokenizer)
             except (OSError, TypeError, ValueError) as error:
                 raise UsageError(f"Drafter {Path(name).name}: {one_line(error, 200)}") from error
         drafter = self._drafters[name]
@@ -89,13 +92,14 @@ class LoadedModel:
             self.model.generate(**inputs, **captioner.generation_kwargs())
 
 
-def load_patched_model(name: str, dtype: str, device: str) -> LoadedModel:
-    """Load, patch and warm up a model.
+def load_patched_model(name: str, dtype: str, device: str, folders: Mapping[str, str] | None = None) -> LoadedModel:
+    """Load, patch and warm up a model; of one that is a folder, `folders` has the path.
 
     Raises:
         UsageError: it cannot be loaded, or its family is not supported.
     """
-    loaded = LoadedModel(name, *load_model(name, dtype, device))
+    folders = folders or {}
+    loaded = LoadedModel(name, *load_model(folders.get(name, name), dtype, device), folders)
     try:
         mmspec.patch(loaded.model, "none", processor=loaded.processor)
     except (TypeError, ValueError) as error:

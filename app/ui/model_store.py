@@ -7,6 +7,7 @@ command line is never opened. Torch and transformers are imported with the first
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,10 +65,11 @@ class ModelStore:
         The other built-in models are offered beside a built-in one, and not beside a model of the user's: a page could
         only have it loaded again.
         """
-        builtin = [SCENES_MODEL, *SIZES]
+        builtin, drafters = [SCENES_MODEL, *SIZES], drafter_names()
         self.is_builtin = model in builtin
-        self.model_names = list(dict.fromkeys([model, *builtin])) if self.is_builtin else [model]
-        self.drafter_names = list(dict.fromkeys([drafter, *drafter_names()]))
+        self._folders: dict[str, str] = {}
+        self.model_names = list(dict.fromkeys([model, *builtin])) if self.is_builtin else [self._shown(model, builtin)]
+        self.drafter_names = list(dict.fromkeys([self._shown(drafter, drafters), *drafters]))
         self.dtype, self.device = dtype, device
         self.is_loading = False  # while a model is loaded and warmed up
         self.descriptions: dict[str, str] = {}  # of the models that were loaded
@@ -102,12 +104,21 @@ class ModelStore:
 
                 self._loaded = None  # free the old model first: both may not fit
                 free_device_memory()
-                self._loaded = load_patched_model(name, self.dtype, self.device)
+                self._loaded = load_patched_model(name, self.dtype, self.device, self._folders)
             finally:
                 self.is_loading = False
             self.descriptions[name] = self._loaded.description
             logger.info("mmspec: model %s is ready", name)
         return self._loaded
+
+    def _shown(self, name: str, others: Sequence[str]) -> str:
+        """What a page calls a model or drafter: a folder by its name, for visitors learn no paths of the server."""
+        if name in others or not os.path.isdir(name):
+            return name
+        shown = Path(name).resolve().name
+        shown += " (folder)" * (shown in others)
+        self._folders[shown] = name
+        return shown
 
 
 def _format_names(names: Sequence[str]) -> str:

@@ -54,8 +54,21 @@ def compare(context: Context, image: Image.Image, **settings: object) -> Compari
     return run.run()
 
 
-def test_the_page_of_an_own_model(context: Context) -> None:
+def test_folders_have_the_names_of_folders(folder: Path, tmp_path: Path) -> None:
+    drafter = tmp_path / "hybrid"
+    drafter.mkdir()
+    store = ModelStore(str(folder), str(drafter))
+    assert (
+        store.model_names == ["my-model"]
+        and store.drafter_names[0] == "hybrid (folder)"
+        and "hybrid" in store.drafter_names
+    )
+    assert ModelStore("org/model").model_names == ["org/model"]
+
+
+def test_the_page_of_an_own_model(context: Context, folder: Path) -> None:
     config = json.dumps(build_app(context).get_config_file(), default=str)
+    assert str(folder) not in config, "no path of the server"
     words = re.sub(r'"[^"]*/[^"]*\.(png|mp4)"|/[\w/.-]*examples/[\w.-]+', "", config)  # addresses of the example files
     assert ONLY_OF_THE_BUNDLED.findall(words) == []
     assert context.model_store.model_names == [str(context.model_store.model_names[0])], "no other model"
@@ -69,7 +82,7 @@ def test_it_says_what_the_model_is(context: Context, folder: Path) -> None:
     assert run.loaded_model is not None
     count = sum(weight.numel() for weight in run.loaded_model.model.parameters())
     said = f"llava, {count:,} parameters, float32"
-    assert run.loaded_model.description == said == context.model_store.descriptions[str(folder)]
+    assert run.loaded_model.description == said == context.model_store.descriptions["my-model"]
     result = build_result(run, Conversation())
     assert result.note == "" and result.report.metrics["run"]["description"] == said
     sentence = render_sentence(str(folder), "auto", "cpu", said)
