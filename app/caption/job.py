@@ -148,16 +148,22 @@ class CaptionJob:
         batches = self._plan.batches(rows)
         first = next(batches, None)
         self._batches = itertools.chain([] if first is None else [first], batches)
+        if first is not None:
+            self._loaded()
 
-    def _count_tokens(self, width: int, height: int) -> int | None:
-        """Visual tokens of a picture; loads the model, which is needed once a row is pending."""
+    def _loaded(self) -> CaptionModel:
+        """The model, which is loaded once a row is pending: to plan pictures, else when the first batch is planned."""
         if self.model is None:
             if self._plan.max_pictures > 1:
                 from mmspec.app.modeling.load import check_several_pictures
 
                 check_several_pictures(self.config.model)
             self.model = self.load()
-        return self.model.count_tokens(width, height)
+        return self.model
+
+    def _count_tokens(self, width: int, height: int) -> int | None:
+        """Visual tokens of a picture."""
+        return self._loaded().count_tokens(width, height)
 
     def _num_finished(self) -> int:
         """Rows that were there before this run."""

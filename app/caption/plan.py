@@ -147,9 +147,10 @@ def _windows(rows: Iterable[Item], size: int) -> Iterator[list[Item]]:
         yield window
 
 
-def _length(item: Item, tokens: int) -> tuple[bool, bool, int, int]:
-    """What the length of a row goes by, before anything is decoded: images before videos, visual tokens, the text."""
-    return item.is_video, (item.pixels or 0) >= LARGE_PIXELS, tokens, len(item.prompt or "")
+def _length(item: Item, tokens: int) -> tuple[bool, bool, bool, int, int]:
+    """What the length of a row goes by, before anything is decoded: images before videos, those of unknown size last;
+    visual tokens, the text."""
+    return item.is_video, item.pixels is None, (item.pixels or 0) >= LARGE_PIXELS, tokens, len(item.prompt or "")
 
 
 def skip_finished(finished: Container[str], config: CaptionConfig) -> Callable[[str], bool]:

@@ -9,11 +9,14 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mmspec.app.caption.config import CaptionConfig
 from mmspec.app.errors import UsageError
-from mmspec.app.io.item import Item
 from mmspec.app.io.text import find_fault
+
+if TYPE_CHECKING:
+    from mmspec.app.io.item import Item
 
 MAX_PROMPTS_BYTES = 1 << 20
 """Size of a file of prompts."""

@@ -113,7 +113,7 @@ def _run_once(
             restore_call_state(adapter.model),
             restore_state(watched) as state_change,
             torch.no_grad(),
-            torch.autocast(adapter.model.device.type, enabled=False),  # of the model, whatever its caller computes in
+            torch.autocast(inputs["input_ids"].device.type, enabled=False),  # of the model, whatever its caller does
         ):
             failure = test.run()
             # Modules of libraries draw from torch's generators if at all; other threads draw from Python's.

@@ -60,22 +60,22 @@ def _swapped_history_rows(original: Any) -> Any:
 
 
 def _same_noise_for_all_nodes(original: Any) -> Any:
-    def faulty(self: Any, steps: Tensor) -> Tensor:
-        return original(self, steps[:, :1].expand_as(steps))
+    def faulty(self: Any, slots: Tensor) -> Tensor:
+        return original(self, slots[:, :1].expand_as(slots))
 
     return faulty
 
 
 def _noise_of_next_step(original: Any) -> Any:
-    def faulty(self: Any, steps: Tensor) -> Tensor:
-        return original(self, steps + 1)
+    def faulty(self: Any, slots: Tensor) -> Tensor:
+        return original(self, (slots + 1) % self.window)
 
     return faulty
 
 
 def _swapped_noise_rows(original: Any) -> Any:
-    def faulty(self: Any, steps: Tensor) -> Tensor:
-        return original(self, steps.flip(0)).flip(0)
+    def faulty(self: Any, slots: Tensor) -> Tensor:
+        return original(self, slots.flip(0)).flip(0)
 
     return faulty
 
@@ -214,8 +214,8 @@ _FORWARD = mmspec.targets.forward.NodeForward
 
 MUTANTS: dict[str, list[Replacement]] = {
     "history without the path": [(_SAMPLER, "_group_nodes", _empty_path)],
-    "one noise for all nodes": [(_NOISE, "at", _same_noise_for_all_nodes)],
-    "noise off by one step": [(_NOISE, "at", _noise_of_next_step)],
+    "one noise for all nodes": [(_NOISE, "read", _same_noise_for_all_nodes)],
+    "noise off by one step": [(_NOISE, "read", _noise_of_next_step)],
     "a sibling visible in the mask": [
         (_FORWARD, "_mask", _visible_siblings),
         (mmspec.targets.c_rounds.CRounds, "score", _visible_siblings),
@@ -227,7 +227,7 @@ MUTANTS: dict[str, list[Replacement]] = {
     ],
     "generator left one draw late": [(_NOISE, "close", _one_draw_too_many)],
     "rows swapped in the history": [(_SAMPLER, "_group_nodes", _swapped_history_rows)],
-    "rows swapped in the noise": [(_NOISE, "at", _swapped_noise_rows)],
+    "rows swapped in the noise": [(_NOISE, "read", _swapped_noise_rows)],
     "position ids by length": [(_TARGET, "_prepare_rounds", _positions_by_length)],
     "draft token emitted instead of the sampled id": [(_VERIFIER, "accept_path", _draft_token_emitted)],
     "pads visible": [(_TARGET, "_prepare_rounds", _visible_pads)],
