@@ -92,7 +92,8 @@ class RowPlan:
     def _divided(self, window: list[Item]) -> list[list[Item]]:
         """The batches of a window."""
         sized = [self._sized(item) for item in window]
-        sized.sort(key=lambda pair: _length(*pair))  # stable: rows alike stay in order
+        is_known = any(item.pixels for item, _ in sized) and self.max_tokens is not None
+        sized.sort(key=lambda pair: _length(*pair, is_known))  # stable: rows alike stay in order
         batches: list[list[Item]] = []
         num_pixels = 0
         for item, tokens in sized:
@@ -147,10 +148,11 @@ def _windows(rows: Iterable[Item], size: int) -> Iterator[list[Item]]:
         yield window
 
 
-def _length(item: Item, tokens: int) -> tuple[bool, bool, bool, int, int]:
-    """What the length of a row goes by, before anything is decoded: images before videos, those of unknown size last;
-    visual tokens, the text."""
-    return item.is_video, item.pixels is None, (item.pixels or 0) >= LARGE_PIXELS, tokens, len(item.prompt or "")
+def _length(item: Item, tokens: int, is_known: bool) -> tuple[bool, bool, bool, int, int]:
+    """What the length of a row goes by, before anything is decoded: images before videos, large ones late, visual
+    tokens, the text. Where sizes are known at all (`is_known`), rows of unknown size come last."""
+    is_unknown = is_known and item.pixels is None
+    return item.is_video, is_unknown, (item.pixels or 0) >= LARGE_PIXELS, tokens, len(item.prompt or "")
 
 
 def skip_finished(finished: Container[str], config: CaptionConfig) -> Callable[[str], bool]:
