@@ -457,7 +457,7 @@ def test_a_queued_visitor_sees_his_place_and_leaves_at_once(
     else:
         page.get_by_role("tab", name="Batch").click()
         page.locator("#mm-take-examples").click()
-        page.wait_for_function("document.querySelector('#mm-files').innerText.includes('lion')")
+        page.wait_for_function("document.querySelector('#mm-files')?.innerText.includes('lion')")
         page.locator("#mm-start").click()
         area, stop, start = "#mm-batch-status", "#mm-cancel", "#mm-start"
     page.wait_for_function(f"document.querySelector('{area}').innerText.includes('1 run ahead of yours')")
@@ -602,7 +602,7 @@ def test_a_batch_and_its_file(page: Any, tmp_path: Path) -> None:
     page.get_by_role("tab", name="Batch").click()
     wrong = [str(tmp_path / "zz.png"), str(tmp_path / HOSTILE)]
     page.locator("#mm-files input[type=file]").set_input_files([*map(str, paths), *wrong])
-    page.wait_for_function("document.querySelector('#mm-files').innerText.includes('zz')")
+    page.wait_for_function("document.querySelector('#mm-files')?.innerText.includes('zz')")
     page.locator("#mm-start").click()
     page.wait_for_function("document.querySelector('#mm-batch-status').innerText.includes('5 of 5 done, 2 failed.')")
     assert page.locator("#mm-captions tbody tr").count() == 5 and page.evaluate("window.hacked") is None
@@ -619,7 +619,7 @@ def test_a_batch_and_its_file(page: Any, tmp_path: Path) -> None:
 def test_a_batch_can_be_cancelled(page: Any, tmp_path: Path) -> None:
     page.get_by_role("tab", name="Batch").click()
     page.locator("#mm-files input[type=file]").set_input_files([str(path) for path in write_images(tmp_path, 30)])
-    page.wait_for_function("document.querySelector('#mm-files').innerText.includes('29_')")
+    page.wait_for_function("document.querySelector('#mm-files')?.innerText.includes('29_')")
     settings(page, "batch", tokens=600)
     page.locator("#mm-start").click()
     page.wait_for_function("document.querySelectorAll('#mm-captions tbody tr').length > 1")
@@ -655,7 +655,7 @@ def test_every_tab_fits_and_every_part_has_a_name(
     keep(page, request, "inside", width, end)
     page.get_by_role("tab", name="Batch").click()
     page.locator("#mm-take-examples").click()
-    page.wait_for_function("document.querySelector('#mm-files').innerText.includes('lion')")
+    page.wait_for_function("document.querySelector('#mm-files')?.innerText.includes('lion')")
     page.locator("#mm-start").click()
     page.wait_for_function("/9 of 9 done\\./.test(document.querySelector('#mm-batch-status').innerText)")
     page.wait_for_function(f"({AXIS_LABELS})('#mm-curve')?.at(-1)?.[0] == '8'")
