@@ -93,7 +93,7 @@ class RowPlan:
         """The batches of a window."""
         sized = [self._sized(item) for item in window]
         is_known = any(item.pixels for item, _ in sized) and self.max_tokens is not None
-        sized.sort(key=lambda pair: _length(*pair, is_known))  # stable: rows alike stay in order
+        sized.sort(key=lambda pair: _length(pair[0], pair[1], is_known))  # stable: rows alike stay in order
         batches: list[list[Item]] = []
         num_pixels = 0
         for item, tokens in sized:

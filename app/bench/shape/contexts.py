@@ -17,6 +17,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 import mmspec
 from mmspec.app.bench.bandwidth import text_weight_bytes
@@ -83,6 +84,18 @@ def measure_peak(dtype: torch.dtype, rows: int) -> float:
     return rows * PEAK_SIZE * PEAK_SIZE / min(seconds)
 
 
+class _Clock:
+    """A logits processor that notes when it is called, once a step."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """The scores as they are."""
+        self.times.append(time.perf_counter())
+        return scores
+
+
 class ContextBench:
     """All ways of one shape."""
 
@@ -141,7 +154,10 @@ class ContextBench:
         self._folder.cleanup()
 
     def _plain(self, context: int, cache: Any) -> float:
-        return self._timed(self.model, context, cache)
+        """Seconds of a step of plain `generate`: what lies between two calls of a logits processor."""
+        clock = _Clock()
+        self._call(self.model, context, cache, logits_processor=[clock])
+        return (clock.times[-1] - clock.times[0]) / NUM_STEPS
 
     def _patched(self, nodes: int) -> Callable[[int, Any], float]:
         drafter: Any = "none"
@@ -149,20 +165,20 @@ class ContextBench:
             generator = torch.Generator().manual_seed(0)
             drafter = SimulatedAcceptance("oracle", Oracle(nodes), 1.0, nodes - 1, self.shape.vocab_size, generator)
         model = mmspec.patch(clone(self.model), drafter, tree_size=nodes)
-        return lambda context, cache: self._timed(model, context, cache)
 
-    def _timed(self, model: PreTrainedModel, context: int, cache: Any) -> float:
-        """Seconds of one of `NUM_STEPS` rounds: those of a call of so many tokens less those of a call of one."""
+        def run(context: int, cache: Any) -> float:
+            self._call(model, context, cache)
+            return mmspec.stats(model, last=True).round_s
+
+        return run
+
+    def _call(self, model: PreTrainedModel, context: int, cache: Any, **options: Any) -> None:
+        """A call of `NUM_STEPS` rounds behind the context."""
         ids = torch.full((1, context + 1), 7)
-        options: dict[str, Any] = {"do_sample": False, "attention_mask": torch.ones_like(ids)}
-        times = []
-        for count in (1, 1 + NUM_STEPS):
-            if cache.get_seq_length() > context:
-                cache.crop(context - cache.get_seq_length())
-            start = time.perf_counter()
-            model.generate(ids, max_new_tokens=count, **{CACHE_ARGUMENT: cache}, **options)
-            times.append(time.perf_counter() - start)
-        return (times[1] - times[0]) / NUM_STEPS
+        if cache.get_seq_length() > context:
+            cache.crop(context - cache.get_seq_length())
+        options |= {"do_sample": False, "attention_mask": torch.ones_like(ids), CACHE_ARGUMENT: cache}
+        model.generate(ids, max_new_tokens=1 + NUM_STEPS, **options)
 
     def _add_engine(self, kind: str, python: str, pythons: Sequence[str]) -> None:
         file = Path(self._folder.name) / f"{kind}.gguf"
