@@ -117,7 +117,8 @@ def test_the_instrument_reports_phases_logits_and_noise(monkeypatch: pytest.Monk
     stats, phases = mmspec.stats(peer.model, last=True), timer.milliseconds()
     assert len(timer.spans["round"]) == len(timer.spans["commit"]) == stats.rounds
     assert all(phases[name] > 0 for name in ("read", "levels", "score", "verify", "commit"))
-    assert sum(phases.values()) < 1e3 * stats.total_s / stats.rounds  # they are parts of the call and do not overlap
+    round_s = sum(end - start for start, end in timer.spans["round"]) / stats.rounds
+    assert sum(phases.values()) <= 1e3 * round_s + 1e-6  # parts of the rounds, which do not overlap
     peer.generate(prompt, 16)
     assert len(timer.spans["round"]) == stats.rounds  # nothing is timed any more
 
