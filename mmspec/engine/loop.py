@@ -220,9 +220,9 @@ class DecodeLoop:
 
     def _commit(self, plan: RoundPlan, verified: Verified) -> None:
         """Keep what was accepted: in the KV cache, and in the output."""
-        if verified.is_committed:
+        if verified.committed is not None:
             assert isinstance(self.target, RecordableTarget)
-            self.target.follow_part([len(ids) for ids in verified.result.emitted_ids])
+            self.target.follow_part([len(ids) for ids in verified.result.emitted_ids], verified.committed)
         else:
             self.target.commit(verified.result)
         self.output.emit(verified.result, verified.scores, verified.logits, plan.rows)

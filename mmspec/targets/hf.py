@@ -37,6 +37,7 @@ from mmspec.targets.forward import CallTensors, NodeForward, run_forward, takes_
 from mmspec.targets.guard import ModelGuard
 from mmspec.targets.lanes import Lane
 from mmspec.targets.module_scan import ModuleScan
+from mmspec.targets.recurrent_states import RecurrentStates
 
 TOKEN_TYPE_INPUTS = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 """Model inputs with one value per token, which transformers extends with every new token."""
@@ -61,6 +62,7 @@ class HFTarget:
         inference_mode: whether forwards may run in inference mode.
         user_cache_view: the user's cache while user code can read it.
         chains_only: whether `score` accepts chains only, no trees with branches.
+        states: of recurrent layers; None if the model has none.
         recordings: where parts of a round are recorded in this call, or None.
         rounds: computes `score` in C where it can; None for the model's own forward.
         node_forward: that forward over nodes; set by `prefill`.
@@ -68,6 +70,7 @@ class HFTarget:
     """
 
     chains_only = False
+    states: RecurrentStates | None = None
     node_forward: NodeForward
     call_tensors: CallTensors
 
@@ -188,7 +191,9 @@ class HFTarget:
         self.prompt_length = self.buffer.seq_lens[0]
         self._prepare_rounds()
         if self._lane is not None:
-            self._lane.begin_call(self.node_forward, self.call_tensors, self.prompt_length, self.max_new_tokens)
+            self._lane.begin_call(
+                self.node_forward, self.call_tensors, self.prompt_length, self.max_new_tokens, self.states
+            )
             if self._runs_user_code:
                 self._guard = ModelGuard(self.adapter, reads_bits=self._lane.recordings.contain_weights)
         if prefix is not None:
@@ -232,10 +237,14 @@ class HFTarget:
         if part is None or self._lane is None:
             return None
         try:
-            return ForwardFunction(part).run(self._lane.recordings, self.buffer.lengths_on(self.device), tree)
+            outputs = ForwardFunction(part).run(self._lane.recordings, self.buffer.lengths_on(self.device), tree)
         except Exception as error:  # of the compiler, the capture or the replay: only speed is lost
             self._lane.fail(error)
             return None
+        end = 1 + len(hidden_state_indices)
+        if self.states is not None:
+            self.states.log = self._lane.read_log(part, outputs[end:])
+        return outputs[:end]
 
     def score_part(self, num_nodes: int, hidden_state_indices: Sequence[int]) -> ScorePart | None:
         if self._lane is None or self._lane.has_failed:
@@ -244,7 +253,7 @@ class HFTarget:
             return None
         return self._lane.score_part(self.node_forward, num_nodes, hidden_state_indices)
 
-    def follow_part(self, counts: Sequence[int]) -> None:
+    def follow_part(self, counts: Sequence[int], kept: Sequence[Tensor]) -> None:
         self.buffer.seq_lens = [length + count for length, count in zip(self.buffer.seq_lens, counts, strict=True)]
 
     def commit(self, result: VerifyResult) -> None:

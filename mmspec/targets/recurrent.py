@@ -1,7 +1,7 @@
 """`RecurrentTarget`: models whose layers keep a recurrent or convolution state (Qwen3.5, LFM2).
 
 A state has no positions, so one forward can score a chain but no tree, and a rejected token cannot be cut off. A
-forward leaves the states as they are; then each row advances by the tokens that it accepts (`recurrent_states`).
+forward leaves the states as they are; then each row advances by the tokens that it accepts (`RecurrentStates`).
 Whatever else takes tokens back, such as a criterion that cuts a row, is rare: the row goes back to its states after the
 prompt, of which there is a copy, and reads its tokens again.
 """
@@ -35,7 +35,7 @@ class RecurrentTarget(HFTarget):
 
     def __init__(self, adapter: ModelAdapter, input_ids: Tensor, *args: Any, **kwargs: Any) -> None:
         super().__init__(adapter, input_ids, *args, **kwargs)
-        self.states = RecurrentStates(self.cache, adapter.text_model)
+        self.states: RecurrentStates = RecurrentStates(self.cache, adapter.text_model)
         self._read: list[tuple[Tensor, list[int]]] = []  # chains [B, N], and how many of each row were accepted
 
     @staticmethod
@@ -65,8 +65,15 @@ class RecurrentTarget(HFTarget):
         super().commit(result)
         counts = [len(nodes) for nodes in result.accepted_nodes]
         with self._mode():
-            self.states.log.commit(counts, result.tree.num_nodes)
+            self.states.advance(self.states.log.after(result.counts, result.tree.num_nodes, set(counts)))
         self._read.append((result.tree.tokens, counts))
+
+    def follow_part(self, counts: Sequence[int], kept: Sequence[Tensor]) -> None:
+        super().follow_part(counts, kept)
+        tokens, *states = kept
+        with self._mode():
+            self.states.advance(states)
+        self._read.append((tokens, list(counts)))
 
     def crop(self, lengths: Sequence[int], zero_tail: bool = False) -> None:
         is_cut = [length < cached for length, cached in zip(lengths, self.cached_lengths, strict=True)]

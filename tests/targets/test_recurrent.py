@@ -31,7 +31,7 @@ import mmspec
 from mmspec.engine.tree import DraftTree, first_chain, sanitize
 from mmspec.engine.tree_cache import CACHE_ARGUMENT, is_recurrent
 from mmspec.interfaces import VerifyResult
-from mmspec.targets import recurrent, recurrent_states
+from mmspec.targets import recurrent, recurrent_states, state_log
 from mmspec.targets.registry import find_adapter
 from mmspec.targets.selftest import run_selftest
 
@@ -254,7 +254,7 @@ def test_an_unknown_recurrence_goes_to_transformers() -> None:
 def test_functions_of_transformers_are_replaced_for_a_forward_alone() -> None:
     """Also where two threads decode at once; a third that decodes unpatched is not logged."""
     model = model_of("qwen3_5")
-    functions = recurrent_states.updating_functions(type(module) for module in model.modules())
+    functions = state_log.updating_functions(type(module) for module in model.modules())
     assert any("chunk" in one.name for one in functions) and any("recurrent" in one.name for one in functions)
     before = [one.namespace[one.name] for one in functions]
     given = ragged(model)
@@ -276,7 +276,7 @@ def test_functions_of_transformers_are_replaced_for_a_forward_alone() -> None:
     finally:
         mmspec.unpatch(model)
     assert len(results) == 3 and all(torch.equal(result, plain) for result in results)
-    assert [one.namespace[one.name] for one in functions] == before and not recurrent_states._USERS
+    assert [one.namespace[one.name] for one in functions] == before and not state_log._USERS
 
 
 def test_functions_that_are_modules(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,11 +294,11 @@ def test_functions_that_are_modules(monkeypatch: pytest.MonkeyPatch) -> None:
 
     model = model_of("qwen3_5")
     classes = [type(module) for module in model.modules()]
-    functions = recurrent_states.updating_functions(classes)
+    functions = state_log.updating_functions(classes)
     for one in functions:
         monkeypatch.setitem(one.namespace, one.name, as_module(one.namespace[one.name]))
-    recurrent_states._parameters_of.cache_clear()
-    assert {one.name for one in recurrent_states.updating_functions(classes)} == {one.name for one in functions}
+    state_log._parameters_of.cache_clear()
+    assert {one.name for one in state_log.updating_functions(classes)} == {one.name for one in functions}
     result = run_selftest(find_adapter(model))
     assert result.passed, result.describe()
 
