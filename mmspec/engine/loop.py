@@ -222,7 +222,8 @@ class DecodeLoop:
         """Keep what was accepted: in the KV cache, and in the output."""
         if verified.committed is not None:
             assert isinstance(self.target, RecordableTarget)
-            self.target.follow_part([len(ids) for ids in verified.result.emitted_ids], verified.committed)
+            rows = zip(plan.rows.host_root_ids, verified.result.emitted_ids, strict=True)
+            self.target.follow_part([[root, *ids[:-1]] if ids else [] for root, ids in rows], verified.committed)
         else:
             self.target.commit(verified.result)
         self.output.emit(verified.result, verified.scores, verified.logits, plan.rows)

@@ -124,5 +124,5 @@ class RecordableTarget(Target, Protocol):
     def score_part(self, num_nodes: int, hidden_state_indices: Sequence[int]) -> ScorePart | None:
         """The coming forward over trees of `num_nodes` nodes; None if it must run alone."""
 
-    def follow_part(self, counts: Sequence[int], kept: Sequence[Tensor]) -> None:
-        """The part's functions have run, and `commit` has returned `kept`: advance each row by `counts[b]` nodes."""
+    def follow_part(self, tokens: Sequence[Sequence[int]], kept: Sequence[Tensor]) -> None:
+        """The functions have run, and `commit` returned `kept`: advance each row by the nodes of its `tokens`."""

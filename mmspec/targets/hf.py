@@ -27,6 +27,7 @@ from mmspec.engine.tree_cache import (
     export_dynamic_cache,
     load_dynamic_cache,
     unsupported_reason,
+    unsupported_shape,
 )
 from mmspec.interfaces import VerifyResult
 from mmspec.interfaces.round import ScorePart
@@ -253,8 +254,8 @@ class HFTarget:
             return None
         return self._lane.score_part(self.node_forward, num_nodes, hidden_state_indices)
 
-    def follow_part(self, counts: Sequence[int], kept: Sequence[Tensor]) -> None:
-        self.buffer.seq_lens = [length + count for length, count in zip(self.buffer.seq_lens, counts, strict=True)]
+    def follow_part(self, tokens: Sequence[Sequence[int]], kept: Sequence[Tensor]) -> None:
+        self.buffer.seq_lens = [length + len(row) for length, row in zip(self.buffer.seq_lens, tokens, strict=True)]
 
     def commit(self, result: VerifyResult) -> None:
         with self._mode():
@@ -301,10 +302,6 @@ class HFTarget:
         position_ids: Tensor = self.kwargs["position_ids"]
         return position_ids
 
-    def _new_buffer(self, batch: int) -> RaggedKVCache:
-        """The empty cache of a call of `batch` rows."""
-        return RaggedKVCache(batch, self._max_length + BUCKETS[-1], VALUES_START_AS_KEYS)
-
     def _prepare_rounds(self) -> None:
         """Derive the constant inputs of the rounds from those that transformers would prepare for its first step."""
         batch = self.input_ids.shape[0]
@@ -346,17 +343,3 @@ class HFTarget:
             padding=None if mask is None or bool(mask.all()) else mask.to(self.device, torch.bool),
             token_types=types,
         )
-
-
-def unsupported_shape(input_ids: Tensor, mask: Any = None, num_cached: int = 0) -> str | None:
-    """Why ids and mask of these shapes are not supported behind a cache of `num_cached` positions; None if they are."""
-    if input_ids.dim() != 2 or not len(input_ids):
-        return f"input_ids of shape {list(input_ids.shape)}"
-    length = input_ids.shape[1]
-    if mask is None:
-        return None
-    if not isinstance(mask, Tensor) or mask.dim() != 2:
-        return "an attention_mask that is not [batch, length]"
-    if mask.shape[1] not in (length, num_cached + length):
-        return f"an attention_mask of length {mask.shape[1]} for {length} input ids"
-    return None

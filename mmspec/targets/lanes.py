@@ -131,7 +131,7 @@ class Lane:
                 outputs = forward(*arguments)
             if key not in self._logs:  # a recording runs first as it is
                 self._logs[key] = log.without_data()
-            return *outputs, tree.tokens, *log.tensors()
+            return *outputs, *log.tensors()
 
         def commit(
             state: Sequence[Tensor], lengths: Tensor, path: Tensor, counts: Tensor, logged: Sequence[Tensor]
@@ -140,22 +140,20 @@ class Lane:
             commit_nodes(groups, lengths, path, counts)
             if recurrent is None:
                 return ()
-            log = self._logs[key].over(states, logged[1:])
-            return logged[0], *log.after(counts, num_nodes, range(num_nodes + 1))
+            new = self._logs[key].over(states, logged).after(counts, num_nodes, range(num_nodes + 1))
+            return tuple(one.clone() if one is old else one for one, old in zip(new, states, strict=True))
 
         def written(state: Sequence[Tensor], lengths: Tensor) -> list[WrittenPlace]:
             positions = lengths[:, None] + torch.arange(num_nodes, device=lengths.device)
             return [WrittenPlace(group, positions) for group in _split(state, sizes)[-1]]
 
         state = [*call.tensors(), *state_tensors, *(part for parts in layers for part in parts), *groups]
-        num_kept = 0 if recurrent is None else 1 + len(state_tensors)
-        return ScorePart(
-            key, state, kv_cache.seq_lens, indices, score, commit, written, recurrent is not None, num_kept
-        )
+        lengths, num_kept = kv_cache.seq_lens, len(state_tensors)
+        return ScorePart(key, state, lengths, indices, score, commit, written, recurrent is not None, num_kept)
 
     def read_log(self, part: ScorePart, logged: Sequence[Tensor]) -> StateLog:
         """The log of a forward by this part, of what its function returned behind the hidden states."""
-        return self._logs[part.key].over(self._state_tensors, logged[1:])
+        return self._logs[part.key].over(self._state_tensors, logged)
 
 
 class LanePool:
@@ -222,7 +220,8 @@ class LanePool:
 
     def fail(self, error: BaseException | str) -> None:
         """Record nothing any more, until the model changes. Logs one line."""
-        text = error if isinstance(error, str) else f"{type(error).__name__}: {str(error).strip().splitlines()[:1]}"
+        lines = str(error).strip().splitlines()
+        text = error if isinstance(error, str) else f"{type(error).__name__}: {''.join(lines[:1])}"
         with self._lock:
             self.failure = text
             self._lanes.clear()
