@@ -322,7 +322,7 @@ def decode_batches(
             new = [item for item in batch if picture(item) not in held]
             held = set(map(picture, batch))
             queue.append((batch, len(new)))
-            yield from new or [None]
+            yield from new or (None,)
 
     def load(item: Item | None) -> tuple[Item, Media] | None:
         return None if item is None else decode(item)

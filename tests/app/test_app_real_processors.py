@@ -114,7 +114,10 @@ def test_inputs_of_a_shared_picture(folder: Path) -> None:
     """Several prompts about pictures and a clip, prepared once, are those that the processor makes of each alone."""
     model, processor = AutoModelForImageTextToText.from_pretrained(folder), AutoProcessor.from_pretrained(folder)
     images = [Image.effect_mandelbrot(size, (-2, -1, 1, 1), 40).convert("RGB") for size in ((130, 70), (60, 200))]
-    clip = Video(tuple(image.resize((64, 64)) for image in images * 2), {"fps": 2.0, "total_num_frames": 4})
+    clip = Video(
+        tuple(image.resize((64, 64)) for image in images * 2),
+        {"fps": 2.0, "total_num_frames": 4, "frames_indices": [0, 1, 2, 3]},
+    )
     shared = SharedMedia()
     for media in (images, [tuple(images), images[0]], [clip, clip]):
         for question in ("a red ball", "describe the image in detail", "a"):
