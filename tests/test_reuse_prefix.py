@@ -365,6 +365,12 @@ def test_which_row_has_which_picture() -> None:
     again = media_digests({"pixel_values": changed, "image_grid_thw": grid}, is_media) or []
     assert again[0] == first and again[1] != second
     assert media_digests({}, is_media) == [b"", b""]
+    encoded = [{"image": {"pooler_output": [pixels[:1]], "hidden_states": None}} for _ in range(2)]
+    alone = [media_digests({"mm_encoder_outputs": one}, is_media[:1]) for one in (*encoded, {"image": [pixels[1:]]})]
+    assert (
+        alone[0] == alone[1] != alone[2] and media_digests({"mm_encoder_outputs": {"image": "?"}}, is_media[:1]) is None
+    )
+    assert media_digests({"mm_encoder_outputs": encoded[0]}, is_media) is None
 
 
 def test_a_long_job_does_not_compare_all_pictures(monkeypatch: pytest.MonkeyPatch) -> None:

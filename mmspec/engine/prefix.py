@@ -218,6 +218,11 @@ class PrefixStore:
             tokens[:, 0] = sequences[row, start:end]
             self._insert(StoredRow(tokens, is_media, rows.digests[prompt], rows.scope, layers, hidden))
 
+    def forget(self, scope: str) -> None:
+        """Drop what calls of scopes that begin so have left."""
+        with self._lock:
+            self.rows = [row for row in self.rows if not row.scope.startswith(scope)]
+
     def clear(self) -> None:
         """Drop everything."""
         with self._lock:
