@@ -60,8 +60,7 @@ LEARNING_DRAFTERS = ("instant", "arbitrated")
 WHOLE_MODEL_DRAFTERS = ("self", "quantized", "model", "model-vision", "model-retokenizing")
 """Drafters that decode with a whole model. Selected by name, so that seeds stay reproducible."""
 TOLERANCE = 1e-4
-RECURRENT_TOLERANCE = 1e-3
-"""Of states that a token changes for ever: another order of sums in a linear layer alone reaches 3e-4."""
+"""By how much logits, scores and states may differ, of every family."""
 
 
 @dataclass(frozen=True)
@@ -525,12 +524,6 @@ class CaseResult:
         return "\n".join(lines)
 
 
-def tolerance_of(spec: tiny.ModelSpec) -> float:
-    """By how much logits, scores and states of a model may differ."""
-    traits = zoo.ROWS[spec.family].traits if spec.family in zoo.ROWS else ""
-    return RECURRENT_TOLERANCE if "recurrent" in traits else TOLERANCE
-
-
 def _compare_tensors(plain: tuple[Tensor, ...], patched: tuple[Tensor, ...], tolerance: float) -> str:
     """How two tuples of tensors differ, or an empty string."""
     if len(plain) != len(patched):
@@ -646,7 +639,6 @@ def check_hidden_states(prepared: PreparedCase, drafter: adversarial.HiddenState
     torch.manual_seed(prepared.case.seed)
     plain = run_calls(prepared, return_states=True)
     faults = [Difference("hidden states", 0, fault) for fault in drafter.faults]
-    tolerance = tolerance_of(prepared.case.spec)
     for entry in drafter.observed:
         if (
             entry.call_index >= len(plain)
@@ -664,11 +656,11 @@ def check_hidden_states(prepared: PreparedCase, drafter: adversarial.HiddenState
         )
         for i, hidden in entry.hidden_states.items():
             off = (states[i][entry.row, -1] - hidden).abs().max()
-            if not off < tolerance * max(1.0, float(hidden.abs().max())):
+            if not off < TOLERANCE * max(1.0, float(hidden.abs().max())):
                 where = f"row {entry.row}, step {entry.step}, hidden state {i}"
                 faults.append(Difference("hidden states", entry.call_index, f"{where}: off {off:.1e}"))
         row = logits[entry.row]
-        if not torch.allclose(row[entry.top_ids], row.topk(len(entry.top_ids)).values, atol=tolerance, rtol=tolerance):
+        if not torch.allclose(row[entry.top_ids], row.topk(len(entry.top_ids)).values, atol=TOLERANCE, rtol=TOLERANCE):
             faults.append(
                 Difference("top_ids", entry.call_index, f"row {entry.row}, step {entry.step}: {entry.top_ids}")
             )
@@ -709,9 +701,7 @@ def _prompt_faults(prepared: PreparedCase, prompt: Prompt, plain: CallOutcome) -
         keep = prompt.attention_mask[:, -state.shape[1] :]  # a continued conversation reads only what is new
         if state.shape != hidden.shape:
             yield f"hidden state {i} of the prompt has shape {list(hidden.shape)} instead of {list(state.shape)}"
-        elif (state - hidden)[keep].abs().max() > tolerance_of(prepared.case.spec) * max(
-            1.0, float(hidden.abs().max())
-        ):
+        elif (state - hidden)[keep].abs().max() > TOLERANCE * max(1.0, float(hidden.abs().max())):
             yield f"hidden state {i} of the prompt is off by {(state - hidden)[keep].abs().max():.1e}"
 
 
@@ -841,7 +831,7 @@ def _find_differences(
     for turn, (a, b) in enumerate(zip(plain, outcomes, strict=False)):
         if case.drafter == "raising" and b.error.startswith("InjectedError") and b.error != a.error:
             continue  # its own exception may come through; the calls after it must be right all the same
-        found = compare_outcomes(a, b, turn, tolerance_of(case.spec))
+        found = compare_outcomes(a, b, turn)
         for difference in found:
             if difference.kind == "sequences":
                 difference.margin = _margin(prepared, turn, a, b)
