@@ -52,6 +52,7 @@ def one_row(model: PreTrainedModel, seed: int = 5) -> tiny.Inputs:
     return tiny.build_inputs(model, seed, 1, images=[2], padding="none")
 
 
+@pytest.mark.every(3)
 @FAMILY
 @MODES
 @pytest.mark.parametrize("drafter", ["oracle", "bush", "wrong", "chaos"])
