@@ -127,7 +127,7 @@ def drafter_names() -> list[str]:
 def _auto(target: TargetInfo | None, learn: bool) -> Drafter:
     """A drafter trained for this target: in its checkpoint, bundled, or published and in the cache; else another."""
     if target is not None:
-        for name in OWN_NAMES if not learn else ():
+        for name in OWN_NAMES[:1] if learn else OWN_NAMES:  # assistants do not learn
             if (own := _own_drafter(name, target, is_asked_for=False)) is not None:
                 return own
         from mmspec.drafters.checkpoints.format import TargetMismatch

@@ -10,9 +10,9 @@ A second draft token repeats the head with z or o of the row before in place of 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -44,6 +44,21 @@ class HeadRule:
     visual_modes: tuple[str, ...] = ("coupled", "placeholder")
     embedding_first: bool = True
     zeroes_first: bool = False
+
+
+@dataclass(frozen=True)
+class HeadFiles:
+    """How a head is stored, so that it can be written in the layout of its checkpoint.
+
+    Attributes:
+        tensors: {weight of the parts, such as "fc.weight": names of the tensors that it is stored as, in order}.
+        copies: {name: "embeddings", "lm_head" or "own_lm_head"}: what serving engines read beside these tensors.
+        config: values of `config.json` of the target, without how its weights are quantised.
+    """
+
+    tensors: Mapping[str, tuple[str, ...]]
+    copies: Mapping[str, str]
+    config: Mapping[str, Any]
 
 
 class HeadCache(Protocol):
@@ -89,6 +104,7 @@ class OwnHead:
         vocab_size: V.
         num_layers: decoder layers of the target.
         chains_only: whether the target scores chains only.
+        files: how it is stored.
     """
 
     rule: HeadRule
@@ -106,6 +122,7 @@ class OwnHead:
     vocab_size: int
     num_layers: int
     chains_only: bool
+    files: HeadFiles
 
 
 class TargetKeys(Protocol):

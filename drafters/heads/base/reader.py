@@ -120,6 +120,10 @@ class HeadReader:
         required = tuple(dict.fromkeys((0, *indices)))
         self.requirements = DrafterRequirements(required, max_tree_size=MAX_HEAD_TREE_SIZE)
 
+    def fix_visual_mode(self, visual_mode: str) -> None:
+        """Let visual tokens enter the head in this way from now on."""
+        self.visual_mode = visual_mode
+
     @property
     def settings(self) -> tuple[str, ...]:
         """What else than weights a draft depends on: recordings are of one value."""
@@ -168,7 +172,7 @@ class HeadReader:
 
     def prompt_inputs(self, state: DraftState, inputs: DraftInputs) -> tuple[Tensor, Tensor | None]:
         """[B, n, D] head inputs of a prompt, and [B, n] bool which positions to keep (None: all)."""
-        return VISUAL_MODES[self.visual_mode](self.head, inputs)
+        return VISUAL_MODES[self.visual_mode](self.head, self.head.prepare(inputs))
 
     # --- what the head reads ------------------------------------------------------------------------------------------
 
