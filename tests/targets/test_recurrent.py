@@ -39,6 +39,11 @@ FAMILIES = [name for name, row in zoo.ROWS.items() if "recurrent" in row.traits]
 FAMILY = pytest.mark.parametrize("family", [name for name in ("qwen3_5", "lfm2_vl") if name in FAMILIES])
 
 
+REREAD_TOLERANCE = 5e-4
+"""Of rows that go back to the prompt and read their tokens again: in one forward, by the chunked kernel of the gated
+delta rule, where plain decoding read them one by one. Transformers' two kernels alone differ by 2.3e-4 in float32."""
+
+
 def model_of(family: str, **changes: Any) -> PreTrainedModel:
     return build_cached_model(tiny.ModelSpec(family, **{"seed": 3, "layers": 3, **changes}))
 
@@ -47,6 +52,7 @@ def one_row(model: PreTrainedModel, seed: int = 5) -> tiny.Inputs:
     return tiny.build_inputs(model, seed, 1, images=[2], padding="none")
 
 
+@pytest.mark.every(3)
 @FAMILY
 @MODES
 @pytest.mark.parametrize("drafter", ["oracle", "bush", "wrong", "chaos"])
@@ -62,7 +68,6 @@ def test_one_row_is_identical(family: str, mode: dict[str, Any], drafter: str) -
 
 @FAMILY
 def test_logits_and_returned_states(family: str) -> None:
-    """Within what transformers' chunked and recurrent kernels differ in float32, far below any other error."""
     model = model_of(family)
     options: dict[str, Any] = {**ALL_OUTPUTS, "max_new_tokens": 25, "do_sample": False}
     plain = model.generate(**one_row(model), **options)
@@ -73,7 +78,7 @@ def test_logits_and_returned_states(family: str) -> None:
     caches = (plain.past_key_values, mine.past_key_values)
     pairs += zip(*map(fuzz.clone_cache_tensors, caches), strict=True)
     for one, other in pairs:
-        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(one, other, rtol=fuzz.TOLERANCE, atol=fuzz.TOLERANCE)
     assert [type(layer) for layer in caches[0].layers] == [type(layer) for layer in caches[1].layers]
 
 
@@ -336,7 +341,7 @@ def test_each_row_keeps_its_own_part_of_the_states(family: str) -> None:
         for mine, layer in zip(found, expected, strict=True):
             for name in ("conv_states", "recurrent_states"):
                 if (state := getattr(layer, name)[0]) is not None:
-                    torch.testing.assert_close(getattr(mine, name)[0][row], state[0], rtol=1e-3, atol=1e-3)
+                    torch.testing.assert_close(getattr(mine, name)[0][row], state[0], rtol=1e-4, atol=1e-4)
 
 
 class FailsAtDrafts(LogitsProcessor):
@@ -378,7 +383,7 @@ def test_a_cut_reads_the_tokens_again(family: str, monkeypatch: pytest.MonkeyPat
 
     options: dict[str, Any] = {"max_new_tokens": 25, "do_sample": False, **ALL_OUTPUTS}
     criteria = {"stopping_criteria": lambda: StoppingCriteriaList([Odd()])}
-    stats = assert_parity(model, given, HalfRight, **options, **criteria)
+    stats = assert_parity(model, given, HalfRight, tolerance=REREAD_TOLERANCE, **options, **criteria)
     assert not stats.fallback_reason and stats.num_draft_tokens > 0
     assert any(any(rows) and not all(rows) for rows in cuts)
 

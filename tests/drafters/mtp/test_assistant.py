@@ -59,6 +59,7 @@ def trees_of(
     return trees
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("position", "centroids", "window"), [("last", True, 9), ("next", False, 9)])
 def test_every_node_is_that_of_transformers(
     position: str, centroids: bool, window: int, monkeypatch: pytest.MonkeyPatch

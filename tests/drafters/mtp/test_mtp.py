@@ -191,6 +191,7 @@ def watched(
 # --- the drafts -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("family", "options"),
     [
@@ -220,6 +221,7 @@ def test_every_row_of_every_draft_is_that_of_the_formulas(
     assert watch.rounds >= 50 and {0, 1, 2} <= watch.accepted
 
 
+@pytest.mark.every(2)
 @FAMILY
 @MODES
 def test_the_output_is_the_targets(family: str, mode: dict[str, Any], tmp_path: Path) -> None:
