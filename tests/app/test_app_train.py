@@ -389,6 +389,7 @@ def test_the_first_checkpoint_is_early(data: Path, tmp_path: Path, monkeypatch: 
     assert found == [False, True, True, True]
 
 
+@pytest.mark.slow
 def test_the_summary_agrees_with_bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     """Where the controller drafts nothing, train says what bench says of the same head."""
     is_fixed = property(lambda controller: controller.drafts and controller.fixed_tree_size is not None)

@@ -67,6 +67,7 @@ def run_in_shell(script: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=environ, cwd=folder, timeout=120)
 
 
+@pytest.mark.slow
 def test_a_limit_on_the_size_of_files(images: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     command = f"{sys.executable} -m mmspec caption {images} --out {out} {' '.join(OPTIONS)}"
@@ -77,7 +78,9 @@ def test_a_limit_on_the_size_of_files(images: Path, tmp_path: Path) -> None:
     assert len(out.read_text().splitlines()) == 6
 
 
-@pytest.mark.parametrize("command", ["caption IMAGES " + " ".join(OPTIONS), "env"])
+@pytest.mark.parametrize(
+    "command", [pytest.param("caption IMAGES " + " ".join(OPTIONS), marks=pytest.mark.slow), "env"]
+)
 def test_a_full_standard_output(command: str, images: Path) -> None:
     command = command.replace("IMAGES", str(images))
     run = run_in_shell(f"{sys.executable} -m mmspec {command} > /dev/full")

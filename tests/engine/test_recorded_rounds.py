@@ -44,7 +44,7 @@ from mmspec.engine.graph import (
 from mmspec.engine.kv_cache import RaggedKVCache, RecordedKVCache, commit_nodes, length_bucket
 from mmspec.engine.recordings import Recordings
 from mmspec.engine.tree import root_only
-from mmspec.engine.tree_cache import CACHE_ARGUMENT
+from mmspec.engine.tree_cache import CACHE_ARGUMENT, TreeCache
 from mmspec.patching import patch_state
 from mmspec.targets import lanes
 from mmspec.targets.forward import CallTensors, NodeForward
@@ -254,7 +254,8 @@ def test_a_round_on_the_meta_device_reads_and_makes_nothing(family: str) -> None
     with torch.no_grad(), HostCounter() as counter:
         cache = RecordedKVCache(layers, lengths, bucket)
         cache.begin_forward(nodes)
-        logits, first, last = forward(tree, cache, call, (0, text.num_hidden_layers))
+        tree_cache = TreeCache(cache, text.num_hidden_layers)
+        logits, first, last = forward(tree, cache, call, (0, text.num_hidden_layers), tree_cache)
         commit_nodes([torch.empty(3, *layers[0][0].shape, device="meta")], lengths, path, counts)
     assert counter.counts == {"reads": 0, "made": 0}
     assert logits.shape == (batch, nodes, text.vocab_size) and first.shape == last.shape
