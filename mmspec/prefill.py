@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from math import ceil
 from typing import Any
 
@@ -23,6 +24,7 @@ from mmspec.targets.hf import HFTarget
 from mmspec.targets.lanes import Lane, UnrecordableCallError
 from mmspec.targets.module_state import DRAWS_RANDOM_NUMBERS
 from mmspec.targets.recurrent import target_class
+from mmspec.targets.selftest import own_rounding
 
 
 @dataclass
@@ -98,7 +100,8 @@ def _serves(call: CallContext, inputs: PreparedInputs, prefix: Prefix, whole: Pr
     try:
         logits, states = _build_target(call, inputs, None).prefill(tuple(whole.hidden_states), prefix)
         pairs = [(whole.logits, logits), *((whole.hidden_states[index], states[index]) for index in states)]
-        agree = all(equal_logits(expected.float(), found.float(), dtype) for expected, found in pairs)
+        rounding = partial(own_rounding, call.adapter)
+        agree = all(equal_logits(expected.float(), found.float(), dtype, rounding) for expected, found in pairs)
     except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError):  # a model that cannot go on
         agree = False
     if not agree:
@@ -127,9 +130,7 @@ def _build_target(call: CallContext, inputs: PreparedInputs, lane: Lane | None) 
         "inference_mode": call.modules.can_use_inference_mode,
         "cache_is_observed": runs_user_code,
     }
-    if lane is not None:
-        return HFTarget(*arguments, **options, lane=lane)
-    target = target_class(call.adapter)(*arguments, **options)
+    target = target_class(call.adapter)(*arguments, **options, lane=lane)
     if (reason := target.length_reason()) is not None:
         raise FallbackRequired(reason)
     return target

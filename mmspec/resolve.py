@@ -19,7 +19,7 @@ from mmspec.interfaces import (
 from mmspec.learning.protocols import LearnableDrafter
 from mmspec.targets.assistant import assistant_parts, find_assistant, is_assistant, is_assistant_folder, load_assistant
 from mmspec.targets.layer_subset import check_layer_subsets
-from mmspec.targets.own_head import read_own_head
+from mmspec.targets.own_head import is_exported_head, read_own_head
 
 MAX_CACHED_DRAFTERS = 4
 """Drafters chosen by name in calls that stay loaded; each may hold the weights of one decoder layer."""
@@ -119,6 +119,10 @@ def _build_model_drafter(drafter: Any, adapter: Any, tokenizer: Any) -> Drafter 
         from mmspec.drafters.registry import MODEL_FILES, download_drafter, model_folder
 
         folder = model_folder(drafter) if isinstance(drafter, str) else None
+        if folder is not None and is_exported_head(folder, adapter):
+            from mmspec.drafters.mtp.drafter import MTPDrafter
+
+            return MTPDrafter(read_own_head(adapter, folder))
         if folder is None or not is_model_folder(folder):
             return None
         if not os.path.isdir(drafter):

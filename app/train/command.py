@@ -139,7 +139,7 @@ def _add_training(how: argparse._ArgumentGroup) -> None:
     )
     cache_help = "host memory for the target's hidden states (default 4)"
     add("--cache-gib", type=float, default=4.0, metavar="GIB", help=cache_help)
-    add("--lr", type=float, default=1e-3, metavar="R", help="highest learning rate (default 1e-3)")
+    add("--lr", type=float, default=None, metavar="R", help="highest learning rate (default 1e-3; mtp 1e-4)")
     hidden_help = "weight of smooth L1 on the hidden states (default 1)"
     add("--hidden-loss", type=float, default=1.0, metavar="W", help=hidden_help)
     logits_help = "weight of soft cross-entropy on the logits (default 0.1)"
@@ -294,11 +294,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def set_default_sizes(args: argparse.Namespace) -> None:
-    """Requests and steps that were not given: the largest defaults of the drafters."""
+    """Requests and steps that were not given: the largest defaults of the drafters; learning rate: the lowest."""
     known = recipes()
     chosen = [known[name][1] for name in args.drafter if name in known] or [Recipe(DRAFT_LM, "", "")]
     args.count = args.count or max(recipe.count for recipe in chosen)
     args.steps = args.steps or max(recipe.steps for recipe in chosen)
+    args.lr = args.lr or min(recipe.learning_rate for recipe in chosen)
 
 
 def on_step(trainer: Trainer, progress: ProgressReporter) -> Callable[[dict[str, float]], None]:

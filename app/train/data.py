@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from mmspec.app.train.datasets import Request, RequestDataset
 from mmspec.cpu.bf16 import bf16_is_faster
 from mmspec.drafters.checkpoints.format import tokenizer_fingerprint
 from mmspec.drafters.heads.base.compressed_inputs import prompt_grids
+from mmspec.drafters.heads.base.positions import NUM_AXES
 from mmspec.drafters.training.batch import TrainBatch
 from mmspec.interfaces import Prompt
 from mmspec.targets.hf import TOKEN_TYPE_INPUTS
@@ -40,6 +41,7 @@ class Teacher:
         text_lengths: approximate number of tokens of prompt and answer, by request index.
         cache_bytes: host memory that is left for hidden states.
         aux_layers: indices of the hidden states that batches carry besides the last (`TrainBatch.aux_hidden_states`).
+        has_axes: whether batches carry the target's own position ids, if it counts on several axes.
     """
 
     def __init__(self, model: Any, processor: Any, data: RequestDataset, cache_bytes: int = 0) -> None:
@@ -56,6 +58,7 @@ class Teacher:
         self.captioner, self.data, self.adapter = Captioner(model, processor), data, find_adapter(model)
         self.model, self.tokenizer = model, processor.tokenizer
         self.aux_layers: tuple[int, ...] = ()
+        self.has_axes = False
         self.answers: dict[int, list[int]] = {}
         self.text_lengths: dict[int, int] = {}
 
@@ -252,6 +255,7 @@ class Teacher:
             torch.no_grad(),
             torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cpu" and bf16_is_faster(device)),
             nullcontext() if capture is None else capture.active(),
+            self._captured_axes() as axes,
         ):
             outputs = self.model(**inputs, output_hidden_states=True, logits_to_keep=1, use_cache=False)
         input_ids, attention_mask = inputs["input_ids"], inputs["attention_mask"].bool()
@@ -274,7 +278,27 @@ class Teacher:
             grids=prompt_grids(prompt, input_ids.shape[1]),
             visual_saliency=self.adapter.layout.visual_saliency(capture, visual_mask, vision),
             aux_hidden_states={layer: outputs.hidden_states[layer].float() for layer in self.aux_layers},
+            position_ids=axes[0].movedim(0, 1).expand(len(input_ids), -1, -1) if axes else None,
         )
+
+    @contextmanager
+    def _captured_axes(self) -> Iterator[list[Tensor]]:
+        """Context of a forward: [3, B, L] position ids that the target's rotary embedding reads on three axes."""
+        found: list[Tensor] = []
+        if not self.has_axes:
+            yield found
+            return
+
+        def note(module: Any, args: Any, kwargs: Any) -> None:
+            position_ids = kwargs.get("position_ids", args[1] if len(args) > 1 else None)
+            if position_ids is not None and position_ids.dim() == 3 and len(position_ids) >= NUM_AXES:
+                found.append(position_ids[-NUM_AXES:])
+
+        handle = self.adapter.text_model.rotary_emb.register_forward_pre_hook(note, with_kwargs=True)
+        try:
+            yield found
+        finally:
+            handle.remove()
 
     def _append_answers(self, inputs: dict[str, Any], answers: Sequence[list[int]]) -> tuple[dict[str, Any], Tensor]:
         """Prompts (padded on the left) and answers as inputs padded on the right, and the response mask [B, L]."""

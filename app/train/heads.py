@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from mmspec.app.errors import UsageError
 from mmspec.app.train.config import TrainOptions
-from mmspec.drafters.heads.registry import HeadMethod, TrainSizes, recipes
+from mmspec.drafters.heads.registry import HeadMethod, Recipe, TrainSizes, find_method, recipes
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,11 @@ class HeadParts:
     draft_ids: Any
 
 
+def train_mode(options: TrainOptions, recipe: Recipe, head: Any) -> str:
+    """How visual tokens enter a head in training: as asked for, else as in its family, else as in its recipe."""
+    return options.visual_mode or next(iter(head.visual_modes), recipe.visual_mode)
+
+
 def drafting_mode(visual_mode: str) -> str:
     """The visual mode with which a head drafts that was trained with this one."""
     return "coupled" if visual_mode == "mixed" else visual_mode
@@ -37,7 +42,7 @@ def build_parts(options: TrainOptions, name: str, config: Any, teacher: Any) -> 
     Raises:
         UsageError: a size is invalid, the compressor needs grids that are unknown, or `--start-from` does not fit.
     """
-    from mmspec.resolve import check_grids
+    from mmspec.resolve import check_grids, target_info
 
     method, recipe = recipes()[name]
     try:
@@ -46,9 +51,15 @@ def build_parts(options: TrainOptions, name: str, config: Any, teacher: Any) -> 
             sizes = TrainSizes(
                 teacher.adapter.num_layers, options.block, options.layers, options.head_layers, options.draft_vocab
             )
-            head = init_head(method.train_config(config, recipe, sizes), options.seed, method)
+            if method.is_of_target:
+                head = method.head_of_target(target_info(teacher.adapter, teacher.tokenizer), sizes)
+            else:
+                head = init_head(method.train_config(config, recipe, sizes), options.seed, method)
         else:
             head, stored, draft_ids = load_start_head(options, name, teacher)
+        if options.visual_mode and head.visual_modes and options.visual_mode not in (*head.visual_modes, "mixed"):
+            modes = ", ".join((*head.visual_modes, "mixed"))
+            raise ValueError(f"--visual-mode must be one of {modes} for this head; got {options.visual_mode}")
         compressor = build_train_compressor(options, config.hidden_size, stored)
         if compressor is not None and head.config.hidden_state_layers:
             raise ValueError("--compressor is for heads that read one hidden state; this one reads several")
@@ -120,8 +131,10 @@ def load_start_head(options: TrainOptions, name: str, teacher: Any) -> tuple[Any
         UsageError: there is none.
         ValueError: it has another architecture or shape, is for another target, or is damaged.
     """
-    from mmspec.drafters.checkpoints.format import CONFIG_NAME, load_head
+    from mmspec.drafters.checkpoints.format import CONFIG_NAME, load_head, read_metadata
+    from mmspec.drafters.checkpoints.load import load_trained
     from mmspec.drafters.registry import bundled_drafters
+    from mmspec.resolve import target_info
 
     if options.start_from is None:
         raise ValueError("load_start_head needs --start-from")
@@ -131,7 +144,12 @@ def load_start_head(options: TrainOptions, name: str, teacher: Any) -> tuple[Any
     elif len(options.drafter) > 1:
         raise UsageError(f"--start-from {folder}: there is no {name}/{CONFIG_NAME} in it")
     try:
-        head, metadata = load_head(folder)
+        metadata = read_metadata(folder)
+        if find_method(metadata.architecture).is_of_target:
+            drafter: Any = load_trained(folder, target_info(teacher.adapter, teacher.tokenizer))
+            head, metadata = drafter.head.trainable_copy(), replace(metadata, draft_ids=drafter.draft_ids)
+        else:
+            head, metadata = load_head(folder, metadata)
     except FileNotFoundError as error:
         raise UsageError(f"--start-from {options.start_from}: {error}") from error
     text_config = teacher.model.config.get_text_config(decoder=True)
@@ -152,7 +170,7 @@ def _start_differences(options: TrainOptions, name: str, head: Any, metadata: An
     method, recipe = recipes()[name]
     pairs: dict[str, tuple[object, object]] = {
         "architecture": (method.name, metadata.architecture),
-        "visual mode": (drafting_mode(options.visual_mode or recipe.visual_mode), metadata.visual_mode),
+        "visual mode": (drafting_mode(train_mode(options, recipe, head)), metadata.visual_mode),
     }
     if options.ffn is not None:
         width, scale = next(((width, scale) for width, scale in recipe.scales.items() if scale), ("", 0.0))

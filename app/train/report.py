@@ -97,7 +97,7 @@ def evaluate(
         for mode in visual_modes:
             drafter = resolve_drafter(str(folder), teacher.adapter, teacher.tokenizer)
             assert isinstance(drafter, HeadDrafter)
-            drafter.visual_mode = mode
+            drafter.fix_visual_mode(mode)
             by_mode[mode] = round(_decode(options, drafter, teacher, held_out).tau, 3)
     (folder / "evaluation.json").write_text(json.dumps(evaluation, indent=1) + "\n", encoding="utf-8")
     return evaluation

@@ -16,7 +16,7 @@ from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED
 from mmspec.app.train.config import TrainOptions
 from mmspec.app.train.data import Teacher
 from mmspec.app.train.datasets import FileData, RequestDataset, ScenesData, Subset, image_fraction
-from mmspec.app.train.heads import build_parts, target_head_config
+from mmspec.app.train.heads import build_parts, target_head_config, train_mode
 from mmspec.app.train.sampler import LengthGroupedSampler
 from mmspec.drafters.heads.registry import find_method, recipes
 from mmspec.drafters.training.batch import DraftModel, TrainBatch
@@ -115,13 +115,14 @@ def build_trainer(
     for name in options.drafter:
         method, recipe = recipes()[name]
         parts = build_parts(options, name, head_config, teacher)
-        visual_mode = options.visual_mode or recipe.visual_mode
+        visual_mode = train_mode(options, recipe, parts.head)
         draft_model = DraftModel(parts.head, visual_mode, method.name, parts.compressor).to(model.device)
         if draft_model.head.config.draft_vocab_size and parts.draft_ids is not None:
             draft_model.draft_ids = parts.draft_ids.to(model.device)
         draft_models[name] = draft_model
     layers = [layer for one in draft_models.values() for layer in one.head.config.hidden_state_layers]
     teacher.aux_layers = tuple(sorted(set(layers)))
+    teacher.has_axes = any(find_method(one.architecture).is_of_target for one in draft_models.values())
     config = TrainConfig(
         options.steps,
         options.batch_size,

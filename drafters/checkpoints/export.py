@@ -50,11 +50,11 @@ def refusal(drafter: HeadDrafter, target: TargetInfo, format_name: str) -> str |
     """Why an engine cannot serve a head; None if it can."""
     if format_name not in EXPORT_FORMATS:
         return f"the format must be one of {', '.join(EXPORT_FORMATS)}; got {format_name!r}."
-    if (setting := _unwritten_setting(drafter)) is not None:
-        return f"a head with {setting} is read from where it was published, not exported; serve those files."
     method, layers = method_of(drafter), drafter.hidden_state_indices
     if method is None:
         return f"{type(drafter).__name__} is no registered method, whose heads could be exported."
+    if not method.is_of_target and (setting := _unwritten_setting(drafter)) is not None:
+        return f"a head with {setting} is read from where it was published, not exported; serve those files."
     if method.reads_layers and (
         list(layers) != sorted(set(layers)) or layers[0] < 1 or layers[-1] >= target.num_layers
     ):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from mmspec.drafters.checkpoints.format import (
     MODEL_TYPE,
+    HeadMetadata,
     load_head,
     read_config,
     read_metadata,
@@ -53,18 +54,28 @@ def _load(folder: str | os.PathLike[str], target: TargetInfo | None, name: str |
             num_layers=target.num_layers,
             tokenizer=None if target.tokenizer is None else tokenizer_fingerprint(target.tokenizer),
         )
+    given = name or hub_id_of(folder) or os.path.basename(os.path.normpath(folder))
+    method = find_method(metadata.architecture)
+    if method.is_of_target:
+        if target is None:
+            raise ValueError(
+                f"{os.fspath(folder)} holds a head of its target's own layers, which is needed: target= (or --target); "
+                "got None."
+            )
+        return _with_facts(method.load_for_target(Path(folder), metadata, target, given), metadata)
     head, metadata = load_head(folder, metadata)
-    drafter = (
-        find_method(metadata.architecture)
-        .classes()
-        .drafter(
-            head,
-            metadata.visual_mode,
-            num_layers=metadata.num_layers,
-            name=name or hub_id_of(folder) or os.path.basename(os.path.normpath(folder)),
-            draft_ids=metadata.draft_ids,
-        )
+    drafter = method.classes().drafter(
+        head,
+        metadata.visual_mode,
+        num_layers=metadata.num_layers,
+        name=given,
+        draft_ids=metadata.draft_ids,
     )
+    return _with_facts(drafter, metadata)
+
+
+def _with_facts(drafter: HeadDrafter, metadata: HeadMetadata) -> HeadDrafter:
+    """The drafter with what its head was trained with."""
     drafter.bundled_compressor = metadata.compressor
     trained_mode = metadata.facts.get("visual_mode")
     drafter.trained_visual_mode = trained_mode if isinstance(trained_mode, str) else None

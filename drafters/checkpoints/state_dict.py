@@ -65,6 +65,8 @@ def _rename(name: str, names: Mapping[str, str]) -> str:
 
 def to_stored(head: DraftHead) -> dict[str, Tensor]:
     """The weights of a head under their names on disk."""
+    if (own := head.stored_tensors()) is not None:
+        return own
     state_dict, weights = head.state_dict(), dict[str, Tensor]()
     for name, parts in stored_parts(head).items():
         value = state_dict[name].detach()

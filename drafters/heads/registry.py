@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from mmspec.drafters.checkpoints.format import HeadMetadata
     from mmspec.drafters.heads.base.config import HeadConfig
     from mmspec.drafters.heads.base.drafter import HeadDrafter
     from mmspec.drafters.heads.base.head import DraftHead
@@ -52,6 +53,7 @@ class Recipe:
         settings: further fields of the config.
         count: default of `--count` where only such drafters are trained.
         steps: the same of `--steps`.
+        learning_rate: the same of `--lr`.
     """
 
     name: str
@@ -62,6 +64,7 @@ class Recipe:
     settings: Mapping[str, Any] = field(default_factory=dict)
     count: int = 2000
     steps: int = 1000
+    learning_rate: float = 1e-3
 
 
 @dataclass(frozen=True)
@@ -124,6 +127,7 @@ class HeadMethod(ABC):
         reads_layers: whether a head reads several hidden states of the target.
         speculators_types: values of `speculators_model_type` of published heads.
         served: which engines serve it, for the help of `mmspec export`; empty for none.
+        is_of_target: whether its heads are parts of a target's checkpoint: `head_of_target`, `load_for_target`.
     """
 
     name: ClassVar[str]
@@ -132,6 +136,7 @@ class HeadMethod(ABC):
     reads_layers: ClassVar[bool] = False
     speculators_types: ClassVar[tuple[str, ...]] = ()
     served: ClassVar[str] = ""
+    is_of_target: ClassVar[bool] = False
 
     @abstractmethod
     def classes(self) -> HeadClasses:
@@ -166,6 +171,14 @@ class HeadMethod(ABC):
         scaled = {name: round(scale * shape.intermediate_size) for name, scale in recipe.scales.items()}
         return self.classes().config.of(shape, block_size=block, **{**scaled, **recipe.settings})
 
+    def head_of_target(self, target: TargetInfo, sizes: TrainSizes) -> DraftHead:
+        """The head to be trained, of a method that `is_of_target`.
+
+        Raises:
+            ValueError: the target has none, or an option is not for this method.
+        """
+        raise ValueError(f"{self.name} heads are not part of a target.")
+
     def init_from_target(
         self, head: Any, batches: Iterator[TrainBatch], shared_embeddings: SharedEmbeddings, draft_ids: Tensor | None
     ) -> None:
@@ -178,6 +191,14 @@ class HeadMethod(ABC):
             draft_ids: [V'] ids of the head's own vocabulary, or None.
         """
         return
+
+    def load_for_target(self, folder: Path, metadata: HeadMetadata, target: TargetInfo, name: str) -> HeadDrafter:
+        """The drafter of a trained head of a method that `is_of_target`.
+
+        Raises:
+            ValueError: it is not of this target, or damaged.
+        """
+        raise ValueError(f"{self.name} heads are not part of a target.")
 
     # --- files of others ----------------------------------------------------------------------------------------------
 
@@ -255,6 +276,7 @@ def _import_own() -> None:
     for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
         if module.ispkg and module.name != "base":
             import_module(f"{__package__}.{module.name}.recipe")
+    import_module("mmspec.drafters.mtp.recipe")
 
 
 def _load_installed(name: str | None = None) -> None:

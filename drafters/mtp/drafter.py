@@ -7,18 +7,23 @@ here do (`HeadDrafter`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from mmspec.drafters.heads.base.expand import AutoregressiveExpander, expand_levels
+from mmspec.drafters.heads.base.online import LearnableHead
 from mmspec.drafters.heads.base.state import DraftState
-from mmspec.drafters.heads.base.visual_inputs import DraftInputs
 from mmspec.drafters.mtp.head import MTPHead
 from mmspec.drafters.mtp.switched import SwitchedDrafter
+from mmspec.drafters.mtp.switches import Switches
 from mmspec.engine.tree import DraftTree
-from mmspec.interfaces import OwnHead, Prompt
+from mmspec.interfaces import OwnHead, Prompt, SharedEmbeddings
+
+if TYPE_CHECKING:
+    from mmspec.drafters.training.batch import TrainBatch
 
 CHAIN_TOP_K = 1
 """Children of a node where the target scores chains only."""
@@ -33,7 +38,7 @@ class MTPExpander(AutoregressiveExpander):
         return super().expand(level, inputs_embeds, drafter.carried(parent_hidden))
 
 
-class MTPDrafter(SwitchedDrafter):
+class MTPDrafter(SwitchedDrafter, LearnableHead):
     """Drafts with an `MTPHead`.
 
     Attributes:
@@ -41,13 +46,24 @@ class MTPDrafter(SwitchedDrafter):
     """
 
     head: MTPHead
+    records_drafts = True
 
-    def __init__(self, parts: OwnHead, *, max_depth: int = 6, top_k: int | None = None) -> None:
+    def __init__(
+        self,
+        parts: OwnHead,
+        *,
+        max_depth: int = 6,
+        top_k: int | None = None,
+        name: str = "mtp",
+        **options: Any,
+    ) -> None:
         """
         Args:
             parts: of the head, with its weights.
             max_depth: largest number of tokens of a draft.
             top_k: see `HeadDrafter`; 1 where the target scores chains only.
+            name: see `HeadDrafter`.
+            options: `draft_ids` and `frequent_ids`, see `SwitchedDrafter`.
         """
         rule = parts.rule
         super().__init__(
@@ -56,9 +72,10 @@ class MTPDrafter(SwitchedDrafter):
             {"carry": rule.carries, "visual_mode": rule.visual_modes},
             parts.description,
             num_layers=parts.num_layers,
-            name="mtp",
+            name=name,
             max_depth=max_depth,
             top_k=CHAIN_TOP_K if parts.chains_only else top_k,
+            **options,
         )
         self.carry = rule.carries[0]
 
@@ -80,13 +97,35 @@ class MTPDrafter(SwitchedDrafter):
 
     def carried(self, states: Tensor) -> Tensor:
         """[..., D] outputs of the head -> what the next draft token reads in place of the target's hidden state."""
-        carried: Tensor = self.head.output_norm(states) if self.carry == "post" else states
-        return carried
+        return self.head.carried(states, self.carry)
 
-    def prompt_inputs(self, state: DraftState, inputs: DraftInputs) -> tuple[Tensor, Tensor | None]:
-        """See `HeadDrafter`; families whose first row reads no embedding get zeros there."""
-        if self.head.rule.zeroes_first and inputs.position_ids is not None:
-            is_first = (inputs.position_ids == 0)[..., None]
-            zeroed = inputs.next_embeds.masked_fill(is_first, 0)
-            inputs = replace(inputs, next_embeds=zeroed, visual_mask=inputs.visual_mask & ~is_first[..., 0])
-        return super().prompt_inputs(state, inputs)
+    def pending_inputs(self, state: DraftState, tokens: Tensor, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        """See `HeadReader`."""
+        return super().pending_inputs(state, tokens, self.head.hidden_states(hidden_states))
+
+    def fix_switches(self, **values: str) -> None:
+        """Draft with these values of the switches, without trials of others."""
+        self.switches = Switches(self.switches.values | {name: (value,) for name, value in values.items()})
+        self.apply({name: self.switches.value(name) for name in self.switches.values})
+
+    def fix_visual_mode(self, visual_mode: str) -> None:
+        """See `HeadReader`."""
+        self.fix_switches(visual_mode=visual_mode)
+
+    # --- learning -----------------------------------------------------------------------------------------------------
+
+    def learnable_copy(self) -> MTPHead:
+        """See `mmspec.learning.protocols.GradientDrafter`."""
+        return self.head.trainable_copy()
+
+    def learning_loss(
+        self,
+        module: nn.Module,
+        examples: Sequence[TrainBatch],
+        shared_embeddings: SharedEmbeddings,
+        rng: torch.Generator,
+    ) -> Tensor:
+        """See `GradientDrafter`; with the carry that drafts."""
+        assert isinstance(module, MTPHead)
+        module.carry = self.carry
+        return super().learning_loss(module, examples, shared_embeddings, rng)

@@ -6,6 +6,8 @@ norms it where the family carries o on.
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -14,22 +16,30 @@ from torch import Tensor, nn
 from mmspec.drafters.heads.base.attention import CachedAttention
 from mmspec.drafters.heads.base.config import HeadConfig
 from mmspec.drafters.heads.base.head import AttentionFn, DraftHead
+from mmspec.drafters.heads.base.visual_inputs import DraftInputs
+from mmspec.drafters.mtp.vocabulary import RowCache
 from mmspec.engine.gather import gather_rows
-from mmspec.interfaces import OwnHead, SharedEmbeddings
+from mmspec.interfaces import HeadCache, OwnHead, SharedEmbeddings
 
 
 class MTPHead(DraftHead):
     """`fc` over two normed inputs and a decoder layer of the target's class.
 
     Attributes:
-        parts: with the rule of its family; the modules are this module's, too.
+        rule: of its family.
+        files: how it is stored.
+        carry: "post" or "pre", see `HeadRule`; what it is trained with.
     """
+
+    lm_head: Tensor | None
+    final_scale: Tensor | None
 
     def __init__(self, parts: OwnHead) -> None:
         section = parts.mrope_section
         shape = (parts.hidden_size, 0, 1, 1, parts.vocab_size)
         super().__init__(HeadConfig(*shape, mrope_section=section, rotary_dim=2 * sum(section)))
-        self.rule = parts.rule
+        self.rule, self.files = parts.rule, parts.files
+        self.carry, self.visual_modes = parts.rule.carries[0], parts.rule.visual_modes
         self.window = parts.window
         self._rotary_embedding = parts.rotary_embedding
         self.fc = cast(nn.Linear, parts.fc)
@@ -37,7 +47,47 @@ class MTPHead(DraftHead):
         self.hidden_norm = parts.hidden_norm
         self.block = parts.block
         self.output_norm = parts.output_norm
-        self.lm_head = None if parts.lm_head is None else nn.Parameter(parts.lm_head, requires_grad=False)
+        self.row_cache = RowCache()
+        self.register_buffer("final_scale", parts.final_scale, persistent=False)
+        self.register_buffer("lm_head", parts.lm_head, persistent=False)  # not trained: as large as the vocabulary
+
+    def prepare(self, inputs: DraftInputs) -> DraftInputs:
+        """See `DraftHead`; families whose first row reads no embedding get zeros there."""
+        inputs = replace(inputs, hidden_states=self.hidden_states(inputs.hidden_states))
+        if not self.rule.zeroes_first or inputs.position_ids is None:
+            return inputs
+        is_first = (inputs.position_ids == 0)[..., None]
+        zeroed = inputs.next_embeds.masked_fill(is_first, 0)
+        return replace(inputs, next_embeds=zeroed, visual_mask=inputs.visual_mask & ~is_first[..., 0])
+
+    def hidden_states(self, final: Tensor) -> Tensor:
+        """[..., D] what the head reads of the target's states after the final norm.
+
+        Those before it, up to their length, which its own norm takes away: the final norm's factor is divided out.
+        """
+        return final if self.final_scale is None else final / self.final_scale.to(final.dtype)
+
+    def carried(self, states: Tensor, carry: str | None = None) -> Tensor:
+        """[..., D] outputs of the head -> what the next draft token reads in place of the target's hidden state."""
+        carried: Tensor = self.output_norm(states) if (carry or self.carry) == "post" else states
+        return carried
+
+    def stored_tensors(self) -> dict[str, Tensor]:
+        """Its weights as its checkpoint has them: experts one by one where they were."""
+        stored, own = dict[str, Tensor](), self.state_dict()
+        for part, names in self.files.tensors.items():
+            value = own[part].detach()
+            pieces = (value,) if len(names) == 1 else value.reshape(-1, value.shape[-1]).chunk(len(names))
+            stored |= {name: piece.contiguous() for name, piece in zip(names, pieces, strict=True)}
+        return stored
+
+    def trainable_copy(self) -> MTPHead:
+        """A float32 copy of the weights, with gradients; an LM head of its own is shared."""
+        shared = {id(part): part for part in (self.lm_head, self.files)}
+        twin = copy.deepcopy(self, shared)
+        weights = {name: value.detach().float().clone() for name, value in self.state_dict().items()}
+        twin.load_state_dict(weights, assign=True)
+        return twin.requires_grad_(True)
 
     def fuse(self, inputs_embeds: Tensor, hidden_states: Tensor) -> Tensor:
         """[..., D] inputs of the block."""
@@ -55,21 +105,29 @@ class MTPHead(DraftHead):
         if self.window is not None:
             if mask is None and n > 1:
                 mask = torch.ones(n, n, dtype=torch.bool, device=inputs.device).tril()[None, None]
-            mask = last_visible(mask, self.window) if mask is not None else self._last_keys(attention, inputs)
-        outputs: Tensor = self.block(inputs, cos[:, 0], sin[:, 0], mask, attention)
+            mask = self._last_keys(attention, inputs) if mask is None else mask
+        outputs = self.run_block(inputs, cos[:, 0], sin[:, 0], mask, attention)
         return outputs if query_index is None else gather_rows(outputs, query_index)
 
+    def run_block(self, inputs: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: HeadCache) -> Tensor:
+        """See `HeadBlock`; within the window of the block."""
+        visible = mask if mask is None or self.window is None else last_visible(mask, self.window)
+        outputs: Tensor = self.block(inputs, cos, sin, visible, cache)
+        return outputs
+
     def _last_keys(self, attention: CachedAttention, inputs: Tensor) -> Tensor | None:
-        """The mask of one row that attends to all keys, within the window."""
+        """The mask of one row that attends to all keys, if that are more than the window."""
         num_keys = attention.kv_cache.kv_len
         if num_keys <= (self.window or num_keys):
             return None
-        return last_visible(torch.ones(1, 1, 1, num_keys, dtype=torch.bool, device=inputs.device), self.window or 0)
+        return torch.ones(1, 1, 1, num_keys, dtype=torch.bool, device=inputs.device)
 
     def draft_lm_head(self, shared_embeddings: SharedEmbeddings, draft_ids: Tensor) -> Tensor | None:
-        if self.lm_head is None:
-            return super().draft_lm_head(shared_embeddings, draft_ids)
-        return self.lm_head[draft_ids]
+        if (own := self.lm_head) is not None:
+            return self.row_cache.rows(own, draft_ids, lambda ids: own[ids])
+        weight = getattr(shared_embeddings.lm_head, "weight", None)
+        known = weight if isinstance(weight, Tensor) and weight.device.type != "meta" else None
+        return self.row_cache.rows(known, draft_ids, shared_embeddings.lm_head_rows)
 
     def logits(
         self, hidden_states: Tensor, shared_embeddings: SharedEmbeddings, draft_lm_head: Tensor | None
@@ -83,9 +141,13 @@ class MTPHead(DraftHead):
         cos, sin = self._rotary_embedding(position_ids[None], dtype)
         return cos[0], sin[0]
 
+    def rotate(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """(cos, sin), each [B, n, d], of position ids [B, n] or [3, B, n]."""
+        return self._rotary_embedding(position_ids, dtype)
+
     def multi_axis_rotary_embedding(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """(cos, sin), each [B, n, d], of position ids [3, B, n]."""
-        return self._rotary_embedding(position_ids, dtype)
+        return self.rotate(position_ids, dtype)
 
 
 def last_visible(mask: Tensor, window: int) -> Tensor:

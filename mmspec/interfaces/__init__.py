@@ -4,7 +4,7 @@
 |---|---|---|
 | `target` | `Target` | `VerifyResult`, `TargetInfo`, `SharedEmbeddings` |
 | `draft_target` | `DraftTarget`, `LayerSubsets`, `DraftModelSource` | |
-| `own_head` | `TargetKeys`, `HeadBlock`, `HeadCache` | `OwnHead`, `HeadRule`, `AssistantParts` |
+| `own_head` | `TargetKeys`, `HeadBlock`, `HeadCache` | `OwnHead`, `HeadRule`, `HeadFiles`, `AssistantParts` |
 | `drafter` | `Drafter`, `CompressingDrafter`, `TrainedDrafter`, `ReplicableDrafter` | `DrafterRequirements`, `Prompt` |
 | `compressor` | `Compressor`, `SizedCompressor`, `SaliencyCompressor`, ... | `VisualTokens`, `VisualGrid` |
 | `video` | `FrameSampler`, `ContentAwareSampler` | |
@@ -36,7 +36,7 @@ from mmspec.interfaces.drafter import (
     TrainedDrafter,
     drafter_label,
 )
-from mmspec.interfaces.own_head import AssistantParts, HeadCache, HeadRule, OwnHead, OwnHeadError, TargetKeys
+from mmspec.interfaces.own_head import AssistantParts, HeadCache, HeadFiles, HeadRule, OwnHead, OwnHeadError, TargetKeys
 from mmspec.interfaces.target import SharedEmbeddings, Target, TargetInfo, VerifyResult
 from mmspec.interfaces.video import ContentAwareSampler, FrameSampler
 
@@ -56,6 +56,7 @@ __all__ = [
     "GatedCompressor",
     "GridCompressor",
     "HeadCache",
+    "HeadFiles",
     "HeadRule",
     "LayerSubsets",
     "OwnHead",

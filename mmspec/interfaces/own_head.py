@@ -10,9 +10,9 @@ A second draft token repeats the head with z or o of the row before in place of 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -34,16 +34,33 @@ class HeadRule:
     """In what the heads of the families differ. Where sources disagree, the first value is the default.
 
     Attributes:
+        hidden: "post" or "pre": the target's hidden states that it reads are those behind or before the final norm.
         carries: "post" (o) or "pre" (z): what a further draft token reads in place of the hidden state.
         visual_modes: keys of `VISUAL_MODES`: what the head reads at image positions.
         embedding_first: the order of the two inputs of `fc`.
         zeroes_first: whether the embedding in row 0 is zero.
     """
 
+    hidden: str = "post"
     carries: tuple[str, ...] = ("post",)
     visual_modes: tuple[str, ...] = ("coupled", "placeholder")
     embedding_first: bool = True
     zeroes_first: bool = False
+
+
+@dataclass(frozen=True)
+class HeadFiles:
+    """How a head is stored, so that it can be written in the layout of its checkpoint.
+
+    Attributes:
+        tensors: {weight of the parts, such as "fc.weight": names of the tensors that it is stored as, in order}.
+        copies: {name: "embeddings", "lm_head" or "own_lm_head"}: what serving engines read beside these tensors.
+        config: values of `config.json` of the target, without how its weights are quantised.
+    """
+
+    tensors: Mapping[str, tuple[str, ...]]
+    copies: Mapping[str, str]
+    config: Mapping[str, Any]
 
 
 class HeadCache(Protocol):
@@ -82,6 +99,7 @@ class OwnHead:
         block: the decoder layer (`HeadBlock`).
         output_norm: before the LM head.
         lm_head: the head's own, [V, D]; None for the target's.
+        final_scale: [D] factor of the target's final norm, for heads that read the states before it; else None.
         rotary_embedding: (position ids [B, n] or [3, B, n], dtype) -> cos and sin [B, n, d], of the target.
         mrope_section: frequencies of each position axis; empty for one axis.
         window: rows that a row attends to, its own included; None for all.
@@ -89,6 +107,7 @@ class OwnHead:
         vocab_size: V.
         num_layers: decoder layers of the target.
         chains_only: whether the target scores chains only.
+        files: how it is stored.
     """
 
     rule: HeadRule
@@ -99,6 +118,7 @@ class OwnHead:
     block: nn.Module
     output_norm: nn.Module
     lm_head: Tensor | None
+    final_scale: Tensor | None
     rotary_embedding: Callable[..., tuple[Tensor, Tensor]]
     mrope_section: tuple[int, ...]
     window: int | None
@@ -106,6 +126,7 @@ class OwnHead:
     vocab_size: int
     num_layers: int
     chains_only: bool
+    files: HeadFiles
 
 
 class TargetKeys(Protocol):

@@ -85,7 +85,8 @@ class TargetInfo:
         media_token_ids: ids of the image and video placeholders.
         device: device type as torch names it ("cpu", "cuda").
         shared_embeddings: its embeddings, with which those in a head are compared; None if it is not loaded.
-        read_own_head: reads the draft head in its checkpoint, or raises `OwnHeadError`; None if it is not loaded.
+        read_own_head: reads the draft head in its checkpoint, or in a folder, or raises `OwnHeadError`; None if the
+            target is not loaded.
         find_assistant: the same for the assistant that was published for it.
     """
 
@@ -98,7 +99,7 @@ class TargetInfo:
     media_token_ids: tuple[int, ...] = ()
     device: str = "cpu"
     shared_embeddings: SharedEmbeddings | None = field(default=None, compare=False, repr=False)
-    read_own_head: Callable[[], OwnHead] | None = field(default=None, compare=False, repr=False)
+    read_own_head: Callable[..., OwnHead] | None = field(default=None, compare=False, repr=False)
     find_assistant: Callable[[], AssistantParts] | None = field(default=None, compare=False, repr=False)
 
 

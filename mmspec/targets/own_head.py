@@ -19,7 +19,7 @@ from huggingface_hub import snapshot_download
 from torch import Tensor, nn
 
 from mmspec.engine.tree_cache import CACHE_ARGUMENT
-from mmspec.interfaces import HeadCache, OwnHead, OwnHeadError
+from mmspec.interfaces import HeadCache, HeadFiles, OwnHead, OwnHeadError
 from mmspec.targets.base import ModelAdapter
 from mmspec.targets.own_head_layouts import LAYOUTS, HeadLayout
 from mmspec.weight_files import TensorFiles
@@ -30,6 +30,8 @@ SCALE_SUFFIX = "_scale_inv"
 FURTHER_LAYER = re.compile(r"layers\.[1-9]\d*\.")
 """Of heads with several layers, of which the first is repeated, as vLLM does."""
 MAX_MESSAGE = 200
+MIN_SCALE = 1e-6
+"""Below this a factor of the final norm leaves nothing of a state to be recovered."""
 
 
 class CacheView:
@@ -60,8 +62,12 @@ class TargetBlock(nn.Module):
         return result
 
 
-def read_own_head(adapter: ModelAdapter) -> OwnHead:
-    """The head in the checkpoint of a target.
+def read_own_head(adapter: ModelAdapter, folder: str | os.PathLike[str] | None = None) -> OwnHead:
+    """The head in the checkpoint of a target, or another one for it.
+
+    Args:
+        adapter: of the target.
+        folder: with the tensors of a head under the same names; None for the target's checkpoint.
 
     Raises:
         OwnHeadError: there is none, or it cannot be used; one line says why.
@@ -72,7 +78,7 @@ def read_own_head(adapter: ModelAdapter) -> OwnHead:
     for flag in layout.refused:
         if getattr(adapter.text_config, flag, False) or getattr(adapter.model.config, flag, False):
             raise OwnHeadError(f"a head with {flag}=true is not read", is_expected=True)
-    folder = checkpoint_folder(adapter.model.config)
+    folder = checkpoint_folder(adapter.model.config) if folder is None else folder
     try:
         files = TensorFiles(folder)
         with torch.no_grad():
@@ -81,6 +87,21 @@ def read_own_head(adapter: ModelAdapter) -> OwnHead:
         if isinstance(error, OwnHeadError):
             raise
         raise OwnHeadError(" ".join(str(error).split())[:MAX_MESSAGE], is_expected=True) from error
+
+
+def is_exported_head(folder: str | os.PathLike[str], adapter: ModelAdapter) -> bool:
+    """Whether a folder holds a head for this target as a serving engine reads it: beside copies of its embeddings."""
+    layout = LAYOUTS.get(adapter.model_type)
+    try:
+        names = TensorFiles(folder).names
+    except (OSError, ValueError):  # whoever loads the folder reports it
+        return False
+    prefixes = () if layout is None else tuple(one.format(layers=adapter.num_layers) for one in layout.prefixes)
+    for prefix in prefixes:
+        copies = {name.format(prefix=prefix) for name in layout.served} if layout is not None else set()
+        if copies < names and all(name.startswith(prefix) for name in names - copies):
+            return True
+    return False
 
 
 def checkpoint_folder(config: Any) -> Path:
@@ -117,7 +138,8 @@ class _Reader:
             if any(name.startswith(prefix) for name in self.files.names):
                 return prefix
         raise OwnHeadError(
-            f"the checkpoint has no tensors {prefixes[0]}*: saving or fine-tuning has dropped its head",
+            f"the checkpoint has no tensors {prefixes[0]}*: saving or fine-tuning has dropped its head, and "
+            "drafter='mtp:BASE', the folder or hub id of the base model, takes that one's",
             is_expected=True,
         )
 
@@ -143,6 +165,7 @@ class _Reader:
             description=f"{self.prefix}* of the checkpoint, {len(names)} tensors",
             **dict(parts.items()),
             lm_head=self._own_lm_head(size),
+            final_scale=_final_scale(adapter, size) if layout.rule.hidden == "pre" else None,
             rotary_embedding=_rotary_embedding(adapter),
             mrope_section=_mrope_section(self.config),
             window=self.config.sliding_window if self._is_sliding() else None,
@@ -150,6 +173,20 @@ class _Reader:
             vocab_size=adapter.vocab_size,
             num_layers=adapter.num_layers,
             chains_only=adapter.is_recurrent,
+            files=self._files(names),
+        )
+
+    def _files(self, names: Mapping[str, list[str]]) -> HeadFiles:
+        """How the head is stored, under the names that it was found by."""
+        config = self.adapter.model.config.to_dict()
+        config.pop("quantization_config", None)
+        for section in (config, config.get("text_config")):  # engines look in either
+            if section is not None:
+                section[self.layout.depth_key] = 1
+        return HeadFiles(
+            tensors={part: tuple(sources) for part, sources in names.items()},
+            copies={name.format(prefix=self.prefix): what for name, what in self.layout.served.items()},
+            config=config,
         )
 
     def _new_norm(self, size: int) -> nn.Module:
@@ -257,6 +294,14 @@ def _source_shape(shape: tuple[int, ...], count: int) -> tuple[int, ...]:
 def _first_layer(adapter: ModelAdapter) -> nn.Module:
     layer: nn.Module = adapter.text_model.layers[0]
     return layer
+
+
+def _final_scale(adapter: ModelAdapter, size: int) -> Tensor:
+    """[D] float32 factor of the target's final norm, an RMSNorm of whatever form; 1 where it is 0."""
+    weight = adapter.text_model.norm.weight
+    ones = torch.ones(1, size, dtype=weight.dtype, device=weight.device)
+    scale: Tensor = adapter.text_model.norm(ones)[0].float().cpu()
+    return scale.where(scale.abs() > MIN_SCALE, 1.0)
 
 
 def _block_config(adapter: ModelAdapter, layout: HeadLayout) -> Any:

@@ -7,7 +7,7 @@ family is a row here; `own_head` knows no names.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mmspec.interfaces import HeadRule
 
@@ -24,6 +24,8 @@ class HeadLayout:
         layer_type: of the block, as the target's config names it; "" for that of the target's first layer.
         lm_head: name of an LM head of its own, which may be a copy of the target's; "" for none.
         copies: of the target's tensors, which are not read.
+        served: {name: "embeddings", "lm_head" or "own_lm_head"}, what vLLM's loader reads beside the head's tensors.
+        depth_key: of the config, the number of layers of the head.
         refused: flags of the config of heads that are not read.
     """
 
@@ -34,6 +36,8 @@ class HeadLayout:
     layer_type: str = ""
     lm_head: str = ""
     copies: tuple[str, ...] = ()
+    served: Mapping[str, str] = field(default_factory=dict)
+    depth_key: str = "mtp_num_hidden_layers"
     refused: tuple[str, ...] = ()
 
 
@@ -43,6 +47,7 @@ _MTP_NAMES = {
     "hidden_norm": "pre_fc_norm_hidden.weight",
     "output_norm": "norm.weight",
 }
+_MTP_SERVED = {"model.language_model.embed_tokens.weight": "embeddings", "lm_head.weight": "lm_head"}
 _MTP_PREFIXES = ("mtp.", "model.mtp.", "language_model.mtp.", "model.language_model.mtp.")
 _QWEN3_5 = HeadLayout(
     HeadRule(),
@@ -50,9 +55,17 @@ _QWEN3_5 = HeadLayout(
     _MTP_NAMES,
     block="layers.0.",
     layer_type="full_attention",
+    served=_MTP_SERVED,
     refused=("mtp_use_dedicated_embeddings",),
 )
-_EXAONE4_5 = HeadLayout(HeadRule(), _MTP_PREFIXES, _MTP_NAMES, block="layers.0.")
+_EXAONE4_5 = HeadLayout(
+    HeadRule(),
+    _MTP_PREFIXES,
+    _MTP_NAMES,
+    block="layers.0.",
+    served=_MTP_SERVED,
+    depth_key="num_nextn_predict_layers",
+)
 _GLM_OCR = HeadLayout(
     HeadRule(carries=("post", "pre"), visual_modes=("placeholder", "coupled"), zeroes_first=True),
     ("model.language_model.layers.{layers}.", "model.layers.{layers}.", "language_model.model.layers.{layers}."),
@@ -65,6 +78,8 @@ _GLM_OCR = HeadLayout(
     block="",
     lm_head="shared_head.head.weight",
     copies=("embed_tokens.weight",),
+    served={"{prefix}embed_tokens.weight": "embeddings", "{prefix}shared_head.head.weight": "own_lm_head"},
+    depth_key="num_nextn_predict_layers",
 )
 
 LAYOUTS: dict[str, HeadLayout] = {

@@ -19,12 +19,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
 
 from mmspec.engine.draws import ForbidDraws
 from mmspec.engine.tree import DraftTree, sanitize
 from mmspec.interfaces import VerifyResult
-from mmspec.targets.agreement import equal_logits, relative_difference
+from mmspec.targets.agreement import HALF_TYPES, Rounding, equal_logits, relative_difference
 from mmspec.targets.base import ModelAdapter
 from mmspec.targets.module_scan import describe_module, has_library_class
 from mmspec.targets.module_state import DRAWS_RANDOM_NUMBERS, is_opaque, restore_call_state, restore_state
@@ -39,6 +40,12 @@ MAX_NAMED_MODULES = 3
 MAX_VERDICTS = 256
 _VERDICTS: dict[tuple[Any, ...], SelfTestResult] = {}
 _LOCK = threading.Lock()
+
+
+NUM_PADDING = 3
+"""Tokens of padding behind which a model's own rounding is measured."""
+_ROUNDINGS: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""{model: its rounding}"""
 
 
 MAX_ATTEMPTS = 3
@@ -171,6 +178,23 @@ def foreign_failure(adapter: ModelAdapter, foreign: Sequence[nn.Module], inputs:
     return None if result.passed else f"{where}: {result.failure}"
 
 
+def own_rounding(adapter: ModelAdapter) -> Rounding:
+    """What rounding in half precision does to a model (`_TreeTest.own_rounding`), found once."""
+    model = adapter.model
+    if model.dtype not in HALF_TYPES:
+        return Rounding()
+    known = _ROUNDINGS.get(model)
+    if known is None or known[0] != model.dtype:
+        test = _TreeTest(adapter, text_inputs(adapter, plan_of(adapter).prompt_lengths))
+        try:
+            with restore_call_state(model), torch.no_grad(), torch.autocast(model.device.type, enabled=False):
+                rounding = test.own_rounding()
+        except Exception:  # whatever a model raises that rejects a prompt of text
+            rounding = Rounding()
+        known = _ROUNDINGS[model] = model.dtype, rounding
+    return known[1]
+
+
 class _ForcedPaths(LogitsProcessor):
     """Makes transformers' loop emit given tokens."""
 
@@ -201,15 +225,40 @@ class _TreeTest:
         self.max_difference = 0.0
         self.num_forwards = 0
         self.is_conclusive = True
+        self.rounding: Rounding | None = None
 
     def run(self) -> str | None:
         """The failure found, or None."""
-        self.reference = self._generate(self._decode_paths, num_return_sequences=len(self.plan.paths))
+        self.reference = self._decode(self.inputs)
         failure: str | None = self._generate(self._score_trees, num_return_sequences=1)
         return failure
 
-    def _generate(self, loop: Any, num_return_sequences: int) -> Any:
+    def own_rounding(self) -> Rounding:
+        """What rounding in half precision does to the model: transformers' own loop, and the same behind padding.
+
+        In every forward of both the new tokens are the same, so that a module which depends on the others in its
+        forward, as the test is to find, does so in both.
+        """
+        if self.rounding is None:
+            ids, mask = self.inputs["input_ids"], self.inputs["attention_mask"]
+            padding = self.node_ids[:, :1].expand(-1, NUM_PADDING)
+            padded = {
+                **self.inputs,
+                "input_ids": torch.cat([padding, ids], 1),
+                "attention_mask": torch.cat([torch.zeros_like(padding).to(mask.dtype), mask], 1),
+            }
+            reference = self.reference if self.reference is not None else self._decode(self.inputs)
+            self.rounding = Rounding.between(reference, self._decode(padded))
+        return self.rounding
+
+    def _decode(self, inputs: Mapping[str, Any]) -> Tensor:
+        """See `_decode_paths`; behind the prompts of these inputs."""
+        logits: Tensor = self._generate(self._decode_paths, len(self.plan.paths), inputs)
+        return logits
+
+    def _generate(self, loop: Any, num_return_sequences: int, inputs: Mapping[str, Any] | None = None) -> Any:
         """Result of `loop(input_ids, config, model_kwargs)` on inputs that transformers has prepared."""
+        inputs = self.inputs if inputs is None else inputs
         model = self.adapter.model
         defaults = GenerationConfig._get_default_generation_params()
         defaults.pop("max_length", None)
@@ -230,7 +279,7 @@ class _TreeTest:
             prepared.output_logits, prepared.output_scores = True, False
             return loop(input_ids, prepared, model_kwargs)
 
-        return type(model).generate(model, **self.inputs, generation_config=config, custom_generate=custom_generate)
+        return type(model).generate(model, **inputs, generation_config=config, custom_generate=custom_generate)
 
     def _decode_paths(self, input_ids: Tensor, config: Any, model_kwargs: dict[str, Any]) -> Tensor:
         """[R, P, S, V] float32 logits of transformers' own loop along each path of each row."""
@@ -307,4 +356,4 @@ class _TreeTest:
         difference = relative_difference(expected, found)
         if not bool(difference.isnan().any()):
             self.max_difference = max(self.max_difference, float(difference.max()))
-        return equal_logits(expected, found, self.adapter.model.dtype)
+        return equal_logits(expected, found, self.adapter.model.dtype, self.own_rounding)

@@ -17,6 +17,8 @@ from mmspec.app.modeling.load import load_model
 from mmspec.app.modeling.random_models import build_vocabulary, random_model, tiny_model
 from mmspec.app.modeling.synthetic_images import write_images
 
+pytestmark = pytest.mark.usefixtures("shared_decoders")
+
 COLUMNS = """id file_name caption prompt prompt_sha1 model model_revision drafter gen n_prompt_tokens n_new_tokens
 n_rounds tau ttft_s seconds finish_reason identical plain error mmspec_version index"""
 
@@ -58,6 +60,7 @@ def test_rows_are_right_and_identical_to_plain_generate(pictures: Path, tmp_path
     assert first["finish_reason"] == ("eos" if 2 in ids.tolist() else "length")
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("drafter", ["none", "lookup", "recycling", "hybrid"])
 def test_every_drafter_gives_the_same_captions(pictures: Path, tmp_path: Path, drafter: str) -> None:
     for name in ("none", drafter):

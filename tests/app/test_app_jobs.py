@@ -24,6 +24,8 @@ from mmspec.app.io.item import Item
 from mmspec.app.io.output import FileOutput
 from mmspec.app.modeling.captioner import Caption, ComparisonTotals, Provenance
 
+pytestmark = pytest.mark.usefixtures("shared_decoders")
+
 Row = dict[str, Any]
 
 

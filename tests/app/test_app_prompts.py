@@ -27,6 +27,8 @@ from mmspec.app.modeling.sampling import Sampling
 from mmspec.app.modeling.synthetic_images import write_images
 from mmspec.app.modeling.thinking import opens_thoughts, without_thoughts
 
+pytestmark = pytest.mark.usefixtures("shared_decoders")
+
 QWEN25_VL = {"do_sample": True, "top_k": 1, "top_p": 0.001, "temperature": 0.1, "repetition_penalty": 1.05}
 THINKING_TEMPLATE = (
     "{% for m in messages %}{{ m.role }} : {% for c in m.content %}{{ '<image>' if c.type == 'image' else c.text }} "
@@ -74,6 +76,7 @@ def prompt_text(captioner: Captioner, question: str, **options: Any) -> str:
 # --- sampling
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     "own",
     [QWEN25_VL, {"top_k": 1}, {"top_p": 0.001}, {"min_p": 1.0}, {"top_k": 1, "top_p": 0.01}],

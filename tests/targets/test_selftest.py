@@ -26,7 +26,7 @@ from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 
 import mmspec
 from mmspec.engine.tree_cache import CACHE_ARGUMENT
-from mmspec.targets import selftest
+from mmspec.targets import agreement, selftest
 from mmspec.targets.module_scan import is_library_code, scan_modules
 from mmspec.targets.registry import find_adapter
 
@@ -580,6 +580,33 @@ def test_a_model_that_fails_is_refused(faulty: Any, forward: Any, dtype: str) ->
         assert part in str(failed.value)
     assert "full_attention" in str(failed.value) and "mmspec env --model" in str(failed.value)
     assert set(model.__dict__) == before and not mmspec.is_patched(model)
+
+
+def _amplify_rounding(model: PreTrainedModel) -> PreTrainedModel:
+    """Deep layers with large weights, in which the last bits of half precision reach the logits, as trained ones do."""
+    with torch.no_grad():
+        for name, parameter in decoder(model).named_parameters():
+            parameter *= 2 if "proj" in name else 1
+    return model
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_what_rounding_does_to_a_model_is_no_fault(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selftest, "_VERDICTS", {})
+    model = _amplify_rounding(fresh_model(hidden=48, vocab=111, layers=12, dtype=dtype))
+    mmspec.unpatch(mmspec.patch(model, drafter="lookup"))
+    monkeypatch.setattr(selftest, "_VERDICTS", {})
+    monkeypatch.setattr(selftest._TreeTest, "own_rounding", lambda self: agreement.Rounding())
+    with pytest.raises(mmspec.UnsupportedModelError):
+        mmspec.patch(model, drafter="lookup")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("forward", [_one_scale, _previous_position])
+def test_a_fault_of_a_model_that_amplifies_rounding(faulty: Any, forward: Any, dtype: str) -> None:
+    model = _amplify_rounding(faulty(forward, layers=12, dtype=dtype))
+    with pytest.raises(mmspec.UnsupportedModelError, match="logits depend on its other tokens"):
+        mmspec.patch(model, drafter="lookup")
 
 
 def test_the_verdict_is_found_once_per_config(monkeypatch: pytest.MonkeyPatch) -> None:

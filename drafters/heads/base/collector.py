@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from mmspec.drafters.heads.base.positions import prompt_axes
+from mmspec.drafters.heads.base.visual_inputs import prompt_order
 from mmspec.drafters.training.batch import TrainBatch
 from mmspec.interfaces import Prompt, SharedEmbeddings
 
@@ -87,4 +89,13 @@ class SequenceCollector:
             response_mask=is_response[None],
             inputs_embeds=merged[None],
             hidden_states=torch.cat((states, states.new_zeros(len(ids) - len(states), states.shape[1])))[None],
+            position_ids=self._positions(row, len(ids), len(output)),
         )
+
+    def _positions(self, row: int, length: int, num_output: int) -> Tensor | None:
+        """[1, 3, length] the target's position ids of a row, where it counts on several axes."""
+        if self._prompt.position_ids.dim() == 2:
+            return None
+        axes, behind = prompt_axes(self._prompt, prompt_order(self._prompt, self._prompt.input_ids.shape[1]))
+        following = (behind[row] + torch.arange(num_output, device=behind.device)).expand(len(axes), -1)
+        return torch.cat((axes[:, row, : length - num_output], following), dim=1)[None]

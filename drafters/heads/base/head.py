@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,9 @@ from mmspec.drafters.heads.base.config import HeadConfig
 from mmspec.drafters.heads.base.positions import mrope_axes
 from mmspec.drafters.heads.base.rope import inverse_frequencies
 from mmspec.interfaces import SharedEmbeddings
+
+if TYPE_CHECKING:
+    from mmspec.drafters.heads.base.visual_inputs import DraftInputs
 
 AttentionFn = Callable[[Tensor, Tensor, Tensor], Tensor]
 """([B, H, m, d] queries, [B, H', n, d] keys, [B, H', n, d] values at the new positions) -> [B, H, m, d] output."""
@@ -42,12 +45,14 @@ class DraftHead(nn.Module):
         compresses_visual_tokens: whether the head reduces visual tokens itself, so that no compressor can be combined
             with it.
         stored_names: modules and parameters whose name on disk is another one: {name here: name on disk}.
+        visual_modes: that it can be trained in, that of its family first; empty for all.
     """
 
     config: HeadConfig
     fc: nn.Linear
     compresses_visual_tokens: ClassVar[bool] = False
     stored_names: ClassVar[Mapping[str, str]] = {}
+    visual_modes: tuple[str, ...] = ()
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
@@ -72,6 +77,14 @@ class DraftHead(nn.Module):
             draft_lm_head: [V', D] weights of the LM head to use; None for all.
         """
         return shared_embeddings.logits(hidden_states, draft_lm_head)
+
+    def prepare(self, inputs: DraftInputs) -> DraftInputs:
+        """What the head reads of a prompt, before its visual mode. Default: all of it."""
+        return inputs
+
+    def stored_tensors(self) -> dict[str, Tensor] | None:
+        """Its weights under their names on disk; None for those of `mmspec.drafters.checkpoints.state_dict`."""
+        return None
 
     def fuse(self, inputs_embeds: Tensor, hidden_states: Tensor) -> Tensor:
         """[..., D] layer inputs of text: `fc` of [embedding of the next token ; hidden state before it]."""

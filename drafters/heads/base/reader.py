@@ -120,6 +120,10 @@ class HeadReader:
         required = tuple(dict.fromkeys((0, *indices)))
         self.requirements = DrafterRequirements(required, max_tree_size=MAX_HEAD_TREE_SIZE)
 
+    def fix_visual_mode(self, visual_mode: str) -> None:
+        """Let visual tokens enter the head in this way from now on."""
+        self.visual_mode = visual_mode
+
     @property
     def settings(self) -> tuple[str, ...]:
         """What else than weights a draft depends on: recordings are of one value."""
@@ -179,6 +183,7 @@ class HeadReader:
         if self.own_embeddings is not None:
             prompt = embed_anew(prompt, state.shared_embeddings)
         aligned, counts = align_prompt(prompt, hidden_states, first_ids, state.shared_embeddings, self.visual_mode)
+        aligned = self.head.prepare(aligned)
         attention_mask, position_ids, num_inputs = aligned.attention_mask, aligned.position_ids, counts
         assert attention_mask is not None and position_ids is not None
         compressor = prompt.compressor or self.compressor
