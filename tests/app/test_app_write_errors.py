@@ -17,6 +17,8 @@ from mmspec.app.cli.main import main
 from mmspec.app.errors import EXIT_IO_ERROR, OutputError, find_write_error
 from mmspec.app.modeling.synthetic_images import write_images
 
+pytestmark = pytest.mark.usefixtures("shared_decoders")
+
 OPTIONS = ("--model", "tiny", "--max-new-tokens", "4", "--batch-size", "2", "--no-progress")
 
 
@@ -41,7 +43,7 @@ def fail_after(calls: int, number: int) -> Callable[[int], None]:
     return fsync
 
 
-@pytest.mark.every(5)
+@pytest.mark.every(2)
 @line("a full disk")
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO])
 @pytest.mark.parametrize("calls", [0, 4, 5])
