@@ -15,6 +15,7 @@ from mmspec.hints import did_you_mean, looks_like_path
 
 if TYPE_CHECKING:
     from mmspec.drafters.heads.instant.online import OnlineHeads
+    from mmspec.drafters.ngram.base import BestFirstDrafter
     from mmspec.interfaces import Drafter, TargetInfo
 
 logger = logging.getLogger("mmspec")
@@ -41,7 +42,7 @@ def _recycling() -> Drafter:
     return recycling()
 
 
-def _hybrid() -> Drafter:
+def _hybrid() -> BestFirstDrafter:
     from mmspec.drafters.ngram.recycling import hybrid
 
     return hybrid()
@@ -78,7 +79,7 @@ def _self() -> Drafter:
 def _quantized() -> Drafter:
     from mmspec.drafters.model.self_drafter import QuantizedDrafter
 
-    return QuantizedDrafter()
+    return QuantizedDrafter(guide=_hybrid())
 
 
 DRAFTERS: dict[str, Callable[[], Drafter]] = {

@@ -203,6 +203,26 @@ class TrainedDrafter(CompressingDrafter, Protocol):
 
 
 @runtime_checkable
+class GuidingDrafter(Drafter, Protocol):
+    """A drafter that can also draft behind tokens which are not emitted yet, so that it drafts for another drafter.
+
+    A drafter that decodes with a model (`mmspec.drafters.model.chain`) is itself sped up by one: it scores a tree of
+    the guide where it would score one token.
+    """
+
+    def follow(self, state: Any, result: VerifyResult) -> None:
+        """Move behind the tokens that the other drafter has decoded, `result.emitted_ids`; `propose` drafts from there.
+
+        Args:
+            state: return value of `begin`.
+            result: which nodes of the last tree the other drafter decoded, without tensors of logits.
+        """
+
+    def rewind(self, state: Any) -> None:
+        """Return to the last emitted tokens. Called before the next `observe`."""
+
+
+@runtime_checkable
 class ReplicableDrafter(Drafter, Protocol):
     """A drafter that can create an independent drafter with the same learned state. Others are deep-copied.
 
