@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from mmspec.drafters.mtp.build import OWN_NAMES, is_own_drafter, own_drafter
 from mmspec.hints import did_you_mean, looks_like_path
 
 if TYPE_CHECKING:
@@ -92,8 +93,6 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "quantized": _quantized,
     "auto": _hybrid,  # unless a trained drafter fits the target: see `_auto`
 }
-OWN_NAMES = ("mtp", "assistant")
-"""The head in the target's own checkpoint, and the assistant published beside it; they need a target."""
 INSTANT_NAME = "instant"
 """Untrained heads, for `patch(model, learn=True)`; they need a target."""
 WEIGHTS_DIR = Path(__file__).parent / "weights"
@@ -129,7 +128,7 @@ def _auto(target: TargetInfo | None, learn: bool) -> Drafter:
     """A drafter trained for this target: in its checkpoint, bundled, or published and in the cache; else another."""
     if target is not None:
         for name in OWN_NAMES[:1] if learn else OWN_NAMES:  # assistants do not learn
-            if (own := _own_drafter(name, target, is_asked_for=False)) is not None:
+            if (own := own_drafter(name, target, is_asked_for=False)) is not None:
                 return own
         from mmspec.drafters.checkpoints.format import TargetMismatch
         from mmspec.drafters.checkpoints.load import load_trained
@@ -145,30 +144,6 @@ def _auto(target: TargetInfo | None, learn: bool) -> Drafter:
         if (published := _published_drafter(target)) is not None:
             return published
     return _arbitrated(target, learn) if learn else _hybrid()
-
-
-def _own_drafter(name: str, target: TargetInfo, is_asked_for: bool = True) -> Drafter | None:
-    """The drafter that comes with the target; None if there is none that can be used, which one line says.
-
-    Args:
-        name: one of `OWN_NAMES`.
-        target: facts about the target.
-        is_asked_for: whether the user has named it; else models that are not expected to have one are not mentioned.
-    """
-    from mmspec.drafters.mtp.assistant import AssistantDrafter
-    from mmspec.drafters.mtp.drafter import MTPDrafter
-    from mmspec.interfaces import OwnHeadError
-
-    if target.read_own_head is None or target.find_assistant is None:
-        return None
-    try:
-        return MTPDrafter(target.read_own_head()) if name == "mtp" else AssistantDrafter(target.find_assistant())
-    except OwnHeadError as error:
-        if is_asked_for or error.is_expected:
-            whose = target.name or target.model_type
-            instead = "hybrid drafts instead" if is_asked_for else "another drafter is used"
-            _warn_once(f"drafter {name!r} of {whose} is not used", f"{error}; {instead}")
-        return None
 
 
 def _published_drafter(target: TargetInfo) -> Drafter | None:
@@ -189,7 +164,7 @@ def _published_drafter(target: TargetInfo) -> Drafter | None:
         try:
             return load_trained(folder, target, hub_id)
         except (OSError, ValueError) as error:
-            _warn_once(f"{hub_id} was published for this model, but is not used", str(error).splitlines()[0][:300])
+            warn_once(f"{hub_id} was published for this model, but is not used", str(error).splitlines()[0][:300])
     if missing:
         logger.info(
             "mmspec: a draft head is published for %s: %s; fetch it with `hf download %s`, then patch again",
@@ -201,7 +176,8 @@ def _published_drafter(target: TargetInfo) -> Drafter | None:
 
 
 @cache
-def _warn_once(what: str, reason: str) -> None:
+def warn_once(what: str, reason: str) -> None:
+    """A warning, once in a process."""
     logger.warning("mmspec: %s: %s", what, reason)
 
 
@@ -253,7 +229,7 @@ def model_folder(name: str) -> str | None:
     Raises:
         OSError: a hub id that is not in the cache and cannot be downloaded.
     """
-    if name in drafter_names():
+    if name in drafter_names() or is_own_drafter(name):
         return None
     if os.path.isdir(name):
         return name
@@ -267,7 +243,7 @@ def is_hub_id(name: str) -> bool:
 
 def is_known_drafter(name: str) -> bool:
     """Whether `build_drafter` accepts a name."""
-    return name in drafter_names() or os.path.isdir(name) or is_hub_id(name)
+    return name in drafter_names() or os.path.isdir(name) or is_hub_id(name) or is_own_drafter(name)
 
 
 def explain_unknown(name: str, show: Callable[[str], str] = str) -> str:
@@ -326,10 +302,10 @@ def build_drafter(drafter: str | object, target: TargetInfo | None = None, learn
             return _arbitrated(target, learn)
         if drafter == INSTANT_NAME and target is not None:
             return _instant(target)
-        if drafter in OWN_NAMES:
+        if is_own_drafter(drafter):
             if target is None:
                 raise ValueError(f"drafter {drafter!r} comes with the checkpoint of a target: target=; got None.")
-            return _own_drafter(drafter, target) or _hybrid()
+            return own_drafter(drafter, target) or _hybrid()
         if drafter in DRAFTERS:
             return DRAFTERS[drafter]()
         if is_known_drafter(drafter):

@@ -130,9 +130,7 @@ def _build_target(call: CallContext, inputs: PreparedInputs, lane: Lane | None) 
         "inference_mode": call.modules.can_use_inference_mode,
         "cache_is_observed": runs_user_code,
     }
-    if lane is not None:
-        return HFTarget(*arguments, **options, lane=lane)
-    target = target_class(call.adapter)(*arguments, **options)
+    target = target_class(call.adapter)(*arguments, **options, lane=lane)
     if (reason := target.length_reason()) is not None:
         raise FallbackRequired(reason)
     return target

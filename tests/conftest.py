@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from _pytest.mark.structures import ParameterSet
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -23,6 +24,30 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--first-seed", type=int, default=10_000, help="its first seed")
     parser.addoption("--shots", help="where test_app_browser.py keeps pictures of the pages")
     parser.addoption("--cases-json", default=os.environ.get("MMSPEC_JSON"), help="where it writes its summary")
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of the parameters of a test with the mark `every(n)` each n-th is fast, the others are slow.
+
+    Of several parameters along diagonals, so that each value of each is among the fast ones.
+    """
+    for item in items:
+        if mark := item.get_closest_marker("every"):
+            number = sum(_value_index(item, one) for one in item.iter_markers("parametrize"))
+            if number % mark.args[0]:
+                item.add_marker(pytest.mark.slow)
+
+
+def _value_index(item: Any, parametrize: pytest.Mark) -> int:
+    """Which of its values a test was made for."""
+    names, values = parametrize.args[:2]
+    names = [name.strip() for name in names.split(",")] if isinstance(names, str) else names
+    for index, value in enumerate(values):
+        row = value.values if isinstance(value, ParameterSet) else [value] if len(names) == 1 else value
+        if all(item.callspec.params[name] is one for name, one in zip(names, row, strict=True)):
+            return index
+    raise ValueError(f"{item.nodeid}: no value of {names} fits; the mark `every` needs a list")
 
 
 def pytest_collection_finish() -> None:

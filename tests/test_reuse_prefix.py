@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 import mmspec
-from mmspec.engine.prefix import Prefix, PrefixStore, PromptRows
+from mmspec.engine.prefix import Prefix, PrefixStore, PromptRows, StoredRow
 from mmspec.targets.prompt_rows import media_digests
 
 Inputs = dict[str, Any]
@@ -365,3 +365,32 @@ def test_which_row_has_which_picture() -> None:
     again = media_digests({"pixel_values": changed, "image_grid_thw": grid}, is_media) or []
     assert again[0] == first and again[1] != second
     assert media_digests({}, is_media) == [b"", b""]
+    encoded = [{"image": {"pooler_output": [pixels[:1]], "hidden_states": None}} for _ in range(2)]
+    alone = [media_digests({"mm_encoder_outputs": one}, is_media[:1]) for one in (*encoded, {"image": [pixels[1:]]})]
+    assert (
+        alone[0] == alone[1] != alone[2] and media_digests({"mm_encoder_outputs": {"image": "?"}}, is_media[:1]) is None
+    )
+    assert media_digests({"mm_encoder_outputs": encoded[0]}, is_media) is None
+
+
+def test_a_long_job_does_not_compare_all_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of other pictures share at most the text before the placeholder: one that has all of it is enough."""
+    compared: list[bytes] = []
+    common_length = StoredRow.common_length
+
+    def count(self: StoredRow, *args: Any) -> int:
+        compared.append(self.digest)
+        return common_length(self, *args)
+
+    monkeypatch.setattr(StoredRow, "common_length", count)
+    for text_length in (4, 20):
+        store, text = PrefixStore(), list(range(text_length))
+        for number in range(60):
+            rows = some_rows([[*text, 99, 99, *range(30, 45), number]], [0], digests=[f"{number}".encode()])
+            store.add(rows, rows.tokens[..., 0], a_cache(rows), {})
+        assert not compared and len(store.rows) == 60
+        for digest, length in ((b"7", text_length + 2), (b"new", text_length)):
+            found = store.find(some_rows([[*text, 99, 99, *range(50, 60)]], [0], digests=[digest]))
+            assert (found.length if found else 0) == (length if length >= 16 else 0)
+        assert len(compared) <= 3
+        compared.clear()

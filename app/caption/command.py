@@ -227,6 +227,7 @@ def build_captioner(config: CaptionConfig, process: ProcessInfo) -> Captioner:
     from mmspec.app.modeling.captioner import Captioner
     from mmspec.app.modeling.chat import check_chat
     from mmspec.app.modeling.load import load_model
+    from mmspec.app.modeling.shared_media import SharedMedia
 
     chat, sampling = config.chat_format(), config.sampling()
     model, processor = load_model(
@@ -242,7 +243,8 @@ def build_captioner(config: CaptionConfig, process: ProcessInfo) -> Captioner:
         mmspec.patch(model, config.drafter, config.compressor, processor, learn=learn, reuse_prefix=reuse)
     except (OSError, TypeError, ValueError) as error:
         raise UsageError(f"--model {config.model} --drafter {config.drafter}: {one_line(error, 600)}") from error
-    return Captioner(model, processor, config.max_new_tokens, sampling, config.stop, chat)
+    shared = SharedMedia() if config.num_variants > 1 else None
+    return Captioner(model, processor, config.max_new_tokens, sampling, config.stop, chat, shared)
 
 
 def resolve_reuse(config: CaptionConfig, dtype: Any) -> bool:

@@ -13,6 +13,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import FrameType
 
 from mmspec.app.caption.config import CaptionConfig, ProcessInfo, prompt_sha1
@@ -295,33 +296,54 @@ MAX_AHEAD_PIXELS = 256_000_000
 """Pixels of pictures that are decoded and wait, three bytes each."""
 
 
-def _share_of_ahead(item: Item) -> float:
+def _share_of_ahead(item: Item | None) -> float:
     """How much of what may be decoded ahead a row takes: a large picture all of it, it is decoded alone."""
-    pixels = item.pixels or 0
+    pixels = 0 if item is None else item.pixels or 0
     return 1.0 if pixels >= LARGE_PIXELS else pixels / MAX_AHEAD_PIXELS
 
 
 def decode_batches(
     batches: Iterator[list[Item]], decode: Callable[[Item], tuple[Item, Media]], config: CaptionConfig
 ) -> Iterator[list[tuple[Item, Media | ImageError]]]:
-    """The batches with their media, decoded ahead in threads.
+    """The batches with their media, decoded ahead in threads; once for consecutive batches about the same pictures.
 
     Args:
         decode: returns the media of an item, and the item with what else was found of it.
     """
-    queue: deque[list[Item]] = deque()
+    queue: deque[tuple[list[Item], int]] = deque()
 
-    def items() -> Iterator[Item]:
+    def picture(item: Item) -> int:
+        return item.index // config.num_variants
+
+    def pictures() -> Iterator[Item | None]:
+        """What is to be decoded for each batch; None for a batch about pictures of the one before."""
+        held: set[int] = set()
         for batch in batches:
-            queue.append(batch)
-            yield from batch
+            new = [item for item in batch if picture(item) not in held]
+            held = set(map(picture, batch))
+            queue.append((batch, len(new)))
+            yield from new or (None,)
+
+    def load(item: Item | None) -> tuple[Item, Media] | None:
+        return None if item is None else decode(item)
 
     ahead = config.planned_batch_size + config.threads
-    decoded = decode_ahead(items(), decode, config.threads, ahead, _share_of_ahead)
+    decoded = decode_ahead(pictures(), load, config.threads, ahead, _share_of_ahead)
+    held: dict[int, tuple[Item, Media] | ImageError] = {}
     try:
         for first in decoded:
-            size = len(queue.popleft())
-            batch = [first, *itertools.islice(decoded, size - 1)]
-            yield [(item, found) if isinstance(found, ImageError) else found for item, found in batch]
+            batch, num_new = queue.popleft()
+            found = [first, *itertools.islice(decoded, max(1, num_new) - 1)]
+            held = {number: held[number] for number in map(picture, batch) if number in held}
+            held |= {picture(item): result for item, result in found if item is not None and result is not None}
+            yield [_with_media(item, held[picture(item)]) for item in batch]
     finally:
         decoded.close()
+
+
+def _with_media(item: Item, found: tuple[Item, Media] | ImageError) -> tuple[Item, Media | ImageError]:
+    """A row with what was decoded for it, or for another row about the same picture."""
+    if isinstance(found, ImageError):
+        return item, found
+    decoded, media = found
+    return decoded if decoded.id == item.id else replace(item, content=decoded.content), media

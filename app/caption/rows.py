@@ -84,7 +84,8 @@ class RowCaptioner:
     def _check_domain(self, work: Work) -> None:
         """Warn once if the bundled toy model gets an image that is no drawn scene."""
         for item, media in work:
-            self._check_images = self._check_images and not warn_if_out_of_domain(media, item.file_name)
+            if self._check_images and item.index % self.config.num_variants == 0:  # each picture once
+                self._check_images = not warn_if_out_of_domain(media, item.file_name)
 
     def _attempt(self, work: Work, may_halve: bool = True) -> list[Caption | Failure]:
         """Captions or failures of `work`. Out of memory: retried in halves. Any other error: each row alone."""

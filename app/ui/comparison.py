@@ -112,6 +112,7 @@ class ComparisonRun:
         loaded_model: set in phase "loading".
         encode_s: seconds of encoding the picture, once for both.
         prompt_tokens: length of the prompt, visual tokens included.
+        visitor: who asks; what was computed of the earlier turns is kept under this name. Empty: nothing is kept.
     """
 
     def __init__(
@@ -123,6 +124,7 @@ class ComparisonRun:
         settings: RunSettings,
         cancel_signal: CancelSignal,
         file: str | Path = "",
+        visitor: str = "",
     ) -> None:
         """`media` may be a function that loads it when the run starts, so that queued runs hold no pixels.
 
@@ -137,6 +139,7 @@ class ComparisonRun:
         self.cancel_signal = cancel_signal
         self.file = Path(file) if str(file) else None
         self.file_name = Path(file).name
+        self.visitor = visitor
         self.phase = "waiting"
         self.cancelled = False
         self.lane: AnswerLane | None = None
@@ -179,7 +182,11 @@ class ComparisonRun:
         """
         from mmspec.app.ui.run_comparison import run_comparison
 
-        run_comparison(self)
+        try:
+            run_comparison(self)
+        finally:
+            if self.cancel_signal.should_stop:  # perhaps the page was closed, and what is kept of it freed before
+                self.model_store.forget(self.visitor)
         return self
 
     @property

@@ -13,7 +13,7 @@ from mmspec.app.modeling.chat import ChatTurn
 from mmspec.app.scenes.domain_check import OUT_OF_DOMAIN_HINT, looks_like_scene
 from mmspec.app.ui import render
 from mmspec.app.ui.comparison import AnswerLane, ComparisonRun
-from mmspec.app.ui.context import Context, format_queue_position
+from mmspec.app.ui.context import ANONYMOUS, Context, format_queue_position
 from mmspec.app.ui.race import LiveLane, RacedTurn, format_timing, lane_title, render_live_race
 from mmspec.app.ui.report import Report, build_report
 from mmspec.app.ui.streamer import IncrementalDetokenizer
@@ -157,6 +157,7 @@ def stream_comparison(
         run_settings,
         cancel_signal,
         file,
+        "" if client.session == ANONYMOUS else client.session,
     )
     view = ComparisonView(run)
     try:

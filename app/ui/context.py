@@ -27,6 +27,8 @@ waiting run leave; Gradio's own queue therefore admits all."""
 PRIVATE_API: dict[str, Any] = {"api_visibility": "private"}
 MAX_MORE_LANES = 4
 """Further drafters of one comparison."""
+ANONYMOUS = "api"
+"""Session of requests without one: they have nothing in common."""
 INTERNAL_ERROR = "Internal error; details are in the terminal that runs mmspec demo."
 """What a page says of an unexpected error."""
 UNQUEUED: dict[str, Any] = {"queue": False, "show_progress": "hidden", **PRIVATE_API}
@@ -80,6 +82,11 @@ class Context:
             baseline=baseline,
         )
 
+    def end_page(self, session: str) -> None:
+        """End the run of a page that was closed, then free what is kept of its conversation."""
+        self.sessions.end(session)
+        self.model_store.forget(session)
+
     def _check_lanes(self, model: str, drafter: str, more_drafters: Sequence[str] | None) -> tuple[str, ...]:
         """Drafters of further lanes, each once, without `drafter`."""
         names = more_drafters or ()
@@ -91,8 +98,8 @@ class Context:
 
 
 def get_client(request: gr.Request | None) -> Client:
-    """Session and network address of a request; the session "api" if Gradio gives none."""
-    session = str(getattr(request, "session_hash", None) or "api")
+    """Session and network address of a request; the session `ANONYMOUS` if Gradio gives none."""
+    session = str(getattr(request, "session_hash", None) or ANONYMOUS)
     address = getattr(getattr(request, "client", None), "host", None)
     return Client(session, str(address or ""))
 

@@ -2,6 +2,9 @@
 
 The decode loop of mmspec is faster than that of transformers before anything is drafted. Both factors are measured: the
 loop without drafts decodes the start of the same answer. Where nothing was drafted, all of it is the loop's.
+
+Both are ratios of tokens per second from the first token on. What a lane saves of the prompt, where it was computed in
+an earlier turn, comes before that: it is no factor, and is credited apart, beside the first token of the baseline.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ class Credit:
         num_drafted: rounds with at least one draft token.
         num_rounds: forwards of the model after that of the prompt.
         reason: why nothing was drafted; empty where something was.
+        num_reused: tokens of the prompt, visual ones included, that an earlier turn had computed.
     """
 
     total: float | None
@@ -42,6 +46,7 @@ class Credit:
     num_drafted: int = 0
     num_rounds: int = 0
     reason: str = ""
+    num_reused: int = 0
 
     @property
     def sentence(self) -> str:
@@ -70,7 +75,7 @@ def split_speedup(lane: AnswerLane, total: float | None, loop: float | None) -> 
     elif reason:
         loop = total
     drafts = total / loop if total and loop else None
-    return Credit(total, loop, drafts, stats.drafted_rounds, stats.rounds, reason)
+    return Credit(total, loop, drafts, stats.drafted_rounds, stats.rounds, reason, stats.reused_positions)
 
 
 def explain_no_drafts(lane: AnswerLane, rounds: Sequence[Round]) -> str:

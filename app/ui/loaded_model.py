@@ -16,8 +16,11 @@ from mmspec.app.bench.measure import clone
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.load import load_model
+from mmspec.app.ui.credit import NO_DRAFTS
+from mmspec.app.ui.kept_media import KeptMedia, visitor_scope
 from mmspec.interfaces import Compressor, Drafter
 from mmspec.interfaces.drafter import modules_of
+from mmspec.patching import patch_state
 from mmspec.resolve import resolve_drafter
 from mmspec.vision.registry import build_compressor
 
@@ -33,12 +36,14 @@ class LoadedModel:
         model: patched with the drafter "none"; each run passes its own drafter.
         processor: of the model.
         folders: {name: path} of models and drafters that are folders.
+        kept_media: encoded pictures of conversations.
     """
 
     name: str
     model: Any
     processor: Any
     folders: Mapping[str, str] = field(default_factory=dict)
+    kept_media: KeptMedia = field(default_factory=KeptMedia)
     _drafters: dict[str, Drafter] = field(default_factory=dict)
 
     @property
@@ -74,6 +79,19 @@ class LoadedModel:
         except ValueError as error:
             raise UsageError(one_line(error)) from error
 
+    def prompt_options(self, visitor: str, drafter: str | None) -> dict[str, Any]:
+        """Options of a call of `generate` that shares the visitor's earlier prompts in the lane of a drafter.
+
+        In half precision a prompt that is read in two parts may give other tokens, so that nothing is shared.
+        """
+        is_full = self.model.dtype in (torch.float32, torch.float64)
+        return {"reuse_prefix": f"{visitor_scope(visitor)} {drafter}"} if visitor and is_full else {}
+
+    def forget(self, visitor: str) -> None:
+        """Free what is kept of a visitor's conversation. Thread-safe."""
+        self.kept_media.forget(visitor)
+        patch_state(self.model).prefixes.forget(visitor_scope(visitor))
+
     def clone(self) -> Any:
         """A model that is not patched, with modules of its own on the same weights."""
         mmspec.unpatch(self.model)
@@ -85,11 +103,22 @@ class LoadedModel:
     def warm_up(self) -> None:
         """Generate once with and without mmspec, so that one-time costs are not part of a measured run."""
         captioner = Captioner(self.model, self.processor, WARMUP_TOKENS)
-        inputs = captioner.build_inputs([Image.new("RGB", (64, 64), "gray")], ["Describe the image."])
+        image = Image.new("RGB", (64, 64), "gray")
+        inputs = captioner.build_inputs([image], ["Describe the image."])
         options = {"drafter": self.get_drafter("hybrid"), "tree_size": 4}
         self.model.generate(**inputs, **captioner.generation_kwargs(), mmspec=options)
+        self._try_reuse(image)
         with mmspec.disabled(self.model):
             self.model.generate(**inputs, **captioner.generation_kwargs())
+
+    def _try_reuse(self, image: Image.Image) -> None:
+        """Ask twice about a picture: the first prompt that could be shared is computed both ways, once per model."""
+        visitor, captioner = "warm-up", Captioner(self.model, self.processor, 1)
+        for question in ("What is it?", "What is it made of?") if self.prompt_options(visitor, None) else ():
+            inputs = captioner.build_inputs([image], [question])
+            options = {"drafter": self.get_drafter(NO_DRAFTS)} | self.prompt_options(visitor, None)
+            self.model.generate(**inputs, **captioner.generation_kwargs(), mmspec=options)
+        self.forget(visitor)
 
 
 def load_patched_model(name: str, dtype: str, device: str, folders: Mapping[str, str] | None = None) -> LoadedModel:

@@ -111,6 +111,12 @@ class ModelStore:
             logger.info("mmspec: model %s is ready", name)
         return self._loaded
 
+    def forget(self, visitor: str) -> None:
+        """Free what is kept of a visitor's conversation. Thread-safe."""
+        loaded = self._loaded
+        if loaded is not None and visitor:
+            loaded.forget(visitor)
+
     def _shown(self, name: str, others: Sequence[str]) -> str:
         """What a page calls a model or drafter: a folder by its name, for visitors learn no paths of the server."""
         if name in others or not os.path.isdir(name):

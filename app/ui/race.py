@@ -171,10 +171,22 @@ def _render_score(report: Report) -> str:
             f"Tokens per second of {fastest}{lane_title(best.drafter)}, over those of {choice['baseline']}, the "
             f"baseline (the settings offer {other}). Model {choice['model']}, {run['device']}, {run['dtype']}."
         )
-        credit = best.credit.sentence if best.credit else ""
+        credit = " ".join(filter(None, (best.credit.sentence, _reuse_sentence(report)))) if best.credit else ""
     credit = f'<p class="mm-credit">{escape(credit)}</p>' if credit else ""
     words = f"<div>{render_verdict(report)}{credit}<small>{escape(note)}</small></div>"
     return f'<div class="mm-score">{ratio}{words}</div>'
+
+
+def _reuse_sentence(report: Report) -> str:
+    """What earlier turns had computed of the prompt of the fastest lane, beside the baseline, which computes all."""
+    best, plain = report.best, report.plain
+    if best.credit is None or not best.credit.num_reused or not best.token_times or not plain.token_times:
+        return ""
+    count = f"{best.credit.num_reused} of {report.metrics['prompt_tokens']} prompt tokens were computed before"
+    return (
+        f"{'Clip' if report.is_clip else 'Picture'} reused: {count}, first token after {best.token_times[0]:.2f} s; "
+        f"{report.metrics['choice']['baseline']} computes all of them, {plain.token_times[0]:.2f} s."
+    )
 
 
 def _render_lane(trace: AnswerTrace, fastest: float, *, has_ratio: bool) -> str:

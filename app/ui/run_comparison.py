@@ -12,7 +12,7 @@ import mmspec
 from mmspec.app.bench.recorder import RecordingDrafter
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.modeling.captioner import Captioner
-from mmspec.app.modeling.chat import build_inputs, check_length, encode_media
+from mmspec.app.modeling.chat import build_inputs, check_length
 from mmspec.app.modeling.load import synchronize
 from mmspec.app.modeling.sampling import Sampling
 from mmspec.app.ui.cancel import build_stopping_criteria
@@ -22,7 +22,6 @@ from mmspec.app.ui.loaded_model import LoadedModel
 from mmspec.app.ui.model_store import RunSettings
 from mmspec.app.ui.streamer import TimingStreamer
 from mmspec.app.ui.worker import CancelSignal
-from mmspec.interfaces import Compressor
 
 LOOP_TOKENS = 64
 """Tokens at most that the loop without drafts decodes to be measured."""
@@ -46,16 +45,19 @@ def run_comparison(comparison: ComparisonRun) -> None:
     inputs = build_inputs(loaded.model, loaded.processor, [comparison.media], [comparison.question], [comparison.turns])
     comparison.prompt_tokens = inputs["input_ids"].shape[1]
     check_length(loaded.model, inputs, settings.max_new_tokens)
-    request, comparison.encode_s = encode_media(loaded.model, inputs)
+    if not comparison.turns:
+        loaded.forget(comparison.visitor)  # a first question is measured without what others have computed
+    request, comparison.encode_s = loaded.kept_media.encode(comparison.visitor, loaded.model, inputs)
     comparison.phase = "answering"
     if comparison.plain.drafter is None:
         with mmspec.disabled(loaded.model):
             _generate(comparison, loaded, request, comparison.plain, streamer=comparison.plain.streamer)
     else:
-        _speculate(comparison, loaded, request, comparison.plain, None)
+        _speculate(comparison, loaded, request, comparison.plain, {})
     for lane in comparison.lanes:
         if not comparison.cancelled:
-            _speculate(comparison, loaded, request, lane, compressor)
+            shared = loaded.prompt_options(comparison.visitor, lane.drafter)
+            _speculate(comparison, loaded, request, lane, {"compressor": compressor, **shared})
     if comparison.needs_loop:
         _measure_loop(comparison, loaded, request)
     if not comparison.cancelled:
@@ -82,12 +84,12 @@ def _speculate(
     loaded: LoadedModel,
     request: dict[str, Any],
     lane: AnswerLane,
-    compressor: Compressor | None,
+    options: dict[str, Any],
 ) -> None:
-    """Generate the answer of a lane of mmspec."""
+    """Generate the answer of a lane of mmspec. The baseline has no `options`: it computes all of its prompt."""
     recorder = lane.recorder
     assert recorder is not None
-    options = {"drafter": recorder, "compressor": compressor, "tree_size": comparison.settings.tree_size}
+    options = {"drafter": recorder, "tree_size": comparison.settings.tree_size, **options}
     try:
         token_ids = _generate(comparison, loaded, request, lane, mmspec=options)
         lane.streamer.truncate(len(token_ids))  # a cancelled run drops the rest of its last round

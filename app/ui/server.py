@@ -75,8 +75,8 @@ def build_app(context: Context, opening: Opening | None = None) -> Any:
         register_endpoints(context)
 
         def end_session(request: gr.Request) -> None:
-            """End the run of a page that was closed."""
-            context.sessions.end(str(request.session_hash))
+            """End the run of a page that was closed, and free what is kept of its conversation."""
+            context.end_page(str(request.session_hash))
 
         app.unload(end_session)
     app.queue(default_concurrency_limit=1, max_size=MAX_QUEUED_RUNS, status_update_rate=1, api_open=False)
@@ -178,7 +178,7 @@ def serve(
         stack.callback(context.worker.close)
         opening = Opening(context)
         app = build_app(context, opening)
-        sessions = SessionCleaner(app, session_limits or SessionLimits(), context.sessions.end)
+        sessions = SessionCleaner(app, session_limits or SessionLimits(), context.end_page)
         filtered_app = FilteredApp(build_edge(names, uploads, sessions, password))
         load = context.worker.submit(lambda: model_store.get(model_store.model_names[0]))  # while the page is opened
         load.add_done_callback(_log_load_error)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from mmspec.drafters.heads.base.expand import StatelessExpander, expand_levels
 from mmspec.drafters.heads.base.head import DraftHead
 from mmspec.drafters.heads.base.state import DraftState
 from mmspec.drafters.mtp.switched import SwitchedDrafter
+from mmspec.drafters.mtp.vocabulary import RowCache
 from mmspec.engine.gather import gather_rows
 from mmspec.engine.tree import DraftTree
 from mmspec.interfaces import AssistantParts, Prompt, SharedEmbeddings
@@ -37,17 +38,25 @@ class AssistantHead(DraftHead):
         self.centroids = parts.centroids
         self.register_buffer("token_ordering", parts.token_ordering, persistent=False)
         self.top_centroids = parts.top_centroids
+        self.row_cache = RowCache()
+
+    def draft_lm_head(self, shared_embeddings: SharedEmbeddings, draft_ids: Tensor) -> Tensor | None:
+        weight = self.lm_head.weight
+        assert isinstance(weight, Tensor)
+        return self.row_cache.rows(weight, draft_ids, lambda ids: weight[ids])
 
     def logits(
         self, hidden_states: Tensor, shared_embeddings: SharedEmbeddings, draft_lm_head: Tensor | None = None
     ) -> Tensor:
-        """[..., V] logits of the next token, -inf for ids of centroids that are not among the best ones.
+        """[..., V or V'] logits of the next token, -inf for ids of centroids that are not among the best ones.
 
         Args:
             hidden_states: [..., d] outputs of the body.
             shared_embeddings: not used, the LM head is the assistant's.
-            draft_lm_head: not used.
+            draft_lm_head: [V', d] rows of the LM head; None for all.
         """
+        if draft_lm_head is not None:
+            return nn.functional.linear(hidden_states, draft_lm_head)
         if self.centroids is None:
             logits: Tensor = self.lm_head(hidden_states)
             return logits
@@ -103,13 +112,22 @@ class AssistantDrafter(SwitchedDrafter):
 
     head: AssistantHead
 
-    def __init__(self, parts: AssistantParts, *, max_depth: int = 6, top_k: int | None = None) -> None:
+    def __init__(self, parts: AssistantParts, *, max_depth: int = 6, top_k: int | None = None, **options: Any) -> None:
         """
         Args:
             parts: of the assistant, with its weights.
             max_depth: largest depth of a draft node.
             top_k: see `HeadDrafter`.
+            options: `draft_ids` and `frequent_ids`, see `SwitchedDrafter`.
+
+        Raises:
+            ValueError: a reduced LM head of an assistant that has one.
         """
+        if parts.centroids is not None and any(value is not None for value in options.values()):
+            raise ValueError(
+                "this assistant scores the ids of its best centroids alone, so that its LM head is reduced already; "
+                "got further ids to choose from. Use drafter='assistant'."
+            )
         super().__init__(
             AssistantHead(parts),
             "coupled",
@@ -119,6 +137,7 @@ class AssistantDrafter(SwitchedDrafter):
             name="assistant",
             max_depth=max_depth,
             top_k=top_k,
+            **options,
         )
         self.position = "last"
         self.suppressed_ids = parts.suppressed_ids
@@ -140,7 +159,9 @@ class AssistantDrafter(SwitchedDrafter):
     def begin(self, prompt: Prompt) -> DraftState:
         state = super().begin(prompt)
         state.target_keys = prompt.target_keys
-        state.logit_bias[[token for token in self.suppressed_ids if 0 <= token < prompt.vocab_size]] = float("-inf")
+        suppressed = torch.tensor(self.suppressed_ids, dtype=torch.long, device=state.logit_bias.device)
+        ids = torch.arange(prompt.vocab_size, device=suppressed.device) if state.draft_ids is None else state.draft_ids
+        state.logit_bias[torch.isin(ids, suppressed)] = float("-inf")
         return state
 
     def draft_tree(self, state: DraftState, max_nodes: int, num_levels: int) -> DraftTree:

@@ -8,7 +8,7 @@ here do (`HeadDrafter`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -54,7 +54,7 @@ class MTPDrafter(SwitchedDrafter, LearnableHead):
         max_depth: int = 6,
         top_k: int | None = None,
         name: str = "mtp",
-        draft_ids: Tensor | None = None,
+        **options: Any,
     ) -> None:
         """
         Args:
@@ -62,7 +62,7 @@ class MTPDrafter(SwitchedDrafter, LearnableHead):
             max_depth: largest number of tokens of a draft.
             top_k: see `HeadDrafter`; 1 where the target scores chains only.
             name: see `HeadDrafter`.
-            draft_ids: see `HeadDrafter`.
+            options: `draft_ids` and `frequent_ids`, see `SwitchedDrafter`.
         """
         rule = parts.rule
         super().__init__(
@@ -73,8 +73,8 @@ class MTPDrafter(SwitchedDrafter, LearnableHead):
             num_layers=parts.num_layers,
             name=name,
             max_depth=max_depth,
-            draft_ids=draft_ids,
             top_k=CHAIN_TOP_K if parts.chains_only else top_k,
+            **options,
         )
         self.carry = rule.carries[0]
 
@@ -97,6 +97,10 @@ class MTPDrafter(SwitchedDrafter, LearnableHead):
     def carried(self, states: Tensor) -> Tensor:
         """[..., D] outputs of the head -> what the next draft token reads in place of the target's hidden state."""
         return self.head.carried(states, self.carry)
+
+    def pending_inputs(self, state: DraftState, tokens: Tensor, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        """See `HeadReader`."""
+        return super().pending_inputs(state, tokens, self.head.hidden_states(hidden_states))
 
     def fix_switches(self, **values: str) -> None:
         """Draft with these values of the switches, without trials of others."""

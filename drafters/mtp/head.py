@@ -17,6 +17,7 @@ from mmspec.drafters.heads.base.attention import CachedAttention
 from mmspec.drafters.heads.base.config import HeadConfig
 from mmspec.drafters.heads.base.head import AttentionFn, DraftHead
 from mmspec.drafters.heads.base.visual_inputs import DraftInputs
+from mmspec.drafters.mtp.vocabulary import RowCache
 from mmspec.engine.gather import gather_rows
 from mmspec.interfaces import HeadCache, OwnHead, SharedEmbeddings
 
@@ -31,6 +32,7 @@ class MTPHead(DraftHead):
     """
 
     lm_head: Tensor | None
+    final_scale: Tensor | None
 
     def __init__(self, parts: OwnHead) -> None:
         section = parts.mrope_section
@@ -45,15 +47,25 @@ class MTPHead(DraftHead):
         self.hidden_norm = parts.hidden_norm
         self.block = parts.block
         self.output_norm = parts.output_norm
+        self.row_cache = RowCache()
+        self.register_buffer("final_scale", parts.final_scale, persistent=False)
         self.register_buffer("lm_head", parts.lm_head, persistent=False)  # not trained: as large as the vocabulary
 
     def prepare(self, inputs: DraftInputs) -> DraftInputs:
         """See `DraftHead`; families whose first row reads no embedding get zeros there."""
+        inputs = replace(inputs, hidden_states=self.hidden_states(inputs.hidden_states))
         if not self.rule.zeroes_first or inputs.position_ids is None:
             return inputs
         is_first = (inputs.position_ids == 0)[..., None]
         zeroed = inputs.next_embeds.masked_fill(is_first, 0)
         return replace(inputs, next_embeds=zeroed, visual_mask=inputs.visual_mask & ~is_first[..., 0])
+
+    def hidden_states(self, final: Tensor) -> Tensor:
+        """[..., D] what the head reads of the target's states after the final norm.
+
+        Those before it, up to their length, which its own norm takes away: the final norm's factor is divided out.
+        """
+        return final if self.final_scale is None else final / self.final_scale.to(final.dtype)
 
     def carried(self, states: Tensor, carry: str | None = None) -> Tensor:
         """[..., D] outputs of the head -> what the next draft token reads in place of the target's hidden state."""
@@ -71,7 +83,7 @@ class MTPHead(DraftHead):
 
     def trainable_copy(self) -> MTPHead:
         """A float32 copy of the weights, with gradients; an LM head of its own is shared."""
-        shared = {id(self.lm_head): self.lm_head, id(self.files): self.files}
+        shared = {id(part): part for part in (self.lm_head, self.files)}
         twin = copy.deepcopy(self, shared)
         weights = {name: value.detach().float().clone() for name, value in self.state_dict().items()}
         twin.load_state_dict(weights, assign=True)
@@ -111,9 +123,11 @@ class MTPHead(DraftHead):
         return torch.ones(1, 1, 1, num_keys, dtype=torch.bool, device=inputs.device)
 
     def draft_lm_head(self, shared_embeddings: SharedEmbeddings, draft_ids: Tensor) -> Tensor | None:
-        if self.lm_head is None:
-            return super().draft_lm_head(shared_embeddings, draft_ids)
-        return self.lm_head[draft_ids]
+        if (own := self.lm_head) is not None:
+            return self.row_cache.rows(own, draft_ids, lambda ids: own[ids])
+        weight = getattr(shared_embeddings.lm_head, "weight", None)
+        known = weight if isinstance(weight, Tensor) and weight.device.type != "meta" else None
+        return self.row_cache.rows(known, draft_ids, shared_embeddings.lm_head_rows)
 
     def logits(
         self, hidden_states: Tensor, shared_embeddings: SharedEmbeddings, draft_lm_head: Tensor | None

@@ -15,10 +15,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+from torch import Tensor
+
 from mmspec.drafters.heads.base.drafter import HeadDrafter
 from mmspec.drafters.heads.base.head import DraftHead
 from mmspec.drafters.heads.base.state import DraftState
 from mmspec.drafters.mtp.switches import Switches
+from mmspec.drafters.mtp.vocabulary import FrequentIds
 from mmspec.interfaces import Prompt, VerifyResult
 
 logger = logging.getLogger("mmspec")
@@ -62,6 +65,7 @@ class SwitchedDrafter(HeadDrafter):
     Attributes:
         switches: on which sources disagree.
         description: what was found, for `mmspec env --model`.
+        frequent_ids: chooses the ids of a reduced LM head, call by call; None for all ids, or those of `draft_ids`.
     """
 
     def __init__(
@@ -70,6 +74,7 @@ class SwitchedDrafter(HeadDrafter):
         visual_mode: str,
         switches: Mapping[str, Sequence[str]],
         description: str,
+        frequent_ids: FrequentIds | None = None,
         **options: Any,
     ) -> None:
         """
@@ -78,9 +83,11 @@ class SwitchedDrafter(HeadDrafter):
             visual_mode: see `HeadDrafter`.
             switches: {name: values, the default first}.
             description: see the attributes.
+            frequent_ids: see the attributes.
             options: of `HeadDrafter`.
         """
         super().__init__(head, visual_mode, **options)
+        self.frequent_ids = frequent_ids
         self.switches = Switches(switches)
         self.description = description
         self._first_tokens = FirstTokens()
@@ -112,14 +119,29 @@ class SwitchedDrafter(HeadDrafter):
         trial = self.switches.next_trial(self.applicable(prompt))
         values = {name: self.switches.value(name) for name in self.switches.values}
         self.apply(values if trial is None else values | dict((trial,)))
+        if self.frequent_ids is not None:
+            is_text = prompt.attention_mask & ~prompt.visual_mask
+            self.frequent_ids.count(prompt.input_ids[is_text.to(prompt.input_ids.device)].tolist())
+            self.draft_ids = self.frequent_ids.choose(prompt.vocab_size)
         state = super().begin(prompt)
         state.trial = trial
         return state
+
+    def observe(self, state: DraftState, result: VerifyResult, hidden_states: Mapping[int, Tensor]) -> None:
+        """See `HeadDrafter`; counts the first token, which no round has emitted."""
+        if self.frequent_ids is not None and state.first_ids is None:
+            self._count(result)
+        super().observe(state, result, hidden_states)
+
+    def _count(self, result: VerifyResult) -> None:
+        if self.frequent_ids is not None:
+            self.frequent_ids.count(token for row in result.emitted_ids for token in row)
 
     def _record_round(self, state: DraftState, result: VerifyResult) -> list[int]:
         """See `HeadDrafter`; counts the acceptance, and what the switches on trial bring."""
         has_draft = state.num_levels > 0 and result.tree.num_nodes > 1
         counts = super()._record_round(state, result)
+        self._count(result)
         num_accepted = [count - 1 for count in counts if count] if has_draft else []
         if state.trial is not None:
             self.switches.record(state.trial, num_accepted)

@@ -220,9 +220,10 @@ class DecodeLoop:
 
     def _commit(self, plan: RoundPlan, verified: Verified) -> None:
         """Keep what was accepted: in the KV cache, and in the output."""
-        if verified.is_committed:
+        if verified.committed is not None:
             assert isinstance(self.target, RecordableTarget)
-            self.target.follow_part([len(ids) for ids in verified.result.emitted_ids])
+            rows = zip(plan.rows.host_root_ids, verified.result.emitted_ids, strict=True)
+            self.target.follow_part([[root, *ids[:-1]] if ids else [] for root, ids in rows], verified.committed)
         else:
             self.target.commit(verified.result)
         self.output.emit(verified.result, verified.scores, verified.logits, plan.rows)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -103,7 +104,7 @@ class StoredRow:
     layers: KeysAndValues
     hidden_states: dict[int, Tensor]
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes of the tensors."""
         pairs = [part for pair in self.layers.values() for part in pair]
@@ -121,6 +122,13 @@ class StoredRow:
             return length
         covers_all = length > int(places[-1]) and not bool(self.is_media[length:].any())
         return length if digest == self.digest and covers_all else int(places[0])
+
+    def is_contained_in(self, other: StoredRow) -> bool:
+        """Whether another row serves every call that this one does."""
+        if self.scope != other.scope or self.digest not in (b"", other.digest) or len(self.tokens) > len(other.tokens):
+            return False
+        has_states = all(index in other.hidden_states for index in self.hidden_states)
+        return has_states and self.common_length(other.tokens, other.is_media, other.digest, ()) == len(self.tokens)
 
 
 @dataclass
@@ -210,6 +218,11 @@ class PrefixStore:
             tokens[:, 0] = sequences[row, start:end]
             self._insert(StoredRow(tokens, is_media, rows.digests[prompt], rows.scope, layers, hidden))
 
+    def forget(self, scope: str) -> None:
+        """Drop what calls of scopes that begin so have left."""
+        with self._lock:
+            self.rows = [row for row in self.rows if not row.scope.startswith(scope)]
+
     def clear(self) -> None:
         """Drop everything."""
         with self._lock:
@@ -221,12 +234,19 @@ class PrefixStore:
         return sum(row.nbytes for row in self.rows)
 
     def _best(self, rows: PromptRows, row: int, indices: Sequence[int]) -> tuple[StoredRow | None, int]:
-        start = rows.padding[row]
+        """The stored row that shares most with a row of a call. Those of its pictures are looked at first: others share
+        the text before the first placeholder at most, and rows are many where jobs run for long."""
+        start, digest = rows.padding[row], rows.digests[row]
         tokens, is_media = rows.tokens[row, start:], rows.is_media[row, start:]
+        text_length = int(is_media.long().argmax()) if bool(is_media.any()) else len(tokens)
         best: tuple[StoredRow | None, int] = (None, 0)
-        for stored in self.rows:
-            if stored.scope == rows.scope:
-                length = stored.common_length(tokens, is_media, rows.digests[row], indices)
+        for is_same in (True, False):
+            for stored in reversed(self.rows):
+                if stored.scope != rows.scope or (stored.digest == digest) != is_same:
+                    continue
+                if not is_same and max(best[1], MIN_LENGTH - 1) >= text_length:
+                    return best
+                length = stored.common_length(tokens, is_media, digest, indices)
                 best = (stored, length) if length > best[1] else best
         return best
 
@@ -235,14 +255,7 @@ class PrefixStore:
         if new.nbytes > self.max_bytes:
             return
         with self._lock:
-            indices = tuple(new.hidden_states)
-            self.rows = [
-                old
-                for old in self.rows
-                if old.scope != new.scope
-                or any(index not in indices for index in old.hidden_states)
-                or old.common_length(new.tokens, new.is_media, new.digest, ()) < len(old.tokens)
-            ]
+            self.rows = [old for old in self.rows if not old.is_contained_in(new)]
             self.rows.append(new)
             total = sum(row.nbytes for row in self.rows)
             while total > self.max_bytes:

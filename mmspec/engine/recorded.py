@@ -98,12 +98,13 @@ class RecordedRounds:
         outputs = self._replay(function, plan, score)
         if outputs is None:
             return None
-        _, read, *rest = outputs
+        end = len(outputs) - score.num_kept
+        (_, read, *rest), advanced = outputs[:end], outputs[end:]
         tree = self._sized_tree(plan.num_nodes) if draft is not None else _as_tree(rest)
         result, has_nan = function.reader.read(read, tree, plan.rows.host_max_emit)
         if has_nan:
             return RuntimeError(self._sampler.nan_message), {}, ()
-        verified = Verified(result, is_committed=True)
+        verified = Verified(result, committed=advanced)
         if draft is None:
             return verified, dict(zip(indices, rest[5:], strict=True)), ()
         return verified, {0: rest[0]}, tuple(rest[1:])

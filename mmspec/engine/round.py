@@ -10,7 +10,8 @@ The loop runs it as recorded by an executor (`mmspec.engine.recordings`: a CUDA 
 launch, one copy to the device before it and one to the host after it. Eager rounds call the same parts one by one.
 
 The rule that makes recordings safe: a function writes nothing but its outputs, and keys and values behind the committed
-positions; lengths and states advance on the host, in `DecodeLoop.round`. So it may run twice, or fail, without effect.
+positions; lengths and recurrent states advance on the host, in `DecodeLoop.round`. So it may run twice, or fail,
+without effect.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch import Tensor
 from mmspec.engine.recordings import Recordings, WrittenPlace
 from mmspec.engine.rng import read_noise
 from mmspec.engine.sampler import RoundHistory, TreeSampler
-from mmspec.engine.tree import DraftTree, sanitize
+from mmspec.engine.tree import DraftTree, first_chain, sanitize
 from mmspec.engine.verifier import RoundReader, resize
 from mmspec.engine.verify import accept_path
 from mmspec.interfaces.round import DraftPart, ScorePart
@@ -73,7 +74,7 @@ class RoundFunction:
         Returns:
             [B, N, 2] float32 largest logits; what `RoundReader` reads; then, with a draft, [B, A, S] hidden states that
             it reads at the accepted nodes, and what the drafter keeps; else tokens, parents, node mask, ancestor mask
-            and depths of the scored tree, and [B, N, D] of each hidden state.
+            and depths of the scored tree, and [B, N, D] of each hidden state; at last what `ScorePart.commit` returns.
         """
         draft, score = self.draft, self.score
         parts = _Split(tensors)
@@ -94,10 +95,12 @@ class RoundFunction:
             tree = DraftTree(*inputs)
         else:
             tree, kept = draft.function(draft_state, inputs, numbers[:, NUM_COLUMNS:], noise)
-            tree = tree.trim(self.num_nodes).pad(self.num_nodes)
+            tree = (first_chain(tree) if score.chains_only else tree).trim(self.num_nodes).pad(self.num_nodes)
             tree.node_mask = tree.node_mask & is_drafting[:, None].bool()
         tree = sanitize(tree, root_ids, draftable, stop_ids, None if draft is None else draft.max_depth)
-        logits, *hidden_states = score.function(score_state, lengths, tree)
+        logits, *others = score.function(score_state, lengths, tree)
+        num_hidden_states = len(score.hidden_state_indices)
+        hidden_states, logged = others[:num_hidden_states], others[num_hidden_states:]
         logits = logits.float()
         assert tree.depths is not None
         if noise is not None:
@@ -105,15 +108,16 @@ class RoundFunction:
         history = RoundHistory(parts.take(), history_lengths, ignored) if self.sampler.reads_history else None
         sampled_ids, _, is_nan = self.sampler.sample_nodes(logits, tree, noise, history)
         path, counts, tokens = accept_path(tree, sampled_ids, max_emit, stop_ids)
-        score.commit(score_state, lengths, path, counts)
+        advanced = score.commit(score_state, lengths, path, counts, logged)
         read = self.reader.pack((path, counts, tokens), tree, is_nan, logits)
         if draft is None:
             assert tree.ancestor_mask is not None
             scored_tree = tree.tokens, tree.parents, tree.node_mask, tree.ancestor_mask, tree.depths
-            return logits.topk(2).values, read, *scored_tree, *hidden_states
+            return logits.topk(2).values, read, *scored_tree, *hidden_states, *advanced
         scored = draft.select_hidden_states(dict(zip(draft.hidden_state_indices, hidden_states, strict=True)))
         path = resize(path, self.reader.max_steps)
-        return logits.topk(2).values, read, scored.gather(1, path[..., None].expand(-1, -1, scored.shape[-1])), *kept
+        scored = scored.gather(1, path[..., None].expand(-1, -1, scored.shape[-1]))
+        return logits.topk(2).values, read, scored, *kept, *advanced
 
     @property
     def num_noise_tensors(self) -> int:

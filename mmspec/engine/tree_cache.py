@@ -149,6 +149,20 @@ def unsupported_reason(
     return None
 
 
+def unsupported_shape(input_ids: Tensor, mask: Any = None, num_cached: int = 0) -> str | None:
+    """Why ids and mask of these shapes are not supported behind a cache of `num_cached` positions; None if they are."""
+    if input_ids.dim() != 2 or not len(input_ids):
+        return f"input_ids of shape {list(input_ids.shape)}"
+    length = input_ids.shape[1]
+    if mask is None:
+        return None
+    if not isinstance(mask, Tensor) or mask.dim() != 2:
+        return "an attention_mask that is not [batch, length]"
+    if mask.shape[1] not in (length, num_cached + length):
+        return f"an attention_mask of length {mask.shape[1]} for {length} input ids"
+    return None
+
+
 def load_dynamic_cache(cache: DynamicCache, buffer: RaggedKVCache) -> None:
     """Copy a user's cache into an empty buffer.
 

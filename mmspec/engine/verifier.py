@@ -26,13 +26,13 @@ class Verified:
         scores: [B, N, V] float32 processed scores: logits after the processors (`scores` in what transformers returns);
             None of a recorded round.
         logits: [B, N, V] float32 raw logits; None of a recorded round.
-        is_committed: whether the keys and values of the accepted nodes are in the cache already.
+        committed: of a recorded round, which has the accepted nodes in the KV cache: what `follow_part` takes.
     """
 
     result: VerifyResult
     scores: Tensor | None = None
     logits: Tensor | None = None
-    is_committed: bool = False
+    committed: tuple[Tensor, ...] | None = None
 
 
 class Verifier:

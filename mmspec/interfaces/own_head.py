@@ -34,12 +34,14 @@ class HeadRule:
     """In what the heads of the families differ. Where sources disagree, the first value is the default.
 
     Attributes:
+        hidden: "post" or "pre": the target's hidden states that it reads are those behind or before the final norm.
         carries: "post" (o) or "pre" (z): what a further draft token reads in place of the hidden state.
         visual_modes: keys of `VISUAL_MODES`: what the head reads at image positions.
         embedding_first: the order of the two inputs of `fc`.
         zeroes_first: whether the embedding in row 0 is zero.
     """
 
+    hidden: str = "post"
     carries: tuple[str, ...] = ("post",)
     visual_modes: tuple[str, ...] = ("coupled", "placeholder")
     embedding_first: bool = True
@@ -97,6 +99,7 @@ class OwnHead:
         block: the decoder layer (`HeadBlock`).
         output_norm: before the LM head.
         lm_head: the head's own, [V, D]; None for the target's.
+        final_scale: [D] factor of the target's final norm, for heads that read the states before it; else None.
         rotary_embedding: (position ids [B, n] or [3, B, n], dtype) -> cos and sin [B, n, d], of the target.
         mrope_section: frequencies of each position axis; empty for one axis.
         window: rows that a row attends to, its own included; None for all.
@@ -115,6 +118,7 @@ class OwnHead:
     block: nn.Module
     output_norm: nn.Module
     lm_head: Tensor | None
+    final_scale: Tensor | None
     rotary_embedding: Callable[..., tuple[Tensor, Tensor]]
     mrope_section: tuple[int, ...]
     window: int | None

@@ -1,7 +1,8 @@
 """The parts of a round that is one recorded function (`mmspec.engine.round`): a draft, and the forward over it.
 
 Each part is a function of tensors that reads no value on the host, and the tensors of the coming round. It changes
-nothing but keys and values behind the committed positions, so it may run twice, or fail, without an effect.
+nothing but keys and values behind the committed positions, so it may run twice, or fail, without an effect. States of
+recurrent layers have no positions: their next values are outputs, which the host accepts (`follow_part`).
 """
 
 from __future__ import annotations
@@ -55,17 +56,25 @@ class ScorePart:
         key: what distinguishes the function from those of other rounds.
         state: tensors at fixed addresses.
         lengths: committed positions of each row.
-        function: (state, lengths [B] int64, finished tree) -> logits [B, N, V], hidden states [B, N, D].
-        commit: (state, lengths [B], path [B, N], counts [B]); the lengths stay as they are.
+        hidden_state_indices: of the hidden states that `function` returns.
+        function: (state, lengths [B] int64, finished tree) -> logits [B, N, V], each hidden state [B, N, D], and what
+            `commit` reads besides.
+        commit: (state, lengths [B], path [B, N], counts [B], what it reads besides) -> `num_kept` tensors for
+            `follow_part`; lengths and recurrent states stay as they are.
         written: (state, lengths [B]) -> where both write.
+        chains_only: whether branches are cut off a tree that is drafted within the round.
+        num_kept: see `commit`.
     """
 
     key: Hashable
     state: Sequence[Tensor]
     lengths: list[int]
+    hidden_state_indices: tuple[int, ...]
     function: Callable[[Sequence[Tensor], Tensor, DraftTree], tuple[Tensor, ...]]
-    commit: Callable[[Sequence[Tensor], Tensor, Tensor, Tensor], None]
+    commit: Callable[[Sequence[Tensor], Tensor, Tensor, Tensor, Sequence[Tensor]], tuple[Tensor, ...]]
     written: Callable[[Sequence[Tensor], Tensor], list[WrittenPlace]]
+    chains_only: bool = False
+    num_kept: int = 0
 
 
 @runtime_checkable
@@ -115,5 +124,5 @@ class RecordableTarget(Target, Protocol):
     def score_part(self, num_nodes: int, hidden_state_indices: Sequence[int]) -> ScorePart | None:
         """The coming forward over trees of `num_nodes` nodes; None if it must run alone."""
 
-    def follow_part(self, counts: Sequence[int]) -> None:
-        """The part's function has committed `counts[b]` nodes of each row: advance its length."""
+    def follow_part(self, tokens: Sequence[Sequence[int]], kept: Sequence[Tensor]) -> None:
+        """The functions have run, and `commit` returned `kept`: advance each row by the nodes of its `tokens`."""

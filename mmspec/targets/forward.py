@@ -93,7 +93,12 @@ class NodeForward:
         return repr(sorted((name, value) for name, value in self.template.items() if isinstance(value, simple)))
 
     def __call__(
-        self, tree: DraftTree, kv_cache: RaggedKVCache, call: CallTensors, hidden_state_indices: Sequence[int]
+        self,
+        tree: DraftTree,
+        kv_cache: RaggedKVCache,
+        call: CallTensors,
+        hidden_state_indices: Sequence[int],
+        cache: TreeCache | None = None,
     ) -> tuple[Tensor, ...]:
         """One forward, after `kv_cache.begin_forward`.
 
@@ -102,6 +107,7 @@ class NodeForward:
             kv_cache: of the call; the nodes' keys and values are written behind its lengths.
             call: of the call.
             hidden_state_indices: hidden states to return.
+            cache: `kv_cache` and recurrent states behind transformers' interface; None for the template's.
 
         Returns:
             logits [B, N, V], and [B, N, D] of each hidden state.
@@ -110,8 +116,8 @@ class NodeForward:
         inputs["input_ids"] = tree.tokens
         inputs["position_ids"] = self._positions(tree, kv_cache, call)
         inputs["attention_mask"] = self._mask(tree, kv_cache, call.padding)
-        if isinstance(kv_cache, RecordedKVCache):  # else the template has the call's
-            inputs[CACHE_ARGUMENT] = TreeCache(kv_cache, self.adapter.num_layers)
+        if cache is not None:
+            inputs[CACHE_ARGUMENT] = cache
         for name, last in call.token_types.items():
             inputs[name] = last.expand(*last.shape[:-1], tree.num_nodes)
         return run_forward(self.model, self.adapter, inputs, hidden_state_indices)

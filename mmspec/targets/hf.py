@@ -27,6 +27,7 @@ from mmspec.engine.tree_cache import (
     export_dynamic_cache,
     load_dynamic_cache,
     unsupported_reason,
+    unsupported_shape,
 )
 from mmspec.interfaces import VerifyResult
 from mmspec.interfaces.round import ScorePart
@@ -37,6 +38,7 @@ from mmspec.targets.forward import CallTensors, NodeForward, run_forward, takes_
 from mmspec.targets.guard import ModelGuard
 from mmspec.targets.lanes import Lane
 from mmspec.targets.module_scan import ModuleScan
+from mmspec.targets.recurrent_states import RecurrentStates
 
 TOKEN_TYPE_INPUTS = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 """Model inputs with one value per token, which transformers extends with every new token."""
@@ -61,6 +63,7 @@ class HFTarget:
         inference_mode: whether forwards may run in inference mode.
         user_cache_view: the user's cache while user code can read it.
         chains_only: whether `score` accepts chains only, no trees with branches.
+        states: of recurrent layers; None if the model has none.
         recordings: where parts of a round are recorded in this call, or None.
         rounds: computes `score` in C where it can; None for the model's own forward.
         node_forward: that forward over nodes; set by `prefill`.
@@ -68,6 +71,7 @@ class HFTarget:
     """
 
     chains_only = False
+    states: RecurrentStates | None = None
     node_forward: NodeForward
     call_tensors: CallTensors
 
@@ -188,7 +192,9 @@ class HFTarget:
         self.prompt_length = self.buffer.seq_lens[0]
         self._prepare_rounds()
         if self._lane is not None:
-            self._lane.begin_call(self.node_forward, self.call_tensors, self.prompt_length, self.max_new_tokens)
+            self._lane.begin_call(
+                self.node_forward, self.call_tensors, self.prompt_length, self.max_new_tokens, self.states
+            )
             if self._runs_user_code:
                 self._guard = ModelGuard(self.adapter, reads_bits=self._lane.recordings.contain_weights)
         if prefix is not None:
@@ -232,10 +238,14 @@ class HFTarget:
         if part is None or self._lane is None:
             return None
         try:
-            return ForwardFunction(part).run(self._lane.recordings, self.buffer.lengths_on(self.device), tree)
+            outputs = ForwardFunction(part).run(self._lane.recordings, self.buffer.lengths_on(self.device), tree)
         except Exception as error:  # of the compiler, the capture or the replay: only speed is lost
             self._lane.fail(error)
             return None
+        end = 1 + len(hidden_state_indices)
+        if self.states is not None:
+            self.states.log = self._lane.read_log(part, outputs[end:])
+        return outputs[:end]
 
     def score_part(self, num_nodes: int, hidden_state_indices: Sequence[int]) -> ScorePart | None:
         if self._lane is None or self._lane.has_failed:
@@ -244,8 +254,8 @@ class HFTarget:
             return None
         return self._lane.score_part(self.node_forward, num_nodes, hidden_state_indices)
 
-    def follow_part(self, counts: Sequence[int]) -> None:
-        self.buffer.seq_lens = [length + count for length, count in zip(self.buffer.seq_lens, counts, strict=True)]
+    def follow_part(self, tokens: Sequence[Sequence[int]], kept: Sequence[Tensor]) -> None:
+        self.buffer.seq_lens = [length + len(row) for length, row in zip(self.buffer.seq_lens, tokens, strict=True)]
 
     def commit(self, result: VerifyResult) -> None:
         with self._mode():
@@ -292,10 +302,6 @@ class HFTarget:
         position_ids: Tensor = self.kwargs["position_ids"]
         return position_ids
 
-    def _new_buffer(self, batch: int) -> RaggedKVCache:
-        """The empty cache of a call of `batch` rows."""
-        return RaggedKVCache(batch, self._max_length + BUCKETS[-1], VALUES_START_AS_KEYS)
-
     def _prepare_rounds(self) -> None:
         """Derive the constant inputs of the rounds from those that transformers would prepare for its first step."""
         batch = self.input_ids.shape[0]
@@ -337,17 +343,3 @@ class HFTarget:
             padding=None if mask is None or bool(mask.all()) else mask.to(self.device, torch.bool),
             token_types=types,
         )
-
-
-def unsupported_shape(input_ids: Tensor, mask: Any = None, num_cached: int = 0) -> str | None:
-    """Why ids and mask of these shapes are not supported behind a cache of `num_cached` positions; None if they are."""
-    if input_ids.dim() != 2 or not len(input_ids):
-        return f"input_ids of shape {list(input_ids.shape)}"
-    length = input_ids.shape[1]
-    if mask is None:
-        return None
-    if not isinstance(mask, Tensor) or mask.dim() != 2:
-        return "an attention_mask that is not [batch, length]"
-    if mask.shape[1] not in (length, num_cached + length):
-        return f"an attention_mask of length {mask.shape[1]} for {length} input ids"
-    return None

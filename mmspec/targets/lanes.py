@@ -1,15 +1,16 @@
 """`Lane`: what recorded functions of a model and number of rows share, and `LanePool`, which lends one to a call.
 
-A lane has the tensors at fixed addresses (keys and values, and what a call's forwards read besides the nodes) and the
-recordings. Whatever is unusual (`LanePool.reason`) runs eager.
+A lane has the tensors at fixed addresses (keys and values, recurrent states, what forwards read besides the nodes) and
+the recordings. Whatever is unusual (`LanePool.reason`) runs eager.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -19,12 +20,13 @@ from mmspec.engine.graph import CudaGraphRecorder, Recorder, record_compiled
 from mmspec.engine.kv_cache import RESERVED_TOKENS, RaggedKVCache, RecordedKVCache, commit_nodes, length_bucket
 from mmspec.engine.recordings import Recordings, WrittenPlace
 from mmspec.engine.tree import BUCKETS, DraftTree
-from mmspec.engine.tree_cache import VALUES_START_AS_KEYS
+from mmspec.engine.tree_cache import VALUES_START_AS_KEYS, TreeCache
 from mmspec.interfaces.round import ScorePart
 from mmspec.targets.base import ModelAdapter
 from mmspec.targets.forward import CallTensors, NodeForward
 from mmspec.targets.guard import ModelGuard, unknown_code
 from mmspec.targets.module_scan import ModuleScan
+from mmspec.targets.recurrent_states import RecurrentStates, StateLog
 
 MAX_LENGTH = 1 << 15
 """Longest call, prompt and new tokens, that a lane is allocated for."""
@@ -54,6 +56,9 @@ class Lane:
         self.kv_cache = kv_cache
         self.lock = threading.Lock()
         self._call: CallTensors | None = None
+        self._states: RecurrentStates | None = None  # of the call
+        self._state_tensors: list[Tensor] = []  # theirs
+        self._logs: dict[Hashable, StateLog] = {}  # what the forward of each key logs, without data
         self._min_length = 0
 
     @property
@@ -64,8 +69,15 @@ class Lane:
     def fail(self, error: BaseException) -> None:
         self._pool.fail(error)
 
-    def begin_call(self, forward: NodeForward, call: CallTensors, prompt_length: int, max_new_tokens: int) -> None:
-        """Take over a call after its prompt: keys and values, and what else its forwards read, to fixed addresses.
+    def begin_call(
+        self,
+        forward: NodeForward,
+        call: CallTensors,
+        prompt_length: int,
+        max_new_tokens: int,
+        states: RecurrentStates | None,
+    ) -> None:
+        """Take over a call after its prompt: keys, values, states, and what else forwards read, to fixed addresses.
 
         If they cannot stay where those of the last call were, recordings are dropped.
 
@@ -79,42 +91,69 @@ class Lane:
         if call.padding is not None:
             padding[:, : call.padding.shape[1]] = call.padding
         call = replace(call, padding=padding)
-        moved = self.kv_cache.pack(self.recordings.capacity)
-        if self._call is None or moved or _layout(call) != _layout(self._call):
+        new = [*call.tensors(), *([] if states is None else states.tensors)]
+        fixed = [] if self._call is None else [*self._call.tensors(), *self._state_tensors]
+        if self.kv_cache.pack(self.recordings.capacity) or _layout(new) != _layout(fixed):
             self.recordings.clear()
             with torch.inference_mode(False):
-                tensors = [tensor.clone(memory_format=torch.contiguous_format) for tensor in call.tensors()]
-                self._call = call.over(tensors)
+                fixed = [tensor.clone(memory_format=torch.contiguous_format) for tensor in new]
         else:
-            for tensor, value in zip(self._call.tensors(), call.tensors(), strict=True):
+            for tensor, value in zip(fixed, new, strict=True):
                 tensor.copy_(value)
+        self._call = call.over(fixed[: len(call.tensors())])
+        self._state_tensors = fixed[len(call.tensors()) :]
+        self._states = states
+        if states is not None:
+            states.move_to(self._state_tensors)
         self._min_length = prompt_length + min(max_new_tokens, RESERVED_TOKENS)
 
     def score_part(self, forward: NodeForward, num_nodes: int, hidden_state_indices: Sequence[int]) -> ScorePart:
         """The forward over trees of `num_nodes` nodes, and the commit of what is accepted, as functions of tensors."""
-        kv_cache, call = self.kv_cache, self._call
+        kv_cache, call, recurrent = self.kv_cache, self._call, self._states
         assert call is not None, "begin_call comes first"
         indices = tuple(hidden_state_indices)
         bucket = min(length_bucket(max(self._min_length, *kv_cache.seq_lens) + num_nodes), self.recordings.capacity)
-        fixed, layers, groups = call.tensors(), kv_cache.layers, kv_cache.groups
+        key = num_nodes, bucket, indices, forward.constants
+        layers, groups, state_tensors = kv_cache.layers, kv_cache.groups, self._state_tensors
         num_parts = [len(parts) for parts in layers]
+        sizes = [len(call.tensors()), len(state_tensors), sum(num_parts), len(groups)]
 
         def score(state: Sequence[Tensor], lengths: Tensor, tree: DraftTree) -> tuple[Tensor, ...]:
-            rest = iter(state[len(fixed) :])
+            fixed, states, keys_values, _ = _split(state, sizes)
+            rest = iter(keys_values)
             cache = RecordedKVCache([tuple(next(rest) for _ in range(n)) for n in num_parts], lengths, bucket)
-            cache.begin_forward(tree.num_nodes)
-            return forward(tree, cache, call.over(state[: len(fixed)]), indices)
+            cache.begin_forward(num_nodes)
+            tree_cache = TreeCache(cache, forward.adapter.num_layers)
+            arguments = tree, cache, call.over(fixed), indices, tree_cache
+            if recurrent is None:
+                return forward(*arguments)
+            with recurrent.logged_over(tree_cache, states) as log:
+                outputs = forward(*arguments)
+            if key not in self._logs:  # a recording runs first as it is
+                self._logs[key] = log.without_data()
+            return *outputs, *log.tensors()
 
-        def commit(state: Sequence[Tensor], lengths: Tensor, path: Tensor, counts: Tensor) -> None:
-            commit_nodes(state[len(state) - len(groups) :], lengths, path, counts)
+        def commit(
+            state: Sequence[Tensor], lengths: Tensor, path: Tensor, counts: Tensor, logged: Sequence[Tensor]
+        ) -> tuple[Tensor, ...]:
+            _, states, _, groups = _split(state, sizes)
+            commit_nodes(groups, lengths, path, counts)
+            if recurrent is None:
+                return ()
+            new = self._logs[key].over(states, logged).after(counts, num_nodes, range(num_nodes + 1))
+            return tuple(one.clone() if one is old else one for one, old in zip(new, states, strict=True))
 
         def written(state: Sequence[Tensor], lengths: Tensor) -> list[WrittenPlace]:
             positions = lengths[:, None] + torch.arange(num_nodes, device=lengths.device)
-            return [WrittenPlace(group, positions) for group in state[len(state) - len(groups) :]]
+            return [WrittenPlace(group, positions) for group in _split(state, sizes)[-1]]
 
-        key = num_nodes, bucket, indices, forward.constants
-        state = [*fixed, *(part for parts in layers for part in parts), *groups]
-        return ScorePart(key, state, kv_cache.seq_lens, score, commit, written)
+        state = [*call.tensors(), *state_tensors, *(part for parts in layers for part in parts), *groups]
+        lengths, num_kept = kv_cache.seq_lens, len(state_tensors)
+        return ScorePart(key, state, lengths, indices, score, commit, written, recurrent is not None, num_kept)
+
+    def read_log(self, part: ScorePart, logged: Sequence[Tensor]) -> StateLog:
+        """The log of a forward by this part, of what its function returned behind the hidden states."""
+        return self._logs[part.key].over(self._state_tensors, logged)
 
 
 class LanePool:
@@ -146,8 +185,6 @@ class LanePool:
             cache: KV cache of the call.
             max_length: largest length of a row.
         """
-        if adapter.is_recurrent:
-            return "layers with a recurrent state"
         if (reason := unknown_code(adapter, modules)) is not None:
             return reason
         if getattr(cache, "_is_user_defined", False) or cache.get_seq_length():
@@ -183,7 +220,8 @@ class LanePool:
 
     def fail(self, error: BaseException | str) -> None:
         """Record nothing any more, until the model changes. Logs one line."""
-        text = error if isinstance(error, str) else f"{type(error).__name__}: {str(error).strip().splitlines()[:1]}"
+        lines = str(error).strip().splitlines()
+        text = error if isinstance(error, str) else f"{type(error).__name__}: {''.join(lines[:1])}"
         with self._lock:
             self.failure = text
             self._lanes.clear()
@@ -225,8 +263,14 @@ class LanePool:
         self._state = state
 
 
-def _layout(call: CallTensors) -> list[tuple[torch.Size, torch.dtype]]:
-    return [(tensor.shape, tensor.dtype) for tensor in call.tensors()]
+def _layout(tensors: Sequence[Tensor]) -> list[tuple[torch.Size, torch.dtype]]:
+    return [(tensor.shape, tensor.dtype) for tensor in tensors]
+
+
+def _split(tensors: Sequence[Tensor], sizes: Sequence[int]) -> list[Sequence[Tensor]]:
+    """Parts of these sizes, one after another."""
+    ends = list(accumulate(sizes))
+    return [tensors[end - size : end] for end, size in zip(ends, sizes, strict=True)]
 
 
 def recorder_for(device: torch.device, backend: str) -> Callable[[], Recorder] | None:

@@ -30,6 +30,8 @@ SCALE_SUFFIX = "_scale_inv"
 FURTHER_LAYER = re.compile(r"layers\.[1-9]\d*\.")
 """Of heads with several layers, of which the first is repeated, as vLLM does."""
 MAX_MESSAGE = 200
+MIN_SCALE = 1e-6
+"""Below this a factor of the final norm leaves nothing of a state to be recovered."""
 
 
 class CacheView:
@@ -136,7 +138,8 @@ class _Reader:
             if any(name.startswith(prefix) for name in self.files.names):
                 return prefix
         raise OwnHeadError(
-            f"the checkpoint has no tensors {prefixes[0]}*: saving or fine-tuning has dropped its head",
+            f"the checkpoint has no tensors {prefixes[0]}*: saving or fine-tuning has dropped its head, and "
+            "drafter='mtp:BASE', the folder or hub id of the base model, takes that one's",
             is_expected=True,
         )
 
@@ -162,6 +165,7 @@ class _Reader:
             description=f"{self.prefix}* of the checkpoint, {len(names)} tensors",
             **dict(parts.items()),
             lm_head=self._own_lm_head(size),
+            final_scale=_final_scale(adapter, size) if layout.rule.hidden == "pre" else None,
             rotary_embedding=_rotary_embedding(adapter),
             mrope_section=_mrope_section(self.config),
             window=self.config.sliding_window if self._is_sliding() else None,
@@ -290,6 +294,14 @@ def _source_shape(shape: tuple[int, ...], count: int) -> tuple[int, ...]:
 def _first_layer(adapter: ModelAdapter) -> nn.Module:
     layer: nn.Module = adapter.text_model.layers[0]
     return layer
+
+
+def _final_scale(adapter: ModelAdapter, size: int) -> Tensor:
+    """[D] float32 factor of the target's final norm, an RMSNorm of whatever form; 1 where it is 0."""
+    weight = adapter.text_model.norm.weight
+    ones = torch.ones(1, size, dtype=weight.dtype, device=weight.device)
+    scale: Tensor = adapter.text_model.norm(ones)[0].float().cpu()
+    return scale.where(scale.abs() > MIN_SCALE, 1.0)
 
 
 def _block_config(adapter: ModelAdapter, layout: HeadLayout) -> Any:

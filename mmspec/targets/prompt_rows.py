@@ -13,8 +13,8 @@ from mmspec.engine.prefix import PromptRows
 from mmspec.targets.base import ModelAdapter
 from mmspec.targets.hf import TOKEN_TYPE_INPUTS
 
-PIXEL_INPUTS = ("pixel_values", "pixel_values_images", "pixel_values_videos", "image_patches")
-"""What transformers encodes before the prompt's forward."""
+PIXEL_INPUTS = ("pixel_values", "pixel_values_images", "pixel_values_videos", "image_patches", "mm_encoder_outputs")
+"""What transformers encodes before the prompt's forward, and what it gives in place of that."""
 
 
 def describe_rows(
@@ -66,21 +66,43 @@ def media_digests(media: Mapping[str, Any], is_media: Tensor) -> list[bytes] | N
     if batch > 1 and not bool(is_media.any(1).all()):
         return None  # as many pictures as rows, but not one for each
     for name, value in given.items():
-        parts = [value] if batch == 1 else _split(name, value, given, batch)
-        if parts is None or not all(isinstance(part, Tensor) for part in parts):
+        rows = [nested_tensors(value)] if batch == 1 else _split(name, value, given, batch)
+        if rows is None:
             return None
-        for found, part in zip(hashes, parts, strict=True):
-            found.update(f"{name} {part.dtype} {tuple(part.shape)};".encode())
-            found.update(part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        for found, tensors in zip(hashes, rows, strict=True):
+            if tensors is None:
+                return None
+            for part in tensors:
+                found.update(f"{name} {part.dtype} {tuple(part.shape)};".encode())
+                found.update(part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return [found.digest() for found in hashes]
 
 
-def _split(name: str, value: Any, given: Mapping[str, Any], batch: int) -> Sequence[Tensor] | None:
+def nested_tensors(value: Any) -> list[Tensor] | None:
+    """The tensors of an input, which may be an output of a vision tower; None if it holds anything else."""
+    if isinstance(value, Tensor):
+        return [value]
+    if value is None:
+        return []
+    if not isinstance(value, Mapping | list | tuple):
+        return None
+    found: list[Tensor] = []
+    for one in value.values() if isinstance(value, Mapping) else value:
+        tensors = nested_tensors(one)
+        if tensors is None:
+            return None
+        found += tensors
+    return found
+
+
+def _split(name: str, value: Any, given: Mapping[str, Any], batch: int) -> Sequence[Sequence[Tensor]] | None:
     """The rows' parts of a media input that has one picture or clip for each row."""
     if not isinstance(value, Tensor) or value.dim() == 0:
         return None
     grid = given.get({"pixel_values": "image_grid_thw", "pixel_values_videos": "video_grid_thw"}.get(name, ""))
     if isinstance(grid, Tensor):  # patches of all pictures in one sequence
         counts = grid.detach().cpu().long().prod(1).tolist()
-        return value.split(counts) if len(counts) == batch and sum(counts) == len(value) else None
-    return list(value.split(1)) if len(value) == batch else None
+        parts = value.split(counts) if len(counts) == batch and sum(counts) == len(value) else ()
+    else:
+        parts = value.split(1) if len(value) == batch else ()
+    return [[part] for part in parts] or None

@@ -1,7 +1,7 @@
 """`RecurrentTarget`: models whose layers keep a recurrent or convolution state (Qwen3.5, LFM2).
 
 A state has no positions, so one forward can score a chain but no tree, and a rejected token cannot be cut off. A
-forward leaves the states as they are; then each row advances by the tokens that it accepts (`recurrent_states`).
+forward leaves the states as they are; then each row advances by the tokens that it accepts (`RecurrentStates`).
 Whatever else takes tokens back, such as a criterion that cuts a row, is rare: the row goes back to its states after the
 prompt, of which there is a copy, and reads its tokens again.
 """
@@ -17,10 +17,10 @@ from torch import Tensor
 from mmspec.engine.host_copy import from_host
 from mmspec.engine.prefix import Prefix
 from mmspec.engine.tree import BUCKETS, DraftTree
-from mmspec.engine.tree_cache import CACHE_ARGUMENT
+from mmspec.engine.tree_cache import CACHE_ARGUMENT, unsupported_shape
 from mmspec.interfaces import VerifyResult
 from mmspec.targets.base import ModelAdapter
-from mmspec.targets.hf import HFTarget, unsupported_shape
+from mmspec.targets.hf import HFTarget
 from mmspec.targets.recurrent_states import RecurrentStates
 
 
@@ -35,8 +35,8 @@ class RecurrentTarget(HFTarget):
 
     def __init__(self, adapter: ModelAdapter, input_ids: Tensor, *args: Any, **kwargs: Any) -> None:
         super().__init__(adapter, input_ids, *args, **kwargs)
-        self.states = RecurrentStates(self.cache, adapter.text_model)
-        self._read: list[tuple[Tensor, list[int]]] = []  # chains [B, N], and how many of each row were accepted
+        self.states: RecurrentStates = RecurrentStates(self.cache, adapter.text_model)
+        self._read: list[tuple[Tensor | Sequence[Sequence[int]], list[int]]] = []  # chains [B, N], accepted of each row
 
     @staticmethod
     def unsupported_reason(adapter: ModelAdapter, input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> str | None:
@@ -65,8 +65,14 @@ class RecurrentTarget(HFTarget):
         super().commit(result)
         counts = [len(nodes) for nodes in result.accepted_nodes]
         with self._mode():
-            self.states.log.commit(counts, result.tree.num_nodes)
+            self.states.advance(self.states.log.after(result.counts, result.tree.num_nodes, set(counts)))
         self._read.append((result.tree.tokens, counts))
+
+    def follow_part(self, tokens: Sequence[Sequence[int]], kept: Sequence[Tensor]) -> None:
+        super().follow_part(tokens, kept)
+        with self._mode():
+            self.states.advance(kept)
+        self._read.append((tokens, [len(row) for row in tokens]))
 
     def crop(self, lengths: Sequence[int], zero_tail: bool = False) -> None:
         is_cut = [length < cached for length, cached in zip(lengths, self.cached_lengths, strict=True)]
@@ -90,7 +96,8 @@ class RecurrentTarget(HFTarget):
         """The tokens after the prompt that the states of each row contain."""
         texts: list[list[int]] = [[] for _ in self.cached_lengths]
         for tokens, counts in self._read:
-            for text, row, count in zip(texts, tokens.tolist(), counts, strict=True):
+            rows = tokens.tolist() if isinstance(tokens, Tensor) else tokens
+            for text, row, count in zip(texts, rows, counts, strict=True):
                 text += row[:count]
         return texts
 

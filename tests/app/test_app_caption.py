@@ -58,6 +58,7 @@ def test_rows_are_right_and_identical_to_plain_generate(pictures: Path, tmp_path
     assert first["finish_reason"] == ("eos" if 2 in ids.tolist() else "length")
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("drafter", ["none", "lookup", "recycling", "hybrid"])
 def test_every_drafter_gives_the_same_captions(pictures: Path, tmp_path: Path, drafter: str) -> None:
     for name in ("none", drafter):

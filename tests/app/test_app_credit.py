@@ -13,13 +13,14 @@ import pytest
 
 from mmspec.app.bench.rounds import Round
 from mmspec.app.errors import UsageError
-from mmspec.app.modeling.chat import ChatTurn
+from mmspec.app.modeling.chat import ChatTurn, build_inputs
 from mmspec.app.modeling.synthetic_images import draw_image, write_images
 from mmspec.app.ui import render
 from mmspec.app.ui.batch import CaptionBatch
 from mmspec.app.ui.comparison import AnswerLane, ComparisonRun
 from mmspec.app.ui.credit import BASELINES, LOOP, PLAIN_GENERATE, Credit, explain_no_drafts, split_speedup
 from mmspec.app.ui.gif import choose_lanes
+from mmspec.app.ui.kept_media import KeptMedia
 from mmspec.app.ui.limits import Limits
 from mmspec.app.ui.model_store import ModelStore, RunSettings
 from mmspec.app.ui.race import LiveLane, RacedTurn, lane_title, render_live_race, render_race
@@ -28,6 +29,7 @@ from mmspec.app.ui.report import Report, TempStorage, build_report
 from mmspec.app.ui.thumbnails import TimedImage
 from mmspec.app.ui.worker import CancelSignal
 from mmspec.metrics.stats import Stats
+from mmspec.patching import patch_state
 
 
 @pytest.fixture(scope="module")
@@ -215,3 +217,104 @@ def test_the_table_of_a_batch_says_why_in_the_same_words() -> None:
     error = {"type": "BrokenImage", "message": "cannot be decoded: b'\\x00' at 0x7f"}
     row = {"id": "a", "file_name": "a.png", "caption": None, "error": error}
     assert REASONS["BrokenImage"] in render.render_captions([row]) and "0x7f" not in render.render_captions([row])
+
+
+# what a conversation reuses
+
+
+def ask(
+    store: ModelStore, visitor: str, *turns: ChatTurn, halt: CancelSignal | None = None, **chosen: Any
+) -> ComparisonRun:
+    settings = RunSettings("tiny", **{"max_new_tokens": 8, "drafter": "hybrid", "tree_size": 4} | chosen)
+    question = f"what is it, {len(turns)}?"
+    signal = halt or CancelSignal(60)
+    run = ComparisonRun(store, draw_image(3)[0], turns, question, settings, signal, "a.png", visitor).run()
+    assert run.identical or run.cancelled
+    return run
+
+
+def turn(run: ComparisonRun) -> ChatTurn:
+    return ChatTurn(run.question, build_report(run).plain.text)
+
+
+def reused(run: ComparisonRun) -> list[int]:
+    return [lane.stats.reused_positions for lane in (run.plain, *run.lanes)]
+
+
+def num_kept(store: ModelStore) -> int:
+    loaded = store.get("tiny")
+    return len(patch_state(loaded.model).prefixes.rows) + len(loaded.kept_media._kept)
+
+
+def test_a_second_turn_reuses_the_picture_and_says_so(model_store: ModelStore) -> None:
+    """In the lanes of mmspec, each what it computed itself; the encoded picture is that of both sides."""
+    assert num_kept(model_store) == 0, "the warm-up leaves nothing"
+    for baseline in BASELINES:
+        chosen: dict[str, Any] = {"more_drafters": ("lookup",), "baseline": baseline}
+        first = ask(model_store, "ann", **chosen)
+        assert reused(first) == [0, 0, 0] and first.encode_s > 0, "no lane runs on what another has left"
+        assert "reused" not in render_race(build_report(first))
+        second = ask(model_store, "ann", turn(first), **chosen)
+        counts = reused(second)
+        assert counts[0] == 0 and min(counts[1:]) > 16 and second.encode_s == 0
+        report = build_report(second)
+        words = f"Picture reused: {counts[1]} of {second.prompt_tokens} prompt tokens were computed before, first token"
+        html = render_race(report)
+        assert words in html and f"; {baseline} computes all of them, " in html
+        credit = report.best.credit
+        assert credit is not None and credit.num_reused in counts and credit.loop and credit.drafts
+        assert credit.loop * credit.drafts == pytest.approx(report.best.speedup)  # type: ignore[operator]
+    model_store.forget("ann")
+    assert num_kept(model_store) == 0
+
+
+def test_conversations_of_visitors_have_nothing_in_common(model_store: ModelStore) -> None:
+    first = ask(model_store, "ann")
+    for visitor in ("bob", "", "ann hybrid", "an"):
+        other = ask(model_store, visitor, turn(first))
+        assert reused(other) == [0, 0] and other.encode_s > 0
+    kept = num_kept(model_store)
+    model_store.forget("bob")
+    assert num_kept(model_store) == kept - 2
+    assert max(reused(ask(model_store, "ann", turn(first)))) > 16
+    assert reused(ask(model_store, "ann")) == [0, 0], "a new conversation begins without the last"
+    for visitor in ("ann", "ann hybrid", "an", "nobody"):
+        model_store.forget(visitor)
+    assert num_kept(model_store) == 0
+
+
+def test_a_page_that_is_closed_during_its_run_leaves_nothing(model_store: ModelStore) -> None:
+    halt = CancelSignal(60)
+    first = ask(model_store, "ann")
+
+    def close(run: ComparisonRun) -> None:
+        model_store.forget("ann")
+        halt.cancel()
+
+    settings = RunSettings("tiny", drafter="hybrid", max_new_tokens=8)
+    run = ComparisonRun(model_store, draw_image(3)[0], (turn(first),), "why?", settings, halt, "a.png", "ann")
+    record = run.lanes[0].streamer.record
+    run.lanes[0].streamer.record = lambda ids: (record(ids), close(run))[0]  # type: ignore[method-assign]
+    assert run.run().cancelled and num_kept(model_store) == 0
+
+
+def test_half_precision_reuses_no_prompt() -> None:
+    store = ModelStore("tiny", dtype="bfloat16")
+    first = ask(store, "ann")
+    second = ask(store, "ann", turn(first))
+    assert reused(second) == [0, 0] and second.encode_s == 0, "the encoded picture is the same bits"
+
+
+def test_encoded_pictures_have_a_limit(model_store: ModelStore) -> None:
+    loaded = model_store.get("tiny")
+    inputs = build_inputs(loaded.model, loaded.processor, [draw_image(3)[0]], ["what?"])
+    kept = KeptMedia()
+    kept.encode("a", loaded.model, inputs)
+    kept.max_bytes = 2 * kept._kept["a"].nbytes
+    for visitor in ("b", "a", "c"):
+        kept.encode(visitor, loaded.model, inputs)
+    assert list(kept._kept) == ["a", "c"], "what was used longest ago goes first"
+    request, seconds = kept.encode("a", loaded.model, inputs)
+    assert seconds == 0 and "pixel_values" not in request
+    other = build_inputs(loaded.model, loaded.processor, [draw_image(4)[0]], ["what?"])
+    assert kept.encode("a", loaded.model, other)[1] > 0

@@ -107,6 +107,7 @@ def test_finished_rows_are_skipped_without_loading_a_model(folder: Path) -> None
     assert (folder / "out.jsonl").read_bytes() == before
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("keep", [0, 1, 5, 100, 700, 1500, 2500])
 def test_a_torn_file_is_completed(folder: Path, keep: int) -> None:
     job(folder, Fake(sampled=True), temperature=1.0).run()

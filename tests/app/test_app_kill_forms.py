@@ -69,6 +69,7 @@ FORMS: dict[str, tuple[dict[str, Any], Callable[[Path], list[tuple[str, str]]]]]
 }
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("form", FORMS)
 def test_a_killed_job_is_completed(form: str, tmp_path: Path) -> None:
     (tmp_path / "p").mkdir()

@@ -74,6 +74,7 @@ def prompt_text(captioner: Captioner, question: str, **options: Any) -> str:
 # --- sampling
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     "own",
     [QWEN25_VL, {"top_k": 1}, {"top_p": 0.001}, {"min_p": 1.0}, {"top_k": 1, "top_p": 0.01}],

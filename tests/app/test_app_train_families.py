@@ -96,6 +96,7 @@ def losses(folder: Path, name: str) -> list[float]:
     return [row[f"{name}/loss"] for row in rows]
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("family", TRAINED)
 def test_heads_of_other_families_learn_and_draft(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build_model(family, tied=family in TIED)
@@ -108,6 +109,7 @@ def test_heads_of_other_families_learn_and_draft(family: str, tmp_path: Path, mo
         assert stats.num_draft_tokens > 0 and not stats.fallback_calls
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("family", GRIDS)
 def test_compressors_of_other_families(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that merges a grid is stored with the head; one that selects tokens is chosen instead."""

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 import mmspec
-from mmspec.app.caption import command
+from mmspec.app.caption import command, job
 from mmspec.app.cli.main import main
 from mmspec.app.modeling.captioner import Captioner
+from mmspec.app.modeling.random_models import random_model
 from mmspec.app.modeling.synthetic_images import write_images
 
 PROMPTS = ["Describe the image.", "How many things are there?", "What is in the middle?"]
@@ -126,6 +127,33 @@ def test_pictures_are_encoded_once(pictures: Path, tmp_path: Path, monkeypatch: 
         assert stats.reused_positions == (5 * 151 if flag == "--reuse-prefix" else 0)
         mmspec.unpatch(made[-1].model)
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("form", ["jsonl", "webdataset"])
+def test_pictures_are_decoded_and_prepared_once(
+    pictures: Path, tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For all prompts of a batch, in whatever form; one that cannot be decoded is an error of each of its rows."""
+    (pictures / "broken.png").write_bytes(b"no picture")
+    decoded: list[str] = []
+    prepared: list[int] = []
+    image_processor = type(random_model("tiny")[1].image_processor)
+    decode, preprocess = job.decode_item, image_processor.preprocess
+
+    def count_decoded(item: Any, *args: Any) -> Any:
+        decoded.append(item.path.name)
+        return decode(item, *args)
+
+    def count_prepared(self: Any, images: Any, *args: Any, **kwargs: Any) -> Any:
+        prepared.append(len(images))
+        return preprocess(self, images, *args, **kwargs)
+
+    monkeypatch.setattr(job, "decode_item", count_decoded)
+    monkeypatch.setattr(image_processor, "preprocess", count_prepared)
+    options = ("--prompts", tmp_path / "prompts.txt", "--batch-size", "4", "--format", form)
+    assert caption(pictures, *options, "--out", tmp_path / "out") == 1
+    assert sorted(decoded) == sorted(path.name for path in pictures.iterdir())
+    assert sum(prepared) == 5 and len(prepared) == 2
 
 
 @pytest.mark.parametrize(

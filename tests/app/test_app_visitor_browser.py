@@ -5,6 +5,7 @@ At the width of a desk and of a phone, in both themes. Left out of `make test`; 
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -25,11 +26,13 @@ from test_app_browser import (  # noqa: F401  (fixtures)
     slow_decoding,
     started,
     text,
+    until,
     upload,
 )
 
 from mmspec.app.scenes.examples import list_example_files
 from mmspec.app.ui.server import DemoServer
+from mmspec.patching import patch_state
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
 LOUD = ("error", "warning")
@@ -162,13 +165,15 @@ def test_a_refusal_stays_and_its_preview_goes(
 
 
 @pytest.mark.parametrize("screen", SCREENS)
-def test_a_second_question(visit: Callable[..., Any], screen: tuple[int, int, str]) -> None:
+def test_a_second_question(visit: Callable[..., Any], site: DemoServer, screen: tuple[int, int, str]) -> None:  # noqa: F811
+    """The picture and the turn before are reused, which is said apart from the headline, and freed with the page."""
     page = visit(*screen)
     choose_example(page)
     settings(page, tokens=12)
     ask(page, "what is it?")
     finish(page)
     speedup = text(page, ".mm-ratio")
+    assert "reused" not in text(page, ".mm-credit")
     box = page.locator("#mm-question")
     assert box.locator("textarea").input_value() == "" and "Follow-up question" in box.inner_text()
     assert "Start over forgets that; the picture stays" in text(page, "#mm-turns")
@@ -176,6 +181,9 @@ def test_a_second_question(visit: Callable[..., Any], screen: tuple[int, int, st
     page.wait_for_function("document.querySelector('#mm-race').innerText.includes('how many?')")
     finish(page)
     assert text(page, ".mm-kept") == speedup and page.locator("#mm-race .mm-asking img").count() == 1
+    assert re.search(
+        r"Picture reused: \d+ of \d+ prompt tokens .*; plain generate computes all", text(page, ".mm-credit")
+    )
     first = page.locator("#mm-race .mm-asking").first
     assert first.locator("img").count() == 1 and "what is it?" in first.inner_text(), "the picture stays where it was"
     assert_legible(page)
@@ -183,6 +191,10 @@ def test_a_second_question(visit: Callable[..., Any], screen: tuple[int, int, st
     page.wait_for_function("document.querySelector('#mm-turns').innerText == ''")
     page.wait_for_function("document.querySelector('#mm-question').innerText.startsWith('Question')")
     assert page.locator("#mm-picture img").count() == 1
+    store = site.context.model_store
+    loaded = store.get(store.model_names[0])
+    page.close()
+    until(lambda: not patch_state(loaded.model).prefixes.rows and not loaded.kept_media._kept)
 
 
 @pytest.mark.parametrize("screen", SCREENS)

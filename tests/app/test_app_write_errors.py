@@ -41,6 +41,7 @@ def fail_after(calls: int, number: int) -> Callable[[int], None]:
     return fsync
 
 
+@pytest.mark.every(5)
 @line("a full disk")
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO])
 @pytest.mark.parametrize("calls", [0, 4, 5])

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from c_bugs import faulty_kernel
+from c_bugs import faulty_kernel, faulty_sources
 from torch import Tensor
 
 from mmspec.cpu import trees
@@ -112,6 +112,11 @@ BUGS = {
     "limits": ("n = min64(n, max_emit[b]);", ";"),
     "padding may be a stop id": ("!(finished && finished[b])", "1"),
 }
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_bugs_can_be_planted(bug: str) -> None:
+    assert faulty_sources(*BUGS[bug], "trees.h")
 
 
 @pytest.mark.slow

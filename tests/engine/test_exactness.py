@@ -30,12 +30,14 @@ SLICE = range(150)
 BF16 = range(500, 530)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("seed", SLICE)
 def test_case(seed: int) -> None:
     result = fuzz.run_seed(seed)
     assert not result.differences, result.report()
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("seed", range(40))
 @pytest.mark.parametrize("family", fuzz.LATER_FAMILIES)
 def test_case_of_a_later_family(family: str, seed: int) -> None:
@@ -43,7 +45,7 @@ def test_case_of_a_later_family(family: str, seed: int) -> None:
     assert not result.differences, result.report()
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", zoo.ROWS)
 def test_case_of_a_model_type(family: str, seed: int) -> None:
     """More cases: `python tests/helpers/model_table.py`, whose result is in `docs/models.md`."""
@@ -75,27 +77,29 @@ def test_the_slice_drafts_and_accepts() -> None:
     ]
     drawn = [replace(case, nodes=8, criterion="", streamer="", processor="", prefix="") for case in drawn]
     sums: Counter[str] = Counter()
-    for case in drawn[:15]:
+    for case in drawn[:8]:
         result = fuzz.run_case(case)
         assert not result.differences, result.report()
         sums["drafted"] += result.stats["num_draft_tokens"]
         sums["accepted"] += result.stats["num_accepted_tokens"]
         sums["fallbacks"] += bool(result.fallback)
-    assert sums["drafted"] > 150 and sums["accepted"] > 40 and not sums["fallbacks"], sums
+    assert sums["drafted"] > 100 and sums["accepted"] > 20 and not sums["fallbacks"], sums
 
 
+@pytest.mark.parametrize("num_cases", [3, pytest.param(10, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", heads.DRAFTER_KINDS)
-def test_draft_heads(kind: str) -> None:
-    """Random requests with each kind of trained drafter; its weights are random."""
-    drafted, num_cases = 0, {"compressed": len(heads.COMPRESSOR_SPECS), "dspark": 12}  # each compressor, each form once
-    for seed in range(num_cases.get(kind, 10)):
-        case = replace(
-            fuzz.draw_case(900 + 10 * heads.DRAFTER_KINDS.index(kind) + seed), drafter=f"head-{kind}", nodes=8
-        )
-        result = fuzz.run_case(case)
+def test_draft_heads(kind: str, num_cases: int) -> None:
+    """Random requests with each kind of trained drafter; its weights are random. More until one has drafted."""
+    drafted, seed = 0, 900 + 10 * heads.DRAFTER_KINDS.index(kind)
+    if num_cases == 10:
+        num_cases = {"compressed": len(heads.COMPRESSOR_SPECS), "dspark": 12}.get(kind, 10)  # each form once
+    for number in range(12):
+        if number >= num_cases and drafted:
+            break
+        result = fuzz.run_case(replace(fuzz.draw_case(seed + number), drafter=f"head-{kind}", nodes=8))
         assert not result.differences, result.report()
         drafted += result.stats.get("num_draft_tokens", 0)
-    assert drafted > 50
+    assert drafted > (50 if num_cases > 3 else 0)
 
 
 COMPRESSED_SEED = 1040
@@ -154,9 +158,10 @@ def _half(seed: int) -> fuzz.Case:
     return replace(case, spec=spec, options=options, drafter=drafter, stop_strings=False, biased=(), nodes=8, **clean)
 
 
-def test_bf16_diverges_only_at_near_ties(record_property: Any) -> None:
+@pytest.mark.parametrize("step", [5, pytest.param(1, marks=pytest.mark.slow)])
+def test_bf16_diverges_only_at_near_ties(step: int, record_property: Any) -> None:
     margins, total = [], 0
-    for seed in BF16:
+    for seed in BF16[::step]:
         result = fuzz.run_case(_half(seed))
         total += 1
         for difference in result.differences:
@@ -259,8 +264,9 @@ def _rows(
         yield from map(tuple, prefix[:, inputs["input_ids"].shape[1] :].tolist())
 
 
-@pytest.mark.parametrize("drafter", ["everything", "chaos", "lookup"])
-def test_sampling_has_the_targets_distribution(drafter: str) -> None:
+@pytest.mark.every(4)
+@pytest.mark.parametrize(("drafter", "calls"), [("everything", 40), ("everything", 75), ("chaos", 75), ("lookup", 75)])
+def test_sampling_has_the_targets_distribution(drafter: str, calls: int) -> None:
     model, inputs, options = _world()
     table = _table(model, inputs, options)
     drafter_argument: Any = {"everything": Everything(table), "chaos": adversarial.MalformedDrafter(1)}.get(
@@ -268,7 +274,7 @@ def test_sampling_has_the_targets_distribution(drafter: str) -> None:
     )
     torch.manual_seed(2024)
     with fuzz.patch_model(model, drafter_argument, tree_size=16):
-        samples = list(_rows(model, inputs, options, 75))
+        samples = list(_rows(model, inputs, options, calls))
     assert g_test_p_value(samples, _joint(table)) > 1e-3
 
 

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from recorded_rounds import build_drafter, build_inputs, build_model, generate, patched, recording
+from recorded_rounds import (
+    build_drafter,
+    build_inputs,
+    build_model,
+    generate,
+    patched,
+    recording,
+    runs_twice,
+    spoils_output,
+)
 from torch import Tensor
 
 from mmspec.drafters.heads.base import c_draft
 from mmspec.engine.graph import Replay, StaticFunction, record_nothing
 from mmspec.engine.kv_cache import RaggedKVCache, RecordedKVCache
 from mmspec.engine.recordings import Recordings, WrittenPlace, check_replay
-from mmspec.engine.round import RoundFunction
 from mmspec.targets.hf import HFTarget
 
 DRAFTERS = ("leaning-decoupled", "leaning-dspark:1", "lookup", "none")
@@ -27,19 +35,6 @@ DRAFTERS = ("leaning-decoupled", "leaning-dspark:1", "lookup", "none")
 def without_compiled_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU some heads run in C instead."""
     monkeypatch.setattr(c_draft, "active_kernel", lambda: None)
-
-
-def runs_twice(function: StaticFunction, state: Sequence[Tensor], inputs: Sequence[Tensor]) -> Replay:
-    """A recorder whose replays run the function twice."""
-
-    def replay(new_inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        first = function(*state, *new_inputs)
-        second = function(*state, *new_inputs)
-        for one, other in zip(first, second, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)  # sdpa's rounding depends on addresses
-        return second
-
-    return replay
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["whole", "parts"])
@@ -78,22 +73,6 @@ def test_an_eager_forward_may_run_twice() -> None:
             mock.patch.object(HFTarget, "score", twice),
         ):
             assert torch.equal(generate(model, inputs, True), expected)
-
-
-def spoils_output(number: int) -> Callable[..., Replay]:
-    """A recorder of whole rounds whose replays have one wrong output."""
-
-    def record(function: StaticFunction, state: Sequence[Tensor], inputs: Sequence[Tensor]) -> Replay:
-        def replay(new_inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-            outputs = list(function(*state, *new_inputs))
-            if isinstance(function, RoundFunction) and number < len(outputs):
-                wrong = outputs[number]
-                outputs[number] = ~wrong if wrong.dtype == torch.bool else wrong + 1
-            return tuple(outputs)
-
-        return replay
-
-    return record
 
 
 @pytest.mark.parametrize("drafter", ["leaning-decoupled", "lookup"])

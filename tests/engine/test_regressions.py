@@ -162,6 +162,7 @@ class Full(adversarial.HiddenStateDrafter):
 # --- who is in the batch ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.every(3)
 @MODES
 @FAMILIES
 @pytest.mark.parametrize("padding", ["left", "right", "none"])
@@ -203,6 +204,7 @@ class Favouring(adversarial.OracleDrafter):
         return super().upcoming_tokens(state, row, count) if row == 0 else []
 
 
+@pytest.mark.every(2)
 @MODES
 @pytest.mark.parametrize("returned", [{}, ALL_OUTPUTS], ids=["ids", "dict"])
 def test_a_row_far_ahead_waits(mode: Kwargs, returned: Kwargs) -> None:
@@ -262,6 +264,7 @@ def test_duplicate_children(mode: Kwargs) -> None:
     assert stats.num_accepted_tokens > 0
 
 
+@pytest.mark.every(2)
 @MODES
 @FAMILIES
 @pytest.mark.parametrize("nodes", [None, 3, 64])
@@ -405,6 +408,7 @@ def failing_forward(model: PreTrainedModel, name: str, at: int) -> Iterator[None
         yield
 
 
+@pytest.mark.every(3)
 @MODES
 @FAMILIES
 @pytest.mark.parametrize("where", ["forward", "prefill", "propose", "observe", "processor", "criterion", "streamer"])
@@ -473,6 +477,7 @@ def test_a_processor_that_counts_its_calls(mode: Kwargs, name: str) -> None:
     assert logs[0].calls and logs[0].calls == logs[1].calls
 
 
+@pytest.mark.every(3)
 @MODES
 @pytest.mark.parametrize("name", [name for name in adversarial.CRITERIA if name != "tripping"])
 @pytest.mark.parametrize("eos", [True, False])

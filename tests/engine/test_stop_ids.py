@@ -34,6 +34,7 @@ def count_below(tree: DraftTree, stop_ids: Tensor | None) -> int:
     return int(((strict & ends_row[:, None]).any(-1) & tree.node_mask).sum())
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_nothing_is_drafted_below_an_end_token(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     num_nodes, num_below = [0], [0]

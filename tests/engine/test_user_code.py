@@ -90,6 +90,7 @@ def agree_up_to_near_ties(model: PreTrainedModel, inputs: tiny.Inputs, kwargs: K
     return torch.equal(mine, plain)
 
 
+@pytest.mark.every(3)
 @MODES
 @FAMILIES
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -204,6 +205,7 @@ def interrupted(where: str, at: int, error: type[BaseException]) -> Kwargs:
     }[where]()
 
 
+@pytest.mark.every(3)
 @TWO
 @pytest.mark.parametrize("bare", [False, True])
 @pytest.mark.parametrize(
@@ -385,6 +387,7 @@ def both(model: PreTrainedModel, inputs: tiny.Inputs, make: Callable[[], Kwargs]
     return stats
 
 
+@pytest.mark.every(5)
 @MODES
 @TWO
 @WRITES
@@ -398,6 +401,7 @@ def test_a_criterion_that_writes_into_the_ids(mode: Kwargs, family: str, what: s
     both(model, inputs, make, mode)
 
 
+@pytest.mark.every(5)
 @MODES
 @TWO
 @WRITES

@@ -340,6 +340,7 @@ BUGS: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
 }
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", BUGS)
 def test_planted_bugs_are_caught(name: str) -> None:
     owner, attribute, bug = BUGS[name]

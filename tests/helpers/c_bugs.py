@@ -11,12 +11,13 @@ from mmspec.cpu import c_kernel
 from mmspec.cpu.c_kernel import CKernel
 
 
-def faulty_kernel(old: str, new: str, source: str | None = None, optimized: bool = True) -> CKernel:
-    """The kernel with `new` in place of `old`, built in a folder of its own.
+def faulty_sources(old: str, new: str, source: str | None = None) -> dict[str, bytes]:
+    """The C sources with `new` in place of `old`.
 
     Args:
+        old: text that must be there exactly once.
+        new: what replaces it.
         source: name of the source that holds `old`; None for any.
-        optimized: False builds faster.
 
     Raises:
         ValueError: the sources do not contain `old` exactly once, since they have changed.
@@ -24,7 +25,15 @@ def faulty_kernel(old: str, new: str, source: str | None = None, optimized: bool
     texts = {name: text for name, text in c_kernel.SOURCES.items() if source in (None, name)}
     if sum(text.count(old.encode()) for text in texts.values()) != 1:
         raise ValueError(f"{source or 'the C sources'} must contain {old!r} once: plant the bug where it could be now.")
-    faulty = c_kernel.SOURCES | {name: text.replace(old.encode(), new.encode()) for name, text in texts.items()}
+    return c_kernel.SOURCES | {name: text.replace(old.encode(), new.encode()) for name, text in texts.items()}
+
+
+def faulty_kernel(old: str, new: str, source: str | None = None, optimized: bool = True) -> CKernel:
+    """The kernel built from `faulty_sources(old, new, source)`, in a folder of its own, in seconds.
+
+    `optimized=False` builds faster.
+    """
+    faulty = faulty_sources(old, new, source)
     flags = c_kernel.FLAGS if optimized else ("-O0", *c_kernel.FLAGS[1:])
     with TemporaryDirectory() as folder, ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, {"MMSPEC_CACHE": folder}))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -89,6 +89,37 @@ def fails_later(function: StaticFunction, state: Sequence[Tensor], inputs: Seque
         return function(*state, *new_inputs)
 
     return replay
+
+
+def runs_twice(
+    function: StaticFunction, state: Sequence[Tensor], inputs: Sequence[Tensor], atol: float = 1e-5
+) -> Replay:
+    """A recorder whose replays run the function twice."""
+
+    def replay(new_inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        first = function(*state, *new_inputs)
+        second = function(*state, *new_inputs)
+        for one, other in zip(first, second, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=atol)  # sdpa's rounding depends on addresses
+        return second
+
+    return replay
+
+
+def spoils_output(number: int) -> Callable[..., Replay]:
+    """A recorder of whole rounds whose replays have one wrong output."""
+
+    def record(function: StaticFunction, state: Sequence[Tensor], inputs: Sequence[Tensor]) -> Replay:
+        def replay(new_inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+            outputs = list(function(*state, *new_inputs))
+            if isinstance(function, RoundFunction) and number < len(outputs):
+                wrong = outputs[number]
+                outputs[number] = ~wrong if wrong.dtype == torch.bool else wrong + 1
+            return tuple(outputs)
+
+        return replay
+
+    return record
 
 
 @contextmanager

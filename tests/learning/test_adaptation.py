@@ -154,6 +154,7 @@ def test_what_is_not_recorded(model: Any, monkeypatch: pytest.MonkeyPatch) -> No
 # --- learning ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.every(2)
 @pytest.mark.usefixtures("generous")
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_architecture_learns_all_its_weights(model: Any, kind: str) -> None:
@@ -213,6 +214,7 @@ def test_answers_that_are_too_short_to_learn_from_do_not_end_learning(model: Any
     assert learner.stats().num_steps > 0
 
 
+@pytest.mark.every(2)
 @pytest.mark.usefixtures("generous")
 @pytest.mark.parametrize("kind", ["decoupled", "flash"])
 def test_what_is_learned_is_accepted(model: Any, kind: str) -> None:
@@ -228,6 +230,7 @@ def test_what_is_learned_is_accepted(model: Any, kind: str) -> None:
     assert accepted[-1] > accepted[0] + 4, accepted
 
 
+@pytest.mark.every(2)
 @pytest.mark.usefixtures("generous")
 @pytest.mark.parametrize("seed", range(10))
 def test_random_cases_while_a_head_learns(seed: int) -> None:

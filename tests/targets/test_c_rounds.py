@@ -104,6 +104,7 @@ def test_windows_and_kinds_of_attention(family: str, changes: Kwargs, forwards: 
     assert torch.allclose(torch.stack(mine.logits), torch.stack(plain.logits), atol=1e-4)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("family", ["llama", "qwen3_vl", "gemma3", "smolvlm", "glm4v"])
 def test_in_half_precision_drafts_change_nothing(family: str, dtype: str, forwards: list[bool]) -> None:

@@ -89,6 +89,7 @@ def assert_exact_or_named(model: PreTrainedModel, name: str) -> None:
 # --- half precision --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.every(3)
 @FAMILIES
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_on_a_cpu(family: str, dtype: str) -> None:

@@ -13,12 +13,10 @@ import fuzz as fuzz
 import pytest
 import tiny_models as tiny
 import torch
-import zoo
 from parity import ALL_OUTPUTS, MODES, assert_parity, build_cached_model, generate_tokens, speculate
+from recurrent_models import FAMILIES, OTHERS, HalfRight, model_of, one_row, ragged, text_batch, text_model
 from torch import Tensor
 from transformers import (
-    CONFIG_MAPPING,
-    AutoModelForCausalLM,
     DynamicCache,
     LogitsProcessor,
     LogitsProcessorList,
@@ -31,22 +29,17 @@ import mmspec
 from mmspec.engine.tree import DraftTree, first_chain, sanitize
 from mmspec.engine.tree_cache import CACHE_ARGUMENT, is_recurrent
 from mmspec.interfaces import VerifyResult
-from mmspec.targets import recurrent, recurrent_states
+from mmspec.targets import recurrent, recurrent_states, state_log
 from mmspec.targets.registry import find_adapter
 from mmspec.targets.selftest import run_selftest
 
-FAMILIES = [name for name, row in zoo.ROWS.items() if "recurrent" in row.traits]
 FAMILY = pytest.mark.parametrize("family", [name for name in ("qwen3_5", "lfm2_vl") if name in FAMILIES])
+REREAD_TOLERANCE = 5e-4
+"""Of rows that go back to the prompt and read their tokens again: in one forward, by the chunked kernel of the gated
+delta rule, where plain decoding read them one by one. Transformers' two kernels alone differ by 2.3e-4 in float32."""
 
 
-def model_of(family: str, **changes: Any) -> PreTrainedModel:
-    return build_cached_model(tiny.ModelSpec(family, **{"seed": 3, "layers": 3, **changes}))
-
-
-def one_row(model: PreTrainedModel, seed: int = 5) -> tiny.Inputs:
-    return tiny.build_inputs(model, seed, 1, images=[2], padding="none")
-
-
+@pytest.mark.every(3)
 @FAMILY
 @MODES
 @pytest.mark.parametrize("drafter", ["oracle", "bush", "wrong", "chaos"])
@@ -62,7 +55,6 @@ def test_one_row_is_identical(family: str, mode: dict[str, Any], drafter: str) -
 
 @FAMILY
 def test_logits_and_returned_states(family: str) -> None:
-    """Within what transformers' chunked and recurrent kernels differ in float32, far below any other error."""
     model = model_of(family)
     options: dict[str, Any] = {**ALL_OUTPUTS, "max_new_tokens": 25, "do_sample": False}
     plain = model.generate(**one_row(model), **options)
@@ -73,7 +65,7 @@ def test_logits_and_returned_states(family: str) -> None:
     caches = (plain.past_key_values, mine.past_key_values)
     pairs += zip(*map(fuzz.clone_cache_tensors, caches), strict=True)
     for one, other in pairs:
-        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(one, other, rtol=fuzz.TOLERANCE, atol=fuzz.TOLERANCE)
     assert [type(layer) for layer in caches[0].layers] == [type(layer) for layer in caches[1].layers]
 
 
@@ -90,39 +82,6 @@ def test_a_returned_cache_can_be_continued(family: str) -> None:
             following = tiny.build_next_turn(first, turn.sequences, 2, model.tiny_spec)
             texts.append(model.generate(**following, **options, **{CACHE_ARGUMENT: turn.past_key_values}))
     assert torch.equal(*texts)
-
-
-class HalfRight(adversarial.AdversarialDrafter):
-    """Drafts chains whose first `row + 1` tokens are right, so that each row keeps another part of its states."""
-
-    def __init__(self, sequences: Tensor) -> None:
-        super().__init__()
-        self.texts = sequences.tolist()
-        self.positions = [0] * len(self.texts)
-
-    def begin(self, prompt: Any) -> Any:
-        self.positions = [prompt.input_ids.shape[1]] * len(self.texts)
-        return None
-
-    def observe(self, state: Any, result: Any, hidden_states: Any) -> None:
-        for row, tokens in enumerate(result.emitted_ids):
-            self.positions[row] += len(tokens)
-
-    def propose(self, state: Any, max_nodes: int, active: Any) -> DraftTree:
-        rows = []
-        for row, (text, position) in enumerate(zip(self.texts, self.positions, strict=True)):
-            right = text[position : position + 1 + row][: max_nodes - 1]
-            rows.append([0, *right, *[8] * (max_nodes - 1 - len(right))])
-        tokens = torch.tensor(rows)
-        parents = torch.arange(-1, tokens.shape[1] - 1).expand(tokens.shape)
-        return DraftTree(tokens, parents, torch.ones_like(parents, dtype=torch.bool))
-
-
-def ragged(model: PreTrainedModel, seed: int = 5, batch: int = 4) -> tiny.Inputs:
-    """Rows of different length with and without images, padded on the left."""
-    given = tiny.build_inputs(model, seed, batch, images=([2, 0, 1, 0] * batch)[:batch], padding="left")
-    assert not given["attention_mask"].all()
-    return given
 
 
 def ends(model: PreTrainedModel, given: tiny.Inputs, steps: list[int], **options: Any) -> list[int]:
@@ -199,40 +158,11 @@ def test_some_random_batches(seed: int) -> None:
 # --- the states -------------------------------------------------------------------------------------------------------
 
 
-def text_model(model_type: str, **changes: Any) -> PreTrainedModel:
-    """A text model of two layers of another class, the first of which is recurrent."""
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
-    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    config = CONFIG_MAPPING[model_type](vocab_size=60, num_hidden_layers=2, **sizes, **special, **changes)
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
-
-
-MIXED = {"layer_types": ["linear_attention", "full_attention"]}
-MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_chunk_size": 8}
-DELTA = {f"linear_{name}": size for name, size in zip(("num_key_heads", "num_value_heads"), (2, 4), strict=True)}
-OTHERS: dict[str, dict[str, Any]] = {
-    "olmo_hybrid": {**MIXED, **DELTA, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
-    "bamba": {**MAMBA, "attn_layer_indices": [1]},
-    "granitemoehybrid": {**MIXED, **MAMBA, "num_local_experts": 0},
-    "lfm2_moe": {
-        "layer_types": ["conv", "full_attention"],
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16,
-        "num_dense_layers": 1,
-    },
-}
-
-
 @pytest.mark.parametrize("model_type", OTHERS)
 def test_other_classes(model_type: str) -> None:
     """Gated delta rule, Mamba-2, convolution: the class decides by what it calls, no list of names."""
     model = text_model(model_type, **OTHERS[model_type])
-    ids = torch.randint(3, 60, (3, 9), generator=torch.Generator().manual_seed(1))
-    mask = torch.ones_like(ids)
-    mask[1, :4] = mask[2, :1] = 0
-    given = {"input_ids": ids.masked_fill(mask == 0, 0), "attention_mask": mask}
+    given = text_batch()
     options: dict[str, Any] = {"max_new_tokens": 14, "do_sample": False, "eos_token_id": None}
     plain = model.generate(**given, **options)
     mmspec.patch(model, drafter=HalfRight(plain), tree_size=8)
@@ -254,7 +184,7 @@ def test_an_unknown_recurrence_goes_to_transformers() -> None:
 def test_functions_of_transformers_are_replaced_for_a_forward_alone() -> None:
     """Also where two threads decode at once; a third that decodes unpatched is not logged."""
     model = model_of("qwen3_5")
-    functions = recurrent_states.updating_functions(type(module) for module in model.modules())
+    functions = state_log.updating_functions(type(module) for module in model.modules())
     assert any("chunk" in one.name for one in functions) and any("recurrent" in one.name for one in functions)
     before = [one.namespace[one.name] for one in functions]
     given = ragged(model)
@@ -276,7 +206,7 @@ def test_functions_of_transformers_are_replaced_for_a_forward_alone() -> None:
     finally:
         mmspec.unpatch(model)
     assert len(results) == 3 and all(torch.equal(result, plain) for result in results)
-    assert [one.namespace[one.name] for one in functions] == before and not recurrent_states._USERS
+    assert [one.namespace[one.name] for one in functions] == before and not state_log._USERS
 
 
 def test_functions_that_are_modules(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,11 +224,11 @@ def test_functions_that_are_modules(monkeypatch: pytest.MonkeyPatch) -> None:
 
     model = model_of("qwen3_5")
     classes = [type(module) for module in model.modules()]
-    functions = recurrent_states.updating_functions(classes)
+    functions = state_log.updating_functions(classes)
     for one in functions:
         monkeypatch.setitem(one.namespace, one.name, as_module(one.namespace[one.name]))
-    recurrent_states._parameters_of.cache_clear()
-    assert {one.name for one in recurrent_states.updating_functions(classes)} == {one.name for one in functions}
+    state_log._parameters_of.cache_clear()
+    assert {one.name for one in state_log.updating_functions(classes)} == {one.name for one in functions}
     result = run_selftest(find_adapter(model))
     assert result.passed, result.describe()
 
@@ -336,7 +266,7 @@ def test_each_row_keeps_its_own_part_of_the_states(family: str) -> None:
         for mine, layer in zip(found, expected, strict=True):
             for name in ("conv_states", "recurrent_states"):
                 if (state := getattr(layer, name)[0]) is not None:
-                    torch.testing.assert_close(getattr(mine, name)[0][row], state[0], rtol=1e-3, atol=1e-3)
+                    torch.testing.assert_close(getattr(mine, name)[0][row], state[0], rtol=1e-4, atol=1e-4)
 
 
 class FailsAtDrafts(LogitsProcessor):
@@ -378,7 +308,7 @@ def test_a_cut_reads_the_tokens_again(family: str, monkeypatch: pytest.MonkeyPat
 
     options: dict[str, Any] = {"max_new_tokens": 25, "do_sample": False, **ALL_OUTPUTS}
     criteria = {"stopping_criteria": lambda: StoppingCriteriaList([Odd()])}
-    stats = assert_parity(model, given, HalfRight, **options, **criteria)
+    stats = assert_parity(model, given, HalfRight, tolerance=REREAD_TOLERANCE, **options, **criteria)
     assert not stats.fallback_reason and stats.num_draft_tokens > 0
     assert any(any(rows) and not all(rows) for rows in cuts)
 

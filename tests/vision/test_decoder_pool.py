@@ -306,6 +306,7 @@ print("once", len(read_frames(sys.argv[1], isolated=True).images))
 """
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("isolated", ["-c", "file"])
 def test_script_without_main_guard(isolated: str, clip: Path, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)

@@ -462,6 +462,7 @@ print(int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text(
 """
 
 
+@pytest.mark.every(2)
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("backend", ["decord", "pyav"])
 def test_a_4k_clip_takes_less_than_a_gigabyte(backend: str, tmp_path: Path) -> None:

@@ -346,6 +346,7 @@ def peaks(pool: DecoderPool) -> int:
     return peak
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("kind", ["WEBP", "PNG"])
 def test_largest_allowed_images_fit_the_memory_limit(kind: str) -> None:
     """Transparent images, which need the largest amount of memory: WebP on opening, PNG when composed on white."""

@@ -172,7 +172,7 @@ class HeadReader:
 
     def prompt_inputs(self, state: DraftState, inputs: DraftInputs) -> tuple[Tensor, Tensor | None]:
         """[B, n, D] head inputs of a prompt, and [B, n] bool which positions to keep (None: all)."""
-        return VISUAL_MODES[self.visual_mode](self.head, self.head.prepare(inputs))
+        return VISUAL_MODES[self.visual_mode](self.head, inputs)
 
     # --- what the head reads ------------------------------------------------------------------------------------------
 
@@ -183,6 +183,7 @@ class HeadReader:
         if self.own_embeddings is not None:
             prompt = embed_anew(prompt, state.shared_embeddings)
         aligned, counts = align_prompt(prompt, hidden_states, first_ids, state.shared_embeddings, self.visual_mode)
+        aligned = self.head.prepare(aligned)
         attention_mask, position_ids, num_inputs = aligned.attention_mask, aligned.position_ids, counts
         assert attention_mask is not None and position_ids is not None
         compressor = prompt.compressor or self.compressor

@@ -32,7 +32,7 @@ KNOWN = replace(TARGET, name=LLAVA)
 
 @pytest.fixture(autouse=True)
 def _forget_warnings() -> None:
-    registry._warn_once.cache_clear()
+    registry.warn_once.cache_clear()
 
 
 def test_every_row_is_complete() -> None:

@@ -191,6 +191,7 @@ def _falcon(target: FakeTarget, head: FalconHead, rows: list[Tensor], positions:
     raise AssertionError
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("kind", SORTS)
 @pytest.mark.parametrize("visual_mode", VISUAL_MODES)
 @pytest.mark.parametrize("pads", [(0, 0), (0, 4)])

@@ -14,7 +14,7 @@ from typing import Any
 import fuzz
 import pytest
 import torch
-from c_bugs import faulty_kernel
+from c_bugs import faulty_kernel, faulty_sources
 from fake_target import HEAD_CONFIG, NUM_LAYERS, FakeTarget, begin_decoding, build_prompt, build_result, scores_by_path
 from torch import Tensor, nn
 
@@ -235,6 +235,7 @@ def test_drafts_equal_those_of_the_head(
     assert calls.done == 11 and not calls.refused  # the first draft has no emitted tokens to read
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_long_contexts_two_threads_and_single_nodes(
     kind: str, best_kernel: None, two_threads: None, target: FakeTarget, calls: Calls
@@ -286,6 +287,7 @@ def test_a_call_leaves_nothing_behind(best_kernel: None, target: FakeTarget) -> 
     assert [reference() for reference in references] == [None, None]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("kind", ["decoupled", "trimmed", "chained", "latent", "eagle3", "dspark"])
 def test_fuzzed_calls_draft_in_compiled_code(kind: str, calls: Calls) -> None:
     for seed in FUZZ_SEEDS:
@@ -393,6 +395,13 @@ BUGS = {
 """{what is wrong: (first letters of the kind of head, text in a source, part of it, replacement)}"""
 
 
+@pytest.mark.parametrize("bug", BUGS)
+def test_bugs_can_be_planted(bug: str) -> None:
+    _, text, part, replacement = BUGS[bug]
+    assert part in text and faulty_sources(text, text.replace(part, replacement)) != c_kernel.SOURCES
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("bug", BUGS)
 def test_planted_bugs_are_caught(bug: str, target: FakeTarget, monkeypatch: pytest.MonkeyPatch) -> None:
     prefix, text, part, replacement = BUGS[bug]

@@ -79,6 +79,7 @@ def reference_log_probs(target: FakeTarget, visual_mode: str, row: int, n: int, 
     return result
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("visual_mode", VISUAL_MODES)
 @pytest.mark.parametrize("pads", [(0, 0), (0, 4)])
 @pytest.mark.parametrize("right", [False, True])

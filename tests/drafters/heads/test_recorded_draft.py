@@ -434,6 +434,7 @@ def test_a_draft_on_the_meta_device_reads_and_makes_nothing(kind: str, sampled: 
 # --- copies and kernels -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("kind", ["decoupled", "chained", "falcon"])
 def test_a_whole_round_waits_once(kind: str, sampled: bool) -> None:
@@ -452,6 +453,7 @@ def test_a_whole_round_waits_once(kind: str, sampled: bool) -> None:
     assert max(counts["made"] for counts in settled) <= 2 + sampled
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("recorded", [False, True], ids=["eager", "recorded"])
 @pytest.mark.parametrize(
     "kind", ["decoupled", "trimmed", "eagle3", "chained", "parallel", "falcon", "dspark:1", "instant"]

@@ -54,6 +54,7 @@ def _chain(tree: DraftTree, row: int) -> list[int]:
     return chain
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("drafter", ["model", "model-retokenizing"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_random_calls_are_exact(family: str, drafter: str) -> None:

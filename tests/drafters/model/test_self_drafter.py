@@ -30,6 +30,7 @@ def _generate(model: Any, inputs: dict[str, Tensor], **options: Any) -> Tensor:
     return output
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_random_calls_are_exact(family: str) -> None:
     num_accepted = 0

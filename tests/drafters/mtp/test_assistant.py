@@ -59,6 +59,7 @@ def trees_of(
     return trees
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("position", "centroids", "window"), [("last", True, 9), ("next", False, 9)])
 def test_every_node_is_that_of_transformers(
     position: str, centroids: bool, window: int, monkeypatch: pytest.MonkeyPatch
@@ -195,7 +196,7 @@ def test_it_is_found_beside_its_target(
         assert isinstance(found, AssistantDrafter) and "4 layers" in found.description
     other = find_adapter(build_cached_model(tiny.ModelSpec("gemma4", seed=3, layers=3, hidden=48)))
     monkeypatch.setattr(other.model.config, "_name_or_path", str(tmp_path / "gemma"))
-    registry._warn_once.cache_clear()
+    registry.warn_once.cache_clear()
     with caplog.at_level(logging.WARNING, "mmspec"):
         assert resolve_drafter("assistant", other).name == "hybrid"
     assert [record.message for record in caplog.records if "another target's" in record.message]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from c_bugs import faulty_kernel
+from c_bugs import faulty_kernel, faulty_sources
 
 from mmspec.cpu import c_kernel, ngram_types, ngrams
 from mmspec.cpu.c_kernel import load_kernel
@@ -332,6 +332,11 @@ BUGS = {
     "the context of a node": ("t->contexts[n][C - 1] = token;", "t->contexts[n][C - 1] = t->contexts[0][C - 1];"),
     "calibration by position": ("(1 + depth) * (g->num_classes + 1)", "1 * (g->num_classes + 1)"),
 }
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_bugs_can_be_planted(bug: str) -> None:
+    assert faulty_sources(*BUGS[bug], "ngrams.h")
 
 
 @pytest.mark.slow

@@ -1,0 +1,298 @@
+"""What one forward would have written into the states of recurrent layers: `StateLog`.
+
+`StateLog.after` computes from it each row's states at the node that the row has accepted:
+
+- a convolution: the window before the chain and the nodes' inputs lie side by side, so a state is a slice of them;
+- a recurrence (gated delta rule, Mamba-2): its call is repeated from the state before the chain, with gates that let a
+  rejected token neither decay nor write. It reads what is small (keys, values and gates of the nodes); a state after
+  each node would be large. Where rows accept all nodes or none, the state that the forward computed is taken.
+
+It reads no value on the host, so that it may be part of a recorded round (`mmspec.targets.lanes`).
+
+The caches of transformers show the inputs of a convolution, but of a recurrence the last state alone. So the functions
+that the layers call by name are replaced, in the Python module of the layer's class, by ones that log; while a forward
+runs, and with an effect in its thread only.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+STATE_NAMES = ("initial_state", "initial_states")
+"""Arguments of a recurrence that returns its last state."""
+IN_PLACE_NAMES = ("state", "conv_state")
+"""Arguments of one step that overwrites the state."""
+NEUTRAL_GATES = ({"g": 0.0, "beta": 0.0}, {"dt": -torch.inf})
+"""Arguments of the recurrences that are known, with which a token neither decays a state (g is a logarithm, the time
+step softplus(dt)) nor writes."""
+MAX_STEPS = 8
+"""Up to so many tokens are repeated by the function that transformers decodes with, one after the other."""
+
+
+@dataclass(frozen=True)
+class RecurrenceCall:
+    """A logged call of a recurrence.
+
+    Attributes:
+        function: what was called.
+        step_function: computes the same one token after the other.
+        positional: names of the positional arguments.
+        values: all arguments.
+    """
+
+    function: Callable[..., Any]
+    step_function: Callable[..., Any]
+    positional: Sequence[str]
+    values: Mapping[str, Any]
+
+    def repeat(self, counts: Tensor, longest: int) -> Tensor:
+        """The last state, where row b reads its first `counts[b]` tokens alone.
+
+        Args:
+            counts: [B] int64.
+            longest: the largest of them, or more.
+        """
+        values = dict(self.values)
+        gates = next(gates for gates in NEUTRAL_GATES if gates.keys() <= values.keys())
+        rows_and_nodes = values[next(iter(gates))].shape[:2]
+        is_rejected = torch.arange(longest, device=counts.device) >= counts[:, None]
+        for name, value in values.items():
+            is_sequence = isinstance(value, Tensor) and value.dim() > 2 and value.shape[:2] == rows_and_nodes
+            if is_sequence and name not in STATE_NAMES:  # what was computed of rejected tokens may be nan
+                rejected = is_rejected.view(*is_rejected.shape, *[1] * (value.dim() - 2))
+                values[name] = value[:, :longest].masked_fill(rejected, gates.get(name, 0.0))
+        function = self.step_function if longest <= MAX_STEPS else self.function
+        args = [values.pop(name) for name in self.positional]
+        state: Tensor = function(*args, **values)[1]
+        return state
+
+    def names_of_tensors(self, state: Tensor) -> list[str]:
+        """Of the arguments that each call has anew: not of the state before it, nor of weights."""
+        tensors = {name: value for name, value in self.values.items() if isinstance(value, Tensor)}
+        return [name for name, value in tensors.items() if value is not state and not isinstance(value, nn.Parameter)]
+
+    def over(self, state: Tensor, new_state: Tensor, tensors: Iterator[Tensor]) -> RecurrenceCall:
+        """The same of other tensors, the next ones of `tensors`."""
+        same = {name: new_state for name, value in self.values.items() if value is state}
+        others = {name: next(tensors) for name in self.names_of_tensors(state)}
+        return replace(self, values={**self.values, **same, **others})
+
+
+@dataclass
+class StateLog:
+    """What one forward would have written into the states.
+
+    Attributes:
+        states: all states before it. The keys of the others are their indices here.
+        windows: content of the state [B, C, K] of a convolution and the nodes' inputs, [B, C, K + N].
+        updates: the state of a recurrence after all nodes, and the call that computed it or None.
+        last_call: of a recurrence whose layer has not stored its state yet.
+    """
+
+    states: Sequence[Tensor]
+    windows: dict[int, Tensor] = field(default_factory=dict)
+    updates: dict[int, tuple[Tensor, RecurrenceCall | None]] = field(default_factory=dict)
+    last_call: RecurrenceCall | None = None
+
+    @contextmanager
+    def active(self, functions: Sequence[UpdatingFunction]) -> Iterator[None]:
+        """Context for one forward of layers that call these functions, in this thread."""
+        with _replaced(functions):
+            token = _ACTIVE.set(self)
+            try:
+                yield
+            finally:
+                _ACTIVE.reset(token)
+
+    def add_window(self, state: Tensor, window: Tensor) -> None:
+        """Log what a convolution reads."""
+        self.windows[self._index(state)] = window
+
+    def add_update(self, state: Tensor, new: Tensor) -> None:
+        """Log the last state of a recurrence, which the last call has computed."""
+        self.updates[self._index(state)] = new, self.last_call
+        self.last_call = None
+
+    def after(self, counts: Tensor, num_nodes: int, possible: Collection[int]) -> list[Tensor]:
+        """All states after the first `counts[b]` of N nodes of each row. Reads no value on the host.
+
+        Args:
+            counts: [B] int64.
+            num_nodes: N.
+            possible: numbers among which `counts` are.
+
+        Raises:
+            RuntimeError: a row stops in the middle of the chain, and the recurrence was not seen.
+        """
+        found = list(self.states)
+        on_device = {device: counts.to(device) for device in {state.device for state in self.states}}
+        for number, window in self.windows.items():
+            state = self.states[number]
+            index = on_device[state.device][:, None] + torch.arange(state.shape[-1], device=state.device)
+            found[number] = window.gather(-1, index[:, None].expand(state.shape))
+        for number, (new, call) in self.updates.items():
+            state = self.states[number]
+            device_counts = on_device[state.device]
+            if {*possible} == {num_nodes}:
+                found[number] = new
+            elif {*possible} <= {0, num_nodes}:
+                found[number] = torch.where(per_row(device_counts > 0, state), new, state)
+            elif call is None:
+                raise RuntimeError("a recurrent layer computes its state by a function that is not known")
+            else:
+                found[number] = call.repeat(device_counts, max(possible))
+        return found
+
+    def tensors(self) -> list[Tensor]:
+        """All that a forward has computed, in one order."""
+        found = list(self.windows.values())
+        for number, (new, call) in self.updates.items():
+            names = [] if call is None else call.names_of_tensors(self.states[number])
+            found += [new, *(call.values[name] for name in names if call is not None)]
+        return found
+
+    def over(self, states: Sequence[Tensor], tensors: Sequence[Tensor]) -> StateLog:
+        """The same of other states and `tensors`, of a forward by a recording."""
+        rest = iter(tensors)
+        windows = {number: next(rest) for number in self.windows}
+        updates = {
+            number: (next(rest), call and call.over(self.states[number], states[number], rest))
+            for number, (_, call) in self.updates.items()
+        }
+        return StateLog(states, windows, updates)
+
+    def without_data(self) -> StateLog:
+        """The same on the meta device, for `over`."""
+        return self.over([state.to("meta") for state in self.states], [tensor.to("meta") for tensor in self.tensors()])
+
+    def _index(self, state: Tensor) -> int:
+        for number, one in enumerate(self.states):
+            if one is state:
+                return number
+        raise RuntimeError("a recurrent layer writes a state that its cache does not have")
+
+
+_ACTIVE: ContextVar[StateLog | None] = ContextVar("mmspec_state_log", default=None)
+
+
+def active_log() -> StateLog | None:
+    """The log of the forward that runs in this thread, or None."""
+    return _ACTIVE.get()
+
+
+# --- the functions that layers call -----------------------------------------------------------------------------------
+
+_LOCK = threading.Lock()
+_USERS: dict[tuple[int, str], int] = {}
+"""{(id of a Python module's names, name of a function that is replaced there): forwards that run with it}"""
+
+
+@dataclass(frozen=True)
+class UpdatingFunction:
+    """A function that updates a state.
+
+    Attributes:
+        namespace: names of the Python module whose layers call it.
+        name: under which they do.
+        parameters: their names.
+        step_name: of the function there that computes the same one token after the other, or of this one.
+    """
+
+    namespace: dict[str, Any]
+    name: str
+    parameters: tuple[str, ...]
+    step_name: str
+
+    @property
+    def key(self) -> tuple[int, str]:
+        """What distinguishes it from others."""
+        return id(self.namespace), self.name
+
+
+def updating_functions(classes: Iterable[Any]) -> list[UpdatingFunction]:
+    """The functions that update a state and that the forwards of these classes of modules call by name."""
+    found = {}
+    for kind in set(classes):
+        parameters = dict(_parameters_of(kind))
+        for name in parameters:
+            step = next((other for other in parameters if "recurrent" in other), name)
+            function = UpdatingFunction(inspect.unwrap(kind.forward).__globals__, name, parameters[name], step)
+            found[function.key] = function
+    return list(found.values())
+
+
+@functools.lru_cache(maxsize=256)
+def _parameters_of(kind: Any) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """(name, names of the parameters) of these functions of a class of modules."""
+    forward = inspect.unwrap(kind.forward)
+    found = []
+    for name in forward.__code__.co_names if inspect.isfunction(forward) else ():
+        function = forward.__globals__.get(name)
+        if isinstance(function, nn.Module):  # what `kernels` makes of a function
+            function = function.forward
+        if inspect.isroutine(function) and not inspect.isbuiltin(function):
+            parameters = tuple(inspect.signature(function).parameters)
+            has_gates = any(gates.keys() <= {*parameters} for gates in NEUTRAL_GATES)
+            if (has_gates and {*STATE_NAMES} & {*parameters}) or {*IN_PLACE_NAMES} & {*parameters}:
+                found.append((name, parameters))
+    return tuple(found)
+
+
+@contextmanager
+def _replaced(functions: Sequence[UpdatingFunction]) -> Iterator[None]:
+    """Within the context layers call functions that log, in threads with an active log."""
+    with _LOCK:
+        for one in functions:
+            _USERS[one.key] = _USERS.get(one.key, 0) + 1
+            if _USERS[one.key] == 1:
+                one.namespace[one.name] = _logging(one)
+    try:
+        yield
+    finally:
+        with _LOCK:
+            for one in functions:
+                _USERS[one.key] -= 1
+                if not _USERS[one.key]:
+                    del _USERS[one.key]
+                    current = one.namespace[one.name]  # user code may have replaced it in the meantime
+                    one.namespace[one.name] = getattr(current, "logged_function", current)
+
+
+def _logging(replaced: UpdatingFunction) -> Callable[..., Any]:
+    """A function that does as the replaced one and logs its calls."""
+    function, names = replaced.namespace[replaced.name], replaced.parameters
+    step = getattr(replaced.namespace[replaced.step_name], "logged_function", replaced.namespace[replaced.step_name])
+    in_place = next((index for index, name in enumerate(names) if name in IN_PLACE_NAMES), None)
+
+    @functools.wraps(function, updated=())
+    def run(*args: Any, **kwargs: Any) -> Any:
+        log = _ACTIVE.get()
+        if log is None:
+            return function(*args, **kwargs)
+        values = dict(zip(names, args, strict=False)) | kwargs
+        if in_place is None:
+            log.last_call = RecurrenceCall(function, step, names[: len(args)], values)
+            return function(*args, **kwargs)
+        state = values[names[in_place]]
+        values[names[in_place]] = new = state.clone()
+        log.add_update(state, new)
+        positional = [values.pop(name) for name in names[: len(args)]]
+        return function(*positional, **values)
+
+    run.__dict__["logged_function"] = function
+    return run
+
+
+def per_row(mask: Tensor, like: Tensor) -> Tensor:
+    """A mask [B] that broadcasts over a state [B, ...]."""
+    return mask.view(-1, *[1] * (like.dim() - 1))
