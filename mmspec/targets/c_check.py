@@ -21,16 +21,19 @@ from mmspec.cpu.c_kernel import CKernel
 from mmspec.cpu.decoder import MAX_DECODER_ROWS, CDecoder, DecoderInputs
 from mmspec.engine.kv_cache import RaggedKVCache
 from mmspec.engine.tree import DraftTree, sanitize
-from mmspec.targets.agreement import equal_logits
+from mmspec.targets.agreement import HALF_TYPES, equal_logits
 from mmspec.targets.base import ModelAdapter
 from mmspec.targets.c_traits import DecoderParts, Rotary, read_parts
 from mmspec.targets.forward import CallTensors, NodeForward
 from mmspec.targets.guard import describe_rounds
+from mmspec.targets.layer_access import layer_access
 
 PARENTS = (-1, 0, 0, 1, 3, 1)
 """The tree that both score."""
 FEW_PARENTS = (-1, 0)
 """That of wide batches."""
+GROUP_SIZE = 2
+"""Decoder layers that are compared at once where all together differ by more than rounding does in one."""
 _VERDICTS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """{model: (its state, the shape that passed or None)}"""
 
@@ -110,32 +113,53 @@ def _state(kernel: CKernel, call: NodeCall) -> list[Any]:
 
 def _agreeing(kernel: CKernel, call: NodeCall) -> Iterator[DecoderParts]:
     """The readings of the modules that compute what the model does."""
-    expected: Tensor | None = None
-    adapter = call.adapter
+    adapter, cache, tree = call.adapter, call.kv_cache, _random_tree(call)
     assert call.position_base is not None
-    from mmspec.targets.selftest import own_rounding  # which decodes with a target, and so with this module
+    window, last = max(1, min(cache.seq_lens) // 2), max(cache.seq_lens) + len(PARENTS)
+    far = int(getattr(adapter.text_config, "max_position_embeddings", 0) or 0) - last - max(call.position_base)
+    shift = max(0, far - 1)
+    tensors = replace(call.tensors, position_base=call.tensors.position_base + shift)
 
-    window, rounding = max(1, min(call.kv_cache.seq_lens) // 2), functools.partial(own_rounding, adapter)
+    @functools.cache
+    def expected(has_windows: bool, layers: tuple[int, ...] | None) -> Tensor:
+        model = None if layers is None else layer_access(adapter).restrict(adapter.model, layers)
+        cache.begin_forward(tree.num_nodes)
+        forward = NodeForward(adapter, call.template, model, window if has_windows else None)
+        return forward(tree, cache, tensors, ())[0].float()
+
     for parts in read_parts(adapter):
-        tree, last = _random_tree(call), max(call.kv_cache.seq_lens) + len(PARENTS)
-        far = int(getattr(adapter.text_config, "max_position_embeddings", 0) or 0) - last - max(call.position_base)
-        shift = max(0, far - 1)
-        if expected is None:
-            call.kv_cache.begin_forward(tree.num_nodes)
-            tensors = replace(call.tensors, position_base=call.tensors.position_base + shift)
-            forward = NodeForward(adapter, call.template, window=window if parts.shape.windows else None)
-            expected = forward(tree, call.kv_cache, tensors, ())[0].float()
-        found = _score(kernel, call, _narrowed(parts, window, shift), tree)
-        if found is not None and equal_logits(expected, found.float(), parts.ends.embeddings.dtype, rounding):
+        dtype, narrowed = parts.ends.embeddings.dtype, _narrowed(parts, window, shift)
+
+        def agree(layers: tuple[int, ...] | None, parts: DecoderParts, dtype: torch.dtype) -> bool:
+            found = _score(kernel, call, parts, tree, layers)
+            return found is not None and equal_logits(expected(bool(parts.shape.windows), layers), found.float(), dtype)
+
+        groups = _layer_groups(adapter) if dtype in HALF_TYPES else []
+        if agree(None, narrowed, dtype) or (groups and all(agree(group, narrowed, dtype) for group in groups)):
             yield parts
 
 
-def _score(kernel: CKernel, call: NodeCall, parts: DecoderParts, tree: DraftTree) -> Tensor | None:
-    """Logits of the C decoder."""
+def _layer_groups(adapter: ModelAdapter) -> list[tuple[int, ...]]:
+    """The decoder layers in groups: through all of a trained model, rounding in half precision is amplified.
+
+    None where the layers cannot be run apart.
+    """
+    count = adapter.num_layers
+    if adapter.num_cache_layers != count or adapter.is_recurrent:
+        return []  # layers that read the keys and values of others
+    return [tuple(range(first, min(first + GROUP_SIZE, count))) for first in range(0, count, GROUP_SIZE)]
+
+
+def _score(
+    kernel: CKernel, call: NodeCall, parts: DecoderParts, tree: DraftTree, layers: Sequence[int] | None
+) -> Tensor | None:
+    """Logits of the C decoder, or of some of its layers."""
     decoder = CDecoder(kernel, parts.shape, parts.layers, parts.ends, parts.rotaries)
     caches = call.kv_cache.common_buffers()
     if caches is None:
         return None
+    if layers is not None:
+        decoder, caches = decoder.restrict(layers), [caches[index] for index in layers]
     scored = decoder.forward(call.inputs(tree, caches))
     return None if scored is None else parts.finish_logits(scored[0])
 

@@ -7,6 +7,7 @@ import random
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import fuzz
@@ -120,6 +121,28 @@ def test_in_half_precision_drafts_change_nothing(family: str, dtype: str, forwar
     for other in results:
         assert torch.equal(other.sequences, results[0].sequences)
         assert all(map(torch.equal, other.logits, results[0].logits))
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("wrong", [{}, {"interleaved": True}, {"activation": "gelu_tanh"}])
+def test_layers_that_amplify_rounding(
+    dtype: str, wrong: Kwargs, forwards: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Logits of all layers differ by far more than one rounding, as in trained models; those of two layers do not."""
+    model = tiny.build_model(tiny.ModelSpec("llava", seed=17, layers=12, dtype=dtype))
+    with torch.no_grad():
+        for name, parameter in model.model.language_model.layers.named_parameters():
+            parameter *= 2 if "proj" in name else 1
+    read = c_check.read_parts
+    if wrong:
+        monkeypatch.setattr(
+            c_check,
+            "read_parts",
+            lambda *args: (replace(one, shape=replace(one.shape, **wrong)) for one in read(*args)),
+        )
+    with speculate(model, "lookup"):
+        generate_plain(model, tiny.build_inputs(model, 5, 2), **OUTPUTS)
+    assert bool(forwards) != bool(wrong) and all(forwards)
 
 
 @pytest.mark.parametrize("kind", ["leaning-coupled", "flash"])
