@@ -14,10 +14,8 @@ from mmspec.engine.prefix import PrefixStore
 from mmspec.interfaces import SaliencyCompressor
 from mmspec.prefill import Prefilled
 from mmspec.targets.base import ModelAdapter
-from mmspec.targets.hf import HFTarget
 from mmspec.targets.module_scan import ModuleScan
 from mmspec.targets.prompt_rows import describe_rows
-from mmspec.targets.recurrent import target_class
 
 
 def find_prefix(
@@ -37,8 +35,6 @@ def find_prefix(
         return None
     if modules.hook is not None or modules.foreign or torch.is_autocast_enabled(model.device.type):
         return None  # what they compute may change from call to call
-    if target_class(adapter) is not HFTarget:  # recurrent states are kept of the last position only
-        return None
     scope = "" if config.reuse_prefix is True else str(config.reuse_prefix)
     rows = describe_rows(adapter, arguments, media_inputs(arguments, model), scope)
     if rows is None:
@@ -51,8 +47,10 @@ def find_prefix(
 
 def keep_prompt(use: PrefixUse, output: OutputBuffer, prefilled: Prefilled, repeats: int) -> None:
     """Leave what a call has computed to later ones, unless the model has changed meanwhile."""
+    target = prefilled.target
     if use.guard.is_unchanged():
-        use.store.add(use.rows, output.sequences, prefilled.target.buffer, prefilled.hidden_states, repeats)
+        recurrent = None if target.states is None else target.states.prompt
+        use.store.add(use.rows, output.sequences, target.buffer, prefilled.hidden_states, repeats, recurrent)
 
 
 class _AfterPrompt:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,11 +13,13 @@ import tiny_models as tiny
 import torch
 import zoo
 from parity import get_model, speculate
+from recorded_rounds import recording
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 import mmspec
+from mmspec.engine.graph import record_nothing
 from mmspec.engine.prefix import Prefix, PrefixStore, PromptRows, StoredRow
 from mmspec.targets.prompt_rows import media_digests
 
@@ -87,7 +90,7 @@ def check_family(family: str) -> None:
             if mmspec.stats(model, last=True).fallback_reason is not None:
                 return  # transformers alone decodes such a model
             counts.append(reused(model))
-    is_served = family not in WHOLE and not zoo_is_recurrent(model)
+    is_served = family not in WHOLE and not zoo_is_recurrent(model)  # whose prompts serve as a whole
     assert counts[:2] == [0, 0] and (min(counts[2:]) > 0) is is_served, (family, counts)
 
 
@@ -139,15 +142,18 @@ def test_a_draft_head_gets_all_hidden_states() -> None:
 
     model, processor = load_scenes_model()
     image = Image.open(next(file for file in examples.list_example_files() if file.suffix == ".png"))
+    prompts_of: dict[str, Inputs] = {}
+    for question in ("Describe the image.", "How many things are there?"):
+        chat = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": question}]}]
+        text = processor.apply_chat_template(chat, add_generation_prompt=True)
+        prompts_of[question] = processor(images=image, text=text, return_tensors="pt")
+    plain = {question: ask(model, inputs, max_new_tokens=30) for question, inputs in prompts_of.items()}
     taus: list[list[float]] = []
     for reuse in (False, True):
         mmspec.patch(model, "msd", processor=processor, reuse_prefix=reuse, tree_size=8)
         taus.append([])
         for question in ("Describe the image.", "How many things are there?", "Describe the image."):
-            chat = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": question}]}]
-            text = processor.apply_chat_template(chat, add_generation_prompt=True)
-            inputs = processor(images=image, text=text, return_tensors="pt")
-            assert torch.equal(ask(model, inputs, max_new_tokens=30), ask_plain(model, inputs, max_new_tokens=30))
+            assert torch.equal(ask(model, prompts_of[question], max_new_tokens=30), plain[question])
             taus[-1].append(mmspec.stats(model, last=True).tau)
         assert (reused(model) > 100) is reuse
         mmspec.unpatch(model)
@@ -177,6 +183,40 @@ def test_the_next_turn_of_a_chat(family: str) -> None:
                 types = inputs["mm_token_type_ids"]
                 inputs["mm_token_type_ids"] = torch.cat([types, types.new_zeros(1, ids.shape[1] - types.shape[1])], 1)
         assert lengths[0] < lengths[1] < lengths[2]
+
+
+def longer(model: PreTrainedModel, inputs: Inputs, answer: Tensor, turn: int) -> Inputs:
+    """The prompt of the next turn: the last one, the answer and a few tokens."""
+    text = torch.tensor([tiny.special_ids(model.tiny_spec).text[turn : turn + 5]]).expand(len(answer), -1)
+    ids = torch.cat([answer, text], 1)
+    return {
+        **inputs,
+        "input_ids": ids,
+        **{
+            name: torch.cat([old, old.new_full((len(ids), ids.shape[1] - old.shape[1]), name == "attention_mask")], 1)
+            for name in ("attention_mask", "mm_token_type_ids")
+            if (old := inputs.get(name)) is not None
+        },
+    }
+
+
+@pytest.mark.parametrize(("batch", "recorded"), [(1, False), (3, False), (1, True)])
+@pytest.mark.parametrize("family", [name for name in ("qwen3_5", "lfm2_vl") if name in zoo.ROWS])
+def test_the_next_turn_with_recurrent_layers(family: str, batch: int, recorded: bool) -> None:
+    """The states behind a prompt serve prompts that go on there, also of rows of different length, and no others."""
+    model = get_model(family)
+    no_picture: Inputs = {"suppress_tokens": media_ids(model)}
+    first, other, *_ = prompts(model, batch)
+    inputs, lengths = first, []
+    records = recording(record_nothing) if recorded else nullcontext()
+    with records, speculate(model, "hybrid", tree_size=None, reuse_prefix=True):
+        for turn in range(4):
+            answer = ask(model, inputs, **no_picture)
+            assert torch.equal(answer, ask_plain(model, inputs, **no_picture))
+            lengths.append(reused(model))
+            inputs = longer(model, inputs, answer, turn)
+        ask(model, other, **no_picture)
+        assert lengths[:2] == [0, 0] and 0 < lengths[2] < lengths[3] and reused(model) == 0
 
 
 def scale(tensor: Tensor) -> None:
@@ -348,6 +388,28 @@ def test_a_longer_row_takes_the_place_of_its_beginning() -> None:
         sequences = torch.arange(30 + num_new)[None]
         store.add(rows, sequences, a_cache(rows, num_new), {})
     assert len(store.rows) == 1 and len(store.rows[0].tokens) == 34
+
+
+def test_states_serve_what_goes_on_where_they_end() -> None:
+    """Neither a part of the prompt nor the prompt itself, whose last token must be computed; their memory counts."""
+    store, text, states = PrefixStore(), list(range(30)), {("layer", 0): torch.ones(1, 2, 3)}
+    rows = some_rows([text], [0])
+    store.add(rows, torch.tensor([[*text, 40, 41]]), a_cache(rows, 2), {})
+    (without,) = store.rows
+    store.clear()
+    for _ in range(2):
+        store.add(rows, torch.tensor([[*text, 40, 41]]), a_cache(rows, 2), {}, recurrent=states)
+    (row,) = store.rows
+    assert len(row.tokens) == 30 and row.nbytes == without.nbytes * 30 // 32 + 24
+    assert store.find(rows) is None and store.find(some_rows([[*text[:29], 77, 78]], [0])) is None
+    found = store.find(some_rows([[*text, 77]], [0]))
+    assert found is not None and found.length == 30 and torch.equal(found.recurrent["layer", 0], torch.ones(1, 2, 3))
+    assert found.repeated(3).recurrent["layer", 0].shape == (3, 2, 3)
+    longer_rows = some_rows([[*text, 77]], [0])
+    store.add(longer_rows, longer_rows.tokens[..., 0], a_cache(longer_rows), {}, recurrent=states)
+    assert len(store.rows) == 2, "each has states that the other does not have"
+    assert store.find(some_rows([[0, *text, 70], [*text, 77, 70]], [1, 0])) is not None
+    assert store.find(some_rows([[0, *text, 70, 71], [*text, 78, 70, 71]], [1, 0])) is None, "rows end at two columns"
 
 
 def test_which_row_has_which_picture() -> None:

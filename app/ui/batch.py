@@ -6,6 +6,7 @@ can be cancelled at any token; finished rows remain.
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shutil
@@ -18,8 +19,8 @@ from mmspec.app.caption.job import CaptionJob
 from mmspec.app.errors import UsageError
 from mmspec.app.io.columns import ROW_COLUMNS
 from mmspec.app.io.images import Media, media_images
-from mmspec.app.io.inputs import collect_items
-from mmspec.app.io.item import Item
+from mmspec.app.io.inputs import Inputs
+from mmspec.app.io.item import Item, SourceOptions
 from mmspec.app.io.jsonl import Row
 from mmspec.app.io.output import StreamOutput
 from mmspec.app.io.sources import MANIFESTS
@@ -140,7 +141,7 @@ class CaptionBatch:
         lists, refused, total, reason = [], [], 0, ""
         for path in manifests:
             try:
-                total += len(collect_items([str(path)], self.input_folder))
+                total += self._count_rows(path)
                 lists.append(str(path))
             except UsageError as error:
                 message = str(error).replace(f"{self.input_folder}{os.sep}", "")  # pages must not read server paths
@@ -148,13 +149,19 @@ class CaptionBatch:
                 refused.append(_refused_row(path.name, reason))
         if not lists:
             try:
-                lists, total = [str(self.input_folder)], len(collect_items([str(self.input_folder)], self.input_folder))
+                lists, total = [str(self.input_folder)], self._count_rows(self.input_folder)
             except UsageError as error:
                 text = str(error).replace(str(self.input_folder), "the files")
                 raise UsageError(reason or text) from None
         if total > self.limits.max_files:
-            raise UsageError(f"The list names {total} files; {self.limits.max_files} is the limit.")
+            raise UsageError(f"The list names more than {self.limits.max_files} files, which is the limit.")
         return tuple(lists), refused, total + len(refused)
+
+    def _count_rows(self, path: Path) -> int:
+        """Rows of the linked files or of a list, without their content; at most one more than a batch may have."""
+        inputs = Inputs([str(path)], SourceOptions(self.input_folder))
+        inputs.check()
+        return sum(1 for _ in itertools.islice(inputs.rows(lambda ident: True), self.limits.max_files + 1))
 
     def run(self, cancel_signal: CancelSignal) -> CaptionBatch:
         """Caption all files; the links to the uploads are removed afterwards.

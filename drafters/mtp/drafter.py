@@ -46,6 +46,7 @@ class MTPDrafter(SwitchedDrafter, LearnableHead):
     """
 
     head: MTPHead
+    records_drafts = True
 
     def __init__(
         self,

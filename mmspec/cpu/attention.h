@@ -1,30 +1,127 @@
-/* Attention of decoder.h, which includes it for each instruction set. */
+/* Attention of decoder.h, which includes it for each instruction set.
 
-/* Scores [T, QUERIES] of QUERIES rows of queries [QUERIES, step] with T keys [T, D]. */
-INLINE void NAME(scores)(const float *queries, int64_t step, const char *keys, int64_t T, int64_t D, float *out,
-                         const int type) {
-  for (int64_t t = 0; t < T; t += TILE / 3 * 2) {
-    const char *key[TILE / 3 * 2];
-    VEC sum[TILE / 3 * 2][QUERIES];
-#pragma GCC unroll 4
-    for (int j = 0; j < TILE / 3 * 2; j++) {
-      key[j] = keys + min64(t + j, T - 1) * D * float_bytes(type);
-#pragma GCC unroll 4
-      for (int i = 0; i < QUERIES; i++) sum[j][i] = ZERO();
+   A number of a score is a sum over the head's columns in ascending order; values are added in the order of positions. */
+
+/* Fetch what a tile of so many bytes is followed by. */
+INLINE void NAME(prefetch)(const char *tile, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += LINE) _mm_prefetch(tile + bytes + i, _MM_HINT_T0);
+}
+
+/* Keys [n, D], at most 2 LANES, as float32 [D, 2 LANES]. */
+INLINE void NAME(load_keys)(const char *keys, int64_t n, int64_t D, float *tile, const int type) {
+  const int64_t bytes = float_bytes(type);
+  NAME(prefetch)(keys, 2 * LANES * D * bytes);
+  for (int64_t t = 0; t < 2 * LANES; t += 8) {
+    const char *row[8];
+    __m256 v[8];
+    int64_t k = 0;
+    for (int i = 0; i < 8; i++) row[i] = keys + min64(t + i, n - 1) * D * bytes;
+    for (; k + 8 <= D; k += 8) {
+#pragma GCC unroll 8
+      for (int i = 0; i < 8; i++) v[i] = load8(row[i] + k * bytes, type);
+      transpose8(v);
+#pragma GCC unroll 8
+      for (int i = 0; i < 8; i++) _mm256_storeu_ps(tile + (k + i) * 2 * LANES + t, v[i]);
     }
-    for (int64_t k = 0; k < D; k += LANES) {
-      VEC q[QUERIES];
-#pragma GCC unroll 4
-      for (int i = 0; i < QUERIES; i++) q[i] = LOAD(queries + i * step + k);
-#pragma GCC unroll 4
-      for (int j = 0; j < TILE / 3 * 2; j++) {
-        const VEC v = k + LANES <= D ? NAME(load_weights)(key[j], k, type) : NAME(load_last)(key[j], k, D - k, type);
-#pragma GCC unroll 4
-        for (int i = 0; i < QUERIES; i++) sum[j][i] = FMA(v, q[i], sum[j][i]);
+    if (k == D) continue;
+    for (int i = 0; i < 8; i++) v[i] = load_first(row[i] + k * bytes, D - k, type);
+    transpose8(v);
+    for (int i = 0; i < D - k; i++) _mm256_storeu_ps(tile + (k + i) * 2 * LANES + t, v[i]);
+  }
+}
+
+/* Values [n, D] as float32 [n, step], the last columns zero. */
+INLINE void NAME(load_values)(const char *values, int64_t n, int64_t D, int64_t step, float *tile, const int type) {
+  const int64_t bytes = float_bytes(type);
+  NAME(prefetch)(values, VALUES * D * bytes);
+  for (int64_t t = 0; t < n; t++, tile += step, values += D * bytes) {
+    int64_t k = 0;
+    for (; k + 8 <= D; k += 8) _mm256_storeu_ps(tile + k, load8(values + k * bytes, type));
+    if (k < D) _mm256_storeu_ps(tile + k, load_first(values + k * bytes, D - k, type)), k += 8;
+    if (k < step) _mm256_storeu_ps(tile + k, _mm256_setzero_ps());
+  }
+}
+
+/* Scores of X queries, `step` numbers apart, with the keys of a tile; `out` of a query begins `width` numbers apart. */
+INLINE void NAME(score_tile)(const float *queries, int64_t step, const float *tile, int64_t D, float *out, int64_t width,
+                             const int X) {
+  VEC sum[MOST_QUERIES][2];
+#pragma GCC unroll 8
+  for (int i = 0; i < X; i++) sum[i][0] = sum[i][1] = ZERO();
+  for (int64_t k = 0; k < D; k++, tile += (2 * LANES)) {
+    const VEC low = LOAD(tile), high = LOAD(tile + LANES);
+#pragma GCC unroll 8
+    for (int i = 0; i < X; i++) {
+      const VEC q = SET1(queries[i * step + k]);
+      sum[i][0] = FMA(q, low, sum[i][0]), sum[i][1] = FMA(q, high, sum[i][1]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < X; i++) STORE(out + i * width, sum[i][0]), STORE(out + i * width + LANES, sum[i][1]);
+}
+
+/* Weights of X queries, `width` numbers apart, times the n rows of a tile [n, step], added to `out` [X, `to_next`]. */
+INLINE void NAME(weigh_tile)(const float *weights, int64_t width, const float *tile, int64_t n, int64_t step, float *out,
+                             int64_t to_next, const int X) {
+  for (int64_t k = 0; k < step; k += 2 * LANES) {
+    const int64_t other = k + LANES < step ? LANES : 0; /* the last vector alone: twice the same */
+    VEC sum[MOST_QUERIES][2];
+#pragma GCC unroll 8
+    for (int i = 0; i < X; i++) sum[i][0] = LOAD(out + i * to_next + k), sum[i][1] = LOAD(out + i * to_next + k + other);
+    for (int64_t t = 0; t < n; t++) {
+      const VEC low = LOAD(tile + t * step + k), high = LOAD(tile + t * step + k + other);
+#pragma GCC unroll 8
+      for (int i = 0; i < X; i++) {
+        const VEC w = SET1(weights[i * width + t]);
+        sum[i][0] = FMA(w, low, sum[i][0]), sum[i][1] = FMA(w, high, sum[i][1]);
       }
     }
-#pragma GCC unroll 4
-    for (int j = 0; j < TILE / 3 * 2; j++) _mm_storeu_ps(out + (t + j) * QUERIES, NAME(sum4)(sum[j]));
+#pragma GCC unroll 8
+    for (int i = 0; i < X; i++)
+      STORE(out + i * to_next + k, sum[i][0]), STORE(out + i * to_next + k + other, sum[i][1]);
+  }
+}
+
+#define OF_EACH_COUNT(X, call) \
+  switch (X) { \
+    case 1: call(1); break; \
+    case 2: call(2); break; \
+    case 3: call(3); break; \
+    case 4: call(4); break; \
+    case 5: call(5); break; \
+    default: call(6); \
+  }
+
+/* Scores [queries, width] of at most MANY_QUERIES queries with the positions of a stretch. */
+INLINE void NAME(scores)(const stretch *p, const float *queries, int64_t num_queries, int64_t step, const char *keys,
+                         int64_t D, float *tile, float *out, int64_t width, const int type) {
+  const int64_t groups = (num_queries + MOST_QUERIES - 1) / MOST_QUERIES;
+  for (int64_t t = 0; t < p->T; t += (2 * LANES)) {
+    NAME(load_keys)(keys + t * D * float_bytes(type), min64((2 * LANES), p->T - t), D, tile, type);
+    for (int64_t g = 0; g < groups; g++) {
+      const int64_t i = num_queries * g / groups, X = num_queries * (g + 1) / groups - i;
+#define CALL(X) NAME(score_tile)(queries + i * step, step, tile, D, out + i * width + t, width, X)
+      OF_EACH_COUNT(X, CALL)
+#undef CALL
+    }
+  }
+}
+
+/* Weights [queries, width] times the values of a stretch, to `out` [queries, partial_floats]. */
+INLINE void NAME(weigh)(const decoder *d, const stretch *p, const float *weights, int64_t num_queries, int64_t width,
+                        const char *values, float *tile, float *out, const int type) {
+  const int64_t groups = (num_queries + MOST_QUERIES - 1) / MOST_QUERIES, D = d->head_dim, step = query_step(d);
+  const int64_t to_next = partial_floats(d);
+  for (int64_t i = 0; i < num_queries; i++) memset(out + i * to_next, 0, (size_t)step * sizeof(float));
+  for (int64_t t = 0; t < p->T; t += VALUES) {
+    const int64_t n = min64(VALUES, p->T - t);
+    NAME(load_values)(values + t * D * float_bytes(type), n, D, step, tile, type);
+    for (int64_t g = 0; g < groups; g++) {
+      const int64_t i = num_queries * g / groups, X = num_queries * (g + 1) / groups - i;
+#define CALL(X) NAME(weigh_tile)(weights + i * width + t, width, tile, n, step, out + i * to_next, to_next, X)
+      OF_EACH_COUNT(X, CALL)
+#undef CALL
+    }
   }
 }
 
@@ -43,12 +140,12 @@ INLINE VEC NAME(tanh)(VEC x) {
 #endif
 }
 
-/* What is done to scores [T, QUERIES] before the mask: eager attention rounds them before and after their factor. */
+/* What is done to T scores before the mask: eager attention rounds them before and after their factor. */
 INLINE void NAME(limit)(const decoder *d, float *scores, int64_t T) {
   const VEC cap = SET1(d->attention_softcap), factor = SET1(d->scaling);
   const int64_t type = d->is_eager ? d->type : FLOAT32;
   if (type == FLOAT32 && !d->attention_softcap) return;
-  for (int64_t i = 0; i < T * QUERIES; i += LANES) {
+  for (int64_t i = 0; i < T; i += LANES) {
     VEC v = LOAD(scores + i);
     if (type != FLOAT32) v = NAME(round)(NAME(round)(v, type) * factor, type);
     if (d->attention_softcap)
@@ -57,85 +154,60 @@ INLINE void NAME(limit)(const decoder *d, float *scores, int64_t T) {
   }
 }
 
-/* The first position that one of the queries sees through the layer's window. */
-static inline int64_t NAME(first_seen)(const decoder *d, const decoder_layer *l, int64_t b, const int64_t *node) {
-  int64_t first = d->lengths[b];
-  for (int i = 0; l->window && i < QUERIES; i++)
-    first = min64(first, d->lengths[b] + d->depths[b * d->nodes + node[i]] - l->window + 1);
-  return l->window ? max64(first, 0) : 0;
+/* Minus infinity at what node `node` must not see, and at the numbers behind the last position. */
+INLINE void NAME(mask)(const decoder *d, const decoder_layer *l, const stretch *p, int64_t node, float *scores) {
+  const int64_t length = d->lengths[p->b], first = length + d->nodes - d->span - p->begin; /* of `ancestors` */
+  const int64_t *const depths = d->depths + p->b * d->nodes, count = p->end - p->begin, depth = l->window ? depths[node] : 0;
+  const uint8_t *const padding = d->padding ? d->padding + p->b * d->padding_length + p->begin : NULL;
+  const uint8_t *const ancestors = d->ancestors ? d->ancestors + (p->b * d->nodes + node) * d->span - first : NULL;
+  for (int64_t t = 0; padding && t < min64(d->padding_length, p->end) - p->begin; t++)
+    if (!padding[t]) scores[t] = -INFINITY;
+  for (int64_t t = max64(first, 0); ancestors && t < p->T; t++)
+    if (!ancestors[t]) scores[t] = -INFINITY;
+  for (int64_t t = 0; l->window && t < min64(length + depth - l->window + 1 - p->begin, count); t++) scores[t] = -INFINITY;
+  for (int64_t n = 0; l->window && n < p->T - count; n++)
+    if (depth - depths[n] >= l->window) scores[count + n] = -INFINITY;
+  for (int64_t n = 0; p->is_divided && n < d->nodes; n++)
+    if (part_of_node(d, p->b, p->origin, n) != p->number) scores[count + n] = -INFINITY;
+  for (int64_t t = p->T; t % (2 * LANES); t++) scores[t] = -INFINITY;
 }
 
-/* Minus infinity at what the queries do not see through the layer's window. Scores begin at position `begin`. */
-INLINE void NAME(mask_window)(const decoder *d, const decoder_layer *l, int64_t b, const int64_t *node, float *scores,
-                              int64_t begin) {
-  const int64_t length = d->lengths[b], *const depths = d->depths + b * d->nodes;
-  for (int i = 0; l->window && i < QUERIES; i++) {
-    const int64_t depth = depths[node[i]];
-    for (int64_t t = begin; t <= min64(length + depth - l->window, length - 1); t++)
-      scores[(t - begin) * QUERIES + i] = -INFINITY;
-    for (int64_t n = 0; n < d->nodes; n++)
-      if (depth - depths[n] >= l->window) scores[(length + n - begin) * QUERIES + i] = -INFINITY;
-  }
-}
+/* Scores of one query to weights, as the attention kernel of a type rounds them: exponentials relative to the largest
+   score, which is returned, with their sum in `total`. Where all are minus infinity weights are 0.
 
-/* Minus infinity at what the queries must not see, and at the numbers behind the last of T positions from `begin` on. */
-INLINE void NAME(mask)(const decoder *d, int64_t b, const int64_t *node, float *scores, int64_t T, int64_t begin) {
-  const int64_t length = d->lengths[b];
-  const uint8_t *const padding = d->padding ? d->padding + b * d->padding_length + begin : NULL;
-  for (int64_t t = 0; padding && t < min64(d->padding_length, length) - begin; t++)
-    if (!padding[t])
-      for (int i = 0; i < QUERIES; i++) scores[t * QUERIES + i] = -INFINITY;
-  for (int64_t n = 0, first = T - d->span; d->ancestors && n < d->span; n++)
-    for (int i = 0; i < QUERIES; i++)
-      if (!d->ancestors[(b * d->nodes + node[i]) * d->span + n]) scores[(first + n) * QUERIES + i] = -INFINITY;
-  for (int64_t i = T * QUERIES; i < (T + 3) / 4 * 4 * QUERIES; i++) scores[i] = -INFINITY;
-}
-
-/* Scores [T, QUERIES] to exponentials relative to each query's largest score; their sums go to `total` [QUERIES]. */
-INLINE void NAME(exponentials)(float *scores, int64_t T, float *total) {
-  const int64_t n = (T + 3) / 4 * 4 * QUERIES;
-  float largest[LANES];
-  VEC top = SET1(-INFINITY);
-  for (int64_t i = 0; i < n; i += LANES) top = MAX(LOAD(scores + i), top);
+   Each lane adds the exponentials of every LANES-th position of the row, of the nodes in the order of their depths. */
+INLINE float NAME(weights)(const decoder *d, const stretch *p, float *scores, float *total, const int type) {
+  const int64_t T = p->T, count = p->end - p->begin, whole = count / LANES * LANES;
+  const int64_t *const depths = d->depths ? d->depths + p->b * d->nodes : NULL;
+  const int rounds = type != FLOAT32 && !d->is_eager;
+  float largest[LANES], lanes[LANES], e[LANES];
+  VEC top = SET1(-FLT_MAX), sum = ZERO();
+  for (int64_t t = 0; t < T; t += LANES) top = MAX(LOAD(scores + t), top);
   STORE(largest, top);
-  for (int i = QUERIES; i < LANES; i++)
-    if (largest[i] > largest[i % QUERIES]) largest[i % QUERIES] = largest[i];
-  for (int i = QUERIES; i < LANES; i++) largest[i] = largest[i % QUERIES];
-  top = LOAD(largest);
-  for (int64_t i = 0; i < n; i += LANES) STORE(scores + i, NAME(exp)(LOAD(scores + i) - top));
-  __m128 sum = _mm_setzero_ps();
-  for (int64_t t = 0; t < T; t++) sum = _mm_add_ps(sum, _mm_loadu_ps(scores + t * QUERIES));
-  _mm_storeu_ps(total, sum);
-}
-
-/* Columns of `width` vectors, at most LANES / 4: sums over the positions of weight times value, by 1 / total. */
-INLINE void NAME(weigh)(const float *weights, const char *values, int64_t T, int64_t D, const float *total,
-                        float *const *out, const int width, int64_t rest, const int type) {
-  VEC sum[QUERIES][LANES / 4];
-#pragma GCC unroll 4
-  for (int i = 0; i < QUERIES; i++)
-#pragma GCC unroll 4
-    for (int j = 0; j < width; j++) sum[i][j] = ZERO();
-  for (int64_t t = 0; t < T; t++) {
-    VEC v[LANES / 4];
-#pragma GCC unroll 4
-    for (int j = 0; j < width; j++)
-      v[j] = rest ? NAME(load_last)(values, t * D, rest, type) : NAME(load_weights)(values, t * D + j * LANES, type);
-#pragma GCC unroll 4
-    for (int i = 0; i < QUERIES; i++) {
-      const VEC weight = SET1(weights[t * QUERIES + i]);
-#pragma GCC unroll 4
-      for (int j = 0; j < width; j++) sum[i][j] = FMA(weight, v[j], sum[i][j]);
+  for (int i = 1; i < LANES; i++)
+    if (largest[i] > largest[0]) largest[0] = largest[i];
+  top = SET1(largest[0]);
+  for (int64_t t = 0; t < whole; t += LANES) {
+    const VEC v = NAME(exp)(LOAD(scores + t) - top);
+    sum += v;
+    STORE(scores + t, rounds ? NAME(round)(v, type) : v);
+  }
+  STORE(lanes, sum);
+  for (int64_t t = whole; t < T; t += LANES) {
+    const VEC v = NAME(exp)(LOAD(scores + t) - top);
+    STORE(e, v);
+    STORE(scores + t, rounds ? NAME(round)(v, type) : v);
+    for (int64_t i = t; i < min64(t + LANES, T); i++) {
+      const int64_t depth = i < count ? i - count : depths ? depths[i - count] : i - count;
+      lanes[(p->end - p->origin + depth) % LANES] += e[i - t];
     }
   }
-  for (int i = 0; i < QUERIES; i++)
-    for (int j = 0; j < width; j++) {
-      const VEC result = NAME(round)(sum[i][j] / SET1(total[i]), type);
-      if (rest)
-        memcpy(out[i], &result, (size_t)rest * sizeof(float));
-      else
-        STORE(out[i] + j * LANES, result);
-    }
+  *total = 0;
+  for (int i = 0; i < LANES; i++) *total += lanes[i];
+  if (type == FLOAT32 || rounds) return largest[0];
+  for (int64_t t = 0; t < T; t += LANES) STORE(scores + t, NAME(round)(LOAD(scores + t) / SET1(*total), type));
+  *total = 1;
+  return largest[0];
 }
 
 /* Rotate the new keys of one head of one row; store them and the values behind the committed positions. */
@@ -151,64 +223,94 @@ __attribute__((target(ISA))) static void NAME(store)(const decoding *s, const de
   }
 }
 
-/* Exponentials [T, QUERIES] and their sums as the attention kernel of a type rounds them before they weigh values. */
-INLINE void NAME(round_weights)(const decoder *d, float *weights, int64_t T, float *total) {
-  float lanes[LANES];
-  for (int i = 0; i < LANES; i++) lanes[i] = d->is_eager ? total[i % QUERIES] : 1;
-  const VEC divisor = LOAD(lanes);
-  for (int64_t i = 0; i < T * QUERIES; i += LANES)
-    STORE(weights + i, NAME(round)(LOAD(weights + i) / divisor, d->type));
-  for (int i = 0; d->is_eager && i < QUERIES; i++) total[i] = 1;
-}
-
-/* Attention of all queries of one key-value head of one row. */
-INLINE void NAME(attend_of_type)(const decoding *s, const decoder_layer *l, int64_t b, int64_t h, float *scores,
-                                 float *queries, const int type) {
+/* The queries of one key-value head of one row as attention reads them, [heads, nodes, step]. */
+INLINE void NAME(turn_queries)(const decoding *s, const decoder_layer *l, int64_t b, int64_t h, float *queries) {
   const decoder *d = s->d;
-  const int64_t D = d->head_dim, N = d->nodes, heads = d->num_heads / d->num_kv_heads, width = qkv_width(d);
-  const int64_t step = (D + LANES - 1) / LANES * LANES, size = float_bytes(type);
-  const int64_t offset = (b * d->num_kv_heads + h) * l->capacity * D * size;
-  const float factor = type != FLOAT32 && d->is_eager ? 1 : d->scaling;
-  NAME(store)(s, l, b, h);
-  for (int64_t begin = 0; begin < heads * N; begin += QUERIES) {
-    int64_t node[QUERIES];
-    float total[QUERIES], *out[QUERIES];
-    for (int i = QUERIES - 1; i >= 0; i--) { /* behind the last query, copies of it */
-      const int64_t query = min64(begin + i, heads * N - 1), head = h * heads + query / N;
-      node[i] = query % N;
-      float *const from = s->qkv + (b * N + node[i]) * width + head * D, *const to = queries + i * step;
-      memset(to, 0, (size_t)step * sizeof(float));
-      memcpy(to, from, (size_t)D * sizeof(float));
-      NAME(rotate)(d, l, to, l->q_norm, s->positions[b * N + node[i]], factor);
-      out[i] = s->attended + (b * N + node[i]) * d->num_heads * D + head * D;
-    }
-    const int64_t first = NAME(first_seen)(d, l, b, node), T = d->lengths[b] + N - first;
-    const char *const keys = (const char *)l->keys + offset + first * D * size;
-    const char *const values = (const char *)l->values + offset + first * D * size;
-    NAME(scores)(queries, step, keys, T, D, scores, type);
-    NAME(limit)(d, scores, T);
-    NAME(mask_window)(d, l, b, node, scores, first);
-    NAME(mask)(d, b, node, scores, T, first);
-    NAME(exponentials)(scores, T, total);
-    if (type != FLOAT32) NAME(round_weights)(d, scores, T, total);
-    for (int64_t k = 0; k < D;) {
-      float *const to[QUERIES] = {out[0] + k, out[1] + k, out[2] + k, out[3] + k};
-      if (k + LANES / 4 * LANES <= D) {
-        NAME(weigh)(scores, values + k * size, T, D, total, to, LANES / 4, 0, type);
-        k += LANES / 4 * LANES;
-      } else {
-        NAME(weigh)(scores, values + k * size, T, D, total, to, 1, k + LANES <= D ? 0 : D - k, type);
-        k += LANES;
-      }
-    }
+  const int64_t D = d->head_dim, N = d->nodes, heads = d->num_heads / d->num_kv_heads, step = query_step(d);
+  const float factor = d->type != FLOAT32 && d->is_eager ? 1 : d->scaling;
+  for (int64_t i = 0; i < heads * N; i++, queries += step) {
+    memset(queries, 0, (size_t)step * sizeof(float));
+    memcpy(queries, s->qkv + (b * N + i % N) * qkv_width(d) + (h * heads + i / N) * D, (size_t)D * sizeof(float));
+    NAME(rotate)(d, l, queries, l->q_norm, s->positions[b * N + i % N], factor);
   }
 }
 
-__attribute__((target(ISA))) static void NAME(attend)(const decoding *s, const decoder_layer *l, int64_t b, int64_t h,
-                                                     float *scores, float *queries) {
-  switch (s->d->type) {
-    case FLOAT32: NAME(attend_of_type)(s, l, b, h, scores, queries, FLOAT32); break;
-    case BFLOAT16: NAME(attend_of_type)(s, l, b, h, scores, queries, BFLOAT16); break;
-    default: NAME(attend_of_type)(s, l, b, h, scores, queries, FLOAT16);
+/* Attention of the queries of one key-value head to one stretch of the cache, to `s->partial`. */
+INLINE void NAME(attend_stretch)(const decoding *s, const decoder_layer *l, const stretch *p, const float *queries,
+                                 float *scores, float *tile, const int type) {
+  const decoder *d = s->d;
+  const int64_t D = d->head_dim, N = d->nodes, count = d->num_heads / d->num_kv_heads * N, step = query_step(d);
+  const int64_t at = ((p->b * d->num_kv_heads + p->h) * l->capacity + p->begin) * D * float_bytes(type);
+  const int64_t width = (p->T + (2 * LANES) - 1) / (2 * LANES) * (2 * LANES);
+  for (int64_t begin = 0; begin < count; begin += MANY_QUERIES) {
+    const int64_t n = min64(MANY_QUERIES, count - begin);
+    float *const out = partial_at(s, p->b, p->h, p->number) + begin * partial_floats(d);
+    NAME(scores)(p, queries + begin * step, n, step, (const char *)l->keys + at, D, tile, scores, width, type);
+    for (int64_t i = 0; i < n; i++) {
+      float *const row = scores + i * width, *const found = out + i * partial_floats(d) + step;
+      NAME(limit)(d, row, p->T);
+      NAME(mask)(d, l, p, (begin + i) % N, row);
+      found[0] = NAME(weights)(d, p, row, found + 1, type);
+    }
+    NAME(weigh)(d, p, scores, n, width, (const char *)l->values + at, tile, out, type);
   }
+}
+
+/* What the queries of one key-value head of one row have found in parts `first` to `last`, in this order. */
+INLINE void NAME(combine)(const decoding *s, int64_t b, int64_t h, int64_t first, int64_t last) {
+  const decoder *d = s->d;
+  const int64_t D = d->head_dim, N = d->nodes, heads = d->num_heads / d->num_kv_heads, step = query_step(d);
+  const int64_t next = heads * N * partial_floats(d);
+  for (int64_t i = 0; i < heads * N; i++) {
+    float *const found = partial_at(s, b, h, first) + i * partial_floats(d);
+    float *const to = s->attended + ((b * N + i % N) * d->num_heads + h * heads + i / N) * D;
+    float largest = -FLT_MAX, total = 0;
+    for (int64_t n = 0; n <= last - first; n++) largest = fmaxf(largest, found[n * next + step]);
+    for (int64_t n = 0; n <= last - first; n++) {
+      const float *const part = found + n * next;
+      const VEC factor = NAME(exp)(SET1(part[step]) - SET1(largest));
+      for (int64_t k = 0; k < D; k += LANES) STORE(found + k, (n ? LOAD(found + k) : ZERO()) + factor * LOAD(part + k));
+      total += factor[0] * part[step + 1];
+    }
+    for (int64_t k = 0; k < D; k += LANES)
+      NAME(store_some)(to + k, NAME(round)(LOAD(found + k) / SET1(total), d->type), D - k);
+  }
+}
+
+/* Task of attention: of one key-value head of one row to one part of the cache, or to the last ones, where the nodes are.
+   Who finishes the last task of a head combines what was found. `turned` is the head whose queries are in `queries`. */
+INLINE void NAME(attend_of_type)(const decoding *s, const decoder_layer *l, int64_t task, int64_t *turned, float *scores,
+                                 float *queries, float *tile, const int type) {
+  const decoder *d = s->d;
+  const int64_t head = task / num_parts(d), b = head / d->num_kv_heads, h = head % d->num_kv_heads;
+  const int64_t length = d->lengths[b], origin = origin_of(d, b), size = part_size(d), tail = (length - origin) / size;
+  const int64_t seen = l->window ? max64(length - l->window + 1, origin) : origin, first = (seen - origin) / size;
+  const int64_t number = first + task % num_parts(d);
+  if (number > tail) return;
+  if (*turned != head) NAME(turn_queries)(s, l, b, h, queries), *turned = head;
+  if (number == tail) NAME(store)(s, l, b, h);
+  int64_t last = tail;
+  for (int64_t n = 0; n < d->nodes; n++) last = max64(last, part_of_node(d, b, origin, n));
+  for (int64_t i = number; i <= (number == tail ? last : number); i++) {
+    const int64_t begin = origin + max64(i * size, (seen - origin) / MAX_LANES * MAX_LANES);
+    stretch p = {b, h, i, origin, min64(begin, length), length, 0, i >= tail && last > tail};
+    if (i < tail) p.end = origin + (i + 1) * size;
+    p.T = p.end - p.begin + (i < tail ? 0 : d->nodes);
+    NAME(attend_stretch)(s, l, &p, queries, scores, tile, type);
+  }
+  if (__atomic_add_fetch(s->done + head, 1, __ATOMIC_ACQ_REL) <= tail - first) return;
+  s->done[head] = 0;
+  NAME(combine)(s, b, h, first, last);
+}
+
+/* Attention of all queries of one layer. */
+__attribute__((target(ISA))) static void NAME(attend)(const decoding *s, const decoder_layer *l, float *scores,
+                                                     float *queries, float *tile, int64_t *next) {
+  const decoder *d = s->d;
+  int64_t turned = -1;
+  for (int64_t task = take(next); task < d->batch * d->num_kv_heads * num_parts(d); task = take(next)) switch (d->type) {
+      case FLOAT32: NAME(attend_of_type)(s, l, task, &turned, scores, queries, tile, FLOAT32); break;
+      case BFLOAT16: NAME(attend_of_type)(s, l, task, &turned, scores, queries, tile, BFLOAT16); break;
+      default: NAME(attend_of_type)(s, l, task, &turned, scores, queries, tile, FLOAT16);
+    }
 }

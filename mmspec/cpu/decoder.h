@@ -159,7 +159,7 @@ INLINE void NAME(add_normed)(const decoding *s, const float *norm, int64_t *next
 INLINE void NAME(self_attention)(const decoding *s, const decoder_layer *l, float *own, int64_t *next) {
   const decoder *d = s->d;
   const int64_t R = d->batch * d->nodes, D = d->hidden_size, width = d->num_heads * d->head_dim;
-  const int64_t kv_width = d->num_kv_heads * d->head_dim, tasks = d->batch * d->num_kv_heads;
+  const int64_t kv_width = d->num_kv_heads * d->head_dim;
   const float *const norm = l->attention_out_norm;
   const int type = (int)d->type;
   const part qkv[] = {{&l->q, l->q_bias, s->qkv, width},
@@ -171,8 +171,7 @@ INLINE void NAME(self_attention)(const decoding *s, const decoder_layer *l, floa
   NAME(pack_rows)(d, &l->q, wide ? wide : s->x, wide ? NULL : l->input_norm, own);
   NAME(multiply_parts)(&(rows){own, R, K, qkv_width(d), 0, type, 0}, qkv, 3, next);
   NAME(wait)(s);
-  for (int64_t task = take(next + 1); task < tasks; task = take(next + 1))
-    NAME(attend)(s, l, task / d->num_kv_heads, task % d->num_kv_heads, own + scores_at(d), own + queries_at(d));
+  NAME(attend)(s, l, own + scores_at(d), own + queries_at(d), own + tile_at(d), next + 1);
   NAME(wait)(s);
   NAME(pack_groups)(&l->o, s->attended, R, NULL, 0, own);
   NAME(multiply_parts)(&(rows){own, R, width, D, !norm, type, 0}, &o, 1, next + 2);

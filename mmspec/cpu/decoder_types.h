@@ -79,21 +79,73 @@ typedef struct {
   int64_t *positions; /* [R] */
   const float *attention_inputs; /* [R, 2 D] of the attention, normalised (EAGLE-3); NULL: x, which the layer normalises */
   float *x, *qkv, *attended, *activated, *own;
-  float *branch; /* [R, D] what a part adds to the residual, before its norm */
+  float *branch;  /* [R, D] what a part adds to the residual, before its norm */
+  float *partial; /* [batch, num_kv_heads, num_parts, heads, nodes] of attention: values, largest score, sum of weights */
+  int64_t *done;  /* [batch, num_kv_heads] tasks of attention that are done */
 } decoding;
 
-#define QUERIES 4      /* rows of queries that attend together */
+/* Consecutive positions of the cache of row b, to which the queries of key-value head h attend at once. */
+typedef struct {
+  int64_t b, h, number;   /* of the part */
+  int64_t origin;         /* of the row's parts */
+  int64_t begin, end;     /* committed positions; the nodes follow if these are the last */
+  int64_t T;              /* positions, nodes included */
+  int is_divided;         /* whether some nodes belong to another part */
+} stretch;
+
+#define MOST_QUERIES 6  /* that are multiplied at once */
+#define MANY_QUERIES 32 /* whose scores are kept at once */
+#define VALUES 32       /* positions whose values are weighed at once */
 #define LAYER_PHASES 7 /* of a layer; the last two for norms of what is added */
 #define MAX_LANES 16
+#ifndef PART
+#define PART 256 /* positions that are attended to at once */
+#endif
 
 static inline int64_t align16(int64_t n) { return (n + 15) / 16 * 16; }
 static inline int64_t qkv_width(const decoder *d) { return (d->num_heads + 2 * d->num_kv_heads) * d->head_dim; }
+
+/* Attention takes the cache in parts and combines what it finds in each. They are counted in positions behind the row's
+   left padding, of which a node has as many before it in any tree, so that the order of its sums is the same in each. Eager
+   attention of 16 bits rounds weights that are normalised over all positions: there all are one part. */
+static inline int64_t part_size(const decoder *d) { return d->is_eager && d->type != FLOAT32 ? INT64_MAX / 2 : PART; }
+static inline int64_t num_parts(const decoder *d) { return (max64(d->max_keys, 1) - 1) / part_size(d) + 1; }
+
+/* The first position of row b that is not masked. */
+static inline int64_t origin_of(const decoder *d, int64_t b) {
+  const int64_t most = min64(d->padding_length, d->lengths[b]);
+  int64_t n = 0;
+  while (d->padding && n < most && !d->padding[b * d->padding_length + n]) n++;
+  return n;
+}
+
+/* The part of node n of row b. */
+static inline int64_t part_of_node(const decoder *d, int64_t b, int64_t origin, int64_t n) {
+  const int64_t depth = d->depths ? d->depths[b * d->nodes + n] : 0;
+  return min64((d->lengths[b] + depth - origin) / part_size(d), num_parts(d) - 1);
+}
+
+/* Numbers of a rotated query; of what was found in one part: values, largest score, sum of weights. */
+static inline int64_t query_step(const decoder *d) { return (d->head_dim + MAX_LANES - 1) / MAX_LANES * MAX_LANES; }
+static inline int64_t partial_floats(const decoder *d) { return query_step(d) + MAX_LANES; }
+
+static int64_t all_partial_floats(const decoder *d, int64_t R) {
+  return R * d->num_heads * num_parts(d) * partial_floats(d);
+}
+
+/* Of the queries of one key-value head [heads, nodes]. */
+static inline float *partial_at(const decoding *s, int64_t b, int64_t h, int64_t number) {
+  const decoder *d = s->d;
+  const int64_t queries = d->num_heads / d->num_kv_heads * d->nodes;
+  return s->partial + ((b * d->num_kv_heads + h) * num_parts(d) + number) * queries * partial_floats(d);
+}
 
 /* Numbers of the arrays of `decoding` that are in the scratch, int64 counted twice. */
 static int64_t shared_floats(const decoder *d) {
   const int64_t R = d->batch * d->nodes;
   return align16(2 * (LAYER_PHASES * d->num_layers + 1)) + align16(2 * R) + 2 * align16(R * d->hidden_size) +
-         align16(R * qkv_width(d)) + align16(R * d->num_heads * d->head_dim) + align16(R * d->intermediate_size);
+         align16(R * qkv_width(d)) + align16(R * d->num_heads * d->head_dim) + align16(R * d->intermediate_size) +
+         align16(2 * d->batch * d->num_kv_heads) + align16(all_partial_floats(d, R));
 }
 
 /* Columns of the widest rows that are multiplied: those of a draft head's input are twice as wide. */
@@ -101,13 +153,19 @@ static inline int64_t widest_row(const decoder *d) {
   return max64(max64(2 * d->hidden_size, d->intermediate_size), d->num_heads * d->head_dim);
 }
 
-/* Where a thread's arrays are in its scratch: packed rows, scores of QUERIES rows, those rows, normalised rows. */
+/* Where a thread's arrays are in its scratch: packed rows, scores of MANY_QUERIES queries, queries of one key-value head,
+   keys or values in float32, normalised rows. */
 static inline int64_t scores_at(const decoder *d) {
   return align16(d->batch * d->nodes * (widest_row(d) + MAX_LANES));
 }
-static inline int64_t queries_at(const decoder *d) { return scores_at(d) + align16(QUERIES * (d->max_keys + 4)); }
+static inline int64_t queries_at(const decoder *d) {
+  return scores_at(d) + MANY_QUERIES * align16(min64(d->max_keys, part_size(d) + d->nodes) + 2 * MAX_LANES);
+}
+static inline int64_t tile_at(const decoder *d) {
+  return queries_at(d) + d->num_heads / d->num_kv_heads * d->nodes * query_step(d);
+}
 static inline int64_t normed_at(const decoder *d) {
-  return queries_at(d) + align16(QUERIES * (d->head_dim + MAX_LANES));
+  return tile_at(d) + query_step(d) * max64(2 * MAX_LANES, VALUES);
 }
 
 /* Numbers that one thread needs. */
@@ -141,7 +199,10 @@ __attribute__((target("avx2,fma,f16c"))) static int begin_decoding(decoding *s) 
   s->qkv = take_floats(&scratch, R * qkv_width(d));
   s->attended = take_floats(&scratch, R * d->num_heads * d->head_dim);
   s->activated = take_floats(&scratch, R * d->intermediate_size);
+  s->done = (int64_t *)take_floats(&scratch, 2 * d->batch * d->num_kv_heads);
+  s->partial = take_floats(&scratch, all_partial_floats(d, R));
   s->own = scratch;
+  memset(s->done, 0, (size_t)(d->batch * d->num_kv_heads) * sizeof(int64_t));
   memset(s->next, 0, (size_t)(LAYER_PHASES * d->num_layers + 1) * sizeof(int64_t));
   for (int64_t r = 0; r < R; r++) {
     const int64_t b = r / d->nodes, token = d->tokens[r];

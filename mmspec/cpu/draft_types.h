@@ -98,6 +98,7 @@ static float *divide_scratch(drafting *g, float *scratch) {
   const int64_t B = d->batch, W = d->nodes, D = d->hidden_size, C = max_candidates(h), L = h->levels;
   const int64_t R = B * W, most = B * max64(W, h->block_positions);
   g->s.next = take_ints(&scratch, num_phases(h));
+  g->s.done = take_ints(&scratch, B * d->num_kv_heads);
   g->lengths = take_ints(&scratch, B);
   g->s.positions = take_ints(&scratch, most);
   g->nodes = take_ints(&scratch, R);
@@ -122,6 +123,7 @@ static float *divide_scratch(drafting *g, float *scratch) {
   g->s.qkv = take_floats(&scratch, most * qkv_width(d));
   g->s.attended = take_floats(&scratch, most * d->num_heads * d->head_dim);
   g->s.activated = take_floats(&scratch, most * d->intermediate_size);
+  g->s.partial = take_floats(&scratch, all_partial_floats(d, most));
   g->s.own = scratch;
   return scratch;
 }
@@ -131,6 +133,7 @@ static void begin_drafting(drafting *g, const draft *h, barrier_fn barrier) {
   g->s.d = &g->d, g->s.barrier = barrier;
   divide_scratch(g, h->d.scratch);
   if (is_eagle3(h)) g->s.attention_inputs = g->inputs;
+  memset(g->s.done, 0, (size_t)(h->d.batch * h->d.num_kv_heads) * sizeof(int64_t));
   memset(g->s.next, 0, (size_t)num_phases(h) * sizeof(int64_t));
   memcpy(g->lengths, h->d.lengths, (size_t)h->d.batch * sizeof(int64_t));
   g->d.lengths = g->lengths;

@@ -12,6 +12,7 @@
    panels that are small enough for x to stay in the first-level cache. Uses no library: the caller passes the entries of
    the OpenMP runtime whose threads are to be used. */
 
+#include <float.h>
 #include <immintrin.h>
 #include <math.h>
 #include <stdint.h>

@@ -29,8 +29,7 @@ INLINE VEC NAME(round)(VEC x, int64_t type) {
   const VEC rounded = _mm512_castsi512_ps(_mm512_and_si512(up, _mm512_set1_epi32((int)0xffff0000u)));
   return _mm512_mask_mov_ps(rounded, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), SET1(NAN));
 #else
-  const __m128 low = round4(_mm256_castps256_ps128(x), type), high = round4(_mm256_extractf128_ps(x, 1), type);
-  return _mm256_insertf128_ps(_mm256_castps128_ps256(low), high, 1);
+  return round8(x, type);
 #endif
 }
 

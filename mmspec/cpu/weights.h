@@ -41,6 +41,16 @@ AVX2_INLINE __m128 round4(__m128 x, int64_t type) {
   return _mm_blendv_ps(rounded, _mm_set1_ps(NAN), _mm_cmpunord_ps(x, x));
 }
 
+/* Eight numbers, as by `round4`. */
+AVX2_INLINE __m256 round8(__m256 x, int64_t type) {
+  if (type == FLOAT16) return _mm256_cvtph_ps(_mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+  if (type != BFLOAT16) return x;
+  const __m256i bits = _mm256_castps_si256(x), odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  const __m256i up = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+  const __m256 rounded = _mm256_castsi256_ps(_mm256_and_si256(up, _mm256_set1_epi32((int)0xffff0000u)));
+  return _mm256_blendv_ps(rounded, _mm256_set1_ps(NAN), _mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+}
+
 /* Four numbers that have a type of 16 bits, in its bits. */
 AVX2_INLINE __m128i narrow4(__m128 x, int64_t type) {
   if (type == FLOAT16) return _mm_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT);
@@ -89,4 +99,39 @@ __attribute__((target("avx2,fma,f16c"))) static void widen(const void *from, int
 /* One row of a weight of a float type as float32, such as an embedding. */
 static void widen_row(const weights *w, int64_t row, float *to) {
   widen((const char *)w->data + bytes_of_rows(w->type, row, w->cols), w->type, w->cols, to);
+}
+
+/* Eight numbers of a float type as float32. */
+AVX2_INLINE __m256 load8(const char *from, const int type) {
+  if (type == FLOAT32) return _mm256_loadu_ps((const float *)from);
+  const __m128i v = _mm_loadu_si128((const __m128i *)from);
+  return type == FLOAT16 ? _mm256_cvtph_ps(v) : _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(v), 16));
+}
+
+/* The first n < 8 of them, then zeros. */
+AVX2_INLINE __m256 load_first(const char *from, int64_t n, const int type) {
+  char part[8 * sizeof(float)] = {0};
+  memcpy(part, from, (size_t)(n * float_bytes(type)));
+  return load8(part, type);
+}
+
+/* Eight rows of eight numbers to their columns. */
+AVX2_INLINE void transpose8(__m256 *v) {
+  __m256 pair[8], four[8];
+#pragma GCC unroll 8
+  for (int i = 0; i < 4; i++) {
+    pair[2 * i] = _mm256_unpacklo_ps(v[2 * i], v[2 * i + 1]);
+    pair[2 * i + 1] = _mm256_unpackhi_ps(v[2 * i], v[2 * i + 1]);
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; i += 4) {
+    four[i] = _mm256_shuffle_ps(pair[i], pair[i + 2], 0x44), four[i + 1] = _mm256_shuffle_ps(pair[i], pair[i + 2], 0xee);
+    four[i + 2] = _mm256_shuffle_ps(pair[i + 1], pair[i + 3], 0x44);
+    four[i + 3] = _mm256_shuffle_ps(pair[i + 1], pair[i + 3], 0xee);
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < 4; i++) {
+    v[i] = _mm256_permute2f128_ps(four[i], four[i + 4], 0x20);
+    v[i + 4] = _mm256_permute2f128_ps(four[i], four[i + 4], 0x31);
+  }
 }

@@ -3,6 +3,8 @@
 `patch(model, reuse_prefix=True)` keeps the keys and values of finished calls. A later call with the same first tokens
 and the same picture (another question about it, the next turn of a chat) loads them and computes the rest of its prompt
 only; the picture is not encoded again. A prefix ends before a picture or behind all of them, never inside one.
+States of recurrent layers have no positions: prompts of such a model are kept whole, with the states behind them, and
+serve prompts that go on where they end (the next turn of a chat).
 
 Nothing stale is used: token ids are compared one by one, pictures by SHA-256, and everything is dropped when a module,
 an adapter or one bit of a weight has changed. Whether a model reads its prompt causally at all is not taken from a
@@ -12,7 +14,7 @@ list: the first reuse computes both ways and compares the logits.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -28,6 +30,8 @@ MAX_PREFIX_BYTES = 1 << 30
 MIN_LENGTH = 16
 """Shorter prefixes are computed anew: loading them would cost as much."""
 KeysAndValues = dict[int, tuple[Tensor, Tensor]]
+States = dict[Hashable, Tensor]
+"""{place: state of a recurrent layer}, of one row [...] or of all [B, ...]."""
 
 
 @dataclass(frozen=True)
@@ -58,12 +62,14 @@ class Prefix:
         layers: {layer: keys and values [B, H, length, D]}; undefined at padding, which is masked.
         hidden_states: {index: [B, length, D]}.
         needs_media: whether the pictures lie behind the prefix, and must be encoded.
+        recurrent: states behind the prefix.
     """
 
     length: int
     layers: KeysAndValues
     hidden_states: dict[int, Tensor]
     needs_media: bool
+    recurrent: States = field(default_factory=dict)
 
     def load(self, kv_cache: RaggedKVCache) -> None:
         """Write the keys and values into an empty cache."""
@@ -80,8 +86,9 @@ class Prefix:
             layer: (keys.repeat_interleave(count, 0), values.repeat_interleave(count, 0))
             for layer, (keys, values) in self.layers.items()
         }
-        states = {index: state.repeat_interleave(count, 0) for index, state in self.hidden_states.items()}
-        return Prefix(self.length, layers, states, self.needs_media)
+        hidden = {index: state.repeat_interleave(count, 0) for index, state in self.hidden_states.items()}
+        recurrent = {place: state.repeat_interleave(count, 0) for place, state in self.recurrent.items()}
+        return Prefix(self.length, layers, hidden, self.needs_media, recurrent)
 
 
 @dataclass(frozen=True)
@@ -89,12 +96,13 @@ class StoredRow:
     """What is kept of one row of a finished call.
 
     Attributes:
-        tokens: [n, K] int64 on the CPU, prompt and answer without padding.
+        tokens: [n, K] int64 on the CPU, prompt and answer without padding; the prompt alone where there are states.
         is_media: [n] bool.
         digest: of its pictures.
         scope: see `PromptRows`.
         layers: {layer: keys and values [H, n, D]}.
         hidden_states: {index: [m, D]} of the prompt's m <= n positions.
+        recurrent: states behind the last token.
     """
 
     tokens: Tensor
@@ -103,12 +111,19 @@ class StoredRow:
     scope: str
     layers: KeysAndValues
     hidden_states: dict[int, Tensor]
+    recurrent: States = field(default_factory=dict)
 
     @cached_property
     def nbytes(self) -> int:
         """Bytes of the tensors."""
         pairs = [part for pair in self.layers.values() for part in pair]
-        return sum(part.nbytes for part in [*pairs, *self.hidden_states.values(), self.tokens])
+        others = [*self.hidden_states.values(), *self.recurrent.values(), self.tokens]
+        return sum(part.nbytes for part in [*pairs, *others])
+
+    def usable_length(self, tokens: Tensor, is_media: Tensor, digest: bytes, indices: Sequence[int]) -> int:
+        """`common_length`; with states all or nothing, and never all of the other row."""
+        length = self.common_length(tokens, is_media, digest, indices)
+        return length if not self.recurrent or length == len(self.tokens) < len(tokens) else 0
 
     def common_length(self, tokens: Tensor, is_media: Tensor, digest: bytes, indices: Sequence[int]) -> int:
         """Leading positions that a row shares, with hidden states of `indices`; never inside a picture."""
@@ -126,6 +141,8 @@ class StoredRow:
     def is_contained_in(self, other: StoredRow) -> bool:
         """Whether another row serves every call that this one does."""
         if self.scope != other.scope or self.digest not in (b"", other.digest) or len(self.tokens) > len(other.tokens):
+            return False
+        if self.recurrent and len(self.tokens) < len(other.tokens):  # the states behind it are in no other row
             return False
         has_states = all(index in other.hidden_states for index in self.hidden_states)
         return has_states and self.common_length(other.tokens, other.is_media, other.digest, ()) == len(self.tokens)
@@ -172,7 +189,9 @@ class PrefixStore:
         needs_media = bool(len(columns)) and end <= int(columns[-1])
         if needs_media:
             end = min(end, int(columns[0]))
-        if end - max(rows.padding) < MIN_LENGTH:
+        if end - max(rows.padding) < MIN_LENGTH or any(
+            row.recurrent and pad + len(row.tokens) != end for pad, row in zip(rows.padding, found, strict=True)
+        ):
             return None
         layers = {
             layer: _stack([(row.layers[layer][0] for row in found), (row.layers[layer][1] for row in found)], rows, end)
@@ -182,7 +201,8 @@ class PrefixStore:
             index: _padded([row.hidden_states[index] for row in found], rows.padding, end)
             for index in hidden_state_indices
         }
-        return Prefix(end, layers, states, needs_media)
+        recurrent = {place: torch.stack([row.recurrent[place] for row in found]) for place in found[0].recurrent}
+        return Prefix(end, layers, states, needs_media, recurrent)
 
     def add(
         self,
@@ -191,6 +211,7 @@ class PrefixStore:
         kv_cache: RaggedKVCache,
         states: Mapping[int, Tensor],
         repeats: int = 1,
+        recurrent: Mapping[Hashable, Tensor] | None = None,
     ) -> None:
         """Keep the rows of a finished call.
 
@@ -200,12 +221,13 @@ class PrefixStore:
             kv_cache: with the committed positions of each row.
             states: {index: [B * repeats, L, D]} hidden states of the prompts.
             repeats: rows of the call for each prompt; the first is kept.
+            recurrent: {place: [B * repeats, ...]} states behind the prompts; None if there are none.
         """
         sequences = sequences.detach().cpu()
         present = [layer for layer in range(len(kv_cache)) if kv_cache.has_layer(layer)]
         for prompt, start in enumerate(rows.padding):
             row = prompt * repeats
-            end = min(kv_cache.seq_lens[row], sequences.shape[1])
+            end = rows.tokens.shape[1] if recurrent else min(kv_cache.seq_lens[row], sequences.shape[1])
             layers: KeysAndValues = {}
             for layer in present:
                 keys, values = kv_cache.read(layer, end)
@@ -216,7 +238,8 @@ class PrefixStore:
             tokens = torch.zeros(end - start, rows.tokens.shape[2], dtype=torch.long)  # what is generated is of type 0
             tokens[: rows.tokens.shape[1] - start] = rows.tokens[prompt, start:]
             tokens[:, 0] = sequences[row, start:end]
-            self._insert(StoredRow(tokens, is_media, rows.digests[prompt], rows.scope, layers, hidden))
+            kept = {place: state[row].clone() for place, state in (recurrent or {}).items()}
+            self._insert(StoredRow(tokens, is_media, rows.digests[prompt], rows.scope, layers, hidden, kept))
 
     def forget(self, scope: str) -> None:
         """Drop what calls of scopes that begin so have left."""
@@ -246,7 +269,7 @@ class PrefixStore:
                     continue
                 if not is_same and max(best[1], MIN_LENGTH - 1) >= text_length:
                     return best
-                length = stored.common_length(tokens, is_media, digest, indices)
+                length = stored.usable_length(tokens, is_media, digest, indices)
                 best = (stored, length) if length > best[1] else best
         return best
 

@@ -50,8 +50,9 @@ class RecurrentTarget(HFTarget):
         self, hidden_state_indices: Sequence[int] = (), prefix: Prefix | None = None
     ) -> tuple[Tensor, dict[int, Tensor]]:
         if prefix is not None:
-            raise ValueError("a target with recurrent layers cannot begin behind a prefix: its states are not kept")
-        outputs = super().prefill(hidden_state_indices)
+            with self._mode():
+                self.states.load(prefix.recurrent)
+        outputs = super().prefill(hidden_state_indices, prefix)
         with self._mode():
             self.states.hold()
         return outputs

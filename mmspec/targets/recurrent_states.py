@@ -6,9 +6,9 @@ A forward over a chain of nodes leaves the states as they are, and logs what the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +48,7 @@ class RecurrentStates:
     Attributes:
         layers: {index: cache layer}.
         log: of the forward that has not been committed.
+        prompt: the states after the prompt, for `restore`.
     """
 
     def __init__(self, cache: Cache, decoder: nn.Module) -> None:
@@ -61,18 +62,30 @@ class RecurrentStates:
             cache.layers[index] = layer
         self.log = StateLog([])
         self._functions = updating_functions(type(module) for module in decoder.modules())
-        self._prompt: list[Tensor] = []
+        self.prompt: dict[Hashable, Tensor] = {}
 
     @property
     def tensors(self) -> list[Tensor]:
         """All states, in one order."""
-        return [part[number] for part, number in _places(self.layers)]
+        return [part[number] for part, number in _places(self.layers).values()]
 
     def hold(self) -> None:
         """After the prefill: from now on forwards leave the states as they are. They are kept, for `restore`."""
         for layer in self.layers.values():
             layer.record_past = True  # forwards of one token show their input of a convolution, too
-        self._prompt = [state.clone() for state in self.tensors]
+        self.prompt = {place: part[number].clone() for place, (part, number) in _places(self.layers).items()}
+
+    def load(self, states: Mapping[Hashable, Tensor]) -> None:
+        """Before the prefill: begin with copies of the states behind the first part of a prompt, `prompt` of a call.
+
+        Raises:
+            KeyError: there is no such layer.
+        """
+        for (index, name, number), state in cast(Mapping[tuple[int, str, int], Tensor], states).items():
+            layer = self.layers[index]
+            layer.lazy_initialization(state_idx=number, **{name: state})
+            getattr(layer, name)[number].copy_(state)
+            layer.has_previous_state[number] = True
 
     def move_to(self, tensors: Sequence[Tensor]) -> None:
         """Use these tensors, which contain the states, from now on."""
@@ -106,7 +119,7 @@ class RecurrentStates:
     def restore(self, rows: Sequence[bool]) -> None:
         """Back to the states after the prompt, in some rows."""
         chosen = torch.tensor(rows)
-        for state, before in zip(self.tensors, self._prompt, strict=True):
+        for state, before in zip(self.tensors, self.prompt.values(), strict=True):
             state.copy_(torch.where(per_row(chosen.to(state.device), state), before, state))
 
     def export(self, cache: DynamicCache) -> None:
@@ -126,13 +139,18 @@ def _held(layers: Mapping[int, Any]) -> dict[int, HeldLayer]:
     return held
 
 
-def _places(layers: Mapping[int, Any]) -> list[tuple[dict[int, Tensor], int]]:
-    """Where the states of these layers are, in one order."""
-    parts = [getattr(layer, name) for layer in layers.values() for name in STATES]
-    return [(part, number) for part in parts for number, state in part.items() if state is not None]
+def _places(layers: Mapping[int, Any]) -> dict[Hashable, tuple[dict[int, Tensor], int]]:
+    """Where the states of these layers are, in one order: {(layer, one of `STATES`, index): that dict, index}."""
+    parts = {(index, name): getattr(layer, name) for index, layer in layers.items() for name in STATES}
+    return {
+        (*place, number): (part, number)
+        for place, part in parts.items()
+        for number, state in part.items()
+        if state is not None
+    }
 
 
 def _move(layers: Mapping[int, Any], tensors: Sequence[Tensor]) -> None:
     """Put these tensors in the place of the states."""
-    for (part, number), tensor in zip(_places(layers), tensors, strict=True):
+    for (part, number), tensor in zip(_places(layers).values(), tensors, strict=True):
         part[number] = tensor

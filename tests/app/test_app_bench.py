@@ -38,6 +38,8 @@ from mmspec.metrics.stats import Stats
 from mmspec.targets.hf import HFTarget
 from mmspec.vision.video.decoder_pool import DecoderPool
 
+pytestmark = pytest.mark.usefixtures("shared_decoders")
+
 KEYS = """drafter batch tau R tokens_per_s speedup_hf speedup_own speedup_e2e identical score_ms draft_ms overhead_ms
 ttft_ms speedup_hf_ci speedup_e2e_pooled accepted_at_position tokens_min draft_mib of_target block"""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from bench_parts import die, share_of_rounds
 
 from mmspec.app.bench import measure
 from mmspec.app.bench.against import bench_ratios, read_ratios, repeat_line, repeat_table, suite_ratios
@@ -193,19 +192,9 @@ def test_rounds_are_shared_by_processes() -> None:
     ticks: list[int] = []
     found = run_in_processes(share_of_rounds, (requests,), 2, lambda: ticks.append(1))
     assert found["rounds"] == requests[1:] and len(set(found["process"])) == 2 and len(ticks) == 2
-    assert torch.equal(torch.cat(found["tensor"]), torch.tensor([0.0, 1.0]))
+    assert [float(tensor) for tensor in found["tensor"]] == [5.0]
     with pytest.raises(UsageError, match="process 1 of 1 of the bench died"):
         run_in_processes(die, (), 1, lambda: None)
-
-
-def share_of_rounds(requests: list[int], part: Part) -> dict[str, list[Any]]:
-    """What a process of the bench returns."""
-    return {"rounds": part.of(requests)[1:], "process": [os.getpid()], "tensor": [torch.tensor([float(part.number)])]}
-
-
-def die(part: Part) -> dict[str, list[Any]]:
-    """A process that is killed."""
-    os._exit(9)
 
 
 @pytest.mark.slow

@@ -15,11 +15,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import mmspec
 from mmspec.app.bench import bandwidth
+from mmspec.app.bench.bandwidth import text_weight_bytes
 from mmspec.app.bench.measure import clone
 from mmspec.app.bench.peers import write_shape_gguf
 from mmspec.app.bench.peers.base import PeerPrompt
 from mmspec.app.bench.peers.in_process import PatchedPeer
 from mmspec.app.bench.peers.registry import baseline_peer
+from mmspec.app.bench.shape import contexts
+from mmspec.app.bench.shape.contexts import ContextBench, RoundTime
 from mmspec.app.bench.shape.models import TEXT_SHAPES, build_shape_drafter, build_shape_model, find_shape
 from mmspec.app.bench.shape.notes import count_runtime_calls
 from mmspec.app.bench.shape.phases import PhaseTimer, check_notes
@@ -168,6 +171,23 @@ def test_rounds_behind_contexts(tmp_path: Path, capsys: Any) -> None:
     rows = json.loads(file.read_text())["rows"]
     assert {row["context"] for row in rows} == {40, 70} and all(row["ms"] > 0 for row in rows)
     assert main(["bench", *options, "--device", "meta"]) == 2
+
+
+def test_the_roof_of_rounds_counts_weights_keys_and_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read once, and multiplied with each node: the weights, and every position with the queries of all heads."""
+    shape = TEXT_SHAPES["tiny"]
+    model = build_shape_model(shape, torch.bfloat16, torch.device("cpu"))
+    bench = ContextBench.__new__(ContextBench)
+    bench.model, bench.shape = model, shape
+    peak = 1e20
+    monkeypatch.setattr(contexts, "measure_peak", lambda *args: peak)
+    weights, keys, attention = text_weight_bytes(model), 2 * 2 * 2 * 16, 2 * 2 * 4 * 16
+    rows = [RoundTime(1000, "none", 1.0, 1.0, 1.0), RoundTime(1000, "8 nodes", 1.0, 1.0, 1.0)]
+    for row in bench.roofs(rows, 1e9):
+        assert row.roof_ms == pytest.approx(1e3 * (weights + 1000 * keys * 2) / 1e9)
+    peak = 1.0
+    for row, nodes in zip(bench.roofs(rows, 1e9), (1, 8), strict=True):
+        assert row.roof_ms == pytest.approx(1e3 * nodes * (weights / 2 + (1000 + nodes) * attention))
 
 
 @pytest.mark.parametrize("name", ["tiny", "smollm2-135m", "llava-onevision-0.5b", "qwen3-vl-2b"])

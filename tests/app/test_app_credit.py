@@ -13,6 +13,7 @@ import pytest
 
 from mmspec.app.bench.rounds import Round
 from mmspec.app.errors import UsageError
+from mmspec.app.io.inputs import Inputs
 from mmspec.app.modeling.chat import ChatTurn, build_inputs
 from mmspec.app.modeling.synthetic_images import draw_image, write_images
 from mmspec.app.ui import render
@@ -211,6 +212,29 @@ def test_a_list_that_cannot_be_read_is_one_row(
     table = render.render_captions(batch.rows, batch.thumbnails)
     assert table.count("mm-failed") == 1 and str(space.root) not in table
     assert {row["file_name"] for row in batch.rows} == {name, *(path.name for path in paths)}
+
+
+def test_a_list_of_too_many_files_is_refused_without_reading_them_all(
+    model_store: ModelStore, space: TempStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = 0
+    rows = Inputs.rows
+
+    def count(self: Inputs, skip: Any) -> Iterator[Any]:
+        nonlocal read
+        for item in rows(self, skip):
+            read += 1
+            yield item
+
+    monkeypatch.setattr(Inputs, "rows", count)
+    write_images(tmp_path, 1)
+    name = next(tmp_path.glob("*.png")).name
+    lines = "".join(f'{{"id": "{number}", "file_name": "{name}"}}\n' for number in range(5000))
+    (tmp_path / "list.jsonl").write_text(lines)
+    files, settings, limits = [tmp_path / name, tmp_path / "list.jsonl"], RunSettings("tiny"), Limits()
+    with pytest.raises(UsageError, match=f"names more than {limits.max_files} files, which is the limit"):
+        CaptionBatch(model_store, files, None, settings, limits, space.new_folder())
+    assert read < 5000
 
 
 def test_the_table_of_a_batch_says_why_in_the_same_words() -> None:

@@ -12,6 +12,8 @@ from mmspec.app.caption.report import JobReport
 from mmspec.app.cli.main import main
 from mmspec.app.modeling.synthetic_images import write_images
 
+pytestmark = pytest.mark.usefixtures("shared_decoders")
+
 
 def caption(folder: Path, *args: object) -> int:
     fixed = ["--model", "tiny", "--max-new-tokens", "4", "--no-progress", "--out", str(folder / "o.jsonl")]

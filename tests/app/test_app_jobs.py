@@ -24,6 +24,8 @@ from mmspec.app.io.item import Item
 from mmspec.app.io.output import FileOutput
 from mmspec.app.modeling.captioner import Caption, ComparisonTotals, Provenance
 
+pytestmark = pytest.mark.usefixtures("shared_decoders")
+
 Row = dict[str, Any]
 
 
@@ -107,7 +109,6 @@ def test_finished_rows_are_skipped_without_loading_a_model(folder: Path) -> None
     assert (folder / "out.jsonl").read_bytes() == before
 
 
-@pytest.mark.every(2)
 @pytest.mark.parametrize("keep", [0, 1, 5, 100, 700, 1500, 2500])
 def test_a_torn_file_is_completed(folder: Path, keep: int) -> None:
     job(folder, Fake(sampled=True), temperature=1.0).run()

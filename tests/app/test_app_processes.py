@@ -51,6 +51,25 @@ def essence(path: Path) -> list[dict[str, Any]]:
     return [{key: value for key, value in row.items() if key not in VARYING} for row in rows(path)]
 
 
+def test_ranks_one_after_the_other_make_one_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In this process; the next test has a process for each."""
+    write_images(tmp_path / "p", 5)
+    args = ["caption", str(tmp_path / "p"), "--max-new-tokens", "4", "--batch-size", "2", "--model", "tiny"]
+    assert main([*args, "--out", str(tmp_path / "one.jsonl")]) == 0
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in ("1", "0"):
+        monkeypatch.setenv("RANK", rank)
+        assert main([*args, "--out", str(tmp_path / "out.jsonl")]) == 0
+    stderr = capsys.readouterr().err
+    assert "mmspec rank 0: 3 captioned" in stderr and "mmspec rank 1: 2 captioned" in stderr
+    assert [row["index"] for row in rows(tmp_path / "out.jsonl")] == list(range(5))
+    assert essence(tmp_path / "out.jsonl") == essence(tmp_path / "one.jsonl")
+    assert not list(tmp_path.glob("*.rank*"))
+
+
+@pytest.mark.slow
 def test_two_ranks_make_one_file(tmp_path: Path) -> None:
     write_images(tmp_path / "p", 9)
     args = (tmp_path / "p", "--max-new-tokens", 8, "--batch-size", 2)
@@ -79,6 +98,7 @@ def test_accelerate_launch(tmp_path: Path) -> None:
     assert run.returncode == 1 and not list(tmp_path.glob("*.rank*"))
 
 
+@pytest.mark.slow  # its sibling in one process: test_app_jobs.py
 def test_ctrl_c_finishes_the_batch_and_explains_how_to_continue(tmp_path: Path) -> None:
     write_images(tmp_path / "p", 40)
     out = tmp_path / "out.jsonl"

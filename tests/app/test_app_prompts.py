@@ -27,6 +27,8 @@ from mmspec.app.modeling.sampling import Sampling
 from mmspec.app.modeling.synthetic_images import write_images
 from mmspec.app.modeling.thinking import opens_thoughts, without_thoughts
 
+pytestmark = pytest.mark.usefixtures("shared_decoders")
+
 QWEN25_VL = {"do_sample": True, "top_k": 1, "top_p": 0.001, "temperature": 0.1, "repetition_penalty": 1.05}
 THINKING_TEMPLATE = (
     "{% for m in messages %}{{ m.role }} : {% for c in m.content %}{{ '<image>' if c.type == 'image' else c.text }} "

@@ -16,6 +16,8 @@ from mmspec.app.modeling.random_models import random_model
 from mmspec.app.modeling.synthetic_images import write_images
 from mmspec.files import snapshot_id
 
+pytestmark = pytest.mark.usefixtures("shared_decoders")
+
 STATE = {"id", "caption", "prompt_sha1", "error", "index"}
 
 

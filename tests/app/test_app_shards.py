@@ -21,6 +21,8 @@ from mmspec.app.errors import UsageError
 from mmspec.app.io.images import load_image
 from mmspec.app.io.output import Finished
 
+pytestmark = pytest.mark.usefixtures("shared_decoders")
+
 FORMATS = ("parquet", "webdataset")
 
 

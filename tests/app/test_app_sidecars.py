@@ -16,6 +16,8 @@ from mmspec.app.caption.job import CaptionJob
 from mmspec.app.cli.main import main
 from mmspec.app.errors import OutputError, UsageError
 
+pytestmark = pytest.mark.usefixtures("shared_decoders")
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:

@@ -389,6 +389,7 @@ def test_the_first_checkpoint_is_early(data: Path, tmp_path: Path, monkeypatch: 
     assert found == [False, True, True, True]
 
 
+@pytest.mark.slow
 def test_the_summary_agrees_with_bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     """Where the controller drafts nothing, train says what bench says of the same head."""
     is_fixed = property(lambda controller: controller.drafts and controller.fixed_tree_size is not None)
@@ -482,7 +483,10 @@ def test_several_processes_train_as_one(data: Path, tmp_path: Path) -> None:
     assert all(float((first[name].float() - second[name].float()).abs().mean()) < 2e-3 for name in first)
 
 
-def test_visual_modes_are_those_of_the_drafters() -> None:
+def test_names_of_options_are_those_of_the_drafters() -> None:
+    """The parser does not import them, since that takes seconds."""
     from mmspec.drafters.heads.base import visual_inputs
+    from mmspec.drafters.training.distribution_losses import DISTRIBUTION_LOSSES
 
     assert tuple(visual_inputs.VISUAL_MODES) == train.VISUAL_MODES
+    assert tuple(DISTRIBUTION_LOSSES) == train.LOSSES

@@ -17,6 +17,8 @@ from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.random_models import random_model
 from mmspec.app.modeling.synthetic_images import write_images
 
+pytestmark = pytest.mark.usefixtures("shared_decoders")
+
 PROMPTS = ["Describe the image.", "How many things are there?", "What is in the middle?"]
 
 

@@ -17,6 +17,8 @@ from mmspec.app.cli.main import main
 from mmspec.app.errors import EXIT_IO_ERROR, OutputError, find_write_error
 from mmspec.app.modeling.synthetic_images import write_images
 
+pytestmark = pytest.mark.usefixtures("shared_decoders")
+
 OPTIONS = ("--model", "tiny", "--max-new-tokens", "4", "--batch-size", "2", "--no-progress")
 
 
@@ -41,7 +43,7 @@ def fail_after(calls: int, number: int) -> Callable[[int], None]:
     return fsync
 
 
-@pytest.mark.every(5)
+@pytest.mark.every(2)
 @line("a full disk")
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO])
 @pytest.mark.parametrize("calls", [0, 4, 5])
@@ -67,6 +69,7 @@ def run_in_shell(script: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=environ, cwd=folder, timeout=120)
 
 
+@pytest.mark.slow
 def test_a_limit_on_the_size_of_files(images: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     command = f"{sys.executable} -m mmspec caption {images} --out {out} {' '.join(OPTIONS)}"
@@ -77,7 +80,9 @@ def test_a_limit_on_the_size_of_files(images: Path, tmp_path: Path) -> None:
     assert len(out.read_text().splitlines()) == 6
 
 
-@pytest.mark.parametrize("command", ["caption IMAGES " + " ".join(OPTIONS), "env"])
+@pytest.mark.parametrize(
+    "command", [pytest.param("caption IMAGES " + " ".join(OPTIONS), marks=pytest.mark.slow), "env"]
+)
 def test_a_full_standard_output(command: str, images: Path) -> None:
     command = command.replace("IMAGES", str(images))
     run = run_in_shell(f"{sys.executable} -m mmspec {command} > /dev/full")

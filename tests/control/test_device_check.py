@@ -150,9 +150,14 @@ def is_full(function: StaticFunction, state: Sequence[Tensor], inputs: Sequence[
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 MiB")
 
 
+def smaller_probe(**changes: Any) -> Any:
+    """Context of a probe with fewer calls, and one size of `torch.multinomial`."""
+    return mock.patch.multiple(device_probe, MULTINOMIAL_SIZES=(device_probe.PROBE_VOCAB,), **changes)
+
+
 @pytest.mark.parametrize("recorder", [wrong, wrong_later, frozen_state, frozen_inputs, loses_writes, refuses, is_full])
 def test_the_probe_fails_for_a_faulty_recorder(recorder: Recorder) -> None:
-    with mock.patch.object(device_probe, "BATCH_SIZES", (3,)):
+    with smaller_probe(NUM_PROMPTS=2, BATCH_SIZES=(3,)):
         result = device_probe.probe(CPU, recorder)
     assert result.passed is (None if recorder is is_full else False) and result.reason, result
 
@@ -164,7 +169,7 @@ def test_the_probe_fails_if_rounds_or_drafts_are_not_recorded(unrecorded: str) -
         if unrecorded == "rounds"
         else mock.patch("mmspec.drafters.heads.base.drafter.find_recorded_draft", return_value=None)
     )
-    with plant, mock.patch.object(device_probe, "BATCH_SIZES", (1,)):
+    with plant, smaller_probe(NUM_PROMPTS=1, BATCH_SIZES=(1,)):
         result = device_probe.probe(CPU, record_nothing)
     assert result.passed is False
     assert {"rounds": "a call runs eager (something unusual)", "drafts": "replays"}[unrecorded] in str(result.reason)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -275,21 +276,40 @@ def test_a_tree_is_scored_as_if_its_path_were_decoded_token_by_token(
     """Bit for bit, hidden states included, in a batch of trees as in a single row."""
     model = make_model(SHAPES[name], extras=True)
     model = quantised(model, kernel, kind) if isinstance(kind, int) else in_type(model, kind)
-    inputs = replace(make_inputs(model, [12, 9], 9), max_position=100)
-    tree = [cache.clone() for cache in inputs.caches]
-    scored = run(model, kernel, replace(inputs, caches=tree))
+    check_paths(model, kernel, make_inputs(model, [12, 9], 9))
+
+
+@pytest.mark.parametrize("kind", TYPES, ids=str)
+@pytest.mark.parametrize("name", ["odd sizes", "as in Gemma", "as in GLM"])
+def test_a_tree_across_the_parts_of_attention_is_scored_as_if_it_were_decoded(
+    kernel: CKernel, name: str, kind: torch.dtype
+) -> None:
+    """Attention takes positions in parts of 256, counted behind the padding, of which the first row has three."""
+    model = in_type(make_model(replace(SHAPES[name], windows=(250, 0)), extras=True), kind)
+    lengths = [253, 509, 300]
+    inputs = make_inputs(model, lengths, 9, padded=True, capacity=530)
+    check_paths(model, kernel, inputs, pads=[3, 0, 0])
+    if kind is torch.float32:
+        for got, want in zip(run(model, kernel, inputs), model.reference(inputs), strict=True):
+            assert (got - want).abs().max() <= 4e-6 * want.abs().max()
+
+
+def check_paths(model: Model, kernel: CKernel, inputs: DecoderInputs, pads: Sequence[int] = (0, 0)) -> None:
+    """Compare the nodes of trees, in each number, with those of each path decoded alone, without left padding."""
+    inputs = replace(inputs, max_position=1000)
+    scored = run(model, kernel, replace(inputs, caches=[cache.clone() for cache in inputs.caches]))
     for row, length in enumerate(inputs.lengths):
         for leaf in range(inputs.tokens.shape[1]):
-            caches = [cache[:, row : row + 1].contiguous() for cache in inputs.caches]
+            caches = [cache[:, row : row + 1, :, pads[row] :].contiguous() for cache in inputs.caches]
             path = inputs.ancestor_mask[row, leaf].nonzero().flatten().tolist()
             for step, node in enumerate(path):
                 one = DecoderInputs(
                     tokens=inputs.tokens[row, node].view(1, 1),
                     depths=torch.zeros(1, 1, dtype=torch.long),
                     ancestor_mask=torch.ones(1, 1, 1, dtype=torch.bool),
-                    lengths=[length + step],
-                    position_base=[inputs.position_base[row]],
-                    max_position=100,
+                    lengths=[length - pads[row] + step],
+                    position_base=[inputs.position_base[row] + pads[row]],
+                    max_position=1000,
                     padding=None,
                     caches=caches,
                 )

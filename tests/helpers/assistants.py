@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 
-def build_assistant(target: PreTrainedModel, seed: int = 0, centroids: bool = True) -> Any:
+def build_assistant(target: PreTrainedModel, seed: int = 0, centroids: bool = True, hidden: int = 16) -> Any:
     """An assistant of four layers; older transformers have none."""
     from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM
 
@@ -20,8 +20,8 @@ def build_assistant(target: PreTrainedModel, seed: int = 0, centroids: bool = Tr
     own = {
         "model_type": "gemma4_text",
         "vocab_size": spec.vocab,
-        "hidden_size": 16,
-        "intermediate_size": 32,
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
         "num_hidden_layers": 4,
         "layer_types": [types[0]] * 3 + [types[-1]],
         "num_attention_heads": spec.heads,

@@ -122,7 +122,8 @@ def build_drafter(spec: tiny.ModelSpec, seed: int) -> MTPDrafter:
     model = tiny.build_model(spec)
     with tempfile.TemporaryDirectory() as folder:
         write_checkpoint(model, Path(folder), head_tensors(model, seed, echo=2.0 * (seed % 2)))
-        return MTPDrafter(read_own_head(find_adapter(model)), max_depth=3, top_k=1 + seed % 3)
+        ids = {"draft_ids": torch.arange(5, spec.vocab, 2)} if seed % 3 == 2 else {}
+        return MTPDrafter(read_own_head(find_adapter(model)), max_depth=3, top_k=1 + seed % 3, **ids)
 
 
 class SlowHead:

@@ -131,20 +131,23 @@ class ContextBench:
         return found
 
     def roofs(self, rows: Sequence[RoundTime], bytes_per_s: float) -> list[RoundTime]:
-        """The same with roofs."""
-        config, weights = self.model.config, text_weight_bytes(self.model)
+        """The same with roofs: weights, keys and values read once, and their products with every node."""
+        config, weights, itemsize = self.model.config, text_weight_bytes(self.model), self.model.dtype.itemsize
         head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        per_position = 2 * config.num_hidden_layers * config.num_key_value_heads * head * self.model.dtype.itemsize
+        keys_and_values = 2 * config.num_hidden_layers * config.num_key_value_heads * head
+        attention = 2 * config.num_hidden_layers * config.num_attention_heads * head
         nodes = {"generate": 1, "none": 1} | {f"{count} nodes": count for count in NODES}
+        peak = measure_peak(torch.float32, 64)
         done = []
         for row in rows:
             count = nodes.get(row.way)
             if count is None:
                 done.append(row)
                 continue
-            read = (weights + row.context * per_position) / bytes_per_s
-            products = count * weights / self.model.dtype.itemsize / measure_peak(torch.float32, 64)
-            done.append(RoundTime(row.context, row.way, row.ms, row.low, row.high, 1e3 * max(read, products)))
+            read = (weights + row.context * keys_and_values * itemsize) / bytes_per_s
+            multiplied = count * (weights / itemsize + (row.context + count) * attention)
+            roof = 1e3 * max(read, multiplied / peak)
+            done.append(RoundTime(row.context, row.way, row.ms, row.low, row.high, roof))
         return done
 
     def close(self) -> None:

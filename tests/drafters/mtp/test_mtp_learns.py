@@ -13,32 +13,24 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import learned
 import own_heads as own
 import pytest
 import tiny_models as tiny
 import torch
 import zoo
+from learned import DEPTH, LENGTH, VOCAB
 from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-import mmspec
 from mmspec.drafters.mtp.drafter import MTPDrafter
 from mmspec.drafters.mtp.head import MTPHead
 from mmspec.drafters.mtp.switches import Switches
 from mmspec.targets.own_head import read_own_head
 from mmspec.targets.registry import find_adapter
 
-ROOT = Path(__file__).resolve().parents[3]
-FIRST_ID, LENGTH, BATCH, STEPS, DEPTH = 7, 64, 12, 500, 3
-SPEC = tiny.ModelSpec("qwen3_5", hidden=64, layers=3, calm=True, seed=1, vocab=120)
-
-
-def corpus() -> Tensor:
-    """[n] int64, the characters of the documents."""
-    text = " ".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md")))
-    ids = torch.tensor([ord(letter) for letter in " ".join(text.lower().split()) if " " <= letter <= "~"])
-    return (ids - ord(" ")).clamp(max=SPEC.vocab - FIRST_ID - 1) + FIRST_ID
+SPEC = tiny.ModelSpec("qwen3_5", hidden=64, layers=3, calm=True, seed=1, vocab=VOCAB)
 
 
 def head_states(slow: own.SlowHead, embeds: Tensor, hidden: Tensor) -> Tensor:
@@ -54,16 +46,11 @@ def head_states(slow: own.SlowHead, embeds: Tensor, hidden: Tensor) -> Tensor:
 
 def train(model: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Train the model, and the head on its hidden states, then on its own outputs; returns the head's tensors."""
-    slow, text = own.SlowHead(model, tensors), corpus()[:-2000]
+    slow = own.SlowHead(model, tensors)
     slow.weights = {name: torch.nn.Parameter(value.clone()) for name, value in slow.weights.items()}
     slow.layer.train()
-    of_head = [*slow.weights.values(), *slow.layer.parameters()]
-    optimizer = torch.optim.AdamW([*model.parameters(), *of_head], lr=4e-3, weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, STEPS)
-    rng = torch.Generator().manual_seed(0)
-    for _ in range(STEPS):
-        start = torch.randint(len(text) - LENGTH - DEPTH - 2, (BATCH,), generator=rng)
-        ids = text[start[:, None] + torch.arange(LENGTH + DEPTH + 1)]
+
+    def loss_of(ids: Tensor) -> Tensor:
         outputs = model(input_ids=ids[:, :LENGTH], output_hidden_states=True, use_cache=False)
         loss = functional.cross_entropy(outputs.logits.flatten(0, 1), ids[:, 1 : LENGTH + 1].flatten())
         hidden, lm_head = outputs.hidden_states[-1].detach(), model.get_output_embeddings().weight.detach()
@@ -73,11 +60,9 @@ def train(model: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tenso
             labels = ids[:, 2 + depth : LENGTH + 2 + depth].flatten()
             loss = loss + functional.cross_entropy((carry @ lm_head.T).flatten(0, 1), labels)
             hidden = carry
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_([*model.parameters(), *of_head], 1.0)
-        optimizer.step()
-        schedule.step()
+        return loss
+
+    learned.train([*model.parameters(), *slow.weights.values(), *slow.layer.parameters()], loss_of)
     prefix, names = own.head_prefix(model), own.names_of(model)
     trained = {f"{names[part]}.weight": value for part, value in slow.weights.items()}
     trained |= {names["block"] + name: value for name, value in slow.layer.state_dict().items()}
@@ -107,23 +92,14 @@ def find_norm(drafter: MTPDrafter) -> Tensor:
 
 
 def acceptance(model: PreTrainedModel, kind: str, monkeypatch: pytest.MonkeyPatch) -> tuple[float, float]:
-    """Share of first tokens that are accepted, and tokens per round and row of drafts of three."""
-    text = corpus()[-2000:]
-    prompts = torch.stack([text[at : at + 48] for at in range(0, 1600, 200)])
-    found = []
-    for size in (2, 4):
+    """See `learned.acceptance`; with something wrong."""
+
+    def build() -> MTPDrafter:
         drafter = MTPDrafter(read_own_head(find_adapter(model)))
         vars(drafter)["target_norm"] = model.get_decoder().norm.weight.detach()
-        with wrong(kind, monkeypatch, drafter):
-            mmspec.patch(model, drafter=drafter, tree_size=size)
-            try:
-                model.generate(prompts, max_new_tokens=64, do_sample=False, eos_token_id=None)
-                stats = mmspec.stats(model)
-            finally:
-                mmspec.unpatch(model)
-        assert not stats.fallback_reason
-        found.append(stats.acceptance_rate if size == 2 else stats.tau)
-    return found[0], found[1]
+        return drafter
+
+    return learned.acceptance(model, build, lambda drafter: wrong(kind, monkeypatch, drafter))
 
 
 KINDS = ("right", "carry of z", "hidden state before the norm", "hidden state first", "another head")
