@@ -85,11 +85,14 @@ class ChainDrafter(ABC):
         controller: chooses the variant and the number of tokens of each draft.
         top_k: likeliest tokens of each step that become nodes.
         guide: drafts for the model; None for none.
+        owns_guide: whether this drafter begins and observes it; else the one around it does, and sets
+            `ChainState.guide`.
     """
 
     name: str
     requirements: DrafterRequirements = DrafterRequirements()
     vocab_size: int | None = None
+    owns_guide: bool = True
 
     def __init__(
         self, max_length: int = 6, top_k: int = DEFAULT_TOP_K_NODES, guide: GuidingDrafter | None = None
@@ -137,7 +140,7 @@ class ChainDrafter(ABC):
         device = prompt.input_ids.device
         logit_bias = torch.zeros(prompt.vocab_size, device=device)
         logit_bias[[token for token in prompt.banned_ids if 0 <= token < prompt.vocab_size]] = float("-inf")
-        guide = None if self.guide is None else self.guide.begin(prompt)
+        guide = self.guide.begin(prompt) if self.guide is not None and self.owns_guide else None
         return ChainState(prompt, [[] for _ in range(len(prompt.input_ids))], logit_bias, guide=guide)
 
     def propose(self, state: ChainState, max_nodes: int, active: Sequence[bool]) -> DraftTree:
@@ -161,7 +164,7 @@ class ChainDrafter(ABC):
         """Store the emitted tokens, and update the controller."""
         for row, ids in zip(state.output_ids, result.emitted_ids, strict=True):
             row += ids
-        if self.guide is not None:
+        if self.guide is not None and self.owns_guide:
             self.guide.observe(state.guide, result, {})
         plan, state.plan = state.plan, None
         if plan is None:

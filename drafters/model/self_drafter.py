@@ -141,6 +141,7 @@ class QuantizedDrafter(SelfDrafter):
         layers: Sequence[int] | None = None,
         max_length: int = MAX_QUANTIZED_LENGTH,
         guide: GuidingDrafter | None = None,
+        is_optional: bool = False,
     ) -> None:
         """
         Args:
@@ -148,6 +149,7 @@ class QuantizedDrafter(SelfDrafter):
             layers: decoder layers that draft; None chooses between all and the first half by running acceptance.
             max_length: largest number of tokens of a draft.
             guide: drafts for the copy, which then scores several nodes in one forward; None for none.
+            is_optional: a drafter around this one decides whether the copy is made, and owns the guide.
 
         Raises:
             ValueError: other `bits`; or `layers` is empty, negative or not rising.
@@ -156,7 +158,10 @@ class QuantizedDrafter(SelfDrafter):
         if bits not in (None, 4, 8):
             raise ValueError(f"bits must be 4, 8 or None; got {bits!r}.")
         top_k = 0 if guide is None else guide.requirements.top_k
-        self.requirements = DrafterRequirements(layer_subsets=True, copy_bits=bits or 0, top_k=top_k)
+        self.requirements = DrafterRequirements(
+            layer_subsets=True, copy_bits=bits or 0, top_k=top_k, optional_copy=is_optional
+        )
+        self.owns_guide = not is_optional
 
     def _candidates(self, subsets: LayerSubsets) -> list[LayerSet]:
         limit = subsets.num_layers if subsets.exit_limit is None else subsets.exit_limit

@@ -13,7 +13,6 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mmspec.control.ema import ema
-from mmspec.control.round_cost import DEFAULT_NODE_COST
 from mmspec.engine.tree import bucket_size
 
 ACCEPTANCE_DECAY = 0.97
@@ -26,10 +25,6 @@ FIRST_LENGTH = 3
 """Tokens that a variant drafts while its acceptance is measured."""
 EXPLORE_EVERY_DRAFTS = 12
 """Every so many drafts the variant that has drafted least is tried."""
-
-
-NODE_COST = DEFAULT_NODE_COST["cpu"]
-"""Cost of one more node in the verification, as a fraction of a round of one, for sizes that were not measured."""
 
 
 @dataclass(frozen=True)
@@ -171,8 +166,7 @@ class ChainController:
 
 
 def _expected_base_s(base_s: Mapping[int, float], num_nodes: int) -> float:
-    """Seconds of a round of so many nodes: as measured, else from the nearest size that was; 0 before any was."""
+    """Seconds of a round of so many nodes: as measured, else as of the nearest size, which has it tried."""
     if not base_s:
         return 0.0
-    nearest = min(base_s, key=lambda size: abs(size - num_nodes))
-    return base_s[nearest] * (1 + NODE_COST * (num_nodes - 1)) / (1 + NODE_COST * (nearest - 1))
+    return base_s[min(base_s, key=lambda size: abs(size - num_nodes))]

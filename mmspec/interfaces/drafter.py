@@ -36,6 +36,7 @@ class DrafterRequirements:
         media_inputs: whether it encodes the images and videos itself (`Prompt.media_inputs`).
         copy_bits: bits of the weights of a copy that has these layers: 4, 8, or 0 to choose; None for the target's own
             weights.
+        optional_copy: whether it can do without the copy, which is then made when it asks for it (`LayerSubsets.make`).
     """
 
     hidden_state_indices: tuple[int, ...] = ()
@@ -45,6 +46,7 @@ class DrafterRequirements:
     media_inputs: bool = False
     target_keys: bool = False
     copy_bits: int | None = None
+    optional_copy: bool = False
 
 
 @dataclass(frozen=True)
