@@ -70,7 +70,8 @@ def patch(
             small self-test decides whether it can be decoded in trees (`mmspec.targets.selftest`). Of a `PeftModel`
             the model inside is patched, which the wrapper's `generate` calls.
         drafter: `auto`, `none`, `lookup`, `recycling`, `hybrid`, `arbitrated`, `instant`, `self`, `quantized` (a copy
-            of the model in 4 bits, on a CPU), `msd` and `flash` (of the bundled scenes model only), the folder or hub
+            of the model in 4 bits, on a CPU), `mtp` and `assistant` (those that come with the model; `mtp:32768` with
+            an LM head of so many ids), `msd` and `flash` (of the bundled scenes model only), the folder or hub
             id of a draft head or of a smaller model, such a model, or an object that implements `mmspec.Drafter`.
             `auto`: a head trained for this model that is bundled or published and in the local cache, else `hybrid`.
         compressor: name (such as "pool:49") or object that reduces the visual tokens that the drafter reads, or None.

@@ -48,7 +48,7 @@ def add_parser(commands: Commands, common: argparse.ArgumentParser) -> None:
     add("head", metavar="RUN", help="folder of a trained head, or of a run with a single one")
     add("--format", choices=EXPORT_FORMATS, required=True, dest="format_name", help="the engine that reads it")
     add("--out", type=Path, required=True, metavar="FOLDER", help="folder to write")
-    add("--target", metavar="M", help="hub id or folder of the target; needed for dspark heads")
+    add("--target", metavar="M", help="hub id or folder of the target; needed for dspark and mtp heads")
 
 
 def run(args: argparse.Namespace) -> int:

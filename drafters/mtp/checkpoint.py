@@ -48,18 +48,16 @@ def export_own_head(folder: Path, drafter: HeadDrafter, shared_embeddings: Share
         drafter: an `MTPDrafter`.
         shared_embeddings: of the target.
     """
-    head = drafter.head
     assert isinstance(drafter, MTPDrafter)
-    weights = {
-        "embeddings": shared_embeddings.embed_tokens.weight,
-        "lm_head": shared_embeddings.lm_head.weight,
-        "own_lm_head": drafter.head.lm_head if drafter.head.lm_head is not None else shared_embeddings.lm_head.weight,
-    }
+    embeddings, lm_head = _on_cpu(shared_embeddings.embed_tokens.weight), _on_cpu(shared_embeddings.lm_head.weight)
+    own_lm_head = lm_head if drafter.head.lm_head is None else _on_cpu(drafter.head.lm_head)
+    weights = {"embeddings": embeddings, "own_lm_head": own_lm_head}
+    if shared_embeddings.lm_head.weight is not shared_embeddings.embed_tokens.weight:  # else engines tie them, too
+        weights["lm_head"] = lm_head
     shards: dict[str, dict[str, Tensor]] = {
-        HEAD_SHARD: head.stored_tensors() or {},
-        TARGET_SHARD: {name: _on_cpu(weights[what]) for name, what in drafter.head.files.copies.items()},
+        HEAD_SHARD: {name: _on_cpu(value) for name, value in drafter.head.stored_tensors().items()},
+        TARGET_SHARD: {name: weights[what] for name, what in drafter.head.files.copies.items() if what in weights},
     }
-    shards[HEAD_SHARD] = {name: _on_cpu(value) for name, value in shards[HEAD_SHARD].items()}
     folder.mkdir(parents=True, exist_ok=True)
     sizes, weight_map = 0, dict[str, str]()
     for shard, tensors in shards.items():

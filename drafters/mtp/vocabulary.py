@@ -12,6 +12,7 @@ import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any, Self
@@ -107,11 +108,15 @@ def read_ids(file: Path) -> Tensor:
     if (size := file.stat().st_size) > MAX_ID_FILE_BYTES:
         raise ValueError(f"{file} must have at most {MAX_ID_FILE_BYTES} bytes; got {size}.")
     text = file.read_text(encoding="utf-8", errors="replace").strip()
-    try:
+    found: Any = None
+    with suppress(ValueError, RecursionError):
         found = json.loads(text) if text.startswith("[") else [int(part) for part in re.split(r"[\s,]+", text)]
-        ids = {int(one) for one in found if type(one) is int and 0 <= one < 1 << 31}
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} must hold ids, a JSON list or one a line; got {text[:40]!r}.") from error
-    if not ids or len(ids) != len(set(map(str, found))):
-        raise ValueError(f"{file} must hold ids of a vocabulary, whole numbers from 0; got {text[:40]!r}.")
-    return torch.tensor(sorted(ids))
+    entries = found if isinstance(found, list) else [None]
+    wrong = [number for number, one in enumerate(entries) if type(one) is not int or not 0 <= one < 1 << 31]
+    if wrong or not entries:
+        # Without its content: who names a file need not be allowed to read it.
+        raise ValueError(
+            f"{file} must hold ids of a vocabulary, whole numbers from 0, as a JSON list or one a line; got "
+            f"{f'another entry {wrong[0]}' if isinstance(found, list) and wrong else 'another text'}."
+        )
+    return torch.tensor(sorted(set(entries)))

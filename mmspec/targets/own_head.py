@@ -99,7 +99,8 @@ def is_exported_head(folder: str | os.PathLike[str], adapter: ModelAdapter) -> b
     prefixes = () if layout is None else tuple(one.format(layers=adapter.num_layers) for one in layout.prefixes)
     for prefix in prefixes:
         copies = {name.format(prefix=prefix) for name in layout.served} if layout is not None else set()
-        if copies < names and all(name.startswith(prefix) for name in names - copies):
+        own = names - copies
+        if own < names and own and all(name.startswith(prefix) for name in own):
             return True
     return False
 

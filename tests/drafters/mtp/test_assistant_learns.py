@@ -30,6 +30,7 @@ from mmspec.targets.assistant import TargetKeysReader, assistant_parts, stored_l
 from mmspec.targets.registry import find_adapter
 
 SPEC = tiny.ModelSpec("gemma4", hidden=64, layers=3, calm=True, seed=1, vocab=VOCAB, window=24)
+STEPS = 1000
 KINDS = (
     "right",
     "position of the next token",
@@ -77,7 +78,7 @@ def train(model: PreTrainedModel, assistant: Any) -> None:
             hidden = parts.post_projection(states)
         return loss
 
-    learned.train([*model.parameters(), *assistant.parameters()], loss_of)
+    learned.train([*model.parameters(), *assistant.parameters()], loss_of, STEPS)
     model.requires_grad_(False)
     assistant.requires_grad_(False)
 
@@ -92,6 +93,18 @@ def without_newest(read: Callable[..., tuple[Tensor, Tensor, Tensor]]) -> Callab
     return hidden
 
 
+@torch.no_grad()
+def length_before_norm(model: PreTrainedModel) -> Tensor:
+    """Root mean square of what the final norm reads, over some text."""
+    seen: list[Tensor] = []
+    handle = model.get_decoder().norm.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    try:
+        model(input_ids=learned.corpus()[None, -LENGTH:])
+    finally:
+        handle.remove()
+    return seen[0].pow(2).mean().sqrt()
+
+
 @contextmanager
 def wrong(kind: str, model: PreTrainedModel, drafter: AssistantDrafter) -> Iterator[None]:
     """Context with one rule of the assistant broken."""
@@ -100,8 +113,8 @@ def wrong(kind: str, model: PreTrainedModel, drafter: AssistantDrafter) -> Itera
     with pytest.MonkeyPatch.context() as patch:
         fuse = AssistantHead.fuse
         if kind == "hidden state before the norm":
-            weight, select = model.get_decoder().norm.weight.detach(), drafter.select_hidden_states
-            patch.setattr(drafter, "select_hidden_states", lambda states: select(states) / weight)
+            factor, select = length_before_norm(model) / model.get_decoder().norm.weight, drafter.select_hidden_states
+            patch.setattr(drafter, "select_hidden_states", lambda states: select(states) * factor)
         if kind == "hidden state first":
             patch.setattr(AssistantHead, "fuse", lambda self, embeds, hidden: fuse(self, hidden, embeds))
         if kind == "embedding without its scale":
@@ -116,8 +129,6 @@ def table() -> dict[str, tuple[float, float]]:
     """{what is wrong: `learned.acceptance`}."""
     torch.manual_seed(0)
     model = tiny.build_model(SPEC)
-    weight = model.get_decoder().norm.weight
-    weight.data = torch.randn(weight.shape, generator=torch.Generator().manual_seed(3)).exp()  # as in large models
     assistant = assistants.build_assistant(model, centroids=False, hidden=64)
     for value in assistant.parameters():
         value.data *= 0.3 if value.dim() > 1 else 1.0
@@ -141,6 +152,11 @@ def test_the_assistant_learns_and_each_wrong_switch_costs() -> None:
     found = table()
     first, length = found["right"]
     assert first > 0.5 and length > 2.0, found
+    for kind in ("hidden state first", "embedding without its scale", "another assistant"):
+        assert found[kind][0] < first - 0.2, found
+    assert found["hidden state before the norm"][1] < length - 0.05, found
+    assert found["position of the next token"][1] < length + 0.05, found  # the state before says most of it
+    assert found["newest key hidden"][1] < length + 0.05, found
 
 
 if __name__ == "__main__":

@@ -181,6 +181,10 @@ def test_an_export_has_the_tensors_of_the_checkpoint(family: str, split: bool, t
     own.write_checkpoint(model, tmp_path / "target", tensors)
     adapter = find_adapter(model)
     export_head(tmp_path / "out", read(model), target_info(adapter, None), "vllm", adapter.shared_embeddings)
+    names = set(json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())["weight_map"])
+    prefix, vlm = own.head_prefix(model), "model.language_model.embed_tokens.weight"
+    glm = {f"{prefix}embed_tokens.weight", f"{prefix}shared_head.head.weight"}
+    assert names - set(tensors) == (glm if family == "glm_ocr" else {vlm, "lm_head.weight"})
     drafter = resolve_drafter(str(tmp_path / "out"), adapter)
     assert isinstance(drafter, MTPDrafter) and drafter.head.lm_head is None
     found = drafter.head.stored_tensors()
