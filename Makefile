@@ -14,7 +14,7 @@ help:
 	@echo "make test   ruff, mypy, pytest"
 	@echo "make test-app  the pages of mmspec demo, in a browser if Chromium is installed"
 	@echo "make research  the tests of research/: studies, and the training of the toy model"
-	@echo "make slow   the slow tests"
+	@echo "make slow   the slow tests, in hours; their result is kept in research/slow_tests.txt"
 	@echo "make floor  exactness on the oldest supported transformers ($(FLOOR))"
 	@echo "make newest the same on the newest torch and transformers, and families' own processors, which need torchvision"
 	@echo "make docs   the documentation as pages, in site/"
@@ -45,7 +45,7 @@ test: .venv/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python tests/typecheck.py
-	$(BIN)/python -m pytest -q -n $(WORKERS)
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
 # In a variable, since a comma ends an argument of `call`.
 APP := --editable '.[app,dev]' playwright
@@ -62,7 +62,7 @@ research: .venv/.installed
 	$(BIN)/python -m pytest -q -n $(WORKERS) -m "research and not slow" tests/research
 
 slow: .venv/.installed
-	$(BIN)/python -m pytest -q -n $(WORKERS) -m slow --timeout 7200
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m slow --timeout 7200 --keep-result research/slow_tests.txt
 
 # The same versions, but for transformers and the two packages whose versions it dictates.
 .venv-floor/.installed: pyproject.toml constraints.txt

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 from _pytest.mark.structures import ParameterSet
 
+START = time.time()
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -23,6 +25,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--cases", type=int, default=number, help="random cases of the slow exactness run")
     parser.addoption("--first-seed", type=int, default=10_000, help="its first seed")
     parser.addoption("--shots", help="where test_app_browser.py keeps pictures of the pages")
+    parser.addoption("--keep-result", type=Path, help="file for the counts of the run, as `make slow` keeps it")
     parser.addoption("--cases-json", default=os.environ.get("MMSPEC_JSON"), help="where it writes its summary")
 
 
@@ -42,12 +45,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _value_index(item: Any, parametrize: pytest.Mark) -> int:
     """Which of its values a test was made for."""
     names, values = parametrize.args[:2]
-    names = [name.strip() for name in names.split(",")] if isinstance(names, str) else names
+    names = [names] if isinstance(names, str) else names
     for index, value in enumerate(values):
         row = value.values if isinstance(value, ParameterSet) else [value] if len(names) == 1 else value
         if all(item.callspec.params[name] is one for name, one in zip(names, row, strict=True)):
             return index
     raise ValueError(f"{item.nodeid}: no value of {names} fits; the mark `every` needs a list")
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if file := config.getoption("--keep-result"):
+        import kept_result as kept_result
+
+        reports = terminalreporter.stats
+        failed = [report.nodeid for name in ("failed", "error") for report in reports.get(name, [])]
+        counts = {name: len(reports.get(name, [])) for name in kept_result.OUTCOMES}
+        kept_result.write_result(file, counts, failed, time.time() - START)
 
 
 def pytest_collection_finish() -> None:

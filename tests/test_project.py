@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
+from kept_result import write_result
 
 import mmspec
 from mmspec.app.cli.main import build_parser
@@ -83,3 +86,27 @@ def test_one_version_everywhere() -> None:
     version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
     assert mmspec.__version__ == version
     assert f"## {version} - " in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def test_some_parameters_are_slow_and_each_value_is_fast_once(pytestconfig: pytest.Config) -> None:
+    conftest: Any = pytestconfig.pluginmanager.get_plugin(str(ROOT / "tests" / "conftest.py"))
+    values = [["a", "b"], [("c", 1), ("d", 2), ("e", 3), ("f", 4)]]
+    marks = [pytest.mark.parametrize("one", values[0]).mark, pytest.mark.parametrize(("two", "three"), values[1]).mark]
+    items, every = [], pytest.mark.every(2).mark
+    for one, (two, three) in itertools.product(*values):
+        params = {"one": one, "two": two, "three": three}
+        item = SimpleNamespace(callspec=SimpleNamespace(params=params), iter_markers=lambda _: marks, slow=False)
+        item.get_closest_marker = lambda _: every
+        item.add_marker = lambda mark, item=item: setattr(item, "slow", mark.name == "slow")
+        items.append(item)
+    conftest.pytest_collection_modifyitems(items)
+    fast = [item.callspec.params for item in items if not item.slow]
+    assert [(row["one"], row["two"]) for row in fast] == [("a", "c"), ("a", "e"), ("b", "d"), ("b", "f")]
+
+
+def test_the_result_of_the_slow_tests_is_kept(tmp_path: Path) -> None:
+    file = tmp_path / "slow.txt"
+    write_result(file, {"passed": 3, "failed": 1, "deselected": 9}, ["tests/a.py::test_b[c]"], 120.0)
+    first, _, *lines = file.read_text(encoding="utf-8").splitlines()
+    assert re.match(r"The last `make slow`: \d{4}-\d\d-\d\d, commit \w+.*, torch [\d.]+\S*, transformers [\d.]+", first)
+    assert lines == ["3 passed, 1 failed, 0 error, 0 skipped; 2 minutes", "failed: tests/a.py::test_b[c]"]

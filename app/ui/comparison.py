@@ -111,6 +111,7 @@ class ComparisonRun:
         lanes: answers of mmspec, one per drafter.
         loaded_model: set in phase "loading".
         encode_s: seconds of encoding the picture, once for both.
+        is_media_reused: the picture was encoded in an earlier turn.
         prompt_tokens: length of the prompt, visual tokens included.
         visitor: who asks; what was computed of the earlier turns is kept under this name. Empty: nothing is kept.
     """
@@ -152,6 +153,7 @@ class ComparisonRun:
         )
         self.loaded_model: LoadedModel | None = None
         self.encode_s = 0.0
+        self.is_media_reused = False
         self.prompt_tokens = 0
 
     @property

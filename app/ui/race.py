@@ -171,8 +171,8 @@ def _render_score(report: Report) -> str:
             f"Tokens per second of {fastest}{lane_title(best.drafter)}, over those of {choice['baseline']}, the "
             f"baseline (the settings offer {other}). Model {choice['model']}, {run['device']}, {run['dtype']}."
         )
-        credit = " ".join(filter(None, (best.credit.sentence, _reuse_sentence(report)))) if best.credit else ""
-    credit = f'<p class="mm-credit">{escape(credit)}</p>' if credit else ""
+        parts = (("mm-credit", best.credit.sentence if best.credit else ""), ("mm-reused", _reuse_sentence(report)))
+        credit = "".join(f'<p class="{kind}">{escape(sentence)}</p>' for kind, sentence in parts if sentence)
     words = f"<div>{render_verdict(report)}{credit}<small>{escape(note)}</small></div>"
     return f'<div class="mm-score">{ratio}{words}</div>'
 

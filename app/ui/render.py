@@ -61,12 +61,18 @@ def render_results(report: Report) -> str:
     return f'<div class="mm-results">{plots.lengths_chart(report)}{text}{render_headline(report)}{pair}</div>'
 
 
+def _vision_cell(metrics: dict[str, Any]) -> tuple[str, str, str]:
+    if metrics["vision_reused"]:
+        return "vision encoding", "none", "that of the turn before serves all lanes"
+    return "vision encoding", f"{metrics['vision_s']:.3f} s", "once for all lanes"
+
+
 def render_headline(report: Report) -> str:
     """The numbers that the race does not show; those of mmspec are of its first lane."""
     metrics = report.metrics
     cells = [
         ("end to end", _format_ratio(metrics["speedup_e2e"]), "the whole answer, vision encoding included"),
-        ("vision encoding", f"{metrics['vision_s']:.3f} s", "once for all lanes"),
+        _vision_cell(metrics),
         ("tau", f"{metrics['tau']:.2f}", "accepted length: tokens per forward of the model"),
         ("R", "-" if metrics["R"] is None else f"{metrics['R']:.2f}", "cost of a round in plain decoding steps"),
     ]

@@ -208,6 +208,7 @@ def collect_metrics(comparison: ComparisonRun) -> dict[str, Any]:
         "tau": lane.stats.tau,
         "R": comparison.round_cost(lane),
         "vision_s": comparison.encode_s,
+        "vision_reused": comparison.is_media_reused,
         "visible_tokens": visible_tokens_to_dict(comparison.visible_tokens) if comparison.visible_tokens else None,
         "prompt_tokens": comparison.prompt_tokens,
         "choice": settings_to_dict(comparison.settings),

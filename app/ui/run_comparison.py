@@ -48,6 +48,7 @@ def run_comparison(comparison: ComparisonRun) -> None:
     if not comparison.turns:
         loaded.forget(comparison.visitor)  # a first question is measured without what others have computed
     request, comparison.encode_s = loaded.kept_media.encode(comparison.visitor, loaded.model, inputs)
+    comparison.is_media_reused = "mm_encoder_outputs" in request and not comparison.encode_s
     comparison.phase = "answering"
     if comparison.plain.drafter is None:
         with mmspec.disabled(loaded.model):

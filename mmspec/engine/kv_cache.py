@@ -13,7 +13,7 @@ After verification the accepted nodes are gathered to the front of the new posit
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -53,7 +53,8 @@ class RaggedKVCache:
         max_length: number of positions that is never exceeded.
         num_new: positions per row that the current forward writes.
         kv_len: key length of the current forward, `max(seq_lens) + num_new`.
-        groups: after `pack`, the tensors that hold all layers.
+        layers: the tensors of each layer; () of one that stores nothing.
+        groups: the tensors in which `pack` has put all layers; none before, and after one has outgrown its tensor.
     """
 
     def __init__(self, batch: int, max_length: int, values_start_as_keys: bool = False) -> None:
@@ -70,11 +71,9 @@ class RaggedKVCache:
         self._values_start_as_keys = values_start_as_keys
         self.num_new = 0
         self.kv_len = 0
-        self._written_end = 0  # largest `kv_len`: nothing lies behind it
-        self._layers: list[LayerParts] = []  # () until the first write
+        self.layers: list[LayerParts] = []
         self._dtypes: list[tuple[torch.dtype, torch.dtype]] = []  # (keys, values) of each layer
         self._write_indices: dict[torch.device, Tensor] = {}
-        self._packed: list[LayerParts] = []  # the layers in `groups`
         self.groups: list[Tensor] = []
 
     @classmethod
@@ -82,8 +81,7 @@ class RaggedKVCache:
         """A packed cache on a tensor [layers, 2, B, H, C, D] that holds `seq_lens` positions of each row."""
         cache = cls(len(seq_lens), max_length=group.shape[4])
         cache.groups = [group]
-        cache._layers = [(layer,) for layer in group.unbind()]
-        cache._packed = list(cache._layers)
+        cache.layers = [(layer,) for layer in group.unbind()]
         cache._dtypes = [(group.dtype, group.dtype)] * len(group)
         cache.seq_lens = list(seq_lens)
         return cache
@@ -112,13 +110,12 @@ class RaggedKVCache:
     @property
     def nbytes(self) -> int:
         """Allocated bytes."""
-        return sum(part.nbytes for layer in self._layers for part in layer)
+        return sum(part.nbytes for layer in self.layers for part in layer)
 
     def begin_forward(self, nodes: int) -> None:
         """Prepare for a forward that writes `nodes` positions per row."""
         self.num_new = nodes
         self.kv_len = max(self.seq_lens) + nodes
-        self._written_end = max(self._written_end, self.kv_len)
         self._write_indices.clear()
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -144,13 +141,13 @@ class RaggedKVCache:
 
         None if keys and values of a layer are in two tensors, or a layer has none.
         """
-        for index, parts in enumerate(self._layers):
+        for index, parts in enumerate(self.layers):
             if len(parts) != 1:
                 return None
             if parts[0].shape[3] < self.kv_len:
                 keys, values = parts[0][:, :, :, :0]
                 self._allocate(index, keys, values)
-        return [buffer for (buffer,) in self._layers]
+        return [buffer for (buffer,) in self.layers]
 
     def advance(self, nodes: int) -> None:
         """Commit the first `nodes` positions of the last forward (prefill)."""
@@ -159,7 +156,8 @@ class RaggedKVCache:
     def append(self, counts: Sequence[int], device_counts: Tensor) -> None:
         """Commit the first `counts[b]` positions of row b; `device_counts` [B] int64 are the same numbers."""
         self._seq_lens = [length + count for length, count in zip(self._seq_lens, counts, strict=True)]
-        self._add_device_lengths(device_counts)
+        for device, lengths in self._device_lengths.items():
+            self._device_lengths[device] = lengths + device_counts.to(device)
 
     def keep_path(self, path: Tensor, counts: Tensor, accepted_nodes: Sequence[Sequence[int]]) -> None:
         """Commit the accepted nodes of the last forward, in order, and drop the others.
@@ -169,13 +167,12 @@ class RaggedKVCache:
             counts: [B] int64.
             accepted_nodes: the same nodes on the host.
         """
-        if self.is_packed:  # a recorded forward may follow
-            device = self.groups[0].device
-            commit_nodes(self.groups, self.lengths_on(device), path.to(device), counts.to(device))
+        if self.groups:  # a recorded forward may follow, which reads all nodes
+            commit_nodes(self.groups, self.lengths_on(path.device), path, counts)
         elif any(node != step for row in accepted_nodes for step, node in enumerate(row)):
-            self._move_to_front(path[:, : max(len(row) for row in accepted_nodes)], counts)
-        self._seq_lens = [length + len(row) for length, row in zip(self._seq_lens, accepted_nodes, strict=True)]
-        self._add_device_lengths(counts)
+            path = path[:, : max(len(row) for row in accepted_nodes)]
+            commit_nodes(self._buffers(), self.lengths_on(path.device), path, counts)
+        self.append([len(row) for row in accepted_nodes], counts)
 
     def crop(self, lengths: Sequence[int]) -> None:
         """Cut row b to at most `lengths[b]` positions."""
@@ -185,41 +182,21 @@ class RaggedKVCache:
 
     def zero_tail(self) -> None:
         """Set all positions behind the rows' lengths to zero."""
-        start = min(self.seq_lens)
-        for whole in self._buffers():
-            end = whole.shape[3] if self.groups else self._written_end  # recorded functions write unseen
-            buffer = whole[:, :, :, start:end]
-            index = torch.arange(start, start + buffer.shape[3], device=buffer.device)
+        for buffer in self._buffers():
+            index = torch.arange(buffer.shape[3], device=buffer.device)
             behind = index >= self.lengths_on(buffer.device)[:, None]
             buffer.masked_fill_(behind[None, :, None, :, None], 0)
 
     def read(self, layer: int, length: int) -> tuple[Tensor, Tensor]:
         """Views [B, H, length, D] of the keys and values of one layer."""
-        parts = self._layers[layer]
+        parts = self.layers[layer]
         keys_dtype, values_dtype = self._dtypes[layer]
         return parts[0][0, :, :, :length].to(keys_dtype), parts[-1][-1, :, :, :length].to(values_dtype)
 
-    def has_layer(self, layer: int) -> bool:
-        """Whether keys and values of this layer have been written; recurrent layers have none."""
-        return layer < len(self._layers) and bool(self._layers[layer])
-
-    def __len__(self) -> int:
-        return len(self._layers)
-
-    # --- at fixed addresses, for recorded functions -------------------------------------------------------------------
-
     @property
-    def layers(self) -> list[LayerParts]:
-        """The tensors of each layer; () of a layer that stores nothing."""
-        return list(self._layers)
-
-    @property
-    def is_packed(self) -> bool:
-        """Whether the layers are still where `pack` has put them: one that outgrows its tensor is moved."""
-        return bool(self._packed) and all(
-            len(parts) == len(packed) and all(one is other for one, other in zip(parts, packed, strict=True))
-            for parts, packed in zip(self._layers, self._packed, strict=False)
-        )
+    def written_layers(self) -> list[int]:
+        """Layers that have keys and values; recurrent layers have none."""
+        return [index for index, parts in enumerate(self.layers) if parts]
 
     def pack(self, capacity: int) -> bool:
         """Move all layers to fixed addresses, with room for `capacity` positions: one tensor for all of one shape.
@@ -227,46 +204,27 @@ class RaggedKVCache:
         Returns:
             Whether they moved, so that recordings of the former addresses are void.
         """
-        if self.is_packed and all(tensor.shape[4] >= capacity for tensor in self.groups):
+        if self.groups and all(tensor.shape[4] >= capacity for tensor in self.groups):
             return False
         with torch.inference_mode(False), torch.no_grad():  # they outlive the call
-            self.groups, places = _pack(self._layers, capacity)
-            for parts, views in zip(self._layers, places, strict=True):
+            self.groups, places = _pack(self.layers, capacity)
+            for parts, views in zip(self.layers, places, strict=True):
                 for old, new in zip(parts, views, strict=True):
                     new[:, :, :, : old.shape[3]] = old[:, :, :, :capacity]
-        self._layers, self._packed = places, list(places)
-        return True
+        self.layers = places
+        return bool(places)
 
     def reset(self) -> None:
         """Empty the cache for another call. Nothing of the last one remains: nan would reach outputs (0 * nan)."""
         self.seq_lens = [0] * len(self.seq_lens)
         with torch.inference_mode(False), torch.no_grad():
-            for tensor in self.groups:
+            for tensor in self._buffers():
                 tensor.zero_()
 
     def _buffers(self) -> Iterator[Tensor]:
         """The tensors of all layers, [2, B, H, C, D] or [1, B, H, C, D]."""
-        for parts in self._layers:
+        for parts in self.layers:
             yield from parts
-
-    def _add_device_lengths(self, counts: Tensor) -> None:
-        for device, lengths in self._device_lengths.items():
-            self._device_lengths[device] = lengths + counts.to(device)
-
-    def _move_to_front(self, path: Tensor, counts: Tensor) -> None:
-        """Move the nodes of `path` [B, A] to the front of the new positions; steps from `counts` on do not move."""
-        batch, longest = path.shape
-        indices: dict[torch.device, tuple[Tensor, Tensor]] = {}  # computed once, not per layer
-        for buffer in self._buffers():
-            device = buffer.device
-            if device not in indices:
-                step = torch.arange(longest, device=device)
-                lengths = self.lengths_on(device)[:, None]
-                source = lengths + torch.where(step < counts.to(device)[:, None], path.to(device), step)
-                indices[device] = source[None, :, None, :, None], (lengths + step)[None, :, None, :, None]
-            source, destination = indices[device]
-            shape = (buffer.shape[0], batch, buffer.shape[2], longest, buffer.shape[4])
-            buffer.scatter_(3, destination.expand(shape), buffer.gather(3, source.expand(shape)))
 
     def _write_index(self, device: torch.device) -> Tensor:
         """[B, num_new] int64 positions that this forward writes, cached per device (layers may be on several)."""
@@ -280,10 +238,10 @@ class RaggedKVCache:
 
         New positions are zero, because a masked position contributes 0 * value, and 0 * nan is nan.
         """
-        while len(self._layers) <= layer:
-            self._layers.append(())
+        while len(self.layers) <= layer:
+            self.layers.append(())
             self._dtypes.append((keys.dtype, keys.dtype if self._values_start_as_keys else values.dtype))
-        parts = self._layers[layer]
+        parts = self.layers[layer]
         dtype = self._promote_dtype(layer, keys.dtype, values.dtype)
         is_large_enough = bool(parts) and parts[0].shape[3] >= self.kv_len
         if is_large_enough and parts[0].dtype == dtype:
@@ -295,7 +253,7 @@ class RaggedKVCache:
         grown = tuple(new.new_zeros(n, *new.shape[:2], capacity, new.shape[3], dtype=dtype) for n, new in groups)
         for old, new in zip(parts, grown, strict=bool(parts)):
             new[:, :, :, : old.shape[3]] = old
-        self._layers[layer] = grown
+        self.layers[layer], self.groups = grown, []
         return grown
 
     def _promote_dtype(self, layer: int, keys: torch.dtype, values: torch.dtype) -> torch.dtype:
@@ -323,7 +281,7 @@ class RecordedKVCache(RaggedKVCache):
         super().__init__(len(lengths), bucket)
         self._lengths: Tensor | None = lengths
         self._bucket = bucket
-        self._layers = list(layers)
+        self.layers = list(layers)
         self._dtypes = [(parts[0].dtype, parts[-1].dtype) if parts else (torch.float32,) * 2 for parts in layers]
         self._seq_lens = [bucket] * len(lengths)
 
@@ -352,25 +310,27 @@ class RecordedKVCache(RaggedKVCache):
         super().begin_forward(nodes)
 
 
-def commit_nodes(groups: Sequence[Tensor], lengths: Tensor, path: Tensor, counts: Tensor) -> None:
-    """Move the accepted nodes of all layers to the front of each row's new positions. May be recorded.
+def commit_nodes(tensors: Iterable[Tensor], lengths: Tensor, path: Tensor, counts: Tensor) -> None:
+    """Move the accepted nodes to the front of each row's new positions. May be recorded; the lengths stay.
 
-    As `RaggedKVCache.keep_path` but for two things: the lengths stay, and whatever is not accepted becomes a copy of
-    node 0, which is finite where the row is; a recorded forward reads behind the longest row too, and 0 * nan is nan.
+    Whatever is not accepted becomes a copy of node 0, which is finite where the row is; a recorded forward reads behind
+    the longest row too, and 0 * nan is nan.
 
     Args:
-        groups: tensors [n, 2 or 1, B, H, C, D] of a packed cache, changed in place.
+        tensors: [..., B, H, C, D] of a cache, on any devices, changed in place.
         lengths: [B] int64 committed positions.
-        path: [B, N] int64 accepted nodes, defined up to `counts`.
+        path: [B, A] int64 accepted nodes, defined up to `counts`.
         counts: [B] int64.
     """
     step = torch.arange(path.shape[1], device=path.device)
-    source = lengths[:, None] + torch.where(step < counts[:, None], path, 0)
-    destination = lengths[:, None] + step
-    for tensor in groups:
-        shape = (*tensor.shape[:4], path.shape[1], tensor.shape[5])
-        moved = tensor.gather(4, source[None, None, :, None, :, None].expand(shape))
-        tensor.scatter_(4, destination[None, None, :, None, :, None].expand(shape), moved)
+    both = torch.stack([lengths[:, None] + torch.where(step < counts[:, None], path, 0), lengths[:, None] + step])
+    on_device: dict[torch.device, Tensor] = {}  # computed once, not per layer
+    for tensor in tensors:
+        if tensor.device not in on_device:
+            on_device[tensor.device] = both.to(tensor.device)[:, :, None, :, None]
+        shape = (*tensor.shape[:-2], path.shape[1], tensor.shape[-1])
+        source, destination = (index.expand(shape) for index in on_device[tensor.device])
+        tensor.scatter_(-2, destination, tensor.gather(-2, source))
 
 
 def _pack(layers: Sequence[LayerParts], capacity: int) -> tuple[list[Tensor], list[LayerParts]]:

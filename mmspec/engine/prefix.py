@@ -224,12 +224,11 @@ class PrefixStore:
             recurrent: {place: [B * repeats, ...]} states behind the prompts; None if there are none.
         """
         sequences = sequences.detach().cpu()
-        present = [layer for layer in range(len(kv_cache)) if kv_cache.has_layer(layer)]
         for prompt, start in enumerate(rows.padding):
             row = prompt * repeats
             end = rows.tokens.shape[1] if recurrent else min(kv_cache.seq_lens[row], sequences.shape[1])
             layers: KeysAndValues = {}
-            for layer in present:
+            for layer in kv_cache.written_layers:
                 keys, values = kv_cache.read(layer, end)
                 layers[layer] = keys[row, :, start:].clone(), values[row, :, start:].clone()
             is_media = torch.zeros(end - start, dtype=torch.bool)

@@ -191,7 +191,7 @@ def export_dynamic_cache(buffer: RaggedKVCache, length: int, cache: DynamicCache
         cache: the user's cache, changed in place.
         copy: False stores views of the buffer, for user code that reads the cache during the call.
     """
-    for index in filter(buffer.has_layer, range(len(buffer))):
+    for index in buffer.written_layers:
         keys, values = buffer.read(index, length)
         if len(cache.layers) <= index:
             cache.layers.append(DynamicLayer())

@@ -107,10 +107,15 @@ class Lane:
             states.move_to(self._state_tensors)
         self._min_length = prompt_length + min(max_new_tokens, RESERVED_TOKENS)
 
-    def score_part(self, forward: NodeForward, num_nodes: int, hidden_state_indices: Sequence[int]) -> ScorePart:
-        """The forward over trees of `num_nodes` nodes, and the commit of what is accepted, as functions of tensors."""
+    def score_part(self, forward: NodeForward, num_nodes: int, hidden_state_indices: Sequence[int]) -> ScorePart | None:
+        """The forward over trees of `num_nodes` nodes, and the commit of what is accepted, as functions of tensors.
+
+        None where an eager forward (of another dtype, under autocast) has moved the keys and values.
+        """
         kv_cache, call, recurrent = self.kv_cache, self._call, self._states
         assert call is not None, "begin_call comes first"
+        if kv_cache.written_layers and not kv_cache.groups:
+            return None
         indices = tuple(hidden_state_indices)
         bucket = min(length_bucket(max(self._min_length, *kv_cache.seq_lens) + num_nodes), self.recordings.capacity)
         key = num_nodes, bucket, indices, forward.constants

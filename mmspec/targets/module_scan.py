@@ -34,6 +34,8 @@ MODULES = ("transformers", "torch.nn", *PEFT_MODULES, "accelerate", "mmspec")
 bitsandbytes: on some CPUs its layers multiply float32 inputs in bfloat16."""
 PARAMETERS = ("transformers", "torch.nn", "torch.distributed", "peft", "accelerate")
 """Packages whose parameter classes do so. Others (torchao, bitsandbytes) are left to the self-test."""
+UNQUANTISED_MODULES = ("torch.nn.", "transformers.models.", "transformers.activations")
+"""Python modules of classes that no quantiser has put there. Some only unpack what they load: then all are of these."""
 INFERENCE_SAFE_HOOKS = ("transformers.utils.output_capturing", "mmspec.vision.grids.attention")
 """Python modules whose hooks may run in inference mode: none of their tensors outlives a call."""
 
@@ -166,7 +168,7 @@ def scan_modules(model: Any) -> ModuleScan:
         hooked = [(module, description) for module, description in state.hooked if id(module) in running]
         if hooked and hook is None:
             hook = f"{hooked[0][1]} on {describe_module(model, hooked[0][0])}"
-    is_quantised = getattr(model, "hf_quantizer", None) is not None
+    is_quantised = getattr(model, "hf_quantizer", None) is not None and any(map(_may_quantise, state.origins))
     may_store_tensors = is_quantised or hasattr(model, "hf_device_map") or bool(hooks) or bool(foreign)
     return ModuleScan(
         training=None if state.training is None else describe_module(model, state.training),
@@ -181,6 +183,10 @@ def scan_modules(model: Any) -> ModuleScan:
         prompt_linear_layers=tuple(state.prompt_linear_layers),
         kinds=tuple(state.origins),
     )
+
+
+def _may_quantise(kind: type) -> bool:
+    return not kind.__module__.startswith(UNQUANTISED_MODULES)
 
 
 def decoder_module(model: Any) -> Any:

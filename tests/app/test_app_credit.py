@@ -284,7 +284,8 @@ def test_a_second_turn_reuses_the_picture_and_says_so(model_store: ModelStore) -
         report = build_report(second)
         words = f"Picture reused: {counts[1]} of {second.prompt_tokens} prompt tokens were computed before, first token"
         html = render_race(report)
-        assert words in html and f"; {baseline} computes all of them, " in html
+        assert f'<p class="mm-reused">{words}' in html and f"; {baseline} computes all of them, " in html
+        assert "that of the turn before" in render.render_headline(report) and report.metrics["vision_reused"]
         credit = report.best.credit
         assert credit is not None and credit.num_reused in counts and credit.loop and credit.drafts
         assert credit.loop * credit.drafts == pytest.approx(report.best.speedup)  # type: ignore[operator]

@@ -173,7 +173,7 @@ def test_a_second_question(visit: Callable[..., Any], site: DemoServer, screen: 
     ask(page, "what is it?")
     finish(page)
     speedup = text(page, ".mm-ratio")
-    assert "reused" not in text(page, ".mm-credit")
+    assert page.locator(".mm-reused").count() == 0
     box = page.locator("#mm-question")
     assert box.locator("textarea").input_value() == "" and "Follow-up question" in box.inner_text()
     assert "Start over forgets that; the picture stays" in text(page, "#mm-turns")
@@ -182,7 +182,7 @@ def test_a_second_question(visit: Callable[..., Any], site: DemoServer, screen: 
     finish(page)
     assert text(page, ".mm-kept") == speedup and page.locator("#mm-race .mm-asking img").count() == 1
     assert re.search(
-        r"Picture reused: \d+ of \d+ prompt tokens .*; plain generate computes all", text(page, ".mm-credit")
+        r"Picture reused: \d+ of \d+ prompt tokens .*; plain generate computes all", text(page, ".mm-reused")
     )
     first = page.locator("#mm-race .mm-asking").first
     assert first.locator("img").count() == 1 and "what is it?" in first.inner_text(), "the picture stays where it was"

@@ -23,11 +23,30 @@ import zoo
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from mmspec.cpu.c_kernel import load_kernel
 from mmspec.engine.tree import DraftTree
 from mmspec.interfaces import Prompt
+from mmspec.targets.c_rounds import CRounds
 
 SLICE = range(150)
 BF16 = range(500, 530)
+
+
+@pytest.fixture
+def c_scores(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """For every round of a recognised model, whether the C decoder computed it."""
+    if load_kernel() is None:
+        pytest.skip("no compiler or another processor")
+    done: list[bool] = []
+    original = CRounds.score
+
+    def score(self: CRounds, *args: Any) -> Any:
+        found = original(self, *args)
+        done.append(found is not None)
+        return found
+
+    monkeypatch.setattr(CRounds, "score", score)
+    return done
 
 
 @pytest.mark.every(3)
@@ -174,6 +193,42 @@ def test_bf16_diverges_only_at_near_ties(step: int, record_property: Any) -> Non
     # bf16 keeps 8 bits: logits around 8 are 1/32 apart, and an argmax is exact up to a few such steps.
     assert all(margin < 0.3 for margin in margins), margins
     assert len(margins) < total
+
+
+# --- half precision in rounds in C: there drafts change nothing ------------------------------------------------------
+
+EVERY_DRAFTER = (
+    *(*fuzz.BUILT_IN_DRAFTERS[1:], *fuzz.LEARNING_DRAFTERS, *fuzz.WHOLE_MODEL_DRAFTERS),
+    *(name for name in adversarial.DRAFTERS if name not in ("raising", "tapper")),
+    *(f"head-{kind}" for kind in heads.DRAFTER_KINDS),
+)
+
+
+def _half_case(drafter: str, seed: int) -> fuzz.Case:
+    """A call of a model with rounds in C: `_half` in either type, by the drafter's turn."""
+    case = _half(2 * seed + EVERY_DRAFTER.index(drafter) % 2)  # sampled, greedy
+    dtype = ("bfloat16", "float16")[(seed + EVERY_DRAFTER.index(drafter) // 2) % 2]
+    spec = replace(case.spec, dtype=dtype, family="llava" if "vision" in drafter else case.spec.family)
+    return replace(case, spec=spec, drafter=drafter, compiled=True, deterministic=False, eos="none")
+
+
+@pytest.mark.parametrize("drafter", EVERY_DRAFTER)
+def test_in_half_precision_every_drafter_gives_the_tokens_of_none(drafter: str, c_scores: list[bool]) -> None:
+    """All of them, and the generator's state: the rule of both half types, of which no row is an exception."""
+    case = _half_case(drafter, 700)
+    prepared = fuzz.prepare_case(case)
+    torch.manual_seed(case.seed)
+    plain = fuzz.run_calls(prepared)
+    results = []
+    for name in ("none", drafter):
+        torch.manual_seed(case.seed)
+        outcomes, _, stats = fuzz._run_patched(replace(case, drafter=name), prepared, plain)
+        results.append(outcomes)
+        assert all(c_scores) and len(c_scores) >= stats["rounds"] > 0
+        c_scores.clear()
+    for mine, other in zip(*results, strict=True):
+        assert mine.error == other.error and torch.equal(mine.sequences, other.sequences)
+        assert torch.equal(mine.rng_state, other.rng_state)
 
 
 # --- the distribution -------------------------------------------------------------------------------------------------

@@ -92,7 +92,7 @@ def test_any_sequence_of_calls_equals_the_reference(batch: int, seed: int) -> No
                 for row, length in zip(positions, cut, strict=True):
                     del row[length:]
             assert buffer.seq_lens == rows.lengths()
-    assert len(buffer) == layers
+    assert len(buffer.layers) == layers
     for layer in range(layers):
         rows.check(layer, *buffer.read(layer, max(rows.lengths())))
 
@@ -107,7 +107,7 @@ def test_keep_path_moves_the_path_to_the_front() -> None:
     keys, values = buffer.read(0, 4)
     assert keys[0, 0, :3, 0].tolist() == [0, 2, 3] and values[0, 0, :3, 0].tolist() == [0, -2, -3]
     assert keys[1, 0, :1, 0].tolist() == [4] and buffer.seq_lens == [3, 1]
-    assert keys[1, 0, 1:3, 0].tolist() == [5, 6], "nodes behind the accepted ones do not move"
+    assert keys[1, 0, 1:3, 0].tolist() == [4, 4], "what is not accepted may be nan: it becomes a copy of node 0"
 
 
 def test_a_row_that_waits_commits_nothing() -> None:

@@ -109,7 +109,7 @@ def test_a_packed_cache_equals_a_growing_one(batch: int) -> None:
             cut = [length - 1 for length in growing.seq_lens]
             packed.crop(cut)
             growing.crop(cut)
-        assert packed.is_packed and packed.seq_lens == growing.seq_lens
+        assert packed.groups and packed.seq_lens == growing.seq_lens
         assert packed.seq_lens == packed.lengths_on(torch.device("cpu")).tolist()
         for layer, row in ((layer, row) for layer in range(3) for row in range(batch)):
             length = growing.seq_lens[row]

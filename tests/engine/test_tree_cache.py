@@ -81,7 +81,7 @@ def test_logits_are_those_of_a_dynamic_cache(name: str) -> None:
         torch.testing.assert_close(mine, forward(model, new, plain, past), rtol=1e-4, atol=1e-4)
         past += count
         assert cache.get_seq_length() == plain.get_seq_length() == past
-    assert len(buffer) == layers
+    assert len(buffer.layers) == layers
 
 
 @ALL
@@ -122,7 +122,7 @@ def test_an_empty_cache_is_filled(name: str) -> None:
     for bare in (False, True):
         user_cache, plain, buffer = dynamic(model, bare), dynamic(model, bare), RaggedKVCache(2, 20)
         load_dynamic_cache(user_cache, buffer)
-        assert buffer.seq_lens == [0, 0] and len(buffer) == 0
+        assert buffer.seq_lens == [0, 0] and len(buffer.layers) == 0
         buffer.begin_forward(12)
         forward(model, ids, TreeCache(buffer, layers), 0)
         buffer.advance(12)

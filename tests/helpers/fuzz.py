@@ -64,7 +64,10 @@ LEARNING_DRAFTERS = ("instant", "arbitrated")
 WHOLE_MODEL_DRAFTERS = ("self", "quantized", "model", "model-vision", "model-retokenizing")
 """Drafters that decode with a whole model. Selected by name, so that seeds stay reproducible."""
 TOLERANCE = 1e-4
-"""By how much logits, scores and states may differ, of every family."""
+"""By how much logits, scores and states may differ."""
+RECURRENT_LINEARS_TOLERANCE = 5e-4
+"""The same of a recurrent model whose linear layers are in our kernels, even without a draft: these add in another
+order, and what a state has taken in stays there. 2.7e-4 was measured; with `backend="torch"` 1e-4 holds."""
 
 
 @dataclass(frozen=True)
@@ -529,6 +532,13 @@ class CaseResult:
         return "\n".join(lines)
 
 
+def tolerance_of(case: Case) -> float:
+    """By how much logits, scores and states of a case may differ."""
+    family = zoo.ROWS.get(case.spec.family)
+    is_recurrent = family is not None and "recurrent" in family.traits
+    return RECURRENT_LINEARS_TOLERANCE if is_recurrent and case.compiled else TOLERANCE
+
+
 def _compare_tensors(plain: tuple[Tensor, ...], patched: tuple[Tensor, ...], tolerance: float) -> str:
     """How two tuples of tensors differ, or an empty string."""
     if len(plain) != len(patched):
@@ -644,6 +654,7 @@ def check_hidden_states(prepared: PreparedCase, drafter: adversarial.HiddenState
     torch.manual_seed(prepared.case.seed)
     plain = run_calls(prepared, return_states=True)
     faults = [Difference("hidden states", 0, fault) for fault in drafter.faults]
+    tolerance = tolerance_of(prepared.case)
     for entry in drafter.observed:
         if (
             entry.call_index >= len(plain)
@@ -661,11 +672,11 @@ def check_hidden_states(prepared: PreparedCase, drafter: adversarial.HiddenState
         )
         for i, hidden in entry.hidden_states.items():
             off = (states[i][entry.row, -1] - hidden).abs().max()
-            if not off < TOLERANCE * max(1.0, float(hidden.abs().max())):
+            if not off < tolerance * max(1.0, float(hidden.abs().max())):
                 where = f"row {entry.row}, step {entry.step}, hidden state {i}"
                 faults.append(Difference("hidden states", entry.call_index, f"{where}: off {off:.1e}"))
         row = logits[entry.row]
-        if not torch.allclose(row[entry.top_ids], row.topk(len(entry.top_ids)).values, atol=TOLERANCE, rtol=TOLERANCE):
+        if not torch.allclose(row[entry.top_ids], row.topk(len(entry.top_ids)).values, atol=tolerance, rtol=tolerance):
             faults.append(
                 Difference("top_ids", entry.call_index, f"row {entry.row}, step {entry.step}: {entry.top_ids}")
             )
@@ -706,7 +717,7 @@ def _prompt_faults(prepared: PreparedCase, prompt: Prompt, plain: CallOutcome) -
         keep = prompt.attention_mask[:, -state.shape[1] :]  # a continued conversation reads only what is new
         if state.shape != hidden.shape:
             yield f"hidden state {i} of the prompt has shape {list(hidden.shape)} instead of {list(state.shape)}"
-        elif (state - hidden)[keep].abs().max() > TOLERANCE * max(1.0, float(hidden.abs().max())):
+        elif (state - hidden)[keep].abs().max() > tolerance_of(prepared.case) * max(1.0, float(hidden.abs().max())):
             yield f"hidden state {i} of the prompt is off by {(state - hidden)[keep].abs().max():.1e}"
 
 
@@ -854,7 +865,7 @@ def _find_differences(
     for turn, (a, b) in enumerate(zip(plain, outcomes, strict=False)):
         if case.drafter == "raising" and b.error.startswith("InjectedError") and b.error != a.error:
             continue  # its own exception may come through; the calls after it must be right all the same
-        found = compare_outcomes(a, b, turn)
+        found = compare_outcomes(a, b, turn, tolerance_of(case))
         for difference in found:
             if difference.kind == "sequences":
                 difference.margin = _margin(prepared, turn, a, b)

@@ -62,12 +62,11 @@ def assert_parity(
     drafter: Any = "oracle",
     seed: int = 0,
     patch_options: Kwargs | None = None,
-    tolerance: float = fuzz.TOLERANCE,
     **kwargs: Any,
 ) -> mmspec.Stats:
     """Assert that plain and patched agree in tokens, scores, cache and generator state; returns the statistics.
 
-    `drafter` may be a function from the plain sequences to a drafter; `tolerance` is of scores, logits and cache.
+    `drafter` may be a function from the plain sequences to a drafter.
     """
     plain = generate_plain(model, inputs, seed, **call_factories(kwargs))
     state = torch.get_rng_state()
@@ -78,7 +77,7 @@ def assert_parity(
         assert torch.equal(torch.get_rng_state(), state), "the generator state differs"
         stats = mmspec.stats(model, last=True)
     outcomes = [build_outcome(result, state) for result in (plain, mine)]
-    differences = fuzz.compare_outcomes(*outcomes, turn=0, tolerance=tolerance)
+    differences = fuzz.compare_outcomes(*outcomes, turn=0)
     assert not differences, differences
     return stats
 

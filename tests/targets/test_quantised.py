@@ -9,6 +9,8 @@ from __future__ import annotations
 import types
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +20,36 @@ import pytest
 import tiny_models as tiny
 import torch
 from near_ties import assert_equal_up_to_near_ties
-from parity import FAMILIES, GREEDY, SAMPLED, assert_parity
+from parity import FAMILIES, GREEDY, SAMPLED, assert_parity, generate_plain, speculate
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import mmspec
+from mmspec.app.bench.peers.write_shape_gguf import write_shape
+from mmspec.app.bench.shape.models import TEXT_SHAPES
+from mmspec.cpu.c_kernel import load_kernel
+from mmspec.targets.c_rounds import CRounds
 from mmspec.targets.module_scan import scan_modules
 
 DTYPES = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 SKIPPED = packed.UNQUANTISED
+
+
+@pytest.fixture
+def forwards(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """For every round of a recognised model, whether the C decoder computed it."""
+    if load_kernel() is None:
+        pytest.skip("no compiler or another processor")
+    done: list[bool] = []
+    original = CRounds.score
+
+    def spy(self: CRounds, *args: Any) -> Any:
+        scored = original(self, *args)
+        done.append(scored is not None)
+        return scored
+
+    monkeypatch.setattr(CRounds, "score", spy)
+    return done
 
 
 def fresh_model(family: str = "llava", **changes: Any) -> PreTrainedModel:
@@ -94,6 +117,42 @@ def assert_exact_or_named(model: PreTrainedModel, name: str) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_on_a_cpu(family: str, dtype: str) -> None:
     assert_drafted(fresh_model(family, dtype=dtype))
+
+
+# --- GGUF, and others that are no longer quantised --------------------------------------------------------------------
+
+
+@DTYPES
+@pytest.mark.parametrize("kind", ["q4_0", "bf16"])
+def test_a_gguf_loaded_by_transformers(kind: str, dtype: str, tmp_path: Path, forwards: list[bool]) -> None:
+    """Where there is no kernel for its blocks it is unpacked at loading, and is a model like others since."""
+    pytest.importorskip("gguf", reason="gguf is not installed")
+    write_shape(str(tmp_path / "tiny.gguf"), kind, asdict(TEXT_SHAPES["tiny"]))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="tiny.gguf", dtype=getattr(torch, dtype)).eval()
+    assert type(model.lm_head) is nn.Linear and model.hf_quantizer is not None
+    inputs = {"input_ids": torch.tensor([[3, 5, 7, 9, 3, 5], [2, 2, 4, 2, 2, 4]])}
+    for mode in (GREEDY, SAMPLED):
+        results = []
+        for drafter in (None, "none", "bush"):
+            with nullcontext() if drafter is None else speculate(model, drafter, results[0]):
+                results.append(generate_plain(model, inputs, 5, pad_token_id=0, **mode))
+        assert torch.equal(results[1], results[2])
+        assert dtype != "float32" or torch.equal(results[0], results[1])
+    assert forwards and all(forwards)
+
+
+def test_a_model_that_a_quantiser_has_left_plain_runs_in_c(forwards: list[bool]) -> None:
+    """As with `dequantize=True` of several of them."""
+    model = fresh_model()
+    model.hf_quantizer = types.SimpleNamespace(is_compileable=False)
+    check(model)
+    assert forwards and all(forwards) and scan_modules(model).can_use_inference_mode
+    model.get_decoder().layers[0].mlp.act_fn = _Packed()
+    assert not scan_modules(model).can_use_inference_mode
+
+
+class _Packed(nn.SiLU):
+    """A module of another package."""
 
 
 # --- torchao ----------------------------------------------------------------------------------------------------------

@@ -34,9 +34,6 @@ from mmspec.targets.registry import find_adapter
 from mmspec.targets.selftest import run_selftest
 
 FAMILY = pytest.mark.parametrize("family", [name for name in ("qwen3_5", "lfm2_vl") if name in FAMILIES])
-REREAD_TOLERANCE = 5e-4
-"""Of rows that go back to the prompt and read their tokens again: in one forward, by the chunked kernel of the gated
-delta rule, where plain decoding read them one by one. Transformers' two kernels alone differ by 2.3e-4 in float32."""
 
 
 @pytest.mark.every(3)
@@ -309,7 +306,8 @@ def test_a_cut_reads_the_tokens_again(family: str, monkeypatch: pytest.MonkeyPat
 
     options: dict[str, Any] = {"max_new_tokens": 25, "do_sample": False, **ALL_OUTPUTS}
     criteria = {"stopping_criteria": lambda: StoppingCriteriaList([Odd()])}
-    stats = assert_parity(model, given, HalfRight, tolerance=REREAD_TOLERANCE, **options, **criteria)
+    in_torch = {"backend": "torch"}  # since 1e-4 is of states: see `fuzz.RECURRENT_LINEARS_TOLERANCE`
+    stats = assert_parity(model, given, HalfRight, patch_options=in_torch, **options, **criteria)
     assert not stats.fallback_reason and stats.num_draft_tokens > 0
     assert any(any(rows) and not all(rows) for rows in cuts)
 

@@ -161,7 +161,7 @@ class DraftTensors:
     def _values(self, drafter: HeadDrafter, state: DraftState, capacity: int) -> dict[str, Tensor]:
         device, dtype = state.last_hidden.device, state.last_hidden.dtype
         lengths = state.kv_cache.seq_lens
-        caches = [torch.stack(state.kv_cache.read(layer, max(lengths))) for layer in range(len(state.kv_cache))]
+        caches = [torch.stack(state.kv_cache.read(layer, max(lengths))) for layer in state.kv_cache.written_layers]
         layers = torch.stack(caches)
         length = capacity + drafter.max_depth * drafter.top_k_on(device)
         # Zeros, since 0 * nan of another call would be nan.
@@ -279,7 +279,7 @@ class RecordedDraft:
         """Positions that a function reads, with room for `num_new` more; None if it must run unrecorded."""
         kv_cache, capacity = state.kv_cache, self._recordings.capacity
         length = max(kv_cache.seq_lens) + num_new + self._drafter.max_depth  # a block may write its positions as well
-        if self._tensors.failure or length > capacity or not kv_cache.is_packed:
+        if self._tensors.failure or length > capacity or not kv_cache.groups:
             return None
         return min(length_bucket(max(length, self._min_length)), capacity)
 
