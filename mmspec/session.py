@@ -126,7 +126,7 @@ def _build_output(call: CallContext, inputs: PreparedInputs, target: HFTarget, s
     config = inputs.generation_config
     returns_dict = bool(config.return_dict_in_generate)
     pad_token = config._pad_token_tensor
-    return OutputBuffer(
+    output = OutputBuffer(
         inputs.input_ids,
         inputs.criteria,
         pad_token_id=None if pad_token is None else int(pad_token),
@@ -140,6 +140,8 @@ def _build_output(call: CallContext, inputs: PreparedInputs, target: HFTarget, s
         stepwise=bool(sampler.unknown_processors),
         hooks=UserCodeHooks(before_user_code=target.sync_user_cache, cache_was_written=target.user_cache_view.written),
     )
+    output.sync_finished_rows |= sampler.can_fail_at_padding
+    return output
 
 
 def _build_compressor(call: CallContext, private_draws: PrivateDraws) -> RecordingCompressor | None:
@@ -195,7 +197,7 @@ def _build_prompt(call: CallContext, inputs: PreparedInputs, prefilled: Prefille
         max_new_tokens=target.max_new_tokens if target.max_new_tokens < UNLIMITED else None,
         visual_saliency=_visual_saliency(call, visual_mask),
         media_inputs=call.media_inputs if call.num_return_sequences == 1 else {},
-        layer_subsets=open_layer_subsets(target, needs.copy_bits) if needs.layer_subsets else None,
+        layer_subsets=open_layer_subsets(target, needs) if needs.layer_subsets else None,
         target_keys=TargetKeysReader(target) if spec_config.drafter.requirements.target_keys else None,
     )
 

@@ -88,6 +88,14 @@ class TreeSampler:
         return unknown(self.processors)
 
     @property
+    def can_fail_at_padding(self) -> bool:
+        """Whether the probabilities of a row that has ended may be nan, where transformers raises.
+
+        The penalty of an end token that is forbidden from then on, whose score is the lowest, overflows.
+        """
+        return self.noise is not None and any(type(one) is hf.ExponentialDecayLengthPenalty for one in self.processors)
+
+    @property
     def nan_message(self) -> str:
         """Error message where no id can be sampled; when sampling, the message of `torch.multinomial`."""
         if self.noise is None:

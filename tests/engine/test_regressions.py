@@ -880,3 +880,19 @@ def test_pipeline() -> None:
                 texts.append(outputs[0]["generated_text"])
             assert not patched or mmspec.stats(model).calls == 2
     assert texts[:2] == texts[2:] and texts[0] != texts[1]
+
+
+def test_an_error_at_the_padding_of_a_row_that_has_ended() -> None:
+    """A forbidden end token has the lowest score, whose length penalty overflows: transformers raises."""
+    model = get_model(seed=73)
+    inputs = tiny.build_inputs(model, 74, 2, images=[1, 1])
+    options: Kwargs = {**SAMPLED, "no_repeat_ngram_size": 1}
+    rows = generate_plain(model, inputs, **options, eos_token_id=None)[:, inputs["input_ids"].shape[1] :].tolist()
+    options["eos_token_id"] = next(token for token in rows[1][4:] if token not in rows[0])
+    options |= {"exponential_decay_length_penalty": (8, 2.0), "remove_invalid_values": True}
+    for patched in (False, True):
+        with (
+            speculate(model, "hybrid") if patched else nullcontext(),
+            pytest.raises(RuntimeError, match="probability tensor"),
+        ):
+            generate_plain(model, inputs, **options)
