@@ -68,7 +68,7 @@ TOLERANCE = 1e-4
 RECURRENT_TOLERANCE = 5e-4
 """The same of recurrent models: what a state has taken in stays there, so that another order of sums grows. Of 600
 random cases three are beyond 1e-4: two where our linear layers compute (2.6e-4, also without any draft), and one in
-torch, from several tokens in one forward, accepted or not (3.5e-4). Plain decoding in torch is reproduced to the bit."""
+torch, from several tokens in one forward, accepted or not (3.5e-4). Plain decoding in torch is repeated to the bit."""
 
 
 @dataclass(frozen=True)
