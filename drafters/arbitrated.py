@@ -1,4 +1,4 @@
-"""`arbitrated`: lookup, recycling, both, or these with what is learned, whichever pays most; and `instant`.
+"""`arbitrated`: n-grams, these with what is learned, or a copy in 4 bits, whichever pays most; and `instant`.
 
 Every round one arm drafts; all learn from what the target emits. `DraftArbiter` chooses by measured tokens per
 second. The arms are subsets of the sources of one best-first drafter, so their probabilities are calibrated together.
@@ -6,7 +6,8 @@ With learning, n-grams of all outputs join the union of both (`outputs`), and th
 n-grams and instant heads, in C where that is possible. Before anything is learned `outputs` drafts as `hybrid`
 does, so it is the arm to begin with, and `hybrid` is none of its own. Lookup is cheap and its own estimate is good
 where it copies a long match, so its draft is used whenever it promises more than the best arm gets, without a trial.
-The module knows neither how instant heads are learned nor when.
+A copy of the target in few bits, for which the n-grams draft, is an arm once decoding has taken `COPY_PATIENCE` times
+as long as making it will. The module knows neither how instant heads are learned nor when.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from torch import Tensor
 
 from mmspec.control.arbiter import CallRates, DraftArbiter
 from mmspec.drafters.heads.instant.online import HeadsState, OnlineHeads
+from mmspec.drafters.model.chain import ChainState
+from mmspec.drafters.model.self_drafter import QuantizedDrafter
 from mmspec.drafters.ngram.base import BestFirstDrafter, BestFirstState
 from mmspec.drafters.ngram.lookup import NgramIndex, PromptLookup
 from mmspec.drafters.ngram.output_ngrams import OutputNgrams, OutputState
@@ -29,15 +32,18 @@ from mmspec.engine.tree import DraftTree
 from mmspec.interfaces import Prompt, VerifyResult
 from mmspec.learning.protocols import ClosedFormFit, Examples
 
-LOOKUP, RECYCLING, HYBRID, OUTPUTS, INSTANT = range(5)
-ARM_NAMES = ("lookup", "recycling", "hybrid", "outputs", "instant")
+LOOKUP, RECYCLING, HYBRID, OUTPUTS, INSTANT, COPY = range(6)
+ARM_NAMES = ("lookup", "recycling", "hybrid", "outputs", "instant", "copy")
 _ENABLED_SOURCES = {
     LOOKUP: [True, False, False],
     RECYCLING: [False, True, False],
     HYBRID: [True, True, False],
     OUTPUTS: [True, True, True],
     INSTANT: [False, False, True],  # the others cost more than they add to heads
+    COPY: [True, True, False],  # they draft for the copy
 }
+COPY_PATIENCE = 10
+"""Decoding time before a copy of the target is made, in units of the time that making it is expected to take."""
 MIN_LOOKUP_MATCH = 6
 """Length of a match from which on the draft of lookup is compared with the best arm."""
 
@@ -49,6 +55,7 @@ class ArbitratedState:
     Attributes:
         ngram: state of the sources.
         heads: state of the instant heads, or None.
+        chain: state of the copy that drafts, or None.
         rates: of the arms in this call.
         arm: that drafted the current round; None if none did.
         start_time: of the draft.
@@ -57,6 +64,7 @@ class ArbitratedState:
 
     ngram: BestFirstState
     heads: HeadsState | None
+    chain: ChainState | None
     rates: CallRates
     arm: int | None = None
     start_time: float = 0.0
@@ -76,16 +84,24 @@ class ArbitratedDrafter:
         name: of the drafter.
         ngram: the best-first drafter; the arms are subsets of its sources.
         heads: the instant heads, or None.
-        arms: that may draft; `INSTANT` only once the heads have learned something.
+        copied: drafts with a copy of the target in few bits; None where there is none.
+        arms: that may draft; `INSTANT` only once the heads have learned something, `COPY` once there is one.
         arbiter: measures the arms.
     """
 
-    def __init__(self, heads: OnlineHeads | None = None, arms: Sequence[int] | None = None, name: str = "") -> None:
+    def __init__(
+        self,
+        heads: OnlineHeads | None = None,
+        arms: Sequence[int] | None = None,
+        name: str = "",
+        may_copy: bool = False,
+    ) -> None:
         """
         Args:
             heads: instant heads for one target, with which the drafter learns.
             arms: that may draft; None for all that can.
             name: of the drafter.
+            may_copy: whether a copy of the target may be made, on a CPU.
         """
         self.name = name or "arbitrated"
         self._outputs = OutputNgrams()
@@ -93,10 +109,12 @@ class ArbitratedDrafter:
         self.heads = heads
         if arms is None:
             arms = (LOOKUP, RECYCLING, HYBRID) if heads is None else (LOOKUP, RECYCLING, OUTPUTS, INSTANT)
-        self.arms = frozenset(arms)
+        self.copied = QuantizedDrafter(guide=self.ngram, is_optional=True) if may_copy else None
+        self.arms = frozenset((*arms, COPY) if may_copy else arms)
+        self._decode_s = 0.0
         self.arbiter = DraftArbiter(len(ARM_NAMES), first=HYBRID if heads is None else OUTPUTS)
         self.vocab_size = self.ngram.vocab_size if heads is None else heads.vocab_size
-        self.requirements = self.ngram.requirements
+        self.requirements = self.ngram.requirements if self.copied is None else self.copied.requirements
         if heads is not None:
             self.requirements = replace(self.requirements, hidden_state_indices=(heads.hidden_state_index,))
 
@@ -105,7 +123,11 @@ class ArbitratedDrafter:
     def begin(self, prompt: Prompt) -> ArbitratedState:
         """Start all arms."""
         heads = None if self.heads is None else self.heads.begin(prompt)
-        state = ArbitratedState(self.ngram.begin(prompt), heads, self.arbiter.start(len(prompt.input_ids)))
+        ngram = self.ngram.begin(prompt)
+        chain = None if self.copied is None or prompt.layer_subsets is None else self.copied.begin(prompt)
+        if chain is not None:
+            chain.guide = ngram
+        state = ArbitratedState(ngram, heads, chain, self.arbiter.start(len(prompt.input_ids)))
         state.outputs.flag(prompt.banned_ids, prompt.stop_ids)
         return state
 
@@ -115,6 +137,7 @@ class ArbitratedDrafter:
         self.ngram.catch_up(state.ngram)
         state.available = [arm in self.arms for arm in range(len(ARM_NAMES))]
         state.available[INSTANT] &= self.heads is not None and self.heads.is_ready
+        state.available[COPY] &= state.chain is not None and self._has_copy(state.chain)
         if LOOKUP in self.arms and self._has_long_match(state, active):
             state.arm = None  # not measured as the arm's: these are its best rounds
             tree = self._propose(state, LOOKUP, max_nodes, active)
@@ -126,6 +149,8 @@ class ArbitratedDrafter:
 
     def _propose(self, state: ArbitratedState, arm: int, max_nodes: int, active: Sequence[bool]) -> DraftTree:
         state.ngram.enabled = _ENABLED_SOURCES[arm]
+        if arm == COPY and self.copied is not None and state.chain is not None:
+            return self.copied.propose(state.chain, max_nodes, active)
         if arm == INSTANT and self.heads is not None and state.heads is not None:
             state.outputs.heads = self.heads.distributions(state.heads)
             max_nodes = self.ngram.limit_nodes(state.ngram, max_nodes)
@@ -134,6 +159,18 @@ class ArbitratedDrafter:
                 tree, state.ngram.candidates = drafted
                 return tree
         return self.ngram.propose(state.ngram, max_nodes, active)
+
+    def _has_copy(self, chain: ChainState) -> bool:
+        """Whether there is a copy of the target; made once the calls have been long enough for it to pay."""
+        subsets = chain.prompt.layer_subsets
+        if subsets is None or self._decode_s < COPY_PATIENCE * subsets.make_s:
+            return False
+        if not subsets.make_s:
+            return True
+        if subsets.make():
+            return True
+        chain.prompt = replace(chain.prompt, layer_subsets=None)
+        return False
 
     def _has_long_match(self, state: ArbitratedState, active: Sequence[bool]) -> bool:
         """Whether lookup can copy a long match in most of the active rows."""
@@ -146,12 +183,15 @@ class ArbitratedDrafter:
         self.ngram.observe(state.ngram, result, {})
         if self.heads is not None and state.heads is not None:
             self.heads.observe(state.heads, result, hidden_states)
+        if self.copied is not None and state.chain is not None:
+            self.copied.observe(state.chain, result, {})
         num_rows = sum(map(bool, result.emitted_ids))
+        seconds = time.perf_counter() - state.start_time
+        self._decode_s += seconds if state.start_time else 0.0
         if state.arm is not None and num_rows:
             tokens = sum(map(len, result.emitted_ids)) / num_rows
-            seconds = time.perf_counter() - state.start_time
             self.arbiter.record(state.rates, state.arm, tokens, seconds, state.available)
-        state.arm = None
+        state.arm, state.start_time = None, 0.0
 
     def replicate(self) -> ArbitratedDrafter:
         """A drafter in the same state that shares no mutable state with this one."""

@@ -16,6 +16,7 @@ from mmspec.hints import did_you_mean, looks_like_path
 
 if TYPE_CHECKING:
     from mmspec.drafters.heads.instant.online import OnlineHeads
+    from mmspec.drafters.ngram.base import BestFirstDrafter
     from mmspec.interfaces import Drafter, TargetInfo
 
 logger = logging.getLogger("mmspec")
@@ -42,7 +43,7 @@ def _recycling() -> Drafter:
     return recycling()
 
 
-def _hybrid() -> Drafter:
+def _hybrid() -> BestFirstDrafter:
     from mmspec.drafters.ngram.recycling import hybrid
 
     return hybrid()
@@ -52,9 +53,10 @@ def _arbitrated(target: TargetInfo | None = None, learn: bool = False) -> Drafte
     """Of n-gram drafters and, to be learned, instant heads for the target."""
     from mmspec.drafters.arbitrated import ArbitratedDrafter, LearnableArbitratedDrafter
 
+    may_copy = target is not None and target.device == "cpu"
     if target is None or not learn:
-        return ArbitratedDrafter()
-    return LearnableArbitratedDrafter(_online_heads(target))
+        return ArbitratedDrafter(may_copy=may_copy)
+    return LearnableArbitratedDrafter(_online_heads(target), may_copy=may_copy)
 
 
 def _instant(target: TargetInfo) -> Drafter:
@@ -79,7 +81,7 @@ def _self() -> Drafter:
 def _quantized() -> Drafter:
     from mmspec.drafters.model.self_drafter import QuantizedDrafter
 
-    return QuantizedDrafter()
+    return QuantizedDrafter(guide=_hybrid())
 
 
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
@@ -142,7 +144,11 @@ def _auto(target: TargetInfo | None, learn: bool) -> Drafter:
                 logger.warning("mmspec: %s cannot be read and is not used (install mmspec again): %s", name, reason)
         if (published := _published_drafter(target)) is not None:
             return published
-    return _arbitrated(target, learn) if learn else _hybrid()
+    if learn or target is None or target.device != "cpu":
+        return _arbitrated(target, learn) if learn else _hybrid()
+    from mmspec.drafters.arbitrated import HYBRID, ArbitratedDrafter
+
+    return ArbitratedDrafter(arms=(HYBRID,), may_copy=True)
 
 
 def _published_drafter(target: TargetInfo) -> Drafter | None:

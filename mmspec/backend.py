@@ -51,7 +51,8 @@ def _reason_against_recording(
     """Why a call is not recorded, or None."""
     if recorder is None:
         return f"nothing records on {call.adapter.model.device}"
-    if call.spec_config.drafter.requirements.layer_subsets:  # a recorded round runs all layers
+    needs = call.spec_config.drafter.requirements
+    if needs.layer_subsets and not needs.optional_copy:  # a recorded round runs all layers
         return "the drafter runs some of the model's layers"
     return call.lanes.reason(call.adapter, call.modules, inputs.model_kwargs[CACHE_ARGUMENT], max_length)
 

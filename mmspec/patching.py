@@ -73,7 +73,8 @@ def patch(
             of the model in 4 bits, on a CPU), `mtp` and `assistant` (those that come with the model; `mtp:32768` with
             an LM head of so many ids), `msd` and `flash` (of the bundled scenes model only), the folder or hub
             id of a draft head or of a smaller model, such a model, or an object that implements `mmspec.Drafter`.
-            `auto`: a head trained for this model that is bundled or published and in the local cache, else `hybrid`.
+            `auto`: a head trained for this model that is bundled or published and in the local cache, else `hybrid`,
+            on a CPU with `quantized` once the copy pays.
         compressor: name (such as "pool:49") or object that reduces the visual tokens that the drafter reads, or None.
         processor: the model's processor or tokenizer. With it drafts avoid ids that the tokenizer does not have;
             `reference` needs it.

@@ -197,7 +197,7 @@ def _build_prompt(call: CallContext, inputs: PreparedInputs, prefilled: Prefille
         max_new_tokens=target.max_new_tokens if target.max_new_tokens < UNLIMITED else None,
         visual_saliency=_visual_saliency(call, visual_mask),
         media_inputs=call.media_inputs if call.num_return_sequences == 1 else {},
-        layer_subsets=open_layer_subsets(target, needs.copy_bits) if needs.layer_subsets else None,
+        layer_subsets=open_layer_subsets(target, needs) if needs.layer_subsets else None,
         target_keys=TargetKeysReader(target) if spec_config.drafter.requirements.target_keys else None,
     )
 

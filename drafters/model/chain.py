@@ -10,19 +10,24 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mmspec.control.chain import ChainController, ChainPlan
-from mmspec.drafters.rerank import LEVEL_PENALTY, NodePool, next_log_probs
+from mmspec.control.round_cost import RoundCostModel
+from mmspec.control.tree_size import TreeSizeController
+from mmspec.drafters.model.chain_draft import ChainDraft, DraftRule, Guide
 from mmspec.engine.host_copy import from_host
 from mmspec.engine.tree import BUCKETS, DraftTree, root_only
-from mmspec.interfaces import DrafterRequirements, DraftTarget, Prompt, VerifyResult
+from mmspec.interfaces import DrafterRequirements, DraftTarget, GuidingDrafter, Prompt, VerifyResult
 
 DEFAULT_TOP_K_NODES = 2
 """Tokens of each step that become nodes; the second is accepted far less often, and the controller may drop it."""
+MAX_GUIDE_TREE = 8
+"""Nodes of a tree of the guide, root included."""
 
 
 @dataclass
@@ -37,6 +42,7 @@ class ChainState:
         num_steps: forwards of the last draft.
         draft_s: seconds of the last draft.
         start_time: `time.perf_counter()` at the start of the last draft.
+        guide: the guide's state, or None.
     """
 
     prompt: Prompt
@@ -46,6 +52,7 @@ class ChainState:
     num_steps: int = 0
     draft_s: float = 0.0
     start_time: float = 0.0
+    guide: Any = None
 
 
 @dataclass
@@ -77,17 +84,24 @@ class ChainDrafter(ABC):
         vocab_size: V of the target, or None if any fits.
         controller: chooses the variant and the number of tokens of each draft.
         top_k: likeliest tokens of each step that become nodes.
+        guide: drafts for the model; None for none.
+        owns_guide: whether this drafter begins and observes it; else the one around it does, and sets
+            `ChainState.guide`.
     """
 
     name: str
     requirements: DrafterRequirements = DrafterRequirements()
     vocab_size: int | None = None
+    owns_guide: bool = True
 
-    def __init__(self, max_length: int = 6, top_k: int = DEFAULT_TOP_K_NODES) -> None:
+    def __init__(
+        self, max_length: int = 6, top_k: int = DEFAULT_TOP_K_NODES, guide: GuidingDrafter | None = None
+    ) -> None:
         """
         Args:
             max_length: largest number of tokens of a chain.
             top_k: likeliest tokens of each step that become nodes.
+            guide: drafts for the model, on a CPU; None for one token in each of its forwards.
 
         Raises:
             ValueError: `max_length` outside of 1 to 32, or `top_k` below 1.
@@ -98,6 +112,8 @@ class ChainDrafter(ABC):
             raise ValueError(f"top_k must be at least 1; got {top_k}.")
         self.controller = ChainController(max_length)
         self.top_k = top_k
+        self.guide = guide
+        self._guide_costs: dict[Hashable, RoundCostModel] = {}
 
     @abstractmethod
     def variants(self, state: ChainState) -> Sequence[Hashable]:
@@ -124,7 +140,8 @@ class ChainDrafter(ABC):
         device = prompt.input_ids.device
         logit_bias = torch.zeros(prompt.vocab_size, device=device)
         logit_bias[[token for token in prompt.banned_ids if 0 <= token < prompt.vocab_size]] = float("-inf")
-        return ChainState(prompt, [[] for _ in range(len(prompt.input_ids))], logit_bias)
+        guide = self.guide.begin(prompt) if self.guide is not None and self.owns_guide else None
+        return ChainState(prompt, [[] for _ in range(len(prompt.input_ids))], logit_bias, guide=guide)
 
     def propose(self, state: ChainState, max_nodes: int, active: Sequence[bool]) -> DraftTree:
         """A tree of at most `max_nodes` nodes, the root included."""
@@ -147,6 +164,8 @@ class ChainDrafter(ABC):
         """Store the emitted tokens, and update the controller."""
         for row, ids in zip(state.output_ids, result.emitted_ids, strict=True):
             row += ids
+        if self.guide is not None and self.owns_guide:
+            self.guide.observe(state.guide, result, {})
         plan, state.plan = state.plan, None
         if plan is None:
             return
@@ -157,6 +176,7 @@ class ChainDrafter(ABC):
             [len(ids) - 1 for ids in result.emitted_ids if ids],
             state.draft_s / state.num_steps,
             time.perf_counter() - state.start_time - state.draft_s,
+            result.tree.num_nodes,
         )
 
     # --- one draft ----------------------------------------------------------------------------------------------------
@@ -172,74 +192,36 @@ class ChainDrafter(ABC):
         """Decode the chains of all rows, and rank the tokens of all steps."""
         device = state.logit_bias.device
         length = min(plan.length, max_nodes - 1)
-        if device.type != "cpu":  # reading a probability would synchronise the device
-            plan = replace(plan, min_prob=0.0)
-        noise = self._log_noise(state, length)
+        rule = DraftRule(state.prompt, state.logit_bias, self.top_k, length, self._log_noise(state, length))
+        guide = self._guide(state, plan, rule, active)
+        draft = ChainDraft(chain.target, rule, active, guide)
         is_active = from_host(active, device)
-        counts = [len(ids) for ids in chain.tokens]
-        tokens = from_host([ids + [0] * (max(counts) - len(ids)) for ids in chain.tokens], device)
-        pool = NodePool()
-        path_log_probs, parents = torch.zeros(len(active), 1, device=device), -1
-        for step in range(length):
-            logits = score_next(chain.target, tokens, counts).to(device)
-            if step:
-                chain.drafted.append(tokens)
-            step_noise = None if noise is None else noise[:, step]
-            log_probs = next_log_probs(self._fit(logits, state), state.prompt.temperature, step_noise)
-            best, best_ids = log_probs.topk(min(self.top_k, log_probs.shape[-1]))
-            node_log_probs = path_log_probs + best - LEVEL_PENALTY
-            first = pool.num_nodes
-            pool.add(best_ids, node_log_probs, torch.full_like(best_ids, parents))
-            state.num_steps = step + 1
-            path_log_probs, parents = node_log_probs[:, :1], first
-            tokens, counts = best_ids[:, :1], [1] * len(active)
-            if plan.min_prob and float(path_log_probs[is_active].exp().mean()) < plan.min_prob:
-                break
-        tree = pool.select(None, max_nodes)
+        min_prob = plan.min_prob if device.type == "cpu" else 0.0  # reading a probability would wait for a GPU
+        chain.drafted = draft.read_ids
+        try:
+            draft.begin(chain.tokens)
+            while not draft.is_complete and (
+                not min_prob or float(draft.path_log_probs[is_active].exp().mean()) >= min_prob
+            ):
+                draft.go_on()
+        finally:
+            state.num_steps = draft.num_tokens
+            if guide is not None:
+                guide.drafter.rewind(guide.state)
+        tree = draft.pool.select(None, max_nodes)
         if not all(active):
             tree.node_mask &= is_active[:, None]
         return tree
+
+    def _guide(self, state: ChainState, plan: ChainPlan, rule: DraftRule, active: Sequence[bool]) -> Guide | None:
+        """The guide of a draft; None on a GPU, which would wait, and where shapes must not depend on what it finds."""
+        if self.guide is None or state.prompt.static_shapes or state.logit_bias.device.type != "cpu":
+            return None
+        costs = self._guide_costs.setdefault(plan.variant, RoundCostModel())
+        controller = TreeSizeController(costs, len(active), drafts=True, max_tree_size=MAX_GUIDE_TREE)
+        return Guide(self.guide, state.guide, controller, rule, active)
 
     def _log_noise(self, state: ChainState, length: int) -> Tensor | None:
         """[B, length, V] log of the noise that samples the next tokens; None for greedy decoding."""
         noise = state.prompt.noise
         return None if noise is None else noise(length).to(state.logit_bias.device).log()
-
-    def _fit(self, logits: Tensor, state: ChainState) -> Tensor:
-        """[B, V] float32 logits over the target's vocabulary, -inf for ids that must not be drafted."""
-        vocab_size = len(state.logit_bias)
-        logits = logits[:, :vocab_size].float()
-        missing = vocab_size - logits.shape[1]
-        if missing:
-            logits = torch.nn.functional.pad(logits, (0, missing), value=float("-inf"))
-        return logits + state.logit_bias
-
-
-def score_next(target: DraftTarget, tokens: Tensor, counts: Sequence[int]) -> Tensor:
-    """Feed tokens and commit them.
-
-    Args:
-        target: the model behind its cache.
-        tokens: [B, n] int64, padded on the right.
-        counts: number of valid tokens of each row.
-
-    Returns:
-        [B, V] logits behind the last valid token of each row.
-    """
-    batch, n = tokens.shape
-    device = tokens.device
-    index = torch.arange(n, device=device)
-    on_device = from_host(counts, device)
-    causal = (index[:, None] >= index).expand(batch, n, n)
-    tree = DraftTree(
-        tokens=tokens,
-        parents=(index - 1).expand(batch, n),
-        node_mask=index < on_device[:, None],
-        ancestor_mask=causal,
-        depths=index.expand(batch, n),
-    )
-    logits, _ = target.score(tree)
-    nodes = [list(range(count)) for count in counts]
-    target.commit(VerifyResult(tree, index.expand(batch, n), on_device, tokens, [], nodes))
-    last = (on_device - 1).clamp(min=0).to(logits.device)
-    return logits[torch.arange(batch, device=logits.device), last]

@@ -13,8 +13,10 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 from mmspec.drafters.model.chain import ChainDrafter, ChainInputs, ChainState
-from mmspec.interfaces import DrafterRequirements, DraftTarget, LayerSubsets, Prompt
+from mmspec.interfaces import DrafterRequirements, DraftTarget, GuidingDrafter, LayerSubsets, Prompt
 
+MAX_QUANTIZED_LENGTH = 15
+"""Tokens of a draft by a copy, which is right more often than some of the layers are."""
 LayerSet = tuple[int, ...]
 """Indices of the decoder layers that draft, rising."""
 
@@ -59,16 +61,19 @@ class SelfDrafter(ChainDrafter):
     name = "self"
     requirements = DrafterRequirements(layer_subsets=True)
 
-    def __init__(self, layers: Sequence[int] | None = None, max_length: int = 6) -> None:
+    def __init__(
+        self, layers: Sequence[int] | None = None, max_length: int = 6, guide: GuidingDrafter | None = None
+    ) -> None:
         """
         Args:
             layers: decoder layers that draft; None chooses them by running acceptance.
             max_length: largest number of tokens of a draft.
+            guide: see `ChainDrafter`.
 
         Raises:
             ValueError: `layers` is empty, negative or not rising.
         """
-        super().__init__(max_length)
+        super().__init__(max_length, guide=guide)
         if layers is not None and (not layers or list(layers) != sorted({int(x) for x in layers if x >= 0})):
             raise ValueError(f"layers must be rising indices of decoder layers, or None; got {layers!r}.")
         self.layers = None if layers is None else tuple(layers)
@@ -130,20 +135,33 @@ class QuantizedDrafter(SelfDrafter):
 
     name = "quantized"
 
-    def __init__(self, bits: int | None = None, layers: Sequence[int] | None = None, max_length: int = 6) -> None:
+    def __init__(
+        self,
+        bits: int | None = None,
+        layers: Sequence[int] | None = None,
+        max_length: int = MAX_QUANTIZED_LENGTH,
+        guide: GuidingDrafter | None = None,
+        is_optional: bool = False,
+    ) -> None:
         """
         Args:
             bits: of the decoder's weights, 4 or 8; None chooses by the size of the model. The LM head has 8.
             layers: decoder layers that draft; None chooses between all and the first half by running acceptance.
             max_length: largest number of tokens of a draft.
+            guide: drafts for the copy, which then scores several nodes in one forward; None for none.
+            is_optional: a drafter around this one decides whether the copy is made, and owns the guide.
 
         Raises:
             ValueError: other `bits`; or `layers` is empty, negative or not rising.
         """
-        super().__init__(layers, max_length)
+        super().__init__(layers, max_length, guide)
         if bits not in (None, 4, 8):
             raise ValueError(f"bits must be 4, 8 or None; got {bits!r}.")
-        self.requirements = DrafterRequirements(layer_subsets=True, copy_bits=bits or 0)
+        top_k = 0 if guide is None else guide.requirements.top_k
+        self.requirements = DrafterRequirements(
+            layer_subsets=True, copy_bits=bits or 0, top_k=top_k, optional_copy=is_optional
+        )
+        self.owns_guide = not is_optional
 
     def _candidates(self, subsets: LayerSubsets) -> list[LayerSet]:
         limit = subsets.num_layers if subsets.exit_limit is None else subsets.exit_limit

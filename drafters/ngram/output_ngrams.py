@@ -263,6 +263,18 @@ class OutputNgrams:
                 state.contexts[row] = (*context, *emitted)[-MAX_CONTEXT:]
         state.heads, state.slots = None, []
 
+    def mark(self, state: OutputState) -> list[tuple[int, ...]]:
+        """The last tokens."""
+        return list(state.contexts)
+
+    def follow(self, state: OutputState, row: int, tokens: Sequence[int]) -> None:
+        """Move behind the tokens."""
+        state.contexts[row] = (*state.contexts[row], *tokens)[-MAX_CONTEXT:]
+
+    def rewind(self, state: OutputState, mark: list[tuple[int, ...]]) -> None:
+        """Move back."""
+        state.contexts[:] = mark
+
 
 class RowCandidates(Sequence[list[Candidate]]):
     """The candidates at the nodes of one row of `NodeCandidates`, read node by node, since few nodes are accepted."""

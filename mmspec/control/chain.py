@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mmspec.control.ema import ema
+from mmspec.engine.tree import bucket_size
 
 ACCEPTANCE_DECAY = 0.97
 """Factor on the acceptance counts of a variant in each draft."""
@@ -70,13 +71,13 @@ class ChainController:
     Attributes:
         max_length: largest number of tokens of a draft.
         by_batch: {batch size: {variant: measurements}}.
-        base_s: {batch size: seconds of a round without its draft}.
+        base_s: {batch size: {nodes of the round: its seconds without the draft}}.
         num_plans: {batch size: number of `plan` calls}.
     """
 
     max_length: int
     by_batch: dict[int, dict[Hashable, VariantStats]] = field(default_factory=dict)
-    base_s: dict[int, float] = field(default_factory=dict)
+    base_s: dict[int, dict[int, float]] = field(default_factory=dict)
     num_plans: dict[int, int] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
@@ -106,7 +107,7 @@ class ChainController:
                 # Not all at the beginning: drafts that do not pay would end the drafting before it has begun.
                 index = min(range(len(variants)), key=lambda index: known[index].num_drafts)
                 return ChainPlan(variants[index], min(FIRST_LENGTH, self.max_length))
-            base_s = self.base_s.get(batch, 0.0)
+            base_s = self.base_s.get(batch, {})
             best, best_rate = ChainPlan(variants[0], self.max_length), 0.0
             for variant, one in zip(variants, known, strict=True):
                 if one.num_drafts < NUM_TRIALS:
@@ -117,7 +118,14 @@ class ChainController:
             return best
 
     def record(
-        self, batch: int, plan: ChainPlan, num_drafted: int, num_accepted: Sequence[int], draft_s: float, base_s: float
+        self,
+        batch: int,
+        plan: ChainPlan,
+        num_drafted: int,
+        num_accepted: Sequence[int],
+        draft_s: float,
+        base_s: float,
+        num_nodes: int,
     ) -> None:
         """Update after a round with a draft.
 
@@ -128,6 +136,7 @@ class ChainController:
             num_accepted: accepted draft tokens of each row that was drafted for.
             draft_s: seconds per token of the draft.
             base_s: seconds of the round without the draft.
+            num_nodes: size of the tree that was scored.
         """
         with self.lock:
             stats = self.by_batch.setdefault(batch, {}).setdefault(plan.variant, VariantStats())
@@ -139,16 +148,25 @@ class ChainController:
                 stats.num_accepted = ACCEPTANCE_DECAY * stats.num_accepted + accepted
             if stats.num_drafts > 1:
                 stats.step_s = ema(stats.step_s or None, draft_s, 0.1, restart_below=0.5)
-                self.base_s[batch] = ema(self.base_s.get(batch), base_s, 0.1, restart_below=0.5)
+                known = self.base_s.setdefault(batch, {})
+                known[num_nodes] = ema(known.get(num_nodes), base_s, 0.1, restart_below=0.5)
 
-    def _best_length(self, stats: VariantStats, base_s: float) -> tuple[int, float]:
+    def _best_length(self, stats: VariantStats, base_s: Mapping[int, float]) -> tuple[int, float]:
         """(length, tokens per second) of the best length with a variant."""
         best, best_rate = 1, 0.0
         expected_tokens = path_prob = 1.0
         for length in range(1, self.max_length + 1):
             path_prob *= stats.acceptance
             expected_tokens += path_prob
-            rate = expected_tokens / max(1e-9, base_s + length * stats.step_s)
+            seconds = _expected_base_s(base_s, bucket_size(length + 1)) + length * stats.step_s
+            rate = expected_tokens / max(1e-9, seconds)
             if rate > best_rate:
                 best, best_rate = length, rate
         return best, best_rate
+
+
+def _expected_base_s(base_s: Mapping[int, float], num_nodes: int) -> float:
+    """Seconds of a round of so many nodes: as measured, else as of the nearest size, which has it tried."""
+    if not base_s:
+        return 0.0
+    return base_s[min(base_s, key=lambda size: abs(size - num_nodes))]

@@ -5,7 +5,7 @@
 | `target` | `Target` | `VerifyResult`, `TargetInfo`, `SharedEmbeddings` |
 | `draft_target` | `DraftTarget`, `LayerSubsets`, `DraftModelSource` | |
 | `own_head` | `TargetKeys`, `HeadBlock`, `HeadCache` | `OwnHead`, `HeadRule`, `HeadFiles`, `AssistantParts` |
-| `drafter` | `Drafter`, `CompressingDrafter`, `TrainedDrafter`, `ReplicableDrafter` | `DrafterRequirements`, `Prompt` |
+| `drafter` | `Drafter`, `GuidingDrafter`, `TrainedDrafter`, ... | `DrafterRequirements`, `Prompt` |
 | `compressor` | `Compressor`, `SizedCompressor`, `SaliencyCompressor`, ... | `VisualTokens`, `VisualGrid` |
 | `video` | `FrameSampler`, `ContentAwareSampler` | |
 
@@ -31,6 +31,7 @@ from mmspec.interfaces.drafter import (
     CompressingDrafter,
     Drafter,
     DrafterRequirements,
+    GuidingDrafter,
     Prompt,
     ReplicableDrafter,
     TrainedDrafter,
@@ -55,6 +56,7 @@ __all__ = [
     "GateObservation",
     "GatedCompressor",
     "GridCompressor",
+    "GuidingDrafter",
     "HeadCache",
     "HeadFiles",
     "HeadRule",

@@ -38,6 +38,13 @@ class LayerSubsets(Protocol):
     num_layers: int
     exit_limit: int | None
 
+    @property
+    def make_s(self) -> float:
+        """Seconds that `make` is expected to take; 0 where there is nothing to make."""
+
+    def make(self) -> bool:
+        """Make the copy that has these layers, if that is to be done; whether they can be opened now."""
+
     def open(self, layers: Sequence[int]) -> DraftTarget:
         """The target that runs these decoder layers only.
 

@@ -36,6 +36,7 @@ class DrafterRequirements:
         media_inputs: whether it encodes the images and videos itself (`Prompt.media_inputs`).
         copy_bits: bits of the weights of a copy that has these layers: 4, 8, or 0 to choose; None for the target's own
             weights.
+        optional_copy: whether it can do without the copy, which is then made when it asks for it (`LayerSubsets.make`).
     """
 
     hidden_state_indices: tuple[int, ...] = ()
@@ -45,6 +46,7 @@ class DrafterRequirements:
     media_inputs: bool = False
     target_keys: bool = False
     copy_bits: int | None = None
+    optional_copy: bool = False
 
 
 @dataclass(frozen=True)
@@ -200,6 +202,26 @@ class TrainedDrafter(CompressingDrafter, Protocol):
     @property
     def compressor_hidden_size(self) -> int | None:
         """Hidden size that a compressor with weights must have; None if none fits (EAGLE-3 heads)."""
+
+
+@runtime_checkable
+class GuidingDrafter(Drafter, Protocol):
+    """A drafter that can also draft behind tokens which are not emitted yet, so that it drafts for another drafter.
+
+    A drafter that decodes with a model (`mmspec.drafters.model.chain`) is itself sped up by one: it scores a tree of
+    the guide where it would score one token.
+    """
+
+    def follow(self, state: Any, result: VerifyResult) -> None:
+        """Move behind the tokens that the other drafter has decoded, `result.emitted_ids`; `propose` drafts from there.
+
+        Args:
+            state: return value of `begin`.
+            result: which nodes of the last tree the other drafter decoded, without tensors of logits.
+        """
+
+    def rewind(self, state: Any) -> None:
+        """Return to the last emitted tokens. Called before the next `observe`."""
 
 
 @runtime_checkable

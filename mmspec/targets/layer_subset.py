@@ -11,37 +11,53 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
-from mmspec.interfaces import DraftTarget
+from mmspec.interfaces import DrafterRequirements, DraftTarget
 from mmspec.targets.base import ModelAdapter
 from mmspec.targets.c_rounds import CRounds
 from mmspec.targets.forward import NodeForward
 from mmspec.targets.hf import HFTarget
 from mmspec.targets.layer_access import LayerAccess, layer_access
-from mmspec.targets.quantised_copy import QuantisedCopy, quantised_copy
+from mmspec.targets.quantised_copy import WEIGHTS_PER_S, find_copy, forget_copies, num_copied_weights, quantised_copy
 
 
 class CallLayerSubsets:
     """Implements `mmspec.interfaces.LayerSubsets` for the target of one call."""
 
-    def __init__(self, access: LayerAccess, target: HFTarget, quantised: QuantisedCopy | None = None) -> None:
+    def __init__(self, access: LayerAccess, target: HFTarget, copy_bits: int | None = None) -> None:
         """
         Args:
             access: where the decoder layers are.
             target: of the call, after its prefill.
-            quantised: the copy that computes them; None for the target's own weights.
+            copy_bits: of the copy that computes them; None for the target's own weights.
         """
         adapter = target.adapter
         self.num_layers = adapter.num_layers
         self.exit_limit = None if adapter.num_cache_layers == adapter.num_layers else adapter.num_cache_layers
-        self._access, self._target = access, target
-        self._quantised = quantised
+        self._access, self._target, self._bits = access, target, copy_bits
+
+    @property
+    def make_s(self) -> float:
+        adapter = self._target.adapter
+        if self._bits is None or find_copy(adapter, self._bits) is not None:
+            return 0.0
+        return num_copied_weights(adapter) / WEIGHTS_PER_S
+
+    def make(self) -> bool:
+        if self._bits is None:
+            return True
+        try:
+            return quantised_copy(self._target.adapter, self._access, self._bits).refresh()
+        except ValueError as error:
+            forget_copies(self._target.adapter, error)
+            return False
 
     @cached_property
     def _whole(self) -> tuple[Any, CRounds | None]:
         """What drafts with all layers: the model and its forwards in C, which the target has by the first draft."""
-        target, quantised = self._target, self._quantised
-        if quantised is None:
+        target = self._target
+        if self._bits is None:
             return target.model, target.rounds
+        quantised = quantised_copy(target.adapter, self._access, self._bits)
         return quantised.twin(target.model), None if target.rounds is None else quantised.rounds(target.rounds)
 
     def open(self, layers: Sequence[int]) -> DraftTarget:
@@ -53,22 +69,24 @@ class CallLayerSubsets:
         return twin
 
 
-def open_layer_subsets(target: HFTarget, copy_bits: int | None = None) -> CallLayerSubsets | None:
+def open_layer_subsets(target: HFTarget, needs: DrafterRequirements) -> CallLayerSubsets | None:
     """The target of a call with fewer layers; None where it cannot be opened in the present state of the model.
 
     Args:
         target: of the call, after its prefill.
-        copy_bits: of `DrafterRequirements`.
+        needs: of the drafter.
     """
     if type(target) is not HFTarget:
         return None
-    access = layer_access(target.adapter)
+    adapter = target.adapter
+    if needs.optional_copy and (target.recordings is not None or not num_copied_weights(adapter)):
+        return None
+    access = layer_access(adapter)
     if access.bypassed(target.model) is not None:
         return None
-    if copy_bits is None:
-        return CallLayerSubsets(access, target)
-    quantised = quantised_copy(target.adapter, access, copy_bits)
-    return CallLayerSubsets(access, target, quantised) if quantised.refresh() else None
+    subsets = CallLayerSubsets(access, target, needs.copy_bits)
+    may_wait = needs.optional_copy and subsets.make_s > 0
+    return subsets if may_wait or subsets.make() else None
 
 
 def check_layer_subsets(adapter: ModelAdapter, copy_bits: int | None = None) -> None:

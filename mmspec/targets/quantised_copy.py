@@ -9,6 +9,7 @@ decides how much is accepted, never a token.
 from __future__ import annotations
 
 import logging
+import threading
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from mmspec.cpu.quantise import quantise
 from mmspec.cpu.weights import GROUP, TILE_ROWS, QuantisedWeight, Weight
 from mmspec.targets.base import ModelAdapter
 from mmspec.targets.c_rounds import CRounds
-from mmspec.targets.layer_access import LayerAccess, shallow_copy
+from mmspec.targets.layer_access import LayerAccess, layer_access, shallow_copy
 
 logger = logging.getLogger("mmspec")
 
@@ -44,6 +45,9 @@ MAX_COPIES = 4
 """Times that the copy of one patched model is made; after as many changes of the weights it stays off."""
 PROGRESS_FROM = 200_000_000
 """Weights from which a progress bar is shown."""
+WEIGHTS_PER_S = 1e8
+"""Weights that are expected to be quantised in a second."""
+_LOCK = threading.Lock()
 Forward = Callable[[nn.Linear, Tensor], Tensor]
 
 
@@ -200,12 +204,43 @@ def quantised_copy(adapter: ModelAdapter, access: LayerAccess, bits: int = 0) ->
     Raises:
         ValueError: see `QuantisedCopy`.
     """
+    with _LOCK:
+        found = find_copy(adapter, bits)
+        if found is None:
+            found = adapter.__dict__.setdefault("_quantised_copies", {})[bits] = QuantisedCopy(adapter, access, bits)
+        return found
+
+
+def find_copy(adapter: ModelAdapter, bits: int) -> QuantisedCopy | None:
+    """The copy if it has been made."""
     copies: dict[int, QuantisedCopy] = adapter.__dict__.setdefault("_quantised_copies", {})
     found = copies.get(bits)
-    if found is None or found.model is not adapter.model:  # a deep copy of a patched model has an adapter like it
+    if found is not None and found.model is not adapter.model:  # a deep copy of a patched model has an adapter like it
         copies = adapter.__dict__["_quantised_copies"] = {}
-        found = copies[bits] = QuantisedCopy(adapter, access, bits)
+        return None
     return found
+
+
+def num_copied_weights(adapter: ModelAdapter) -> int:
+    """Weights that a copy would have; 0 where there can be none. Found once for each model and device."""
+    model, key = adapter.model, (adapter.model, adapter.model.device)
+    known, found = adapter.__dict__.get("_num_copied_weights", (None, 0))
+    if known is None or known[0] is not model or known[1] != key[1]:
+        try:
+            _kernel(adapter.model)
+            layers, head = _copied_layers(adapter.model, layer_access(adapter))
+            found = sum(layer.weight.numel() for layer in layers) + (0 if head is None else head.weight.numel())
+            adapter.__dict__["_num_copied_weights"] = key, found
+        except ValueError as error:
+            forget_copies(adapter, error)
+            return 0
+    return int(found)
+
+
+def forget_copies(adapter: ModelAdapter, reason: Exception) -> None:
+    """Let there be no copies of a model any more, as long as it is on this device."""
+    logger.info("mmspec: there is no quantized copy: %s", reason)
+    adapter.__dict__["_num_copied_weights"] = (adapter.model, adapter.model.device), 0
 
 
 def _kernel(model: Any) -> CKernel:

@@ -554,7 +554,7 @@ def test_the_corpus_knows_the_events_of_the_pages(server: ServerProcess) -> None
 
 
 def test_hostile_requests_are_refused(server: ServerProcess) -> None:
-    corpus(server, 1, 150)
+    corpus(server, 1, 60)
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from collections import Counter
 import pytest
 
 from mmspec.control.chain import EXPLORE_EVERY_DRAFTS, FIRST_LENGTH, NUM_TRIALS, ChainController, ChainPlan
+from mmspec.engine.tree import bucket_size
 
 STEP_S = {"good": 0.3, "cheap": 0.1, "slow": 0.9}
 ACCEPTANCE = {"good": 0.9, "cheap": 0.2, "slow": 0.95}
@@ -26,7 +27,9 @@ def _play(controller: ChainController, rounds: int, seed: int = 0, batch: int = 
             while count < plan.length and rng.random() < ACCEPTANCE[str(plan.variant)]:
                 count += 1
             accepted.append(count)
-        controller.record(batch, plan, plan.length, accepted, STEP_S[str(plan.variant)], 1.0)
+        controller.record(
+            batch, plan, plan.length, accepted, STEP_S[str(plan.variant)], 1.0, bucket_size(plan.length + 1)
+        )
     return plans
 
 
@@ -58,7 +61,16 @@ def test_a_draft_that_was_not_scored_is_no_evidence() -> None:
     before = copy.deepcopy(controller)
     plan = controller.plan(1, ("good",))
     assert plan.length == FIRST_LENGTH
-    controller.record(1, plan, 0, [0], 0.1, 1.0)
+    controller.record(1, plan, 0, [0], 0.1, 1.0, 1)
     stats = controller.by_batch[1]["good"]
     assert stats.num_drafts == 1 and stats.acceptance == controller.by_batch[1]["good"].acceptance
     assert not before.by_batch and before.lock is not controller.lock
+
+
+def test_the_cost_of_scoring_longer_chains_counts() -> None:
+    controller = ChainController(15)
+    for _ in range(60):
+        plan = controller.plan(1, ("good",))
+        seconds = 1.0 if plan.length < 8 else 20.0  # as where a wide forward is slow
+        controller.record(1, plan, plan.length, [plan.length], 0.01, seconds, bucket_size(plan.length + 1))
+    assert controller.plan(1, ("good",)).length == 7

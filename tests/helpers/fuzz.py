@@ -65,9 +65,10 @@ WHOLE_MODEL_DRAFTERS = ("self", "quantized", "model", "model-vision", "model-ret
 """Drafters that decode with a whole model. Selected by name, so that seeds stay reproducible."""
 TOLERANCE = 1e-4
 """By how much logits, scores and states may differ."""
-RECURRENT_LINEARS_TOLERANCE = 5e-4
-"""The same of a recurrent model whose linear layers are in our kernels, even without a draft: these add in another
-order, and what a state has taken in stays there. 2.7e-4 was measured; with `backend="torch"` 1e-4 holds."""
+RECURRENT_TOLERANCE = 5e-4
+"""The same of recurrent models: what a state has taken in stays there, so that another order of sums grows. Of 600
+random cases three are beyond 1e-4: two where our linear layers compute (2.6e-4, also without any draft), and one in
+torch, from several tokens in one forward, accepted or not (3.5e-4). Plain decoding in torch is repeated to the bit."""
 
 
 @dataclass(frozen=True)
@@ -535,8 +536,7 @@ class CaseResult:
 def tolerance_of(case: Case) -> float:
     """By how much logits, scores and states of a case may differ."""
     family = zoo.ROWS.get(case.spec.family)
-    is_recurrent = family is not None and "recurrent" in family.traits
-    return RECURRENT_LINEARS_TOLERANCE if is_recurrent and case.compiled else TOLERANCE
+    return RECURRENT_TOLERANCE if family is not None and "recurrent" in family.traits else TOLERANCE
 
 
 def _compare_tensors(plain: tuple[Tensor, ...], patched: tuple[Tensor, ...], tolerance: float) -> str:

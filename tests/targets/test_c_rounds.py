@@ -189,6 +189,47 @@ def test_fuzzed_cases_are_compiled(forwards: list[bool]) -> None:
     assert sum(forwards) > 40 and all(forwards)
 
 
+def test_a_model_that_is_cast_after_patch(forwards: list[bool]) -> None:
+    """In place, to each type and back: rounds run in C in the new type, where drafts change nothing."""
+    models = [tiny.build_model(tiny.ModelSpec(seed=21, tied=True)) for _ in range(2)]
+    inputs = tiny.build_inputs(models[0], 5, 2)
+    for model, drafter in zip(models, ("none", "lookup"), strict=True):
+        mmspec.patch(model, drafter, tree_size=8)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float32):
+        none, lookup = (generate_plain(model.to(dtype), inputs, **OUTPUTS) for model in models)
+        assert len(forwards) > 16 and all(forwards)
+        forwards.clear()
+        assert torch.equal(none.sequences, lookup.sequences) and all(map(torch.equal, none.logits, lookup.logits))
+        with mmspec.disabled():
+            plain = generate_plain(models[0], inputs, **OUTPUTS)
+        near = 1e-4 if dtype is torch.float32 else 0.2
+        assert torch.allclose(plain.logits[1], none.logits[1], atol=near)
+        assert dtype != torch.float32 or torch.equal(none.sequences, plain.sequences)
+
+
+@pytest.mark.parametrize("part", ["layer", "head"])
+def test_a_model_of_two_types_runs_in_torch(part: str, forwards: list[bool]) -> None:
+    """C reads weights of one type. What the model itself does with two, a result or an error, stays as it is."""
+    model = tiny.build_model(tiny.ModelSpec(seed=21))
+    inputs = tiny.build_inputs(model, 5, 1)
+    mmspec.patch(model, "lookup", tree_size=8)
+    for dtype in (torch.float64, torch.bfloat16):
+        module = model.lm_head if part == "head" else model.get_decoder().layers[1].mlp.down_proj
+        before = module.weight
+        module.weight = nn.Parameter(before.detach().to(dtype), requires_grad=False)
+        found = []
+        for is_plain in (True, False):
+            with mmspec.disabled() if is_plain else nullcontext():
+                try:
+                    found.append(generate_plain(model, inputs, **OUTPUTS).sequences.tolist())
+                except RuntimeError as error:
+                    found.append(str(error))
+        assert found[0] == found[1] and not any(forwards)
+        module.weight = before
+    generate_plain(model, inputs, **OUTPUTS)
+    assert forwards and all(forwards)
+
+
 # --- what is left to the model ----------------------------------------------------------------------------------------
 
 

@@ -306,7 +306,7 @@ def test_a_cut_reads_the_tokens_again(family: str, monkeypatch: pytest.MonkeyPat
 
     options: dict[str, Any] = {"max_new_tokens": 25, "do_sample": False, **ALL_OUTPUTS}
     criteria = {"stopping_criteria": lambda: StoppingCriteriaList([Odd()])}
-    in_torch = {"backend": "torch"}  # since 1e-4 is of states: see `fuzz.RECURRENT_LINEARS_TOLERANCE`
+    in_torch = {"backend": "torch"}  # in our linear layers states differ by 2.7e-4 without any draft
     stats = assert_parity(model, given, HalfRight, patch_options=in_torch, **options, **criteria)
     assert not stats.fallback_reason and stats.num_draft_tokens > 0
     assert any(any(rows) and not all(rows) for rows in cuts)

@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ from mmspec.app.bench.measure import clone
 from mmspec.app.bench.peers.process import LLAMA_CPP, WorkerPeer, find_python
 from mmspec.app.bench.shape.models import TextShape
 from mmspec.app.bench.shape.simulated import Oracle, SimulatedAcceptance
+from mmspec.drafters.model.self_drafter import QuantizedDrafter
 from mmspec.engine.tree_cache import CACHE_ARGUMENT
 
 if TYPE_CHECKING:
@@ -33,6 +35,10 @@ if TYPE_CHECKING:
 NODES = (1, 2, 4, 8, 16)
 LLAMA_TYPES = {torch.float32: ("f32",), torch.bfloat16: ("bf16", "q8_0", "q4_0"), torch.float16: ("q8_0", "q4_0")}
 """Types of GGUF files beside a dtype of ours."""
+COPY_NODES = (4, 8, 16)
+"""Sizes of trees that the model's own 4-bit copy drafts, a chain each."""
+ACCEPTANCE = (0.9, 0.92, 0.95)
+"""Simulated: the share of a chain's tokens that is accepted, given that those before it are."""
 NUM_STEPS = 10
 WRITER = Path(__file__).parents[1] / "peers" / "write_shape_gguf.py"
 PEAK_SIZE = 1024
@@ -102,12 +108,13 @@ class ContextBench:
     def __init__(self, model: PreTrainedModel, shape: TextShape, pythons: Sequence[str]) -> None:
         self.model, self.shape = model, shape
         self.ways: dict[str, Callable[[int, Any], float]] = {"generate": self._plain}
+        self.notes: list[str] = []
         for nodes in NODES:
             name = "none" if nodes == 1 else f"{nodes} nodes"
             self.ways[name] = self._patched(nodes)
+        self._add_copy()
         self._folder = tempfile.TemporaryDirectory(prefix="mmspec-shape-")
         self.engines: dict[str, WorkerPeer] = {}
-        self.notes: list[str] = []
         python = find_python(LLAMA_CPP.module, pythons)
         if python is None:
             self.notes.append("llama.cpp is not installed: pip install llama-cpp-python gguf (--peer-python names it)")
@@ -175,6 +182,26 @@ class ContextBench:
 
         return run
 
+    def _add_copy(self) -> None:
+        """Rounds whose tree the model's own copy in few bits drafts; none of it is accepted."""
+        generator = torch.Generator().manual_seed(0)
+        layers, depth = range(self.model.config.num_hidden_layers), max(COPY_NODES) - 1
+        inner = QuantizedDrafter(layers=layers, max_length=depth)
+        drafter = SimulatedAcceptance("copy", inner, 1.0, depth, self.shape.vocab_size, generator)
+        start = time.perf_counter()
+        try:
+            model = mmspec.patch(clone(self.model), drafter)
+        except ValueError as error:
+            self.notes.append(f"no 4-bit copy: {error}")
+            return
+        self.notes.append(f"the 4-bit copy was made in {time.perf_counter() - start:.1f} s")
+
+        def run(context: int, cache: Any, nodes: int) -> float:
+            self._call(model, context, cache, mmspec={"tree_size": nodes})
+            return mmspec.stats(model, last=True).round_s
+
+        self.ways |= {copy_way(nodes): partial(run, nodes=nodes) for nodes in COPY_NODES}
+
     def _call(self, model: PreTrainedModel, context: int, cache: Any, **options: Any) -> None:
         """A call of `NUM_STEPS` rounds behind the context."""
         ids = torch.full((1, context + 1), 7)
@@ -195,6 +222,32 @@ class ContextBench:
         engine.start()
         self.engines[kind] = engine
         self.ways[engine.name] = lambda context, _: median(engine.time_steps(context, NUM_STEPS))
+
+
+def copy_way(nodes: int) -> str:
+    """Name of a round in which a 4-bit copy has drafted all nodes but the root."""
+    return f"copy, {nodes} nodes"
+
+
+def format_copy(rows: Sequence[RoundTime]) -> list[str]:
+    """A table of milliseconds a token with a 4-bit copy at simulated acceptance, for the best length of its drafts."""
+    times = {(row.context, row.way): row.ms for row in rows}
+    if not any(way == copy_way(COPY_NODES[0]) for _, way in times):
+        return []
+    names = [f"{share:.0%} accepted" for share in ACCEPTANCE]
+    lines = [
+        f"| context | {' | '.join(names)} (simulated), ms a token (times `none`) |",
+        "|" + "---|" * (len(names) + 1),
+    ]
+    for context in dict.fromkeys(row.context for row in rows):
+        cells = []
+        for share in ACCEPTANCE:
+            best = min(
+                times[context, copy_way(nodes)] / sum(share**index for index in range(nodes)) for nodes in COPY_NODES
+            )
+            cells.append(f"{best:.1f} ({times[context, 'none'] / best:.2f})")
+        lines.append(f"| {context} | {' | '.join(cells)} |")
+    return lines
 
 
 def format_rounds(rows: Sequence[RoundTime]) -> list[str]:

@@ -21,7 +21,7 @@ from mmspec.app.bench.peers.process import peer_pythons
 from mmspec.app.bench.peers.registry import baseline_peer
 from mmspec.app.bench.results import ResultFiles
 from mmspec.app.bench.session import provenance
-from mmspec.app.bench.shape.contexts import ContextBench, format_rounds
+from mmspec.app.bench.shape.contexts import ContextBench, format_copy, format_rounds
 from mmspec.app.bench.shape.models import DRAFT_DEPTH, TextShape, build_shape_drafter, build_shape_model, find_shape
 from mmspec.app.bench.shape.notes import bandwidth_notes, round_notes, runtime_notes
 from mmspec.app.bench.shape.phases import check_notes
@@ -194,7 +194,15 @@ def run_contexts(args: argparse.Namespace, files: ResultFiles) -> int:
         bench.close()
     speeds = " and ".join(f"{reading / 1e9:.1f}" for reading in readings)
     about = f"{args.shape}, {str(dtype).removeprefix('torch.')}, {torch.get_num_threads()} threads: ms a round"
-    lines = [f"{about}; {speeds} GB/s read before and after", "", *format_rounds(rows), "", *bench.notes]
+    lines = [
+        f"{about}; {speeds} GB/s read before and after",
+        "",
+        *format_rounds(rows),
+        "",
+        *format_copy(rows),
+        "",
+        *bench.notes,
+    ]
     print("\n".join(lines))
     if files.json is not None:
         content = {"provenance": provenance(args.command, device), "shape": args.shape, "dtype": str(dtype)}

@@ -311,10 +311,10 @@ def test_auto_uses_a_cached_published_drafter(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", cache)
     assert isinstance(build_drafter("auto", KNOWN_TARGET), EagleDrafter)
-    assert build_drafter("auto", TARGET).name == "hybrid", "nothing was published for it"
+    assert build_drafter("auto", TARGET).name == "arbitrated", "nothing was published for it"
     assert isinstance(build_drafter("lucylyn/MSD-LLaVA1.5-7B", KNOWN_TARGET), EagleDrafter)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", empty)
-    assert build_drafter("auto", KNOWN_TARGET).name == "hybrid"
+    assert build_drafter("auto", KNOWN_TARGET).name == "arbitrated"
     with pytest.raises(OSError, match=r"'a/b' is not in the local cache and cannot be downloaded: not in the cache"):
         build_drafter("a/b", KNOWN_TARGET)
     hub, *others = PUBLISHED_DRAFTERS[KNOWN_TARGET.name]

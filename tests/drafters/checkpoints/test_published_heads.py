@@ -141,7 +141,7 @@ def test_auto_names_a_head_by_its_hub_id(cache: Cache, tmp_path: Path) -> None:
     target = replace(KNOWN, name=str(tmp_path / "llava-1.5-7b-hf"), num_layers=8, hidden_size=16)
     (tmp_path / "llava-1.5-7b-hf").mkdir()
     assert build_drafter("auto", KNOWN).name == "JLKang/ViSpec-llava-1.5-7b-hf"
-    assert build_drafter("auto", target).name == "hybrid", "its sizes are not those of this model"
+    assert build_drafter("auto", target).name == "arbitrated", "its sizes are not those of this model"
     hub_id = "JLKang/ViSpec-llava-1.5-7b-hf"
     assert build_drafter(hub_id, KNOWN).name == hub_id == build_drafter(str(cache.folder(hub_id)), KNOWN).name
     assert all(local for name, local in cache.requested if name != hub_id), "auto never fetches anything"
@@ -160,13 +160,13 @@ def test_a_refusal_is_a_warning_once(cache: Cache, caplog: pytest.LogCaptureFixt
     )
     assert "hidden_act 'gelu' is not supported" in warnings[0] and "hf download" not in caplog.text
     (cache.folder(second) / "model.safetensors").unlink()
-    assert build_drafter("auto", KNOWN).name == "hybrid" and "holds neither" in caplog.text
+    assert build_drafter("auto", KNOWN).name == "arbitrated" and "holds neither" in caplog.text
 
 
 def test_a_head_that_could_be_fetched_is_one_line(cache: Cache, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="mmspec"):
-        assert build_drafter("auto", KNOWN).name == "hybrid"
-        assert build_drafter("auto", TARGET).name == "hybrid", "nothing was published for it"
+        assert build_drafter("auto", KNOWN).name == "arbitrated"
+        assert build_drafter("auto", TARGET).name == "arbitrated", "nothing was published for it"
     messages = [record.getMessage() for record in caplog.records]
     assert len(messages) == 1 and caplog.records[0].levelno == logging.INFO
     assert f"for {LLAVA}: lucylyn/MSD-LLaVA1.5-7B; fetch it with `hf download lucylyn/MSD-LLaVA1.5-7B`" in messages[0]
@@ -176,7 +176,7 @@ def test_a_head_that_could_be_fetched_is_one_line(cache: Cache, caplog: pytest.L
 def test_a_head_that_is_known_to_be_unlike_its_layout_is_refused(hub_id: str, cache: Cache) -> None:
     """By hub id, or in the folder of its snapshot; `auto` passes it over."""
     folder_of("eagle3", cache.folder(hub_id))
-    assert CONFIGS["eagle3"] and build_drafter("auto", KNOWN).name == "hybrid"
+    assert CONFIGS["eagle3"] and build_drafter("auto", KNOWN).name == "arbitrated"
     for name in (hub_id, str(cache.folder(hub_id))):
         with pytest.raises(ValueError, match=f"{hub_id} is not read: its code"):
             build_drafter(name, KNOWN)

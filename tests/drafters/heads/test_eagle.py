@@ -415,7 +415,7 @@ def test_invalid_configs_are_refused(
         load_head(tmp_path / "own")
     monkeypatch.setattr(registry, "WEIGHTS_DIR", tmp_path)
     assert (
-        build_drafter("auto", TargetInfo("llava", 32, 40, NUM_LAYERS)).name == "hybrid"
+        build_drafter("auto", TargetInfo("llava", 32, 40, NUM_LAYERS)).name == "arbitrated"
         and "own cannot be read" in caplog.text
     )
 
@@ -506,15 +506,15 @@ def test_auto_skips_other_targets_and_warns_of_damage(
     save_head(tmp_path / "own", tiny_head(), HeadMetadata(tiny_head().config, "text_only", 2, "llava"))
     assert (
         build_drafter("auto", own).name == "own"
-        and build_drafter("auto", other).name == "hybrid"
+        and build_drafter("auto", other).name == "arbitrated"
         and not caplog.records
     )
     file = tmp_path / "own" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
-    assert build_drafter("auto", other).name == "hybrid" and not caplog.records, (
+    assert build_drafter("auto", other).name == "arbitrated" and not caplog.records, (
         "no weights of other targets' drafters are read"
     )
-    assert build_drafter("auto", own).name == "hybrid"
+    assert build_drafter("auto", own).name == "arbitrated"
     assert "own cannot be read" in caplog.text and "damaged" in caplog.text and "\n" not in caplog.messages[0]
 
 

@@ -16,8 +16,13 @@ import torch
 from torch import Tensor, nn
 
 import mmspec
+from mmspec.control.chain import ChainController, ChainPlan
+from mmspec.control.tree_size import TreeSizeController
 from mmspec.cpu.c_kernel import load_kernel
+from mmspec.drafters import arbitrated
+from mmspec.drafters.model import chain_draft
 from mmspec.drafters.model.self_drafter import QuantizedDrafter, SelfDrafter
+from mmspec.drafters.ngram.recycling import hybrid
 from mmspec.patching import patch_state
 from mmspec.targets import quantised_copy as module
 from mmspec.targets.quantised_copy import QuantisedCopy
@@ -70,6 +75,91 @@ def test_the_copy_drafts_what_the_target_emits(sample: bool, batch: int, backend
     stats = mmspec.stats(model)
     assert stats.num_draft_tokens >= 15 * batch
     assert stats.num_accepted_tokens >= 0.8 * stats.num_draft_tokens - 3 * batch
+
+
+@pytest.mark.parametrize("sample", [False, True])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_guide_changes_no_draft(sample: bool, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the copy drafts is the same whether it scores one token at a time or trees of n-grams."""
+    monkeypatch.setattr(ChainController, "plan", lambda self, batch, variants: ChainPlan(variants[0], 6))
+    monkeypatch.setattr(TreeSizeController, "choose_size", lambda self, tree, *args: tree.num_nodes)
+    monkeypatch.setattr(TreeSizeController, "should_draft", True)
+    model = _model("qwen2_5_vl")
+    inputs = tiny.build_inputs(model, seed=3, batch=batch)
+    plain = _generate(model, inputs, do_sample=sample, temperature=0.3)
+    drafter, num_forwards, num_tokens = QuantizedDrafter(8, guide=hybrid()), 0, 0
+
+    class Twice(QuantizedDrafter):
+        """Drafts with and without its guide."""
+
+        def propose(self, state: Any, max_nodes: int, active: Any) -> Any:
+            nonlocal num_forwards, num_tokens
+            guide, self.guide = self.guide, None
+            alone = super().propose(state, 7, active)
+            self.guide = guide
+            rounds = chain_draft.ChainDraft._round
+
+            def count(draft: Any) -> None:
+                nonlocal num_forwards
+                num_forwards += 1
+                rounds(draft)
+
+            monkeypatch.setattr(chain_draft.ChainDraft, "_round", count)
+            guided = super().propose(state, 7, active)
+            monkeypatch.setattr(chain_draft.ChainDraft, "_round", rounds)
+            num_tokens += state.num_steps
+            for one, other in zip(_paths(alone), _paths(guided), strict=True):
+                assert one == other
+            return guided
+
+    drafter.__class__ = Twice
+    mmspec.patch(model, drafter=drafter)
+    for _ in range(2):  # the second call finds the first one's successors
+        assert torch.equal(plain, _generate(model, inputs, do_sample=sample, temperature=0.3))
+    assert 0 < num_forwards < (0.9 if batch == 1 else 1) * num_tokens
+
+
+def _paths(tree: Any) -> list[set[tuple[int, ...]]]:
+    """The paths of each row's tree from the root, as tokens."""
+    rows = []
+    for tokens, parents, mask in zip(tree.tokens.tolist(), tree.parents.tolist(), tree.node_mask.tolist(), strict=True):
+        paths: list[tuple[int, ...]] = [()]
+        for node in range(1, len(tokens)):
+            paths.append((*paths[parents[node]], tokens[node]) if mask[node] else ())
+        rows.append(set(paths))
+    return rows
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_copy_is_an_arm_once_it_can_pay(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _model()
+    inputs = tiny.build_inputs(model, seed=3, batch=batch)
+    plain = _generate(model, inputs, do_sample=True)
+    mmspec.patch(model, drafter="auto")
+    copies = patch_state(model).adapter.__dict__
+    monkeypatch.setattr(arbitrated, "COPY_PATIENCE", float("inf"))
+    assert torch.equal(plain, _generate(model, inputs, do_sample=True))
+    assert not copies.get("_quantised_copies"), "short answers do not pay for a copy"
+    monkeypatch.setattr(arbitrated, "COPY_PATIENCE", 0)
+    monkeypatch.setattr(arbitrated.DraftArbiter, "choose", lambda self, call, available: max(_on(available)))
+    assert torch.equal(plain, _generate(model, inputs, do_sample=True))
+    assert copies["_quantised_copies"][0].layers and mmspec.stats(model, last=True).num_accepted_tokens > 0
+
+
+def _on(available: list[bool]) -> list[int]:
+    return [arm for arm, on in enumerate(available) if on]
+
+
+def test_no_memory_for_a_copy_leaves_the_other_arms(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arbitrated, "COPY_PATIENCE", 0)
+    monkeypatch.setattr(module, "free_bytes", lambda: 1000)
+    model = _model()
+    inputs = tiny.build_inputs(model, seed=3)
+    plain = _generate(model, inputs, do_sample=False)
+    mmspec.patch(model, drafter="auto")
+    for _ in range(2):
+        assert torch.equal(plain, _generate(model, inputs, do_sample=False))
+    assert module.num_copied_weights(patch_state(model).adapter) == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -91,7 +91,7 @@ def test_a_draft_that_fails_leaves_the_lengths_as_they_were(monkeypatch: Any) ->
     plain = _generate(model, inputs, do_sample=False)
     mmspec.patch(model, drafter="self", tree_size=8)
     with monkeypatch.context() as patched:
-        patched.setattr("mmspec.drafters.model.chain.next_log_probs", _raise)
+        patched.setattr("mmspec.drafters.model.chain_draft.next_log_probs", _raise)
         with pytest.raises(RuntimeError, match="planted"):
             _generate(model, inputs, do_sample=False)
     assert torch.equal(plain, _generate(model, inputs, do_sample=False))

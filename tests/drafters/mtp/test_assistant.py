@@ -187,7 +187,7 @@ def test_it_is_found_beside_its_target(
     model = target_of()
     adapter = find_adapter(model)
     monkeypatch.setattr(model.config, "_name_or_path", str(tmp_path / "gemma"))
-    assert resolve_drafter("auto", adapter).name == "hybrid"
+    assert resolve_drafter("auto", adapter).name == "arbitrated"
     assistant = assistants.build_assistant(model)
     folder = tmp_path / "gemma-assistant"
     assistant.save_pretrained(folder)

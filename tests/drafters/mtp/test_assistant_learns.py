@@ -152,11 +152,12 @@ def test_the_assistant_learns_and_each_wrong_switch_costs() -> None:
     found = table()
     first, length = found["right"]
     assert first > 0.5 and length > 2.0, found
-    for kind in ("hidden state first", "embedding without its scale", "another assistant"):
-        assert found[kind][0] < first - 0.2, found
-    assert found["hidden state before the norm"][1] < length - 0.05, found
-    assert found["position of the next token"][1] < length + 0.05, found  # the state before says most of it
-    assert found["newest key hidden"][1] < length + 0.05, found
+    costly = ("hidden state before the norm", "hidden state first", "embedding without its scale", "another assistant")
+    for kind in costly:
+        assert found[kind][0] < first - 0.3, found
+    # In characters the hidden state says nearly all: where the one position is and the newest key hardly count.
+    assert found["position of the next token"][1] < length + 0.2, found
+    assert found["newest key hidden"][1] < length + 0.2, found
 
 
 if __name__ == "__main__":

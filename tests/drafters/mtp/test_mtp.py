@@ -433,7 +433,7 @@ def test_a_bad_checkpoint_is_one_line_and_hybrid(
         assert resolve_drafter("mtp", find_adapter(model)).name == "hybrid"
     lines = [record.message for record in caplog.records]
     assert len(lines) == 1 and reason in lines[0] and "hybrid" in lines[0]
-    assert resolve_drafter("auto", find_adapter(model)).name == "hybrid"
+    assert resolve_drafter("auto", find_adapter(model)).name == "arbitrated"
 
 
 def test_files_that_lead_elsewhere_or_are_damaged(tmp_path: Path) -> None:
