@@ -33,6 +33,8 @@ logger = logging.getLogger("mmspec")
 
 HEAD_BITS = 8
 """Of the LM head, whose errors reach the logits as they are."""
+FEW_WEIGHTS = 1_000_000_000
+"""Models with fewer weights lose too many tokens to 4 bits: their copies have 8."""
 CALIBRATION_TOKENS = 64
 """Ids of the forward that measures how large the inputs of each layer are."""
 MIN_COPIED_SHARE = 0.5
@@ -85,7 +87,7 @@ class QuantisedCopy:
         Args:
             adapter: of the model.
             access: where its decoder layers are.
-            bits: 4 or 8; 0 chooses.
+            bits: 4 or 8; 0 chooses by the number of weights.
 
         Raises:
             ValueError: the model cannot be copied, or there is no memory for it.
@@ -94,7 +96,7 @@ class QuantisedCopy:
         self._adapter = adapter
         self._access = access
         self._kernel = _kernel(self.model)
-        self.bits = bits or 4
+        self.bits = bits or (8 if num_copied_weights(adapter) < FEW_WEIGHTS else 4)
         self._num_made = 0
         self.layers: dict[str, CopiedLayer] = {}
         self._make()

@@ -105,7 +105,9 @@ def test_no_password_is_asked(server: DemoServer, monkeypatch: pytest.MonkeyPatc
 def test_a_route_that_no_page_needs_fills_the_disk(
     client: httpx.Client, uploads: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    body = {"data": [], "fn_index": 0, "session_hash": "link"}
+    functions = client.get("config").json()["dependencies"]
+    first = next(one["id"] for one in functions if one["backend_fn"] and not one["inputs"])
+    body = {"data": [], "fn_index": first, "session_hash": "link"}
     client.post(f"{API}/queue/join", json=body)
     link = f"{API}/deep_link?session_hash=link"
     assert client.get(link).status_code == 404

@@ -210,12 +210,17 @@ def test_what_a_draft_leaves_in_the_cache_is_never_read(
     assert not caplog.records, "nan ends the drafting of a call, with a warning"
 
 
-def test_the_copy_depends_on_the_weights_alone_and_is_freed() -> None:
+@pytest.mark.parametrize(("limit", "bits"), [(10**9, {8}), (0, {4, 8})])
+def test_the_copy_depends_on_the_weights_alone_and_is_freed(
+    limit: int, bits: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Small models have 8 bits, large ones 4, but for the LM head."""
+    monkeypatch.setattr(module, "FEW_WEIGHTS", limit)
     model, random_state = _model(), torch.get_rng_state()
     mmspec.patch(model.train(), drafter="quantized", deterministic=True)
     first = {name: one.weight.data for name, one in _copy(model).layers.items()}
     assert torch.equal(torch.get_rng_state(), random_state) and len(first) == 4 * 7 + 1
-    assert {one.weight.bits for one in _copy(model).layers.values()} == {4, 8}
+    assert {one.weight.bits for one in _copy(model).layers.values()} == bits
     alive = weakref.ref(_copy(model))
     mmspec.unpatch(model.eval())
     gc.collect()
