@@ -326,7 +326,7 @@ def test_the_upload_limit_is_the_servers_own(server: ServerProcess) -> None:
     good = post(server, f"{API}/upload", form([file_part(b"x" * 1_500_000)]), FORM)
     assert good.status == 200 and json.loads(good.body)[0].endswith("a.png")
     before = settled(server)
-    status, sent = raw(server, head_of(server, "Content-Length: 50000000000"), endless(False))
+    status, sent = raw(server, head_of(server, "Content-Length: 50000000000"), endless(False), pause_s=0.02)
     assert status == 413 and sent < 2_000_000, "refused by its announced length"
     status, sent = raw(server, head_of(server, "Transfer-Encoding: chunked"), endless(True))
     assert status == 413 and sent < 12_000_000, "one file, no length"

@@ -583,7 +583,7 @@ def test_drafters_by_name() -> None:
         "arbitrated": "arbitrated",
         "self": "self",
         "quantized": "quantized",
-        "auto": "arbitrated",
+        "auto": "hybrid",
     }
     assert all(isinstance(build_drafter(name), Drafter) for name in DRAFTERS)
     assert build_drafter("hybrid") is not build_drafter("hybrid")
