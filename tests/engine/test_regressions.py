@@ -896,3 +896,10 @@ def test_an_error_at_the_padding_of_a_row_that_has_ended() -> None:
             pytest.raises(RuntimeError, match="probability tensor"),
         ):
             generate_plain(model, inputs, **options)
+
+
+@pytest.mark.parametrize("seed", [2, 3])
+def test_a_model_that_takes_one_mask_gets_no_others(seed: int) -> None:
+    """PaliGemma prepares a mask for each type of layer for a compiled forward, which its forward does not read."""
+    result = fuzz.run_case(fuzz.draw_case(seed, "paligemma"))
+    assert not result.differences
