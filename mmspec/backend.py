@@ -3,11 +3,13 @@
 | | runs or computes | by default | `backend=` | decided by |
 |---|---|---|---|---|
 | *recorded* | replays of whole rounds | on a GPU that has passed a check | `"recorded"` | `find_recorder` |
-| *C* | the target's forwards over nodes, drafts of heads | on a CPU, for known models | `"c"` | `use_c` |
+| *C* | the target's forwards over nodes | on a CPU, for known models | `"c"` | `use_c` |
+| | drafts of heads | where linear layers run in our kernels | | `use_linear_kernels` |
 | *eager* | the parts one by one, in torch | else | `"torch"` | |
 
 On a CPU linear layers of eager parts run in their fastest kernel (`use_linear_kernels`), but with `backend="torch"`.
-A call that the named one does not serve runs eager, with one warning that says why.
+A call that the named one does not serve runs eager, with one warning that says why. `find_recorder` is asked before the
+prompt (`mmspec.prefill`), the others after it (`mmspec.session`).
 """
 
 from __future__ import annotations

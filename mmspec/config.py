@@ -47,7 +47,7 @@ class SpecConfig:
         reference_ids: the same as token ids.
         tree_size: score trees of exactly this many nodes, root included; None lets the controller choose.
         deterministic: fix all shapes, so that half-precision runs are bit-identical on one machine.
-        backend: who computes the rounds, of `BACKEND_NAMES`. "torch": eager, by torch's kernels alone; "c": C,
+        backend: who computes the rounds, of `BACKEND_NAMES`. "torch": eager, model and heads in torch; "c": C,
             on a CPU; "recorded": CUDA graphs, on a CPU functions compiled by inductor; "auto": C on a CPU, recorded on
             a GPU that passes a check, and torch for models and calls that neither serves.
         learn: the drafter learns from this call; in the options of `patch` also the largest share of the time that

@@ -3,7 +3,7 @@
 A reason names the option, since it is logged once as a warning and stored in `Stats.fallback_reason`. `FallbackPolicy`
 asks for reasons in this order, the first one counts:
 
-1. `reason_before_binding`: the model's class has a `generate` of its own.
+1. `reason_before_binding`, asked by `PatchState.generate`: the model's class has a `generate` of its own.
 2. `reason_before_prepare`: options and modules that are known before transformers prepares anything.
 3. `distributed_reason`: ranks that must decode in lockstep.
 4. The self-test, run once for each state of the model (`mmspec.targets.selftest`).
@@ -11,6 +11,7 @@ asks for reasons in this order, the first one counts:
 6. `reason_after_prepare`: the prepared generation config and model inputs.
 7. `ModelAdapter.unsupported_reason`: attention, layer types and rotary scaling of the model.
 8. `HFTarget.unsupported_reason`: the cache (`engine.tree_cache`) and the attention mask of the call.
+9. `mmspec.prefill`, by `FallbackRequired`: a forward that draws random numbers, a length beyond what one mask serves.
 """
 
 from __future__ import annotations

@@ -4,8 +4,9 @@ A failed capture can leave a process without a usable GPU, and an inexact one wo
 would be recorded starts the check (`mmspec.app.device_probe`) in the background and runs unrecorded, as do all calls
 until there is a verdict. It is one JSON file in `device-checks` of the user's cache folder, and holds for all later
 processes with the same device, torch, CUDA, transformers, mmspec and `SETTINGS`. `MMSPEC_DEVICE_CHECK=0` turns check
-and recording off. Whatever prevents a verdict (no rights to start a process, a folder that cannot be written, a full
-device) means: not recorded in this process, one line, no error. A process that ends earlier ends the check.
+and recording off, but for `backend="recorded"`. Whatever prevents a verdict (no rights to start a process, a folder
+that cannot be written, a full device) means: not recorded in this process, one line, no error. A process that ends
+earlier ends the check.
 """
 
 from __future__ import annotations

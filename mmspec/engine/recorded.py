@@ -180,7 +180,7 @@ def can_record_rounds(target: Target, output: OutputBuffer, sampler: TreeSampler
     if not isinstance(target, RecordableTarget) or target.recordings is None:
         return False
     return (
-        not target.recordings.contain_weights  # compiled for a CPU: takes minutes, and launches cost little there
+        not target.recordings.contain_weights  # compiled for a CPU: takes long, and launches cost little there
         and sampler.recording_key is not None
         and not output.stepwise
         and not output.collects

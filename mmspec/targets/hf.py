@@ -222,6 +222,7 @@ class HFTarget:
         return optimize()
 
     def score(self, tree: DraftTree, hidden_state_indices: Sequence[int] = ()) -> tuple[Tensor, dict[int, Tensor]]:
+        """See `Target.score`: in C, else recorded, else in torch."""
         tree = tree.to(self.device)
         self.buffer.begin_forward(tree.num_nodes)
         scored = self.rounds and self.rounds.score(tree, self.buffer, hidden_state_indices)

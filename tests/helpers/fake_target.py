@@ -107,7 +107,8 @@ def begin_decoding(target: FakeTarget, drafter: HeadDrafter, prompt: Prompt) -> 
     state = drafter.begin(prompt)
     lengths = prompt.attention_mask.sum(1).tolist()
     drafter.observe(state, build_first_result([int(target.input_ids[row, n]) for row, n in enumerate(lengths)]), {})
-    drafter.sync(state)
+    drafter.read_prompt(state)
+    drafter.read_pending(state)
     return state
 
 

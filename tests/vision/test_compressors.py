@@ -607,7 +607,8 @@ def test_positions_beyond_the_compressed_length(world: FakeTarget, visual_mode: 
     drafter.compressor = None if visual_mode == "text_only" else build_compressor("drop")
     state = drafter.begin(prompt)
     drafter.observe(state, build_first_result([7]), {})
-    drafter.sync(state)
+    drafter.read_prompt(state)
+    drafter.read_pending(state)
     indices = [index for index in range(700) if index == 699 or not visual[0, index + 1]]
     next_embeds = torch.cat([embeddings[0, 1:], world.shared_embeddings.embed_tokens(torch.tensor([[7]]))[0]])
     with torch.no_grad():

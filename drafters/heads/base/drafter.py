@@ -1,7 +1,8 @@
 """`HeadDrafter`: drafts with a trained head that reads the target's hidden states; what all methods share.
 
-Per round, `propose` lets the head read what the target has emitted (`sync`), then `draft_tree` builds the tree from the
-head's last output and drops its keys and values. Values reach the host a few times per prompt, never in a round.
+Per round, `propose` lets the head read what the target has emitted (`read_prompt`, `read_pending`), then `draft_tree`
+builds the tree from the head's last output and drops its keys and values. Values reach the host a few times per prompt,
+never in a round.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from mmspec.interfaces.round import DraftPart
 class HeadDrafter(HeadReader, ABC):
     """A `mmspec.interfaces.Drafter` with a trained head; a method defines or overrides its hooks.
 
-    Order of the calls: `begin`, the target samples its first token, `observe`; then in every round `propose` (`sync`,
-    `draft_tree`), the target verifies, `observe`.
+    Order of the calls: `begin`, the target samples its first token, `observe`; then in every round `propose`
+    (`read_prompt`, `read_pending`, `draft_tree`), the target verifies, `observe`.
 
     Hooks, besides those of `HeadReader`:
-        draft_tree: the tree of one draft, after `sync`. Abstract.
+        draft_tree: the tree of one draft, after `read_pending`. Abstract.
         c_draft: the head in C, for `draft_tree` and in place of `extend_context`. Default: None.
         records_drafts: whether `follow_tokens`, `extend_rows`, `draft_tree` are functions of tensors. Default: False.
         state_class: of the state of a call, for methods with tensors of their own. Default: `DraftState`.
@@ -118,7 +119,7 @@ class HeadDrafter(HeadReader, ABC):
 
     @torch.inference_mode()
     def observe(self, state: DraftState, result: VerifyResult, hidden_states: Mapping[int, Tensor]) -> None:
-        """Store the emitted tokens and their hidden states for the next `sync`; update the depth controller."""
+        """Store the emitted tokens and their hidden states for the next `read_pending`; update the depth controller."""
         if state.first_ids is None:
             state.first_ids = result.tokens[:, 0].to(state.last_hidden.device)
             return
@@ -168,7 +169,7 @@ class HeadDrafter(HeadReader, ABC):
         if state.is_one_function:  # its levels are not timed
             depth.record_whole(batch, state.num_levels, num_nodes, num_accepted, round_s)
             return
-        num_forwards = state.num_levels - 1  # the first level needs none after `sync`
+        num_forwards = state.num_levels - 1  # the first level needs none after `read_pending`
         forward_s = state.draft_s / num_forwards if num_forwards else 0.0
         # A tree that is smaller than its depth has no nodes on the last levels.
         max_levels = -(-(num_nodes - 1) // depth.tokens_per_level)
@@ -180,7 +181,7 @@ class HeadDrafter(HeadReader, ABC):
 
     @abstractmethod
     def draft_tree(self, state: DraftState, max_nodes: int, num_levels: int) -> DraftTree:
-        """The tree of one draft, from the state after `sync`.
+        """The tree of one draft, from the state after `read_pending`.
 
         Args:
             state: of the call; its KV cache is left as it is.
@@ -191,12 +192,6 @@ class HeadDrafter(HeadReader, ABC):
     def c_draft(self, state: DraftState) -> CDraft | None:
         """The head of this call in C, after the prompt; None if it runs in its own forward."""
         return None
-
-    @torch.inference_mode()
-    def sync(self, state: DraftState) -> None:
-        """Run the head over the prompt, if that is still to be done, and over the pending tokens."""
-        self.read_prompt(state)
-        self.read_pending(state)
 
     def read_prompt(self, state: DraftState) -> None:
         """Run the head over the prompt, if that is still to be done; find who computes the drafts of this call."""

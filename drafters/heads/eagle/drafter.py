@@ -1,7 +1,8 @@
 """EAGLE-2 (arXiv 2406.16858) for vision-language models: the head drafts a dynamic tree, one forward per level.
 
-With `visual_mode="decoupled"` this is MSD (arXiv 2505.14260). Reading order: `HeadDrafter` (`base.py`) for a call from
-`begin` to `observe`, `expand_levels` (`expand.py`) for the tree, `EagleHead` (`head.py`) for the network.
+With `visual_mode="decoupled"` this is MSD (arXiv 2505.14260). Reading order: `HeadDrafter` (`base/drafter.py`) for a
+call from `begin` to `observe`, `expand_levels` (`base/expand.py`) for the tree, `EagleHead` (`head.py`) for the
+network.
 """
 
 from __future__ import annotations
