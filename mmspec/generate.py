@@ -43,6 +43,7 @@ from mmspec.targets.base import ModelAdapter
 from mmspec.targets.lanes import LanePool
 from mmspec.targets.module_scan import ModuleScan, scan_modules
 from mmspec.targets.prompt_rows import PIXEL_INPUTS
+from mmspec.targets.quantised_copy import drop_copies
 
 logger = logging.getLogger("mmspec")
 
@@ -103,6 +104,7 @@ class PatchState:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PatchState:
         adapter = copy.copy(self.adapter)
+        drop_copies(adapter)
         adapter.model = copy.deepcopy(self.model, memo)  # may be incomplete at this point: do not read from it
         twin = PatchState(adapter, copy.deepcopy(self.config, memo), self.arguments)
         twin.original_attention = self.original_attention

@@ -71,19 +71,17 @@ def _copied(value: Any) -> Any:
 
 def equal_arguments(one: Any, other: Any) -> bool:
     """Whether two values are the same for a processor; False where that cannot be known."""
-    if one is other:
-        return True
     if type(one) is not type(other):
         return False
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(map(equal_arguments, one, other))
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(equal_arguments(one[name], other[name]) for name in one)
-    if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, np.ndarray):
-        return one.dtype == other.dtype and np.array_equal(one, other)
     try:
-        return bool(one == other)
+        if isinstance(one, torch.Tensor):
+            return one.dtype == other.dtype and torch.equal(one, other)
+        if isinstance(one, np.ndarray):
+            return one.dtype == other.dtype and np.array_equal(one, other)
+        return one is other or bool(one == other)
     except Exception:  # of foreign types
         return False

@@ -26,6 +26,10 @@ def visitor_scope(visitor: str) -> str:
     return hashlib.sha256(visitor.encode()).hexdigest()
 
 
+TEXTS = frozenset(("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "position_ids"))
+"""Inputs that differ from question to question about the same picture."""
+
+
 @dataclass(frozen=True)
 class EncodedMedia:
     """The output of a vision tower.
@@ -54,8 +58,9 @@ class KeptMedia:
 
     def encode(self, visitor: str, model: Any, inputs: dict[str, Any]) -> tuple[dict[str, Any], float]:
         """As `encode_media`; 0 seconds where the visitor's last picture is this one."""
-        pixels = {name: inputs[name] for name in PIXELS if inputs.get(name) is not None}
-        (digest,) = media_digests(pixels, torch.ones(1, 1, dtype=torch.bool)) or [b""]
+        # All but the text: grids and sizes change what the tower makes of the same pixels.
+        media = {name: value for name, value in inputs.items() if name not in TEXTS and isinstance(value, torch.Tensor)}
+        (digest,) = media_digests(media, torch.ones(1, 1, dtype=torch.bool)) or [b""]
         with self._lock:
             kept = self._kept.pop(visitor, None)
             if kept is not None and kept.digest == digest:

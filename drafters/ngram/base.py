@@ -317,6 +317,7 @@ class BestFirstDrafter:
 
     def follow(self, state: BestFirstState, result: VerifyResult) -> None:
         """See `mmspec.interfaces.GuidingDrafter`."""
+        self.catch_up(state)
         self._calibrate(state, result)
         sources = list(zip(self.sources, state.source_states, strict=True))
         if not state.marks:

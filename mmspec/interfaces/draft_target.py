@@ -40,7 +40,7 @@ class LayerSubsets(Protocol):
 
     @property
     def make_s(self) -> float:
-        """Seconds that `make` is expected to take; 0 where there is nothing to make."""
+        """Seconds that `make` is expected to take; 0 where there is nothing to make, inf where it cannot be made."""
 
     def make(self) -> bool:
         """Make the copy that has these layers, if that is to be done; whether they can be opened now."""

@@ -18,6 +18,8 @@ OWN_MEAN, OWN_MARGIN = 3.0, 2.0
 """The same in units of what the model's own logits differ by between two ways to compute them (`Rounding`)."""
 MAX_OWN = 0.025
 """Largest mean difference of a model's own logits that is held for rounding."""
+MAX_OWN_LARGEST = 0.1
+"""The same of one logit."""
 MASKED = -1e30
 """Logits below are masked by the model (placeholders that it never emits)."""
 
@@ -55,7 +57,7 @@ class Rounding:
         mean = float(difference.mean(-1).max())
         if not mean <= MAX_OWN:
             return cls()
-        return cls(mean, float(difference.max()))
+        return cls(mean, min(float(difference.max()), MAX_OWN_LARGEST))
 
 
 def equal_logits(

@@ -7,6 +7,7 @@ to process and no second cache.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -40,7 +41,8 @@ class CallLayerSubsets:
         adapter = self._target.adapter
         if self._bits is None or find_copy(adapter, self._bits) is not None:
             return 0.0
-        return num_copied_weights(adapter) / WEIGHTS_PER_S
+        count = num_copied_weights(adapter)
+        return count / WEIGHTS_PER_S if count else math.inf  # inf: another call has found that there can be none
 
     def make(self) -> bool:
         if self._bits is None:

@@ -25,6 +25,7 @@ from mmspec.cpu.copies import free_bytes
 from mmspec.cpu.linear import find_linear_layers
 from mmspec.cpu.quantise import quantise
 from mmspec.cpu.weights import GROUP, TILE_ROWS, QuantisedWeight, Weight
+from mmspec.engine.draws import PrivateDraws
 from mmspec.targets.base import ModelAdapter
 from mmspec.targets.c_rounds import CRounds
 from mmspec.targets.layer_access import LayerAccess, layer_access, shallow_copy
@@ -98,6 +99,7 @@ class QuantisedCopy:
         self._kernel = _kernel(self.model)
         self.bits = bits or (8 if num_copied_weights(adapter) < FEW_WEIGHTS else 4)
         self._num_made = 0
+        self._lock = threading.Lock()
         self.layers: dict[str, CopiedLayer] = {}
         self._make()
 
@@ -108,11 +110,20 @@ class QuantisedCopy:
 
     def refresh(self) -> bool:
         """Whether there is a copy of the weights as they are now; made anew if they have changed."""
+        if self.model.device.type != "cpu":
+            return False
+        if self._is_current():
+            return True
+        with self._lock:
+            return self._is_current() or self._make_anew()
+
+    def _is_current(self) -> bool:
+        modules = dict(self.model.named_modules())
+        return bool(self.layers) and all(_is_copy(modules.get(name), one) for name, one in self.layers.items())
+
+    def _make_anew(self) -> bool:
         if not self.layers:
             return False
-        modules = dict(self.model.named_modules())
-        if all(_is_copy(modules.get(name), one) for name, one in self.layers.items()):
-            return True
         self.layers = {}  # frees the old copy first
         if self._num_made >= MAX_COPIES:
             logger.warning("mmspec: weights changed %d times; the quantized copy of them is off", self._num_made)
@@ -206,6 +217,8 @@ def quantised_copy(adapter: ModelAdapter, access: LayerAccess, bits: int = 0) ->
     Raises:
         ValueError: see `QuantisedCopy`.
     """
+    if (found := find_copy(adapter, bits)) is not None:
+        return found
     with _LOCK:
         found = find_copy(adapter, bits)
         if found is None:
@@ -221,6 +234,12 @@ def find_copy(adapter: ModelAdapter, bits: int) -> QuantisedCopy | None:
         copies = adapter.__dict__["_quantised_copies"] = {}
         return None
     return found
+
+
+def drop_copies(adapter: ModelAdapter) -> None:
+    """Free the copies that an adapter holds, and what is known of them: it is that of another model now."""
+    for name in ("_quantised_copies", "_num_copied_weights"):
+        adapter.__dict__.pop(name, None)
 
 
 def num_copied_weights(adapter: ModelAdapter) -> int:
@@ -307,7 +326,7 @@ def _mean_squares(adapter: ModelAdapter, access: LayerAccess, layers: Mapping[st
     twin = _with_forwards(adapter.model, {name: record(name) for name in layers})
     text_model = twin.get_submodule(".".join(access.path[: access.text_depth]))
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=()):  # dropout draws in train mode
+        with torch.no_grad(), PrivateDraws():  # dropout draws in train mode, and other threads may be sampling
             states = text_model(input_ids=ids, use_cache=False, return_dict=True)[0]
             head = twin.get_output_embeddings()
             if head is not None and states.shape[-1] == head.in_features:

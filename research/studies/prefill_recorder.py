@@ -30,6 +30,13 @@ class PrefillCost:
     kv_bytes: int = 0
 
 
+@torch.inference_mode()
+def _read(drafter: EagleDrafter, state: Any) -> None:
+    """Let the head read the prompt, and the first token."""
+    drafter.read_prompt(state)
+    drafter.read_pending(state)
+
+
 class PrefillRecorder(RecordingDrafter):
     """A `RecordingDrafter` that measures the drafter's prefill on a synchronised device.
 
@@ -57,7 +64,7 @@ class PrefillRecorder(RecordingDrafter):
         drafter = self._head_drafter
         if drafter is None or len(self._results) > 1:
             return
-        self._timed(lambda: drafter.sync(state))
+        self._timed(lambda: _read(drafter, state))
         kv_cache = getattr(state, "kv_cache", None)
         if kv_cache is not None:
             config = drafter.head.config
@@ -73,7 +80,7 @@ class PrefillRecorder(RecordingDrafter):
         with FlopCounterMode(display=False) as counter:
             state = twin.begin(self._prompt)
             twin.observe(state, self._results[0][0], {})
-            twin.sync(state)
+            _read(twin, state)
         self.cost.flops = counter.get_total_flops()
 
     def _timed(self, function: Callable[[], ResultT]) -> ResultT:

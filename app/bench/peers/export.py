@@ -1,4 +1,4 @@
-"""The text weights of a model in the formats of other engines: transformers, GGUF and OpenVINO, all float32.
+"""The text weights of a model in the formats of other engines: transformers, OpenVINO (both float32), GGUF.
 
 The text model of a vision-language model is saved as a model of its own. Conversions run in the environment of the
 engine, once for each format.
@@ -21,6 +21,8 @@ from mmspec.app.bench.peers.base import PeerError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+GGUF_TYPES = {torch.bfloat16: "BF16", torch.float16: "F16"}
+"""Types of GGUF files by dtype of the model; F32 else."""
 GGUF_WRITER = Path(__file__).with_name("write_gguf.py")
 CONVERSION_TIMEOUT_S = 600.0
 
@@ -117,7 +119,7 @@ class Exports:
             else:
                 source = self.get("transformers", python)
                 target = root / ("text.gguf" if model_format == "gguf" else "openvino")
-                _convert(_conversion_command(model_format, python, source, target))
+                _convert(_conversion_command(model_format, python, source, target, self._model.dtype))
                 self._done[model_format] = target
         return self._done[model_format]
 
@@ -126,9 +128,9 @@ class Exports:
         self._folder.cleanup()
 
 
-def _conversion_command(model_format: str, python: str, source: Path, target: Path) -> list[str]:
+def _conversion_command(model_format: str, python: str, source: Path, target: Path, dtype: torch.dtype) -> list[str]:
     if model_format == "gguf":
-        return [python, str(GGUF_WRITER), str(source), str(target)]
+        return [python, str(GGUF_WRITER), str(source), str(target), GGUF_TYPES.get(dtype, "F32")]
     options = ["--task", "text-generation-with-past", "--weight-format", "fp32"]
     return [
         python,

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
+
 from mmspec.app.bench.measure import clone, share_kernel_timings
 from mmspec.app.bench.peers.base import Peer
 from mmspec.app.bench.peers.export import Exports
 from mmspec.app.bench.peers.in_process import PatchedPeer, TransformersPeer, transformers_peers
-from mmspec.app.bench.peers.process import ENGINES, LOOKUP_TOKENS, WorkerPeer, peer_pythons
+from mmspec.app.bench.peers.process import ENGINES, LLAMA_CPP, LOOKUP_TOKENS, WorkerPeer, peer_pythons
 from mmspec.app.bench.specs import patch_model
 from mmspec.app.errors import UsageError
 
@@ -65,7 +67,9 @@ def build_peers(
             return variants[name]()
         engine = engines[name.removesuffix(LOOKUP_SUFFIX)]
         lookup = LOOKUP_TOKENS if name.endswith(LOOKUP_SUFFIX) else 0
-        return WorkerPeer(name, engine, partial(exports.get, engine.model_format), search, lookup, context)
+        peer = WorkerPeer(name, engine, partial(exports.get, engine.model_format), search, lookup, context)
+        peer.half_cache = engine is LLAMA_CPP and model.dtype != torch.float32
+        return peer
 
     return [build(name) for name in dict.fromkeys(names) if name != BASELINE_PEER]
 

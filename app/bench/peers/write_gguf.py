@@ -1,7 +1,7 @@
-"""Llama text weights of transformers to GGUF in float32: `PYTHON write_gguf.py FOLDER FILE`. Imports nothing of mmspec.
+"""Llama text weights of transformers to GGUF: `PYTHON write_gguf.py FOLDER FILE [F32|BF16|F16]`, the type of matrices.
 
-Needs numpy and gguf. Reads `config.json` and `model.safetensors` (float32). The file has no vocabulary: peers exchange
-token ids. Layout of names and of the rotary halves: llama.cpp, convert_hf_to_gguf.py.
+Imports nothing of mmspec; needs numpy and gguf. Reads `config.json` and `model.safetensors` (float32). The file has no
+vocabulary: peers exchange token ids. Layout of names and of the rotary halves: llama.cpp, convert_hf_to_gguf.py.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def gguf_name(name: str) -> str:
     raise ValueError(f"Llama has no tensor {name}")
 
 
-def write_gguf(folder: Path, file: Path) -> None:
-    """Convert a folder that `save_pretrained` has written."""
+def write_gguf(folder: Path, file: Path, kind: str = "F32") -> None:
+    """Convert a folder that `save_pretrained` has written; matrices to the type with this name."""
     import gguf
     import numpy as np
 
@@ -83,14 +83,20 @@ def write_gguf(folder: Path, file: Path) -> None:
     writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
     writer.add_rope_dimension_count(config.get("head_dim") or config["hidden_size"] // heads)
     writer.add_vocab_size(config["vocab_size"])
-    writer.add_file_type(gguf.LlamaFileType.ALL_F32)
+    file_types = {"F32": "ALL_F32", "BF16": "MOSTLY_BF16", "F16": "MOSTLY_F16"}
+    writer.add_file_type(gguf.LlamaFileType[file_types[kind]])
+    matrix_type = gguf.GGMLQuantizationType[kind]
     writer.add_tokenizer_model("no_vocab")
     for name, weight in read_safetensors(folder / "model.safetensors").items():
         if name.endswith("q_proj.weight"):
             weight = interleave_rotary(weight, heads)
         if name.endswith("k_proj.weight"):
             weight = interleave_rotary(weight, kv_heads)
-        writer.add_tensor(gguf_name(name), np.ascontiguousarray(weight))
+        weight = np.ascontiguousarray(weight)
+        if weight.ndim == 1 or kind == "F32":
+            writer.add_tensor(gguf_name(name), weight)
+        else:
+            writer.add_tensor(gguf_name(name), gguf.quants.quantize(weight, matrix_type), raw_dtype=matrix_type)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -99,7 +105,7 @@ def write_gguf(folder: Path, file: Path) -> None:
 
 def main() -> None:
     """Convert the folder that the command line names."""
-    write_gguf(Path(sys.argv[1]), Path(sys.argv[2]))
+    write_gguf(Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])
 
 
 if __name__ == "__main__":
