@@ -4,7 +4,7 @@
 |---|---|---|---|---|
 | *recorded* | replays of whole rounds | on a GPU that has passed a check | `"recorded"` | `find_recorder` |
 | *C* | the target's forwards over nodes | on a CPU, for known models | `"c"` | `use_c` |
-| | drafts of heads | where linear layers run in our kernels | | `use_linear_kernels` |
+| | drafts of heads | the same, where linear layers run in our kernels | | `find_c_draft` |
 | *eager* | the parts one by one, in torch | else | `"torch"` | |
 
 On a CPU linear layers of eager parts run in their fastest kernel (`use_linear_kernels`), but with `backend="torch"`.

@@ -2,12 +2,12 @@
 
 One round (`DecodeLoop.round`):
 
-    plan = _plan(...)                   a sanitized draft tree (the root alone is plain decoding), or the drafter's part
+    plan = _plan(...)                   a sanitized draft tree (the root alone is plain decoding), or a `DraftPart`
     outcome = recorded.run(plan)        the whole round as one recorded function, where that is possible, else
               _run_eager(plan)          target.score: one forward over the nodes of all rows; verifier.verify: sample an
-                                        id at every node, accept the path of matching nodes, copy to the host;
-                                        target.commit: keep the accepted nodes in the KV cache
-    output.emit(result)                 append the emitted tokens to each row
+                                        id at every node, accept the path of matching nodes, copy to the host
+    _commit(outcome)                    target.commit: keep the accepted nodes in the KV cache, where that is not done;
+                                        output.emit: append the emitted tokens to each row
     drafter.observe(result)             let the drafter follow
 
 Between rounds the cache holds the prompt and all emitted tokens but the last, which is node 0 of the next tree; so a

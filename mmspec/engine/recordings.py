@@ -1,6 +1,6 @@
 """`Recordings`: functions of tensors that are recorded and checked when they first run, and replayed from then on.
 
-The target's part of a round and the drafts of a head are such functions (`mmspec.engine.graph`). Independent of both.
+Forwards of a target, drafts of a head and whole rounds are such functions (`mmspec.engine.round`). Independent of both.
 """
 
 from __future__ import annotations

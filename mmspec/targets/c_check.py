@@ -142,7 +142,7 @@ def _agreeing(kernel: CKernel, call: NodeCall) -> Iterator[DecoderParts]:
 def _layer_groups(adapter: ModelAdapter) -> list[tuple[int, ...]]:
     """The decoder layers in groups: through all of a trained model, rounding in half precision is amplified.
 
-    None where the layers cannot be run apart.
+    Empty where the layers cannot be run apart.
     """
     count = adapter.num_layers
     if adapter.num_cache_layers != count or adapter.is_recurrent:

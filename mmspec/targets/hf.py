@@ -95,7 +95,7 @@ class HFTarget:
             max_new_tokens: most new tokens that may be emitted per row.
             inference_mode: whether forwards may run in inference mode; derived from the model's modules if None.
             cache_is_observed: user code runs during the call and may access the user's cache.
-            lane: where functions of this call are recorded; None to run everything eager.
+            lane: where functions of this call are recorded; None if nothing is recorded.
         """
         self.adapter = adapter
         self.model = adapter.model
