@@ -157,7 +157,7 @@ def smaller_probe(**changes: Any) -> Any:
 
 @pytest.mark.parametrize("recorder", [wrong, wrong_later, frozen_state, frozen_inputs, loses_writes, refuses, is_full])
 def test_the_probe_fails_for_a_faulty_recorder(recorder: Recorder) -> None:
-    with smaller_probe(NUM_PROMPTS=2, BATCH_SIZES=(3,)):
+    with mock.patch.object(device_probe, "BATCH_SIZES", (3,)):
         result = device_probe.probe(CPU, recorder)
     assert result.passed is (None if recorder is is_full else False) and result.reason, result
 

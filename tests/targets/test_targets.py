@@ -411,7 +411,7 @@ def check_segments(model: PreTrainedModel, given: tiny.Inputs, prompt: Prompt, r
 @pytest.mark.parametrize("padding", ["left", "right"])
 def test_segments_cover_the_placeholders_of_their_pictures(family: str, padding: str) -> None:
     model = model_of(family)
-    for seed in range(6):  # each number of rows with and without pictures
+    for seed in range(12):
         given = tiny.build_inputs(
             model, seed, 1 + seed % 3, padding=padding, images=None if seed % 2 else [1] * (1 + seed % 3)
         )
@@ -448,7 +448,7 @@ def frames_of(prompt: Prompt) -> dict[int, list[Any]]:
 @pytest.mark.parametrize("family", [*CLIP_FAMILIES, *(row for row in GEMMA_ROWS if row == "gemma4")])
 def test_segments_of_clips(family: str) -> None:
     model, roles = model_of(family), set[str]()
-    for seed in range(4):  # each media in each row, or not
+    for seed in range(12):
         given = tiny.build_inputs(model, seed, 2, images=[seed % 2, 1], videos=[1, (seed // 2) % 2])
         prompt = get_prompt(model, given)
         if prompt.grids:
@@ -466,7 +466,7 @@ def test_segments_of_clips(family: str) -> None:
 def test_clips_alone_and_side_by_side(family: str) -> None:
     """As many clips as in the input, each with its frames, with or without text between them."""
     model = model_of(family)
-    for seed in range(4):
+    for seed in range(8):
         given = tiny.build_inputs(
             model, seed, 2, images=[0, 0], videos=[2, 1], num_text_tokens=(1, 3) if seed % 2 else (6, 9)
         )
@@ -559,7 +559,7 @@ def test_segments_of_several_sequences_per_prompt(family: str) -> None:
 def test_grids_of_tiles_end_their_lines_with_a_newline(family: str) -> None:
     """Recognised by their hidden states: every newline token has the same one."""
     model, shapes = model_of(family), set[tuple[int, int]]()
-    for seed in range(10):
+    for seed in range(30):
         given = tiny.build_inputs(model, seed, 1, images=[1])
         prompt = get_prompt(model, given)
         line = model.model.image_newline
@@ -595,7 +595,7 @@ def test_grids_of_tiles_at_the_sizes_of_real_models() -> None:
 @pytest.mark.parametrize("family", ["qwen2_5_vl", *(row for row in GRID_ROWS if row != COMPRESSED)])
 def test_grids_are_those_of_the_inputs(family: str) -> None:
     model = model_of(family)
-    for seed in range(4):
+    for seed in range(10):
         given = tiny.build_inputs(model, seed, 2, images=[2, 1])
         grids = [(int(h) // 2, int(w) // 2) for _, h, w in given["image_grid_thw"]]
         assert [(s.height, s.width) for s in get_prompt(model, given).grids if s.role == "base"] == grids
