@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("gradio")
 
-from test_app_browser import ask, browser, finish, settings, site, text  # noqa: F401  (fixtures)
+from test_app_browser import ask, browser, finish, settings, site, text, type_number  # noqa: F401  (fixtures)
 from test_app_visitor_browser import SCREENS, choose_example, visit  # noqa: F401  (fixtures)
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(400)]
@@ -112,8 +112,7 @@ def test_every_tab_is_for_everybody(visit: Callable[..., Any], screen: tuple[int
     page.get_by_role("tab", name="Learning").click()
     page.wait_for_function("document.querySelectorAll('#mm-learning-numbers .mm-samples img').length > 3")
     check(page)
-    page.get_by_label("number input for Pictures").fill("4")
-    page.keyboard.press("Tab")
+    type_number(page, "Pictures", 4)
     page.wait_for_function("document.querySelector('#mm-learning-status').innerText.includes('describes 4 pictures')")
     page.locator("#mm-learn").click()
     page.wait_for_function("/^4 of 4 pictures/.test(document.querySelector('#mm-learning-status').innerText)")

@@ -112,15 +112,20 @@ def settings(page: Any, name: str = "compare", tokens: int | None = None, **chos
         area.get_by_label(label.replace("_", " ")).first.click()
         page.get_by_role("option", name=option, exact=True).click()
     if tokens is not None:
-        # What is typed in the first milliseconds of a slider is shown and not taken note of: the handle stays.
-        handle = area.get_by_label("range slider for Max new tokens")
-        for _ in range(20):
-            area.get_by_label("number input for Max new tokens").fill(str(tokens))
-            page.keyboard.press("Tab")
-            page.wait_for_timeout(50)
-            if handle.input_value() == str(tokens):
-                break
-        assert handle.input_value() == str(tokens)
+        type_number(area, "Max new tokens", tokens)
+
+
+def type_number(area: Any, label: str, number: int) -> None:
+    """Type a number beside a slider, until its handle follows: what comes in its first milliseconds is only shown."""
+    handle = area.get_by_label(f"range slider for {label}")
+    for _ in range(20):
+        box = area.get_by_label(f"number input for {label}")
+        box.fill(str(number))
+        box.press("Tab")
+        box.page.wait_for_timeout(50)
+        if handle.input_value() == str(number):
+            return
+    raise AssertionError(f"the slider {label!r} stays at {handle.input_value()}, not at {number}")
 
 
 def ask(page: Any, question: str | None = None) -> None:
@@ -661,8 +666,8 @@ def test_every_tab_fits_and_every_part_has_a_name(
     page.wait_for_function(f"({AXIS_LABELS})('#mm-curve')?.at(-1)?.[0] == '8'")
     keep(page, request, "batch", width, end)
     page.get_by_role("tab", name="Learning").click()
-    page.get_by_label("number input for Pictures").fill("4")
-    page.keyboard.press("Tab")
+    type_number(page, "Pictures", 4)
+    page.wait_for_function("document.querySelector('#mm-learning-status').innerText.includes('describes 4 pictures')")
     page.locator("#mm-learn").click()
     page.wait_for_function("/^4 of 4 pictures/.test(document.querySelector('#mm-learning-status').innerText)")
     page.wait_for_function(f"({AXIS_LABELS})('#mm-learning-curve')?.length == 4")
