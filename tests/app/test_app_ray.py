@@ -102,7 +102,7 @@ def test_stages_give_the_rows_of_a_job_of_one_process(tmp_path: Path) -> None:
     config = CaptionConfig((str(shard),), "tiny", max_new_tokens=6, prompt_column="txt", batch_size=2)
     planned = list(plan_job(config, tmp_path, [], {}))
     assert planned[-1] == EndOfPlan(2, 0)
-    assert write_stages(tmp_path / "stages.jsonl", planned, config) == [[1, 1], [1]]
+    assert write_stages(tmp_path / "stages.jsonl", planned, config) == [[2], [1]]
     assert essence(tmp_path / "stages.jsonl") == essence(out)
 
 
