@@ -119,7 +119,7 @@ _SIZES = (
     *("type", "rotary_size", "is_interleaved", "activation", "rounds_twice", "is_eager", "num_vectors"),
 )
 _INPUTS = (
-    *("cos", "sin", "tokens", "depths", "lengths", "position_base", "ancestors", "padding"),
+    *("cos", "sin", "tokens", "depths", "lengths", "cache_rows", "position_base", "ancestors", "padding"),
     *("embedded", "normed", "logits", "scratch"),
 )
 

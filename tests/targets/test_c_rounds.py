@@ -15,7 +15,7 @@ import pytest
 import tiny_heads
 import tiny_models as tiny
 import torch
-from parity import Kwargs, generate_plain, get_model, speculate
+from parity import Kwargs, generate_plain, generate_tokens, get_model, speculate
 from test_targets import bush, inside
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 
 import mmspec
 from mmspec.cpu.c_kernel import load_kernel
+from mmspec.cpu.decoder import CDecoder, DecoderInputs
 from mmspec.targets import c_check
 from mmspec.targets.c_rounds import CRounds
 from mmspec.targets.hf import HFTarget
@@ -51,6 +52,11 @@ def forwards(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
     monkeypatch.setattr(CRounds, "score", spy)
     return done
+
+
+def score_all_rows(self: HFTarget, *args: Any, score: Callable[..., Any] = HFTarget.score) -> Any:
+    """`HFTarget.score`, not told which rows are active."""
+    return score(self, *args[:2])
 
 
 def use_c(target: HFTarget) -> None:
@@ -143,6 +149,40 @@ def test_layers_that_amplify_rounding(
     with speculate(model, "lookup"):
         generate_plain(model, tiny.build_inputs(model, 5, 2), **OUTPUTS)
     assert bool(forwards) != bool(wrong) and all(forwards)
+
+
+@pytest.mark.parametrize("drafter", ["none", "lookup", "recycling", "bush", "oracle"])
+@pytest.mark.parametrize(("family", "changes"), [("llava", {}), ("gemma3", {}), ("qwen2_vl", {"dtype": "bfloat16"})])
+def test_rows_that_have_ended_are_not_computed(
+    family: str, changes: Kwargs, drafter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Padded rows end one by one: the tokens are those of a call that computes all of them to the end."""
+    model = get_model(family, seed=18, **changes)
+    inputs = tiny.build_inputs(model, 5, 4, images=[1, 1, 1, 1], padding="left")
+    tokens = generate_tokens(model, inputs, max_new_tokens=16, do_sample=False)
+    ends: Kwargs = {"eos_token_id": [row[step] for row, step in zip(tokens, (2, 9, 5), strict=False)]}
+    ends |= {"pad_token_id": 0, "max_new_tokens": 16, "do_sample": False}
+    computed: list[int] = []
+    forward = CDecoder.forward
+
+    def spy(self: CDecoder, given: DecoderInputs, *args: Any) -> Any:
+        computed.append(len(given.tokens))
+        return forward(self, given, *args)
+
+    monkeypatch.setattr(CDecoder, "forward", spy)
+    plain = generate_plain(model, inputs, **ends)
+    with speculate(model, drafter, plain):
+        mine = generate_plain(model, inputs, **ends)
+        forwards = mmspec.stats(model).row_forwards
+        computed.clear()
+        again = generate_plain(model, inputs, **ends)  # without the check of the decoder
+        assert sum(computed) == sum(mmspec.stats(model).row_forwards) and min(computed) < 4
+        monkeypatch.setattr(HFTarget, "score", score_all_rows)
+        computed.clear()
+        whole = generate_plain(model, inputs, **ends)
+    assert set(computed) == {4} and len(set(forwards)) > 1
+    assert torch.equal(mine, whole) and torch.equal(again, whole)
+    assert changes or torch.equal(mine, plain)
 
 
 @pytest.mark.parametrize("kind", ["leaning-coupled", "flash"])
