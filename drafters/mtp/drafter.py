@@ -18,7 +18,6 @@ from mmspec.drafters.heads.base.online import LearnableHead
 from mmspec.drafters.heads.base.state import DraftState
 from mmspec.drafters.mtp.head import MTPHead
 from mmspec.drafters.mtp.switched import SwitchedDrafter
-from mmspec.drafters.mtp.switches import Switches
 from mmspec.engine.tree import DraftTree
 from mmspec.interfaces import OwnHead, Prompt, SharedEmbeddings
 
@@ -102,11 +101,6 @@ class MTPDrafter(SwitchedDrafter, LearnableHead):
     def pending_inputs(self, state: DraftState, tokens: Tensor, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """See `HeadReader`."""
         return super().pending_inputs(state, tokens, self.head.hidden_states(hidden_states))
-
-    def fix_switches(self, **values: str) -> None:
-        """Draft with these values of the switches, without trials of others."""
-        self.switches = Switches(self.switches.values | {name: (value,) for name, value in values.items()})
-        self.apply({name: self.switches.value(name) for name in self.switches.values})
 
     def fix_visual_mode(self, visual_mode: str) -> None:
         """See `HeadReader`."""

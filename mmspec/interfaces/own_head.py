@@ -132,11 +132,24 @@ class OwnHead:
 class TargetKeys(Protocol):
     """The target's keys and values of the positions that it has committed, during one call."""
 
+    @property
+    def lengths(self) -> list[int]:
+        """Committed positions of each row, left pads included."""
+
     def read(self, layer_type: str) -> tuple[Tensor, Tensor, Tensor]:
         """Keys and values [B, H, S, d] of its last layer of a type, and [B, 1, 1, S] bool which of them are seen.
 
         Seen are those of a row's text that the window of the type contains; not padding, nor what was rejected.
         """
+
+    def fixed_tensors(self) -> dict[str, Tensor] | None:
+        """{name: what `read` reads}, where recorded functions write it; None if it has no fixed address."""
+
+    def call_tensors(self, capacity: int) -> dict[str, Tensor]:
+        """{name: what else `read` needs}, for rows of at most `capacity` positions; there are `fixed_tensors`."""
+
+    def over(self, named: Mapping[str, Tensor], lengths: Tensor, bucket: int) -> TargetKeys:
+        """The same in a recorded function: over tensors of these names, rows of `lengths` [B], at most `bucket`."""
 
 
 @dataclass

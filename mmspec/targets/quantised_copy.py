@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.utils.logging import tqdm
 
-from mmspec.cpu.c_kernel import MAX_C_ROWS, CKernel, load_kernel
+from mmspec.cpu.c_kernel import MAX_C_ROWS, CKernel, describe_kernel, load_kernel
 from mmspec.cpu.copies import free_bytes
 from mmspec.cpu.linear import find_linear_layers
 from mmspec.cpu.quantise import quantise
@@ -275,8 +275,8 @@ def _kernel(model: Any) -> CKernel:
     kernel = load_kernel()
     if kernel is None:
         raise ValueError(
-            "drafter='quantized' needs the C kernel, which cannot be had here (C compiler, Linux, x86-64 with "
-            "AVX2; the log says why). Use drafter='hybrid'."
+            "drafter='quantized' needs the C kernel (Linux, x86-64 with AVX2, a C compiler or a wheel with kernels); "
+            f"{describe_kernel()[:120]}. Use drafter='hybrid'."
         )
     return kernel
 
