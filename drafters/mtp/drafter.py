@@ -8,7 +8,7 @@ here do (`HeadDrafter`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +45,8 @@ class MTPDrafter(SwitchedDrafter, LearnableHead):
     """
 
     head: MTPHead
+    head_class: ClassVar[type[MTPHead]] = MTPHead
+    expander_class: ClassVar[type[MTPExpander]] = MTPExpander
     records_drafts = True
 
     def __init__(
@@ -66,7 +68,7 @@ class MTPDrafter(SwitchedDrafter, LearnableHead):
         """
         rule = parts.rule
         super().__init__(
-            MTPHead(parts),
+            self.head_class(parts),
             rule.visual_modes[0],
             {"carry": rule.carries, "visual_mode": rule.visual_modes},
             parts.description,
@@ -92,7 +94,8 @@ class MTPDrafter(SwitchedDrafter, LearnableHead):
     def draft_tree(self, state: DraftState, max_nodes: int, num_levels: int) -> DraftTree:
         """Repeat the head on its own output, the `top_k` most likely nodes of each level."""
         top_k = min(self.top_k_on(state.last_hidden.device), state.logit_bias.shape[0])
-        return expand_levels(state, MTPExpander(self, state, top_k), top_k, max_nodes=max_nodes, num_levels=num_levels)
+        expander = self.expander_class(self, state, top_k)
+        return expand_levels(state, expander, top_k, max_nodes=max_nodes, num_levels=num_levels)
 
     def carried(self, states: Tensor) -> Tensor:
         """[..., D] outputs of the head -> what the next draft token reads in place of the target's hidden state."""

@@ -39,6 +39,8 @@ class HeadRule:
         visual_modes: keys of `VISUAL_MODES`: what the head reads at image positions.
         embedding_first: the order of the two inputs of `fc`.
         zeroes_first: whether the embedding in row 0 is zero.
+        layered: whether draft token i is that of layer i of the head, which reads the token before it and what layer
+            i - 1 carries on; else the first layer is repeated.
     """
 
     hidden: str = "post"
@@ -46,6 +48,7 @@ class HeadRule:
     visual_modes: tuple[str, ...] = ("coupled", "placeholder")
     embedding_first: bool = True
     zeroes_first: bool = False
+    layered: bool = False
 
 
 @dataclass(frozen=True)
@@ -108,6 +111,7 @@ class OwnHead:
         num_layers: decoder layers of the target.
         chains_only: whether the target scores chains only.
         files: how it is stored.
+        further: the layers after the first, each with its own weights, where the rule is `layered`.
     """
 
     rule: HeadRule
@@ -127,6 +131,7 @@ class OwnHead:
     num_layers: int
     chains_only: bool
     files: HeadFiles
+    further: tuple[OwnHead, ...] = ()
 
 
 class TargetKeys(Protocol):
