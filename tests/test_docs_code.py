@@ -3,7 +3,8 @@
 Commands stand in indented blocks, in fences without a language and in backticks. Those of mmspec are parsed (the
 recipes of docs/jobs.md run, in tests/app/test_app_recipes.py), scripts, modules and their options are
 looked up, so are targets of make and what pip is to install. What can be neither run nor looked up here, an indented
-block with another program or a fence of another language, says so in a comment before it: `<!-- not run by the tests: REASON -->`.
+block with another program or a fence of another language, says so in a comment before it:
+`<!-- not run by the tests: REASON -->`.
 """
 
 from __future__ import annotations
