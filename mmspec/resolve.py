@@ -120,9 +120,9 @@ def _build_model_drafter(drafter: Any, adapter: Any, tokenizer: Any) -> Drafter 
 
         folder = model_folder(drafter) if isinstance(drafter, str) else None
         if folder is not None and is_exported_head(folder, adapter):
-            from mmspec.drafters.mtp.drafter import MTPDrafter
+            from mmspec.drafters.mtp.layered import mtp_drafter
 
-            return MTPDrafter(read_own_head(adapter, folder))
+            return mtp_drafter(read_own_head(adapter, folder))
         if folder is None or not is_model_folder(folder):
             return None
         if not os.path.isdir(drafter):

@@ -11,6 +11,7 @@ import copy
 import os
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ FP8_BLOCK = 128
 """Rows and columns of a weight that share a scale in official FP8 checkpoints."""
 SCALE_SUFFIX = "_scale_inv"
 FURTHER_LAYER = re.compile(r"layers\.[1-9]\d*\.")
-"""Of heads with several layers, of which the first is repeated, as vLLM does."""
+"""Of heads with several layers, of which the first is repeated, as vLLM does, where the rule is not `layered`."""
 MAX_MESSAGE = 200
 MIN_SCALE = 1e-6
 """Below this a factor of the final norm leaves nothing of a state to be recovered."""
@@ -82,11 +83,24 @@ def read_own_head(adapter: ModelAdapter, folder: str | os.PathLike[str] | None =
     try:
         files = TensorFiles(folder)
         with torch.no_grad():
-            return _Reader(adapter, layout, files).head()
+            return _read_layers(adapter, layout, files)
     except (OSError, ValueError, MemoryError) as error:
         if isinstance(error, OwnHeadError):
             raise
         raise OwnHeadError(" ".join(str(error).split())[:MAX_MESSAGE], is_expected=True) from error
+
+
+def _read_layers(adapter: ModelAdapter, layout: HeadLayout, files: TensorFiles) -> OwnHead:
+    """The head, with its further layers where each drafts a token."""
+    readers = [_Reader(adapter, layout, files)]
+    while layout.rule.layered and (prefix := readers[0].prefix_of(len(readers))):
+        readers.append(_Reader(adapter, layout, files, prefix))
+    first, *further = (reader.head() for reader in readers)
+    if not further:
+        return first
+    return replace(
+        first, further=tuple(further), description=f"{first.description}, the first of {len(readers)} layers"
+    )
 
 
 def is_exported_head(folder: str | os.PathLike[str], adapter: ModelAdapter) -> bool:
@@ -126,20 +140,24 @@ def checkpoint_folder(config: Any) -> Path:
 class _Reader:
     """Builds one head. Its parts have no memory until the shapes of all of its tensors have been compared."""
 
-    def __init__(self, adapter: ModelAdapter, layout: HeadLayout, files: TensorFiles) -> None:
+    def __init__(self, adapter: ModelAdapter, layout: HeadLayout, files: TensorFiles, prefix: str = "") -> None:
         self.adapter = adapter
         self.layout = layout
         self.files = files
         self.config = _block_config(adapter, layout)
-        self.prefix = self._find_prefix()
+        self.prefix = prefix or self._find_prefix()
+
+    def prefix_of(self, index: int) -> str | None:
+        """Of the tensors of one layer of the head; None if there is none."""
+        prefixes = (prefix.format(layers=self.adapter.num_layers + index) for prefix in self.layout.prefixes)
+        return next((one for one in prefixes if any(name.startswith(one) for name in self.files.names)), None)
 
     def _find_prefix(self) -> str:
-        prefixes = [prefix.format(layers=self.adapter.num_layers) for prefix in self.layout.prefixes]
-        for prefix in prefixes:
-            if any(name.startswith(prefix) for name in self.files.names):
-                return prefix
+        if prefix := self.prefix_of(0):
+            return prefix
+        first = self.layout.prefixes[0].format(layers=self.adapter.num_layers)
         raise OwnHeadError(
-            f"the checkpoint has no tensors {prefixes[0]}*: saving or fine-tuning has dropped its head, and "
+            f"the checkpoint has no tensors {first}*: saving or fine-tuning has dropped its head, and "
             "drafter='mtp:BASE', the folder or hub id of the base model, takes that one's",
             is_expected=True,
         )
@@ -175,6 +193,7 @@ class _Reader:
             num_layers=adapter.num_layers,
             chains_only=adapter.is_recurrent,
             files=self._files(names),
+            further=(),
         )
 
     def _files(self, names: Mapping[str, list[str]]) -> HeadFiles:

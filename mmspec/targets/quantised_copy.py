@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
-import types
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.utils.logging import tqdm
 
-from mmspec.cpu.c_kernel import MAX_C_ROWS, CKernel, load_kernel
+from mmspec.cpu.c_kernel import MAX_C_ROWS, CKernel, describe_kernel, load_kernel
 from mmspec.cpu.copies import free_bytes
 from mmspec.cpu.linear import find_linear_layers
 from mmspec.cpu.quantise import quantise
@@ -28,7 +27,7 @@ from mmspec.cpu.weights import GROUP, TILE_ROWS, QuantisedWeight, Weight
 from mmspec.engine.draws import PrivateDraws
 from mmspec.targets.base import ModelAdapter
 from mmspec.targets.c_rounds import CRounds
-from mmspec.targets.layer_access import LayerAccess, layer_access, shallow_copy
+from mmspec.targets.layer_access import LayerAccess, LinearForward, layer_access, with_forwards
 
 logger = logging.getLogger("mmspec")
 
@@ -51,7 +50,6 @@ PROGRESS_FROM = 200_000_000
 WEIGHTS_PER_S = 1e8
 """Weights that are expected to be quantised in a second."""
 _LOCK = threading.Lock()
-Forward = Callable[[nn.Linear, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -138,7 +136,7 @@ class QuantisedCopy:
 
     def twin(self, model: Any) -> Any:
         """A shallow copy of the model that computes the copied layers by the quantised weights."""
-        return _with_forwards(model, {name: self._forward(one.weight) for name, one in self.layers.items()})
+        return with_forwards(model, {name: self._forward(one.weight) for name, one in self.layers.items()})
 
     def rounds(self, rounds: CRounds) -> CRounds | None:
         """The forwards in C of a call on the quantised weights; None where they do not fit."""
@@ -158,7 +156,7 @@ class QuantisedCopy:
 
         return rounds.with_matrices(convert)
 
-    def _forward(self, weight: QuantisedWeight) -> Forward:
+    def _forward(self, weight: QuantisedWeight) -> LinearForward:
         kernel = self._kernel
 
         def forward(layer: nn.Linear, rows: Tensor) -> Tensor:
@@ -277,8 +275,8 @@ def _kernel(model: Any) -> CKernel:
     kernel = load_kernel()
     if kernel is None:
         raise ValueError(
-            "drafter='quantized' needs the C kernel, which cannot be had here (C compiler, Linux, x86-64 with "
-            "AVX2; the log says why). Use drafter='hybrid'."
+            "drafter='quantized' needs the C kernel (Linux, x86-64 with AVX2, a C compiler or a wheel with kernels); "
+            f"{describe_kernel()[:120]}. Use drafter='hybrid'."
         )
     return kernel
 
@@ -312,7 +310,7 @@ def _mean_squares(adapter: ModelAdapter, access: LayerAccess, layers: Mapping[st
     """
     found: dict[str, Tensor] = {}
 
-    def record(name: str) -> Forward:
+    def record(name: str) -> LinearForward:
         def forward(layer: nn.Linear, rows: Tensor) -> Tensor:
             squares = rows.detach().reshape(-1, rows.shape[-1]).float().square().mean(0)
             if bool(squares.isfinite().all()):
@@ -323,7 +321,7 @@ def _mean_squares(adapter: ModelAdapter, access: LayerAccess, layers: Mapping[st
 
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(adapter.num_embeddings, (1, CALIBRATION_TOKENS), generator=generator)
-    twin = _with_forwards(adapter.model, {name: record(name) for name in layers})
+    twin = with_forwards(adapter.model, {name: record(name) for name in layers})
     text_model = twin.get_submodule(".".join(access.path[: access.text_depth]))
     try:
         with torch.no_grad(), PrivateDraws():  # dropout draws in train mode, and other threads may be sampling
@@ -335,23 +333,6 @@ def _mean_squares(adapter: ModelAdapter, access: LayerAccess, layers: Mapping[st
         logger.debug("mmspec: the inputs of the layers could not be measured: %s", error)
         return {}
     return found
-
-
-def _with_forwards(module: Any, forwards: Mapping[str, Forward]) -> Any:
-    """A shallow copy of a module in which the linear layers with these names have other forwards."""
-    twin = shallow_copy(module)
-    below: dict[str, dict[str, Forward]] = {}
-    for path, forward in forwards.items():
-        name, _, rest = path.partition(".")
-        below.setdefault(name, {})[rest] = forward
-    for name, inner in below.items():
-        child = module._modules[name]
-        if "" in inner:
-            twin._modules[name] = shallow_copy(child)
-            twin._modules[name].__dict__["forward"] = types.MethodType(inner[""], twin._modules[name])
-        else:
-            twin._modules[name] = _with_forwards(child, inner)
-    return twin
 
 
 def _is_copy(module: Any, one: CopiedLayer) -> bool:

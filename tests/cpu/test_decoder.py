@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mmspec.cpu import c_kernel
+from mmspec.cpu import c_kernel, c_library
 from mmspec.cpu.c_kernel import CKernel, load_kernel
 from mmspec.cpu.decoder import (
     MAX_DECODER_ROWS,
@@ -49,8 +49,8 @@ VOCAB = 45
 def kernel(request: pytest.FixtureRequest) -> CKernel:
     """The kernel for each instruction set that this processor has."""
     try:
-        return CKernel(c_kernel._load_library(), request.param)
-    except c_kernel.KernelUnavailableError as error:
+        return CKernel(c_library.load_library(), request.param)
+    except c_library.KernelUnavailableError as error:
         pytest.skip(str(error))
 
 
@@ -447,5 +447,5 @@ def test_weights_that_are_refused(change: str) -> None:
 
 def test_structs_of_other_sizes_are_found_when_the_library_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(c_kernel, "STRUCTS", c_kernel.STRUCTS[1:])
-    with pytest.raises(c_kernel.KernelUnavailableError, match="LayerStruct has"):
-        CKernel(c_kernel._load_library())
+    with pytest.raises(c_library.KernelUnavailableError, match="LayerStruct has"):
+        CKernel(c_library.load_library())
