@@ -49,7 +49,7 @@ class SavedCopy:
         digest = hashlib.sha256(json.dumps([COPY_FORMAT, sorted(self._bits.items())]).encode())
         for tensor in tensors:
             digest.update(f"{tensor.dtype}{list(tensor.shape)}".encode())
-            digest.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+            digest.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
         self.path = copy_folder() / f"{digest.hexdigest()}.safetensors"
 
     def load(self) -> dict[str, QuantisedWeight]:
@@ -67,7 +67,7 @@ class SavedCopy:
 
     def save(self, weights: Mapping[str, QuantisedWeight]) -> None:
         """Write the file, for this user only. Does nothing where it cannot be written."""
-        tensors = {}
+        tensors: dict[str, Tensor] = {}
         for name, one in weights.items():
             tensors |= {f"{name}.data": one.data, f"{name}.scales": one.scales}
         try:
@@ -89,11 +89,12 @@ class SavedCopy:
             KeyError: it is not in the file.
             ValueError: it has other sizes.
         """
-        expected = empty_weight(*self._layers[name].weight.shape, self._bits[name], device="meta")
+        rows, cols = self._layers[name].weight.shape
+        expected = empty_weight(rows, cols, self._bits[name], "meta")
         data, scales = tensors[f"{name}.data"], tensors[f"{name}.scales"]
         for found, one in ((data, expected.data), (scales, expected.scales)):
             if found.shape != one.shape or found.dtype != one.dtype:
                 raise ValueError(
                     f"{name} has {list(found.shape)} of {found.dtype}, not {list(one.shape)} of {one.dtype}"
                 )
-        return QuantisedWeight(data, scales, expected.rows, expected.cols, expected.bits)
+        return QuantisedWeight(data, scales, rows, cols, expected.bits)
