@@ -39,6 +39,9 @@ GROUP_SIZE = 2
 """Decoder layers that are compared at once where all together cannot be."""
 COMPARED_SHARE = 0.5
 """Share of the nodes that must be comparable: others amplify one rounding to another answer."""
+MIN_ROUTED_SHARE = 0.6
+"""Of the nodes that must agree in half precision in a model with experts. Of two near-ties the router chooses the other
+for some, as between two forwards of the model itself; a trait that is wrong would change them all."""
 _VERDICTS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """{model: (its state, the shape that passed or None)}"""
 
@@ -149,7 +152,8 @@ def _agree(kernel: CKernel, call: NodeCall, shift: int, parts: DecoderParts) -> 
     window, dtype = max(1, min(cache.seq_lens) // 2), parts.ends.embeddings.dtype
     narrowed = _narrowed(parts, window, shift)
     tensors = replace(call.tensors, position_base=call.tensors.position_base + shift)
-    own: list[Rounding] = []
+    is_routed, own = bool(parts.shape.num_experts), list[Rounding]()
+    share = MIN_ROUTED_SHARE if is_routed else 1.0
 
     def agree(layers: tuple[int, ...] | None) -> bool:
         model = adapter.model if layers is None else layer_access(adapter).restrict(adapter.model, layers)
@@ -164,11 +168,12 @@ def _agree(kernel: CKernel, call: NodeCall, shift: int, parts: DecoderParts) -> 
             return own[-1]
 
         expected, found = score(model), _score(kernel, call, narrowed, tree, layers)
-        return found is not None and equal_logits(expected, found.float(), dtype, own_rounding)
+        rounding = None if is_routed else own_rounding
+        return found is not None and equal_logits(expected, found.float(), dtype, rounding, share)
 
     if agree(None):
         return True
-    groups = _layer_groups(adapter) if own == [Rounding()] else []
+    groups = _layer_groups(adapter) if own == [Rounding()] or (is_routed and dtype in HALF_TYPES) else []
     return bool(groups) and all(map(agree, groups))
 
 
