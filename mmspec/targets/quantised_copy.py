@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,13 +20,21 @@ from transformers.utils.logging import tqdm
 
 from mmspec.cpu.c_kernel import MAX_C_ROWS, CKernel, describe_kernel, load_kernel
 from mmspec.cpu.copies import free_bytes
-from mmspec.cpu.linear import find_linear_layers
 from mmspec.cpu.quantise import quantise
-from mmspec.cpu.weights import GROUP, TILE_ROWS, QuantisedWeight, Weight
-from mmspec.engine.draws import PrivateDraws
+from mmspec.cpu.weights import GROUP, QuantisedWeight, Weight
+from mmspec.interfaces import DrafterRequirements
 from mmspec.targets.base import ModelAdapter
 from mmspec.targets.c_rounds import CRounds
+from mmspec.targets.copied_layers import (
+    CopiedLayer,
+    copied_layers,
+    decoder_tensors,
+    is_copy,
+    mean_squares,
+    sample_bytes,
+)
 from mmspec.targets.layer_access import LayerAccess, LinearForward, layer_access, with_forwards
+from mmspec.targets.saved_copy import SavedCopy
 
 logger = logging.getLogger("mmspec")
 
@@ -35,14 +42,8 @@ HEAD_BITS = 8
 """Of the LM head, whose errors reach the logits as they are."""
 FEW_WEIGHTS = 1_000_000_000
 """Models with fewer weights lose too many tokens to 4 bits: their copies have 8."""
-CALIBRATION_TOKENS = 64
-"""Ids of the forward that measures how large the inputs of each layer are."""
-MIN_COPIED_SHARE = 0.5
-"""Share of the bytes of the decoder layers that must be copied: below, a draft would take as long as the target."""
 COPY_MEMORY_FACTOR = 1.2
 """Free memory that there must be, in bytes of the copy."""
-NUM_SAMPLES = 512
-"""Numbers of each weight by which a change of all is noticed that no version counter counts."""
 MAX_COPIES = 4
 """Times that the copy of one patched model is made; after as many changes of the weights it stays off."""
 PROGRESS_FROM = 200_000_000
@@ -50,26 +51,6 @@ PROGRESS_FROM = 200_000_000
 WEIGHTS_PER_S = 1e8
 """Weights that are expected to be quantised in a second."""
 _LOCK = threading.Lock()
-
-
-@dataclass(frozen=True)
-class CopiedLayer:
-    """A linear layer and its copy.
-
-    Attributes:
-        weight: quantised.
-        version: version counter of the layer's weight when it was copied.
-        samples: uint8, the bytes of some of its numbers.
-    """
-
-    weight: QuantisedWeight
-    version: int
-    samples: Tensor
-
-    def is_of(self, weight: Tensor) -> bool:
-        """Whether the layer's weight is what was copied, as far as the version counter and the samples tell."""
-        same = self.version == weight._version and self.weight.shape == tuple(weight.shape)
-        return same and torch.equal(self.samples, _samples(weight))
 
 
 class QuantisedCopy:
@@ -81,12 +62,13 @@ class QuantisedCopy:
         layers: {name of a linear layer: its copy}; empty if there is none.
     """
 
-    def __init__(self, adapter: ModelAdapter, access: LayerAccess, bits: int = 0) -> None:
+    def __init__(self, adapter: ModelAdapter, access: LayerAccess, bits: int = 0, is_saved: bool = False) -> None:
         """
         Args:
             adapter: of the model.
             access: where its decoder layers are.
             bits: 4 or 8; 0 chooses by the number of weights.
+            is_saved: whether it is read from the user's cache folder if it is there, and else written to it.
 
         Raises:
             ValueError: the model cannot be copied, or there is no memory for it.
@@ -96,6 +78,7 @@ class QuantisedCopy:
         self._access = access
         self._kernel = _kernel(self.model)
         self.bits = bits or (8 if num_copied_weights(adapter) < FEW_WEIGHTS else 4)
+        self._is_saved = is_saved
         self._num_made = 0
         self._lock = threading.Lock()
         self.layers: dict[str, CopiedLayer] = {}
@@ -117,7 +100,7 @@ class QuantisedCopy:
 
     def _is_current(self) -> bool:
         modules = dict(self.model.named_modules())
-        return bool(self.layers) and all(_is_copy(modules.get(name), one) for name, one in self.layers.items())
+        return bool(self.layers) and all(is_copy(modules.get(name), one) for name, one in self.layers.items())
 
     def _make_anew(self) -> bool:
         if not self.layers:
@@ -177,7 +160,7 @@ class QuantisedCopy:
         Raises:
             ValueError: the model cannot be copied, or there is no memory for it.
         """
-        layers, head = _copied_layers(self.model, self._access)
+        layers, head = copied_layers(self.model, self._access)
         names = {module: name for name, module in self.model.named_modules()}
         bits = dict.fromkeys(layers, self.bits) | ({} if head is None else {head: HEAD_BITS})
         count = sum(layer.weight.numel() for layer in bits)
@@ -194,33 +177,43 @@ class QuantisedCopy:
         )
         self._num_made += 1
         try:
-            costs = _mean_squares(self._adapter, self._access, {names[layer]: layer for layer in bits})
-            made: dict[str, CopiedLayer] = {}
-            for layer, number in tqdm(
-                bits.items(), desc="mmspec: quantized copy", disable=count < PROGRESS_FROM or None, leave=False
-            ):
-                weight = layer.weight.detach()
-                version, samples = layer.weight._version, _samples(weight)
-                quantised = quantise(self._kernel, weight, number, costs.get(names[layer]))
-                made[names[layer]] = CopiedLayer(quantised, version, samples)
+            marks = {names[layer]: (layer.weight._version, sample_bytes(layer.weight)) for layer in bits}
+            weights = self._weights({names[layer]: layer for layer in bits}, {names[one]: bits[one] for one in bits})
         except (MemoryError, RuntimeError) as error:  # torch raises the latter for memory that it cannot have
             reason = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
             raise ValueError(f"drafter='quantized' cannot copy the weights: {reason}. Use drafter='hybrid'.") from error
-        self.layers = made
+        self.layers = {name: CopiedLayer(weights[name], *mark) for name, mark in marks.items()}
+
+    def _weights(self, layers: Mapping[str, nn.Linear], bits: Mapping[str, int]) -> dict[str, QuantisedWeight]:
+        """The weights of these layers with these bits: read, if copies are kept and there is one, else made."""
+        file = SavedCopy(bits, layers, decoder_tensors(self.model, self._access)) if self._is_saved else None
+        if file is not None and (found := file.load()):
+            return found
+        costs, found = mean_squares(self._adapter, self._access, layers), {}
+        count = sum(layer.weight.numel() for layer in layers.values())
+        bar = tqdm(layers.items(), desc="mmspec: quantized copy", disable=count < PROGRESS_FROM or None, leave=False)
+        for name, layer in bar:
+            found[name] = quantise(self._kernel, layer.weight.detach(), bits[name], costs.get(name))
+        if file is not None:
+            file.save(found)
+        return found
 
 
-def quantised_copy(adapter: ModelAdapter, access: LayerAccess, bits: int = 0) -> QuantisedCopy:
-    """The copy of an adapter's model with these bits, made when it is first asked for; it lives as long as the adapter.
+def quantised_copy(adapter: ModelAdapter, access: LayerAccess, needs: DrafterRequirements) -> QuantisedCopy:
+    """The copy of an adapter's model that a drafter needs, made when it is first asked for; it lives as long as the
+    adapter.
 
     Raises:
         ValueError: see `QuantisedCopy`.
     """
+    bits = needs.copy_bits or 0
     if (found := find_copy(adapter, bits)) is not None:
         return found
     with _LOCK:
         found = find_copy(adapter, bits)
         if found is None:
-            found = adapter.__dict__.setdefault("_quantised_copies", {})[bits] = QuantisedCopy(adapter, access, bits)
+            found = QuantisedCopy(adapter, access, bits, needs.saved_copy)
+            adapter.__dict__.setdefault("_quantised_copies", {})[bits] = found
         return found
 
 
@@ -247,7 +240,7 @@ def num_copied_weights(adapter: ModelAdapter) -> int:
     if known is None or known[0] is not model or known[1] != key[1]:
         try:
             _kernel(adapter.model)
-            layers, head = _copied_layers(adapter.model, layer_access(adapter))
+            layers, head = copied_layers(adapter.model, layer_access(adapter))
             found = sum(layer.weight.numel() for layer in layers) + (0 if head is None else head.weight.numel())
             adapter.__dict__["_num_copied_weights"] = key, found
         except ValueError as error:
@@ -279,67 +272,3 @@ def _kernel(model: Any) -> CKernel:
             f"{describe_kernel()[:120]}. Use drafter='hybrid'."
         )
     return kernel
-
-
-def _copied_layers(model: Any, access: LayerAccess) -> tuple[list[nn.Linear], nn.Linear | None]:
-    """The linear layers of the decoder that are copied, and the LM head if it can be.
-
-    Raises:
-        ValueError: too little of the decoder can be copied.
-    """
-    decoder = model.get_submodule(".".join(access.path))
-    layers = [layer for layer in find_linear_layers([decoder]) if min(layer.weight.shape) >= TILE_ROWS]
-    tensors = {id(one): one for one in (*decoder.parameters(), *decoder.buffers())}
-    total = sum(one.nbytes for one in tensors.values())
-    share = sum(layer.weight.nbytes for layer in layers) / max(1, total)
-    if share < MIN_COPIED_SHARE:
-        raise ValueError(
-            f"drafter='quantized' copies linear layers in float32, bfloat16 or float16, which are {share:.0%} of the "
-            f"decoder of {type(model).__name__} (experts, or weights that are quantised already): that cannot pay. Use "
-            "drafter='hybrid'."
-        )
-    head = model.get_output_embeddings()
-    heads = [] if head is None else find_linear_layers([head])
-    return layers, heads[0] if heads == [head] else None
-
-
-def _mean_squares(adapter: ModelAdapter, access: LayerAccess, layers: Mapping[str, nn.Linear]) -> dict[str, Tensor]:
-    """{name: [in_features] mean squares of the inputs of a layer}, of a text of ids spread over the vocabulary.
-
-    It depends on the weights alone, so that the copies of two processes are the same. Empty where the forward fails.
-    """
-    found: dict[str, Tensor] = {}
-
-    def record(name: str) -> LinearForward:
-        def forward(layer: nn.Linear, rows: Tensor) -> Tensor:
-            squares = rows.detach().reshape(-1, rows.shape[-1]).float().square().mean(0)
-            if bool(squares.isfinite().all()):
-                found[name] = squares
-            return functional.linear(rows, layer.weight, layer.bias)
-
-        return forward
-
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(adapter.num_embeddings, (1, CALIBRATION_TOKENS), generator=generator)
-    twin = with_forwards(adapter.model, {name: record(name) for name in layers})
-    text_model = twin.get_submodule(".".join(access.path[: access.text_depth]))
-    try:
-        with torch.no_grad(), PrivateDraws():  # dropout draws in train mode, and other threads may be sampling
-            states = text_model(input_ids=ids, use_cache=False, return_dict=True)[0]
-            head = twin.get_output_embeddings()
-            if head is not None and states.shape[-1] == head.in_features:
-                head(states)
-    except Exception as error:  # whatever a model's own code raises: the copy is a little worse
-        logger.debug("mmspec: the inputs of the layers could not be measured: %s", error)
-        return {}
-    return found
-
-
-def _is_copy(module: Any, one: CopiedLayer) -> bool:
-    return type(module) is nn.Linear and one.is_of(module.weight)
-
-
-def _samples(weight: Tensor) -> Tensor:
-    """The bytes of some numbers of a weight, evenly spread; nan is equal to itself."""
-    flat = weight.detach().reshape(-1)
-    return flat[:: max(1, len(flat) // NUM_SAMPLES)].clone().view(torch.uint8)
