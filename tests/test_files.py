@@ -50,13 +50,13 @@ def test_what_is_no_folder(tmp_path: Path) -> None:
 def test_costs_that_come_first_leave_a_cache_that_kernels_trust(
     umask: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mmspec.cpu import c_kernel
+    from mmspec.cpu import c_library
 
     monkeypatch.setenv("MMSPEC_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("MMSPEC_COST_CACHE", raising=False)
     CostStore({"device": "cpu"}).save(RoundCostModel(), None)
     assert list((tmp_path / "cache" / "costs").glob("*.json"))
-    assert c_kernel._library_folder() == tmp_path / "cache"
+    assert c_library._library_folder() == tmp_path / "cache"
 
 
 def test_two_writers_of_one_file_have_a_part_each(tmp_path: Path) -> None:
