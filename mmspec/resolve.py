@@ -77,7 +77,7 @@ def resolve_drafter(
     if missing := missing_hidden_states(resolved, adapter):
         raise ValueError(f"{missing}. Use a drafter of this model, or drafter='auto'.")
     if resolved.requirements.layer_subsets and not resolved.requirements.optional_copy:
-        check_layer_subsets(adapter, resolved.requirements.copy_bits)
+        check_layer_subsets(adapter, resolved.requirements)
     if isinstance(resolved, TrainedDrafter) and resolved.bundled_compressor is not None:
         from mmspec.vision.registry import load_compressor
 

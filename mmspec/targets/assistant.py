@@ -24,6 +24,8 @@ from mmspec.interfaces import AssistantParts, OwnHeadError
 from mmspec.targets.base import ModelAdapter
 from mmspec.targets.draft_model import CONFIG_FILE, check_complete
 from mmspec.targets.hf import HFTarget
+from mmspec.targets.own_checkpoint import check_unchanged, checkpoint_folder
+from mmspec.weight_files import TensorFiles
 
 ASSISTANT_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 """`config.model_type` of assistants."""
@@ -158,11 +160,21 @@ def find_assistant(adapter: ModelAdapter) -> AssistantParts:
         except Exception as error:  # the hub's exception types change between versions
             raise OwnHeadError(f"{hub_id[-80:]} is not in the local cache; fetch it with `hf download`") from error
     try:
+        _check_target(adapter)
         return load_assistant(folder, adapter)
     except (OSError, ValueError) as error:
         if isinstance(error, OwnHeadError):
             raise
         raise OwnHeadError(" ".join(str(error).split())[:200], is_expected=True) from error
+
+
+def _check_target(adapter: ModelAdapter) -> None:
+    """See `check_unchanged`; a target whose own files are not here is not judged."""
+    try:
+        files = TensorFiles(checkpoint_folder(adapter.model.config))
+    except (OSError, ValueError):
+        return
+    check_unchanged(adapter, files)
 
 
 def load_assistant(folder: str | os.PathLike[str], adapter: ModelAdapter) -> AssistantParts:

@@ -206,20 +206,21 @@ def write_results(rows: Sequence[Row], versions: dict[str, Any]) -> None:
 def markdown_table(rows: Sequence[Row]) -> str:
     """The table of the document."""
     lines = [
-        "| model type | prompt | trait | self-test | identical cases | speculated | grids | draft heads | `none` |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| model type | reads | traits | speculated | grids | `none` |",
+        "|---|---|---|---|---|---|",
     ]
     for row in sorted(rows, key=lambda row: row.model_type):
-        prompt = " and ".join(["text", *row.media]) if len(row.media) < 2 else "text, images and videos"
+        exceptions = [row.traits, *([] if row.identical == row.cases else [f"{row.identical} identical"])]
+        if row.selftest != "passed":
+            exceptions.append(row.selftest)
+        elif len(row.heads) < len(HEADS):
+            exceptions.append(f"draft heads: {', '.join(row.heads) or 'none'}")
         cells = [
             f"`{row.model_type}`",
-            prompt,
-            row.traits or "-",
-            row.selftest,
-            f"{row.identical} of {row.cases}",
+            ", ".join(row.media) or "text",
+            "; ".join(filter(None, exceptions)) or "-",
             str(row.speculated),
             "yes" if row.grids else "-",
-            ", ".join(row.heads) if len(row.heads) < len(HEADS) else "all",
             "-" if row.none_ratio is None else f"{row.none_ratio:.2f}x",
         ]
         lines.append("| " + " | ".join(cell or "-" for cell in cells) + " |")
@@ -227,7 +228,8 @@ def markdown_table(rows: Sequence[Row]) -> str:
     newest = max(map(Version, (row.transformers for row in rows)))
     older = [f"`{row.model_type}`: {row.transformers}" for row in rows if Version(row.transformers) < newest]
     versions = f"transformers {newest}" + (f" ({', '.join(older)})" if older else "")
-    return "\n".join([f"{exact} of {len(rows)} model types identical in all cases, {versions}.", "", *lines])
+    cases = min(row.cases for row in rows)
+    return "\n".join([f"{exact} of {len(rows)} model types identical in all of {cases} cases, {versions}.", "", *lines])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
