@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mmspec.cpu.linear import find_linear_layers
-from mmspec.cpu.weights import TILE_ROWS, QuantisedWeight
+from mmspec.cpu.weights import version_of
 from mmspec.engine.draws import PrivateDraws
 from mmspec.targets.base import ModelAdapter
 from mmspec.targets.layer_access import LayerAccess, LinearForward, with_forwards
+from mmspec.targets.products import PackedWeight
 
 logger = logging.getLogger("mmspec")
 
@@ -37,24 +38,26 @@ class CopiedLayer:
         samples: uint8, the bytes of some of its numbers.
     """
 
-    weight: QuantisedWeight
+    weight: PackedWeight
     version: int
     samples: Tensor
 
     def is_of(self, weight: Tensor) -> bool:
         """Whether the layer's weight is what was copied, as far as the version counter and the samples tell."""
-        same = self.version == weight._version and self.weight.shape == tuple(weight.shape)
+        same = self.version == version_of(weight) and self.weight.shape == tuple(weight.shape)
         return same and torch.equal(self.samples, sample_bytes(weight))
 
 
-def copied_layers(model: Any, access: LayerAccess) -> tuple[list[nn.Linear], nn.Linear | None]:
+def copied_layers(
+    model: Any, access: LayerAccess, fits: Callable[[Tensor], bool]
+) -> tuple[list[nn.Linear], nn.Linear | None]:
     """The linear layers of the decoder that are copied, and the LM head if it can be.
 
     Raises:
         ValueError: too little of the decoder can be copied.
     """
     decoder = model.get_submodule(".".join(access.path))
-    layers = [layer for layer in find_linear_layers([decoder]) if min(layer.weight.shape) >= TILE_ROWS]
+    layers = [layer for layer in find_linear_layers([decoder], model.device.type) if fits(layer.weight)]
     tensors = {id(one): one for one in (*decoder.parameters(), *decoder.buffers())}
     total = sum(one.nbytes for one in tensors.values())
     share = sum(layer.weight.nbytes for layer in layers) / max(1, total)
@@ -65,8 +68,8 @@ def copied_layers(model: Any, access: LayerAccess) -> tuple[list[nn.Linear], nn.
             "drafter='hybrid'."
         )
     head = model.get_output_embeddings()
-    heads = [] if head is None else find_linear_layers([head])
-    return layers, heads[0] if heads == [head] else None
+    heads = [] if head is None else find_linear_layers([head], model.device.type)
+    return layers, heads[0] if heads == [head] and fits(heads[0].weight) else None
 
 
 def decoder_tensors(model: Any, access: LayerAccess) -> list[Tensor]:
@@ -93,12 +96,12 @@ def mean_squares(adapter: ModelAdapter, access: LayerAccess, layers: Mapping[str
         return forward
 
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(adapter.num_embeddings, (1, CALIBRATION_TOKENS), generator=generator)
+    ids = torch.randint(adapter.num_embeddings, (1, CALIBRATION_TOKENS), generator=generator, device="cpu")
     twin = with_forwards(adapter.model, {name: record(name) for name in layers})
     text_model = twin.get_submodule(".".join(access.path[: access.text_depth]))
     try:
         with torch.no_grad(), PrivateDraws():  # dropout draws in train mode, and other threads may be sampling
-            states = text_model(input_ids=ids, use_cache=False, return_dict=True)[0]
+            states = text_model(input_ids=ids.to(adapter.model.device), use_cache=False, return_dict=True)[0]
             head = twin.get_output_embeddings()
             if head is not None and states.shape[-1] == head.in_features:
                 head(states)

@@ -18,10 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.utils.logging import tqdm
 
-from mmspec.cpu.c_kernel import MAX_C_ROWS, CKernel, describe_kernel, load_kernel
-from mmspec.cpu.copies import free_bytes
-from mmspec.cpu.quantise import quantise
-from mmspec.cpu.weights import GROUP, QuantisedWeight, Weight
+from mmspec.cpu.weights import GROUP, QuantisedWeight, Weight, version_of
 from mmspec.interfaces import DrafterRequirements
 from mmspec.targets.base import ModelAdapter
 from mmspec.targets.c_rounds import CRounds
@@ -34,6 +31,7 @@ from mmspec.targets.copied_layers import (
     sample_bytes,
 )
 from mmspec.targets.layer_access import LayerAccess, LinearForward, layer_access, with_forwards
+from mmspec.targets.products import CProducts, PackedWeight, products_for
 from mmspec.targets.saved_copy import SavedCopy
 
 logger = logging.getLogger("mmspec")
@@ -76,7 +74,8 @@ class QuantisedCopy:
         self.model = adapter.model
         self._adapter = adapter
         self._access = access
-        self._kernel = _kernel(self.model)
+        self._products = products_for(self.model.device)
+        self._device = self.model.device
         self.bits = bits or (8 if num_copied_weights(adapter) < FEW_WEIGHTS else 4)
         self._is_saved = is_saved
         self._num_made = 0
@@ -91,7 +90,7 @@ class QuantisedCopy:
 
     def refresh(self) -> bool:
         """Whether there is a copy of the weights as they are now; made anew if they have changed."""
-        if self.model.device.type != "cpu":
+        if self.model.device != self._device:
             return False
         if self._is_current():
             return True
@@ -123,10 +122,13 @@ class QuantisedCopy:
 
     def rounds(self, rounds: CRounds) -> CRounds | None:
         """The forwards in C of a call on the quantised weights; None where they do not fit."""
+        if not isinstance(self._products, CProducts):
+            return None
         modules = dict(self.model.named_modules())
         weights: dict[tuple[int, tuple[int, ...]], QuantisedWeight] = {}
         for name, one in self.layers.items():
             weight = modules[name].weight
+            assert isinstance(one.weight, QuantisedWeight)
             weights[weight.data_ptr(), tuple(weight.shape)] = one.weight
 
         def convert(weight: Weight) -> Weight:
@@ -139,18 +141,17 @@ class QuantisedCopy:
 
         return rounds.with_matrices(convert)
 
-    def _forward(self, weight: QuantisedWeight) -> LinearForward:
-        kernel = self._kernel
+    def _forward(self, weight: PackedWeight) -> LinearForward:
+        products = self._products
 
         def forward(layer: nn.Linear, rows: Tensor) -> Tensor:
             flat = rows.reshape(-1, rows.shape[-1]).contiguous()
-            if not len(flat) or torch.is_autocast_enabled("cpu"):
+            outputs = None
+            if len(flat) and not torch.is_autocast_enabled(rows.device.type):
+                outputs = products.linear(weight, layer.bias, flat)
+            if outputs is None:
                 return functional.linear(rows, layer.weight, layer.bias)
-            parts = [kernel.linear(weight, layer.bias, part) for part in flat.split(MAX_C_ROWS)]
-            found = [part for part in parts if part is not None]
-            if len(found) < len(parts):
-                return functional.linear(rows, layer.weight, layer.bias)
-            return torch.cat(found).view(*rows.shape[:-1], layer.out_features)
+            return outputs.view(*rows.shape[:-1], layer.out_features)
 
         return forward
 
@@ -160,12 +161,12 @@ class QuantisedCopy:
         Raises:
             ValueError: the model cannot be copied, or there is no memory for it.
         """
-        layers, head = copied_layers(self.model, self._access)
+        layers, head = copied_layers(self.model, self._access, self._products.fits)
         names = {module: name for name, module in self.model.named_modules()}
         bits = dict.fromkeys(layers, self.bits) | ({} if head is None else {head: HEAD_BITS})
         count = sum(layer.weight.numel() for layer in bits)
         needed = sum(layer.weight.numel() * (number + 16 / GROUP) / 8 for layer, number in bits.items())
-        free = free_bytes()
+        free = self._products.free_bytes()
         if needed * COPY_MEMORY_FACTOR > free:
             raise ValueError(
                 f"drafter='quantized' copies {count / 1e6:.0f} million weights: {needed / 2**20:.0f} MiB must "
@@ -177,25 +178,27 @@ class QuantisedCopy:
         )
         self._num_made += 1
         try:
-            marks = {names[layer]: (layer.weight._version, sample_bytes(layer.weight)) for layer in bits}
+            marks = {names[layer]: (version_of(layer.weight), sample_bytes(layer.weight)) for layer in bits}
             weights = self._weights({names[layer]: layer for layer in bits}, {names[one]: bits[one] for one in bits})
         except (MemoryError, RuntimeError) as error:  # torch raises the latter for memory that it cannot have
             reason = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
             raise ValueError(f"drafter='quantized' cannot copy the weights: {reason}. Use drafter='hybrid'.") from error
         self.layers = {name: CopiedLayer(weights[name], *mark) for name, mark in marks.items()}
 
-    def _weights(self, layers: Mapping[str, nn.Linear], bits: Mapping[str, int]) -> dict[str, QuantisedWeight]:
+    def _weights(self, layers: Mapping[str, nn.Linear], bits: Mapping[str, int]) -> dict[str, PackedWeight]:
         """The weights of these layers with these bits: read, if copies are kept and there is one, else made."""
-        file = SavedCopy(bits, layers, decoder_tensors(self.model, self._access)) if self._is_saved else None
-        if file is not None and (found := file.load()):
-            return found
-        costs, found = mean_squares(self._adapter, self._access, layers), {}
+        is_saved = self._is_saved and isinstance(self._products, CProducts)
+        file = SavedCopy(bits, layers, decoder_tensors(self.model, self._access)) if is_saved else None
+        if file is not None and (known := file.load()):
+            return dict(known)
+        costs = mean_squares(self._adapter, self._access, layers)
+        found: dict[str, PackedWeight] = {}
         count = sum(layer.weight.numel() for layer in layers.values())
         bar = tqdm(layers.items(), desc="mmspec: quantized copy", disable=count < PROGRESS_FROM or None, leave=False)
         for name, layer in bar:
-            found[name] = quantise(self._kernel, layer.weight.detach(), bits[name], costs.get(name))
+            found[name] = self._products.quantise(layer.weight.detach(), bits[name], costs.get(name))
         if file is not None:
-            file.save(found)
+            file.save({name: one for name, one in found.items() if isinstance(one, QuantisedWeight)})
         return found
 
 
@@ -239,8 +242,8 @@ def num_copied_weights(adapter: ModelAdapter) -> int:
     known, found = adapter.__dict__.get("_num_copied_weights", (None, 0))
     if known is None or known[0] is not model or known[1] != key[1]:
         try:
-            _kernel(adapter.model)
-            layers, head = copied_layers(adapter.model, layer_access(adapter))
+            products = products_for(adapter.model.device)
+            layers, head = copied_layers(adapter.model, layer_access(adapter), products.fits)
             found = sum(layer.weight.numel() for layer in layers) + (0 if head is None else head.weight.numel())
             adapter.__dict__["_num_copied_weights"] = key, found
         except ValueError as error:
@@ -253,22 +256,3 @@ def forget_copies(adapter: ModelAdapter, reason: Exception) -> None:
     """Let there be no copies of a model any more, as long as it is on this device."""
     logger.info("mmspec: there is no quantized copy: %s", reason)
     adapter.__dict__["_num_copied_weights"] = (adapter.model, adapter.model.device), 0
-
-
-def _kernel(model: Any) -> CKernel:
-    """The C kernel.
-
-    Raises:
-        ValueError: there is none, or the model is on another device.
-    """
-    if model.device.type != "cpu":
-        raise ValueError(
-            f"drafter='quantized' runs on a CPU; the model is on {model.device}. Use drafter='self' or 'hybrid'."
-        )
-    kernel = load_kernel()
-    if kernel is None:
-        raise ValueError(
-            "drafter='quantized' needs the C kernel (Linux, x86-64 with AVX2, a C compiler or a wheel with kernels); "
-            f"{describe_kernel()[:120]}. Use drafter='hybrid'."
-        )
-    return kernel

@@ -15,7 +15,7 @@ from mmspec.cpu.c_kernel import load_kernel
 from mmspec.drafters.model.self_drafter import QuantizedDrafter
 from mmspec.files import CACHE_VARIABLE
 from mmspec.patching import patch_state
-from mmspec.targets import quantised_copy, saved_copy
+from mmspec.targets import products, saved_copy
 
 pytestmark = pytest.mark.skipif(load_kernel() is None, reason="needs the C kernel")
 
@@ -24,8 +24,8 @@ pytestmark = pytest.mark.skipif(load_kernel() is None, reason="needs the C kerne
 def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The weights that are quantised, not read."""
     names: list[str] = []
-    original = quantised_copy.quantise
-    monkeypatch.setattr(quantised_copy, "quantise", lambda *args: names.append("") or original(*args))
+    original = products.quantise
+    monkeypatch.setattr(products, "quantise", lambda *args: names.append("") or original(*args))
     return names
 
 
