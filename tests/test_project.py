@@ -52,6 +52,8 @@ def test_workflows_may_only_read() -> None:
         assert read["permissions"] == {"contents": "read"} and all(
             "timeout-minutes" in job for job in read["jobs"].values()
         )
+        checkouts = [step for step in steps(workflow) if step.get("uses", "").startswith("actions/checkout@")]
+        assert checkouts and all(step["with"]["persist-credentials"] is False for step in checkouts)
         assert "pull_request_target" not in workflow.read_text(encoding="utf-8")
 
 

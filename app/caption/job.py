@@ -21,7 +21,7 @@ from mmspec.app.caption.plan import LARGE_PIXELS, RowPlan, skip_finished
 from mmspec.app.caption.progress import CaptionProgress, comparison_lines, file_line, print_stderr
 from mmspec.app.caption.report import JobReport
 from mmspec.app.caption.rows import CaptionModel, RowCaptioner
-from mmspec.app.caption.variants import variants
+from mmspec.app.caption.variants import picture_number, variants
 from mmspec.app.errors import UsageError
 from mmspec.app.io.columns import select
 from mmspec.app.io.decode import decode_item
@@ -313,7 +313,7 @@ def decode_batches(
     queue: deque[tuple[list[Item], int]] = deque()
 
     def picture(item: Item) -> int:
-        return item.index // config.num_variants
+        return picture_number(item, config)
 
     def pictures() -> Iterator[Item | None]:
         """What is to be decoded for each batch; None for a batch about pictures of the one before."""

@@ -1,14 +1,14 @@
 """What runs in Ray's tasks and actors: planning batches, decoding them, captioning them.
 
-A batch travels as one value, so its rows stay together as in a job of one process, and captions are the same ones.
+Batches travel whole, so their rows stay together as in a job of one process, and captions are the same ones; and those
+about the same pictures as one value, so that one actor has them and each picture is decoded, and encoded, once.
 Imports nothing of Ray.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -17,8 +17,10 @@ from typing import Any
 import numpy as np
 
 from mmspec.app.caption.config import SCENES_MODEL, CaptionConfig, ProcessInfo
+from mmspec.app.caption.job import decode_batches, is_pending
 from mmspec.app.caption.plan import RowPlan, skip_finished
 from mmspec.app.caption.rows import RowCaptioner
+from mmspec.app.caption.variants import picture_number
 from mmspec.app.errors import UsageError
 from mmspec.app.io.content import Unreadable
 from mmspec.app.io.decode import decode_item
@@ -32,22 +34,21 @@ from mmspec.app.modeling.random_models import SIZES
 from mmspec.vision.video.decoder_pool import DecoderPool
 
 COLUMN = "batch"
-"""The only column of our datasets: a batch per row."""
+"""The only column of our datasets: batches about the same pictures, or a captioned one, per row."""
 
 
 @dataclass(frozen=True)
-class PlannedBatch:
-    """Rows to caption together."""
+class PlannedBatches:
+    """Rows to caption together, batch by batch: one, or several about the same pictures."""
 
-    items: list[Item]
+    batches: list[list[Item]]
 
 
 @dataclass(frozen=True)
-class DecodedBatch:
-    """The same with their media, or why there are none."""
+class DecodedBatches:
+    """The same rows, each with its media, or why there are none."""
 
-    items: list[Item]
-    media: list[Media | Unreadable]
+    batches: list[list[tuple[Item, Media | Unreadable]]]
 
 
 @dataclass(frozen=True)
@@ -75,18 +76,31 @@ class EndOfPlan:
 
 def plan_job(
     config: CaptionConfig, base: Path, own_files: list[Path], finished: Mapping[str, Finished]
-) -> Iterator[PlannedBatch | EndOfPlan]:
+) -> Iterator[PlannedBatches | EndOfPlan]:
     """The batches with a pending row, then `EndOfPlan`; the same ones whenever it runs."""
-    from mmspec.app.caption.job import is_pending
-
     enter_folder(config)
     inputs = Inputs(config.paths, config.source_options(base), own_files)
     plan = RowPlan(config, ProcessInfo(), lambda item: is_pending(item, finished, config), token_counter(config))
     number = 0
-    for batch in plan.batches(inputs.rows(skip_finished(finished, config))):
-        number += 1
-        yield PlannedBatch(batch)
+    for batches in about_same_pictures(plan.batches(inputs.rows(skip_finished(finished, config))), config):
+        number += len(batches)
+        yield PlannedBatches(batches)
     yield EndOfPlan(number, plan.num_finished, tuple(inputs.left_out(listed=False)))
+
+
+def about_same_pictures(batches: Iterable[list[Item]], config: CaptionConfig) -> Iterator[list[list[Item]]]:
+    """Consecutive batches, together where later ones are about pictures of the first."""
+    together: list[list[Item]] = []
+    pictures: set[int] = set()
+    for batch in batches:
+        about = {picture_number(item, config) for item in batch}
+        if together and not about <= pictures:
+            yield together
+            together = []
+        pictures = pictures if together else about
+        together.append(batch)
+    if together:
+        yield together
 
 
 def token_counter(config: CaptionConfig) -> Callable[[int, int], int | None]:
@@ -117,26 +131,27 @@ def token_counter(config: CaptionConfig) -> Callable[[int, int], int | None]:
 
 def decode_stage(frames: Any, config: CaptionConfig) -> Any:
     """Decode the media of planned batches, in the decoder processes of this worker."""
-    return frame([_decode(value, config) if isinstance(value, PlannedBatch) else value for value in frames[COLUMN]])
+    return frame([_decode(value, config) if isinstance(value, PlannedBatches) else value for value in frames[COLUMN]])
 
 
-def _decode(batch: PlannedBatch, config: CaptionConfig) -> DecodedBatch:
+def _decode(planned: PlannedBatches, config: CaptionConfig) -> DecodedBatches:
     enter_folder(config)
     sampler, decoders = config.frame_sampler(), _decoders()
 
     def read(item: Item) -> Media:
         return decode_item(item, sampler, config.pixel_limit, decoders)
 
-    def decode(item: Item) -> tuple[Item, Media | Unreadable]:
-        try:
-            held, media = decode_held(item, read, config.stores_pictures)
-        except ImageError as error:
-            return replace(item, content=None), Unreadable(error.kind, str(error))
-        return held if config.stores_pictures else replace(item, content=None), media
+    def decode(item: Item) -> tuple[Item, Media]:
+        return decode_held(item, read, config.stores_pictures)
 
-    with ThreadPoolExecutor(config.threads) as threads:
-        decoded = list(threads.map(decode, batch.items))
-    return DecodedBatch([item for item, _ in decoded], [media for _, media in decoded])
+    def sent(item: Item, media: Media | ImageError) -> tuple[Item, Media | Unreadable]:
+        """What an actor needs of it."""
+        is_stored = config.stores_pictures and not isinstance(media, ImageError)
+        item = item if is_stored else replace(item, content=None)
+        return item, Unreadable(media.kind, str(media)) if isinstance(media, ImageError) else media
+
+    decoded = decode_batches(iter(planned.batches), decode, config)
+    return DecodedBatches([[sent(*row) for row in batch] for batch in decoded])
 
 
 @lru_cache(maxsize=1)
@@ -146,7 +161,7 @@ def _decoders() -> DecoderPool:
 
 
 class CaptionStage:
-    """An actor with the model: decoded batches to rows."""
+    """An actor with the model: decoded batches to rows, each batch as soon as it is captioned."""
 
     def __init__(self, config: CaptionConfig) -> None:
         from mmspec.app.caption.command import build_captioner
@@ -155,12 +170,17 @@ class CaptionStage:
         hide_progress_bars(False)
         self._captioner = RowCaptioner(config, build_captioner(absolute_paths(config), ProcessInfo()))
 
-    def __call__(self, frames: Any) -> Any:
-        return frame([self._caption(value) if isinstance(value, DecodedBatch) else value for value in frames[COLUMN]])
+    def __call__(self, frames: Any) -> Iterator[Any]:
+        for value in frames[COLUMN]:
+            for batch in value.batches if isinstance(value, DecodedBatches) else [value]:
+                yield frame([self._caption(batch) if isinstance(batch, list) else batch])
 
-    def _caption(self, batch: DecodedBatch) -> CaptionedBatch:
-        media = [ImageError(one.kind, one.message) if isinstance(one, Unreadable) else one for one in batch.media]
-        return CaptionedBatch(batch.items, self._captioner.caption_rows(list(zip(batch.items, media, strict=True))))
+    def _caption(self, batch: list[tuple[Item, Media | Unreadable]]) -> CaptionedBatch:
+        rows: list[tuple[Item, Media | ImageError]] = [
+            (item, ImageError(media.kind, media.message) if isinstance(media, Unreadable) else media)
+            for item, media in batch
+        ]
+        return CaptionedBatch([item for item, _ in rows], self._captioner.caption_rows(rows))
 
 
 def frame(values: list[Any]) -> Any:

@@ -87,6 +87,11 @@ def variants(item: Item, config: CaptionConfig) -> list[Item]:
     ]
 
 
+def picture_number(item: Item, config: CaptionConfig) -> int:
+    """The position in the input of what a row of `variants` is about: equal for all rows of a picture."""
+    return item.index // config.num_variants
+
+
 def variant_ids(ident: str, config: CaptionConfig) -> list[str]:
     """The ids of all rows that an item of that id may have."""
     if config.num_variants == 1:

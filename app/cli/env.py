@@ -135,10 +135,12 @@ def _support() -> Iterator[tuple[str, str]]:
     import torch
 
     import mmspec
+    from mmspec.cpu.c_kernel import describe_kernel
     from mmspec.drafters.registry import drafter_names
 
     kernels = ("flash", "mem_efficient", "math")
     on = [name for name in kernels if getattr(torch.backends.cuda, f"{name}_sdp_enabled")()]
     yield "sdpa kernels (cuda)", ", ".join(on)
+    yield "C kernels", one_line(RuntimeError(describe_kernel())).replace(os.path.expanduser("~"), "~")
     yield "model types", ", ".join(mmspec.supported())
     yield "drafters", ", ".join(drafter_names())

@@ -92,7 +92,8 @@ def load_image(source: Source, max_pixels: int = MAX_PIXELS, isolated: bool | De
 
 def _decode_isolated(content: str | bytes, max_pixels: int, isolated: bool | DecoderPool) -> Image.Image:
     """Decode in another process."""
-    from mmspec.vision.video.decoder_pool import DecoderCrashedError, DecoderHungError, DecoderPool
+    from mmspec.vision.video.decoder_pool import DecoderPool
+    from mmspec.vision.video.worker_process import DecoderCrashedError, DecoderHungError
 
     with nullcontext(isolated) if isinstance(isolated, DecoderPool) else DecoderPool() as other:
         try:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from mmspec.drafters.heads.base.drafter import HeadDrafter
     from mmspec.drafters.heads.base.head import DraftHead
     from mmspec.drafters.training.batch import TrainBatch
+    from mmspec.drafters.training.losses import LossInputs
     from mmspec.interfaces import SharedEmbeddings, TargetInfo
 
 logger = logging.getLogger("mmspec")
@@ -35,8 +36,8 @@ EXPORT_FORMATS = ("vllm", "sglang", "speculators")
 """Layouts of serving engines that a method may write."""
 
 
-Loss = Callable[..., "tuple[Tensor, dict[str, Any]]"]
-"""(loss, metrics) of a batch, with the arguments of `mmspec.drafters.heads.eagle.loss.eagle_loss`."""
+Loss = Callable[["LossInputs"], "tuple[Tensor, dict[str, Any]]"]
+"""(loss, metrics) of `mmspec.drafters.training.losses.LossInputs`."""
 
 
 @dataclass(frozen=True)

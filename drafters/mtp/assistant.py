@@ -7,7 +7,7 @@ target has read ("last", as in vLLM and SGLang) or the one behind it ("next", as
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -111,6 +111,7 @@ class AssistantDrafter(SwitchedDrafter):
     """
 
     head: AssistantHead
+    records_drafts = True
 
     def __init__(self, parts: AssistantParts, *, max_depth: int = 6, top_k: int | None = None, **options: Any) -> None:
         """
@@ -171,6 +172,12 @@ class AssistantDrafter(SwitchedDrafter):
 
     def extend_context(self, state: DraftState, inputs: Tensor, position_ids: Tensor, counts: list[int]) -> None:
         """See `HeadDrafter`: only the last input of each row is kept, for the root of the next draft."""
+        self.extend_rows(state, inputs, position_ids, counts)
+        state.kv_cache.seq_lens = [n + count for n, count in zip(state.kv_cache.seq_lens, counts, strict=True)]
+
+    def extend_rows(
+        self, state: DraftState, inputs: Tensor, position_ids: Tensor, counts: Sequence[int] | Tensor
+    ) -> None:
         state.last_hidden = select_last(inputs, counts, state.last_hidden)
 
     def _prefill(self, state: DraftState, prompt: Prompt, first_ids: Tensor) -> None:
@@ -182,4 +189,10 @@ class AssistantDrafter(SwitchedDrafter):
         behind = (last - (len(index) - n)).clamp(min=0)  # a cache is continued: states of its new positions alone
         embeds = state.shared_embeddings.embed(first_ids)[:, None].to(hidden_states.dtype)
         state.last_hidden = self.fuse(state, embeds, gather_rows(hidden_states, behind))[:, 0]
+        assert state.target_keys is not None
+        lengths = state.target_keys.lengths  # what it has committed since is still to be read
+        unread = [
+            sum(counts) for counts in zip([0] * len(lengths), *(part.counts for part in state.pending), strict=True)
+        ]
+        state.kv_cache.seq_lens = [n - count for n, count in zip(lengths, unread, strict=True)]
         state.next_positions = (prompt.position_ids.expand(len(last), -1).gather(1, last)[:, 0] + 1).tolist()

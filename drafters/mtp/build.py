@@ -28,8 +28,8 @@ def own_drafter(given: str, target: TargetInfo, is_asked_for: bool = True) -> Dr
         OSError: such a file cannot be read.
     """
     from mmspec.drafters.mtp.assistant import AssistantDrafter
-    from mmspec.drafters.mtp.drafter import MTPDrafter
-    from mmspec.drafters.registry import MODEL_FILES, download_drafter, warn_once
+    from mmspec.drafters.mtp.layered import mtp_drafter
+    from mmspec.drafters.registry import warn_once
     from mmspec.interfaces import OwnHeadError
 
     if target.read_own_head is None or target.find_assistant is None:
@@ -39,16 +39,31 @@ def own_drafter(given: str, target: TargetInfo, is_asked_for: bool = True) -> Dr
     folder = option if option and not ids else None
     try:
         if folder is not None and not os.path.isdir(folder):
-            folder = download_drafter(folder, local_files_only=True, patterns=MODEL_FILES)
+            folder = _cached(folder)
         if name == "mtp":
-            return MTPDrafter(target.read_own_head(folder), **ids)
+            return mtp_drafter(target.read_own_head(folder), **ids)
         return AssistantDrafter(target.find_assistant(), **ids)
     except (OwnHeadError, OSError) as error:
         if is_asked_for or not isinstance(error, OwnHeadError) or error.is_expected:
-            whose = target.name or target.model_type
+            whose = (target.name or target.model_type)[-80:]
             instead = "hybrid drafts instead" if is_asked_for else "another drafter is used"
             warn_once(f"drafter {name!r} of {whose} is not used", f"{error}; {instead}")
         return None
+
+
+def _cached(hub_id: str) -> str:
+    """The folder of a checkpoint in the local cache.
+
+    Raises:
+        OwnHeadError: it is not there.
+    """
+    from mmspec.drafters.registry import MODEL_FILES, download_drafter
+    from mmspec.interfaces import OwnHeadError
+
+    try:
+        return str(download_drafter(hub_id, local_files_only=True, patterns=MODEL_FILES))
+    except OSError as error:
+        raise OwnHeadError(f"{hub_id[-80:]} is no folder and not in the local cache", is_expected=True) from error
 
 
 def _reduced_head(option: str, vocab_size: int) -> dict[str, Any]:

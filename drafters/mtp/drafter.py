@@ -8,7 +8,7 @@ here do (`HeadDrafter`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,6 @@ from mmspec.drafters.heads.base.online import LearnableHead
 from mmspec.drafters.heads.base.state import DraftState
 from mmspec.drafters.mtp.head import MTPHead
 from mmspec.drafters.mtp.switched import SwitchedDrafter
-from mmspec.drafters.mtp.switches import Switches
 from mmspec.engine.tree import DraftTree
 from mmspec.interfaces import OwnHead, Prompt, SharedEmbeddings
 
@@ -46,6 +45,8 @@ class MTPDrafter(SwitchedDrafter, LearnableHead):
     """
 
     head: MTPHead
+    head_class: ClassVar[type[MTPHead]] = MTPHead
+    expander_class: ClassVar[type[MTPExpander]] = MTPExpander
     records_drafts = True
 
     def __init__(
@@ -67,7 +68,7 @@ class MTPDrafter(SwitchedDrafter, LearnableHead):
         """
         rule = parts.rule
         super().__init__(
-            MTPHead(parts),
+            self.head_class(parts),
             rule.visual_modes[0],
             {"carry": rule.carries, "visual_mode": rule.visual_modes},
             parts.description,
@@ -93,7 +94,8 @@ class MTPDrafter(SwitchedDrafter, LearnableHead):
     def draft_tree(self, state: DraftState, max_nodes: int, num_levels: int) -> DraftTree:
         """Repeat the head on its own output, the `top_k` most likely nodes of each level."""
         top_k = min(self.top_k_on(state.last_hidden.device), state.logit_bias.shape[0])
-        return expand_levels(state, MTPExpander(self, state, top_k), top_k, max_nodes=max_nodes, num_levels=num_levels)
+        expander = self.expander_class(self, state, top_k)
+        return expand_levels(state, expander, top_k, max_nodes=max_nodes, num_levels=num_levels)
 
     def carried(self, states: Tensor) -> Tensor:
         """[..., D] outputs of the head -> what the next draft token reads in place of the target's hidden state."""
@@ -102,11 +104,6 @@ class MTPDrafter(SwitchedDrafter, LearnableHead):
     def pending_inputs(self, state: DraftState, tokens: Tensor, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """See `HeadReader`."""
         return super().pending_inputs(state, tokens, self.head.hidden_states(hidden_states))
-
-    def fix_switches(self, **values: str) -> None:
-        """Draft with these values of the switches, without trials of others."""
-        self.switches = Switches(self.switches.values | {name: (value,) for name, value in values.items()})
-        self.apply({name: self.switches.value(name) for name in self.switches.values})
 
     def fix_visual_mode(self, visual_mode: str) -> None:
         """See `HeadReader`."""

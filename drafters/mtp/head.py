@@ -100,12 +100,10 @@ class MTPHead(DraftHead):
     ) -> Tensor:
         """See `DecoderLayer.forward`. Rows of a prompt (`query_index`) see all rows before them, pads come behind."""
         attention = cast("CachedAttention", attend)  # the attention itself is the target's
-        n = inputs.shape[1]
         mask = attention.mask if query_index is None else None
-        if self.window is not None:
-            if mask is None and n > 1:
-                mask = torch.ones(n, n, dtype=torch.bool, device=inputs.device).tril()[None, None]
-            mask = self._last_keys(attention, inputs) if mask is None else mask
+        num_keys = attention.kv_cache.kv_len
+        if mask is None and self.window is not None and num_keys > self.window:
+            mask = whole_mask(inputs.shape[1], num_keys, inputs.device)
         outputs = self.run_block(inputs, cos[:, 0], sin[:, 0], mask, attention)
         return outputs if query_index is None else gather_rows(outputs, query_index)
 
@@ -114,13 +112,6 @@ class MTPHead(DraftHead):
         visible = mask if mask is None or self.window is None else last_visible(mask, self.window)
         outputs: Tensor = self.block(inputs, cos, sin, visible, cache)
         return outputs
-
-    def _last_keys(self, attention: CachedAttention, inputs: Tensor) -> Tensor | None:
-        """The mask of one row that attends to all keys, if that are more than the window."""
-        num_keys = attention.kv_cache.kv_len
-        if num_keys <= (self.window or num_keys):
-            return None
-        return torch.ones(1, 1, 1, num_keys, dtype=torch.bool, device=inputs.device)
 
     def draft_lm_head(self, shared_embeddings: SharedEmbeddings, draft_ids: Tensor) -> Tensor | None:
         if (own := self.lm_head) is not None:
@@ -148,6 +139,11 @@ class MTPHead(DraftHead):
     def multi_axis_rotary_embedding(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """(cos, sin), each [B, n, d], of position ids [3, B, n]."""
         return self.rotate(position_ids, dtype)
+
+
+def whole_mask(n: int, num_keys: int, device: torch.device) -> Tensor:
+    """[1, 1, n, keys] bool where there was no mask: a causal prompt, or one row that attends to all keys."""
+    return torch.ones(n, num_keys, dtype=torch.bool, device=device).tril(num_keys - n)[None, None]
 
 
 def last_visible(mask: Tensor, window: int) -> Tensor:

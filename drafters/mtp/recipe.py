@@ -42,7 +42,12 @@ class Mtp(HeadMethod):
             raise ValueError("--layers is for heads that read several hidden states; this one reads the last")
         if target.read_own_head is None:
             raise ValueError("it is read from the target's checkpoint; load the target.")
-        return MTPHead(target.read_own_head()).trainable_copy()
+        parts = target.read_own_head()
+        if parts.further:
+            raise ValueError(
+                f"heads of one layer are tuned; got one of {1 + len(parts.further)}, which drafts untuned."
+            )
+        return MTPHead(parts).trainable_copy()
 
     def load_for_target(self, folder: Path, metadata: HeadMetadata, target: TargetInfo, name: str) -> HeadDrafter:
         from mmspec.drafters.mtp.checkpoint import load_tuned

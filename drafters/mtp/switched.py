@@ -96,6 +96,11 @@ class SwitchedDrafter(HeadDrafter):
     def apply(self, values: Mapping[str, str]) -> None:
         """Draft with these values of the switches, until the next call begins."""
 
+    def fix_switches(self, **values: str) -> None:
+        """Draft with these values of the switches, without trials of others."""
+        self.switches = Switches(self.switches.values | {name: (value,) for name, value in values.items()})
+        self.apply({name: self.switches.value(name) for name in self.switches.values})
+
     def applicable(self, prompt: Prompt) -> list[str]:
         """The switches that a call depends on. Default: all."""
         return list(self.switches.values)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mmspec.drafters.heads.registry import find_method
 from mmspec.drafters.training.batch import DraftModel, TrainBatch
-from mmspec.drafters.training.losses import LossWeights, TrainProgress
+from mmspec.drafters.training.losses import LossInputs, LossWeights, TrainProgress
 from mmspec.interfaces import GatedCompressor, SharedEmbeddings
 
 
@@ -49,7 +49,14 @@ def fit_gate_on_batches(
             for branch in range(len(compressor.branches)):
                 with compressor.force_branch(branch) as observations:
                     loss, _ = compute_loss(
-                        draft_model, sequence, shared_embeddings, placeholder, logits_only, TrainProgress(fraction=1.0)
+                        LossInputs(
+                            draft_model,
+                            sequence,
+                            shared_embeddings,
+                            placeholder,
+                            logits_only,
+                            TrainProgress(fraction=1.0),
+                        )
                     )
                 branch_costs.append(float(loss) / total_weight + float(observations[0].penalty))
             costs.append(branch_costs)

@@ -18,7 +18,14 @@ from torch.nn import functional
 
 from mmspec.drafters.heads.base.head import DraftHead
 from mmspec.drafters.heads.base.markov import fit_vocabulary
-from mmspec.drafters.training.batch import DraftModel, PackedQueries
+from mmspec.drafters.training.batch import (
+    DraftModel,
+    HeadInputsAndLabels,
+    PackedQueries,
+    TrainBatch,
+    build_inputs_and_labels,
+    shift,
+)
 from mmspec.drafters.training.distribution_losses import DISTRIBUTION_LOSSES, overlap
 from mmspec.interfaces import SharedEmbeddings
 
@@ -65,6 +72,36 @@ class TrainProgress:
 
     fraction: float = 0.0
     rng: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """What the loss of a method reads, a function of it that returns `LossAndMetrics`.
+
+    Attributes:
+        draft_model: head, visual mode and compressor.
+        batch: hidden states of the target.
+        shared_embeddings: of the target.
+        placeholder: [D] embedding of the media placeholder id.
+        weights: of the parts of the loss.
+        progress: of the run.
+    """
+
+    draft_model: DraftModel
+    batch: TrainBatch
+    shared_embeddings: SharedEmbeddings
+    placeholder: Tensor
+    weights: LossWeights = field(default_factory=LossWeights)
+    progress: TrainProgress = field(default_factory=TrainProgress)
+
+    def aligned(self) -> HeadInputsAndLabels:
+        """See `build_inputs_and_labels`."""
+        return build_inputs_and_labels(self.draft_model, self.batch, self.placeholder, self.progress.rng)
+
+    def accumulator(self, data: HeadInputsAndLabels, has_own_lm_head: bool = False) -> LossAccumulator:
+        """An empty sum; `has_own_lm_head`: the head's outputs are read by its own `logits`."""
+        own = self.draft_model if has_own_lm_head else None
+        return LossAccumulator(self.shared_embeddings, self.weights, data.compressor_loss, own)
 
 
 class LossAccumulator:
@@ -192,20 +229,24 @@ class RolloutCache:
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
 
-    def forward(self, inputs: Tensor, position_ids: Tensor) -> Tensor:
+    def forward(self, inputs: Tensor, offset: int = 0) -> Tensor:
         """Run one forward, which is one `ttt_step`.
 
         Args:
             inputs: [B, n, D] in `ttt_step` 0, [B, m, D] in later ones.
-            position_ids: [B, n] of all positions.
+            offset: added to the position ids of all positions.
 
         Returns:
             [B, m, D] outputs at the packed positions.
         """
-        is_first = not self.keys
+        is_first, position_ids = not self.keys, self.packed.data.position_ids + offset
         position_ids = position_ids if is_first else self.packed.gather(position_ids)
         cos, sin = (part[:, None] for part in self.head.rotary_embedding(position_ids, inputs.dtype))
         outputs: Tensor = self.head(inputs, cos, sin, self._attend, self.packed.query_index if is_first else None)
+        return outputs
+
+    def carried(self, outputs: Tensor) -> Tensor:
+        """[B, m, D] what the head reads of its outputs in the next `ttt_step`."""
         return outputs
 
     def _attend(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -232,3 +273,23 @@ class RolloutCache:
         for index, values in enumerate(self.values[1:]):
             outputs = outputs + weights[..., n + index : n + index + 1] * values
         return outputs
+
+
+def rollout_loss(given: LossInputs, cache: RolloutCache, has_own_lm_head: bool = False) -> LossAndMetrics:
+    """The loss of a head that predicts one token per forward, over a rollout on its own outputs.
+
+    Args:
+        given: inputs of the loss.
+        cache: of this head, empty.
+        has_own_lm_head: see `LossInputs.accumulator`.
+    """
+    packed, head = cache.packed, given.draft_model.head
+    data, inputs = packed.data, packed.data.inputs
+    loss = given.accumulator(data, has_own_lm_head)
+    for ttt_step in range(given.weights.ttt_steps):
+        outputs = cache.forward(inputs, ttt_step)
+        mask = packed.loss_mask_at(ttt_step)
+        loss.add(ttt_step, outputs[mask], packed.gather(shift(data.target_hidden, ttt_step))[mask], mask=mask)
+        if ttt_step + 1 < given.weights.ttt_steps:
+            inputs = head.fuse(packed.gather(shift(data.next_embeds, ttt_step + 1)), cache.carried(outputs))
+    return loss.result()

@@ -11,7 +11,7 @@ from mmspec.cpu.bf16 import bf16_is_faster
 from mmspec.drafters.heads.base.drafter import HeadDrafter
 from mmspec.drafters.heads.registry import method_of
 from mmspec.drafters.training.batch import DraftModel, TrainBatch
-from mmspec.drafters.training.losses import LossWeights, TrainProgress
+from mmspec.drafters.training.losses import LossInputs, LossWeights, TrainProgress
 from mmspec.interfaces import SharedEmbeddings
 
 LOSS_WEIGHTS = LossWeights()
@@ -49,7 +49,7 @@ def sequence_loss(
     is_half = lm_head_dtype in (torch.bfloat16, torch.float16)
     use_bf16 = is_half or bf16_is_faster(device)  # as offline training; float32 inputs need it before a half LM head
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=use_bf16):
-        loss, _ = compute_loss(model, batch, shared_embeddings, placeholder, LOSS_WEIGHTS, progress)
+        loss, _ = compute_loss(LossInputs(model, batch, shared_embeddings, placeholder, LOSS_WEIGHTS, progress))
     # It is cleared by the outermost context only: within another one the next step would find the weights of this one.
     torch.clear_autocast_cache()
     return torch.as_tensor(loss)

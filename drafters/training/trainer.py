@@ -22,7 +22,7 @@ from mmspec.cpu.bf16 import bf16_is_faster
 from mmspec.drafters.heads.registry import find_method
 from mmspec.drafters.training.batch import DraftModel, TrainBatch
 from mmspec.drafters.training.gate import fit_gate_on_batches
-from mmspec.drafters.training.losses import LossWeights, TrainProgress
+from mmspec.drafters.training.losses import LossInputs, LossWeights, TrainProgress
 from mmspec.files import atomic_write
 from mmspec.interfaces import GatedCompressor, SharedEmbeddings
 from mmspec.metrics.compression_stats import compressor_label
@@ -291,7 +291,7 @@ class Trainer:
         with torch.random.fork_rng(devices=[]), self._autocast():
             torch.default_generator.manual_seed(seed)
             loss, metrics = compute_loss(
-                model, batch, self.shared_embeddings, self.placeholder, self.config.weights, progress
+                LossInputs(model, batch, self.shared_embeddings, self.placeholder, self.config.weights, progress)
             )
         parameters = list(model.parameters())
         optimizer.zero_grad(set_to_none=True)

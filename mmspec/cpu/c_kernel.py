@@ -1,34 +1,25 @@
-"""The C kernels: built at first use, cached, called on the memory of tensors.
+"""The C kernels, called on the memory of tensors: linear layers, stacks of decoder layers, draft heads.
 
-`few_rows.c` (linear layers, stacks of decoder layers, draft heads) needs a C compiler (`CC`, else cc, gcc or clang) and
-a few seconds. The library runs on every x86-64 processor and chooses among AVX2 and AVX-512 when it is called, so that
-the cache key is the source, the compiler and the command. Whatever fails (no compiler, no place for the file),
-`load_kernel` returns None and torch computes instead. Independent of models.
+Whatever fails (`mmspec.cpu.c_library`: no library and no compiler, no place for the file), `load_kernel` returns None
+and torch computes instead. Independent of models.
 """
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import logging
-import os
-import platform
-import shlex
-import shutil
 import subprocess
-import sys
 import threading
 from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor
 
+from mmspec.cpu.c_library import KernelUnavailableError, UntrustedFolderError, load_library, shipped_file
 from mmspec.cpu.draft_types import DraftStruct
 from mmspec.cpu.layers import DecoderStruct, LayerStruct
 from mmspec.cpu.weights import FLOAT_TYPES, QuantisedWeight, Weight, WeightStruct, is_block, weight_struct
-from mmspec.files import CACHE_VARIABLE, atomic_write, cache_folder, make_private_folder
 
 logger = logging.getLogger("mmspec")
 
@@ -36,26 +27,9 @@ CHUNK_ROWS = 16
 """`CHUNK_ROWS` of few_rows.c."""
 MAX_C_ROWS = 32
 """`MAX_ROWS` of few_rows.c: rows that are few. More are computed in another way, to the same bits."""
-SOURCES = {path.name: path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.[ch]"))}
-"""Read together with the Python code that declares their structs, so that neither is of another version."""
-MAIN_SOURCE = "few_rows.c"
-"""It includes the others."""
-COMPILERS = ("cc", "gcc", "clang")
-FLAGS = ("-O2", "-std=gnu11", "-fno-math-errno", "-fPIC", "-shared", "-fvisibility=hidden")
-LINKED = ("-lm",)
-BUILD_TIMEOUT_S = 240.0
 STRUCTS = (DecoderStruct, LayerStruct, DraftStruct, WeightStruct)
 """In the order of `few_rows_struct_bytes`."""
-DIGEST_BYTES = hashlib.sha256().digest_size
 _BUILD_LOCK = threading.Lock()
-
-
-class KernelUnavailableError(RuntimeError):
-    """The kernel cannot be built or used here; the message says why."""
-
-
-class UntrustedFolderError(KernelUnavailableError):
-    """The kernel is not loaded from a folder that others can write; the message has the command that mends it."""
 
 
 class CKernel:
@@ -70,7 +44,7 @@ class CKernel:
     """
 
     def __init__(self, library: ctypes.CDLL, level: int | None = None) -> None:
-        """Bind a library built from `SOURCES`.
+        """Bind a library built from our sources.
 
         Args:
             library: the library.
@@ -188,99 +162,34 @@ class CKernel:
         self._draft_tree(draft, self.level, num_threads, self._parallel, self._barrier)
 
 
-@cache
 def load_kernel() -> CKernel | None:
     """The kernel, built if necessary; None where it cannot be had, with one log line. The same result in every call."""
+    return _found_kernel()[0]
+
+
+def describe_kernel() -> str:
+    """Its instructions and where its library is from, or why there is none; the line may name the cache folder."""
+    return _found_kernel()[1]
+
+
+def find_kernel() -> tuple[CKernel | None, str]:
+    """What `load_kernel` and `describe_kernel` return, found anew."""
     try:
         with _BUILD_LOCK:
-            kernel = CKernel(_load_library())
+            kernel = CKernel(library := load_library())
         _check(kernel)
     except UntrustedFolderError as error:  # the only cause that one command of the user removes
         logger.warning("mmspec: the C kernels stay off, which is slower: %s", error)
-        return None
+        return None, f"none: {error}"
     except (RuntimeError, OSError, AttributeError, ValueError, subprocess.SubprocessError) as error:
         # RuntimeError and ValueError besides our own: no home folder, a variable CC with an open quote.
         logger.info("linear layers run without the C kernel: %s", error)
-        return None
-    return kernel
+        return None, f"none: {error}"
+    origin = "installed with mmspec" if Path(library._name) == shipped_file() else "built on this machine"
+    return kernel, f"{'AVX-512' if kernel.level == 2 else 'AVX2'}, {origin}"
 
 
-def _load_library() -> ctypes.CDLL:
-    """The library from the cache folder; built there if it is missing or damaged."""
-    if sys.platform != "linux" or platform.machine() not in ("x86_64", "AMD64"):
-        raise KernelUnavailableError(f"it is for Linux on x86-64, not {sys.platform} on {platform.machine()}")
-    command = [*_compiler(), *FLAGS]
-    file = _library_folder() / f"few_rows-{_key(command)}.so"
-    if _is_intact(file):
-        return ctypes.CDLL(str(file))
-    _build(command, file)
-    return ctypes.CDLL(str(file))
-
-
-def _compiler() -> list[str]:
-    """The command of the C compiler, as in the variable CC or found on the path."""
-    command = shlex.split(os.environ.get("CC", "")) or [name for name in COMPILERS if shutil.which(name)][:1]
-    if not command or shutil.which(command[0]) is None:
-        raise KernelUnavailableError(f"no C compiler found ({command[0] if command else ', '.join(COMPILERS)})")
-    return command
-
-
-def _key(command: list[str]) -> str:
-    """Hash of what decides the contents of the library: sources, compiler and command."""
-    version = subprocess.run([*command, "--version"], capture_output=True, timeout=BUILD_TIMEOUT_S, check=False)
-    parts = [*SOURCES.values(), version.stdout, shlex.join([*command, *LINKED]).encode()]
-    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:32]
-
-
-def _library_folder() -> Path:
-    """The user's cache folder, created if necessary.
-
-    Raises:
-        UntrustedFolderError: another user could replace a library in it.
-    """
-    folder = cache_folder()
-    make_private_folder(folder)
-    status = folder.stat()
-    if status.st_uid != os.getuid():
-        raise UntrustedFolderError(
-            f"the cache folder {folder} is of another user: set {CACHE_VARIABLE} to a folder of yours"
-        )
-    if status.st_mode & 0o022:
-        raise UntrustedFolderError(
-            f"the cache folder {folder} can be written by other users: chmod go-w {shlex.quote(str(folder))}"
-        )
-    return folder
-
-
-def _build(command: list[str], file: Path) -> None:
-    """Compile, append the hash of the contents, move into place: other processes see no file or a whole one."""
-    with atomic_write(file) as unfinished, TemporaryDirectory() as folder:
-        for name, source in SOURCES.items():
-            Path(folder, name).write_bytes(source)
-        compiled = subprocess.run(
-            [*command, "-o", str(unfinished), str(Path(folder, MAIN_SOURCE)), *LINKED],
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=BUILD_TIMEOUT_S,
-            check=False,
-        )
-        if compiled.returncode:
-            last_line = (compiled.stderr.strip().splitlines() or ["no message"])[-1]
-            raise KernelUnavailableError(f"{shlex.join(command)} failed: {last_line}")
-        digest = hashlib.sha256(unfinished.read_bytes()).digest()
-        with unfinished.open("ab") as stream:
-            stream.write(digest)  # ELF ignores what follows the last section
-
-
-def _is_intact(file: Path) -> bool:
-    """Whether a file is this user's and ends with the hash of its contents (a truncated library could end us)."""
-    try:
-        contents = file.read_bytes()
-        owner = file.stat().st_uid
-    except FileNotFoundError:
-        return False
-    return owner == os.getuid() and hashlib.sha256(contents[:-DIGEST_BYTES]).digest() == contents[-DIGEST_BYTES:]
+_found_kernel = cache(find_kernel)
 
 
 def _openmp_entries() -> tuple[ctypes.c_void_p, ctypes.c_void_p]:

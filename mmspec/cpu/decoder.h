@@ -101,26 +101,24 @@ INLINE void NAME(rotate)(const decoder *d, const decoder_layer *l, float *head, 
 
 #include "attention.h"
 
-/* The activation of gate, times up, of all rows, chunk by chunk. */
-__attribute__((target(ISA))) static void NAME(gated)(const decoding *s, const decoder_layer *l, const float *packed,
-                                                    int64_t *next) {
-  const decoder *d = s->d;
-  const int64_t R = d->batch * d->nodes, K = d->hidden_size, N = d->intermediate_size;
-  const int64_t padded = NAME(packed_row)(K, l->gate.type), count = num_chunks(N), type = d->type;
+/* The activation of gate, times up, of all rows, chunk by chunk, to `out`. */
+__attribute__((target(ISA))) static void NAME(gated)(const decoder *d, const part *gates, const part *ups,
+                                                    const float *packed, int64_t R, float *out, int64_t *next) {
+  const int64_t K = d->hidden_size, N = gates->N;
+  const int64_t padded = NAME(packed_row)(K, gates->w->type), count = num_chunks(N), type = d->type;
   float acc[CHUNK_ROWS * MAX_ROWS * LANES] __attribute__((aligned(64)));
   float gate[MAX_ROWS * CHUNK_ROWS] __attribute__((aligned(64))), up[MAX_ROWS * CHUNK_ROWS] __attribute__((aligned(64)));
   const rows x = {packed, R, K, CHUNK_ROWS, 0, (int)type, 0};
-  const part gates = {&l->gate, l->gate_bias, gate, N}, ups = {&l->up, l->up_bias, up, N};
   for (int64_t now = take(next), then; now < count; now = then) {
     then = take(next);
     for (int64_t row = 0; row < R; row += MAX_ROWS) {
       const int64_t M = min64(MAX_ROWS, R - row);
       const product p = {&x, packed + row * padded, M, K, panel_width(M, K)};
-      chunk c = chunk_at(&x, &gates, now), other = chunk_at(&x, &ups, now);
+      chunk c = chunk_at(&x, gates, now), other = chunk_at(&x, ups, now);
       c.out = gate, other.out = up;
       set_next(&c, &other);
       if (row + M == R && then < count) {
-        const chunk following = chunk_at(&x, &gates, then);
+        const chunk following = chunk_at(&x, gates, then);
         set_next(&other, &following);
       }
       NAME(multiply)(&p, &c, acc);
@@ -134,7 +132,7 @@ __attribute__((target(ISA))) static void NAME(gated)(const decoding *s, const de
           const VEC active = NAME(round)(g / (SET1(1.0f) + NAME(exp)(-u)), type);
           STORE(line + i, NAME(round)(active * LOAD(up + r * CHUNK_ROWS + i), type));
         }
-        memcpy(s->activated + (row + r) * N + now * CHUNK_ROWS, line, (size_t)c.rows * sizeof(float));
+        memcpy(out + (row + r) * N + now * CHUNK_ROWS, line, (size_t)c.rows * sizeof(float));
       }
     }
   }
@@ -179,37 +177,49 @@ INLINE void NAME(self_attention)(const decoding *s, const decoder_layer *l, floa
   if (norm) NAME(add_normed)(s, norm, next + 5);
 }
 
-/* One layer, from `x` to `x`. */
-INLINE void NAME(layer)(const decoding *s, const decoder_layer *l, float *own, int64_t *next) {
-  const int64_t R = s->d->batch * s->d->nodes, D = s->d->hidden_size, N = s->d->intermediate_size;
-  const float *const norm = l->mlp_out_norm;
-  const part down = {&l->down, l->down_bias, norm ? s->branch : s->x, D};
-  NAME(self_attention)(s, l, own, next);
-  if (!l->gate.data) return;
-  NAME(pack_rows)(s->d, &l->gate, s->x, l->post_norm, own);
-  NAME(gated)(s, l, own, next + 3);
+#include "experts.h"
+
+/* The feed-forward of one layer, from `x` to `x` or `branch`. */
+INLINE void NAME(feed_forward)(const decoding *s, const decoder_layer *l, float *own, int64_t *next) {
+  const decoder *d = s->d;
+  const int64_t R = d->batch * d->nodes, D = d->hidden_size, N = l->gate.rows;
+  const int is_added = !l->mlp_out_norm;
+  const part gate = {&l->gate, l->gate_bias, NULL, N}, up = {&l->up, l->up_bias, NULL, N};
+  const part down = {&l->down, l->down_bias, is_added ? s->x : s->branch, D};
+  NAME(pack_rows)(d, &l->gate, s->x, l->post_norm, own);
+  NAME(gated)(d, &gate, &up, own, R, s->activated, next);
   NAME(wait)(s);
   NAME(pack_groups)(&l->down, s->activated, R, NULL, 0, own);
-  NAME(multiply_parts)(&(rows){own, R, N, D, !norm, (int)s->d->type, 0}, &down, 1, next + 4);
+  NAME(multiply_parts)(&(rows){own, R, N, D, is_added, (int)d->type, 0}, &down, 1, next + 1);
   NAME(wait)(s);
-  if (norm) NAME(add_normed)(s, norm, next + 6);
+}
+
+/* One layer, from `x` to `x`. */
+INLINE void NAME(layer)(const decoding *s, const decoder_layer *l, float *own, int64_t *next) {
+  NAME(self_attention)(s, l, own, next);
+  if (!l->gate.data) return;
+  if (l->router.data)
+    NAME(experts)(s, l, own, next + LAYER_PHASES);
+  else
+    NAME(feed_forward)(s, l, own, next + 3);
+  if (l->mlp_out_norm) NAME(add_normed)(s, l->mlp_out_norm, next + 6);
 }
 
 /* Work of one thread. */
 __attribute__((target(ISA))) static void NAME(decode)(void *data) {
   decoding *s = data;
   const decoder *d = s->d;
-  const int64_t R = d->batch * d->nodes, D = d->hidden_size, thread = take(&s->ticket);
+  const int64_t R = d->batch * d->nodes, D = d->hidden_size, thread = take(&s->ticket), phases = layer_phases(d);
   float *const own = s->own + thread * thread_floats(d);
   for (int64_t i = 0; i < d->num_layers; i++) {
     const decoder_layer *l = d->layers + i;
-    NAME(layer)(s, l, own, s->next + LAYER_PHASES * i);
+    NAME(layer)(s, l, own, s->next + phases * i);
     if (l->hidden && thread == 0) memcpy(l->hidden, s->x, (size_t)(R * D) * sizeof(float));
   }
   const part head = {&d->lm_head, d->lm_head_bias, d->logits, d->vocab_size};
   const rows x = {own, R, D, d->vocab_size, 0, (int)d->type, d->type != FLOAT32};
   NAME(pack_rows)(d, &d->lm_head, s->x, d->final_norm, own);
-  NAME(multiply_parts)(&x, &head, 1, s->next + LAYER_PHASES * d->num_layers);
+  NAME(multiply_parts)(&x, &head, 1, s->next + phases * d->num_layers);
   if (d->normed && thread == 0)
     for (int64_t r = 0; r < R; r++) {
       memcpy(d->normed + r * D, s->x + r * D, (size_t)D * sizeof(float));

@@ -26,6 +26,8 @@ typedef struct {
   weights down;
   const float *down_bias;
   const float *attention_out_norm, *mlp_out_norm; /* of what the two parts add to the residual; NULL for none */
+  weights router; /* of experts [num_experts, hidden_size]; then there is no `up`, and the experts' matrices lie behind each
+                     other: gate and up of each in `gate`, and `down`; without biases, of a float type */
   void *keys, *values; /* [batch, num_kv_heads, capacity, head_dim]; the nodes are written behind each row's length */
   const float *cos, *sin; /* [P, rotary_size] of this layer; NULL: those of the decoder */
   float *hidden;          /* [batch * nodes, hidden_size] output of the layer, or NULL */
@@ -49,6 +51,9 @@ typedef struct {
   int64_t rounds_twice;    /* whether norms round before they multiply by the weight, and after */
   int64_t is_eager;        /* whether scores and normalised weights of attention are rounded, as its eager kernel does */
   int64_t num_vectors;
+  int64_t num_experts, expert_size, experts_per_token; /* of all layers with a router */
+  int64_t normalises_shares, rounds_shares; /* whether a node's shares add to 1; are rounded to `type` */
+  int64_t adds_in_type; /* whether what experts return is added in their order, each sum rounded */
   const vector *vectors;
   const decoder_layer *layers;
   weights embeddings; /* [num_embeddings, hidden_size], of a float type */
@@ -75,13 +80,20 @@ typedef struct {
   barrier_fn barrier;
   int has_team;
   int64_t ticket;     /* threads that have started */
-  int64_t *next;      /* LAYER_PHASES * num_layers + 1: in each phase, the work that is taken */
+  int64_t *next;      /* layer_phases() * num_layers + 1: in each phase, the work that is taken */
   int64_t *positions; /* [R] */
   const float *attention_inputs; /* [R, 2 D] of the attention, normalised (EAGLE-3); NULL: x, which the layer normalises */
   float *x, *qkv, *attended, *activated, *own;
-  float *branch;  /* [R, D] what a part adds to the residual, before its norm */
+  float *branch;  /* [R, D] what a part adds to the residual, before its norm; what experts read */
   float *partial; /* [batch, num_kv_heads, num_parts, heads, nodes] of attention: values, largest score, sum of weights */
   int64_t *done;  /* [batch, num_kv_heads] tasks of attention that are done */
+  float *routing;  /* [R, num_experts] logits of the router */
+  float *shares;   /* [R, experts_per_token] of each slot */
+  float *returned; /* [R * experts_per_token, D] what experts return, in the order of `slots` */
+  int64_t *chosen; /* [R, experts_per_token] the expert of each slot */
+  int64_t *slots;  /* [R * experts_per_token] in the order of their experts */
+  int64_t *places; /* [R, experts_per_token] where each slot is in `slots` */
+  int64_t *starts; /* [num_experts + 1] where the slots of each expert begin in `slots` */
 } decoding;
 
 /* Consecutive positions of the cache of row b, to which the queries of key-value head h attend at once. */
@@ -97,12 +109,16 @@ typedef struct {
 #define MANY_QUERIES 32 /* whose scores are kept at once */
 #define VALUES 32       /* positions whose values are weighed at once */
 #define LAYER_PHASES 7 /* of a layer; the last two for norms of what is added */
+#define EXPERT_PHASES 5 /* of a layer with experts, besides two for each of them */
 #define MAX_LANES 16
 #ifndef PART
 #define PART 256 /* positions that are attended to at once */
 #endif
 
 static inline int64_t align16(int64_t n) { return (n + 15) / 16 * 16; }
+static inline int64_t layer_phases(const decoder *d) {
+  return LAYER_PHASES + (d->num_experts ? EXPERT_PHASES + 2 * d->num_experts : 0);
+}
 static inline int64_t qkv_width(const decoder *d) { return (d->num_heads + 2 * d->num_kv_heads) * d->head_dim; }
 
 /* Attention takes the cache in parts and combines what it finds in each. They are counted in positions behind the row's
@@ -140,10 +156,18 @@ static inline float *partial_at(const decoding *s, int64_t b, int64_t h, int64_t
   return s->partial + ((b * d->num_kv_heads + h) * num_parts(d) + number) * queries * partial_floats(d);
 }
 
+static float *take_floats(float **scratch, int64_t n) {
+  float *const taken = *scratch;
+  *scratch += align16(n);
+  return taken;
+}
+
+#include "routing.h"
+
 /* Numbers of the arrays of `decoding` that are in the scratch, int64 counted twice. */
 static int64_t shared_floats(const decoder *d) {
   const int64_t R = d->batch * d->nodes;
-  return align16(2 * (LAYER_PHASES * d->num_layers + 1)) + align16(2 * R) + 2 * align16(R * d->hidden_size) +
+  return expert_floats(d) + align16(2 * (layer_phases(d) * d->num_layers + 1)) + align16(2 * R) + 2 * align16(R * d->hidden_size) +
          align16(R * qkv_width(d)) + align16(R * d->num_heads * d->head_dim) + align16(R * d->intermediate_size) +
          align16(2 * d->batch * d->num_kv_heads) + align16(all_partial_floats(d, R));
 }
@@ -154,7 +178,7 @@ static inline int64_t widest_row(const decoder *d) {
 }
 
 /* Where a thread's arrays are in its scratch: packed rows, scores of MANY_QUERIES queries, queries of one key-value head,
-   keys or values in float32, normalised rows. */
+   keys or values in float32, normalised or gathered rows. */
 static inline int64_t scores_at(const decoder *d) {
   return align16(d->batch * d->nodes * (widest_row(d) + MAX_LANES));
 }
@@ -170,7 +194,7 @@ static inline int64_t normed_at(const decoder *d) {
 
 /* Numbers that one thread needs. */
 static int64_t thread_floats(const decoder *d) {
-  return normed_at(d) + (d->type == FLOAT32 ? 0 : align16(d->batch * d->nodes * d->hidden_size));
+  return normed_at(d) + (d->type == FLOAT32 && !d->num_experts ? 0 : align16(d->batch * d->nodes * d->hidden_size));
 }
 
 /* Bytes of the weights of the first layer. */
@@ -181,18 +205,12 @@ static inline int64_t layer_bytes(const decoder *d) {
          weight_bytes(&l->up) + weight_bytes(&l->down);
 }
 
-static float *take_floats(float **scratch, int64_t n) {
-  float *const taken = *scratch;
-  *scratch += align16(n);
-  return taken;
-}
-
 /* Divide the scratch, copy vectors, look up the embeddings; 0 if a token or a position is out of range. */
 __attribute__((target("avx2,fma,f16c"))) static int begin_decoding(decoding *s) {
   const decoder *d = s->d;
   const int64_t R = d->batch * d->nodes, D = d->hidden_size;
   float *scratch = d->scratch;
-  s->next = (int64_t *)take_floats(&scratch, 2 * (LAYER_PHASES * d->num_layers + 1));
+  s->next = (int64_t *)take_floats(&scratch, 2 * (layer_phases(d) * d->num_layers + 1));
   s->positions = (int64_t *)take_floats(&scratch, 2 * R);
   s->x = take_floats(&scratch, R * D);
   s->branch = take_floats(&scratch, R * D);
@@ -201,9 +219,10 @@ __attribute__((target("avx2,fma,f16c"))) static int begin_decoding(decoding *s) 
   s->activated = take_floats(&scratch, R * d->intermediate_size);
   s->done = (int64_t *)take_floats(&scratch, 2 * d->batch * d->num_kv_heads);
   s->partial = take_floats(&scratch, all_partial_floats(d, R));
+  if (d->num_experts) take_expert_arrays(s, &scratch);
   s->own = scratch;
   memset(s->done, 0, (size_t)(d->batch * d->num_kv_heads) * sizeof(int64_t));
-  memset(s->next, 0, (size_t)(LAYER_PHASES * d->num_layers + 1) * sizeof(int64_t));
+  memset(s->next, 0, (size_t)(layer_phases(d) * d->num_layers + 1) * sizeof(int64_t));
   for (int64_t r = 0; r < R; r++) {
     const int64_t b = r / d->nodes, token = d->tokens[r];
     const int64_t position = d->position_base[b] + min64(d->lengths[b] + d->depths[r], d->max_position);

@@ -37,6 +37,12 @@ class DecoderShape:
         rotary_size: first numbers of a head that are rotated; 0 for all.
         interleaved: neighbours are rotated with each other, not halves.
         windows: positions that each layer's nodes see, their own included, 0 for all; () if all layers see all.
+        num_experts: of the feed-forward of layers that have a router; 0 if none has one.
+        expert_size: `intermediate_size` of an expert.
+        experts_per_token: that a router chooses, at most `num_experts`.
+        normalises_shares: the shares of a token's experts add to 1.
+        rounds_shares: in half precision they are rounded.
+        adds_in_type: in half precision what experts return is added in their order and rounded after each.
     """
 
     hidden_size: int
@@ -56,6 +62,12 @@ class DecoderShape:
     rotary_size: int = 0
     interleaved: bool = False
     windows: tuple[int, ...] = ()
+    num_experts: int = 0
+    expert_size: int = 0
+    experts_per_token: int = 0
+    normalises_shares: bool = True
+    rounds_shares: bool = True
+    adds_in_type: bool = False
 
     @property
     def rotated(self) -> int:
@@ -69,7 +81,8 @@ class LayerWeights:
 
     Matrices are [out, in]. The order of the attributes is that of `decoder_layer` in decoder_types.h. Of q, k and v all
     are quantised or none is, and so with gate and up. `attention_out_norm` and `mlp_out_norm` normalise what the parts
-    of the layer add to the residual.
+    of the layer add to the residual. With a `router` [num_experts, D] the matrices of experts lie behind each other:
+    `gate` has gate and up of each, [num_experts * 2 * expert_size, D], `down` is [num_experts * D, expert_size].
     """
 
     input_norm: Tensor | None
@@ -92,13 +105,14 @@ class LayerWeights:
     down_bias: Tensor | None
     attention_out_norm: Tensor | None = None
     mlp_out_norm: Tensor | None = None
+    router: Tensor | None = None
 
 
 LAYER_MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
-"""Attributes of `LayerWeights` that are matrices."""
+"""Attributes of `LayerWeights` that are matrices, which may be copied or quantised."""
 MATRICES = frozenset(
     (
-        *(*LAYER_MATRICES, "embeddings", "lm_head"),
+        *(*LAYER_MATRICES, "router", "embeddings", "lm_head"),
         *("fuse", "block_up", "block_down", "feature_proj", "token_proj", "vocab_proj"),
     )
 )
@@ -117,6 +131,7 @@ _SIZES = (
         "padding_length",
     ),
     *("type", "rotary_size", "is_interleaved", "activation", "rounds_twice", "is_eager", "num_vectors"),
+    *("num_experts", "expert_size", "experts_per_token", "normalises_shares", "rounds_shares", "adds_in_type"),
 )
 _INPUTS = (
     *("cos", "sin", "tokens", "depths", "lengths", "position_base", "ancestors", "padding"),
@@ -168,7 +183,7 @@ def decoder_struct(shape: DecoderShape, **fields: Any) -> DecoderStruct:
     """The struct with what a shape says of it, and other fields."""
     return DecoderStruct(
         hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
+        intermediate_size=max(shape.intermediate_size, shape.experts_per_token * shape.expert_size),
         num_heads=shape.num_heads,
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
@@ -181,6 +196,12 @@ def decoder_struct(shape: DecoderShape, **fields: Any) -> DecoderStruct:
         scaling=shape.scaling,
         embed_scale=shape.embed_scale,
         attention_softcap=shape.attention_softcap,
+        num_experts=shape.num_experts,
+        expert_size=shape.expert_size,
+        experts_per_token=shape.experts_per_token,
+        normalises_shares=shape.normalises_shares,
+        rounds_shares=shape.rounds_shares,
+        adds_in_type=shape.adds_in_type,
         **fields,
     )
 
@@ -259,7 +280,7 @@ class WeightAddresses:
         setattr(struct, name, add(label, weight, shape))  # type: ignore[arg-type]
 
     def are_valid(self) -> bool:
-        """Whether every weight is where it was (`weight.data = ...` moves it)."""
+        """Whether every weight, or what it is a view of, is where it was (`weight.data = ...` moves it)."""
         return self._pointers == [weight.data_ptr() for weight in self._weights]
 
     def _check(self, name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
@@ -271,8 +292,9 @@ class WeightAddresses:
             )
 
     def _add(self, tensor: Tensor) -> None:
-        self._weights.append(tensor)
-        self._pointers.append(tensor.data_ptr())
+        whole = tensor if tensor._base is None else tensor._base
+        self._weights.append(whole)
+        self._pointers.append(whole.data_ptr())
 
 
 def set_layer(
@@ -281,13 +303,16 @@ def set_layer(
     """Set the addresses of a layer's weights; `where` completes their names in messages.
 
     Raises:
-        ValueError: see `WeightAddresses.set`; or some of q, k and v are quantised, or one of gate and up.
+        ValueError: see `WeightAddresses.set`; or some of q, k and v are quantised, or one of gate and up, or experts.
     """
+    kinds = {name: isinstance(weight, QuantisedWeight) for name, weight in vars(weights).items()}
     for together in (("q", "k", "v"), ("gate", "up")):
-        if len({isinstance(getattr(weights, name), QuantisedWeight) for name in together}) > 1:
+        if weights.router is None and len({kinds[name] for name in together}) > 1:
             raise ValueError(f"{', '.join(together)} {where} must be quantised together; quantise all of them or none")
+    if weights.router is not None and (kinds["gate"] or kinds["down"] or weights.up is not None):
+        raise ValueError(f"experts {where} must be of a float type, with gate and up in one matrix")
     for name, tensor in vars(weights).items():
-        addresses.set(struct, name, tensor, _shape_of(name, shape), f"{name} {where}")
+        addresses.set(struct, name, tensor, _shape_of(name, shape, weights.router is not None), f"{name} {where}")
 
 
 def set_cache(
@@ -314,16 +339,18 @@ def new_floats(*shape: int) -> Tensor:
     return torch.empty(shape, dtype=torch.float32, device="cpu")
 
 
-def _shape_of(name: str, shape: DecoderShape) -> tuple[int, ...]:
+def _shape_of(name: str, shape: DecoderShape, has_experts: bool) -> tuple[int, ...]:
     """Shape of a weight of `LayerWeights`."""
     hidden, width, size = shape.hidden_size, shape.num_heads * shape.head_dim, shape.head_dim
     columns = shape.attention_input_size or hidden
+    count, inner = (shape.num_experts, shape.expert_size) if has_experts else (1, shape.intermediate_size)
     sizes = {
         **dict.fromkeys(("q",), (width, columns)),
         **dict.fromkeys(("k", "v"), (shape.num_kv_heads * size, columns)),
         "o": (hidden, width),
-        **dict.fromkeys(("gate", "up"), (shape.intermediate_size, hidden)),
-        "down": (hidden, shape.intermediate_size),
+        **dict.fromkeys(("gate", "up"), (2 * count * inner if has_experts else inner, hidden)),
+        "down": (count * hidden, inner),
+        "router": (count, hidden),
         **dict.fromkeys(("input_norm", "post_norm", "attention_out_norm", "mlp_out_norm"), (hidden,)),
         **dict.fromkeys(("q_norm", "k_norm"), (size,)),
     }

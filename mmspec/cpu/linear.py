@@ -194,12 +194,12 @@ def active_kernel() -> CKernel | None:
     return None if context is None or context.layers_only else context.autotuner.kernel
 
 
-def find_linear_layers(roots: Iterable[nn.Module]) -> list[nn.Linear]:
-    """The layers whose forward may be replaced: exact type, float32 or half precision, on the CPU, no own forward."""
+def find_linear_layers(roots: Iterable[nn.Module], device_type: str = "cpu") -> list[nn.Linear]:
+    """The layers whose forward may be replaced: exact type, float32 or half precision, on a device, no own forward."""
     found: dict[int, nn.Linear] = {}
     for root in roots:
         for module in root.modules():
-            if type(module) is nn.Linear and _is_eligible(module):
+            if type(module) is nn.Linear and _is_eligible(module, device_type):
                 found[id(module)] = module
     return list(found.values())
 
@@ -209,12 +209,12 @@ def is_replaced(module: nn.Module) -> bool:
     return getattr(module.__dict__.get("forward"), "__func__", None) is _forward
 
 
-def _is_eligible(layer: nn.Linear) -> bool:
+def _is_eligible(layer: nn.Linear, device_type: str) -> bool:
     weight = layer.weight
     if "forward" in layer.__dict__ and not is_replaced(layer):
         return False
     is_plain = type(weight) is nn.Parameter and weight.is_contiguous() and not weight.is_inference()
-    return is_plain and weight.dtype in FLOAT_TYPES and weight.device.type == "cpu"
+    return is_plain and weight.dtype in FLOAT_TYPES and weight.device.type == device_type
 
 
 @contextlib.contextmanager

@@ -43,12 +43,17 @@ def quantise(kernel: CKernel, weight: Tensor, bits: int, mean_squares: Tensor | 
         if not bool((costs.isfinite() & (costs >= 0)).all()):
             raise ValueError("mean_squares must be finite and at least 0; compute them from finite inputs")
         costs = costs / costs.max().clamp(min=torch.finfo(torch.float32).tiny)  # sums of squares stay in range
-    num_numbers = -(-rows // TILE_ROWS) * TILE_ROWS * -(-cols // GROUP) * GROUP
-    data = torch.empty(num_numbers * bits // 8, dtype=torch.uint8, device="cpu")
-    scales = torch.empty(num_numbers // GROUP, dtype=torch.bfloat16, device="cpu")
-    quantised = QuantisedWeight(data, scales, rows, cols, bits)
+    quantised = empty_weight(rows, cols, bits)
     kernel.quantise(weight, costs, quantised)
     return quantised
+
+
+def empty_weight(rows: int, cols: int, bits: int, device: str = "cpu") -> QuantisedWeight:
+    """A quantised weight of this shape with any numbers in it; "meta" is for its sizes alone."""
+    num_numbers = -(-rows // TILE_ROWS) * TILE_ROWS * -(-cols // GROUP) * GROUP
+    data = torch.empty(num_numbers * bits // 8, dtype=torch.uint8, device=device)
+    scales = torch.empty(num_numbers // GROUP, dtype=torch.bfloat16, device=device)
+    return QuantisedWeight(data, scales, rows, cols, bits)
 
 
 def dequantise(weight: QuantisedWeight) -> Tensor:

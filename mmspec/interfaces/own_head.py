@@ -39,6 +39,8 @@ class HeadRule:
         visual_modes: keys of `VISUAL_MODES`: what the head reads at image positions.
         embedding_first: the order of the two inputs of `fc`.
         zeroes_first: whether the embedding in row 0 is zero.
+        layered: whether draft token i is that of layer i of the head, which reads the token before it and what layer
+            i - 1 carries on; else the first layer is repeated.
     """
 
     hidden: str = "post"
@@ -46,6 +48,7 @@ class HeadRule:
     visual_modes: tuple[str, ...] = ("coupled", "placeholder")
     embedding_first: bool = True
     zeroes_first: bool = False
+    layered: bool = False
 
 
 @dataclass(frozen=True)
@@ -108,6 +111,7 @@ class OwnHead:
         num_layers: decoder layers of the target.
         chains_only: whether the target scores chains only.
         files: how it is stored.
+        further: the layers after the first, each with its own weights, where the rule is `layered`.
     """
 
     rule: HeadRule
@@ -127,16 +131,30 @@ class OwnHead:
     num_layers: int
     chains_only: bool
     files: HeadFiles
+    further: tuple[OwnHead, ...] = ()
 
 
 class TargetKeys(Protocol):
     """The target's keys and values of the positions that it has committed, during one call."""
+
+    @property
+    def lengths(self) -> list[int]:
+        """Committed positions of each row, left pads included."""
 
     def read(self, layer_type: str) -> tuple[Tensor, Tensor, Tensor]:
         """Keys and values [B, H, S, d] of its last layer of a type, and [B, 1, 1, S] bool which of them are seen.
 
         Seen are those of a row's text that the window of the type contains; not padding, nor what was rejected.
         """
+
+    def fixed_tensors(self) -> dict[str, Tensor] | None:
+        """{name: what `read` reads}, where recorded functions write it; None if it has no fixed address."""
+
+    def call_tensors(self, capacity: int) -> dict[str, Tensor]:
+        """{name: what else `read` needs}, for rows of at most `capacity` positions; there are `fixed_tensors`."""
+
+    def over(self, named: Mapping[str, Tensor], lengths: Tensor, bucket: int) -> TargetKeys:
+        """The same in a recorded function: over tensors of these names, rows of `lengths` [B], at most `bucket`."""
 
 
 @dataclass

@@ -45,23 +45,38 @@ class Rounding:
     Attributes:
         mean: largest mean difference of a token's logits.
         largest: largest difference of one logit.
+        is_comparable: [...] bool, the tokens for which that holds; None for all. The others differ by more than can
+            be held for rounding whatever computes them.
     """
 
     mean: float = 0.0
     largest: float = 0.0
+    is_comparable: Tensor | None = None
 
     @classmethod
-    def between(cls, first: Tensor, second: Tensor) -> Rounding:
-        """Of two computations [..., V] of the same logits by the model; nothing where they differ by more."""
+    def between(cls, first: Tensor, second: Tensor, share: float = 1.0) -> Rounding:
+        """Of two computations [..., V] of the same logits by the model.
+
+        Nothing where less than `share` of the tokens agree as far as is held for rounding.
+        """
         difference = relative_difference(first, second)
-        mean = float(difference.mean(-1).max())
-        if not mean <= MAX_OWN:
+        is_comparable = difference.mean(-1) <= MAX_OWN
+        if not float(is_comparable.float().mean()) >= share:
             return cls()
-        return cls(mean, min(float(difference.max()), MAX_OWN_LARGEST))
+        difference = difference[is_comparable]
+        return cls(
+            float(difference.mean(-1).max()),
+            min(float(difference.max()), MAX_OWN_LARGEST),
+            None if bool(is_comparable.all()) else is_comparable,
+        )
 
 
 def equal_logits(
-    expected: Tensor, found: Tensor, dtype: torch.dtype, own_rounding: Callable[[], Rounding] | None = None
+    expected: Tensor,
+    found: Tensor,
+    dtype: torch.dtype,
+    own_rounding: Callable[[], Rounding] | None = None,
+    share: float = 1.0,
 ) -> bool:
     """Whether logits [..., V] are equal up to rounding. In half precision the best of two near-ties may differ.
 
@@ -71,20 +86,30 @@ def equal_logits(
         dtype: in which they were computed.
         own_rounding: measures what rounding does to this model, where more than that of a shallow one is found; None
             for nothing more.
+        share: of the tokens that must agree in half precision.
     """
+    for special in (torch.isnan, torch.isposinf):
+        here, there = special(expected), special(found)
+        if not torch.equal(here, there):
+            return False
+        if bool(here.any()):  # what else the token has is compared
+            expected, found = (logits.masked_fill(here, 2 * MASKED) for logits in (expected, found))
     difference = relative_difference(expected, found)
-    if bool(difference.isnan().any()):
-        return bool((expected.isnan() == found.isnan()).all())
     if dtype not in HALF_TYPES:
         return bool((difference <= TOLERANCE).all())
     value_range = expected.amax(-1) - expected.masked_fill(expected < MASKED, torch.inf).amin(-1)
     top = expected.topk(2, dim=-1).values
-    margins = ((top[..., 0] - top[..., 1]) / value_range)[expected.argmax(-1) != found.argmax(-1)]
-    mean, margin = float(difference.mean(-1).max()), float(margins.max()) if margins.numel() else 0.0
-    resolution = torch.finfo(dtype).eps
-    if mean <= HALF_MEAN * resolution and margin <= HALF_MARGIN * resolution:
+    margins = (top[..., 0] - top[..., 1]) / value_range
+    margins = margins.masked_fill(expected.argmax(-1) == found.argmax(-1), 0.0)
+    means, resolution = difference.mean(-1), torch.finfo(dtype).eps
+    if _share((means <= HALF_MEAN * resolution) & (margins <= HALF_MARGIN * resolution)) >= share:
         return True
     own = Rounding() if own_rounding is None else own_rounding()
-    return mean <= max(HALF_MEAN * resolution, OWN_MEAN * own.mean) and margin <= max(
-        HALF_MARGIN * resolution, OWN_MARGIN * own.largest
-    )
+    agree = means <= max(HALF_MEAN * resolution, OWN_MEAN * own.mean)
+    agree &= margins <= max(HALF_MARGIN * resolution, OWN_MARGIN * own.largest)
+    return _share(agree if own.is_comparable is None else agree[own.is_comparable]) >= share
+
+
+def _share(agree: Tensor) -> float:
+    """Share of what is True; 1 of nothing."""
+    return float(agree.double().mean()) if agree.numel() else 1.0

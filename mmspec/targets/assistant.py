@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +18,14 @@ import transformers
 from huggingface_hub import snapshot_download
 from torch import Tensor, nn
 
+from mmspec.engine.kv_cache import RaggedKVCache, RecordedKVCache
 from mmspec.files import snapshot_id
 from mmspec.interfaces import AssistantParts, OwnHeadError
 from mmspec.targets.base import ModelAdapter
 from mmspec.targets.draft_model import CONFIG_FILE, check_complete
 from mmspec.targets.hf import HFTarget
+from mmspec.targets.own_checkpoint import check_unchanged, checkpoint_folder
+from mmspec.weight_files import TensorFiles
 
 ASSISTANT_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 """`config.model_type` of assistants."""
@@ -30,28 +35,62 @@ ASSISTANT_SUFFIX = "-assistant"
 """Of an assistant's name, behind that of its target."""
 
 
+@dataclass(frozen=True)
 class TargetKeysReader:
-    """Implements `mmspec.interfaces.TargetKeys` for one call: the committed positions of the target's buffer."""
+    """Implements `mmspec.interfaces.TargetKeys` for one call.
 
-    def __init__(self, target: HFTarget) -> None:
-        self._target = target
-        self._layers = stored_layer_by_type(target.adapter.text_config)
+    Attributes:
+        buffer: the target's keys and values.
+        layers: {type: index of a layer in it}.
+        window: of the sliding layers.
+        padding: [B, P] bool, False at left pads; None if there are none.
+    """
+
+    buffer: RaggedKVCache
+    layers: Mapping[str, int]
+    window: int | None
+    padding: Tensor | None
+
+    @classmethod
+    def of(cls, target: HFTarget) -> TargetKeysReader:
+        """After the prefill."""
+        layers = stored_layer_by_type(target.adapter.text_config)
+        return cls(target.buffer, layers, target.adapter.sliding_window, target.call_tensors.padding)
+
+    @property
+    def lengths(self) -> list[int]:
+        return self.buffer.seq_lens
 
     def read(self, layer_type: str) -> tuple[Tensor, Tensor, Tensor]:
-        target = self._target
-        buffer, device = target.buffer, target.device
-        longest = max(buffer.seq_lens)
-        keys, values = buffer.read(self._layers[layer_type], longest)
-        lengths = buffer.lengths_on(device)[:, None]
-        index = torch.arange(longest, device=device)
+        longest = max(self.lengths)
+        keys, values = self.buffer.read(self.layers[layer_type], longest)
+        lengths = self.buffer.lengths_on(keys.device)[:, None]
+        index = torch.arange(longest, device=keys.device)
         visible = index < lengths
-        window = target.adapter.sliding_window
-        if layer_type == "sliding_attention" and window is not None:
-            visible = visible & (index >= lengths - window)
-        padding = target.call_tensors.padding
-        if padding is not None:
-            visible = visible & nn.functional.pad(padding, (0, longest), value=True)[:, :longest]
+        if layer_type == "sliding_attention" and self.window is not None:
+            visible = visible & (index >= lengths - self.window)
+        if self.padding is not None:
+            visible = visible & nn.functional.pad(self.padding, (0, longest), value=True)[:, :longest]
         return keys, values, visible[:, None, None]
+
+    def fixed_tensors(self) -> dict[str, Tensor] | None:
+        if not self.buffer.groups:
+            return None
+        places = {kind: self.buffer.layers[index] for kind, index in self.layers.items()}
+        return {f"{kind} {number}": part for kind, parts in places.items() for number, part in enumerate(parts)}
+
+    def call_tensors(self, capacity: int) -> dict[str, Tensor]:
+        keys = self.buffer.groups[0]
+        seen = torch.ones(len(self.lengths), capacity, dtype=torch.bool, device=keys.device)
+        if self.padding is not None:
+            seen[:, : self.padding.shape[1]] = self.padding
+        return {"target_padding": seen}
+
+    def over(self, named: Mapping[str, Tensor], lengths: Tensor, bucket: int) -> TargetKeysReader:
+        parts = [tuple(named[name] for name in named if name.rpartition(" ")[0] == kind) for kind in self.layers]
+        buffer = RecordedKVCache(parts, lengths, bucket)
+        layers = {kind: index for index, kind in enumerate(self.layers)}
+        return TargetKeysReader(buffer, layers, self.window, named["target_padding"])
 
 
 class AssistantBody(nn.Module):
@@ -121,11 +160,21 @@ def find_assistant(adapter: ModelAdapter) -> AssistantParts:
         except Exception as error:  # the hub's exception types change between versions
             raise OwnHeadError(f"{hub_id[-80:]} is not in the local cache; fetch it with `hf download`") from error
     try:
+        _check_target(adapter)
         return load_assistant(folder, adapter)
     except (OSError, ValueError) as error:
         if isinstance(error, OwnHeadError):
             raise
         raise OwnHeadError(" ".join(str(error).split())[:200], is_expected=True) from error
+
+
+def _check_target(adapter: ModelAdapter) -> None:
+    """See `check_unchanged`; a target whose own files are not here is not judged."""
+    try:
+        files = TensorFiles(checkpoint_folder(adapter.model.config))
+    except (OSError, ValueError):
+        return
+    check_unchanged(adapter, files)
 
 
 def load_assistant(folder: str | os.PathLike[str], adapter: ModelAdapter) -> AssistantParts:

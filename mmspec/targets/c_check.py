@@ -2,7 +2,8 @@
 
 Both score a small random tree behind the prompt of a call: at the far end of the model's positions and, where layers
 have a window, with one that is shorter than the prompt, so that nothing that depends on either stays unseen. Logits
-must agree up to rounding. Only positions behind the committed ones are written.
+must agree up to rounding; in half precision up to what one unit more or less in the outputs of all linear layers does
+to the model's own. Only positions behind the committed ones are written.
 """
 
 from __future__ import annotations
@@ -14,26 +15,33 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.weak import WeakIdKeyDictionary
 
 from mmspec.cpu.c_kernel import CKernel
 from mmspec.cpu.decoder import MAX_DECODER_ROWS, CDecoder, DecoderInputs
+from mmspec.cpu.linear import find_linear_layers
 from mmspec.engine.kv_cache import RaggedKVCache
 from mmspec.engine.tree import DraftTree, sanitize
-from mmspec.targets.agreement import HALF_TYPES, equal_logits
+from mmspec.targets.agreement import HALF_TYPES, Rounding, equal_logits
 from mmspec.targets.base import ModelAdapter
 from mmspec.targets.c_traits import DecoderParts, Rotary, read_parts
 from mmspec.targets.forward import CallTensors, NodeForward
 from mmspec.targets.guard import describe_rounds
-from mmspec.targets.layer_access import layer_access
+from mmspec.targets.layer_access import layer_access, with_forwards
 
 PARENTS = (-1, 0, 0, 1, 3, 1)
 """The tree that both score."""
 FEW_PARENTS = (-1, 0)
 """That of wide batches."""
 GROUP_SIZE = 2
-"""Decoder layers that are compared at once where all together differ by more than rounding does in one."""
+"""Decoder layers that are compared at once where all together cannot be."""
+COMPARED_SHARE = 0.5
+"""Share of the nodes that must be comparable: others amplify one rounding to another answer."""
+MIN_ROUTED_SHARE = 0.6
+"""Of the nodes that must agree in half precision in a model with experts. Of two near-ties the router chooses the other
+for some, as between two forwards of the model itself; a trait that is wrong would change them all."""
 _VERDICTS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """{model: (its state, the shape that passed or None)}"""
 
@@ -113,41 +121,81 @@ def _state(kernel: CKernel, call: NodeCall) -> list[Any]:
 
 def _agreeing(kernel: CKernel, call: NodeCall) -> Iterator[DecoderParts]:
     """The readings of the modules that compute what the model does."""
-    adapter, cache, tree = call.adapter, call.kv_cache, _random_tree(call)
-    assert call.position_base is not None
-    window, last = max(1, min(cache.seq_lens) // 2), max(cache.seq_lens) + len(PARENTS)
-    far = int(getattr(adapter.text_config, "max_position_embeddings", 0) or 0) - last - max(call.position_base)
-    shift = max(0, far - 1)
-    tensors = replace(call.tensors, position_base=call.tensors.position_base + shift)
-
-    @functools.cache
-    def expected(has_windows: bool, layers: tuple[int, ...] | None) -> Tensor:
-        model = None if layers is None else layer_access(adapter).restrict(adapter.model, layers)
-        cache.begin_forward(tree.num_nodes)
-        forward = NodeForward(adapter, call.template, model, window if has_windows else None)
-        return forward(tree, cache, tensors, ())[0].float()
-
-    for parts in read_parts(adapter):
-        dtype, narrowed = parts.ends.embeddings.dtype, _narrowed(parts, window, shift)
-
-        def agree(layers: tuple[int, ...] | None, parts: DecoderParts, dtype: torch.dtype) -> bool:
-            found = _score(kernel, call, parts, tree, layers)
-            return found is not None and equal_logits(expected(bool(parts.shape.windows), layers), found.float(), dtype)
-
-        groups = _layer_groups(adapter) if dtype in HALF_TYPES else []
-        if agree(None, narrowed, dtype) or (groups and all(agree(group, narrowed, dtype) for group in groups)):
+    for parts in read_parts(call.adapter):
+        if all(_agree(kernel, *view, parts) for view in _views(call, parts.ends.embeddings.dtype)):
             yield parts
 
 
-def _layer_groups(adapter: ModelAdapter) -> list[tuple[int, ...]]:
-    """The decoder layers in groups: through all of a trained model, rounding in half precision is amplified.
+def _views(call: NodeCall, dtype: torch.dtype) -> list[tuple[NodeCall, int]]:
+    """What is compared: [(the call, positions by which the tree is moved)].
 
-    Empty where the layers cannot be run apart.
+    Far from the prompt, nodes that attend to it are no input that a model was trained for: trained weights amplify
+    rounding in half precision there until nothing can be compared. There they attend to one another alone.
     """
+    lengths = call.kv_cache.seq_lens
+    assert call.position_base is not None
+    last = max(lengths) + len(PARENTS)
+    far = int(getattr(call.adapter.text_config, "max_position_embeddings", 0) or 0) - last - max(call.position_base)
+    shift = max(0, far - 1)
+    if dtype not in HALF_TYPES:
+        return [(call, shift)]
+    hidden = torch.zeros(len(lengths), max(lengths), dtype=torch.bool, device="cpu")
+    return [(call, 0), (replace(call, tensors=replace(call.tensors, padding=hidden)), shift)]
+
+
+def _agree(kernel: CKernel, call: NodeCall, shift: int, parts: DecoderParts) -> bool:
+    """Whether the model and the C decoder score the tree alike.
+
+    Where rounding is amplified so much that the logits of all layers cannot be compared, groups of layers are.
+    """
+    adapter, cache, tree = call.adapter, call.kv_cache, _random_tree(call)
+    window, dtype = max(1, min(cache.seq_lens) // 2), parts.ends.embeddings.dtype
+    narrowed = _narrowed(parts, window, shift)
+    tensors = replace(call.tensors, position_base=call.tensors.position_base + shift)
+    is_routed, own = bool(parts.shape.num_experts), list[Rounding]()
+    share = MIN_ROUTED_SHARE if is_routed else 1.0
+
+    def agree(layers: tuple[int, ...] | None) -> bool:
+        model = adapter.model if layers is None else layer_access(adapter).restrict(adapter.model, layers)
+
+        def score(model: Any) -> Tensor:
+            cache.begin_forward(tree.num_nodes)
+            forward = NodeForward(adapter, call.template, model, window if parts.shape.windows else None)
+            return forward(tree, cache, tensors, ())[0].float()
+
+        def own_rounding() -> Rounding:
+            own.append(Rounding.between(expected, score(_with_rounding(model)), COMPARED_SHARE))
+            return own[-1]
+
+        expected, found = score(model), _score(kernel, call, narrowed, tree, layers)
+        rounding = None if is_routed else own_rounding
+        return found is not None and equal_logits(expected, found.float(), dtype, rounding, share)
+
+    if agree(None):
+        return True
+    groups = _layer_groups(adapter) if own == [Rounding()] or (is_routed and dtype in HALF_TYPES) else []
+    return bool(groups) and all(map(agree, groups))
+
+
+def _layer_groups(adapter: ModelAdapter) -> list[tuple[int, ...]]:
+    """The decoder layers in groups; empty where the layers cannot be run apart."""
     count = adapter.num_layers
     if adapter.num_cache_layers != count or adapter.is_recurrent:
         return []  # layers that read the keys and values of others
     return [tuple(range(first, min(first + GROUP_SIZE, count))) for first in range(0, count, GROUP_SIZE)]
+
+
+def _with_rounding(model: Any) -> Any:
+    """A shallow copy of a model in which the outputs of linear layers are moved by up to a unit of their type."""
+    generator = torch.Generator().manual_seed(0)
+
+    def forward(layer: nn.Linear, rows: Tensor) -> Tensor:
+        outputs = functional.linear(rows, layer.weight, layer.bias)
+        signs = torch.randint(-1, 2, outputs.shape, generator=generator, device="cpu").to(outputs.dtype)
+        return outputs * (1 + torch.finfo(outputs.dtype).eps * signs)
+
+    found = set(find_linear_layers([model]))
+    return with_forwards(model, {name: forward for name, module in model.named_modules() if module in found})
 
 
 def _score(

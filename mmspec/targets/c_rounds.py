@@ -1,8 +1,8 @@
 """The forwards over tree nodes of one call in C, for models whose decoder it knows.
 
 Which decoders those are is read from a model's modules (`mmspec.targets.c_traits`) and tested against its own
-forward (`mmspec.targets.c_check`). Whatever differs (hooks, adapters, quantised layers, experts) runs in the
-model's own forward, as do prompts.
+forward (`mmspec.targets.c_check`). Whatever differs (hooks, adapters, quantised layers) runs in the model's
+own forward, as do prompts.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Reads the traits of a model's decoder from its modules, for the C decoder.
 
-A decoder is a stack of layers of RMSNorm, rotary attention and a gated feed-forward. Its modules are found by the names
-of their parts and told apart by what they compute for random numbers: how a norm uses its weight, which activation it
-is. What is found is a hypothesis, which `mmspec.targets.c_check` tests against the model's own forward.
+A decoder is a stack of layers of RMSNorm, rotary attention and a gated feed-forward, or experts that are such. Its
+modules are found by the names of their parts and told apart by what they compute for random numbers: how a norm uses
+its weight, which activation it is. What is found is a hypothesis, which `mmspec.targets.c_check` tests against the
+model's own forward.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 HEAD_NORMS = ("q_norm", "k_norm")
 ACTIVATION_NAMES = ("act_fn", "activation_fn")
 LAYER_TYPES = frozenset(("full_attention", "sliding_attention"))
+UNKNOWN_EXPERTS = ("is_transposed", "has_bias", "has_post_expert_norm", "_is_expert_parallel")
+"""Attributes of a module of experts that must be False."""
 PROBED = 64
 """Random numbers that a module is asked about."""
 
@@ -154,10 +157,11 @@ def _shapes(
         {_eps(norm) for norm in norms},
         {(one.self_attn.head_dim, one.self_attn.scaling, _softcap(one.self_attn)) for one in layers},
     ]
-    norm = _norm_traits(norms[-1])
+    norm, routing = _norm_traits(norms[-1]), _routing_traits([layer.mlp for layer in layers])
     activation = _activation({id(part): part for layer in layers for part in _activations(layer.mlp)}.values())
-    if any(len(one) != 1 for one in constants) or norm is None or activation is None or heads % kv_heads:
+    if any(len(one) != 1 for one in constants) or None in (norm, activation, routing) or heads % kv_heads:
         return []
+    assert norm is not None and activation is not None and routing is not None
     if any(layer.self_attn.layer_idx != index for index, layer in enumerate(layers)):
         return []
     cos = rotaries[0](torch.arange(8, device="cpu"))[0]
@@ -167,7 +171,7 @@ def _shapes(
     windows = tuple(window if window and one == "sliding_attention" else 0 for one in types)
     found = DecoderShape(
         hidden_size=config.hidden_size,
-        intermediate_size=layers[0].mlp.down_proj.in_features,
+        intermediate_size=max(_inner_size(layer.mlp) for layer in layers),
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=size,
@@ -181,6 +185,7 @@ def _shapes(
         eager_attention=adapter.attention == "eager",
         rotary_size=cos.shape[1],
         windows=windows if any(windows) else (),
+        **routing,
     )
     is_of_halves = torch.equal(*cos.chunk(2, -1))
     return [found, replace(found, interleaved=True)] if is_of_halves else [replace(found, interleaved=True)]
@@ -201,7 +206,7 @@ def _weights(layer: Any) -> LayerWeights | None:
     head_norms = [name for name in HEAD_NORMS if attention._modules.get(name) is not None]
     if set(attention._modules) - set(HEAD_NORMS) != set(PROJECTIONS) or len(head_norms) not in (0, 2):
         return None
-    gated = _gated(mlp)
+    gated = _gated(mlp) or _experts(mlp)
     projections = [attention._modules[name] for name in PROJECTIONS]
     norms = [layer._modules[name] for name in names.values()] + [attention._modules[name] for name in head_norms]
     if gated is None or not all(map(_is_plain_linear, projections)) or not all(map(_is_norm, norms)):
@@ -231,8 +236,59 @@ def _gated(mlp: Any) -> dict[str, Tensor | None] | None:
     return {"gate": both.weight[:size], "gate_bias": bias[0], "up": both.weight[size:], "up_bias": bias[1], **down}
 
 
+def _experts(mlp: Any) -> dict[str, Tensor | None] | None:
+    """Weights of a feed-forward of experts with a router; None if it is none that is known.
+
+    `mlp.experts` is what transformers' `use_experts_implementation` makes: two tensors with the weights of all experts.
+    """
+    if set(mlp._modules) != {"gate", "experts"} or not _has_only_modules(mlp):
+        return None
+    router, experts = mlp.gate, mlp.experts
+    is_plain = set(router._parameters) == {"weight"} and not router._buffers and not router._modules
+    if not is_plain or set(experts._parameters) != {"gate_up_proj", "down_proj"} or set(experts._modules) != {"act_fn"}:
+        return None
+    if any(getattr(experts, name, True) for name in UNKNOWN_EXPERTS) or not (
+        experts.has_gate and experts.is_concatenated
+    ):
+        return None
+    if not (experts.gate_up_proj.is_contiguous() and experts.down_proj.is_contiguous()) or experts._buffers:
+        return None
+    names = ("gate_bias", "up", "up_bias", "down_bias")
+    gate, down = experts.gate_up_proj.flatten(0, 1), experts.down_proj.flatten(0, 1)
+    return {"gate": gate, "down": down, "router": router.weight, **dict.fromkeys(names)}
+
+
+def _routing_traits(mlps: Sequence[Any]) -> dict[str, Any] | None:
+    """What `DecoderShape` says of experts, with each router asked about random numbers; None if layers differ."""
+    found: list[dict[str, Any]] = []
+    for mlp in mlps:
+        if "experts" not in mlp._modules:
+            continue
+        weight, count = mlp.gate.weight.detach(), int(mlp.gate.top_k)
+        rows = _random(PROBED, weight.shape[1]).to(weight.dtype)
+        with torch.no_grad():
+            shares = mlp.gate(rows)[1]
+        top = functional.softmax(functional.linear(rows, weight).float(), -1).topk(count).values
+        errors = [float((one - shares).abs().max()) for one in (top, top / top.sum(-1, keepdim=True))]
+        if not min(errors) <= torch.finfo(shares.dtype).eps:
+            return None
+        num_experts, _, size = mlp.experts.down_proj.shape
+        traits = {"num_experts": num_experts, "expert_size": size, "experts_per_token": count}
+        traits |= {"normalises_shares": errors[1] <= errors[0], "rounds_shares": shares.dtype is weight.dtype}
+        found.append(traits | {"adds_in_type": mlp.experts.config._experts_implementation == "eager"})
+    if any(one != found[0] for one in found):
+        return None
+    return found[0] if found else {}
+
+
+def _inner_size(mlp: Any) -> int:
+    """Features between the two products of a feed-forward without experts; 0 for others."""
+    return 0 if "experts" in mlp._modules else int(mlp.down_proj.in_features)
+
+
 def _activations(mlp: Any) -> list[nn.Module]:
-    return [mlp._modules[name] for name in ACTIVATION_NAMES if mlp._modules.get(name) is not None]
+    owner = mlp._modules.get("experts") or mlp
+    return [owner._modules[name] for name in ACTIVATION_NAMES if owner._modules.get(name) is not None]
 
 
 def _has_only_modules(*parts: nn.Module) -> bool:

@@ -8,7 +8,8 @@ decode the model and draft with it at the same time.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import types
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +20,8 @@ from mmspec.targets.base import ModelAdapter
 
 CHECK_LENGTH = 4
 """Tokens of the forward that decides whether the layers of a model can be skipped."""
+LinearForward = Callable[[nn.Linear, Tensor], Tensor]
+"""The forward of a linear layer."""
 OWN_DRAFTERS = "drafter='self' or 'quantized'"
 OTHER_DRAFTER = "Use another drafter, such as 'hybrid'."
 
@@ -186,4 +189,21 @@ def shallow_copy(module: nn.Module) -> Any:
     """A module of the same class with the same parameters and children, whose children can be replaced."""
     twin = copy.copy(module)
     twin._modules = dict(module._modules)
+    return twin
+
+
+def with_forwards(module: Any, forwards: Mapping[str, LinearForward]) -> Any:
+    """A shallow copy of a module in which the linear layers with these names have other forwards."""
+    twin = shallow_copy(module)
+    below: dict[str, dict[str, LinearForward]] = {}
+    for path, forward in forwards.items():
+        name, _, rest = path.partition(".")
+        below.setdefault(name, {})[rest] = forward
+    for name, inner in below.items():
+        child = module._modules[name]
+        if "" in inner:
+            twin._modules[name] = shallow_copy(child)
+            twin._modules[name].__dict__["forward"] = types.MethodType(inner[""], twin._modules[name])
+        else:
+            twin._modules[name] = with_forwards(child, inner)
     return twin

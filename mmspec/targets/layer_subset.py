@@ -24,31 +24,32 @@ from mmspec.targets.quantised_copy import WEIGHTS_PER_S, find_copy, forget_copie
 class CallLayerSubsets:
     """Implements `mmspec.interfaces.LayerSubsets` for the target of one call."""
 
-    def __init__(self, access: LayerAccess, target: HFTarget, copy_bits: int | None = None) -> None:
+    def __init__(self, access: LayerAccess, target: HFTarget, needs: DrafterRequirements) -> None:
         """
         Args:
             access: where the decoder layers are.
             target: of the call, after its prefill.
-            copy_bits: of the copy that computes them; None for the target's own weights.
+            needs: of the drafter: which copy computes them, or none.
         """
         adapter = target.adapter
         self.num_layers = adapter.num_layers
         self.exit_limit = None if adapter.num_cache_layers == adapter.num_layers else adapter.num_cache_layers
-        self._access, self._target, self._bits = access, target, copy_bits
+        self._access, self._target, self._needs = access, target, needs
 
     @property
     def make_s(self) -> float:
         adapter = self._target.adapter
-        if self._bits is None or find_copy(adapter, self._bits) is not None:
+        bits = self._needs.copy_bits
+        if bits is None or find_copy(adapter, bits) is not None:
             return 0.0
         count = num_copied_weights(adapter)
         return count / WEIGHTS_PER_S if count else math.inf  # inf: another call has found that there can be none
 
     def make(self) -> bool:
-        if self._bits is None:
+        if self._needs.copy_bits is None:
             return True
         try:
-            return quantised_copy(self._target.adapter, self._access, self._bits).refresh()
+            return quantised_copy(self._target.adapter, self._access, self._needs).refresh()
         except ValueError as error:
             forget_copies(self._target.adapter, error)
             return False
@@ -57,9 +58,9 @@ class CallLayerSubsets:
     def _whole(self) -> tuple[Any, CRounds | None]:
         """What drafts with all layers: the model and its forwards in C, which the target has by the first draft."""
         target = self._target
-        if self._bits is None:
+        if self._needs.copy_bits is None:
             return target.model, target.rounds
-        quantised = quantised_copy(target.adapter, self._access, self._bits)
+        quantised = quantised_copy(target.adapter, self._access, self._needs)
         return quantised.twin(target.model), None if target.rounds is None else quantised.rounds(target.rounds)
 
     def open(self, layers: Sequence[int]) -> DraftTarget:
@@ -86,17 +87,17 @@ def open_layer_subsets(target: HFTarget, needs: DrafterRequirements) -> CallLaye
     access = layer_access(adapter)
     if access.bypassed(target.model) is not None:
         return None
-    subsets = CallLayerSubsets(access, target, needs.copy_bits)
+    subsets = CallLayerSubsets(access, target, needs)
     may_wait = needs.optional_copy and subsets.make_s > 0
     return subsets if may_wait or subsets.make() else None
 
 
-def check_layer_subsets(adapter: ModelAdapter, copy_bits: int | None = None) -> None:
+def check_layer_subsets(adapter: ModelAdapter, needs: DrafterRequirements) -> None:
     """Find out whether a model can draft with some of its layers, and make the copy that does.
 
     Raises:
         ValueError: see `layer_access` and `QuantisedCopy`.
     """
     access = layer_access(adapter)
-    if copy_bits is not None:
-        quantised_copy(adapter, access, copy_bits)
+    if needs.copy_bits is not None:
+        quantised_copy(adapter, access, needs)

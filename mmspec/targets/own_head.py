@@ -11,16 +11,16 @@ import copy
 import os
 import re
 from collections.abc import Callable, Mapping
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
 from torch import Tensor, nn
 
 from mmspec.engine.tree_cache import CACHE_ARGUMENT
 from mmspec.interfaces import HeadCache, HeadFiles, OwnHead, OwnHeadError
 from mmspec.targets.base import ModelAdapter
+from mmspec.targets.own_checkpoint import NUM_COMPARED, check_unchanged, checkpoint_folder, differs
 from mmspec.targets.own_head_layouts import LAYOUTS, HeadLayout
 from mmspec.weight_files import TensorFiles
 
@@ -28,7 +28,7 @@ FP8_BLOCK = 128
 """Rows and columns of a weight that share a scale in official FP8 checkpoints."""
 SCALE_SUFFIX = "_scale_inv"
 FURTHER_LAYER = re.compile(r"layers\.[1-9]\d*\.")
-"""Of heads with several layers, of which the first is repeated, as vLLM does."""
+"""Of heads with several layers, of which the first is repeated, as vLLM does, where the rule is not `layered`."""
 MAX_MESSAGE = 200
 MIN_SCALE = 1e-6
 """Below this a factor of the final norm leaves nothing of a state to be recovered."""
@@ -78,15 +78,30 @@ def read_own_head(adapter: ModelAdapter, folder: str | os.PathLike[str] | None =
     for flag in layout.refused:
         if getattr(adapter.text_config, flag, False) or getattr(adapter.model.config, flag, False):
             raise OwnHeadError(f"a head with {flag}=true is not read", is_expected=True)
-    folder = checkpoint_folder(adapter.model.config) if folder is None else folder
+    is_own = folder is None
     try:
-        files = TensorFiles(folder)
+        files = TensorFiles(checkpoint_folder(adapter.model.config) if folder is None else folder)
         with torch.no_grad():
-            return _Reader(adapter, layout, files).head()
+            return _read_layers(adapter, layout, files, is_own)
     except (OSError, ValueError, MemoryError) as error:
         if isinstance(error, OwnHeadError):
             raise
         raise OwnHeadError(" ".join(str(error).split())[:MAX_MESSAGE], is_expected=True) from error
+
+
+def _read_layers(adapter: ModelAdapter, layout: HeadLayout, files: TensorFiles, is_own: bool) -> OwnHead:
+    """The head, with its further layers where each drafts a token; `is_own`: the target must be as in these files."""
+    readers = [_Reader(adapter, layout, files)]
+    if is_own:
+        check_unchanged(adapter, files, readers[0].prefix)
+    while layout.rule.layered and (prefix := readers[0].prefix_of(len(readers))):
+        readers.append(_Reader(adapter, layout, files, prefix))
+    first, *further = (reader.head() for reader in readers)
+    if not further:
+        return first
+    return replace(
+        first, further=tuple(further), description=f"{first.description}, the first of {len(readers)} layers"
+    )
 
 
 def is_exported_head(folder: str | os.PathLike[str], adapter: ModelAdapter) -> bool:
@@ -105,41 +120,27 @@ def is_exported_head(folder: str | os.PathLike[str], adapter: ModelAdapter) -> b
     return False
 
 
-def checkpoint_folder(config: Any) -> Path:
-    """The folder that a model was loaded from: the user's, or the snapshot of its own revision in the cache.
-
-    Raises:
-        OwnHeadError: there is none.
-    """
-    name = str(getattr(config, "_name_or_path", "") or "")
-    if not name:
-        raise OwnHeadError("the model was not loaded from a checkpoint, which would hold the head")
-    if os.path.isdir(name):
-        return Path(name)
-    revision = getattr(config, "_commit_hash", None)
-    try:
-        return Path(snapshot_download(name, revision=revision, local_files_only=True))
-    except Exception as error:  # the hub's exception types change between versions
-        raise OwnHeadError(f"the files of {name[:80]} are not in the local cache", is_expected=True) from error
-
-
 class _Reader:
     """Builds one head. Its parts have no memory until the shapes of all of its tensors have been compared."""
 
-    def __init__(self, adapter: ModelAdapter, layout: HeadLayout, files: TensorFiles) -> None:
+    def __init__(self, adapter: ModelAdapter, layout: HeadLayout, files: TensorFiles, prefix: str = "") -> None:
         self.adapter = adapter
         self.layout = layout
         self.files = files
         self.config = _block_config(adapter, layout)
-        self.prefix = self._find_prefix()
+        self.prefix = prefix or self._find_prefix()
+
+    def prefix_of(self, index: int) -> str | None:
+        """Of the tensors of one layer of the head; None if there is none."""
+        prefixes = (prefix.format(layers=self.adapter.num_layers + index) for prefix in self.layout.prefixes)
+        return next((one for one in prefixes if any(name.startswith(one) for name in self.files.names)), None)
 
     def _find_prefix(self) -> str:
-        prefixes = [prefix.format(layers=self.adapter.num_layers) for prefix in self.layout.prefixes]
-        for prefix in prefixes:
-            if any(name.startswith(prefix) for name in self.files.names):
-                return prefix
+        if prefix := self.prefix_of(0):
+            return prefix
+        first = self.layout.prefixes[0].format(layers=self.adapter.num_layers)
         raise OwnHeadError(
-            f"the checkpoint has no tensors {prefixes[0]}*: saving or fine-tuning has dropped its head, and "
+            f"the checkpoint has no tensors {first}*: saving or fine-tuning has dropped its head, and "
             "drafter='mtp:BASE', the folder or hub id of the base model, takes that one's",
             is_expected=True,
         )
@@ -156,6 +157,7 @@ class _Reader:
         for name, value in layer.state_dict().items():
             names[f"block.layer.{name}"] = self._sources(block_prefix + name, value)
         self._check(parts.state_dict(), names)
+        self._check_embeddings()
         weights = {part: self._read(sources, parts.state_dict()[part]) for part, sources in names.items()}
         parts.load_state_dict(weights, assign=True)
         if any(value.is_meta for value in (*parts.parameters(), *parts.buffers())):
@@ -175,6 +177,7 @@ class _Reader:
             num_layers=adapter.num_layers,
             chains_only=adapter.is_recurrent,
             files=self._files(names),
+            further=(),
         )
 
     def _files(self, names: Mapping[str, list[str]]) -> HeadFiles:
@@ -249,6 +252,19 @@ class _Reader:
                     is_expected=True,
                 )
 
+    def _check_embeddings(self) -> None:
+        """Refuse embeddings of its own, in place of a copy of the target's."""
+        live = self.adapter.shared_embeddings.embed_tokens.weight
+        assert isinstance(live, Tensor)
+        for name in (self.prefix + one for one in self.layout.copies):
+            if name not in self.files.names:
+                continue
+            stored, step = self.files.read(name), max(1, len(live) // NUM_COMPARED)
+            if stored.shape[1:] != live.shape[1:] or differs(
+                live[: len(stored) : step, 0], stored[: len(live) : step, 0]
+            ):
+                raise OwnHeadError(f"a head with embeddings of its own, {name[:80]}, is not read", is_expected=True)
+
     def _read(self, sources: list[str], wanted: Tensor) -> Tensor:
         """The tensor that its sources make up."""
         tensors = [self._read_one(name) for name in sources]
@@ -266,9 +282,11 @@ class _Reader:
             scale = self.files.read(scale_name).float()
             for dim in (-2, -1):
                 scale = scale.repeat_interleave(FP8_BLOCK, dim).narrow(dim, 0, tensor.shape[dim])
-            return (tensor.float() * scale).bfloat16()
+            tensor = (tensor.float() * scale).bfloat16()
         if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16):
             raise OwnHeadError(f"{name[:80]} holds {tensor.dtype} numbers without scales", is_expected=True)
+        if not bool(torch.isfinite(tensor).all()):
+            raise OwnHeadError(f"{name[:80]} holds values that are not finite", is_expected=True)
         return tensor
 
     def _own_lm_head(self, size: int) -> Tensor | None:

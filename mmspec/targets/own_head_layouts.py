@@ -18,7 +18,8 @@ class HeadLayout:
 
     Attributes:
         rule: how it computes.
-        prefixes: of its tensors in the files; `{layers}` is the number of the target's decoder layers.
+        prefixes: of its tensors in the files; `{layers}` is the number of the target's decoder layers, plus the layer's
+            index in a `layered` head.
         names: part of the head -> name of its tensor behind the prefix.
         block: prefix of the decoder layer's tensors, behind the other.
         layer_type: of the block, as the target's config names it; "" for that of the target's first layer.

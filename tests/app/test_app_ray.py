@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ import pytest
 from PIL import Image
 from test_app_inputs import picture, write_tar
 
+from mmspec.app.caption import ray_stages
 from mmspec.app.caption.config import CaptionConfig
 from mmspec.app.caption.ray_stages import (
     COLUMN,
@@ -26,6 +28,7 @@ from mmspec.app.caption.ray_stages import (
     plan_job,
 )
 from mmspec.app.cli.main import main
+from mmspec.app.io.output import Finished
 from mmspec.app.modeling.synthetic_images import write_images
 from mmspec.hints import install_hint
 from mmspec.ray import CaptionActor
@@ -52,6 +55,43 @@ def test_ray_is_refused_with_one_line_where_it_is_missing(
     assert list(tmp_path.iterdir()) == []
 
 
+def write_stages(out: Path, planned: list[Any], config: CaptionConfig) -> list[list[int]]:
+    """What tasks and actors make of a plan, called here without Ray; rows of each batch of each value."""
+    stage, rows, sizes = CaptionStage(config), [], []
+    for value in planned:
+        decoded = pickle.loads(pickle.dumps(decode_stage(frame([value]), config)))
+        found = [one[COLUMN][0] for one in stage(decoded)]
+        rows += [row for batch in found if isinstance(batch, CaptionedBatch) for row in batch.rows]
+        sizes.append([len(batch.rows) for batch in found if isinstance(batch, CaptionedBatch)])
+    out.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return sizes[:-1]
+
+
+def test_batches_about_the_same_pictures_stay_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each picture is decoded once for all its prompts, and captions are those of a job of one process."""
+    pytest.importorskip("pandas", reason="optional: mmspec[ray]")
+    write_images(tmp_path / "p", 5)
+    (tmp_path / "p" / "broken.png").write_bytes(b"no picture")
+    (tmp_path / "q.txt").write_text("one ?\ntwo ?\nthree ?\n")
+    out = tmp_path / "out.jsonl"
+    args = ["caption", str(tmp_path / "p"), "--model", "tiny", "--out", str(out), "--max-new-tokens", "6"]
+    assert main([*args, "--prompts", str(tmp_path / "q.txt"), "--batch-size", "4", "--no-progress"]) == 1
+    prompts = ("one ?", "two ?", "three ?")
+    config = CaptionConfig((str(tmp_path / "p"),), "tiny", max_new_tokens=6, prompts=prompts, batch_size=4)
+    decoded: list[str] = []
+    decode = ray_stages.decode_item
+    monkeypatch.setattr(ray_stages, "decode_item", lambda item, *a: decoded.append(item.path.name) or decode(item, *a))
+    planned = list(plan_job(config, tmp_path, [], {}))
+    assert planned[-1] == EndOfPlan(6, 0)
+    assert write_stages(tmp_path / "stages.jsonl", planned, config) == [[4, 4, 4], [2, 2, 2]]
+    first = essence(tmp_path / "stages.jsonl")
+    assert sorted(first, key=lambda row: row["index"]) == essence(out) and len(decoded) == 6
+
+    finished = {row["id"]: Finished(row["prompt_sha1"], False, False) for row in first[:5]}  # the job was killed
+    again = list(plan_job(config, tmp_path, [], finished))
+    assert [len(value.batches) for value in again[:-1]] == [2, 3] and again[-1] == EndOfPlan(5, 5)
+
+
 def test_stages_give_the_rows_of_a_job_of_one_process(tmp_path: Path) -> None:
     """What runs in tasks and actors, called here without Ray."""
     pytest.importorskip("pandas", reason="optional: mmspec[ray]")
@@ -62,10 +102,7 @@ def test_stages_give_the_rows_of_a_job_of_one_process(tmp_path: Path) -> None:
     config = CaptionConfig((str(shard),), "tiny", max_new_tokens=6, prompt_column="txt", batch_size=2)
     planned = list(plan_job(config, tmp_path, [], {}))
     assert planned[-1] == EndOfPlan(2, 0)
-    stage = CaptionStage(config)
-    found = [stage(decode_stage(frame([value]), config))[COLUMN][0] for value in planned]
-    rows = [row for batch in found if isinstance(batch, CaptionedBatch) for row in batch.rows]
-    (tmp_path / "stages.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert write_stages(tmp_path / "stages.jsonl", planned, config) == [[2], [1]]
     assert essence(tmp_path / "stages.jsonl") == essence(out)
 
 
@@ -78,12 +115,12 @@ import sys
 from pathlib import Path
 from mmspec.app.caption import command, ray_job
 from mmspec.app.caption.config import CaptionConfig
-from mmspec.app.caption.ray_stages import COLUMN, PlannedBatch, decode_stage, frame, plan_job
+from mmspec.app.caption.ray_stages import COLUMN, PlannedBatches, decode_stage, frame, plan_job
 from mmspec.hints import install_hint
 config = CaptionConfig((sys.argv[1],), "tiny", out=sys.argv[1] + ".jsonl")
 batch = next(plan_job(config, Path(), [], {}))
 [decoded] = decode_stage(frame([batch]), config)[COLUMN]
-assert [image.width for image in decoded.media] and isinstance(batch, PlannedBatch)
+assert [media.width for _, media in decoded.batches[0]] and isinstance(batch, PlannedBatches)
 command.build_output(config, ray_job.ProcessInfo())
 assert not {"torch", "transformers"} & set(sys.modules)
 """

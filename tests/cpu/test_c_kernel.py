@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mmspec.cpu import c_kernel
+from mmspec.cpu import c_kernel, c_library
 from mmspec.cpu.c_kernel import MAX_C_ROWS, CKernel, load_kernel
 from mmspec.cpu.kernel_timing import IN_C, KernelTiming
 from mmspec.cpu.linear import MAX_ROWS, LinearAutotuner, use_fast_linears
@@ -30,8 +30,8 @@ SHAPES = [(1, 1), (3, 7), (5, 16), (37, 100), (64, 384), (30, 1029), (18, 1536)]
 def kernel(request: pytest.FixtureRequest) -> CKernel:
     """The kernel for each instruction set that this processor has."""
     try:
-        return CKernel(c_kernel._load_library(), request.param)
-    except c_kernel.KernelUnavailableError as error:
+        return CKernel(c_library.load_library(), request.param)
+    except c_library.KernelUnavailableError as error:
         pytest.skip(str(error))
 
 
@@ -231,10 +231,10 @@ def cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def load(caplog: pytest.LogCaptureFixture) -> tuple[CKernel | None, list[str]]:
-    """A fresh `load_kernel`, and its log lines."""
+    """A kernel found anew, and the log lines."""
     caplog.clear()
     with caplog.at_level(logging.INFO, "mmspec"):
-        kernel = load_kernel.__wrapped__()
+        kernel, _ = c_kernel.find_kernel()
     return kernel, [record.getMessage() for record in caplog.records]
 
 
@@ -262,8 +262,8 @@ def test_a_library_is_built_once_and_a_damaged_one_is_replaced(
     cache_folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     builds: list[Path] = []
-    original = c_kernel._build
-    monkeypatch.setattr(c_kernel, "_build", lambda command, file: (builds.append(file), original(command, file)))
+    original = c_library.build
+    monkeypatch.setattr(c_library, "build", lambda command, file: (builds.append(file), original(command, file)))
     assert load(caplog)[0] is not None and load(caplog)[0] is not None and len(builds) == 1
     (file,) = cache_folder.iterdir()
     contents = file.read_bytes()
@@ -279,13 +279,13 @@ def test_a_library_is_built_once_and_a_damaged_one_is_replaced(
 @pytest.mark.usefixtures("build_command")
 def test_builds_at_once(cache_folder: Path) -> None:
     """Of forked processes, which start sooner than those of the slow test below."""
-    builds = [multiprocessing.get_context("fork").Process(target=c_kernel._load_library) for _ in range(3)]
+    builds = [multiprocessing.get_context("fork").Process(target=c_library.load_library) for _ in range(3)]
     for build in builds:
         build.start()
     for build in builds:
         build.join()
     assert [build.exitcode for build in builds] == [0, 0, 0] and len(list(cache_folder.iterdir())) == 1
-    assert CKernel(c_kernel._load_library()).level >= 1
+    assert CKernel(c_library.load_library()).level >= 1
 
 
 @needs_kernel
@@ -320,7 +320,7 @@ def test_a_compiler_that_fails(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(c_kernel, "BUILD_TIMEOUT_S", 0.2 if message == "timed out" else 60.0)
+    monkeypatch.setattr(c_library, "BUILD_TIMEOUT_S", 0.2 if message == "timed out" else 60.0)
     monkeypatch.setenv("CC", compiler(tmp_path, script) if script else "no-such-compiler")
     kernel, lines = load(caplog)
     assert kernel is None and len(lines) == 1 and message in lines[0]
@@ -338,7 +338,7 @@ def test_settings_that_cannot_be_read(caplog: pytest.LogCaptureFixture, monkeypa
     def no_home() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
-    monkeypatch.setattr(c_kernel.Path, "home", no_home)
+    monkeypatch.setattr(c_library.Path, "home", no_home)
     kernel, lines = load(caplog)
     assert kernel is None and len(lines) == 1
 
@@ -357,7 +357,7 @@ def test_a_cache_folder_that_cannot_be_used(
     def full(file: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(c_kernel, "atomic_write", full)
+    monkeypatch.setattr(c_library, "atomic_write", full)
     kernel, lines = load(caplog)
     assert kernel is None and len(lines) == 1 and "No space left" in lines[0]
     cache_folder.rmdir()
@@ -367,10 +367,42 @@ def test_a_cache_folder_that_cannot_be_used(
 
 
 @needs_kernel
+def test_the_library_of_a_wheel_needs_no_compiler(
+    cache_folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Whole, under the name of these sources: neither a damaged one, nor one of other sources under that name."""
+    kernel = load_kernel()
+    assert kernel is not None
+    monkeypatch.setattr(c_library, "FOLDER", tmp_path)
+    copy = compiler(tmp_path, f'cp {kernel.library._name} "$out"')
+    monkeypatch.setenv("CC", copy)
+    shipped = c_library.ship(tmp_path)
+    monkeypatch.setenv("CC", "no-such-compiler")
+    got, lines = load(caplog)
+    assert got is not None and lines == [] and Path(got.library._name) == shipped == c_library.shipped_file()
+    assert c_kernel.find_kernel()[1].endswith("installed with mmspec") and not cache_folder.exists()
+    whole = shipped.read_bytes()
+    shipped.unlink()  # the library in use keeps its own file
+    shipped.write_bytes(whole[:-100])
+    got, lines = load(caplog)
+    assert got is None and "is damaged" in lines[0] and "no C compiler" in lines[1]
+    monkeypatch.setenv("CC", copy)
+    got, lines = load(caplog)
+    assert got is not None and Path(got.library._name).parent == cache_folder, "a compiler is the second way"
+    monkeypatch.setattr(c_library, "SOURCES", c_library.SOURCES | {"few_rows.h": b"of another version"})
+    monkeypatch.setenv("CC", "no-such-compiler")
+    shipped.write_bytes(whole)
+    assert load(caplog)[0] is None, "under its own name"
+    c_library.shipped_file().write_bytes(whole)
+    got, lines = load(caplog)
+    assert got is None and "is damaged" in lines[0], "renamed"
+
+
+@needs_kernel
 def test_a_library_with_wrong_results_or_functions_is_not_used(
     cache_folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(c_kernel, "_load_library", lambda: ctypes.CDLL(None))
+    monkeypatch.setattr(c_kernel, "load_library", lambda: ctypes.CDLL(None))
     kernel, lines = load(caplog)
     assert kernel is None and len(lines) == 1 and "few_rows_level" in lines[0]
     monkeypatch.undo()
@@ -380,12 +412,12 @@ def test_a_library_with_wrong_results_or_functions_is_not_used(
 
 
 def test_other_processors_and_runtimes(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(c_kernel.platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr(c_library.platform, "machine", lambda: "aarch64")
     kernel, lines = load(caplog)
     assert kernel is None and "aarch64" in lines[0]
     monkeypatch.undo()
     monkeypatch.setattr(c_kernel.ctypes, "CDLL", lambda name: object())
-    with pytest.raises(c_kernel.KernelUnavailableError, match="GOMP_parallel"):
+    with pytest.raises(c_library.KernelUnavailableError, match="GOMP_parallel"):
         c_kernel._openmp_entries()
 
 

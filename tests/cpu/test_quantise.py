@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mmspec.cpu import c_kernel
+from mmspec.cpu import c_library
 from mmspec.cpu.c_kernel import MAX_C_ROWS, CKernel, load_kernel
 from mmspec.cpu.quantise import dequantise, quantise
 from mmspec.cpu.weights import GROUP, QuantisedWeight
@@ -19,8 +19,8 @@ SHAPES = [(1, 1), (3, 7), (5, 16), (37, 100), (64, 384), (30, 1029), (18, 1536)]
 def kernel(request: pytest.FixtureRequest) -> CKernel:
     """The kernel for each instruction set that this processor has."""
     try:
-        return CKernel(c_kernel._load_library(), request.param)
-    except c_kernel.KernelUnavailableError as error:
+        return CKernel(c_library.load_library(), request.param)
+    except c_library.KernelUnavailableError as error:
         pytest.skip(str(error))
 
 

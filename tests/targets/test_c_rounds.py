@@ -29,7 +29,7 @@ from mmspec.targets.hf import HFTarget
 from mmspec.targets.module_scan import scan_modules
 
 pytestmark = pytest.mark.skipif(load_kernel() is None, reason="no compiler or another processor")
-TEXT = ("llama", "mistral", "qwen3", "gemma2", "gemma3_text")
+TEXT = ("llama", "mistral", "qwen3", "qwen3_moe", "gemma2", "gemma3_text")
 OUTPUTS: Kwargs = {"max_new_tokens": 16, "return_dict_in_generate": True, "output_logits": True}
 VISION = (
     *(*tiny.FAMILIES, "qwen2_vl", "qwen3_vl", "internvl", "idefics2", "idefics3", "smolvlm", "mistral3", "vipllava"),
@@ -107,7 +107,7 @@ def test_windows_and_kinds_of_attention(family: str, changes: Kwargs, forwards: 
 
 @pytest.mark.every(3)
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("family", ["llama", "qwen3_vl", "gemma3", "smolvlm", "glm4v"])
+@pytest.mark.parametrize("family", ["llama", "qwen3_vl", "gemma3", "smolvlm", "glm4v", "qwen3_vl_moe", "qwen3_moe"])
 def test_in_half_precision_drafts_change_nothing(family: str, dtype: str, forwards: list[bool]) -> None:
     """In rounds in C the logits of a node are the same bits in any tree: whatever drafts, tokens and logits are."""
     model = get_model(family, seed=17, dtype=dtype)
@@ -125,14 +125,16 @@ def test_in_half_precision_drafts_change_nothing(family: str, dtype: str, forwar
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("wrong", [{}, {"interleaved": True}, {"activation": "gelu_tanh"}])
+@pytest.mark.parametrize(("layers", "factor"), [(12, 2), (12, 1.5)])
 def test_layers_that_amplify_rounding(
-    dtype: str, wrong: Kwargs, forwards: list[bool], monkeypatch: pytest.MonkeyPatch
+    layers: int, factor: float, dtype: str, wrong: Kwargs, forwards: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Logits of all layers differ by far more than one rounding, as in trained models; those of two layers do not."""
-    model = tiny.build_model(tiny.ModelSpec("llava", seed=17, layers=12, dtype=dtype))
+    """Logits of all layers differ by more than one rounding, as in trained models, or by so much more that only those
+    of a few layers can be compared."""
+    model = tiny.build_model(tiny.ModelSpec("llava", seed=17, layers=layers, dtype=dtype))
     with torch.no_grad():
         for name, parameter in model.model.language_model.layers.named_parameters():
-            parameter *= 2 if "proj" in name else 1
+            parameter *= factor if "proj" in name else 1
     read = c_check.read_parts
     if wrong:
         monkeypatch.setattr(
@@ -140,6 +142,29 @@ def test_layers_that_amplify_rounding(
             "read_parts",
             lambda *args: (replace(one, shape=replace(one.shape, **wrong)) for one in read(*args)),
         )
+    with speculate(model, "lookup"):
+        generate_plain(model, tiny.build_inputs(model, 5, 2), **OUTPUTS)
+    assert bool(forwards) != bool(wrong) and all(forwards)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{}, {"normalises_shares": True}, {"experts_per_token": 1}, {"expert_size": 1}], ids=str
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_experts_are_recognised_by_what_they_compute(
+    dtype: str, wrong: Kwargs, forwards: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a router chooses another of two near-ties than the model did, but not with a wrong trait."""
+    model = tiny.build_model(tiny.ModelSpec("qwen3_moe", seed=17, layers=4, dtype=dtype))
+    with torch.no_grad():
+        for name, parameter in model.model.layers.named_parameters():
+            parameter *= 8 if "experts" in name else 1
+    read = c_check.read_parts
+    monkeypatch.setattr(
+        c_check,
+        "read_parts",
+        lambda *args: (replace(one, shape=replace(one.shape, **wrong)) for one in read(*args)),
+    )
     with speculate(model, "lookup"):
         generate_plain(model, tiny.build_inputs(model, 5, 2), **OUTPUTS)
     assert bool(forwards) != bool(wrong) and all(forwards)
@@ -327,8 +352,8 @@ def _assert_is_c(target: HFTarget, is_c: bool) -> None:
 
 @pytest.mark.parametrize(
     ("family", "changes"),
-    [("llava", {"dtype": "float64"}), ("granite", {}), ("qwen3_moe", {}), ("gemma4", {}), ("olmo2", {}),
-     ("cohere2", {}), ("qwen3_vl_moe", {})],
+    [("llava", {"dtype": "float64"}), ("granite", {}), ("glm4v_moe", {}), ("gemma4", {}), ("olmo2", {}),
+     ("cohere2", {}), ("aria", {})],
 )  # fmt: skip
 def test_other_models_are_not_recognised(family: str, changes: Kwargs) -> None:
     model = get_model(family, **changes)
@@ -483,6 +508,31 @@ class Meddler:
 
     def end(self) -> None:
         pass
+
+
+@pytest.mark.parametrize(("family", "name"), [("glm4v", "gate_up_proj"), ("qwen3_vl_moe", "experts")])
+@pytest.mark.parametrize("kind", ["in place", "data"])
+def test_changes_of_weights_that_c_reads_in_parts(family: str, name: str, kind: str, forwards: list[bool]) -> None:
+    """Fused projections and stacked experts: also where they get other memory during a call."""
+    model = get_model(family, seed=15)
+    inputs = tiny.build_inputs(model, 6, 1)
+    mlp = model.get_decoder().layers[1].mlp
+    weight = mlp.experts.gate_up_proj if name == "experts" else mlp.gate_up_proj.weight
+    before = weight.detach().clone()
+    change = (lambda: weight.data.mul_(-20)) if kind == "in place" else (lambda: setattr(weight, "data", before * -20))
+
+    def generate() -> Any:
+        try:
+            return generate_plain(model, inputs, streamer=Meddler(change), **OUTPUTS)
+        finally:
+            weight.data = before.clone()
+
+    plain = generate()
+    with speculate(model, "bush", plain.sequences, tree_size=1):
+        mine = generate()
+    assert torch.equal(mine.sequences, plain.sequences)
+    assert torch.allclose(torch.stack(mine.logits), torch.stack(plain.logits), atol=1e-4)
+    assert forwards[0] and all(forwards) == (kind == "in place")
 
 
 @pytest.mark.parametrize("kind", ["in place", "data", "hook", "module"])

@@ -51,7 +51,7 @@ from mmspec.drafters.heads.vispec.drafter import VispecDrafter
 from mmspec.drafters.heads.vispec.head import VispecHead
 from mmspec.drafters.training.batch import DraftModel, build_inputs_and_labels
 from mmspec.drafters.training.gate import fit_gate_on_batches
-from mmspec.drafters.training.losses import LossWeights, TrainProgress
+from mmspec.drafters.training.losses import LossInputs, LossWeights, TrainProgress
 from mmspec.drafters.training.trainer import TrainConfig, Trainer
 from mmspec.interfaces import Compressor, Prompt, VisualGrid, VisualTokens
 from mmspec.metrics.compression_stats import RecordingCompressor
@@ -694,7 +694,9 @@ def test_training_reads_the_same_compressed_tokens_as_drafting(
     placeholder = world.shared_embeddings.embed_tokens(torch.tensor(IMAGE_TOKEN_ID))
     batch = build_train_batch(world)
     with torch.no_grad():
-        eagle_loss(model, batch, world.shared_embeddings, placeholder, LossWeights(ttt_steps=1), TrainProgress())
+        eagle_loss(
+            LossInputs(model, batch, world.shared_embeddings, placeholder, LossWeights(ttt_steps=1), TrainProgress())
+        )
         data = build_inputs_and_labels(model, batch, placeholder)
         logits = world.shared_embeddings.lm_head(calls[0][1])
         for row_logits, (b, p) in zip(logits, data.loss_mask.nonzero().tolist(), strict=True):
@@ -737,7 +739,7 @@ def test_training_uses_the_same_grids_as_drafting(
         for seed in range(3):  # where Falcon's blocks begin
             progress = TrainProgress(1.0, torch.Generator().manual_seed(seed))
             find_method(kind).loss()(
-                model, batch, world.shared_embeddings, placeholder, LossWeights(ttt_steps=1), progress
+                LossInputs(model, batch, world.shared_embeddings, placeholder, LossWeights(ttt_steps=1), progress)
             )
         for part, out, goal in calls:
             for output, target in zip(out, goal, strict=True):
@@ -870,12 +872,14 @@ def test_fit_gate_gets_the_loss_and_penalty_of_each_branch(world: FakeTarget, mo
         with torch.no_grad():
             alone = DraftModel(model.head, "decoupled", compressor=branch)
             loss, _ = find_method("eagle").loss()(
-                alone,
-                text,
-                world.shared_embeddings,
-                placeholder,
-                LossWeights(0.0, 1.0, ttt_steps=2, step_decay=0.5),
-                progress,
+                LossInputs(
+                    alone,
+                    text,
+                    world.shared_embeddings,
+                    placeholder,
+                    LossWeights(0.0, 1.0, ttt_steps=2, step_decay=0.5),
+                    progress,
+                )
             )
         num_kept = 0 if branch.name == "drop" else min(3, branch.max_tokens)
         assert float(costs[1, index]) == pytest.approx(float(loss) / 1.5 + BUDGET_PENALTY * num_kept / 3, rel=1e-4)
@@ -890,7 +894,7 @@ def test_the_budget_penalty_is_part_of_the_loss(world: FakeTarget, kind: str) ->
     gate, placeholder = gated().train(), world.shared_embeddings.embed_tokens(torch.tensor(IMAGE_TOKEN_ID))
     model, free = DraftModel(head(kind), "decoupled", kind, gate), LossWeights(0.0, 0.0)
     loss, metrics = find_method(kind).loss()(
-        model, build_train_batch(world), world.shared_embeddings, placeholder, free, TrainProgress()
+        LossInputs(model, build_train_batch(world), world.shared_embeddings, placeholder, free, TrainProgress())
     )
     num_kept = [0 if label == "drop" else int(label.partition(":")[2]) for label in gate.branch_labels()]
     assert (

@@ -23,7 +23,7 @@ from video_files import (
     write_video,
 )
 
-from mmspec.vision.video import decoder_pool
+from mmspec.vision.video import decoder_pool, worker_process
 from mmspec.vision.video.frames import (
     DecoderCrashedError,
     DecoderHungError,
@@ -205,7 +205,7 @@ def test_worker_that_does_not_read(clip: Path, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("output", ["hello\\n", "[1]\\n", "{}\\n", '{"num_frames": 1}\\n', ""])
 def test_malformed_answers(output: str, clip: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoder_pool, "EXIT_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(worker_process, "EXIT_TIMEOUT_S", 0.2)
     code = f"import os, sys, time; sys.stdout.write('{output}'); sys.stdout.flush(); os.close(1); time.sleep(600)"
     monkeypatch.setattr(decoder_pool, "worker_command", lambda *_: [sys.executable, "-c", code])
     with DecoderPool(timeout_s=20) as pool, pytest.raises(DecoderCrashedError, match="malformed answer"):
@@ -321,7 +321,7 @@ ORPHAN = """
 import os, sys, threading
 sys.path.insert(0, sys.argv[2])
 from video_files import FAULTY_BACKENDS, decoder_command_running
-from mmspec.vision.video import decoder_pool
+from mmspec.vision.video import decoder_pool, worker_process
 decoder_pool.worker_command = decoder_command_running(FAULTY_BACKENDS + "decode_worker.GRACE_S = 0")
 pool = decoder_pool.DecoderPool(timeout_s=3)
 threading.Thread(target=lambda: pool.open_video("pyav", sys.argv[1]), daemon=True).start()

@@ -20,9 +20,10 @@ from mmspec.vision.video.backends import BACKENDS, NoFramesError, VideoReader
 from mmspec.vision.video.containers import HEADER_BYTES, ContainerError, detect_container, read_header
 from mmspec.vision.video.decode import MAX_FRAMES, Frames, SamplerError, read_with
 from mmspec.vision.video.decode import FrameMetadata as FrameMetadata
-from mmspec.vision.video.decoder_pool import DecoderCrashedError, DecoderHungError, DecoderPool, retry_if_killed
+from mmspec.vision.video.decoder_pool import DecoderPool, retry_if_killed
 from mmspec.vision.video.samplers import Fps, Uniform, check_positive_int, check_positive_number
 from mmspec.vision.video.samplers import MostDifferent as MostDifferent
+from mmspec.vision.video.worker_process import DecoderCrashedError, DecoderHungError
 
 logger = logging.getLogger("mmspec")
 

@@ -17,12 +17,13 @@ from mmspec.engine.kv_cache import RaggedKVCache
 class CachedAttention:
     """Attention over the cache and the new positions, which are appended to it; an `AttentionFn`.
 
-    Attributes: see `cached_attention`.
+    Attributes: see `cached_attention`; layer: of the cache, 0 but for heads of several.
     """
 
     kv_cache: RaggedKVCache
     mask: Tensor | None
     num_cached: int = 0
+    layer: int = 0
 
     def __call__(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """[B, H, m, d] outputs."""
@@ -32,7 +33,7 @@ class CachedAttention:
 
     def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Append new keys and values [B, H', n, d]; returns all."""
-        return self.kv_cache.write(0, keys[:, :, self.num_cached :], values[:, :, self.num_cached :])
+        return self.kv_cache.write(self.layer, keys[:, :, self.num_cached :], values[:, :, self.num_cached :])
 
 
 def cached_attention(kv_cache: RaggedKVCache, mask: Tensor | None, num_cached: int = 0) -> CachedAttention:

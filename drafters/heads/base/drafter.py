@@ -86,7 +86,7 @@ class HeadDrafter(HeadReader, ABC):
             draft_ids=draft_ids,
             prompt=prompt,
             next_positions=[0] * batch,
-            last_hidden=hidden_states.new_zeros(batch, self.head.config.hidden_size),
+            last_hidden=hidden_states.new_zeros(batch, self.head.output_size),
             noise=prompt.noise,
             temperature=prompt.temperature,
             static_shapes=prompt.static_shapes,

@@ -62,6 +62,11 @@ class DraftHead(nn.Module):
         """Hidden states it reads of a target of that many layers (`DrafterRequirements.hidden_state_indices`)."""
         return (num_layers,)
 
+    @property
+    def output_size(self) -> int:
+        """Numbers per position that it outputs."""
+        return self.config.hidden_size
+
     def draft_lm_head(self, shared_embeddings: SharedEmbeddings, draft_ids: Tensor) -> Tensor | None:
         """[V', D] weights of the LM head for these ids, as `logits` takes them."""
         return shared_embeddings.lm_head_rows(draft_ids)

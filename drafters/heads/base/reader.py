@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from mmspec.control.depth import DepthController
 from mmspec.control.draft_cost import CallTimer, HeadCostModel
-from mmspec.drafters.heads.base.attention import cached_attention, causal_mask, select_last
+from mmspec.drafters.heads.base.attention import CachedAttention, cached_attention, causal_mask, select_last
 from mmspec.drafters.heads.base.compressed_inputs import compressed_prompt_inputs
 from mmspec.drafters.heads.base.head import DraftHead
 from mmspec.drafters.heads.base.positions import prompt_axes
@@ -41,6 +41,7 @@ class HeadReader:
         extend_context: one forward of the head over committed positions, never over draft nodes. Default: causal
             attention over its KV cache.
         extend_rows: the part of it that follows a prompt, which may be recorded. Default: the same.
+        run_rows: the forward in both. Default: the head's.
         follow_tokens: what else depends on the tokens that are read. Default: nothing.
         fuse: inputs of the head at text positions and at draft nodes. Default: `DraftHead.fuse`.
         prompt_inputs: inputs of the head at the positions of a prompt. Default: as the visual mode defines.
@@ -146,7 +147,7 @@ class HeadReader:
             cos, sin = self.rotary_embedding(state, position_ids)
             last = from_host([max(0, count - 1) for count in counts], device)[:, None]
             mask = None if min(counts) == n else (torch.arange(n, device=device) <= last)[:, None, None]
-            outputs = self.head(inputs, cos, sin, cached_attention(kv_cache, mask), last)
+            outputs = self.run_rows(state, inputs, cos, sin, cached_attention(kv_cache, mask), last)
             state.last_hidden = select_last(outputs, [min(count, 1) for count in counts], state.last_hidden)
         else:
             self.extend_rows(state, inputs, position_ids, counts)
@@ -160,7 +161,21 @@ class HeadReader:
         kv_cache.begin_forward(n)
         cos, sin = self.rotary_embedding(state, position_ids)
         attend = cached_attention(kv_cache, causal_mask(kv_cache, n, inputs.device))
-        state.last_hidden = select_last(self.head(inputs, cos, sin, attend), counts, state.last_hidden)
+        outputs = self.run_rows(state, inputs, cos, sin, attend, None)
+        state.last_hidden = select_last(outputs, counts, state.last_hidden)
+
+    def run_rows(
+        self,
+        state: DraftState,
+        inputs: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        attend: CachedAttention,
+        query_index: Tensor | None,
+    ) -> Tensor:
+        """[B, m, D] outputs of the head at committed positions behind `state.last_hidden`: all, or `query_index`."""
+        outputs: Tensor = self.head(inputs, cos, sin, attend, query_index)
+        return outputs
 
     def fuse(self, state: DraftState, inputs_embeds: Tensor, hidden_states: Tensor) -> Tensor:
         """[B, n, D] head inputs of text positions."""

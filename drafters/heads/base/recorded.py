@@ -29,7 +29,7 @@ from mmspec.engine.host_copy import from_host
 from mmspec.engine.kv_cache import RESERVED_TOKENS, RaggedKVCache, RecordedKVCache, length_bucket
 from mmspec.engine.recordings import Recordings, recordable_mode
 from mmspec.engine.tree import BUCKETS, DraftTree
-from mmspec.interfaces import Prompt, SharedEmbeddings
+from mmspec.interfaces import Prompt, SharedEmbeddings, TargetKeys
 from mmspec.interfaces.round import DraftPart
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ class DraftFunction:
     Attributes:
         drafter: whose code runs.
         shared_embeddings: of the target.
+        target_keys: of the call, if the drafter reads them.
         names: of the tensors at fixed addresses, then of those that differ from round to round.
         bucket: positions of the context that are read.
         max_nodes: size of the tree, the root included.
@@ -51,6 +52,7 @@ class DraftFunction:
 
     drafter: HeadDrafter
     shared_embeddings: SharedEmbeddings
+    target_keys: TargetKeys | None
     names: tuple[str, ...]
     bucket: int
     max_nodes: int
@@ -85,7 +87,7 @@ class DraftFunction:
         return drafter.draft_tree(state, self.max_nodes, self.num_levels), tuple(kept.values())
 
     def _state(self, named: Mapping[str, Tensor], lengths: Tensor, noise: Tensor | None) -> DraftState:
-        layers = [(layer,) for layer in named["keys_values"].unbind()]
+        layers = [(layer,) for layer in named["keys_values"].unbind()] if "keys_values" in named else []
         state_class = self.drafter.state_class
         return state_class(
             shared_embeddings=self.shared_embeddings,
@@ -95,11 +97,12 @@ class DraftFunction:
             next_positions=[0] * len(lengths),  # not used but for the size of the rotary table
             noise=None if noise is None else lambda depth: noise[:, :depth],
             temperature=named["temperature"],
-            cos=named["cos"],
-            sin=named["sin"],
+            cos=named.get("cos"),
+            sin=named.get("sin"),
             draft_ids=named.get("draft_ids"),
             draft_lm_head=named.get("draft_lm_head"),
             position_offset=named["position_offset"],
+            target_keys=None if self.target_keys is None else self.target_keys.over(named, lengths, self.bucket),
             **{name: named[name] for name in state_class.kept if name in named},  # type: ignore[arg-type]
         )
 
@@ -130,8 +133,9 @@ class DraftTensors:
     """What the recorded drafts of one drafter and number of rows have at fixed addresses. Reset by every call.
 
     Attributes:
-        named: the tensors. `keys_values` [layers, 2, B, H', C, d], `cos` and `sin` [P, d], and of the call `logit_bias`
-            [V'], `temperature`, `position_offset` [B] int64, and what it has of `draft_ids` and `draft_lm_head`.
+        named: the tensors. `keys_values` [layers, 2, B, H', C, d], `cos` and `sin` [P, d], or for drafters without a
+            cache `TargetKeys.call_tensors`; of the call `logit_bias` [V'], `temperature`, `position_offset` [B] int64,
+            and what it has of `draft_ids` and `draft_lm_head`.
         failure: whether recording failed with these weights.
     """
 
@@ -156,24 +160,15 @@ class DraftTensors:
         else:
             for name, tensor in self.named.items():
                 tensor.copy_(values[name])
-        state.kv_cache = RaggedKVCache.over(self.named["keys_values"], state.kv_cache.seq_lens)
+        if "keys_values" in self.named:
+            state.kv_cache = RaggedKVCache.over(self.named["keys_values"], state.kv_cache.seq_lens)
 
     def _values(self, drafter: HeadDrafter, state: DraftState, capacity: int) -> dict[str, Tensor]:
-        device, dtype = state.last_hidden.device, state.last_hidden.dtype
-        lengths = state.kv_cache.seq_lens
-        caches = [torch.stack(state.kv_cache.read(layer, max(lengths))) for layer in state.kv_cache.written_layers]
-        layers = torch.stack(caches)
-        length = capacity + drafter.max_depth * drafter.top_k_on(device)
-        # Zeros, since 0 * nan of another call would be nan.
-        keys_values = layers.new_zeros(*layers.shape[:4], length, layers.shape[5])
-        keys_values[..., : max(lengths), :] = layers
-        table = torch.arange(capacity + BUCKETS[-1] + drafter.max_depth + 1, device=device)
-        cos, sin = drafter.head.rotary_embedding(table, dtype)
+        device, lengths = state.last_hidden.device, state.kv_cache.seq_lens
         offset = [position - n for position, n in zip(state.next_positions, lengths, strict=True)]
+        keys = state.target_keys
         named = {
-            "keys_values": keys_values,
-            "cos": cos,
-            "sin": sin,
+            **(_own_context(drafter, state, capacity) if keys is None else keys.call_tensors(capacity)),
             "logit_bias": state.logit_bias,
             "temperature": torch.tensor(state.temperature, device=device, dtype=torch.float32),
             "position_offset": from_host(offset, device),
@@ -222,9 +217,11 @@ class RecordedDraft:
             tokens = nn.functional.pad(tokens, (0, missing))
             hidden_states = nn.functional.pad(hidden_states, (0, 0, 0, missing))
         changing = {"tokens": tokens, "hidden_states": hidden_states, **state.kept_tensors()}
-        named = self._tensors.named
+        named = self._tensors.named | (_target_tensors(state) or {})
         names = (*named, *changing)
-        function = DraftFunction(drafter, state.shared_embeddings, names, bucket, max_nodes, num_levels)
+        function = DraftFunction(
+            drafter, state.shared_embeddings, state.target_keys, names, bucket, max_nodes, num_levels
+        )
         return DraftPart(
             owner=self._tensors,
             key=(drafter.top_k_on(state.last_hidden.device), max_nodes, num_levels, bucket, names),
@@ -279,9 +276,28 @@ class RecordedDraft:
         """Positions that a function reads, with room for `num_new` more; None if it must run unrecorded."""
         kv_cache, capacity = state.kv_cache, self._recordings.capacity
         length = max(kv_cache.seq_lens) + num_new + self._drafter.max_depth  # a block may write its positions as well
-        if self._tensors.failure or length > capacity or not kv_cache.groups:
+        is_fixed = bool(kv_cache.groups) if state.target_keys is None else _target_tensors(state) is not None
+        if self._tensors.failure or length > capacity or not is_fixed:
             return None
         return min(length_bucket(max(length, self._min_length)), capacity)
+
+
+def _own_context(drafter: HeadDrafter, state: DraftState, capacity: int) -> dict[str, Tensor]:
+    """Keys and values of the head's own layers, with room for the nodes of a draft, and its rotary table."""
+    device, longest = state.last_hidden.device, max(state.kv_cache.seq_lens)
+    layers = torch.stack([torch.stack(state.kv_cache.read(i, longest)) for i in state.kv_cache.written_layers])
+    length = capacity + drafter.max_depth * drafter.top_k_on(device)
+    # Zeros, since 0 * nan of another call would be nan.
+    keys_values = layers.new_zeros(*layers.shape[:4], length, layers.shape[5])
+    keys_values[..., :longest, :] = layers
+    table = torch.arange(capacity + BUCKETS[-1] + drafter.max_depth + 1, device=device)
+    cos, sin = drafter.head.rotary_embedding(table, state.last_hidden.dtype)
+    return {"keys_values": keys_values, "cos": cos, "sin": sin}
+
+
+def _target_tensors(state: DraftState) -> dict[str, Tensor] | None:
+    """The target's keys and values where its recorded forward writes them; None if they are not read or elsewhere."""
+    return None if state.target_keys is None else state.target_keys.fixed_tensors()
 
 
 def _nothing(state: DraftState) -> Pending:
@@ -299,11 +315,13 @@ def find_recorded_draft(drafter: HeadDrafter, state: DraftState, prompt: Prompt)
     that may exceed the capacity.
     """
     recordings = state.recordings
-    is_known = drafter.records_drafts and method_of(drafter) is not None
+    is_known = vars(type(drafter)).get("records_drafts") or (drafter.records_drafts and method_of(drafter) is not None)
     if recordings is None or not is_known or state.collector is not None:
         return None
     modules = (*drafter.head.modules(), *_shared_modules(state.shared_embeddings))
     if not run_plain_forwards(modules) or torch.is_autocast_enabled(state.last_hidden.device.type):
+        return None
+    if state.target_keys is not None and state.target_keys.fixed_tensors() is None:
         return None
     longest = max(max(state.kv_cache.seq_lens), max(state.next_positions))
     if not min(state.kv_cache.seq_lens) or longest + BUCKETS[-1] > recordings.capacity:

@@ -10,34 +10,18 @@ import torch
 from torch import Tensor
 
 from mmspec.drafters.heads.dspark.head import DsparkHead
-from mmspec.drafters.training.batch import (
-    DraftModel,
-    HeadInputsAndLabels,
-    PackedQueries,
-    TrainBatch,
-    build_inputs_and_labels,
-    shift,
-)
-from mmspec.drafters.training.losses import LossAccumulator, LossAndMetrics, LossWeights, TrainProgress
-from mmspec.interfaces import SharedEmbeddings
+from mmspec.drafters.training.batch import HeadInputsAndLabels, PackedQueries, shift
+from mmspec.drafters.training.losses import LossAndMetrics, LossInputs
 
 MAX_ANCHORS = 48
 """Blocks per sequence and step."""
 
 
-def dspark_loss(
-    draft_model: DraftModel,
-    batch: TrainBatch,
-    shared_embeddings: SharedEmbeddings,
-    placeholder: Tensor,
-    weights: LossWeights,
-    progress: TrainProgress,
-) -> LossAndMetrics:
-    """Arguments and results of `eagle_loss`; `ttt_steps` is not used. Adds the loss of the confidence head."""
-    head, data = draft_model.head, build_inputs_and_labels(draft_model, batch, placeholder, progress.rng)
-    packed = PackedQueries(data, _sample_anchors(data.loss_mask, progress.rng))
-    own_head = draft_model if head.lm_head is not None else None
-    loss = LossAccumulator(shared_embeddings, weights, data.compressor_loss, own_head)
+def dspark_loss(given: LossInputs) -> LossAndMetrics:
+    """Results as those of `eagle_loss`; `ttt_steps` is not used. Adds the loss of the confidence head."""
+    head, data = given.draft_model.head, given.aligned()
+    packed = PackedQueries(data, _sample_anchors(data.loss_mask, given.progress.rng))
+    loss = given.accumulator(data, head.lm_head is not None)
     features = _block_features(head, data, packed)
     for slot in range(head.config.block_size):
         mask, bias, confidence = packed.loss_mask_at(slot), None, None

@@ -7,52 +7,38 @@ from torch import Tensor
 from torch.nn import functional
 
 from mmspec.drafters.heads.falcon.head import FalconHead
-from mmspec.drafters.training.batch import (
-    DraftModel,
-    HeadInputsAndLabels,
-    PackedQueries,
-    TrainBatch,
-    build_inputs_and_labels,
-    shift,
-)
-from mmspec.drafters.training.losses import LossAccumulator, LossAndMetrics, LossWeights, RolloutCache, TrainProgress
+from mmspec.drafters.training.batch import HeadInputsAndLabels, PackedQueries, shift
+from mmspec.drafters.training.losses import LossAndMetrics, LossInputs, RolloutCache
 from mmspec.interfaces import SharedEmbeddings
 
 GLANCE_RATIO = 0.4
 """Share of the wrong positions whose inputs are replaced at the start of training; it decreases linearly to 0."""
 
 
-def falcon_loss(
-    draft_model: DraftModel,
-    batch: TrainBatch,
-    shared_embeddings: SharedEmbeddings,
-    placeholder: Tensor,
-    weights: LossWeights,
-    progress: TrainProgress,
-) -> LossAndMetrics:
+def falcon_loss(given: LossInputs) -> LossAndMetrics:
     """Coupled sequential glancing distillation (Falcon, section 3.2).
 
     A first forward counts the positions whose prediction is wrong. A decreasing share of that number of positions
     receive their own label as input, so that the others of their block learn with it. Then blocks are drafted behind
     blocks, as in a tree; at most two, of the `ttt_steps`.
     """
-    head, data = draft_model.head, build_inputs_and_labels(draft_model, batch, placeholder, progress.rng)
+    head, data = given.draft_model.head, given.aligned()
     k, n, device = head.config.block_size, data.inputs.shape[1], data.inputs.device
-    start = int(torch.randint(k, (), generator=progress.rng))
+    start = int(torch.randint(k, (), generator=given.progress.rng))
     offset = torch.arange(n, device=device) + start
     block = offset // k
     glanced = torch.zeros_like(data.loss_mask)
-    if (share := GLANCE_RATIO * (1 - progress.fraction)) > 0:
+    if (share := GLANCE_RATIO * (1 - given.progress.fraction)) > 0:
         with torch.no_grad():
-            outputs = _BlockCache(head, data, block).forward(data.inputs, data.position_ids)
-            glanced = _glance_mask(outputs, data, shared_embeddings, block, k, share, progress.rng)
+            outputs = _BlockCache(head, data, block).forward(data.inputs)
+            glanced = _glance_mask(outputs, data, given.shared_embeddings, block, k, share, given.progress.rng)
     label_inputs = head.fuse(shift(data.next_embeds, k), shift(data.target_hidden, k - 1))
     inputs = torch.where(glanced[..., None], label_inputs, data.inputs)
     cache = _BlockCache(head, data, block)
-    loss = LossAccumulator(shared_embeddings, weights, data.compressor_loss)
+    loss = given.accumulator(data)
     # Each `ttt_step` is a whole block further on; those after the first read the head's own outputs.
-    for ttt_step in range(min(2, weights.ttt_steps)):
-        outputs = cache.forward(inputs, data.position_ids + ttt_step * k)
+    for ttt_step in range(min(2, given.weights.ttt_steps)):
+        outputs = cache.forward(inputs, ttt_step * k)
         for slot in range(k):
             distance = k - 1 + ttt_step * k
             mask = data.loss_mask_at(distance) & ~glanced & (offset % k == slot)

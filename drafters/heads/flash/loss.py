@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
-from mmspec.drafters.training.batch import DraftModel, PackedQueries, TrainBatch, build_inputs_and_labels, shift
-from mmspec.drafters.training.losses import LossAccumulator, LossAndMetrics, LossWeights, RolloutCache, TrainProgress
-from mmspec.interfaces import SharedEmbeddings
+from mmspec.drafters.training.batch import PackedQueries, shift
+from mmspec.drafters.training.losses import LossAndMetrics, LossInputs, RolloutCache
 
 
-def flash_loss(
-    draft_model: DraftModel,
-    batch: TrainBatch,
-    shared_embeddings: SharedEmbeddings,
-    placeholder: Tensor,
-    weights: LossWeights,
-    progress: TrainProgress,
-) -> LossAndMetrics:
+def flash_loss(given: LossInputs) -> LossAndMetrics:
     """Feature i predicts the hidden state i positions further on (FLASH, section 3.3).
 
     The `MarkovHead` is trained with the target's token before each position.
     """
-    head, data = draft_model.head, build_inputs_and_labels(draft_model, batch, placeholder, progress.rng)
+    head, data = given.draft_model.head, given.aligned()
     packed = PackedQueries(data)
-    loss = LossAccumulator(shared_embeddings, weights, data.compressor_loss)
-    features = head.block_features(RolloutCache(head, packed).forward(data.inputs, data.position_ids))
+    loss = given.accumulator(data)
+    features = head.block_features(RolloutCache(head, packed).forward(data.inputs))
     for slot in range(head.config.block_size):
         mask, logit_bias = packed.loss_mask_at(slot), None
         outputs = features[:, :, slot][mask]

@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from mmspec.drafters.heads.base.markov import MarkovHead
-from mmspec.drafters.training.batch import DraftModel, TrainBatch
-from mmspec.drafters.training.losses import LossAndMetrics, LossWeights, TrainProgress
+from mmspec.drafters.training.batch import TrainBatch
+from mmspec.drafters.training.losses import LossAndMetrics, LossInputs
 from mmspec.interfaces import SharedEmbeddings
 from mmspec.learning.protocols import Examples
 
@@ -33,34 +33,27 @@ def batch_examples(batch: TrainBatch, num_next: int) -> list[Examples]:
     return examples
 
 
-def instant_loss(
-    draft_model: DraftModel,
-    batch: TrainBatch,
-    shared_embeddings: SharedEmbeddings,
-    placeholder: Tensor,
-    weights: LossWeights,
-    progress: TrainProgress,
-) -> LossAndMetrics:
-    """Cross-entropy with the tokens of the response; arguments and results as those of `eagle_loss`.
+def instant_loss(given: LossInputs) -> LossAndMetrics:
+    """Cross-entropy with the tokens of the response; results as those of `eagle_loss`.
 
     An instant head has no context, so each position is a sample of its own. The weights of the loss are not used: there
     is one part.
     """
-    head = draft_model.head
-    parts = batch_examples(batch, head.config.block_size)
+    head, embeddings = given.draft_model.head, given.shared_embeddings
+    parts = batch_examples(given.batch, head.config.block_size)
     if not parts:
-        return batch.hidden_states.new_zeros(()), {}
+        return given.batch.hidden_states.new_zeros(()), {}
     inputs = torch.cat([part.inputs for part in parts])
     root_ids = torch.cat([part.root_ids for part in parts])
     examples = Examples(inputs, root_ids, torch.cat([part.next_ids for part in parts]))
     with torch.no_grad():
-        root_embeds = shared_embeddings.embed(root_ids).to(inputs.dtype)
+        root_embeds = embeddings.embed(root_ids).to(inputs.dtype)
     vocab_size = head.config.vocab_size
     candidates = torch.arange(vocab_size, device=inputs.device) if vocab_size <= MAX_FULL_SOFTMAX else None
     if candidates is None:
         candidates = examples.next_ids.clamp(min=0).unique()
     features = head.block_features(root_embeds, inputs)
-    return block_cross_entropy(features, examples, shared_embeddings, head.markov_head, candidates)
+    return block_cross_entropy(features, examples, embeddings, head.markov_head, candidates)
 
 
 def block_cross_entropy(

@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
-from mmspec.drafters.training.batch import DraftModel, PackedQueries, TrainBatch, build_inputs_and_labels, shift
-from mmspec.drafters.training.losses import LossAccumulator, LossAndMetrics, LossWeights, RolloutCache, TrainProgress
-from mmspec.interfaces import SharedEmbeddings
+from mmspec.drafters.training.batch import PackedQueries, shift
+from mmspec.drafters.training.losses import LossAndMetrics, LossInputs, RolloutCache
 
 
-def parallel_loss(
-    draft_model: DraftModel,
-    batch: TrainBatch,
-    shared_embeddings: SharedEmbeddings,
-    placeholder: Tensor,
-    weights: LossWeights,
-    progress: TrainProgress,
-) -> LossAndMetrics:
+def parallel_loss(given: LossInputs) -> LossAndMetrics:
     """Mask positions attend to the context up to their own position and to each other (ParallelSpec, section 3)."""
-    head, data = draft_model.head, build_inputs_and_labels(draft_model, batch, placeholder, progress.rng)
+    head, data = given.draft_model.head, given.aligned()
     packed = PackedQueries(data)
-    loss = LossAccumulator(shared_embeddings, weights, data.compressor_loss)
+    loss = given.accumulator(data)
     cache, inputs = RolloutCache(head, packed), data.inputs
     for slot in range(head.config.block_size):
-        outputs = cache.forward(inputs, data.position_ids + slot)
+        outputs = cache.forward(inputs, slot)
         if slot and head.token_correction is not None:
             embeds = packed.gather(shift(data.next_embeds, slot))
             outputs = head.token_correction(outputs, embeds.to(outputs.dtype))

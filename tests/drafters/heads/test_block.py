@@ -46,7 +46,7 @@ from mmspec.drafters.heads.parallel.head import ParallelHead
 from mmspec.drafters.heads.registry import find_method, methods
 from mmspec.drafters.rerank import LEVEL_PENALTY, select_nodes
 from mmspec.drafters.training.batch import DraftModel, build_inputs_and_labels
-from mmspec.drafters.training.losses import LossWeights, TrainProgress
+from mmspec.drafters.training.losses import LossInputs, LossWeights, TrainProgress
 from mmspec.drafters.training.trainer import TrainConfig, Trainer
 from mmspec.engine.tree import root_only
 
@@ -328,12 +328,14 @@ def test_training_features_are_those_of_drafting(
         for seed in range(3):  # offset of the first block
             progress = TrainProgress(1.0, torch.Generator().manual_seed(seed))  # no label is an input any more
             find_method(kind_of(kind)).loss()(
-                DraftModel(head, visual_mode),
-                batch,
-                target.shared_embeddings,
-                placeholder,
-                LossWeights(ttt_steps=2),
-                progress,
+                LossInputs(
+                    DraftModel(head, visual_mode),
+                    batch,
+                    target.shared_embeddings,
+                    placeholder,
+                    LossWeights(ttt_steps=2),
+                    progress,
+                )
             )
         data = build_inputs_and_labels(DraftModel(head, visual_mode), batch, placeholder)
     states = {tuple(batch.hidden_states[b, p].tolist()): (b, p) for b in range(2) for p in range(14)}

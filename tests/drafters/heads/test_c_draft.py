@@ -18,7 +18,7 @@ from c_bugs import faulty_kernel, faulty_sources
 from fake_target import HEAD_CONFIG, NUM_LAYERS, FakeTarget, begin_decoding, build_prompt, build_result, scores_by_path
 from torch import Tensor, nn
 
-from mmspec.cpu import c_kernel
+from mmspec.cpu import c_library
 from mmspec.cpu.c_kernel import CKernel, load_kernel
 from mmspec.cpu.draft_types import DraftStruct
 from mmspec.cpu.layers import DecoderStruct, LayerStruct
@@ -80,8 +80,8 @@ KINDS: dict[str, tuple[HeadConfig, Tensor | None]] = {
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> CKernel:
     """The kernel for each instruction set that this processor has, in use."""
     try:
-        found = CKernel(c_kernel._load_library(), request.param)
-    except c_kernel.KernelUnavailableError as error:
+        found = CKernel(c_library.load_library(), request.param)
+    except c_library.KernelUnavailableError as error:
         pytest.skip(str(error))
     monkeypatch.setattr(c_draft, "active_kernel", lambda: found)
     return found
@@ -376,7 +376,7 @@ def test_batches_beyond_the_kernel(best_kernel: None, target: FakeTarget, calls:
 
 
 def test_structs_are_as_large_as_in_the_library(kernel: CKernel) -> None:
-    library = c_kernel._load_library()
+    library = c_library.load_library()
     library.few_rows_struct_bytes.restype = ctypes.c_int64
     sizes = [ctypes.sizeof(struct) for struct in (DecoderStruct, LayerStruct, DraftStruct, WeightStruct)]
     assert [library.few_rows_struct_bytes(number) for number in range(4)] == sizes
@@ -398,7 +398,7 @@ BUGS = {
 @pytest.mark.parametrize("bug", BUGS)
 def test_bugs_can_be_planted(bug: str) -> None:
     _, text, part, replacement = BUGS[bug]
-    assert part in text and faulty_sources(text, text.replace(part, replacement)) != c_kernel.SOURCES
+    assert part in text and faulty_sources(text, text.replace(part, replacement)) != c_library.SOURCES
 
 
 @pytest.mark.slow
@@ -417,9 +417,9 @@ def test_a_library_is_built_from_the_sources_that_were_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An edit of the C code while a process runs does not reach it, since it has declared the structs already."""
-    folder = Path(c_kernel.__file__).parent
-    assert {path.name: path.read_bytes() for path in folder.glob("*.[ch]")} == c_kernel.SOURCES
-    monkeypatch.setattr(c_kernel, "SOURCES", {c_kernel.MAIN_SOURCE: b"int few_rows_level(void) { return 7; }"})
-    monkeypatch.setattr(c_kernel, "FLAGS", ("-shared", "-fPIC"))
+    folder = Path(c_library.__file__).parent
+    assert {path.name: path.read_bytes() for path in folder.glob("*.[ch]")} == c_library.SOURCES
+    monkeypatch.setattr(c_library, "SOURCES", {c_library.MAIN_SOURCE: b"int few_rows_level(void) { return 7; }"})
+    monkeypatch.setattr(c_library, "FLAGS", ("-shared", "-fPIC"))
     monkeypatch.setenv("MMSPEC_CACHE", str(tmp_path))
-    assert c_kernel._load_library().few_rows_level() == 7
+    assert c_library.load_library().few_rows_level() == 7

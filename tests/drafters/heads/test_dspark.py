@@ -31,7 +31,7 @@ from mmspec.drafters.heads.dspark.drafter import DsparkDrafter
 from mmspec.drafters.heads.dspark.head import DsparkHead
 from mmspec.drafters.heads.dspark.loss import dspark_loss
 from mmspec.drafters.training.batch import DraftModel, TrainBatch
-from mmspec.drafters.training.losses import LossAccumulator, LossWeights, TrainProgress
+from mmspec.drafters.training.losses import LossAccumulator, LossInputs, LossWeights, TrainProgress
 from mmspec.engine.tree import root_only
 
 LAYERS = (1, 0, NUM_LAYERS)
@@ -221,7 +221,7 @@ def test_training_features_are_those_of_drafting(
     monkeypatch.setattr(LossAccumulator, "add", record)
     monkeypatch.setattr(LossAccumulator, "result", lambda self: (torch.zeros(()), {}))
     model = DraftModel(head, visual_mode, "dspark")
-    dspark_loss(model, batch, target.shared_embeddings, torch.zeros(32), LossWeights(), TrainProgress())
+    dspark_loss(LossInputs(model, batch, target.shared_embeddings, torch.zeros(32), LossWeights(), TrainProgress()))
     places = {tuple(batch.hidden_states[b, p].tolist()): (b, p) for b in range(2) for p in range(14)}
     checked = set()
     for slot, out, label, bias, confidence in recorded:
@@ -250,7 +250,9 @@ def test_training_lowers_the_loss_and_fits_the_confidence(target: FakeTarget) ->
     optimizer, history = torch.optim.Adam(model.parameters(), lr=3e-3), []
     for _ in range(25):
         loss, metrics = dspark_loss(
-            model, batch, target.shared_embeddings, torch.zeros(32), LossWeights(logits=1.0), TrainProgress()
+            LossInputs(
+                model, batch, target.shared_embeddings, torch.zeros(32), LossWeights(logits=1.0), TrainProgress()
+            )
         )
         optimizer.zero_grad()
         loss.backward()

@@ -48,7 +48,7 @@ from mmspec.drafters.heads.eagle3.config import Eagle3Config
 from mmspec.drafters.heads.eagle3.head import Eagle3Layer
 from mmspec.drafters.registry import build_drafter
 from mmspec.drafters.training.batch import DraftModel, build_inputs_and_labels
-from mmspec.drafters.training.losses import LossWeights, TrainProgress
+from mmspec.drafters.training.losses import LossInputs, LossWeights, TrainProgress
 from mmspec.drafters.training.trainer import SettingsError, TrainConfig, Trainer
 from mmspec.engine.tree import root_only
 from mmspec.interfaces import TargetInfo
@@ -228,12 +228,14 @@ def test_the_rollout_equals_drafting(target: FakeTarget, visual_mode: str) -> No
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         patch.setattr(nn.Linear, "forward", spy)
         _, metrics = eagle_loss(
-            DraftModel(target.head, visual_mode),
-            batch,
-            target.shared_embeddings,
-            placeholder,
-            LossWeights(ttt_steps=3),
-            TrainProgress(),
+            LossInputs(
+                DraftModel(target.head, visual_mode),
+                batch,
+                target.shared_embeddings,
+                placeholder,
+                LossWeights(ttt_steps=3),
+                TrainProgress(),
+            )
         )
         data = build_inputs_and_labels(DraftModel(target.head, visual_mode), batch, placeholder)
     assert {"agree0", "agree1", "agree2", "hidden_loss", "logits_loss"} <= set(metrics)

@@ -26,7 +26,7 @@ from mmspec.drafters.heads.eagle3.config import Eagle3Config
 from mmspec.drafters.heads.eagle3.head import Eagle3Head, eagle3_layers
 from mmspec.drafters.training.batch import MIXED, DraftModel, TrainBatch, mix_visual_inputs
 from mmspec.drafters.training.distribution_losses import DISTRIBUTION_LOSSES, overlap
-from mmspec.drafters.training.losses import LossWeights, TrainProgress
+from mmspec.drafters.training.losses import LossInputs, LossWeights, TrainProgress
 
 DRAFT_IDS = torch.tensor([1, 2, 5, *range(8, 30)])
 LAYERS = (0, 2, 1)
@@ -121,7 +121,7 @@ def test_training_equals_the_slow_reference(target: FakeTarget) -> None:
     weights = LossWeights(hidden=1.0, logits=0.3, ttt_steps=3, step_decay=0.7)
     with torch.no_grad():
         loss, metrics = eagle_loss(
-            draft_model, batch, target.shared_embeddings, torch.zeros(32), weights, TrainProgress()
+            LossInputs(draft_model, batch, target.shared_embeddings, torch.zeros(32), weights, TrainProgress())
         )
         expected = _slow_losses(target, draft_model.head, batch, 3)
     assert float(loss) == pytest.approx(sum(0.3 * 0.7**i * value for i, value in enumerate(expected)), rel=1e-4)
@@ -144,7 +144,9 @@ def test_mixed_training_feeds_both_image_inputs(target: FakeTarget) -> None:
     for mode in ("coupled", "placeholder", MIXED):
         with torch.no_grad():
             draft_model, progress = new_draft_model(mode), TrainProgress()
-            loss, _ = eagle_loss(draft_model, batch, target.shared_embeddings, placeholder, LossWeights(), progress)
+            loss, _ = eagle_loss(
+                LossInputs(draft_model, batch, target.shared_embeddings, placeholder, LossWeights(), progress)
+            )
         losses.add(float(loss))
     assert len(losses) > 1 and new_draft_model(MIXED).drafting_mode == "coupled"
 
@@ -206,7 +208,7 @@ def test_every_loss_is_minimised(target: FakeTarget, loss: str) -> None:
     history = []
     for _ in range(12):
         value, metrics = eagle_loss(
-            draft_model, batch, target.shared_embeddings, torch.zeros(32), weights, TrainProgress()
+            LossInputs(draft_model, batch, target.shared_embeddings, torch.zeros(32), weights, TrainProgress())
         )
         optimizer.zero_grad()
         value.backward()

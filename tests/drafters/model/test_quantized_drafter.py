@@ -24,6 +24,7 @@ from mmspec.drafters.model import chain_draft
 from mmspec.drafters.model.self_drafter import QuantizedDrafter, SelfDrafter
 from mmspec.drafters.ngram.recycling import hybrid
 from mmspec.patching import patch_state
+from mmspec.targets import products
 from mmspec.targets import quantised_copy as module
 from mmspec.targets.quantised_copy import QuantisedCopy
 
@@ -152,7 +153,7 @@ def _on(available: list[bool]) -> list[int]:
 
 def test_no_memory_for_a_copy_leaves_the_other_arms(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arbitrated, "COPY_PATIENCE", 0)
-    monkeypatch.setattr(module, "free_bytes", lambda: 1000)
+    monkeypatch.setattr(products, "free_bytes", lambda: 1000)
     model = _model()
     inputs = tiny.build_inputs(model, seed=3)
     plain = _generate(model, inputs, do_sample=False)
@@ -262,15 +263,15 @@ def test_changed_weights_are_copied_anew_and_in_the_end_not_at_all(caplog: Any, 
 
 def test_a_copy_that_cannot_be_made_is_refused(monkeypatch: Any) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(module, "free_bytes", lambda: 1000)
+        patched.setattr(products, "free_bytes", lambda: 1000)
         with pytest.raises(ValueError, match=r"must be free; free are 0 MiB.*hybrid"):
             mmspec.patch(_model(), drafter="quantized")
     with monkeypatch.context() as patched:
-        patched.setattr(module, "quantise", _out_of_memory)
+        patched.setattr(products, "quantise", _out_of_memory)
         with pytest.raises(ValueError, match=r"cannot copy the weights.*not enough memory.*hybrid"):
             mmspec.patch(_model(), drafter="quantized")
     with monkeypatch.context() as patched:
-        patched.setattr(module, "load_kernel", lambda: None)
+        patched.setattr(products, "load_kernel", lambda: None)
         with pytest.raises(ValueError, match="needs the C kernel"):
             mmspec.patch(_model(), drafter="quantized")
     model = _model()

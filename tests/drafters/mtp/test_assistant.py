@@ -21,7 +21,6 @@ from transformers import PreTrainedModel
 import mmspec
 from mmspec.drafters import registry
 from mmspec.drafters.mtp.assistant import AssistantDrafter, AssistantExpander
-from mmspec.drafters.mtp.switches import Switches
 from mmspec.engine.tree import DraftTree
 from mmspec.resolve import resolve_drafter
 from mmspec.targets.assistant import assistant_parts, stored_layer_by_type
@@ -38,7 +37,7 @@ def target_of(**changes: Any) -> PreTrainedModel:
 
 def drafter_of(target: PreTrainedModel, assistant: Any, position: str = "last", **options: Any) -> AssistantDrafter:
     drafter = AssistantDrafter(assistant_parts(assistant, find_adapter(target)), **options)
-    drafter.switches = Switches({"position": (position,)})
+    drafter.fix_switches(position=position)
     return drafter
 
 

@@ -145,6 +145,7 @@ def table() -> dict[str, tuple[float, float]]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # minutes of training
 @pytest.mark.skipif(
     "gemma4" not in zoo.ROWS or not hasattr(transformers, "Gemma4AssistantConfig"), reason="an older transformers"
 )

@@ -389,7 +389,7 @@ def test_a_head_with_its_own_lm_head(tmp_path: Path) -> None:
     model = model_of("glm_ocr")
     prefix, tensors = own.head_prefix(model), own.head_tensors(model)
     lm_head = model.get_output_embeddings().weight.detach()
-    embeds = {f"{prefix}embed_tokens.weight": lm_head.clone()}
+    embeds = {f"{prefix}embed_tokens.weight": model.get_input_embeddings().weight.detach().clone()}
     with_head(model, tmp_path / "copy", tensors | embeds | {f"{prefix}shared_head.head.weight": lm_head.clone()})
     assert read(model).head.lm_head is None
     with_head(model, tmp_path / "own", tensors | {f"{prefix}shared_head.head.weight": lm_head + 1})
@@ -408,6 +408,8 @@ def broken(kind: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: value for name, value in tensors.items() if "mlp" not in name}
     if kind == "shape":
         return tensors | {some: tensors[some][:-1].clone()}
+    if kind == "nan":
+        return tensors | {some: tensors[some] * torch.nan}
     if kind == "integers":
         return tensors | {some: tensors[some].to(torch.int8)}
     return tensors | {"mtp.hyper_connection_mixer.weight": torch.zeros(1)}
@@ -420,6 +422,7 @@ def broken(kind: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         ("half", "lacks 3 of 15 tensors"),
         ("shape", "must have the shape"),
         ("integers", "without scales"),
+        ("nan", "not finite"),
         ("further", "a part that is not known"),
     ],
 )
@@ -476,7 +479,7 @@ def test_where_the_checkpoint_is_looked_for(tmp_path: Path, monkeypatch: pytest.
         asked.update(options)
         raise OSError("offline")
 
-    monkeypatch.setattr("mmspec.targets.own_head.snapshot_download", snapshot)
+    monkeypatch.setattr("mmspec.targets.own_checkpoint.snapshot_download", snapshot)
     monkeypatch.setattr(model.config, "_commit_hash", "abc", raising=False)
     with pytest.raises(OwnHeadError, match="not in the local cache"):
         read(model)

@@ -126,6 +126,7 @@ def table(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[float, float]]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # minutes of training
 @pytest.mark.skipif("qwen3_5" not in zoo.ROWS, reason="this transformers has no Qwen3.5")
 def test_the_head_learns_and_each_wrong_switch_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     found = table(monkeypatch)

@@ -1,4 +1,4 @@
-"""Recorded drafts of a head of the target's checkpoint: the same text and the same drafts as unrecorded."""
+"""Recorded drafts of what comes with a target, head or assistant: the same text and drafts as unrecorded."""
 
 from __future__ import annotations
 
@@ -7,21 +7,31 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import assistants
 import fuzz
 import own_heads as own
 import pytest
 import tiny_models as tiny
 import torch
+import transformers
+import zoo
 from parity import build_cached_model
 from recorded_rounds import patched, recording
 from torch import Tensor
+from transformers import PreTrainedModel
 
 import mmspec
+from mmspec.drafters.mtp.assistant import AssistantDrafter
 from mmspec.drafters.mtp.drafter import MTPDrafter
+from mmspec.drafters.mtp.switched import SwitchedDrafter
 from mmspec.engine.graph import Recorder, Replay, StaticFunction, record_nothing, record_trace
 from mmspec.engine.round import ForwardFunction
+from mmspec.targets.assistant import assistant_parts
 from mmspec.targets.own_head import read_own_head
 from mmspec.targets.registry import find_adapter
+
+HAS_ASSISTANTS = "gemma4" in zoo.ROWS and hasattr(transformers, "Gemma4AssistantConfig")
+FAMILIES = (*own.FAMILIES, *(("gemma4",) if HAS_ASSISTANTS else ()))
 
 
 def trace_drafts(function: StaticFunction, state: Sequence[Tensor], inputs: Sequence[Tensor]) -> Replay:
@@ -30,14 +40,28 @@ def trace_drafts(function: StaticFunction, state: Sequence[Tensor], inputs: Sequ
     return recorder(function, state, inputs)
 
 
+def new_drafter(model: PreTrainedModel, **options: Any) -> SwitchedDrafter:
+    """Of the head in the model's checkpoint, or of an assistant."""
+    adapter = find_adapter(model)
+    if adapter.model_type != "gemma4":
+        return MTPDrafter(read_own_head(adapter), max_depth=3, **options)
+    parts = assistant_parts(assistants.build_assistant(model, centroids="draft_ids" not in options), adapter)
+    return AssistantDrafter(parts, max_depth=3, **options)
+
+
 @pytest.mark.parametrize(
-    ("family", "sampled", "options", "recorder"),
+    ("family", "sampled", "options", "recorder", "whole"),
     [
-        ("glm_ocr", False, {"top_k": 2}, record_nothing),
-        pytest.param("glm_ocr", False, {"top_k": 2}, trace_drafts, marks=pytest.mark.slow),
-        pytest.param("glm_ocr", True, {"draft_ids": torch.arange(5, 100)}, trace_drafts, marks=pytest.mark.slow),
-        pytest.param("exaone4_5", False, {"top_k": 2}, trace_drafts, marks=pytest.mark.slow),
-        pytest.param("qwen3_5", True, {}, trace_drafts, marks=pytest.mark.slow),
+        ("glm_ocr", False, {"top_k": 2}, record_nothing, False),
+        ("qwen3_5", False, {}, record_nothing, True),
+        ("gemma4", True, {"top_k": 2}, record_nothing, True),
+        pytest.param("gemma4", True, {"draft_ids": torch.arange(5, 100)}, trace_drafts, False, marks=pytest.mark.slow),
+        pytest.param("gemma4", True, {"top_k": 2}, record_trace, True, marks=pytest.mark.slow),
+        pytest.param("glm_ocr", False, {"top_k": 2}, trace_drafts, False, marks=pytest.mark.slow),
+        pytest.param("glm_ocr", True, {"draft_ids": torch.arange(5, 100)}, trace_drafts, False, marks=pytest.mark.slow),
+        pytest.param("exaone4_5", False, {"top_k": 2}, trace_drafts, False, marks=pytest.mark.slow),
+        pytest.param("qwen3_5", True, {}, trace_drafts, False, marks=pytest.mark.slow),
+        pytest.param("qwen3_5", True, {}, record_trace, True, marks=pytest.mark.slow),
     ],
 )
 def test_a_recorded_draft_on_other_prompts(
@@ -45,16 +69,20 @@ def test_a_recorded_draft_on_other_prompts(
     sampled: bool,
     options: dict[str, Any],
     recorder: Recorder,
+    whole: bool,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A value that became a constant would be wrong in the other prompts: the text stays, fewer tokens are accepted."""
-    if family not in own.FAMILIES:
+    if family not in FAMILIES:
         pytest.skip("an older transformers")
-    monkeypatch.setattr("mmspec.engine.loop.can_record_rounds", lambda *args: False)
-    window = 9 if family == "exaone4_5" else 0
-    model = build_cached_model(tiny.ModelSpec(family, seed=3, layers=2, calm=True, window=window))
-    own.write_checkpoint(model, tmp_path, own.head_tensors(model, echo=2.0))
+    if not whole:
+        monkeypatch.setattr("mmspec.engine.loop.can_record_rounds", lambda *args: False)
+    window = 9 if family in ("exaone4_5", "gemma4") else 0
+    layers = 3 if family == "gemma4" else 2
+    model = build_cached_model(tiny.ModelSpec(family, seed=3, layers=layers, calm=True, window=window))
+    if family != "gemma4":
+        own.write_checkpoint(model, tmp_path, own.head_tensors(model, echo=2.0))
     prompts = [tiny.build_inputs(model, seed, 2, images=[1, 0], padding="left") for seed in range(2)]
     limits: dict[str, Any] = {"max_new_tokens": 12, "eos_token_id": None, "do_sample": sampled}
 
@@ -65,8 +93,8 @@ def test_a_recorded_draft_on_other_prompts(
     plain = [generate(given) for given in prompts]
 
     def run() -> list[int]:
-        drafter = MTPDrafter(read_own_head(find_adapter(model)), max_depth=3, **options)
-        drafter.fix_switches(carry=drafter.head.rule.carries[0], visual_mode=drafter.head.visual_modes[0])
+        drafter = new_drafter(model, **options)
+        drafter.fix_switches(**{name: values[0] for name, values in drafter.switches.values.items()})
         with patched(model, drafter, tree_size=6):
             assert all(torch.equal(generate(given), text) for given, text in zip(prompts, plain, strict=True))
             stats = mmspec.stats(model)
@@ -75,18 +103,22 @@ def test_a_recorded_draft_on_other_prompts(
     expected = run()
     with recording(recorder) as counted:
         found = run()
-    assert counted.draft_recordings == 1 and counted.draft_replays > 6
+    recordings, replays = counted.draft_recordings, counted.draft_replays
+    if whole:
+        recordings, replays = counted.whole_recordings, counted.whole_replays
+    assert recordings == 1 and replays > 6
     assert found == expected and found[0] > 0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", own.FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("whole", [False, True])
 def test_random_calls(family: str, whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of the exactness suite, with drafts recorded alone or as a part of whole rounds."""
     if not whole:
         monkeypatch.setattr("mmspec.engine.loop.can_record_rounds", lambda *args: False)
+    kind = "assistant" if family == "gemma4" else "mtp"
     with recording(record_nothing):
         for seed in range(7200, 7204):
-            result = fuzz.run_case(replace(fuzz.draw_case(seed, family), drafter="mtp", nodes=5))
+            result = fuzz.run_case(replace(fuzz.draw_case(seed, family), drafter=kind, nodes=5))
             assert not result.differences, result.report()

@@ -25,7 +25,7 @@ from mmspec.drafters.checkpoints.export import export_head
 from mmspec.drafters.heads.registry import find_method
 from mmspec.drafters.mtp.drafter import MTPDrafter
 from mmspec.drafters.training.batch import DraftModel, TrainBatch
-from mmspec.drafters.training.losses import LossAccumulator, LossWeights, TrainProgress
+from mmspec.drafters.training.losses import LossAccumulator, LossInputs, LossWeights, TrainProgress
 from mmspec.learning.budget import LearningBudget
 from mmspec.patching import patch_state
 from mmspec.resolve import resolve_drafter, target_info
@@ -79,7 +79,16 @@ def test_the_loss_reads_what_drafts_read(
     draft_model = DraftModel(head, "coupled", "mtp")
     placeholder = torch.zeros(batch.inputs_embeds.shape[-1])
     loss = find_method("mtp").loss()
-    loss(draft_model, batch, teacher.adapter.shared_embeddings, placeholder, LossWeights(ttt_steps=3), TrainProgress())
+    loss(
+        LossInputs(
+            draft_model,
+            batch,
+            teacher.adapter.shared_embeddings,
+            placeholder,
+            LossWeights(ttt_steps=3),
+            TrainProgress(),
+        )
+    )
     assert len(found) == 3 and all(len(states) for states in found)
     for step, states in enumerate(found):
         logits = head.logits(states, teacher.adapter.shared_embeddings, None)

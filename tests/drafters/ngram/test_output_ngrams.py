@@ -11,7 +11,7 @@ import pytest
 import torch
 from c_bugs import faulty_kernel, faulty_sources
 
-from mmspec.cpu import c_kernel, ngram_types, ngrams
+from mmspec.cpu import c_library, ngram_types, ngrams
 from mmspec.cpu.c_kernel import load_kernel
 from mmspec.cpu.ngram_types import HeadDistributions, HeadTokens
 from mmspec.cpu.ngrams import CNgrams
@@ -310,7 +310,7 @@ def test_compiled_head_distributions_equal_those_in_torch() -> None:
 
 @needs_kernel
 def test_structs_are_as_large_as_in_the_library_of_ngrams() -> None:
-    library = c_kernel._load_library()
+    library = c_library.load_library()
     library.few_rows_ngrams_struct_bytes.restype = ctypes.c_int64
     structs = (
         ngram_types.TableStruct,

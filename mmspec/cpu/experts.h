@@ -1,0 +1,92 @@
+/* The feed-forward of a decoder layer that is divided among experts, for one instruction set; included by decoder.h.
+
+   The softmax of a router's logits chooses `experts_per_token` experts for each node: its slots. What the experts return
+   for a node is multiplied by their shares and added. Each expert is multiplied with all nodes that chose it at once; a
+   number of the result depends on its own node alone, bit for bit. */
+
+/* The experts of node r and their shares, from its logits, which are overwritten. */
+INLINE void NAME(choose)(const decoding *s, int64_t r) {
+  const decoder *d = s->d;
+  const int64_t E = d->num_experts, count = d->experts_per_token;
+  float *const p = s->routing + r * E, *const shares = s->shares + r * count;
+  int64_t *const chosen = s->chosen + r * count;
+  float largest = -FLT_MAX, total = 0, chosen_total = 0;
+  for (int64_t e = 0; e < E; e++)
+    if (p[e] > largest) largest = p[e];
+  for (int64_t e = 0; e < E; e += LANES)
+    NAME(store_some)(p + e, NAME(exp)(NAME(load_some)(p + e, E - e) - SET1(largest)), E - e);
+  for (int64_t e = 0; e < E; e++) total += p[e];
+  for (int64_t i = 0; i < count; i++) {
+    int64_t best = -1;
+    for (int64_t e = 0; e < E; e++) /* -1: chosen before; each is chosen once, also if all are NaN */
+      if (p[e] != -1 && (best < 0 || p[e] > p[best])) best = e;
+    chosen[i] = best, shares[i] = p[best] / total, p[best] = -1, chosen_total += shares[i];
+  }
+  for (int64_t i = 0; i < count; i++) {
+    if (d->normalises_shares) shares[i] /= chosen_total;
+    if (d->rounds_shares) shares[i] = round1(shares[i], d->type);
+  }
+  if (d->adds_in_type) sort_slots_of_node(chosen, shares, count);
+}
+
+/* What the experts return for node r, added to the residual, or `branch` where a norm follows. */
+INLINE void NAME(add_experts)(const decoding *s, const decoder_layer *l, int64_t r) {
+  const decoder *d = s->d;
+  const int64_t D = d->hidden_size, count = d->experts_per_token;
+  const int64_t product = d->rounds_shares || d->adds_in_type ? d->type : FLOAT32, sum = d->adds_in_type ? d->type : FLOAT32;
+  float *const to = (l->mlp_out_norm ? s->branch : s->x) + r * D;
+  for (int64_t k = 0; k < D; k += LANES) {
+    VEC v = ZERO();
+    for (int64_t i = r * count; i < (r + 1) * count; i++) {
+      const VEC one = NAME(load_some)(s->returned + s->places[i] * D + k, D - k) * SET1(s->shares[i]);
+      v = NAME(round)(v + NAME(round)(one, product), sum);
+    }
+    v = NAME(round)(v, d->type);
+    if (!l->mlp_out_norm) v = NAME(round)(NAME(load_some)(to + k, D - k) + v, d->type);
+    NAME(store_some)(to + k, v, D - k);
+  }
+}
+
+/* The experts of one layer, from `x` to `x` or `branch`. */
+INLINE void NAME(experts)(const decoding *s, const decoder_layer *l, float *own, int64_t *next) {
+  const decoder *d = s->d;
+  const int64_t R = d->batch * d->nodes, D = d->hidden_size, E = d->num_experts, N = d->expert_size;
+  const int type = (int)d->type;
+  const part router = {&l->router, NULL, s->routing, E};
+  float *const gathered = own + normed_at(d);
+  for (int64_t r = take(next); r < R; r = take(next)) {
+    memcpy(s->branch + r * D, s->x + r * D, (size_t)D * sizeof(float));
+    NAME(normalise_row)(d, s->branch + r * D, D, l->post_norm);
+  }
+  NAME(wait)(s);
+  NAME(pack_groups)(&l->router, s->branch, R, NULL, 0, own);
+  NAME(multiply_parts)(&(rows){own, R, D, E, 0, type, 0}, &router, 1, next + 1);
+  NAME(wait)(s);
+  for (int64_t r = take(next + 2); r < R; r = take(next + 2)) {
+    NAME(choose)(s, r);
+    if (__atomic_add_fetch(next + 3, 1, __ATOMIC_ACQ_REL) == R) sort_slots(s);
+  }
+  NAME(wait)(s);
+  for (int64_t e = 0; e < E; e++) {
+    const int64_t first = s->starts[e], count = s->starts[e + 1] - first;
+    int64_t *const taken = next + EXPERT_PHASES + e;
+    if (!count || __atomic_load_n(taken, __ATOMIC_RELAXED) >= num_chunks(N)) continue;
+    const weights gate = matrix_at(&l->gate, 2 * e, N), up = matrix_at(&l->gate, 2 * e + 1, N);
+    for (int64_t i = 0; i < count; i++)
+      memcpy(gathered + i * D, s->branch + s->slots[first + i] / d->experts_per_token * D, (size_t)D * sizeof(float));
+    NAME(pack_groups)(&gate, gathered, count, NULL, 0, own);
+    NAME(gated)(d, &(part){&gate, NULL, NULL, N}, &(part){&up, NULL, NULL, N}, own, count, s->activated + first * N, taken);
+  }
+  NAME(wait)(s);
+  for (int64_t e = 0; e < E; e++) {
+    const int64_t first = s->starts[e], count = s->starts[e + 1] - first;
+    int64_t *const taken = next + EXPERT_PHASES + E + e;
+    if (!count || __atomic_load_n(taken, __ATOMIC_RELAXED) >= num_chunks(D)) continue;
+    const weights down = matrix_at(&l->down, e, D);
+    NAME(pack_groups)(&down, s->activated + first * N, count, NULL, 0, own);
+    NAME(multiply_parts)(&(rows){own, count, N, D, 0, type, 0}, &(part){&down, NULL, s->returned + first * D, D}, 1, taken);
+  }
+  NAME(wait)(s);
+  for (int64_t r = take(next + 4); r < R; r = take(next + 4)) NAME(add_experts)(s, l, r);
+  NAME(wait)(s);
+}

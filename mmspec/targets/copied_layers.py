@@ -1,0 +1,120 @@
+"""What a quantised copy of a model is made of: its linear layers, and how large their inputs are."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from mmspec.cpu.linear import find_linear_layers
+from mmspec.engine.draws import PrivateDraws
+from mmspec.targets.base import ModelAdapter
+from mmspec.targets.layer_access import LayerAccess, LinearForward, with_forwards
+from mmspec.targets.products import PackedWeight
+
+logger = logging.getLogger("mmspec")
+
+CALIBRATION_TOKENS = 64
+"""Ids of the forward that measures how large the inputs of each layer are."""
+MIN_COPIED_SHARE = 0.5
+"""Share of the bytes of the decoder layers that must be copied: below, a draft would take as long as the target."""
+NUM_SAMPLES = 512
+"""Numbers of each weight by which a change of all is noticed that no version counter counts."""
+
+
+@dataclass(frozen=True)
+class CopiedLayer:
+    """A linear layer and its copy.
+
+    Attributes:
+        weight: quantised.
+        version: version counter of the layer's weight when it was copied.
+        samples: uint8, the bytes of some of its numbers.
+    """
+
+    weight: PackedWeight
+    version: int
+    samples: Tensor
+
+    def is_of(self, weight: Tensor) -> bool:
+        """Whether the layer's weight is what was copied, as far as the version counter and the samples tell."""
+        same = self.version == weight._version and self.weight.shape == tuple(weight.shape)
+        return same and torch.equal(self.samples, sample_bytes(weight))
+
+
+def copied_layers(
+    model: Any, access: LayerAccess, fits: Callable[[Tensor], bool]
+) -> tuple[list[nn.Linear], nn.Linear | None]:
+    """The linear layers of the decoder that are copied, and the LM head if it can be.
+
+    Raises:
+        ValueError: too little of the decoder can be copied.
+    """
+    decoder = model.get_submodule(".".join(access.path))
+    layers = [layer for layer in find_linear_layers([decoder], model.device.type) if fits(layer.weight)]
+    tensors = {id(one): one for one in (*decoder.parameters(), *decoder.buffers())}
+    total = sum(one.nbytes for one in tensors.values())
+    share = sum(layer.weight.nbytes for layer in layers) / max(1, total)
+    if share < MIN_COPIED_SHARE:
+        raise ValueError(
+            f"drafter='quantized' copies linear layers in float32, bfloat16 or float16, which are {share:.0%} of the "
+            f"decoder of {type(model).__name__} (experts, or weights that are quantised already): that cannot pay. Use "
+            "drafter='hybrid'."
+        )
+    head = model.get_output_embeddings()
+    heads = [] if head is None else find_linear_layers([head], model.device.type)
+    return layers, heads[0] if heads == [head] and fits(heads[0].weight) else None
+
+
+def decoder_tensors(model: Any, access: LayerAccess) -> list[Tensor]:
+    """What a copy depends on: the weights of the text model and of the LM head."""
+    parts = [model.get_submodule(".".join(access.path[: access.text_depth])), model.get_output_embeddings()]
+    found = {id(one): one for part in parts if part is not None for one in (*part.parameters(), *part.buffers())}
+    return list(found.values())
+
+
+def mean_squares(adapter: ModelAdapter, access: LayerAccess, layers: Mapping[str, nn.Linear]) -> dict[str, Tensor]:
+    """{name: [in_features] mean squares of the inputs of a layer}, of a text of ids spread over the vocabulary.
+
+    It depends on the weights alone, so that the copies of two processes are the same. Empty where the forward fails.
+    """
+    found: dict[str, Tensor] = {}
+
+    def record(name: str) -> LinearForward:
+        def forward(layer: nn.Linear, rows: Tensor) -> Tensor:
+            squares = rows.detach().reshape(-1, rows.shape[-1]).float().square().mean(0)
+            if bool(squares.isfinite().all()):
+                found[name] = squares
+            return functional.linear(rows, layer.weight, layer.bias)
+
+        return forward
+
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(adapter.num_embeddings, (1, CALIBRATION_TOKENS), generator=generator, device="cpu")
+    twin = with_forwards(adapter.model, {name: record(name) for name in layers})
+    text_model = twin.get_submodule(".".join(access.path[: access.text_depth]))
+    try:
+        with torch.no_grad(), PrivateDraws():  # dropout draws in train mode, and other threads may be sampling
+            states = text_model(input_ids=ids.to(adapter.model.device), use_cache=False, return_dict=True)[0]
+            head = twin.get_output_embeddings()
+            if head is not None and states.shape[-1] == head.in_features:
+                head(states)
+    except Exception as error:  # whatever a model's own code raises: the copy is a little worse
+        logger.debug("mmspec: the inputs of the layers could not be measured: %s", error)
+        return {}
+    return found
+
+
+def is_copy(module: Any, one: CopiedLayer) -> bool:
+    return type(module) is nn.Linear and one.is_of(module.weight)
+
+
+def sample_bytes(weight: Tensor) -> Tensor:
+    """The bytes of some numbers of a weight, evenly spread; nan is equal to itself."""
+    flat = weight.detach().reshape(-1)
+    return flat[:: max(1, len(flat) // NUM_SAMPLES)].clone().view(torch.uint8)

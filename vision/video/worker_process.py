@@ -1,0 +1,172 @@
+"""`WorkerProcess`: a process that decodes files, its pipes, its time limit, and why it ended.
+
+The other end is `mmspec.vision.video.decode_worker`. Which worker decodes what is decided in
+`mmspec.vision.video.decoder_pool`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from mmspec.vision.images import ImageError
+from mmspec.vision.video.decode_worker import read_exactly, read_message, write_message
+from mmspec.vision.video.reader import NoFramesError, RecountedError
+
+EXIT_TIMEOUT_S = 5.0
+"""Seconds to wait for the exit of a worker that closed its end of the pipe."""
+_WORKER_CODE = (
+    "import json, sys; options = json.loads(sys.argv[1]); sys.path[:] = options.pop('path'); "
+    "from mmspec.vision.video.decode_worker import run_worker; run_worker(**options)"
+)
+
+
+class DecoderCrashedError(ValueError):
+    """The worker process crashed while it decoded a file.
+
+    Attributes:
+        was_killed: By SIGKILL, which no decoder does to itself: the system ran out of memory, or somebody ended it.
+            The file is then worth another attempt.
+    """
+
+    was_killed = False
+
+
+class DecoderHungError(ValueError):
+    """The worker process exceeded its time limit and was killed."""
+
+
+def worker_command(timeout_s: float, memory: int) -> list[str]:
+    """The command line of a worker. It uses this process's module path; the user's main script is not run again."""
+    options = {"path": sys.path, "timeout_s": timeout_s, "memory": memory}
+    return [sys.executable, "-P", "-c", _WORKER_CODE, json.dumps(options)]
+
+
+class WorkerProcess:
+    """One worker and its pipes. One thread at a time sends requests; any thread may terminate it."""
+
+    def __init__(self, command: Sequence[str], timeout_s: float) -> None:
+        single_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # workers do no numerical work
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ | single_thread,
+            start_new_session=True,  # Ctrl-C goes to the parent only
+        )
+        self._timeout_s = timeout_s
+        self._timed_out = False
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it accepts requests."""
+        return not self._timed_out and self._process.poll() is None
+
+    def request(
+        self,
+        header: dict[str, Any],
+        deadline: float,
+        expected_keys: Sequence[str],
+        body: bytes = b"",
+        *,
+        answer_size: Callable[[dict[str, Any]], tuple[int, int]] = lambda answer: (0, 0),
+        timeout_s: float | None = None,
+    ) -> tuple[dict[str, Any], list[bytes]]:
+        """Send a request and wait for the answer.
+
+        Args:
+            header: Header of the request.
+            deadline: By `time.monotonic`; the worker is killed then.
+            expected_keys: Keys that the answer must have.
+            body: Bytes after the header.
+            answer_size: Maps the answer's header to (number of parts, bytes of each).
+            timeout_s: Time limit that the error message names; that of the worker if None.
+
+        Returns:
+            The expected keys of the answer's header, and the parts after it.
+
+        Raises:
+            DecoderCrashedError: The worker crashed, or its answer is malformed.
+            DecoderHungError: The deadline passed.
+            Exception: What `_raise_failure` makes of a failure that the worker reports.
+        """
+        assert self._process.stdin is not None and self._process.stdout is not None
+        timer = threading.Timer(max(0.0, deadline - time.monotonic()), self._expire)
+        timer.daemon = True
+        timer.start()
+        try:
+            write_message(self._process.stdin, header, [body])
+            answer = read_message(self._process.stdout)
+            if answer is None:
+                raise EOFError
+            if "failed" not in answer and set(expected_keys) - set(answer):
+                raise ValueError(f"an answer needs the keys {', '.join(expected_keys)}; got {', '.join(answer)}.")
+            count, size = (0, 0) if "failed" in answer else answer_size(answer)
+            parts = [read_exactly(self._process.stdout, size) for _ in range(count)]
+        except (OSError, EOFError, ValueError) as error:
+            raise self._termination_error(timeout_s or self._timeout_s) from error
+        finally:
+            timer.cancel()
+            timer.join()  # it may be running: the next user of this worker must find `is_alive` up to date
+        if "failed" in answer:
+            _raise_failure(answer)
+        return {name: answer[name] for name in expected_keys}, parts
+
+    def _expire(self) -> None:
+        self._timed_out = True
+        self._process.kill()
+
+    def _termination_error(self, timeout_s: float) -> Exception:
+        """Terminate the worker and return the exception that says why it failed."""
+        try:
+            code: int | None = self._process.wait(EXIT_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            code = None
+        self.terminate()
+        if self._timed_out:
+            return DecoderHungError(f"more than {timeout_s:g} seconds")
+        crashed = DecoderCrashedError(_describe_exit(code))
+        crashed.was_killed = code == -getattr(signal, "SIGKILL", 9)
+        return crashed
+
+    def terminate(self) -> None:
+        """Kill the process and close its pipes."""
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            with suppress(OSError):  # data that was not written yet
+                pipe.close()
+
+
+def _raise_failure(answer: dict[str, Any]) -> None:
+    """Raise the exception that a worker reports."""
+    message = str(answer.get("message", ""))
+    exceptions: dict[str, Callable[[], Exception]] = {
+        "no_frames": lambda: NoFramesError(message),
+        "recounted": lambda: RecountedError(int(answer.get("num_frames", 0))),
+        "not_installed": lambda: ImportError(message),
+        "memory": MemoryError,
+        "image": lambda: ImageError(str(answer.get("kind", "BrokenImage")), message),
+    }
+    raise exceptions.get(str(answer["failed"]), lambda: RuntimeError(message))()
+
+
+def _describe_exit(code: int | None) -> str:
+    """Why a process ended, from its exit code; None if it still ran."""
+    if code is None:
+        return "malformed answer"
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"signal {-code}, {signal.Signals(-code).name}"
+    except ValueError:
+        return f"signal {-code}"
