@@ -114,9 +114,22 @@ def test_train_mode_counts_where_the_code_asks_for_it(model: Any) -> None:
     assert "self_attn" in (scan_modules(model).training or "")
 
 
-def test_four_bit_layers_on_a_cpu_round_their_input() -> None:
+def test_four_bit_layers_that_round_their_input() -> None:
     kind = type("Linear4bit", (nn.Linear,), {"__module__": "bitsandbytes.nn.modules", "__qualname__": "Linear4bit"})
     assert quantises_activations(kind(2, 2)) and not quantises_activations(kind(2, 2).to("meta"))
+    assert quantises_activations(kind(2, 2), torch.float16) and not quantises_activations(kind(2, 2), torch.bfloat16)
+    layer = kind(2, 2)
+    layer.support_avx512bf16_for_cpu = False
+    for device in ("cpu", "meta"):
+        for compute, dtype, rounds in (
+            (None, torch.float32, False),
+            (torch.float32, torch.float32, False),
+            (torch.bfloat16, torch.float32, True),
+            (torch.bfloat16, torch.bfloat16, False),
+            (torch.float16, torch.float32, True),
+        ):
+            layer.compute_dtype = compute
+            assert quantises_activations(layer.to(device), dtype) == rounds, (device, compute, dtype)
     assert not quantises_activations(nn.Linear(2, 2))
 
 

@@ -42,19 +42,30 @@ class TreeSizeController:
         """
         Args:
             costs: measurements of this drafter on this model.
-            batch: B.
+            batch: B; `follow_rows` lowers it as rows end.
             drafts: False for a drafter that never proposes.
             max_tree_size: largest tree to consider, root included.
             fixed_tree_size: size of every tree; None to choose by costs.
         """
         self.costs = costs
-        self.batch = batch
+        self.batch = self._most_rows = batch
         self.drafts = drafts
         self.fixed_tree_size = fixed_tree_size
         self.max_tree_size = fixed_tree_size or max_tree_size
         self._net_cost = costs.draft_net_cost.setdefault(batch, DraftNetCost()) if drafts else DraftNetCost()
         self._expected_gain = 0.0  # tokens beyond one per row that the chosen tree is expected to bring, uncalibrated
         self._num_active = 0  # rows that were drafted for in this round
+
+    def follow_rows(self, num_rows: int) -> None:
+        """From the coming round on only `num_rows` rows of the batch are scored: it costs what a smaller batch does.
+
+        Counted as the next power of two, so that there are few sizes and each has measurements soon.
+        """
+        batch = min(self._most_rows, 1 << max(0, num_rows - 1).bit_length())
+        if batch != self.batch:
+            self.batch = batch
+            if self.drafts:
+                self._net_cost = self.costs.draft_net_cost.setdefault(batch, DraftNetCost())
 
     @property
     def should_draft(self) -> bool:

@@ -214,7 +214,7 @@ INLINE float NAME(weights)(const decoder *d, const stretch *p, float *scores, fl
 __attribute__((target(ISA))) static void NAME(store)(const decoding *s, const decoder_layer *l, int64_t b, int64_t h) {
   const decoder *d = s->d;
   const int64_t D = d->head_dim, N = d->nodes, width = qkv_width(d), bytes = D * float_bytes(d->type);
-  const int64_t first = ((b * d->num_kv_heads + h) * l->capacity + d->lengths[b]) * bytes;
+  const int64_t first = ((cache_row(d, b) * d->num_kv_heads + h) * l->capacity + d->lengths[b]) * bytes;
   for (int64_t n = 0; n < N; n++) {
     float *const key = s->qkv + (b * N + n) * width + (d->num_heads + h) * D;
     NAME(rotate)(d, l, key, l->k_norm, s->positions[b * N + n], 1.0f);
@@ -240,7 +240,8 @@ INLINE void NAME(attend_stretch)(const decoding *s, const decoder_layer *l, cons
                                  float *scores, float *tile, const int type) {
   const decoder *d = s->d;
   const int64_t D = d->head_dim, N = d->nodes, count = d->num_heads / d->num_kv_heads * N, step = query_step(d);
-  const int64_t at = ((p->b * d->num_kv_heads + p->h) * l->capacity + p->begin) * D * float_bytes(type);
+  const int64_t head = cache_row(d, p->b) * d->num_kv_heads + p->h;
+  const int64_t at = (head * l->capacity + p->begin) * D * float_bytes(type);
   const int64_t width = (p->T + (2 * LANES) - 1) / (2 * LANES) * (2 * LANES);
   for (int64_t begin = 0; begin < count; begin += MANY_QUERIES) {
     const int64_t n = min64(MANY_QUERIES, count - begin);

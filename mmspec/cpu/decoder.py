@@ -70,8 +70,9 @@ class DecoderInputs:
         position_base: rotary position of each row's cache position 0, if all its positions were text.
         max_position: largest cache position with a rotary position of its own; those behind it share it.
         padding: [B, P] bool, False at committed positions that are masked; None if none is.
-        caches: [2, B, num_kv_heads, capacity, head_dim] of each layer, keys and values, with room for N positions
+        caches: [2, R, num_kv_heads, capacity, head_dim] of each layer, keys and values, with room for N positions
             behind each row's length.
+        cache_rows: which of the R rows of the caches each row is; None: R is B, and they are the same.
     """
 
     tokens: Tensor
@@ -82,6 +83,7 @@ class DecoderInputs:
     max_position: int
     padding: Tensor | None
     caches: Sequence[Tensor]
+    cache_rows: Sequence[int] | None = None
 
 
 class CDecoder:
@@ -165,7 +167,7 @@ class CDecoder:
         if batch * nodes > MAX_DECODER_ROWS or not self._weights.are_valid():
             return None
         decoder = self._decoder
-        if not self._set_caches(inputs.caches, batch, max(inputs.lengths) + nodes):
+        if not self._set_caches(inputs, max(inputs.lengths) + nodes):
             return None
         num_positions = max(inputs.position_base) + min(max(inputs.lengths) + nodes, inputs.max_position) + 1
         if num_positions > MAX_ANGLES:
@@ -177,11 +179,13 @@ class CDecoder:
         logits = torch.empty(batch, nodes, decoder.vocab_size, dtype=self.dtype, device="cpu")
         hidden_states = self._set_hidden_states(hidden_state_indices, batch, nodes)
         lengths = (ctypes.c_int64 * batch)(*inputs.lengths)
+        cache_rows = None if inputs.cache_rows is None else (ctypes.c_int64 * batch)(*inputs.cache_rows)
         position_base = (ctypes.c_int64 * batch)(*inputs.position_base)
         decoder.batch, decoder.nodes, decoder.max_position = batch, nodes, inputs.max_position
         decoder.span, decoder.max_keys = nodes, max(inputs.lengths) + nodes
         decoder.tokens, decoder.depths, decoder.logits = tokens.data_ptr(), depths.data_ptr(), logits.data_ptr()
         decoder.lengths, decoder.position_base = ctypes.addressof(lengths), ctypes.addressof(position_base)
+        decoder.cache_rows = None if cache_rows is None else ctypes.addressof(cache_rows)
         decoder.ancestors = ancestors.data_ptr() if nodes > 1 else None
         decoder.padding = None if padding is None else padding.data_ptr()
         decoder.padding_length = 0 if padding is None else padding.shape[1]
@@ -236,12 +240,17 @@ class CDecoder:
             ctypes.memmove(ctypes.addressof(view), ctypes.addressof(plain), ctypes.sizeof(plain))
         return None if self._copies is None else self._copies.checked(self._kernel, found)
 
-    def _set_caches(self, caches: Sequence[Tensor], batch: int, kv_len: int) -> bool:
+    def _set_caches(self, inputs: DecoderInputs, kv_len: int) -> bool:
         """Set the addresses of keys and values; False if a cache is not as `DecoderInputs` describes."""
+        caches, num_rows, rows = inputs.caches, len(inputs.lengths), inputs.cache_rows
+        if rows is not None:
+            num_rows = caches[0].shape[1] if caches else 0
+            if len(rows) != len(inputs.lengths) or len(set(rows)) < len(rows) or not set(rows) <= set(range(num_rows)):
+                return False
         if len(caches) != len(self._layers):
             return False
         layers = zip(self._layers, caches, strict=True)
-        return all(set_cache(layer, cache, self.shape, batch, kv_len, self.dtype) for layer, cache in layers)
+        return all(set_cache(layer, cache, self.shape, num_rows, kv_len, self.dtype) for layer, cache in layers)
 
     def _set_angles(self, num_positions: int) -> None:
         """Let the rotary tables cover positions 0 to `num_positions` - 1."""

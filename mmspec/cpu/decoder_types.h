@@ -28,7 +28,7 @@ typedef struct {
   const float *attention_out_norm, *mlp_out_norm; /* of what the two parts add to the residual; NULL for none */
   weights router; /* of experts [num_experts, hidden_size]; then there is no `up`, and the experts' matrices lie behind each
                      other: gate and up of each in `gate`, and `down`; without biases, of a float type */
-  void *keys, *values; /* [batch, num_kv_heads, capacity, head_dim]; the nodes are written behind each row's length */
+  void *keys, *values; /* [rows, num_kv_heads, capacity, head_dim]; the nodes are written behind each row's length */
   const float *cos, *sin; /* [P, rotary_size] of this layer; NULL: those of the decoder */
   float *hidden;          /* [batch * nodes, hidden_size] output of the layer, or NULL */
   int64_t capacity;
@@ -63,6 +63,7 @@ typedef struct {
   const float *cos, *sin;          /* [P, rotary_size] */
   const int64_t *tokens, *depths;  /* [batch, nodes] */
   const int64_t *lengths;          /* [batch] committed positions */
+  const int64_t *cache_rows;       /* [batch] where in keys and values a row is; NULL: row b is there row b */
   const int64_t *position_base;    /* [batch] rotary position of cache position 0, if all positions were text */
   const uint8_t *ancestors;        /* [batch, nodes, span]: whether a node attends to a position; NULL: to all */
   const uint8_t *padding;          /* [batch, padding_length]: 0 at committed positions that are masked; or NULL */
@@ -126,6 +127,8 @@ static inline int64_t qkv_width(const decoder *d) { return (d->num_heads + 2 * d
    attention of 16 bits rounds weights that are normalised over all positions: there all are one part. */
 static inline int64_t part_size(const decoder *d) { return d->is_eager && d->type != FLOAT32 ? INT64_MAX / 2 : PART; }
 static inline int64_t num_parts(const decoder *d) { return (max64(d->max_keys, 1) - 1) / part_size(d) + 1; }
+
+static inline int64_t cache_row(const decoder *d, int64_t b) { return d->cache_rows ? d->cache_rows[b] : b; }
 
 /* The first position of row b that is not masked. */
 static inline int64_t origin_of(const decoder *d, int64_t b) {

@@ -134,7 +134,7 @@ _SIZES = (
     *("num_experts", "expert_size", "experts_per_token", "normalises_shares", "rounds_shares", "adds_in_type"),
 )
 _INPUTS = (
-    *("cos", "sin", "tokens", "depths", "lengths", "position_base", "ancestors", "padding"),
+    *("cos", "sin", "tokens", "depths", "lengths", "cache_rows", "position_base", "ancestors", "padding"),
     *("embedded", "normed", "logits", "scratch"),
 )
 

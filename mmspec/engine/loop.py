@@ -142,6 +142,8 @@ class DecodeLoop:
     def _plan(self, state: Any, whole: bool = True) -> RoundPlan:
         """What the coming round scores: the drafter's part if the `whole` round may be one function, else a tree."""
         draft, recorded = None, self.recorded
+        if self.target.skips_rows:
+            self.controller.follow_rows(sum(limit > 0 for limit in self.output.max_emit(1)))
         if self.controller.should_draft:
             size = self._size_in_advance() if whole and recorded is not None and recorded.can_draft else None
             if size is not None:
@@ -208,7 +210,8 @@ class DecodeLoop:
             tree = sanitize(tree, rows.root_ids, self.draftable, self.output.stop_ids)
             if rows.finished is not None:
                 tree = replace_with_chain(tree, rows.finished, self.output.pad_token_id)
-        logits, hidden_states = self.target.score(tree, self.drafter.requirements.hidden_state_indices)
+        indices = self.drafter.requirements.hidden_state_indices
+        logits, hidden_states = self.target.score(tree, indices, [limit > 0 for limit in rows.host_max_emit])
         try:
             return self._verifier.verify(tree, logits, rows, self._top_k(plan)), hidden_states, ()
         except Exception as error:
@@ -251,12 +254,14 @@ class DecodeLoop:
 
 
 def _drop_inactive_rows(result: VerifyResult, active: list[bool], row_state: RowState) -> VerifyResult:
-    """The result for the drafter: without the padding that finished rows emit."""
+    """The result for the drafter: without the padding that finished rows emit, and what was not scored."""
     if all(active):
         return result
     return replace(
         result,
         emitted_ids=[ids if on else [] for ids, on in zip(result.emitted_ids, active, strict=True)],
         accepted_nodes=[nodes if on else [] for nodes, on in zip(result.accepted_nodes, active, strict=True)],
+        scored_ids=result.scored_ids
+        and [ids if on else [-1] * len(ids) for ids, on in zip(result.scored_ids, active, strict=True)],
         counts=result.counts if row_state.finished is None else torch.where(row_state.finished, 0, result.counts),
     )

@@ -20,17 +20,28 @@ class Target(Protocol):
     Attributes:
         vocab_size: V.
         chains_only: whether `score` accepts chains only, no trees with branches.
+        skips_rows: whether rows that are not active cost `score` nothing.
     """
 
     vocab_size: int
     chains_only: bool
+    skips_rows: bool
 
     @property
     def setup_s(self) -> float:
         """Seconds so far that were spent once per shape (recording, compiling), by drafters too: no cost of a round."""
 
-    def score(self, tree: DraftTree, hidden_state_indices: Sequence[int] = ()) -> tuple[Tensor, dict[int, Tensor]]:
-        """One forward over the nodes of all rows: logits [B, N, V] and hidden states {index: [B, N, D]}."""
+    def score(
+        self, tree: DraftTree, hidden_state_indices: Sequence[int] = (), active: Sequence[bool] | None = None
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """One forward over the nodes of all rows: logits [B, N, V] and hidden states {index: [B, N, D]}.
+
+        Args:
+            tree: the sanitized tree.
+            hidden_state_indices: hidden states to return.
+            active: per row, whether anything of it is read; of the others the results are any finite numbers, and the
+                keys and values behind the committed positions may be left as they are. None: all are active.
+        """
 
     def commit(self, result: VerifyResult) -> None:
         """Keep the keys and values of the accepted nodes and discard the others."""

@@ -75,15 +75,16 @@ class NodeCall:
             base = axes[0]
         return [int(position) for position in base[:, 0].expand(len(self.kv_cache.seq_lens))]
 
-    def inputs(self, tree: DraftTree, caches: Sequence[Tensor]) -> DecoderInputs:
+    def inputs(self, tree: DraftTree, caches: Sequence[Tensor], rows: Sequence[int] | None = None) -> DecoderInputs:
         """A forward over nodes behind what is committed now.
 
         Args:
             tree: the sanitized tree.
             caches: keys and values of the decoder's layers.
+            rows: the rows to compute; None for all.
         """
         assert tree.depths is not None and tree.ancestor_mask is not None and self.position_base is not None
-        return DecoderInputs(
+        inputs = DecoderInputs(
             tokens=tree.tokens,
             depths=tree.depths,
             ancestor_mask=tree.ancestor_mask,
@@ -92,6 +93,18 @@ class NodeCall:
             max_position=self.tensors.last_position,
             padding=self.tensors.padding,
             caches=caches,
+        )
+        if rows is None:
+            return inputs
+        return replace(
+            inputs,
+            tokens=inputs.tokens[rows],
+            depths=inputs.depths[rows],
+            ancestor_mask=inputs.ancestor_mask[rows],
+            lengths=[inputs.lengths[row] for row in rows],
+            position_base=[inputs.position_base[row] for row in rows],
+            padding=None if inputs.padding is None else inputs.padding[rows],
+            cache_rows=rows,
         )
 
 

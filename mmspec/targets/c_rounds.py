@@ -62,7 +62,11 @@ class CRounds:
         self._layers = layers
 
     def score(
-        self, tree: DraftTree, kv_cache: RaggedKVCache, hidden_state_indices: Sequence[int]
+        self,
+        tree: DraftTree,
+        kv_cache: RaggedKVCache,
+        hidden_state_indices: Sequence[int],
+        active: Sequence[bool] | None = None,
     ) -> tuple[Tensor, dict[int, Tensor]] | None:
         """As `Target.score`, after `RaggedKVCache.begin_forward`; None if this forward must run in the model.
 
@@ -70,6 +74,7 @@ class CRounds:
             tree: the sanitized tree.
             kv_cache: where the nodes' keys and values are written.
             hidden_state_indices: hidden states to return.
+            active: the rows that are computed, all if None; the results of the others are 0.
         """
         if torch.is_autocast_enabled("cpu") or (self._guard is not None and not self._guard.is_unchanged()):
             return None
@@ -78,8 +83,17 @@ class CRounds:
             return None
         if self._layers is not None:
             caches = [caches[index] for index in self._layers]
-        scored = self.decoder.forward(self._call.inputs(tree, caches), hidden_state_indices)
-        return None if scored is None else (self._parts.finish_logits(scored[0]), scored[1])
+        rows = None
+        if active is not None and not all(active):
+            rows = [row for row, on in enumerate(active) if on]
+        scored = self.decoder.forward(self._call.inputs(tree, caches, rows), hidden_state_indices)
+        if scored is None:
+            return None
+        logits, states = self._parts.finish_logits(scored[0]), scored[1]
+        if rows is None:
+            return logits, states
+        batch = len(tree.tokens)
+        return _spread(logits, rows, batch), {index: _spread(one, rows, batch) for index, one in states.items()}
 
     def with_matrices(self, convert: Callable[[Weight], Weight]) -> CRounds | None:
         """The same with other matrices (`CDecoder.with_matrices`); None if they do not fit."""
@@ -92,6 +106,13 @@ class CRounds:
     def restrict(self, layers: Sequence[int]) -> CRounds:
         """The same with these decoder layers of the model only."""
         return CRounds(self.decoder.restrict(layers), self._parts, self._call, self._guard, layers)
+
+
+def _spread(computed: Tensor, rows: Sequence[int], batch: int) -> Tensor:
+    """[batch, ...] with `computed` in these rows, and 0 in the others."""
+    spread = computed.new_zeros(batch, *computed.shape[1:])
+    spread[rows] = computed
+    return spread
 
 
 def c_rounds(kernel: CKernel, call: NodeCall, modules: ModuleScan, runs_user_code: bool) -> CRounds | None:

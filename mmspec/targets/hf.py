@@ -62,7 +62,7 @@ class HFTarget:
         device: device of the forwards.
         inference_mode: whether forwards may run in inference mode.
         user_cache_view: the user's cache while user code can read it.
-        chains_only: whether `score` accepts chains only, no trees with branches.
+        chains_only, skips_rows: see `mmspec.interfaces.Target`.
         states: of recurrent layers; None if the model has none.
         recordings: where parts of a round are recorded in this call, or None.
         rounds: computes `score` in C where it can; None for the model's own forward.
@@ -70,7 +70,7 @@ class HFTarget:
         call_tensors: what it reads of the call; set by `prefill`.
     """
 
-    chains_only = False
+    chains_only = skips_rows = False
     states: RecurrentStates | None = None
     node_forward: NodeForward
     call_tensors: CallTensors
@@ -112,8 +112,8 @@ class HFTarget:
         self._runs_user_code = cache_is_observed
         self._guard: ModelGuard | None = None  # if user code runs, which may change the model
         capacity = self._max_length + BUCKETS[-1]
-        own = RaggedKVCache(input_ids.shape[0], capacity, VALUES_START_AS_KEYS) if lane is None else lane.kv_cache
-        self.buffer = own
+        batch = len(input_ids)
+        self.buffer = RaggedKVCache(batch, capacity, VALUES_START_AS_KEYS) if lane is None else lane.kv_cache
         self.cache = TreeCache(self.buffer, adapter.num_layers, self.user_cache)
         self.prompt_length = 0
         self.device = self.model.device  # transformers allows `input_ids` on another device
@@ -124,11 +124,10 @@ class HFTarget:
         self.user_cache_view = UserCacheView(
             self.user_cache if cache_is_observed and self.keeps_cache else None, self.buffer
         )
-        uses_inference_mode = self.inference_mode and self.user_cache_view.cache is None
         self._mode: Callable[[], AbstractContextManager[Any]] = torch.no_grad
         if lane is not None:
             self._mode = recordable_mode
-        elif uses_inference_mode:
+        elif self.inference_mode and self.user_cache_view.cache is None:
             self._mode = torch.inference_mode
         self._num_steps = 0  # output tokens per row that transformers would have fed to the model so far
 
@@ -215,17 +214,20 @@ class HFTarget:
         call = NodeCall(self.adapter, self.node_forward.template, self.call_tensors, self.buffer, has_media)
         with self._mode():
             self.rounds = c_rounds(kernel, call, modules, self._runs_user_code)
+        self.skips_rows = self.rounds is not None
 
     def decoding(self) -> AbstractContextManager[Any]:
         """The context that transformers applies to its decoding steps; may switch kernels of expert layers."""
         optimize = getattr(self.model, "_optimize_model_for_decode", nullcontext)
         return optimize()
 
-    def score(self, tree: DraftTree, hidden_state_indices: Sequence[int] = ()) -> tuple[Tensor, dict[int, Tensor]]:
-        """See `Target.score`: in C, else recorded, else in torch."""
+    def score(
+        self, tree: DraftTree, hidden_state_indices: Sequence[int] = (), active: Sequence[bool] | None = None
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """See `Target.score`: in C, which computes active rows only, else recorded, else in torch."""
         tree = tree.to(self.device)
         self.buffer.begin_forward(tree.num_nodes)
-        scored = self.rounds and self.rounds.score(tree, self.buffer, hidden_state_indices)
+        scored = self.rounds and self.rounds.score(tree, self.buffer, hidden_state_indices, active)
         if scored:
             return scored
         with self._mode():

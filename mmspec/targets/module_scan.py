@@ -164,7 +164,8 @@ def scan_modules(model: Any) -> ModuleScan:
         running = {id(module) for module in _modules_of_every_forward(model, roots)}
         foreign = [module for module in state.foreign if id(module) in running]
         compiled = any(id(module) in running for module in state.compiled)
-        quantisers = [module for module in state.quantisers if id(module) in running]
+        dtype = getattr(model, "dtype", None)
+        quantisers = [one for one in state.quantisers if id(one) in running and quantises_activations(one, dtype)]
         hooked = [(module, description) for module, description in state.hooked if id(module) in running]
         if hooked and hook is None:
             hook = f"{hooked[0][1]} on {describe_module(model, hooked[0][0])}"

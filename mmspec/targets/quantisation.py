@@ -11,6 +11,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 ACTIVATION_QUANTISERS = {
@@ -19,19 +20,23 @@ ACTIVATION_QUANTISERS = {
     "BitLinear": "transformers.integrations.bitnet",
 }
 """{class: its Python module} of layers that always do so."""
-CPU_ACTIVATION_ROUNDERS = {"Linear4bit": "bitsandbytes.nn.modules"}
-"""Those that round it to bfloat16 on a CPU (with AVX-512 BF16), whatever its dtype."""
+ACTIVATION_ROUNDERS = {"Linear4bit": "bitsandbytes.nn.modules"}
+"""Those that round it to their `compute_dtype`, and to bfloat16 on a CPU with AVX-512 BF16."""
 WEIGHT_ATTRIBUTES = ("act_quant_kwargs", "act_quant_scale", "activation_quantization", "input_quant_func")
 """Attributes of torchao's weights that are not None where the input is quantised too."""
 
 
-def quantises_activations(module: nn.Module) -> bool:
+def quantises_activations(module: nn.Module, dtype: torch.dtype | None = None) -> bool:
     """Whether a module is known to quantise its input or output: by its class, its weights, or a scheme.
 
     The scheme is the `quantization_scheme` of compressed-tensors, or the activations' type of optimum-quanto.
+
+    Args:
+        module: the module.
+        dtype: of its input; None if it is not known.
     """
     kind: Any = type(module)
-    if _is_quantiser_class(kind) or (_rounds_on_cpu(kind) and module.weight.device.type == "cpu"):
+    if _is_quantiser_class(kind) or (_is_rounder_class(kind) and _rounds(module, dtype)):
         return True
     if module.__dict__.get("activation_qtype") is not None:  # optimum-quanto
         return True
@@ -50,8 +55,17 @@ def _is_quantiser_class(kind: type) -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def _rounds_on_cpu(kind: type) -> bool:
-    return any(CPU_ACTIVATION_ROUNDERS.get(base.__qualname__) == base.__module__ for base in kind.__mro__)
+def _is_rounder_class(kind: type) -> bool:
+    return any(ACTIVATION_ROUNDERS.get(base.__qualname__) == base.__module__ for base in kind.__mro__)
+
+
+def _rounds(module: Any, dtype: torch.dtype | None) -> bool:
+    """Whether a layer of bitsandbytes rounds an input of a type to a shorter one."""
+    types = [getattr(module, "compute_dtype", None)]
+    if module.weight.device.type == "cpu" and getattr(module, "support_avx512bf16_for_cpu", True):
+        types.append(torch.bfloat16)
+    resolution = 0.0 if dtype is None else torch.finfo(dtype).eps
+    return any(one is not None and torch.finfo(one).eps > resolution for one in types)
 
 
 def _is_any_set(value: object, names: Sequence[str]) -> bool:

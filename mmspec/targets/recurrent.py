@@ -57,10 +57,12 @@ class RecurrentTarget(HFTarget):
             self.states.hold()
         return outputs
 
-    def score(self, tree: DraftTree, hidden_state_indices: Sequence[int] = ()) -> tuple[Tensor, dict[int, Tensor]]:
+    def score(
+        self, tree: DraftTree, hidden_state_indices: Sequence[int] = (), active: Sequence[bool] | None = None
+    ) -> tuple[Tensor, dict[int, Tensor]]:
         """See `mmspec.interfaces.Target.score`; node i of the tree is the parent of node i + 1."""
         with self.states.logged():
-            return super().score(tree, hidden_state_indices)
+            return super().score(tree, hidden_state_indices, active)
 
     def commit(self, result: VerifyResult) -> None:
         super().commit(result)

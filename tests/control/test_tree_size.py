@@ -471,3 +471,22 @@ def test_no_random_numbers_are_drawn() -> None:
         RoundCostModel(), 300, draft=0.05, forward_s=linear(0.11), scores=GOOD, accept_probs=[0.5 * p for p in GOOD]
     )
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_as_rows_end_costs_are_those_of_a_smaller_batch() -> None:
+    """Where drafts do not pay in a full batch they do for its last rows; each size keeps what was measured of it."""
+    costs = measured_costs(linear(1.0), 6)
+    for nodes in BUCKETS:
+        costs.update(costs.score_s, (1, nodes), linear(0.0)(nodes))
+    controller = TreeSizeController(costs, 6, drafts=True)
+    draft = tree_of([0.5] * 7)
+    assert controller.choose_size(tree_of([0.5] * 7, 6), 6) == 1
+    costs.draft_net_cost[6].backoff = 3
+    sizes = []
+    for num_rows in (6, 5, 4, 3, 2, 1):
+        controller.follow_rows(num_rows)
+        sizes.append(controller.batch)
+    assert sizes == [6, 6, 4, 4, 2, 1] and controller.should_draft
+    assert controller.choose_size(draft, 1) == 8
+    controller.record(8, draft_s=0.0, score_s=1.0, overhead_s=OVERHEAD_S, num_accepted=3)
+    assert costs.draft_net_cost[1].measured_sizes == {8} and costs.draft_net_cost[6].backoff == 3

@@ -349,6 +349,33 @@ def check_paths(model: Model, kernel: CKernel, inputs: DecoderInputs, pads: Sequ
                     assert torch.equal(got[0, 0], want[row, node]), (row, leaf, node)
 
 
+@pytest.mark.parametrize("kind", [*TYPES, 4], ids=str)
+@pytest.mark.parametrize("rows", [[1], [0, 3], [3, 1, 0]], ids=str)
+def test_some_rows_of_the_caches_are_computed_as_all_are(
+    kernel: CKernel, rows: list[int], kind: torch.dtype | int
+) -> None:
+    """Bit for bit, and nothing is written in the others."""
+    model = make_model(replace(SHAPES["grouped, wide heads"], windows=(6, 0)), extras=True)
+    model = quantised(model, kernel, kind) if isinstance(kind, int) else in_type(model, kind)
+    inputs = make_inputs(model, [12, 9, 20, 3], 5, padded=True)
+    caches = [cache.clone() for cache in inputs.caches]
+    some = replace(
+        inputs,
+        **{name: getattr(inputs, name)[rows] for name in ("tokens", "depths", "ancestor_mask", "padding")},
+        **{name: [getattr(inputs, name)[row] for row in rows] for name in ("lengths", "position_base")},
+        caches=[cache.clone() for cache in caches],
+        cache_rows=rows,
+    )
+    whole = run(model, kernel, inputs)
+    assert all(torch.equal(got, want[rows]) for got, want in zip(run(model, kernel, some), whole, strict=True))
+    others = [row for row in range(4) if row not in rows]
+    for got, want, before in zip(some.caches, inputs.caches, caches, strict=True):
+        assert torch.equal(got[:, rows], want[:, rows]) and torch.equal(got[:, others], before[:, others])
+    decoder = model.decoder(kernel)
+    for wrong in ([*rows, rows[0]], [4, *rows[1:]], [-1, *rows[1:]], [rows[-1], *rows[:-1]][: len(rows) - 1]):
+        assert decoder.forward(replace(some, cache_rows=wrong)) is None
+
+
 @pytest.mark.parametrize("experts", [{}, {"num_experts": 16, "expert_size": 200, "experts_per_token": 3}], ids=str)
 def test_results_do_not_depend_on_the_number_of_threads(kernel: CKernel, experts: dict[str, int]) -> None:
     model = make_model(DecoderShape(384, 1024, 6, 3, 64, 1e-6, 0.125, **experts))

@@ -1,7 +1,8 @@
 """The table of model types in `docs/models.md`: self-test, random cases, media, drafters.
 
 `python tests/helpers/model_table.py --cases 100 --jobs 2` (about half an hour) rewrites the table and its JSON;
-`python tests/helpers/model_table.py --speed` (some minutes, on an idle machine) measures the loop without drafts again.
+`--speed` (some minutes, on an idle machine) measures the loop without drafts again, and `--rounds` (some minutes) finds
+what computes rounds in each type.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import asdict, dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import fuzz as fuzz
 import tiny_heads as heads
@@ -28,6 +30,8 @@ from packaging.version import Version
 
 import mmspec
 from mmspec import fallback
+from mmspec.cpu.linear import find_linear_layers
+from mmspec.targets.c_rounds import CRounds
 from mmspec.targets.registry import find_adapter
 from mmspec.targets.selftest import run_selftest
 
@@ -35,6 +39,8 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 DOCUMENT = ROOT / "docs" / "models.md"
 RESULT = ROOT / "docs" / "models.json"
 BEGIN, END = "<!-- table: python tests/helpers/model_table.py -->", "<!-- end of table -->"
+BEGIN_ROUNDS, END_ROUNDS = "<!-- table: python tests/helpers/model_table.py --rounds -->", "<!-- end of rounds -->"
+ROUND_TYPES = ("float32", "bfloat16", "float16")
 SPEED_PAIRS = 7
 HEADS = {"MSD": "decoupled", "EAGLE": "coupled", "EAGLE-3": "eagle3", "FLASH": "flash"}
 TRAITS = {
@@ -53,6 +59,7 @@ class Row:
         identical: of `cases` random calls; `speculated` of them were not left to transformers.
         transformers: the version that the cases ran on.
         none_ratio: tokens per second with `drafter="none"` relative to plain `generate`.
+        rounds: {type of the weights: what computes rounds on a CPU}.
     """
 
     model_type: str
@@ -67,6 +74,7 @@ class Row:
     grids: bool = False
     none_ratio: float | None = None
     error: str = ""
+    rounds: dict[str, str] = field(default_factory=dict)
     transformers: str = transformers.__version__
 
 
@@ -135,12 +143,64 @@ def measure_none(family: str) -> float:
     return statistics.median(seconds(False) / seconds(True) for _ in range(SPEED_PAIRS))
 
 
+def measure_rounds(family: str) -> dict[str, str]:
+    """{type of the weights: what computes the rounds of a call}: "C", "linear kernels", "torch" or "transformers".
+
+    "-" where the model itself has no forward in that type.
+    """
+    found = {}
+    for dtype in ROUND_TYPES:
+        model = tiny.build_model(tiny.ModelSpec(family, seed=4, dtype=dtype))
+        images = [1] if "images" in media_of(family) else None
+        inputs = tiny.build_inputs(model, 3, 1, images=images, padding="none")
+        options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+        try:
+            model.generate(**inputs, **options)
+        except RuntimeError:
+            found[dtype] = "-"
+            continue
+        original, are_in_c = CRounds.score, list[bool]()
+
+        def spy(self: CRounds, *args: Any, original: Any = original, are_in_c: list[bool] = are_in_c) -> Any:
+            scored = original(self, *args)
+            are_in_c.append(scored is not None)
+            return scored
+
+        with mock.patch.object(CRounds, "score", spy), fuzz.patch_model(model, "lookup", tree_size=4):
+            model.generate(**inputs, **options)
+            reason = mmspec.stats(model, last=True).fallback_reason
+        if reason:
+            found[dtype] = "transformers"
+        elif are_in_c:
+            found[dtype] = "C" if all(are_in_c) else "C in part"
+        else:
+            found[dtype] = "linear kernels" if find_linear_layers([find_adapter(model).text_model]) else "torch"
+    return found
+
+
+def rounds_table(rows: Sequence[Row]) -> str:
+    """The table of what computes rounds."""
+    lines = ["| float32 | bfloat16 | float16 | model types |", "|---|---|---|---|"]
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for row in sorted(rows, key=lambda row: row.model_type):
+        if row.rounds:
+            groups.setdefault(tuple(row.rounds[dtype] for dtype in ROUND_TYPES), []).append(f"`{row.model_type}`")
+    for kinds, names in sorted(groups.items()):
+        lines.append("| " + " | ".join([*kinds, ", ".join(names)]) + " |")
+    return "\n".join(lines)
+
+
 def write_results(rows: Sequence[Row], versions: dict[str, Any]) -> None:
     """The JSON and the table in the document."""
     RESULT.write_text(json.dumps({**versions, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
     text = DOCUMENT.read_text()
-    head, tail = text.split(BEGIN)[0], text.split(END)[1]
-    DOCUMENT.write_text(f"{head}{BEGIN}\n{markdown_table(rows)}\n{END}{tail}")
+    for begin, end, table in (
+        (BEGIN, END, markdown_table(rows)),
+        (BEGIN_ROUNDS, END_ROUNDS, rounds_table(rows)),
+    ):
+        head, tail = text.split(begin)[0], text.split(end)[1]
+        text = f"{head}{begin}\n{table}\n{end}{tail}"
+    DOCUMENT.write_text(text)
 
 
 def markdown_table(rows: Sequence[Row]) -> str:
@@ -179,23 +239,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--family", action="append", help="only these model types; the rows of others stay")
     parser.add_argument("--speed", action="store_true", help="only measure the loop without drafts of all rows")
+    parser.add_argument("--rounds", action="store_true", help="only find what computes rounds, in all rows")
     args = parser.parse_args(argv)
     logging.getLogger("mmspec").setLevel(logging.ERROR)
     fuzz.init_worker()
-    if args.speed:
+    if args.speed or args.rounds:
         values = json.loads(RESULT.read_text())
         rows = [Row(**row) for row in values.pop("rows")]
         for row in rows:
             if row.model_type not in {*tiny.FAMILIES, *zoo.ROWS}:
                 continue  # the installed transformers cannot run it
-            row.none_ratio = round(measure_none(row.model_type), 2)
-            print(f"{row.model_type}: {row.none_ratio}x", file=sys.stderr, flush=True)
+            if args.speed:
+                row.none_ratio = round(measure_none(row.model_type), 2)
+            else:
+                row.rounds = measure_rounds(row.model_type)
+            print(f"{row.model_type}: {row.none_ratio}x, {row.rounds}", file=sys.stderr, flush=True)
         write_results(rows, values)
         return 0
     rows = []
     with get_context("fork").Pool(args.jobs, initializer=fuzz.init_worker) as pool:
         for family in args.family or [*tiny.FAMILIES, *zoo.ROWS]:
             row = measure(family, args.cases, pool)
+            row.rounds = measure_rounds(family)
             rows.append(row)
             print(f"{family}: {row.identical} of {row.cases}, {row.selftest} {row.error}", file=sys.stderr, flush=True)
     failed = any(row.identical < row.cases for row in rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import random
 import sys
@@ -15,7 +16,7 @@ import pytest
 import tiny_heads
 import tiny_models as tiny
 import torch
-from parity import Kwargs, generate_plain, get_model, speculate
+from parity import Kwargs, generate_plain, generate_tokens, get_model, speculate
 from test_targets import bush, inside
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,6 +24,7 @@ from transformers import PreTrainedModel
 
 import mmspec
 from mmspec.cpu.c_kernel import load_kernel
+from mmspec.cpu.decoder import CDecoder, DecoderInputs
 from mmspec.targets import c_check
 from mmspec.targets.c_rounds import CRounds
 from mmspec.targets.hf import HFTarget
@@ -51,6 +53,11 @@ def forwards(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
     monkeypatch.setattr(CRounds, "score", spy)
     return done
+
+
+def score_all_rows(self: HFTarget, *args: Any, score: Callable[..., Any] = HFTarget.score) -> Any:
+    """`HFTarget.score`, not told which rows are active."""
+    return score(self, *args[:2])
 
 
 def use_c(target: HFTarget) -> None:
@@ -147,6 +154,40 @@ def test_layers_that_amplify_rounding(
     assert bool(forwards) != bool(wrong) and all(forwards)
 
 
+@pytest.mark.parametrize("drafter", ["none", "lookup", "recycling", "bush", "oracle"])
+@pytest.mark.parametrize(("family", "changes"), [("llava", {}), ("gemma3", {}), ("qwen2_vl", {"dtype": "bfloat16"})])
+def test_rows_that_have_ended_are_not_computed(
+    family: str, changes: Kwargs, drafter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Padded rows end one by one: the tokens are those of a call that computes all of them to the end."""
+    model = get_model(family, seed=18, **changes)
+    inputs = tiny.build_inputs(model, 5, 4, images=[1, 1, 1, 1], padding="left")
+    tokens = generate_tokens(model, inputs, max_new_tokens=16, do_sample=False)
+    ends: Kwargs = {"eos_token_id": [row[step] for row, step in zip(tokens, (2, 9, 5), strict=False)]}
+    ends |= {"pad_token_id": 0, "max_new_tokens": 16, "do_sample": False}
+    computed: list[int] = []
+    forward = CDecoder.forward
+
+    def spy(self: CDecoder, given: DecoderInputs, *args: Any) -> Any:
+        computed.append(len(given.tokens))
+        return forward(self, given, *args)
+
+    monkeypatch.setattr(CDecoder, "forward", spy)
+    plain = generate_plain(model, inputs, **ends)
+    with speculate(model, drafter, plain):
+        mine = generate_plain(model, inputs, **ends)
+        forwards = mmspec.stats(model).row_forwards
+        computed.clear()
+        again = generate_plain(model, inputs, **ends)  # without the check of the decoder
+        assert sum(computed) == sum(mmspec.stats(model).row_forwards) and min(computed) < 4
+        monkeypatch.setattr(HFTarget, "score", score_all_rows)
+        computed.clear()
+        whole = generate_plain(model, inputs, **ends)
+    assert set(computed) == {4} and len(set(forwards)) > 1
+    assert torch.equal(mine, whole) and torch.equal(again, whole)
+    assert changes or torch.equal(mine, plain)
+
+
 @pytest.mark.parametrize(
     "wrong", [{}, {"normalises_shares": True}, {"experts_per_token": 1}, {"expert_size": 1}], ids=str
 )
@@ -230,6 +271,51 @@ def test_a_model_that_is_cast_after_patch(forwards: list[bool]) -> None:
         near = 1e-4 if dtype is torch.float32 else 0.2
         assert torch.allclose(plain.logits[1], none.logits[1], atol=near)
         assert dtype != torch.float32 or torch.equal(none.sequences, plain.sequences)
+
+
+@pytest.mark.every(3)
+@pytest.mark.parametrize("dtype", ["float32", *HALVES])
+@pytest.mark.parametrize(
+    "shape", [{"hidden": 40, "vocab": 121}, {"hidden": 52, "heads": 2, "kv_heads": 1, "tied": True}]
+)
+def test_odd_sizes_with_every_drafter(shape: Kwargs, dtype: str, forwards: list[bool]) -> None:
+    model = tiny.build_model(
+        tiny.ModelSpec("llava" if "tied" in shape else "llava_onevision", seed=8, dtype=dtype, **shape)
+    )
+    inputs = tiny.build_inputs(model, 5, 2)
+    results = [] if dtype in HALVES else [generate_plain(model, inputs, **OUTPUTS).sequences]
+    for drafter in ("none", "hybrid", "quantized", "auto"):
+        with speculate(model, drafter, tree_size=8):
+            results.append(generate_plain(model, inputs, **OUTPUTS).sequences)
+    assert forwards and all(forwards)
+    assert all(torch.equal(one, results[0]) for one in results)
+
+
+def test_weights_that_were_made_in_inference_mode(forwards: list[bool]) -> None:
+    """They have no counter of changes: a copy in 4 bits, made before, is not used for them."""
+    model = tiny.build_model(tiny.ModelSpec(seed=21))
+    inputs = tiny.build_inputs(model, 5, 2)
+    mmspec.patch(model, "quantized")
+    generate_plain(model, inputs, **OUTPUTS)
+    with torch.inference_mode():
+        for layer in (model.lm_head, model.get_decoder().layers[0].mlp.up_proj):
+            layer.weight = nn.Parameter(layer.weight * -2, requires_grad=False)
+    mine = generate_plain(model, inputs, **OUTPUTS)
+    with mmspec.disabled(model):
+        assert torch.equal(generate_plain(model, inputs, **OUTPUTS).sequences, mine.sequences)
+    assert forwards and all(forwards)
+
+
+@pytest.mark.parametrize("kind", ["the same module", "a copy"])
+def test_layers_that_share_a_place_in_the_cache_are_left_to_transformers(kind: str) -> None:
+    model = tiny.build_model(tiny.ModelSpec(seed=21, layers=3))
+    layers = model.get_decoder().layers
+    layers[2] = layers[1] if kind == "the same module" else copy.deepcopy(layers[1])
+    inputs = tiny.build_inputs(model, 5, 1, images=None, padding="none")
+    plain = generate_plain(model, inputs, **OUTPUTS).sequences
+    with speculate(model, "lookup"):
+        assert torch.equal(generate_plain(model, inputs, **OUTPUTS).sequences, plain)
+        assert "layer_idx" in (mmspec.stats(model, last=True).fallback_reason or "")
 
 
 @pytest.mark.parametrize("part", ["layer", "head"])

@@ -6,8 +6,11 @@ import json
 from types import SimpleNamespace
 
 import model_table
+import pytest
 import tiny_models as tiny
 import zoo
+
+from mmspec.cpu.c_kernel import load_kernel
 
 
 def test_the_table_has_every_model_type() -> None:
@@ -19,6 +22,22 @@ def test_the_table_has_every_model_type() -> None:
     for row in rows:
         assert row.cases >= 100 and row.identical == row.cases and not row.error, row.model_type
         assert row.selftest == "passed" or row.selftest.startswith("not run"), row.model_type
+
+
+def test_the_table_of_rounds_is_that_of_the_rows() -> None:
+    values = json.loads(model_table.RESULT.read_text(encoding="utf-8"))
+    rows = [model_table.Row(**row) for row in values["rows"]]
+    assert model_table.rounds_table(rows) in model_table.DOCUMENT.read_text(encoding="utf-8")
+    assert {row.model_type for row in rows if not row.rounds} <= {*zoo.ALL} - {*zoo.ROWS}
+
+
+@pytest.mark.skipif(load_kernel() is None, reason="no compiler or another processor")
+@pytest.mark.every(25)
+@pytest.mark.parametrize("family", [*tiny.FAMILIES, *zoo.ROWS])
+def test_what_computes_rounds_is_what_the_table_says(family: str) -> None:
+    values = json.loads(model_table.RESULT.read_text(encoding="utf-8"))
+    rounds = {row["model_type"]: row["rounds"] for row in values["rows"]}
+    assert model_table.measure_rounds(family) == rounds[family]
 
 
 def test_a_row_is_measured() -> None:
