@@ -36,6 +36,7 @@ OUTPUTS: Kwargs = {"max_new_tokens": 16, "return_dict_in_generate": True, "outpu
 VISION = (
     *(*tiny.FAMILIES, "qwen2_vl", "qwen3_vl", "internvl", "idefics2", "idefics3", "smolvlm", "mistral3", "vipllava"),
     *("gemma3", "paligemma", "glm4v", "glm_ocr", "ovis2", "got_ocr2", "lighton_ocr", "perception_lm", "video_llama_3"),
+    *("qwen3_vl_moe", "qwen3_omni_moe_thinker"),
 )
 HALVES = ("bfloat16", "float16")
 
