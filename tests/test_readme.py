@@ -51,5 +51,4 @@ def test_figures_are_those_of_the_results() -> None:
 
 def test_the_docs_are_not_too_long() -> None:
     pages = [*(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "results").glob("*.md")]
-    words = [word for page in pages for word in page.read_text(encoding="utf-8").split()]
-    assert sum(re.search(r"\w", word) is not None for word in words) <= MAX_WORDS  # not the bars of tables
+    assert sum(len(page.read_text(encoding="utf-8").split()) for page in pages) < MAX_WORDS  # as `wc -w` counts

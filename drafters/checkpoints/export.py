@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 
 from mmspec.drafters.heads.base.drafter import HeadDrafter
-from mmspec.drafters.heads.registry import EXPORT_FORMATS, method_of
+from mmspec.drafters.heads.registry import EXPORT_FORMATS, ExportInputs, method_of
 from mmspec.interfaces import SharedEmbeddings, TargetInfo
 
 PUBLISHED_SETTINGS = (
@@ -43,7 +43,7 @@ def export_head(
         raise ValueError(reason)
     method = method_of(drafter)
     assert method is not None
-    method.export(Path(folder), drafter, target, format_name, shared_embeddings)
+    method.export(Path(folder), ExportInputs(drafter, target, format_name, shared_embeddings))
 
 
 def refusal(drafter: HeadDrafter, target: TargetInfo, format_name: str) -> str | None:

@@ -118,6 +118,33 @@ class HeadClasses:
     loss: Loss | None = None
 
 
+@dataclass(frozen=True)
+class ExportInputs:
+    """What a method writes for an engine.
+
+    Attributes:
+        drafter: with its head on the CPU.
+        target: facts about its target.
+        format_name: one of `EXPORT_FORMATS`.
+        shared_embeddings: of the target, or None.
+    """
+
+    drafter: HeadDrafter
+    target: TargetInfo
+    format_name: str
+    shared_embeddings: SharedEmbeddings | None
+
+    def embeddings(self) -> SharedEmbeddings:
+        """Those of the target.
+
+        Raises:
+            ValueError: they were not given.
+        """
+        if self.shared_embeddings is None:
+            raise ValueError("such a head is exported with the target's embeddings: name the target (--target).")
+        return self.shared_embeddings
+
+
 class HeadMethod(ABC):
     """A method of trained heads; only `name` and `classes` have no default.
 
@@ -231,15 +258,8 @@ class HeadMethod(ABC):
         served = " and ".join(method.name for method in methods().values() if method.served)
         return f"no engine serves the architecture of {drafter.name!r}; {served} heads can be exported."
 
-    def export(
-        self,
-        folder: Path,
-        drafter: HeadDrafter,
-        target: TargetInfo,
-        format_name: str,
-        shared_embeddings: SharedEmbeddings | None,
-    ) -> None:
-        """Write a head as an engine reads it, after `export_refusal` found nothing.
+    def export(self, folder: Path, given: ExportInputs) -> None:
+        """Write a head to a folder as an engine reads it, after `export_refusal` found nothing.
 
         Raises:
             ValueError: it needs the target's embeddings.

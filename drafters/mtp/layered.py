@@ -4,7 +4,7 @@ Layer k reads at row p the embedding of token p + k + 1 and what layer k - 1 car
 own rows. Here its row p lies k positions further on, at position s = p + k: there all layers read the embedding of
 token s + 1, and layer k what layer k - 1 left at position s - 1. So a draft node is read as a position behind its
 parent, in trees as in chains, all layers have one length, and what a rejected token has changed is dropped as in other
-heads. The first k positions of layer k are no rows and are not seen. Rotary embeddings are those of s: with one
+heads. The first k positions of layer k are no rows and are not seen. CosSin embeddings are those of s: with one
 position axis attention depends on differences alone, which are the same.
 """
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from mmspec.drafters.heads.base.attention import CachedAttention
+from mmspec.drafters.heads.base.reader import CosSin
 from mmspec.drafters.heads.base.state import DraftState
 from mmspec.drafters.mtp.drafter import MTPDrafter, MTPExpander
 from mmspec.drafters.mtp.head import MTPHead, whole_mask
@@ -57,8 +58,7 @@ class LayeredMTPHead(MTPHead):
         self,
         inputs: Tensor,
         previous: Tensor,
-        cos: Tensor,
-        sin: Tensor,
+        rotary: CosSin,
         attention: CachedAttention,
         query_index: Tensor | None,
         carry: str,
@@ -68,8 +68,7 @@ class LayeredMTPHead(MTPHead):
         Args:
             inputs: [B, n, 2 D] embeddings and states of the target.
             previous: [B, n D] what the position before them carries on; anything at the first.
-            cos: as in `forward`.
-            sin: as in `forward`.
+            rotary: of the positions.
             attention: its mask is not read where `query_index` is given, a prompt.
             query_index: [B, m] int64 positions whose outputs are needed; None for all.
             carry: "post" or "pre", see `HeadRule`.
@@ -79,7 +78,7 @@ class LayeredMTPHead(MTPHead):
         mask = attention.mask if query_index is None else None
         outputs = list[Tensor]()
         for index, layer in enumerate(self.layers):
-            outputs.append(self._run(index, embeds, states, (cos, sin), mask, attention))
+            outputs.append(self._run(index, embeds, states, rotary, mask, attention))
             carried = MTPHead.carried(layer, outputs[-1], carry)
             states = torch.cat((before[index][:, None], carried[:, :-1]), dim=1)
         joined = torch.cat(outputs, dim=-1)
@@ -99,7 +98,7 @@ class LayeredMTPHead(MTPHead):
         index: int,
         embeds: Tensor,
         states: Tensor,
-        rotary: tuple[Tensor, Tensor],
+        rotary: CosSin,
         mask: Tensor | None,
         attention: CachedAttention,
     ) -> Tensor:
@@ -146,16 +145,10 @@ class LayeredMTPDrafter(MTPDrafter):
         super().__init__(parts, max_depth=min(max_depth, 1 + len(parts.further)), **options)
 
     def run_rows(
-        self,
-        state: DraftState,
-        inputs: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        attend: CachedAttention,
-        query_index: Tensor | None,
+        self, state: DraftState, inputs: Tensor, rotary: CosSin, attend: CachedAttention, query_index: Tensor | None
     ) -> Tensor:
         """See `HeadReader`."""
-        return self.head.rows(inputs, self.carried(state.last_hidden), cos, sin, attend, query_index, self.carry)
+        return self.head.rows(inputs, self.carried(state.last_hidden), rotary, attend, query_index, self.carry)
 
 
 def mtp_drafter(parts: OwnHead, **options: Any) -> MTPDrafter:

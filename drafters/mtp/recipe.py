@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mmspec.drafters.heads.registry import HeadClasses, HeadMethod, Recipe, TrainSizes, register
+from mmspec.drafters.heads.registry import ExportInputs, HeadClasses, HeadMethod, Recipe, TrainSizes, register
 
 if TYPE_CHECKING:
     from mmspec.drafters.checkpoints.format import HeadMetadata
     from mmspec.drafters.heads.base.drafter import HeadDrafter
     from mmspec.drafters.heads.base.head import DraftHead
-    from mmspec.interfaces import SharedEmbeddings, TargetInfo
+    from mmspec.interfaces import TargetInfo
 
 TUNING_RATE = 1e-4
 """Of weights that are trained already."""
@@ -65,16 +65,7 @@ class Mtp(HeadMethod):
             )
         return None
 
-    def export(
-        self,
-        folder: Path,
-        drafter: HeadDrafter,
-        target: TargetInfo,
-        format_name: str,
-        shared_embeddings: SharedEmbeddings | None,
-    ) -> None:
+    def export(self, folder: Path, given: ExportInputs) -> None:
         from mmspec.drafters.mtp.checkpoint import export_own_head
 
-        if shared_embeddings is None:
-            raise ValueError("such a head is exported with the target's embeddings: name the target (--target).")
-        export_own_head(folder, drafter, shared_embeddings)
+        export_own_head(folder, given.drafter, given.embeddings())

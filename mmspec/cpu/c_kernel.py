@@ -1,4 +1,4 @@
-"""The C kernels for few rows, called on the memory of tensors: linear layers, stacks of decoder layers, draft heads.
+"""The C kernels, called on the memory of tensors: linear layers, stacks of decoder layers, draft heads.
 
 Whatever fails (`mmspec.cpu.c_library`: no library and no compiler, no place for the file), `load_kernel` returns None
 and torch computes instead. Independent of models.
@@ -26,14 +26,14 @@ logger = logging.getLogger("mmspec")
 CHUNK_ROWS = 16
 """`CHUNK_ROWS` of few_rows.c."""
 MAX_C_ROWS = 32
-"""`MAX_ROWS` of few_rows.c."""
+"""`MAX_ROWS` of few_rows.c: rows that are few. More are computed in another way, to the same bits."""
 STRUCTS = (DecoderStruct, LayerStruct, DraftStruct, WeightStruct)
 """In the order of `few_rows_struct_bytes`."""
 _BUILD_LOCK = threading.Lock()
 
 
 class CKernel:
-    """Linear layers of 1 to 32 rows on a CPU, in float32, bfloat16 or float16.
+    """Linear layers on a CPU, in float32, bfloat16 or float16.
 
     A row of the result does not depend on the other rows of the call, nor on the number of threads. Thread-safe.
     Products are added in float32, and rounded once to the type of the rows.
@@ -87,8 +87,8 @@ class CKernel:
         Args:
             weight: [out_features, in_features].
             bias: [out_features] of the dtype of the rows, or None.
-            rows: [..., in_features] in float32, bfloat16 or float16; with a quantised weight they are rounded to 8 bits
-                in groups of 32 columns.
+            rows: [..., in_features] in float32, bfloat16 or float16; with a quantised weight at most 32, which are
+                rounded to 8 bits in groups of 32 columns.
 
         Returns:
             [..., out_features] of the dtype of the rows; None if these tensors are not for this kernel (number of rows,
@@ -99,7 +99,8 @@ class CKernel:
         if not in_features or shape[-1] != in_features or type(rows) is not Tensor or not is_block(rows):
             return None
         num_rows = rows.numel() // in_features
-        if not (0 < num_rows <= MAX_C_ROWS and (isinstance(weight, QuantisedWeight) or is_block(weight))):
+        is_served = num_rows <= MAX_C_ROWS if isinstance(weight, QuantisedWeight) else is_block(weight)
+        if not num_rows or not is_served:
             return None
         bias_pointer = None
         if bias is not None:
@@ -225,5 +226,7 @@ def _check(kernel: CKernel) -> None:
     rows, bias = numbers[:7].flip(0).contiguous(), numbers[:, 0].contiguous()
     got = kernel.linear(numbers, bias, rows)
     want = (rows[:, None] * numbers).sum(-1) + bias
-    if got is None or not torch.allclose(got, want, atol=1e-4):
+    is_right = got is not None and torch.allclose(got, want, atol=1e-4)
+    many = kernel.linear(numbers, bias, rows.repeat(5, 1))
+    if not is_right or many is None or not torch.allclose(many, want.repeat(5, 1), atol=1e-4):
         raise KernelUnavailableError("its result differs from torch's")

@@ -1,5 +1,5 @@
-/* out = x w^T + bias for a few rows of x, from the weight where it lies (weights.h: its types); and a stack of decoder
-   layers of such products (decoder.h), and draft heads (draft.h, dspark.h).
+/* out = x w^T + bias for a few rows of x, or many (many_rows.h), from the weight where it lies (weights.h: its types); a
+   stack of decoder layers of such products (decoder.h), and draft heads (draft.h, dspark.h).
 
    With a weight of a float type an element of out is LANES partial sums in float32, each over every LANES-th column in
    ascending order, in segments of 512 to 1023 columns, added in a fixed order. A weight of 16 bits is widened in
@@ -156,6 +156,7 @@ AVX2_INLINE void finish(const product *p, const chunk *c, int64_t r, int64_t m, 
 #include "copies.h"
 #include "quantised.h"
 #include "quantise.h"
+#include "many_types.h"
 #include "decoder_types.h"
 #include "draft_types.h"
 
@@ -176,6 +177,7 @@ AVX2_INLINE void finish(const product *p, const chunk *c, int64_t r, int64_t m, 
   _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(p))), 16))
 #define WIDEN_FLOAT16(p) _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p)))
 #include "few_rows.h"
+#include "many_rows.h"
 #include "decoder.h"
 #include "draft.h"
 #include "dspark.h"
@@ -199,6 +201,7 @@ AVX2_INLINE void finish(const product *p, const chunk *c, int64_t r, int64_t m, 
   _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(p))), 16))
 #define WIDEN_FLOAT16(p) _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(p)))
 #include "few_rows.h"
+#include "many_rows.h"
 #include "decoder.h"
 #include "draft.h"
 #include "dspark.h"
@@ -212,10 +215,44 @@ EXPORT int few_rows_level(void) {
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
 }
 
-/* x [R, K], bias [w->rows] or NULL, out [R, w->rows], all contiguous and of the float type x_type; 1 <= R <= 32; level 1
-   or 2, as few_rows_level. `parallel` is NULL where there is one thread. 0 if there is no memory. */
+static void run_threads(void (*worker)(void *), void *data, int64_t threads, parallel_fn parallel) {
+  if (parallel && threads > 1)
+    parallel(worker, data, (unsigned)threads, 0);
+  else
+    worker(data);
+}
+
+/* `few_rows_linear` with many rows. */
+static int many_rows_linear(const void *x, int type, const weights *w, const void *bias, void *out, int64_t R, int level,
+                            int64_t num_threads, parallel_fn parallel) {
+  const int64_t K = w->cols, N = w->rows, lanes = level == 2 ? 16 : 8, width = X_ROWS(lanes), bytes = float_bytes(type);
+  const int64_t threads = min64(num_threads, 1 + R * N * K / THREAD_PRODUCTS);
+  const int64_t tile = lanes * plane(K, lanes, width), most = max64(MANY_TILES, MANY_BYTES / (tile * 4));
+  const int64_t tiles = ceil_div(ceil_div(R, width), ceil_div(ceil_div(R, width), most)), at_once = tiles * width;
+  const int64_t own = threads * lanes * plane(K, lanes, W_ROWS(lanes)), narrow_bias = bias && type != FLOAT32 ? N : 0;
+  float *const packed = aligned_alloc(64, (size_t)ceil_div(tiles * tile + own + narrow_bias, 16) * 64);
+  if (!packed) return 0;
+  many m = {.from = x, .packed = packed, .own = packed + tiles * tile, .part = {w, bias, out, N}};
+  m.parts = max64(1, min64(tiles / PART_TILES, ceil_div(TASKS * threads, ceil_div(N, W_ROWS(lanes)))));
+  if (narrow_bias) widen(bias, type, N, m.own + own), m.part.bias = m.own + own;
+  for (int64_t row = 0; row < R; row += at_once) {
+    m.x = (rows){packed, min64(at_once, R - row), K, N, 0, type, type != FLOAT32};
+    m.next = m.next_tile = m.ticket = 0;
+    run_threads(level == 2 ? avx512_many_pack : avx2_many_pack, &m, threads, parallel);
+    run_threads(level == 2 ? avx512_many_worker : avx2_many_worker, &m, threads, parallel);
+    m.from += at_once * K * bytes, m.part.out = (float *)((char *)m.part.out + at_once * N * bytes);
+  }
+  free(packed);
+  return 1;
+}
+
+/* x [R, K], bias [w->rows] or NULL, out [R, w->rows], all contiguous and of the float type x_type; 1 <= R, at most 32 with
+   a quantised weight; level 1 or 2, as few_rows_level. `parallel` is NULL where there is one thread. 0 if there is no
+   memory. */
 EXPORT int few_rows_linear(const void *x, int x_type, const weights *w, const void *bias, void *out, int64_t R, int level,
                            int64_t num_threads, parallel_fn parallel) {
+  if (R > MAX_ROWS)
+    return !is_quantised(w->type) && many_rows_linear(x, x_type, w, bias, out, R, level, num_threads, parallel);
   const int64_t K = w->cols, N = w->rows, threads = min64(num_threads, 1 + weight_bytes(w) / THREAD_BYTES);
   const int is_narrow = x_type != FLOAT32;
   const int64_t packed_floats = R * (K + MAX_LANES), wide_floats = is_narrow ? R * K + (bias ? N : 0) : 0;
@@ -229,11 +266,7 @@ EXPORT int few_rows_linear(const void *x, int x_type, const weights *w, const vo
   }
   linear l = {{packed, R, K, N, 0, x_type, is_narrow}, {w, wide_bias, out, N}, 0};
   (level == 2 ? avx512_pack_groups : avx2_pack_groups)(w, wide, R, NULL, 0, packed);
-  void (*const worker)(void *) = level == 2 ? avx512_worker : avx2_worker;
-  if (parallel && threads > 1)
-    parallel(worker, &l, (unsigned)threads, 0);
-  else
-    worker(&l);
+  run_threads(level == 2 ? avx512_worker : avx2_worker, &l, threads, parallel);
   free(packed);
   return 1;
 }
@@ -256,10 +289,7 @@ EXPORT int few_rows_decode(const decoder *d, int level, int64_t num_threads, par
   const int64_t threads = parallel ? min64(num_threads, 1 + layer_bytes(d) / (4 * THREAD_BYTES)) : 1;
   void (*const worker)(void *) = level == 2 ? avx512_decode : avx2_decode;
   s.has_team = threads > 1;
-  if (threads > 1)
-    parallel(worker, &s, (unsigned)threads, 0);
-  else
-    worker(&s);
+  run_threads(worker, &s, threads, parallel);
   return 1;
 }
 
@@ -275,10 +305,7 @@ static void run_draft(drafting *g, void (*worker)(void *), int64_t num_threads, 
   const int64_t bytes = layers + weight_bytes(&h->fuse) + weight_bytes(&h->d.lm_head);
   const int64_t threads = parallel ? min64(num_threads, 1 + bytes / (4 * THREAD_BYTES)) : 1;
   g->s.has_team = threads > 1;
-  if (threads > 1)
-    parallel(worker, g, (unsigned)threads, 0);
-  else
-    worker(g);
+  run_threads(worker, g, threads, parallel);
 }
 
 /* One forward of a head over committed tokens: sets `root`, if it has one (DSpark has not). */

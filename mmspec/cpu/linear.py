@@ -1,12 +1,13 @@
 """Linear layers on a CPU, computed by whichever kernel is fastest in real calls.
 
 The float32 kernel behind `nn.Linear` is slow for products of a few rows, which reduces the gain of scoring several
-nodes per forward; and MKL leaves half of an AMD core unused in products of many rows, which are prompts. Three other
+nodes per forward; and MKL leaves half of some AMD cores unused in products of many rows, which are prompts. Three other
 kernels compute the same product:
 
 - *transposed*: weight times rows, so that the kernel's wide dimension is the weight's. Needs a transposed copy of the
   result only.
-- *c*: our own C code for 1 to 32 rows, on the weight where it lies (`mmspec/cpu/c_kernel.py`). Needs a C compiler.
+- *c*: our own C code, on the weight where it lies (`mmspec/cpu/c_kernel.py`), for up to 32 rows: with more MKL takes
+  up to a tenth less. Needs a C compiler.
 - *oneDNN*: for more than 32 rows, on the weight where it lies.
 
 These are for float32. In bfloat16 and float16 the choice is another one: `mmspec/cpu/narrow_linear.py`.
@@ -40,7 +41,7 @@ from mmspec.cpu.weights import FLOAT_TYPES
 logger = logging.getLogger("mmspec")
 
 MAX_ROWS = 128
-"""Inputs with more rows are of prompts: only the plain kernel and oneDNN compute them."""
+"""Inputs with more rows are of prompts: unless `deterministic`, the plain kernel and oneDNN compute them in float32."""
 
 Shape = tuple[int, int, int]
 """(out_features, in_features, rows); beyond `MAX_ROWS` the rows are rounded up to a power of two"""
@@ -70,8 +71,8 @@ class LinearAutotuner:
         Args:
             layer: the layer.
             rows: [..., in_features].
-            deterministic: choose the kernel by the number of rows alone, not by timing. With the C kernel, up
-                to 32 rows, a row's result is then the same bits whatever the other rows.
+            deterministic: do not choose by timing: the C kernel, with which a row's result is the same bits whatever
+                the other rows; where there is none, by the number of rows.
 
         Returns:
             [..., out_features].
@@ -100,7 +101,7 @@ class LinearAutotuner:
 
     def _fixed_kernel(self, num_rows: int) -> str:
         """The kernel of calls with `deterministic=True`."""
-        if self.kernel is not None and num_rows <= MAX_C_ROWS:
+        if self.kernel is not None:
             return IN_C
         return TRANSPOSED if 1 < num_rows <= MAX_ROWS else PLAIN
 
@@ -138,9 +139,8 @@ class LinearAutotuner:
 @lru_cache(maxsize=16)
 def _kernels(*, is_prompt: bool, with_c: bool, with_onednn: bool) -> tuple[str, ...]:
     """The kernels to choose from."""
-    few = [(TRANSPOSED, True), (IN_C, with_c)]
-    found = [name for name, is_there in few if is_there and not is_prompt]
-    return (PLAIN, *found, *([ONEDNN] if with_onednn else []))
+    others = ((TRANSPOSED, not is_prompt), (IN_C, with_c), (ONEDNN, with_onednn))
+    return (PLAIN, *(name for name, is_there in others if is_there))
 
 
 def transposed_linear(layer: nn.Linear, rows: Tensor) -> Tensor:

@@ -69,6 +69,11 @@ def weight_struct(weight: Weight) -> WeightStruct:
     return WeightStruct(weight.data_ptr(), None, None, None, rows, cols, FLOAT_TYPES[weight.dtype])
 
 
+def version_of(tensor: Tensor) -> int:
+    """The counter of a tensor's changes in place; 0 for tensors made in inference mode, which have none."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def is_block(tensor: Tensor) -> bool:
     """Whether a tensor is a contiguous block of a type of `FLOAT_TYPES` on the CPU."""
     return tensor.dtype in FLOAT_TYPES and tensor.is_cpu and tensor.is_contiguous()

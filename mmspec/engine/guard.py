@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from mmspec.cpu.linear import is_replaced
+from mmspec.cpu.weights import version_of
 
 SIMPLE_TYPES = frozenset((bool, int, float, str))
 """Types of attributes that are compared: sizes, factors, modes, names of kernels and adapters."""
@@ -58,7 +59,7 @@ class ModuleGuard:
 
     def _read_state(self) -> list[Any]:
         """What is compared, besides bits."""
-        places = [(id(one), one.data_ptr(), 0 if one.is_inference() else one._version) for one in self._weights]
+        places = [(id(one), one.data_ptr(), version_of(one)) for one in self._weights]
         return [*places, *describe_modules(self._modules)]
 
     def _read_checksums(self) -> list[Tensor]:
@@ -78,7 +79,7 @@ def describe_modules(modules: Sequence[nn.Module]) -> list[Any]:
         found += map(id, module._modules.values())
         found += map(id, module._parameters.values())
         for buffer in module._buffers.values():
-            found += id(buffer), 0 if buffer is None or buffer.is_inference() else buffer._version
+            found += id(buffer), 0 if buffer is None else version_of(buffer)
     return found
 
 

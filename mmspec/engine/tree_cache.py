@@ -20,6 +20,7 @@ from transformers.cache_utils import (
 )
 from transformers.generation import GenerateDecoderOnlyOutput
 
+from mmspec.cpu.weights import version_of
 from mmspec.engine.kv_cache import RaggedKVCache
 
 CACHE_ARGUMENT = "cache" if "cache" in GenerateDecoderOnlyOutput.__dataclass_fields__ else "past_key_values"
@@ -251,4 +252,4 @@ class UserCacheView:
 
     def _count_writes(self) -> list[int]:
         """Version counters of the views; inference tensors have none, and cannot be written outside inference mode."""
-        return [0 if view.is_inference() else view._version for view in self._views]
+        return [version_of(view) for view in self._views]

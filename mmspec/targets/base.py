@@ -5,8 +5,10 @@ Serves any decoder-only model. Where the visual tokens of a family stand is in `
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
+from torch import nn
 from transformers import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -143,6 +145,8 @@ class ModelAdapter:
             return f"layers of type {', '.join(sorted(unknown))}"
         if scaling := _rope_types(self.text_config, self.text_model) - STATIC_ROPE_TYPES:
             return f"rope_type={min(scaling)!r} (its frequencies depend on the longest position of a forward)"
+        if _share_a_place(getattr(self.text_model, "layers", ())):
+            return "decoder layers with the same layer_idx (the keys and values of both are in one place of the cache)"
         if self.attention not in TREE_ATTENTION_KERNELS:
             return f"attn_implementation={self.attention!r} of the text model (it cannot take a mask per node)"
         kernel = ALL_ATTENTION_FUNCTIONS.get(self.attention)  # none for "eager", a function beside each model
@@ -184,6 +188,16 @@ def _logit_scale(model_type: str, text_config: Any) -> float:
     if model_type.startswith("cohere") and model_type != "cohere2_vision":
         return float(getattr(text_config, "logit_scale", None) or 1.0)
     return 1.0
+
+
+def _share_a_place(layers: Iterable[nn.Module]) -> bool:
+    """Whether two decoder layers are the same module, or copies with one `layer_idx`."""
+    found = []
+    for layer in layers:
+        attributes = (part.__dict__ for part in (layer, *layer._modules.values()) if part is not None)
+        found.append(next((one["layer_idx"] for one in attributes if one.get("layer_idx") is not None), None))
+    numbers = [number for number in found if number is not None]
+    return len(set(numbers)) < len(numbers)
 
 
 def _rope_types(text_config: Any, text_model: Any = None) -> set[str]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mmspec.cpu.linear import find_linear_layers
+from mmspec.cpu.weights import version_of
 from mmspec.engine.draws import PrivateDraws
 from mmspec.targets.base import ModelAdapter
 from mmspec.targets.layer_access import LayerAccess, LinearForward, with_forwards
@@ -43,7 +44,7 @@ class CopiedLayer:
 
     def is_of(self, weight: Tensor) -> bool:
         """Whether the layer's weight is what was copied, as far as the version counter and the samples tell."""
-        same = self.version == weight._version and self.weight.shape == tuple(weight.shape)
+        same = self.version == version_of(weight) and self.weight.shape == tuple(weight.shape)
         return same and torch.equal(self.samples, sample_bytes(weight))
 
 

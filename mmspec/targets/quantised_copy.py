@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.utils.logging import tqdm
 
-from mmspec.cpu.weights import GROUP, QuantisedWeight, Weight
+from mmspec.cpu.weights import GROUP, QuantisedWeight, Weight, version_of
 from mmspec.interfaces import DrafterRequirements
 from mmspec.targets.base import ModelAdapter
 from mmspec.targets.c_rounds import CRounds
@@ -178,7 +178,7 @@ class QuantisedCopy:
         )
         self._num_made += 1
         try:
-            marks = {names[layer]: (layer.weight._version, sample_bytes(layer.weight)) for layer in bits}
+            marks = {names[layer]: (version_of(layer.weight), sample_bytes(layer.weight)) for layer in bits}
             weights = self._weights({names[layer]: layer for layer in bits}, {names[one]: bits[one] for one in bits})
         except (MemoryError, RuntimeError) as error:  # torch raises the latter for memory that it cannot have
             reason = str(error).splitlines()[0][:120] if str(error) else type(error).__name__

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import emulated_avx512
 import pytest
 import torch
 from torch import Tensor, nn
@@ -20,10 +21,19 @@ from torch.nn import functional
 from mmspec.cpu import c_kernel, c_library
 from mmspec.cpu.c_kernel import MAX_C_ROWS, CKernel, load_kernel
 from mmspec.cpu.kernel_timing import IN_C, KernelTiming
-from mmspec.cpu.linear import LinearAutotuner, use_fast_linears
+from mmspec.cpu.linear import MAX_ROWS, LinearAutotuner, use_fast_linears
 
 needs_kernel = pytest.mark.skipif(load_kernel() is None, reason="no compiler or another processor")
 SHAPES = [(1, 1), (3, 7), (5, 16), (37, 100), (64, 384), (30, 1029), (18, 1536)]
+
+
+def test_every_avx512_instruction_has_an_emulation() -> None:
+    """With which its variants are tested on processors without it; the command is the helper itself."""
+    found = emulated_avx512.emulated_sources(c_library.SOURCES)
+    assert not any(b'"avx512' in text for text in found.values())
+    other = c_library.SOURCES | {"more.h": b"_mm512_rsqrt14_ps(x)"}
+    with pytest.raises(ValueError, match="rsqrt14_ps"):
+        emulated_avx512.emulated_sources(other)
 
 
 @pytest.fixture(params=[1, 2], ids=["avx2", "avx512"])
@@ -84,6 +94,9 @@ def test_a_row_does_not_depend_on_the_others(kernel: CKernel, out_features: int,
     alone = torch.cat([product(kernel, weight, bias, row[None]) for row in rows])
     for num_rows in range(2, MAX_C_ROWS + 1):
         assert torch.equal(product(kernel, weight, bias, rows[:num_rows]), alone[:num_rows]), num_rows
+    for copies, num_rows in ((2, 33), (2, 36), (2, 37), (3, 96), (16, 511)):  # more rows are computed in another way
+        many = rows.repeat(copies, 1)[:num_rows]
+        assert torch.equal(product(kernel, weight, bias, many), alone.repeat(copies, 1)[:num_rows]), num_rows
     part = product(kernel, weight[1:].contiguous(), bias[1:].contiguous(), rows) if out_features > 1 else alone[:, 1:]
     assert torch.equal(part, alone[:, 1:]), "nor on the place in the result"
 
@@ -98,8 +111,8 @@ def test_a_narrow_weight_gives_the_bits_of_the_widened_one(
     weight, bias = normal(out_features, in_features).to(dtype), normal(out_features, seed=1).to(dtype)
     rows = normal(MAX_C_ROWS, in_features, seed=2).to(dtype)
     rows[-1, -1] = torch.nan
-    for num_rows in (1, 2, 3, 5, 8, 16, MAX_C_ROWS):
-        some = rows[-num_rows:].contiguous()
+    for num_rows in (1, 2, 3, 5, 8, 16, MAX_C_ROWS, 70):
+        some = rows.repeat(3, 1)[-num_rows:].contiguous()
         wide = product(kernel, weight.float(), bias.float(), some.float())
         mixed = product(kernel, weight, bias.float(), some.float())
         assert torch.equal(mixed.nan_to_num(), wide.nan_to_num()) and mixed[-1].isnan().all(), num_rows
@@ -124,13 +137,31 @@ def test_rounding_as_torch_rounds(dtype: torch.dtype) -> None:
 
 
 @needs_kernel
-def test_results_do_not_depend_on_the_number_of_threads(kernel: CKernel, num_threads: None) -> None:
-    weight, rows = normal(1000, 384), normal(5, 384, seed=1)
+@pytest.mark.parametrize(("num_rows", "out_features"), [(5, 1000), (300, 1000), (700, 40)])
+def test_results_do_not_depend_on_the_number_of_threads(
+    kernel: CKernel, num_rows: int, out_features: int, num_threads: None
+) -> None:
+    weight, rows = normal(out_features, 384), normal(num_rows, 384, seed=1)
     results = []
-    for count in (1, 2, 3):
+    for count in (1, 2, 3, 7):
         torch.set_num_threads(count)
         results += [product(kernel, weight, None, rows) for _ in range(5)]
     assert all(torch.equal(results[0], other) for other in results[1:])
+
+
+@needs_kernel
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_many_rows_have_the_bits_of_few(kernel: CKernel, dtype: torch.dtype) -> None:
+    """Rows in parts that fit in the caches; numbers that are not finite stay in their rows."""
+    weight, bias, rows = normal(35, 4100).to(dtype), normal(35, seed=1).to(dtype), normal(700, 4100, seed=2).to(dtype)
+    rows[3, 7], rows[40, 4099], rows[41], rows[699, 0] = torch.nan, torch.inf, 0, -torch.inf
+    weight[34, 5], weight[0] = torch.inf, -0.0
+    got = product(kernel, weight, bias, rows)
+    few = torch.cat([product(kernel, weight, bias, part) for part in rows.split(MAX_C_ROWS)])
+    assert torch.equal(got.view(torch.uint8)[few.isfinite().all(1)], few.view(torch.uint8)[few.isfinite().all(1)])
+    assert torch.allclose(got, few, rtol=0, atol=0, equal_nan=True) and got[3].isnan().all()
+    want = functional.linear(rows.float(), weight.float(), bias.float())
+    assert torch.equal(got.isnan(), want.isnan()) and got[:, :34].isfinite().all(1).sum() == 697
 
 
 @needs_kernel
@@ -148,7 +179,6 @@ def test_what_the_kernel_refuses() -> None:
     kernel, weight, rows = load_kernel(), normal(6, 20), normal(4, 20)
     assert kernel is not None and kernel.linear(weight, None, rows) is not None
     refused: list[tuple[Tensor, Tensor | None, Tensor]] = [
-        (weight, None, normal(MAX_C_ROWS + 1, 20)),
         (weight, None, normal(0, 20)),
         (weight, None, normal(4, 10)),
         (weight.double(), None, rows.double()),
@@ -172,6 +202,7 @@ def test_deterministic_layers_compute_rows_as_if_alone_and_see_edits() -> None:
     layer, rows = nn.Linear(384, 64), normal(16, 384)
     with torch.inference_mode(), use_fast_linears(LinearAutotuner(), [layer], deterministic=True):
         alone = torch.cat([layer(row[None]) for row in rows])
+        assert torch.equal(layer(rows.repeat(20, 1)), alone.repeat(20, 1)), "nor those of a prompt"
         assert torch.equal(layer(rows), alone) and torch.equal(layer(rows[None, 3:9])[0], alone[3:9])
     with torch.no_grad(), use_fast_linears(LinearAutotuner(), [layer], deterministic=True):
         for edit in (layer.weight.mul_, layer.weight.data.mul_):
@@ -188,10 +219,10 @@ def test_the_kernel_is_a_candidate_up_to_its_number_of_rows(monkeypatch: pytest.
     with torch.no_grad():
         for tuner in (autotuner, without):
             with use_fast_linears(tuner, [layer]):
-                layer(normal(MAX_C_ROWS, 16))
-                layer(normal(MAX_C_ROWS + 1, 16))
-    assert [IN_C in timing.kernels for timing in autotuner.timings.values()] == [True, False]
-    assert [IN_C in timing.kernels for timing in without.timings.values()] == [False, False]
+                for num_rows in (MAX_C_ROWS, MAX_ROWS, MAX_ROWS + 1):
+                    layer(normal(num_rows, 16))
+    assert [IN_C in timing.kernels for timing in autotuner.timings.values()] == [True, False, False]
+    assert [IN_C in timing.kernels for timing in without.timings.values()] == [False, False, False]
     monkeypatch.setattr(KernelTiming, "next_kernel", lambda self: IN_C)
     with torch.no_grad(), use_fast_linears(LinearAutotuner(), [layer]):
         rows = normal(16, 4).t()  # refused by the kernel: torch computes

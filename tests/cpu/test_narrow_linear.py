@@ -56,15 +56,18 @@ def choose(monkeypatch: pytest.MonkeyPatch, native: bool) -> list[str]:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_row_does_not_depend_on_the_number_of_rows(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     timed, layer, rows = choose(monkeypatch, True), make_layer(dtype), make_rows(MAX_C_ROWS, dtype)
+    prompt = make_rows(300, dtype)
+    prompt[:, 200 : 200 + MAX_C_ROWS] = rows
     with torch.inference_mode(), use_fast_linears(LinearAutotuner(), [layer]):
         alone = torch.cat([layer(rows[:, i : i + 1]) for i in range(MAX_C_ROWS)], 1)
         for count in range(1, MAX_C_ROWS + 1):
             assert torch.equal(layer(rows[:, :count]), alone[:, :count]), count
         apart = torch.stack([rows, rows], 2)[:, :, 0]  # not contiguous
         assert torch.equal(layer(apart), alone) and alone.dtype is dtype
+        assert torch.equal(layer(prompt)[:, 200 : 200 + MAX_C_ROWS], alone)
     wide = functional.linear(rows.double(), layer.weight.double(), layer.bias.double())
     assert (alone == wide.to(dtype)).float().mean() > 0.99, "sums in float32, rounded once"
-    assert len(timed) == 1
+    assert len(timed) == 2, "few rows and many"
 
 
 def test_torch_computes_what_the_kernel_does_not(
@@ -73,6 +76,7 @@ def test_torch_computes_what_the_kernel_does_not(
     choose(monkeypatch, True)
     layer, autotuner = make_layer(torch.bfloat16), LinearAutotuner()
     rows, many = make_rows(4, torch.bfloat16), make_rows(MAX_C_ROWS + 1, torch.bfloat16)
+    autotuner.narrow.choices[37, 100, torch.bfloat16, False] = False
     with use_fast_linears(autotuner, [layer]):
         with torch.no_grad():
             assert torch.equal(layer(many), functional.linear(many, layer.weight, layer.bias)) and not products
@@ -106,6 +110,7 @@ def test_shapes_are_decided_by_timed_runs(
     times = iter([float(sum((0, ticks[1], ticks[1] + ticks[0])[: 1 + i % 3][-1:])) for i in range(100)])
     monkeypatch.setattr(narrow_linear.time, "perf_counter", lambda: next(times))
     layer, autotuner, rows = make_layer(torch.bfloat16), LinearAutotuner(), make_rows(4, torch.bfloat16)
+    prompt = make_rows(40, torch.bfloat16)
     with torch.no_grad(), use_fast_linears(autotuner, [layer], deterministic=True):
         layer(rows)
     assert not autotuner.narrow.choices and products == [(torch.bfloat16, 4)]
@@ -114,10 +119,14 @@ def test_shapes_are_decided_by_timed_runs(
         for _ in range(2):
             layer(rows)
             layer(rows[:, :1])
-    trials = [(torch.bfloat16, count) for count in (1, 1, 1, 8, 8, 8)]
-    used = [] if slow == "kernel" else [(torch.bfloat16, 4), (torch.bfloat16, 1)] * 2
-    assert products == (trials[:1] if slow == "torch emulates" else trials) + used
-    assert autotuner.narrow.choices == {(37, 100, torch.bfloat16): slow != "kernel"}
+            layer(prompt)
+    trials = [(torch.bfloat16, count) for count in (1, 1, 1, 8, 8, 8, 32, 32, 32)]
+    used = [] if slow == "kernel" else [(torch.bfloat16, 4), (torch.bfloat16, 1)]
+    many_trials = [(torch.bfloat16, count) for count in (64, 64, 64, 256, 256, 256)]
+    many_used = [] if slow == "kernel" else [(torch.bfloat16, 40)]
+    end = 1 if slow == "torch emulates" else None
+    assert products == [*trials[:end], *used, *many_trials[:end], *many_used, *used, *many_used]
+    assert autotuner.narrow.choices == {(37, 100, torch.bfloat16, few): slow != "kernel" for few in (True, False)}
 
 
 def test_threads_find_the_same_choice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +145,7 @@ def test_threads_find_the_same_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     for thread in threads:
         thread.join()
     assert all(torch.equal(results[0], other) for other in results) and linears.choices == {
-        (37, 100, torch.bfloat16): True
+        (37, 100, torch.bfloat16, True): True
     }
 
 
@@ -149,7 +158,7 @@ def test_generate_in_half_precision_uses_the_kernel(
     model, processor = random_model("tiny")
     model.to(dtype)
     maker = Captioner(model, processor)
-    inputs = maker.build_inputs([render_scene(generate_scene(1))], ["a"])
+    inputs = maker.build_inputs([render_scene(generate_scene(1))], ["a " * 40])
     outputs = []
     for drafter in ("none", "hybrid"):
         mmspec.patch(model, drafter, tree_size=8)
@@ -157,5 +166,6 @@ def test_generate_in_half_precision_uses_the_kernel(
         outputs.append(model.generate(**inputs, max_new_tokens=12, do_sample=False))
         mmspec.unpatch(model)
         assert len([count for kind, count in products if kind is dtype and count <= 8]) > 12
+        assert any(count > MAX_C_ROWS for kind, count in products if kind is dtype), "the prompt, and the vision tower"
     assert outputs[0].shape[1] == inputs["input_ids"].shape[1] + 12
     assert not any("forward" in module.__dict__ for module in model.modules())

@@ -154,4 +154,5 @@ def test_arguments_that_are_refused() -> None:
     for costs, message in ((torch.ones(8), r"shape \[64\]"), (-torch.ones(64), "finite"), (weight[0] / 0, "finite")):
         with pytest.raises(ValueError, match=f"mean_squares must .*{message}"):
             quantise(kernel, weight, 8, costs)
-    assert kernel.linear(quantise(kernel, weight, 4), None, normal(2, 63)) is None
+    for rows in (normal(2, 63), normal(MAX_C_ROWS + 1, 64)):
+        assert kernel.linear(quantise(kernel, weight, 4), None, rows) is None

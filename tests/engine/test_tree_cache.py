@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from typing import Any
+from unittest import mock
 
 import pytest
 import tiny_models as tiny
@@ -178,6 +179,8 @@ def test_caches_that_cannot_be_adopted() -> None:
     model = tiny.build_model(SPECS["some windows"])
     config = model.config.get_text_config()
     odd, mixed = DynamicCache(), DynamicCache(config=config)
+    with mock.patch("torch.Stream"):  # torch built for CUDA makes none where there is no GPU
+        offloaded = DynamicCache(config=config, offloading=True)
     odd.layers = [OwnLayer(), OwnLayer()]
     mixed.layers[1] = Quantised()
     inputs: dict[str, Any] = {
@@ -188,7 +191,7 @@ def test_caches_that_cannot_be_adopted() -> None:
         "a EncoderDecoderCache": EncoderDecoderCache(DynamicCache(), DynamicCache()),
         "a DynamicCache with OwnLayer": odd,
         "a DynamicCache with Quantised": mixed,
-        "an offloaded DynamicCache": DynamicCache(config=config, offloading=True),
+        "an offloaded DynamicCache": offloaded,
         "a DynamicCache of 2 layers for a model of 3": (DynamicCache(config=config), 3),
         "a tuple": ((torch.zeros(1), torch.zeros(1)),),
     }

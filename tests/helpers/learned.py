@@ -1,10 +1,11 @@
-"""Tiny models and their drafters, trained for a few minutes on the text of our documents: what both tests share."""
+"""Tiny models and their drafters, trained for a few minutes on descriptions of scenes: what both tests share."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from pathlib import Path
+from functools import cache
 from typing import Any
 
 import torch
@@ -12,17 +13,22 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import mmspec
+from mmspec.app.scenes.grammar import generate_qa_turns
+from mmspec.app.scenes.world import generate_scene
 
-ROOT = Path(__file__).resolve().parents[2]
+NUM_SCENES, NUM_TURNS = 600, 6
 FIRST_ID, LENGTH, BATCH, STEPS, DEPTH, VOCAB = 7, 64, 12, 500, 3, 120
 HELD_OUT = 2000
 """Characters at the end that are not trained on."""
 
 
+@cache
 def corpus() -> Tensor:
-    """[n] int64, the characters of the documents."""
-    text = " ".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md")))
-    ids = torch.tensor([ord(letter) for letter in " ".join(text.lower().split()) if " " <= letter <= "~"])
+    """[n] int64, the characters of questions and answers about scenes, as the toy model is trained on."""
+    rng, turns = random.Random(0), list[str]()
+    for seed in range(NUM_SCENES):
+        turns += [f"{turn.question} {turn.answer}" for turn in generate_qa_turns(generate_scene(seed), rng, NUM_TURNS)]
+    ids = torch.tensor([ord(letter) for letter in " ".join(turns).lower() if " " <= letter <= "~"])
     return (ids - ord(" ")).clamp(max=VOCAB - FIRST_ID - 1) + FIRST_ID
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import random
 import sys
@@ -270,6 +271,51 @@ def test_a_model_that_is_cast_after_patch(forwards: list[bool]) -> None:
         near = 1e-4 if dtype is torch.float32 else 0.2
         assert torch.allclose(plain.logits[1], none.logits[1], atol=near)
         assert dtype != torch.float32 or torch.equal(none.sequences, plain.sequences)
+
+
+@pytest.mark.every(3)
+@pytest.mark.parametrize("dtype", ["float32", *HALVES])
+@pytest.mark.parametrize(
+    "shape", [{"hidden": 40, "vocab": 121}, {"hidden": 52, "heads": 2, "kv_heads": 1, "tied": True}]
+)
+def test_odd_sizes_with_every_drafter(shape: Kwargs, dtype: str, forwards: list[bool]) -> None:
+    model = tiny.build_model(
+        tiny.ModelSpec("llava" if "tied" in shape else "llava_onevision", seed=8, dtype=dtype, **shape)
+    )
+    inputs = tiny.build_inputs(model, 5, 2)
+    results = [] if dtype in HALVES else [generate_plain(model, inputs, **OUTPUTS).sequences]
+    for drafter in ("none", "hybrid", "quantized", "auto"):
+        with speculate(model, drafter, tree_size=8):
+            results.append(generate_plain(model, inputs, **OUTPUTS).sequences)
+    assert forwards and all(forwards)
+    assert all(torch.equal(one, results[0]) for one in results)
+
+
+def test_weights_that_were_made_in_inference_mode(forwards: list[bool]) -> None:
+    """They have no counter of changes: a copy in 4 bits, made before, is not used for them."""
+    model = tiny.build_model(tiny.ModelSpec(seed=21))
+    inputs = tiny.build_inputs(model, 5, 2)
+    mmspec.patch(model, "quantized")
+    generate_plain(model, inputs, **OUTPUTS)
+    with torch.inference_mode():
+        for layer in (model.lm_head, model.get_decoder().layers[0].mlp.up_proj):
+            layer.weight = nn.Parameter(layer.weight * -2, requires_grad=False)
+    mine = generate_plain(model, inputs, **OUTPUTS)
+    with mmspec.disabled(model):
+        assert torch.equal(generate_plain(model, inputs, **OUTPUTS).sequences, mine.sequences)
+    assert forwards and all(forwards)
+
+
+@pytest.mark.parametrize("kind", ["the same module", "a copy"])
+def test_layers_that_share_a_place_in_the_cache_are_left_to_transformers(kind: str) -> None:
+    model = tiny.build_model(tiny.ModelSpec(seed=21, layers=3))
+    layers = model.get_decoder().layers
+    layers[2] = layers[1] if kind == "the same module" else copy.deepcopy(layers[1])
+    inputs = tiny.build_inputs(model, 5, 1, images=None, padding="none")
+    plain = generate_plain(model, inputs, **OUTPUTS).sequences
+    with speculate(model, "lookup"):
+        assert torch.equal(generate_plain(model, inputs, **OUTPUTS).sequences, plain)
+        assert "layer_idx" in (mmspec.stats(model, last=True).fallback_reason or "")
 
 
 @pytest.mark.parametrize("part", ["layer", "head"])

@@ -417,7 +417,8 @@ def test_output_is_unchanged_and_stats_report_compression(
 
 def test_examples_of_the_docs(tiny: Captioner, folder: Path, tmp_path: Path) -> None:
     page = (Path(__file__).parent.parent.parent / "docs" / "compressors.md").read_text("utf-8")
-    code = page.split("```python\n")[1].split("```")[0]
+    (code,) = (block for block in page.split("```python\n") if "heatmaps(" in block)
+    code = code.split("```")[0]
     picture = render_scene(generate_scene(0))
     inputs = tiny.build_inputs([picture], ["a"])
     names: dict[str, Any] = {"model": tiny.model, "inputs": inputs, "image": picture, "FOLDER": str(folder)}
@@ -432,7 +433,8 @@ def test_examples_of_the_docs(tiny: Captioner, folder: Path, tmp_path: Path) -> 
         and names["record"].kept_indices is not None
     )
     try:
-        exec(page.split("```python\n")[2].split("```")[0], names)
+        (code,) = (block for block in page.split("```python\n") if "class LongestEmbeddings" in block)
+        exec(code.split("```")[0], names)
         tiny.model.generate(**inputs, max_new_tokens=4, do_sample=False)
         record = mmspec.stats(tiny.model, last=True).compression[0]
     finally:

@@ -28,6 +28,8 @@ from mmspec.engine.host_copy import from_host
 from mmspec.engine.tree import BUCKETS
 from mmspec.interfaces import Compressor, DrafterRequirements, Prompt
 
+CosSin = tuple[Tensor, Tensor]
+"""(cos, sin), each [B or 1, 1, n or 1, d], of positions."""
 MAX_HEAD_TREE_SIZE = BUCKETS[-2]
 """Unless `tree_size` fixes it. The last bucket would double the target's positions for the least likely nodes."""
 DEFAULT_TOP_K = {"cpu": 4}
@@ -144,10 +146,10 @@ class HeadReader:
         kv_cache, n, device = state.kv_cache, inputs.shape[1], inputs.device
         if not any(kv_cache.seq_lens):  # a prompt, of which only the last output is used
             kv_cache.begin_forward(n)
-            cos, sin = self.rotary_embedding(state, position_ids)
+            rotary = self.rotary_embedding(state, position_ids)
             last = from_host([max(0, count - 1) for count in counts], device)[:, None]
             mask = None if min(counts) == n else (torch.arange(n, device=device) <= last)[:, None, None]
-            outputs = self.run_rows(state, inputs, cos, sin, cached_attention(kv_cache, mask), last)
+            outputs = self.run_rows(state, inputs, rotary, cached_attention(kv_cache, mask), last)
             state.last_hidden = select_last(outputs, [min(count, 1) for count in counts], state.last_hidden)
         else:
             self.extend_rows(state, inputs, position_ids, counts)
@@ -159,22 +161,16 @@ class HeadReader:
         """The same behind a context, whose lengths stay; in a recorded function `counts` are a tensor [B] int64."""
         kv_cache, n = state.kv_cache, inputs.shape[1]
         kv_cache.begin_forward(n)
-        cos, sin = self.rotary_embedding(state, position_ids)
+        rotary = self.rotary_embedding(state, position_ids)
         attend = cached_attention(kv_cache, causal_mask(kv_cache, n, inputs.device))
-        outputs = self.run_rows(state, inputs, cos, sin, attend, None)
+        outputs = self.run_rows(state, inputs, rotary, attend, None)
         state.last_hidden = select_last(outputs, counts, state.last_hidden)
 
     def run_rows(
-        self,
-        state: DraftState,
-        inputs: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        attend: CachedAttention,
-        query_index: Tensor | None,
+        self, state: DraftState, inputs: Tensor, rotary: CosSin, attend: CachedAttention, query_index: Tensor | None
     ) -> Tensor:
         """[B, m, D] outputs of the head at committed positions behind `state.last_hidden`: all, or `query_index`."""
-        outputs: Tensor = self.head(inputs, cos, sin, attend, query_index)
+        outputs: Tensor = self.head(inputs, *rotary, attend, query_index)
         return outputs
 
     def fuse(self, state: DraftState, inputs_embeds: Tensor, hidden_states: Tensor) -> Tensor:

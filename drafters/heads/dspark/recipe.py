@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmspec.drafters.heads.registry import HeadClasses, HeadMethod, Recipe, TrainSizes, register
+from mmspec.drafters.heads.registry import ExportInputs, HeadClasses, HeadMethod, Recipe, TrainSizes, register
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -82,16 +82,7 @@ class Dspark(HeadMethod):
             return f"engines give a DSpark head all positions as context; this one was trained {drafter.visual_mode!r}."
         return None
 
-    def export(
-        self,
-        folder: Path,
-        drafter: HeadDrafter,
-        target: TargetInfo,
-        format_name: str,
-        shared_embeddings: SharedEmbeddings | None,
-    ) -> None:
+    def export(self, folder: Path, given: ExportInputs) -> None:
         from mmspec.drafters.heads.dspark.checkpoint import export_dspark
 
-        if shared_embeddings is None:
-            raise ValueError("a dspark head is exported with the target's embeddings: name the target (--target).")
-        export_dspark(folder, drafter, target, shared_embeddings)
+        export_dspark(folder, given.drafter, given.target, given.embeddings())

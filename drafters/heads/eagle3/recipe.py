@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmspec.drafters.heads.registry import HeadClasses, HeadMethod, Recipe, TrainSizes, register
+from mmspec.drafters.heads.registry import ExportInputs, HeadClasses, HeadMethod, Recipe, TrainSizes, register
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -72,14 +72,7 @@ class Eagle3(HeadMethod):
 
         return eagle3_refusal(drafter, target, format_name)
 
-    def export(
-        self,
-        folder: Path,
-        drafter: HeadDrafter,
-        target: TargetInfo,
-        format_name: str,
-        shared_embeddings: SharedEmbeddings | None,
-    ) -> None:
+    def export(self, folder: Path, given: ExportInputs) -> None:
         from mmspec.drafters.heads.eagle3.export import export_eagle3
 
-        export_eagle3(folder, drafter, target, format_name)
+        export_eagle3(folder, given.drafter, given.target, given.format_name)

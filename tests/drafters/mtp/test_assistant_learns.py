@@ -1,4 +1,4 @@
-"""A tiny Gemma-4-like model and its assistant, trained on the text of our documents: the wiring learns, and drafts.
+"""A tiny Gemma-4-like model and its assistant, trained on questions about scenes: the wiring learns, and drafts.
 
 Acceptance of the right assistant, and how much each wrong switch costs. As a script, with `tests/helpers` in
 PYTHONPATH, it prints the table.
@@ -30,7 +30,7 @@ from mmspec.targets.assistant import TargetKeysReader, assistant_parts, stored_l
 from mmspec.targets.registry import find_adapter
 
 SPEC = tiny.ModelSpec("gemma4", hidden=64, layers=3, calm=True, seed=1, vocab=VOCAB, window=24)
-STEPS = 1000
+STEPS = 2000
 KINDS = (
     "right",
     "position of the next token",

@@ -1,4 +1,4 @@
-"""A tiny Qwen3.5-like model and its head, trained on the text of our documents: the wiring learns, and drafts.
+"""A tiny Qwen3.5-like model and its head, trained on questions about scenes: the wiring learns, and drafts.
 
 Acceptance of the right head, and how much each wrong switch costs. As a script, with `tests/helpers` in PYTHONPATH, it
 prints the table.
