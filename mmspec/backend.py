@@ -64,7 +64,7 @@ def _reason_against_recording(
 
 def use_c(call: CallContext, target: HFTarget) -> None:
     """Let the forwards of the target run in C where that is allowed and possible. With `backend="c"` says why not."""
-    if not call.spec_config.may_use_c:
+    if not call.spec_config.may_use_c or target.max_new_tokens < 2:  # the prompt's forward has the only token
         return
     kernel, reason = None, _reason_against_c(call)
     if reason is None:

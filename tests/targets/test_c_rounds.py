@@ -522,6 +522,16 @@ def test_a_model_is_tested_once_and_again_after_a_change(monkeypatch: pytest.Mon
     assert len(tested) == 3
 
 
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_one_token_needs_no_rounds(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, read = get_model("llava", seed=14), []
+    original = HFTarget.use_c_rounds
+    monkeypatch.setattr(HFTarget, "use_c_rounds", lambda *args: read.append(args) or original(*args))
+    with speculate(model, "lookup"):
+        generate_plain(model, tiny.build_inputs(model, 4, 1), **{**OUTPUTS, "max_new_tokens": tokens})
+    assert len(read) == tokens - 1
+
+
 def test_autocast_and_wide_batches_run_in_the_model(forwards: list[bool]) -> None:
     model = get_model("llava", seed=14)
 
