@@ -6,7 +6,8 @@ kernels compute the same product:
 
 - *transposed*: weight times rows, so that the kernel's wide dimension is the weight's. Needs a transposed copy of the
   result only.
-- *c*: our own C code, on the weight where it lies (`mmspec/cpu/c_kernel.py`). Needs a C compiler.
+- *c*: our own C code, on the weight where it lies (`mmspec/cpu/c_kernel.py`), for up to 32 rows: with more MKL takes
+  up to a tenth less. Needs a C compiler.
 - *oneDNN*: for more than 32 rows, on the weight where it lies.
 
 These are for float32. In bfloat16 and float16 the choice is another one: `mmspec/cpu/narrow_linear.py`.
@@ -108,7 +109,7 @@ class LinearAutotuner:
         """The kernels that may compute a product of so many rows."""
         return _kernels(
             is_prompt=num_rows > MAX_ROWS,
-            with_c=self.kernel is not None and num_rows <= MAX_ROWS,
+            with_c=self.kernel is not None and num_rows <= MAX_C_ROWS,
             with_onednn=self.has_onednn and num_rows > MAX_C_ROWS,
         )
 

@@ -150,14 +150,14 @@ def _shapes(
     """Sizes and traits that all layers share, with each way to rotate that there may be; empty if they share none."""
     config, attention = adapter.text_config, layers[0].self_attn
     norms = [module for layer in layers for module in layer.modules() if _is_norm(module)] + [adapter.text_model.norm]
-    if len({type(norm) for norm in norms}) != 1 or len({type(layer) for layer in layers}) != 1:
+    if len({type(layer) for layer in layers}) != 1:
         return []
     heads, kv_heads, size = config.num_attention_heads, config.num_key_value_heads, int(attention.head_dim)
     constants = [
         {_eps(norm) for norm in norms},
         {(one.self_attn.head_dim, one.self_attn.scaling, _softcap(one.self_attn)) for one in layers},
     ]
-    norm, routing = _norm_traits(norms[-1]), _routing_traits([layer.mlp for layer in layers])
+    norm, routing = _common_norm_traits(norms), _routing_traits([layer.mlp for layer in layers])
     activation = _activation({id(part): part for layer in layers for part in _activations(layer.mlp)}.values())
     if any(len(one) != 1 for one in constants) or None in (norm, activation, routing) or heads % kv_heads:
         return []
@@ -318,6 +318,12 @@ def _random(*shape: int) -> Tensor:
     """Random numbers that are the same each time, without touching a generator."""
     index = torch.arange(1, 1 + torch.Size(shape).numel(), dtype=torch.float64, device="cpu")
     return ((index * 12.9898).sin() * 43758.5453).frac().mul(4).sub(1).float().view(shape)
+
+
+def _common_norm_traits(norms: Sequence[Any]) -> tuple[float, bool] | None:
+    """Those that a norm of each class has; None if they differ."""
+    found = {_norm_traits(norm) for norm in {type(norm): norm for norm in norms}.values()}
+    return found.pop() if len(found) == 1 else None
 
 
 def _norm_traits(norm: Any) -> tuple[float, bool] | None:

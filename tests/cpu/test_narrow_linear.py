@@ -158,7 +158,7 @@ def test_generate_in_half_precision_uses_the_kernel(
     model, processor = random_model("tiny")
     model.to(dtype)
     maker = Captioner(model, processor)
-    inputs = maker.build_inputs([render_scene(generate_scene(1))], ["a"])
+    inputs = maker.build_inputs([render_scene(generate_scene(1))], ["a " * 40])
     outputs = []
     for drafter in ("none", "hybrid"):
         mmspec.patch(model, drafter, tree_size=8)
@@ -166,5 +166,6 @@ def test_generate_in_half_precision_uses_the_kernel(
         outputs.append(model.generate(**inputs, max_new_tokens=12, do_sample=False))
         mmspec.unpatch(model)
         assert len([count for kind, count in products if kind is dtype and count <= 8]) > 12
+        assert any(count > MAX_C_ROWS for kind, count in products if kind is dtype), "the prompt, and the vision tower"
     assert outputs[0].shape[1] == inputs["input_ids"].shape[1] + 12
     assert not any("forward" in module.__dict__ for module in model.modules())

@@ -189,12 +189,12 @@ def main() -> None:
         )
         print("|---" * HEADER.count(" | ") + "|---|")
         print("\n".join(table_line(row, pictures) for row in rows), flush=True)
-        device = systems[0].captioner.model.device
         for one in systems[:: len(plain)]:
             one.captioner.close()
-    if args.json:
-        run = provenance(shlex.join(["python", *sys.argv]), device) | {"clock": clock.__name__, "pictures": pictures}
-        args.json.write_text(json.dumps({"run": run, "rows": found}, indent=1) + "\n", encoding="utf-8")
+        if args.json:  # of the dtypes so far: a run that is cut keeps them
+            run = provenance(shlex.join(["python", *sys.argv]), systems[0].captioner.model.device)
+            run |= {"clock": clock.__name__, "pictures": pictures}
+            args.json.write_text(json.dumps({"run": run, "rows": found}, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

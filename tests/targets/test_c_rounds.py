@@ -20,7 +20,7 @@ from parity import Kwargs, generate_plain, generate_tokens, get_model, speculate
 from test_targets import bush, inside
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import PreTrainedModel
+from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedModel
 
 import mmspec
 from mmspec.cpu.c_kernel import load_kernel
@@ -36,6 +36,7 @@ OUTPUTS: Kwargs = {"max_new_tokens": 16, "return_dict_in_generate": True, "outpu
 VISION = (
     *(*tiny.FAMILIES, "qwen2_vl", "qwen3_vl", "internvl", "idefics2", "idefics3", "smolvlm", "mistral3", "vipllava"),
     *("gemma3", "paligemma", "glm4v", "glm_ocr", "ovis2", "got_ocr2", "lighton_ocr", "perception_lm", "video_llama_3"),
+    *("qwen3_vl_moe", "qwen3_omni_moe_thinker"),
 )
 HALVES = ("bfloat16", "float16")
 
@@ -209,6 +210,25 @@ def test_experts_are_recognised_by_what_they_compute(
     with speculate(model, "lookup"):
         generate_plain(model, tiny.build_inputs(model, 5, 2), **OUTPUTS)
     assert bool(forwards) != bool(wrong) and all(forwards)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_experts_as_mixtral_has_them(dtype: str, implementation: str, forwards: list[bool]) -> None:
+    """Shares stay in float32, and each way to run experts rounds elsewhere."""
+    sizes = {"hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = MixtralConfig(vocab_size=99, num_key_value_heads=2, num_local_experts=5, num_experts_per_tok=3, **sizes)
+    torch.manual_seed(0)
+    model = MixtralForCausalLM(config).to(getattr(torch, dtype)).eval()
+    model.set_experts_implementation(implementation)
+    inputs = {"input_ids": torch.randint(3, 99, (2, 7), generator=torch.Generator().manual_seed(0))}
+    plain = generate_plain(model, inputs, **OUTPUTS)
+    with speculate(model, "bush", plain.sequences):
+        mine = generate_plain(model, inputs, **OUTPUTS)
+    assert forwards and all(forwards)
+    if dtype == "float32":
+        assert torch.equal(mine.sequences, plain.sequences)
+    assert torch.allclose(mine.logits[1], plain.logits[1], atol=1e-5 if dtype == "float32" else 0.05)
 
 
 @pytest.mark.parametrize("kind", ["leaning-coupled", "flash"])

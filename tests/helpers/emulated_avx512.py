@@ -1,0 +1,54 @@
+"""The AVX-512 variants of the C code, run by AVX2 instructions.
+
+`python tests/helpers/emulated_avx512.py [arguments of pytest]` compiles few_rows.c with every AVX-512 instruction
+replaced by a function of the same result (emulated_avx512.h), and runs the tests of mmspec/cpu (or those named) on it:
+on a processor with AVX2 alone the variants for AVX-512, which are skipped there else. What it cannot show: that a
+compiler emits these instructions right, and how fast they are.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from mmspec.cpu import c_library
+
+HEADER = Path(__file__).with_suffix(".h")
+TESTS = ("tests/cpu", "tests/targets/test_c_rounds.py", "tests/drafters/heads/test_c_draft.py")
+LEFT_OUT = ("-k", "not test_a_library_is_built_from_the_sources_that_were_imported")
+TARGET = re.compile(rb"avx512\w+,")
+ASKED = re.compile(rb'__builtin_cpu_supports\("avx512\w*"\)')
+CALLED = re.compile(rb"_mm512_(\w+)")
+
+
+def emulated_sources(sources: Mapping[str, bytes]) -> dict[str, bytes]:
+    """The same sources {name: text} without AVX-512 instructions.
+
+    Raises:
+        ValueError: one calls an instruction that has no emulation.
+    """
+    header = HEADER.read_bytes()
+    own = {name for name in CALLED.findall(header) if b"#define _mm512_" + name in header}
+    called = {name for text in sources.values() for name in CALLED.findall(text)} - own
+    if missing := sorted(name.decode() for name in called if not re.search(rb"\b(emulated_|, )%b\b" % name, header)):
+        raise ValueError(f"{HEADER.name} must have every AVX-512 instruction of the C code; missing are {missing}")
+    aliases = b"".join(b"#define _mm512_%b emulated_%b\n" % (name, name) for name in sorted(called))
+    found = {name: ASKED.sub(b"1", TARGET.sub(b"", text)) for name, text in sources.items()}
+    main = found[c_library.MAIN_SOURCE]
+    begin = main.index(b"#define EXPORT")
+    found[c_library.MAIN_SOURCE] = main[:begin] + f'#include "{HEADER.name}"\n'.encode() + aliases + main[begin:]
+    return found | {HEADER.name: header}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line."""
+    c_library.SOURCES.update(emulated_sources(c_library.SOURCES))
+    return int(pytest.main([*(sys.argv[1:] if argv is None else argv)] or ["-q", *LEFT_OUT, *TESTS]))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
