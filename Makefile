@@ -54,9 +54,7 @@ APP := --editable '.[app,dev]' playwright
 
 # One process: the pages are measured and driven in real time. Playwright drives the Chromium that is installed here.
 test-app: .venv/.installed-app
-	$(BIN)/python -m pytest -q -m "not slow" tests/app/test_app_ui.py tests/app/test_app_race.py tests/app/test_app_browser.py tests/app/test_app_edge.py tests/app/test_app_credit.py tests/app/test_app_proxy.py \
-		tests/app/test_app_visitor_browser.py tests/app/test_app_access_browser.py \
-		tests/app/test_app_sessions.py tests/app/test_app_share.py tests/app/test_app_files_browser.py tests/app/test_app_learning.py tests/test_results.py
+	$(BIN)/python -m pytest -q -m "(pages or browser) and not slow" tests/app
 
 research: .venv/.installed
 	$(BIN)/python -m pytest -q -n $(WORKERS) -m "research and not slow" tests/research

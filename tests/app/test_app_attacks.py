@@ -26,6 +26,8 @@ from mmspec.app.ui.middleware.sessions import SessionCleaner, SessionLimits
 from mmspec.app.ui.model_store import ModelStore
 from mmspec.app.ui.server import DemoServer, serve
 
+pytestmark = pytest.mark.pages
+
 API = "gradio_api"
 PASSWORD = "a-long-enough-password"
 LIMITS = RequestLimits(max_stored_bytes=3_000_000, min_free_bytes=0, idle_timeout_s=0.3)

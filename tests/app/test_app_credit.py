@@ -32,6 +32,8 @@ from mmspec.app.ui.worker import CancelSignal
 from mmspec.metrics.stats import Stats
 from mmspec.patching import patch_state
 
+pytestmark = pytest.mark.pages
+
 
 @pytest.fixture(scope="module")
 def model_store() -> ModelStore:

@@ -44,6 +44,8 @@ from mmspec.app.ui.server import build_app
 from mmspec.app.ui.tabs.batch import stream_batch as batch_steps
 from mmspec.app.ui.worker import MAX_QUEUED_RUNS, CancelSignal, Client, LeftQueueError, Worker
 
+pytestmark = pytest.mark.pages
+
 HAMMER_S = float(os.environ.get("MMSPEC_HAMMER_S", "300"))
 """Seconds of the slow test with two clients."""
 SITE = ("127.0.0.1", 7860)

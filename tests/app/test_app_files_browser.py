@@ -20,6 +20,8 @@ from mmspec.app.bench.suite.summary import SuiteRow
 from mmspec.app.modeling.synthetic_images import draw_image
 from mmspec.app.ticks import axis_ticks
 
+pytestmark = pytest.mark.pages
+
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 LOOKS = [(width, scheme) for width in (390, 1280) for scheme in ("light", "dark")]
 TEXT_CONTRAST = """(() => {

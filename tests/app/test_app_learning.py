@@ -28,6 +28,8 @@ from mmspec.app.ui.worker import CancelSignal, Client
 from mmspec.files import CACHE_VARIABLE
 from mmspec.learning.stats import CurvePoint
 
+pytestmark = pytest.mark.pages
+
 
 def test_a_drafter_learns_beside_one_that_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))

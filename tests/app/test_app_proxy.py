@@ -20,6 +20,8 @@ from mmspec.app.ui.command import root_path
 from mmspec.app.ui.model_store import ModelStore
 from mmspec.app.ui.server import serve
 
+pytestmark = pytest.mark.pages
+
 
 @pytest.fixture(scope="module")
 def proxied() -> Iterator[str]:

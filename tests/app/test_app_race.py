@@ -30,6 +30,8 @@ from mmspec.app.ui.share import render_share_page
 from mmspec.app.ui.thumbnails import draw_media, frame_times
 from mmspec.app.ui.worker import CancelSignal, Worker
 
+pytestmark = pytest.mark.pages
+
 NASTY = "'''\"\"\" <script>window.hacked=1</script>\n{0} {{value}} \\"
 
 

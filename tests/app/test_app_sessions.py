@@ -22,6 +22,8 @@ from mmspec.app.ui.middleware.sessions import MAX_UPLOAD_RECORDS, SessionCleaner
 from mmspec.app.ui.model_store import ModelStore
 from mmspec.app.ui.server import DemoServer, serve
 
+pytestmark = pytest.mark.pages
+
 API = "gradio_api"
 LIMITS = SessionLimits(unread_timeout_s=1.0, disconnected_timeout_s=2.0, max_disconnected=1000, cleanup_interval_s=0.1)
 

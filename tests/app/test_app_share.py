@@ -18,6 +18,8 @@ from mmspec.app.ui.middleware.password import check_password, generate_password
 from mmspec.app.ui.model_store import ModelStore
 from mmspec.app.ui.server import DemoServer, ShareError, serve
 
+pytestmark = pytest.mark.pages
+
 PASSWORD = "a-long-enough-password"
 HOST = "abc123.gradio.live"
 

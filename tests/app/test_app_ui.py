@@ -45,6 +45,8 @@ from mmspec.app.ui.streamer import IncrementalDetokenizer, TimingStreamer, detok
 from mmspec.app.ui.worker import CancelSignal, Client, SessionRegistry, Worker
 from mmspec.vision.registry import build_compressor
 
+pytestmark = pytest.mark.pages
+
 NASTY = "<script>window.hacked=1</script><img src=x onerror='window.hacked=1'> **bold** ${1+1} {{value}}"
 
 

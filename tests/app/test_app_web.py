@@ -26,6 +26,8 @@ from input_table import line
 from mmspec.app.io import web, web_connection
 from mmspec.app.io.web_connection import is_public
 
+pytestmark = pytest.mark.pages
+
 Handler = http.server.BaseHTTPRequestHandler
 Answer = Callable[[Handler], None]
 

@@ -155,6 +155,7 @@ def smaller_probe(**changes: Any) -> Any:
     return mock.patch.multiple(device_probe, MULTINOMIAL_SIZES=(device_probe.PROBE_VOCAB,), **changes)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("recorder", [wrong, wrong_later, frozen_state, frozen_inputs, loses_writes, refuses, is_full])
 def test_the_probe_fails_for_a_faulty_recorder(recorder: Recorder) -> None:
     with mock.patch.object(device_probe, "BATCH_SIZES", (3,)):

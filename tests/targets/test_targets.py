@@ -406,7 +406,7 @@ def check_segments(model: PreTrainedModel, given: tiny.Inputs, prompt: Prompt, r
         torch.testing.assert_close(states, feature.reshape(-1, feature.shape[-1])[: len(states)], **CLOSE)
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @WITH_GRIDS
 @pytest.mark.parametrize("padding", ["left", "right"])
 def test_segments_cover_the_placeholders_of_their_pictures(family: str, padding: str) -> None:
@@ -445,6 +445,7 @@ def frames_of(prompt: Prompt) -> dict[int, list[Any]]:
     return found
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("family", [*CLIP_FAMILIES, *(row for row in GEMMA_ROWS if row == "gemma4")])
 def test_segments_of_clips(family: str) -> None:
     model, roles = model_of(family), set[str]()
