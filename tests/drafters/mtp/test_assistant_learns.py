@@ -30,7 +30,7 @@ from mmspec.targets.assistant import TargetKeysReader, assistant_parts, stored_l
 from mmspec.targets.registry import find_adapter
 
 SPEC = tiny.ModelSpec("gemma4", hidden=64, layers=3, calm=True, seed=1, vocab=VOCAB, window=24)
-STEPS = 2000
+STEPS = 1000
 KINDS = (
     "right",
     "position of the next token",
