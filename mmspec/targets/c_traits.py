@@ -1,7 +1,7 @@
 """Reads the traits of a model's decoder from its modules, for the C decoder.
 
 A decoder is a stack of layers of RMSNorm, rotary attention and a gated feed-forward, or experts that are such. Its
-modules are found by the names of their parts and told apart by what they compute for random numbers: how a norm uses
+modules are found by the names of their parts and distinguished by what they compute for random numbers: how a norm uses
 its weight, which activation it is. What is found is a hypothesis, which `mmspec.targets.c_check` tests against the
 model's own forward.
 """

@@ -1,4 +1,4 @@
-"""What a quantised copy of a model is made of: its linear layers, and how large their inputs are."""
+"""The linear layers that a quantised copy of a model has, and how large their inputs are."""
 
 from __future__ import annotations
 

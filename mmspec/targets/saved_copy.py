@@ -1,6 +1,6 @@
 """Quantised copies in the user's cache folder, for drafters that ask for it: reading one is faster than making it.
 
-One safetensors file for each copy, named by a hash of all weights that it was made of and of how; a file that cannot be
+One safetensors file for each copy, named by a hash of all weights that it depends on and of how; a file that cannot be
 read, or has other sizes, is ignored. What a copy computes decides how much is accepted, never a token.
 """
 

@@ -57,7 +57,7 @@ def forwards(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 def score_all_rows(self: HFTarget, *args: Any, score: Callable[..., Any] = HFTarget.score) -> Any:
-    """`HFTarget.score`, not told which rows are active."""
+    """`HFTarget.score` without its argument `active`."""
     return score(self, *args[:2])
 
 
@@ -143,13 +143,19 @@ def test_layers_that_amplify_rounding(
     with torch.no_grad():
         for name, parameter in model.model.language_model.layers.named_parameters():
             parameter *= factor if "proj" in name else 1
+    _assert_recognised_unless(wrong, model, forwards, monkeypatch)
+
+
+def _assert_recognised_unless(
+    wrong: Kwargs, model: PreTrainedModel, forwards: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Assert that rounds run in C if and only if no trait is replaced by one of `wrong`."""
     read = c_check.read_parts
-    if wrong:
-        monkeypatch.setattr(
-            c_check,
-            "read_parts",
-            lambda *args: (replace(one, shape=replace(one.shape, **wrong)) for one in read(*args)),
-        )
+    monkeypatch.setattr(
+        c_check,
+        "read_parts",
+        lambda *args: (replace(one, shape=replace(one.shape, **wrong)) for one in read(*args)),
+    )
     with speculate(model, "lookup"):
         generate_plain(model, tiny.build_inputs(model, 5, 2), **OUTPUTS)
     assert bool(forwards) != bool(wrong) and all(forwards)
@@ -201,15 +207,7 @@ def test_experts_are_recognised_by_what_they_compute(
     with torch.no_grad():
         for name, parameter in model.model.layers.named_parameters():
             parameter *= 8 if "experts" in name else 1
-    read = c_check.read_parts
-    monkeypatch.setattr(
-        c_check,
-        "read_parts",
-        lambda *args: (replace(one, shape=replace(one.shape, **wrong)) for one in read(*args)),
-    )
-    with speculate(model, "lookup"):
-        generate_plain(model, tiny.build_inputs(model, 5, 2), **OUTPUTS)
-    assert bool(forwards) != bool(wrong) and all(forwards)
+    _assert_recognised_unless(wrong, model, forwards, monkeypatch)
 
 
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
