@@ -148,6 +148,12 @@ class CDecoder:
         self._decoder.vectors, self._decoder.num_vectors = ctypes.addressof(self._vectors), len(self._vectors)
         self._checked = self._check_copies()
 
+    def matrices(self) -> list[Weight]:
+        """The matrices that a forward reads whole, or their bfloat16 copies, which all but the first forward read."""
+        layers = (getattr(layer, name) for layer in self._layer_weights for name in LAYER_MATRICES)
+        found = [one for one in (self._ends.lm_head, *layers) if one is not None]
+        return found if self._checked is None else self._checked.copies_of(found)
+
     def forward(
         self, inputs: DecoderInputs, hidden_state_indices: Sequence[int] = ()
     ) -> tuple[Tensor, dict[int, Tensor]] | None:
