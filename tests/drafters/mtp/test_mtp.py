@@ -19,6 +19,7 @@ from parity import GREEDY, MODES, assert_parity, build_cached_model
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForImageTextToText, PreTrainedModel
+from watched_nodes import WatchedNodes, watch_nodes
 
 import mmspec
 from mmspec.drafters import registry
@@ -67,10 +68,9 @@ class Watched:
     drafter: MTPDrafter
     slow: own.SlowHead
     answers: list[list[int]]
+    nodes: WatchedNodes
     rows: list[Row] = field(default_factory=list)
     emitted: list[int] = field(default_factory=list)
-    levels: list[tuple[Tensor, list[list[list[int]]]]] = field(default_factory=list)
-    paths: list[list[list[int]]] = field(default_factory=list)
     rounds: int = 0
     accepted: set[int] = field(default_factory=set)
 
@@ -107,7 +107,7 @@ class Watched:
     def check(self) -> None:
         """The logits behind the last row of each sequence; now and then those of every node that was expanded."""
         self.rounds += 1
-        for logits, paths in self.levels if self.rounds % 9 == 1 else self.levels[:1]:
+        for logits, paths in self.nodes.levels if self.rounds % 9 == 1 else self.nodes.levels[:1]:
             for row, node_logits in enumerate(logits):
                 for node, path in enumerate(paths[row]):
                     one = self.rows[row]
@@ -137,9 +137,9 @@ def watched(
     drafter = read(model, max_depth=4)
     for name, value in options.items():
         setattr(drafter, name, value)
-    watch = Watched(drafter, own.SlowHead(model, tensors, drafter.carry), answers)
+    nodes = watch_nodes(monkeypatch, MTPExpander)
+    watch = Watched(drafter, own.SlowHead(model, tensors, drafter.carry), answers, nodes)
     begin, observe, draft_tree = drafter.begin, drafter.observe, drafter.draft_tree
-    embed, select, logits = MTPExpander.embed, MTPExpander.select_parents, MTPExpander.logits
 
     def watched_begin(prompt: Prompt) -> Any:
         state = begin(prompt)
@@ -151,36 +151,13 @@ def watched(
         watch.observe(result, hidden_states)
 
     def watched_draft(state: Any, max_nodes: int, num_levels: int) -> DraftTree:
-        watch.levels, watch.paths = [], [[[]] for _ in watch.rows]
+        nodes.restart(len(watch.rows))
         tree = draft_tree(state, max_nodes, num_levels)
         watch.check()
         return watch.mend(tree)
 
-    def watched_embed(self: Any, tokens: Tensor) -> Tensor:
-        paths = watch.paths
-        if tokens.shape[1] != len(paths[0]):
-            paths = [row * tokens.shape[1] for row in paths]
-        watch.paths = [
-            [[*path, token] for path, token in zip(*pair, strict=True)]
-            for pair in zip(paths, tokens.tolist(), strict=True)
-        ]
-        return embed(self, tokens)
-
-    def watched_select(self: Any, parent_index: Tensor) -> None:
-        watch.paths = [
-            [row[i] for i in index] for row, index in zip(watch.paths, parent_index[..., 0].tolist(), strict=True)
-        ]
-        select(self, parent_index)
-
-    def watched_logits(self: Any, level: int, hidden: Tensor) -> Tensor:
-        found = logits(self, level, hidden)
-        watch.levels.append((found, [list(row) for row in watch.paths]))
-        return found
-
     for name, replaced in (("begin", watched_begin), ("observe", watched_observe), ("draft_tree", watched_draft)):
         monkeypatch.setattr(drafter, name, replaced)
-    for name, replaced in (("embed", watched_embed), ("select_parents", watched_select), ("logits", watched_logits)):
-        monkeypatch.setattr(MTPExpander, name, replaced)
     mmspec.patch(model, drafter=drafter, tree_size=5)
     try:
         yield watch
@@ -336,7 +313,7 @@ def test_a_bad_head_is_reported_once(
     finally:
         mmspec.unpatch(model)
     warnings = [record.message for record in caplog.records if "first tokens accepted" in record.message]
-    assert len(warnings) == 1 and len(warnings[0]) <= 300
+    assert len(warnings) == 1 and len(warnings[0]) <= 300 and warnings[0].startswith("mmspec: the MTP head has ")
 
 
 def test_a_copy_shares_the_weights_only(tmp_path: Path) -> None:
