@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import zoo
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from mmspec.app.cli.env import describe_drafter
 from mmspec.drafters import registry
 from mmspec.drafters.mtp.switched import SwitchedDrafter
 from mmspec.interfaces import OwnHeadError
@@ -128,3 +130,24 @@ def test_a_checkpoint_that_cannot_be_reached(name: str, reason: str, caplog: pyt
         lines = [record.message for record in caplog.records]
         assert len(lines) == 1 and len(lines[0]) <= 300 and "hybrid" in lines[0]
         assert (reason if drafter == "mtp" else "not in the local cache") in lines[0]
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name in ("qwen3_5", "gemma4")])
+def test_env_says_what_was_found(family: str, tmp_path: Path) -> None:
+    """The drafter that comes with a model, or why it is not used; an assistant reads no image positions."""
+    model, name = saved(family, tmp_path / "model")
+    adapter = find_adapter(model)
+    found = dict(describe_drafter("auto", adapter, None))
+    assert found["drafter"] == name and name not in found
+    assert ("tensors" if name == "mtp" else "4 layers") in found["draft head"]
+    assert ("image positions" in found) is (name == "mtp")
+    if name == "mtp":
+        tensors = {key: value for key, value in own.head_tensors(model).items() if "mlp" not in key}
+        own.write_checkpoint(model, tmp_path / "model", tensors)
+    else:
+        shutil.rmtree(tmp_path / "model-assistant")
+    found = dict(describe_drafter("auto", adapter, None))
+    assert found["drafter"] == "arbitrated" and "draft head" not in found
+    assert found[name].startswith("not used: ") and str(tmp_path) not in found[name] and len(found[name]) <= 300
+    assert ("lacks 3 of 15 tensors" if name == "mtp" else "no folder model-assistant beside") in found[name]
+    assert not {"mtp", "assistant"} & set(dict(describe_drafter("hybrid", adapter, None)))
