@@ -17,7 +17,11 @@ import mmspec
 
 TEXT = Path(__file__).resolve().parents[2] / "research" / "changelog-before-0.1.0.md"
 TEXT_SHA256 = "27c93be9db71c4fd8d7982ba11de136114e78c51b307e84ead8ec5bf6d20e405"
-FIRST_ID, LENGTH, BATCH, STEPS, DEPTH, VOCAB = 7, 64, 12, 500, 3, 120
+FIRST_ID, BATCH, STEPS, DEPTH, VOCAB = 7, 8, 500, 3, 120
+PROMPT, ANSWER = 48, 64
+"""Tokens of the calls whose acceptance is measured."""
+LENGTH = PROMPT + ANSWER
+"""Of the pieces that are trained on, since a model that has seen fewer positions does not know those behind them."""
 HELD_OUT = 2000
 """Characters at the end that are not trained on."""
 
@@ -66,14 +70,14 @@ def acceptance(
         context: of its calls.
     """
     text = corpus()[-HELD_OUT:]
-    prompts = torch.stack([text[at : at + 48] for at in range(0, 1600, 200)])
+    prompts = torch.stack([text[at : at + PROMPT] for at in range(0, 1600, 200)])
     found = []
     for size in (2, 4):
         drafter = build()
         with context(drafter):
             mmspec.patch(model, drafter=drafter, tree_size=size)
             try:
-                model.generate(prompts, max_new_tokens=64, do_sample=False, eos_token_id=None)
+                model.generate(prompts, max_new_tokens=ANSWER, do_sample=False, eos_token_id=None)
                 stats = mmspec.stats(model)
             finally:
                 mmspec.unpatch(model)

@@ -17,11 +17,15 @@ import tiny_models as tiny
 import torch
 from parity import GREEDY, MODES, assert_parity, build_cached_model
 from safetensors.torch import save_file
+from tiny_processor import TinyProcessor
 from torch import Tensor
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 from watched_nodes import WatchedNodes, watch_nodes
 
 import mmspec
+from mmspec.app.cli.main import main
+from mmspec.app.scenes.render import render_scene
+from mmspec.app.scenes.world import generate_scene
 from mmspec.drafters import registry
 from mmspec.drafters.mtp.drafter import MTPDrafter, MTPExpander
 from mmspec.drafters.mtp.head import last_visible
@@ -215,6 +219,26 @@ def test_random_calls(family: str, seed: int) -> None:
     """Rows of the exactness suite: any options, processors, caches and streamers."""
     result = fuzz.run_case(replace(fuzz.draw_case(7100 + seed, family), drafter="mtp", nodes=5))
     assert not result.differences, result.report()
+
+
+def test_a_job_runs_in_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`mmspec caption` with a recurrent target and its head: the captions are those of single rows without drafts."""
+    model = model_of(own.FAMILIES[0], calm=True)
+    with_head(model, tmp_path / "model", own.head_tensors(model, echo=2.0))
+    monkeypatch.setattr("mmspec.app.modeling.load.load_model", lambda *args, **options: (model, TinyProcessor(model)))
+    pictures = tmp_path / "pictures"
+    pictures.mkdir()
+    for number in range(5):
+        render_scene(generate_scene(number)).save(pictures / f"{number}.png")
+    given = ["caption", str(pictures), "--model", str(tmp_path / "model"), "--prompt", "abc", "--dtype", "float32"]
+    found = []
+    for drafter, size in (("none", "1"), ("auto", "3")):
+        out = tmp_path / f"{drafter}.jsonl"
+        flags = ["--drafter", drafter, "--batch-size", size, "--max-new-tokens", "10", "--out", str(out)]
+        assert main([*given, *flags, "--no-progress"]) == 0
+        found.append([json.loads(line) for line in out.read_text().splitlines()])
+    assert len({row["caption"] for row in found[0]}) > 1 and {row["drafter"] for row in found[1]} == {"mtp"}
+    assert [row["caption"] for row in found[0]] == [row["caption"] for row in found[1]]
 
 
 @FAMILY

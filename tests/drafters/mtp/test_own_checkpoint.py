@@ -15,11 +15,15 @@ import tiny_models as tiny
 import torch
 import transformers
 import zoo
+from parity import GREEDY
+from recorded_rounds import patched
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+import mmspec
 from mmspec.app.cli.env import describe_drafter
 from mmspec.drafters import registry
+from mmspec.drafters.mtp.drafter import MTPDrafter
 from mmspec.drafters.mtp.switched import SwitchedDrafter
 from mmspec.interfaces import OwnHeadError
 from mmspec.resolve import resolve_drafter
@@ -93,6 +97,41 @@ def test_a_target_that_was_modified_after_loading(
         folder = f"{tmp_path}/model" + ("-assistant" if name == "assistant" else "")
         named = folder if name == "assistant" else f"{name}:{folder}"
         assert isinstance(resolve_drafter(named, find_adapter(model)), SwitchedDrafter)
+
+
+class EightBits(nn.Module):
+    """A linear layer that stores eight bits, as of a quantisation package."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.scale = layer.weight.detach().abs().amax() / 127
+        self.register_buffer("weight", (layer.weight.detach() / self.scale).round().to(torch.int8))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        assert isinstance(self.weight, Tensor)
+        return nn.functional.linear(inputs, self.weight.to(inputs.dtype) * self.scale.to(inputs.dtype))
+
+
+@pytest.mark.skipif("glm_ocr" not in zoo.ROWS, reason="this transformers has no GLM-OCR")
+def test_a_quantised_target_keeps_a_bfloat16_head(tmp_path: Path) -> None:
+    """Its weights are not compared with the files, and the head is as in these: not quantised."""
+    model, _ = saved("glm_ocr", tmp_path)
+    half = {name: value.bfloat16() for name, value in own.head_tensors(model).items()}
+    own.write_checkpoint(model.bfloat16(), tmp_path, half)
+    for layer in model.get_decoder().layers:
+        for name, part in list(layer.mlp.named_children()):
+            if isinstance(part, nn.Linear):
+                setattr(layer.mlp, name, EightBits(part))
+    model.config.quantization_config = {"quant_method": "eight bits"}
+    drafter = resolve_drafter("auto", find_adapter(model))
+    assert isinstance(drafter, MTPDrafter)
+    with patched(model, drafter, tree_size=4):
+        model.generate(**tiny.build_inputs(model, 5, 2), **{**GREEDY, "max_new_tokens": 8})
+        stats = mmspec.stats(model)
+    assert stats.num_draft_tokens > 0 and not stats.fallback_reason
+    weights = dict(drafter.head.named_parameters())
+    assert weights and {weight.dtype for weight in weights.values()} == {torch.bfloat16}
+    assert not any(isinstance(part, EightBits) for part in drafter.head.modules())
 
 
 @pytest.mark.skipif("glm_ocr" not in zoo.ROWS, reason="this transformers has no GLM-OCR")
