@@ -81,7 +81,22 @@ def judge_model(name: str, dtype: str, device: str, drafter: str = "auto") -> tu
         return [*lines, ("verdict", f"decoded by transformers alone: {reason}")], False
     result = judge(adapter, processor)
     verdict = "speculative decoding" if result.passed else "not supported"
-    return [*lines, ("self-test", result.describe()), ("verdict", verdict)], result.passed
+    return [*lines, *_huge_pages(model), ("self-test", result.describe()), ("verdict", verdict)], result.passed
+
+
+def _huge_pages(model: Any) -> Iterator[tuple[str, str]]:
+    """How many of a model's linear layers can lie in huge pages; nothing for a model that is on no CPU."""
+    from mmspec.cpu.huge_pages import HugePages
+    from mmspec.cpu.linear import find_linear_layers
+
+    weights = [layer.weight for layer in find_linear_layers([model])]
+    if not weights:
+        return
+    pages = HugePages()
+    pages.add(weights)
+    while not pages.is_done:
+        pages.add(weights)
+    yield "huge pages of weights", pages.describe()
 
 
 def describe_drafter(name: str, adapter: ModelAdapter, processor: Any) -> Iterator[tuple[str, str]]:
@@ -157,11 +172,13 @@ def _support() -> Iterator[tuple[str, str]]:
 
     import mmspec
     from mmspec.cpu.c_kernel import describe_kernel
+    from mmspec.cpu.huge_pages import describe_huge_pages
     from mmspec.drafters.registry import drafter_names
 
     kernels = ("flash", "mem_efficient", "math")
     on = [name for name in kernels if getattr(torch.backends.cuda, f"{name}_sdp_enabled")()]
     yield "sdpa kernels (cuda)", ", ".join(on)
     yield "C kernels", _without_home(one_line(RuntimeError(describe_kernel())))
+    yield "huge pages", describe_huge_pages()
     yield "model types", ", ".join(mmspec.supported())
     yield "drafters", ", ".join(drafter_names())

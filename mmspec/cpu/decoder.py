@@ -28,7 +28,7 @@ from mmspec.cpu.layers import (
     WeightAddresses,
     decoder_struct,
     new_floats,
-    set_cache,
+    set_caches,
     set_layer,
 )
 from mmspec.cpu.weights import FLOAT_TYPES, Weight, is_plain, weight_struct
@@ -148,6 +148,12 @@ class CDecoder:
         self._decoder.vectors, self._decoder.num_vectors = ctypes.addressof(self._vectors), len(self._vectors)
         self._checked = self._check_copies()
 
+    def matrices(self) -> list[Weight]:
+        """The matrices that a forward reads whole, or their bfloat16 copies, which all but the first forward read."""
+        layers = (getattr(layer, name) for layer in self._layer_weights for name in LAYER_MATRICES)
+        found = [one for one in (self._ends.lm_head, *layers) if one is not None]
+        return found if self._checked is None else self._checked.copies_of(found)
+
     def forward(
         self, inputs: DecoderInputs, hidden_state_indices: Sequence[int] = ()
     ) -> tuple[Tensor, dict[int, Tensor]] | None:
@@ -242,15 +248,8 @@ class CDecoder:
 
     def _set_caches(self, inputs: DecoderInputs, kv_len: int) -> bool:
         """Set the addresses of keys and values; False if a cache is not as `DecoderInputs` describes."""
-        caches, num_rows, rows = inputs.caches, len(inputs.lengths), inputs.cache_rows
-        if rows is not None:
-            num_rows = caches[0].shape[1] if caches else 0
-            if len(rows) != len(inputs.lengths) or len(set(rows)) < len(rows) or not set(rows) <= set(range(num_rows)):
-                return False
-        if len(caches) != len(self._layers):
-            return False
-        layers = zip(self._layers, caches, strict=True)
-        return all(set_cache(layer, cache, self.shape, num_rows, kv_len, self.dtype) for layer, cache in layers)
+        batch, rows = len(inputs.lengths), inputs.cache_rows
+        return set_caches(self._layers, inputs.caches, self.shape, batch, rows, kv_len, self.dtype)
 
     def _set_angles(self, num_positions: int) -> None:
         """Let the rotary tables cover positions 0 to `num_positions` - 1."""
