@@ -154,6 +154,10 @@ def find_assistant(adapter: ModelAdapter) -> AssistantParts:
         raise OwnHeadError("the model was not loaded from a checkpoint, whose name would tell its assistant's")
     folder = name + ASSISTANT_SUFFIX
     if not os.path.isdir(folder):
+        if os.path.isdir(name) and snapshot_id(name) is None:
+            raise OwnHeadError(
+                f"there is no folder {os.path.basename(folder)[-80:]} beside the target's; drafter=FOLDER names another"
+            )
         hub_id = (snapshot_id(name) or name) + ASSISTANT_SUFFIX
         try:
             folder = snapshot_download(hub_id, local_files_only=True)

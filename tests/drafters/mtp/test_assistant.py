@@ -15,8 +15,9 @@ import torch
 import transformers
 import zoo
 from parity import GREEDY, MODES, assert_parity, build_cached_model
-from torch import Tensor
+from recorded_rounds import patched
 from transformers import PreTrainedModel
+from watched_nodes import watch_nodes
 
 import mmspec
 from mmspec.drafters import registry
@@ -72,31 +73,16 @@ def test_every_node_is_that_of_transformers(
     slow = assistants.SlowAssistant(model, assistant, given, position)
     drafter = drafter_of(model, assistant, position, max_depth=3, top_k=2)
     draft_tree, observe = drafter.draft_tree, drafter.observe
-    embed, logits, select = AssistantExpander.embed, AssistantExpander.logits, AssistantExpander.select_parents
-    emitted, accepted, paths, seen = list[int](), set[int](), list[list[int]](), list[tuple[Tensor, list[list[int]]]]()
+    nodes, emitted, accepted = watch_nodes(monkeypatch, AssistantExpander), list[int](), set[int]()
     rounds = 0
-
-    def watched_embed(self: Any, tokens: Tensor) -> Tensor:
-        row = tokens[0].tolist()
-        paths[:] = [[*path, token] for path, token in zip(paths * (len(row) // len(paths)), row, strict=True)]
-        return embed(self, tokens)
-
-    def watched_select(self: Any, parent_index: Tensor) -> None:
-        paths[:] = [paths[index] for index in parent_index[0, :, 0].tolist()]
-        select(self, parent_index)
-
-    def watched_logits(self: Any, level: int, hidden: Tensor) -> Tensor:
-        found = logits(self, level, hidden)
-        seen.append((found, list(paths)))
-        return found
 
     def watched_draft(*args: Any) -> DraftTree:
         nonlocal rounds
         rounds += 1
-        paths[:], seen[:] = [[]], []
+        nodes.restart()
         tree = draft_tree(*args)
-        for found, nodes in seen if rounds % 9 == 1 else seen[:1]:
-            for node, path in enumerate(nodes):
+        for found, paths in nodes.levels if rounds % 9 == 1 else nodes.levels[:1]:
+            for node, path in enumerate(paths[0]):
                 expected, has_logit = slow.logits(emitted, path), found[0, node].isfinite()
                 torch.testing.assert_close(found[0, node][has_logit], expected[has_logit], rtol=1e-4, atol=1e-4)
                 assert not centroids or has_logit.sum() <= 48
@@ -114,8 +100,6 @@ def test_every_node_is_that_of_transformers(
 
     monkeypatch.setattr(drafter, "draft_tree", watched_draft)
     monkeypatch.setattr(drafter, "observe", watched_observe)
-    for name, replaced in (("embed", watched_embed), ("logits", watched_logits), ("select_parents", watched_select)):
-        monkeypatch.setattr(AssistantExpander, name, replaced)
     mmspec.patch(model, drafter=drafter, tree_size=5)
     try:
         assert model.generate(**given, **kwargs)[0, given["input_ids"].shape[1] :].tolist() == answer
@@ -163,6 +147,18 @@ def test_the_position_is_tried_both_ways(monkeypatch: pytest.MonkeyPatch) -> Non
         assert "position=" in mmspec.stats(model, last=True).drafter
     finally:
         mmspec.unpatch(model)
+
+
+def test_a_bad_assistant_is_reported_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """As what it is: its target's checkpoint has no head."""
+    monkeypatch.setattr("mmspec.drafters.mtp.switched.MIN_DRAFTS", 12)
+    model = target_of()
+    with caplog.at_level(logging.WARNING, "mmspec"), patched(model, assistants.build_assistant(model), tree_size=3):
+        for _ in range(2):
+            model.generate(**tiny.build_inputs(model, 5, 1), **{**GREEDY, "max_new_tokens": 20, "eos_token_id": None})
+    warnings = [record.message for record in caplog.records if "first tokens accepted" in record.message]
+    assert len(warnings) == 1 and len(warnings[0]) <= 300
+    assert warnings[0].startswith("mmspec: the assistant has ") and "head" not in warnings[0]
 
 
 @pytest.mark.parametrize("ids", [[0] * 119 + [500], [-1] * 120])
