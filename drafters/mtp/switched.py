@@ -27,8 +27,8 @@ from mmspec.interfaces import Prompt, VerifyResult
 logger = logging.getLogger("mmspec")
 
 MIN_ACCEPTANCE, MIN_DRAFTS = 0.3, 100
-"""Below this share of accepted first tokens after so many drafts, one warning. Trials of switches do not count, since one of
-the values may be wrong."""
+"""Below this share of accepted first tokens after so many drafts, one warning. Trials of switches do not count: one of
+their values may be wrong."""
 
 
 @dataclass
