@@ -60,14 +60,23 @@ def trees_of(
 
 
 @pytest.mark.every(2)
-@pytest.mark.parametrize(("position", "centroids", "window"), [("last", True, 9), ("next", False, 9)])
+@pytest.mark.parametrize(
+    ("family", "position", "centroids"),
+    [("gemma4", "last", True), ("gemma4", "next", False), ("gemma4_unified", "last", True)],
+)
 def test_every_node_is_that_of_transformers(
-    position: str, centroids: bool, window: int, monkeypatch: pytest.MonkeyPatch
+    family: str, position: str, centroids: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Behind a prompt with images, over rounds with rejections and accepted tokens, beyond the window."""
-    model = target_of(window=window)
+    if family == "gemma4":
+        model = target_of(window=9)
+        given = tiny.build_inputs(model, 5, 1, images=[1], padding="none")
+    elif hasattr(transformers, "Gemma4UnifiedAssistantConfig"):
+        model = assistants.build_unified_target(tiny.ModelSpec("gemma4", seed=3, layers=3, window=9))
+        given = assistants.unified_inputs(model, 5)
+    else:
+        pytest.skip("an older transformers")
     assistant = assistants.build_assistant(model, centroids=centroids)
-    given = tiny.build_inputs(model, 5, 1, images=[1], padding="none")
     kwargs: dict[str, Any] = {"max_new_tokens": 125, "do_sample": False, "eos_token_id": None}
     answer = model.generate(**given, **kwargs)[0, given["input_ids"].shape[1] :].tolist()
     slow = assistants.SlowAssistant(model, assistant, given, position)
