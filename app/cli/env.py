@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from mmspec.app.cli.arguments import Commands, add_command, add_device_options
+from mmspec.app.cli.arguments import Commands, add_command, add_device_options, goes_with
 from mmspec.app.errors import one_line
 from mmspec.app.versions import mmspec_version, version
 
@@ -37,12 +37,15 @@ def add_parser(commands: Commands, common: argparse.ArgumentParser) -> None:
         "env",
         run,
         help="versions and devices, for bug reports",
-        description="Print versions, devices and kernels, for bug reports. Names no user, host or path. With --model: "
-        "load the model and say whether its tokens can be verified in trees, and its drafter (docs/models.md).",
+        description="Print versions, devices and kernels, for bug reports. Names no user, host or path.\n"
+        "With --model: load the model and say whether its tokens can be verified in trees, and its drafter\n"
+        "(docs/models.md).",
         epilog="examples\n  mmspec env\n  mmspec env --model Qwen/Qwen3-VL-4B-Instruct",
     )
     parser.add_argument("--model", metavar="M", help="hub id or local folder of a model to judge")
-    parser.add_argument("--drafter", metavar="D", default="auto", help="name, folder or hub id, with --model")
+    drafter_help = "with --model: name, folder or hub id (default auto)"
+    drafter = parser.add_argument("--drafter", metavar="D", default="auto", help=drafter_help)
+    goes_with(drafter, "--model", lambda args: args.model is not None)
     add_device_options(parser)
 
 
