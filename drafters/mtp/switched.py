@@ -27,7 +27,8 @@ from mmspec.interfaces import Prompt, VerifyResult
 logger = logging.getLogger("mmspec")
 
 MIN_ACCEPTANCE, MIN_DRAFTS = 0.3, 100
-"""Below this share of accepted first tokens after so many drafts, one warning."""
+"""Below this share of accepted first tokens after so many drafts, one warning. Trials of switches do not count: one of
+their values may be wrong."""
 
 
 @dataclass
@@ -153,8 +154,7 @@ class SwitchedDrafter(HeadDrafter):
         num_accepted = [count - 1 for count in counts if count] if has_draft else []
         if state.trial is not None:
             self.switches.record(state.trial, num_accepted)
-        acceptance = self._first_tokens.add(num_accepted)
-        if acceptance is not None:
+        elif (acceptance := self._first_tokens.add(num_accepted)) is not None:
             self._warn(acceptance)
         return counts
 
