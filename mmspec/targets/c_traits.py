@@ -127,7 +127,7 @@ def read_parts(adapter: ModelAdapter, shape: DecoderShape | None = None) -> Iter
         return
     embeddings, lm_head = adapter.model.get_input_embeddings(), adapter.model.get_output_embeddings()
     scale, shared = _embed_scale(embeddings), adapter.shared_embeddings
-    weights = [one for layer in layers if (one := _weights(layer)) is not None]
+    weights = [found for layer in layers if (found := _weights(layer)) is not None]
     if scale is None or not _is_plain_linear(lm_head) or len(weights) < len(layers):
         return
     types = _layer_types(adapter, len(layers))
