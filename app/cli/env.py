@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from mmspec.app.cli.arguments import Commands, add_command, add_device_options
+from mmspec.app.cli.arguments import Commands, add_command, add_device_options, goes_with
 from mmspec.app.errors import one_line
 from mmspec.app.versions import mmspec_version, version
 
@@ -37,12 +37,15 @@ def add_parser(commands: Commands, common: argparse.ArgumentParser) -> None:
         "env",
         run,
         help="versions and devices, for bug reports",
-        description="Print versions, devices and kernels, for bug reports. Names no user, host or path. With --model: "
-        "load the model and say whether its tokens can be verified in trees, and its drafter (docs/models.md).",
+        description="Print versions, devices and kernels, for bug reports. Names no user, host or path.\n"
+        "With --model: load the model and say whether its tokens can be verified in trees, and its drafter\n"
+        "(docs/models.md).",
         epilog="examples\n  mmspec env\n  mmspec env --model Qwen/Qwen3-VL-4B-Instruct",
     )
     parser.add_argument("--model", metavar="M", help="hub id or local folder of a model to judge")
-    parser.add_argument("--drafter", metavar="D", default="auto", help="name, folder or hub id, with --model")
+    drafter_help = "with --model: name, folder or hub id (default auto)"
+    drafter = parser.add_argument("--drafter", metavar="D", default="auto", help=drafter_help)
+    goes_with(drafter, "--model", lambda args: args.model is not None)
     add_device_options(parser)
 
 
@@ -114,9 +117,26 @@ def describe_drafter(name: str, adapter: ModelAdapter, processor: Any) -> Iterat
     yield "drafter", drafter_label(drafter)
     if found := getattr(drafter, "description", ""):
         yield "draft head", str(found)
-    if isinstance(drafter, HeadDrafter):
+    elif name == "auto":
+        yield from _without_own_drafter(adapter)
+    if isinstance(drafter, HeadDrafter) and not drafter.requirements.target_keys:  # an assistant reads no prompt
         how = IMAGE_POSITIONS.get(drafter.visual_mode, drafter.visual_mode)
         yield "image positions", "compressed by the head" if drafter.compresses_visual_tokens else how
+
+
+def _without_own_drafter(adapter: ModelAdapter) -> Iterator[tuple[str, str]]:
+    """Why the drafter that models of a family bring along is not used: it was looked for."""
+    from mmspec.interfaces import OwnHeadError
+    from mmspec.targets.assistant import TARGET_TYPES, find_assistant
+    from mmspec.targets.own_head import read_own_head
+    from mmspec.targets.own_head_layouts import LAYOUTS
+
+    for own, types, read in (("mtp", LAYOUTS, read_own_head), ("assistant", TARGET_TYPES, find_assistant)):
+        try:
+            if adapter.model_type in types:
+                read(adapter)
+        except OwnHeadError as error:
+            yield own, f"not used: {_without_home(one_line(error))}"
 
 
 def collect_info() -> Iterator[tuple[str, str]]:
@@ -146,6 +166,10 @@ def _devices() -> Iterator[tuple[str, str]]:
     yield "mps", "yes" if torch.backends.mps.is_available() else "-"
 
 
+def _without_home(text: str) -> str:
+    return text.replace(os.path.expanduser("~"), "~")
+
+
 def _support() -> Iterator[tuple[str, str]]:
     import torch
 
@@ -157,7 +181,7 @@ def _support() -> Iterator[tuple[str, str]]:
     kernels = ("flash", "mem_efficient", "math")
     on = [name for name in kernels if getattr(torch.backends.cuda, f"{name}_sdp_enabled")()]
     yield "sdpa kernels (cuda)", ", ".join(on)
-    yield "C kernels", one_line(RuntimeError(describe_kernel())).replace(os.path.expanduser("~"), "~")
+    yield "C kernels", _without_home(one_line(RuntimeError(describe_kernel())))
     yield "huge pages", describe_huge_pages()
     yield "model types", ", ".join(mmspec.supported())
     yield "drafters", ", ".join(drafter_names())
