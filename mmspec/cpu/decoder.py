@@ -90,7 +90,7 @@ class CDecoder:
     """A decoder stack for the forwards of one call. Not thread-safe: its scratch memory is reused.
 
     The weights are read where they lie, so that changes in place are seen. A weight that is given other memory
-    (`weight.data = ...`) ends its use: `forward` returns None from then on.
+    (`weight.data = ...`) ends its use, where that may happen: `forward` returns None from then on.
     """
 
     def __init__(
@@ -109,7 +109,8 @@ class CDecoder:
             layers: weights of the layers.
             ends: embeddings, final norm and LM head.
             rotary: rotary angles of positions, for all layers or for each. Each must depend on its position alone.
-            copies: bfloat16 copies of float32 weights, for calls in which nothing changes the weights; None for none.
+            copies: bfloat16 copies of float32 weights, for calls in which nothing changes the weights: then where they
+                lie is looked at in the first forward only. None where something may.
 
         Raises:
             ValueError: a weight is not contiguous on the CPU, of another type than the embeddings, of a type that has
@@ -124,9 +125,12 @@ class CDecoder:
         self._angles: dict[RotaryFn, tuple[Tensor, Tensor]] = {}
         self._num_angles = 0
         self._scratch = new_floats(0)
+        self._caches: Sequence[Tensor] = ()  # whose addresses are set
+        self._capacity = 0
         self._layers = (LayerStruct * len(layers))()
         self._layer_weights, self._ends, self._copies = list(layers), ends, copies
         self._weights = WeightAddresses(self.dtype, shape.norm_offset)
+        self._is_valid = False  # for good
         for index, weights in enumerate(layers):
             set_layer(self._layers[index], weights, shape, self._weights, f"of layer {index}")
             self._layers[index].window = shape.windows[index] if shape.windows else 0
@@ -170,8 +174,9 @@ class CDecoder:
             without an embedding.
         """
         batch, nodes = inputs.tokens.shape
-        if batch * nodes > MAX_DECODER_ROWS or not self._weights.are_valid():
+        if batch * nodes > MAX_DECODER_ROWS or not (self._is_valid or self._weights.are_valid()):
             return None
+        self._is_valid = self._copies is not None and self._checked is None  # copies look at their weights anyway
         decoder = self._decoder
         if not self._set_caches(inputs, max(inputs.lengths) + nodes):
             return None
@@ -216,7 +221,7 @@ class CDecoder:
         twin._decoder = DecoderStruct.from_buffer_copy(self._decoder)
         twin._decoder.num_layers = len(layers)
         twin._decoder.layers = ctypes.addressof(twin._layers)
-        twin._scratch = new_floats(0)
+        twin._scratch, twin._caches = new_floats(0), ()
         twin._layer_weights = [self._layer_weights[index] for index in layers]
         twin._checked = twin._check_copies()
         return twin
@@ -248,8 +253,13 @@ class CDecoder:
 
     def _set_caches(self, inputs: DecoderInputs, kv_len: int) -> bool:
         """Set the addresses of keys and values; False if a cache is not as `DecoderInputs` describes."""
-        batch, rows = len(inputs.lengths), inputs.cache_rows
-        return set_caches(self._layers, inputs.caches, self.shape, batch, rows, kv_len, self.dtype)
+        batch, rows, caches = len(inputs.lengths), inputs.cache_rows, inputs.caches
+        if rows is None and caches is self._caches and kv_len <= self._capacity and batch == caches[0].shape[1]:
+            return True
+        if not set_caches(self._layers, caches, self.shape, batch, rows, kv_len, self.dtype):
+            return False
+        self._caches, self._capacity = caches, min((cache.shape[3] for cache in caches), default=0)
+        return True
 
     def _set_angles(self, num_positions: int) -> None:
         """Let the rotary tables cover positions 0 to `num_positions` - 1."""
