@@ -4,8 +4,9 @@ Asked once per call by whoever keeps something of the model between calls (recor
 of calls during which user code runs: a streamer or criterion that changes the model is seen from the next forward on.
 
 Two other questions are answered elsewhere. Whether a *class* is one that C computes is the recognition of
-`mmspec.targets.c_traits` and of the draft heads. Whether weights still lie where C reads them is asked at every
-forward, by the address alone (`mmspec.cpu.layers.WeightAddresses`): numbers that change in place are read as they are.
+`mmspec.targets.c_traits` and of the draft heads. Whether weights still lie where C reads them is asked at the
+first forward of a call, and where user code runs at every one, by the address alone
+(`mmspec.cpu.layers.WeightAddresses`): numbers that change in place are read as they are.
 """
 
 from __future__ import annotations
