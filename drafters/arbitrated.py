@@ -128,6 +128,7 @@ class ArbitratedDrafter:
         if chain is not None:
             chain.guide = ngram
         state = ArbitratedState(ngram, heads, chain, self.arbiter.start(len(prompt.input_ids)))
+        state.outputs.records |= chain is not None  # the copy takes its guesses from them
         state.outputs.flag(prompt.banned_ids, prompt.stop_ids)
         return state
 

@@ -80,8 +80,10 @@ def _self() -> Drafter:
 
 def _quantized() -> Drafter:
     from mmspec.drafters.model.self_drafter import QuantizedDrafter
+    from mmspec.drafters.ngram.base import BestFirstDrafter
+    from mmspec.drafters.ngram.output_ngrams import OutputNgrams
 
-    return QuantizedDrafter(guide=_hybrid())
+    return QuantizedDrafter(guide=BestFirstDrafter("outputs", [OutputNgrams(records=True)]))
 
 
 DRAFTERS: dict[str, Callable[[], Drafter]] = {

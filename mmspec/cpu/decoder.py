@@ -13,11 +13,14 @@ import copy
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mmspec.cpu.c_kernel import CKernel
+from mmspec.cpu.chain import Chain
+from mmspec.cpu.chain_types import ChainRequest, DraftedChains
 from mmspec.cpu.copies import CheckedWeights, WeightCopies
 from mmspec.cpu.layers import (
     LAYER_MATRICES,
@@ -58,32 +61,41 @@ class DecoderEnds:
     lm_head_bias: Tensor | None
 
 
-@dataclass(frozen=True)
-class DecoderInputs:
-    """One forward over N nodes in each of B rows.
+@dataclass(frozen=True, kw_only=True)
+class DecoderContext:
+    """What the nodes of B rows come behind.
 
     Attributes:
-        tokens: [B, N] int64.
-        depths: [B, N] int64, positions behind the row's committed ones.
-        ancestor_mask: [B, N, N] bool, whether a node attends to another; itself included.
         lengths: committed positions of each row.
         position_base: rotary position of each row's cache position 0, if all its positions were text.
         max_position: largest cache position with a rotary position of its own; those behind it share it.
         padding: [B, P] bool, False at committed positions that are masked; None if none is.
-        caches: [2, R, num_kv_heads, capacity, head_dim] of each layer, keys and values, with room for N positions
+        caches: [2, R, num_kv_heads, capacity, head_dim] of each layer, keys and values, with room for the nodes'
             behind each row's length.
         cache_rows: which of the R rows of the caches each row is; None: R is B, and they are the same.
     """
 
-    tokens: Tensor
-    depths: Tensor
-    ancestor_mask: Tensor
     lengths: Sequence[int]
     position_base: Sequence[int]
     max_position: int
     padding: Tensor | None
     caches: Sequence[Tensor]
     cache_rows: Sequence[int] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderInputs(DecoderContext):
+    """One forward over N nodes in each of B rows.
+
+    Attributes:
+        tokens: [B, N] int64.
+        depths: [B, N] int64, positions behind the row's committed ones.
+        ancestor_mask: [B, N, N] bool, whether a node attends to another; itself included.
+    """
+
+    tokens: Tensor
+    depths: Tensor
+    ancestor_mask: Tensor
 
 
 class CDecoder:
@@ -164,43 +176,94 @@ class CDecoder:
             without an embedding.
         """
         batch, nodes = inputs.tokens.shape
-        if batch * nodes > MAX_DECODER_ROWS or not self._weights.are_valid():
-            return None
         decoder = self._decoder
-        if not self._set_caches(inputs, max(inputs.lengths) + nodes):
+        if (memory := self._set_context(decoder, inputs, nodes)) is None:
             return None
-        num_positions = max(inputs.position_base) + min(max(inputs.lengths) + nodes, inputs.max_position) + 1
-        if num_positions > MAX_ANGLES:
-            return None
-        self._set_angles(num_positions)
         tokens, depths = inputs.tokens.contiguous(), inputs.depths.contiguous()
         ancestors = inputs.ancestor_mask.contiguous()
-        padding = None if inputs.padding is None else inputs.padding.contiguous()
         logits = torch.empty(batch, nodes, decoder.vocab_size, dtype=self.dtype, device="cpu")
         hidden_states = self._set_hidden_states(hidden_state_indices, batch, nodes)
-        lengths = (ctypes.c_int64 * batch)(*inputs.lengths)
-        cache_rows = None if inputs.cache_rows is None else (ctypes.c_int64 * batch)(*inputs.cache_rows)
-        position_base = (ctypes.c_int64 * batch)(*inputs.position_base)
-        decoder.batch, decoder.nodes, decoder.max_position = batch, nodes, inputs.max_position
-        decoder.span, decoder.max_keys = nodes, max(inputs.lengths) + nodes
         decoder.tokens, decoder.depths, decoder.logits = tokens.data_ptr(), depths.data_ptr(), logits.data_ptr()
-        decoder.lengths, decoder.position_base = ctypes.addressof(lengths), ctypes.addressof(position_base)
-        decoder.cache_rows = None if cache_rows is None else ctypes.addressof(cache_rows)
         decoder.ancestors = ancestors.data_ptr() if nodes > 1 else None
-        decoder.padding = None if padding is None else padding.data_ptr()
-        decoder.padding_length = 0 if padding is None else padding.shape[1]
-        num_threads = torch.get_num_threads()
-        num_floats = self._kernel.decode_scratch(ctypes.addressof(decoder), num_threads)
-        if self._scratch.numel() < num_floats:
-            self._scratch = new_floats(num_floats + num_floats // 4)
-        decoder.scratch = self._scratch.data_ptr()
         if self._checked is not None:
             self._checked.before_forward()
-        if not self._kernel.decode(ctypes.addressof(decoder), num_threads):
+        if not self._kernel.decode(ctypes.addressof(decoder), torch.get_num_threads()):
             return None
+        del memory  # lives until here
         if self._checked is not None:
             self._checked.after_forward()
         return logits, {index: state.to(self.dtype) for index, state in hidden_states.items()}
+
+    def chain(
+        self, context: DecoderContext, request: ChainRequest, logit_scale: float = 1.0, logit_softcap: float = 0.0
+    ) -> DraftedChains | None:
+        """Draft chains: as many forwards as they take, in one call.
+
+        Keys and values of what is read are stored behind the committed ones.
+
+        Args:
+            context: what the chains come behind.
+            request: which chains; `unread` has at least one id for each row of the context.
+            logit_scale: factor of the logits.
+            logit_softcap: their limit by tanh; 0 for none.
+
+        Returns:
+            None, and nothing is written, in the cases of `forward`.
+        """
+        if self._checked is not None:
+            self._checked.before_forward()  # before the struct is copied
+        chain = Chain(request, self._decoder, self.dtype)
+        chain.struct.logit_scale, chain.struct.logit_softcap = logit_scale, logit_softcap
+        decoder = chain.struct.d
+        memory = self._set_context(decoder, context, request.most_nodes, request.num_positions)
+        if memory is None:
+            return None
+        self._set_hidden_states((), len(request.unread), 0)
+        decoder.embedded = decoder.normed = None
+        drafted = chain.run(self._kernel, context.lengths)
+        del memory  # lives until here
+        if drafted is not None and self._checked is not None:
+            self._checked.after_forward()
+        return drafted
+
+    def _set_context(
+        self, decoder: DecoderStruct, context: DecoderContext, nodes: int, num_positions: int | None = None
+    ) -> list[Any] | None:
+        """Set what forwards over at most `nodes` nodes of each row read besides these.
+
+        Args:
+            decoder: the struct to set it in.
+            context: what the nodes come behind.
+            nodes: N.
+            num_positions: that are written behind each row's committed ones; N if None.
+
+        Returns:
+            What must outlive the forwards; None if they are not for this kernel.
+        """
+        batch, num_new = len(context.lengths), num_positions or nodes
+        if batch * nodes > MAX_DECODER_ROWS or not self._weights.are_valid():
+            return None
+        kv_len = max(context.lengths) + num_new
+        num_angles = max(context.position_base) + min(kv_len, context.max_position) + 1
+        if not self._set_caches(context, kv_len) or num_angles > MAX_ANGLES:
+            return None
+        self._set_angles(num_angles)
+        decoder.num_angles = self._num_angles
+        padding = None if context.padding is None else context.padding.contiguous()
+        numbers = [
+            (ctypes.c_int64 * batch)(*one) for one in (context.lengths, context.position_base, context.cache_rows or ())
+        ]
+        decoder.batch, decoder.nodes, decoder.max_position = batch, nodes, context.max_position
+        decoder.span, decoder.max_keys = nodes, kv_len
+        decoder.lengths, decoder.position_base = map(ctypes.addressof, numbers[:2])
+        decoder.cache_rows = None if context.cache_rows is None else ctypes.addressof(numbers[2])
+        decoder.padding = None if padding is None else padding.data_ptr()
+        decoder.padding_length = 0 if padding is None else padding.shape[1]
+        num_floats = self._kernel.decode_scratch(ctypes.addressof(decoder), torch.get_num_threads())
+        if self._scratch.numel() < num_floats:
+            self._scratch = new_floats(num_floats + num_floats // 4)
+        decoder.scratch = self._scratch.data_ptr()
+        return [padding, numbers]
 
     def restrict(self, layers: Sequence[int]) -> CDecoder:
         """A decoder of these layers only, on the same weights; its caches are those of these layers."""
@@ -240,12 +303,12 @@ class CDecoder:
             ctypes.memmove(ctypes.addressof(view), ctypes.addressof(plain), ctypes.sizeof(plain))
         return None if self._copies is None else self._copies.checked(self._kernel, found)
 
-    def _set_caches(self, inputs: DecoderInputs, kv_len: int) -> bool:
-        """Set the addresses of keys and values; False if a cache is not as `DecoderInputs` describes."""
-        caches, num_rows, rows = inputs.caches, len(inputs.lengths), inputs.cache_rows
+    def _set_caches(self, context: DecoderContext, kv_len: int) -> bool:
+        """Set the addresses of keys and values; False if a cache is not as `DecoderContext` describes."""
+        caches, num_rows, rows = context.caches, len(context.lengths), context.cache_rows
         if rows is not None:
             num_rows = caches[0].shape[1] if caches else 0
-            if len(rows) != len(inputs.lengths) or len(set(rows)) < len(rows) or not set(rows) <= set(range(num_rows)):
+            if len(rows) != len(context.lengths) or len(set(rows)) < len(rows) or not set(rows) <= set(range(num_rows)):
                 return False
         if len(caches) != len(self._layers):
             return False

@@ -211,7 +211,11 @@ class GuidingDrafter(Drafter, Protocol):
     """A drafter that can also draft behind tokens which are not emitted yet, so that it drafts for another drafter.
 
     A drafter that decodes with a model (`mmspec.drafters.model.chain`) is itself sped up by one: it scores a tree of
-    the guide where it would score one token.
+    the guide where it would score one token. Where whole chains are drafted in one call (`DraftTarget.draft_chain`), it
+    takes part by its counts of n-grams.
+
+    Attributes:
+        counts: `mmspec.cpu.ngrams.CNgrams` of the texts so far; None if it has none.
     """
 
     def follow(self, state: Any, result: VerifyResult) -> None:
