@@ -31,6 +31,8 @@ DEFAULT_TOP_K_NODES = 2
 """Tokens of each step that become nodes; the second is accepted far less often, and the controller may drop it."""
 MAX_GUIDE_TREE = 8
 """Nodes of a tree of the guide, root included."""
+GUESS_RECOVERY = 0.01
+"""Part of what its calibration lacks to 1 that the guide regains with each draft in C that takes no guess of it."""
 
 
 @dataclass
@@ -232,7 +234,7 @@ class ChainDrafter(ABC):
     ) -> DraftTree | None:
         """The same in one call; None where that is not possible."""
         prompt, costs = state.prompt, self._guide_costs.setdefault(plan.variant, RoundCostModel())
-        counts = None if self.guide is None or prompt.static_shapes else self.guide.counts
+        counts = None if self.guide is None or prompt.static_shapes else self.guide.counts(state.guide)
         guesses = None
         if counts is not None and len(chain.tokens) == 1:
             context = tuple(state.output_ids[0][-MAX_CONTEXT:])
@@ -261,6 +263,8 @@ class ChainDrafter(ABC):
             costs.update(costs.score_s, (1, size), seconds)
         if drafted.expected:
             costs.calibrate(drafted.num_right / drafted.expected)
+        else:
+            costs.relax_calibration(GUESS_RECOVERY)
         return drafted.tree
 
     def _guide(self, state: ChainState, plan: ChainPlan, rule: DraftRule, active: Sequence[bool]) -> Guide | None:

@@ -225,9 +225,9 @@ class BestFirstDrafter:
         self.vocab_size: int | None = self._known_vocab_size()
         self._node_limits: dict[int, float] = {}  # by batch size
 
-    @property
-    def counts(self) -> Any:
+    def counts(self, state: BestFirstState) -> CNgrams | None:
         """See `mmspec.interfaces.GuidingDrafter`."""
+        self.catch_up(state)
         found = (getattr(source, "counts", None) for source in self.sources)
         return next((one for one in found if isinstance(one, CNgrams)), None)
 

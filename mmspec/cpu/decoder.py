@@ -38,7 +38,7 @@ from mmspec.cpu.weights import FLOAT_TYPES, Weight, is_plain, weight_struct
 
 MAX_DECODER_ROWS = 128
 """Rows times nodes of a forward. Beyond, arithmetic is the limit, and the products of torch are as fast."""
-MIN_ANGLES, MAX_ANGLES = 1024, 1 << 20
+MIN_ANGLES, MAX_ANGLES = 256, 1 << 20
 """Positions that the first rotary table has, and those that one may need; it is enlarged when they do not suffice."""
 RotaryFn = Callable[[Tensor], tuple[Tensor, Tensor]]
 """[P] int64 positions -> (cos, sin), each [P, numbers of a head that are rotated] float32."""
@@ -269,7 +269,7 @@ class CDecoder:
         """A decoder of these layers only, on the same weights; its caches are those of these layers."""
         twin = copy.copy(self)
         twin._layers = (LayerStruct * len(layers))(*(self._layers[index] for index in layers))
-        twin._rotaries, twin._angles, twin._num_angles = [self._rotaries[index] for index in layers], {}, 0
+        twin._rotaries = [self._rotaries[index] for index in layers]
         twin._decoder = DecoderStruct.from_buffer_copy(self._decoder)
         twin._decoder.num_layers = len(layers)
         twin._decoder.layers = ctypes.addressof(twin._layers)
@@ -291,6 +291,14 @@ class CDecoder:
                     object.__setattr__(layer, name, convert(weight))  # a copy that nobody else has seen
         ends = replace(self._ends, lm_head=convert(self._ends.lm_head))
         return CDecoder(self._kernel, self.shape, layers, ends, self._rotaries)
+
+    def are_weights_valid(self) -> bool:
+        """Whether every weight is where it was."""
+        return self._weights.are_valid()
+
+    def prepare_angles(self) -> None:
+        """Make the rotary tables that most calls need; those that `restrict` returns share them."""
+        self._set_angles(MIN_ANGLES)
 
     def _check_copies(self) -> CheckedWeights | None:
         """Let the next forward check the copies of the weights; until then the weights themselves are read."""

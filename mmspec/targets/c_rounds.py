@@ -128,6 +128,10 @@ class CRounds:
             decoder = self.decoder.with_matrices(convert)
         except ValueError:
             return None
+        return self.over(decoder)
+
+    def over(self, decoder: CDecoder) -> CRounds:
+        """The same with another decoder of the same shape."""
         return CRounds(decoder, self._parts, self._call, self._guard, self._layers)
 
     def restrict(self, layers: Sequence[int]) -> CRounds:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.utils.logging import tqdm
 
+from mmspec.cpu.decoder import CDecoder
 from mmspec.cpu.weights import GROUP, QuantisedWeight, Weight, version_of
 from mmspec.interfaces import DrafterRequirements
 from mmspec.targets.base import ModelAdapter
@@ -81,6 +82,7 @@ class QuantisedCopy:
         self._num_made = 0
         self._lock = threading.Lock()
         self.layers: dict[str, CopiedLayer] = {}
+        self._decoder: CDecoder | None = None  # for the rounds of all calls
         self._make()
 
     @property
@@ -104,7 +106,7 @@ class QuantisedCopy:
     def _make_anew(self) -> bool:
         if not self.layers:
             return False
-        self.layers = {}  # frees the old copy first
+        self.layers, self._decoder = {}, None  # frees the old copy first
         if self._num_made >= MAX_COPIES:
             logger.warning("mmspec: weights changed %d times; the quantized copy of them is off", self._num_made)
             return False
@@ -124,6 +126,13 @@ class QuantisedCopy:
         """The forwards in C of a call on the quantised weights; None where they do not fit."""
         if not isinstance(self._products, CProducts):
             return None
+        known = self._decoder
+        if known is None or known.shape != rounds.decoder.shape or not known.are_weights_valid():
+            made = self._new_rounds(rounds)
+            known = self._decoder = None if made is None else made.decoder
+        return None if known is None else rounds.over(known)
+
+    def _new_rounds(self, rounds: CRounds) -> CRounds | None:
         modules = dict(self.model.named_modules())
         weights: dict[tuple[int, tuple[int, ...]], QuantisedWeight] = {}
         for name, one in self.layers.items():
@@ -139,7 +148,10 @@ class QuantisedCopy:
                 raise ValueError("a weight without a copy")
             return found
 
-        return rounds.with_matrices(convert)
+        found = rounds.with_matrices(convert)
+        if found is not None:
+            found.decoder.prepare_angles()
+        return found
 
     def _forward(self, weight: PackedWeight) -> LinearForward:
         products = self._products
