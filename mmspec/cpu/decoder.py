@@ -136,6 +136,7 @@ class CDecoder:
         self._angles: dict[RotaryFn, tuple[Tensor, Tensor]] = {}
         self._num_angles = 0
         self._scratch = new_floats(0)
+        self._cache_places: list[Any] = []
         self._layers = (LayerStruct * len(layers))()
         self._layer_weights, self._ends, self._copies = list(layers), ends, copies
         self._weights = WeightAddresses(self.dtype, shape.norm_offset)
@@ -273,7 +274,7 @@ class CDecoder:
         twin._decoder = DecoderStruct.from_buffer_copy(self._decoder)
         twin._decoder.num_layers = len(layers)
         twin._decoder.layers = ctypes.addressof(twin._layers)
-        twin._scratch = new_floats(0)
+        twin._scratch, twin._cache_places = new_floats(0), []
         twin._layer_weights = [self._layer_weights[index] for index in layers]
         twin._checked = twin._check_copies()
         return twin
@@ -320,8 +321,15 @@ class CDecoder:
                 return False
         if len(caches) != len(self._layers):
             return False
+        places = [(cache.data_ptr(), cache.shape, cache.dtype, num_rows) for cache in caches]
+        if places == self._cache_places and all(cache.shape[3] >= kv_len for cache in caches):
+            return True
+        self._cache_places = []
         layers = zip(self._layers, caches, strict=True)
-        return all(set_cache(layer, cache, self.shape, num_rows, kv_len, self.dtype) for layer, cache in layers)
+        if not all(set_cache(layer, cache, self.shape, num_rows, kv_len, self.dtype) for layer, cache in layers):
+            return False
+        self._cache_places = places  # those that are set, which takes longer than to compare them
+        return True
 
     def _set_angles(self, num_positions: int) -> None:
         """Let the rotary tables cover positions 0 to `num_positions` - 1."""
