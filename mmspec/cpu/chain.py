@@ -94,7 +94,7 @@ class Chain:
         seconds, forwards = self._seconds.tolist(), self._forwards.tolist()
         num_read, steps = self._counters.tolist()
         return DraftedChains(
-            tree=DraftTree(*self._tree, self._mask, self._scores),
+            tree=DraftTree(self._tree[0], self._tree[1], self._mask, self._scores),
             num_tokens=max(steps),
             num_read=num_read,
             chains=self._ids[:, :: self._request.top_k],

@@ -222,12 +222,13 @@ def test_what_a_draft_leaves_in_the_cache_is_never_read(
     assert not caplog.records, "nan ends the drafting of a call, with a warning"
 
 
-@pytest.mark.parametrize(("limit", "bits"), [(10**9, {8}), (0, {4, 8})])
+@pytest.mark.parametrize(("limit", "least", "bits"), [(10**9, 1.1, {8}), (10**9, 0.0, {4, 8}), (0, 1.1, {4, 8})])
 def test_the_copy_depends_on_the_weights_alone_and_is_freed(
-    limit: int, bits: set[int], monkeypatch: pytest.MonkeyPatch
+    limit: int, least: float, bits: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Small models have 8 bits, large ones 4, but for the LM head."""
+    """Large models have 4 bits but for the LM head, small ones if these agree with the model, else 8."""
     monkeypatch.setattr(module, "FEW_WEIGHTS", limit)
+    monkeypatch.setattr(module, "MIN_AGREEMENT", least)
     model, random_state = _model(), torch.get_rng_state()
     mmspec.patch(model.train(), drafter="quantized", deterministic=True)
     first = {name: one.weight.data for name, one in _copy(model).layers.items()}
