@@ -104,6 +104,17 @@ def use_prompt_linear_kernels(call: CallContext) -> AbstractContextManager[None]
     return use_fast_linears(call.autotuner, layers, call.spec_config.deterministic)
 
 
+def use_huge_pages(call: CallContext, target: HFTarget) -> None:
+    """Let the weights that our kernels read for every token lie in huge pages, after `use_c`."""
+    if load_kernel() is None or not call.autotuner.allow_c or not _may_replace_linears(call):
+        return
+    if target.rounds is not None:
+        weights = target.rounds.decoder.matrices()
+    else:
+        weights = [layer.weight for layer in find_linear_layers(call.modules.linear_layers)]
+    call.huge_pages.add(weights, target.max_new_tokens)
+
+
 def _may_replace_linears(call: CallContext) -> bool:
     """Whether other kernels than torch's may compute the linear layers of this call."""
     return call.spec_config.backend != "torch" and _reason_against_c(call) is None

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mmspec.config import SpecConfig
 from mmspec.control.round_cost import RoundCostModel
+from mmspec.cpu.huge_pages import HugePages
 from mmspec.cpu.linear import LinearAutotuner
 from mmspec.engine.guard import ModuleGuard
 from mmspec.engine.prefix import Prefix, PrefixStore, PromptRows
@@ -79,6 +80,7 @@ class CallContext:
         learner: learns from this call, or None.
         collecting: examples of this call for the learner; None before the loop runs, or without a learner.
         prefix_use: see `PrefixUse`; None if the call shares nothing with others.
+        huge_pages: moves the model's weights into huge pages.
     """
 
     adapter: ModelAdapter
@@ -100,6 +102,7 @@ class CallContext:
     learner: Learner | None = None
     collecting: CollectingDrafter | None = None
     prefix_use: PrefixUse | None = None
+    huge_pages: HugePages = field(default_factory=HugePages)
 
 
 @dataclass

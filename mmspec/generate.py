@@ -28,6 +28,7 @@ from mmspec.arguments import bind_arguments, build_stop_string_criterion, media_
 from mmspec.call import CallContext, FallbackRequired, PicturesRequired, PreparedInputs
 from mmspec.config import PatchArguments, SpecConfig, resolve_call_config
 from mmspec.costs import DrafterCosts
+from mmspec.cpu.huge_pages import HugePages
 from mmspec.cpu.linear import LinearAutotuner
 from mmspec.decode import decode
 from mmspec.engine.prefix import PrefixStore
@@ -62,6 +63,7 @@ class PatchState:
         had_capture_hooks: whether transformers had installed its hooks for hidden states before `patch`.
         costs: the measured costs of each drafter.
         autotuner: chooses the kernels of linear layers on CPU.
+        huge_pages: moves the weights into huge pages.
         lanes: what recorded rounds share.
         prefixes: what calls with `reuse_prefix` leave to later ones.
         drafter_cache: drafters that calls selected by name.
@@ -80,6 +82,7 @@ class PatchState:
         self.had_capture_hooks = False
         self.costs = DrafterCosts()
         self.autotuner = LinearAutotuner()
+        self.huge_pages = HugePages()
         self.lanes = LanePool(self._warn_once)
         self.drafter_cache = DrafterCache()
         self.prefixes = PrefixStore()
@@ -172,6 +175,7 @@ class PatchState:
             media_inputs=media_inputs(arguments, self.model) if config.drafter.requirements.media_inputs else {},
             learner=self.learner if config.learn and config.drafter is self.config.drafter else None,
             prefix_use=find_prefix(self.prefixes, self.adapter, config, arguments, modules),
+            huge_pages=self.huge_pages,
         )
 
     def _custom_generate(self, call: CallContext) -> Any:

@@ -94,6 +94,7 @@ def test_a_block_of_code_runs(name: str, tmp_path: Path, monkeypatch: pytest.Mon
     prompt = processor.apply_chat_template(chat, add_generation_prompt=True)
     inputs = processor(images=image, text=prompt, return_tensors="pt")
     given: dict[str, Any] = {"mmspec": mmspec, "torch": torch, "model": model, "processor": processor}
+    given["prompt"] = prompt
     given |= {"inputs": inputs, "image": image, "FOLDER": HEADS / "msd", "__name__": "document"}
     exec(IMPORTS.get(document, ""), given)
     code = re.sub(r"max_new_tokens=\d+", "max_new_tokens=12", BLOCKS[name][0]).replace(

@@ -24,6 +24,7 @@ from mmspec.app.cli.arguments import (
     add_sampling_options,
     add_scene_seed,
     add_table_options,
+    goes_with,
     hide_progress_bars,
     positive_floats,
     positive_int,
@@ -150,9 +151,11 @@ def add_parser(commands: Commands, common: argparse.ArgumentParser) -> None:
     )
     add("--shape", default=None, metavar="S", help=shape_help)
     contexts_help = "with --shape on a CPU: time rounds behind so many positions, without prompts, beside llama.cpp"
-    add("--contexts", type=positive_ints, default=None, metavar="C,C", help=contexts_help)
+    contexts = add("--contexts", type=positive_ints, default=None, metavar="C,C", help=contexts_help)
     tau_help = "with --shape: simulated tokens per forward (default 1,2.6,3.6)"
-    add("--tau", type=positive_floats, default=None, metavar="T,T", help=tau_help)
+    tau = add("--tau", type=positive_floats, default=None, metavar="T,T", help=tau_help)
+    for action in (contexts, tau):
+        goes_with(action, "--shape", lambda args: args.shape)
     add_progress(parser)
     add_table_options(parser)
 

@@ -36,7 +36,8 @@ examples
   mmspec compare --image photo.jpg --model llava-hf/llava-1.5-7b-hf --dtype bfloat16
   mmspec compare                                              an image of the toy world and the bundled model
 
-exit code: 1 if a drafter gave other tokens in float32
+exit code
+  0 success, 1 a drafter gave other tokens in float32, 2 wrong usage
 """
 
 

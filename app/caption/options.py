@@ -23,6 +23,7 @@ from mmspec.app.cli.arguments import (
     add_progress,
     add_sampling_options,
     add_table_options,
+    goes_with,
     non_negative_int,
     parse_temperature,
     positive_int,
@@ -42,7 +43,7 @@ PATH is any mix of
   'a-{000..099}.tar' WebDataset archives, read without extracting them; braces and globs are expanded here if the
                      shell has not. Members with one key are a row: KEY.jpg, and with --prompt-column txt its prompt
   'data/*.parquet'   tables with a column of pictures: bytes, {bytes, path}, paths below the table's folder, or
-                     addresses (--urls). in the clone: pip install -e '.[data]'
+                     addresses (--urls). Needs, in the clone: pip install -e '.[data]'
   saved/             a folder of `datasets`' save_to_disk; hf://datasets/OWNER/NAME[/CONFIG] is streamed from the hub
   s3://bucket/a.tar  any of these but lists by an address that fsspec opens: s3:// (extra s3), gs:// (gs), hf://, ...
 
@@ -170,7 +171,14 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
         "columns of the rows, comma-separated, besides id, caption, prompt_sha1, error and index (default: all)"
     )
     add("--fields", type=parse_fields, default=None, metavar="A,B", help=fields_help)
-    add("--rows-per-shard", type=positive_int, default=1000, metavar="N", help="of parquet and webdataset")
+    shard_rows = add(
+        "--rows-per-shard",
+        type=positive_int,
+        default=1000,
+        metavar="N",
+        help="of parquet and webdataset (default 1000)",
+    )
+    goes_with(shard_rows, "--format parquet or webdataset", lambda args: args.format in ("parquet", "webdataset"))
     add("--prefix", default="", metavar="TEXT", help="put before each caption, as in 'sks dog, '")
     add("--suffix", default="", metavar="TEXT", help="put after each caption")
     add("--overwrite", action="store_true", help="discard the rows in FILE; of txt replace files that exist")
@@ -185,7 +193,9 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
     )
     ray_help = "caption on Ray: the cluster at ADDRESS (auto: the running one), else this machine's cores and GPUs"
     add("--ray", nargs="?", const="", default=None, metavar="ADDRESS", help=ray_help)
-    add("--actors", type=positive_int, default=None, metavar="N", help="of Ray, at most (default: one per GPU or core)")
+    actors_help = "of --ray, at most (default: one per GPU or core)"
+    actors = add("--actors", type=positive_int, default=None, metavar="N", help=actors_help)
+    goes_with(actors, "--ray", lambda args: args.ray is not None)
     compare_help = "also run plain generate, for all or the first N, and report whether the tokens are identical"
     add("--compare", type=parse_compare, nargs="?", const=-1, default=0, metavar="N", help=compare_help)
     add("--threads", type=positive_int, default=4, metavar="N", help="decoding threads (default 4)")

@@ -72,6 +72,17 @@ def module_parser(module: str, description: str | None, epilog: str) -> argparse
     )
 
 
+def goes_with(action: argparse.Action, others: str, holds: Callable[[argparse.Namespace], Any]) -> None:
+    """Let `CommandParser` refuse an option without what it is for: it would change nothing, and nobody would notice.
+
+    Args:
+        action: the option.
+        others: the options that it goes with, for the message.
+        holds: whether they are there.
+    """
+    vars(action)["goes_with"] = others, holds
+
+
 def add_model_option(parser: Options, flag: str = "--model", default: str = DEFAULT_MODEL) -> None:
     """Add the option that names a model."""
     parser.add_argument(flag, default=default, metavar="M", help=f"{MODEL_HELP}; default {default}")
@@ -153,8 +164,11 @@ def parse_temperature(text: str) -> float:
 
 
 def split_commas(text: str) -> list[str]:
-    """Comma-separated names, without empty ones."""
-    return [name.strip() for name in text.split(",") if name.strip()]
+    """Comma-separated names, at least one; empty ones are left out."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names:
+        raise argparse.ArgumentTypeError(f"must be names separated by commas, got {text!r}")
+    return names
 
 
 def positive_ints(text: str) -> list[int]:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from mmspec.app.cli.arguments import Commands, add_command, add_device_options
+from mmspec.app.cli.arguments import Commands, add_command, add_device_options, goes_with
 from mmspec.app.errors import one_line
 from mmspec.app.versions import mmspec_version, version
 
@@ -37,12 +37,15 @@ def add_parser(commands: Commands, common: argparse.ArgumentParser) -> None:
         "env",
         run,
         help="versions and devices, for bug reports",
-        description="Print versions, devices and kernels, for bug reports. Names no user, host or path. With --model: "
-        "load the model and say whether its tokens can be verified in trees, and its drafter (docs/models.md).",
+        description="Print versions, devices and kernels, for bug reports. Names no user, host or path.\n"
+        "With --model: load the model and say whether its tokens can be verified in trees, and its drafter\n"
+        "(docs/models.md).",
         epilog="examples\n  mmspec env\n  mmspec env --model Qwen/Qwen3-VL-4B-Instruct",
     )
     parser.add_argument("--model", metavar="M", help="hub id or local folder of a model to judge")
-    parser.add_argument("--drafter", metavar="D", default="auto", help="name, folder or hub id, with --model")
+    drafter_help = "with --model: name, folder or hub id (default auto)"
+    drafter = parser.add_argument("--drafter", metavar="D", default="auto", help=drafter_help)
+    goes_with(drafter, "--model", lambda args: args.model is not None)
     add_device_options(parser)
 
 
@@ -81,7 +84,22 @@ def judge_model(name: str, dtype: str, device: str, drafter: str = "auto") -> tu
         return [*lines, ("verdict", f"decoded by transformers alone: {reason}")], False
     result = judge(adapter, processor)
     verdict = "speculative decoding" if result.passed else "not supported"
-    return [*lines, ("self-test", result.describe()), ("verdict", verdict)], result.passed
+    return [*lines, *_huge_pages(model), ("self-test", result.describe()), ("verdict", verdict)], result.passed
+
+
+def _huge_pages(model: Any) -> Iterator[tuple[str, str]]:
+    """How many of a model's linear layers can lie in huge pages; nothing for a model that is on no CPU."""
+    from mmspec.cpu.huge_pages import HugePages
+    from mmspec.cpu.linear import find_linear_layers
+
+    weights = [layer.weight for layer in find_linear_layers([model])]
+    if not weights:
+        return
+    pages = HugePages()
+    pages.add(weights)
+    while not pages.is_done:
+        pages.add(weights)
+    yield "huge pages of weights", pages.describe()
 
 
 def describe_drafter(name: str, adapter: ModelAdapter, processor: Any) -> Iterator[tuple[str, str]]:
@@ -99,9 +117,26 @@ def describe_drafter(name: str, adapter: ModelAdapter, processor: Any) -> Iterat
     yield "drafter", drafter_label(drafter)
     if found := getattr(drafter, "description", ""):
         yield "draft head", str(found)
-    if isinstance(drafter, HeadDrafter):
+    elif name == "auto":
+        yield from _without_own_drafter(adapter)
+    if isinstance(drafter, HeadDrafter) and not drafter.requirements.target_keys:  # an assistant reads no prompt
         how = IMAGE_POSITIONS.get(drafter.visual_mode, drafter.visual_mode)
         yield "image positions", "compressed by the head" if drafter.compresses_visual_tokens else how
+
+
+def _without_own_drafter(adapter: ModelAdapter) -> Iterator[tuple[str, str]]:
+    """Why the drafter that models of a family bring along is not used: it was looked for."""
+    from mmspec.interfaces import OwnHeadError
+    from mmspec.targets.assistant import TARGET_TYPES, find_assistant
+    from mmspec.targets.own_head import read_own_head
+    from mmspec.targets.own_head_layouts import LAYOUTS
+
+    for own, types, read in (("mtp", LAYOUTS, read_own_head), ("assistant", TARGET_TYPES, find_assistant)):
+        try:
+            if adapter.model_type in types:
+                read(adapter)
+        except OwnHeadError as error:
+            yield own, f"not used: {_without_home(one_line(error))}"
 
 
 def collect_info() -> Iterator[tuple[str, str]]:
@@ -131,16 +166,22 @@ def _devices() -> Iterator[tuple[str, str]]:
     yield "mps", "yes" if torch.backends.mps.is_available() else "-"
 
 
+def _without_home(text: str) -> str:
+    return text.replace(os.path.expanduser("~"), "~")
+
+
 def _support() -> Iterator[tuple[str, str]]:
     import torch
 
     import mmspec
     from mmspec.cpu.c_kernel import describe_kernel
+    from mmspec.cpu.huge_pages import describe_huge_pages
     from mmspec.drafters.registry import drafter_names
 
     kernels = ("flash", "mem_efficient", "math")
     on = [name for name in kernels if getattr(torch.backends.cuda, f"{name}_sdp_enabled")()]
     yield "sdpa kernels (cuda)", ", ".join(on)
-    yield "C kernels", one_line(RuntimeError(describe_kernel())).replace(os.path.expanduser("~"), "~")
+    yield "C kernels", _without_home(one_line(RuntimeError(describe_kernel())))
+    yield "huge pages", describe_huge_pages()
     yield "model types", ", ".join(mmspec.supported())
     yield "drafters", ", ".join(drafter_names())

@@ -30,8 +30,8 @@ start here
   mmspec COMMAND --help                                  options of one command
 
 exit code
-  0 success, 1 some rows failed, 2 wrong usage, 74 output cannot be written (disk full, read-only, size limit),
-  130 interrupted
+  0 success, 1 rows failed or text differed, 2 wrong usage,
+  74 output cannot be written (disk full, read-only, size limit), 130 interrupted
 """
 
 
@@ -57,13 +57,17 @@ class CommandParser(argparse.ArgumentParser):
             ) from None
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As the method of argparse; an option that is unknown here is an error of this command."""
+        """As the method of argparse; an option that is unknown here, or `goes_with` others, is an error."""
         found, rest = super().parse_known_args(args, namespace)
         unknown = next((one for one in rest if one.startswith("-")), None)
         if unknown is not None:
             name = unknown.partition("=")[0]
             options = [option for option in self._option_string_actions if option.startswith("--")]
             self.error(f"unknown option {name}{did_you_mean(name, options)}")
+        for action in self._actions:
+            others, holds = getattr(action, "goes_with", ("", None))
+            if holds is not None and getattr(found, action.dest) != action.default and not holds(found):
+                self.error(f"{action.option_strings[0]} goes with {others}")
         return found, rest
 
 

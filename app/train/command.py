@@ -21,6 +21,7 @@ from mmspec.app.cli.arguments import (
     add_progress,
     add_scene_seed,
     add_table_options,
+    goes_with,
     hide_progress_bars,
     non_negative_int,
     positive_int,
@@ -166,7 +167,10 @@ def _add_head(how: argparse._ArgumentGroup) -> None:
         help="uniform noise on hidden states (EAGLE: 0.2; default 0)",
     )
     add("--ffn", type=positive_int, default=None, metavar="N", help="intermediate size (default: the target's)")
-    add("--block", type=positive_int, default=None, metavar="K", help="tokens per forward (flash: 5, falcon: 2)")
+    block = add(
+        "--block", type=positive_int, default=None, metavar="K", help="tokens per forward (flash: 5, falcon: 2)"
+    )
+    goes_with(block, "drafters of several tokens per forward", _have_blocks)
     mode_help = "how visual tokens enter the head (default: that of the drafter)"
     modes = (*VISUAL_MODES, "mixed")
     add("--visual-mode", default=None, choices=modes, help=mode_help)
@@ -198,10 +202,17 @@ def _add_head(how: argparse._ArgumentGroup) -> None:
         help="requests to measure tau on (default 24; 0 none)",
     )
     layers_help = "decoder layers of draft-lm (default: an eighth of the target's)"
-    add("--draft-layers", type=positive_int, default=None, metavar="N", help=layers_help)
-    add("--seed", type=int, default=0, metavar="N")
+    draft_layers = add("--draft-layers", type=positive_int, default=None, metavar="N", help=layers_help)
+    goes_with(draft_layers, f"--drafter {DRAFT_LM}", lambda args: DRAFT_LM in args.drafter)
+    add("--seed", type=int, default=0, metavar="N", help="of initial weights and of the order of samples (default 0)")
     add("--minutes", type=float, default=math.inf, metavar="T", help="stop after this long; run again to go on")
     add_progress(how, "bar (default: on a terminal, else lines)")
+
+
+def _have_blocks(args: argparse.Namespace) -> bool:
+    """Whether a drafter has blocks, or refuses `--block` itself."""
+    known = recipes()
+    return any(name not in known or known[name][1].block_size > 1 for name in args.drafter)
 
 
 def parse_drafters(text: str) -> list[str]:

@@ -13,6 +13,7 @@ from mmspec.app.cli.arguments import (
     add_command,
     add_device_options,
     add_model_option,
+    goes_with,
     hide_progress_bars,
     positive_int,
     validate_drafter,
@@ -87,8 +88,11 @@ def add_parser(commands: Commands, common: argparse.ArgumentParser) -> None:
         help="make the pages reachable from the internet through a tunnel of Gradio; asks for a password, which is "
         f"printed, or that of the environment variable {PASSWORD_VARIABLE}",
     )
-    add("--no-password", action="store_true", help="with --share: admit everybody who has the address")
-    add("--max-pixels", type=positive_int, default=None, metavar="N", help="refuse larger pictures")
+    no_password = add("--no-password", action="store_true", help="with --share: admit everybody who has the address")
+    goes_with(no_password, "--share", lambda args: args.share)
+    add(
+        "--max-pixels", type=positive_int, default=None, metavar="N", help="refuse larger pictures (default 40,000,000)"
+    )
 
 
 def parse_port(text: str) -> int:

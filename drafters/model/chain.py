@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mmspec.control.chain import ChainController, ChainPlan
-from mmspec.control.round_cost import RoundCostModel
+from mmspec.control.round_cost import RoundCostModel, cost_rows
 from mmspec.control.tree_size import TreeSizeController
 from mmspec.cpu.chain_types import ChainGuesses, ChainRequest
 from mmspec.drafters.model.chain_draft import ChainDraft, DraftRule, Guide
@@ -44,6 +44,7 @@ class ChainState:
         output_ids: emitted tokens of each row.
         logit_bias: [V] float32, -inf for ids that must not be drafted, else 0.
         plan: of the last draft, None if there was none.
+        num_rows: `cost_rows` of the last draft.
         num_steps: forwards of the last draft.
         draft_s: seconds of the last draft.
         start_time: `time.perf_counter()` at the start of the last draft.
@@ -54,6 +55,7 @@ class ChainState:
     output_ids: list[list[int]]
     logit_bias: Tensor
     plan: ChainPlan | None = None
+    num_rows: int = 0
     num_steps: int = 0
     draft_s: float = 0.0
     start_time: float = 0.0
@@ -155,6 +157,7 @@ class ChainDrafter(ABC):
         if not variants:
             return root_only(len(active), state.logit_bias.device)
         state.start_time = time.perf_counter()
+        state.num_rows = cost_rows(sum(active), len(active))
         plan = self._plan(state, variants)
         chain = self.open_chain(state, plan.variant, active)
         try:
@@ -175,7 +178,7 @@ class ChainDrafter(ABC):
         if plan is None:
             return
         self.controller.record(
-            len(state.output_ids),
+            state.num_rows,
             plan,
             min(state.num_steps, result.tree.num_nodes - 1),
             [len(ids) - 1 for ids in result.emitted_ids if ids],
@@ -189,7 +192,7 @@ class ChainDrafter(ABC):
     def _plan(self, state: ChainState, variants: Sequence[Hashable]) -> ChainPlan:
         if state.prompt.static_shapes:  # the shapes must not depend on timing, nor on what was accepted
             return ChainPlan(variants[0], self.controller.max_length)
-        return self.controller.plan(len(state.output_ids), variants)
+        return self.controller.plan(state.num_rows, variants)
 
     def _draft(
         self, state: ChainState, chain: ChainInputs, plan: ChainPlan, max_nodes: int, active: Sequence[bool]

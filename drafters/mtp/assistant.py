@@ -110,6 +110,7 @@ class AssistantDrafter(SwitchedDrafter):
         suppressed_ids: ids that it must not draft.
     """
 
+    noun = "assistant"
     head: AssistantHead
     records_drafts = True
 

@@ -44,6 +44,7 @@ class MTPDrafter(SwitchedDrafter, LearnableHead):
         carry: "post" or "pre", see `HeadRule`.
     """
 
+    noun = "MTP head"
     head: MTPHead
     head_class: ClassVar[type[MTPHead]] = MTPHead
     expander_class: ClassVar[type[MTPExpander]] = MTPExpander

@@ -13,7 +13,7 @@ import threading
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
@@ -27,7 +27,8 @@ from mmspec.interfaces import Prompt, VerifyResult
 logger = logging.getLogger("mmspec")
 
 MIN_ACCEPTANCE, MIN_DRAFTS = 0.3, 100
-"""Below this share of accepted first tokens after so many drafts, one warning."""
+"""Below this share of accepted first tokens after so many drafts, one warning. Trials of switches do not count: one of
+their values may be wrong."""
 
 
 @dataclass
@@ -63,10 +64,13 @@ class SwitchedDrafter(HeadDrafter):
     """A `HeadDrafter` with switches.
 
     Attributes:
+        noun: what drafts, in a warning.
         switches: on which sources disagree.
         description: what was found, for `mmspec env --model`.
         frequent_ids: chooses the ids of a reduced LM head, call by call; None for all ids, or those of `draft_ids`.
     """
+
+    noun: ClassVar[str]
 
     def __init__(
         self,
@@ -150,15 +154,15 @@ class SwitchedDrafter(HeadDrafter):
         num_accepted = [count - 1 for count in counts if count] if has_draft else []
         if state.trial is not None:
             self.switches.record(state.trial, num_accepted)
-        acceptance = self._first_tokens.add(num_accepted)
-        if acceptance is not None:
+        elif (acceptance := self._first_tokens.add(num_accepted)) is not None:
             self._warn(acceptance)
         return counts
 
     def _warn(self, acceptance: float) -> None:
         logger.warning(
-            "mmspec: the checkpoint's head has %.0f%% of its first tokens accepted, a healthy one 60 to 90%%. Likely "
-            "the target's weights were tuned or merged after its head was trained, or its input differs from training. "
-            "It drafts less now; drafter='hybrid' needs no head",
+            "mmspec: the %s has %.0f%% of its first tokens accepted, a healthy one 60 to 90%%. Likely the target's "
+            "weights were tuned or merged after its training, it is that of another checkpoint, or it reads another "
+            "norm or visual input than in training. It drafts less now; drafter='hybrid' needs none",
+            self.noun,
             100 * acceptance,
         )

@@ -13,6 +13,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mmspec.control.ema import ema
+from mmspec.control.round_cost import assumed_cost
 from mmspec.engine.tree import bucket_size
 
 ACCEPTANCE_DECAY = 0.97
@@ -44,7 +45,7 @@ class ChainPlan:
 
 @dataclass
 class VariantStats:
-    """Measurements of one variant at one batch size.
+    """Measurements of one variant at one number of rows.
 
     Attributes:
         num_accepted: decayed number of accepted draft tokens.
@@ -70,9 +71,9 @@ class ChainController:
 
     Attributes:
         max_length: largest number of tokens of a draft.
-        by_batch: {batch size: {variant: measurements}}.
-        base_s: {batch size: {nodes of the round: its seconds without the draft}}.
-        num_plans: {batch size: number of `plan` calls}.
+        by_batch: {number of rows: {variant: measurements}}. Rows that have ended cost little: see `cost_rows`.
+        base_s: {number of rows: {nodes of the round: its seconds without the draft}}.
+        num_plans: {number of rows: number of `plan` calls}.
     """
 
     max_length: int
@@ -94,7 +95,7 @@ class ChainController:
         """The plan of the coming round, for the highest expected tokens per second.
 
         Args:
-            batch: batch size.
+            batch: `cost_rows` of the round.
             variants: those to choose from, the likeliest to be good first.
         """
         with self.lock:
@@ -112,7 +113,7 @@ class ChainController:
             for variant, one in zip(variants, known, strict=True):
                 if one.num_drafts < NUM_TRIALS:
                     continue
-                length, rate = self._best_length(one, base_s)
+                length, rate = self._best_length(batch, one, base_s)
                 if rate > best_rate:
                     best, best_rate = ChainPlan(variant, length, one.step_s * rate), rate
             return best
@@ -130,7 +131,7 @@ class ChainController:
         """Update after a round with a draft.
 
         Args:
-            batch: batch size.
+            batch: `cost_rows` of the round.
             plan: of the round.
             num_drafted: tokens of the draft that were scored; 0 if the draft was not.
             num_accepted: accepted draft tokens of each row that was drafted for.
@@ -151,22 +152,27 @@ class ChainController:
                 known = self.base_s.setdefault(batch, {})
                 known[num_nodes] = ema(known.get(num_nodes), base_s, 0.1, restart_below=0.5)
 
-    def _best_length(self, stats: VariantStats, base_s: Mapping[int, float]) -> tuple[int, float]:
+    def _best_length(self, batch: int, stats: VariantStats, base_s: Mapping[int, float]) -> tuple[int, float]:
         """(length, tokens per second) of the best length with a variant."""
         best, best_rate = 1, 0.0
         expected_tokens = path_prob = 1.0
         for length in range(1, self.max_length + 1):
             path_prob *= stats.acceptance
             expected_tokens += path_prob
-            seconds = _expected_base_s(base_s, bucket_size(length + 1)) + length * stats.step_s
+            seconds = _expected_base_s(base_s, batch, bucket_size(length + 1)) + length * stats.step_s
             rate = expected_tokens / max(1e-9, seconds)
             if rate > best_rate:
                 best, best_rate = length, rate
         return best, best_rate
 
 
-def _expected_base_s(base_s: Mapping[int, float], num_nodes: int) -> float:
-    """Seconds of a round of so many nodes: as measured, else as of the nearest size, which has it tried."""
+def _expected_base_s(base_s: Mapping[int, float], num_rows: int, num_nodes: int) -> float:
+    """Seconds of a round of so many nodes: as measured, else so little that a size which may pay is tried.
+
+    A larger size is taken to cost as much as the nearest that was measured; a smaller one less, in proportion to its
+    positions, as on a CPU.
+    """
     if not base_s:
         return 0.0
-    return base_s[min(base_s, key=lambda size: abs(size - num_nodes))]
+    nearest = min(base_s, key=lambda size: abs(size - num_nodes))
+    return base_s[nearest] * min(1.0, assumed_cost(num_rows * num_nodes) / assumed_cost(num_rows * nearest))

@@ -27,6 +27,19 @@ COST_WEIGHT = 0.2
 """Weight of a new measurement in the running means of `RoundCostModel`."""
 
 
+def cost_rows(num_rows: int, batch: int) -> int:
+    """The number of rows under which costs of rounds with `num_rows` rows that have not ended are kept.
+
+    It is the next power of two, at most the whole `batch`: there are few such numbers, and each has measurements soon.
+    """
+    return min(batch, 1 << max(0, num_rows - 1).bit_length())
+
+
+def assumed_cost(num_nodes: int, device: str = "cpu") -> float:
+    """Cost of a forward over `num_nodes` nodes that was not measured, relative to one node."""
+    return 1 + DEFAULT_NODE_COST.get(device, DEFAULT_NODE_COST["other"]) * (num_nodes - 1)
+
+
 @dataclass
 class DraftNetCost:
     """Whether drafting saves time at one batch size, and how long the drafter is not called if it does not.
@@ -134,7 +147,7 @@ class RoundCostModel:
         overhead_s = {(int(batch), int(size)): float(seconds) for batch, size, seconds in snapshot["overhead_s"]}
         with self.lock:
             self.score_s = {
-                (batch, size): min(seconds, score_s[batch, 1] * self._assumed_cost(size))
+                (batch, size): min(seconds, score_s[batch, 1] * assumed_cost(size, self.device))
                 for (batch, size), seconds in score_s.items()
                 if (batch, 1) in score_s
             }
@@ -162,11 +175,7 @@ class RoundCostModel:
         if sizes[0] < nearest:  # the measured cost of a node is better than the assumed one
             node_s = (measured[nearest] - measured[sizes[0]]) / (nearest - sizes[0])
             return measured[nearest] + (num_nodes - nearest) * max(0.0, node_s)
-        return measured[nearest] * self._assumed_cost(num_nodes) / self._assumed_cost(nearest)
-
-    def _assumed_cost(self, num_nodes: int) -> float:
-        """Cost of a forward over `num_nodes` nodes that was not measured, relative to one node."""
-        return 1 + DEFAULT_NODE_COST.get(self.device, DEFAULT_NODE_COST["other"]) * (num_nodes - 1)
+        return measured[nearest] * assumed_cost(num_nodes, self.device) / assumed_cost(nearest, self.device)
 
     def round_s(self, batch: int, num_nodes: int) -> float:
         """Seconds of one round without its draft."""

@@ -12,7 +12,7 @@ import math
 
 import torch
 
-from mmspec.control.round_cost import DraftNetCost, RoundCostModel
+from mmspec.control.round_cost import DraftNetCost, RoundCostModel, cost_rows
 from mmspec.engine.tree import BUCKETS, DraftTree
 
 MIN_GAIN = 1.05
@@ -57,11 +57,8 @@ class TreeSizeController:
         self._num_active = 0  # rows that were drafted for in this round
 
     def follow_rows(self, num_rows: int) -> None:
-        """From the coming round on only `num_rows` rows of the batch are scored: it costs what a smaller batch does.
-
-        Counted as the next power of two, so that there are few sizes and each has measurements soon.
-        """
-        batch = min(self._most_rows, 1 << max(0, num_rows - 1).bit_length())
+        """From the coming round on only `num_rows` rows of the batch are scored: it costs what a smaller batch does."""
+        batch = cost_rows(num_rows, self._most_rows)
         if batch != self.batch:
             self.batch = batch
             if self.drafts:

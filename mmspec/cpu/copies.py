@@ -108,6 +108,11 @@ class CheckedWeights:
         for struct, _, copy in weights:
             struct.hashes, struct.is_stale = copy.hashes.data_ptr(), ctypes.addressof(self._is_stale)
 
+    def copies_of(self, weights: Iterable[Weight]) -> list[Weight]:
+        """These weights, or their copies where there are."""
+        copies = {id(weight): copy.data for _, weight, copy in self._weights}
+        return [weight if (copy := copies.get(id(weight))) is None else copy for weight in weights]
+
     def before_forward(self) -> None:
         """Read the weights themselves from now on if one was changed since the copies were found right."""
         if self.uses_copies and not all(copy.is_of(weight) for _, weight, copy in self._weights):

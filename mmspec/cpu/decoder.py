@@ -31,7 +31,7 @@ from mmspec.cpu.layers import (
     WeightAddresses,
     decoder_struct,
     new_floats,
-    set_cache,
+    set_caches,
     set_layer,
 )
 from mmspec.cpu.weights import FLOAT_TYPES, Weight, is_plain, weight_struct
@@ -136,7 +136,7 @@ class CDecoder:
         self._angles: dict[RotaryFn, tuple[Tensor, Tensor]] = {}
         self._num_angles = 0
         self._scratch = new_floats(0)
-        self._cache_places: list[Any] = []
+        self._cache_places: list[Any] | None = None
         self._layers = (LayerStruct * len(layers))()
         self._layer_weights, self._ends, self._copies = list(layers), ends, copies
         self._weights = WeightAddresses(self.dtype, shape.norm_offset)
@@ -160,6 +160,12 @@ class CDecoder:
         self._vectors = self._weights.vectors()
         self._decoder.vectors, self._decoder.num_vectors = ctypes.addressof(self._vectors), len(self._vectors)
         self._checked = self._check_copies()
+
+    def matrices(self) -> list[Weight]:
+        """The matrices that a forward reads whole, or their bfloat16 copies, which all but the first forward read."""
+        layers = (getattr(layer, name) for layer in self._layer_weights for name in LAYER_MATRICES)
+        found = [one for one in (self._ends.lm_head, *layers) if one is not None]
+        return found if self._checked is None else self._checked.copies_of(found)
 
     def forward(
         self, inputs: DecoderInputs, hidden_state_indices: Sequence[int] = ()
@@ -274,7 +280,7 @@ class CDecoder:
         twin._decoder = DecoderStruct.from_buffer_copy(self._decoder)
         twin._decoder.num_layers = len(layers)
         twin._decoder.layers = ctypes.addressof(twin._layers)
-        twin._scratch, twin._cache_places = new_floats(0), []
+        twin._scratch, twin._cache_places = new_floats(0), None
         twin._layer_weights = [self._layer_weights[index] for index in layers]
         twin._checked = twin._check_copies()
         return twin
@@ -314,21 +320,13 @@ class CDecoder:
 
     def _set_caches(self, context: DecoderContext, kv_len: int) -> bool:
         """Set the addresses of keys and values; False if a cache is not as `DecoderContext` describes."""
-        caches, num_rows, rows = context.caches, len(context.lengths), context.cache_rows
-        if rows is not None:
-            num_rows = caches[0].shape[1] if caches else 0
-            if len(rows) != len(context.lengths) or len(set(rows)) < len(rows) or not set(rows) <= set(range(num_rows)):
+        batch, rows, caches = len(context.lengths), context.cache_rows, context.caches
+        places = [(batch, rows, cache.data_ptr(), cache.shape, cache.dtype) for cache in caches]
+        if places != self._cache_places or any(cache.shape[3] < kv_len for cache in caches):
+            self._cache_places = None
+            if not set_caches(self._layers, caches, self.shape, batch, rows, kv_len, self.dtype):
                 return False
-        if len(caches) != len(self._layers):
-            return False
-        places = [(cache.data_ptr(), cache.shape, cache.dtype, num_rows) for cache in caches]
-        if places == self._cache_places and all(cache.shape[3] >= kv_len for cache in caches):
-            return True
-        self._cache_places = []
-        layers = zip(self._layers, caches, strict=True)
-        if not all(set_cache(layer, cache, self.shape, num_rows, kv_len, self.dtype) for layer, cache in layers):
-            return False
-        self._cache_places = places  # those that are set, which takes longer than to compare them
+            self._cache_places = places  # they are set, which takes longer than to compare them
         return True
 
     def _set_angles(self, num_positions: int) -> None:

@@ -31,7 +31,7 @@ from mmspec.cpu.layers import (
     WeightAddresses,
     decoder_struct,
     new_floats,
-    set_cache,
+    set_caches,
     set_layer,
 )
 from mmspec.cpu.weights import is_plain
@@ -225,12 +225,11 @@ class CHead:
         if not all(is_plain(part) and part.shape[0] >= size for part in tables):
             return False
         anchors = context.anchors
-        if len(context.caches) != len(self._layers) or (anchors is not None) != self.reads_anchors:
+        if (anchors is not None) != self.reads_anchors:
             return False
         if anchors is not None and (anchors.dtype is not torch.long or not anchors.is_cpu):
             return False
-        layers = zip(self._layers, context.caches, strict=True)
-        if not all(set_cache(layer, cache, self._shape, batch, num_keys) for layer, cache in layers):
+        if not set_caches(self._layers, context.caches, self._shape, batch, context.cache_rows, num_keys):
             return False
         draft.d.batch, draft.d.nodes, draft.d.max_keys = batch, nodes, max(1, num_keys)
         draft.d.cos, draft.d.sin = context.cos.data_ptr(), context.sin.data_ptr()
@@ -239,8 +238,10 @@ class CHead:
     def _run(self, function: Callable[[int, int], None], context: HeadContext) -> None:
         """Call the kernel with enough scratch memory."""
         lengths, positions = _integers(context.lengths), _integers(context.positions)
+        cache_rows = None if context.cache_rows is None else _integers(context.cache_rows)
         draft, address, num_threads = self._draft, ctypes.addressof(self._draft), torch.get_num_threads()
         draft.d.lengths, draft.positions = ctypes.addressof(lengths), ctypes.addressof(positions)
+        draft.d.cache_rows = None if cache_rows is None else ctypes.addressof(cache_rows)
         anchors = None if context.anchors is None else context.anchors.contiguous()
         draft.anchors = None if anchors is None else anchors.data_ptr()
         num_floats = self._kernel.draft_scratch(address, num_threads)

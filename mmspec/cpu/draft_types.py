@@ -111,16 +111,17 @@ class HeadWeights:
 
 @dataclass(frozen=True)
 class HeadContext:
-    """What the head has read so far.
+    """What the head has read so far, of the rows that are computed.
 
     Attributes:
         lengths: positions in the cache of each row.
         positions: rotary position of each row's next token.
-        caches: [2, B, num_kv_heads, capacity, head_dim] keys and values of each layer.
+        caches: [2, R, num_kv_heads, capacity, head_dim] keys and values of each layer.
         cos: [P, head_dim] float32 of positions 0 to P - 1, all that will be used.
         sin: [P, head_dim] float32.
         last_hidden: [B, D] output of the layer at each row's last position; not read by DSpark.
         anchors: [B] int64 last token of each row; None but for DSpark.
+        cache_rows: which of the R rows of the caches each of the B rows is; None: R is B, and they are the same.
     """
 
     lengths: Sequence[int]
@@ -130,6 +131,7 @@ class HeadContext:
     sin: Tensor
     last_hidden: Tensor
     anchors: Tensor | None = None
+    cache_rows: Sequence[int] | None = None
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -315,22 +316,41 @@ def set_layer(
         addresses.set(struct, name, tensor, _shape_of(name, shape, weights.router is not None), f"{name} {where}")
 
 
-def set_cache(
-    struct: LayerStruct,
-    cache: Tensor,
+def set_caches(
+    structs: ctypes.Array[LayerStruct],
+    caches: Sequence[Tensor],
     shape: DecoderShape,
     batch: int,
+    rows: Sequence[int] | None,
     kv_len: int,
     dtype: torch.dtype = torch.float32,
 ) -> bool:
-    """Set the addresses of keys and values; False if the cache is not [2, batch, num_kv_heads, kv_len or more, d]."""
-    capacity = cache.shape[3]
-    expected = 2, batch, shape.num_kv_heads, capacity, shape.head_dim
-    if cache.shape != expected or capacity < kv_len or not is_plain(cache, dtype):
+    """Set the addresses of the keys and values of all layers; False if they are not as described.
+
+    Args:
+        structs: of the layers.
+        caches: [2, R, num_kv_heads, `kv_len` or more, head_dim] of each layer, of type `dtype`.
+        shape: sizes.
+        batch: B, rows that are computed.
+        rows: which of the R rows each of them is; None: R is B, and they are the same.
+        kv_len: positions.
+        dtype: of the caches.
+    """
+    num_rows = batch
+    if rows is not None:
+        num_rows = caches[0].shape[1] if caches else 0
+        if len(rows) != batch or len(set(rows)) < batch or not set(rows) <= set(range(num_rows)):
+            return False
+    if len(caches) != len(structs):
         return False
-    struct.capacity = capacity
-    struct.keys = cache.data_ptr()
-    struct.values = struct.keys + cache.nbytes // 2
+    for struct, cache in zip(structs, caches, strict=True):
+        capacity = cache.shape[3]
+        expected = 2, num_rows, shape.num_kv_heads, capacity, shape.head_dim
+        if cache.shape != expected or capacity < kv_len or not is_plain(cache, dtype):
+            return False
+        struct.capacity = capacity
+        struct.keys = cache.data_ptr()
+        struct.values = struct.keys + cache.nbytes // 2
     return True
 
 

@@ -200,7 +200,7 @@ def find_linear_layers(roots: Iterable[nn.Module], device_type: str = "cpu") -> 
     found: dict[int, nn.Linear] = {}
     for root in roots:
         for module in root.modules():
-            if type(module) is nn.Linear and _is_eligible(module, device_type):
+            if type(module) is nn.Linear and not why_not_replaced(module, device_type):
                 found[id(module)] = module
     return list(found.values())
 
@@ -210,12 +210,19 @@ def is_replaced(module: nn.Module) -> bool:
     return getattr(module.__dict__.get("forward"), "__func__", None) is _forward
 
 
-def _is_eligible(layer: nn.Linear, device_type: str) -> bool:
-    weight = layer.weight
-    if "forward" in layer.__dict__ and not is_replaced(layer):
-        return False
-    is_plain = type(weight) is nn.Parameter and weight.is_contiguous() and not weight.is_inference()
-    return is_plain and weight.dtype in FLOAT_TYPES and weight.device.type == device_type
+def why_not_replaced(layer: nn.Module, device_type: str) -> str:
+    """What about a layer forbids to replace its forward; "" if nothing does."""
+    weight = getattr(layer, "weight", None)
+    if type(layer) is not nn.Linear or type(weight) is not nn.Parameter:
+        return "in layers or tensors of other classes (experts, or quantised already)"
+    reasons = {
+        "in layers whose forward was replaced": "forward" in layer.__dict__ and not is_replaced(layer),
+        f"in {weight.dtype}".replace("torch.", ""): weight.dtype not in FLOAT_TYPES,
+        f"on {weight.device.type}, not {device_type}": weight.device.type != device_type,
+        "made under torch.inference_mode, so no change is noticed": weight.is_inference(),
+        "not contiguous": not weight.is_contiguous(),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
 
 
 @contextlib.contextmanager

@@ -29,7 +29,7 @@ from mmspec.weight_files import TensorFiles
 
 ASSISTANT_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 """`config.model_type` of assistants."""
-TARGET_TYPES = ("gemma4", "gemma4_unified", "gemma4_text")
+TARGET_TYPES = ("gemma4", "gemma4_unified", "gemma4_text", "gemma4_unified_text")
 """`config.model_type` of their targets."""
 ASSISTANT_SUFFIX = "-assistant"
 """Of an assistant's name, behind that of its target."""
@@ -117,7 +117,6 @@ class AssistantBody(nn.Module):
             keys, values, visible = cache[kind]
             states = layer(
                 states,
-                None,
                 shared_kv_states={kind: (keys, values)},
                 position_embeddings=rotary[kind],
                 attention_mask=visible.expand(-1, -1, inputs.shape[1], -1),
@@ -154,6 +153,10 @@ def find_assistant(adapter: ModelAdapter) -> AssistantParts:
         raise OwnHeadError("the model was not loaded from a checkpoint, whose name would tell its assistant's")
     folder = name + ASSISTANT_SUFFIX
     if not os.path.isdir(folder):
+        if os.path.isdir(name) and snapshot_id(name) is None:
+            raise OwnHeadError(
+                f"there is no folder {os.path.basename(folder)[-80:]} beside the target's; drafter=FOLDER names another"
+            )
         hub_id = (snapshot_id(name) or name) + ASSISTANT_SUFFIX
         try:
             folder = snapshot_download(hub_id, local_files_only=True)

@@ -122,17 +122,14 @@ def read_parts(adapter: ModelAdapter, shape: DecoderShape | None = None) -> Iter
     layers = list(getattr(text_model, "layers", ()))
     if not layers or set(text_model._modules) != {"embed_tokens", "layers", "norm", "rotary_emb"}:
         return
-    if not adapter.layer_types <= LAYER_TYPES or {adapter.num_layers, text_model.config.num_hidden_layers} != {
-        len(layers)
-    }:
+    num_layers = {adapter.num_layers, text_model.config.num_hidden_layers}
+    if not adapter.layer_types <= LAYER_TYPES or num_layers != {len(layers)}:
         return
     embeddings, lm_head = adapter.model.get_input_embeddings(), adapter.model.get_output_embeddings()
-    scale = _embed_scale(embeddings)
-    weights = [_weights(layer) for layer in layers]
-    if scale is None or not _is_plain_linear(lm_head) or any(one is None for one in weights):
+    scale, shared = _embed_scale(embeddings), adapter.shared_embeddings
+    weights = [found for layer in layers if (found := _weights(layer)) is not None]
+    if scale is None or not _is_plain_linear(lm_head) or len(weights) < len(layers):
         return
-    known = [one for one in weights if one is not None]
-    shared = adapter.shared_embeddings
     types = _layer_types(adapter, len(layers))
     rotary = text_model.rotary_emb
     takes_type = "layer_type" in inspect.signature(type(rotary).forward).parameters
@@ -141,7 +138,7 @@ def read_parts(adapter: ModelAdapter, shape: DecoderShape | None = None) -> Iter
     ends = DecoderEnds(embeddings.weight, text_model.norm.weight, lm_head.weight, lm_head.bias)
     for one in shapes:
         own: list[RotaryFn] = [replace(rotary, interleaved=one.interleaved) for rotary in rotaries]
-        yield DecoderParts(one, known, ends, own, shared.logit_scale, shared.logit_softcap)
+        yield DecoderParts(one, weights, ends, own, shared.logit_scale, shared.logit_softcap)
 
 
 def _shapes(
@@ -150,22 +147,19 @@ def _shapes(
     """Sizes and traits that all layers share, with each way to rotate that there may be; empty if they share none."""
     config, attention = adapter.text_config, layers[0].self_attn
     norms = [module for layer in layers for module in layer.modules() if _is_norm(module)] + [adapter.text_model.norm]
-    if len({type(layer) for layer in layers}) != 1:
-        return []
     heads, kv_heads, size = config.num_attention_heads, config.num_key_value_heads, int(attention.head_dim)
-    constants = [
+    constants: list[set[Any]] = [
+        {type(layer) for layer in layers},
         {_eps(norm) for norm in norms},
         {(one.self_attn.head_dim, one.self_attn.scaling, _softcap(one.self_attn)) for one in layers},
     ]
     norm, routing = _common_norm_traits(norms), _routing_traits([layer.mlp for layer in layers])
     activation = _activation({id(part): part for layer in layers for part in _activations(layer.mlp)}.values())
-    if any(len(one) != 1 for one in constants) or None in (norm, activation, routing) or heads % kv_heads:
-        return []
-    assert norm is not None and activation is not None and routing is not None
-    if any(layer.self_attn.layer_idx != index for index, layer in enumerate(layers)):
-        return []
+    are_in_order = all(layer.self_attn.layer_idx == index for index, layer in enumerate(layers))
     cos = rotaries[0](torch.arange(8, device="cpu"))[0]
-    if cos.shape[1] % 2 or cos.shape[1] > size:
+    if norm is None or activation is None or routing is None or any(len(one) != 1 for one in constants):
+        return []
+    if not are_in_order or heads % kv_heads or cos.shape[1] % 2 or cos.shape[1] > size:
         return []
     window = None if takes_one_mask(adapter) else adapter.sliding_window
     windows = tuple(window if window and one == "sliding_attention" else 0 for one in types)
@@ -247,11 +241,10 @@ def _experts(mlp: Any) -> dict[str, Tensor | None] | None:
     is_plain = set(router._parameters) == {"weight"} and not router._buffers and not router._modules
     if not is_plain or set(experts._parameters) != {"gate_up_proj", "down_proj"} or set(experts._modules) != {"act_fn"}:
         return None
-    if any(getattr(experts, name, True) for name in UNKNOWN_EXPERTS) or not (
-        experts.has_gate and experts.is_concatenated
-    ):
+    is_known = experts.has_gate and experts.is_concatenated and not experts._buffers
+    if not is_known or any(getattr(experts, name, True) for name in UNKNOWN_EXPERTS):
         return None
-    if not (experts.gate_up_proj.is_contiguous() and experts.down_proj.is_contiguous()) or experts._buffers:
+    if not (experts.gate_up_proj.is_contiguous() and experts.down_proj.is_contiguous()):
         return None
     names = ("gate_bias", "up", "up_bias", "down_bias")
     gate, down = experts.gate_up_proj.flatten(0, 1), experts.down_proj.flatten(0, 1)

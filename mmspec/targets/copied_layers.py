@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mmspec.cpu.linear import find_linear_layers
+from mmspec.cpu.linear import find_linear_layers, why_not_replaced
 from mmspec.cpu.weights import version_of
 from mmspec.engine.draws import PrivateDraws
 from mmspec.targets.base import ModelAdapter
@@ -64,12 +65,21 @@ def copied_layers(
     if share < MIN_COPIED_SHARE:
         raise ValueError(
             f"drafter='quantized' copies linear layers in float32, bfloat16 or float16, which are {share:.0%} of the "
-            f"decoder of {type(model).__name__} (experts, or weights that are quantised already): that cannot pay. Use "
-            "drafter='hybrid'."
+            f"decoder of {type(model).__name__}: that cannot pay. Most others are "
+            f"{_main_reason(decoder, layers, model.device.type)}. Use drafter='hybrid'."
         )
     head = model.get_output_embeddings()
     heads = [] if head is None else find_linear_layers([head], model.device.type)
     return layers, heads[0] if heads == [head] and fits(heads[0].weight) else None
+
+
+def _main_reason(decoder: nn.Module, copied: Collection[nn.Module], device_type: str) -> str:
+    """Why most of the weights that are not copied are not."""
+    nbytes = Counter[str]()
+    for module in set(decoder.modules()).difference(copied):
+        reason = why_not_replaced(module, device_type) or "too small"
+        nbytes[reason] += sum(one.nbytes for one in module.parameters(recurse=False))
+    return nbytes.most_common(1)[0][0]
 
 
 def decoder_tensors(model: Any, access: LayerAccess) -> list[Tensor]:

@@ -10,6 +10,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -26,6 +27,7 @@ logger = logging.getLogger("mmspec")
 
 COPY_FORMAT = "mmspec-copy-1"
 """Changes with the layout of the weights and with how scales are chosen."""
+COPY_FILE = re.compile(r"[0-9a-f]{64}\.safetensors|\.[0-9a-f]{64}\.safetensors\.[0-9a-f]+\.part")
 MAX_FILES = 8
 """Copies that are kept; those that were used longest ago go."""
 
@@ -33,6 +35,11 @@ MAX_FILES = 8
 def copy_folder() -> Path:
     """The folder of all copies."""
     return cache_folder() / "copies"
+
+
+def copy_files() -> list[Path]:
+    """The files of all copies, those of interrupted writes included; those of other programs are not listed."""
+    return [path for path in sorted(copy_folder().glob("*")) if COPY_FILE.fullmatch(path.name)]
 
 
 class SavedCopy:

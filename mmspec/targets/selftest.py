@@ -35,19 +35,13 @@ from mmspec.targets.selftest_plan import has_media, image_inputs, plan_of, text_
 
 MAX_NAMED_MODULES = 3
 """Modules that a message names."""
-
-
 MAX_VERDICTS = 256
 _VERDICTS: dict[tuple[Any, ...], SelfTestResult] = {}
 _LOCK = threading.Lock()
-
-
 NUM_PADDING = 3
 """Tokens of padding behind which a model's own rounding is measured."""
 _ROUNDINGS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """{model: its rounding}"""
-
-
 MAX_ATTEMPTS = 3
 """Runs of a test during which Python's or NumPy's generator moved, before a forward is held to draw from it."""
 
@@ -230,7 +224,7 @@ class _TreeTest:
     def run(self) -> str | None:
         """The failure found, or None."""
         self.reference = self._decode(self.inputs)
-        failure: str | None = self._generate(self._score_trees, num_return_sequences=1)
+        failure: str | None = self._generate(self._score_trees, 1, self.inputs)
         return failure
 
     def own_rounding(self) -> Rounding:
@@ -257,9 +251,8 @@ class _TreeTest:
         logits: Tensor = self._generate(self._decode_paths, len(self.plan.paths), inputs)
         return logits
 
-    def _generate(self, loop: Any, num_return_sequences: int, inputs: Mapping[str, Any] | None = None) -> Any:
+    def _generate(self, loop: Any, num_return_sequences: int, inputs: Mapping[str, Any]) -> Any:
         """Result of `loop(input_ids, config, model_kwargs)` on inputs that transformers has prepared."""
-        inputs = self.inputs if inputs is None else inputs
         model = self.adapter.model
         defaults = GenerationConfig._get_default_generation_params()
         defaults.pop("max_length", None)
@@ -310,7 +303,7 @@ class _TreeTest:
         )
         prompt_logits, _ = target.prefill()
         agreed = [self._agrees(self.reference[:, 0, 0], prompt_logits)]
-        tree = self._build_tree([range(len(plan.parents)) for _ in rows], plan.parents)
+        tree = self._build_tree([range(len(plan.parents))] * self.num_rows, plan.parents)
         first = target.score(tree)[0].float()
         target.crop([0] * self.num_rows)
         second = target.score(tree)[0].float()
@@ -324,10 +317,8 @@ class _TreeTest:
         target.commit(self._accept(tree))
         following = [plan.following[row % len(plan.following)] for row in rows]
         logits = target.score(self._build_tree(following, tuple(range(-1, len(following[0]) - 1))))[0]
-        expected = torch.stack(
-            [torch.stack([self._reference_of(row, node) for node in following[row]]) for row in rows]
-        )
-        agreed.append(self._agrees(expected, logits))
+        expected = [torch.stack([self._reference_of(row, node) for node in following[row]]) for row in rows]
+        agreed.append(self._agrees(torch.stack(expected), logits))
         return None if all(agreed) else "a forward whose logits depend on its other tokens"
 
     def _build_tree(self, nodes: Sequence[Sequence[int]], parents: Sequence[int]) -> DraftTree:

@@ -88,7 +88,6 @@ def test_peers_need_no_suite_for_the_scenes_model_only(capsys: Any) -> None:
         (["--suite", "mmspec", "--data", "/no/such"], "a suite folder holds mmspec.jsonl"),
         (["--suite", "text", "--categories", "chart"], "no item is of the category 'chart'; known are summarise"),
         (["--suite", "scenes", "--temperature", "1"], "decode greedily"),
-        (["--categories", "chart"], "--categories goes with --suite or --peers"),
     ],
 )
 def test_bad_usage_is_one_line(args: list[str], message: str, capsys: Any) -> None:

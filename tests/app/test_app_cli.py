@@ -57,6 +57,51 @@ def test_wrong_usage_is_one_line(capsys: Any) -> None:
 
 
 @pytest.mark.parametrize(
+    ("command", "others"),
+    [
+        ("caption x --model tiny --rows-per-shard 7", "--format parquet or webdataset"),
+        ("caption x --model tiny --actors 2", "--ray"),
+        ("bench --contexts 64", "--shape"),
+        ("bench --tau 2", "--shape"),
+        ("bench --categories chart", "--suite or --peers"),
+        ("bench --shape tiny --report out", "--suite or --peers"),
+        ("bench --peer-python a", "--peers, --suite or --shape"),
+        ("demo --no-password", "--share"),
+        ("env --drafter msd", "--model"),
+        ("train --out run --draft-layers 2", "--drafter draft-lm"),
+        ("train --out run --drafter msd,eagle3 --block 4", "drafters of several tokens per forward"),
+    ],
+)
+def test_an_option_that_would_change_nothing_is_refused(command: str, others: str, capsys: Any) -> None:
+    with pytest.raises(SystemExit) as exited:
+        cli.main(command.split())
+    assert exited.value.code == 2
+    option = [word for word in command.split() if word.startswith("--")][-1]
+    assert f"{option} goes with {others}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "caption x --format parquet --rows-per-shard 7",
+        "caption x --ray --actors 2",
+        "bench --shape tiny --tau 2 --peer-python a",
+        "bench --suite scenes --report out",
+        "train --out run --drafter msd,flash --block 4",
+        "train --out run --drafter draft-lm --draft-layers 2",
+    ],
+)
+def test_with_what_it_is_for_it_is_not(command: str) -> None:
+    cli.build_parser().parse_args(command.split())
+
+
+def test_no_names_are_no_list_of_names(capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["compare", "--drafters", " , "])
+    assert "must be names separated by commas" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("error", "code", "expected"),
     [
         (UsageError("no such\nthing"), 2, "mmspec: error: no such thing\n"),

@@ -74,3 +74,16 @@ def test_the_cost_of_scoring_longer_chains_counts() -> None:
         seconds = 1.0 if plan.length < 8 else 20.0  # as where a wide forward is slow
         controller.record(1, plan, plan.length, [plan.length], 0.01, seconds, bucket_size(plan.length + 1))
     assert controller.plan(1, ("good",)).length == 7
+
+
+@pytest.mark.parametrize("num_rows", [1, 8])
+def test_smaller_trees_than_the_first_are_tried(num_rows: int) -> None:
+    """The first drafts are of `FIRST_LENGTH`; where a wide forward is slow and little is accepted, shorter ones pay."""
+    controller = ChainController(15)
+    for _ in range(40):
+        plan = controller.plan(num_rows, ("good",))
+        nodes = bucket_size(plan.length + 1)
+        accepted = [min(plan.length, row % 2) for row in range(max(2, num_rows))]  # half of the first tokens
+        controller.record(num_rows, plan, plan.length, accepted, 0.2, 1 + 0.1 * (num_rows * nodes - 1), nodes)
+    assert controller.plan(num_rows, ("good",)).length == 1
+    assert min(controller.base_s[num_rows]) == 2

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from mmspec.app.bench.results import ResultFiles
 from mmspec.app.bench.suite.config import SUITES, SuiteConfig
-from mmspec.app.cli.arguments import Options, check_writable, hide_progress_bars, positive_int, split_commas
-from mmspec.app.errors import UsageError, explain_write
+from mmspec.app.cli.arguments import Options, check_writable, goes_with, hide_progress_bars, positive_int, split_commas
+from mmspec.app.errors import explain_write
 
 PEERS = "hf-static, hf-compile, hf-lookup, hf-assisted, llama.cpp, openvino, vllm (the last three also with -lookup)"
 EPILOG = """\
@@ -26,7 +26,9 @@ with --shape: random weights of a shape, and drafters whose acceptance is given 
   flash: heads of the shape); baselines hf and hf-static (compiled on CUDA; on a CPU with --peers hf-compile)
   mmspec bench --shape llava-1.5-7b --device cuda --tau 1,2.6,3.6,5 --batch-sizes 1,8 --json shape.json
 
-  exit code: 1 if a call of mmspec failed or gave other text in float32; the report names peers that fail or differ
+exit code
+  0 success, 1 a call of mmspec failed or gave other text in float32, 2 wrong usage; the report names peers that fail or
+  differ
 """
 REPORT_FILES = ("report.md", "report.html", "results.json")
 
@@ -37,12 +39,15 @@ def add_suite_options(parser: argparse.ArgumentParser) -> None:
     add = group.add_argument
     add("--peers", type=split_commas, default=[], metavar="A,B", help=f"also measure {PEERS}")
     python_help = "interpreters of environments with engines in them (default: MMSPEC_PEER_PYTHON, then this one)"
-    add("--peer-python", type=split_commas, default=[], metavar="PATH,..", help=python_help)
-    add("--assistant", default=None, metavar="M", help="assistant model of hf-assisted")
+    python = add("--peer-python", type=split_commas, default=[], metavar="PATH,..", help=python_help)
+    goes_with(python, "--peers, --suite or --shape", lambda args: is_suite(args) or args.shape)
+    assistant = add("--assistant", default=None, metavar="M", help="assistant model of hf-assisted")
     add("--suite", choices=SUITES, default=None, help="questions by category (with --peers: scenes)")
-    add("--data", type=Path, default=None, metavar="FOLDER", help="of --suite mmspec: mmspec.jsonl and images/")
-    add("--categories", type=split_commas, default=[], metavar="A,B", help="of the suite (default: all, no clips)")
-    add("--limit", type=positive_int, default=None, metavar="N", help="items of each category (scenes: 42 in all)")
+    data = add("--data", type=Path, default=None, metavar="FOLDER", help="of --suite mmspec: mmspec.jsonl and images/")
+    categories_help = "of the suite (default: all, no clips)"
+    categories = add("--categories", type=split_commas, default=[], metavar="A,B", help=categories_help)
+    limit_help = "items of each category (scenes: 42 in all)"
+    limit = add("--limit", type=positive_int, default=None, metavar="N", help=limit_help)
     minutes_help = (
         "begin no round after that once there are 7; categories take turns (default 3; no limit with --repeats, "
         "--count and --suite mmspec)"
@@ -51,22 +56,15 @@ def add_suite_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--against", type=Path, default=None, metavar="JSON", help="print the differences to an earlier run of the same"
     )
-    add("--report", type=Path, default=None, metavar="FOLDER", help=f"write {', '.join(REPORT_FILES)}")
+    report_help = f"write {', '.join(REPORT_FILES)}"
+    report = add("--report", type=Path, default=None, metavar="FOLDER", help=report_help)
+    for action in (assistant, data, categories, limit, report):
+        goes_with(action, "--suite or --peers", is_suite)
 
 
 def is_suite(args: argparse.Namespace) -> bool:
-    """Whether the command line asks for a suite.
-
-    Raises:
-        UsageError: an option that goes with one, without it.
-    """
-    if args.suite or args.peers:
-        return True
-    needed = ("peer_python", "assistant", "data", "categories", "limit", "report")
-    used = [f"--{name.replace('_', '-')}" for name in needed if getattr(args, name)]
-    if used:
-        raise UsageError(f"{used[0]} goes with --suite or --peers")
-    return False
+    """Whether the command line asks for a suite."""
+    return bool(args.suite or args.peers)
 
 
 def run_suite(args: argparse.Namespace) -> int:

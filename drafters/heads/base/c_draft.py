@@ -7,7 +7,7 @@ give the same trees up to rounding.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from mmspec.drafters.heads.base.head import RMSNorm
 from mmspec.drafters.heads.base.state import DraftState, Pending
 from mmspec.drafters.rerank import LEVEL_PENALTY
 from mmspec.engine.guard import ModuleGuard, run_plain_forwards
-from mmspec.engine.tree import DraftTree
+from mmspec.engine.tree import DraftTree, root_only
 
 if TYPE_CHECKING:
     from mmspec.drafters.heads.base.drafter import HeadDrafter
@@ -55,36 +55,50 @@ class CDraft:
         self._rotary_embedding = rotary_embedding
 
     def extend_context(self, state: DraftState, pending: Pending) -> bool:
-        num_new = pending.tokens.shape[1]
-        context = self._context(state, num_new)
+        rows = _indices(count > 0 for count in pending.counts)
+        context = self._context(state, pending.tokens.shape[1], rows)
         if context is None:
             return False
-        last_hidden = self._head.forward(pending.tokens, pending.hidden_states, pending.counts, context)
+        tokens, hidden_states = _take(pending.tokens, rows), _take(pending.hidden_states, rows)
+        counts = [count for count in pending.counts if count]
+        last_hidden = self._head.forward(tokens, hidden_states, counts, context)
         if last_hidden is None:
             return False
-        state.last_hidden = last_hidden
+        state.last_hidden = last_hidden if rows is None else _spread(last_hidden, rows, state.last_hidden.clone())
         state.kv_cache.seq_lens = [n + count for n, count in zip(state.kv_cache.seq_lens, pending.counts, strict=True)]
         return True
 
     def tree(self, state: DraftState, top_k: int, max_nodes: int, num_levels: int) -> DraftTree | None:
-        """The tree that `expand_levels` grows for these arguments."""
-        context = self._context(state, max(num_levels, self._head.num_written(top_k, num_levels)))
+        """The tree that `expand_levels` grows for these arguments, in active rows; the others have a root alone."""
+        rows = _indices(state.active or [True])
+        context = self._context(state, max(num_levels, self._head.num_written(top_k, num_levels)), rows)
         if context is None:
             return None
+        log_noise = state.log_noise(num_levels)
         request = TreeRequest(
             num_levels=num_levels,
             top_k=top_k,
             max_nodes=max_nodes,
             logit_bias=state.logit_bias,
-            log_noise=state.log_noise(num_levels),
+            log_noise=None if log_noise is None else _take(log_noise, rows),
             temperature=float(state.temperature),
             draft_ids=state.draft_ids,
             level_penalty=LEVEL_PENALTY,
         )
-        return self._head.tree(request, context)
+        tree = self._head.tree(request, context)
+        if tree is None or rows is None:
+            return tree
+        spread = root_only(len(state.last_hidden)).pad(tree.num_nodes)
+        assert spread.scores is not None and tree.scores is not None
+        return DraftTree(
+            _spread(tree.tokens, rows, spread.tokens),
+            _spread(tree.parents, rows, spread.parents),
+            _spread(tree.node_mask, rows, spread.node_mask),
+            _spread(tree.scores, rows, spread.scores),
+        )
 
-    def _context(self, state: DraftState, num_new: int) -> HeadContext | None:
-        """What the head has read, with room for `num_new` positions; None if it must not run in C."""
+    def _context(self, state: DraftState, num_new: int, rows: list[int] | None) -> HeadContext | None:
+        """What the head has read in these rows, with room for `num_new` positions; None if it must not run in C."""
         kv_cache = state.kv_cache
         if torch.is_autocast_enabled("cpu") or not self._guard.is_unchanged():
             return None
@@ -93,8 +107,28 @@ class CDraft:
         if not caches:
             return None
         cos, sin = state.rotary_table(max(state.next_positions) + num_new, self._rotary_embedding)
-        lengths, anchors = kv_cache.seq_lens, self._anchors(state)
-        return HeadContext(lengths, state.next_positions, caches, cos, sin, state.last_hidden, anchors)
+        lengths, positions, anchors = kv_cache.seq_lens, state.next_positions, self._anchors(state)
+        if rows is not None:
+            lengths, positions = ([values[row] for row in rows] for values in (lengths, positions))
+            anchors = None if anchors is None else _take(anchors, rows)
+        last_hidden = _take(state.last_hidden, rows)
+        return HeadContext(lengths, positions, caches, cos, sin, last_hidden, anchors, rows)
+
+
+def _indices(chosen: Iterable[bool]) -> list[int] | None:
+    """The rows that are chosen; None if all are."""
+    flags = list(chosen)
+    return None if all(flags) else [row for row, on in enumerate(flags) if on]
+
+
+def _take(tensor: Tensor, rows: list[int] | None) -> Tensor:
+    return tensor if rows is None else tensor[rows]
+
+
+def _spread(computed: Tensor, rows: list[int], whole: Tensor) -> Tensor:
+    """`whole` [B, ...] with `computed` in these rows."""
+    whole[rows] = computed
+    return whole
 
 
 def find_c_draft(

@@ -14,6 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from mmspec.control.round_cost import cost_rows
 from mmspec.drafters.heads.base.c_draft import CDraft
 from mmspec.drafters.heads.base.reader import HeadReader
 from mmspec.drafters.heads.base.recorded import find_recorded_draft
@@ -103,8 +104,8 @@ class HeadDrafter(HeadReader, ABC):
             return root_only(len(active), state.last_hidden.device)
         state.start_time = state.now()
         self.read_prompt(state)
-        depth = self.depth_controller
-        state.num_levels = depth.max_levels if state.static_shapes else depth.choose(len(active))
+        state.active, state.num_rows, depth = active, cost_rows(sum(active), len(active)), self.depth_controller
+        state.num_levels = depth.max_levels if state.static_shapes else depth.choose(state.num_rows)
         tree = None if state.recorded is None else state.recorded.tree(state, max_nodes, state.num_levels)
         state.is_one_function = tree is not None
         if tree is None:
@@ -141,6 +142,7 @@ class HeadDrafter(HeadReader, ABC):
         part = state.recorded.part(state, min(num_nodes, BUCKETS[-1]), num_levels)
         if part is not None:
             state.num_levels, state.is_one_function, state.start_time = num_levels, True, start_time
+            state.num_rows = len(state.last_hidden)
         return part
 
     @torch.inference_mode()
@@ -163,7 +165,7 @@ class HeadDrafter(HeadReader, ABC):
         return counts
 
     def _record_costs(self, state: DraftState, result: VerifyResult, num_accepted: list[int]) -> None:
-        depth, batch, num_nodes = self.depth_controller, len(result.emitted_ids), result.tree.num_nodes
+        depth, batch, num_nodes = self.depth_controller, state.num_rows, result.tree.num_nodes
         round_s = state.now() - state.start_time
         state.timer.record_round(round_s, 1 + sum(num_accepted) / len(num_accepted))
         if state.is_one_function:  # its levels are not timed

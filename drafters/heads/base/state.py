@@ -97,6 +97,8 @@ class DraftState:
         sin: [P, d] rotary table, None before the first forward.
         static_shapes: always draft all levels, so that shapes do not depend on timing.
         first_ids: [B] first emitted tokens, None until the target has sampled them.
+        active: rows of the last draft, None before the first.
+        num_rows: `cost_rows` of it.
         num_levels: levels of the last draft.
         draft_s: seconds that the last draft took.
         hidden_size: S, numbers per position that the head reads of the target; 0 before the prompt.
@@ -129,6 +131,8 @@ class DraftState:
     sin: Tensor | None = None
     static_shapes: bool = False
     first_ids: Tensor | None = None
+    active: Sequence[bool] | None = None
+    num_rows: int = 0
     num_levels: int = 0
     draft_s: float = 0.0
     hidden_size: int = 0

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from mmspec.cpu import c_kernel, c_library
 from mmspec.cpu.c_kernel import CKernel, load_kernel
+from mmspec.cpu.draft import CHead
 from mmspec.drafters.heads.base import c_draft
 from mmspec.drafters.heads.base.c_draft import CDraft
 from mmspec.drafters.heads.base.config import HeadConfig
@@ -272,6 +273,47 @@ def test_rows_that_do_not_draft_and_small_trees(best_kernel: None, target: FakeT
         mine, want = (drafter.propose(state, max_nodes, [True, False]) for state in (states.compiled, states.plain))
         states.compare(mine, want)
         assert mine.num_nodes <= max_nodes and not mine.node_mask[1, 1:].any()
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_that_have_ended_cost_nothing(
+    kind: str, sampled: bool, best_kernel: None, target: FakeTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The drafts of a row are the same bits whether the others draft and read tokens or not, and so is its state."""
+    drafter, states = build_drafter(kind), TwoStates(target, build_drafter(kind), sampled)
+    alone, together = states.compiled, states.plain
+    for state in (alone, together):
+        state.backend, state.static_shapes = drafter.c_draft(state), True  # as many levels whatever they cost
+    computed = []
+
+    def spy(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(self: CHead, *args: Any) -> Any:
+            computed.append(len(args[-1].lengths))
+            return method(self, *args)
+
+        return call
+
+    for name in ("tree", "forward"):
+        monkeypatch.setattr(CHead, name, spy(getattr(CHead, name)))
+    for row in (1, 1, 0, 1):  # a row that waits for others goes on later
+        active = [index == row for index in range(2)]
+        computed.clear()
+        mine = drafter.propose(alone, 12, active)
+        assert set(computed) == {1}
+        want = drafter.propose(together, 12, [True, True])
+        for name in ("tokens", "parents", "node_mask", "scores"):
+            assert torch.equal(getattr(mine, name)[row], getattr(want, name)[row])
+        assert not mine.node_mask[1 - row].any()
+        assert torch.equal(alone.last_hidden, together.last_hidden)
+        counts = [2 * on for on in active]
+        tokens = torch.randint(1, 39, (2, 2), generator=states.rng).tolist()
+        hidden = {layer: torch.randn(2, 2, HEAD_CONFIG.hidden_size, generator=states.rng) for layer in LAYERS}
+        nodes = [list(range(count)) for count in counts]
+        for state in (alone, together):
+            result = build_result(want, nodes, [ids[:n] for ids, n in zip(tokens, counts, strict=True)])
+            drafter.observe(state, result, hidden)
+    assert set(drafter.depth_controller.by_batch) == {1, 2}, "costs of a round are those of its rows"
 
 
 def test_a_call_leaves_nothing_behind(best_kernel: None, target: FakeTarget) -> None:

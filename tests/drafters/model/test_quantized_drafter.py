@@ -296,6 +296,38 @@ def test_a_copy_that_cannot_be_made_is_refused(monkeypatch: Any) -> None:
         QuantizedDrafter(3)
 
 
+def _made_in_inference_mode() -> Any:
+    with torch.inference_mode():
+        return _model()
+
+
+def _with_replaced_forwards() -> Any:
+    """As a library for offloading leaves it."""
+    model = _model()
+    for layer in model.modules():
+        if type(layer) is nn.Linear:
+            layer.forward = layer.forward  # type: ignore[method-assign]
+    return model
+
+
+@pytest.mark.parametrize(
+    ("build", "reason"),
+    [
+        (_made_in_inference_mode, "made under torch.inference_mode"),
+        (_with_replaced_forwards, "in layers whose forward was replaced"),
+        (lambda: _model(dtype=torch.float64), "in float64"),
+        (lambda: tiny.build_model(tiny.ModelSpec("qwen3_moe", layers=4)), "experts"),
+    ],
+)
+def test_the_reason_is_that_of_most_weights(build: Any, reason: str) -> None:
+    model = build()
+    with pytest.raises(
+        ValueError, match=rf"\d+% of the decoder of {type(model).__name__}: .*{reason}.*hybrid"
+    ) as error:
+        mmspec.patch(model, drafter="quantized")
+    assert len(str(error.value)) <= 300
+
+
 def _out_of_memory(*args: Any) -> Any:
     raise RuntimeError("DefaultCPUAllocator: not enough memory")
 

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import mmspec
+from mmspec.app.cli.main import main
 from mmspec.cpu.c_kernel import load_kernel
 from mmspec.drafters.model.self_drafter import QuantizedDrafter
 from mmspec.files import CACHE_VARIABLE
@@ -97,3 +98,14 @@ def test_old_files_go_and_closed_folders_do_no_harm(
     blocked.write_text("")
     monkeypatch.setenv(CACHE_VARIABLE, str(blocked))
     assert weights(patched())
+
+
+def test_copies_are_listed_and_cleared(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    patched()
+    other = folder / "notes.txt"
+    other.write_text("of another program")
+    (folder / f".{'a' * 64}.safetensors.0f.part").touch()
+    assert main(["cache", "list"]) == 0
+    assert "2 files of copies of models" in capsys.readouterr().out
+    assert main(["cache", "clear"]) == 0
+    assert list(folder.iterdir()) == [other]

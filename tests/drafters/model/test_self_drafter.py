@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,7 @@ import zoo
 from torch import Tensor, nn
 
 import mmspec
+from mmspec.control.tree_size import TreeSizeController
 from mmspec.drafters.model.self_drafter import SelfDrafter, candidate_layer_sets
 from mmspec.targets.layer_access import layer_access
 from mmspec.targets.registry import find_adapter
@@ -151,3 +153,31 @@ def test_other_layers_are_skipped_in_compiled_rounds_too(batch: int) -> None:
     assert counts[0] == counts[1]
     few, all_layers = (accepted / drafted for drafted, accepted in (counts[0], counts[2]))
     assert few < 0.7 * all_layers, "two layers are not the model"
+
+
+def test_costs_are_kept_by_the_rows_that_have_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch whose rows have ended must not plan the next batch's drafts, nor the other way round."""
+    model = _model()
+    model.generation_config.eos_token_id = None
+    inputs = tiny.build_inputs(model, seed=3, batch=5)
+    tokens = _generate(model, inputs, do_sample=False)[:, -20:].tolist()
+    ends = [row[step] for row, step in zip(tokens, (1, 3, 6, 9), strict=False)]
+    drafts: Counter[int] = Counter()
+    drafter: Any = None
+    propose = SelfDrafter.propose
+
+    def spy(self: SelfDrafter, state: Any, max_nodes: int, active: Any) -> Any:
+        nonlocal drafter
+        tree, drafter, rows = propose(self, state, max_nodes, active), self, sum(active)
+        drafts[5 if rows > 4 else 4 if rows > 2 else rows] += state.plan is not None
+        return tree
+
+    monkeypatch.setattr(SelfDrafter, "propose", spy)
+    monkeypatch.setattr(TreeSizeController, "choose_size", lambda self, tree, *args: tree.num_nodes)
+    monkeypatch.setattr(TreeSizeController, "should_draft", True)
+    mmspec.patch(model, drafter=SelfDrafter(range(3)))
+    _generate(model, inputs, do_sample=False, eos_token_id=ends, pad_token_id=0)
+    assert len(+drafts) > 2, "rows do not end one by one"
+    found = drafter.controller.by_batch
+    measured = {rows: sum(one.num_drafts for one in variants.values()) for rows, variants in found.items()}
+    assert measured == +drafts == drafter.controller.num_plans and drafter.controller.base_s.keys() <= drafts.keys()

@@ -15,8 +15,9 @@ import torch
 import transformers
 import zoo
 from parity import GREEDY, MODES, assert_parity, build_cached_model
-from torch import Tensor
+from recorded_rounds import patched
 from transformers import PreTrainedModel
+from watched_nodes import watch_nodes
 
 import mmspec
 from mmspec.drafters import registry
@@ -59,44 +60,38 @@ def trees_of(
 
 
 @pytest.mark.every(2)
-@pytest.mark.parametrize(("position", "centroids", "window"), [("last", True, 9), ("next", False, 9)])
+@pytest.mark.parametrize(
+    ("family", "position", "centroids"),
+    [("gemma4", "last", True), ("gemma4", "next", False), ("gemma4_unified", "last", True)],
+)
 def test_every_node_is_that_of_transformers(
-    position: str, centroids: bool, window: int, monkeypatch: pytest.MonkeyPatch
+    family: str, position: str, centroids: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Behind a prompt with images, over rounds with rejections and accepted tokens, beyond the window."""
-    model = target_of(window=window)
+    if family == "gemma4":
+        model = target_of(window=9)
+        given = tiny.build_inputs(model, 5, 1, images=[1], padding="none")
+    elif hasattr(transformers, "Gemma4UnifiedAssistantConfig"):
+        model = assistants.build_unified_target(tiny.ModelSpec("gemma4", seed=3, layers=3, window=9))
+        given = assistants.unified_inputs(model, 5)
+    else:
+        pytest.skip("an older transformers")
     assistant = assistants.build_assistant(model, centroids=centroids)
-    given = tiny.build_inputs(model, 5, 1, images=[1], padding="none")
     kwargs: dict[str, Any] = {"max_new_tokens": 125, "do_sample": False, "eos_token_id": None}
     answer = model.generate(**given, **kwargs)[0, given["input_ids"].shape[1] :].tolist()
     slow = assistants.SlowAssistant(model, assistant, given, position)
     drafter = drafter_of(model, assistant, position, max_depth=3, top_k=2)
     draft_tree, observe = drafter.draft_tree, drafter.observe
-    embed, logits, select = AssistantExpander.embed, AssistantExpander.logits, AssistantExpander.select_parents
-    emitted, accepted, paths, seen = list[int](), set[int](), list[list[int]](), list[tuple[Tensor, list[list[int]]]]()
+    nodes, emitted, accepted = watch_nodes(monkeypatch, AssistantExpander), list[int](), set[int]()
     rounds = 0
-
-    def watched_embed(self: Any, tokens: Tensor) -> Tensor:
-        row = tokens[0].tolist()
-        paths[:] = [[*path, token] for path, token in zip(paths * (len(row) // len(paths)), row, strict=True)]
-        return embed(self, tokens)
-
-    def watched_select(self: Any, parent_index: Tensor) -> None:
-        paths[:] = [paths[index] for index in parent_index[0, :, 0].tolist()]
-        select(self, parent_index)
-
-    def watched_logits(self: Any, level: int, hidden: Tensor) -> Tensor:
-        found = logits(self, level, hidden)
-        seen.append((found, list(paths)))
-        return found
 
     def watched_draft(*args: Any) -> DraftTree:
         nonlocal rounds
         rounds += 1
-        paths[:], seen[:] = [[]], []
+        nodes.restart()
         tree = draft_tree(*args)
-        for found, nodes in seen if rounds % 9 == 1 else seen[:1]:
-            for node, path in enumerate(nodes):
+        for found, paths in nodes.levels if rounds % 9 == 1 else nodes.levels[:1]:
+            for node, path in enumerate(paths[0]):
                 expected, has_logit = slow.logits(emitted, path), found[0, node].isfinite()
                 torch.testing.assert_close(found[0, node][has_logit], expected[has_logit], rtol=1e-4, atol=1e-4)
                 assert not centroids or has_logit.sum() <= 48
@@ -114,8 +109,6 @@ def test_every_node_is_that_of_transformers(
 
     monkeypatch.setattr(drafter, "draft_tree", watched_draft)
     monkeypatch.setattr(drafter, "observe", watched_observe)
-    for name, replaced in (("embed", watched_embed), ("logits", watched_logits), ("select_parents", watched_select)):
-        monkeypatch.setattr(AssistantExpander, name, replaced)
     mmspec.patch(model, drafter=drafter, tree_size=5)
     try:
         assert model.generate(**given, **kwargs)[0, given["input_ids"].shape[1] :].tolist() == answer
@@ -163,6 +156,23 @@ def test_the_position_is_tried_both_ways(monkeypatch: pytest.MonkeyPatch) -> Non
         assert "position=" in mmspec.stats(model, last=True).drafter
     finally:
         mmspec.unpatch(model)
+
+
+@pytest.mark.parametrize(("trial_rounds", "num_warnings"), [(2, 1), (64, 0)])
+def test_a_bad_assistant_is_reported_once(
+    trial_rounds: int, num_warnings: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As what it is, since its target's checkpoint has no head; not for trials of a position that may be wrong."""
+    monkeypatch.setattr("mmspec.drafters.mtp.switches.TRIAL_ROUNDS", trial_rounds)
+    monkeypatch.setattr("mmspec.drafters.mtp.switched.MIN_DRAFTS", 6)
+    model = target_of()
+    with caplog.at_level(logging.WARNING, "mmspec"), patched(model, assistants.build_assistant(model), tree_size=3):
+        for _ in range(4):
+            model.generate(**tiny.build_inputs(model, 5, 1), **{**GREEDY, "max_new_tokens": 10, "eos_token_id": None})
+        assert mmspec.stats(model).num_draft_tokens > 12
+    warnings = [record.message for record in caplog.records if "first tokens accepted" in record.message]
+    assert len(warnings) == num_warnings and all(len(warning) <= 300 for warning in warnings)
+    assert all(one.startswith("mmspec: the assistant has ") and "head" not in one for one in warnings)
 
 
 @pytest.mark.parametrize("ids", [[0] * 119 + [500], [-1] * 120])

@@ -1,4 +1,4 @@
-"""A tiny Gemma-4-like model and its assistant, trained on questions about scenes: the wiring learns, and drafts.
+"""A tiny Gemma-4-like model and its assistant, trained on a text that does not change: the wiring learns, and drafts.
 
 Acceptance of the right assistant, and how much each wrong switch costs. As a script, with `tests/helpers` in
 PYTHONPATH, it prints the table.

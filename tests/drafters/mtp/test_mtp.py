@@ -17,10 +17,15 @@ import tiny_models as tiny
 import torch
 from parity import GREEDY, MODES, assert_parity, build_cached_model
 from safetensors.torch import save_file
+from tiny_processor import TinyProcessor
 from torch import Tensor
 from transformers import AutoModelForImageTextToText, PreTrainedModel
+from watched_nodes import WatchedNodes, watch_nodes
 
 import mmspec
+from mmspec.app.cli.main import main
+from mmspec.app.scenes.render import render_scene
+from mmspec.app.scenes.world import generate_scene
 from mmspec.drafters import registry
 from mmspec.drafters.mtp.drafter import MTPDrafter, MTPExpander
 from mmspec.drafters.mtp.head import last_visible
@@ -67,10 +72,9 @@ class Watched:
     drafter: MTPDrafter
     slow: own.SlowHead
     answers: list[list[int]]
+    nodes: WatchedNodes
     rows: list[Row] = field(default_factory=list)
     emitted: list[int] = field(default_factory=list)
-    levels: list[tuple[Tensor, list[list[list[int]]]]] = field(default_factory=list)
-    paths: list[list[list[int]]] = field(default_factory=list)
     rounds: int = 0
     accepted: set[int] = field(default_factory=set)
 
@@ -107,7 +111,7 @@ class Watched:
     def check(self) -> None:
         """The logits behind the last row of each sequence; now and then those of every node that was expanded."""
         self.rounds += 1
-        for logits, paths in self.levels if self.rounds % 9 == 1 else self.levels[:1]:
+        for logits, paths in self.nodes.levels if self.rounds % 9 == 1 else self.nodes.levels[:1]:
             for row, node_logits in enumerate(logits):
                 for node, path in enumerate(paths[row]):
                     one = self.rows[row]
@@ -137,9 +141,9 @@ def watched(
     drafter = read(model, max_depth=4)
     for name, value in options.items():
         setattr(drafter, name, value)
-    watch = Watched(drafter, own.SlowHead(model, tensors, drafter.carry), answers)
+    nodes = watch_nodes(monkeypatch, MTPExpander)
+    watch = Watched(drafter, own.SlowHead(model, tensors, drafter.carry), answers, nodes)
     begin, observe, draft_tree = drafter.begin, drafter.observe, drafter.draft_tree
-    embed, select, logits = MTPExpander.embed, MTPExpander.select_parents, MTPExpander.logits
 
     def watched_begin(prompt: Prompt) -> Any:
         state = begin(prompt)
@@ -151,36 +155,13 @@ def watched(
         watch.observe(result, hidden_states)
 
     def watched_draft(state: Any, max_nodes: int, num_levels: int) -> DraftTree:
-        watch.levels, watch.paths = [], [[[]] for _ in watch.rows]
+        nodes.restart(len(watch.rows))
         tree = draft_tree(state, max_nodes, num_levels)
         watch.check()
         return watch.mend(tree)
 
-    def watched_embed(self: Any, tokens: Tensor) -> Tensor:
-        paths = watch.paths
-        if tokens.shape[1] != len(paths[0]):
-            paths = [row * tokens.shape[1] for row in paths]
-        watch.paths = [
-            [[*path, token] for path, token in zip(*pair, strict=True)]
-            for pair in zip(paths, tokens.tolist(), strict=True)
-        ]
-        return embed(self, tokens)
-
-    def watched_select(self: Any, parent_index: Tensor) -> None:
-        watch.paths = [
-            [row[i] for i in index] for row, index in zip(watch.paths, parent_index[..., 0].tolist(), strict=True)
-        ]
-        select(self, parent_index)
-
-    def watched_logits(self: Any, level: int, hidden: Tensor) -> Tensor:
-        found = logits(self, level, hidden)
-        watch.levels.append((found, [list(row) for row in watch.paths]))
-        return found
-
     for name, replaced in (("begin", watched_begin), ("observe", watched_observe), ("draft_tree", watched_draft)):
         monkeypatch.setattr(drafter, name, replaced)
-    for name, replaced in (("embed", watched_embed), ("select_parents", watched_select), ("logits", watched_logits)):
-        monkeypatch.setattr(MTPExpander, name, replaced)
     mmspec.patch(model, drafter=drafter, tree_size=5)
     try:
         yield watch
@@ -238,6 +219,26 @@ def test_random_calls(family: str, seed: int) -> None:
     """Rows of the exactness suite: any options, processors, caches and streamers."""
     result = fuzz.run_case(replace(fuzz.draw_case(7100 + seed, family), drafter="mtp", nodes=5))
     assert not result.differences, result.report()
+
+
+def test_a_job_runs_in_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`mmspec caption` with a recurrent target and its head: the captions are those of single rows without drafts."""
+    model = model_of(own.FAMILIES[0], calm=True)
+    with_head(model, tmp_path / "model", own.head_tensors(model, echo=2.0))
+    monkeypatch.setattr("mmspec.app.modeling.load.load_model", lambda *args, **options: (model, TinyProcessor(model)))
+    pictures = tmp_path / "pictures"
+    pictures.mkdir()
+    for number in range(5):
+        render_scene(generate_scene(number)).save(pictures / f"{number}.png")
+    given = ["caption", str(pictures), "--model", str(tmp_path / "model"), "--prompt", "abc", "--dtype", "float32"]
+    found = []
+    for drafter, size in (("none", "1"), ("auto", "3")):
+        out = tmp_path / f"{drafter}.jsonl"
+        flags = ["--drafter", drafter, "--batch-size", size, "--max-new-tokens", "10", "--out", str(out)]
+        assert main([*given, *flags, "--no-progress"]) == 0
+        found.append([json.loads(line) for line in out.read_text().splitlines()])
+    assert len({row["caption"] for row in found[0]}) > 1 and {row["drafter"] for row in found[1]} == {"mtp"}
+    assert [row["caption"] for row in found[0]] == [row["caption"] for row in found[1]]
 
 
 @FAMILY
@@ -336,7 +337,7 @@ def test_a_bad_head_is_reported_once(
     finally:
         mmspec.unpatch(model)
     warnings = [record.message for record in caplog.records if "first tokens accepted" in record.message]
-    assert len(warnings) == 1 and len(warnings[0]) <= 300
+    assert len(warnings) == 1 and len(warnings[0]) <= 300 and warnings[0].startswith("mmspec: the MTP head has ")
 
 
 def test_a_copy_shares_the_weights_only(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A tiny Qwen3.5-like model and its head, trained on questions about scenes: the wiring learns, and drafts.
+"""A tiny Qwen3.5-like model and its head, trained on a text that does not change: the wiring learns, and drafts.
 
 Acceptance of the right head, and how much each wrong switch costs. As a script, with `tests/helpers` in PYTHONPATH, it
 prints the table.
@@ -123,6 +123,18 @@ def table(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[float, float]]:
         own.write_checkpoint(model, Path(folder), own.head_tensors(model))
         found[KINDS[-1]] = acceptance(model, "right", monkeypatch)
     return found
+
+
+def test_an_edit_of_the_text_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The text itself is as it was; line ends of another system are no edit."""
+    assert len(learned.corpus()) > 30_000
+    content = learned.TEXT.read_bytes().replace(b"\r\n", b"\n")
+    monkeypatch.setattr(learned, "TEXT", tmp_path / "text.md")
+    learned.TEXT.write_bytes(content.replace(b"\n", b"\r\n"))
+    assert torch.equal(learned.corpus.__wrapped__(), learned.corpus())
+    learned.TEXT.write_bytes(content + b"One more line.\n")
+    with pytest.raises(AssertionError, match=r"text\.md was edited, but slow tests train on it"):
+        learned.corpus.__wrapped__()
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from recorded_rounds import patched, recording
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
+from watched_nodes import watch_nodes
 
 import mmspec
 from mmspec.drafters.mtp.drafter import MTPDrafter, MTPExpander
@@ -78,6 +79,23 @@ def states_before_the_norm(model: PreTrainedModel, ids: Tensor) -> Tensor:
     return seen[0].detach()
 
 
+def scored_nodes(
+    monkeypatch: pytest.MonkeyPatch, drafter: MTPDrafter, expander: type[Any]
+) -> list[tuple[int, list[int], Tensor]]:
+    """Of every node that a drafter scores in calls of one row: tokens of the text so far, path and [V] logits."""
+    nodes, draft_tree, seen = watch_nodes(monkeypatch, expander), drafter.draft_tree, []
+
+    def watched_tree(state: Any, max_nodes: int, num_levels: int) -> Any:
+        nodes.restart()
+        length = state.kv_cache.seq_lens[0] + 1
+        tree = draft_tree(state, max_nodes, num_levels)
+        seen.extend((length, path, found[0, i]) for found, paths in nodes.levels for i, path in enumerate(paths[0]))
+        return tree
+
+    monkeypatch.setattr(drafter, "draft_tree", watched_tree)
+    return seen
+
+
 @pytest.mark.skipif("glm_ocr" not in zoo.ROWS, reason="this transformers has no GLM-OCR")
 @pytest.mark.parametrize("carry", ["pre", "post"])
 def test_a_head_before_the_norm_with_its_own_lm_head(
@@ -86,21 +104,7 @@ def test_a_head_before_the_norm_with_its_own_lm_head(
     """The logits of every level of every draft, against states that a hook takes from a plain forward."""
     model, slow = step_like(tmp_path, monkeypatch, HeadRule(hidden="pre", carries=(carry,)))
     drafter = MTPDrafter(read_own_head(find_adapter(model)), max_depth=3, top_k=1)
-    levels: list[tuple[int, int, Tensor]] = []
-    drafts = [0]
-    logits, draft_tree = MTPExpander.logits, drafter.draft_tree
-
-    def watched_logits(self: Any, level: int, hidden: Tensor) -> Tensor:
-        found = logits(self, level, hidden)
-        levels.append((drafts[0], level, found[0, 0]))
-        return found
-
-    def watched_tree(state: Any, max_nodes: int, num_levels: int) -> Any:
-        drafts[0] = state.next_positions[0] + 1  # tokens of the text so far
-        return draft_tree(state, max_nodes, num_levels)
-
-    monkeypatch.setattr(MTPExpander, "logits", watched_logits)
-    monkeypatch.setattr(drafter, "draft_tree", watched_tree)
+    seen = scored_nodes(monkeypatch, drafter, MTPExpander)
     given = tiny.build_inputs(model, 7, 1, images=[0], padding="none")
     options = {**GREEDY, "max_new_tokens": 12}
     plain = model.generate(**given, **options)
@@ -110,14 +114,11 @@ def test_a_head_before_the_norm_with_its_own_lm_head(
     finally:
         mmspec.unpatch(model)
     hidden, embeds = states_before_the_norm(model, plain), model.get_input_embeddings()(plain[0]).detach()
-    assert len(levels) >= 12 and {level for _, level, _ in levels} == {0, 1, 2}
-    drafted: list[int] = []
-    for length, level, found in levels:
-        drafted = drafted if level else []
+    assert len(seen) >= 12 and {len(path) for _, path, _ in seen} == {0, 1, 2}
+    for length, path, found in seen:
         n = length - 1  # rows: the last token is pending
-        expected = slow.chain(embeds[1:length], hidden[:n], torch.arange(n), drafted)[-1]
+        expected = slow.chain(embeds[1:length], hidden[:n], torch.arange(n), path)[-1]
         torch.testing.assert_close(found, expected.where(found.isfinite(), found), rtol=1e-3, atol=1e-3)
-        drafted = [*drafted, int(found.argmax())]
 
 
 class SlowLayers:
@@ -188,32 +189,7 @@ def test_layer_i_drafts_token_i(
     drafter = mtp_drafter(read_own_head(find_adapter(model)), max_depth=6, top_k=top_k)
     assert isinstance(drafter, LayeredMTPDrafter) and drafter.max_depth == 3
     drafter.fix_switches(carry=carry, visual_mode="coupled")
-    paths, seen = list[list[int]](), list[tuple[int, list[int], Tensor]]()
-    length, embed = [0], LayeredMTPExpander.embed
-    logits, select, draft_tree = LayeredMTPExpander.logits, LayeredMTPExpander.select_parents, drafter.draft_tree
-
-    def watched_embed(self: Any, tokens: Tensor) -> Tensor:
-        row = tokens[0].tolist()
-        paths[:] = [[*path, token] for path, token in zip(paths * (len(row) // len(paths)), row, strict=True)]
-        return embed(self, tokens)
-
-    def watched_select(self: Any, parent_index: Tensor) -> None:
-        paths[:] = [paths[index] for index in parent_index[0, :, 0].tolist()]
-        select(self, parent_index)
-
-    def watched_logits(self: Any, level: int, hidden: Tensor) -> Tensor:
-        found = logits(self, level, hidden)
-        seen.extend((length[0], path, found[0, node]) for node, path in enumerate(paths))
-        return found
-
-    def watched_tree(state: Any, max_nodes: int, num_levels: int) -> Any:
-        length[0] = state.kv_cache.seq_lens[0] + 1  # tokens of the text so far
-        paths[:] = [[]]
-        return draft_tree(state, max_nodes, num_levels)
-
-    monkeypatch.setattr(drafter, "draft_tree", watched_tree)
-    for name, replaced in (("embed", watched_embed), ("logits", watched_logits), ("select_parents", watched_select)):
-        monkeypatch.setattr(LayeredMTPExpander, name, replaced)
+    seen = scored_nodes(monkeypatch, drafter, LayeredMTPExpander)
     given = tiny.build_inputs(model, 7, 1, images=[0], padding="none")
     options = {**GREEDY, "max_new_tokens": 12}
     plain = model.generate(**given, **options)

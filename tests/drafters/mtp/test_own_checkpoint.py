@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,15 @@ import tiny_models as tiny
 import torch
 import transformers
 import zoo
+from parity import GREEDY
+from recorded_rounds import patched
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+import mmspec
+from mmspec.app.cli.env import describe_drafter
 from mmspec.drafters import registry
+from mmspec.drafters.mtp.drafter import MTPDrafter
 from mmspec.drafters.mtp.switched import SwitchedDrafter
 from mmspec.interfaces import OwnHeadError
 from mmspec.resolve import resolve_drafter
@@ -93,6 +99,41 @@ def test_a_target_that_was_modified_after_loading(
         assert isinstance(resolve_drafter(named, find_adapter(model)), SwitchedDrafter)
 
 
+class EightBits(nn.Module):
+    """A linear layer that stores eight bits, as of a quantisation package."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.scale = layer.weight.detach().abs().amax() / 127
+        self.register_buffer("weight", (layer.weight.detach() / self.scale).round().to(torch.int8))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        assert isinstance(self.weight, Tensor)
+        return nn.functional.linear(inputs, self.weight.to(inputs.dtype) * self.scale.to(inputs.dtype))
+
+
+@pytest.mark.skipif("glm_ocr" not in zoo.ROWS, reason="this transformers has no GLM-OCR")
+def test_a_quantised_target_keeps_a_bfloat16_head(tmp_path: Path) -> None:
+    """Its weights are not compared with the files, and the head is as in these: not quantised."""
+    model, _ = saved("glm_ocr", tmp_path)
+    half = {name: value.bfloat16() for name, value in own.head_tensors(model).items()}
+    own.write_checkpoint(model.bfloat16(), tmp_path, half)
+    for layer in model.get_decoder().layers:
+        for name, part in list(layer.mlp.named_children()):
+            if isinstance(part, nn.Linear):
+                setattr(layer.mlp, name, EightBits(part))
+    model.config.quantization_config = {"quant_method": "eight bits"}
+    drafter = resolve_drafter("auto", find_adapter(model))
+    assert isinstance(drafter, MTPDrafter)
+    with patched(model, drafter, tree_size=4):
+        model.generate(**tiny.build_inputs(model, 5, 2), **{**GREEDY, "max_new_tokens": 8})
+        stats = mmspec.stats(model)
+    assert stats.num_draft_tokens > 0 and not stats.fallback_reason
+    weights = dict(drafter.head.named_parameters())
+    assert weights and {weight.dtype for weight in weights.values()} == {torch.bfloat16}
+    assert not any(isinstance(part, EightBits) for part in drafter.head.modules())
+
+
 @pytest.mark.skipif("glm_ocr" not in zoo.ROWS, reason="this transformers has no GLM-OCR")
 def test_embeddings_of_its_own_are_refused(tmp_path: Path) -> None:
     """A copy of the target's is not."""
@@ -128,3 +169,24 @@ def test_a_checkpoint_that_cannot_be_reached(name: str, reason: str, caplog: pyt
         lines = [record.message for record in caplog.records]
         assert len(lines) == 1 and len(lines[0]) <= 300 and "hybrid" in lines[0]
         assert (reason if drafter == "mtp" else "not in the local cache") in lines[0]
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name in ("qwen3_5", "gemma4")])
+def test_env_says_what_was_found(family: str, tmp_path: Path) -> None:
+    """The drafter that comes with a model, or why it is not used; an assistant reads no image positions."""
+    model, name = saved(family, tmp_path / "model")
+    adapter = find_adapter(model)
+    found = dict(describe_drafter("auto", adapter, None))
+    assert found["drafter"] == name and name not in found
+    assert ("tensors" if name == "mtp" else "4 layers") in found["draft head"]
+    assert ("image positions" in found) is (name == "mtp")
+    if name == "mtp":
+        tensors = {key: value for key, value in own.head_tensors(model).items() if "mlp" not in key}
+        own.write_checkpoint(model, tmp_path / "model", tensors)
+    else:
+        shutil.rmtree(tmp_path / "model-assistant")
+    found = dict(describe_drafter("auto", adapter, None))
+    assert found["drafter"] == "arbitrated" and "draft head" not in found
+    assert found[name].startswith("not used: ") and str(tmp_path) not in found[name] and len(found[name]) <= 300
+    assert ("lacks 3 of 15 tensors" if name == "mtp" else "no folder model-assistant beside") in found[name]
+    assert not {"mtp", "assistant"} & set(dict(describe_drafter("hybrid", adapter, None)))
