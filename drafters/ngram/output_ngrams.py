@@ -26,6 +26,7 @@ from mmspec.drafters.ngram.base import (
     BARRIER,
     MAX_SIBLING_PROB,
     MIN_PROB,
+    BestFirstDrafter,
     Calibration,
     Candidate,
     Key,
@@ -294,6 +295,11 @@ class OutputNgrams:
     def rewind(self, state: OutputState, mark: list[tuple[int, ...]]) -> None:
         """Move back."""
         state.contexts[:] = mark
+
+
+def text_ngrams() -> BestFirstDrafter:
+    """Counts of all prompts and outputs, which draft for a model that drafts."""
+    return BestFirstDrafter("ngrams", [OutputNgrams(records=True)])
 
 
 class RowCandidates(Sequence[list[Candidate]]):

@@ -22,8 +22,7 @@ from mmspec.cpu.c_kernel import CKernel, load_kernel
 from mmspec.drafters import arbitrated
 from mmspec.drafters.model import chain_draft
 from mmspec.drafters.model.self_drafter import QuantizedDrafter, SelfDrafter
-from mmspec.drafters.ngram.base import BestFirstDrafter
-from mmspec.drafters.ngram.output_ngrams import OutputNgrams
+from mmspec.drafters.ngram.output_ngrams import text_ngrams
 from mmspec.drafters.ngram.recycling import hybrid
 from mmspec.patching import patch_state
 from mmspec.targets import products
@@ -91,7 +90,7 @@ def test_a_guide_changes_no_draft(sample: bool, batch: int, backend: str, monkey
     model = _model("qwen2_5_vl")
     inputs = tiny.build_inputs(model, seed=3, batch=batch)
     plain = _generate(model, inputs, do_sample=sample, temperature=0.3)
-    guide = hybrid() if backend == "torch" else BestFirstDrafter("outputs", [OutputNgrams(records=True)])
+    guide = hybrid() if backend == "torch" else text_ngrams()
     drafter, num_forwards, num_tokens = QuantizedDrafter(8, guide=guide), 0, 0
 
     class Twice(QuantizedDrafter):
