@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from mmspec.control.arbiter import CallRates, DraftArbiter
+from mmspec.control.round_cost import cost_rows
 from mmspec.drafters.heads.instant.online import HeadsState, OnlineHeads
 from mmspec.drafters.model.chain import ChainState
 from mmspec.drafters.model.self_drafter import QuantizedDrafter
@@ -56,7 +57,8 @@ class ArbitratedState:
         ngram: state of the sources.
         heads: state of the instant heads, or None.
         chain: state of the copy that drafts, or None.
-        rates: of the arms in this call.
+        by_rows: {`cost_rows`: rates of the arms in this call}.
+        rates: those of the current round.
         arm: that drafted the current round; None if none did.
         start_time: of the draft.
         available: arms that could have drafted it.
@@ -65,6 +67,7 @@ class ArbitratedState:
     ngram: BestFirstState
     heads: HeadsState | None
     chain: ChainState | None
+    by_rows: dict[int, CallRates]
     rates: CallRates
     arm: int | None = None
     start_time: float = 0.0
@@ -127,14 +130,19 @@ class ArbitratedDrafter:
         chain = None if self.copied is None or prompt.layer_subsets is None else self.copied.begin(prompt)
         if chain is not None:
             chain.guide = ngram
-        state = ArbitratedState(ngram, heads, chain, self.arbiter.start(len(prompt.input_ids)))
+        batch = len(prompt.input_ids)
+        by_rows = {batch: self.arbiter.start(batch)}
+        state = ArbitratedState(ngram, heads, chain, by_rows, by_rows[batch])
         state.outputs.records |= chain is not None  # the copy takes its guesses from them
         state.outputs.flag(prompt.banned_ids, prompt.stop_ids)
         return state
 
     def propose(self, state: ArbitratedState, max_nodes: int, active: Sequence[bool]) -> DraftTree:
         """The draft of lookup if it promises more than the best arm gets, else that of the chosen arm."""
-        state.start_time = time.perf_counter()
+        state.start_time, num_rows = time.perf_counter(), cost_rows(sum(active), len(active))
+        if num_rows not in state.by_rows:
+            state.by_rows[num_rows] = self.arbiter.start(num_rows)
+        state.rates = state.by_rows[num_rows]
         self.ngram.catch_up(state.ngram)
         state.available = [arm in self.arms for arm in range(len(ARM_NAMES))]
         state.available[INSTANT] &= self.heads is not None and self.heads.is_ready

@@ -69,7 +69,7 @@ class ChainInputs:
     Attributes:
         target: the model behind its cache.
         tokens: ids of each row behind the cached ones, the last emitted token at the end.
-        drafted: [B, 1] ids of each step that the model has read as well, in order.
+        drafted: [B, 1] ids of each step that the model has read as well, in order; -1 in rows that are not active.
     """
 
     target: DraftTarget
@@ -275,7 +275,7 @@ class ChainDrafter(ABC):
         if self.guide is None or state.prompt.static_shapes or state.logit_bias.device.type != "cpu":
             return None
         costs = self._guide_costs.setdefault(plan.variant, RoundCostModel())
-        controller = TreeSizeController(costs, len(active), drafts=True, max_tree_size=MAX_GUIDE_TREE)
+        controller = TreeSizeController(costs, state.num_rows, drafts=True, max_tree_size=MAX_GUIDE_TREE)
         return Guide(self.guide, state.guide, controller, rule, active)
 
     def _log_noise(self, state: ChainState, length: int) -> Tensor | None:

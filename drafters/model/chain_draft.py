@@ -117,7 +117,8 @@ class ChainDraft:
     Attributes:
         pool: the nodes so far.
         path_log_probs: [B, 1] log probability of each row's chain.
-        read_ids: [B, 1] ids of the chain that the model has read, in order; complete without a guide.
+        read_ids: [B, 1] ids of the chain that the model has read, in order; complete without a guide. -1 in rows that
+            are not active.
     """
 
     def __init__(self, target: DraftTarget, rule: DraftRule, active: Sequence[bool], guide: Guide | None) -> None:
@@ -163,7 +164,10 @@ class ChainDraft:
 
     def go_on(self) -> None:
         """A further forward."""
-        self.read_ids.append(self._last_ids[:, None])
+        read = self._last_ids[:, None]
+        if not all(self._active):  # what rows that have ended hold is nothing that the model has read
+            read = read.masked_fill(~from_host(self._active, read.device)[:, None], -1)
+        self.read_ids.append(read)
         self._round()
 
     def _round(self) -> None:
@@ -173,7 +177,7 @@ class ChainDraft:
         else:
             shortest = min(length for length, on in zip(self._host_lengths, self._active, strict=True) if on)
             tree = guide.tree(self._last_ids, rule.length - shortest)
-        logits = self._target.score(tree)[0]
+        logits = self._target.score(tree, (), self._active)[0]
         self._add(tree, *self._best(logits, tree))
 
     def _best(self, logits: Tensor, tree: DraftTree) -> tuple[Tensor, Tensor]:
@@ -237,7 +241,7 @@ def score_unread(target: DraftTarget, tokens: Tensor, counts: Sequence[int]) -> 
         ancestor_mask=causal,
         depths=index.expand(batch, n),
     )
-    logits, _ = target.score(tree)
+    logits, _ = target.score(tree, (), [count > 0 for count in counts])
     nodes = [list(range(count)) for count in counts]
     target.commit(VerifyResult(tree, index.expand(batch, n), on_device, tokens, [], nodes))
     last = (on_device - 1).clamp(min=0).to(logits.device)

@@ -29,7 +29,7 @@ MIN_KNOWN_ROUNDS = 8
 FIRST_ROUNDS = 64
 """Rounds of the first arm, times rows, before others are tried: arms need some text to show what they earn."""
 WARM_UP_ROUNDS = 2
-"""First rounds of an arm at a batch size, which are slow (kernels are selected) and not counted."""
+"""First rounds of an arm at a number of rows, which are slow (kernels are selected) and not counted."""
 
 
 @dataclass
@@ -65,10 +65,10 @@ class ArmRate:
 
 @dataclass
 class CallRates:
-    """The arms within one call.
+    """The arms within one call, at one number of rows.
 
     Attributes:
-        batch: batch size of the call.
+        batch: rows that are drafted for (`cost_rows`): as rows end, which arm pays changes.
         arms: evidence of each arm, that of earlier calls included.
         last: arm of the last round, or None.
         continues: whether the last round was a trial that did better than the best arm.
@@ -82,7 +82,7 @@ class CallRates:
 
 @dataclass
 class _BatchRates:
-    """All calls at one batch size."""
+    """All calls at one number of rows."""
 
     arms: list[ArmRate]
     num_rounds: list[int]
@@ -105,7 +105,7 @@ class DraftArbiter:
         self._lock = threading.Lock()
 
     def start(self, batch: int) -> CallRates:
-        """The state of a call."""
+        """The state of a call at one number of rows."""
         with self._lock:
             return CallRates(batch, [arm.scaled(PRIOR_ROUNDS) for arm in self._rates(batch).arms])
 

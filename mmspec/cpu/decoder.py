@@ -102,7 +102,7 @@ class CDecoder:
     """A decoder stack for the forwards of one call. Not thread-safe: its scratch memory is reused.
 
     The weights are read where they lie, so that changes in place are seen. A weight that is given other memory
-    (`weight.data = ...`) ends its use: `forward` returns None from then on.
+    (`weight.data = ...`) ends its use, where that may happen: `forward` returns None from then on.
     """
 
     def __init__(
@@ -121,7 +121,8 @@ class CDecoder:
             layers: weights of the layers.
             ends: embeddings, final norm and LM head.
             rotary: rotary angles of positions, for all layers or for each. Each must depend on its position alone.
-            copies: bfloat16 copies of float32 weights, for calls in which nothing changes the weights; None for none.
+            copies: bfloat16 copies of float32 weights, for calls in which nothing changes the weights: then where they
+                lie is looked at in the first forward only. None where something may.
 
         Raises:
             ValueError: a weight is not contiguous on the CPU, of another type than the embeddings, of a type that has
@@ -140,6 +141,7 @@ class CDecoder:
         self._layers = (LayerStruct * len(layers))()
         self._layer_weights, self._ends, self._copies = list(layers), ends, copies
         self._weights = WeightAddresses(self.dtype, shape.norm_offset)
+        self._is_valid = False  # for good
         for index, weights in enumerate(layers):
             set_layer(self._layers[index], weights, shape, self._weights, f"of layer {index}")
             self._layers[index].window = shape.windows[index] if shape.windows else 0
@@ -248,8 +250,9 @@ class CDecoder:
             What must outlive the forwards; None if they are not for this kernel.
         """
         batch, num_new = len(context.lengths), num_positions or nodes
-        if batch * nodes > MAX_DECODER_ROWS or not self._weights.are_valid():
+        if batch * nodes > MAX_DECODER_ROWS or not (self._is_valid or self._weights.are_valid()):
             return None
+        self._is_valid = self._copies is not None and self._checked is None  # copies look at their weights anyway
         kv_len = max(context.lengths) + num_new
         num_angles = max(context.position_base) + min(kv_len, context.max_position) + 1
         if not self._set_caches(context, kv_len) or num_angles > MAX_ANGLES:

@@ -223,6 +223,7 @@ class WeightAddresses:
         self.dtype = dtype
         self._norm_offset = norm_offset
         self._weights: list[Tensor] = []
+        self._storages: list[torch.UntypedStorage] = []  # which live as long as C may read them
         self._pointers: list[int] = []
         self._copies: list[tuple[Tensor, Tensor, float]] = []
 
@@ -295,6 +296,7 @@ class WeightAddresses:
     def _add(self, tensor: Tensor) -> None:
         whole = tensor if tensor._base is None else tensor._base
         self._weights.append(whole)
+        self._storages.append(whole.untyped_storage())
         self._pointers.append(whole.data_ptr())
 
 

@@ -75,6 +75,8 @@ class RaggedKVCache:
         self._dtypes: list[tuple[torch.dtype, torch.dtype]] = []  # (keys, values) of each layer
         self._write_indices: dict[torch.device, Tensor] = {}
         self.groups: list[Tensor] = []
+        self._common: list[Tensor] = []  # of `common_buffers`, as long as they are those of `layers`
+        self._common_capacity = 0
 
     @classmethod
     def over(cls, group: Tensor, seq_lens: Sequence[int]) -> RaggedKVCache:
@@ -139,15 +141,19 @@ class RaggedKVCache:
     def common_buffers(self) -> list[Tensor] | None:
         """The tensors [2, B, H, C, D] of all layers, with room for this forward's positions, to be written directly.
 
-        None if keys and values of a layer are in two tensors, or a layer has none.
+        The same list until tensors are replaced. None if keys and values of a layer are in two, or a layer has none.
         """
+        if self._common and self.kv_len <= self._common_capacity:
+            return self._common
         for index, parts in enumerate(self.layers):
             if len(parts) != 1:
                 return None
             if parts[0].shape[3] < self.kv_len:
                 keys, values = parts[0][:, :, :, :0]
                 self._allocate(index, keys, values)
-        return [buffer for (buffer,) in self.layers]
+        self._common = [buffer for (buffer,) in self.layers]
+        self._common_capacity = min((buffer.shape[3] for buffer in self._common), default=0)
+        return self._common
 
     def advance(self, nodes: int) -> None:
         """Commit the first `nodes` positions of the last forward (prefill)."""
@@ -211,7 +217,7 @@ class RaggedKVCache:
             for parts, views in zip(self.layers, places, strict=True):
                 for old, new in zip(parts, views, strict=True):
                     new[:, :, :, : old.shape[3]] = old[:, :, :, :capacity]
-        self.layers = places
+        self.layers, self._common = places, []
         return bool(places)
 
     def reset(self) -> None:
@@ -253,7 +259,7 @@ class RaggedKVCache:
         grown = tuple(new.new_zeros(n, *new.shape[:2], capacity, new.shape[3], dtype=dtype) for n, new in groups)
         for old, new in zip(parts, grown, strict=bool(parts)):
             new[:, :, :, : old.shape[3]] = old
-        self.layers[layer], self.groups = grown, []
+        self.layers[layer], self.groups, self._common = grown, [], []
         return grown
 
     def _promote_dtype(self, layer: int, keys: torch.dtype, values: torch.dtype) -> torch.dtype:

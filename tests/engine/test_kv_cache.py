@@ -213,3 +213,31 @@ def test_keys_and_values_may_differ_in_heads_and_size_and_layers_in_both(batch: 
             for b, length in enumerate(buffer.seq_lens):
                 assert torch.equal(view[b, :, :length], expected[layer][part][b])
                 assert not view[b, :, length:].any()
+
+
+def test_buffers_of_all_layers_are_one_list_until_they_are_replaced() -> None:
+    cache = RaggedKVCache(2, max_length=64)
+    new = torch.ones(2, HEADS, 4, SIZE)
+    cache.begin_forward(4)
+    for layer in range(3):
+        cache.write(layer, new, new)
+    cache.advance(4)
+
+    def buffers(nodes: int) -> list[Tensor]:
+        cache.begin_forward(nodes)
+        found = cache.common_buffers()
+        assert found is not None
+        assert [one.data_ptr() for one in found] == [parts[0].data_ptr() for parts in cache.layers]
+        assert all(one.shape[3] >= cache.kv_len for one in found)
+        return found
+
+    first = buffers(1)
+    assert buffers(2) is first
+    grown = buffers(first[0].shape[3])
+    assert grown is not first
+    assert buffers(1) is grown
+    assert cache.pack(64)
+    assert buffers(1) is not grown
+    cache.begin_forward(1)
+    cache.write(0, new[:, :, :1].double(), new[:, :, :1].double())  # one layer alone, of a larger type
+    buffers(1)

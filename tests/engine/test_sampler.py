@@ -20,6 +20,7 @@ from mmspec.engine.sampler import (
     HISTORY_PROCESSORS,
     STATELESS_PROCESSORS,
     TreeSampler,
+    likeliest,
 )
 from mmspec.engine.tree import DraftTree, root_only, sanitize
 
@@ -283,3 +284,25 @@ def test_greedy_decoding_draws_nothing() -> None:
     state = torch.get_rng_state()
     Scene(0).sample([hf.TopKLogitsWarper(3)])
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("value", [0.0, -0.0, 1.0, float("inf"), -float("inf"), float("nan")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_the_likeliest_id_is_torchs_argmax(value: float, dtype: torch.dtype) -> None:
+    """Of several largest numbers the first, and nan before all numbers, where the rows are no block as well."""
+    rng = torch.Generator().manual_seed(3)
+    for vocab in (1, 2, 31, 500):
+        scores = torch.randint(-2, 2, (2, 3, vocab), generator=rng).to(dtype)
+        scores[torch.rand(scores.shape, generator=rng) < 0.3] = value
+        for part in (scores, scores.flip(-1), scores.transpose(0, 1), torch.full_like(scores, value)):
+            found = likeliest(part)
+            assert torch.equal(found, part.argmax(-1)) and found.dtype is torch.long
+
+
+def test_recordings_see_an_operator_of_torch() -> None:
+    compiled = torch.compile(likeliest, backend="eager", fullgraph=True)
+    scores = torch.tensor([[[0.0, 2.0, 2.0]]])
+    assert compiled(scores).tolist() == [[1]]
+    with pytest.raises(RuntimeError, match="grad"):
+        scores.requires_grad_().numpy()
+    assert likeliest(scores).tolist() == [[1]]

@@ -48,7 +48,7 @@ def train_tokenizer(num_merges: int) -> PreTrainedTokenizerFast:
 class ScriptedTarget:
     """A `DraftTarget` that continues the rows of `scripts`, and draws 0 behind a context that deviates."""
 
-    chains_only = False
+    chains_only = skips_rows = False
     setup_s = 0.0
 
     def __init__(self, scripts: Sequence[Sequence[int]], prompts: Sequence[Sequence[int]], vocab_size: int) -> None:
@@ -56,13 +56,17 @@ class ScriptedTarget:
         self.vocab_size = vocab_size
         self.cached: list[list[int]] = [[] for _ in scripts]
         self.num_read = 0
+        self.active: list[list[bool] | None] = []  # rows of each `score`
         self._scored: list[list[int]] = []
 
     @property
     def cached_lengths(self) -> list[int]:
         return [len(row) for row in self.cached]
 
-    def score(self, tree: DraftTree, hidden_state_indices: Sequence[int] = ()) -> tuple[Tensor, dict[int, Tensor]]:
+    def score(
+        self, tree: DraftTree, hidden_state_indices: Sequence[int] = (), active: Sequence[bool] | None = None
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        self.active.append(None if active is None else list(active))
         self._scored = tree.tokens.tolist()
         logits = torch.zeros(*tree.tokens.shape, self.vocab_size)
         for row, ids in enumerate(self._scored):

@@ -217,3 +217,28 @@ def test_a_folder_of_another_kind_is_no_model(tmp_path: Path) -> None:
     for text in ("[]", "{", '{"architectures": ["LlamaModel"]}', '{"architectures": ["NobodyForCausalLM"]}'):
         config.write_text(text, encoding="utf-8")
         assert not is_model_folder(tmp_path)
+
+
+def test_rows_that_do_not_draft_are_not_computed() -> None:
+    """A row that waits reads what it has missed once it drafts again, and drafts as if it never had waited."""
+    scripts = [[7, *range(10, 22)], [8, *range(30, 42)]]
+    drafts: list[list[list[int]]] = []
+    for waits in (True, False):
+        source = ScriptedSource(scripts, 50)
+        drafter = ModelDrafter(source, max_length=3)
+        state = drafter.begin(replace(_prompt([[7], [8]], 50), static_shapes=True))
+        drafter.observe(state, _result([[10], [30]]), {})
+        chains = []
+        for step in range(3):
+            active = [True, not waits or step == 2]
+            tree = drafter.propose(state, 8, active)
+            assert source.target is not None
+            assert set(map(tuple, map(list, source.target.active))) == {tuple(active)}
+            source.target.active.clear()
+            chains.append([_chain(tree, 0), _chain(tree, 1)])
+            emitted = [[11 + 2 * step, 12 + 2 * step], [31 + 2 * step, 32 + 2 * step]]
+            drafter.observe(state, _result([emitted[0], emitted[1] if step < 2 else []]), {})
+        drafts.append(chains)
+    waited, both = drafts
+    assert [one[0] for one in waited] == [one[0] for one in both] == [[11, 12, 13], [13, 14, 15], [15, 16, 17]]
+    assert waited[2] == both[2] and waited[2][1] == [35, 36, 37] and waited[0][1] == []

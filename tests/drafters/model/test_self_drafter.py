@@ -181,3 +181,30 @@ def test_costs_are_kept_by_the_rows_that_have_not_ended(monkeypatch: pytest.Monk
     found = drafter.controller.by_batch
     measured = {rows: sum(one.num_drafts for one in variants.values()) for rows, variants in found.items()}
     assert measured == +drafts == drafter.controller.num_plans and drafter.controller.base_s.keys() <= drafts.keys()
+
+
+@pytest.mark.parametrize("sample", [False, True])
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_a_row_drafts_the_same_bits_whether_others_do(
+    backend: str, sample: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = _model("qwen2_5_vl")
+    model.generation_config.eos_token_id = None
+    inputs = tiny.build_inputs(model, seed=3, batch=3)
+    plain = _generate(model, inputs, do_sample=sample, temperature=0.9)
+    propose, num_compared = SelfDrafter.propose, 0
+
+    def twice(self: SelfDrafter, state: Any, max_nodes: int, active: Any) -> Any:
+        nonlocal num_compared
+        some = [on and row != 1 for row, on in enumerate(active)]
+        alone, together = (propose(self, state, max_nodes, rows) for rows in (some, active))
+        for row in (row for row, on in enumerate(some) if on):
+            for name in ("tokens", "parents", "node_mask", "scores"):
+                assert torch.equal(getattr(alone, name)[row], getattr(together, name)[row])
+            num_compared += 1
+        return together
+
+    monkeypatch.setattr(SelfDrafter, "propose", twice)
+    mmspec.patch(model, drafter=SelfDrafter(range(3)), tree_size=4, backend=backend)
+    assert torch.equal(plain, _generate(model, inputs, do_sample=sample, temperature=0.9))
+    assert num_compared > 10
