@@ -38,6 +38,8 @@ class ExampleConfig:
     model: str = DEFAULT_MODEL
     drafter: str = "auto"
     compressor: str | None = None
+    dtype: str = "auto"
+    device: str = "auto"
     max_new_tokens: int = 160
 
 
@@ -111,6 +113,8 @@ def _load_captioner(config: ExampleConfig) -> Captioner:
         config.model,
         drafter=config.drafter,
         compressor=config.compressor,
+        dtype=config.dtype,
+        device=config.device,
         max_new_tokens=config.max_new_tokens,
         batch_size=1,
     )

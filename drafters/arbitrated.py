@@ -133,6 +133,7 @@ class ArbitratedDrafter:
         batch = len(prompt.input_ids)
         by_rows = {batch: self.arbiter.start(batch)}
         state = ArbitratedState(ngram, heads, chain, by_rows, by_rows[batch])
+        state.outputs.records |= chain is not None  # the copy takes its guesses from them
         state.outputs.flag(prompt.banned_ids, prompt.stop_ids)
         return state
 

@@ -80,8 +80,9 @@ def _self() -> Drafter:
 
 def _quantized() -> Drafter:
     from mmspec.drafters.model.self_drafter import QuantizedDrafter
+    from mmspec.drafters.ngram.output_ngrams import text_ngrams
 
-    return QuantizedDrafter(guide=_hybrid())
+    return QuantizedDrafter(guide=text_ngrams())
 
 
 DRAFTERS: dict[str, Callable[[], Drafter]] = {

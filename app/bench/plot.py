@@ -9,13 +9,17 @@ from typing import Any
 from mmspec.app.bench.rows import ResultRow, num_drafter_tokens
 from mmspec.app.errors import UsageError
 
+PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 
-def require_matplotlib() -> None:
-    """Check that matplotlib is installed.
+
+def require_matplotlib(file: Path) -> None:
+    """Check that matplotlib is installed and can write such a file.
 
     Raises:
-        UsageError: it is missing, with the command that installs it.
+        UsageError: it is missing, with the command that installs it; or the name has another end than `PLOT_SUFFIXES`.
     """
+    if file.suffix not in PLOT_SUFFIXES:
+        raise UsageError(f"--plot writes {', '.join(PLOT_SUFFIXES)}, by the end of the name; got {file}")
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
@@ -24,7 +28,7 @@ def require_matplotlib() -> None:
 
 def plot_bench(rows: Sequence[ResultRow], file: Path) -> None:
     """One panel per batch size and prompt length, one bar per drafter, with the noise band of plain `generate`."""
-    require_matplotlib()
+    require_matplotlib(file)
     from matplotlib.figure import Figure
 
     panels = list(dict.fromkeys((row["batch"], row["prompt_tokens"]) for row in rows))
@@ -75,7 +79,7 @@ def plot_training_log(log: Path, file: Path, title: str) -> None:
 
 def plot_token_classes(rows: Sequence[ResultRow], classes: Sequence[str], file: Path) -> None:
     """Tau, and the accepted share of the tokens of each class, with 95% intervals: a line for each drafter."""
-    require_matplotlib()
+    require_matplotlib(file)
     from matplotlib.figure import Figure
 
     panels = ("tau", *classes)
@@ -107,7 +111,7 @@ def plot_compression(rows: Sequence[ResultRow], file: Path) -> None:
 
     A colour for each family of compressors, a marker for each drafter; rows with the same of both are one line.
     """
-    require_matplotlib()
+    require_matplotlib(file)
     from matplotlib.figure import Figure
 
     rows = [row for row in rows if "prefill_ms" in row]
@@ -151,7 +155,7 @@ def plot_blocks(settings: Mapping[str, Sequence[ResultRow]], file: Path) -> None
 
     A line for each `kind` of drafter; rows whose `size` is None are left out. Speed-ups have 95% intervals.
     """
-    require_matplotlib()
+    require_matplotlib(file)
     from matplotlib.figure import Figure
 
     panels = {"tau": "tau", "draft_ms": "draft ms per round", "speedup_hf": "decode speed-up over plain"}

@@ -36,7 +36,7 @@ class ResultFiles:
             if file is not None:
                 check_writable(file)
         if self.plot is not None:
-            require_matplotlib()
+            require_matplotlib(self.plot)
 
     def write(
         self,

@@ -50,17 +50,17 @@ def run(args: argparse.Namespace) -> int:
     if args.model is None:
         raise UsageError(CHOOSE_MODEL)
     validate_drafter(args.drafter, args.compressor)
-    if args.progress is not False and os.environ.get("RANK", "0") == "0":
-        print(f"mmspec: loading {args.model} ...", file=sys.stderr, flush=True)  # before torch, which takes seconds
-    from mmspec.app.caption.job import CaptionJob
-    from mmspec.app.caption.progress import print_stderr
-
     pixel_limit = max(MAX_PIXELS, args.max_pixels or 0)
     config = config_from_args(
         CaptionConfig, args, stop=tuple(filter(None, args.stop)), pixel_limit=pixel_limit, working_folder=None
     )
     process = ProcessInfo.from_env(os.environ)
     check_options(config)
+    if args.progress is not False and os.environ.get("RANK", "0") == "0":
+        print(f"mmspec: loading {args.model} ...", file=sys.stderr, flush=True)  # before torch, which takes seconds
+    from mmspec.app.caption.job import CaptionJob
+    from mmspec.app.caption.progress import print_stderr
+
     config = with_task_prompt(config)
     if config.ray is not None:
         from mmspec.app.caption.ray_job import RayCaptionJob
@@ -118,6 +118,10 @@ def check_options(config: CaptionConfig) -> None:
         raise UsageError("sampled captions depend on the batches: give --batch-size a number with --temperature")
     check_texts(config)
     check_variants(config)
+    if config.out == "-" and config.format not in ("jsonl", "txt"):
+        raise UsageError(f"--format {config.format} writes a folder of shards: give --out FOLDER")
+    if config.out == "-" and config.format == "jsonl" and (config.overwrite or config.retry_errors):
+        raise UsageError("--overwrite and --retry-errors need --out FILE")
     if config.temperature <= 0:
         for name in ("top_p", "top_k"):
             if getattr(config, name) is not None:
@@ -169,12 +173,8 @@ def build_output(config: CaptionConfig, process: ProcessInfo) -> Output:
         return ShardedOutput(
             Path(config.out), settings, shards, **ranks, overwrite=config.overwrite, rows_per_shard=rows
         )
-    if config.format != "jsonl":
-        raise UsageError(f"--format {config.format} writes a folder of shards: give --out FOLDER")
     if process.world_size > 1:
         raise UsageError("several processes cannot share standard output: give --out FILE")
-    if config.overwrite or config.retry_errors:
-        raise UsageError("--overwrite and --retry-errors need --out FILE")
     return StreamOutput()
 
 

@@ -7,6 +7,7 @@ import argparse
 from mmspec.app.cli.arguments import (
     Commands,
     add_command,
+    add_device_options,
     add_drafter_options,
     add_model_option,
     add_table_options,
@@ -40,6 +41,7 @@ def add_parser(commands: Commands, common: argparse.ArgumentParser) -> None:
     add("paths", nargs="*", metavar="PATH", help="as of `mmspec caption` (default: bundled examples)")
     add_model_option(parser)
     add_drafter_options(parser)
+    add_device_options(parser)
     add("--max-new-tokens", type=positive_int, default=160, metavar="N", help="per text (default 160)")
     add("--prompt", default=None, metavar="TEXT", help="of rows without their own (default: as mmspec caption)")
     add_table_options(parser)

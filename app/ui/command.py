@@ -158,7 +158,8 @@ def run(args: argparse.Namespace) -> int:
     except ShareError as error:
         raise UsageError(one_line(error)) from error
     except OSError as error:
-        raise UsageError(f"cannot serve at port {args.port}: {one_line(error)}") from error
+        where = args.host if args.port is None else f"{args.host}, port {args.port}"
+        raise UsageError(f"cannot serve at {where} (--host, --port): {one_line(error)}") from error
     return 0
 
 

@@ -19,7 +19,10 @@ from torch import Tensor
 from mmspec.control.chain import ChainController, ChainPlan
 from mmspec.control.round_cost import RoundCostModel, cost_rows
 from mmspec.control.tree_size import TreeSizeController
+from mmspec.cpu.chain_types import ChainGuesses, ChainRequest
 from mmspec.drafters.model.chain_draft import ChainDraft, DraftRule, Guide
+from mmspec.drafters.ngram.output_ngrams import MAX_CONTEXT, MIN_UNSEEN_PROB
+from mmspec.drafters.rerank import LEVEL_PENALTY
 from mmspec.engine.host_copy import from_host
 from mmspec.engine.tree import BUCKETS, DraftTree, root_only
 from mmspec.interfaces import DrafterRequirements, DraftTarget, GuidingDrafter, Prompt, VerifyResult
@@ -28,6 +31,8 @@ DEFAULT_TOP_K_NODES = 2
 """Tokens of each step that become nodes; the second is accepted far less often, and the controller may drop it."""
 MAX_GUIDE_TREE = 8
 """Nodes of a tree of the guide, root included."""
+GUESS_RECOVERY = 0.01
+"""Part of what its calibration lacks to 1 that the guide regains with each draft in C that takes no guess of it."""
 
 
 @dataclass
@@ -196,6 +201,11 @@ class ChainDrafter(ABC):
         device = state.logit_bias.device
         length = min(plan.length, max_nodes - 1)
         rule = DraftRule(state.prompt, state.logit_bias, self.top_k, length, self._log_noise(state, length))
+        if (
+            device.type == "cpu"
+            and (drafted := self._draft_in_c(state, chain, plan, rule, max_nodes, active)) is not None
+        ):
+            return drafted
         guide = self._guide(state, plan, rule, active)
         draft = ChainDraft(chain.target, rule, active, guide)
         is_active = from_host(active, device)
@@ -215,6 +225,50 @@ class ChainDrafter(ABC):
         if not all(active):
             tree.node_mask &= is_active[:, None]
         return tree
+
+    def _draft_in_c(
+        self,
+        state: ChainState,
+        chain: ChainInputs,
+        plan: ChainPlan,
+        rule: DraftRule,
+        max_nodes: int,
+        active: Sequence[bool],
+    ) -> DraftTree | None:
+        """The same in one call; None where that is not possible."""
+        prompt, costs = state.prompt, self._guide_costs.setdefault(plan.variant, RoundCostModel())
+        counts = None if self.guide is None or prompt.static_shapes else self.guide.counts(state.guide)
+        guesses = None
+        if counts is not None and len(chain.tokens) == 1:
+            context = tuple(state.output_ids[0][-MAX_CONTEXT:])
+            sizes = [costs.forward_s(1, size) or 1.0 for size in range(1, MAX_GUIDE_TREE + 1)]
+            relative = [seconds / sizes[0] for seconds in sizes]
+            guesses = ChainGuesses(counts, context, relative, MIN_UNSEEN_PROB, costs.calibration)
+        drafted = chain.target.draft_chain(
+            ChainRequest(
+                unread=[ids if on else () for ids, on in zip(chain.tokens, active, strict=True)],
+                length=rule.length,
+                top_k=rule.top_k,
+                max_nodes=max_nodes,
+                logit_bias=state.logit_bias,
+                log_noise=rule.log_noise,
+                temperature=1.0 if rule.log_noise is None else float(prompt.temperature),
+                level_penalty=LEVEL_PENALTY,
+                min_prob=plan.min_prob,
+                stop_ids=sorted(prompt.stop_ids),
+                guesses=guesses,
+            )
+        )
+        if drafted is None:
+            return None
+        chain.drafted, state.num_steps = [drafted.chains], drafted.num_tokens
+        for size, seconds in drafted.forward_s.items():
+            costs.update(costs.score_s, (1, size), seconds)
+        if drafted.expected:
+            costs.calibrate(drafted.num_right / drafted.expected)
+        else:
+            costs.relax_calibration(GUESS_RECOVERY)
+        return drafted.tree
 
     def _guide(self, state: ChainState, plan: ChainPlan, rule: DraftRule, active: Sequence[bool]) -> Guide | None:
         """The guide of a draft; None on a GPU, which would wait, and where shapes must not depend on what it finds."""

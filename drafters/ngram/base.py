@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from mmspec.cpu.ngrams import CNgrams
 from mmspec.engine.tree import BUCKETS, DraftTree, Node, best_first, build_tree, root_only
 from mmspec.interfaces import DrafterRequirements, Prompt, VerifyResult
 
@@ -223,6 +224,12 @@ class BestFirstDrafter:
         self.calibration = calibration or Calibration(priors)
         self.vocab_size: int | None = self._known_vocab_size()
         self._node_limits: dict[int, float] = {}  # by batch size
+
+    def counts(self, state: BestFirstState) -> CNgrams | None:
+        """See `mmspec.interfaces.GuidingDrafter`."""
+        self.catch_up(state)
+        found = (getattr(source, "counts", None) for source in self.sources)
+        return next((one for one in found if isinstance(one, CNgrams)), None)
 
     def _known_vocab_size(self) -> int | None:
         return next((source.vocab_size for source in self.sources if source.vocab_size is not None), None)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -21,7 +22,16 @@ from torch import Tensor
 from mmspec.cpu.c_kernel import load_kernel
 from mmspec.cpu.ngram_types import NUM_LIKELY, HeadDistributions, NgramRequest, NgramRule, NodeCandidates
 from mmspec.cpu.ngrams import CNgrams
-from mmspec.drafters.ngram.base import MAX_SIBLING_PROB, MIN_PROB, Calibration, Candidate, Key, PromptText
+from mmspec.drafters.ngram.base import (
+    BARRIER,
+    MAX_SIBLING_PROB,
+    MIN_PROB,
+    BestFirstDrafter,
+    Calibration,
+    Candidate,
+    Key,
+    PromptText,
+)
 from mmspec.engine.tree import DraftTree
 from mmspec.interfaces import VerifyResult
 
@@ -206,13 +216,24 @@ class OutputNgrams:
         for bucket in range(NUM_BUCKETS + 1)
     }
 
-    def __init__(self) -> None:
+    def __init__(self, records: bool = False) -> None:
+        """
+        Args:
+            records: whether every call is counted, its prompt too; else only outputs of calls that are learned from.
+        """
         self.counts = new_counts()
+        self.records = records
 
     def start(self, prompt_text: PromptText) -> OutputState:
         """Begin after the prompts."""
+        if self.records:
+            for row in prompt_text.rows:
+                for is_text, tokens in groupby(row, BARRIER.__ne__):
+                    if is_text:
+                        self.counts.add((), list(tokens))
         contexts = [tuple(row[-MAX_CONTEXT:]) for row in prompt_text.rows]
-        return OutputState(contexts, torch.zeros(prompt_text.vocab_size, dtype=torch.uint8, device="cpu"))
+        flags = torch.zeros(prompt_text.vocab_size, dtype=torch.uint8, device="cpu")
+        return OutputState(contexts, flags, records=self.records)
 
     def draft(
         self, state: OutputState, max_nodes: int, active: Sequence[bool], calibration: Calibration
@@ -274,6 +295,11 @@ class OutputNgrams:
     def rewind(self, state: OutputState, mark: list[tuple[int, ...]]) -> None:
         """Move back."""
         state.contexts[:] = mark
+
+
+def text_ngrams() -> BestFirstDrafter:
+    """Counts of all prompts and outputs, which draft for a model that drafts."""
+    return BestFirstDrafter("ngrams", [OutputNgrams(records=True)])
 
 
 class RowCandidates(Sequence[list[Candidate]]):

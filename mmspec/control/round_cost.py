@@ -202,6 +202,11 @@ class RoundCostModel:
         with self.lock:
             table[key] = ema(table.get(key), seconds, COST_WEIGHT, restart_below=0.5)
 
+    def relax_calibration(self, weight: float) -> None:
+        """Let a calibration below 1 recover by so much."""
+        with self.lock:
+            self.calibration += weight * max(0.0, 1 - self.calibration)
+
     def calibrate(self, ratio: float) -> None:
         """Add the ratio of accepted to predicted tokens of one round."""
         with self.lock:

@@ -129,8 +129,7 @@ class TreeSizeController:
         if not self.drafts:
             return
         self._net_cost.backoff = max(0, self._net_cost.backoff - 1)
-        with self.costs.lock:  # recovers slowly, so that larger trees are tried again from time to time
-            self.costs.calibration += CALIBRATION_DECAY * max(0.0, 1 - self.costs.calibration)
+        self.costs.relax_calibration(CALIBRATION_DECAY)  # so that larger trees are tried again from time to time
 
     def record(self, num_nodes: int, *, draft_s: float, score_s: float, overhead_s: float, num_accepted: int) -> None:
         """Add the measurements of one round.

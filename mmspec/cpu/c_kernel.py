@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from mmspec.cpu.c_library import KernelUnavailableError, UntrustedFolderError, load_library, shipped_file
+from mmspec.cpu.chain_types import ChainStruct
 from mmspec.cpu.draft_types import DraftStruct
 from mmspec.cpu.layers import DecoderStruct, LayerStruct
 from mmspec.cpu.weights import FLOAT_TYPES, QuantisedWeight, Weight, WeightStruct, is_block, weight_struct
@@ -27,7 +28,7 @@ CHUNK_ROWS = 16
 """`CHUNK_ROWS` of few_rows.c."""
 MAX_C_ROWS = 32
 """`MAX_ROWS` of few_rows.c: rows that are few. More are computed in another way, to the same bits."""
-STRUCTS = (DecoderStruct, LayerStruct, DraftStruct, WeightStruct)
+STRUCTS = (DecoderStruct, LayerStruct, DraftStruct, WeightStruct, ChainStruct)
 """In the order of `few_rows_struct_bytes`."""
 _BUILD_LOCK = threading.Lock()
 
@@ -75,9 +76,11 @@ class CKernel:
         self._decode, self._decode_scratch = library.few_rows_decode, library.few_rows_decode_scratch
         self._head_forward, self._draft_tree = library.few_rows_head_forward, library.few_rows_draft_tree
         self._draft_scratch = library.few_rows_draft_scratch
-        for function in (self._decode, self._head_forward, self._draft_tree):
+        self._chain = library.few_rows_chain
+        for function in (self._decode, self._head_forward, self._draft_tree, self._chain):
             function.argtypes = [pointer, ctypes.c_int, size, pointer, pointer]
             function.restype = ctypes.c_int
+        self._chain.restype = size
         for function in (self._decode_scratch, self._draft_scratch):
             function.argtypes, function.restype = [pointer, size], size
 
@@ -147,6 +150,11 @@ class CKernel:
     def decode(self, decoder: int, num_threads: int) -> bool:
         """Run one forward of `mmspec.cpu.decoder`; False, and nothing is done, if an id or a position has no entry."""
         return bool(self._decode(decoder, self.level, num_threads, self._parallel, self._barrier))
+
+    def chain(self, chain: int, num_threads: int) -> int:
+        """Draft the chains of `mmspec.cpu.chain`; the number of forwards, 0 in the cases of `decode`."""
+        num_forwards: int = self._chain(chain, self.level, num_threads, self._parallel, self._barrier)
+        return num_forwards
 
     def draft_scratch(self, draft: int, num_threads: int) -> int:
         """Floats of scratch memory that the following need; `draft` is the address of a struct of draft_types.h."""

@@ -13,11 +13,14 @@ import copy
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mmspec.cpu.c_kernel import CKernel
+from mmspec.cpu.chain import Chain
+from mmspec.cpu.chain_types import ChainRequest, DraftedChains
 from mmspec.cpu.copies import CheckedWeights, WeightCopies
 from mmspec.cpu.layers import (
     LAYER_MATRICES,
@@ -35,7 +38,7 @@ from mmspec.cpu.weights import FLOAT_TYPES, Weight, is_plain, weight_struct
 
 MAX_DECODER_ROWS = 128
 """Rows times nodes of a forward. Beyond, arithmetic is the limit, and the products of torch are as fast."""
-MIN_ANGLES, MAX_ANGLES = 1024, 1 << 20
+MIN_ANGLES, MAX_ANGLES = 256, 1 << 20
 """Positions that the first rotary table has, and those that one may need; it is enlarged when they do not suffice."""
 RotaryFn = Callable[[Tensor], tuple[Tensor, Tensor]]
 """[P] int64 positions -> (cos, sin), each [P, numbers of a head that are rotated] float32."""
@@ -58,32 +61,41 @@ class DecoderEnds:
     lm_head_bias: Tensor | None
 
 
-@dataclass(frozen=True)
-class DecoderInputs:
-    """One forward over N nodes in each of B rows.
+@dataclass(frozen=True, kw_only=True)
+class DecoderContext:
+    """What the nodes of B rows come behind.
 
     Attributes:
-        tokens: [B, N] int64.
-        depths: [B, N] int64, positions behind the row's committed ones.
-        ancestor_mask: [B, N, N] bool, whether a node attends to another; itself included.
         lengths: committed positions of each row.
         position_base: rotary position of each row's cache position 0, if all its positions were text.
         max_position: largest cache position with a rotary position of its own; those behind it share it.
         padding: [B, P] bool, False at committed positions that are masked; None if none is.
-        caches: [2, R, num_kv_heads, capacity, head_dim] of each layer, keys and values, with room for N positions
+        caches: [2, R, num_kv_heads, capacity, head_dim] of each layer, keys and values, with room for the nodes'
             behind each row's length.
         cache_rows: which of the R rows of the caches each row is; None: R is B, and they are the same.
     """
 
-    tokens: Tensor
-    depths: Tensor
-    ancestor_mask: Tensor
     lengths: Sequence[int]
     position_base: Sequence[int]
     max_position: int
     padding: Tensor | None
     caches: Sequence[Tensor]
     cache_rows: Sequence[int] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderInputs(DecoderContext):
+    """One forward over N nodes in each of B rows.
+
+    Attributes:
+        tokens: [B, N] int64.
+        depths: [B, N] int64, positions behind the row's committed ones.
+        ancestor_mask: [B, N, N] bool, whether a node attends to another; itself included.
+    """
+
+    tokens: Tensor
+    depths: Tensor
+    ancestor_mask: Tensor
 
 
 class CDecoder:
@@ -125,8 +137,7 @@ class CDecoder:
         self._angles: dict[RotaryFn, tuple[Tensor, Tensor]] = {}
         self._num_angles = 0
         self._scratch = new_floats(0)
-        self._caches: Sequence[Tensor] = ()  # whose addresses are set
-        self._capacity = 0
+        self._cache_places: list[Any] | None = None
         self._layers = (LayerStruct * len(layers))()
         self._layer_weights, self._ends, self._copies = list(layers), ends, copies
         self._weights = WeightAddresses(self.dtype, shape.norm_offset)
@@ -174,54 +185,105 @@ class CDecoder:
             without an embedding.
         """
         batch, nodes = inputs.tokens.shape
-        if batch * nodes > MAX_DECODER_ROWS or not (self._is_valid or self._weights.are_valid()):
-            return None
-        self._is_valid = self._copies is not None and self._checked is None  # copies look at their weights anyway
         decoder = self._decoder
-        if not self._set_caches(inputs, max(inputs.lengths) + nodes):
+        if (memory := self._set_context(decoder, inputs, nodes)) is None:
             return None
-        num_positions = max(inputs.position_base) + min(max(inputs.lengths) + nodes, inputs.max_position) + 1
-        if num_positions > MAX_ANGLES:
-            return None
-        self._set_angles(num_positions)
         tokens, depths = inputs.tokens.contiguous(), inputs.depths.contiguous()
         ancestors = inputs.ancestor_mask.contiguous()
-        padding = None if inputs.padding is None else inputs.padding.contiguous()
         logits = torch.empty(batch, nodes, decoder.vocab_size, dtype=self.dtype, device="cpu")
         hidden_states = self._set_hidden_states(hidden_state_indices, batch, nodes)
-        lengths = (ctypes.c_int64 * batch)(*inputs.lengths)
-        cache_rows = None if inputs.cache_rows is None else (ctypes.c_int64 * batch)(*inputs.cache_rows)
-        position_base = (ctypes.c_int64 * batch)(*inputs.position_base)
-        decoder.batch, decoder.nodes, decoder.max_position = batch, nodes, inputs.max_position
-        decoder.span, decoder.max_keys = nodes, max(inputs.lengths) + nodes
         decoder.tokens, decoder.depths, decoder.logits = tokens.data_ptr(), depths.data_ptr(), logits.data_ptr()
-        decoder.lengths, decoder.position_base = ctypes.addressof(lengths), ctypes.addressof(position_base)
-        decoder.cache_rows = None if cache_rows is None else ctypes.addressof(cache_rows)
         decoder.ancestors = ancestors.data_ptr() if nodes > 1 else None
-        decoder.padding = None if padding is None else padding.data_ptr()
-        decoder.padding_length = 0 if padding is None else padding.shape[1]
-        num_threads = torch.get_num_threads()
-        num_floats = self._kernel.decode_scratch(ctypes.addressof(decoder), num_threads)
-        if self._scratch.numel() < num_floats:
-            self._scratch = new_floats(num_floats + num_floats // 4)
-        decoder.scratch = self._scratch.data_ptr()
         if self._checked is not None:
             self._checked.before_forward()
-        if not self._kernel.decode(ctypes.addressof(decoder), num_threads):
+        if not self._kernel.decode(ctypes.addressof(decoder), torch.get_num_threads()):
             return None
+        del memory  # lives until here
         if self._checked is not None:
             self._checked.after_forward()
         return logits, {index: state.to(self.dtype) for index, state in hidden_states.items()}
+
+    def chain(
+        self, context: DecoderContext, request: ChainRequest, logit_scale: float = 1.0, logit_softcap: float = 0.0
+    ) -> DraftedChains | None:
+        """Draft chains: as many forwards as they take, in one call.
+
+        Keys and values of what is read are stored behind the committed ones.
+
+        Args:
+            context: what the chains come behind.
+            request: which chains; `unread` has at least one id for each row of the context.
+            logit_scale: factor of the logits.
+            logit_softcap: their limit by tanh; 0 for none.
+
+        Returns:
+            None, and nothing is written, in the cases of `forward`.
+        """
+        if self._checked is not None:
+            self._checked.before_forward()  # before the struct is copied
+        chain = Chain(request, self._decoder, self.dtype)
+        chain.struct.logit_scale, chain.struct.logit_softcap = logit_scale, logit_softcap
+        decoder = chain.struct.d
+        memory = self._set_context(decoder, context, request.most_nodes, request.num_positions)
+        if memory is None:
+            return None
+        self._set_hidden_states((), len(request.unread), 0)
+        decoder.embedded = decoder.normed = None
+        drafted = chain.run(self._kernel, context.lengths)
+        del memory  # lives until here
+        if drafted is not None and self._checked is not None:
+            self._checked.after_forward()
+        return drafted
+
+    def _set_context(
+        self, decoder: DecoderStruct, context: DecoderContext, nodes: int, num_positions: int | None = None
+    ) -> list[Any] | None:
+        """Set what forwards over at most `nodes` nodes of each row read besides these.
+
+        Args:
+            decoder: the struct to set it in.
+            context: what the nodes come behind.
+            nodes: N.
+            num_positions: that are written behind each row's committed ones; N if None.
+
+        Returns:
+            What must outlive the forwards; None if they are not for this kernel.
+        """
+        batch, num_new = len(context.lengths), num_positions or nodes
+        if batch * nodes > MAX_DECODER_ROWS or not (self._is_valid or self._weights.are_valid()):
+            return None
+        self._is_valid = self._copies is not None and self._checked is None  # copies look at their weights anyway
+        kv_len = max(context.lengths) + num_new
+        num_angles = max(context.position_base) + min(kv_len, context.max_position) + 1
+        if not self._set_caches(context, kv_len) or num_angles > MAX_ANGLES:
+            return None
+        self._set_angles(num_angles)
+        decoder.num_angles = self._num_angles
+        padding = None if context.padding is None else context.padding.contiguous()
+        numbers = [
+            (ctypes.c_int64 * batch)(*one) for one in (context.lengths, context.position_base, context.cache_rows or ())
+        ]
+        decoder.batch, decoder.nodes, decoder.max_position = batch, nodes, context.max_position
+        decoder.span, decoder.max_keys = nodes, kv_len
+        decoder.lengths, decoder.position_base = map(ctypes.addressof, numbers[:2])
+        decoder.cache_rows = None if context.cache_rows is None else ctypes.addressof(numbers[2])
+        decoder.padding = None if padding is None else padding.data_ptr()
+        decoder.padding_length = 0 if padding is None else padding.shape[1]
+        num_floats = self._kernel.decode_scratch(ctypes.addressof(decoder), torch.get_num_threads())
+        if self._scratch.numel() < num_floats:
+            self._scratch = new_floats(num_floats + num_floats // 4)
+        decoder.scratch = self._scratch.data_ptr()
+        return [padding, numbers]
 
     def restrict(self, layers: Sequence[int]) -> CDecoder:
         """A decoder of these layers only, on the same weights; its caches are those of these layers."""
         twin = copy.copy(self)
         twin._layers = (LayerStruct * len(layers))(*(self._layers[index] for index in layers))
-        twin._rotaries, twin._angles, twin._num_angles = [self._rotaries[index] for index in layers], {}, 0
+        twin._rotaries = [self._rotaries[index] for index in layers]
         twin._decoder = DecoderStruct.from_buffer_copy(self._decoder)
         twin._decoder.num_layers = len(layers)
         twin._decoder.layers = ctypes.addressof(twin._layers)
-        twin._scratch, twin._caches = new_floats(0), ()
+        twin._scratch, twin._cache_places = new_floats(0), None
         twin._layer_weights = [self._layer_weights[index] for index in layers]
         twin._checked = twin._check_copies()
         return twin
@@ -240,6 +302,14 @@ class CDecoder:
         ends = replace(self._ends, lm_head=convert(self._ends.lm_head))
         return CDecoder(self._kernel, self.shape, layers, ends, self._rotaries)
 
+    def are_weights_valid(self) -> bool:
+        """Whether every weight is where it was."""
+        return self._weights.are_valid()
+
+    def prepare_angles(self) -> None:
+        """Make the rotary tables that most calls need; those that `restrict` returns share them."""
+        self._set_angles(MIN_ANGLES)
+
     def _check_copies(self) -> CheckedWeights | None:
         """Let the next forward check the copies of the weights; until then the weights themselves are read."""
         weights = [(self._decoder, "lm_head", self._ends.lm_head)]
@@ -251,14 +321,15 @@ class CDecoder:
             ctypes.memmove(ctypes.addressof(view), ctypes.addressof(plain), ctypes.sizeof(plain))
         return None if self._copies is None else self._copies.checked(self._kernel, found)
 
-    def _set_caches(self, inputs: DecoderInputs, kv_len: int) -> bool:
-        """Set the addresses of keys and values; False if a cache is not as `DecoderInputs` describes."""
-        batch, rows, caches = len(inputs.lengths), inputs.cache_rows, inputs.caches
-        if rows is None and caches is self._caches and kv_len <= self._capacity and batch == caches[0].shape[1]:
-            return True
-        if not set_caches(self._layers, caches, self.shape, batch, rows, kv_len, self.dtype):
-            return False
-        self._caches, self._capacity = caches, min((cache.shape[3] for cache in caches), default=0)
+    def _set_caches(self, context: DecoderContext, kv_len: int) -> bool:
+        """Set the addresses of keys and values; False if a cache is not as `DecoderContext` describes."""
+        batch, rows, caches = len(context.lengths), context.cache_rows, context.caches
+        places = [(batch, rows, cache.data_ptr(), cache.shape, cache.dtype) for cache in caches]
+        if places != self._cache_places or any(cache.shape[3] < kv_len for cache in caches):
+            self._cache_places = None
+            if not set_caches(self._layers, caches, self.shape, batch, rows, kv_len, self.dtype):
+                return False
+            self._cache_places = places  # they are set, which takes longer than to compare them
         return True
 
     def _set_angles(self, num_positions: int) -> None:

@@ -10,7 +10,6 @@ INLINE void NAME(top_logits)(const drafting *g, int64_t level, int64_t b, float 
   const float *const base = is_block(h) ? g->base + (b * base_rows(h) + h->first_position + level) * V : NULL;
   const float *const noise = h->noise ? h->noise + (b * h->levels + level) * V : NULL;
   const VEC factor = SET1(h->noise ? 1.0f / h->temperature : 1.0f);
-  float lanes[LANES];
   for (int64_t i = 0; i < W; i++) top[i] = -INFINITY, token[i] = 0;
   for (int64_t v = 0; v < V; v += LANES) {
     const int64_t n = min64(LANES, V - v);
@@ -18,29 +17,8 @@ INLINE void NAME(top_logits)(const drafting *g, int64_t level, int64_t b, float 
     if (!base || is_corrected(h, level)) x += NAME(load_some)(z + v, n);
     x = (x + NAME(load_some)(h->bias + v, n)) * factor;
     if (noise) x -= NAME(load_some)(noise + v, n);
-    STORE(lanes, x);
-    memcpy(z + v, lanes, (size_t)n * sizeof(float));
-    if (!ANY_ABOVE(x, SET1(top[W - 1]))) continue;
-    for (int64_t i = 0; i < n; i++) {
-      if (!(lanes[i] > top[W - 1])) continue;
-      int64_t j = W - 1;
-      for (; j > 0 && lanes[i] > top[j - 1]; j--) top[j] = top[j - 1], token[j] = token[j - 1];
-      top[j] = lanes[i], token[j] = v + i;
-    }
+    NAME(keep_largest)(x, v, n, z + v, W, top, token);
   }
-}
-
-/* The logarithm of the sum of the exponentials of z [V] relative to its largest number, `top`. */
-INLINE float NAME(log_sum)(const float *z, int64_t V, float top) {
-  float lanes[LANES], sum = 0;
-  VEC sums = ZERO();
-  int64_t v = 0;
-  for (; v + LANES <= V; v += LANES) sums += NAME(exp)(LOAD(z + v) - SET1(top));
-  STORE(lanes, sums);
-  for (int i = 0; i < LANES; i++) sum += lanes[i];
-  STORE(lanes, NAME(exp)(NAME(load_part)(z + v, V - v) - SET1(top)));
-  for (int64_t i = 0; i < V - v; i++) sum += lanes[i];
-  return logf(sum);
 }
 
 /* The sum of the products of a [n] and b [n]. */

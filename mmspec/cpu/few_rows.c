@@ -18,6 +18,7 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 #define EXPORT __attribute__((visibility("default")))
 #define WEIGHT_ROWS 4           /* rows of w in one block */
@@ -159,6 +160,8 @@ AVX2_INLINE void finish(const product *p, const chunk *c, int64_t r, int64_t m, 
 #include "many_types.h"
 #include "decoder_types.h"
 #include "draft_types.h"
+#include "ngrams.h"
+#include "chain_types.h"
 
 #define NAME(part) avx2_##part
 #define ISA "avx2,fma,f16c"
@@ -179,6 +182,7 @@ AVX2_INLINE void finish(const product *p, const chunk *c, int64_t r, int64_t m, 
 #include "few_rows.h"
 #include "many_rows.h"
 #include "decoder.h"
+#include "next_tokens.h"
 #include "draft.h"
 #include "dspark.h"
 #include "draft_workers.h"
@@ -203,6 +207,7 @@ AVX2_INLINE void finish(const product *p, const chunk *c, int64_t r, int64_t m, 
 #include "few_rows.h"
 #include "many_rows.h"
 #include "decoder.h"
+#include "next_tokens.h"
 #include "draft.h"
 #include "dspark.h"
 #include "draft_workers.h"
@@ -271,9 +276,9 @@ EXPORT int few_rows_linear(const void *x, int x_type, const weights *w, const vo
   return 1;
 }
 
-/* Bytes of a struct (0: `decoder`, 1: `decoder_layer`, 2: `draft`, 3: `weights`), for callers to compare with theirs. */
+/* Bytes of a struct (0: `decoder`, 1: `decoder_layer`, 2: `draft`, 3: `weights`, 4: `chain`), for callers to compare with theirs. */
 EXPORT int64_t few_rows_struct_bytes(int number) {
-  const int64_t bytes[] = {sizeof(decoder), sizeof(decoder_layer), sizeof(draft), sizeof(weights)};
+  const int64_t bytes[] = {sizeof(decoder), sizeof(decoder_layer), sizeof(draft), sizeof(weights), sizeof(chain)};
   return bytes[number];
 }
 
@@ -330,5 +335,5 @@ EXPORT int few_rows_draft_tree(const draft *h, int level, int64_t num_threads, p
   return 1;
 }
 
-#include "ngrams.h"
+#include "chain_run.h"
 #include "trees.h"

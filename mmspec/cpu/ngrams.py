@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -90,6 +91,13 @@ class CNgrams:
                 ctypes.byref(self._table), self._padded((context,)), min_unseen, tokens, probs, ctypes.byref(rest)
             )
         return dict(zip(tokens[:found], probs[:found], strict=True)), rest.value
+
+    @contextmanager
+    def locked(self, context: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+        """Addresses of the counts, which nobody changes meanwhile, and of a context in the form that C reads."""
+        padded = self._padded((context,))
+        with self._lock:
+            yield ctypes.addressof(self._table), ctypes.addressof(padded)
 
     def draft(self, request: NgramRequest, rule: NgramRule) -> tuple[DraftTree, NodeCandidates]:
         """The trees of all rows, and the candidates that were found at each of their nodes."""

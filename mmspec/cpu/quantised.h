@@ -73,8 +73,12 @@ __attribute__((target("avx2,fma,f16c"))) static void round_rows(const float *x, 
     }
     for (int64_t k = 0; k < K; k += GROUP, to++) {
       const int64_t n = min64(GROUP, K - k);
-      memset(v, 0, sizeof v);
-      for (int64_t i = 0; i < n; i++) v[i] = norm ? norm[k + i] * (x[k + i] * factor) : x[k + i];
+      if (n < GROUP) memset(v, 0, sizeof v);
+      memcpy(v, x + k, (size_t)n * sizeof(float));
+      for (int64_t i = 0; norm && i < n; i += 8) { /* what is behind the end of v is not there: GROUP is a multiple of 8 */
+        const __m256 weight = n - i < 8 ? load_first((const char *)(norm + k + i), n - i, FLOAT32) : _mm256_loadu_ps(norm + k + i);
+        _mm256_storeu_ps(v + i, _mm256_mul_ps(weight, _mm256_mul_ps(_mm256_loadu_ps(v + i), _mm256_set1_ps(factor))));
+      }
       round_group(v, to);
     }
   }

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from mmspec.cpu.chain_types import ChainRequest, DraftedChains
 from mmspec.interfaces.target import Target
 
 
@@ -21,6 +22,16 @@ class DraftTarget(Target, Protocol):
     @property
     def cached_lengths(self) -> list[int]:
         """Positions after the prompt that the cache of each row holds."""
+
+    def draft_chain(self, request: ChainRequest) -> DraftedChains | None:
+        """Draft a chain per row in one call, and commit what was read.
+
+        Args:
+            request: which chains.
+
+        Returns:
+            None, and nothing is done, where chains take one `score` after the other.
+        """
 
 
 class LayerSubsets(Protocol):

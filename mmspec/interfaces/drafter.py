@@ -8,6 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
+from mmspec.cpu.ngrams import CNgrams
 from mmspec.engine.tree import DraftTree
 from mmspec.interfaces.compressor import Compressor, VisualGrid
 from mmspec.interfaces.draft_target import LayerSubsets
@@ -211,8 +212,12 @@ class GuidingDrafter(Drafter, Protocol):
     """A drafter that can also draft behind tokens which are not emitted yet, so that it drafts for another drafter.
 
     A drafter that decodes with a model (`mmspec.drafters.model.chain`) is itself sped up by one: it scores a tree of
-    the guide where it would score one token.
+    the guide where it would score one token. Where whole chains are drafted in one call (`DraftTarget.draft_chain`), it
+    takes part by its counts of n-grams.
     """
+
+    def counts(self, state: Any) -> CNgrams | None:
+        """The counts of n-grams, with all that was observed; None if it has none."""
 
     def follow(self, state: Any, result: VerifyResult) -> None:
         """Move behind the tokens that the other drafter has decoded, `result.emitted_ids`; `propose` drafts from there.

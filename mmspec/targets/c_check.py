@@ -20,7 +20,7 @@ from torch.nn import functional
 from torch.utils.weak import WeakIdKeyDictionary
 
 from mmspec.cpu.c_kernel import CKernel
-from mmspec.cpu.decoder import MAX_DECODER_ROWS, CDecoder, DecoderInputs
+from mmspec.cpu.decoder import MAX_DECODER_ROWS, CDecoder, DecoderContext, DecoderInputs
 from mmspec.cpu.linear import find_linear_layers
 from mmspec.engine.kv_cache import RaggedKVCache
 from mmspec.engine.tree import DraftTree, sanitize
@@ -75,19 +75,15 @@ class NodeCall:
             base = axes[0]
         return [int(position) for position in base[:, 0].expand(len(self.kv_cache.seq_lens))]
 
-    def inputs(self, tree: DraftTree, caches: Sequence[Tensor], rows: Sequence[int] | None = None) -> DecoderInputs:
-        """A forward over nodes behind what is committed now.
+    def context(self, caches: Sequence[Tensor], rows: Sequence[int] | None = None) -> DecoderContext:
+        """What nodes come behind now.
 
         Args:
-            tree: the sanitized tree.
             caches: keys and values of the decoder's layers.
             rows: the rows to compute; None for all.
         """
-        assert tree.depths is not None and tree.ancestor_mask is not None and self.position_base is not None
-        inputs = DecoderInputs(
-            tokens=tree.tokens,
-            depths=tree.depths,
-            ancestor_mask=tree.ancestor_mask,
+        assert self.position_base is not None
+        context = DecoderContext(
             lengths=self.kv_cache.seq_lens,
             position_base=self.position_base,
             max_position=self.tensors.last_position,
@@ -95,17 +91,22 @@ class NodeCall:
             caches=caches,
         )
         if rows is None:
-            return inputs
+            return context
         return replace(
-            inputs,
-            tokens=inputs.tokens[rows],
-            depths=inputs.depths[rows],
-            ancestor_mask=inputs.ancestor_mask[rows],
-            lengths=[inputs.lengths[row] for row in rows],
-            position_base=[inputs.position_base[row] for row in rows],
-            padding=None if inputs.padding is None else inputs.padding[rows],
+            context,
+            lengths=[context.lengths[row] for row in rows],
+            position_base=[context.position_base[row] for row in rows],
+            padding=None if context.padding is None else context.padding[rows],
             cache_rows=rows,
         )
+
+    def inputs(self, tree: DraftTree, caches: Sequence[Tensor], rows: Sequence[int] | None = None) -> DecoderInputs:
+        """A forward over the nodes of a sanitized tree; see `context`."""
+        assert tree.depths is not None and tree.ancestor_mask is not None
+        nodes = tree.tokens, tree.depths, tree.ancestor_mask
+        tokens, depths, ancestors = nodes if rows is None else (part[rows] for part in nodes)
+        context = vars(self.context(caches, rows))
+        return DecoderInputs(tokens=tokens, depths=depths, ancestor_mask=ancestors, **context)
 
 
 def verified_parts(kernel: CKernel, call: NodeCall) -> DecoderParts | None:

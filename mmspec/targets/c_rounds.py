@@ -8,11 +8,13 @@ own forward, as do prompts.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from mmspec.cpu.c_kernel import CKernel
+from mmspec.cpu.chain_types import ChainRequest, DraftedChains
 from mmspec.cpu.copies import WeightCopies
 from mmspec.cpu.decoder import CDecoder
 from mmspec.cpu.weights import Weight
@@ -76,13 +78,9 @@ class CRounds:
             hidden_state_indices: hidden states to return.
             active: the rows that are computed, all if None; the results of the others are 0.
         """
-        if torch.is_autocast_enabled("cpu") or (self._guard is not None and not self._guard.is_unchanged()):
-            return None
-        caches = kv_cache.common_buffers()
+        caches = self._caches(kv_cache)
         if caches is None:
             return None
-        if self._layers is not None:
-            caches = [caches[index] for index in self._layers]
         rows = None
         if active is not None and not all(active):
             rows = [row for row, on in enumerate(active) if on]
@@ -95,12 +93,45 @@ class CRounds:
         batch = len(tree.tokens)
         return _spread(logits, rows, batch), {index: _spread(one, rows, batch) for index, one in states.items()}
 
+    def chain(self, kv_cache: RaggedKVCache, request: ChainRequest) -> DraftedChains | None:
+        """Chains behind the committed positions; None if they must be drafted by forwards of the model."""
+        kv_cache.begin_forward(request.num_positions)
+        caches = self._caches(kv_cache)
+        if caches is None:
+            return None
+        batch, rows = len(request.unread), [row for row, ids in enumerate(request.unread) if ids]
+        scale, softcap = self._parts.logit_scale, self._parts.logit_softcap or 0.0
+        if len(rows) == batch:
+            return self.decoder.chain(self._call.context(caches), request, scale, softcap)
+        found = self.decoder.chain(self._call.context(caches, rows), request.rows(rows), scale, softcap)
+        if found is None:
+            return None
+        tree, num_read = found.tree, [0] * batch
+        for row, count in zip(rows, found.num_read, strict=True):
+            num_read[row] = count
+        assert tree.scores is not None
+        parts = (_spread(part, rows, batch) for part in (tree.tokens, tree.parents, tree.node_mask, tree.scores))
+        return replace(found, tree=DraftTree(*parts), num_read=num_read, chains=_spread(found.chains, rows, batch))
+
+    def _caches(self, kv_cache: RaggedKVCache) -> list[Tensor] | None:
+        """Keys and values of the decoder's layers; None if the forward must run in the model."""
+        if torch.is_autocast_enabled("cpu") or (self._guard is not None and not self._guard.is_unchanged()):
+            return None
+        caches = kv_cache.common_buffers()
+        if caches is None or self._layers is None:
+            return caches
+        return [caches[index] for index in self._layers]
+
     def with_matrices(self, convert: Callable[[Weight], Weight]) -> CRounds | None:
         """The same with other matrices (`CDecoder.with_matrices`); None if they do not fit."""
         try:
             decoder = self.decoder.with_matrices(convert)
         except ValueError:
             return None
+        return self.over(decoder)
+
+    def over(self, decoder: CDecoder) -> CRounds:
+        """The same with another decoder of the same shape."""
         return CRounds(decoder, self._parts, self._call, self._guard, self._layers)
 
     def restrict(self, layers: Sequence[int]) -> CRounds:

@@ -89,10 +89,13 @@ def decoder_tensors(model: Any, access: LayerAccess) -> list[Tensor]:
     return list(found.values())
 
 
-def mean_squares(adapter: ModelAdapter, access: LayerAccess, layers: Mapping[str, nn.Linear]) -> dict[str, Tensor]:
-    """{name: [in_features] mean squares of the inputs of a layer}, of a text of ids spread over the vocabulary.
+def calibrate(
+    adapter: ModelAdapter, access: LayerAccess, layers: Mapping[str, nn.Linear]
+) -> tuple[dict[str, Tensor], Tensor | None]:
+    """{name: [in_features] mean squares of the inputs of a layer} and `calibration_logits` of the model.
 
-    It depends on the weights alone, so that the copies of two processes are the same. Empty where the forward fails.
+    They depend on the weights alone, so that the copies of two processes are the same. Empty and None where the forward
+    fails.
     """
     found: dict[str, Tensor] = {}
 
@@ -105,20 +108,35 @@ def mean_squares(adapter: ModelAdapter, access: LayerAccess, layers: Mapping[str
 
         return forward
 
+    twin = with_forwards(adapter.model, {name: record(name) for name in layers})
+    logits = calibration_logits(adapter, access, twin)
+    return found, logits
+
+
+def calibration_logits(adapter: ModelAdapter, access: LayerAccess, model: Any) -> Tensor | None:
+    """[n, V] float32 logits of a model, or a shallow copy of it, behind ids spread over the vocabulary; or None."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(adapter.num_embeddings, (1, CALIBRATION_TOKENS), generator=generator, device="cpu")
-    twin = with_forwards(adapter.model, {name: record(name) for name in layers})
-    text_model = twin.get_submodule(".".join(access.path[: access.text_depth]))
+    text_model = model.get_submodule(".".join(access.path[: access.text_depth]))
     try:
         with torch.no_grad(), PrivateDraws():  # dropout draws in train mode, and other threads may be sampling
             states = text_model(input_ids=ids.to(adapter.model.device), use_cache=False, return_dict=True)[0]
-            head = twin.get_output_embeddings()
-            if head is not None and states.shape[-1] == head.in_features:
-                head(states)
+            head = model.get_output_embeddings()
+            if head is None or states.shape[-1] != head.in_features:
+                return None
+            logits: Tensor = head(states)[0].float()
+            return logits
     except Exception as error:  # whatever a model's own code raises: the copy is a little worse
-        logger.debug("mmspec: the inputs of the layers could not be measured: %s", error)
-        return {}
-    return found
+        logger.debug("mmspec: the copy's errors could not be measured: %s", error)
+        return None
+
+
+def agreement(logits: Tensor | None, others: Tensor | None) -> float:
+    """Mean probability with which two models sample the same token if both can; 0 where it is not known."""
+    if logits is None or others is None:
+        return 0.0
+    found = float(torch.minimum(logits.softmax(-1), others.softmax(-1)).sum(-1).mean())
+    return found if found == found else 0.0
 
 
 def is_copy(module: Any, one: CopiedLayer) -> bool:

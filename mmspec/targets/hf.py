@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mmspec.cpu.c_kernel import CKernel
+from mmspec.cpu.chain_types import ChainRequest, DraftedChains
 from mmspec.engine.kv_cache import RaggedKVCache
 from mmspec.engine.prefix import Prefix
 from mmspec.engine.recordings import Recordings, recordable_mode
@@ -265,6 +266,14 @@ class HFTarget:
     def commit(self, result: VerifyResult) -> None:
         with self._mode():
             self.buffer.keep_path(result.path, result.counts, result.accepted_nodes)
+
+    def draft_chain(self, request: ChainRequest) -> DraftedChains | None:
+        """See `DraftTarget`."""
+        drafted = None if self.rounds is None else self.rounds.chain(self.buffer, request)
+        if drafted is not None:
+            lengths = zip(self.buffer.seq_lens, drafted.num_read, strict=True)
+            self.buffer.seq_lens = [length + read for length, read in lengths]
+        return drafted
 
     def crop(self, lengths: Sequence[int], zero_tail: bool = False) -> None:
         self.buffer.crop([self.prompt_length + length for length in lengths])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -18,7 +18,27 @@ from mmspec.targets.c_rounds import CRounds
 from mmspec.targets.forward import NodeForward
 from mmspec.targets.hf import HFTarget
 from mmspec.targets.layer_access import LayerAccess, layer_access
-from mmspec.targets.quantised_copy import WEIGHTS_PER_S, find_copy, forget_copies, num_copied_weights, quantised_copy
+from mmspec.targets.quantised_copy import (
+    WEIGHTS_PER_S,
+    QuantisedCopy,
+    find_copy,
+    forget_copies,
+    num_copied_weights,
+    quantised_copy,
+)
+
+
+class DeferredForward(NodeForward):
+    """A `NodeForward` that is made when it is first needed. Where rounds are in C it hardly ever is."""
+
+    def __init__(self, make: Callable[[], NodeForward]) -> None:
+        self._make = make
+
+    def __getattr__(self, name: str) -> Any:  # of an attribute that is not there yet
+        if name.startswith("__") or "template" in vars(self):
+            raise AttributeError(name)
+        vars(self).update(vars(self._make()))
+        return getattr(self, name)
 
 
 class CallLayerSubsets:
@@ -55,20 +75,31 @@ class CallLayerSubsets:
             return False
 
     @cached_property
-    def _whole(self) -> tuple[Any, CRounds | None]:
-        """What drafts with all layers: the model and its forwards in C, which the target has by the first draft."""
-        target = self._target
+    def _copy(self) -> QuantisedCopy | None:
         if self._needs.copy_bits is None:
-            return target.model, target.rounds
-        quantised = quantised_copy(target.adapter, self._access, self._needs)
-        return quantised.twin(target.model), None if target.rounds is None else quantised.rounds(target.rounds)
+            return None
+        return quantised_copy(self._target.adapter, self._access, self._needs)
+
+    @cached_property
+    def _model(self) -> Any:
+        """The model that drafts, with all layers."""
+        return self._target.model if self._copy is None else self._copy.twin(self._target.model)
+
+    @cached_property
+    def _rounds(self) -> CRounds | None:
+        """Its forwards in C; the target has its own by the first draft."""
+        rounds = self._target.rounds
+        return rounds if rounds is None or self._copy is None else self._copy.rounds(rounds)
 
     def open(self, layers: Sequence[int]) -> DraftTarget:
         twin = copy.copy(self._target)  # with the buffer, the positions and the padding of the call
-        model, rounds = self._whole
-        twin.model = self._access.restrict(model, layers)
-        twin.node_forward = NodeForward(self._target.adapter, self._target.node_forward.template, twin.model)
-        twin.rounds = None if rounds is None else rounds.restrict(layers)
+        twin.rounds = None if self._rounds is None else self._rounds.restrict(layers)
+
+        def forward() -> NodeForward:
+            model = self._access.restrict(self._model, layers)
+            return NodeForward(self._target.adapter, self._target.node_forward.template, model)
+
+        twin.node_forward = forward() if twin.rounds is None else DeferredForward(forward)
         return twin
 
 

@@ -24,7 +24,7 @@ from mmspec.app.bench.measure import clone
 from mmspec.app.bench.shape.models import build_shape_model, find_shape
 from mmspec.app.cli.arguments import module_parser, positive_int, split_commas
 from mmspec.drafters.model.self_drafter import QuantizedDrafter
-from mmspec.drafters.ngram.recycling import hybrid
+from mmspec.drafters.ngram.output_ngrams import text_ngrams
 from mmspec.targets.layer_access import layer_access
 from mmspec.targets.quantised_copy import QuantisedCopy
 from mmspec.targets.registry import find_adapter
@@ -119,7 +119,7 @@ def drafters() -> dict[str, Any]:
     ways: dict[str, Any] = {"none": "none", "hybrid": "hybrid"}
     for bits in BITS:
         ways[f"{bits} bits"] = QuantizedDrafter(bits=bits)
-        ways[f"{bits} bits, n-grams draft for it"] = QuantizedDrafter(bits=bits, guide=hybrid())
+        ways[f"{bits} bits, n-grams draft for it"] = QuantizedDrafter(bits=bits, guide=text_ngrams())
     return {**ways, "auto": "auto"}
 
 

@@ -95,6 +95,26 @@ def test_with_what_it_is_for_it_is_not(command: str) -> None:
     cli.build_parser().parse_args(command.split())
 
 
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("caption x --model tiny --format parquet", "--format parquet writes a folder of shards: give --out FOLDER"),
+        ("caption x --model tiny --overwrite", "--overwrite and --retry-errors need --out FILE"),
+        ("caption x --model tiny --fields foo", "--fields: no column 'foo'"),
+        ("caption x --model tiny --top-k 5", "--top-k is for sampling"),
+        ("caption x --model tiny --num-captions 3", "--num-captions 3 without sampling"),
+        ("bench --model tiny --plot bench.txt", "--plot writes .png, .svg, .pdf"),
+    ],
+)
+def test_options_are_checked_before_anything_is_loaded(
+    command: str, message: str, capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(command.split()) == 2
+    err = capsys.readouterr().err
+    assert message in err and err.count("\n") == 1
+
+
 def test_no_names_are_no_list_of_names(capsys: Any) -> None:
     with pytest.raises(SystemExit):
         cli.main(["compare", "--drafters", " , "])

@@ -223,6 +223,11 @@ def test_examples_print_both_texts(capsys: Any) -> None:
     assert (
         "Describe the image." in output and "Describe the video." in output and "tokens/s" in output and "tau" in output
     )
+    assert (
+        demo.main([names[0], "--model", "tiny", "--max-new-tokens", "3", "--dtype", "float32", "--device", "cpu"]) == 0
+    )
+    assert demo.main([names[0], "--model", "tiny", "--device", "cuda:99"]) == 2
+    assert "--device cuda:99" in capsys.readouterr().err
     assert demo.main(["nowhere.png"]) == 2
     assert "no such file" in capsys.readouterr().err
 

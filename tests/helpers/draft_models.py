@@ -12,6 +12,7 @@ from tokenizers.models import BPE
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
+from mmspec.cpu.chain_types import ChainRequest
 from mmspec.engine.tree import DraftTree
 from mmspec.interfaces import VerifyResult
 
@@ -80,6 +81,9 @@ class ScriptedTarget:
         for row, nodes in enumerate(result.accepted_nodes):
             self.cached[row] += self._scored[row][: len(nodes)]
             self.num_read += len(nodes)
+
+    def draft_chain(self, request: ChainRequest) -> None:
+        """Chains take one `score` after the other."""
 
     def crop(self, lengths: Sequence[int], zero_tail: bool = False) -> None:
         self.cached = [row[:length] for row, length in zip(self.cached, lengths, strict=True)]

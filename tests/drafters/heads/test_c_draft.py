@@ -18,12 +18,9 @@ from c_bugs import faulty_kernel, faulty_sources
 from fake_target import HEAD_CONFIG, NUM_LAYERS, FakeTarget, begin_decoding, build_prompt, build_result, scores_by_path
 from torch import Tensor, nn
 
-from mmspec.cpu import c_library
+from mmspec.cpu import c_kernel, c_library
 from mmspec.cpu.c_kernel import CKernel, load_kernel
 from mmspec.cpu.draft import CHead
-from mmspec.cpu.draft_types import DraftStruct
-from mmspec.cpu.layers import DecoderStruct, LayerStruct
-from mmspec.cpu.weights import WeightStruct
 from mmspec.drafters.heads.base import c_draft
 from mmspec.drafters.heads.base.c_draft import CDraft
 from mmspec.drafters.heads.base.config import HeadConfig
@@ -420,8 +417,8 @@ def test_batches_beyond_the_kernel(best_kernel: None, target: FakeTarget, calls:
 def test_structs_are_as_large_as_in_the_library(kernel: CKernel) -> None:
     library = c_library.load_library()
     library.few_rows_struct_bytes.restype = ctypes.c_int64
-    sizes = [ctypes.sizeof(struct) for struct in (DecoderStruct, LayerStruct, DraftStruct, WeightStruct)]
-    assert [library.few_rows_struct_bytes(number) for number in range(4)] == sizes
+    sizes = [ctypes.sizeof(struct) for struct in c_kernel.STRUCTS]
+    assert [library.few_rows_struct_bytes(number) for number in range(len(sizes))] == sizes
 
 
 BUGS = {

@@ -59,7 +59,7 @@ def test_a_copy_is_made_once_for_the_same_weights(folder: Path, made: list[str])
     assert count and weights(patched()) == first and len(made) == count
     (file,) = folder.iterdir()
     assert file.stat().st_mode & 0o777 == 0o600 and folder.stat().st_mode & 0o777 == 0o700
-    patched(bits=4)  # other bits
+    patched(bits=8)  # other bits
     patched(scale=2.0)  # a weight that is not copied, but decides how large the inputs of others are
     assert len(made) == 3 * count and len(list(folder.iterdir())) == 3
 

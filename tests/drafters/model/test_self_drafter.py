@@ -87,13 +87,15 @@ def test_the_cache_after_a_call_is_that_of_the_whole_model() -> None:
         torch.testing.assert_close(one.values, other.values)
 
 
-def test_a_draft_that_fails_leaves_the_lengths_as_they_were(monkeypatch: Any) -> None:
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_a_draft_that_fails_leaves_the_lengths_as_they_were(backend: str, monkeypatch: Any) -> None:
     model = _model()
     inputs = tiny.build_inputs(model, seed=1)
     plain = _generate(model, inputs, do_sample=False)
-    mmspec.patch(model, drafter="self", tree_size=8)
+    mmspec.patch(model, drafter="self", tree_size=8, backend=backend)
     with monkeypatch.context() as patched:
         patched.setattr("mmspec.drafters.model.chain_draft.next_log_probs", _raise)
+        patched.setattr("mmspec.cpu.chain.Chain.run", _raise)
         with pytest.raises(RuntimeError, match="planted"):
             _generate(model, inputs, do_sample=False)
     assert torch.equal(plain, _generate(model, inputs, do_sample=False))
