@@ -13,6 +13,7 @@ as long as making it will. The module knows neither how instant heads are learne
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -61,6 +62,7 @@ class ArbitratedState:
         rates: those of the current round.
         arm: that drafted the current round; None if none did.
         start_time: of the draft.
+        last_time: of the end of the last round, drafted or not.
         available: arms that could have drafted it.
     """
 
@@ -71,6 +73,7 @@ class ArbitratedState:
     rates: CallRates
     arm: int | None = None
     start_time: float = 0.0
+    last_time: float = field(default_factory=time.perf_counter)
     available: list[bool] = field(default_factory=list)
 
     @property
@@ -107,7 +110,7 @@ class ArbitratedDrafter:
             may_copy: whether a copy of the target may be made, on a CPU.
         """
         self.name = name or "arbitrated"
-        self._outputs = OutputNgrams()
+        self._outputs = OutputNgrams(records=may_copy)  # from which the copy takes its guesses
         self.ngram = BestFirstDrafter(self.name, [PromptLookup(), SuccessorTable(), self._outputs])
         self.heads = heads
         if arms is None:
@@ -115,6 +118,8 @@ class ArbitratedDrafter:
         self.copied = QuantizedDrafter(guide=self.ngram, is_optional=True) if may_copy else None
         self.arms = frozenset((*arms, COPY) if may_copy else arms)
         self._decode_s = 0.0
+        self._make_s = math.inf
+        self._waits = True
         self.arbiter = DraftArbiter(len(ARM_NAMES), first=HYBRID if heads is None else OUTPUTS)
         self.vocab_size = self.ngram.vocab_size if heads is None else heads.vocab_size
         self.requirements = self.ngram.requirements if self.copied is None else self.copied.requirements
@@ -128,12 +133,11 @@ class ArbitratedDrafter:
         heads = None if self.heads is None else self.heads.begin(prompt)
         ngram = self.ngram.begin(prompt)
         chain = None if self.copied is None or prompt.layer_subsets is None else self.copied.begin(prompt)
-        if chain is not None:
-            chain.guide = ngram
+        if chain is not None and prompt.layer_subsets is not None:
+            chain.guide, self._make_s = ngram, prompt.layer_subsets.make_s
         batch = len(prompt.input_ids)
         by_rows = {batch: self.arbiter.start(batch)}
         state = ArbitratedState(ngram, heads, chain, by_rows, by_rows[batch])
-        state.outputs.records |= chain is not None  # the copy takes its guesses from them
         state.outputs.flag(prompt.banned_ids, prompt.stop_ids)
         return state
 
@@ -189,18 +193,25 @@ class ArbitratedDrafter:
 
     def observe(self, state: ArbitratedState, result: VerifyResult, hidden_states: Mapping[int, Tensor]) -> None:
         """Let all arms follow, and measure the one that drafted."""
+        before = state.last_time
         self.ngram.observe(state.ngram, result, {})
         if self.heads is not None and state.heads is not None:
             self.heads.observe(state.heads, result, hidden_states)
         if self.copied is not None and state.chain is not None:
             self.copied.observe(state.chain, result, {})
         num_rows = sum(map(bool, result.emitted_ids))
-        seconds = time.perf_counter() - state.start_time
-        self._decode_s += seconds if state.start_time else 0.0
+        now = time.perf_counter()
+        seconds, state.last_time = now - state.start_time, now
+        self._decode_s += now - before
         if state.arm is not None and num_rows:
             tokens = sum(map(len, result.emitted_ids)) / num_rows
             self.arbiter.record(state.rates, state.arm, tokens, seconds, state.available)
         state.arm, state.start_time = None, 0.0
+
+    def has_grown(self) -> bool:
+        """Whether from now on there may be a copy (`mmspec.interfaces.GrowingDrafter`)."""
+        waited, self._waits = self._waits, self._decode_s < COPY_PATIENCE * self._make_s
+        return waited and not self._waits
 
     def replicate(self) -> ArbitratedDrafter:
         """A drafter in the same state that shares no mutable state with this one."""

@@ -33,7 +33,7 @@ from mmspec.cpu.linear import LinearAutotuner
 from mmspec.decode import decode
 from mmspec.engine.prefix import PrefixStore
 from mmspec.fallback import FallbackPolicy, reason_before_binding
-from mmspec.interfaces import SaliencyCompressor
+from mmspec.interfaces import GrowingDrafter, SaliencyCompressor
 from mmspec.learning.budget import DEFAULT_SHARE
 from mmspec.learning.learner import Learner, start_learner
 from mmspec.learning.stats import LearningStats, SpeedCurve
@@ -148,6 +148,8 @@ class PatchState:
             saved_s = call.costs.saved_s(len(call.stats.row_forwards), call.stats.drafted_rounds)
             if call.learner.after_call(call.collecting, call.stats.total_s, saved_s):
                 call.costs.retry()
+        if isinstance(config.drafter, GrowingDrafter) and config.drafter.has_grown():
+            call.costs.retry()
         return result
 
     def _build_call(

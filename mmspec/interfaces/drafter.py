@@ -232,6 +232,14 @@ class GuidingDrafter(Drafter, Protocol):
 
 
 @runtime_checkable
+class GrowingDrafter(Drafter, Protocol):
+    """A drafter that may come to draft better, so that drafts which did not pay are to be tried anew."""
+
+    def has_grown(self) -> bool:
+        """Whether it will draft better than in the calls since this was asked last. Asked after each call."""
+
+
+@runtime_checkable
 class ReplicableDrafter(Drafter, Protocol):
     """A drafter that can create an independent drafter with the same learned state. Others are deep-copied.
 
