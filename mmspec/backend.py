@@ -90,9 +90,13 @@ def _reason_against_c(call: CallContext) -> str | None:
 # --- eager ------------------------------------------------------------------------------------------------------------
 
 
-def use_linear_kernels(call: CallContext) -> AbstractContextManager[None]:
-    """Context in which linear layers of the decoding step and of the drafter run in their fastest kernel, on a CPU."""
+def use_linear_kernels(call: CallContext, target: HFTarget) -> AbstractContextManager[None]:
+    """Context in which linear layers of the decoding step and of the drafter run in their fastest kernel, on a CPU.
+
+    After `use_c`. Weights that our kernels read for every token are moved into huge pages.
+    """
     config = call.spec_config
+    _use_huge_pages(call, target)
     roots = [*call.modules.linear_layers, *modules_of(config.drafter)]
     layers = find_linear_layers(roots) if _may_replace_linears(call) else []
     return use_fast_linears(call.autotuner, layers, config.deterministic, not config.may_use_c)
@@ -104,8 +108,8 @@ def use_prompt_linear_kernels(call: CallContext) -> AbstractContextManager[None]
     return use_fast_linears(call.autotuner, layers, call.spec_config.deterministic)
 
 
-def use_huge_pages(call: CallContext, target: HFTarget) -> None:
-    """Let the weights that our kernels read for every token lie in huge pages, after `use_c`."""
+def _use_huge_pages(call: CallContext, target: HFTarget) -> None:
+    """Let the weights that our kernels read for every token lie in huge pages."""
     if load_kernel() is None or not call.autotuner.allow_c or not _may_replace_linears(call):
         return
     if target.rounds is not None:

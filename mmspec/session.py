@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmspec.backend import use_c, use_huge_pages, use_linear_kernels
+from mmspec.backend import use_c, use_linear_kernels
 from mmspec.call import CallContext, PreparedInputs
 from mmspec.control.tree_size import TreeSizeController
 from mmspec.engine.criteria import UNLIMITED_STEPS
@@ -84,14 +84,13 @@ def build_session(call: CallContext, inputs: PreparedInputs, prefilled: Prefille
         warn=call.warn,
     )
     use_c(call, target)
-    use_huge_pages(call, target)
     return Session(
         target=target,
         loop=loop,
         prompt=prompt,
         prompt_logits=prefilled.logits,
         compressor=compressor,
-        linear_kernels=use_linear_kernels(call),
+        linear_kernels=use_linear_kernels(call, target),
         returns_dict=bool(inputs.generation_config.return_dict_in_generate),
         returns_cache=_returns_cache(inputs, target),
     )
