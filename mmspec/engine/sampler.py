@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers.generation import logits_process as hf
 
+from mmspec.cpu.interception import operators_are_intercepted
 from mmspec.engine.host_copy import from_host
 from mmspec.engine.rng import SamplingNoise
 from mmspec.engine.tree import DraftTree
@@ -233,7 +234,7 @@ class TreeSampler:
 def likeliest(scores: Tensor) -> Tensor:
     """`scores.argmax(-1)`; on a CPU by numpy, which takes a tenth of torch's time. Both take the first of equals."""
     is_plain = type(scores) is Tensor and scores.is_cpu and scores.dtype is torch.float32 and not scores.requires_grad
-    if not is_plain or torch.compiler.is_compiling():
+    if not is_plain or torch.compiler.is_compiling() or operators_are_intercepted():
         return scores.argmax(-1)
     return torch.from_numpy(scores.numpy().argmax(-1))
 
