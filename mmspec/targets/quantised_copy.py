@@ -19,6 +19,7 @@ from torch.nn import functional
 from transformers.utils.logging import tqdm
 
 from mmspec.cpu.decoder import CDecoder
+from mmspec.cpu.huge_pages import HugePages
 from mmspec.cpu.weights import GROUP, QuantisedWeight, Weight, version_of
 from mmspec.interfaces import DrafterRequirements
 from mmspec.targets.base import ModelAdapter
@@ -88,6 +89,7 @@ class QuantisedCopy:
         self._num_made = 0
         self._lock = threading.Lock()
         self.layers: dict[str, CopiedLayer] = {}
+        self._huge_pages = HugePages()
         self._decoder: CDecoder | None = None  # for the rounds of all calls
         self._make()
 
@@ -132,6 +134,7 @@ class QuantisedCopy:
         """The forwards in C of a call on the quantised weights; None where they do not fit."""
         if not isinstance(self._products, CProducts):
             return None
+        self._huge_pages.add([one.weight for one in self.layers.values() if isinstance(one.weight, QuantisedWeight)])
         known = self._decoder
         if known is None or known.shape != rounds.decoder.shape or not known.are_weights_valid():
             made = self._new_rounds(rounds)
