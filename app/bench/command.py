@@ -147,7 +147,7 @@ def add_parser(commands: Commands, common: argparse.ArgumentParser) -> None:
     suite.add_suite_options(parser)
     shape_help = (
         "random weights of a shape (smolvlm-500m, smolvlm2-2.2b, qwen3-vl-2b, llava-onevision-0.5b, llava-1.5-7b, "
-        "qwen2.5-vl-7b, smollm2-135m, tiny), with simulated acceptance"
+        "qwen2.5-vl-7b, smollm2-135m, tiny; with --contexts S,S), with simulated acceptance"
     )
     add("--shape", default=None, metavar="S", help=shape_help)
     contexts_help = "with --shape on a CPU: time rounds behind so many positions, without prompts, beside llama.cpp"

@@ -165,14 +165,17 @@ def test_compare_prints_a_line_per_drafter(tmp_path: Path, capsys: Any) -> None:
 def test_rounds_behind_contexts(tmp_path: Path, capsys: Any) -> None:
     """Every way at every context, with the share of the roof; no prompt is computed."""
     file = tmp_path / "contexts.json"
-    options = ["--shape", "tiny", "--contexts", "40,70", "--repeats", "1", "--json", str(file), "--no-progress"]
+    options = ["--shape", "tiny,tiny", "--contexts", "40,70", "--repeats", "1", "--json", str(file), "--no-progress"]
     assert main(["bench", *options]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
     assert "| none | 2 nodes | 4 nodes | 8 nodes | 16 nodes |" in lines[0]
-    assert len(lines) == (4 if load_kernel() is None else 8), "and what a 4-bit copy would bring"
-    rows = json.loads(file.read_text())["rows"]
+    assert len(lines) == 2 * (4 if load_kernel() is None else 8), "and what a 4-bit copy would bring"
+    first, second = json.loads(file.read_text())
+    assert first["shape"] == second["shape"] == "tiny"
+    rows = first["rows"]
     assert {row["context"] for row in rows} == {40, 70} and all(row["ms"] > 0 for row in rows)
     assert main(["bench", *options, "--device", "meta"]) == 2
+    assert main(["bench", "--shape", "tiny,other", "--contexts", "40"]) == 2
 
 
 def test_the_roof_of_rounds_counts_weights_keys_and_values(monkeypatch: pytest.MonkeyPatch) -> None:

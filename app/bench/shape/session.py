@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tqdm import tqdm
@@ -174,10 +174,22 @@ def _describe(
 
 
 def run_contexts(args: argparse.Namespace, files: ResultFiles) -> int:
-    """`mmspec bench --shape S --contexts C,C`: rounds behind contexts, as a table."""
-    shape, device = find_shape(args.shape), resolve_device(args.device)
+    """`mmspec bench --shape S,S --contexts C,C`: rounds behind contexts, a table for each shape."""
+    device = resolve_device(args.device)
     if device.type != "cpu":
         raise UsageError(f"--contexts measures rounds on a CPU; got --device {args.device}")
+    names = args.shape.split(",")
+    shapes = [find_shape(name) for name in names]
+    contents = []
+    for name, shape in zip(names, shapes, strict=True):
+        contents.append(measure_contexts(args, name, shape, device))
+        if files.json is not None:  # what has been measured so far
+            files.json.write_text(json.dumps(contents, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def measure_contexts(args: argparse.Namespace, name: str, shape: TextShape, device: torch.device) -> dict[str, Any]:
+    """Measure and print one shape; what goes into the file."""
     dtype: torch.dtype = getattr(torch, "bfloat16" if args.dtype == "auto" else args.dtype)
     model = build_shape_model(shape, dtype, device, args.seed)
     bench = ContextBench(model, shape, peer_pythons(args.peer_python))
@@ -186,14 +198,14 @@ def run_contexts(args: argparse.Namespace, files: ResultFiles) -> int:
     total = len(args.contexts) * len(bench.ways) * (repeats + 1)
     try:
         readings = [measure_bandwidth(device)]
-        with tqdm(total=total, desc="bench", unit="call", disable=is_hidden, file=sys.stderr) as bar:
+        with tqdm(total=total, desc=f"bench {name}", unit="call", disable=is_hidden, file=sys.stderr) as bar:
             rows = bench.measure(args.contexts, repeats, bar.update)
         readings.append(measure_bandwidth(device))
         rows = bench.roofs(rows, max(readings))
     finally:
         bench.close()
     speeds = " and ".join(f"{reading / 1e9:.1f}" for reading in readings)
-    about = f"{args.shape}, {str(dtype).removeprefix('torch.')}, {torch.get_num_threads()} threads: ms a round"
+    about = f"{name}, {str(dtype).removeprefix('torch.')}, {torch.get_num_threads()} threads: ms a round"
     lines = [
         f"{about}; {speeds} GB/s read before and after",
         "",
@@ -204,11 +216,8 @@ def run_contexts(args: argparse.Namespace, files: ResultFiles) -> int:
         *bench.notes,
     ]
     print("\n".join(lines))
-    if files.json is not None:
-        content = {"provenance": provenance(args.command, device), "shape": args.shape, "dtype": str(dtype)}
-        content |= {"bytes_per_s": readings, "rows": [asdict(row) for row in rows], "notes": bench.notes}
-        files.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    return 0
+    content = {"provenance": provenance(args.command, device), "shape": name, "dtype": str(dtype)}
+    return content | {"bytes_per_s": readings, "rows": [asdict(row) for row in rows], "notes": bench.notes}
 
 
 def run_shape(args: argparse.Namespace) -> int:
