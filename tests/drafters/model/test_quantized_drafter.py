@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import mmspec
 from mmspec.control.chain import ChainController, ChainPlan
+from mmspec.control.round_cost import RoundCostModel
 from mmspec.control.tree_size import TreeSizeController
 from mmspec.cpu.c_kernel import CKernel, load_kernel
 from mmspec.drafters import arbitrated
@@ -87,6 +88,7 @@ def test_a_guide_changes_no_draft(sample: bool, batch: int, backend: str, monkey
     monkeypatch.setattr(ChainController, "plan", lambda self, batch, variants: ChainPlan(variants[0], 6))
     monkeypatch.setattr(TreeSizeController, "choose_size", lambda self, tree, *args: tree.num_nodes)
     monkeypatch.setattr(TreeSizeController, "should_draft", True)
+    monkeypatch.setattr(RoundCostModel, "forward_s", lambda self, batch, num_nodes: 1 + 0.1 * num_nodes)  # not measured
     model = _model("qwen2_5_vl")
     inputs = tiny.build_inputs(model, seed=3, batch=batch)
     plain = _generate(model, inputs, do_sample=sample, temperature=0.3)
