@@ -159,6 +159,21 @@ def test_a_copy_is_an_arm_once_it_can_pay(batch: int, monkeypatch: pytest.Monkey
     assert copies["_quantised_copies"][0].layers and mmspec.stats(model, last=True).num_accepted_tokens > 0
 
 
+@pytest.mark.parametrize(("patience", "num_retries"), [(0.0, 1), (float("inf"), 0)])
+def test_drafts_are_tried_anew_once_there_may_be_a_copy(
+    patience: float, num_retries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All decoding counts, also of calls whose drafts do not pay, so that they are not asked for."""
+    monkeypatch.setattr(arbitrated, "COPY_PATIENCE", patience)
+    monkeypatch.setattr(TreeSizeController, "should_draft", False)
+    retries = []
+    monkeypatch.setattr(RoundCostModel, "retry", retries.append)
+    model = mmspec.patch(_model(), drafter="auto")
+    for _ in range(3):
+        _generate(model, tiny.build_inputs(model, seed=3), do_sample=False)
+    assert len(retries) == num_retries and patch_state(model).config.drafter._decode_s > 0
+
+
 def _on(available: list[bool]) -> list[int]:
     return [arm for arm, on in enumerate(available) if on]
 
