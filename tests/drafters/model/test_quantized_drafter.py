@@ -166,8 +166,8 @@ def test_drafts_are_tried_anew_once_there_may_be_a_copy(
     """All decoding counts, also of calls whose drafts do not pay, so that they are not asked for."""
     monkeypatch.setattr(arbitrated, "COPY_PATIENCE", patience)
     monkeypatch.setattr(TreeSizeController, "should_draft", False)
-    retries = []
-    monkeypatch.setattr(RoundCostModel, "retry", retries.append)
+    retries: list[RoundCostModel] = []
+    monkeypatch.setattr(RoundCostModel, "retry", lambda self: retries.append(self))
     model = mmspec.patch(_model(), drafter="auto")
     for _ in range(3):
         _generate(model, tiny.build_inputs(model, seed=3), do_sample=False)
