@@ -680,9 +680,21 @@ def check_hidden_states(prepared: PreparedCase, drafter: adversarial.HiddenState
             faults.append(
                 Difference("top_ids", entry.call_index, f"row {entry.row}, step {entry.step}: {entry.top_ids}")
             )
-    for call, prompt in enumerate(drafter.prompts[: len(plain)]):
-        faults += [Difference("prompt", call, fault) for fault in _prompt_faults(prepared, prompt, plain[call])]
+    call = 0
+    for prompt in drafter.prompts:
+        while call < len(plain) and not _is_of_call(prompt, plain[call]):  # one of few tokens, which began no drafter
+            call += 1
+        if call < len(plain):
+            faults += [Difference("prompt", call, fault) for fault in _prompt_faults(prepared, prompt, plain[call])]
+        call += 1
     return faults[:5]
+
+
+def _is_of_call(prompt: Prompt, plain: CallOutcome) -> bool:
+    """Whether a prompt has the length of a call's; True where the call shows none."""
+    if plain.error or plain.hidden_states is None or plain.sequences is None:
+        return True
+    return prompt.input_ids.shape[1] == plain.sequences.shape[1] - len(plain.hidden_states)
 
 
 def _prompt_faults(prepared: PreparedCase, prompt: Prompt, plain: CallOutcome) -> Iterator[str]:
