@@ -201,10 +201,8 @@ class ChainDrafter(ABC):
         device = state.logit_bias.device
         length = min(plan.length, max_nodes - 1)
         rule = DraftRule(state.prompt, state.logit_bias, self.top_k, length, self._log_noise(state, length))
-        if (
-            device.type == "cpu"
-            and (drafted := self._draft_in_c(state, chain, plan, rule, max_nodes, active)) is not None
-        ):
+        drafted = self._draft_in_c(state, chain, plan, rule, max_nodes, active) if device.type == "cpu" else None
+        if drafted is not None:
             return drafted
         guide = self._guide(state, plan, rule, active)
         draft = ChainDraft(chain.target, rule, active, guide)

@@ -41,7 +41,7 @@ MIN_BYTES = 64 << 20
 GAIN_S = 2.5e-12
 """Seconds that a token gains for each byte: 5% of reading it at 20 GB/s."""
 MAX_TOKENS, MAX_CALL_S = 200, 0.25
-"""Tokens of a call that are reckoned with, and seconds that it spends at most."""
+"""Most tokens of a call that are counted, and most seconds that it spends."""
 Range = tuple[int, int]
 """Addresses: of the first byte, and behind the last."""
 _PID = os.getpid()
