@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -94,8 +95,8 @@ def calibrate(
 ) -> tuple[dict[str, Tensor], Tensor | None]:
     """{name: [in_features] mean squares of the inputs of a layer} and `calibration_logits` of the model.
 
-    They depend on the weights alone, so that the copies of two processes are the same. Empty and None where the forward
-    fails.
+    They depend on the weights alone, so that the copies of two processes are the same. Where the forward fails, those
+    that were measured before, and None.
     """
     found: dict[str, Tensor] = {}
 
@@ -136,7 +137,7 @@ def agreement(logits: Tensor | None, others: Tensor | None) -> float:
     if logits is None or others is None:
         return 0.0
     found = float(torch.minimum(logits.softmax(-1), others.softmax(-1)).sum(-1).mean())
-    return found if found == found else 0.0
+    return 0.0 if math.isnan(found) else found
 
 
 def is_copy(module: Any, one: CopiedLayer) -> bool:

@@ -191,43 +191,45 @@ class QuantisedCopy:
         self._num_made += 1
         try:
             marks = {name: (version_of(layer.weight), sample_bytes(layer.weight)) for name, layer in layers.items()}
-            weights = self._saved(layers, choices) or self._best(layers, choices)
+            weights = self._weights(layers, choices)
         except (MemoryError, RuntimeError) as error:  # torch raises the latter for memory that it cannot have
             reason = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
             raise ValueError(f"drafter='quantized' cannot copy the weights: {reason}. Use drafter='hybrid'.") from error
         self.bits = next(one.bits for name, one in weights.items() if layers[name] is not head)
         self.layers = {name: CopiedLayer(weights[name], *mark) for name, mark in marks.items()}
 
-    def _file(self, layers: Mapping[str, nn.Linear], bits: Mapping[str, int]) -> SavedCopy | None:
-        """The file of a copy; None if copies are not kept."""
-        if not self._is_saved or not isinstance(self._products, CProducts):
-            return None
-        return SavedCopy(bits, layers, decoder_tensors(self.model, self._access))
-
-    def _saved(
+    def _weights(
         self, layers: Mapping[str, nn.Linear], choices: Sequence[Mapping[str, int]]
     ) -> Mapping[str, PackedWeight]:
-        """The weights of a copy that was kept; empty if there is none."""
-        files = (self._file(layers, bits) for bits in choices)
-        return next((found for file in files if file is not None and (found := file.load())), {})
+        """The weights of a copy that was kept with some of these bits, else new ones, which are kept if asked."""
+        files: list[SavedCopy] = []
+        if self._is_saved and isinstance(self._products, CProducts):
+            tensors = decoder_tensors(self.model, self._access)
+            for bits in choices:
+                files.append(SavedCopy(bits, layers, tensors))
+                if known := files[-1].load():
+                    return known
+        found, number = self._best(layers, choices)
+        if files:
+            files[number].save({name: one for name, one in found.items() if isinstance(one, QuantisedWeight)})
+        return found
 
     def _best(
         self, layers: Mapping[str, nn.Linear], choices: Sequence[Mapping[str, int]]
-    ) -> Mapping[str, PackedWeight]:
-        """Weights with the first of these bits that agree well enough with the model, else with the last."""
+    ) -> tuple[Mapping[str, PackedWeight], int]:
+        """Weights with the first of these bits that agree well enough with the model, else with the last; its index."""
         costs, logits = calibrate(self._adapter, self._access, layers)
-        found: Mapping[str, PackedWeight] = {}
-        for bits in choices:
-            found = {}  # frees the last ones first
+        for number, bits in enumerate(choices[:-1]):
             found = self._quantise(layers, bits, costs)
-            twin = with_forwards(self.model, {name: self._forward(one) for name, one in found.items()})
-            if bits is choices[-1]:
-                break
-            if agreement(logits, calibration_logits(self._adapter, self._access, twin)) >= MIN_AGREEMENT:
-                break
-        if (file := self._file(layers, bits)) is not None:
-            file.save({name: one for name, one in found.items() if isinstance(one, QuantisedWeight)})
-        return found
+            if agreement(logits, self._calibration_logits(found)) >= MIN_AGREEMENT:
+                return found, number
+            del found  # before the next ones are made
+        return self._quantise(layers, choices[-1], costs), len(choices) - 1
+
+    def _calibration_logits(self, weights: Mapping[str, PackedWeight]) -> Tensor | None:
+        """Those of a copy with these weights."""
+        twin = with_forwards(self.model, {name: self._forward(one) for name, one in weights.items()})
+        return calibration_logits(self._adapter, self._access, twin)
 
     def _quantise(
         self, layers: Mapping[str, nn.Linear], bits: Mapping[str, int], costs: Mapping[str, Tensor]
