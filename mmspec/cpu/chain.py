@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -85,7 +86,9 @@ class Chain:
         if guesses is None:
             done = kernel.chain(ctypes.addressof(self.struct), torch.get_num_threads())
         else:
-            self.struct.costs = self._keep((ctypes.c_double * len(guesses.costs))(*guesses.costs))
+            missing = self._request.most_nodes - len(guesses.costs)  # where more is unread than may be guessed at once
+            costs = [*guesses.costs, *[math.inf] * missing]
+            self.struct.costs = self._keep((ctypes.c_double * len(costs))(*costs))
             self.struct.min_unseen, self.struct.trust = guesses.min_unseen, guesses.trust
             with guesses.counts.locked(guesses.context) as (self.struct.table, self.struct.context):
                 done = kernel.chain(ctypes.addressof(self.struct), torch.get_num_threads())

@@ -115,7 +115,9 @@ EXPORT int64_t few_rows_chain(chain *c, int level, int64_t num_threads, parallel
   const next_tokens_fn next_tokens = level == 2 ? avx512_next_tokens : avx2_next_tokens;
   const int64_t B = c->d.batch, k = c->top_k, C = c->table ? c->table->max_context : 0;
   int64_t n = c->most_unread, count = c->counts[0], guessed = 0, forwards = 0, goes_on = 1, last[MAX_NGRAM_CONTEXT];
-  for (int64_t b = 0; b < B; b++) memcpy(c->tokens + b * n, c->unread + b * n, (size_t)n * sizeof(int64_t));
+  int64_t next[MAX_CHAIN_ROWS], on[MAX_CHAIN_ROWS]; /* of each row: the token to read, and whether its chain goes on */
+  for (int64_t b = 0; b < B; b++) on[b] = 1;
+  memcpy(c->tokens, c->unread, (size_t)(B * n) * sizeof(int64_t));
   if (C) memcpy(last, c->context, (size_t)C * sizeof(int64_t));
   while (goes_on) {
     if (C && c->length - c->steps[0] > 1) {
@@ -124,14 +126,12 @@ EXPORT int64_t few_rows_chain(chain *c, int level, int64_t num_threads, parallel
     }
     if (!run_chain_forward(c, n, level, num_threads, parallel, barrier)) break;
     const int64_t before = c->steps[0];
-    int64_t next[MAX_CHAIN_ROWS];
     double prob = 0;
     forwards++, goes_on = 0;
     for (int64_t b = 0; b < B; b++) {
-      next[b] = 0;
       const int64_t own = forwards == 1 && B > 1 ? c->counts[b] : count;
-      if (c->steps[b] < c->length && !(c->steps[b] && ends_chain(c, c->ids[(b * c->length + c->steps[b] - 1) * k])))
-        goes_on |= follow_chain(c, b, n, own, guessed, next_tokens, next + b);
+      if (on[b]) on[b] = follow_chain(c, b, n, own, guessed, next_tokens, next + b);
+      goes_on |= on[b];
       prob += expf(c->paths[(b * c->length + c->steps[b] - 1) * k]) / (float)B;
     }
     if (prob < c->min_prob) break;
@@ -140,7 +140,7 @@ EXPORT int64_t few_rows_chain(chain *c, int level, int64_t num_threads, parallel
       last[C - 1] = c->ids[t * k];
     }
     n = count = 1, guessed = 0;
-    for (int64_t b = 0; b < B; b++) c->tokens[b] = next[b] < 0 ? 0 : next[b];
+    for (int64_t b = 0; b < B; b++) c->tokens[b] = on[b] ? next[b] : 0; /* what rows that have ended read is not kept */
   }
   for (int64_t b = 0; b < B; b++) finish_chain(c, b);
   return forwards;

@@ -163,14 +163,16 @@ def test_stop_ids_end_a_chain_and_small_probabilities_all(kernel: CKernel) -> No
     assert short is not None and short.num_tokens == 1
 
 
+@pytest.mark.parametrize("num_unread", [1, 6])
 @pytest.mark.parametrize("right", [1.0, 0.6, 0.0])
-def test_guesses_save_forwards_and_change_nothing(kernel: CKernel, right: float) -> None:
+def test_guesses_save_forwards_and_change_nothing(kernel: CKernel, right: float, num_unread: int) -> None:
+    """Also behind more unread tokens than are scored at once."""
     model = in_type(make_model(SHAPES["grouped, wide heads"], extras=True), torch.bfloat16)
     inputs = replace(make_inputs(model, [9], 1), max_position=100)
     alone = replace(inputs, caches=[cache.clone() for cache in inputs.caches])
-    request = request_for(1)
+    request = request_for(1, unread=[list(range(3, 3 + num_unread))])
     plain = model.decoder(kernel).chain(context_of(alone), request)
-    assert plain is not None and plain.forward_s.keys() == {1}
+    assert plain is not None and plain.forward_s.keys() == {1, num_unread}
     text = [request.unread[0][-1], *plain.chains[0].tolist()]
     counts = CNgrams(kernel, 3, 24, 1 << 10)
     for at in range(1, len(text)):
@@ -185,9 +187,9 @@ def test_guesses_save_forwards_and_change_nothing(kernel: CKernel, right: float)
     end = inputs.lengths[0] + min(got.num_read[0], plain.num_read[0])
     for cache, other in zip(inputs.caches, alone.caches, strict=True):
         assert torch.equal(cache[..., :end, :], other[..., :end, :])
-    assert max(got.forward_s) <= len(COSTS)
+    assert max(got.forward_s) <= max(num_unread, len(COSTS))
     if right == 1:
-        assert got.num_right >= LENGTH - 2 and got.expected > 0
+        assert got.num_right >= LENGTH - (2 if num_unread == 1 else 3) and got.expected > 0
     if right == 0:
         assert got.num_right == 0
 
