@@ -7,6 +7,8 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from mmspec.messages import one_line as one_line
+
 EXIT_IO_ERROR = 74
 """Exit code for output that cannot be written (`EX_IOERR` of sysexits.h)."""
 WRITE_ONLY_ERRORS = {
@@ -66,9 +68,3 @@ def find_write_error(error: BaseException) -> OutputError | None:
                 return OutputError("the output", OSError(number, os.strerror(number)))
         current = current.__cause__ or current.__context__
     return None
-
-
-def one_line(error: BaseException, limit: int = 300) -> str:
-    """The message of `error` on a single line of at most `limit` characters; the name of its type if it has none."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= limit else text[: limit - 3] + "..."

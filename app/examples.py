@@ -19,6 +19,7 @@ from mmspec.app.io.images import Media, Video
 from mmspec.app.io.item import Item, SourceOptions
 from mmspec.app.modeling.random_models import SIZES
 from mmspec.app.scenes.domain_check import warn_if_out_of_domain
+from mmspec.messages import printable
 from mmspec.vision.video.decoder_pool import DecoderPool
 
 if TYPE_CHECKING:
@@ -134,13 +135,14 @@ def print_result(item: Item, prompt: str, result: ExampleResult) -> None:
     """Print both texts, tokens, tau and speed."""
     caption = result.caption
     width = max(60, min(120, shutil.get_terminal_size().columns))
-    print(f"\n{item.path.name if item.content is None else item.id}: {prompt}")
+    print(printable(f"\n{item.path.name if item.content is None else item.id}: {prompt}", lines=True))
     for name, seconds, text in (
         ("plain", result.plain_s, caption.plain),
         ("mmspec", result.patched_s, caption.caption),
     ):
         head = f"  {name:<7}{seconds:5.2f} s  "
-        print(textwrap.fill(text or "(nothing)", width, initial_indent=head, subsequent_indent=" " * len(head)))
+        shown = printable(text or "(nothing)", lines=True)
+        print(textwrap.fill(shown, width, initial_indent=head, subsequent_indent=" " * len(head)))
     verdict = "identical" if caption.identical else "DIFFERENT"
     speed = f"{caption.n_new_tokens / result.patched_s:.0f} tokens/s, {result.plain_s / result.patched_s:.2f}x"
     print(f"{'':>18}{verdict}; {caption.n_new_tokens} tokens, tau {caption.tau:.2f}, {speed}", flush=True)

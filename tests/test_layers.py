@@ -21,6 +21,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "files",
         "hints",
+        "messages",
         "weight_files",
         "reference",
         "engine.tree",

@@ -18,6 +18,7 @@ from typing import IO, Any
 import numpy as np
 from PIL import Image, ImageCms, ImageOps, UnidentifiedImageError
 
+from mmspec.messages import one_line
 from mmspec.vision.video.containers import HEADER_BYTES, describe_format, open_regular_file
 
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "PPM", "HEIF")
@@ -108,7 +109,7 @@ def read_image_bytes(path: str) -> bytes:
                 raise ImageError("TooLarge", f"{size} bytes; the limit for an image file is {MAX_IMAGE_BYTES} bytes")
             return file.read(size)
     except OSError as error:
-        raise ImageError("Unreadable", one_line_message(error)) from error
+        raise ImageError("Unreadable", one_line(error)) from error
 
 
 def decode_image(
@@ -184,13 +185,7 @@ def convert_image_errors(max_pixels: int, header: bytes = b"") -> Iterator[None]
     except MemoryError as error:
         raise ImageError("OutOfMemory", "not enough memory to decode it") from error
     except Exception as error:  # on broken files decoders raise OSError, SyntaxError, struct.error and others
-        raise ImageError("BrokenImage", f"cannot be decoded: {one_line_message(error)}") from error
-
-
-def one_line_message(error: BaseException, limit: int = 300) -> str:
-    """The message of an exception on one line of at most `limit` characters; the type's name if it has none."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= limit else text[: limit - 3] + "..."
+        raise ImageError("BrokenImage", f"cannot be decoded: {one_line(error)}") from error
 
 
 def to_upright_rgb(image: Image.Image, max_pixels: int) -> Image.Image:

@@ -17,6 +17,7 @@ from mmspec.app.caption.variants import check_variants
 from mmspec.app.cli.arguments import Commands, add_command, config_from_args, hide_progress_bars, validate_drafter
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.io.text import find_fault
+from mmspec.messages import printable
 
 if TYPE_CHECKING:
     from mmspec.app.caption.report import JobReport
@@ -57,7 +58,8 @@ def run(args: argparse.Namespace) -> int:
     process = ProcessInfo.from_env(os.environ)
     check_options(config)
     if args.progress is not False and os.environ.get("RANK", "0") == "0":
-        print(f"mmspec: loading {args.model} ...", file=sys.stderr, flush=True)  # before torch, which takes seconds
+        text = printable(f"mmspec: loading {args.model} ...")
+        print(text, file=sys.stderr, flush=True)  # before torch, which takes seconds
     from mmspec.app.caption.job import CaptionJob
     from mmspec.app.caption.progress import print_stderr
 

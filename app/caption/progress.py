@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from mmspec.app.io.jsonl import Row
+from mmspec.messages import printable
 
 if TYPE_CHECKING:
     from mmspec.app.io.output import JobSummary
@@ -24,6 +25,7 @@ LINE_SECONDS = 30.0
 
 def print_stderr(text: str) -> None:
     """Print one line to standard error, above a bar if there is one; standard output is for rows."""
+    text = printable(text)
     if (bars := sys.modules.get("tqdm")) is not None:
         bars.tqdm.write(text, file=sys.stderr)
         sys.stderr.flush()

@@ -6,6 +6,7 @@ import argparse
 import time
 
 from mmspec.app.cli.arguments import Commands, add_command
+from mmspec.messages import printable
 
 EPILOG = """\
 what is stored
@@ -53,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     files = list(learned_files())
     for file in files:
         day = time.strftime("%Y-%m-%d %H:%M", time.localtime(file.modified))
-        print(f"{file.target}  {file.key:<40}  {file.num_bytes / 2**20:8.1f} MiB  {day}")
+        print(printable(f"{file.target}  {file.key:<40}  {file.num_bytes / 2**20:8.1f} MiB  {day}"))
     print(f"{len(files)} files in {learned_folder()}")
     print(f"{len(costs)} files of measured costs in {cost_folder()}")
     verdicts = stored_verdicts()

@@ -19,6 +19,7 @@ from mmspec.app.train import command as train
 from mmspec.app.ui import command as demo
 from mmspec.app.versions import mmspec_version
 from mmspec.hints import did_you_mean
+from mmspec.messages import printable
 
 EPILOG = """\
 start here
@@ -39,7 +40,7 @@ class CommandParser(argparse.ArgumentParser):
     """A parser whose errors are one line, exit code 2, with the name that a misspelt one resembles."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"mmspec: error: {message} (see {self.prog} --help)\n")
+        self.exit(2, printable(f"mmspec: error: {message} (see {self.prog} --help)") + "\n")
 
     def format_help(self) -> str:
         """As the method of argparse; an `epilog` that is a function is called."""
@@ -141,6 +142,6 @@ def _report_error(debug: bool, message: str, code: int) -> int:
     if debug:
         import traceback
 
-        traceback.print_exc()
-    print(f"mmspec: error: {' '.join(message.split())}", file=sys.stderr)
+        print(printable(traceback.format_exc(), lines=True), file=sys.stderr)
+    print(printable(f"mmspec: error: {' '.join(message.split())}"), file=sys.stderr)
     return code

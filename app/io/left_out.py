@@ -6,6 +6,8 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from mmspec.messages import printable
+
 MAX_KINDS = 8
 """Kinds of files that a line lists."""
 MAX_NAMES = 2
@@ -153,6 +155,6 @@ def _by_reason(tally: Tally) -> str:
 
 def _examples(names: Iterable[str], count: int) -> str:
     """The first names, printable and short."""
-    shown = [name if name.isprintable() else ascii(name) for name in list(names)[:MAX_NAMES]]
+    shown = map(printable, list(names)[:MAX_NAMES])
     short = [name if len(name) <= 40 else f"...{name[-37:]}" for name in shown]
     return ", ".join([*short, *(["..."] if count > len(short) else [])])

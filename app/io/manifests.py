@@ -33,6 +33,7 @@ from mmspec.app.io.cells import (
     whole_number,
 )
 from mmspec.app.io.content import Unreadable
+from mmspec.app.io.gzipped import UnpackedList, max_lines
 from mmspec.app.io.inline import inline_text
 from mmspec.app.io.item import Item, SourceOptions
 from mmspec.app.io.left_out import LeftOut
@@ -43,6 +44,7 @@ MAX_LINE_CHARS = 64 << 20
 _DELIMITERS = (",", ";", "\t", "|")
 _RECORD_KEYS = ("images", "data", "rows", "samples", "items", "annotations")
 """Where a JSON object holds its records, as in COCO."""
+_BLANKS = re.compile(r"[ \t\r\n,]*")
 Numbered = Iterator[tuple[int, dict[str, Any]]]
 
 
@@ -70,8 +72,11 @@ def read_manifest(path: Path, options: SourceOptions, found: LeftOut) -> Iterato
     reader = {".jsonl": _json_lines, ".json": _json_records, ".txt": _text}.get(kind, _table)
     entries = _Entries(path, options, unit, found)
     try:
+        limit = max_lines(path)
         with open_text(path, may_be_ansi=kind in (".csv", ".tsv", ".txt")) as lines:
             for number, row in reader(path, lines, options):
+                if number > limit:
+                    raise UsageError(f"list {path} has more than {limit} records: too many for its size")
                 if (item := entries.item(number, row)) is not None:
                     yield item
     except (UnicodeDecodeError, UnicodeError) as error:
@@ -86,7 +91,7 @@ def open_text(path: Path, may_be_ansi: bool) -> IO[str]:
     """A list as text: UTF-8, UTF-16 with a byte order mark as Excel writes it, or Windows-1252 where permitted."""
 
     def binary() -> Any:
-        return gzip.open(path, "rb") if path.suffix.lower() == ".gz" else path.open("rb")
+        return UnpackedList(path) if path.suffix.lower() == ".gz" else path.open("rb")
 
     with binary() as file:
         mark = file.read(3)
@@ -168,8 +173,7 @@ def _elements(path: Path, start: str, text: IO[str]) -> Iterator[Any]:
     decoder, number = json.JSONDecoder(), 0
     buffer, place, ended = start.lstrip()[1:], 0, False
     while True:
-        while place < len(buffer) and buffer[place] in " \t\r\n,":
-            place += 1
+        place = _BLANKS.match(buffer, place).end()  # type: ignore[union-attr]  # it matches nothing, too
         if buffer[place : place + 1] == "]":
             if (buffer[place + 1 :] + text.read(1 << 20)).strip():
                 raise UsageError(f"{path} goes on after its list of {number} records: one list, or an object per line")

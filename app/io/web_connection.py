@@ -21,6 +21,12 @@ CHUNK_BYTES = 1 << 20
 MAX_REDIRECT_BYTES = 1 << 16
 """Read of the body of a redirect, which nobody needs."""
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
+_ALLOCATED = ipaddress.ip_network("2000::/3")
+"""Of IPv6, what the IANA has allocated for global use: neither fec0::/10 nor whatever else no list has yet."""
+_NOT_PUBLIC = tuple(map(ipaddress.ip_network, ("192.88.99.0/24", "3fff::/20")))
+"""The old relays of 6to4, and documentation, which `ipaddress` takes for public."""
+_ISATAP = (0x00005EFE, 0x02005EFE)
+"""The upper half of the interface's identifier of an address whose lower half is one of IPv4 (RFC 5214)."""
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
@@ -104,14 +110,17 @@ class Pace:
 def is_public(address: str) -> bool:
     """Whether an IP address is one of the public internet, and so is the IPv4 address that it may stand for."""
     found: _Address = ipaddress.ip_address(address.partition("%")[0])
-    if not found.is_global or found.is_multicast or (found.is_reserved and found not in _NAT64):
+    if any(found in network for network in _NOT_PUBLIC):
         return False
     if isinstance(found, ipaddress.IPv4Address):
-        return True
-    inner: list[_Address | None] = [found.ipv4_mapped, found.sixtofour, *(found.teredo or ())]
+        return found.is_global and not found.is_multicast and not found.is_reserved
+    lower = ipaddress.IPv4Address(int(found) & 0xFFFFFFFF)
     if found in _NAT64:
-        inner.append(ipaddress.IPv4Address(int(found) & 0xFFFFFFFF))
-    return all(is_public(str(one)) for one in inner if one is not None)
+        return is_public(str(lower))
+    inner: list[ipaddress.IPv4Address | None] = [found.sixtofour, *(found.teredo or ())]
+    if int(found) >> 32 & 0xFFFFFFFF in _ISATAP:
+        inner.append(lower)
+    return found in _ALLOCATED and found.is_global and all(is_public(str(one)) for one in inner if one is not None)
 
 
 class PacedHTTPConnection(http.client.HTTPConnection):
@@ -133,20 +142,32 @@ class PacedHTTPConnection(http.client.HTTPConnection):
         failure = OSError("the name resolves to nothing")
         found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
         for number in (str(one[4][0]) for one in found):
-            if self._public_only and not is_public(number):
-                raise FetchError("AddressNotAllowed", f"{number} is not a public address; --urls any permits it")
+            self._check(number)
         for family, kind, protocol, _name, place in found:
             connection = socket.socket(family, kind, protocol)
             try:
                 connection.settimeout(max(1e-3, min(self._pace.timeout_s, self._pace.remaining())))
                 connection.connect(place)
+                self._check(str(connection.getpeername()[0]))
                 connection.settimeout(self._pace.timeout_s)
                 self._pace.watch(connection)
                 return connection
+            except FetchError:
+                connection.close()
+                raise
             except OSError as error:
                 connection.close()
                 failure = error
         raise failure
+
+    def _check(self, number: str) -> None:
+        """Refuse an address that is not public, where only those are connected to.
+
+        Raises:
+            FetchError: it is not.
+        """
+        if self._public_only and not is_public(number):
+            raise FetchError("AddressNotAllowed", f"{number} is not a public address; --urls any permits it")
 
 
 class PacedHTTPSConnection(PacedHTTPConnection, http.client.HTTPSConnection):

@@ -136,7 +136,8 @@ def run(args: argparse.Namespace) -> int:
     store = ModelStore(args.model, args.drafter, dtype=args.dtype, device=args.device)
     password = choose_password(args.share, args.no_password)
     if args.share:
-        print_stderr(SHARE_WARNING.format(and_password=" and the password" if password else ""))
+        for line in SHARE_WARNING.format(and_password=" and the password" if password else "").splitlines():
+            print_stderr(line)
     try:
         with serve(
             store,

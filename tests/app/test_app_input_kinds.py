@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+import zlib
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from input_table import tested as lines_of_tests
 from test_app_inputs import content_of, failure, picture, read, write_tar
 
 from mmspec.app.errors import UsageError
+from mmspec.app.io import gzipped
 from mmspec.app.io.inputs import Inputs
 from mmspec.app.io.item import Item, SourceOptions
 from mmspec.app.io.sources import find_matches
@@ -245,6 +247,23 @@ def test_an_unreadable_sub_folder_is_named_and_the_rest_read(tmp_path: Path, mon
     (tmp_path / "closed").mkdir()
     with pytest.raises(UsageError, match="cannot read folder"):
         read(tmp_path / "closed")
+
+
+@line("a gzipped list of a few kilobytes that unpacks to millions of lines")
+@pytest.mark.parametrize("unit", [b"\n", b"\r", b"a.png\n", b"#\n", b"{},", b" ", b"[", b'{"messages": []},'])
+@pytest.mark.parametrize("name", ["l.txt.gz", "l.csv.gz", "l.jsonl.gz", "l.json.gz"])
+def test_gzip_bombs_end_soon(tmp_path: Path, name: str, unit: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gzipped, "FREE_BYTES", 1 << 20)
+    monkeypatch.setattr(gzipped, "FREE_LINES", 1 << 12)
+    write(tmp_path / "a.png", picture())
+    first = {"l.txt.gz": b"a.png\n", "l.csv.gz": b"image\na.png\n"}.get(name, b'[{"file_name": "a.png"},\n')
+    first = first if name != "l.jsonl.gz" else b'{"file_name": "a.png"}\n'
+    block, packer = unit * (1_000_000 // len(unit)), zlib.compressobj(9, wbits=31)
+    data = packer.compress(first) + b"".join(packer.compress(block) for _ in range(5))
+    write(tmp_path / name, data + packer.flush())
+    with pytest.raises(UsageError) as raised:
+        read(tmp_path / name)
+    assert len(str(raised.value)) <= 400
 
 
 def test_gzipped_lists_are_read(tmp_path: Path) -> None:

@@ -130,6 +130,7 @@ def test_what_goes_to_a_proxy_is_not_checked_and_the_next_address_is(
     assert failure("http://pictures.example/move", public_only=True) == "AddressNotAllowed"
 
 
+@line("an address of this machine or network in another spelling (`fec0::1`, 6to4, NAT64, ISATAP)")
 @pytest.mark.parametrize(
     ("address", "public"),
     [
@@ -137,7 +138,12 @@ def test_what_goes_to_a_proxy_is_not_checked_and_the_next_address_is(
         ("10.1.2.3", False), ("169.254.169.254", False), ("100.64.0.1", False), ("0.0.0.0", False), ("::1", False),
         ("224.0.0.1", False), ("255.255.255.255", False), ("fe80::1%eth0", False), ("fc00::1", False),
         ("::ffff:127.0.0.1", False), ("64:ff9b::7f00:1", False), ("2002:7f00:1::", False), ("ff02::1", False),
-            ("::7f00:1", False),
+        ("::7f00:1", False), ("fec0::1", False), ("fec0::7f00:1", False), ("feff::1", False), ("3fff::1", False),
+        ("5f00::1", False), ("4000::1", False), ("100::1", False), ("64:ff9b:1::a00:1", False), ("0.1.2.3", False),
+        ("2001::f5ff:ffef", False), ("2001:db8::1", False), ("240.0.0.1", False), ("2002:5db8:d822::1", True),
+        ("2606:2800:220:1:0:5efe:a00:1", False), ("2606:2800:220:1:0:5efe:5db8:d822", True), ("192.0.0.1", False),
+        ("198.18.0.1", False), ("64:ff9b::a9fe:a9fe", False), ("192.88.99.1", False), ("::ffff:0:7f00:1", False),
+        ("2002:a00:1::1", False), ("2001:0:5db8:d822::a247:27dd", True), ("2001:0:5db8:d822::80ff:fffe", False),
     ],
 )  # fmt: skip
 def test_public_addresses(address: str, public: bool) -> None:
