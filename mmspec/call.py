@@ -14,7 +14,7 @@ from mmspec.cpu.huge_pages import HugePages
 from mmspec.cpu.linear import LinearAutotuner
 from mmspec.engine.guard import ModuleGuard
 from mmspec.engine.prefix import Prefix, PrefixStore, PromptRows
-from mmspec.learning.collecting import CollectingDrafter
+from mmspec.learning.collecting import Collection
 from mmspec.learning.learner import Learner
 from mmspec.metrics.stats import Stats
 from mmspec.targets.base import ModelAdapter
@@ -100,7 +100,7 @@ class CallContext:
     media_inputs: Mapping[str, Any] = field(default_factory=dict)
     stats: Stats = field(default_factory=Stats)
     learner: Learner | None = None
-    collecting: CollectingDrafter | None = None
+    collecting: Collection | None = None
     prefix_use: PrefixUse | None = None
     huge_pages: HugePages = field(default_factory=HugePages)
 

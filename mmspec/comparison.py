@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
 
 from mmspec.arguments import option_getter
+from mmspec.control.cost_store import unchanged_costs
 from mmspec.control.draft_cost import HeadCostModel
 from mmspec.interfaces import Drafter, ReplicableDrafter
 from mmspec.metrics.stats import Stats
@@ -178,7 +179,8 @@ def compare(model: Any, inputs: Mapping[str, Any] | Tensor, *, repeats: int = 1,
     total = Stats()
     reported: tuple[Tensor, Tensor, list[bool]] | None = None
     samples = bool(option_getter(request, model)("do_sample"))
-    with torch.random.fork_rng([model.device] if model.device.type == "cuda" else [], enabled=samples):
+    devices = [model.device] if model.device.type == "cuda" else []
+    with unchanged_costs(), torch.random.fork_rng(devices, enabled=samples):
         for pair in range(repeats + (repeats > 1)):
             plain_ids, plain_time = _timed_run(model, request, speculate=False)
             replica = drafter if isinstance(drafter, str) else replicate(drafter)

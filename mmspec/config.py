@@ -10,7 +10,7 @@ from typing import Any
 
 from mmspec.control.tree_size import DEFAULT_TREE_SIZE
 from mmspec.engine.tree import BUCKETS
-from mmspec.interfaces import Compressor, Drafter, TrainedDrafter
+from mmspec.interfaces import Compressor, Drafter, Observer, TrainedDrafter
 from mmspec.learning.protocols import GradientDrafter
 from mmspec.reference import check_reference, reference_rows, resolve_reference_ids
 from mmspec.resolve import DrafterCache, check_compressor, own_compressor, resolve_compressor, resolve_drafter
@@ -28,6 +28,7 @@ PER_CALL_OPTIONS = (
     "reuse_prefix",
     "reference",
     "reference_ids",
+    "observers",
 )
 """Keys of `generate(..., mmspec=dict(...))`."""
 BACKEND_NAMES = ("auto", "torch", "c", "recorded")
@@ -54,6 +55,7 @@ class SpecConfig:
             learning may take.
         reuse_prefix: what calls have computed of their prompts serves later calls that begin alike; a text names a
             scope, calls of other scopes share nothing with it.
+        observers: functions of an `ObservedRound` that listen to the rounds of the call.
     """
 
     drafter: Drafter
@@ -65,6 +67,7 @@ class SpecConfig:
     backend: str = "auto"
     learn: bool | float = False
     reuse_prefix: bool | str = False
+    observers: Sequence[Observer] = ()
 
     def __post_init__(self) -> None:
         _check_backend(self.backend)
@@ -82,6 +85,7 @@ class SpecConfig:
             raise TypeError(
                 f"reuse_prefix must be True, False or the name of a scope; got {self.reuse_prefix!r}. Pass a bool."
             )
+        _check_observers(self.observers)
         check_reference(self.reference)
         _check_tree_size(self.tree_size)
         if self.compressor is not None:
@@ -132,6 +136,16 @@ def _check_backend(backend: object) -> None:
     if backend not in BACKEND_NAMES:
         kind = ValueError if isinstance(backend, str) else TypeError
         raise kind(f"backend must be one of {', '.join(map(repr, BACKEND_NAMES))}; got {backend!r}.")
+
+
+def _check_observers(observers: object) -> None:
+    """Refuse what is no sequence of functions.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if not (isinstance(observers, (list, tuple)) and all(map(callable, observers))):
+        raise TypeError(f"observers must be a list of functions of an ObservedRound; got {observers!r}.")
 
 
 def resolve_tokenizer(processor: Any) -> Any:

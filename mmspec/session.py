@@ -18,8 +18,8 @@ from mmspec.engine.loop import DecodeLoop
 from mmspec.engine.output import OutputBuffer, ReturnFlags, UserCodeHooks
 from mmspec.engine.rng import SamplingNoise
 from mmspec.engine.sampler import TreeSampler
-from mmspec.interfaces import Drafter, Prompt, VisualGrid, drafter_label
-from mmspec.learning.collecting import CollectingDrafter
+from mmspec.interfaces import Drafter, ObservedRound, Observer, Prompt, VisualGrid, drafter_label
+from mmspec.learning.collecting import Collection
 from mmspec.learning.protocols import LearnableDrafter
 from mmspec.metrics.compression_stats import RecordingCompressor
 from mmspec.prefill import Prefilled
@@ -82,6 +82,7 @@ def build_session(call: CallContext, inputs: PreparedInputs, prefilled: Prefille
         draftable=_draftable_ids(prompt, call.adapter, inputs.input_ids.device),
         start_time=call.start_time,
         warn=call.warn,
+        observe=_build_observer(call, private_draws),
     )
     use_c(call, target)
     return Session(
@@ -97,13 +98,28 @@ def build_session(call: CallContext, inputs: PreparedInputs, prefilled: Prefille
 
 
 def _wrap_drafter(call: CallContext, private_draws: PrivateDraws) -> Drafter:
-    """The drafter of the call: of one that learns examples are collected, a user's draws from generators of its own."""
+    """The drafter of the call; a user's draws from generators of its own."""
     drafter: Drafter = call.spec_config.drafter
+    return drafter if is_builtin(drafter) else RngIsolatedDrafter(drafter, private_draws)
+
+
+def _build_observer(call: CallContext, private_draws: PrivateDraws) -> Observer | None:
+    """Tells all who listen to the call: the learner, and the user's observers, with generators of their own."""
+    observers, drafter = call.spec_config.observers, call.spec_config.drafter
     if call.learner is not None and isinstance(drafter, LearnableDrafter):
-        drafter = call.collecting = CollectingDrafter(drafter, call.learner.wants_examples)
-    if not is_builtin(call.spec_config.drafter):
-        drafter = RngIsolatedDrafter(drafter, private_draws)
-    return drafter
+        call.collecting = Collection(drafter, call.learner.wants_examples)
+    collecting = call.collecting
+    if not observers:
+        return collecting
+
+    def observe(one: ObservedRound) -> None:
+        if collecting is not None:
+            collecting(one)
+        with private_draws:
+            for observer in observers:
+                observer(one)
+
+    return observe
 
 
 def _build_sampler(call: CallContext, inputs: PreparedInputs, prompt_logits: Tensor) -> TreeSampler:

@@ -18,7 +18,6 @@ from torch import Tensor
 from transformers import PreTrainedModel, StoppingCriteriaList
 
 import mmspec
-from mmspec.app.bench.recorder import RecordingDrafter
 from mmspec.comparison import replicate
 from mmspec.control.depth import DepthController
 from mmspec.engine.sampler import TreeSampler
@@ -236,9 +235,17 @@ def test_a_replica_shares_weights_and_copies_what_learns() -> None:
     assert drafter.cost_model.by_batch[1].round_s == 0.1
 
 
+class Wrapper(adversarial.AdversarialDrafter):
+    """A user's drafter around another."""
+
+    def __init__(self, inner: Drafter) -> None:
+        super().__init__(1)
+        self.inner = inner
+
+
 def test_a_replica_shares_weights_of_wrapped_drafters() -> None:
     inner = _trained_drafter()
-    twin: Any = replicate(RecordingDrafter(inner))
+    twin: Any = replicate(Wrapper(inner))
     assert twin.inner is not inner and twin.inner.head is inner.head
 
 

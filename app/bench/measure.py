@@ -33,7 +33,7 @@ from mmspec.app.bench.specs import get_block_size, patch_model, weight_sizes
 from mmspec.app.modeling.load import synchronize
 from mmspec.app.modeling.sampling import Sampling
 from mmspec.comparison import TimestampCriterion
-from mmspec.interfaces import Drafter
+from mmspec.interfaces import Observer
 from mmspec.metrics.stats import Stats
 from mmspec.patching import KEY
 
@@ -153,17 +153,17 @@ def run_once(
     new_tokens: int,
     temperature: float,
     seed: int,
-    drafter: Drafter | None = None,
+    observer: Observer | None = None,
 ) -> TimedRun:
-    """One call of `generate`, timed; `drafter` replaces that of the patched model in this call."""
+    """One call of `generate`, timed; `observer` listens to its rounds."""
     model, device = contestant.model, contestant.model.device
     is_patched, timestamps = mmspec.is_patched(model), TimestampCriterion()
     options: dict[str, Any] = {"max_new_tokens": new_tokens}
     options |= Sampling(temperature).generation_kwargs(model.generation_config)
     if not is_patched:
         options["stopping_criteria"] = StoppingCriteriaList([timestamps])
-    if drafter is not None:
-        options["mmspec"] = {"drafter": drafter}
+    if observer is not None:
+        options["mmspec"] = {"observers": [observer]}
     torch.manual_seed(seed)
     gc.collect()
     synchronize(device)

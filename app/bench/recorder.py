@@ -1,69 +1,44 @@
-"""`RecordingDrafter`: wraps a drafter and stores the verification results of its rounds.
+"""`RoundRecorder`: listens to a call and stores the results of its rounds.
 
 Nothing is copied to the host while it runs; `rounds` does that afterwards. For a single row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
-
-from torch import Tensor
+from collections.abc import Callable
 
 from mmspec.app.bench.rounds import Round
-from mmspec.engine.recordings import Recordings
-from mmspec.engine.tree import DraftTree
-from mmspec.interfaces import CompressingDrafter, Drafter, Prompt, TrainedDrafter, VerifyResult, VisualGrid
-from mmspec.interfaces.drafter import modules_of
-from mmspec.interfaces.round import pass_recordings
+from mmspec.interfaces import ObservedRound, Prompt, VerifyResult, VisualGrid
 
 
-class RecordingDrafter:
-    """Delegates to another drafter and stores the result of every round."""
+class RoundRecorder:
+    """An observer of one call: `generate(..., mmspec={"observers": [recorder]})`.
 
-    def __init__(self, inner: Drafter, on_emitted: Callable[[list[int]], None] | None = None) -> None:
-        """
-        Args:
-            inner: drafts.
-            on_emitted: called once per round with the ids that the row emitted.
-        """
-        self.inner = inner
+    Attributes:
+        prompt: of the call; None before it.
+    """
+
+    def __init__(self, on_emitted: Callable[[list[int]], None] | None = None) -> None:
+        """`on_emitted` is called once a round with the ids that the row emitted."""
+        self.prompt: Prompt | None = None
         self._on_emitted = on_emitted
-        self.name, self.requirements, self.vocab_size = inner.name, inner.requirements, inner.vocab_size
-        self.compressor = inner.compressor if isinstance(inner, CompressingDrafter) else None
-        if isinstance(inner, TrainedDrafter):  # then this is one, too
-            self.bundled_compressor = None  # `compressor` is built already
-            self.compresses_visual_tokens = inner.compresses_visual_tokens
-            self.compressor_hidden_size = inner.compressor_hidden_size
         self._results: list[tuple[VerifyResult, int | None]] = []
-        self._num_proposed: int | None = None
-        self.grids: tuple[VisualGrid, ...] = ()
-        self._visual: Tensor | None = None
-        self.modules = modules_of(inner)
 
-    def begin(self, prompt: Prompt) -> Any:
-        self.grids, self._visual = prompt.grids, prompt.visual_mask[:1]
-        return self.inner.begin(prompt)
-
-    def use_recordings(self, state: Any, recordings: Recordings) -> None:
-        pass_recordings(self.inner, state, recordings)
-
-    def propose(self, state: Any, max_nodes: int, active: Sequence[bool]) -> DraftTree:
-        tree = self.inner.propose(state, max_nodes, active)
-        self._num_proposed = tree.num_nodes
-        return tree
-
-    def observe(self, state: Any, result: VerifyResult, hidden_states: Mapping[int, Tensor]) -> None:
+    def __call__(self, one: ObservedRound) -> None:
+        self.prompt = one.prompt
         if self._on_emitted is not None:
-            self._on_emitted(result.emitted_ids[0])
-        self._results.append((result, self._num_proposed))
-        self._num_proposed = None
-        self.inner.observe(state, result, hidden_states)
+            self._on_emitted(one.result.emitted_ids[0])
+        self._results.append((one.result, one.num_proposed))
+
+    @property
+    def grids(self) -> tuple[VisualGrid, ...]:
+        """Of the pictures in the prompt."""
+        return () if self.prompt is None else self.prompt.grids
 
     @property
     def num_visual_tokens(self) -> int:
         """Visual tokens of the prompt."""
-        return 0 if self._visual is None else int(self._visual.sum())
+        return 0 if self.prompt is None else int(self.prompt.visual_mask[:1].sum())
 
     def rounds(self) -> list[Round]:
         """All rounds so far that emitted tokens, that of the prefill first."""

@@ -22,8 +22,9 @@ from mmspec.app.ui.worker import CancelSignal
 from mmspec.metrics.stats import Stats
 
 if TYPE_CHECKING:
-    from mmspec.app.bench.recorder import RecordingDrafter
+    from mmspec.app.bench.recorder import RoundRecorder
     from mmspec.app.ui.loaded_model import LoadedModel
+    from mmspec.interfaces import Drafter
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ class AnswerLane:
         streamer: its tokens and their times.
         total_s: seconds of `generate`; 0 until it returns.
         stats: `mmspec.stats` of the call; empty for plain `generate`.
+        used: the drafter of the call; None before it starts.
         recorder: records the rounds of the call; None before it starts.
         difference: first difference from the plain answer; None if there is none.
     """
@@ -63,7 +65,8 @@ class AnswerLane:
     streamer: TimingStreamer = field(default_factory=TimingStreamer)
     total_s: float = 0.0
     stats: Stats = field(default_factory=Stats)
-    recorder: RecordingDrafter | None = None
+    used: Drafter | None = None
+    recorder: RoundRecorder | None = None
     difference: Difference | None = None
 
     @property
@@ -95,7 +98,7 @@ class AnswerLane:
     @property
     def resolved_drafter(self) -> str | None:
         """Name of the drafter in use, such as "flash" for "auto"; None for plain `generate`."""
-        return self.recorder.name if self.recorder is not None else self.drafter
+        return self.used.name if self.used is not None else self.drafter
 
 
 class ComparisonRun:
@@ -200,9 +203,10 @@ class ComparisonRun:
     def visible_tokens(self) -> VisibleTokens | None:
         """The visual tokens that the first drafter read; None before its call ended."""
         lane = self.mmspec
-        if lane.recorder is None or not lane.total_s:
+        if lane.used is None or lane.recorder is None or not lane.total_s:
             return None
-        return find_visible_tokens(lane.recorder, lane.stats.compression[0] if lane.stats.compression else None)
+        compression = lane.stats.compression[0] if lane.stats.compression else None
+        return find_visible_tokens(lane.used, lane.recorder, compression)
 
     def is_identical(self, lane: AnswerLane) -> bool | None:
         """Whether a lane's answer is the plain one, up to the shorter one if cancelled; None if one is empty."""

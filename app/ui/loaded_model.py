@@ -18,6 +18,7 @@ from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.load import load_model
 from mmspec.app.ui.credit import NO_DRAFTS
 from mmspec.app.ui.kept_media import KeptMedia, visitor_scope
+from mmspec.control.cost_store import unchanged_costs
 from mmspec.interfaces import Compressor, Drafter
 from mmspec.interfaces.drafter import modules_of
 from mmspec.patching import patch_state
@@ -133,7 +134,8 @@ def load_patched_model(name: str, dtype: str, device: str, folders: Mapping[str,
         mmspec.patch(loaded.model, "none", processor=loaded.processor)
     except (TypeError, ValueError) as error:
         raise UsageError(f"Model {name}: {one_line(error, 300)}") from error
-    loaded.warm_up()
+    with unchanged_costs():
+        loaded.warm_up()
     return loaded
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import mmspec
-from mmspec.app.bench.recorder import RecordingDrafter
+from mmspec.app.bench.recorder import RoundRecorder
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.chat import build_inputs, check_length
@@ -22,12 +22,18 @@ from mmspec.app.ui.loaded_model import LoadedModel
 from mmspec.app.ui.model_store import RunSettings
 from mmspec.app.ui.streamer import TimingStreamer
 from mmspec.app.ui.worker import CancelSignal
+from mmspec.control.cost_store import unchanged_costs
 
 LOOP_TOKENS = 64
 """Tokens at most that the loop without drafts decodes to be measured."""
 
 
 def run_comparison(comparison: ComparisonRun) -> None:
+    with unchanged_costs():
+        _run(comparison)
+
+
+def _run(comparison: ComparisonRun) -> None:
     settings = comparison.settings
     if comparison.cancel_signal.should_stop:
         comparison.phase, comparison.cancelled = "done", True
@@ -37,8 +43,8 @@ def run_comparison(comparison: ComparisonRun) -> None:
     for lane in (comparison.plain, *comparison.lanes):
         if lane.drafter is None:
             continue
-        drafter = loaded.get_drafter(lane.drafter or settings.drafter)
-        lane.recorder = RecordingDrafter(drafter, lane.streamer.record)
+        lane.used = loaded.get_drafter(lane.drafter or settings.drafter)
+        lane.recorder = RoundRecorder(lane.streamer.record)
     compressor = loaded.get_compressor(settings.compressor)
     comparison.phase = "encoding"
     comparison.load_media()
@@ -72,9 +78,9 @@ def _measure_loop(comparison: ComparisonRun, loaded: LoadedModel, request: dict[
     The answers are complete by then: a run that is stopped here has all of them, and no split.
     """
     lane = comparison.loop
-    lane.recorder = RecordingDrafter(loaded.get_drafter(NO_DRAFTS), lane.streamer.record)
+    lane.used, lane.recorder = loaded.get_drafter(NO_DRAFTS), RoundRecorder(lane.streamer.record)
     count = min(LOOP_TOKENS, len(comparison.plain.streamer.token_ids))
-    _generate(comparison, loaded, request, lane, count, mmspec={"drafter": lane.recorder})
+    _generate(comparison, loaded, request, lane, count, mmspec={"drafter": lane.used, "observers": [lane.recorder]})
     lane.stats = mmspec.stats(loaded.model, last=True)
     if comparison.cancelled:
         comparison.cancelled, comparison.loop = False, AnswerLane(lane.name, lane.drafter)
@@ -88,22 +94,13 @@ def _speculate(
     options: dict[str, Any],
 ) -> None:
     """Generate the answer of a lane of mmspec. The baseline has no `options`: it computes all of its prompt."""
-    recorder = lane.recorder
-    assert recorder is not None
-    options = {"drafter": recorder, "tree_size": comparison.settings.tree_size, **options}
+    options = {"drafter": lane.used, "tree_size": comparison.settings.tree_size, **options}
     try:
-        token_ids = _generate(comparison, loaded, request, lane, mmspec=options)
+        token_ids = _generate(comparison, loaded, request, lane, mmspec=options | {"observers": [lane.recorder]})
         lane.streamer.truncate(len(token_ids))  # a cancelled run drops the rest of its last round
-        if lane.streamer.token_ids != token_ids:  # a fallback, of which the drafter observes nothing
+        if lane.streamer.token_ids != token_ids:  # a fallback, of which no round is observed
             lane.streamer = TimingStreamer()
-            _generate(
-                comparison,
-                loaded,
-                request,
-                lane,
-                mmspec=options | {"drafter": recorder.inner},
-                streamer=lane.streamer,
-            )
+            _generate(comparison, loaded, request, lane, mmspec=options, streamer=lane.streamer)
     except ValueError as error:  # the drafter does not take this compressor
         raise UsageError(one_line(error)) from error
     lane.stats = mmspec.stats(loaded.model, last=True)

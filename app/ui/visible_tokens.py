@@ -10,8 +10,8 @@ from mmspec.app.io.images import Media, media_images
 from mmspec.app.ui.thumbnails import to_data_uri
 
 if TYPE_CHECKING:
-    from mmspec.app.bench.recorder import RecordingDrafter
-    from mmspec.interfaces import VisualGrid
+    from mmspec.app.bench.recorder import RoundRecorder
+    from mmspec.interfaces import Drafter, VisualGrid
     from mmspec.metrics.compression_stats import CompressionRecord
 
 FULL_VISUAL_MODES = frozenset(("decoupled", "coupled"))
@@ -39,18 +39,21 @@ class VisibleTokens:
     grids: tuple[VisualGrid, ...] = field(default=(), repr=False)
 
 
-def find_visible_tokens(recorder: RecordingDrafter, compression: CompressionRecord | None) -> VisibleTokens:
+def find_visible_tokens(
+    drafter: Drafter, recorder: RoundRecorder, compression: CompressionRecord | None
+) -> VisibleTokens:
     """Visual tokens that the drafter of a finished run read.
 
     Args:
+        drafter: of the run.
         recorder: of the run.
         compression: record of the compressor in `mmspec.stats`; None if none was used.
     """
     from mmspec.drafters.heads.base.drafter import HeadDrafter
     from mmspec.drafters.heads.vispec.drafter import VispecDrafter
 
-    inner, total = recorder.inner, recorder.num_visual_tokens
-    if not inner.requirements.hidden_state_indices:
+    total = recorder.num_visual_tokens
+    if not drafter.requirements.hidden_state_indices:
         return VisibleTokens("This drafter reads no visual tokens: it drafts from text alone.", 0, total, frozenset())
     if compression is not None:
         num_visual, num_visible = compression.num_visual_tokens, compression.num_compressed_tokens
@@ -58,9 +61,9 @@ def find_visible_tokens(recorder: RecordingDrafter, compression: CompressionReco
         how = "merged into" if indices is None else "reduced to"
         text = f"The picture is {num_visual} tokens for the model, {how} {num_visible} for the drafter."
         return VisibleTokens(text, num_visible, num_visual, indices, recorder.grids)
-    if isinstance(inner, VispecDrafter):
+    if isinstance(drafter, VispecDrafter):
         return VisibleTokens("This drafter compresses the picture itself.")
-    mode = inner.visual_mode if isinstance(inner, HeadDrafter) else None
+    mode = drafter.visual_mode if isinstance(drafter, HeadDrafter) else None
     if mode in FULL_VISUAL_MODES:
         text = f"The drafter reads all {total} tokens of the picture."
         return VisibleTokens(text, total, total, frozenset(range(total)), recorder.grids)

@@ -14,7 +14,9 @@ import math
 import os
 import platform
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -32,6 +34,19 @@ FORMAT = "mmspec-costs-1"
 FILE_NAME = re.compile(r"[0-9a-f]{24}\.json")
 MAX_BYTES = 1 << 20
 """Larger files are not read."""
+
+
+_UNCHANGED: ContextVar[bool] = ContextVar("mmspec_unchanged_costs", default=False)
+
+
+@contextmanager
+def unchanged_costs() -> Iterator[None]:
+    """Within the context, calls of this thread store no costs: a measurement must not decide for later processes."""
+    token = _UNCHANGED.set(True)
+    try:
+        yield
+    finally:
+        _UNCHANGED.reset(token)
 
 
 def cost_folder() -> Path:
@@ -103,7 +118,9 @@ class CostStore:
         return True
 
     def save(self, costs: RoundCostModel, depth: DepthController | None, switches: Measured | None = None) -> None:
-        """Replace the file. Does nothing where it cannot be written."""
+        """Replace the file. Does nothing where it cannot be written, and within `unchanged_costs`."""
+        if _UNCHANGED.get():
+            return
         content = {
             "format": FORMAT,
             "key": self.key,

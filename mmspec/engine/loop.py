@@ -38,7 +38,7 @@ from mmspec.engine.sampler import TreeSampler
 from mmspec.engine.stepwise import StepwiseLoop
 from mmspec.engine.tree import BUCKETS, DraftTree, bucket_size, first_chain, replace_with_chain, root_only, sanitize
 from mmspec.engine.verifier import Verified, Verifier
-from mmspec.interfaces import Drafter, Prompt, Target, VerifyResult
+from mmspec.interfaces import Drafter, ObservedRound, Observer, Prompt, Target, VerifyResult
 from mmspec.interfaces.round import RecordableDrafter, RecordableTarget, pass_recordings
 from mmspec.metrics.stats import RoundTimes, Stats
 
@@ -57,6 +57,7 @@ class DecodeLoop:
         draftable: [V] bool, ids that may be drafted.
         start_time: `time.perf_counter()` at the start of `generate`.
         warn: logs a message once per model.
+        observe: called once a round, before the drafter observes it; None if nobody listens.
         recorded: whole rounds as recorded functions; None where they are not recorded.
     """
 
@@ -69,9 +70,11 @@ class DecodeLoop:
     draftable: Tensor
     start_time: float
     warn: Callable[[str], None] = field(default=lambda message: None)
+    observe: Observer | None = None
     recorded: RecordedRounds | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
+        self._prompt: Prompt | None = None
         self._root = root_only(len(self.output.emitted), self.draftable.device)
         self._verifier = Verifier(self.output, self.sampler)
         if can_record_rounds(self.target, self.output, self.sampler):
@@ -86,7 +89,7 @@ class DecodeLoop:
             prompt: the prompt, for the drafter.
         """
         output = self.output
-        self.stats.row_forwards = [0] * prompt_logits.shape[0]
+        self.stats.row_forwards, self._prompt = [0] * prompt_logits.shape[0], prompt
         stepwise = StepwiseLoop(self.target, output, self.sampler, self.stats)
         verifier = stepwise.verifier if output.stepwise else self._verifier
         first = verifier.verify(self._root, prompt_logits[:, None], output.row_state(1))
@@ -94,6 +97,7 @@ class DecodeLoop:
         if isinstance(self.target, RecordableTarget):
             pass_recordings(self.drafter, state, self.target.recordings)
         output.emit(first.result, first.scores, first.logits)
+        self._tell(state, first.result)
         self.drafter.observe(state, first.result, {})
         first_token_time = time.perf_counter()
         self.stats.ttft_s += first_token_time - self.start_time
@@ -124,6 +128,7 @@ class DecodeLoop:
         self._commit(plan, verified)
         emitted = self._now()
         result = _drop_inactive_rows(result, active, plan.rows)
+        self._tell(state, result, plan.num_proposed)
         if plan.part is None:
             self.drafter.observe(state, result, hidden_states)
         else:
@@ -133,6 +138,12 @@ class DecodeLoop:
         times = RoundTimes(draft_s, accepted - built, emitted - accepted)
         self._record(result, active, plan.has_draft, times)
 
+    def _tell(self, state: Any, result: VerifyResult, num_proposed: int | None = None) -> None:
+        """Tell the observers of a round."""
+        if self.observe is not None:
+            assert self._prompt is not None
+            self.observe(ObservedRound(self._prompt, result, num_proposed, state))
+
     def _now(self) -> float:
         """Seconds of a clock that stops while something is done once per shape."""
         return time.perf_counter() - self.target.setup_s
@@ -141,7 +152,8 @@ class DecodeLoop:
 
     def _plan(self, state: Any, whole: bool = True) -> RoundPlan:
         """What the coming round scores: the drafter's part if the `whole` round may be one function, else a tree."""
-        draft, recorded = None, self.recorded
+        draft, recorded, num_proposed = None, self.recorded, None
+        whole &= self.observe is None  # the tree of a draft within a recorded round stays on the device
         if self.target.skips_rows:
             self.controller.follow_rows(sum(limit > 0 for limit in self.output.max_emit(1)))
         if self.controller.should_draft:
@@ -150,29 +162,31 @@ class DecodeLoop:
                 assert recorded is not None and isinstance(self.drafter, RecordableDrafter)
                 part = self.drafter.draft_part(state, size)
                 if part is not None and recorded.accepts(part):
-                    return RoundPlan(size, self.output.row_state(size), part=part)
-            draft = self._draft(state)
+                    return RoundPlan(size, self.output.row_state(size), part=part, num_proposed=size)
+            draft, num_proposed = self._draft(state)
         else:
             self.controller.skip_draft()
         num_nodes = max(1 if draft is None else draft.num_nodes, self._num_padding_nodes())
         rows = self.output.row_state(num_nodes)
         root = self._root.with_root(rows.root_ids)
         if num_nodes == 1:
-            return RoundPlan(1, rows, root, has_draft=draft is not None)
+            return RoundPlan(1, rows, root, num_proposed=num_proposed)
         tree = (root if draft is None else draft).pad(num_nodes)
-        return RoundPlan(num_nodes, rows, tree, has_draft=draft is not None)
+        return RoundPlan(num_nodes, rows, tree, num_proposed=num_proposed)
 
-    def _draft(self, state: Any) -> DraftTree:
-        """The drafter's tree, trimmed or padded to the size that is worth scoring."""
+    def _draft(self, state: Any) -> tuple[DraftTree, int]:
+        """The drafter's tree, trimmed or padded to the size that is worth scoring; how many nodes it proposed."""
         controller = self.controller
         max_emit = self.output.max_emit(controller.max_tree_size)
         active = self._active_rows([limit - 1 for limit in max_emit])  # a row that may emit one token needs no draft
-        tree = self.drafter.propose(state, controller.max_tree_size, active).trim(controller.max_tree_size)
+        tree = self.drafter.propose(state, controller.max_tree_size, active)
+        num_proposed = tree.num_nodes
+        tree = tree.trim(controller.max_tree_size)
         if self.target.chains_only:
             tree = first_chain(tree)
         max_gain = sum(limit - 1 for limit, on in zip(max_emit, active, strict=True) if on)
         size = controller.choose_size(tree, sum(active), max_gain)
-        return tree.trim(size).pad(size)
+        return tree.trim(size).pad(size), num_proposed
 
     def _size_in_advance(self) -> int | None:
         """Nodes of a round that is chosen before its draft; None if they depend on the draft, or none is due."""

@@ -34,14 +34,19 @@ class RoundPlan:
         rows: the rows before it.
         tree: the tree, not sanitized; None if it is drafted within the round.
         part: the draft within the round, or None.
-        has_draft: whether the drafter was called for it.
+        num_proposed: nodes that the drafter proposed for it; None if it was not called.
     """
 
     num_nodes: int
     rows: RowState
     tree: DraftTree | None = None
     part: DraftPart | None = None
-    has_draft: bool = True
+    num_proposed: int | None = None
+
+    @property
+    def has_draft(self) -> bool:
+        """Whether the drafter was called."""
+        return self.num_proposed is not None
 
 
 Outcome = tuple[Verified | Exception, Mapping[int, Tensor], tuple[Tensor, ...]]

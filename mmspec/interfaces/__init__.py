@@ -6,6 +6,7 @@
 | `draft_target` | `DraftTarget`, `LayerSubsets`, `DraftModelSource` | |
 | `own_head` | `TargetKeys`, `HeadBlock`, `HeadCache` | `OwnHead`, `HeadRule`, `HeadFiles`, `AssistantParts` |
 | `drafter` | `Drafter`, `GuidingDrafter`, `TrainedDrafter`, ... | `DrafterRequirements`, `Prompt` |
+| `observer` | `Observer` | `ObservedRound` |
 | `compressor` | `Compressor`, `SizedCompressor`, `SaliencyCompressor`, ... | `VisualTokens`, `VisualGrid` |
 | `video` | `FrameSampler`, `ContentAwareSampler` | |
 
@@ -38,6 +39,7 @@ from mmspec.interfaces.drafter import (
     TrainedDrafter,
     drafter_label,
 )
+from mmspec.interfaces.observer import ObservedRound, Observer
 from mmspec.interfaces.own_head import AssistantParts, HeadCache, HeadFiles, HeadRule, OwnHead, OwnHeadError, TargetKeys
 from mmspec.interfaces.target import SharedEmbeddings, Target, TargetInfo, VerifyResult
 from mmspec.interfaces.video import ContentAwareSampler, FrameSampler
@@ -63,6 +65,8 @@ __all__ = [
     "HeadFiles",
     "HeadRule",
     "LayerSubsets",
+    "ObservedRound",
+    "Observer",
     "OwnHead",
     "OwnHeadError",
     "Prompt",

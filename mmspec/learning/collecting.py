@@ -1,21 +1,16 @@
-"""`CollectingDrafter`: a drafter of whose call examples are collected for online learning."""
+"""`Collection`: the examples of one call, for online learning."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
-
-from mmspec.engine.recordings import Recordings
-from mmspec.engine.tree import DraftTree
-from mmspec.interfaces import Prompt, VerifyResult
-from mmspec.interfaces.round import pass_recordings
+from mmspec.interfaces import ObservedRound
 from mmspec.learning.protocols import LearnableDrafter, LearningExample
 
 
-class CollectingDrafter:
-    """The drafter of one call; collects its examples and keeps its state until they are read."""
+class Collection:
+    """An observer of one call that lets its drafter collect examples, and keeps its state until they are read."""
 
     def __init__(self, drafter: LearnableDrafter, with_examples: bool = True) -> None:
         """
@@ -25,24 +20,12 @@ class CollectingDrafter:
         """
         self.drafter = drafter
         self.with_examples = with_examples
-        self.name = drafter.name
-        self.requirements = drafter.requirements
-        self.vocab_size = drafter.vocab_size
         self._state: Any = None
 
-    def begin(self, prompt: Prompt) -> Any:
-        self._state = self.drafter.begin(prompt)
-        self.drafter.start_collecting(self._state, self.with_examples)
-        return self._state
-
-    def use_recordings(self, state: Any, recordings: Recordings) -> None:
-        pass_recordings(self.drafter, state, recordings)
-
-    def propose(self, state: Any, max_nodes: int, active: Sequence[bool]) -> DraftTree:
-        return self.drafter.propose(state, max_nodes, active)
-
-    def observe(self, state: Any, result: VerifyResult, hidden_states: Mapping[int, Tensor]) -> None:
-        self.drafter.observe(state, result, hidden_states)
+    def __call__(self, one: ObservedRound) -> None:
+        if self._state is None:
+            self._state = one.state
+            self.drafter.start_collecting(self._state, self.with_examples)
 
     def examples(self) -> Sequence[LearningExample]:
         """The examples of the call, which is over."""

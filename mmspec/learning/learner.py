@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from mmspec.interfaces import Drafter, SharedEmbeddings
 from mmspec.learning.budget import DEFAULT_SHARE, LearningBudget
-from mmspec.learning.collecting import CollectingDrafter
+from mmspec.learning.collecting import Collection
 from mmspec.learning.protocols import (
     ClosedFormDrafter,
     ClosedFormFit,
@@ -119,7 +119,7 @@ class Learner:
         """Whether examples of the coming call could be learned soon; else none are recorded."""
         return self.disabled_reason is None and (self.is_eager or not (self._waiting or self.budget.is_overdrawn))
 
-    def after_call(self, collecting: CollectingDrafter | None, call_s: float, saved_s: float | None = None) -> bool:
+    def after_call(self, collecting: Collection | None, call_s: float, saved_s: float | None = None) -> bool:
         """Store what was collected of a call, and learn as much as the budget allows.
 
         Args:
@@ -172,7 +172,7 @@ class Learner:
 
     # --- after a call -------------------------------------------------------------------------------------------------
 
-    def _add(self, collecting: CollectingDrafter | None, call_s: float, saved_s: float | None) -> None:
+    def _add(self, collecting: Collection | None, call_s: float, saved_s: float | None) -> None:
         """Count a call, and store its examples."""
         with self._timed("store"):
             examples = () if collecting is None else collecting.examples()

@@ -26,7 +26,7 @@ from mmspec.drafters.heads.eagle.config import EagleConfig
 from mmspec.drafters.heads.eagle.drafter import EagleDrafter
 from mmspec.drafters.heads.eagle.head import EagleHead
 from mmspec.engine.tree import root_only
-from mmspec.interfaces import Prompt, SharedEmbeddings, VerifyResult, VisualGrid
+from mmspec.interfaces import ObservedRound, Prompt, SharedEmbeddings, VerifyResult, VisualGrid
 from mmspec.metrics.compression_stats import RecordingCompressor
 from mmspec.vision.registry import init_compressor
 from research.studies.intervals import format_ci
@@ -134,10 +134,8 @@ def prefill_result(device: torch.device) -> VerifyResult:
 def measure_prefill(drafter: EagleDrafter, prompt: Prompt, device: torch.device, count_flops: bool) -> PrefillCost:
     """Prefill of one prompt with a fresh state."""
     recorder = PrefillRecorder(drafter, device)
-    recorder.observe(recorder.begin(prompt), prefill_result(device), {})
-    if count_flops:
-        recorder.count_flops()
-    return recorder.cost
+    recorder(ObservedRound(prompt, prefill_result(device)))
+    return recorder.measure(count_flops)
 
 
 def measure_prefill_rows(config: PrefillConfig) -> Iterator[ResultRow]:

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from mmspec.app.bench.recorder import RecordingDrafter
+from mmspec.app.bench.recorder import RoundRecorder
 from mmspec.app.modeling.load import synchronize
 from mmspec.control.draft_cost import HeadCostModel
 from mmspec.drafters.heads.eagle.drafter import EagleDrafter
-from mmspec.interfaces import Drafter, Prompt, VerifyResult
-
-ResultT = TypeVar("ResultT")
+from mmspec.interfaces import Drafter, Prompt
 
 
 @dataclass
@@ -37,59 +33,48 @@ def _read(drafter: EagleDrafter, state: Any) -> None:
     drafter.read_pending(state)
 
 
-class PrefillRecorder(RecordingDrafter):
-    """A `RecordingDrafter` that measures the drafter's prefill on a synchronised device.
+class PrefillRecorder(RoundRecorder):
+    """A `RoundRecorder` that measures the drafter's prefill after the call, on a synchronised device.
 
     A drafter without a draft head has no prefill: its cost has no bytes and no operations.
     """
 
-    def __init__(self, inner: Drafter, device: torch.device) -> None:
-        super().__init__(inner)
-        self.device, self.cost = device, PrefillCost()
-        self._prompt: Prompt | None = None
-        self._head_drafter = inner if isinstance(inner, EagleDrafter) else None
-        # The costs that a compressor goes by in this call, for `count_flops`; the drafter's own are updated meanwhile.
-        self._cost_model = (
-            HeadCostModel(copy.deepcopy(self._head_drafter.cost_model.by_batch)) if self._head_drafter else None
-        )
+    def __init__(self, drafter: Drafter, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+        # The costs that a compressor goes by in this call; the drafter's own are updated meanwhile.
+        self._twin = copy.copy(drafter) if isinstance(drafter, EagleDrafter) else None
+        if self._twin is not None:
+            self._twin.cost_model = HeadCostModel(copy.deepcopy(self._twin.cost_model.by_batch))
 
-    def begin(self, prompt: Prompt) -> Any:
-        """See `Drafter`."""
-        self._prompt = prompt
-        return self._timed(lambda: super(PrefillRecorder, self).begin(prompt))
-
-    def observe(self, state: Any, result: VerifyResult, hidden_states: Mapping[int, Tensor]) -> None:
-        """See `Drafter`; the first call runs the prefill, even if no draft follows."""
-        super().observe(state, result, hidden_states)
-        drafter = self._head_drafter
-        if drafter is None or len(self._results) > 1:
-            return
-        self._timed(lambda: _read(drafter, state))
-        kv_cache = getattr(state, "kv_cache", None)
-        if kv_cache is not None:
-            config = drafter.head.config
-            position_bytes = 2 * config.num_key_value_heads * config.head_dim * state.last_hidden.element_size()
-            self.cost.kv_bytes = sum(kv_cache.seq_lens) * position_bytes
-
-    def count_flops(self) -> None:
-        """After the call, count the operations of the prefill in a second one, which updates no costs."""
-        if self._head_drafter is None or self._cost_model is None or self._prompt is None:
-            return
-        twin = copy.copy(self._head_drafter)
-        twin.cost_model = self._cost_model
-        with FlopCounterMode(display=False) as counter:
-            state = twin.begin(self._prompt)
-            twin.observe(state, self._results[0][0], {})
-            _read(twin, state)
-        self.cost.flops = counter.get_total_flops()
-
-    def _timed(self, function: Callable[[], ResultT]) -> ResultT:
+    def measure(self, count_flops: bool = True) -> PrefillCost:
+        """The cost of the prefill of the call."""
+        twin, prompt, cost = self._twin, self.prompt, PrefillCost()
+        if twin is None or prompt is None:
+            return cost
+        costs = copy.deepcopy(twin.cost_model.by_batch)
         synchronize(self.device)
         start_time = time.perf_counter()
-        result = function()
+        state = self._prefill(twin, prompt)
         synchronize(self.device)
-        self.cost.seconds += time.perf_counter() - start_time
-        return result
+        cost.seconds = time.perf_counter() - start_time
+        kv_cache, config = getattr(state, "kv_cache", None), twin.head.config
+        if kv_cache is not None:
+            position_bytes = 2 * config.num_key_value_heads * config.head_dim * state.last_hidden.element_size()
+            cost.kv_bytes = sum(kv_cache.seq_lens) * position_bytes
+        if count_flops:
+            twin.cost_model = HeadCostModel(costs)
+            with FlopCounterMode(display=False) as counter:
+                self._prefill(twin, prompt)
+            cost.flops = counter.get_total_flops()
+        return cost
+
+    def _prefill(self, drafter: EagleDrafter, prompt: Prompt) -> Any:
+        """The state behind the prompt and the first token."""
+        state = drafter.begin(prompt)
+        drafter.observe(state, self._results[0][0], {})
+        _read(drafter, state)
+        return state
 
 
 __all__ = ["PrefillCost", "PrefillRecorder"]

@@ -18,11 +18,11 @@ from tqdm import tqdm
 
 from mmspec.app.bench.measure import Contestant, clone, gc_paused, phase_times_ms, run_once
 from mmspec.app.bench.plot import plot_token_classes
-from mmspec.app.bench.recorder import RecordingDrafter
+from mmspec.app.bench.recorder import RoundRecorder
 from mmspec.app.bench.results import ResultFiles, add_result_options
 from mmspec.app.bench.rows import ResultRow
 from mmspec.app.bench.session import provenance
-from mmspec.app.bench.specs import check_spec, get_drafter, patch_model, short_labels, weight_sizes
+from mmspec.app.bench.specs import check_spec, patch_model, short_labels, weight_sizes
 from mmspec.app.cli.arguments import (
     add_model_option,
     add_progress,
@@ -123,9 +123,9 @@ def run_study(
         inputs = captioner.build_inputs([request.images], [request.question])
         start = number % len(runs)
         for run in (*runs[start:], *runs[:start]):
-            recorder = RecordingDrafter(get_drafter(run.contestant.model))
+            recorder = RoundRecorder()
             timed = run_once(
-                run.contestant, inputs, MAX_NEW_TOKENS, config.temperature, config.seed + number, drafter=recorder
+                run.contestant, inputs, MAX_NEW_TOKENS, config.temperature, config.seed + number, observer=recorder
             )
             run.contestant.runs.append(timed)
             run.answers.append(count_answer(recorder.rounds(), processor.tokenizer, captioner.eos_ids))

@@ -131,9 +131,8 @@ def run_contest(
                 continue
             run.contestant.runs.append(timed)
             if recorder is not None:
-                recorder.count_flops()
                 run.answers.append(count_answer(recorder.rounds(), processor.tokenizer, captioner.eos_ids))
-                run.prefill_costs.append(recorder.cost)
+                run.prefill_costs.append(recorder.measure())
 
 
 def _run_recorded(
@@ -143,7 +142,7 @@ def _run_recorded(
     if run.drafter is None:
         return run_once(run.contestant, inputs, max_new_tokens, 0.0, 0), None
     recorder = PrefillRecorder(run.drafter, run.contestant.model.device)
-    return run_once(run.contestant, inputs, max_new_tokens, 0.0, 0, drafter=recorder), recorder
+    return run_once(run.contestant, inputs, max_new_tokens, 0.0, 0, observer=recorder), recorder
 
 
 def build_rows(runs: Sequence[CompressorRun], shape: str, base: str) -> Iterator[ResultRow]:
