@@ -35,11 +35,11 @@ from mmspec.targets.recurrent import target_class
 from mmspec.targets.selftest import SelfTestResult, judge
 
 _DECODING_MODES = {
-    "num_beams": lambda value: value > 1,
-    "num_beam_groups": lambda value: value > 1,
+    "num_beams": lambda value: value != 1,
+    "num_beam_groups": lambda value: value != 1,
     "constraints": bool,
     "force_words_ids": bool,
-    "penalty_alpha": lambda value: value > 0,
+    "penalty_alpha": lambda value: value != 0,
     "dola_layers": bool,
     "prompt_lookup_num_tokens": lambda value: True,
     "assistant_early_exit": lambda value: True,
@@ -95,6 +95,7 @@ class FallbackPolicy:
         pads = any(hasattr(criterion, "eos_token_id") for criterion in inputs.criteria)
         return (
             reason_after_prepare(inputs.generation_config, adapter.model, model_kwargs, pads)
+            or (_padding_reason(inputs, adapter) if pads else None)
             or adapter.unsupported_reason()
             or target_class(adapter).unsupported_reason(adapter, inputs.input_ids, model_kwargs)
         )
@@ -225,6 +226,14 @@ def reason_after_prepare(config: Any, model: Any, model_kwargs: Mapping[str, Any
     if pads and getattr(config, "_pad_token_tensor", None) is None:
         return "an eos criterion without a pad token"
     return None
+
+
+def _padding_reason(inputs: PreparedInputs, adapter: ModelAdapter) -> str | None:
+    """Why finished rows cannot be padded while others go on, which ends plain `generate`; or None."""
+    pad_token = int(inputs.generation_config._pad_token_tensor)
+    if len(inputs.input_ids) == 1 or 0 <= pad_token < adapter.num_embeddings:
+        return None
+    return f"pad_token_id={pad_token}, which has no embedding"
 
 
 def _is_transformers_method(model: Any, name: str) -> bool:

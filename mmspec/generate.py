@@ -32,6 +32,7 @@ from mmspec.cpu.huge_pages import HugePages
 from mmspec.cpu.linear import LinearAutotuner
 from mmspec.decode import decode
 from mmspec.engine.prefix import PrefixStore
+from mmspec.engine.undo import undo_lost, undone
 from mmspec.fallback import FallbackPolicy, reason_before_binding
 from mmspec.interfaces import GrowingDrafter, SaliencyCompressor
 from mmspec.learning.budget import DEFAULT_SHARE
@@ -114,8 +115,10 @@ class PatchState:
         twin.costs = copy.deepcopy(self.costs, memo)
         return twin
 
+    @undone
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """`model.generate` of the patched model."""
+        undo_lost()
         start_time = time.perf_counter()
         call_options = kwargs.pop("mmspec", None)
         plain_generate = functools.partial(type(self.model).generate, self.model)

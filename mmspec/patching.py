@@ -16,6 +16,7 @@ from os import PathLike
 from typing import Any
 
 from mmspec.config import PatchArguments, resolve_config
+from mmspec.engine.undo import undo_lost, undone
 from mmspec.fallback import tensor_parallel_module
 from mmspec.generate import DISABLED, PatchState
 from mmspec.interfaces import Compressor, Drafter
@@ -49,6 +50,7 @@ def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     return state.generate(*args, **kwargs)
 
 
+@undone
 def patch(
     model: Any,
     drafter: str | PathLike[str] | Drafter = "auto",
@@ -141,18 +143,20 @@ def unpatch(model: Any) -> Any:
 
     Code that wrapped `model.generate` since `patch` keeps its wrapper, which then calls the model's own.
     """
+    undo_lost()
     if is_patched(model):
         patched = unwrap(model)
-        state = patched.__dict__.pop(KEY)
+        state = patch_state(model)
         patched.__dict__.pop(REDUCE, None)
         if _is_wrapper(patched.__dict__.get("generate")):  # else somebody wrapped it, and ours passes calls through
             del patched.__dict__["generate"]
         if not state.had_capture_hooks:
             remove_capture_hooks(patched)
-        if state.learner is not None:
-            state.learner.save()
         if state.original_attention is not None:
             _set_text_attention(patched, state.original_attention)
+        patched.__dict__.pop(KEY, None)  # behind all that: what is interrupted can be called again
+        if state.learner is not None:
+            state.learner.save()
     return model
 
 
@@ -217,24 +221,31 @@ def _is_patched_with(model: Any, arguments: PatchArguments) -> bool:
 def _install(state: PatchState) -> None:
     """Replace `generate` of the model, after the self-test, and a flash attention kernel."""
     model, kernel = state.model, state.adapter.attention
-    if kernel not in TREE_ATTENTION_KERNELS and "flash" in kernel:
-        state.original_attention = kernel
-        _set_text_attention(model, "sdpa")
-        logger.info("mmspec: text attention switched from %s to sdpa, which takes a mask per node", kernel)
     state.had_capture_hooks = has_capture_hooks(model)
-    _check_selftest(state)
-    if state.config.learn:
-        state.start_learning()
-    model.__dict__.pop("generate", None)  # the class's own, bound, as PEFT leaves it
-    _attach(state, model.__dict__)
+    try:
+        if kernel not in TREE_ATTENTION_KERNELS and "flash" in kernel:
+            state.original_attention = kernel
+            _set_text_attention(model, "sdpa")
+            logger.info("mmspec: text attention switched from %s to sdpa, which takes a mask per node", kernel)
+        _check_selftest(state)
+        if state.config.learn:
+            state.start_learning()
+        model.__dict__.pop("generate", None)  # the class's own, bound, as PEFT leaves it
+        _attach(state, model.__dict__)
+    finally:
+        if not is_patched(model):
+            if state.original_attention is not None:
+                _set_text_attention(model, state.original_attention)
+            if not state.had_capture_hooks:
+                remove_capture_hooks(model)
 
 
 def _attach(state: PatchState, attributes: dict[str, Any]) -> None:
     """Add the attributes of the patch to those of the model."""
     model = state.model
     wrapper = functools.wraps(type(model).generate)(_copy_of_generate())
-    attributes |= {KEY: state, REDUCE: types.MethodType(_reduce, model)}
-    attributes.setdefault("generate", types.MethodType(wrapper, model))  # a wrapper of the user's is copied with it
+    generate = attributes.get("generate", types.MethodType(wrapper, model))  # a wrapper of the user's is copied with it
+    attributes.update({KEY: state, REDUCE: types.MethodType(_reduce, model), "generate": generate})  # all or none
 
 
 def _reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
@@ -278,8 +289,6 @@ def _check_selftest(state: PatchState) -> None:
         return
     logger.info("mmspec: self-test %s", result.describe())
     if not result.passed:
-        if state.original_attention is not None:
-            _set_text_attention(state.model, state.original_attention)
         traits = "; ".join(f"{name}: {value}" for name, value in state.adapter.traits().items())
         raise UnsupportedModelError(
             f"{type(state.model).__name__} cannot be decoded in trees: the self-test found {result.failure} (largest "

@@ -6,7 +6,6 @@ from collections.abc import Hashable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
-from math import ceil
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 from mmspec.backend import find_recorder, use_prompt_linear_kernels
 from mmspec.call import CallContext, FallbackRequired, PreparedInputs
-from mmspec.engine.criteria import UNLIMITED_STEPS, is_user_code
+from mmspec.engine.criteria import is_user_code, max_steps
 from mmspec.engine.draws import DrawsRandomNumbers, ForbidDraws
 from mmspec.engine.prefix import Prefix
 from mmspec.engine.sampler import unknown
@@ -141,4 +140,4 @@ def max_new_tokens(inputs: PreparedInputs) -> int:
     lengths = [criterion.max_length for criterion in inputs.criteria if type(criterion) is MaxLengthCriteria]
     if inputs.generation_config.max_length is not None:
         lengths.append(inputs.generation_config.max_length)
-    return max(1, ceil(min(lengths, default=UNLIMITED_STEPS)) - inputs.input_ids.shape[1])
+    return max_steps(lengths, inputs.input_ids.shape[1])

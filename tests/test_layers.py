@@ -32,6 +32,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "engine.row_state",
         "engine.guard",
         "engine.draws",
+        "engine.undo",
         "engine.graph",
         "engine.recordings",
         "cpu.*",

@@ -23,6 +23,7 @@ from mmspec.drafters.mtp.switched import SwitchedDrafter
 from mmspec.drafters.mtp.vocabulary import RowCache
 from mmspec.engine.gather import gather_rows
 from mmspec.engine.tree import DraftTree
+from mmspec.engine.undo import InferenceMode
 from mmspec.interfaces import AssistantParts, Prompt, SharedEmbeddings
 
 
@@ -157,7 +158,7 @@ class AssistantDrafter(SwitchedDrafter):
     def apply(self, values: Mapping[str, str]) -> None:
         self.position = values["position"]
 
-    @torch.inference_mode()
+    @InferenceMode()
     def begin(self, prompt: Prompt) -> DraftState:
         state = super().begin(prompt)
         state.target_keys = prompt.target_keys

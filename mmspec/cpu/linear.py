@@ -20,10 +20,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 import time
 import types
-import weakref
 from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -37,6 +35,7 @@ from mmspec.cpu.c_kernel import MAX_C_ROWS, CKernel, load_kernel
 from mmspec.cpu.kernel_timing import IN_C, ONEDNN, PLAIN, TRANSPOSED, KernelTiming
 from mmspec.cpu.narrow_linear import NarrowLinears
 from mmspec.cpu.weights import FLOAT_TYPES
+from mmspec.engine.undo import Replaced, VariableSet
 
 logger = logging.getLogger("mmspec")
 
@@ -174,11 +173,6 @@ class _Context:
 
 
 ACTIVE_CONTEXT: ContextVar[_Context | None] = ContextVar("mmspec_fast_linears", default=None)
-_USERS: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
-"""{layer whose forward is replaced: number of active `use_fast_linears`, of all threads and models}"""
-_USERS_LOCK = threading.Lock()
-
-
 _LINEAR_FORWARD = nn.Linear.forward
 
 
@@ -245,19 +239,11 @@ def use_fast_linears(
         yield
         return
     autotuner.kernel = load_kernel() if autotuner.allow_c else None
-    with _USERS_LOCK:
-        for layer in replaced:
-            _USERS[layer] = _USERS.get(layer, 0) + 1
-            layer.__dict__["forward"] = types.MethodType(_forward, layer)
-    token = ACTIVE_CONTEXT.set(_Context(autotuner, deterministic, layers_only))
-    try:
+    with (
+        Replaced(
+            ((layer.__dict__, "forward") for layer in replaced),
+            lambda index, _: types.MethodType(_forward, replaced[index]),
+        ),
+        VariableSet(ACTIVE_CONTEXT, _Context(autotuner, deterministic, layers_only)),
+    ):
         yield
-    finally:
-        ACTIVE_CONTEXT.reset(token)
-        with _USERS_LOCK:
-            for layer in replaced:
-                _USERS[layer] -= 1
-                if not _USERS[layer]:
-                    del _USERS[layer]
-                    if is_replaced(layer):  # else user code has replaced it in the meantime
-                        del layer.__dict__["forward"]

@@ -44,8 +44,7 @@ class StepCriteria:
 
     def max_steps(self, prompt_length: int) -> int:
         """Number of steps after which every row stops, at least 1."""
-        lengths = [c.max_length for c in self.criteria if type(c) is hf.MaxLengthCriteria]
-        return max(1, math.ceil(min(lengths)) - prompt_length) if lengths else UNLIMITED_STEPS
+        return max_steps([c.max_length for c in self.criteria if type(c) is hf.MaxLengthCriteria], prompt_length)
 
     def stopped_rows(self, tokens: list[int], length: int, build_inputs: Callable[[], CriterionInputs]) -> list[bool]:
         """The rows that the criteria stop at one step. Every criterion is called, as in transformers.
@@ -74,6 +73,12 @@ class StepCriteria:
                     inputs = build_inputs()
                 results.append(criterion(*inputs))
         return _combine(stopped, results, self.device) if results else stopped
+
+
+def max_steps(max_lengths: Sequence[Any], prompt_length: int) -> int:
+    """Number of steps after which every row reaches a length limit, at least 1. Infinite ones and nan are none."""
+    lengths = [math.ceil(length) for length in max_lengths if length < UNLIMITED_STEPS]
+    return max(1, min(lengths) - prompt_length) if lengths else UNLIMITED_STEPS
 
 
 def is_user_code(criterion: Any) -> bool:

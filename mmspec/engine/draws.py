@@ -11,12 +11,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from contextvars import ContextVar, Token
-from typing import Any, NamedTuple
+from contextvars import ContextVar
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
+
+from mmspec.engine.undo import Undoable, VariableSet
 
 ATEN = torch.ops.aten
 
@@ -45,6 +47,21 @@ class _Signature(NamedTuple):
     training: _Argument | None
 
 
+class _ModePushed(Undoable):
+    """Context of a mode, without the base class's flags, which are those of all threads and would outlive a race."""
+
+    def __init__(self, mode: TorchDispatchMode) -> None:
+        self._mode = mode
+        self._num_before = torch._C._len_torch_dispatch_stack()
+
+    def _make(self) -> None:
+        _push_mode(self._mode)
+
+    def _undo(self) -> None:
+        while torch._C._len_torch_dispatch_stack() > self._num_before:
+            _pop_mode()
+
+
 class _DrawMode(TorchDispatchMode):
     """Calls `_draw` in place of each operator of this thread that would draw from a default generator."""
 
@@ -55,12 +72,21 @@ class _DrawMode(TorchDispatchMode):
         """Compiled code runs as without the mode; the operator that draws its seeds is seen."""
         return True
 
-    def __enter__(self) -> Any:
-        _push_mode(self)  # without the base class's flags, which are those of all threads and would outlive a race
+    def __init__(self) -> None:
+        super().__init__()
+        self._active: list[Undoable] = []  # a mode may be entered within itself
+
+    def __enter__(self) -> Self:
+        self._active.append(self._change().__enter__())
         return self
 
     def __exit__(self, *error: Any) -> None:
-        _pop_mode()
+        self._active[-1].__exit__()
+        self._active.pop()
+
+    def _change(self) -> Undoable:
+        """What entering the context changes."""
+        return _ModePushed(self)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -108,23 +134,9 @@ class PrivateDraws(_DrawMode):
         self._seed = seed
         self._expected_state = expected_state
         self._generators: dict[torch.device, tuple[torch.Generator, Tensor]] = {}  # and the default one's last state
-        self._tokens: list[tuple[Token[PrivateDraws | None], Tensor]] = []
 
-    def __enter__(self) -> PrivateDraws:
-        self._tokens.append((_PRIVATE.set(self), torch.default_generator.get_state()))
-        for device, (private, _) in self._generators.items():
-            self._generators[device] = private, _default_generator(device).get_state()
-        super().__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        token, before = self._tokens.pop()
-        _PRIVATE.reset(token)
-        now = torch.default_generator.get_state()
-        if not torch.equal(now, before) and torch.equal(now, _seeded_state()):
-            expected = None if self._expected_state is None else self._expected_state()
-            torch.default_generator.set_state(before if expected is None else expected)
+    def _change(self) -> Undoable:
+        return _PrivateModePushed(self)
 
     def generator(self, device: torch.device) -> torch.Generator:
         """The private generator in place of the default one of a device."""
@@ -164,6 +176,30 @@ class PrivateDraws(_DrawMode):
         finally:
             generator.set_state(default.get_state())
             default.set_state(state)
+
+
+class _PrivateModePushed(_ModePushed):
+    """See `PrivateDraws`."""
+
+    def __init__(self, mode: PrivateDraws) -> None:
+        super().__init__(mode)
+        self._draws = mode
+        self._variable = VariableSet(_PRIVATE, mode)
+        self._state = torch.default_generator.get_state()
+
+    def _make(self) -> None:
+        for device, (private, _) in self._draws._generators.items():
+            self._draws._generators[device] = private, _default_generator(device).get_state()
+        self._variable.__enter__()
+        super()._make()
+
+    def _undo(self) -> None:
+        super()._undo()
+        self._variable.__exit__()
+        now = torch.default_generator.get_state()
+        if not torch.equal(now, self._state) and torch.equal(now, _seeded_state()):
+            expected = None if self._draws._expected_state is None else self._draws._expected_state()
+            torch.default_generator.set_state(self._state if expected is None else expected)
 
 
 _PRIVATE: ContextVar[PrivateDraws | None] = ContextVar("mmspec_private_draws", default=None)

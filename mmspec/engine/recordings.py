@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mmspec.cpu.linear import ACTIVE_CONTEXT
 from mmspec.engine.graph import Recorder, Replay, StaticFunction
+from mmspec.engine.undo import VariableSet
 
 NUM_CHECKED_REPLAYS = 3
 """Replays of each function that are compared with a plain run: later ones have other inputs than those recorded."""
@@ -109,24 +110,23 @@ class Recordings:
             return replay(inputs)
         start, replay_s = time.perf_counter(), 0.0
         written: Callable[..., list[WrittenPlace]] = getattr(function, "written", lambda *tensors: [])
-        token = ACTIVE_CONTEXT.set(None)  # the recording contains no timed kernels
         try:
-            expected = [output.clone() for output in function(*state, *inputs)]
-            if replay is None:
-                replay = self.recorder(function, state, inputs)
-                function(*state, *inputs)  # a recorder may have run it on something else
-            places = written(*state, *inputs)
-            expected_writes = [place.read() for place in places]
-            for place in places:
-                place.erase()
-            _wait_for(expected[0])
-            replay_start = time.perf_counter()
-            outputs = replay(inputs)
-            _wait_for(outputs[0])
-            replay_s = time.perf_counter() - replay_start  # what a round costs
-            check_replay([*outputs, *(place.read() for place in places)], [*expected, *expected_writes])
+            with VariableSet(ACTIVE_CONTEXT, None):  # the recording contains no timed kernels
+                expected = [output.clone() for output in function(*state, *inputs)]
+                if replay is None:
+                    replay = self.recorder(function, state, inputs)
+                    function(*state, *inputs)  # a recorder may have run it on something else
+                places = written(*state, *inputs)
+                expected_writes = [place.read() for place in places]
+                for place in places:
+                    place.erase()
+                _wait_for(expected[0])
+                replay_start = time.perf_counter()
+                outputs = replay(inputs)
+                _wait_for(outputs[0])
+                replay_s = time.perf_counter() - replay_start  # what a round costs
+                check_replay([*outputs, *(place.read() for place in places)], [*expected, *expected_writes])
         finally:
-            ACTIVE_CONTEXT.reset(token)
             self.setup_s += time.perf_counter() - start - replay_s
         self._replays[owner, key] = replay
         self._num_checked[owner, key] += 1

@@ -30,6 +30,7 @@ from mmspec.engine.tree_cache import (
     unsupported_reason,
     unsupported_shape,
 )
+from mmspec.engine.undo import InferenceMode
 from mmspec.interfaces import VerifyResult
 from mmspec.interfaces.round import ScorePart
 from mmspec.targets.base import ModelAdapter
@@ -129,7 +130,7 @@ class HFTarget:
         if lane is not None:
             self._mode = recordable_mode
         elif self.inference_mode and self.user_cache_view.cache is None:
-            self._mode = torch.inference_mode
+            self._mode = InferenceMode
         self._num_steps = 0  # output tokens per row that transformers would have fed to the model so far
 
     @staticmethod

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -27,6 +26,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from mmspec.engine.undo import Replaced, VariableSet
 
 STATE_NAMES = ("initial_state", "initial_states")
 """Arguments of a recurrence that returns its last state."""
@@ -107,12 +108,9 @@ class StateLog:
     @contextmanager
     def active(self, functions: Sequence[UpdatingFunction]) -> Iterator[None]:
         """Context for one forward of layers that call these functions, in this thread."""
-        with _replaced(functions):
-            token = _ACTIVE.set(self)
-            try:
-                yield
-            finally:
-                _ACTIVE.reset(token)
+        names = ((one.namespace, one.name) for one in functions)
+        with Replaced(names, lambda index, function: _logging(functions[index], function)), VariableSet(_ACTIVE, self):
+            yield
 
     def add_window(self, state: Tensor, window: Tensor) -> None:
         """Log what a convolution reads."""
@@ -192,10 +190,6 @@ def active_log() -> StateLog | None:
 
 # --- the functions that layers call -----------------------------------------------------------------------------------
 
-_LOCK = threading.Lock()
-_USERS: dict[tuple[int, str], int] = {}
-"""{(id of a Python module's names, name of a function that is replaced there): forwards that run with it}"""
-
 
 @dataclass(frozen=True)
 class UpdatingFunction:
@@ -248,29 +242,9 @@ def _parameters_of(kind: Any) -> tuple[tuple[str, tuple[str, ...]], ...]:
     return tuple(found)
 
 
-@contextmanager
-def _replaced(functions: Sequence[UpdatingFunction]) -> Iterator[None]:
-    """Within the context layers call functions that log, in threads with an active log."""
-    with _LOCK:
-        for one in functions:
-            _USERS[one.key] = _USERS.get(one.key, 0) + 1
-            if _USERS[one.key] == 1:
-                one.namespace[one.name] = _logging(one)
-    try:
-        yield
-    finally:
-        with _LOCK:
-            for one in functions:
-                _USERS[one.key] -= 1
-                if not _USERS[one.key]:
-                    del _USERS[one.key]
-                    current = one.namespace[one.name]  # user code may have replaced it in the meantime
-                    one.namespace[one.name] = getattr(current, "logged_function", current)
-
-
-def _logging(replaced: UpdatingFunction) -> Callable[..., Any]:
-    """A function that does as the replaced one and logs its calls."""
-    function, names = replaced.namespace[replaced.name], replaced.parameters
+def _logging(replaced: UpdatingFunction, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that does as the replaced one and logs its calls, in threads with an active log."""
+    names = replaced.parameters
     step = getattr(replaced.namespace[replaced.step_name], "logged_function", replaced.namespace[replaced.step_name])
     in_place = next((index for index, name in enumerate(names) if name in IN_PLACE_NAMES), None)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import threading
 from typing import Any
 
@@ -159,19 +158,7 @@ def test_forwards_are_restored_and_other_threads_are_not_affected(spied: list[in
         assert torch.allclose(twin(rows(4)), twin.bias.expand(1, 4, -1)), "a copy computes with its own weight"
         with pytest.raises(ValueError, match="on purpose"), use_fast_linears(LinearAutotuner(), [one]):
             raise ValueError("on purpose")
-    assert not is_replaced(one) and "forward" not in one.__dict__ and one not in cpu._USERS
-
-
-def test_layers_are_not_mixed_up_with_collected_ones() -> None:
-    """Counts are keyed by the layer, not by its address, which a later layer may get."""
-    one = layer()
-    context = use_fast_linears(LinearAutotuner(), [one])
-    context.__enter__()
-    assert cpu._USERS[one] == 1
-    one.__dict__.pop("forward")
-    del one, context
-    gc.collect()
-    assert len(cpu._USERS) == 0
+    assert not is_replaced(one) and "forward" not in one.__dict__
 
 
 def test_eligible_layers() -> None:

@@ -26,6 +26,7 @@ from transformers import (
 )
 
 import mmspec
+from mmspec.engine import undo
 from mmspec.engine.tree import DraftTree, first_chain, sanitize
 from mmspec.engine.tree_cache import CACHE_ARGUMENT, is_recurrent
 from mmspec.interfaces import VerifyResult
@@ -204,7 +205,7 @@ def test_functions_of_transformers_are_replaced_for_a_forward_alone() -> None:
     finally:
         mmspec.unpatch(model)
     assert len(results) == 3 and all(torch.equal(result, plain) for result in results)
-    assert [one.namespace[one.name] for one in functions] == before and not state_log._USERS
+    assert [one.namespace[one.name] for one in functions] == before and not undo._REPLACED
 
 
 def test_functions_that_are_modules(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ of all patches to it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -16,7 +16,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mmspec.engine.undo import Undoable, VariableSet
+
 _active_capture: ContextVar[AttentionCapture | None] = ContextVar("mmspec_attention_capture", default=None)
+
+
+class _Hooked(Undoable):
+    """Context in which a module has a pre-hook with keyword arguments."""
+
+    def __init__(self, module: nn.Module, hook: Callable[..., None]) -> None:
+        self._module = module
+        self._hook = hook
+
+    def _make(self) -> None:
+        self._module.register_forward_pre_hook(self._hook, with_kwargs=True)
+
+    def _undo(self) -> None:
+        for key, hook in list(self._module._forward_pre_hooks.items()):  # a handle may be lost in an interrupt
+            if hook is self._hook:
+                self._module._forward_pre_hooks_with_kwargs.pop(key, None)
+                self._module._forward_pre_hooks.pop(key, None)
 
 
 class AttentionCapture:
@@ -40,13 +59,8 @@ class AttentionCapture:
             if _active_capture.get() is self:
                 self._inputs.append((args[0] if args else kwargs["hidden_states"]).detach())
 
-        handle = self.layer.register_forward_pre_hook(hook, with_kwargs=True)
-        token = _active_capture.set(self)
-        try:
+        with _Hooked(self.layer, hook), VariableSet(_active_capture, self):
             yield self
-        finally:
-            _active_capture.reset(token)
-            handle.remove()
 
     @torch.no_grad()
     def scores(self) -> Tensor | None:

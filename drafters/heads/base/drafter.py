@@ -23,6 +23,7 @@ from mmspec.engine.host_copy import from_host
 from mmspec.engine.kv_cache import RaggedKVCache
 from mmspec.engine.recordings import Recordings
 from mmspec.engine.tree import BUCKETS, DraftTree, root_only
+from mmspec.engine.undo import InferenceMode
 from mmspec.interfaces import Prompt, VerifyResult
 from mmspec.interfaces.round import DraftPart
 
@@ -62,7 +63,7 @@ class HeadDrafter(HeadReader, ABC):
 
     # --- the Drafter protocol -----------------------------------------------------------------------------------------
 
-    @torch.inference_mode()
+    @InferenceMode()
     def begin(self, prompt: Prompt) -> DraftState:
         """Start a call. The head processes the prompt before the first draft, which may never be requested."""
         if prompt.shared_embeddings is None:
@@ -96,7 +97,7 @@ class HeadDrafter(HeadReader, ABC):
     def use_recordings(self, state: DraftState, recordings: Recordings) -> None:
         state.recordings = recordings
 
-    @torch.inference_mode()
+    @InferenceMode()
     def propose(self, state: DraftState, max_nodes: int, active: Sequence[bool]) -> DraftTree:
         """A tree of at most `max_nodes` nodes, the root included."""
         max_nodes = min(max_nodes, BUCKETS[-1])
@@ -118,7 +119,7 @@ class HeadDrafter(HeadReader, ABC):
             tree.node_mask &= from_host(active, tree.node_mask.device)[:, None]
         return tree
 
-    @torch.inference_mode()
+    @InferenceMode()
     def observe(self, state: DraftState, result: VerifyResult, hidden_states: Mapping[int, Tensor]) -> None:
         """Store the emitted tokens and their hidden states for the next `read_pending`; update the depth controller."""
         if state.first_ids is None:
@@ -132,7 +133,7 @@ class HeadDrafter(HeadReader, ABC):
         accepted = scored.gather(1, path[..., None].expand(-1, -1, scored.shape[-1]))
         state.pending.append(Pending(result.tokens[:, :longest].to(path.device), accepted, counts, result.counts))
 
-    @torch.inference_mode()
+    @InferenceMode()
     def draft_part(self, state: DraftState, num_nodes: int) -> DraftPart | None:
         self.read_prompt(state)
         if state.recorded is None:
@@ -145,7 +146,7 @@ class HeadDrafter(HeadReader, ABC):
             state.num_rows = len(state.last_hidden)
         return part
 
-    @torch.inference_mode()
+    @InferenceMode()
     def observe_part(
         self, state: DraftState, result: VerifyResult, hidden_states: Tensor, kept: Sequence[Tensor]
     ) -> None:

@@ -18,6 +18,7 @@ from mmspec.drafters.heads.base.drafter import HeadDrafter
 from mmspec.drafters.heads.base.state import DraftState
 from mmspec.drafters.heads.registry import method_of
 from mmspec.drafters.training.batch import TrainBatch
+from mmspec.engine.undo import InferenceMode
 from mmspec.interfaces import SharedEmbeddings, VerifyResult
 
 
@@ -48,7 +49,7 @@ class LearnableHead(HeadDrafter):
         if with_examples and is_whole and prompt.compressor is None:
             state.collector = SequenceCollector(prompt, hidden_states, state.shared_embeddings)
 
-    @torch.inference_mode()
+    @InferenceMode()
     def observe(self, state: DraftState, result: VerifyResult, hidden_states: Mapping[int, Tensor]) -> None:
         """See `HeadDrafter`; records the emitted tokens and the states before them."""
         is_first, num_pending = state.first_ids is None, len(state.pending)

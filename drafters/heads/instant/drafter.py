@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from mmspec.drafters.heads.base.attention import select_last
@@ -22,6 +21,7 @@ from mmspec.drafters.heads.base.state import DraftState, Pending
 from mmspec.drafters.heads.instant.head import InstantHead
 from mmspec.engine.gather import gather_rows
 from mmspec.engine.tree import DraftTree, root_only
+from mmspec.engine.undo import InferenceMode
 from mmspec.interfaces import DrafterRequirements, Prompt
 
 
@@ -62,7 +62,7 @@ class InstantDrafter(BlockDrafter):
         super().set_hidden_state_indices(indices, num_layers)
         self.requirements = DrafterRequirements(hidden_state_indices=indices, max_tree_size=MAX_HEAD_TREE_SIZE)
 
-    @torch.inference_mode()
+    @InferenceMode()
     def propose(self, state: DraftState, max_nodes: int, active: Sequence[bool]) -> DraftTree:
         """See `HeadDrafter`; the root alone before anything was learned."""
         if not self.is_ready:

@@ -28,6 +28,7 @@ from mmspec.drafters.heads.instant.autoregression import (
 from mmspec.drafters.heads.instant.collector import CallCollector
 from mmspec.drafters.ngram.output_ngrams import HEAD_POWER, NGRAM_POWER, PRIOR_POWER
 from mmspec.engine.host_copy import from_host
+from mmspec.engine.undo import InferenceMode
 from mmspec.interfaces import Prompt, SharedEmbeddings, VerifyResult
 from mmspec.learning.protocols import Examples
 
@@ -98,7 +99,7 @@ class OnlineHeads:
 
     # --- drafting -----------------------------------------------------------------------------------------------------
 
-    @torch.inference_mode()
+    @InferenceMode()
     def begin(self, prompt: Prompt) -> HeadsState:
         """Take the last two hidden states of each prompt.
 
@@ -115,7 +116,7 @@ class OnlineHeads:
             prompt.shared_embeddings, hidden_states[rows, last], hidden_states[rows, (last - 1).clamp(min=0)]
         )
 
-    @torch.inference_mode()
+    @InferenceMode()
     def observe(self, state: HeadsState, result: VerifyResult, hidden_states: Mapping[int, Tensor]) -> None:
         """Follow the emitted tokens: the state before each is that of the accepted node before it."""
         collector = state.collector
@@ -137,7 +138,7 @@ class OnlineHeads:
             for tokens, emitted in zip(collector.tokens, result.emitted_ids, strict=True):
                 tokens.extend(emitted)
 
-    @torch.inference_mode()
+    @InferenceMode()
     def distributions(self, state: HeadsState) -> HeadDistributions | None:
         """Of each row, those of the next k positions; None before anything was learned."""
         published = self._published_on(state)
