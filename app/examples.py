@@ -159,7 +159,7 @@ def print_summary(results: Sequence[ExampleResult]) -> int:
     print(f"\n{num_identical} of {len(results)} texts identical to plain generate.")
     speed = f"{num_tokens / plain_s:.0f} tokens/s plain, {num_tokens / patched_s:.0f} with mmspec"
     print(f"{speed}: {plain_s / patched_s:.2f}x, tau {tau:.2f}")
-    print("(image encoding and the prompt included; `mmspec bench` measures with repeats)")
+    print("(image encoding and the prompt included; `mmspec compare` measures with repeats)")
     return 0 if num_identical == len(results) else 1
 
 

@@ -100,7 +100,7 @@ INSTANT_NAME = "instant"
 WEIGHTS_DIR = Path(__file__).parent / "weights"
 """Folders of the trained drafters that are part of the package, by name."""
 AUTO_ORDER = {"cpu": ("flash", "msd", "parallel", "falcon")}
-"""Order in which `auto` prefers them by device type, as measured (docs/results); other devices use the CPU's."""
+"""Order in which `auto` prefers them by device type, as measured (research/results); other devices use the CPU's."""
 HEAD_FILES = (
     "config.json",
     "model.safetensors",

@@ -10,7 +10,7 @@ from itertools import islice
 
 from lmms_eval.api.instance import Instance
 
-from mmspec.app.bench.lmms_eval_model import MmspecHf
+from mmspec.app.lmms_eval_model import MmspecHf
 from mmspec.app.scenes.tasks import generate_requests
 
 

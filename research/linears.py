@@ -3,8 +3,8 @@
     python -m research.linears --json linears.json
 
 Products: every kernel, and the compiled one in each type of weight, reads weights in turn, more than the caches hold,
-so that its speed in GB/s compares with that of reading memory, measured in the same repeat. Loops: as in `mmspec bench`
-on the scenes model, each drafter with the compiled kernel and without. Other jobs on the machine disturb wall-clock
+so that its speed in GB/s compares with that of reading memory, measured in the same repeat. Loops: on the
+scenes model, each drafter with the compiled kernel and without. Other jobs on the machine disturb wall-clock
 times: the default is one thread and its own CPU time, for everything (`--threads 2 --clock wall` for the other).
 """
 
@@ -24,9 +24,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mmspec.app.bench.measure import HF, NO_DRAFT, Contestant, TimedRun, build_contestants, run_rounds
-from mmspec.app.bench.requests import build_scene_requests
-from mmspec.app.bench.session import provenance
 from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.scenes import load_scenes_model
 from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED
@@ -35,6 +32,9 @@ from mmspec.cpu.linear import transposed_linear
 from mmspec.cpu.quantise import quantise
 from mmspec.cpu.weights import Weight
 from mmspec.patching import KEY
+from research.bench.measure import HF, NO_DRAFT, Contestant, TimedRun, build_contestants, run_rounds
+from research.bench.requests import build_scene_requests
+from research.bench.session import provenance
 
 SCENES_SHAPES = ((384, 384), (1024, 384), (384, 1024), (1536, 384))
 SMOLLM2_SHAPES = ((576, 576), (1536, 576), (576, 1536), (49152, 576))

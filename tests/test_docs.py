@@ -18,6 +18,7 @@ DOCUMENTS = [
         "CODE_OF_CONDUCT.md",
         "examples/README.md",
         "research/README.md",
+        "research/benchmarking.md",
     )
 ] + sorted((ROOT / "docs").glob("*.md"))
 """Not the log and CHANGELOG.md: they describe former states of the tree."""
@@ -74,10 +75,10 @@ def test_file_paths_in_backticks_exist(document: Path) -> None:
     assert not missing, f"{document.relative_to(ROOT)} names missing files: {missing}"
 
 
-@pytest.mark.parametrize("folder", ["images", "results"])
+@pytest.mark.parametrize("folder", ["docs/images", "research/results"])
 def test_every_image_and_result_is_named_by_a_document(folder: str) -> None:
-    files = {file.name for file in (ROOT / "docs" / folder).iterdir()} - {"README.md"}
-    documents = [*DOCUMENTS, ROOT / "docs" / "results" / "README.md"]
+    files = {file.name for file in (ROOT / folder).iterdir()} - {"README.md"}
+    documents = [*DOCUMENTS, ROOT / "research" / "results" / "README.md"]
     text = "\n".join(read_document(document) for document in documents)
     assert files and not {name for name in files if name not in text} and len(files) <= 15
 

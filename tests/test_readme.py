@@ -38,8 +38,8 @@ def test_its_commands_parse() -> None:
 
 
 def test_figures_are_those_of_the_results() -> None:
-    """Every interval of the table stands in docs/results, so does what `x llama.cpp` is the ratio of."""
-    results = (ROOT / "docs" / "results" / "README.md").read_text(encoding="utf-8")
+    """Every interval of the table stands in research/results, so does what `x llama.cpp` is the ratio of."""
+    results = (ROOT / "research" / "results" / "README.md").read_text(encoding="utf-8")
     rows = [line for line in TEXT.splitlines() if line.startswith("|") and re.search(r"\[\d", line)]
     assert 1 <= len(rows) <= 5
     for row in rows:
@@ -50,5 +50,6 @@ def test_figures_are_those_of_the_results() -> None:
 
 
 def test_the_docs_are_not_too_long() -> None:
-    pages = [*(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "results").glob("*.md")]
-    assert sum(len(page.read_text(encoding="utf-8").split()) for page in pages) < MAX_WORDS  # as `wc -w` counts
+    assert (
+        sum(len(page.read_text(encoding="utf-8").split()) for page in (ROOT / "docs").glob("*.md")) < MAX_WORDS
+    )  # as `wc -w` counts

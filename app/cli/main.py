@@ -9,10 +9,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from mmspec.app.bench import command as bench
-from mmspec.app.bench import compare_command as compare
 from mmspec.app.caption import command as caption
 from mmspec.app.cli import cache, env, examples
+from mmspec.app.compare import command as compare
 from mmspec.app.errors import EXIT_IO_ERROR, OutputError, UsageError, explain_write, find_write_error, one_line
 from mmspec.app.export import command as export
 from mmspec.app.train import command as train
@@ -27,13 +26,14 @@ start here
   mmspec examples                                        no download: a small bundled model on its own drawn images
   mmspec demo                                            the same in a browser: plain and speculative side by side
   mmspec compare --model M --image I                     which drafter for your model: one line each
-  mmspec bench                                           how fast that is, compared with generate
   mmspec COMMAND --help                                  options of one command
 
 exit code
   0 success, 1 rows failed or text differed, 2 wrong usage,
   74 output cannot be written (disk full, read-only, size limit), 130 interrupted
 """
+REMOVED = {"bench": "mmspec compare, or python -m research.bench in a clone of the repository"}
+"""Commands of before, and what to use instead."""
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -53,6 +53,8 @@ class CommandParser(argparse.ArgumentParser):
         try:
             super()._check_value(action, value)
         except argparse.ArgumentError as error:
+            if isinstance(action, argparse._SubParsersAction) and value in REMOVED:
+                self.error(f"{value} is no command any more: use {REMOVED[value]}")
             raise argparse.ArgumentError(
                 action, f"{error.message}{did_you_mean(str(value), map(str, action.choices or ()))}"
             ) from None
@@ -85,7 +87,7 @@ def build_parser() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="print tracebacks")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=CommandParser)
-    for command in (caption, examples, demo, compare, bench, train, export, cache, env):
+    for command in (caption, examples, demo, compare, train, export, cache, env):
         command.add_parser(commands, common)
     return top
 
@@ -102,6 +104,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     args = build_parser().parse_args(arguments)
     args.command = shlex.join(["mmspec", *arguments])
+    return run_command(args)
+
+
+def run_command(args: argparse.Namespace) -> int:
+    """Carry out `args.run`; an error is one line on standard error. Returns the exit code."""
     try:
         code: int = args.run(args)
         with explain_write("standard output"):

@@ -6,6 +6,7 @@ reported within 10 seconds (`mmspec.drafters.hub`).
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from collections.abc import Callable
@@ -46,6 +47,12 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
     elif device.type == "mps":
         torch.mps.synchronize()
+
+
+def clone(model: PreTrainedModel) -> PreTrainedModel:
+    """A second model with the same weight tensors (no copy of them) and its own modules and settings."""
+    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    return copy.deepcopy(model, shared)
 
 
 def load_model(

@@ -65,7 +65,7 @@ model.safetensors, evaluation.json and provenance.json: `mmspec.patch(model, dra
 Repeat the command to resume an interrupted run.
 
 At the end every drafter gets a summary: tau and acceptance per depth on the held-out requests with trees of 16 nodes,
-the speed over plain generate on this machine (a short run of what `mmspec bench` measures), and the next command.
+the speed over plain generate on this machine (`mmspec.compare` on four of them), and the next command.
 
 examples
   mmspec train --out run                                       msd for the scenes model

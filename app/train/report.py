@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import mmspec
-from mmspec.app.bench.forced_tree import add_forced_tree, format_not_used, is_probe_needed, probe_forced_tree
-from mmspec.app.bench.measure import NO_DRAFT, build_contestants, build_result_rows, run_rounds
 from mmspec.app.caption.config import SCENES_MODEL
 from mmspec.app.errors import one_line
 from mmspec.app.train.config import TrainOptions
@@ -122,41 +122,40 @@ def _inputs(teacher: Teacher, held_out: RequestDataset, index: int) -> dict[str,
 def measure_speed(
     options: TrainOptions, folder: Path, teacher: Teacher, held_out: RequestDataset
 ) -> dict[str, Any] | None:
-    """Speed over plain generate on this machine, with the controller on, as `mmspec bench` measures it.
-
-    Plain generate, the loop without drafts and the drafter decode a few held-out requests in turn.
+    """Speed over plain generate on this machine, with the controller on: `mmspec.compare` on a few held-out requests.
 
     Returns:
-        Keys of a bench row (`speedup_hf`, `speedup_hf_ci`, `tau`, `drafted_share`, `forced_tree`, `not_used`, ...), or
-        None if mmspec cannot decode with this target.
+        `requests`, `speedup_decode` and `speedup_e2e` (medians over requests, None if no answer has two tokens), `tau`,
+        `drafted_share` (of the rounds, those that scored a draft) and `identical`; None if mmspec cannot decode with
+        this target.
     """
-    model, processor = teacher.model, teacher.captioner.processor
-    indices = [index % len(held_out) for index in range(1 + min(NUM_SPEED_REQUESTS, len(held_out)))]
-    requests = [_inputs(teacher, held_out, index) for index in indices]
-    limits: dict[str, Any] = {"new_tokens": options.max_new_tokens, "temperature": 0.0, "seed": options.seed}
+    model, found, total = teacher.model, [], Stats()
+    mmspec.patch(model, str(folder), processor=teacher.captioner.processor)
     try:
-        contestants = build_contestants(model, [str(folder)], processor, stop_at_eos=True)
-        run_rounds(contestants, requests, **limits, tick=lambda: None)
-        row = list(build_result_rows(contestants))[-1]
-        own = next(one for one in contestants if one.name == NO_DRAFT)
-        forced = None
-        if is_probe_needed(row):
-            forced = probe_forced_tree(own, str(folder), processor, requests, **limits, model=model, stop_at_eos=True)
-        add_forced_tree(row, forced)
-    except RuntimeError as error:
-        print(f"mmspec: speed is not measured: {one_line(error)}", file=sys.stderr)
-        return None
-    keys = (
-        "speedup_hf",
-        "speedup_hf_ci",
-        "speedup_own",
-        "tau",
-        "drafted_share",
-        "identical",
-        "forced_tree",
-        "not_used",
-    )
-    return {"requests": len(requests) - 1} | {key: row[key] for key in keys}
+        for index in range(1 + min(NUM_SPEED_REQUESTS, len(held_out))):
+            inputs = _inputs(teacher, held_out, index % len(held_out))
+            result = mmspec.compare(model, inputs, max_new_tokens=options.max_new_tokens, do_sample=False)
+            if result.stats.fallback_calls:
+                print(f"mmspec: speed is not measured: {result.stats.fallback_reason}", file=sys.stderr)
+                return None
+            if index:  # the first warms up
+                found.append(result)
+                total.add(result.stats)
+    finally:
+        mmspec.unpatch(model)
+
+    def typical(values: list[float]) -> float | None:
+        good = [value for value in values if value and math.isfinite(value)]
+        return round(median(good), 4) if good else None
+
+    return {
+        "requests": len(found),
+        "speedup_decode": typical([one.speedup_decode for one in found]),
+        "speedup_e2e": typical([one.speedup_e2e for one in found]),
+        "tau": round(total.tau, 4),
+        "drafted_share": round(total.drafted_rounds / total.rounds, 4) if total.rounds else None,
+        "identical": all(one.identical for one in found),
+    }
 
 
 def summary_lines(options: TrainOptions, folder: Path, evaluation: Mapping[str, Any]) -> list[str]:
@@ -172,21 +171,19 @@ def summary_lines(options: TrainOptions, folder: Path, evaluation: Mapping[str, 
     if modes := evaluation.get("tau_by_visual_mode"):
         lines.append("  tau by visual mode: " + ", ".join(f"{mode} {tau:.2f}" for mode, tau in modes.items()))
     speed = evaluation["speed"]
-    if speed is not None and speed["speedup_hf"] is not None:
-        low, high = speed["speedup_hf_ci"]
+    if speed is not None and speed["speedup_decode"] is not None:
         lines.append(
-            f"  speed on this machine: x{speed['speedup_hf']:.2f} over plain generate [{low:.2f}, {high:.2f}], "
+            f"  speed on this machine: x{speed['speedup_decode']:.2f} over plain generate, "
             f"{speed['requests']} requests, tau {speed['tau']:.2f}, {speed['drafted_share'] or 0:.0%} of rounds drafted"
         )
-        lines += [f"  {reason}" for reason in filter(None, [format_not_used(speed)])]
     return [*lines, f"  next: {next_command(options, folder)}"]
 
 
 def next_command(options: TrainOptions, folder: Path) -> str:
-    """The command that measures the drafter more thoroughly."""
-    command = ["mmspec", "bench", "--drafters", str(folder)]
+    """The command that compares the drafter with others."""
+    command = ["mmspec", "compare", "--drafters", f"auto,{folder}"]
     if options.target != SCENES_MODEL:
-        command += ["--model", options.target, "--images", *options.data, *options.source.flags()]
+        command += ["--model", options.target, "--image", *options.data[:1], *options.source.flags()]
     if options.dtype != "auto":
         command += ["--dtype", options.dtype]
     return shlex.join(command)
@@ -198,7 +195,7 @@ def write_curves(out: Path, title: str) -> None:
         import matplotlib  # noqa: F401
     except ImportError:
         return
-    from mmspec.app.bench.plot import plot_training_log
+    from mmspec.app.train.plot import plot_training_log
 
     try:
         plot_training_log(out / "log.jsonl", out / "curves.png", title)

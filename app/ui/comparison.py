@@ -11,19 +11,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mmspec.app.bench.rounds import Round
 from mmspec.app.io.images import Media
 from mmspec.app.modeling.chat import ChatTurn
 from mmspec.app.ui.credit import LOOP, NO_DRAFTS, Credit, split_speedup
 from mmspec.app.ui.model_store import ModelStore, RunSettings
+from mmspec.app.ui.rounds import Round
 from mmspec.app.ui.streamer import TimingStreamer
 from mmspec.app.ui.visible_tokens import VisibleTokens, find_visible_tokens
 from mmspec.app.ui.worker import CancelSignal
 from mmspec.metrics.stats import Stats
 
 if TYPE_CHECKING:
-    from mmspec.app.bench.recorder import RoundRecorder
     from mmspec.app.ui.loaded_model import LoadedModel
+    from mmspec.app.ui.recorder import RoundRecorder
     from mmspec.interfaces import Drafter
 
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from mmspec.app.bench.rounds import Round
     from mmspec.app.ui.comparison import AnswerLane
+    from mmspec.app.ui.rounds import Round
 
 PLAIN_GENERATE, LOOP = "plain generate", "mmspec without drafts"
 BASELINES = (PLAIN_GENERATE, LOOP)

@@ -1,7 +1,7 @@
 """Imports Gradio without generating its type stubs.
 
 At each import Gradio 6 parses the source of about sixty components to write a stub beside each: 2.5 s of 5.5 s on two
-cores (docs/results). It skips components whose source file is not found, so `inspect.getfile` reports none during the
+cores. It skips components whose source file is not found, so `inspect.getfile` reports none during the
 import. Should a version of Gradio use another function, the import is slower and otherwise the same.
 """
 

@@ -12,10 +12,9 @@ import torch
 from PIL import Image
 
 import mmspec
-from mmspec.app.bench.measure import clone
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.modeling.captioner import Captioner
-from mmspec.app.modeling.load import load_model
+from mmspec.app.modeling.load import clone, load_model
 from mmspec.app.ui.credit import NO_DRAFTS
 from mmspec.app.ui.kept_media import KeptMedia, visitor_scope
 from mmspec.control.cost_store import unchanged_costs

@@ -10,11 +10,11 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from mmspec.app.bench.rounds import Round
 from mmspec.app.ui import plots
 from mmspec.app.ui.race import LEGEND
 from mmspec.app.ui.refusals import explain_refusal
 from mmspec.app.ui.report import Report
+from mmspec.app.ui.rounds import Round
 from mmspec.app.ui.tree_view import render_tree
 
 

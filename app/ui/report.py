@@ -12,13 +12,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mmspec.app.bench.rounds import NOT_DRAFTED, Round, classify_tokens
 from mmspec.app.io.images import Video
 from mmspec.app.modeling.chat import ChatTurn
 from mmspec.app.ui.comparison import AnswerLane, ComparisonRun, Difference
 from mmspec.app.ui.credit import Credit
 from mmspec.app.ui.model_store import RunSettings
 from mmspec.app.ui.repeat_code import RunRequest, describe_request
+from mmspec.app.ui.rounds import NOT_DRAFTED, Round, classify_tokens
 from mmspec.app.ui.streamer import detokenize, token_label
 from mmspec.app.ui.thumbnails import TimedImage, draw_media
 from mmspec.app.ui.visible_tokens import draw_visible_tokens, uses_center_crop, visible_tokens_to_dict

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 import mmspec
-from mmspec.app.bench.recorder import RoundRecorder
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.chat import build_inputs, check_length
@@ -20,6 +19,7 @@ from mmspec.app.ui.comparison import AnswerLane, ComparisonRun, Difference
 from mmspec.app.ui.credit import NO_DRAFTS
 from mmspec.app.ui.loaded_model import LoadedModel
 from mmspec.app.ui.model_store import RunSettings
+from mmspec.app.ui.recorder import RoundRecorder
 from mmspec.app.ui.streamer import TimingStreamer
 from mmspec.app.ui.worker import CancelSignal
 from mmspec.control.cost_store import unchanged_costs

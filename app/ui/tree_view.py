@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from mmspec.app.bench.rounds import CORRECTED, Round
+from mmspec.app.ui.rounds import CORRECTED, Round
 
 GAP, ROW_HEIGHT, NODE_HEIGHT, TREE_MARGIN = 22, 34, 28, 10
 """Pixels: between two depths, between two leaves, of a node, around the tree."""

@@ -10,7 +10,7 @@ from mmspec.app.io.images import Media, media_images
 from mmspec.app.ui.thumbnails import to_data_uri
 
 if TYPE_CHECKING:
-    from mmspec.app.bench.recorder import RoundRecorder
+    from mmspec.app.ui.recorder import RoundRecorder
     from mmspec.interfaces import Drafter, VisualGrid
     from mmspec.metrics.compression_stats import CompressionRecord
 

@@ -1,4 +1,4 @@
-"""`python -m research.studies.blocks`: block drafters against one pass per token, from files of `mmspec bench`.
+"""`python -m research.studies.blocks`: block drafters against one pass per token, from files of `research.bench`.
 
 Measures nothing. Rows of one setting (batch size, temperature, tree size) make a table and a row of panels: tau,
 milliseconds of drafting per round, and decode speed-up over plain `generate`, against the tokens per pass or, for a
@@ -12,12 +12,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from mmspec.app.bench.plot import plot_blocks
-from mmspec.app.bench.results import ResultFiles, add_result_options
-from mmspec.app.bench.rows import ResultRow
-from mmspec.app.bench.specs import parse_spec, short_labels
 from mmspec.app.cli.arguments import module_parser
+from mmspec.app.compare.specs import parse_spec
 from mmspec.app.errors import UsageError
+from research.bench.plot import plot_blocks
+from research.bench.results import ResultFiles, add_result_options
+from research.bench.rows import ResultRow
+from research.bench.specs import short_labels
 from research.studies.intervals import format_ci
 
 REQUIRED_KEYS = (
@@ -39,8 +40,8 @@ BLOCK_HEADINGS = ["drafter", "tau", "of", "accept % at position 1, 2, ...", "dra
 BLOCK_HEADINGS += ["x own", "x hf", "of", "same"]
 EPILOG = """\
 examples
-  mmspec bench --drafters msd@3,msd@5,k2/flash,k5/flash --count 24 --repeats 24 --json one.json
-  mmspec bench --drafters msd@3,msd@5,k2/flash,k5/flash --batch-sizes 8 --count 96 --json eight.json
+  python -m research.bench --drafters msd@3,msd@5,k2/flash,k5/flash --count 24 --repeats 24 --json one.json
+  python -m research.bench --drafters msd@3,msd@5,k2/flash,k5/flash --batch-sizes 8 --count 96 --json eight.json
   python -m research.studies.blocks one.json eight.json --against msd@5 --markdown blocks.md --plot blocks.png
 """
 
@@ -62,7 +63,7 @@ class BenchSetting(NamedTuple):
 
 
 def read_bench_rows(file: Path) -> list[ResultRow]:
-    """The rows of a file of `mmspec bench`, without those of plain `generate`.
+    """The rows of a file of `research.bench`, without those of plain `generate`.
 
     Raises:
         UsageError: it cannot be read, or is not such a file.
@@ -74,7 +75,7 @@ def read_bench_rows(file: Path) -> list[ResultRow]:
     is_list = isinstance(rows, list) and rows and all(isinstance(row, dict) for row in rows)
     missing = [name for row in rows for name in REQUIRED_KEYS if name not in row] if is_list else ["rows"]
     if missing:
-        raise UsageError(f"{file} is not of `mmspec bench --json`, or of an older one: no {missing[0]!r}")
+        raise UsageError(f"{file} is not of `research.bench --json`, or of an older one: no {missing[0]!r}")
     return [row for row in rows if row["drafter"] not in ("hf", "hf-again")]
 
 
@@ -135,7 +136,7 @@ def format_block_tables(groups: Mapping[BenchSetting, Sequence[ResultRow]], agai
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     parser = module_parser("research.studies.blocks", __doc__, EPILOG)
-    parser.add_argument("files", nargs="+", type=Path, metavar="FILE.json", help="of `mmspec bench --json`")
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE.json", help="of `research.bench --json`")
     against_help = "drafter whose values the shares refer to (default msd@5)"
     parser.add_argument("--against", default="msd@5", metavar="NAME", help=against_help)
     add_result_options(parser, markdown_help="write the tables", plot_help="write the panels (needs matplotlib)")

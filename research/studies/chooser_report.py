@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import geometric_mean
 from typing import Any
 
-from mmspec.app.bench.measure import bootstrap_interval
-from mmspec.app.bench.rows import ResultRow, num_drafter_tokens
+from research.bench.measure import bootstrap_interval
+from research.bench.rows import ResultRow, num_drafter_tokens
 
 ADAPTIVE_COMPRESSORS = ("elastic", "cost-based")
 """Compressors that choose the number of visual tokens for each prompt."""

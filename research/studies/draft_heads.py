@@ -1,7 +1,7 @@
 """`python -m research.studies.draft_heads`: draft heads of equal budget, greedy and sampled, at several batch sizes.
 
 Every head decodes the same held-out requests in rotating order, beside plain `generate` and the loop without drafts, as
-`mmspec bench` measures. A table per temperature and batch size: tau, round cost R, milliseconds a token, speed, with
+`research.bench` measures. A table per temperature and batch size: tau, round cost R, milliseconds a token, speed, with
 95% intervals over requests (bootstrap).
 """
 
@@ -15,21 +15,6 @@ from dataclasses import dataclass
 
 from tqdm import tqdm
 
-from mmspec.app.bench.measure import (
-    NO_DRAFT,
-    WARM_UP_CALLS,
-    Contestant,
-    bootstrap_interval,
-    build_contestants,
-    build_result_rows,
-    median_ci,
-    run_rounds,
-)
-from mmspec.app.bench.requests import build_scene_requests
-from mmspec.app.bench.results import ResultFiles, add_result_options
-from mmspec.app.bench.rows import ResultRow
-from mmspec.app.bench.session import provenance
-from mmspec.app.bench.specs import check_spec, short_labels
 from mmspec.app.cli.arguments import (
     add_model_option,
     add_progress,
@@ -41,12 +26,28 @@ from mmspec.app.cli.arguments import (
     positive_ints,
     split_commas,
 )
+from mmspec.app.compare.specs import check_spec
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.load import load_model
 from mmspec.app.scenes.tasks import REQUEST_TASKS
 from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED
 from mmspec.metrics.stats import Stats
+from research.bench.measure import (
+    NO_DRAFT,
+    WARM_UP_CALLS,
+    Contestant,
+    bootstrap_interval,
+    build_contestants,
+    build_result_rows,
+    median_ci,
+    run_rounds,
+)
+from research.bench.requests import build_scene_requests
+from research.bench.results import ResultFiles, add_result_options
+from research.bench.rows import ResultRow
+from research.bench.session import provenance
+from research.bench.specs import short_labels
 from research.studies.intervals import format_ci
 
 MAX_ANSWER_TOKENS = 160
@@ -70,7 +71,7 @@ class DraftHeadsConfig:
     """Options of the study, named like its flags.
 
     Attributes:
-        drafters: specs as `mmspec.app.bench.specs.parse_spec` reads them, without repetitions.
+        drafters: specs as `mmspec.app.compare.specs.parse_spec` reads them, without repetitions.
         temperatures: each a series of measurements; 0 is greedy.
         batch_sizes: each a series of measurements.
         task: one of `REQUEST_TASKS`. scene_seed: of the first scene. count: requests of each series.
@@ -111,7 +112,7 @@ class DraftHeadsConfig:
 def measure_draft_heads(
     config: DraftHeadsConfig, command: str, on_series: Callable[[list[ResultRow]], None] = lambda rows: None
 ) -> list[ResultRow]:
-    """Rows of `mmspec bench` with intervals of tau and of the milliseconds a token, series by series.
+    """Rows of `research.bench` with intervals of tau and of the milliseconds a token, series by series.
 
     Args:
         config: what to measure.

@@ -13,16 +13,16 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import mmspec
-from mmspec.app.bench.suite.items import TEXT_TASKS, choose_grouping, group_items, read_items, scene_items
 from mmspec.app.cli.arguments import module_parser, positive_int, split_commas
 from mmspec.app.scenes import load_scenes_model
 from mmspec.app.scenes.tasks import REQUEST_TASKS
+from research.bench.suite.items import TEXT_TASKS, choose_grouping, group_items, read_items, scene_items
 
 EPILOG = """
 method
   Greedy answers of at most --tokens tokens to --prompts requests of each task, by transformers alone with one row
   (the reference) and with the row twice in a batch of two, and by mmspec with `none` and with --drafter. A text model
-  answers the text tasks of `mmspec bench`; the bundled toy model, `scenes`, describes pictures. Printed are the shares
+  answers the text tasks of `research.bench`; the bundled toy model, `scenes`, describes pictures. Printed: the shares
   of answers that are identical, token for token.
 
 examples

@@ -27,17 +27,17 @@ import torch
 from tqdm import tqdm
 
 import mmspec
-from mmspec.app.bench.measure import clone, share_kernel_timings
-from mmspec.app.bench.results import ResultFiles, add_result_options
-from mmspec.app.bench.rows import ResultRow
-from mmspec.app.bench.session import provenance
 from mmspec.app.caption.config import SCENES_MODEL
 from mmspec.app.cli.arguments import config_from_args, module_parser, non_negative_int, positive_int, split_commas
 from mmspec.app.errors import UsageError
 from mmspec.app.modeling.captioner import Captioner
-from mmspec.app.modeling.load import load_model, load_text_model
+from mmspec.app.modeling.load import clone, load_model, load_text_model
 from mmspec.app.scenes.tasks import generate_requests
 from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED
+from research.bench.measure import share_kernel_timings
+from research.bench.results import ResultFiles, add_result_options
+from research.bench.rows import ResultRow
+from research.bench.session import provenance
 from research.studies.learning_targets import fine_tune_scenes, text_requests
 
 EPILOG = """

@@ -16,10 +16,6 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from mmspec.app.bench.measure import median_ci
-from mmspec.app.bench.results import ResultFiles, add_result_options
-from mmspec.app.bench.rows import ResultRow
-from mmspec.app.bench.session import provenance
 from mmspec.app.cli.arguments import config_from_args, module_parser, positive_int, positive_ints, split_commas
 from mmspec.app.errors import UsageError
 from mmspec.drafters.heads.eagle.config import EagleConfig
@@ -29,6 +25,10 @@ from mmspec.engine.tree import root_only
 from mmspec.interfaces import ObservedRound, Prompt, SharedEmbeddings, VerifyResult, VisualGrid
 from mmspec.metrics.compression_stats import RecordingCompressor
 from mmspec.vision.registry import init_compressor
+from research.bench.measure import median_ci
+from research.bench.results import ResultFiles, add_result_options
+from research.bench.rows import ResultRow
+from research.bench.session import provenance
 from research.studies.intervals import format_ci
 from research.studies.prefill_recorder import PrefillCost, PrefillRecorder
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from mmspec.app.bench.recorder import RoundRecorder
 from mmspec.app.modeling.load import synchronize
+from mmspec.app.ui.recorder import RoundRecorder
 from mmspec.control.draft_cost import HeadCostModel
 from mmspec.drafters.heads.eagle.drafter import EagleDrafter
 from mmspec.interfaces import Drafter, Prompt

@@ -16,13 +16,6 @@ from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
-from mmspec.app.bench.measure import Contestant, clone, gc_paused, phase_times_ms, run_once
-from mmspec.app.bench.plot import plot_token_classes
-from mmspec.app.bench.recorder import RoundRecorder
-from mmspec.app.bench.results import ResultFiles, add_result_options
-from mmspec.app.bench.rows import ResultRow
-from mmspec.app.bench.session import provenance
-from mmspec.app.bench.specs import check_spec, patch_model, short_labels, weight_sizes
 from mmspec.app.cli.arguments import (
     add_model_option,
     add_progress,
@@ -32,11 +25,19 @@ from mmspec.app.cli.arguments import (
     module_parser,
     positive_int,
 )
+from mmspec.app.compare.specs import check_spec, patch_model
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.modeling.captioner import Captioner
-from mmspec.app.modeling.load import load_model
+from mmspec.app.modeling.load import clone, load_model
 from mmspec.app.scenes.tasks import REQUEST_TASKS, generate_requests
 from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED
+from mmspec.app.ui.recorder import RoundRecorder
+from research.bench.measure import Contestant, gc_paused, phase_times_ms, run_once
+from research.bench.plot import plot_token_classes
+from research.bench.results import ResultFiles, add_result_options
+from research.bench.rows import ResultRow
+from research.bench.session import provenance
+from research.bench.specs import short_labels, weight_sizes
 from research.studies.intervals import format_ci
 from research.studies.word_classes import CLASSES, AnswerCounts, count_answer, metric_interval
 
@@ -67,7 +68,7 @@ class TokenClassConfig:
     """Options of the study, named like its flags.
 
     Attributes:
-        drafters: specs as `mmspec.app.bench.specs.parse_spec` reads them, without repetitions.
+        drafters: specs as `mmspec.app.compare.specs.parse_spec` reads them, without repetitions.
         against: the one of them that the others are compared with; None for no comparison.
         task: one of `REQUEST_TASKS`. scene_seed: of the first scene. count: requests.
         nodes: size of every tree, the root included.

@@ -22,28 +22,28 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tqdm import tqdm
 
-from mmspec.app.bench.measure import (
+from mmspec.app.compare.specs import patch_model
+from mmspec.app.errors import UsageError, one_line
+from mmspec.app.modeling.captioner import Captioner
+from mmspec.app.modeling.load import clone, load_model
+from mmspec.drafters.heads.eagle.drafter import EagleDrafter
+from mmspec.interfaces import Drafter
+from mmspec.metrics.stats import Stats
+from research.bench.measure import (
     HF,
     NO_DRAFT,
     Contestant,
     TimedRun,
-    clone,
     gc_paused,
     median_ci,
     run_once,
     share_kernel_timings,
 )
-from mmspec.app.bench.plot import plot_compression
-from mmspec.app.bench.results import ResultFiles
-from mmspec.app.bench.rows import ResultRow
-from mmspec.app.bench.session import provenance
-from mmspec.app.bench.specs import get_compressor, get_drafter, patch_model, short_labels
-from mmspec.app.errors import UsageError, one_line
-from mmspec.app.modeling.captioner import Captioner
-from mmspec.app.modeling.load import load_model
-from mmspec.drafters.heads.eagle.drafter import EagleDrafter
-from mmspec.interfaces import Drafter
-from mmspec.metrics.stats import Stats
+from research.bench.plot import plot_compression
+from research.bench.results import ResultFiles
+from research.bench.rows import ResultRow
+from research.bench.session import provenance
+from research.bench.specs import get_compressor, get_drafter, short_labels
 from research.studies.chooser_report import compare_adaptive, format_comparison, run_names
 from research.studies.prefill_recorder import PrefillCost, PrefillRecorder
 from research.studies.scenarios import count_prompt_tokens, fit_to_context, generate_scenario

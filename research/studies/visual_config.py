@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 
-from mmspec.app.bench.results import add_result_options
-from mmspec.app.bench.specs import check_spec, parse_spec
 from mmspec.app.cli.arguments import (
     add_model_option,
     add_progress,
@@ -16,8 +14,10 @@ from mmspec.app.cli.arguments import (
     positive_int,
     split_commas,
 )
+from mmspec.app.compare.specs import check_spec, parse_spec
 from mmspec.app.errors import UsageError
 from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED
+from research.bench.results import add_result_options
 from research.studies.scenarios import SCENARIOS, parse_shapes, parse_shares
 
 EPILOG = """\
@@ -50,7 +50,7 @@ class CompressorStudyConfig:
     """Options of the study, named like its flags.
 
     Attributes:
-        drafters: specs as `mmspec.app.bench.specs.parse_spec` reads them; the first one is the base of the ratios.
+        drafters: specs as `mmspec.app.compare.specs.parse_spec` reads them; the first one is the base of the ratios.
         compressors: for the first drafter, at every share.
         shares: budgets: 1/share of the visual tokens; 0 is one token.
         shapes: scenarios as `research.studies.scenarios.count_images` reads them.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mmspec.app.bench.rows import num_drafter_tokens
+from research.bench.rows import num_drafter_tokens
 from research.studies.intervals import format_ci
 
 COMPRESSOR_HEADINGS = ["drafter", "visual tokens", "tau", "over", "names accepted", "names' tau", "prefill ms", "over"]

@@ -18,6 +18,5 @@ def _decoders() -> Iterator[DecoderPool]:
 
 @pytest.fixture
 def shared_decoders(_decoders: DecoderPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Caption jobs and benches of this process take the same decoders, which start in most of a second each."""
-    for module in ("mmspec.app.caption.job", "mmspec.app.bench.session"):
-        monkeypatch.setattr(f"{module}.DecoderPool", lambda: nullcontext(_decoders))
+    """Caption jobs of this process take the same decoders, which start in most of a second each."""
+    monkeypatch.setattr("mmspec.app.caption.job.DecoderPool", lambda: nullcontext(_decoders))

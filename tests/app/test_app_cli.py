@@ -19,7 +19,7 @@ def test_help_of_every_command(capsys: Any) -> None:
     for args, expected in (
         (["--help"], "start here"),
         (["caption", "--help"], "resuming"),
-        (["bench", "--help"], "A/A"),
+        (["compare", "--help"], "one image and one question"),
         (["train", "--help"], "answers.jsonl"),
         (["examples", "--help"], "bundled examples"),
         (["env", "--help"], "bug reports"),
@@ -48,7 +48,8 @@ def test_wrong_usage_is_one_line(capsys: Any) -> None:
         ["dance"],
         ["caption"],
         ["caption", "x", "--model"],
-        ["bench", "--model", "tiny", "--repeats", "0"],
+        ["compare", "--model", "tiny", "--new-tokens", "0"],
+        ["bench", "--model", "tiny"],
     ):
         with pytest.raises(SystemExit) as exited:
             cli.main(args)
@@ -61,11 +62,6 @@ def test_wrong_usage_is_one_line(capsys: Any) -> None:
     [
         ("caption x --model tiny --rows-per-shard 7", "--format parquet or webdataset"),
         ("caption x --model tiny --actors 2", "--ray"),
-        ("bench --contexts 64", "--shape"),
-        ("bench --tau 2", "--shape"),
-        ("bench --categories chart", "--suite or --peers"),
-        ("bench --shape tiny --report out", "--suite or --peers"),
-        ("bench --peer-python a", "--peers, --suite or --shape"),
         ("demo --no-password", "--share"),
         ("env --drafter msd", "--model"),
         ("train --out run --draft-layers 2", "--drafter draft-lm"),
@@ -85,8 +81,6 @@ def test_an_option_that_would_change_nothing_is_refused(command: str, others: st
     [
         "caption x --format parquet --rows-per-shard 7",
         "caption x --ray --actors 2",
-        "bench --shape tiny --tau 2 --peer-python a",
-        "bench --suite scenes --report out",
         "train --out run --drafter msd,flash --block 4",
         "train --out run --drafter draft-lm --draft-layers 2",
     ],
@@ -103,7 +97,6 @@ def test_with_what_it_is_for_it_is_not(command: str) -> None:
         ("caption x --model tiny --fields foo", "--fields: no column 'foo'"),
         ("caption x --model tiny --top-k 5", "--top-k is for sampling"),
         ("caption x --model tiny --num-captions 3", "--num-captions 3 without sampling"),
-        ("bench --model tiny --plot bench.txt", "--plot writes .png, .svg, .pdf"),
     ],
 )
 def test_options_are_checked_before_anything_is_loaded(
@@ -113,6 +106,14 @@ def test_options_are_checked_before_anything_is_loaded(
     assert cli.main(command.split()) == 2
     err = capsys.readouterr().err
     assert message in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("rest", [[], ["--help"], ["--shape", "tiny"]])
+def test_a_removed_command_names_its_successor(rest: list[str], capsys: Any) -> None:
+    with pytest.raises(SystemExit) as exited:
+        cli.main(["bench", *rest])
+    assert exited.value.code == 2
+    assert "bench is no command any more: use mmspec compare, or python -m research.bench" in capsys.readouterr().err
 
 
 def test_no_names_are_no_list_of_names(capsys: Any) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from mmspec.app.bench.rounds import Round
 from mmspec.app.errors import UsageError
 from mmspec.app.io.inputs import Inputs
 from mmspec.app.modeling.chat import ChatTurn, build_inputs
@@ -27,6 +26,7 @@ from mmspec.app.ui.model_store import ModelStore, RunSettings
 from mmspec.app.ui.race import LiveLane, RacedTurn, lane_title, render_live_race, render_race
 from mmspec.app.ui.refusals import REASONS, explain_refusal
 from mmspec.app.ui.report import Report, TempStorage, build_report
+from mmspec.app.ui.rounds import Round
 from mmspec.app.ui.thumbnails import TimedImage
 from mmspec.app.ui.worker import CancelSignal
 from mmspec.metrics.stats import Stats

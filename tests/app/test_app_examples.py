@@ -14,9 +14,6 @@ import pytest
 from PIL import Image
 
 from mmspec.app import examples as demo
-from mmspec.app.bench import command as bench
-from mmspec.app.bench.measure import count_tokens
-from mmspec.app.bench.requests import build_scene_requests
 from mmspec.app.cli.main import main
 from mmspec.app.io.images import ImageError
 from mmspec.app.io.videos import load_video
@@ -159,7 +156,6 @@ def test_a_photograph_causes_one_warning(tmp_path: Path, capsys: Any) -> None:
 
 
 def test_tasks_draw_from_the_held_out_world() -> None:
-    assert bench.TASKS == tasks.REQUEST_TASKS
     for task in tasks.REQUEST_TASKS:
         drawn = list(islice(tasks.generate_requests(task, FIRST_HELD_OUT_SEED), 6))
         again = list(islice(tasks.generate_requests(task, FIRST_HELD_OUT_SEED), 6))
@@ -172,46 +168,6 @@ def test_tasks_draw_from_the_held_out_world() -> None:
     assert len({one.question.split()[0] for one in islice(tasks.generate_requests("answer", 0), 60)}) > 5
     with pytest.raises(ValueError, match="task must be one of describe"):
         next(tasks.generate_requests("dance", 0))
-
-
-def test_requests_use_the_given_seeds() -> None:
-    model, processor = random_model("tiny")
-    captioner = Captioner(model, processor)
-    results = build_scene_requests(captioner, "describe", FIRST_HELD_OUT_SEED, 2, 2)
-    drawn = list(islice(tasks.generate_requests("describe", FIRST_HELD_OUT_SEED), 6))
-    assert [inputs["input_ids"].shape[0] for inputs in results] == [2, 2, 2]
-    expected = captioner.build_inputs([one.images for one in drawn[:2]], [one.question for one in drawn[:2]])
-    assert all((results[1][name] == value).all() for name, value in expected.items())
-
-
-def test_bench_with_a_task(tmp_path: Path, capsys: Any) -> None:
-    args = ["--task", "answer", "--count", "5", "--batch-sizes", "2", "--drafters", "lookup", "--new-tokens", "9"]
-    assert main(["bench", "--model", "tiny", *args, "--json", str(tmp_path / "b.json")]) == 0
-    for row in json.loads((tmp_path / "b.json").read_text()):
-        assert (row["task"], row["scene_seed"], row["repeats"]) == ("answer", FIRST_HELD_OUT_SEED, 2)
-        assert row["identical"] and row["tokens"] <= 2 * 2 * 9
-    assert " NO " not in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("args", "expected"),
-    [
-        (["--task", "short", "--prompt", "Hello"], "leave out --prompt"),
-        (["--task", "short", "--images", "x.png"], "leave out --images"),
-        (["--task", "short", "--count", "3", "--batch-sizes", "1,4"], "does not fill a batch of 4"),
-        (["--scene-seed", "7"], "go with --task"),
-    ],
-)
-def test_what_does_not_go_together_is_refused(args: list[str], expected: str, capsys: Any) -> None:
-    assert main(["bench", "--model", "tiny", *args]) == 2
-    assert expected in capsys.readouterr().err
-
-
-def test_tokens_up_to_the_end() -> None:
-    import torch
-
-    ids = torch.tensor([[5, 6, 2, 2, 2], [5, 6, 7, 8, 9], [2, 2, 2, 2, 2]])
-    assert count_tokens(ids, 2) == count_tokens(ids, [2, 3]) == 3 + 5 + 1 and count_tokens(ids, None) == 15
 
 
 def test_examples_print_both_texts(capsys: Any) -> None:

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from mmspec.app.bench.peers.base import MEDIA, PeerRun
-from mmspec.app.bench.suite.config import SuiteConfig
-from mmspec.app.bench.suite.html import format_html
-from mmspec.app.bench.suite.runner import CallRecord
-from mmspec.app.bench.suite.session import SuiteResult
-from mmspec.app.bench.suite.summary import SuiteRow
 from mmspec.app.modeling.synthetic_images import draw_image
 from mmspec.app.ticks import axis_ticks
+from research.bench.peers.base import MEDIA, PeerRun
+from research.bench.suite.config import SuiteConfig
+from research.bench.suite.html import format_html
+from research.bench.suite.runner import CallRecord
+from research.bench.suite.session import SuiteResult
+from research.bench.suite.summary import SuiteRow
 
 pytestmark = pytest.mark.pages
 
@@ -121,7 +121,7 @@ def build_suite_result() -> SuiteResult:
         "dtype": "float32",
         "device": "cpu",
         "threads": 2,
-        "command": "mmspec bench --suite scenes",
+        "command": "python -m research.bench --suite scenes",
         "date": "2026-11-25",
         "processor": "a processor",
         "commit": "0000000",

@@ -1,7 +1,7 @@
 """SIGKILL at random moments, 12 times in a job of 1,000 pictures: no row is lost or repeated, captions are the same.
 
 Victims: the process that writes ("driver"), one that captions ("actor"), one that decodes ("decoder"), all processes of
-the job at once ("all"). With Ray and without. Each test prints one line for docs/results.
+the job at once ("all"). With Ray and without. Each test prints one line for research/results.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ def module() -> Any:
         for name in ("lmms_eval", "lmms_eval.api", "lmms_eval.api.model"):
             sys.modules[name] = ModuleType(name)
         sys.modules["lmms_eval.api.model"].lmms = base  # type: ignore[attr-defined]
-    yield importlib.import_module("mmspec.app.bench.lmms_eval_model")
+    yield importlib.import_module("mmspec.app.lmms_eval_model")
     for name in [name for name in sys.modules if name.startswith("lmms_eval") or name.endswith("lmms_eval_model")]:
         del sys.modules[name]
 

@@ -13,7 +13,6 @@ from PIL import Image
 from transformers import GenerationConfig
 
 import mmspec
-from mmspec.app.bench.measure import Contestant, run_once
 from mmspec.app.cli.main import main
 from mmspec.app.errors import UsageError
 from mmspec.app.io.images import Video
@@ -26,6 +25,7 @@ from mmspec.app.modeling.random_models import random_model
 from mmspec.app.modeling.sampling import Sampling
 from mmspec.app.modeling.synthetic_images import write_images
 from mmspec.app.modeling.thinking import opens_thoughts, without_thoughts
+from research.bench.measure import Contestant, run_once
 
 pytestmark = pytest.mark.usefixtures("shared_decoders")
 

@@ -1,6 +1,6 @@
 """Large jobs: a million finished rows are resumed, a hundred thousand rows begin at once, in bounded memory.
 
-Each test prints one line for docs/results; only memory is asserted.
+Each test prints one line for research/results; only memory is asserted.
 """
 
 from __future__ import annotations

@@ -131,26 +131,25 @@ def test_other_commands_take_the_next_picture(named: str, capsys: pytest.Capture
 
 def test_nothing_that_can_be_used_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "only.png").write_bytes(PICTURES[0])
-    for command in (["compare", "--image"], ["bench", "--drafters", "none", "--images"], ["examples"]):
+    for command in (["compare", "--image"], ["examples"]):
         assert main([*command, str(tmp_path / "only.png"), "--model", "tiny"]) == 2
         assert "only.png: cannot be decoded" in capsys.readouterr().err
     with pytest.raises(UsageError, match="none of the 1 requests can be used"):
         FileData([str(tmp_path / "only.png")])[0]
 
 
-@pytest.mark.parametrize("command", ["compare", "bench", "examples"])
+@pytest.mark.parametrize("command", ["compare", "examples"])
 def test_a_command_on_a_table_whose_first_picture_is_broken(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     table = write_parquet(tmp_path / "x.parquet")
     arguments = {
         "compare": ["--image", table, "--drafters", "none", "--new-tokens", "4"],
-        "bench": ["--images", table, "--drafters", "none", "--new-tokens", "4", "--repeats", "1"],
         "examples": [table, "--drafter", "none", "--max-new-tokens", "4", "--prompt", "why ?"],
     }[command]
     assert main([command, *arguments, "--model", "tiny"]) == 0
     found = capsys.readouterr()
-    skipped = {"compare": "1 of 2", "bench": "1 of 3", "examples": "2 of 6"}[command]
+    skipped = {"compare": "1 of 2", "examples": "2 of 6"}[command]
     assert f"skipped {skipped} that cannot be used; the first: {table}#0: " in found.err
     if command == "examples":
         assert f"{table}#5: why ?" in found.out and "4 of 4 texts identical" in found.out
@@ -158,7 +157,7 @@ def test_a_command_on_a_table_whose_first_picture_is_broken(
 
 def test_options_of_tables_are_those_of_caption(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "list.txt").write_text("http://127.0.0.1:9/a.png\n")
-    for command in (["compare", "--image"], ["bench", "--images"], ["examples"], ["train", "--out", "x", "--data"]):
+    for command in (["compare", "--image"], ["examples"], ["train", "--out", "x", "--data"]):
         model = "--target" if command[0] == "train" else "--model"
         rest = [model, "tiny"]
         assert main([*command, str(tmp_path / "list.txt"), *rest]) == 2

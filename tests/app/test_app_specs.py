@@ -11,30 +11,22 @@ import tiny_models as tiny
 
 import mmspec
 from mmspec.app import versions
-from mmspec.app.bench import specs
-from mmspec.app.bench.measure import bootstrap_interval, clone, median_ci
-from mmspec.app.bench.specs import (
-    BenchSpec,
-    FixedDepth,
-    check_spec,
-    get_block_size,
-    get_drafter,
-    parse_spec,
-    patch_model,
-    short_labels,
-    weight_sizes,
-)
+from mmspec.app.compare import specs
+from mmspec.app.compare.specs import DrafterSpec, FixedDepth, check_spec, parse_spec, patch_model
 from mmspec.app.errors import UsageError
+from mmspec.app.modeling.load import clone
 from mmspec.app.modeling.random_models import random_model
+from research.bench.measure import bootstrap_interval, median_ci
+from research.bench.specs import get_block_size, get_drafter, short_labels, weight_sizes
 
 
 def test_specs_are_parsed() -> None:
     expected = {
-        "msd": BenchSpec("msd"),
-        "msd@3": BenchSpec("msd", 3),
-        "out/msd@5+pool:49": BenchSpec("out/msd", 5, "pool:49"),
-        "out@2/msd+own:4": BenchSpec("out@2/msd", own_tokens=4),
-        "a+b/msd": BenchSpec("a+b/msd"),
+        "msd": DrafterSpec("msd"),
+        "msd@3": DrafterSpec("msd", 3),
+        "out/msd@5+pool:49": DrafterSpec("out/msd", 5, "pool:49"),
+        "out@2/msd+own:4": DrafterSpec("out@2/msd", own_tokens=4),
+        "a+b/msd": DrafterSpec("a+b/msd"),
     }
     assert {name: parse_spec(name) for name in expected} == expected
     assert short_labels(["a/msd", "b/msd@3", "b/msd+pool:4", "c/flash/"]) == [

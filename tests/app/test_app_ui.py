@@ -24,8 +24,6 @@ import torch
 from PIL import Image
 
 import mmspec
-from mmspec.app.bench.recorder import RoundRecorder
-from mmspec.app.bench.rounds import ACCEPTED, CORRECTED, NOT_DRAFTED, Round, classify_tokens
 from mmspec.app.cli.main import main
 from mmspec.app.errors import UsageError
 from mmspec.app.modeling.captioner import Captioner
@@ -38,8 +36,10 @@ from mmspec.app.ui.comparison import ComparisonRun, Difference
 from mmspec.app.ui.gradio_import import skip_stub_generation
 from mmspec.app.ui.limits import Limits
 from mmspec.app.ui.model_store import ModelStore, RunSettings
+from mmspec.app.ui.recorder import RoundRecorder
 from mmspec.app.ui.refusals import FileRefusedError
 from mmspec.app.ui.report import Report, TempStorage, build_report
+from mmspec.app.ui.rounds import ACCEPTED, CORRECTED, NOT_DRAFTED, Round, classify_tokens
 from mmspec.app.ui.run_comparison import measure_logit_margin
 from mmspec.app.ui.streamer import IncrementalDetokenizer, TimingStreamer, detokenize
 from mmspec.app.ui.worker import CancelSignal, Client, SessionRegistry, Worker

@@ -20,7 +20,6 @@ from recorded_rounds import build_inputs, build_model, generate, patched, record
 from torch import Tensor
 
 from mmspec.app import device_probe
-from mmspec.app.bench.shape.phases import device_note
 from mmspec.app.cli.main import main
 from mmspec.control import device_check
 from mmspec.control.device_check import (
@@ -35,6 +34,7 @@ from mmspec.control.device_check import (
 from mmspec.engine.graph import Recorder, Replay, StaticFunction, record_nothing, record_trace
 from mmspec.engine.round import ForwardFunction, RoundFunction
 from mmspec.targets.lanes import LanePool
+from research.bench.shape.phases import device_note
 
 CPU = torch.device("cpu")
 KEY = device_key(CPU)
@@ -445,10 +445,10 @@ def test_nothing_is_checked_for_other_options(options: dict[str, bool], monkeypa
 
 
 def test_the_remark_of_the_bench() -> None:
-    with mock.patch("mmspec.app.bench.shape.phases.probe_command", return_value=answers(PASSED)):
+    with mock.patch("research.bench.shape.phases.probe_command", return_value=answers(PASSED)):
         assert device_note(CPU) == "recorded rounds of a small model on cpu: exact"
     failed = answers(PASSED | {"passed": False, "reason": "other tokens"})
-    with mock.patch("mmspec.app.bench.shape.phases.probe_command", return_value=failed):
+    with mock.patch("research.bench.shape.phases.probe_command", return_value=failed):
         assert "NOT EXACT (other tokens)" in device_note(CPU)
-    with mock.patch("mmspec.app.bench.shape.phases.probe_command", return_value=script("1 / 0")):
+    with mock.patch("research.bench.shape.phases.probe_command", return_value=script("1 / 0")):
         assert "no verdict (its process ended with exit code 1: ZeroDivisionError" in device_note(CPU)

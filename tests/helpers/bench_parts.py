@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from mmspec.app.bench.processes import Part
+from research.bench.processes import Part
 
 
 def share_of_rounds(requests: list[int], part: Part) -> dict[str, list[Any]]:

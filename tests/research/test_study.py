@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from mmspec.app.bench.rounds import Round
-from mmspec.app.bench.specs import patch_model
+from mmspec.app.compare.specs import patch_model
 from mmspec.app.errors import UsageError
+from mmspec.app.ui.rounds import Round
 from research.scenes.build_model import train_tokenizer
 from research.scenes.data import generate_corpus
 from research.studies import blocks as study_blocks
@@ -142,7 +142,7 @@ def test_wrong_usage_is_one_line(arguments: list[str], message: str, capsys: Any
 
 
 def bench_row(drafter: str, block: int | None, **other: Any) -> dict[str, Any]:
-    """A row of `mmspec bench --json`, with the keys that the study of blocks reads."""
+    """A row of `research.bench --json`, with the keys that the study of blocks reads."""
     row = {"drafter": drafter, "batch": 1, "temperature": 0.0, "nodes": 16, "block": block, "tau": 4.0}
     row |= {"draft_ms": 10.0, "score_ms": 20.0, "R": 2.5, "speedup_own": 1.6, "speedup_hf": 2.0, "identical": True}
     return row | {"speedup_hf_ci": [1.9, 2.2], "accepted_at_position": [0.8, 0.61]} | other
@@ -181,7 +181,7 @@ def test_the_study_of_blocks(tmp_path: Path, capsys: Any) -> None:
     [
         ("[]", "no 'rows'"),
         ('[{"drafter": "msd"}]', "no 'batch'"),
-        ("{}", "not of `mmspec bench"),
+        ("{}", "not of `research.bench"),
         ("oh", "Expecting"),
         (None, "No such"),
     ],

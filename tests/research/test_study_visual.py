@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from mmspec.app.bench.specs import get_drafter, patch_model
+from mmspec.app.compare.specs import patch_model
 from mmspec.app.modeling.random_models import random_model
 from mmspec.drafters.checkpoints.format import HeadMetadata, save_head, tokenizer_fingerprint
 from mmspec.drafters.heads.eagle.config import EagleConfig
 from mmspec.drafters.heads.eagle.head import EagleHead
 from mmspec.vision.compressors.elastic import Elastic
+from research.bench.specs import get_drafter
 from research.studies import chooser_report, visual_report
 from research.studies import visual as study_visual
 from research.studies.scenarios import SCENARIOS, fit_to_context, generate_scenario

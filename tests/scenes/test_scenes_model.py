@@ -225,5 +225,5 @@ def test_scenes_model_is_the_default_of_the_commands(tmp_path: Path, capsys: pyt
         == 0
     )
     assert json.loads(out.read_text())["model"] == "scenes"
-    assert main(["bench", "--count", "1", "--drafters", "none", "--new-tokens", "5"]) == 0
+    assert main(["compare", "--drafters", "none", "--new-tokens", "5"]) == 0
     assert " NO " not in capsys.readouterr().out

@@ -25,11 +25,11 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import mmspec
-from mmspec.app.bench.peers.write_shape_gguf import write_shape
-from mmspec.app.bench.shape.models import TEXT_SHAPES
 from mmspec.cpu.c_kernel import load_kernel
 from mmspec.targets.c_rounds import CRounds
 from mmspec.targets.module_scan import scan_modules
+from research.bench.peers.write_shape_gguf import write_shape
+from research.bench.shape.models import TEXT_SHAPES
 
 DTYPES = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 SKIPPED = packed.UNQUANTISED

@@ -12,7 +12,7 @@ length tau, which costs additional rounds:
 The choice is the K with the least sum, out of all tokens, 1/4, 1/16, 1/64 and none. prefill_token_s, draft_token_s,
 round_s and tokens_per_round are measured in this process (`mmspec.control.draft_cost`).
 
-`ACCEPT_LENGTH_LOSS` follows the scenes model (docs/results): 0% to 4% of tau with a fourth of the visual tokens, 0% to
+`ACCEPT_LENGTH_LOSS` follows the scenes model: 0% to 4% of tau with a fourth of the visual tokens, 0% to
 5% with a sixteenth, 23% to 36% with none. Larger models carry more of the image in the hidden states of text tokens (in
 SpecVLM's ablation, arXiv 2509.11815, keeping 1/2 and 1/20 differ by 4% in speed, in favour of 1/20), so the constants
 are conservative for them. Without measurements, and where tensor shapes must not depend on timing

@@ -1,1 +1,0 @@
-"""`mmspec bench`: interleaved speed measurements."""

@@ -1,1 +1,0 @@
-"""`mmspec bench --shape`: the speed of rounds on tensors of a large model's shape, with simulated acceptance."""

@@ -1,1 +1,0 @@
-"""Suites of `mmspec bench`: prompts by category, every peer on each of them, a report."""

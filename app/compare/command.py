@@ -1,0 +1,139 @@
+"""`mmspec compare`: one line per drafter for the user's own model and image, within a minute."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import TYPE_CHECKING, Any
+
+from mmspec.app.caption.config import PROMPT
+from mmspec.app.cli.arguments import (
+    Commands,
+    add_command,
+    add_device_options,
+    add_model_option,
+    add_table_options,
+    hide_progress_bars,
+    positive_int,
+    source_options,
+    split_commas,
+)
+from mmspec.app.errors import UsageError, one_line
+
+if TYPE_CHECKING:
+    from mmspec.comparison import Comparison
+
+DEFAULT_DRAFTERS = ["none", "lookup", "recycling", "hybrid", "auto"]
+COMPARED_PAIRS = 2
+"""Measured pairs after a warm-up pair: enough for a look, not for a quote."""
+HEADING = f"{'drafter':14} {'identical':10} {'tau':>5} {'x decode':>9} {'x whole':>8}"
+EPILOG = """\
+Plain generate and each drafter in turn on one image and one question, the same tokens compared. Decoding is from the
+first token to the last; prefill and image encoding are not accelerated. Two pairs of runs per drafter: for figures to
+quote call `mmspec.compare(model, inputs, repeats=9)`. Drafters that have not begun after --seconds are left out.
+
+examples
+  mmspec compare --image photo.jpg --model llava-hf/llava-1.5-7b-hf --dtype bfloat16
+  mmspec compare                                              an image of the toy world and the bundled model
+
+exit code
+  0 success, 1 a drafter gave other tokens in float32, 2 wrong usage
+"""
+
+
+def add_parser(commands: Commands, common: argparse.ArgumentParser) -> None:
+    """Register the command."""
+    text = "compare drafters on your model and image"
+    parser = add_command(
+        commands, common, "compare", run, help=text, description=f"{text[0].upper()}{text[1:]}.", epilog=EPILOG
+    )
+    add = parser.add_argument
+    add_model_option(parser)
+    add_device_options(parser)
+    add("--image", default=None, metavar="PATH", help="the first of what PATH names (default: a generated scene)")
+    add("--prompt", default=None, metavar="TEXT", help=f"default {PROMPT!r}")
+    drafters_help = f"default {','.join(DEFAULT_DRAFTERS)}"
+    add("--drafters", type=split_commas, default=DEFAULT_DRAFTERS, metavar="A,B", help=drafters_help)
+    add("--new-tokens", type=positive_int, default=64, metavar="N", help="of the answer, at most (default 64)")
+    add("--seconds", type=positive_int, default=60, metavar="S", help="after which no drafter begins (default 60)")
+    add_table_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry out the command; returns the exit code."""
+    from mmspec.app.compare.specs import check_spec
+
+    for name in args.drafters:
+        check_spec(name)
+    hide_progress_bars(None)
+    model, processor, inputs = _load(args)
+    print(HEADING, flush=True)
+    start, is_exact = time.perf_counter(), True
+    for name in dict.fromkeys(args.drafters):
+        if time.perf_counter() - start > args.seconds:
+            print(f"{name:14} left out: {args.seconds} seconds are over", flush=True)
+            continue
+        result = _compare(model, processor, name, inputs, args.new_tokens)
+        print(format_compared(name, result), flush=True)
+        is_exact = is_exact and (result.identical or str(model.dtype) not in ("torch.float32", "torch.float64"))
+    return 0 if is_exact else 1
+
+
+def format_compared(name: str, result: Comparison) -> str:
+    """One line of the table."""
+    same = "yes" if result.identical else "NO"
+    divergence = result.first_divergence
+    if result.stats.fallback_reason:
+        return f"{name:14} {same:10} {'-':>5} {'-':>9} {'-':>8}  plain generate: {result.stats.fallback_reason}"
+    text = f"{name:14} {same:10} {result.tau:5.2f} {result.speedup_decode:8.2f}x {result.speedup_e2e:7.2f}x"
+    if divergence is not None:
+        return f"{text}  first difference at token {divergence.column}, logit margin {divergence.margin:.1e}"
+    return text
+
+
+def _load(args: argparse.Namespace) -> tuple[Any, Any, dict[str, Any]]:
+    from mmspec.app.io.decode import ReadableRows
+    from mmspec.app.io.images import media_images
+    from mmspec.app.modeling.chat import build_inputs, check_length
+    from mmspec.app.modeling.load import load_model
+    from mmspec.app.scenes.tasks import generate_requests
+    from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED
+    from mmspec.vision.video.decoder_pool import DecoderPool
+
+    question = [args.prompt or PROMPT]
+    if args.image is None:
+        [image] = next(generate_requests("describe", FIRST_HELD_OUT_SEED)).images
+        model, processor = load_model(args.model, args.dtype, args.device)
+    else:
+        with DecoderPool() as decoders:
+            rows = ReadableRows([args.image], source_options(args), decoders, f"--image {args.image}")
+            rows.peek()  # before the model is loaded
+            model, processor = load_model(args.model, args.dtype, args.device)
+            rows.check = lambda item, media: build_inputs(model, processor, [media_images(media)[0]], question)
+            image = media_images(next(iter(rows))[1])[0]
+            rows.report()
+    inputs = build_inputs(model, processor, [image], question)
+    check_length(model, inputs, args.new_tokens)
+    return model, processor, inputs
+
+
+def _compare(model: Any, processor: Any, name: str, inputs: dict[str, Any], new_tokens: int) -> Comparison:
+    """Patch, compare, undo.
+
+    Raises:
+        UsageError: the model or the drafter cannot be used.
+    """
+    import mmspec
+    from mmspec.app.compare.specs import patch_model
+
+    try:
+        patch_model(model, name, processor)
+    except (OSError, TypeError, ValueError) as error:
+        raise UsageError(f"--model and --drafters {name}: {one_line(error, 600)}") from error
+    options = dict.fromkeys(("temperature", "top_p", "top_k"))
+    try:
+        return mmspec.compare(
+            model, inputs, repeats=COMPARED_PAIRS, max_new_tokens=new_tokens, do_sample=False, **options
+        )
+    finally:
+        mmspec.unpatch(model)

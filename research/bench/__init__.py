@@ -1,0 +1,1 @@
+"""`research.bench`: interleaved speed measurements."""

@@ -1,0 +1,1 @@
+"""Peers of `research.bench`: other ways to decode the same prompts with the same weights."""

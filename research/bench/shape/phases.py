@@ -1,0 +1,147 @@
+"""Checks and phases of `research.bench --shape`: device times of phases, recording, logits, noise."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import torch
+
+from mmspec.app.device_probe import multinomial_is_reproduced
+from mmspec.control.device_check import NoVerdictError, device_key, probe_command, run_probe
+from mmspec.control.draft_cost import Timestamp, elapsed
+from mmspec.engine.loop import DecodeLoop
+from research.bench.peers.base import Peer, PeerPrompt
+from research.bench.peers.in_process import PatchedPeer, greedy_options
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+DEVICE_PHASES = ("read", "levels", "score", "verify", "commit", "observe", "whole")
+"""Draft head over new tokens; the rest of the draft; the target's forward; sampling, acceptance and the copy to the
+host; the KV cache; what the drafter does with the result; on a GPU, all of these in one recorded function."""
+
+
+@dataclass
+class PhaseTimer:
+    """Device time of the phases of all rounds within `measuring`: CUDA events on a GPU, else the clock.
+
+    Attributes:
+        device: of the model.
+        spans: {phase: start and end of each}.
+    """
+
+    device: torch.device
+    spans: dict[str, list[tuple[Timestamp, Timestamp]]] = field(default_factory=lambda: defaultdict(list))
+
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Time the parts of every `DecodeLoop` that runs meanwhile. Not for several threads."""
+        run = DecodeLoop.run
+
+        def timed_run(loop: DecodeLoop, *args: Any) -> None:
+            inner = getattr(loop.drafter, "inner", loop.drafter)
+            parts: list[tuple[object, str, str]] = [
+                (loop.drafter, "propose", "propose"),
+                (loop.drafter, "observe", "observe"),
+                (loop.target, "score", "score"),
+                (loop._verifier, "verify", "verify"),
+                (loop.target, "commit", "commit"),
+                (loop, "round", "round"),
+            ]
+            if loop.recorded is not None:
+                parts.append((loop.recorded, "run", "whole"))
+            if hasattr(inner, "read_pending"):
+                parts += [(inner, "read_prompt", "read"), (inner, "read_pending", "read")]
+            with ExitStack() as stack:
+                for owner, name, phase in parts:
+                    stack.enter_context(mock.patch.object(owner, name, self._timed(phase, getattr(owner, name))))
+                run(loop, *args)
+
+        with mock.patch.object(DecodeLoop, "run", timed_run):
+            yield
+
+    def milliseconds(self) -> dict[str, float]:
+        """{phase: mean milliseconds of a round}, "round" included. Waits for the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        totals = {phase: sum(elapsed(*span) or 0.0 for span in spans) for phase, spans in self.spans.items()}
+        totals["levels"] = totals.pop("propose", 0.0) - totals.get("read", 0.0)
+        num_rounds = max(1, len(self.spans["round"]))
+        return {phase: 1e3 * totals.get(phase, 0.0) / num_rounds for phase in DEVICE_PHASES}
+
+    def _timed(self, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            start = self._now()
+            result = function(*args, **kwargs)
+            self.spans[phase].append((start, self._now()))
+            return result
+
+        return run
+
+    def _now(self) -> Timestamp:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+
+def phase_note(peer: PatchedPeer, prompt: PeerPrompt, new_tokens: int) -> str:
+    """Milliseconds of each phase in one call of a peer. On a GPU the events add little; phases do not overlap."""
+    timer = PhaseTimer(prompt.inputs["input_ids"].device)
+    with timer.measuring():
+        peer.generate(prompt, new_tokens)
+    phases = ", ".join(f"{phase} {value:.3f}" for phase, value in timer.milliseconds().items())
+    return f"{peer.name}, one call of batch {prompt.batch}: ms a round: {phases}"
+
+
+def recording_note(peer: PatchedPeer, prompt: PeerPrompt, new_tokens: int) -> str:
+    """Seconds that the first call takes beyond the second: capture or compilation of the rounds, and warm-up."""
+    first_s, second_s = (peer.generate(prompt, new_tokens).total_s for _ in range(2))
+    return f"{peer.name}: first call {max(0.0, first_s - second_s):.2f} s longer than the second ({second_s:.2f} s)"
+
+
+def logits_note(model: PreTrainedModel, peer: PatchedPeer, prompt: PeerPrompt, new_tokens: int) -> str:
+    """Largest difference of a peer's logits to those of `generate`, which decodes one position at a time.
+
+    Logits are those of the emitted tokens. Texts that differ are reported, and compared up to the first difference.
+    """
+    options = greedy_options(model, prompt, new_tokens)
+    options |= {"output_logits": True, "return_dict_in_generate": True}
+    plain, own = (one.generate(**prompt.inputs, **options) for one in (model, peer.model))
+    length = prompt.inputs["input_ids"].shape[1]
+    steps = min(plain.sequences.shape[1], own.sequences.shape[1]) - length
+    differs = (plain.sequences[:, length : length + steps] != own.sequences[:, length : length + steps]).any(0).tolist()
+    equal = differs.index(True) if True in differs else steps
+    pairs = zip(plain.logits[: equal + 1], own.logits[: equal + 1], strict=False)
+    largest = max(float((one.float() - other.float()).abs().max()) for one, other in pairs)
+    text = "same text" if equal == steps else f"texts differ at new token {equal}"
+    return f"{peer.name}: largest difference of {equal} steps' logits to `generate` {largest:.1e} ({text})"
+
+
+def check_notes(model: PreTrainedModel, peers: Sequence[Peer], prompt: PeerPrompt, new_tokens: int) -> list[str]:
+    """Recording, phases and logits of each patched peer, and the probe of the noise; `prompt` has the batch size."""
+    lines = []
+    for peer in (peer for peer in peers if isinstance(peer, PatchedPeer)):
+        lines += [recording_note(peer, prompt, new_tokens), phase_note(peer, prompt, new_tokens)]
+        lines.append(logits_note(model, peer, prompt, new_tokens))
+    device = prompt.inputs["input_ids"].device
+    verdict = "gives" if multinomial_is_reproduced(device, model.config.vocab_size) else "DOES NOT GIVE"
+    lines.append(f"our noise {verdict} the samples and the generator state of torch.multinomial on {device}")
+    return [*lines, device_note(device)] if device.type == "cuda" else lines
+
+
+def device_note(device: torch.device) -> str:
+    """What `patch(backend="auto")` would find on this device, checked now in a process of its own, nothing stored."""
+    try:
+        verdict = run_probe(probe_command(device), key=device_key(device))
+    except (NoVerdictError, OSError) as error:
+        return f"recorded rounds on {device}: no verdict ({error})"
+    outcome = "exact" if verdict["passed"] else f"NOT EXACT ({verdict['reason']})"
+    return f"recorded rounds of a small model on {device}: {outcome}"

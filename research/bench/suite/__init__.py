@@ -1,0 +1,1 @@
+"""Suites of `research.bench`: prompts by category, every peer on each of them, a report."""
