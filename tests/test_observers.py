@@ -11,10 +11,10 @@ import tiny_models as tiny
 import torch
 
 import mmspec
-from mmspec.app.bench.recorder import RoundRecorder
 from mmspec.app.ui.comparison import ComparisonRun
 from mmspec.app.ui.loaded_model import LoadedModel
 from mmspec.app.ui.model_store import ModelStore, RunSettings
+from mmspec.app.ui.recorder import RoundRecorder
 from mmspec.app.ui.worker import CancelSignal
 from mmspec.interfaces import ObservedRound
 

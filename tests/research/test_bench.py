@@ -15,6 +15,7 @@ import torch
 
 import mmspec
 from mmspec.app.cli.arguments import positive_ints
+from mmspec.app.compare import specs
 from mmspec.app.errors import UsageError
 from mmspec.app.io.decode import ReadableRows
 from mmspec.app.io.item import SourceOptions
@@ -28,7 +29,6 @@ from mmspec.metrics.stats import Stats
 from mmspec.targets.hf import HFTarget
 from mmspec.vision.video.decoder_pool import DecoderPool
 from research.bench import command as bench
-from research.bench import specs
 from research.bench.command import main
 from research.bench.forced_tree import ForcedTree, add_forced_tree, format_not_used, is_probe_needed
 from research.bench.measure import (

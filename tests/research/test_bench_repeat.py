@@ -178,7 +178,7 @@ def test_the_table_of_the_overview() -> None:
     rows = [row("hf", 1), row("hf-again", 1, R=None), row("none", 1.15), row("msd", 2, not_used=True)]
     lines = overview_markdown(rows).splitlines()
     assert "identical: scenes, float32, 2 threads of P, 2026-11-25, commit abc;" in lines[0]
-    assert lines[1] == "mmspec 1, torch 2, transformers 5; `research.bench --overview`."
+    assert lines[1] == "mmspec 1, torch 2, transformers 5; `python -m research.bench --overview`."
     assert lines[5] == "| long descriptions | `generate` again | 1.50 |  | 1.00 [0.90, 1.10] | 1.00 | 1.00 |"
     assert lines[6] == "|  | `none` | 1.50 | 2.00 | 1.15 [1.05, 1.25] (tie) | 1.00 | 1.15 |"
     assert lines[7].startswith("|  | `msd`, used in 50% of rounds | 1.50 |") and "tie" not in lines[7]

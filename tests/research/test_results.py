@@ -37,7 +37,8 @@ def page_commands() -> Iterator[list[str]]:
         words = shlex.split(line)
         while re.fullmatch(r"[A-Z_]+=\S*", words[0]):
             words.pop(0)
-        if words[0] in PROGRAMS and len(words) > 2:
+        was_named = words[:2] == ["mmspec", "bench"]  # by the provenance of a file that was written before
+        if words[0] in PROGRAMS and len(words) > 2 + (words[1] == "-m") and not was_named:
             yield words
 
 
@@ -65,9 +66,9 @@ def test_every_command_of_the_page_parses(words: list[str], monkeypatch: pytest.
         original(self, *args, **options)
         raise ParsedError
 
-    if name.startswith("mmspec.app.ui"):
+    if name == "research.studies.demo_overhead":
         pytest.importorskip("gradio")
-    module = importlib.import_module(name)
+    module = importlib.import_module("research.bench.command" if name == "research.bench" else name)
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse)
     monkeypatch.setattr(sys, "argv", [name, *rest])
     with pytest.raises(ParsedError):
@@ -84,4 +85,4 @@ def test_the_speed_table_is_that_of_the_file() -> None:
     block = readme_speed.find_block(PAGE)
     assert block == readme_speed.expected_block(), "python -m research.readme_speed writes it"
     assert f"| {' | '.join(HEADS)} |" in block and all(f"| {one.title} |" in block for one in OVERVIEW)
-    assert re.search(r"\d{4}-\d\d-\d\d, commit [0-9a-f]{7}", block) and "python -m research.bench" in block
+    assert re.search(r"\d{4}-\d\d-\d\d, commit [0-9a-f]{7}", block) and "bench --overview" in block

@@ -82,6 +82,7 @@ class SimulatedAcceptance:
         tau: wanted tokens per forward of a row. depth: of its trees.
     """
 
+    __module__ = f"mmspec.{__name__}"  # drafters of a user are checked in every round, and not recorded as a whole
     vocab_size: int | None = None
 
     def __init__(
