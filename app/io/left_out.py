@@ -15,6 +15,18 @@ SHARD_SUFFIXES = (".tar", ".parquet")
 TEXT_SUFFIXES = (".cap", ".caption", ".cls", ".json", ".text", ".txt")
 """Members of archives that are certainly no pictures."""
 
+LIST_NOTES = {
+    "record": ("record", "skipped {count} without a picture, as {first}"),
+    "comment": ("line", "{count} beginning with # taken for comments, as {first}; ./# begins the name of a file"),
+    "quote": ("line", "{count} with a quotation mark that is not closed read as they stand, as {first}"),
+    "encoding": (
+        "line",
+        "{count} not in UTF-8 read as Windows-1252, as {first}; save the list as UTF-8 if that is wrong",
+    ),
+    "repeated": ("row", "skipped {count} equal to an earlier one, as {first}"),
+}
+"""What is said of the rows of a list, by kind: the noun that is counted, and the sentence."""
+
 
 def is_hidden(name: str) -> bool:
     """Whether a path below an input is hidden: a name with a dot in front, or what macOS packs beside each file."""
@@ -69,7 +81,7 @@ class LeftOut:
         members: of archives, by archive and extension: samples without a picture.
         archive_links: pictures of archives that are links or sparse, by archive.
         several: samples of archives with several pictures, by archive.
-        records: of lists, by list: without a picture.
+        lists: by list: rows that are not read, or read with a doubt, by kind (`LIST_NOTES`).
         folder: where the archives or tables lie that were left out; with "/**" if at several places below it.
         seen: files that are counted already: inputs may overlap.
     """
@@ -81,7 +93,7 @@ class LeftOut:
     members: dict[str, Tally] = field(default_factory=dict)
     archive_links: Tally = field(default_factory=Tally)
     several: Tally = field(default_factory=Tally)
-    records: Tally = field(default_factory=Tally)
+    lists: dict[str, Tally] = field(default_factory=dict)
     folder: str = ""
     seen: set[str] = field(default_factory=set)
 
@@ -91,6 +103,10 @@ class LeftOut:
             self.folder = folder
         else:
             self.folder = f"{os.path.commonpath([self.folder.removesuffix('/**'), folder])}/**"
+
+    def add_list_note(self, name: str, kind: str, where: str, count: int = 1) -> None:
+        """Count a row of a list."""
+        self.lists.setdefault(name, Tally()).add(kind, where, count)
 
     def lines(self) -> list[str]:
         """A line for each kind of thing that was found."""
@@ -128,10 +144,10 @@ class LeftOut:
                 f"{archive}: {_number(count, 'sample')} with several pictures ({names}): one row each; "
                 "--image-column EXTENSION reads one of them"
             )
-        for name, count in self.records.counts.items():
-            found.append(
-                f"{name}: skipped {_number(count, 'record')} without a picture, as {self.records.names[name][0]}"
-            )
+        for name, tally in self.lists.items():
+            for kind, count in tally.counts.items():
+                noun, sentence = LIST_NOTES[kind]
+                found.append(f"{name}: {sentence.format(count=_number(count, noun), first=tally.names[kind][0])}")
         return found
 
     def _hint(self) -> str:

@@ -16,7 +16,7 @@ from mmspec.app.errors import UsageError
 from mmspec.app.io.cells import MEDIA_SUFFIXES
 from mmspec.app.io.item import Item, Skip, SourceOptions
 from mmspec.app.io.kinds import media_kind
-from mmspec.app.io.left_out import SHARD_SUFFIXES, LeftOut, is_hidden, is_packed_metadata
+from mmspec.app.io.left_out import SHARD_SUFFIXES, LeftOut, Tally, is_hidden, is_packed_metadata
 from mmspec.app.io.manifests import MANIFESTS as MANIFESTS
 from mmspec.app.io.manifests import is_manifest, read_manifest
 from mmspec.app.io.videos import AMBIGUOUS_SUFFIXES
@@ -127,7 +127,8 @@ class FileSource:
             files = walk(path, found)
         elif glob.has_magic(self.name) and not path.exists():
             files = self._globbed(found)
-        found.records.add_all(self._found.records)
+        for list_name, tally in self._found.lists.items():
+            found.lists.setdefault(list_name, Tally()).add_all(tally)
         reads_shards = glob.has_magic(self.name)  # those that match are sources of their own: `find_sources`
         for file in files:
             suffix = file.suffix.lower()

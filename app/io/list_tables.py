@@ -1,0 +1,169 @@
+"""Tables as text: CSV and TSV as Excel, pandas and people write them, and lists of one name per line."""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections import deque
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from typing import Any
+
+from mmspec.app.errors import UsageError, one_line
+from mmspec.app.io.cells import FILE_COLUMNS, MEDIA_SUFFIXES
+from mmspec.app.io.conversations import normalized
+from mmspec.app.io.item import SourceOptions
+from mmspec.app.io.list_text import MAX_LINE_CHARS, ListText
+
+Numbered = Iterator[tuple[int, dict[str, Any]]]
+_DELIMITERS = (",", ";", "\t", "|")
+
+
+def table(text: ListText) -> Numbered:
+    """CSV and TSV: `sep=` in the first line, else the delimiter with which the header names a column of files."""
+    lines = text.lines()
+    number, header = next(lines, (0, ""))
+    given = header.rstrip("\r\n").strip('"')
+    if given.lower().startswith("sep=") and len(given) == 5:
+        delimiter = given[4]
+        number, header = next(lines, (number, ""))
+    else:
+        delimiter = _delimiter(header, text.options) or ("\t" if text.kind == ".tsv" else ",")
+    yield from _rows(text, chain([(number, header)], lines), delimiter)
+
+
+def names(text: ListText) -> Numbered:
+    """A path or address per line; a table if the first line is the header of one, as in Excel's "Unicode text"."""
+    raw = text.raw_lines()
+    first = next(raw, (0, ""))
+    if (delimiter := _delimiter(first[1], text.options)) is not None:
+        lines = ((number, text.decoded(number, line)) for number, line in raw)
+        yield from _rows(text, chain([(first[0], text.decoded(*first))], lines), delimiter)
+        return
+    for number, line in chain([first], raw):
+        name = line.rstrip("\r\n")
+        if not name.strip():
+            continue
+        is_there = _is_there(text, name)
+        if not is_there:  # neither a name of other bytes than UTF-8, nor one with spaces at its ends
+            name = text.decoded(number, name).strip()
+        if not is_there and name.startswith("#"):
+            text.note("comment", number)
+        else:
+            yield number, {FILE_COLUMNS[0]: name}
+
+
+def _is_there(text: ListText, name: str) -> bool:
+    """Whether a file has just this name."""
+    return bool(name) and os.path.lexists(os.path.join(text.options.root or text.path.parent, name))
+
+
+def _delimiter(header: str, options: SourceOptions) -> str | None:
+    """The delimiter with which a first line names a column of files."""
+    csv.field_size_limit(max(csv.field_size_limit(), MAX_LINE_CHARS))
+    for delimiter in _DELIMITERS:
+        found = next(csv.reader([header], delimiter=delimiter), [])
+        if len(found) > 1 and _file_column(found, options) is not None:
+            return delimiter
+    return None
+
+
+def _file_column(header: list[str], options: SourceOptions) -> int | None:
+    """The first column that names files."""
+    wanted = {normalized(options.image_column)} if options.image_column else set(FILE_COLUMNS)
+    return next((number for number, name in enumerate(header) if normalized(name) in wanted), None)
+
+
+def _rows(text: ListText, lines: Iterable[tuple[int, str]], delimiter: str) -> Numbered:
+    """The rows of a table, its header first."""
+    records = _Records(text, lines, delimiter)
+    header = [name.strip() for name in records.read() or []]
+    records.header, records.file_column = header, _file_column(header, text.options)
+    while (cells := records.read()) is not None:
+        if not any(cell.strip() for cell in cells):
+            continue
+        if any(cell.strip() for cell in cells[len(header) :]):
+            raise UsageError(
+                f"{text.path} line {records.line} has {len(cells)} cells, its header {len(header)}: put quotes around "
+                f"cells that hold {delimiter!r}"
+            )
+        row: dict[str, Any] = {}
+        for name, cell in zip(header, cells, strict=False):
+            if name and cell:
+                row.setdefault(name, cell)  # of two columns of a name the first
+        yield records.line, row
+
+
+class _Records:
+    """The records of a table, one or several lines each.
+
+    A quotation mark that is not closed would take the lines up to the next one into its cell. It is found by what
+    follows: text behind a closing mark, the end of the table, or lines that look like rows. Such a line is read as it
+    stands, and counted.
+    """
+
+    def __init__(self, text: ListText, lines: Iterable[tuple[int, str]], delimiter: str) -> None:
+        self._text, self._lines, self._delimiter = text, iter(lines), delimiter
+        self._returned: deque[tuple[int, str]] = deque()
+        self.header: list[str] = []
+        self.file_column: int | None = None
+        self.line = 0
+        """Where the last record ends, for messages."""
+
+    def read(self) -> list[str] | None:
+        """The next record; None at the end.
+
+        Raises:
+            UsageError: a quotation mark that is not closed, in a line that is no row without it.
+        """
+        taken: list[tuple[int, str]] = []
+
+        def feed() -> Iterator[str]:
+            size = 0
+            while size <= MAX_LINE_CHARS and (one := self._next()) is not None:
+                taken.append(one)
+                size += len(one[1])
+                yield one[1]
+
+        cells: list[str] | None = None
+        reason = "the lines that it takes in look like rows"
+        try:
+            cells = next(csv.reader(feed(), delimiter=self._delimiter, strict=True), None)
+        except csv.Error as error:
+            reason = one_line(error, 80)
+        if not taken:
+            return None
+        if cells is None or any(self._looks_like_row(line) for _, line in taken[1:]):
+            cells = self._literal(taken[0][1])
+            if self.header and len(cells) != len(self.header):
+                raise UsageError(
+                    f"{self._text.path} line {taken[0][0]}: a quotation mark is not closed, or text follows a closed "
+                    f"one ({reason}): double the mark, and put the cell in quotes"
+                )
+            self._returned.extendleft(reversed(taken[1:]))
+            del taken[1:]
+            self._text.note("quote", taken[0][0])
+        self.line = taken[-1][0]
+        return cells
+
+    def _next(self) -> tuple[int, str] | None:
+        return self._returned.popleft() if self._returned else next(self._lines, None)
+
+    def _literal(self, line: str) -> list[str]:
+        """The cells of a line in which quotation marks are text, but for those around a cell."""
+        cells = next(csv.reader([line], delimiter=self._delimiter, quoting=csv.QUOTE_NONE), [])
+        quoted = [len(cell) > 1 and cell[0] == cell[-1] == '"' for cell in cells]
+        return [
+            cell[1:-1].replace('""', '"') if is_quoted else cell for cell, is_quoted in zip(cells, quoted, strict=True)
+        ]
+
+    def _looks_like_row(self, line: str) -> bool:
+        cells = self._literal(line)
+        if self.file_column is None or len(cells) != len(self.header):
+            return False
+        name = cells[self.file_column]
+        return (
+            os.path.splitext(name)[1].lower() in MEDIA_SUFFIXES
+            or name.lower().startswith(("http://", "https://"))
+            or _is_there(self._text, name)
+        )
