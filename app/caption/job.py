@@ -109,11 +109,11 @@ class CaptionJob:
         config = self.config
         inputs = Inputs(config.paths, config.source_options(self.output.base), self.output.own_files())
         inputs.check()
-        self._print_left_out(inputs.left_out(listed=True))
         self._finished = self.output.open()
         complete = False
         try:
             total = survey(inputs, config, self.process, self._finished)
+            self._print_left_out(inputs.left_out(listed=True))
             self._prepare(inputs)
             if self.model is not None:
                 self._print_left_out([self._plan.describe(total)])

@@ -8,8 +8,8 @@ from mmspec.app.io.cells import is_missing
 
 TURN_KEYS = ("conversations", "messages", "conversation", "input")
 """Where a record holds a conversation."""
-PLACEHOLDERS = ("<image>", "<video>")
-"""Stand for pictures and clips in the questions of data sets."""
+GENERIC_TOKENS = ("<image>", "<video>")
+"""Placeholders of data sets, whatever the model's own are."""
 _SPEAKERS = {"human": "user", "gpt": "assistant"}
 
 
@@ -87,7 +87,7 @@ def _joined(parts: list[Any]) -> tuple[str, list[Any]]:
         if picture is not None:
             pictures.append(picture)
         if picture is not None or part.get("type") in ("image", "video"):  # or its place, with the picture elsewhere
-            words.append(PLACEHOLDERS[0])
+            words.append(GENERIC_TOKENS[0])
         elif part.get("text"):
             words.append(str(part["text"]))
     return " ".join(words), pictures
@@ -97,11 +97,11 @@ def _placed(question: str) -> str:
     bare = question.strip()
     while True:
         before = bare
-        for token in PLACEHOLDERS:
+        for token in GENERIC_TOKENS:
             bare = bare.removeprefix(token).removesuffix(token).strip()
         if bare == before:
             break
-    return question.strip() if any(token in bare for token in PLACEHOLDERS) else bare
+    return question.strip() if any(token in bare for token in GENERIC_TOKENS) else bare
 
 
 def _picture_of(part: dict[str, Any]) -> Any:

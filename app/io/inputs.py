@@ -202,6 +202,7 @@ class Inputs:
             UsageError: a path that names nothing.
         """
         self.paths, self.options, self._output_files = paths, options, list(skip)
+        self._repeated = LeftOut()
         excluded = {os.path.realpath(path) for path in self._output_files}
         self.sources = [source for path in paths for source in find_sources(path, options, excluded)]
 
@@ -249,6 +250,8 @@ class Inputs:
         for source in self.sources:
             if listed is None or source.is_listed == listed:
                 source.add_left_out(found)
+        if listed is None or self.is_listed == listed:
+            found.add_lists(self._repeated)
         return found.lines()
 
     def rows(self, skip: Skip) -> Iterator[Item]:
@@ -257,6 +260,7 @@ class Inputs:
         Raises:
             UsageError: a bad manifest, or one with two rows of an id. Other sources yield error rows.
         """
+        self._repeated = LeftOut()
         known: dict[str, tuple[int, int]] = {}
         base, index = os.path.abspath(self.options.base), 0
         for source in self.sources:
@@ -273,6 +277,10 @@ class Inputs:
                     if not source.is_listed:
                         ident, content = _repeated(ident, known)
                     elif known[ident] == key or (not item.id and known.get(path) == key):
+                        if item.origin:
+                            self._repeated.add_list_note(
+                                source.name, "repeated", item.origin.removeprefix(f"{source.name} ")
+                            )
                         continue
                     elif not item.id and known[ident][1] != key[1] and path not in known:  # relative to another folder
                         ident = path

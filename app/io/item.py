@@ -29,7 +29,7 @@ class Item:
         file_name: relative to the folder of the output.
         prompt: its own prompt; None for the one of the job.
         index: position in the input.
-        answer: a text to train a drafter on, from a manifest.
+        answer: a text to train a drafter on, from a manifest; not checked, as captions do not need it.
         content: where to read it; None: the file at `path`.
         origin: for messages, where a list or table names it: "list.csv line 3"; empty if the id says it.
         pixels: of its pictures together, as their headers say; None: not known, or not looked for.
@@ -49,11 +49,9 @@ class Item:
         """Whatever it is read from, its id and name are valid Unicode; so is its prompt, or it is an error row."""
         for name in ("id", "file_name"):
             object.__setattr__(self, name, escaped(getattr(self, name)))
-        for name in ("prompt", "answer"):
-            fault = find_fault(getattr(self, name) or "")
-            if fault is not None:
-                object.__setattr__(self, "content", Unreadable("BadText", f"the {name} {fault}"))
-                object.__setattr__(self, name, None)
+        if (fault := find_fault(self.prompt or "")) is not None:
+            object.__setattr__(self, "content", Unreadable("BadText", f"the prompt {fault}"))
+            object.__setattr__(self, "prompt", None)
 
     @property
     def is_video(self) -> bool:

@@ -108,6 +108,11 @@ class LeftOut:
         """Count a row of a list."""
         self.lists.setdefault(name, Tally()).add(kind, where, count)
 
+    def add_lists(self, other: LeftOut) -> None:
+        """Add what was found of lists elsewhere."""
+        for name, tally in other.lists.items():
+            self.lists.setdefault(name, Tally()).add_all(tally)
+
     def lines(self) -> list[str]:
         """A line for each kind of thing that was found."""
         found = []

@@ -16,7 +16,7 @@ from mmspec.app.io.cells import FILE_COLUMNS, short_repr
 from mmspec.app.io.conversations import TURN_KEYS, normalized
 from mmspec.app.io.item import SourceOptions
 from mmspec.app.io.left_out import LeftOut
-from mmspec.app.io.list_text import MAX_LINE_CHARS, ListText, open_list
+from mmspec.app.io.list_text import MAX_LINE_CHARS, ListText, Numbered, open_list
 
 RECORD_KEYS = ("images", "data", "rows", "samples", "items", "annotations")
 """Where a JSON object holds its records, as in COCO."""
@@ -24,7 +24,6 @@ _STRUCT_KEYS = {"bytes", "path", "url", "src"}
 """Fields of one picture."""
 _BLANKS = re.compile(r"[ \t\r\n]*")
 _BLANKS_OR_COMMAS = re.compile(r"[ \t\r\n,]*")
-Numbered = Iterator[tuple[int, dict[str, Any]]]
 _ADVICE = "write a list of objects, as pandas does with to_json(orient='records')"
 
 
@@ -200,7 +199,7 @@ def _object_records(text: ListText, reader: JsonReader) -> Iterator[Any]:
         or any(names.get(key) == '"' for key in ("prompt", *_file_columns(text)) if key != "url")
     )  # fmt: skip
     key = next((key for key in RECORD_KEYS if shape.get(key) == "[{"), None)
-    if key is None and len(shape) == 1:
+    if key is None and len(shape) == 1 and text.kind == ".json":
         key = next((key for key in RECORD_KEYS if shape.get(key) in ('["', "[]")), None)
     if is_record:
         yield reader.value()
@@ -228,7 +227,7 @@ def _table_records(text: ListText, whole: dict[str, Any]) -> list[Any]:
         if not named:  # orient="index", or records by name
             return values
     lists = [key for key in named if isinstance(whole[key], list)]
-    if lists and not any(isinstance(value, str) for value in values):
+    if lists and text.kind == ".json" and not any(isinstance(value, str) for value in values):
         sizes = {len(value) if isinstance(value, list) else -1 for value in values}
         if len(whole) > 1 and len(sizes) == 1:  # a list for each column
             return [dict(zip(whole, row, strict=True)) for row in zip(*values, strict=True)]

@@ -19,6 +19,8 @@ from mmspec.app.io.item import SourceOptions
 from mmspec.app.io.left_out import LeftOut
 from mmspec.app.io.text import is_valid
 
+Numbered = Iterator[tuple[int, dict[str, Any]]]
+"""Records with their numbers."""
 MAX_LINE_CHARS = 64 << 20
 """Longest line of a list, or record of a JSON list: a picture of 48 MB in base64."""
 MAX_WESTERN_RUN = 2
@@ -97,6 +99,14 @@ class ListText:
         return text
 
 
+def _encoding(start: bytes) -> str:
+    """By the byte order mark, or by the zeros of two ASCII characters in UTF-16 or one in UTF-32; else UTF-8."""
+    has_mark = start[:2] in (b"\xff\xfe", b"\xfe\xff") or start == b"\0\0\xfe\xff"
+    zeros = tuple(not byte for byte in start)
+    is_wide = zeros in ((False, True) * 2, (True, False) * 2, (False, True, True, True), (True, True, True, False))
+    return json.detect_encoding(start) if has_mark or is_wide else "utf-8"
+
+
 @contextmanager
 def open_list(path: Path, kind: str, options: SourceOptions, found: LeftOut) -> Iterator[ListText]:
     """Open a list.
@@ -109,7 +119,7 @@ def open_list(path: Path, kind: str, options: SourceOptions, found: LeftOut) -> 
         return UnpackedList(path) if path.suffix.lower() == ".gz" else path.open("rb")
 
     with binary() as file:
-        encoding = json.detect_encoding(file.read(4))  # by the byte order mark, or the zeros of UTF-16 and UTF-32
+        encoding = _encoding(file.read(4))
     errors = "surrogateescape" if encoding.startswith("utf-8") and not kind.startswith(".json") else "strict"
     encoding = "utf-8-sig" if encoding == "utf-8" else encoding
     with io.TextIOWrapper(binary(), encoding=encoding, errors=errors, newline="") as stream:

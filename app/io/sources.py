@@ -8,6 +8,7 @@ from __future__ import annotations
 import glob
 import os
 import re
+from collections import deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from mmspec.app.errors import UsageError
 from mmspec.app.io.cells import MEDIA_SUFFIXES
 from mmspec.app.io.item import Item, Skip, SourceOptions
 from mmspec.app.io.kinds import media_kind
-from mmspec.app.io.left_out import SHARD_SUFFIXES, LeftOut, Tally, is_hidden, is_packed_metadata
+from mmspec.app.io.left_out import SHARD_SUFFIXES, LeftOut, is_hidden, is_packed_metadata
 from mmspec.app.io.manifests import MANIFESTS as MANIFESTS
 from mmspec.app.io.manifests import is_manifest, read_manifest
 from mmspec.app.io.videos import AMBIGUOUS_SUFFIXES
@@ -63,18 +64,23 @@ class FileSource:
 
     def __init__(self, name: str, excluded: set[str], options: SourceOptions | None = None) -> None:
         self.name, self._excluded, self._options = name, excluded, options or SourceOptions()
-        self._found = LeftOut()
+        self._found, self._is_read = LeftOut(), False
 
     def count(self) -> int | None:
         return None
 
     def check(self) -> None:
-        """Refuse a file that is neither a picture nor a clip, by name or content.
+        """Refuse a file that is neither a picture nor a clip, by name or content, and a pipe: lists are read twice.
 
         Raises:
             UsageError: it is neither.
         """
         path = Path(self.name)
+        is_pipe = path.exists() and not path.is_file() and not path.is_dir()
+        if path.suffix.lower() not in MEDIA_SUFFIXES and (is_pipe or (self.name == "-" and not path.exists())):
+            raise UsageError(
+                f"{self.name} is a pipe, and lists are read more than once: write it to a file, and name that"
+            )
         if not path.is_file() or path.suffix.lower() in MEDIA_SUFFIXES or is_manifest(path):
             return
         if _real(path) in self._excluded:
@@ -87,7 +93,7 @@ class FileSource:
             raise explain_refused(self.name, describe_format(header))
 
     def rows(self, skip: Skip) -> Iterator[Item]:
-        self._found = LeftOut()
+        self._found, self._is_read = LeftOut(), False
         name, path = self.name, Path(self.name)
         if path.is_dir():
             yield from self._files(_in_order(path, walk(path, self._found)))
@@ -95,6 +101,7 @@ class FileSource:
             return
         elif is_manifest(path) and (path.exists() or not glob.has_magic(name)):
             yield from read_manifest(path, self._options, self._found)
+            self._is_read = True
         elif path.exists() or (path.suffix.lower() in MEDIA_SUFFIXES and not glob.has_magic(name)):
             yield Item(path)
         elif glob.has_magic(name):
@@ -127,8 +134,9 @@ class FileSource:
             files = walk(path, found)
         elif glob.has_magic(self.name) and not path.exists():
             files = self._globbed(found)
-        for list_name, tally in self._found.lists.items():
-            found.lists.setdefault(list_name, Tally()).add_all(tally)
+        elif is_manifest(path) and path.exists() and not self._is_read:
+            deque(self.rows(lambda ident: True), maxlen=0)
+        found.add_lists(self._found)
         reads_shards = glob.has_magic(self.name)  # those that match are sources of their own: `find_sources`
         for file in files:
             suffix = file.suffix.lower()

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mmspec.app.errors import UsageError
+from mmspec.app.io.conversations import GENERIC_TOKENS
 
 if TYPE_CHECKING:
     from transformers import ProcessorMixin
@@ -19,8 +20,6 @@ return_assistant_tokens_mask return_tensors return_dict load_audio_from_video pr
 padding images videos audio text"""
 RESERVED = frozenset(_RESERVED.split())
 """Names that a call of `apply_chat_template` sets itself."""
-GENERIC_TOKENS = ("<image>", "<video>")
-"""Placeholders of data sets, whatever the model's own are."""
 
 
 @dataclass(frozen=True)

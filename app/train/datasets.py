@@ -17,6 +17,7 @@ from mmspec.app.io.held import Spool
 from mmspec.app.io.images import ImageError, Media, Video
 from mmspec.app.io.inputs import Inputs
 from mmspec.app.io.item import SourceOptions
+from mmspec.app.io.text import find_fault
 from mmspec.vision.video.decoder_pool import DecoderPool
 from mmspec.vision.video.samplers import Uniform
 
@@ -152,6 +153,8 @@ class FileData:
             number = self.stand_ins.find(index, part)
             item = self.items[number]
             try:
+                if (fault := find_fault(item.answer or "")) is not None:
+                    raise ImageError("BadText", f"the answer {fault}")
                 media = decode_item(item, Uniform(FRAMES), MAX_PIXELS, self.decoders)
             except ImageError as error:
                 self.stand_ins.leave_out(number, item.id, error)
