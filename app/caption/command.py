@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from mmspec.app.caption.batch_size import AUTO_BATCH_SIZE
 from mmspec.app.caption.config import MAX_PIXELS, CaptionConfig, ProcessInfo
-from mmspec.app.caption.options import EPILOG, add_options
+from mmspec.app.caption.options import EPILOG, add_options, choose_format
 from mmspec.app.caption.variants import check_variants
 from mmspec.app.cli.arguments import Commands, add_command, config_from_args, hide_progress_bars, validate_drafter
 from mmspec.app.errors import UsageError, one_line
@@ -51,6 +51,7 @@ def run(args: argparse.Namespace) -> int:
     if args.model is None:
         raise UsageError(CHOOSE_MODEL)
     validate_drafter(args.drafter, args.compressor)
+    args.format = choose_format(args.format, args.out)
     pixel_limit = max(MAX_PIXELS, args.max_pixels or 0)
     config = config_from_args(
         CaptionConfig, args, stop=tuple(filter(None, args.stop)), pixel_limit=pixel_limit, working_folder=None
@@ -63,6 +64,10 @@ def run(args: argparse.Namespace) -> int:
     from mmspec.app.caption.job import CaptionJob
     from mmspec.app.caption.progress import print_stderr
 
+    if process.world_size > 1 and process.rank == 0:
+        print_stderr(
+            f"mmspec: process 1 of {process.world_size}, as RANK and WORLD_SIZE say: others caption the other rows"
+        )
     config = with_task_prompt(config)
     if config.ray is not None:
         from mmspec.app.caption.ray_job import RayCaptionJob
@@ -151,7 +156,7 @@ def check_ray(config: CaptionConfig, process: ProcessInfo) -> None:
         UsageError: there is one.
     """
     if process.world_size > 1:
-        raise UsageError("--ray divides the work itself: start one process, without accelerate or torchrun")
+        raise UsageError("--ray divides the work itself: start one process (unset RANK and WORLD_SIZE)")
     if config.shard != (0, 1):
         raise UsageError("--ray divides the work itself: leave --shard away")
 
@@ -162,7 +167,8 @@ def build_output(config: CaptionConfig, process: ProcessInfo) -> Output:
     Raises:
         UsageError: options that do not go with it.
     """
-    from mmspec.app.io.output import FileOutput, StreamOutput
+    from mmspec.app.io.output import StreamOutput
+    from mmspec.app.io.output_file import FileOutput
     from mmspec.app.io.shards import ShardedOutput
 
     if config.format == "txt":
@@ -176,7 +182,9 @@ def build_output(config: CaptionConfig, process: ProcessInfo) -> Output:
             Path(config.out), settings, shards, **ranks, overwrite=config.overwrite, rows_per_shard=rows
         )
     if process.world_size > 1:
-        raise UsageError("several processes cannot share standard output: give --out FILE")
+        raise UsageError(
+            "several processes cannot share standard output: give --out FILE; for one, unset RANK and WORLD_SIZE"
+        )
     return StreamOutput()
 
 
@@ -190,7 +198,10 @@ def build_sidecars(config: CaptionConfig, process: ProcessInfo) -> Output:
     from mmspec.app.io.sidecars import SidecarOutput
 
     if process.world_size > 1:
-        raise UsageError("--format txt is for one process: start several with --shard I/N instead")
+        raise UsageError(
+            f"--format txt is for one process, and WORLD_SIZE is {process.world_size}: start several with --shard I/N "
+            "instead; for one, unset RANK and WORLD_SIZE"
+        )
     if config.fields is not None:
         raise UsageError("--fields names columns, and --format txt has none: leave one of them away")
     folder = None if config.out == "-" else Path(config.out)
@@ -199,7 +210,14 @@ def build_sidecars(config: CaptionConfig, process: ProcessInfo) -> Output:
         inputs = Inputs(config.paths, config.source_options(output.base), output.own_files())
         return inputs.rows(lambda ident: True)
 
-    output = SidecarOutput(folder, config.paths, items, overwrite=config.overwrite)
+    output = SidecarOutput(
+        folder,
+        config.paths,
+        items,
+        overwrite=config.overwrite,
+        shard=config.shard,
+        settings=config.fingerprint(process.world_size),
+    )
     return output
 
 

@@ -10,7 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmspec.app.errors import UsageError
+from mmspec.app.errors import UsageError, one_line
 
 if TYPE_CHECKING:
     from mmspec.app.io.item import SourceOptions
@@ -230,11 +230,16 @@ class ProcessInfo:
         """Read RANK, WORLD_SIZE and LOCAL_RANK."""
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
         try:
-            rank, world, local = (int(environ.get(name, default)) for name, default in zip(names, "010", strict=True))
+            rank, world, local = (int(environ.get(name) or default) for name, default in zip(names, "010", strict=True))
         except ValueError as error:
-            raise UsageError(f"{', '.join(names)} in the environment must be numbers: {error}") from error
-        if not 0 <= rank < world:
-            raise UsageError(f"RANK must be from 0 to WORLD_SIZE - 1; got RANK={rank} and WORLD_SIZE={world}")
+            raise UsageError(
+                f"{', '.join(names)} in the environment must be numbers ({one_line(error, 100)}); for one, unset them"
+            ) from error
+        if not 0 <= rank < world or (world > 1 and not environ.get("RANK")):
+            raise UsageError(
+                f"RANK must be from 0 to WORLD_SIZE - 1; got RANK={environ.get('RANK') or 'nothing'} and "
+                f"WORLD_SIZE={environ.get('WORLD_SIZE') or 'nothing'}: for one process, unset them"
+            )
         return ProcessInfo(rank, world, local)
 
 

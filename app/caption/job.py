@@ -218,7 +218,7 @@ class CaptionJob:
         if self.config.format == "txt":
             lines.append(f"text files {'beside the pictures' if self.config.out == '-' else f'in {self.config.out}'}")
         elif self.config.out != "-":
-            lines.append(file_line(summary, self.config.out))
+            lines.append(file_line(summary, self.config.out, self.output, self.process))
         if stop.signal:
             lines.append("interrupted: run the same command again to continue")
         if self._job_report is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 from typing import Any
 
 from mmspec.app.caption.batch_size import AUTO_BATCH_SIZE
@@ -25,10 +26,12 @@ from mmspec.app.cli.arguments import (
     add_table_options,
     goes_with,
     non_negative_int,
+    output_name,
     parse_temperature,
     positive_int,
     split_commas,
 )
+from mmspec.app.errors import UsageError
 from mmspec.app.modeling.prompt_format import RESERVED
 
 EPILOG = """\
@@ -88,6 +91,16 @@ exit code
   74 output cannot be written (disk full, read-only, size limit): remove the cause and run the same command again,
   130 interrupted (the first Ctrl-C finishes the batch, the second stops at once), 143 the same by SIGTERM
 """
+
+
+SUFFIX_FORMATS = {".parquet": "parquet", ".tar": "webdataset"}
+COMPRESSED_SUFFIXES = (".7z", ".bz2", ".gz", ".lz4", ".rar", ".tbz", ".tgz", ".txz", ".xz", ".zip", ".zst")
+_OTHERS = """
+.arrow .avro .csv .db .feather .h5 .hdf5 .htm .html .ipc .lance .md .npy .npz .orc .pickle .pkl .pq .sqlite .sqlite3
+.toml .tsv .txt .xls .xlsx .xml .yaml .yml
+"""
+OTHER_SUFFIXES = frozenset(_OTHERS.split())
+"""Suffixes of tables and texts that are no rows of JSON."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -160,13 +173,14 @@ def _add_decoding(parser: argparse.ArgumentParser) -> None:
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("output").add_argument
-    add("--out", default="-", metavar="FILE", help="file, or folder of shards; - (default) is standard output")
+    out_help = "file, or folder of shards or text files; - (default) is standard output"
+    add("--out", type=output_name, default="-", metavar="FILE", help=out_help)
     format_help = (
-        "jsonl (default): one file; parquet: a folder of shards with the same columns; webdataset: a folder of tar "
-        "archives, each picture with its caption (.txt) and its row (.json); txt: a text file for each picture, beside "
-        "it or in the folder --out; one that exists is left alone"
+        "default: by the suffix of --out. jsonl: one file; parquet: a folder of shards with the same columns; "
+        "webdataset: a folder of tar archives, each picture with its caption (.txt) and its row (.json); txt: a text "
+        "file of one line for each picture, beside it or in the folder --out; one that exists is left alone"
     )
-    add("--format", choices=FORMATS, default=FORMATS[0], help=format_help)
+    add("--format", choices=FORMATS, default=None, help=format_help)
     fields_help = (
         "columns of the rows, comma-separated, besides id, caption, prompt_sha1, error and index (default: all)"
     )
@@ -178,7 +192,7 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="of parquet and webdataset (default 1000)",
     )
-    goes_with(shard_rows, "--format parquet or webdataset", lambda args: args.format in ("parquet", "webdataset"))
+    goes_with(shard_rows, "--format parquet or webdataset", has_shards)
     add("--prefix", default="", metavar="TEXT", help="put before each caption, as in 'sks dog, '")
     add("--suffix", default="", metavar="TEXT", help="put after each caption")
     add("--overwrite", action="store_true", help="discard the rows in FILE; of txt replace files that exist")
@@ -201,11 +215,38 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
     add("--threads", type=positive_int, default=4, metavar="N", help="decoding threads (default 4)")
     add(
         "--report",
+        type=output_name,
         default=None,
         metavar="FOLDER",
         help="write report.html: captions, errors, speed, drafts of this run",
     )
     add_progress(group)
+
+
+def has_shards(args: argparse.Namespace) -> bool:
+    """Whether the output is a folder of shards."""
+    return (args.format or SUFFIX_FORMATS.get(Path(args.out).suffix.lower())) in ("parquet", "webdataset")
+
+
+def choose_format(name: str | None, out: str) -> str:
+    """The format that `--format` names, else the suffix of `--out`.
+
+    Raises:
+        UsageError: a suffix of what is not written.
+    """
+    suffix = Path(out).suffix.lower()
+    if name is None and suffix in SUFFIX_FORMATS:
+        return SUFFIX_FORMATS[suffix]
+    if suffix in COMPRESSED_SUFFIXES and name in (None, "jsonl"):
+        raise UsageError(
+            f"--out {out}: rows are not compressed, so that a job can be resumed: use a name as captions.jsonl"
+        )
+    if name is None and suffix in OTHER_SUFFIXES:
+        raise UsageError(
+            f"--out {out}: {suffix} is not written: name a .jsonl file or a .parquet folder, or say --format jsonl, "
+            "parquet, webdataset or txt"
+        )
+    return name or FORMATS[0]
 
 
 def parse_fields(text: str) -> tuple[str, ...]:

@@ -16,7 +16,8 @@ from mmspec.app.io.jsonl import Row
 from mmspec.messages import printable
 
 if TYPE_CHECKING:
-    from mmspec.app.io.output import JobSummary
+    from mmspec.app.caption.config import ProcessInfo
+    from mmspec.app.io.output import JobSummary, Output
     from mmspec.app.modeling.captioner import ComparisonTotals
 
 LINE_SECONDS = 30.0
@@ -157,8 +158,13 @@ def format_duration(seconds: float) -> str:
     return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"
 
 
-def file_line(summary: JobSummary | None, out: str) -> str:
+def file_line(summary: JobSummary | None, out: str, output: Output, process: ProcessInfo) -> str:
     """What is in the file at the end; None if the job is not complete."""
+    if summary is None and process.world_size > 1:
+        return (
+            f"rows of process {process.rank + 1} of {process.world_size} in {getattr(output, 'rank_path', out)}, until "
+            "the other processes have run (for one process, unset RANK and WORLD_SIZE)"
+        )
     if summary is None:
         return f"rows in {out}"
     return f"{summary.num_rows} rows in {out}, {summary.num_errors} of them errors"

@@ -93,12 +93,12 @@ class CaptionActor:
         self._decoders = DecoderPool()
         self._num_rows = 0
 
-    def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """The batch with the new columns."""
+    def __call__(self, batch: Any) -> Any:
+        """The batch with the new columns: a mapping (`batch_format` "numpy" or "pandas") or a table of pyarrow."""
         from dataclasses import replace
 
-        cells = batch[self._image_column]
-        prompts: Sequence[Any] = batch[self._prompt_column] if self._prompt_column else [None] * len(cells)
+        cells = _cells(batch, self._image_column)
+        prompts = _cells(batch, self._prompt_column) if self._prompt_column else [None] * len(cells)
         if self._captioner is None:
             self._captioner = RowCaptioner(replace(self._config, batch_size=max(1, len(cells))), self._model)
         decoded = []
@@ -110,7 +110,12 @@ class CaptionActor:
             decoded.append((item, bad or self._decode(cell)))
             self._num_rows += 1
         rows = self._captioner.caption_rows(decoded)
-        return dict(batch) | {name: column(rows, name) for name in NEW_COLUMNS}
+        new = {name: column(rows, name) for name in NEW_COLUMNS}
+        return (
+            dict(batch) | new
+            if isinstance(batch, Mapping) or not hasattr(batch, "column_names")
+            else _added(batch, new)
+        )
 
     def _decode(self, cell: Any) -> Media | ImageError:
         try:
@@ -122,6 +127,23 @@ class CaptionActor:
             return load_image(content.read(), self._config.pixel_limit, self._decoders)
         except ImageError as error:
             return error
+
+
+def _cells(batch: Any, name: str) -> Sequence[Any]:
+    """The values of a column."""
+    cells = batch[name]
+    found: Sequence[Any] = cells.to_pylist() if hasattr(cells, "to_pylist") else cells
+    return found
+
+
+def _added(table: Any, columns: Mapping[str, np.ndarray]) -> Any:
+    """A table of pyarrow with these columns; those of the same names are replaced."""
+    import pyarrow
+
+    table = table.drop_columns([name for name in columns if name in table.column_names])
+    for name, values in columns.items():
+        table = table.append_column(name, pyarrow.array(values))
+    return table
 
 
 def column(rows: Sequence[Row], name: str) -> np.ndarray:

@@ -28,6 +28,7 @@ Options: TypeAlias = "argparse._ActionsContainer"
 """A parser or a group of one."""
 
 MODEL_HELP = "hub id, folder, or bundled: scenes (a toy model of drawn scenes), tiny, mid (random weights)"
+MAX_INT, MAX_DIGITS = 2**63 - 1, 30
 COMPRESSOR_HELP = (
     "pass fewer visual tokens to the drafter: cost-based; drop; stride, pool, relevant, salient, diverse with :N"
 )
@@ -106,13 +107,13 @@ def add_sampling_options(parser: Options, seed_of: str = "sampling") -> None:
     """Add `--temperature` and `--seed`; `seed_of` is what the seed determines."""
     add = parser.add_argument
     add("--temperature", type=parse_temperature, default=0.0, metavar="T", help="0 (default) is greedy")
-    add("--seed", type=int, default=0, metavar="N", help=f"of {seed_of} (default 0)")
+    add("--seed", type=parse_seed, default=0, metavar="N", help=f"of {seed_of} (default 0)")
 
 
 def add_scene_seed(parser: Options, default: int | None, default_text: str) -> None:
     """Add `--scene-seed`."""
     help_ = f"seed of the first scene (default {default_text})"
-    parser.add_argument("--scene-seed", type=int, default=default, metavar="S", help=help_)
+    parser.add_argument("--scene-seed", type=parse_seed, default=default, metavar="S", help=help_)
 
 
 def add_table_options(parser: argparse.ArgumentParser) -> None:
@@ -139,17 +140,46 @@ def add_progress(parser: Options, help: str = "progress bar (default: on a termi
 
 
 def positive_int(text: str) -> int:
-    """An integer above 0."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number above 0, got {text!r}")
-    return int(text)
+    """An integer above 0, of 64 bits."""
+    if not text.isdecimal() or int(text[:MAX_DIGITS]) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number above 0, got {text!r:.80}")
+    return _int64(text)
 
 
 def non_negative_int(text: str) -> int:
-    """An integer, 0 or more."""
+    """An integer, 0 or more, of 64 bits."""
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"must be a whole number of 0 or more, got {text!r}")
-    return int(text)
+        raise argparse.ArgumentTypeError(f"must be a whole number of 0 or more, got {text!r:.80}")
+    return _int64(text)
+
+
+def parse_seed(text: str) -> int:
+    """Any integer of 64 bits, as the generators and the columns of rows hold."""
+    digits = text.removeprefix("-").removeprefix("+")
+    if not digits.isdecimal():
+        raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r:.80}")
+    return _int64(text)
+
+
+def _int64(text: str) -> int:
+    value = int(text) if len(text) < MAX_DIGITS else MAX_INT + 1
+    if not -MAX_INT <= value <= MAX_INT:
+        raise argparse.ArgumentTypeError(f"must be at most {MAX_INT} (64 bits), got {text!r:.80}")
+    return value
+
+
+def output_name(text: str) -> str:
+    """The name of an output, which is a file or folder of this machine."""
+    if "://" in text or text.startswith("file:/"):
+        raise argparse.ArgumentTypeError(
+            f"is a path of this machine, and {text!r:.100} is an address: name a local path, and upload what is written"
+        )
+    return text
+
+
+def output_path(text: str) -> Path:
+    """The same as a path."""
+    return Path(output_name(text))
 
 
 def parse_temperature(text: str) -> float:

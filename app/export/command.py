@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmspec.app.cli.arguments import Commands, add_command
+from mmspec.app.cli.arguments import Commands, add_command, output_path
 from mmspec.app.errors import UsageError
 from mmspec.drafters.heads.registry import EXPORT_FORMATS, methods
 
@@ -47,7 +47,7 @@ def add_parser(commands: Commands, common: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("head", metavar="RUN", help="folder of a trained head, or of a run with a single one")
     add("--format", choices=EXPORT_FORMATS, required=True, dest="format_name", help="the engine that reads it")
-    add("--out", type=Path, required=True, metavar="FOLDER", help="folder to write")
+    add("--out", type=output_path, required=True, metavar="FOLDER", help="folder to write")
     add("--target", metavar="M", help="hub id or folder of the target; needed for dspark and mtp heads")
 
 

@@ -32,15 +32,30 @@ def check_settings(metadata: Path, settings: Settings, output: Path) -> None:
         raise UsageError(f"{output} was written with {changed}: use the same settings, another --out, or --overwrite")
 
 
-def write_settings(metadata: Path, settings: Settings) -> bool:
-    """Write the settings; returns whether they were not there yet."""
+def is_overwriting(metadata: Path, settings: Settings) -> bool:
+    """Whether a job with these settings and --overwrite was stopped: the rows that exist are its own."""
+    try:
+        found = json.loads(metadata.read_text())
+        return bool(found.get("overwriting")) and found["settings"] == dict(settings)
+    except (OSError, ValueError, KeyError, AttributeError):
+        return False
+
+
+def write_settings(metadata: Path, settings: Settings, overwriting: bool = False) -> bool:
+    """Write the settings; returns whether they were not there yet.
+
+    Args:
+        overwriting: the job has discarded the rows of another and is not finished.
+    """
     from mmspec.app.versions import mmspec_version
 
-    text = json.dumps({"settings": dict(settings), "mmspec_version": mmspec_version()}, indent=2)
+    values = {"settings": dict(settings), **({"overwriting": True} if overwriting else {})}
     try:
-        if json.loads(metadata.read_text())["settings"] == dict(settings):
+        found = json.loads(metadata.read_text())
+        if {key: found[key] for key in found if key != "mmspec_version"} == values:
             return False
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, TypeError):
         pass
+    text = json.dumps(values | {"mmspec_version": mmspec_version()}, indent=2)
     jsonl.replace_file(metadata, text.encode() + b"\n")
     return True

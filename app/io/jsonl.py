@@ -26,7 +26,12 @@ Row = dict[str, Any]
 
 
 def encode_row(row: Row) -> bytes:
-    """One line of UTF-8; escaped as ASCII where a character could be read as a line break or is not valid Unicode."""
+    """One line of UTF-8; escaped as ASCII where a character could be read as a line break or is not valid Unicode.
+
+    No error is `{}`, not `null`: readers that take types from the first rows then know an object.
+    """
+    if "error" in row and row["error"] is None:
+        row = row | {"error": {}}
     text = json.dumps(row, ensure_ascii=False)
     if len(text.splitlines()) > 1 or not _encodable(text):
         text = json.dumps(row)
@@ -82,7 +87,11 @@ def parse_row(line: bytes) -> Row | None:
         row = json.loads(line)
     except ValueError:
         return None
-    return row if isinstance(row, dict) and isinstance(row.get("id"), str) else None
+    if not isinstance(row, dict) or not isinstance(row.get("id"), str):
+        return None
+    if row.get("error") == {}:
+        row["error"] = None
+    return row
 
 
 def append_rows(file: BinaryIO, rows: Iterable[Row]) -> None:

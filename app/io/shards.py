@@ -6,24 +6,25 @@ killed job is resumed row by row. Of a job of several processes each has its own
 
 from __future__ import annotations
 
-import errno
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-from mmspec.app.errors import WRITE_ERRORS, OutputError, UsageError, explain_write
+from mmspec.app.errors import UsageError, explain_write
 from mmspec.app.io import jsonl
 from mmspec.app.io.item import Item
-from mmspec.app.io.job_metadata import Settings, check_settings, write_settings
+from mmspec.app.io.job_metadata import Settings, check_settings
 from mmspec.app.io.jsonl import Row
-from mmspec.app.io.output import Finished, JobSummary
+from mmspec.app.io.output import Finished, JobSummary, ResumableOutput, make_output_folder
 
 METADATA_NAME = "_mmspec.meta.json"
 """Readers of a folder of Parquet files pass over names that begin with an underscore or a dot."""
 LOCK_NAME = ".mmspec.lock"
+ERRORS_SUFFIX = ".errors.jsonl"
+"""Of the file of the rows without a caption, beside a shard that cannot hold them."""
 ROWS_PER_SHARD = 1000
 BYTES_PER_SHARD = 1 << 30
 
@@ -53,7 +54,7 @@ class ShardFormat(Protocol):
         """Remove the rows with an error from a complete shard."""
 
 
-class ShardedOutput:
+class ShardedOutput(ResumableOutput):
     """Rows to `FOLDER/part-RANK-NUMBER.SUFFIX`, with the settings of the job beside them."""
 
     def __init__(
@@ -67,12 +68,8 @@ class ShardedOutput:
         overwrite: bool = False,
         rows_per_shard: int = ROWS_PER_SHARD,
     ) -> None:
-        if overwrite and world_size > 1:
-            raise UsageError(f"--overwrite is for one process: remove the folder {folder} instead")
-        self.base, self.settings, self.format = folder, settings, shard_format
-        self.rank, self.world_size, self.overwrite = rank, world_size, overwrite
-        self.metadata_path, self.rows_per_shard = folder / METADATA_NAME, rows_per_shard
-        self._finished: dict[str, Finished] = {}
+        super().__init__(folder, folder / METADATA_NAME, settings, rank, world_size, overwrite)
+        self.base, self.format, self.rows_per_shard = folder, shard_format, rows_per_shard
         self._locks: list[BinaryIO] = []
         self._file: BinaryIO | None = None
         self._growing: Path | None = None
@@ -95,36 +92,10 @@ class ShardedOutput:
         stem = growing.name.removeprefix(".open-").removesuffix(self.format.open_suffix)
         return self.base / f"part-{stem}{self.format.suffix}"
 
-    # open: look, change nothing but the lock
-
-    def open(self) -> Mapping[str, Finished]:
-        try:
-            self._claim()
-            if not self.overwrite:
-                self._existing()
-            return self._finished
-        except BaseException:
-            self._release()
-            raise
-
     def _claim(self) -> None:
-        if self.base.exists() and not self.base.is_dir():
-            raise UsageError(f"--out {self.base} is a file: shards need a folder, or use --format jsonl")
-        try:
-            self._created = not self.base.exists()
-            self.base.mkdir(exist_ok=True)
-            self._take_lock(LOCK_NAME, shared=self.world_size > 1)
-            self._take_lock(f"{LOCK_NAME}.{self.rank:05d}")  # against two processes of one rank
-        except BlockingIOError:
-            raise UsageError(f"another job is writing to {self.base}: wait for it, or use another --out") from None
-        except FileNotFoundError:
-            raise UsageError(f"--out {self.base}: no folder {self.base.parent}: create it first") from None
-        except OSError as error:
-            if error.errno in WRITE_ERRORS:
-                raise OutputError(f"--out {self.base}", error) from error
-            raise UsageError(f"cannot write --out {self.base}: {error.strerror}") from error
-        if not os.access(self.base, os.W_OK):
-            raise OutputError(f"--out {self.base}", PermissionError(errno.EACCES, f"folder {self.base} is read-only"))
+        self._created = make_output_folder(self.base, "shards need a folder, or use --format jsonl")
+        self._take_lock(LOCK_NAME, shared=self.world_size > 1)
+        self._take_lock(f"{LOCK_NAME}.{self.rank:05d}")  # against two processes of one rank
 
     def _take_lock(self, name: str, shared: bool = False) -> None:
         self._locks.append((self.base / name).open("a+b"))
@@ -155,25 +126,18 @@ class ShardedOutput:
         rank = int(growing.name.split("-")[1])
         return rank == self.rank or (self.rank == 0 and rank >= self.world_size) or self.world_size == 1
 
-    def _add(self, ident: str, row: Finished) -> None:
-        old = self._finished.get(ident)
-        if old is None or old.has_error or not row.has_error:
-            self._finished[ident] = row
+    def _discard(self) -> None:
+        suffixes = (self.format.suffix, self.format.open_suffix, ERRORS_SUFFIX)
+        for file in self._matching(rf"(part|\.open)-\d{{5}}-\d{{5,}}({'|'.join(map(re.escape, suffixes))})"):
+            file.unlink(missing_ok=True)
 
-    # begin: from here on the files change
-
-    def begin(self, retry_errors: bool) -> None:
-        with explain_write(self.base):
-            if self.overwrite:
-                for file in (*self._shards(), *self._all_growing(), self.metadata_path):
-                    file.unlink(missing_ok=True)
-            for file in self._all_growing():  # of a job that was killed
-                if self._is_mine(file):
-                    self._complete(file)
-            if retry_errors and self.world_size == 1:
-                for shard in self._shards():
-                    self.format.drop_errors(shard)
-            write_settings(self.metadata_path, self.settings)
+    def _prepare(self, retry_errors: bool) -> None:
+        for file in self._all_growing():  # of a job that was killed
+            if self._is_mine(file):
+                self._complete(file)
+        if retry_errors and self.world_size == 1:
+            for shard in self._shards():
+                self.format.drop_errors(shard)
 
     def _complete(self, growing: Path) -> None:
         final = self._final(growing)
@@ -204,19 +168,11 @@ class ShardedOutput:
             self._file = None
             self._complete(self._growing)
 
-    def close(self, ids: Collection[str], *, complete: bool) -> JobSummary | None:
-        try:
-            with explain_write(self.base):
-                self._end_shard()
-            if not complete:
-                return None
-            if self.world_size > 1:
-                self._existing()  # what the others have written
-            if not all(ident in self._finished for ident in ids):
-                return None
-            return JobSummary.of(self._finished[ident] for ident in ids)
-        finally:
-            self._release()
+    def _finish(self, ids: Collection[str], complete: bool) -> JobSummary | None:
+        self._end_shard()
+        if complete and self.world_size > 1:
+            self._existing()  # what the others have written
+        return self._summary(ids) if complete else None
 
     def _release(self) -> None:
         for handle in (self._file, *self._locks):
@@ -227,4 +183,4 @@ class ShardedOutput:
         if self._created and all(file.name.startswith(LOCK_NAME) for file in self.base.iterdir()):
             for file in self.base.iterdir():
                 file.unlink()
-            self.base.rmdir()
+            os.rmdir(os.path.realpath(self.base))

@@ -1,26 +1,32 @@
 """Captions as text files, one for each picture: beside it, or under the same name in a folder.
 
 A file that exists is a finished row, so that a job is resumed without any other state. Each is written whole or not at
-all. Rows with an error have none, and are repeated by the next run.
+all, on one line: trainers take the first line alone (kohya's scripts), or each line for a caption (OneTrainer). Rows
+with an error have none, and are repeated by the next run.
 """
 
 from __future__ import annotations
 
-import errno
 import glob
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
-from mmspec.app.errors import OutputError, UsageError, explain_write
+from mmspec.app.caption.progress import print_stderr
+from mmspec.app.errors import UsageError, explain_write
+from mmspec.app.io import jsonl
 from mmspec.app.io.cells import MEDIA_SUFFIXES
 from mmspec.app.io.content import Unreadable
 from mmspec.app.io.item import Item
+from mmspec.app.io.job_metadata import Settings, is_overwriting, write_settings
 from mmspec.app.io.jsonl import Row
-from mmspec.app.io.output import Finished, JobSummary
+from mmspec.app.io.output import Finished, JobSummary, check_writable_folder, make_output_folder
 from mmspec.files import atomic_write
 
 SIDECAR_SUFFIX = ".txt"
+JOB_SUFFIX = ".job"
+"""Of the hidden file beside the first text file of a job that runs: its lock; with --overwrite also its settings."""
 
 
 class SidecarOutput:
@@ -33,6 +39,8 @@ class SidecarOutput:
         items: Callable[[], Iterable[Item]],
         *,
         overwrite: bool = False,
+        shard: tuple[int, int] | None = None,
+        settings: Settings | None = None,
     ) -> None:
         """Set up; nothing is read.
 
@@ -41,11 +49,16 @@ class SidecarOutput:
             paths: the inputs, as given.
             items: lists the rows, as `Inputs.rows`.
             overwrite: existing files are replaced, each when its new caption is there.
+            shard: (I, N): of every N rows the Ith is this job's, and no other job's at the same time; None: nothing
+                is claimed, others may write the same files.
+            settings: with these a job with `overwrite` that was stopped is continued.
         """
         self.folder, self.base, self._paths, self._items = folder, folder or Path(), paths, items
-        self.overwrite = overwrite
+        self.overwrite, self._shard, self._settings = overwrite, shard, settings or {}
         self._finished: dict[str, Finished] = {}
-        self._known: dict[Path, Path] = {}  # text file -> its picture
+        self._own: set[Path] = set()  # text files of this job
+        self._job_file: Path | None = None
+        self._lock: BinaryIO | None = None
 
     def own_files(self) -> list[Path]:
         """Files that could be taken for lists of pictures: those beside the pictures that the paths name."""
@@ -67,12 +80,30 @@ class SidecarOutput:
         """See `Output`. Finished rows are those whose file exists.
 
         Raises:
-            UsageError: rows that are no files, or two pictures with one text file.
+            UsageError: rows that are no files, two pictures with one text file, or another job that writes them.
             OutputError: a folder that cannot be written.
         """
         if self.folder is not None:
-            self._create_folder(self.folder)
-        known = self._known
+            with explain_write(self.folder):
+                make_output_folder(self.folder, "text files need a folder, or - for the folders of the pictures")
+            check_writable_folder(self.folder, self.folder)
+        rows = self._rows()
+        first, step = self._shard or (0, 1)
+        own = [path for path in rows if rows[path].index % step == first]
+        self._own = set(own)
+        if self.folder is None:
+            for folder in {path.parent for path in rows}:
+                check_writable_folder(folder, folder)
+        replaced_after = self._claim(own[0]) if self._shard is not None and own else None
+        for path, item in rows.items():
+            if path.is_file() and (not self.overwrite or _is_newer(path, replaced_after)):
+                self._finished[item.id] = Finished(None, False, False)
+        return self._finished
+
+    def _rows(self) -> dict[Path, Item]:
+        """The row of each text file; of a photo and its clip (a Live Photo) that of the photo."""
+        rows: dict[Path, Item] = {}
+        clips: list[Item] = []
         for item in self._items():
             if item.content is not None and not isinstance(item.content, Unreadable):
                 raise UsageError(
@@ -80,51 +111,80 @@ class SidecarOutput:
                     "parquet or webdataset"
                 )
             path = self.sidecar(item)
-            other = known.setdefault(path, item.path)
-            if other != item.path:
-                raise UsageError(f"{other} and {item.path} would both have the text file {path}: rename one of them")
-            if not self.overwrite and path.is_file():
-                self._finished[item.id] = Finished(None, False, False)
-        if self.folder is None:
-            for folder in {path.parent for path in known}:
-                _check_writable(folder)
-        return self._finished
-
-    def _create_folder(self, folder: Path) -> None:
-        if folder.exists() and not folder.is_dir():
-            raise UsageError(
-                f"--out {folder} is a file: text files need a folder, or - for the folders of the pictures"
+            other = rows.setdefault(path, item)
+            if other.path == item.path:
+                continue
+            if other.is_video == item.is_video:
+                raise UsageError(
+                    f"{other.path} and {item.path} would both have the text file {path}: rename one of them"
+                )
+            clips.append(item if item.is_video else other)
+            rows[path] = other if item.is_video else item
+        for clip in clips:
+            self._finished[clip.id] = Finished(None, False, False)
+        if clips:
+            print_stderr(
+                f"mmspec: skipped {len(clips)} clip{'s'[: len(clips) > 1]} beside a picture of the same name (Live "
+                f"Photos), as {clips[0].path.name}: the text file is the picture's"
             )
-        if not folder.parent.is_dir():
-            raise UsageError(f"--out {folder}: no folder {folder.parent}: create it first")
-        with explain_write(folder):
-            folder.mkdir(exist_ok=True)
-        _check_writable(folder)
+        return rows
+
+    def _claim(self, first: Path) -> int | None:
+        """Lock the job by its first text file; returns when one with `overwrite` began, in ns, if it was stopped."""
+        self._job_file = first.with_name(f".{first.name}{JOB_SUFFIX}")
+        try:
+            with explain_write(self._job_file):
+                first.parent.mkdir(parents=True, exist_ok=True)
+                self._lock = jsonl.open_locked(self._job_file)
+        except BlockingIOError:
+            raise UsageError(
+                f"another job is writing {first} and other text files: wait for it, or start several with --shard I/N"
+            ) from None
+        continues = self.overwrite and is_overwriting(self._job_file, self._settings)
+        return self._job_file.stat().st_mtime_ns if continues else None
 
     def begin(self, retry_errors: bool) -> None:
         """See `Output`. Removes what a killed job left of files that it was writing; errors left nothing behind."""
-        for folder in {path.parent for path in self._known}:
-            for part in folder.glob(f".*{SIDECAR_SUFFIX}.*.part"):
-                if folder / part.name[1:].rsplit(".", 2)[0] in self._known:
-                    part.unlink(missing_ok=True)
+        if self._lock is None or self._job_file is None:
+            return
+        with explain_write(self._job_file):
+            for folder in {path.parent for path in self._own}:
+                for part in folder.glob(f".*{SIDECAR_SUFFIX}.*.part"):
+                    if folder / part.name[1:].rsplit(".", 2)[0] in self._own:
+                        part.unlink(missing_ok=True)
+            if self.overwrite and write_settings(self._job_file, self._settings, overwriting=True):
+                self._lock.close()
+                self._lock = jsonl.open_locked(self._job_file)
 
     def write(self, rows: Sequence[Row], items: Sequence[Item] = ()) -> None:
         for row, item in zip(rows, items, strict=True):
-            if row["error"] is None:
+            if not row["error"]:
                 path = self.sidecar(item)
                 with explain_write(path):
                     path.parent.mkdir(parents=True, exist_ok=True)
-                    with atomic_write(path) as part:
-                        part.write_text(row["caption"], encoding="utf-8", newline="\n")
+                    if self.overwrite or not path.exists():  # what somebody wrote meanwhile is left alone as well
+                        with atomic_write(path) as part:
+                            part.write_text(on_one_line(row["caption"]), encoding="utf-8", newline="\n")
             self._finished[row["id"]] = Finished.of(row)
 
     def close(self, ids: Collection[str], *, complete: bool) -> JobSummary | None:
+        """See `Output`. A job with `overwrite` that was stopped leaves its file, to be continued."""
+        if self._lock is not None and self._job_file is not None:
+            if complete or not self.overwrite:
+                self._job_file.unlink(missing_ok=True)
+            self._lock.close()
+            self._lock = None
         return JobSummary.of(self._finished[ident] for ident in ids if ident in self._finished) if complete else None
 
 
-def _check_writable(folder: Path) -> None:
-    if folder.is_dir() and not os.access(folder, os.W_OK):
-        raise OutputError(folder, PermissionError(errno.EACCES, f"folder {folder} is read-only"))
+def on_one_line(caption: str) -> str:
+    """The caption without line breaks, each of which becomes a space."""
+    return " ".join(filter(None, map(str.strip, caption.splitlines()))) if len(caption.splitlines()) > 1 else caption
+
+
+def _is_newer(path: Path, time_ns: int | None) -> bool:
+    """Whether a file was written after that time."""
+    return time_ns is not None and path.stat().st_mtime_ns > time_ns
 
 
 def _media_files(paths: Sequence[str]) -> Iterator[str]:

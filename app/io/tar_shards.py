@@ -20,6 +20,7 @@ from mmspec.app.io.content import ByteRange, Pictures
 from mmspec.app.io.item import Item
 from mmspec.app.io.jsonl import Row
 from mmspec.app.io.output import Finished
+from mmspec.app.io.shards import ERRORS_SUFFIX
 from mmspec.app.io.tar_members import read_whole_members
 from mmspec.vision.video.containers import HEADER_BYTES, ContainerError, detect_container
 
@@ -56,7 +57,7 @@ class TarShards:
 
     def append(self, file: BinaryIO, rows: Sequence[Row], items: Sequence[Item]) -> Sequence[Row]:
         for row, item in zip(rows, items, strict=True):
-            if row["error"] is None:
+            if not row["error"]:
                 content = item.content or ByteRange(str(item.path))
                 parts = content.parts if isinstance(content, Pictures) else (content,)
                 _add_sample(file, row, [part.read() for part in parts])
@@ -104,7 +105,7 @@ def media_suffix(data: bytes) -> str:
 
 def _errors_of(shard: Path) -> Path:
     """The file of the rows without a caption; the same while the shard grows and when it is complete."""
-    return shard.with_name(f"{shard.name.removesuffix('.tar').replace('.open-', 'part-')}.errors.jsonl")
+    return shard.with_name(f"{shard.name.removesuffix('.tar').replace('.open-', 'part-')}{ERRORS_SUFFIX}")
 
 
 def _rows(shard: Path) -> Iterator[Row]:

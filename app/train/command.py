@@ -9,7 +9,6 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmspec.app.caption.config import ProcessInfo
@@ -24,6 +23,8 @@ from mmspec.app.cli.arguments import (
     goes_with,
     hide_progress_bars,
     non_negative_int,
+    output_path,
+    parse_seed,
     positive_int,
     split_commas,
 )
@@ -110,7 +111,7 @@ def add_parser(commands: Commands, common: argparse.ArgumentParser) -> None:
     )
     data_help = "as `mmspec caption` reads them (default: generated scenes)"
     add("--data", nargs="+", default=[], metavar="PATH", help=data_help)
-    add("--out", type=Path, required=True, metavar="FOLDER", help="folder of the run")
+    add("--out", type=output_path, required=True, metavar="FOLDER", help="folder of the run")
     prompt_help = "of rows of --data without their own (default: as mmspec caption)"
     add("--prompt", default=None, metavar="TEXT", help=prompt_help)
     add_table_options(parser)
@@ -204,7 +205,13 @@ def _add_head(how: argparse._ArgumentGroup) -> None:
     layers_help = "decoder layers of draft-lm (default: an eighth of the target's)"
     draft_layers = add("--draft-layers", type=positive_int, default=None, metavar="N", help=layers_help)
     goes_with(draft_layers, f"--drafter {DRAFT_LM}", lambda args: DRAFT_LM in args.drafter)
-    add("--seed", type=int, default=0, metavar="N", help="of initial weights and of the order of samples (default 0)")
+    add(
+        "--seed",
+        type=parse_seed,
+        default=0,
+        metavar="N",
+        help="of initial weights and of the order of samples (default 0)",
+    )
     add("--minutes", type=float, default=math.inf, metavar="T", help="stop after this long; run again to go on")
     add_progress(how, "bar (default: on a terminal, else lines)")
 

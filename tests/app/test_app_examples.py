@@ -132,7 +132,7 @@ def test_scenes_look_like_scenes_and_photographs_do_not(tmp_path: Path) -> None:
 def test_a_photograph_causes_one_warning(tmp_path: Path, capsys: Any) -> None:
     from mmspec.app.caption.config import CaptionConfig
     from mmspec.app.caption.job import CaptionJob
-    from mmspec.app.io.output import FileOutput
+    from mmspec.app.io.output_file import FileOutput
 
     (tmp_path / "in").mkdir()
     render_scene(generate_scene(1)).save(tmp_path / "in" / "a.png")

@@ -21,7 +21,7 @@ from mmspec.app.caption.plan import RowPlan
 from mmspec.app.errors import UsageError
 from mmspec.app.io import jsonl
 from mmspec.app.io.item import Item
-from mmspec.app.io.output import FileOutput
+from mmspec.app.io.output_file import FileOutput
 from mmspec.app.modeling.captioner import Caption, ComparisonTotals, Provenance
 
 pytestmark = pytest.mark.usefixtures("shared_decoders")
@@ -97,7 +97,7 @@ def test_all_rows_in_order(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert job(folder, fake, prompt="hi").run() == 0
     found = rows(folder)
     assert complete(found) and fake.calls == [[10, 11, 12, 13], [14, 15, 16, 17], [18, 19]]
-    assert found[0]["file_name"] == "p/0.png" and found[0]["caption"] == "10 hi" and found[0]["error"] is None
+    assert found[0]["file_name"] == "p/0.png" and found[0]["caption"] == "10 hi" and found[0]["error"] == {}
     captured = capsys.readouterr()
     assert captured.out == "" and "10 captioned, 0 failed, 0 skipped" in captured.err and "tau 1.00" in captured.err
 
@@ -219,7 +219,7 @@ def test_retry_errors_redoes_only_those_and_keeps_one_row_each(folder: Path) -> 
     assert fake.calls == [[10, 11, 12, 13], [18]]
     found = rows(folder)
     assert [row["index"] for row in found] == list(range(10))
-    assert found[3]["error"] is None and found[9]["error"]
+    assert not found[3]["error"] and found[9]["error"]
 
 
 def test_a_killed_retry_leaves_one_row_each(folder: Path) -> None:

@@ -235,7 +235,7 @@ def test_an_error_row_names_the_list_and_the_line(here: Path, capsys: pytest.Cap
     (here / "l.csv").write_text("file_name\na.png\ngone.png\n")
     assert main(["caption", str(here / "l.csv"), "--model", "tiny", "--max-new-tokens", "2", "--drafter", "none"]) == 1
     rows = [json.loads(text) for text in capsys.readouterr().out.splitlines()]
-    assert rows[1]["error"]["message"].endswith("l.csv line 3)") and rows[0]["error"] is None
+    assert rows[1]["error"]["message"].endswith("l.csv line 3)") and not rows[0]["error"]
 
 
 def test_columns_of_a_list_can_be_named(here: Path) -> None:

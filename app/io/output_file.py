@@ -1,0 +1,165 @@
+"""Rows of a job in one file, or first in one file per rank: `FileOutput`."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from mmspec.app.errors import UsageError, explain_write
+from mmspec.app.io import jsonl
+from mmspec.app.io.item import Item
+from mmspec.app.io.job_metadata import Settings, check_settings
+from mmspec.app.io.jsonl import Row
+from mmspec.app.io.output import Finished, JobSummary, ResumableOutput
+
+
+class FileOutput(ResumableOutput):
+    """Rows to `path`; with several ranks first to a file each, which the last rank to finish merges.
+
+    Beside `NAME.jsonl` stand `NAME.meta.json` (the settings, so that a resumed job cannot mix two kinds of captions)
+    and, until they are merged, `NAME.rank00000.jsonl` and so on. A link stays one: all of this is where it leads.
+    """
+
+    def __init__(
+        self, path: Path, settings: Settings, *, rank: int = 0, world_size: int = 1, overwrite: bool = False
+    ) -> None:
+        self.base, self.path = path.parent, Path(os.path.realpath(path)) if path.is_symlink() else path
+        metadata_path = self.path.with_name(f"{self.path.stem}.meta.json")
+        super().__init__(path, metadata_path, settings, rank, world_size, overwrite)
+        self.rank_path = self.path if world_size == 1 else self._rank_file(rank)
+        self._file: BinaryIO | None = None
+        self._created = self._needs_rewrite = False
+        self._valid_bytes = 0
+        self._last_index = -1
+
+    def _rank_file(self, rank: int) -> Path:
+        return self.path.with_name(f"{self.path.stem}.rank{rank:05d}.jsonl")
+
+    def _rank_files(self) -> list[Path]:
+        pattern = re.compile(re.escape(self.path.stem) + r"\.rank\d{5}\.jsonl")
+        return sorted(file for file in self.path.parent.iterdir() if pattern.fullmatch(file.name))
+
+    def own_files(self) -> list[Path]:
+        return [self.path, self.metadata_path, *(self._rank_files() if self.path.parent.is_dir() else ())]
+
+    def _claim(self) -> None:
+        if self.path.exists() and not self.path.is_file():
+            kind = (
+                "a folder: name a file in it" if self.path.is_dir() else "not a regular file: name one, or - for stdout"
+            )
+            raise UsageError(f"--out {self.out} is {kind}")
+        if not self.path.parent.is_dir():
+            raise UsageError(f"--out {self.out}: no folder {self.path.parent}: create it first")
+        self._created = not self.rank_path.exists()
+        self._file = jsonl.open_locked(self.rank_path)
+        others = [file for file in (self.path, *self._rank_files()) if self.world_size == 1 or file == self.path]
+        if any(jsonl.is_locked(file) for file in others if file != self.rank_path):
+            raise BlockingIOError
+
+    def _existing(self) -> None:
+        lines = 0
+        for file in dict.fromkeys((self.path, *self._rank_files())):
+            for row, end in jsonl.iter_rows(file):
+                self._valid_bytes = end if file == self.rank_path else self._valid_bytes
+                lines += 1
+                self._add_row(row)
+        self._needs_rewrite = self._needs_rewrite or lines > len(self._finished)
+        if self._finished:
+            check_settings(self.metadata_path, self.settings, self.out)
+        elif self.rank_path.stat().st_size > self._valid_bytes and not self.metadata_path.exists():
+            raise UsageError(f"{self.rank_path} is not the output of a caption job: use another --out, or --overwrite")
+
+    def _add_row(self, row: Row) -> bool:
+        if not self._add(row["id"], Finished.of(row)):
+            return False
+        index = row.get("index", 0)
+        self._needs_rewrite = self._needs_rewrite or index < self._last_index
+        self._last_index = index
+        return True
+
+    def _discard(self) -> None:
+        assert self._file is not None
+        self._file.truncate(0)
+        for file in self._rank_files():
+            file.unlink(missing_ok=True)
+
+    def _prepare(self, retry_errors: bool) -> None:
+        assert self._file is not None
+        jsonl.truncate_torn_line(self._file, self._valid_bytes)
+        if self.world_size == 1:
+            for part in self.path.parent.glob(f".{self.path.stem}.*.part"):  # of a job that was killed while replacing
+                part.unlink(missing_ok=True)
+            if retry_errors:
+                self._drop_errors()
+
+    def _drop_errors(self) -> None:
+        """Remove the rows to be repeated from the file, so that it never holds two rows of one id."""
+        if not any(row.has_error for row in self._finished.values()):
+            return
+        self._needs_rewrite = True  # the new rows come last: sort at the end
+        lines, start = [], 0
+        for row, end in jsonl.iter_rows(self.path):
+            if not row["error"]:
+                lines.append((self.path, start, end))
+            start = end
+        jsonl.copy_lines(self.path, lines)
+        self._close_file()
+        self._file = jsonl.open_locked(self.path)
+
+    def write(self, rows: Sequence[Row], items: Sequence[Item] = ()) -> None:
+        assert self._file is not None
+        with explain_write(self.rank_path):
+            jsonl.append_rows(self._file, rows)
+        for row in rows:
+            self._add_row(row)
+
+    # the end: merge, if all is there
+
+    def _finish(self, ids: Collection[str], complete: bool) -> JobSummary | None:
+        if not complete:
+            return None
+        with self.metadata_path.open("rb") as guard:  # one rank at a time
+            jsonl.lock_file(guard, wait=True)
+            if self.world_size > 1:
+                self._close_file()
+            ranks = self._rank_files()
+            if any(jsonl.is_locked(file) for file in ranks):
+                return None
+            if ranks or self._needs_rewrite:
+                lines = self._merged_lines(ranks)
+                if not all(ident in self._finished for ident in ids):
+                    return None
+                jsonl.copy_lines(self.path, lines)
+            for file in ranks:
+                file.unlink()
+            return self._summary(ids)
+
+    def _merged_lines(self, ranks: Sequence[Path]) -> list[tuple[Path, int, int]]:
+        """Where the rows of all files are, in the order of the input, one for each id."""
+        self._finished = {}
+        places: dict[str, tuple[int, Path, int, int]] = {}
+        for file in (self.path, *ranks):
+            start = 0
+            for row, end in jsonl.iter_rows(file):
+                if self._add_row(row):
+                    places[row["id"]] = row.get("index", 0), file, start, end
+                start = end
+        return [(file, start, end) for _, file, start, end in sorted(places.values(), key=lambda one: one[0])]
+
+    def _close_file(self) -> None:
+        if self._file is not None:
+            with suppress(OSError):  # bytes that could not be written before: reported by then
+                self._file.close()
+            self._file = None
+
+    def _release(self) -> None:
+        """Close the file; remove it if it was created and is empty."""
+        self._close_file()
+        if self._created and self.rank_path.exists() and self.rank_path.stat().st_size == 0:
+            self.rank_path.unlink()
+            if self._wrote_metadata and self.world_size == 1:
+                self.metadata_path.unlink(missing_ok=True)
