@@ -68,6 +68,16 @@ def _checked_tree(drafter: Drafter, tree: object) -> DraftTree:
     return tree
 
 
+def _checked_shapes(tree: DraftTree, num_rows: int) -> DraftTree:
+    parts = {"tokens": tree.tokens, "parents": tree.parents, "node_mask": tree.node_mask}
+    shapes = {name: tuple(part.shape) for name, part in parts.items()}
+    if len({*shapes.values()}) > 1 or tree.tokens.dim() != 2 or len(tree.tokens) != num_rows:
+        raise ValueError(f"a tree has tokens, parents and node_mask of shape [{num_rows}, N]; got {shapes}.")
+    if tree.tokens.is_floating_point() or tree.parents.is_floating_point():
+        raise ValueError("tokens and parents of a tree are integers; got floating point numbers.")
+    return tree
+
+
 class RngIsolatedDrafter:
     """A user's drafter, which draws from generators of its own, so that it cannot change sampled tokens."""
 
@@ -88,7 +98,8 @@ class RngIsolatedDrafter:
 
     def propose(self, state: Any, max_nodes: int, active: Sequence[bool]) -> DraftTree:
         with self.private_draws:
-            return _checked_tree(self.drafter, self.drafter.propose(state, max_nodes, active))
+            tree = _checked_tree(self.drafter, self.drafter.propose(state, max_nodes, active))
+            return _checked_shapes(tree, len(active))
 
     def observe(self, state: Any, result: VerifyResult, hidden_states: Mapping[int, Tensor]) -> None:
         with self.private_draws:

@@ -80,7 +80,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 LOOP_IMPORTS = {
     "engine.verifier", "engine.recorded", "engine.stepwise", "engine.output", "engine.row_state", "engine.tree",
     "engine.sampler",
-    "control.tree_size", "metrics.*", "interfaces.*",
+    "control.tree_size", "metrics.*", "interfaces.*", "messages",
 }  # fmt: skip
 KNOW_TRANSFORMERS = {
     "generate", "arguments", "fallback", "prefill", "decode", "engine.tree_cache", "engine.sampler", "engine.criteria",
@@ -96,6 +96,8 @@ SHARED_NAMES = {
     "EPILOG": "every command line",
     "logger": "logging",
     "T": "type variables",
+    "P": "type variables",
+    "R": "type variables",
     "VISUAL_MODES": "a copy for the command line, which does not import torch",
     "parse_compressor": "a type of the command line around the registry's function",
     "build_compressor": "training: the registry's function with the options of a run",

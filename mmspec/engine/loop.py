@@ -25,7 +25,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -40,7 +40,11 @@ from mmspec.engine.tree import BUCKETS, DraftTree, bucket_size, first_chain, rep
 from mmspec.engine.verifier import Verified, Verifier
 from mmspec.interfaces import Drafter, ObservedRound, Observer, Prompt, Target, VerifyResult
 from mmspec.interfaces.round import RecordableDrafter, RecordableTarget, pass_recordings
+from mmspec.messages import one_line
 from mmspec.metrics.stats import RoundTimes, Stats
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclass
@@ -75,6 +79,7 @@ class DecodeLoop:
 
     def __post_init__(self) -> None:
         self._prompt: Prompt | None = None
+        self._has_failed = False
         self._root = root_only(len(self.output.emitted), self.draftable.device)
         self._verifier = Verifier(self.output, self.sampler)
         if can_record_rounds(self.target, self.output, self.sampler):
@@ -93,12 +98,12 @@ class DecodeLoop:
         stepwise = StepwiseLoop(self.target, output, self.sampler, self.stats)
         verifier = stepwise.verifier if output.stepwise else self._verifier
         first = verifier.verify(self._root, prompt_logits[:, None], output.row_state(1))
-        state = self.drafter.begin(prompt)
+        state = self._ask(self.drafter.begin, prompt)
         if isinstance(self.target, RecordableTarget):
-            pass_recordings(self.drafter, state, self.target.recordings)
+            self._ask(pass_recordings, self.drafter, state, self.target.recordings)
         output.emit(first.result, first.scores, first.logits)
         self._tell(state, first.result)
-        self.drafter.observe(state, first.result, {})
+        self._ask(self.drafter.observe, state, first.result, {})
         first_token_time = time.perf_counter()
         self.stats.ttft_s += first_token_time - self.start_time
         while not output.advance():
@@ -130,10 +135,10 @@ class DecodeLoop:
         result = _drop_inactive_rows(result, active, plan.rows)
         self._tell(state, result, plan.num_proposed)
         if plan.part is None:
-            self.drafter.observe(state, result, hidden_states)
+            self._ask(self.drafter.observe, state, result, hidden_states)
         else:
             assert isinstance(self.drafter, RecordableDrafter)
-            self.drafter.observe_part(state, result, hidden_states[0], kept)
+            self._ask(self.drafter.observe_part, state, result, hidden_states[0], kept)
         draft_s = (built - start) + (self._now() - emitted)
         times = RoundTimes(draft_s, accepted - built, emitted - accepted)
         self._record(result, active, plan.has_draft, times)
@@ -143,6 +148,22 @@ class DecodeLoop:
         if self.observe is not None:
             assert self._prompt is not None
             self.observe(ObservedRound(self._prompt, result, num_proposed, state))
+
+    def _ask(self, hook: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R | None:
+        """What a hook of the drafter returns. None from its first error on, which costs the call its drafts alone."""
+        if self._has_failed:
+            return None
+        try:
+            return hook(*args, **kwargs)
+        except Exception as error:
+            self._has_failed = True
+            name = getattr(self.drafter, "name", "")
+            self.warn(
+                f"drafter {name!r} failed ({one_line(error, 200)}); the rest of this call is decoded without drafts"
+            )
+            if all(self.output.emitted):  # it may have drafted in the target's cache
+                self.target.crop(self.output.cached_lengths)
+            return None
 
     def _now(self) -> float:
         """Seconds of a clock that stops while something is done once per shape."""
@@ -156,14 +177,14 @@ class DecodeLoop:
         whole &= self.observe is None  # the tree of a draft within a recorded round stays on the device
         if self.target.skips_rows:
             self.controller.follow_rows(sum(limit > 0 for limit in self.output.max_emit(1)))
-        if self.controller.should_draft:
+        if self.controller.should_draft and not self._has_failed:
             size = self._size_in_advance() if whole and recorded is not None and recorded.can_draft else None
             if size is not None:
                 assert recorded is not None and isinstance(self.drafter, RecordableDrafter)
-                part = self.drafter.draft_part(state, size)
+                part = self._ask(self.drafter.draft_part, state, size)
                 if part is not None and recorded.accepts(part):
                     return RoundPlan(size, self.output.row_state(size), part=part, num_proposed=size)
-            draft, num_proposed = self._draft(state)
+            draft, num_proposed = self._ask(self._draft, state) or (None, None)
         else:
             self.controller.skip_draft()
         num_nodes = max(1 if draft is None else draft.num_nodes, self._num_padding_nodes())
