@@ -51,9 +51,14 @@ class PrefixUse:
     is_known: bool = False
 
     @property
+    def has_media(self) -> bool:
+        """Whether the prompts have pictures or clips."""
+        return any(self.rows.digests)
+
+    @property
     def drops_media(self) -> bool:
         """Whether the model must not be given the pictures."""
-        return self.is_known and self.prefix is not None and not self.prefix.needs_media
+        return self.is_known and self.prefix is not None
 
 
 @dataclass

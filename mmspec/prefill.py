@@ -72,9 +72,10 @@ def _prefill(call: CallContext, inputs: PreparedInputs, lane: Lane | None) -> Pr
     prefix = use.prefix.repeated(call.num_return_sequences)
     prefilled = _watched_prefill(call, inputs, target, prefix if use.is_known else None)
     if use.is_known:
-        call.stats.reused_positions = (prefix.length - max(use.rows.padding)) * len(inputs.input_ids)
+        seen = use.rows.tokens[:, : prefix.length, 1]
+        call.stats.reused_positions = int(seen.sum()) * call.num_return_sequences
     else:
-        use.store.verdicts[prefix.needs_media] = _serves(call, inputs, prefix, prefilled)
+        use.store.verdicts[use.has_media] = _serves(call, inputs, prefix, prefilled)
     return prefilled
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from mmspec.arguments import media_inputs
 from mmspec.call import PrefixUse
 from mmspec.config import SpecConfig
@@ -14,6 +12,7 @@ from mmspec.engine.prefix import PrefixStore
 from mmspec.interfaces import SaliencyCompressor
 from mmspec.prefill import Prefilled
 from mmspec.targets.base import ModelAdapter
+from mmspec.targets.guard import is_plain_class, unknown_code
 from mmspec.targets.module_scan import ModuleScan
 from mmspec.targets.prompt_rows import describe_rows
 
@@ -33,15 +32,15 @@ def find_prefix(
     model, compressor = adapter.model, config.active_compressor
     if config.reuse_prefix is False or (isinstance(compressor, SaliencyCompressor) and compressor.attends):
         return None
-    if modules.hook is not None or modules.foreign or torch.is_autocast_enabled(model.device.type):
-        return None  # what they compute may change from call to call
+    if unknown_code(adapter, modules) is not None or not all(map(is_plain_class, modules.kinds)):
+        return None  # adapters and users' own modules: what they compute may change without a trace
     scope = "" if config.reuse_prefix is True else str(config.reuse_prefix)
     rows = describe_rows(adapter, arguments, media_inputs(arguments, model), scope)
     if rows is None:
         return None
     guard = store.check(model)
     prefix = store.find(rows, config.drafter.requirements.hidden_state_indices)
-    verdict = None if prefix is None else store.verdicts.get(prefix.needs_media)
+    verdict = store.verdicts.get(any(rows.digests))
     return PrefixUse(store, rows, guard, None if verdict is False else prefix, verdict is True)
 
 

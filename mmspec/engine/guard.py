@@ -7,7 +7,7 @@ time: between two calls, and within a call wherever user code runs. `ModuleGuard
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,11 @@ CAPTURING_CODE = "transformers.utils.output_capturing"
 """Module whose forward hooks return hidden states: installed in a first call that asks for them, and harmless."""
 IGNORED_ATTRIBUTES = frozenset(("_output_capturing_hooks_installed",))
 """What transformers notes at modules in a first call that returns hidden states."""
+UNREAD_ATTRIBUTES = IGNORED_ATTRIBUTES | {
+    *("_modules", "_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks"),  # described apart
+    *("rope_deltas", "generation_config", "forward", "_mmspec"),  # written anew in each call; not read in a forward
+}
+"""Attributes that are not compared by value."""
 BIT_TYPES = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 """{bytes: integer type}"""
 
@@ -31,7 +36,12 @@ class ModuleGuard:
     """The state of modules at one time. Two guards are equal if nothing has changed from one to the other."""
 
     def __init__(
-        self, modules: Sequence[nn.Module], weights: Iterable[Tensor] = (), *, reads_bits: bool = False
+        self,
+        modules: Sequence[nn.Module],
+        weights: Iterable[Tensor] = (),
+        *,
+        reads_bits: bool = False,
+        reads_data: bool = False,
     ) -> None:
         """
         Args:
@@ -39,10 +49,12 @@ class ModuleGuard:
             weights: whose places and version counters count, too.
             reads_bits: also compare the weights' bits: for copies, which an edit through `.data` would leave stale, as
                 it changes neither place nor version. Reads all weights.
+            reads_data: also compare all other attributes of the modules, by value (`value_of`).
         """
         self._modules = modules
         self._weights = list(weights)
         self._reads_bits = reads_bits
+        self._reads_data = reads_data
         self._state = self._read_state()
         self._checksums = self._read_checksums()
 
@@ -60,7 +72,8 @@ class ModuleGuard:
     def _read_state(self) -> list[Any]:
         """What is compared, besides bits."""
         places = [(id(one), one.data_ptr(), version_of(one)) for one in self._weights]
-        return [*places, *describe_modules(self._modules)]
+        data = describe_data(self._modules) if self._reads_data else []
+        return [*places, *describe_modules(self._modules), *data]
 
     def _read_checksums(self) -> list[Tensor]:
         return [part for weight in self._weights for part in bit_checksums(weight)] if self._reads_bits else []
@@ -101,6 +114,35 @@ def describe_code(modules: Sequence[nn.Module]) -> list[Any]:
     return found
 
 
+def describe_data(modules: Sequence[nn.Module]) -> list[Any]:
+    """The attributes of modules that `describe_modules` leaves out: configs, lists, tables, tensors."""
+    known: dict[int, Any] = {}
+    found = []
+    for module in modules:
+        for name, value in module.__dict__.items():
+            if name not in UNREAD_ATTRIBUTES:
+                if id(value) not in known:
+                    known[id(value)] = value_of(value)
+                found.append((name, known[id(value)]))
+    return found
+
+
+def value_of(one: Any) -> Any:
+    """What is compared of an attribute: numbers, texts and containers of them by value, configs too; tensors by place and
+    version; else which object it is."""
+    if type(one) in SIMPLE_TYPES or one is None:
+        return type(one), one
+    if isinstance(one, Mapping):
+        return type(one), [(key, value_of(part)) for key, part in one.items()]
+    if isinstance(one, (list, tuple)):
+        return type(one), list(map(value_of, one))
+    if isinstance(one, (set, frozenset, torch.dtype, torch.device)):
+        return one
+    if type(one).__name__.endswith("Config"):
+        return type(one), value_of(vars(one))
+    return (id(one), one.data_ptr(), version_of(one)) if isinstance(one, Tensor) else id(one)
+
+
 def run_plain_forwards(modules: Iterable[nn.Module]) -> bool:
     """Whether modules have no hooks or forwards of their own, and plain parameters."""
     if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
@@ -114,12 +156,15 @@ def run_plain_forwards(modules: Iterable[nn.Module]) -> bool:
 
 
 def bit_checksums(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums of the bit patterns along the first and the last dimension. They change where `.data` is edited in place."""
+    """Sums of the bit patterns along the first and the last dimension; of a vector the bits themselves, whose order no sum
+    tells. They change where `.data` is edited in place."""
     bits = torch.atleast_1d(tensor.detach()).contiguous()
     if bits.shape[-1] * bits.element_size() % 8 == 0:
         bits = bits.view(torch.long)  # two float32 at a time: four times as fast as a sum of int32
     else:
         bits = bits.view(BIT_TYPES.get(bits.element_size(), torch.uint8))
+    if bits.dim() == 1:
+        return bits.clone(), bits[:0]
     return bits.sum(0, dtype=torch.long), bits.sum(-1, dtype=torch.long)
 
 

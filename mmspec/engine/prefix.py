@@ -1,14 +1,14 @@
 """Reuse of prompts: what a call has computed of its prompt and answer serves the next call that begins alike.
 
-`patch(model, reuse_prefix=True)` keeps the keys and values of finished calls. A later call with the same first tokens
-and the same picture (another question about it, the next turn of a chat) loads them and computes the rest of its prompt
-only; the picture is not encoded again. A prefix ends before a picture or behind all of them, never inside one.
+`patch(model, reuse_prefix=True)` keeps the keys and values of finished calls. A later call with the same first columns
+and the same pictures (another question about them, the next turn of a chat) loads them and computes the rest of its
+prompt only; the pictures are not encoded again. A prefix ends behind all pictures of the prompt.
 States of recurrent layers have no positions: prompts of such a model are kept whole, with the states behind them, and
 serve prompts that go on where they end (the next turn of a chat).
 
-Nothing stale is used: token ids are compared one by one, pictures by SHA-256, and everything is dropped when a module,
-an adapter or one bit of a weight has changed. Whether a model reads its prompt causally at all is not taken from a
-list: the first reuse computes both ways and compares the logits.
+Nothing stale is used: columns (id, mask, types) are compared one by one, pictures and everything else that a prefill
+is given by SHA-256, and everything is dropped when a module, an attribute or one bit of a weight has changed. Whether a
+model reads its prompt causally at all is not taken from a list: the first reuse computes both ways and compares.
 """
 
 from __future__ import annotations
@@ -39,36 +39,34 @@ class PromptRows:
     """The prompts of one call, as far as a prefix depends on them.
 
     Attributes:
-        tokens: [B, L, K] int64 on the CPU: the input ids, and the types of the tokens where the call has some.
-        padding: padding tokens at the left of each row.
+        tokens: [B, L, K] int64 on the CPU: input id, mask, and the types of the tokens where the call has some.
         is_media: [B, L] bool, placeholders of pictures and clips.
-        digests: SHA-256 of each row's pictures and clips; b"" of a row without.
+        digests: SHA-256 of what else the prefill of each row is given; b"" for nothing.
+        next_token: [B, K] what a column holds whose token is generated, but for the id.
         scope: only calls of the same scope share anything.
     """
 
     tokens: Tensor
-    padding: list[int]
     is_media: Tensor
     digests: list[bytes]
+    next_token: Tensor
     scope: str = ""
 
 
 @dataclass(frozen=True)
 class Prefix:
-    """The first positions of all rows of a call, computed before.
+    """The first columns of all rows of a call, computed before.
 
     Attributes:
         length: columns of the prompt, padding included.
-        layers: {layer: keys and values [B, H, length, D]}; undefined at padding, which is masked.
+        layers: {layer: keys and values [B, H, length, D]}.
         hidden_states: {index: [B, length, D]}.
-        needs_media: whether the pictures lie behind the prefix, and must be encoded.
         recurrent: states behind the prefix.
     """
 
     length: int
     layers: KeysAndValues
     hidden_states: dict[int, Tensor]
-    needs_media: bool
     recurrent: States = field(default_factory=dict)
 
     def load(self, kv_cache: RaggedKVCache) -> None:
@@ -88,7 +86,7 @@ class Prefix:
         }
         hidden = {index: state.repeat_interleave(count, 0) for index, state in self.hidden_states.items()}
         recurrent = {place: state.repeat_interleave(count, 0) for place, state in self.recurrent.items()}
-        return Prefix(self.length, layers, hidden, self.needs_media, recurrent)
+        return Prefix(self.length, layers, hidden, recurrent)
 
 
 @dataclass(frozen=True)
@@ -96,12 +94,12 @@ class StoredRow:
     """What is kept of one row of a finished call.
 
     Attributes:
-        tokens: [n, K] int64 on the CPU, prompt and answer without padding; the prompt alone where there are states.
+        tokens: [n, K] int64 on the CPU, prompt and answer; the prompt alone where there are states.
         is_media: [n] bool.
         digest: of its pictures.
         scope: see `PromptRows`.
         layers: {layer: keys and values [H, n, D]}.
-        hidden_states: {index: [m, D]} of the prompt's m <= n positions.
+        hidden_states: {index: [m, D]} of the prompt's m <= n columns.
         recurrent: states behind the last token.
     """
 
@@ -120,32 +118,29 @@ class StoredRow:
         others = [*self.hidden_states.values(), *self.recurrent.values(), self.tokens]
         return sum(part.nbytes for part in [*pairs, *others])
 
-    def usable_length(self, tokens: Tensor, is_media: Tensor, digest: bytes, indices: Sequence[int]) -> int:
-        """`common_length`; with states all or nothing, and never all of the other row."""
-        length = self.common_length(tokens, is_media, digest, indices)
-        return length if not self.recurrent or length == len(self.tokens) < len(tokens) else 0
-
-    def common_length(self, tokens: Tensor, is_media: Tensor, digest: bytes, indices: Sequence[int]) -> int:
-        """Leading positions that a row shares, with hidden states of `indices`; never inside a picture."""
+    def usable_length(self, tokens: Tensor, is_media: Tensor, indices: Sequence[int]) -> int:
+        """Leading columns that serve a row of the same pictures, with hidden states of `indices`: all pictures or none
+        of it; with states all or nothing, and never all of the other row."""
         if tokens.shape[1] != self.tokens.shape[1] or not all(index in self.hidden_states for index in indices):
             return 0
         length = min([len(tokens), len(self.tokens), *(len(self.hidden_states[index]) for index in indices)])
-        different = (tokens[:length] != self.tokens[:length]).any(1).nonzero()
-        length = int(different[0]) if len(different) else length
-        places = is_media.nonzero()
-        if not len(places) or length <= int(places[0]):
-            return length
-        covers_all = length > int(places[-1]) and not bool(self.is_media[length:].any())
-        return length if digest == self.digest and covers_all else int(places[0])
+        different = (tokens[:length] != self.tokens[:length]).any(1) | (is_media[:length] != self.is_media[:length])
+        length = int(different.long().argmax()) if bool(different.any()) else length
+        if bool(is_media[length:].any()) or bool(self.is_media[length:].any()):
+            return 0
+        return length if not self.recurrent or length == len(self.tokens) < len(tokens) else 0
 
     def is_contained_in(self, other: StoredRow) -> bool:
         """Whether another row serves every call that this one does."""
-        if self.scope != other.scope or self.digest not in (b"", other.digest) or len(self.tokens) > len(other.tokens):
+        if (self.scope, self.digest) != (other.scope, other.digest) or len(self.tokens) > len(other.tokens):
             return False
         if self.recurrent and len(self.tokens) < len(other.tokens):  # the states behind it are in no other row
             return False
-        has_states = all(index in other.hidden_states for index in self.hidden_states)
-        return has_states and self.common_length(other.tokens, other.is_media, other.digest, ()) == len(self.tokens)
+        if not all(index in other.hidden_states for index in self.hidden_states):
+            return False
+        length = len(self.tokens)
+        same = self.tokens.shape[1] == other.tokens.shape[1] and torch.equal(self.tokens, other.tokens[:length])
+        return same and torch.equal(self.is_media, other.is_media[:length])
 
 
 @dataclass
@@ -154,7 +149,7 @@ class PrefixStore:
 
     Attributes:
         max_bytes: largest memory.
-        verdicts: {`Prefix.needs_media`: whether a forward behind a prefix gives the logits of the whole forward}.
+        verdicts: {whether the prompt has pictures: whether a forward behind a prefix gives the whole forward's logits}.
         rows: from the longest unused one to the last used one.
     """
 
@@ -166,7 +161,8 @@ class PrefixStore:
 
     def check(self, model: nn.Module) -> ModuleGuard:
         """Drop everything if the model is not what it was; returns its present state. Reads all weights."""
-        guard = ModuleGuard(list(model.modules()), [*model.parameters(), *model.buffers()], reads_bits=True)
+        weights = [*model.parameters(), *model.buffers()]
+        guard = ModuleGuard(list(model.modules()), weights, reads_bits=True, reads_data=True)
         with self._lock:
             if self._guard is None or guard != self._guard:
                 self.rows.clear()
@@ -178,31 +174,23 @@ class PrefixStore:
         """The longest prefix that all rows of a call have in store, or None."""
         with self._lock:
             best = [self._best(rows, row, hidden_state_indices) for row in range(len(rows.tokens))]
-            if not best or any(stored is None for stored, _ in best):
-                return None
             found = [stored for stored, _ in best if stored is not None]
+            if not found or len(found) < len(best):
+                return None
             self.rows = [row for row in self.rows if all(row is not one for one in found)]
             self.rows += {id(one): one for one in found}.values()
-        ends = [pad + length for pad, (_, length) in zip(rows.padding, best, strict=True)]
-        end = min(*ends, rows.tokens.shape[1] - 1)
-        columns = rows.is_media.any(0).nonzero()
-        needs_media = bool(len(columns)) and end <= int(columns[-1])
-        if needs_media:
-            end = min(end, int(columns[0]))
-        if end - max(rows.padding) < MIN_LENGTH or any(
-            row.recurrent and pad + len(row.tokens) != end for pad, row in zip(rows.padding, found, strict=True)
-        ):
+        end = min(*(length for _, length in best), rows.tokens.shape[1] - 1)
+        ends_early = bool(rows.is_media[:, end:].any()) or any(row.recurrent and len(row.tokens) != end for row in found)
+        if end < MIN_LENGTH or ends_early:
             return None
         layers = {
-            layer: _stack([(row.layers[layer][0] for row in found), (row.layers[layer][1] for row in found)], rows, end)
+            layer: (_stack(keys, end, 1), _stack(values, end, 1))
             for layer in found[0].layers
+            for keys, values in [zip(*(row.layers[layer] for row in found), strict=True)]
         }
-        states = {
-            index: _padded([row.hidden_states[index] for row in found], rows.padding, end)
-            for index in hidden_state_indices
-        }
+        states = {index: _stack([row.hidden_states[index] for row in found], end, 0) for index in hidden_state_indices}
         recurrent = {place: torch.stack([row.recurrent[place] for row in found]) for place in found[0].recurrent}
-        return Prefix(end, layers, states, needs_media, recurrent)
+        return Prefix(end, layers, states, recurrent)
 
     def add(
         self,
@@ -224,21 +212,20 @@ class PrefixStore:
             recurrent: {place: [B * repeats, ...]} states behind the prompts; None if there are none.
         """
         sequences = sequences.detach().cpu()
-        for prompt, start in enumerate(rows.padding):
+        length = rows.tokens.shape[1]
+        for prompt, digest in enumerate(rows.digests):
             row = prompt * repeats
-            end = rows.tokens.shape[1] if recurrent else min(kv_cache.seq_lens[row], sequences.shape[1])
+            end = length if recurrent else min(kv_cache.seq_lens[row], sequences.shape[1])
             layers: KeysAndValues = {}
             for layer in kv_cache.written_layers:
                 keys, values = kv_cache.read(layer, end)
-                layers[layer] = keys[row, :, start:].clone(), values[row, :, start:].clone()
-            is_media = torch.zeros(end - start, dtype=torch.bool)
-            is_media[: rows.is_media.shape[1] - start] = rows.is_media[prompt, start:]
-            hidden = {index: state[row, start:].clone() for index, state in states.items()}
-            tokens = torch.zeros(end - start, rows.tokens.shape[2], dtype=torch.long)  # what is generated is of type 0
-            tokens[: rows.tokens.shape[1] - start] = rows.tokens[prompt, start:]
-            tokens[:, 0] = sequences[row, start:end]
+                layers[layer] = keys[row].clone(), values[row].clone()
+            tokens = torch.cat([rows.tokens[prompt], rows.next_token[prompt].expand(end - length, -1)])
+            tokens[length:, 0] = sequences[row, length:end]
+            is_media = torch.cat([rows.is_media[prompt], torch.zeros(end - length, dtype=torch.bool)])
+            hidden = {index: state[row].clone() for index, state in states.items()}
             kept = {place: state[row].clone() for place, state in (recurrent or {}).items()}
-            self._insert(StoredRow(tokens, is_media, rows.digests[prompt], rows.scope, layers, hidden, kept))
+            self._insert(StoredRow(tokens, is_media, digest, rows.scope, layers, hidden, kept))
 
     def forget(self, scope: str) -> None:
         """Drop what calls of scopes that begin so have left."""
@@ -256,19 +243,11 @@ class PrefixStore:
         return sum(row.nbytes for row in self.rows)
 
     def _best(self, rows: PromptRows, row: int, indices: Sequence[int]) -> tuple[StoredRow | None, int]:
-        """The stored row that shares most with a row of a call. Those of its pictures are looked at first: others share
-        the text before the first placeholder at most, and rows are many where jobs run for long."""
-        start, digest = rows.padding[row], rows.digests[row]
-        tokens, is_media = rows.tokens[row, start:], rows.is_media[row, start:]
-        text_length = int(is_media.long().argmax()) if bool(is_media.any()) else len(tokens)
+        """The stored row that shares most with a row of a call, of those of its pictures."""
         best: tuple[StoredRow | None, int] = (None, 0)
-        for is_same in (True, False):
-            for stored in reversed(self.rows):
-                if stored.scope != rows.scope or (stored.digest == digest) != is_same:
-                    continue
-                if not is_same and max(best[1], MIN_LENGTH - 1) >= text_length:
-                    return best
-                length = stored.usable_length(tokens, is_media, digest, indices)
+        for stored in reversed(self.rows):
+            if stored.scope == rows.scope and stored.digest == rows.digests[row]:
+                length = stored.usable_length(rows.tokens[row], rows.is_media[row], indices)
                 best = (stored, length) if length > best[1] else best
         return best
 
@@ -284,18 +263,6 @@ class PrefixStore:
                 total -= self.rows.pop(0).nbytes
 
 
-def _stack(pairs: Sequence[Any], rows: PromptRows, end: int) -> tuple[Tensor, Tensor]:
-    """Keys and values [B, H, end, D] of rows [H, n, D]."""
-    keys, values = (
-        _padded([part.transpose(0, 1) for part in parts], rows.padding, end).transpose(1, 2) for parts in pairs
-    )
-    return keys, values
-
-
-def _padded(parts: Sequence[Tensor], padding: Sequence[int], end: int) -> Tensor:
-    """[B, end, ...] of rows [n, ...], each behind its padding, which is zero."""
-    first = parts[0]
-    stacked = first.new_zeros(len(parts), end, *first.shape[1:])
-    for row, (part, start) in enumerate(zip(parts, padding, strict=True)):
-        stacked[row, start:end] = part[: end - start]
-    return stacked
+def _stack(parts: Sequence[Tensor], end: int, dim: int) -> Tensor:
+    """The first `end` columns, along dimension `dim` of a row, of all rows."""
+    return torch.stack([part.narrow(dim, 0, end) for part in parts])

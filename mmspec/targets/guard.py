@@ -76,13 +76,18 @@ def unknown_code(adapter: ModelAdapter, modules: ModuleScan) -> str | None:
     """
     if modules.hook is not None or modules.foreign or modules.compiled or not modules.can_use_inference_mode:
         return "quantised, offloaded, compiled or replaced modules"
-    if not all(type(module).__module__.startswith(PLAIN_CODE) for module in adapter.text_model.modules()):
+    if not all(is_plain_class(type(module)) for module in adapter.text_model.modules()):
         return "modules of other packages, which may switch their forward"
     if not all(map(calls_library_code, modules.kinds)):
         return "a function of transformers or torch that user code has replaced"
     if torch.is_autocast_enabled(adapter.model.device.type):
         return "autocast"
     return None
+
+
+def is_plain_class(kind: type) -> bool:
+    """Whether a class of modules is of `PLAIN_CODE`."""
+    return kind.__module__.startswith(PLAIN_CODE)
 
 
 def round_tensors(adapter: ModelAdapter) -> Iterator[Tensor]:

@@ -177,7 +177,7 @@ class HFTarget:
         is_first = not self.config.is_assistant
         if prefix is not None:
             prefix.load(self.buffer)
-            num_cached, is_first = prefix.length, prefix.needs_media
+            num_cached, is_first = prefix.length, False
         inputs = self.model.prepare_inputs_for_generation(
             self.input_ids,
             next_sequence_length=length - num_cached if mask_length == length else None,

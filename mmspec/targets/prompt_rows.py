@@ -1,4 +1,4 @@
-"""The prompts of a call as `mmspec.engine.prefix` compares them: tokens, padding, and a hash of each row's pictures."""
+"""The prompts of a call as `mmspec.engine.prefix` compares them: columns, and a hash of each row's pictures."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ from mmspec.targets.hf import TOKEN_TYPE_INPUTS
 PIXEL_INPUTS = ("pixel_values", "pixel_values_images", "pixel_values_videos", "image_patches", "mm_encoder_outputs")
 """What transformers encodes before the prompt's forward, and what it gives in place of that."""
 
+UNSHARED = ("inputs_embeds", "position_ids", "cache_position", "cache", "past_key_values")
+"""Arguments of `generate` with which a call shares nothing."""
+
 
 def describe_rows(
     adapter: ModelAdapter, arguments: Mapping[str, Any], media: Mapping[str, Any], scope: str
 ) -> PromptRows | None:
-    """The prompts of a call of `generate`; None if they cannot share a prefix.
+    """The prompts of a call of `generate`; None if they cannot share a prefix: without a mask, or with a position id.
 
     Args:
         adapter: of the model.
@@ -29,26 +32,26 @@ def describe_rows(
         scope: see `PromptRows`.
     """
     ids, mask = arguments.get("input_ids", arguments.get("inputs")), arguments.get("attention_mask")
-    others = ("inputs_embeds", "position_ids", "cache", "past_key_values")
-    if not isinstance(ids, Tensor) or ids.dim() != 2 or any(arguments.get(name) is not None for name in others):
+    if any(arguments.get(name) is not None for name in UNSHARED):
         return None
-    if mask is None and len(ids) > 1:  # transformers would look for padding
-        return None
-    ids = ids.detach().to("cpu", torch.long)
-    mask = torch.ones_like(ids) if mask is None else mask
-    if not isinstance(mask, Tensor) or mask.shape != ids.shape:
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or not isinstance(mask, Tensor) or mask.shape != ids.shape:
+        return None  # without a mask transformers infers one from the ids
+    types = {name: value for name in TOKEN_TYPE_INPUTS if (value := arguments.get(name)) is not None}
+    if any(not isinstance(value, Tensor) or value.shape != ids.shape for value in types.values()):
         return None
     mask = mask.detach().to("cpu").bool()
     if not bool((mask.long().diff(dim=1) >= 0).all()) or not bool(mask[:, -1].all()):
         return None  # padding is at the left, or there is none
-    is_media = torch.isin(ids, torch.tensor(adapter.media_token_ids, dtype=torch.long))
-    types = {name: value for name in TOKEN_TYPE_INPUTS if isinstance(value := arguments.get(name), Tensor)}
-    if any(value.shape != ids.shape for value in types.values()):
-        return None
+    tokens = torch.stack([part.detach().to("cpu", torch.long) for part in (ids, mask, *types.values())], dim=-1)
+    next_token = torch.zeros_like(tokens[:, -1])
+    next_token[:, 1] = 1
+    if "token_type_ids" in types:  # transformers repeats the last one; of the others what is generated has type 0
+        column = 2 + list(types).index("token_type_ids")
+        next_token[:, column] = tokens[:, -1, column]
+    is_media = torch.isin(tokens[..., 0], torch.tensor(adapter.media_token_ids, dtype=torch.long))
     digests = media_digests({name: value for name, value in media.items() if name not in types}, is_media)
-    tokens = torch.stack([ids, *(value.detach().to("cpu", torch.long) for value in types.values())], dim=-1)
-    padding = (~mask).sum(1).tolist()
-    return None if digests is None else PromptRows(tokens, padding, is_media, digests, "\n".join([scope, *types]))
+    scope = "\n".join([scope, *types])
+    return None if digests is None else PromptRows(tokens, is_media, digests, next_token, scope)
 
 
 def media_digests(media: Mapping[str, Any], is_media: Tensor) -> list[bytes] | None:
