@@ -12,6 +12,7 @@ from transformers import GenerationConfig
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 
 from mmspec.engine.tree_cache import CACHE_ARGUMENT
+from mmspec.targets.patched_class import own_generate
 
 OptionGetter = Callable[[str], Any]
 """Name of a generation option -> its value in this call (keyword, else passed config, else the model's config)."""
@@ -40,7 +41,7 @@ def bind_arguments(
 def prompt_inputs(arguments: dict[str, Any], model: Any) -> dict[str, Any]:
     """The arguments of `generate` that describe the prompt."""
     cache_names = {CACHE_ARGUMENT, "past_key_values"}  # the older name is still accepted by newer transformers
-    options = {*inspect.signature(type(model).generate).parameters, *cache_names, *vars(GenerationConfig())}
+    options = {*inspect.signature(own_generate(model)).parameters, *cache_names, *vars(GenerationConfig())}
     inputs = {name: value for name, value in arguments.items() if name not in options and value is not None}
     if arguments.get("inputs") is not None:
         inputs["input_ids"] = arguments["inputs"]

@@ -31,6 +31,7 @@ from mmspec.resolve import missing_hidden_states
 from mmspec.targets import selftest
 from mmspec.targets.base import ModelAdapter
 from mmspec.targets.module_scan import ModuleScan, callable_name, is_library_code, scan_modules
+from mmspec.targets.patched_class import own_generate
 from mmspec.targets.recurrent import target_class
 from mmspec.targets.selftest import SelfTestResult, judge
 
@@ -144,7 +145,7 @@ class FallbackPolicy:
 
 def reason_before_binding(model: Any) -> str | None:
     """Reason to pass the call to the class's own `generate` unchanged, whatever its signature; or None."""
-    generate = type(model).generate
+    generate = own_generate(model)
     # Library models whose `generate` takes no prompt first (BLIP-2) run an inner model on embeddings.
     if is_library_code(generate) and "inputs" in inspect.signature(generate).parameters:
         return None
@@ -174,7 +175,7 @@ def reason_before_prepare(
         value = get_option(name)
         if value is not None and is_active(value):
             return f"{name}={value!r}" if isinstance(value, (int, float, str)) else name
-    if get_option("stop_strings") is not None and type(model).generate.__module__ != GENERATE_MODULE:
+    if get_option("stop_strings") is not None and own_generate(model).__module__ != GENERATE_MODULE:
         return "stop_strings with a generate of its own"  # the wrapper replaces them, which it might undo
     if get_option("cache_implementation") == "paged":
         return "cache_implementation='paged'"

@@ -44,6 +44,7 @@ from mmspec.reuse import after_prompt, find_prefix
 from mmspec.targets.base import ModelAdapter
 from mmspec.targets.lanes import LanePool
 from mmspec.targets.module_scan import ModuleScan, scan_modules
+from mmspec.targets.patched_class import own_generate
 from mmspec.targets.prompt_rows import PIXEL_INPUTS
 from mmspec.targets.quantised_copy import drop_copies
 
@@ -121,7 +122,7 @@ class PatchState:
         undo_lost()
         start_time = time.perf_counter()
         call_options = kwargs.pop("mmspec", None)
-        plain_generate = functools.partial(type(self.model).generate, self.model)
+        plain_generate = functools.partial(own_generate(self.model), self.model)
         tokenizer = getattr(self.processor, "tokenizer", self.processor)
         config, enabled = resolve_call_config(self.config, call_options, self.adapter, tokenizer, self.drafter_cache)
         if not enabled or _is_disabled(self.model):

@@ -1,15 +1,14 @@
 """Public functions that patch a transformers model: `patch`, `unpatch`, `is_patched`, `stats`, `disabled`.
 
-`patch` affects one instance: it replaces `model.generate` by a wrapper and changes nothing else, except a flash
-attention kernel, which takes no mask per node. What the wrapper does is in `mmspec.generate`.
+`patch` affects one instance: it becomes one of a subclass with another `generate` (`mmspec.targets.patched_class`), and
+nothing else changes, except a flash attention kernel, which takes no mask per node. What `generate` does is in
+`mmspec.generate`.
 """
 
 from __future__ import annotations
 
 import copy
-import functools
 import logging
-import types
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from os import PathLike
@@ -25,29 +24,17 @@ from mmspec.reference import resolve_reference_ids
 from mmspec.targets.base import TREE_ATTENTION_KERNELS
 from mmspec.targets.capture_hooks import has_capture_hooks, remove_capture_hooks
 from mmspec.targets.module_scan import callable_name
+from mmspec.targets.patched_class import KEY, change_class, own_generate, restore_class, state_of
 from mmspec.targets.registry import UnsupportedModelError, find_adapter, unwrap
 from mmspec.user_code import check_trees
 
 logger = logging.getLogger("mmspec")
-
-KEY = "_mmspec"
-"""Attribute of a patched model that holds its `PatchState`."""
-REDUCE = "__reduce_ex__"
-"""Attribute of a patched model by which `copy` and `pickle` take it apart."""
 
 
 def patch_state(model: Any) -> PatchState:
     """The state of a patched model. Internal: for `compare` and the application."""
     state: PatchState = unwrap(model).__dict__[KEY]
     return state
-
-
-def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-    state = self.__dict__.get(KEY)
-    if state is None:  # `model.generate` was bound before `unpatch`
-        kwargs.pop("mmspec", None)
-        return type(self).generate(self, *args, **kwargs)
-    return state.generate(*args, **kwargs)
 
 
 @undone
@@ -147,9 +134,7 @@ def unpatch(model: Any) -> Any:
     if is_patched(model):
         patched = unwrap(model)
         state = patch_state(model)
-        patched.__dict__.pop(REDUCE, None)
-        if _is_wrapper(patched.__dict__.get("generate")):  # else somebody wrapped it, and ours passes calls through
-            del patched.__dict__["generate"]
+        restore_class(patched)
         if not state.had_capture_hooks:
             remove_capture_hooks(patched)
         if state.original_attention is not None:
@@ -162,7 +147,7 @@ def unpatch(model: Any) -> Any:
 
 def is_patched(model: Any) -> bool:
     """Whether this instance is patched."""
-    return getattr(unwrap(model), "__dict__", {}).get(KEY) is not None
+    return state_of(unwrap(model)) is not None
 
 
 def stats(model: Any, last: bool = False) -> Stats:
@@ -210,7 +195,7 @@ def _is_patched_with(model: Any, arguments: PatchArguments) -> bool:
             f"patching it with drafter={getattr(arguments.drafter, 'name', arguments.drafter)!r}."
         )
     replaced = model.__dict__.get("generate")
-    if replaced is not None and getattr(replaced, "__func__", None) is not type(model).generate:
+    if replaced is not None and getattr(replaced, "__func__", None) not in (type(model).generate, own_generate(model)):
         raise ValueError(
             f"model.generate is replaced on this instance by {callable_name(replaced)}, which patch would hide. "
             "Undo that first (del model.generate)."
@@ -231,51 +216,14 @@ def _install(state: PatchState) -> None:
         if state.config.learn:
             state.start_learning()
         model.__dict__.pop("generate", None)  # the class's own, bound, as PEFT leaves it
-        _attach(state, model.__dict__)
+        change_class(model, state)
     finally:
         if not is_patched(model):
+            restore_class(model)
             if state.original_attention is not None:
                 _set_text_attention(model, state.original_attention)
             if not state.had_capture_hooks:
                 remove_capture_hooks(model)
-
-
-def _attach(state: PatchState, attributes: dict[str, Any]) -> None:
-    """Add the attributes of the patch to those of the model."""
-    model = state.model
-    wrapper = functools.wraps(type(model).generate)(_copy_of_generate())
-    generate = attributes.get("generate", types.MethodType(wrapper, model))  # a wrapper of the user's is copied with it
-    attributes.update({KEY: state, REDUCE: types.MethodType(_reduce, model), "generate": generate})  # all or none
-
-
-def _reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
-    """`__reduce_ex__` of a patched model: a copy is another model, so the wrapper of this one is none of its parts.
-
-    A shallow copy and a pickled model are not patched; a deep copy is, with a state of its own.
-    """
-    kind: Any = type(self)
-    function, arguments, attributes, *rest = kind.__reduce_ex__(self, protocol)
-    own = {name: value for name, value in attributes.items() if name not in (KEY, REDUCE)}
-    if _is_wrapper(own.get("generate")):
-        del own["generate"]
-    return function, arguments, _Attributes(own, self.__dict__.get(KEY)), *rest
-
-
-class _Attributes(dict[str, Any]):
-    """The attributes of a patched model without those of the patch, which a deep copy gets anew."""
-
-    def __init__(self, attributes: dict[str, Any], state: PatchState) -> None:
-        super().__init__(attributes)
-        self.state = state
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
-        attributes: dict[str, Any] = copy.deepcopy(dict(self), memo)
-        _attach(copy.deepcopy(self.state, memo), attributes)
-        return attributes
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        remove_capture_hooks(self.state.model)  # they cannot be pickled
-        return dict, (dict(self),)
 
 
 def _check_selftest(state: PatchState) -> None:
@@ -295,16 +243,6 @@ def _check_selftest(state: PatchState) -> None:
             f"difference {result.max_difference:.1e} of the range of the logits). Traits: {traits}. Use plain "
             "model.generate, and please report this with the output of `mmspec env --model <model>`."
         )
-
-
-def _is_wrapper(generate: Any) -> bool:
-    """Whether this is the wrapper that `patch` installs."""
-    return getattr(getattr(generate, "__func__", None), "__code__", None) is _generate.__code__
-
-
-def _copy_of_generate() -> Any:
-    """A new function object per model, since `functools.wraps` sets attributes on it."""
-    return types.FunctionType(_generate.__code__, _generate.__globals__, "generate")
 
 
 def _set_text_attention(model: Any, kernel: str) -> None:

@@ -91,7 +91,8 @@ def test_patch_and_unpatch(family: str) -> None:
 def test_only_the_instance_is_touched(model: PreTrainedModel) -> None:
     other, own = tiny.build_model(tiny.ModelSpec("llava")), type(model).generate
     mmspec.patch(model)
-    assert not mmspec.is_patched(other) and "generate" not in other.__dict__ and type(model).generate is own
+    assert not mmspec.is_patched(other) and type(other).generate is own
+    assert isinstance(model, type(other)) and (type(model).__name__, repr(model)) == (type(other).__name__, repr(other))
     assert set(model.state_dict()) == set(other.state_dict())
     assert [name for name, _ in model.named_modules()] == [name for name, _ in other.named_modules()]
 
@@ -436,6 +437,44 @@ def test_a_deep_copy_is_patched_and_independent(family: str) -> None:
         assert torch.equal(twin.generate(**given, **GREEDY), other)
     finally:
         mmspec.unpatch(model)
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "a copied __dict__": lambda model: with_attributes(model, dict(vars(model))),
+    "replicate": lambda model: model._replicate_for_data_parallel(),
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+}
+
+
+def with_attributes(model: PreTrainedModel, attributes: dict[str, Any]) -> PreTrainedModel:
+    twin = type(model).__new__(type(model))
+    twin.__dict__ = attributes
+    return twin
+
+
+@pytest.mark.parametrize("way", COPIES)
+def test_a_copied_object_is_another_model(way: str) -> None:
+    """It runs on its own weights, and `patch` and `unpatch` of one leave the other as it is."""
+    model = tiny.build_model(tiny.ModelSpec("llama", seed=6))
+    given = tiny.build_inputs(model, 1, 2)
+    mmspec.patch(model, drafter="recycling", tree_size=8)
+    before = model.generate(**given, **GREEDY)
+    twin = COPIES[way](model)
+    twin._modules = copy.deepcopy(twin._modules)
+    for weight in twin.parameters():
+        weight.data.mul_(1.3)
+    with mmspec.disabled():
+        expected = twin.generate(**given, **GREEDY)
+    assert torch.equal(twin.generate(**given, **GREEDY), expected) and not torch.equal(expected, before)
+    assert mmspec.is_patched(twin) is (way == "deepcopy")
+    for _ in range(2):
+        mmspec.unpatch(twin)
+        assert type(twin) in (type(model), type(model).__mro__[1]) and served(model)
+        mmspec.patch(twin, drafter="lookup")
+        assert torch.equal(twin.generate(**given, **GREEDY), expected) and mmspec.stats(twin).calls == 1
+    assert torch.equal(model.generate(**given, **GREEDY), before) and served(model)
 
 
 def test_a_copy_unpatched_leaves_the_original_patched(model: PreTrainedModel) -> None:

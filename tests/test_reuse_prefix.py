@@ -277,8 +277,9 @@ def test_returned_caches(family: str) -> None:
         for number, inputs in enumerate(prompts(model, 1)):
             padded = {**inputs}
             width = (3, 3, 3, 1)[number]
-            for name, fill in (("input_ids", pad), ("attention_mask", 0), ("token_type_ids", 0), ("mm_token_type_ids", 0)):
+            for name in ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"):
                 if name in inputs:
+                    fill = pad if name == "input_ids" else 0
                     padded[name] = torch.nn.functional.pad(inputs[name], (width, 0), value=fill)
             found = [one(model, padded, return_dict_in_generate=True) for one in (ask_plain, ask)]
             assert torch.equal(found[0].sequences, found[1].sequences)
@@ -384,10 +385,11 @@ def a_cache(rows: PromptRows, num_new: int = 0) -> Any:
     return cache
 
 
-def some_rows(tokens: list[list[int]], media: int = 99, digests: list[bytes] | None = None, pad: int = -1) -> PromptRows:
+def some_rows(tokens: list[list[int]], digests: list[bytes] | None = None) -> PromptRows:
+    """Prompts with -1 for padding and 99 for pictures."""
     ids = torch.tensor(tokens)
-    columns = torch.stack([ids, (ids != pad).long()], -1)
-    return PromptRows(columns, ids == media, digests or [b""] * len(ids), torch.tensor([[0, 1]] * len(ids)))
+    columns = torch.stack([ids, (ids >= 0).long()], -1)
+    return PromptRows(columns, ids == 99, digests or [b""] * len(ids), torch.tensor([[0, 1]] * len(ids)))
 
 
 def test_a_prefix_of_ragged_rows() -> None:

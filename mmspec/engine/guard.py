@@ -128,15 +128,17 @@ def describe_data(modules: Sequence[nn.Module]) -> list[Any]:
 
 
 def value_of(one: Any) -> Any:
-    """What is compared of an attribute: numbers, texts and containers of them by value, configs too; tensors by place and
-    version; else which object it is."""
+    """What is compared of an attribute: numbers, texts, containers and configs by value, tensors by place and version,
+    other objects by identity."""
     if type(one) in SIMPLE_TYPES or one is None:
         return type(one), one
     if isinstance(one, Mapping):
         return type(one), [(key, value_of(part)) for key, part in one.items()]
     if isinstance(one, (list, tuple)):
         return type(one), list(map(value_of, one))
-    if isinstance(one, (set, frozenset, torch.dtype, torch.device)):
+    if isinstance(one, (set, frozenset)):
+        return frozenset(one)
+    if isinstance(one, (torch.dtype, torch.device)):
         return one
     if type(one).__name__.endswith("Config"):
         return type(one), value_of(vars(one))
@@ -156,8 +158,8 @@ def run_plain_forwards(modules: Iterable[nn.Module]) -> bool:
 
 
 def bit_checksums(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums of the bit patterns along the first and the last dimension; of a vector the bits themselves, whose order no sum
-    tells. They change where `.data` is edited in place."""
+    """Sums of the bit patterns along the first and the last dimension; of a vector the bits themselves, whose order no
+    sum tells. They change where `.data` is edited in place."""
     bits = torch.atleast_1d(tensor.detach()).contiguous()
     if bits.shape[-1] * bits.element_size() % 8 == 0:
         bits = bits.view(torch.long)  # two float32 at a time: four times as fast as a sum of int32

@@ -17,7 +17,6 @@ import threading
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -180,7 +179,9 @@ class PrefixStore:
             self.rows = [row for row in self.rows if all(row is not one for one in found)]
             self.rows += {id(one): one for one in found}.values()
         end = min(*(length for _, length in best), rows.tokens.shape[1] - 1)
-        ends_early = bool(rows.is_media[:, end:].any()) or any(row.recurrent and len(row.tokens) != end for row in found)
+        ends_early = bool(rows.is_media[:, end:].any()) or any(
+            row.recurrent and len(row.tokens) != end for row in found
+        )
         if end < MIN_LENGTH or ends_early:
             return None
         layers = {

@@ -29,6 +29,7 @@ from mmspec.targets.agreement import HALF_TYPES, Rounding, equal_logits, relativ
 from mmspec.targets.base import ModelAdapter
 from mmspec.targets.module_scan import describe_module, has_library_class
 from mmspec.targets.module_state import DRAWS_RANDOM_NUMBERS, is_opaque, restore_call_state, restore_state
+from mmspec.targets.patched_class import own_generate
 from mmspec.targets.recurrent import target_class
 from mmspec.targets.registry import TESTED
 from mmspec.targets.selftest_plan import has_media, image_inputs, plan_of, text_inputs, usable_ids
@@ -273,7 +274,7 @@ class _TreeTest:
             prepared.output_logits, prepared.output_scores = True, False
             return loop(input_ids, prepared, model_kwargs)
 
-        return type(model).generate(model, **inputs, generation_config=config, custom_generate=custom_generate)
+        return own_generate(model)(model, **inputs, generation_config=config, custom_generate=custom_generate)
 
     def _decode_paths(self, input_ids: Tensor, config: Any, model_kwargs: dict[str, Any]) -> Tensor:
         """[R, P, S, V] float32 logits of transformers' own loop along each path of each row."""
