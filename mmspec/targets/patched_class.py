@@ -15,7 +15,7 @@ from mmspec.targets.capture_hooks import remove_capture_hooks
 
 KEY = "_mmspec"
 """Attribute of a patched model that holds its state."""
-PLAIN = "_mmspec_plain_class"
+PLAIN_CLASS = "_mmspec_plain_class"
 """Attribute of such a subclass: the class of the model before `patch`."""
 
 
@@ -43,7 +43,7 @@ def own_generate(model: Any) -> Any:
 
 def plain_class(model: Any) -> Any:
     """The class of the model before `patch`."""
-    return next((vars(kind)[PLAIN] for kind in type(model).__mro__ if PLAIN in vars(kind)), type(model))
+    return next((vars(kind)[PLAIN_CLASS] for kind in type(model).__mro__ if PLAIN_CLASS in vars(kind)), type(model))
 
 
 def change_class(model: Any, state: PatchedState) -> None:
@@ -54,7 +54,7 @@ def change_class(model: Any, state: PatchedState) -> None:
 
 def restore_class(model: Any) -> None:
     """Back to the class before; a class that others have put above it (FSDP does) stays, and calls what was."""
-    if PLAIN in vars(type(model)):
+    if PLAIN_CLASS in vars(type(model)):
         model.__class__ = plain_class(model)
 
 
@@ -72,7 +72,7 @@ def _patched_class(plain: Any) -> type:
         "generate": generate,
         "__reduce_ex__": _reduce,
         "__deepcopy__": _deepcopy,
-        PLAIN: plain,
+        PLAIN_CLASS: plain,
         **{name: getattr(plain, name) for name in ("__module__", "__qualname__", "__doc__")},
     }
     kind: type = type(plain)(plain.__name__, (plain,), members)

@@ -191,4 +191,8 @@ def test_patch_and_unpatch_that_are_interrupted() -> None:
         assert mmspec.is_patched(model) and type(model) is not plain_class(model)
         run_interrupted(lambda: mmspec.unpatch(model), point % 12, files=files)
         mmspec.unpatch(model)
-        assert type(model) is plain_class(model) and not {*model.__dict__} & {"_mmspec", "generate"} and state_of(model)[:-1] == before
+        assert (
+            type(model) is plain_class(model)
+            and not {*model.__dict__} & {"_mmspec", "generate"}
+            and state_of(model)[:-1] == before
+        )
