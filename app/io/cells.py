@@ -20,6 +20,7 @@ from mmspec.app.io.content import ByteRange, Content, Pictures, Unreadable, WebA
 from mmspec.app.io.inline import held_bytes, inline_text
 from mmspec.app.io.item import Item, SourceOptions
 from mmspec.app.io.web import MAX_URL_CHARS
+from mmspec.vision.video.remote_table import BadValue
 
 MEDIA_SUFFIXES = images.IMAGE_SUFFIXES | videos.VIDEO_SUFFIXES
 IMAGE_COLUMNS = ("image", "img", "jpg", "jpeg", "png", "webp", "picture", "photo", "video", "bytes", "images",
@@ -146,7 +147,8 @@ def table_row(cell: Any, prompt: Any, ident: Any, number: int, name: str, folder
     prompt, ident = (None if is_missing(value) else value for value in (prompt, whole_number(ident)))
     for key, value, kinds in (("prompt", prompt, str), ("id", ident, str | int)):
         if value is not None and not isinstance(value, kinds):
-            content = Unreadable("BadText", f"the {key} is text, got {type(value).__name__}")
+            got = value.message if isinstance(value, BadValue) else type(value).__name__
+            content = Unreadable("BadText", f"the {key} is text, got {got}")
     if isinstance(ident, str) and len(ident) > MAX_ROW_ID_CHARS:
         content = Unreadable("BadText", f"the id has {len(ident)} characters; the limit is {MAX_ROW_ID_CHARS}")
         ident = None
@@ -207,6 +209,10 @@ def is_candidate(value: Any) -> bool:
 
 def _one(cell: Any, reach: Reach) -> tuple[Content, str]:
     path: Any = None
+    if isinstance(cell, Mapping) and isinstance(cell.get("bytes"), BadValue):
+        cell = cell["bytes"]
+    if isinstance(cell, BadValue):
+        return _bad(cell, cell.message) if cell.kind == "BadCell" else (Unreadable(cell.kind, cell.message), "")
     named = cell
     if isinstance(cell, Mapping):
         cell, path = cell.get("bytes"), cell.get("path")

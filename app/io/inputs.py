@@ -16,11 +16,12 @@ from pathlib import Path
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.io.cells import MEDIA_SUFFIXES, name_below, relative_name, short_repr
 from mmspec.app.io.content import ByteRange, Content, Unreadable, is_local, open_file_system
+from mmspec.app.io.data_sets import HubSource, SavedSource, is_hub_dataset, is_saved_dataset
 from mmspec.app.io.item import Item, RowSource, Skip, SourceOptions
 from mmspec.app.io.left_out import LeftOut, is_hidden, is_packed_metadata
 from mmspec.app.io.manifests import MANIFESTS, is_manifest
 from mmspec.app.io.sources import FileSource, explain_refused, find_matches, is_refused, natural_key
-from mmspec.app.io.tables import DatasetSource, ParquetSource, is_hub_dataset, is_saved_dataset
+from mmspec.app.io.tables import ParquetSource
 from mmspec.app.io.tars import TarSource
 
 ROW_SOURCES: dict[str, Callable[[str, SourceOptions], RowSource]] = {
@@ -125,7 +126,7 @@ def find_sources(name: str, options: SourceOptions, excluded: set[str]) -> list[
         UsageError: nothing is there, or an address of an unknown kind.
     """
     if is_hub_dataset(name):
-        return [DatasetSource(name, options)]
+        return [HubSource(name, options)]
     if not is_local(name):
         return [_remote_source(url, options) for pattern in expand_braces(name) for url in _remote_matches(pattern)]
     if os.path.exists(name):
@@ -149,7 +150,7 @@ def _local_matches(name: str, options: SourceOptions, excluded: set[str]) -> lis
 def _local_source(name: str, options: SourceOptions, excluded: set[str]) -> RowSource:
     if os.path.isdir(name):
         is_saved = is_saved_dataset(Path(name))
-        return DatasetSource(name, options) if is_saved else FileSource(name, excluded, options)
+        return SavedSource(name, options) if is_saved else FileSource(name, excluded, options)
     if _suffix(name) in ROW_SOURCES and not glob.has_magic(name):
         if not os.path.isfile(name):
             raise UsageError(f"no such file: {name}")

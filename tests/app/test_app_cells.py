@@ -27,13 +27,13 @@ from mmspec.app.cli.main import main
 from mmspec.app.errors import UsageError
 from mmspec.app.io.cells import Reach, cell_content, is_missing
 from mmspec.app.io.content import Unreadable
+from mmspec.app.io.data_sets import is_hub_dataset
 from mmspec.app.io.decode import decode_item
 from mmspec.app.io.images import Video
 from mmspec.app.io.inputs import Inputs
 from mmspec.app.io.item import Item, SourceOptions
 from mmspec.app.io.kinds import media_kind
 from mmspec.app.io.output import StreamOutput
-from mmspec.app.io.tables import is_hub_dataset
 from mmspec.app.modeling.chat import takes_several_pictures
 from mmspec.app.modeling.load import load_model
 from mmspec.vision.video.decoder_pool import DecoderPool

@@ -12,7 +12,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from typing import IO, Any
@@ -33,12 +33,17 @@ BACKEND_MODULES = {
     "torchcodec": ("torchcodec.decoders",),
     "decord": ("decord", "PIL.ImageFile", *_AV_MODULES),
     "image": ("mmspec.vision.images",),
+    "table": ("mmspec.vision.video.table_reader",),
 }
 """Modules to import before a file is opened; `deny_open` prevents imports afterwards."""
 IMAGE_BASE_BYTES = 512 << 20
 """Memory for an image independent of its size: the process and the structures of the file."""
 DECODE_BYTES_PER_PIXEL = 32
 """Memory per pixel of an image: five RGBA copies and the answer; 23 bytes were measured."""
+TABLE_BASE_BYTES = 1 << 30
+"""Memory for a table, whatever its size: a picture of the largest size that compresses well, and its copies."""
+TABLE_BYTES_PER_BYTE = 4
+"""Memory per byte of the file: a page that does not compress, its values, and their copies."""
 OPEN_BYTES_PER_PIXEL = 10
 """Memory per pixel of the largest allowed image to open it: the two canvases of WebP."""
 FAILURE_KINDS: dict[type[Exception], str] = {
@@ -109,23 +114,33 @@ class _RequestHandler:
         self._memory = memory
         self._timeout_s = timeout_s
         self._reader: VideoReader | None = None
+        self._table: Any = None
 
     def serve(self, requests: IO[bytes], answers: IO[bytes]) -> None:
         """Answer until the end of `requests`."""
+        self._requests, self._answers = requests, answers
         while (request := read_message(requests)) is not None:
             content: VideoSource
             content = read_exactly(requests, request["bytes"]) if "bytes" in request else str(request.get("path"))
             _set_alarm(self._timeout_s + GRACE_S)
             sandbox.limit_cpu_time((self._timeout_s + GRACE_S) * (os.cpu_count() or 1))
             try:
-                header, images = self._answer(request, content)
+                header, parts = self._answer(request, content)
             except Exception as error:  # decoders raise exceptions of any type
-                header, images = _describe_failure(error), []
-            write_message(answers, header, (image.convert("RGB").tobytes() for image in images))
+                header, parts = _describe_failure(error), []
+            write_message(answers, header, (_to_bytes(part) for part in parts))
+            parts = []
             _set_alarm(0)
 
-    def _answer(self, request: Mapping[str, Any], content: VideoSource) -> tuple[dict[str, Any], list[Image.Image]]:
-        """The header of an answer, and images."""
+    def _answer(
+        self, request: Mapping[str, Any], content: VideoSource
+    ) -> tuple[dict[str, Any], Sequence[Image.Image | bytes]]:
+        """The header of an answer, and images or bytes."""
+        if request["op"] == "table":
+            return self._open_table(request["kind"], request["size"]), []
+        if self._table is not None and request["op"] != "close":
+            with sandbox.deny_open():
+                return self._read_table(request)
         if request["op"] == "image":
             return self._decode_image(content, request["max_pixels"])
         if request["op"] == "open":
@@ -140,7 +155,46 @@ class _RequestHandler:
         if self._reader is not None:
             self._reader.close()
             self._reader = None
+        if self._table is not None:
+            self._table = None
+            sandbox.limit_memory(self._memory)
         return {}, []
+
+    def _open_table(self, kind: str, size: int) -> dict[str, Any]:
+        self._import("table")
+        from mmspec.vision.video.table_reader import TableReader
+
+        sandbox.limit_memory(min(self._memory, TABLE_BASE_BYTES + TABLE_BYTES_PER_BYTE * size))
+        try:
+            with sandbox.deny_open():
+                self._table = TableReader(kind, size, self._read_range)
+        except BaseException:
+            sandbox.limit_memory(self._memory)
+            raise
+        return {"columns": self._table.columns, "group_rows": self._table.group_rows}
+
+    def _read_table(self, request: Mapping[str, Any]) -> tuple[dict[str, Any], Sequence[bytes]]:
+        if request["op"] == "group_bytes":
+            return {"bytes": self._table.group_bytes(request["group"], request["columns"])}, []
+        if request["op"] == "rows":
+            self._table.start(request["group"], request["columns"])
+        found: tuple[dict[str, Any], Sequence[bytes]] = self._table.next_rows()
+        return found
+
+    def _read_range(self, start: int, size: int) -> bytes:
+        """Bytes of the file that the other side has opened.
+
+        Raises:
+            OSError: They cannot be read.
+            EOFError: The other side has ended.
+        """
+        write_message(self._answers, {"need": [start, size]})
+        reply = read_message(self._requests)
+        if reply is None:
+            raise EOFError
+        if "failed" in reply:
+            raise OSError(reply["failed"])
+        return read_exactly(self._requests, reply["bytes"])
 
     def _decode_image(self, content: VideoSource, max_pixels: int) -> tuple[dict[str, Any], list[Image.Image]]:
         self._import("image")
@@ -168,6 +222,10 @@ class _RequestHandler:
         """Import the modules of a backend; one that is not listed imports them itself."""
         for name in BACKEND_MODULES.get(backend, ()):
             importlib.import_module(name)
+
+
+def _to_bytes(part: Image.Image | bytes) -> bytes:
+    return part if isinstance(part, bytes) else part.convert("RGB").tobytes()
 
 
 def _describe_failure(error: Exception) -> dict[str, Any]:

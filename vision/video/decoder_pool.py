@@ -79,7 +79,7 @@ class DecoderPool:
             MemoryError: As the reader.
             RuntimeError: Any other error of the reader, or the pool is closed.
         """
-        return _RemoteReader(self, self._acquire(), backend, source)
+        return _RemoteReader(self, self.acquire(), backend, source)
 
     def decode_image(self, source: VideoSource, max_pixels: int) -> Image.Image:
         """Decode an image in a worker, as `mmspec.vision.images.decode_image`; once more if the worker was killed.
@@ -92,7 +92,7 @@ class DecoderPool:
         return retry_if_killed(lambda: self._decode_image(source, max_pixels))
 
     def _decode_image(self, source: VideoSource, max_pixels: int) -> Image.Image:
-        worker = self._acquire()
+        worker = self.acquire()
         try:
             header, body = _request_with_source({"op": "image", "max_pixels": max_pixels}, source)
             size = (0, 0)
@@ -113,8 +113,8 @@ class DecoderPool:
         finally:
             self.release(worker)
 
-    def _acquire(self) -> WorkerProcess:
-        """An idle worker; starts one if there is none."""
+    def acquire(self) -> WorkerProcess:
+        """An idle worker, to be given back; starts one if there is none."""
         with self._lock:
             if self._closed:
                 raise RuntimeError("the DecoderPool is closed; create a new one.")

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
+from mmspec.messages import one_line
 from mmspec.vision.images import ImageError
 from mmspec.vision.video.decode_worker import read_exactly, read_message, write_message
 from mmspec.vision.video.reader import NoFramesError, RecountedError
@@ -55,11 +56,12 @@ class WorkerProcess:
 
     def __init__(self, command: Sequence[str], timeout_s: float) -> None:
         single_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # workers do no numerical work
+        allocator = {"ARROW_DEFAULT_MEMORY_POOL": "system"}  # the others reserve more than they use
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=os.environ | single_thread,
+            env=os.environ | single_thread | allocator,
             start_new_session=True,  # Ctrl-C goes to the parent only
         )
         self._timeout_s = timeout_s
@@ -79,6 +81,7 @@ class WorkerProcess:
         *,
         answer_size: Callable[[dict[str, Any]], tuple[int, int]] = lambda answer: (0, 0),
         timeout_s: float | None = None,
+        read_range: Callable[[int, int], bytes] | None = None,
     ) -> tuple[dict[str, Any], list[bytes]]:
         """Send a request and wait for the answer.
 
@@ -89,6 +92,7 @@ class WorkerProcess:
             body: Bytes after the header.
             answer_size: Maps the answer's header to (number of parts, bytes of each).
             timeout_s: Time limit that the error message names; that of the worker if None.
+            read_range: Answers the worker's own requests for bytes of a file, from their start and number.
 
         Returns:
             The expected keys of the answer's header, and the parts after it.
@@ -104,7 +108,8 @@ class WorkerProcess:
         timer.start()
         try:
             write_message(self._process.stdin, header, [body])
-            answer = read_message(self._process.stdout)
+            while (answer := read_message(self._process.stdout)) is not None and "need" in answer:
+                self._send_range(read_range, answer["need"])
             if answer is None:
                 raise EOFError
             if "failed" not in answer and set(expected_keys) - set(answer):
@@ -119,6 +124,19 @@ class WorkerProcess:
         if "failed" in answer:
             _raise_failure(answer)
         return {name: answer[name] for name in expected_keys}, parts
+
+    def _send_range(self, read_range: Callable[[int, int], bytes] | None, need: Sequence[int]) -> None:
+        """Send the bytes that the worker needs, or why they cannot be read."""
+        assert self._process.stdin is not None
+        try:
+            if read_range is None:
+                raise ValueError("no file was sent")
+            start, size = map(int, need)
+            data = read_range(start, size)
+        except Exception as error:  # file systems raise types of their own
+            write_message(self._process.stdin, {"failed": one_line(error)})
+        else:
+            write_message(self._process.stdin, {"bytes": len(data)}, [data])
 
     def _expire(self) -> None:
         self._timed_out = True
