@@ -11,9 +11,14 @@ import torch
 from mmspec.control.cost_store import CostStore, Measured, device_description
 from mmspec.control.depth import DepthController
 from mmspec.control.round_cost import RoundCostModel
+from mmspec.cpu.c_kernel import load_kernel
+from mmspec.cpu.kernel_timing import KernelChoices
 from mmspec.interfaces import Drafter
 from mmspec.interfaces.drafter import modules_of
 from mmspec.targets.base import ModelAdapter
+
+TIMING_VERSION = 1
+"""Of the C kernels and of how they are timed: choices of other versions are not taken."""
 
 
 class DrafterCosts:
@@ -51,6 +56,29 @@ class DrafterCosts:
             num_calls = self._num_calls[drafter.name] = self._num_calls.get(drafter.name, 0) + 1
         if num_calls > 1 and num_calls & (num_calls - 1) == 0 and CostStore.is_enabled():
             CostStore(_key(drafter, adapter)).save(self.model(drafter, adapter), *_measured(drafter))
+
+
+def load_kernel_choices(choices: KernelChoices) -> None:
+    """Let a process begin with the kernels that earlier ones have found on this machine; asked once."""
+    if not choices.is_loaded:
+        choices.is_loaded = True
+        if CostStore.is_enabled():
+            _kernel_store().read(choices.restore)
+
+
+def store_kernel_choices(choices: KernelChoices) -> None:
+    """Store what was timed in this process, if anything was."""
+    if choices.has_news and choices.is_loaded and CostStore.is_enabled():
+        choices.has_news = False
+        _kernel_store().write(choices.snapshot())
+
+
+def _kernel_store() -> CostStore:
+    """The file of this processor and these versions; the numbers of threads are in it."""
+    kernel = load_kernel()
+    device = device_description(torch.device("cpu")).rsplit(" ", 2)[0]
+    level = 0 if kernel is None else kernel.level
+    return CostStore({"kernels": TIMING_VERSION, "device": device, "torch": torch.__version__, "level": level})
 
 
 def _key(drafter: Drafter, adapter: ModelAdapter) -> dict[str, object]:

@@ -27,7 +27,7 @@ from torch import Tensor
 from mmspec.arguments import bind_arguments, build_stop_string_criterion, media_inputs, option_getter
 from mmspec.call import CallContext, FallbackRequired, PicturesRequired, PreparedInputs
 from mmspec.config import PatchArguments, SpecConfig, resolve_call_config
-from mmspec.costs import DrafterCosts
+from mmspec.costs import DrafterCosts, load_kernel_choices, store_kernel_choices
 from mmspec.cpu.huge_pages import HugePages
 from mmspec.cpu.linear import LinearAutotuner
 from mmspec.decode import decode
@@ -133,6 +133,7 @@ class PatchState:
         modules = scan_modules(self.model)
         if (reason := self.policy.before_prepare(arguments, modules, config.drafter)) is not None:
             return self._fall_back(reason, start_time, functools.partial(plain_generate, **arguments))
+        load_kernel_choices(self.autotuner.choices)
         call = self._build_call(config, arguments, modules, tokenizer, start_time)
         capture = call.attention_capture
         with nullcontext() if capture is None else capture.active():
@@ -146,6 +147,7 @@ class PatchState:
                 arguments["streamer"] = after_prompt(arguments.get("streamer"))
                 return self._fall_back(str(error), start_time, functools.partial(plain_generate, **arguments))
         self._record_call(call.stats, start_time)
+        store_kernel_choices(self.autotuner.choices)
         if config.fixed_tree_size is None:
             self.costs.count_call(config.drafter, self.adapter)
         if call.learner is not None:

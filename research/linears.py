@@ -59,7 +59,7 @@ def time_products(shape: tuple[int, int], num_rows: int, repeats: int, kernel: C
     rows = torch.randn(num_rows, shape[1])
     works: dict[str, tuple[Callable[[Any], object], Sequence[Any]]] = {
         "torch": (lambda weight: functional.linear(rows, weight), weights),
-        "transposed": (lambda layer: transposed_linear(layer, rows), list(map(_layer, weights))),
+        "transposed": (lambda layer: transposed_linear(layer.weight, layer.bias, rows), list(map(_layer, weights))),
     }
     if kernel is not None:
         works["native"] = (lambda weight: kernel.linear(weight, None, rows), weights)

@@ -14,7 +14,7 @@ import math
 import os
 import platform
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -25,6 +25,7 @@ import torch
 from mmspec.control.depth import DepthController
 from mmspec.control.round_cost import RoundCostModel
 from mmspec.files import atomic_write, cache_folder, make_private_folder
+from mmspec.messages import printable
 
 logger = logging.getLogger("mmspec")
 
@@ -36,6 +37,7 @@ MAX_BYTES = 1 << 20
 """Larger files are not read."""
 
 
+_TOLD: set[tuple[str, Path]] = set()
 _UNCHANGED: ContextVar[bool] = ContextVar("mmspec_unchanged_costs", default=False)
 
 
@@ -97,11 +99,8 @@ class CostStore:
 
     def load(self, costs: RoundCostModel, depth: DepthController | None, switches: Measured | None = None) -> bool:
         """Fill a new cost model, and what else has measured nothing. Returns whether a file was read."""
-        try:
-            with self.path.open("rb") as file:
-                content = json.loads(file.read(MAX_BYTES))
-            if content["format"] != FORMAT or content["key"] != self.key:
-                raise ValueError("it is of another target or another program")
+
+        def take(content: dict[str, Any]) -> None:
             _check_numbers([content["rounds"], content["depth"] or [], content.get("switches") or []])
             rounds = RoundCostModel()
             rounds.restore(content["rounds"])  # may fail, so not yet on `costs`
@@ -110,30 +109,55 @@ class CostStore:
             if switches is not None and content.get("switches") is not None:
                 switches.restore(content["switches"])
             costs.restore(content["rounds"])
+
+        return self.read(take)
+
+    def read(self, take: Callable[[dict[str, Any]], None]) -> bool:
+        """Pass on the content of the file, as it was written; `take` may refuse it. Returns whether it was taken.
+
+        What cannot be used is one line at `INFO` for each file.
+        """
+        try:
+            with self.path.open("rb") as file:
+                content = json.loads(file.read(MAX_BYTES))
+            if content["format"] != FORMAT or content["key"] != self.key:
+                raise ValueError("it is of another target or another program")
+            take(content)
         except FileNotFoundError:
             return False
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            logger.info("mmspec: %s is ignored: %s", self.path, error)
+            _tell_once("is ignored", self.path, error)
             return False
         return True
 
     def save(self, costs: RoundCostModel, depth: DepthController | None, switches: Measured | None = None) -> None:
+        """`write` the measurements."""
+        self.write(
+            {
+                "rounds": costs.snapshot(),
+                "depth": None if depth is None else depth.snapshot(),
+                "switches": None if switches is None else switches.snapshot(),
+            }
+        )
+
+    def write(self, content: Mapping[str, Any]) -> None:
         """Replace the file. Does nothing where it cannot be written, and within `unchanged_costs`."""
         if _UNCHANGED.get():
             return
-        content = {
-            "format": FORMAT,
-            "key": self.key,
-            "rounds": costs.snapshot(),
-            "depth": None if depth is None else depth.snapshot(),
-            "switches": None if switches is None else switches.snapshot(),
-        }
+        content = {"format": FORMAT, "key": self.key, **content}
         try:
             make_private_folder(self.path.parent)
             with atomic_write(self.path) as part:
                 part.write_text(json.dumps(content))
         except OSError as error:
-            logger.info("mmspec: %s cannot be written: %s", self.path, error)
+            _tell_once("cannot be written", self.path, error)
+
+
+def _tell_once(what: str, path: Path, error: Exception) -> None:
+    """One line for each file of a process: costs are then found anew, as if nothing were known."""
+    if (what, path) not in _TOLD:
+        _TOLD.add((what, path))
+        logger.info("mmspec: %s %s: %s", printable(str(path)), what, printable(str(error))[:200])
 
 
 def _check_numbers(value: Any) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from functools import cache
 
 import torch
+from torch import Tensor
 from torch.nn import functional
+
+from mmspec.cpu.kernel_timing import fastest
 
 
 def bf16_is_faster(device: torch.device) -> bool:
@@ -20,18 +22,16 @@ def bf16_is_faster(device: torch.device) -> bool:
         return True
     if not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
         return False
-    return _product_seconds(torch.bfloat16) < _product_seconds(torch.float32)
+    return _fastest_type() == "bfloat16"
 
 
 @cache
-def _product_seconds(dtype: torch.dtype) -> float:
-    """Seconds of a [1024, 384] x [384, 1024] product on this CPU: the minimum of five runs after a warm-up."""
-    inputs = torch.ones(1024, 384, dtype=dtype)
-    weight = torch.ones(1024, 384, dtype=dtype)
-    seconds = []
-    with torch.no_grad():
-        for _ in range(6):
-            start = time.perf_counter()
-            functional.linear(inputs, weight)
-            seconds.append(time.perf_counter() - start)
-    return min(seconds[1:])
+def _fastest_type() -> str | None:
+    """The type in which a [1024, 384] x [384, 1024] product is faster on this CPU."""
+    ones = {name: torch.ones(1024, 384, dtype=getattr(torch, name)) for name in ("float32", "bfloat16")}
+
+    def run(name: str, _: None) -> Tensor:
+        with torch.no_grad():
+            return functional.linear(ones[name], ones[name])
+
+    return fastest(tuple(ones), [None], run)

@@ -1,4 +1,4 @@
-"""Linear layers on a CPU, computed by whichever kernel is fastest in real calls.
+"""Linear layers on a CPU, computed by whichever kernel is fastest on this machine (`mmspec/cpu/kernel_timing.py`).
 
 The float32 kernel behind `nn.Linear` is slow for products of a few rows, which reduces the gain of scoring several
 nodes per forward; and MKL leaves half of some AMD cores unused in products of many rows, which are prompts. Three other
@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
 import types
 from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
@@ -32,8 +31,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mmspec.cpu.c_kernel import MAX_C_ROWS, CKernel, load_kernel
-from mmspec.cpu.kernel_timing import IN_C, ONEDNN, PLAIN, TRANSPOSED, KernelTiming
-from mmspec.cpu.narrow_linear import NarrowLinears
+from mmspec.cpu.kernel_timing import IN_C, KERNEL_CHOICES, ONEDNN, PLAIN, TRANSPOSED, KernelChoices
+from mmspec.cpu.narrow_linear import choice_key, narrow_linear, timed_part
 from mmspec.cpu.weights import FLOAT_TYPES
 from mmspec.engine.undo import Replaced, VariableSet
 
@@ -42,30 +41,31 @@ logger = logging.getLogger("mmspec")
 MAX_ROWS = 128
 """Inputs with more rows are of prompts: unless `deterministic`, the plain kernel and oneDNN compute them in float32."""
 
-Shape = tuple[int, int, int]
-"""(out_features, in_features, rows); beyond `MAX_ROWS` the rows are rounded up to a power of two"""
+TIMED_ROWS = (1, 8, MAX_C_ROWS, MAX_ROWS, 2 * MAX_ROWS)
+"""Numbers of rows in float32 up to which one kernel is chosen, and with which it is timed; the last for all beyond."""
+TIMED_PRODUCTS = 32 << 20
+"""Multiplications of a timed run in float32 at most."""
 
 
 class LinearAutotuner:
-    """Chooses the kernel of each shape. One per patched model, shared by the threads of its calls.
+    """Computes linear layers by the kernels that are chosen. One per patched model, shared by the threads of its calls.
 
     Attributes:
-        timings: {shape: measurements} of float32.
-        narrow: chooses the kernel of layers in half precision.
+        choices: the kernel of each kind of product.
         allow_c: the C kernel may be used (False to compare with).
         kernel: the C kernel; None where it is not available, and before the first call.
         has_onednn: oneDNN may be tried for more than 32 rows; False once it has failed.
     """
 
-    def __init__(self) -> None:
-        self.timings: dict[Shape, KernelTiming] = {}
-        self.narrow = NarrowLinears()
+    def __init__(self, choices: KernelChoices | None = None) -> None:
+        """`choices` are those of the process unless given."""
+        self.choices = KERNEL_CHOICES if choices is None else choices
         self.has_onednn = torch.backends.mkldnn.is_available()
         self.allow_c = True
         self.kernel: CKernel | None = None
 
     def linear(self, layer: nn.Linear, rows: Tensor, deterministic: bool = False) -> Tensor:
-        """`layer(rows)` by the kernel that is fastest, or that is to be timed next.
+        """`layer(rows)` by the kernel that is fastest.
 
         Args:
             layer: the layer.
@@ -81,22 +81,23 @@ class LinearAutotuner:
         if not num_rows or torch.is_grad_enabled() or not is_served or _is_autocast():
             return functional.linear(rows, layer.weight, layer.bias)
         if rows.dtype is not torch.float32:
-            return self.narrow.linear(self.kernel, layer, rows, deterministic)
-        if deterministic:
-            return self._run_kernel(self._fixed_kernel(num_rows), layer, rows)
+            return narrow_linear(self.choices, self.kernel, layer, rows, deterministic)
+        kernel = self._fixed_kernel(num_rows) if deterministic else self._chosen_kernel(layer.weight, num_rows)
+        return self._run_kernel(kernel, layer.weight, layer.bias, rows)
+
+    def _chosen_kernel(self, weight: Tensor, num_rows: int) -> str:
+        """The kernel of products of so many rows in float32."""
         kernels = self._candidates(num_rows)
-        rounded = num_rows if num_rows <= MAX_ROWS else 1 << (num_rows - 1).bit_length()
-        shape = (layer.out_features, layer.in_features, rounded)
-        timing = self.timings.get(shape)
-        if timing is not None and timing.best is not None and timing.best in kernels:
-            return self._run_kernel(timing.best, layer, rows)
-        if timing is None or timing.kernels != kernels:
-            timing = self.timings[shape] = KernelTiming(kernels)
-        kernel = timing.next_kernel()
-        start = time.perf_counter()
-        out = self._run_kernel(kernel, layer, rows)
-        timing.add(kernel, (time.perf_counter() - start) / num_rows)
-        return out
+        max_rows = next((count for count in TIMED_ROWS if num_rows <= count), TIMED_ROWS[-1])
+        key = choice_key(weight, max_rows)
+        chosen = self.choices.used(key)
+        if chosen is None or chosen not in kernels:
+            chosen = self.choices.choose(key, kernels, [max_rows], lambda name, count: self._time(name, weight, count))
+        return chosen
+
+    def _time(self, kernel: str, weight: Tensor, num_rows: int) -> Tensor:
+        part, rows = timed_part(weight, num_rows, TIMED_PRODUCTS)
+        return self._run_kernel(kernel, part, None, rows)
 
     def _fixed_kernel(self, num_rows: int) -> str:
         """The kernel of calls with `deterministic=True`."""
@@ -112,21 +113,21 @@ class LinearAutotuner:
             with_onednn=self.has_onednn and num_rows > MAX_C_ROWS,
         )
 
-    def _run_kernel(self, kernel: str, layer: nn.Linear, rows: Tensor) -> Tensor:
+    def _run_kernel(self, kernel: str, weight: Tensor, bias: Tensor | None, rows: Tensor) -> Tensor:
         if kernel == IN_C and self.kernel is not None:
-            result = self.kernel.linear(layer.weight, layer.bias, rows)
+            result = self.kernel.linear(weight, bias, rows)
             if result is not None:
                 return result
         if kernel == TRANSPOSED:
-            return transposed_linear(layer, rows)
-        if kernel == ONEDNN and (blocked := self._onednn_linear(layer, rows)) is not None:
+            return transposed_linear(weight, bias, rows)
+        if kernel == ONEDNN and (blocked := self._onednn_linear(weight, bias, rows)) is not None:
             return blocked
-        return functional.linear(rows, layer.weight, layer.bias)
+        return functional.linear(rows, weight, bias)
 
-    def _onednn_linear(self, layer: nn.Linear, rows: Tensor) -> Tensor | None:
+    def _onednn_linear(self, weight: Tensor, bias: Tensor | None, rows: Tensor) -> Tensor | None:
         """The product by oneDNN, which reorders the weight in each call; None if this torch cannot."""
         try:
-            out: Tensor = torch.ops.mkldnn._linear_pointwise(rows, layer.weight, layer.bias, "none", [], "")
+            out: Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
         except (AttributeError, NotImplementedError, RuntimeError) as error:
             # A private operator of torch, which may be missing or refuse a build or a shape: only speed is lost.
             self.has_onednn = False
@@ -137,13 +138,13 @@ class LinearAutotuner:
 
 @lru_cache(maxsize=16)
 def _kernels(*, is_prompt: bool, with_c: bool, with_onednn: bool) -> tuple[str, ...]:
-    """The kernels to choose from."""
-    others = ((TRANSPOSED, not is_prompt), (IN_C, with_c), (ONEDNN, with_onednn))
-    return (PLAIN, *(name for name, is_there in others if is_there))
+    """The kernels to choose from, the likeliest to be the fastest first."""
+    kernels = ((IN_C, with_c), (PLAIN, True), (TRANSPOSED, not is_prompt), (ONEDNN, with_onednn))
+    return tuple(name for name, is_there in kernels if is_there)
 
 
-def transposed_linear(layer: nn.Linear, rows: Tensor) -> Tensor:
-    """[..., out_features], `layer(rows)` computed as weight times rows.
+def transposed_linear(weight: Tensor, bias: Tensor | None, rows: Tensor) -> Tensor:
+    """[..., out_features], `linear(rows, weight, bias)` computed as weight times rows.
 
     The result has the memory layout of a plain one, since callers may view it. A single row is duplicated: some kernels
     (MKL on an AMD EPYC) take three times as long for a matrix-vector product as for a matrix of two columns.
@@ -151,11 +152,8 @@ def transposed_linear(layer: nn.Linear, rows: Tensor) -> Tensor:
     num_rows = rows.numel() // rows.shape[-1]
     flat = rows.reshape(-1, rows.shape[-1])
     columns = (flat.repeat(2, 1) if num_rows == 1 else flat).t()
-    if layer.bias is None:
-        out = torch.mm(layer.weight, columns)
-    else:
-        out = torch.addmm(layer.bias[:, None], layer.weight, columns)
-    return out[:, :num_rows].t().contiguous().view(*rows.shape[:-1], layer.out_features)
+    out = torch.mm(weight, columns) if bias is None else torch.addmm(bias[:, None], weight, columns)
+    return out[:, :num_rows].t().contiguous().view(*rows.shape[:-1], len(weight))
 
 
 def _is_autocast() -> bool:

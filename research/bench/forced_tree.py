@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from mmspec.app.compare.specs import patch_model
 from mmspec.app.modeling.load import clone
 from mmspec.metrics.stats import Stats
-from research.bench.measure import Contestant, disable_eos, run_once, share_kernel_timings
+from research.bench.measure import Contestant, disable_eos, run_once
 from research.bench.rows import ResultRow
 
 if TYPE_CHECKING:
@@ -64,7 +64,6 @@ def probe_forced_tree(
     """
     target = clone(model) if stop_at_eos else disable_eos(clone(model))
     forced = Contestant(name, patch_model(target, name, processor, PROBE_TREE_SIZE))
-    share_kernel_timings([own.model, forced.model])
     total, own_s, forced_s = Stats(), 0.0, 0.0
     for index, inputs in enumerate(requests[: PROBE_REQUESTS + 1]):
         base = run_once(own, inputs, new_tokens, temperature, seed + index)

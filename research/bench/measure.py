@@ -33,7 +33,6 @@ from mmspec.app.modeling.sampling import Sampling
 from mmspec.comparison import TimestampCriterion
 from mmspec.interfaces import Observer
 from mmspec.metrics.stats import Stats
-from mmspec.patching import KEY
 from research.bench.rows import ResultRow
 from research.bench.specs import get_block_size, weight_sizes
 
@@ -116,18 +115,7 @@ def build_contestants(
         Contestant(name, patch_model(copy_model(), name, processor, nodes))
         for name in dict.fromkeys((NO_DRAFT, *drafters))
     ]
-    share_kernel_timings([contestant.model for contestant in contestants])
     return contestants
-
-
-def share_kernel_timings(models: Sequence[PreTrainedModel]) -> None:
-    """Share the kernel timings of linear layers between patched models.
-
-    They do not depend on the drafter; separate noisy timings let the same drafter differ by up to 7% from itself.
-    """
-    packs = [model.__dict__[KEY].autotuner for model in models if mmspec.is_patched(model)]
-    for other in packs[1:]:
-        other.timings = packs[0].timings
 
 
 @contextmanager

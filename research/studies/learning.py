@@ -34,7 +34,6 @@ from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.load import clone, load_model, load_text_model
 from mmspec.app.scenes.tasks import generate_requests
 from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED
-from research.bench.measure import share_kernel_timings
 from research.bench.results import ResultFiles, add_result_options
 from research.bench.rows import ResultRow
 from research.bench.session import provenance
@@ -177,7 +176,6 @@ def run_job(
         learn = float(share[1:]) if share else bool(separator)
         mmspec.patch(copy, drafter=drafter, processor=processor, learn=learn)
         contestants.append(JobContestant(name, copy))
-    share_kernel_timings([contestant.model for contestant in contestants])
     done = 0
     num_calls = -(-config.count // config.batch)
     for number, inputs in enumerate(tqdm(requests, total=num_calls, disable=not sys.stderr.isatty())):

@@ -37,7 +37,6 @@ from research.bench.measure import (
     gc_paused,
     median_ci,
     run_once,
-    share_kernel_timings,
 )
 from research.bench.plot import plot_compression
 from research.bench.results import ResultFiles
@@ -106,7 +105,6 @@ def build_runs(
     for name in dict.fromkeys((NO_DRAFT, *plan)):
         patched = models[name] if name in models else patch_model(clone(model), name, processor, nodes)
         runs.append(CompressorRun(name, Contestant(name, patched), get_drafter(patched), plan.get(name, ())))
-    share_kernel_timings([run.contestant.model for run in runs])
     return runs
 
 

@@ -141,7 +141,7 @@ def test_costs_of_a_patched_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         return drafter, outputs
 
     _, texts = decode(5)
-    files = list(tmp_path.rglob("*.json"))
+    files = [path for path in tmp_path.rglob("*.json") if "rounds" in path.read_text()]  # not that of the kernels
     assert len(files) == int(switch)
     second, again = decode(1)
     assert all(torch.equal(text, texts[0]) for text in texts + again)

@@ -17,8 +17,8 @@ def test_accelerators_use_bfloat16(device: str) -> None:
 @pytest.mark.parametrize("faster", [True, False])
 def test_a_cpu_uses_bfloat16_only_if_it_is_faster(faster: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
-    assert bf16._product_seconds(torch.float32) > 0
-    monkeypatch.setattr(bf16, "_product_seconds", lambda dtype: 1.0 if (dtype == torch.bfloat16) == faster else 2.0)
+    assert bf16._fastest_type() in ("float32", "bfloat16")
+    monkeypatch.setattr(bf16, "_fastest_type", lambda: "bfloat16" if faster else "float32")
     native = torch.ops.mkldnn._is_mkldnn_bf16_supported()
     assert bf16.bf16_is_faster(cpu) == (native and faster)
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import emulated_avx512
 import pytest
@@ -20,7 +21,7 @@ from torch.nn import functional
 
 from mmspec.cpu import c_kernel, c_library
 from mmspec.cpu.c_kernel import MAX_C_ROWS, CKernel, load_kernel
-from mmspec.cpu.kernel_timing import IN_C, KernelTiming
+from mmspec.cpu.kernel_timing import IN_C, KernelChoices
 from mmspec.cpu.linear import MAX_ROWS, LinearAutotuner, use_fast_linears
 
 needs_kernel = pytest.mark.skipif(load_kernel() is None, reason="no compiler or another processor")
@@ -214,16 +215,21 @@ def test_deterministic_layers_compute_rows_as_if_alone_and_see_edits() -> None:
 
 @needs_kernel
 def test_the_kernel_is_a_candidate_up_to_its_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer, autotuner, without = nn.Linear(16, 8), LinearAutotuner(), LinearAutotuner()
+    layer, candidates = nn.Linear(16, 8), list[bool]()
+    autotuner, without = LinearAutotuner(KernelChoices()), LinearAutotuner(KernelChoices())
     without.allow_c = False
+
+    def choose(self: KernelChoices, key: Any, names: Any, cases: Any, run: Any) -> str:
+        candidates.append(IN_C in names)
+        return str(names[0])
+
+    monkeypatch.setattr(KernelChoices, "choose", choose)
     with torch.no_grad():
         for tuner in (autotuner, without):
             with use_fast_linears(tuner, [layer]):
                 for num_rows in (MAX_C_ROWS, MAX_ROWS, MAX_ROWS + 1):
                     layer(normal(num_rows, 16))
-    assert [IN_C in timing.kernels for timing in autotuner.timings.values()] == [True, False, False]
-    assert [IN_C in timing.kernels for timing in without.timings.values()] == [False, False, False]
-    monkeypatch.setattr(KernelTiming, "next_kernel", lambda self: IN_C)
+    assert candidates == [True, False, False, False, False, False]
     with torch.no_grad(), use_fast_linears(LinearAutotuner(), [layer]):
         rows = normal(16, 4).t()  # refused by the kernel: torch computes
         assert torch.equal(layer(rows), functional.linear(rows, layer.weight, layer.bias))
@@ -433,10 +439,10 @@ def test_other_processors_and_runtimes(caplog: pytest.LogCaptureFixture, monkeyp
 
 def test_layers_compute_without_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mmspec.cpu.linear.load_kernel", lambda: None)
-    layer, rows, autotuner = nn.Linear(16, 8), normal(4, 16), LinearAutotuner()
+    layer, rows, autotuner = nn.Linear(16, 8), normal(4, 16), LinearAutotuner(KernelChoices())
     with torch.no_grad():
         for deterministic in (False, True):
             with use_fast_linears(autotuner, [layer], deterministic):
                 got = layer(rows)
             assert torch.allclose(got, functional.linear(rows, layer.weight, layer.bias), atol=1e-6)
-    assert [timing.kernels for timing in autotuner.timings.values()] == [("plain", "transposed")]
+    assert not set(autotuner.choices.known.values()) - {"plain", "transposed"}

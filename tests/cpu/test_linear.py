@@ -16,14 +16,14 @@ from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.random_models import random_model
 from mmspec.app.scenes.render import render_scene
 from mmspec.app.scenes.world import generate_scene
+from mmspec.cpu import kernel_timing
 from mmspec.cpu import linear as cpu
 from mmspec.cpu.c_kernel import load_kernel
 from mmspec.cpu.decoder import CDecoder
-from mmspec.cpu.kernel_timing import TIMED_CALLS, TRIAL_CALLS, TRIAL_EVERY, KernelTiming
+from mmspec.cpu.kernel_timing import IN_C, PLAIN, TRANSPOSED, KernelChoices
 from mmspec.cpu.linear import MAX_ROWS, LinearAutotuner, find_linear_layers, is_replaced, use_fast_linears
 
-DECIDED = len(KernelTiming().kernels) * TIMED_CALLS * TRIAL_EVERY
-"""Calls after which every shape is decided."""
+KERNELS = (PLAIN, TRANSPOSED, IN_C)
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
 
@@ -44,10 +44,10 @@ def spied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     num_rows: list[int] = []
     original = LinearAutotuner._run_kernel
 
-    def spy(self: LinearAutotuner, kernel: str, layer: nn.Linear, rows: Tensor) -> Tensor:
+    def spy(self: LinearAutotuner, kernel: str, weight: Tensor, bias: Tensor | None, rows: Tensor) -> Tensor:
         if kernel != "plain":
             num_rows.append(rows.shape[-2])
-        return original(self, kernel, layer, rows)
+        return original(self, kernel, weight, bias, rows)
 
     monkeypatch.setattr(LinearAutotuner, "_run_kernel", spy)
     return num_rows
@@ -70,16 +70,17 @@ def c_forwards(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("count", [1, 2, 8, 33, MAX_ROWS])
-@pytest.mark.parametrize("kernel", [*KernelTiming().kernels, "onednn"])
+@pytest.mark.parametrize("kernel", [*KERNELS, "onednn"])
 def test_every_kernel_computes_the_product(
     kernel: str, bias: bool, count: int, monkeypatch: pytest.MonkeyPatch, spied: list[int]
 ) -> None:
     batch = 1 if count == 1 else 2  # several rows are not contiguous
     linear = layer(bias=bias)
     inputs = rows(batch * count).view(batch, count, 16).transpose(0, 1)
-    monkeypatch.setattr(KernelTiming, "next_kernel", lambda self: kernel)
+    monkeypatch.setattr(KernelChoices, "choose", lambda *_: kernel)
+    monkeypatch.setattr(LinearAutotuner, "_candidates", lambda *_: (kernel,))
     monkeypatch.setattr(cpu, "MAX_ROWS", 2 * MAX_ROWS)
-    with torch.no_grad(), use_fast_linears(LinearAutotuner(), [linear]):
+    with torch.no_grad(), use_fast_linears(LinearAutotuner(KernelChoices()), [linear]):
         got = linear(inputs)
     want = functional.linear(inputs, linear.weight, linear.bias)
     assert torch.allclose(got, want, atol=1e-5) and got.stride() == want.stride()
@@ -103,26 +104,14 @@ def test_products_that_stay_plain(spied: list[int]) -> None:
 
 
 def test_prompts_are_computed_by_onednn_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    one, autotuner = layer(), LinearAutotuner()
-    times = iter(range(1000))
-    monkeypatch.setattr(cpu.time, "perf_counter", lambda: next(times))
-    original, ticks = LinearAutotuner._run_kernel, {"plain": 10, "onednn": 0}
-
-    def run(self: LinearAutotuner, kernel: str, layer: nn.Linear, rows: Tensor) -> Tensor:
-        for _ in range(ticks[kernel]):
-            next(times)
-        return original(self, kernel, layer, rows)
-
-    monkeypatch.setattr(LinearAutotuner, "_run_kernel", run)
+    now, used = slow_kernels(monkeypatch, fast="onednn")
+    one, autotuner = layer(), LinearAutotuner(KernelChoices(lambda: now[0]))
     with torch.no_grad(), use_fast_linears(autotuner, [one]):
-        for count in range(200, 200 + DECIDED):  # lengths that differ share their measurements
+        for count in (200, 400, 1000):  # all lengths share their choice
             inputs = rows(count)
             assert torch.allclose(one(inputs), functional.linear(inputs, one.weight, one.bias), atol=1e-5)
-    assert {shape: timing.best for shape, timing in autotuner.timings.items()} == {
-        (24, 16, 256): "onednn",
-        (24, 16, 512): "onednn",
-        **({(24, 16, 1024): "onednn"} if DECIDED > 312 else {}),
-    }
+            assert used[-1] == "onednn"
+    assert list(autotuner.choices.known.values()) == ["onednn"]
 
 
 def test_a_torch_without_onednn_computes_prompts_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,52 +166,44 @@ def test_eligible_layers() -> None:
     assert find_linear_layers([nn.Sequential(*narrow)]) == narrow
 
 
-@pytest.mark.parametrize("fast", KernelTiming().kernels)
-def test_shapes_are_decided_by_timed_calls(fast: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fast", KERNELS)
+def test_products_are_timed_before_the_first(fast: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, used = slow_kernels(monkeypatch, fast)
+    one, autotuner = layer(), LinearAutotuner(KernelChoices(lambda: now[0]))
+    with torch.no_grad(), use_fast_linears(autotuner, [one]):
+        one(rows(4))
+        num_timed = len(used)
+        for count in (4, 2, 8):
+            one(rows(count))
+    assert used[num_timed - 1 :] == [fast] * 4, "other products of so many rows are not timed"
+    assert list(autotuner.choices.known.values()) == [fast]
+    again, autotuner.choices = autotuner.choices.snapshot(), KernelChoices(lambda: now[0])
+    autotuner.choices.restore(again)
+    used.clear()
+    with torch.no_grad(), use_fast_linears(autotuner, [one]):
+        one(rows(4))
+    assert used == [fast], "another process does not time them again"
+
+
+def slow_kernels(monkeypatch: pytest.MonkeyPatch, fast: str) -> tuple[list[float], list[str]]:
+    """The clock, and the kernels that have run: each takes 9 us, the fast one 1."""
     now, used, original = [0.0], list[str](), LinearAutotuner._run_kernel
 
-    def timed(self: LinearAutotuner, kernel: str, layer: nn.Linear, inputs: Tensor) -> Tensor:
-        now[0] += 1.0 if kernel == fast else 9.0
+    def run(self: LinearAutotuner, kernel: str, weight: Tensor, bias: Tensor | None, inputs: Tensor) -> Tensor:
+        now[0] += 1e-6 if kernel == fast else 9e-6
         used.append(kernel)
-        return original(self, kernel, layer, inputs)
+        return original(self, kernel, weight, bias, inputs)
 
-    monkeypatch.setattr(LinearAutotuner, "_run_kernel", timed)
-    monkeypatch.setattr(cpu.time, "perf_counter", lambda: now[0])
-    one, autotuner = layer(), LinearAutotuner()
-    with torch.no_grad(), use_fast_linears(autotuner, [one]):
-        for _ in range(DECIDED):
-            one(rows(4))
-        timing = autotuner.timings[24, 16, 4]
-        assert timing.best == fast and used[-1] == fast
-        assert one(rows(1)).shape == (1, 1, 24) and (24, 16, 1) in autotuner.timings
-    slow = [kernel for kernel in timing.kernels if kernel not in (fast, "c")]
-    assert {len(timing.seconds[kernel]) for kernel in slow} == {TRIAL_CALLS}, "clearly slower, soon dropped"
-    assert len(timing.seconds[fast]) >= TIMED_CALLS and set(used[DECIDED // 2 : -1]) == {fast}
-
-
-def test_the_kernel_with_the_lowest_median_is_chosen() -> None:
-    timing = KernelTiming()
-    for number in range(TIMED_CALLS):
-        timing.add("plain", 2.0)
-        timing.add("transposed", 2.5 if number == 0 else 1.5)  # an outlier
-        timing.add("c", 2.1)
-    assert timing.best == "transposed"
-
-
-def test_trials_are_spread_over_many_calls() -> None:
-    """So that the first rounds of a tree size are not slow."""
-    timing, seconds, used = KernelTiming(), {"plain": 1.2, "transposed": 1.1, "c": 1.0}, list[str]()
-    while timing.best is None:
-        used.append(timing.next_kernel())
-        timing.add(used[-1], seconds[used[-1]])
-    assert timing.best == "c" and len(used) <= DECIDED
-    others = [number for number, kernel in enumerate(used) if kernel != "c"]
-    assert others[0] == TRIAL_EVERY and all(number % TRIAL_EVERY == 0 for number in others)
-    assert sorted(used[number] for number in others) == sorted(TIMED_CALLS * ["plain", "transposed"])
+    monkeypatch.setattr(LinearAutotuner, "_run_kernel", run)
+    return now, used
 
 
 @pytest.mark.parametrize("backend", ["auto", "c", "torch"])
-def test_generate_is_the_same_with_every_setting(backend: str, spied: list[int], c_forwards: list[bool]) -> None:
+def test_generate_is_the_same_with_every_setting(
+    backend: str, spied: list[int], c_forwards: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel_timing, "fastest", lambda names, *_: names[-1])
+    monkeypatch.setattr(cpu, "KERNEL_CHOICES", KernelChoices())
     model, processor = random_model("tiny")
     maker = Captioner(model, processor)
     inputs = maker.build_inputs([render_scene(generate_scene(i)) for i in range(2)], ["a", "what is it"])

@@ -15,8 +15,9 @@ from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.random_models import random_model
 from mmspec.app.scenes.render import render_scene
 from mmspec.app.scenes.world import generate_scene
-from mmspec.cpu import narrow_linear
+from mmspec.cpu import kernel_timing, linear, narrow_linear
 from mmspec.cpu.c_kernel import MAX_C_ROWS, CKernel, load_kernel
+from mmspec.cpu.kernel_timing import KernelChoices
 from mmspec.cpu.linear import LinearAutotuner, use_fast_linears
 from mmspec.targets.hf import HFTarget
 
@@ -49,7 +50,14 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.dtype, int]]:
 def choose(monkeypatch: pytest.MonkeyPatch, native: bool) -> list[str]:
     """Let every shape have this answer; the list gets an entry for each that is timed."""
     timed: list[str] = []
-    monkeypatch.setattr(narrow_linear, "c_is_faster", lambda *_: timed.append("shape") or native)
+
+    def choose(self: KernelChoices, key: Any, *_: Any) -> str:
+        timed.append("shape")
+        self._used[key] = "c" if native else "plain"
+        return self._used[key]
+
+    monkeypatch.setattr(KernelChoices, "choose", choose)
+    monkeypatch.setattr(linear, "KERNEL_CHOICES", KernelChoices())
     return timed
 
 
@@ -76,7 +84,7 @@ def test_torch_computes_what_the_kernel_does_not(
     choose(monkeypatch, True)
     layer, autotuner = make_layer(torch.bfloat16), LinearAutotuner()
     rows, many = make_rows(4, torch.bfloat16), make_rows(MAX_C_ROWS + 1, torch.bfloat16)
-    autotuner.narrow.choices[37, 100, torch.bfloat16, False] = False
+    autotuner.choices._used[narrow_linear.choice_key(layer.weight, narrow_linear.MANY_ROWS)] = "plain"
     with use_fast_linears(autotuner, [layer]):
         with torch.no_grad():
             assert torch.equal(layer(many), functional.linear(many, layer.weight, layer.bias)) and not products
@@ -102,51 +110,64 @@ def test_torch_computes_what_the_kernel_does_not(
 
 
 @pytest.mark.parametrize("slow", ["torch", "kernel", "torch emulates"])
-def test_shapes_are_decided_by_timed_runs(
-    slow: str, monkeypatch: pytest.MonkeyPatch, products: list[tuple[torch.dtype, int]]
-) -> None:
-    """Before the first product, for all numbers of rows; `deterministic` needs no timing."""
+def test_layers_are_decided_by_timed_runs(slow: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the first product, for all numbers of few rows; `deterministic` needs no timing."""
     ticks = {"torch": (2, 1), "kernel": (1, 2), "torch emulates": (20, 1)}[slow]
-    times = iter([float(sum((0, ticks[1], ticks[1] + ticks[0])[: 1 + i % 3][-1:])) for i in range(100)])
-    monkeypatch.setattr(narrow_linear.time, "perf_counter", lambda: next(times))
-    layer, autotuner, rows = make_layer(torch.bfloat16), LinearAutotuner(), make_rows(4, torch.bfloat16)
-    prompt = make_rows(40, torch.bfloat16)
+    now, products = [0.0], list[tuple[str, int]]()
+    monkeypatch.setattr(narrow_linear, "functional", FakeFunctional(now, products, 1e-6 * ticks[0]))
+    monkeypatch.setattr(CKernel, "linear", lambda self, weight, bias, rows: run("c", rows, weight))
+
+    def run(name: str, rows: Tensor, weight: Tensor) -> Tensor:
+        now[0] += 1e-6 * ticks[1]
+        products.append((name, rows.numel() // rows.shape[-1]))
+        return functional.linear(rows, weight)
+
+    layer, autotuner = make_layer(torch.bfloat16), LinearAutotuner(KernelChoices(lambda: now[0]))
+    rows, prompt = make_rows(4, torch.bfloat16), make_rows(40, torch.bfloat16)
     with torch.no_grad(), use_fast_linears(autotuner, [layer], deterministic=True):
         layer(rows)
-    assert not autotuner.narrow.choices and products == [(torch.bfloat16, 4)]
-    products.clear()
+    assert not autotuner.choices.known and products == [("c", 4)]
     with torch.no_grad(), use_fast_linears(autotuner, [layer]):
-        for _ in range(2):
-            layer(rows)
-            layer(rows[:, :1])
-            layer(prompt)
-    trials = [(torch.bfloat16, count) for count in (1, 1, 1, 8, 8, 8, 32, 32, 32)]
-    used = [] if slow == "kernel" else [(torch.bfloat16, 4), (torch.bfloat16, 1)]
-    many_trials = [(torch.bfloat16, count) for count in (64, 64, 64, 256, 256, 256)]
-    many_used = [] if slow == "kernel" else [(torch.bfloat16, 40)]
-    end = 1 if slow == "torch emulates" else None
-    assert products == [*trials[:end], *used, *many_trials[:end], *many_used, *used, *many_used]
-    assert autotuner.narrow.choices == {(37, 100, torch.bfloat16, few): slow != "kernel" for few in (True, False)}
+        layer(rows)
+        layer(prompt)
+        products.clear()
+        for inputs in (rows, rows[:, :1], prompt):
+            layer(inputs)
+    winner = "plain" if slow == "kernel" else "c"
+    assert products == [(winner, 4), (winner, 1), (winner, 40)]
+    assert list(autotuner.choices.known.values()) == [winner] * 2
+
+
+class FakeFunctional:
+    """`torch.nn.functional` whose linear takes a time of its own."""
+
+    def __init__(self, now: list[float], products: list[tuple[str, int]], seconds: float) -> None:
+        self.now, self.products, self.seconds = now, products, seconds
+
+    def linear(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        self.now[0] += self.seconds
+        self.products.append(("plain", rows.numel() // rows.shape[-1]))
+        return functional.linear(rows, weight, bias)
 
 
 def test_threads_find_the_same_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers, started = iter([True, False, False, False]), threading.Barrier(3)
-    monkeypatch.setattr(narrow_linear, "c_is_faster", lambda *_: next(answers))
-    layer, linears, results = make_layer(torch.bfloat16), narrow_linear.NarrowLinears(), list[Tensor]()
+    answers, started = iter(["c", "plain", "plain", "plain"]), threading.Barrier(3)
+    monkeypatch.setattr(kernel_timing, "fastest", lambda *_: next(answers))
+    layer, choices, results = make_layer(torch.bfloat16), KernelChoices(), list[Tensor]()
 
     def call() -> None:
         started.wait()
         with torch.no_grad():
-            results.append(linears.linear(load_kernel(), layer, make_rows(3, torch.bfloat16), False))
+            rows = make_rows(3, torch.bfloat16)
+            results.append(narrow_linear.narrow_linear(choices, load_kernel(), layer, rows, False))
 
     threads = [threading.Thread(target=call) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert all(torch.equal(results[0], other) for other in results) and linears.choices == {
-        (37, 100, torch.bfloat16, True): True
-    }
+    assert all(torch.equal(results[0], other) for other in results)
+    assert list(choices.known.values()) == ["c"]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

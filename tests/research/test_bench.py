@@ -26,7 +26,6 @@ from mmspec.app.scenes import tasks
 from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED
 from mmspec.control.tree_size import TreeSizeController
 from mmspec.metrics.stats import Stats
-from mmspec.targets.hf import HFTarget
 from mmspec.vision.video.decoder_pool import DecoderPool
 from research.bench import command as bench
 from research.bench.command import main
@@ -183,16 +182,6 @@ def test_trees_of_one_size_and_none_stays_plain(tiny: Captioner) -> None:
         name: run_once(contestants[name], inputs, 8, 0.0, 0).stats.tree_size_hist for name in ("none", "recycling")
     }
     assert set(nodes["none"]) == {1} and set(nodes["recycling"]) == {4}
-
-
-def test_how_linear_layers_are_computed_is_found_out_together(tiny: Captioner, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(HFTarget, "use_c_rounds", lambda *_: None)  # which do not call linear layers
-    inputs = build_requests(tiny, synthetic_images(1, 0), "a", 1, 0, 1, 0)[0]
-    contestants = build_contestants(tiny.model, ["recycling", "lookup"], tiny.processor, nodes=4)
-    packs = [one.model.__dict__["_mmspec"].autotuner for one in contestants if mmspec.is_patched(one.model)]
-    assert len(packs) == 3 and len({id(one) for one in packs}) == 3 and not packs[0].timings
-    run_once(contestants[3], inputs, 8, 0.0, 0)
-    assert packs[0].timings and all(one.timings is packs[0].timings for one in packs)
 
 
 def test_pictures_from_files(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ import torch
 from mmspec.app.compare.specs import patch_model
 from mmspec.app.errors import UsageError
 from mmspec.app.modeling.load import clone
-from research.bench.measure import share_kernel_timings
 from research.bench.peers.base import Peer
 from research.bench.peers.export import Exports
 from research.bench.peers.in_process import PatchedPeer, TransformersPeer, transformers_peers
@@ -82,12 +81,10 @@ def build_patched_peers(
     tree_size: int | None = None,
 ) -> list[PatchedPeer]:
     """A patched clone of `model` for each spec of a drafter, "none" first."""
-    peers = [
+    return [
         PatchedPeer(name, patch_model(clone(model), name, processor, tree_size))
         for name in dict.fromkeys(("none", *names))
     ]
-    share_kernel_timings([peer.model for peer in peers])
-    return peers
 
 
 def baseline_peer(model: PreTrainedModel) -> TransformersPeer:
