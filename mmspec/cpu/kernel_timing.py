@@ -30,8 +30,8 @@ PROCESS_S, TOTAL_S = 0.05, 0.2
 MAX_CHOICES = 4096
 """Choices that are taken from a file."""
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-Key = tuple[int, torch.dtype, int, int, int]
+KEY_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+ProductKey = tuple[int, torch.dtype, int, int, int]
 """(threads, dtype, largest number of rows, out features, in features), of which the last two may be rounded"""
 
 
@@ -92,20 +92,20 @@ class KernelChoices:
 
     def __init__(self, clock: Callable[[], float] | None = None) -> None:
         """`clock` is that of `fastest`."""
-        self.known: dict[Key, str] = {}
+        self.known: dict[ProductKey, str] = {}
         self.spent_s = self.earlier_s = 0.0
         self.is_loaded = self.has_news = False
-        self._used: dict[Key, str] = {}
+        self._used: dict[ProductKey, str] = {}
         self._longest_s = 0.0
         self._clock = clock
         self._lock = threading.Lock()
 
-    def used(self, key: Key) -> str | None:
+    def used(self, key: ProductKey) -> str | None:
         """The kernel that computes such products in this process; None before the first one."""
         return self._used.get(key)
 
     def choose(
-        self, key: Key, names: Sequence[str], cases: Sequence[CaseT], run: Callable[[str, CaseT], object]
+        self, key: ProductKey, names: Sequence[str], cases: Sequence[CaseT], run: Callable[[str, CaseT], object]
     ) -> str:
         """The kernel of such products, timed if it is not known.
 
@@ -116,20 +116,18 @@ class KernelChoices:
             run: as for `fastest`.
         """
         with self._lock:  # timed once: two threads could find different answers
-            found = self._used.get(key)
-            if found not in names:
-                found = self.known.get(key)
-                if found not in names:
-                    found = self._time(key, names, cases, run) or self._alike(key, names) or names[0]
-                self._used[key] = found
+            known = [self._used.get(key), self.known.get(key)]
+            found = next((kernel for kernel in known if kernel in names), None)
+            found = found or self._time(key, names, cases, run) or self._alike(key, names) or names[0]
+            self._used[key] = found
             return found
 
     def _time(
-        self, key: Key, names: Sequence[str], cases: Sequence[CaseT], run: Callable[[str, CaseT], object]
+        self, key: ProductKey, names: Sequence[str], cases: Sequence[CaseT], run: Callable[[str, CaseT], object]
     ) -> str | None:
         """The fastest kernel; None where there is no time to find it."""
         left_s = min(PROCESS_S, TOTAL_S - self.earlier_s) - self.spent_s
-        if len(names) < 2 or left_s <= self._longest_s:
+        if len(names) < 2 or left_s < max(DECISION_S, self._longest_s):
             return None
         clock = time.perf_counter if self._clock is None else self._clock
         start = clock()
@@ -140,7 +138,7 @@ class KernelChoices:
             self.known[key] = found
         return found
 
-    def _alike(self, key: Key, names: Sequence[str]) -> str | None:
+    def _alike(self, key: ProductKey, names: Sequence[str]) -> str | None:
         """The kernel of the known products that differ in their features alone, the nearest in size; None for none."""
         alike = {other: kernel for other, kernel in self.known.items() if other[:3] == key[:3] and kernel in names}
         size = key[3] * key[4]
@@ -161,13 +159,13 @@ class KernelChoices:
         Raises:
             ValueError, TypeError, KeyError: it is something else.
         """
-        spent_s, found = float(snapshot["spent_s"]), dict[Key, str]()
+        spent_s, found = float(snapshot["spent_s"]), dict[ProductKey, str]()
         for threads, dtype, rows, out_features, in_features, kernel in snapshot["kernels"][:MAX_CHOICES]:
             sizes = (threads, rows, out_features, in_features)
             are_sizes = all(type(size) is int and size > 0 for size in sizes)
             if kernel not in (PLAIN, TRANSPOSED, IN_C, ONEDNN) or not are_sizes:
                 raise ValueError("a choice is four sizes, a type and a kernel")
-            found[threads, DTYPES[dtype], rows, out_features, in_features] = kernel
+            found[threads, KEY_DTYPES[dtype], rows, out_features, in_features] = kernel
         if not (math.isfinite(spent_s) and spent_s >= 0):
             raise ValueError(f"the seconds spent must be finite and not negative; got {spent_s}")
         with self._lock:

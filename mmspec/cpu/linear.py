@@ -43,7 +43,7 @@ MAX_ROWS = 128
 
 TIMED_ROWS = (1, 8, MAX_C_ROWS, MAX_ROWS, 2 * MAX_ROWS)
 """Numbers of rows in float32 up to which one kernel is chosen, and with which it is timed; the last for all beyond."""
-TIMED_PRODUCTS = 32 << 20
+FLOAT_PRODUCTS = 32 << 20
 """Multiplications of a timed run in float32 at most."""
 
 
@@ -96,7 +96,7 @@ class LinearAutotuner:
         return chosen
 
     def _time(self, kernel: str, weight: Tensor, num_rows: int) -> Tensor:
-        part, rows = timed_part(weight, num_rows, TIMED_PRODUCTS)
+        part, rows = timed_part(weight, num_rows, FLOAT_PRODUCTS)
         return self._run_kernel(kernel, part, None, rows)
 
     def _fixed_kernel(self, num_rows: int) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mmspec.cpu.c_kernel import MAX_C_ROWS, CKernel
-from mmspec.cpu.kernel_timing import IN_C, PLAIN, KernelChoices, Key, fastest
+from mmspec.cpu.kernel_timing import IN_C, PLAIN, KernelChoices, ProductKey, fastest
 
 FEW_TIMED, MANY_TIMED = (1, 8), (64,)
 """Numbers of rows with which a layer is timed: one token and the nodes of a usual tree; a prompt."""
@@ -60,7 +60,7 @@ def _is_in_c(choices: KernelChoices, kernel: CKernel, layer: nn.Linear, is_few: 
     return chosen == IN_C
 
 
-def choice_key(weight: Tensor, max_rows: int) -> Key:
+def choice_key(weight: Tensor, max_rows: int) -> ProductKey:
     """The key of products with a weight: layers of similar size share it, to be timed once."""
     out_features, in_features = weight.shape
     rounded = min(ROUNDED_FEATURES, 1 << max(0, out_features - 1).bit_length())
