@@ -24,6 +24,8 @@ WRITE_ERRORS = {
     errno.EPERM: "make it writable",
     errno.EIO: "check the device",
 }
+SHORTAGES = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
+"""errno of what the machine lacks for a moment, whatever file is opened."""
 RERUN = "run the same command again: it continues where it stopped"
 
 
@@ -41,6 +43,22 @@ class OutputError(Exception):
         reason = error.strerror or one_line(error)
         advice = WRITE_ERRORS.get(error.errno or 0, "remove the cause")
         super().__init__(f"cannot write {os.fspath(path)}: {reason}; {advice}, then {RERUN}")
+
+
+class MachineError(OutputError):
+    """The machine lacks something, and no input is to blame. Exit code `EXIT_IO_ERROR`, as the remedy is the same."""
+
+    def __init__(self, error: BaseException) -> None:
+        Exception.__init__(self, f"{one_line(error, 200)}: remove the cause, then {RERUN}")
+
+
+def is_shortage(error: BaseException | None) -> bool:
+    """Whether the machine lacked something, here or in what caused it."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in SHORTAGES:
+            return True
+        error = error.__cause__
+    return False
 
 
 @contextmanager

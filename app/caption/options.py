@@ -88,7 +88,8 @@ columns
 
 exit code
   0 success, 1 some rows failed (or --compare found a difference in float32), 2 wrong usage,
-  74 output cannot be written (disk full, read-only, size limit): remove the cause and run the same command again,
+  74 output cannot be written (disk full, read-only, size limit), or no process started that decodes: remove the cause
+     and run the same command again,
   130 interrupted (the first Ctrl-C finishes the batch, the second stops at once), 143 the same by SIGTERM
 """
 

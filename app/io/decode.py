@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from mmspec.app.caption.config import FRAMES, MAX_PIXELS
 from mmspec.app.caption.progress import print_stderr
-from mmspec.app.errors import UsageError, one_line
+from mmspec.app.errors import MachineError, UsageError, is_shortage, one_line
 from mmspec.app.io.content import Pictures
 from mmspec.app.io.images import ImageError, Media, load_image
 from mmspec.app.io.inputs import Inputs
@@ -16,6 +16,7 @@ from mmspec.app.io.item import Item, SourceOptions
 from mmspec.app.io.videos import load_media
 from mmspec.vision.video.decoder_pool import DecoderPool
 from mmspec.vision.video.samplers import Uniform
+from mmspec.vision.video.worker_process import DecoderStartError
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -31,13 +32,19 @@ def decode_item(item: Item, sampler: FrameSampler, max_pixels: int, decoders: De
 
     Raises:
         ImageError: it cannot be read or decoded; the message says where a list or table names it.
+        MachineError: the machine lacks processes, memory or open files; the picture may be good.
     """
-    with item.locate_errors():
-        if item.content is None:
-            return load_media(item.path, sampler, max_pixels, decoders)
-        if isinstance(item.content, Pictures) and len(item.content.parts) > 1:
-            return _decode_pictures(item.content, max_pixels, decoders)
-        return load_media(item.content.read(), sampler, max_pixels, decoders, named_video=item.is_video)
+    try:
+        with item.locate_errors():
+            if item.content is None:
+                return load_media(item.path, sampler, max_pixels, decoders)
+            if isinstance(item.content, Pictures) and len(item.content.parts) > 1:
+                return _decode_pictures(item.content, max_pixels, decoders)
+            return load_media(item.content.read(), sampler, max_pixels, decoders, named_video=item.is_video)
+    except (DecoderStartError, ImageError) as error:
+        if isinstance(error, ImageError) and not is_shortage(error):
+            raise
+        raise MachineError(error) from error
 
 
 def _decode_pictures(content: Pictures, max_pixels: int, decoders: DecoderPool) -> tuple[Image.Image, ...]:

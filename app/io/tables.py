@@ -15,7 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from mmspec.app.errors import UsageError, one_line
+from mmspec.app.errors import MachineError, UsageError, is_shortage, one_line
 from mmspec.app.io.cells import find_image_column, local_name, require_column, table_row
 from mmspec.app.io.content import Unreadable, is_local, open_file_system
 from mmspec.app.io.item import Item, Skip, SourceOptions
@@ -24,7 +24,7 @@ from mmspec.hints import install_hint
 from mmspec.vision.video.containers import open_regular_file
 from mmspec.vision.video.decoder_pool import DecoderPool
 from mmspec.vision.video.remote_table import RemoteTable
-from mmspec.vision.video.worker_process import DecoderCrashedError, DecoderHungError
+from mmspec.vision.video.worker_process import DecoderCrashedError, DecoderHungError, DecoderStartError
 
 FREE_ROWS = 1 << 16
 """Rows that a table may have, whatever the size of its file."""
@@ -89,7 +89,13 @@ def open_table(kind: str, url: str) -> Iterator[RemoteTable]:
 
 
 def explain(error: Exception) -> str:
-    """Why a table cannot be read."""
+    """Why a table cannot be read.
+
+    Raises:
+        MachineError: not because of the table.
+    """
+    if isinstance(error, DecoderStartError) or is_shortage(error):
+        raise MachineError(error) from error
     if isinstance(error, MemoryError):
         return "its values need too much memory: write it with smaller row groups, or smaller batches"
     if isinstance(error, DecoderHungError):

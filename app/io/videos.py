@@ -42,7 +42,13 @@ def load_video(
     Raises:
         ImageError: the file cannot be read or decoded.
     """
-    from mmspec.vision.video.frames import DecoderCrashedError, DecoderHungError, Uniform, read_frames
+    from mmspec.vision.video.frames import (
+        DecoderCrashedError,
+        DecoderHungError,
+        DecoderStartError,
+        Uniform,
+        read_frames,
+    )
 
     if isinstance(source, Path):
         check_file(source)
@@ -51,6 +57,8 @@ def load_video(
         read = read_frames(source, Uniform(frames) if isinstance(frames, int) else frames, isolated=isolated)
     except ImportError as error:
         raise ImageError("NoVideoReader", one_line(error)) from error
+    except DecoderStartError:
+        raise
     except MemoryError as error:
         raise ImageError("OutOfMemory", "not enough memory to decode it") from error
     except Exception as error:

@@ -167,7 +167,7 @@ def _attempt(url: str, max_bytes: int, public_only: bool) -> bytes:
             if isinstance(cause, FetchError):
                 raise cause from error
             if pace.expired or isinstance(cause, TimeoutError):
-                raise FetchError("TooSlow", f"{pace.describe()}: {shown}") from error
+                raise _too_slow(pace, shown) from error
             failure = FetchError("HttpError", f"{_reason(cause)}: {shown}")
             if isinstance(cause, http.client.IncompleteRead):
                 failure = FetchError("Truncated", f"the connection ended within the answer: {shown}")
@@ -177,10 +177,16 @@ def _attempt(url: str, max_bytes: int, public_only: bool) -> bytes:
                 raise _Busy(failure) from error
             raise failure from error
         if pace.expired:
-            raise FetchError("TooSlow", f"{pace.describe()}: {shown}")
+            raise _too_slow(pace, shown)
     if expected is not None and len(data) < min(expected, max_bytes):
         raise _Busy(FetchError("Truncated", f"{len(data)} of {expected} bytes, then the connection ended: {shown}"))
     return data
+
+
+def _too_slow(pace: Pace, shown: str) -> Exception:
+    """The failure of an attempt that took too long; worth another if this process was suspended meanwhile."""
+    failure = FetchError("TooSlow", f"{pace.describe()}: {shown}")
+    return _Busy(failure) if pace.was_suspended else failure
 
 
 def _reason(cause: object) -> str:

@@ -10,10 +10,12 @@ import http.client
 import ipaddress
 import socket
 import threading
-import time
 from contextlib import suppress
 from types import TracebackType
 from typing import Any
+
+from mmspec.vision.video.deadline import Deadline
+from mmspec.vision.video.worker_process import start_thread
 
 MIN_BYTES_PER_S = 128 << 10
 """Average rate of a body, below which an address is given up once the time for the answer has passed."""
@@ -51,7 +53,7 @@ class Pace:
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s, self.expired = timeout_s, False
-        self._start, self._num_bytes = time.monotonic(), 0
+        self._deadline, self._num_bytes = Deadline(timeout_s), 0
         self._done, self._lock = threading.Event(), threading.Lock()
         self._socket: socket.socket | None = None
         self._watcher = threading.Thread(target=self._watch, name="mmspec-fetch", daemon=True)
@@ -59,10 +61,16 @@ class Pace:
     def add(self, num_bytes: int) -> None:
         """Count bytes of the body."""
         self._num_bytes += num_bytes
+        self._deadline.extend(num_bytes / MIN_BYTES_PER_S)
 
     def remaining(self) -> float:
         """Seconds until the attempt ends if nothing more comes."""
-        return self._start + self.timeout_s + self._num_bytes / MIN_BYTES_PER_S - time.monotonic()
+        return self._deadline.left_s
+
+    @property
+    def was_suspended(self) -> bool:
+        """Whether this process did not run for a while, in which the other side may have given up."""
+        return self._deadline.was_suspended
 
     def watch(self, connected: socket.socket) -> None:
         """Let `connected` end with the attempt, whatever wraps it later.
@@ -79,9 +87,8 @@ class Pace:
                 raise TimeoutError(self.describe())
 
     def _watch(self) -> None:
-        while (left := self.remaining()) > 0:
-            if self._done.wait(left):
-                return
+        if self._deadline.wait(self._done):
+            return
         with self._lock:
             self.expired = True
             if self._socket is not None:
@@ -94,7 +101,7 @@ class Pace:
         return f"{seconds} + 1 s per {MIN_BYTES_PER_S >> 10} KiB" if self._num_bytes else seconds
 
     def __enter__(self) -> Pace:
-        self._watcher.start()
+        start_thread(self._watcher)
         return self
 
     def __exit__(

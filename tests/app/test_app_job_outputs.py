@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 import tarfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +33,10 @@ class Killed(BaseException):
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    return make_folder(tmp_path, monkeypatch)
+
+
+def make_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Eight pictures, 10 to 17 wide, decoded in this process, in the working folder."""
     monkeypatch.setattr("mmspec.app.caption.job.decode_item", lambda item, *rest: load_image(item.path))
     monkeypatch.chdir(tmp_path)
@@ -292,51 +295,3 @@ def test_a_text_file_that_is_a_link_is_replaced_not_followed(folder: Path) -> No
     (folder / "p" / "1.txt").symlink_to("../secret")
     assert job("txt", overwrite=True).run() == 0
     assert (folder / "secret").read_text() == "s" and captions("txt") == expected("x")
-
-
-@line("RANK and WORLD_SIZE left over from a launcher")
-@pytest.mark.parametrize("form", ["jsonl", "webdataset"])
-def test_leftover_ranks(form: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for world in (2, 8):
-        assert job(form, process=ProcessInfo(0, world)).run() == 0
-        where = "c.rank00000.jsonl" if form == "jsonl" else "o"
-        err = capsys.readouterr().err
-        assert f"rows of process 1 of {world} in {where}, until the other processes have run" in err
-        assert "unset RANK and WORLD_SIZE" in err
-    assert job(form).run() == 0 and captions(form) == expected("x")  # what it has written is not done again
-    assert "4 captioned, 0 failed, 4 skipped" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "environ", [{"WORLD_SIZE": "2"}, {"WORLD_SIZE": "4", "RANK": ""}, {"RANK": "1"}, {"RANK": "x" * 400}]
-)
-def test_half_of_the_ranks(environ: dict[str, str]) -> None:
-    with pytest.raises(UsageError, match="unset them") as error:
-        ProcessInfo.from_env(environ)
-    assert len(str(error.value)) <= 300
-    for alone in ({"WORLD_SIZE": "1"}, {"WORLD_SIZE": "", "RANK": "", "LOCAL_RANK": ""}, {"RANK": "0"}):
-        assert ProcessInfo.from_env(alone) == ProcessInfo()
-
-
-def read_as(name: str) -> Callable[[list[Any]], Any]:
-    import pyarrow as pa
-
-    if name == "pandas":
-        import pandas
-
-        return lambda cells: pandas.DataFrame({"image": cells, "q": ["a", None], "caption": ["old", "old"]})
-    return lambda cells: pa.table({"image": cells, "q": ["a", None], "caption": ["old", "old"]})
-
-
-@pytest.mark.parametrize("name", ["pyarrow", "pandas"])
-def test_batches_of_the_public_actor(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip(name)
-    from mmspec.app.caption import command
-    from mmspec.app.caption.ray_actor import CaptionActor
-
-    monkeypatch.setattr(command, "build_captioner", lambda config, process: Fake())
-    monkeypatch.setattr("mmspec.app.caption.ray_actor.load_image", lambda data, *rest: load_image(data))
-    actor = CaptionActor("m", prompt_column="q", prompt="x")
-    cells = [(folder / "p" / f"{number}.png").read_bytes() for number in (3, 4)]
-    found = actor(read_as(name)(cells))
-    assert [str(text) for text in found["caption"]] == ["13 a", "14 x"] and len(found["image"]) == 2

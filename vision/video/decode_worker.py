@@ -25,6 +25,8 @@ from mmspec.vision.video.reader import NoFramesError, RecountedError, VideoReade
 
 MAX_HEADER_BYTES = 1 << 26
 """Limit on the JSON line of a message."""
+READY: Mapping[str, Any] = {"ready": True}
+"""The first message: what ends the process before is no file."""
 GRACE_S = 10.0
 """Seconds after its deadline at which the process ends itself, in case its parent is dead."""
 _AV_MODULES = ("av", "av.error", "av.logging", "av.stream", "av.subtitles.stream", "av.video.reformatter")
@@ -102,6 +104,7 @@ def run_worker(timeout_s: float, memory: int) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # output of libraries must not mix with the answers
     os.dup2(1, 2)  # decoders log errors there; the answers contain them
     sandbox.limit_process(memory)
+    write_message(answers, READY)
     with suppress(BrokenPipeError, EOFError):
         _RequestHandler(memory, timeout_s).serve(requests, answers)
     os._exit(0)  # without cleanup: decoders can crash in theirs

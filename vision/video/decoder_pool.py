@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import fields
@@ -18,8 +17,15 @@ from typing import Any, TypeVar
 
 from PIL import Image
 
+from mmspec.vision.video.deadline import Deadline
 from mmspec.vision.video.reader import FrameSize, VideoInfo, VideoReader, VideoSource
-from mmspec.vision.video.worker_process import DecoderCrashedError, DecoderHungError, WorkerProcess, worker_command
+from mmspec.vision.video.worker_process import (
+    DecoderCrashedError,
+    DecoderHungError,
+    DecoderStartError,
+    WorkerProcess,
+    worker_command,
+)
 
 T = TypeVar("T")
 DEFAULT_TIMEOUT_S = 300.0
@@ -28,6 +34,8 @@ IMAGE_TIMEOUT_S = 30.0
 """Seconds that one image may take."""
 DEFAULT_MEMORY_BYTES = 8 << 30
 """Memory of one worker: several frames of the largest allowed size, and the decoder's buffers."""
+START_WAITS_S = (0.2, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
+"""Seconds between attempts to start a worker."""
 INFO_FIELDS = tuple(field.name for field in fields(VideoInfo))
 
 
@@ -66,12 +74,13 @@ class DecoderPool:
         self._idle = list[WorkerProcess]()
         self._all = set[WorkerProcess]()
         self._lock = threading.Lock()
-        self._closed = False
+        self._ended = threading.Event()
 
     def open_video(self, backend: str, source: VideoSource) -> VideoReader:
         """Open a video in a worker with the backend of that name.
 
         Raises:
+            DecoderStartError: No worker can be started.
             DecoderCrashedError: The worker crashed; also raised while reading.
             DecoderHungError: The worker timed out; also raised while reading.
             ImportError: The backend is not installed.
@@ -86,6 +95,7 @@ class DecoderPool:
 
         Raises:
             ImageError: It is not a usable image.
+            DecoderStartError: No worker can be started.
             DecoderCrashedError: The worker crashed.
             DecoderHungError: The worker timed out.
         """
@@ -105,32 +115,62 @@ class DecoderPool:
                 return 1, 3 * size[0] * size[1]
 
             timeout_s = min(self.timeout_s, IMAGE_TIMEOUT_S)
-            deadline = time.monotonic() + timeout_s
             _, data = worker.request(
-                header, deadline, ("width", "height"), body, answer_size=answer_size, timeout_s=timeout_s
+                header, Deadline(timeout_s), ("width", "height"), body, answer_size=answer_size, timeout_s=timeout_s
             )
             return Image.frombytes("RGB", size, data[0])
         finally:
             self.release(worker)
 
     def acquire(self) -> WorkerProcess:
-        """An idle worker, to be given back; starts one if there is none."""
+        """An idle worker, to be given back; starts one if there is none.
+
+        If none can be started, waits for one of others, or for better times.
+
+        Raises:
+            DecoderStartError: No worker is left, and for half a minute none could be started.
+        """
+        waits = iter(START_WAITS_S)
+        while True:
+            try:
+                return self._take_idle() or self._start()
+            except DecoderStartError:
+                wait_s = next(waits, START_WAITS_S[-1] if self._all else None)
+                if wait_s is None:
+                    raise
+            self._ended.wait(wait_s)
+
+    def _take_idle(self) -> WorkerProcess | None:
         with self._lock:
-            if self._closed:
-                raise RuntimeError("the DecoderPool is closed; create a new one.")
+            self._check_open()
             while self._idle:
                 worker = self._idle.pop()
                 if worker.is_alive:
                     return worker
                 self._drop(worker)
-            worker = WorkerProcess(worker_command(self.timeout_s, self.memory), self.timeout_s)
-            self._all.add(worker)
+        return None
+
+    def _start(self) -> WorkerProcess:
+        worker = WorkerProcess(worker_command(self.timeout_s, self.memory), self.timeout_s)
+        try:
+            with self._lock:
+                self._check_open()
+                self._all.add(worker)
+            worker.wait_until_ready()
             return worker
+        except BaseException:
+            with self._lock:
+                self._drop(worker)
+            raise
+
+    def _check_open(self) -> None:
+        if self._ended.is_set():
+            raise RuntimeError("the DecoderPool is closed; create a new one.")
 
     def release(self, worker: WorkerProcess) -> None:
         """Return a worker, idle or dead, to the pool."""
         with self._lock:
-            if worker.is_alive and not self._closed:
+            if worker.is_alive and not self._ended.is_set():
                 self._idle.append(worker)
             else:
                 self._drop(worker)
@@ -142,7 +182,7 @@ class DecoderPool:
     def close(self) -> None:
         """Kill all workers, busy ones included."""
         with self._lock:
-            self._closed = True
+            self._ended.set()
             self._idle.clear()
             for worker in list(self._all):
                 self._drop(worker)
@@ -162,7 +202,7 @@ class _RemoteReader:
     def __init__(self, pool: DecoderPool, worker: WorkerProcess, backend: str, source: VideoSource) -> None:
         self._pool = pool
         self._worker = worker
-        self._deadline = time.monotonic() + pool.timeout_s
+        self._deadline = Deadline(pool.timeout_s)
         header, body = _request_with_source({"op": "open", "backend": backend}, source)
         try:
             self.info = VideoInfo(**worker.request(header, self._deadline, INFO_FIELDS, body)[0])

@@ -23,7 +23,7 @@ from mmspec.vision.video.decode import FrameMetadata as FrameMetadata
 from mmspec.vision.video.decoder_pool import DecoderPool, retry_if_killed
 from mmspec.vision.video.samplers import Fps, Uniform, check_positive_int, check_positive_number
 from mmspec.vision.video.samplers import MostDifferent as MostDifferent
-from mmspec.vision.video.worker_process import DecoderCrashedError, DecoderHungError
+from mmspec.vision.video.worker_process import DecoderCrashedError, DecoderHungError, DecoderStartError
 
 logger = logging.getLogger("mmspec")
 
@@ -109,7 +109,7 @@ def _read_with_fallback(names: Sequence[str], read: Callable[[str], Frames], nam
             raise ValueError(f"{name}: {error}") from error
         except SamplerError as error:
             raise error.original from error.original.__cause__
-        except MemoryError:
+        except (MemoryError, DecoderStartError):
             raise
         except DecoderHungError as error:  # the remaining backends are not faster
             raise DecoderHungError(f"the decoder took too long on {name} ({key}: {error})") from error

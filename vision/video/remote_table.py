@@ -5,12 +5,12 @@ The worker asks for ranges of the file, which this process has opened: it opens 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from mmspec.vision.video.deadline import Deadline
 from mmspec.vision.video.decoder_pool import DecoderPool
 from mmspec.vision.video.worker_process import DecoderCrashedError, DecoderHungError
 
@@ -96,7 +96,7 @@ class RemoteTable:
         timeout_s = min(self._pool.timeout_s, TABLE_TIMEOUT_S)
         found, parts = self._worker.request(
             header,
-            time.monotonic() + timeout_s,
+            Deadline(timeout_s),
             expected_keys,
             answer_size=answer_size,
             timeout_s=timeout_s,
@@ -108,7 +108,7 @@ class RemoteTable:
         """Give the worker back."""
         if self._worker.is_alive:
             with suppress(DecoderCrashedError, DecoderHungError, RuntimeError):
-                self._worker.request({"op": "close"}, time.monotonic() + TABLE_TIMEOUT_S, ())
+                self._worker.request({"op": "close"}, Deadline(TABLE_TIMEOUT_S), ())
         self._pool.release(self._worker)
 
     def __enter__(self) -> RemoteTable:

@@ -15,15 +15,21 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 from mmspec.messages import one_line
 from mmspec.vision.images import ImageError
-from mmspec.vision.video.decode_worker import read_exactly, read_message, write_message
+from mmspec.vision.video.deadline import Deadline
+from mmspec.vision.video.decode_worker import READY, read_exactly, read_message, write_message
 from mmspec.vision.video.reader import NoFramesError, RecountedError
 
 EXIT_TIMEOUT_S = 5.0
 """Seconds to wait for the exit of a worker that closed its end of the pipe."""
+THREAD_WAITS_S = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+"""Seconds between attempts to start a thread."""
+KILLED = tuple(-getattr(signal, name, default) for name, default in (("SIGKILL", 9), ("SIGALRM", 14)))
+"""Exit codes of a worker that did not end itself."""
+T = TypeVar("T")
 _WORKER_CODE = (
     "import json, sys; options = json.loads(sys.argv[1]); sys.path[:] = options.pop('path'); "
     "from mmspec.vision.video.decode_worker import run_worker; run_worker(**options)"
@@ -34,11 +40,14 @@ class DecoderCrashedError(ValueError):
     """The worker process crashed while it decoded a file.
 
     Attributes:
-        was_killed: By SIGKILL, which no decoder does to itself: the system ran out of memory, or somebody ended it.
-            The file is then worth another attempt.
+        was_killed: By a signal that no decoder sends itself: SIGKILL, as the system ran out of memory or somebody ended
+            it, or its own alarm before this process's deadline, as both were suspended. The file is then worth another
+            attempt.
+        exit_code: Of the process; None if it did not end by itself.
     """
 
     was_killed = False
+    exit_code: int | None = None
 
 
 class DecoderHungError(ValueError):
@@ -51,19 +60,51 @@ def worker_command(timeout_s: float, memory: int) -> list[str]:
     return [sys.executable, "-P", "-c", _WORKER_CODE, json.dumps(options)]
 
 
+class DecoderStartError(Exception):
+    """No worker can be started: the machine lacks processes, threads or memory. It says nothing about any file.
+
+    Neither a `ValueError` nor an `OSError`, which callers take for a fault of the file.
+    """
+
+    def __init__(self, cause: object) -> None:
+        super().__init__(
+            f"no process that decodes files can be started ({cause}): this machine is short of processes, threads or "
+            "memory (ulimit -u, the limits of the container)"
+        )
+
+
+def start_thread(thread: threading.Thread) -> None:
+    """Start a thread, again and again for some seconds if the system has none to give.
+
+    Raises:
+        DecoderStartError: It had none.
+    """
+    for wait_s in (*THREAD_WAITS_S, None):
+        try:
+            thread.start()
+            return
+        except RuntimeError as error:
+            if wait_s is None:
+                raise DecoderStartError(error) from error
+            time.sleep(wait_s)
+
+
 class WorkerProcess:
     """One worker and its pipes. One thread at a time sends requests; any thread may terminate it."""
 
     def __init__(self, command: Sequence[str], timeout_s: float) -> None:
         single_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # workers do no numerical work
         allocator = {"ARROW_DEFAULT_MEMORY_POOL": "system"}  # the others reserve more than they use
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=os.environ | single_thread | allocator,
-            start_new_session=True,  # Ctrl-C goes to the parent only
-        )
+        try:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=os.environ | single_thread | allocator,
+                start_new_session=True,  # Ctrl-C goes to the parent only
+            )
+        except (OSError, MemoryError) as error:
+            raise DecoderStartError(getattr(error, "strerror", None) or type(error).__name__) from error
         self._timeout_s = timeout_s
         self._timed_out = False
 
@@ -72,10 +113,26 @@ class WorkerProcess:
         """Whether it accepts requests."""
         return not self._timed_out and self._process.poll() is None
 
+    def wait_until_ready(self) -> None:
+        """Wait for the message with which a worker begins.
+
+        Raises:
+            DecoderStartError: It ended before.
+            DecoderCrashedError: It sent something else.
+            DecoderHungError: It took longer than a file may.
+        """
+        try:
+            if self._exchange(Deadline(self._timeout_s), self._timeout_s, self._read_header) != READY:
+                raise self._termination_error(self._timeout_s)
+        except DecoderCrashedError as error:
+            if error.exit_code is None:
+                raise
+            raise DecoderStartError(error) from error
+
     def request(
         self,
         header: dict[str, Any],
-        deadline: float,
+        deadline: Deadline,
         expected_keys: Sequence[str],
         body: bytes = b"",
         *,
@@ -87,7 +144,7 @@ class WorkerProcess:
 
         Args:
             header: Header of the request.
-            deadline: By `time.monotonic`; the worker is killed then.
+            deadline: The worker is killed when it has passed.
             expected_keys: Keys that the answer must have.
             body: Bytes after the header.
             answer_size: Maps the answer's header to (number of parts, bytes of each).
@@ -100,27 +157,21 @@ class WorkerProcess:
         Raises:
             DecoderCrashedError: The worker crashed, or its answer is malformed.
             DecoderHungError: The deadline passed.
+            DecoderStartError: There is no thread that could watch it.
             Exception: What `_raise_failure` makes of a failure that the worker reports.
         """
-        assert self._process.stdin is not None and self._process.stdout is not None
-        timer = threading.Timer(max(0.0, deadline - time.monotonic()), self._expire)
-        timer.daemon = True
-        timer.start()
-        try:
+
+        def exchange() -> tuple[dict[str, Any], list[bytes]]:
+            assert self._process.stdin is not None and self._process.stdout is not None
             write_message(self._process.stdin, header, [body])
-            while (answer := read_message(self._process.stdout)) is not None and "need" in answer:
+            while "need" in (answer := self._read_header()):
                 self._send_range(read_range, answer["need"])
-            if answer is None:
-                raise EOFError
             if "failed" not in answer and set(expected_keys) - set(answer):
                 raise ValueError(f"an answer needs the keys {', '.join(expected_keys)}; got {', '.join(answer)}.")
             count, size = (0, 0) if "failed" in answer else answer_size(answer)
-            parts = [read_exactly(self._process.stdout, size) for _ in range(count)]
-        except (OSError, EOFError, ValueError) as error:
-            raise self._termination_error(timeout_s or self._timeout_s) from error
-        finally:
-            timer.cancel()
-            timer.join()  # it may be running: the next user of this worker must find `is_alive` up to date
+            return answer, [read_exactly(self._process.stdout, size) for _ in range(count)]
+
+        answer, parts = self._exchange(deadline, timeout_s or self._timeout_s, exchange)
         if "failed" in answer:
             _raise_failure(answer)
         return {name: answer[name] for name in expected_keys}, parts
@@ -138,9 +189,29 @@ class WorkerProcess:
         else:
             write_message(self._process.stdin, {"bytes": len(data)}, [data])
 
-    def _expire(self) -> None:
-        self._timed_out = True
-        self._process.kill()
+    def _read_header(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        if (header := read_message(self._process.stdout)) is None:
+            raise EOFError
+        return header
+
+    def _exchange(self, deadline: Deadline, timeout_s: float, exchange: Callable[[], T]) -> T:
+        """What `exchange` returns, which reads and writes until the deadline."""
+        done = threading.Event()
+        watcher = threading.Thread(target=self._watch, args=(deadline, done), name="mmspec-deadline", daemon=True)
+        start_thread(watcher)
+        try:
+            return exchange()
+        except (OSError, EOFError, ValueError) as error:
+            raise self._termination_error(timeout_s) from error
+        finally:
+            done.set()
+            watcher.join()  # it may be ending it: the next user of this worker must find `is_alive` up to date
+
+    def _watch(self, deadline: Deadline, done: threading.Event) -> None:
+        if not deadline.wait(done):
+            self._timed_out = True
+            self._process.kill()
 
     def _termination_error(self, timeout_s: float) -> Exception:
         """Terminate the worker and return the exception that says why it failed."""
@@ -152,7 +223,8 @@ class WorkerProcess:
         if self._timed_out:
             return DecoderHungError(f"more than {timeout_s:g} seconds")
         crashed = DecoderCrashedError(_describe_exit(code))
-        crashed.was_killed = code == -getattr(signal, "SIGKILL", 9)
+        crashed.exit_code = code
+        crashed.was_killed = code in KILLED
         return crashed
 
     def terminate(self) -> None:
