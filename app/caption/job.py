@@ -16,13 +16,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import FrameType
 
-from mmspec.app.caption.config import CaptionConfig, ProcessInfo, prompt_sha1
+from mmspec.app.caption.config import CaptionConfig, ProcessInfo
+from mmspec.app.caption.pending import is_pending, survey
 from mmspec.app.caption.plan import LARGE_PIXELS, RowPlan, skip_finished
 from mmspec.app.caption.progress import CaptionProgress, comparison_lines, file_line, print_stderr
 from mmspec.app.caption.report import JobReport
 from mmspec.app.caption.rows import CaptionModel, RowCaptioner
-from mmspec.app.caption.variants import picture_number, variants
-from mmspec.app.errors import UsageError
+from mmspec.app.caption.variants import picture_number
 from mmspec.app.io.columns import select
 from mmspec.app.io.decode import decode_item
 from mmspec.app.io.held import decode_held
@@ -241,55 +241,6 @@ class CaptionJob:
                 f"mmspec: {summary.num_errors} of {summary.num_rows} rows hold an error; --retry-errors repeats them"
             )
         return int(bool(summary.num_errors or summary.num_different))
-
-
-def survey(inputs: Inputs, config: CaptionConfig, process: ProcessInfo, finished: Mapping[str, Finished]) -> int | None:
-    """The number of rows of this process; None if it is not cheap to have.
-
-    Raises:
-        UsageError: of inputs that are listed, all problems that can be seen without decoding.
-    """
-    num_rows = inputs.count()
-    if inputs.is_listed:
-        num_rows = 0
-        for item in inputs.rows(lambda ident: True):
-            num_rows += 1
-            done = [(one, finished[one.id]) for one in variants(item, config) if one.id in finished]
-            for one, row in done:
-                check_prompt(one, row, config)
-            if finished and not done and os.path.abspath(item.path) in finished:
-                raise UsageError(
-                    f"{config.out} has the absolute path of {item.id!r} as an id, as earlier versions wrote: name the "
-                    "inputs by absolute paths, or use another --out"
-                )
-    if num_rows is None:
-        return None
-    own = range(config.shard[0], num_rows, config.shard[1])[process.rank :: process.world_size]
-    return len(own) * config.num_variants
-
-
-def is_pending(item: Item, finished: Mapping[str, Finished], config: CaptionConfig) -> bool:
-    """Whether a row is missing, or is to be repeated.
-
-    Raises:
-        UsageError: it was captioned with another prompt.
-    """
-    row = finished.get(item.id)
-    if row is None:
-        return True
-    check_prompt(item, row, config)
-    return config.retry_errors and row.has_error
-
-
-def check_prompt(item: Item, row: Finished, config: CaptionConfig) -> None:
-    """Refuse a row that was captioned with another prompt.
-
-    Raises:
-        UsageError: it was.
-    """
-    prompts = (item.resolve_prompt(config.prompt, is_video) for is_video in (False, True))  # by content, not known here
-    if row.prompt_sha1 is not None and row.prompt_sha1 not in map(prompt_sha1, prompts):
-        raise UsageError(f"{item.id!r} was captioned with another prompt: use another --out, or --overwrite")
 
 
 MAX_AHEAD_PIXELS = 256_000_000

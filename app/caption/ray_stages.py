@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 
 from mmspec.app.caption.config import SCENES_MODEL, CaptionConfig, ProcessInfo
-from mmspec.app.caption.job import decode_batches, is_pending
+from mmspec.app.caption.job import decode_batches
+from mmspec.app.caption.pending import is_pending
 from mmspec.app.caption.plan import RowPlan, skip_finished
 from mmspec.app.caption.rows import RowCaptioner
 from mmspec.app.caption.variants import picture_number

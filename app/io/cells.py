@@ -83,15 +83,24 @@ def whole_number(value: Any) -> Any:
 
 
 def local_name(url: str, base: Path) -> str:
-    """The name of an input in the rows: relative to `base` if it lies below; an address as it is."""
+    """The name of an input in the rows: relative to `base`; an address as it is."""
     return relative_name(Path(url), base) if is_local(url) else url
 
 
 def relative_name(path: Path, base: Path) -> str:
-    """`path` relative to `base` if it lies below, else as it was given, relative or absolute; with forward slashes."""
-    name = name_below(os.path.abspath(path), os.path.abspath(base))
-    is_below = name != os.path.abspath(path).replace(os.sep, "/")
-    return name if is_below or path.is_absolute() else Path(os.path.normpath(path)).as_posix()
+    """`path` relative to `base`, the same however it is given; with forward slashes.
+
+    Of what does not lie below `base` the links in both folders are resolved, and it begins with `..`.
+    """
+    full, root = os.path.abspath(path), os.path.abspath(base)
+    name = name_below(full, root)
+    if name != full.replace(os.sep, "/"):
+        return name
+    try:
+        real = os.path.join(_real_path(os.path.dirname(full)), os.path.basename(full))
+        return os.path.relpath(real, _real_path(root)).replace(os.sep, "/")
+    except ValueError:  # another drive
+        return name
 
 
 def name_below(path: str, root: str) -> str:
@@ -155,8 +164,9 @@ def table_row(cell: Any, prompt: Any, ident: Any, number: int, name: str, folder
     prompt = prompt if isinstance(prompt, str) and prompt else None
     shown = f"{name}#{number}"
     origin = "" if ident is None else f"{name} row {number}"
-    ident = str(ident) if isinstance(ident, str | int) else shown
-    return Item(Path(path or shown), ident, path or shown, prompt, content=content, origin=origin)
+    own = str(ident) if isinstance(ident, str | int) else ""
+    name, is_read = path or shown, not is_missing(cell)  # of a finished row no picture is
+    return Item(Path(name), own or shown, name, prompt, content=content, origin=origin, owns_id=bool(own) and is_read)
 
 
 def cell_content(cell: Any, reach: Reach) -> tuple[Content, str]:

@@ -50,7 +50,7 @@ ROW_COLUMNS: dict[str, Column] = {
     "mmspec_version": "text",
     "index": "integer",
 }
-STATE_COLUMNS = ("id", "caption", "prompt_sha1", "error", "index")
+STATE_COLUMNS = ("id", "file_name", "caption", "prompt_sha1", "error", "index")
 """What a resumed job needs of a row, so that no choice of columns leaves it out."""
 COMPARED_COLUMNS = ("identical", "gen")
 """What it needs besides where rows are compared with plain `generate`."""

@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from mmspec.app.errors import UsageError, one_line
-from mmspec.app.io.cells import MEDIA_SUFFIXES, Reach, find_inside, is_path, short_repr, table_row
+from mmspec.app.io.cells import MEDIA_SUFFIXES, Reach, find_inside, is_path, local_name, short_repr, table_row
 from mmspec.app.io.item import Item, Skip, SourceOptions
 from mmspec.app.io.left_out import LeftOut
 from mmspec.app.io.tables import (
@@ -38,7 +38,8 @@ class SavedSource:
     is_listed = False
 
     def __init__(self, name: str, options: SourceOptions) -> None:
-        self.name, self.options = name.rstrip("/") or "/", options
+        self._folder, self.options = name.rstrip("/") or "/", options
+        self.name = local_name(self._folder, options.base)
 
     def _files(self) -> list[str]:
         """The Arrow files of the split.
@@ -46,7 +47,7 @@ class SavedSource:
         Raises:
             UsageError: there is no such split, or a file of the folder is not what `save_to_disk` writes.
         """
-        folder = Path(self.name)
+        folder = Path(self._folder)
         if (folder / "dataset_dict.json").is_file():
             splits = self._described(folder / "dataset_dict.json").get("splits")
             if not isinstance(splits, list) or self.options.split not in splits:
@@ -112,7 +113,7 @@ class SavedSource:
                     columns = Columns(table.columns, self.options, self.name)
                     for cells in table.rows(columns.all):
                         row = dict(zip(columns.all, cells, strict=True))
-                        yield table_row(*columns.cells(row), number, self.name, self.name, self.options)
+                        yield table_row(*columns.cells(row), number, self.name, self._folder, self.options)
                         number += 1
                         if number > limit:
                             raise ValueError(f"{path} has more rows than a file of its size may have")

@@ -262,31 +262,28 @@ class Inputs:
             UsageError: a bad manifest, or one with two rows of an id. Other sources yield error rows.
         """
         self._repeated = LeftOut()
-        known: dict[str, tuple[int, int]] = {}
+        known: dict[str, int] = {}
         base, index = os.path.abspath(self.options.base), 0
         for source in self.sources:
             for item in source.rows(skip):
-                ident, name, path = item.id, item.file_name, item.file_name
+                name = subject = item.file_name
                 if item.content is None or not name:  # a file, perhaps with a prompt that is no text
-                    path = os.path.abspath(item.path)
-                    name = name_below(path, base)
-                    ident = ident or relative_name(item.path, self.options.base)
-                ident = ident or name
+                    name = name_below(os.path.abspath(item.path), base)
+                    subject = relative_name(item.path, self.options.base)
+                ident = item.id or subject
                 fault = item.content.message if isinstance(item.content, Unreadable) else None
-                key, content = (hash((path, item.prompt, fault)), hash(path)), item.content
+                key, content = hash((subject, item.prompt, fault)), item.content
                 if ident in known:
                     if not source.is_listed:
                         ident, content = _repeated(ident, known)
-                    elif known[ident] == key or (not item.id and known.get(path) == key):
+                    elif known[ident] == key:
                         if item.origin:
                             self._repeated.add_list_note(
                                 source.name, "repeated", item.origin.removeprefix(f"{source.name} ")
                             )
                         continue
-                    elif not item.id and known[ident][1] != key[1] and path not in known:  # relative to another folder
-                        ident = path
                     else:
-                        where = item.origin or short_repr(path)
+                        where = item.origin or short_repr(subject)
                         raise UsageError(
                             f"two rows have the id {short_repr(ident)} ({where}): give each row its own id"
                         )

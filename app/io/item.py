@@ -33,6 +33,7 @@ class Item:
         content: where to read it; None: the file at `path`.
         origin: for messages, where a list or table names it: "list.csv line 3"; empty if the id says it.
         pixels: of its pictures together, as their headers say; None: not known, or not looked for.
+        owns_id: a list or table gives its id, which therefore does not say what it is about.
     """
 
     path: Path
@@ -44,6 +45,7 @@ class Item:
     content: Content | None = None
     origin: str = ""
     pixels: int | None = None
+    owns_id: bool = False
 
     def __post_init__(self) -> None:
         """Whatever it is read from, its id and name are valid Unicode; so is its prompt, or it is an error row."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -23,6 +23,8 @@ except ImportError:  # Windows has no such module: two jobs on one file are not 
     fcntl = None  # type: ignore[assignment]
 
 Row = dict[str, Any]
+NEEDED = ("caption", "prompt_sha1", "error")
+"""What a row of a caption job has besides its id, whatever columns were chosen."""
 
 
 def encode_row(row: Row) -> bytes:
@@ -66,13 +68,36 @@ def iter_rows(path: Path) -> Iterator[tuple[Row, int]]:
             end += len(line)
             row = parse_row(line)
             if row is not None:
+                check_row_columns(row, f"{path} line {number}")
                 yield row, end
             elif line.strip():
                 bad_line = number
         else:
-            if not bad_line or not line.endswith(b"\n"):
+            if not bad_line or not (line.endswith(b"\n") or _is_json(line)):
                 return
     raise UsageError(f"{path} line {bad_line} is not a row of a caption job: repair or remove it, or --overwrite")
+
+
+def check_row_columns(row: Mapping[str, Any], where: str) -> None:
+    """Refuse a row that was edited, or is of another program.
+
+    Raises:
+        UsageError: it lacks a column that a job needs.
+    """
+    missing = [name for name in NEEDED if name not in row]
+    if missing:
+        raise UsageError(
+            f"{where} has no {' and no '.join(missing)}, so that it is no row of a caption job, or was edited: restore "
+            "it, or use another --out"
+        )
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except ValueError:
+        return False
+    return True
 
 
 def read_rows(path: Path) -> tuple[list[Row], int]:

@@ -115,6 +115,7 @@ class _Entries:
         return replace(
             item,
             id="" if ident is None else str(ident),
+            owns_id=ident is not None,
             prompt=prompt or None,
             answer=answer if isinstance(answer, str) and answer else None,
         )

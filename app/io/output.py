@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import sys
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -22,6 +23,11 @@ from mmspec.app.io.job_metadata import Settings, is_overwriting, write_settings
 from mmspec.app.io.jsonl import Row
 
 
+def subject_hash(file_name: str) -> int:
+    """Identifies, within this process, the file or table that a row is about."""
+    return hash(re.sub(r"#\d+$", "", file_name))
+
+
 class Finished(NamedTuple):
     """What a job has to know of a row that exists.
 
@@ -29,18 +35,22 @@ class Finished(NamedTuple):
         prompt_sha1: identifies its prompt; None if that is not known, and any is taken for it.
         has_error: it holds an error instead of a caption.
         differs: it was compared with plain `generate` in float32 and is not identical.
+        subject: `subject_hash` of its file; None if its id says that.
     """
 
     prompt_sha1: str | None
     has_error: bool
     differs: bool
+    subject: int | None = None
 
     @classmethod
     def of(cls, row: Row) -> Finished:
         """The same of a row."""
         half = ("bfloat16", "float16")
         differs = row.get("identical") is False and row["gen"]["dtype"] not in half
-        return _shared(cls(row["prompt_sha1"], bool(row["error"]), differs))
+        name = row.get("file_name")
+        subject = None if name in (None, row["id"]) else subject_hash(name)
+        return _shared(cls(row["prompt_sha1"], bool(row["error"]), differs, subject))
 
 
 @lru_cache(maxsize=1024)

@@ -27,7 +27,8 @@ class FileOutput(ResumableOutput):
     def __init__(
         self, path: Path, settings: Settings, *, rank: int = 0, world_size: int = 1, overwrite: bool = False
     ) -> None:
-        self.base, self.path = path.parent, Path(os.path.realpath(path)) if path.is_symlink() else path
+        self.path = Path(os.path.realpath(path)) if path.is_symlink() else path
+        self.base = self.path.parent  # what rows and ids are relative to, by whatever name the file is given
         metadata_path = self.path.with_name(f"{self.path.stem}.meta.json")
         super().__init__(path, metadata_path, settings, rank, world_size, overwrite)
         self.rank_path = self.path if world_size == 1 else self._rank_file(rank)

@@ -60,6 +60,7 @@ class ParquetShards:
 
     def finished(self, shard: Path) -> Iterator[tuple[str, Finished]]:
         with self._pq.ParquetFile(shard) as file:
+            jsonl.check_row_columns(dict.fromkeys(file.schema_arrow.names), str(shard))
             names = [name for name in (*STATE_COLUMNS, *COMPARED_COLUMNS) if name in file.schema_arrow.names]
             for batch in file.iter_batches(columns=names):
                 for row in batch.to_pylist():

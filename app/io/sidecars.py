@@ -16,7 +16,7 @@ from typing import BinaryIO
 from mmspec.app.caption.progress import print_stderr
 from mmspec.app.errors import UsageError, explain_write
 from mmspec.app.io import jsonl
-from mmspec.app.io.cells import MEDIA_SUFFIXES
+from mmspec.app.io.cells import MEDIA_SUFFIXES, short_repr
 from mmspec.app.io.content import Unreadable
 from mmspec.app.io.item import Item
 from mmspec.app.io.job_metadata import Settings, is_overwriting, write_settings
@@ -113,7 +113,12 @@ class SidecarOutput:
             path = self.sidecar(item)
             other = rows.setdefault(path, item)
             if other.path == item.path:
-                continue
+                if other.id == item.id:
+                    continue
+                raise UsageError(
+                    f"the rows {short_repr(other.id)} and {short_repr(item.id)} about {item.path} would both have the "
+                    f"text file {path}: use --format jsonl"
+                )
             if other.is_video == item.is_video:
                 raise UsageError(
                     f"{other.path} and {item.path} would both have the text file {path}: rename one of them"

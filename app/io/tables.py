@@ -177,16 +177,20 @@ class ParquetSource:
         self, table: RemoteTable, group: int, count: int, columns: Columns, first: int, skip: Skip
     ) -> Iterator[Item]:
         """The rows of a group; if it is damaged those before the damage, and an error row."""
-        number = first
+        number, sample = first, None
         try:
             size = table.group_bytes(group, columns.all)
             if size > MAX_GROUP_BYTES:
                 message = f"row group {group} has {size} bytes; the limit is {MAX_GROUP_BYTES}"
                 yield failure_row(self.name, f"group{group}", "TooLarge", f"{self.name}: {message}")
                 return
-            wanted = columns.light if self._finished(table, group, count, columns, first, skip) else columns.all
+            is_finished = self._finished(table, group, count, columns, first, skip)
+            wanted = columns.light if is_finished else columns.all
+            if is_finished and columns.id is not None:  # one picture shows whether the ids are of this table
+                sample = next(iter(table.rows(columns.all, group)), None)
             for cells in table.rows(wanted, group) if wanted else ([] for _ in range(count)):
                 row = dict(zip(wanted, cells, strict=True))  # without the picture of a finished group
+                row = dict(zip(columns.all, sample, strict=True)) if sample is not None and number == first else row
                 yield table_row(*columns.cells(row), number, self.name, self._folder, self.options)
                 number += 1
             if number < first + count:

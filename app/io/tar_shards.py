@@ -115,6 +115,7 @@ def _rows(shard: Path) -> Iterator[Row]:
             if member.name.endswith(ROW_SUFFIX):
                 data.seek(member.start)
                 if (row := jsonl.parse_row(data.read(member.size))) is not None:
+                    jsonl.check_row_columns(row, f"{shard}, {member.name}")
                     yield row
 
 

@@ -414,7 +414,8 @@ def test_batches_and_seeds_are_fixed() -> None:
     "text", ["plain", "é 漢 🙂", "two\nlines", "odd\u2028break\x85", "name\udcff", '"quoted\\"', "\r\0"]
 )
 def test_any_text_survives_as_one_line(tmp_path: Path, text: str) -> None:
-    line = jsonl.encode_row({"id": text})
+    row = {"id": text, "caption": text, "prompt_sha1": None, "error": None}
+    line = jsonl.encode_row(row)
     assert len(line.decode().splitlines()) == 1
     (tmp_path / "a").write_bytes(line * 2)
-    assert jsonl.read_rows(tmp_path / "a") == ([{"id": text}] * 2, 2 * len(line))
+    assert jsonl.read_rows(tmp_path / "a") == ([row] * 2, 2 * len(line))

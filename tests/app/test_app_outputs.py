@@ -249,8 +249,10 @@ def test_text_of_the_command() -> None:
 
 def test_texts_of_an_item() -> None:
     item = Item(Path("a.png"), "\udcff", "\ud800.png", "why ?", 3, "\ud83d")
-    assert (item.id, item.file_name, item.prompt, item.answer) == ("\\udcff", "\\ud800.png", "why ?", None)
-    assert isinstance(item.content, Unreadable) and "the answer" in item.content.message
+    assert (item.id, item.file_name, item.prompt) == ("\\udcff", "\\ud800.png", "why ?")
+    assert item.content is None, "captions do not need the answer"
+    half = Item(Path("a.png"), prompt="\ud83d")
+    assert isinstance(half.content, Unreadable) and "the prompt" in half.content.message
     long = Item(Path("a.png"), prompt="x" * (MAX_PROMPT_CHARS + 1))
     assert isinstance(long.content, Unreadable) and str(MAX_PROMPT_CHARS) in long.content.message
     assert Item(Path("a.png"), prompt="x" * MAX_PROMPT_CHARS).content is None

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+from input_table import line
+from test_app_inputs import write_tar
 
 from mmspec.app.cli.main import main
 from mmspec.app.io.columns import GENERATION, ROW_COLUMNS
@@ -18,7 +22,7 @@ from mmspec.files import snapshot_id
 
 pytestmark = pytest.mark.usefixtures("shared_decoders")
 
-STATE = {"id", "caption", "prompt_sha1", "error", "index"}
+STATE = {"id", "file_name", "caption", "prompt_sha1", "error", "index"}
 
 
 @pytest.fixture(scope="module")
@@ -120,28 +124,107 @@ def ids(file: Path) -> list[str]:
     return [row["id"] for row in rows(file)]
 
 
-def test_ids_are_relative_where_the_input_was(pictures: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    (tmp_path / "work").mkdir()
-    (tmp_path / "out").mkdir()
+@line("a file by its relative or absolute path, from another folder, through a link")
+def test_an_id_is_the_path_from_the_output(pictures: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    for folder in ("work", "out"):
+        (tmp_path / folder).mkdir()
     (tmp_path / "photos").symlink_to(pictures)
+    (tmp_path / "link").symlink_to(tmp_path / "out")
     names = sorted(path.name for path in pictures.iterdir())[:2]
-    monkeypatch.chdir(tmp_path)
-    chosen = [f"photos/{name}" for name in names]
-    assert caption(*chosen, "--out", "out/a.jsonl") == 0
-    assert ids(tmp_path / "out" / "a.jsonl") == chosen
-    monkeypatch.chdir(tmp_path / "work")
-    assert caption(*(f"../{name}" for name in chosen), "--out", "../out/b.jsonl") == 0
-    assert ids(tmp_path / "out" / "b.jsonl") == [f"../{name}" for name in chosen]
-    absolute = [str(pictures / name) for name in names]
-    assert caption(*absolute, "--out", "../out/c.jsonl") == 0
-    assert ids(tmp_path / "out" / "c.jsonl") == absolute
-    monkeypatch.chdir(pictures.parent)  # a job with absolute ids is not begun anew under relative ones
-    relative = [f"{pictures.name}/{name}" for name in names]
+    expected = [os.path.relpath(pictures / name, tmp_path / "out") for name in names]
+    given = {
+        tmp_path: "photos/{}",
+        tmp_path / "work": "../photos/{}",
+        pictures.parent: pictures.name + "/{}",
+        pictures: "{}",
+        tmp_path / "out": str(pictures) + "/{}",
+    }
+    for number, (folder, form) in enumerate(given.items()):
+        monkeypatch.chdir(folder)
+        out = tmp_path / ("link" if number == 1 else "out") / "a.jsonl"
+        assert caption(*map(form.format, names), "--out", os.path.relpath(out)) == 0
+        assert ids(out) == expected and f"{2 * bool(number)} skipped" in capsys.readouterr().err
+
+
+@line("two folders with equal names, two lists with equal ids, and one `--out`")
+@pytest.mark.parametrize("form", ["jsonl", "parquet", "webdataset"])
+def test_an_id_says_as_much_as_what_is_captioned(
+    pictures: Path, tmp_path: Path, monkeypatch: Any, capsys: Any, form: str
+) -> None:
+    first, second = sorted(pictures.iterdir())[:2]
+    out = tmp_path / "home" / ("o.jsonl" if form == "jsonl" else "o")
+    out.parent.mkdir()
+    for year, file in (("2023", first), ("2024", second)):
+        (tmp_path / year).mkdir()
+        monkeypatch.chdir(tmp_path / year)
+        Path("a.png").write_bytes(file.read_bytes())
+        text = base64.b64encode(file.read_bytes()).decode()
+        Path("l.csv").write_text(f"image,prompt\n{text},what ?\n")
+        Path("own.csv").write_text("image,id\na.png,7\n")
+        write_tar(Path("t.tar"), {"0.png": file.read_bytes()})
+        assert caption(".", "l.csv", "t.tar", "--out", out, "--format", form) == 0
+        assert "3 captioned, 0 failed, 0 skipped" in capsys.readouterr().err
+    assert caption("own.csv", "--out", out, "--format", form) == 0
+    assert caption("own.csv", "--out", out, "--format", form) == 0, "the same file"
+    monkeypatch.chdir(tmp_path / "2023")
     capsys.readouterr()
-    assert caption(*relative, "--out", tmp_path / "out" / "c.jsonl") == 2
-    assert "absolute path" in capsys.readouterr().err and len(ids(tmp_path / "out" / "c.jsonl")) == 2
-    assert caption(*absolute, "--out", tmp_path / "out" / "c.jsonl") == 0
-    assert len(ids(tmp_path / "out" / "c.jsonl")) == 2
+    assert caption("own.csv", "--out", out, "--format", form) == 2
+    assert "the row '7' in " in (said := capsys.readouterr().err) and "is about another file than" in said
+    assert caption(str(tmp_path / "2024" / "own.csv"), "--out", out, "--format", form) == 0
+
+
+def test_two_tables_with_equal_ids(pictures: Path, tmp_path: Path, capsys: Any) -> None:
+    pa, pq = pytest.importorskip("pyarrow", reason="optional: mmspec[data]"), pytest.importorskip("pyarrow.parquet")
+    files = [file.read_bytes() for file in sorted(pictures.iterdir())[:2]]
+    for year in ("2023", "2024"):
+        (tmp_path / year).mkdir()
+        pq.write_table(pa.table({"image": files, "n": [7, 8]}), tmp_path / year / "t.parquet")
+    args = ("--id-column", "n", "--out", tmp_path / "o.jsonl")
+    for _ in range(2):
+        assert caption(tmp_path / "2023" / "t.parquet", *args) == 0
+    assert "2 skipped" in capsys.readouterr().err
+    assert caption(tmp_path / "2024" / "t.parquet", *args) == 2
+    assert "the row '7' in " in (said := capsys.readouterr().err) and "another file than '2024/t.parquet#0'" in said
+
+
+@line("two questions about a picture and `--format txt`")
+def test_two_rows_never_have_one_text_file(pictures: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.png").write_bytes(next(pictures.iterdir()).read_bytes())
+    asked = [{"id": f"q{number}", "image": "a.png", "prompt": f"what {number} ?"} for number in range(2)]
+    Path("l.jsonl").write_text("\n".join(map(json.dumps, asked)))
+    for more in ((), ("--out", "texts")):
+        assert caption("l.jsonl", "--format", "txt", *more) == 2
+        assert "the rows 'q0' and 'q1' about a.png would both have the text file" in capsys.readouterr().err
+    assert not list(tmp_path.rglob("a.txt"))
+
+
+@line("rows that were edited, or are not of a caption job")
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_edited_rows_are_refused(pictures: Path, tmp_path: Path, capsys: Any, form: str) -> None:
+    out = tmp_path / ("o.jsonl" if form == "jsonl" else "o")
+    assert caption(pictures, "--out", out, "--format", form) == 0
+    if form == "parquet":
+        pq = pytest.importorskip("pyarrow.parquet", reason="optional: mmspec[data]")
+        (file,) = out.glob("*.parquet")
+        pq.write_table(pq.read_table(file).drop_columns(["prompt_sha1", "error"]), file)
+        assert caption(pictures, "--out", out, "--format", form) == 2
+        assert "part-00000-00000.parquet has no prompt_sha1 and no error" in capsys.readouterr().err
+        return
+    kept = [json.dumps({key: row[key] for key in ("id", "file_name", "caption")}) for row in rows(out)]
+    numbered = [json.dumps(row | {"id": number}) for number, row in enumerate(rows(out))]
+    own = [json.dumps({"id": "0", "image": "a.png", "conversations": []})]
+    for lines, message in (
+        (kept, "line 1 has no prompt_sha1 and no error"),
+        (own, "line 1 has no caption and no prompt_sha1 and no error"),
+        (numbered, "line 1 is not a row of a caption job"),
+        (numbered[:1], "line 1 is not a row of a caption job"),
+    ):
+        for end in ("", "\n"):
+            out.write_text("\n".join(lines) + end)
+            before = out.read_bytes()
+            assert caption(pictures, "--out", out) == 2 and out.read_bytes() == before
+            assert f"o.jsonl {message}" in capsys.readouterr().err
 
 
 def test_two_files_of_one_relative_name_are_two_rows(pictures: Path, tmp_path: Path, monkeypatch: Any) -> None:
@@ -151,4 +234,4 @@ def test_two_files_of_one_relative_name_are_two_rows(pictures: Path, tmp_path: P
         (tmp_path / folder / "a.png").write_bytes(sorted(pictures.iterdir())[source].read_bytes())
     for _ in range(2):
         assert caption("out/a.png", "a.png", "a.png", "--out", "out/o.jsonl") == 0
-        assert ids(tmp_path / "out" / "o.jsonl") == ["a.png", str(tmp_path / "a.png")]
+        assert ids(tmp_path / "out" / "o.jsonl") == ["a.png", "../a.png"]

@@ -174,7 +174,7 @@ def test_a_file_or_foreign_shards_are_refused(folder: Path, shard_format: str) -
 
 
 def test_equal_states_share_one_object() -> None:
-    row = {"prompt_sha1": "a", "error": None}
+    row = {"id": "a.png", "file_name": "a.png", "prompt_sha1": "a", "error": None}
     assert Finished.of(row) is Finished.of(dict(row))
 
 

@@ -1,0 +1,68 @@
+"""Which rows a job has yet to caption, and whether those that exist are about the same pictures and prompts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from mmspec.app.caption.config import CaptionConfig, ProcessInfo, prompt_sha1
+from mmspec.app.caption.variants import variants
+from mmspec.app.errors import UsageError
+from mmspec.app.io.cells import short_repr
+from mmspec.app.io.inputs import Inputs
+from mmspec.app.io.item import Item
+from mmspec.app.io.output import Finished, subject_hash
+
+
+def survey(inputs: Inputs, config: CaptionConfig, process: ProcessInfo, finished: Mapping[str, Finished]) -> int | None:
+    """The number of rows of this process; None if it is not cheap to have.
+
+    Raises:
+        UsageError: of inputs that are listed, all problems that can be seen without decoding.
+    """
+    num_rows = inputs.count()
+    if inputs.is_listed:
+        num_rows = 0
+        for item in inputs.rows(lambda ident: True):
+            num_rows += 1
+            done = [(one, finished[one.id]) for one in variants(item, config) if one.id in finished]
+            for one, row in done:
+                check_row(one, row, config)
+            if finished and not done and os.path.abspath(item.path) in finished:
+                raise UsageError(
+                    f"{config.out} has the absolute path of {item.id!r} as an id, as earlier versions wrote: use "
+                    "another --out"
+                )
+    if num_rows is None:
+        return None
+    own = range(config.shard[0], num_rows, config.shard[1])[process.rank :: process.world_size]
+    return len(own) * config.num_variants
+
+
+def is_pending(item: Item, finished: Mapping[str, Finished], config: CaptionConfig) -> bool:
+    """Whether a row is missing, or is to be repeated.
+
+    Raises:
+        UsageError: as `check_row`.
+    """
+    row = finished.get(item.id)
+    if row is None:
+        return True
+    check_row(item, row, config)
+    return config.retry_errors and row.has_error
+
+
+def check_row(item: Item, row: Finished, config: CaptionConfig) -> None:
+    """Refuse a row that exists and was captioned with another prompt, or is about another file.
+
+    Raises:
+        UsageError: it was.
+    """
+    if item.owns_id and row.subject not in (None, subject_hash(item.file_name)):
+        raise UsageError(
+            f"the row {short_repr(item.id)} in {config.out} is about another file than {short_repr(item.file_name)}: "
+            "use another --out, or give rows ids of their own"
+        )
+    prompts = (item.resolve_prompt(config.prompt, is_video) for is_video in (False, True))  # by content, not known here
+    if row.prompt_sha1 is not None and row.prompt_sha1 not in map(prompt_sha1, prompts):
+        raise UsageError(f"{item.id!r} was captioned with another prompt: use another --out, or --overwrite")
