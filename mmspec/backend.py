@@ -2,7 +2,7 @@
 
 | | runs or computes | by default | `backend=` | decided by |
 |---|---|---|---|---|
-| *recorded* | replays of whole rounds | on a GPU that has passed a check | `"recorded"` | `find_recorder` |
+| *recorded* | replays of whole rounds | on a GPU | `"recorded"` | `find_recorder` |
 | *C* | the target's forwards over nodes | on a CPU, for known models | `"c"` | `use_c` |
 | | drafts of heads | the same, where linear layers run in our kernels | | `find_c_draft` |
 | *eager* | the parts one by one, in torch | else | `"torch"` | |
@@ -18,7 +18,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 from mmspec.call import CallContext, PreparedInputs
-from mmspec.control.device_check import DEVICE_CHECKS
 from mmspec.cpu.c_kernel import describe_kernel, load_kernel
 from mmspec.cpu.interception import operators_are_intercepted
 from mmspec.cpu.linear import find_linear_layers, use_fast_linears
@@ -26,7 +25,7 @@ from mmspec.engine.graph import Recorder
 from mmspec.engine.tree_cache import CACHE_ARGUMENT
 from mmspec.interfaces.drafter import modules_of
 from mmspec.targets.hf import HFTarget
-from mmspec.targets.lanes import AUTO_DEVICE_TYPES, recorder_for
+from mmspec.targets.lanes import recorder_for
 
 # --- recorded ---------------------------------------------------------------------------------------------------------
 
@@ -41,9 +40,8 @@ def find_recorder(call: CallContext, inputs: PreparedInputs, max_length: int) ->
         if config.backend == "recorded":
             call.warn(f"backend='recorded': a call runs eager ({reason})")
         return None
-    if config.backend == "auto" and device.type in AUTO_DEVICE_TYPES:
-        # Recording begins with a verdict, in the middle of a process, and rounds half precision differently.
-        return recorder if not config.deterministic and DEVICE_CHECKS.passed(device) else None
+    if config.backend == "auto" and config.deterministic:  # a recording rounds half precision differently
+        return None
     return recorder
 
 

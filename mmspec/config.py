@@ -49,8 +49,8 @@ class SpecConfig:
         tree_size: score trees of exactly this many nodes, root included; None lets the controller choose.
         deterministic: fix all shapes, so that half-precision runs are bit-identical on one machine.
         backend: who computes the rounds, of `BACKEND_NAMES`. "torch": eager, model and heads in torch; "c": C,
-            on a CPU; "recorded": CUDA graphs, on a CPU functions compiled by inductor; "auto": C on a CPU, recorded on
-            a GPU that passes a check, and torch for models and calls that neither serves.
+            on a CPU; "recorded": CUDA graphs, on a GPU; "auto": C on a CPU, recorded on a GPU, and torch for models and
+            calls that neither serves.
         learn: the drafter learns from this call; in the options of `patch` also the largest share of the time that
             learning may take.
         reuse_prefix: what calls have computed of their prompts serves later calls that begin alike; a text names a

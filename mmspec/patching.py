@@ -72,13 +72,11 @@ def patch(
         tree_size: score trees of exactly this many nodes (1 to 64, root included). By default a controller chooses.
         deterministic: fix all shapes, so that half-precision runs are bit-identical on one machine.
         backend: who computes the rounds. "auto": on a CPU C, for the models and heads that it knows; on a GPU
-            recordings, not with `deterministic`, once a check in the background, in a process of its own, has found
-            them exact there (no GPU has been tried yet); else torch. "torch": the model and the heads by torch's
-            kernels alone, nothing recorded. "c": as "auto" on a CPU, with one warning for a call that C does not serve,
-            which runs in torch. "recorded": the target's forward and the drafts of most heads are recorded once for
-            each shape and replayed: CUDA graphs on a GPU; on a CPU `torch.compile`, which takes 10 to 20 seconds per
-            shape at first (two minutes and a copy of the weights where our C kernel does not serve), with one warning
-            for a call that cannot be recorded.
+            recordings, not with `deterministic` (no GPU has been tried yet); else torch. "torch": the model and
+            the heads by torch's kernels alone, nothing recorded. "c": as "auto" on a CPU, with one warning for a call
+            that C does not serve, which runs in torch. "recorded": on a GPU rounds and drafts of most heads are
+            recorded once for each shape and replayed (CUDA graphs), with one warning for a call that cannot be, as
+            on a CPU. The first replays are compared with plain runs; a difference ends recording.
         learn: the drafter learns from the calls, `auto` and `instant` from nothing, a trained head (MSD, FLASH, ...) by
             adaptation. Takes at most 3% of the time, or the share given, such as 0.1; changes speed only, and stores
             weights, nothing else, in the user's cache folder (`mmspec cache`), from which the next process continues.

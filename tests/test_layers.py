@@ -62,7 +62,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "engine.round",
         "learning.*",
     ),
-    ("drafters", "vision", "control.cost_store", "control.device_check"),
+    ("drafters", "vision", "control.cost_store"),
     ("targets.*", "config", "resolve"),
     ("engine.loop", "engine.recorded", "engine.stepwise", "call", "user_code", "costs"),
     ("arguments", "fallback"),

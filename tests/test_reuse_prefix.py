@@ -14,12 +14,12 @@ import torch
 import zoo
 from parity import get_model, speculate
 from recorded_rounds import recording
+from recorders import record_nothing
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 import mmspec
-from mmspec.engine.graph import record_nothing
 from mmspec.engine.prefix import Prefix, PrefixStore, PromptRows
 from mmspec.targets.prompt_rows import media_digests
 

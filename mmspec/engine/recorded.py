@@ -181,12 +181,11 @@ def _as_tree(outputs: Sequence[Tensor]) -> DraftTree:
 
 
 def can_record_rounds(target: Target, output: OutputBuffer, sampler: TreeSampler) -> bool:
-    """Whether whole rounds of a call may be recorded: where a recording launches a function at once."""
+    """Whether whole rounds of a call may be recorded."""
     if not isinstance(target, RecordableTarget) or target.recordings is None:
         return False
     return (
-        not target.recordings.contain_weights  # compiled for a CPU: takes long, and launches cost little there
-        and sampler.recording_key is not None
+        sampler.recording_key is not None
         and not output.stepwise
         and not output.collects
         and output.sequences.device == target.device

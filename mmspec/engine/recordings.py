@@ -36,20 +36,16 @@ class Recordings:
         recorder: records the functions.
         capacity: largest length of a row of the call, draft nodes included.
         warn: logs a message once.
-        contain_weights: whether recordings contain copies of weights, so that edits in place must be noticed.
         in_parts: owners of drafts whose whole rounds failed to be recorded, which are recorded in parts from then on.
         setup_s: seconds that recording and checking have taken so far. They are no cost of later rounds: clocks
             subtract them.
     """
 
-    def __init__(
-        self, recorder: Recorder, capacity: int, warn: Callable[[str], None], contain_weights: bool = False
-    ) -> None:
+    def __init__(self, recorder: Recorder, capacity: int, warn: Callable[[str], None]) -> None:
         """Arguments: see the attributes."""
         self.recorder = recorder
         self.capacity = capacity
         self.warn = warn
-        self.contain_weights = contain_weights
         self.setup_s = 0.0
         self._replays: dict[tuple[Hashable, Hashable], Replay] = {}
         self._num_checked: Counter[tuple[Hashable, Hashable]] = Counter()

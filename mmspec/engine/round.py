@@ -6,7 +6,7 @@
     sample an id at every node, accept the path of matching ids   `TreeSampler.sample_nodes`, `accept_path`
     keep the accepted nodes in the KV cache                       `ScorePart.commit`
 
-The loop runs it as recorded by an executor (`mmspec.engine.recordings`: a CUDA graph, or compiled by inductor): one
+The loop runs it as recorded by an executor (`mmspec.engine.recordings`: a CUDA graph): one
 launch, one copy to the device before it and one to the host after it. Eager rounds call the same parts one by one.
 
 The rule that makes recordings safe: a function writes nothing but its outputs, and keys and values behind the committed

@@ -29,15 +29,14 @@ PLAIN_CODE = ("transformers.", "torch.nn.")
 class ModelGuard(ModuleGuard):
     """The state of what a model's rounds run. Equal guards: nothing has changed."""
 
-    def __init__(self, adapter: ModelAdapter, *, weights: bool = True, reads_bits: bool = False) -> None:
+    def __init__(self, adapter: ModelAdapter, *, weights: bool = True) -> None:
         """
         Args:
             adapter: of the model.
             weights: whether their places and version counters count.
-            reads_bits: see `ModuleGuard`.
         """
         tensors = round_tensors(adapter) if weights else ()
-        super().__init__(modules_of_rounds(adapter), tensors, reads_bits=reads_bits)
+        super().__init__(modules_of_rounds(adapter), tensors)
 
     def _read_state(self) -> list[Any]:
         """With the functions that the modules call by name."""

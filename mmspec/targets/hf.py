@@ -199,7 +199,7 @@ class HFTarget:
                 self.node_forward, self.call_tensors, self.prompt_length, self.max_new_tokens, self.states
             )
             if self._runs_user_code:
-                self._guard = ModelGuard(self.adapter, reads_bits=self._lane.recordings.contain_weights)
+                self._guard = ModelGuard(self.adapter)
         if prefix is not None:
             states = [
                 torch.cat([prefix.hidden_states[index], state], 1)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmspec.engine.graph import CudaGraphRecorder, Recorder, record_compiled
+from mmspec.engine.graph import CudaGraphRecorder, Recorder
 from mmspec.engine.kv_cache import RESERVED_TOKENS, RaggedKVCache, RecordedKVCache, commit_nodes, length_bucket
 from mmspec.engine.recordings import Recordings, WrittenPlace
 from mmspec.engine.tree import BUCKETS, DraftTree
@@ -32,9 +32,6 @@ MAX_LENGTH = 1 << 15
 """Longest call, prompt and new tokens, that a lane is allocated for."""
 MAX_LANES = 2
 """Lanes (numbers of rows) that stay allocated per model."""
-AUTO_DEVICE_TYPES = frozenset({"cuda"})
-"""Types of devices on which `backend="auto"` records, after a check (`mmspec.control.device_check`). On a CPU compiling
-takes long."""
 
 
 class UnrecordableCallError(ValueError):
@@ -237,15 +234,14 @@ class LanePool:
     ) -> Lane | None:
         """The lane, locked; None if there is none to use."""
         with self._lock:
-            self._drop_stale(adapter, frozen=recorder is _compiled_recorder)
+            self._drop_stale(adapter)
             if self.failure is not None:
                 return None
             key = batch, recorder.__name__
             lane = self._lanes.pop(key, None)
             capacity = length_bucket(max_length + BUCKETS[-1])
             if lane is None or (lane.recordings.capacity < capacity and not lane.lock.locked()):
-                is_frozen = recorder is _compiled_recorder
-                recordings = Recordings(recorder(), capacity, self._warn, is_frozen)
+                recordings = Recordings(recorder(), capacity, self._warn)
                 lane = Lane(self, recordings, RaggedKVCache(batch, capacity, VALUES_START_AS_KEYS))
             self._lanes[key] = lane
             for old in list(self._lanes)[:-MAX_LANES]:
@@ -253,15 +249,10 @@ class LanePool:
             is_large_enough = lane.recordings.capacity >= capacity
             return lane if is_large_enough and lane.lock.acquire(blocking=False) else None
 
-    def _drop_stale(self, adapter: ModelAdapter, frozen: bool) -> None:
-        """Drop all recordings if the model's weights, buffers, modules or config changed since.
-
-        Args:
-            adapter: of the model.
-            frozen: recordings contain copies of the weights, so that edits in place must be noticed too.
-        """
+    def _drop_stale(self, adapter: ModelAdapter) -> None:
+        """Drop all recordings if the model's weights, buffers, modules or config changed since."""
         config = adapter.model.config.to_json_string(use_diff=False)
-        state = ModelGuard(adapter, reads_bits=frozen), config, adapter.attention
+        state = ModelGuard(adapter), config, adapter.attention
         if self._state != state:
             self._lanes.clear()
             self.failure = None
@@ -283,14 +274,6 @@ def recorder_for(device: torch.device, backend: str) -> Callable[[], Recorder] |
 
     Args:
         device: of the model.
-        backend: the option of `patch`: "recorded", or "auto" on `AUTO_DEVICE_TYPES` (the caller asks for the check).
+        backend: the option of `patch`.
     """
-    if backend != "recorded" and not (backend == "auto" and device.type in AUTO_DEVICE_TYPES):
-        return None
-    if device.type == "cuda":
-        return CudaGraphRecorder
-    return _compiled_recorder if device.type == "cpu" else None
-
-
-def _compiled_recorder() -> Recorder:
-    return record_compiled
+    return CudaGraphRecorder if device.type == "cuda" and backend in ("auto", "recorded") else None

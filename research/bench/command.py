@@ -174,7 +174,6 @@ def run(args: argparse.Namespace) -> int:
     from mmspec.app.compare.specs import check_spec
     from mmspec.app.modeling.load import resolve_device
     from mmspec.control.cost_store import SWITCH
-    from mmspec.control.device_check import DEVICE_CHECKS
     from research.bench.against import bench_ratios, read_ratios
     from research.bench.session import measure_bench, measure_overview
     from research.bench.suite.report import against_section
@@ -182,9 +181,7 @@ def run(args: argparse.Namespace) -> int:
     os.environ.setdefault(SWITCH, "0")  # a measurement must not depend on those before it
     for name in [] if args.shape else args.drafters:
         check_spec(name)
-    device = resolve_device(args.device)
-    if device.type == "cuda":
-        DEVICE_CHECKS.settle(device)  # or recording would begin in the middle of a measurement
+    resolve_device(args.device)
     if args.shape:
         from research.bench.shape.session import run_shape
 

@@ -19,10 +19,11 @@ from recorded_rounds import (
     runs_twice,
     spoils_output,
 )
+from recorders import record_nothing
 from torch import Tensor
 
 from mmspec.drafters.heads.base import c_draft
-from mmspec.engine.graph import Replay, StaticFunction, record_nothing
+from mmspec.engine.graph import Replay, StaticFunction
 from mmspec.engine.kv_cache import RaggedKVCache, RecordedKVCache
 from mmspec.engine.recordings import Recordings, WrittenPlace, check_replay
 from mmspec.targets.hf import HFTarget

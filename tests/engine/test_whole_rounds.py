@@ -32,6 +32,7 @@ from recorded_rounds import (
     whole_only,
     wrong,
 )
+from recorders import record_nothing, record_trace
 from torch import Tensor
 from transformers import LogitsProcessor, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
@@ -41,7 +42,7 @@ from mmspec.control.tree_size import TreeSizeController
 from mmspec.drafters.heads.base import c_draft
 from mmspec.drafters.heads.eagle.drafter import EagleDrafter
 from mmspec.engine import round as engine_round
-from mmspec.engine.graph import Recorder, StaticFunction, record_nothing, record_trace
+from mmspec.engine.graph import Recorder, StaticFunction
 from mmspec.engine.loop import DecodeLoop
 from mmspec.engine.output import OutputBuffer
 from mmspec.engine.recorded import RecordedRounds
@@ -441,19 +442,6 @@ def test_rows_whose_padding_is_returned() -> None:
     for ours, theirs in zip(found.past_key_values.layers, plain.past_key_values.layers, strict=True):
         torch.testing.assert_close(ours.keys, theirs.keys, rtol=1e-4, atol=1e-4)
     assert counting.whole_replays > 0 and counting.draft_replays > 0
-
-
-def test_compiled_recordings_stay_in_parts() -> None:
-    """Compiling for a CPU takes a minute per function; `test_compiled_on_a_cpu` runs it."""
-    model = build_model()
-    inputs = build_inputs(model, 0, 1)
-    expected = generate(model, inputs, False)
-    with (
-        mock.patch("mmspec.targets.lanes.record_compiled", record_nothing),
-        patched(model, build_drafter("leaning-flash"), tree_size=8, backend="recorded"),
-        mock.patch.object(RecordedRounds, "__init__", side_effect=AssertionError),
-    ):
-        assert torch.equal(generate(model, inputs, False), expected)
 
 
 def fails_at_once(function: Any, state: Any, inputs: Any) -> Any:

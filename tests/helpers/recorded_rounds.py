@@ -10,13 +10,14 @@ from unittest import mock
 import tiny_heads as heads
 import tiny_models as tiny
 import torch
+from recorders import record_nothing
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 import mmspec
-from mmspec.engine.graph import Recorder, Replay, StaticFunction, record_compiled, record_nothing
+from mmspec.engine.graph import Recorder, Replay, StaticFunction
 from mmspec.engine.loop import DecodeLoop
 from mmspec.engine.round import ForwardFunction, RoundFunction
 
@@ -62,12 +63,6 @@ def is_whole(function: StaticFunction) -> bool:
 def wrong(function: StaticFunction, state: Sequence[Tensor], inputs: Sequence[Tensor]) -> Replay:
     """A recorder whose replays are wrong."""
     return lambda new_inputs: tuple(output.roll(1, -1) for output in function(*state, *new_inputs))
-
-
-def record_frozen(function: StaticFunction, state: Sequence[Tensor], inputs: Sequence[Tensor]) -> Replay:
-    """`record_compiled` where our kernel is not to be had: weights are constants in inductor's layout."""
-    with mock.patch("mmspec.engine.graph.load_kernel", return_value=None):
-        return record_compiled(function, state, inputs)
 
 
 def whole_only(recorder: Recorder) -> Recorder:

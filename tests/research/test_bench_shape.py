@@ -11,15 +11,14 @@ from typing import Any
 import pytest
 import torch
 from recorded_rounds import patched, recording
+from recorders import record_nothing
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import mmspec
-from mmspec.app.device_probe import multinomial_is_reproduced
 from mmspec.app.errors import UsageError
 from mmspec.app.modeling.load import clone
 from mmspec.cpu.c_kernel import load_kernel
 from mmspec.drafters.heads.base import c_draft
-from mmspec.engine.graph import record_nothing
 from mmspec.engine.rng import SamplingNoise
 from research.bench import bandwidth
 from research.bench.bandwidth import text_weight_bytes
@@ -32,7 +31,7 @@ from research.bench.shape import contexts
 from research.bench.shape.contexts import ContextBench, RoundTime
 from research.bench.shape.models import TEXT_SHAPES, build_shape_drafter, build_shape_model, find_shape
 from research.bench.shape.notes import count_runtime_calls
-from research.bench.shape.phases import PhaseTimer, check_notes
+from research.bench.shape.phases import PhaseTimer, check_notes, multinomial_is_reproduced
 from research.bench.shape.simulated import Oracle, SimulatedAcceptance, acceptance_for_tau, draft_form
 
 pytestmark = pytest.mark.research

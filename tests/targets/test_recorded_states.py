@@ -23,18 +23,18 @@ from recorded_rounds import (
     fails_later,
     generate,
     patched,
-    record_compiled,
     recording,
     runs_twice,
     spoils_output,
 )
+from recorders import record_nothing, record_trace
 from recurrent_models import FAMILIES, OTHERS, HalfRight, model_of, text_batch, text_model
 from torch import Tensor
 from transformers import PreTrainedModel
 
 import mmspec
 from mmspec.drafters.heads.base import c_draft
-from mmspec.engine.graph import Recorder, record_nothing, record_trace
+from mmspec.engine.graph import Recorder
 from mmspec.engine.sampler import TreeSampler
 from mmspec.patching import patch_state
 from mmspec.targets.recurrent_states import RecurrentStates
@@ -125,13 +125,6 @@ def test_traced(name: str, whole: bool, caplog: pytest.LogCaptureFixture) -> Non
     assert all(result.equal) and (result.is_right or name in MIXTURES)
     said = any("rounds are not recorded, but run as before (" in record.message for record in caplog.records)
     assert said is (result.failure is not None)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", ["qwen3_5", "lfm2_vl", "bamba"])
-def test_compiled_on_a_cpu(name: str) -> None:
-    assert run(name, record_compiled, whole=False).is_right
 
 
 def test_drafts_within_the_round() -> None:

@@ -150,7 +150,7 @@ class DraftTensors:
         values = self._values(drafter, state, recordings.capacity)
         layout = {name: (value.shape, value.dtype) for name, value in values.items()}
         modules = (*drafter.head.modules(), *_shared_modules(state.shared_embeddings))
-        guard = ModuleGuard(modules, drafter.head.parameters(), reads_bits=recordings.contain_weights)
+        guard = ModuleGuard(modules, drafter.head.parameters())
         changed = guard != self._guard or drafter.settings != self._settings
         self._guard, self._settings = guard, drafter.settings
         if changed or layout != {name: (value.shape, value.dtype) for name, value in self.named.items()}:

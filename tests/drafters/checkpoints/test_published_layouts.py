@@ -13,6 +13,7 @@ from draft_rounds import DraftedCall, read_text, run_call
 from parity import generate_plain, get_model
 from published_heads import LAYOUTS, write_head
 from recorded_rounds import recording
+from recorders import record_nothing
 from slow_heads import SlowBlock, SlowEagle, SlowEagle3Head, SlowHead, SlowVispec
 from transformers import PreTrainedModel
 
@@ -21,7 +22,6 @@ from mmspec.app.cli.env import describe_drafter
 from mmspec.cpu.c_kernel import load_kernel
 from mmspec.drafters.checkpoints.export import export_head
 from mmspec.drafters.checkpoints.published import load_published
-from mmspec.engine.graph import record_nothing
 from mmspec.resolve import target_info
 from mmspec.targets.registry import find_adapter
 

@@ -32,6 +32,7 @@ from recorded_rounds import (
     recording,
     wrong,
 )
+from recorders import record_nothing, record_trace
 from torch import Tensor
 
 import mmspec
@@ -40,7 +41,7 @@ from mmspec.drafters.heads.base.recorded import DraftAlone, DraftFunction, Recor
 from mmspec.drafters.heads.base.state import DraftState
 from mmspec.drafters.heads.eagle.drafter import EagleDrafter
 from mmspec.drafters.heads.eagle.head import EagleHead
-from mmspec.engine.graph import Recorder, Replay, StaticFunction, record_nothing, record_trace
+from mmspec.engine.graph import Recorder, Replay, StaticFunction
 from mmspec.engine.kv_cache import RecordedKVCache
 from mmspec.engine.loop import DecodeLoop
 from mmspec.engine.recordings import NUM_CHECKED_REPLAYS, Recordings

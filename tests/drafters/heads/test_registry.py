@@ -15,6 +15,7 @@ import pytest
 import torch
 from fake_target import HEAD_CONFIG, NUM_LAYERS, build_train_batch
 from recorded_rounds import SPEC, build_inputs, build_model, generate, patched, recording
+from recorders import record_nothing, record_trace
 from torch import Tensor
 
 import mmspec
@@ -28,7 +29,7 @@ from mmspec.drafters.heads.eagle.head import EagleHead
 from mmspec.drafters.heads.registry import HeadClasses, HeadMethod, TrainSizes, find_method, method_of, register
 from mmspec.drafters.training.batch import DraftModel
 from mmspec.drafters.training.trainer import TrainConfig, Trainer
-from mmspec.engine.graph import Replay, StaticFunction, record_nothing, record_trace
+from mmspec.engine.graph import Replay, StaticFunction
 from mmspec.engine.round import ForwardFunction
 
 ROOT = Path(__file__).parents[3]

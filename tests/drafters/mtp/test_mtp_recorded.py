@@ -17,6 +17,7 @@ import transformers
 import zoo
 from parity import build_cached_model
 from recorded_rounds import patched, recording
+from recorders import record_nothing, record_trace
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -24,7 +25,7 @@ import mmspec
 from mmspec.drafters.mtp.assistant import AssistantDrafter
 from mmspec.drafters.mtp.drafter import MTPDrafter
 from mmspec.drafters.mtp.switched import SwitchedDrafter
-from mmspec.engine.graph import Recorder, Replay, StaticFunction, record_nothing, record_trace
+from mmspec.engine.graph import Recorder, Replay, StaticFunction
 from mmspec.engine.round import ForwardFunction
 from mmspec.targets.assistant import assistant_parts
 from mmspec.targets.own_head import read_own_head

@@ -15,6 +15,7 @@ import torch
 import zoo
 from parity import GREEDY
 from recorded_rounds import patched, recording
+from recorders import record_nothing, record_trace
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -23,7 +24,7 @@ from watched_nodes import watch_nodes
 import mmspec
 from mmspec.drafters.mtp.drafter import MTPDrafter, MTPExpander
 from mmspec.drafters.mtp.layered import LayeredMTPDrafter, LayeredMTPExpander, mtp_drafter
-from mmspec.engine.graph import Recorder, record_nothing, record_trace
+from mmspec.engine.graph import Recorder
 from mmspec.interfaces import HeadRule, OwnHeadError
 from mmspec.targets.own_head import read_own_head
 from mmspec.targets.own_head_layouts import LAYOUTS, HeadLayout
