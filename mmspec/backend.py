@@ -33,14 +33,12 @@ from mmspec.targets.lanes import recorder_for
 def find_recorder(call: CallContext, inputs: PreparedInputs, max_length: int) -> Callable[[], Recorder] | None:
     """Creates the recorder of a call whose rows have at most `max_length` positions; None if it is not recorded."""
     config, device = call.spec_config, call.adapter.model.device
-    recorder = call.lanes.recorder or recorder_for(device, config.backend)
+    recorder = recorder_for(device, config.backend, config.deterministic)
     if recorder is None and config.backend != "recorded":
         return None
     if (reason := _reason_against_recording(call, inputs, max_length, recorder)) is not None:
         if config.backend == "recorded":
             call.warn(f"backend='recorded': a call runs eager ({reason})")
-        return None
-    if config.backend == "auto" and config.deterministic:  # a recording rounds half precision differently
         return None
     return recorder
 

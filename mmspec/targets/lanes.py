@@ -163,7 +163,6 @@ class LanePool:
 
     Attributes:
         failure: why nothing is recorded for the model in its present state; None if something may be.
-        recorder: creates the recorder of every lane; None for that of the device and of the option `backend`.
     """
 
     def __init__(self, warn: Callable[[str], None]) -> None:
@@ -172,7 +171,6 @@ class LanePool:
             warn: logs a message once.
         """
         self.failure: str | None = None
-        self.recorder: Callable[[], Recorder] | None = None
         self._warn = warn
         self._lock = threading.Lock()
         self._lanes: dict[tuple[int, str], Lane] = {}  # last used at the end
@@ -269,11 +267,13 @@ def _split(tensors: Sequence[Tensor], sizes: Sequence[int]) -> list[Sequence[Ten
     return [tensors[end - size : end] for end, size in zip(ends, sizes, strict=True)]
 
 
-def recorder_for(device: torch.device, backend: str) -> Callable[[], Recorder] | None:
+def recorder_for(device: torch.device, backend: str, deterministic: bool) -> Callable[[], Recorder] | None:
     """Creates the recorder for a device, or None if rounds are not to be recorded.
 
     Args:
         device: of the model.
-        backend: the option of `patch`.
+        backend, deterministic: the options of `patch`. A recording rounds half precision differently, so that "auto"
+            records no deterministic calls.
     """
-    return CudaGraphRecorder if device.type == "cuda" and backend in ("auto", "recorded") else None
+    is_wanted = backend == "recorded" or (backend == "auto" and not deterministic)
+    return CudaGraphRecorder if is_wanted and device.type == "cuda" else None
