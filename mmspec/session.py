@@ -154,6 +154,7 @@ def _build_output(call: CallContext, inputs: PreparedInputs, target: HFTarget, s
             cache=_returns_cache(inputs, target),
         ),
         stepwise=bool(sampler.unknown_processors),
+        position_steps=target.position_steps,
         hooks=UserCodeHooks(before_user_code=target.sync_user_cache, cache_was_written=target.user_cache_view.written),
     )
     output.sync_finished_rows |= sampler.can_fail_at_padding

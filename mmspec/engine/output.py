@@ -61,6 +61,7 @@ class OutputBuffer:
         max_steps: number of steps after which every row stops.
         stop_ids: [E] int64 ids that end a row, or None.
         sync_finished_rows: finished rows emit their padding before a step is complete.
+        position_steps: of each row, emitted tokens from which on the model may refuse the last one; empty if none.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class OutputBuffer:
         streamer: Any = None,
         returns: ReturnFlags | None = None,
         stepwise: bool = False,
+        position_steps: Sequence[int] = (),
         hooks: UserCodeHooks | None = None,
     ) -> None:
         """
@@ -84,6 +86,7 @@ class OutputBuffer:
             streamer: the `streamer` argument of `generate`; it has received the prompt already.
             returns: what the call returns besides the sequences.
             stepwise: start with one token per row and round.
+            position_steps: see the attribute.
             hooks: callbacks around user code.
         """
         returns = returns or ReturnFlags()
@@ -94,7 +97,10 @@ class OutputBuffer:
         self.hooks = hooks or UserCodeHooks()
         self.stepwise = stepwise
         self.pad_token_id = pad_token_id if pad_token_id is not None else 0
+        self.position_steps = position_steps
+        # Plain `generate` also ends where the padding of a finished row is refused.
         self.sync_finished_rows = returns.scores or returns.logits or returns.cache or stepwise
+        self.sync_finished_rows |= len({*position_steps}) > 1
         self.max_steps = self.criteria.max_steps(self.prompt_length)
         self.stop_ids = self.criteria.stop_ids
         self.emitted: list[list[int]] = [[] for _ in range(batch)]
@@ -133,7 +139,21 @@ class OutputBuffer:
         if self.sync_finished_rows:
             padded = min(limit, max(self._unfinished_lengths(), default=max(lengths)) + num_nodes)
         ends = [padded if finished else limit for finished in self.finished]
-        return [max(0, min(num_nodes, end - length)) for end, length in zip(ends, lengths, strict=True)]
+        free = [max(0, min(num_nodes, end - length)) for end, length in zip(ends, lengths, strict=True)]
+        if not self.position_steps:
+            return free
+        return [self._within_positions(*row) for row in zip(free, lengths, self.position_steps, strict=True)]
+
+    def _within_positions(self, limit: int, length: int, end: int) -> int:
+        """`limit`, so that no node behind the model's positions counts. `end` is of `position_steps`.
+
+        The last of them, and the first token behind, which may end the call, wait for the other rows.
+        """
+        if length < end - 1:
+            return min(limit, end - 1 - length)
+        if length <= end:
+            return min(limit, 1 if length <= self.steps else 0)
+        return limit
 
     @property
     def padding_lag(self) -> int:

@@ -91,6 +91,12 @@ class ModelAdapter:
         return len(stored_layers(DynamicCache(config=self.text_config)))
 
     @property
+    def num_positions(self) -> int | None:
+        """Number of position ids that the model is made for; behind them some have no embedding. None if unknown."""
+        number = getattr(self.text_config, "max_position_embeddings", None)
+        return number if isinstance(number, int) and number > 0 else None
+
+    @property
     def attention(self) -> str:
         """Attention implementation of the text model. Read at each use, since users may switch it."""
         return str(self.text_config._attn_implementation)

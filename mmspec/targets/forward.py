@@ -7,7 +7,7 @@ no value on the host, so that over a `RecordedKVCache` it can be recorded and re
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,6 +38,7 @@ class CallTensors:
         last_position: the same on the host.
         padding: [B, L] bool, False at left pads of the prompt; None without padding.
         token_types: [..., B, 1] of the new tokens, for each model input with one value per token.
+        position_limit: number of position ids of the model, if the call may reach it: it may have a table of so many.
     """
 
     position_base: Tensor
@@ -45,6 +46,7 @@ class CallTensors:
     last_position: int
     padding: Tensor | None
     token_types: Mapping[str, Tensor]
+    position_limit: int | None = None
 
     def tensors(self) -> list[Tensor]:
         """All of them, in one order."""
@@ -55,9 +57,8 @@ class CallTensors:
         """The same with other `tensors`."""
         base, max_position, *rest = tensors
         padding = None if self.padding is None else rest.pop(0)
-        return CallTensors(
-            base, max_position, self.last_position, padding, dict(zip(self.token_types, rest, strict=True))
-        )
+        token_types = dict(zip(self.token_types, rest, strict=True))
+        return replace(self, position_base=base, max_position=max_position, padding=padding, token_types=token_types)
 
 
 class NodeForward:
@@ -128,7 +129,12 @@ class NodeForward:
             return call.position_base + min(kv_cache.seq_lens[0], call.last_position)
         assert tree.depths is not None
         lengths = kv_cache.lengths_on(tree.tokens.device)
-        return call.position_base + torch.minimum(lengths[:, None] + tree.depths, call.max_position)
+        positions = call.position_base + torch.minimum(lengths[:, None] + tree.depths, call.max_position)
+        if call.position_limit is None:
+            return positions
+        # Nodes behind the limit are never accepted; a root there is for the model to compute, or to refuse.
+        root_exists = call.position_base + lengths[:, None] < call.position_limit
+        return torch.where(root_exists, positions.clamp(max=call.position_limit - 1), positions)
 
     def _mask(self, tree: DraftTree, kv_cache: RaggedKVCache, padding: Tensor | None) -> Any:
         """Attention mask of a round: each node attends to its row's committed positions and to its ancestors.

@@ -70,12 +70,15 @@ class HFTarget:
         rounds: computes `score` in C where it can; None for the model's own forward.
         node_forward: that forward over nodes; set by `prefill`.
         call_tensors: what it reads of the call; set by `prefill`.
+        position_steps: emitted tokens of each row from which on its last one is behind the positions that the model is
+            made for; [] if no row of the call gets there; set by `prefill`.
     """
 
     chains_only = skips_rows = False
     states: RecurrentStates | None = None
     node_forward: NodeForward
     call_tensors: CallTensors
+    position_steps: Sequence[int] = ()
 
     def __init__(
         self,
@@ -350,11 +353,23 @@ class HFTarget:
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = 0
         last_position = self.prompt_length - 1 + self.max_new_tokens
+        position_base = self._prompt_last_position - self.prompt_length + 1
+        self.position_steps = self._find_position_steps(position_base)
         self.node_forward = NodeForward(self.adapter, inputs)
         self.call_tensors = CallTensors(
-            position_base=self._prompt_last_position - self.prompt_length + 1,
+            position_base=position_base,
             max_position=torch.tensor([last_position], device=self.device),
             last_position=last_position,
             padding=None if mask is None or bool(mask.all()) else mask.to(self.device, torch.bool),
             token_types=types,
+            position_limit=self.adapter.num_positions if self.position_steps else None,
         )
+
+    def _find_position_steps(self, position_base: Tensor) -> list[int]:
+        """See the attribute. Models with several position axes rotate by any number."""
+        limit = self.adapter.num_positions
+        if limit is None or position_base.dim() != 2:
+            return []
+        first = limit - self.prompt_length + 1
+        steps = [first - base for base in position_base.expand(len(self.input_ids), 1)[:, 0].tolist()]
+        return steps if self.max_new_tokens >= min(steps) else []

@@ -115,7 +115,7 @@ class Lane:
             return None
         indices = tuple(hidden_state_indices)
         bucket = min(length_bucket(max(self._min_length, *kv_cache.seq_lens) + num_nodes), self.recordings.capacity)
-        key = num_nodes, bucket, indices, forward.constants
+        key = num_nodes, bucket, indices, forward.constants, call.position_limit
         layers, groups, state_tensors = kv_cache.layers, kv_cache.groups, self._state_tensors
         num_parts = [len(parts) for parts in layers]
         sizes = [len(call.tensors()), len(state_tensors), sum(num_parts), len(groups)]
