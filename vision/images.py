@@ -19,7 +19,7 @@ import numpy as np
 from PIL import Image, ImageCms, ImageOps, UnidentifiedImageError
 
 from mmspec.messages import one_line
-from mmspec.vision.video.containers import HEADER_BYTES, describe_format, open_regular_file
+from mmspec.vision.video.containers import HEADER_BYTES, FileBelow, describe_format, open_regular_file
 
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "PPM", "HEIF")
 """Allowed formats by Pillow's names. AVIF needs Pillow 11.3 or later, HEIF (.heic) the package `pillow-heif`."""
@@ -96,7 +96,7 @@ def pixel_limit(max_pixels: int, strict: bool = True) -> Iterator[None]:
             Image.MAX_IMAGE_PIXELS = before
 
 
-def read_image_bytes(path: str) -> bytes:
+def read_image_bytes(path: str | FileBelow) -> bytes:
     """The content of an image file.
 
     Raises:

@@ -20,6 +20,7 @@ from mmspec.app.io.content import ByteRange, Content, Pictures, Unreadable, WebA
 from mmspec.app.io.inline import held_bytes, inline_text
 from mmspec.app.io.item import Item, SourceOptions
 from mmspec.app.io.web import MAX_URL_CHARS
+from mmspec.vision.video.containers import FileBelow
 from mmspec.vision.video.remote_table import BadValue
 
 MEDIA_SUFFIXES = images.IMAGE_SUFFIXES | videos.VIDEO_SUFFIXES
@@ -251,10 +252,11 @@ def _named_content(named: str, reach: Reach) -> Content:
         if reach.urls is None:
             return Unreadable("AddressNotAllowed", f"addresses in rows are read with --urls; got {short_repr(named)}")
         return WebAddress(named, public_only=reach.urls != "any")
-    path = find_inside(named, reach)
-    if path is None:
+    found = find_inside(named, reach)
+    if found is None:
         return Unreadable("OutsideInput", f"{short_repr(named)} leads out of {reach.describe()}")
-    return ByteRange(path)
+    path, file = found
+    return ByteRange(path, file=file)
 
 
 def is_path(name: str) -> bool:
@@ -279,26 +281,32 @@ def plain_path(name: str) -> str:
     return unquote(parts.path) if parts is not None and parts.netloc in ("", "localhost") else name
 
 
-def find_inside(name: str, reach: Reach) -> str | None:
-    """The path or address of `name` if it stays in what may be reached, symbolic links included, else None."""
+def find_inside(name: str, reach: Reach) -> tuple[str, FileBelow | None] | None:
+    """The path or address of `name` if it stays in what may be reached, symbolic links included, else None.
+
+    With a path comes where it has to lie when it is opened: a folder may have become a link by then.
+    """
     tops = [reach.folder] if reach.root is None else [reach.root, reach.folder]
     if not is_local(tops[0]) or not is_local(name):
         url = name if not is_local(name) else f"{tops[0].rstrip('/')}/{name}"
         remote = [top for top in tops if not is_local(top)]
         inside = any(url.startswith(top.rstrip("/") + "/") for top in remote) and ".." not in url.split("/")
-        return url if inside and not name.startswith("/") else None
+        return (url, None) if inside and not name.startswith("/") else None
     path = os.path.join(tops[0], name)
     if "\\" in name and not os.path.lexists(path):  # as Windows writes it
         path = os.path.join(tops[0], name.replace("\\", "/"))
-    return path if any(_stays_in(path, top) for top in tops if is_local(top)) else None
+    found = (_file_below(path, top) for top in tops if is_local(top))
+    return next(((path, file) for file in found if file is not None), None)
 
 
-def _stays_in(path: str, folder: str) -> bool:
+def _file_below(path: str, folder: str) -> FileBelow | None:
+    """The file of a path, if it lies below a folder, links resolved."""
     parent, root = (_real_path(os.path.join(os.getcwd(), part)) for part in (os.path.dirname(path), folder))
     real = os.path.join(parent, os.path.basename(path))
     if os.path.islink(real) or os.path.basename(path) in ("", ".", ".."):
         real = os.path.realpath(path)
-    return real == root or real.startswith(root.rstrip(os.sep) + os.sep)
+    top = root.rstrip(os.sep) + os.sep
+    return FileBelow(root, real[len(top) :] or ".") if real == root or real.startswith(top) else None
 
 
 @lru_cache(maxsize=4096)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.io.web import FetchError, fetch
 from mmspec.hints import install_hint
 from mmspec.vision.images import ImageError
-from mmspec.vision.video.containers import open_regular_file
+from mmspec.vision.video.containers import FileBelow, open_regular_file
 
 MAX_CONTENT_BYTES = 256 << 20
 """Largest picture or clip that is read from an archive, a table or an address."""
@@ -57,6 +57,7 @@ class ByteRange:
 
     Attributes:
         url: a local path, or an address that fsspec opens.
+        file: where the path has to lie when it is opened; None: anywhere.
         size: in bytes; None: to the end.
     """
 
@@ -64,6 +65,15 @@ class ByteRange:
     start: int = 0
     size: int | None = None
     num_bytes: int = 0
+    file: FileBelow | None = None
+
+    def open(self) -> IO[bytes]:
+        """The local file.
+
+        Raises:
+            OSError: it cannot be opened.
+        """
+        return os.fdopen(open_regular_file(self.file or self.url), "rb")
 
     def read(self) -> bytes:
         if self.size is not None:
@@ -88,7 +98,7 @@ class ByteRange:
         Raises:
             OSError: it cannot be read.
         """
-        with os.fdopen(open_regular_file(self.url), "rb") as file:
+        with self.open() as file:
             file.seek(self.start)
             return file.read(size if self.size is None else min(size, self.size))
 
@@ -164,7 +174,7 @@ def is_local(url: str) -> bool:
 
 
 def _read_local(part: ByteRange) -> bytes:
-    with os.fdopen(open_regular_file(part.url), "rb") as file:
+    with part.open() as file:
         if part.size is None:
             check_num_bytes(os.fstat(file.fileno()).st_size - part.start)
         file.seek(part.start)

@@ -25,7 +25,7 @@ from mmspec.app.io.tables import (
     needs_extra,
     open_table,
 )
-from mmspec.vision.video.containers import open_regular_file
+from mmspec.vision.video.containers import FileBelow, open_regular_file
 
 HUB_PREFIX = "hf://datasets/"
 MAX_STATE_BYTES = 64 << 20
@@ -41,46 +41,47 @@ class SavedSource:
         self._folder, self.options = name.rstrip("/") or "/", options
         self.name = local_name(self._folder, options.base)
 
-    def _files(self) -> list[str]:
+    def _files(self) -> list[FileBelow]:
         """The Arrow files of the split.
 
         Raises:
             UsageError: there is no such split, or a file of the folder is not what `save_to_disk` writes.
         """
-        folder = Path(self._folder)
-        if (folder / "dataset_dict.json").is_file():
-            splits = self._described(folder / "dataset_dict.json").get("splits")
+        folder = ""
+        if os.path.isfile(os.path.join(self._folder, "dataset_dict.json")):
+            splits = self._described("dataset_dict.json").get("splits")
             if not isinstance(splits, list) or self.options.split not in splits:
                 known = ", ".join(map(str, splits[:8] if isinstance(splits, list) else ()))
                 raise UsageError(f"{self.name} has no split {self.options.split!r}; give --split, of {known}")
-            folder = Path(self._inside(folder, self.options.split))
-        state = self._described(folder / "state.json")
+            folder = self.options.split
+        state = self._described(folder, "state.json")
         if state.get("_indices_files") or state.get("_indices_data_files"):
-            raise UsageError(f"{folder} was saved with a selection of rows by an old `datasets`: save it again")
+            raise UsageError(f"{self.name} was saved with a selection of rows by an old `datasets`: save it again")
         files = state.get("_data_files")
         if not isinstance(files, list) or not all(isinstance(file, dict) for file in files):
-            raise UsageError(f"{folder}/state.json names no files")
+            raise UsageError(f"{self.name}: state.json names no files")
         return [self._inside(folder, file.get("filename")) for file in files]
 
-    def _inside(self, folder: Path, name: object) -> str:
-        """The path of what a file of the folder names.
+    def _inside(self, folder: str, name: object) -> FileBelow:
+        """What a file in a folder of this one names.
 
         Raises:
             UsageError: it leads out of the folder.
         """
-        path = find_inside(name, Reach(str(folder))) if isinstance(name, str) and is_path(name) else None
-        if path is None:
-            raise UsageError(f"{folder}: {short_repr(name)} leads out of the folder, or is no name")
-        return path
+        path = os.path.join(folder, name) if isinstance(name, str) else ""
+        found = find_inside(path, Reach(self._folder)) if path and is_path(path) else None
+        if found is None or found[1] is None:
+            raise UsageError(f"{self.name}: {short_repr(name)} leads out of the folder, or is no name")
+        return found[1]
 
-    def _described(self, file: Path) -> dict[str, Any]:
+    def _described(self, *parts: str) -> dict[str, Any]:
         """A JSON file of the folder.
 
         Raises:
             UsageError: it cannot be read, is too large, or no JSON object.
         """
         try:
-            with os.fdopen(open_regular_file(self._inside(file.parent, file.name)), "rb") as opened:
+            with os.fdopen(open_regular_file(self._inside("", os.path.join(*parts))), "rb") as opened:
                 data = opened.read(MAX_STATE_BYTES + 1)
             if len(data) > MAX_STATE_BYTES:
                 raise ValueError(f"more than {MAX_STATE_BYTES} bytes")
@@ -88,7 +89,7 @@ class SavedSource:
             if not isinstance(found, dict):
                 raise ValueError("no JSON object")
         except (OSError, ValueError, RecursionError) as error:
-            raise UsageError(f"cannot read the dataset {self.name}: {file.name}: {one_line(error, 120)}") from error
+            raise UsageError(f"cannot read the dataset {self.name}: {parts[-1]}: {one_line(error, 120)}") from error
         return found
 
     def count(self) -> int | None:
@@ -102,21 +103,21 @@ class SavedSource:
             except UsageError:
                 raise
             except Exception as error:
-                raise UsageError(f"cannot read {path}: {explain(error)}") from error
+                raise UsageError(f"cannot read {os.fspath(path)}: {explain(error)}") from error
 
     def rows(self, skip: Skip) -> Iterator[Item]:
         number = 0
         try:
             for path in self._files():
-                limit = number + FREE_ROWS + MAX_ROWS_PER_BYTE * os.path.getsize(path)
                 with open_table("arrow", path) as table:
+                    limit = number + FREE_ROWS + MAX_ROWS_PER_BYTE * table.num_bytes
                     columns = Columns(table.columns, self.options, self.name)
                     for cells in table.rows(columns.all):
                         row = dict(zip(columns.all, cells, strict=True))
                         yield table_row(*columns.cells(row), number, self.name, self._folder, self.options)
                         number += 1
                         if number > limit:
-                            raise ValueError(f"{path} has more rows than a file of its size may have")
+                            raise ValueError(f"{path.name} has more rows than a file of its size may have")
         except Exception as error:
             yield failure_row(self.name, "rest", "Unreadable", f"after row {number}: {explain(error)}")
 

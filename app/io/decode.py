@@ -37,7 +37,8 @@ def decode_item(item: Item, sampler: FrameSampler, max_pixels: int, decoders: De
     try:
         with item.locate_errors():
             if item.content is None:
-                return load_media(item.path, sampler, max_pixels, decoders)
+                source = item.below or item.path
+                return load_media(source, sampler, max_pixels, decoders, named_video=item.is_video)
             if isinstance(item.content, Pictures) and len(item.content.parts) > 1:
                 return _decode_pictures(item.content, max_pixels, decoders)
             return load_media(item.content.read(), sampler, max_pixels, decoders, named_video=item.is_video)

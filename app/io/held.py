@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import IO, Any
 
 from mmspec.app.errors import UsageError
-from mmspec.app.io.content import ByteRange, Content, InlineBytes, Pictures
+from mmspec.app.io.content import Content, InlineBytes, Pictures
 from mmspec.app.io.images import ImageError, Media, check_file
 from mmspec.app.io.item import Item
 
@@ -73,7 +73,7 @@ def hold(item: Item) -> Item:
     """
     if item.content is None:
         check_file(item.path)
-    content = item.content or ByteRange(str(item.path))
+    content = item.bytes_of_file
     parts = content.parts if isinstance(content, Pictures) else (content,)
     try:
         held = tuple(_held(part.read()) for part in parts)

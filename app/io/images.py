@@ -32,6 +32,7 @@ from mmspec.vision.images import (
 from mmspec.vision.images import (
     pixel_limit as pixel_limit,
 )
+from mmspec.vision.video.containers import FileBelow
 
 if TYPE_CHECKING:
     from mmspec.vision.video.decoder_pool import DecoderPool
@@ -59,7 +60,7 @@ class Video:
 
 Media = Image.Image | Sequence[Image.Image] | Video
 """The media of one prompt: an image, several images, or a video."""
-Source = Path | str | bytes | Image.Image | np.ndarray
+Source = Path | str | FileBelow | bytes | Image.Image | np.ndarray
 """An image as a path, the bytes of a file, a Pillow image, or an array (`from_array`)."""
 K = TypeVar("K")
 V = TypeVar("V")
@@ -90,7 +91,7 @@ def load_image(source: Source, max_pixels: int = MAX_PIXELS, isolated: bool | De
     return decode_image(held, max_pixels)
 
 
-def _decode_isolated(content: str | bytes, max_pixels: int, isolated: bool | DecoderPool) -> Image.Image:
+def _decode_isolated(content: str | bytes | FileBelow, max_pixels: int, isolated: bool | DecoderPool) -> Image.Image:
     """Decode in another process."""
     from mmspec.vision.video.decoder_pool import DecoderPool
     from mmspec.vision.video.worker_process import DecoderCrashedError, DecoderHungError
@@ -108,17 +109,17 @@ def _decode_isolated(content: str | bytes, max_pixels: int, isolated: bool | Dec
             raise ImageError("BrokenImage", f"cannot be decoded: {one_line(error)}") from error
 
 
-def _validate_source(source: object) -> str | bytes:
+def _validate_source(source: object) -> str | bytes | FileBelow:
     """The path of a file that is not empty, or bytes."""
     if isinstance(source, (bytes, bytearray, memoryview)):
         if not len(source):
             raise ImageError("Empty", "empty (0 bytes)")
         return bytes(source)
-    if not isinstance(source, (str, Path)):
+    if not isinstance(source, (str, Path, FileBelow)):
         kind = type(source).__name__
         raise ImageError("NotAnImage", f"an image is a path, bytes, a Pillow image or an array; got {kind}")
     check_file(Path(source))
-    return str(source)
+    return source if isinstance(source, FileBelow) else str(source)
 
 
 def from_array(values: np.ndarray, max_pixels: int = MAX_PIXELS) -> Image.Image:

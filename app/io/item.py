@@ -11,9 +11,10 @@ from urllib.parse import urlsplit
 
 from mmspec.app.caption.config import default_prompt
 from mmspec.app.io import videos
-from mmspec.app.io.content import Content, Unreadable, is_local
+from mmspec.app.io.content import ByteRange, Content, Unreadable, is_local
 from mmspec.app.io.text import escaped, find_fault
 from mmspec.vision.images import ImageError
+from mmspec.vision.video.containers import FileBelow
 
 if TYPE_CHECKING:
     from mmspec.app.io.left_out import LeftOut
@@ -32,6 +33,7 @@ class Item:
         answer: a text to train a drafter on, from a manifest; not checked, as captions do not need it.
         content: where to read it; None: the file at `path`.
         origin: for messages, where a list or table names it: "list.csv line 3"; empty if the id says it.
+        below: where `path` has to lie when it is opened, for one that a list names; None: anywhere.
         pixels: of its pictures together, as their headers say; None: not known, or not looked for.
         owns_id: a list or table gives its id, which therefore does not say what it is about.
     """
@@ -45,6 +47,7 @@ class Item:
     content: Content | None = None
     origin: str = ""
     pixels: int | None = None
+    below: FileBelow | None = None
     owns_id: bool = False
 
     def __post_init__(self) -> None:
@@ -54,6 +57,11 @@ class Item:
         if (fault := find_fault(self.prompt or "")) is not None:
             object.__setattr__(self, "content", Unreadable("BadText", f"the prompt {fault}"))
             object.__setattr__(self, "prompt", None)
+
+    @property
+    def bytes_of_file(self) -> Content:
+        """Where its bytes are."""
+        return self.content or ByteRange(str(self.path), file=self.below)
 
     @property
     def is_video(self) -> bool:

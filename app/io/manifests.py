@@ -145,10 +145,11 @@ class _Entries:
         """The row without its texts."""
         is_address = isinstance(cell, str) and cell.lower().startswith(("http://", "https://"))
         if isinstance(cell, str) and is_path(cell) and not is_address and inline_text(cell) is None:
-            path = find_inside(plain_path(cell), self.reach)
-            if path is None:
+            found = find_inside(plain_path(cell), self.reach)
+            if found is None:
                 raise UsageError(f"{where}: {short_repr(cell)} leads out of {self.reach.describe()}")
-            return Item(Path(path), origin=where)
+            path, file = found
+            return Item(Path(path), origin=where, below=file)
         content, name = cell_content(cell, self.reach)
         if isinstance(content, Unreadable) and content.kind in ("Missing", "BadCell"):
             wanted = self.options.image_column or FILE_COLUMNS[0]

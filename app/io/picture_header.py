@@ -20,7 +20,7 @@ Size = tuple[int, int]
 
 def picture_sizes(item: Item) -> list[Size | None]:
     """The size of each picture of a row; None for one that is not known without reading it whole."""
-    content = item.content or ByteRange(str(item.path))
+    content = item.bytes_of_file
     parts = content.parts if isinstance(content, Pictures) else (content,)
     return [header_size(_start(part)) for part in parts]
 

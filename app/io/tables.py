@@ -21,7 +21,7 @@ from mmspec.app.io.content import Unreadable, is_local, open_file_system
 from mmspec.app.io.item import Item, Skip, SourceOptions
 from mmspec.app.io.left_out import LeftOut
 from mmspec.hints import install_hint
-from mmspec.vision.video.containers import open_regular_file
+from mmspec.vision.video.containers import FileBelow, open_regular_file
 from mmspec.vision.video.decoder_pool import DecoderPool
 from mmspec.vision.video.remote_table import RemoteTable
 from mmspec.vision.video.worker_process import DecoderCrashedError, DecoderHungError, DecoderStartError
@@ -58,7 +58,7 @@ def _workers() -> DecoderPool:
 
 
 @contextmanager
-def open_table(kind: str, url: str) -> Iterator[RemoteTable]:
+def open_table(kind: str, url: str | FileBelow) -> Iterator[RemoteTable]:
     """An open table, which another process reads; the file is opened here, once.
 
     Args:
@@ -69,8 +69,8 @@ def open_table(kind: str, url: str) -> Iterator[RemoteTable]:
         UsageError: a package is missing.
         Exception: it cannot be read, or has more rows than a file of its size may have.
     """
-    with ExitStack() as stack, needs_extra(url):
-        if is_local(url):
+    with ExitStack() as stack, needs_extra(os.fspath(url)):
+        if isinstance(url, FileBelow) or is_local(url):
             file: Any = stack.enter_context(os.fdopen(open_regular_file(url), "rb", buffering=0))
         else:
             system, path = open_file_system(url)

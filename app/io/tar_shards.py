@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from mmspec.app.io import jsonl
-from mmspec.app.io.content import ByteRange, Pictures
+from mmspec.app.io.content import Pictures
 from mmspec.app.io.item import Item
 from mmspec.app.io.jsonl import Row
 from mmspec.app.io.output import Finished
@@ -58,7 +58,7 @@ class TarShards:
     def append(self, file: BinaryIO, rows: Sequence[Row], items: Sequence[Item]) -> Sequence[Row]:
         for row, item in zip(rows, items, strict=True):
             if not row["error"]:
-                content = item.content or ByteRange(str(item.path))
+                content = item.bytes_of_file
                 parts = content.parts if isinstance(content, Pictures) else (content,)
                 _add_sample(file, row, [part.read() for part in parts])
         file.flush()

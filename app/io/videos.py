@@ -9,7 +9,7 @@ from mmspec.app.caption.config import FRAMES, MAX_PIXELS
 from mmspec.app.errors import one_line
 from mmspec.app.io.images import ImageError, Media, Video, check_file, check_image_size, load_image
 from mmspec.app.io.kinds import is_clip
-from mmspec.vision.video.containers import HEADER_BYTES, read_header
+from mmspec.vision.video.containers import HEADER_BYTES, FileBelow, read_header
 
 if TYPE_CHECKING:
     from mmspec.interfaces import FrameSampler
@@ -25,7 +25,7 @@ AMBIGUOUS_SUFFIXES = frozenset({".ts", ".ogg", ".mod", ".asf", ".mpv", ".dv", ".
 
 
 def load_video(
-    source: Path | bytes,
+    source: Path | FileBelow | bytes,
     frames: int | FrameSampler = FRAMES,
     max_pixels: int = MAX_PIXELS,
     isolated: bool | DecoderPool = False,
@@ -50,9 +50,9 @@ def load_video(
         read_frames,
     )
 
-    if isinstance(source, Path):
-        check_file(source)
-    path = source if isinstance(source, Path) else Path("video")
+    path = Path("video") if isinstance(source, bytes) else Path(source)
+    if not isinstance(source, bytes):
+        check_file(path)
     try:
         read = read_frames(source, Uniform(frames) if isinstance(frames, int) else frames, isolated=isolated)
     except ImportError as error:
@@ -71,7 +71,7 @@ def load_video(
 
 
 def load_media(
-    source: Path | bytes,
+    source: Path | FileBelow | bytes,
     frames: int | FrameSampler = FRAMES,
     max_pixels: int = MAX_PIXELS,
     isolated: bool | DecoderPool = False,
@@ -85,11 +85,11 @@ def load_media(
     Raises:
         ImageError: the file cannot be read or decoded.
     """
-    if isinstance(source, Path):
-        check_file(source)
-        named_video = source.suffix.lower() in VIDEO_SUFFIXES if named_video is None else named_video
+    if not isinstance(source, bytes):
+        check_file(Path(source))
+        named_video = Path(source).suffix.lower() in VIDEO_SUFFIXES if named_video is None else named_video
         try:
-            header = read_header(str(source))
+            header = read_header(source if isinstance(source, FileBelow) else str(source))
         except OSError as error:
             raise ImageError("Unreadable", one_line(error)) from error
     else:

@@ -7,6 +7,7 @@ Independent of the decoders.
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import re
@@ -138,21 +139,65 @@ def is_unambiguous(header: bytes) -> bool:
     return bool(zero) and len(prefix) < 256 and not set(prefix) & set(b"\n\r<%*?/[{")
 
 
-def open_regular_file(path: str) -> int:
+@dataclass(frozen=True, slots=True)
+class FileBelow(os.PathLike[str]):
+    """A file that was found to lie below a folder, and has to when it is opened: no link is on the way to it then.
+
+    Attributes:
+        folder: Absolute path; links on the way to it are followed.
+        name: Of the file, from there, links resolved.
+    """
+
+    folder: str
+    name: str
+
+    def __fspath__(self) -> str:
+        return os.path.join(self.folder, self.name)
+
+    def open(self, flags: int) -> int:
+        """A descriptor of the file: each folder on the way is opened from the one before.
+
+        Raises:
+            OSError: It cannot be opened, or a link is on the way now.
+        """
+        *folders, last = self.name.split(os.sep)
+        if os.pardir in (*folders, last):
+            raise OSError(f"{self.name} is not resolved: it has {os.pardir}")
+        if os.open not in os.supports_dir_fd:  # Windows
+            if os.path.realpath(self) != os.path.join(os.path.realpath(self.folder), self.name):
+                raise OSError(f"{self.name} is a link now, or behind one")
+            return os.open(self, flags)
+        search = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY
+        here = os.open(self.folder, search)
+        try:
+            for folder in folders:
+                here, outer = os.open(folder, search | os.O_NOFOLLOW, dir_fd=here), here
+                os.close(outer)
+            return os.open(last, flags | os.O_NOFOLLOW, dir_fd=here)
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.ENOTDIR):
+                raise OSError(error.errno, f"{self.name} is a link now, or behind one") from error
+            raise
+        finally:
+            os.close(here)
+
+
+def open_regular_file(path: str | FileBelow) -> int:
     """Open a regular file for reading and return its descriptor. Does not block on pipes and devices.
 
     Raises:
         OSError: It cannot be opened, or is not a regular file.
     """
-    with allow_open(1):
-        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    with allow_open(2):
+        descriptor = path.open(flags) if isinstance(path, FileBelow) else os.open(path, flags)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(f"{path} is not a regular file")
+        raise OSError(f"{os.fspath(path)} is not a regular file")
     return descriptor
 
 
-def read_header(path: str) -> bytes:
+def read_header(path: str | FileBelow) -> bytes:
     """The first `HEADER_BYTES` bytes of a file."""
     with io.FileIO(open_regular_file(path)) as file:
         return file.read(HEADER_BYTES) or b""
@@ -172,7 +217,7 @@ class ContainerFile:
         OSError: It cannot be opened.
     """
 
-    def __init__(self, source: str | bytes) -> None:
+    def __init__(self, source: str | bytes | FileBelow) -> None:
         self._bytes, self._path, self._descriptor = b"", "", -1
         if isinstance(source, bytes):
             self._bytes, header = source, source[:HEADER_BYTES]

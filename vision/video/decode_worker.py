@@ -21,6 +21,7 @@ from PIL import Image
 
 from mmspec.vision.video import sandbox
 from mmspec.vision.video.backends import BACKENDS
+from mmspec.vision.video.containers import FileBelow
 from mmspec.vision.video.reader import NoFramesError, RecountedError, VideoReader, VideoSource
 
 MAX_HEADER_BYTES = 1 << 26
@@ -125,6 +126,8 @@ class _RequestHandler:
         while (request := read_message(requests)) is not None:
             content: VideoSource
             content = read_exactly(requests, request["bytes"]) if "bytes" in request else str(request.get("path"))
+            if "folder" in request:
+                content = FileBelow(str(request["folder"]), str(content))
             _set_alarm(self._timeout_s + GRACE_S)
             sandbox.limit_cpu_time((self._timeout_s + GRACE_S) * (os.cpu_count() or 1))
             try:

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from PIL import Image
 
+from mmspec.vision.video.containers import FileBelow
 from mmspec.vision.video.deadline import Deadline
 from mmspec.vision.video.reader import FrameSize, VideoInfo, VideoReader, VideoSource
 from mmspec.vision.video.worker_process import (
@@ -230,4 +231,6 @@ def _request_with_source(header: dict[str, Any], source: VideoSource) -> tuple[d
     """Header and body of a request: bytes are sent, a path is named."""
     if isinstance(source, bytes):
         return header | {"bytes": len(source)}, source
+    if isinstance(source, FileBelow):
+        return header | {"path": source.name, "folder": source.folder}, b""
     return header | {"path": os.path.abspath(source)}, b""

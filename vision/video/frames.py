@@ -17,10 +17,11 @@ from pathlib import Path
 from mmspec.hints import install_hint
 from mmspec.interfaces import FrameSampler
 from mmspec.vision.video.backends import BACKENDS, NoFramesError, VideoReader
-from mmspec.vision.video.containers import HEADER_BYTES, ContainerError, detect_container, read_header
+from mmspec.vision.video.containers import HEADER_BYTES, ContainerError, FileBelow, detect_container, read_header
 from mmspec.vision.video.decode import MAX_FRAMES, Frames, SamplerError, read_with
 from mmspec.vision.video.decode import FrameMetadata as FrameMetadata
 from mmspec.vision.video.decoder_pool import DecoderPool, retry_if_killed
+from mmspec.vision.video.reader import VideoSource
 from mmspec.vision.video.samplers import Fps, Uniform, check_positive_int, check_positive_number
 from mmspec.vision.video.samplers import MostDifferent as MostDifferent
 from mmspec.vision.video.worker_process import DecoderCrashedError, DecoderHungError, DecoderStartError
@@ -168,7 +169,7 @@ def _backend_names(backend: str) -> tuple[str, ...]:
     return (backend,)
 
 
-def _resolve_source(source: str | os.PathLike[str] | bytes) -> tuple[str | bytes, str]:
+def _resolve_source(source: str | os.PathLike[str] | bytes) -> tuple[VideoSource, str]:
     """The input of the readers, and the name of the video in messages.
 
     Raises:
@@ -190,8 +191,9 @@ def _resolve_source(source: str | os.PathLike[str] | bytes) -> tuple[str | bytes
         raise FileNotFoundError(f"no such video: {file}")
     if file.stat().st_size == 0:
         raise ValueError(f"{file} is not a video that can be read (it is empty)")
-    _check_container(read_header(str(file)), str(file))
-    return str(file), str(file)
+    opened = source if isinstance(source, FileBelow) else str(file)
+    _check_container(read_header(opened), str(file))
+    return opened, str(file)
 
 
 def _check_container(header: bytes, name: str) -> None:

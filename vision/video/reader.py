@@ -8,7 +8,9 @@ from typing import Protocol
 
 from PIL import Image
 
-VideoSource = str | bytes
+from mmspec.vision.video.containers import FileBelow
+
+VideoSource = str | bytes | FileBelow
 """A path, or the content of a file."""
 FrameSize = tuple[int, int]
 """(width, height) in pixels."""

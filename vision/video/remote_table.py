@@ -42,6 +42,7 @@ class RemoteTable:
         read_range: Returns bytes of the file, from their start and number.
 
     Attributes:
+        num_bytes: Bytes of the file.
         columns: Their names.
         group_rows: Rows of each row group of Parquet; None for an Arrow stream.
 
@@ -54,6 +55,7 @@ class RemoteTable:
     """
 
     def __init__(self, pool: DecoderPool, kind: str, size: int, read_range: Callable[[int, int], bytes]) -> None:
+        self.num_bytes = size
         self._pool, self._read_range, self._worker = pool, read_range, pool.acquire()
         try:
             found = self._ask({"op": "table", "kind": kind, "size": size}, ("columns", "group_rows"))[0]
