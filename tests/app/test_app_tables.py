@@ -161,7 +161,7 @@ def test_splits_and_json_files_stay_in_the_folder(tmp_path: Path) -> None:
         read(tmp_path / "d", split="../private")
     os.rename(tmp_path / "d" / "train", tmp_path / "d" / "old")
     (tmp_path / "d" / "train").symlink_to(tmp_path / "private")
-    with pytest.raises(UsageError, match="leads out"):
+    with pytest.raises(UsageError, match=r"leads out|is a link now"):
         read(tmp_path / "d")
     os.remove(tmp_path / "private" / "state.json")
     for text in ("[" * 100_000, "[]", "{", "{}", '{"_data_files": 7}', '{"_data_files": [7]}'):
