@@ -19,6 +19,7 @@ from torch import Tensor
 from mmspec.app.io.images import media_images
 from mmspec.app.io.jsonl import replace_file
 from mmspec.app.modeling.captioner import Captioner, out_of_memory
+from mmspec.app.train.answers import MAX_ANSWER_TOKENS, answer_ids, check_answer
 from mmspec.app.train.datasets import Request, RequestDataset
 from mmspec.cpu.bf16 import bf16_is_faster
 from mmspec.drafters.checkpoints.format import tokenizer_fingerprint
@@ -40,6 +41,7 @@ class Teacher:
         answers: token ids of the answers so far, by request index.
         text_lengths: approximate number of tokens of prompt and answer, by request index.
         cache_bytes: host memory that is left for hidden states.
+        max_new_tokens: of an answer that the target generates; one of the data may have more.
         aux_layers: indices of the hidden states that batches carry besides the last (`TrainBatch.aux_hidden_states`).
         has_axes: whether batches carry the target's own position ids, if it counts on several axes.
     """
@@ -59,6 +61,7 @@ class Teacher:
         self.model, self.tokenizer = model, processor.tokenizer
         self.aux_layers: tuple[int, ...] = ()
         self.has_axes = False
+        self.max_new_tokens = 0
         self.answers: dict[int, list[int]] = {}
         self.text_lengths: dict[int, int] = {}
 
@@ -105,6 +108,7 @@ class Teacher:
             start_index: index of the first request that needs an answer.
         """
         folder.mkdir(parents=True, exist_ok=True)
+        self.max_new_tokens = max_new_tokens
         rank, world_size = shard
         file = folder / (ANSWERS if world_size == 1 else f"answers-{rank}.jsonl")
         self._read(file, repair=True)
@@ -170,8 +174,7 @@ class Teacher:
         return [outputs[index] for index in indices]
 
     def _tokenize(self, answer: str) -> list[int]:
-        ids = self.tokenizer(" " + answer.strip(), add_special_tokens=False).input_ids
-        return [*ids, *self.captioner.eos_ids[:1]]
+        return answer_ids(self.tokenizer, answer, self.captioner.eos_ids)
 
     def _generate(self, inputs: dict[str, Any], max_new_tokens: int) -> list[list[int]]:
         """Ids of the answer to each request, up to the end-of-sequence id.
@@ -193,8 +196,8 @@ class Teacher:
     ) -> tuple[Sequence[Request], dict[str, Any]]:
         """Requests of `data`, and the target's inputs of them.
 
-        One that the target cannot take (its processor refuses the picture, the prompt is too long) is left out, and
-        another takes its place, in every run alike.
+        One that the target cannot take (its processor refuses the picture, prompt or answer are too long) is left out,
+        and another takes its place, in every run alike.
 
         Args:
             requests: those of the indices, where they were read already.
@@ -205,19 +208,27 @@ class Teacher:
         while True:
             requests = requests or [data[index] for index in indices]
             try:
-                media, questions = [one.media for one in requests], [one.question for one in requests]
-                return requests, self.captioner.checked_inputs(media, questions)
+                return requests, self._checked_inputs(requests)
             except Exception as error:  # processors raise nearly any type
                 refused = None if out_of_memory(error) else self._first_refused(requests)
                 if refused is None or not data.reject(indices[refused[0]], refused[1]):
                     raise
             requests = None
 
+    def _checked_inputs(self, requests: Sequence[Request]) -> dict[str, Any]:
+        """The target's inputs of requests whose prompts and answers it can take."""
+        inputs = self.captioner.checked_inputs([one.media for one in requests], [one.question for one in requests])
+        for request, length in zip(requests, inputs["attention_mask"].sum(1).tolist(), strict=True):
+            if request.answer is not None:
+                ids, limit = self._tokenize(request.answer), max(MAX_ANSWER_TOKENS, self.max_new_tokens)
+                check_answer(self.model, self.tokenizer, ids, length, self.media_token_ids, limit)
+        return inputs
+
     def _first_refused(self, requests: Sequence[Request]) -> tuple[int, Exception] | None:
         """The first request that is refused alone, and why."""
         for place, request in enumerate(requests):
             try:
-                self.captioner.checked_inputs([request.media], [request.question])
+                self._checked_inputs([request])
             except Exception as error:
                 return place, error
         return None

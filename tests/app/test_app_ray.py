@@ -28,6 +28,7 @@ from mmspec.app.caption.ray_stages import (
     plan_job,
 )
 from mmspec.app.cli.main import main
+from mmspec.app.io import jsonl
 from mmspec.app.io.output import Finished
 from mmspec.app.modeling.synthetic_images import write_images
 from mmspec.hints import install_hint
@@ -63,7 +64,7 @@ def write_stages(out: Path, planned: list[Any], config: CaptionConfig) -> list[l
         found = [one[COLUMN][0] for one in stage(decoded)]
         rows += [row for batch in found if isinstance(batch, CaptionedBatch) for row in batch.rows]
         sizes.append([len(batch.rows) for batch in found if isinstance(batch, CaptionedBatch)])
-    out.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out.write_bytes(b"".join(map(jsonl.encode_row, rows)))
     return sizes[:-1]
 
 

@@ -271,6 +271,34 @@ def test_incomplete_answers_are_generated_again(data: Path, tmp_path: Path, monk
     assert teacher.answers[2] == [*tokens, 2], "an answer of the data is used"
 
 
+@pytest.mark.parametrize("kind", ["placeholder", "in_a_word", "positions", "limit", "letters"])
+def test_answers_are_checked_as_prompts_are(
+    kind: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """The odd record is left out, in every run alike; the others are trained."""
+    rows = [json.loads(line) for line in data.read_text().splitlines()]
+    odd = {"placeholder": "look at the <image> above", "in_a_word": "x<image>y", "letters": "a" * 66_000}
+    rows[1]["answer"] = odd.get(kind, "red house " * 40)
+    data.write_text("\n".join(map(json.dumps, rows)))
+    messages = {
+        "positions": "image, prompt and answer have",
+        "limit": "the answer has 81 tokens; --max-new-tokens raises the limit of 30",
+    }
+    messages["letters"] = "the answer has 66000 characters"
+    model, processor = random_model("tiny")
+    if kind == "limit":
+        monkeypatch.setattr("mmspec.app.train.data.MAX_ANSWER_TOKENS", 30)
+    if kind == "positions":
+        monkeypatch.setattr("mmspec.app.train.answers.max_positions", lambda model: 60)
+    for folder in (tmp_path, tmp_path / "again"):
+        teacher = Teacher(model, processor, FileData([str(data)]))
+        teacher.generate_answers(folder, 2, 8)
+        err = capsys.readouterr().err
+        assert err.count("mmspec: skipped") == 1 and messages.get(kind, "must not contain <image>") in err
+        assert len(teacher.answers) == 5 and max(map(len, teacher.answers.values())) <= 8
+        assert teacher.make_batch([0, 1, 2]).input_ids.shape[0] == 3
+
+
 def test_batches_hold_the_states_of_decoding(data: Path, tmp_path: Path) -> None:
     """Hidden states of one forward over prompt and answer are those of decoding, images included."""
     model, processor = random_model("tiny")
