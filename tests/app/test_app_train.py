@@ -282,7 +282,7 @@ def test_answers_are_checked_as_prompts_are(
     data.write_text("\n".join(map(json.dumps, rows)))
     messages = {
         "positions": "image, prompt and answer have",
-        "limit": "the answer has 81 tokens; --max-new-tokens raises the limit of 30",
+        "limit": "the answer has 81 tokens; the limit is 30",
     }
     messages["letters"] = "the answer has 66000 characters"
     model, processor = random_model("tiny")
