@@ -173,7 +173,8 @@ def build_output(config: CaptionConfig, process: ProcessInfo) -> Output:
 
     if config.format == "txt":
         return build_sidecars(config, process)
-    settings, ranks = config.fingerprint(process.world_size), {"rank": process.rank, "world_size": process.world_size}
+    ranks = {"rank": process.rank, "world_size": process.world_size}
+    settings = {} if config.out == "-" else job_settings(config, process)
     if config.out != "-" and config.format == "jsonl":
         return FileOutput(Path(config.out), settings, **ranks, overwrite=config.overwrite)
     if config.out != "-":
@@ -186,6 +187,15 @@ def build_output(config: CaptionConfig, process: ProcessInfo) -> Output:
             "several processes cannot share standard output: give --out FILE; for one, unset RANK and WORLD_SIZE"
         )
     return StreamOutput()
+
+
+def job_settings(config: CaptionConfig, process: ProcessInfo) -> dict[str, Any]:
+    """What determines the captions of a job: its settings, and the weights of its model if they can be told apart."""
+    from mmspec.app.io.job_metadata import WEIGHTS
+    from mmspec.app.modeling.weights_id import weights_id
+
+    found = weights_id(config.model)
+    return config.fingerprint(process.world_size) | ({WEIGHTS: found} if found is not None else {})
 
 
 def build_sidecars(config: CaptionConfig, process: ProcessInfo) -> Output:
@@ -216,7 +226,7 @@ def build_sidecars(config: CaptionConfig, process: ProcessInfo) -> Output:
         items,
         overwrite=config.overwrite,
         shard=config.shard,
-        settings=config.fingerprint(process.world_size),
+        settings=job_settings(config, process) if config.overwrite else {},
     )
     return output
 

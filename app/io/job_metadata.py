@@ -11,6 +11,8 @@ from mmspec.app.errors import UsageError
 from mmspec.app.io import jsonl
 
 Settings = Mapping[str, Any]
+WEIGHTS = "weights"
+"""The setting that identifies the weights of the model; jobs of earlier versions, and of some models, have none."""
 
 
 def check_settings(metadata: Path, settings: Settings, output: Path) -> None:
@@ -26,7 +28,14 @@ def check_settings(metadata: Path, settings: Settings, output: Path) -> None:
         raise UsageError(f"{output} has rows but no {metadata.name} beside it: {advice}") from None
     except (ValueError, KeyError, TypeError):
         raise UsageError(f"{metadata} is damaged: {advice}") from None
-    different_keys = [key for key in sorted(set(old) | set(settings)) if old.get(key) != settings.get(key)]
+    if None not in (old.get(WEIGHTS), settings.get(WEIGHTS)) and old[WEIGHTS] != settings[WEIGHTS]:
+        raise UsageError(
+            f"{output} has captions of other weights: --model {settings.get('model')} changed since it was written "
+            f"({old[WEIGHTS]!r:.16}, now {settings[WEIGHTS]!r:.16}): {advice}"
+        )
+    different_keys = [
+        key for key in sorted(set(old) | set(settings)) if key != WEIGHTS and old.get(key) != settings.get(key)
+    ]
     if different_keys:
         changed = ", ".join(f"{key} {old.get(key)!r} (now {settings.get(key)!r})" for key in different_keys)
         raise UsageError(f"{output} was written with {changed}: use the same settings, another --out, or --overwrite")
