@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from mmspec.app.io.cells import is_missing
+from mmspec.app.io.text import GENERIC_TOKENS
 
 TURN_KEYS = ("conversations", "messages", "conversation", "input")
 """Where a record holds a conversation."""
-GENERIC_TOKENS = ("<image>", "<video>")
-"""Placeholders of data sets, whatever the model's own are."""
 _SPEAKERS = {"human": "user", "gpt": "assistant"}
 
 

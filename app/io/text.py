@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+GENERIC_TOKENS = ("<image>", "<video>")
+"""Placeholders of pictures and clips in prompts of data sets, whatever the model's own are."""
 MAX_PROMPT_CHARS = 1 << 16
 """Characters of the prompt of a row."""
 

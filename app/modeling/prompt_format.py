@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mmspec.app.errors import UsageError
-from mmspec.app.io.conversations import GENERIC_TOKENS
+from mmspec.app.io.text import GENERIC_TOKENS
 
 if TYPE_CHECKING:
     from transformers import ProcessorMixin

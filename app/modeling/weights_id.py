@@ -26,7 +26,7 @@ SAMPLES = 4
 """Parts of a tensor that are hashed, its first and its last among them."""
 FILE_SAMPLES = 4096
 """The same of a file whose tensors are not known."""
-MAX_HEADER_BYTES = 100 << 20
+MAX_TENSOR_HEADER_BYTES = 100 << 20
 """Largest header of safetensors, as the library itself has it."""
 _DECISIVE = re.compile(
     r"config\.json|generation_config\.json|.*processor_config\.json|tokenizer.*|special_tokens_map\.json|added_tokens\.json"
@@ -88,7 +88,7 @@ def _spread(start: int, end: int, count: int) -> Iterator[tuple[int, int]]:
 def _tensor_ranges(file: BinaryIO, size: int) -> list[tuple[int, int]] | None:
     """Where the tensors of a file of safetensors lie, from its header; None if that is damaged."""
     length = int.from_bytes(file.read(8), "little")
-    if length > min(size, MAX_HEADER_BYTES):
+    if length > min(size, MAX_TENSOR_HEADER_BYTES):
         return None
     try:
         header = json.loads(file.read(length))
