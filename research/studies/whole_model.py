@@ -19,6 +19,8 @@ from typing import Any
 import mmspec
 from mmspec.app.cli.arguments import positive_int, split_commas
 from mmspec.app.train.text_teacher import TextCaptioner, is_text_target, read_questions
+from mmspec.patching import patch_state
+from mmspec.targets.patched_class import KEY, change_class, restore_class
 
 FIRST_SCENE = 50_000_000
 """Seed of the first scene; held out from all trainings."""
@@ -107,7 +109,7 @@ class PatchedState:
     def __init__(self, model: Any, name: str, processor: Any, tree_size: int | None) -> None:
         self.model = model
         mmspec.patch(model, drafter=name, processor=processor, tree_size=tree_size)
-        self._generate, self._state = model.__dict__["generate"], model.__dict__["_mmspec"]
+        self._state = patch_state(model)
         self._remove()
 
     @property
@@ -116,13 +118,14 @@ class PatchedState:
         return self._state.total
 
     def __enter__(self) -> None:
-        self.model.__dict__["generate"], self.model.__dict__["_mmspec"] = self._generate, self._state
+        change_class(self.model, self._state)
 
     def __exit__(self, *error: object) -> None:
         self._remove()
 
     def _remove(self) -> None:
-        del self.model.__dict__["generate"], self.model.__dict__["_mmspec"]
+        restore_class(self.model)
+        del self.model.__dict__[KEY]
 
 
 if __name__ == "__main__":
