@@ -23,6 +23,7 @@ from mmspec.app.io.job_metadata import Settings, is_overwriting, write_settings
 from mmspec.app.io.jsonl import Row
 from mmspec.app.io.output import Finished, JobSummary, check_writable_folder, make_output_folder
 from mmspec.files import atomic_write
+from mmspec.vision.video.containers import open_regular_file
 
 SIDECAR_SUFFIX = ".txt"
 JOB_SUFFIX = ".job"
@@ -166,6 +167,8 @@ class SidecarOutput:
             if not row["error"]:
                 path = self.sidecar(item)
                 with explain_write(path):
+                    if self.folder is None and item.below is not None:
+                        os.close(open_regular_file(item.below))  # no link has come to be on the way to it
                     path.parent.mkdir(parents=True, exist_ok=True)
                     if self.overwrite or not path.exists():  # what somebody wrote meanwhile is left alone as well
                         with atomic_write(path) as part:

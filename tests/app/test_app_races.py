@@ -13,12 +13,14 @@ from input_table import line
 from test_app_inputs import content_of, picture, read
 from video_files import write_video
 
+from mmspec.app.errors import OutputError
 from mmspec.app.io.content import Pictures
 from mmspec.app.io.decode import decode_item
 from mmspec.app.io.held import hold
 from mmspec.app.io.images import ImageError
 from mmspec.app.io.item import Item
 from mmspec.app.io.picture_header import picture_sizes
+from mmspec.app.io.sidecars import SidecarOutput
 from mmspec.vision.video.containers import FileBelow, open_regular_file
 from mmspec.vision.video.decoder_pool import DecoderPool
 from mmspec.vision.video.samplers import Uniform
@@ -159,3 +161,19 @@ def test_a_split_that_becomes_a_link_is_not_followed(tmp_path: Path) -> None:
     for file in files:
         with pytest.raises(OSError, match="is a link now, or behind one"):
             open_regular_file(file)
+
+
+def test_no_text_file_is_written_where_a_link_leads(tmp_path: Path) -> None:
+    inner, private = tmp_path / "set" / "sub", tmp_path / "private"
+    inner.mkdir(parents=True)
+    private.mkdir()
+    for folder in (inner, private):
+        (folder / "a.png").write_bytes(picture())
+    (item,) = read(write_list(tmp_path / "set", "txt", "sub/a.png"))
+    output = SidecarOutput(None, [str(tmp_path / "set" / "list.txt")], lambda: [item])
+    output.open()
+    output.begin(False)
+    folder_becomes_link(inner, private)
+    with pytest.raises(OutputError, match="is a link now, or behind one"):
+        output.write([{"id": item.id, "caption": "red", "error": None, "prompt_sha1": "0"}], [item])
+    assert [file.name for file in private.iterdir()] == ["a.png"]
