@@ -105,8 +105,8 @@ class CaptionBatch:
         self.input_folder = folder / "files"
         self.output_file = folder / "captions.jsonl"
         self.input_folder.mkdir()
-        paths = link_files(files, self.input_folder)
         given = unique_names([clean_name(name) for name in names] if names else [file.name for file in files])
+        paths = link_files(files, self.input_folder, given)
         self.thumbnails: dict[str, str] = {}
         manifests = [path for path in paths if path.suffix.lower() in MANIFESTS]
         self._paths, self._refused, self.total = self._find_items(manifests)
@@ -256,11 +256,15 @@ def write_parquet(rows: Sequence[Row], file: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), file)
 
 
-def link_files(files: Sequence[Path], folder: Path) -> list[Path]:
-    """Link files into a folder under sanitized names; a second file of the same name gets a number."""
+def link_files(files: Sequence[Path], folder: Path, names: Sequence[str] = ()) -> list[Path]:
+    """Link files into a folder under sanitized names; a second file of the same name gets a number.
+
+    Args:
+        names: of the files as a list may name them; each is kept where it is a plain name with the file's own suffix.
+    """
     targets: list[Path] = []
-    for file in files:
-        name = sanitize_file_name(file.name)
+    for file, given in itertools.zip_longest(files, names):
+        name = given if given and _is_plain_name(given, file) else sanitize_file_name(file.name)
         target, number = folder / name, 1
         while target.exists():
             number += 1
@@ -271,6 +275,13 @@ def link_files(files: Sequence[Path], folder: Path) -> list[Path]:
             shutil.copyfile(file, target)
         targets.append(target)
     return targets
+
+
+def _is_plain_name(name: str, file: Path) -> bool:
+    """Whether a name can be that of a file in a folder of the server, and says no more than the file's own does."""
+    is_short = name.isprintable() and len(name.encode()) <= 200
+    is_own = Path(name).suffix.lower() == file.suffix.lower() not in MANIFESTS
+    return is_short and is_own and not name.startswith(".") and not {"/", "\\"} & set(name)
 
 
 def clean_name(name: str) -> str:

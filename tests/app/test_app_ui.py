@@ -658,6 +658,27 @@ def test_a_list_names_uploaded_files_and_no_others(model_store: ModelStore, spac
         assert str(space.root) not in str(caught.value)
 
 
+def test_a_list_names_files_as_the_visitor_sees_them(
+    model_store: ModelStore, space: TempStorage, tmp_path: Path
+) -> None:
+    """Gradio stores uploads under names without brackets, signs and quotes."""
+    names = ["photo (1).png", "cat@2x.png", "it's.png", "plain.png", ".hidden.png"]
+    stored = ["photo 1.png", "cat2x.png", "its.png", "plain.png", ".hidden.png"]
+    pictures = write_images(tmp_path / "p", len(names))
+    for number, (path, name) in enumerate(zip(pictures, stored, strict=True)):
+        pictures[number] = path.rename(path.with_name(name))
+    (tmp_path / "list.csv").write_text("file_name\n" + "".join(f'"{name}"\n' for name in names[:4]))
+    files, settings = [*pictures, tmp_path / "list.csv"], RunSettings("tiny", max_new_tokens=4)
+    given = [*names, "a (list).csv"]
+    batch = CaptionBatch(model_store, files, None, settings, Limits(), space.new_folder(), given).run(CancelSignal(60))
+    assert [(row["file_name"], row["error"]) for row in batch.rows] == [(name, None) for name in names[:4]]
+    folder = tmp_path / "out"
+    folder.mkdir()
+    odd = ["../x.png", "a/b.png", ".x.png", "x.svg", "x" * 300 + ".png", "\ud800.png"]
+    linked = link_files([pictures[0]] * len(odd), folder, odd)
+    assert {path.name for path in linked} == {"photo 1.png", *(f"photo 1_{number}.png" for number in range(2, 7))}
+
+
 def test_rows_have_the_given_names_and_small_pictures(
     model_store: ModelStore, space: TempStorage, tmp_path: Path
 ) -> None:
@@ -666,7 +687,7 @@ def test_rows_have_the_given_names_and_small_pictures(
     settings = RunSettings("tiny", max_new_tokens=4)
     batch = CaptionBatch(model_store, paths, None, settings, Limits(), space.new_folder(), names)
     batch.run(CancelSignal(60))
-    assert [row["file_name"] for row in batch.rows] == ["Ü [1]*?.png", "Ü [1]*?_2.png", "x[31m.png"]
+    assert [row["file_name"] for row in batch.rows] == ["x[31m.png", "Ü [1]*?.png", "Ü [1]*?_2.png"]
     assert [json.loads(line)["file_name"] for line in batch.output_file.read_text().splitlines()] == [
         row["file_name"] for row in batch.rows
     ]
