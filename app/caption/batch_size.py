@@ -15,7 +15,7 @@ MEMORY_SHARE = 0.45
 MIN_BATCH_GAIN = 1.05
 """Rows per second of a doubled batch over those before, below which the smaller size is taken."""
 BATCHES_PER_SIZE = 2
-"""Batches of one size that are measured; the first of them warms up."""
+"""Batches of one size that are measured; the first warms up. One more if they are no faster: one may have stalled."""
 
 
 class BatchSizer:
@@ -49,7 +49,8 @@ class BatchSizer:
         if self._measured < BATCHES_PER_SIZE:
             return
         if self._rate < MIN_BATCH_GAIN * self._previous_rate:
-            self.limit(self.size // 2)
+            if self._measured > BATCHES_PER_SIZE:
+                self.limit(self.size // 2)
         elif 2 * self.size > MAX_AUTO_SIZE or used_memory_share() > MEMORY_SHARE:
             self._searching = False
         else:

@@ -28,6 +28,8 @@ MIN_KNOWN_ROUNDS = 8
 """Rounds of an arm before it is compared with others: single rounds tell little."""
 FIRST_ROUNDS = 64
 """Rounds of the first arm, times rows, before others are tried: arms need some text to show what they earn."""
+STALL_RATIO = 4.0
+"""Ratio of a round's seconds to the mean of an arm's other rounds beyond which it says nothing."""
 WARM_UP_ROUNDS = 2
 """First rounds of an arm at a number of rows, which are slow (kernels are selected) and not counted."""
 
@@ -40,11 +42,13 @@ class ArmRate:
         tokens: emitted per active row.
         seconds: of the rounds.
         rounds: number of rounds.
+        has_stalled: whether the last round was left out.
     """
 
     tokens: float = 0.0
     seconds: float = 0.0
     rounds: float = 0.0
+    has_stalled: bool = False
 
     @property
     def rate(self) -> float | None:
@@ -52,7 +56,14 @@ class ArmRate:
         return self.tokens / self.seconds if self.seconds else None
 
     def add(self, tokens: float, seconds: float, decay: float) -> None:
-        """One more round."""
+        """One more round. One alone that took many times as long as the others says nothing: the machine stalled."""
+        limit_s = STALL_RATIO * self.seconds / self.rounds if self.rounds else seconds
+        self.has_stalled = seconds > limit_s and not self.has_stalled
+        if self.has_stalled:
+            return
+        seconds = min(seconds, limit_s)
+        if STALL_RATIO * STALL_RATIO * seconds < limit_s:  # so did all rounds before
+            self.seconds = seconds * self.rounds
         self.tokens = decay * self.tokens + tokens
         self.seconds = decay * self.seconds + seconds
         self.rounds = decay * self.rounds + 1

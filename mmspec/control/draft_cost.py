@@ -65,7 +65,8 @@ class CostByLength:
             return
         mean_length, mean_s = self.means[bucket]
         weight = 0.5 if seconds < mean_s else 0.2
-        self.means[bucket] = mean_length + weight * (length - mean_length), ema(mean_s, seconds, weight)
+        mean_s = ema(mean_s, seconds, weight, restart_below=0.5)  # the first one may have been a stall
+        self.means[bucket] = mean_length + weight * (length - mean_length), mean_s
 
     def slope(self) -> float | None:
         """Seconds per additional token between the shortest and the longest bucket; None if they are too close."""

@@ -6,6 +6,7 @@ Measured in real rounds of the running process, shared by its calls; `TreeSizeCo
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,7 +17,13 @@ DEFAULT_NODE_COST = {"cpu": 0.11, "other": 0.01}
 MAX_NET_COST = 0.01
 """Largest fraction of the decoding time that unprofitable drafting may cost."""
 MAX_BACKOFF = 512
-"""Largest number of rounds without a call of the drafter."""
+"""Largest number of rounds of a call without a call of the drafter."""
+TRIAL_SHARE = 0.02
+"""Fraction of the time that drafts may lose which are tried again in each call, where those of earlier calls lost."""
+MAX_DEBT, MAX_CREDIT = 3.0, 4.0
+"""Rounds of plain decoding that trials may lose before they are earned, and that are saved up for them."""
+STALL_ROUNDS = 2.0
+"""A draft is not taken to last longer than so many rounds, or twice the mean loss: the machine may have stalled."""
 MIN_CALIBRATION, MAX_CALIBRATION = 0.05, 1.5
 """Bounds of `RoundCostModel.calibration`."""
 MIN_RESTORED_CALIBRATION = 0.5
@@ -42,7 +49,7 @@ def assumed_cost(num_nodes: int, device: str = "cpu") -> float:
 
 @dataclass
 class DraftNetCost:
-    """Whether drafting saves time at one batch size, and how long the drafter is not called if it does not.
+    """Whether drafting saves time at one batch size, over all calls.
 
     The net cost of a draft is the time that it adds to a round, minus the time in which plain decoding would emit the
     accepted tokens.
@@ -52,7 +59,7 @@ class DraftNetCost:
         tokens_per_round: mean tokens that an active row emits in a round with a draft.
         round_s: mean seconds of a round with a draft.
         num_drafts: number of drafts counted.
-        backoff: rounds until the drafter is called again.
+        credit_s: seconds that trials may lose: earned in all rounds, spent by drafts that lose.
         rounds_since_plain: rounds since the last one-node round, over all calls.
         measured_sizes: tree sizes that were scored before. The first use of a size is slow (kernels are selected,
             memory is allocated) and not counted.
@@ -62,7 +69,7 @@ class DraftNetCost:
     tokens_per_round: float = 0.0
     round_s: float = 0.0
     num_drafts: int = 0
-    backoff: int = 0
+    credit_s: float = 0.0
     rounds_since_plain: int = 0
     measured_sizes: set[int] = field(default_factory=set)
 
@@ -73,6 +80,41 @@ class DraftNetCost:
         self.mean_s += weight * (net_cost_s - self.mean_s)
         self.tokens_per_round += weight * (tokens - self.tokens_per_round)
         self.round_s += weight * (round_s - self.round_s)
+
+    def earn(self, seconds: float, plain_s: float) -> None:
+        """Count what a round earned for trials, or lost by one (negative)."""
+        self.credit_s = min(MAX_CREDIT * plain_s, self.credit_s + seconds)
+
+    def likely_s(self, draft_s: float, plain_s: float) -> float:
+        """The seconds of a draft without what a stall of the machine may have added."""
+        return min(draft_s, max(STALL_ROUNDS * plain_s, 2 * self.mean_s)) if plain_s else draft_s
+
+
+@dataclass
+class CallNetCost:
+    """`DraftNetCost` as one call sees it: what earlier calls have found weighs as one draft, since texts differ.
+
+    Attributes:
+        mean_s: mean net cost of a draft.
+        num_known: drafts that it is based on, the one of earlier calls included.
+        num_drafts: drafts of the call that were counted.
+        backoff: rounds until the drafter is called again.
+    """
+
+    mean_s: float = 0.0
+    num_known: int = 0
+    num_drafts: int = 0
+    backoff: int = 0
+
+    @classmethod
+    def after(cls, earlier: DraftNetCost) -> CallNetCost:
+        """At the start of a call."""
+        return cls(earlier.mean_s, min(1, earlier.num_drafts))
+
+    def add(self, net_cost_s: float) -> None:
+        """Count one draft."""
+        self.num_known, self.num_drafts = self.num_known + 1, self.num_drafts + 1
+        self.mean_s += max(1 / self.num_known, 0.1) * (net_cost_s - self.mean_s)
 
     def back_off(self, plain_s: float) -> None:
         """Skip so many rounds that the mean net cost is at most `MAX_NET_COST` of their time; fewer after few drafts.
@@ -94,6 +136,8 @@ class RoundCostModel:
         draft_net_cost: {B: net cost of drafting}.
         calibration: ratio of accepted tokens to those that the drafter's scores predicted.
         num_calibrations: rounds that `calibration` is based on.
+        first_uses: {(whether it is of `score_s`, key)} of what was measured once. The first use of a size may be slow
+            (kernels are selected, memory is allocated), so nothing that is worse than assumed follows from it.
     """
 
     device: str = "cpu"
@@ -102,6 +146,7 @@ class RoundCostModel:
     draft_net_cost: dict[int, DraftNetCost] = field(default_factory=dict)
     calibration: float = 1.0
     num_calibrations: int = 0
+    first_uses: set[tuple[bool, tuple[int, int]]] = field(default_factory=set)
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RoundCostModel:
@@ -117,6 +162,7 @@ class RoundCostModel:
                 net_costs,
                 self.calibration,
                 self.num_calibrations,
+                set(self.first_uses),
             )
 
     def snapshot(self) -> dict[str, Any]:
@@ -166,8 +212,14 @@ class RoundCostModel:
         """
         with self.lock:  # other threads may add sizes
             measured = {size: seconds for (rows, size), seconds in self.score_s.items() if rows == batch}
+            again = {size: measured[size] for size in measured if (True, (batch, size)) not in self.first_uses}
         if not measured:
             return 0.0
+        found = self._forward_s(measured, num_nodes)
+        return min(found, self._forward_s(again, num_nodes)) if 1 in again else found
+
+    def _forward_s(self, measured: Mapping[int, float], num_nodes: int) -> float:
+        """`forward_s` by the seconds of some sizes."""
         sizes = sorted(measured)
         if num_nodes in measured:  # a cheaper larger size shows that this size's mean still contains its slow first use
             return min(measured[size] for size in sizes if size >= num_nodes)
@@ -179,7 +231,10 @@ class RoundCostModel:
 
     def round_s(self, batch: int, num_nodes: int) -> float:
         """Seconds of one round without its draft."""
-        overhead_s = self.overhead_s.get((batch, num_nodes), self.overhead_s.get((batch, 1), 0.0))
+        plain_s = self.overhead_s.get((batch, 1), 0.0)
+        overhead_s = self.overhead_s.get((batch, num_nodes), plain_s)
+        if (False, (batch, num_nodes)) in self.first_uses and (False, (batch, 1)) not in self.first_uses and plain_s:
+            overhead_s = min(overhead_s, plain_s)
         return self.forward_s(batch, num_nodes) + overhead_s
 
     def saved_s(self, batch: int, num_drafts: int) -> float | None:
@@ -193,13 +248,20 @@ class RoundCostModel:
         with self.lock:
             failed = [net_cost for net_cost in self.draft_net_cost.values() if net_cost.mean_s > 0]
             for net_cost in failed:
-                net_cost.backoff = net_cost.num_drafts = 0
+                net_cost.mean_s, net_cost.num_drafts, net_cost.credit_s = 0.0, 0, 0.0
             if failed and self.calibration < 1:
                 self.calibration, self.num_calibrations = 1.0, 0
 
     def update(self, table: dict[Any, float], key: Any, seconds: float) -> None:
         """Add a measurement to `score_s` or `overhead_s`."""
+        use = table is self.score_s, key
         with self.lock:
+            if key not in table:
+                self.first_uses.add(use)
+            elif use in self.first_uses:
+                self.first_uses.remove(use)
+                table[key] = min(table[key], seconds)
+                return
             table[key] = ema(table.get(key), seconds, COST_WEIGHT, restart_below=0.5)
 
     def relax_calibration(self, weight: float) -> None:
@@ -214,3 +276,9 @@ class RoundCostModel:
             weight = max(1 / (self.num_calibrations + 2), 0.1)
             calibration = self.calibration + weight * (min(2.0, ratio) - self.calibration)
             self.calibration = min(MAX_CALIBRATION, max(MIN_CALIBRATION, calibration))
+
+    def expect_more(self) -> None:
+        """Let a low calibration recover, which is of texts whose drafts did not pay, for a text that may differ."""
+        with self.lock:
+            self.calibration = max(MIN_RESTORED_CALIBRATION, self.calibration)
+            self.num_calibrations = min(MAX_RESTORED_CALIBRATIONS, self.num_calibrations)

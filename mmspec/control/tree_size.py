@@ -2,8 +2,9 @@
 
 Learns, from real rounds of the running process, the seconds of a forward over (B, N) nodes and of a draft. Weighs them
 against the drafter's scores (probabilities that nodes are accepted), calibrated by how many tokens were accepted. If
-drafting costs time on average, the drafter is called so rarely that it costs at most `MAX_NET_COST` of the time. No
-separate timing pass, no effect on the output. Independent of models and drafters.
+drafting costs time on average, the drafter is called so rarely that it costs at most `MAX_NET_COST` of the time. A
+new call tries anew, as long as such trials lose `TRIAL_SHARE` of the time. No separate timing pass, no effect on the
+output. Independent of models and drafters.
 """
 
 from __future__ import annotations
@@ -12,7 +13,14 @@ import math
 
 import torch
 
-from mmspec.control.round_cost import DraftNetCost, RoundCostModel, cost_rows
+from mmspec.control.round_cost import (
+    MAX_DEBT,
+    TRIAL_SHARE,
+    CallNetCost,
+    DraftNetCost,
+    RoundCostModel,
+    cost_rows,
+)
 from mmspec.engine.tree import BUCKETS, DraftTree
 
 MIN_GAIN = 1.05
@@ -21,6 +29,8 @@ CALIBRATION_DECAY = 0.0005
 """Fraction by which `RoundCostModel.calibration` below 1 recovers in each round without a draft."""
 REMEASURE_EVERY = 128
 """Rounds after which plain decoding is measured again, so that its cost is not overestimated for long."""
+REMEASURE_FIRST = 8
+"""The same while it was measured once: that may have been slow."""
 DEFAULT_TREE_SIZE = 8
 """Tree size with `deterministic=True`, and upper bound before anything is measured."""
 DEVICES_WITH_SCORES = frozenset({"cpu"})
@@ -53,6 +63,10 @@ class TreeSizeController:
         self.fixed_tree_size = fixed_tree_size
         self.max_tree_size = fixed_tree_size or max_tree_size
         self._net_cost = costs.draft_net_cost.setdefault(batch, DraftNetCost()) if drafts else DraftNetCost()
+        self._call = CallNetCost.after(self._net_cost)
+        self._calls = {batch: self._call}
+        if self._call.mean_s > 0:
+            costs.expect_more()
         self._expected_gain = 0.0  # tokens beyond one per row that the chosen tree is expected to bring, uncalibrated
         self._num_active = 0  # rows that were drafted for in this round
 
@@ -63,11 +77,15 @@ class TreeSizeController:
             self.batch = batch
             if self.drafts:
                 self._net_cost = self.costs.draft_net_cost.setdefault(batch, DraftNetCost())
+                self._call = self._calls.setdefault(batch, CallNetCost.after(self._net_cost))
 
     @property
     def should_draft(self) -> bool:
-        """Whether the drafter is called in the coming round."""
-        return self.drafts and (self._net_cost.backoff == 0 or self.fixed_tree_size is not None)
+        """Whether the drafter is called in the coming round: where drafts have lost, if there is time for a trial."""
+        if not self.drafts or self.fixed_tree_size is not None:
+            return self.drafts
+        may_lose = self._net_cost.credit_s > -MAX_DEBT * self.costs.round_s(self.batch, 1)
+        return self._call.backoff == 0 and (self._call.mean_s <= 0 or may_lose or not self._net_cost.num_drafts)
 
     def choose_size(self, tree: DraftTree, num_active: int, max_gain: float = math.inf) -> int:
         """Number of nodes of `tree` worth scoring; 1 is plain decoding.
@@ -128,7 +146,7 @@ class TreeSizeController:
         """Count a round without a call of the drafter."""
         if not self.drafts:
             return
-        self._net_cost.backoff = max(0, self._net_cost.backoff - 1)
+        self._call.backoff = max(0, self._call.backoff - 1)
         self.costs.relax_calibration(CALIBRATION_DECAY)  # so that larger trees are tried again from time to time
 
     def record(self, num_nodes: int, *, draft_s: float, score_s: float, overhead_s: float, num_accepted: int) -> None:
@@ -148,10 +166,13 @@ class TreeSizeController:
         costs.update(costs.score_s, (self.batch, num_nodes), score_s)
         costs.update(costs.overhead_s, (self.batch, num_nodes), overhead_s)
         net_cost.rounds_since_plain = 0 if num_nodes == 1 else net_cost.rounds_since_plain + 1
-        if net_cost.rounds_since_plain > REMEASURE_EVERY:
-            net_cost.backoff = max(net_cost.backoff, 1)
+        is_known = (True, (self.batch, 1)) not in costs.first_uses
+        if net_cost.rounds_since_plain > (REMEASURE_EVERY if is_known else REMEASURE_FIRST):
+            self._call.backoff = max(self._call.backoff, 1)
         if self._expected_gain > 0:
             costs.calibrate(num_accepted / self._expected_gain)
+        plain_s = costs.round_s(self.batch, 1)
+        net_cost.earn(TRIAL_SHARE * min(draft_s + score_s + overhead_s, 2 * plain_s), plain_s)
         if self._num_active:
             round_s = draft_s + score_s + overhead_s
             self._update_net_cost(num_nodes, draft_s, round_s, num_accepted / self._num_active)
@@ -181,12 +202,14 @@ class TreeSizeController:
             net_cost.measured_sizes.add(num_nodes)
             return
         plain_s = self.costs.round_s(self.batch, 1)
-        net_cost_s = draft_s - gain * plain_s
+        net_cost_s = net_cost.likely_s(draft_s, plain_s) - gain * plain_s
         if num_nodes > 1:
             net_cost_s += self.costs.round_s(self.batch, num_nodes) - plain_s
         net_cost.add(net_cost_s, 1 + gain, round_s)
-        if net_cost_s > 0 and net_cost.mean_s > 0 and plain_s:
-            net_cost.back_off(plain_s)
+        net_cost.earn(-net_cost_s, plain_s)
+        self._call.add(net_cost_s)
+        if net_cost_s > 0 and self._call.mean_s > 0 and plain_s:
+            self._call.back_off(plain_s)
 
     def _expected_gains(self, tree: DraftTree, num_active: int) -> list[float]:
         """[N] expected tokens beyond one per row if the first n + 1 nodes are scored, summed over rows."""

@@ -167,10 +167,11 @@ def test_a_drafter_that_has_become_better_is_tried_where_it_did_not_pay() -> Non
     for _ in range(9):
         failed._net_cost.add(1.0, 1.0, 1.0)
         good._net_cost.add(-1.0, 2.0, 1.0)
-    failed._net_cost.back_off(1.0)
+    failed._net_cost.credit_s, costs.calibration = -9.0, 0.1
+    assert not TreeSizeController(costs, 16, drafts=True).should_draft and good.should_draft
     costs.calibration = 0.1
-    assert not failed.should_draft and good.should_draft
     costs.retry()
+    failed = TreeSizeController(costs, 16, drafts=True)
     assert failed.should_draft and costs.calibration == 1.0
     failed._net_cost.add(-1.0, 2.0, 1.0)
     assert failed._net_cost.mean_s == -1.0 and good._net_cost.num_drafts == 9
