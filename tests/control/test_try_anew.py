@@ -7,6 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from mmspec.app.caption import batch_size
+from mmspec.app.caption.batch_size import AUTO_BATCH_SIZE, BatchSizer
 from mmspec.control.arbiter import DraftArbiter
 from mmspec.control.chain import ChainController, ChainPlan
 from mmspec.control.depth import DepthController
@@ -112,3 +114,15 @@ def test_depth_and_length_are_not_judged_by_slow_rounds(delay: str) -> None:
         lengths.append(plan.length)
         chain.record(1, ChainPlan("4 bits", plan.length), plan.length, [plan.length], 0.1 + added, 1.0 + added, 8)
     assert sum(levels[100:]) / 60 > 5 and sum(lengths[100:]) / 60 > 6
+
+
+@pytest.mark.parametrize("slow", [range(0), range(1), range(2, 3), range(3, 4), range(1, 2)])
+def test_a_batch_size_is_not_judged_by_a_stall(slow: range, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice the rows take 10% longer; the first batch of all is slow, and another may stall."""
+    now, sizer = [0.0], BatchSizer(AUTO_BATCH_SIZE)
+    monkeypatch.setattr(batch_size.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(batch_size, "used_memory_share", lambda: 0.0)
+    for number in range(20):
+        with sizer.measure(sizer.size):
+            now[0] += 1 + 0.1 * sizer.size / 4 + 50.0 * (number in slow)
+    assert sizer.size == 64
