@@ -47,7 +47,7 @@ def test_every_page_is_in_the_menu_and_what_is_linked_is_there(site: ModuleType,
     linked_only = {"app/scenes/weights/README.md"}
     assert len(set(menu)) == len(menu) and pages - linked_only == set(menu)
     assert (tmp_path / "pages" / "examples" / "script.py").is_file()
-    assert (tmp_path / "pages" / "docs" / "images" / "race.gif").is_file()
+    assert (tmp_path / "pages" / "docs" / "images" / "demo.png").is_file()
 
 
 def test_the_reference_has_every_public_name_and_command(site: ModuleType) -> None:

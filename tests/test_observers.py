@@ -11,12 +11,12 @@ import tiny_models as tiny
 import torch
 
 import mmspec
-from mmspec.app.ui.comparison import ComparisonRun
-from mmspec.app.ui.loaded_model import LoadedModel
-from mmspec.app.ui.model_store import ModelStore, RunSettings
-from mmspec.app.ui.recorder import RoundRecorder
-from mmspec.app.ui.worker import CancelSignal
+from mmspec.app.modeling.chat import build_inputs
+from mmspec.app.ui.model import DemoModel
+from mmspec.app.ui.rounds import RoundRecorder
+from mmspec.app.ui.run import Run, RunSettings
 from mmspec.interfaces import ObservedRound
+from mmspec.metrics.stats import Stats
 
 
 @pytest.mark.parametrize("drafter", ["hybrid", "own"])
@@ -61,30 +61,30 @@ def test_the_demo_and_compare_measure_what_a_script_does_and_store_no_costs(
 
     monkeypatch.setenv("MMSPEC_CACHE", str(tmp_path))
     monkeypatch.setenv("MMSPEC_COST_CACHE", "1")
-    store = ModelStore("tiny")
-    loaded: LoadedModel = store.get("tiny")
-    settings = RunSettings("tiny", drafter="hybrid", max_new_tokens=32, tree_size=8)
+    loaded = DemoModel("tiny")
+    loaded.load()
+    settings = RunSettings("hybrid", max_new_tokens=32, tree_size=8)
     image = draw_image(3)[0]
 
     def files() -> dict[str, bytes]:
         return {path.name: path.read_bytes() for path in (tmp_path / "costs").glob("*")}
 
-    runs = [ComparisonRun(store, image, (), "what is in it?", settings, CancelSignal(60)).run() for _ in range(3)]
-    assert not files() and not runs[-1].mmspec.stats.fallback_calls
-    request = loaded.kept_media.encode("", loaded.model, _inputs(loaded, image))[0]
+    def ask() -> Stats:
+        run = Run(loaded, None, lambda: image, (), "what is in it?", settings)
+        run.work(lambda: None)
+        return run.mmspec.stats
+
+    runs = [ask() for _ in range(3)]
+    assert not runs[-1].fallback_calls
+    before = files()
+    request = build_inputs(loaded.model, loaded.processor, [image], ["what is in it?"], [()])
     sampling: Any = {"max_new_tokens": 32, "do_sample": False}
     loaded.model.generate(**request, **sampling, mmspec={"drafter": loaded.get_drafter("hybrid"), "tree_size": 8})
-    assert mmspec.stats(loaded.model, last=True).tau == runs[0].mmspec.stats.tau > 1
+    assert mmspec.stats(loaded.model, last=True).tau == runs[0].tau > 1
     drafter = loaded.get_drafter("hybrid")
     for _ in range(2):
         loaded.model.generate(**request, **sampling, mmspec={"drafter": drafter})
     known = files()
     mmspec.compare(loaded.model, request, repeats=2, **sampling, mmspec={"drafter": drafter})
-    ComparisonRun(store, image, (), "what is in it?", settings, CancelSignal(60)).run()
-    assert files() == known and known, "only the script has stored something"
-
-
-def _inputs(loaded: LoadedModel, image: Any) -> Any:
-    from mmspec.app.modeling.chat import build_inputs
-
-    return build_inputs(loaded.model, loaded.processor, [image], ["what is in it?"], [()])
+    ask()
+    assert files() == known != before, "only the script has stored something"

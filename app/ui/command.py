@@ -1,11 +1,15 @@
-"""`mmspec demo`: the pages in a browser. Torch and gradio are imported after the arguments are checked."""
+"""`mmspec demo`: a chat in a browser. Torch and gradio are imported after the arguments are checked."""
 
 from __future__ import annotations
 
 import argparse
-import os
+import gc
 import re
+import secrets
+import signal
+import threading
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 from mmspec.app.caption.progress import print_stderr
 from mmspec.app.cli.arguments import (
@@ -13,33 +17,33 @@ from mmspec.app.cli.arguments import (
     add_command,
     add_device_options,
     add_model_option,
-    goes_with,
     hide_progress_bars,
     positive_int,
     validate_drafter,
 )
 from mmspec.app.errors import UsageError, one_line
 
+if TYPE_CHECKING:
+    from mmspec.app.ui.limits import Limits
+    from mmspec.app.ui.model import DemoModel
+
 EPILOG = """\
 examples
   mmspec demo                                            the small built-in model, at http://127.0.0.1:7860
   mmspec demo --model llava-hf/llava-1.5-7b-hf --port 8000
-  mmspec demo --drafter ./my-drafter
-  mmspec demo --host 0.0.0.0 --allowed-host demo.example.org
-  mmspec demo --root-path /demo --allowed-host example.org   behind a proxy
+  mmspec demo --model ./my-text-model --drafter ./my-drafter
+  mmspec demo --root-path https://example.org/demo       behind a proxy on this machine
   mmspec demo --share                                    from the internet, with a password
 
-By default the pages are served to this machine only. Uploads are removed when the command ends (Ctrl-C).
-Pages may choose among the built-in models, or have the one named here, and the drafters; no others.
-mmspec examples runs the same comparison in the terminal, without gradio.
+The page is served to this machine only; from another one, use ssh -L, a proxy or --share. Uploads are removed when the
+command ends (Ctrl-C). For many files: mmspec caption. In a terminal, without gradio: mmspec examples.
 """
 DEFAULT_PORT = 7860
-PASSWORD_VARIABLE = "MMSPEC_DEMO_PASSWORD"
 SHARE_WARNING = """\
 mmspec demo --share: warning
-  Whoever has the address{and_password} can use this app from the internet: upload files, run the model on this machine.
-  The traffic passes a server of Gradio, which can read it. Gradio downloads its tunnel program at the first use.
-  The link ends with this command (Ctrl-C), at the latest after a week."""
+  Whoever has the address and the password can use this app from the internet: upload files, run the model on this
+  machine. The traffic passes a server of Gradio, which can read it. Gradio downloads its tunnel program at the first
+  use. The link ends with this command (Ctrl-C), at the latest after a week."""
 
 
 def add_parser(commands: Commands, common: argparse.ArgumentParser) -> None:
@@ -49,24 +53,14 @@ def add_parser(commands: Commands, common: argparse.ArgumentParser) -> None:
         common,
         "demo",
         run,
-        help="pages in a browser: plain and speculative answers side by side",
-        description="Ask about pictures and clips in a browser: plain generate and mmspec side by side.",
+        help="a chat in a browser: mmspec's answer, and plain generate's beside it",
+        description="Ask about pictures and clips in a browser: mmspec answers first, plain generate beside it.",
         epilog=EPILOG,
     )
     add = parser.add_argument
     add_model_option(parser)
     add("--drafter", default="auto", metavar="D", help="drafter (default auto)")
     add_device_options(parser)
-    add("--host", default="127.0.0.1", metavar="H", help="address to listen on (default 127.0.0.1: this machine only)")
-    add(
-        "--allowed-host",
-        action="append",
-        default=[],
-        type=host_name,
-        metavar="NAME",
-        help="also answer to this host name, NAME or NAME:PORT (may be repeated; needed with --host 0.0.0.0 and behind "
-        "a proxy; addresses of this machine need none)",
-    )
     add(
         "--port",
         type=parse_port,
@@ -77,19 +71,16 @@ def add_parser(commands: Commands, common: argparse.ArgumentParser) -> None:
     add(
         "--root-path",
         type=root_path,
-        default="",
-        metavar="/P",
-        help="the path under which a proxy serves the pages, and which it removes, such as /demo (default: none); "
-        "docs/quickstart.md has a block for nginx",
+        default=None,
+        metavar="URL",
+        help="the address at which a proxy serves the page, such as https://example.org/demo (docs/quickstart.md)",
     )
+    add("--auth", type=name_and_password, default=None, metavar="NAME:PASSWORD", help="ask for these (Gradio's login)")
     add(
         "--share",
         action="store_true",
-        help="make the pages reachable from the internet through a tunnel of Gradio; asks for a password, which is "
-        f"printed, or that of the environment variable {PASSWORD_VARIABLE}",
+        help="make the page reachable from the internet by Gradio's tunnel, with --auth or a password that is printed",
     )
-    no_password = add("--no-password", action="store_true", help="with --share: admit everybody who has the address")
-    goes_with(no_password, "--share", lambda args: args.share)
     add(
         "--max-pixels", type=positive_int, default=None, metavar="N", help="refuse larger pictures (default 40,000,000)"
     )
@@ -103,101 +94,76 @@ def parse_port(text: str) -> int:
 
 
 def root_path(text: str) -> str:
-    """A path such as /demo, without a slash at its end; a single slash is no path."""
-    if not re.fullmatch(r"(/[A-Za-z0-9_~-][A-Za-z0-9._~-]*)*/?", text):
-        raise argparse.ArgumentTypeError(f"must begin with a slash and be a plain path, such as /demo; got {text!r}")
+    """An address with or without a path."""
+    if not re.fullmatch(r"https?://[A-Za-z0-9_.-]+(:\d{1,5})?(/[A-Za-z0-9._~-]+)*/?", text):
+        raise argparse.ArgumentTypeError(f"must be an address such as https://example.org/demo; got {text!r}")
     return text.rstrip("/")
 
 
-def host_name(text: str) -> str:
-    """A host name, with or without a port."""
-    from mmspec.app.ui.middleware.names import parse_allowed_host
-
-    try:
-        parse_allowed_host(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return text
+def name_and_password(text: str) -> tuple[str, str]:
+    """The two parts of NAME:PASSWORD."""
+    name, _, password = text.partition(":")
+    if not name or not password:
+        raise argparse.ArgumentTypeError("must be NAME:PASSWORD, both not empty")
+    return name, password
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until interrupted."""
+    """Serve until interrupted, or until the model turns out to be unusable."""
     validate_drafter(args.drafter)
     require_gradio()
     from mmspec.app.modeling.load import resolve_device
     from mmspec.app.ui.limits import Limits
-    from mmspec.app.ui.model_store import ModelStore
-    from mmspec.app.ui.server import ShareError, serve
+    from mmspec.app.ui.model import DemoModel, ModelUnusableError
 
     hide_progress_bars(False)
     if args.device not in ("auto", "cpu"):  # these need no check, which would import torch
         resolve_device(args.device)
     limits = Limits() if args.max_pixels is None else Limits(max_pixels=args.max_pixels)
-    store = ModelStore(args.model, args.drafter, dtype=args.dtype, device=args.device)
-    password = choose_password(args.share, args.no_password)
-    if args.share:
-        for line in SHARE_WARNING.format(and_password=" and the password" if password else "").splitlines():
-            print_stderr(line)
     try:
-        with serve(
-            store,
-            limits=limits,
-            host=args.host,
-            port=args.port,
-            allowed=args.allowed_host,
-            record_opening=True,
-            password=password,
-            share=args.share,
-            root_path=args.root_path,
-        ) as server:
-            print(f"mmspec demo: {server.url} (Ctrl-C ends it)", flush=True)
-            if server.share_url is not None:
-                print(f"shared at {server.share_url}", flush=True)
-            if password is not None:
-                print(f"password: {password} (any user name)", flush=True)
-            wait_for_interrupt()
-    except ShareError as error:
-        raise UsageError(one_line(error)) from error
-    except OSError as error:
-        where = args.host if args.port is None else f"{args.host}, port {args.port}"
-        raise UsageError(f"cannot serve at {where} (--host, --port): {one_line(error)}") from error
+        model = DemoModel(args.model, args.drafter, dtype=args.dtype, device=args.device)
+        _serve(model, limits, args)
+    except ModelUnusableError as error:
+        print_stderr(f"mmspec: error: {one_line(error)}")
+        return 1
     return 0
 
 
-def choose_password(share: bool, no_password: bool) -> str | None:
-    """The password of the pages: that of the environment, else with `share` a random one, else none.
-
-    Raises:
-        UsageError: the password of the environment is refused.
-    """
-    from mmspec.app.ui.middleware.password import check_password, generate_password
-
-    if no_password:
-        return None
-    chosen = os.environ.get(PASSWORD_VARIABLE)
-    if chosen is not None:
-        try:
-            check_password(chosen)
-        except ValueError as error:
-            raise UsageError(f"{PASSWORD_VARIABLE} {error}") from None
-    return chosen or (generate_password() if share else None)
-
-
-def require_gradio() -> None:
-    """Raise `UsageError` with the install command if gradio is missing."""
-    if find_spec("gradio") is None:
-        from mmspec.hints import install_hint
-
-        raise UsageError(f"mmspec demo needs gradio: {install_hint('app')}")
-
-
-def wait_for_interrupt() -> None:
-    """Block until Ctrl-C or SIGTERM; both end the command cleanly."""
-    import signal
-    import threading
+def _serve(model: DemoModel, limits: Limits, args: argparse.Namespace) -> None:
+    from mmspec.app.ui.server import ShareError, serve
 
     interrupted = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: interrupted.set())
-    while not interrupted.wait(1.0):
-        pass
+    auth = args.auth or (("mmspec", secrets.token_urlsafe(12)) if args.share else None)
+    if args.share:
+        for line in SHARE_WARNING.splitlines():
+            print_stderr(line)
+    try:
+        with serve(
+            model, limits=limits, port=args.port, auth=auth, share=args.share, root_path=args.root_path or ""
+        ) as demo:
+            print(f"mmspec demo: {demo.url} (Ctrl-C ends it)", flush=True)
+            if demo.share_url is not None:
+                print(f"shared at {demo.share_url}", flush=True)
+            if auth is not None and not args.auth:
+                print(f"name: {auth[0]}, password: {auth[1]}", flush=True)
+            demo.wait(interrupted)
+        gc.freeze()  # the process ends: looking once more through all that torch has made would take seconds
+    except ShareError as error:
+        raise UsageError(one_line(error)) from error
+    except OSError as error:
+        where = "" if args.port is None else f", port {args.port}"
+        raise UsageError(f"cannot serve at 127.0.0.1{where} (--port): {one_line(error)}") from error
+
+
+def require_gradio() -> None:
+    """Check that gradio can be imported.
+
+    Raises:
+        UsageError: it is not installed.
+    """
+    if find_spec("gradio") is None:
+        from mmspec.hints import install_hint
+
+        raise UsageError(f"mmspec demo needs gradio, which is not installed; install it: {install_hint('app')}")

@@ -1,14 +1,11 @@
 """What is kept of a visitor's picture or clip between the turns of a conversation, and under which name.
 
-Per visitor: time would show what others have uploaded. Both sides of a race get the encoded picture; the prompt that
-was computed before (`reuse_prefix`) is the lanes' of mmspec alone, and each lane's own, so that none runs ahead of
-another. Used in the worker's thread, but for `forget`.
+Per visitor: time would show what others have uploaded. Both answers get the encoded picture; the prompt that was
+computed before (`reuse_prefix`) is mmspec's alone. Used in the worker's thread.
 """
 
 from __future__ import annotations
 
-import hashlib
-import threading
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,11 +16,6 @@ from mmspec.targets.prompt_rows import media_digests, nested_tensors
 
 MAX_ENCODED_BYTES = 1 << 28
 """Largest memory of all encoded pictures; those that were used longest ago go first."""
-
-
-def visitor_scope(visitor: str) -> str:
-    """How all scopes of a visitor begin; the name itself, which a client chooses, may be any text."""
-    return hashlib.sha256(visitor.encode()).hexdigest()
 
 
 TEXTS = frozenset(("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "position_ids"))
@@ -50,35 +42,27 @@ class EncodedMedia:
 
 @dataclass
 class KeptMedia:
-    """The last encoded picture or clip of each visitor. Thread-safe."""
+    """The last encoded picture or clip of each visitor."""
 
     max_bytes: int = MAX_ENCODED_BYTES
     _kept: dict[str, EncodedMedia] = field(default_factory=dict)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def encode(self, visitor: str, model: Any, inputs: dict[str, Any]) -> tuple[dict[str, Any], float]:
         """As `encode_media`; 0 seconds where the visitor's last picture is this one."""
         # All but the text: grids and sizes change what the tower makes of the same pixels.
         media = {name: value for name, value in inputs.items() if name not in TEXTS and isinstance(value, torch.Tensor)}
         (digest,) = media_digests(media, torch.ones(1, 1, dtype=torch.bool)) or [b""]
-        with self._lock:
-            kept = self._kept.pop(visitor, None)
-            if kept is not None and kept.digest == digest:
-                self._kept[visitor] = kept
-                texts = {name: value for name, value in inputs.items() if name not in PIXELS}
-                return texts | {"mm_encoder_outputs": kept.features}, 0.0
+        kept = self._kept.pop(visitor, None)
+        if kept is not None and kept.digest == digest:
+            self._kept[visitor] = kept
+            texts = {name: value for name, value in inputs.items() if name not in PIXELS}
+            return texts | {"mm_encoder_outputs": kept.features}, 0.0
         request, seconds = encode_media(model, inputs)
         if visitor and digest and "mm_encoder_outputs" in request:
             self._keep(visitor, EncodedMedia(digest, request["mm_encoder_outputs"]))
         return request, seconds
 
-    def forget(self, visitor: str) -> None:
-        """Free what is kept of a visitor."""
-        with self._lock:
-            self._kept.pop(visitor, None)
-
     def _keep(self, visitor: str, media: EncodedMedia) -> None:
-        with self._lock:
-            self._kept[visitor] = media
-            while sum(one.nbytes for one in self._kept.values()) > self.max_bytes:
-                self._kept.pop(next(iter(self._kept)))
+        self._kept[visitor] = media
+        while sum(one.nbytes for one in self._kept.values()) > self.max_bytes:
+            self._kept.pop(next(iter(self._kept)))

@@ -1,13 +1,11 @@
 """Why a file is refused, in words for a visitor: no names of decoders, no bytes of the file, megapixels.
 
-Commands and the files of a batch keep the exact message; pages show these.
+Commands keep the exact message; the page shows these.
 """
 
 from __future__ import annotations
 
 import re
-
-from mmspec.app.errors import UsageError
 
 READABLE_PICTURES = "PNG, JPEG, WebP, GIF, BMP, TIFF or AVIF"
 REASONS = {
@@ -28,10 +26,6 @@ REASONS = {
 SIZE = re.compile(r"(\d+) x (\d+)")
 LIMIT = re.compile(r"more than (\d+) pixels")  # a JPEG, which can be read at a part of its size, may have more
 NO_PICTURES = re.compile(r"no (?:picture|video|frame)|without frames", re.IGNORECASE)
-
-
-class FileRefusedError(UsageError):
-    """The file of a run is refused, so that no preview of it should stay."""
 
 
 def explain_refusal(kind: str, message: str) -> str:

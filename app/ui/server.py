@@ -1,279 +1,218 @@
-"""All tabs as one Gradio app, and its server: on this machine by default; temporary files are removed at the end."""
+"""The demo's server: the page and its few routes, by Gradio's server on this machine's loopback address."""
 
 from __future__ import annotations
 
-import logging
+import json
 import os
 import socket
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")  # no telemetry; read when gradio is imported
-os.environ.setdefault("MPLBACKEND", "agg")  # Gradio selects it at the first event, which takes a second
 
 from mmspec.app.ui.gradio_import import skip_stub_generation
 
 with skip_stub_generation():
     import gradio as gr
 
-from mmspec.app.errors import one_line
-from mmspec.app.scenes.examples import EXAMPLES_FOLDER as EXAMPLES
-from mmspec.app.ui.api import register_endpoints
-from mmspec.app.ui.context import Context
+from fastapi import Depends, HTTPException, Request
+from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
+
+from mmspec.app.errors import UsageError
+from mmspec.app.ui.demo import Demo
+from mmspec.app.ui.guard import Guard, host_of
 from mmspec.app.ui.limits import Limits
-from mmspec.app.ui.links import render_links
-from mmspec.app.ui.middleware.bodies import RequestLimits, UploadFolder, limit_upload_parts
-from mmspec.app.ui.middleware.filtered_app import FilteredApp, build_edge, suppress_tracebacks
-from mmspec.app.ui.middleware.names import ServedNames
-from mmspec.app.ui.middleware.password import check_password
-from mmspec.app.ui.middleware.sessions import SessionCleaner, SessionLimits
-from mmspec.app.ui.model_store import ModelStore
-from mmspec.app.ui.opening import Opening
-from mmspec.app.ui.report import TempStorage
-from mmspec.app.ui.tabs.batch import build_batch_tab
-from mmspec.app.ui.tabs.compare import build_compare_tab
-from mmspec.app.ui.tabs.inside import build_inside_tab
-from mmspec.app.ui.tabs.learning import build_learning_tab
-from mmspec.app.ui.worker import MAX_QUEUED_RUNS
+from mmspec.app.ui.model import DemoModel
+from mmspec.app.ui.uploads import example_path
 
-logger = logging.getLogger("mmspec")
-
-HERE = Path(__file__).parent
-STYLES, SCRIPTS = ("race.css", "styles.css"), ("race.js", "tree.js", "labels.js")
-PAGE_TITLE = "mmspec: the same answer, sooner"
-CLEANUP_INTERVAL_S, UPLOAD_MAX_AGE_S = 600, 3600
-"""Seconds between two removals of old uploads, and their maximum age."""
-QUEUE_POLL_INTERVAL_S, BUSY_POLL_INTERVAL_S = 0.02, 0.25
-"""Seconds between two polls of Gradio's queue, and while the device is busy. Its default of a millisecond takes the
-interpreter lock from the thread that decodes."""
-MAX_SESSIONS = 1000
-"""Sessions with components, open pages included, above which Gradio frees the least recently used."""
+STATIC = Path(__file__).parent / "static"
+MAX_BODY_BYTES = 100_000
+NO_CACHE = {"cache-control": "no-cache"}
 
 
-def build_app(context: Context, opening: Opening | None = None) -> Any:
-    """Create the app without serving it; pages open with the race that `opening` records."""
-    with gr.Blocks(
-        title=PAGE_TITLE, analytics_enabled=False, delete_cache=(CLEANUP_INTERVAL_S, UPLOAD_MAX_AGE_S)
-    ) as app:
-        gr.HTML(f"<h1>{PAGE_TITLE}</h1>", elem_id="mm-title")
-        opening = opening or Opening(context)
-        report = gr.State(None, time_to_live=UPLOAD_MAX_AGE_S)
-        with gr.Tabs():
-            with gr.Tab("Compare"):
-                build_compare_tab(context, report, opening)
-            with gr.Tab("Inside") as inside:
-                build_inside_tab(report, inside)
-            with gr.Tab("Batch"):
-                build_batch_tab(context)
-            with gr.Tab("Learning"):
-                build_learning_tab(context, opening)
-        gr.HTML(render_links(), elem_id="mm-links")
-        register_endpoints(context)
+class GuardedServer(gr.Server):
+    """Gradio's server behind `Guard`. What is added as middleware would be inside Gradio's CORS headers.
 
-        def end_session(request: gr.Request) -> None:
-            """End the run of a page that was closed, and free what is kept of its conversation."""
-            context.end_page(str(request.session_hash))
+    Attributes:
+        hosts: see `Guard`.
+    """
 
-        app.unload(end_session)
-    app.queue(default_concurrency_limit=1, max_size=MAX_QUEUED_RUNS, status_update_rate=1, api_open=False)
-    if hasattr(app._queue, "sleep_when_free"):
+    def __init__(self, hosts: set[str]) -> None:
+        super().__init__(title="mmspec demo", openapi_url=None, docs_url=None, redoc_url=None)
+        self.hosts = hosts
 
-        def set_poll_interval(is_busy: bool) -> None:
-            app._queue.sleep_when_free = BUSY_POLL_INTERVAL_S if is_busy else QUEUE_POLL_INTERVAL_S
+    def build_middleware_stack(self) -> Any:
+        """See Starlette. Called once, when the server starts."""
+        return Guard(super().build_middleware_stack(), self.hosts)
 
-        set_poll_interval(False)
-        context.worker.on_busy = set_poll_interval
-    app._queue.ANALYTICS_MAX_EVENTS = 0  # it stores 10,000 events, and evaluates them all with pandas after each one
+
+def build_app(demo: Demo, hosts: set[str]) -> GuardedServer:
+    """The app without serving it."""
+    app = GuardedServer(hosts)
+
+    def signed_in(request: Request) -> None:
+        """With a password: refuse who has not signed in, by Gradio's cookie."""
+        names = (f"access-token-{app.cookie_id}", f"access-token-unsecure-{app.cookie_id}")
+        if app.auth is not None and not any(request.cookies.get(name) in app.tokens for name in names):
+            raise HTTPException(401, "Please sign in.")
+
+    _add_files(app)
+    _add_routes(app, demo, [Depends(signed_in)])
     return app
 
 
-def build_theme() -> Any:
-    """Gradio's base theme with system fonts, as the page loads nothing from other servers, and with legible colours.
+def _add_files(app: gr.Server) -> None:
+    """What everybody may read: the page and the examples."""
 
-    The base theme has texts of a contrast below 4.5 (WCAG AA) in white on `primary_500`, and in `neutral_400` on white.
+    @app.get("/")
+    def page() -> Response:
+        return FileResponse(STATIC / "index.html", headers=NO_CACHE)
+
+    @app.get("/page/{name}")
+    def static(name: str) -> Response:
+        if name not in {file.name for file in STATIC.iterdir()}:
+            raise HTTPException(404)
+        return FileResponse(STATIC / name, headers=NO_CACHE)
+
+    @app.get("/examples/{name}")
+    def example(name: str) -> Response:
+        if (path := example_path(name)) is None:
+            raise HTTPException(404)
+        return FileResponse(path)
+
+
+def _add_routes(app: gr.Server, demo: Demo, private: list[Any]) -> None:
+    @app.get("/state", dependencies=private)
+    def state() -> Response:
+        return JSONResponse(demo.state())
+
+    @app.post("/file", dependencies=private)
+    async def file(request: Request) -> Response:
+        announced = request.headers.get("content-length", "0")
+        name = unquote(request.headers.get("x-file-name", "file")[:1000])
+        try:
+            demo.uploads.check_size(name, int(announced) if announced.isdecimal() else 0)
+            return JSONResponse({"id": await demo.uploads.save(request.stream(), name)})
+        except UsageError as error:
+            return _refusal(error, 413)
+
+    @app.post("/ask", dependencies=private)
+    async def ask(request: Request) -> Response:
+        try:
+            run = demo.parse(await _read_json(request))
+        except UsageError as error:
+            return _refusal(error, 422)
+        events = demo.stream(run)
+        return StreamingResponse(events, media_type="text/event-stream", headers={"x-accel-buffering": "no"})
+
+    @app.get("/report/{name}", dependencies=private)
+    def report(name: str) -> Response:
+        """A stored answer as JSON, or, by `ID.py`, the code that repeats it."""
+        found = demo.reports.get(name.removesuffix(".py"))
+        if found is None:
+            return _refusal("This answer is no longer kept; ask again.", 404)
+        if not name.endswith(".py"):
+            return JSONResponse(found)
+        headers = {"content-disposition": 'attachment; filename="mmspec_run.py"'}
+        return PlainTextResponse(demo.script(found["id"]), headers=headers)
+
+
+def _refusal(reason: object, status: int) -> Response:
+    return JSONResponse({"error": str(reason)}, status, headers={"connection": "close"})  # a body may be unread
+
+
+async def _read_json(request: Request) -> object:
+    """The body of a request.
+
+    Raises:
+        UsageError: it is too large, or no JSON.
     """
-    fonts = ["system-ui", "-apple-system", "Segoe UI", "sans-serif"]
-    theme = gr.themes.Base(primary_hue="blue", font=fonts, font_mono=["ui-monospace", "Consolas", "monospace"])
-    return theme.set(
-        block_info_text_color="*neutral_600",
-        block_info_text_color_dark="*neutral_400",
-        body_text_color_subdued="*neutral_600",
-        input_placeholder_color="*neutral_600",
-        input_placeholder_color_dark="*neutral_400",
-        color_accent="*primary_600",  # without a variant for dark, which styles.css has
-        button_primary_background_fill="*primary_600",
-        button_primary_background_fill_hover="*primary_700",
-        link_text_color_dark="*primary_400",
-        link_text_color_hover_dark="*primary_300",
-        link_text_color_visited_dark="*primary_400",
-    )
-
-
-@dataclass(frozen=True)
-class DemoServer:
-    """A running app.
-
-    Attributes:
-        url: of the page, with a slash at the end.
-        app: the `gr.Blocks`.
-        context: its state.
-        share_url: of the tunnel; None if there is none.
-    """
-
-    url: str
-    app: Any
-    context: Context
-    share_url: str | None = None
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MAX_BODY_BYTES:
+            raise UsageError(f"The request has more than {MAX_BODY_BYTES} bytes.")
+    if not request.headers.get("content-type", "").startswith("application/json"):
+        raise UsageError("The request must be application/json.")
+    try:
+        found: object = json.loads(bytes(body))
+    except (ValueError, RecursionError):
+        raise UsageError("The request is no JSON.") from None
+    return found
 
 
 @contextmanager
 def serve(
-    model_store: ModelStore,
+    model: DemoModel,
     *,
     limits: Limits | None = None,
-    request_limits: RequestLimits | None = None,
-    session_limits: SessionLimits | None = None,
-    host: str = "127.0.0.1",
     port: int | None = None,
-    allowed: Sequence[str] = (),
-    record_opening: bool = False,
-    password: str | None = None,
+    auth: tuple[str, str] | None = None,
     share: bool = False,
     root_path: str = "",
-) -> Iterator[DemoServer]:
-    """Serve the pages until the block is left; then end all runs and remove all files.
+) -> Iterator[Demo]:
+    """Serve the page on the loopback address until the block is left; then end all runs and remove all files.
 
     Args:
-        model_store: the offered models.
+        model: is loaded while the page is opened.
         limits: of questions, files and answers.
-        request_limits: of HTTP requests.
-        session_limits: of what is stored of sessions that nobody reads.
-        host: address to listen on.
         port: None takes the first free port from 7860 on; 0 any free port.
-        allowed: further host names to answer to, each with or without a port.
-        record_opening: record a race at the start, which pages open with.
-        password: asked of every request; None for none.
+        auth: name and password of Gradio's login; None for none.
         share: open a tunnel of Gradio, so that the app is reached from the internet.
-        root_path: path under which a proxy serves the app, which it removes from requests; empty for none.
+        root_path: path, or address, under which a proxy serves the app; see Gradio. Its host may use the app.
 
     Raises:
         OSError: the port is in use.
         ShareError: the tunnel cannot be opened.
-        ValueError: an allowed host is not a host name, or the password is refused.
     """
-    names = ServedNames(host, allowed)
-    if password is not None:
-        check_password(password)
-    limits = limits or Limits()
+    demo = Demo(model, limits or Limits())
+    hosts = {host_of(urlsplit(root_path).netloc)} - {""}
     with ExitStack() as stack:
-        storage = TempStorage(UPLOAD_MAX_AGE_S)
-        stack.callback(storage.close)
-        uploads = UploadFolder(storage.root / "uploads", request_limits or RequestLimits())
-        stack.enter_context(_gradio_temp_dir(uploads.folder))
-        context = Context(model_store, storage, limits)
-        stack.callback(context.worker.close)
-        opening = Opening(context)
-        app = build_app(context, opening)
-        sessions = SessionCleaner(app, session_limits or SessionLimits(), context.end_page)
-        filtered_app = FilteredApp(build_edge(names, uploads, sessions, password))
-        load = context.worker.submit(lambda: model_store.get(model_store.model_names[0]))  # while the page is opened
-        load.add_done_callback(_log_load_error)
-        if record_opening:
-            opening.start()
-            stack.callback(opening.stop)
-        stack.enter_context(suppress_tracebacks())
-        stack.enter_context(limit_upload_parts(limits.max_files))
-        url = _launch(app, filtered_app, context, host, port, share, root_path)
-        try:
-            share_url = _allow_share(app, names) if share else None
-            yield DemoServer(url, app, context, share_url)
-        finally:
-            context.sessions.cancel_all()
-            app.close(verbose=False)
-
-
-@contextmanager
-def _gradio_temp_dir(folder: Path) -> Iterator[None]:
-    """Within this block Gradio stores uploads in `folder`, which it reads when components are created."""
-    previous = os.environ.get("GRADIO_TEMP_DIR")
-    os.environ["GRADIO_TEMP_DIR"] = str(folder)
-    try:
-        yield
-    finally:
-        if previous is None:
-            os.environ.pop("GRADIO_TEMP_DIR", None)
-        else:
-            os.environ["GRADIO_TEMP_DIR"] = previous
-
-
-def _launch(
-    app: Any, filtered_app: FilteredApp, context: Context, host: str, port: int | None, share: bool, root_path: str
-) -> str:
-    """Start the server of `app` inside its layers; returns its URL.
-
-    Raises:
-        OSError: the port is in use.
-        RuntimeError: Gradio would serve without them.
-    """
-    _, url, _ = app.launch(
-        _app=filtered_app,
-        enable_monitoring=False,
-        mcp_server=False,
-        server_name=host,
-        server_port=_free_port(host) if port == 0 else port,
-        share=share,
-        root_path=root_path,
-        prevent_thread_lock=True,
-        quiet=True,
-        ssr_mode=False,
-        show_error=False,
-        max_file_size=context.limits.max_file_mb * 1_000_000,
-        state_session_capacity=MAX_SESSIONS,
-        allowed_paths=[str(EXAMPLES)],  # uploads and these are the only readable files
-        footer_links=["api"],
-        theme=build_theme(),
-        css_paths=[HERE / "static" / name for name in STYLES],
-        head="".join(f"<script>{(HERE / 'static' / name).read_text(encoding='utf-8')}</script>" for name in SCRIPTS),
-    )
-    if app.app is not filtered_app:
-        app.close(verbose=False)
-        raise RuntimeError(
-            "this version of gradio ignores _app and would serve without its limits; install the version "
-            "that the extra app requires"
-        )
-    return str(url)
+        stack.callback(demo.close)
+        app = build_app(demo, hosts)
+        demo.start()
+        blocks = _launch(app, port, auth, share, root_path, demo.limits)
+        stack.callback(blocks.close, verbose=False)
+        stack.callback(demo.worker.close)  # first, so that no open stream keeps the server
+        demo.url = str(blocks.local_url)
+        if share:
+            demo.share_url = blocks.share_url
+            if not demo.share_url:
+                raise ShareError("no share link could be obtained: Gradio needs the internet for its tunnel")
+            hosts.add(host_of(urlsplit(str(demo.share_url)).netloc))
+        yield demo
 
 
 class ShareError(Exception):
     """Gradio could not open its tunnel."""
 
 
-def _allow_share(app: Any, names: ServedNames) -> str:
-    """The address of the tunnel, which the app then answers to.
+def _launch(
+    app: gr.Server, port: int | None, auth: tuple[str, str] | None, share: bool, root_path: str, limits: Limits
+) -> Any:
+    """Start the server; returns Gradio's blocks.
 
     Raises:
-        ShareError: there is none.
+        OSError: the port is in use.
     """
-    if not app.share_url:
-        raise ShareError("no share link could be obtained: Gradio needs the internet for its tunnel")
-    url = str(app.share_url)
-    names.allow(url.partition("://")[2].strip("/"))
-    return url
-
-
-def _free_port(host: str) -> int:
-    """A port that is free now. Gradio would report 0 in its URL."""
-    with socket.create_server((host, 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
-
-
-def _log_load_error(load: Future[Any]) -> None:
-    """Log at once if the model cannot be loaded; pages report it at their first run."""
-    error = None if load.cancelled() else load.exception()
-    if error is not None:
-        logger.error("mmspec: the model cannot be used: %s", one_line(error, 600))
+    if port == 0:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            port = listener.getsockname()[1]
+    app.launch(
+        server_name="127.0.0.1",
+        server_port=port,
+        share=share,
+        auth=auth,
+        root_path=root_path,
+        max_file_size=limits.max_file_mb * 1_000_000,
+        prevent_thread_lock=True,
+        quiet=True,
+        ssr_mode=False,
+        mcp_server=False,
+        enable_monitoring=False,
+        show_error=False,
+    )
+    return app.get_blocks()

@@ -71,6 +71,17 @@ def load_library() -> ctypes.CDLL:
     return ctypes.CDLL(str(file))
 
 
+def needs_build() -> bool:
+    """Whether `load_library` would run the compiler, which takes half a minute of a processor."""
+    try:
+        if sys.platform != "linux" or platform.machine() not in ("x86_64", "AMD64") or shipped_file().exists():
+            return False
+        file = _library_folder() / f"few_rows-{_key([*_compiler(), *FLAGS])}.so"
+        return not (_is_own(file) and _is_sealed(file))
+    except (KernelUnavailableError, OSError, ValueError, subprocess.SubprocessError):
+        return False
+
+
 def shipped_file() -> Path:
     """Where a wheel has the library of these sources; there may be none.
 

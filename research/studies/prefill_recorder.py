@@ -11,7 +11,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from mmspec.app.modeling.load import synchronize
-from mmspec.app.ui.recorder import RoundRecorder
+from mmspec.app.ui.rounds import RoundRecorder
 from mmspec.control.draft_cost import HeadCostModel
 from mmspec.drafters.heads.eagle.drafter import EagleDrafter
 from mmspec.interfaces import Drafter, Prompt

@@ -31,7 +31,7 @@ from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.load import clone, load_model
 from mmspec.app.scenes.tasks import REQUEST_TASKS, generate_requests
 from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED
-from mmspec.app.ui.recorder import RoundRecorder
+from mmspec.app.ui.rounds import RoundRecorder
 from research.bench.measure import Contestant, gc_paused, phase_times_ms, run_once
 from research.bench.plot import plot_token_classes
 from research.bench.results import ResultFiles, add_result_options

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from mmspec.app.scenes.objects import KIND_BY_NAME
 from mmspec.app.scenes.world import BACKGROUND_COLOURS, BACKGROUND_TEXTURES, SIZE_CLASSES
-from mmspec.app.ui.rounds import ACCEPTED, CORRECTED, Round
+from mmspec.app.ui.rounds import CORRECTED, DRAFTED, Round
 from research.bench.measure import bootstrap_interval
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def count_answer(rounds: Sequence[Round], tokenizer: PreTrainedTokenizerBase, eo
         for token, kind in zip(one.emitted, one.token_kinds, strict=True):
             if token not in eos_ids:
                 counts.total[classes[position]] += 1
-                counts.accepted[classes[position]] += kind == ACCEPTED
+                counts.accepted[classes[position]] += kind == DRAFTED
                 counts.corrected[classes[position]] += kind == CORRECTED
             position += 1
     return counts

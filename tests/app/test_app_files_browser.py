@@ -1,5 +1,5 @@
-"""HTML files that are written for others, opened from the disk in a browser without a network: the report of a suite,
-and the shared race. Both themes, on a desk and on a phone. See `test_app_browser.py` for how these tests are run."""
+"""The report of a suite as an HTML file, opened from the disk in a browser without a network. Both themes, on a desk
+and on a phone. See `test_app_demo_browser.py` for how these tests are run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from mmspec.app.modeling.synthetic_images import draw_image
 from mmspec.app.ticks import axis_ticks
 from research.bench.peers.base import MEDIA, PeerRun
 from research.bench.suite.config import SuiteConfig
@@ -72,8 +71,6 @@ def check_page(browser: Any, file: Path, width: int, scheme: str, shots: str | N
     page.on("request", lambda request: requests.append(request.url))
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.goto(file.as_uri())
-    if page.locator(".mm-race").count():
-        page.wait_for_selector(".mm-settled")
     assert [url for url in requests if not url.startswith("data:")] == [file.as_uri()] and errors == []
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     contrasts = page.evaluate(TEXT_CONTRAST)
@@ -174,44 +171,6 @@ def test_the_report_of_a_suite(
         }).map((one) => one.textContent);
     })"""
     assert page.evaluate(cut) == []
-    page.close()
-
-
-@pytest.fixture(scope="module")
-def shared_race(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The shared file of a race of three lanes."""
-    from mmspec.app.ui.comparison import ComparisonRun
-    from mmspec.app.ui.model_store import ModelStore, RunSettings
-    from mmspec.app.ui.report import build_report
-    from mmspec.app.ui.share import render_share_page
-    from mmspec.app.ui.worker import CancelSignal
-
-    settings = RunSettings("tiny", "recycling", max_new_tokens=60, tree_size=8, more_drafters=("lookup",))
-    run = ComparisonRun(ModelStore("tiny"), draw_image(3)[0], (), "what is in it?", settings, CancelSignal(60)).run()
-    file = tmp_path_factory.mktemp("shared") / "race.html"
-    file.write_text(render_share_page(build_report(run)), encoding="utf-8")
-    return file
-
-
-WATCH_START = """() => {
-    const race = document.querySelector(".mm-race");
-    const note = () => { window.hasStarted ||= !race.classList.contains("mm-settled"); };
-    new MutationObserver(note).observe(race, {attributes: true});
-}"""
-
-
-@pytest.mark.browser
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize(("width", "scheme"), LOOKS)
-def test_the_shared_race(
-    browser: Any, shared_race: Path, width: int, scheme: str, request: pytest.FixtureRequest
-) -> None:
-    page = check_page(browser, shared_race, width, scheme, request.config.getoption("--shots"))
-    assert page.locator(".mm-lane").count() == 3 and page.locator(".mm-ratio").inner_text().endswith("x")
-    page.evaluate(WATCH_START)  # a short race may be over before the next command reaches the page
-    page.get_by_role("button", name="Play again").click()
-    page.wait_for_function("window.hasStarted")
-    page.wait_for_selector(".mm-settled")
     page.close()
 
 

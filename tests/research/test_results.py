@@ -66,8 +66,6 @@ def test_every_command_of_the_page_parses(words: list[str], monkeypatch: pytest.
         original(self, *args, **options)
         raise ParsedError
 
-    if name == "research.studies.demo_overhead":
-        pytest.importorskip("gradio")
     module = importlib.import_module("research.bench.command" if name == "research.bench" else name)
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse)
     monkeypatch.setattr(sys, "argv", [name, *rest])

@@ -11,6 +11,7 @@ import pytest
 from PIL import Image, ImageCms
 
 from mmspec.app.ui.limits import Limits
+from mmspec.app.ui.uploads import StoredFile
 from mmspec.vision import images
 from mmspec.vision.images import ImageError, decode_image, to_uint8
 from mmspec.vision.video.decoder_pool import DecoderPool
@@ -129,7 +130,7 @@ def test_a_photo_of_200_megapixels_in_the_demo(tmp_path: Path) -> None:
     content[at + 5 : at + 9] = struct.pack(">HH", 30000, 30000)
     (tmp_path / "bomb.jpg").write_bytes(content)
     with pytest.raises(Exception, match=r"900 megapixels \(30000 x 30000\); 268 megapixels"):
-        Limits().load_media(tmp_path / "bomb.jpg")
+        Limits().load_media(StoredFile(tmp_path / "bomb.jpg", "bomb.jpg", 0.0))
     with DecoderPool() as pool:
         photo = saved(Image.new("L", (10000, 7000)), "JPEG", quality=20)
         assert pool.decode_image(photo, 40_000_000).size == (5000, 3500)

@@ -1,58 +1,111 @@
-// Zoom of a drawn tree: buttons, ctrl and wheel, two fingers, and the keys + - 0 while it has the focus.
-(() => {
-  const SMALLEST = 0.3, LARGEST = 3; // a whole tree fits a phone; the list below it can be read there
+// The card of a token: its round, the draft tree of that round, probabilities, what was accepted, milliseconds.
+import { byId, count, draw, make } from "./dom.js";
 
-  const zoomTo = (canvas, scale) => {
-    const svg = canvas.querySelector("svg");
-    const width = Number(svg.dataset.width);
-    const clamped = Math.min(LARGEST, Math.max(SMALLEST, scale || (canvas.clientWidth - 4) / width));
-    const middle = (canvas.scrollLeft + canvas.clientWidth / 2) / canvas.scrollWidth;
-    canvas.dataset.scale = clamped;
-    svg.style.width = `${width * clamped}px`;
-    svg.style.height = "auto";
-    canvas.scrollLeft = middle * canvas.scrollWidth - canvas.clientWidth / 2;
+const GAP = 18, ROW = 30, HEIGHT = 24, EDGE = 6, CHAR = 7.5, NOTE = 30, MAX_CHARS = 14;
+
+export const KINDS = {
+  drafted: "drafted, and accepted by the model",
+  corrected: "the drafts were rejected here; the model's token stands instead",
+  own: "the model's own token after an accepted draft",
+  undrafted: "a round without a draft",
+};
+
+const share = (value) => (value === null ? "" : `${Math.round(100 * value)}%`);
+
+// Nodes of a round, the model's token as the last: {label, note, kind, parent}.
+const nodesOf = (round) => {
+  const accepted = new Set(round.path.slice(1));
+  const nodes = round.labels.map((label, index) => ({
+    label: index || round.start ? label : "prompt",
+    note: index ? share(round.shares[index]) : "",
+    kind: index === 0 ? "root" : accepted.has(index) ? "drafted" : "rejected",
+    parent: round.parents[index],
+  }));
+  const last = round.emitted.length - 1;
+  const parent = round.path[last];
+  const isDraft = round.labels.some((label, index) => round.parents[index] === parent && label === round.emitted[last] && index);
+  if (last >= 0 && !isDraft) {
+    const hasDrafts = round.parents.includes(parent);
+    nodes.push({ label: round.emitted[last], note: "model", kind: hasDrafts ? "corrected" : "own", parent });
+  }
+  return nodes;
+};
+
+// One row per leaf, a parent in the middle of its children; a column is as wide as its widest node.
+const layOut = (nodes) => {
+  const children = nodes.map(() => []);
+  nodes.forEach((node, index) => node.parent >= 0 && children[node.parent].push(index));
+  let leaves = 0;
+  const place = (index, depth) => {
+    const node = nodes[index];
+    node.depth = depth;
+    node.width = 14 + CHAR * Math.max(2, Math.min(MAX_CHARS, node.label.length)) + (node.note ? NOTE : 0);
+    for (const child of children[index]) place(child, depth + 1);
+    const rows = children[index].map((child) => nodes[child].row);
+    node.row = rows.length ? (rows[0] + rows[rows.length - 1]) / 2 : leaves++;
   };
-  const fit = (canvas) => {
-    const width = Number(canvas.querySelector("svg").dataset.width);
-    zoomTo(canvas, Math.min(1, (canvas.clientWidth - 4) / width)); // a small tree keeps its size
-    canvas.scrollLeft = 0;
-  };
-  const zoomBy = (canvas, factor) => (factor ? zoomTo(canvas, Number(canvas.dataset.scale) * factor) : fit(canvas));
+  place(0, 0);
+  const widths = [];
+  for (const node of nodes) widths[node.depth] = Math.max(widths[node.depth] ?? 0, node.width);
+  const lefts = [EDGE];
+  for (const width of widths) lefts.push(lefts[lefts.length - 1] + width + GAP);
+  for (const node of nodes) [node.x, node.y] = [lefts[node.depth], EDGE + node.row * ROW];
+  return { width: lefts[lefts.length - 1] - GAP + EDGE, height: leaves * ROW + 2 * EDGE - (ROW - HEIGHT) };
+};
 
-  document.addEventListener("click", (event) => {
-    const button = event.target.closest?.(".mm-zoom [data-zoom]");
-    if (button) zoomBy(button.closest(".mm-tree").querySelector(".mm-canvas"), Number(button.dataset.zoom));
-  });
-  document.addEventListener("keydown", (event) => {
-    const factor = { "+": 1.25, "=": 1.25, "-": 0.8, 0: 0 }[event.key];
-    if (factor === undefined || !event.target.matches?.(".mm-canvas")) return;
-    event.preventDefault();
-    zoomBy(event.target, factor);
-  });
-  document.addEventListener("wheel", (event) => {
-    const canvas = event.ctrlKey && event.target.closest?.(".mm-canvas");
-    if (!canvas) return;
-    event.preventDefault();
-    zoomBy(canvas, event.deltaY < 0 ? 1.1 : 1 / 1.1);
-  }, { passive: false });
+export const drawTree = (round) => {
+  const nodes = nodesOf(round);
+  const { width, height } = layOut(nodes);
+  const title = `Draft tree: ${count(round.labels.length - 1, "draft token")}, ${round.num_accepted} accepted`;
+  const svg = draw("svg", { role: "img", "aria-label": title, width, height, viewBox: `0 0 ${width} ${height}` });
+  for (const node of nodes) {
+    if (node.parent < 0) continue;
+    const from = nodes[node.parent];
+    const [x1, y1, x2, y2] = [from.x + from.width, from.y + HEIGHT / 2, node.x, node.y + HEIGHT / 2];
+    const middle = (x1 + x2) / 2;
+    svg.append(draw("path", { class: `edge ${node.kind}`, d: `M${x1} ${y1} C${middle} ${y1} ${middle} ${y2} ${x2} ${y2}` }));
+  }
+  for (const node of nodes) {
+    const label = node.label.length > MAX_CHARS ? `${node.label.slice(0, MAX_CHARS - 1)}…` : node.label;
+    const text = draw("text", { x: node.x + 7, y: node.y + 16 }, label);
+    if (node.note) text.append(draw("tspan", { class: "note", dx: 5 }, node.note));
+    svg.append(draw("g", { class: `node ${node.kind}` },
+      draw("title", {}, `${node.label} ${node.note}`),
+      draw("rect", { x: node.x, y: node.y, width: node.width, height: HEIGHT, rx: 5 }), text));
+  }
+  return svg;
+};
 
-  let distance = 0;
-  const spread = ([a, b]) => Math.hypot(a.clientX - b.clientX, a.clientY - b.clientY);
-  document.addEventListener("touchstart", (event) => {
-    if (event.touches.length === 2 && event.target.closest?.(".mm-canvas")) distance = spread(event.touches);
-  });
-  document.addEventListener("touchmove", (event) => {
-    const canvas = event.touches.length === 2 && event.target.closest?.(".mm-canvas");
-    if (!canvas || !distance) return;
-    event.preventDefault();
-    zoomBy(canvas, spread(event.touches) / distance);
-    distance = spread(event.touches);
-  }, { passive: false });
+const describe = (round, number, report) => {
+  if (!number) return "The forward of the prompt gives the first token; nothing is drafted before it.";
+  const drafts = round.labels.length - 1;
+  if (round.num_proposed === null) return "No draft was asked for: recent drafts did not pay. One forward, one token.";
+  if (!drafts) return "What the drafter proposed was not expected to pay its cost. One forward, one token.";
+  return `${count(drafts, "draft token")} checked in one forward, ${round.num_accepted} accepted: `
+    + `${count(round.emitted.length, "token")} from one forward.`;
+};
 
-  new MutationObserver(() => {
-    for (const canvas of document.querySelectorAll(".mm-canvas:not([data-scale])")) if (canvas.clientWidth) {
-      fit(canvas);
-      if (innerWidth < 600) canvas.parentElement.querySelector("details").open = true; // the list needs no zoom
-    }
-  }).observe(document.documentElement, { childList: true, subtree: true });
-})();
+// Show the card of token `index` of a finished answer beside `anchor`.
+export const showCard = (report, index, anchor) => {
+  const card = byId("card");
+  const [text, , kind, number] = report.lanes[0].tokens[index];
+  const round = report.rounds[number];
+  const parts = [make("b", { text: `“${text.trim() || text}”` }), ` ${KINDS[kind]}.`];
+  card.replaceChildren(make("p", {}, ...parts));
+  if (round) {
+    const name = number ? `Round ${number} of ${report.rounds.length - 1}` : "The prompt";
+    card.append(make("p", { class: "faint", text: `${name}, ${round.ms.toFixed(1)} ms. ${describe(round, number, report)}` }));
+    if (round.labels.length > 1) card.append(make("div", { class: "tree", tabindex: 0, role: "group", "aria-label": "Draft tree" }, drawTree(round)));
+  }
+  card.hidden = false;
+  const box = anchor.getBoundingClientRect();
+  if (innerWidth < 600) return; // a sheet at the bottom
+  card.style.left = `${Math.max(8, Math.min(box.left, innerWidth - card.offsetWidth - 8))}px`;
+  const below = box.bottom + 6;
+  const fits = below + card.offsetHeight < innerHeight;
+  card.style.top = `${fits ? below : Math.max(8, box.top - card.offsetHeight - 6)}px`;
+};
+
+export const hideCard = () => {
+  byId("card").hidden = true;
+};

@@ -1,1 +1,0 @@
-"""ASGI middleware in front of Gradio: hosts, origins, routes, and limits of request bodies."""

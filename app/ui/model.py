@@ -1,0 +1,275 @@
+"""The model of the demo: loaded and patched once, in the worker's thread, with the drafters that it can run."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import logging
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mmspec.app.caption.config import DEFAULT_MODEL, SCENES_MODEL
+from mmspec.app.errors import UsageError, one_line
+from mmspec.app.modeling.random_models import SIZES
+from mmspec.drafters.registry import OWN_NAMES, drafter_names
+from mmspec.hints import looks_like_path
+
+if TYPE_CHECKING:
+    from mmspec.interfaces import Compressor, Drafter
+
+logger = logging.getLogger("mmspec")
+
+NO_DRAFTS = "none"
+"""Name of the drafter that proposes nothing."""
+COMPRESSORS = ("none", "measured", "drop", "pool:16", "relevant:16")
+LARGE = ("self", "quantized")
+"""Drafters that copy or read the whole model, so that they are not tried before somebody chooses them."""
+WARMUP_TOKENS = 12
+TOY = "a toy that knows drawn scenes; other questions get nonsense"
+
+
+class ModelUnusableError(UsageError):
+    """The model of the command line cannot be used."""
+
+
+class DemoModel:
+    """A model of the command line, loaded by `load`. Names and folders are shown without the server's paths.
+
+    Attributes:
+        name: as pages show it.
+        phase: "starting", "building" (the C kernels), "loading", "ready" or "failed".
+        model: patched with the drafter "none"; each run passes its own. None before `load`.
+        processor: of the model; of a text model its tokenizer.
+        drafters: names that pages may choose, the one of the command line first.
+    """
+
+    def __init__(
+        self, source: str = DEFAULT_MODEL, drafter: str = "auto", *, dtype: str = "auto", device: str = "auto"
+    ) -> None:
+        """Raises ModelUnusableError if `source` is a folder that is not there, or one without a model."""
+        self.source, self._folder_drafter, self.dtype, self.device = source, drafter, dtype, device
+        self.name, default = _shown(source), _shown(drafter)
+        self.phase, self.phase_since = "starting", time.monotonic()
+        self.model: Any = None
+        self.processor: Any = None
+        self.drafters: tuple[str, ...] = (default,)
+        self._built: dict[str, Drafter] = {}
+        self.is_text = is_text_model(source)
+
+    @property
+    def is_toy(self) -> bool:
+        """Whether it is the bundled model of drawn scenes, or one with random weights."""
+        return self.source == SCENES_MODEL or self.source in SIZES
+
+    @property
+    def description(self) -> str:
+        """What the model is: its type, size and dtype; the toy says that it is one."""
+        if self.model is None:
+            return TOY if self.source == SCENES_MODEL else ""
+        count = sum(weight.numel() for weight in self.model.parameters())
+        kind = f"{format_model_size(count)} parameters, {str(self.model.dtype).removeprefix('torch.')}"
+        return f"{TOY} ({kind})" if self.source == SCENES_MODEL else f"{self.model.config.model_type}, {kind}"
+
+    @property
+    def tokenizer(self) -> Any:
+        """Of the processor, or the processor itself of a text model."""
+        return getattr(self.processor, "tokenizer", self.processor)
+
+    def load(self) -> None:
+        """Build the kernels if they are missing, load and patch the model, and generate once, so that no one-time cost
+        is part of a measured run.
+
+        Raises:
+            ModelUnusableError: it cannot be loaded, or its family is not supported.
+        """
+        try:
+            self._load()
+        except BaseException as error:
+            self._set_phase("failed")
+            if type(error) is UsageError:
+                raise ModelUnusableError(str(error)) from error
+            raise
+        self._set_phase("ready")
+        logger.info("mmspec: model %s is ready", self.name)
+
+    def _load(self) -> None:
+        import mmspec
+        from mmspec.app.modeling.load import load_model, load_text_model
+        from mmspec.control.cost_store import unchanged_costs
+        from mmspec.cpu import c_kernel, c_library
+
+        if self.device in ("auto", "cpu") and c_library.needs_build():
+            self._set_phase("building")
+            c_kernel.load_kernel()
+        self._set_phase("loading")
+        load = load_text_model if self.is_text else load_model
+        model, self.processor = load(self.source, self.dtype, self.device)
+        try:
+            mmspec.patch(model, NO_DRAFTS, processor=self.processor)
+        except (TypeError, ValueError) as error:
+            raise ModelUnusableError(f"--model {self.source}: {one_line(error, 200)}") from error
+        self.model = model
+        if self._folder_drafter not in drafter_names():
+            self._build(self.drafters[0])
+        self.drafters = tuple(dict.fromkeys([*self.drafters, *filter(self._can_run, drafter_names())]))
+        with unchanged_costs():
+            self._warm_up()
+
+    def _set_phase(self, phase: str) -> None:
+        self.phase, self.phase_since = phase, time.monotonic()
+
+    def _can_run(self, name: str) -> bool:
+        """Whether a drafter of this name drafts here, and no other in its place."""
+        if name in LARGE:
+            return not (self.is_toy and name == "self")
+        from mmspec.drafters.mtp.build import own_drafter
+        from mmspec.patching import patch_state
+        from mmspec.resolve import target_info
+
+        try:
+            if name in OWN_NAMES:
+                info = target_info(patch_state(self.model).adapter, self.tokenizer)
+                return own_drafter(name, info, is_asked_for=False) is not None
+            self._build(name)
+        except UsageError:
+            return False
+        return True
+
+    def _build(self, name: str) -> Drafter:
+        if name not in self._built:
+            from mmspec.patching import patch_state
+            from mmspec.resolve import resolve_drafter
+
+            source = self._folder_drafter if name == self.drafters[0] else name
+            try:
+                self._built[name] = resolve_drafter(source, patch_state(self.model).adapter, self.tokenizer)
+            except (OSError, TypeError, ValueError) as error:
+                raise UsageError(f"--drafter {name}: {one_line(error, 200)}") from error
+        return self._built[name]
+
+    def get_drafter(self, name: str) -> Drafter:
+        """A drafter without state of earlier runs, so that no run depends on another.
+
+        Raises:
+            UsageError: the drafter does not fit this model.
+        """
+        from mmspec.interfaces.drafter import modules_of
+
+        drafter = self._build(name)
+        return drafter if modules_of(drafter) else copy.deepcopy(drafter)  # trained drafters have no state between runs
+
+    def get_compressor(self, name: str) -> Compressor | None:
+        """A new compressor; None for "none".
+
+        Raises:
+            UsageError: the name or its argument is invalid.
+        """
+        from mmspec.vision.registry import build_compressor
+
+        try:
+            return None if name == "none" else build_compressor(name)
+        except ValueError as error:
+            raise UsageError(one_line(error)) from error
+
+    def prompt_options(self, page: str, drafter: str) -> dict[str, Any]:
+        """Options of a call of `generate` that shares a page's earlier prompts in the lane of a drafter.
+
+        In half precision a prompt that is read in two parts may give other tokens, so that nothing is shared. The name
+        of the page, which a client chooses, may be any text.
+        """
+        import torch
+
+        is_full = self.model.dtype in (torch.float32, torch.float64)
+        return {"reuse_prefix": f"{page_scope(page)} {drafter}"} if page and is_full else {}
+
+    def forget(self, page: str) -> None:
+        """Free what is kept of a page's prompts. Thread-safe."""
+        from mmspec.patching import patch_state
+
+        if self.model is not None:
+            patch_state(self.model).prefixes.forget(page_scope(page))
+
+    def build_inputs(self, media: Any, question: str, turns: Any) -> dict[str, Any]:
+        """Keyword arguments of `generate`; `media` is None for a text model.
+
+        Raises:
+            UsageError: the question has a placeholder of pictures.
+        """
+        from mmspec.app.modeling.chat import build_inputs
+
+        if not self.is_text:
+            return build_inputs(self.model, self.processor, [media], [question], [turns])
+        texts = [text for turn in turns for text in (turn.question, turn.answer)] + [question]
+        roles = ("user", "assistant")
+        messages = [{"role": roles[index % 2], "content": text} for index, text in enumerate(texts)]
+        if self.processor.chat_template:
+            options = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
+            inputs = self.processor.apply_chat_template(messages, **options)
+        else:
+            inputs = self.processor("\n".join(texts), return_tensors="pt")
+        return {name: value.to(self.model.device) for name, value in inputs.items() if name != "token_type_ids"}
+
+    def _warm_up(self) -> None:
+        from PIL import Image
+
+        import mmspec
+
+        image = None if self.is_text else Image.new("RGB", (64, 64), "gray")
+        for question in ("What is it?", "What is it made of?"):  # the second shares the prompt of the first
+            inputs = self.build_inputs(image, question, ())
+            options = {"drafter": self.get_drafter(self.drafters[0]), **self.prompt_options("warm-up", "")}
+            self.model.generate(**inputs, max_new_tokens=WARMUP_TOKENS, do_sample=False, mmspec=options)
+        with mmspec.disabled(self.model):
+            self.model.generate(**inputs, max_new_tokens=WARMUP_TOKENS, do_sample=False)
+        self.forget("warm-up")
+
+
+def page_scope(page: str) -> str:
+    """How all scopes of a page begin."""
+    return hashlib.sha256(page.encode(errors="replace")).hexdigest()
+
+
+def is_text_model(source: str) -> bool:
+    """Whether a model's own files say that it reads no pictures; nothing is downloaded.
+
+    Raises:
+        ModelUnusableError: a folder that is not there, or one without a model.
+    """
+    from mmspec.app.modeling.load import read_model_config
+
+    if source == SCENES_MODEL or source in SIZES:
+        return False
+    is_folder = os.path.isdir(source)
+    config = read_model_config(source)
+    if (is_folder and not config) or (not is_folder and looks_like_path(source)):
+        raise ModelUnusableError(f"--model {source}: no folder with a model (config.json); name one, or a hub id")
+    if not config:
+        return False
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    )
+
+    kind = config.get("model_type")
+    if kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
+        return False
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise ModelUnusableError(
+            f"--model {source}: its type {kind!r} generates no text in transformers; choose another model"
+        )
+    return True
+
+
+def _shown(name: str) -> str:
+    """A folder by its name, for visitors learn no paths of the server; a hub id as it is."""
+    return Path(name).resolve().name if os.path.isdir(name) else name
+
+
+def format_model_size(count: int) -> str:
+    """A number of parameters, such as "7.1 billion"."""
+    for unit, name in ((10**9, "billion"), (10**6, "million")):
+        if count >= unit:
+            return f"{count / unit:.1f} {name}" if count < 10 * unit else f"{count / unit:.0f} {name}"
+    return f"{count:,}"

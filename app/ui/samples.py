@@ -1,0 +1,27 @@
+"""Pairs of a picture or clip and a question that a page offers: their answers are long enough to be drafted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mmspec.app.ui.model import DemoModel
+
+DETAIL = "Describe the picture in detail."
+SAMPLES = (
+    ("rocket_rainbow_bucket_telescope.png", DETAIL),
+    ("microphone_telephone_taxi_gorilla_cherry_camera.png", DETAIL),
+    ("cake_appears.mp4", "Describe the clip in detail."),
+    ("pretzel_pumpkin_cat.png", DETAIL),
+)
+TEXT_QUESTIONS = ("Explain how a bicycle stays upright.", "Write a short story about a lighthouse.")
+LONG_WORDS = 20
+"""Words of an answer above which drafts pay."""
+
+
+def samples_of(model: DemoModel) -> list[Mapping[str, str]]:
+    """The pairs for a model: {"file", "question"}; a text model has questions alone."""
+    if model.is_text:
+        return [{"question": question} for question in TEXT_QUESTIONS]
+    return [{"file": file, "question": question} for file, question in SAMPLES]
