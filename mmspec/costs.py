@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 from typing import Any, Self
 
 import torch
@@ -13,6 +12,7 @@ from mmspec.control.depth import DepthController
 from mmspec.control.round_cost import RoundCostModel
 from mmspec.cpu.c_kernel import load_kernel
 from mmspec.cpu.kernel_timing import KernelChoices
+from mmspec.forks import new_lock
 from mmspec.interfaces import Drafter
 from mmspec.interfaces.drafter import modules_of
 from mmspec.targets.base import ModelAdapter
@@ -31,7 +31,7 @@ class DrafterCosts:
     def __init__(self) -> None:
         self._models: dict[str, RoundCostModel] = {}
         self._num_calls: dict[str, int] = {}
-        self._lock = threading.Lock()
+        self._lock = new_lock()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         twin = type(self)()

@@ -17,7 +17,6 @@ asks for reasons in this order, the first one counts:
 from __future__ import annotations
 
 import inspect
-import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,6 +25,7 @@ import torch
 from mmspec.arguments import OptionGetter, option_getter, prompt_inputs
 from mmspec.call import PreparedInputs
 from mmspec.engine.guard import describe_code
+from mmspec.forks import new_lock
 from mmspec.interfaces import Drafter
 from mmspec.resolve import missing_hidden_states
 from mmspec.targets import selftest
@@ -71,7 +71,7 @@ class FallbackPolicy:
         """
         self._adapter = adapter
         self._processor = processor
-        self._lock = threading.Lock()
+        self._lock = new_lock()
         self._verdict: tuple[Any, str | None] | None = None  # (state of the model, reason of the failure)
 
     def before_prepare(self, arguments: dict[str, Any], modules: ModuleScan, drafter: Drafter) -> str | None:

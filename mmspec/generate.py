@@ -14,7 +14,6 @@ from __future__ import annotations
 import copy
 import functools
 import logging
-import threading
 import time
 from collections.abc import Callable, Hashable
 from contextlib import nullcontext
@@ -34,6 +33,7 @@ from mmspec.decode import decode
 from mmspec.engine.prefix import PrefixStore
 from mmspec.engine.undo import undo_lost, undone
 from mmspec.fallback import FallbackPolicy, reason_before_binding
+from mmspec.forks import new_lock, note_threads
 from mmspec.interfaces import GrowingDrafter, SaliencyCompressor
 from mmspec.learning.budget import DEFAULT_SHARE
 from mmspec.learning.learner import Learner, start_learner
@@ -93,7 +93,7 @@ class PatchState:
         self.curve = SpeedCurve()
         self.learner: Learner | None = None
         self.policy = FallbackPolicy(adapter, arguments.processor)
-        self.lock = threading.Lock()
+        self.lock = new_lock()
         self._quiet_states: set[Hashable] = set()
         self._warned: set[str] = set()
 
@@ -120,6 +120,7 @@ class PatchState:
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """`model.generate` of the patched model."""
         undo_lost()
+        note_threads()
         start_time = time.perf_counter()
         call_options = kwargs.pop("mmspec", None)
         plain_generate = functools.partial(own_generate(self.model), self.model)

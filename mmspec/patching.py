@@ -17,6 +17,7 @@ from typing import Any
 from mmspec.config import PatchArguments, resolve_config
 from mmspec.engine.undo import undo_lost, undone
 from mmspec.fallback import tensor_parallel_module
+from mmspec.forks import note_threads
 from mmspec.generate import DISABLED, PatchState
 from mmspec.interfaces import Compressor, Drafter
 from mmspec.metrics.stats import Stats
@@ -97,6 +98,7 @@ def patch(
         ValueError: unknown drafter or compressor, another vocabulary, a drafter that cannot learn, or already patched
             with other settings.
     """
+    note_threads()
     arguments = PatchArguments(
         drafter,
         compressor,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import threading
 from functools import partial
 from typing import Any
 
+from mmspec.forks import new_lock
 from mmspec.interfaces import (
     AssistantParts,
     Compressor,
@@ -199,7 +199,7 @@ class DrafterCache:
 
     def __init__(self) -> None:
         self._drafters: dict[Any, Drafter] = {}
-        self._lock = threading.Lock()
+        self._lock = new_lock()
 
     def get(self, drafter: str | os.PathLike[str] | Drafter, adapter: Any, tokenizer: Any) -> Drafter:
         """As `resolve_drafter`; a folder whose content has changed is loaded again."""

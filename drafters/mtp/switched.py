@@ -22,6 +22,7 @@ from mmspec.drafters.heads.base.head import DraftHead
 from mmspec.drafters.heads.base.state import DraftState
 from mmspec.drafters.mtp.switches import Switches
 from mmspec.drafters.mtp.vocabulary import FrequentIds
+from mmspec.forks import new_lock
 from mmspec.interfaces import Prompt, VerifyResult
 
 logger = logging.getLogger("mmspec")
@@ -44,7 +45,7 @@ class FirstTokens:
     drafted: int = 0
     accepted: int = 0
     is_reported: bool = False
-    lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    lock: threading.Lock = field(default_factory=new_lock, repr=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FirstTokens:
         return FirstTokens(self.drafted, self.accepted, self.is_reported)

@@ -7,9 +7,10 @@ accepted tokens per round is kept, the default on a tie. Affects speed only.
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
+
+from mmspec.forks import new_lock
 
 TRIAL_ROUNDS = 64
 """Drafts with each value of a switch, before one of them is kept."""
@@ -28,7 +29,7 @@ class Switches:
         """
         self.values = {name: tuple(one) for name, one in values.items()}
         self.counts = {(name, value): [0, 0] for name, one in self.values.items() for value in one}
-        self._lock = threading.Lock()
+        self._lock = new_lock()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         twin = type(self)(self.values)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -19,6 +18,8 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
+
+from mmspec.forks import new_lock
 
 GROWTH, MIN_NEW_IDS = 1.5, 512
 """Ids are chosen again when so many times the ids of the last choice are counted, and at least so many more."""
@@ -44,7 +45,7 @@ class FrequentIds:
         self.size = size
         self._counts: Counter[int] = Counter()
         self._chosen: tuple[int, Tensor] | None = None  # ids counted at the last choice, and what it was
-        self._lock = threading.Lock()
+        self._lock = new_lock()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self  # replicas of a drafter count the same text

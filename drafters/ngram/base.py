@@ -7,7 +7,6 @@ nodes worth scoring.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from mmspec.cpu.ngrams import CNgrams
 from mmspec.engine.tree import BUCKETS, DraftTree, Node, best_first, build_tree, root_only
+from mmspec.forks import new_lock
 from mmspec.interfaces import DrafterRequirements, Prompt, VerifyResult
 
 BARRIER = -1
@@ -143,7 +143,7 @@ class Calibration:
         self.probs: dict[Key, float] = dict(priors)
         self._priors = dict(priors)
         self._counts: dict[Key, tuple[float, float]] = {}
-        self._lock = threading.Lock()
+        self._lock = new_lock()
 
     def prob(self, key: Key) -> float:
         """Probability that a candidate with this key is accepted, given that its parent is."""

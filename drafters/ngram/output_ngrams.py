@@ -10,7 +10,6 @@ heads are learned.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -33,6 +32,7 @@ from mmspec.drafters.ngram.base import (
     PromptText,
 )
 from mmspec.engine.tree import DraftTree
+from mmspec.forks import new_lock
 from mmspec.interfaces import VerifyResult
 
 MAX_CONTEXT = 3
@@ -66,7 +66,7 @@ class NgramCounts:
 
     def __init__(self) -> None:
         self._successors: dict[tuple[int, ...], dict[int, int]] = {}
-        self._lock = threading.Lock()
+        self._lock = new_lock()
 
     @property
     def num_contexts(self) -> int:

@@ -7,7 +7,6 @@ knows nothing of trees or of the probability of a candidate.
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -18,6 +17,7 @@ from safetensors.torch import save_file
 
 from mmspec.drafters.ngram.base import BARRIER, BestFirstDrafter, Candidate, Key, PromptText
 from mmspec.drafters.ngram.lookup import PromptLookup
+from mmspec.forks import new_lock
 from mmspec.interfaces import VerifyResult
 
 TOP_K = 8
@@ -55,7 +55,7 @@ class SuccessorTable:
     def __init__(self, vocab_size: int | None = None) -> None:
         self.vocab_size = vocab_size
         self._entries: dict[int, Entry] = {}
-        self._lock = threading.Lock()
+        self._lock = new_lock()
 
     def __len__(self) -> int:
         """Number of tokens with successors."""

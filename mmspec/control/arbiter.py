@@ -8,8 +8,9 @@ serves all calls and threads; it affects speed only. Knows neither drafters nor 
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass, field
+
+from mmspec.forks import new_lock
 
 MAX_TRIAL_COST = 0.015
 """Largest fraction of the time that trials of all worse arms may cost together."""
@@ -113,7 +114,7 @@ class DraftArbiter:
         self.first = first
         self.retried: int | None = None
         self._by_batch: dict[int, _BatchRates] = {}
-        self._lock = threading.Lock()
+        self._lock = new_lock()
 
     def start(self, batch: int) -> CallRates:
         """The state of a call at one number of rows."""

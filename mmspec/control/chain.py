@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from mmspec.control.ema import ema
 from mmspec.control.round_cost import assumed_cost
 from mmspec.engine.tree import bucket_size
+from mmspec.forks import new_lock
 
 ACCEPTANCE_DECAY = 0.97
 """Factor on the acceptance counts of a variant in each draft."""
@@ -80,7 +81,7 @@ class ChainController:
     by_batch: dict[int, dict[Hashable, VariantStats]] = field(default_factory=dict)
     base_s: dict[int, dict[int, float]] = field(default_factory=dict)
     num_plans: dict[int, int] = field(default_factory=dict)
-    lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    lock: threading.Lock = field(default_factory=new_lock, repr=False)
 
     def __deepcopy__(self, memo: dict[int, object]) -> ChainController:
         return self.copy()

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Self
 
 from mmspec.control.ema import ema
+from mmspec.forks import new_lock
 
 EVIDENCE_DECAY = 0.97
 """Factor on the acceptance counts in each round."""
@@ -77,13 +78,13 @@ class DepthController:
     tokens_per_level: int = 1
     prior_acceptance: float = 0.75
     by_batch: dict[int, DepthStats] = field(default_factory=dict)
-    lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    lock: threading.Lock = field(default_factory=new_lock, repr=False)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
         """An independent controller of the same class with the same measurements."""
         twin = copy.copy(self)
         memo[id(self)] = twin
-        twin.lock = threading.Lock()
+        twin.lock = new_lock()
         with self.lock:
             for name, value in vars(self).items():
                 if name != "lock":

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import torch
 
 from mmspec.control.ema import ema
+from mmspec.forks import new_lock
 
 BUCKETS_PER_OCTAVE = 4
 """Resolution of context lengths: factors of 2 ** (1 / 4) apart."""
@@ -109,7 +110,7 @@ class HeadCostModel:
     """
 
     by_batch: dict[int, BatchCosts] = field(default_factory=dict)
-    lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    lock: threading.Lock = field(default_factory=new_lock, repr=False)
 
     def __deepcopy__(self, memo: dict[int, object]) -> HeadCostModel:
         """An empty model: a deep copy of a model may run on another device. See `snapshot`."""

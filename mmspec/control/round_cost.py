@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mmspec.control.ema import ema
+from mmspec.forks import new_lock
 
 DEFAULT_NODE_COST = {"cpu": 0.11, "other": 0.01}
 """Assumed cost of one more node by device, as a fraction of a one-node forward, until it is measured."""
@@ -147,7 +148,7 @@ class RoundCostModel:
     calibration: float = 1.0
     num_calibrations: int = 0
     first_uses: set[tuple[bool, tuple[int, int]]] = field(default_factory=set)
-    lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    lock: threading.Lock = field(default_factory=new_lock, repr=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RoundCostModel:
         with self.lock:

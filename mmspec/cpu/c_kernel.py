@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import logging
 import subprocess
-import threading
 from functools import cache
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from mmspec.cpu.chain_types import ChainStruct
 from mmspec.cpu.draft_types import DraftStruct
 from mmspec.cpu.layers import DecoderStruct, LayerStruct
 from mmspec.cpu.weights import FLOAT_TYPES, QuantisedWeight, Weight, WeightStruct, is_block, weight_struct
+from mmspec.forks import new_lock
 
 logger = logging.getLogger("mmspec")
 
@@ -30,7 +30,7 @@ MAX_C_ROWS = 32
 """`MAX_ROWS` of few_rows.c: rows that are few. More are computed in another way, to the same bits."""
 STRUCTS = (DecoderStruct, LayerStruct, DraftStruct, WeightStruct, ChainStruct)
 """In the order of `few_rows_struct_bytes`."""
-_BUILD_LOCK = threading.Lock()
+_BUILD_LOCK = new_lock()
 
 
 class CKernel:

@@ -14,7 +14,6 @@ import errno
 import logging
 import os
 import sys
-import threading
 import time
 from collections.abc import Iterable, Iterator
 from functools import cache
@@ -23,6 +22,7 @@ from typing import Any
 
 from mmspec.cpu.copies import free_bytes
 from mmspec.cpu.weights import QuantisedWeight, Weight
+from mmspec.forks import new_lock
 
 logger = logging.getLogger("mmspec")
 
@@ -62,7 +62,7 @@ class HugePages:
         self._addresses: list[Range] = []
         self._waiting: list[Range] = []
         self._seen: set[Range] = set()
-        self._lock = threading.Lock()
+        self._lock = new_lock()
 
     @property
     def is_done(self) -> bool:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
+
+from mmspec.forks import new_lock
 
 CaseT = TypeVar("CaseT")
 
@@ -98,7 +99,7 @@ class KernelChoices:
         self._used: dict[ProductKey, str] = {}
         self._longest_s = 0.0
         self._clock = clock
-        self._lock = threading.Lock()
+        self._lock = new_lock()
 
     def used(self, key: ProductKey) -> str | None:
         """The kernel that computes such products in this process; None before the first one."""

@@ -7,7 +7,6 @@ Independent of models and drafters.
 from __future__ import annotations
 
 import ctypes
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -30,6 +29,7 @@ from mmspec.cpu.ngram_types import (
     ngram_functions,
 )
 from mmspec.engine.tree import BUCKETS, DraftTree
+from mmspec.forks import new_lock
 
 MIN_CONTEXT_PLACES = 1 << 10
 SUCCESSORS_PER_CONTEXT = 1
@@ -58,7 +58,7 @@ class CNgrams:
         self._functions = ngram_functions(kernel)
         self._kernel = kernel
         self._sizes = max_context, max_successors, max_contexts
-        self._lock = threading.Lock()
+        self._lock = new_lock()
         self._contexts: Any = None
         self._successors: Any = None
         self._table = self._new_table(min(MIN_CONTEXT_PLACES, 1 << (2 * max_contexts - 1).bit_length()))

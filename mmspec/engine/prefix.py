@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from mmspec.engine.guard import ModuleGuard
 from mmspec.engine.kv_cache import RaggedKVCache
+from mmspec.forks import new_lock
 
 MAX_PREFIX_BYTES = 1 << 30
 """Largest memory of all that is kept for one model; what was used longest ago goes first."""
@@ -156,7 +157,7 @@ class PrefixStore:
     verdicts: dict[bool, bool] = field(default_factory=dict)
     rows: list[StoredRow] = field(default_factory=list)
     _guard: ModuleGuard | None = None
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _lock: threading.Lock = field(default_factory=new_lock)
 
     def check(self, model: nn.Module) -> ModuleGuard:
         """Drop everything if the model is not what it was; returns its present state. Reads all weights."""

@@ -20,8 +20,9 @@ from torch import Tensor
 from mmspec.engine.draws import default_generator, unprivate
 from mmspec.engine.host_copy import from_host
 from mmspec.engine.recordings import Recordings
+from mmspec.forks import free_in_child
 
-_LOCK = threading.RLock()
+_LOCK = free_in_child(threading.RLock())
 """Held while the noise of any call changes: calls in several threads must not interleave within a draw."""
 _LIVE: weakref.WeakSet[SamplingNoise] = weakref.WeakSet()
 """The noise of the calls that run now."""

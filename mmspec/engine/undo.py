@@ -20,6 +20,8 @@ from typing import Any, ParamSpec, Self, TypeVar
 
 import torch
 
+from mmspec.forks import free_in_child
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -162,7 +164,7 @@ class _Name:
                 self.names[self.name] = self.original
 
 
-_LOCK = threading.RLock()
+_LOCK = free_in_child(threading.RLock())
 """Held while the following change."""
 _REPLACED: dict[tuple[int, str], _Name] = {}
 """{(id of a dict, name)}; the dict is held, so that its id is not given to another one"""
@@ -234,8 +236,6 @@ def _drop_users(found: _Name, users: set[int]) -> None:
 
 def _forget_other_threads() -> None:
     """In a child after a fork: the other threads do not exist there, whatever they were doing."""
-    global _LOCK
-    _LOCK = threading.RLock()
     thread = threading.get_ident()
     _undo_for({number for number, user in _USERS.items() if (one := user()) is None or one.thread != thread})
 

@@ -9,7 +9,6 @@ exception ends learning with one warning; the drafter goes on with its last weig
 from __future__ import annotations
 
 import atexit
-import threading
 import time
 import weakref
 from collections import deque
@@ -19,6 +18,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import Tensor, nn
 
+from mmspec.forks import new_lock
 from mmspec.interfaces import Drafter, SharedEmbeddings
 from mmspec.learning.budget import DEFAULT_SHARE, LearningBudget
 from mmspec.learning.collecting import Collection
@@ -100,8 +100,8 @@ class Learner:
         self._unsaved: dict[str, Tensor] | None = None
         self._last_save = time.monotonic()
         self._rng = torch.Generator().manual_seed(0)
-        self._lock = threading.Lock()  # of the reservoir, the queue and the budget
-        self._work_lock = threading.Lock()  # of the thread that trains or saves
+        self._lock = new_lock()  # of the reservoir, the queue and the budget
+        self._work_lock = new_lock()  # of the thread that trains or saves
         with _plain_mode(self.device_type):  # `patch` may be called in inference mode
             if isinstance(drafter, ClosedFormDrafter):
                 self._fit = drafter.closed_form(device)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import threading
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +19,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from mmspec.files import atomic_write, cache_folder, make_private_folder
+from mmspec.forks import new_lock
 
 logger = logging.getLogger("mmspec")
 
-_WRITE_LOCK = threading.Lock()
+_WRITE_LOCK = new_lock()
 """Threads of a process share the temporary name of a file; processes do not."""
 LEARNED_FORMAT = "mmspec-learned-1"
 SUFFIX = ".safetensors"

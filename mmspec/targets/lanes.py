@@ -21,6 +21,7 @@ from mmspec.engine.kv_cache import RESERVED_TOKENS, RaggedKVCache, RecordedKVCac
 from mmspec.engine.recordings import Recordings, WrittenPlace
 from mmspec.engine.tree import BUCKETS, DraftTree
 from mmspec.engine.tree_cache import VALUES_START_AS_KEYS, TreeCache
+from mmspec.forks import new_lock
 from mmspec.interfaces.round import ScorePart
 from mmspec.targets.base import ModelAdapter
 from mmspec.targets.forward import CallTensors, NodeForward
@@ -51,7 +52,7 @@ class Lane:
         self._pool = pool
         self.recordings = recordings
         self.kv_cache = kv_cache
-        self.lock = threading.Lock()
+        self.lock = threading.Lock()  # held while user code runs, which may fork
         self._call: CallTensors | None = None
         self._states: RecurrentStates | None = None  # of the call
         self._state_tensors: list[Tensor] = []  # theirs
@@ -172,7 +173,7 @@ class LanePool:
         """
         self.failure: str | None = None
         self._warn = warn
-        self._lock = threading.Lock()
+        self._lock = new_lock()
         self._lanes: dict[tuple[int, str], Lane] = {}  # last used at the end
         self._state: Any = None  # of the model when it was last recorded
 

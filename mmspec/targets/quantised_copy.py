@@ -9,7 +9,6 @@ decides how much is accepted, never a token.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,6 +20,7 @@ from transformers.utils.logging import tqdm
 from mmspec.cpu.decoder import CDecoder
 from mmspec.cpu.huge_pages import HugePages
 from mmspec.cpu.weights import GROUP, QuantisedWeight, Weight, version_of
+from mmspec.forks import new_lock
 from mmspec.interfaces import DrafterRequirements
 from mmspec.targets.base import ModelAdapter
 from mmspec.targets.c_rounds import CRounds
@@ -55,7 +55,7 @@ PROGRESS_FROM = 200_000_000
 """Weights from which a progress bar is shown."""
 WEIGHTS_PER_S = 1e8
 """Weights that are expected to be quantised in a second."""
-_LOCK = threading.Lock()
+_LOCK = new_lock()
 
 
 class QuantisedCopy:
@@ -87,7 +87,7 @@ class QuantisedCopy:
         self.bits = self._choices[0]
         self._is_saved = is_saved
         self._num_made = 0
-        self._lock = threading.Lock()
+        self._lock = new_lock()
         self.layers: dict[str, CopiedLayer] = {}
         self._huge_pages = HugePages()
         self._decoder: CDecoder | None = None  # for the rounds of all calls

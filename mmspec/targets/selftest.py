@@ -10,7 +10,6 @@ generators ends the test before it happens; the state of the modules under test 
 from __future__ import annotations
 
 import copy
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -24,6 +23,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 
 from mmspec.engine.draws import ForbidDraws
 from mmspec.engine.tree import DraftTree, sanitize
+from mmspec.forks import new_lock
 from mmspec.interfaces import VerifyResult
 from mmspec.targets.agreement import HALF_TYPES, Rounding, equal_logits, relative_difference
 from mmspec.targets.base import ModelAdapter
@@ -38,7 +38,7 @@ MAX_NAMED_MODULES = 3
 """Modules that a message names."""
 MAX_VERDICTS = 256
 _VERDICTS: dict[tuple[Any, ...], SelfTestResult] = {}
-_LOCK = threading.Lock()
+_LOCK = new_lock()
 NUM_PADDING = 3
 """Tokens of padding behind which a model's own rounding is measured."""
 _ROUNDINGS: WeakIdKeyDictionary = WeakIdKeyDictionary()
