@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import math
+import os
 import subprocess
 from functools import cache
 from pathlib import Path
@@ -28,6 +30,11 @@ CHUNK_ROWS = 16
 """`CHUNK_ROWS` of few_rows.c."""
 MAX_C_ROWS = 32
 """`MAX_ROWS` of few_rows.c: rows that are few. More are computed in another way, to the same bits."""
+INSTRUCTION_SETS = {1: "AVX2", 2: "AVX-512", 3: "AVX-512 with BF16"}
+"""{level: its instructions}"""
+ISA_VARIABLE = "MMSPEC_ISA"
+ISA_NAMES = {"avx2": 1, "avx512": 2, "avx512_bf16": 3}
+"""{value of the environment variable MMSPEC_ISA: level}; without it the best of the processor."""
 STRUCTS = (DecoderStruct, LayerStruct, DraftStruct, WeightStruct, ChainStruct)
 """In the order of `few_rows_struct_bytes`."""
 _BUILD_LOCK = new_lock()
@@ -41,7 +48,7 @@ class CKernel:
 
     Attributes:
         library: what it was bound from.
-        level: 2 with AVX-512, 1 with AVX2.
+        level: a key of `INSTRUCTION_SETS`.
     """
 
     def __init__(self, library: ctypes.CDLL, level: int | None = None) -> None:
@@ -61,6 +68,7 @@ class CKernel:
         self.level = best if level is None else level
         if not 1 <= self.level <= best:
             raise KernelUnavailableError(f"the processor has level {best}, needed is {max(1, self.level)}")
+        self._variant = min(self.level, 2)  # of the C functions
         _check_structs(library)
         self._parallel, self._barrier = _openmp_entries()
         self._linear = library.few_rows_linear
@@ -83,6 +91,11 @@ class CKernel:
         self._chain.restype = size
         for function in (self._decode_scratch, self._draft_scratch):
             function.argtypes, function.restype = [pointer, size], size
+
+    @property
+    def multiplies_pairs(self) -> bool:
+        """Whether products of bfloat16 with bfloat16 are those of pairs.h."""
+        return self.level == 3
 
     def linear(self, weight: Weight, bias: Tensor | None, rows: Tensor) -> Tensor | None:
         """`rows` times the transposed weight, plus bias.
@@ -114,11 +127,11 @@ class CKernel:
         done = self._linear(
             rows.data_ptr(),
             FLOAT_TYPES[rows.dtype],
-            ctypes.addressof(struct := weight_struct(weight)),
+            ctypes.addressof(struct := weight_struct(weight, self.multiplies_pairs and rows.dtype is torch.bfloat16)),
             bias_pointer,
             out.data_ptr(),
             num_rows,
-            self.level,
+            self._variant,
             torch.get_num_threads(),
             self._parallel,
         )
@@ -149,11 +162,11 @@ class CKernel:
 
     def decode(self, decoder: int, num_threads: int) -> bool:
         """Run one forward of `mmspec.cpu.decoder`; False, and nothing is done, if an id or a position has no entry."""
-        return bool(self._decode(decoder, self.level, num_threads, self._parallel, self._barrier))
+        return bool(self._decode(decoder, self._variant, num_threads, self._parallel, self._barrier))
 
     def chain(self, chain: int, num_threads: int) -> int:
         """Draft the chains of `mmspec.cpu.chain`; the number of forwards, 0 in the cases of `decode`."""
-        num_forwards: int = self._chain(chain, self.level, num_threads, self._parallel, self._barrier)
+        num_forwards: int = self._chain(chain, self._variant, num_threads, self._parallel, self._barrier)
         return num_forwards
 
     def draft_scratch(self, draft: int, num_threads: int) -> int:
@@ -163,11 +176,11 @@ class CKernel:
 
     def head_forward(self, draft: int, num_threads: int) -> None:
         """Run one forward of `mmspec.cpu.draft`."""
-        self._head_forward(draft, self.level, num_threads, self._parallel, self._barrier)
+        self._head_forward(draft, self._variant, num_threads, self._parallel, self._barrier)
 
     def draft_tree(self, draft: int, num_threads: int) -> None:
         """Grow the trees of `mmspec.cpu.draft`."""
-        self._draft_tree(draft, self.level, num_threads, self._parallel, self._barrier)
+        self._draft_tree(draft, self._variant, num_threads, self._parallel, self._barrier)
 
 
 def load_kernel() -> CKernel | None:
@@ -184,8 +197,8 @@ def find_kernel() -> tuple[CKernel | None, str]:
     """What `load_kernel` and `describe_kernel` return, found anew."""
     try:
         with _BUILD_LOCK:
-            kernel = CKernel(library := load_library())
-        _check(kernel)
+            library = load_library()
+        kernel = _best_kernel(library)
     except UntrustedFolderError as error:  # the only cause that one command of the user removes
         logger.warning("mmspec: the C kernels stay off, which is slower: %s", error)
         return None, f"none: {error}"
@@ -194,7 +207,7 @@ def find_kernel() -> tuple[CKernel | None, str]:
         logger.info("linear layers run without the C kernel: %s", error)
         return None, f"none: {error}"
     origin = "installed with mmspec" if Path(library._name) == shipped_file() else "built on this machine"
-    return kernel, f"{'AVX-512' if kernel.level == 2 else 'AVX2'}, {origin}"
+    return kernel, f"{INSTRUCTION_SETS[kernel.level]}, {origin}"
 
 
 _found_kernel = cache(find_kernel)
@@ -228,13 +241,43 @@ def _check_structs(library: ctypes.CDLL) -> None:
             )
 
 
-def _check(kernel: CKernel) -> None:
-    """Compare a product with torch's, so that a miscompiled library is never used."""
-    numbers = torch.arange(37 * 100, dtype=torch.float32, device="cpu").mul_(0.37).sin_().view(37, 100)
-    rows, bias = numbers[:7].flip(0).contiguous(), numbers[:, 0].contiguous()
-    got = kernel.linear(numbers, bias, rows)
-    want = (rows[:, None] * numbers).sum(-1) + bias
-    is_right = got is not None and torch.allclose(got, want, atol=1e-4)
-    many = kernel.linear(numbers, bias, rows.repeat(5, 1))
-    if not is_right or many is None or not torch.allclose(many, want.repeat(5, 1), atol=1e-4):
-        raise KernelUnavailableError("its result differs from torch's")
+def _best_kernel(library: ctypes.CDLL) -> CKernel:
+    """The kernel with the best instructions whose products are right, or with those that `ISA_VARIABLE` names.
+
+    Raises:
+        KernelUnavailableError: none are.
+    """
+    name = os.environ.get(ISA_VARIABLE, "")
+    if name and name not in ISA_NAMES:
+        logger.warning("mmspec: %s must be one of %s; got %.40r", ISA_VARIABLE, ", ".join(ISA_NAMES), name)
+    kernel = CKernel(library, ISA_NAMES.get(name))
+    while not _is_right(kernel):
+        if kernel.level == 1:
+            raise KernelUnavailableError("its products differ from those in double precision")
+        logger.warning(
+            "mmspec: products with %s are wrong on this machine; %s is used",
+            *(INSTRUCTION_SETS[level] for level in (kernel.level, kernel.level - 1)),
+        )
+        kernel = CKernel(library, kernel.level - 1)
+    return kernel
+
+
+def _is_right(kernel: CKernel) -> bool:
+    """Whether products are those in double precision, so that a miscompiled library is never used: odd sizes, few rows
+    and many, numbers that are denormal, infinite or NaN, in every type."""
+    numbers = torch.arange(37.0 * 100, device="cpu").mul_(0.37).sin_().view(37, 100)
+    for dtype in FLOAT_TYPES:
+        weight, bias = numbers.to(dtype), numbers[:, 0].to(dtype).contiguous()
+        rows = weight[:7].flip(0).contiguous()
+        special = torch.tensor([1e-40, -1e-40, math.inf, -math.inf, math.nan], device="cpu").to(dtype)
+        rows[1:6, 50] = special
+        want = (rows.double() @ weight.double().T + bias.double()).to(dtype).double()
+        for repeats in (1, 5):
+            got = kernel.linear(weight, bias, rows.repeat(repeats, 1))
+            expected = want.repeat(repeats, 1)
+            tolerance = 1e-4 if dtype is torch.float32 else 2e-2
+            if got is None or not torch.allclose(
+                got.double(), expected, atol=tolerance, rtol=tolerance, equal_nan=True
+            ):
+                return False
+    return True

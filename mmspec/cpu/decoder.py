@@ -140,7 +140,7 @@ class CDecoder:
         self._cache_places: list[Any] | None = None
         self._layers = (LayerStruct * len(layers))()
         self._layer_weights, self._ends, self._copies = list(layers), ends, copies
-        self._weights = WeightAddresses(self.dtype, shape.norm_offset)
+        self._weights = WeightAddresses(self.dtype, shape.norm_offset, kernel.multiplies_pairs)
         self._is_valid = False  # True: no weight is given other memory as long as this is used
         for index, weights in enumerate(layers):
             set_layer(self._layers[index], weights, shape, self._weights, f"of layer {index}")

@@ -3,7 +3,8 @@
 
    With a weight of a float type an element of out is LANES partial sums in float32, each over every LANES-th column in
    ascending order, in segments of 512 to 1023 columns, added in a fixed order. A weight of 16 bits is widened in
-   registers, so that the result is that of the widened weight, bit for bit. With a quantised weight (quantised.h) x is
+   registers, so that the result is that of the widened weight, bit for bit; or, with rows of bfloat16 too, multiplied in pairs
+   (pairs.h). With a quantised weight (quantised.h) x is
    rounded to 8 bits in groups of 32 columns; the products of a group are added as whole numbers, and the groups in
    ascending order. In each case an element depends on its row of x and its row of w alone: not on the number of rows or
    of threads, or on its place in out.
@@ -81,6 +82,7 @@ typedef struct {
   rows x;
   part part;
   int64_t next;
+  const uint16_t *from; /* rows of bfloat16 to be packed */
 } linear;
 
 static inline int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -163,6 +165,9 @@ AVX2_INLINE void finish(const product *p, const chunk *c, int64_t r, int64_t m, 
 #include "ngrams.h"
 #include "chain_types.h"
 
+static void multiply_pairs(const product *p, const chunk *c);
+static void pack_pairs(const float *x, int64_t R, int64_t K, float *to);
+
 #define NAME(part) avx2_##part
 #define ISA "avx2,fma,f16c"
 #define LANES 8
@@ -213,10 +218,13 @@ AVX2_INLINE void finish(const product *p, const chunk *c, int64_t r, int64_t m, 
 #include "draft_workers.h"
 #include "end_of_isa.h"
 
-/* The instructions of this processor: 2 for AVX-512, 1 for AVX2, 0 for neither. */
+#include "pairs.h"
+
+/* The instructions of this processor: 3 for AVX-512 with VDPBF16PS, 2 for AVX-512, 1 for AVX2, 0 for none of them. */
 EXPORT int few_rows_level(void) {
   __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq")) return 2;
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq"))
+    return __builtin_cpu_supports("avx512bf16") ? 3 : 2;
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
 }
 
@@ -251,11 +259,28 @@ static int many_rows_linear(const void *x, int type, const weights *w, const voi
   return 1;
 }
 
+/* `few_rows_linear` with a weight of BFLOAT16_PAIRS. */
+static int pairs_linear(const uint16_t *x, const weights *w, const void *bias, void *out, int64_t R, int64_t num_threads,
+                        parallel_fn parallel) {
+  const int64_t K = w->cols, N = w->rows, threads = min64(num_threads, 1 + weight_bytes(w) / THREAD_BYTES);
+  float *const packed = aligned_alloc(64, (size_t)(R * pair_floats(K) + (bias ? N : 0) + 15) / 16 * 64);
+  float *const wide_bias = bias ? packed + R * pair_floats(K) : NULL;
+  if (!packed) return 0;
+  if (bias) widen(bias, BFLOAT16, N, wide_bias);
+  linear l = {{packed, R, K, N, 0, BFLOAT16, 1}, {w, wide_bias, out, N}, 0, x};
+  run_threads(pair_pack_worker, &l, min64(threads, (R + MAX_ROWS - 1) / MAX_ROWS), parallel);
+  l.next = 0;
+  run_threads(avx512_worker, &l, threads, parallel);
+  free(packed);
+  return 1;
+}
+
 /* x [R, K], bias [w->rows] or NULL, out [R, w->rows], all contiguous and of the float type x_type; 1 <= R, at most 32 with
-   a quantised weight; level 1 or 2, as few_rows_level. `parallel` is NULL where there is one thread. 0 if there is no
+   a quantised weight; level 1 or 2, as few_rows_level (at 3 it is 2, and weights may be of BFLOAT16_PAIRS). `parallel` is NULL where there is one thread. 0 if there is no
    memory. */
 EXPORT int few_rows_linear(const void *x, int x_type, const weights *w, const void *bias, void *out, int64_t R, int level,
                            int64_t num_threads, parallel_fn parallel) {
+  if (w->type == BFLOAT16_PAIRS) return pairs_linear(x, w, bias, out, R, num_threads, parallel);
   if (R > MAX_ROWS)
     return !is_quantised(w->type) && many_rows_linear(x, x_type, w, bias, out, R, level, num_threads, parallel);
   const int64_t K = w->cols, N = w->rows, threads = min64(num_threads, 1 + weight_bytes(w) / THREAD_BYTES);
@@ -269,7 +294,7 @@ EXPORT int few_rows_linear(const void *x, int x_type, const weights *w, const vo
     widen(x, x_type, R * K, to), wide = to;
     if (bias) widen(bias, x_type, N, to + R * K), wide_bias = to + R * K;
   }
-  linear l = {{packed, R, K, N, 0, x_type, is_narrow}, {w, wide_bias, out, N}, 0};
+  linear l = {{packed, R, K, N, 0, x_type, is_narrow}, {w, wide_bias, out, N}, 0, NULL};
   (level == 2 ? avx512_pack_groups : avx2_pack_groups)(w, wide, R, NULL, 0, packed);
   run_threads(level == 2 ? avx512_worker : avx2_worker, &l, threads, parallel);
   free(packed);

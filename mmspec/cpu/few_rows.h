@@ -206,6 +206,10 @@ __attribute__((target(ISA))) static void NAME(multiply)(const product *p, const 
     (LANES == 16 && has_vnni() ? vnni_multiply_quantised : avx2_multiply_quantised)(p, c);
     return;
   }
+  if (c->type == BFLOAT16_PAIRS) {
+    multiply_pairs(p, c);
+    return;
+  }
   check_chunk(c, p->K);
   const int64_t K = p->K, panels = K / p->panel, bytes = float_bytes(c->type);
   const int64_t distance = 1 + AHEAD_BYTES / (WEIGHT_ROWS * p->panel * bytes);
@@ -227,6 +231,7 @@ __attribute__((target(ISA))) static void NAME(multiply)(const product *p, const 
 
 /* Floats of a packed row of x. */
 INLINE int64_t NAME(packed_row)(int64_t K, int64_t type) {
+  if (type == BFLOAT16_PAIRS) return pair_floats(K);
   return is_quantised(type) ? num_groups(K) * (int64_t)(sizeof(group) / sizeof(float)) : (K + LANES - 1) / LANES * LANES;
 }
 
@@ -255,6 +260,10 @@ __attribute__((target(ISA))) static void NAME(pack_groups)(const weights *w, con
   const int64_t K = w->cols, step = NAME(packed_row)(K, w->type);
   if (is_quantised(w->type)) {
     round_rows(x, R, K, norm, eps, (group *)to);
+    return;
+  }
+  if (w->type == BFLOAT16_PAIRS) { /* rows of 16 bits are normalised before */
+    pack_pairs(x, R, K, to);
     return;
   }
   for (int64_t row = 0; row < R; row += MAX_ROWS)

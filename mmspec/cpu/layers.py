@@ -214,13 +214,17 @@ class WeightAddresses:
     it makes at the start of each forward (`vectors`).
     """
 
-    def __init__(self, dtype: torch.dtype = torch.float32, norm_offset: float = 0.0) -> None:
+    def __init__(
+        self, dtype: torch.dtype = torch.float32, norm_offset: float = 0.0, multiplies_pairs: bool = False
+    ) -> None:
         """
         Args:
             dtype: of all weights but quantised ones.
             norm_offset: added to vectors whose name ends with "norm".
+            multiplies_pairs: of the kernel.
         """
         self.dtype = dtype
+        self._in_pairs = multiplies_pairs and dtype is torch.bfloat16
         self._norm_offset = norm_offset
         self._weights: list[Tensor] = []
         self._storages: list[torch.UntypedStorage] = []  # which live as long as C may read them
@@ -268,7 +272,7 @@ class WeightAddresses:
         else:
             self._check(name, weight, shape)
             self._add(weight)
-        return weight_struct(weight)
+        return weight_struct(weight, self._in_pairs)
 
     def set(
         self, struct: ctypes.Structure, name: str, weight: Weight | None, shape: tuple[int, ...], label: str

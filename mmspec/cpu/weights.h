@@ -1,14 +1,16 @@
 /* A matrix of weights in any of the types that people load or that we quantise to, and numbers of 16 bits. */
 
-enum { FLOAT32, BFLOAT16, FLOAT16, INT8, INT4 }; /* `WEIGHT_TYPES` of weights.py */
+enum { FLOAT32, BFLOAT16, FLOAT16, INT8, INT4, BFLOAT16_PAIRS }; /* numbers of weights.py */
 
 #define GROUP 32      /* columns that share a scale */
 #define TILE_ROWS 16  /* rows of a quantised weight that lie together */
+#define PAIR_COLUMNS 32
 
 /* [rows, cols]. Float types lie row by row. INT8 and INT4 lie in tiles of TILE_ROWS rows, the last filled with zeros, and
    within a tile in groups of GROUP columns, the last filled with zeros: [tile][group][column / 4][row][4] bytes of int8;
    of INT4 [tile][group][column / 8][row][4] bytes, columns 0 to 3 of each eight in their low halves, 4 to 7 in their high
-   ones, plus 8. `data` is NULL where there is no weight. */
+   ones, plus 8. BFLOAT16_PAIRS is BFLOAT16 in a product with rows of that type, computed as in pairs.h. `data` is NULL where
+   there is no weight. */
 typedef struct {
   const void *data;
   const uint16_t *scales; /* [tile][group][row] bfloat16 of INT8 and INT4; else NULL */
@@ -17,8 +19,9 @@ typedef struct {
   int64_t rows, cols, type;
 } weights;
 
-static inline int is_quantised(int64_t type) { return type >= INT8; }
+static inline int is_quantised(int64_t type) { return type == INT8 || type == INT4; }
 static inline int64_t num_groups(int64_t K) { return (K + GROUP - 1) / GROUP; }
+static inline int64_t pair_floats(int64_t K) { return (K + PAIR_COLUMNS - 1) / PAIR_COLUMNS * 16; } /* of a packed row */
 static inline int64_t float_bytes(int64_t type) { return type == FLOAT32 ? 4 : 2; }
 
 /* Bytes of `rows` rows, a multiple of TILE_ROWS for quantised types; scales not counted. */

@@ -12,6 +12,8 @@ FLOAT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """{dtype: its number in weights.h}"""
 QUANTISED_TYPES = {8: 3, 4: 4}
 """{bits of a weight: its number in weights.h}"""
+BFLOAT16_PAIRS = 5
+"""Number in weights.h of a bfloat16 weight that is multiplied in pairs of columns."""
 GROUP = 32
 """`GROUP` of weights.h: columns that share a scale."""
 TILE_ROWS = 16
@@ -60,13 +62,19 @@ class WeightStruct(ctypes.Structure):
     ]
 
 
-def weight_struct(weight: Weight) -> WeightStruct:
-    """The struct of a weight, which must outlive it."""
+def weight_struct(weight: Weight, in_pairs: bool = False) -> WeightStruct:
+    """The struct of a weight, which must outlive it.
+
+    Args:
+        weight: the weight.
+        in_pairs: whether it is multiplied with rows of bfloat16, by a kernel that multiplies these in pairs of columns.
+    """
     rows, cols = weight.shape
     if isinstance(weight, QuantisedWeight):
         number = QUANTISED_TYPES[weight.bits]
         return WeightStruct(weight.data.data_ptr(), weight.scales.data_ptr(), None, None, rows, cols, number)
-    return WeightStruct(weight.data_ptr(), None, None, None, rows, cols, FLOAT_TYPES[weight.dtype])
+    number = BFLOAT16_PAIRS if in_pairs and weight.dtype is torch.bfloat16 else FLOAT_TYPES[weight.dtype]
+    return WeightStruct(weight.data_ptr(), None, None, None, rows, cols, number)
 
 
 def version_of(tensor: Tensor) -> int:

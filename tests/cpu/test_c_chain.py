@@ -11,7 +11,7 @@ import torch
 from test_decoder import SHAPES, TYPES, VOCAB, Model, in_type, make_inputs, make_model, quantised
 from torch import Tensor
 
-from mmspec.cpu.c_kernel import CKernel, load_kernel
+from mmspec.cpu.c_kernel import INSTRUCTION_SETS, CKernel, load_kernel
 from mmspec.cpu.chain_types import ChainGuesses, ChainRequest, DraftedChains
 from mmspec.cpu.decoder import DecoderContext, DecoderInputs
 from mmspec.cpu.ngrams import CNgrams
@@ -21,7 +21,7 @@ LENGTH, TOP_K, MAX_NODES = 6, 2, 9
 COSTS = (1.0, 1.1, 1.2, 1.3)
 
 
-@pytest.fixture(params=[1, 2], ids=["AVX2", "AVX-512"])
+@pytest.fixture(params=sorted(INSTRUCTION_SETS), ids=INSTRUCTION_SETS.get)
 def kernel(request: pytest.FixtureRequest) -> CKernel:
     """The kernel for one instruction set."""
     best = load_kernel()

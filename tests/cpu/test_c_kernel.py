@@ -37,7 +37,7 @@ def test_every_avx512_instruction_has_an_emulation() -> None:
         emulated_avx512.emulated_sources(other)
 
 
-@pytest.fixture(params=[1, 2], ids=["avx2", "avx512"])
+@pytest.fixture(params=sorted(c_kernel.INSTRUCTION_SETS), ids=c_kernel.INSTRUCTION_SETS.get)
 def kernel(request: pytest.FixtureRequest) -> CKernel:
     """The kernel for each instruction set that this processor has."""
     try:
@@ -424,7 +424,49 @@ def test_a_library_with_wrong_results_or_functions_is_not_used(
     monkeypatch.undo()
     monkeypatch.setattr(CKernel, "linear", lambda self, weight, bias, rows: rows.new_zeros(len(rows), 37))
     kernel, lines = load(caplog)
-    assert kernel is None and len(lines) == 1 and "differs" in lines[0]
+    assert kernel is None and "differ" in lines[-1] and len(lines) == load_kernel().level, "each is tried"
+
+
+@needs_kernel
+def test_instructions_are_named_and_the_next_ones_taken_where_products_are_wrong(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    best = load_kernel().level
+    for name, level in c_kernel.ISA_NAMES.items():
+        monkeypatch.setenv(c_kernel.ISA_VARIABLE, name)
+        found = c_kernel.find_kernel()[0]
+        assert (None if found is None else found.level) == (level if level <= best else None), name
+    monkeypatch.setenv(c_kernel.ISA_VARIABLE, "sse")
+    assert c_kernel.find_kernel()[0].level == best and "must be one of avx2, avx512, avx512_bf16" in caplog.text
+    monkeypatch.delenv(c_kernel.ISA_VARIABLE)
+    caplog.clear()
+    is_right = c_kernel._is_right
+    monkeypatch.setattr(c_kernel, "_is_right", lambda kernel: kernel.level < best and is_right(kernel))
+    found = c_kernel.find_kernel()[0]
+    assert (None if found is None else found.level) == (best - 1 or None)
+    assert len([record for record in caplog.records if record.levelno == logging.WARNING]) == bool(best > 1)
+
+
+@needs_kernel
+@pytest.mark.parametrize("size", [(1, 5, 3), (7, 37, 100), (33, 64, 1029), (70, 18, 1536)])
+def test_products_in_pairs_are_exact_to_one_rounding_and_independent_of_the_other_rows(
+    size: tuple[int, int, int],
+) -> None:
+    """Against double precision and the kernel that widens bfloat16."""
+    rows, out, columns = size
+    best = load_kernel()
+    weight, x = normal(out, columns).bfloat16(), normal(rows, columns, seed=1).bfloat16()
+    wide = CKernel(best.library, min(best.level, 2))
+    got, other = best.linear(weight, weight[:, 0].contiguous(), x), wide.linear(weight, weight[:, 0].contiguous(), x)
+    assert got is not None and other is not None
+    exact = x.double() @ weight.double().T + weight[:, 0].double()
+    assert ((got.double() - exact).abs() <= exact.abs() * 2**-8 + 1e-4 * columns**0.5).all()
+    assert (got == other).double().mean() > 0.99
+    for row in (0, rows - 1):
+        assert torch.equal(
+            best.linear(weight, weight[:, 0].contiguous(), x[row : row + 1].contiguous()), got[row : row + 1]
+        )
+    assert torch.equal(best.linear(weight.float(), None, x.float()), wide.linear(weight.float(), None, x.float()))
 
 
 def test_other_processors_and_runtimes(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

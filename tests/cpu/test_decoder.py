@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from mmspec.cpu import c_kernel, c_library
-from mmspec.cpu.c_kernel import CKernel, load_kernel
+from mmspec.cpu.c_kernel import INSTRUCTION_SETS, CKernel, load_kernel
 from mmspec.cpu.decoder import (
     MAX_DECODER_ROWS,
     CDecoder,
@@ -45,7 +45,7 @@ TYPES = (torch.float32, torch.bfloat16, torch.float16)
 VOCAB = 45
 
 
-@pytest.fixture(params=[1, 2], ids=["avx2", "avx512"])
+@pytest.fixture(params=sorted(INSTRUCTION_SETS), ids=INSTRUCTION_SETS.get)
 def kernel(request: pytest.FixtureRequest) -> CKernel:
     """The kernel for each instruction set that this processor has."""
     try:

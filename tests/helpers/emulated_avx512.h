@@ -70,6 +70,26 @@ EMULATED __m512i emulated_dpbusd_epi32(__m512i sum, __m512i a, __m512i b) {
   for (int k = 0; k < 64; k++) r.i[k / 4] += x.u8[k] * y.s8[k];
   return r.si;
 }
+EMULATED __m256 emulated_no_denormals(__m256 v) {
+  const __m256 size = _mm256_andnot_ps(_mm256_set1_ps(-0.0f), v);
+  return _mm256_and_ps(v, _mm256_or_ps(_mm256_cmp_ps(size, _mm256_set1_ps(0x1p-126f), _CMP_NLT_UQ), _mm256_set1_ps(-0.0f)));
+}
+/* One multiplication and addition for each number of a pair, the upper first; denormals, also of the sums, are zero. */
+EMULATED __m512 emulated_dpbf16_ps(__m512 sum, __m512bh a, __m512bh b) {
+  emulated r, x, y;
+  memcpy(&x, &a, sizeof x), memcpy(&y, &b, sizeof y);
+  for (int h = 0; h < 2; h++) {
+    r.half[h] = emulated_no_denormals(HALF(sum));
+    for (int upper = 1; upper >= 0; upper--) {
+      const __m256i mask = _mm256_set1_epi32((int)0xffff0000u);
+      const __m256i v = upper ? _mm256_and_si256(x.whole[h], mask) : _mm256_slli_epi32(x.whole[h], 16);
+      const __m256i w = upper ? _mm256_and_si256(y.whole[h], mask) : _mm256_slli_epi32(y.whole[h], 16);
+      const __m256 one = emulated_no_denormals(_mm256_castsi256_ps(v)), other = emulated_no_denormals(_mm256_castsi256_ps(w));
+      r.half[h] = emulated_no_denormals(_mm256_fmadd_ps(one, other, r.half[h]));
+    }
+  }
+  return r.ps;
+}
 EMULATED __m256 emulated_lower(__m512 a) { return ((emulated){.ps = a}).half[0]; }
 EMULATED __m256 emulated_upper(__m512 a) { return ((emulated){.ps = a}).half[1]; }
 EMULATED __m512i emulated_bits(__m512 a) { return ((emulated){.ps = a}).si; }

@@ -20,7 +20,7 @@ from mmspec.cpu import c_library
 HEADER = Path(__file__).with_suffix(".h")
 TESTS = ("tests/cpu", "tests/targets/test_c_rounds.py", "tests/drafters/heads/test_c_draft.py")
 LEFT_OUT = ("-k", "not test_a_library_is_built_from_the_sources_that_were_imported")
-TARGET = re.compile(rb"avx512\w+,")
+TARGET = re.compile(rb"avx512[a-z0-9]+,")
 ASKED = re.compile(rb'__builtin_cpu_supports\("avx512\w*"\)')
 CALLED = re.compile(rb"_mm512_(\w+)")
 
