@@ -7,7 +7,7 @@ from typing import Any, Self
 
 import torch
 
-from mmspec.control.cost_store import CostStore, Measured, device_description
+from mmspec.control.cost_store import CostStore, device_description
 from mmspec.control.depth import DepthController
 from mmspec.control.round_cost import RoundCostModel
 from mmspec.cpu.c_kernel import load_kernel
@@ -47,7 +47,7 @@ class DrafterCosts:
             if costs is None or costs.device != kind:  # the model was moved
                 costs = self._models[drafter.name] = RoundCostModel(kind)
                 if CostStore.is_enabled():
-                    CostStore(_key(drafter, adapter)).load(costs, *_measured(drafter))
+                    CostStore(_key(drafter, adapter)).load(costs, _depth(drafter))
             return costs
 
     def count_call(self, drafter: Drafter, adapter: ModelAdapter) -> None:
@@ -55,7 +55,7 @@ class DrafterCosts:
         with self._lock:
             num_calls = self._num_calls[drafter.name] = self._num_calls.get(drafter.name, 0) + 1
         if num_calls > 1 and num_calls & (num_calls - 1) == 0 and CostStore.is_enabled():
-            CostStore(_key(drafter, adapter)).save(self.model(drafter, adapter), *_measured(drafter))
+            CostStore(_key(drafter, adapter)).save(self.model(drafter, adapter), _depth(drafter))
 
 
 def load_kernel_choices(choices: KernelChoices) -> None:
@@ -93,10 +93,7 @@ def _key(drafter: Drafter, adapter: ModelAdapter) -> dict[str, object]:
     }
 
 
-def _measured(drafter: Drafter) -> tuple[DepthController | None, Measured | None]:
-    """What else a drafter has measured: the depth of its drafts, and the values of switches."""
-    controller, switches = getattr(drafter, "depth_controller", None), getattr(drafter, "switches", None)
-    return (
-        controller if isinstance(controller, DepthController) else None,
-        switches if isinstance(switches, Measured) else None,
-    )
+def _depth(drafter: Drafter) -> DepthController | None:
+    """What else a drafter has measured: the depth of its drafts."""
+    controller = getattr(drafter, "depth_controller", None)
+    return controller if isinstance(controller, DepthController) else None

@@ -1,13 +1,13 @@
 """`AssistantDrafter`: drafts with Gemma 4's assistant, a small model over the target's own keys and values.
 
 It has no cache: nothing is read of the prompt or rolled back, and nodes never see each other, so that a tree of
-any shape is one forward per level over B x W nodes at one position. Which position, that of the last token that the
-target has read ("last", as in vLLM and SGLang) or the one behind it ("next", as in transformers), is a switch.
+any shape is one forward per level over B x W nodes at one position. It is that of the last token that
+the target has read, as in vLLM and SGLang (transformers takes the one behind it).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -19,7 +19,7 @@ from mmspec.drafters.heads.base.config import HeadConfig
 from mmspec.drafters.heads.base.expand import StatelessExpander, expand_levels
 from mmspec.drafters.heads.base.head import DraftHead
 from mmspec.drafters.heads.base.state import DraftState
-from mmspec.drafters.mtp.switched import SwitchedDrafter
+from mmspec.drafters.mtp.own import OwnDrafter
 from mmspec.drafters.mtp.vocabulary import RowCache
 from mmspec.engine.gather import gather_rows
 from mmspec.engine.tree import DraftTree
@@ -87,7 +87,7 @@ class AssistantExpander(StatelessExpander):
         assert target_keys is not None
         kinds: tuple[str, ...] = cast("tuple[str, ...]", drafter.head.body.layer_types)
         self.cache = {kind: target_keys.read(kind) for kind in dict.fromkeys(kinds)}
-        self.position_ids = state.first_positions() - int(drafter.position == "last")
+        self.position_ids = state.first_positions() - 1
         self.root_hidden = self._run(state.last_hidden[:, None])
 
     def _run(self, inputs: Tensor) -> Tensor:
@@ -103,11 +103,10 @@ class AssistantExpander(StatelessExpander):
         return self.drafter.logits(self.state, hidden_states)
 
 
-class AssistantDrafter(SwitchedDrafter):
+class AssistantDrafter(OwnDrafter):
     """Drafts with an `AssistantHead`.
 
     Attributes:
-        position: "last" or "next".
         suppressed_ids: ids that it must not draft.
     """
 
@@ -121,7 +120,7 @@ class AssistantDrafter(SwitchedDrafter):
             parts: of the assistant, with its weights.
             max_depth: largest depth of a draft node.
             top_k: see `HeadDrafter`.
-            options: `draft_ids` and `frequent_ids`, see `SwitchedDrafter`.
+            options: `draft_ids` and `frequent_ids`, see `OwnDrafter`.
 
         Raises:
             ValueError: a reduced LM head of an assistant that has one.
@@ -134,7 +133,6 @@ class AssistantDrafter(SwitchedDrafter):
         super().__init__(
             AssistantHead(parts),
             "coupled",
-            {"position": ("last", "next")},
             parts.description,
             num_layers=parts.num_layers,
             name="assistant",
@@ -142,7 +140,6 @@ class AssistantDrafter(SwitchedDrafter):
             top_k=top_k,
             **options,
         )
-        self.position = "last"
         self.suppressed_ids = parts.suppressed_ids
         self.requirements = replace(self.requirements, target_keys=True)
 
@@ -150,13 +147,6 @@ class AssistantDrafter(SwitchedDrafter):
     def compressor_hidden_size(self) -> int | None:
         """See `HeadDrafter`: it reads no visual tokens."""
         return None
-
-    @property
-    def settings(self) -> tuple[str, ...]:
-        return (self.position,)
-
-    def apply(self, values: Mapping[str, str]) -> None:
-        self.position = values["position"]
 
     @InferenceMode()
     def begin(self, prompt: Prompt) -> DraftState:

@@ -27,7 +27,7 @@ HEAD_SHARD, TARGET_SHARD = "model-00001-of-00002.safetensors", "model-00002-of-0
 
 
 def load_tuned(folder: Path, metadata: HeadMetadata, target: TargetInfo, name: str) -> MTPDrafter:
-    """The drafter of a tuned head, with the switches that it was trained with.
+    """The drafter of a tuned head, with the visual mode that it was trained in.
 
     Raises:
         ValueError: the target is not loaded, or the head is not of it.
@@ -37,7 +37,7 @@ def load_tuned(folder: Path, metadata: HeadMetadata, target: TargetInfo, name: s
     ids = TensorFiles(folder)
     draft_ids = ids.read("draft_ids") if "draft_ids" in ids.names else None
     drafter = mtp_drafter(target.read_own_head(folder), name=name, draft_ids=draft_ids)
-    drafter.fix_switches(carry=drafter.head.rule.carries[0], visual_mode=metadata.visual_mode)
+    drafter.fix_visual_mode(metadata.visual_mode)
     return drafter
 
 

@@ -7,7 +7,7 @@ here do (`HeadDrafter`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -17,9 +17,9 @@ from mmspec.drafters.heads.base.expand import AutoregressiveExpander, expand_lev
 from mmspec.drafters.heads.base.online import LearnableHead
 from mmspec.drafters.heads.base.state import DraftState
 from mmspec.drafters.mtp.head import MTPHead
-from mmspec.drafters.mtp.switched import SwitchedDrafter
+from mmspec.drafters.mtp.own import OwnDrafter
 from mmspec.engine.tree import DraftTree
-from mmspec.interfaces import OwnHead, Prompt, SharedEmbeddings
+from mmspec.interfaces import OwnHead, SharedEmbeddings
 
 if TYPE_CHECKING:
     from mmspec.drafters.training.batch import TrainBatch
@@ -37,7 +37,7 @@ class MTPExpander(AutoregressiveExpander):
         return super().expand(level, inputs_embeds, drafter.carried(parent_hidden))
 
 
-class MTPDrafter(SwitchedDrafter, LearnableHead):
+class MTPDrafter(OwnDrafter, LearnableHead):
     """Drafts with an `MTPHead`.
 
     Attributes:
@@ -65,13 +65,12 @@ class MTPDrafter(SwitchedDrafter, LearnableHead):
             max_depth: largest number of tokens of a draft.
             top_k: see `HeadDrafter`; 1 where the target scores chains only.
             name: see `HeadDrafter`.
-            options: `draft_ids` and `frequent_ids`, see `SwitchedDrafter`.
+            options: `draft_ids` and `frequent_ids`, see `OwnDrafter`.
         """
         rule = parts.rule
         super().__init__(
             self.head_class(parts),
             rule.visual_modes[0],
-            {"carry": rule.carries, "visual_mode": rule.visual_modes},
             parts.description,
             num_layers=parts.num_layers,
             name=name,
@@ -79,18 +78,11 @@ class MTPDrafter(SwitchedDrafter, LearnableHead):
             top_k=CHAIN_TOP_K if parts.chains_only else top_k,
             **options,
         )
-        self.carry = rule.carries[0]
+        self.carry = rule.carry
 
     @property
     def settings(self) -> tuple[str, ...]:
         return (self.visual_mode, self.carry)
-
-    def apply(self, values: Mapping[str, str]) -> None:
-        self.carry, self.visual_mode = values["carry"], values["visual_mode"]
-
-    def applicable(self, prompt: Prompt) -> list[str]:
-        """See `SwitchedDrafter`: in text all visual modes are one."""
-        return ["carry", "visual_mode"] if bool(prompt.visual_mask.any()) else ["carry"]
 
     def draft_tree(self, state: DraftState, max_nodes: int, num_levels: int) -> DraftTree:
         """Repeat the head on its own output, the `top_k` most likely nodes of each level."""
@@ -105,10 +97,6 @@ class MTPDrafter(SwitchedDrafter, LearnableHead):
     def pending_inputs(self, state: DraftState, tokens: Tensor, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """See `HeadReader`."""
         return super().pending_inputs(state, tokens, self.head.hidden_states(hidden_states))
-
-    def fix_visual_mode(self, visual_mode: str) -> None:
-        """See `HeadReader`."""
-        self.fix_switches(visual_mode=visual_mode)
 
     # --- learning -----------------------------------------------------------------------------------------------------
 

@@ -39,7 +39,7 @@ class MTPHead(DraftHead):
         shape = (parts.hidden_size, 0, 1, 1, parts.vocab_size)
         super().__init__(HeadConfig(*shape, mrope_section=section, rotary_dim=2 * sum(section)))
         self.rule, self.files = parts.rule, parts.files
-        self.carry, self.visual_modes = parts.rule.carries[0], parts.rule.visual_modes
+        self.carry, self.visual_modes = parts.rule.carry, parts.rule.visual_modes
         self.window = parts.window
         self._rotary_embedding = parts.rotary_embedding
         self.fc = cast(nn.Linear, parts.fc)

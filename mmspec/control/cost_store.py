@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 
@@ -68,17 +68,6 @@ def device_description(device: torch.device) -> str:
     return f"{device.type} {platform.machine()} {_processor_name()} {torch.get_num_threads()} threads"
 
 
-@runtime_checkable
-class Measured(Protocol):
-    """Measurements that are stored: of a drafter's switches, for one."""
-
-    def snapshot(self) -> dict[str, Any]:
-        """Ready for JSON."""
-
-    def restore(self, snapshot: dict[str, Any]) -> None:
-        """Take over the measurements of another process; raises `ValueError` for others."""
-
-
 class CostStore:
     """The file of one drafter on one target and device."""
 
@@ -97,17 +86,15 @@ class CostStore:
         """Whether costs are stored at all."""
         return os.environ.get(SWITCH, "1") != "0"
 
-    def load(self, costs: RoundCostModel, depth: DepthController | None, switches: Measured | None = None) -> bool:
+    def load(self, costs: RoundCostModel, depth: DepthController | None) -> bool:
         """Fill a new cost model, and what else has measured nothing. Returns whether a file was read."""
 
         def take(content: dict[str, Any]) -> None:
-            _check_numbers([content["rounds"], content["depth"] or [], content.get("switches") or []])
+            _check_numbers([content["rounds"], content["depth"] or []])
             rounds = RoundCostModel()
             rounds.restore(content["rounds"])  # may fail, so not yet on `costs`
             if depth is not None and content["depth"] is not None:
                 depth.restore(content["depth"])
-            if switches is not None and content.get("switches") is not None:
-                switches.restore(content["switches"])
             costs.restore(content["rounds"])
 
         return self.read(take)
@@ -130,13 +117,12 @@ class CostStore:
             return False
         return True
 
-    def save(self, costs: RoundCostModel, depth: DepthController | None, switches: Measured | None = None) -> None:
+    def save(self, costs: RoundCostModel, depth: DepthController | None) -> None:
         """`write` the measurements."""
         self.write(
             {
                 "rounds": costs.snapshot(),
                 "depth": None if depth is None else depth.snapshot(),
-                "switches": None if switches is None else switches.snapshot(),
             }
         )
 

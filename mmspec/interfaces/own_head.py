@@ -31,12 +31,13 @@ class OwnHeadError(ValueError):
 
 @dataclass(frozen=True)
 class HeadRule:
-    """In what the heads of the families differ. Where sources disagree, the first value is the default.
+    """In what the heads of the families differ; where sources disagree, as in vLLM.
 
     Attributes:
         hidden: "post" or "pre": the target's hidden states that it reads are those behind or before the final norm.
-        carries: "post" (o) or "pre" (z): what a further draft token reads in place of the hidden state.
-        visual_modes: keys of `VISUAL_MODES`: what the head reads at image positions.
+        carry: "post" (o) or "pre" (z): what a further draft token reads in place of the hidden state.
+        visual_modes: keys of `VISUAL_MODES`: what the head reads at image positions, that of its family first;
+            it may be trained in all.
         embedding_first: the order of the two inputs of `fc`.
         zeroes_first: whether the embedding in row 0 is zero.
         layered: whether draft token i is that of layer i of the head, which reads the token before it and what layer
@@ -44,7 +45,7 @@ class HeadRule:
     """
 
     hidden: str = "post"
-    carries: tuple[str, ...] = ("post",)
+    carry: str = "post"
     visual_modes: tuple[str, ...] = ("coupled", "placeholder")
     embedding_first: bool = True
     zeroes_first: bool = False

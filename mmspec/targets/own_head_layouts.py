@@ -68,7 +68,7 @@ _EXAONE4_5 = HeadLayout(
     depth_key="num_nextn_predict_layers",
 )
 _GLM_OCR = HeadLayout(
-    HeadRule(carries=("post", "pre"), visual_modes=("placeholder", "coupled"), zeroes_first=True),
+    HeadRule(visual_modes=("placeholder", "coupled"), zeroes_first=True),
     ("model.language_model.layers.{layers}.", "model.layers.{layers}.", "language_model.model.layers.{layers}."),
     {
         "fc": "eh_proj.weight",

@@ -26,8 +26,7 @@ import mmspec
 from mmspec.app.cli.arguments import module_parser, positive_int, split_commas
 from mmspec.drafters.mtp.assistant import AssistantDrafter
 from mmspec.drafters.mtp.drafter import MTPDrafter
-from mmspec.drafters.mtp.switched import SwitchedDrafter
-from mmspec.drafters.mtp.switches import Switches
+from mmspec.drafters.mtp.own import OwnDrafter
 from mmspec.drafters.mtp.vocabulary import FrequentIds
 from mmspec.targets.assistant import assistant_parts
 from mmspec.targets.own_head import read_own_head
@@ -78,7 +77,7 @@ def gemma_config(num_layers: int) -> Any:
     )  # fmt: skip
 
 
-def qwen_drafter(model: Any, **options: Any) -> SwitchedDrafter:
+def qwen_drafter(model: Any, **options: Any) -> OwnDrafter:
     """Its MTP head, written under the published names and read."""
     adapter = find_adapter(model)
     config = copy.deepcopy(adapter.text_config)
@@ -93,7 +92,7 @@ def qwen_drafter(model: Any, **options: Any) -> SwitchedDrafter:
         return MTPDrafter(read_own_head(adapter, folder), **options)
 
 
-def gemma_drafter(model: Any, centroids: bool = True, **options: Any) -> SwitchedDrafter:
+def gemma_drafter(model: Any, centroids: bool = True, **options: Any) -> OwnDrafter:
     """E2B's assistant."""
     from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM
 
@@ -122,13 +121,13 @@ def kinds_of(reduced: int) -> dict[str, dict[str, dict[str, Any]]]:
     }
 
 
-SHAPES: dict[str, tuple[int, Callable[[int], Any], Callable[..., SwitchedDrafter]]] = {
+SHAPES: dict[str, tuple[int, Callable[[int], Any], Callable[..., OwnDrafter]]] = {
     "qwen3.5-0.8b": (24, qwen_config, qwen_drafter),
     "gemma4-e2b": (35, gemma_config, gemma_drafter),
 }
 
 
-def measure(model: Any, drafter: SwitchedDrafter, depth: int, rounds: int, costs: Costs) -> None:
+def measure(model: Any, drafter: OwnDrafter, depth: int, rounds: int, costs: Costs) -> None:
     """Decode once; the first draft, which reads the prompt, is left out."""
     propose, starts, drafts = drafter.propose, list[float](), list[float]()
 
@@ -150,7 +149,7 @@ def measure(model: Any, drafter: SwitchedDrafter, depth: int, rounds: int, costs
     costs.rounds += [after - before for before, after in pairwise(starts[1:])]
 
 
-def read_bytes(drafter: SwitchedDrafter, kind: str, depth: int, model: Any) -> int:
+def read_bytes(drafter: OwnDrafter, kind: str, depth: int, model: Any) -> int:
     """Bytes of weights that a draft reads."""
     head: Any = drafter.head
     own_lm_head = head.lm_head if isinstance(drafter, AssistantDrafter) else model.get_output_embeddings()
@@ -184,7 +183,6 @@ def study(name: str, num_layers: int, options: argparse.Namespace) -> Iterator[s
     drafters = {kind: build(model, max_depth=options.depth, top_k=1, **given) for kind, given in kinds.items()}
     costs = {kind: Costs() for kind in drafters}
     for drafter in drafters.values():
-        drafter.switches = Switches({key: values[:1] for key, values in drafter.switches.values.items()})
     for repeat in range(options.repeats + 1):
         for kind, drafter in drafters.items():
             measure(model, drafter, options.depth, options.rounds, costs[kind] if repeat else Costs())

@@ -103,8 +103,8 @@ def build_assistant(target: PreTrainedModel, seed: int = 0, centroids: bool = Tr
 class SlowAssistant:
     """Drafts of one row by transformers' forwards: the target over the whole text, the assistant node by node."""
 
-    def __init__(self, target: PreTrainedModel, assistant: Any, given: tiny.Inputs, position: str = "last") -> None:
-        self.target, self.assistant, self.given, self.position = target, assistant, dict(given), position
+    def __init__(self, target: PreTrainedModel, assistant: Any, given: tiny.Inputs) -> None:
+        self.target, self.assistant, self.given = target, assistant, dict(given)
         self._last: Any = None
 
     def _read(self, emitted: list[int]) -> tuple[Tensor, dict[str, Any], int]:
@@ -125,7 +125,7 @@ class SlowAssistant:
     def logits(self, emitted: list[int], path: list[int]) -> Tensor:
         """[V] logits behind the emitted tokens and a path of draft tokens; low for ids that have none."""
         hidden, shared, length = self._read(emitted)
-        position, embed = torch.tensor([[length - (self.position == "last")]]), self.target.get_input_embeddings()
+        position, embed = torch.tensor([[length - 1]]), self.target.get_input_embeddings()
         for token in (emitted[-1], *path):
             inputs = torch.cat((embed(torch.tensor([[token]])), hidden), dim=-1)
             drafted = self.assistant(inputs_embeds=inputs, position_ids=position, shared_kv_states=shared)

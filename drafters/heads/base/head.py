@@ -44,7 +44,7 @@ class DraftHead(nn.Module):
         fc: its first projection.
         compresses_visual_tokens: whether the head reduces visual tokens itself, so that no compressor can be combined
             with it.
-        stored_names: modules and parameters whose name on disk is another one: {name here: name on disk}.
+        stored_names: {module here: its name in published checkpoints}, where these differ.
         visual_modes: that it can be trained in, that of its family first; empty for all.
     """
 

@@ -15,15 +15,6 @@ from mmspec.drafters.heads.base.expand import StatelessExpander
 from mmspec.drafters.heads.base.head import RMSNorm
 from mmspec.drafters.heads.base.state import DraftState
 
-MARKOV_NAMES = {
-    "markov_head.norm": "chain.norm",
-    "markov_head.token_norm": "chain.word_norm",
-    "markov_head.feature_proj": "chain.see",
-    "markov_head.token_proj": "chain.hear",
-    "markov_head.vocab_proj": "chain.say",
-}
-"""Module of a `MarkovHead` -> its name on disk."""
-
 
 class MarkovHead(nn.Module):
     """Low-rank correction of a position's logits by the token before it.

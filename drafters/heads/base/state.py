@@ -112,7 +112,6 @@ class DraftState:
         is_one_function: whether the last draft was one recorded function, whose levels are not timed.
         recordings: of the call; None if nothing of it is recorded.
         position_offset: [B] int64, `next_positions` less the lengths of the cache, in a recorded function; else None.
-        trial: a switch of the drafter and the value that this call tries, or None.
         target_keys: as in `Prompt`.
     """
 
@@ -146,7 +145,6 @@ class DraftState:
     is_one_function: bool = False
     recordings: Recordings | None = None
     position_offset: Tensor | None = None
-    trial: tuple[str, str] | None = None
     target_keys: TargetKeys | None = None
 
     def kept_tensors(self) -> dict[str, Tensor]:

@@ -8,14 +8,11 @@ depend on the token before it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import ClassVar
-
 from torch import Tensor, nn
 from torch.nn import functional
 
 from mmspec.drafters.heads.base.head import RMSNorm
-from mmspec.drafters.heads.base.markov import MARKOV_NAMES, MarkovHead
+from mmspec.drafters.heads.base.markov import MarkovHead
 from mmspec.drafters.heads.eagle.head import EagleHead
 from mmspec.drafters.heads.flash.config import FlashConfig
 
@@ -24,7 +21,6 @@ class FlashHead(EagleHead):
     """`fc`, attention, a feed-forward from one output to k features, and the `MarkovHead` if `markov_rank` is not 0."""
 
     config: FlashConfig
-    stored_names: ClassVar[Mapping[str, str]] = {"up_proj": "widen", "block_proj": "spread", **MARKOV_NAMES}
 
     def __init__(self, config: FlashConfig) -> None:
         super().__init__(config)

@@ -9,15 +9,12 @@ machine), which is fitted in closed form (`mmspec.drafters.heads.instant.fit`); 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import ClassVar
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from mmspec.drafters.heads.base.head import DraftHead
-from mmspec.drafters.heads.base.markov import MARKOV_NAMES, MarkovHead
+from mmspec.drafters.heads.base.markov import MarkovHead
 from mmspec.drafters.heads.instant.config import InstantConfig
 from mmspec.engine.draws import PrivateDraws
 
@@ -35,7 +32,6 @@ class InstantHead(DraftHead):
     """
 
     config: InstantConfig
-    stored_names: ClassVar[Mapping[str, str]] = {"block_proj": "spread", **MARKOV_NAMES}
 
     def __init__(self, config: InstantConfig) -> None:
         super().__init__(config)

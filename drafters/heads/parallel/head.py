@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import ClassVar
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -35,12 +32,6 @@ class ParallelHead(EagleHead):
     """EAGLE's head, k - 1 mask embeddings, and the `TokenCorrection` if `block_ffn_size` is not 0."""
 
     config: ParallelConfig
-    stored_names: ClassVar[Mapping[str, str]] = {
-        "mask_embeddings": "slots",
-        "token_correction.norm": "link.norm",
-        "token_correction.gate_up_proj": "link.gate_up",
-        "token_correction.down_proj": "link.down",
-    }
 
     def __init__(self, config: ParallelConfig) -> None:
         super().__init__(config)

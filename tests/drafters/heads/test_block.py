@@ -25,7 +25,6 @@ from fake_target import (
     reference_forward,
     scores_by_path,
 )
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from mmspec.drafters.checkpoints.format import HeadMetadata, load_head, save_head
@@ -471,17 +470,6 @@ def test_a_shorter_block_is_a_prefix_of_the_longer(target: FakeTarget) -> None:
         assert max(map(len, scores_by_path(short, 0))) == 2 and len(both) > 5
         for path in both:
             assert scores_by_path(long, 0)[path] == pytest.approx(scores_by_path(short, 0)[path], rel=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("kind", "prefixes"), [("flash", {"chain", "spread", "widen"}), ("parallel", {"link", "slots"})]
-)
-def test_tensors_on_disk_have_their_stored_names(kind: str, prefixes: set[str], tmp_path: Path) -> None:
-    config = replace(FLASH, markov_rank=8) if kind == "flash" else replace(PARALLEL, block_ffn_size=20)
-    head = find_method(kind).classes().head(config)
-    save_head(tmp_path, head, HeadMetadata(config, "decoupled", NUM_LAYERS, architecture=kind))
-    names = {name.partition(".")[0] for name in load_file(tmp_path / "model.safetensors")}
-    assert prefixes <= names and not {name.partition(".")[0] for name in head.stored_names} & names
 
 
 def test_methods_build_their_classes() -> None:

@@ -36,10 +36,8 @@ def target_of(**changes: Any) -> PreTrainedModel:
     return build_cached_model(tiny.ModelSpec("gemma4", **{"seed": 3, "layers": 3, **changes}))
 
 
-def drafter_of(target: PreTrainedModel, assistant: Any, position: str = "last", **options: Any) -> AssistantDrafter:
-    drafter = AssistantDrafter(assistant_parts(assistant, find_adapter(target)), **options)
-    drafter.fix_switches(position=position)
-    return drafter
+def drafter_of(target: PreTrainedModel, assistant: Any, **options: Any) -> AssistantDrafter:
+    return AssistantDrafter(assistant_parts(assistant, find_adapter(target)), **options)
 
 
 def trees_of(
@@ -60,13 +58,8 @@ def trees_of(
 
 
 @pytest.mark.every(2)
-@pytest.mark.parametrize(
-    ("family", "position", "centroids"),
-    [("gemma4", "last", True), ("gemma4", "next", False), ("gemma4_unified", "last", True)],
-)
-def test_every_node_is_that_of_transformers(
-    family: str, position: str, centroids: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("family", "centroids"), [("gemma4", True), ("gemma4", False), ("gemma4_unified", True)])
+def test_every_node_is_that_of_transformers(family: str, centroids: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind a prompt with images, over rounds with rejections and accepted tokens, beyond the window."""
     if family == "gemma4":
         model = target_of(window=9)
@@ -79,8 +72,8 @@ def test_every_node_is_that_of_transformers(
     assistant = assistants.build_assistant(model, centroids=centroids)
     kwargs: dict[str, Any] = {"max_new_tokens": 125, "do_sample": False, "eos_token_id": None}
     answer = model.generate(**given, **kwargs)[0, given["input_ids"].shape[1] :].tolist()
-    slow = assistants.SlowAssistant(model, assistant, given, position)
-    drafter = drafter_of(model, assistant, position, max_depth=3, top_k=2)
+    slow = assistants.SlowAssistant(model, assistant, given)
+    drafter = drafter_of(model, assistant, max_depth=3, top_k=2)
     draft_tree, observe = drafter.draft_tree, drafter.observe
     nodes, emitted, accepted = watch_nodes(monkeypatch, AssistantExpander), list[int](), set[int]()
     rounds = 0
@@ -146,32 +139,16 @@ def test_rows_of_a_batch_draft_as_alone() -> None:
     assert torch.equal(trees[0].tokens[1], trees[1].tokens[0]) and torch.equal(trees[0].parents[1], trees[1].parents[0])
 
 
-def test_the_position_is_tried_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mmspec.drafters.mtp.switches.TRIAL_ROUNDS", 3)
-    model = target_of()
-    mmspec.patch(model, drafter=assistants.build_assistant(model), tree_size=4)
-    try:
-        for _ in range(3):
-            model.generate(**tiny.build_inputs(model, 5, 1), **GREEDY)
-        assert "position=" in mmspec.stats(model, last=True).drafter
-    finally:
-        mmspec.unpatch(model)
-
-
-@pytest.mark.parametrize(("trial_rounds", "num_warnings"), [(2, 1), (64, 0)])
-def test_a_bad_assistant_is_reported_once(
-    trial_rounds: int, num_warnings: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """As what it is, since its target's checkpoint has no head; not for trials of a position that may be wrong."""
-    monkeypatch.setattr("mmspec.drafters.mtp.switches.TRIAL_ROUNDS", trial_rounds)
-    monkeypatch.setattr("mmspec.drafters.mtp.switched.MIN_DRAFTS", 6)
+def test_a_bad_assistant_is_reported_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """As what it is, since its target's checkpoint has no head."""
+    monkeypatch.setattr("mmspec.drafters.mtp.own.MIN_DRAFTS", 6)
     model = target_of()
     with caplog.at_level(logging.WARNING, "mmspec"), patched(model, assistants.build_assistant(model), tree_size=3):
         for _ in range(4):
             model.generate(**tiny.build_inputs(model, 5, 1), **{**GREEDY, "max_new_tokens": 10, "eos_token_id": None})
         assert mmspec.stats(model).num_draft_tokens > 12
     warnings = [record.message for record in caplog.records if "first tokens accepted" in record.message]
-    assert len(warnings) == num_warnings and all(len(warning) <= 300 for warning in warnings)
+    assert len(warnings) == 1 and all(len(warning) <= 300 for warning in warnings)
     assert all(one.startswith("mmspec: the assistant has ") and "head" not in one for one in warnings)
 
 

@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import DynamicCache, PreTrainedModel
 
+from mmspec.drafters.heads.base.state import DraftState
 from mmspec.drafters.mtp.assistant import AssistantDrafter, AssistantHead
-from mmspec.drafters.mtp.switches import Switches
 from mmspec.engine.tree_cache import CACHE_ARGUMENT
 from mmspec.targets.assistant import TargetKeysReader, assistant_parts, stored_layer_by_type
 from mmspec.targets.registry import find_adapter
@@ -108,9 +108,10 @@ def length_before_norm(model: PreTrainedModel) -> Tensor:
 @contextmanager
 def wrong(kind: str, model: PreTrainedModel, drafter: AssistantDrafter) -> Iterator[None]:
     """Context with one rule of the assistant broken."""
-    position = "next" if kind == "position of the next token" else "last"
-    drafter.switches = Switches({"position": (position,)})
     with pytest.MonkeyPatch.context() as patch:
+        if kind == "position of the next token":
+            first = DraftState.first_positions
+            patch.setattr(DraftState, "first_positions", lambda state: first(state) + 1)
         fuse = AssistantHead.fuse
         if kind == "hidden state before the norm":
             factor, select = length_before_norm(model) / model.get_decoder().norm.weight, drafter.select_hidden_states

@@ -29,7 +29,6 @@ from mmspec.app.scenes.world import generate_scene
 from mmspec.drafters import registry
 from mmspec.drafters.mtp.drafter import MTPDrafter, MTPExpander
 from mmspec.drafters.mtp.head import last_visible
-from mmspec.drafters.mtp.switches import TRIAL_ROUNDS, Switches
 from mmspec.engine.tree import DraftTree
 from mmspec.interfaces import OwnHeadError, Prompt
 from mmspec.resolve import resolve_drafter
@@ -194,8 +193,6 @@ def test_every_row_of_every_draft_is_that_of_the_formulas(
     kwargs: dict[str, Any] = {"max_new_tokens": 136, "do_sample": False, "eos_token_id": None}
     plain = model.generate(**given, **kwargs)
     answers = plain[:, given["input_ids"].shape[1] :].tolist()
-    monkeypatch.setattr(Switches, "next_trial", lambda self, applicable: None)
-    monkeypatch.setattr(Switches, "value", lambda self, name: options.get(name, self.values[name][0]))
     with watched(model, tensors, answers, monkeypatch, **options) as watch:
         assert torch.equal(model.generate(**given, **kwargs), plain)
         assert not mmspec.stats(model).fallback_reason
@@ -277,7 +274,7 @@ def test_pictures_and_positions_reach_the_drafts(tmp_path: Path) -> None:
     image = tiny.build_inputs(model, 5, 1, images=[1], padding="none")
     scores: dict[str, list[Tensor]] = {}
     for mode in ("coupled", "placeholder"):
-        drafter.switches = Switches({"carry": ("post",), "visual_mode": (mode,)})
+        drafter.fix_visual_mode(mode)
         scores[mode] = [first_tree(model, drafter, given).scores for given in (text, image)]  # type: ignore[misc]
     torch.testing.assert_close(scores["coupled"][0], scores["placeholder"][0])
     assert not torch.allclose(scores["coupled"][1], scores["placeholder"][1])
@@ -288,44 +285,13 @@ def test_the_window_counts_what_a_row_sees() -> None:
     assert last_visible(mask, 2).int().tolist() == [[0, 0, 1, 0, 0, 1], [0, 0, 0, 0, 1, 1]]
 
 
-# --- switches and acceptance ------------------------------------------------------------------------------------------
-
-
-def test_both_values_of_a_switch_are_tried_and_the_better_one_stays() -> None:
-    switches = Switches({"carry": ("post", "pre"), "visual_mode": ("coupled",)})
-    assert switches.value("carry") == "post" and switches.next_trial(["visual_mode"]) is None
-    for expected, num_accepted in (("post", 1), ("pre", 2)):
-        assert switches.next_trial(["carry"]) == ("carry", expected)
-        for _ in range(TRIAL_ROUNDS):
-            switches.record(("carry", expected), [num_accepted])
-    assert switches.is_decided("carry") and switches.value("carry") == "pre" and switches.next_trial(["carry"]) is None
-    twin = Switches(switches.values)
-    twin.restore(json.loads(json.dumps(switches.snapshot())))
-    assert twin.value("carry") == "pre"
-    with pytest.raises(ValueError, match="other switches"):
-        Switches({"carry": ("post",)}).restore(switches.snapshot())
-
-
-def test_calls_try_the_values_and_the_label_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mmspec.drafters.mtp.switches.TRIAL_ROUNDS", 4)
-    model = model_of("glm_ocr")
-    with_head(model, tmp_path)
-    given = tiny.build_inputs(model, 5, 1, images=[1], padding="none")
-    mmspec.patch(model, drafter="mtp", tree_size=4)
-    try:
-        labels = []
-        for _ in range(5):
-            model.generate(**given, **GREEDY)
-            labels.append(mmspec.stats(model, last=True).drafter)
-    finally:
-        mmspec.unpatch(model)
-    assert labels[0] == "mtp" and "carry=" in labels[-1] and "visual_mode=" in labels[-1]
+# --- acceptance -------------------------------------------------------------------------------------------------------
 
 
 def test_a_bad_head_is_reported_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mmspec.drafters.mtp.switched.MIN_DRAFTS", 12)
+    monkeypatch.setattr("mmspec.drafters.mtp.own.MIN_DRAFTS", 12)
     model = model_of("qwen3_5")
     with_head(model, tmp_path)
     given = tiny.build_inputs(model, 5, 1, images=[0], padding="none")
@@ -345,7 +311,7 @@ def test_a_copy_shares_the_weights_only(tmp_path: Path) -> None:
     with_head(model, tmp_path)
     drafter = read(model)
     twin = drafter.replicate()
-    assert twin.head is drafter.head and twin.switches is not drafter.switches
+    assert twin.head is drafter.head
     assert twin.depth_controller is not drafter.depth_controller
 
 

@@ -26,7 +26,6 @@ from transformers import PreTrainedModel
 
 from mmspec.drafters.mtp.drafter import MTPDrafter
 from mmspec.drafters.mtp.head import MTPHead
-from mmspec.drafters.mtp.switches import Switches
 from mmspec.targets.own_head import read_own_head
 from mmspec.targets.registry import find_adapter
 
@@ -72,8 +71,8 @@ def train(model: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tenso
 @contextmanager
 def wrong(kind: str, monkeypatch: pytest.MonkeyPatch, drafter: MTPDrafter) -> Iterator[None]:
     """Context with one rule of the head broken."""
-    values = {"carry": ("pre" if kind == "carry of z" else "post",), "visual_mode": ("coupled",)}
-    drafter.switches = Switches(values)
+    drafter.carry = "pre" if kind == "carry of z" else "post"
+    drafter.fix_visual_mode("coupled")
     with monkeypatch.context() as patch:
         if kind == "hidden state before the norm":  # up to its scale, which the head's own norm takes away
             weight = 1 + find_norm(drafter)

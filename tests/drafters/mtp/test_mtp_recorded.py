@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 import mmspec
 from mmspec.drafters.mtp.assistant import AssistantDrafter
 from mmspec.drafters.mtp.drafter import MTPDrafter
-from mmspec.drafters.mtp.switched import SwitchedDrafter
+from mmspec.drafters.mtp.own import OwnDrafter
 from mmspec.engine.graph import Recorder, Replay, StaticFunction
 from mmspec.engine.round import ForwardFunction
 from mmspec.targets.assistant import assistant_parts
@@ -41,7 +41,7 @@ def trace_drafts(function: StaticFunction, state: Sequence[Tensor], inputs: Sequ
     return recorder(function, state, inputs)
 
 
-def new_drafter(model: PreTrainedModel, **options: Any) -> SwitchedDrafter:
+def new_drafter(model: PreTrainedModel, **options: Any) -> OwnDrafter:
     """Of the head in the model's checkpoint, or of an assistant."""
     adapter = find_adapter(model)
     if adapter.model_type != "gemma4":
@@ -95,7 +95,6 @@ def test_a_recorded_draft_on_other_prompts(
 
     def run() -> list[int]:
         drafter = new_drafter(model, **options)
-        drafter.fix_switches(**{name: values[0] for name, values in drafter.switches.values.items()})
         with patched(model, drafter, tree_size=6):
             assert all(torch.equal(generate(given), text) for given, text in zip(prompts, plain, strict=True))
             stats = mmspec.stats(model)

@@ -60,7 +60,7 @@ def step_like(folder: Path, monkeypatch: pytest.MonkeyPatch, rule: HeadRule) -> 
     layout = HeadLayout(rule, (prefix,), STEP_NAMES, block="", lm_head=LM_HEAD)
     monkeypatch.setitem(LAYOUTS, "glm_ocr", layout)
     tensors = own.head_tensors(model)
-    slow = SlowStep(model, tensors, carry=rule.carries[0])
+    slow = SlowStep(model, tensors, carry=rule.carry)
     slow.lm_head = torch.randn(model.get_output_embeddings().weight.shape, generator=generator)
     renamed = {
         name.replace("shared_head.norm", "transformer.shared_head.norm"): value for name, value in tensors.items()
@@ -103,7 +103,7 @@ def test_a_head_before_the_norm_with_its_own_lm_head(
     carry: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The logits of every level of every draft, against states that a hook takes from a plain forward."""
-    model, slow = step_like(tmp_path, monkeypatch, HeadRule(hidden="pre", carries=(carry,)))
+    model, slow = step_like(tmp_path, monkeypatch, HeadRule(hidden="pre", carry=carry))
     drafter = MTPDrafter(read_own_head(find_adapter(model)), max_depth=3, top_k=1)
     seen = scored_nodes(monkeypatch, drafter, MTPExpander)
     given = tiny.build_inputs(model, 7, 1, images=[0], padding="none")
@@ -154,7 +154,7 @@ def layered(
     model = tiny.build_model(
         tiny.ModelSpec(family, seed=3, layers=3, calm=True, window=7 if family == "exaone4_5" else 0)
     )
-    rule = HeadRule(hidden="post", carries=(carry,), layered=True)
+    rule = HeadRule(hidden="post", carry=carry, layered=True)
     generator = torch.Generator().manual_seed(5)
     prefix, number = "model.language_model.layers.{layers}.", model.config.get_text_config().num_hidden_layers
     layout = HeadLayout(rule, (prefix,), STEP_NAMES, block="", lm_head=LM_HEAD)
@@ -189,7 +189,8 @@ def test_layer_i_drafts_token_i(
     model, slow = layered(tmp_path, monkeypatch, family, carry)
     drafter = mtp_drafter(read_own_head(find_adapter(model)), max_depth=6, top_k=top_k)
     assert isinstance(drafter, LayeredMTPDrafter) and drafter.max_depth == 3
-    drafter.fix_switches(carry=carry, visual_mode="coupled")
+    drafter.carry = carry
+    drafter.fix_visual_mode("coupled")
     seen = scored_nodes(monkeypatch, drafter, LayeredMTPExpander)
     given = tiny.build_inputs(model, 7, 1, images=[0], padding="none")
     options = {**GREEDY, "max_new_tokens": 12}
@@ -214,7 +215,8 @@ def test_a_head_of_several_layers_in_batches_and_recorded(
     """Rows of different lengths, sampled, with a reduced LM head: the text, and recorded the same drafts."""
     model, _ = layered(tmp_path, monkeypatch, "glm_ocr", "pre")
     drafter = mtp_drafter(read_own_head(find_adapter(model)), top_k=2, draft_ids=torch.arange(5, 100))
-    drafter.fix_switches(carry="pre", visual_mode="coupled")
+    drafter.carry = "pre"
+    drafter.fix_visual_mode("coupled")
     given = tiny.build_inputs(model, 5, 3, images=[1, 0, 1], padding="left")
     options: dict[str, Any] = {"max_new_tokens": 14, "do_sample": True, "eos_token_id": None}
 

@@ -24,7 +24,7 @@ import mmspec
 from mmspec.app.cli.env import describe_drafter
 from mmspec.drafters import registry
 from mmspec.drafters.mtp.drafter import MTPDrafter
-from mmspec.drafters.mtp.switched import SwitchedDrafter
+from mmspec.drafters.mtp.own import OwnDrafter
 from mmspec.interfaces import OwnHeadError
 from mmspec.resolve import resolve_drafter
 from mmspec.targets.own_head import read_own_head
@@ -91,12 +91,12 @@ def test_a_target_that_was_modified_after_loading(
     with caplog.at_level(logging.WARNING, "mmspec"):
         drafter = resolve_drafter(name, find_adapter(model))
     lines = [record.message for record in caplog.records]
-    assert isinstance(drafter, SwitchedDrafter) is is_used, lines
+    assert isinstance(drafter, OwnDrafter) is is_used, lines
     assert is_used or (len(lines) == 1 and drafter.name == "hybrid" and len(lines[0]) <= 300)
     if change is merge:
         folder = f"{tmp_path}/model" + ("-assistant" if name == "assistant" else "")
         named = folder if name == "assistant" else f"{name}:{folder}"
-        assert isinstance(resolve_drafter(named, find_adapter(model)), SwitchedDrafter)
+        assert isinstance(resolve_drafter(named, find_adapter(model)), OwnDrafter)
 
 
 class EightBits(nn.Module):

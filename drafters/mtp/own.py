@@ -1,8 +1,7 @@
-"""`SwitchedDrafter`: what the drafters that come with a target share: switches, and a look at their acceptance.
+"""`OwnDrafter`: what the drafters that come with a target share: a reduced LM head, and a look at their acceptance.
 
 A healthy head has its first token accepted in 60 to 90 of 100 rounds; far fewer mean that something about it is not as
-it was trained, of which one warning is given. Where sources disagree on a switch, both of its values are tried
-(`switches`).
+it was trained, of which one warning is given.
 """
 
 from __future__ import annotations
@@ -10,8 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 import threading
-from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
@@ -20,7 +18,6 @@ from torch import Tensor
 from mmspec.drafters.heads.base.drafter import HeadDrafter
 from mmspec.drafters.heads.base.head import DraftHead
 from mmspec.drafters.heads.base.state import DraftState
-from mmspec.drafters.mtp.switches import Switches
 from mmspec.drafters.mtp.vocabulary import FrequentIds
 from mmspec.forks import new_lock
 from mmspec.interfaces import Prompt, VerifyResult
@@ -28,8 +25,7 @@ from mmspec.interfaces import Prompt, VerifyResult
 logger = logging.getLogger("mmspec")
 
 MIN_ACCEPTANCE, MIN_DRAFTS = 0.3, 100
-"""Below this share of accepted first tokens after so many drafts, one warning. Trials of switches do not count: one of
-their values may be wrong."""
+"""Below this share of accepted first tokens after so many drafts, one warning."""
 
 
 @dataclass
@@ -61,12 +57,11 @@ class FirstTokens:
             return self.accepted / self.drafted
 
 
-class SwitchedDrafter(HeadDrafter):
-    """A `HeadDrafter` with switches.
+class OwnDrafter(HeadDrafter):
+    """A `HeadDrafter` of a head that comes with the target.
 
     Attributes:
         noun: what drafts, in a warning.
-        switches: on which sources disagree.
         description: what was found, for `mmspec env --model`.
         frequent_ids: chooses the ids of a reduced LM head, call by call; None for all ids, or those of `draft_ids`.
     """
@@ -77,7 +72,6 @@ class SwitchedDrafter(HeadDrafter):
         self,
         head: DraftHead,
         visual_mode: str,
-        switches: Mapping[str, Sequence[str]],
         description: str,
         frequent_ids: FrequentIds | None = None,
         **options: Any,
@@ -86,29 +80,14 @@ class SwitchedDrafter(HeadDrafter):
         Args:
             head: the head.
             visual_mode: see `HeadDrafter`.
-            switches: {name: values, the default first}.
             description: see the attributes.
             frequent_ids: see the attributes.
             options: of `HeadDrafter`.
         """
         super().__init__(head, visual_mode, **options)
         self.frequent_ids = frequent_ids
-        self.switches = Switches(switches)
         self.description = description
         self._first_tokens = FirstTokens()
-
-    @abstractmethod
-    def apply(self, values: Mapping[str, str]) -> None:
-        """Draft with these values of the switches, until the next call begins."""
-
-    def fix_switches(self, **values: str) -> None:
-        """Draft with these values of the switches, without trials of others."""
-        self.switches = Switches(self.switches.values | {name: (value,) for name, value in values.items()})
-        self.apply({name: self.switches.value(name) for name in self.switches.values})
-
-    def applicable(self, prompt: Prompt) -> list[str]:
-        """The switches that a call depends on. Default: all."""
-        return list(self.switches.values)
 
     def replicate(self) -> Self:
         """See `mmspec.interfaces.ReplicableDrafter`: the weights are shared."""
@@ -117,25 +96,13 @@ class SwitchedDrafter(HeadDrafter):
         vars(twin).update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
         return twin
 
-    @property
-    def label(self) -> str:
-        """The name in `Stats.drafter`, with the values of switches once their trials are over."""
-        names = [name for name, values in self.switches.values.items() if len(values) > 1]
-        decided = [f"{name}={self.switches.value(name)}" for name in names if self.switches.is_decided(name)]
-        return f"{self.name} ({', '.join(decided)})" if decided else self.name
-
     def begin(self, prompt: Prompt) -> DraftState:
-        """See `HeadDrafter.begin`; chooses the values of the switches for this call."""
-        trial = self.switches.next_trial(self.applicable(prompt))
-        values = {name: self.switches.value(name) for name in self.switches.values}
-        self.apply(values if trial is None else values | dict((trial,)))
+        """See `HeadDrafter.begin`; chooses the ids of a reduced LM head for this call."""
         if self.frequent_ids is not None:
             is_text = prompt.attention_mask & ~prompt.visual_mask
             self.frequent_ids.count(prompt.input_ids[is_text.to(prompt.input_ids.device)].tolist())
             self.draft_ids = self.frequent_ids.choose(prompt.vocab_size)
-        state = super().begin(prompt)
-        state.trial = trial
-        return state
+        return super().begin(prompt)
 
     def observe(self, state: DraftState, result: VerifyResult, hidden_states: Mapping[int, Tensor]) -> None:
         """See `HeadDrafter`; counts the first token, which no round has emitted."""
@@ -148,14 +115,12 @@ class SwitchedDrafter(HeadDrafter):
             self.frequent_ids.count(token for row in result.emitted_ids for token in row)
 
     def _record_round(self, state: DraftState, result: VerifyResult) -> list[int]:
-        """See `HeadDrafter`; counts the acceptance, and what the switches on trial bring."""
+        """See `HeadDrafter`; counts the acceptance."""
         has_draft = state.num_levels > 0 and result.tree.num_nodes > 1
         counts = super()._record_round(state, result)
         self._count(result)
         num_accepted = [count - 1 for count in counts if count] if has_draft else []
-        if state.trial is not None:
-            self.switches.record(state.trial, num_accepted)
-        elif (acceptance := self._first_tokens.add(num_accepted)) is not None:
+        if (acceptance := self._first_tokens.add(num_accepted)) is not None:
             self._warn(acceptance)
         return counts
 
