@@ -1,5 +1,4 @@
 """Imports point one way: app -> patching -> decode -> engine.loop -> drafters, vision -> interfaces -> engine.tree.
-Top-level names are unique in the whole package.
 
 Reads the sources only; imports nothing of them. The last tests plant violations, so that a blind check cannot pass.
 """
@@ -89,23 +88,6 @@ KNOW_TRANSFORMERS = {
 }  # fmt: skip
 KNOW_MEDIA = {"app", "vision"}
 MEDIA = {"gradio", "decord", "av", "matplotlib"}
-# Top-level names that several modules may define. Each is one idea behind one protocol, or a copy with a reason.
-SHARED_NAMES = {
-    "add_parser": "every sub-command of `mmspec`",
-    "run": "every sub-command of `mmspec`",
-    "main": "every `python -m` module",
-    "EPILOG": "every command line",
-    "logger": "logging",
-    "T": "type variables",
-    "P": "type variables",
-    "R": "type variables",
-    "L": "type variables",
-    "VISUAL_MODES": "a copy for the command line, which does not import torch",
-    "parse_compressor": "a type of the command line around the registry's function",
-    "build_compressor": "training: the registry's function with the options of a run",
-    "init_compressor": "training: the registry's function with a seed",
-    "load_head": "training: the checkpoint's function with the options of a run",
-}
 BARE = {"vision", "drafters", "app"}
 PARTS = {"vision", "drafters"}
 KNOW_PARTS = {"config", "resolve", "app"}
@@ -240,28 +222,6 @@ def sources() -> dict[str, str]:
     return {module_name(path): path.read_text(encoding="utf-8") for path in paths}
 
 
-def top_level_names(source: str) -> Iterator[str]:
-    """Public functions, classes and constants that a module defines."""
-    for node in ast.parse(source).body:
-        targets: list[ast.expr] = []
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            targets = [ast.Name(node.name)]
-        elif isinstance(node, ast.Assign):
-            targets = [item for target in node.targets for item in getattr(target, "elts", [target])]
-        elif isinstance(node, ast.AnnAssign):
-            targets = [node.target]
-        yield from (target.id for target in targets if isinstance(target, ast.Name) and not target.id.startswith("_"))
-
-
-def repeated_names(modules: dict[str, str]) -> dict[str, list[str]]:
-    """{name: modules} of the top-level names that two modules define and `SHARED_NAMES` does not list."""
-    found: dict[str, list[str]] = {}
-    for module, source in modules.items():
-        for name in dict.fromkeys(top_level_names(source)):
-            found.setdefault(name, []).append(module)
-    return {name: where for name, where in found.items() if len(where) > 1 and name not in SHARED_NAMES}
-
-
 @pytest.mark.parametrize("module", sources())
 def test_imports_point_one_way(module: str) -> None:
     if component(module) not in {"engine", "control", "metrics", "cpu", "targets"}:
@@ -272,18 +232,6 @@ def test_imports_point_one_way(module: str) -> None:
 def test_no_cycle_among_modules() -> None:
     eager = {name: {use.module for use in imports(ast.parse(text)) if use.eager} for name, text in sources().items()}
     assert cycle({name: used & eager.keys() for name, used in eager.items()}) == []
-
-
-def test_top_level_names_are_unique() -> None:
-    assert repeated_names(sources()) == {}
-
-
-def test_planted_repeated_names_are_found() -> None:
-    modules = {"a": "class Row: ...\nX, Y = 1, 2\n_Z = 3\ndef main(): ...", "b": "Row: int = 1\nX = 4\n_Z = 5"}
-    assert repeated_names(modules | {"c": "def main(): ...\nclass D:\n    Y = 1"}) == {
-        "Row": ["a", "b"],
-        "X": ["a", "b"],
-    }
 
 
 def test_tests_import_the_packaged_names() -> None:

@@ -182,7 +182,6 @@ def study(name: str, num_layers: int, options: argparse.Namespace) -> Iterator[s
     kinds = kinds_of(options.reduced)[name]
     drafters = {kind: build(model, max_depth=options.depth, top_k=1, **given) for kind, given in kinds.items()}
     costs = {kind: Costs() for kind in drafters}
-    for drafter in drafters.values():
     for repeat in range(options.repeats + 1):
         for kind, drafter in drafters.items():
             measure(model, drafter, options.depth, options.rounds, costs[kind] if repeat else Costs())
