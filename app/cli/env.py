@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from mmspec.app.cli.arguments import Commands, add_command, add_device_options, goes_with
 from mmspec.app.errors import one_line
 from mmspec.app.versions import mmspec_version, version
+from mmspec.messages import printable
 
 if TYPE_CHECKING:
     from mmspec.targets.base import ModelAdapter
@@ -63,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _print(lines: Iterable[tuple[str, str]]) -> None:
     for name, value in lines:
-        print(f"{name + ':':<24}{value}", flush=True)
+        print(printable(f"{name + ':':<24}{value}", lines=True), flush=True)
 
 
 def judge_model(name: str, dtype: str, device: str, drafter: str = "auto") -> tuple[list[tuple[str, str]], bool]:

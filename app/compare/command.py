@@ -19,6 +19,7 @@ from mmspec.app.cli.arguments import (
     split_commas,
 )
 from mmspec.app.errors import UsageError, one_line
+from mmspec.messages import printable
 
 if TYPE_CHECKING:
     from mmspec.comparison import Comparison
@@ -74,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
             print(f"{name:14} left out: {args.seconds} seconds are over", flush=True)
             continue
         result = _compare(model, processor, name, inputs, args.new_tokens)
-        print(format_compared(name, result), flush=True)
+        print(printable(format_compared(name, result), lines=True), flush=True)
         is_exact = is_exact and (result.identical or str(model.dtype) not in ("torch.float32", "torch.float64"))
     return 0 if is_exact else 1
 

@@ -32,6 +32,7 @@ from mmspec.app.errors import UsageError
 from mmspec.app.train.config import TrainOptions
 from mmspec.app.train.progress import ProgressReporter
 from mmspec.drafters.heads.registry import Recipe, recipes
+from mmspec.messages import printable
 
 if TYPE_CHECKING:
     from mmspec.drafters.training.trainer import Trainer
@@ -345,4 +346,4 @@ def finish(options: TrainOptions, trainer: Trainer, teacher: Any, held_out: Any,
         export(options, folder, draft_model, teacher, settings)
         modes = ("coupled", "placeholder") if draft_model.visual_mode == "mixed" else ()
         evaluation = evaluate(options, folder, teacher, held_out, modes) if len(held_out) else {}
-        print("\n".join(summary_lines(options, folder, evaluation)), flush=True)
+        print(printable("\n".join(summary_lines(options, folder, evaluation)), lines=True), flush=True)

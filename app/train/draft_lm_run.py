@@ -22,6 +22,7 @@ from mmspec.app.train.text_teacher import (
     write_questions,
 )
 from mmspec.drafters.training.trainer import DistributedContext
+from mmspec.messages import printable
 
 UNUSED_OPTIONS = {"compressor": None, "start_from": None, "draft_vocab": None, "visual_mode": None, "block": None}
 """Options of draft heads that a draft model does not have, with their defaults."""
@@ -100,4 +101,4 @@ def finish_draft_lm(options: TrainOptions, draft: Any, teacher: Teacher, held_ou
     teacher.tokenizer.save_pretrained(folder)
     write_provenance(folder, options, teacher, {"draft_lm_for": target_name(options.target)})
     evaluation = evaluate(options, folder, teacher, held_out) if len(held_out) else {}
-    print("\n".join(summary_lines(options, folder, evaluation)), flush=True)
+    print(printable("\n".join(summary_lines(options, folder, evaluation)), lines=True), flush=True)

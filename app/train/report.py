@@ -23,6 +23,7 @@ from mmspec.app.versions import commit, mmspec_version, version
 from mmspec.drafters.checkpoints.format import HeadMetadata, save_head
 from mmspec.drafters.heads.base.drafter import HeadDrafter
 from mmspec.drafters.training.batch import DraftModel
+from mmspec.messages import printable
 from mmspec.metrics.stats import Stats
 from mmspec.resolve import resolve_drafter
 
@@ -136,7 +137,7 @@ def measure_speed(
             inputs = _inputs(teacher, held_out, index % len(held_out))
             result = mmspec.compare(model, inputs, max_new_tokens=options.max_new_tokens, do_sample=False)
             if result.stats.fallback_calls:
-                print(f"mmspec: speed is not measured: {result.stats.fallback_reason}", file=sys.stderr)
+                print(printable(f"mmspec: speed is not measured: {result.stats.fallback_reason}"), file=sys.stderr)
                 return None
             if index:  # the first warms up
                 found.append(result)
