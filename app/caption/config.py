@@ -171,7 +171,7 @@ class CaptionConfig:
         """What the model is given besides prompts and pictures."""
         from mmspec.app.modeling.prompt_format import ChatFormat
 
-        return ChatFormat(self.system_prompt, self.chat_template_kwargs, self.max_pixels)
+        return ChatFormat(self.system_prompt, self.chat_template_kwargs, self.max_pixels, in_place=True)
 
     @property
     def num_variants(self) -> int:

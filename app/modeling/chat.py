@@ -7,6 +7,7 @@ Works with and without a chat template (`prompt_format`). Several runs can share
 from __future__ import annotations
 
 import inspect
+import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,12 +15,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.io.images import Media, Video, media_images
+from mmspec.app.io.text import GENERIC_TOKENS
 from mmspec.app.modeling.load import synchronize
 from mmspec.app.modeling.picture_size import image_limits, shrink_media
 from mmspec.app.modeling.prompt_format import (
     DEFAULT_FORMAT,
     ChatFormat,
     chat_template,
+    media_places,
     media_tokens,
     plain_format,
     strip_media_tokens,
@@ -48,7 +51,7 @@ def reject_media_tokens(processor: ProcessorMixin, text: str | None, what: str =
     Raises:
         UsageError: it contains one.
     """
-    for token in media_tokens(processor):
+    for token in (*media_tokens(processor), *GENERIC_TOKENS):
         if token in (text or ""):
             raise UsageError(f"{what} must not contain {token}: the image is inserted before it already")
 
@@ -71,25 +74,23 @@ def build_inputs(
     Args:
         media: at the beginning of each row; pictures larger than `chat.max_pixels` are shrunk.
         questions: one per row. Placeholder tokens of the media at its beginning or end are left out, as many as there
-            are media: data sets are written with them.
+            are media: data sets are written with them. Those within it say where the media stand (`chat.in_place`).
         turns: previous turns of each row; none by default.
         chat: system prompt, variables of the template, size of pictures.
 
     Raises:
         UsageError: a question contains another placeholder token.
     """
-    questions = [
-        strip_media_tokens(processor, question, 1 if isinstance(one, Video) else len(media_images(one)))
-        for question, one in zip(questions, media, strict=True)
-    ]
-    for question in questions:
-        reject_media_tokens(processor, question)
+    counts = [1 if isinstance(one, Video) else len(media_images(one)) for one in media]
+    places = [media_places(processor, *one, chat.in_place) for one in zip(questions, counts, strict=True)]
+    for text in itertools.chain(*places):
+        reject_media_tokens(processor, text)
     limits = image_limits(processor, chat.max_pixels)
     if chat.max_pixels is not None:
         media = [shrink_media(one, chat.max_pixels, videos_only=bool(limits)) for one in media]
     as_videos = accepts_videos(processor)
     parts = [_content_parts(one, as_videos) for one in media]
-    rows = list(zip(parts, turns or [()] * len(questions), questions, strict=True))
+    rows = list(zip(parts, turns or [()] * len(questions), places, strict=True))
     options: dict[str, Any] = {"padding": True} | ({"images_kwargs": limits} if limits else {})
     videos = [one for one in media if isinstance(one, Video)] if as_videos else []
     if videos:  # frames are selected already; some models use their timestamps
@@ -140,7 +141,7 @@ def describe_inputs(
     question = strip_media_tokens(processor, question, count)
     as_videos = accepts_videos(processor)
     limits = image_limits(processor, DEFAULT_FORMAT.max_pixels)
-    text = None if chat_template(processor) else _text(processor, _content_parts(media, as_videos), turns, question)
+    text = None if chat_template(processor) else _text(processor, _content_parts(media, as_videos), turns, [question])
     variables = template_variables(processor, DEFAULT_FORMAT)
     return InputsDescription(text, question, variables, {"images_kwargs": limits} if limits else {}, as_videos)
 
@@ -173,10 +174,30 @@ def _content_parts(media: Media, as_videos: bool) -> list[ContentPart]:
     return [{"type": "image", "image": image} for image in media_images(media)]
 
 
+def _between(parts: Sequence[ContentPart], texts: Sequence[str]) -> list[ContentPart]:
+    """Texts with the media between them: those of one placeholder are one picture, or all frames of a clip."""
+    groups = [[part] for part in parts] if len(parts) == len(texts) - 1 else [list(parts)]
+    found: list[ContentPart] = []
+    for text, group in zip(texts, [*groups, []], strict=True):
+        found += [{"type": "text", "text": text.strip()}] if text.strip() else []
+        found += group
+    return found
+
+
 def _messages(
-    parts: Sequence[ContentPart], turns: Sequence[ChatTurn], question: str, system_prompt: str | None = None
+    parts: Sequence[ContentPart], turns: Sequence[ChatTurn], places: Sequence[str], system_prompt: str | None = None
 ) -> list[dict[str, Any]]:
-    """The messages of a conversation; the media are in the first one of the user."""
+    """The messages of a conversation; the media are in the first one of the user.
+
+    Args:
+        places: the question, or its parts between the media.
+    """
+    if len(places) > 1:
+        system = (
+            [] if system_prompt is None else [{"role": "system", "content": [{"type": "text", "text": system_prompt}]}]
+        )
+        return [*system, {"role": "user", "content": _between(parts, places)}]
+    (question,) = places
     messages: list[dict[str, Any]] = []
     for turn in turns:
         messages.append({"role": "user", "content": [{"type": "text", "text": turn.question}]})
@@ -192,11 +213,19 @@ def _text(
     processor: ProcessorMixin,
     parts: Sequence[ContentPart],
     turns: Sequence[ChatTurn],
-    question: str,
+    places: Sequence[str],
     system_prompt: str | None = None,
 ) -> str:
     """The same for a processor without a template."""
     plain = plain_format(processor)
+    system = f"{system_prompt} " if system_prompt is not None else ""
+    if len(places) > 1:
+        words = (
+            part["text"] if part["type"] == "text" else getattr(processor, f"{part['type']}_token", f"<{part['type']}>")
+            for part in _between(parts, places)
+        )
+        return system + plain.turn.format(images="", prompt=" ".join(words))
+    (question,) = places
     kinds = [part["type"] for part in parts]
     placeholders = "".join(getattr(processor, f"{kind}_token", f"<{kind}>") + plain.after_image for kind in kinds)
     texts: list[str] = []
@@ -204,7 +233,7 @@ def _text(
         texts.append(plain.turn.format(images=placeholders, prompt=turn.question) + f" {turn.answer}")
         placeholders = ""
     texts.append(plain.turn.format(images=placeholders, prompt=question))
-    return (f"{system_prompt} " if system_prompt is not None else "") + " ".join(texts)
+    return system + " ".join(texts)
 
 
 def check_chat(processor: ProcessorMixin, name: str, prompt: str | None, chat: ChatFormat) -> None:
@@ -227,7 +256,7 @@ def check_chat(processor: ProcessorMixin, name: str, prompt: str | None, chat: C
         if not plain_format(processor).takes_system_prompt:
             raise UsageError(f"--system-prompt: {name} takes names of tasks as prompts, nothing else: leave it out")
         return
-    messages = _messages([{"type": "image"}], (), "?", chat.system_prompt)
+    messages = _messages([{"type": "image"}], (), ["?"], chat.system_prompt)
     try:
         text = processor.apply_chat_template(
             messages, add_generation_prompt=True, tokenize=False, **template_variables(processor, chat)

@@ -30,11 +30,13 @@ class ChatFormat:
         system_prompt: None for that of the template.
         template_kwargs: variables of the chat template.
         max_pixels: pictures and frames with more are shrunk; None: as the processor does without it.
+        in_place: placeholders within a question, one for each of its media, say where these stand.
     """
 
     system_prompt: str | None = None
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     max_pixels: int | None = None
+    in_place: bool = False
 
 
 DEFAULT_FORMAT = ChatFormat()
@@ -117,6 +119,24 @@ def strip_media_tokens(processor: ProcessorMixin, text: str, num_media: int = 1)
             break
         text = (bare.removeprefix(first) if first else bare.removesuffix(last or "")).strip()
     return text
+
+
+def media_places(processor: ProcessorMixin, text: str, num_media: int, in_place: bool) -> list[str]:
+    """A prompt without placeholders; with `in_place`, if some stand between its words, its parts before and after each.
+
+    Raises:
+        UsageError: there are not as many of these as media.
+    """
+    bare = strip_media_tokens(processor, text, num_media)
+    pattern = "|".join(map(re.escape, dict.fromkeys((*media_tokens(processor), *GENERIC_TOKENS))))
+    if not in_place or not re.search(pattern, bare):
+        return [bare]
+    found = re.split(pattern, text)
+    if len(found) != num_media + 1:
+        raise UsageError(
+            f"the prompt has {len(found) - 1} placeholders and the row {num_media} pictures or clips: give one for each"
+        )
+    return found
 
 
 def template_variables(processor: ProcessorMixin, chat: ChatFormat, name: str = "the model") -> dict[str, Any]:

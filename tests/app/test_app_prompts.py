@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from input_table import line
 from PIL import Image
+from test_app_inputs import picture, read
 from transformers import GenerationConfig
 
 import mmspec
 from mmspec.app.cli.main import main
 from mmspec.app.errors import UsageError
+from mmspec.app.io.content import Pictures
 from mmspec.app.io.images import Video
 from mmspec.app.modeling import load
 from mmspec.app.modeling.captioner import Captioner
@@ -381,3 +385,43 @@ def test_max_pixels_changes_what_the_model_sees(tmp_path: Path) -> None:
         assert caption(tmp_path / "a.png", "--model", "tiny", "--out", out, "--max-new-tokens", 8, *extra) == 0
         found.append(json.loads(out.read_text())["caption"])
     assert found[0] == found[2] != found[1]
+
+
+@line("questions with placeholders between their words, as `<image>`")
+@pytest.mark.parametrize("has_template", [True, False])
+def test_pictures_stand_where_a_question_says(
+    captioner: Captioner, has_template: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    template = "{% for message in messages %}{% for part in message.content %}"
+    template += "{{ '<image>' if part.type == 'image' else part.text }} {% endfor %}{% endfor %}"
+    processor = captioner.processor
+    monkeypatch.setattr(processor, "chat_template", template if has_template else None, raising=False)
+    pictures = [Image.new("RGB", (40, 30), "red"), Image.new("RGB", (30, 40), "blue")]
+
+    def ids(question: str, count: int = 2, in_place: bool = True) -> list[int]:
+        chat = ChatFormat(in_place=in_place)
+        media = tuple(pictures[:count])
+        inputs = build_inputs(captioner.model, processor, [media], [question], chat=chat)
+        assert len(inputs["pixel_values"]) == count
+        return [key for key, _ in itertools.groupby(inputs["input_ids"][0].tolist())]
+
+    question = "what is in <image> that <image> has not ?"
+    image = processor.tokenizer.convert_tokens_to_ids("<image>")
+    found = ids(question)
+    places = [place for place, token in enumerate(found) if token == image]
+    assert len(places) == 2 and places[1] - places[0] > 1 and places[0] > ids("what ?").index(image) + 1
+    assert ids("<image>\n<image>\nwhat is it ?") == ids("what is it ?"), "in front as always"
+    assert ids("what is <image> ?", 1).count(image) == 1
+    for text, count in ((question, 1), ("<image> one <image> two <image>", 2)):
+        with pytest.raises(UsageError, match=r"placeholders and the row [12] pictures or clips: give one for each"):
+            ids(text, count)
+    with pytest.raises(UsageError, match="must not contain <image>"):
+        ids(question, in_place=False)
+    for name in "ab":
+        (tmp_path / f"{name}.png").write_bytes(picture())
+    parts = [{"text": "what is in"}, {"image": "a.png"}, {"text": "that"}, {"image": "b.png"}, {"text": "has not ?"}]
+    turns = {"image": ["a.png", "b.png"], "conversations": [{"from": "human", "value": question}]}
+    for record in (turns, {"messages": [{"role": "user", "content": parts}]}):
+        (tmp_path / "l.jsonl").write_text(json.dumps(record))
+        (item,) = read(tmp_path / "l.jsonl")
+        assert item.prompt == question and isinstance(item.content, Pictures)
