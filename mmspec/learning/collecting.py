@@ -23,7 +23,7 @@ class Collection:
         self._state: Any = None
 
     def __call__(self, one: ObservedRound) -> None:
-        if self._state is None:
+        if self._state is None and one.state is not None:  # None: the drafter has failed
             self._state = one.state
             self.drafter.start_collecting(self._state, self.with_examples)
 

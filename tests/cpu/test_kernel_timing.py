@@ -127,6 +127,11 @@ def test_the_file_of_a_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         path.write_text(broken)
         assert chosen()[0] == "c" and chosen()[1] > 0, broken
     assert len(caplog.messages) == 1 and "is ignored" in caplog.messages[0], "said once"
+    monkeypatch.setenv("MMSPEC_CACHE", str(path))
+    for first.has_news in (True, True):
+        store_kernel_choices(first)
+    assert len(caplog.messages) == 2 and "cannot be written" in caplog.messages[1], "said once"
+    monkeypatch.setenv("MMSPEC_CACHE", str(tmp_path))
     path.write_text(content)
     monkeypatch.setattr("mmspec.control.cost_store._processor_name", lambda: "another")
     assert chosen()[0] == "c" and CostStore.is_enabled()
