@@ -18,7 +18,7 @@ from mmspec.app.ui.kept_media import KeptMedia
 from mmspec.app.ui.limits import Limits
 from mmspec.app.ui.model import COMPRESSORS, DemoModel
 from mmspec.app.ui.run import Run, RunSettings
-from mmspec.app.ui.samples import SAMPLES, samples_of
+from mmspec.app.ui.samples import SAMPLE_PAIRS, samples_of
 from mmspec.app.ui.script import build_script, request_of
 from mmspec.app.ui.uploads import StoredFile, Uploads
 from mmspec.app.ui.worker import CancelSignal, Job, Worker
@@ -82,7 +82,7 @@ class Demo:
     def _load(self) -> None:
         try:
             self.model.load()
-            self.limits.load_media(self.uploads.find(SAMPLES[0][0]))  # starts the process that decodes files
+            self.limits.load_media(self.uploads.find(SAMPLE_PAIRS[0][0]))  # starts the process that decodes files
         except Exception as error:
             self.failure = error
             raise

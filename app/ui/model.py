@@ -263,8 +263,8 @@ def is_text_model(source: str) -> bool:
 
 
 def _shown(name: str) -> str:
-    """A folder by its name, for visitors learn no paths of the server; a hub id as it is."""
-    return Path(name).resolve().name if os.path.isdir(name) else name
+    """A folder or file by its name, for visitors learn no paths of the server; a hub id as it is."""
+    return Path(name).resolve().name if os.path.exists(name) else name
 
 
 def format_model_size(count: int) -> str:

@@ -7,6 +7,7 @@ called in the worker's thread; other threads may read the fields meanwhile.
 from __future__ import annotations
 
 import secrets
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -72,14 +73,17 @@ class AnswerLane:
         self.recorder = None if drafter is None else RoundRecorder(self.streamer.record)
         self.start_s = self.total_s = 0.0
         self.stats = Stats()
+        self._lock = threading.Lock()  # the page's thread and that of the device both ask what there is
         self._texts: IncrementalDetokenizer | None = None
 
     def as_dict(self, tokenizer: Any, first: int = 0) -> dict[str, Any]:
-        """The lane so far, from its token `first` on. For one thread at a time."""
-        ids, times = list(self.streamer.token_ids), self.streamer.token_times
-        rounds = self.recorder.rounds() if self.recorder is not None else []
-        self._texts = self._texts or IncrementalDetokenizer(tokenizer)
-        texts, kinds = self._texts.decode(ids), classify_tokens(rounds, len(ids))
+        """The lane so far, from its token `first` on."""
+        with self._lock:
+            ids, times = list(self.streamer.token_ids), self.streamer.token_times
+            rounds = self.recorder.rounds() if self.recorder is not None else []
+            self._texts = self._texts or IncrementalDetokenizer(tokenizer)
+            texts = list(self._texts.decode(ids))
+        kinds = classify_tokens(rounds, len(ids))
         owners = [number for number, one in enumerate(rounds) for _ in one.emitted]
         owners += [-1] * (len(ids) - len(owners))
         rows = zip(texts, times, kinds, owners, strict=False)
@@ -101,7 +105,8 @@ class AnswerLane:
 
     def rounds_as_dicts(self, tokenizer: Any) -> list[dict[str, Any]]:
         """The rounds, for drawing their trees: labels instead of ids."""
-        rounds = self.recorder.rounds() if self.recorder is not None else []
+        with self._lock:
+            rounds = self.recorder.rounds() if self.recorder is not None else []
         ends = [self.start_s, *(one.end_s for one in rounds)]
         return [_draw_round(one, tokenizer, one.end_s - end) for one, end in zip(rounds, ends, strict=False)]
 

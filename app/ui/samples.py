@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from mmspec.app.ui.model import DemoModel
 
 DETAIL = "Describe the picture in detail."
-SAMPLES = (
+SAMPLE_PAIRS = (
     ("rocket_rainbow_bucket_telescope.png", DETAIL),
     ("microphone_telephone_taxi_gorilla_cherry_camera.png", DETAIL),
     ("cake_appears.mp4", "Describe the clip in detail."),
@@ -24,4 +24,4 @@ def samples_of(model: DemoModel) -> list[Mapping[str, str]]:
     """The pairs for a model: {"file", "question"}; a text model has questions alone."""
     if model.is_text:
         return [{"question": question} for question in TEXT_QUESTIONS]
-    return [{"file": file, "question": question} for file, question in SAMPLES]
+    return [{"file": file, "question": question} for file, question in SAMPLE_PAIRS]

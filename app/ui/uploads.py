@@ -17,6 +17,8 @@ from mmspec.app.scenes.examples import list_example_files
 
 MAX_STORED_BYTES = 2_000_000_000
 """Of all files together."""
+FILE_BYTES = 4096
+"""What a stored file takes besides its content."""
 MAX_AGE_S = 3600.0
 IDLE_S = 15.0
 """Seconds without a byte after which an upload ends."""
@@ -52,21 +54,24 @@ class Uploads:
             UsageError: it is too large, there is no room, or it comes too slowly.
         """
         self._remove_old()
-        room = MAX_STORED_BYTES - sum(file.stat().st_size for file in self.folder.iterdir())
+        room = MAX_STORED_BYTES - sum(file.stat().st_size + FILE_BYTES for file in self.folder.iterdir())
         file_id, shown = secrets.token_urlsafe(16), clean_name(name)
         path = self.folder / (file_id + re.sub(r"[^a-z0-9.]", "", Path(shown).suffix.lower())[:8])
         size = 0
         try:
             with path.open("xb") as stream:
-                while chunk := await asyncio.wait_for(anext(chunks, b""), IDLE_S):
-                    size += len(chunk)
+                while True:
                     self.check_size(name, size)
-                    if size > room:
+                    if size + FILE_BYTES > room:
                         raise UsageError("The demo holds as many files as it may; try again later.")
+                    chunk = await asyncio.wait_for(anext(chunks, b""), IDLE_S)
+                    if not chunk:
+                        break
+                    size += len(chunk)
                     stream.write(chunk)
         except TimeoutError:
             path.unlink()
-            raise UsageError(f"{shown} comes too slowly.") from None
+            raise UsageError(f"{shown} cannot be used: it comes too slowly.") from None
         except BaseException:
             path.unlink()
             raise

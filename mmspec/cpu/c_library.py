@@ -2,8 +2,8 @@
 
 `few_rows.c` (linear layers, stacks of decoder layers, draft heads) runs on every x86-64 processor and chooses among
 AVX2 and AVX-512 when it is called, so that one library serves all. A wheel for Linux on x86-64 has it beside its
-source; elsewhere it takes a C compiler (`CC`, else cc, gcc or clang) and some seconds. A file is loaded if its name has
-the hash of what it was built from, and its seal, the hash of name and contents, is right. Independent of models.
+source; elsewhere it takes a C compiler (`CC`, else cc, gcc or clang) and half a minute. A file is loaded if its name
+has the hash of what it was built from, and its seal, the hash of name and contents, is right. Independent of models.
 """
 
 from __future__ import annotations

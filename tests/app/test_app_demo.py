@@ -253,7 +253,7 @@ def test_uploads_have_limits(monkeypatch: pytest.MonkeyPatch, demo: Demo) -> Non
     assert found.name == "a[31m b.PNG" and found.path.parent == store.folder and found.path.suffix == ".png"
     with pytest.raises(UsageError, match="has more than"):
         asyncio.run(store.save(_chunks(b"x" * 900, b"x" * 900), "big.png"))
-    monkeypatch.setattr(uploads, "MAX_STORED_BYTES", 1000)
+    monkeypatch.setattr(uploads, "MAX_STORED_BYTES", 9100)
     with pytest.raises(UsageError, match="as many files as it may"):
         asyncio.run(store.save(_chunks(b"x" * 200), "b.png"))
     monkeypatch.setattr(uploads, "IDLE_S", 0.05)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +63,10 @@ def demo() -> Iterator[Any]:
 
 
 @pytest.fixture
-def site(demo: Any) -> Address:
-    return Address(demo.url)
+def site(demo: Any) -> Iterator[Address]:
+    found = Address(demo.url)
+    yield found
+    found.client.close()
 
 
 @pytest.mark.parametrize(
@@ -182,8 +185,9 @@ def test_random_requests_are_answered(site: Address, caplog: pytest.LogCaptureFi
 
 
 def test_a_password_is_asked_of_everything_private() -> None:
-    with serve(DemoModel("tiny"), port=0, auth=("me", "a long password")) as running:
-        client = httpx.Client(base_url=running.url, timeout=60)
+    with ExitStack() as stack:
+        running = stack.enter_context(serve(DemoModel("tiny"), port=0, auth=("me", "a long password")))
+        client = stack.enter_context(httpx.Client(base_url=running.url, timeout=60))
         for method, path in (("GET", "state"), ("POST", "file"), ("POST", "ask"), ("GET", "report/x")):
             assert client.request(method, path, json={}).status_code == 401
         assert client.post("login", data={"username": "me", "password": "wrong"}).status_code == 400

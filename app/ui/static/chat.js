@@ -213,20 +213,20 @@ const takeBack = (turn) => {
   hideCard();
   for (const later of turns.splice(turns.indexOf(turn))) later.root.remove();
   const { after, file: id } = turn.request;
-  const given = turn.preview ? { id, name: "", isClip: turn.preview.tagName === "VIDEO", preview: turn.preview.src } : null;
   remember();
-  return { after: after ?? null, given, id };
+  if (after || !id) return { after: after ?? null, given: null };
+  const clip = turn.preview?.tagName === "VIDEO"; // else a frame of it, after a reload
+  return { after: null, given: { id, name: turn.report?.file_name ?? "", isClip: clip, preview: turn.preview?.src ?? turn.report?.images[0]?.[0] } };
 };
 
 const retry = (turn) => {
-  const { after, given, id } = takeBack(turn);
+  const { after, given } = takeBack(turn);
   file = given;
-  ask({ question: turn.request.question, after, file: id });
+  ask({ question: turn.request.question, after });
 };
 
 const edit = (turn) => {
-  const { given, id } = takeBack(turn);
-  file = given ?? (turns.length || !id ? null : { id, name: "the same file", isClip: false, preview: `examples/${id}` });
+  file = takeBack(turn).given;
   showFile();
   byId("question").value = turn.request.question;
   byId("question").focus();

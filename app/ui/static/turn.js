@@ -13,7 +13,7 @@ const lane = (name, title) => {
   const parts = { text: make("div", { class: "text" }), clock: make("span", { class: "clock" }), tokens: [] };
   const bar = (parts.bar = make("i"));
   parts.root = make("section", { class: `lane ${name}`, "aria-label": title },
-    make("header", {}, make("b", { text: title }), parts.clock), make("div", { class: "bar", "aria-hidden": true }, bar), parts.text);
+    make("header", {}, make("b", { text: title }), parts.clock), make("div", { class: "bar", "aria-hidden": "true" }, bar), parts.text);
   return parts;
 };
 
