@@ -79,7 +79,7 @@ def test_batches_of_the_public_actor(name: str, folder: Path, monkeypatch: pytes
 def test_the_machines_trouble_is_no_bad_picture(trouble: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mmspec.app.caption.job.decode_item", decode.decode_item)
 
-    def load(path: Path, *rest: Any) -> Image.Image:
+    def load(path: Path, *rest: Any, **options: Any) -> Image.Image:
         if path.name == "5.png":
             if trouble == "process":
                 raise DecoderStartError("Resource temporarily unavailable")
@@ -95,7 +95,7 @@ def test_the_machines_trouble_is_no_bad_picture(trouble: str, folder: Path, monk
             job().run()
         assert isinstance(error.value, MachineError) and len(str(error.value)) <= 300
     assert list(captions("jsonl")) == ["0", "1", "2", "3"]  # and no row of an error
-    monkeypatch.setattr(decode, "load_media", lambda path, *rest: load_image(path))
+    monkeypatch.setattr(decode, "load_media", lambda path, *rest, **options: load_image(path))
     assert job().run() == 0 and captions("jsonl") == expected("x")
 
 
