@@ -155,6 +155,10 @@ def unsupported_shape(input_ids: Tensor, mask: Any = None, num_cached: int = 0) 
     if input_ids.dim() != 2 or not len(input_ids):
         return f"input_ids of shape {list(input_ids.shape)}"
     length = input_ids.shape[1]
+    # What is left for the prompt's forward then is up to transformers and the model.
+    is_whole = mask is None or (isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] == length)
+    if num_cached and num_cached >= length and is_whole:
+        return "a cache that holds all of input_ids"
     if mask is None:
         return None
     if not isinstance(mask, Tensor) or mask.dim() != 2:

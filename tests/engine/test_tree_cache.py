@@ -9,10 +9,12 @@ from unittest import mock
 import pytest
 import tiny_models as tiny
 import torch
+from parity import get_model
 from torch import Tensor
 from transformers import DynamicCache, EncoderDecoderCache, MistralConfig, PreTrainedModel, StaticCache
 from transformers.cache_utils import BaseQuantizedLayer, Cache, DynamicLayer, DynamicSlidingWindowLayer
 
+import mmspec
 from mmspec.engine.kv_cache import RaggedKVCache
 from mmspec.engine.tree_cache import (
     CACHE_ARGUMENT,
@@ -230,3 +232,27 @@ def test_supported_caches() -> None:
             assert unsupported_reason(cache, layers, 2, torch.float32, window) is None, name
         kinds = {type(layer) for layer in filled.layers}
         assert kinds <= {DynamicLayer, DynamicSlidingWindowLayer}
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma4"])
+@pytest.mark.parametrize("num_left", [0, 3])
+def test_a_cache_that_holds_all_of_the_ids(family: str, num_left: int) -> None:
+    """Also more than them: the same tokens, the same contents, or the same error."""
+    model = get_model(family)
+    given = tiny.build_inputs(model, 2, 1, images=[1], padding="none")
+    found = []
+    for patched in (False, True):
+        if patched:
+            mmspec.patch(model, "hybrid", tree_size=6)
+        cache = DynamicCache(config=model.config.get_text_config())
+        options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, CACHE_ARGUMENT: cache}
+        first = model.generate(**given, **options)
+        if not num_left:
+            cache.crop(-(cache.get_seq_length() - given["input_ids"].shape[1]))
+        try:
+            again: Any = model.generate(**given, **options).tolist()
+        except Exception as error:
+            again = f"{type(error).__name__}: {error}"
+        found.append((first.tolist(), again, cache.get_seq_length(), [layer.keys.shape for layer in cache.layers]))
+    mmspec.unpatch(model)
+    assert found[0] == found[1]
