@@ -116,7 +116,8 @@ def load_text_model(
         tokenizer = AutoTokenizer.from_pretrained(folder, **options)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=precision, **options)
     except Exception as error:  # as in `_pretrained`
-        raise UsageError(f"cannot load the language model {name}: {problem or _hint(name, error)}") from error
+        reason = problem or (one_line(error) if is_gguf else _hint(name, error))
+        raise UsageError(f"cannot load the language model {name}: {reason}") from error
     tokenizer.padding_side = "left"
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -253,6 +254,10 @@ def _check_folder(name: str) -> None:
     if os.path.isdir(name):
         if not os.path.isfile(os.path.join(name, "config.json")):
             raise UsageError(f"cannot load --model {name}: the folder holds no config.json")
+    elif name.endswith(".gguf"):
+        raise UsageError(
+            f"--model {name}: a GGUF file holds a language model alone: name a folder of transformers or a hub id"
+        )
     elif os.path.exists(name):
         raise UsageError(f"--model {name} is a file: name the folder of the model")
     elif not name.strip() or _is_local_path(name):

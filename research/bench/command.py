@@ -175,6 +175,7 @@ def run(args: argparse.Namespace) -> int:
     from mmspec.app.modeling.load import resolve_device
     from mmspec.control.cost_store import SWITCH
     from research.bench.against import bench_ratios, read_ratios
+    from research.bench.processes import DeadProcessError
     from research.bench.session import measure_bench, measure_overview
     from research.bench.suite.report import against_section
 
@@ -192,11 +193,21 @@ def run(args: argparse.Namespace) -> int:
     files.check()
     earlier = read_ratios(args.against)
     hide_progress_bars(args.progress)
+    kept: list[ResultRow] = []
+
+    def keep(rows: list[ResultRow]) -> None:
+        kept[:] = rows
+        files.write(rows)
+
+    try:
+        rows = (measure_overview if args.overview else measure_bench)(config, args.command, args.progress, keep)
+    except (KeyboardInterrupt, DeadProcessError):
+        if kept:
+            print(f"stopped; what was measured until then:\n{format_table(kept)}")
+        raise
     if args.overview:
-        rows = measure_overview(config, args.command, args.progress)
         report = overview_markdown(rows)
     else:
-        rows = measure_bench(config, args.command, args.progress)
         report = "\n".join([format_table(rows), *not_used_lines(rows), *tie_lines(rows)])
     if earlier:
         report += f"\n\n{against_section(args.against.name, bench_ratios(rows), earlier)}"

@@ -19,6 +19,10 @@ from mmspec.app.errors import UsageError
 T = TypeVar("T")
 
 
+class DeadProcessError(UsageError):
+    """A process of the bench has died."""
+
+
 @dataclass(frozen=True)
 class Part:
     """A share of the rounds of a series.
@@ -38,7 +42,11 @@ class Part:
 
 
 def run_in_processes(
-    task: Callable[..., dict[str, list[Any]]], args: tuple[Any, ...], count: int, tick: Callable[[], object]
+    task: Callable[..., dict[str, list[Any]]],
+    args: tuple[Any, ...],
+    count: int,
+    tick: Callable[[], object],
+    joined: dict[str, list[Any]] | None = None,
 ) -> dict[str, list[Any]]:
     """`task(*args, part)` for each part, each in a fresh process; the lists of its results joined.
 
@@ -46,18 +54,21 @@ def run_in_processes(
         task: a function of a module; its results may hold tensors.
         count: parts.
         tick: called after each part.
+        joined: filled part by part, for whoever stops it; then also returned.
 
     Raises:
-        UsageError: a process died.
+        DeadProcessError: a process died.
     """
-    joined: dict[str, list[Any]] = {}
+    joined = {} if joined is None else joined
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=spawn, max_tasks_per_child=1) as pool:
         for number in range(count):
             try:
                 values = pool.submit(_run_part, task, args, Part(number, count)).result()
             except BrokenProcessPool as error:
-                raise UsageError(f"process {number + 1} of {count} of the bench died; try --processes 1") from error
+                raise DeadProcessError(
+                    f"process {number + 1} of {count} of the bench died; try --processes 1"
+                ) from error
             for name, found in pickle.loads(values).items():  # bytes of our own process
                 joined.setdefault(name, []).extend(found)
             tick()

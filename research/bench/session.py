@@ -37,7 +37,7 @@ from research.bench.measure import (
     run_rounds,
 )
 from research.bench.overview import overview_configs
-from research.bench.processes import Part, run_in_processes
+from research.bench.processes import DeadProcessError, Part, run_in_processes
 from research.bench.requests import build_requests, build_scene_requests, named_images, synthetic_images
 from research.bench.rows import ResultRow
 
@@ -48,12 +48,18 @@ Requests = Sequence[Mapping[str, Any]]
 Runs = dict[str, list[TimedRun]]
 
 
-def measure_bench(config: BenchConfig, command: str, progress: bool | None = None) -> list[ResultRow]:
+def measure_bench(
+    config: BenchConfig,
+    command: str,
+    progress: bool | None = None,
+    keep: Callable[[list[ResultRow]], None] = lambda rows: None,
+) -> list[ResultRow]:
     """All rows, batch size by batch size and prompt length by prompt length.
 
     Args:
         command: the command line, for `run.command` of the rows.
         progress: show a progress bar; None for only if standard error is a terminal.
+        keep: called with the rows so far, as they come; at an interruption also with those of whole rounds.
 
     Raises:
         UsageError: the model, a drafter or an image cannot be used.
@@ -81,18 +87,32 @@ def measure_bench(config: BenchConfig, command: str, progress: bool | None = Non
             requests = _build_requests(config, captioner, images, batch, length)
             about = {"prompt_tokens": requests[0]["input_ids"].shape[1]}
             deadline = share_of_time(end, len(series) - number)
-            measured = _measure(config, contestants, requests, (batch, length), model, processor, bar.update, deadline)
+            series_of = (batch, length)
+            try:
+                measured = _measure(config, contestants, requests, series_of, model, processor, bar.update, deadline)
+            except (KeyboardInterrupt, DeadProcessError):
+                keep(rows + [row | about | shared for row in rows_of_whole_rounds(contestants)])
+                raise
             rows += [row | about | shared for row in measured]
+            keep(rows)
     return rows
 
 
-def measure_overview(config: BenchConfig, command: str, progress: bool | None = None) -> list[ResultRow]:
+def measure_overview(
+    config: BenchConfig,
+    command: str,
+    progress: bool | None = None,
+    keep: Callable[[list[ResultRow]], None] = lambda rows: None,
+) -> list[ResultRow]:
     """The rows of every part of `research.bench --overview`, each with its title in `setting`; see `measure_bench`."""
-    return [
-        row | {"setting": title}
-        for title, part in overview_configs(config)
-        for row in measure_bench(part, command, progress)
-    ]
+    rows: list[ResultRow] = []
+    for title, part in overview_configs(config):
+
+        def keep_part(new: list[ResultRow], title: str = title, done: Sequence[ResultRow] = tuple(rows)) -> None:
+            keep([*done, *(row | {"setting": title} for row in new)])
+
+        rows += [row | {"setting": title} for row in measure_bench(part, command, progress, keep_part)]
+    return rows
 
 
 def _build_requests(
@@ -162,11 +182,14 @@ def _measure(
     if count > 1:
         seconds = None if deadline is None else (deadline - time.perf_counter()) / count
         num_calls = len(contestants) * (len(requests) - 1) // count
-        runs = run_in_processes(
-            measure_part, (config, series, seconds), count, lambda: [tick() for _ in range(num_calls)]
-        )
-        for one in contestants:
-            one.runs = runs[one.name]
+        runs: Runs = {}
+        try:
+            run_in_processes(
+                measure_part, (config, series, seconds), count, lambda: [tick() for _ in range(num_calls)], runs
+            )
+        finally:
+            for one in contestants:
+                one.runs = runs.get(one.name, [])
     else:
         run_rounds(contestants, requests, config.new_tokens, config.temperature, config.seed, tick, deadline)
     own = next(one for one in contestants if one.name == NO_DRAFT)
@@ -187,6 +210,20 @@ def _measure(
             )
         add_forced_tree(row, forced)
         row["repeats"] = len(own.runs)
+    return rows
+
+
+def rows_of_whole_rounds(contestants: Sequence[Contestant]) -> list[ResultRow]:
+    """The rows of a series that was stopped: of the rounds in which all have run."""
+    count = min(len(one.runs) for one in contestants)
+    if not count:
+        return []
+    for one in contestants:
+        del one.runs[count:]
+    rows = list(build_result_rows(contestants))
+    for row in rows:
+        add_forced_tree(row, None)
+        row["repeats"] = count
     return rows
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from mmspec.app.cli.main import main
 
 
@@ -18,3 +20,11 @@ def test_compare_prints_a_line_per_drafter(tmp_path: Path, capsys: Any) -> None:
     assert main([*args, "--image", str(tmp_path / "no.png")]) == 2
     assert "--image" in capsys.readouterr().err
     assert main(["compare", "--drafters", "magic"]) == 2
+
+
+def test_a_drafter_that_fails_is_a_row_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["compare", "--model", "tiny", "--drafters", "msd,none@2,none", "--new-tokens", "6"]
+    assert main(args) == 1
+    _, *rows = capsys.readouterr().out.splitlines()
+    assert [row.split()[0] for row in rows] == ["msd", "none@2", "none"]
+    assert "failed: " in rows[0] and "failed: @DEPTH is for drafters" in rows[1] and " yes " in rows[2]

@@ -29,7 +29,7 @@ from research.bench.requests import build_requests, synthetic_images
 pytestmark = pytest.mark.research
 
 FAKE_WORKER = """
-import json, sys, time
+import json, os, signal, sys, time
 for line in sys.stdin:
     request = json.loads(line)
     if request["op"] == "load":
@@ -38,6 +38,8 @@ for line in sys.stdin:
         reply = {"error": "ValueError: thirteen"}
     elif request["max_new_tokens"] == 77:
         time.sleep(60)
+    elif request["max_new_tokens"] == 88:
+        os.kill(os.getpid(), signal.SIGILL)
     elif request["max_new_tokens"] == 99:
         sys.exit("the engine has crashed")
     else:
@@ -85,6 +87,13 @@ def test_a_worker_is_fed_over_a_pipe(peer: WorkerPeer) -> None:
         peer.generate(prompt, 200)
     with pytest.raises(PeerError, match="has ended: the engine has crashed"):
         peer.generate(prompt, 99)
+
+
+def test_a_worker_that_crashes_is_a_failed_call(peer: WorkerPeer) -> None:
+    prompt = PeerPrompt({"input_ids": torch.tensor([[5]])}, ())
+    for new_tokens in (88, 4):
+        with pytest.raises(PeerError, match=r"^failed: signal 4$"):
+            peer.generate(prompt, new_tokens)
 
 
 def test_a_worker_that_does_not_answer_is_given_up(peer: WorkerPeer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -208,3 +208,21 @@ def test_a_bench_of_two_processes(tmp_path: Path, capsys: Any) -> None:
     assert all(len(row["speedup_hf_runs"]) == row["repeats"] == 3 for row in rows)
     assert main(["--overview", "--processes", "2"]) == 2
     assert "--overview measures in one process" in capsys.readouterr().err
+
+
+def test_a_bench_that_is_stopped_keeps_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """Of two batch sizes: the first as a whole, of the second the rounds in which all have run."""
+    run_once, calls = measure.run_once, []
+
+    def stopped(contestant: Contestant, inputs: Any, *args: Any, **options: Any) -> TimedRun:
+        calls.append(inputs["input_ids"].shape[0])
+        if calls.count(2) == 12:  # three of a kind, twice to warm up, and two of the second round
+            raise KeyboardInterrupt
+        return run_once(contestant, inputs, *args, **options)
+
+    monkeypatch.setattr(measure, "run_once", stopped)
+    args = ["--model", "tiny", "--drafters", "none", "--new-tokens", "4", "--repeats", "3", "--batch-sizes", "1,2"]
+    assert main([*args, "--json", str(tmp_path / "rows.json")]) == 130
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert [(row["batch"], row["repeats"]) for row in rows] == [(1, 3)] * 3 + [(2, 1)] * 3
+    assert "stopped; what was measured until then:" in capsys.readouterr().out

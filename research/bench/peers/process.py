@@ -181,17 +181,26 @@ class WorkerPeer:
             process.stdin.write(json.dumps(request) + "\n")
             process.stdin.flush()
         except OSError as error:
-            raise PeerError(f"the process of the peer has ended: {self._last_log_line()}") from error
+            raise PeerError(self._how_it_ended()) from error
         if not select.select([process.stdout], [], [], REPLY_TIMEOUT_S)[0]:
             process.kill()  # a late answer would be taken for that to the next prompt
             raise PeerError(f"no answer within {REPLY_TIMEOUT_S:g} s")
         line = process.stdout.readline()
         if not line:
-            raise PeerError(f"the process of the peer has ended: {self._last_log_line()}")
+            raise PeerError(self._how_it_ended())
         reply: dict[str, Any] = json.loads(line)
         if "error" in reply:
             raise PeerError(reply["error"])
         return reply
+
+    def _how_it_ended(self) -> str:
+        """Of a process that has closed its pipes."""
+        assert self._process is not None
+        try:
+            code = self._process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            return "the process of the peer does not answer"
+        return f"failed: signal {-code}" if code < 0 else f"the process of the peer has ended: {self._last_log_line()}"
 
     def _last_log_line(self) -> str:
         if self._log is None:

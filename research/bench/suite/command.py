@@ -11,6 +11,8 @@ from mmspec.app.errors import explain_write
 from research.bench.results import ResultFiles
 from research.bench.suite.config import SUITES, SuiteConfig
 
+INTERRUPTED = 130
+"""Exit code, as of a shell."""
 PEERS = "hf-static, hf-compile, hf-lookup, hf-assisted, llama.cpp, openvino, vllm (the last three also with -lookup)"
 EPILOG = """\
 with --peers or --suite: every peer on the same prompts and weights, greedily, against generate (docs/benchmarking.md)
@@ -95,6 +97,8 @@ def run_suite(args: argparse.Namespace) -> int:
         texts = (report, format_html(result), json.dumps(content, indent=1) + "\n")
         for name, text in zip(REPORT_FILES, texts, strict=True):
             (args.report / name).write_text(text, encoding="utf-8")
+    if result.is_stopped:
+        return INTERRUPTED
     own = {"hf-again", "none", *config.drafters}
     is_exact = result.run["dtype"] in ("float32", "float64")
     failed = any(row.failed or (is_exact and row.same < row.calls) for row in result.rows if row.peer in own)

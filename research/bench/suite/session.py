@@ -50,7 +50,7 @@ class SuiteResult:
         skipped: {peer: why it did not run}. left_out: {peer: why it was left out on the way}.
         problems: {item: why it was not run}. notes: remarks in one line each.
         reading: weights and memory, before the calls and after them.
-        versions: {peer: version of its engine}.
+        versions: {peer: version of its engine}. is_stopped: by the user, before its end.
     """
 
     config: SuiteConfig
@@ -63,6 +63,7 @@ class SuiteResult:
     notes: list[str] = field(default_factory=list)
     reading: list[WeightReading] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
+    is_stopped: bool = False
 
 
 def load_items(config: SuiteConfig) -> list[SuiteItem]:
@@ -110,7 +111,12 @@ def measure_suite(config: SuiteConfig, command: str, progress: bool | None = Non
             raise UsageError(f"--model {config.model}: {one_line(error, 600)}") from error
         builder = PromptBuilder(model, processor, decoders, any(peer.reads == EMBEDDINGS for peer in peers))
         suite = SuiteRun(baseline_peer(model), peers, builder, config.new_tokens)
-        _measure_series(suite, items, config, model, result, progress)
+        try:
+            _measure_series(suite, items, config, model, result, progress)
+        except KeyboardInterrupt:
+            result.is_stopped = True
+            result.notes.append("stopped: the rows are of the prompts until then")
+            result.left_out = suite.left_out
     result.rows = summarise_calls(result.calls)
     return result
 
