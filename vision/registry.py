@@ -15,10 +15,8 @@ from mmspec.vision.compressors.latent import LatentCompressor
 from mmspec.vision.compressors.pooling import Conv, Pool
 from mmspec.vision.compressors.resampler import Resampler
 from mmspec.vision.compressors.select import (
-    Diverse,
     Drop,
     Identity,
-    Random,
     Stride,
     TopScore,
     query_similarity,
@@ -29,10 +27,8 @@ UNSIZED: dict[str, Callable[[], object]] = {"identity": Identity, "drop": Drop, 
 """Compressors without a size: all tokens, none, or a number that depends on the measured costs."""
 UNTRAINED: dict[str, Callable[[int], object]] = {
     "stride": Stride,
-    "random": Random,
     "relevant": lambda max_tokens: TopScore(max_tokens, "relevant", query_similarity),
     "salient": lambda max_tokens: TopScore(max_tokens, "salient", saliency, attends=True),
-    "diverse": Diverse,
     "pool": Pool,
 }
 """Compressors with a size and without weights: `max_tokens` -> compressor."""

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
+import research.compressors  # noqa: F401  - by name
 from mmspec.app.cli.arguments import config_from_args, module_parser, positive_int, positive_ints, split_commas
 from mmspec.app.errors import UsageError
 from mmspec.drafters.heads.eagle.config import EagleConfig

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tqdm import tqdm
 
+import research.compressors  # noqa: F401  - by name
 from mmspec.app.compare.specs import patch_model
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.modeling.captioner import Captioner

@@ -39,7 +39,7 @@ from mmspec.vision.registry import init_compressor
 
 BLOCK_DRAFTERS = ("flash", "chained", "parallel", "linked", "falcon")
 """Block drafters that read one hidden state."""
-SELECTING_COMPRESSORS = ("stride:3", "random:3", "relevant:3", "salient:3", "diverse:3", "identity", "drop")
+SELECTING_COMPRESSORS = ("stride:3", "stride:2", "relevant:3", "salient:3", "salient:2", "identity", "drop")
 COMPRESSOR_SPECS = ("conv:3", "resampler:2", "elastic:4", "pool:3", *SELECTING_COMPRESSORS)
 _VISUAL_KINDS = ("latent", "measured", "dspark", "compressed")
 DRAFTER_KINDS = (*VISUAL_MODES, "trimmed", "eagle3", "vispec", *BLOCK_DRAFTERS, "instant", *_VISUAL_KINDS)

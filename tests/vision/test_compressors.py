@@ -54,7 +54,6 @@ from mmspec.drafters.training.losses import LossInputs, LossWeights, TrainProgre
 from mmspec.drafters.training.trainer import TrainConfig, Trainer
 from mmspec.interfaces import Compressor, Prompt, VisualGrid, VisualTokens
 from mmspec.metrics.compression_stats import RecordingCompressor
-from mmspec.vision.compressors import select
 from mmspec.vision.compressors.elastic import BUDGET_PENALTY, Elastic
 from mmspec.vision.compressors.latent import LatentCompressor
 from mmspec.vision.compressors.pooling import Conv, Pool, Window, choose_window, group_grids
@@ -66,6 +65,7 @@ from mmspec.vision.registry import (
     load_compressor,
     parse_compressor,
 )
+from research import compressors as baselines
 
 
 def tokens_of(counts: list[int], width: int = 8, seed: int = 0) -> VisualTokens:
@@ -370,7 +370,7 @@ def _diverse(rows: Tensor, num_kept: int) -> list[int]:
 @pytest.mark.parametrize("counts", [[7, 6], [7, 2, 0], [1, 7]])
 @pytest.mark.parametrize("num_kept", [1, 4, 7])
 def test_diverse_in_several_chunks(counts: list[int], num_kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(select, "CHUNK_SIZE", 3)
+    monkeypatch.setattr(baselines, "CHUNK_SIZE", 3)
     visual = tokens_of(counts)
     compressed = build_compressor(f"diverse:{num_kept}").compress(visual, None, num_kept)
     for row, count in enumerate(counts):
@@ -394,7 +394,7 @@ def test_diverse_needs_no_quadratic_memory() -> None:
     visual = tokens_of([2000])
     with Largest() as largest:
         build_compressor("diverse:5").compress(visual, None, 5)
-    assert largest.found <= select.CHUNK_SIZE * 2000
+    assert largest.found <= baselines.CHUNK_SIZE * 2000
 
 
 def test_salient_uses_the_attention_of_the_vision_tower() -> None:
