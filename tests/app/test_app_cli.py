@@ -62,7 +62,6 @@ def test_wrong_usage_is_one_line(capsys: Any) -> None:
     [
         ("caption x --model tiny --rows-per-shard 7", "--format parquet or webdataset"),
         ("caption x --model tiny --actors 2", "--ray"),
-        ("demo --no-password", "--share"),
         ("env --drafter msd", "--model"),
         ("train --out run --draft-layers 2", "--drafter draft-lm"),
         ("train --out run --drafter msd,eagle3 --block 4", "drafters of several tokens per forward"),
