@@ -15,7 +15,6 @@ from mmspec.drafters.mtp.build import OWN_NAMES, is_own_drafter, own_drafter
 from mmspec.hints import did_you_mean, looks_like_path
 
 if TYPE_CHECKING:
-    from mmspec.drafters.heads.instant.online import OnlineHeads
     from mmspec.drafters.ngram.base import BestFirstDrafter
     from mmspec.interfaces import Drafter, TargetInfo
 
@@ -49,27 +48,10 @@ def _hybrid() -> BestFirstDrafter:
     return hybrid()
 
 
-def _arbitrated(target: TargetInfo | None = None, learn: bool = False) -> Drafter:
-    """Of n-gram drafters and, to be learned, instant heads for the target."""
-    from mmspec.drafters.arbitrated import ArbitratedDrafter, LearnableArbitratedDrafter
+def _arbitrated(target: TargetInfo | None = None) -> Drafter:
+    from mmspec.drafters.arbitrated import ArbitratedDrafter
 
-    may_copy = target is not None and target.device == "cpu"
-    if target is None or not learn:
-        return ArbitratedDrafter(may_copy=may_copy)
-    return LearnableArbitratedDrafter(_online_heads(target), may_copy=may_copy)
-
-
-def _instant(target: TargetInfo) -> Drafter:
-    """Instant heads that learn from nothing, and n-grams of the outputs."""
-    from mmspec.drafters.arbitrated import INSTANT, OUTPUTS, LearnableArbitratedDrafter
-
-    return LearnableArbitratedDrafter(_online_heads(target), (OUTPUTS, INSTANT), INSTANT_NAME)
-
-
-def _online_heads(target: TargetInfo) -> OnlineHeads:
-    from mmspec.drafters.heads.instant.online import OnlineHeads
-
-    return OnlineHeads(target.hidden_size, target.vocab_size, target.num_layers)
+    return ArbitratedDrafter(may_copy=target is not None and target.device == "cpu")
 
 
 def _self() -> Drafter:
@@ -95,8 +77,8 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "quantized": _quantized,
     "auto": _hybrid,  # unless a trained drafter fits the target: see `_auto`
 }
-INSTANT_NAME = "instant"
-"""Untrained heads, for `patch(model, learn=True)`; they need a target."""
+REMOVED_NAMES = {"instant": "arbitrated"}
+"""{drafter of earlier versions: its successor}."""
 WEIGHTS_DIR = Path(__file__).parent / "weights"
 """Folders of the trained drafters that are part of the package, by name."""
 AUTO_ORDER = {"cpu": ("flash", "msd", "parallel", "falcon")}
@@ -123,13 +105,13 @@ def bundled_drafters(device: str = "cpu") -> dict[str, Path]:
 
 def drafter_names() -> list[str]:
     """The names that `build_drafter` accepts, without folders and hub ids."""
-    return [*DRAFTERS, *OWN_NAMES, INSTANT_NAME, *bundled_drafters()]
+    return [*DRAFTERS, *OWN_NAMES, *bundled_drafters()]
 
 
-def _auto(target: TargetInfo | None, learn: bool) -> Drafter:
+def _auto(target: TargetInfo | None) -> Drafter:
     """A drafter trained for this target: in its checkpoint, bundled, or published and in the cache; else another."""
     if target is not None:
-        for name in OWN_NAMES[:1] if learn else OWN_NAMES:  # assistants do not learn
+        for name in OWN_NAMES:
             if (own := own_drafter(name, target, is_asked_for=False)) is not None:
                 return own
         from mmspec.drafters.checkpoints.format import TargetMismatch
@@ -145,11 +127,11 @@ def _auto(target: TargetInfo | None, learn: bool) -> Drafter:
                 logger.warning("mmspec: %s cannot be read and is not used (install mmspec again): %s", name, reason)
         if (published := _published_drafter(target)) is not None:
             return published
-    if learn or target is None or target.device != "cpu":
-        return _arbitrated(target, learn) if learn else _hybrid()
-    from mmspec.drafters.arbitrated import HYBRID, ArbitratedDrafter
+    if target is None or target.device != "cpu":
+        return _hybrid()
+    from mmspec.drafters.arbitrated import OUTPUTS, ArbitratedDrafter
 
-    return ArbitratedDrafter(arms=(HYBRID,), may_copy=True)
+    return ArbitratedDrafter(arms=(OUTPUTS,), may_copy=True)
 
 
 def _published_drafter(target: TargetInfo) -> Drafter | None:
@@ -260,6 +242,8 @@ def explain_unknown(name: str, show: Callable[[str], str] = str) -> str:
     """
     if looks_like_path(name):
         return f"drafter {name!r}: no such folder; it holds a trained head or a model, with its config.json"
+    if name in REMOVED_NAMES:
+        return f"drafter {name!r} is gone; use {REMOVED_NAMES[name]!r}"
     listed = ", ".join(map(show, drafter_names()))
     return f"unknown drafter {name!r}; known are {listed}, a folder, or a hub id (owner/name)" + did_you_mean(
         name, drafter_names()
@@ -288,13 +272,12 @@ def check_contract(drafter: object) -> None:
         raise TypeError(f"{DRAFTER_CONTRACT}; got {type(drafter).__name__}, whose {wrong} is {value}.")
 
 
-def build_drafter(drafter: str | object, target: TargetInfo | None = None, learn: bool = False) -> Drafter:
+def build_drafter(drafter: str | object, target: TargetInfo | None = None) -> Drafter:
     """A new drafter by name, folder or hub id; an object with the `Drafter` protocol is returned as it is.
 
     Args:
         drafter: name, folder, hub id or object.
         target: facts about the target, with which a trained drafter is compared.
-        learn: the drafter is to learn online: `auto` without a trained head then has instant heads.
 
     Raises:
         ValueError: an unknown name, or a trained drafter that does not fit the target.
@@ -303,11 +286,9 @@ def build_drafter(drafter: str | object, target: TargetInfo | None = None, learn
     """
     if isinstance(drafter, str):
         if drafter == "auto":
-            return _auto(target, learn)
+            return _auto(target)
         if drafter == "arbitrated":
-            return _arbitrated(target, learn)
-        if drafter == INSTANT_NAME and target is not None:
-            return _instant(target)
+            return _arbitrated(target)
         if is_own_drafter(drafter):
             if target is None:
                 raise ValueError(f"drafter {drafter!r} comes with the checkpoint of a target: target=; got None.")

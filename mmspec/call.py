@@ -14,8 +14,6 @@ from mmspec.cpu.huge_pages import HugePages
 from mmspec.cpu.linear import LinearAutotuner
 from mmspec.engine.guard import ModuleGuard
 from mmspec.engine.prefix import Prefix, PrefixStore, PromptRows
-from mmspec.learning.collecting import Collection
-from mmspec.learning.learner import Learner
 from mmspec.metrics.stats import Stats
 from mmspec.targets.base import ModelAdapter
 from mmspec.targets.lanes import LanePool
@@ -82,8 +80,6 @@ class CallContext:
         quiet_states: states of the model in which a prefill drew no random numbers; shared by all calls.
         media_inputs: the arguments that describe images and videos, if the drafter requires them.
         stats: counters and times of this call.
-        learner: learns from this call, or None.
-        collecting: examples of this call for the learner; None before the loop runs, or without a learner.
         prefix_use: see `PrefixUse`; None if the call shares nothing with others.
         huge_pages: moves the model's weights into huge pages.
     """
@@ -104,8 +100,6 @@ class CallContext:
     quiet_states: set[Hashable] = field(default_factory=set)
     media_inputs: Mapping[str, Any] = field(default_factory=dict)
     stats: Stats = field(default_factory=Stats)
-    learner: Learner | None = None
-    collecting: Collection | None = None
     prefix_use: PrefixUse | None = None
     huge_pages: HugePages = field(default_factory=HugePages)
 

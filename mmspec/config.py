@@ -10,8 +10,7 @@ from typing import Any
 
 from mmspec.control.tree_size import DEFAULT_TREE_SIZE
 from mmspec.engine.tree import BUCKETS
-from mmspec.interfaces import Compressor, Drafter, Observer, TrainedDrafter
-from mmspec.learning.protocols import GradientDrafter
+from mmspec.interfaces import Compressor, Drafter, Observer
 from mmspec.reference import check_reference, reference_rows, resolve_reference_ids
 from mmspec.resolve import DrafterCache, check_compressor, own_compressor, resolve_compressor, resolve_drafter
 
@@ -24,7 +23,6 @@ PER_CALL_OPTIONS = (
     "tree_size",
     "deterministic",
     "backend",
-    "learn",
     "reuse_prefix",
     "reference",
     "reference_ids",
@@ -33,8 +31,8 @@ PER_CALL_OPTIONS = (
 """Keys of `generate(..., mmspec=dict(...))`."""
 BACKEND_NAMES = ("auto", "torch", "c", "recorded")
 """Values of the option `backend`: who computes the rounds of a call."""
-LEARNS_FROM_NOTHING = ("auto", "arbitrated", "instant")
-"""Drafters that `learn="auto"` lets learn where they are not trained heads."""
+REMOVED_OPTIONS = {"learn": "n-grams of all outputs are counted without it"}
+"""{option of earlier versions: what to know}."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +49,6 @@ class SpecConfig:
         backend: who computes the rounds, of `BACKEND_NAMES`. "torch": eager, model and heads in torch; "c": C,
             on a CPU; "recorded": CUDA graphs, on a GPU; "auto": C on a CPU, recorded on a GPU, and torch for models and
             calls that neither serves.
-        learn: the drafter learns from this call; in the options of `patch` also the largest share of the time that
-            learning may take.
         reuse_prefix: what calls have computed of their prompts serves later calls that begin alike; a text names a
             scope, calls of other scopes share nothing with it.
         observers: functions of an `ObservedRound` that listen to the rounds of the call.
@@ -65,7 +61,6 @@ class SpecConfig:
     tree_size: int | None = None
     deterministic: bool = False
     backend: str = "auto"
-    learn: bool | float = False
     reuse_prefix: bool | str = False
     observers: Sequence[Observer] = ()
 
@@ -74,12 +69,6 @@ class SpecConfig:
         if not isinstance(self.deterministic, bool):
             raise TypeError(
                 f"deterministic must be True (fixed shapes) or False; got {self.deterministic!r}. Pass a bool."
-            )
-        check_learn(self.learn)
-        if self.learn and self.deterministic:
-            raise ValueError(
-                "learn=True and deterministic=True exclude each other: learned weights change the shapes of later "
-                "calls. Pass one of them."
             )
         if not isinstance(self.reuse_prefix, (bool, str)):
             raise TypeError(
@@ -122,7 +111,6 @@ class PatchArguments:
     tree_size: int | None
     deterministic: bool
     backend: str
-    learn: bool | float | str = False
     reuse_prefix: bool | str = False
 
 
@@ -174,19 +162,11 @@ def _check_tree_size(tree_size: Any) -> None:
         raise ValueError(f"tree_size must be 1 to {BUCKETS[-1]} (root included), or None; got {tree_size}.")
 
 
-def check_learn(learn: object) -> None:
-    """Check the option `learn` without "auto".
-
-    Raises:
-        TypeError: neither a bool nor a number.
-        ValueError: a share of the time that is not above 0 and at most 1.
-    """
-    if isinstance(learn, bool):
-        return
-    if not isinstance(learn, (int, float)):
-        raise TypeError(f"learn must be True (the drafter learns from the calls), False or a share; got {learn!r}.")
-    if not 0 < learn <= 1:
-        raise ValueError(f"learn must be a share of the time above 0 and at most 1, or True for 0.03; got {learn!r}.")
+def without_removed(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options without those of earlier versions, which changed no output; one log line says so for each."""
+    for name in REMOVED_OPTIONS.keys() & options.keys():
+        logger.warning("mmspec: the option %s is gone and does nothing: %s", name, REMOVED_OPTIONS[name])
+    return {name: value for name, value in options.items() if name not in REMOVED_OPTIONS}
 
 
 def resolve_config(arguments: PatchArguments, adapter: Any) -> SpecConfig:
@@ -196,43 +176,18 @@ def resolve_config(arguments: PatchArguments, adapter: Any) -> SpecConfig:
         ValueError, TypeError: as `patch`.
     """
     tokenizer = resolve_tokenizer(arguments.processor)
-    learn: bool | float = False
-    if isinstance(arguments.learn, str):
-        if arguments.learn != "auto":
-            raise TypeError(f"learn must be True, False, 'auto' or a share of the time; got {arguments.learn!r}.")
-    else:
-        check_learn(arguments.learn)
-        learn = arguments.learn
-    drafter = resolve_drafter(arguments.drafter, adapter, tokenizer, bool(learn))
-    if _may_learn(arguments) and not isinstance(drafter, TrainedDrafter):
-        try:
-            drafter, learn = resolve_drafter(arguments.drafter, adapter, tokenizer, learn=True), True
-        except ValueError as error:  # "auto" is a default: what cannot learn drafts without
-            logger.info("mmspec: the drafter does not learn: %s", error)
     config = SpecConfig(
-        drafter=drafter,
+        drafter=resolve_drafter(arguments.drafter, adapter, tokenizer),
         compressor=resolve_compressor(arguments.compressor, adapter),
         reference=arguments.reference,
         reference_ids=arguments.reference_ids,
         tree_size=arguments.tree_size,
         deterministic=arguments.deterministic,
         backend=arguments.backend,
-        learn=learn,
         reuse_prefix=arguments.reuse_prefix,
     )
-    if learn and config.active_compressor is not None and isinstance(drafter, GradientDrafter):
-        raise ValueError(
-            f"a trained head is adapted without a compressor only; got compressor {config.active_compressor.name!r}. "
-            "Pass learn=False or compressor=None."
-        )
     reference_rows(config.reference, config.reference_ids, tokenizer, batch=None, num_return_sequences=1)
     return config
-
-
-def _may_learn(arguments: PatchArguments) -> bool:
-    """Whether `learn="auto"` lets the drafter of these arguments learn if it has no trained head."""
-    is_named = isinstance(arguments.drafter, str) and arguments.drafter in LEARNS_FROM_NOTHING
-    return arguments.learn == "auto" and is_named and not arguments.deterministic
 
 
 def resolve_call_config(
@@ -255,7 +210,7 @@ def resolve_call_config(
     known = ", ".join(PER_CALL_OPTIONS)
     if not isinstance(overrides, Mapping):
         raise TypeError(f"generate(mmspec=...) takes a dict with any of {known}; got {overrides!r}.")
-    chosen = dict(overrides)
+    chosen = without_removed(overrides)
     if unknown := sorted(set(chosen) - set(PER_CALL_OPTIONS)):
         raise ValueError(f"generate(mmspec=...) takes {known}; got {', '.join(unknown)}.")
     enabled = chosen.pop("enabled", True)

@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Hashable
 from contextlib import nullcontext
 from contextvars import ContextVar
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -35,9 +34,6 @@ from mmspec.engine.undo import undo_lost, undone
 from mmspec.fallback import FallbackPolicy, reason_before_binding
 from mmspec.forks import new_lock, note_threads
 from mmspec.interfaces import GrowingDrafter, SaliencyCompressor
-from mmspec.learning.budget import DEFAULT_SHARE
-from mmspec.learning.learner import Learner, start_learner
-from mmspec.learning.stats import LearningStats, SpeedCurve
 from mmspec.metrics.stats import Stats
 from mmspec.resolve import DrafterCache
 from mmspec.reuse import after_prompt, find_prefix
@@ -70,10 +66,8 @@ class PatchState:
         prefixes: what calls with `reuse_prefix` leave to later ones.
         drafter_cache: drafters that calls selected by name.
         total, last: statistics of all calls and of the last call.
-        curve: speed over the calls.
-        learner: learns the drafter from the calls, or None.
         policy: decides whether transformers must decode a call.
-        lock: held while `total`, `last` and `curve` change.
+        lock: held while `total` and `last` change.
     """
 
     def __init__(self, adapter: ModelAdapter, config: SpecConfig, arguments: PatchArguments) -> None:
@@ -90,8 +84,6 @@ class PatchState:
         self.prefixes = PrefixStore()
         self.total = Stats()
         self.last = Stats()
-        self.curve = SpeedCurve()
-        self.learner: Learner | None = None
         self.policy = FallbackPolicy(adapter, arguments.processor)
         self.lock = new_lock()
         self._quiet_states: set[Hashable] = set()
@@ -151,10 +143,6 @@ class PatchState:
         store_kernel_choices(self.autotuner.choices)
         if config.fixed_tree_size is None:
             self.costs.count_call(config.drafter, self.adapter)
-        if call.learner is not None:
-            saved_s = call.costs.saved_s(len(call.stats.row_forwards), call.stats.drafted_rounds)
-            if call.learner.after_call(call.collecting, call.stats.total_s, saved_s):
-                call.costs.retry()
         if isinstance(config.drafter, GrowingDrafter) and config.drafter.has_grown():
             call.costs.retry()
         return result
@@ -182,7 +170,6 @@ class PatchState:
             modules=modules,
             quiet_states=self._quiet_states,
             media_inputs=media_inputs(arguments, self.model) if config.drafter.requirements.media_inputs else {},
-            learner=self.learner if config.learn and config.drafter is self.config.drafter else None,
             prefix_use=find_prefix(self.prefixes, self.adapter, config, arguments, modules),
             huge_pages=self.huge_pages,
         )
@@ -238,19 +225,6 @@ class PatchState:
         with self.lock:
             self.total.add(stats)
             self.last = stats
-            self.curve.add(stats)
-
-    def learning_stats(self) -> LearningStats:
-        """State of online learning, and the speed over all calls."""
-        learned = LearningStats() if self.learner is None else self.learner.stats()
-        with self.lock:
-            return replace(learned, curve=self.curve.points())
-
-    def start_learning(self) -> None:
-        """Learn the drafter of `patch` from the calls, from where an earlier process stopped."""
-        share = DEFAULT_SHARE if self.config.learn is True else float(self.config.learn)
-        embeddings = self.adapter.shared_embeddings
-        self.learner = start_learner(self.config.drafter, self.model, embeddings, self._warn_once, share)
 
     def _warn_once(self, message: str) -> None:
         with self.lock:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from os import PathLike
 from typing import Any
 
-from mmspec.config import PatchArguments, resolve_config
+from mmspec.config import PatchArguments, resolve_config, without_removed
 from mmspec.engine.undo import undo_lost, undone
 from mmspec.fallback import tensor_parallel_module
 from mmspec.forks import note_threads
@@ -50,8 +50,8 @@ def patch(
     tree_size: int | None = None,
     deterministic: bool = False,
     backend: str = "auto",
-    learn: bool | float | str = False,
     reuse_prefix: bool | str = False,
+    **removed: Any,
 ) -> Any:
     """Make `model.generate` speculative. The output stays the same, token for token. `unpatch` reverts it.
 
@@ -59,7 +59,7 @@ def patch(
         model: a vision-language or text model of transformers that decodes with a key-value cache, on any device. A
             small self-test decides whether it can be decoded in trees (`mmspec.targets.selftest`). Of a `PeftModel`
             the model inside is patched, which the wrapper's `generate` calls.
-        drafter: `auto`, `none`, `lookup`, `recycling`, `hybrid`, `arbitrated`, `instant`, `self`, `quantized` (a copy
+        drafter: `auto`, `none`, `lookup`, `recycling`, `hybrid`, `arbitrated`, `self`, `quantized` (a copy
             of the model in 4 bits, on a CPU), `mtp` and `assistant` (those that come with the model; `mtp:32768` with
             an LM head of so many ids), `msd` and `flash` (of the bundled scenes model only), the folder or hub
             id of a draft head or of a smaller model, such a model, or an object that implements `mmspec.Drafter`.
@@ -78,11 +78,6 @@ def patch(
             that C does not serve, which runs in torch. "recorded": on a GPU rounds and drafts of most heads are
             recorded once for each shape and replayed (CUDA graphs), with one warning for a call that cannot be, as
             on a CPU. The first replays are compared with plain runs; a difference ends recording.
-        learn: the drafter learns from the calls, `auto` and `instant` from nothing, a trained head (MSD, FLASH, ...) by
-            adaptation. Takes at most 3% of the time, or the share given, such as 0.1; changes speed only, and stores
-            weights, nothing else, in the user's cache folder (`mmspec cache`), from which the next process continues.
-            Not with `deterministic`, nor adaptation with a compressor. "auto": `auto` without a trained head,
-            `arbitrated` and `instant` learn, where they can and not with `deterministic`.
         reuse_prefix: keep what a call has computed of its prompt (at most 1 GiB), and let a later call that begins with
             the same tokens and the same picture compute the rest only: another question about a picture, the next turn
             of a chat. A prompt read in two parts rounds differently, so in half precision near-ties of the top two
@@ -93,12 +88,14 @@ def patch(
         The same model.
 
     Raises:
-        TypeError: not a model that can generate, or an argument of the wrong type.
+        TypeError: not a model that can generate, or an argument that is unknown or of the wrong type.
         UnsupportedModelError: the self-test fails, or the weights are spread over ranks (tensor parallelism).
-        ValueError: unknown drafter or compressor, another vocabulary, a drafter that cannot learn, or already patched
-            with other settings.
+        ValueError: unknown drafter or compressor, another vocabulary, or already patched with other
+            settings.
     """
     note_threads()
+    if unknown := sorted(without_removed(removed)):
+        raise TypeError(f"patch got an unexpected keyword argument {unknown[0]!r}.")
     arguments = PatchArguments(
         drafter,
         compressor,
@@ -108,7 +105,6 @@ def patch(
         tree_size=tree_size,
         deterministic=deterministic,
         backend=backend,
-        learn=learn,
         reuse_prefix=reuse_prefix,
     )
     adapter = find_adapter(unwrap(model))
@@ -140,8 +136,6 @@ def unpatch(model: Any) -> Any:
         if state.original_attention is not None:
             _set_text_attention(patched, state.original_attention)
         patched.__dict__.pop(KEY, None)  # behind all that: what is interrupted can be called again
-        if state.learner is not None:
-            state.learner.save()
     return model
 
 
@@ -160,9 +154,7 @@ def stats(model: Any, last: bool = False) -> Stats:
         raise ValueError("mmspec.stats needs a patched model; call mmspec.patch(model) first.")
     state = patch_state(model)
     with state.lock:
-        found = copy.deepcopy(state.last if last else state.total)
-    found.learning = state.learning_stats()
-    return found
+        return copy.deepcopy(state.last if last else state.total)
 
 
 @contextmanager
@@ -213,8 +205,6 @@ def _install(state: PatchState) -> None:
             _set_text_attention(model, "sdpa")
             logger.info("mmspec: text attention switched from %s to sdpa, which takes a mask per node", kernel)
         _check_selftest(state)
-        if state.config.learn:
-            state.start_learning()
         model.__dict__.pop("generate", None)  # the class's own, bound, as PEFT leaves it
         change_class(model, state)
     finally:

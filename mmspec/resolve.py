@@ -16,7 +16,6 @@ from mmspec.interfaces import (
     TargetInfo,
     TrainedDrafter,
 )
-from mmspec.learning.protocols import LearnableDrafter
 from mmspec.targets.assistant import assistant_parts, find_assistant, is_assistant, is_assistant_folder, load_assistant
 from mmspec.targets.layer_subset import check_layer_subsets
 from mmspec.targets.own_head import is_exported_head, read_own_head
@@ -48,14 +47,11 @@ def target_info(adapter: Any, tokenizer: Any) -> TargetInfo:
     )
 
 
-def resolve_drafter(
-    drafter: str | os.PathLike[str] | Drafter, adapter: Any, tokenizer: Any = None, learn: bool = False
-) -> Drafter:
+def resolve_drafter(drafter: str | os.PathLike[str] | Drafter, adapter: Any, tokenizer: Any = None) -> Drafter:
     """The drafter with a name or in a folder, or the object itself, checked against the target.
 
     Raises:
-        ValueError: unknown name, a drafter for another vocabulary or number of layers, or with `learn` one that cannot
-            learn.
+        ValueError: unknown name, or a drafter for another vocabulary or number of layers.
         TypeError: an object that is not a drafter.
     """
     from mmspec.drafters.registry import build_drafter
@@ -63,16 +59,11 @@ def resolve_drafter(
     drafter = os.fspath(drafter) if isinstance(drafter, os.PathLike) else drafter
     resolved = _build_model_drafter(drafter, adapter, tokenizer)
     if resolved is None:
-        resolved = build_drafter(drafter, target_info(adapter, tokenizer), learn)
+        resolved = build_drafter(drafter, target_info(adapter, tokenizer))
     if resolved.vocab_size is not None and resolved.vocab_size != adapter.vocab_size:
         raise ValueError(
             f"drafter {resolved.name!r} is for a vocabulary of {resolved.vocab_size} ids, the model has "
             f"{adapter.vocab_size}; use a drafter of this model, or drafter='auto'."
-        )
-    if learn and (reason := why_not_learnable(resolved)) is not None:
-        raise ValueError(
-            "learn=True needs a drafter with weights that can be learned: auto, instant, an EAGLE, MSD, FLASH or other "
-            f"head with a training loss here; got {resolved.name!r}: {reason}."
         )
     if missing := missing_hidden_states(resolved, adapter):
         raise ValueError(f"{missing}. Use a drafter of this model, or drafter='auto'.")
@@ -84,13 +75,6 @@ def resolve_drafter(
         config, state_dict = resolved.bundled_compressor
         resolved.compressor = load_compressor(config, state_dict, adapter.text_config.hidden_size)
     return resolved
-
-
-def why_not_learnable(drafter: Drafter) -> str | None:
-    """Why a drafter cannot learn, for messages; None if it can."""
-    if not isinstance(drafter, LearnableDrafter):
-        return "it has no weights"
-    return drafter.cannot_learn
 
 
 def missing_hidden_states(drafter: Drafter, adapter: Any) -> str | None:
@@ -195,7 +179,7 @@ def check_compressor(compressor: Compressor, drafter: Drafter) -> None:
 
 
 class DrafterCache:
-    """Drafters by name, so that a later call with the same name reuses the loaded weights and the learned state."""
+    """Drafters by name, so that a later call with the same name reuses the loaded weights."""
 
     def __init__(self) -> None:
         self._drafters: dict[Any, Drafter] = {}

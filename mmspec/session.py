@@ -19,8 +19,6 @@ from mmspec.engine.output import OutputBuffer, ReturnFlags, UserCodeHooks
 from mmspec.engine.rng import SamplingNoise
 from mmspec.engine.sampler import TreeSampler
 from mmspec.interfaces import Drafter, ObservedRound, Observer, Prompt, VisualGrid, drafter_label
-from mmspec.learning.collecting import Collection
-from mmspec.learning.protocols import LearnableDrafter
 from mmspec.metrics.compression_stats import RecordingCompressor
 from mmspec.prefill import Prefilled
 from mmspec.reference import reference_rows
@@ -104,17 +102,12 @@ def _wrap_drafter(call: CallContext, private_draws: PrivateDraws) -> Drafter:
 
 
 def _build_observer(call: CallContext, private_draws: PrivateDraws) -> Observer | None:
-    """Tells all who listen to the call: the learner, and the user's observers, with generators of their own."""
-    observers, drafter = call.spec_config.observers, call.spec_config.drafter
-    if call.learner is not None and isinstance(drafter, LearnableDrafter):
-        call.collecting = Collection(drafter, call.learner.wants_examples)
-    collecting = call.collecting
+    """Tells the user's observers, with generators of their own."""
+    observers = call.spec_config.observers
     if not observers:
-        return collecting
+        return None
 
     def observe(one: ObservedRound) -> None:
-        if collecting is not None:
-            collecting(one)
         with private_draws:
             for observer in observers:
                 observer(one)

@@ -60,7 +60,6 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "engine.output",
         "engine.verifier",
         "engine.round",
-        "learning.*",
     ),
     ("drafters", "vision", "control.cost_store"),
     ("targets.*", "config", "resolve"),

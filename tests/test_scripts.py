@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 import mmspec
-from mmspec.learning.budget import LearningBudget
 from mmspec.targets.module_scan import scan_modules
 from mmspec.targets.quantisation import quantises_activations
 
@@ -80,18 +79,29 @@ def test_a_wrapper_of_others_outlives_unpatch(model: Any) -> None:
     assert calls == [1]
 
 
-@pytest.mark.parametrize("options", [{"learn": True}, {"drafter": "instant"}], ids=["learn", "instant"])
-def test_a_model_that_has_learned_can_be_pickled(
-    options: dict[str, Any], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MMSPEC_CACHE", str(tmp_path))
+def test_a_model_that_drafts_with_all_outputs_can_be_pickled() -> None:
     model = tiny.build_model(tiny.ModelSpec("llama", seed=29))
-    mmspec.patch(model, **options)
+    mmspec.patch(model, drafter="arbitrated")
     answer(model)
     twin = pickle.loads(pickle.dumps(model))
     assert torch.equal(answer(twin), answer(model)) and not mmspec.is_patched(twin)
     mmspec.unpatch(model)
     assert not any(part._forward_hooks for part in model.modules())
+
+
+def test_removed_options_change_nothing_and_say_so(caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny.build_model(tiny.ModelSpec("llama", seed=29))
+    want = answer(model)
+    mmspec.patch(model, drafter="lookup", learn=True)
+    assert torch.equal(answer(model), want) and "the option learn is gone" in caplog.text
+    caplog.clear()
+    inputs = tiny.build_inputs(model, 0, 1)
+    model.generate(**inputs, max_new_tokens=3, mmspec={"learn": False})
+    assert "the option learn is gone" in caplog.text
+    with pytest.raises(TypeError, match="unexpected keyword argument 'lern'"):
+        mmspec.patch(model, lern=True)
+    with pytest.raises(ValueError, match="'instant' is gone; use 'arbitrated'"):
+        model.generate(**inputs, max_new_tokens=3, mmspec={"drafter": "instant"})
 
 
 def test_only_a_compiled_decoder_matters(model: Any) -> None:
@@ -131,15 +141,3 @@ def test_four_bit_layers_that_round_their_input() -> None:
             layer.compute_dtype = compute
             assert quantises_activations(layer.to(device), dtype) == rounds, (device, compute, dtype)
     assert not quantises_activations(nn.Linear(2, 2))
-
-
-@pytest.mark.parametrize("cost", [0.05, 0.3, 0.6], ids="{:.0%} of a call".format)
-def test_learning_keeps_to_its_share_from_the_first_call_on(cost: float) -> None:
-    budget, call_s = LearningBudget(), 2.0
-    for call in range(1, 200):
-        budget.earn(call_s)
-        budget.expect("step", 0.6)
-        while budget.can_afford("step"):
-            budget.spend(cost * call_s, "step")
-        assert budget.spent_s <= budget.share * call * call_s * (1 + 1e-9)
-    assert budget.spent_s > 0

@@ -84,11 +84,6 @@ def run(args: argparse.Namespace) -> int:
         if process.rank == 0:
             for line in captioner.describe():
                 print_stderr(f"mmspec: {line}")
-        if process.rank == 0 and captioner.learned_folder is not None:
-            print_stderr(
-                "mmspec: the drafter learns from this job; weights, nothing else, are stored in "
-                f"{captioner.learned_folder} (--no-learn switches it off)"
-            )
         return captioner
 
     try:
@@ -267,10 +262,9 @@ def build_captioner(config: CaptionConfig, process: ProcessInfo) -> Captioner:
         process.local_rank,
         check=lambda processor: check_chat(processor, f"--model {Path(config.model).name}", config.prompt, chat),
     )
-    learn = resolve_learning(config, model.device.type)
     try:
         reuse = resolve_reuse(config, model.dtype)
-        mmspec.patch(model, config.drafter, config.compressor, processor, learn=learn, reuse_prefix=reuse)
+        mmspec.patch(model, config.drafter, config.compressor, processor, reuse_prefix=reuse)
     except (OSError, TypeError, ValueError) as error:
         raise UsageError(f"--model {config.model} --drafter {config.drafter}: {one_line(error, 600)}") from error
     shared = SharedMedia() if config.num_variants > 1 else None
@@ -297,13 +291,3 @@ def check_texts(config: CaptionConfig) -> None:
             raise UsageError(f"{flag} must not be empty")
         if fault := find_fault(text or ""):
             raise UsageError(f"{flag} {fault}")
-
-
-def resolve_learning(config: CaptionConfig, device_type: str) -> bool | str:
-    """`learn` of `patch`: "auto" by default on a CPU, where batches were measured, and True if a drafter that is named
-    is asked to learn."""
-    from mmspec.config import LEARNS_FROM_NOTHING
-
-    if config.learn is None:
-        return "auto" if device_type == "cpu" else False
-    return config.learn and ("auto" if config.drafter in LEARNS_FROM_NOTHING else True)

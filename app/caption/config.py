@@ -47,8 +47,6 @@ class CaptionConfig:
         frames: frames per video, at most.
         fps: frames per second of a video, or None for evenly spread ones.
         sampler: one of `SAMPLERS`.
-        learn: the drafter learns from the job where no trained head is at hand; None: if the target is on the CPU,
-            where that was measured.
         system_prompt: of every row; None for that of the chat template.
         chat_template_kwargs: variables of the chat template; thinking is off where the template can switch it.
         temperature: 0 is greedy. top_p, top_k, repetition_penalty: None for those of the model's own generation config.
@@ -73,7 +71,6 @@ class CaptionConfig:
     out: str = "-"
     drafter: str = "auto"
     compressor: str | None = None
-    learn: bool | None = False
     prompt: str | None = None
     prompts: tuple[str, ...] = ()
     num_captions: int = 1

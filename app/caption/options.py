@@ -73,11 +73,6 @@ sampling
   and the list of files fixes the batches: a resumed job gives the same captions as one that was never stopped.
   They depend on --batch-size, --shard and the number of processes.
 
-learning
-  Where no trained head is at hand, the drafter learns from the job: later captions are faster, and the same. Weights,
-  nothing else, are stored in the user's cache folder (mmspec cache list, clear), from which the next job goes on.
-  --no-learn, or any other drafter than auto, arbitrated and instant, switches it off; on a GPU it is off by default.
-
 columns
   n_rounds is the number of forward passes of the row after its prompt; tau = (n_new_tokens - 1) / n_rounds; ttft_s
   is the time to the first token from the call of generate for the row's batch; seconds is the batch's time divided by
@@ -119,11 +114,8 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model")
     group.add_argument("--model", default=None, metavar="M", help=f"required: {MODEL_HELP}")
     add_drafter_options(group)
-    learn_help = (
-        "let the drafter learn from this job where no trained head is at hand (default: on a CPU). Weights, nothing "
-        "else, are stored in the user's cache folder: mmspec cache"
-    )
-    group.add_argument("--learn", action=argparse.BooleanOptionalAction, default=None, help=learn_help)
+    # Of jobs from before learning went; the answers were the same with either.
+    group.add_argument("--learn", action=argparse.BooleanOptionalAction, help=argparse.SUPPRESS)
     add_device_options(group)
 
 

@@ -83,11 +83,6 @@ class RayCaptionJob(CaptionJob):
             self._started_ray = True
         if not self._started_ray or self.config.ray or "RAY_ADDRESS" in os.environ:  # else all nodes are this machine
             check_nodes()
-        if self.config.learn or (self.config.learn is None and not uses_gpus(self.config)):
-            print_stderr(
-                "mmspec: where no trained head is at hand the drafters learn from this job; weights, nothing else, are "
-                "stored in the cache folders of the nodes (--no-learn switches it off)"
-            )
         print_stderr(f"mmspec: {RowPlan(self.config, ProcessInfo(), lambda item: True).describe(None)}; made on a node")
         quiet_loggers()
         self._dataset = build_dataset(self.config, self.output, dict(self._finished))

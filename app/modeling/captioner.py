@@ -161,13 +161,8 @@ class Captioner:
         return lines if format_line is None else [*lines, format_line]
 
     def close(self) -> None:
-        """Take the patch off the model, which stores what the drafter has learned."""
+        """Take the patch off the model."""
         mmspec.unpatch(self.model)
-
-    @property
-    def learned_folder(self) -> str | None:
-        """Where weights that the drafter learns are stored; None if it does not learn."""
-        return mmspec.stats(self.model).learning.folder
 
     def count_tokens(self, width: int, height: int) -> int | None:
         """Visual tokens of a picture of this size; None if that is not known."""

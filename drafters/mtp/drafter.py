@@ -7,22 +7,20 @@ here do (`HeadDrafter`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from mmspec.drafters.heads.base.drafter import HeadDrafter
 from mmspec.drafters.heads.base.expand import AutoregressiveExpander, expand_levels
-from mmspec.drafters.heads.base.online import LearnableHead
 from mmspec.drafters.heads.base.state import DraftState
 from mmspec.drafters.mtp.head import MTPHead
 from mmspec.drafters.mtp.own import OwnDrafter
 from mmspec.engine.tree import DraftTree
-from mmspec.interfaces import OwnHead, SharedEmbeddings
+from mmspec.interfaces import OwnHead
 
 if TYPE_CHECKING:
-    from mmspec.drafters.training.batch import TrainBatch
+    pass
 
 CHAIN_TOP_K = 1
 """Children of a node where the target scores chains only."""
@@ -37,7 +35,7 @@ class MTPExpander(AutoregressiveExpander):
         return super().expand(level, inputs_embeds, drafter.carried(parent_hidden))
 
 
-class MTPDrafter(OwnDrafter, LearnableHead):
+class MTPDrafter(OwnDrafter, HeadDrafter):
     """Drafts with an `MTPHead`.
 
     Attributes:
@@ -97,21 +95,3 @@ class MTPDrafter(OwnDrafter, LearnableHead):
     def pending_inputs(self, state: DraftState, tokens: Tensor, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """See `HeadReader`."""
         return super().pending_inputs(state, tokens, self.head.hidden_states(hidden_states))
-
-    # --- learning -----------------------------------------------------------------------------------------------------
-
-    def learnable_copy(self) -> MTPHead:
-        """See `mmspec.learning.protocols.GradientDrafter`."""
-        return self.head.trainable_copy()
-
-    def learning_loss(
-        self,
-        module: nn.Module,
-        examples: Sequence[TrainBatch],
-        shared_embeddings: SharedEmbeddings,
-        rng: torch.Generator,
-    ) -> Tensor:
-        """See `GradientDrafter`; with the carry that drafts."""
-        assert isinstance(module, MTPHead)
-        module.carry = self.carry
-        return super().learning_loss(module, examples, shared_embeddings, rng)

@@ -1,4 +1,4 @@
-/* Counts of n-grams in a hash table, and draft trees from these and the distributions of a few next positions by heads.
+/* Counts of n-grams in a hash table.
 
    A context is the last 1 to `max_context` tokens before a token; its successors are a list in the order of their first
    occurrence. The same, with the same operations in the same order, as drafters/ngram/output_ngrams.py, so that both
@@ -6,10 +6,7 @@
 
 #define MAX_NGRAM_CONTEXT 8
 #define MAX_NGRAM_SUCCESSORS 64
-#define MAX_NGRAM_NODES 64      /* of a tree */
-#define MAX_NGRAM_CANDIDATES 50 /* of a node: each has at least 1 / 50 of the probability */
-#define NO_TOKEN (-2)           /* -1 stands for what is no text */
-#define NUM_LIKELY 16           /* tokens of a head that are drafted though no n-gram names them */
+#define NO_TOKEN (-2) /* -1 stands for what is no text */
 
 typedef struct {
   uint64_t key; /* hash of the tokens; 0: the place is free */
@@ -29,50 +26,13 @@ typedef struct {
   ngram_successor *successors;
 } ngram_table;
 
-/* Which trees, from what. */
-typedef struct {
-  const ngram_table *table;
-  int64_t batch, max_nodes, slots, num_ids, vocab_size, num_classes; /* slots: positions that the heads predict */
-  const int64_t *contexts;       /* [batch, max_context] last tokens of each row; NO_TOKEN in front where there are fewer */
-  const uint8_t *active, *flags; /* [batch]; [vocab_size]: bit 0, never drafted; bit 1, ends a row */
-  const float *powers, *weights; /* [batch, slots, num_ids] of the heads: powers of the probabilities; these times those of
-                                    the tokens' frequencies */
-  const double *totals, *floors; /* [batch, slots] sum of `weights`; smallest power of a token that an n-gram names */
-  const int64_t *ids;            /* [num_ids] tokens that the heads know */
-  const int32_t *index;          /* [vocab_size] place of a token in `ids`, or -1 */
-  const double *calibrated;      /* [1 + slots, num_classes + 1] probability of each class, without heads and by position */
-  double ngram_power, min_candidate, min_node, max_siblings, min_unseen;
-  /* results; node 0 is the root */
-  int64_t *tokens, *parents;                 /* [batch, max_nodes] */
-  float *scores;                             /* [batch, max_nodes] */
-  uint8_t *mask;                             /* [batch, max_nodes] */
-  int32_t *candidates, *num_candidates;      /* [batch, max_nodes, MAX_NGRAM_CANDIDATES, 2] token, class; [batch, max_nodes] */
-} ngram_draft;
-
-/* What may follow a node. */
+/* What may follow a context. */
 typedef struct {
   int64_t n;
   double rest; /* probability of all other tokens */
-  int32_t token[MAX_NGRAM_CONTEXT * MAX_NGRAM_SUCCESSORS + NUM_LIKELY];
-  double prob[MAX_NGRAM_CONTEXT * MAX_NGRAM_SUCCESSORS + NUM_LIKELY];
+  int32_t token[MAX_NGRAM_CONTEXT * MAX_NGRAM_SUCCESSORS];
+  double prob[MAX_NGRAM_CONTEXT * MAX_NGRAM_SUCCESSORS];
 } distribution;
-
-typedef struct {
-  double score; /* -1: it is in the tree */
-  int32_t token, parent;
-} open_node;
-
-/* A tree of one row while it grows. */
-typedef struct {
-  const ngram_draft *g;
-  int64_t row, num_open;
-  int64_t contexts[MAX_NGRAM_NODES][MAX_NGRAM_CONTEXT];
-  int64_t depths[MAX_NGRAM_NODES];
-  int64_t num_likely[MAX_NGRAM_NODES]; /* by depth; -1: not looked for */
-  int32_t likely[MAX_NGRAM_NODES][NUM_LIKELY];
-  open_node open[MAX_NGRAM_NODES * MAX_NGRAM_CANDIDATES];
-  distribution found;
-} growing;
 
 static uint64_t ngram_hash(uint64_t hash, int64_t token) {
   hash = (hash ^ (uint64_t)token) * 0x9e3779b97f4a7c15u + 0x632be59bd9b4e019u;
@@ -180,146 +140,9 @@ EXPORT int64_t few_rows_ngrams_probs(const ngram_table *t, const int64_t *contex
   return found.n;
 }
 
-/* From logits [R, n] of heads: `powers`, `weights`, `totals` and `floors` of `ngram_draft`. `priors`, `frequencies` [n]:
-   factors of the powers, of the weights. */
-EXPORT void few_rows_ngrams_weigh(const float *logits, const float *priors, const float *frequencies, int64_t R, int64_t n,
-                                  float power, float *powers, float *weights, double *totals, double *floors) {
-  for (int64_t r = 0; r < R; r++, logits += n, powers += n, weights += n) {
-    float top = -INFINITY, smallest = INFINITY, sum = 0;
-    double total = 0;
-    for (int64_t i = 0; i < n; i++) top = fmaxf(top, logits[i]);
-    for (int64_t i = 0; i < n; i++) sum += expf(logits[i] - top);
-    const float log_sum = top + logf(sum);
-    for (int64_t i = 0; i < n; i++) {
-      const float value = expf(power * (logits[i] - log_sum)) * priors[i];
-      powers[i] = value < INFINITY ? value : 0; /* 0 for what is not a number, too */
-      weights[i] = powers[i] * frequencies[i];
-      total += weights[i];
-      smallest = fminf(smallest, powers[i]);
-    }
-    totals[r] = total, floors[r] = smallest;
-  }
-}
-
-/* The places of the NUM_LIKELY largest weights above 0 of a position, falling; of equals the first. */
-static void find_likely(growing *t, int64_t depth) {
-  const ngram_draft *g = t->g;
-  const float *const weights = g->weights + (t->row * g->slots + depth) * g->num_ids;
-  int32_t *const likely = t->likely[depth];
-  int64_t n = 0;
-  for (int64_t i = 0; i < g->num_ids; i++) {
-    if (!(weights[i] > 0) || (n == NUM_LIKELY && !(weights[i] > weights[likely[n - 1]]))) continue;
-    int64_t j = n < NUM_LIKELY ? n++ : n - 1;
-    for (; j > 0 && weights[i] > weights[likely[j - 1]]; j--) likely[j] = likely[j - 1];
-    likely[j] = (int32_t)i;
-  }
-  t->num_likely[depth] = n;
-}
-
-/* Replace the n-grams' probabilities by their normalised product with those of the heads. */
-static void combine_with_heads(growing *t, int64_t depth) {
-  const ngram_draft *g = t->g;
-  distribution *const found = &t->found;
-  const int64_t slot = t->row * g->slots + depth, seen = found->n;
-  const float *const powers = g->powers + slot * g->num_ids, *const weights = g->weights + slot * g->num_ids;
-  const double unseen = pow(found->rest, g->ngram_power), floor = g->floors[slot];
-  double total = 0, others = g->totals[slot];
-  if (t->num_likely[depth] < 0) find_likely(t, depth);
-  for (int64_t i = 0; i < seen; i++) {
-    const int64_t place = found->token[i] < g->vocab_size ? g->index[found->token[i]] : -1;
-    double power = floor;
-    if (place >= 0) {
-      others -= weights[place];
-      if (powers[place] > power) power = powers[place];
-    }
-    found->prob[i] = power * pow(found->prob[i], g->ngram_power);
-    total += found->prob[i];
-  }
-  if (others > 0) total += others * unseen;
-  for (int64_t i = 0; i < t->num_likely[depth]; i++) {
-    const int64_t place = t->likely[depth][i];
-    int64_t j = 0;
-    while (j < seen && found->token[j] != g->ids[place]) j++;
-    if (j < seen) continue;
-    found->token[found->n] = (int32_t)g->ids[place];
-    found->prob[found->n++] = weights[place] * unseen;
-  }
-  const double scale = total > 0 ? 1 / total : 0;
-  for (int64_t i = 0; i < found->n; i++) found->prob[i] *= scale;
-}
-
-/* Record the candidates at a node; those that are likely enough are open. */
-static void expand_node(growing *t, int64_t node, double score) {
-  const ngram_draft *g = t->g;
-  const int64_t depth = t->depths[node], first_class = depth < g->slots ? (1 + depth) * (g->num_classes + 1) : 0;
-  distribution *const found = &t->found;
-  int32_t *const candidates = g->candidates + (t->row * g->max_nodes + node) * MAX_NGRAM_CANDIDATES * 2;
-  int32_t n = 0;
-  double total = 0, probs[MAX_NGRAM_CANDIDATES];
-  ngram_probs(g->table, t->contexts[node], g->min_unseen, found);
-  if (first_class) combine_with_heads(t, depth);
-  for (int64_t i = 0; i < found->n && n < MAX_NGRAM_CANDIDATES; i++) {
-    const int32_t token = found->token[i];
-    if (!(found->prob[i] >= g->min_candidate) || (token < g->vocab_size && g->flags[token] & 1)) continue;
-    const int32_t class = (int32_t)(first_class + (int64_t)(fmin(found->prob[i], 1) * (double)g->num_classes));
-    const double prob = g->calibrated[class];
-    candidates[2 * n] = token, candidates[2 * n + 1] = class;
-    probs[n++] = prob < g->min_node ? 0 : prob;
-    total += probs[n - 1];
-  }
-  g->num_candidates[t->row * g->max_nodes + node] = n;
-  const double scale = total > g->max_siblings ? g->max_siblings / total : 1;
-  for (int32_t i = 0; i < n; i++)
-    if (probs[i] > 0 && score * (probs[i] * scale) >= g->min_node)
-      t->open[t->num_open++] = (open_node){score * (probs[i] * scale), candidates[2 * i], (int32_t)node};
-}
-
-/* The likeliest open node, of equals the first; NULL if there is none. */
-static open_node *best_open(growing *t) {
-  open_node *best = NULL;
-  for (int64_t i = 0; i < t->num_open; i++)
-    if (t->open[i].score >= 0 && (!best || t->open[i].score > best->score)) best = t->open + i;
-  return best;
-}
-
-/* The tree of one row. Returns its size. */
-static int64_t grow_tree(growing *t) {
-  const ngram_draft *g = t->g;
-  const int64_t C = g->table->max_context, first = t->row * g->max_nodes;
-  memcpy(t->contexts[0], g->contexts + t->row * C, (size_t)C * sizeof(int64_t));
-  t->depths[0] = t->num_open = 0;
-  for (int64_t i = 0; i < MAX_NGRAM_NODES; i++) t->num_likely[i] = -1;
-  expand_node(t, 0, 1);
-  int64_t n = 1;
-  for (open_node *o = best_open(t); o && n < g->max_nodes; o = best_open(t), n++) {
-    const double score = o->score;
-    const int64_t parent = o->parent, token = o->token;
-    o->score = -1;
-    g->tokens[first + n] = token, g->parents[first + n] = parent;
-    g->scores[first + n] = (float)score, g->mask[first + n] = 1;
-    memcpy(t->contexts[n], t->contexts[parent] + 1, (size_t)(C - 1) * sizeof(int64_t));
-    t->contexts[n][C - 1] = token;
-    t->depths[n] = t->depths[parent] + 1;
-    if (n + 1 < g->max_nodes && !(token < g->vocab_size && g->flags[token] & 2)) expand_node(t, n, score);
-  }
-  return n;
-}
-
-/* Trees of all active rows. Returns the size of the largest; `tokens` and so on are those of a root alone before. */
-EXPORT int64_t few_rows_ngrams_draft(const ngram_draft *g) {
-  growing t;
-  int64_t largest = 1;
-  for (int64_t b = 0; b < g->batch; b++) {
-    t.g = g, t.row = b;
-    if (g->active[b]) largest = max64(largest, grow_tree(&t));
-  }
-  return largest;
-}
-
-/* Bytes of a struct (0: `ngram_table`, 1: `ngram_draft`, 2: `ngram_context`, 3: `ngram_successor`). */
+/* Bytes of a struct (0: `ngram_table`, 1: `ngram_context`, 2: `ngram_successor`). */
 EXPORT int64_t few_rows_ngrams_struct_bytes(int number) {
   return number == 0   ? sizeof(ngram_table)
-         : number == 1 ? sizeof(ngram_draft)
-         : number == 2 ? sizeof(ngram_context)
+         : number == 1 ? sizeof(ngram_context)
                        : sizeof(ngram_successor);
 }

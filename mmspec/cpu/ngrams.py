@@ -1,4 +1,4 @@
-"""Counts of n-grams and draft trees from them in C (ngrams.h); the estimates are described in
+"""Counts of n-grams in C (ngrams.h); the estimates are described in
 `mmspec.drafters.ngram.output_ngrams`, whose numbers these are.
 
 Independent of models and drafters.
@@ -11,24 +11,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-
 from mmspec.cpu.c_kernel import CKernel
 from mmspec.cpu.ngram_types import (
     MAX_TABLE_CONTEXT,
     MAX_TABLE_SUCCESSORS,
     NO_TOKEN,
     ContextStruct,
-    HeadDistributions,
-    NgramDraftStruct,
-    NgramRequest,
-    NgramRule,
-    NodeCandidates,
     SuccessorStruct,
     TableStruct,
     ngram_functions,
 )
-from mmspec.engine.tree import BUCKETS, DraftTree
 from mmspec.forks import new_lock
 
 MIN_CONTEXT_PLACES = 1 << 10
@@ -98,47 +90,6 @@ class CNgrams:
         padded = self._padded((context,))
         with self._lock:
             yield ctypes.addressof(self._table), ctypes.addressof(padded)
-
-    def draft(self, request: NgramRequest, rule: NgramRule) -> tuple[DraftTree, NodeCandidates]:
-        """The trees of all rows, and the candidates that were found at each of their nodes."""
-        batch, size, heads = len(request.contexts), min(request.max_nodes, BUCKETS[-1]), request.heads
-        ids = torch.zeros(2, batch, size, dtype=torch.long, device="cpu")
-        tokens, parents = ids
-        parents[:, 0] = -1
-        scores = torch.zeros(batch, size, dtype=torch.float32, device="cpu")
-        scores[:, 0] = 1
-        node_mask = scores > 0
-        found = NodeCandidates(batch, size)
-        draft = NgramDraftStruct(
-            batch=batch,
-            max_nodes=size,
-            vocab_size=len(request.token_flags),
-            flags=request.token_flags.data_ptr(),
-            **{name: getattr(rule, name) for name in NgramRule.__dataclass_fields__},
-            tokens=tokens.data_ptr(),
-            parents=parents.data_ptr(),
-            scores=scores.data_ptr(),
-            mask=node_mask.data_ptr(),
-            candidates=ctypes.addressof(found.candidates),
-            num_candidates=ctypes.addressof(found.counts),
-        )
-        num_tables = 1 + (0 if heads is None else heads.powers.shape[1])
-        if len(request.calibrated) < num_tables * (rule.num_classes + 1):
-            raise ValueError(f"needed are {num_tables} tables of calibrated probabilities.")
-        if heads is not None:
-            draft.slots, draft.num_ids = heads.powers.shape[1:]
-            for name in HeadDistributions.__dataclass_fields__:
-                setattr(draft, name, getattr(heads, name).data_ptr())
-            draft.vocab_size = min(draft.vocab_size, len(heads.index))
-        contexts = self._padded(request.contexts)
-        active = (ctypes.c_uint8 * batch)(*request.active)
-        calibrated = (ctypes.c_double * len(request.calibrated))(*request.calibrated)
-        draft.contexts, draft.active = ctypes.addressof(contexts), ctypes.addressof(active)
-        draft.calibrated = ctypes.addressof(calibrated)
-        with self._lock:
-            draft.table = ctypes.addressof(self._table)
-            largest = self._functions.draft(ctypes.byref(draft))
-        return DraftTree(tokens, parents, node_mask, scores).trim(max(1, largest)), found
 
     def _padded(self, contexts: Sequence[tuple[int, ...]]) -> Any:
         """[B, max_context] int64."""

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from mmspec.learning.stats import LearningStats
-
 if TYPE_CHECKING:
     from mmspec.metrics.compression_stats import CompressionRecord
 
@@ -62,7 +60,6 @@ class Stats:
         row_tokens: `tokens` of each row of the last call.
         row_forwards: `row_rounds` of each row of the last call.
         compression: result of the compressor for each row of the last call; empty if none was applied.
-        learning: online learning and the speed over all calls, as `mmspec.stats` fills it in; not part of a comparison.
     """
 
     calls: int = 0
@@ -92,7 +89,6 @@ class Stats:
     row_tokens: list[int] = field(default_factory=list)
     row_forwards: list[int] = field(default_factory=list)
     compression: list[CompressionRecord] = field(default_factory=list)
-    learning: LearningStats = field(default_factory=LearningStats, compare=False)
 
     @property
     def tau(self) -> float:
@@ -170,8 +166,6 @@ class Stats:
         """Add the counters of one more call; per-row lists, the drafter and the fallback reason become those of it."""
         for item in fields(self):
             old, new = getattr(self, item.name), getattr(call, item.name)
-            if item.name == "learning":
-                continue
             if isinstance(old, Counter):
                 old.update(new)
             elif item.name in ("fallback_reason", "drafter"):
@@ -188,7 +182,6 @@ class Stats:
             values[name] = {str(key): count for key, count in sorted(values[name].items())}
         values["compressor_choices"] = dict(sorted(self.compressor_choices.items()))
         values["compression"] = [record.as_dict() for record in self.compression]
-        values["learning"] = self.learning.as_dict()
         derived = ("tau", "acceptance_rate", "acceptance_by_depth", "round_s", "tokens_per_s")
         return values | {name: getattr(self, name) for name in derived}
 
@@ -199,13 +192,12 @@ class Stats:
             if self.num_visual_tokens
             else ""
         )
-        learning = f", {self.learning}" if self.learning.drafter else ""
         calls = f"{self.calls} calls ({self.fallback_calls} decoded by transformers{reason})"
         if self.calls and self.fallback_calls == self.calls:  # whose tokens are not counted
-            return f"{calls}, nothing drafted{learning}"
+            return f"{calls}, nothing drafted"
         others = " of the others" if self.fallback_calls else ""
         return (
             f"{calls}, {self.tokens} tokens{others}, "
             f"tau {self.tau:.2f}, {self.tokens_per_s:.1f} tokens/s, "
-            f"{self.num_accepted_tokens}/{self.num_draft_tokens} draft tokens accepted{compression}{learning}"
+            f"{self.num_accepted_tokens}/{self.num_draft_tokens} draft tokens accepted{compression}"
         )

@@ -152,7 +152,7 @@ def test_a_list_is_several_pictures_of_one_prompt(tmp_path: Path, capsys: pytest
         [{"bytes": data, "path": None} for data in row] for row in ([picture()], [picture(), picture(50)], [b"junk"])
     ]
     pq.write_table(pa.table({"images": cells}), tmp_path / "t.parquet")
-    args = ["caption", str(tmp_path / "t.parquet"), "--max-new-tokens", "2", "--drafter", "none", "--no-learn"]
+    args = ["caption", str(tmp_path / "t.parquet"), "--max-new-tokens", "2", "--drafter", "none"]
     assert main([*args, "--model", "tiny"]) == 1
     rows = [json.loads(text) for text in capsys.readouterr().out.splitlines()]
     assert [(row["error"] or {}).get("type") for row in rows] == [None, None, "NotAnImage"]

@@ -93,21 +93,6 @@ def test_a_run_from_the_command_line(tmp_path: Path, capsys: Any) -> None:
     assert drafter.name == "msd" and len(drafter.draft_ids) <= 30 and 2 in drafter.draft_ids.tolist()
 
 
-def test_instant_heads_are_trained_saved_and_draft(data: Path, tmp_path: Path, capsys: Any) -> None:
-    out = tmp_path / "run"
-    args = ["train", *ARGS, "--data", str(data), "--drafter", "instant", "--evaluate", "0", "--out", str(out)]
-    assert main(args) == 0
-    assert capsys.readouterr().out.startswith(str(out / "instant"))
-    model, processor = random_model("tiny")
-    ids = torch.arange(5, 13)[None]
-    options: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 16, "do_sample": False}
-    plain = model.generate(input_ids=ids, **options)
-    mmspec.patch(model, str(out / "instant"), processor=processor, tree_size=4)
-    assert torch.equal(model.generate(input_ids=ids, **options), plain)
-    stats = mmspec.stats(model)
-    assert stats.num_draft_tokens > 0 and model.__dict__["_mmspec"].config.drafter.is_ready
-
-
 def test_block_heads_over_several_layers_are_trained_and_draft(data: Path, tmp_path: Path) -> None:
     out, options = tmp_path / "run", ["--block", "4", "--head-layers", "2", "--layers", "0,1,2", "--evaluate", "0"]
     args = ["train", *ARGS, "--data", str(data), "--drafter", "dspark,dspark-mixture", "--out", str(out)]

@@ -142,9 +142,9 @@ def test_all_drafters_of_other_families(
     model = build_model(family)
     several = [name for name, (method, _) in recipes().items() if method.reads_layers]
     of_targets = [name for name, (method, _) in recipes().items() if method.is_of_target]  # which have none here
-    runs = [([name for name in recipes() if name not in (*several, *of_targets, "instant")], flags)]
+    runs = [([name for name in recipes() if name not in (*several, *of_targets)], flags)]
     if "--compressor" not in flags:  # which is for heads that read visual tokens and one hidden state
-        runs += [(several, [*flags, "--layers", "0,1,2"]), (["instant"], flags)]
+        runs += [(several, [*flags, "--layers", "0,1,2"])]
     for number, (names, options) in enumerate(runs):
         folder = tmp_path / str(number)
         folder.mkdir()

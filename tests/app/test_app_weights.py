@@ -105,7 +105,7 @@ def test_a_job_of_other_weights_is_not_continued(
     (tmp_path / "a.png").write_bytes(picture())
     out = tmp_path / ("o.jsonl" if form == "jsonl" else "o")
     args = ["caption", str(tmp_path / "a.png"), "--model", str(tmp_path / "m"), "--out", str(out), "--format", form]
-    args += ["--drafter", "none", "--no-learn", "--max-new-tokens", "2", "--no-progress"]
+    args += ["--drafter", "none", "--max-new-tokens", "2", "--no-progress"]
     assert main(args) == 0
     assert main(args) == 0 and "1 skipped" in capsys.readouterr().err
     file = tmp_path / "m" / "model.safetensors"

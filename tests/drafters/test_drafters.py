@@ -622,7 +622,7 @@ def test_bundled_drafters_are_names(tmp_path: Path, monkeypatch: Any) -> None:
     assert registry.is_known_drafter("msd") and not registry.is_known_drafter("empty")
     with pytest.raises(
         ValueError,
-        match="'self', 'quantized', 'auto', 'mtp', 'assistant', 'instant', 'msd', 'parallel', 'aardvark', a folder",
+        match="'self', 'quantized', 'auto', 'mtp', 'assistant', 'msd', 'parallel', 'aardvark', a folder",
     ):
         build_drafter("nonsense")
 

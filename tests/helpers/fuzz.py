@@ -60,7 +60,6 @@ FAMILIES = tiny.FAMILIES[:4]
 """The families that a seed chooses from. Later ones are selected by name, so that seeds stay reproducible."""
 LATER_FAMILIES = tiny.FAMILIES[4:]
 BUILT_IN_DRAFTERS = ("none", "lookup", "recycling", "hybrid", "auto")
-LEARNING_DRAFTERS = ("instant", "arbitrated")
 WHOLE_MODEL_DRAFTERS = ("self", "quantized", "model", "model-vision", "model-retokenizing")
 """Drafters that decode with a whole model. Selected by name, so that seeds stay reproducible."""
 TOLERANCE = 1e-4
@@ -99,7 +98,6 @@ class Case:
     streamer: str
     pad: str
     compiled: bool
-    learn: bool = False
 
     def describe(self) -> str:
         """All values that are not defaults, in one line."""
@@ -740,7 +738,7 @@ def _grid_mask(prompt: Prompt) -> Tensor:
 
 
 def _build_drafter(case: Case, answers: list[Tensor]) -> Any:
-    if case.drafter in (*BUILT_IN_DRAFTERS, *LEARNING_DRAFTERS, "self", "quantized"):
+    if case.drafter in (*BUILT_IN_DRAFTERS, "arbitrated", "self", "quantized"):
         return case.drafter
     if case.drafter == "model":  # fewer ids than the target, as many, or more
         return ModelDrafter(HFDraftModel(build_draft_model(case.spec, case.seed, case.spec.vocab + case.seed % 3 - 1)))
@@ -823,7 +821,7 @@ def _run_patched(
     drafter = _build_drafter(case, answers)
     if case.seeded == "before":
         torch.manual_seed(case.seed)
-    options = {"deterministic": case.deterministic, "tree_size": case.nodes, "learn": case.learn}
+    options = {"deterministic": case.deterministic, "tree_size": case.nodes}
     with (
         mock.patch("mmspec.fallback.judge", partial(_judge_kind, case)),
         patch_model(prepared.model, drafter, backend="auto" if case.compiled else "torch", **options),

@@ -25,8 +25,6 @@ from mmspec.drafters.heads.falcon.head import FalconHead
 from mmspec.drafters.heads.flash.config import FlashConfig
 from mmspec.drafters.heads.flash.drafter import FlashDrafter
 from mmspec.drafters.heads.flash.head import FlashHead
-from mmspec.drafters.heads.instant.drafter import InstantDrafter
-from mmspec.drafters.heads.instant.head import InstantHead, init_instant_head, instant_config
 from mmspec.drafters.heads.parallel.config import ParallelConfig
 from mmspec.drafters.heads.parallel.drafter import ParallelDrafter
 from mmspec.drafters.heads.parallel.head import ParallelHead
@@ -42,7 +40,7 @@ BLOCK_DRAFTERS = ("flash", "chained", "parallel", "linked", "falcon")
 SELECTING_COMPRESSORS = ("stride:3", "stride:2", "relevant:3", "salient:3", "salient:2", "identity", "drop")
 COMPRESSOR_SPECS = ("conv:3", "resampler:2", "elastic:4", "pool:3", *SELECTING_COMPRESSORS)
 _VISUAL_KINDS = ("latent", "measured", "dspark", "compressed")
-DRAFTER_KINDS = (*VISUAL_MODES, "trimmed", "eagle3", "vispec", *BLOCK_DRAFTERS, "instant", *_VISUAL_KINDS)
+DRAFTER_KINDS = (*VISUAL_MODES, "trimmed", "eagle3", "vispec", *BLOCK_DRAFTERS, *_VISUAL_KINDS)
 ECHOING_PREFIX = "leaning-"
 """Prefix of a kind: its head often predicts what a target with weak attention generates after the last token."""
 
@@ -61,8 +59,6 @@ def build_drafter(kind: str, spec: tiny.ModelSpec, seed: int = 0, vocab_size: in
             weight[:, : spec.hidden] += identity
         return drafter
     vocab_size = vocab_size or spec.vocab
-    if kind == "instant":
-        return build_instant_drafter(spec, vocab_size, seed)
     config = EagleConfig(spec.hidden, 2 * spec.hidden, spec.heads, spec.kv_heads, vocab_size, qkv_bias=bool(seed % 2))
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
@@ -133,18 +129,9 @@ def build_dspark_drafter(config: EagleConfig, layers: int, seed: int) -> DsparkD
     return DsparkDrafter(head, mode, num_layers=layers, top_k=3, draft_ids=ids)
 
 
-def build_instant_drafter(spec: tiny.ModelSpec, vocab_size: int, seed: int) -> InstantDrafter:
-    """Instant heads with random weights."""
-    head = init_instant_head(instant_config(spec.hidden, vocab_size, 2 + seed % 4), seed)
-    head.block_proj.weight.data.normal_(0, 0.2)
-    return InstantDrafter(head, num_layers=spec.layers)
-
-
 def _echoing_weight(head: DraftHead) -> torch.Tensor:
     """The weight whose first columns map the embedding of the last token to the head's output (to its first slot)."""
-    return (
-        head.block_proj.weight.data[: head.config.hidden_size] if isinstance(head, InstantHead) else head.fc.weight.data
-    )
+    return head.fc.weight.data
 
 
 def build_block_drafter(kind: str, config: EagleConfig, layers: int, seed: int) -> HeadDrafter:

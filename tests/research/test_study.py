@@ -9,14 +9,11 @@ from typing import Any
 import pytest
 
 from mmspec.app.compare.specs import patch_model
-from mmspec.app.errors import UsageError
 from mmspec.app.ui.rounds import Round
 from research.scenes.build_model import train_tokenizer
 from research.scenes.data import generate_corpus
 from research.studies import blocks as study_blocks
-from research.studies import learning
 from research.studies import token_classes as study
-from research.studies.learning import rows_of_other_suites
 from research.studies.visual import read_earlier_rows
 from research.studies.word_classes import (
     CLASSES,
@@ -202,41 +199,3 @@ def test_rows_of_earlier_compressor_studies_are_read(tmp_path: Path) -> None:
     row = {"shape": "one", "spec": "msd+pool:4", "num_compressed_tokens": 4, "num_visual_tokens": 16, "scene_seed": 3}
     file.write_text(json.dumps([row]))
     assert read_earlier_rows(str(file)) == [row]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["scenes", "--batch", "16", "--block", "25"], "--block must be a multiple of --batch; got 25 and 16"),
-        (["text", "--batch", "2"], "--batch is for pictures"),
-    ],
-)
-def test_batches_of_the_learning_study(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as exited:
-        learning.main(arguments)
-    assert exited.value.code == 2 and message in capsys.readouterr().err
-
-
-def test_ratios_of_the_learning_study() -> None:
-    """Of whole calls and of decoding, the median of the blocks and their range."""
-    blocks = [learning.JobTotals(call_s=4.0, decode_s=2.0, learn_s=0.1), learning.JobTotals(call_s=2.0, decode_s=1.0)]
-    base = learning.JobContestant("none", None, [learning.JobTotals(call_s=6.0, decode_s=4.0)] * 2)
-    text = learning.format_ratios(learning.JobContestant("fast", None, blocks), base)
-    assert text == ("fast against none: calls 2.250x [1.500, 3.000], decoding 3.000x [2.000, 4.000], learning 1.67%")
-    blocks[0].identical = False
-    assert "OUTPUTS DIFFER" in learning.format_ratios(learning.JobContestant("fast", None, blocks), base)
-
-
-def test_the_learning_study_keeps_rows_of_its_other_suites(tmp_path: Path) -> None:
-    file = tmp_path / "learning.json"
-    assert rows_of_other_suites(None, "text") == rows_of_other_suites(file, "text") == []
-    file.write_text(json.dumps([{"suite": "text"}, {"suite": "scenes"}]), encoding="utf-8")
-    assert rows_of_other_suites(file, "text") == [{"suite": "scenes"}]
-    file.write_text(json.dumps([{"suite": "scenes"}, {"suite": "scenes", "batch": 16}]), encoding="utf-8")
-    assert rows_of_other_suites(file, "scenes") == [{"suite": "scenes", "batch": 16}]
-    assert rows_of_other_suites(file, "scenes", 16) == [{"suite": "scenes"}]
-    file.write_text("")
-    assert rows_of_other_suites(file, "text") == []
-    file.write_text("{")
-    with pytest.raises(UsageError, match="result file of this study"):
-        rows_of_other_suites(file, "text")

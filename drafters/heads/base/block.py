@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from mmspec.drafters.heads.base.block_tree import PathTable
+from mmspec.drafters.heads.base.drafter import HeadDrafter
 from mmspec.drafters.heads.base.expand import LevelExpander, expand_levels
 from mmspec.drafters.heads.base.head import DraftHead
-from mmspec.drafters.heads.base.online import LearnableHead
 from mmspec.drafters.heads.base.state import DraftState
 from mmspec.drafters.rerank import select_nodes
 from mmspec.engine.tree import DraftTree
 
 
-class BlockDrafter(LearnableHead):
+class BlockDrafter(HeadDrafter):
     """Drafts the next k tokens from one forward.
 
     Hooks, besides those of `HeadDrafter`:

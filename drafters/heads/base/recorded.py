@@ -311,12 +311,12 @@ def find_recorded_draft(drafter: HeadDrafter, state: DraftState, prompt: Prompt)
     """The recorded drafts of a call after its prompt; None if nothing is recorded in it, or not its drafts.
 
     Not recorded: drafters that do not declare `records_drafts`, or only inherit it (a subclass that is not registered
-    as a method), heads with hooks or forwards of their own, calls that learn (weights change), autocast, and a text
+    as a method), heads with hooks or forwards of their own, autocast, and a text
     that may exceed the capacity.
     """
     recordings = state.recordings
     is_known = vars(type(drafter)).get("records_drafts") or (drafter.records_drafts and method_of(drafter) is not None)
-    if recordings is None or not is_known or state.collector is not None:
+    if recordings is None or not is_known:
         return None
     modules = (*drafter.head.modules(), *_shared_modules(state.shared_embeddings))
     if not run_plain_forwards(modules) or torch.is_autocast_enabled(state.last_hidden.device.type):

@@ -19,7 +19,6 @@ from mmspec.engine.tree import DraftTree
 from mmspec.interfaces import Prompt, SharedEmbeddings, TargetKeys
 
 if TYPE_CHECKING:
-    from mmspec.drafters.heads.base.collector import SequenceCollector
     from mmspec.drafters.heads.base.recorded import RecordedDraft
 
 
@@ -106,7 +105,6 @@ class DraftState:
         draft_ids: [V'] int64, target ids of the draft vocabulary; None if it is the target's vocabulary.
         draft_lm_head: [V', D] weights of the LM head for `draft_ids`, or None.
         timer: measures prefill and draft time; a no-op unless a compressor uses the costs.
-        collector: collects examples of the call for online learning, or None.
         backend: the head in C; None if it runs in its own forward.
         recorded: its recorded drafts, or None.
         is_one_function: whether the last draft was one recorded function, whose levels are not timed.
@@ -139,7 +137,6 @@ class DraftState:
     draft_ids: Tensor | None = None
     draft_lm_head: Tensor | None = None
     timer: CallTimer = field(default_factory=CallTimer)
-    collector: SequenceCollector | None = None
     backend: DraftBackend | None = None
     recorded: RecordedDraft | None = None
     is_one_function: bool = False

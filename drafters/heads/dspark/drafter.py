@@ -124,13 +124,6 @@ class DsparkDrafter(BlockDrafter):
             embeds = functional.embedding(ids, weight) * self.embedding_scale
         return embeds.to(state.last_hidden.dtype)
 
-    @property
-    def cannot_learn(self) -> str | None:
-        config = self.head.config
-        if config.sliding_windows or config.causal_layers:
-            return "its attention has windows, its training loss has none"
-        return super().cannot_learn
-
     def expander(self, state: DraftState) -> LevelExpander | None:
         bigram_head = self.head.bigram_head
         return None if bigram_head is None else BigramExpander(self, bigram_head, state)

@@ -10,15 +10,15 @@ from __future__ import annotations
 from functools import partial
 
 from mmspec.drafters.heads.base.c_draft import CDraft, find_c_draft
+from mmspec.drafters.heads.base.drafter import HeadDrafter
 from mmspec.drafters.heads.base.expand import AutoregressiveExpander, expand_levels
-from mmspec.drafters.heads.base.online import LearnableHead
 from mmspec.drafters.heads.base.state import DraftState
 from mmspec.drafters.heads.eagle.c_weights import eagle_weights
 from mmspec.drafters.heads.eagle.head import DecoderLayer, EagleHead
 from mmspec.engine.tree import DraftTree
 
 
-class EagleDrafter(LearnableHead):
+class EagleDrafter(HeadDrafter):
     """Drafts with an `EagleHead`, level by level."""
 
     records_drafts = True

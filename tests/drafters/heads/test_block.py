@@ -474,5 +474,5 @@ def test_a_shorter_block_is_a_prefix_of_the_longer(target: FakeTarget) -> None:
 
 def test_methods_build_their_classes() -> None:
     assert issubclass(FlashDrafter, BlockDrafter) and issubclass(FalconDrafter, HeadDrafter)
-    assert {"eagle", "eagle3", "vispec", "flash", "parallel", "dspark", "instant", "falcon"} <= set(methods())
+    assert {"eagle", "eagle3", "vispec", "flash", "parallel", "dspark", "falcon"} <= set(methods())
     assert isinstance(new_drafter("linked"), ParallelDrafter) and isinstance(new_head("linked"), nn.Module)

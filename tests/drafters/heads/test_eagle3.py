@@ -261,6 +261,3 @@ def test_train_and_draft(tmp_path: Path, capsys: Any) -> None:
     assert "argument --layers" in capsys.readouterr().err
     assert main([*args[:-1], str(tmp_path / "no"), "--drafter", "msd", "--layers", "0,1,2"]) == 2
     assert "--layers is for heads that read several hidden states" in capsys.readouterr().err
-    options = ("--drafter", "instant", "--compressor", "latent:4")
-    assert main([*[one for one in args[:-1] if one not in ("--layers", "0,1,2")], str(tmp_path / "no"), *options]) == 2
-    assert "--compressor is for heads that read visual tokens; instant heads read none" in capsys.readouterr().err

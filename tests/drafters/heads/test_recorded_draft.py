@@ -342,7 +342,7 @@ def test_drafts_that_are_not_recorded() -> None:
     plain = build_drafter("leaning-coupled")
     users = UsersDrafter(plain.head, "coupled", num_layers=SPEC.layers)
     with recording(record_nothing) as recorder:
-        for drafter in (hooked, users, build_drafter("leaning-instant")):
+        for drafter in (hooked, users):
             with patched(model, drafter, tree_size=8):
                 assert torch.equal(generate(model, inputs, False), expected)
         assert recorder.recordings > 0 and recorder.draft_recordings == 0
@@ -456,9 +456,7 @@ def test_a_whole_round_waits_once(kind: str, sampled: bool) -> None:
 
 @pytest.mark.every(3)
 @pytest.mark.parametrize("recorded", [False, True], ids=["eager", "recorded"])
-@pytest.mark.parametrize(
-    "kind", ["decoupled", "trimmed", "eagle3", "chained", "parallel", "falcon", "dspark:1", "instant"]
-)
+@pytest.mark.parametrize("kind", ["decoupled", "trimmed", "eagle3", "chained", "parallel", "falcon", "dspark:1"])
 def test_no_copy_to_the_device_waits(kind: str, recorded: bool) -> None:
     """Sampled rows of different lengths, some of which end: whatever the host sends comes from pinned memory."""
     model = build_model()

@@ -475,5 +475,3 @@ def test_auto_takes_the_checkpoints_head_of_a_loaded_model(tmp_path: Path) -> No
     state = torch.random.get_rng_state()
     read(model)
     assert torch.equal(torch.random.get_rng_state(), state)
-    for name in ("mtp", "auto"):
-        assert isinstance(resolve_drafter(name, find_adapter(loaded), learn=True), MTPDrafter)

@@ -1,4 +1,4 @@
-"""Heads of a target's checkpoint that are tuned: the loss against the formulas, `train`, `export`, `learn=True`."""
+"""Heads of a target's checkpoint that are tuned: the loss against the formulas, `train`, `export`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ from mmspec.drafters.heads.registry import find_method
 from mmspec.drafters.mtp.drafter import MTPDrafter
 from mmspec.drafters.training.batch import DraftModel, TrainBatch
 from mmspec.drafters.training.losses import LossAccumulator, LossInputs, LossWeights, TrainProgress
-from mmspec.learning.budget import LearningBudget
 from mmspec.patching import patch_state
 from mmspec.resolve import resolve_drafter, target_info
 from mmspec.targets.own_head import read_own_head
@@ -234,74 +233,3 @@ def test_vllm_feeds_image_positions_as_the_family_does(tmp_path: Path) -> None:
         export_head(tmp_path / "out", drafter, target_info(adapter, None), "vllm", adapter.shared_embeddings)
     with pytest.raises(ValueError, match="use --format vllm"):
         export_head(tmp_path / "out", read(model), target_info(adapter, None), "sglang", adapter.shared_embeddings)
-
-
-# --- learn=True -------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def generous(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Two steps after every call, and a cache of the test's own."""
-    left = [0]
-    monkeypatch.setenv("MMSPEC_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(LearningBudget, "is_overdrawn", False)
-    monkeypatch.setattr(LearningBudget, "earn", lambda self, call_s: left.__setitem__(0, 2))
-
-    def can_afford(self: LearningBudget, work: str) -> bool:
-        left[0] -= 1
-        return left[0] >= 0
-
-    monkeypatch.setattr(LearningBudget, "can_afford", can_afford)
-
-
-@pytest.mark.usefixtures("generous")
-@pytest.mark.parametrize(("family", "drafter"), [("qwen3_5", "auto"), ("glm_ocr", "mtp")])
-def test_calls_adapt_the_head_and_its_text_stays(family: str, drafter: str, tmp_path: Path) -> None:
-    model, _ = build(family, tmp_path / "target")
-    calls = [tiny.build_inputs(model, seed, 2, images=[1, 0], padding="left") for seed in range(2)]
-    options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
-    plain = [model.generate(**given, **options) for given in calls]
-    mmspec.patch(model, drafter=drafter, learn=0.1, tree_size=4)
-    try:
-        learner = patch_state(model).learner
-        assert learner is not None and isinstance(learner.drafter, MTPDrafter)
-        before = {name: value.clone() for name, value in learner.drafter.head.named_parameters()}
-        for _ in range(2):
-            assert all(
-                torch.equal(model.generate(**given, **options), text) for given, text in zip(calls, plain, strict=True)
-            )
-        assert learner.disabled_reason is None and learner.stats().num_updates > 0
-        after = dict(learner.drafter.head.named_parameters())
-        assert not [name for name, value in before.items() if torch.equal(value, after[name])]
-        sequences: Any = list(learner._reservoir._examples)
-    finally:
-        mmspec.unpatch(model)
-    check_positions(model, calls[0], sequences[0])
-
-
-def check_positions(model: PreTrainedModel, given: tiny.Inputs, sequence: TrainBatch) -> None:
-    """A recorded sequence with a picture has the positions that the target has."""
-    assert sequence.position_ids is not None
-    seen: list[Tensor] = []
-    rotary: Any = model.get_decoder().rotary_emb
-
-    def note(module: Any, args: Any, kwargs: Any) -> None:
-        seen.append(kwargs["position_ids"] if "position_ids" in kwargs else args[1])
-
-    handle = rotary.register_forward_pre_hook(note, with_kwargs=True)
-    mask = given["attention_mask"][0].bool()
-    row = {"input_ids": given["input_ids"][:1, mask], "attention_mask": mask[mask][None].long()}
-    media = {name: value for name, value in given.items() if name not in ("input_ids", "attention_mask")}
-    media = {
-        name: value[:, mask][:1] if value.dim() == 2 and value.shape[1] == len(mask) else value
-        for name, value in media.items()
-    }
-    try:
-        model(**row, **media)
-    finally:
-        handle.remove()
-    n = int(mask.sum())
-    assert torch.equal(sequence.input_ids[:, :n], row["input_ids"])
-    assert torch.equal(sequence.position_ids[0, :, :n], seen[0][-3:, 0])
-    following = sequence.position_ids[0, :, n:] - sequence.position_ids[0, :, :n].max()
-    assert torch.equal(following, torch.arange(1, following.shape[1] + 1).expand(3, -1))

@@ -1,1 +1,0 @@
-"""Instant heads (after Medusa and Hydra): k tokens from the last hidden state, without attention."""
