@@ -7,7 +7,7 @@ here do (`HeadDrafter`).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -18,9 +18,6 @@ from mmspec.drafters.mtp.head import MTPHead
 from mmspec.drafters.mtp.own import OwnDrafter
 from mmspec.engine.tree import DraftTree
 from mmspec.interfaces import OwnHead
-
-if TYPE_CHECKING:
-    pass
 
 CHAIN_TOP_K = 1
 """Children of a node where the target scores chains only."""
