@@ -29,9 +29,13 @@ def printable(text: str, *, lines: bool = False) -> str:
 
 
 def one_line(error: BaseException, limit: int = 300) -> str:
-    """The message of `error`, printable, on a single line of at most `limit` characters; its type if it has none."""
+    """The message of `error`, printable, on a single line of at most `limit` characters; its type if it has none.
+
+    Of a longer one the middle is left out: messages say the rule first and the value received last.
+    """
     text = printable(" ".join(str(error).split())) or type(error).__name__
-    return text if len(text) <= limit else text[: limit - 3] + "..."
+    head = 2 * limit // 3 - 5
+    return text if len(text) <= limit else f"{text[:head]} ... {text[len(text) + head + 5 - limit :]}"
 
 
 def _escape_record(record: logging.LogRecord) -> bool:

@@ -148,7 +148,7 @@ def test_a_copy_is_an_arm_once_it_can_pay(batch: int, monkeypatch: pytest.Monkey
     model = _model()
     inputs = tiny.build_inputs(model, seed=3, batch=batch)
     plain = _generate(model, inputs, do_sample=True)
-    mmspec.patch(model, drafter="auto")
+    mmspec.patch(model, drafter="auto", tree_size=4)  # drafts in each round, whatever they cost
     copies = patch_state(model).adapter.__dict__
     monkeypatch.setattr(arbitrated, "COPY_PATIENCE", float("inf"))
     assert torch.equal(plain, _generate(model, inputs, do_sample=True))
@@ -193,13 +193,14 @@ def test_no_memory_for_a_copy_leaves_the_other_arms(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_targets_in_half_precision(dtype: torch.dtype) -> None:
     model = _model(dtype=dtype)
-    inputs = tiny.build_inputs(model, seed=3)
-    inputs["pixel_values"] = inputs["pixel_values"].to(dtype)
     mmspec.patch(model, drafter="quantized", tree_size=4, deterministic=True)
-    first = _generate(model, inputs, do_sample=False)
+    for seed in range(3, 7):  # of one prompt some two dozen tokens are drafted: whether half are accepted is chance
+        inputs = tiny.build_inputs(model, seed=seed)
+        inputs["pixel_values"] = inputs["pixel_values"].to(dtype)
+        first = _generate(model, inputs, do_sample=False)
+        assert torch.equal(first, _generate(model, inputs, do_sample=False))
     stats = mmspec.stats(model)
     assert stats.num_accepted_tokens >= 0.5 * stats.num_draft_tokens > 0
-    assert torch.equal(first, _generate(model, inputs, do_sample=False))
 
 
 @pytest.mark.parametrize("kind", [QuantizedDrafter, SelfDrafter])
