@@ -1,13 +1,20 @@
-"""The README is short, its quickstart runs, its commands parse; the docs stay readable in an afternoon."""
+"""The README is short, its script runs, its commands parse, its figures have a source; the docs stay short."""
 
 from __future__ import annotations
 
 import re
 import shlex
+import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
+import transformers
+
+import mmspec
 from mmspec.app.cli.main import build_parser
+from mmspec.app.scenes import examples, load_scenes_model
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -16,18 +23,29 @@ MAX_WORDS = 25_000
 
 
 def test_it_is_short() -> None:
-    assert len(TEXT.splitlines()) <= 100
+    assert len(TEXT.splitlines()) <= 90
 
 
-def test_the_quickstart_without_a_download_runs(capsys: Any) -> None:
+def test_the_first_screen_has_the_two_commands_a_script_and_real_weights() -> None:
+    screen = "\n".join(TEXT.splitlines()[:40])
+    assert re.findall(r"^ {4}make (\w+)", screen, re.MULTILINE) == ["demo", "test"]
+    assert BLOCKS[0] in screen and len(BLOCKS[0].splitlines()) == 5
+    assert table_rows() and all(row in screen for row in table_rows())
+
+
+def test_the_script_runs_with_the_bundled_model_in_place_of_the_named_one(
+    capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copy(examples.list_example_files()[0], tmp_path / "photo.jpg")  # a PNG: the content decides
+    monkeypatch.chdir(tmp_path)
+    model, processor = load_scenes_model()
+    pipeline = partial(transformers.pipeline, processor=processor)
+    monkeypatch.setattr("transformers.pipeline", lambda task, model: pipeline(task, model=models[model]))
+    models = dict.fromkeys(re.findall(r'model="([^"]+)"', BLOCKS[0]), model)
     exec(compile(BLOCKS[0], "README.md", "exec"), {"__name__": "quickstart"})
-    printed = capsys.readouterr().out
-    assert "A big lizard sits at the top" in printed and "tau" in printed
-
-
-def test_what_is_not_run_says_so_and_compiles() -> None:
-    assert len(BLOCKS) == 2
-    assert "not run by the tests" in BLOCKS[1] and compile(BLOCKS[1], "README.md", "exec")
+    assert "A big lizard sits at the top" in capsys.readouterr().out
+    assert mmspec.stats(model).calls == 1 and mmspec.stats(model).fallback_reason is None
+    assert len(BLOCKS) == len(models) == 1
 
 
 def test_its_commands_parse() -> None:
@@ -37,16 +55,28 @@ def test_its_commands_parse() -> None:
         build_parser().parse_args(shlex.split(command, comments=True))
 
 
+def table_rows() -> list[str]:
+    """The rows of the table of real weights."""
+    table = TEXT.partition("| model, number type |")[2].partition("\n\n")[0]
+    return table.splitlines()[2:]
+
+
 def test_figures_are_those_of_the_results() -> None:
-    """Every interval of the table stands in research/results, so does what `x llama.cpp` is the ratio of."""
+    """Every interval and every number of milliseconds stands in research/results, in a row of its drafter."""
     results = (ROOT / "research" / "results" / "README.md").read_text(encoding="utf-8")
-    rows = [line for line in TEXT.splitlines() if line.startswith("|") and re.search(r"\[\d", line)]
-    assert 1 <= len(rows) <= 5
-    for row in rows:
-        (interval,) = re.findall(r"\[\d[^]]*\]", row)
-        drafter = re.search(r"`\w+`", row)
-        assert drafter is not None
-        assert [line for line in results.splitlines() if drafter[0] in line and interval in line], row
+    results = results.replace("**", "").splitlines()
+    columns = re.findall(r"`(\w+)` \||(llama\.cpp) \|", TEXT.partition("| model, number type |")[2].partition("\n")[0])
+    names = [code or name for code, name in columns]
+    assert names == ["generate", "none", "hybrid", "quantized", "auto", "llama.cpp"]
+    assert 1 <= len(table_rows()) <= 5
+    for row in table_rows():
+        model, times, *cells = (cell.strip() for cell in row.strip("|").split("|"))
+        if "[" in times:
+            assert [line for line in results if "`auto`" in line and times in line], row
+        for name, cell in zip(names, cells, strict=True):
+            rows = [line for line in results if re.match(rf"\|  ?`?{name}\b", line)]
+            rows += [line for line in results if line.startswith(f"| {model.partition(',')[0]}")]
+            assert not cell or [line for line in rows if cell in re.findall(r"[\d.]+", line)], (name, cell)
 
 
 def test_the_docs_are_not_too_long() -> None:

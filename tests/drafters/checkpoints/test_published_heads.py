@@ -24,7 +24,7 @@ from mmspec.drafters.checkpoints.published_heads import (
 from mmspec.drafters.registry import HUB_ID, build_drafter
 from mmspec.interfaces import TargetInfo
 
-DOCS = Path(__file__).parents[3] / "docs" / "drafters.md"
+DOCS = Path(__file__).parents[3] / "docs" / "published-heads.md"
 READ_METHODS = ("msd", "eagle", "vispec", "eagle3", "dflash", "dspark")
 LLAVA = "llava-hf/llava-1.5-7b-hf"
 KNOWN = replace(TARGET, name=LLAVA)
