@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from mmspec.cpu.layers import DecoderStruct
+from mmspec.cpu.structs import fields_of
 
 if TYPE_CHECKING:
     from mmspec.cpu.ngrams import CNgrams
@@ -113,21 +114,4 @@ class DraftedChains:
 class ChainStruct(ctypes.Structure):
     """`chain` of chain_types.h."""
 
-    _fields_ = [
-        ("d", DecoderStruct),
-        *((name, ctypes.c_void_p) for name in ("unread", "counts")),
-        *((name, ctypes.c_int64) for name in ("most_unread", "length", "top_k", "max_nodes", "num_biases", "num_stop")),
-        *((name, ctypes.c_void_p) for name in ("bias", "noise", "stop")),
-        *(
-            (name, ctypes.c_float)
-            for name in ("temperature", "logit_scale", "logit_softcap", "level_penalty", "min_prob")
-        ),
-        *((name, ctypes.c_void_p) for name in ("table", "context", "costs")),
-        *((name, ctypes.c_double) for name in ("min_unseen", "trust")),
-        *((name, ctypes.c_void_p) for name in ("tokens", "depths", "lengths", "ancestors", "z")),
-        *((name, ctypes.c_void_p) for name in ("ids", "parents", "place", "paths")),
-        *((name, ctypes.c_void_p) for name in ("tree_tokens", "tree_parents", "tree_scores", "tree_mask")),
-        *((name, ctypes.c_void_p) for name in ("num_read", "steps", "seconds", "forwards")),
-        ("expected", ctypes.c_double),
-        ("num_right", ctypes.c_int64),
-    ]
+    _fields_ = fields_of("chain", decoder=DecoderStruct)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from torch import Tensor
 
-from mmspec.cpu.layers import DecoderStruct, LayerWeights, weight_fields
+from mmspec.cpu.layers import DecoderStruct, LayerWeights
+from mmspec.cpu.structs import fields_of
+from mmspec.cpu.weights import WeightStruct
 
 
 @dataclass(frozen=True)
@@ -159,28 +161,7 @@ class TreeRequest:
     level_penalty: float
 
 
-def _pointer_fields(*names: str) -> list[tuple[str, type]]:
-    return [(name, ctypes.c_void_p) for name in names]
-
-
-def _integer_fields(*names: str) -> list[tuple[str, type]]:
-    return [(name, ctypes.c_int64) for name in names]
-
-
 class DraftStruct(ctypes.Structure):
     """`draft` of draft_types.h."""
 
-    _fields_ = [
-        ("d", DecoderStruct),
-        *weight_fields("fuse", "fuse_bias", "hidden_norm", "positions", "root", "states", "counts"),
-        *_integer_fields("state_size", "adds_normed_state", "levels", "max_nodes"),
-        *_pointer_fields("bias", "noise", "ids"),
-        *((name, ctypes.c_float) for name in ("temperature", "level_penalty")),
-        *_integer_fields("block_ffn_size"),
-        *weight_fields(*(f"block_{field.name}" for field in fields(BlockWeights))),
-        *_integer_fields("rank", "table_rows"),
-        *weight_fields(*(field.name for field in fields(CorrectionWeights))),
-        *_integer_fields("block_positions", "first_position"),
-        *_pointer_fields("anchors", "mixture", "mask_embedding", "confidence", "confidence_bias"),
-        *_pointer_fields("tree_tokens", "tree_parents", "tree_scores", "tree_mask"),
-    ]
+    _fields_ = fields_of("draft", decoder=DecoderStruct, weights=WeightStruct)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mmspec.cpu.structs import fields_of
 from mmspec.cpu.weights import QuantisedWeight, Weight, WeightStruct, is_plain, weight_struct
 
 GATE_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
@@ -80,7 +81,7 @@ class DecoderShape:
 class LayerWeights:
     """Weights of a decoder layer, contiguous on the CPU, of the decoder's type; norms and biases are vectors.
 
-    Matrices are [out, in]. The order of the attributes is that of `decoder_layer` in decoder_types.h. Of q, k and v all
+    Matrices are [out, in]. The names are those of `decoder_layer` in decoder_types.h. Of q, k and v all
     are quantised or none is, and so with gate and up. `attention_out_norm` and `mlp_out_norm` normalise what the parts
     of the layer add to the residual. With a `router` [num_experts, D] the matrices of experts lie behind each other:
     `gate` has gate and up of each, [num_experts * 2 * expert_size, D], `down` is [num_experts * D, expert_size].
@@ -111,73 +112,24 @@ class LayerWeights:
 
 LAYER_MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
 """Attributes of `LayerWeights` that are matrices, which may be copied or quantised."""
-MATRICES = frozenset(
-    (
-        *(*LAYER_MATRICES, "router", "embeddings", "lm_head"),
-        *("fuse", "block_up", "block_down", "feature_proj", "token_proj", "vocab_proj"),
-    )
-)
-"""Weights that the kernel reads as `weights` of weights.h; it reads the others as addresses of float32."""
-_SIZES = (
-    *("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim"),
-    *(
-        "vocab_size",
-        "num_embeddings",
-        "batch",
-        "nodes",
-        "span",
-        "max_keys",
-        "max_position",
-        "num_angles",
-        "padding_length",
-    ),
-    *("type", "rotary_size", "is_interleaved", "activation", "rounds_twice", "is_eager", "num_vectors"),
-    *("num_experts", "expert_size", "experts_per_token", "normalises_shares", "rounds_shares", "adds_in_type"),
-)
-_INPUTS = (
-    *("cos", "sin", "tokens", "depths", "lengths", "cache_rows", "position_base", "ancestors", "padding"),
-    *("embedded", "normed", "logits", "scratch"),
-)
-
-
-def weight_fields(*names: str) -> list[tuple[str, type]]:
-    """Fields of a struct: a `WeightStruct` for each matrix, a pointer for each vector."""
-    return [(name, WeightStruct if name in MATRICES else ctypes.c_void_p) for name in names]
 
 
 class LayerStruct(ctypes.Structure):
     """`decoder_layer` of decoder_types.h."""
 
-    _fields_ = [
-        *weight_fields(*(field.name for field in fields(LayerWeights))),
-        *((name, ctypes.c_void_p) for name in ("keys", "values", "cos", "sin", "hidden")),
-        ("capacity", ctypes.c_int64),
-        ("window", ctypes.c_int64),
-    ]
+    _fields_ = fields_of("decoder_layer", weights=WeightStruct)
 
 
 class DecoderStruct(ctypes.Structure):
     """`decoder` of decoder_types.h."""
 
-    _fields_ = [
-        *((name, ctypes.c_int64) for name in _SIZES),
-        ("vectors", ctypes.c_void_p),
-        ("layers", ctypes.c_void_p),
-        *weight_fields("embeddings", "final_norm", "lm_head", "lm_head_bias"),
-        *((name, ctypes.c_void_p) for name in _INPUTS),
-        *((name, ctypes.c_float) for name in ("eps", "scaling", "embed_scale", "attention_softcap")),
-    ]
+    _fields_ = fields_of("decoder", weights=WeightStruct)
 
 
 class VectorStruct(ctypes.Structure):
     """`vector` of decoder_types.h."""
 
-    _fields_ = [
-        ("from_", ctypes.c_void_p),
-        ("to", ctypes.c_void_p),
-        ("n", ctypes.c_int64),
-        ("offset", ctypes.c_double),
-    ]
+    _fields_ = fields_of("vector")
 
 
 def decoder_struct(shape: DecoderShape, **fields: Any) -> DecoderStruct:
@@ -282,7 +234,8 @@ class WeightAddresses:
         Raises:
             ValueError: see `add` and `add_matrix`.
         """
-        add = self.add_matrix if name in MATRICES else self.add
+        is_matrix = any(field[:2] == (name, WeightStruct) for field in struct._fields_)
+        add = self.add_matrix if is_matrix else self.add
         setattr(struct, name, add(label, weight, shape))  # type: ignore[arg-type]
 
     def are_valid(self) -> bool:

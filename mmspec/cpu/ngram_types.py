@@ -9,6 +9,7 @@ import ctypes
 from functools import cache
 
 from mmspec.cpu.c_kernel import CKernel
+from mmspec.cpu.structs import fields_of
 
 MAX_TABLE_CONTEXT, MAX_TABLE_SUCCESSORS = 8, 64
 NO_TOKEN = -2
@@ -18,31 +19,19 @@ NO_TOKEN = -2
 class ContextStruct(ctypes.Structure):
     """`ngram_context` of ngrams.h."""
 
-    _fields_ = [
-        ("key", ctypes.c_uint64),
-        *((name, ctypes.c_int32) for name in ("total", "distinct", "first", "unused")),
-    ]
+    _fields_ = fields_of("ngram_context")
 
 
 class SuccessorStruct(ctypes.Structure):
     """`ngram_successor` of ngrams.h."""
 
-    _fields_ = [(name, ctypes.c_int32) for name in ("token", "count", "next")]
+    _fields_ = fields_of("ngram_successor")
 
 
 class TableStruct(ctypes.Structure):
     """`ngram_table` of ngrams.h."""
 
-    _fields_ = [
-        *(
-            (name, ctypes.c_int64)
-            for name in (
-                *("context_places", "successor_places", "num_contexts", "num_successors"),
-                *("max_context", "max_successors"),
-            )
-        ),
-        *((name, ctypes.c_void_p) for name in ("contexts", "successors")),
-    ]
+    _fields_ = fields_of("ngram_table")
 
 
 class NgramFunctions:

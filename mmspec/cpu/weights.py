@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mmspec.cpu.structs import fields_of
+
 FLOAT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """{dtype: its number in weights.h}"""
 QUANTISED_TYPES = {8: 3, 4: 4}
@@ -56,10 +58,7 @@ Weight = Tensor | QuantisedWeight
 class WeightStruct(ctypes.Structure):
     """`weights` of weights.h."""
 
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("data", "scales", "hashes", "is_stale")),
-        *((name, ctypes.c_int64) for name in ("rows", "cols", "type")),
-    ]
+    _fields_ = fields_of("weights")
 
 
 def weight_struct(weight: Weight, in_pairs: bool = False) -> WeightStruct:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mmspec.cpu import c_kernel, c_library
+from mmspec.cpu import c_kernel, c_library, structs
 from mmspec.cpu.c_kernel import INSTRUCTION_SETS, CKernel, load_kernel
 from mmspec.cpu.decoder import (
     MAX_DECODER_ROWS,
@@ -476,3 +477,17 @@ def test_structs_of_other_sizes_are_found_when_the_library_is_loaded(monkeypatch
     monkeypatch.setattr(c_kernel, "STRUCTS", c_kernel.STRUCTS[1:])
     with pytest.raises(c_library.KernelUnavailableError, match="LayerStruct has"):
         CKernel(c_library.load_library())
+
+
+def test_structs_are_read_from_the_headers() -> None:
+    """A field that C gets is one that Python has; what Python does not know is refused."""
+    assert structs.fields_of("vector") == [
+        ("from_", ctypes.c_void_p),
+        ("to", ctypes.c_void_p),
+        ("n", ctypes.c_int64),
+        ("offset", ctypes.c_double),
+    ]
+    with pytest.raises(KeyError, match="weights"):
+        structs.fields_of("decoder_layer")
+    with pytest.raises(KeyError, match="no_struct"):
+        structs.fields_of("no_struct")
