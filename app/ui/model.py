@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import logging
 import os
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from mmspec.app.caption.config import DEFAULT_MODEL, SCENES_MODEL
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.modeling.random_models import SIZES
+from mmspec.comparison import replicate
 from mmspec.drafters.registry import OWN_NAMES, drafter_names
 from mmspec.hints import looks_like_path
 
@@ -60,17 +60,17 @@ class DemoModel:
 
     @property
     def is_toy(self) -> bool:
-        """Whether it is the bundled model of drawn scenes, or one with random weights."""
-        return self.source == SCENES_MODEL or self.source in SIZES
+        """Whether it is the bundled model of drawn scenes."""
+        return self.source == SCENES_MODEL
 
     @property
     def description(self) -> str:
         """What the model is: its type, size and dtype; the toy says that it is one."""
         if self.model is None:
-            return TOY if self.source == SCENES_MODEL else ""
+            return TOY if self.is_toy else ""
         count = sum(weight.numel() for weight in self.model.parameters())
         kind = f"{format_model_size(count)} parameters, {str(self.model.dtype).removeprefix('torch.')}"
-        return f"{TOY} ({kind})" if self.source == SCENES_MODEL else f"{self.model.config.model_type}, {kind}"
+        return f"{TOY} ({kind})" if self.is_toy else f"{self.model.config.model_type}, {kind}"
 
     @property
     def tokenizer(self) -> Any:
@@ -123,7 +123,7 @@ class DemoModel:
     def _can_run(self, name: str) -> bool:
         """Whether a drafter of this name drafts here, and no other in its place."""
         if name in LARGE:
-            return not (self.is_toy and name == "self")
+            return name != "quantized" or self.model.device.type == "cpu"
         from mmspec.drafters.mtp.build import own_drafter
         from mmspec.patching import patch_state
         from mmspec.resolve import target_info
@@ -150,15 +150,12 @@ class DemoModel:
         return self._built[name]
 
     def get_drafter(self, name: str) -> Drafter:
-        """A drafter without state of earlier runs, so that no run depends on another.
+        """A drafter without state of earlier runs, so that no run depends on another; weights are shared.
 
         Raises:
             UsageError: the drafter does not fit this model.
         """
-        from mmspec.interfaces.drafter import modules_of
-
-        drafter = self._build(name)
-        return drafter if modules_of(drafter) else copy.deepcopy(drafter)  # trained drafters have no state between runs
+        return replicate(self._build(name))
 
     def get_compressor(self, name: str) -> Compressor | None:
         """A new compressor; None for "none".

@@ -57,7 +57,7 @@ const offer = () => {
   byId("attach").hidden = state.is_text;
   byId("max_new_tokens").max = state.max_new_tokens;
   byId("question").maxLength = state.max_question_chars;
-  if (state.is_text) byId("question").placeholder = "Ask something";
+  if (state.is_text) byId("question").placeholder = byId("what").textContent = "Ask something.";
   if (byId("samples").childElementCount) return;
   byId("samples").append(...state.samples.map((sample) => make("button", { type: "button", class: "sample", onclick: () => {
     file = sample.file ? example(sample.file) : null;
@@ -97,7 +97,7 @@ const take = async (files) => {
 const showFile = () => {
   const box = byId("attached");
   box.hidden = !file;
-  byId("question").placeholder = file?.isClip ? "Ask about the clip" : state.is_text ? "Ask something" : "Ask about the picture";
+  byId("question").placeholder = file?.isClip ? "Ask about the clip" : state.is_text ? "Ask something." : "Ask about the picture";
   if (!file) return box.replaceChildren();
   const remove = make("button", { type: "button", "aria-label": `Remove ${file.name}`, text: "×", onclick: () => { file = null; showFile(); } });
   box.replaceChildren(preview(file.preview, file.isClip), make("span", { text: file.name }), remove);
