@@ -268,6 +268,18 @@ def test_a_mask_that_is_inferred_shares_nothing(family: str) -> None:
     assert not torch.equal(ask(model, without), ask(model, whole))
 
 
+@pytest.mark.parametrize("factor", [2, 0.5, -1])
+def test_a_mask_of_other_numbers_shares_nothing(factor: float) -> None:
+    """Transformers sums the mask up to position ids."""
+    model = get_model("llama")
+    inputs = prompts(model, count=1)[0]
+    with speculate(model, "hybrid", tree_size=None, reuse_prefix=True):
+        for mask in (1, 1, 1, factor, factor, 1):
+            given = {**inputs, "attention_mask": torch.ones_like(inputs["input_ids"]) * mask}
+            assert torch.equal(ask(model, given), ask_plain(model, given))
+            assert mask == 1 or reused(model) == 0
+
+
 @pytest.mark.parametrize("family", ["llava", "gemma3", "exaone4_5"])
 def test_returned_caches(family: str) -> None:
     """Keys and values at the padding, too, and between paddings of different length."""

@@ -39,7 +39,9 @@ def describe_rows(
     types = {name: value for name in TOKEN_TYPE_INPUTS if (value := arguments.get(name)) is not None}
     if any(not isinstance(value, Tensor) or value.shape != ids.shape for value in types.values()):
         return None
-    mask = mask.detach().to("cpu").bool()
+    mask = mask.detach().to("cpu")
+    if not bool(((mask == 0) | (mask == 1)).all()):
+        return None  # transformers sums the mask up to position ids
     if not bool((mask.long().diff(dim=1) >= 0).all()) or not bool(mask[:, -1].all()):
         return None  # padding is at the left, or there is none
     tokens = torch.stack([part.detach().to("cpu", torch.long) for part in (ids, mask, *types.values())], dim=-1)
