@@ -7,6 +7,7 @@ from typing import Any
 from mmspec.arguments import media_inputs
 from mmspec.call import PrefixUse
 from mmspec.config import SpecConfig
+from mmspec.cpu.interception import operators_are_intercepted
 from mmspec.engine.output import OutputBuffer
 from mmspec.engine.prefix import PrefixStore
 from mmspec.interfaces import SaliencyCompressor
@@ -32,8 +33,9 @@ def find_prefix(
     model, compressor = adapter.model, config.active_compressor
     if config.reuse_prefix is False or (isinstance(compressor, SaliencyCompressor) and compressor.attends):
         return None
-    if unknown_code(adapter, modules) is not None or not all(map(is_plain_class, modules.kinds)):
-        return None  # adapters and users' own modules: what they compute may change without a trace
+    is_known = unknown_code(adapter, modules) is None and all(map(is_plain_class, modules.kinds))
+    if not is_known or operators_are_intercepted():
+        return None  # adapters and users' own modules or operators: what they compute may change without a trace
     scope = "" if config.reuse_prefix is True else str(config.reuse_prefix)
     rows = describe_rows(adapter, arguments, media_inputs(arguments, model), scope)
     if rows is None:

@@ -280,6 +280,24 @@ def test_a_mask_of_other_numbers_shares_nothing(factor: float) -> None:
             assert mask == 1 or reused(model) == 0
 
 
+def test_replaced_operators_share_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others than those of torch, as packages of attention kernels put them there."""
+    model, original = get_model("llama"), torch.nn.functional.scaled_dot_product_attention
+    inputs = prompts(model, count=1)[0]
+    with speculate(model, "hybrid", tree_size=None, reuse_prefix=True):
+        for _ in range(3):
+            ask(model, inputs)
+        assert reused(model) > 0
+        with monkeypatch.context() as patched:
+            patched.setattr(
+                torch.nn.functional,
+                "scaled_dot_product_attention",
+                lambda query, *args, **kwargs: original(9 * query, *args, **kwargs),
+            )
+            assert torch.equal(ask(model, inputs), ask_plain(model, inputs)) and reused(model) == 0
+        assert torch.equal(ask(model, inputs), ask_plain(model, inputs)) and reused(model) > 0
+
+
 @pytest.mark.parametrize("family", ["llava", "gemma3", "exaone4_5"])
 def test_returned_caches(family: str) -> None:
     """Keys and values at the padding, too, and between paddings of different length."""

@@ -92,8 +92,13 @@ def describe_modules(modules: Sequence[nn.Module]) -> list[Any]:
         found += map(id, module._modules.values())
         found += map(id, module._parameters.values())
         for buffer in module._buffers.values():
-            found += id(buffer), 0 if buffer is None else version_of(buffer)
+            found += (id(buffer), 0) if buffer is None else (id(buffer), version_of(buffer), *_number(buffer))
     return found
+
+
+def _number(buffer: Tensor) -> list[float]:
+    """The number of a buffer that has one, such as a scale, which C gets by value; an edit by `.data` leaves no trace."""
+    return [buffer.item()] if buffer.numel() == 1 and buffer.device.type == "cpu" else []
 
 
 def describe_code(modules: Sequence[nn.Module]) -> list[Any]:

@@ -586,6 +586,24 @@ CHANGES_DURING_A_CALL: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.parametrize("during", [False, True])
+def test_the_scale_of_the_embeddings_edited_without_a_trace(during: bool, forwards: list[bool]) -> None:
+    """`.data` changes neither the place nor the version of a buffer."""
+    results = []
+    for is_patched in (False, True):
+        model = tiny.build_model(tiny.ModelSpec(family="gemma3", seed=15))
+        inputs = tiny.build_inputs(model, 6, 1)
+        if is_patched:
+            mmspec.patch(model, "none")
+        change = functools.partial(model.get_input_embeddings().embed_scale.data.mul_, 1.5)
+        generate_plain(model, inputs, **OUTPUTS)
+        if not during:
+            change()
+        results.append(generate_plain(model, inputs, streamer=Meddler(change) if during else None, **OUTPUTS))
+    assert True in forwards and torch.equal(results[0].sequences, results[1].sequences)
+    torch.testing.assert_close(torch.stack(results[1].logits), torch.stack(results[0].logits), atol=1e-3, rtol=1e-3)
+
+
 @pytest.mark.parametrize("kind", CHANGES_DURING_A_CALL)
 def test_changes_of_what_is_no_weight(kind: str) -> None:
     """They count from the next forward on, and outlive the call."""
