@@ -19,7 +19,7 @@ from mmspec.app.scenes import examples, load_scenes_model
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
-MAX_WORDS = 25_000
+MAX_WORDS = 15_000
 
 
 def test_it_is_short() -> None:

@@ -1,8 +1,7 @@
 """The table of model types in `docs/models.md`: self-test, random cases, media, drafters.
 
 `python tests/helpers/model_table.py --cases 100 --jobs 2` (about half an hour) rewrites the table and its JSON;
-`--speed` (some minutes, on an idle machine) measures the loop without drafts again, and `--rounds` (some minutes) finds
-what computes rounds in each type.
+`--rounds` (some minutes) finds what computes rounds in each type.
 """
 
 from __future__ import annotations
@@ -10,9 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import statistics
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from multiprocessing import get_context
@@ -41,7 +38,6 @@ RESULT = ROOT / "docs" / "models.json"
 BEGIN, END = "<!-- table: python tests/helpers/model_table.py -->", "<!-- end of table -->"
 BEGIN_ROUNDS, END_ROUNDS = "<!-- table: python tests/helpers/model_table.py --rounds -->", "<!-- end of rounds -->"
 ROUND_TYPES = ("float32", "bfloat16", "float16")
-SPEED_PAIRS = 7
 HEADS = {"MSD": "decoupled", "EAGLE": "coupled", "EAGLE-3": "eagle3", "FLASH": "flash"}
 TRAITS = {
     "llava_onevision": "tiles with newline tokens",
@@ -58,7 +54,6 @@ class Row:
     Attributes:
         identical: of `cases` random calls; `speculated` of them were not left to transformers.
         transformers: the version that the cases ran on.
-        none_ratio: tokens per second with `drafter="none"` relative to plain `generate`.
         rounds: {type of the weights: what computes rounds on a CPU}.
     """
 
@@ -72,7 +67,6 @@ class Row:
     reasons: dict[str, int] = field(default_factory=dict)
     heads: list[str] = field(default_factory=list)
     grids: bool = False
-    none_ratio: float | None = None
     error: str = ""
     rounds: dict[str, str] = field(default_factory=dict)
     transformers: str = transformers.__version__
@@ -124,23 +118,6 @@ def measure(family: str, cases: int, pool: Any) -> Row:
         if result.fallback:
             row.reasons[result.fallback] = row.reasons.get(result.fallback, 0) + 1
     return row
-
-
-def measure_none(family: str) -> float:
-    """Tokens per second of `drafter="none"` relative to plain `generate`: median of interleaved pairs of calls."""
-    model = tiny.build_model(tiny.ModelSpec(family, seed=4))
-    inputs = tiny.build_inputs(model, 3, 1, images=[1] if "images" in media_of(family) else None, padding="none")
-    options: dict[str, Any] = {"max_new_tokens": 48, "do_sample": False, "eos_token_id": None}
-    mmspec.patch(model, "none")
-
-    def seconds(enabled: bool) -> float:
-        start = time.perf_counter()
-        model.generate(**inputs, **options, mmspec={"enabled": enabled})
-        return time.perf_counter() - start
-
-    for enabled in (True, False):
-        seconds(enabled)
-    return statistics.median(seconds(False) / seconds(True) for _ in range(SPEED_PAIRS))
 
 
 def measure_rounds(family: str) -> dict[str, str]:
@@ -206,8 +183,8 @@ def write_results(rows: Sequence[Row], versions: dict[str, Any]) -> None:
 def markdown_table(rows: Sequence[Row]) -> str:
     """The table of the document."""
     lines = [
-        "| model type | reads | traits | speculated | grids | `none` |",
-        "|---|---|---|---|---|---|",
+        "| model type | reads | traits | speculated | grids |",
+        "|---|---|---|---|---|",
     ]
     for row in sorted(rows, key=lambda row: row.model_type):
         exceptions = [row.traits, *([] if row.identical == row.cases else [f"{row.identical} identical"])]
@@ -221,7 +198,6 @@ def markdown_table(rows: Sequence[Row]) -> str:
             "; ".join(filter(None, exceptions)) or "-",
             str(row.speculated),
             "yes" if row.grids else "-",
-            "-" if row.none_ratio is None else f"{row.none_ratio:.2f}x",
         ]
         lines.append("| " + " | ".join(cell or "-" for cell in cells) + " |")
     exact = sum(row.identical == row.cases for row in rows)
@@ -238,22 +214,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--cases", type=int, default=100, help="random cases of each model type")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--family", action="append", help="only these model types; the rows of others stay")
-    parser.add_argument("--speed", action="store_true", help="only measure the loop without drafts of all rows")
     parser.add_argument("--rounds", action="store_true", help="only find what computes rounds, in all rows")
     args = parser.parse_args(argv)
     logging.getLogger("mmspec").setLevel(logging.ERROR)
     fuzz.init_worker()
-    if args.speed or args.rounds:
+    if args.rounds:
         values = json.loads(RESULT.read_text())
         rows = [Row(**row) for row in values.pop("rows")]
         for row in rows:
             if row.model_type not in {*tiny.FAMILIES, *zoo.ROWS}:
                 continue  # the installed transformers cannot run it
-            if args.speed:
-                row.none_ratio = round(measure_none(row.model_type), 2)
-            else:
-                row.rounds = measure_rounds(row.model_type)
-            print(f"{row.model_type}: {row.none_ratio}x, {row.rounds}", file=sys.stderr, flush=True)
+            row.rounds = measure_rounds(row.model_type)
+            print(f"{row.model_type}: {row.rounds}", file=sys.stderr, flush=True)
         write_results(rows, values)
         return 0
     rows = []
