@@ -19,6 +19,8 @@ import numpy as np
 from PIL import Image, ImageCms, ImageOps, UnidentifiedImageError
 
 from mmspec.messages import one_line
+from mmspec.vision.depth import DeepColour
+from mmspec.vision.depth import to_uint8 as to_uint8
 from mmspec.vision.video.containers import HEADER_BYTES, FileBelow, describe_format, open_regular_file
 
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "PPM", "HEIF")
@@ -30,16 +32,6 @@ MAX_IMAGE_BYTES = 1 << 30
 """Largest size of an image file in bytes."""
 MAX_REDUCED_PIXELS = 268_000_000
 """Largest JPEG in pixels that is decoded at a reduced scale, where its full size exceeds the limit."""
-_VALUES_PER_BAND = 1 << 22
-"""Values that `to_uint8` converts at a time; bounds its memory."""
-_SAMPLE_VALUES = 1 << 20
-"""Values from which `to_uint8` finds the scale."""
-_FULL_SCALES = (255, 1023, 4095, 16383, 65535)
-"""Largest values of the numbers of bits that cameras and scanners store in wider integers."""
-MAX_OUTLIER_SHARE = 0.01
-"""Share of values that do not decide the scale of floats."""
-MAX_RADIANCE = 16.0
-"""Floats up to this are taken for radiance and not for values of 8 bits."""
 
 
 class ImageError(Exception):
@@ -132,7 +124,7 @@ def decode_image(
         _open_reduced(content, max_pixels) or open_image(io.BytesIO(content)) as image,
     ):
         on_size(image.width * image.height)
-        return to_upright_rgb(image, max_pixels)
+        return to_upright_rgb(image, max_pixels, lambda: open_image(io.BytesIO(content)))
 
 
 def _open_reduced(content: bytes, max_pixels: int) -> Image.Image | None:
@@ -188,14 +180,22 @@ def convert_image_errors(max_pixels: int, header: bytes = b"") -> Iterator[None]
         raise ImageError("BrokenImage", f"cannot be decoded: {one_line(error)}") from error
 
 
-def to_upright_rgb(image: Image.Image, max_pixels: int) -> Image.Image:
+def to_upright_rgb(image: Image.Image, max_pixels: int, reopen: Callable[[], Image.Image] | None = None) -> Image.Image:
     """Load a Pillow image, apply its EXIF orientation and convert it to RGB.
+
+    Args:
+        image: An open image.
+        max_pixels: Limit on width * height.
+        reopen: Opens it again: colours of fewer than 16 bits in 16 would be black otherwise.
 
     Raises:
         ImageError: Its size is not allowed.
     """
     check_image_size(image.width, image.height, max_pixels)
+    deep = DeepColour.find(image, reopen) if reopen is not None else None
     image.load()
+    if deep is not None:
+        deep.restore(image)
     try:
         upright = ImageOps.exif_transpose(image)
     except Exception:  # damaged EXIF data does not make the image unusable
@@ -258,57 +258,6 @@ def _is_identity(transform: Any) -> bool:
     cube = np.stack(np.meshgrid(steps, steps, steps), axis=-1).reshape(27, 27, 3)
     converted: Any = ImageCms.applyTransform(Image.fromarray(cube), transform)
     return int(np.abs(np.asarray(converted).astype(int) - cube).max()) <= 2
-
-
-def to_uint8(values: np.ndarray) -> np.ndarray:
-    """Scale an array of another number type to uint8.
-
-    Full scale of integers is the least of 255, 1023, 4095, 16383 and 65535 that holds their values, else the largest
-    value. That of floats is 1 for values in 0..1, their largest value up to `MAX_RADIANCE`, else 255 or the largest
-    value; few values above do not count. Values below 0 shift the lower end. A value far from all others marks missing
-    data: it is clipped to the scale of the others.
-    """
-    low, top = _scale(values)
-    rows = max(1, _VALUES_PER_BAND * len(values) // max(1, values.size))
-    scaled = np.empty(values.shape, np.uint8)
-    for start in range(0, len(values), rows):
-        band = values[start : start + rows].astype(np.float64)
-        finite = np.nan_to_num(band, nan=0.0, posinf=top, neginf=low)
-        scaled[start : start + rows] = np.clip((finite - low) * (255.0 / (top - low)), 0, 255).round()
-    return scaled
-
-
-def _scale(values: np.ndarray) -> tuple[float, float]:
-    """The values that become 0 and 255, from an even sample of `values`."""
-    flat = values.reshape(-1)[:: max(1, values.size // _SAMPLE_VALUES)]
-    found = np.sort(flat[np.isfinite(flat)].astype(np.float64))
-    found = _without_missing(found)
-    if not found.size:
-        return 0.0, 1.0
-    low, high = min(0.0, float(found[0])), float(found[-1])
-    if values.dtype.kind != "f":
-        fitting = (full for full in _FULL_SCALES if high <= full)
-        return low, float(next(fitting, high))
-    usual = float(found[-1 - min(max(1, int(MAX_OUTLIER_SHARE * found.size)), found.size // 4)])
-    if usual <= 1:
-        return low, 1.0 if usual > 0 or high <= 1 else high
-    return low, usual if usual <= MAX_RADIANCE else max(255.0, high)
-
-
-def _without_missing(found: np.ndarray) -> np.ndarray:
-    """Sorted values without a largest or smallest one that is far from the others: it stands for missing data."""
-    for _ in range(2):
-        if not found.size:
-            break
-        inner = found[np.searchsorted(found, found[0], "right") :]
-        if inner.size and found[0] < 0:
-            gap, span = inner[0] - found[0], inner[-1] - inner[0]
-            if gap > 4 * span and (span > 0 or found[0] <= -999):
-                found = inner
-        inner = found[: np.searchsorted(found, found[-1], "left")]
-        if inner.size and inner[-1] > inner[0] and found[-1] - inner[-1] > 10 * (inner[-1] - inner[0]):
-            found = inner
-    return found
 
 
 def _lab_to_rgb(image: Image.Image) -> Image.Image:

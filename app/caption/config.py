@@ -199,17 +199,15 @@ class CaptionConfig:
         """The sampler of video frames.
 
         Raises:
-            UsageError: `fps` with the sampler "differing"; more frames than a sampler examines.
+            UsageError: `fps` with the sampler "differing"; more frames than are read of a clip.
         """
         from mmspec.vision.video.samplers import MAX_CANDIDATES, Fps, MostDifferent, Uniform
 
+        if self.frames > MAX_CANDIDATES:
+            raise UsageError(f"at most {MAX_CANDIDATES} frames of a clip are read; got --frames {self.frames}")
         if self.sampler == "differing":
             if self.fps is not None:
                 raise UsageError("--fps spreads frames evenly, --sampler differing does not: give one of them")
-            if self.frames > MAX_CANDIDATES:
-                raise UsageError(
-                    f"--sampler differing chooses among {MAX_CANDIDATES} frames; got --frames {self.frames}"
-                )
             return MostDifferent(self.frames, max(64, self.frames))
         return Uniform(self.frames) if self.fps is None else Fps(self.fps, self.frames)
 

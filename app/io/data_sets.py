@@ -15,6 +15,7 @@ from typing import Any
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.io.cells import MEDIA_SUFFIXES, Reach, find_inside, is_path, local_name, short_repr, table_row
 from mmspec.app.io.item import Item, Skip, SourceOptions
+from mmspec.app.io.kinds import refuse_pointer
 from mmspec.app.io.left_out import LeftOut
 from mmspec.app.io.tables import (
     FREE_ROWS,
@@ -96,7 +97,10 @@ class SavedSource:
         return None
 
     def check(self) -> None:
-        for path in self._files()[:1]:
+        files = self._files()
+        for path in files:
+            refuse_pointer(path)
+        for path in files[:1]:
             try:
                 with open_table("arrow", path) as table:
                     Columns(table.columns, self.options, self.name)

@@ -18,6 +18,7 @@ from mmspec.app.io.cells import MEDIA_SUFFIXES, name_below, relative_name, short
 from mmspec.app.io.content import ByteRange, Content, Unreadable, is_local, open_file_system
 from mmspec.app.io.data_sets import HubSource, SavedSource, is_hub_dataset, is_saved_dataset
 from mmspec.app.io.item import Item, RowSource, Skip, SourceOptions
+from mmspec.app.io.kinds import refuse_pointer
 from mmspec.app.io.left_out import LeftOut, is_hidden, is_packed_metadata
 from mmspec.app.io.manifests import MANIFESTS, is_manifest
 from mmspec.app.io.sources import FileSource, explain_refused, find_matches, is_refused, natural_key
@@ -151,6 +152,8 @@ def _local_source(name: str, options: SourceOptions, excluded: set[str]) -> RowS
     if os.path.isdir(name):
         is_saved = is_saved_dataset(Path(name))
         return SavedSource(name, options) if is_saved else FileSource(name, excluded, options)
+    if _suffix(name) not in MEDIA_SUFFIXES:  # pictures and clips have error rows
+        refuse_pointer(name)
     if _suffix(name) in ROW_SOURCES and not glob.has_magic(name):
         if not os.path.isfile(name):
             raise UsageError(f"no such file: {name}")

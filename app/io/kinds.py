@@ -5,10 +5,20 @@ Reads headers only; whether they can be decoded is found out in the decoder proc
 
 from __future__ import annotations
 
+import os
 import re
+from contextlib import suppress
 from typing import Literal
 
-from mmspec.vision.video.containers import ContainerError, detect_container
+from mmspec.app.errors import UsageError
+from mmspec.vision.video.containers import (
+    LFS_POINTER,
+    ContainerError,
+    FileBelow,
+    describe_format,
+    detect_container,
+    read_header,
+)
 
 Kind = Literal["image", "video"]
 _IMAGES = re.compile(
@@ -34,3 +44,14 @@ def is_clip(header: bytes, named_video: bool) -> bool:
     """Whether to decode it as a video: by content; what is not known by content is what its name says."""
     kind = media_kind(header)
     return named_video if kind is None else kind == "video"
+
+
+def refuse_pointer(path: str | FileBelow) -> None:
+    """
+    Raises:
+        UsageError: a list, table or archive is what a clone without Git LFS has in its place.
+    """
+    if os.path.isfile(path):
+        with suppress(OSError):  # its reader has the message
+            if describe_format(read_header(path)) == LFS_POINTER:
+                raise UsageError(f"{os.fspath(path)} is {LFS_POINTER}")

@@ -8,7 +8,7 @@
 | `drafter` | `Drafter`, `GuidingDrafter`, `TrainedDrafter`, ... | `DrafterRequirements`, `Prompt` |
 | `observer` | `Observer` | `ObservedRound` |
 | `compressor` | `Compressor`, `SizedCompressor`, `SaliencyCompressor`, ... | `VisualTokens`, `VisualGrid` |
-| `video` | `FrameSampler`, `ContentAwareSampler` | |
+| `video` | `FrameSampler`, `EvenSampler`, `ContentAwareSampler` | |
 
 Depends on neither transformers, a KV cache nor the decode loop. Shape symbols used in the whole project: B batch rows,
 L prompt length, S committed length, N nodes of a draft tree, A accepted nodes, V vocabulary size, D hidden size,
@@ -42,7 +42,7 @@ from mmspec.interfaces.drafter import (
 from mmspec.interfaces.observer import ObservedRound, Observer
 from mmspec.interfaces.own_head import AssistantParts, HeadCache, HeadFiles, HeadRule, OwnHead, OwnHeadError, TargetKeys
 from mmspec.interfaces.target import SharedEmbeddings, Target, TargetInfo, VerifyResult
-from mmspec.interfaces.video import ContentAwareSampler, FrameSampler
+from mmspec.interfaces.video import ContentAwareSampler, EvenSampler, FrameSampler
 
 __all__ = [
     "NO_LIMIT",
@@ -55,6 +55,7 @@ __all__ = [
     "DraftTarget",
     "Drafter",
     "DrafterRequirements",
+    "EvenSampler",
     "FrameSampler",
     "GateObservation",
     "GatedCompressor",

@@ -15,6 +15,19 @@ class FrameSampler(Protocol):
 
 
 @runtime_checkable
+class EvenSampler(FrameSampler, Protocol):
+    """A sampler that divides a clip evenly: `sample` numbers frames as if all were shown equally long.
+
+    Where they are not, the frames that are shown at the times of these numbers are read, none twice.
+
+    Attributes:
+        divides_time: True.
+    """
+
+    divides_time: bool
+
+
+@runtime_checkable
 class ContentAwareSampler(FrameSampler, Protocol):
     """A sampler that chooses by content: `sample` returns the candidates. The video is decoded twice."""
 

@@ -27,7 +27,7 @@ def documented() -> list[str]:
 def tested() -> set[str]:
     """The lines that tests name."""
     found: set[str] = set()
-    for file in (ROOT / "tests" / "app").glob("test_app_*.py"):
+    for file in (ROOT / "tests").glob("*/test_*.py"):
         for call in re.findall(r"^@line\((.*?)\)$", file.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL):
             found |= set(re.findall(r'"((?:[^"\\]|\\.)*)"', call))
     return found

@@ -111,6 +111,8 @@ def add_faults(name):
         def __init__(self, source):
             self.inner = original(source)
             self.info = self.inner.info
+        def shown_at(self, numbers):
+            return self.inner.shown_at(numbers)
         def read(self, indices, size):
             os.abort()
         def close(self):

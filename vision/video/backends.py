@@ -48,6 +48,8 @@ class DecordReader:
     def __init__(self, source: VideoSource) -> None:
         self._truth = PyavReader(source)
         self.info = self._truth.info
+        if not self._truth.is_plain:
+            raise ValueError("mirrored, transparent and HDR clips can be read by PyAV only")
         self._file = ContainerFile(source)
         self._video: Any = self._open()
         if len(self._video) != self.info.num_frames:
@@ -67,6 +69,10 @@ class DecordReader:
             if _DECODER_NOT_FOUND in str(error):
                 raise ValueError("it has no decoder for this codec") from error
             raise
+
+    def shown_at(self, numbers: Sequence[int]) -> list[int]:
+        """See `VideoReader`."""
+        return self._truth.shown_at(numbers)
 
     def read(self, indices: Sequence[int], size: FrameSize) -> tuple[list[Image.Image], list[float]]:
         thumbnails, times = self._truth.read(indices, (THUMBNAIL_SIZE, THUMBNAIL_SIZE))
@@ -103,7 +109,10 @@ def _decord_image(frame: Any, size: FrameSize) -> Image.Image:
 
 
 class TorchcodecReader:
-    """torchcodec: exact, applies the rotation; supports the codecs of the installed FFmpeg."""
+    """torchcodec: exact; supports the codecs of the installed FFmpeg.
+
+    It applies the rotation, and neither mirroring, the shape of the pixels, transparency nor HDR.
+    """
 
     def __init__(self, source: VideoSource) -> None:
         from torchcodec.decoders import VideoDecoder
@@ -117,6 +126,10 @@ class TorchcodecReader:
         fps = float(metadata.average_fps or 0)
         duration = float(metadata.duration_seconds or _duration(num_frames, fps))
         self.info = VideoInfo(num_frames, fps, duration, metadata.width, metadata.height)
+
+    def shown_at(self, numbers: Sequence[int]) -> list[int]:
+        """See `VideoReader`. torchcodec gives times of frames but no index by time: the rate is taken for constant."""
+        return list(numbers)
 
     def read(self, indices: Sequence[int], size: FrameSize) -> tuple[list[Image.Image], list[float]]:
         """See `VideoReader`. Decodes one frame at a time, since torchcodec decodes at full size."""

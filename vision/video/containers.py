@@ -82,7 +82,10 @@ CONTAINERS = (
 """The allow-list. References to other files inside a container are not followed: see `mmspec.vision.video.backends`."""
 ALLOWED_CONTAINERS = ", ".join(container.name for container in CONTAINERS)
 
+LFS_POINTER = "a Git LFS pointer, not the file itself: git lfs pull fetches it"
+"""What a file is that a clone without Git LFS has in place of a large one."""
 _KNOWN_FORMATS: tuple[tuple[str, str], ...] = (
+    (r"\Aversion https://git-lfs\.github\.com/spec/v", LFS_POINTER),
     (r"\A(\xef\xbb\xbf)?\s*#EXTM3U", "an HLS playlist"),
     (r"\A(\xef\xbb\xbf)?\s*ffconcat version", "a concat script"),
     (r"<MPD[\s>]", "a DASH manifest"),

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from mmspec.interfaces import ContentAwareSampler, FrameSampler
+from mmspec.interfaces import ContentAwareSampler, EvenSampler, FrameSampler
 from mmspec.vision.video.reader import (
     MAX_FRAME_PIXELS,
     THUMBNAIL_SIZE,
@@ -47,6 +47,7 @@ class FrameMetadata:
         height: Likewise.
         video_backend: Name of the backend that decoded it.
         frames_indices: Indices of the frames read.
+        timestamps: Of these, in seconds from the first frame of the video.
     """
 
     fps: float
@@ -56,9 +57,14 @@ class FrameMetadata:
     height: int
     video_backend: str
     frames_indices: tuple[int, ...]
+    timestamps: tuple[float, ...]
 
     def for_processor(self) -> dict[str, Any]:
-        """As the fields of transformers' `VideoMetadata`, for a processor's `video_metadata=`."""
+        """As the fields of transformers' `VideoMetadata`, for a processor's `video_metadata=`.
+
+        Processors compute times as index / fps: frames of a variable rate are named by the numbers that give theirs.
+        """
+        times = zip(self.frames_indices, self.timestamps, strict=True)
         return {
             "total_num_frames": self.total_num_frames,
             "fps": self.fps or None,
@@ -66,7 +72,7 @@ class FrameMetadata:
             "width": self.width,
             "height": self.height,
             "video_backend": self.video_backend,
-            "frames_indices": list(self.frames_indices),
+            "frames_indices": [n if abs(n - t * self.fps) <= 1 else round(t * self.fps) for n, t in times],
         }
 
 
@@ -76,13 +82,16 @@ class Frames:
 
     Attributes:
         images: RGB images.
-        timestamps: In seconds from the first frame of the video.
         metadata: Properties of the video.
     """
 
     images: list[Image.Image]
-    timestamps: list[float]
     metadata: FrameMetadata
+
+    @property
+    def timestamps(self) -> list[float]:
+        """In seconds from the first frame of the video."""
+        return list(self.metadata.timestamps)
 
     def array(self) -> np.ndarray:
         """[T, height, width, 3] uint8, as processors take a video."""
@@ -129,8 +138,9 @@ def read_with(
             total = error.num_frames
             logger.debug("%s has %d frames where its packets promise %d", name, total, info.num_frames)
             indices, images, timestamps = _read_sampled(reader, sampler, total, max_frames, max_pixels)
-        metadata = FrameMetadata(info.fps, total, info.duration, info.width, info.height, backend, tuple(indices))
-        return Frames(images, [round(time, 6) for time in timestamps], metadata)
+        times = tuple(round(time, 6) for time in timestamps)
+        size = info.width, info.height
+        return Frames(images, FrameMetadata(info.fps, total, info.duration, *size, backend, tuple(indices), times))
 
 
 def _read_sampled(
@@ -142,6 +152,9 @@ def _read_sampled(
     is_content_aware = isinstance(sampler, ContentAwareSampler)
     indices = _call_sampler(sampler.sample, total, reader.info.fps)
     _check_indices(indices, range(total), MAX_FRAMES if is_content_aware else max_frames)
+    if isinstance(sampler, EvenSampler) and sampler.divides_time:
+        indices = reader.shown_at(indices)
+        _check_indices(indices, range(total), len(indices))
     if isinstance(sampler, ContentAwareSampler):
         images, _ = reader.read(indices, (THUMBNAIL_SIZE, THUMBNAIL_SIZE))
         candidates = indices

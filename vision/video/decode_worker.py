@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from itertools import chain
 from typing import IO, Any
 
 from PIL import Image
@@ -28,6 +29,8 @@ MAX_HEADER_BYTES = 1 << 26
 """Limit on the JSON line of a message."""
 READY: Mapping[str, Any] = {"ready": True}
 """The first message: what ends the process before is no file."""
+END = b"\n"
+"""What follows the bytes of an answer, so that one of another size is noticed at once."""
 GRACE_S = 10.0
 """Seconds after its deadline at which the process ends itself, in case its parent is dead."""
 _AV_MODULES = ("av", "av.error", "av.logging", "av.stream", "av.subtitles.stream", "av.video.reformatter")
@@ -134,7 +137,7 @@ class _RequestHandler:
                 header, parts = self._answer(request, content)
             except Exception as error:  # decoders raise exceptions of any type
                 header, parts = _describe_failure(error), []
-            write_message(answers, header, (_to_bytes(part) for part in parts))
+            write_message(answers, header, chain(map(_to_bytes, parts), (END,)))
             parts = []
             _set_alarm(0)
 
@@ -154,9 +157,14 @@ class _RequestHandler:
             with sandbox.deny_open():
                 self._reader = BACKENDS[request["backend"]](content)
             return asdict(self._reader.info), []
+        if self._reader is not None and request["op"] == "shown_at":
+            return {"indices": self._reader.shown_at(request["numbers"])}, []
         if self._reader is not None and request["op"] == "read":
+            size = request["width"], request["height"]
             with sandbox.deny_open():
-                images, timestamps = self._reader.read(request["indices"], (request["width"], request["height"]))
+                images, timestamps = self._reader.read(request["indices"], size)
+            if {image.size for image in images} != {size} or len(images) != len(request["indices"]):
+                raise ValueError(f"a reader returns {len(request['indices'])} frames of {size[0]} x {size[1]} pixels")
             return {"timestamps": timestamps}, images
         if self._reader is not None:
             self._reader.close()

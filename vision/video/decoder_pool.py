@@ -7,6 +7,7 @@ crashed, or it timed out. Samplers run in this process, so any sampler works. Wh
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -206,16 +207,32 @@ class _RemoteReader:
         self._deadline = Deadline(pool.timeout_s)
         header, body = _request_with_source({"op": "open", "backend": backend}, source)
         try:
-            self.info = VideoInfo(**worker.request(header, self._deadline, INFO_FIELDS, body)[0])
+            self.info = VideoInfo(
+                **worker.request(header, self._deadline, INFO_FIELDS, body, answer_size=_check_info)[0]
+            )
         except BaseException:
             pool.release(worker)
             raise
 
+    def shown_at(self, numbers: Sequence[int]) -> list[int]:
+        header = {"op": "shown_at", "numbers": [int(number) for number in numbers]}
+
+        def check(answer: dict[str, Any]) -> tuple[int, int]:
+            _check_numbers(answer["indices"], 1, len(numbers), int)
+            return 0, 0
+
+        return list(self._worker.request(header, self._deadline, ("indices",), answer_size=check)[0]["indices"])
+
     def read(self, indices: Sequence[int], size: FrameSize) -> tuple[list[Image.Image], list[float]]:
         width, height = size
         header = {"op": "read", "indices": [int(index) for index in indices], "width": width, "height": height}
-        expected = len(indices), 3 * width * height
-        answer, parts = self._worker.request(header, self._deadline, ("timestamps",), answer_size=lambda _: expected)
+        count = len(indices)
+
+        def check(answer: dict[str, Any]) -> tuple[int, int]:
+            _check_numbers(answer["timestamps"], count, count, (int, float))
+            return count, 3 * width * height
+
+        answer, parts = self._worker.request(header, self._deadline, ("timestamps",), answer_size=check)
         images = [Image.frombytes("RGB", size, part) for part in parts]
         return images, [float(timestamp) for timestamp in answer["timestamps"]]
 
@@ -225,6 +242,29 @@ class _RemoteReader:
             with suppress(DecoderCrashedError, DecoderHungError, RuntimeError):  # all frames have been read
                 self._worker.request({"op": "close"}, self._deadline, ())
         self._pool.release(self._worker)
+
+
+def _check_info(answer: dict[str, Any]) -> tuple[int, int]:
+    """The size of the parts of an answer that has none.
+
+    Raises:
+        ValueError: The properties of a video are not numbers of 0 or more, whole ones of frames and pixels.
+    """
+    numbers = [answer[name] for name in INFO_FIELDS]
+    _check_numbers(numbers, len(INFO_FIELDS), len(INFO_FIELDS), (int, float))
+    if not all(isinstance(answer[name], int) for name in ("num_frames", "width", "height")) or min(numbers) < 0:
+        raise ValueError(f"a video has whole numbers of frames and pixels; got {numbers}.")
+    return 0, 0
+
+
+def _check_numbers(values: Any, least: int, most: int, kinds: type[int] | tuple[type[int], type[float]]) -> None:
+    """
+    Raises:
+        ValueError: It is not a list of `least` to `most` finite numbers.
+    """
+    is_list = isinstance(values, list) and least <= len(values) <= most
+    if not is_list or not all(isinstance(one, kinds) and math.isfinite(one) for one in values):
+        raise ValueError(f"an answer has {least} to {most} numbers; got {str(values)[:100]}.")
 
 
 def _request_with_source(header: dict[str, Any], source: VideoSource) -> tuple[dict[str, Any], bytes]:

@@ -24,6 +24,10 @@ MAX_REGULAR = 2.0
 """Ratio of the long to the usual distances of frames up to which a broadcast stream has a constant frame rate."""
 MIN_HOLE = 1.5
 """Length of a hole in units of the longest usual distance of two frames."""
+MAX_JITTER = 0.5
+"""Distance, in frames, of the times of a constant frame rate from even ones."""
+MAX_LAST = 3.0
+"""Frames that the last one of a constant frame rate may last; containers are inexact about it."""
 MAX_FPS = 1000.0
 MAX_LEADING_FRAMES = 16
 """Frames at the start of a stream that may depend on frames before it, so that no decoder shows them."""
@@ -72,6 +76,20 @@ class FrameIndex:
 
     def __len__(self) -> int:
         return len(self.times)
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether all frames are shown equally long, but for the rounding of their times."""
+        step = self.times[-1] / (len(self) - 1) if len(self) > 1 else 0.0
+        is_even = all(abs(time - number * step) <= MAX_JITTER * step for number, time in enumerate(self.times))
+        return step <= 0 or (is_even and self.duration - self.times[-1] <= MAX_LAST * step)
+
+    def shown_at(self, numbers: Sequence[int]) -> list[int]:
+        """Indices of the frames that are shown when these would be if all were shown equally long; none twice."""
+        if self.is_constant or len(numbers) >= len(self):
+            return list(numbers)
+        step = self.duration / len(self)
+        return sorted({max(0, bisect_right(self.times, number * step) - 1) for number in numbers})
 
     def number(self, pts: int | None) -> int | None:
         """The index of the frame with that timestamp; None if there is none."""
@@ -129,6 +147,8 @@ def index_packets(
     last = max(packets, key=lambda packet: packet.pts or 0).duration * time_base if len(segments) == 1 else 0.0
     end = last if last > 0 else (1 / fps if fps else 0.0)
     index = FrameIndex(times, fps, (times[-1] if times else 0.0) + end, damaged=damaged)
+    if not index.is_constant:
+        index.fps = min(fps, len(times) / index.duration)  # less where the last frame is held
     if len(segments) == 1 and not by_order and len(set(pts)) == len(pts):
         index.pts = pts
         starts = (packet for packet in packets if packet.is_key and packet.dts is not None)

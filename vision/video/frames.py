@@ -50,9 +50,9 @@ def read_frames(
         source: A path, or the content of a file, in one of the containers of `mmspec.vision.video.containers` (detected
             by content). Playlists and other files that refer to files are refused.
         sampler: Selects the frames. Default without `num_frames` and `fps`: eight evenly spaced frames.
-        num_frames: Number of frames; the same ones as transformers' `load_video`. All frames of a shorter video, where
-            transformers raises.
-        fps: Frames per second, `max_frames` at most; the same ones as transformers' `load_video`.
+        num_frames: Number of frames; the same ones as transformers' `load_video` where the frame rate is constant, else
+            by time. All frames of a shorter video, where transformers raises.
+        fps: Frames per second, `max_frames` at most; likewise.
         max_frames: Limit on the number of frames.
         backend: "pyav", "torchcodec", "decord", or "auto": the first of these that is installed and can read it.
             decord refuses files of which it shows other frames than PyAV.

@@ -20,6 +20,7 @@ from PIL import Image
 from mmspec.vision.video.completeness import find_cut
 from mmspec.vision.video.containers import ContainerFile
 from mmspec.vision.video.frame_index import Damage, FrameIndex, PacketTimes, average_rate, index_packets, may_differ
+from mmspec.vision.video.presentation import Presentation
 from mmspec.vision.video.reader import (
     MAX_FRAME_PIXELS,
     NO_STREAM_MESSAGE,
@@ -83,6 +84,9 @@ class PyavReader:
     """See `mmspec.vision.video.reader.VideoReader`.
 
     It gets the open file and the one demuxer of its container, and refuses any other file that a demuxer requests.
+
+    Attributes:
+        is_plain: Whether a decoder that turns by the rotation and knows nothing else shows the same.
     """
 
     def __init__(self, source: VideoSource) -> None:
@@ -91,11 +95,9 @@ class PyavReader:
         if cut := find_cut(self._file.open_stream(), self._demuxer):
             raise DamagedError(f"the file is cut: {cut[0]} of at least {cut[1]} bytes; copy or download it again")
         self._index = self._scan()
-        frame = self._first_frame() if len(self._index) else None
-        if frame is None:
+        if not len(self._index):
             raise NoFramesError("a video without frames")
-        self._rotation = int(getattr(frame, "rotation", 0) or 0)  # phones store the orientation as metadata
-        width, height = (frame.height, frame.width) if self._rotation % 180 else (frame.width, frame.height)
+        width, height = self._find_presentation()
         self.info = VideoInfo(len(self._index), self._index.fps, self._index.duration, width, height)
 
     @property
@@ -171,25 +173,31 @@ class PyavReader:
                 has_b_frames=bool(context.has_b_frames),
             )
 
-    def _first_frame(self) -> Any:
-        """The first frame that the decoder gives; None if there is none.
+    def _find_presentation(self) -> FrameSize:
+        """How frames are shown, from the first one that the decoder gives. Returns its size as it is shown.
 
         Raises:
+            NoFramesError: There is none.
             Exception: There is none, and the decoder reported an error.
         """
         from av.error import InvalidDataError
 
-        last_error = None
+        last_error: Exception = NoFramesError("a video without frames")
         with closing(self._open()) as container:
-            for packet in container.demux(_video_stream(container)):
+            stream = _video_stream(container)
+            for packet in container.demux(stream):
                 try:
                     for frame in packet.decode():
-                        return frame
+                        self._presentation = Presentation.of(frame, stream)
+                        self.is_plain = self._presentation.is_plain(frame)
+                        return self._presentation.shown_size(frame.width, frame.height)
                 except InvalidDataError as error:
                     last_error = error
-        if last_error is not None:
-            raise last_error
-        return None
+        raise last_error
+
+    def shown_at(self, numbers: Sequence[int]) -> list[int]:
+        """See `VideoReader`."""
+        return self._index.shown_at(numbers)
 
     def read(self, indices: Sequence[int], size: FrameSize) -> tuple[list[Image.Image], list[float]]:
         wanted = [index for index in indices if index not in self._index.damaged]
@@ -228,7 +236,6 @@ class PyavReader:
     def _read_run(self, start: _Start, todo: deque[int], size: FrameSize, found: dict[int, Image.Image]) -> None:
         """Decode from `start` on until the frames `todo` are found or known to be lost."""
         damage = Damage(is_timed=bool(self._index.pts))
-        width, height = reversed(size) if self._rotation % 180 else size
         index = start.index - 1
         with closing(self._decoded(start, damage)) as frames:
             for index, frame, is_good in frames:
@@ -238,8 +245,7 @@ class PyavReader:
                 if todo and todo[0] == index:
                     todo.popleft()
                     if is_good:
-                        image = frame.to_image(width=width, height=height)
-                        found[index] = image.rotate(self._rotation, expand=True) if self._rotation else image
+                        found[index] = self._presentation.to_image(frame, size)
                 if not todo and self._index.pts:
                     return
         if todo or index + 1 != len(self._index):

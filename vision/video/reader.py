@@ -66,6 +66,10 @@ class VideoReader(Protocol):
 
     info: VideoInfo
 
+    def shown_at(self, numbers: Sequence[int]) -> list[int]:
+        """Indices of the frames that are shown when the frames of these numbers, rising, would be if all were shown
+        equally long. None is named twice."""
+
     def read(self, indices: Sequence[int], size: FrameSize) -> tuple[list[Image.Image], list[float]]:
         """Decode frames.
 

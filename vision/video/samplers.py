@@ -7,18 +7,20 @@ files nor on decoders.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 MAX_CANDIDATES = 256
-"""Largest number of thumbnails that a sampler may request."""
+"""Largest number of frames, or of thumbnails, that a sampler may request."""
 
 
 @dataclass(frozen=True)
 class Uniform:
-    """One frame from each of `num_frames` intervals of equal length; all frames if there are no more.
+    """One frame from each of `num_frames` intervals of equal time; all frames if there are no more.
+
+    A frame that is shown longer than an interval is taken once, so a variable frame rate may give fewer frames.
 
     Attributes:
         num_frames: Number of frames.
@@ -29,6 +31,7 @@ class Uniform:
         ValueError: `num_frames` is below 1.
     """
 
+    divides_time: ClassVar[bool] = True
     num_frames: int = 8
     hf: bool = False
 
@@ -46,8 +49,7 @@ class Uniform:
 class Fps:
     """`fps` frames per second of video, evenly spaced: at least one, `max_frames` at most, none twice.
 
-    The duration is computed from the average frame rate; in a video with a variable frame rate the sampled timestamps
-    vary accordingly.
+    A frame of a variable frame rate that is shown longer is taken once.
 
     Attributes:
         fps: Frames per second to sample.
@@ -58,6 +60,7 @@ class Fps:
         ValueError: `fps` is not positive and finite, or `max_frames` is below 1.
     """
 
+    divides_time: ClassVar[bool] = True
     fps: float = 1.0
     max_frames: int = 64
     hf: bool = False
@@ -94,6 +97,7 @@ class MostDifferent:
         ValueError: `num_frames` is below 1, or `num_candidates` is not between it and `MAX_CANDIDATES`.
     """
 
+    divides_time: ClassVar[bool] = True
     num_frames: int = 8
     num_candidates: int = 64
 

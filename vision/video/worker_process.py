@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from mmspec.messages import one_line
 from mmspec.vision.images import ImageError
 from mmspec.vision.video.deadline import Deadline
-from mmspec.vision.video.decode_worker import READY, read_exactly, read_message, write_message
+from mmspec.vision.video.decode_worker import END, READY, read_exactly, read_message, write_message
 from mmspec.vision.video.reader import NoFramesError, RecountedError
 
 EXIT_TIMEOUT_S = 5.0
@@ -147,7 +147,7 @@ class WorkerProcess:
             deadline: The worker is killed when it has passed.
             expected_keys: Keys that the answer must have.
             body: Bytes after the header.
-            answer_size: Maps the answer's header to (number of parts, bytes of each).
+            answer_size: Maps the answer's header to (number of parts, bytes of each); ValueError: it is malformed.
             timeout_s: Time limit that the error message names; that of the worker if None.
             read_range: Answers the worker's own requests for bytes of a file, from their start and number.
 
@@ -169,7 +169,10 @@ class WorkerProcess:
             if "failed" not in answer and set(expected_keys) - set(answer):
                 raise ValueError(f"an answer needs the keys {', '.join(expected_keys)}; got {', '.join(answer)}.")
             count, size = (0, 0) if "failed" in answer else answer_size(answer)
-            return answer, [read_exactly(self._process.stdout, size) for _ in range(count)]
+            parts = [read_exactly(self._process.stdout, size) for _ in range(count)]
+            if read_exactly(self._process.stdout, len(END)) != END:
+                raise ValueError(f"an answer has {count} x {size} bytes; got more.")
+            return answer, parts
 
         answer, parts = self._exchange(deadline, timeout_s or self._timeout_s, exchange)
         if "failed" in answer:
