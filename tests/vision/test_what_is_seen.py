@@ -22,7 +22,7 @@ from mmspec.app.io.images import load_image
 from mmspec.app.io.inputs import find_sources
 from mmspec.app.io.item import SourceOptions
 from mmspec.vision.images import ImageError, available_formats, decode_image
-from mmspec.vision.video import decoder_pool
+from mmspec.vision.video import decoder_pool, worker_process
 from mmspec.vision.video.decoder_pool import DecoderPool
 from mmspec.vision.video.frames import DecoderCrashedError, Fps, Frames, MostDifferent, Uniform, read_frames
 from mmspec.vision.video.presentation import find_orientation, to_standard_range
@@ -349,6 +349,7 @@ def test_more_frames_than_are_read_of_a_clip(options: dict[str, Any]) -> None:
 )
 def test_the_size_of_an_answer_is_checked(code: str, upright: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoder_pool, "worker_command", decoder_command_running(code))
+    monkeypatch.setattr(worker_process, "EXIT_TIMEOUT_S", 0.05)
     with DecoderPool() as pool:
         with pytest.raises(DecoderCrashedError, match="malformed answer"):
             read_frames(upright, num_frames=1, backend="pyav", isolated=pool)
