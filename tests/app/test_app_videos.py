@@ -164,7 +164,7 @@ def test_frames_by_the_second_and_those_that_differ(
         (("--fps", 0), "must be frames per second, a number above 0, got '0'"),
         (("--fps", "nan"), "number above 0"),
         (("--fps", 2, "--sampler", "differing"), "give one of them"),
-        (("--frames", 300, "--sampler", "differing"), "chooses among 256 frames; got --frames 300"),
+        (("--frames", 300, "--sampler", "differing"), "at most 256 frames of a clip are read; got --frames 300"),
         (("--sampler", "best"), "invalid choice"),
     ],
 )
