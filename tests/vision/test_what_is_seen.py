@@ -295,6 +295,22 @@ def test_the_colours_of_hdr() -> None:
         assert r > 100 and g == b == 0
 
 
+def test_all_of_it_works_where_no_file_can_be_opened(tmp_path: Path) -> None:
+    """In the decoder process, which can import nothing by then."""
+    layer = np.full((32, 32, 4), 128, np.uint8)
+    tags = {"color_trc": 16, "color_primaries": 9, "colorspace": 9, "color_range": 1}
+    clips = [
+        make_clip(tmp_path / "a.mov", [layer] * 2, "png", "rgba"),
+        make_clip(tmp_path / "b.mkv", [layer] * 2, "ffv1", "yuv420p10le", (4, 3), **tags),
+    ]
+    with DecoderPool() as pool:
+        for clip in clips:
+            frames = read_frames(clip, num_frames=1, backend="pyav", isolated=pool)
+            assert np.array_equal(frames.array(), read_frames(clip, num_frames=1, backend="pyav").array())
+        deep = png_of_16_bits((4095 * np.stack([RAMP] * 3, axis=2)).round())
+        assert np.array_equal(np.asarray(pool.decode_image(deep, 10**6)), np.asarray(decode_image(deep, 10**6)))
+
+
 # --- what is no picture -----------------------------------------------------------------------------------------------
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + 64 * b"0" + b"\nsize 90405214\n"

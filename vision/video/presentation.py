@@ -119,7 +119,7 @@ class Presentation:
             image = Image.fromarray(to_standard_range(values, self.transfer, self.primaries))
         elif _has_alpha(frame):
             layer = Image.fromarray(frame.to_ndarray(format="rgba", width=width, height=height))
-            image = Image.alpha_composite(Image.new("RGBA", layer.size, "white"), layer).convert("RGB")
+            image = Image.alpha_composite(Image.new("RGBA", layer.size, (255, 255, 255, 255)), layer).convert("RGB")
         else:
             image = frame.to_image(width=width, height=height)
         return image if self.orientation is None else image.transpose(self.orientation)
