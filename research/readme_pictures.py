@@ -43,7 +43,7 @@ def main() -> None:
         page.wait_for_timeout(300)
         report = next(reversed(demo.reports.values()))
         drafted = [index for index, token in enumerate(report["lanes"][0]["tokens"]) if token[2] == "drafted"]
-        page.locator(".mmspec .text span").nth(drafted[len(drafted) // 2]).hover()
+        page.locator(".mmspec .text span").nth(drafted[len(drafted) // 2]).dispatch_event("click")
         page.wait_for_timeout(200)
         image = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
         image.thumbnail((WIDTH, 10_000))
