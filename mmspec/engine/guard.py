@@ -97,7 +97,7 @@ def describe_modules(modules: Sequence[nn.Module]) -> list[Any]:
 
 
 def _number(buffer: Tensor) -> list[float]:
-    """The number of a buffer that has one, such as a scale, which C gets by value; an edit by `.data` leaves no trace."""
+    """The number of a buffer that has one, such as a scale, which C gets by value: `.data` edits leave no trace."""
     return [buffer.item()] if buffer.numel() == 1 and buffer.device.type == "cpu" else []
 
 
