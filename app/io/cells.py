@@ -206,11 +206,20 @@ def _parts(cell: Any, reach: Reach, depth: int = 0) -> Iterator[tuple[Content, s
                     return
         return
     if isinstance(cell, Mapping) and not {"bytes", "path"} & set(cell):
-        inner = next((cell[name] for name in (*IMAGE_COLUMNS, *cell) if is_candidate(cell.get(name))), None)
-        if inner is not None and depth < MAX_CELL_DEPTH:
-            yield from _parts(inner, reach, depth + 1)
+        inner = [cell[name] for name in IMAGE_COLUMNS if is_candidate(cell.get(name))][:1] or _unnamed(cell)
+        if len(inner) > 1:
+            yield _bad(cell, f"a struct of several: {_listed(list(map(str, cell)))}")
+            return
+        if inner and depth < MAX_CELL_DEPTH:
+            yield from _parts(inner[0], reach, depth + 1)
             return
     yield _one(cell, reach)
+
+
+def _unnamed(struct: Mapping[Any, Any]) -> list[Any]:
+    """The fields of a struct that may hold its picture, none of a known name; of text if there are no others."""
+    found = [value for value in struct.values() if is_candidate(value)]
+    return [value for value in found if not isinstance(value, str)] or found
 
 
 def is_candidate(value: Any) -> bool:

@@ -61,7 +61,10 @@ class SavedSource:
         files = state.get("_data_files")
         if not isinstance(files, list) or not all(isinstance(file, dict) for file in files):
             raise UsageError(f"{self.name}: state.json names no files")
-        return [self._inside(folder, file.get("filename")) for file in files]
+        found = [self._inside(folder, file.get("filename")) for file in files]
+        if len(set(found)) < len(found):
+            raise UsageError(f"{self.name}: state.json names a file twice")
+        return found
 
     def _inside(self, folder: str, name: object) -> FileBelow:
         """What a file in a folder of this one names.

@@ -107,6 +107,7 @@ class JsonReader:
 
         Raises:
             UsageError: it is none, or longer than `MAX_LINE_CHARS`.
+            RecursionError: it is nested too deeply.
         """
         while True:
             self.peek()
@@ -114,9 +115,9 @@ class JsonReader:
                 found, end = self._decoder.raw_decode(self._buffer, self._place)
                 if end == len(self._buffer) and not self._ended:  # a number may go on
                     raise ValueError
-            except (ValueError, RecursionError) as error:
+            except ValueError as error:
                 size = len(self._buffer) - self._place
-                if self._ended or size > MAX_LINE_CHARS or isinstance(error, RecursionError):
+                if self._ended or size > MAX_LINE_CHARS:
                     message = f"longer than {MAX_LINE_CHARS} characters" if not self._ended else one_line(error, 120)
                     raise self._fault(message) from error
                 self._fill()

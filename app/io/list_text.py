@@ -23,6 +23,8 @@ Numbered = Iterator[tuple[int, dict[str, Any]]]
 """Records with their numbers."""
 MAX_LINE_CHARS = 64 << 20
 """Longest line of a list, or record of a JSON list: a picture of 48 MB in base64."""
+_MARK = "\ufeff"
+"""Byte order mark."""
 MAX_WESTERN_RUN = 2
 """Bytes above 127 that follow each other in text of Western Europe; other alphabets and scripts have more."""
 
@@ -66,7 +68,7 @@ class ListText:
             number += 1
             if len(line) > MAX_LINE_CHARS:
                 raise UsageError(f"{self.path} line {number} is longer than {MAX_LINE_CHARS} characters")
-            yield number, line
+            yield number, line.removeprefix(_MARK)  # also of lists joined by `cat`
 
     def lines(self) -> Iterator[tuple[int, str]]:
         """The same, decoded.

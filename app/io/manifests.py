@@ -71,6 +71,8 @@ def read_manifest(path: Path, options: SourceOptions, found: LeftOut) -> Iterato
             entries.end()
     except UnicodeError as error:
         raise UsageError(f"list {path} is not UTF-8 text: {one_line(error, 120)}") from error
+    except RecursionError as error:
+        raise UsageError(f"cannot read list {path}: its values are nested too deeply") from error
     except (gzip.BadGzipFile, zlib.error, EOFError) as error:
         raise UsageError(f"cannot read list {path}: {one_line(error, 120)}") from error
     except OSError as error:

@@ -1,22 +1,24 @@
 """Captions as text files, one for each picture: beside it, or under the same name in a folder.
 
-A file that exists is a finished row, so that a job is resumed without any other state. Each is written whole or not at
-all, on one line: trainers take the first line alone (kohya's scripts), or each line for a caption (OneTrainer). Rows
-with an error have none, and are repeated by the next run.
+A file that exists is a finished row, so that a job is resumed without any other state; a folder of them says whose they
+are. Each is written whole or not at all, on one line: trainers take the first line alone (kohya's scripts), or each
+line for a caption (OneTrainer). Rows with an error have none, and are repeated by the next run.
 """
 
 from __future__ import annotations
 
 import glob
+import json
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
 from mmspec.app.caption.progress import print_stderr
 from mmspec.app.errors import UsageError, explain_write
 from mmspec.app.io import jsonl
-from mmspec.app.io.cells import MEDIA_SUFFIXES, short_repr
+from mmspec.app.io.cells import MEDIA_SUFFIXES, relative_name, short_repr
 from mmspec.app.io.content import Unreadable
 from mmspec.app.io.item import Item
 from mmspec.app.io.job_metadata import Settings, is_overwriting, write_settings
@@ -28,6 +30,8 @@ from mmspec.vision.video.containers import open_regular_file
 SIDECAR_SUFFIX = ".txt"
 JOB_SUFFIX = ".job"
 """Of the hidden file beside the first text file of a job that runs: its lock; with --overwrite also its settings."""
+PICTURES_FILE = ".pictures"
+"""In a folder of text files: of each, in a line of JSON, its path and that of its picture from there."""
 
 
 class SidecarOutput:
@@ -95,11 +99,37 @@ class SidecarOutput:
         if self.folder is None:
             for folder in {path.parent for path in rows}:
                 check_writable_folder(folder, folder)
+        self._check_pictures(rows)
         replaced_after = self._claim(own[0]) if self._shard is not None and own else None
         for path, item in rows.items():
             if path.is_file() and (not self.overwrite or _is_newer(path, replaced_after)):
                 self._finished[item.id] = Finished(None, False, False)
         return self._finished
+
+    def _names(self, path: Path, item: Item) -> list[str]:
+        """A line of `PICTURES_FILE`."""
+        return [relative_name(one, self.base) for one in (path, item.path)]
+
+    def _check_pictures(self, rows: Mapping[Path, Item]) -> None:
+        """Refuse rows whose text files exist and are known to be of other pictures.
+
+        Raises:
+            UsageError: there is one.
+        """
+        if self.folder is None or self.overwrite or not (file := self.folder / PICTURES_FILE).is_file():
+            return
+        known: dict[str, str] = {}
+        for line in file.read_text(encoding="utf-8").splitlines():
+            with suppress(ValueError, TypeError):  # torn by a kill
+                name, picture = json.loads(line)
+                known[name] = picture
+        for path, item in rows.items():
+            name, picture = self._names(path, item)
+            if known.get(name, picture) != picture and path.is_file():
+                raise UsageError(
+                    f"{short_repr(name)} in {self.folder} is the caption of {short_repr(known[name])}, not of "
+                    f"{short_repr(picture)}: use another --out, or --overwrite"
+                )
 
     def _rows(self) -> dict[Path, Item]:
         """The row of each text file; of a photo and its clip (a Live Photo) that of the photo."""
@@ -171,6 +201,9 @@ class SidecarOutput:
                         os.close(open_regular_file(item.below))  # no link has come to be on the way to it
                     path.parent.mkdir(parents=True, exist_ok=True)
                     if self.overwrite or not path.exists():  # what somebody wrote meanwhile is left alone as well
+                        if self.folder is not None:
+                            with (self.folder / PICTURES_FILE).open("a", encoding="utf-8") as pictures:
+                                pictures.write(f"\n{json.dumps(self._names(path, item))}")
                         with atomic_write(path) as part:
                             part.write_text(on_one_line(row["caption"]), encoding="utf-8", newline="\n")
             self._finished[row["id"]] = Finished.of(row)

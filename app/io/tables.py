@@ -21,7 +21,7 @@ from mmspec.app.io.content import Unreadable, is_local, open_file_system
 from mmspec.app.io.item import Item, Skip, SourceOptions
 from mmspec.app.io.left_out import LeftOut
 from mmspec.hints import install_hint
-from mmspec.vision.video.containers import FileBelow, open_regular_file
+from mmspec.vision.video.containers import HEADER_BYTES, FileBelow, describe_format, open_regular_file
 from mmspec.vision.video.decoder_pool import DecoderPool
 from mmspec.vision.video.remote_table import RemoteTable
 from mmspec.vision.video.worker_process import DecoderCrashedError, DecoderHungError, DecoderStartError
@@ -81,6 +81,8 @@ def open_table(kind: str, url: str | FileBelow) -> Iterator[RemoteTable]:
             file.seek(start)
             return bytes(file.read(count))
 
+        if kind == "parquet" and not (header := read_range(0, HEADER_BYTES)).startswith((b"PAR1", b"PARE")):
+            raise ValueError(f"it is {describe_format(header)}")
         table = stack.enter_context(RemoteTable(_workers(), kind, size, read_range))
         limit = FREE_ROWS + MAX_ROWS_PER_BYTE * size
         if sum(table.group_rows or ()) > limit:

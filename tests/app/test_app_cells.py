@@ -134,6 +134,7 @@ def test_pictures_in_cells(form: str, kind: str) -> None:
         ([picture()] * 65, "TooMany"),
         ({"bytes": None, "path": None}, "Missing"),
         ({"x": 1}, "Missing"),
+        ({"left": picture(), "right": picture()}, "BadCell"),
         ("../a.png", "OutsideInput"),
         ("http://example.org/a.png", "AddressNotAllowed"),
     ],

@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -236,6 +237,25 @@ def test_all_rows_are_counted_of_a_list_that_is_read_in_part() -> None:
     inputs = Inputs(["l.jsonl"], SourceOptions())
     inputs.check()
     assert inputs.left_out(listed=True) == ["l.jsonl: skipped 3 records without a picture, as line 2501"]
+
+
+@line("lists joined by `cat`, with a byte order mark in each")
+def test_marks_within_a_list() -> None:
+    text = "\ufeff{}\n\ufeff{}\n"
+    assert [item.id for item in look("l.txt", text.format("a.png", "b.png"))[0]] == ["a.png", "b.png"]
+    assert len(look("l.jsonl", text.format('{"image": "a.png"}', '{"image": "b.png"}'))[0]) == 2
+
+
+@line("a JSON list with values in each other, a thousand levels deep")
+@pytest.mark.parametrize(("opened", "closed"), ["[]", ('{"a":', "}")])
+def test_values_that_are_nested_too_deeply(opened: str, closed: str) -> None:
+    for levels in (960, 20_000):  # what the parser of JSON reads, and what it does not
+        deep = opened * levels + '"a.png"' + closed * levels
+        for text in (f'[{{"image": {deep}}}]', f'{{"x": {deep}, "images": [{{"image": "a.png"}}]}}'):
+            Path("l.json").write_text(text)
+            with suppress(UsageError):  # and nothing else
+                look("l.json", text)
+        assert "l.json" in refusal("l.json", f'[{{"image": "a.png"}}, {{"image": {deep}}}]')
 
 
 @line("a row of a list that is equal to an earlier one")

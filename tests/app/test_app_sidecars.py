@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import test_app_jobs as jobs
+from input_table import line
 from PIL import Image
 
 from mmspec.app.caption.command import build_output
@@ -59,6 +60,20 @@ def test_a_text_file_for_each_picture(folder: Path, beside: bool, capsys: Any) -
     assert not list(folder.rglob("*.part")) and not list(folder.rglob("*.json*"))
     assert job(folder, out=out).run() == 0
     assert "0 captioned, 0 failed, 10 skipped" in capsys.readouterr().err
+
+
+@line("two folders with equal names, and text files in one `--out`")
+def test_a_folder_of_texts_knows_whose_they_are(folder: Path) -> None:
+    (folder / "q").mkdir()
+    Image.new("RGB", (40, 8)).save(folder / "q" / "0.v2.png")
+    options = {"out": str(folder / "captions"), "paths": (str(folder / "q"),)}
+    job(folder, jobs.Fake(), out=options["out"]).run()
+    with pytest.raises(UsageError, match=r"0\.v2\.txt'.*the caption of '\.\./p/0\.v2\.png', not of '\.\./q/0"):
+        job(folder, jobs.Fake(), **options).run()
+    assert texts(folder / "captions") == expected()
+    for overwrite in (True, False):
+        assert job(folder, jobs.Fake(), **options, overwrite=overwrite).run() == 0
+        assert texts(folder / "captions") == expected() | {"0.v2.txt": "40 x"}
 
 
 def test_prefix_and_suffix(folder: Path) -> None:

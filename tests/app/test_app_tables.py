@@ -14,6 +14,7 @@ from test_app_inputs import failure, picture, read
 
 from mmspec.app.errors import UsageError
 from mmspec.app.io import data_sets, tables
+from mmspec.app.io.images import load_image
 from mmspec.app.io.inputs import Inputs
 from mmspec.app.io.item import Item, SourceOptions
 from mmspec.vision.images import ImageError
@@ -134,7 +135,7 @@ def test_damaged_arrow_files(tmp_path: Path, data: bytes | None) -> None:
         read(tmp_path / "d")
 
 
-@line("a folder of `save_to_disk` whose JSON files name what is outside")
+@line("a folder of `save_to_disk` whose JSON files name what is outside, or a file twice")
 @pytest.mark.parametrize(
     "name", ["../../private/{file}", "{private}/{file}", "link.arrow", "linked/{file}", "", ".", "a\0b", 7, None, ["x"]]
 )
@@ -148,6 +149,12 @@ def test_state_json_stays_in_the_folder(tmp_path: Path, name: object) -> None:
     state = json.loads((inner / "state.json").read_text())
     (inner / "state.json").write_text(json.dumps(state | {"_data_files": [{"filename": name}]}))
     with pytest.raises(UsageError, match=r"leads out of the folder|cannot read"):
+        read(inner)
+    own = next(inner.glob("data*.arrow")).name
+    (inner / "state.json").write_text(
+        json.dumps(state | {"_data_files": [{"filename": own}, {"filename": f"./{own}"}]})
+    )
+    with pytest.raises(UsageError, match="names a file twice"):
         read(inner)
 
 
@@ -168,6 +175,15 @@ def test_splits_and_json_files_stay_in_the_folder(tmp_path: Path) -> None:
         (tmp_path / "private" / "state.json").write_text(text)
         with pytest.raises(UsageError):
             read(tmp_path / "private")
+
+
+@line("a pointer of Git LFS in place of a file")
+@pytest.mark.parametrize("name", ["a.jpg", "a.tar", "a.parquet"])
+def test_pointers_of_git_lfs(tmp_path: Path, name: str) -> None:
+    file = tmp_path / name
+    file.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:6fd5\nsize 90405214\n")
+    with pytest.raises(ImageError if name == "a.jpg" else UsageError, match="git lfs pull"):
+        load_image(read(file)[0].path)
 
 
 def test_values_of_every_type_and_damaged_groups(tmp_path: Path) -> None:

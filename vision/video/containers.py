@@ -109,6 +109,7 @@ _KNOWN_FORMATS: tuple[tuple[str, str], ...] = (
     (r"\A(\x1f\x8b|BZh|\xfd7zXZ|\x28\xb5\x2f\xfd)", "compressed (gzip, bzip2, xz or zstd)"),
     (r"\APAR1", "a Parquet file"),
     (r"\A.{257}ustar", "a tar archive"),
+    (r"\Aversion https://git-lfs\.github\.com/", "a Git LFS pointer, get the file by git lfs pull"),
 )
 
 
