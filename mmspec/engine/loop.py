@@ -201,6 +201,7 @@ class DecodeLoop:
         max_emit = self.output.max_emit(controller.max_tree_size)
         active = self._active_rows([limit - 1 for limit in max_emit])  # a row that may emit one token needs no draft
         tree = self.drafter.propose(state, controller.max_tree_size, active)
+        tree.check(len(active))
         num_proposed = tree.num_nodes
         tree = tree.trim(controller.max_tree_size)
         if self.target.chains_only:

@@ -54,6 +54,23 @@ class DraftTree:
     ancestor_mask: Tensor | None = None
     depths: Tensor | None = None
 
+    def check(self, batch: int) -> None:
+        """Check what `sanitize` takes for granted of the tree of any drafter.
+
+        Args:
+            batch: rows of the call.
+
+        Raises:
+            TypeError: a part is no dense tensor [batch, N] of its type.
+        """
+        shape = batch, max(self.num_nodes, 1)
+        for name, dtype in (("tokens", torch.int64), ("parents", torch.int64), ("node_mask", torch.bool)):
+            part = getattr(self, name)
+            is_dense = isinstance(part, Tensor) and part.layout == torch.strided and not part.is_meta
+            if not is_dense or part.dtype != dtype or part.shape != shape:
+                found = f"{part.dtype} {list(part.shape)}" if isinstance(part, Tensor) else type(part).__name__
+                raise TypeError(f"{name} of a tree must be a dense {dtype} tensor {list(shape)}; got {found}")
+
     @property
     def num_nodes(self) -> int:
         """N, root included."""

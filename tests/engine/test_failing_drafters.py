@@ -109,6 +109,14 @@ MALFORMED: list[Callable[[DraftTree], Any]] = [
     lambda tree: DraftTree(tree.tokens[0], tree.parents[0], tree.node_mask[0]),
     lambda tree: DraftTree(tree.tokens.float(), tree.parents, tree.node_mask),
     lambda tree: DraftTree(tree.tokens, tree.parents, None),  # type: ignore[arg-type]
+    lambda tree: DraftTree(tree.tokens.to(torch.uint8), tree.parents, tree.node_mask),
+    lambda tree: DraftTree(tree.tokens.to(torch.complex64), tree.parents, tree.node_mask),
+    lambda tree: DraftTree(tree.tokens.to("meta"), tree.parents, tree.node_mask),
+    lambda tree: DraftTree(tree.tokens.to_sparse(), tree.parents, tree.node_mask),
+    lambda tree: DraftTree(tree.tokens, tree.parents, tree.node_mask.long()),
+    lambda tree: DraftTree(tree.tokens, tree.parents, tree.node_mask.float() * float("nan")),
+    lambda tree: DraftTree(tree.tokens[:, :0], tree.parents[:, :0], tree.node_mask[:, :0]),
+    lambda tree: DraftTree(tree.tokens.repeat(2, 1), tree.parents.repeat(2, 1), tree.node_mask.repeat(2, 1)),
 ]
 
 
