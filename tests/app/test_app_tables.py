@@ -14,7 +14,6 @@ from test_app_inputs import failure, picture, read
 
 from mmspec.app.errors import UsageError
 from mmspec.app.io import data_sets, tables
-from mmspec.app.io.images import load_image
 from mmspec.app.io.inputs import Inputs
 from mmspec.app.io.item import Item, SourceOptions
 from mmspec.vision.images import ImageError
@@ -175,15 +174,6 @@ def test_splits_and_json_files_stay_in_the_folder(tmp_path: Path) -> None:
         (tmp_path / "private" / "state.json").write_text(text)
         with pytest.raises(UsageError):
             read(tmp_path / "private")
-
-
-@line("a pointer of Git LFS in place of a file")
-@pytest.mark.parametrize("name", ["a.jpg", "a.tar", "a.parquet"])
-def test_pointers_of_git_lfs(tmp_path: Path, name: str) -> None:
-    file = tmp_path / name
-    file.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:6fd5\nsize 90405214\n")
-    with pytest.raises(ImageError if name == "a.jpg" else UsageError, match="git lfs pull"):
-        load_image(read(file)[0].path)
 
 
 def test_values_of_every_type_and_damaged_groups(tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ ALLOWED_CONTAINERS = ", ".join(container.name for container in CONTAINERS)
 LFS_POINTER = "a Git LFS pointer, not the file itself: git lfs pull fetches it"
 """What a file is that a clone without Git LFS has in place of a large one."""
 _KNOWN_FORMATS: tuple[tuple[str, str], ...] = (
-    (r"\Aversion https://git-lfs\.github\.com/spec/v", LFS_POINTER),
+    (r"\Aversion https://git-lfs\.github\.com/", LFS_POINTER),
     (r"\A(\xef\xbb\xbf)?\s*#EXTM3U", "an HLS playlist"),
     (r"\A(\xef\xbb\xbf)?\s*ffconcat version", "a concat script"),
     (r"<MPD[\s>]", "a DASH manifest"),
@@ -109,7 +109,6 @@ _KNOWN_FORMATS: tuple[tuple[str, str], ...] = (
     (r"\A(\x1f\x8b|BZh|\xfd7zXZ|\x28\xb5\x2f\xfd)", "compressed (gzip, bzip2, xz or zstd)"),
     (r"\APAR1", "a Parquet file"),
     (r"\A.{257}ustar", "a tar archive"),
-    (r"\Aversion https://git-lfs\.github\.com/", "a Git LFS pointer, get the file by git lfs pull"),
 )
 
 
