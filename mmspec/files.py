@@ -5,6 +5,7 @@ Knows nothing of what is written; used for checkpoints, weights, results and mea
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import secrets
@@ -14,6 +15,8 @@ from pathlib import Path
 
 CACHE_VARIABLE = "MMSPEC_CACHE"
 """Environment variable that names the cache folder."""
+MAX_NAME_BYTES = 230
+"""Longest name of a file with which others are made; file systems permit 255 bytes."""
 
 
 def cache_folder() -> Path:
@@ -47,6 +50,15 @@ def make_private_folder(folder: Path) -> None:
         one.mkdir(mode=0o700, exist_ok=True)
 
 
+def short_name(name: str) -> str:
+    """The name of a file; of a long one a digest takes the place of its end, so that others can be made from it."""
+    data = os.fsencode(name)
+    if len(data) <= MAX_NAME_BYTES:
+        return name
+    suffix, digest = os.path.splitext(name)[1], hashlib.sha256(data).hexdigest()[:16]
+    return data[:200].decode("utf-8", "ignore") + digest + (suffix if len(suffix) < 9 else "")
+
+
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
     """Yield a temporary path in the folder of `path`; on normal exit it is flushed to disk and renamed to `path`.
@@ -57,7 +69,7 @@ def atomic_write(path: Path) -> Iterator[Path]:
     Raises:
         OSError: the file cannot be flushed or renamed (full disk, missing permission).
     """
-    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
+    part = path.with_name(f".{short_name(path.name)}.{secrets.token_hex(4)}.part")
     try:
         yield part
         with part.open("r+b") as file:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import re
 from collections.abc import Collection, Sequence
@@ -92,7 +93,9 @@ class FileOutput(ResumableOutput):
         assert self._file is not None
         jsonl.truncate_torn_line(self._file, self._valid_bytes)
         if self.world_size == 1:
-            for part in self.path.parent.glob(f".{self.path.stem}.*.part"):  # of a job that was killed while replacing
+            for part in self.path.parent.glob(
+                f".{glob.escape(self.path.stem)}.*.part"
+            ):  # of a job that was killed while replacing
                 part.unlink(missing_ok=True)
             if retry_errors:
                 self._drop_errors()

@@ -24,7 +24,7 @@ from mmspec.app.io.item import Item
 from mmspec.app.io.job_metadata import Settings, is_overwriting, write_settings
 from mmspec.app.io.jsonl import Row
 from mmspec.app.io.output import Finished, JobSummary, check_writable_folder, make_output_folder
-from mmspec.files import atomic_write
+from mmspec.files import atomic_write, short_name
 from mmspec.vision.video.containers import open_regular_file
 
 SIDECAR_SUFFIX = ".txt"
@@ -167,7 +167,7 @@ class SidecarOutput:
 
     def _claim(self, first: Path) -> int | None:
         """Lock the job by its first text file; returns when one with `overwrite` began, in ns, if it was stopped."""
-        self._job_file = first.with_name(f".{first.name}{JOB_SUFFIX}")
+        self._job_file = first.with_name(f".{short_name(first.name)}{JOB_SUFFIX}")
         try:
             with explain_write(self._job_file):
                 first.parent.mkdir(parents=True, exist_ok=True)
@@ -184,9 +184,10 @@ class SidecarOutput:
         if self._lock is None or self._job_file is None:
             return
         with explain_write(self._job_file):
-            for folder in {path.parent for path in self._own}:
+            written = {path.with_name(short_name(path.name)) for path in self._own}
+            for folder in {path.parent for path in written}:
                 for part in folder.glob(f".*{SIDECAR_SUFFIX}.*.part"):
-                    if folder / part.name[1:].rsplit(".", 2)[0] in self._own:
+                    if folder / part.name[1:].rsplit(".", 2)[0] in written:
                         part.unlink(missing_ok=True)
             if self.overwrite and write_settings(self._job_file, self._settings, overwriting=True):
                 self._lock.close()

@@ -76,6 +76,19 @@ def test_a_folder_of_texts_knows_whose_they_are(folder: Path) -> None:
         assert texts(folder / "captions") == expected() | {"0.v2.txt": "40 x"}
 
 
+@line("a name of up to 255 bytes and `--format txt`")
+@pytest.mark.parametrize("out", ["-", "captions"])
+def test_names_as_long_as_file_systems_permit(folder: Path, out: str) -> None:
+    stems = ["x" * 251, "y" * 251, "\u00e9" * 125]
+    for stem in stems:
+        Image.new("RGB", (40, 8)).save(folder / "p" / f"{stem}.png")
+    out = out if out == "-" else str(folder / out)
+    assert job(folder, jobs.Fake(), out=out).run() == 0
+    found = texts(folder / "p" if out == "-" else Path(out))
+    assert found == expected() | {f"{stem}.txt": "40 x" for stem in stems}
+    assert not [path for path in folder.rglob(".*") if path.name != ".pictures"]
+
+
 def test_prefix_and_suffix(folder: Path) -> None:
     fake = jobs.Fake()
     assert job(folder, fake, prefix="sks dog, ", suffix=", photo").run() == 0
