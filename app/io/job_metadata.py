@@ -23,10 +23,10 @@ def check_settings(metadata: Path, settings: Settings, output: Path) -> None:
     """
     advice = "use another --out, or --overwrite"
     try:
-        old = json.loads(metadata.read_text())["settings"]
+        old = dict(json.loads(metadata.read_text())["settings"])
     except FileNotFoundError:
         raise UsageError(f"{output} has rows but no {metadata.name} beside it: {advice}") from None
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise UsageError(f"{metadata} is damaged: {advice}") from None
     if None not in (old.get(WEIGHTS), settings.get(WEIGHTS)) and old[WEIGHTS] != settings[WEIGHTS]:
         raise UsageError(
@@ -46,7 +46,7 @@ def is_overwriting(metadata: Path, settings: Settings) -> bool:
     try:
         found = json.loads(metadata.read_text())
         return bool(found.get("overwriting")) and found["settings"] == dict(settings)
-    except (OSError, ValueError, KeyError, AttributeError):
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
         return False
 
 
@@ -63,7 +63,7 @@ def write_settings(metadata: Path, settings: Settings, overwriting: bool = False
         found = json.loads(metadata.read_text())
         if {key: found[key] for key in found if key != "mmspec_version"} == values:
             return False
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, RecursionError):
         pass
     text = json.dumps(values | {"mmspec_version": mmspec_version()}, indent=2)
     jsonl.replace_file(metadata, text.encode() + b"\n")

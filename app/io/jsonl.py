@@ -27,6 +27,10 @@ NEEDED = ("caption", "prompt_sha1", "error")
 """What a row of a caption job has besides its id, whatever columns were chosen."""
 
 
+_KINDS = {"file_name": str, "index": int, "prompt_sha1": str, "gen": Mapping}
+"""What is in the columns that a resumed job reads, if they are there."""
+
+
 def encode_row(row: Row) -> bytes:
     """One line of UTF-8; escaped as ASCII where a character could be read as a line break or is not valid Unicode.
 
@@ -85,6 +89,7 @@ def check_row_columns(row: Mapping[str, Any], where: str) -> None:
         UsageError: it lacks a column that a job needs.
     """
     missing = [name for name in NEEDED if name not in row]
+    missing += [f"valid {name}" for name, kind in _KINDS.items() if not isinstance(row.get(name), kind | None)]
     if missing:
         raise UsageError(
             f"{where} has no {' and no '.join(missing)}, so that it is no row of a caption job, or was edited: restore "
@@ -95,7 +100,7 @@ def check_row_columns(row: Mapping[str, Any], where: str) -> None:
 def _is_json(line: bytes) -> bool:
     try:
         json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return True
 
@@ -110,7 +115,7 @@ def parse_row(line: bytes) -> Row | None:
     """The row in a line; None if it holds none."""
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if not isinstance(row, dict) or not isinstance(row.get("id"), str):
         return None

@@ -47,7 +47,7 @@ class Finished(NamedTuple):
     def of(cls, row: Row) -> Finished:
         """The same of a row."""
         half = ("bfloat16", "float16")
-        differs = row.get("identical") is False and row["gen"]["dtype"] not in half
+        differs = row.get("identical") is False and (row.get("gen") or {}).get("dtype") not in half
         name = row.get("file_name")
         subject = None if name in (None, row["id"]) else subject_hash(name)
         return _shared(cls(row["prompt_sha1"], bool(row["error"]), differs, subject))

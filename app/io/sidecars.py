@@ -120,7 +120,7 @@ class SidecarOutput:
             return
         known: dict[str, str] = {}
         for line in file.read_text(encoding="utf-8").splitlines():
-            with suppress(ValueError, TypeError):  # torn by a kill
+            with suppress(ValueError, TypeError, RecursionError):  # torn by a kill
                 name, picture = json.loads(line)
                 known[name] = picture
         for path, item in rows.items():

@@ -14,7 +14,9 @@ from input_table import line
 from test_app_inputs import write_tar
 
 from mmspec.app.cli.main import main
+from mmspec.app.errors import UsageError
 from mmspec.app.io.columns import GENERATION, ROW_COLUMNS
+from mmspec.app.io.job_metadata import check_settings, is_overwriting
 from mmspec.app.modeling.load import model_revision
 from mmspec.app.modeling.random_models import random_model
 from mmspec.app.modeling.synthetic_images import write_images
@@ -214,17 +216,24 @@ def test_edited_rows_are_refused(pictures: Path, tmp_path: Path, capsys: Any, fo
     kept = [json.dumps({key: row[key] for key in ("id", "file_name", "caption")}) for row in rows(out)]
     numbered = [json.dumps(row | {"id": number}) for number, row in enumerate(rows(out))]
     own = [json.dumps({"id": "0", "image": "a.png", "conversations": []})]
+    index = [json.dumps(row | {"index": "0"}) for row in rows(out)]
     for lines, message in (
         (kept, "line 1 has no prompt_sha1 and no error"),
         (own, "line 1 has no caption and no prompt_sha1 and no error"),
         (numbered, "line 1 is not a row of a caption job"),
         (numbered[:1], "line 1 is not a row of a caption job"),
+        (index, "line 1 has no valid index"),
     ):
         for end in ("", "\n"):
             out.write_text("\n".join(lines) + end)
             before = out.read_bytes()
             assert caption(pictures, "--out", out) == 2 and out.read_bytes() == before
             assert f"o.jsonl {message}" in capsys.readouterr().err
+    for text in ('{"settings": null}', '{"settings":' + "[" * 100_000):
+        (tmp_path / "m.json").write_text(text)
+        assert not is_overwriting(tmp_path / "m.json", {})
+        with pytest.raises(UsageError, match="is damaged"):
+            check_settings(tmp_path / "m.json", {}, out)
 
 
 def test_two_files_of_one_relative_name_are_two_rows(pictures: Path, tmp_path: Path, monkeypatch: Any) -> None:
