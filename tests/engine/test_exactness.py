@@ -198,7 +198,7 @@ def test_bf16_diverges_only_at_near_ties(step: int, record_property: Any) -> Non
 # --- half precision in rounds in C: there drafts change nothing ------------------------------------------------------
 
 EVERY_DRAFTER = (
-    *(*fuzz.BUILT_IN_DRAFTERS[1:], *fuzz.LEARNING_DRAFTERS, *fuzz.WHOLE_MODEL_DRAFTERS),
+    *(*fuzz.BUILT_IN_DRAFTERS[1:], "arbitrated", *fuzz.WHOLE_MODEL_DRAFTERS),
     *(name for name in adversarial.DRAFTERS if name not in ("raising", "tapper")),
     *(f"head-{kind}" for kind in heads.DRAFTER_KINDS),
 )

@@ -15,7 +15,7 @@ from mmspec.engine.tree import DraftTree, sanitize
 
 DRAFTERS = (
     *(name for name in fuzz.BUILT_IN_DRAFTERS if name != "none"),
-    *fuzz.LEARNING_DRAFTERS,
+    "arbitrated",
     *fuzz.WHOLE_MODEL_DRAFTERS,
     *(f"head-{heads.ECHOING_PREFIX}{kind}" for kind in ("decoupled", "eagle3", *heads.BLOCK_DRAFTERS)),
     "bush",

@@ -88,7 +88,9 @@ def test_the_cache_after_a_call_is_that_of_the_whole_model() -> None:
 
 
 @pytest.mark.parametrize("backend", ["auto", "torch"])
-def test_a_draft_that_fails_leaves_the_lengths_as_they_were(backend: str, monkeypatch: Any) -> None:
+def test_a_draft_that_fails_leaves_the_lengths_as_they_were(
+    backend: str, monkeypatch: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     model = _model()
     inputs = tiny.build_inputs(model, seed=1)
     plain = _generate(model, inputs, do_sample=False)
@@ -96,8 +98,8 @@ def test_a_draft_that_fails_leaves_the_lengths_as_they_were(backend: str, monkey
     with monkeypatch.context() as patched:
         patched.setattr("mmspec.drafters.model.chain_draft.next_log_probs", _raise)
         patched.setattr("mmspec.cpu.chain.Chain.run", _raise)
-        with pytest.raises(RuntimeError, match="planted"):
-            _generate(model, inputs, do_sample=False)
+        assert torch.equal(plain, _generate(model, inputs, do_sample=False))
+        assert "'self' failed (planted)" in caplog.text
     assert torch.equal(plain, _generate(model, inputs, do_sample=False))
 
 
@@ -114,7 +116,7 @@ def test_layer_sets() -> None:
     assert candidate_layer_sets(10, exit_limit=6) == [tuple(range(5)), tuple(range(6)), tuple(range(2))]
 
 
-def test_models_that_cannot_draft_are_refused() -> None:
+def test_models_that_cannot_draft_are_refused(caplog: pytest.LogCaptureFixture) -> None:
     recurrent = next(family for family in zoo.ROWS if family in ("qwen3_5", "lfm2_vl", "lfm2"))
     with pytest.raises(ValueError, match=r"drafter='self'.*recurrent"):
         mmspec.patch(_model(recurrent), drafter="self")
@@ -130,8 +132,8 @@ def test_models_that_cannot_draft_are_refused() -> None:
         layer_access(find_adapter(_model(layers=1)))
     model = mmspec.patch(_model(), drafter=SelfDrafter([0, 9]))
     inputs = tiny.build_inputs(model, seed=1)
-    with pytest.raises(ValueError, match="below the target's number of decoder layers, 4"):
-        _generate(model, inputs, do_sample=False)
+    _generate(model, inputs, do_sample=False)
+    assert "below the target's number of decoder layers, 4" in caplog.text
     for layers in ((), (2, 1), (-1,)):
         with pytest.raises(ValueError, match="layers must be rising"):
             SelfDrafter(layers)

@@ -232,7 +232,6 @@ def test_a_head_of_several_layers_in_batches_and_recorded(
         assert torch.equal(generate(), plain)
         counts.append(mmspec.stats(model).num_accepted_tokens)
     assert counted.whole_replays > 6 and counts[0] == counts[1] > 0
-    assert drafter.cannot_learn
 
 
 @pytest.mark.skipif("glm_ocr" not in zoo.ROWS, reason="this transformers has no GLM-OCR")
