@@ -37,6 +37,7 @@ from torch import Tensor
 
 import mmspec
 from mmspec.control.tree_size import TreeSizeController
+from mmspec.cpu.kernel_timing import IN_C, KernelChoices
 from mmspec.drafters.heads.base import c_draft
 from mmspec.drafters.heads.base.recorded import DraftAlone, DraftFunction, RecordedDraft
 from mmspec.drafters.heads.base.state import DraftState
@@ -490,6 +491,11 @@ def test_no_copy_to_the_device_waits(kind: str, recorded: bool) -> None:
     assert len(settled) > 5 and not any(settled)
 
 
+def choose_c(self: KernelChoices, key: Any, names: Sequence[str], *args: Any) -> str:
+    """The kernel of linear layers that is not counted, whichever is faster here."""
+    return IN_C if IN_C in names else names[0]
+
+
 @cache
 def count_kernels(kind: str | None, num_layers: int) -> tuple[int, int]:
     """Kernels of a round with a recorded draft, and those outside of recordings (medians). None: of a plain step."""
@@ -527,7 +533,7 @@ def count_kernels(kind: str | None, num_layers: int) -> tuple[int, int]:
 
     with (
         recording(record_nothing),
-        mock.patch("mmspec.backend._may_replace_linears", lambda call: False),  # as on a GPU
+        mock.patch.object(KernelChoices, "choose", choose_c),
         patched(model, drafter, tree_size=16),
         mock.patch.object(DecodeLoop, "round", counted_round),
         mock.patch.object(Recordings, "run", counted_run),
