@@ -188,11 +188,18 @@ class CaptionConfig:
         return self.format == "webdataset"
 
     def source_options(self, base: Path) -> SourceOptions:
-        """How inputs are read; names in the rows are relative to `base`."""
+        """How inputs are read; names in the rows are relative to `base`, ids to where the output is."""
         from mmspec.app.io.item import SourceOptions
 
         return SourceOptions(
-            base, self.image_column, self.prompt_column, self.id_column, self.split, self.urls, self.root
+            base,
+            self.image_column,
+            self.prompt_column,
+            self.id_column,
+            self.split,
+            self.urls,
+            self.root,
+            base.parent if self.format in ("parquet", "webdataset") else base,
         )
 
     def frame_sampler(self) -> FrameSampler:

@@ -40,7 +40,7 @@ class SavedSource:
 
     def __init__(self, name: str, options: SourceOptions) -> None:
         self._folder, self.options = name.rstrip("/") or "/", options
-        self.name = local_name(self._folder, options.base)
+        self.name = local_name(self._folder, options.place)
 
     def _files(self) -> list[FileBelow]:
         """The Arrow files of the split.

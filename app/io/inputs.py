@@ -272,7 +272,7 @@ class Inputs:
                 name = subject = item.file_name
                 if item.content is None or not name:  # a file, perhaps with a prompt that is no text
                     name = name_below(os.path.abspath(item.path), base)
-                    subject = relative_name(item.path, self.options.base)
+                    subject = relative_name(item.path, self.options.place)
                 ident = item.id or subject
                 fault = item.content.message if isinstance(item.content, Unreadable) else None
                 key, content = hash((subject, item.prompt, fault)), item.content

@@ -105,6 +105,7 @@ class SourceOptions:
         split: of a dataset of the Hugging Face hub.
         urls: None: no addresses are read; "public": http(s) addresses in rows, if they are public; "any": all of them.
         root: a folder that paths in lists and tables start from and may lead to; None: that of the list or table.
+        output_folder: in which the output is, be it a file or a folder; None: `base`.
     """
 
     base: Path = Path()
@@ -114,10 +115,20 @@ class SourceOptions:
     split: str = "train"
     urls: str | None = None
     root: str | None = None
+    output_folder: Path | None = None
+
+    @property
+    def place(self) -> Path:
+        """The folder that ids are relative to."""
+        return self.base if self.output_folder is None else self.output_folder
 
     def chosen(self) -> dict[str, str]:
         """The options of the command line that are not at their default, by name."""
-        found = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "base"}
+        found = {
+            field.name: getattr(self, field.name)
+            for field in fields(self)
+            if field.name not in ("base", "output_folder")
+        }
         return {name: value for name, value in found.items() if value != getattr(SourceOptions, name)}
 
     def flags(self) -> list[str]:

@@ -158,5 +158,5 @@ class _Entries:
             raise UsageError(f"{where} names no file: give {wanted!r}; got {short_repr(cell)}"[:300])
         if isinstance(content, Unreadable):
             raise UsageError(f"{where}: {content.message}")
-        name = name or f"{relative_name(self.text.path, self.options.base)}#{number}"
+        name = name or f"{relative_name(self.text.path, self.options.place)}#{number}"
         return Item(Path(name), file_name=name, content=content, origin=where)

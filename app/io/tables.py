@@ -139,7 +139,7 @@ class ParquetSource:
 
     def __init__(self, url: str, options: SourceOptions) -> None:
         self.url, self.options = url, options
-        self.name = local_name(url, options.base)
+        self.name = local_name(url, options.place)
         self._folder = (str(Path(url).parent) if is_local(url) else url.rpartition("/")[0]) or "."
 
     def count(self) -> int | None:

@@ -41,7 +41,7 @@ class TarSource:
 
     def __init__(self, url: str, options: SourceOptions) -> None:
         self.url, self.options = url, options
-        self.name = local_name(url, options.base)
+        self.name = local_name(url, options.place)
         wanted = options.image_column
         self._wanted = wanted.lower().lstrip(".") if wanted else None
         self._found = LeftOut()

@@ -244,3 +244,11 @@ def test_two_files_of_one_relative_name_are_two_rows(pictures: Path, tmp_path: P
     for _ in range(2):
         assert caption("out/a.png", "a.png", "a.png", "--out", "out/o.jsonl") == 0
         assert ids(tmp_path / "out" / "o.jsonl") == ["a.png", "../a.png"]
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_ids_are_the_same_in_a_file_and_in_a_folder(pictures: Path, tmp_path: Path, form: str) -> None:
+    out = pictures.parent / ("o.jsonl" if form == "jsonl" else "o")
+    names = sorted(path.name for path in pictures.iterdir())[:2]
+    assert caption(*(pictures / name for name in names), "--out", out, "--format", form) == 0
+    assert [row["id"] for row in rows(out)] == [f"{pictures.name}/{name}" for name in names]
