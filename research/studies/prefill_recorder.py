@@ -15,15 +15,19 @@ from mmspec.app.ui.rounds import RoundRecorder
 from mmspec.control.draft_cost import HeadCostModel
 from mmspec.drafters.heads.eagle.drafter import EagleDrafter
 from mmspec.interfaces import Drafter, Prompt
+from mmspec.metrics.compression_stats import RecordingCompressor
 
 
 @dataclass
 class PrefillCost:
-    """Cost of one prefill: seconds, floating-point operations (0 if not counted), bytes of keys and values."""
+    """Cost of one prefill: seconds, floating-point operations (0 if not counted), bytes of keys and values; and what a
+    compressor has read and left."""
 
     seconds: float = 0.0
     flops: int = 0
     kv_bytes: int = 0
+    num_visual_tokens: int = 0
+    num_compressed_tokens: int = 0
 
 
 @torch.inference_mode()
@@ -62,6 +66,10 @@ class PrefillRecorder(RoundRecorder):
         if kv_cache is not None:
             position_bytes = 2 * config.num_key_value_heads * config.head_dim * state.last_hidden.element_size()
             cost.kv_bytes = sum(kv_cache.seq_lens) * position_bytes
+        if isinstance(prompt.compressor, RecordingCompressor):
+            for record in prompt.compressor.records():
+                cost.num_visual_tokens += record.num_visual_tokens
+                cost.num_compressed_tokens += record.num_compressed_tokens
         if count_flops:
             twin.cost_model = HeadCostModel(costs)
             with FlopCounterMode(display=False) as counter:

@@ -29,7 +29,6 @@ from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.load import clone, load_model
 from mmspec.drafters.heads.eagle.drafter import EagleDrafter
 from mmspec.interfaces import Drafter
-from mmspec.metrics.stats import Stats
 from research.bench.measure import (
     HF,
     NO_DRAFT,
@@ -156,11 +155,10 @@ def build_rows(runs: Sequence[CompressorRun], shape: str, base: str) -> Iterator
     plain_runs, base_run = by_name[HF].contestant.runs, by_name[base]
     for run in speculative:
         timed_runs = run.contestant.runs
-        stats = [timed.stats for timed in timed_runs if timed.stats]
         label = labels[run.name]
         row: ResultRow = {"shape": shape, "spec": label, "base": labels[base], "requests": len(timed_runs)}
         row |= {"drafter": label.partition("+")[0], "family": _family(run), "shares": list(run.shares)}
-        row["num_compressed_tokens"], row["share"] = _compression(run, stats)
+        row["num_compressed_tokens"], row["share"] = _compression(run)
         row |= {name: metric_interval(run.answers, name) for name in ("tau", "names", "names_tau")}
         row["tau_over"] = metric_ratio_interval(run.answers, "tau", base_run.answers)
         row |= _prefill_ratios(run.prefill_costs, base_run.prefill_costs)
@@ -203,11 +201,11 @@ def _prefill_ratios(costs: Sequence[PrefillCost], base_costs: Sequence[PrefillCo
     }
 
 
-def _compression(run: CompressorRun, stats: Sequence[Stats]) -> tuple[float | None, float | None]:
+def _compression(run: CompressorRun) -> tuple[float | None, float | None]:
     """Mean number of visual tokens after compression, and their share; (None, ...) without a compressor."""
-    if num_visual := sum(one.num_visual_tokens for one in stats):
-        num_compressed = sum(one.num_compressed_tokens for one in stats)
-        return num_compressed / len(stats), num_compressed / num_visual
+    if num_visual := sum(cost.num_visual_tokens for cost in run.prefill_costs):
+        num_compressed = sum(cost.num_compressed_tokens for cost in run.prefill_costs)
+        return num_compressed / len(run.prefill_costs), num_compressed / num_visual
     if isinstance(run.drafter, EagleDrafter) and run.drafter.visual_mode == "text_only":
         return 0.0, 0.0
     return None, 1.0 if any(cost.kv_bytes for cost in run.prefill_costs) else None

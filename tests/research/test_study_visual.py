@@ -12,6 +12,7 @@ import torch
 
 from mmspec.app.compare.specs import patch_model
 from mmspec.app.modeling.random_models import random_model
+from mmspec.control.tree_size import TreeSizeController
 from mmspec.drafters.checkpoints.format import HeadMetadata, save_head, tokenizer_fingerprint
 from mmspec.drafters.heads.eagle.config import EagleConfig
 from mmspec.drafters.heads.eagle.head import EagleHead
@@ -24,6 +25,12 @@ from research.studies.visual import build_rows, build_runs, plan_runs, run_conte
 from research.studies.word_classes import AnswerCounts, metric_ratio_interval
 
 pytestmark = pytest.mark.research
+
+
+@pytest.fixture(autouse=True)
+def _drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In each round, whatever drafts of tiny models cost here."""
+    monkeypatch.setattr(TreeSizeController, "should_draft", True)
 
 
 @pytest.fixture(scope="module")
