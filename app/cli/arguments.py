@@ -227,7 +227,7 @@ def source_options(args: argparse.Namespace) -> SourceOptions:
     """What `add_table_options` parsed; names in messages are relative to the current folder."""
     from mmspec.app.io.item import SourceOptions
 
-    return config_from_args(SourceOptions, args, base=Path())
+    return config_from_args(SourceOptions, args, base=Path(), output_folder=None)
 
 
 def hide_progress_bars(progress: bool | None) -> None:

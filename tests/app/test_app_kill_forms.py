@@ -20,6 +20,7 @@ from test_app_kills_inputs import Counted
 from mmspec.app.caption.command import build_output
 from mmspec.app.caption.config import CaptionConfig, ProcessInfo
 from mmspec.app.caption.job import CaptionJob
+from mmspec.app.io.sidecars import PICTURES_FILE
 
 NUM_PICTURES, NUM_KILLS = 48, 2
 
@@ -54,7 +55,8 @@ def read_webdataset(folder: Path) -> list[tuple[str, str]]:
 
 def read_texts(where: str) -> Callable[[Path], list[tuple[str, str]]]:
     def read(folder: Path) -> list[tuple[str, str]]:
-        assert not [file for file in folder.rglob("*") if file.suffix not in (".png", ".txt") and file.is_file()]
+        files = [file for file in folder.rglob("*") if file.is_file() and file.name != PICTURES_FILE]
+        assert not [file for file in files if file.suffix not in (".png", ".txt")]
         return [(f"p/{file.stem}.png", file.read_text()) for file in (folder / where).glob("*.txt")]
 
     return read

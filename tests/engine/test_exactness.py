@@ -208,7 +208,9 @@ def _half_case(drafter: str, seed: int) -> fuzz.Case:
     """A call of a model with rounds in C: `_half` in either type, by the drafter's turn."""
     case = _half(2 * seed + EVERY_DRAFTER.index(drafter) % 2)  # sampled, greedy
     dtype = ("bfloat16", "float16")[(seed + EVERY_DRAFTER.index(drafter) // 2) % 2]
-    spec = replace(case.spec, dtype=dtype, family="llava" if "vision" in drafter else case.spec.family)
+    if "vision" in drafter:
+        case = replace(case, spec=replace(case.spec, family="llava"), videos=False)
+    spec = replace(case.spec, dtype=dtype)
     return replace(case, spec=spec, drafter=drafter, compiled=True, deterministic=False, eos="none")
 
 

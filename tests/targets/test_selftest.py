@@ -21,6 +21,7 @@ import tiny_models as tiny
 import torch
 from parity import FAMILIES
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.modules.module import register_module_forward_hook
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 
@@ -499,11 +500,13 @@ def test_a_generate_of_ones_own(override: Any, late: bool, caplog: pytest.LogCap
         caplog.at_level(logging.WARNING, "mmspec"),
         fuzz.patch_model(model, adversarial.BranchingDrafter(1), tree_size=8),
     ):
-        model.__class__ = own
+        if late:  # whoever gives the model another class has taken the patch off
+            model.__class__ = own
         assert torch.equal(model.generate(*first, **given, **options), plain)
         stats = mmspec.stats(model, last=True)
-        assert stats.fallback_reason == "a generate of its own (Own)" and stats.fallback_calls == 1
-    assert "a generate of its own (Own)" in caplog.text
+        assert late or (stats.fallback_reason == "a generate of its own (Own)" and stats.fallback_calls == 1)
+        assert late == (not stats.calls)
+    assert late or "a generate of its own (Own)" in caplog.text
 
 
 # --- the pass over the modules ----------------------------------------------------------------------------------------
@@ -595,10 +598,23 @@ def test_what_rounding_does_to_a_model_is_no_fault(dtype: str, monkeypatch: pyte
     monkeypatch.setattr(selftest, "_VERDICTS", {})
     model = _amplify_rounding(fresh_model(hidden=48, vocab=111, layers=12, dtype=dtype))
     mmspec.unpatch(mmspec.patch(model, drafter="lookup"))
+    if not _rows_matter(model):
+        pytest.skip("torch's products of this type do not depend on the number of rows on this processor")
     monkeypatch.setattr(selftest, "_VERDICTS", {})
     monkeypatch.setattr(selftest._TreeTest, "own_rounding", lambda self: agreement.Rounding())
     with pytest.raises(mmspec.UnsupportedModelError):
         mmspec.patch(model, drafter="lookup")
+
+
+def _rows_matter(model: Any) -> bool:
+    """Whether a row of a product is rounded otherwise among others."""
+    weights = [layer.weight for layer in decoder(model).modules() if isinstance(layer, nn.Linear)]
+    rows = [
+        torch.randn(9, weight.shape[1], generator=torch.Generator().manual_seed(1)).to(weight) for weight in weights
+    ]
+    whole = [functional.linear(x, weight)[:1] for x, weight in zip(rows, weights, strict=True)]
+    alone = [functional.linear(x[:1], weight) for x, weight in zip(rows, weights, strict=True)]
+    return not all(map(torch.equal, whole, alone))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -533,6 +533,7 @@ def count_kernels(kind: str | None, num_layers: int) -> tuple[int, int]:
 
     with (
         recording(record_nothing),
+        mock.patch.object(KernelChoices, "used", return_value=None),
         mock.patch.object(KernelChoices, "choose", choose_c),
         patched(model, drafter, tree_size=16),
         mock.patch.object(DecodeLoop, "round", counted_round),
