@@ -119,7 +119,7 @@ def test_a_torch_without_onednn_computes_prompts_as_before(monkeypatch: pytest.M
         raise NotImplementedError
 
     monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", refuse)
-    one, autotuner, inputs = layer(), LinearAutotuner(), rows(200)
+    one, autotuner, inputs = layer(), LinearAutotuner(KernelChoices()), rows(200)
     with torch.no_grad(), use_fast_linears(autotuner, [one]):
         results = [one(inputs) for _ in range(3)]
     assert all(torch.equal(result, functional.linear(inputs, one.weight, one.bias)) for result in results)
