@@ -124,7 +124,7 @@ def is_public(address: str) -> bool:
     lower = ipaddress.IPv4Address(int(found) & 0xFFFFFFFF)
     if found in _NAT64:
         return is_public(str(lower))
-    inner: list[ipaddress.IPv4Address | None] = [found.sixtofour, *(found.teredo or ())]
+    inner = [found.sixtofour]  # Teredo is not global in any case
     if int(found) >> 32 & 0xFFFFFFFF in _ISATAP:
         inner.append(lower)
     return found in _ALLOCATED and found.is_global and all(is_public(str(one)) for one in inner if one is not None)

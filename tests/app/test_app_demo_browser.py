@@ -317,6 +317,7 @@ def test_the_conversation_survives_a_reload_and_is_linked(visit: Callable[..., A
     third = ask(page, "once more", 2)
     assert len(measured(page, demo, third)["turns"]) == 2 and page.evaluate(WRONG_FIGURES) == []
     other = visit(width, query=f"#{page.locator('.turn').nth(1).get_attribute('id').replace('-', '=', 1)}")
+    finished(other, 0)
     assert other.locator(".turn").count() == 1 and NASTY in other.locator(".question").inner_text()
     page.locator("#new").click()
     assert page.locator(".turn").count() == 0 and page.locator("#start").is_visible()
