@@ -149,8 +149,13 @@ def test_a_recorded_draft_replayed_on_other_prompts(kind: str, batch: int, sampl
 
 
 def compare_drafts(kind: str, sampled: bool) -> None:
-    """Compare every recorded draft of two calls, of three rows of different lengths, with the same unrecorded."""
-    model, drafter = build_model(), build_drafter(f"leaning-{kind}")
+    """Compare every recorded draft of two calls, of three rows of different lengths, with the same unrecorded.
+
+    In double precision, where two nodes have equal scores only if they are the same: sums of a recorded draft are taken
+    in another order, and on some processors a near-tie of single precision falls otherwise.
+    """
+    model, drafter = build_model().double(), build_drafter(f"leaning-{kind}")
+    drafter.head.double()
     found = 0
     differences: list[AssertionError] = []  # a drafter that raises is dropped, and the call goes on
     tree = RecordedDraft.tree
@@ -165,8 +170,8 @@ def compare_drafts(kind: str, sampled: bool) -> None:
         try:
             assert recorded is not None and plain.scores is not None
             assert torch.equal(recorded.tokens, plain.tokens) and torch.equal(recorded.parents, plain.parents)
-            torch.testing.assert_close(recorded.scores, plain.scores, rtol=1e-4, atol=1e-6)
-            torch.testing.assert_close(state.last_hidden, before.last_hidden, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(recorded.scores, plain.scores, rtol=1e-6, atol=1e-8)
+            torch.testing.assert_close(state.last_hidden, before.last_hidden, rtol=1e-11, atol=1e-12)
             assert state.next_positions == before.next_positions and state.kv_cache.seq_lens == before.kv_cache.seq_lens
         except AssertionError as error:
             differences.append(error)
@@ -178,8 +183,6 @@ def compare_drafts(kind: str, sampled: bool) -> None:
         patched(model, drafter),
         mock.patch.object(RecordedDraft, "tree", compare),
         mock.patch.object(TreeSizeController, "should_draft", True),  # whatever it costs
-        mock.patch.object(KernelChoices, "used", return_value=None),
-        mock.patch.object(KernelChoices, "choose", choose_c),  # the same bits for any number of rows
     ):
         for seed in range(2):
             generate(model, build_inputs(model, seed, 3), sampled)
