@@ -75,7 +75,7 @@ def _prefill(call: CallContext, inputs: PreparedInputs, lane: Lane | None) -> Pr
         seen = use.rows.tokens[:, : prefix.length, 1]
         call.stats.reused_positions = int(seen.sum()) * call.num_return_sequences
     else:
-        use.store.verdicts[use.has_media] = _serves(call, inputs, prefix, prefilled)
+        use.store.judge(use.has_media, _serves(call, inputs, prefix, prefilled), use.guard)
     return prefilled
 
 

@@ -51,7 +51,8 @@ def keep_prompt(use: PrefixUse, output: OutputBuffer, prefilled: Prefilled, repe
     target = prefilled.target
     if use.guard.is_unchanged():
         recurrent = None if target.states is None else target.states.prompt
-        use.store.add(use.rows, output.sequences, target.buffer, prefilled.hidden_states, repeats, recurrent)
+        found = output.sequences, target.buffer, prefilled.hidden_states
+        use.store.add(use.rows, *found, repeats, recurrent, use.guard)
 
 
 class _AfterPrompt:

@@ -22,6 +22,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "hints",
         "messages",
         "forks",
+        "live",
         "weight_files",
         "reference",
         "engine.tree",

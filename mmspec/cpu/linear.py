@@ -35,6 +35,7 @@ from mmspec.cpu.kernel_timing import IN_C, KERNEL_CHOICES, ONEDNN, PLAIN, TRANSP
 from mmspec.cpu.narrow_linear import choice_key, narrow_linear, timed_part
 from mmspec.cpu.weights import FLOAT_TYPES
 from mmspec.engine.undo import Replaced, VariableSet
+from mmspec.live import reread
 
 logger = logging.getLogger("mmspec")
 
@@ -187,6 +188,7 @@ def active_kernel() -> CKernel | None:
     return None if context is None or context.layers_only else context.autotuner.kernel
 
 
+@reread
 def find_linear_layers(roots: Iterable[nn.Module], device_type: str = "cpu") -> list[nn.Linear]:
     """The layers whose forward may be replaced: exact type, float32 or half precision, on a device, no own forward."""
     found: dict[int, nn.Linear] = {}

@@ -16,6 +16,7 @@ from torch.nn.modules import module as torch_module
 
 from mmspec.cpu.linear import is_replaced
 from mmspec.cpu.weights import version_of
+from mmspec.live import reread
 
 SIMPLE_TYPES = frozenset((bool, int, float, str))
 """Types of attributes that are compared: sizes, factors, modes, names of kernels and adapters."""
@@ -69,6 +70,7 @@ class ModuleGuard:
 
     __hash__ = None  # type: ignore[assignment]
 
+    @reread
     def _read_state(self) -> list[Any]:
         """What is compared, besides bits."""
         places = [(id(one), one.data_ptr(), version_of(one)) for one in self._weights]
@@ -150,6 +152,7 @@ def value_of(one: Any) -> Any:
     return (id(one), one.data_ptr(), version_of(one)) if isinstance(one, Tensor) else id(one)
 
 
+@reread
 def run_plain_forwards(modules: Iterable[nn.Module]) -> bool:
     """Whether modules have no hooks or forwards of their own, and plain parameters."""
     if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from mmspec.engine.guard import ModuleGuard
 from mmspec.engine.kv_cache import RaggedKVCache
 from mmspec.forks import new_lock
+from mmspec.live import reread
 
 MAX_PREFIX_BYTES = 1 << 30
 """Largest memory of all that is kept for one model; what was used longest ago goes first."""
@@ -161,8 +162,7 @@ class PrefixStore:
 
     def check(self, model: nn.Module) -> ModuleGuard:
         """Drop everything if the model is not what it was; returns its present state. Reads all weights."""
-        weights = [*model.parameters(), *model.buffers()]
-        guard = ModuleGuard(list(model.modules()), weights, reads_bits=True, reads_data=True)
+        guard = _guard_of(model)
         with self._lock:
             if self._guard is None or guard != self._guard:
                 self.rows.clear()
@@ -202,8 +202,9 @@ class PrefixStore:
         states: Mapping[int, Tensor],
         repeats: int = 1,
         recurrent: Mapping[Hashable, Tensor] | None = None,
+        guard: ModuleGuard | None = None,
     ) -> None:
-        """Keep the rows of a finished call.
+        """Keep the rows of a finished call, unless a call since has found the model changed.
 
         Args:
             rows: its prompts.
@@ -212,6 +213,7 @@ class PrefixStore:
             states: {index: [B * repeats, L, D]} hidden states of the prompts.
             repeats: rows of the call for each prompt; the first is kept.
             recurrent: {place: [B * repeats, ...]} states behind the prompts; None if there are none.
+            guard: result of `check` for the call.
         """
         sequences = sequences.detach().cpu()
         length = rows.tokens.shape[1]
@@ -227,7 +229,7 @@ class PrefixStore:
             is_media = torch.cat([rows.is_media[prompt], torch.zeros(end - length, dtype=torch.bool)])
             hidden = {index: state[row].clone() for index, state in states.items()}
             kept = {place: state[row].clone() for place, state in (recurrent or {}).items()}
-            self._insert(StoredRow(tokens, is_media, digest, rows.scope, layers, hidden, kept))
+            self._insert(StoredRow(tokens, is_media, digest, rows.scope, layers, hidden, kept), guard)
 
     def forget(self, scope: str) -> None:
         """Drop what calls of scopes that begin so have left."""
@@ -253,16 +255,30 @@ class PrefixStore:
                 best = (stored, length) if length > best[1] else best
         return best
 
-    def _insert(self, new: StoredRow) -> None:
+    def judge(self, has_media: bool, verdict: bool, guard: ModuleGuard) -> None:
+        """Keep a verdict, unless a call since `guard` was made has found the model changed."""
+        with self._lock:
+            if guard is self._guard:
+                self.verdicts[has_media] = verdict
+
+    def _insert(self, new: StoredRow, guard: ModuleGuard | None) -> None:
         """Keep a row, without those that it contains and those that there is no room for."""
         if new.nbytes > self.max_bytes:
             return
         with self._lock:
+            if guard is not self._guard:
+                return
             self.rows = [old for old in self.rows if not old.is_contained_in(new)]
             self.rows.append(new)
             total = sum(row.nbytes for row in self.rows)
             while total > self.max_bytes:
                 total -= self.rows.pop(0).nbytes
+
+
+@reread
+def _guard_of(model: nn.Module) -> ModuleGuard:
+    weights = [*model.parameters(), *model.buffers()]
+    return ModuleGuard(list(model.modules()), weights, reads_bits=True, reads_data=True)
 
 
 def _stack(parts: Sequence[Tensor], end: int, dim: int) -> Tensor:

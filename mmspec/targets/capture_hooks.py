@@ -11,15 +11,19 @@ from typing import Any
 from torch import nn
 from transformers.utils import output_capturing
 
+from mmspec.live import reread
+
 _INSTALLED = "_output_capturing_hooks_installed"
 """Attribute of a model whose modules have them."""
 
 
+@reread
 def has_capture_hooks(model: nn.Module) -> bool:
     """Whether a part of the model has them."""
     return any(_INSTALLED in module.__dict__ for module in model.modules())
 
 
+@reread
 def remove_capture_hooks(model: nn.Module) -> None:
     """Remove these hooks; transformers installs them again when it needs them. No forward may be running."""
     lock: Any = getattr(output_capturing, "_hook_installation_lock", nullcontext())

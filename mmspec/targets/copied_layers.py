@@ -16,6 +16,7 @@ from torch.nn import functional
 from mmspec.cpu.linear import find_linear_layers, why_not_replaced
 from mmspec.cpu.weights import version_of
 from mmspec.engine.draws import PrivateDraws
+from mmspec.live import reread
 from mmspec.targets.base import ModelAdapter
 from mmspec.targets.layer_access import LayerAccess, LinearForward, with_forwards
 from mmspec.targets.products import PackedWeight
@@ -74,6 +75,7 @@ def copied_layers(
     return layers, heads[0] if heads == [head] and fits(heads[0].weight) else None
 
 
+@reread
 def _main_reason(decoder: nn.Module, copied: Collection[nn.Module], device_type: str) -> str:
     """Why most of the weights that are not copied are not."""
     nbytes = Counter[str]()
@@ -83,6 +85,7 @@ def _main_reason(decoder: nn.Module, copied: Collection[nn.Module], device_type:
     return nbytes.most_common(1)[0][0]
 
 
+@reread
 def decoder_tensors(model: Any, access: LayerAccess) -> list[Tensor]:
     """What a copy depends on: the weights of the text model and of the LM head."""
     parts = [model.get_submodule(".".join(access.path[: access.text_depth])), model.get_output_embeddings()]

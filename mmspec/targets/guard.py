@@ -11,7 +11,7 @@ first forward of a call, and where user code runs at every one, by the address a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from mmspec.engine.guard import ModuleGuard, describe_modules
+from mmspec.live import reread
 from mmspec.targets.base import ModelAdapter
 from mmspec.targets.module_scan import ModuleScan, calls_library_code
 
@@ -38,17 +39,20 @@ class ModelGuard(ModuleGuard):
         tensors = round_tensors(adapter) if weights else ()
         super().__init__(modules_of_rounds(adapter), tensors)
 
+    @reread
     def _read_state(self) -> list[Any]:
         """With the functions that the modules call by name."""
         return [*super()._read_state(), *_called_functions(self._modules)]
 
 
+@reread
 def describe_rounds(adapter: ModelAdapter) -> list[Any]:
     """The state of a `ModelGuard` without weights, for whoever must not hold the model."""
     modules = modules_of_rounds(adapter)
     return [*describe_modules(modules), *_called_functions(modules)]
 
 
+@reread
 def modules_of_rounds(adapter: ModelAdapter) -> list[nn.Module]:
     """The modules that run in a forward over text: without those that encode images."""
     model = adapter.model
@@ -66,6 +70,7 @@ def _called_functions(modules: Sequence[nn.Module]) -> list[Any]:
     return [*map(calls_library_code, kinds), ALL_ATTENTION_FUNCTIONS.get("sdpa")]
 
 
+@reread
 def unknown_code(adapter: ModelAdapter, modules: ModuleScan) -> str | None:
     """Why it is not known what exactly a model's rounds run, so that nothing may stand in for it; None if it is.
 
@@ -89,15 +94,12 @@ def is_plain_class(kind: type) -> bool:
     return kind.__module__.startswith(PLAIN_CODE)
 
 
-def round_tensors(adapter: ModelAdapter) -> Iterator[Tensor]:
+@reread
+def round_tensors(adapter: ModelAdapter) -> list[Tensor]:
     """Parameters and buffers that a round reads."""
-    seen: set[int] = set()
     parts: tuple[nn.Module | None, ...] = (
         *(adapter.text_model, adapter.model.get_input_embeddings()),
         adapter.model.get_output_embeddings(),
     )
-    for module in parts:
-        for tensor in () if module is None else (*module.parameters(), *module.buffers()):
-            if id(tensor) not in seen:
-                seen.add(id(tensor))
-                yield tensor
+    found = [one for part in parts if part is not None for one in (*part.parameters(), *part.buffers())]
+    return list({id(one): one for one in found}.values())

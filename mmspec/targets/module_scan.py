@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from mmspec.cpu.linear import is_replaced
+from mmspec.live import reread
 from mmspec.targets.quantisation import quantises_activations
 
 LIBRARIES = ("transformers", "torch", "peft", "accelerate", "bitsandbytes", "compressed_tensors", "mmspec")
@@ -148,6 +149,7 @@ class _ScanState:
                 self.hooked.append((module, f"a forward hook ({callable_name(part)})"))
 
 
+@reread
 def scan_modules(model: Any) -> ModuleScan:
     """Check every module of a transformers model once."""
     roots = [part for part in (decoder_module(model), model.get_output_embeddings()) if part is not None]

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mmspec.live import reread
+
 DRAWS_RANDOM_NUMBERS = "a forward that draws random numbers"
 
 
@@ -57,7 +59,7 @@ def restore_call_state(model: nn.Module) -> Iterator[None]:
 
     A call that continues the cache of an earlier call reads them.
     """
-    saved = [(vars(module), _tensor_attributes(module)) for module in model.modules()]
+    saved = _tensor_attributes(model)
     try:
         yield
     finally:
@@ -67,11 +69,17 @@ def restore_call_state(model: nn.Module) -> Iterator[None]:
                     attributes[name] = value
 
 
-def _tensor_attributes(module: nn.Module) -> dict[str, Tensor | None]:
-    """Attributes that hold a tensor or None, without parameters and buffers."""
-    return {name: value for name, value in vars(module).items() if value is None or isinstance(value, Tensor)}
+@reread
+def _tensor_attributes(model: nn.Module) -> list[tuple[dict[str, Any], dict[str, Tensor | None]]]:
+    """The dict of each module, and its attributes that hold a tensor or None, without parameters and buffers."""
+    dicts = [vars(module) for module in model.modules()]
+    return [
+        (own, {name: value for name, value in own.items() if value is None or isinstance(value, Tensor)})
+        for own in dicts
+    ]
 
 
+@reread
 def _copy_state(module: nn.Module) -> dict[str, Any]:
     """A copy of a module's data attributes and buffers, without parameters and submodules."""
     describe_skipped = ("_modules", "_parameters", "_buffers")

@@ -164,7 +164,7 @@ def foreign_failure(adapter: ModelAdapter, foreign: Sequence[nn.Module], inputs:
     names = [describe_module(adapter.model, module) for module in foreign[:MAX_NAMED_MODULES]]
     names += [f"{len(foreign) - MAX_NAMED_MODULES} more"] * (len(foreign) > MAX_NAMED_MODULES)
     where = ", ".join(names)
-    opaque = [name for module in foreign for name, value in vars(module).items() if is_opaque(value)]
+    opaque = [name for module in foreign for name, value in vars(module).copy().items() if is_opaque(value)]
     if opaque:
         return f"{where}: holds an iterator or a generator ({opaque[0]}), which no test can restore"
     result = run_selftest(adapter, foreign=foreign)
