@@ -11,7 +11,7 @@ from itertools import islice
 from lmms_eval.api.instance import Instance
 
 from mmspec.app.lmms_eval_model import MmspecHf
-from mmspec.app.scenes.tasks import generate_requests
+from research.scenes.tasks import generate_requests
 
 
 def answer_scenes(drafter, count=4):

@@ -2,7 +2,7 @@
 
     python examples/serve_head.py [FOLDER [STEPS [MODEL [PATH ...]]]]
 
-Without arguments: the bundled toy model on generated scenes, no download. A head that pays
+Without arguments: the bundled toy model and example drawings, no download. A head that pays
 needs a thousand steps and more; the 40 of this script show that everything fits together.
 """
 
@@ -11,9 +11,10 @@ from pathlib import Path
 
 from mmspec.app.cli.main import main
 from mmspec.app.scenes import WEIGHTS_FOLDER
+from mmspec.app.scenes.examples import EXAMPLES_FOLDER
 
 folder, steps, target = [*sys.argv[1:4], *["run", "40", "scenes"][len(sys.argv[1:4]) :]]
-data = ["--data", *sys.argv[4:]] if sys.argv[4:] else ["--count", "32"]
+data = ["--data", *(sys.argv[4:] or [str(EXAMPLES_FOLDER)])]
 options = ["--steps", steps, "--batch-size", "8", "--max-new-tokens", "60", "--evaluate", "2"]
 served = str(Path(folder, "served"))
 code = main(["train", "--target", target, "--drafter", "eagle3", *data, *options, "--out", folder])

@@ -2,7 +2,7 @@
 
     python examples/train_head.py [FOLDER [STEPS [MODEL [PATH ...]]]]
 
-Without arguments: the bundled toy model on generated scenes, no download. A head that pays needs 400 steps and more;
+Without arguments: the bundled toy model and example drawings, no download. A head that pays needs 400 steps and more;
 the 40 of this script show that everything fits together.
 """
 
@@ -14,10 +14,10 @@ import mmspec
 from mmspec.app.cli.main import main
 from mmspec.app.modeling.chat import build_inputs
 from mmspec.app.modeling.load import load_model
-from mmspec.app.scenes.examples import list_example_files
+from mmspec.app.scenes.examples import EXAMPLES_FOLDER, list_example_files
 
 folder, steps, target = [*sys.argv[1:4], *["run", "40", "scenes"][len(sys.argv[1:4]) :]]
-data = ["--data", *sys.argv[4:]] if sys.argv[4:] else ["--count", "32"]
+data = ["--data", *(sys.argv[4:] or [str(EXAMPLES_FOLDER)])]
 options = ["--steps", steps, "--batch-size", "8", "--max-new-tokens", "60", "--evaluate", "2"]
 code = main(["train", "--target", target, "--drafter", "flash", *data, *options, "--out", folder])  # resumes
 if code:

@@ -33,12 +33,12 @@ import mmspec
 from mmspec.app.caption.command import build_captioner
 from mmspec.app.caption.config import PROMPT, CaptionConfig, ProcessInfo
 from mmspec.app.modeling.captioner import Caption, Captioner
-from mmspec.app.scenes.render import render_scene
-from mmspec.app.scenes.world import generate_scene
 from mmspec.patching import KEY
 from mmspec.targets.c_rounds import CRounds
 from mmspec.targets.hf import HFTarget
 from research.bench.session import provenance
+from research.scenes.render import render_scene
+from research.scenes.world import generate_scene
 
 GENERATE = "generate"
 HEADER = "| system | batch | images/s | x generate | other captions | rows ended | computed though ended |"

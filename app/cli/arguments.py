@@ -108,12 +108,6 @@ def add_sampling_options(parser: Options, seed_of: str = "sampling") -> None:
     add("--seed", type=parse_seed, default=0, metavar="N", help=f"of {seed_of} (default 0)")
 
 
-def add_scene_seed(parser: Options, default: int | None, default_text: str) -> None:
-    """Add `--scene-seed`."""
-    help_ = f"seed of the first scene (default {default_text})"
-    parser.add_argument("--scene-seed", type=parse_seed, default=default, metavar="S", help=help_)
-
-
 def add_table_options(parser: argparse.ArgumentParser) -> None:
     """Add the group of options about rows of lists, tables and archives: the fields of `SourceOptions`."""
     add = parser.add_argument_group("lists, tables and archives").add_argument

@@ -51,7 +51,7 @@ def add_parser(commands: Commands, common: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_model_option(parser)
     add_device_options(parser)
-    add("--image", default=None, metavar="PATH", help="the first of what PATH names (default: a generated scene)")
+    add("--image", default=None, metavar="PATH", help="the first of what PATH names (default: a bundled drawing)")
     add("--prompt", default=None, metavar="TEXT", help=f"default {PROMPT!r}")
     drafters_help = f"default {','.join(DEFAULT_DRAFTERS)}"
     add("--drafters", type=split_commas, default=DEFAULT_DRAFTERS, metavar="A,B", help=drafters_help)
@@ -102,22 +102,18 @@ def _load(args: argparse.Namespace) -> tuple[Any, Any, dict[str, Any]]:
     from mmspec.app.io.images import media_images
     from mmspec.app.modeling.chat import build_inputs, check_length
     from mmspec.app.modeling.load import load_model
-    from mmspec.app.scenes.tasks import generate_requests
-    from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED
+    from mmspec.app.scenes.examples import list_example_files
     from mmspec.vision.video.decoder_pool import DecoderPool
 
     question = [args.prompt or PROMPT]
-    if args.image is None:
-        [image] = next(generate_requests("describe", FIRST_HELD_OUT_SEED)).images
+    path = args.image or str(list_example_files()[0])
+    with DecoderPool() as decoders:
+        rows = ReadableRows([path], source_options(args), decoders, f"--image {path}")
+        rows.peek()  # before the model is loaded
         model, processor = load_model(args.model, args.dtype, args.device)
-    else:
-        with DecoderPool() as decoders:
-            rows = ReadableRows([args.image], source_options(args), decoders, f"--image {args.image}")
-            rows.peek()  # before the model is loaded
-            model, processor = load_model(args.model, args.dtype, args.device)
-            rows.check = lambda item, media: build_inputs(model, processor, [media_images(media)[0]], question)
-            image = media_images(next(iter(rows))[1])[0]
-            rows.report()
+        rows.check = lambda item, media: build_inputs(model, processor, [media_images(media)[0]], question)
+        image = media_images(next(iter(rows))[1])[0]
+        rows.report()
     inputs = build_inputs(model, processor, [image], question)
     check_length(model, inputs, args.new_tokens)
     return model, processor, inputs

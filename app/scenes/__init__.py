@@ -1,4 +1,4 @@
-"""Scenes: a synthetic world of images with ground truth, and the small bundled vision-language model trained on it."""
+"""The bundled toy: a small vision-language model of drawn scenes, and example images and clips."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mmspec.app.scenes.model_card import CARD_FILE
-
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, ProcessorMixin
 
@@ -16,6 +14,7 @@ WEIGHTS_FOLDER = Path(__file__).parent / "weights"
 """Folder of the bundled model."""
 CHECKSUMS_FILE = "checksums.json"
 """JSON file in a model folder: file name -> SHA-256."""
+CARD_FILE = "README.md"
 
 
 class DamagedModelError(RuntimeError):

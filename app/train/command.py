@@ -18,7 +18,6 @@ from mmspec.app.cli.arguments import (
     add_device_options,
     add_model_option,
     add_progress,
-    add_scene_seed,
     add_table_options,
     goes_with,
     hide_progress_bars,
@@ -55,10 +54,10 @@ drafters
   Several, separated by commas, train side by side on the same batches: the target runs once for all of them.
 
 data
-  For --target scenes the requests come from generated scenes (--count of them). Else --data names all that `mmspec
-  caption` reads; a list may bring "prompt" and "answer" per row. Where there is no answer the target generates one, so
-  that the drafter learns the target's own text. Answers are stored in OUT/answers.jsonl. A picture that cannot be used
-  is counted, and the next one takes its place. Bytes of tables wait in a temporary file (TMPDIR).
+  --data names all that `mmspec caption` reads; a list may bring "prompt" and "answer" per row. Where there is no answer
+  the target generates one, so that the drafter learns the target's own text. Answers are stored in OUT/answers.jsonl.
+  A picture that cannot be used is counted, and the next one takes its place. Bytes of tables wait in a temporary file
+  (TMPDIR).
   The last requests (--evaluate of them, at most a tenth) are held out: tau is measured on them.
 
 OUT holds answers.jsonl, run.json (the settings of the answers), state.pt (the checkpoint; the first within a minute),
@@ -70,11 +69,11 @@ At the end every drafter gets a summary: tau and acceptance per depth on the hel
 the speed over plain generate on this machine (`mmspec.compare` on four of them), and the next command.
 
 examples
-  mmspec train --out run                                       msd for the scenes model
-  mmspec train --drafter msd,eagle,eagle-text-only --steps 600 --out study
+  mmspec train --data drawings/ --out run                      msd for the bundled toy model
+  mmspec train --data drawings/ --drafter msd,eagle,eagle-text-only --steps 600 --out study
   mmspec train --target llava-hf/llava-1.5-7b-hf --data photos/ --dtype bfloat16 --out run
-  mmspec train --drafter flash --compressor latent:64 --out run
-  mmspec train --start-from msd --steps 500 --out run          from the weights that are bundled
+  mmspec train --data drawings/ --drafter flash --compressor latent:64 --out run
+  mmspec train --data drawings/ --start-from msd --steps 500 --out run          from the weights that are bundled
   accelerate launch --num_processes 4 -m mmspec train --target ... --data ... --out run     data parallel
 """
 
@@ -110,7 +109,7 @@ def add_parser(commands: Commands, common: argparse.ArgumentParser) -> None:
         metavar="D,D",
         help="names of the list below (default msd)",
     )
-    data_help = "as `mmspec caption` reads them (default: generated scenes)"
+    data_help = "as `mmspec caption` reads them"
     add("--data", nargs="+", default=[], metavar="PATH", help=data_help)
     add("--out", type=output_path, required=True, metavar="FOLDER", help="folder of the run")
     prompt_help = "of rows of --data without their own (default: as mmspec caption)"
@@ -122,8 +121,8 @@ def add_parser(commands: Commands, common: argparse.ArgumentParser) -> None:
 def _add_training(how: argparse._ArgumentGroup) -> None:
     """Data, schedule, losses."""
     add = how.add_argument
-    add("--count", type=positive_int, default=None, metavar="N", help="requests of the scenes world (default 2000)")
-    add_scene_seed(how, 10_000_000, "10,000,000")
+    count = add("--count", type=positive_int, default=2000, metavar="N", help="requests of draft-lm (default 2000)")
+    goes_with(count, f"--drafter {DRAFT_LM} without --data", lambda args: DRAFT_LM in args.drafter and not args.data)
     add(
         "--max-new-tokens",
         type=positive_int,
@@ -316,7 +315,6 @@ def set_default_sizes(args: argparse.Namespace) -> None:
     """Requests and steps that were not given: the largest defaults of the drafters; learning rate: the lowest."""
     known = recipes()
     chosen = [known[name][1] for name in args.drafter if name in known] or [Recipe(DRAFT_LM, "", "")]
-    args.count = args.count or max(recipe.count for recipe in chosen)
     args.steps = args.steps or max(recipe.steps for recipe in chosen)
     args.lr = args.lr or min(recipe.learning_rate for recipe in chosen)
 

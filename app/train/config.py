@@ -41,7 +41,6 @@ class TrainOptions:
     dtype: str
     device: str
     count: int
-    scene_seed: int
     max_new_tokens: int
     steps: int
     batch_size: int

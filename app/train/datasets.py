@@ -1,10 +1,9 @@
-"""Requests that a drafter is trained on: generated scenes, or images and videos that the user names."""
+"""Requests that a drafter is trained on: images and videos that the user names."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -20,9 +19,6 @@ from mmspec.app.io.item import SourceOptions
 from mmspec.app.io.text import find_fault
 from mmspec.vision.video.decoder_pool import DecoderPool
 from mmspec.vision.video.samplers import Uniform
-
-SCENES_MIX = {"describe": 0.6, "short": 0.15, "answer": 0.2, "clip": 0.05}
-"""Share of each task when the scenes model is the target."""
 
 
 @dataclass(frozen=True)
@@ -86,28 +82,6 @@ class StandIns:
         if total <= MAX_NAMED_SKIPS or total & (total - 1) == 0:  # then each time that it has doubled
             count = f"{total} of {self.count} so far"
             print_stderr(f"mmspec: skipped {name}: {one_line(error)} ({count}; the next one takes its place)")
-
-
-class ScenesData:
-    """Requests about generated scenes, from a seed on."""
-
-    def __init__(self, count: int, first_seed: int = 10_000_000) -> None:
-        self.count, self.first_seed = count, first_seed
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> Request:
-        from mmspec.app.scenes.tasks import generate_requests
-
-        rng = random.Random(f"mix {self.first_seed} {index}")
-        task = rng.choices(tuple(SCENES_MIX), tuple(SCENES_MIX.values()))[0]
-        request = next(generate_requests(task, self.first_seed + 2 * index))
-        return Request(request.images if len(request.images) > 1 else request.images[0], request.question)
-
-    def reject(self, index: int, error: Exception) -> bool:
-        """As `RequestDataset`: scenes are made for the target."""
-        return False
 
 
 class FileData:

@@ -13,7 +13,6 @@ from statistics import median
 from typing import Any
 
 import mmspec
-from mmspec.app.caption.config import SCENES_MODEL
 from mmspec.app.errors import one_line
 from mmspec.app.train.config import TrainOptions
 from mmspec.app.train.data import Teacher
@@ -183,8 +182,7 @@ def summary_lines(options: TrainOptions, folder: Path, evaluation: Mapping[str, 
 def next_command(options: TrainOptions, folder: Path) -> str:
     """The command that compares the drafter with others."""
     command = ["mmspec", "compare", "--drafters", f"auto,{folder}"]
-    if options.target != SCENES_MODEL:
-        command += ["--model", options.target, "--image", *options.data[:1], *options.source.flags()]
+    command += ["--model", options.target, "--image", *options.data[:1], *options.source.flags()]
     if options.dtype != "auto":
         command += ["--dtype", options.dtype]
     return shlex.join(command)

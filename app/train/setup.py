@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 
-from mmspec.app.caption.config import SCENES_MODEL, ProcessInfo
+from mmspec.app.caption.config import ProcessInfo
 from mmspec.app.errors import UsageError
 from mmspec.app.io.jsonl import replace_file
-from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED
 from mmspec.app.train.config import TrainOptions
 from mmspec.app.train.data import Teacher
-from mmspec.app.train.datasets import FileData, RequestDataset, ScenesData, Subset, image_fraction
+from mmspec.app.train.datasets import FileData, RequestDataset, Subset, image_fraction
 from mmspec.app.train.heads import build_parts, target_head_config, train_mode
 from mmspec.app.train.sampler import LengthGroupedSampler
 from mmspec.drafters.heads.registry import find_method, recipes
@@ -27,23 +26,17 @@ RUN_FILE = "run.json"
 """Settings of the answers in a folder."""
 
 
-def split_data(options: TrainOptions) -> tuple[Subset | ScenesData, RequestDataset]:
+def split_data(options: TrainOptions) -> tuple[Subset, Subset]:
     """(training requests, held-out requests).
 
     Raises:
-        UsageError: another target than the scenes model without --data, or scenes that are held out.
+        UsageError: without --data.
     """
-    if options.data:
-        files = FileData(options.data, options.source, options.prompt)
-        num_train = len(files) - min(options.evaluate, len(files) // 10)
-        return Subset(files, range(num_train)), Subset(files, range(num_train, len(files)))
-    if options.target != SCENES_MODEL:
-        raise UsageError(f"--target {options.target} needs --data: images, folders or manifests")
-    if options.scene_seed + 2 * options.count > FIRST_HELD_OUT_SEED:
-        raise UsageError(
-            f"seeds from {FIRST_HELD_OUT_SEED} on are held out: --scene-seed {options.scene_seed} is too high"
-        )
-    return ScenesData(options.count, options.scene_seed), ScenesData(options.evaluate, FIRST_HELD_OUT_SEED)
+    if not options.data:
+        raise UsageError(f"--target {options.target} needs --data: images, folders or lists")
+    files = FileData(options.data, options.source, options.prompt)
+    num_train = len(files) - min(options.evaluate, len(files) // 10)
+    return Subset(files, range(num_train)), Subset(files, range(num_train, len(files)))
 
 
 def data_settings(options: TrainOptions, data: RequestDataset, held_out: RequestDataset) -> dict[str, Any]:
@@ -52,7 +45,6 @@ def data_settings(options: TrainOptions, data: RequestDataset, held_out: Request
         "target": options.target,
         "data": list(options.data),
         "count": len(data),
-        "scene_seed": options.scene_seed,
         "max_new_tokens": options.max_new_tokens,
     }
     settings |= {"held_back": len(held_out)} if options.data and len(held_out) else {}

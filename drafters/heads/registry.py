@@ -52,7 +52,6 @@ class Recipe:
         block_size: tokens per forward; `--block` overrides it where it is more than one.
         scales: fields of the head's config as multiples of `--ffn`.
         settings: further fields of the config.
-        count: default of `--count` where only such drafters are trained.
         steps: the same of `--steps`.
         learning_rate: the same of `--lr`.
     """
@@ -63,7 +62,6 @@ class Recipe:
     block_size: int = 1
     scales: Mapping[str, float] = field(default_factory=lambda: {"intermediate_size": 1.0})
     settings: Mapping[str, Any] = field(default_factory=dict)
-    count: int = 2000
     steps: int = 1000
     learning_rate: float = 1e-3
 

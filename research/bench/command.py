@@ -15,7 +15,6 @@ from mmspec.app.cli.arguments import (
     add_model_option,
     add_progress,
     add_sampling_options,
-    add_scene_seed,
     add_table_options,
     goes_with,
     hide_progress_bars,
@@ -25,7 +24,6 @@ from mmspec.app.cli.arguments import (
     split_commas,
 )
 from mmspec.app.cli.main import CommandParser, run_command
-from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED
 from research.bench.config import DEFAULT_PROCESSES, DEFAULT_ROUNDS, BenchConfig
 from research.bench.overview import overview_markdown
 from research.bench.plot import plot_bench
@@ -33,9 +31,11 @@ from research.bench.results import ResultFiles, add_result_options
 from research.bench.rows import ResultRow
 from research.bench.suite import command as suite
 from research.bench.ties import tie_lines
+from research.scenes.tasks import add_scene_seed
+from research.scenes.world import FIRST_HELD_OUT_SEED
 
 TASKS = ("describe", "short", "answer", "clip")
-"""`REQUEST_TASKS` of mmspec.app.scenes.tasks, which is too slow to import here."""
+"""`REQUEST_TASKS` of research.scenes.tasks, which is too slow to import here."""
 MAX_DEPTH_COLUMNS = 5
 """Draft positions that the table has room for."""
 COLUMNS = {

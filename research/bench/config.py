@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from mmspec.app.caption.config import PROMPT, SCENES_MODEL
 from mmspec.app.cli.arguments import config_from_args, source_options
 from mmspec.app.errors import UsageError
-from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED
+from research.scenes.world import FIRST_HELD_OUT_SEED
 
 if TYPE_CHECKING:
     from mmspec.app.io.item import SourceOptions

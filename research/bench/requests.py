@@ -62,7 +62,7 @@ def build_scene_requests(
     captioner: Captioner, task: str, scene_seed: int, batch: int, rounds: int
 ) -> list[dict[str, Any]]:
     """A warm-up batch, then `rounds` batches about the scenes from seed `scene_seed` on."""
-    from mmspec.app.scenes.tasks import generate_requests
+    from research.scenes.tasks import generate_requests
 
     requests = list(islice(generate_requests(task, scene_seed), batch * (rounds + 1)))
     requests = requests[-batch:] + requests[:-batch]  # the first seeds are measured, the last ones warm up

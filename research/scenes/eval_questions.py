@@ -15,11 +15,11 @@ from functools import partial
 
 from PIL import Image
 
-from mmspec.app.scenes import grammar
-from mmspec.app.scenes.objects import KIND_BY_NAME, OBJECT_KINDS
-from mmspec.app.scenes.phrases import NUMBER_WORDS, count_kinds
-from mmspec.app.scenes.render import render_scene, visible_shares
-from mmspec.app.scenes.world import (
+from research.scenes import grammar
+from research.scenes.objects import KIND_BY_NAME, OBJECT_KINDS
+from research.scenes.phrases import NUMBER_WORDS, count_kinds
+from research.scenes.render import render_scene, visible_shares
+from research.scenes.world import (
     BACKGROUND_COLOURS,
     BACKGROUND_TEXTURES,
     REGIONS,

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from mmspec.app.scenes import CHECKSUMS_FILE, compute_checksums
-from mmspec.app.scenes.model_card import TRAINING_FILE, write_card
 from mmspec.app.versions import version
 from research.scenes.build_model import build_scenes_processor
+from research.scenes.model_card import TRAINING_FILE, write_card
 from research.scenes.stages import TrainingStage
 
 if TYPE_CHECKING:

@@ -18,7 +18,6 @@ from tqdm import tqdm
 from mmspec.app.cli.arguments import (
     add_model_option,
     add_progress,
-    add_scene_seed,
     config_from_args,
     module_parser,
     parse_temperature,
@@ -30,8 +29,6 @@ from mmspec.app.compare.specs import check_spec
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.load import load_model
-from mmspec.app.scenes.tasks import REQUEST_TASKS
-from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED
 from mmspec.metrics.stats import Stats
 from research.bench.measure import (
     NO_DRAFT,
@@ -48,6 +45,8 @@ from research.bench.results import ResultFiles, add_result_options
 from research.bench.rows import ResultRow
 from research.bench.session import provenance
 from research.bench.specs import short_labels
+from research.scenes.tasks import REQUEST_TASKS, add_scene_seed
+from research.scenes.world import FIRST_HELD_OUT_SEED
 from research.studies.intervals import format_ci
 
 MAX_ANSWER_TOKENS = 160

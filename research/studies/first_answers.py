@@ -24,11 +24,11 @@ from mmspec.app.cli.arguments import module_parser, positive_int, split_commas
 from mmspec.app.errors import UsageError
 from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.load import load_model
-from mmspec.app.scenes.tasks import generate_requests
 from mmspec.files import CACHE_VARIABLE
 from research.bench.results import ResultFiles, add_result_options
 from research.bench.rows import ResultRow
 from research.bench.session import provenance
+from research.scenes.tasks import generate_requests
 
 EPILOG = """
 method

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import mmspec
 from mmspec.app.cli.arguments import module_parser, positive_int, split_commas
 from mmspec.app.scenes import load_scenes_model
-from mmspec.app.scenes.tasks import REQUEST_TASKS
 from research.bench.suite.items import TEXT_TASKS, choose_grouping, group_items, read_items, scene_items
+from research.scenes.tasks import REQUEST_TASKS
 
 EPILOG = """
 method

@@ -46,7 +46,7 @@ def load_target(name: str, count: int, data: Sequence[str]) -> tuple[Any, Any, l
         questions = read_questions(data) if data else list(QUESTIONS)
         texts = TextCaptioner(model, processor)
         return model, processor, [texts.build_inputs([()], [one]) for one in questions[:count]]
-    from mmspec.app.scenes.tasks import generate_requests
+    from research.scenes.tasks import generate_requests
 
     model, processor = load_model(name)
     captioner = Captioner(model, processor)

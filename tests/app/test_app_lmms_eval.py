@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from mmspec.app.scenes.tasks import generate_requests
+from research.scenes.tasks import generate_requests
 
 
 @dataclass

@@ -12,8 +12,6 @@ import torch
 import mmspec
 from mmspec.app.cli.main import build_parser, main
 from mmspec.app.modeling.random_models import random_model
-from mmspec.app.scenes.render import render_scene
-from mmspec.app.scenes.world import generate_scene
 from mmspec.app.train import command as train
 from mmspec.app.train import heads, progress, report, setup
 from mmspec.app.train.config import TrainOptions
@@ -23,6 +21,8 @@ from mmspec.app.train.sampler import LengthGroupedSampler
 from mmspec.control.tree_size import TreeSizeController
 from mmspec.drafters.heads.eagle.config import EagleConfig
 from mmspec.drafters.heads.registry import find_method
+from research.scenes.render import render_scene
+from research.scenes.world import generate_scene
 
 
 @pytest.fixture
@@ -144,8 +144,8 @@ def test_answers_of_another_run_are_not_used(
         assert main(args) == 130
     before = (out / "answers.jsonl").read_bytes()
     assert before.count(b"\n") == 2 and not (out / "state.pt").exists()
-    assert main([*args, "--scene-seed", "7"]) == 2
-    assert "other settings (scene_seed)" in capsys.readouterr().err
+    assert main([*args, "--max-new-tokens", "7"]) == 2
+    assert "other settings (max_new_tokens)" in capsys.readouterr().err
     first = data.read_text()
     data.write_text(first.replace("what is this 4", "who is this 4"))
     assert main(args) == 2
@@ -437,7 +437,6 @@ def test_curves_have_titles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     [
         (["--target", "tiny"], "--target tiny needs --data"),
         (["--target", "tiny", "--data", "nowhere"], "no such file or folder: nowhere"),
-        (["--scene-seed", "50000000"], "held out"),
     ],
 )
 def test_bad_requests_are_refused(args: list[str], message: str, tmp_path: Path, capsys: Any) -> None:

@@ -22,8 +22,6 @@ from mmspec.app.io.item import SourceOptions
 from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.load import clone
 from mmspec.app.modeling.random_models import random_model
-from mmspec.app.scenes import tasks
-from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED
 from mmspec.control.tree_size import TreeSizeController
 from mmspec.metrics.stats import Stats
 from mmspec.vision.video.decoder_pool import DecoderPool
@@ -40,6 +38,8 @@ from research.bench.measure import (
     run_once,
 )
 from research.bench.requests import build_requests, build_scene_requests, named_images, synthetic_images
+from research.scenes import tasks
+from research.scenes.world import FIRST_HELD_OUT_SEED
 
 pytestmark = [pytest.mark.research, pytest.mark.usefixtures("shared_decoders")]
 

@@ -19,17 +19,17 @@ from mmspec.app import examples, scenes
 from mmspec.app.caption.command import build_captioner
 from mmspec.app.cli.main import main
 from mmspec.app.modeling.captioner import Captioner
-from mmspec.app.scenes import WEIGHTS_FOLDER, model_card, verify_checksums
+from mmspec.app.scenes import CARD_FILE, WEIGHTS_FOLDER, verify_checksums
 from mmspec.app.scenes.examples import list_example_files
-from mmspec.app.scenes.model_card import TRAINING_FILE
-from mmspec.app.scenes.objects import OBJECT_KINDS
-from mmspec.app.scenes.tasks import generate_requests
-from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED, generate_clip, generate_scene
 from mmspec.drafters import registry
 from mmspec.vision.compressors.elastic import Elastic
-from research.scenes import eval_questions, evaluate
+from research.scenes import eval_questions, evaluate, model_card
 from research.scenes.build_model import format_prompt
+from research.scenes.model_card import TRAINING_FILE
+from research.scenes.objects import OBJECT_KINDS
 from research.scenes.stages import STAGES
+from research.scenes.tasks import generate_requests
+from research.scenes.world import FIRST_HELD_OUT_SEED, generate_clip, generate_scene
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def test_checksums_and_size() -> None:
 def test_model_card_agrees_with_its_generator(bundled_model: tuple[Any, Any]) -> None:
     model, _ = bundled_model
     training = json.loads((WEIGHTS_FOLDER / TRAINING_FILE).read_text(encoding="utf-8"))
-    card = (WEIGHTS_FOLDER / model_card.CARD_FILE).read_text(encoding="utf-8")
+    card = (WEIGHTS_FOLDER / CARD_FILE).read_text(encoding="utf-8")
     num_parameters = sum(weight.numel() for weight in model.parameters())
     header = model_card.CARD_HEADER.format(parameters=num_parameters / 1e6, kinds=len(OBJECT_KINDS))
     start = "\n".join([header, model_card.format_training(training), "## Accuracy\n"])
@@ -58,7 +58,7 @@ def test_model_card_agrees_with_its_generator(bundled_model: tuple[Any, Any]) ->
 def test_model_card_documents_the_training_of_the_bundled_weights() -> None:
     training = json.loads((WEIGHTS_FOLDER / TRAINING_FILE).read_text(encoding="utf-8"))
     recorded = [(stage["name"], stage["steps"], stage["batch"], stage["rate"]) for stage in training["stages"]]
-    card = (WEIGHTS_FOLDER / model_card.CARD_FILE).read_text(encoding="utf-8")
+    card = (WEIGHTS_FOLDER / CARD_FILE).read_text(encoding="utf-8")
     if recorded != [(stage.name, stage.steps, stage.batch, stage.rate) for stage in STAGES]:
         assert training["note"] in card, "weights that differ from the recipe need a note"
 

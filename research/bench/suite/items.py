@@ -80,7 +80,7 @@ def read_items(file: Path, folder: Path | None = None) -> list[SuiteItem]:
 
 def scene_items(tasks: Sequence[str], count: int, scene_seed: int) -> list[SuiteItem]:
     """`count` requests of each task of the toy world, from `scene_seed` on."""
-    from mmspec.app.scenes.tasks import generate_requests
+    from research.scenes.tasks import generate_requests
 
     return [
         SuiteItem(f"{task}-{one.seed}", (one.question,), task, images=one.images)

@@ -19,11 +19,12 @@ import torch
 import mmspec
 from mmspec.app.cli.main import main
 from mmspec.app.modeling.load import load_model
-from mmspec.app.scenes.tasks import generate_requests
-from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED
 from mmspec.drafters.checkpoints.published import load_published
 from mmspec.resolve import target_info
 from mmspec.targets.registry import find_adapter
+from research.scenes.tasks import generate_requests
+from research.scenes.world import FIRST_HELD_OUT_SEED
+from research.scenes.write_requests import write_requests
 
 PYTHON = os.environ.get("MMSPEC_VLLM_PYTHON", "")
 SERVE = Path(__file__).parents[2] / "helpers" / "vllm_serve.py"
@@ -61,7 +62,8 @@ def serve(folder: Path, **request: Any) -> dict[str, Any]:
 def test_vllm_serves_an_exported_head(tmp_path: Path) -> None:
     run = tmp_path / "run"
     steps = os.environ.get("MMSPEC_VLLM_STEPS", "300")
-    args = ["train", "--drafter", "eagle3", "--text-only", "--count", "160", "--steps", steps, "--batch-size", "8"]
+    data = str(write_requests(tmp_path / "data", 160))
+    args = ["train", "--drafter", "eagle3", "--text-only", "--data", data, "--steps", steps, "--batch-size", "8"]
     assert main([*args, "--evaluate", "0", "--draft-vocab", "700", "--out", str(run)]) == 0
     assert main(["export", str(run), "--format", "vllm", "--out", str(tmp_path / "head")]) == 0
     model, tokenizer = text_model(tmp_path / "model")

@@ -12,9 +12,10 @@ from itertools import count
 
 from PIL import Image
 
-from mmspec.app.scenes import grammar
-from mmspec.app.scenes.render import render_scene
-from mmspec.app.scenes.world import Clip, Scene, generate_clip, generate_scene
+from mmspec.app.cli.arguments import Options, parse_seed
+from research.scenes import grammar
+from research.scenes.render import render_scene
+from research.scenes.world import Clip, Scene, generate_clip, generate_scene
 
 REQUEST_TASKS = ("describe", "short", "answer", "clip")
 """Long description, caption, short answer, what happens in a clip."""
@@ -37,6 +38,12 @@ class SceneRequest:
     question: str
     answer: str
     ground_truth: Scene | Clip
+
+
+def add_scene_seed(parser: Options, default: int | None, default_text: str) -> None:
+    """Add `--scene-seed`."""
+    help_ = f"seed of the first scene (default {default_text})"
+    parser.add_argument("--scene-seed", type=parse_seed, default=default, metavar="S", help=help_)
 
 
 def generate_requests(task: str, first_seed: int) -> Iterator[SceneRequest]:

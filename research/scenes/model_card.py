@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mmspec.app.scenes.objects import OBJECT_KINDS
+from mmspec.app.scenes import CARD_FILE
+from research.scenes.objects import OBJECT_KINDS
 
-CARD_FILE = "README.md"
 TRAINING_FILE = "training.json"
 """Training record in a model folder: command, seed, versions, stages, and an optional note."""
 
@@ -50,7 +50,7 @@ visual tokens; images of other sizes are stretched to 192 x 192 pixels.
 
 ## Data
 
-`mmspec.app.scenes` generates all images and texts from seeds; no data was collected. The objects are drawn from Noto
+`research/scenes` generates all images and texts from seeds; no data was collected. The objects are drawn from Noto
 Color Emoji (SIL Open Font License 1.1). Seeds from 50,000,000 on and one in twenty pairs of object kinds are held out.
 """
 

@@ -5,28 +5,17 @@ from __future__ import annotations
 import hashlib
 import random
 from collections import Counter, defaultdict
-from itertools import combinations
+from itertools import combinations, islice
+from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
-from mmspec.app.scenes import WEIGHTS_FOLDER, grammar, phrases
-from mmspec.app.scenes.objects import KIND_BY_NAME, OBJECT_KINDS
-from mmspec.app.scenes.render import build_layers, render_scene
-from mmspec.app.scenes.sign_words import SIGN_WORDS
-from mmspec.app.scenes.sprites import SIGN_CHARACTERS, get_glyph, get_sprite
-from mmspec.app.scenes.world import (
-    FIRST_HELD_OUT_SEED,
-    REGION_MARGIN,
-    SCENE_IMAGE_SIZE,
-    SIZE_CLASSES,
-    Scene,
-    generate_clip,
-    generate_scene,
-    is_held_out_pair,
-    spatial_relation,
-)
-from research.scenes import eval_questions
+from mmspec.app.io.videos import load_video
+from mmspec.app.scenes import WEIGHTS_FOLDER, examples
+from mmspec.app.train.datasets import FileData
+from research.scenes import eval_questions, grammar, phrases, tasks, write_examples, write_requests
 from research.scenes.build_model import (
     train_tokenizer,
 )
@@ -34,9 +23,27 @@ from research.scenes.data import (
     PatchDataset,
     generate_corpus,
 )
+from research.scenes.objects import KIND_BY_NAME, OBJECT_KINDS
 from research.scenes.patch_labels import (
     render_with_labels,
 )
+from research.scenes.render import build_layers, render_scene
+from research.scenes.sign_words import SIGN_WORDS
+from research.scenes.sprites import ATLAS_FILE, SIGN_CHARACTERS, get_glyph, get_sprite
+from research.scenes.world import (
+    FIRST_HELD_OUT_SEED,
+    REGION_MARGIN,
+    SCENE_IMAGE_SIZE,
+    SIZE_CLASSES,
+    Clip,
+    Scene,
+    generate_clip,
+    generate_scene,
+    is_held_out_pair,
+    spatial_relation,
+)
+
+pytestmark = pytest.mark.research
 
 SEEDS = range(300)
 
@@ -363,3 +370,74 @@ def test_counting_answers_hold_a_running_count() -> None:
                 rest = part.lower().removeprefix(thing.region).split()
                 assert rest == [thing.name, *([next(numbers)] if thing.kind in counted else [])], answer
             assert sum_.split()[0] == phrases.NUMBER_WORDS[count] and eval_questions.find_number(answer) == count
+
+
+# --- requests -------------------------------------------------------------------------------------------
+
+
+def test_tasks_draw_from_the_held_out_world() -> None:
+    for task in tasks.REQUEST_TASKS:
+        drawn = list(islice(tasks.generate_requests(task, FIRST_HELD_OUT_SEED), 6))
+        again = list(islice(tasks.generate_requests(task, FIRST_HELD_OUT_SEED), 6))
+        assert [(one.seed, one.question, one.answer) for one in drawn] == [
+            (one.seed, one.question, one.answer) for one in again
+        ]
+        assert all(one.seed >= FIRST_HELD_OUT_SEED and one.question and one.answer for one in drawn)
+        assert all((len(one.images) > 3) == (task == "clip") == isinstance(one.ground_truth, Clip) for one in drawn)
+    assert all(len(one.ground_truth.things) > 2 for one in islice(tasks.generate_requests("describe", 0), 20))  # type: ignore[union-attr]
+    assert len({one.question.split()[0] for one in islice(tasks.generate_requests("answer", 0), 60)}) > 5
+    with pytest.raises(ValueError, match="task must be one of describe"):
+        next(tasks.generate_requests("dance", 0))
+
+
+CLIP_SEED = 0
+"""Among 24 requests from it on is a clip."""
+
+
+def test_a_training_set_is_what_tasks_draw(tmp_path: Path) -> None:
+    pytest.importorskip("av")
+    listed = write_requests.write_requests(tmp_path, 24, CLIP_SEED)
+    data = FileData([str(listed)])
+    assert len(data) == 24 and {path.suffix for path in tmp_path.iterdir()} == {".png", ".mp4", ".jsonl"}
+    again = write_requests.write_requests(tmp_path / "again", 24, CLIP_SEED).read_bytes()
+    assert listed.read_bytes() == again
+    questions = [data[index].question for index in range(24)]
+    assert len(set(questions)) > 8 and all(questions)
+    with pytest.raises(ValueError, match="are held out"):
+        write_requests.write_requests(tmp_path, 2, FIRST_HELD_OUT_SEED - 3)
+
+
+# --- examples in the package -------------------------------------------------------------------------------------
+
+
+def test_the_examples_are_what_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("av")
+    results = write_examples.write_examples(tmp_path)
+    assert sorted(path.name for path in results) == sorted(path.name for path in examples.list_example_files())
+    assert sum(path.stat().st_size for path in examples.list_example_files()) < 300_000
+    for path in examples.list_example_files():
+        if path.suffix == ".png":
+            assert Image.open(path).tobytes() == Image.open(tmp_path / path.name).tobytes()
+        else:
+            frames, again = load_video(path).frames, load_video(tmp_path / path.name).frames
+            assert len(frames) == len(again) and all(near(a, b) for a, b in zip(frames, again, strict=True))
+
+
+def near(a: Image.Image, b: Image.Image, tolerance: float = 4.0) -> bool:
+    return float(np.abs(np.asarray(a).astype(int) - np.asarray(b).astype(int)).mean()) < tolerance
+
+
+def test_the_clips_hold_all_frames() -> None:
+    for seed, path in zip(write_examples.CLIP_SEEDS, ("frog_moves", "cake_appears", "lion_moves"), strict=True):
+        frames = load_video(examples.EXAMPLES_FOLDER / f"{path}.mp4").frames
+        truth = generate_clip(FIRST_HELD_OUT_SEED + seed).frames
+        assert len(frames) == len(truth)
+        assert all(near(a, render_scene(b)) for a, b in zip(frames, truth, strict=True))
+
+
+def test_the_world_is_drawn_as_it_was() -> None:
+    """The atlas is the source of all images."""
+    assert hashlib.sha256(ATLAS_FILE.read_bytes()).hexdigest() == ATLAS
+
+
+ATLAS = "8a67a70047a8b73520a434fb850c5b0ce062ab6838fb803b3c94ed0b06c8daff"

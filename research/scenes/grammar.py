@@ -11,9 +11,9 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from mmspec.app.scenes.description import describe_scene
-from mmspec.app.scenes.objects import OBJECT_KINDS
-from mmspec.app.scenes.phrases import (
+from research.scenes.description import describe_scene
+from research.scenes.objects import OBJECT_KINDS
+from research.scenes.phrases import (
     NUMBER_WORDS,
     capitalize,
     count_aloud,
@@ -24,7 +24,7 @@ from mmspec.app.scenes.phrases import (
     join_list,
     list_things,
 )
-from mmspec.app.scenes.world import REGION_MARGIN, SCENE_IMAGE_SIZE, Clip, Scene, Thing, spatial_relation
+from research.scenes.world import REGION_MARGIN, SCENE_IMAGE_SIZE, Clip, Scene, Thing, spatial_relation
 
 
 @dataclass(frozen=True)

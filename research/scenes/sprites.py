@@ -1,6 +1,6 @@
 """The sprite atlas: one image with a sprite per object kind and a glyph per sign character, rendered from fonts.
 
-`python -m mmspec.app.scenes.sprites NotoColorEmoji.ttf DejaVuSans-Bold.ttf` renders the atlas again.
+`python -m research.scenes.sprites NotoColorEmoji.ttf DejaVuSans-Bold.ttf` renders the atlas again.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
 
-from mmspec.app.scenes.objects import OBJECT_KINDS
 from mmspec.vision.images import open_image
+from research.scenes.objects import OBJECT_KINDS
 
-DATA_FOLDER = Path(__file__).parent / "data"
-ATLAS_FILE = DATA_FOLDER / "atlas.png"
+ATLAS_FILE = Path(__file__).parent / "atlas.png"
 SPRITE_SIZE = 80
 """Edge of a sprite's cell in pixels; the longer edge of a sprite fills it."""
 ATLAS_COLUMNS = 20
@@ -93,9 +92,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Render and save the atlas; returns the exit status."""
     fonts = list(sys.argv[1:] if argv is None else argv)
     if len(fonts) != 2:
-        print("usage: python -m mmspec.app.scenes.sprites NotoColorEmoji.ttf DejaVuSans-Bold.ttf", file=sys.stderr)
+        print("usage: python -m research.scenes.sprites NotoColorEmoji.ttf DejaVuSans-Bold.ttf", file=sys.stderr)
         return 2
-    DATA_FOLDER.mkdir(exist_ok=True)
     build_atlas(*fonts).quantize(255, method=Image.Quantize.FASTOCTREE).save(ATLAS_FILE, optimize=True)
     print(
         f"{len(OBJECT_KINDS)} sprites and {len(SIGN_CHARACTERS)} glyphs in {ATLAS_FILE}, "
