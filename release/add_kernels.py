@@ -1,8 +1,8 @@
 """A wheel that carries the compiled C kernels, from the wheel without them: `python release/add_kernels.py FOLDER`.
 
-`make dist` runs it on Linux on x86-64. The library is built from the sources in the wheel by the code in the wheel, and
-put beside them under the name that this code will look for. auditwheel finds the oldest C library that has what it
-uses, which is the platform of the new wheel. pip takes it where that platform is, and the wheel without elsewhere.
+`make dist` runs it on Linux on x86-64. The libraries are built from the sources in the wheel by the code in the wheel,
+and put beside them under the names that this code will look for. auditwheel finds the oldest C library that has what
+they use, which is the platform of the new wheel. pip takes it where that platform is, and the wheel without elsewhere.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 PURE, NATIVE = ("Root-Is-Purelib: true", "Tag: py3-none-any"), ("Root-Is-Purelib: false", "Tag: py3-none-linux_x86_64")
-SHIP = "import sys; from mmspec.cpu import c_library; print(c_library.ship(c_library.FOLDER))"
+SHIP = "from mmspec.cpu import c_library; print(*c_library.ship(c_library.FOLDER), sep='\\n')"
 
 
 def run(command: list[str], folder: Path, **variables: str) -> str:
@@ -28,7 +28,7 @@ def run(command: list[str], folder: Path, **variables: str) -> str:
 
 
 def add_kernels(pure: Path, out: Path) -> Path:
-    """Write the wheel with the library of the wheel `pure` to the folder `out`; returns its file.
+    """Write the wheel with the libraries of the wheel `pure` to the folder `out`; returns its file.
 
     Raises:
         subprocess.CalledProcessError: a compiler, `wheel` or `auditwheel` is missing or fails.
@@ -39,9 +39,9 @@ def add_kernels(pure: Path, out: Path) -> Path:
         python = [sys.executable, "-m"]
         run([*python, "wheel", "unpack", str(pure.resolve())], folder)
         (tree,) = folder.iterdir()
-        library = Path(run([sys.executable, "-c", SHIP], folder, PYTHONPATH=str(tree)).strip())
-        if not library.is_relative_to(tree):
-            raise RuntimeError(f"the library was built in {library}, not in the wheel: run this outside of the tree")
+        for library in run([sys.executable, "-c", SHIP], folder, PYTHONPATH=str(tree)).splitlines():
+            if not Path(library).is_relative_to(tree):
+                raise RuntimeError(f"{library} was built, which is not in the wheel: run this outside of the tree")
         (metadata,) = tree.glob("*.dist-info/WHEEL")
         text = metadata.read_text(encoding="utf-8")
         for old, new in zip(PURE, NATIVE, strict=True):

@@ -1,4 +1,4 @@
-/* Attention of decoder.h, which includes it for each instruction set.
+/* Attention of decoder.h, which includes it.
 
    A number of a score is a sum over the head's columns in ascending order; values are added in the order of positions. */
 

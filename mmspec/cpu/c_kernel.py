@@ -17,7 +17,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mmspec.cpu.c_library import KernelUnavailableError, UntrustedFolderError, load_library, shipped_file
+from mmspec.cpu.c_library import (
+    INSTRUCTION_SETS,
+    ISA_NAMES,
+    ISA_VARIABLE,
+    KernelUnavailableError,
+    UntrustedFolderError,
+    chosen_level,
+    load_library,
+    shipped_file,
+)
 from mmspec.cpu.chain_types import ChainStruct
 from mmspec.cpu.draft_types import DraftStruct
 from mmspec.cpu.layers import DecoderStruct, LayerStruct
@@ -30,11 +39,6 @@ CHUNK_ROWS = 16
 """`CHUNK_ROWS` of few_rows.c."""
 MAX_C_ROWS = 32
 """`MAX_ROWS` of few_rows.c: rows that are few. More are computed in another way, to the same bits."""
-INSTRUCTION_SETS = {1: "AVX2", 2: "AVX-512", 3: "AVX-512 with BF16"}
-"""{level: its instructions}"""
-ISA_VARIABLE = "MMSPEC_ISA"
-ISA_NAMES = {"avx2": 1, "avx512": 2, "avx512_bf16": 3}
-"""{value of the environment variable MMSPEC_ISA: level}; without it the best of the processor."""
 STRUCTS = (DecoderStruct, LayerStruct, DraftStruct, WeightStruct, ChainStruct)
 """In the order of `few_rows_struct_bytes`."""
 _BUILD_LOCK = new_lock()
@@ -51,29 +55,21 @@ class CKernel:
         level: a key of `INSTRUCTION_SETS`.
     """
 
-    def __init__(self, library: ctypes.CDLL, level: int | None = None) -> None:
-        """Bind a library built from our sources.
-
-        Args:
-            library: the library.
-            level: instructions to use; None for the best of this processor.
+    def __init__(self, level: int) -> None:
+        """Load the library of a level.
 
         Raises:
-            KernelUnavailableError: the processor has neither instruction set, or torch's OpenMP runtime is not found.
-            KernelUnavailableError: also if its structs have other sizes than ours.
+            KernelUnavailableError: torch's OpenMP runtime is not found, or structs have other sizes than ours.
+            Exception: see `load_library`.
             AttributeError: the library has no such functions.
         """
-        self.library = library
-        best: int = library.few_rows_level()
-        self.level = best if level is None else level
-        if not 1 <= self.level <= best:
-            raise KernelUnavailableError(f"the processor has level {best}, needed is {max(1, self.level)}")
-        self._variant = min(self.level, 2)  # of the C functions
+        self.level = level
+        self.library = library = load_library(level)
         _check_structs(library)
         self._parallel, self._barrier = _openmp_entries()
         self._linear = library.few_rows_linear
         pointer, size = ctypes.c_void_p, ctypes.c_int64
-        self._linear.argtypes = [pointer, ctypes.c_int, *3 * (pointer,), size, ctypes.c_int, size, pointer]
+        self._linear.argtypes = [pointer, ctypes.c_int, *3 * (pointer,), size, size, pointer]
         self._linear.restype = ctypes.c_int
         self._quantise = library.few_rows_quantise
         self._quantise.argtypes = [pointer, ctypes.c_int, pointer, pointer, size, pointer]
@@ -86,7 +82,7 @@ class CKernel:
         self._draft_scratch = library.few_rows_draft_scratch
         self._chain = library.few_rows_chain
         for function in (self._decode, self._head_forward, self._draft_tree, self._chain):
-            function.argtypes = [pointer, ctypes.c_int, size, pointer, pointer]
+            function.argtypes = [pointer, size, pointer, pointer]
             function.restype = ctypes.c_int
         self._chain.restype = size
         for function in (self._decode_scratch, self._draft_scratch):
@@ -131,7 +127,6 @@ class CKernel:
             bias_pointer,
             out.data_ptr(),
             num_rows,
-            self._variant,
             torch.get_num_threads(),
             self._parallel,
         )
@@ -162,11 +157,11 @@ class CKernel:
 
     def decode(self, decoder: int, num_threads: int) -> bool:
         """Run one forward of `mmspec.cpu.decoder`; False, and nothing is done, if an id or a position has no entry."""
-        return bool(self._decode(decoder, self._variant, num_threads, self._parallel, self._barrier))
+        return bool(self._decode(decoder, num_threads, self._parallel, self._barrier))
 
     def chain(self, chain: int, num_threads: int) -> int:
         """Draft the chains of `mmspec.cpu.chain`; the number of forwards, 0 in the cases of `decode`."""
-        num_forwards: int = self._chain(chain, self._variant, num_threads, self._parallel, self._barrier)
+        num_forwards: int = self._chain(chain, num_threads, self._parallel, self._barrier)
         return num_forwards
 
     def draft_scratch(self, draft: int, num_threads: int) -> int:
@@ -176,11 +171,11 @@ class CKernel:
 
     def head_forward(self, draft: int, num_threads: int) -> None:
         """Run one forward of `mmspec.cpu.draft`."""
-        self._head_forward(draft, self._variant, num_threads, self._parallel, self._barrier)
+        self._head_forward(draft, num_threads, self._parallel, self._barrier)
 
     def draft_tree(self, draft: int, num_threads: int) -> None:
         """Grow the trees of `mmspec.cpu.draft`."""
-        self._draft_tree(draft, self._variant, num_threads, self._parallel, self._barrier)
+        self._draft_tree(draft, num_threads, self._parallel, self._barrier)
 
 
 def load_kernel() -> CKernel | None:
@@ -197,8 +192,7 @@ def find_kernel() -> tuple[CKernel | None, str]:
     """What `load_kernel` and `describe_kernel` return, found anew."""
     try:
         with _BUILD_LOCK:
-            library = load_library()
-        kernel = _best_kernel(library)
+            kernel = _best_kernel()
     except UntrustedFolderError as error:  # the only cause that one command of the user removes
         logger.warning("mmspec: the C kernels stay off, which is slower: %s", error)
         return None, f"none: {error}"
@@ -206,7 +200,8 @@ def find_kernel() -> tuple[CKernel | None, str]:
         # RuntimeError and ValueError besides our own: no home folder, a variable CC with an open quote.
         logger.info("linear layers run without the C kernel: %s", error)
         return None, f"none: {error}"
-    origin = "installed with mmspec" if Path(library._name) == shipped_file() else "built on this machine"
+    is_shipped = Path(kernel.library._name) == shipped_file(kernel.level)
+    origin = "installed with mmspec" if is_shipped else "built on this machine"
     return kernel, f"{INSTRUCTION_SETS[kernel.level]}, {origin}"
 
 
@@ -241,7 +236,7 @@ def _check_structs(library: ctypes.CDLL) -> None:
             )
 
 
-def _best_kernel(library: ctypes.CDLL) -> CKernel:
+def _best_kernel() -> CKernel:
     """The kernel with the best instructions whose products are right, or with those that `ISA_VARIABLE` names.
 
     Raises:
@@ -250,7 +245,7 @@ def _best_kernel(library: ctypes.CDLL) -> CKernel:
     name = os.environ.get(ISA_VARIABLE, "")
     if name and name not in ISA_NAMES:
         logger.warning("mmspec: %s must be one of %s; got %.40r", ISA_VARIABLE, ", ".join(ISA_NAMES), name)
-    kernel = CKernel(library, ISA_NAMES.get(name))
+    kernel = CKernel(chosen_level())
     while not _is_right(kernel):
         if kernel.level == 1:
             raise KernelUnavailableError("its products differ from those in double precision")
@@ -258,7 +253,7 @@ def _best_kernel(library: ctypes.CDLL) -> CKernel:
             "mmspec: products with %s are wrong on this machine; %s is used",
             *(INSTRUCTION_SETS[level] for level in (kernel.level, kernel.level - 1)),
         )
-        kernel = CKernel(library, kernel.level - 1)
+        kernel = CKernel(kernel.level - 1)
     return kernel
 
 

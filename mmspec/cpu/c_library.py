@@ -1,18 +1,20 @@
 """The shared library of the C kernels: the one that a wheel carries, else built at first use and cached.
 
-`few_rows.c` (linear layers, stacks of decoder layers, draft heads) runs on every x86-64 processor and chooses among
-AVX2 and AVX-512 when it is called, so that one library serves all. A wheel for Linux on x86-64 has it beside its
-source; elsewhere it takes a C compiler (`CC`, else cc, gcc or clang) and half a minute. A file is loaded if its name
-has the hash of what it was built from, and its seal, the hash of name and contents, is right. Independent of models.
+`few_rows.c` (linear layers, stacks of decoder layers, draft heads) is compiled for AVX2 or for AVX-512. A wheel for
+Linux on x86-64 has both libraries beside their source; elsewhere that of this processor takes a C compiler (`CC`, else
+cc, gcc or clang) and about ten seconds. A file is loaded if its name has the hash of what it was built from, and its
+seal, the hash of name and contents, is right. Independent of models.
 """
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
+import itertools
 import logging
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -30,9 +32,23 @@ SOURCES = {path.name: path.read_bytes() for path in sorted(FOLDER.glob("*.[ch]")
 """Read together with the Python code that declares their structs, so that neither is of another version."""
 MAIN_SOURCE = "few_rows.c"
 """It includes the others."""
+CPU_INFO = Path("/proc/cpuinfo")
 COMPILERS = ("cc", "gcc", "clang")
 FLAGS = ("-O2", "-std=gnu11", "-fno-math-errno", "-fPIC", "-shared", "-fvisibility=hidden")
 LINKED = ("-lm",)
+INSTRUCTION_SETS = {1: "AVX2", 2: "AVX-512", 3: "AVX-512 with BF16"}
+"""{level: its instructions}. Levels 2 and 3 have one library."""
+FLAGS_OF_LEVELS = ((), ("-DAVX512",))
+"""Of the two libraries."""
+CPU_FLAGS = (
+    ("avx2", "fma", "f16c"),
+    ("avx512f", "avx512dq"),
+    ("avx512_bf16",),
+)
+"""What the next level needs, in the words of the kernel of Linux."""
+ISA_VARIABLE = "MMSPEC_ISA"
+ISA_NAMES = {"avx2": 1, "avx512": 2, "avx512_bf16": 3}
+"""{value of the environment variable MMSPEC_ISA: level}; without it the best of the processor."""
 BUILD_TIMEOUT_S = 240.0
 DIGEST_BYTES = hashlib.sha256().digest_size
 
@@ -45,26 +61,47 @@ class UntrustedFolderError(KernelUnavailableError):
     """The kernel is not loaded from a folder that others can write; the message has the command that mends it."""
 
 
-def load_library() -> ctypes.CDLL:
-    """The library that came with the package; else that of the cache folder, built if it is missing or damaged.
+def processor_level() -> int:
+    """The best level of this processor, a key of `INSTRUCTION_SETS`.
 
     Raises:
-        KernelUnavailableError: another system or processor, no compiler, or one that fails.
+        KernelUnavailableError: another system, or a processor without AVX2.
+    """
+    if sys.platform != "linux" or platform.machine() not in ("x86_64", "AMD64"):
+        raise KernelUnavailableError(f"it is for Linux on x86-64, not {sys.platform} on {platform.machine()}")
+    found = re.search(r"^flags\s*:(.*)$", CPU_INFO.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
+    has = set(found[1].split() if found else ())
+    level = sum(1 for _ in itertools.takewhile(has.issuperset, CPU_FLAGS))
+    if not level:
+        raise KernelUnavailableError("the processor has no AVX2")
+    return level
+
+
+def chosen_level() -> int:
+    """The level that `ISA_VARIABLE` names, else the best of this processor; errors: `processor_level`."""
+    return ISA_NAMES.get(os.environ.get(ISA_VARIABLE, "")) or processor_level()
+
+
+def load_library(level: int) -> ctypes.CDLL:
+    """The library of a level that came with the package; else that of the cache folder, built if missing or damaged.
+
+    Raises:
+        KernelUnavailableError: another system, a processor without these instructions, no compiler, or one that fails.
         UntrustedFolderError: another user could replace a library in the cache folder.
         OSError: no place for the file, or it cannot be loaded.
         ValueError: the variable CC cannot be read.
         subprocess.SubprocessError: the compiler takes too long.
     """
-    if sys.platform != "linux" or platform.machine() not in ("x86_64", "AMD64"):
-        raise KernelUnavailableError(f"it is for Linux on x86-64, not {sys.platform} on {platform.machine()}")
-    if (shipped := shipped_file()).exists():
+    if level > (best := processor_level()):
+        raise KernelUnavailableError(f"the processor has {INSTRUCTION_SETS[best]}, not {INSTRUCTION_SETS[level]}")
+    if (shipped := shipped_file(level)).exists():
         try:
             if _is_sealed(shipped):
                 return ctypes.CDLL(str(shipped))
             logger.info("mmspec: %s is damaged; the C kernels are built instead", shipped)
         except OSError as error:  # another C library than that of the wheel's tag, for example
             logger.info("mmspec: the C kernels are built, since those that were installed cannot be loaded: %s", error)
-    command = [*_compiler(), *FLAGS]
+    command = [*_compiler(), *_flags(level)]
     file = _library_folder() / f"few_rows-{_key(command)}.so"
     if not (_is_own(file) and _is_sealed(file)):
         build(command, file)
@@ -72,30 +109,38 @@ def load_library() -> ctypes.CDLL:
 
 
 def needs_build() -> bool:
-    """Whether `load_library` would run the compiler, which takes half a minute of a processor."""
+    """Whether the first kernel needs the compiler, which takes about ten seconds of a processor."""
     try:
-        if sys.platform != "linux" or platform.machine() not in ("x86_64", "AMD64") or shipped_file().exists():
+        level = chosen_level()
+        if shipped_file(level).exists():
             return False
-        file = _library_folder() / f"few_rows-{_key([*_compiler(), *FLAGS])}.so"
+        file = _library_folder() / f"few_rows-{_key([*_compiler(), *_flags(level)])}.so"
         return not (_is_own(file) and _is_sealed(file))
     except (KernelUnavailableError, OSError, ValueError, subprocess.SubprocessError):
         return False
 
 
-def shipped_file() -> Path:
-    """Where a wheel has the library of these sources; there may be none.
+def _flags(level: int) -> tuple[str, ...]:
+    """Of the compiler."""
+    return (*FLAGS, *FLAGS_OF_LEVELS[level > 1])
+
+
+def shipped_file(level: int) -> Path:
+    """Where a wheel has the library of these sources for a level; there may be none.
 
     The folder is that of our own code: who can write there needs no library to run code of his.
     """
-    key = hashlib.sha256(b"\0".join([*SOURCES.values(), shlex.join([*FLAGS, *LINKED]).encode()])).hexdigest()
+    key = hashlib.sha256(b"\0".join([*SOURCES.values(), shlex.join([*_flags(level), *LINKED]).encode()])).hexdigest()
     return FOLDER / f"few_rows-{key[:40]}.so"
 
 
-def ship(folder: Path) -> Path:
-    """Build the library for a wheel whose `mmspec/cpu` is `folder`; returns its file. What can fail: `load_library`."""
-    file = folder / shipped_file().name
-    build([*_compiler(), *FLAGS, "-s"], file)
-    return file
+def ship(folder: Path) -> list[Path]:
+    """Build the libraries for a wheel whose `mmspec/cpu` is `folder`; returns them. What can fail: `load_library`."""
+    files = []
+    for level in (1, 2):
+        files.append(folder / shipped_file(level).name)
+        build([*_compiler(), *_flags(level), "-s"], files[-1])
+    return files
 
 
 def _compiler() -> list[str]:

@@ -1,4 +1,4 @@
-/* Decoder layers of few_rows.c for one instruction set; included once for each, after few_rows.h.
+/* Decoder layers of few_rows.c; included after few_rows.h.
 
    A row of the result depends on its own tokens, positions and ancestors alone, bit for bit: not on other nodes, and not
    on where in the tree, or already committed, its ancestors are. Sums over positions are in the order of the cache, and

@@ -1,4 +1,4 @@
-/* Draft heads of few_rows.c for one instruction set; included once for each, after decoder.h. */
+/* Draft heads of few_rows.c; included after decoder.h. */
 
 INLINE VEC NAME(silu)(VEC x) { return x / (SET1(1.0f) + NAME(exp)(-x)); }
 

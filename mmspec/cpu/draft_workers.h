@@ -1,4 +1,4 @@
-/* What each thread does in the functions of draft heads, for one instruction set; included once for each, after dspark.h. */
+/* What each thread does in the functions of draft heads; included after dspark.h. */
 
 /* A forward over committed tokens. */
 __attribute__((target(ISA))) static void NAME(head_forward)(void *data) {

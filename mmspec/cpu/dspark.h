@@ -1,4 +1,4 @@
-/* DSpark heads of few_rows.c for one instruction set; included once for each, after draft.h.
+/* DSpark heads of few_rows.c; included after draft.h.
 
    The layers run over a block of positions alone. Committed tokens only add keys and values, which every layer projects
    from the same fused states of the target. */

@@ -165,34 +165,10 @@ AVX2_INLINE void finish(const product *p, const chunk *c, int64_t r, int64_t m, 
 #include "ngrams.h"
 #include "chain_types.h"
 
+/* The instruction set of this library: AVX-512, or AVX2 without -DAVX512. */
+#ifdef AVX512
 static void multiply_pairs(const product *p, const chunk *c);
 static void pack_pairs(const float *x, int64_t R, int64_t K, float *to);
-
-#define NAME(part) avx2_##part
-#define ISA "avx2,fma,f16c"
-#define LANES 8
-#define TILE 3
-#define VEC __m256
-#define ZERO _mm256_setzero_ps
-#define SET1 _mm256_set1_ps
-#define LOAD _mm256_loadu_ps
-#define STORE _mm256_storeu_ps
-#define FMA _mm256_fmadd_ps
-#define MAX _mm256_max_ps
-#define ANY_ABOVE(a, b) _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_GT_OQ))
-#define HALVES(v) v
-#define WIDEN_BFLOAT16(p) \
-  _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(p))), 16))
-#define WIDEN_FLOAT16(p) _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p)))
-#include "few_rows.h"
-#include "many_rows.h"
-#include "decoder.h"
-#include "next_tokens.h"
-#include "draft.h"
-#include "dspark.h"
-#include "draft_workers.h"
-#include "end_of_isa.h"
-
 #define NAME(part) avx512_##part
 #define ISA "avx512f,avx512dq,avx2,fma,f16c"
 #define LANES 16
@@ -209,6 +185,24 @@ static void pack_pairs(const float *x, int64_t R, int64_t K, float *to);
 #define WIDEN_BFLOAT16(p) \
   _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(p))), 16))
 #define WIDEN_FLOAT16(p) _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(p)))
+#else
+#define NAME(part) avx2_##part
+#define ISA "avx2,fma,f16c"
+#define LANES 8
+#define TILE 3
+#define VEC __m256
+#define ZERO _mm256_setzero_ps
+#define SET1 _mm256_set1_ps
+#define LOAD _mm256_loadu_ps
+#define STORE _mm256_storeu_ps
+#define FMA _mm256_fmadd_ps
+#define MAX _mm256_max_ps
+#define ANY_ABOVE(a, b) _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_GT_OQ))
+#define HALVES(v) v
+#define WIDEN_BFLOAT16(p) \
+  _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(p))), 16))
+#define WIDEN_FLOAT16(p) _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p)))
+#endif
 #include "few_rows.h"
 #include "many_rows.h"
 #include "decoder.h"
@@ -216,17 +210,9 @@ static void pack_pairs(const float *x, int64_t R, int64_t K, float *to);
 #include "draft.h"
 #include "dspark.h"
 #include "draft_workers.h"
-#include "end_of_isa.h"
-
+#ifdef AVX512
 #include "pairs.h"
-
-/* The instructions of this processor: 3 for AVX-512 with VDPBF16PS, 2 for AVX-512, 1 for AVX2, 0 for none of them. */
-EXPORT int few_rows_level(void) {
-  __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq"))
-    return __builtin_cpu_supports("avx512bf16") ? 3 : 2;
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-}
+#endif
 
 static void run_threads(void (*worker)(void *), void *data, int64_t threads, parallel_fn parallel) {
   if (parallel && threads > 1)
@@ -236,9 +222,9 @@ static void run_threads(void (*worker)(void *), void *data, int64_t threads, par
 }
 
 /* `few_rows_linear` with many rows. */
-static int many_rows_linear(const void *x, int type, const weights *w, const void *bias, void *out, int64_t R, int level,
+static int many_rows_linear(const void *x, int type, const weights *w, const void *bias, void *out, int64_t R,
                             int64_t num_threads, parallel_fn parallel) {
-  const int64_t K = w->cols, N = w->rows, lanes = level == 2 ? 16 : 8, width = X_ROWS(lanes), bytes = float_bytes(type);
+  const int64_t K = w->cols, N = w->rows, lanes = LANES, width = X_ROWS(lanes), bytes = float_bytes(type);
   const int64_t threads = min64(num_threads, 1 + R * N * K / THREAD_PRODUCTS);
   const int64_t tile = lanes * plane(K, lanes, width), most = max64(MANY_TILES, MANY_BYTES / (tile * 4));
   const int64_t tiles = ceil_div(ceil_div(R, width), ceil_div(ceil_div(R, width), most)), at_once = tiles * width;
@@ -251,14 +237,15 @@ static int many_rows_linear(const void *x, int type, const weights *w, const voi
   for (int64_t row = 0; row < R; row += at_once) {
     m.x = (rows){packed, min64(at_once, R - row), K, N, 0, type, type != FLOAT32};
     m.next = m.next_tile = m.ticket = 0;
-    run_threads(level == 2 ? avx512_many_pack : avx2_many_pack, &m, threads, parallel);
-    run_threads(level == 2 ? avx512_many_worker : avx2_many_worker, &m, threads, parallel);
+    run_threads(NAME(many_pack), &m, threads, parallel);
+    run_threads(NAME(many_worker), &m, threads, parallel);
     m.from += at_once * K * bytes, m.part.out = (float *)((char *)m.part.out + at_once * N * bytes);
   }
   free(packed);
   return 1;
 }
 
+#ifdef AVX512
 /* `few_rows_linear` with a weight of BFLOAT16_PAIRS. */
 static int pairs_linear(const uint16_t *x, const weights *w, const void *bias, void *out, int64_t R, int64_t num_threads,
                         parallel_fn parallel) {
@@ -270,19 +257,22 @@ static int pairs_linear(const uint16_t *x, const weights *w, const void *bias, v
   linear l = {{packed, R, K, N, 0, BFLOAT16, 1}, {w, wide_bias, out, N}, 0, x};
   run_threads(pair_pack_worker, &l, min64(threads, (R + MAX_ROWS - 1) / MAX_ROWS), parallel);
   l.next = 0;
-  run_threads(avx512_worker, &l, threads, parallel);
+  run_threads(NAME(worker), &l, threads, parallel);
   free(packed);
   return 1;
 }
+#endif
 
 /* x [R, K], bias [w->rows] or NULL, out [R, w->rows], all contiguous and of the float type x_type; 1 <= R, at most 32 with
-   a quantised weight; level 1 or 2, as few_rows_level (at 3 it is 2, and weights may be of BFLOAT16_PAIRS). `parallel` is NULL where there is one thread. 0 if there is no
-   memory. */
-EXPORT int few_rows_linear(const void *x, int x_type, const weights *w, const void *bias, void *out, int64_t R, int level,
+   a quantised weight. With AVX512 weights may be of BFLOAT16_PAIRS, if the processor multiplies these. `parallel` is NULL
+   where there is one thread. 0 if there is no memory. */
+EXPORT int few_rows_linear(const void *x, int x_type, const weights *w, const void *bias, void *out, int64_t R,
                            int64_t num_threads, parallel_fn parallel) {
+#ifdef AVX512
   if (w->type == BFLOAT16_PAIRS) return pairs_linear(x, w, bias, out, R, num_threads, parallel);
+#endif
   if (R > MAX_ROWS)
-    return !is_quantised(w->type) && many_rows_linear(x, x_type, w, bias, out, R, level, num_threads, parallel);
+    return !is_quantised(w->type) && many_rows_linear(x, x_type, w, bias, out, R, num_threads, parallel);
   const int64_t K = w->cols, N = w->rows, threads = min64(num_threads, 1 + weight_bytes(w) / THREAD_BYTES);
   const int is_narrow = x_type != FLOAT32;
   const int64_t packed_floats = R * (K + MAX_LANES), wide_floats = is_narrow ? R * K + (bias ? N : 0) : 0;
@@ -295,8 +285,8 @@ EXPORT int few_rows_linear(const void *x, int x_type, const weights *w, const vo
     if (bias) widen(bias, x_type, N, to + R * K), wide_bias = to + R * K;
   }
   linear l = {{packed, R, K, N, 0, x_type, is_narrow}, {w, wide_bias, out, N}, 0, NULL};
-  (level == 2 ? avx512_pack_groups : avx2_pack_groups)(w, wide, R, NULL, 0, packed);
-  run_threads(level == 2 ? avx512_worker : avx2_worker, &l, threads, parallel);
+  NAME(pack_groups)(w, wide, R, NULL, 0, packed);
+  run_threads(NAME(worker), &l, threads, parallel);
   free(packed);
   return 1;
 }
@@ -313,11 +303,11 @@ EXPORT int64_t few_rows_decode_scratch(const decoder *d, int64_t num_threads) {
 }
 
 /* One forward of a decoder; 0 if a token has no embedding or a position no rotary angles, and then nothing is done. */
-EXPORT int few_rows_decode(const decoder *d, int level, int64_t num_threads, parallel_fn parallel, barrier_fn barrier) {
+EXPORT int few_rows_decode(const decoder *d, int64_t num_threads, parallel_fn parallel, barrier_fn barrier) {
   decoding s = {.d = d, .barrier = barrier};
   if (!begin_decoding(&s)) return 0;
   const int64_t threads = parallel ? min64(num_threads, 1 + layer_bytes(d) / (4 * THREAD_BYTES)) : 1;
-  void (*const worker)(void *) = level == 2 ? avx512_decode : avx2_decode;
+  void (*const worker)(void *) = NAME(decode);
   s.has_team = threads > 1;
   run_threads(worker, &s, threads, parallel);
   return 1;
@@ -339,24 +329,24 @@ static void run_draft(drafting *g, void (*worker)(void *), int64_t num_threads, 
 }
 
 /* One forward of a head over committed tokens: sets `root`, if it has one (DSpark has not). */
-EXPORT int few_rows_head_forward(const draft *h, int level, int64_t num_threads, parallel_fn parallel,
+EXPORT int few_rows_head_forward(const draft *h, int64_t num_threads, parallel_fn parallel,
                                  barrier_fn barrier) {
   drafting g;
   begin_drafting(&g, h, barrier);
   begin_forward(&g);
-  void (*const worker)(void *) = level == 2 ? avx512_head_forward : avx2_head_forward;
-  void (*const dspark)(void *) = level == 2 ? avx512_dspark_forward : avx2_dspark_forward;
+  void (*const worker)(void *) = NAME(head_forward);
+  void (*const dspark)(void *) = NAME(dspark_forward);
   run_draft(&g, is_dspark(h) ? dspark : worker, num_threads, parallel);
   return 1;
 }
 
 /* A tree: from `root`, or from `anchors`, to `tree_tokens`, `tree_parents`, `tree_scores`, `tree_mask`. */
-EXPORT int few_rows_draft_tree(const draft *h, int level, int64_t num_threads, parallel_fn parallel,
+EXPORT int few_rows_draft_tree(const draft *h, int64_t num_threads, parallel_fn parallel,
                                barrier_fn barrier) {
   drafting g;
   begin_drafting(&g, h, barrier);
   if (is_dspark(h)) begin_block(&g);
-  run_draft(&g, level == 2 ? avx512_draft_tree : avx2_draft_tree, num_threads, parallel);
+  run_draft(&g, NAME(draft_tree), num_threads, parallel);
   return 1;
 }
 

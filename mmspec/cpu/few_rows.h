@@ -1,4 +1,4 @@
-/* The kernel of few_rows.c for one instruction set; included once for each. */
+/* The kernel of few_rows.c, in the instruction set of the library. */
 
 #define INLINE __attribute__((always_inline, target(ISA))) static inline
 
@@ -206,10 +206,12 @@ __attribute__((target(ISA))) static void NAME(multiply)(const product *p, const 
     (LANES == 16 && has_vnni() ? vnni_multiply_quantised : avx2_multiply_quantised)(p, c);
     return;
   }
+#ifdef AVX512
   if (c->type == BFLOAT16_PAIRS) {
     multiply_pairs(p, c);
     return;
   }
+#endif
   check_chunk(c, p->K);
   const int64_t K = p->K, panels = K / p->panel, bytes = float_bytes(c->type);
   const int64_t distance = 1 + AHEAD_BYTES / (WEIGHT_ROWS * p->panel * bytes);
@@ -262,10 +264,12 @@ __attribute__((target(ISA))) static void NAME(pack_groups)(const weights *w, con
     round_rows(x, R, K, norm, eps, (group *)to);
     return;
   }
+#ifdef AVX512
   if (w->type == BFLOAT16_PAIRS) { /* rows of 16 bits are normalised before */
     pack_pairs(x, R, K, to);
     return;
   }
+#endif
   for (int64_t row = 0; row < R; row += MAX_ROWS)
     NAME(pack)(x + row * K, min64(MAX_ROWS, R - row), K, norm, eps, to + row * step);
 }

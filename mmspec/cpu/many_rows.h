@@ -1,5 +1,4 @@
-/* Products of more than MAX_ROWS rows, such as a prompt's, with weights of a float type, for one instruction set; included
-   once for each, after few_rows.h.
+/* Products of more than MAX_ROWS rows, such as a prompt's, with weights of a float type; included after few_rows.h.
 
    An element of out has the same bits as that of `tile`. Its LANES partial sums are computed one after the other instead
    of side by side: a vector has a column of LANES rows of w, which one number of x multiplies. That loads less for a

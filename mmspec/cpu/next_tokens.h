@@ -1,4 +1,4 @@
-/* The likeliest next tokens by logits, for one instruction set; included once for each, after decoder.h. */
+/* The likeliest next tokens by logits; included after decoder.h. */
 
 /* Store the first n numbers of x, of tokens v and following, to `z`, and keep them among the W largest so far, falling; of
    equals the first. */

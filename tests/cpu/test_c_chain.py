@@ -11,7 +11,8 @@ import torch
 from test_decoder import SHAPES, TYPES, VOCAB, Model, in_type, make_inputs, make_model, quantised
 from torch import Tensor
 
-from mmspec.cpu.c_kernel import INSTRUCTION_SETS, CKernel, load_kernel
+from mmspec.cpu import c_library
+from mmspec.cpu.c_kernel import INSTRUCTION_SETS, CKernel
 from mmspec.cpu.chain_types import ChainGuesses, ChainRequest, DraftedChains
 from mmspec.cpu.decoder import DecoderContext, DecoderInputs
 from mmspec.cpu.ngrams import CNgrams
@@ -24,10 +25,10 @@ COSTS = (1.0, 1.1, 1.2, 1.3)
 @pytest.fixture(params=sorted(INSTRUCTION_SETS), ids=INSTRUCTION_SETS.get)
 def kernel(request: pytest.FixtureRequest) -> CKernel:
     """The kernel for one instruction set."""
-    best = load_kernel()
-    if best is None or best.level < request.param:
-        pytest.skip("the C kernel cannot be had, or not for these instructions")
-    return CKernel(best.library, request.param)
+    try:
+        return CKernel(request.param)
+    except c_library.KernelUnavailableError as error:
+        pytest.skip(str(error))
 
 
 def request_for(batch: int, **changes: object) -> ChainRequest:

@@ -41,7 +41,7 @@ def test_every_avx512_instruction_has_an_emulation() -> None:
 def kernel(request: pytest.FixtureRequest) -> CKernel:
     """The kernel for each instruction set that this processor has."""
     try:
-        return CKernel(c_library.load_library(), request.param)
+        return CKernel(request.param)
     except c_library.KernelUnavailableError as error:
         pytest.skip(str(error))
 
@@ -295,13 +295,15 @@ def test_a_library_is_built_once_and_a_damaged_one_is_replaced(
 @pytest.mark.usefixtures("build_command")
 def test_builds_at_once(cache_folder: Path) -> None:
     """Of forked processes, which start sooner than those of the slow test below."""
-    builds = [multiprocessing.get_context("fork").Process(target=c_library.load_library) for _ in range(3)]
+    level = c_library.chosen_level()
+    start = multiprocessing.get_context("fork").Process
+    builds = [start(target=c_library.load_library, args=(level,)) for _ in range(3)]
     for build in builds:
         build.start()
     for build in builds:
         build.join()
     assert [build.exitcode for build in builds] == [0, 0, 0] and len(list(cache_folder.iterdir())) == 1
-    assert CKernel(c_library.load_library()).level >= 1
+    assert CKernel(level).level == level
 
 
 @needs_kernel
@@ -392,10 +394,11 @@ def test_the_library_of_a_wheel_needs_no_compiler(
     monkeypatch.setattr(c_library, "FOLDER", tmp_path)
     copy = compiler(tmp_path, f'cp {kernel.library._name} "$out"')
     monkeypatch.setenv("CC", copy)
-    shipped = c_library.ship(tmp_path)
+    level = kernel.level
+    shipped = c_library.ship(tmp_path)[level > 1]
     monkeypatch.setenv("CC", "no-such-compiler")
     got, lines = load(caplog)
-    assert got is not None and lines == [] and Path(got.library._name) == shipped == c_library.shipped_file()
+    assert got is not None and lines == [] and Path(got.library._name) == shipped == c_library.shipped_file(level)
     assert c_kernel.find_kernel()[1].endswith("installed with mmspec") and not cache_folder.exists()
     whole = shipped.read_bytes()
     shipped.unlink()  # the library in use keeps its own file
@@ -409,18 +412,18 @@ def test_the_library_of_a_wheel_needs_no_compiler(
     monkeypatch.setenv("CC", "no-such-compiler")
     shipped.write_bytes(whole)
     assert load(caplog)[0] is None, "under its own name"
-    c_library.shipped_file().write_bytes(whole)
+    c_library.shipped_file(level).write_bytes(whole)
     got, lines = load(caplog)
     assert got is None and "is damaged" in lines[0], "renamed"
 
 
 @needs_kernel
 def test_a_library_with_wrong_results_or_functions_is_not_used(
-    cache_folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(c_kernel, "load_library", lambda: ctypes.CDLL(None))
+    monkeypatch.setattr(c_kernel, "load_library", lambda level: ctypes.CDLL(None))
     kernel, lines = load(caplog)
-    assert kernel is None and len(lines) == 1 and "few_rows_level" in lines[0]
+    assert kernel is None and len(lines) == 1 and "few_rows_struct_bytes" in lines[0]
     monkeypatch.undo()
     monkeypatch.setattr(CKernel, "linear", lambda self, weight, bias, rows: rows.new_zeros(len(rows), 37))
     kernel, lines = load(caplog)
@@ -456,7 +459,7 @@ def test_products_in_pairs_are_exact_to_one_rounding_and_independent_of_the_othe
     rows, out, columns = size
     best = load_kernel()
     weight, x = normal(out, columns).bfloat16(), normal(rows, columns, seed=1).bfloat16()
-    wide = CKernel(best.library, min(best.level, 2))
+    wide = CKernel(min(best.level, 2))
     got, other = best.linear(weight, weight[:, 0].contiguous(), x), wide.linear(weight, weight[:, 0].contiguous(), x)
     assert got is not None and other is not None
     exact = x.double() @ weight.double().T + weight[:, 0].double()
@@ -467,6 +470,34 @@ def test_products_in_pairs_are_exact_to_one_rounding_and_independent_of_the_othe
             best.linear(weight, weight[:, 0].contiguous(), x[row : row + 1].contiguous()), got[row : row + 1]
         )
     assert torch.equal(best.linear(weight.float(), None, x.float()), wide.linear(weight.float(), None, x.float()))
+
+
+@pytest.mark.parametrize(
+    ("flags", "level"),
+    [
+        ("sse4_2 avx avx2 fma f16c", 1),
+        ("avx2 fma f16c avx512f avx512dq avx512_vnni", 2),
+        ("avx512_bf16 avx512f avx512dq avx2 fma f16c", 3),
+        ("avx2 fma f16c avx512f avx512_bf16", 1),
+        ("sse4_2 avx fma", None),
+        ("", None),
+    ],
+)
+def test_the_library_is_that_of_the_processor(
+    flags: str, level: int | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nflags\t\t: {flags}\n\nprocessor\t: 1\nflags\t\t: other\n")
+    monkeypatch.setattr(c_library, "CPU_INFO", tmp_path / "cpuinfo")
+    monkeypatch.delenv(c_kernel.ISA_VARIABLE, raising=False)
+    if level is None:
+        with pytest.raises(c_library.KernelUnavailableError, match="no AVX2"):
+            c_library.load_library(1)
+        return
+    assert c_library.chosen_level() == level and c_library.shipped_file(1) != c_library.shipped_file(2)
+    assert c_library.shipped_file(2) == c_library.shipped_file(3)
+    if level < 3:
+        with pytest.raises(c_library.KernelUnavailableError, match=f"has {c_library.INSTRUCTION_SETS[level]}, not"):
+            c_library.load_library(level + 1)
 
 
 def test_other_processors_and_runtimes(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,7 +50,7 @@ VOCAB = 45
 def kernel(request: pytest.FixtureRequest) -> CKernel:
     """The kernel for each instruction set that this processor has."""
     try:
-        return CKernel(c_library.load_library(), request.param)
+        return CKernel(request.param)
     except c_library.KernelUnavailableError as error:
         pytest.skip(str(error))
 
@@ -476,7 +476,7 @@ def test_weights_that_are_refused(change: str) -> None:
 def test_structs_of_other_sizes_are_found_when_the_library_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(c_kernel, "STRUCTS", c_kernel.STRUCTS[1:])
     with pytest.raises(c_library.KernelUnavailableError, match="LayerStruct has"):
-        CKernel(c_library.load_library())
+        CKernel(c_library.chosen_level())
 
 
 def test_structs_are_read_from_the_headers() -> None:

@@ -19,7 +19,7 @@ SHAPES = [(1, 1), (3, 7), (5, 16), (37, 100), (64, 384), (30, 1029), (18, 1536)]
 def kernel(request: pytest.FixtureRequest) -> CKernel:
     """The kernel for each instruction set that this processor has."""
     try:
-        return CKernel(c_library.load_library(), request.param)
+        return CKernel(request.param)
     except c_library.KernelUnavailableError as error:
         pytest.skip(str(error))
 

@@ -38,4 +38,4 @@ def faulty_kernel(old: str, new: str, source: str | None = None, optimized: bool
     with TemporaryDirectory() as folder, ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, {"MMSPEC_CACHE": folder}))
         stack.enter_context(mock.patch.multiple(c_library, SOURCES=faulty, FLAGS=flags))
-        return CKernel(c_library.load_library())
+        return CKernel(c_library.chosen_level())

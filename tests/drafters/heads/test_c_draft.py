@@ -78,7 +78,7 @@ KINDS: dict[str, tuple[HeadConfig, Tensor | None]] = {
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> CKernel:
     """The kernel for each instruction set that this processor has, in use."""
     try:
-        found = CKernel(c_library.load_library(), request.param)
+        found = CKernel(request.param)
     except c_library.KernelUnavailableError as error:
         pytest.skip(str(error))
     monkeypatch.setattr(c_draft, "active_kernel", lambda: found)
@@ -415,7 +415,7 @@ def test_batches_beyond_the_kernel(best_kernel: None, target: FakeTarget, calls:
 
 
 def test_structs_are_as_large_as_in_the_library(kernel: CKernel) -> None:
-    library = c_library.load_library()
+    library = kernel.library
     library.few_rows_struct_bytes.restype = ctypes.c_int64
     sizes = [ctypes.sizeof(struct) for struct in c_kernel.STRUCTS]
     assert [library.few_rows_struct_bytes(number) for number in range(len(sizes))] == sizes
@@ -458,7 +458,7 @@ def test_a_library_is_built_from_the_sources_that_were_imported(
     """An edit of the C code while a process runs does not reach it, since it has declared the structs already."""
     folder = Path(c_library.__file__).parent
     assert {path.name: path.read_bytes() for path in folder.glob("*.[ch]")} == c_library.SOURCES
-    monkeypatch.setattr(c_library, "SOURCES", {c_library.MAIN_SOURCE: b"int few_rows_level(void) { return 7; }"})
+    monkeypatch.setattr(c_library, "SOURCES", {c_library.MAIN_SOURCE: b"int few_rows_number(void) { return 7; }"})
     monkeypatch.setattr(c_library, "FLAGS", ("-shared", "-fPIC"))
     monkeypatch.setenv("MMSPEC_CACHE", str(tmp_path))
-    assert c_library.load_library().few_rows_level() == 7
+    assert c_library.load_library(1).few_rows_number() == 7

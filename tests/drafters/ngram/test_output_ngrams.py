@@ -10,7 +10,7 @@ import pytest
 import torch
 from c_bugs import faulty_kernel, faulty_sources
 
-from mmspec.cpu import c_library, ngram_types, ngrams
+from mmspec.cpu import ngram_types, ngrams
 from mmspec.cpu.c_kernel import load_kernel
 from mmspec.cpu.ngrams import CNgrams
 from mmspec.drafters.ngram import output_ngrams
@@ -146,7 +146,7 @@ def test_prompts_and_outputs_are_counted(counts_class: type) -> None:
 
 @needs_kernel
 def test_structs_are_as_large_as_in_the_library_of_ngrams() -> None:
-    library = c_library.load_library()
+    library = load_kernel().library
     library.few_rows_ngrams_struct_bytes.restype = ctypes.c_int64
     structs = (
         ngram_types.TableStruct,
