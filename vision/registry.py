@@ -23,8 +23,8 @@ from mmspec.vision.compressors.select import (
     saliency,
 )
 
-UNSIZED: dict[str, Callable[[], object]] = {"identity": Identity, "drop": Drop, "cost-based": CostBased}
-"""Compressors without a size: all tokens, none, or a number that depends on the measured costs."""
+UNSIZED: dict[str, Callable[[], object]] = {"identity": Identity, "drop": Drop, "elastic": CostBased}
+"""Compressors without a size: all tokens, none, or a number that depends on the measured costs (`elastic`)."""
 UNTRAINED: dict[str, Callable[[int], object]] = {
     "stride": Stride,
     "relevant": lambda max_tokens: TopScore(max_tokens, "relevant", query_similarity),
@@ -64,30 +64,27 @@ def parse_compressor(text: str) -> tuple[str, int]:
 def init_compressor(text: str, hidden_size: int) -> Compressor:
     """Build the compressor `NAME:N`; trainable ones with freshly initialised weights for states of `hidden_size`."""
     name, max_tokens = parse_compressor(text)
-    compressor = TRAINED[name](hidden_size, max_tokens) if name in TRAINED else build_compressor(text)
+    compressor = TRAINED[name](hidden_size, max_tokens) if max_tokens and name in TRAINED else build_compressor(text)
     return cast(Compressor, compressor)
 
 
 def build_compressor(compressor: str | object) -> Compressor:
     """Build a compressor from its name; a compressor object is returned as it is, in eval mode.
 
-    "elastic" without a size is a `CostBased` of that name; `mmspec.config` replaces it by the drafter's own gate if the
-    drafter was trained with one.
+    `mmspec.config` replaces "elastic" without a size by the drafter's own gate if the drafter was trained with one.
 
     Raises:
         ValueError: The name is unknown, or the compressor needs trained weights.
         TypeError: The object does not implement `Compressor`.
     """
-    if compressor == Elastic.name:
-        return CostBased(Elastic.name)
     if isinstance(compressor, str):
         name, max_tokens = parse_compressor(compressor)
-        if name in TRAINED:
+        if max_tokens and name in TRAINED:
             untrained = " 'elastic' without a size needs no weights." if name == Elastic.name else ""
             raise ValueError(
                 f"compressor {name!r} has weights: pass the folder of a drafter that was trained with it.{untrained}"
             )
-        return cast(Compressor, UNSIZED[name]() if name in UNSIZED else UNTRAINED[name](max_tokens))
+        return cast(Compressor, UNTRAINED[name](max_tokens) if max_tokens else UNSIZED[name]())
     if not isinstance(compressor, Compressor):
         raise TypeError(
             f"a compressor needs `name`, `max_tokens` and `compress(...)`; got {type(compressor).__name__}."
@@ -115,7 +112,7 @@ def load_compressor(config: Mapping[str, Any], state_dict: Mapping[str, Tensor],
     """
     name = config["name"]
     with torch.device("meta"):  # initialising real weights would advance the user's random generator
-        compressor = init_compressor(name if name in UNSIZED else f"{name}:{config['max_tokens']}", hidden_size)
+        compressor = init_compressor(f"{name}:{config['max_tokens']}" if name in TRAINED else name, hidden_size)
     if isinstance(compressor, nn.Module):
         try:
             compressor.load_state_dict({key: value.float() for key, value in state_dict.items()}, assign=True)

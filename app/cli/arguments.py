@@ -29,7 +29,7 @@ Options: TypeAlias = "argparse._ActionsContainer"
 
 MODEL_HELP = "hub id, folder, or bundled: scenes (a toy model of drawn scenes), tiny, mid (random weights)"
 MAX_INT, MAX_DIGITS = 2**63 - 1, 30
-COMPRESSOR_HELP = "pass fewer visual tokens to the drafter: cost-based; drop; stride, pool, relevant, salient with :N"
+COMPRESSOR_HELP = "pass fewer visual tokens to the drafter: elastic; drop; stride, pool, relevant, salient with :N"
 
 
 def add_command(

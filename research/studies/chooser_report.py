@@ -1,6 +1,6 @@
 """Whether an adaptive compressor, which chooses prompt by prompt, is faster than every fixed one.
 
-Works on rows of `research.studies.visual`. An adaptive compressor (elastic, cost-based) is compared with the best
+Works on rows of `research.studies.visual`. An adaptive compressor (elastic) is compared with the best
 fixed one, by the seconds of all requests and in the mean over shapes, where long answers weigh as much as short ones;
 and with the best fixed one for each request. The latter is selected by forwards, which have no timing noise, and by
 seconds: that is an optimistic bound, since the minimum of several noisy times is below every expected time.
@@ -15,7 +15,7 @@ from typing import Any
 from research.bench.measure import bootstrap_interval
 from research.bench.rows import ResultRow, num_drafter_tokens
 
-ADAPTIVE_COMPRESSORS = ("elastic", "cost-based")
+ADAPTIVE_COMPRESSORS = ("elastic",)
 """Compressors that choose the number of visual tokens for each prompt."""
 RequestValues = dict[str, list[float]]
 """{"seconds", "forwards", "tokens": a value for each request}."""

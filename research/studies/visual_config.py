@@ -28,19 +28,19 @@ shapes
 
 compressors
   as for mmspec.patch; own is the one that a drafter was trained with, with a smaller budget: --compressors own
-  cost-based depends on the measured cost of prefill here, and so does not work with --nodes
+  elastic depends on the measured cost of prefill here, and so does not work with --nodes
 
 rows
   *_over are ratios to the first drafter (tau_over: of tau), speedup_* ratios of its speed, speedup_hf* ratios to the
   speed of plain generate, *_ci their 95% intervals; names is the share of their tokens that was accepted, names_tau
   their tokens for each forward that one of them cost. Without --nodes tau depends on a controller that uses measured
-  times. Adaptive compressors (elastic, cost-based) are compared with the best fixed one, by the sum of all seconds and
+  times. Adaptive compressors (elastic) are compared with the best fixed one, by the sum of all seconds and
   by the mean over shapes, and with the best one for each request: by forwards, and by seconds (an optimistic bound,
   selected after the fact from noisy times).
 
 examples
   python -m research.studies.visual out/msd --compressors pool,stride,relevant --json study.json --markdown study.md
-  python -m research.studies.visual out/msd out/msd+cost-based out/msd-latent --shapes short,one,clip8
+  python -m research.studies.visual out/msd out/msd+elastic out/msd-latent --shapes short,one,clip8
   python -m research.studies.visual out/msd-latent --compressors own --nodes 16
 """
 

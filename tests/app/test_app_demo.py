@@ -23,13 +23,14 @@ from mmspec.app.scenes.examples import list_example_files
 from mmspec.app.ui import model as demo_model
 from mmspec.app.ui.demo import Demo
 from mmspec.app.ui.limits import Limits
-from mmspec.app.ui.model import DemoModel
+from mmspec.app.ui.model import COMPRESSORS, DemoModel
 from mmspec.app.ui.refusals import REASONS, explain_refusal
 from mmspec.app.ui.rounds import CORRECTED, DRAFTED, OWN, UNDRAFTED, Round, classify_tokens
 from mmspec.app.ui.run import Run, RunSettings, split_speedup
 from mmspec.app.ui.streamer import TimingStreamer
 from mmspec.app.ui.uploads import StoredFile, clean_name
 from mmspec.app.ui.worker import CancelSignal, Worker
+from mmspec.vision.registry import build_compressor
 
 CLIP = next(path for path in list_example_files() if path.suffix == ".mp4")
 NASTY = "<img src=x onerror='hacked=1'> \"\"\" ''' {x} \\ \u2028"
@@ -380,3 +381,7 @@ def test_the_script_repeats_the_answer(demo: Demo, capsys: pytest.CaptureFixture
     exec(compile(code, "run.py", "exec"), {})
     text, said = "".join(token[0] for token in demo.reports[run.id]["lanes"][0]["tokens"]), capsys.readouterr().out
     assert f"mmspec {text}" in said and f"plain generate {text}" in said
+
+
+def test_every_compressor_that_the_page_offers_is_one() -> None:
+    assert [build_compressor(name).name for name in COMPRESSORS[1:]] == ["elastic", "drop", "pool", "relevant"]

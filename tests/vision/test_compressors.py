@@ -1105,7 +1105,7 @@ def test_parse_and_build() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("magic:4", "unknown compressor 'magic:4'; available: identity, drop, cost-based, stride:N"),
+        ("magic:4", "unknown compressor 'magic:4'; available: identity, drop, elastic, stride:N"),
         ("latent", "'latent' needs a maximum number of tokens, as in latent:64; got 'latent'"),
         ("latent:0", "got 'latent:0'"),
         ("latent:64", "has weights: pass the folder of a drafter"),

@@ -145,13 +145,12 @@ def test_without_query_and_without_context() -> None:
 
 
 def test_names() -> None:
-    assert parse_compressor("cost-based") == ("cost-based", 0)
-    compressor = build_compressor("cost-based")
-    assert isinstance(compressor, CostBased) and compressor.name == "cost-based"
-    assert isinstance(init_compressor("cost-based", 8), CostBased) and str(Choice("salient", 3)) == "salient:3"
-    for name in ("measured", "cost-based:64"):
-        with pytest.raises(ValueError, match=f"unknown compressor '{name}'; available: identity, drop, cost-based"):
-            build_compressor(name)
+    assert parse_compressor("elastic") == ("elastic", 0)
+    compressor = build_compressor("elastic")
+    assert isinstance(compressor, CostBased) and compressor.name == "elastic"
+    assert isinstance(init_compressor("elastic", 8), CostBased) and str(Choice("salient", 3)) == "salient:3"
+    with pytest.raises(ValueError, match="unknown compressor 'measured'; available: identity, drop, elastic, "):
+        build_compressor("measured")
 
 
 # --- measurement -----------------------------------------------------------------------------------------------------
@@ -320,7 +319,7 @@ def test_no_costs_without_a_compressor_or_with_static_shapes(
         ("stride:4", "stride:4", [[2, 6, 10, 14], [0, 1, 2, 3], []]),
         ("pool:4", "pool:4", [4, [0, 1, 2, 3], []]),
         ("pool:16", "pool:16", [[*range(16)], [*range(4)], []]),
-        ("cost-based", "identity", [[*range(16)], [*range(4)], []]),
+        ("elastic", "identity", [[*range(16)], [*range(4)], []]),
     ],
 )
 def test_compression_records(name: str, choice: str, kept_indices: list[Any]) -> None:
@@ -384,7 +383,7 @@ def test_output_is_unchanged_and_stats_report_compression(
     options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": sample}
     torch.manual_seed(1)
     plain = model.generate(**inputs, **options)
-    mmspec.patch(model, str(folder), "cost-based", tree_size=None)
+    mmspec.patch(model, str(folder), "elastic", tree_size=None)
     try:
         for _ in range(4):
             torch.manual_seed(1)

@@ -1,4 +1,4 @@
-"""Compressor that chooses the number of visual tokens per prompt from measured costs, without weights.
+"""`elastic` without a trained gate: the number of visual tokens per prompt is chosen from measured costs.
 
 Reading K visual tokens costs a drafter, over one generation,
 
@@ -103,14 +103,7 @@ def expected_cost(num_tokens: int, accept_length_loss: float, max_new_tokens: in
 class CostBased:
     """Chooses a compressor for each row with `choose_compressor`. Stateless: costs come with the visual tokens."""
 
-    max_tokens, attends = NO_LIMIT, True
-
-    def __init__(self, name: str = "cost-based") -> None:
-        """
-        Args:
-            name: Name in messages and statistics; "elastic" where it replaces an untrained gate.
-        """
-        self.name = name
+    name, max_tokens, attends = "elastic", NO_LIMIT, True
 
     def compress(self, visual_tokens: VisualTokens, query: Tensor | None, max_tokens: int) -> VisualTokens:
         """Each row by its own choice; rows with the same choice are compressed together."""
