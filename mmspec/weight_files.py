@@ -29,8 +29,8 @@ MAX_SHARDS = 1024
 SHARD_NAME = re.compile(r"[\w-][\w.-]*\.(safetensors|bin)")
 MODEL_PREFIX = "model."
 """Some heads are published with it (NVIDIA's), as part of the names of whole models."""
-HEAD_TENSOR = "fc.weight"
-"""A tensor of every published draft head, and of no language model of transformers."""
+HEAD_TENSOR, ENCODER_TENSOR = "fc.weight", "encoder.fc.weight"
+"""A tensor of every published draft head (the second: Muse Glimmer's), and of no language model of transformers."""
 
 
 def weights_file(folder: str | os.PathLike[str]) -> Path:
@@ -70,7 +70,7 @@ def holds_head(folder: str | os.PathLike[str]) -> bool:
     Raises: as `tensor_names`.
     """
     names = tensor_names(folder)
-    return HEAD_TENSOR in names or f"{MODEL_PREFIX}{HEAD_TENSOR}" in names
+    return not {HEAD_TENSOR, f"{MODEL_PREFIX}{HEAD_TENSOR}", ENCODER_TENSOR}.isdisjoint(names)
 
 
 def missing_shards(folder: str | os.PathLike[str]) -> list[str]:
@@ -197,21 +197,30 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
         raise ValueError(f"{file} is damaged: {error}") from error
 
 
-def _read_pickle(file: Path) -> dict[str, Tensor]:
-    """The tensors of a pickle; those of today's format are mapped into memory, not read.
+def read_pickle(file: Path) -> Any:
+    """What a pickle holds: tensors, numbers, strings and containers of them. Tensors of today's format are mapped.
 
     Raises:
-        ValueError: it is damaged, or holds more than tensors.
+        ValueError: it is damaged, or holds something else.
     """
     try:
         try:
-            weights: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         except RuntimeError:  # the format before torch 1.6, which cannot be mapped
-            weights = torch.load(file, map_location="cpu", weights_only=True)
+            return torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise ValueError(f"{file} is not loaded: it is damaged, or holds more than tensors.") from error
     except (AttributeError, EOFError, LookupError, OSError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"{file} is damaged: {' '.join(str(error).split())[:200]}") from error
+
+
+def _read_pickle(file: Path) -> dict[str, Tensor]:
+    """The tensors of a pickle.
+
+    Raises:
+        ValueError: it is damaged, or holds more than tensors.
+    """
+    weights = read_pickle(file)
     if not isinstance(weights, dict) or not all(isinstance(value, Tensor) for value in weights.values()):
         raise ValueError(f"{file} must hold a dict of tensors.")
     return weights

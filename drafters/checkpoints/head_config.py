@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from torch import Tensor
+
 from mmspec.drafters.checkpoints.rope import parse_rope
 from mmspec.drafters.heads.base.config import HeadConfig
 from mmspec.interfaces import TargetInfo
@@ -44,6 +46,7 @@ def parse_published_config(
     target: TargetInfo,
     architectures: object = None,
     target_hidden_size: int | None = None,
+    weights: Mapping[str, Tensor] | None = None,
 ) -> HeadConfig:
     """A `HeadConfig` from a config in transformers' Llama format; its vocabulary is the target's.
 
@@ -52,6 +55,7 @@ def parse_published_config(
         target: facts about the target.
         architectures: value of that key in the head's config.
         target_hidden_size: of the hidden states that the head reads, if it may differ from its own.
+        weights: its tensors, which have the `head_dim` of a config without one.
 
     Raises:
         ValueError: a required key is missing, the hidden size is not the target's, or a setting is not implemented.
@@ -68,7 +72,7 @@ def parse_published_config(
     key = "hidden_act" if values.get("hidden_act") is not None else "hidden_activation"  # of Gemma
     if (activation := values.get(key)) not in (None, *ACTIVATIONS):
         raise ValueError(f"{key} {activation!r} is not supported in a draft head; {' and '.join(ACTIVATIONS)} are.")
-    head_dim = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
+    head_dim = values.get("head_dim") or _head_dim(values, weights or {})
     return HeadConfig(
         hidden_size=values["hidden_size"],
         intermediate_size=values["intermediate_size"],
@@ -79,3 +83,16 @@ def parse_published_config(
         rms_norm_eps=values.get("rms_norm_eps") or 1e-6,
         **parse_rope(values, head_dim, architectures),
     )
+
+
+def _head_dim(values: Mapping[str, Any], weights: Mapping[str, Tensor]) -> int:
+    """That of the query projection of the first layer; without one the hidden size over the heads."""
+    heads: int = values["num_attention_heads"]
+    weight = weights.get("layers.0.self_attn.q_proj.weight")
+    if weight is not None and weight.dim() == 2 and weight.shape[0] and weight.shape[0] % heads == 0:
+        return weight.shape[0] // heads
+    if values["hidden_size"] % heads:
+        raise ValueError(
+            f"head_dim is missing, and hidden_size {values['hidden_size']} is no multiple of {heads} heads."
+        )
+    return int(values["hidden_size"] // heads)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from mmspec.drafters.checkpoints.state_dict import check_numbers
 from mmspec.interfaces import SharedEmbeddings, TargetInfo
 
 EMBED_TENSOR = "embed_tokens.weight"
@@ -38,11 +39,10 @@ def own_embeddings(weights: Mapping[str, Tensor], target: TargetInfo, hidden_siz
         return None
     if weight.dim() != 2 or weight.shape[1] != hidden_size or not len(weight):
         raise ValueError(f"{EMBED_TENSOR} must be [V, {hidden_size}]; got {list(weight.shape)}.")
+    check_numbers(EMBED_TENSOR, weight)
     others = _rows(target.shared_embeddings)
     if others is not None and others.shape[1] == hidden_size and _is_copy(weight, others):
         return None
-    if not torch.isfinite(weight).all():
-        raise ValueError(f"{EMBED_TENSOR} holds values that are not finite.")
     size = max(len(weight), target.vocab_size if others is None else len(others))
     if len(weight) < size:
         fits = others is not None and others.shape[1] == hidden_size

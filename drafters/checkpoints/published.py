@@ -14,12 +14,16 @@ from typing import Any
 from torch import Tensor
 
 from mmspec.drafters.checkpoints.format import read_config
+from mmspec.drafters.checkpoints.known_keys import check_keys
 from mmspec.drafters.checkpoints.own_embeddings import own_embeddings
 from mmspec.drafters.checkpoints.published_heads import hub_id_of, published_heads
 from mmspec.drafters.heads.base.drafter import HeadDrafter
 from mmspec.drafters.heads.registry import HeadMethod, methods
 from mmspec.interfaces import TargetInfo
-from mmspec.weight_files import load_weights
+from mmspec.weight_files import load_weights, read_pickle
+
+MASK_EMBEDDING_FILE, MASK_EMBEDDING = "mask_embedding.pt", "mask_embedding"
+"""File of some block drafters with the embedding of their mask token, and the name of that tensor here."""
 
 
 def detect_method(values: Mapping[str, Any], weights: Mapping[str, Tensor]) -> HeadMethod:
@@ -60,7 +64,10 @@ def load_published(folder: str | os.PathLike[str], target: TargetInfo, name: str
     values, weights = read_config(folder), load_weights(folder)
     try:
         _check_image_token(values, target)
-        drafter = detect_method(values, weights).load_published(values, weights, target, name)
+        method = detect_method(values, weights)
+        check_keys(values, method.published_keys)
+        _add_mask_embedding(folder, weights, values)
+        drafter = method.load_published(values, weights, target, name)
         drafter.own_embeddings = own_embeddings(weights, target, drafter.head.config.hidden_size)
         return drafter
     except ValueError as error:
@@ -76,3 +83,20 @@ def _check_image_token(values: Mapping[str, Any], target: TargetInfo) -> None:
         if target.media_token_ids and token not in target.media_token_ids:
             ids = ", ".join(map(str, target.media_token_ids))
             raise ValueError(f"this drafter was trained with {name} {token}; the target's media token ids are {ids}.")
+
+
+def _add_mask_embedding(folder: Path, weights: dict[str, Tensor], values: Mapping[str, Any]) -> None:
+    """Enter the tensor of `MASK_EMBEDDING_FILE`, alone or beside the id of the mask token, if there is one."""
+    file = folder / MASK_EMBEDDING_FILE
+    if not file.is_file():
+        return
+    found, named = read_pickle(file), values.get("dflash_config") or {}
+    if isinstance(found, Mapping):
+        own, expected = found.get("mask_token_id"), named.get("mask_token_id", values.get("mask_token_id"))
+        if own not in (None, expected):
+            raise ValueError(f"{MASK_EMBEDDING_FILE} is of mask_token_id {own!r:.40}; config.json says {expected}.")
+        tensors = [value for value in found.values() if isinstance(value, Tensor)]
+        found = tensors[0] if len(tensors) == 1 else None
+    if not isinstance(found, Tensor):
+        raise ValueError(f"{MASK_EMBEDDING_FILE} must hold one tensor, the embedding of the mask token.")
+    weights[MASK_EMBEDDING] = found.detach().flatten()

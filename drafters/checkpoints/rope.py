@@ -1,7 +1,8 @@
 """The rotary embedding of a published head, from the keys that its trainers write.
 
-`rope_scaling` is the key of transformers before version 5, `rope_parameters` that of later ones; a config may have
-both. Heads whose dimensions are paired or left out otherwise have the rows of their projections moved.
+`rope_scaling` is the key of transformers before version 5, `rope_parameters` that of later ones, which may have one set
+per type of layer. A config may have several of them, as long as they agree. Heads whose dimensions are paired or left
+out otherwise have the rows of their projections moved.
 """
 
 from __future__ import annotations
@@ -23,19 +24,58 @@ UNSCALED_TYPES = (None, "default", "mrope")
 """Values of `rope_type` without a scaling; the axes of M-RoPE are read elsewhere."""
 DEFAULT_THETA = 10000.0
 ANGELSLIM_CLASS = "Eagle3LlamaForCausalLM"
-"""Its layer does not read `rope_theta`: where `rope_scaling` is null, the base is `DEFAULT_THETA`."""
+"""Its layer reads `rope_theta` and `partial_rotary_factor` with M-RoPE alone: else the base is `DEFAULT_THETA`."""
+LAYER_TYPES = ("full_attention", "sliding_attention")
 NEOX_KEYS = ("rope_is_neox_style", "is_neox_style")
 ROTATED = re.compile(r"(.*\.)?self_attn\.(q|k)_(proj\.weight|proj\.bias|norm\.weight)")
 """Tensors with a row for each dimension of queries or keys."""
 
 
 def rope_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """`rope_scaling` and `rope_parameters` of a config as one; the latter count where both have a key."""
-    return {**(values.get("rope_scaling") or {}), **(values.get("rope_parameters") or {})}
+    """`rope_scaling`, `rope_parameters` and `rope_theta` of a config as one.
+
+    Raises:
+        ValueError: they name different values, or the layers have different ones.
+    """
+    found: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for key in ("rope_scaling", "rope_parameters"):
+        for name, value in _of_layers(values.get(key) or {}, values, key).items():
+            _add(found, origins, "rope_type" if name == "type" else name, value, f"{key}.{name}")
+    _add(found, origins, "rope_theta", values.get("rope_theta"), "rope_theta")
+    return found
+
+
+def _add(found: dict[str, Any], origins: dict[str, str], name: str, value: Any, origin: str) -> None:
+    """Enter a value, which an earlier key must not contradict; "default" says nothing beside "mrope"."""
+    other = found.get(name)
+    if value is None or (name == "rope_type" and value == "default" and other is not None and other in UNSCALED_TYPES):
+        return
+    if other is not None and other != value and not (name == "rope_type" and other == "default" and value == "mrope"):
+        raise ValueError(
+            f"{origins[name]} is {other!r}, {origin} {value!r}: they must agree; delete the one that is wrong."
+        )
+    found[name], origins[name] = value, origin
+
+
+def _of_layers(rope: Mapping[str, Any], values: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """The parameters of the head's layers, where there is a set for each type (Gemma, Laguna)."""
+    nested = {kind: rope[kind] for kind in LAYER_TYPES if isinstance(rope.get(kind), Mapping)}
+    if not nested:
+        return rope
+    layer_types = values.get("layer_types")
+    kinds = set(layer_types) if isinstance(layer_types, list) and layer_types else {LAYER_TYPES[0]}
+    chosen = [nested[kind] for kind in kinds if kind in nested] or list(nested.values())
+    if any(one != chosen[0] for one in chosen):
+        raise ValueError(f"{key} must be the same for all layers of a draft head; got {nested!r:.160}.")
+    return chosen[0]
 
 
 def parse_rope(values: Mapping[str, Any], head_dim: int, architectures: object = None) -> dict[str, Any]:
     """`rope_theta`, `rope_scaling` and `rotary_dim` of `HeadConfig`.
+
+    `partial_rotary_factor` comes from the target's config, and trainers rotate the whole head all the same; that of an
+    M-RoPE head of AngelSlim counts.
 
     Args:
         values: the config of the layer.
@@ -43,25 +83,34 @@ def parse_rope(values: Mapping[str, Any], head_dim: int, architectures: object =
         architectures: value of that key in the head's config, which names the code that trained it.
 
     Raises:
-        ValueError: a scaling that is not implemented, or a setting of it is missing.
+        ValueError: a scaling that is not implemented, or a setting of it is missing, or keys contradict each other.
     """
     rope = rope_values(values)
-    theta = float(values.get("rope_theta") or rope.get("rope_theta") or DEFAULT_THETA)
-    if architectures == [ANGELSLIM_CLASS] and not rope and "rope_scaling" in values and theta != DEFAULT_THETA:
-        logger.warning(
-            "mmspec: rope_theta %g is taken as %g: AngelSlim's %s with rope_scaling null does not read it; if other "
-            "code trained this head, delete the key rope_scaling",
-            theta,
-            DEFAULT_THETA,
-            ANGELSLIM_CLASS,
-        )
-        theta = DEFAULT_THETA
-    return {"rope_theta": theta, "rope_scaling": _scaling(rope), "rotary_dim": _rotary_dim(values, rope, head_dim)}
+    theta, rotary_dim = float(rope.get("rope_theta") or DEFAULT_THETA), 0
+    if architectures == [ANGELSLIM_CLASS]:
+        has_keys = "rope_scaling" in values or "rope_parameters" in values
+        if has_mrope(rope):
+            rotary_dim = _rotary_dim(values, rope, head_dim)
+        elif has_keys and theta != DEFAULT_THETA:
+            logger.warning(
+                "mmspec: rope_theta %g is taken as %g: AngelSlim's %s without M-RoPE does not read it; if other code "
+                "trained this head, change its architectures",
+                theta,
+                DEFAULT_THETA,
+                ANGELSLIM_CLASS,
+            )
+            theta = DEFAULT_THETA
+    return {"rope_theta": theta, "rope_scaling": _scaling(rope), "rotary_dim": rotary_dim}
+
+
+def has_mrope(rope: Mapping[str, Any]) -> bool:
+    """Whether these values (`rope_values`) are of several position axes."""
+    return bool(rope.get("mrope_section") or rope.get("mrope_interleaved") or rope.get("rope_type") == "mrope")
 
 
 def _scaling(rope: Mapping[str, Any]) -> dict[str, Any] | None:
     """`HeadConfig.rope_scaling`."""
-    rope_type = rope.get("rope_type", rope.get("type"))
+    rope_type = rope.get("rope_type")
     if rope_type in UNSCALED_TYPES:
         return None
     if rope_type not in REQUIRED_SETTINGS:

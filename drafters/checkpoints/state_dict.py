@@ -130,8 +130,19 @@ def _check_tensors(weights: Mapping[str, Tensor], shapes: Mapping[str, torch.Siz
     for name, shape in shapes.items():
         if weights[name].shape != shape:
             raise ValueError(f"{name} must be {list(shape)} for this config; got {list(weights[name].shape)}.")
-        if not torch.isfinite(weights[name]).all():
-            raise ValueError(f"{name} holds values that are not finite.")
+        check_numbers(name, weights[name])
+
+
+def check_numbers(name: str, weight: Tensor) -> None:
+    """Refuse a weight that is not plain numbers: quantised ones mean nothing without their scales.
+
+    Raises:
+        ValueError: they are integers, of one byte each, or not finite.
+    """
+    if not weight.is_floating_point() or weight.element_size() < 2:
+        raise ValueError(f"{name} holds {weight.dtype} values: a quantised head is not read; use the original weights.")
+    if not torch.isfinite(weight).all():
+        raise ValueError(f"{name} holds values that are not finite.")
 
 
 def drop_unused(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -136,9 +136,8 @@ def check_head_shape(values: Mapping[str, Any]) -> None:
     hidden, heads = values.get("hidden_size"), values.get("num_attention_heads")
     if not isinstance(hidden, int) or not isinstance(heads, int):
         return  # missing keys are reported where they are read
-    if not values.get("head_dim") and hidden % heads:
-        raise ValueError(f"hidden_size must be a multiple of num_attention_heads; got {hidden} and {heads}.")
-    size = values.get("head_dim") or hidden // heads
+    if not (size := values.get("head_dim") or 0) and hidden % heads == 0:
+        size = hidden // heads
     if size % 2:
         raise ValueError(f"head_dim must be even for rotary positions; got {size}.")
     if heads * size > MAX_SIZE:

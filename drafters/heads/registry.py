@@ -152,6 +152,7 @@ class HeadMethod(ABC):
         reads_visual_tokens: whether a compressor of visual tokens has an effect.
         reads_layers: whether a head reads several hidden states of the target.
         speculators_types: values of `speculators_model_type` of published heads.
+        published_keys: keys of published configs that it reads, besides those that all methods read.
         served: which engines serve it, for the help of `mmspec export`; empty for none.
         is_of_target: whether its heads are parts of a target's checkpoint: `head_of_target`, `load_for_target`.
     """
@@ -161,6 +162,7 @@ class HeadMethod(ABC):
     reads_visual_tokens: ClassVar[bool] = True
     reads_layers: ClassVar[bool] = False
     speculators_types: ClassVar[tuple[str, ...]] = ()
+    published_keys: ClassVar[frozenset[str]] = frozenset()
     served: ClassVar[str] = ""
     is_of_target: ClassVar[bool] = False
 

@@ -117,6 +117,26 @@ LAYOUTS: dict[str, Layout] = {
         "eagle3",
         {"layer": "layers.0"},
     ),
+    "EAGLE-3, speculators, with the section of its target": Layout(
+        {
+            "architectures": ["Eagle3Speculator"],
+            "speculators_model_type": "eagle3",
+            "draft_vocab_size": DRAFT_V,
+            "norm_before_residual": False,
+            "transformer_layer_config": {key: value for key, value in SPECULATORS_LAYER.items() if key != "rope_theta"}
+            | {
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": 1000000.0,
+                    "mrope_section": [2, 3, 3],
+                    "partial_rotary_factor": 1.0,
+                }
+            },
+        },
+        "qwen3_vl",
+        "eagle3",
+        {"layer": "layers.0"},
+    ),
     "EAGLE-3, SpecForge": Layout(
         QWEN | {"architectures": ["LlamaForCausalLMEagle3"], "rope_scaling": None}, "qwen3_vl", "eagle3"
     ),
@@ -183,6 +203,27 @@ LAYOUTS |= {
         "qwen3_vl",
         "block",
         {"reader": {"from_anchor": False, **OUTPUTS_OF_LAYERS}},
+    ),
+    "DSpark, SpecForge": Layout(
+        BLOCK
+        | {
+            "architectures": ["DSparkDraftModel"],
+            "auto_map": {"AutoModel": "dspark.DSparkDraftModel"},
+            "dflash_config": {
+                "attention_mode": "gqa",
+                "confidence_head_alpha": 1.0,
+                "confidence_head_with_markov": True,
+                "enable_confidence_head": True,
+                "markov_head_type": "vanilla",
+                "markov_rank": 6,
+                "mask_token_id": V - 1,
+                "projector_type": "dspark",
+                "target_layer_ids": [0, 3, 6],
+            },
+        },
+        "qwen3_vl",
+        "block",
+        {"markov": True, "reader": {"from_anchor": True, **OUTPUTS_OF_LAYERS}},
     ),
     "DSpark, DeepSeek": Layout(
         DEEPSPEC, "llava", "block", {"markov": True, "lm_head": V, "reader": {"from_anchor": True, **OUTPUTS_OF_LAYERS}}

@@ -175,7 +175,7 @@ class SlowEagle3Head(SlowHead):
 
     The embedding of a visual position is that of its placeholder token, as all of them train and vLLM serves it, unless
     the config has the `visual_mode` "coupled". With a `mrope_section` the rotary positions are the target's: SpecForge
-    gives each axis one range of frequencies, AngelSlim takes turns whatever its config says.
+    gives each axis one range of frequencies, AngelSlim takes turns whatever its config says, speculators ignores it.
     """
 
     def read_row(self, row: int) -> None:
@@ -200,7 +200,7 @@ class SlowEagle3Head(SlowHead):
         """The number of a row, or what each rotary frequency counts."""
         rope = {**(self.layer_config.get("rope_scaling") or {}), **(self.layer_config.get("rope_parameters") or {})}
         section = rope.get("mrope_section")
-        if section is None:
+        if section is None or "speculators_model_type" in self.config:
             return row
         known = self.text.positions
         beyond = max(0, row - len(known) + 1)  # drafts past the end of the text, which are text

@@ -145,7 +145,7 @@ def align_prompt(
     inputs = DraftInputs(
         next_embeds=next_embeds,
         hidden_states=hidden_states,
-        visual_mask=visual_mask.roll(-1, 1) & (index != (counts - 1)[:, None]),
+        visual_mask=visual_mask.roll(-1, 1) & (index < (counts - 1)[:, None]),
         placeholder_embed=placeholder_embed,
         attention_mask=index < counts[:, None],
         position_ids=index.expand(len(counts), n),

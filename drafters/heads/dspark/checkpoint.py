@@ -16,8 +16,10 @@ from torch import Tensor
 from mmspec.drafters.checkpoints.draft_vocab import draft_vocabulary_tensors, parse_draft_ids, speculators_section
 from mmspec.drafters.checkpoints.format import write_checkpoint
 from mmspec.drafters.checkpoints.head_config import parse_published_config
+from mmspec.drafters.checkpoints.own_embeddings import EMBED_TENSOR
+from mmspec.drafters.checkpoints.published import MASK_EMBEDDING
 from mmspec.drafters.checkpoints.rope import order_rotated_rows
-from mmspec.drafters.checkpoints.state_dict import drop_unused, read_head, to_stored
+from mmspec.drafters.checkpoints.state_dict import check_numbers, drop_unused, read_head, to_stored
 from mmspec.drafters.heads.base.drafter import HeadDrafter
 from mmspec.drafters.heads.dspark.config import DsparkConfig
 from mmspec.drafters.heads.dspark.drafter import DsparkDrafter
@@ -34,7 +36,14 @@ from mmspec.drafters.heads.dspark.published_config import (
 from mmspec.interfaces import SharedEmbeddings, TargetInfo
 
 NOT_STORED = ("mask_embedding",)
-"""Of published heads it is the embedding of `mask_token_id`."""
+"""Of published heads it is the embedding of `mask_token_id`, or a file of its own."""
+OTHER_PREFIXES = {
+    "logit_head.": "",
+    "midlayer.": "layers.0.",
+    "encoder.fc.": "fc.",
+    "encoder.output_norm_enc.": "hidden_norm.",
+}
+"""Of tensor names: early heads of SpecForge; Muse Glimmer's assistant -> as others have them."""
 
 
 def load_dspark(
@@ -54,7 +63,8 @@ def load_dspark(
     layer_values = dict(values.get("transformer_layer_config") or values)
     settings = {**layer_values, **values, **(values.get("dflash_config") or {})}
     check_block_settings(settings)
-    shape = parse_published_config(layer_values, target, values.get("architectures"))
+    weights = rename_tensors(weights)
+    shape = parse_published_config(layer_values, target, values.get("architectures"), weights=weights)
     warn_missing_theta(layer_values)
     layers = hidden_state_layers_of(settings, target)
     block_size, mask_token_id = settings.get("block_size"), settings.get("mask_token_id")
@@ -62,7 +72,9 @@ def load_dspark(
         missing = "block_size" if not isinstance(block_size, int) else "mask_token_id"
         raise ValueError(f"{missing} is missing in the config of a block drafter.")
     from_anchor = samples_from_anchor(values, settings, block_size)
-    weights, vocab_size = dict(weights), int(values.get("draft_vocab_size") or target.vocab_size)
+    vocab_size = int(values.get("draft_vocab_size") or target.vocab_size)
+    mask_embedding = weights.pop(MASK_EMBEDDING, None)
+    _check_mask_token(mask_token_id, mask_embedding, weights, target, shape.hidden_size)
     has_map, lm_head = "d2t" in weights, weights.get("lm_head.weight")
     if vocab_size < target.vocab_size and not has_map:
         raise ValueError(f"draft_vocab_size is {vocab_size} of {target.vocab_size}, but the map d2t is missing.")
@@ -84,13 +96,47 @@ def load_dspark(
         causal_layers=is_causal,
     )
     head = read_head(lambda: DsparkHead(config, has_table=True), drop_unused(weights), "a DSpark head", NOT_STORED)
-    head.mask_embedding = torch.nn.Parameter(torch.zeros(config.hidden_size))
+    scale = float(settings.get("input_embedding_scale") or 1.0)
+    mask = torch.zeros(config.hidden_size) if mask_embedding is None else scale * mask_embedding.float()
+    head.mask_embedding = torch.nn.Parameter(mask)
     drafter = DsparkDrafter(
         head, "coupled", num_layers=target.num_layers, name=name, draft_ids=draft_ids if has_map else None
     )
-    drafter.mask_token_id = mask_token_id
-    drafter.embedding_scale = float(settings.get("input_embedding_scale") or 1.0)
+    drafter.mask_token_id = mask_token_id if mask_embedding is None else None
+    drafter.embedding_scale = scale
     return drafter
+
+
+def rename_tensors(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors under the names of other heads, where they begin with one of `OTHER_PREFIXES`."""
+    renamed = dict[str, Tensor]()
+    for name, value in weights.items():
+        prefix = next((one for one in OTHER_PREFIXES if name.startswith(one)), "")
+        name = OTHER_PREFIXES.get(prefix, "") + name.removeprefix(prefix)
+        if name in renamed:
+            raise ValueError(f"the weights hold {name} twice, under this name and with {prefix or 'another prefix'!r}.")
+        renamed[name] = value
+    return renamed
+
+
+def _check_mask_token(
+    token: int, embedding: Tensor | None, weights: Mapping[str, Tensor], target: TargetInfo, hidden_size: int
+) -> None:
+    """Refuse a mask token that has no embedding.
+
+    Raises:
+        ValueError: names the id and the number of embeddings, or the shape of its own.
+    """
+    if embedding is not None:
+        if embedding.shape != (hidden_size,):
+            raise ValueError(f"{MASK_EMBEDDING} must be [{hidden_size}]; got {list(embedding.shape)}.")
+        check_numbers(MASK_EMBEDDING, embedding)
+        return
+    shared = getattr(getattr(target.shared_embeddings, "embed_tokens", None), "weight", None)
+    tables = [table for table in (shared, weights.get(EMBED_TENSOR)) if isinstance(table, Tensor) and table.dim() == 2]
+    rows = max(len(table) for table in tables) if tables else target.vocab_size
+    if not 0 <= token < rows:
+        raise ValueError(f"mask_token_id must be one of the {rows} ids that have embeddings; got {token}.")
 
 
 def export_dspark(folder: Path, drafter: HeadDrafter, target: TargetInfo, shared_embeddings: SharedEmbeddings) -> None:

@@ -20,47 +20,48 @@ ANCHORED_ARCHITECTURES = {
     "Lfm2DSparkDraftModel": True,
     "Qwen3DSparkModel": True,
     "Gemma4DSparkModel": True,
+    "DSparkDraftModel": True,
     "DFlashDraftModel": False,
-    "DSparkDraftModel": False,
 }
 """Class in a flat config -> whether it samples from the anchor where the config does not say (LiquidAI; DeepSeek's
-DSpark and DFlash for Qwen3 and Gemma 4; z-lab; SpecForge)."""
+DSpark and DFlash for Qwen3 and Gemma 4; SpecForge; z-lab). The labels of SpecForge's DSpark begin behind the anchor."""
 OTHER_NETWORKS = {
     "Gemma4DSparkModel": "its layers are Gemma 4's, with four norms, normalised values and attention without scale",
     "DFlash2DraftModel": "DFlash 2 has convolutions and a selector of candidates",
 }
 """Class in a config -> why its network is not read."""
-SUPPORTED_VALUES = {
-    "markov_head_type": "vanilla",
-    "projector_type": "dflash",
-    "attention_sink_bias": False,
-    "add_swa_attention_sink_bias": False,
-}
-"""Settings that change the network -> the value that is implemented, which is also the default."""
+PROJECTORS = ("dflash", "dspark")
+"""Values of `projector_type`, with which SpecForge names the heads on its blocks; both are read by their tensors."""
 FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
 
 
 def check_block_settings(settings: Mapping[str, Any]) -> None:
-    """Refuse settings that change the network and are not implemented."""
+    """Refuse networks that are not implemented."""
     architectures = settings.get("architectures")
     name = architectures[0] if isinstance(architectures, list) and architectures else ""
     if name in OTHER_NETWORKS:
         raise ValueError(f"architectures {name!r} is not supported: {OTHER_NETWORKS[name]}.")
-    for key, supported in SUPPORTED_VALUES.items():
-        if settings.get(key, supported) not in (supported, None):
-            raise ValueError(f"{key} {settings[key]!r} is not supported in a block drafter; {supported!r} is.")
+    if (kind := settings.get("projector_type")) not in (None, *PROJECTORS):
+        raise ValueError(
+            f"projector_type {kind!r} is not supported in a block drafter; {' and '.join(PROJECTORS)} are."
+        )
 
 
 def samples_from_anchor(values: Mapping[str, Any], settings: Mapping[str, Any], block_size: int) -> bool:
     """Whether the first position of a block predicts a token, by the key or by what wrote the config.
 
-    SGLang takes true where the key is missing, which is right for heads of DeepSeek and LiquidAI; DFlash of z-lab and
-    heads of SpecForge are anchored on a token that predicts nothing. A config of `speculators` has the number of tokens
-    that a block drafts.
+    SGLang takes true where the key is missing, which is right for DSpark of DeepSeek, LiquidAI and SpecForge; blocks of
+    DFlash are anchored on a token that predicts nothing. `speculators` has the key since its DFlash heads could predict
+    from the anchor too; before, a config of DSpark has the number of tokens that a block drafts, and one of DFlash a
+    number that was one too high at first.
     """
     if settings.get("sample_from_anchor") is not None:
         return bool(settings["sample_from_anchor"])
-    if (kind := values.get("speculators_model_type")) is not None:
+    if settings.get("projector_type") == "dspark":
+        return True
+    if (kind := values.get("speculators_model_type")) == "dflash":
+        return False
+    if kind is not None:
         methods = (values.get("speculators_config") or {}).get("proposal_methods") or [{}]
         num_tokens = methods[0].get("speculative_tokens") if isinstance(methods[0], Mapping) else None
         if num_tokens in (block_size, block_size - 1):
@@ -82,7 +83,7 @@ def samples_from_anchor(values: Mapping[str, Any], settings: Mapping[str, Any], 
 
 def warn_missing_theta(values: Mapping[str, Any]) -> None:
     """One line where the config of a layer has no base of the rotary embedding."""
-    if not values.get("rope_theta") and not rope_values(values).get("rope_theta"):
+    if not rope_values(values).get("rope_theta"):
         logger.warning(
             "mmspec: rope_theta is missing, and readers disagree on its default (transformers 10000, vLLM 1000000); "
             "it is taken as %g",

@@ -22,6 +22,12 @@ DSPARK_SETTINGS = {"confidence_head": True}
 DSPARK_HELP = """\
 5 tokens per forward of a block that sees hidden states of several layers, each corrected by the token before it, with
 an estimate of their acceptance (DSpark)"""
+BLOCK_KEYS = frozenset((
+    "aux_hidden_state_layer_ids", "block_size", "causal", "confidence_head_with_markov", "enable_confidence_head",
+    "input_embedding_scale", "is_causal", "layer_types", "markov_rank", "mask_token_id", "projector_type",
+    "sample_from_anchor", "sliding_window", "sliding_window_non_causal", "swa_window_size", "target_layer_ids",
+    "use_swa",
+))  # fmt: skip
 MIXTURE_HELP = "the same, the hidden states added with learned weights (DFlare)"
 
 
@@ -36,6 +42,7 @@ class Dspark(HeadMethod):
     )
     reads_layers = True
     speculators_types = ("dflash", "dspark")
+    published_keys = BLOCK_KEYS
     served = "vLLM and speculators; needs --target, whose embeddings are copied"
 
     def classes(self) -> HeadClasses:
@@ -66,7 +73,8 @@ class Dspark(HeadMethod):
             head.mixture.copy_(1 / (len(scales) * scales))
 
     def recognise(self, values: Mapping[str, Any], weights: Mapping[str, Tensor]) -> int:
-        return 3 * ("hidden_norm.weight" in weights and "layers.0.self_attn.q_norm.weight" in weights)
+        norms = "hidden_norm.weight", "encoder.output_norm_enc.weight"
+        return 3 * (any(name in weights for name in norms) and "layers.0.self_attn.q_norm.weight" in weights)
 
     def load_published(
         self, values: Mapping[str, Any], weights: dict[str, Tensor], target: TargetInfo, name: str

@@ -49,7 +49,7 @@ def read_eagle(
         ValueError: the config does not fit the target or the weights.
     """
     config = EagleConfig.of(
-        parse_published_config(values, target, values.get("architectures")),
+        parse_published_config(values, target, values.get("architectures"), weights=weights),
         bias="fc.bias" in weights,
         qkv_bias="layers.0.self_attn.q_proj.bias" in weights,
         input_norm="layers.0.input_layernorm.weight" in weights,

@@ -43,9 +43,9 @@ def load_eagle3(
     _check_eagle3_values(values)
     layers, settings = _hidden_state_layers(values, target), {**values, **(values.get("eagle_config") or {})}
     _check_one_layer(layer_values, weights)
-    section, is_interleaved = parse_mrope(layer_values, values.get("architectures"))
+    section, is_interleaved = parse_mrope(layer_values, values)
     target_size = values.get("target_hidden_size") or layer_values.get("hidden_size")
-    shape = parse_published_config(layer_values, target, values.get("architectures"), target_size)
+    shape = parse_published_config(layer_values, target, values.get("architectures"), target_size, weights)
     config = Eagle3Config.of(
         shape,
         target_hidden_size=0 if target_size == shape.hidden_size else target_size,

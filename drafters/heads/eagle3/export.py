@@ -31,6 +31,8 @@ def eagle3_refusal(drafter: HeadDrafter, target: TargetInfo, format_name: str) -
             f"{'SGLang' if format_name == 'sglang' else 'vLLM'} feeds image positions of an EAGLE-3 head as "
             f"--visual-mode {fed} does; this one was trained with {trained}. Train with mixed, the default, or {fed}."
         )
+    if format_name == "speculators" and drafter.head.config.mrope_section:
+        return "the code of speculators counts positions on one axis, this head on three (M-RoPE); use --format vllm."
     if format_name == "sglang":
         if target.model_type in NO_SGLANG_HOOKS:
             return f"SGLang captures no hidden states of {target.model_type!r} models; vLLM does (--format vllm)."
@@ -69,10 +71,13 @@ def _speculators_config(head: Eagle3Head, drafter: HeadDrafter, target: TargetIn
         "num_key_value_heads": config.num_key_value_heads,
         "head_dim": config.head_dim,
         "num_hidden_layers": 1,
+        "hidden_act": "silu",
+        "attention_bias": config.qkv_bias,
         "vocab_size": target.vocab_size,
         "rms_norm_eps": config.rms_norm_eps,
         "rope_theta": config.rope_theta,
-        **mrope_keys(config.mrope_section, config.mrope_interleaved),
+        "max_position_embeddings": HEAD_MAX_POSITIONS,
+        "tie_word_embeddings": False,
     }
     return {
         "architectures": ["Eagle3Speculator"],

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from mmspec.drafters.checkpoints.rope import ANGELSLIM_CLASS, rope_values
+from mmspec.drafters.checkpoints.rope import ANGELSLIM_CLASS, has_mrope, rope_values
 
 logger = logging.getLogger("mmspec")
 
@@ -18,20 +18,22 @@ INTERLEAVED_SECTION = (24, 20, 20)
 """Section of a config with `mrope_interleaved` and without one, in AngelSlim and in Qwen3-VL of transformers."""
 
 
-def parse_mrope(values: Mapping[str, Any], architectures: object) -> tuple[tuple[int, ...], bool]:
+def parse_mrope(values: Mapping[str, Any], head_values: Mapping[str, Any]) -> tuple[tuple[int, ...], bool]:
     """`mrope_section` and `mrope_interleaved` of `HeadConfig`; an empty section for a head of one axis.
 
     Args:
         values: the config of the layer.
-        architectures: value of that key in the head's config, which names the code that trained it.
+        head_values: the head's config, which names the code that trained it. That of `speculators` takes a section over
+            from the target, and counts on one axis.
 
     Raises:
         ValueError: no section where one is needed.
     """
-    rope = rope_values(values)
+    rope, architectures = rope_values(values), head_values.get("architectures")
+    if head_values.get("speculators_model_type") is not None:
+        return (), False
     is_interleaved = rope.get("mrope_interleaved")
-    types = {rope.get("rope_type"), rope.get("type")}
-    if rope.get("mrope_section") is None and not is_interleaved and "mrope" not in types:
+    if not has_mrope(rope):
         return (), False
     if is_interleaved is None and architectures == [ANGELSLIM_CLASS]:  # it knows no other layout, and has no key for it
         logger.warning(

@@ -30,6 +30,10 @@ class Eagle3(HeadMethod):
     recipes = (Recipe("eagle3", MIXED_HELP, "mixed"),)
     reads_layers = True
     speculators_types = ("eagle3",)
+    published_keys = frozenset((
+        "eagle_aux_hidden_state_layer_ids", "fc_norm", "layer_types", "norm_before_fc", "norm_before_residual",
+        "norm_output", "sliding_window", "target_layer_ids", "use_sliding_window", "visual_mode",
+    ))  # fmt: skip
     served = "vLLM and speculators; SGLang where it captures hidden states of the target (Qwen-VL: yes, LLaVA: no)"
 
     def classes(self) -> HeadClasses:

@@ -140,9 +140,10 @@ def check(folder: Path, shared: SharedEmbeddings, from_anchor: bool, scale: floa
                     "markov_rank": 6,
                     "markov_head_type": "vanilla",
                     "enable_confidence_head": True,
+                    "projector_type": "dspark",
                 },
             },
-            False,
+            True,  # SpecForge, whose labels begin behind the anchor
         ),
         (
             Z_LAB
@@ -169,7 +170,7 @@ def test_anchors_pairs_and_markov_keys(
     ("kind", "num_tokens", "from_anchor", "warns"),
     [
         ("dspark", 4, True, False), ("dspark", 3, False, False), ("dflash", 3, False, False),
-        ("dflash", 4, True, False), ("dspark", None, True, True), ("dflash", None, False, True),
+        ("dflash", 4, False, False), ("dspark", None, True, True), ("dflash", None, False, False),
         ("dspark", 9, True, True),
     ],
 )  # fmt: skip
@@ -178,7 +179,7 @@ def test_the_anchor_of_speculators_heads(
     kind: str, num_tokens: int | None, from_anchor: bool, warns: bool, embeddings: SharedEmbeddings, tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
-    """From the tokens that a block drafts; where that is not known either, an assumption in one line."""
+    """DSpark's from the tokens that a block drafts, or assumed in one line; the first of DFlash named one more."""
     export_head(tmp_path, build("dspark", (1, 3, 7)), TARGET, "speculators", embeddings)
     config = json.loads((tmp_path / "config.json").read_text())
     del config["sample_from_anchor"]

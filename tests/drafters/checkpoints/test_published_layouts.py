@@ -94,6 +94,21 @@ def test_axes_of_padded_rows(name: str, tmp_path: Path) -> None:
         assert_drafts_as_read(call, SlowEagle3Head(folder, read_text(model, inputs, call, row)), row)
 
 
+@pytest.mark.parametrize("name", ["MSD, LLaVA-1.5", "ViSpec, LLaVA-NeXT", "EAGLE-3, EAGLE code"])
+def test_padded_rows_that_begin_with_an_image(name: str, tmp_path: Path) -> None:
+    """The shorter row wraps at its end, where no image is."""
+    layout = LAYOUTS[name]
+    model, folder = build_target(layout.family), write_head(tmp_path, layout)
+    draws = (tiny.build_inputs(model, seed, batch=2, images=[1, 0], num_text_tokens=(6, 60)) for seed in range(20))
+    inputs = next(given for given in draws if int(given["attention_mask"].sum(1).diff()) > 3)
+    ids, is_known = inputs["input_ids"][0], inputs["attention_mask"][0].bool()
+    is_image = ids == model.config.image_token_id
+    ids[is_known] = torch.cat((ids[is_image], ids[is_known & ~is_image]))
+    call = run_call(model, folder, inputs, num_tokens=8, in_c=False)
+    for row in range(2):
+        assert_drafts_as_read(call, READERS[layout.kind](folder, read_text(model, inputs, call, row)), row)
+
+
 def test_what_is_assumed_of_a_missing_key(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """One line where the head's own code and the engines disagree; an exported head has the key."""
     for name, is_assumed in (("M-RoPE", False), ("M-RoPE without its key", True)):
@@ -102,11 +117,11 @@ def test_what_is_assumed_of_a_missing_key(tmp_path: Path, caplog: pytest.LogCapt
         caplog.clear()
         drafter = load_published(write_head(tmp_path / name, layout), info)
         assert ("mrope_interleaved is missing and taken as true" in caplog.text) is is_assumed
-        for format_name in ("vllm", "speculators"):
-            folder = tmp_path / f"{name} {format_name}"
-            export_head(folder, drafter, info, format_name)
-            config = load_published(folder, info).head.config
-            assert config.mrope_interleaved and config.mrope_section == drafter.head.config.mrope_section
+        export_head(folder := tmp_path / f"{name} vllm", drafter, info, "vllm")
+        config = load_published(folder, info).head.config
+        assert config.mrope_interleaved and config.mrope_section == drafter.head.config.mrope_section
+        with pytest.raises(ValueError, match="speculators counts positions on one axis"):
+            export_head(tmp_path / "speculators", drafter, info, "speculators")
 
 
 @pytest.mark.parametrize("name", ["EAGLE-3, SpecForge, M-RoPE", "EAGLE-3, AngelSlim, M-RoPE without its key"])

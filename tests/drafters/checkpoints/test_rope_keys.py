@@ -24,6 +24,8 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }  # fmt: skip
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+MROPE = {"architectures": ["Eagle3LlamaForCausalLM"], "rope_scaling": {"type": "mrope", "mrope_section": [2, 1, 1]}}
+"""Of AngelSlim, whose heads of several axes alone may be rotated in part."""
 SCALINGS = [
     {"rope_type": "linear", "factor": 3.0},
     LLAMA3,
@@ -67,9 +69,11 @@ def attention_scores(queries: Tensor, keys: Tensor, cos: Tensor, sin: Tensor) ->
 def test_pairs_and_parts_of_a_head(key: str, is_neox: bool, share: float | None) -> None:
     """Rows are moved so that scores are those of neighbouring pairs (or halves) of the first dimensions."""
     values = {key: is_neox} | ({} if share is None else {"partial_rotary_factor": share})
-    config = read(rope_parameters={"rope_theta": 1e4} | values if share else {}, **({key: is_neox}))
+    config = read(**values | (MROPE if share else {}))
     size = int(16 * (share or 1))
     assert config.rotary_dim == (size if share else 0)
+    assert read(**values).rotary_dim == 0, "other trainers rotate the whole head"
+    assert read(rope_parameters={"rope_theta": 1e4} | values).rotary_dim == 0
     rng = torch.Generator().manual_seed(0)
     weights = {f"layers.0.self_attn.{name}_proj.weight": torch.randn(64, 8, generator=rng) for name in "qkv"}
     norms = {f"layers.0.self_attn.{name}_norm.weight": torch.randn(16, generator=rng) for name in "qk"}
@@ -97,17 +101,25 @@ def test_pairs_and_parts_of_a_head(key: str, is_neox: bool, share: float | None)
 
 
 def test_angelslim_heads_rotate_with_the_default_base(caplog: pytest.LogCaptureFixture) -> None:
-    """Its code does not read `rope_theta` where `rope_scaling` is null; heads of other code and with M-RoPE have it."""
-    angelslim = {"architectures": ["Eagle3LlamaForCausalLM"], "rope_scaling": None, "rope_theta": 1000000}
+    """Its code reads `rope_theta` with M-RoPE alone; so does other code always."""
+    angelslim: dict[str, Any] = {
+        "architectures": ["Eagle3LlamaForCausalLM"],
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+    }
     assert read(**angelslim).rope_theta == 10000 and "rope_theta 1e+06 is taken as 10000" in caplog.text
     sections = {"rope_type": "default", "mrope_interleaved": True, "mrope_section": [3, 3, 2]}
     others: list[dict[str, Any]] = [
         {"architectures": ["LlamaForCausalLMEagle3"]},
         {"rope_scaling": sections},
-        {"rope_parameters": {"rope_type": "default", "rope_theta": 1000000}},
     ]
+    ones: list[dict[str, Any]] = [
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1000000}},
+        {"rope_scaling": {"type": "linear", "factor": 2.0}},
+    ]
+    assert [read(**angelslim | values).rope_theta for values in ones] == [1e4] * 2
     caplog.clear()
-    assert [read(**angelslim | values).rope_theta for values in others] == [1e6] * 3
+    assert [read(**angelslim | values).rope_theta for values in others] == [1e6] * 2
     del angelslim["rope_scaling"]
     assert read(**angelslim).rope_theta == 1e6 and not caplog.records
 
@@ -126,8 +138,28 @@ def test_angelslim_heads_rotate_with_the_default_base(caplog: pytest.LogCaptureF
         ({"rope_scaling": YARN | {"factor": -1}}, "must be a positive number; got -1"),
         ({"rope_scaling": YARN | {"beta_fast": float("nan")}}, "beta_fast of type 'yarn' must be a positive number"),
         ({"rope_scaling": LLAMA3 | {"high_freq_factor": 1.0}}, "low_freq_factor must be below high_freq_factor"),
-        ({"partial_rotary_factor": 0.2}, r"partial_rotary_factor 0\.2 of head_dim 16 must be an even size; got 3"),
-        ({"rope_parameters": {"partial_rotary_factor": 2}}, "partial_rotary_factor must be a number above 0"),
+        (
+            MROPE | {"partial_rotary_factor": 0.2},
+            r"partial_rotary_factor 0\.2 of head_dim 16 must be an even size; got 3",
+        ),
+        (MROPE | {"rope_parameters": {"partial_rotary_factor": 2}}, "partial_rotary_factor must be a number above 0"),
+        (
+            {"rope_theta": 5e5, "rope_parameters": {"rope_theta": 1e4}},
+            r"rope_parameters\.rope_theta is 10000\.0, rope_theta 5",
+        ),
+        (
+            {"rope_scaling": YARN, "rope_parameters": YARN | {"factor": 2.0}},
+            r"rope_scaling\.factor is 4\.0, rope_parameters\.factor 2\.0: they must agree",
+        ),
+        (
+            {"rope_scaling": YARN, "rope_parameters": {"rope_type": "default"}},
+            "rope_scaling.rope_type is 'yarn', rope_para",
+        ),
+        (
+            {"rope_parameters": {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}}
+            | {"layer_types": ["full_attention", "sliding_attention"]},
+            "rope_parameters must be the same for all layers of a draft head",
+        ),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported in a draft head; silu and swish are"),
         ({"hidden_activation": "gelu_pytorch_tanh"}, "hidden_activation 'gelu_pytorch_tanh' is not supported"),
     ],
@@ -135,3 +167,13 @@ def test_angelslim_heads_rotate_with_the_default_base(caplog: pytest.LogCaptureF
 def test_what_stays_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         read(**values)
+
+
+@pytest.mark.parametrize("kind", ["full_attention", "sliding_attention"])
+def test_parameters_of_each_type_of_layer(kind: str) -> None:
+    """As Gemma has them; those of the head's own layers count, and keys that agree may be there twice."""
+    nested = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"}}
+    found = read(rope_parameters=nested, layer_types=[kind] * 2)
+    assert found.rope_theta == nested[kind]["rope_theta"]
+    both = read(rope_scaling=YARN, rope_parameters=YARN | {"rope_theta": 1e6}, rope_theta=1000000)
+    assert both.rope_theta == 1e6 and both.rope_scaling == YARN
