@@ -20,6 +20,7 @@ from mmspec.fallback import tensor_parallel_module
 from mmspec.forks import note_threads
 from mmspec.generate import DISABLED, PatchState
 from mmspec.interfaces import Compressor, Drafter
+from mmspec.messages import printable
 from mmspec.metrics.stats import Stats
 from mmspec.reference import resolve_reference_ids
 from mmspec.targets.base import TREE_ATTENTION_KERNELS
@@ -145,7 +146,7 @@ def is_patched(model: Any) -> bool:
 
 
 def stats(model: Any, last: bool = False) -> Stats:
-    """A copy of the counters of all calls since `patch`, or of the last call.
+    """A copy of the counters of all calls since `patch`, or of the last call, and what the model says of itself.
 
     Raises:
         ValueError: the model is not patched.
@@ -154,7 +155,10 @@ def stats(model: Any, last: bool = False) -> Stats:
         raise ValueError("mmspec.stats needs a patched model; call mmspec.patch(model) first.")
     state = patch_state(model)
     with state.lock:
-        return copy.deepcopy(state.last if last else state.total)
+        found = copy.deepcopy(state.last if last else state.total)
+    says = getattr(unwrap(model).config, "description", None)
+    found.description = printable(" ".join(says.split()))[:300] if isinstance(says, str) and says.strip() else None
+    return found
 
 
 @contextmanager

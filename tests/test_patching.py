@@ -214,6 +214,20 @@ def test_stats_need_a_patch(model: PreTrainedModel) -> None:
     assert mmspec.stats(model) == mmspec.stats(model, last=True) == Stats()
 
 
+@pytest.mark.parametrize("said", ["a toy that\nknows nothing", "", 7, None, ["a list"], "\x1b[2Jred", "long " * 200])
+def test_stats_say_what_the_model_says_of_itself(model: PreTrainedModel, said: object) -> None:
+    """On one line, printable, of limited length, and nothing where there is no text."""
+    model.config.description = said
+    mmspec.patch(model)
+    stats = mmspec.stats(model)
+    if not isinstance(said, str) or not said:
+        assert stats.description is None and "the model" not in str(stats)
+        return
+    assert stats.description.startswith(("a toy that knows nothing", r"\x1b[2Jred", "long long"))
+    assert str(stats).endswith(f"; the model: {stats.description}") and len(stats.description) <= 300
+    assert str(stats).isprintable() and stats.as_dict()["description"] == stats.description
+
+
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from mmspec.app.caption.config import DEFAULT_MODEL, SCENES_MODEL
 from mmspec.app.errors import UsageError, one_line
+from mmspec.app.modeling.load import read_model_config
 from mmspec.app.modeling.random_models import SIZES
+from mmspec.app.scenes import WEIGHTS_FOLDER
 from mmspec.comparison import replicate
 from mmspec.drafters.registry import OWN_NAMES, drafter_names
 from mmspec.hints import looks_like_path
@@ -27,7 +29,6 @@ COMPRESSORS = ("none", "elastic", "drop", "pool:16", "relevant:16")
 LARGE = ("self", "quantized")
 """Drafters that copy or read the whole model, so that they are not tried before somebody chooses them."""
 WARMUP_TOKENS = 12
-TOY = "a toy that knows drawn scenes; other questions get nonsense"
 
 
 class ModelUnusableError(UsageError):
@@ -57,6 +58,7 @@ class DemoModel:
         self.drafters: tuple[str, ...] = (default,)
         self._built: dict[str, Drafter] = {}
         self.is_text = is_text_model(source)
+        self._config = read_model_config(str(WEIGHTS_FOLDER) if self.is_toy else source)
 
     @property
     def is_toy(self) -> bool:
@@ -65,12 +67,14 @@ class DemoModel:
 
     @property
     def description(self) -> str:
-        """What the model is: its type, size and dtype; the toy says that it is one."""
+        """What the model is: what its config says, or its type, then its size and dtype."""
+        said = self._config.get("description") if self.model is None else getattr(self.model.config, "description", "")
+        said = " ".join(said.split())[:300] if isinstance(said, str) else ""
         if self.model is None:
-            return TOY if self.is_toy else ""
+            return said
         count = sum(weight.numel() for weight in self.model.parameters())
         kind = f"{format_model_size(count)} parameters, {str(self.model.dtype).removeprefix('torch.')}"
-        return f"{TOY} ({kind})" if self.is_toy else f"{self.model.config.model_type}, {kind}"
+        return f"{said} ({kind})" if said else f"{self.model.config.model_type}, {kind}"
 
     @property
     def tokenizer(self) -> Any:
@@ -234,8 +238,6 @@ def is_text_model(source: str) -> bool:
     Raises:
         ModelUnusableError: a folder that is not there, or one without a model.
     """
-    from mmspec.app.modeling.load import read_model_config
-
     if source == SCENES_MODEL or source in SIZES:
         return False
     is_folder = os.path.isdir(source)

@@ -60,6 +60,7 @@ class Stats:
         row_tokens: `tokens` of each row of the last call.
         row_forwards: `row_rounds` of each row of the last call.
         compression: result of the compressor for each row of the last call; empty if none was applied.
+        description: what the model says of itself (`config.description`), of `mmspec.stats`; None if nothing.
     """
 
     calls: int = 0
@@ -89,6 +90,7 @@ class Stats:
     row_tokens: list[int] = field(default_factory=list)
     row_forwards: list[int] = field(default_factory=list)
     compression: list[CompressionRecord] = field(default_factory=list)
+    description: str | None = None
 
     @property
     def tau(self) -> float:
@@ -168,7 +170,7 @@ class Stats:
             old, new = getattr(self, item.name), getattr(call, item.name)
             if isinstance(old, Counter):
                 old.update(new)
-            elif item.name in ("fallback_reason", "drafter"):
+            elif item.name in ("fallback_reason", "drafter", "description"):
                 setattr(self, item.name, new if new is not None else old)
             elif isinstance(old, list):
                 setattr(self, item.name, list(new))
@@ -193,11 +195,12 @@ class Stats:
             else ""
         )
         calls = f"{self.calls} calls ({self.fallback_calls} decoded by transformers{reason})"
+        model = f"; the model: {self.description}" if self.description else ""
         if self.calls and self.fallback_calls == self.calls:  # whose tokens are not counted
-            return f"{calls}, nothing drafted"
+            return f"{calls}, nothing drafted{model}"
         others = " of the others" if self.fallback_calls else ""
         return (
             f"{calls}, {self.tokens} tokens{others}, "
             f"tau {self.tau:.2f}, {self.tokens_per_s:.1f} tokens/s, "
-            f"{self.num_accepted_tokens}/{self.num_draft_tokens} draft tokens accepted{compression}"
+            f"{self.num_accepted_tokens}/{self.num_draft_tokens} draft tokens accepted{compression}{model}"
         )

@@ -19,6 +19,9 @@ from research.scenes.stages import TrainingStage
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+DESCRIPTION = "a toy that knows drawn scenes; other questions get nonsense"
+"""In the model's config: what the page of `mmspec demo` and `mmspec.stats` say of it."""
+
 
 def export_model(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, seed: int, stages: Sequence[TrainingStage]
@@ -39,6 +42,7 @@ def export_model(
     model.eval().to(torch.bfloat16).save_pretrained(folder)
     model.to(torch.float32)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config["description"] = DESCRIPTION
     for section in (config, config["text_config"], config["vision_config"]):
         section["dtype"] = "float32"
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

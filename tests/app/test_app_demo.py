@@ -19,6 +19,7 @@ import mmspec
 from mmspec.app.errors import UsageError
 from mmspec.app.modeling.chat import ChatTurn, build_inputs
 from mmspec.app.modeling.synthetic_images import draw_image
+from mmspec.app.scenes import load_scenes_model
 from mmspec.app.scenes.examples import list_example_files
 from mmspec.app.ui import model as demo_model
 from mmspec.app.ui.demo import Demo
@@ -58,6 +59,15 @@ def ask(model: DemoModel, question: str = "what is in it?", turns: Any = (), see
 def answer(run: Run) -> dict[str, Any]:
     run.work(lambda: None)
     return run.as_dict()
+
+
+def test_the_toy_says_what_it_is_on_the_page_and_in_stats() -> None:
+    words, loaded = "a toy that knows drawn scenes; other questions get nonsense", load_scenes_model()[0]
+    mmspec.patch(loaded)
+    shown = DemoModel()
+    assert shown.description == words and words in str(mmspec.stats(loaded))
+    shown.model = loaded
+    assert shown.description == f"{words} (21 million parameters, float32)"
 
 
 def test_ten_requests_through_the_page_are_those_of_a_script() -> None:

@@ -175,10 +175,6 @@ def test_the_first_screen(visit: Callable[..., Any], width: int) -> None:
     assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
-def test_the_toy_says_what_it_is() -> None:
-    assert "a toy that knows drawn scenes; other questions get nonsense" in DemoModel().description
-
-
 @WIDTHS
 def test_an_answer_streams_in_its_colours_and_plain_generate_follows(
     visit: Callable[..., Any], demo: Demo, width: int, slow: None
