@@ -41,11 +41,12 @@ demo: .venv/.installed
 test test-app research slow floor newest: export OMP_NUM_THREADS = 1
 test test-app research slow floor newest: export HF_HUB_OFFLINE = 1
 
+# mypy runs beside pytest.
 test: .venv/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/python tests/typecheck.py
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
+	@$(BIN)/python tests/typecheck.py & types=$$!; $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal; \
+		status=$$?; wait $$types && exit $$status
 
 # In a variable, since a comma ends an argument of `call`.
 APP := --editable '.[app,dev]' playwright
