@@ -35,18 +35,8 @@ INLINE void NAME(wait)(const decoding *s) {
   if (s->has_team) s->barrier();
 }
 
-/* x [K] in place: divided by its root mean square, times `norm` (RMSNorm). */
-INLINE void NAME(normalise)(float *x, int64_t K, const float *norm, float eps) {
-  const float scale = NAME(inverse_rms)(x, K, eps);
-  for (int64_t k = 0; k < K; k++) x[k] = norm[k] * (x[k] * scale);
-}
-
-/* The same, rounded as the decoder's norms round. */
+/* x [K] in place: divided by its root mean square, times `norm` (RMSNorm), rounded as the decoder's norms round. */
 INLINE void NAME(normalise_row)(const decoder *d, float *x, int64_t K, const float *norm) {
-  if (d->type == FLOAT32) {
-    NAME(normalise)(x, K, norm, d->eps);
-    return;
-  }
   const float scale = NAME(inverse_rms)(x, K, d->eps);
   for (int64_t k = 0; k < K; k += LANES) {
     VEC v = NAME(load_some)(x + k, K - k) * SET1(scale);
@@ -55,16 +45,16 @@ INLINE void NAME(normalise_row)(const decoder *d, float *x, int64_t K, const flo
   }
 }
 
-/* The rows of x for products with w, as `pack_groups`; with `norm` normalised first. */
-INLINE void NAME(pack_rows)(const decoder *d, const weights *w, const float *x, const float *norm, float *own) {
-  const int64_t R = d->batch * d->nodes, K = d->hidden_size;
+/* R rows of x for products with w, as `pack_groups`; with `norm` normalised first, in half precision at `normed`. */
+INLINE void NAME(pack_rows)(const decoder *d, const weights *w, const float *x, int64_t R, const float *norm, float *normed,
+                            float *to) {
+  const int64_t K = w->cols;
   if (norm && d->type != FLOAT32) {
-    float *const normed = own + normed_at(d);
     memcpy(normed, x, (size_t)(R * K) * sizeof(float));
     for (int64_t r = 0; r < R; r++) NAME(normalise_row)(d, normed + r * K, K, norm);
     x = normed, norm = NULL;
   }
-  NAME(pack_groups)(w, x, R, norm, d->eps, own);
+  NAME(pack_groups)(w, x, R, norm, d->eps, to);
 }
 
 /* One head [head_dim] in place: RMSNorm if there is a weight, rotation, and a factor. */
@@ -166,7 +156,7 @@ INLINE void NAME(self_attention)(const decoding *s, const decoder_layer *l, floa
   const part o = {&l->o, l->o_bias, norm ? s->branch : s->x, D};
   const float *const wide = s->attention_inputs;
   const int64_t K = wide ? 2 * D : D;
-  NAME(pack_rows)(d, &l->q, wide ? wide : s->x, wide ? NULL : l->input_norm, own);
+  NAME(pack_rows)(d, &l->q, wide ? wide : s->x, R, wide ? NULL : l->input_norm, own + normed_at(d), own);
   NAME(multiply_parts)(&(rows){own, R, K, qkv_width(d), 0, type, 0}, qkv, 3, next);
   NAME(wait)(s);
   NAME(attend)(s, l, own + scores_at(d), own + queries_at(d), own + tile_at(d), next + 1);
@@ -186,7 +176,7 @@ INLINE void NAME(feed_forward)(const decoding *s, const decoder_layer *l, float 
   const int is_added = !l->mlp_out_norm;
   const part gate = {&l->gate, l->gate_bias, NULL, N}, up = {&l->up, l->up_bias, NULL, N};
   const part down = {&l->down, l->down_bias, is_added ? s->x : s->branch, D};
-  NAME(pack_rows)(d, &l->gate, s->x, l->post_norm, own);
+  NAME(pack_rows)(d, &l->gate, s->x, R, l->post_norm, own + normed_at(d), own);
   NAME(gated)(d, &gate, &up, own, R, s->activated, next);
   NAME(wait)(s);
   NAME(pack_groups)(&l->down, s->activated, R, NULL, 0, own);
@@ -218,7 +208,7 @@ __attribute__((target(ISA))) static void NAME(decode)(void *data) {
   }
   const part head = {&d->lm_head, d->lm_head_bias, d->logits, d->vocab_size};
   const rows x = {own, R, D, d->vocab_size, 0, (int)d->type, d->type != FLOAT32};
-  NAME(pack_rows)(d, &d->lm_head, s->x, d->final_norm, own);
+  NAME(pack_rows)(d, &d->lm_head, s->x, R, d->final_norm, own + normed_at(d), own);
   NAME(multiply_parts)(&x, &head, 1, s->next + phases * d->num_layers);
   if (d->normed && thread == 0)
     for (int64_t r = 0; r < R; r++) {

@@ -208,6 +208,14 @@ static inline int64_t layer_bytes(const decoder *d) {
          weight_bytes(&l->up) + weight_bytes(&l->down);
 }
 
+/* Vectors that a forward reads as float32 numbers. */
+static void copy_vectors(const decoder *d) {
+  for (const vector *v = d->vectors; v < d->vectors + d->num_vectors; v++) {
+    widen(v->from, d->type, v->n, v->to);
+    for (int64_t i = 0; v->offset && i < v->n; i++) v->to[i] += (float)v->offset;
+  }
+}
+
 /* Divide the scratch, copy vectors, look up the embeddings; 0 if a token or a position is out of range. */
 __attribute__((target("avx2,fma,f16c"))) static int begin_decoding(decoding *s) {
   const decoder *d = s->d;
@@ -234,10 +242,7 @@ __attribute__((target("avx2,fma,f16c"))) static int begin_decoding(decoding *s) 
     widen_row(&d->embeddings, token, s->x + r * D);
   }
   for (int64_t i = 0; d->embed_scale != 1 && i < R * D; i++) s->x[i] = round1(s->x[i] * d->embed_scale, d->type);
-  for (const vector *v = d->vectors; v < d->vectors + d->num_vectors; v++) {
-    widen(v->from, d->type, v->n, v->to);
-    for (int64_t i = 0; v->offset && i < v->n; i++) v->to[i] += (float)v->offset;
-  }
+  copy_vectors(d);
   if (d->embedded) memcpy(d->embedded, s->x, (size_t)(R * D) * sizeof(float));
   return 1;
 }

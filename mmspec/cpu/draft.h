@@ -34,7 +34,8 @@ INLINE float NAME(dot)(const float *a, const float *b, int64_t n) {
 INLINE float NAME(log_confidence)(const draft *h, const float *feature, const float *token) {
   const int64_t D = h->d.hidden_size;
   const float *const w = h->confidence;
-  const float logit = NAME(dot)(w, feature, D) + NAME(dot)(w + D, token, h->rank) + h->confidence_bias[0];
+  const float sum = NAME(dot)(w, feature, D) + NAME(dot)(w + D, token, h->rank) + h->confidence_bias[0];
+  const float logit = round1(sum, h->d.type);
   return fminf(logit, 0) - log1pf(expf(-fabsf(logit)));
 }
 
@@ -55,22 +56,11 @@ INLINE void NAME(best_children)(const drafting *g, int64_t level, int64_t *next)
   }
 }
 
-/* out [R, N] = x w^T, x normalised first if there is `norm`. */
-INLINE void NAME(project)(const drafting *g, const float *x, int64_t R, const float *norm, const part *p, int is_added,
-                          float *own, int64_t *next) {
-  NAME(pack_groups)(p->w, x, R, norm, g->d.eps, own);
-  NAME(multiply_parts)(&(rows){own, R, p->w->cols, p->N, is_added}, p, 1, next);
-  NAME(wait)(&g->s);
-}
-
-/* The states of several layers [R, columns of `fuse`] to one, of which a row begins `step` numbers after that before. */
-INLINE void NAME(fuse_states)(const drafting *g, const float *states, float *out, int64_t step, float *own,
-                              int64_t *next) {
-  const draft *h = g->h;
-  const int64_t R = h->d.batch * h->d.nodes;
-  const part fuse = {&h->fuse, h->fuse_bias, out, h->d.hidden_size};
-  NAME(pack_groups)(&h->fuse, states, R, NULL, g->d.eps, own);
-  NAME(multiply_parts)(&(rows){own, R, h->fuse.cols, step, 0}, &fuse, 1, next);
+/* out [R, N], of which a row begins `step` numbers after that before, = x w^T, x normalised first if there is `norm`. */
+INLINE void NAME(project)(const drafting *g, const float *x, int64_t R, const float *norm, const part *p, int64_t step,
+                          int is_added, float *own, int64_t *next) {
+  NAME(pack_rows)(&g->d, p->w, x, R, norm, draft_normed(g->h, own), own);
+  NAME(multiply_parts)(&(rows){own, R, p->w->cols, step, is_added, (int)g->d.type, 0}, p, 1, next);
   NAME(wait)(&g->s);
 }
 
@@ -82,8 +72,8 @@ INLINE void NAME(normalise_inputs)(const drafting *g, int64_t *next) {
   for (int64_t row = take(next); row < R; row = take(next)) {
     float *const embedding = g->inputs + row * 2 * D, *const state = embedding + D, *const x = g->s.x + row * D;
     memcpy(x, state, (size_t)D * sizeof(float));
-    NAME(normalise)(embedding, D, g->d.layers->input_norm, g->d.eps);
-    NAME(normalise)(state, D, h->hidden_norm, g->d.eps);
+    NAME(normalise_row)(&g->d, embedding, D, g->d.layers->input_norm);
+    NAME(normalise_row)(&g->d, state, D, h->hidden_norm);
     if (h->adds_normed_state) memcpy(x, state, (size_t)D * sizeof(float));
   }
   NAME(wait)(&g->s);
@@ -97,7 +87,7 @@ INLINE void NAME(head_layer)(const drafting *g, float *own, int64_t *next) {
   if (is_eagle3(h))
     NAME(normalise_inputs)(g, next);
   else
-    NAME(project)(g, g->inputs, R, NULL, &fuse, 0, own, next);
+    NAME(project)(g, g->inputs, R, NULL, &fuse, D, 0, own, next);
   NAME(layer)(&g->s, g->d.layers, own, next + 1);
 }
 
@@ -110,17 +100,16 @@ INLINE void NAME(block_features)(const drafting *g, int64_t thread, float *own, 
   const part project = {&h->feature_proj, NULL, g->projected, h->rank};
   for (int64_t r = 0; thread == 0 && r < B * L; r++)
     memcpy(g->features + r * D, h->root + r / L * D, (size_t)D * sizeof(float));
-  NAME(project)(g, h->root, B, h->block_norm, &up, 0, own, next);
+  NAME(project)(g, h->root, B, h->block_norm, &up, F, 0, own, next);
   if (thread == 0)
     for (int64_t i = 0; i < B * F; i += LANES) {
       const int64_t n = min64(LANES, B * F - i);
-      const VEC y = NAME(silu)(NAME(load_some)(g->ffn + i, n));
-      memcpy(g->ffn + i, &y, (size_t)n * sizeof(float));
+      NAME(store_some)(g->ffn + i, NAME(round)(NAME(silu)(NAME(load_some)(g->ffn + i, n)), h->d.type), n);
     }
   NAME(wait)(&g->s);
-  NAME(project)(g, g->ffn, B, NULL, &down, 1, own, next + 1);
-  NAME(project)(g, g->features, B * L, NULL, &head, 0, own, next + 2);
-  NAME(project)(g, g->features, B * L, h->feature_norm, &project, 0, own, next + 3);
+  NAME(project)(g, g->ffn, B, NULL, &down, L * D, 1, own, next + 1);
+  NAME(project)(g, g->features, B * L, NULL, &head, head.N, 0, own, next + 2);
+  NAME(project)(g, g->features, B * L, h->feature_norm, &project, h->rank, 0, own, next + 3);
 }
 
 /* The R numbers of the nodes of a level, to `mixed`: of their tokens and, with FLASH, of the feature of the position. */
@@ -133,10 +122,9 @@ INLINE void NAME(mix_tokens)(const drafting *g, int64_t level, int64_t R) {
       VEC y = NAME(load_some)(g->mixed + r * K + i, n);
       if (h->feature_proj.data) {
         const float *const feature = g->projected + (r / W * h->levels + level) * K + i;
-        y += NAME(load_some)(feature, n);
+        y = NAME(round)(y + NAME(load_some)(feature, n), h->d.type);
       }
-      y = NAME(silu)(y);
-      memcpy(g->mixed + r * K + i, &y, (size_t)n * sizeof(float));
+      NAME(store_some)(g->mixed + r * K + i, NAME(round)(NAME(silu)(y), h->d.type), n);
     }
 }
 
@@ -145,17 +133,17 @@ INLINE void NAME(corrections)(const drafting *g, int64_t level, int64_t thread, 
   const draft *h = g->h;
   const int64_t R = h->d.batch * (level ? h->d.nodes : 1), K = h->rank;
   const part token = {&h->token_proj, NULL, g->mixed, K}, vocab = {&h->vocab_proj, NULL, g->logits, h->d.vocab_size};
-  if (!h->token_table) {
-    NAME(project)(g, g->inputs, R, h->token_norm, &token, 0, own, next);
+  if (!h->token_table.data) {
+    NAME(project)(g, g->inputs, R, h->token_norm, &token, K, 0, own, next);
     if (thread == 0) NAME(mix_tokens)(g, level, R);
   } else {
     for (int64_t r = 0; thread == 0 && r < R; r++) {
-      const int64_t id = level ? g->ids[r] : h->anchors[r], row = id >= 0 && id < h->table_rows ? id : 0;
-      memcpy(g->mixed + r * K, h->token_table + row * K, (size_t)K * sizeof(float));
+      const int64_t id = level ? g->ids[r] : h->anchors[r], row = id >= 0 && id < h->token_table.rows ? id : 0;
+      widen_row(&h->token_table, row, g->mixed + r * K);
     }
   }
   NAME(wait)(&g->s);
-  NAME(project)(g, g->mixed, R, NULL, &vocab, 0, own, next + 1);
+  NAME(project)(g, g->mixed, R, NULL, &vocab, vocab.N, 0, own, next + 1);
 }
 
 /* The logits of a level from a forward of the layer over its nodes. */
@@ -164,5 +152,5 @@ INLINE void NAME(layer_logits)(const drafting *g, int64_t level, float *own, int
   const int64_t B = h->d.batch;
   const part head = {&h->d.lm_head, h->d.lm_head_bias, g->logits, h->d.vocab_size};
   if (level) NAME(head_layer)(g, own, next);
-  NAME(project)(g, level ? g->s.x : h->root, level ? B * h->d.nodes : B, h->d.final_norm, &head, 0, own, next + 6);
+  NAME(project)(g, level ? g->s.x : h->root, level ? B * h->d.nodes : B, h->d.final_norm, &head, head.N, 0, own, next + 6);
 }

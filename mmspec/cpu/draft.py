@@ -34,7 +34,7 @@ from mmspec.cpu.layers import (
     set_caches,
     set_layer,
 )
-from mmspec.cpu.weights import is_plain
+from mmspec.cpu.weights import FLOAT_TYPES, is_plain
 from mmspec.engine.tree import DraftTree
 
 
@@ -53,12 +53,16 @@ class CHead:
             weights: of the head.
 
         Raises:
-            ValueError: a weight is not contiguous float32 on the CPU, or of another shape.
+            ValueError: a weight is not contiguous on the CPU, of another type than the embeddings, of a type that has
+                no kernel, or of another shape.
         """
         self._kernel = kernel
         self._shape = shape
         self._max_levels: int | None = None  # None for a head that runs the layer for each level
-        self._addresses = WeightAddresses()
+        self._dtype = weights.embeddings.dtype
+        if self._dtype not in FLOAT_TYPES:
+            raise ValueError(f"embeddings must be float32, bfloat16 or float16; got {self._dtype}")
+        self._addresses = WeightAddresses(self._dtype, multiplies_pairs=kernel.multiplies_pairs)
         self._scratch = new_floats(0)
         self._layers = (LayerStruct * len(weights.layers))()
         for index, layer in enumerate(weights.layers):
@@ -70,6 +74,7 @@ class CHead:
         self._draft = DraftStruct(
             d=decoder_struct(
                 shape,
+                type=FLOAT_TYPES[self._dtype],
                 num_layers=len(weights.layers),
                 vocab_size=vocab,
                 num_embeddings=rows,
@@ -90,6 +95,8 @@ class CHead:
             self._set_correction(weights.correction)
         if weights.dspark is not None:
             self._set_dspark(weights.dspark)
+        self._vectors = self._addresses.vectors()
+        self._draft.d.vectors, self._draft.d.num_vectors = ctypes.addressof(self._vectors), len(self._vectors)
 
     def forward(
         self, tokens: Tensor, hidden_states: Tensor, counts: Sequence[int], context: HeadContext
@@ -106,18 +113,19 @@ class CHead:
             `last_hidden` [B, D] after these tokens; of DSpark, that before.
         """
         num_new, draft = tokens.shape[1], self._draft
-        is_valid = is_plain(hidden_states) and type(hidden_states) is Tensor and tokens.dtype is torch.long
-        if not is_valid or hidden_states.shape[2] != draft.state_size:
+        is_valid = is_plain(hidden_states, self._dtype) and type(hidden_states) is Tensor
+        if not is_valid or tokens.dtype is not torch.long or hidden_states.shape[2] != draft.state_size:
             return None
         if not self._set_context(context, num_new, num_new, num_new):
             return None
-        tokens, last_hidden = tokens.contiguous(), context.last_hidden.clone(memory_format=torch.contiguous_format)
+        tokens, hidden_states = tokens.contiguous(), hidden_states.float()
+        last_hidden = context.last_hidden.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
         row_counts = _integers(counts)
         draft.levels = 0
         draft.d.tokens, draft.states = tokens.data_ptr(), hidden_states.data_ptr()
         draft.counts, draft.root = ctypes.addressof(row_counts), last_hidden.data_ptr()
         self._run(self._kernel.head_forward, context)
-        return last_hidden
+        return last_hidden.to(self._dtype)
 
     def tree(self, request: TreeRequest, context: HeadContext) -> DraftTree | None:
         """Grow the trees of all rows.
@@ -130,7 +138,7 @@ class CHead:
         draft, top_k, levels, batch = self._draft, request.top_k, request.num_levels, len(context.lengths)
         if not 0 < top_k <= draft.d.vocab_size or not 1 <= levels <= (self._max_levels or levels):
             return None
-        noise, root = request.log_noise, context.last_hidden.contiguous()
+        noise, root = request.log_noise, context.last_hidden.float().contiguous()
         floats = (root, request.logit_bias, *([] if noise is None else [noise]))
         if any(part.dtype != torch.float32 or not part.is_cpu for part in floats):
             return None
@@ -188,16 +196,16 @@ class CHead:
     def _set_correction(self, weights: CorrectionWeights) -> None:
         """Set the weights of the correction by the token before."""
         size, draft, rank = self._shape.hidden_size, self._draft, weights.vocab_proj.shape[1]
-        table_rows = 0 if weights.token_table is None else len(weights.token_table)
+        num_ids = 0 if weights.token_table is None else len(weights.token_table)
         shapes = {
             **dict.fromkeys(("feature_norm", "token_norm"), (size,)),
             **dict.fromkeys(("feature_proj", "token_proj"), (rank, size)),
-            "token_table": (table_rows, rank),
+            "token_table": (num_ids, rank),
             "vocab_proj": (draft.d.vocab_size, rank),
         }
         for name, tensor in vars(weights).items():
             self._addresses.set(draft, name, tensor, shapes[name], name)
-        draft.rank, draft.table_rows = rank, table_rows
+        draft.rank = rank
 
     def _set_dspark(self, weights: DsparkWeights) -> None:
         """Set what a DSpark head has besides."""
@@ -229,7 +237,8 @@ class CHead:
             return False
         if anchors is not None and (anchors.dtype is not torch.long or not anchors.is_cpu):
             return False
-        if not set_caches(self._layers, context.caches, self._shape, batch, context.cache_rows, num_keys):
+        rows = context.cache_rows
+        if not set_caches(self._layers, context.caches, self._shape, batch, rows, num_keys, self._dtype):
             return False
         draft.d.batch, draft.d.nodes, draft.d.max_keys = batch, nodes, max(1, num_keys)
         draft.d.cos, draft.d.sin = context.cos.data_ptr(), context.sin.data_ptr()

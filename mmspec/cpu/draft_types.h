@@ -1,4 +1,5 @@
 /* A draft head of one decoder layer or more: a forward over committed tokens, and a tree that is grown level by level.
+   Numbers are of the decoder's type, and rounded as its are; what is declared float lies in float32.
 
    The distributions of a level come from a forward of the layer over its nodes (EAGLE, EAGLE-3), or, for heads that predict
    a block of positions at once (FLASH, DSpark), from the logits of the level's position and a correction by the token
@@ -29,12 +30,12 @@ typedef struct {
   const float *block_norm;      /* [D] */
   weights block_up, block_down; /* [F, D], [k D, F] */
   /* the correction of a position's logits by the token before, R: its rank; NULL and 0 for EAGLE and EAGLE-3 */
-  int64_t rank, table_rows;
+  int64_t rank;
   const float *feature_norm; /* [D]; NULL where it depends on the token alone, as */
   weights feature_proj;      /* [R, D] */
   const float *token_norm;   /* [D]; NULL with a table, as */
   weights token_proj;        /* [R, D] */
-  const float *token_table;  /* [table_rows, R] or NULL */
+  weights token_table;       /* [number of ids, R] */
   weights vocab_proj;        /* [V, R] */
   /* DSpark; NULL and 0 for the others */
   int64_t block_positions, first_position; /* of the block; the first that predicts */
@@ -88,6 +89,11 @@ static int64_t draft_thread_floats(const draft *h) {
   return align16(d.batch * d.nodes * (widest + MAX_LANES)) + thread_floats(&d);
 }
 
+/* Of one thread's, where rows are normalised. */
+static float *draft_normed(const draft *h, float *own) {
+  return own + draft_thread_floats(h) - align16(h->d.batch * most_rows(h) * h->d.hidden_size);
+}
+
 static int64_t num_phases(const draft *h) { return PHASES * max64(1, h->levels) + 5 * h->d.num_layers + PHASES; }
 static int64_t *take_ints(float **scratch, int64_t n) { return (int64_t *)take_floats(scratch, 2 * n); }
 
@@ -137,6 +143,7 @@ static void begin_drafting(drafting *g, const draft *h, barrier_fn barrier) {
   memset(g->s.next, 0, (size_t)num_phases(h) * sizeof(int64_t));
   memcpy(g->lengths, h->d.lengths, (size_t)h->d.batch * sizeof(int64_t));
   g->d.lengths = g->lengths;
+  copy_vectors(&h->d);
 }
 
 /* Copy the embedding of a target id, of which there may be fewer than logits. */

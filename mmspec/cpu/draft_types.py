@@ -77,7 +77,7 @@ class DsparkWeights:
 
 @dataclass(frozen=True)
 class HeadWeights:
-    """Weights of a head, contiguous float32 on the CPU.
+    """Weights of a head, contiguous on the CPU, all of the type of the embeddings.
 
     Attributes:
         fuse: [D, 2 D], from [embedding ; hidden state] to the input of the layer; with `hidden_norm` from S hidden

@@ -6,7 +6,8 @@ __attribute__((target(ISA))) static void NAME(head_forward)(void *data) {
   const draft *h = g->h;
   const int64_t thread = take(&g->s.ticket), N = h->d.nodes, D = h->d.hidden_size;
   float *const own = g->s.own + thread * draft_thread_floats(h);
-  if (is_eagle3(h)) NAME(fuse_states)(g, h->states, g->inputs + D, 2 * D, own, g->s.next + PHASES);
+  const part fuse = {&h->fuse, h->fuse_bias, g->inputs + D, D};
+  if (is_eagle3(h)) NAME(project)(g, h->states, h->d.batch * N, NULL, &fuse, 2 * D, 0, own, g->s.next + PHASES);
   NAME(head_layer)(g, own, g->s.next);
   for (int64_t b = 0; thread == 0 && b < h->d.batch; b++)
     if (h->counts[b])
@@ -22,13 +23,14 @@ __attribute__((target(ISA))) static void NAME(dspark_forward)(void *data) {
   const int64_t kv_width = d->num_kv_heads * d->head_dim, tasks = d->batch * d->num_kv_heads;
   float *const own = g->s.own + thread * draft_thread_floats(h), *const keys = g->s.qkv + d->num_heads * d->head_dim;
   if (h->mixture) NAME(mix_states)(g, g->s.next);
-  NAME(fuse_states)(g, h->mixture ? g->inputs : h->states, g->s.x, D, own, g->s.next + 1);
-  NAME(pack_groups)(&d->layers->k, g->s.x, R, h->hidden_norm, d->eps, own); /* once for all layers */
+  const part fuse = {&h->fuse, h->fuse_bias, g->s.x, D};
+  NAME(project)(g, h->mixture ? g->inputs : h->states, R, NULL, &fuse, D, 0, own, g->s.next + 1);
+  NAME(pack_rows)(d, &d->layers->k, g->s.x, R, h->hidden_norm, draft_normed(h, own), own); /* once for all layers */
   for (int64_t i = 0; i < d->num_layers; i++) {
     const decoder_layer *l = d->layers + i;
     int64_t *const next = g->s.next + 2 + 2 * i;
     const part kv[] = {{&l->k, l->k_bias, keys, kv_width}, {&l->v, l->v_bias, keys + kv_width, kv_width}};
-    NAME(multiply_parts)(&(rows){own, R, D, qkv_width(d), 0}, kv, 2, next);
+    NAME(multiply_parts)(&(rows){own, R, D, qkv_width(d), 0, (int)d->type, 0}, kv, 2, next);
     NAME(wait)(&g->s);
     for (int64_t task = take(next + 1); task < tasks; task = take(next + 1))
       NAME(store)(&g->s, l, task / d->num_kv_heads, task % d->num_kv_heads);

@@ -12,8 +12,8 @@ INLINE void NAME(mix_states)(const drafting *g, int64_t *next) {
       const int64_t n = min64(LANES, D - i);
       VEC sum = ZERO();
       for (int64_t s = 0; s < S; s++)
-        sum = FMA(SET1(h->mixture[s]), NAME(load_some)(h->states + (row * S + s) * D + i, n), sum);
-      memcpy(g->inputs + row * D + i, &sum, (size_t)n * sizeof(float));
+        sum += NAME(round)(SET1(h->mixture[s]) * NAME(load_some)(h->states + (row * S + s) * D + i, n), h->d.type);
+      NAME(store_some)(g->inputs + row * D + i, NAME(round)(sum, h->d.type), n);
     }
   NAME(wait)(&g->s);
 }
@@ -24,9 +24,7 @@ INLINE void NAME(dspark_block)(const drafting *g, int64_t thread, float *own, in
   const int64_t R = h->d.batch * h->block_positions, D = h->d.hidden_size, L = h->d.num_layers;
   const part head = {&h->d.lm_head, h->d.lm_head_bias, g->base, h->d.vocab_size};
   for (int64_t i = 0; i < L; i++) NAME(layer)(&g->s, g->d.layers + i, own, next + 5 * i);
-  for (int64_t r = 0; thread == 0 && r < R; r++) NAME(normalise)(g->s.x + r * D, D, h->d.final_norm, g->d.eps);
+  for (int64_t r = 0; thread == 0 && r < R; r++) NAME(normalise_row)(&g->d, g->s.x + r * D, D, h->d.final_norm);
   NAME(wait)(&g->s);
-  NAME(pack_groups)(&h->d.lm_head, g->s.x, R, NULL, g->d.eps, own);
-  NAME(multiply_parts)(&(rows){own, R, D, head.N, 0}, &head, 1, next + 5 * L);
-  NAME(wait)(&g->s);
+  NAME(project)(g, g->s.x, R, NULL, &head, head.N, 0, own, next + 5 * L);
 }

@@ -53,6 +53,7 @@ class CDraft:
         self._anchors = anchors
         self._guard = ModuleGuard(modules)
         self._rotary_embedding = rotary_embedding
+        self._angles: tuple[Tensor, Tensor, Tensor] | None = None  # a rotary table, both parts in float32
 
     def extend_context(self, state: DraftState, pending: Pending) -> bool:
         rows = _indices(count > 0 for count in pending.counts)
@@ -107,6 +108,9 @@ class CDraft:
         if not caches:
             return None
         cos, sin = state.rotary_table(max(state.next_positions) + num_new, self._rotary_embedding)
+        if self._angles is None or self._angles[0] is not cos:
+            self._angles = cos, cos.float(), sin.float()
+        cos, sin = self._angles[1:]
         lengths, positions, anchors = kv_cache.seq_lens, state.next_positions, self._anchors(state)
         if rows is not None:
             lengths, positions = ([values[row] for row in rows] for values in (lengths, positions))
