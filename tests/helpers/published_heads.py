@@ -137,6 +137,25 @@ LAYOUTS: dict[str, Layout] = {
         "eagle3",
         {"layer": "layers.0"},
     ),
+    "EAGLE-3, speculators 0.7": Layout(
+        {
+            "architectures": ["Eagle3Speculator"],
+            "speculators_model_type": "eagle3",
+            "draft_vocab_size": DRAFT_V,
+            "norm_before_residual": True,
+            "transformer_layer_config": SPECULATORS_LAYER
+            | {
+                "num_hidden_layers": 2,
+                "layer_types": ["sliding_attention", "full_attention"],
+                "sliding_window": 6,
+                "use_sliding_window": True,
+                "head_dim": 12,
+            },
+        },
+        "llava",
+        "eagle3",
+        {"layer": "layers.0"},
+    ),
     "EAGLE-3, SpecForge": Layout(
         QWEN | {"architectures": ["LlamaForCausalLMEagle3"], "rope_scaling": None}, "qwen3_vl", "eagle3"
     ),
@@ -316,6 +335,11 @@ def _shapes(layout: Layout, layer: Mapping[str, Any]) -> dict[str, tuple[int, ..
     norms += ["input_layernorm"] if is_eagle3 or options.get("input_norm") else []
     norms += ["hidden_norm"] if is_eagle3 else []
     shapes |= {f"{prefix}.{norm}.weight": (H,) for norm in norms}
+    for index in range(1, layer["num_hidden_layers"] if is_eagle3 else 1):  # ordinary layers over the first one
+        first = {name: shape for name, shape in shapes.items() if name.startswith(prefix) and "hidden_norm" not in name}
+        for name, shape in first.items():
+            width = (H,) if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")) else shape[1:]
+            shapes[name.replace(prefix, f"layers.{index}")] = (shape[0], *width)
     if is_eagle3:
         shapes |= {"norm.weight": (H,), "lm_head.weight": (DRAFT_V, H)}
     if layout.kind == "vispec":

@@ -216,6 +216,22 @@ class SlowEagle3Head(SlowHead):
             counts.append(position[axis])
         return counts
 
+    def layer(self, inputs: Tensor, residual: Tensor, position: int | Sequence[int]) -> Tensor:
+        """See `SlowHead`; further layers read the output of the one below, and a layer may have a window."""
+        types = self.layer_config.get("layer_types") or ["full_attention"] * self.layer_config["num_hidden_layers"]
+        own: list[tuple[Tensor, Tensor]] = []
+        self.cache.append(own)  # type: ignore[arg-type]
+        for index, kind in enumerate(types):
+            name = f"layers.{index}"
+            if index:
+                inputs = self.norm(f"{name}.input_layernorm", residual)
+            queries, keys, values = (self.heads(f"{name}.self_attn.{part}_proj", inputs) for part in "qkv")
+            own.append((rotate(keys, position, self.theta), values))
+            first = -self.layer_config["sliding_window"] if kind == "sliding_attention" else 0
+            outputs = attend(rotate(queries, position, self.theta), [row[index] for row in self.cache[first:]])
+            residual = self.feed_forward(name, residual + self.linear(f"{name}.self_attn.o_proj", outputs))
+        return residual
+
     def logits(self, state: Tensor) -> Tensor:
         return self.linear("lm_head", self.norm("norm", state))
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from mmspec.drafters.heads.base.attention import cached_attention
+from mmspec.drafters.heads.base.attention import CachedAttention, cached_attention
 from mmspec.drafters.heads.base.state import DraftState
 from mmspec.drafters.rerank import LEVEL_PENALTY, NodePool
 from mmspec.engine.tree import DraftTree
@@ -141,10 +141,10 @@ class AutoregressiveExpander(ExpanderDefaults):
         self.positions_per_node = positions_per_node
         self.root_hidden = state.last_hidden[:, None]
         # All trees start behind the longest row, so that one slice of the cache covers them; the gaps are masked.
-        lengths, self.seq_lens = kv_cache.lengths_on(device), kv_cache.seq_lens
+        self.lengths, self.seq_lens = kv_cache.lengths_on(device), kv_cache.seq_lens
         first = state.first_positions()
         kv_cache.seq_lens = [max(self.seq_lens)] * batch
-        is_context = torch.arange(max(self.seq_lens), device=device) < lengths[:, None]
+        is_context = torch.arange(max(self.seq_lens), device=device) < self.lengths[:, None]
         self.context_mask = is_context[:, None].expand(batch, num_nodes, -1)
         # All nodes of a level have the same position ids.
         self.cos, self.sin = drafter.rotary_embedding(state, first + torch.arange(drafter.max_depth, device=device))
@@ -164,9 +164,13 @@ class AutoregressiveExpander(ExpanderDefaults):
             cos, sin = (part.repeat(1, 1, inputs.shape[1] // k, 1) for part in (cos, sin))
             mask = mask.repeat_interleave(k, 1)
         kv_cache.begin_forward(inputs.shape[1])
-        hidden_states: Tensor = drafter.head(inputs, cos, sin, cached_attention(kv_cache, mask[:, None]))
+        hidden_states: Tensor = drafter.head(inputs, cos, sin, self.attention(level, mask[:, None]))
         kv_cache.advance(inputs.shape[1])
         return hidden_states
+
+    def attention(self, level: int, mask: Tensor) -> CachedAttention:
+        """Attention of the nodes of a level with the mask [B, 1, W, keys]."""
+        return cached_attention(self.state.kv_cache, mask)
 
     def logits(self, level: int, hidden_states: Tensor) -> Tensor:
         return self.drafter.logits(self.state, hidden_states)

@@ -8,6 +8,7 @@ network.
 from __future__ import annotations
 
 from functools import partial
+from typing import ClassVar
 
 from mmspec.drafters.heads.base.c_draft import CDraft, find_c_draft
 from mmspec.drafters.heads.base.drafter import HeadDrafter
@@ -22,6 +23,7 @@ class EagleDrafter(HeadDrafter):
     """Drafts with an `EagleHead`, level by level."""
 
     records_drafts = True
+    expander_class: ClassVar[type[AutoregressiveExpander]] = AutoregressiveExpander
 
     def draft_tree(self, state: DraftState, max_nodes: int, num_levels: int) -> DraftTree:
         """Expand the `top_k` most likely nodes of each of `num_levels` levels, then re-rank (EAGLE-2, section 4)."""
@@ -30,7 +32,7 @@ class EagleDrafter(HeadDrafter):
             tree = state.backend.tree(state, top_k, max_nodes, num_levels)
             if tree is not None:
                 return tree
-        expander = AutoregressiveExpander(self, state, top_k)
+        expander = self.expander_class(self, state, top_k)
         return expand_levels(state, expander, top_k, max_nodes=max_nodes, num_levels=num_levels)
 
     def c_draft(self, state: DraftState) -> CDraft | None:

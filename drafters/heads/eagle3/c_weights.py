@@ -16,7 +16,7 @@ def eagle3_weights(head: Eagle3Head, state: DraftState) -> HeadWeights | None:
     """
     config = head.config
     others = (config.qk_norm, config.norm_before_fc, config.fc_norm, config.norm_output, config.target_hidden_size)
-    if any(others) or head.fc.in_features == config.hidden_size:
+    if any(others) or config.is_layered or head.fc.in_features == config.hidden_size:
         return None
     ends = shared_weights(state) | {"lm_head": head.lm_head.weight, "lm_head_bias": None}
     return HeadWeights(

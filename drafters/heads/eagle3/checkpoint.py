@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mmspec.drafters.checkpoints.draft_vocab import parse_draft_ids
 from mmspec.drafters.checkpoints.head_config import parse_published_config
-from mmspec.drafters.checkpoints.rope import order_rotated_rows
+from mmspec.drafters.checkpoints.rope import ANGELSLIM_CLASS, LAYER_TYPES, order_rotated_rows
 from mmspec.drafters.checkpoints.state_dict import drop_unused, read_head
 from mmspec.drafters.heads.eagle3.config import Eagle3Config
 from mmspec.drafters.heads.eagle3.drafter import Eagle3Drafter
@@ -19,6 +19,8 @@ from mmspec.interfaces import TargetInfo
 
 TRAINERS_VISUAL_MODE = "placeholder"
 """What SpecForge, AngelSlim and speculators train with and vLLM serves: the placeholder token's embedding."""
+WITHOUT_WINDOWS = (["LlamaForCausalLMEagle3"], [ANGELSLIM_CLASS])
+"""`architectures` of heads whose own layers see all positions, whatever `layer_types` were copied from the target."""
 EAGLE3_VISUAL_MODES = ("placeholder", "coupled", "text_only")
 """Visual modes in which every input has an embedding and a hidden state, which the layer reads."""
 
@@ -42,7 +44,7 @@ def load_eagle3(
     vocab_size = int(values.get("draft_vocab_size") or layer_values.get("vocab_size") or target.vocab_size)
     _check_eagle3_values(values)
     layers, settings = _hidden_state_layers(values, target), {**values, **(values.get("eagle_config") or {})}
-    _check_one_layer(layer_values, weights)
+    num_layers = _num_layers(values, weights)
     section, is_interleaved = parse_mrope(layer_values, values)
     target_size = values.get("target_hidden_size") or layer_values.get("hidden_size")
     shape = parse_published_config(layer_values, target, values.get("architectures"), target_size, weights)
@@ -59,6 +61,8 @@ def load_eagle3(
         norm_before_fc=bool(settings.get("norm_before_fc")),
         fc_norm=bool(settings.get("fc_norm")),
         norm_output=bool(settings.get("norm_output")),
+        num_hidden_layers=num_layers,
+        sliding_windows=_windows(values, layer_values, num_layers),
     )
     has_map = "d2t" in weights
     if vocab_size < target.vocab_size and not has_map:
@@ -86,10 +90,12 @@ def _hidden_state_layers(values: Mapping[str, Any], target: TargetInfo) -> tuple
     """Indices of the hidden states: those of the config as they are, those of `eagle_config` one higher.
 
     vLLM counts hidden states as transformers does and reads the former, SGLang and TensorRT-LLM count the outputs of
-    layers and read the latter.
+    layers and read the latter. DeepSpec's `target_layer_ids` are outputs of layers too.
     """
     key, offset = "eagle_aux_hidden_state_layer_ids", 0
     layers = values.get(key)
+    if not layers and values.get("target_layer_ids"):  # DeepSpec, which counts outputs of layers
+        key, offset, layers = "target_layer_ids", 1, values["target_layer_ids"]
     if not layers:
         layers, offset = (values.get("eagle_config") or {}).get(key), 1
         key = f"eagle_config.{key}"
@@ -103,14 +109,38 @@ def _hidden_state_layers(values: Mapping[str, Any], target: TargetInfo) -> tuple
     return indices
 
 
-def _check_one_layer(values: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
-    """Refuse heads of several layers, and a layer with a window."""
-    if "layers.1.input_layernorm.weight" in weights:
+def _windows(values: Mapping[str, Any], layer_values: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+    """`Eagle3Config.sliding_windows`; the layers of the EAGLE code, SpecForge and AngelSlim have none.
+
+    Raises:
+        ValueError: `layer_types` is of other layers, or a window is no number of positions.
+    """
+    types = layer_values.get("layer_types")
+    if (
+        types is None
+        or values.get("architectures") in WITHOUT_WINDOWS
+        or layer_values.get("use_sliding_window") is False
+    ):
+        return ()
+    if not isinstance(types, list) or len(types) != num_layers or not set(types) <= set(LAYER_TYPES):
         raise ValueError(
-            f"num_hidden_layers {values.get('num_hidden_layers')} is not supported in an EAGLE head; 1 is."
+            f"layer_types must be one of {', '.join(LAYER_TYPES)} for each of {num_layers} layers; got {types!r:.80}."
         )
-    if "sliding_attention" in (layer_types := values.get("layer_types") or ()):
-        raise ValueError(f"layer_types {layer_types} is not supported in an EAGLE head; full_attention is.")
+    window = layer_values.get("sliding_window")
+    if LAYER_TYPES[1] not in types:
+        return ()
+    if isinstance(window, bool) or not isinstance(window, int) or window < 1:
+        raise ValueError(f"sliding_window must be a number of positions for layer_types {types!r:.80}; got {window!r}.")
+    return tuple(window if kind == LAYER_TYPES[1] else 0 for kind in types)
+
+
+def _num_layers(values: Mapping[str, Any], weights: Mapping[str, Tensor]) -> int:
+    """Layers of which there are tensors, which a config of `speculators` must not contradict."""
+    number = max(len({name.split(".")[1] for name in weights if name.startswith("layers.")}), 1)
+    named = (values.get("transformer_layer_config") or {}).get("num_hidden_layers")
+    if named not in (None, number):
+        raise ValueError(f"num_hidden_layers is {named}; there are tensors of {number}.")
+    return number
 
 
 def _visual_mode(values: Mapping[str, Any]) -> str:

@@ -31,6 +31,8 @@ def eagle3_refusal(drafter: HeadDrafter, target: TargetInfo, format_name: str) -
             f"{'SGLang' if format_name == 'sglang' else 'vLLM'} feeds image positions of an EAGLE-3 head as "
             f"--visual-mode {fed} does; this one was trained with {trained}. Train with mixed, the default, or {fed}."
         )
+    if isinstance(drafter.head, Eagle3Head) and drafter.head.config.is_layered:
+        return "a head of several layers is read from where it was published, not exported; serve those files."
     if format_name == "speculators" and drafter.head.config.mrope_section:
         return "the code of speculators counts positions on one axis, this head on three (M-RoPE); use --format vllm."
     if format_name == "sglang":

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
 from mmspec.drafters.heads.base.head import AttentionFn, DraftHead, RMSNorm
 from mmspec.drafters.heads.eagle.head import DecoderLayer
 from mmspec.drafters.heads.eagle3.config import Eagle3Config
+from mmspec.drafters.heads.eagle3.layered import LayeredAttention
 from mmspec.interfaces import SharedEmbeddings
 
 
@@ -59,9 +62,17 @@ class Eagle3Head(DraftHead):
         self.input_norm = RMSNorm(num_states * size, config.rms_norm_eps) if config.norm_before_fc else None
         norms = num_states if config.fc_norm else 0
         self.fc_norm = nn.ModuleList(RMSNorm(size, config.rms_norm_eps) for _ in range(norms)) if norms else None
-        self.layer = Eagle3Layer(config)
+        further = (DecoderLayer(replace(config, input_norm=True)) for _ in range(1, config.num_hidden_layers))
+        self.layers = nn.ModuleList((Eagle3Layer(config), *further))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+
+    @property
+    def layer(self) -> Eagle3Layer:
+        """The first layer, which reads embeddings too."""
+        first = self.layers[0]
+        assert isinstance(first, Eagle3Layer)
+        return first
 
     def hidden_state_indices(self, num_layers: int) -> tuple[int, ...]:
         return self.config.hidden_state_layers or eagle3_layers(num_layers)
@@ -84,7 +95,10 @@ class Eagle3Head(DraftHead):
     def forward(
         self, inputs: Tensor, cos: Tensor, sin: Tensor, attend: AttentionFn, query_index: Tensor | None = None
     ) -> Tensor:
-        outputs: Tensor = self.layer(inputs, cos, sin, attend, query_index)
+        outputs = inputs
+        for index, layer in enumerate(self.layers):
+            own = attend.of_layer(index) if isinstance(attend, LayeredAttention) else attend
+            outputs = layer(outputs, cos, sin, own, query_index)
         return self.norm(outputs) if self.config.norm_output else outputs
 
     def draft_lm_head(self, shared_embeddings: SharedEmbeddings, draft_ids: Tensor) -> Tensor | None:

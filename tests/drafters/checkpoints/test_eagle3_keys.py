@@ -30,6 +30,7 @@ __all__ = ["embeddings"]  # a fixture
 DRAFT_IDS = [1, 2, *range(6, 40, 2)]
 OWN = 16
 """Hidden size of a narrow head."""
+SLIDES = {"architectures": ["Eagle3Speculator"], "sliding_window": None}
 NORMS = ("hidden_norm", "input_layernorm", "post_attention_layernorm")
 
 
@@ -245,8 +246,10 @@ def test_whole_calls_with_images(changes: dict[str, Any], tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("settings", "tensors", "message"),
     [
-        ({"layer_types": ["sliding_attention"]}, {}, r"layer_types \['sliding_attention'\] is not supported in an"),
-        ({"num_hidden_layers": 2}, {"layers.1.input_layernorm.weight": (H,)}, "num_hidden_layers 2 is not supported"),
+        (SLIDES | {"layer_types": ["sliding_attention"]}, {}, "sliding_window must be a number of positions for"),
+        (SLIDES | {"layer_types": ["full_attention"] * 2}, {}, "layer_types must be one of full_attention, sliding_"),
+        (SLIDES | {"layer_types": ["linear_attention"]}, {}, "layer_types must be one of full_attention, sliding_"),
+        ({"num_hidden_layers": 2}, {"layers.1.input_layernorm.weight": (H,)}, "an EAGLE-3 head lacks layers.1.mlp"),
         ({"hidden_act": "gelu"}, {}, "hidden_act 'gelu' is not supported"),
         ({"rope_parameters": {"rope_type": "longrope"}}, {}, "rope_scaling of type 'longrope' is not supported"),
         ({"speculators_model_type": "peagle"}, {}, "speculators_model_type 'peagle' is not supported"),
