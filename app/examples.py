@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from mmspec.app.caption.command import build_captioner
-from mmspec.app.caption.config import DEFAULT_MODEL, SCENES_MODEL, CaptionConfig, ProcessInfo
-from mmspec.app.cli.arguments import hide_progress_bars, validate_drafter
+from mmspec.app.caption.config import SCENES_MODEL, CaptionConfig, ProcessInfo
+from mmspec.app.cli.arguments import DEFAULT_MODEL, hide_progress_bars, validate_drafter
 from mmspec.app.io.decode import ReadableRows
 from mmspec.app.io.images import Media, Video
 from mmspec.app.io.item import Item, SourceOptions

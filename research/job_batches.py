@@ -31,7 +31,8 @@ from PIL import Image
 
 import mmspec
 from mmspec.app.caption.command import build_captioner
-from mmspec.app.caption.config import PROMPT, CaptionConfig, ProcessInfo
+from mmspec.app.caption.config import CaptionConfig, ProcessInfo
+from mmspec.app.caption.option_fields import PROMPT
 from mmspec.app.modeling.captioner import Caption, Captioner
 from mmspec.patching import KEY
 from mmspec.targets.c_rounds import CRounds

@@ -14,7 +14,8 @@ from mmspec.app.caption.batch_size import AUTO_BATCH_SIZE
 from mmspec.app.caption.config import MAX_PIXELS, CaptionConfig, ProcessInfo
 from mmspec.app.caption.options import EPILOG, add_options, choose_format
 from mmspec.app.caption.variants import check_variants
-from mmspec.app.cli.arguments import Commands, add_command, config_from_args, hide_progress_bars, validate_drafter
+from mmspec.app.cli.arguments import Commands, add_command, hide_progress_bars, validate_drafter
+from mmspec.app.cli.options import given, read_options
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.io.text import find_fault
 from mmspec.messages import printable
@@ -48,18 +49,11 @@ def add_parser(commands: Commands, common: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Carry out the command; returns the exit code."""
-    if args.model is None:
-        raise UsageError(CHOOSE_MODEL)
-    validate_drafter(args.drafter, args.compressor)
-    args.format = choose_format(args.format, args.out)
-    pixel_limit = max(MAX_PIXELS, args.max_pixels or 0)
-    config = config_from_args(
-        CaptionConfig, args, stop=tuple(filter(None, args.stop)), pixel_limit=pixel_limit, working_folder=None
-    )
+    config = build_config(args)
     process = ProcessInfo.from_env(os.environ)
     check_options(config)
-    if args.progress is not False and os.environ.get("RANK", "0") == "0":
-        text = printable(f"mmspec: loading {args.model} ...")
+    if config.progress is not False and os.environ.get("RANK", "0") == "0":
+        text = printable(f"mmspec: loading {config.model} ...")
         print(text, file=sys.stderr, flush=True)  # before torch, which takes seconds
     from mmspec.app.caption.job import CaptionJob
     from mmspec.app.caption.progress import print_stderr
@@ -73,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
         from mmspec.app.caption.ray_job import RayCaptionJob
 
         check_ray(config, process)
-        return RayCaptionJob(config, build_output(config, process), build_job_report(args)).run()
+        return RayCaptionJob(config, build_output(config, process), build_job_report(config.report, args.command)).run()
     hide_progress_bars(config.progress)
 
     loaded: list[Captioner] = []
@@ -87,25 +81,47 @@ def run(args: argparse.Namespace) -> int:
         return captioner
 
     try:
-        report = build_job_report(args) if process.rank == 0 else None
+        report = build_job_report(config.report, args.command) if process.rank == 0 else None
         return CaptionJob(config, build_output(config, process), load, process, report=report).run()
     finally:
         for captioner in loaded:
             captioner.close()
 
 
-def build_job_report(args: argparse.Namespace) -> JobReport | None:
+def build_config(args: argparse.Namespace) -> CaptionConfig:
+    """The options of the command line; where it has none those of `--config`, and else their defaults.
+
+    Raises:
+        UsageError: no input or model, a bad file of options, a name that nothing has.
+    """
+    found = {} if args.config is None else read_options(args.config, CaptionConfig, "paths")
+    found |= given(CaptionConfig, args) | ({"paths": tuple(args.paths)} if hasattr(args, "paths") else {})
+    if not found.get("model"):
+        raise UsageError(CHOOSE_MODEL)
+    if not found.get("paths"):
+        raise UsageError("nothing to caption: name files, folders, globs or lists (or paths in --config)")
+    found["format"] = choose_format(found.get("format"), found.get("out", "-"))
+    found |= {
+        "stop": tuple(filter(None, found.get("stop", ()))),
+        "pixel_limit": max(MAX_PIXELS, found.get("max_pixels") or 0),
+    }
+    config = CaptionConfig(**found)
+    validate_drafter(config.drafter, config.compressor)
+    return config
+
+
+def build_job_report(folder: str | None, command: str) -> JobReport | None:
     """The report that `--report` asks for.
 
     Raises:
         UsageError: a folder that cannot be created.
         OutputError: or written.
     """
-    if args.report is None:
+    if folder is None:
         return None
     from mmspec.app.caption.report import JobReport
 
-    return JobReport(Path(args.report), args.command)
+    return JobReport(Path(folder), command)
 
 
 def check_options(config: CaptionConfig) -> None:
@@ -120,8 +136,16 @@ def check_options(config: CaptionConfig) -> None:
         raise UsageError("sampled captions depend on the batches: give --batch-size a number with --temperature")
     check_texts(config)
     check_variants(config)
-    if config.out == "-" and config.format not in ("jsonl", "txt"):
-        raise UsageError(f"--format {config.format} writes a folder of shards: give --out FOLDER")
+    if config.out == "-" and config.format != "jsonl" and not config.writes_texts:
+        what = "a folder of shards: give --out FOLDER" if config.has_shards else "a file: give --out FILE"
+        raise UsageError(f"--format {config.format} writes {what}")
+    for name, holds, others in (
+        ("rows_per_shard", config.has_shards, "--format parquet or webdataset"),
+        ("actors", config.ray is not None, "--ray"),
+        ("hide_start", config.start is not None, "--start"),
+    ):
+        if getattr(config, name) != getattr(CaptionConfig, name) and not holds:
+            raise UsageError(f"--{name.replace('_', '-')} goes with {others}")
     if config.out == "-" and config.format == "jsonl" and (config.overwrite or config.retry_errors):
         raise UsageError("--overwrite and --retry-errors need --out FILE")
     if config.temperature <= 0:
@@ -162,21 +186,24 @@ def build_output(config: CaptionConfig, process: ProcessInfo) -> Output:
     Raises:
         UsageError: options that do not go with it.
     """
+    from mmspec.app.io.csv_output import CsvOutput
     from mmspec.app.io.output import StreamOutput
     from mmspec.app.io.output_file import FileOutput
     from mmspec.app.io.shards import ShardedOutput
 
-    if config.format == "txt":
+    if config.writes_texts:
         return build_sidecars(config, process)
-    ranks = {"rank": process.rank, "world_size": process.world_size}
+    ranks: dict[str, Any] = {"rank": process.rank, "world_size": process.world_size}
     settings = {} if config.out == "-" else job_settings(config, process)
-    if config.out != "-" and config.format == "jsonl":
-        return FileOutput(Path(config.out), settings, **ranks, overwrite=config.overwrite)
     if config.out != "-":
-        shards, rows = build_format(config.format, config.columns()), config.rows_per_shard
-        return ShardedOutput(
-            Path(config.out), settings, shards, **ranks, overwrite=config.overwrite, rows_per_shard=rows
-        )
+        out = Path(config.out)
+        options: dict[str, Any] = {"options": config.to_run_again(), "overwrite": config.overwrite}
+        if config.format == "jsonl":
+            return FileOutput(out, settings, **ranks, **options)
+        if config.format == "csv":
+            return CsvOutput(out, settings, config.columns(), **ranks, **options)
+        shards = build_format(config.format, config.columns())
+        return ShardedOutput(out, settings, shards, **ranks, **options, rows_per_shard=config.rows_per_shard)
     if process.world_size > 1:
         raise UsageError(
             "several processes cannot share standard output: give --out FILE; for one, unset RANK and WORLD_SIZE"
@@ -204,11 +231,11 @@ def build_sidecars(config: CaptionConfig, process: ProcessInfo) -> Output:
 
     if process.world_size > 1:
         raise UsageError(
-            f"--format txt is for one process, and WORLD_SIZE is {process.world_size}: start several with --shard I/N "
-            "instead; for one, unset RANK and WORLD_SIZE"
+            f"--format {config.format} is for one process, and WORLD_SIZE is {process.world_size}: start several with "
+            "--shard I/N instead; for one, unset RANK and WORLD_SIZE"
         )
     if config.fields is not None:
-        raise UsageError("--fields names columns, and --format txt has none: leave one of them away")
+        raise UsageError(f"--fields names columns, and --format {config.format} has none: leave one of them away")
     folder = None if config.out == "-" else Path(config.out)
 
     def items() -> Iterable[Item]:
@@ -219,6 +246,7 @@ def build_sidecars(config: CaptionConfig, process: ProcessInfo) -> Output:
         folder,
         config.paths,
         items,
+        suffix=f".{config.format}",
         overwrite=config.overwrite,
         shard=config.shard,
         settings=job_settings(config, process) if config.overwrite else {},
@@ -252,15 +280,23 @@ def build_captioner(config: CaptionConfig, process: ProcessInfo) -> Captioner:
     from mmspec.app.modeling.captioner import Captioner
     from mmspec.app.modeling.chat import check_chat
     from mmspec.app.modeling.load import load_model
+    from mmspec.app.modeling.sampling import banned_tokens
     from mmspec.app.modeling.shared_media import SharedMedia
 
     chat, sampling = config.chat_format(), config.sampling()
+    banned: list[list[int]] = []
+
+    def check(processor: Any) -> None:
+        name = f"--model {Path(config.model).name}"
+        check_chat(processor, name, config.prompt, chat)
+        banned.extend(banned_tokens(processor.tokenizer, config.ban_words, name))
+
     model, processor = load_model(
         config.model,
         config.dtype,
         config.device,
         process.local_rank,
-        check=lambda processor: check_chat(processor, f"--model {Path(config.model).name}", config.prompt, chat),
+        check=check,
     )
     try:
         reuse = resolve_reuse(config, model.dtype)
@@ -268,7 +304,16 @@ def build_captioner(config: CaptionConfig, process: ProcessInfo) -> Captioner:
     except (OSError, TypeError, ValueError) as error:
         raise UsageError(f"--model {config.model} --drafter {config.drafter}: {one_line(error, 600)}") from error
     shared = SharedMedia() if config.num_variants > 1 else None
-    return Captioner(model, processor, config.max_new_tokens, sampling, config.stop, chat, shared)
+    return Captioner(
+        model,
+        processor,
+        config.max_new_tokens,
+        replace(sampling, bad_words_ids=banned),
+        config.stop,
+        chat,
+        shared,
+        hide_start=config.hide_start,
+    )
 
 
 def resolve_reuse(config: CaptionConfig, dtype: Any) -> bool:
@@ -285,8 +330,9 @@ def check_texts(config: CaptionConfig) -> None:
     Raises:
         UsageError: it is empty, too long or no valid Unicode.
     """
-    texts = [("--prompt", config.prompt), ("--system-prompt", config.system_prompt)]
-    for flag, text in [*texts, *(("--stop", stop) for stop in config.stop)]:
+    texts = [("--prompt", config.prompt), ("--system-prompt", config.system_prompt), ("--start", config.start)]
+    several = {"--stop": config.stop, "--prompts": config.prompts, "--ban-words": config.ban_words}
+    for flag, text in [*texts, *((flag, one) for flag, many in several.items() for one in many)]:
         if text is not None and not text.strip() and flag != "--stop":
             raise UsageError(f"{flag} must not be empty")
         if fault := find_fault(text or ""):

@@ -5,12 +5,18 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mmspec.app.caption.batch_size import AUTO_BATCH_SIZE, MAX_AUTO_SIZE
+from mmspec.app.caption.option_fields import PROMPT, VIDEO_PROMPT, CaptionOptions
+from mmspec.app.cli.arguments import DEFAULT_MODEL
+from mmspec.app.cli.options import described
 from mmspec.app.errors import UsageError, one_line
+from mmspec.app.io.fields import answer_number, field_names
+from mmspec.app.io.table_options import TableOptions
 
 if TYPE_CHECKING:
     from mmspec.app.io.item import SourceOptions
@@ -18,135 +24,65 @@ if TYPE_CHECKING:
     from mmspec.app.modeling.sampling import Sampling
     from mmspec.interfaces import FrameSampler
 
-SCENES_MODEL = "scenes"
-DEFAULT_MODEL = SCENES_MODEL
-"""Of the commands that show or measure mmspec: the bundled toy model. `mmspec caption` has no default."""
-PROMPT = "Describe the image."
-VIDEO_PROMPT = "Describe the video."
-FRAMES = 8
-DEFAULT_BATCH_SIZE = 16
-"""Rows per batch: on two cores 1.15 times the rows per second of 8; 32 would add a fifteenth."""
-SAMPLERS = ("uniform", "differing")
-"""How the frames of a video are selected."""
-FORMATS = ("jsonl", "parquet", "webdataset", "txt")
-DTYPES = ("auto", "float32", "bfloat16", "float16")
+SCENES_MODEL = DEFAULT_MODEL
+"""The bundled toy model. `mmspec caption` has no default."""
 MAX_PIXELS = 64_000_000
 """Pixels of a picture or frame, above which it is not decoded."""
 
 
 @dataclass(frozen=True)
-class CaptionConfig:
-    """Options of `mmspec caption`, named like its flags.
+class CaptionConfig(CaptionOptions):
+    """A caption job.
 
     Attributes:
-        prompt: None is `PROMPT` for images and `VIDEO_PROMPT` for videos.
-        prompts: several, each a row of every picture; () for `prompt` alone.
-        num_captions: rows for each prompt, which differ by sampling.
-        reuse_prefix: what is computed of a picture and its prompt serves its other rows; None: if there are any, and in
-            float32, where it changes no caption.
-        frames: frames per video, at most.
-        fps: frames per second of a video, or None for evenly spread ones.
-        sampler: one of `SAMPLERS`.
-        system_prompt: of every row; None for that of the chat template.
-        chat_template_kwargs: variables of the chat template; thinking is off where the template can switch it.
-        temperature: 0 is greedy. top_p, top_k, repetition_penalty: None for those of the model's own generation config.
-        max_pixels: larger pictures and frames are shrunk to as many pixels; None: only as the processor does anyway.
-        pixel_limit: larger ones are refused.
-        compare: number of rows to decode with plain `generate` as well; 0 none, -1 all.
-        progress: True or False, or None for a bar if standard error is a terminal.
-        batch_size: rows per batch; `AUTO_BATCH_SIZE` to find it while the job runs.
-        prefix, suffix: texts before and after each caption.
-        report: folder of a report in HTML, or None.
-        fields: columns of the rows besides those that a resumed job needs; None: all.
-        format: of the output, one of `FORMATS`.
-        rows_per_shard: of a Parquet file or an archive.
-        ray: address of a Ray cluster, "" for one on this machine; None: without Ray.
-        actors: of Ray, at most; None: one per GPU of the cluster, or per core if it has none.
+        pixel_limit: pictures with more pixels are refused.
         working_folder: that relative paths belong to, for workers of Ray; None: that of this process.
-        image_column, prompt_column, id_column, split, urls, root: as in `SourceOptions`.
     """
 
-    paths: tuple[str, ...]
-    model: str
-    out: str = "-"
-    drafter: str = "auto"
-    compressor: str | None = None
-    prompt: str | None = None
-    prompts: tuple[str, ...] = ()
-    num_captions: int = 1
-    reuse_prefix: bool | None = None
-    system_prompt: str | None = None
-    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    frames: int = FRAMES
-    fps: float | None = None
-    sampler: str = SAMPLERS[0]
-    batch_size: int = DEFAULT_BATCH_SIZE
-    max_new_tokens: int = 128
-    temperature: float = 0.0
-    top_p: float | None = None
-    top_k: int | None = None
-    repetition_penalty: float | None = None
-    seed: int = 0
-    stop: tuple[str, ...] = ()
-    dtype: str = "auto"
-    device: str = "auto"
-    shard: tuple[int, int] = (0, 1)
-    overwrite: bool = False
-    retry_errors: bool = False
-    compare: int = 0
-    max_pixels: int | None = None
     pixel_limit: int = MAX_PIXELS
-    threads: int = 4
-    progress: bool | None = None
     working_folder: str | None = None
-    image_column: str | None = None
-    prompt_column: str | None = None
-    id_column: str | None = None
-    split: str = "train"
-    urls: str | None = None
-    root: str | None = None
-    format: str = "jsonl"
-    rows_per_shard: int = 1000
-    fields: tuple[str, ...] | None = None
-    report: str | None = None
-    prefix: str = ""
-    suffix: str = ""
-    ray: str | None = None
-    actors: int | None = None
 
     def fingerprint(self, world_size: int) -> dict[str, Any]:
         """The settings that determine the captions: a job is resumed only with the same ones.
 
         Drafter, compressor and device cannot change a caption. When sampling, a caption also depends on its batch.
+        Options that were not there in earlier versions count where they are set, so that older jobs can be resumed.
         """
-        model = os.path.abspath(self.model) if Path(self.model).is_dir() else self.model
-        decisive: dict[str, Any] = {
-            "model": model,
-            "prompt": self.prompt,
-            "frames": self.frames,
-            "max_new_tokens": self.max_new_tokens,
-            "temperature": self.temperature,
-            "stop": list(self.stop),
-            "dtype": self.dtype,
+        is_sampled = self.temperature > 0
+        found: dict[str, Any] = {}
+        for name, one in described(CaptionConfig).items():
+            value = getattr(self, name)
+            is_set = value != one.default
+            if (
+                one.decides == "always"
+                or (is_set and one.decides == "if set")
+                or (is_sampled and one.decides == "if sampled" and (is_set or name != "limit"))
+            ):
+                found[name] = list(value) if isinstance(value, tuple) else value
+        found["model"] = os.path.abspath(self.model) if Path(self.model).is_dir() else self.model
+        derived = {
+            "prompts": lambda: [prompt_sha1(prompt) for prompt in self.prompts],
+            "root": lambda: os.path.abspath(self.root or ""),
+            "fields": lambda: list(self.columns()),
+            "shard": lambda: "{}/{}".format(*self.shard),
         }
-        # Only where they differ from the default, so that jobs of versions without these options can be resumed.
-        decisive |= {"fps": self.fps} if self.fps is not None else {}
-        decisive |= {"prompts": [prompt_sha1(prompt) for prompt in self.prompts]} if self.prompts else {}
-        decisive |= {"num_captions": self.num_captions} if self.num_captions > 1 else {}
-        decisive |= {"sampler": self.sampler} if self.sampler != SAMPLERS[0] else {}
-        columns = {"image_column": self.image_column, "prompt_column": self.prompt_column, "id_column": self.id_column}
-        decisive |= {key: name for key, name in columns.items() if name is not None}
-        decisive |= {"split": self.split} if self.split != "train" else {}
-        decisive |= {"root": os.path.abspath(self.root)} if self.root is not None else {}
-        optional = ("system_prompt", "max_pixels", "top_p", "top_k", "repetition_penalty")
-        decisive |= {name: getattr(self, name) for name in optional if getattr(self, name) is not None}
-        decisive |= {name: getattr(self, name) for name in ("prefix", "suffix") if getattr(self, name)}
-        decisive |= {"fields": list(self.columns())} if self.fields is not None else {}
-        decisive |= {"chat_template_kwargs": dict(self.chat_template_kwargs)} if self.chat_template_kwargs else {}
-        if self.temperature > 0:
-            decisive |= {"seed": self.seed, "batch_size": self.batch_size, "batches": "by visual tokens"}
-            decisive |= {"shard": "{}/{}".format(*self.shard), "processes": world_size}
-        return decisive
+        found |= {name: make() for name, make in derived.items() if name in found}
+        return found | ({"batches": "by visual tokens", "processes": world_size} if is_sampled else {})
+
+    def to_run_again(self) -> dict[str, Any]:
+        """The options of the file beside an output: all that are set, with paths that do not depend on the folder."""
+
+        def absolute(name: str) -> str:
+            return os.path.abspath(name) if os.path.exists(name) else name
+
+        found = {name: getattr(self, name) for name, one in described(CaptionConfig).items() if one.in_file}
+        found |= {name: absolute(found[name]) for name in ("model", "drafter", "root", "report") if found[name]}
+        found |= {"out": os.path.abspath(self.out) if self.out != "-" else "-", "shard": "{}/{}".format(*self.shard)}
+        found |= {"batch_size": "auto"} if self.batch_size == AUTO_BATCH_SIZE else {}
+        found |= {"compare": "all"} if self.compare < 0 else {}
+        return {"paths": [absolute(path) for path in self.paths]} | {
+            name: value for name, value in found.items() if value not in ((), {})
+        }
 
     def columns(self) -> tuple[str, ...]:
         """The columns of the rows.
@@ -168,7 +104,30 @@ class CaptionConfig:
         """What the model is given besides prompts and pictures."""
         from mmspec.app.modeling.prompt_format import ChatFormat
 
-        return ChatFormat(self.system_prompt, self.chat_template_kwargs, self.max_pixels, in_place=True)
+        return ChatFormat(
+            self.system_prompt, self.chat_template_kwargs, self.max_pixels, in_place=True, start=self.start
+        )
+
+    @property
+    def prompt_fields(self) -> tuple[str, ...]:
+        """The fields of rows that the prompts name."""
+        texts = (*self.prompts, self.prompt or "")
+        return tuple(dict.fromkeys(name for text in texts for name in field_names(text) if not answer_number(name)))
+
+    @property
+    def uses_answers(self) -> bool:
+        """Whether a prompt names the answer to another."""
+        return any(answer_number(name) for text in self.prompts for name in field_names(text))
+
+    @property
+    def has_shards(self) -> bool:
+        """Whether the output is a folder of shards."""
+        return self.format in ("parquet", "webdataset")
+
+    @property
+    def writes_texts(self) -> bool:
+        """Whether the output is a text file for each picture."""
+        return self.format in ("txt", "caption")
 
     @property
     def num_variants(self) -> int:
@@ -178,8 +137,6 @@ class CaptionConfig:
     @property
     def planned_batch_size(self) -> int:
         """Rows of a batch; the largest that is tried if the size is to be found."""
-        from mmspec.app.caption.batch_size import AUTO_BATCH_SIZE, MAX_AUTO_SIZE
-
         return MAX_AUTO_SIZE if self.batch_size == AUTO_BATCH_SIZE else self.batch_size
 
     @property
@@ -193,13 +150,10 @@ class CaptionConfig:
 
         return SourceOptions(
             base,
-            self.image_column,
-            self.prompt_column,
-            self.id_column,
-            self.split,
-            self.urls,
-            self.root,
-            base.parent if self.format in ("parquet", "webdataset") else base,
+            base.parent if self.has_shards else base,
+            self.limit,
+            self.prompt_fields,
+            **{name: getattr(self, name) for name in described(TableOptions)},
         )
 
     def frame_sampler(self) -> FrameSampler:

@@ -215,7 +215,7 @@ class CaptionJob:
         model = self.model
         lines = progress.summary(skipped, model.acceptance if model else None)
         lines += comparison_lines(model.comparison, model.dtype != "float32") if model else []
-        if self.config.format == "txt":
+        if self.config.writes_texts:
             lines.append(f"text files {'beside the pictures' if self.config.out == '-' else f'in {self.config.out}'}")
         elif self.config.out != "-":
             lines.append(file_line(summary, self.config.out, self.output, self.process))
@@ -232,7 +232,7 @@ class CaptionJob:
         """Of several ranks only the last to finish reports failures: a launcher kills the others when one fails."""
         if summary is None:
             return 0
-        if summary.num_errors and self.config.format == "txt":
+        if summary.num_errors and self.config.writes_texts:
             print_stderr(
                 f"mmspec: {summary.num_errors} of {summary.num_rows} have no caption; the next run tries again"
             )

@@ -63,6 +63,8 @@ def check_row(item: Item, row: Finished, config: CaptionConfig) -> None:
             f"the row {short_repr(item.id)} in {config.out} is about another file than {short_repr(item.file_name)}: "
             "use another --out, or give rows ids of their own"
         )
+    if item.template:  # its answers, and so its prompt, are not known yet
+        return
     prompts = (item.resolve_prompt(config.prompt, is_video) for is_video in (False, True))  # by content, not known here
     if row.prompt_sha1 is not None and row.prompt_sha1 not in map(prompt_sha1, prompts):
         raise UsageError(f"{item.id!r} was captioned with another prompt: use another --out, or --overwrite")

@@ -63,9 +63,9 @@ class RowPlan:
             self.num_assigned += num_rows
             self.num_finished += num_rows - pending
             if pending:
-                batches = [rows for batch in self._divided(window) for rows in self._asked(batch)]
-                self.first_sizes = self.first_sizes or [len(batch) for batch in batches]
-                yield from (batch for batch in batches if any(map(self.is_pending, batch)))
+                groups = [self._asked(batch) for batch in self._divided(window)]
+                self.first_sizes = self.first_sizes or [len(batch) for group in groups for batch in group]
+                yield from (batch for group in groups for batch in self._to_run(group))
 
     def describe(self, num_rows: int | None) -> str:
         """The plan in one line; complete once the first batch is known.
@@ -109,11 +109,17 @@ class RowPlan:
                 batch.append(item)
         return batches
 
-    def _asked(self, batch: list[Item]) -> Iterator[list[Item]]:
+    def _asked(self, batch: list[Item]) -> list[list[Item]]:
         """The batches of the rows of a batch of pictures: the first row of each, then the second of each."""
         rows = [variants(item, self.config) for item in batch]
-        for number in range(max(map(len, rows))):
-            yield [one[number] for one in rows if number < len(one)]
+        return [[one[number] for one in rows if number < len(one)] for number in range(max(map(len, rows)))]
+
+    def _to_run(self, group: list[list[Item]]) -> Iterator[list[Item]]:
+        """Those of the batches about the same pictures that have a pending row, or answers for one that has."""
+        for number, batch in enumerate(group):
+            needed = group[number:] if self.config.uses_answers else [batch]
+            if any(self.is_pending(item) for one in needed for item in one):
+                yield batch
 
     def _sized(self, item: Item) -> tuple[Item, int]:
         """The item with its number of pixels, and its visual tokens; 0 of what is not known."""

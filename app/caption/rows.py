@@ -6,19 +6,22 @@ The model (`CaptionModel`) is an argument. Knows nothing of inputs, files or res
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from mmspec.app.caption.batch_size import BatchSizer
 from mmspec.app.caption.config import SCENES_MODEL, CaptionConfig, derive_seed, prompt_sha1
+from mmspec.app.caption.loops import LOOP, without_loop
 from mmspec.app.caption.progress import print_stderr
+from mmspec.app.caption.variants import picture_number
 from mmspec.app.errors import one_line
 from mmspec.app.io.columns import GENERATION, ROW_COLUMNS
+from mmspec.app.io.fields import MissingFieldError, answer_number, fill
 from mmspec.app.io.images import ImageError, Media, Video
 from mmspec.app.io.item import Item
 from mmspec.app.io.jsonl import Row
-from mmspec.app.io.text import escaped_values
+from mmspec.app.io.text import escaped_values, find_fault
 from mmspec.app.scenes.domain_check import warn_if_out_of_domain
 from mmspec.app.versions import mmspec_version
 
@@ -65,9 +68,11 @@ class RowCaptioner:
         self.config, self.model = config, model
         self._sizer = BatchSizer(config.batch_size)
         self._check_images = config.model == SCENES_MODEL  # until the first warning
+        self._answers: dict[tuple[int, int], dict[str, str]] = {}  # of the pictures of the last batch: `_place`
 
     def caption_rows(self, decoded: Sequence[tuple[Item, Media | ImageError]]) -> list[Row]:
         """Rows of one batch: a caption or an error each."""
+        decoded = [self._asked(item, media) for item, media in decoded]
         good = [(item, media) for item, media in decoded if not isinstance(media, ImageError)]
         self._check_domain(good)
         results: dict[str, Caption | Failure] = {
@@ -79,7 +84,40 @@ class RowCaptioner:
             with self._sizer.measure(len(work)):
                 results |= zip((item.id for item, _ in work), self._attempt(work), strict=True)
             start += len(work)
+        self._remember([item for item, _ in decoded], results)
         return [self._row(item, media, results[item.id]) for item, media in decoded]
+
+    def _place(self, item: Item) -> tuple[tuple[int, int], int]:
+        """Which answers a row shares, those about its picture in the same sample, and the number of its prompt."""
+        number, sample = divmod(item.index % self.config.num_variants, self.config.num_captions)
+        return (picture_number(item, self.config), sample), number + 1
+
+    def _asked(self, item: Item, media: Media | ImageError) -> tuple[Item, Media | ImageError]:
+        """The row with its whole prompt, or why it has none."""
+        if not item.template or isinstance(media, ImageError):
+            return item, media
+        answers = self._answers.get(self._place(item)[0], {})
+        try:
+            prompt = fill(item.template, {**item.fields, **answers})
+        except MissingFieldError as error:
+            name = str(error)
+            what = f"prompt {name[6:]} has no answer" if answer_number(name) else f"the row has no field {name!r:.60}"
+            return item, ImageError("NoField", f"{what}, which the prompt names")
+        if fault := find_fault(prompt):
+            return item, ImageError("BadText", f"the prompt {fault}")
+        return replace(item, prompt=prompt), media
+
+    def _remember(self, items: Sequence[Item], results: Mapping[str, Caption | Failure]) -> None:
+        """Keep the answers for further prompts about the same pictures."""
+        if not self.config.uses_answers:
+            return
+        pictures = {self._place(item)[0][0] for item in items}
+        kept = {place: answers for place, answers in self._answers.items() if place[0] in pictures}
+        for item in items:
+            place, number = self._place(item)
+            if not isinstance(result := results[item.id], Failure):
+                kept.setdefault(place, {})[f"answer{number}"] = result.caption
+        self._answers = kept
 
     def _check_domain(self, work: Work) -> None:
         """Warn once if the bundled toy model gets an image that is no drawn scene."""
@@ -128,14 +166,15 @@ class RowCaptioner:
         prompts = [item.resolve_prompt(config.prompt, isinstance(media, Video)) for item, media in work]
         seed = derive_seed(config.seed, work[0][0].index)
         captions = self.model.caption([media for _, media in work], prompts, seed, compare)
-        return [self._without_thoughts(one) for one in captions]
+        return [self._finished(one) for one in captions]
 
-    def _without_thoughts(self, caption: Caption) -> Caption | Failure:
-        """The caption; a failure if the output ended before there was one."""
+    def _finished(self, caption: Caption) -> Caption | Failure:
+        """The caption, without a loop at its end; a failure if the output ended before there was one."""
         from mmspec.app.modeling.captioner import CUT_WHILE_THINKING
 
         if caption.finish_reason != CUT_WHILE_THINKING:
-            return caption
+            text = without_loop(caption.caption) if self.config.cut_loops else None
+            return caption if text is None else replace(caption, caption=text, finish_reason=LOOP)
         message = (
             f"the model was still thinking after {caption.n_new_tokens} tokens: raise --max-new-tokens, or switch "
             "thinking off by --chat-template-kwargs if its template can"

@@ -6,53 +6,18 @@ question computed, once (`reuse_prefix` of `mmspec.patch`).
 
 from __future__ import annotations
 
-import argparse
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mmspec.app.caption.config import CaptionConfig
 from mmspec.app.errors import UsageError
+from mmspec.app.io.fields import MissingFieldError, answer_number, field_names, fill
 from mmspec.app.io.text import find_fault
 
 if TYPE_CHECKING:
     from mmspec.app.io.item import Item
-
-MAX_PROMPTS_BYTES = 1 << 20
-"""Size of a file of prompts."""
-MAX_PROMPTS = 1000
-
-
-def read_prompts(path: str) -> tuple[str, ...]:
-    """The lines of a file of prompts, for argparse.
-
-    Raises:
-        argparse.ArgumentTypeError: it cannot be read, is too large, or has an empty or a repeated line.
-    """
-    try:
-        with Path(path).open("rb") as stream:
-            content = stream.read(MAX_PROMPTS_BYTES + 1)
-        if len(content) > MAX_PROMPTS_BYTES:
-            raise argparse.ArgumentTypeError(
-                f"{path} is larger than {MAX_PROMPTS_BYTES >> 20} MiB: name a file of prompts"
-            )
-        lines = content.decode("utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise argparse.ArgumentTypeError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
-    if not 1 <= len(lines) <= MAX_PROMPTS:
-        raise argparse.ArgumentTypeError(f"{path} must have 1 to {MAX_PROMPTS} lines, a prompt each; got {len(lines)}")
-    first: dict[str, int] = {}
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            raise argparse.ArgumentTypeError(f"{path} line {number} is empty: each line is a prompt")
-        if fault := find_fault(line):
-            raise argparse.ArgumentTypeError(f"{path} line {number} {fault}")
-        if line in first:
-            raise argparse.ArgumentTypeError(
-                f"{path} line {number} is that of line {first[line]}: --num-captions asks again"
-            )
-        first[line] = number
-    return tuple(lines)
 
 
 def check_variants(config: CaptionConfig) -> None:
@@ -63,11 +28,19 @@ def check_variants(config: CaptionConfig) -> None:
     """
     if config.prompts and config.prompt is not None:
         raise UsageError("--prompt is one prompt, --prompts a file of them: give one of the two")
+    for line, prompt in enumerate(config.prompts or (config.prompt or "",), 1):
+        number = max((answer_number(name) or 0 for name in field_names(prompt)), default=0)
+        if number >= line:
+            where = f"--prompts line {line}" if config.prompts else "--prompt"
+            raise UsageError(
+                f"{where} names {{answer{number}}}, the answer to a prompt that does not come before: only later "
+                "lines of --prompts have it"
+            )
     if config.num_captions > 1 and config.temperature == 0:
         raise UsageError(
             f"--num-captions {config.num_captions} without sampling gives equal captions: add --temperature 1"
         )
-    if config.num_variants > 1 and config.format == "txt":
+    if config.num_variants > 1 and config.writes_texts:
         raise UsageError(
             f"a text file beside a picture holds one caption, not {config.num_variants}: use --format jsonl"
         )
@@ -75,16 +48,28 @@ def check_variants(config: CaptionConfig) -> None:
 
 def variants(item: Item, config: CaptionConfig) -> list[Item]:
     """The rows of an item, with ids and positions of their own. A prompt of its own takes the place of the file's."""
-    if config.num_variants == 1 and not config.prompts:
+    if config.num_variants == 1 and not config.prompts and not config.prompt_fields:
         return [item]
-    prompts = [item.prompt] if item.prompt else config.prompts or [None]
-    asked = [prompt for prompt in prompts for _ in range(config.num_captions)]
     start = item.index * config.num_variants
-    ids = variant_ids(item.id, config)
-    return [
-        replace(item, id=ident, prompt=prompt, index=start + number)
-        for number, (ident, prompt) in enumerate(zip(ids, asked, strict=False))
+    prompts = [item.prompt] if item.prompt else config.prompts or [config.prompt if config.prompt_fields else None]
+    asked = [
+        (prompt, "") if prompt is None or item.prompt else _filled(prompt, item.fields)
+        for prompt in prompts
+        for _ in range(config.num_captions)
     ]
+    return [
+        replace(item, id=ident, prompt=prompt, template=template, index=start + number)
+        for number, (ident, (prompt, template)) in enumerate(zip(variant_ids(item.id, config), asked, strict=False))
+    ]
+
+
+def _filled(prompt: str, values: Mapping[str, str]) -> tuple[str, str]:
+    """A prompt with the fields of a row, and ""; else twice as it is: `RowCaptioner` has the answers, or an error."""
+    with suppress(MissingFieldError):
+        text = fill(prompt, values)
+        if find_fault(text) is None:
+            return text, ""
+    return prompt, prompt
 
 
 def picture_number(item: Item, config: CaptionConfig) -> int:

@@ -12,8 +12,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-from mmspec.app.caption.config import DEFAULT_MODEL, DTYPES
+from mmspec.app.cli.options import add_described, described
 from mmspec.app.errors import UsageError
+from mmspec.app.io.table_options import TableOptions
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -27,8 +28,16 @@ Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 Options: TypeAlias = "argparse._ActionsContainer"
 """A parser or a group of one."""
 
+DEFAULT_MODEL = "scenes"
+"""Of the commands that show or measure mmspec: the bundled toy model."""
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 MODEL_HELP = "hub id, folder, or bundled: scenes (a toy model of drawn scenes), tiny, mid (random weights)"
 MAX_INT, MAX_DIGITS = 2**63 - 1, 30
+DRAFTER_HELP = "drafter: a name, folder or hub id (default auto; none: no drafts)"
+DTYPE_HELP = "of the model; default auto: the checkpoint's, float32 on a CPU"
+DEVICE_HELP = "default auto: the GPU if there is one"
+TEMPERATURE_HELP = "0 (default) is greedy"
+PROGRESS_HELP = "progress bar (default: on a terminal)"
 COMPRESSOR_HELP = "pass fewer visual tokens to the drafter: elastic; drop; stride, pool, relevant, salient with :N"
 
 
@@ -89,44 +98,35 @@ def add_model_option(parser: Options, flag: str = "--model", default: str = DEFA
 
 def add_drafter_options(parser: Options) -> None:
     """Add `--drafter` and `--compressor`."""
-    drafter_help = "drafter: a name, folder or hub id (default auto; none: no drafts)"
-    parser.add_argument("--drafter", default="auto", metavar="D", help=drafter_help)
+    parser.add_argument("--drafter", default="auto", metavar="D", help=DRAFTER_HELP)
     parser.add_argument("--compressor", default=None, metavar="C", help=COMPRESSOR_HELP)
 
 
 def add_device_options(parser: Options) -> None:
     """Add `--dtype` and `--device` of the model."""
-    dtype_help = "of the model; default auto: the checkpoint's, float32 on a CPU"
-    parser.add_argument("--dtype", default="auto", choices=DTYPES, help=dtype_help)
-    parser.add_argument("--device", default="auto", metavar="DEV", help="default auto: the GPU if there is one")
+    parser.add_argument("--dtype", default="auto", choices=DTYPES, help=DTYPE_HELP)
+    parser.add_argument("--device", default="auto", metavar="DEV", help=DEVICE_HELP)
 
 
 def add_sampling_options(parser: Options, seed_of: str = "sampling") -> None:
     """Add `--temperature` and `--seed`; `seed_of` is what the seed determines."""
     add = parser.add_argument
-    add("--temperature", type=parse_temperature, default=0.0, metavar="T", help="0 (default) is greedy")
+    add("--temperature", type=parse_temperature, default=0.0, metavar="T", help=TEMPERATURE_HELP)
     add("--seed", type=parse_seed, default=0, metavar="N", help=f"of {seed_of} (default 0)")
 
 
+def add_scene_seed(parser: Options, default: int | None, default_text: str) -> None:
+    """Add `--scene-seed`."""
+    help_ = f"seed of the first scene (default {default_text})"
+    parser.add_argument("--scene-seed", type=parse_seed, default=default, metavar="S", help=help_)
+
+
 def add_table_options(parser: argparse.ArgumentParser) -> None:
-    """Add the group of options about rows of lists, tables and archives: the fields of `SourceOptions`."""
-    add = parser.add_argument_group("lists, tables and archives").add_argument
-    image_help = "column of the pictures, or extension of their members (default: found by name, as image, jpg or url)"
-    add("--image-column", default=None, metavar="NAME", help=image_help)
-    prompt_help = "column of the prompts; in archives a member (txt), or a key of the member json (default: none)"
-    add("--prompt-column", default=None, metavar="NAME", help=prompt_help)
-    add(
-        "--id-column", default=None, metavar="NAME", help="column of the ids (default: file name and row number or key)"
-    )
-    add("--split", default="train", metavar="S", help="split of a dataset (default train)")
-    add("--root", default=None, metavar="DIR", help="paths in lists and tables are relative to DIR and may lead to it")
-    urls_help = (
-        "read http(s) addresses in rows: those of the public internet, or with `any` of private networks as well"
-    )
-    add("--urls", nargs="?", const="public", choices=("public", "any"), default=None, help=urls_help)
+    """Add the group of options about rows of lists, tables and archives."""
+    add_described(parser, TableOptions)
 
 
-def add_progress(parser: Options, help: str = "progress bar (default: on a terminal)") -> None:
+def add_progress(parser: Options, help: str = PROGRESS_HELP) -> None:
     """Add `--progress` and `--no-progress`; the default is None."""
     parser.add_argument("--progress", action=argparse.BooleanOptionalAction, default=None, help=help)
 
@@ -221,7 +221,7 @@ def source_options(args: argparse.Namespace) -> SourceOptions:
     """What `add_table_options` parsed; names in messages are relative to the current folder."""
     from mmspec.app.io.item import SourceOptions
 
-    return config_from_args(SourceOptions, args, base=Path(), output_folder=None)
+    return SourceOptions(**{name: getattr(args, name) for name in described(TableOptions)})
 
 
 def hide_progress_bars(progress: bool | None) -> None:

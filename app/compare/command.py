@@ -6,7 +6,7 @@ import argparse
 import time
 from typing import TYPE_CHECKING, Any
 
-from mmspec.app.caption.config import PROMPT
+from mmspec.app.caption.option_fields import PROMPT
 from mmspec.app.cli.arguments import (
     Commands,
     add_command,

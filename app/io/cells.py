@@ -30,6 +30,8 @@ IMAGE_COLUMNS = ("image", "img", "jpg", "jpeg", "png", "webp", "picture", "photo
 FILE_COLUMNS = ("file_name", "image", "path", "file", "filename", "images", "video", "videos", "image_path",
                 "video_path", "url", "image_url", "video_url", "img", "picture", "photo")  # fmt: skip
 """The same of lists, in lower case."""
+SERVED_FILES, SERVED_UPLOADS = "/data/local-files/?d=", "/data/upload/"
+"""How Label Studio names files below its folders, which are `--root` here."""
 MAX_NAME_BYTES = 3072
 MAX_ROW_PICTURES = 64
 """Pictures of one row."""
@@ -122,7 +124,7 @@ def find_image_column(columns: Sequence[str], wanted: str | None, what: str) -> 
     names = {name.lower(): name for name in reversed(columns)}
     found = next((names[name] for name in IMAGE_COLUMNS if name in names), None)
     if found is None:
-        raise UsageError(f"{what} has no column of pictures; it has {_listed(columns)}: name one with --image-column")
+        raise UsageError(f"{what} has no column of pictures; it has {listed(columns)}: name one with --image-column")
     return found
 
 
@@ -133,11 +135,12 @@ def require_column(columns: Sequence[str], name: str, flag: str, what: str) -> s
         UsageError: it is not.
     """
     if name not in columns:
-        raise UsageError(f"{what} has no column {name!r} ({flag}); it has {_listed(columns)}")
+        raise UsageError(f"{what} has no column {name!r} ({flag}); it has {listed(columns)}")
     return name
 
 
-def _listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
+    """Names for a message, not all of many."""
     text = ", ".join(names)
     return text if len(text) <= 160 else f"{text[:160]}... ({len(names)} columns)"
 
@@ -208,7 +211,7 @@ def _parts(cell: Any, reach: Reach, depth: int = 0) -> Iterator[tuple[Content, s
     if isinstance(cell, Mapping) and not {"bytes", "path"} & set(cell):
         inner = [cell[name] for name in IMAGE_COLUMNS if is_candidate(cell.get(name))][:1] or _unnamed(cell)
         if len(inner) > 1:
-            yield _bad(cell, f"a struct of several: {_listed(list(map(str, cell)))}")
+            yield _bad(cell, f"a struct of several: {listed(list(map(str, cell)))}")
             return
         if inner and depth < MAX_CELL_DEPTH:
             yield from _parts(inner[0], reach, depth + 1)
@@ -283,9 +286,13 @@ def is_path(name: str) -> bool:
 
 
 def plain_path(name: str) -> str:
-    """A path as other programs write it, in quotes or as a `file://` address, as a path."""
+    """A path as other programs write it, in quotes, as a `file://` address, or as Label Studio serves it, as a path."""
     if len(name) > 2 and name[0] == name[-1] == '"':
         name = name[1:-1]
+    if name.startswith(SERVED_FILES):
+        return unquote(name.removeprefix(SERVED_FILES))
+    if name.startswith(SERVED_UPLOADS) and not os.path.lexists(name):
+        return name.removeprefix("/data/")
     parts = urlsplit(name) if name[:7].lower() == "file://" else None
     return unquote(parts.path) if parts is not None and parts.netloc in ("", "localhost") else name
 

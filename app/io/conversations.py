@@ -36,7 +36,22 @@ def record_columns(row: dict[str, Any], file_columns: tuple[str, ...]) -> dict[s
 
 def _within(columns: dict[str, Any], inner: dict[str, Any]) -> dict[str, Any]:
     ident = next((columns[key] for key in ("custom_id", "id", "row_idx") if key in columns), None)
-    return ({} if ident is None else {"id": ident}) | _cells(inner)
+    return ({} if ident is None else {"id": ident}) | _annotated(columns.get("annotations")) | _cells(inner)
+
+
+def _annotated(annotations: Any) -> dict[str, Any]:
+    """What people wrote and chose in Label Studio, by the names of its controls: of the first annotation with any."""
+    for one in annotations if isinstance(annotations, list) else ():
+        results = one.get("result") if isinstance(one, dict) else None
+        found: dict[str, Any] = {}
+        for result in results if isinstance(results, list) else ():
+            value = result.get("value") if isinstance(result, dict) else None
+            text = value.get("text", value.get("choices")) if isinstance(value, dict) else None
+            if text is not None and isinstance(name := result.get("from_name"), str):
+                found.setdefault(normalized(name), text)
+        if found:
+            return found
+    return {}
 
 
 def _cells(row: dict[str, Any]) -> dict[str, Any]:

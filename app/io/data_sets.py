@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from mmspec.app.errors import UsageError, one_line
-from mmspec.app.io.cells import MEDIA_SUFFIXES, Reach, find_inside, is_path, local_name, short_repr, table_row
+from mmspec.app.io.cells import MEDIA_SUFFIXES, Reach, find_inside, is_path, local_name, short_repr
 from mmspec.app.io.item import Item, Skip, SourceOptions
 from mmspec.app.io.kinds import refuse_pointer
 from mmspec.app.io.left_out import LeftOut
@@ -121,7 +121,7 @@ class SavedSource:
                     columns = Columns(table.columns, self.options, self.name)
                     for cells in table.rows(columns.all):
                         row = dict(zip(columns.all, cells, strict=True))
-                        yield table_row(*columns.cells(row), number, self.name, self._folder, self.options)
+                        yield columns.item(row, number, self.name, self._folder)
                         number += 1
                         if number > limit:
                             raise ValueError(f"{path.name} has more rows than a file of its size may have")
@@ -184,7 +184,7 @@ class HubSource:
             for table in found.select_columns(columns.all).with_format("arrow"):
                 table.validate(full=True)
                 for row in table.to_pylist():
-                    yield table_row(*columns.cells(row), number, self.name, self.name, self.options)
+                    yield columns.item(row, number, self.name, self.name)
                     number += 1
         except Exception as error:
             yield failure_row(self.name, "rest", "Unreadable", f"after row {number}: {one_line(error)}")

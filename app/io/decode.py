@@ -6,7 +6,8 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
-from mmspec.app.caption.config import FRAMES, MAX_PIXELS
+from mmspec.app.caption.config import MAX_PIXELS
+from mmspec.app.caption.option_fields import FRAMES
 from mmspec.app.caption.progress import print_stderr
 from mmspec.app.errors import MachineError, UsageError, is_shortage, one_line
 from mmspec.app.io.content import Pictures

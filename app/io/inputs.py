@@ -14,9 +14,10 @@ from itertools import islice, product
 from pathlib import Path
 
 from mmspec.app.errors import UsageError, one_line
-from mmspec.app.io.cells import MEDIA_SUFFIXES, name_below, relative_name, short_repr
+from mmspec.app.io.cells import MEDIA_SUFFIXES, listed, name_below, relative_name, short_repr
 from mmspec.app.io.content import ByteRange, Content, Unreadable, is_local, open_file_system
 from mmspec.app.io.data_sets import HubSource, SavedSource, is_hub_dataset, is_saved_dataset
+from mmspec.app.io.fields import ANY_FIELD, add_fields
 from mmspec.app.io.item import Item, RowSource, Skip, SourceOptions
 from mmspec.app.io.kinds import refuse_pointer
 from mmspec.app.io.left_out import LeftOut, is_hidden, is_packed_metadata
@@ -24,6 +25,7 @@ from mmspec.app.io.manifests import MANIFESTS, is_manifest
 from mmspec.app.io.sources import FileSource, explain_refused, find_matches, is_refused, natural_key
 from mmspec.app.io.tables import ParquetSource
 from mmspec.app.io.tars import TarSource
+from mmspec.hints import did_you_mean
 
 ROW_SOURCES: dict[str, Callable[[str, SourceOptions], RowSource]] = {
     ".tar": TarSource,
@@ -36,6 +38,8 @@ MAX_NAMED = 4
 """Arguments that a message repeats."""
 MAX_MISSING = 1000
 """Leading rows that are examined for a file that exists."""
+MAX_FIELD_ROWS = 64
+"""Leading rows of archives and tables that are examined for the fields of prompts."""
 
 
 class RemoteFiles:
@@ -223,7 +227,7 @@ class Inputs:
             if number is None:
                 return None
             total += number
-        return total
+        return total if self.options.limit is None else min(total, self.options.limit)
 
     def check(self) -> None:
         """Refuse what can be seen to be wrong before a job begins.
@@ -243,6 +247,27 @@ class Inputs:
             more = f" (nor any other of {len(first)})" if first[1:] else ""
             origin = f" ({first[0].origin})" if first[0].origin else ""
             raise UsageError(f"no such file: {first[0].path}{origin}{more}")
+        self._check_fields()
+
+    def _check_fields(self) -> None:
+        """Refuse a field of prompts that no row has.
+
+        Raises:
+            UsageError: of listed inputs none has, of others none of the first.
+        """
+        lacking = dict.fromkeys(self.options.fields)
+        rows = self.rows(lambda ident: False)
+        while lacking and (item := next(rows, None)) is not None and (self.is_listed or item.index < MAX_FIELD_ROWS):
+            lacking = {name: None for name in lacking if name not in item.fields}
+        if not lacking:
+            return
+        everything = Inputs(self.paths, replace(self.options, fields=(ANY_FIELD,)), self._output_files)
+        shown = islice(everything.rows(lambda ident: False), MAX_FIELD_ROWS)
+        known, name = list(dict.fromkeys(name for item in shown for name in item.fields)), next(iter(lacking))
+        raise UsageError(
+            f"no row has the field {name!r:.60} that the prompt names{did_you_mean(name, known)}; rows have "
+            f"{listed(known)}; {{{{{name:.20}}}}} stands for the text in braces"
+        )
 
     def left_out(self, listed: bool | None = None) -> list[str]:
         """What the inputs do not read, a line for each kind.
@@ -275,7 +300,8 @@ class Inputs:
                     subject = relative_name(item.path, self.options.place)
                 ident = item.id or subject
                 fault = item.content.message if isinstance(item.content, Unreadable) else None
-                key, content = hash((subject, item.prompt, fault)), item.content
+                values = add_fields(item, self.options.fields) if self.options.fields else item.fields
+                key, content = hash((subject, item.prompt, fault, *values.values())), item.content
                 if ident in known:
                     if not source.is_listed:
                         ident, content = _repeated(ident, known)
@@ -291,8 +317,10 @@ class Inputs:
                             f"two rows have the id {short_repr(ident)} ({where}): give each row its own id"
                         )
                 known[ident] = key
-                yield replace(item, id=ident, file_name=name, index=index, content=content)
+                yield replace(item, id=ident, file_name=name, index=index, content=content, fields=values)
                 index += 1
+                if index == self.options.limit:
+                    return
 
 
 def _repeated(ident: str, known: Container[str]) -> tuple[str, Content]:

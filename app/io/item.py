@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 from urllib.parse import urlsplit
 
 from mmspec.app.caption.config import default_prompt
+from mmspec.app.cli.options import described
 from mmspec.app.io import videos
 from mmspec.app.io.content import ByteRange, Content, Unreadable, is_local
+from mmspec.app.io.table_options import TableOptions
 from mmspec.app.io.text import escaped, find_fault
 from mmspec.vision.images import ImageError
 from mmspec.vision.video.containers import FileBelow
@@ -36,6 +38,8 @@ class Item:
         below: where `path` has to lie when it is opened, for one that a list names; None: anywhere.
         pixels: of its pictures together, as their headers say; None: not known, or not looked for.
         owns_id: a list or table gives its id, which therefore does not say what it is about.
+        fields: what prompts name of it.
+        template: its prompt with names of fields that it has not, or not yet; "" if there are none.
     """
 
     path: Path
@@ -49,6 +53,8 @@ class Item:
     pixels: int | None = None
     below: FileBelow | None = None
     owns_id: bool = False
+    fields: Mapping[str, str] = field(default_factory=dict, hash=False)
+    template: str = ""
 
     def __post_init__(self) -> None:
         """Whatever it is read from, its id and name are valid Unicode; so is its prompt, or it is an error row."""
@@ -94,28 +100,20 @@ Skip = Callable[[str], bool]
 
 
 @dataclass(frozen=True)
-class SourceOptions:
-    """How tables and archives are read.
+class SourceOptions(TableOptions):
+    """How inputs are read.
 
     Attributes:
         base: the folder that names in the rows are relative to.
-        image_column: column of the picture, or extension of the member of a tar archive; None: found by name and type.
-        prompt_column: column of the prompt; None: no row has its own.
-        id_column: column of the id; None: the name of the file and the row's number or key.
-        split: of a dataset of the Hugging Face hub.
-        urls: None: no addresses are read; "public": http(s) addresses in rows, if they are public; "any": all of them.
-        root: a folder that paths in lists and tables start from and may lead to; None: that of the list or table.
         output_folder: in which the output is, be it a file or a folder; None: `base`.
+        limit: rows that are read; None: all.
+        fields: those of rows that prompts name; `ANY_FIELD` for all that there are.
     """
 
     base: Path = Path()
-    image_column: str | None = None
-    prompt_column: str | None = None
-    id_column: str | None = None
-    split: str = "train"
-    urls: str | None = None
-    root: str | None = None
     output_folder: Path | None = None
+    limit: int | None = None
+    fields: tuple[str, ...] = ()
 
     @property
     def place(self) -> Path:
@@ -124,12 +122,8 @@ class SourceOptions:
 
     def chosen(self) -> dict[str, str]:
         """The options of the command line that are not at their default, by name."""
-        found = {
-            field.name: getattr(self, field.name)
-            for field in fields(self)
-            if field.name not in ("base", "output_folder")
-        }
-        return {name: value for name, value in found.items() if value != getattr(SourceOptions, name)}
+        found = {name: (getattr(self, name), one.default) for name, one in described(TableOptions).items()}
+        return {name: value for name, (value, default) in found.items() if value != default}
 
     def flags(self) -> list[str]:
         """The same as words of a command line."""

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from mmspec.app.errors import UsageError, one_line
-from mmspec.app.io.cells import FILE_COLUMNS, short_repr
+from mmspec.app.io.cells import FILE_COLUMNS, MEDIA_SUFFIXES, short_repr
 from mmspec.app.io.conversations import TURN_KEYS, normalized
+from mmspec.app.io.images import IMAGE_SUFFIXES
 from mmspec.app.io.item import SourceOptions
 from mmspec.app.io.left_out import LeftOut
 from mmspec.app.io.list_text import MAX_LINE_CHARS, ListText, Numbered, open_list
@@ -225,8 +226,8 @@ def _table_records(text: ListText, whole: dict[str, Any]) -> list[Any]:
         inner = set(values[0])
         if named and not inner <= _STRUCT_KEYS and all(set(value) == inner for value in values):  # orient="columns"
             return [{key: column[row] for key, column in whole.items()} for row in values[0]]
-        if not named:  # orient="index", or records by name
-            return values
+        if not named:  # orient="index", or records by name: kohya's scripts have the pictures as names
+            return [_named(key, value, text) for key, value in whole.items()]
     lists = [key for key in named if isinstance(whole[key], list)]
     if lists and text.kind == ".json" and not any(isinstance(value, str) for value in values):
         sizes = {len(value) if isinstance(value, list) else -1 for value in values}
@@ -234,6 +235,17 @@ def _table_records(text: ListText, whole: dict[str, Any]) -> list[Any]:
             return [dict(zip(whole, row, strict=True)) for row in zip(*values, strict=True)]
         raise UsageError(f"{text.path} is one object with a list as {lists[0]!r}, one row or several: {_ADVICE}"[:300])
     return [whole]
+
+
+def _named(key: str, record: dict[str, Any], text: ListText) -> dict[str, Any]:
+    """A record with its name as its file, if that is one and it has none; a name may lack the suffix of its picture."""
+    if any(normalized(name) in _file_columns(text) for name in record):
+        return record
+    folder = text.options.root or text.path.parent
+    names = [key, *(f"{key}{suffix}" for suffix in sorted(IMAGE_SUFFIXES))]
+    if os.path.splitext(key)[1].lower() not in MEDIA_SUFFIXES:
+        names = [name for name in names[1:] if os.path.lexists(os.path.join(folder, name))]
+    return {FILE_COLUMNS[0]: names[0]} | record if names else record
 
 
 def _file_columns(text: ListText) -> tuple[str, ...]:

@@ -14,8 +14,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, Protocol
+from typing import Any, BinaryIO, NamedTuple, Protocol
 
+from mmspec.app.cli.options import to_toml
 from mmspec.app.errors import WRITE_ERRORS, OutputError, UsageError, explain_write
 from mmspec.app.io import jsonl
 from mmspec.app.io.item import Item
@@ -135,7 +136,14 @@ class ResumableOutput:
     """
 
     def __init__(
-        self, out: Path, metadata_path: Path, settings: Settings, rank: int, world_size: int, overwrite: bool
+        self,
+        out: Path,
+        metadata_path: Path,
+        settings: Settings,
+        rank: int,
+        world_size: int,
+        overwrite: bool,
+        options: Mapping[str, Any] | None = None,
     ) -> None:
         """Set up; nothing is read.
 
@@ -143,11 +151,13 @@ class ResumableOutput:
             out: as the user names it, for messages.
             metadata_path: holds the settings.
             overwrite: rows that exist are discarded, but not those of a job that did so and was stopped.
+            options: written to a TOML file beside the settings, for `--config`.
         """
         if overwrite and world_size > 1:
             raise UsageError(f"--overwrite is for one process: remove {out} and the files beside it instead")
         self.out, self.metadata_path, self.settings = out, metadata_path, settings
-        self.rank, self.world_size, self.overwrite = rank, world_size, overwrite
+        self.rank, self.world_size, self.overwrite, self._options = rank, world_size, overwrite, options
+        self.options_path = metadata_path.with_name(f"{metadata_path.name.removesuffix('.meta.json')}.job.toml")
         self._discards = self._wrote_metadata = False
         self._finished: dict[str, Finished] = {}
 
@@ -179,6 +189,9 @@ class ResumableOutput:
                 self.metadata_path.unlink(missing_ok=True)
             self._prepare(retry_errors)
             self._wrote_metadata = write_settings(self.metadata_path, self.settings, self.overwrite)
+            if self._options is not None and self.rank == 0:
+                text = f"# mmspec caption --config {self.options_path.name}\n{to_toml(self._options)}"
+                jsonl.replace_file(self.options_path, text.encode())
 
     def close(self, ids: Collection[str], *, complete: bool) -> JobSummary | None:
         """See `Output`."""

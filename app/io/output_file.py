@@ -5,10 +5,10 @@ from __future__ import annotations
 import glob
 import os
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from mmspec.app.errors import UsageError, explain_write
 from mmspec.app.io import jsonl
@@ -26,12 +26,19 @@ class FileOutput(ResumableOutput):
     """
 
     def __init__(
-        self, path: Path, settings: Settings, *, rank: int = 0, world_size: int = 1, overwrite: bool = False
+        self,
+        path: Path,
+        settings: Settings,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        overwrite: bool = False,
+        options: Mapping[str, Any] | None = None,
     ) -> None:
         self.path = Path(os.path.realpath(path)) if path.is_symlink() else path
         self.base = self.path.parent  # what rows and ids are relative to, by whatever name the file is given
         metadata_path = self.path.with_name(f"{self.path.stem}.meta.json")
-        super().__init__(path, metadata_path, settings, rank, world_size, overwrite)
+        super().__init__(path, metadata_path, settings, rank, world_size, overwrite, options)
         self.rank_path = self.path if world_size == 1 else self._rank_file(rank)
         self._file: BinaryIO | None = None
         self._created = self._needs_rewrite = False
@@ -46,7 +53,12 @@ class FileOutput(ResumableOutput):
         return sorted(file for file in self.path.parent.iterdir() if pattern.fullmatch(file.name))
 
     def own_files(self) -> list[Path]:
-        return [self.path, self.metadata_path, *(self._rank_files() if self.path.parent.is_dir() else ())]
+        return [
+            self.path,
+            self.metadata_path,
+            self.options_path,
+            *(self._rank_files() if self.path.parent.is_dir() else ()),
+        ]
 
     def _claim(self) -> None:
         if self.path.exists() and not self.path.is_file():
@@ -167,3 +179,4 @@ class FileOutput(ResumableOutput):
             self.rank_path.unlink()
             if self._wrote_metadata and self.world_size == 1:
                 self.metadata_path.unlink(missing_ok=True)
+                self.options_path.unlink(missing_ok=True)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Any, BinaryIO, Protocol
 
 from mmspec.app.errors import UsageError, explain_write
 from mmspec.app.io import jsonl
@@ -67,8 +67,9 @@ class ShardedOutput(ResumableOutput):
         world_size: int = 1,
         overwrite: bool = False,
         rows_per_shard: int = ROWS_PER_SHARD,
+        options: Mapping[str, Any] | None = None,
     ) -> None:
-        super().__init__(folder, folder / METADATA_NAME, settings, rank, world_size, overwrite)
+        super().__init__(folder, folder / METADATA_NAME, settings, rank, world_size, overwrite, options)
         self.base, self.format, self.rows_per_shard = folder, shard_format, rows_per_shard
         self._locks: list[BinaryIO] = []
         self._file: BinaryIO | None = None
@@ -77,7 +78,9 @@ class ShardedOutput(ResumableOutput):
         self._created = False
 
     def own_files(self) -> list[Path]:
-        return [self.metadata_path, *self._shards(), *self._all_growing()] if self.base.is_dir() else []
+        return (
+            [self.metadata_path, self.options_path, *self._shards(), *self._all_growing()] if self.base.is_dir() else []
+        )
 
     def _shards(self) -> list[Path]:
         return self._matching(rf"part-\d{{5}}-\d{{5,}}{re.escape(self.format.suffix)}")

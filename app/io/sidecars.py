@@ -27,7 +27,6 @@ from mmspec.app.io.output import Finished, JobSummary, check_writable_folder, ma
 from mmspec.files import atomic_write, short_name
 from mmspec.vision.video.containers import open_regular_file
 
-SIDECAR_SUFFIX = ".txt"
 JOB_SUFFIX = ".job"
 """Of the hidden file beside the first text file of a job that runs: its lock; with --overwrite also its settings."""
 PICTURES_FILE = ".pictures"
@@ -43,6 +42,7 @@ class SidecarOutput:
         paths: Sequence[str],
         items: Callable[[], Iterable[Item]],
         *,
+        suffix: str = ".txt",
         overwrite: bool = False,
         shard: tuple[int, int] | None = None,
         settings: Settings | None = None,
@@ -53,13 +53,14 @@ class SidecarOutput:
             folder: of the files; None: each beside its picture.
             paths: the inputs, as given.
             items: lists the rows, as `Inputs.rows`.
+            suffix: of the files.
             overwrite: existing files are replaced, each when its new caption is there.
             shard: (I, N): of every N rows the Ith is this job's, and no other job's at the same time; None: nothing
                 is claimed, others may write the same files.
             settings: with these a job with `overwrite` that was stopped is continued.
         """
         self.folder, self.base, self._paths, self._items = folder, folder or Path(), paths, items
-        self.overwrite, self._shard, self._settings = overwrite, shard, settings or {}
+        self.suffix, self.overwrite, self._shard, self._settings = suffix, overwrite, shard, settings or {}
         self._finished: dict[str, Finished] = {}
         self._own: set[Path] = set()  # text files of this job
         self._job_file: Path | None = None
@@ -69,17 +70,17 @@ class SidecarOutput:
         """Files that could be taken for lists of pictures: those beside the pictures that the paths name."""
         if self.folder is not None:
             return []
-        beside = (Path(os.path.splitext(name)[0] + SIDECAR_SUFFIX) for name in _media_files(self._paths))
+        beside = (Path(os.path.splitext(name)[0] + self.suffix) for name in _media_files(self._paths))
         return [path for path in beside if path.is_file()]
 
     def sidecar(self, item: Item) -> Path:
         """The file of a row."""
         if self.folder is None:
-            return item.path.with_suffix(SIDECAR_SUFFIX)
+            return item.path.with_suffix(self.suffix)
         path = os.path.abspath(item.path)
         roots = [os.path.abspath(name) for name in self._paths if os.path.isdir(name)]
         root = next((root for root in roots if path.startswith(root.rstrip(os.sep) + os.sep)), os.path.dirname(path))
-        return (self.folder / os.path.relpath(path, root)).with_suffix(SIDECAR_SUFFIX)
+        return (self.folder / os.path.relpath(path, root)).with_suffix(self.suffix)
 
     def open(self) -> Mapping[str, Finished]:
         """See `Output`. Finished rows are those whose file exists.
@@ -138,8 +139,8 @@ class SidecarOutput:
         for item in self._items():
             if item.content is not None and not isinstance(item.content, Unreadable):
                 raise UsageError(
-                    f"--format txt is for files; {item.id[:80]!r} is a row of a table or archive: use --format jsonl, "
-                    "parquet or webdataset"
+                    f"--format {self.suffix[1:]} is for files; {item.id[:80]!r} is a row of a table or archive: use "
+                    "--format jsonl, parquet or webdataset"
                 )
             path = self.sidecar(item)
             other = rows.setdefault(path, item)
@@ -186,7 +187,7 @@ class SidecarOutput:
         with explain_write(self._job_file):
             written = {path.with_name(short_name(path.name)) for path in self._own}
             for folder in {path.parent for path in written}:
-                for part in folder.glob(f".*{SIDECAR_SUFFIX}.*.part"):
+                for part in folder.glob(f".*{self.suffix}.*.part"):
                     if folder / part.name[1:].rsplit(".", 2)[0] in written:
                         part.unlink(missing_ok=True)
             if self.overwrite and write_settings(self._job_file, self._settings, overwriting=True):

@@ -11,6 +11,7 @@ import atexit
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from typing import Any
 from mmspec.app.errors import MachineError, UsageError, is_shortage, one_line
 from mmspec.app.io.cells import find_image_column, local_name, require_column, table_row
 from mmspec.app.io.content import Unreadable, is_local, open_file_system
+from mmspec.app.io.conversations import normalized
+from mmspec.app.io.fields import field_text, wanted
 from mmspec.app.io.item import Item, Skip, SourceOptions
 from mmspec.app.io.left_out import LeftOut
 from mmspec.hints import install_hint
@@ -111,25 +114,30 @@ def failure_row(name: str, part: str, kind: str, message: str) -> Item:
 
 
 class Columns:
-    """The columns to read, found once: picture, prompt, id."""
+    """The columns to read, found once: picture, prompt, id, and those that prompts name."""
 
     def __init__(self, names: Sequence[str], options: SourceOptions, what: str) -> None:
         self.image = find_image_column(names, options.image_column, what)
         optional = (("--prompt-column", options.prompt_column), ("--id-column", options.id_column))
         self.prompt, self.id = (name and require_column(names, name, flag, what) for flag, name in optional)
+        others = [name for name in names if name != self.image]
+        self.options, self.fields = options, wanted(options.fields, others, normalized)
 
     @property
     def light(self) -> list[str]:
         """Columns besides the picture."""
-        return list(dict.fromkeys(name for name in (self.prompt, self.id) if name))
+        return list(dict.fromkeys(name for name in (self.prompt, self.id, *self.fields.values()) if name))
 
     @property
     def all(self) -> list[str]:
         return list(dict.fromkeys([self.image, *self.light]))
 
-    def cells(self, row: dict[str, Any]) -> tuple[Any, Any, Any]:
-        """Picture, prompt and id of a row; None for what it lacks."""
-        return row.get(self.image), self.prompt and row.get(self.prompt), self.id and row.get(self.id)
+    def item(self, row: dict[str, Any], number: int, name: str, folder: str) -> Item:
+        """The row with these cells, of which some may not have been read; arguments as of `table_row`."""
+        cells = row.get(self.image), self.prompt and row.get(self.prompt), self.id and row.get(self.id)
+        texts = {field: field_text(row.get(column)) for field, column in self.fields.items()}
+        found = {field: text for field, text in texts.items() if text is not None}
+        return replace(table_row(*cells, number, name, folder, self.options), fields=found)
 
 
 class ParquetSource:
@@ -193,7 +201,7 @@ class ParquetSource:
             for cells in table.rows(wanted, group) if wanted else ([] for _ in range(count)):
                 row = dict(zip(wanted, cells, strict=True))  # without the picture of a finished group
                 row = dict(zip(columns.all, sample, strict=True)) if sample is not None and number == first else row
-                yield table_row(*columns.cells(row), number, self.name, self._folder, self.options)
+                yield columns.item(row, number, self.name, self._folder)
                 number += 1
             if number < first + count:
                 raise EOFError(f"it has {number - first} of {count} rows")

@@ -21,6 +21,7 @@ from typing import IO, Any
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.io.cells import MEDIA_SUFFIXES, is_missing, local_name
 from mmspec.app.io.content import ByteRange, Content, Unreadable, is_local, open_file_system
+from mmspec.app.io.fields import ANY_FIELD, TEXT_SUFFIXES, field_text
 from mmspec.app.io.item import Item, Skip, SourceOptions
 from mmspec.app.io.left_out import MAX_KINDS, MAX_NAMES, LeftOut, Tally, is_hidden, is_packed_metadata
 from mmspec.app.io.tar_members import DamagedTarError, TarMember, read_members
@@ -173,10 +174,12 @@ class TarSource:
         """The row of a picture."""
         content: Content = ByteRange(self.url, member.start, member.size)
         prompt = ident = None
+        fields: dict[str, str] = {}
         try:
             texts.check_unique(member)
             prompt = texts.find(member, self.options.prompt_column)
             ident = texts.find(member, self.options.id_column)
+            fields = texts.fields(member, self.options.fields)
         except ImageError as error:
             content = Unreadable(error.kind, str(error))
         name = f"{self.name}/{member.name}"
@@ -186,6 +189,7 @@ class TarSource:
             name,
             prompt,
             content=content,
+            fields=fields,
         )
 
 
@@ -212,27 +216,44 @@ class _Texts:
         Raises:
             ImageError: it is too large, no text, or there are two of it.
         """
-        if column is None:
+        value, container = self._value(picture, column) if column is not None else (None, None)
+        if is_missing(value):
             return None
-        extension = column.lower().lstrip(".")
-        found = self._beside(picture, extension)
+        if not isinstance(value, str | int):
+            name = container.name if container else ""
+            raise ImageError("BadText", f"{name}: {column!r} is text, got {type(value).__name__}")
+        return str(value)
+
+    def fields(self, picture: TarMember, names: tuple[str, ...]) -> dict[str, str]:
+        """What prompts name of a sample; errors as of `find`."""
+        if ANY_FIELD in names:
+            members = [name for name in self._members if f".{name}" not in MEDIA_SUFFIXES | {".json"}]
+            return dict.fromkeys((*members, *(self._value(picture, None)[0] or ())), "")
+        found: dict[str, str] = {}
+        for name in names:
+            members = [suffix.lstrip(".") for suffix in TEXT_SUFFIXES.get(name, (name,))]
+            texts = (field_text(self._value(picture, member)[0]) for member in dict.fromkeys((name, *members)))
+            if (text := next(filter(None, texts), None)) is not None:
+                found[name] = text
+        return found
+
+    def _value(self, picture: TarMember, column: str | None) -> tuple[Any, TarMember | None]:
+        """What a member or a key of the member `json` holds, and that member; None: the object of `json` itself."""
+        found = self._beside(picture, column.lower().lstrip(".")) if column is not None else None
         container = found or self._beside(picture, "json")
         if container is None:
-            return None
+            return None, None
         self.check_unique(container)
         if container.size > MAX_TEXT_BYTES:
             raise ImageError("TooLarge", f"{container.name} has {container.size} bytes; the limit is {MAX_TEXT_BYTES}")
         self._file.seek(container.start)
         try:
             text = self._file.read(container.size).decode("utf-8-sig")
-            value = text.strip() if found else _object(text).get(column)
+            if found:
+                return text.strip(), container
+            return (_object(text) if column is None else _object(text).get(column)), container
         except (ValueError, RecursionError) as error:
             raise ImageError("BadText", f"{container.name}: {one_line(error)}") from error
-        if is_missing(value):
-            return None
-        if not isinstance(value, str | int):
-            raise ImageError("BadText", f"{container.name}: {column!r} is text, got {type(value).__name__}")
-        return str(value)
 
     def _beside(self, picture: TarMember, extension: str) -> TarMember | None:
         """The member with the picture's own name and that extension, else that of the sample."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mmspec.app.caption.config import FRAMES, MAX_PIXELS
+from mmspec.app.caption.config import MAX_PIXELS
+from mmspec.app.caption.option_fields import FRAMES
 from mmspec.app.errors import one_line
 from mmspec.app.io.images import ImageError, Media, Video, check_file, check_image_size, load_image
 from mmspec.app.io.kinds import is_clip

@@ -56,7 +56,7 @@ class Caption:
         tau: new tokens after the first, per round.
         ttft_s: seconds from the start of the batch to its first tokens.
         seconds: of the batch, divided by its rows.
-        finish_reason: "eos", "length", "stop" or `CUT_WHILE_THINKING`.
+        finish_reason: "eos", "length", "stop" or `CUT_WHILE_THINKING`; in rows also "loop".
         identical: whether plain `generate` gives the same tokens; None if not compared.
         plain: the text of plain `generate`; None if not compared.
     """
@@ -115,6 +115,7 @@ class Captioner:
 
     Attributes:
         shared: what is kept of a batch for further prompts about its pictures; None: nothing.
+        hide_start: what answers are made to begin with (`chat.start`) is no part of captions.
     """
 
     model: PreTrainedModel
@@ -125,6 +126,8 @@ class Captioner:
     chat: ChatFormat = DEFAULT_FORMAT
     shared: SharedMedia | None = None
     comparison: ComparisonTotals = field(default_factory=ComparisonTotals)
+    hide_start: bool = False
+    _prompt_end: Sequence[int] = ()
 
     @property
     def dtype(self) -> str:
@@ -214,6 +217,7 @@ class Captioner:
         inputs = self.build_inputs(media, prompts)
         if too_long := find_too_long(self.model, inputs):
             raise PromptTooLongError(too_long)
+        self._prompt_end = [] if self.chat.start is None else inputs["input_ids"][0, -PROMPT_END:].tolist()
         return inputs
 
     def generation_kwargs(self) -> dict[str, Any]:
@@ -254,14 +258,19 @@ class Captioner:
         answer = without_thoughts(self._decode(ids[:size], special=True), thinks)
         if answer.is_cut:
             return answer.text.strip(), size, CUT_WHILE_THINKING
+        start = "" if self.hide_start else self.chat.start or ""
         text = self._without_special(answer.text) if answer.has_thoughts else self._decode(ids[:size])
         if stopped:
             text = text[: min((text.find(stop) for stop in self.stop if stop in text), default=len(text))]
-        return text.strip(), size, reason
+        return f"{start}{text}".strip(), size, reason
 
     def _decode(self, ids: list[int], special: bool = False) -> str:
-        text: str = self.processor.tokenizer.decode(ids, skip_special_tokens=not special)
-        return text
+        """The text of an answer; of one that goes on from a start with the space that is between them."""
+        decode = self.processor.tokenizer.decode
+        before: str = decode(self._prompt_end, skip_special_tokens=not special) if self._prompt_end else ""
+        text: str = decode([*self._prompt_end, *ids], skip_special_tokens=not special)
+        size = next((n for n, (a, b) in enumerate(zip(before, text, strict=False)) if a != b), len(before))
+        return text[size:]
 
     def _without_special(self, text: str) -> str:
         """A text without special tokens, of which thoughts have been cut out."""

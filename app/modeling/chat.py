@@ -10,7 +10,7 @@ import inspect
 import itertools
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from mmspec.app.errors import UsageError, one_line
@@ -98,8 +98,8 @@ def build_inputs(
         options["videos_kwargs"] = {"do_sample_frames": False, "video_metadata": metadata}
     if chat_template(processor):
         outputs = processor.apply_chat_template(
-            [_messages(*row, chat.system_prompt) for row in rows],
-            add_generation_prompt=True,
+            [_messages(*row, chat.system_prompt, chat.start) for row in rows],
+            **_ending(chat),
             tokenize=True,
             return_dict=True,
             return_tensors="pt",
@@ -107,7 +107,7 @@ def build_inputs(
             **template_variables(processor, chat),
         )
     else:
-        texts = [_text(processor, *row, chat.system_prompt) for row in rows]
+        texts = [_text(processor, *row, chat.system_prompt, chat.start) for row in rows]
         flat = {kind: [part[kind] for row in parts for part in row if kind in part] for kind in ("image", "video")}
         media_inputs = {f"{kind}s": values for kind, values in flat.items() if values}
         outputs = processor(text=texts, return_tensors="pt", **media_inputs, **options)
@@ -184,29 +184,38 @@ def _between(parts: Sequence[ContentPart], texts: Sequence[str]) -> list[Content
     return found
 
 
+def _ending(chat: ChatFormat) -> dict[str, bool]:
+    """What `apply_chat_template` puts at the end: what an answer follows, or nothing after one that has begun."""
+    return {"add_generation_prompt": chat.start is None, "continue_final_message": chat.start is not None}
+
+
 def _messages(
-    parts: Sequence[ContentPart], turns: Sequence[ChatTurn], places: Sequence[str], system_prompt: str | None = None
+    parts: Sequence[ContentPart],
+    turns: Sequence[ChatTurn],
+    places: Sequence[str],
+    system_prompt: str | None = None,
+    start: str | None = None,
 ) -> list[dict[str, Any]]:
     """The messages of a conversation; the media are in the first one of the user.
 
     Args:
         places: the question, or its parts between the media.
+        start: of the answer.
     """
-    if len(places) > 1:
-        system = (
-            [] if system_prompt is None else [{"role": "system", "content": [{"type": "text", "text": system_prompt}]}]
-        )
-        return [*system, {"role": "user", "content": _between(parts, places)}]
-    (question,) = places
+
+    def message(role: str, text: str) -> dict[str, Any]:
+        return {"role": role, "content": [{"type": "text", "text": text}]}
+
     messages: list[dict[str, Any]] = []
-    for turn in turns:
-        messages.append({"role": "user", "content": [{"type": "text", "text": turn.question}]})
-        messages.append({"role": "assistant", "content": [{"type": "text", "text": turn.answer}]})
-    messages.append({"role": "user", "content": [{"type": "text", "text": question}]})
-    messages[0]["content"] = [*parts, *messages[0]["content"]]
-    if system_prompt is not None:
-        messages.insert(0, {"role": "system", "content": [{"type": "text", "text": system_prompt}]})
-    return messages
+    if len(places) > 1:
+        messages.append({"role": "user", "content": _between(parts, places)})
+    else:
+        for turn in turns:
+            messages += [message("user", turn.question), message("assistant", turn.answer)]
+        messages.append(message("user", places[0]))
+        messages[0]["content"] = [*parts, *messages[0]["content"]]
+    system = [] if system_prompt is None else [message("system", system_prompt)]
+    return [*system, *messages, *([] if start is None else [message("assistant", start)])]
 
 
 def _text(
@@ -215,9 +224,13 @@ def _text(
     turns: Sequence[ChatTurn],
     places: Sequence[str],
     system_prompt: str | None = None,
+    start: str | None = None,
 ) -> str:
     """The same for a processor without a template."""
     plain = plain_format(processor)
+    if start is not None:
+        text = _text(processor, parts, turns, places, system_prompt)
+        return f"{text.rstrip(' ')} {start}" if text == text.rstrip("\n") else text + start
     system = f"{system_prompt} " if system_prompt is not None else ""
     if len(places) > 1:
         words = (
@@ -244,30 +257,35 @@ def check_chat(processor: ProcessorMixin, name: str, prompt: str | None, chat: C
         prompt: of the job; None if every row has its own.
 
     Raises:
-        UsageError: a placeholder in the prompt, variables that the template does not have, a system prompt that it
-            refuses or leaves out.
+        UsageError: a placeholder in the prompt, variables that the template does not have, a system prompt or start
+            that it refuses or leaves out.
     """
     reject_media_tokens(processor, strip_media_tokens(processor, prompt or ""), "--prompt")
     template_variables(processor, chat, name)
-    if chat.system_prompt is None:
-        return
-    reject_media_tokens(processor, chat.system_prompt, "--system-prompt")
-    if chat_template(processor) is None:
-        if not plain_format(processor).takes_system_prompt:
-            raise UsageError(f"--system-prompt: {name} takes names of tasks as prompts, nothing else: leave it out")
-        return
-    messages = _messages([{"type": "image"}], (), ["?"], chat.system_prompt)
-    try:
-        text = processor.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=False, **template_variables(processor, chat)
-        )
-    except Exception as error:  # jinja2's, and what the template raises itself
-        reason = one_line(error, 120)
-        raise UsageError(f"--system-prompt: the chat template of {name} refuses it ({reason}): leave it out") from error
-    if chat.system_prompt.strip() not in text:
-        raise UsageError(
-            f"--system-prompt: the chat template of {name} leaves it out: put it at the beginning of --prompt"
-        )
+    for flag, given in (("--system-prompt", chat.system_prompt), ("--start", chat.start)):
+        if given is None:
+            continue
+        reject_media_tokens(processor, given, flag)
+        if chat_template(processor) is None:
+            if not plain_format(processor).takes_system_prompt:
+                raise UsageError(f"{flag}: {name} takes names of tasks as prompts, nothing else: leave it out")
+            continue
+        one = replace(chat, start=None) if flag == "--system-prompt" else replace(chat, system_prompt=None)
+        try:
+            text = processor.apply_chat_template(
+                _messages([{"type": "image"}], (), ["?"], one.system_prompt, one.start),
+                tokenize=False,
+                **_ending(one),
+                **template_variables(processor, one),
+            )
+        except Exception as error:  # jinja2's, and what the template raises itself
+            reason = one_line(error, 120)
+            raise UsageError(f"{flag}: the chat template of {name} refuses it ({reason}): leave it out") from error
+        if flag == "--system-prompt" and given.strip() not in text:
+            raise UsageError(f"{flag}: the chat template of {name} leaves it out: put it at the beginning of --prompt")
+        if flag == "--start" and not text.endswith(given):
+            advice = "without the space at its end" if text.endswith(given.rstrip()) else "as the end of --prompt"
+            raise UsageError(f"{flag}: the chat template of {name} does not end with it: give it {advice}")
 
 
 def to_model_device(model: PreTrainedModel, name: str, value: Any) -> Any:

@@ -31,12 +31,14 @@ class ChatFormat:
         template_kwargs: variables of the chat template.
         max_pixels: pictures and frames with more are shrunk; None: as the processor does without it.
         in_place: placeholders within a question, one for each of its media, say where these stand.
+        start: how the answer begins, as part of the prompt; None: the model begins it.
     """
 
     system_prompt: str | None = None
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     max_pixels: int | None = None
     in_place: bool = False
+    start: str | None = None
 
 
 DEFAULT_FORMAT = ChatFormat()

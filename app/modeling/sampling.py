@@ -6,9 +6,11 @@ token: Qwen2.5-VL's `top_k=1, top_p=0.001` would make every temperature greedy.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from mmspec.app.errors import UsageError
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
@@ -53,16 +55,18 @@ class Sampling:
         top_p: smallest set of tokens with at least this probability.
         top_k: as many of the most likely tokens; 0 for all.
         repetition_penalty: above 1 makes tokens that are there already less likely; in greedy decoding too.
+        bad_words_ids: sequences of tokens that are never generated, as `banned_tokens` finds them.
     """
 
     temperature: float = 0.0
     top_p: float | None = None
     top_k: int | None = None
     repetition_penalty: float | None = None
+    bad_words_ids: Sequence[Sequence[int]] = ()
 
     @property
     def chosen(self) -> dict[str, Any]:
-        """The settings that are given, without the temperature."""
+        """The settings that are given, without the temperature and banned words."""
         named = {"top_p": self.top_p, "top_k": self.top_k, "repetition_penalty": self.repetition_penalty}
         return {name: value for name, value in named.items() if value is not None}
 
@@ -81,10 +85,13 @@ class Sampling:
 
     def generation_kwargs(self, own: GenerationConfig) -> dict[str, Any]:
         """Keyword arguments of `generate` for a model with the generation config `own`."""
+        chosen = self.chosen
+        if self.bad_words_ids:  # besides those of the checkpoint, often placeholders of pictures
+            chosen["bad_words_ids"] = [*(own.bad_words_ids or ()), *map(list, self.bad_words_ids)]
         if self.temperature <= 0:  # None: sampling options of a checkpoint would cause warnings
-            return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None} | self.chosen
+            return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None} | chosen
         neutral = {name: NEUTRAL[name] for name in self.without_effect(own)}
-        return {"do_sample": True, "temperature": self.temperature} | neutral | self.chosen
+        return {"do_sample": True, "temperature": self.temperature} | neutral | chosen
 
     def settings(self, own: GenerationConfig) -> dict[str, Any]:
         """`top_p`, `top_k` and `repetition_penalty` as they are in effect, for the rows of an output."""
@@ -109,6 +116,30 @@ class Sampling:
 
 
 GREEDY = Sampling()
+
+
+def banned_tokens(tokenizer: Any, words: Sequence[str], name: str) -> list[list[int]]:
+    """The sequences of tokens of words: at the start of a text, after a space, within a word.
+
+    Args:
+        name: of the model, for messages.
+
+    Raises:
+        UsageError: a word that has no tokens of its own.
+    """
+    found: list[list[int]] = []
+    line = tokenizer("\n", add_special_tokens=False).input_ids
+    for word in words:
+        sequences = [tokenizer(f"{start}{word}", add_special_tokens=False).input_ids for start in ("", " ", "\n")]
+        sequences[2] = sequences[2][len(line) :] if sequences[2][: len(line)] == line else []
+        spaces: tuple[list[int], ...] = (tokenizer(" ", add_special_tokens=False).input_ids, [])
+        known = [ids for ids in sequences if ids not in spaces and tokenizer.unk_token_id not in ids]
+        if not known:
+            raise UsageError(
+                f"--ban-words: {word!r:.60} is no token of {name}, nor several: leave it out, or write it another way"
+            )
+        found += [list(ids) for ids in known if list(ids) not in found]
+    return found
 
 
 def _listed(settings: dict[str, Any]) -> str:

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from mmspec.app.caption.config import FRAMES, MAX_PIXELS
+from mmspec.app.caption.config import MAX_PIXELS
+from mmspec.app.caption.option_fields import FRAMES
 from mmspec.app.caption.progress import print_stderr
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.io.decode import decode_item

@@ -9,7 +9,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmspec.app.caption.config import DEFAULT_MODEL, SCENES_MODEL
+from mmspec.app.caption.config import SCENES_MODEL
+from mmspec.app.cli.arguments import DEFAULT_MODEL
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.modeling.load import read_model_config
 from mmspec.app.modeling.random_models import SIZES

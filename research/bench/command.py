@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from mmspec.app.caption.config import PROMPT
+from mmspec.app.caption.option_fields import PROMPT
 from mmspec.app.cli.arguments import (
     add_device_options,
     add_model_option,

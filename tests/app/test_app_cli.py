@@ -46,7 +46,6 @@ def test_wrong_usage_is_one_line(capsys: Any) -> None:
     for args in (
         [],
         ["dance"],
-        ["caption"],
         ["caption", "x", "--model"],
         ["compare", "--model", "tiny", "--new-tokens", "0"],
         ["bench", "--model", "tiny"],
@@ -60,8 +59,6 @@ def test_wrong_usage_is_one_line(capsys: Any) -> None:
 @pytest.mark.parametrize(
     ("command", "others"),
     [
-        ("caption x --model tiny --rows-per-shard 7", "--format parquet or webdataset"),
-        ("caption x --model tiny --actors 2", "--ray"),
         ("env --drafter msd", "--model"),
         ("train --out run --draft-layers 2", "--drafter draft-lm"),
         ("train --out run --drafter msd,eagle3 --block 4", "drafters of several tokens per forward"),

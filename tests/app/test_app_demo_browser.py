@@ -20,7 +20,7 @@ import pytest
 
 pytest.importorskip("gradio")
 
-from mmspec.app.caption.config import DEFAULT_MODEL
+from mmspec.app.cli.arguments import DEFAULT_MODEL
 from mmspec.app.modeling.synthetic_images import write_images
 from mmspec.app.scenes.examples import EXAMPLES_FOLDER
 from mmspec.app.ui.demo import Demo

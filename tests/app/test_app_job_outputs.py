@@ -109,7 +109,7 @@ def test_a_link_stays_and_its_target_holds_the_rows(target: str, folder: Path) -
     rows = [json.loads(text) for text in (folder / "big" / "rows.jsonl").read_text().splitlines()]
     assert [row["caption"] for row in rows] == [f"{10 + number} x" for number in range(8)]
     assert link.is_symlink() and os.listdir("home") == ["c.jsonl"]
-    assert sorted(os.listdir("big")) == ["rows.jsonl", "rows.meta.json"]
+    assert sorted(os.listdir("big")) == ["rows.job.toml", "rows.jsonl", "rows.meta.json"]
     assert job(out="big/rows.jsonl", fake=kill_after(0)).run() == 0  # by its own name there is nothing to do
 
 
@@ -136,16 +136,22 @@ def test_a_folder_that_is_missing(form: str, folder: Path) -> None:
 @line("`--out` with a suffix, without `--format`")
 def test_the_suffix_of_the_output(capsys: pytest.CaptureFixture[str]) -> None:
     kinds = {"a": "jsonl", "a.jsonl": "jsonl", "a.ndjson": "jsonl", "a.json": "jsonl", "a.v2": "jsonl", "-": "jsonl"}
-    kinds |= {"a.parquet": "parquet", "a.PARQUET": "parquet", "x/a.tar": "webdataset", "b.csv/a": "jsonl"}
+    kinds |= {
+        "a.parquet": "parquet",
+        "a.PARQUET": "parquet",
+        "x/a.tar": "webdataset",
+        "b.csv/a": "jsonl",
+        "a.CSV": "csv",
+    }
     assert {name: choose_format(None, name) for name in kinds} == kinds
-    for name in ("a.csv", "a.TSV", "a.txt", "a.xlsx", "a.arrow", "a.jsonl.gz", "a.json.zst", "a.tar.gz", "a.zip"):
+    for name in ("a.db", "a.TSV", "a.txt", "a.xlsx", "a.arrow", "a.jsonl.gz", "a.json.zst", "a.tar.gz", "a.zip"):
         with pytest.raises(UsageError) as error:
             choose_format(None, name)
         assert name in str(error.value) and ".jsonl" in str(error.value)
-    assert choose_format("jsonl", "a.csv") == "jsonl" and choose_format("parquet", "a.zip") == "parquet"  # said so
+    assert choose_format("jsonl", "a.tsv") == "jsonl" and choose_format("parquet", "a.zip") == "parquet"  # said so
     with pytest.raises(UsageError, match="not compressed"):
         choose_format("jsonl", "a.jsonl.gz")
-    assert main(["caption", "p", "--model", "tiny", "--out", "x.csv"]) == 2 and "--format" in capsys.readouterr().err
+    assert main(["caption", "p", "--model", "tiny", "--out", "x.tsv"]) == 2 and "--format" in capsys.readouterr().err
     parse = build_parser().parse_args
     assert parse(["caption", "p", "--out", "a.parquet", "--rows-per-shard", "4"]).rows_per_shard == 4
 

@@ -37,7 +37,13 @@ def test_a_recipe(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
         (tmp_path / "photos" / "list.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     if "questions.txt" in command:
         (tmp_path / "questions.txt").write_text("what is it ?\nwhere is it ?\nwhy ?\n")
-    num_rows = NUM_PICTURES * (3 if "questions.txt" in command or "--num-captions 3" in command else 1)
+    if "steps.txt" in command:
+        (tmp_path / "steps.txt").write_text("what is it ?\nShorten: {answer1}\n{answer1} {answer2} ?\n")
+    if "words.txt" in command:
+        (tmp_path / "words.txt").write_text("red\n")
+    num_rows = (2 if "--limit 2" in command else NUM_PICTURES) * (
+        3 if re.search("questions.txt|steps.txt|--num-captions 3", command) else 1
+    )
     assert main(arguments(command)) == 0
     assert f"{num_rows} captioned, 0 failed" in capsys.readouterr().err
     if "--format txt" in command:
@@ -46,6 +52,9 @@ def test_a_recipe(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
         assert "--prefix" not in command or all(path.read_text().startswith("sks dog, ") for path in texts)
     elif "--format" not in command:
         (file,) = [path for path in tmp_path.rglob("*.jsonl") if path.name != "list.jsonl"]
+        assert "--start" not in command or all(
+            json.loads(row)["caption"].startswith("a photo of") for row in file.read_text().splitlines()
+        )
         assert len(file.read_text().splitlines()) == num_rows
     if "--overwrite" not in command:
         assert main(arguments(command)) == 0

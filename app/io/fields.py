@@ -1,0 +1,146 @@
+"""Fields of rows in prompts: `{name}` stands for a column of the row, or for what lies beside its picture.
+
+A field is, in this order, a column of the list or table (of an archive a member or a key of the member json), the text
+file of its name beside the picture (`photo.tags` for `{tags}`), a key of a JSON file beside it, or what the path says.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from mmspec.app.io.text import is_valid
+
+if TYPE_CHECKING:
+    from mmspec.app.io.item import Item
+
+ANY_FIELD = "*"
+"""In place of names: all fields of a row."""
+MAX_FIELD_BYTES = 1 << 16
+"""Largest file beside a picture that is read."""
+TEXT_SUFFIXES = {"caption": (".caption", ".txt")}
+"""Field -> suffixes of its file beside a picture, where it is not that of its name alone."""
+PATH_FIELDS: dict[str, Callable[[str], str]] = {
+    "name": lambda path: os.path.splitext(os.path.basename(path))[0],
+    "file_name": os.path.basename,
+    "folder": lambda path: os.path.basename(os.path.dirname(path)),
+}
+"""What the path of a picture says."""
+_FIELD = re.compile(r"\{\{([^\W\d][\w .-]*)\}\}|\{([^\W\d][\w .-]*)\}")
+_ANSWER = re.compile(r"answer([1-9]\d{0,3})")
+
+
+class MissingFieldError(Exception):
+    """A row has not the field of this name."""
+
+
+def field_names(text: str) -> list[str]:
+    """The fields that a prompt names, each once. `{{name}}` is `{name}` as it stands; other braces are text."""
+    return list(dict.fromkeys(found[2] for found in _FIELD.finditer(text) if found[2]))
+
+
+def answer_number(name: str) -> int | None:
+    """N of the field `answerN`, the answer to the Nth prompt; None for another field."""
+    found = _ANSWER.fullmatch(name)
+    return int(found[1]) if found else None
+
+
+def fill(text: str, values: Mapping[str, str]) -> str:
+    """A prompt with its fields replaced, all at once: braces in values are text.
+
+    Raises:
+        MissingFieldError: a field without a value.
+    """
+
+    def value(found: re.Match[str]) -> str:
+        if found[1]:
+            return f"{{{found[1]}}}"
+        if found[2] not in values:
+            raise MissingFieldError(found[2])
+        return values[found[2]]
+
+    return _FIELD.sub(value, text)
+
+
+def field_text(value: Any) -> str | None:
+    """A cell as text: numbers as they are written, lists with commas; None of what is empty or no text."""
+    if isinstance(value, str):
+        return value.strip() or None
+    if isinstance(value, float):
+        return None if value != value else str(int(value)) if value.is_integer() else str(value)
+    if isinstance(value, bool | int):
+        return str(value)
+    if isinstance(value, list | tuple):
+        parts = list(map(field_text, value))
+        return ", ".join(part for part in parts if part is not None) or None
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) and value else None
+
+
+def wanted(fields: Iterable[str], names: Iterable[str], key: Callable[[str], str] = str) -> dict[str, str]:
+    """Field -> the name of what a source has, for the fields that it has.
+
+    Args:
+        key: under which names of both are compared.
+    """
+    known = {key(name): name for name in reversed(list(names))}
+    if ANY_FIELD in fields:
+        return {name: name for name in known.values()}
+    return {field: known[key(field)] for field in fields if key(field) in known}
+
+
+def add_fields(item: Item, fields: tuple[str, ...]) -> Mapping[str, str]:
+    """The fields of a row: those that its source gave, and what lies beside its picture or its path says."""
+    values = dict(item.fields)
+    name = os.path.abspath(item.path) if item.content is None else item.file_name or item.id
+    if ANY_FIELD in fields:
+        return values | dict.fromkeys((*PATH_FIELDS, *(("caption",) if item.content is None else ())), "")
+    beside: dict[str, Any] | None = None
+    for field in fields:
+        if field in values:
+            continue
+        found: str | None = None
+        if item.content is None:
+            suffixes = TEXT_SUFFIXES.get(field, (f".{field}",))
+            found = next(filter(None, (_read_beside(item, suffix) for suffix in suffixes)), None)
+            if found is None:
+                beside = _json_beside(item) if beside is None else beside
+                found = field_text(beside.get(field))
+        if found is None and field in PATH_FIELDS:
+            found = PATH_FIELDS[field](name) or None
+        if found is not None:
+            values[field] = found
+    return values
+
+
+def _json_beside(item: Item) -> dict[str, Any]:
+    """The object of `photo.json`, or of `photo.jpg.json` as downloaders write it."""
+    for suffix in (".json", f"{item.path.suffix}.json"):
+        try:
+            found = json.loads(_read_beside(item, suffix) or "null")
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(found, dict):
+            return found
+    return {}
+
+
+def _read_beside(item: Item, suffix: str) -> str | None:
+    """The text of the file with the picture's name and another suffix; None if there is no short text."""
+    from mmspec.vision.video.containers import FileBelow, open_regular_file
+
+    def sibling(name: str) -> str:
+        return os.path.splitext(name)[0] + suffix
+
+    path = sibling(str(item.path)) if item.below is None else FileBelow(item.below.folder, sibling(item.below.name))
+    if not os.path.lexists(path):  # most fields have no file
+        return None
+    try:
+        with os.fdopen(open_regular_file(path), "rb") as stream:
+            data = stream.read(MAX_FIELD_BYTES + 1)
+        text = data.decode("utf-8-sig").strip() if len(data) <= MAX_FIELD_BYTES else ""
+    except (OSError, UnicodeDecodeError):
+        return None
+    return text if text and is_valid(text) else None
