@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,8 +12,8 @@ from mmspec.config import SpecConfig
 from mmspec.control.round_cost import RoundCostModel
 from mmspec.cpu.huge_pages import HugePages
 from mmspec.cpu.linear import LinearAutotuner
-from mmspec.engine.guard import ModuleGuard
 from mmspec.engine.prefix import Prefix, PrefixStore, PromptRows
+from mmspec.engine.revision import Revision
 from mmspec.metrics.stats import Stats
 from mmspec.targets.base import ModelAdapter
 from mmspec.targets.lanes import LanePool
@@ -36,7 +36,7 @@ class PrefixUse:
     Attributes:
         store: of the patched model.
         rows: the prompts of the call.
-        guard: the state of the model before the call.
+        revision: of the whole model before the call, every bit of it.
         prefix: what is in store for this call, or None.
         is_known: whether it is known to serve this model. Then only the rest of the prompt is computed, and pictures
             that lie in the prefix are not even encoded; else both ways are, once.
@@ -44,7 +44,7 @@ class PrefixUse:
 
     store: PrefixStore
     rows: PromptRows
-    guard: ModuleGuard
+    revision: Revision
     prefix: Prefix | None = None
     is_known: bool = False
 
@@ -77,7 +77,7 @@ class CallContext:
         warn: logs a message once per model.
         attention_capture: attention of the vision tower in this call, if the compressor uses it.
         modules: result of the scan over the model's modules.
-        quiet_states: states of the model in which a prefill drew no random numbers; shared by all calls.
+        revision: of the model at the start of the call, with what was derived from it.
         media_inputs: the arguments that describe images and videos, if the drafter requires them.
         stats: counters and times of this call.
         prefix_use: see `PrefixUse`; None if the call shares nothing with others.
@@ -96,8 +96,8 @@ class CallContext:
     num_return_sequences: int
     warn: Callable[[str], None]
     modules: ModuleScan
+    revision: Revision
     attention_capture: AttentionCapture | None = None
-    quiet_states: set[Hashable] = field(default_factory=set)
     media_inputs: Mapping[str, Any] = field(default_factory=dict)
     stats: Stats = field(default_factory=Stats)
     prefix_use: PrefixUse | None = None

@@ -24,7 +24,7 @@ import torch
 
 from mmspec.arguments import OptionGetter, option_getter, prompt_inputs
 from mmspec.call import PreparedInputs
-from mmspec.engine.guard import describe_code
+from mmspec.engine.revision import Revision
 from mmspec.forks import new_lock
 from mmspec.interfaces import Drafter
 from mmspec.resolve import missing_hidden_states
@@ -72,21 +72,23 @@ class FallbackPolicy:
         self._adapter = adapter
         self._processor = processor
         self._lock = new_lock()
-        self._verdict: tuple[Any, str | None] | None = None  # (state of the model, reason of the failure)
 
-    def before_prepare(self, arguments: dict[str, Any], modules: ModuleScan, drafter: Drafter) -> str | None:
+    def before_prepare(
+        self, arguments: dict[str, Any], modules: ModuleScan, revision: Revision, drafter: Drafter
+    ) -> str | None:
         """Why transformers must decode a call, or None, before it prepares the call.
 
         Args:
             arguments: bound arguments of `generate`.
             modules: result of the scan over the model's modules.
+            revision: of the model.
             drafter: of the call.
         """
         model = self._adapter.model
         return (
             reason_before_prepare(arguments, model, option_getter(arguments, model), modules)
             or distributed_reason(model)
-            or self._selftest_failure_reason(modules, arguments)
+            or self._selftest_failure_reason(modules, revision, arguments)
             or missing_hidden_states(drafter, self._adapter)  # a model may be cut after `patch`
         )
 
@@ -111,27 +113,16 @@ class FallbackPolicy:
         reason = reason_before_prepare({}, model, option_getter({}, model), modules) or distributed_reason(model)
         if reason or modules.foreign or adapter.unsupported_reason():
             return None
-        result = judge(adapter, self._processor)
-        if result.is_conclusive:
-            self._verdict = self._selftest_key(modules), result.failure
-        return result
+        return judge(adapter, self._processor)
 
-    def _selftest_key(self, modules: ModuleScan) -> tuple[Any, ...]:
-        """What a verdict depends on, as far as it may change after `patch`."""
-        # The code alone: what known modules do is known, and their weights and buffers are no matter of trees.
-        adapter, model = self._adapter, self._adapter.model
-        return str(model.device), model.dtype, adapter.attention, describe_code(modules.foreign)
-
-    def _selftest_failure_reason(self, modules: ModuleScan, arguments: dict[str, Any]) -> str | None:
+    def _selftest_failure_reason(
+        self, modules: ModuleScan, revision: Revision, arguments: dict[str, Any]
+    ) -> str | None:
         """Why the self-test failed on the model in its present state, or None. Runs once for each state."""
         if self._adapter.unsupported_reason():  # the call is decoded by transformers, with that reason
             return None
-        key = self._selftest_key(modules)
         with self._lock:
-            if self._verdict is None or self._verdict[0] != key:
-                reason = self._find_selftest_failure(modules, arguments)
-                self._verdict = self._selftest_key(modules), reason  # a first forward may pack weights
-            return self._verdict[1]
+            return revision.cached("self-test", lambda: self._find_selftest_failure(modules, arguments))
 
     def _find_selftest_failure(self, modules: ModuleScan, arguments: dict[str, Any]) -> str | None:
         inputs = prompt_inputs(arguments, self._adapter.model)

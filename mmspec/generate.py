@@ -15,7 +15,7 @@ import copy
 import functools
 import logging
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from contextlib import nullcontext
 from contextvars import ContextVar
 from typing import Any
@@ -30,6 +30,7 @@ from mmspec.cpu.huge_pages import HugePages
 from mmspec.cpu.linear import LinearAutotuner
 from mmspec.decode import decode
 from mmspec.engine.prefix import PrefixStore
+from mmspec.engine.revision import Revision
 from mmspec.engine.undo import undo_lost, undone
 from mmspec.fallback import FallbackPolicy, reason_before_binding
 from mmspec.forks import new_lock, note_threads
@@ -39,6 +40,7 @@ from mmspec.resolve import DrafterCache
 from mmspec.reuse import after_prompt, find_prefix
 from mmspec.targets.base import ModelAdapter
 from mmspec.targets.lanes import LanePool
+from mmspec.targets.model_state import model_revision
 from mmspec.targets.module_scan import ModuleScan, scan_modules
 from mmspec.targets.patched_class import own_generate
 from mmspec.targets.prompt_rows import PIXEL_INPUTS
@@ -86,7 +88,6 @@ class PatchState:
         self.last = Stats()
         self.policy = FallbackPolicy(adapter, arguments.processor)
         self.lock = new_lock()
-        self._quiet_states: set[Hashable] = set()
         self._warned: set[str] = set()
 
     @property
@@ -123,11 +124,11 @@ class PatchState:
         if (reason := reason_before_binding(self.model)) is not None:
             return self._fall_back(reason, start_time, functools.partial(plain_generate, *args, **kwargs))
         arguments = bind_arguments(plain_generate, args, kwargs)
-        modules = scan_modules(self.model)
-        if (reason := self.policy.before_prepare(arguments, modules, config.drafter)) is not None:
+        modules, revision = scan_modules(self.model), model_revision(self.adapter)
+        if (reason := self.policy.before_prepare(arguments, modules, revision, config.drafter)) is not None:
             return self._fall_back(reason, start_time, functools.partial(plain_generate, **arguments))
         load_kernel_choices(self.autotuner.choices)
-        call = self._build_call(config, arguments, modules, tokenizer, start_time)
+        call = self._build_call(config, arguments, modules, revision, tokenizer, start_time)
         capture = call.attention_capture
         with nullcontext() if capture is None else capture.active():
             arguments = build_stop_string_criterion(arguments, option_getter(arguments, self.model))
@@ -148,7 +149,13 @@ class PatchState:
         return result
 
     def _build_call(
-        self, config: SpecConfig, arguments: dict[str, Any], modules: ModuleScan, tokenizer: Any, start_time: float
+        self,
+        config: SpecConfig,
+        arguments: dict[str, Any],
+        modules: ModuleScan,
+        revision: Revision,
+        tokenizer: Any,
+        start_time: float,
     ) -> CallContext:
         """The data of a call that the loop decodes."""
         vision_args, compressor = self.adapter.layout.vision_args, config.active_compressor
@@ -168,7 +175,7 @@ class PatchState:
             warn=self._warn_once,
             attention_capture=self.adapter.layout.attention_capture() if uses_attention else None,
             modules=modules,
-            quiet_states=self._quiet_states,
+            revision=revision,
             media_inputs=media_inputs(arguments, self.model) if config.drafter.requirements.media_inputs else {},
             prefix_use=find_prefix(self.prefixes, self.adapter, config, arguments, modules),
             huge_pages=self.huge_pages,

@@ -55,7 +55,7 @@ def prefill(call: CallContext, inputs: PreparedInputs, stack: ExitStack) -> Pref
     length = inputs.input_ids.shape[1] + max_new_tokens(inputs)
     recorder = find_recorder(call, inputs, length)
     with use_prompt_linear_kernels(call):
-        lane = stack.enter_context(call.lanes.lease(call.adapter, len(inputs.input_ids), length, recorder))
+        lane = stack.enter_context(call.lanes.lease(call.revision, len(inputs.input_ids), length, recorder))
         try:
             return _prefill(call, inputs, lane)
         except (UnrecordableCallError, torch.OutOfMemoryError) as error:
@@ -75,22 +75,22 @@ def _prefill(call: CallContext, inputs: PreparedInputs, lane: Lane | None) -> Pr
         seen = use.rows.tokens[:, : prefix.length, 1]
         call.stats.reused_positions = int(seen.sum()) * call.num_return_sequences
     else:
-        use.store.judge(use.has_media, _serves(call, inputs, prefix, prefilled), use.guard)
+        use.store.judge(use.has_media, _serves(call, inputs, prefix, prefilled), use.revision)
     return prefilled
 
 
 def _watched_prefill(call: CallContext, inputs: PreparedInputs, target: HFTarget, prefix: Prefix | None) -> Prefilled:
     """The prefill, which ends where it draws random numbers."""
     indices = call.spec_config.drafter.requirements.hidden_state_indices
-    key = _watch_key(call, inputs)
-    if key in call.quiet_states:
+    key, quiet = _watch_key(call, inputs), call.revision.cached("prompts without draws", set[Hashable])
+    if key in quiet:
         return Prefilled(target, *target.prefill(indices, prefix))
     with ForbidDraws() as watch, suppress(DrawsRandomNumbers):
         logits, hidden_states = target.prefill(indices, prefix)
     if watch.has_drawn:
         raise FallbackRequired(DRAWS_RANDOM_NUMBERS)
     if key is not None:
-        call.quiet_states.add(key)
+        quiet.add(key)
     return Prefilled(target, logits, hidden_states)
 
 
@@ -100,7 +100,7 @@ def _serves(call: CallContext, inputs: PreparedInputs, prefix: Prefix, whole: Pr
     try:
         logits, states = _build_target(call, inputs, None).prefill(tuple(whole.hidden_states), prefix)
         pairs = [(whole.logits, logits), *((whole.hidden_states[index], states[index]) for index in states)]
-        rounding = partial(own_rounding, call.adapter)
+        rounding = partial(own_rounding, call.adapter, call.revision)
         agree = all(equal_logits(expected.float(), found.float(), dtype, rounding) for expected, found in pairs)
     except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError):  # a model that cannot go on
         agree = False
@@ -110,15 +110,13 @@ def _serves(call: CallContext, inputs: PreparedInputs, prefix: Prefix, whole: Pr
 
 
 def _watch_key(call: CallContext, inputs: PreparedInputs) -> Hashable | None:
-    """The state of the model in which one prefill without a draw tells of the next; None where user code runs in it.
+    """The kind of prefill of which one without a draw tells of the next; None where user code runs in it.
 
-    Library modules draw in a forward by their class, their mode and the kinds of inputs.
+    Library modules, those of the vision tower included, draw by their class, their mode and the kinds of inputs.
     """
-    modules, adapter = call.modules, call.adapter
-    if modules.has_user_code:
+    if call.modules.has_user_code:
         return None
-    given = tuple(sorted(name for name, value in inputs.model_kwargs.items() if value is not None))
-    return modules.kinds, given, adapter.model.device, adapter.model.dtype, adapter.attention
+    return call.modules.kinds, frozenset(name for name, value in inputs.model_kwargs.items() if value is not None)
 
 
 def _build_target(call: CallContext, inputs: PreparedInputs, lane: Lane | None) -> HFTarget:
@@ -128,6 +126,7 @@ def _build_target(call: CallContext, inputs: PreparedInputs, lane: Lane | None) 
     arguments = call.adapter, inputs.input_ids, inputs.model_kwargs, inputs.generation_config, max_new_tokens(inputs)
     options: dict[str, Any] = {
         "inference_mode": call.modules.can_use_inference_mode,
+        "revision": call.revision,
         "cache_is_observed": runs_user_code,
     }
     target = target_class(call.adapter)(*arguments, **options, lane=lane)

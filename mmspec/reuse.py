@@ -13,7 +13,7 @@ from mmspec.engine.prefix import PrefixStore
 from mmspec.interfaces import SaliencyCompressor
 from mmspec.prefill import Prefilled
 from mmspec.targets.base import ModelAdapter
-from mmspec.targets.guard import is_plain_class, unknown_code
+from mmspec.targets.model_state import is_plain_class, unknown_code
 from mmspec.targets.module_scan import ModuleScan
 from mmspec.targets.prompt_rows import describe_rows
 
@@ -40,19 +40,19 @@ def find_prefix(
     rows = describe_rows(adapter, arguments, media_inputs(arguments, model), scope)
     if rows is None:
         return None
-    guard = store.check(model)
+    revision = store.check(model)
     prefix = store.find(rows, config.drafter.requirements.hidden_state_indices)
     verdict = store.verdicts.get(any(rows.digests))
-    return PrefixUse(store, rows, guard, None if verdict is False else prefix, verdict is True)
+    return PrefixUse(store, rows, revision, None if verdict is False else prefix, verdict is True)
 
 
 def keep_prompt(use: PrefixUse, output: OutputBuffer, prefilled: Prefilled, repeats: int) -> None:
     """Leave what a call has computed to later ones, unless the model has changed meanwhile."""
     target = prefilled.target
-    if use.guard.is_unchanged():
+    if use.revision.is_current():
         recurrent = None if target.states is None else target.states.prompt
         found = output.sequences, target.buffer, prefilled.hidden_states
-        use.store.add(use.rows, *found, repeats, recurrent, use.guard)
+        use.store.add(use.rows, *found, repeats, recurrent, use.revision)
 
 
 class _AfterPrompt:

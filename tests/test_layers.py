@@ -31,7 +31,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "engine.gather",
         "engine.host_copy",
         "engine.row_state",
-        "engine.guard",
+        "engine.revision",
         "engine.draws",
         "engine.undo",
         "engine.graph",

@@ -101,8 +101,8 @@ class DecoderInputs(DecoderContext):
 class CDecoder:
     """A decoder stack for the forwards of one call. Not thread-safe: its scratch memory is reused.
 
-    The weights are read where they lie, so that changes in place are seen. A weight that is given other memory
-    (`weight.data = ...`) ends its use, where that may happen: `forward` returns None from then on.
+    The weights are read where they lie, so that changes in place are seen. Of a weight that is given other memory
+    (`weight.data = ...`) the old one is read: its owner asks for changes of the model (`mmspec.engine.revision`).
     """
 
     def __init__(
@@ -121,8 +121,7 @@ class CDecoder:
             layers: weights of the layers.
             ends: embeddings, final norm and LM head.
             rotary: rotary angles of positions, for all layers or for each. Each must depend on its position alone.
-            copies: bfloat16 copies of float32 weights, for calls in which nothing changes the weights: then where they
-                lie is looked at in the first forward only. None where something may.
+            copies: bfloat16 copies of float32 weights, for calls in which nothing changes the weights; else None.
 
         Raises:
             ValueError: a weight is not contiguous on the CPU, of another type than the embeddings, of a type that has
@@ -141,7 +140,6 @@ class CDecoder:
         self._layers = (LayerStruct * len(layers))()
         self._layer_weights, self._ends, self._copies = list(layers), ends, copies
         self._weights = WeightAddresses(self.dtype, shape.norm_offset, kernel.multiplies_pairs)
-        self._is_valid = False  # True: no weight is given other memory as long as this is used
         for index, weights in enumerate(layers):
             set_layer(self._layers[index], weights, shape, self._weights, f"of layer {index}")
             self._layers[index].window = shape.windows[index] if shape.windows else 0
@@ -250,9 +248,8 @@ class CDecoder:
             What must outlive the forwards; None if they are not for this kernel.
         """
         batch, num_new = len(context.lengths), num_positions or nodes
-        if batch * nodes > MAX_DECODER_ROWS or not (self._is_valid or self._weights.are_valid()):
+        if batch * nodes > MAX_DECODER_ROWS:
             return None
-        self._is_valid = self._copies is not None and self._checked is None  # copies look at their weights anyway
         kv_len = max(context.lengths) + num_new
         num_angles = max(context.position_base) + min(kv_len, context.max_position) + 1
         if not self._set_caches(context, kv_len) or num_angles > MAX_ANGLES:
@@ -301,10 +298,6 @@ class CDecoder:
                     object.__setattr__(layer, name, convert(weight))  # a copy that nobody else has seen
         ends = replace(self._ends, lm_head=convert(self._ends.lm_head))
         return CDecoder(self._kernel, self.shape, layers, ends, self._rotaries)
-
-    def are_weights_valid(self) -> bool:
-        """Whether every weight is where it was."""
-        return self._weights.are_valid()
 
     def prepare_angles(self) -> None:
         """Make the rotary tables that most calls need; those that `restrict` returns share them."""

@@ -41,8 +41,7 @@ from mmspec.engine.tree import DraftTree
 class CHead:
     """A draft head for the drafts of one call. Not thread-safe: its scratch memory is reused.
 
-    As with `CDecoder`, weights are read where they lie, and a method returns None if one of them has other memory
-    or the arguments are not for C.
+    As with `CDecoder`, weights are read where they lie, and a method returns None if the arguments are not for C.
     """
 
     def __init__(self, kernel: CKernel, shape: DecoderShape, weights: HeadWeights) -> None:
@@ -69,8 +68,6 @@ class CHead:
             set_layer(self._layers[index], layer, shape, self._addresses, f"of the head's layer {index}")
         size, vocab, rows = shape.hidden_size, len(weights.lm_head), len(weights.embeddings)
         add, add_matrix = self._addresses.add, self._addresses.add_matrix
-        for source in weights.sources:
-            add("a source", source, tuple(source.shape))
         self._draft = DraftStruct(
             d=decoder_struct(
                 shape,
@@ -227,7 +224,7 @@ class CHead:
             num_positions: rotary positions that will be read behind `context.positions`.
         """
         batch, num_keys, draft = len(context.lengths), max(context.lengths) + num_new, self._draft
-        if not 0 < batch * nodes <= MAX_DECODER_ROWS or not self._addresses.are_valid():
+        if not 0 < batch * nodes <= MAX_DECODER_ROWS:
             return False
         tables, size = (context.cos, context.sin), max(context.positions) + num_positions
         if not all(is_plain(part) and part.shape[0] >= size for part in tables):

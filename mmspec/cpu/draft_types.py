@@ -93,7 +93,6 @@ class HeadWeights:
         block: of FLASH, else None.
         correction: of a head that predicts a block of positions, else None.
         dspark: of DSpark, else None.
-        sources: tensors of which some of these are views: if one of them gets other memory, the views are stale.
     """
 
     fuse: Tensor
@@ -108,7 +107,6 @@ class HeadWeights:
     block: BlockWeights | None = None
     correction: CorrectionWeights | None = None
     dspark: DsparkWeights | None = None
-    sources: tuple[Tensor, ...] = ()
 
 
 @dataclass(frozen=True)

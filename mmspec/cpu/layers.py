@@ -160,7 +160,7 @@ def decoder_struct(shape: DecoderShape, **fields: Any) -> DecoderStruct:
 
 
 class WeightAddresses:
-    """Addresses of weights, and whether they are still true.
+    """Addresses of weights, whose memory lives as long as this.
 
     Vectors that the kernel cannot read where they lie, since they have another type or need an offset, have copies that
     it makes at the start of each forward (`vectors`).
@@ -178,9 +178,7 @@ class WeightAddresses:
         self.dtype = dtype
         self._in_pairs = multiplies_pairs and dtype is torch.bfloat16
         self._norm_offset = norm_offset
-        self._weights: list[Tensor] = []
         self._storages: list[torch.UntypedStorage] = []  # which live as long as C may read them
-        self._pointers: list[int] = []
         self._copies: list[tuple[Tensor, Tensor, float]] = []
 
     def add(self, name: str, tensor: Tensor | None, shape: tuple[int, ...]) -> int | None:
@@ -192,7 +190,7 @@ class WeightAddresses:
         if tensor is None:
             return None
         self._check(name, tensor, shape)
-        self._add(tensor)
+        self._storages.append(tensor.untyped_storage())
         offset = self._norm_offset if name.partition(" ")[0].endswith("norm") else 0.0
         if self.dtype is torch.float32 and not offset:
             return tensor.data_ptr()
@@ -219,11 +217,10 @@ class WeightAddresses:
         if isinstance(weight, QuantisedWeight):
             if weight.shape != shape:
                 raise ValueError(f"{name} must have shape {list(shape)}; got a quantised weight {list(weight.shape)}")
-            self._add(weight.data)
-            self._add(weight.scales)
+            self._storages += weight.data.untyped_storage(), weight.scales.untyped_storage()
         else:
             self._check(name, weight, shape)
-            self._add(weight)
+            self._storages.append(weight.untyped_storage())
         return weight_struct(weight, self._in_pairs)
 
     def set(
@@ -238,10 +235,6 @@ class WeightAddresses:
         add = self.add_matrix if is_matrix else self.add
         setattr(struct, name, add(label, weight, shape))  # type: ignore[arg-type]
 
-    def are_valid(self) -> bool:
-        """Whether every weight, or what it is a view of, is where it was (`weight.data = ...` moves it)."""
-        return self._pointers == [weight.data_ptr() for weight in self._weights]
-
     def _check(self, name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
         if not is_plain(tensor, self.dtype) or tensor.shape != shape:
             kind = str(self.dtype).removeprefix("torch.")
@@ -249,12 +242,6 @@ class WeightAddresses:
                 f"{name} must be contiguous {kind} of shape {list(shape)} on the CPU; got "
                 f"{list(tensor.shape)} of {tensor.dtype} on {tensor.device}"
             )
-
-    def _add(self, tensor: Tensor) -> None:
-        whole = tensor if tensor._base is None else tensor._base
-        self._weights.append(whole)
-        self._storages.append(whole.untyped_storage())
-        self._pointers.append(whole.data_ptr())
 
 
 def set_layer(

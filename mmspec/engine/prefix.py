@@ -21,8 +21,8 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from mmspec.engine.guard import ModuleGuard
 from mmspec.engine.kv_cache import RaggedKVCache
+from mmspec.engine.revision import Revision
 from mmspec.forks import new_lock
 from mmspec.live import reread
 
@@ -157,18 +157,18 @@ class PrefixStore:
     max_bytes: int = MAX_PREFIX_BYTES
     verdicts: dict[bool, bool] = field(default_factory=dict)
     rows: list[StoredRow] = field(default_factory=list)
-    _guard: ModuleGuard | None = None
+    _revision: Revision | None = None
     _lock: threading.Lock = field(default_factory=new_lock)
 
-    def check(self, model: nn.Module) -> ModuleGuard:
+    def check(self, model: nn.Module) -> Revision:
         """Drop everything if the model is not what it was; returns its present state. Reads all weights."""
-        guard = _guard_of(model)
+        revision = _revision_of(model)
         with self._lock:
-            if self._guard is None or guard != self._guard:
+            if self._revision is None or revision != self._revision:
                 self.rows.clear()
                 self.verdicts.clear()
-                self._guard = guard
-            return self._guard
+                self._revision = revision
+            return self._revision
 
     def find(self, rows: PromptRows, hidden_state_indices: Sequence[int] = ()) -> Prefix | None:
         """The longest prefix that all rows of a call have in store, or None."""
@@ -202,7 +202,7 @@ class PrefixStore:
         states: Mapping[int, Tensor],
         repeats: int = 1,
         recurrent: Mapping[Hashable, Tensor] | None = None,
-        guard: ModuleGuard | None = None,
+        revision: Revision | None = None,
     ) -> None:
         """Keep the rows of a finished call, unless a call since has found the model changed.
 
@@ -213,7 +213,7 @@ class PrefixStore:
             states: {index: [B * repeats, L, D]} hidden states of the prompts.
             repeats: rows of the call for each prompt; the first is kept.
             recurrent: {place: [B * repeats, ...]} states behind the prompts; None if there are none.
-            guard: result of `check` for the call.
+            revision: result of `check` for the call.
         """
         sequences = sequences.detach().cpu()
         length = rows.tokens.shape[1]
@@ -229,7 +229,7 @@ class PrefixStore:
             is_media = torch.cat([rows.is_media[prompt], torch.zeros(end - length, dtype=torch.bool)])
             hidden = {index: state[row].clone() for index, state in states.items()}
             kept = {place: state[row].clone() for place, state in (recurrent or {}).items()}
-            self._insert(StoredRow(tokens, is_media, digest, rows.scope, layers, hidden, kept), guard)
+            self._insert(StoredRow(tokens, is_media, digest, rows.scope, layers, hidden, kept), revision)
 
     def forget(self, scope: str) -> None:
         """Drop what calls of scopes that begin so have left."""
@@ -255,18 +255,18 @@ class PrefixStore:
                 best = (stored, length) if length > best[1] else best
         return best
 
-    def judge(self, has_media: bool, verdict: bool, guard: ModuleGuard) -> None:
-        """Keep a verdict, unless a call since `guard` was made has found the model changed."""
+    def judge(self, has_media: bool, verdict: bool, revision: Revision) -> None:
+        """Keep a verdict, unless a call since this revision has found the model changed."""
         with self._lock:
-            if guard is self._guard:
+            if revision is self._revision:
                 self.verdicts[has_media] = verdict
 
-    def _insert(self, new: StoredRow, guard: ModuleGuard | None) -> None:
+    def _insert(self, new: StoredRow, revision: Revision | None) -> None:
         """Keep a row, without those that it contains and those that there is no room for."""
         if new.nbytes > self.max_bytes:
             return
         with self._lock:
-            if guard is not self._guard:
+            if revision is not self._revision:
                 return
             self.rows = [old for old in self.rows if not old.is_contained_in(new)]
             self.rows.append(new)
@@ -276,9 +276,8 @@ class PrefixStore:
 
 
 @reread
-def _guard_of(model: nn.Module) -> ModuleGuard:
-    weights = [*model.parameters(), *model.buffers()]
-    return ModuleGuard(list(model.modules()), weights, reads_bits=True, reads_data=True)
+def _revision_of(model: nn.Module) -> Revision:
+    return Revision(list(model.modules()), reads_bits=True, reads_data=True)
 
 
 def _stack(parts: Sequence[Tensor], end: int, dim: int) -> Tensor:

@@ -17,18 +17,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.weak import WeakIdKeyDictionary
 
 from mmspec.cpu.c_kernel import CKernel
 from mmspec.cpu.decoder import MAX_DECODER_ROWS, CDecoder, DecoderContext, DecoderInputs
+from mmspec.cpu.layers import DecoderShape
 from mmspec.cpu.linear import find_linear_layers
 from mmspec.engine.kv_cache import RaggedKVCache
+from mmspec.engine.revision import Revision
 from mmspec.engine.tree import DraftTree, sanitize
 from mmspec.targets.agreement import HALF_TYPES, Rounding, equal_logits
 from mmspec.targets.base import ModelAdapter
 from mmspec.targets.c_traits import DecoderParts, Rotary, read_parts
 from mmspec.targets.forward import CallTensors, NodeForward
-from mmspec.targets.guard import describe_rounds
 from mmspec.targets.layer_access import layer_access, with_forwards
 
 PARENTS = (-1, 0, 0, 1, 3, 1)
@@ -42,8 +42,6 @@ COMPARED_SHARE = 0.5
 MIN_ROUTED_SHARE = 0.6
 """Of the nodes that must agree in half precision in a model with experts. Of two near-ties the router chooses the other
 for some, as between two forwards of the model itself; a trait that is wrong would change them all."""
-_VERDICTS: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""{model: (its state, the shape that passed or None)}"""
 
 
 @dataclass(frozen=True)
@@ -52,6 +50,7 @@ class NodeCall:
 
     Attributes:
         adapter: of the model.
+        revision: of the model.
         template: inputs of every round that do not change.
         tensors: what the forwards read besides the nodes.
         kv_cache: with the prompt.
@@ -59,6 +58,7 @@ class NodeCall:
     """
 
     adapter: ModelAdapter
+    revision: Revision
     template: Mapping[str, Any]
     tensors: CallTensors
     kv_cache: RaggedKVCache
@@ -111,26 +111,19 @@ class NodeCall:
 
 def verified_parts(kernel: CKernel, call: NodeCall) -> DecoderParts | None:
     """The parts of the model's decoder, if the C decoder computes what the model does; else None."""
-    adapter = call.adapter
+    inputs = frozenset(name for name, value in call.template.items() if value is not None)
+    key = "C", kernel.level, inputs, frozenset(call.tensors.token_types), call.has_media
+    if key not in call.revision and len(_parents(call)) * len(call.kv_cache.seq_lens) > MAX_DECODER_ROWS:
+        return None  # too wide a call to test with
+    shape = call.revision.cached(key, lambda: _agreeing_shape(kernel, call))
+    return None if shape is None else next(read_parts(call.adapter, shape), None)
+
+
+def _agreeing_shape(kernel: CKernel, call: NodeCall) -> DecoderShape | None:
     try:
-        old_state, shape = _VERDICTS.get(adapter.model, (None, None))
-        if old_state == _state(kernel, call):
-            return None if shape is None else next(read_parts(adapter, shape), None)
-        if len(_parents(call)) * len(call.kv_cache.seq_lens) > MAX_DECODER_ROWS:
-            return None  # such a call has no rounds in C anyway
-        parts = next(_agreeing(kernel, call), None)
+        return next((parts.shape for parts in _agreeing(kernel, call)), None)
     except (AttributeError, TypeError, ValueError, RuntimeError):  # of modules with other parts than are known
-        parts = None
-    _VERDICTS[adapter.model] = _state(kernel, call), None if parts is None else parts.shape
-    return parts
-
-
-def _state(kernel: CKernel, call: NodeCall) -> list[Any]:
-    """What the result of a test depends on."""
-    adapter = call.adapter
-    inputs = sorted(name for name, value in call.template.items() if value is not None)
-    config = adapter.layer_types, adapter.sliding_window, adapter.attention, repr(vars(adapter.text_config))
-    return [describe_rounds(adapter), inputs, sorted(call.tensors.token_types), call.has_media, config, kernel.level]
+        return None
 
 
 def _agreeing(kernel: CKernel, call: NodeCall) -> Iterator[DecoderParts]:
@@ -170,7 +163,9 @@ def _agree(kernel: CKernel, call: NodeCall, shift: int, parts: DecoderParts) -> 
     share = MIN_ROUTED_SHARE if is_routed else 1.0
 
     def agree(layers: tuple[int, ...] | None) -> bool:
-        model = adapter.model if layers is None else layer_access(adapter).restrict(adapter.model, layers)
+        model = (
+            adapter.model if layers is None else layer_access(adapter, call.revision).restrict(adapter.model, layers)
+        )
 
         def score(model: Any) -> Tensor:
             cache.begin_forward(tree.num_nodes)

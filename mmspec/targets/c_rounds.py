@@ -19,11 +19,12 @@ from mmspec.cpu.copies import WeightCopies
 from mmspec.cpu.decoder import CDecoder
 from mmspec.cpu.weights import Weight
 from mmspec.engine.kv_cache import RaggedKVCache
+from mmspec.engine.revision import Revision
 from mmspec.engine.tree import DraftTree
 from mmspec.engine.tree_cache import CACHE_ARGUMENT
 from mmspec.targets.c_check import NodeCall, verified_parts
 from mmspec.targets.c_traits import DecoderParts
-from mmspec.targets.guard import ModelGuard, unknown_code
+from mmspec.targets.model_state import unknown_code
 from mmspec.targets.module_scan import ModuleScan
 
 IGNORED_INPUTS = frozenset((CACHE_ARGUMENT, "use_cache", "logits_to_keep", "return_dict", "image_sizes"))
@@ -46,7 +47,7 @@ class CRounds:
         decoder: CDecoder,
         parts: DecoderParts,
         call: NodeCall,
-        guard: ModelGuard | None = None,
+        runs_user_code: bool = False,
         layers: Sequence[int] | None = None,
     ) -> None:
         """
@@ -54,14 +55,19 @@ class CRounds:
             decoder: of the model.
             parts: of the model, for what is done to the logits.
             call: positions and padding.
-            guard: of the model, if user code runs during the call and may change it.
+            runs_user_code: user code runs during the call, and may change the model.
             layers: decoder layers of the model that `decoder` has; None for all.
         """
         self.decoder = decoder
         self._parts = parts
         self._call = call
-        self._guard = guard
+        self._runs_user_code = runs_user_code
         self._layers = layers
+
+    @property
+    def revision(self) -> Revision:
+        """Of the model at the start of the call."""
+        return self._call.revision
 
     def score(
         self,
@@ -115,7 +121,7 @@ class CRounds:
 
     def _caches(self, kv_cache: RaggedKVCache) -> list[Tensor] | None:
         """Keys and values of the decoder's layers; None if the forward must run in the model."""
-        if torch.is_autocast_enabled("cpu") or (self._guard is not None and not self._guard.is_unchanged()):
+        if torch.is_autocast_enabled("cpu") or (self._runs_user_code and not self._call.revision.is_current()):
             return None
         caches = kv_cache.common_buffers()
         if caches is None or self._layers is None:
@@ -132,11 +138,11 @@ class CRounds:
 
     def over(self, decoder: CDecoder) -> CRounds:
         """The same with another decoder of the same shape."""
-        return CRounds(decoder, self._parts, self._call, self._guard, self._layers)
+        return CRounds(decoder, self._parts, self._call, self._runs_user_code, self._layers)
 
     def restrict(self, layers: Sequence[int]) -> CRounds:
         """The same with these decoder layers of the model only."""
-        return CRounds(self.decoder.restrict(layers), self._parts, self._call, self._guard, layers)
+        return CRounds(self.decoder.restrict(layers), self._parts, self._call, self._runs_user_code, layers)
 
 
 def _spread(computed: Tensor, rows: Sequence[int], batch: int) -> Tensor:
@@ -166,5 +172,4 @@ def c_rounds(kernel: CKernel, call: NodeCall, modules: ModuleScan, runs_user_cod
         decoder = CDecoder(kernel, parts.shape, parts.layers, parts.ends, parts.rotaries, copies)
     except ValueError:  # weights of other types, devices or shapes
         return None
-    guard = ModelGuard(call.adapter, weights=False) if runs_user_code else None  # C sees where weights lie
-    return CRounds(decoder, parts, call, guard)
+    return CRounds(decoder, parts, call, runs_user_code)

@@ -18,6 +18,7 @@ from mmspec.cpu.chain_types import ChainRequest, DraftedChains
 from mmspec.engine.kv_cache import RaggedKVCache
 from mmspec.engine.prefix import Prefix
 from mmspec.engine.recordings import Recordings, recordable_mode
+from mmspec.engine.revision import Revision
 from mmspec.engine.round import ForwardFunction
 from mmspec.engine.tree import BUCKETS, DraftTree
 from mmspec.engine.tree_cache import (
@@ -37,8 +38,8 @@ from mmspec.targets.base import ModelAdapter
 from mmspec.targets.c_check import NodeCall
 from mmspec.targets.c_rounds import CRounds, c_rounds
 from mmspec.targets.forward import CallTensors, NodeForward, run_forward, takes_one_mask
-from mmspec.targets.guard import ModelGuard
 from mmspec.targets.lanes import Lane
+from mmspec.targets.model_state import model_revision
 from mmspec.targets.module_scan import ModuleScan
 from mmspec.targets.recurrent_states import RecurrentStates
 
@@ -52,6 +53,7 @@ class HFTarget:
     Attributes:
         adapter: of the model's family.
         model: the transformers model.
+        revision: of the model at the start of the call.
         vocab_size: V of the text model.
         input_ids: [B, L] int64.
         kwargs: model inputs that transformers prepared for its own loop, without the cache.
@@ -90,6 +92,7 @@ class HFTarget:
         inference_mode: bool | None = None,
         cache_is_observed: bool = False,
         lane: Lane | None = None,
+        revision: Revision | None = None,
     ) -> None:
         """
         Args:
@@ -101,9 +104,11 @@ class HFTarget:
             inference_mode: whether forwards may run in inference mode; derived from the model's modules if None.
             cache_is_observed: user code runs during the call and may access the user's cache.
             lane: where functions of this call are recorded; None if nothing is recorded.
+            revision: of the model; asked for if None.
         """
         self.adapter = adapter
         self.model = adapter.model
+        self.revision = model_revision(adapter) if revision is None else revision
         self.vocab_size = adapter.vocab_size
         self.input_ids = input_ids
         self.kwargs = dict(model_kwargs)
@@ -115,7 +120,6 @@ class HFTarget:
         self.recordings: Recordings | None = None if lane is None else lane.recordings
         self.rounds: CRounds | None = None
         self._runs_user_code = cache_is_observed
-        self._guard: ModelGuard | None = None  # if user code runs, which may change the model
         capacity = self._max_length + BUCKETS[-1]
         batch = len(input_ids)
         self.buffer = RaggedKVCache(batch, capacity, VALUES_START_AS_KEYS) if lane is None else lane.kv_cache
@@ -201,8 +205,6 @@ class HFTarget:
             self._lane.begin_call(
                 self.node_forward, self.call_tensors, self.prompt_length, self.max_new_tokens, self.states
             )
-            if self._runs_user_code:
-                self._guard = ModelGuard(self.adapter)
         if prefix is not None:
             states = [
                 torch.cat([prefix.hidden_states[index], state], 1)
@@ -216,7 +218,9 @@ class HFTarget:
             return
         media = torch.tensor(self.adapter.media_token_ids, device=self.input_ids.device)
         has_media = bool(torch.isin(self.input_ids, media).any())
-        call = NodeCall(self.adapter, self.node_forward.template, self.call_tensors, self.buffer, has_media)
+        call = NodeCall(
+            self.adapter, self.revision, self.node_forward.template, self.call_tensors, self.buffer, has_media
+        )
         with self._mode():
             self.rounds = c_rounds(kernel, call, modules, self._runs_user_code)
         self.skips_rows = self.rounds is not None
@@ -260,7 +264,7 @@ class HFTarget:
     def score_part(self, num_nodes: int, hidden_state_indices: Sequence[int]) -> ScorePart | None:
         if self._lane is None or self._lane.has_failed:
             return None
-        if self._guard is not None and not self._guard.is_unchanged():
+        if self._runs_user_code and not self.revision.is_current():
             return None
         return self._lane.score_part(self.node_forward, num_nodes, hidden_state_indices)
 

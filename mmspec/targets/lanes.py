@@ -19,13 +19,14 @@ from torch import Tensor
 from mmspec.engine.graph import CudaGraphRecorder, Recorder
 from mmspec.engine.kv_cache import RESERVED_TOKENS, RaggedKVCache, RecordedKVCache, commit_nodes, length_bucket
 from mmspec.engine.recordings import Recordings, WrittenPlace
+from mmspec.engine.revision import Revision
 from mmspec.engine.tree import BUCKETS, DraftTree
 from mmspec.engine.tree_cache import VALUES_START_AS_KEYS, TreeCache
 from mmspec.forks import new_lock
 from mmspec.interfaces.round import ScorePart
 from mmspec.targets.base import ModelAdapter
 from mmspec.targets.forward import CallTensors, NodeForward
-from mmspec.targets.guard import ModelGuard, unknown_code
+from mmspec.targets.model_state import unknown_code
 from mmspec.targets.module_scan import ModuleScan
 from mmspec.targets.recurrent_states import RecurrentStates, StateLog
 
@@ -175,7 +176,7 @@ class LanePool:
         self._warn = warn
         self._lock = new_lock()
         self._lanes: dict[tuple[int, str], Lane] = {}  # last used at the end
-        self._state: Any = None  # of the model when it was last recorded
+        self._revision: Revision | None = None  # of the model when it was last recorded
 
     def reason(self, adapter: ModelAdapter, modules: ModuleScan, cache: Any, max_length: int) -> str | None:
         """Why a call is not recorded, or None.
@@ -199,17 +200,17 @@ class LanePool:
 
     @contextmanager
     def lease(
-        self, adapter: ModelAdapter, batch: int, max_length: int, recorder: Callable[[], Recorder] | None
+        self, revision: Revision, batch: int, max_length: int, recorder: Callable[[], Recorder] | None
     ) -> Iterator[Lane | None]:
         """Context with a lane for one call; None if another call uses it, or if recording failed before.
 
         Args:
-            adapter: of the model.
+            revision: of the model.
             batch: B.
             max_length: largest length of a row.
             recorder: creates the recorder of a new lane; None for no lane.
         """
-        lane = None if recorder is None else self._find_lane(adapter, batch, max_length, recorder)
+        lane = None if recorder is None else self._find_lane(revision, batch, max_length, recorder)
         if lane is None:
             yield None
             return
@@ -229,11 +230,13 @@ class LanePool:
         self._warn(f"rounds are not recorded, but run as before ({text})")
 
     def _find_lane(
-        self, adapter: ModelAdapter, batch: int, max_length: int, recorder: Callable[[], Recorder]
+        self, revision: Revision, batch: int, max_length: int, recorder: Callable[[], Recorder]
     ) -> Lane | None:
         """The lane, locked; None if there is none to use."""
         with self._lock:
-            self._drop_stale(adapter)
+            if self._revision is not revision:  # recordings repeat what the model was
+                self._lanes.clear()
+                self.failure, self._revision = None, revision
             if self.failure is not None:
                 return None
             key = batch, recorder.__name__
@@ -247,15 +250,6 @@ class LanePool:
                 del self._lanes[old]
             is_large_enough = lane.recordings.capacity >= capacity
             return lane if is_large_enough and lane.lock.acquire(blocking=False) else None
-
-    def _drop_stale(self, adapter: ModelAdapter) -> None:
-        """Drop all recordings if the model's weights, buffers, modules or config changed since."""
-        config = adapter.model.config.to_json_string(use_diff=False)
-        state = ModelGuard(adapter), config, adapter.attention
-        if self._state != state:
-            self._lanes.clear()
-            self.failure = None
-        self._state = state
 
 
 def _layout(tensors: Sequence[Tensor]) -> list[tuple[torch.Size, torch.dtype]]:

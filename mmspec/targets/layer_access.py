@@ -16,7 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mmspec.engine.revision import Revision
 from mmspec.targets.base import ModelAdapter
+from mmspec.targets.model_state import model_revision
 
 CHECK_LENGTH = 4
 """Tokens of the forward that decides whether the layers of a model can be skipped."""
@@ -95,17 +97,18 @@ class LayerAccess:
         return None
 
 
-def layer_access(adapter: ModelAdapter) -> LayerAccess:
-    """How to run a model without some of its decoder layers; found out once per model, by a forward of a few tokens.
+def layer_access(adapter: ModelAdapter, revision: Revision | None = None) -> LayerAccess:
+    """How to run a model without some of its decoder layers; found out by a forward of a few tokens.
+
+    Args:
+        adapter: of the model.
+        revision: of the model; asked for if None.
 
     Raises:
         ValueError: recurrent layers, one layer, layers that cannot be addressed, or a model that needs them all.
     """
-    cached = adapter.__dict__.get("_layer_access")
-    if cached is None:
-        cached = adapter.__dict__["_layer_access"] = _find_access(adapter)
-    assert isinstance(cached, LayerAccess)
-    return cached
+    revision = model_revision(adapter) if revision is None else revision
+    return revision.cached("layer access", lambda: _find_access(adapter))
 
 
 def _find_access(adapter: ModelAdapter) -> LayerAccess:

@@ -62,7 +62,7 @@ class CallLayerSubsets:
         bits = self._needs.copy_bits
         if bits is None or find_copy(adapter, bits) is not None:
             return 0.0
-        count = num_copied_weights(adapter)
+        count = num_copied_weights(adapter, self._target.revision)
         return count / WEIGHTS_PER_S if count else math.inf  # inf: another call has found that there can be none
 
     def make(self) -> bool:
@@ -71,7 +71,7 @@ class CallLayerSubsets:
         try:
             return quantised_copy(self._target.adapter, self._access, self._needs).refresh()
         except ValueError as error:
-            forget_copies(self._target.adapter, error)
+            forget_copies(self._target.revision, error)
             return False
 
     @cached_property
@@ -113,10 +113,11 @@ def open_layer_subsets(target: HFTarget, needs: DrafterRequirements) -> CallLaye
     if type(target) is not HFTarget:
         return None
     adapter = target.adapter
-    if needs.optional_copy and (target.recordings is not None or not num_copied_weights(adapter)):
+    if needs.optional_copy and (target.recordings is not None or not num_copied_weights(adapter, target.revision)):
         return None
-    access = layer_access(adapter)
-    if access.bypassed(target.model) is not None:
+    try:
+        access = layer_access(adapter, target.revision)
+    except ValueError:  # the model has changed since `check_layer_subsets`
         return None
     subsets = CallLayerSubsets(access, target, needs)
     may_wait = needs.optional_copy and subsets.make_s > 0

@@ -20,6 +20,7 @@ from transformers.utils.logging import tqdm
 from mmspec.cpu.decoder import CDecoder
 from mmspec.cpu.huge_pages import HugePages
 from mmspec.cpu.weights import GROUP, QuantisedWeight, Weight, version_of
+from mmspec.engine.revision import Revision
 from mmspec.forks import new_lock
 from mmspec.interfaces import DrafterRequirements
 from mmspec.targets.base import ModelAdapter
@@ -35,6 +36,7 @@ from mmspec.targets.copied_layers import (
     sample_bytes,
 )
 from mmspec.targets.layer_access import LayerAccess, LinearForward, layer_access, with_forwards
+from mmspec.targets.model_state import model_revision
 from mmspec.targets.products import CProducts, PackedWeight, products_for
 from mmspec.targets.saved_copy import SavedCopy
 
@@ -55,6 +57,8 @@ PROGRESS_FROM = 200_000_000
 """Weights from which a progress bar is shown."""
 WEIGHTS_PER_S = 1e8
 """Weights that are expected to be quantised in a second."""
+NUM_COPIED = "copied weights"
+"""Key of `num_copied_weights` among what is derived from a model."""
 _LOCK = new_lock()
 
 
@@ -90,7 +94,8 @@ class QuantisedCopy:
         self._lock = new_lock()
         self.layers: dict[str, CopiedLayer] = {}
         self._huge_pages = HugePages()
-        self._decoder: CDecoder | None = None  # for the rounds of all calls
+        self._decoder: CDecoder | None = None  # for the rounds of all calls of one revision of the model
+        self._revision: Revision | None = None
         self._make()
 
     @property
@@ -136,9 +141,10 @@ class QuantisedCopy:
             return None
         self._huge_pages.add([one.weight for one in self.layers.values() if isinstance(one.weight, QuantisedWeight)])
         known = self._decoder
-        if known is None or known.shape != rounds.decoder.shape or not known.are_weights_valid():
+        if known is None or known.shape != rounds.decoder.shape or self._revision is not rounds.revision:
             made = self._new_rounds(rounds)
-            known = self._decoder = None if made is None else made.decoder
+            known, self._revision = None if made is None else made.decoder, rounds.revision
+            self._decoder = known
         return None if known is None else rounds.over(known)
 
     def _new_rounds(self, rounds: CRounds) -> CRounds | None:
@@ -284,28 +290,27 @@ def find_copy(adapter: ModelAdapter, bits: int) -> QuantisedCopy | None:
 
 
 def drop_copies(adapter: ModelAdapter) -> None:
-    """Free the copies that an adapter holds, and what is known of them: it is that of another model now."""
-    for name in ("_quantised_copies", "_num_copied_weights"):
-        adapter.__dict__.pop(name, None)
+    """Free the copies that an adapter holds: its model is another one now."""
+    adapter.__dict__.pop("_quantised_copies", None)
 
 
-def num_copied_weights(adapter: ModelAdapter) -> int:
-    """Weights that a copy would have; 0 where there can be none. Found once for each model and device."""
-    model, key = adapter.model, (adapter.model, adapter.model.device)
-    known, found = adapter.__dict__.get("_num_copied_weights", (None, 0))
-    if known is None or known[0] is not model or known[1] != key[1]:
+def num_copied_weights(adapter: ModelAdapter, revision: Revision | None = None) -> int:
+    """Weights that a copy would have; 0 where there can be none. Found once for each revision of the model."""
+    revision = model_revision(adapter) if revision is None else revision
+
+    def count() -> int:
         try:
             products = products_for(adapter.model.device)
-            layers, head = copied_layers(adapter.model, layer_access(adapter), products.fits)
-            found = sum(layer.weight.numel() for layer in layers) + (0 if head is None else head.weight.numel())
-            adapter.__dict__["_num_copied_weights"] = key, found
+            layers, head = copied_layers(adapter.model, layer_access(adapter, revision), products.fits)
         except ValueError as error:
-            forget_copies(adapter, error)
+            logger.info("mmspec: there is no quantized copy: %s", error)
             return 0
-    return int(found)
+        return sum(layer.weight.numel() for layer in (*layers, *([] if head is None else [head])))
+
+    return revision.cached(NUM_COPIED, count)
 
 
-def forget_copies(adapter: ModelAdapter, reason: Exception) -> None:
-    """Let there be no copies of a model any more, as long as it is on this device."""
+def forget_copies(revision: Revision, reason: Exception) -> None:
+    """Let there be no copies of a model any more, as long as it is the same."""
     logger.info("mmspec: there is no quantized copy: %s", reason)
-    adapter.__dict__["_num_copied_weights"] = (adapter.model, adapter.model.device), 0
+    revision.keep(NUM_COPIED, 0)

@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
 
 from mmspec.engine.draws import ForbidDraws
+from mmspec.engine.revision import Revision
 from mmspec.engine.tree import DraftTree, sanitize
 from mmspec.forks import new_lock
 from mmspec.interfaces import VerifyResult
@@ -41,8 +41,6 @@ _VERDICTS: dict[tuple[Any, ...], SelfTestResult] = {}
 _LOCK = new_lock()
 NUM_PADDING = 3
 """Tokens of padding behind which a model's own rounding is measured."""
-_ROUNDINGS: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""{model: its rounding}"""
 MAX_ATTEMPTS = 3
 """Runs of a test during which Python's or NumPy's generator moved, before a forward is held to draw from it."""
 
@@ -173,21 +171,19 @@ def foreign_failure(adapter: ModelAdapter, foreign: Sequence[nn.Module], inputs:
     return None if result.passed else f"{where}: {result.failure}"
 
 
-def own_rounding(adapter: ModelAdapter) -> Rounding:
-    """What rounding in half precision does to a model (`_TreeTest.own_rounding`), found once."""
+def own_rounding(adapter: ModelAdapter, revision: Revision) -> Rounding:
+    """What rounding in half precision does to a model (`_TreeTest.own_rounding`), found once for each revision."""
     model = adapter.model
-    if model.dtype not in HALF_TYPES:
-        return Rounding()
-    known = _ROUNDINGS.get(model)
-    if known is None or known[0] != model.dtype:
+
+    def measure() -> Rounding:
         test = _TreeTest(adapter, text_inputs(adapter, plan_of(adapter).prompt_lengths))
         try:
             with restore_call_state(model), torch.no_grad(), torch.autocast(model.device.type, enabled=False):
-                rounding = test.own_rounding()
+                return test.own_rounding()
         except Exception:  # whatever a model raises that rejects a prompt of text
-            rounding = Rounding()
-        known = _ROUNDINGS[model] = model.dtype, rounding
-    return known[1]
+            return Rounding()
+
+    return revision.cached("rounding", measure) if model.dtype in HALF_TYPES else Rounding()
 
 
 class _ForcedPaths(LogitsProcessor):

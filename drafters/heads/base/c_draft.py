@@ -8,7 +8,6 @@ give the same trees up to rounding.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +21,7 @@ from mmspec.drafters.heads.base.config import HeadConfig
 from mmspec.drafters.heads.base.head import RMSNorm
 from mmspec.drafters.heads.base.state import DraftState, Pending
 from mmspec.drafters.rerank import LEVEL_PENALTY
-from mmspec.engine.guard import ModuleGuard, run_plain_forwards
+from mmspec.engine.revision import Revision, run_plain_forwards
 from mmspec.engine.tree import DraftTree, root_only
 
 if TYPE_CHECKING:
@@ -51,7 +50,7 @@ class CDraft:
         """
         self._head = head
         self._anchors = anchors
-        self._guard = ModuleGuard(modules)
+        self._revision = Revision(modules)
         self._rotary_embedding = rotary_embedding
         self._angles: tuple[Tensor, Tensor, Tensor] | None = None  # a rotary table, both parts in float32
 
@@ -101,7 +100,7 @@ class CDraft:
     def _context(self, state: DraftState, num_new: int, rows: list[int] | None) -> HeadContext | None:
         """What the head has read in these rows, with room for `num_new` positions; None if it must not run in C."""
         kv_cache = state.kv_cache
-        if torch.is_autocast_enabled("cpu") or not self._guard.is_unchanged():
+        if torch.is_autocast_enabled("cpu") or not self._revision.is_current():
             return None
         kv_cache.begin_forward(num_new)
         caches = kv_cache.common_buffers()
@@ -161,9 +160,8 @@ def find_c_draft(
         return None
     if shared.embed_tokens.max_norm is not None or head.config.head_dim % 2 or (found := weights()) is None:
         return None
-    sources = tuple(weight for module in modules for weight in module.parameters(recurse=False))
     try:
-        c_head = CHead(kernel, _shape(head.config, found), replace(found, sources=sources))
+        c_head = CHead(kernel, _shape(head.config, found), found)
     except ValueError:  # weights of other dtypes, devices or shapes
         return None
     return CDraft(c_head, modules, head.rotary_embedding, anchors)

@@ -24,10 +24,10 @@ from torch import Tensor, nn
 
 from mmspec.drafters.heads.base.state import DraftState, Pending
 from mmspec.drafters.heads.registry import method_of
-from mmspec.engine.guard import ModuleGuard, run_plain_forwards
 from mmspec.engine.host_copy import from_host
 from mmspec.engine.kv_cache import RESERVED_TOKENS, RaggedKVCache, RecordedKVCache, length_bucket
 from mmspec.engine.recordings import Recordings, recordable_mode
+from mmspec.engine.revision import Revision, revision_of, run_plain_forwards
 from mmspec.engine.tree import BUCKETS, DraftTree
 from mmspec.interfaces import Prompt, SharedEmbeddings, TargetKeys
 from mmspec.interfaces.round import DraftPart
@@ -142,7 +142,7 @@ class DraftTensors:
     def __init__(self) -> None:
         self.named: dict[str, Tensor] = {}
         self.failure = False
-        self._guard: ModuleGuard | None = None  # holds the weights, whose memory graphs read
+        self._revision: Revision | None = None  # of the head and the embeddings
         self._settings: Any = None  # of the drafter
 
     def begin_call(self, drafter: HeadDrafter, state: DraftState, recordings: Recordings) -> None:
@@ -150,9 +150,9 @@ class DraftTensors:
         values = self._values(drafter, state, recordings.capacity)
         layout = {name: (value.shape, value.dtype) for name, value in values.items()}
         modules = (*drafter.head.modules(), *_shared_modules(state.shared_embeddings))
-        guard = ModuleGuard(modules, drafter.head.parameters())
-        changed = guard != self._guard or drafter.settings != self._settings
-        self._guard, self._settings = guard, drafter.settings
+        revision = revision_of(drafter.head, modules)
+        changed = revision is not self._revision or drafter.settings != self._settings
+        self._revision, self._settings = revision, drafter.settings
         if changed or layout != {name: (value.shape, value.dtype) for name, value in self.named.items()}:
             recordings.clear(self)
             self.failure = False
