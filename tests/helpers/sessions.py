@@ -16,162 +16,52 @@ import random
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
 import fuzz
+import session_inputs as inputs
 import tiny_models as tiny
 import torch
-from torch import Tensor, nn
-from torch.nn.utils import prune
+from session_changes import CHANGES
+from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
-from transformers.generation.streamers import BaseStreamer
 
 import mmspec
+from mmspec.engine.guard import CAPTURING_CODE
 from mmspec.engine.tree_cache import CACHE_ARGUMENT
 
 FAMILIES = ("llama", "llava", "qwen2_5_vl", "gemma3", "qwen3_5", "smolvlm")
 DRAFTERS = ("none", "lookup", "hybrid", "hybrid", "auto", "quantized", "self")
+CALL_OPTIONS: tuple[dict[str, Any], ...] = (
+    *({"drafter": "lookup"}, {"drafter": "none"}, {"tree_size": 9}, {"backend": "torch"}, {"enabled": False}),
+    *({"reuse_prefix": True}, {"reuse_prefix": "another"}),
+)
+"""Options of a single call."""
 RETURNS = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
 NEAR_TIE = 1e-4
 """Differences of two logits below which plain decoding itself depends on the order of sums."""
-Change = Callable[[PreTrainedModel], Any]
-
-
-# --- changes between calls --------------------------------------------------------------------------------------------
-
-
-def head(model: PreTrainedModel) -> nn.Linear:
-    return model.get_output_embeddings()
-
-
-def layer(model: PreTrainedModel, index: int = 0) -> Any:
-    return model.get_decoder().layers[index]
-
-
-def linear(model: PreTrainedModel) -> nn.Linear:
-    """The last linear layer of the first decoder layer."""
-    return [part for part in layer(model).modules() if isinstance(part, nn.Linear)][-1]
-
-
-def norm(model: PreTrainedModel) -> Tensor:
-    return next(part for name, part in layer(model, 1).named_parameters() if "norm" in name)
-
-
-def through_numpy(model: PreTrainedModel) -> None:
-    linear(model).weight.detach().numpy()[:] *= 1.25
-
-
-def flip(model: PreTrainedModel) -> None:
-    """A vector with the same numbers in another order."""
-    norm(model).data.copy_(torch.linspace(0.5, 1.5, len(norm(model))))
-    norm(model).data.copy_(norm(model).data.flip(0))
-
-
-def reload(model: PreTrainedModel, assign: bool) -> None:
-    state = {name: one * 1.02 if one.is_floating_point() else one for name, one in model.state_dict().items()}
-    model.load_state_dict(state, assign=assign)
-
-
-def swap(model: PreTrainedModel) -> None:
-    for one, other in zip(layer(model).parameters(), layer(model, 1).parameters(), strict=False):
-        if one.shape == other.shape:
-            one.data, other.data = other.data, one.data
-
-
-def pruned(model: PreTrainedModel) -> None:
-    prune.l1_unstructured(linear(model), "weight", 0.3)
-    prune.remove(linear(model), "weight")
-
-
-def step(model: PreTrainedModel) -> None:
-    """A step of training."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    model.train()
-    generator_state = torch.get_rng_state()
-    model(input_ids=torch.arange(10, 26)[None], use_cache=False).logits[0, -1].log_softmax(-1)[20].neg().backward()
-    torch.set_rng_state(generator_state)
-    optimizer.step()
-    optimizer.zero_grad()
-    model.eval()
-
-
-def roll_head(model: PreTrainedModel) -> None:
-    head(model).weight = nn.Parameter(torch.roll(head(model).weight.detach(), 5, 0))
-
-
-def rescale(model: PreTrainedModel) -> None:
-    """The scale of an adapter, a number in a table."""
-    for part in model.modules():
-        if hasattr(part, "set_scale") and "default" in getattr(part, "scaling", ()):
-            part.set_scale("default", 2.0 if part.scaling["default"] < 3 else 0.25)
-
-
-CHANGES: dict[str, Change] = {
-    "in place": lambda model: linear(model).weight.data.mul_(1.1),
-    "a few rows of the head": lambda model: head(model).weight.data[:5].add_(0.3),
-    "by numpy": through_numpy,
-    "the order of a vector": flip,
-    "loaded": lambda model: reload(model, False),
-    "loaded and assigned": lambda model: reload(model, True),
-    "layers swapped": swap,
-    "pruned": pruned,
-    "trained": step,
-    "the head rolled": roll_head,
-    "the embeddings rolled": lambda model: model.get_input_embeddings().weight.data.copy_(
-        model.get_input_embeddings().weight.data.roll(1, 0)
-    ),
-    "a bias": lambda model: setattr(head(model), "bias", nn.Parameter(torch.linspace(-1, 1, len(head(model).weight)))),
-    "types and back": lambda model: model.to(torch.bfloat16).to(torch.float32),
-    "shared memory": lambda model: model.share_memory(),
-    "a module": lambda model: setattr(layer(model), "mlp", copy.deepcopy(layer(model).mlp)),
-    "a number": lambda model: [
-        setattr(part, "scaling", part.scaling * 1.1)
-        for part in layer(model).modules()
-        if isinstance(getattr(part, "scaling", None), float)
-    ],
-    "an adapter's scale": rescale,
-    "the kernel of attention": lambda model: model.set_attn_implementation(
-        "eager" if model.config._attn_implementation == "sdpa" else "sdpa"
-    ),
-}
 
 
 # --- one call ---------------------------------------------------------------------------------------------------------
 
 
-class EndedByUserError(Exception):
-    """Raised by the streamer."""
-
-
-class Stopping(BaseStreamer):
-    """A streamer that raises at its nth value, or collects them."""
-
-    def __init__(self, number: int) -> None:
-        self.number, self.values = number, list[list[int]]()
-
-    def put(self, value: Tensor) -> None:
-        if len(self.values) == self.number:
-            raise EndedByUserError
-        self.values.append(value.flatten().tolist())
-
-    def end(self) -> None:
-        self.values.append([])
-
-
 @contextmanager
 def interrupted(number: int) -> Iterator[None]:
-    """Context in which the nth function of mmspec that is called raises `KeyboardInterrupt`, as a user's Ctrl-C."""
+    """Context in which the nth line of mmspec that is run raises `KeyboardInterrupt`, as a user's Ctrl-C."""
     count = [0]
 
-    def trace(frame: FrameType, event: str, _: Any) -> None:
-        count[0] += event == "call" and "/mmspec/" in frame.f_code.co_filename
+    def trace(frame: FrameType, _: str, __: Any) -> Any:
+        if "/mmspec/" not in frame.f_code.co_filename:
+            return None
+        count[0] += 1
         if count[0] == number:
             sys.settrace(None)
             raise KeyboardInterrupt
+        return trace
 
     sys.settrace(trace)
     try:
@@ -195,6 +85,7 @@ class Session:
         faults: differences that were found.
         counts: of calls, fallbacks, reused positions and near-ties.
         turns: prompts that go on where an earlier call ended.
+        caches: what calls have returned.
     """
 
     rng: random.Random
@@ -205,6 +96,7 @@ class Session:
     faults: list[str] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
     turns: list[tiny.Inputs] = field(default_factory=list)
+    caches: list[inputs.KeptCache] = field(default_factory=list)
 
     def change(self) -> None:
         """Change both models."""
@@ -231,12 +123,11 @@ class Session:
             given.pop("attention_mask", None)
         elif kind < 0.25:
             width = rng.randrange(1, 4)
-            for name in ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"):
-                if name in given:
-                    fill = special.pad if name == "input_ids" else 0
-                    given[name] = nn.functional.pad(given[name], (width, 0), value=fill)
+            given = inputs.padded(given, (width, 0) if kind < 0.22 else (0, width), special.pad)
         elif kind < 0.35 and "pixel_values" in given:
             given["pixel_values"] = given["pixel_values"] + 0.5
+        elif kind > 0.85:
+            given = inputs.VARIANTS[rng.choice(list(inputs.VARIANTS))](given, rng)
         return given
 
     def call(self) -> None:
@@ -246,29 +137,44 @@ class Session:
             return self.call_in_threads()
         given, options = self.given(), self.options()
         if kind < 0.2:
-            with interrupted(rng.randrange(1, 1500)):
+            with interrupted(rng.randrange(1, 12000)), suppress(Exception):
                 self.patched.generate(**given, **options)
             self.done.append("interrupted")
             self.counts["interrupts"] += 1
-            return None
-        arguments = [{**given, **options} for _ in range(2)]
-        streamers = [Stopping(rng.randrange(6)) for _ in range(2)]
-        streamers[1].number = streamers[0].number
-        if kind < 0.35 and len(given["input_ids"]) == 1 and "num_return_sequences" not in options:
-            for one, streamer in zip(arguments, streamers, strict=True):
-                one["streamer"] = streamer
-        elif kind < 0.5:
-            for one in arguments:
-                one[CACHE_ARGUMENT] = DynamicCache(config=self.plain.config.get_text_config())
+            return self.compare_state()
+        given, more, streamers = self.extras(kind, given, options)
         seed, outcomes = rng.randrange(1000), []
-        for model, one in zip((self.plain, self.patched), arguments, strict=True):
+        for model, one in zip((self.plain, self.patched), more, strict=True):
             torch.manual_seed(seed)
-            outcomes.append(fuzz._call(model, one, {}))
+            outcomes.append(fuzz._call(model, {**given, **options, **one}, {}))
         self.compare(*outcomes, given["input_ids"].shape[1], options)
-        if streamers[0].values != streamers[1].values:
+        if streamers and streamers[0].values != streamers[1].values:
             self.faults.append(f"{self.done}: streamed {streamers[0].values} became {streamers[1].values}")
-        self.keep_turn(given, outcomes[0])
+        self.compare_state()
+        self.keep_turn(given, outcomes)
         return None
+
+    def extras(
+        self, kind: float, given: tiny.Inputs, options: dict[str, Any]
+    ) -> tuple[tiny.Inputs, list[dict[str, Any]], list[inputs.Stopping]]:
+        """The inputs, what each model is given besides them, and the streamers among that."""
+        rng = self.rng
+        more, streamers = [dict[str, Any]() for _ in range(2)], list[inputs.Stopping]()
+        if kind < 0.35 and len(given["input_ids"]) == 1 and "num_return_sequences" not in options:
+            number = rng.randrange(6)
+            streamers = [inputs.Stopping(number) for _ in range(2)]
+            more = [{"streamer": one} for one in streamers]
+        elif kind < 0.42:
+            more = [{CACHE_ARGUMENT: cache} for cache in inputs.new_caches(self.plain, rng)]
+        elif kind < 0.52 and self.caches:
+            given, caches = rng.choice(self.caches).next_call(tiny.special_ids(self.plain.tiny_spec).text, rng)
+            options.pop("num_return_sequences", None)
+            more = [{CACHE_ARGUMENT: cache} for cache in caches]
+        elif kind < 0.6:
+            more = inputs.user_code(rng, self.plain.config.get_text_config().vocab_size).arguments
+        elif kind < 0.7:
+            more[1]["mmspec"] = rng.choice(CALL_OPTIONS)
+        return given, more, streamers
 
     def options(self) -> dict[str, Any]:
         rng = self.rng
@@ -282,11 +188,18 @@ class Session:
         """Two greedy calls at the same time: their tokens."""
         prompts = [self.given() for _ in range(2)]
         options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
-        plain = [self.plain.generate(**given, **options) for given in prompts]
-        found: dict[int, Tensor] = {}
+
+        def outcome(model: PreTrainedModel, given: tiny.Inputs) -> str:
+            try:
+                return str(model.generate(**given, **options).tolist())
+            except Exception as error:
+                return repr(error)
+
+        plain = [outcome(self.plain, given) for given in prompts]
+        found: dict[int, str] = {}
 
         def run(number: int) -> None:
-            found[number] = self.patched.generate(**prompts[number], **options)
+            found[number] = outcome(self.patched, prompts[number])
 
         threads = [threading.Thread(target=run, args=(number,)) for number in range(2)]
         for thread in threads:
@@ -296,8 +209,9 @@ class Session:
         self.done.append("threads")
         self.counts["calls"] += 2
         for number, expected in enumerate(plain):
-            if number not in found or not torch.equal(found[number], expected):
-                self.faults.append(f"{self.done}: thread {number}: {expected.tolist()} became {found.get(number)}")
+            if found.get(number) != expected:
+                self.faults.append(f"{self.done}: thread {number}: {expected} became {found.get(number)}")
+        self.compare_state()
 
     def compare(self, plain: fuzz.CallOutcome, patched: fuzz.CallOutcome, length: int, options: dict[str, Any]) -> None:
         stats = mmspec.stats(self.patched, last=True)
@@ -323,23 +237,35 @@ class Session:
         best = logits[column - length][row].topk(2).values
         return bool(best[0] - best[1] < NEAR_TIE * best.abs().max().clamp(min=1))
 
-    def keep_turn(self, given: tiny.Inputs, outcome: fuzz.CallOutcome) -> None:
-        """Let a later prompt go on with the answer."""
-        special = tiny.special_ids(self.plain.tiny_spec)
-        if outcome.sequences is None or len(outcome.sequences) != len(given["input_ids"]):
+    def compare_state(self) -> None:
+        """What a call leaves in the modules and modes: the same names, hooks and functions as without `patch`."""
+        for (name, plain), patched in zip(self.plain.named_modules(), self.patched.modules(), strict=True):
+            left = {*vars(patched)} ^ {*vars(plain)} - {"_mmspec"}
+            left -= {"_mmspec", "_output_capturing_hooks_installed", "rope_deltas"}
+            hooks = [
+                [one for one in module._forward_hooks.values() if one.__module__ != CAPTURING_CODE]
+                for module in (plain, patched)
+            ]
+            if left or hooks[0] != hooks[1]:
+                self.faults.append(f"{self.done}: {name}: {left} {hooks}")
+        if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+            self.faults.append(f"{self.done}: left in a mode of torch")
+
+    def keep_turn(self, given: tiny.Inputs, outcomes: list[fuzz.CallOutcome]) -> None:
+        """Let a later prompt go on with the answer, with its cache or without."""
+        special, sequences = tiny.special_ids(self.plain.tiny_spec), outcomes[0].sequences
+        if sequences is None or len(sequences) != len(given["input_ids"]):
             return
         media = [one for one in (special.image, special.video, special.pad) if one is not None]
-        answer = outcome.sequences[:, given["input_ids"].shape[1] :]
+        answer = sequences[:, given["input_ids"].shape[1] :]
         if bool(torch.isin(answer, torch.tensor(media)).any()):
             return
         more = torch.tensor([[self.rng.choice(special.text) for _ in range(3)]] * len(answer))
-        ids = torch.cat([outcome.sequences, more], 1)
-        turn = {**given, "input_ids": ids}
-        for name in ("attention_mask", "token_type_ids", "mm_token_type_ids"):
-            if name in given:
-                width = ids.shape[1] - given[name].shape[1]
-                turn[name] = nn.functional.pad(given[name], (0, width), value=int(name == "attention_mask"))
-        self.turns.append(turn)
+        if given.get("attention_mask") is None or given["attention_mask"].shape == given["input_ids"].shape:
+            self.turns.append(inputs.lengthened(given, torch.cat([sequences, more], 1)))
+            caches = [one.past_key_values for one in outcomes]
+            if all(type(cache) is DynamicCache for cache in caches) and "position_ids" not in given:
+                self.caches.append(inputs.KeptCache(inputs.lengthened(given, sequences), caches))
 
 
 def build_session(seed: int) -> Session:
