@@ -27,6 +27,7 @@ from mmspec.drafters.heads.base.compressed_inputs import prompt_grids
 from mmspec.drafters.heads.base.positions import NUM_AXES
 from mmspec.drafters.training.batch import TrainBatch
 from mmspec.interfaces import Prompt
+from mmspec.targets.capture_hooks import layer_inputs
 from mmspec.targets.hf import TOKEN_TYPE_INPUTS
 from mmspec.targets.registry import find_adapter
 
@@ -267,6 +268,7 @@ class Teacher:
             torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cpu" and bf16_is_faster(device)),
             nullcontext() if capture is None else capture.active(),
             self._captured_axes() as axes,
+            layer_inputs(self.adapter, self.aux_layers, inputs) as received,
         ):
             outputs = self.model(**inputs, output_hidden_states=True, logits_to_keep=1, use_cache=False)
         input_ids, attention_mask = inputs["input_ids"], inputs["attention_mask"].bool()
@@ -288,7 +290,9 @@ class Teacher:
             hidden_states=outputs.hidden_states[-1].float(),
             grids=prompt_grids(prompt, input_ids.shape[1]),
             visual_saliency=self.adapter.layout.visual_saliency(capture, visual_mask, vision),
-            aux_hidden_states={layer: outputs.hidden_states[layer].float() for layer in self.aux_layers},
+            aux_hidden_states={
+                layer: received.get(layer, outputs.hidden_states[layer]).float() for layer in self.aux_layers
+            },
             position_ids=axes[0].movedim(0, 1).expand(len(input_ids), -1, -1) if axes else None,
         )
 

@@ -6,6 +6,7 @@ Serves any decoder-only model. Where the visual tokens of a family stand is in `
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cached_property
 from typing import Any
 
 from torch import nn
@@ -84,6 +85,11 @@ class ModelAdapter:
     def text_model(self) -> Any:
         """The decoder module, or the whole model where transformers does not name one."""
         return decoder_module(self.model)
+
+    @cached_property
+    def adds_between_layers(self) -> bool:
+        """Whether visual features are added to what decoder layers return (deepstack)."""
+        return "deepstack" in self.model.config.to_json_string(use_diff=False)
 
     @property
     def num_cache_layers(self) -> int:

@@ -18,6 +18,7 @@ from mmspec.engine.kv_cache import RaggedKVCache, RecordedKVCache
 from mmspec.engine.tree import DraftTree
 from mmspec.engine.tree_cache import CACHE_ARGUMENT, TreeCache
 from mmspec.targets.base import ModelAdapter
+from mmspec.targets.capture_hooks import layer_inputs
 from mmspec.targets.tree_mask import visible_keys, within_window
 
 CAN_SELECT_HIDDEN_STATES = hasattr(output_capturing, "selected_hidden_states")
@@ -183,14 +184,15 @@ def takes_one_mask(adapter: ModelAdapter) -> bool:
 def run_forward(
     model: Any, adapter: ModelAdapter, inputs: Mapping[str, Any], hidden_state_indices: Sequence[int]
 ) -> tuple[Tensor, ...]:
-    """transformers' forward of `model`: logits, and each of the hidden states.
+    """transformers' forward of `model`: logits, and each of the hidden states, the inputs of layers.
 
     Of models with several streams (AltUp of Gemma 3n) the active one.
     """
     if hidden_state_indices:
         selected = sorted(hidden_state_indices) if CAN_SELECT_HIDDEN_STATES else True
         inputs = {**inputs, "output_hidden_states": selected}
-    outputs = model(**inputs, return_dict=True)
+    with layer_inputs(adapter, hidden_state_indices, inputs) as received:
+        outputs = model(**inputs, return_dict=True)
     stream = getattr(adapter.text_config, "altup_active_idx", 0)
-    states = (outputs.hidden_states[index] for index in hidden_state_indices)
+    states = (received.get(index, outputs.hidden_states[index]) for index in hidden_state_indices)
     return outputs.logits, *(state if state.dim() == 3 else state[stream] for state in states)

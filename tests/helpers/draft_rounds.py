@@ -124,7 +124,16 @@ def read_text(model: PreTrainedModel, inputs: Inputs, call: DraftedCall, row: in
     whole |= media if bool(is_visual.any()) else {}
     if "mm_token_type_ids" in inputs:
         whole["mm_token_type_ids"] = is_visual[None].int() + (ids[None] == video_id).int()
+    received: dict[int, Tensor] = {}  # by layers, where deepstack adds features to what the one below returns
+    hooks = [
+        layer.register_forward_pre_hook(lambda module, args, index=index: received.setdefault(index, args[0]))
+        for index, layer in enumerate(model.model.language_model.layers)
+        if hasattr(model.model.language_model, "_deepstack_process")
+    ]
     outputs = model(**whole, output_hidden_states=True, use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    states = [received.get(index, state) for index, state in enumerate(outputs.hidden_states)]
     positions = [(index, index, index) for index in range(len(ids))]
     if hasattr(model.model, "get_rope_index") and bool(is_visual.any()):
         given = {name: value for name, value in whole.items() if "pixel" not in name}
@@ -133,7 +142,7 @@ def read_text(model: PreTrainedModel, inputs: Inputs, call: DraftedCall, row: in
     return Sequences(
         ids=ids,
         embeds=outputs.hidden_states[0][0],
-        states=tuple(state[0] for state in outputs.hidden_states),
+        states=tuple(state[0] for state in states),
         is_visual=is_visual,
         positions=positions,
         embedding=model.get_input_embeddings().weight.detach(),
