@@ -135,6 +135,7 @@ def unsupported_reason(
     stored = stored_layers(cache)
     if len(stored) not in (0, layers):
         return f"a DynamicCache of {len(stored)} layers for a model of {layers}"
+    length = cache.get_seq_length()
     for layer in stored.values():
         if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
             return f"a DynamicCache with {type(layer).__name__}"
@@ -147,7 +148,22 @@ def unsupported_reason(
             return f"a DynamicCache of {layer.keys.shape[0]} rows for {batch}"
         if layer.is_initialized and layer.keys.numel() and layer.keys.dtype != dtype:
             return f"a DynamicCache of {layer.keys.dtype} for a model of {dtype}"
+        if layer.get_seq_length() != length or _held(layer) != _expected(layer, length):  # `crop` has failed halfway
+            return "a DynamicCache whose layers hold different positions"
     return None
+
+
+def _held(layer: Any) -> tuple[int, int]:
+    """Positions of the keys and of the values that a layer stores."""
+    if not layer.is_initialized or not layer.keys.numel():
+        return 0, 0
+    return layer.keys.shape[-2], layer.values.shape[-2]
+
+
+def _expected(layer: Any, length: int) -> tuple[int, int]:
+    """The same of a layer that has seen so many positions."""
+    kept = min(length, layer.sliding_window - 1) if isinstance(layer, DynamicSlidingWindowLayer) else length
+    return kept, kept
 
 
 def unsupported_shape(input_ids: Tensor, mask: Any = None, num_cached: int = 0) -> str | None:

@@ -31,7 +31,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 import mmspec
-from mmspec.engine.guard import CAPTURING_CODE
+from mmspec.engine.revision import CAPTURING_CODE
 from mmspec.engine.tree_cache import CACHE_ARGUMENT
 
 FAMILIES = ("llama", "llava", "qwen2_5_vl", "gemma3", "qwen3_5", "smolvlm")
