@@ -14,6 +14,7 @@ from typing import Any
 
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.modeling.chat import ChatTurn
+from mmspec.app.ui.drafter_table import DrafterTable
 from mmspec.app.ui.kept_media import KeptMedia
 from mmspec.app.ui.limits import Limits
 from mmspec.app.ui.model import COMPRESSORS, DemoModel
@@ -177,6 +178,23 @@ class Demo:
                 yield _event({"report": self.reports[run.id]})
             else:
                 yield _event({"error": "Stopped."})
+        finally:
+            run.signal.cancel()
+
+    async def compare(self, run: Run) -> AsyncIterator[bytes]:
+        """The events of a comparison of the drafters on a question: how far it is, then the rows."""
+        table = DrafterTable(run)
+        try:
+            job = self.worker.submit(table.work, run.signal, run.page)
+        except UsageError as error:
+            yield _event({"error": str(error)})
+            return
+        try:
+            while not job.done.is_set():
+                yield _event({"done": table.num_done, "of": table.num_calls})
+                await asyncio.sleep(POLL_S)
+            failed = "Stopped." if job.error is None else self._describe(job.error)
+            yield _event({"rows": table.rows} if table.rows else {"error": failed})
         finally:
             run.signal.cancel()
 

@@ -154,6 +154,10 @@ class DemoModel:
                 raise UsageError(f"--drafter {name}: {one_line(error, 200)}") from error
         return self._built[name]
 
+    def comparable(self, chosen: str) -> list[str]:
+        """The drafters of `drafters` but those that need the whole model once more and were not chosen yet."""
+        return [name for name in self.drafters if name not in LARGE or name in self._built or name == chosen]
+
     def get_drafter(self, name: str) -> Drafter:
         """A drafter without state of earlier runs, so that no run depends on another; weights are shared.
 

@@ -7,7 +7,6 @@ called in the worker's thread; other threads may read the fields meanwhile.
 from __future__ import annotations
 
 import secrets
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -19,15 +18,13 @@ from mmspec.app.errors import UsageError, one_line
 from mmspec.app.io.images import Media, Video, media_images
 from mmspec.app.modeling.chat import ChatTurn
 from mmspec.app.ui.kept_media import KeptMedia
+from mmspec.app.ui.lane import AnswerLane
 from mmspec.app.ui.model import NO_DRAFTS, DemoModel
-from mmspec.app.ui.rounds import Round, RoundRecorder, classify_tokens
-from mmspec.app.ui.streamer import IncrementalDetokenizer, TimingStreamer, token_label
 from mmspec.app.ui.thumbnails import draw_media
 from mmspec.app.ui.uploads import StoredFile
 from mmspec.app.ui.worker import CancelSignal
 from mmspec.app.versions import mmspec_version
 from mmspec.control.cost_store import unchanged_costs
-from mmspec.metrics.stats import Stats
 
 SPLIT_TOKENS, SPLIT_PAIRS, SPLIT_S = 64, 3, 0.7
 """Tokens at most of a call that measures the share of drafts; pairs of such calls; seconds at most of one."""
@@ -53,82 +50,6 @@ class RunSettings:
     temperature: float = 0.0
     max_new_tokens: int = 200
     tree_size: int | None = None
-
-
-class AnswerLane:
-    """One answer, token by token.
-
-    Attributes:
-        name: "mmspec" or "plain".
-        drafter: that drafted it; None for plain `generate`.
-        streamer: its tokens and their times.
-        total_s: seconds of `generate`; 0 until it returns.
-        stats: `mmspec.stats` of the call.
-        recorder: of the rounds; None for plain `generate`.
-    """
-
-    def __init__(self, name: str, drafter: str | None = None) -> None:
-        self.name, self.drafter = name, drafter
-        self.streamer = TimingStreamer()
-        self.recorder = None if drafter is None else RoundRecorder(self.streamer.record)
-        self.start_s = self.total_s = 0.0
-        self.stats = Stats()
-        self._lock = threading.Lock()  # the page's thread and that of the device both ask what there is
-        self._texts: IncrementalDetokenizer | None = None
-
-    def as_dict(self, tokenizer: Any, first: int = 0) -> dict[str, Any]:
-        """The lane so far, from its token `first` on."""
-        with self._lock:
-            ids, times = list(self.streamer.token_ids), self.streamer.token_times
-            rounds = self.recorder.rounds() if self.recorder is not None else []
-            self._texts = self._texts or IncrementalDetokenizer(tokenizer)
-            texts = list(self._texts.decode(ids))
-        kinds = classify_tokens(rounds, len(ids))
-        owners = [number for number, one in enumerate(rounds) for _ in one.emitted]
-        owners += [-1] * (len(ids) - len(owners))
-        rows = zip(texts, times, kinds, owners, strict=False)
-        is_speculative = self.recorder is not None and self.total_s and not self.stats.fallback_calls
-        return {
-            "name": self.name,
-            "drafter": self.drafter,
-            "first": first,
-            "tokens": [[text, round(at, 5), kind, owner] for text, at, kind, owner in list(rows)[first:]],
-            "seconds": round(self.total_s or self.streamer.elapsed_s, 5),
-            "is_done": bool(self.total_s),
-            "tokens_per_s": self.stats.tokens_per_s if is_speculative else self.streamer.tokens_per_s,
-            "tau": self.stats.tau if is_speculative else 1.0,
-            "num_rounds": self.stats.rounds,
-            "num_drafted": self.stats.drafted_rounds,
-            "num_reused": self.stats.reused_positions,
-            "fallback": self.stats.fallback_reason if self.stats.fallback_calls else None,
-        }
-
-    def rounds_as_dicts(self, tokenizer: Any) -> list[dict[str, Any]]:
-        """The rounds, for drawing their trees: labels instead of ids."""
-        with self._lock:
-            rounds = self.recorder.rounds() if self.recorder is not None else []
-        ends = [self.start_s, *(one.end_s for one in rounds)]
-        return [_draw_round(one, tokenizer, one.end_s - end) for one, end in zip(rounds, ends, strict=False)]
-
-
-def _draw_round(one: Round, tokenizer: Any, seconds: float) -> dict[str, Any]:
-    scores = one.scores or (None,) * len(one.tokens)
-    parents = [0.0 if parent < 0 else scores[parent] for parent in one.parents]
-    shares = [
-        round(min(1.0, score / above), 3) if score is not None and above else None
-        for score, above in zip(scores, parents, strict=True)
-    ]
-    return {
-        "start": one.start,
-        "labels": [token_label(tokenizer, token) for token in one.tokens],
-        "parents": list(one.parents),
-        "shares": [None, *shares[1:]],
-        "path": list(one.accepted_nodes),
-        "emitted": [token_label(tokenizer, token) for token in one.emitted],
-        "num_proposed": one.num_proposed,
-        "num_accepted": one.num_accepted_tokens,
-        "ms": round(1000 * seconds, 2),
-    }
 
 
 @dataclass
@@ -245,25 +166,16 @@ class Run:
         Raises:
             UsageError: the picture, the question or the settings are refused.
         """
-        from mmspec.app.modeling.chat import check_length
-
         self.phase = "encoding"
-        self.media = self.load_media()
-        inputs = self.model.build_inputs(self.media, self.question, self.turns)
-        self.prompt_tokens = inputs["input_ids"].shape[1]
-        check_length(self.model.model, inputs, self.settings.max_new_tokens)
         if not self.turns:
             self.model.forget(self.page)  # a first question is measured without what others have computed
-        request = inputs
-        if self.media is not None:
-            request, self.encode_s = self.kept.encode(self.page, self.model.model, inputs)
-            self.is_media_reused = "mm_encoder_outputs" in request and not self.encode_s
+        request = self.prepare()
         self.phase = "answering"
         self._speculate(request)
         self.phase = "comparing"
         if not self.signal.should_stop:
             with mmspec.disabled(self.model.model):
-                self._generate(request, self.plain, streamer=self.plain.streamer)
+                self.generate(request, self.plain, streamer=self.plain.streamer)
         if not self.signal.should_stop:
             on_answered()
             self.phase = "measuring"
@@ -271,6 +183,24 @@ class Run:
             if not self.signal.should_stop:
                 on_answered()
         self.phase = "done"
+
+    def prepare(self) -> dict[str, Any]:
+        """Decode and encode the picture; returns keyword arguments of `generate`.
+
+        Raises:
+            UsageError: the picture or the question is refused.
+        """
+        from mmspec.app.modeling.chat import check_length
+
+        self.media = self.load_media()
+        inputs = self.model.build_inputs(self.media, self.question, self.turns)
+        self.prompt_tokens = inputs["input_ids"].shape[1]
+        check_length(self.model.model, inputs, self.settings.max_new_tokens)
+        request = inputs
+        if self.media is not None:
+            request, self.encode_s = self.kept.encode(self.page, self.model.model, inputs)
+            self.is_media_reused = "mm_encoder_outputs" in request and not self.encode_s
+        return request
 
     def options(self, drafter: str) -> dict[str, Any]:
         """`mmspec` options of a call with this drafter."""
@@ -283,7 +213,7 @@ class Run:
         options = self.options(name) | self.model.prompt_options(self.page, name)
         lane.drafter = options["drafter"].name
         try:
-            ids = self._generate(request, lane, mmspec=options | {"observers": [lane.recorder]})
+            ids = self.generate(request, lane, mmspec=options | {"observers": [lane.recorder]})
         except ValueError as error:  # the drafter does not take this compressor
             raise UsageError(one_line(error)) from error
         lane.streamer.truncate(len(ids))  # a cancelled run drops the rest of its last round
@@ -291,7 +221,7 @@ class Run:
             lane.streamer.record(ids[len(lane.streamer.token_ids) :])
         lane.stats = mmspec.stats(self.model.model, last=True)
 
-    def _generate(
+    def generate(
         self, request: dict[str, Any], lane: AnswerLane, max_new_tokens: int | None = None, **extra: Any
     ) -> list[int]:
         """Run `generate`, timed; returns the new token ids. `max_new_tokens` replaces that of the settings."""
@@ -326,7 +256,7 @@ class Run:
         for _ in range(SPLIT_PAIRS):
             seconds = []
             for name in (NO_DRAFTS, self.settings.drafter):
-                self._generate(request, AnswerLane("split"), count, mmspec=self.options(name))
+                self.generate(request, AnswerLane("split"), count, mmspec=self.options(name))
                 seconds.append(mmspec.stats(self.model.model, last=True).decode_s)
                 if self.signal.should_stop or not seconds[-1]:
                     return None

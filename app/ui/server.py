@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from mmspec.app.ui.demo import Demo
 from mmspec.app.ui.guard import Guard, host_of
 from mmspec.app.ui.limits import Limits
 from mmspec.app.ui.model import DemoModel
+from mmspec.app.ui.run import Run
 from mmspec.app.ui.uploads import example_path
 
 STATIC = Path(__file__).parent / "static"
@@ -99,14 +100,20 @@ def _add_routes(app: gr.Server, demo: Demo, private: list[Any]) -> None:
         except UsageError as error:
             return _refusal(error, 413)
 
-    @app.post("/ask", dependencies=private)
-    async def ask(request: Request) -> Response:
+    async def events(request: Request, answer: Callable[[Run], AsyncIterator[bytes]]) -> Response:
         try:
             run = demo.parse(await _read_json(request))
         except UsageError as error:
             return _refusal(error, 422)
-        events = demo.stream(run)
-        return StreamingResponse(events, media_type="text/event-stream", headers={"x-accel-buffering": "no"})
+        return StreamingResponse(answer(run), media_type="text/event-stream", headers={"x-accel-buffering": "no"})
+
+    @app.post("/ask", dependencies=private)
+    async def ask(request: Request) -> Response:
+        return await events(request, demo.stream)
+
+    @app.post("/compare", dependencies=private)
+    async def compare(request: Request) -> Response:
+        return await events(request, demo.compare)
 
     @app.get("/report/{name}", dependencies=private)
     def report(name: str) -> Response:

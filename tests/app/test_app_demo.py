@@ -23,6 +23,7 @@ from mmspec.app.scenes import load_scenes_model
 from mmspec.app.scenes.examples import list_example_files
 from mmspec.app.ui import model as demo_model
 from mmspec.app.ui.demo import Demo
+from mmspec.app.ui.drafter_table import DrafterTable, Row, ranked
 from mmspec.app.ui.limits import Limits
 from mmspec.app.ui.model import COMPRESSORS, DemoModel
 from mmspec.app.ui.refusals import REASONS, explain_refusal
@@ -90,6 +91,41 @@ def test_ten_requests_through_the_page_are_those_of_a_script() -> None:
     assert [one[:3] for one in page] == [one[:3] for one in found] and any(one[0] > 1 for one in found)
     for (*_, tokens), (*_, ids) in zip(page, found, strict=True):
         assert "".join(token[0] for token in tokens) == processor.tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def test_the_drafters_of_a_model_are_compared_once_each(model: DemoModel) -> None:
+    """By its own name, whatever it is offered as; none twice, and none that copies the model before it is chosen."""
+    table = DrafterTable(ask(model, max_new_tokens=12, compressor="drop"))
+    table.work()
+    names = [row["name"] for row in table.rows]
+    offered = {name: choice for choice in model.comparable("recycling") for name in [model.get_drafter(choice).name]}
+    assert sorted(names) == sorted(["plain generate", *offered]) and not {"self", "quantized"} & set(names)
+    assert table.num_done == table.num_calls == 4 * len(names)
+    assert all(row["identical"] for row in table.rows) and table.rows[0]["is_tied"]
+    chosen = [choice for row in table.rows for choice in row["choices"]]
+    assert sorted(chosen) == sorted(model.comparable("recycling"))
+    assert {row["name"]: row["tau"] for row in table.rows}["none"] == 1
+    stopped = DrafterTable(ask(model))
+    stopped.run.signal.cancel()
+    stopped.work()
+    assert stopped.rows == []
+
+
+@pytest.mark.parametrize(
+    ("rates", "tied"),
+    [
+        ({"a": [100, 101, 99], "b": [60, 61, 62]}, ["a"]),
+        ({"a": [100, 101, 99], "b": [96, 99, 97]}, ["a", "b"]),
+        ({"a": [100, 60, 100], "b": [90, 90, 90], "c": [50, 50, 50]}, ["a", "b"]),
+        ({"a": [140, 100, 100], "b": [100, 140, 100]}, ["a", "b"]),
+        ({"a": [0, 0, 0], "b": [0, 0, 0]}, ["a", "b"]),
+    ],
+)
+def test_what_no_measurement_tells_apart_is_a_tie(rates: dict[str, list[float]], tied: list[str]) -> None:
+    """The first pass, which warms up, is not counted."""
+    rows = ranked([Row(name, [name], [1000.0 * (name == "c"), *passes]) for name, passes in rates.items()])
+    assert [row["name"] for row in rows if row["is_tied"]] == tied and rows[0]["is_tied"]
+    assert [row["tokens_per_s"] for row in rows] == sorted((row["tokens_per_s"] for row in rows), reverse=True)
 
 
 def test_one_shape_holds_both_answers(model: DemoModel) -> None:

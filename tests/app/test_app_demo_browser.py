@@ -167,7 +167,7 @@ def measured(page: Any, demo: Demo, turn: Any) -> Any:
 def test_the_first_screen(visit: Callable[..., Any], width: int) -> None:
     page = visit(width)
     top = page.inner_text("body")
-    assert "the same answer, sooner" in top and "mmspec answers at once" in top
+    assert "the same answer, sooner" in top and "a small drafter guesses several words ahead" in top
     assert page.locator(".sample").count() == 4 and page.locator("#ask").is_visible()
     for word in ("tau", "R ", "rounds", "arbitrated"):
         assert word not in page.inner_text("main"), "only under Expert"
@@ -352,6 +352,32 @@ def test_only_drafters_that_run_are_offered(visit: Callable[..., Any], demo: Dem
     page = visit()
     offered = page.locator("#drafter option").all_text_contents()
     assert tuple(offered) == demo.model.drafters and not {"mtp", "assistant"} & set(offered)
+
+
+@WIDTHS
+def test_drafters_are_compared_on_request(visit: Callable[..., Any], demo: Demo, width: int) -> None:
+    page = visit(width)
+    turn = sample(page)
+    turn.locator(".numbers summary").click()
+    button = turn.get_by_role("button", name="Compare the drafters")
+    button.click()
+    until(page, lambda: " calls …" in turn.locator(".drafters").inner_text())
+    assert button.is_disabled()
+    page.locator("#question").fill("something else")
+    page.locator("#question").press("Enter")
+    until(page, lambda: turn.locator(".drafters").inner_text() == "Stopped.")
+    finished(page, 1)
+    button.click()
+    turn.locator(".drafters table").wait_for()
+    names = [name.split(" (")[0] for name in turn.locator(".drafters td:first-child").all_text_contents()]
+    assert len(set(names)) == len(names) > 2 and {"plain generate", "none"} <= set(names)
+    marks = turn.locator(".drafters td:last-child").all_text_contents()
+    said, tied = (
+        turn.locator(".drafters p").inner_text(),
+        [name for name, mark in zip(names, marks, strict=True) if mark],
+    )
+    assert all(name in said for name in tied) and ("no measurement tells them apart" in said) == (len(tied) > 1)
+    assert page.evaluate("document.documentElement.scrollWidth") <= width and page.evaluate(WRONG_FIGURES) == []
 
 
 def test_files_come_by_drop_and_paste_anywhere(visit: Callable[..., Any], tmp_path: Path) -> None:

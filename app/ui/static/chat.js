@@ -19,6 +19,12 @@ const remember = () => {
   sessionStorage.setItem(KEPT, JSON.stringify(kept));
   byId("start").hidden = turns.length > 0;
   byId("new").hidden = turns.length === 0;
+  hint();
+};
+
+const hint = () => {
+  const asks = file?.isClip ? "Ask about the clip" : "Ask about the picture";
+  byId("question").placeholder = state.is_text ? "Ask something" : file || turns.length ? asks : "Add a picture, then ask about it";
 };
 
 const say = (text, isError = false) => {
@@ -41,7 +47,8 @@ const refresh = async () => {
 
 const describe = () => {
   const kind = state.description ? `: ${state.description}` : "";
-  byId("model").replaceChildren("Model ", make("b", { text: state.model }), kind, ".");
+  byId("model").replaceChildren("The model here is ", make("b", { text: state.model }), kind, ".");
+  byId("model").classList.toggle("toy", state.is_toy);
 };
 
 const fill = (select, names) => {
@@ -57,7 +64,8 @@ const offer = () => {
   byId("attach").hidden = state.is_text;
   byId("max_new_tokens").max = state.max_new_tokens;
   byId("question").maxLength = state.max_question_chars;
-  if (state.is_text) byId("question").placeholder = byId("what").textContent = "Ask something.";
+  if (state.is_text) byId("what").textContent = "Ask something";
+  hint();
   if (byId("samples").childElementCount) return;
   byId("samples").append(...state.samples.map((sample) => make("button", { type: "button", class: "sample", onclick: () => {
     file = sample.file ? example(sample.file) : null;
@@ -97,7 +105,7 @@ const take = async (files) => {
 const showFile = () => {
   const box = byId("attached");
   box.hidden = !file;
-  byId("question").placeholder = file?.isClip ? "Ask about the clip" : state.is_text ? "Ask something." : "Ask about the picture";
+  hint();
   if (!file) return box.replaceChildren();
   const remove = make("button", { type: "button", "aria-label": `Remove ${file.name}`, text: "×", onclick: () => { file = null; showFile(); } });
   box.replaceChildren(preview(file.preview, file.isClip), make("span", { text: file.name }), remove);
@@ -162,26 +170,32 @@ const ask = async (request) => {
 };
 
 const addTurn = (request, given) => {
-  const turn = new Turn(request, given ? preview(given.preview, given.isClip) : null, { retry, edit });
+  const turn = new Turn(request, given ? preview(given.preview, given.isClip) : null, { retry, edit, compare });
   turns.push(turn);
   byId("turns").append(turn.root);
   byId("start").hidden = true;
   byId("new").hidden = false;
+  hint();
   return turn;
 };
 
-const follow = async (turn, signal) => {
+// The messages that the server sends in answer to a question.
+const messages = async function* (path, request, signal) {
   const headers = { "content-type": "application/json" };
-  const response = await fetch("ask", { method: "POST", headers, body: JSON.stringify(turn.request), signal });
+  const response = await fetch(path, { method: "POST", headers, body: JSON.stringify(request), signal });
   if (!response.ok) throw new Error((await response.json()).error ?? response.statusText);
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   for (let text = ""; ; ) {
     const { value, done } = await reader.read();
-    if (done) break;
+    if (done) return;
     const parts = (text + value).split("\n\n");
     text = parts.pop();
-    for (const part of parts) receive(turn, JSON.parse(part.slice("data: ".length)));
+    for (const part of parts) yield JSON.parse(part.slice("data: ".length));
   }
+};
+
+const follow = async (turn, signal) => {
+  for await (const message of messages("ask", turn.request, signal)) receive(turn, message);
   if (!turn.report && !turn.error) throw new Error("The connection ended; ask again.");
 };
 
@@ -231,6 +245,22 @@ const edit = (turn) => {
   byId("question").value = turn.request.question;
   byId("question").focus();
   grow();
+};
+
+// Measure all drafters on the question of a turn.
+const compare = async (turn) => {
+  stop();
+  stopReplay();
+  const { drafter, temperature, max_new_tokens } = turn.report.settings;
+  turn.showDrafters({});
+  try {
+    for await (const message of messages("compare", { ...turn.request, page: kept.page, drafter, temperature, max_new_tokens })) {
+      if (message.error) throw new Error(message.error);
+      turn.showDrafters(message);
+    }
+  } catch (error) {
+    turn.showDrafters({ error: error.message });
+  }
 };
 
 const grow = () => {

@@ -18,7 +18,7 @@ const lane = (name, title) => {
 };
 
 export class Turn {
-  // `request` is what is sent; `actions` are {retry, edit}, functions of the turn.
+  // `request` is what is sent; `actions` are {retry, edit, compare}, functions of the turn.
   constructor(request, preview, actions) {
     Object.assign(this, { request, preview, actions, report: null, error: null });
     this.lanes = [lane("mmspec", "mmspec"), lane("plain", "plain generate")];
@@ -26,6 +26,8 @@ export class Turn {
     this.question = make("p", { class: "question", text: request.question });
     this.note = make("p", { class: "note", role: "status" });
     this.result = make("div", { class: "result" });
+    this.drafters = { button: make("button", { type: "button", text: "Compare the drafters" }), table: make("div", { class: "drafters", role: "status" }) };
+    this.drafters.button.addEventListener("click", () => this.actions.compare(this));
     this.buttons = make("div", { class: "actions" });
     this.root = make("li", { class: "turn" },
       make("div", { class: "asked" }, this.media, this.question),
@@ -102,7 +104,9 @@ export class Turn {
     for (const text of this.#remarks()) lines.push(make("p", { class: "faint", text }));
     const legend = Object.entries(KINDS).filter(([kind]) => ours.tokens.some((token) => token[2] === kind));
     lines.push(make("p", { class: "legend" }, ...legend.map(([kind, words]) => make("span", {}, make("i", { class: kind, text: "word" }), ` ${words}`))));
-    lines.push(make("details", { class: "numbers" }, make("summary", { text: "Expert: numbers of this answer" }), this.#numbers()));
+    const open = this.result.querySelector(".numbers")?.open; // before the shares were measured
+    const compare = make("div", { class: "actions" }, this.drafters.button, this.drafters.table);
+    lines.push(make("details", { class: "numbers", open }, make("summary", { text: "Expert: numbers of this answer" }), this.#numbers(), compare));
     return lines;
   }
 
@@ -144,6 +148,25 @@ export class Turn {
       ["made by", `mmspec ${report.mmspec}`, `${report.model}, ${report.description}; ${report.device}, ${report.dtype}; ${report.time}`],
     ];
     return make("dl", {}, ...rows.map(([name, value, words]) => make("div", {}, make("dt", { text: name }), make("dd", { text: value }), make("dd", { class: "faint", text: words }))));
+  }
+
+  // What is known of a comparison of the drafters on this question: {done, of}, {rows} or {error}.
+  showDrafters({ done, of, rows, error }) {
+    const { button, table } = this.drafters;
+    button.disabled = !rows && !error;
+    if (error) return table.replaceChildren(error);
+    if (!rows) return table.replaceChildren(of ? `${done} of ${of} calls …` : "Waiting …");
+    const best = rows.filter((row) => row.is_tied).map((row) => row.name);
+    const plain = rows.find((row) => !row.choices.length);
+    const cells = ({ name, choices, tokens_per_s, tau, identical, is_tied }) => [
+      choices.some((choice) => choice !== name) ? `${name} (${choices.join(", ")})` : name,
+      tokens_per_s.toFixed(0), `${(tokens_per_s / plain.tokens_per_s).toFixed(1)}x`, choices.length ? tau.toFixed(2) : "-",
+      [is_tied && (best.length > 1 ? "tied" : "fastest"), !identical && "other tokens"].filter(Boolean).join(", "),
+    ];
+    const line = (kind, texts) => make("tr", {}, ...texts.map((text) => make(kind, { text })));
+    table.replaceChildren(
+      make("p", { text: best.length > 1 ? `The fastest here are ${best.join(", ")}: no measurement tells them apart.` : `The fastest here is ${best[0]}.` }),
+      make("table", {}, make("thead", {}, line("th", ["drafter", "tokens a second", "of plain generate", "tau", ""])), make("tbody", {}, ...rows.map((row) => line("td", cells(row))))));
   }
 
   #offer() {
