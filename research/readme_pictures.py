@@ -20,7 +20,7 @@ from mmspec.app.ui.server import serve
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 TIMEOUT_MS = 240_000
-SIZE, WIDTH, COLOURS = (1000, 880), 800, 64
+SIZE, WIDTH, COLOURS = (1000, 880), 800, 256
 
 
 def main() -> None:

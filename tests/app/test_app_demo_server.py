@@ -82,7 +82,7 @@ def test_hosts(authority: str, host: str) -> None:
 
 def test_other_names_and_sites_are_refused(site: Address, demo: Any) -> None:
     for host in ("evil.example", "127.0.0.1.evil.example", "localhost.evil", "", "a" * 300, "0x7f.1", "@localhost"):
-        for path in (*OWN, "file", "ask"):
+        for path in (*OWN, "file", "ask", "compare"):
             assert site.client.get(path, headers={"Host": host}).status_code == 400, (host, path)
     for origin in ("http://evil.example", "null", "http://localhost:1", "file://", "https://127.0.0.1.evil"):
         for method in ("GET", "POST", "OPTIONS"):
@@ -144,22 +144,24 @@ def test_uploads(site: Address, demo: Any) -> None:
     }
 
 
-def test_bodies_that_are_no_question(site: Address) -> None:
+@pytest.mark.parametrize("path", ["ask", "compare"])
+def test_bodies_that_are_no_question(site: Address, path: str) -> None:
     kind = {"content-type": "application/json"}
     for body in (b"", b"\xff", b"[" * 90_000, b"[]", b"null", b'{"question": 1e999}', b"{" * 200_000):
-        got = site.client.post("ask", content=body, headers=kind)
+        got = site.client.post(path, content=body, headers=kind)
         assert got.status_code == 422 and len(got.json()["error"]) < 200, body[:20]
     for kind_of in ("text/plain", "application/x-www-form-urlencoded"):
         body = b'{"question": "a", "file": "cart_rainbow.png"}'
-        assert site.client.post("ask", content=body, headers={"content-type": kind_of}).status_code == 422
+        assert site.client.post(path, content=body, headers={"content-type": kind_of}).status_code == 422
     for file in ("http://192.0.2.1/a.png", "/etc/passwd", {"path": "http://192.0.2.1/", "meta": {}}, [1], 3):
-        got = site.client.post("ask", json={"question": "what?", "file": file})
+        got = site.client.post(path, json={"question": "what?", "file": file})
         assert got.status_code == 422 and "choose a picture" in got.json()["error"]
 
 
-def test_a_client_that_leaves_ends_its_run(site: Address, demo: Any) -> None:
+@pytest.mark.parametrize("path", ["ask", "compare"])
+def test_a_client_that_leaves_ends_its_run(site: Address, demo: Any, path: str) -> None:
     body = {"question": "what is it?", "file": "cart_rainbow.png", "max_new_tokens": 1024, "page": "gone"}
-    with site.client.stream("POST", "ask", json=body) as response:
+    with site.client.stream("POST", path, json=body) as response:
         next(response.iter_lines())
     began = time.monotonic()
     site.ask(page="other", max_new_tokens=2)
@@ -170,7 +172,7 @@ def test_random_requests_are_answered(site: Address, caplog: pytest.LogCaptureFi
     """Methods, paths and bodies at random, the same ones in each run: none is answered 500, none leaves a trace."""
     chance = random.Random(5)
     port = httpx.URL(site.url).port
-    pieces = ("/", "ask", "file", "report/", "state", "..", "%2e%2e", "%00", "?a=b", "//", "gradio_api", "\\", "é", "~")
+    pieces = ("/", "ask", "compare", "file", "report/", "state", "..", "%2e%2e", "%00", "?a=b", "//", "gradio_api", "\\", "é", "~")
     for _ in range(400):
         method = chance.choice(("GET", "HEAD", "POST", "PUT", "OPTIONS", "TRACE", "PROPFIND"))
         path = "/" + "".join(chance.choices(pieces, k=chance.randint(0, 4)))
@@ -188,7 +190,7 @@ def test_a_password_is_asked_of_everything_private() -> None:
     with ExitStack() as stack:
         running = stack.enter_context(serve(DemoModel("tiny"), port=0, auth=("me", "a long password")))
         client = stack.enter_context(httpx.Client(base_url=running.url, timeout=60))
-        for method, path in (("GET", "state"), ("POST", "file"), ("POST", "ask"), ("GET", "report/x")):
+        for method, path in (("GET", "state"), ("POST", "file"), ("POST", "ask"), ("POST", "compare"), ("GET", "report/x")):
             assert client.request(method, path, json={}).status_code == 401
         assert client.post("login", data={"username": "me", "password": "wrong"}).status_code == 400
         assert client.post("login", data={"username": "me", "password": "a long password"}).status_code == 200
