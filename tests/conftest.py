@@ -105,6 +105,15 @@ def _cache(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
             (kept / f".{os.getpid()}-{file.name}").replace(kept / file.name)  # at once: other workers may read it
 
 
+@pytest.fixture(scope="session")
+def decoders() -> Iterator[Any]:
+    """Processes that decode pictures and clips, which start in most of a second each."""
+    from mmspec.vision.video.decoder_pool import DecoderPool
+
+    with DecoderPool() as pool:
+        yield pool
+
+
 @pytest.fixture(autouse=True)
 def _generator() -> Iterator[None]:
     import torch

@@ -9,6 +9,7 @@ import errno
 import os
 import re
 import sys
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -129,10 +130,10 @@ class StreamOutput:
         return JobSummary.of(self._finished)
 
 
-class ResumableOutput:
+class ResumableOutput(ABC):
     """What outputs in files have in common: claimed by one job, continued with equal settings, released at the end.
 
-    Subclasses say which files: `_claim`, `_existing`, `_discard`, `_prepare`, `_finish` and `_release`.
+    Subclasses say which files.
     """
 
     def __init__(
@@ -204,29 +205,29 @@ class ResumableOutput:
         finally:
             self._release()
 
+    @abstractmethod
     def _claim(self) -> None:
         """Take the locks; BlockingIOError if another job has them."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _existing(self) -> None:
         """Add the rows that exist, and check their settings."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _discard(self) -> None:
         """Remove them."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _prepare(self, retry_errors: bool) -> None:
         """Repair what a kill has left; discard the rows with an error if `retry_errors`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _finish(self, ids: Collection[str], complete: bool) -> JobSummary | None:
         """See `Output.close`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _release(self) -> None:
         """Give back the locks; remove what was created for nothing."""
-        raise NotImplementedError
 
     def _add(self, ident: str, new: Finished) -> bool:
         """Remember a row, but of two of one id a caption rather than an error; returns whether it was taken."""

@@ -1,22 +1,34 @@
-"""Shared by the tests of commands."""
+"""Shared by the tests of commands and pages."""
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Iterator
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 
-from mmspec.vision.video.decoder_pool import DecoderPool
-
-
-@pytest.fixture(scope="session")
-def _decoders() -> Iterator[DecoderPool]:
-    with DecoderPool() as pool:
-        yield pool
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
 @pytest.fixture
-def shared_decoders(_decoders: DecoderPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Caption jobs of this process take the same decoders, which start in most of a second each."""
-    monkeypatch.setattr("mmspec.app.caption.job.DecoderPool", lambda: nullcontext(_decoders))
+def shared_decoders(decoders: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caption jobs of this process take the same decoders."""
+    monkeypatch.setattr("mmspec.app.caption.job.DecoderPool", lambda: nullcontext(decoders))
+
+
+@pytest.fixture(scope="module")  # while it is open, no other event loop runs in this thread
+def browser() -> Iterator[Any]:
+    """Chromium without a window, by Playwright. With MMSPEC_BROWSER=1 a missing one is a failure, no reason to skip."""
+    if os.environ.get("MMSPEC_BROWSER") != "1":
+        pytest.importorskip("playwright")
+        if CHROMIUM is None:
+            pytest.skip("no chromium here")
+    import playwright.sync_api as api
+
+    with api.sync_playwright() as playwright:
+        running = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield running
+        running.close()

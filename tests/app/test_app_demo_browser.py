@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import os
 import random
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -30,7 +29,6 @@ from mmspec.app.ui.server import serve
 from mmspec.app.ui.streamer import TimingStreamer
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 WIDTHS = pytest.mark.parametrize("width", [1280, 390])
 PATIENCE_MS = 60_000
 NASTY = "<img src=x onerror='window.hacked=1'><script>window.hacked=1</script> **bold** ${1+1} {{value}}"
@@ -71,20 +69,6 @@ def demo(request: pytest.FixtureRequest) -> Iterator[Demo]:
         while running.model.phase != "ready":
             time.sleep(0.1)
         yield running
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    if os.environ.get("MMSPEC_BROWSER") != "1":
-        pytest.importorskip("playwright")
-        if CHROMIUM is None:
-            pytest.skip("no chromium here")
-    import playwright.sync_api as api
-
-    with api.sync_playwright() as playwright:
-        running = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield running
-        running.close()
 
 
 @pytest.fixture

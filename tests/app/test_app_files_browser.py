@@ -3,9 +3,6 @@ and on a phone. See `test_app_demo_browser.py` for how these tests are run."""
 
 from __future__ import annotations
 
-import os
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +18,6 @@ from research.bench.suite.summary import SuiteRow
 
 pytestmark = pytest.mark.pages
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 LOOKS = [(width, scheme) for width in (390, 1280) for scheme in ("light", "dark")]
 TEXT_CONTRAST = """(() => {
     const parts = (text) => (text.match(/[0-9.]+/g) ?? []).map(Number);
@@ -47,20 +43,6 @@ TEXT_CONTRAST = """(() => {
         });
 })()"""
 """[text, contrast of WCAG 2] of everything with text in it."""
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    if os.environ.get("MMSPEC_BROWSER") != "1":
-        pytest.importorskip("playwright")
-        if CHROMIUM is None:
-            pytest.skip("no chromium here")
-    import playwright.sync_api as api
-
-    with api.sync_playwright() as playwright:
-        running = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield running
-        running.close()
 
 
 def check_page(browser: Any, file: Path, width: int, scheme: str, shots: str | None) -> Any:
