@@ -27,7 +27,7 @@ from mmspec.drafters.ngram.lookup import NgramIndex, PromptLookup
 from mmspec.drafters.ngram.output_ngrams import OutputNgrams
 from mmspec.drafters.ngram.recycling import SuccessorTable
 from mmspec.engine.tree import DraftTree
-from mmspec.interfaces import Prompt, VerifyResult
+from mmspec.interfaces import Drafter, Prompt, VerifyResult
 
 LOOKUP, RECYCLING, OUTPUTS, COPY = range(4)
 ARM_NAMES = ("lookup", "recycling", "outputs", "copy")
@@ -68,7 +68,7 @@ class ArbitratedState:
     available: list[bool] = field(default_factory=list)
 
 
-class ArbitratedDrafter:
+class ArbitratedDrafter(Drafter):
     """Drafts with the arm (a subset of the n-gram sources, or a copy) that yields the most tokens per second.
 
     Attributes:
@@ -96,7 +96,7 @@ class ArbitratedDrafter:
         self.vocab_size = self.ngram.vocab_size
         self.requirements = self.ngram.requirements if self.copied is None else self.copied.requirements
 
-    # --- the Drafter protocol -----------------------------------------------------------------------------------------
+    # --- a call ------------------------------------------------------------------------------------------------------
 
     def begin(self, prompt: Prompt) -> ArbitratedState:
         """Start all arms."""
@@ -166,7 +166,7 @@ class ArbitratedDrafter:
         state.arm, state.start_time = None, 0.0
 
     def has_grown(self) -> bool:
-        """Whether from now on there may be a copy (`mmspec.interfaces.GrowingDrafter`)."""
+        """Whether from now on there may be a copy."""
         waited, self._waits = self._waits, self._decode_s < COPY_PATIENCE * self._make_s
         return waited and not self._waits
 

@@ -8,15 +8,13 @@ from typing import Any
 from torch import Tensor
 
 from mmspec.engine.tree import DraftTree, root_only
-from mmspec.interfaces import DrafterRequirements, Prompt, VerifyResult
+from mmspec.interfaces import Drafter, Prompt, VerifyResult
 
 
-class NoDrafter:
+class NoDrafter(Drafter):
     """Proposes the root only."""
 
     name = "none"
-    requirements = DrafterRequirements()
-    vocab_size: int | None = None
 
     def begin(self, prompt: Prompt) -> Any:
         """No state."""

@@ -9,7 +9,7 @@ import reprlib
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from mmspec.drafters.mtp.build import OWN_NAMES, is_own_drafter, own_drafter
 from mmspec.hints import did_you_mean, looks_like_path
@@ -273,7 +273,7 @@ def check_contract(drafter: object) -> None:
 
 
 def build_drafter(drafter: str | object, target: TargetInfo | None = None) -> Drafter:
-    """A new drafter by name, folder or hub id; an object with the `Drafter` protocol is returned as it is.
+    """A new drafter by name, folder or hub id; an object with its methods (`as_drafter`).
 
     Args:
         drafter: name, folder, hub id or object.
@@ -301,5 +301,7 @@ def build_drafter(drafter: str | object, target: TargetInfo | None = None) -> Dr
             is_on_hub = drafter not in bundled_drafters() and not os.path.isdir(drafter)
             return load_trained(resolve_folder(drafter), target, drafter if is_on_hub else None)
         raise ValueError(f"{explain_unknown(drafter, repr)}.")
+    from mmspec.interfaces.drafter import as_drafter
+
     check_contract(drafter)
-    return cast("Drafter", drafter)
+    return as_drafter(drafter)

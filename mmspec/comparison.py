@@ -16,7 +16,8 @@ from transformers.generation.stopping_criteria import StoppingCriteria, Stopping
 from mmspec.arguments import option_getter
 from mmspec.control.cost_store import unchanged_costs
 from mmspec.control.draft_cost import HeadCostModel
-from mmspec.interfaces import Drafter, ReplicableDrafter
+from mmspec.interfaces import Drafter
+from mmspec.interfaces.drafter import as_drafter
 from mmspec.metrics.stats import Stats
 from mmspec.patching import disabled, is_patched, patch_state, stats
 
@@ -214,11 +215,11 @@ def compare(model: Any, inputs: Mapping[str, Any] | Tensor, *, repeats: int = 1,
 def replicate(drafter: Drafter) -> Drafter:
     """A drafter in the same state that learns independently. Modules (weights) are shared, not copied.
 
-    Calls `ReplicableDrafter.replicate` if there is one; else makes a deep copy that keeps the classes and measurements
+    Calls `Drafter.replicate`; where that makes none, else makes a deep copy that keeps the classes and measurements
     of cost models and controllers. A drafter that is itself a module is returned unchanged.
     """
-    if isinstance(drafter, ReplicableDrafter):
-        return drafter.replicate()
+    if (twin := as_drafter(drafter).replicate()) is not None:
+        return twin
     if isinstance(drafter, nn.Module):
         return drafter
     memo: dict[int, Any] = {}
@@ -246,7 +247,7 @@ def _share_modules(drafter: object, memo: dict[int, Any]) -> None:
             pending += value
         elif isinstance(value, dict):
             pending += value.values()
-        elif value is drafter or isinstance(value, Drafter):
+        elif value is drafter or hasattr(value, "propose"):
             pending += getattr(value, "__dict__", {}).values()
 
 

@@ -34,7 +34,7 @@ from mmspec.engine.revision import Revision
 from mmspec.engine.undo import undo_lost, undone
 from mmspec.fallback import FallbackPolicy, reason_before_binding
 from mmspec.forks import new_lock, note_threads
-from mmspec.interfaces import GrowingDrafter, SaliencyCompressor
+from mmspec.interfaces import SaliencyCompressor
 from mmspec.metrics.stats import Stats
 from mmspec.resolve import DrafterCache
 from mmspec.reuse import after_prompt, find_prefix
@@ -144,7 +144,7 @@ class PatchState:
         store_kernel_choices(self.autotuner.choices)
         if config.fixed_tree_size is None:
             self.costs.count_call(config.drafter, self.adapter)
-        if isinstance(config.drafter, GrowingDrafter) and config.drafter.has_grown():
+        if config.drafter.has_grown():
             call.costs.retry()
         return result
 

@@ -14,7 +14,6 @@ from mmspec.interfaces import (
     GridCompressor,
     SizedCompressor,
     TargetInfo,
-    TrainedDrafter,
 )
 from mmspec.targets.assistant import assistant_parts, find_assistant, is_assistant, is_assistant_folder, load_assistant
 from mmspec.targets.layer_subset import check_layer_subsets
@@ -26,7 +25,7 @@ MAX_CACHED_DRAFTERS = 4
 
 def own_compressor(drafter: Drafter) -> Compressor | None:
     """The compressor that a drafter comes with, or None."""
-    own = getattr(drafter, "compressor", None)
+    own = drafter.compressor
     return own if isinstance(own, Compressor) else None
 
 
@@ -69,7 +68,7 @@ def resolve_drafter(drafter: str | os.PathLike[str] | Drafter, adapter: Any, tok
         raise ValueError(f"{missing}. Use a drafter of this model, or drafter='auto'.")
     if resolved.requirements.layer_subsets and not resolved.requirements.optional_copy:
         check_layer_subsets(adapter, resolved.requirements)
-    if isinstance(resolved, TrainedDrafter) and resolved.bundled_compressor is not None:
+    if resolved.bundled_compressor is not None:
         from mmspec.vision.registry import load_compressor
 
         config, state_dict = resolved.bundled_compressor
@@ -158,14 +157,12 @@ def check_grids(compressor: Compressor, adapter: Any) -> None:
 
 def check_compressor(compressor: Compressor, drafter: Drafter) -> None:
     """Refuse a compressor beside a head that compresses itself, or with weights for another hidden size."""
-    if not isinstance(drafter, TrainedDrafter):
-        return
     if drafter.compresses_visual_tokens:
         raise ValueError(f"drafter {drafter.name!r} compresses visual tokens itself; pass compressor=None.")
     size = compressor.hidden_size if isinstance(compressor, SizedCompressor) else None
-    if size is None:
-        return
     expected = drafter.compressor_hidden_size
+    if size is None or expected == 0:
+        return
     if expected is None:
         raise ValueError(
             f"compressor {compressor.name!r} has weights for hidden size {size}, drafter {drafter.name!r} reads "
@@ -188,7 +185,7 @@ class DrafterCache:
     def get(self, drafter: str | os.PathLike[str] | Drafter, adapter: Any, tokenizer: Any) -> Drafter:
         """As `resolve_drafter`; a folder whose content has changed is loaded again."""
         drafter = os.fspath(drafter) if isinstance(drafter, os.PathLike) else drafter
-        if not isinstance(drafter, str) and isinstance(drafter, Drafter):
+        if hasattr(drafter, "propose"):  # an object; a model is kept, with its drafter
             return resolve_drafter(drafter, adapter, tokenizer)
         name = drafter if isinstance(drafter, str) else id(drafter)  # a model, which its drafter keeps alive
         key = name, _folder_state(drafter), id(tokenizer), adapter.vocab_size

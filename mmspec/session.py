@@ -18,7 +18,7 @@ from mmspec.engine.loop import DecodeLoop
 from mmspec.engine.output import OutputBuffer, ReturnFlags, UserCodeHooks
 from mmspec.engine.rng import SamplingNoise
 from mmspec.engine.sampler import TreeSampler
-from mmspec.interfaces import Drafter, ObservedRound, Observer, Prompt, VisualGrid, drafter_label
+from mmspec.interfaces import ObservedRound, Observer, Prompt, VisualGrid
 from mmspec.metrics.compression_stats import RecordingCompressor
 from mmspec.prefill import Prefilled
 from mmspec.reference import reference_rows
@@ -26,7 +26,7 @@ from mmspec.targets.assistant import TargetKeysReader
 from mmspec.targets.base import ModelAdapter
 from mmspec.targets.hf import HFTarget
 from mmspec.targets.layer_subset import open_layer_subsets
-from mmspec.user_code import RngIsolatedDrafter, is_builtin
+from mmspec.user_code import is_builtin
 
 NOISE_BYTES = 256 << 20
 """Largest memory for the noise of the steps in flight; rows that are too far ahead wait."""
@@ -69,10 +69,10 @@ def build_session(call: CallContext, inputs: PreparedInputs, prefilled: Prefille
     private_draws = PrivateDraws(expected_state=None if sampler.noise is None else sampler.noise.expected_state)
     compressor = _build_compressor(call, private_draws)
     prompt = replace(_build_prompt(call, inputs, prefilled, output), compressor=compressor)
-    call.stats.drafter = drafter_label(call.spec_config.drafter)
+    call.stats.drafter = call.spec_config.drafter.label
     loop = DecodeLoop(
         target=target,
-        drafter=_wrap_drafter(call, private_draws),
+        drafter=call.spec_config.drafter,
         output=output,
         sampler=sampler,
         controller=_build_controller(call, num_rows=len(inputs.input_ids)),
@@ -81,6 +81,7 @@ def build_session(call: CallContext, inputs: PreparedInputs, prefilled: Prefille
         start_time=call.start_time,
         warn=call.warn,
         observe=_build_observer(call, private_draws),
+        isolation=None if is_builtin(call.spec_config.drafter) else private_draws,
     )
     use_c(call, target)
     return Session(
@@ -93,12 +94,6 @@ def build_session(call: CallContext, inputs: PreparedInputs, prefilled: Prefille
         returns_dict=bool(inputs.generation_config.return_dict_in_generate),
         returns_cache=_returns_cache(inputs, target),
     )
-
-
-def _wrap_drafter(call: CallContext, private_draws: PrivateDraws) -> Drafter:
-    """The drafter of the call; a user's draws from generators of its own."""
-    drafter: Drafter = call.spec_config.drafter
-    return drafter if is_builtin(drafter) else RngIsolatedDrafter(drafter, private_draws)
 
 
 def _build_observer(call: CallContext, private_draws: PrivateDraws) -> Observer | None:

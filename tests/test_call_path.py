@@ -16,7 +16,7 @@ from torch import nn
 import mmspec
 from mmspec.call import CallContext
 from mmspec.interfaces import Prompt
-from mmspec.interfaces.drafter import ModuleDrafter, modules_of
+from mmspec.interfaces.drafter import as_drafter, modules_of
 
 CORE = Path(mmspec.__file__).parent
 
@@ -80,6 +80,6 @@ class HeadedDrafter(adversarial.BranchingDrafter):
 def test_a_drafter_declares_its_modules() -> None:
     """Nobody searches a drafter for them; one that is a module is its own."""
     drafter = HeadedDrafter()
-    assert isinstance(drafter, ModuleDrafter) and modules_of(drafter) == (drafter.declared,)
-    assert modules_of(adversarial.BranchingDrafter(1)) == ()
+    assert modules_of(as_drafter(drafter)) == (drafter.declared,)
+    assert modules_of(as_drafter(adversarial.BranchingDrafter(1))) == ()
     assert not {"recordings", "recorder"} & set(Prompt.__dataclass_fields__), "a prompt is data"

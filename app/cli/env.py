@@ -107,7 +107,6 @@ def describe_drafter(name: str, adapter: ModelAdapter, processor: Any) -> Iterat
     """The drafter of a model, what was found in its checkpoint, and of a trained head how image positions enter it."""
     from mmspec.config import resolve_tokenizer
     from mmspec.drafters.heads.base.drafter import HeadDrafter
-    from mmspec.interfaces import drafter_label
     from mmspec.resolve import resolve_drafter
 
     try:
@@ -115,7 +114,7 @@ def describe_drafter(name: str, adapter: ModelAdapter, processor: Any) -> Iterat
     except (OSError, ValueError) as error:
         yield "drafter", f"{name}: {one_line(error)}"
         return
-    yield "drafter", drafter_label(drafter)
+    yield "drafter", drafter.label
     if found := getattr(drafter, "description", ""):
         yield "draft head", str(found)
     elif name == "auto":

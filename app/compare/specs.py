@@ -17,7 +17,7 @@ from mmspec.app.cli.arguments import validate_drafter
 from mmspec.app.errors import UsageError
 from mmspec.control.depth import DepthController
 from mmspec.drafters.heads.eagle.drafter import EagleDrafter
-from mmspec.interfaces import NO_LIMIT, CompressingDrafter, Drafter
+from mmspec.interfaces import NO_LIMIT, Drafter
 from mmspec.resolve import resolve_drafter
 from mmspec.targets.registry import find_adapter
 
@@ -107,8 +107,8 @@ def _fix_depth(drafter: Drafter, depth: int, name: str) -> None:
 
 
 def _set_own_budget(drafter: Drafter, tokens: int, name: str) -> None:
-    own: Any = drafter.compressor if isinstance(drafter, CompressingDrafter) else None
-    if not isinstance(drafter, CompressingDrafter) or own is None or own.max_tokens in (0, NO_LIMIT):
+    own: Any = drafter.compressor
+    if own is None or own.max_tokens in (0, NO_LIMIT):
         what = "comes with no compressor" if own is None else f"comes with {own.name!r}, which takes no number"
         raise UsageError(f"own:N is for drafters that were trained with a compressor; {drafter.name!r} {what}: {name}")
     has_weights = isinstance(own, nn.Module)

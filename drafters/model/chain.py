@@ -25,7 +25,7 @@ from mmspec.drafters.ngram.output_ngrams import MAX_CONTEXT, MIN_UNSEEN_PROB
 from mmspec.drafters.rerank import LEVEL_PENALTY
 from mmspec.engine.host_copy import from_host
 from mmspec.engine.tree import BUCKETS, DraftTree, root_only
-from mmspec.interfaces import DrafterRequirements, DraftTarget, GuidingDrafter, Prompt, VerifyResult
+from mmspec.interfaces import Drafter, DraftTarget, Prompt, VerifyResult
 
 DEFAULT_TOP_K_NODES = 2
 """Tokens of each step that become nodes; the second is accepted far less often, and the controller may drop it."""
@@ -77,7 +77,7 @@ class ChainInputs:
     drafted: list[Tensor] = field(default_factory=list)
 
 
-class ChainDrafter(ABC):
+class ChainDrafter(Drafter, ABC):
     """A `mmspec.interfaces.Drafter` that decodes with a model.
 
     Hooks:
@@ -96,14 +96,9 @@ class ChainDrafter(ABC):
             `ChainState.guide`.
     """
 
-    name: str
-    requirements: DrafterRequirements = DrafterRequirements()
-    vocab_size: int | None = None
     owns_guide: bool = True
 
-    def __init__(
-        self, max_length: int = 6, top_k: int = DEFAULT_TOP_K_NODES, guide: GuidingDrafter | None = None
-    ) -> None:
+    def __init__(self, max_length: int = 6, top_k: int = DEFAULT_TOP_K_NODES, guide: Drafter | None = None) -> None:
         """
         Args:
             max_length: largest number of tokens of a chain.
@@ -140,7 +135,7 @@ class ChainDrafter(ABC):
     def close_chain(self, state: ChainState, chain: ChainInputs) -> None:
         """Crop the cache of the model after a draft, also one that was interrupted by an exception."""
 
-    # --- the Drafter protocol -----------------------------------------------------------------------------------------
+    # --- a call ------------------------------------------------------------------------------------------------------
 
     def begin(self, prompt: Prompt) -> ChainState:
         """Start a call. Nothing is computed before the first draft, which may never be requested."""

@@ -1,7 +1,7 @@
 """One draft of `ChainDrafter`: a model decodes a chain per row, itself guided by a second drafter or not.
 
 The rounds are those of the decode loop in small: a tree, one forward over its nodes, the next id at every node, and
-`accept_path`. With a guide (`GuidingDrafter`) the tree is that of the guide, so that one forward may decode several
+`accept_path`. With a guide (`Drafter`) the tree is that of the guide, so that one forward may decode several
 tokens; without one it is the last token of each row. The guide never changes what is drafted.
 """
 
@@ -20,7 +20,7 @@ from mmspec.drafters.rerank import LEVEL_PENALTY, NodePool, next_log_probs
 from mmspec.engine.host_copy import from_host
 from mmspec.engine.tree import DraftTree, root_only, sanitize
 from mmspec.engine.verify import accept_path
-from mmspec.interfaces import DraftTarget, GuidingDrafter, Prompt, VerifyResult
+from mmspec.interfaces import Drafter, DraftTarget, Prompt, VerifyResult
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Guide:
 
     def __init__(
         self,
-        drafter: GuidingDrafter,
+        drafter: Drafter,
         state: Any,
         controller: TreeSizeController,
         rule: DraftRule,

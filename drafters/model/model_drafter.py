@@ -71,7 +71,7 @@ class ModelDrafter(ChainDrafter):
         return self.replicate()
 
     def replicate(self) -> ModelDrafter:
-        """See `mmspec.interfaces.ReplicableDrafter`: the weights are shared."""
+        """See `Drafter.replicate`: the weights are shared."""
         twin = type(self).__new__(type(self))
         vars(twin).update(vars(self))
         twin.controller = self.controller.copy()

@@ -13,7 +13,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 from mmspec.drafters.model.chain import ChainDrafter, ChainInputs, ChainState
-from mmspec.interfaces import DrafterRequirements, DraftTarget, GuidingDrafter, LayerSubsets, Prompt
+from mmspec.interfaces import Drafter, DrafterRequirements, DraftTarget, LayerSubsets, Prompt
 
 MAX_QUANTIZED_LENGTH = 15
 """Tokens of a draft by a copy, which is right more often than some of the layers are."""
@@ -61,9 +61,7 @@ class SelfDrafter(ChainDrafter):
     name = "self"
     requirements = DrafterRequirements(layer_subsets=True)
 
-    def __init__(
-        self, layers: Sequence[int] | None = None, max_length: int = 6, guide: GuidingDrafter | None = None
-    ) -> None:
+    def __init__(self, layers: Sequence[int] | None = None, max_length: int = 6, guide: Drafter | None = None) -> None:
         """
         Args:
             layers: decoder layers that draft; None chooses them by running acceptance.
@@ -140,7 +138,7 @@ class QuantizedDrafter(SelfDrafter):
         bits: int | None = None,
         layers: Sequence[int] | None = None,
         max_length: int = MAX_QUANTIZED_LENGTH,
-        guide: GuidingDrafter | None = None,
+        guide: Drafter | None = None,
         is_optional: bool = False,
         is_saved: bool = False,
     ) -> None:

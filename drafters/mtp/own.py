@@ -90,7 +90,7 @@ class OwnDrafter(HeadDrafter):
         self._first_tokens = FirstTokens()
 
     def replicate(self) -> Self:
-        """See `mmspec.interfaces.ReplicableDrafter`: the weights are shared."""
+        """See `Drafter.replicate`: the weights are shared."""
         twin = copy.copy(self)
         memo = {id(self.head): self.head}
         vars(twin).update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})

@@ -17,7 +17,7 @@ from torch import Tensor
 from mmspec.cpu.ngrams import CNgrams
 from mmspec.engine.tree import BUCKETS, DraftTree, Node, best_first, build_tree, root_only
 from mmspec.forks import new_lock
-from mmspec.interfaces import DrafterRequirements, Prompt, VerifyResult
+from mmspec.interfaces import Drafter, DrafterRequirements, Prompt, VerifyResult
 
 BARRIER = -1
 """Replaces visual tokens, padding and ids beyond V in host text. Never matched, never copied."""
@@ -204,7 +204,7 @@ TreeNode = tuple[int | None, list[Any]]
 """(token or None for the root, cursor per source or None where the source did not propose the node)."""
 
 
-class BestFirstDrafter:
+class BestFirstDrafter(Drafter):
     """Drafts the most likely tree below each row's last token, from the union of the candidates of its sources.
 
     A token that several sources name counts as much as the most trusted of them. Every candidate at an accepted node
@@ -226,7 +226,7 @@ class BestFirstDrafter:
         self._node_limits: dict[int, float] = {}  # by batch size
 
     def counts(self, state: BestFirstState) -> CNgrams | None:
-        """See `mmspec.interfaces.GuidingDrafter`."""
+        """See `mmspec.interfaces.Drafter`."""
         self.catch_up(state)
         found = (getattr(source, "counts", None) for source in self.sources)
         return next((one for one in found if isinstance(one, CNgrams)), None)
@@ -323,7 +323,7 @@ class BestFirstDrafter:
         self._update_sources(state, result)
 
     def follow(self, state: BestFirstState, result: VerifyResult) -> None:
-        """See `mmspec.interfaces.GuidingDrafter`."""
+        """See `mmspec.interfaces.Drafter`."""
         self.catch_up(state)
         self._calibrate(state, result)
         sources = list(zip(self.sources, state.source_states, strict=True))
@@ -335,7 +335,7 @@ class BestFirstDrafter:
                     source.follow(one, row, tokens)
 
     def rewind(self, state: BestFirstState) -> None:
-        """See `mmspec.interfaces.GuidingDrafter`."""
+        """See `mmspec.interfaces.Drafter`."""
         if state.marks:
             for source, one, mark in zip(self.sources, state.source_states, state.marks, strict=True):
                 source.rewind(one, mark)

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, ParamSpec, TypeVar
 
@@ -39,7 +40,8 @@ from mmspec.engine.stepwise import StepwiseLoop
 from mmspec.engine.tree import BUCKETS, DraftTree, bucket_size, first_chain, replace_with_chain, root_only, sanitize
 from mmspec.engine.verifier import Verified, Verifier
 from mmspec.interfaces import Drafter, ObservedRound, Observer, Prompt, Target, VerifyResult
-from mmspec.interfaces.round import RecordableDrafter, RecordableTarget, pass_recordings
+from mmspec.interfaces.drafter import DRAFTER_CONTRACT
+from mmspec.interfaces.round import RecordableTarget
 from mmspec.messages import one_line
 from mmspec.metrics.stats import RoundTimes, Stats
 
@@ -62,6 +64,7 @@ class DecodeLoop:
         start_time: `time.perf_counter()` at the start of `generate`.
         warn: logs a message once per model.
         observe: called once a round, before the drafter observes it; None if nobody listens.
+        isolation: context of the hooks of a user's drafter; None for one of mmspec.
         recorded: whole rounds as recorded functions; None where they are not recorded.
     """
 
@@ -75,6 +78,7 @@ class DecodeLoop:
     start_time: float
     warn: Callable[[str], None] = field(default=lambda message: None)
     observe: Observer | None = None
+    isolation: AbstractContextManager[Any] | None = None
     recorded: RecordedRounds | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -98,12 +102,12 @@ class DecodeLoop:
         stepwise = StepwiseLoop(self.target, output, self.sampler, self.stats)
         verifier = stepwise.verifier if output.stepwise else self._verifier
         first = verifier.verify(self._root, prompt_logits[:, None], output.row_state(1))
-        state = self._ask(self.drafter.begin, prompt)
-        if isinstance(self.target, RecordableTarget):
-            self._ask(pass_recordings, self.drafter, state, self.target.recordings)
+        state = self._ask(self._hook, self.drafter.begin, prompt)
+        if isinstance(self.target, RecordableTarget) and self.target.recordings is not None:
+            self._ask(self._hook, self.drafter.use_recordings, state, self.target.recordings)
         output.emit(first.result, first.scores, first.logits)
         self._tell(state, first.result)
-        self._ask(self.drafter.observe, state, first.result, {})
+        self._ask(self._hook, self.drafter.observe, state, first.result, {})
         first_token_time = time.perf_counter()
         self.stats.ttft_s += first_token_time - self.start_time
         while not output.advance():
@@ -135,10 +139,9 @@ class DecodeLoop:
         result = _drop_inactive_rows(result, active, plan.rows)
         self._tell(state, result, plan.num_proposed)
         if plan.part is None:
-            self._ask(self.drafter.observe, state, result, hidden_states)
+            self._ask(self._hook, self.drafter.observe, state, result, hidden_states)
         else:
-            assert isinstance(self.drafter, RecordableDrafter)
-            self._ask(self.drafter.observe_part, state, result, hidden_states[0], kept)
+            self._ask(self._hook, self.drafter.observe_part, state, result, hidden_states[0], kept)
         draft_s = (built - start) + (self._now() - emitted)
         times = RoundTimes(draft_s, accepted - built, emitted - accepted)
         self._record(result, active, plan.has_draft, times)
@@ -165,6 +168,13 @@ class DecodeLoop:
                 self.target.crop(self.output.cached_lengths)
             return None
 
+    def _hook(self, hook: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """What a hook of the drafter returns; the draws of a user's come from generators of its own."""
+        if self.isolation is None:
+            return hook(*args, **kwargs)
+        with self.isolation:
+            return hook(*args, **kwargs)
+
     def _now(self) -> float:
         """Seconds of a clock that stops while something is done once per shape."""
         return time.perf_counter() - self.target.setup_s
@@ -174,15 +184,15 @@ class DecodeLoop:
     def _plan(self, state: Any, whole: bool = True) -> RoundPlan:
         """What the coming round scores: the drafter's part if the `whole` round may be one function, else a tree."""
         draft, recorded, num_proposed = None, self.recorded, None
-        whole &= self.observe is None  # the tree of a draft within a recorded round stays on the device
+        # The tree of a draft within a recorded round stays on the device; that of a user is checked.
+        whole &= self.observe is None and self.isolation is None
         if self.target.skips_rows:
             self.controller.follow_rows(sum(limit > 0 for limit in self.output.max_emit(1)))
         if self.controller.should_draft and not self._has_failed:
             size = self._size_in_advance() if whole and recorded is not None and recorded.can_draft else None
             if size is not None:
-                assert recorded is not None and isinstance(self.drafter, RecordableDrafter)
-                part = self._ask(self.drafter.draft_part, state, size)
-                if part is not None and recorded.accepts(part):
+                part = self._ask(self._hook, self.drafter.draft_part, state, size)
+                if part is not None and recorded is not None and recorded.accepts(part):
                     return RoundPlan(size, self.output.row_state(size), part=part, num_proposed=size)
             draft, num_proposed = self._ask(self._draft, state) or (None, None)
         else:
@@ -200,7 +210,9 @@ class DecodeLoop:
         controller = self.controller
         max_emit = self.output.max_emit(controller.max_tree_size)
         active = self._active_rows([limit - 1 for limit in max_emit])  # a row that may emit one token needs no draft
-        tree = self.drafter.propose(state, controller.max_tree_size, active)
+        tree = self._hook(self.drafter.propose, state, controller.max_tree_size, active)
+        if not isinstance(tree, DraftTree):
+            raise TypeError(f"{DRAFTER_CONTRACT}; got one whose propose returned {type(tree).__name__}.")
         tree.check(len(active))
         num_proposed = tree.num_nodes
         tree = tree.trim(controller.max_tree_size)

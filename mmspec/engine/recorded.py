@@ -22,7 +22,7 @@ from mmspec.engine.sampler import TreeSampler
 from mmspec.engine.tree import DraftTree, root_only
 from mmspec.engine.verifier import Verified, resize
 from mmspec.interfaces import Drafter, Target
-from mmspec.interfaces.round import DraftPart, RecordableDrafter, RecordableTarget, ScorePart
+from mmspec.interfaces.round import DraftPart, RecordableTarget, ScorePart
 
 
 @dataclass
@@ -77,7 +77,7 @@ class RecordedRounds:
     @property
     def can_draft(self) -> bool:
         """Whether the drafter's drafts may be parts of rounds."""
-        return isinstance(self._drafter, RecordableDrafter)
+        return type(self._drafter).draft_part is not Drafter.draft_part
 
     def accepts(self, part: DraftPart) -> bool:
         """Whether rounds with this draft have not failed to be recorded."""

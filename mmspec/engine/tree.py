@@ -63,7 +63,8 @@ class DraftTree:
         Raises:
             TypeError: a part is no dense tensor [batch, N] of its type.
         """
-        shape = batch, max(self.num_nodes, 1)
+        width = self.tokens.shape[-1] if isinstance(self.tokens, Tensor) and self.tokens.dim() else 1
+        shape = batch, max(width, 1)
         for name, dtype in (("tokens", torch.int64), ("parents", torch.int64), ("node_mask", torch.bool)):
             part = getattr(self, name)
             is_dense = isinstance(part, Tensor) and part.layout == torch.strided and not part.is_meta

@@ -5,7 +5,7 @@
 | `target` | `Target` | `VerifyResult`, `TargetInfo`, `SharedEmbeddings` |
 | `draft_target` | `DraftTarget`, `LayerSubsets`, `DraftModelSource` | |
 | `own_head` | `TargetKeys`, `HeadBlock`, `HeadCache` | `OwnHead`, `HeadRule`, `HeadFiles`, `AssistantParts` |
-| `drafter` | `Drafter`, `GuidingDrafter`, `TrainedDrafter`, ... | `DrafterRequirements`, `Prompt` |
+| `drafter` | `Drafter` | `DrafterRequirements`, `Prompt` |
 | `observer` | `Observer` | `ObservedRound` |
 | `compressor` | `Compressor`, `SizedCompressor`, `SaliencyCompressor`, ... | `VisualTokens`, `VisualGrid` |
 | `video` | `FrameSampler`, `EvenSampler`, `ContentAwareSampler` | |
@@ -29,15 +29,9 @@ from mmspec.interfaces.compressor import (
 )
 from mmspec.interfaces.draft_target import DraftModelSource, DraftTarget, LayerSubsets
 from mmspec.interfaces.drafter import (
-    CompressingDrafter,
     Drafter,
     DrafterRequirements,
-    GrowingDrafter,
-    GuidingDrafter,
     Prompt,
-    ReplicableDrafter,
-    TrainedDrafter,
-    drafter_label,
 )
 from mmspec.interfaces.observer import ObservedRound, Observer
 from mmspec.interfaces.own_head import AssistantParts, HeadCache, HeadFiles, HeadRule, OwnHead, OwnHeadError, TargetKeys
@@ -47,7 +41,6 @@ from mmspec.interfaces.video import ContentAwareSampler, EvenSampler, FrameSampl
 __all__ = [
     "NO_LIMIT",
     "AssistantParts",
-    "CompressingDrafter",
     "CompressionContext",
     "Compressor",
     "ContentAwareSampler",
@@ -60,8 +53,6 @@ __all__ = [
     "GateObservation",
     "GatedCompressor",
     "GridCompressor",
-    "GrowingDrafter",
-    "GuidingDrafter",
     "HeadCache",
     "HeadFiles",
     "HeadRule",
@@ -71,16 +62,13 @@ __all__ = [
     "OwnHead",
     "OwnHeadError",
     "Prompt",
-    "ReplicableDrafter",
     "SaliencyCompressor",
     "SharedEmbeddings",
     "SizedCompressor",
     "Target",
     "TargetInfo",
     "TargetKeys",
-    "TrainedDrafter",
     "VerifyResult",
     "VisualGrid",
     "VisualTokens",
-    "drafter_label",
 ]

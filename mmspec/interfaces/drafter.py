@@ -1,10 +1,10 @@
-"""What the decode loop needs of a drafter: `Drafter`, its optional extensions, and the `Prompt` that it reads."""
+"""What the decode loop needs of a drafter: `Drafter`, and the `Prompt` that it reads."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -14,6 +14,10 @@ from mmspec.interfaces.compressor import Compressor, VisualGrid
 from mmspec.interfaces.draft_target import LayerSubsets
 from mmspec.interfaces.own_head import TargetKeys
 from mmspec.interfaces.target import SharedEmbeddings, VerifyResult
+
+if TYPE_CHECKING:
+    from mmspec.engine.recordings import Recordings
+    from mmspec.interfaces.round import DraftPart
 
 DRAFTER_CONTRACT = (
     "a drafter (mmspec.Drafter) has name (str), requirements (DrafterRequirements), vocab_size (int or None), "
@@ -105,25 +109,54 @@ class Prompt:
     target_keys: TargetKeys | None = None
 
 
-@runtime_checkable
-class Drafter(Protocol):
+class Drafter:
     """Proposes token trees. One object serves any number of calls and threads; per-call data lives in its state.
 
     A drafter affects speed only: its trees are sanitised and verified, so it cannot change the output. Random numbers
-    that it draws from the sampling generator are restored.
+    that it draws from the sampling generator are restored. `begin`, `propose` and `observe` make one; all else has a
+    default. An object of the user that does not inherit from this class is wrapped once (`as_drafter`).
 
     Attributes:
         name: unique name, used in messages and as the key of learned costs.
         requirements: what it needs from the target.
         vocab_size: V of the target it was trained for, or None if any vocabulary works.
+        compressor: its own, used unless `patch` or the call chooses another one; None for none.
+        bundled_compressor: (config, state dict) of the compressor that a head was trained with, or None. `mmspec.patch`
+            builds `compressor` from it.
     """
 
     name: str
-    requirements: DrafterRequirements
-    vocab_size: int | None
+    requirements: DrafterRequirements = DrafterRequirements()
+    vocab_size: int | None = None
+    compressor: Compressor | None = None
+    bundled_compressor: tuple[Mapping[str, Any], Mapping[str, Tensor]] | None = None
+
+    @property
+    def label(self) -> str:
+        """The name, with what else its figures depend on."""
+        return self.name
+
+    @property
+    def modules(self) -> Sequence[nn.Module]:
+        """What it computes with, a compressor of its own included, whose linear layers may run in other kernels on a
+        CPU; not the target's. Ask `modules_of`."""
+        return ()
+
+    @property
+    def compresses_visual_tokens(self) -> bool:
+        """Whether the head itself compresses visual tokens, so that no compressor may be chosen."""
+        return False
+
+    @property
+    def compressor_hidden_size(self) -> int | None:
+        """Hidden size that a compressor with weights must have; None if none fits (EAGLE-3 heads), 0 if any does."""
+        return 0
+
+    # --- a call -------------------------------------------------------------------------------------------------------
 
     def begin(self, prompt: Prompt) -> Any:
-        """Start a call. Returns the state that `propose` and `observe` receive."""
+        """Start a call. Returns the state that all other methods receive."""
+        raise NotImplementedError
 
     def propose(self, state: Any, max_nodes: int, active: Sequence[bool]) -> DraftTree:
         """Draft what follows the last emitted token of each active row.
@@ -137,6 +170,7 @@ class Drafter(Protocol):
             A tree whose root (node 0) stands for the last emitted token (the caller fills in its id). Nodes are
             ordered by falling `scores`, so that every prefix is the best smaller tree.
         """
+        raise NotImplementedError
 
     def observe(self, state: Any, result: VerifyResult, hidden_states: Mapping[int, Tensor]) -> None:
         """Update the state after a verification.
@@ -149,75 +183,48 @@ class Drafter(Protocol):
             result: accepted nodes and emitted tokens.
             hidden_states: {index: [B, N, D]} of the scored nodes; empty after the prefill (`Prompt.hidden_states`).
         """
+        raise NotImplementedError
 
+    # --- between calls ------------------------------------------------------------------------------------------------
 
-def drafter_label(drafter: Drafter) -> str:
-    """A drafter's name, with what else its figures depend on if it has an attribute `label` (a string)."""
-    label = getattr(drafter, "label", None)
-    return label if isinstance(label, str) else drafter.name
+    def has_grown(self) -> bool:
+        """Whether it will draft better than in the calls since this was asked last, so that drafts which did not pay
+        are to be tried anew. Asked after each call."""
+        return False
 
+    def replicate(self) -> Drafter | None:
+        """A drafter in the same state that shares weights but no mutable state with this one; None: copy it deeply."""
+        return None
 
-@runtime_checkable
-class ModuleDrafter(Drafter, Protocol):
-    """A drafter that computes with modules, whose linear layers may run in other kernels on a CPU.
+    # --- calls whose rounds are recorded ------------------------------------------------------------------------------
 
-    Attributes:
-        modules: its modules, those of a compressor of its own included; not the target's.
-    """
+    def use_recordings(self, state: Any, recordings: Recordings) -> None:
+        """Called after `begin` in calls whose rounds are recorded, with what records them and stops its clock."""
 
-    @property
-    def modules(self) -> Sequence[nn.Module]: ...
+    def draft_part(self, state: Any, num_nodes: int) -> DraftPart | None:
+        """The coming draft of `num_nodes` nodes at most as part of a recorded round, in place of `propose`; None if it
+        must be drafted alone."""
+        return None
 
+    def observe_part(self, state: Any, result: VerifyResult, hidden_states: Tensor, kept: Sequence[Tensor]) -> None:
+        """Update the state after a round with `draft_part`, in place of `observe`.
 
-def modules_of(drafter: Drafter) -> Sequence[nn.Module]:
-    """The modules that a drafter declares (`ModuleDrafter`), or that it is."""
-    if isinstance(drafter, nn.Module):
-        return (drafter,)
-    return drafter.modules if isinstance(drafter, ModuleDrafter) else ()
+        Args:
+            state: return value of `begin`.
+            result: accepted nodes and emitted tokens, whose tree has a size but no tokens.
+            hidden_states: [B, A, S] `select_hidden_states` at the accepted nodes.
+            kept: what the part's function returned besides the tree.
+        """
+        raise NotImplementedError
 
-
-@runtime_checkable
-class CompressingDrafter(Drafter, Protocol):
-    """A drafter with a compressor of its own.
-
-    Attributes:
-        compressor: used unless `patch` or the call chooses another one; None for none.
-    """
-
-    compressor: Compressor | None
-
-
-@runtime_checkable
-class TrainedDrafter(CompressingDrafter, Protocol):
-    """A drafter with a trained head that reads visual tokens.
-
-    Attributes:
-        bundled_compressor: (config, state dict) of the compressor that it was trained with, or None. `mmspec.patch`
-            builds `compressor` from it.
-    """
-
-    bundled_compressor: tuple[Mapping[str, Any], Mapping[str, Tensor]] | None
-
-    @property
-    def compresses_visual_tokens(self) -> bool:
-        """Whether the head itself compresses visual tokens, so that no compressor may be chosen."""
-
-    @property
-    def compressor_hidden_size(self) -> int | None:
-        """Hidden size that a compressor with weights must have; None if none fits (EAGLE-3 heads)."""
-
-
-@runtime_checkable
-class GuidingDrafter(Drafter, Protocol):
-    """A drafter that can also draft behind tokens which are not emitted yet, so that it drafts for another drafter.
-
-    A drafter that decodes with a model (`mmspec.drafters.model.chain`) is itself sped up by one: it scores a tree of
-    the guide where it would score one token. Where whole chains are drafted in one call (`DraftTarget.draft_chain`), it
-    takes part by its counts of n-grams.
-    """
+    # --- drafts for another drafter -----------------------------------------------------------------------------------
+    # A drafter that decodes with a model (`mmspec.drafters.model.chain`) is itself sped up by one: it scores a tree of
+    # its guide where it would score one token. Where whole chains are drafted in one call (`DraftTarget.draft_chain`),
+    # the guide takes part by its counts of n-grams.
 
     def counts(self, state: Any) -> CNgrams | None:
         """The counts of n-grams, with all that was observed; None if it has none."""
+        return None
 
     def follow(self, state: Any, result: VerifyResult) -> None:
         """Move behind the tokens that the other drafter has decoded, `result.emitted_ids`; `propose` drafts from there.
@@ -226,25 +233,44 @@ class GuidingDrafter(Drafter, Protocol):
             state: return value of `begin`.
             result: which nodes of the last tree the other drafter decoded, without tensors of logits.
         """
+        raise NotImplementedError
 
     def rewind(self, state: Any) -> None:
         """Return to the last emitted tokens. Called before the next `observe`."""
+        raise NotImplementedError
 
 
-@runtime_checkable
-class GrowingDrafter(Drafter, Protocol):
-    """A drafter that may come to draft better, so that drafts which did not pay are to be tried anew."""
-
-    def has_grown(self) -> bool:
-        """Whether it will draft better than in the calls since this was asked last. Asked after each call."""
+MEMBERS = {"name", *(name for name in vars(Drafter) if not name.startswith("_"))} - {"label"}
+"""Public members of a `Drafter` that are taken from an object as they are."""
 
 
-@runtime_checkable
-class ReplicableDrafter(Drafter, Protocol):
-    """A drafter that can create an independent drafter with the same learned state. Others are deep-copied.
+class UserDrafter(Drafter):
+    """An object of the user as a `Drafter`: what it has, it answers itself.
 
-    For drafters that hold resources which `copy.deepcopy` cannot or should not duplicate.
+    Attributes:
+        inner: the object.
     """
 
-    def replicate(self) -> Drafter:
-        """A drafter in the same state that shares weights but no mutable state with this one."""
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in MEMBERS and hasattr(self.inner, name):
+            return getattr(self.inner, name)
+        return super().__getattribute__(name)
+
+    @property
+    def label(self) -> str:
+        label = getattr(self.inner, "label", None)
+        return label if isinstance(label, str) else self.name
+
+
+def as_drafter(drafter: Any) -> Drafter:
+    """A drafter as it is, another object with its methods in a `UserDrafter`."""
+    return drafter if isinstance(drafter, Drafter) else UserDrafter(drafter)
+
+
+def modules_of(drafter: Drafter) -> Sequence[nn.Module]:
+    """The modules that a drafter declares, or that it is."""
+    one = drafter.inner if isinstance(drafter, UserDrafter) else drafter
+    return (one,) if isinstance(one, nn.Module) else getattr(one, "modules", ())

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from mmspec.engine.recordings import Recordings, WrittenPlace
 from mmspec.engine.tree import DraftTree
-from mmspec.interfaces.drafter import Drafter
-from mmspec.interfaces.target import Target, VerifyResult
+from mmspec.interfaces.target import Target
 
 
 @dataclass(frozen=True)
@@ -75,38 +74,6 @@ class ScorePart:
     written: Callable[[Sequence[Tensor], Tensor], list[WrittenPlace]]
     chains_only: bool = False
     num_kept: int = 0
-
-
-@runtime_checkable
-class RecordingsUser(Drafter, Protocol):
-    """A drafter that records drafts of its own, or whose clock stops while something is recorded."""
-
-    def use_recordings(self, state: Any, recordings: Recordings) -> None:
-        """Called after `begin` in calls whose rounds are recorded, with what records them."""
-
-
-def pass_recordings(drafter: Drafter, state: Any, recordings: Recordings | None) -> None:
-    """Give a drafter the recordings of a call that has begun, if it uses them. For wrappers of drafters, too."""
-    if recordings is not None and isinstance(drafter, RecordingsUser):
-        drafter.use_recordings(state, recordings)
-
-
-@runtime_checkable
-class RecordableDrafter(RecordingsUser, Protocol):
-    """A drafter whose drafts may be part of a recorded round."""
-
-    def draft_part(self, state: Any, num_nodes: int) -> DraftPart | None:
-        """The coming draft of `num_nodes` nodes at most, in place of `propose`; None if it must be drafted alone."""
-
-    def observe_part(self, state: Any, result: VerifyResult, hidden_states: Tensor, kept: Sequence[Tensor]) -> None:
-        """Update the state after a round with `draft_part`, in place of `observe`.
-
-        Args:
-            state: return value of `begin`.
-            result: accepted nodes and emitted tokens, whose tree has a size but no tokens.
-            hidden_states: [B, A, S] `select_hidden_states` at the accepted nodes.
-            kept: what the part's function returned besides the tree.
-        """
 
 
 @runtime_checkable

@@ -24,11 +24,11 @@ from mmspec.engine.kv_cache import RaggedKVCache
 from mmspec.engine.recordings import Recordings
 from mmspec.engine.tree import BUCKETS, DraftTree, root_only
 from mmspec.engine.undo import InferenceMode
-from mmspec.interfaces import Prompt, VerifyResult
+from mmspec.interfaces import Drafter, Prompt, VerifyResult
 from mmspec.interfaces.round import DraftPart
 
 
-class HeadDrafter(HeadReader, ABC):
+class HeadDrafter(HeadReader, Drafter, ABC):
     """A `mmspec.interfaces.Drafter` with a trained head; a method defines or overrides its hooks.
 
     Order of the calls: `begin`, the target samples its first token, `observe`; then in every round `propose`
@@ -48,7 +48,6 @@ class HeadDrafter(HeadReader, ABC):
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
-        """See `mmspec.interfaces.drafter.ModuleDrafter`."""
         parts = self.head, self.own_embeddings, self.compressor
         return tuple(part for part in parts if isinstance(part, nn.Module))
 
@@ -58,10 +57,10 @@ class HeadDrafter(HeadReader, ABC):
 
     @property
     def compressor_hidden_size(self) -> int | None:
-        """See `mmspec.interfaces.TrainedDrafter`. Hidden states of EAGLE-3 heads are wider than the embeddings."""
+        """Hidden states of EAGLE-3 heads are wider than the embeddings."""
         return None if len(self.hidden_state_indices) > 1 else self.head.config.hidden_size
 
-    # --- the Drafter protocol -----------------------------------------------------------------------------------------
+    # --- a call ------------------------------------------------------------------------------------------------------
 
     @InferenceMode()
     def begin(self, prompt: Prompt) -> DraftState:

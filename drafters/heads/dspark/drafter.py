@@ -61,7 +61,7 @@ class DsparkDrafter(BlockDrafter):
 
     @property
     def compressor_hidden_size(self) -> int | None:
-        """See `mmspec.interfaces.TrainedDrafter`: it reads several hidden states, which no trained compressor fits."""
+        """It reads several hidden states, which no trained compressor fits."""
         return None
 
     def read_prompt(self, state: DraftState) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from mmspec.engine.recordings import Recordings
 from mmspec.engine.tree import DraftTree
 from mmspec.interfaces import Drafter, DrafterRequirements, Prompt, VerifyResult
-from mmspec.interfaces.round import DraftPart, RecordableDrafter, pass_recordings
+from mmspec.interfaces.round import DraftPart
 
 WRONG_OFFSET = 100
 """Successors this far ahead are wrong tokens, a different one at each node."""
@@ -41,7 +41,7 @@ def acceptance_for_tau(tau: float, depth: int) -> float:
     return (low + high) / 2
 
 
-class Oracle:
+class Oracle(Drafter):
     """A chain that costs nothing to draft; its tokens are placeholders for `SimulatedAcceptance`."""
 
     name = "oracle"
@@ -74,7 +74,7 @@ class SimulatedState:
     last_ids: list[int]
 
 
-class SimulatedAcceptance:
+class SimulatedAcceptance(Drafter):
     """Wraps a drafter.
 
     Attributes:
@@ -100,7 +100,7 @@ class SimulatedAcceptance:
         return SimulatedState(self.inner.begin(prompt), prompt.input_ids[:, -1].tolist())
 
     def use_recordings(self, state: SimulatedState, recordings: Recordings) -> None:
-        pass_recordings(self.inner, state.inner, recordings)
+        self.inner.use_recordings(state.inner, recordings)
 
     def propose(self, state: SimulatedState, max_nodes: int, active: Sequence[bool]) -> DraftTree:
         """A tree of the size of the inner drafter's."""
@@ -115,8 +115,8 @@ class SimulatedAcceptance:
         self.inner.observe(state.inner, result, hidden_states)
 
     def draft_part(self, state: SimulatedState, num_nodes: int) -> DraftPart | None:
-        """See `mmspec.interfaces.round.RecordableDrafter`: the inner drafter's, with another tree."""
-        part = self.inner.draft_part(state.inner, num_nodes) if isinstance(self.inner, RecordableDrafter) else None
+        """See `Drafter.draft_part`: the inner drafter's, with another tree."""
+        part = self.inner.draft_part(state.inner, num_nodes)
         if part is None or part.max_depth < self.depth:  # which bounds the depth of its tree
             return None
         draft = part.function
@@ -134,7 +134,6 @@ class SimulatedAcceptance:
         self, state: SimulatedState, result: VerifyResult, hidden_states: Tensor, kept: Sequence[Tensor]
     ) -> None:
         self._follow(state, result)
-        assert isinstance(self.inner, RecordableDrafter)
         self.inner.observe_part(state.inner, result, hidden_states, kept)
 
     def _draw(self, state: SimulatedState) -> list[list[int]]:
