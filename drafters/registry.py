@@ -93,7 +93,8 @@ HEAD_FILES = (
 """Files of a draft head; an index names further ones."""
 MODEL_FILES = (*HEAD_FILES, "*.safetensors", "*.json", "*.model", "*.txt", "*.jinja")
 """Files of a model of transformers with its tokenizer."""
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+HUB_ID = re.compile(r"([\w.-]+/[\w.-]+)(?:/([\w.-]+))?")
+"""OWNER/NAME of a repository, and the folder in it that holds the head, if it is not the repository's own."""
 
 
 def bundled_drafters(device: str = "cpu") -> dict[str, Path]:
@@ -181,12 +182,14 @@ def download_drafter(name: str, *, local_files_only: bool = False, patterns: Seq
 
     problem = None if local_files_only else unreachable_reason()
     local_files_only = local_files_only or problem is not None
+    parts = HUB_ID.fullmatch(name)
+    repository, subfolder = (parts[1], parts[2] or "") if parts else (name, "")
+    wanted = [f"{subfolder}/{pattern}" if subfolder else pattern for pattern in patterns]
     try:
-        return snapshot_download(
-            name,
-            allow_patterns=list(patterns),
-            local_files_only=local_files_only,
-        )
+        folder = snapshot_download(repository, allow_patterns=wanted, local_files_only=local_files_only)
+        if not os.path.isdir(found := os.path.join(folder, subfolder) if subfolder else folder):
+            raise FileNotFoundError(f"{repository} has no folder {subfolder}")
+        return found
     except Exception as error:  # the hub's exception types change between versions
         raise OSError(
             f"drafter {name!r} is not in the local cache and cannot be downloaded: {problem or error}"
@@ -225,8 +228,23 @@ def model_folder(name: str) -> str | None:
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether a name has the form OWNER/NAME and cannot be a path."""
-    return HUB_ID.fullmatch(name) is not None and not looks_like_path(name)
+    """Whether a name has the form OWNER/NAME and cannot be a path, or is OWNER/NAME/FOLDER of a known repository.
+
+    Known are those of the list of published heads and those in the cache: other names of three parts are paths.
+    """
+    parts = HUB_ID.fullmatch(name)
+    if parts is None or looks_like_path(parts[1]) or (parts[2] or "_").strip(".") == "":
+        return False
+    return parts[2] is None or _is_known_repository(parts[1])
+
+
+def _is_known_repository(name: str) -> bool:
+    from huggingface_hub import constants
+
+    from mmspec.drafters.checkpoints.published_heads import published_heads
+
+    in_cache = os.path.isdir(os.path.join(constants.HF_HUB_CACHE, f"models--{name.replace('/', '--')}"))
+    return in_cache or any(head_id == name or head_id.startswith(f"{name}/") for head_id in published_heads())
 
 
 def is_known_drafter(name: str) -> bool:
@@ -241,7 +259,10 @@ def explain_unknown(name: str, show: Callable[[str], str] = str) -> str:
         show: writes each known name.
     """
     if looks_like_path(name):
-        return f"drafter {name!r}: no such folder; it holds a trained head or a model, with its config.json"
+        return (
+            f"drafter {name!r}: no such folder; it holds a trained head or a model, with its config.json. A folder of "
+            "a repository (owner/name/folder) is found once the repository is in the cache"
+        )
     if name in REMOVED_NAMES:
         return f"drafter {name!r} is gone; use {REMOVED_NAMES[name]!r}"
     listed = ", ".join(map(show, drafter_names()))

@@ -94,11 +94,16 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-SNAPSHOT_FOLDER = re.compile(r"(?:.*[/\\])?models--([\w.-]+?)--([\w.-]+)[/\\]snapshots[/\\][^/\\]+[/\\]*")
-"""A snapshot in the cache of `huggingface_hub`."""
+SNAPSHOT_FOLDER = re.compile(
+    r"(?:.*[/\\])?models--([\w.-]+?)--([\w.-]+)[/\\]snapshots[/\\][^/\\]+(?:[/\\]([\w.-]+))?[/\\]*"
+)
+"""A snapshot in the cache of `huggingface_hub`, or a folder in it."""
 
 
 def snapshot_id(folder: str | os.PathLike[str]) -> str | None:
-    """OWNER/NAME of a model whose folder lies in the cache of the hub, where its own name is a commit; else None."""
+    """OWNER/NAME of a model whose folder lies in the cache of the hub, where its own name is a commit; else None.
+
+    Of a folder in a snapshot OWNER/NAME/FOLDER.
+    """
     found = SNAPSHOT_FOLDER.fullmatch(os.fspath(folder))
-    return f"{found[1]}/{found[2]}" if found else None
+    return "/".join(part for part in found.groups() if part) if found else None

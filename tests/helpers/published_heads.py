@@ -34,9 +34,9 @@ class Layout:
     Attributes:
         config: as published, in small.
         family: of a tiny target that such heads exist for.
-        kind: "eagle", "msd", "vispec", "eagle3" or "block" (DFlash and DSpark).
+        kind: "eagle", "msd", "vispec", "eagle3", "block" (DFlash and DSpark) or "dflash2".
         options: what its tensors have: `bias` of `fc`, `qkv_bias`, `input_norm`, `layer` (the prefix of the layer),
-            `markov`, `lm_head`, `map`; and what its code does, as arguments of `SlowBlock`, in `reader`.
+            `markov`, `pairs`, `lm_head`, `map`; and what its code does, as arguments of `SlowBlock`, in `reader`.
     """
 
     config: Mapping[str, Any]
@@ -223,6 +223,26 @@ LAYOUTS |= {
         "block",
         {"reader": {"from_anchor": False, **OUTPUTS_OF_LAYERS}},
     ),
+    "DFlash 2, NeMo Automodel": Layout(
+        BLOCK
+        | {
+            "architectures": ["DFlash2DraftModel"],
+            "dflash_config": {
+                "mask_token_id": V - 1,
+                "target_layer_ids": [0, 3, 6],
+                "conv_kernel_size": 2,
+                "conv_group_size": 8,
+                "selector_rank": 6,
+                "selector_top_k": 5,
+                "input_embedding_scale": 1.0,
+                "output_multiplier": 1.0,
+                "final_logit_softcapping": None,
+            },
+        },
+        "qwen3_vl",
+        "dflash2",
+        {"pairs": 6, "reader": {"from_anchor": False, **OUTPUTS_OF_LAYERS}},
+    ),
     "DSpark, SpecForge": Layout(
         BLOCK
         | {
@@ -281,7 +301,7 @@ def write_head(folder: Path, layout: Layout, seed: int = 0, **changes: Any) -> P
     rng = torch.Generator().manual_seed(seed)
     config = {**layout.config, **changes}
     layer = config.get("transformer_layer_config", config)
-    shapes = _block_shapes(layout, layer) if layout.kind == "block" else _shapes(layout, layer)
+    shapes = _block_shapes(layout, layer) if layout.kind in ("block", "dflash2") else _shapes(layout, layer)
     weights = {name: _draw(name, shape, rng) for name, shape in shapes.items()}
     if layout.kind == "eagle3" or layout.options.get("map"):
         ids = torch.randperm(V - 10, generator=rng)[:DRAFT_V].sort().values + 7  # neither special nor media
@@ -305,6 +325,13 @@ def _block_shapes(layout: Layout, layer: Mapping[str, Any]) -> dict[str, tuple[i
         shapes |= {f"{prefix}.mlp.{name}_proj.weight": (INTERMEDIATE, H) for name in ("gate", "up")}
         shapes[f"{prefix}.mlp.down_proj.weight"] = (H, INTERMEDIATE)
         shapes |= {f"{prefix}.{norm}.weight": (H,) for norm in ("input_layernorm", "post_attention_layernorm")}
+        if options.get("pairs"):
+            for name in ("attention_conv", "mlp_conv"):
+                shapes[f"{prefix}.{name}.base_kernel"] = (2, 2, H)
+                shapes[f"{prefix}.{name}.kernel_projection.weight"] = (4 * H // 8, H)
+    if rank := options.get("pairs"):
+        shapes |= {f"candidate_selector.{name}_codebook": (V, rank) for name in ("predecessor", "successor")}
+        shapes["candidate_selector.hidden_projection.weight"] = (rank, H)
     if rows := options.get("lm_head"):
         shapes["lm_head.weight"] = (rows, H)
     if options.get("markov"):

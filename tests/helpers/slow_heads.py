@@ -6,13 +6,15 @@ each method, with the keys of its published configs; shares no code with the pac
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from slow_readers import Cache, SlowReader, attend, rotate
 from torch import Tensor
+from torch.nn import functional
 
 Position = tuple[int, int, int]
 """Time, height and width, as the target counts them."""
@@ -288,21 +290,48 @@ class SlowBlock(SlowHead):
             self._num_rows += 1
         anchor = int(self.text.ids[num_known - 1])
         rows = [self.text.embedding[token] for token in (anchor, *[self.mask] * (self.block_size - 1))]
-        for index, cache in enumerate(self.caches):
-            normed = [self.norm(f"layers.{index}.input_layernorm", row) for row in rows]
-            positions = [num_known - 1 + slot for slot in range(len(rows))]
-            keys = cache + [self.keys_values(index, *pair) for pair in zip(normed, positions, strict=True)]
-            for slot, (row, position) in enumerate(zip(normed, positions, strict=True)):
-                outputs = attend(self.turn(self.normed_heads(index, "q", row), position), keys)
-                rows[slot] = rows[slot] + self.linear(f"layers.{index}.self_attn.o_proj", outputs)
-            rows = [self.feed_forward(f"layers.{index}", row) for row in rows]
+        for index in range(len(self.caches)):
+            name, positions = f"layers.{index}", range(num_known - 1, num_known - 1 + len(rows))
+            normed = [self.norm(f"{name}.input_layernorm", row) for row in rows]
+            outputs = self.around(f"{name}.attention_conv", normed, partial(self.attention, index, positions))
+            rows = [row + output for row, output in zip(rows, outputs, strict=True)]
+            normed = [self.norm(f"{name}.post_attention_layernorm", row) for row in rows]
+            outputs = self.around(f"{name}.mlp_conv", normed, partial(self.mlp, name))
+            rows = [row + output for row, output in zip(rows, outputs, strict=True)]
         outputs = [self.norm("norm", row) for row in rows][int(not self.from_anchor) :]
         lm_head = self.weights.get("lm_head.weight", self.text.lm_head)
         found, tokens, ids = [lm_head @ output for output in outputs], list[int](), self.token_ids()
-        for logits in found:
-            biased = logits + self.bias(tokens[-1] if tokens else anchor)
-            tokens.append(ids[int(biased.where(allowed, torch.tensor(-torch.inf)).argmax())])
+        for logits, output in zip(found, outputs, strict=True):
+            scores = self.scores(
+                logits.where(allowed, torch.tensor(-torch.inf)), output, tokens[-1] if tokens else anchor
+            )
+            tokens.append(ids[int(scores.argmax())])
         return tokens[:num_tokens], torch.stack(found)
+
+    def attention(self, index: int, positions: Sequence[int], normed: Sequence[Tensor]) -> list[Tensor]:
+        """Outputs of the attention of a layer at the positions of the block."""
+        pairs = list(zip(normed, positions, strict=True))
+        keys = self.caches[index] + [self.keys_values(index, *pair) for pair in pairs]
+        outputs = [attend(self.turn(self.normed_heads(index, "q", row), position), keys) for row, position in pairs]
+        return [self.linear(f"layers.{index}.self_attn.o_proj", output) for output in outputs]
+
+    def mlp(self, name: str, normed: Sequence[Tensor]) -> list[Tensor]:
+        """Outputs of the MLP of a layer."""
+        gates = [functional.silu(self.linear(f"{name}.mlp.gate_proj", row)) for row in normed]
+        return [
+            self.linear(f"{name}.mlp.down_proj", gate * self.linear(f"{name}.mlp.up_proj", row))
+            for gate, row in zip(gates, normed, strict=True)
+        ]
+
+    def around(
+        self, name: str, rows: list[Tensor], sublayer: Callable[[Sequence[Tensor]], list[Tensor]]
+    ) -> list[Tensor]:
+        """Outputs of a sublayer; DFlash 2 mixes neighbours before and after it."""
+        return sublayer(rows)
+
+    def scores(self, logits: Tensor, output: Tensor, previous: int) -> Tensor:
+        """[V'] of a position with these logits and this output behind a token."""
+        return logits + self.bias(previous)
 
     @property
     def has_bias(self) -> bool:
@@ -321,4 +350,34 @@ class SlowBlock(SlowHead):
         return [index + offset for index, offset in enumerate(self.weights["d2t"].long().tolist())]
 
 
-__all__ = ["Position", "Sequences", "SlowBlock", "SlowEagle", "SlowEagle3Head", "SlowHead", "SlowVispec"]
+class SlowDflash2(SlowBlock):
+    """DFlash 2: a block whose positions are mixed with the one before, and scores of pairs among the likeliest."""
+
+    @property
+    def has_bias(self) -> bool:
+        return True
+
+    def around(
+        self, name: str, rows: list[Tensor], sublayer: Callable[[Sequence[Tensor]], list[Tensor]]
+    ) -> list[Tensor]:
+        kernel, width = self.weights[f"{name}.base_kernel"], self.config["dflash_config"]["conv_group_size"]
+        changes = [
+            self.linear(f"{name}.kernel_projection", row).view(2, 2, -1).repeat_interleave(width, 2) for row in rows
+        ]
+
+        def mix(side: int, values: Sequence[Tensor]) -> list[Tensor]:
+            taps = [kernel[side] + change[side] for change in changes]
+            before = [torch.zeros_like(values[0]), *values[:-1]]
+            return [tap[0] * value + tap[1] * other for tap, value, other in zip(taps, values, before, strict=True)]
+
+        return mix(1, sublayer(mix(0, rows)))
+
+    def scores(self, logits: Tensor, output: Tensor, previous: int) -> Tensor:
+        best = logits.topk(self.config["dflash_config"]["selector_top_k"]).indices
+        gate = self.linear("candidate_selector.hidden_projection", output)
+        before = self.weights["candidate_selector.predecessor_codebook"][previous] * gate
+        pairs = self.weights["candidate_selector.successor_codebook"][best] @ before
+        return torch.full_like(logits, -torch.inf).index_copy_(0, best, logits[best] + pairs)
+
+
+__all__ = ["Position", "Sequences", "SlowBlock", "SlowDflash2", "SlowEagle", "SlowEagle3Head", "SlowHead", "SlowVispec"]

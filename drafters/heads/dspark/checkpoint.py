@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,7 +21,6 @@ from mmspec.drafters.checkpoints.published import MASK_EMBEDDING
 from mmspec.drafters.checkpoints.rope import order_rotated_rows
 from mmspec.drafters.checkpoints.state_dict import check_numbers, drop_unused, read_head, to_stored
 from mmspec.drafters.heads.base.drafter import HeadDrafter
-from mmspec.drafters.heads.dspark.config import DsparkConfig
 from mmspec.drafters.heads.dspark.drafter import DsparkDrafter
 from mmspec.drafters.heads.dspark.head import DsparkHead
 from mmspec.drafters.heads.dspark.published_config import (
@@ -35,6 +34,9 @@ from mmspec.drafters.heads.dspark.published_config import (
 )
 from mmspec.interfaces import SharedEmbeddings, TargetInfo
 
+if TYPE_CHECKING:
+    from mmspec.drafters.heads.dspark.recipe import Dspark
+
 NOT_STORED = ("mask_embedding",)
 """Of published heads it is the embedding of `mask_token_id`, or a file of its own."""
 OTHER_PREFIXES = {
@@ -47,20 +49,21 @@ OTHER_PREFIXES = {
 
 
 def load_dspark(
-    values: Mapping[str, Any], weights: Mapping[str, Tensor], target: TargetInfo, name: str
+    values: Mapping[str, Any], weights: Mapping[str, Tensor], target: TargetInfo, name: str, method: Dspark
 ) -> DsparkDrafter:
-    """The drafter of a DSpark or DFlash head.
+    """The drafter of a DSpark or DFlash head, or of a method that extends it.
 
     Args:
         values: its config.
         weights: its tensors.
         target: facts about the target.
         name: of the drafter.
+        method: of the head.
 
     Raises:
         ValueError: the head does not fit the target, is incomplete, or uses an unsupported setting.
     """
-    layer_values = dict(values.get("transformer_layer_config") or values)
+    classes, layer_values = method.classes(), dict(values.get("transformer_layer_config") or values)
     settings = {**layer_values, **values, **(values.get("dflash_config") or {})}
     check_block_settings(settings)
     weights = rename_tensors(weights)
@@ -82,7 +85,7 @@ def load_dspark(
     weights = order_rotated_rows(weights, settings, shape.head_dim, shape.rotary_dim)
     num_layers = int(layer_values.get("num_hidden_layers") or 1)
     windows, is_causal = block_attention(settings, num_layers)
-    config = DsparkConfig.of(
+    config = classes.config.of(
         shape,
         qkv_bias="layers.0.self_attn.q_proj.bias" in weights,
         block_size=block_size if from_anchor else block_size - 1,
@@ -94,14 +97,17 @@ def load_dspark(
         confidence_head=keep_confidence_head(weights, shape.hidden_size),
         sliding_windows=windows,
         causal_layers=is_causal,
+        **method.published_settings(settings, weights),
     )
-    head = read_head(lambda: DsparkHead(config, has_table=True), drop_unused(weights), "a DSpark head", NOT_STORED)
+    build: Any = classes.head
+    head = read_head(lambda: build(config, has_table=True), drop_unused(weights), f"a {method.name} head", NOT_STORED)
     scale = float(settings.get("input_embedding_scale") or 1.0)
     mask = torch.zeros(config.hidden_size) if mask_embedding is None else scale * mask_embedding.float()
     head.mask_embedding = torch.nn.Parameter(mask)
-    drafter = DsparkDrafter(
+    drafter = classes.drafter(
         head, "coupled", num_layers=target.num_layers, name=name, draft_ids=draft_ids if has_map else None
     )
+    assert isinstance(drafter, DsparkDrafter)
     drafter.mask_token_id = mask_token_id if mask_embedding is None else None
     drafter.embedding_scale = scale
     return drafter

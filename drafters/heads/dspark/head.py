@@ -9,7 +9,7 @@ confidence head estimates whether a position is accepted. The module knows nothi
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -56,12 +56,23 @@ class DsparkLayer(nn.Module):
         attend: Callable[[Tensor, Tensor, Tensor], Tensor],
     ) -> Tensor:
         """[B, n, D] -> [B, n, D]; cos, sin [B or 1, 1, n, d]."""
-        projected = self._split_heads(self.qkv_proj(self.input_norm(inputs)))
-        queries, keys, values = projected.split(self.sizes, dim=1)
+        inputs = inputs + self.attention(self.input_norm(inputs), cos, sin, attend)
+        outputs: Tensor = inputs + self.mlp(self.post_norm(inputs))
+        return outputs
+
+    def attention(
+        self, normed: Tensor, cos: Tensor, sin: Tensor, attend: Callable[[Tensor, Tensor, Tensor], Tensor]
+    ) -> Tensor:
+        """[B, n, D] attention of normalised inputs [B, n, D]."""
+        queries, keys, values = self._split_heads(self.qkv_proj(normed)).split(self.sizes, dim=1)
         queries, keys = _rotate(self.q_norm(queries), cos, sin), _rotate(self.k_norm(keys), cos, sin)
-        inputs = inputs + self.o_proj(attend(queries, keys, values).transpose(1, 2).flatten(2))
-        gate, up = self.gate_up_proj(self.post_norm(inputs)).chunk(2, dim=-1)
-        outputs: Tensor = inputs + self.down_proj(functional.silu(gate) * up)
+        outputs: Tensor = self.o_proj(attend(queries, keys, values).transpose(1, 2).flatten(2))
+        return outputs
+
+    def mlp(self, normed: Tensor) -> Tensor:
+        """[B, n, D] of normalised inputs [B, n, D]."""
+        gate, up = self.gate_up_proj(normed).chunk(2, dim=-1)
+        outputs: Tensor = self.down_proj(functional.silu(gate) * up)
         return outputs
 
     def _split_heads(self, projected: Tensor) -> Tensor:
@@ -116,9 +127,13 @@ class DsparkHead(DraftHead):
     """`fc` over the target's hidden states, the layers, and the heads for bigrams and confidence.
 
     `fuse` gives the features of the context; the forward is `forward_block`.
+
+    Attributes:
+        layer_class: of its layers.
     """
 
     config: DsparkConfig
+    layer_class: ClassVar[Callable[[Any], DsparkLayer]] = DsparkLayer
     stored_names: ClassVar[Mapping[str, str]] = {
         "bigram_head.table": "markov_head.markov_w1",
         "bigram_head.vocab_proj": "markov_head.markov_w2",
@@ -143,7 +158,8 @@ class DsparkHead(DraftHead):
         self.mixture = nn.Parameter(torch.full((num_states,), 1 / num_states)) if config.layer_mixture else None
         self.fc = nn.Linear(hidden if config.layer_mixture else num_states * hidden, hidden, bias=False)
         self.hidden_norm = RMSNorm(hidden, config.rms_norm_eps)
-        self.layers = nn.ModuleList(DsparkLayer(config) for _ in range(config.num_hidden_layers))
+        build: Callable[[Any], DsparkLayer] = type(self).layer_class
+        self.layers = nn.ModuleList(build(config) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(hidden, config.rms_norm_eps)
         self.mask_embedding = nn.Parameter(0.02 * torch.randn(hidden))
         own_size = config.draft_vocab_size

@@ -22,12 +22,15 @@ ANCHORED_ARCHITECTURES = {
     "Gemma4DSparkModel": True,
     "DSparkDraftModel": True,
     "DFlashDraftModel": False,
+    "Qwen3DFlashDraftModel": False,
+    "DFlash2DraftModel": False,
+    "Qwen3DFlash2DraftModel": False,
 }
 """Class in a flat config -> whether it samples from the anchor where the config does not say (LiquidAI; DeepSeek's
-DSpark and DFlash for Qwen3 and Gemma 4; SpecForge; z-lab). The labels of SpecForge's DSpark begin behind the anchor."""
+DSpark and DFlash for Qwen3 and Gemma 4; SpecForge; z-lab; NeMo Automodel). The labels of SpecForge's DSpark begin
+behind the anchor."""
 OTHER_NETWORKS = {
     "Gemma4DSparkModel": "its layers are Gemma 4's, with four norms, normalised values and attention without scale",
-    "DFlash2DraftModel": "DFlash 2 has convolutions and a selector of candidates",
 }
 """Class in a config -> why its network is not read."""
 PROJECTORS = ("dflash", "dspark")

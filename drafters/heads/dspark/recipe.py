@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from mmspec.drafters.heads.registry import ExportInputs, HeadClasses, HeadMethod, Recipe, TrainSizes, register
 
@@ -36,12 +36,12 @@ class Dspark(HeadMethod):
     """DSpark, and DFlash, which is the same without its two small heads."""
 
     name = "dspark"
-    recipes = (
+    recipes: ClassVar[tuple[Recipe, ...]] = (
         Recipe("dspark", DSPARK_HELP, "coupled", 5, DSPARK_SCALES, DSPARK_SETTINGS),
         Recipe("dspark-mixture", MIXTURE_HELP, "coupled", 5, DSPARK_SCALES, {**DSPARK_SETTINGS, "layer_mixture": True}),
     )
     reads_layers = True
-    speculators_types = ("dflash", "dspark")
+    speculators_types: ClassVar[tuple[str, ...]] = ("dflash", "dspark")
     published_keys = BLOCK_KEYS
     served = "vLLM and speculators; needs --target, whose embeddings are copied"
 
@@ -81,7 +81,11 @@ class Dspark(HeadMethod):
     ) -> HeadDrafter:
         from mmspec.drafters.heads.dspark.checkpoint import load_dspark
 
-        return load_dspark(values, weights, target, name)
+        return load_dspark(values, weights, target, name, self)
+
+    def published_settings(self, settings: Mapping[str, Any], weights: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Further fields of the config of a published head, for methods that extend this one."""
+        return {}
 
     def export_refusal(self, drafter: HeadDrafter, target: TargetInfo, format_name: str) -> str | None:
         if format_name == "sglang":

@@ -21,7 +21,7 @@ from mmspec.drafters.checkpoints.published_heads import (
     published_heads,
     target_id,
 )
-from mmspec.drafters.registry import HUB_ID, build_drafter
+from mmspec.drafters.registry import HUB_ID, build_drafter, is_hub_id
 from mmspec.interfaces import TargetInfo
 
 DOCS = Path(__file__).parents[3] / "docs" / "published-heads.md"
@@ -148,6 +148,20 @@ def test_auto_names_a_head_by_its_hub_id(cache: Cache, tmp_path: Path) -> None:
     hub_id = "JLKang/ViSpec-llava-1.5-7b-hf"
     assert build_drafter(hub_id, KNOWN).name == hub_id == build_drafter(str(cache.folder(hub_id)), KNOWN).name
     assert all(local for name, local in cache.requested if name != hub_id), "auto never fetches anything"
+
+
+def test_a_head_in_a_folder_of_a_repository(cache: Cache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By OWNER/NAME/FOLDER, if the repository is listed or in the cache; only that folder is asked for."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    folder_of("vispec", cache.folder("me/heads") / "best")
+    drafter = build_drafter("me/heads/best", KNOWN)
+    assert drafter.name == "me/heads/best" == build_drafter(str(cache.folder("me/heads") / "best"), KNOWN).name
+    assert cache.requested[-1] == ("me/heads", False)
+    assert is_hub_id("tencent/HunyuanOCR/dflash") and not is_hub_id("me/heads/..") and not is_hub_id("a/b/c/d")
+    with pytest.raises(OSError, match="me/heads has no folder other"):
+        build_drafter("me/heads/other", KNOWN)
+    with pytest.raises(ValueError, match="no such folder"):
+        build_drafter("you/heads/best", KNOWN)
 
 
 def test_a_refusal_is_a_warning_once(cache: Cache, caplog: pytest.LogCaptureFixture) -> None:

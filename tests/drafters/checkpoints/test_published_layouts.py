@@ -14,7 +14,7 @@ from parity import generate_plain, get_model
 from published_heads import LAYOUTS, write_head
 from recorded_rounds import recording
 from recorders import record_nothing
-from slow_heads import SlowBlock, SlowEagle, SlowEagle3Head, SlowHead, SlowVispec
+from slow_heads import SlowBlock, SlowDflash2, SlowEagle, SlowEagle3Head, SlowHead, SlowVispec
 from transformers import PreTrainedModel
 
 import mmspec
@@ -27,6 +27,7 @@ from mmspec.targets.registry import find_adapter
 
 READERS: dict[str, Callable[..., SlowHead]] = {
     "block": SlowBlock,
+    "dflash2": SlowDflash2,
     "eagle": SlowEagle,
     "msd": SlowEagle,
     "vispec": SlowVispec,
@@ -69,7 +70,13 @@ def test_drafts_of_a_call_equal_the_slow_reader(name: str, num_tokens: int, tmp_
 
 
 @pytest.mark.parametrize(
-    "name", ["EAGLE-3, SpecForge, M-RoPE", "EAGLE-3, AngelSlim, M-RoPE", "EAGLE-3, speculators 0.7"]
+    "name",
+    [
+        "EAGLE-3, SpecForge, M-RoPE",
+        "EAGLE-3, AngelSlim, M-RoPE",
+        "EAGLE-3, speculators 0.7",
+        "DFlash 2, NeMo Automodel",
+    ],
 )
 def test_axes_and_layers_of_compiled_and_recorded_drafts(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -80,7 +87,7 @@ def test_axes_and_layers_of_compiled_and_recorded_drafts(
     expected = [one.tokens for one in run_call(model, folder, inputs, num_tokens=20, in_c=False).rows[0]]
     if load_kernel() is not None:
         compiled = run_call(model, folder, inputs, num_tokens=20, in_c=True)
-        assert compiled.num_c == ("0.7" not in name) and [one.tokens for one in compiled.rows[0]] == expected
+        assert compiled.num_c == ("M-RoPE" in name) and [one.tokens for one in compiled.rows[0]] == expected
     monkeypatch.setattr("mmspec.engine.loop.can_record_rounds", lambda *args: False)
     with recording(record_nothing) as recorder:
         recorded = run_call(model, folder, inputs, num_tokens=20, in_c=False)
@@ -88,16 +95,24 @@ def test_axes_and_layers_of_compiled_and_recorded_drafts(
 
 
 @pytest.mark.parametrize(
-    "name", ["EAGLE-3, SpecForge, M-RoPE", "EAGLE-3, AngelSlim, M-RoPE", "EAGLE-3, speculators 0.7"]
+    "name",
+    [
+        "EAGLE-3, SpecForge, M-RoPE",
+        "EAGLE-3, AngelSlim, M-RoPE",
+        "EAGLE-3, speculators 0.7",
+        "DFlash 2, NeMo Automodel",
+    ],
 )
 def test_axes_and_layers_of_padded_rows(name: str, tmp_path: Path) -> None:
     """Each row counts on its own: one with images, one of text alone."""
-    model, folder = build_target(LAYOUTS[name].family), write_head(tmp_path, LAYOUTS[name])
+    layout = LAYOUTS[name]
+    model, folder = build_target(layout.family), write_head(tmp_path, layout)
     inputs = tiny.build_inputs(model, 5, batch=2, images=[2, 0], num_text_tokens=(6, 9))
     assert not inputs["attention_mask"].all()
     call = run_call(model, folder, inputs, num_tokens=8, in_c=False)
     for row in range(2):
-        assert_drafts_as_read(call, SlowEagle3Head(folder, read_text(model, inputs, call, row)), row)
+        reader = READERS[layout.kind](folder, read_text(model, inputs, call, row), **layout.options.get("reader", {}))
+        assert_drafts_as_read(call, reader, row)
 
 
 @pytest.mark.parametrize("name", ["MSD, LLaVA-1.5", "ViSpec, LLaVA-NeXT", "EAGLE-3, EAGLE code"])

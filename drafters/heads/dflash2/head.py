@@ -1,0 +1,193 @@
+"""The network of DFlash 2 (NeMo Automodel, vLLM): a DFlash head with two further parts, and drafts with it.
+
+Before and after the attention and the MLP of each layer, a position of the block is mixed with the one before it
+(`TwoTaps`). A selector then scores pairs of neighbouring tokens among the likeliest of each position
+(`CandidateSelector`). Engines walk one path through these scores; here they grow a tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from mmspec.drafters.heads.base.expand import LevelExpander, StatelessExpander
+from mmspec.drafters.heads.base.state import DraftState
+from mmspec.drafters.heads.dspark.config import DsparkConfig
+from mmspec.drafters.heads.dspark.drafter import DsparkDrafter, anchors_of
+from mmspec.drafters.heads.dspark.head import DsparkHead, DsparkLayer
+from mmspec.interfaces import SharedEmbeddings
+
+
+@dataclass(frozen=True)
+class Dflash2Config(DsparkConfig):
+    """Shape of a `Dflash2Head`.
+
+    Attributes:
+        conv_kernel_size: taps of the convolutions: a position of the block and those before it.
+        conv_group_size: numbers that share what is added to a tap.
+        selector_rank: R, size of the vectors whose products score a pair of tokens.
+        selector_top_k: C, candidates of each position.
+        output_multiplier: factor of the products of the LM head.
+        final_logit_softcapping: c of `c * tanh(logits / c)`; 0 for none.
+    """
+
+    conv_kernel_size: int = 2
+    conv_group_size: int = 16
+    selector_rank: int = 256
+    selector_top_k: int = 16
+    output_multiplier: float = 1.0
+    final_logit_softcapping: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.hidden_size % self.conv_group_size:
+            raise ValueError(f"conv_group_size must divide hidden_size {self.hidden_size}; got {self.conv_group_size}.")
+
+    @property
+    def block_positions(self) -> int:
+        """Positions of a block, its anchor included."""
+        return self.block_size + (not self.sample_from_anchor)
+
+
+class TwoTaps(nn.Module):
+    """Mixes each position of a block with those before it in the block, by weights that depend on the position."""
+
+    def __init__(self, config: Dflash2Config) -> None:
+        super().__init__()
+        self.num_taps, self.num_groups = config.conv_kernel_size, config.hidden_size // config.conv_group_size
+        self.block_positions = config.block_positions
+        self.base_kernel = nn.Parameter(torch.zeros(2, self.num_taps, config.hidden_size))
+        self.base_kernel.data[:, 0] = 1.0
+        self.kernel_projection = nn.Linear(config.hidden_size, 2 * self.num_taps * self.num_groups, bias=False)
+        nn.init.zeros_(self.kernel_projection.weight)
+
+    def around(self, inputs: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
+        """[B, n, D] the sublayer of the mixed inputs, mixed again; n positions are one block or several whole ones."""
+        changes = self.kernel_projection(inputs).unflatten(-1, (2, self.num_taps, self.num_groups))
+        outputs = sublayer(self._mix(inputs, changes[..., 0, :, :], self.base_kernel[0]))
+        return self._mix(outputs, changes[..., 1, :, :], self.base_kernel[1])
+
+    def _mix(self, inputs: Tensor, changes: Tensor, kernel: Tensor) -> Tensor:
+        """[B, n, D] of [B, n, D], changes of the taps [B, n, K, G] and the taps [K, D]."""
+        batch, n, hidden = inputs.shape
+        k = self.block_positions if n % self.block_positions == 0 else n
+        blocks = inputs.view(batch, -1, k, self.num_groups, hidden // self.num_groups)
+        kernel = kernel.to(inputs.dtype).unflatten(-1, blocks.shape[-2:])
+        taps = kernel + changes.unflatten(1, blocks.shape[1:3])[..., None]
+        mixed = taps[..., 0, :, :] * blocks
+        for tap in range(1, min(self.num_taps, k)):
+            before = functional.pad(blocks[:, :, :-tap], (0, 0, 0, 0, tap, 0))
+            mixed = mixed + taps[..., tap, :, :] * before
+        return mixed.view(batch, n, hidden)
+
+
+class Dflash2Layer(DsparkLayer):
+    """A layer of DFlash with `TwoTaps` around its attention and its MLP."""
+
+    def __init__(self, config: Dflash2Config) -> None:
+        super().__init__(config)
+        self.attention_conv, self.mlp_conv = TwoTaps(config), TwoTaps(config)
+
+    def forward(
+        self, inputs: Tensor, cos: Tensor, sin: Tensor, attend: Callable[[Tensor, Tensor, Tensor], Tensor]
+    ) -> Tensor:
+        normed = self.input_norm(inputs)
+        inputs = inputs + self.attention_conv.around(normed, lambda mixed: self.attention(mixed, cos, sin, attend))
+        return inputs + self.mlp_conv.around(self.post_norm(inputs), self.mlp)
+
+
+class CandidateSelector(nn.Module):
+    """Scores of pairs: a low-rank product of the vectors of two tokens, weighted by the feature of the position."""
+
+    def __init__(self, config: Dflash2Config) -> None:
+        super().__init__()
+        shape = config.vocab_size, config.selector_rank
+        self.predecessor_codebook = nn.Parameter(0.02 * torch.randn(shape))
+        self.successor_codebook = nn.Parameter(torch.zeros(shape))
+        self.hidden_projection = nn.Linear(config.hidden_size, config.selector_rank, bias=False)
+
+    def forward(self, gates: Tensor, predecessors: Tensor, candidates: Tensor) -> Tensor:
+        """[..., C] scores to add to the candidates' logits.
+
+        Args:
+            gates: [..., R] `hidden_projection` of the position's feature.
+            predecessors: [..., R] rows of `predecessor_codebook` of the tokens before it.
+            candidates: [..., C] int64 target ids.
+        """
+        successors = functional.embedding(candidates, self.successor_codebook)
+        scores: Tensor = (successors @ (gates * predecessors)[..., None])[..., 0]
+        return scores
+
+
+class Dflash2Head(DsparkHead):
+    """DFlash's network with convolutions and a selector."""
+
+    config: Dflash2Config
+    layer_class: ClassVar[Callable[[Dflash2Config], DsparkLayer]] = Dflash2Layer
+    stored_names: ClassVar[Mapping[str, str]] = {**DsparkHead.stored_names, "selector": "candidate_selector"}
+
+    def __init__(self, config: Dflash2Config, has_table: bool = False) -> None:
+        super().__init__(config, has_table)
+        self.selector = CandidateSelector(config)
+
+    def logits(
+        self, hidden_states: Tensor, shared_embeddings: SharedEmbeddings, draft_lm_head: Tensor | None
+    ) -> Tensor:
+        """See `DraftHead`; with the factor and the cap of its own config, not the target's."""
+        cap, scale = self.config.final_logit_softcapping or None, self.config.output_multiplier
+        own = replace(shared_embeddings, logit_scale=scale, logit_softcap=cap)
+        if self.lm_head is not None:
+            return own.scale_logits(self.lm_head(hidden_states))
+        return own.logits(hidden_states, draft_lm_head)
+
+
+class Dflash2Drafter(DsparkDrafter):
+    """Drafts a block as `DsparkDrafter` does; a tree over the scores of pairs."""
+
+    head: Dflash2Head
+    records_drafts = True
+
+    def expander(self, state: DraftState) -> LevelExpander | None:
+        return PairExpander(self, state)
+
+
+class PairExpander(StatelessExpander):
+    """A `LevelExpander` over the candidates of each position. The hidden states of nodes are the R numbers of tokens.
+
+    Tokens that are no candidates have no probability, as in the head's own code.
+    """
+
+    def __init__(self, drafter: Dflash2Drafter, state: DraftState) -> None:
+        self.state, self.selector = state, drafter.head.selector
+        features = drafter.block_features(state)
+        logits = drafter.logits(state, features)
+        self.shape = logits.shape[-1:]
+        num_candidates = min(drafter.head.config.selector_top_k, logits.shape[-1])
+        self.scores, self.candidates = logits.topk(num_candidates)
+        self.ids = self.candidates if state.draft_ids is None else state.draft_ids[self.candidates]
+        self.gates = self.selector.hidden_projection(features)
+        self.root_hidden = self._rows(anchors_of(state))[:, None].to(features.dtype)
+
+    def _rows(self, ids: Tensor) -> Tensor:
+        return functional.embedding(ids, self.selector.predecessor_codebook)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """See `LevelExpander`; [B, W, R]."""
+        return self._rows(tokens if self.state.draft_ids is None else self.state.draft_ids[tokens])
+
+    def expand(self, level: int, inputs_embeds: Tensor, parent_hidden: Tensor) -> Tensor:
+        """See `LevelExpander`; the embeddings are those of `embed`."""
+        return inputs_embeds
+
+    def logits(self, level: int, hidden_states: Tensor) -> Tensor:
+        shape = hidden_states.shape[:2]
+        ids = self.ids[:, level, None].expand(*shape, -1)
+        pairs = self.selector(self.gates[:, level, None], hidden_states, ids).float()
+        scores = self.scores[:, level, None] + pairs
+        logits = scores.new_full((*shape, *self.shape), float("-inf"))
+        return logits.scatter(2, self.candidates[:, level, None].expand(*shape, -1), scores)

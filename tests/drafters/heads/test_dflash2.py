@@ -1,0 +1,123 @@
+"""DFlash 2: trees over pair scores beside the scores written out, exact calls with trees, folders that do not fit."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models as tiny
+import torch
+from parity import assert_parity, get_model
+from published_heads import LAYOUTS, H, V, write_head
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from mmspec.drafters.checkpoints.published import load_published
+from mmspec.drafters.heads.dflash2.head import Dflash2Drafter, PairExpander
+from mmspec.interfaces import TargetInfo
+from mmspec.resolve import resolve_drafter
+from mmspec.targets.registry import find_adapter
+
+LAYOUT = LAYOUTS["DFlash 2, NeMo Automodel"]
+TARGET = TargetInfo("qwen3_vl", H, V, 8)
+
+
+@pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True, "temperature": 1.3}])
+def test_trees_are_exact_and_their_nodes_the_best_paths(
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In padded batches; node by node the product of the softmax over each position's candidates."""
+    model = get_model(LAYOUT.family, layers=8)
+    drafter: Any = resolve_drafter(str(write_head(tmp_path, LAYOUT)), find_adapter(model))
+    assert type(drafter) is Dflash2Drafter
+    drafter.top_k, checked = 3, list[int]()
+    draft_tree, make = drafter.draft_tree, PairExpander.__init__
+    made: list[PairExpander] = []
+    monkeypatch.setattr(PairExpander, "__init__", lambda self, *args: (make(self, *args), made.append(self))[0])
+
+    def spy(state: Any, max_nodes: int, num_levels: int) -> Any:
+        tree = draft_tree(state, max_nodes, num_levels)
+        if not options["do_sample"] and max_nodes > 3:
+            checked.append(check_tree(made[-1], state, tree, max_nodes))
+        return tree
+
+    monkeypatch.setattr(drafter, "draft_tree", spy)
+    inputs = tiny.build_inputs(model, 3, 2, images=[1, 0])
+    stats = assert_parity(model, inputs, drafter, max_new_tokens=12, eos_token_id=None, **options)
+    assert stats.num_draft_tokens > 10 and (options["do_sample"] or sum(checked) > 10)
+
+
+def check_tree(expander: PairExpander, state: Any, tree: Any, max_nodes: int) -> int:
+    """Every node of the tree is a candidate behind its parent; at the first level they are the likeliest."""
+    scores = expander.logits(0, expander.root_hidden).log_softmax(-1)[:, 0]
+    for row, (tokens, parents) in enumerate(zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True)):
+        firsts = [token for token, parent in zip(tokens[1:], parents[1:], strict=True) if parent == 0]
+        if not bool(tree.node_mask[row, 1:].any()):
+            continue
+        assert firsts and set(firsts) == set(scores[row].topk(len(set(firsts))).indices.tolist())
+    return len(tree.tokens)
+
+
+@torch.no_grad()
+def test_pair_scores_are_the_products_of_the_codebooks(tmp_path: Path) -> None:
+    drafter: Any = load_published(write_head(tmp_path, LAYOUT), TARGET)
+    selector, rng = drafter.head.selector, torch.Generator().manual_seed(0)
+    gates, before = torch.randn(2, 1, 6, generator=rng), torch.randint(V, (2, 3), generator=rng)
+    candidates = torch.randint(V, (2, 3, 5), generator=rng)
+    rows: Tensor = selector.predecessor_codebook
+    found = selector(gates, rows[before], candidates)
+    for row, node, slot in itertools.product(range(2), range(3), range(5)):
+        expected = (rows[before[row, node]] * gates[row, 0]) @ selector.successor_codebook[candidates[row, node, slot]]
+        assert torch.allclose(found[row, node, slot], expected, atol=1e-5)
+
+
+@torch.no_grad()
+def test_taps_do_not_cross_blocks(tmp_path: Path) -> None:
+    """Several blocks end to end are mixed as each alone, and the anchor's position reads nothing before it."""
+    layer: Any = load_published(write_head(tmp_path, LAYOUT), TARGET).head.layers[0]
+    inputs, conv = torch.randn(2, 12, H, generator=torch.Generator().manual_seed(0)), layer.attention_conv
+    double = conv.around(inputs, lambda mixed: 2 * mixed)
+    for start in range(0, 12, 4):
+        assert torch.allclose(double[:, start : start + 4], conv.around(inputs[:, start : start + 4], lambda x: 2 * x))
+    changed = inputs.clone()
+    changed[:, 3] += 1
+    assert torch.equal(conv.around(changed, lambda x: x)[:, 4:], conv.around(inputs, lambda x: x)[:, 4:])
+
+
+@pytest.mark.parametrize(
+    ("nested", "tensors", "message"),
+    [
+        ({"conv_group_size": 5}, {}, "conv_group_size must divide hidden_size 32; got 5"),
+        ({"selector_rank": 7}, {}, r"candidate_selector\.predecessor_codebook must be \[120, 7\] for this config; got"),
+        ({"selector_top_k": 0}, {}, "selector_top_k must be an integer of at least 1; got 0"),
+        ({"conv_kernel_size": "2"}, {}, "conv_kernel_size must be an integer of at least 1; got '2'"),
+        ({"conv_kernel_size": 3}, {}, r"base_kernel must be \[2, 3, 32\]"),
+        ({}, {"layers.1.mlp_conv.base_kernel": None}, r"a dflash2 head lacks layers\.1\.mlp_conv\.base_kernel"),
+        ({}, {"candidate_selector.gate": (3,)}, r"unexpected tensors candidate_selector\.gate"),
+        ({"projector_type": "domino"}, {}, "projector_type 'domino' is not supported"),
+    ],
+)
+def test_what_does_not_fit(nested: dict[str, Any], tensors: dict[str, Any], message: str, tmp_path: Path) -> None:
+    section = LAYOUT.config["dflash_config"] | nested
+    folder = write_head(tmp_path, LAYOUT, dflash_config=section)
+    weights = load_file(folder / "model.safetensors")
+    for name, shape in tensors.items():
+        weights.pop(name, None)
+        if shape is not None:
+            weights[name] = torch.zeros(shape)
+    save_file(weights, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=message):
+        load_published(folder, TARGET)
+
+
+def test_scale_and_cap_of_its_own(tmp_path: Path) -> None:
+    """Of the head's config, not the target's."""
+    section = LAYOUT.config["dflash_config"] | {"output_multiplier": 0.5, "final_logit_softcapping": 3.0}
+    model = get_model(LAYOUT.family, layers=8)
+    drafter: Any = resolve_drafter(str(write_head(tmp_path, LAYOUT, dflash_config=section)), find_adapter(model))
+    hidden, shared = torch.randn(2, H), find_adapter(model).shared_embeddings
+    with torch.no_grad():
+        expected = 3.0 * (0.5 * shared.lm_head(hidden) / 3.0).tanh()
+        assert torch.allclose(drafter.head.logits(hidden, shared, None), expected, atol=1e-6)
