@@ -1,10 +1,21 @@
 /* Attention of decoder.h, which includes it.
 
-   A number of a score is a sum over the head's columns in ascending order; values are added in the order of positions. */
+   A number of a score is a sum over the head's columns in ascending order; values are added in the order of positions. With
+   BFLOAT16_PAIRS two columns of keys, or two positions of values, are multiplied at once by VDPBF16PS, which adds the
+   product of the upper number of a pair, then that of the lower: the first position is the upper. So they are added in the
+   order of positions too, whatever the pairs. */
 
 /* Fetch what a tile of so many bytes is followed by. */
 INLINE void NAME(prefetch)(const char *tile, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += LINE) _mm_prefetch(tile + bytes + i, _MM_HINT_T0);
+}
+
+/* sum + a b, for each number of a pair. */
+INLINE VEC NAME(add_product)(VEC a, VEC b, VEC sum, const int type) {
+#ifdef PAIRS
+  if (type == BFLOAT16_PAIRS) return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
+#endif
+  return FMA(a, b, sum);
 }
 
 /* Keys [n, D], at most 2 LANES, as float32 [D, 2 LANES]. */
@@ -30,6 +41,30 @@ INLINE void NAME(load_keys)(const char *keys, int64_t n, int64_t D, float *tile,
   }
 }
 
+/* Values [n, D] as pairs of positions [(n + 1) / 2, step], the last columns zero. */
+INLINE void NAME(pair_values)(const char *values, int64_t n, int64_t D, int64_t step, float *tile) {
+  NAME(prefetch)(values, VALUES * D * 2);
+  for (int64_t t = 0; t < n; t += 2, tile += step, values += 4 * D)
+    for (int64_t k = 0; k < step; k += 8) {
+      const int64_t count = max64(0, min64(8, D - k)), other = t + 1 < n ? count : 0;
+      const char *const at = values + 2 * k;
+      const __m256 upper = count == 8 ? load8(at, BFLOAT16) : load_first(at, count, BFLOAT16);
+      const __m256 lower = other == 8 ? load8(at + 2 * D, BFLOAT16) : load_first(at + 2 * D, other, BFLOAT16);
+      const __m256i pair = _mm256_or_si256(_mm256_castps_si256(upper), _mm256_srli_epi32(_mm256_castps_si256(lower), 16));
+      _mm256_storeu_si256((__m256i *)(tile + k), pair);
+    }
+}
+
+/* Weights [width] that bfloat16 holds as pairs of positions. */
+INLINE void NAME(pair_weights)(float *weights, int64_t width) {
+  for (int64_t t = 0; t < width; t += 8) {
+    const __m256i v = _mm256_loadu_si256((const __m256i *)(weights + t)), upper = _mm256_set1_epi64x(0xffff0000);
+    const __m256i pair = _mm256_or_si256(_mm256_and_si256(v, upper), _mm256_srli_epi64(v, 48));
+    const __m256i packed = _mm256_permutevar8x32_epi32(pair, _mm256_setr_epi32(0, 2, 4, 6, 0, 2, 4, 6));
+    _mm_storeu_si128((__m128i *)(weights + t / 2), _mm256_castsi256_si128(packed));
+  }
+}
+
 /* Values [n, D] as float32 [n, step], the last columns zero. */
 INLINE void NAME(load_values)(const char *values, int64_t n, int64_t D, int64_t step, float *tile, const int type) {
   const int64_t bytes = float_bytes(type);
@@ -44,7 +79,7 @@ INLINE void NAME(load_values)(const char *values, int64_t n, int64_t D, int64_t 
 
 /* Scores of X queries, `step` numbers apart, with the keys of a tile; `out` of a query begins `width` numbers apart. */
 INLINE void NAME(score_tile)(const float *queries, int64_t step, const float *tile, int64_t D, float *out, int64_t width,
-                             const int X) {
+                             const int X, const int type) {
   VEC sum[MOST_QUERIES][2];
 #pragma GCC unroll 8
   for (int i = 0; i < X; i++) sum[i][0] = sum[i][1] = ZERO();
@@ -53,7 +88,7 @@ INLINE void NAME(score_tile)(const float *queries, int64_t step, const float *ti
 #pragma GCC unroll 8
     for (int i = 0; i < X; i++) {
       const VEC q = SET1(queries[i * step + k]);
-      sum[i][0] = FMA(q, low, sum[i][0]), sum[i][1] = FMA(q, high, sum[i][1]);
+      sum[i][0] = NAME(add_product)(q, low, sum[i][0], type), sum[i][1] = NAME(add_product)(q, high, sum[i][1], type);
     }
   }
 #pragma GCC unroll 8
@@ -62,7 +97,7 @@ INLINE void NAME(score_tile)(const float *queries, int64_t step, const float *ti
 
 /* Weights of X queries, `width` numbers apart, times the n rows of a tile [n, step], added to `out` [X, `to_next`]. */
 INLINE void NAME(weigh_tile)(const float *weights, int64_t width, const float *tile, int64_t n, int64_t step, float *out,
-                             int64_t to_next, const int X) {
+                             int64_t to_next, const int X, const int type) {
   for (int64_t k = 0; k < step; k += 2 * LANES) {
     const int64_t other = k + LANES < step ? LANES : 0; /* the last vector alone: twice the same */
     VEC sum[MOST_QUERIES][2];
@@ -73,7 +108,7 @@ INLINE void NAME(weigh_tile)(const float *weights, int64_t width, const float *t
 #pragma GCC unroll 8
       for (int i = 0; i < X; i++) {
         const VEC w = SET1(weights[i * width + t]);
-        sum[i][0] = FMA(w, low, sum[i][0]), sum[i][1] = FMA(w, high, sum[i][1]);
+        sum[i][0] = NAME(add_product)(w, low, sum[i][0], type), sum[i][1] = NAME(add_product)(w, high, sum[i][1], type);
       }
     }
 #pragma GCC unroll 8
@@ -95,12 +130,13 @@ INLINE void NAME(weigh_tile)(const float *weights, int64_t width, const float *t
 /* Scores [queries, width] of at most MANY_QUERIES queries with the positions of a stretch. */
 INLINE void NAME(scores)(const stretch *p, const float *queries, int64_t num_queries, int64_t step, const char *keys,
                          int64_t D, float *tile, float *out, int64_t width, const int type) {
-  const int64_t groups = (num_queries + MOST_QUERIES - 1) / MOST_QUERIES;
+  const int64_t groups = (num_queries + MOST_QUERIES - 1) / MOST_QUERIES, columns = type == BFLOAT16_PAIRS ? D / 2 : D;
+  const int whole = type == BFLOAT16_PAIRS ? FLOAT32 : type; /* a pair is as long as a number of float32 */
   for (int64_t t = 0; t < p->T; t += (2 * LANES)) {
-    NAME(load_keys)(keys + t * D * float_bytes(type), min64((2 * LANES), p->T - t), D, tile, type);
+    NAME(load_keys)(keys + t * D * float_bytes(type), min64((2 * LANES), p->T - t), columns, tile, whole);
     for (int64_t g = 0; g < groups; g++) {
       const int64_t i = num_queries * g / groups, X = num_queries * (g + 1) / groups - i;
-#define CALL(X) NAME(score_tile)(queries + i * step, step, tile, D, out + i * width + t, width, X)
+#define CALL(X) NAME(score_tile)(queries + i * step, step, tile, columns, out + i * width + t, width, X, type)
       OF_EACH_COUNT(X, CALL)
 #undef CALL
     }
@@ -115,10 +151,14 @@ INLINE void NAME(weigh)(const decoder *d, const stretch *p, const float *weights
   for (int64_t i = 0; i < num_queries; i++) memset(out + i * to_next, 0, (size_t)step * sizeof(float));
   for (int64_t t = 0; t < p->T; t += VALUES) {
     const int64_t n = min64(VALUES, p->T - t);
-    NAME(load_values)(values + t * D * float_bytes(type), n, D, step, tile, type);
+    const int64_t size = type == BFLOAT16_PAIRS ? 2 : 1; /* positions of a row of the tile */
+    if (type == BFLOAT16_PAIRS)
+      NAME(pair_values)(values + t * D * 2, n, D, step, tile);
+    else
+      NAME(load_values)(values + t * D * float_bytes(type), n, D, step, tile, type);
     for (int64_t g = 0; g < groups; g++) {
       const int64_t i = num_queries * g / groups, X = num_queries * (g + 1) / groups - i;
-#define CALL(X) NAME(weigh_tile)(weights + i * width + t, width, tile, n, step, out + i * to_next, to_next, X)
+#define CALL(X) NAME(weigh_tile)(weights + i * width + t / size, width, tile, (n + size - 1) / size, step, out + i * to_next, to_next, X, type)
       OF_EACH_COUNT(X, CALL)
 #undef CALL
     }
@@ -140,14 +180,19 @@ INLINE VEC NAME(tanh)(VEC x) {
 #endif
 }
 
+/* Whether scores are multiplied by their factor, in place of the queries. */
+static inline int scales_scores(const decoder *d) {
+  return d->attention_type == BFLOAT16_PAIRS || (d->is_eager && d->type != FLOAT32);
+}
+
 /* What is done to T scores before the mask: eager attention rounds them before and after their factor. */
 INLINE void NAME(limit)(const decoder *d, float *scores, int64_t T) {
   const VEC cap = SET1(d->attention_softcap), factor = SET1(d->scaling);
   const int64_t type = d->is_eager ? d->type : FLOAT32;
-  if (type == FLOAT32 && !d->attention_softcap) return;
+  if (!scales_scores(d) && !d->attention_softcap) return;
   for (int64_t i = 0; i < T; i += LANES) {
     VEC v = LOAD(scores + i);
-    if (type != FLOAT32) v = NAME(round)(NAME(round)(v, type) * factor, type);
+    if (scales_scores(d)) v = NAME(round)(NAME(round)(v, type) * factor, type);
     if (d->attention_softcap)
       v = NAME(round)(NAME(round)(NAME(tanh)(NAME(round)(v / cap, type)), type) * cap, type);
     STORE(scores + i, v);
@@ -227,11 +272,12 @@ __attribute__((target(ISA))) static void NAME(store)(const decoding *s, const de
 INLINE void NAME(turn_queries)(const decoding *s, const decoder_layer *l, int64_t b, int64_t h, float *queries) {
   const decoder *d = s->d;
   const int64_t D = d->head_dim, N = d->nodes, heads = d->num_heads / d->num_kv_heads, step = query_step(d);
-  const float factor = d->type != FLOAT32 && d->is_eager ? 1 : d->scaling;
+  const float factor = scales_scores(d) ? 1 : d->scaling;
   for (int64_t i = 0; i < heads * N; i++, queries += step) {
     memset(queries, 0, (size_t)step * sizeof(float));
     memcpy(queries, s->qkv + (b * N + i % N) * qkv_width(d) + (h * heads + i / N) * D, (size_t)D * sizeof(float));
     NAME(rotate)(d, l, queries, l->q_norm, s->positions[b * N + i % N], factor);
+    if (d->attention_type == BFLOAT16_PAIRS) narrow(queries, BFLOAT16, step, queries);
   }
 }
 
@@ -252,6 +298,7 @@ INLINE void NAME(attend_stretch)(const decoding *s, const decoder_layer *l, cons
       NAME(limit)(d, row, p->T);
       NAME(mask)(d, l, p, (begin + i) % N, row);
       found[0] = NAME(weights)(d, p, row, found + 1, type);
+      if (type == BFLOAT16_PAIRS) NAME(pair_weights)(row, width);
     }
     NAME(weigh)(d, p, scores, n, width, (const char *)l->values + at, tile, out, type);
   }
@@ -309,7 +356,11 @@ __attribute__((target(ISA))) static void NAME(attend)(const decoding *s, const d
                                                      float *queries, float *tile, int64_t *next) {
   const decoder *d = s->d;
   int64_t turned = -1;
-  for (int64_t task = take(next); task < d->batch * d->num_kv_heads * num_parts(d); task = take(next)) switch (d->type) {
+  for (int64_t task = take(next); task < d->batch * d->num_kv_heads * num_parts(d); task = take(next))
+    switch (d->attention_type) {
+#ifdef PAIRS
+      case BFLOAT16_PAIRS: NAME(attend_of_type)(s, l, task, &turned, scores, queries, tile, BFLOAT16_PAIRS); break;
+#endif
       case FLOAT32: NAME(attend_of_type)(s, l, task, &turned, scores, queries, tile, FLOAT32); break;
       case BFLOAT16: NAME(attend_of_type)(s, l, task, &turned, scores, queries, tile, BFLOAT16); break;
       default: NAME(attend_of_type)(s, l, task, &turned, scores, queries, tile, FLOAT16);

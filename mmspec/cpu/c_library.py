@@ -1,9 +1,9 @@
 """The shared library of the C kernels: the one that a wheel carries, else built at first use and cached.
 
-`few_rows.c` (linear layers, stacks of decoder layers, draft heads) is compiled for AVX2 or for AVX-512. A wheel for
-Linux on x86-64 has both libraries beside their source; elsewhere that of this processor takes a C compiler (`CC`, else
-cc, gcc or clang) and about ten seconds. A file is loaded if its name has the hash of what it was built from, and its
-seal, the hash of name and contents, is right. Independent of models.
+`few_rows.c` (linear layers, stacks of decoder layers, draft heads) is compiled for one set of instructions. A wheel for
+Linux on x86-64 has the libraries of all sets beside their source; elsewhere that of this processor takes a C compiler
+(`CC`, else cc, gcc or clang) and ten seconds. A file is loaded if its name has the hash of what it was built from,
+and its seal, the hash of name and contents, is right. Independent of models.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ COMPILERS = ("cc", "gcc", "clang")
 FLAGS = ("-O2", "-std=gnu11", "-fno-math-errno", "-fPIC", "-shared", "-fvisibility=hidden")
 LINKED = ("-lm",)
 INSTRUCTION_SETS = {1: "AVX2", 2: "AVX-512", 3: "AVX-512 with BF16"}
-"""{level: its instructions}. Levels 2 and 3 have one library."""
-FLAGS_OF_LEVELS = ((), ("-DAVX512",))
-"""Of the two libraries."""
+"""{level: its instructions}"""
+FLAGS_OF_LEVELS = {1: (), 2: ("-DAVX512",), 3: ("-DAVX512", "-DPAIRS")}
+"""{level: what the compiler is told}"""
 CPU_FLAGS = (
     ("avx2", "fma", "f16c"),
     ("avx512f", "avx512dq"),
@@ -122,7 +122,7 @@ def needs_build() -> bool:
 
 def _flags(level: int) -> tuple[str, ...]:
     """Of the compiler."""
-    return (*FLAGS, *FLAGS_OF_LEVELS[level > 1])
+    return (*FLAGS, *FLAGS_OF_LEVELS[level])
 
 
 def shipped_file(level: int) -> Path:
@@ -137,7 +137,7 @@ def shipped_file(level: int) -> Path:
 def ship(folder: Path) -> list[Path]:
     """Build the libraries for a wheel whose `mmspec/cpu` is `folder`; returns them. What can fail: `load_library`."""
     files = []
-    for level in (1, 2):
+    for level in INSTRUCTION_SETS:
         files.append(folder / shipped_file(level).name)
         build([*_compiler(), *_flags(level), "-s"], files[-1])
     return files

@@ -147,7 +147,7 @@ class CDecoder:
         rows, vocab = len(ends.embeddings), ends.lm_head.shape[0]
         self._decoder = decoder_struct(
             shape,
-            type=FLOAT_TYPES[self.dtype],
+            self._weights,
             num_layers=len(layers),
             vocab_size=vocab,
             num_embeddings=rows,

@@ -45,6 +45,7 @@ typedef struct {
   int64_t num_angles;      /* P */
   int64_t padding_length;  /* columns of `padding` */
   int64_t type;            /* float type of weights, keys, values and logits, to which numbers are rounded */
+  int64_t attention_type;  /* of the products of attention: `type`, or BFLOAT16_PAIRS */
   int64_t rotary_size;     /* first numbers of a head that are rotated */
   int64_t is_interleaved;  /* whether number 2 i is rotated with 2 i + 1, else i with i + rotary_size / 2 */
   int64_t activation;
@@ -107,7 +108,7 @@ typedef struct {
 } stretch;
 
 #define MOST_QUERIES 6  /* that are multiplied at once */
-#define MANY_QUERIES 32 /* whose scores are kept at once */
+#define MANY_QUERIES 64 /* whose scores are kept at once */
 #define VALUES 32       /* positions whose values are weighed at once */
 #define LAYER_PHASES 7 /* of a layer; the last two for norms of what is added */
 #define EXPERT_PHASES 5 /* of a layer with experts, besides two for each of them */

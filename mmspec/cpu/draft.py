@@ -71,7 +71,7 @@ class CHead:
         self._draft = DraftStruct(
             d=decoder_struct(
                 shape,
-                type=FLOAT_TYPES[self._dtype],
+                self._addresses,
                 num_layers=len(weights.layers),
                 vocab_size=vocab,
                 num_embeddings=rows,

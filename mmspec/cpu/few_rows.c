@@ -165,12 +165,16 @@ AVX2_INLINE void finish(const product *p, const chunk *c, int64_t r, int64_t m, 
 #include "ngrams.h"
 #include "chain_types.h"
 
-/* The instruction set of this library: AVX-512, or AVX2 without -DAVX512. */
+/* The instruction set of this library: AVX2, with -DAVX512 AVX-512, with -DPAIRS VDPBF16PS besides. */
 #ifdef AVX512
+#define NAME(part) avx512_##part
+#ifdef PAIRS
+#define ISA "avx512f,avx512dq,avx512bf16,avx2,fma,f16c"
 static void multiply_pairs(const product *p, const chunk *c);
 static void pack_pairs(const float *x, int64_t R, int64_t K, float *to);
-#define NAME(part) avx512_##part
+#else
 #define ISA "avx512f,avx512dq,avx2,fma,f16c"
+#endif
 #define LANES 16
 #define TILE 6
 #define VEC __m512
@@ -205,14 +209,14 @@ static void pack_pairs(const float *x, int64_t R, int64_t K, float *to);
 #endif
 #include "few_rows.h"
 #include "many_rows.h"
+#ifdef PAIRS
+#include "pairs.h"
+#endif
 #include "decoder.h"
 #include "next_tokens.h"
 #include "draft.h"
 #include "dspark.h"
 #include "draft_workers.h"
-#ifdef AVX512
-#include "pairs.h"
-#endif
 
 static void run_threads(void (*worker)(void *), void *data, int64_t threads, parallel_fn parallel) {
   if (parallel && threads > 1)
@@ -245,7 +249,7 @@ static int many_rows_linear(const void *x, int type, const weights *w, const voi
   return 1;
 }
 
-#ifdef AVX512
+#ifdef PAIRS
 /* `few_rows_linear` with a weight of BFLOAT16_PAIRS. */
 static int pairs_linear(const uint16_t *x, const weights *w, const void *bias, void *out, int64_t R, int64_t num_threads,
                         parallel_fn parallel) {
@@ -264,11 +268,11 @@ static int pairs_linear(const uint16_t *x, const weights *w, const void *bias, v
 #endif
 
 /* x [R, K], bias [w->rows] or NULL, out [R, w->rows], all contiguous and of the float type x_type; 1 <= R, at most 32 with
-   a quantised weight. With AVX512 weights may be of BFLOAT16_PAIRS, if the processor multiplies these. `parallel` is NULL
+   a quantised weight. With PAIRS weights may be of BFLOAT16_PAIRS. `parallel` is NULL
    where there is one thread. 0 if there is no memory. */
 EXPORT int few_rows_linear(const void *x, int x_type, const weights *w, const void *bias, void *out, int64_t R,
                            int64_t num_threads, parallel_fn parallel) {
-#ifdef AVX512
+#ifdef PAIRS
   if (w->type == BFLOAT16_PAIRS) return pairs_linear(x, w, bias, out, R, num_threads, parallel);
 #endif
   if (R > MAX_ROWS)

@@ -206,7 +206,7 @@ __attribute__((target(ISA))) static void NAME(multiply)(const product *p, const 
     (LANES == 16 && has_vnni() ? vnni_multiply_quantised : avx2_multiply_quantised)(p, c);
     return;
   }
-#ifdef AVX512
+#ifdef PAIRS
   if (c->type == BFLOAT16_PAIRS) {
     multiply_pairs(p, c);
     return;
@@ -264,7 +264,7 @@ __attribute__((target(ISA))) static void NAME(pack_groups)(const weights *w, con
     round_rows(x, R, K, norm, eps, (group *)to);
     return;
   }
-#ifdef AVX512
+#ifdef PAIRS
   if (w->type == BFLOAT16_PAIRS) { /* rows of 16 bits are normalised before */
     pack_pairs(x, R, K, to);
     return;

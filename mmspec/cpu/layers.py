@@ -11,7 +11,15 @@ import torch
 from torch import Tensor
 
 from mmspec.cpu.structs import fields_of
-from mmspec.cpu.weights import QuantisedWeight, Weight, WeightStruct, is_plain, weight_struct
+from mmspec.cpu.weights import (
+    BFLOAT16_PAIRS,
+    FLOAT_TYPES,
+    QuantisedWeight,
+    Weight,
+    WeightStruct,
+    is_plain,
+    weight_struct,
+)
 
 GATE_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 """{name: its number in decoder_types.h}"""
@@ -132,9 +140,12 @@ class VectorStruct(ctypes.Structure):
     _fields_ = fields_of("vector")
 
 
-def decoder_struct(shape: DecoderShape, **fields: Any) -> DecoderStruct:
-    """The struct with what a shape says of it, and other fields."""
+def decoder_struct(shape: DecoderShape, addresses: WeightAddresses, **fields: Any) -> DecoderStruct:
+    """The struct with what a shape and the type of its weights say of it, and other fields."""
+    number = FLOAT_TYPES[addresses.dtype]
     return DecoderStruct(
+        type=number,
+        attention_type=BFLOAT16_PAIRS if addresses.in_pairs else number,
         hidden_size=shape.hidden_size,
         intermediate_size=max(shape.intermediate_size, shape.experts_per_token * shape.expert_size),
         num_heads=shape.num_heads,
@@ -164,6 +175,10 @@ class WeightAddresses:
 
     Vectors that the kernel cannot read where they lie, since they have another type or need an offset, have copies that
     it makes at the start of each forward (`vectors`).
+
+    Attributes:
+        dtype: of all weights but quantised ones.
+        in_pairs: they are bfloat16, and multiplied in pairs.
     """
 
     def __init__(
@@ -176,7 +191,7 @@ class WeightAddresses:
             multiplies_pairs: of the kernel.
         """
         self.dtype = dtype
-        self._in_pairs = multiplies_pairs and dtype is torch.bfloat16
+        self.in_pairs = multiplies_pairs and dtype is torch.bfloat16
         self._norm_offset = norm_offset
         self._storages: list[torch.UntypedStorage] = []  # which live as long as C may read them
         self._copies: list[tuple[Tensor, Tensor, float]] = []
@@ -221,7 +236,7 @@ class WeightAddresses:
         else:
             self._check(name, weight, shape)
             self._storages.append(weight.untyped_storage())
-        return weight_struct(weight, self._in_pairs)
+        return weight_struct(weight, self.in_pairs)
 
     def set(
         self, struct: ctypes.Structure, name: str, weight: Weight | None, shape: tuple[int, ...], label: str

@@ -1,10 +1,9 @@
 /* Products of rows of bfloat16 with weights of bfloat16 by VDPBF16PS, which multiplies and adds 32 columns at once; included
-   after few_rows.h for AVX-512.
+   after few_rows.h.
 
    An element of out is 16 partial sums in float32, each over two columns of every 32 in ascending order. It depends on its
    row of x and its row of w alone, as with the other kernels; few rows and many are computed in the same way. */
 
-#define PAIRS "avx512f,avx512dq,avx512bf16,avx2,fma,f16c"
 #define PAIR_TILE 6 /* rows of x: 24 sums, 6 rows and a weight in 32 registers */
 
 typedef struct {
@@ -14,7 +13,7 @@ typedef struct {
 } pair_block;
 
 /* The 16 pairs of 32 columns from k on; zeros behind the last. */
-__attribute__((always_inline, target(PAIRS))) static inline __m512i load_pairs(const char *row, int64_t k, int64_t K) {
+INLINE __m512i load_pairs(const char *row, int64_t k, int64_t K) {
   if (K - k >= PAIR_COLUMNS) return _mm512_loadu_si512(row + 2 * k);
   char part[2 * PAIR_COLUMNS] = {0};
   memcpy(part, row + 2 * k, (size_t)(2 * (K - k)));
@@ -22,7 +21,7 @@ __attribute__((always_inline, target(PAIRS))) static inline __m512i load_pairs(c
 }
 
 /* The products of X rows of x with a block, and their sums to `out` [X]. */
-__attribute__((always_inline, target(PAIRS))) static inline void pair_tile(const pair_block *b, const float *x, __m128 *out,
+INLINE void pair_tile(const pair_block *b, const float *x, __m128 *out,
                                                                           const int X) {
   const char *const w[WEIGHT_ROWS] = {b->w[0], b->w[1], b->w[2], b->w[3]};
   __m512 sum[PAIR_TILE][WEIGHT_ROWS];
@@ -50,7 +49,7 @@ __attribute__((always_inline, target(PAIRS))) static inline void pair_tile(const
 }
 
 /* The product of at most MAX_ROWS rows with one chunk. */
-__attribute__((target(PAIRS))) static void multiply_pairs(const product *p, const chunk *c) {
+__attribute__((target(ISA))) static void multiply_pairs(const product *p, const chunk *c) {
   const int64_t K = p->K, R = p->R, tiles = (R + PAIR_TILE - 1) / PAIR_TILE, row_bytes = 2 * K;
   const int64_t distance = WEIGHT_ROWS * (1 + AHEAD_BYTES / (WEIGHT_ROWS * row_bytes));
   for (int64_t m = 0; m < c->rows; m += WEIGHT_ROWS) {
@@ -81,7 +80,7 @@ __attribute__((target(PAIRS))) static void multiply_pairs(const product *p, cons
 
 /* Rows [R, K] as tiles read them: [tile][column / 32][row of the tile][32] numbers of bfloat16, the last columns zero. They
    have that type, or are float32 numbers that it holds. */
-__attribute__((target(PAIRS))) static void interleave_pairs(const void *from, int type, int64_t R, int64_t K, float *to) {
+__attribute__((target(ISA))) static void interleave_pairs(const void *from, int type, int64_t R, int64_t K, float *to) {
   const int64_t tiles = (R + PAIR_TILE - 1) / PAIR_TILE, bytes = float_bytes(type);
   for (int64_t t = 0, row = 0, X; t < tiles; t++, row += X) {
     X = R * (t + 1) / tiles - row;

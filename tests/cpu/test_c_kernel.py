@@ -395,7 +395,7 @@ def test_the_library_of_a_wheel_needs_no_compiler(
     copy = compiler(tmp_path, f'cp {kernel.library._name} "$out"')
     monkeypatch.setenv("CC", copy)
     level = kernel.level
-    shipped = c_library.ship(tmp_path)[level > 1]
+    shipped = c_library.ship(tmp_path)[level - 1]
     monkeypatch.setenv("CC", "no-such-compiler")
     got, lines = load(caplog)
     assert got is not None and lines == [] and Path(got.library._name) == shipped == c_library.shipped_file(level)
@@ -493,8 +493,8 @@ def test_the_library_is_that_of_the_processor(
         with pytest.raises(c_library.KernelUnavailableError, match="no AVX2"):
             c_library.load_library(1)
         return
-    assert c_library.chosen_level() == level and c_library.shipped_file(1) != c_library.shipped_file(2)
-    assert c_library.shipped_file(2) == c_library.shipped_file(3)
+    assert c_library.chosen_level() == level
+    assert len(set(map(c_library.shipped_file, c_library.INSTRUCTION_SETS))) == len(c_library.INSTRUCTION_SETS)
     if level < 3:
         with pytest.raises(c_library.KernelUnavailableError, match=f"has {c_library.INSTRUCTION_SETS[level]}, not"):
             c_library.load_library(level + 1)
