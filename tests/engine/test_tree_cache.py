@@ -256,3 +256,36 @@ def test_a_cache_that_holds_all_of_the_ids(family: str, num_left: int) -> None:
         found.append((first.tolist(), again, cache.get_seq_length(), [layer.keys.shape for layer in cache.layers]))
     mmspec.unpatch(model)
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("fault", ["crop", "one layer", "values", "twice", "reset"])
+def test_layers_that_hold_different_positions(fault: str) -> None:
+    """`crop` raises at the first full window, and leaves the layers before it shorter."""
+    model = tiny.build_model(SPECS["some windows"])
+    found = []
+    for patched in (False, True):
+        if patched:
+            mmspec.patch(model, "hybrid", tree_size=6)
+        cache = dynamic(model)
+        forward(model, random_ids(10, 1), cache, 0)
+        layer = next(one for one in cache.layers if type(one) is DynamicLayer)
+        if fault == "crop":
+            with pytest.raises(RuntimeError, match="crop"):
+                cache.crop(-3)
+        elif fault == "one layer":
+            layer.crop(-2)
+        elif fault == "values":
+            layer.values = layer.values[:, :, :-1]
+        elif fault == "twice":
+            layer.update(*(part[:, :, -1:].clone() for part in (layer.keys, layer.values)))
+        else:
+            layer.reset()
+        try:
+            ids: Any = model.generate(
+                random_ids(14, 1), max_new_tokens=6, do_sample=False, eos_token_id=None, **{CACHE_ARGUMENT: cache}
+            ).tolist()
+        except Exception as error:
+            ids = f"{type(error).__name__}: {error}"
+        found.append((ids, [(one.get_seq_length(), one.keys.tolist(), one.values.tolist()) for one in cache.layers]))
+    assert found[0][0] == found[1][0]
+    assert found[0][1] == found[1][1]
