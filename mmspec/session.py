@@ -19,6 +19,7 @@ from mmspec.engine.output import OutputBuffer, ReturnFlags, UserCodeHooks
 from mmspec.engine.rng import SamplingNoise
 from mmspec.engine.sampler import TreeSampler
 from mmspec.interfaces import ObservedRound, Observer, Prompt, VisualGrid
+from mmspec.interfaces.target import own_copies
 from mmspec.metrics.compression_stats import RecordingCompressor
 from mmspec.prefill import Prefilled
 from mmspec.reference import reference_rows
@@ -183,10 +184,10 @@ def _build_prompt(call: CallContext, inputs: PreparedInputs, prefilled: Prefille
     spec_config = call.spec_config
     samples, needs = output.noise is not None, spec_config.drafter.requirements
     return Prompt(
-        input_ids=input_ids,
-        attention_mask=attention_mask[:, -length:].bool(),
+        input_ids=input_ids.clone(),  # the user's own: a drafter may write into what it is given
+        attention_mask=attention_mask[:, -length:].to(torch.bool, copy=True),
         visual_mask=visual_mask,
-        position_ids=target.position_ids[..., -length:],
+        position_ids=target.position_ids[..., -length:].clone(),
         grids=_visual_grids(call, input_ids) if prefilled.hidden_states else (),
         hidden_states=prefilled.hidden_states,
         vocab_size=prefilled.logits.shape[-1],
@@ -201,7 +202,7 @@ def _build_prompt(call: CallContext, inputs: PreparedInputs, prefilled: Prefille
         static_shapes=spec_config.fixed_tree_size is not None,
         max_new_tokens=target.max_new_tokens if target.max_new_tokens < UNLIMITED else None,
         visual_saliency=_visual_saliency(call, visual_mask),
-        media_inputs=call.media_inputs if call.num_return_sequences == 1 else {},
+        media_inputs=own_copies(call.media_inputs) if call.num_return_sequences == 1 else {},
         layer_subsets=open_layer_subsets(target, needs) if needs.layer_subsets else None,
         target_keys=TargetKeysReader.of(target) if spec_config.drafter.requirements.target_keys else None,
     )

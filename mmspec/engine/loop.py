@@ -107,7 +107,7 @@ class DecodeLoop:
             self._ask(self._hook, self.drafter.use_recordings, state, self.target.recordings)
         output.emit(first.result, first.scores, first.logits)
         self._tell(state, first.result)
-        self._ask(self._hook, self.drafter.observe, state, first.result, {})
+        self._ask(self._hook, self.drafter.observe, state, self._told(first.result), {})
         first_token_time = time.perf_counter()
         self.stats.ttft_s += first_token_time - self.start_time
         while not output.advance():
@@ -139,7 +139,7 @@ class DecodeLoop:
         result = _drop_inactive_rows(result, active, plan.rows)
         self._tell(state, result, plan.num_proposed)
         if plan.part is None:
-            self._ask(self._hook, self.drafter.observe, state, result, hidden_states)
+            self._ask(self._hook, self.drafter.observe, state, self._told(result), hidden_states)
         else:
             self._ask(self._hook, self.drafter.observe_part, state, result, hidden_states[0], kept)
         draft_s = (built - start) + (self._now() - emitted)
@@ -150,7 +150,7 @@ class DecodeLoop:
         """Tell the observers of a round."""
         if self.observe is not None:
             assert self._prompt is not None
-            self.observe(ObservedRound(self._prompt, result, num_proposed, state))
+            self.observe(ObservedRound(self._prompt, result.own_copy(), num_proposed, state))
 
     def _ask(self, hook: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R | None:
         """What a hook of the drafter returns. None from its first error on, which costs the call its drafts alone."""
@@ -174,6 +174,10 @@ class DecodeLoop:
             return hook(*args, **kwargs)
         with self.isolation:
             return hook(*args, **kwargs)
+
+    def _told(self, result: VerifyResult) -> VerifyResult:
+        """What the drafter is given of a round: a user's may write into it."""
+        return result if self.isolation is None else result.own_copy()
 
     def _now(self) -> float:
         """Seconds of a clock that stops while something is done once per shape."""
@@ -210,7 +214,7 @@ class DecodeLoop:
         controller = self.controller
         max_emit = self.output.max_emit(controller.max_tree_size)
         active = self._active_rows([limit - 1 for limit in max_emit])  # a row that may emit one token needs no draft
-        tree = self._hook(self.drafter.propose, state, controller.max_tree_size, active)
+        tree = self._hook(self.drafter.propose, state, controller.max_tree_size, list(active))
         if not isinstance(tree, DraftTree):
             raise TypeError(f"{DRAFTER_CONTRACT}; got one whose propose returned {type(tree).__name__}.")
         tree.check(len(active))

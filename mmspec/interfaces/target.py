@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -80,6 +80,22 @@ class VerifyResult:
     top_ids: list[list[list[int]]] | None = None
     scored_ids: list[list[int]] | None = None
     tree_sizes: list[int] = field(default_factory=list)
+
+    def own_copy(self) -> VerifyResult:
+        """A result that user code may write into: the loop goes on to read this one."""
+        return replace(
+            self,
+            tree=replace(self.tree, **own_copies(vars(self.tree))),
+            **own_copies({"path": self.path, "counts": self.counts, "tokens": self.tokens}),
+            emitted_ids=[list(row) for row in self.emitted_ids],
+            accepted_nodes=[list(row) for row in self.accepted_nodes],
+            tree_sizes=list(self.tree_sizes),
+        )
+
+
+def own_copies(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Inputs whose tensors user code may write into."""
+    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in inputs.items()}
 
 
 @dataclass(frozen=True)
