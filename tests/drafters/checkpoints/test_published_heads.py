@@ -25,7 +25,7 @@ from mmspec.drafters.registry import HUB_ID, build_drafter, is_hub_id
 from mmspec.interfaces import TargetInfo
 
 DOCS = Path(__file__).parents[3] / "docs" / "published-heads.md"
-READ_METHODS = ("msd", "eagle", "vispec", "eagle3", "dflash", "dspark")
+READ_METHODS = ("msd", "eagle", "vispec", "eagle3", "dflash", "dflash2", "dspark")
 LLAVA = "llava-hf/llava-1.5-7b-hf"
 KNOWN = replace(TARGET, name=LLAVA)
 
