@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmspec.app.caption.config import SCENES_MODEL
+from mmspec.app.caption.progress import print_stderr
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.modeling.random_models import SIZES, random_model
 from mmspec.drafters.hub import unreachable_reason
@@ -37,6 +38,16 @@ def resolve_device(name: str, local_rank: int = 0) -> torch.device:
     except Exception as error:  # torch says "no such device" in a different type for each kind
         raise UsageError(f"--device {name}: {one_line(error, 120)}") from error
     return device
+
+
+def _build_kernels(device: torch.device) -> None:
+    """Build the C kernels if they are for this device and missing, which is said: else the first call would be silent
+    for as long as a compiler takes."""
+    from mmspec.cpu import c_kernel, c_library
+
+    if device.type == "cpu" and c_library.needs_build():
+        print_stderr("mmspec: building the C kernels, once; this takes some seconds")
+        c_kernel.load_kernel()
 
 
 def synchronize(device: torch.device) -> None:
@@ -73,6 +84,7 @@ def load_model(
         UsageError: it cannot be loaded, or would need code of its repository, which is never run.
     """
     target_device = resolve_device(device, local_rank)
+    _build_kernels(target_device)
     precision = "float32" if dtype == "auto" and target_device.type == "cpu" else dtype
     if name == SCENES_MODEL:
         model, processor = _scenes(precision)
@@ -104,6 +116,7 @@ def load_text_model(
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     target_device = resolve_device(device)
+    _build_kernels(target_device)
     precision = "float32" if dtype == "auto" and target_device.type == "cpu" else dtype
     is_gguf = name.endswith(".gguf")
     folder = os.path.dirname(os.path.abspath(name)) if is_gguf else name

@@ -16,8 +16,6 @@ SAMPLE_PAIRS = (
     ("pretzel_pumpkin_cat.png", DETAIL),
 )
 TEXT_QUESTIONS = ("Explain how a bicycle stays upright.", "Write a short story about a lighthouse.")
-LONG_WORDS = 20
-"""Words of an answer above which drafts pay."""
 
 
 def samples_of(model: DemoModel) -> list[Mapping[str, str]]:

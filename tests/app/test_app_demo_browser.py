@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -49,6 +50,9 @@ WRONG_FIGURES = """async () => {
             check('hidden', spans.filter((one) => one.classList.contains('later')).length, 0);
             if (!index) lane.tokens.forEach((token, at) => check('kind', spans[at].classList.contains(token[2]), true));
         });
+        const numbers = [...turn.querySelectorAll('.numbers dd:not(.faint)')].map((one) => one.textContent);
+        const lane = report.lanes[0];
+        check('numbers', numbers.slice(0, 3).join(), [lane.drafter, lane.tau.toFixed(2), lane.num_rounds].join());
         const [ours, plain] = report.lanes.map((lane) => lane.seconds + report.encode_s);
         if (report.identical) for (const value of [ours, plain]) check('headline', seen.includes(say(value)), true);
         const rates = report.lanes.map((lane) => lane.tokens_per_s.toFixed(0));
@@ -60,6 +64,8 @@ WRONG_FIGURES = """async () => {
     return wrong;
 }"""
 """[turn, what, on the page, in the stored answer] of every figure of a finished turn that is not its own."""
+
+CONTROLS = "button:enabled:visible, summary:visible, select:visible, .mmspec .text span:visible"
 
 
 @pytest.fixture(scope="module")
@@ -160,6 +166,36 @@ def test_the_first_screen(visit: Callable[..., Any], width: int) -> None:
 
 
 @WIDTHS
+def test_the_toy_says_what_it_is_and_kernels_are_built_in_sight(
+    browser: Any, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the model that ships, from the first moment on, and while a compiler works."""
+    built = threading.Event()
+
+    def build(model: DemoModel) -> None:
+        model._set_phase("building")
+        assert built.wait(60)
+        model._set_phase("loading")
+        model.drafters = ()  # enough: nothing is asked here
+
+    monkeypatch.setattr(DemoModel, "_load", build)
+    with serve(DemoModel(), port=0) as running:
+        page = browser.new_page(viewport={"width": width, "height": 844})
+        page.goto(running.url)
+        page.locator(".sample").first.wait_for()
+        words = page.locator("#model")
+        assert "a toy that knows drawn scenes; other questions get nonsense" in words.inner_text()
+        box = words.bounding_box()
+        assert box["y"] + box["height"] < 200, "on the first screen, above the samples"
+        until(page, lambda: "Building the C kernels, once (" in page.inner_text("#status"))
+        page.locator(".sample").first.click()
+        until(page, lambda: "Building the C kernels, once (" in page.locator(".turn .note").inner_text())
+        page.locator("#stop").click()
+        built.set()
+        page.close()
+
+
+@WIDTHS
 def test_an_answer_streams_in_its_colours_and_plain_generate_follows(
     visit: Callable[..., Any], demo: Demo, width: int, slow: None
 ) -> None:
@@ -236,9 +272,10 @@ def test_a_replay_is_six_seconds_at_most_and_ends_as_it_was(visit: Callable[...,
     assert turn.inner_html() == before, "twice"
 
 
-def test_ties_slower_answers_and_noise_are_said(visit: Callable[..., Any], demo: Demo) -> None:
+@WIDTHS
+def test_ties_slower_answers_and_noise_are_said(visit: Callable[..., Any], demo: Demo, width: int) -> None:
     """Stored answers with other figures, as a link opens them."""
-    page = visit()
+    page = visit(width)
     report = measured(page, demo, sample(page))
     for ours, plain, words in (
         (1.0, 1.02, "as fast as plain generate"),
@@ -250,12 +287,12 @@ def test_ties_slower_answers_and_noise_are_said(visit: Callable[..., Any], demo:
             lanes[0] |= {"num_drafted": 3, "tau": 1.5}
             fake = report | {"id": "fake", "lanes": lanes, "encode_s": 0.0, "split": split}
             demo.reports["fake"] = fake
-            text = visit(query="#race=fake").locator(".result").inner_text()
+            text = visit(width, query="#race=fake").locator(".result").inner_text()
             assert words in text and ("About 2.0x from mmspec's own loop, about 1.2x from drafts" in text) == bool(
                 split
             )
     demo.reports["fake"] = report | {"id": "fake", "identical": False, "num_equal": 11}
-    assert "The answers differ from token 12 on" in visit(query="#race=fake").locator(".result").inner_text()
+    assert "The answers differ from token 12 on" in visit(width, query="#race=fake").locator(".result").inner_text()
 
 
 @WIDTHS
@@ -267,7 +304,8 @@ def test_a_token_shows_its_round(visit: Callable[..., Any], demo: Demo, width: i
     report = measured(page, demo, turn)
     tokens = report["lanes"][0]["tokens"]
     at = next((index for index, token in enumerate(tokens) if len(report["rounds"][token[3]]["labels"]) > 1), 3)
-    turn.locator(".mmspec .text span").nth(at).click()
+    token = turn.locator(".mmspec .text span").nth(at)
+    token.click() if width < 600 else token.hover()
     card, number = page.locator("#card"), tokens[at][3]
     one = report["rounds"][number]
     assert (
@@ -319,8 +357,11 @@ def test_retry_and_edit(visit: Callable[..., Any], demo: Demo, width: int) -> No
     assert report["question"] == "edited" and report["turns"] == [] and page.evaluate(WRONG_FIGURES) == []
 
 
-def test_after_five_questions_the_same_picture_drafts_as_before(visit: Callable[..., Any], demo: Demo) -> None:
-    page = visit()
+@WIDTHS
+def test_after_five_questions_the_same_picture_drafts_as_before(
+    visit: Callable[..., Any], demo: Demo, width: int
+) -> None:
+    page = visit(width)
     page.locator("#expert").evaluate("(one) => { one.open = true; }")
     page.locator("#drafter").select_option("hybrid")
     first = measured(page, demo, sample(page))["lanes"][0]
@@ -456,21 +497,26 @@ def test_the_page_is_for_everybody(
         assert inside or outline != "none", "the focus is seen"
 
 
-def test_random_presses_leave_only_figures_of_their_own(visit: Callable[..., Any], demo: Demo) -> None:
-    """Enabled controls at random, the same ones in each run as far as the timing allows."""
-    page, chance = visit(), random.Random(11)
+@WIDTHS
+def test_random_presses_leave_only_figures_of_their_own(visit: Callable[..., Any], demo: Demo, width: int) -> None:
+    """Enabled controls at random, the same ones in each run as far as the timing allows: a minute for both widths."""
+    page, chance = visit(width), random.Random(width)
     page.locator("#expert").evaluate("(one) => { one.open = true; }")
     page.locator("#max_new_tokens").fill("40")
-    end = time.monotonic() + float(os.environ.get("MMSPEC_PRESSES_S", "25"))
+    end = time.monotonic() + float(os.environ.get("MMSPEC_PRESSES_S", "30"))
     for number in itertools.count():
         if time.monotonic() > end:
             break
         if chance.random() < 0.4:
             page.locator("#question").fill(f"question {number}")
-        shown = page.locator("button:visible, summary:visible, .mmspec .text span:visible").all()
+        shown = page.locator(CONTROLS).all()
         if shown:
             try:
-                chance.choice(shown).click(timeout=500)
+                one = chance.choice(shown)
+                if one.evaluate("(one) => one.tagName") == "SELECT":
+                    one.select_option(index=chance.randrange(one.locator("option").count()), timeout=500)
+                else:
+                    one.click(timeout=500)
             except Exception:  # it has gone meanwhile, or something is above it
                 page.keyboard.press("Escape")
         page.wait_for_timeout(chance.choice((0, 20, 200)))

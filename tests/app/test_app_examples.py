@@ -151,3 +151,17 @@ def test_a_damaged_model_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "checksums.json is missing: get it back" in err and err.count("\n") == 1
     with pytest.raises(Exception, match=r"checksums\.json is missing"):
         load_model("scenes")
+
+
+@pytest.mark.parametrize("is_missing", [True, False])
+def test_a_build_of_the_kernels_is_said_before_the_model_is_loaded(
+    is_missing: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    built: list[str] = []
+    monkeypatch.setattr("mmspec.cpu.c_library.needs_build", lambda: is_missing)
+    monkeypatch.setattr("mmspec.cpu.c_kernel.load_kernel", lambda: built.append(capsys.readouterr().err))
+    monkeypatch.setattr("mmspec.app.modeling.load._random", lambda name, dtype: built.append("loaded") or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        load_model("tiny")
+    said = ["mmspec: building the C kernels, once; this takes some seconds\n"]
+    assert built == [*(said if is_missing else []), "loaded"] and capsys.readouterr().err == ""
