@@ -27,7 +27,8 @@ READ = frozenset((
 ))  # fmt: skip
 """By the methods in general; each has further ones (`HeadMethod.published_keys`)."""
 BY_TENSORS = frozenset((
-    "attention_bias", "mlp_bias", "qk_norm", "qkv_bias", "tie_word_embeddings", "use_qk_norm",
+    "attention_bias", "fc_bias", "mlp_bias", "num_aux_hidden_states", "qk_norm", "qkv_bias", "tie_word_embeddings",
+    "use_qk_norm", "vispec_num_query_tokens",
 ))  # fmt: skip
 """What they say is read off the tensors, of which none may be missing or left over."""
 WITHOUT_EFFECT = frozenset((

@@ -36,7 +36,7 @@ class Layout:
         family: of a tiny target that such heads exist for.
         kind: "eagle", "msd", "vispec", "eagle3", "block" (DFlash and DSpark) or "dflash2".
         options: what its tensors have: `bias` of `fc`, `qkv_bias`, `input_norm`, `layer` (the prefix of the layer),
-            `markov`, `pairs`, `lm_head`, `map`; and what its code does, as arguments of `SlowBlock`, in `reader`.
+            `final_norm`, `adaptor` (the prefix of ViSpec's), `markov`, `pairs`, `lm_head`, `map`; and what its code does, as arguments of `SlowBlock`, in `reader`.
     """
 
     config: Mapping[str, Any]
@@ -96,6 +96,22 @@ LAYOUTS: dict[str, Layout] = {
         "qwen2_5_vl",
         "vispec",
         {"qkv_bias": True, "queries": 3},
+    ),
+    "MSD, NeMo Automodel": Layout(
+        QWEN
+        | {"architectures": ["MultimodalEagleDraftModel"], "model_type": "qwen3_vl_text", "vocab_size": V}
+        | {"draft_num_hidden_layers": 1, "fc_bias": False, "draft_vocab_size": None},
+        "qwen3_vl",
+        "msd",
+        {"bias": False, "input_norm": True, "final_norm": True},
+    ),
+    "ViSpec, NeMo Automodel": Layout(
+        QWEN
+        | {"architectures": ["VispecDraftModel"], "model_type": "qwen2_5_vl_text", "num_key_value_heads": HEADS}
+        | {"qkv_bias": True, "fc_bias": True, "vispec_num_query_tokens": 3, "draft_vocab_size": None},
+        "qwen2_5_vl",
+        "vispec",
+        {"qkv_bias": True, "queries": 3, "input_norm": True, "final_norm": True, "adaptor": "img_adaptor"},
     ),
     "EAGLE-3, EAGLE code": Layout(
         LLAMA | {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": DRAFT_V, "num_key_value_heads": 1},
@@ -369,13 +385,17 @@ def _shapes(layout: Layout, layer: Mapping[str, Any]) -> dict[str, tuple[int, ..
             shapes[name.replace(prefix, f"layers.{index}")] = (shape[0], *width)
     if is_eagle3:
         shapes |= {"norm.weight": (H,), "lm_head.weight": (DRAFT_V, H)}
+    if options.get("final_norm"):
+        shapes["norm.weight"] = (H,)
     if layout.kind == "vispec":
-        shapes |= {"img_fc.weight": (H, 2 * H), "img_fc.bias": (H,), "imadpt.o_proj.weight": (H, H)}
-        shapes["imadpt.q"] = (options.get("queries", 2), HEADS, H // HEADS)
+        adaptor = options.get("adaptor", "imadpt")
+        shapes |= {"img_fc.weight": (H, 2 * H), "img_fc.bias": (H,), f"{adaptor}.o_proj.weight": (H, H)}
+        queries = "imadpt.q" if adaptor == "imadpt" else f"{adaptor}.query"
+        shapes[queries] = (options.get("queries", 2), HEADS, H // HEADS)
         for name in "kv":
-            shapes[f"imadpt.{name}_proj.weight"] = (H, H)
+            shapes[f"{adaptor}.{name}_proj.weight"] = (H, H)
             if options.get("qkv_bias"):
-                shapes[f"imadpt.{name}_proj.bias"] = (H,)
+                shapes[f"{adaptor}.{name}_proj.bias"] = (H,)
     return shapes
 
 

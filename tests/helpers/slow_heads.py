@@ -115,7 +115,9 @@ class SlowEagle(SlowHead):
 
     def read_row(self, row: int) -> None:
         embed, state = self.text.embeds[row + 1], self.text.states[-1][row]
-        is_msd = self.config["model_type"] in ("llava", "qwen2_vl")
+        is_msd = self.config["model_type"] in ("llava", "qwen2_vl") or self.config.get("architectures") == [
+            "MultimodalEagleDraftModel"
+        ]
         is_bypassed = is_msd and bool(self.text.is_visual[row + 1])
         self.last = self.step(embed if is_bypassed else self.linear("fc", torch.cat((embed, state))), row)
 
@@ -124,7 +126,8 @@ class SlowEagle(SlowHead):
 
     def step(self, inputs: Tensor, position: int) -> Tensor:
         has_norm = "layers.0.input_layernorm.weight" in self.weights
-        return self.layer(self.norm("layers.0.input_layernorm", inputs) if has_norm else inputs, inputs, position)
+        output = self.layer(self.norm("layers.0.input_layernorm", inputs) if has_norm else inputs, inputs, position)
+        return self.norm("norm", output) if "norm.weight" in self.weights else output  # NeMo Automodel's
 
 
 class SlowVispec(SlowEagle):

@@ -64,7 +64,10 @@ class SlowReader:
         self.config: dict[str, Any] = json.loads((folder / "config.json").read_text())
         self.layer_config: dict[str, Any] = self.config.get("transformer_layer_config", self.config)
         weights = load_file(folder / "model.safetensors")
-        self.weights = {name.replace("midlayer.", "layers.0."): value.float() for name, value in weights.items()}
+        others = {"midlayer.": "layers.0.", "img_adaptor.query": "imadpt.q", "img_adaptor.": "imadpt."}
+        for other, name in others.items():
+            weights = {key.replace(other, name): value.float() for key, value in weights.items()}
+        self.weights = weights
         self.eps = self.layer_config["rms_norm_eps"]
         sizes = self.layer_config["hidden_size"], self.layer_config["num_attention_heads"]
         self.head_dim = self.layer_config.get("head_dim") or sizes[0] // sizes[1]

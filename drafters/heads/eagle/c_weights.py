@@ -11,7 +11,7 @@ from mmspec.drafters.heads.eagle.head import DecoderLayer, EagleHead
 
 def eagle_weights(head: EagleHead, state: DraftState) -> HeadWeights | None:
     """Weights of a head that computes as `EagleHead` does: `fc` and one layer, then the target's LM head."""
-    if head.config.qk_norm:
+    if head.config.qk_norm or head.config.final_norm:
         return None
     return HeadWeights(head.fc.weight, head.fc.bias, [layer_weights(head.layer)], **shared_weights(state))
 

@@ -19,6 +19,9 @@ from mmspec.interfaces import TargetInfo
 
 logger = logging.getLogger("mmspec")
 
+AUTOMODEL_MSD = "MultimodalEagleDraftModel"
+"""MSD of NeMo Automodel; its layer and its output are normalised."""
+
 
 def load_eagle(values: Mapping[str, Any], weights: Mapping[str, Tensor], target: TargetInfo, name: str) -> EagleDrafter:
     """The drafter of a head; arguments and errors as `HeadMethod.load_published`."""
@@ -31,13 +34,13 @@ def load_eagle(values: Mapping[str, Any], weights: Mapping[str, Tensor], target:
 def is_msd(values: Mapping[str, Any], weights: Mapping[str, Tensor]) -> bool:
     """Whether a head was trained by MSD's code, for its visual mode."""
     model_type = values.get("model_type")
-    if model_type == "qwen2_5_vl" and "layers.0.input_layernorm.weight" in weights:
+    if model_type == "qwen2_5_vl" and "norm.weight" not in weights and "layers.0.input_layernorm.weight" in weights:
         logger.warning(
             "mmspec: a head of model_type 'qwen2_5_vl' with an input_layernorm in its layer is taken as MSD's, whose "
             "code for 'qwen2_vl' has one; EAGLE's has none"
         )
         return True
-    return model_type in ("llava", "qwen2_vl")
+    return model_type in ("llava", "qwen2_vl") or values.get("architectures") == [AUTOMODEL_MSD]
 
 
 def read_eagle(
@@ -53,6 +56,7 @@ def read_eagle(
         bias="fc.bias" in weights,
         qkv_bias="layers.0.self_attn.q_proj.bias" in weights,
         input_norm="layers.0.input_layernorm.weight" in weights,
+        final_norm="norm.weight" in weights,
     )
     vocab_limit = _vocab_limit(values, weights, target)
     return config, order_rotated_rows(drop_unused(weights), values, config.head_dim, config.rotary_dim), vocab_limit

@@ -7,6 +7,9 @@ nothing of trees, prompts or targets.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -109,14 +112,16 @@ class EagleHead(DraftHead):
     """`fc` and one decoder layer. Its output approximates the target's normalised hidden state at the next position."""
 
     config: EagleConfig
+    stored_names: ClassVar[Mapping[str, str]] = {"final_norm": "norm"}
 
     def __init__(self, config: EagleConfig) -> None:
         super().__init__(config)
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=config.bias)
         self.layer = DecoderLayer(config)
+        self.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps) if config.final_norm else None
 
     def forward(
         self, inputs: Tensor, cos: Tensor, sin: Tensor, attend: AttentionFn, query_index: Tensor | None = None
     ) -> Tensor:
         outputs: Tensor = self.layer(inputs, cos, sin, attend, query_index)
-        return outputs
+        return outputs if self.final_norm is None else self.final_norm(outputs)

@@ -15,10 +15,19 @@ from mmspec.drafters.heads.vispec.head import VispecHead
 from mmspec.interfaces import TargetInfo
 
 
+PARTS = ("k_proj.weight", "v_proj.weight", "k_proj.bias", "v_proj.bias")
+AUTOMODEL_NAMES = {
+    "img_adaptor.query": "imadpt.q",
+    **{f"img_adaptor.{part}": f"imadpt.{part}" for part in ("o_proj.weight", *PARTS)},
+}
+"""Name in NeMo Automodel's layout -> in that of the authors."""
+
+
 def load_vispec(
     values: Mapping[str, Any], weights: Mapping[str, Tensor], target: TargetInfo, name: str
 ) -> VispecDrafter:
     """The drafter of a head; arguments and errors as `HeadMethod.load_published`."""
+    weights = {AUTOMODEL_NAMES.get(name, name): value for name, value in weights.items()}
     shape, weights, vocab_limit = read_eagle(values, weights, target)
     queries = weights["imadpt.q"]
     if queries.dim() != 3 or queries.shape[1:] != (shape.num_attention_heads, shape.head_dim):

@@ -28,7 +28,7 @@ class Vispec(HeadMethod):
         return HeadClasses(VispecConfig, VispecHead, VispecDrafter)
 
     def recognise(self, values: Mapping[str, Any], weights: Mapping[str, Tensor]) -> int:
-        return 2 * ("imadpt.q" in weights)
+        return 2 * ("imadpt.q" in weights or "img_adaptor.query" in weights)
 
     def load_published(
         self, values: Mapping[str, Any], weights: dict[str, Tensor], target: TargetInfo, name: str
