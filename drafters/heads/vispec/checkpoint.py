@@ -14,7 +14,6 @@ from mmspec.drafters.heads.vispec.drafter import VispecDrafter
 from mmspec.drafters.heads.vispec.head import VispecHead
 from mmspec.interfaces import TargetInfo
 
-
 PARTS = ("k_proj.weight", "v_proj.weight", "k_proj.bias", "v_proj.bias")
 AUTOMODEL_NAMES = {
     "img_adaptor.query": "imadpt.q",
