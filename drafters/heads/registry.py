@@ -151,6 +151,7 @@ class HeadMethod(ABC):
         recipes: the drafters that can be trained.
         reads_visual_tokens: whether a compressor of visual tokens has an effect.
         reads_layers: whether a head reads several hidden states of the target.
+        trains_layers: whether it is trained with any number of layers of its own.
         speculators_types: values of `speculators_model_type` of published heads.
         published_keys: keys of published configs that it reads, besides those that all methods read.
         served: which engines serve it, for the help of `mmspec export`; empty for none.
@@ -161,6 +162,7 @@ class HeadMethod(ABC):
     recipes: ClassVar[tuple[Recipe, ...]] = ()
     reads_visual_tokens: ClassVar[bool] = True
     reads_layers: ClassVar[bool] = False
+    trains_layers: ClassVar[bool] = False
     speculators_types: ClassVar[tuple[str, ...]] = ()
     published_keys: ClassVar[frozenset[str]] = frozenset()
     served: ClassVar[str] = ""
@@ -193,11 +195,21 @@ class HeadMethod(ABC):
         Raises:
             ValueError: an option is not for this method.
         """
-        if sizes.layers is not None and not self.reads_layers:
-            raise ValueError("--layers is for heads that read several hidden states; this one reads the last")
+        self.check_sizes(sizes)
         block = sizes.block if sizes.block and recipe.block_size > 1 else recipe.block_size
         scaled = {name: round(scale * shape.intermediate_size) for name, scale in recipe.scales.items()}
         return self.classes().config.of(shape, block_size=block, **{**scaled, **recipe.settings})
+
+    def check_sizes(self, sizes: TrainSizes) -> None:
+        """Refuse options that are not for this method.
+
+        Raises:
+            ValueError: names the option.
+        """
+        if sizes.layers is not None and not self.reads_layers:
+            raise ValueError("--layers is for heads that read several hidden states; this one reads the last")
+        if sizes.head_layers != 1 and not self.trains_layers:
+            raise ValueError(f"--head-layers is for dspark heads; this one has one layer, got {sizes.head_layers}")
 
     def head_of_target(self, target: TargetInfo, sizes: TrainSizes) -> DraftHead:
         """The head to be trained, of a method that `is_of_target`.

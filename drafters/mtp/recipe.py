@@ -38,8 +38,7 @@ class Mtp(HeadMethod):
     def head_of_target(self, target: TargetInfo, sizes: TrainSizes) -> DraftHead:
         from mmspec.drafters.mtp.head import MTPHead
 
-        if sizes.layers is not None:
-            raise ValueError("--layers is for heads that read several hidden states; this one reads the last")
+        self.check_sizes(sizes)
         if target.read_own_head is None:
             raise ValueError("it is read from the target's checkpoint; load the target.")
         parts = target.read_own_head()

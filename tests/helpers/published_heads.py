@@ -35,8 +35,9 @@ class Layout:
         config: as published, in small.
         family: of a tiny target that such heads exist for.
         kind: "eagle", "msd", "vispec", "eagle3", "block" (DFlash and DSpark) or "dflash2".
-        options: what its tensors have: `bias` of `fc`, `qkv_bias`, `input_norm`, `layer` (the prefix of the layer),
-            `final_norm`, `adaptor` (the prefix of ViSpec's), `markov`, `pairs`, `lm_head`, `map`; and what its code does, as arguments of `SlowBlock`, in `reader`.
+        options: what its tensors have: `bias` of `fc`, `qkv_bias`, `input_norm`, `final_norm`, `layer` (the prefix of
+            the layer), `adaptor` (that of ViSpec's), `markov`, `pairs`, `lm_head`, `map`; and what its code does, as
+            arguments of `SlowBlock`, in `reader`.
     """
 
     config: Mapping[str, Any]

@@ -41,6 +41,7 @@ class Dspark(HeadMethod):
         Recipe("dspark-mixture", MIXTURE_HELP, "coupled", 5, DSPARK_SCALES, {**DSPARK_SETTINGS, "layer_mixture": True}),
     )
     reads_layers = True
+    trains_layers = True
     speculators_types: ClassVar[tuple[str, ...]] = ("dflash", "dspark")
     published_keys = BLOCK_KEYS
     served = "vLLM and speculators; needs --target, whose embeddings are copied"
