@@ -130,9 +130,9 @@ def _auto(target: TargetInfo | None) -> Drafter:
             return published
     if target is None or target.device != "cpu":
         return _hybrid()
-    from mmspec.drafters.arbitrated import OUTPUTS, ArbitratedDrafter
+    from mmspec.drafters.arbitrated import ArbitratedDrafter
 
-    return ArbitratedDrafter(arms=(OUTPUTS,), may_copy=True)
+    return ArbitratedDrafter(kinds=("outputs",), may_copy=True)
 
 
 def _published_drafter(target: TargetInfo) -> Drafter | None:

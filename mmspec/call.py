@@ -9,9 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from mmspec.config import SpecConfig
-from mmspec.control.round_cost import RoundCostModel
 from mmspec.cpu.huge_pages import HugePages
 from mmspec.cpu.linear import LinearAutotuner
+from mmspec.economy.known import Economy
 from mmspec.engine.prefix import Prefix, PrefixStore, PromptRows
 from mmspec.engine.revision import Revision
 from mmspec.metrics.stats import Stats
@@ -68,7 +68,7 @@ class CallContext:
         spec_config: the options of this call.
         tokenizer: the tokenizer, or None.
         autotuner: chooses the kernels of linear layers on CPU.
-        costs: measured times of rounds with this drafter.
+        economy: what is known of rounds with this drafter.
         lanes: what recorded rounds of the model share.
         start_time: `time.perf_counter()` at the start of `generate`.
         streamer: the `streamer` argument, which transformers does not pass to a custom loop.
@@ -88,7 +88,7 @@ class CallContext:
     spec_config: SpecConfig
     tokenizer: Any
     autotuner: LinearAutotuner
-    costs: RoundCostModel
+    economy: Economy
     lanes: LanePool
     start_time: float
     streamer: Any

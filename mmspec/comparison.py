@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
 
 from mmspec.arguments import option_getter
-from mmspec.control.cost_store import unchanged_costs
-from mmspec.control.draft_cost import HeadCostModel
+from mmspec.economy.draft_cost import HeadCostModel
+from mmspec.economy.store import unchanged_costs
 from mmspec.interfaces import Drafter
 from mmspec.interfaces.drafter import as_drafter
 from mmspec.metrics.stats import Stats
@@ -216,7 +216,7 @@ def replicate(drafter: Drafter) -> Drafter:
     """A drafter in the same state that learns independently. Modules (weights) are shared, not copied.
 
     Calls `Drafter.replicate`; where that makes none, else makes a deep copy that keeps the classes and measurements
-    of cost models and controllers. A drafter that is itself a module is returned unchanged.
+    of cost models. A drafter that is itself a module is returned unchanged.
     """
     if (twin := as_drafter(drafter).replicate()) is not None:
         return twin

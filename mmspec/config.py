@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mmspec.control.tree_size import DEFAULT_TREE_SIZE
+from mmspec.economy.chooser import DEFAULT_TREE_SIZE
 from mmspec.engine.tree import BUCKETS
 from mmspec.interfaces import Compressor, Drafter, Observer
 from mmspec.reference import check_reference, reference_rows, resolve_reference_ids

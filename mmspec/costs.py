@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any, Self
 
 import torch
 
-from mmspec.control.cost_store import CostStore, device_description
-from mmspec.control.depth import DepthController
-from mmspec.control.round_cost import RoundCostModel
 from mmspec.cpu.c_kernel import load_kernel
 from mmspec.cpu.kernel_timing import KernelChoices
+from mmspec.economy.known import Economy
+from mmspec.economy.store import CostStore, device_description
 from mmspec.forks import new_lock
 from mmspec.interfaces import Drafter
 from mmspec.interfaces.drafter import modules_of
@@ -22,40 +20,40 @@ TIMING_VERSION = 1
 
 
 class DrafterCosts:
-    """One `RoundCostModel` for each drafter, by name. Threads may share the object.
+    """One `Economy` for each drafter, by name. Threads may share the object.
 
     A new one starts with the costs that an earlier process stored for the same kind of target, drafter and device.
     They are stored after 2, 4, 8, ... calls with a drafter.
     """
 
     def __init__(self) -> None:
-        self._models: dict[str, RoundCostModel] = {}
+        self._economies: dict[str, Economy] = {}
         self._num_calls: dict[str, int] = {}
         self._lock = new_lock()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         twin = type(self)()
         with self._lock:
-            twin._models = copy.deepcopy(self._models, memo)
+            twin._economies = {name: one.copy() for name, one in self._economies.items()}
         return twin
 
-    def model(self, drafter: Drafter, adapter: ModelAdapter) -> RoundCostModel:
-        """The costs of rounds with this drafter, on the model's current kind of device."""
+    def economy(self, drafter: Drafter, adapter: ModelAdapter) -> Economy:
+        """What is known of rounds with this drafter, on the model's current kind of device."""
         kind = "cpu" if adapter.model.device.type == "cpu" else "other"
         with self._lock:
-            costs = self._models.get(drafter.name)
-            if costs is None or costs.device != kind:  # the model was moved
-                costs = self._models[drafter.name] = RoundCostModel(kind)
+            found = self._economies.get(drafter.name)
+            if found is None or found.device != kind:  # the model was moved
+                found = self._economies[drafter.name] = Economy(kind)
                 if CostStore.is_enabled():
-                    CostStore(_key(drafter, adapter)).load(costs, _depth(drafter))
-            return costs
+                    CostStore(_key(drafter, adapter)).read(found.restore)
+            return found
 
     def count_call(self, drafter: Drafter, adapter: ModelAdapter) -> None:
         """Count a call with this drafter, and store its costs if that is due."""
         with self._lock:
             num_calls = self._num_calls[drafter.name] = self._num_calls.get(drafter.name, 0) + 1
         if num_calls > 1 and num_calls & (num_calls - 1) == 0 and CostStore.is_enabled():
-            CostStore(_key(drafter, adapter)).save(self.model(drafter, adapter), _depth(drafter))
+            CostStore(_key(drafter, adapter)).write(self.economy(drafter, adapter).snapshot())
 
 
 def load_kernel_choices(choices: KernelChoices) -> None:
@@ -91,9 +89,3 @@ def _key(drafter: Drafter, adapter: ModelAdapter) -> dict[str, object]:
         "drafter": [drafter.name, sum(weight.numel() for part in modules_of(drafter) for weight in part.parameters())],
         "torch": torch.__version__,
     }
-
-
-def _depth(drafter: Drafter) -> DepthController | None:
-    """What else a drafter has measured: the depth of its drafts."""
-    controller = getattr(drafter, "depth_controller", None)
-    return controller if isinstance(controller, DepthController) else None

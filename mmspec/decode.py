@@ -1,7 +1,7 @@
 """One call of the decode loop: from what transformers prepared to what its own `_sample` would return.
 
     prefill         the target, and its forward over the prompt        mmspec.prefill
-    build_session   sampler, output, drafter, controller, loop         mmspec.session
+    build_session   sampler, output, drafter, chooser, loop            mmspec.session
     DecodeLoop.run  rounds, until all rows are finished                mmspec.engine.loop
 
 Who runs and computes the rounds is decided on the way, by `mmspec.backend`.

@@ -144,8 +144,6 @@ class PatchState:
         store_kernel_choices(self.autotuner.choices)
         if config.fixed_tree_size is None:
             self.costs.count_call(config.drafter, self.adapter)
-        if config.drafter.has_grown():
-            call.costs.retry()
         return result
 
     def _build_call(
@@ -166,7 +164,7 @@ class PatchState:
             spec_config=config,
             tokenizer=tokenizer,
             autotuner=self.autotuner,
-            costs=self.costs.model(config.drafter, self.adapter),
+            economy=self.costs.economy(config.drafter, self.adapter),
             lanes=self.lanes,
             start_time=start_time,
             streamer=arguments.get("streamer"),

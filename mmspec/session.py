@@ -1,4 +1,4 @@
-"""`Session`: the parts of one call, built after its prompt: sampler, output, drafter, controller, and the loop."""
+"""`Session`: the parts of one call, built after its prompt: sampler, output, drafter, chooser, and the loop."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from torch import Tensor
 
 from mmspec.backend import use_c, use_linear_kernels
 from mmspec.call import CallContext, PreparedInputs
-from mmspec.control.tree_size import TreeSizeController
+from mmspec.economy.chooser import Chooser
+from mmspec.economy.known import Source
 from mmspec.engine.criteria import UNLIMITED_STEPS
 from mmspec.engine.draws import PrivateDraws
 from mmspec.engine.loop import DecodeLoop
@@ -70,13 +71,14 @@ def build_session(call: CallContext, inputs: PreparedInputs, prefilled: Prefille
     private_draws = PrivateDraws(expected_state=None if sampler.noise is None else sampler.noise.expected_state)
     compressor = _build_compressor(call, private_draws)
     prompt = replace(_build_prompt(call, inputs, prefilled, output), compressor=compressor)
+    assert prompt.chooser is not None
     call.stats.drafter = call.spec_config.drafter.label
     loop = DecodeLoop(
         target=target,
         drafter=call.spec_config.drafter,
         output=output,
         sampler=sampler,
-        controller=_build_controller(call, num_rows=len(inputs.input_ids)),
+        chooser=prompt.chooser,
         stats=call.stats,
         draftable=_draftable_ids(prompt, call.adapter, inputs.input_ids.device),
         start_time=call.start_time,
@@ -160,12 +162,12 @@ def _build_compressor(call: CallContext, private_draws: PrivateDraws) -> Recordi
     return compressor
 
 
-def _build_controller(call: CallContext, num_rows: int) -> TreeSizeController:
+def _build_chooser(call: CallContext, num_rows: int) -> Chooser:
     drafter = call.spec_config.drafter
-    return TreeSizeController(
-        call.costs,
+    return Chooser(
+        call.economy,
         num_rows,
-        drafts=drafter.name != "none",
+        sources=[] if drafter.name == "none" else [Source(drafter.name)],
         max_tree_size=drafter.requirements.max_tree_size,
         fixed_tree_size=call.spec_config.fixed_tree_size,
     )
@@ -205,6 +207,7 @@ def _build_prompt(call: CallContext, inputs: PreparedInputs, prefilled: Prefille
         media_inputs=own_copies(call.media_inputs) if call.num_return_sequences == 1 else {},
         layer_subsets=open_layer_subsets(target, needs) if needs.layer_subsets else None,
         target_keys=TargetKeysReader.of(target) if spec_config.drafter.requirements.target_keys else None,
+        chooser=_build_chooser(call, batch),
     )
 
 

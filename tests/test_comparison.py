@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +18,6 @@ from transformers import PreTrainedModel, StoppingCriteriaList
 
 import mmspec
 from mmspec.comparison import replicate
-from mmspec.control.depth import DepthController
 from mmspec.engine.sampler import TreeSampler
 from mmspec.engine.tree import DraftTree
 from mmspec.interfaces import Drafter
@@ -206,15 +204,6 @@ def test_every_pair_of_runs_is_compared(model: PreTrainedModel, monkeypatch: pyt
 # --- replicas of the drafter ------------------------------------------------------------------------------------------
 
 
-@dataclass
-class FixedDepth(DepthController):
-    """A controller that a copy must not replace by its base class."""
-
-    def choose(self, batch: int) -> int:
-        """Always the same."""
-        return 2
-
-
 def _trained_drafter() -> Any:
     import tiny_heads
 
@@ -223,13 +212,9 @@ def _trained_drafter() -> Any:
 
 def test_a_replica_shares_weights_and_copies_what_learns() -> None:
     drafter = _trained_drafter()
-    drafter.depth_controller = FixedDepth(6)
-    drafter.depth_controller.record(1, 2, [1], level_s=0.5, base_s=1.0)
     drafter.cost_model.record_round(1, 0.1, 2.0)
     twin: Any = replicate(drafter)
     assert twin is not drafter and twin.head is drafter.head and twin.compressor is drafter.compressor
-    assert type(twin.depth_controller) is FixedDepth and twin.depth_controller is not drafter.depth_controller
-    assert twin.depth_controller.by_batch == drafter.depth_controller.by_batch
     assert twin.cost_model.by_batch == drafter.cost_model.by_batch
     twin.cost_model.record_round(1, 0.3, 2.0)
     assert drafter.cost_model.by_batch[1].round_s == 0.1

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mmspec.control.cost_store import CostStore
-from mmspec.control.round_cost import RoundCostModel
+from mmspec.economy.store import CostStore
 from mmspec.files import atomic_write, make_private_folder
 
 
@@ -54,7 +53,7 @@ def test_costs_that_come_first_leave_a_cache_that_kernels_trust(
 
     monkeypatch.setenv("MMSPEC_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("MMSPEC_COST_CACHE", raising=False)
-    CostStore({"device": "cpu"}).save(RoundCostModel(), None)
+    CostStore({"device": "cpu"}).write({})
     assert list((tmp_path / "cache" / "costs").glob("*.json"))
     assert c_library._library_folder() == tmp_path / "cache"
 

@@ -39,8 +39,11 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "cpu.*",
         "cpu.c_kernel",
         "cpu.trees",
-        "control.ema",
-        "control.draft_cost",
+        "economy.ema",
+        "economy.tables",
+        "economy.known",
+        "economy.chooser",
+        "economy.draft_cost",
     ),
     (
         "engine.sampler",
@@ -48,21 +51,16 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "engine.criteria",
         "interfaces.*",
         "vision.grids",
-        "control.depth",
-        "control.round_cost",
-        "control.chain",
-        "control.arbiter",
     ),
     (
         "engine.verify",
         "engine.tree_cache",
         "metrics.*",
-        "control.tree_size",
         "engine.output",
         "engine.verifier",
         "engine.round",
     ),
-    ("drafters", "vision", "control.cost_store"),
+    ("drafters", "vision", "economy.store"),
     ("targets.*", "config", "resolve"),
     ("engine.loop", "engine.recorded", "engine.stepwise", "call", "user_code", "costs"),
     ("arguments", "fallback"),
@@ -80,7 +78,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 LOOP_IMPORTS = {
     "engine.verifier", "engine.recorded", "engine.stepwise", "engine.output", "engine.row_state", "engine.tree",
     "engine.sampler",
-    "control.tree_size", "metrics.*", "interfaces.*", "messages",
+    "economy.chooser", "metrics.*", "interfaces.*", "messages",
 }  # fmt: skip
 KNOW_TRANSFORMERS = {
     "generate", "arguments", "fallback", "prefill", "decode", "engine.tree_cache", "engine.sampler", "engine.criteria",
@@ -188,7 +186,7 @@ def forbidden_component(here: str, use: Import) -> str | None:
         return None
     if {here, there} == PARTS:
         return f"{here} must not import {there}: a compressor is handed to a drafter"
-    if there in {"engine", "control", "metrics", "cpu", "targets"}:
+    if there in {"engine", "economy", "metrics", "cpu", "targets"}:
         return None  # the package itself, a docstring
     if here == "engine.loop" and there not in LOOP_IMPORTS:
         return f"the loop knows only {', '.join(sorted(LOOP_IMPORTS))}; not {there}"
@@ -224,7 +222,7 @@ def sources() -> dict[str, str]:
 
 @pytest.mark.parametrize("module", sources())
 def test_imports_point_one_way(module: str) -> None:
-    if component(module) not in {"engine", "control", "metrics", "cpu", "targets"}:
+    if component(module) not in {"engine", "economy", "metrics", "cpu", "targets"}:
         layer(component(module))
     assert violations(module, sources()[module]) == []
 

@@ -34,7 +34,7 @@ def add_parser(commands: Commands, common: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Carry out the command; returns the exit code."""
-    from mmspec.control.cost_store import cost_files, cost_folder
+    from mmspec.economy.store import cost_files, cost_folder
     from mmspec.targets.saved_copy import copy_files, copy_folder
 
     costs, copies = cost_files(), copy_files()

@@ -1,6 +1,6 @@
 """Specs of drafters for `mmspec compare`: `DRAFTER@DEPTH+COMPRESSOR`.
 
-DEPTH fixes the number of draft levels (passes of falcon), which the depth controller chooses otherwise. COMPRESSOR
+DEPTH fixes the number of draft levels (passes of falcon), which are chosen by costs otherwise. COMPRESSOR
 compresses the visual tokens of the drafter; `own:N` sets the budget of the one that the drafter was trained with.
 """
 
@@ -15,7 +15,6 @@ from torch import nn
 import mmspec
 from mmspec.app.cli.arguments import validate_drafter
 from mmspec.app.errors import UsageError
-from mmspec.control.depth import DepthController
 from mmspec.drafters.heads.eagle.drafter import EagleDrafter
 from mmspec.interfaces import NO_LIMIT, Drafter
 from mmspec.resolve import resolve_drafter
@@ -43,14 +42,6 @@ class DrafterSpec:
     depth: int | None = None
     compressor: str | None = None
     own_tokens: int | None = None
-
-
-class FixedDepth(DepthController):
-    """Drafts the same number of levels in every round."""
-
-    def choose(self, batch: int) -> int:
-        """Levels of the next round."""
-        return self.max_levels
 
 
 def parse_spec(name: str) -> DrafterSpec:
@@ -99,11 +90,10 @@ def patch_model(
 
 
 def _fix_depth(drafter: Drafter, depth: int, name: str) -> None:
-    if not isinstance(drafter, EagleDrafter) or drafter.depth_controller.max_levels < 2:
+    if not isinstance(drafter, EagleDrafter) or drafter.max_levels < 2:
         raise UsageError(f"@DEPTH is for drafters that draft level by level, which {drafter.name!r} does not: {name}")
-    tokens_per_level = drafter.depth_controller.tokens_per_level
-    drafter.depth_controller = FixedDepth(depth, tokens_per_level)
-    drafter.max_depth = depth * tokens_per_level
+    drafter.min_levels = drafter.max_levels = depth
+    drafter.max_depth = depth * drafter.tokens_per_level
 
 
 def _set_own_budget(drafter: Drafter, tokens: int, name: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import mmspec
 from mmspec.app.ui.lane import AnswerLane
 from mmspec.app.ui.run import NOISE, Run
-from mmspec.control.cost_store import unchanged_costs
+from mmspec.economy.store import unchanged_costs
 
 PASSES, MAX_TOKENS, LANE_S = 3, 64, 1.0
 """Timed passes over all drafters; tokens at most, and seconds of plain `generate` at most, of one call."""

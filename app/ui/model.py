@@ -102,8 +102,8 @@ class DemoModel:
     def _load(self) -> None:
         import mmspec
         from mmspec.app.modeling.load import load_model, load_text_model
-        from mmspec.control.cost_store import unchanged_costs
         from mmspec.cpu import c_kernel, c_library
+        from mmspec.economy.store import unchanged_costs
 
         if self.device in ("auto", "cpu") and c_library.needs_build():
             self._set_phase("building")

@@ -24,7 +24,7 @@ from mmspec.app.ui.thumbnails import draw_media
 from mmspec.app.ui.uploads import StoredFile
 from mmspec.app.ui.worker import CancelSignal
 from mmspec.app.versions import mmspec_version
-from mmspec.control.cost_store import unchanged_costs
+from mmspec.economy.store import unchanged_costs
 
 SPLIT_TOKENS, SPLIT_PAIRS, SPLIT_S = 64, 3, 0.7
 """Tokens at most of a call that measures the share of drafts; pairs of such calls; seconds at most of one."""

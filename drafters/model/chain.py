@@ -7,7 +7,6 @@ rows by `DraftTarget.score`, as the decode loop scores trees: rows have lengths 
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,23 +15,38 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmspec.control.chain import ChainController, ChainPlan
-from mmspec.control.round_cost import RoundCostModel, cost_rows
-from mmspec.control.tree_size import TreeSizeController
 from mmspec.cpu.chain_types import ChainGuesses, ChainRequest
 from mmspec.drafters.model.chain_draft import ChainDraft, DraftRule, Guide
 from mmspec.drafters.ngram.output_ngrams import MAX_CONTEXT, MIN_UNSEEN_PROB
 from mmspec.drafters.rerank import LEVEL_PENALTY
+from mmspec.economy.chooser import Chooser
+from mmspec.economy.known import Economy, Source
+from mmspec.economy.tables import cost_rows
 from mmspec.engine.host_copy import from_host
 from mmspec.engine.tree import BUCKETS, DraftTree, root_only
 from mmspec.interfaces import Drafter, DraftTarget, Prompt, VerifyResult
 
 DEFAULT_TOP_K_NODES = 2
-"""Tokens of each step that become nodes; the second is accepted far less often, and the controller may drop it."""
+"""Tokens of each step that become nodes; the second is accepted far less often, and may be dropped."""
 MAX_GUIDE_TREE = 8
 """Nodes of a tree of the guide, root included."""
-GUESS_RECOVERY = 0.01
-"""Part of what its calibration lacks to 1 that the guide regains with each draft in C that takes no guess of it."""
+GUIDE = Source("guide")
+"""Under which drafts of the guide are measured."""
+
+
+@dataclass(frozen=True)
+class ChainPlan:
+    """How to draft in one round.
+
+    Attributes:
+        variant: of the model.
+        length: largest number of tokens.
+        min_prob: stop behind a token that is accepted with a smaller probability: it costs more time than it saves.
+    """
+
+    variant: Hashable
+    length: int
+    min_prob: float = 0.0
 
 
 @dataclass
@@ -43,22 +57,12 @@ class ChainState:
         prompt: of the call.
         output_ids: emitted tokens of each row.
         logit_bias: [V] float32, -inf for ids that must not be drafted, else 0.
-        plan: of the last draft, None if there was none.
-        num_rows: `cost_rows` of the last draft.
-        num_steps: forwards of the last draft.
-        draft_s: seconds of the last draft.
-        start_time: `time.perf_counter()` at the start of the last draft.
         guide: the guide's state, or None.
     """
 
     prompt: Prompt
     output_ids: list[list[int]]
     logit_bias: Tensor
-    plan: ChainPlan | None = None
-    num_rows: int = 0
-    num_steps: int = 0
-    draft_s: float = 0.0
-    start_time: float = 0.0
     guide: Any = None
 
 
@@ -81,7 +85,7 @@ class ChainDrafter(Drafter, ABC):
     """A `mmspec.interfaces.Drafter` that decodes with a model.
 
     Hooks:
-        variants: what the controller chooses from.
+        variants: what may draft, for `sources`.
         open_chain: the model, and the tokens that it has not read yet.
         close_chain: what remains in its cache.
 
@@ -89,7 +93,7 @@ class ChainDrafter(Drafter, ABC):
         name: of the drafter.
         requirements: see `mmspec.interfaces.Drafter`.
         vocab_size: V of the target, or None if any fits.
-        controller: chooses the variant and the number of tokens of each draft.
+        max_length: largest number of tokens of a chain.
         top_k: likeliest tokens of each step that become nodes.
         guide: drafts for the model; None for none.
         owns_guide: whether this drafter begins and observes it; else the one around it does, and sets
@@ -112,10 +116,10 @@ class ChainDrafter(Drafter, ABC):
             raise ValueError(f"max_length must be 1 to {BUCKETS[-2]}; got {max_length}.")
         if top_k < 1:
             raise ValueError(f"top_k must be at least 1; got {top_k}.")
-        self.controller = ChainController(max_length)
+        self.max_length = max_length
         self.top_k = top_k
         self.guide = guide
-        self._guide_costs: dict[Hashable, RoundCostModel] = {}
+        self._guide_costs: dict[Hashable, Economy] = {}
 
     @abstractmethod
     def variants(self, state: ChainState) -> Sequence[Hashable]:
@@ -147,47 +151,53 @@ class ChainDrafter(Drafter, ABC):
 
     def propose(self, state: ChainState, max_nodes: int, active: Sequence[bool]) -> DraftTree:
         """A tree of at most `max_nodes` nodes, the root included."""
-        state.plan = None
         variants = self.variants(state) if max_nodes > 1 and any(active) else ()
         if not variants:
             return root_only(len(active), state.logit_bias.device)
-        state.start_time = time.perf_counter()
-        state.num_rows = cost_rows(sum(active), len(active))
         plan = self._plan(state, variants)
         chain = self.open_chain(state, plan.variant, active)
         try:
             tree = self._draft(state, chain, plan, min(max_nodes, BUCKETS[-1]), active)
         finally:
             self.close_chain(state, chain)
-        state.plan = plan
-        state.draft_s = time.perf_counter() - state.start_time
         return tree
 
     def observe(self, state: ChainState, result: VerifyResult, hidden_states: Mapping[int, Tensor]) -> None:
-        """Store the emitted tokens, and update the controller."""
+        """Store the emitted tokens."""
         for row, ids in zip(state.output_ids, result.emitted_ids, strict=True):
             row += ids
         if self.guide is not None and self.owns_guide:
             self.guide.observe(state.guide, result, {})
-        plan, state.plan = state.plan, None
-        if plan is None:
-            return
-        self.controller.record(
-            state.num_rows,
-            plan,
-            min(state.num_steps, result.tree.num_nodes - 1),
-            [len(ids) - 1 for ids in result.emitted_ids if ids],
-            state.draft_s / state.num_steps,
-            time.perf_counter() - state.start_time - state.draft_s,
-            result.tree.num_nodes,
-        )
 
     # --- one draft ----------------------------------------------------------------------------------------------------
 
+    def sources(self, state: ChainState) -> list[Source]:
+        """The variants, for the chooser."""
+        return [
+            Source("-".join(map(str, (self.name, *self._label(one)))), one, *self.prior(number), self.max_length)
+            for number, one in enumerate(self.variants(state))
+        ]
+
+    def prior(self, number: int) -> tuple[float, float]:
+        """What is assumed of a variant: acceptance of a token, and seconds of a step as a fraction of a plain round."""
+        return 0.6, 0.25
+
+    @staticmethod
+    def _label(variant: Hashable) -> tuple[object, ...]:
+        return (len(variant), variant[-1]) if isinstance(variant, tuple) else ()
+
     def _plan(self, state: ChainState, variants: Sequence[Hashable]) -> ChainPlan:
-        if state.prompt.static_shapes:  # the shapes must not depend on timing, nor on what was accepted
-            return ChainPlan(variants[0], self.controller.max_length)
-        return self.controller.plan(state.num_rows, variants)
+        chooser = state.prompt.chooser
+        source = None if chooser is None else chooser.source
+        if chooser is None or source is None or source.variant not in variants:
+            return ChainPlan(variants[0], self.max_length)
+        return ChainPlan(source.variant, chooser.levels, chooser.min_prob)
+
+    @staticmethod
+    def _drafted(state: ChainState, num_tokens: int) -> None:
+        """So many tokens were drafted, where more may have been planned."""
+        if state.prompt.chooser is not None:
+            state.prompt.chooser.levels = num_tokens
 
     def _draft(
         self, state: ChainState, chain: ChainInputs, plan: ChainPlan, max_nodes: int, active: Sequence[bool]
@@ -211,7 +221,7 @@ class ChainDrafter(Drafter, ABC):
             ):
                 draft.go_on()
         finally:
-            state.num_steps = draft.num_tokens
+            self._drafted(state, draft.num_tokens)
             if guide is not None:
                 guide.drafter.rewind(guide.state)
         tree = draft.pool.select(None, max_nodes)
@@ -229,14 +239,14 @@ class ChainDrafter(Drafter, ABC):
         active: Sequence[bool],
     ) -> DraftTree | None:
         """The same in one call; None where that is not possible."""
-        prompt, costs = state.prompt, self._guide_costs.setdefault(plan.variant, RoundCostModel())
+        prompt, costs = state.prompt, self._guide_costs.setdefault(plan.variant, Economy())
         counts = None if self.guide is None or prompt.static_shapes else self.guide.counts(state.guide)
         guesses = None
         if counts is not None and len(chain.tokens) == 1:
             context = tuple(state.output_ids[0][-MAX_CONTEXT:])
-            sizes = [costs.forward_s(1, size) or 1.0 for size in range(1, MAX_GUIDE_TREE + 1)]
+            sizes = [costs.rounds_s.get("score", 1, size) or 1.0 for size in range(1, MAX_GUIDE_TREE + 1)]
             relative = [seconds / sizes[0] for seconds in sizes]
-            guesses = ChainGuesses(counts, context, relative, MIN_UNSEEN_PROB, costs.calibration)
+            guesses = ChainGuesses(counts, context, relative, MIN_UNSEEN_PROB, costs.trust(GUIDE))
         drafted = chain.target.draft_chain(
             ChainRequest(
                 unread=[ids if on else () for ids, on in zip(chain.tokens, active, strict=True)],
@@ -254,22 +264,20 @@ class ChainDrafter(Drafter, ABC):
         )
         if drafted is None:
             return None
-        chain.drafted, state.num_steps = [drafted.chains], drafted.num_tokens
+        chain.drafted = [drafted.chains]
+        self._drafted(state, drafted.num_tokens)
         for size, seconds in drafted.forward_s.items():
-            costs.update(costs.score_s, (1, size), seconds)
-        if drafted.expected:
-            costs.calibrate(drafted.num_right / drafted.expected)
-        else:
-            costs.relax_calibration(GUESS_RECOVERY)
+            costs.rounds_s.add("score", 1, size, seconds)
+        costs.count_trust(GUIDE, drafted.num_right, drafted.expected)
         return drafted.tree
 
     def _guide(self, state: ChainState, plan: ChainPlan, rule: DraftRule, active: Sequence[bool]) -> Guide | None:
         """The guide of a draft; None on a GPU, which would wait, and where shapes must not depend on what it finds."""
         if self.guide is None or state.prompt.static_shapes or state.logit_bias.device.type != "cpu":
             return None
-        costs = self._guide_costs.setdefault(plan.variant, RoundCostModel())
-        controller = TreeSizeController(costs, state.num_rows, drafts=True, max_tree_size=MAX_GUIDE_TREE)
-        return Guide(self.guide, state.guide, controller, rule, active)
+        costs, num_rows = self._guide_costs.setdefault(plan.variant, Economy()), cost_rows(sum(active), len(active))
+        chooser = Chooser(costs, num_rows, sources=[GUIDE], max_tree_size=MAX_GUIDE_TREE)
+        return Guide(self.guide, state.guide, chooser, rule, active)
 
     def _log_noise(self, state: ChainState, length: int) -> Tensor | None:
         """[B, length, V] log of the noise that samples the next tokens; None for greedy decoding."""

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmspec.control.tree_size import TreeSizeController
 from mmspec.drafters.rerank import LEVEL_PENALTY, NodePool, next_log_probs
+from mmspec.economy.chooser import Chooser
 from mmspec.engine.host_copy import from_host
 from mmspec.engine.tree import DraftTree, root_only, sanitize
 from mmspec.engine.verify import accept_path
@@ -61,7 +61,7 @@ class Guide:
         self,
         drafter: Drafter,
         state: Any,
-        controller: TreeSizeController,
+        chooser: Chooser,
         rule: DraftRule,
         active: Sequence[bool],
     ) -> None:
@@ -69,11 +69,11 @@ class Guide:
         Args:
             drafter: the guide.
             state: of the call.
-            controller: chooses the size of its trees by the costs of the model's forwards.
+            chooser: chooses the size of its trees by the costs of the model's forwards.
             rule: of the draft.
             active: rows to draft for.
         """
-        self.drafter, self.state, self.controller = drafter, state, controller
+        self.drafter, self.state, self.chooser = drafter, state, chooser
         self._active = list(active)
         self._draftable = rule.logit_bias == 0
         stop_ids = sorted(rule.prompt.stop_ids)
@@ -82,16 +82,14 @@ class Guide:
 
     def tree(self, root_ids: Tensor, max_tokens: int) -> DraftTree:
         """Sanitized tree of the coming forward, which may decode `max_tokens` of each row."""
-        controller, num_active = self.controller, sum(self._active)
+        chooser, num_active = self.chooser, sum(self._active)
         self._started = time.perf_counter()
         draft = None
-        if max_tokens > 1 and controller.should_draft:
-            draft = self.drafter.propose(self.state, controller.max_tree_size, self._active)
-            draft = draft.trim(controller.max_tree_size)
-            size = controller.choose_size(draft, num_active, num_active * (max_tokens - 1))
+        if max_tokens > 1 and chooser.plan():
+            draft = self.drafter.propose(self.state, chooser.max_tree_size, self._active)
+            draft = draft.trim(chooser.max_tree_size)
+            size = chooser.choose_size(draft, num_active, num_active * (max_tokens - 1))
             draft = draft.trim(size).pad(size)
-        elif max_tokens > 1:
-            controller.skip_draft()
         self._drafted = time.perf_counter()
         if draft is None:
             return root_only(len(root_ids), root_ids.device, root_ids)
@@ -101,8 +99,8 @@ class Guide:
         """Move behind what the model decoded."""
         scored = time.perf_counter()
         self.drafter.follow(self.state, result)
-        accepted = sum(max(0, len(ids) - 1) for ids, on in zip(result.emitted_ids, self._active, strict=True) if on)
-        self.controller.record(
+        accepted = [max(0, len(ids) - 1) for ids, on in zip(result.emitted_ids, self._active, strict=True) if on]
+        self.chooser.record(
             result.tree.num_nodes,
             draft_s=self._drafted - self._started,
             score_s=scored - self._drafted,

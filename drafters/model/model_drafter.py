@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from mmspec.drafters.model.chain import ChainDrafter, ChainInputs, ChainState
+from mmspec.economy.known import Source
 from mmspec.interfaces import DrafterRequirements, DraftModelSource, DraftTarget, Prompt
 
 VISUAL = -1
@@ -74,13 +75,14 @@ class ModelDrafter(ChainDrafter):
         """See `Drafter.replicate`: the weights are shared."""
         twin = type(self).__new__(type(self))
         vars(twin).update(vars(self))
-        twin.controller = self.controller.copy()
         return twin
 
     # --- hooks of ChainDrafter ----------------------------------------------------------------------------------------
 
     def begin(self, prompt: Prompt) -> ModelState:
         """See `ChainDrafter.begin`. The model reads the prompt before the first draft."""
+        if prompt.chooser is not None:
+            prompt.chooser.sources = [Source(self.name, self.name, *self.prior(0), self.max_length)]
         return ModelState(**vars(super().begin(prompt)))
 
     def variants(self, state: ChainState) -> Sequence[Hashable]:

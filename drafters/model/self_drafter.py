@@ -17,6 +17,8 @@ from mmspec.interfaces import Drafter, DrafterRequirements, DraftTarget, LayerSu
 
 MAX_QUANTIZED_LENGTH = 15
 """Tokens of a draft by a copy, which is right more often than some of the layers are."""
+COPY_PRIOR = 0.9, 0.25
+"""Of a copy, before it is measured: acceptance of a token, and seconds of a step as a fraction of a plain round."""
 LayerSet = tuple[int, ...]
 """Indices of the decoder layers that draft, rising."""
 
@@ -86,6 +88,8 @@ class SelfDrafter(ChainDrafter):
         subsets = prompt.layer_subsets
         if subsets is not None:
             state.layer_sets = self._layer_sets(subsets)
+        if prompt.chooser is not None and self.owns_guide:
+            prompt.chooser.sources = self.sources(state)
         return state
 
     def variants(self, state: ChainState) -> Sequence[Hashable]:
@@ -163,6 +167,10 @@ class QuantizedDrafter(SelfDrafter):
             layer_subsets=True, copy_bits=bits or 0, top_k=top_k, optional_copy=is_optional, saved_copy=is_saved
         )
         self.owns_guide = not is_optional
+
+    def prior(self, number: int) -> tuple[float, float]:
+        """See `ChainDrafter`. The whole copy is right most of the time; half of its layers are not."""
+        return COPY_PRIOR if number == 0 else (0.5, 0.5 * COPY_PRIOR[1])
 
     def _candidates(self, subsets: LayerSubsets) -> list[LayerSet]:
         limit = subsets.num_layers if subsets.exit_limit is None else subsets.exit_limit

@@ -1,7 +1,7 @@
 """`MTPDrafter`: drafts with the head that the target's checkpoint brings along.
 
 One layer drafts as many tokens as pay: it is repeated on its own output, by measured costs and running acceptance
-(`DepthController`). After every round it reads the accepted tokens again with the target's hidden states, as all heads
+(`mmspec.economy`). After every round it reads the accepted tokens again with the target's hidden states, as all heads
 here do (`HeadDrafter`).
 """
 

@@ -31,7 +31,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from mmspec.control.tree_size import TreeSizeController
+from mmspec.economy.chooser import Chooser
 from mmspec.engine.output import OutputBuffer
 from mmspec.engine.recorded import Outcome, RecordedRounds, RoundPlan, can_record_rounds
 from mmspec.engine.row_state import RowState
@@ -58,7 +58,7 @@ class DecodeLoop:
         drafter: proposes trees.
         output: the emitted tokens; calls criteria and streamer.
         sampler: samples an id at every node.
-        controller: decides whether to draft and how many nodes to score.
+        chooser: decides whether to draft and how many nodes to score.
         stats: counters and times of this call.
         draftable: [V] bool, ids that may be drafted.
         start_time: `time.perf_counter()` at the start of `generate`.
@@ -72,7 +72,7 @@ class DecodeLoop:
     drafter: Drafter
     output: OutputBuffer
     sampler: TreeSampler
-    controller: TreeSizeController
+    chooser: Chooser
     stats: Stats
     draftable: Tensor
     start_time: float
@@ -117,6 +117,7 @@ class DecodeLoop:
             self.target.crop(output.cached_lengths)  # only where a criterion has cut rows; rejected nodes: `commit`
             self.round(state)
         self.stats.decode_s += time.perf_counter() - first_token_time
+        self.stats.waits_for = self.chooser.waits_for
 
     def round(self, state: Any) -> None:
         """One round: draft, score, accept, commit. `state` is the drafter's."""
@@ -144,7 +145,7 @@ class DecodeLoop:
             self._ask(self._hook, self.drafter.observe_part, state, result, hidden_states[0], kept)
         draft_s = (built - start) + (self._now() - emitted)
         times = RoundTimes(draft_s, accepted - built, emitted - accepted)
-        self._record(result, active, plan.has_draft, times)
+        self._record(result, active, plan, times)
 
     def _tell(self, state: Any, result: VerifyResult, num_proposed: int | None = None) -> None:
         """Tell the observers of a round."""
@@ -191,16 +192,14 @@ class DecodeLoop:
         # The tree of a draft within a recorded round stays on the device; that of a user is checked.
         whole &= self.observe is None and self.isolation is None
         if self.target.skips_rows:
-            self.controller.follow_rows(sum(limit > 0 for limit in self.output.max_emit(1)))
-        if self.controller.should_draft and not self._has_failed:
+            self.chooser.follow_rows(sum(limit > 0 for limit in self.output.max_emit(1)))
+        if not self._has_failed and self.chooser.plan():
             size = self._size_in_advance() if whole and recorded is not None and recorded.can_draft else None
             if size is not None:
                 part = self._ask(self._hook, self.drafter.draft_part, state, size)
                 if part is not None and recorded is not None and recorded.accepts(part):
                     return RoundPlan(size, self.output.row_state(size), part=part, num_proposed=size)
             draft, num_proposed = self._ask(self._draft, state) or (None, None)
-        else:
-            self.controller.skip_draft()
         num_nodes = max(1 if draft is None else draft.num_nodes, self._num_padding_nodes())
         rows = self.output.row_state(num_nodes)
         root = self._root.with_root(rows.root_ids)
@@ -211,31 +210,31 @@ class DecodeLoop:
 
     def _draft(self, state: Any) -> tuple[DraftTree, int]:
         """The drafter's tree, trimmed or padded to the size that is worth scoring; how many nodes it proposed."""
-        controller = self.controller
-        max_emit = self.output.max_emit(controller.max_tree_size)
+        chooser = self.chooser
+        max_emit = self.output.max_emit(chooser.max_tree_size)
         active = self._active_rows([limit - 1 for limit in max_emit])  # a row that may emit one token needs no draft
-        tree = self._hook(self.drafter.propose, state, controller.max_tree_size, list(active))
+        tree = self._hook(self.drafter.propose, state, chooser.max_tree_size, list(active))
         if not isinstance(tree, DraftTree):
             raise TypeError(f"{DRAFTER_CONTRACT}; got one whose propose returned {type(tree).__name__}.")
         tree.check(len(active))
         num_proposed = tree.num_nodes
-        tree = tree.trim(controller.max_tree_size)
+        tree = tree.trim(chooser.max_tree_size)
         if self.target.chains_only:
             tree = first_chain(tree)
         max_gain = sum(limit - 1 for limit, on in zip(max_emit, active, strict=True) if on)
-        size = controller.choose_size(tree, sum(active), max_gain)
+        size = chooser.choose_size(tree, sum(active), max_gain)
         return tree.trim(size).pad(size), num_proposed
 
     def _size_in_advance(self) -> int | None:
         """Nodes of a round that is chosen before its draft; None if they depend on the draft, or none is due."""
-        output, controller = self.output, self.controller
+        output, chooser = self.output, self.chooser
         if output.sync_finished_rows and any(output.finished):  # their padding is decoded as a forced chain
             return None
-        limits = zip(output.max_emit(controller.max_tree_size), output.finished, strict=True)
+        limits = zip(output.max_emit(chooser.max_tree_size), output.finished, strict=True)
         gains = [limit - 1 for limit, finished in limits if limit > 1 and not finished]
         if not gains:
             return None
-        size = controller.choose_size_in_advance(self.draftable.device, len(gains), sum(gains))
+        size = chooser.choose_size_in_advance(self.draftable.device, len(gains), sum(gains))
         return None if size is None or size < 2 else size
 
     def _num_padding_nodes(self) -> int:
@@ -293,14 +292,15 @@ class DecodeLoop:
         """Rows that are not finished and may emit at least one token."""
         return [limit > 0 and not finished for limit, finished in zip(max_emit, self.output.finished, strict=True)]
 
-    def _record(self, result: VerifyResult, active: list[bool], has_draft: bool, times: RoundTimes) -> None:
-        """Update the controller and the counters."""
-        self.controller.record(
+    def _record(self, result: VerifyResult, active: list[bool], plan: RoundPlan, times: RoundTimes) -> None:
+        """Update the economy and the counters."""
+        self.chooser.record(
             result.tree.num_nodes,
-            draft_s=times.draft_s if has_draft else 0.0,
+            draft_s=times.draft_s,
             score_s=times.score_s,
             overhead_s=times.overhead_s,
-            num_accepted=sum(len(ids) - 1 for ids, on in zip(result.emitted_ids, active, strict=True) if on),
+            num_accepted=[len(ids) - 1 for ids, on in zip(result.emitted_ids, active, strict=True) if on],
+            is_whole=plan.part is not None,
         )
         self.stats.add_round(result.tree.num_nodes, result.tree_sizes, result.emitted_ids, active, times)
 

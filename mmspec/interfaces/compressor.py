@@ -9,7 +9,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-from mmspec.control.draft_cost import DraftCosts
+from mmspec.economy.draft_cost import DraftCosts
 
 NO_LIMIT = 1 << 30
 """`Compressor.max_tokens` of compressors that may keep every token."""

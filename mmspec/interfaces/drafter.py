@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from mmspec.cpu.ngrams import CNgrams
+from mmspec.economy.chooser import Chooser
 from mmspec.engine.tree import DraftTree
 from mmspec.interfaces.compressor import Compressor, VisualGrid
 from mmspec.interfaces.draft_target import LayerSubsets
@@ -85,6 +86,7 @@ class Prompt:
         media_inputs: the arguments of `generate` that describe images and videos, if the drafter requires them and
             every prompt has one row; else empty.
         target_keys: the target's keys and values, if the drafter requires them; else None.
+        chooser: chooses, in each round, among the sources that the drafter enters, and how many levels they draft.
     """
 
     input_ids: Tensor
@@ -107,6 +109,7 @@ class Prompt:
     layer_subsets: LayerSubsets | None = None
     media_inputs: Mapping[str, Any] = field(default_factory=dict)
     target_keys: TargetKeys | None = None
+    chooser: Chooser | None = None
 
 
 class Drafter:
@@ -186,11 +189,6 @@ class Drafter:
         raise NotImplementedError
 
     # --- between calls ------------------------------------------------------------------------------------------------
-
-    def has_grown(self) -> bool:
-        """Whether it will draft better than in the calls since this was asked last, so that drafts which did not pay
-        are to be tried anew. Asked after each call."""
-        return False
 
     def replicate(self) -> Drafter | None:
         """A drafter in the same state that shares weights but no mutable state with this one; None: copy it deeply."""

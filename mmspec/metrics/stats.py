@@ -59,6 +59,7 @@ class Stats:
         compressor_choices: {label such as "pool:49": rows}.
         row_tokens: `tokens` of each row of the last call.
         row_forwards: `row_rounds` of each row of the last call.
+        waits_for: what the drafter may yet make, and what it would have saved so far; None for nothing.
         compression: result of the compressor for each row of the last call; empty if none was applied.
         description: what the model says of itself (`config.description`), of `mmspec.stats`; None if nothing.
     """
@@ -89,6 +90,7 @@ class Stats:
     compressor_choices: Counter[str] = field(default_factory=Counter)
     row_tokens: list[int] = field(default_factory=list)
     row_forwards: list[int] = field(default_factory=list)
+    waits_for: str | None = None
     compression: list[CompressionRecord] = field(default_factory=list)
     description: str | None = None
 
@@ -170,6 +172,8 @@ class Stats:
             old, new = getattr(self, item.name), getattr(call, item.name)
             if isinstance(old, Counter):
                 old.update(new)
+            elif item.name == "waits_for":
+                self.waits_for = new
             elif item.name in ("fallback_reason", "drafter", "description"):
                 setattr(self, item.name, new if new is not None else old)
             elif isinstance(old, list):
@@ -198,9 +202,10 @@ class Stats:
         model = f"; the model: {self.description}" if self.description else ""
         if self.calls and self.fallback_calls == self.calls:  # whose tokens are not counted
             return f"{calls}, nothing drafted{model}"
+        waits = f"; waits for {self.waits_for}" if self.waits_for else ""
         others = " of the others" if self.fallback_calls else ""
         return (
             f"{calls}, {self.tokens} tokens{others}, "
             f"tau {self.tau:.2f}, {self.tokens_per_s:.1f} tokens/s, "
-            f"{self.num_accepted_tokens}/{self.num_draft_tokens} draft tokens accepted{compression}{model}"
+            f"{self.num_accepted_tokens}/{self.num_draft_tokens} draft tokens accepted{compression}{waits}{model}"
         )

@@ -173,7 +173,7 @@ def run(args: argparse.Namespace) -> int:
     """Carry out the command; returns the exit code."""
     from mmspec.app.compare.specs import check_spec
     from mmspec.app.modeling.load import resolve_device
-    from mmspec.control.cost_store import SWITCH
+    from mmspec.economy.store import SWITCH
     from research.bench.against import bench_ratios, read_ratios
     from research.bench.processes import DeadProcessError
     from research.bench.session import measure_bench, measure_overview

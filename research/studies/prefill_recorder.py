@@ -12,8 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mmspec.app.modeling.load import synchronize
 from mmspec.app.ui.rounds import RoundRecorder
-from mmspec.control.draft_cost import HeadCostModel
 from mmspec.drafters.heads.eagle.drafter import EagleDrafter
+from mmspec.economy.draft_cost import HeadCostModel
 from mmspec.interfaces import Drafter, Prompt
 from mmspec.metrics.compression_stats import RecordingCompressor
 

@@ -12,7 +12,7 @@ import tiny_models as tiny
 import mmspec
 from mmspec.app import versions
 from mmspec.app.compare import specs
-from mmspec.app.compare.specs import DrafterSpec, FixedDepth, check_spec, parse_spec, patch_model
+from mmspec.app.compare.specs import DrafterSpec, check_spec, parse_spec, patch_model
 from mmspec.app.errors import UsageError
 from mmspec.app.modeling.load import clone
 from mmspec.app.modeling.random_models import random_model
@@ -57,10 +57,7 @@ def use_head(monkeypatch: pytest.MonkeyPatch, kind: str) -> tuple[Any, Any]:
 def test_a_fixed_depth_does_not_change(monkeypatch: pytest.MonkeyPatch) -> None:
     model, processor = use_head(monkeypatch, "decoupled")
     drafter = get_drafter(patch_model(model, "head@7", processor))
-    assert type(drafter.depth_controller) is FixedDepth and drafter.max_depth == 7
-    for _ in range(30):
-        drafter.depth_controller.record(1, 7, [0], 1.0, 1e-6)  # a level is expensive and nothing is accepted
-    assert {drafter.depth_controller.choose(1) for _ in range(30)} == {7}
+    assert drafter.min_levels == drafter.max_levels == drafter.max_depth == 7
 
 
 @pytest.mark.parametrize("kind", ["flash", "parallel"])

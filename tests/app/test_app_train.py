@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from forced_drafts import only_fixed, planned
 
 import mmspec
 from mmspec.app.cli.main import build_parser, main
@@ -18,9 +19,9 @@ from mmspec.app.train.config import TrainOptions
 from mmspec.app.train.data import Teacher
 from mmspec.app.train.datasets import FileData, Request, TextOnlyAugmented, image_fraction
 from mmspec.app.train.sampler import LengthGroupedSampler
-from mmspec.control.tree_size import TreeSizeController
 from mmspec.drafters.heads.eagle.config import EagleConfig
 from mmspec.drafters.heads.registry import find_method
+from mmspec.economy.chooser import Chooser
 from research.scenes.render import render_scene
 from research.scenes.world import generate_scene
 
@@ -406,8 +407,7 @@ def test_the_first_checkpoint_is_early(data: Path, tmp_path: Path, monkeypatch: 
 def test_the_summary_says_when_nothing_was_drafted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    is_fixed = property(lambda controller: controller.drafts and controller.fixed_tree_size is not None)
-    monkeypatch.setattr(TreeSizeController, "should_draft", is_fixed)
+    monkeypatch.setattr(Chooser, "plan", planned(only_fixed))
     out, data = tmp_path / "run", write_manifest(tmp_path / "data", 20)
     assert main(["train", *ARGS, "--data", str(data), "--drafter", "msd", "--out", str(out)]) == 0
     lines = capsys.readouterr().out.splitlines()

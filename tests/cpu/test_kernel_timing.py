@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from mmspec.control.cost_store import CostStore, unchanged_costs
 from mmspec.costs import load_kernel_choices, store_kernel_choices
 from mmspec.cpu.kernel_timing import PROCESS_S, TOTAL_S, KernelChoices, ProductKey, fastest
+from mmspec.economy.store import CostStore, unchanged_costs
 
 NAMES = ("c", "plain", "transposed")
 
@@ -133,5 +133,5 @@ def test_the_file_of_a_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert len(caplog.messages) == 2 and "cannot be written" in caplog.messages[1], "said once"
     monkeypatch.setenv("MMSPEC_CACHE", str(tmp_path))
     path.write_text(content)
-    monkeypatch.setattr("mmspec.control.cost_store._processor_name", lambda: "another")
+    monkeypatch.setattr("mmspec.economy.store._processor_name", lambda: "another")
     assert chosen()[0] == "c" and CostStore.is_enabled()

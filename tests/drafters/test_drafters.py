@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import random
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ import pytest
 import torch
 
 from mmspec.drafters import registry
-from mmspec.drafters.arbitrated import ArbitratedDrafter
 from mmspec.drafters.ngram import base
 from mmspec.drafters.ngram.base import BARRIER, BestFirstDrafter, Calibration, PromptText
 from mmspec.drafters.ngram.lookup import MAX_MATCH, NgramIndex, PromptLookup, lookup
@@ -645,17 +643,3 @@ def test_trees_in_batches_grow_with_what_is_scored() -> None:
     assert propose(4, 1) == 8 and propose(8, 1) == 16
     state = drafter.begin(make_prompt(text))
     assert drafter.propose(state, 32, [True]).num_nodes == 32
-
-
-def test_arms_are_compared_at_equal_numbers_of_rows() -> None:
-    """Rounds are faster once rows have ended: an arm of those rounds is no better than one of the whole batch."""
-    drafter = ArbitratedDrafter()
-    state = drafter.begin(make_prompt(*[[1, 2, 3, 1, 2]] * 5))
-    found = []
-    for alive in (5, 5, 4, 3, 2, 1, 5):
-        active = [row < alive for row in range(5)]
-        tree = drafter.propose(state, 8, active)
-        found.append(state.rates.batch)
-        drafter.observe(state, make_verdict(tree, [[7] * on for on in active], [[0] * on for on in active]), {})
-    assert found == [5, 5, 4, 4, 2, 1, 5]
-    assert {rows: sum(rates.num_rounds) for rows, rates in drafter.arbiter._by_batch.items()} == Counter(found)

@@ -16,6 +16,7 @@ from unittest import mock
 import fuzz
 import pytest
 import torch
+from forced_drafts import planned
 from recorded_rounds import (
     CountingRecorder,
     HostCounter,
@@ -38,9 +39,9 @@ from transformers import LogitsProcessor, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 import mmspec
-from mmspec.control.tree_size import TreeSizeController
 from mmspec.drafters.heads.base import c_draft
 from mmspec.drafters.heads.eagle.drafter import EagleDrafter
+from mmspec.economy.chooser import Chooser
 from mmspec.engine import round as engine_round
 from mmspec.engine.graph import Recorder, StaticFunction
 from mmspec.engine.loop import DecodeLoop
@@ -236,10 +237,10 @@ def test_the_controller_chooses_before_the_draft(monkeypatch: pytest.MonkeyPatch
         return counting
 
     assert run().whole_replays == 0
-    monkeypatch.setattr("mmspec.control.tree_size.DEVICES_WITH_SCORES", frozenset())
+    monkeypatch.setattr("mmspec.economy.chooser.DEVICES_WITH_SCORES", frozenset())
     sizes = itertools.cycle((8, 4, 1))
-    monkeypatch.setattr(TreeSizeController, "_best_size", lambda *args: next(sizes))
-    monkeypatch.setattr(TreeSizeController, "should_draft", True)
+    monkeypatch.setattr(Chooser, "choose_nodes", lambda *args: next(sizes))
+    monkeypatch.setattr(Chooser, "plan", planned())
     counting = run()
     assert counting.whole_replays > 10 and counting.whole_recordings >= 2
 

@@ -12,6 +12,7 @@ import pytest
 import tiny_heads
 import tiny_models
 import torch
+from forced_drafts import only_fixed, planned
 
 import mmspec
 from mmspec.app.cli.arguments import positive_ints
@@ -22,7 +23,7 @@ from mmspec.app.io.item import SourceOptions
 from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.load import clone
 from mmspec.app.modeling.random_models import random_model
-from mmspec.control.tree_size import TreeSizeController
+from mmspec.economy.chooser import Chooser
 from mmspec.metrics.stats import Stats
 from mmspec.vision.video.decoder_pool import DecoderPool
 from research.bench import command as bench
@@ -220,8 +221,7 @@ def test_a_drafter_that_was_left_out_is_named_with_its_tau(
 ) -> None:
     """The controller never drafts; the forced tree measures what that drafter would accept."""
     use_random_head(monkeypatch)
-    is_fixed = property(lambda controller: controller.drafts and controller.fixed_tree_size is not None)
-    monkeypatch.setattr(TreeSizeController, "should_draft", is_fixed)
+    monkeypatch.setattr(Chooser, "plan", planned(only_fixed))
     file = tmp_path / "b.json"
     args = ["--model", "tiny", "--drafters", "recycling", "--new-tokens", "24", "--repeats", "2", "--json", str(file)]
     assert main([*args]) == 0

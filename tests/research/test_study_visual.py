@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from forced_drafts import planned
 
 from mmspec.app.compare.specs import patch_model
 from mmspec.app.modeling.random_models import random_model
-from mmspec.control.tree_size import TreeSizeController
 from mmspec.drafters.checkpoints.format import HeadMetadata, save_head, tokenizer_fingerprint
 from mmspec.drafters.heads.eagle.config import EagleConfig
 from mmspec.drafters.heads.eagle.head import EagleHead
+from mmspec.economy.chooser import Chooser
 from mmspec.vision.compressors.elastic import Elastic
 from research.bench.specs import get_drafter
 from research.studies import chooser_report, visual_report
@@ -30,7 +31,7 @@ pytestmark = pytest.mark.research
 @pytest.fixture(autouse=True)
 def _drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """In each round, whatever drafts of tiny models cost here."""
-    monkeypatch.setattr(TreeSizeController, "should_draft", True)
+    monkeypatch.setattr(Chooser, "plan", planned())
 
 
 @pytest.fixture(scope="module")

@@ -19,17 +19,18 @@ from fake_target import (
     build_prompt,
     build_result,
 )
+from forced_drafts import planned
 from torch import Tensor
 
 import mmspec
 from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.random_models import random_model
-from mmspec.control.draft_cost import EXPLORE_EVERY, CallTimer, CostByLength, DraftCosts, HeadCostModel, elapsed
-from mmspec.control.tree_size import TreeSizeController
 from mmspec.drafters.checkpoints.format import HeadMetadata, save_head
 from mmspec.drafters.heads.eagle.config import EagleConfig
 from mmspec.drafters.heads.eagle.drafter import EagleDrafter
 from mmspec.drafters.heads.eagle.head import EagleHead
+from mmspec.economy.chooser import Chooser
+from mmspec.economy.draft_cost import EXPLORE_EVERY, CallTimer, CostByLength, DraftCosts, HeadCostModel, elapsed
 from mmspec.interfaces import CompressionContext, VisualGrid, VisualTokens
 from mmspec.metrics.compression_stats import CompressionRecord, RecordingCompressor
 from mmspec.vision.compressors.cost_based import DEFAULT_MAX_TOKENS, Choice, CostBased, choose_compressor
@@ -374,9 +375,7 @@ def test_output_is_unchanged_and_stats_report_compression(
     tiny: Captioner, folder: Path, sample: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny.model
-    monkeypatch.setattr(
-        TreeSizeController, "should_draft", True
-    )  # a drafter that is disabled for a call reads no tokens
+    monkeypatch.setattr(Chooser, "plan", planned())  # a drafter that is disabled for a call reads no tokens
     inputs = tiny.build_inputs(
         [render_scene(generate_scene(i)) for i in range(2)], ["a", "what is this thing, and what colour has it"]
     )

@@ -10,7 +10,7 @@ length tau, which costs additional rounds:
     lost_rounds(K) = ACCEPT_LENGTH_LOSS[K] * rounds * round_s
 
 The choice is the K with the least sum, out of all tokens, 1/4, 1/16, 1/64 and none. prefill_token_s, draft_token_s,
-round_s and tokens_per_round are measured in this process (`mmspec.control.draft_cost`).
+round_s and tokens_per_round are measured in this process (`mmspec.economy.draft_cost`).
 
 `ACCEPT_LENGTH_LOSS` follows the scenes model: 0% to 4% of tau with a fourth of the visual tokens, 0% to
 5% with a sixteenth, 23% to 36% with none. Larger models carry more of the image in the hidden states of text tokens (in
@@ -30,7 +30,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from mmspec.control.draft_cost import DraftCosts
+from mmspec.economy.draft_cost import DraftCosts
 from mmspec.interfaces import NO_LIMIT, CompressionContext, Compressor, VisualTokens
 from mmspec.vision.compressors.row_groups import concat_rows, select_rows
 from mmspec.vision.compressors.select import Drop, Identity, TopScore, saliency

@@ -47,8 +47,7 @@ class BlockDrafter(HeadDrafter):
         if not 1 <= block_size <= limit:
             raise ValueError(f"block_size must be 1 to {limit}, for which this head was trained; got {block_size}.")
         super().__init__(head, visual_mode, **options | {"max_depth": 1})
-        self.block_size = block_size
-        self.max_depth = block_size
+        self.block_size = self.tokens_per_level = self.max_depth = block_size
         self.path_tables: dict[tuple[int, int, int, torch.device], PathTable] = {}
 
     @abstractmethod

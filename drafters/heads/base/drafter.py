@@ -14,11 +14,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from mmspec.control.round_cost import cost_rows
 from mmspec.drafters.heads.base.c_draft import CDraft
 from mmspec.drafters.heads.base.reader import HeadReader
 from mmspec.drafters.heads.base.recorded import find_recorded_draft
 from mmspec.drafters.heads.base.state import DraftState, Pending
+from mmspec.economy.known import Source
 from mmspec.engine.host_copy import from_host
 from mmspec.engine.kv_cache import RaggedKVCache
 from mmspec.engine.recordings import Recordings
@@ -26,6 +26,9 @@ from mmspec.engine.tree import BUCKETS, DraftTree, root_only
 from mmspec.engine.undo import InferenceMode
 from mmspec.interfaces import Drafter, Prompt, VerifyResult
 from mmspec.interfaces.round import DraftPart
+
+HEAD_STEP = 0.15
+"""Seconds of a level before it is measured, as a fraction of plain decoding's round."""
 
 
 class HeadDrafter(HeadReader, Drafter, ABC):
@@ -80,6 +83,9 @@ class HeadDrafter(HeadReader, Drafter, ABC):
         logit_bias[[token for token in prompt.banned_ids if 0 <= token < prompt.vocab_size]] = float("-inf")
         logit_bias[self.vocab_limit or prompt.vocab_size :] = float("-inf")
         draft_ids = None if self.draft_ids is None else self.draft_ids.to(logit_bias.device)
+        if prompt.chooser is not None:
+            levels = self.max_levels, self.tokens_per_level, self.min_levels
+            prompt.chooser.sources = [Source(self.name, None, self.prior_acceptance, HEAD_STEP, *levels)]
         return self.state_class(
             shared_embeddings=shared_embeddings,
             kv_cache=RaggedKVCache(batch, max_length=1 << 30),
@@ -90,7 +96,7 @@ class HeadDrafter(HeadReader, Drafter, ABC):
             last_hidden=hidden_states.new_zeros(batch, self.head.output_size),
             noise=prompt.noise,
             temperature=prompt.temperature,
-            static_shapes=prompt.static_shapes,
+            chooser=prompt.chooser,
         )
 
     def use_recordings(self, state: DraftState, recordings: Recordings) -> None:
@@ -104,23 +110,20 @@ class HeadDrafter(HeadReader, Drafter, ABC):
             return root_only(len(active), state.last_hidden.device)
         state.start_time = state.now()
         self.read_prompt(state)
-        state.active, state.num_rows, depth = active, cost_rows(sum(active), len(active)), self.depth_controller
-        state.num_levels = depth.max_levels if state.static_shapes else depth.choose(state.num_rows)
+        state.active, state.num_levels = active, self._num_levels(state)
         tree = None if state.recorded is None else state.recorded.tree(state, max_nodes, state.num_levels)
-        state.is_one_function = tree is not None
         if tree is None:
             self.read_pending(state)
-            draft_start, timestamp = state.now(), state.timer.now()
+            timestamp = state.timer.now()
             tree = self.draft_tree(state, max_nodes, state.num_levels)
             state.timer.record_draft(timestamp, max(state.kv_cache.seq_lens), state.num_levels)
-            state.draft_s = state.now() - draft_start
         if not all(active):
             tree.node_mask &= from_host(active, tree.node_mask.device)[:, None]
         return tree
 
     @InferenceMode()
     def observe(self, state: DraftState, result: VerifyResult, hidden_states: Mapping[int, Tensor]) -> None:
-        """Store the emitted tokens and their hidden states for the next `read_pending`; update the depth controller."""
+        """Store the emitted tokens and their hidden states for the next `read_pending`."""
         if state.first_ids is None:
             state.first_ids = result.tokens[:, 0].to(state.last_hidden.device)
             return
@@ -137,12 +140,10 @@ class HeadDrafter(HeadReader, Drafter, ABC):
         self.read_prompt(state)
         if state.recorded is None:
             return None
-        start_time, depth = state.now(), self.depth_controller
-        num_levels = depth.max_levels if state.static_shapes else depth.choose(len(state.last_hidden))
+        start_time, num_levels = state.now(), self._num_levels(state)
         part = state.recorded.part(state, min(num_nodes, BUCKETS[-1]), num_levels)
         if part is not None:
-            state.num_levels, state.is_one_function, state.start_time = num_levels, True, start_time
-            state.num_rows = len(state.last_hidden)
+            state.num_levels, state.start_time = num_levels, start_time
         return part
 
     @InferenceMode()
@@ -154,30 +155,20 @@ class HeadDrafter(HeadReader, Drafter, ABC):
         assert state.recorded is not None
         state.recorded.follow(state, emitted, kept)
 
+    def _num_levels(self, state: DraftState) -> int:
+        """Levels of the coming draft: as the round is planned, else all."""
+        return self.max_levels if state.chooser is None else state.chooser.levels
+
     def _record_round(self, state: DraftState, result: VerifyResult) -> list[int]:
-        """Update the depth controller and the cost model with the round that ended. Returns emitted tokens per row."""
+        """Update the cost model with the round that ended. Returns emitted tokens per row."""
         counts = [len(row) for row in result.emitted_ids]
         if any(counts):
             state.timer.drain()
             if state.num_levels and result.tree.num_nodes > 1:
-                self._record_costs(state, result, [count - 1 for count in counts if count])
+                num_tokens = sum(counts) / sum(map(bool, counts))
+                state.timer.record_round(state.now() - state.start_time, num_tokens)
             state.num_levels = 0
         return counts
-
-    def _record_costs(self, state: DraftState, result: VerifyResult, num_accepted: list[int]) -> None:
-        depth, batch, num_nodes = self.depth_controller, state.num_rows, result.tree.num_nodes
-        round_s = state.now() - state.start_time
-        state.timer.record_round(round_s, 1 + sum(num_accepted) / len(num_accepted))
-        if state.is_one_function:  # its levels are not timed
-            depth.record_whole(batch, state.num_levels, num_nodes, num_accepted, round_s)
-            return
-        num_forwards = state.num_levels - 1  # the first level needs none after `read_pending`
-        forward_s = state.draft_s / num_forwards if num_forwards else 0.0
-        # A tree that is smaller than its depth has no nodes on the last levels.
-        max_levels = -(-(num_nodes - 1) // depth.tokens_per_level)
-        num_levels = min(state.num_levels, max_levels)
-        other_s = round_s - num_forwards * forward_s
-        depth.record(batch, num_levels, num_accepted, forward_s, other_s)
 
     # --- hooks --------------------------------------------------------------------------------------------------------
 
@@ -188,7 +179,7 @@ class HeadDrafter(HeadReader, Drafter, ABC):
         Args:
             state: of the call; its KV cache is left as it is.
             max_nodes: size of the tree, the root included.
-            num_levels: levels (Falcon: blocks) to draft, as the depth controller has chosen.
+            num_levels: levels (Falcon: blocks) to draft.
         """
 
     def c_draft(self, state: DraftState) -> CDraft | None:

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmspec.control.depth import DepthController
-from mmspec.control.draft_cost import CallTimer, HeadCostModel
 from mmspec.drafters.heads.base.attention import CachedAttention, cached_attention, causal_mask, select_last
 from mmspec.drafters.heads.base.compressed_inputs import compressed_prompt_inputs
 from mmspec.drafters.heads.base.head import DraftHead
@@ -24,6 +22,7 @@ from mmspec.drafters.heads.base.visual_inputs import (
     prompt_order,
     resolve_visual_mode,
 )
+from mmspec.economy.draft_cost import CallTimer, HeadCostModel
 from mmspec.engine.host_copy import from_host
 from mmspec.engine.tree import BUCKETS
 from mmspec.interfaces import Compressor, DrafterRequirements, Prompt
@@ -53,7 +52,8 @@ class HeadReader:
         visual_mode: how visual tokens enter the head, a key of `VISUAL_MODES`.
         trained_visual_mode: how they entered it in training, or "mixed" for both embeddings; None if unknown.
         top_k: nodes per level that are expanded, and children of each; None for the device's default.
-        depth_controller: chooses the number of levels per draft.
+        min_levels, max_levels: fewest and most levels of a draft, of `tokens_per_level` tokens each.
+        prior_acceptance: of a token, before anything is counted.
         max_depth: largest depth of a draft node, in tokens below the root.
         cost_model: measured prefill and draft costs, for compressors that use them.
         bundled_compressor: (settings, weights) of the compressor that the head was trained with, or None.
@@ -61,6 +61,9 @@ class HeadReader:
         compressor: that compressor, once `mmspec.resolve` has built it.
         hidden_state_indices: the target's hidden states that the head reads.
     """
+
+    min_levels = tokens_per_level = 1
+    prior_acceptance = 0.75
 
     def __init__(
         self,
@@ -80,7 +83,7 @@ class HeadReader:
             visual_mode: how visual tokens enter the head, a key of `VISUAL_MODES`.
             num_layers: decoder layers of the target.
             name: of the drafter, in messages and metrics.
-            max_depth: largest depth of a draft node; the depth controller drafts fewer levels where that is faster.
+            max_depth: largest depth of a draft node; fewer levels are drafted where that is faster.
             top_k: nodes per level that are expanded, and children of each. None: `DEFAULT_TOP_K`, else 8.
             draft_ids: [V'] int64, ids that may be drafted (VocabTrim, or EAGLE-3's draft vocabulary); None for all.
             vocab_limit: ids from here on are never drafted; None for no limit.
@@ -98,8 +101,7 @@ class HeadReader:
         self.trained_visual_mode: str | None = None
         self.name = name
         self.top_k = top_k
-        self.depth_controller = DepthController(max_depth)
-        self.max_depth = max_depth
+        self.max_levels = self.max_depth = max_depth
         self.cost_model = HeadCostModel()
         self.draft_ids = draft_ids
         self.vocab_limit = vocab_limit

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from mmspec.control.draft_cost import CallTimer
 from mmspec.drafters.rerank import next_log_probs
+from mmspec.economy.chooser import Chooser
+from mmspec.economy.draft_cost import CallTimer
 from mmspec.engine.host_copy import from_host
 from mmspec.engine.kv_cache import RaggedKVCache
 from mmspec.engine.recordings import Recordings
@@ -94,12 +95,10 @@ class DraftState:
         temperature: as in `Prompt`; a scalar tensor in a recorded function.
         cos: [P, d] rotary table, None before the first forward.
         sin: [P, d] rotary table, None before the first forward.
-        static_shapes: always draft all levels, so that shapes do not depend on timing.
+        chooser: as in `Prompt`.
         first_ids: [B] first emitted tokens, None until the target has sampled them.
         active: rows of the last draft, None before the first.
-        num_rows: `cost_rows` of it.
         num_levels: levels of the last draft.
-        draft_s: seconds that the last draft took.
         hidden_size: S, numbers per position that the head reads of the target; 0 before the prompt.
         start_time: `time.perf_counter()` at the start of the last draft.
         draft_ids: [V'] int64, target ids of the draft vocabulary; None if it is the target's vocabulary.
@@ -107,7 +106,6 @@ class DraftState:
         timer: measures prefill and draft time; a no-op unless a compressor uses the costs.
         backend: the head in C; None if it runs in its own forward.
         recorded: its recorded drafts, or None.
-        is_one_function: whether the last draft was one recorded function, whose levels are not timed.
         recordings: of the call; None if nothing of it is recorded.
         position_offset: [B] int64, `next_positions` less the lengths of the cache, in a recorded function; else None.
         target_keys: as in `Prompt`.
@@ -126,12 +124,10 @@ class DraftState:
     temperature: float | Tensor = 1.0
     cos: Tensor | None = None
     sin: Tensor | None = None
-    static_shapes: bool = False
+    chooser: Chooser | None = None
     first_ids: Tensor | None = None
     active: Sequence[bool] | None = None
-    num_rows: int = 0
     num_levels: int = 0
-    draft_s: float = 0.0
     hidden_size: int = 0
     start_time: float = 0.0
     draft_ids: Tensor | None = None
@@ -139,7 +135,6 @@ class DraftState:
     timer: CallTimer = field(default_factory=CallTimer)
     backend: DraftBackend | None = None
     recorded: RecordedDraft | None = None
-    is_one_function: bool = False
     recordings: Recordings | None = None
     position_offset: Tensor | None = None
     target_keys: TargetKeys | None = None

@@ -214,7 +214,7 @@ class BigramExpander(StatelessExpander):
     def calibrate(self, level: int, hidden_states: Tensor, log_probs: Tensor) -> Tensor:
         """See `LevelExpander`: where the confidence is below the best probability, all are scaled down to it.
 
-        The controller then scores fewer nodes of a block that is not trusted, and more of another.
+        Then fewer nodes are scored of a block that is not trusted, and more of another.
         """
         if self.head.confidence_head is None:
             return log_probs

@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from mmspec.control.depth import DepthController
 from mmspec.drafters.heads.base.attention import cached_attention
 from mmspec.drafters.heads.base.block import BlockDrafter
 from mmspec.drafters.heads.base.expand import AutoregressiveExpander
@@ -41,7 +40,7 @@ class FalconState(DraftState):
 class FalconDrafter(BlockDrafter):
     """Drafts with a `FalconHead`: up to `max_forwards` blocks, of each of which `top_k` paths are continued.
 
-    A level of the depth controller is a block, which takes one forward. The layer's keys and values depend
+    A level is a block, which takes one forward. The layer's keys and values depend
     on its inputs only, so when the block boundaries move, the positions of the last block only need new queries.
     """
 
@@ -75,8 +74,7 @@ class FalconDrafter(BlockDrafter):
             )
         if max_forwards < 1:
             raise ValueError(f"max_forwards must be at least 1; got {max_forwards}.")
-        self.depth_controller = DepthController(max_forwards, tokens_per_level=self.block_size)
-        self.max_depth = max_forwards * self.block_size
+        self.max_levels, self.max_depth = max_forwards, max_forwards * self.block_size
 
     def extend_context(self, state: DraftState, inputs: Tensor, position_ids: Tensor, counts: list[int]) -> None:
         self._extend(state, inputs, position_ids, counts, is_prompt=not any(state.kv_cache.seq_lens))

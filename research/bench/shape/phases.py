@@ -12,7 +12,7 @@ from unittest import mock
 
 import torch
 
-from mmspec.control.draft_cost import Timestamp, elapsed
+from mmspec.economy.draft_cost import Timestamp, elapsed
 from mmspec.engine.loop import DecodeLoop
 from mmspec.engine.rng import SamplingNoise
 from research.bench.peers.base import Peer, PeerPrompt

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 import mmspec
 from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.random_models import random_model
-from mmspec.control.depth import DepthController
 from mmspec.drafters.checkpoints.export import export_head
 from mmspec.drafters.checkpoints.published import load_published
 from mmspec.drafters.checkpoints.published_heads import PUBLISHED_DRAFTERS
@@ -101,7 +100,7 @@ def test_forward_parity_with_the_published_code(kind: str, tmp_path: Path, monke
         draft_index = {int(token): index for index, token in enumerate(drafter.draft_ids.tolist())}  # type: ignore[union-attr]
         own = Pointing([draft_index[token] for token in order])
         monkeypatch.setattr(drafter.head, "logits", lambda out, shared_embeddings, rows: own(out)[..., :20])
-    drafter.depth_controller, drafter.top_k = DepthController(2), 3
+    drafter.max_levels, drafter.top_k = 2, 3
     ids, n = data["ids"], 10
     embedded = data["embedded"] if has_images else data["embedding"][ids]
     visual = data["visual"] if has_images else torch.zeros(n, dtype=torch.bool)

@@ -77,8 +77,8 @@ def test_vllm_serves_an_exported_head(tmp_path: Path) -> None:
     assert served["outputs"] == plain["outputs"], "speculation changed the text in vLLM"
 
     drafter = load_published(tmp_path / "head", target_info(find_adapter(model), None))
-    drafter.top_k, drafter.max_depth = 1, NUM_TOKENS
-    drafter.depth_controller.max_levels = NUM_TOKENS
+    drafter.top_k = 1
+    drafter.max_depth = drafter.max_levels = NUM_TOKENS
     drafted = accepted = 0
     for ids, expected in zip(prompts, plain["outputs"], strict=True):
         mmspec.patch(model, drafter, tree_size=NUM_TOKENS + 1, deterministic=True)

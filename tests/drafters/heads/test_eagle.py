@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +31,6 @@ from torch import Tensor, nn
 import mmspec
 from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.random_models import random_model
-from mmspec.control.depth import DepthController
 from mmspec.drafters import registry
 from mmspec.drafters.checkpoints import format as checkpoint
 from mmspec.drafters.checkpoints.format import HeadMetadata, load_head, save_head
@@ -48,6 +46,8 @@ from mmspec.drafters.registry import build_drafter
 from mmspec.drafters.training.batch import DraftModel, build_inputs_and_labels
 from mmspec.drafters.training.losses import LossInputs, LossWeights, TrainProgress
 from mmspec.drafters.training.trainer import SettingsError, TrainConfig, Trainer
+from mmspec.economy.chooser import Chooser
+from mmspec.economy.known import Economy
 from mmspec.engine.tree import root_only
 from mmspec.interfaces import TargetInfo
 from mmspec.resolve import MAX_CACHED_DRAFTERS
@@ -558,83 +558,6 @@ def test_an_unknown_visual_mode_is_refused(target: FakeTarget) -> None:
         EagleDrafter(target.head, "magic", num_layers=3)
 
 
-# --- how deep ---------------------------------------------------------------------------------------------------------
-
-
-def simulate_depth(accept_prob: float, step_s: float, rounds: int = 300, max_depth: int = 8) -> float:
-    """Mean depth at the end, if each level goes on with this probability and costs that much of a round."""
-    import random
-
-    rng, depth, chosen = random.Random(0), DepthController(max_depth), []
-    for _ in range(rounds):
-        num_levels = depth.choose(1)
-        chosen.append(num_levels)
-        num_accepted = 0
-        while num_accepted < num_levels and rng.random() < accept_prob:
-            num_accepted += 1
-        depth.record(1, num_levels, [num_accepted], step_s, 1.0)
-    return sum(chosen[-100:]) / 100
-
-
-def test_depth_follows_acceptance_and_cost() -> None:
-    assert simulate_depth(0.95, 0.02) > 7.5
-    assert simulate_depth(0.2, 0.1) < 2
-    assert 1 < simulate_depth(0.7, 0.1) < 6
-    assert simulate_depth(0.9, 0.5) < simulate_depth(0.9, 0.05)
-
-
-def test_rounds_of_one_level_do_not_measure_the_step_cost() -> None:
-    depth = DepthController(3, tokens_per_level=2)
-    depth.record(1, 3, [0], 5.0, 10.0)
-    for _ in range(50):
-        depth.record(1, 1, [2], 0.0, 10.0)
-    assert depth.by_batch[1].level_s == 5.0
-
-
-@pytest.mark.parametrize(("num_levels", "step_s_expected"), [(1, 0.0), (3, 0.5)])
-def test_draft_time_is_recorded_per_forward(
-    target: FakeTarget, monkeypatch: pytest.MonkeyPatch, num_levels: int, step_s_expected: float
-) -> None:
-    drafter = new_drafter(target, max_depth=num_levels)
-    state = begin_decoding(target, drafter, build_prompt(target, 11, static_shapes=True))
-    tree = drafter.propose(state, 16, [True, True])
-    metrics: list[Any] = []
-    monkeypatch.setattr(drafter.depth_controller, "record", lambda *given: metrics.extend(given))
-    state.start_time, state.draft_s = time.perf_counter() - 100.0, 1.0
-    drafter.observe(state, build_result(tree, [[0], [0]], [[5], [7]]), {NUM_LAYERS: torch.randn(2, tree.num_nodes, 32)})
-    assert (
-        metrics[1] == num_levels
-        and metrics[3] == step_s_expected
-        and metrics[4] == pytest.approx(100.0 - (num_levels > 1), abs=1.0)
-    )
-
-
-def test_depth_recovers_when_acceptance_rises() -> None:
-    depth = DepthController(6)
-    for _ in range(200):
-        depth.record(1, depth.choose(1), [0], 0.1, 1.0)
-    assert depth.choose(1) <= 2
-    for _ in range(400):
-        num_levels = depth.choose(1)
-        depth.record(1, num_levels, [num_levels], 0.1, 1.0)
-    assert depth.choose(1) == 6
-
-
-def test_depth_recovers_after_low_acceptance() -> None:
-    """Deep levels were hardly ever reached; when acceptance rises they are tried again soon."""
-    import random
-
-    rng, depth, chosen = random.Random(1), DepthController(6), list[int]()
-    for accept_prob, rounds in ((0.4, 200), (0.85, 120)):
-        for _ in range(rounds):
-            chosen.append(depth.choose(1))
-            num_accepted = 0
-            while num_accepted < chosen[-1] and rng.random() < accept_prob:
-                num_accepted += 1
-            depth.record(1, chosen[-1], [num_accepted], 2.5, 30.0)
-    assert sum(chosen[150:200]) / 50 < 4.5 and sum(chosen[-30:]) / 30 > 5.5
-
-
 def test_the_prompt_runs_at_the_first_draft(target: FakeTarget) -> None:
     drafter = new_drafter(target)
     prompt = build_prompt(target, 11)
@@ -648,13 +571,15 @@ def test_the_prompt_runs_at_the_first_draft(target: FakeTarget) -> None:
 
 def test_static_shapes_ignore_timing(target: FakeTarget) -> None:
     drafter = new_drafter(target)
-    for _ in range(100):
-        drafter.depth_controller.record(2, 3, [0, 0], 9.0, 1.0)
-    assert drafter.depth_controller.choose(2) == 1
-    fixed = drafter.propose(
-        begin_decoding(target, drafter, build_prompt(target, 11, static_shapes=True)), 16, [True, True]
-    )
-    free = drafter.propose(begin_decoding(target, drafter, build_prompt(target, 11)), 16, [True, True])
+    choosers = [Chooser(Economy(), 2, sources=[], fixed_tree_size=size) for size in (16, None)]
+    states = [begin_decoding(target, drafter, build_prompt(target, 11, chooser=chooser)) for chooser in choosers]
+    for chooser in choosers:
+        for _ in range(3):
+            chooser.economy.rounds_s.add("score", 2, 1, 1.0)
+            chooser.economy.drafts_s.add(drafter.name, 2, 1, 0.1)
+            chooser.economy.drafts_s.add(drafter.name, 2, 3, 30.0)
+        chooser.plan()
+    fixed, free = (drafter.propose(state, 16, [True, True]) for state in states)
     assert max(map(len, scores_by_path(fixed, 0))) == 3 and max(map(len, scores_by_path(free, 0))) == 1
 
 

@@ -18,6 +18,7 @@ from unittest import mock
 import fuzz
 import pytest
 import torch
+from forced_drafts import planned
 from recorded_rounds import (
     SPEC,
     HostCounter,
@@ -36,13 +37,13 @@ from recorders import record_nothing, record_trace
 from torch import Tensor
 
 import mmspec
-from mmspec.control.tree_size import TreeSizeController
 from mmspec.cpu.kernel_timing import IN_C, KernelChoices
 from mmspec.drafters.heads.base import c_draft
 from mmspec.drafters.heads.base.recorded import DraftAlone, DraftFunction, RecordedDraft
 from mmspec.drafters.heads.base.state import DraftState
 from mmspec.drafters.heads.eagle.drafter import EagleDrafter
 from mmspec.drafters.heads.eagle.head import EagleHead
+from mmspec.economy.chooser import Chooser
 from mmspec.engine.graph import Recorder, Replay, StaticFunction
 from mmspec.engine.kv_cache import RecordedKVCache
 from mmspec.engine.loop import DecodeLoop
@@ -182,7 +183,7 @@ def compare_drafts(kind: str, sampled: bool) -> None:
         recording(record_nothing),
         patched(model, drafter),
         mock.patch.object(RecordedDraft, "tree", compare),
-        mock.patch.object(TreeSizeController, "should_draft", True),  # whatever it costs
+        mock.patch.object(Chooser, "plan", planned()),  # whatever it costs
     ):
         for seed in range(2):
             generate(model, build_inputs(model, seed, 3), sampled)
@@ -238,11 +239,11 @@ def test_the_controllers_choose_freely() -> None:
     prompts = [build_inputs(model, seed, 2) for seed in range(3)]
     plain = [generate(model, inputs, True, max_new_tokens=60) for inputs in prompts]
     asked = itertools.count(1)
-    most = mock.PropertyMock(side_effect=lambda: next(asked) % 5 > 0)  # whatever drafts cost
+    most = planned(lambda chooser: next(asked) % 5 > 0)  # whatever drafts cost
     with (
         recording(record_nothing) as recorder,
         patched(model, build_drafter("leaning-decoupled")),
-        mock.patch.object(TreeSizeController, "should_draft", most),
+        mock.patch.object(Chooser, "plan", most),
     ):
         for inputs, expected in zip(prompts, plain, strict=True):
             assert torch.equal(generate(model, inputs, True, max_new_tokens=60), expected)
@@ -517,7 +518,7 @@ def count_kernels(kind: str | None, num_layers: int) -> tuple[int, int]:
     drafter = build_drafter(f"leaning-{kind}", spec)
     drafter.top_k = 8  # as on a GPU
     if kind == "decoupled":
-        drafter.max_depth = drafter.depth_controller.max_levels = 6
+        drafter.max_depth = drafter.max_levels = 6
     rounds = []
     counter = KernelCounter()
     inner, round_, run = 0, DecodeLoop.round, Recordings.run

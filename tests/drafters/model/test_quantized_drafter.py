@@ -13,18 +13,17 @@ import fuzz
 import pytest
 import tiny_models as tiny
 import torch
+from forced_drafts import choose_all, planned
 from torch import Tensor, nn
 
 import mmspec
-from mmspec.control.chain import ChainController, ChainPlan
-from mmspec.control.round_cost import RoundCostModel
-from mmspec.control.tree_size import TreeSizeController
 from mmspec.cpu.c_kernel import CKernel, load_kernel
-from mmspec.drafters import arbitrated
 from mmspec.drafters.model import chain_draft
 from mmspec.drafters.model.self_drafter import QuantizedDrafter, SelfDrafter
 from mmspec.drafters.ngram.output_ngrams import text_ngrams
 from mmspec.drafters.ngram.recycling import hybrid
+from mmspec.economy.chooser import Chooser
+from mmspec.economy.tables import Seconds
 from mmspec.patching import patch_state
 from mmspec.targets import products
 from mmspec.targets import quantised_copy as module
@@ -85,10 +84,9 @@ def test_the_copy_drafts_what_the_target_emits(sample: bool, batch: int, backend
 @pytest.mark.parametrize("batch", [1, 3])
 def test_a_guide_changes_no_draft(sample: bool, batch: int, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the copy drafts is the same whether it scores one token at a time or n-grams too."""
-    monkeypatch.setattr(ChainController, "plan", lambda self, batch, variants: ChainPlan(variants[0], 6))
-    monkeypatch.setattr(TreeSizeController, "choose_size", lambda self, tree, *args: tree.num_nodes)
-    monkeypatch.setattr(TreeSizeController, "should_draft", True)
-    monkeypatch.setattr(RoundCostModel, "forward_s", lambda self, batch, num_nodes: 1 + 0.1 * num_nodes)  # not measured
+    monkeypatch.setattr(Chooser, "choose_size", choose_all)
+    monkeypatch.setattr(Chooser, "plan", planned(levels=6))
+    monkeypatch.setattr(Seconds, "get", lambda self, what, rows, size: 1 + 0.1 * size)  # not measured
     model = _model("qwen2_5_vl")
     inputs = tiny.build_inputs(model, seed=3, batch=batch)
     plain = _generate(model, inputs, do_sample=sample, temperature=0.3)
@@ -119,7 +117,7 @@ def test_a_guide_changes_no_draft(sample: bool, batch: int, backend: str, monkey
                 patched.setattr(chain_draft.ChainDraft, "_round", count)
                 patched.setattr(CKernel, "chain", count_in_c)
                 guided = super().propose(state, 7, active)
-            num_tokens += state.num_steps
+            num_tokens += state.prompt.chooser.levels
             for one, other in zip(_paths(alone), _paths(guided), strict=True):
                 assert one == other
             return guided
@@ -150,36 +148,19 @@ def test_a_copy_is_an_arm_once_it_can_pay(batch: int, monkeypatch: pytest.Monkey
     plain = _generate(model, inputs, do_sample=True)
     mmspec.patch(model, drafter="auto", tree_size=4)  # drafts in each round, whatever they cost
     copies = patch_state(model).adapter.__dict__
-    monkeypatch.setattr(arbitrated, "COPY_PATIENCE", float("inf"))
+    monkeypatch.setattr(Chooser, "_make_s", lambda self, offer: float("inf"))
     assert torch.equal(plain, _generate(model, inputs, do_sample=True))
     assert not copies.get("_quantised_copies"), "short answers do not pay for a copy"
-    monkeypatch.setattr(arbitrated, "COPY_PATIENCE", 0)
-    monkeypatch.setattr(arbitrated.DraftArbiter, "choose", lambda self, call, available: max(_on(available)))
+    assert "a copy in few bits" in str(mmspec.stats(model, last=True))
+    monkeypatch.setattr(Chooser, "_make_s", lambda self, offer: 0.0)
+    monkeypatch.setattr(Chooser, "plan", planned(last=True))
     assert torch.equal(plain, _generate(model, inputs, do_sample=True))
     assert copies["_quantised_copies"][0].layers and mmspec.stats(model, last=True).num_accepted_tokens > 0
-
-
-@pytest.mark.parametrize(("patience", "num_retries"), [(0.0, 1), (float("inf"), 0)])
-def test_drafts_are_tried_anew_once_there_may_be_a_copy(
-    patience: float, num_retries: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All decoding counts, also of calls whose drafts do not pay, so that they are not asked for."""
-    monkeypatch.setattr(arbitrated, "COPY_PATIENCE", patience)
-    monkeypatch.setattr(TreeSizeController, "should_draft", False)
-    retries: list[RoundCostModel] = []
-    monkeypatch.setattr(RoundCostModel, "retry", lambda self: retries.append(self))
-    model = mmspec.patch(_model(), drafter="auto")
-    for _ in range(3):
-        _generate(model, tiny.build_inputs(model, seed=3), do_sample=False)
-    assert len(retries) == num_retries and patch_state(model).config.drafter._decode_s > 0
-
-
-def _on(available: list[bool]) -> list[int]:
-    return [arm for arm, on in enumerate(available) if on]
+    assert mmspec.stats(model, last=True).waits_for is None
 
 
 def test_no_memory_for_a_copy_leaves_the_other_arms(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arbitrated, "COPY_PATIENCE", 0)
+    monkeypatch.setattr(Chooser, "_make_s", lambda self, offer: 0.0)
     monkeypatch.setattr(products, "free_bytes", lambda: 1000)
     model = _model()
     inputs = tiny.build_inputs(model, seed=3)

@@ -11,11 +11,12 @@ import pytest
 import tiny_models as tiny
 import torch
 import zoo
+from forced_drafts import choose_all, planned
 from torch import Tensor, nn
 
 import mmspec
-from mmspec.control.tree_size import TreeSizeController
 from mmspec.drafters.model.self_drafter import SelfDrafter, candidate_layer_sets
+from mmspec.economy.chooser import Chooser
 from mmspec.targets.layer_access import layer_access
 from mmspec.targets.registry import find_adapter
 
@@ -170,19 +171,17 @@ def test_costs_are_kept_by_the_rows_that_have_not_ended(monkeypatch: pytest.Monk
 
     def spy(self: SelfDrafter, state: Any, max_nodes: int, active: Any) -> Any:
         nonlocal drafter
-        tree, drafter, rows = propose(self, state, max_nodes, active), self, sum(active)
-        drafts[5 if rows > 4 else 4 if rows > 2 else rows] += state.plan is not None
+        tree, drafter, rows = propose(self, state, max_nodes, active), state.prompt.chooser, sum(active)
+        drafts[5 if rows > 4 else 4 if rows > 2 else rows] += tree.num_nodes > 1
         return tree
 
     monkeypatch.setattr(SelfDrafter, "propose", spy)
-    monkeypatch.setattr(TreeSizeController, "choose_size", lambda self, tree, *args: tree.num_nodes)
-    monkeypatch.setattr(TreeSizeController, "should_draft", True)
+    monkeypatch.setattr(Chooser, "choose_size", choose_all)
+    monkeypatch.setattr(Chooser, "plan", planned())
     mmspec.patch(model, drafter=SelfDrafter(range(3)))
     _generate(model, inputs, do_sample=False, eos_token_id=ends, pad_token_id=0)
     assert len(+drafts) > 2, "rows do not end one by one"
-    found = drafter.controller.by_batch
-    measured = {rows: sum(one.num_drafts for one in variants.values()) for rows, variants in found.items()}
-    assert measured == +drafts == drafter.controller.num_plans and drafter.controller.base_s.keys() <= drafts.keys()
+    assert {rows for rows, _ in drafter.economy.rounds} == (+drafts).keys()
 
 
 @pytest.mark.parametrize("sample", [False, True])

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
 import os
 import platform
 import re
@@ -22,8 +21,6 @@ from typing import Any
 
 import torch
 
-from mmspec.control.depth import DepthController
-from mmspec.control.round_cost import RoundCostModel
 from mmspec.files import atomic_write, cache_folder, make_private_folder
 from mmspec.messages import printable
 
@@ -31,7 +28,7 @@ logger = logging.getLogger("mmspec")
 
 SWITCH = "MMSPEC_COST_CACHE"
 """Environment variable; "0" neither reads nor writes costs."""
-FORMAT = "mmspec-costs-1"
+FORMAT = "mmspec-costs-2"
 FILE_NAME = re.compile(r"[0-9a-f]{24}\.json")
 MAX_BYTES = 1 << 20
 """Larger files are not read."""
@@ -86,19 +83,6 @@ class CostStore:
         """Whether costs are stored at all."""
         return os.environ.get(SWITCH, "1") != "0"
 
-    def load(self, costs: RoundCostModel, depth: DepthController | None) -> bool:
-        """Fill a new cost model, and what else has measured nothing. Returns whether a file was read."""
-
-        def take(content: dict[str, Any]) -> None:
-            _check_numbers([content["rounds"], content["depth"] or []])
-            rounds = RoundCostModel()
-            rounds.restore(content["rounds"])  # may fail, so not yet on `costs`
-            if depth is not None and content["depth"] is not None:
-                depth.restore(content["depth"])
-            costs.restore(content["rounds"])
-
-        return self.read(take)
-
     def read(self, take: Callable[[dict[str, Any]], None]) -> bool:
         """Pass on the content of the file, as it was written; `take` may refuse it. Returns whether it was taken.
 
@@ -116,15 +100,6 @@ class CostStore:
             _tell_once("is ignored", self.path, error)
             return False
         return True
-
-    def save(self, costs: RoundCostModel, depth: DepthController | None) -> None:
-        """`write` the measurements."""
-        self.write(
-            {
-                "rounds": costs.snapshot(),
-                "depth": None if depth is None else depth.snapshot(),
-            }
-        )
 
     def write(self, content: Mapping[str, Any]) -> None:
         """Replace the file. Does nothing where it cannot be written, and within `unchanged_costs`."""
@@ -144,15 +119,6 @@ def _tell_once(what: str, path: Path, error: Exception) -> None:
     if (what, path) not in _TOLD:
         _TOLD.add((what, path))
         logger.info("mmspec: %s %s: %s", printable(str(path)), what, printable(str(error))[:200])
-
-
-def _check_numbers(value: Any) -> None:
-    """Raise `ValueError` for a value in nested lists and dicts that no measurement is."""
-    if isinstance(value, (dict, list)):
-        for item in value.values() if isinstance(value, dict) else value:
-            _check_numbers(item)
-    elif not (isinstance(value, (int, float)) and math.isfinite(value) and value >= 0):
-        raise ValueError(f"a measurement is a finite number that is not negative; got {value!r}")
 
 
 def _processor_name() -> str:

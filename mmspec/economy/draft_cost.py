@@ -1,6 +1,6 @@
 """Cost model of a draft head: seconds of its prefill and of its draft levels as functions of its context length.
 
-Measured in real calls of the running process, as in `mmspec.control.tree_size`: no separate timing pass, and no
+Measured in real calls of the running process, as in `mmspec.economy.chooser`: no separate timing pass, and no
 synchronisation. On a GPU, CUDA events are recorded before and after, and read once the device has passed both.
 Independent of drafters and compressors. The measurements affect what a drafter reads, never the output.
 """
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from mmspec.control.ema import ema
+from mmspec.economy.ema import ema
 from mmspec.forks import new_lock
 
 BUCKETS_PER_OCTAVE = 4

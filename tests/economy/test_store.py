@@ -14,51 +14,57 @@ import torch
 
 import mmspec
 from mmspec.app.cli.main import main
-from mmspec.control.cost_store import FORMAT, CostStore
-from mmspec.control.depth import DepthController
-from mmspec.control.round_cost import RoundCostModel
-from mmspec.control.tree_size import TreeSizeController
-from mmspec.engine.tree import DraftTree
+from mmspec.economy.chooser import Chooser
+from mmspec.economy.known import Economy, Source
+from mmspec.economy.store import FORMAT, CostStore
 from mmspec.files import cache_folder
 
+SOURCE = Source("head", None, 0.75, 0.1, 6)
 KEY = {"target": ["llava", 2], "drafter": "flash"}
 
 
-def measured() -> tuple[RoundCostModel, DepthController]:
+def measured() -> Economy:
     """Costs with which drafting pays at one row and does not at two."""
-    costs, depth = RoundCostModel(), DepthController(4)
+    economy = Economy()
     for batch, accepted in ((1, 2), (2, 0)):
-        controller = TreeSizeController(costs, batch, drafts=True)
-        for _ in range(30):
-            for size in (1, 8):
-                controller._num_active = batch if size > 1 else 0
-                controller.record(
-                    size, draft_s=0.1 * (size > 1), score_s=1 + size / 100, overhead_s=0.01, num_accepted=accepted
-                )
-        for _ in range(50):
-            depth.record(batch, 4, [accepted] * batch, 0.5, 1.0)
-    costs.calibrate(0.4)
-    return costs, depth
+        chooser = Chooser(economy, batch, sources=[SOURCE])
+        for number in range(60):
+            chooser.source = SOURCE if number % 2 else None
+            chooser.levels = 3
+            size = 8 if number % 2 else 1
+            times = {"draft_s": 0.1, "score_s": 1 + size / 100, "overhead_s": 0.01}
+            chooser.record(size, **times, num_accepted=[accepted * (size > 1)] * batch)
+    return economy
 
 
-def restored(folder: Path) -> tuple[bool, RoundCostModel, DepthController]:
-    costs, depth = RoundCostModel(), DepthController(4)
-    return CostStore(KEY, folder).load(costs, depth), costs, depth
+def restored(folder: Path) -> tuple[bool, Economy]:
+    economy = Economy()
+    return CostStore(KEY, folder).read(economy.restore), economy
 
 
 def test_a_new_process_makes_the_same_choices(tmp_path: Path) -> None:
-    costs, depth = measured()
-    CostStore(KEY, tmp_path).save(costs, depth)
-    found, loaded, loaded_depth = restored(tmp_path)
-    assert found
-    assert loaded.score_s == costs.score_s
-    assert loaded.overhead_s == {key: seconds for key, seconds in costs.overhead_s.items() if key[1] == 1}
-    assert loaded.calibration == max(0.5, costs.calibration) and loaded.num_calibrations <= 4
-    assert [loaded_depth.choose(batch) for batch in (1, 2)] == [depth.choose(batch) for batch in (1, 2)]
-    assert loaded.draft_net_cost[1].mean_s == pytest.approx(costs.draft_net_cost[1].mean_s)
-    assert costs.draft_net_cost[2].mean_s > 0
-    assert TreeSizeController(loaded, 2, drafts=True).should_draft, "what did not pay is tried again"
-    assert not loaded.draft_net_cost[1].measured_sizes, "the first use of a size is slow in every process"
+    economy = measured()
+    CostStore(KEY, tmp_path).write(economy.snapshot())
+    found, loaded = restored(tmp_path)
+    assert found and loaded.snapshot()["rounds"] == economy.snapshot()["rounds"]
+    assert loaded.draft_s(SOURCE, 1, 3) == pytest.approx(economy.draft_s(SOURCE, 1, 3))
+    assert not loaded.rounds, "whether drafting pays is found anew: texts differ"
+    for batch in (1, 2):
+        assert Chooser(loaded, batch, sources=[SOURCE]).plan(), "also where it did not pay"
+
+
+def test_costs_of_a_loaded_machine_do_not_stop_drafting(tmp_path: Path) -> None:
+    economy = measured()
+    for size in (2, 4, 8, 16):  # one node was measured while the machine was idle
+        for _ in range(20):
+            economy.rounds_s.add("score", 1, size, 50.0)
+    CostStore(KEY, tmp_path).write(economy.snapshot())
+    _, loaded = restored(tmp_path)
+    gains = [0.9 * node for node in range(8)]
+    for one, is_drafted in ((economy, False), (loaded, True)):
+        chooser = Chooser(one, 1, sources=[SOURCE])
+        chooser.source, chooser.rate = SOURCE, 1.0
+        assert (chooser.choose_nodes(gains, 1) > 1) is is_drafted
 
 
 def _set(*path: Any, value: Any) -> Callable[[dict[str, Any]], None]:
@@ -75,33 +81,18 @@ def _set(*path: Any, value: Any) -> Callable[[dict[str, Any]], None]:
     return change
 
 
-def test_costs_of_a_loaded_machine_do_not_stop_drafting(tmp_path: Path) -> None:
-    costs, depth = measured()
-    costs.score_s |= {(1, size): 50.0 for size in (2, 4, 8, 16)}  # one node was measured while the machine was idle
-    CostStore(KEY, tmp_path).save(costs, depth)
-    _, loaded, _ = restored(tmp_path)
-    tree = DraftTree(
-        torch.zeros(1, 8, dtype=torch.long),
-        torch.tensor([[-1, 0, 1, 2, 3, 4, 5, 6]]),
-        torch.ones(1, 8, dtype=torch.bool),
-        torch.full((1, 8), 0.9),
-    )
-    assert TreeSizeController(costs, 1, drafts=True).choose_size(tree, 1) == 1
-    assert TreeSizeController(loaded, 1, drafts=True).choose_size(tree, 1) > 1
-
-
 CHANGES = {
     "foreign": _set("format", value="other"),
     "another target": _set("key", value="{}"),
-    "nan": _set("rounds", "score_s", 0, 2, value=float("nan")),
-    "negative": _set("rounds", "overhead_s", 0, 2, value=-1.0),
-    "text": _set("rounds", "score_s", 0, 2, value="fast"),
-    "no savings": _set("rounds", "savings", value=None),
-    "no calibration": _set("rounds", "calibration", value=None),
-    "other levels": _set("depth", "1", "num_accepted", value=[1.0]),
-    "nothing reached": _set("depth", "1", "num_reached", value=[0.0] * 4),
-    "text in a list": _set("depth", "1", "num_accepted", value=["1"] * 4),
-    "a list": _set("depth", "1", "level_s", value=[1.0]),
+    "nan": _set("rounds", 0, 3, value=float("nan")),
+    "negative": _set("drafts", 0, 3, value=-1.0),
+    "text": _set("rounds", 0, 3, value="fast"),
+    "no rows": _set("rounds", 0, 1, value=0),
+    "a list as a name": _set("rounds", 0, 0, value=["score"]),
+    "no yields": _set("yields", value=None),
+    "a yield of no depth": _set("yields", 0, 1, value=[1]),
+    "counts as text": _set("yields", 0, 3, value="1"),
+    "an object": _set("yields", value={"a": 1}),
 }
 CONTENTS = {"empty": b"", "not JSON": b"\xff\x00PK\x03\x04", "nested": b"[" * 100_000, "another type": b"[1, 2]"}
 
@@ -109,20 +100,20 @@ CONTENTS = {"empty": b"", "not JSON": b"\xff\x00PK\x03\x04", "nested": b"[" * 10
 @pytest.mark.parametrize("fault", ["truncated", *CHANGES, *CONTENTS])
 def test_a_file_that_cannot_be_used_is_ignored(tmp_path: Path, fault: str) -> None:
     store = CostStore(KEY, tmp_path)
-    store.save(*measured())
+    store.write(measured().snapshot())
     content = json.loads(store.path.read_text())
     if fault in CHANGES:
         CHANGES[fault](content)
     store.path.write_bytes(CONTENTS.get(fault, json.dumps(content).encode()[: -20 if fault == "truncated" else None]))
-    found, costs, depth = restored(tmp_path)
+    found, economy = restored(tmp_path)
     assert not found
-    assert (costs.score_s, costs.calibration, depth.by_batch) == ({}, 1.0, {}), "nothing of it was taken over"
+    assert economy.snapshot() == Economy().snapshot(), "nothing of it was taken over"
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     store = CostStore(KEY, tmp_path / "file" / "costs")
-    store.save(*measured())
+    store.write(measured().snapshot())
     assert restored(tmp_path / "file" / "costs")[0] is False
 
 
@@ -143,20 +134,19 @@ def test_costs_of_a_patched_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     _, texts = decode(5)
     files = [path for path in tmp_path.rglob("*.json") if "rounds" in path.read_text()]  # not that of the kernels
     assert len(files) == int(switch)
-    second, again = decode(1)
+    _, again = decode(1)
     assert all(torch.equal(text, texts[0]) for text in texts + again)
     if files:
         content = json.loads(files[0].read_text())
         assert content["format"] == FORMAT
-        assert content["rounds"]["score_s"]
-        assert second.depth_controller.by_batch[1].rounds > content["depth"]["1"]["rounds"] > 0
+        assert content["rounds"] and content["drafts"]
 
 
 def test_the_cache_command_lists_and_clears(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("MMSPEC_CACHE", str(tmp_path))
-    CostStore(KEY).save(*measured())
+    CostStore(KEY).write(measured().snapshot())
     foreign = tmp_path / "costs" / "notes.json"
     foreign.write_text("{}")
     assert main(["cache", "list"]) == 0

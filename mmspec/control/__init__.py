@@ -1,1 +1,0 @@
-"""Controllers that choose, from measured costs and acceptance, how much to draft."""

@@ -1,0 +1,190 @@
+"""What is known of the rounds of one drafter on one model: `Economy`, its tables and what it expects of a source."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mmspec.economy.tables import NODE_COST, Seconds, Yields
+from mmspec.engine.tree import BUCKETS, bucket_size
+from mmspec.forks import new_lock
+
+PRIOR_ROUNDS = 8.0
+"""Rounds that what earlier calls have found counts for at the start of a call: texts differ."""
+MIN_TRUST, MAX_TRUST = 0.05, 1.5
+"""Bounds of the ratio of accepted tokens to those that scores predicted."""
+
+RESTORED = 4.0
+"""What the counts of another process count for: texts differ."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A way to draft.
+
+    Attributes:
+        name: under which it is measured.
+        variant: what its drafter knows it by.
+        acceptance: of a level's tokens, before anything is counted.
+        step_s: seconds of a level before it is measured, as a fraction of plain decoding's round.
+        max_levels: most levels of a draft (tokens of a chain); 1 where drafts are not cut into levels.
+        tokens_per_level: tokens by which a level extends a path.
+        min_levels: fewest levels.
+    """
+
+    name: str
+    variant: Any = None
+    acceptance: float = 0.3
+    step_s: float = 0.05
+    max_levels: int = 1
+    tokens_per_level: int = 1
+    min_levels: int = 1
+
+
+@dataclass(frozen=True)
+class Offer:
+    """Something that is made once and then drafts: it is made when it would have saved what making it takes.
+
+    Attributes:
+        source: how it is expected to draft.
+        make_s: seconds that making it is expected to take.
+        make: makes it, and returns the sources that there are then; none if it cannot be made.
+        what: it is, for messages.
+    """
+
+    source: Source
+    make_s: float
+    make: Callable[[], Sequence[Source]]
+    what: str
+
+
+@dataclass
+class Rounds:
+    """What the rounds of a source have brought: decayed sums.
+
+    Attributes:
+        tokens: per row that was drafted for.
+        squares: of these.
+        sizes: {(levels, nodes): rounds}; what these take is looked up, so that a stall in one of them does not count.
+        last: number of the last one, of all rounds.
+    """
+
+    tokens: float = 0.0
+    squares: float = 0.0
+    sizes: dict[tuple[int, int], float] = field(default_factory=dict)
+    last: int = 0
+
+    @property
+    def count(self) -> float:
+        """Number of rounds."""
+        return sum(self.sizes.values())
+
+    def scaled(self, factor: float) -> Rounds:
+        """The same with less evidence."""
+        sizes = {size: factor * count for size, count in self.sizes.items() if factor * count > 1e-3}
+        return Rounds(factor * self.tokens, factor * self.squares, sizes)
+
+    def add(self, tokens: float, size: tuple[int, int], decay: float) -> None:
+        """One more round."""
+        found = self.scaled(decay)
+        self.tokens, self.squares, self.sizes = found.tokens + tokens, found.squares + tokens * tokens, found.sizes
+        self.sizes[size] = self.sizes.get(size, 0.0) + 1
+
+
+class Economy:
+    """What is known of the rounds of one drafter on one model and device. Calls and threads share it.
+
+    Attributes:
+        device: "cpu" or "other".
+        rounds_s: seconds of rounds without their drafts, by ("score" or "rest", rows, nodes).
+        drafts_s: seconds of drafts, by (source, rows, levels).
+        yields: by (source, depth), and by (source, "trust") of what scores predict.
+        rounds: {(rows, source): rounds over all calls}.
+        credit_s: what trials may lose now.
+        saved_s: what the offer of the drafter would have saved so far.
+    """
+
+    def __init__(self, device: str = "cpu") -> None:
+        self.device = device
+        self.rounds_s, self.drafts_s = Seconds(NODE_COST[device]), Seconds(1.0)
+        self.yields = Yields(decay=0.97)
+        self.rounds: dict[tuple[int, str], Rounds] = {}
+        self.credit_s = 0.0
+        self.num_rounds = 0
+        self.saved_s = 0.0
+        self.lock = new_lock()
+
+    def copy(self) -> Economy:
+        """An independent economy with the same measurements."""
+        twin = Economy(self.device)
+        twin.rounds_s, twin.drafts_s, twin.yields = (
+            self.rounds_s.copy(),
+            self.drafts_s.copy(),
+            copy.deepcopy(self.yields),
+        )
+        with self.lock:
+            twin.rounds = {key: one.scaled(1.0) for key, one in self.rounds.items()}
+            twin.credit_s, twin.num_rounds, twin.saved_s = self.credit_s, self.num_rounds, self.saved_s
+        return twin
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Economy:
+        return self.copy()
+
+    def snapshot(self) -> dict[str, Any]:
+        """What was measured, ready for JSON."""
+        return {
+            "rounds": self.rounds_s.snapshot(),
+            "drafts": self.drafts_s.snapshot(),
+            "yields": self.yields.snapshot(),
+        }
+
+    def restore(self, content: Mapping[str, Any]) -> None:
+        """Take over what another process has measured, all or nothing.
+
+        Raises:
+            ValueError, TypeError, KeyError: it is something else.
+        """
+        found = Economy(self.device)  # may fail, so not yet here
+        for one in (found, self):
+            one.rounds_s.restore(content["rounds"])
+            one.drafts_s.restore(content["drafts"])
+            one.yields.restore(content["yields"], RESTORED)
+
+    def round_s(self, rows: int, nodes: int) -> float | None:
+        """Seconds of a round without its draft; None before any was measured."""
+        score_s = self.rounds_s.get("score", rows, nodes)
+        return None if score_s is None else score_s + (self.rounds_s.get("rest", rows, nodes) or 0.0)
+
+    def draft_s(self, source: Source, rows: int, levels: int) -> float:
+        """Seconds of a draft."""
+        assumed = levels * source.step_s * (self.round_s(rows, 1) or 0.0)
+        known = self.drafts_s.get(source.name, rows, levels)
+        if known is None:
+            return assumed
+        return min(known, assumed) if self.drafts_s.count(source.name, rows) == 1 else known  # it may have stalled
+
+    def trust(self, source: Source) -> float:
+        """Ratio of accepted tokens to those that the scores of a source predict."""
+        return min(MAX_TRUST, max(MIN_TRUST, self.yields.rate((source.name, "trust"), 1.0)))
+
+    def count_trust(self, source: Source, right: float, expected: float) -> None:
+        """Count what scores predicted, and what of it came true; nothing lets what is known fade."""
+        self.yields.add([((source.name, "trust"), min(right, 2 * expected), expected)])
+
+    def best_levels(self, source: Source, rows: int, max_nodes: int) -> tuple[int, float, float]:
+        """(levels, expected tokens, expected seconds) of the number of levels with the most tokens per second."""
+        best, best_rate, tokens, path, acceptance = (1, 1.0, 1.0), 0.0, 1.0, 1.0, source.acceptance
+        for level in range(1, source.max_levels + 1):
+            for depth in range((level - 1) * source.tokens_per_level, level * source.tokens_per_level):
+                acceptance = self.yields.rate((source.name, depth), acceptance)
+                path *= acceptance
+                tokens += path
+            nodes = bucket_size(min(max_nodes, BUCKETS[-1], 1 + level * source.tokens_per_level))
+            seconds = (self.round_s(rows, nodes) or 1.0) + self.draft_s(source, rows, level)
+            if level >= source.min_levels and tokens / seconds > best_rate:
+                best, best_rate = (level, tokens, seconds), tokens / seconds
+            if level >= source.min_levels and level * source.tokens_per_level >= max_nodes - 1:
+                break
+        return best

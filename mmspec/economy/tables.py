@@ -1,0 +1,213 @@
+"""What was measured: seconds by (what, rows, size), and yields by (source, depth)."""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections import deque
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any
+
+from mmspec.forks import new_lock
+
+WINDOW = 9
+"""Last measurements of one kind, of which the fastest third ends at the estimate: stalls only ever add time."""
+NODE_COST = {"cpu": 0.11, "other": 0.01}
+"""Assumed cost of one more node by device, as a fraction of a one-node forward, until it is measured."""
+
+
+def cost_rows(num_rows: int, batch: int) -> int:
+    """The number of rows under which costs of rounds with `num_rows` rows that have not ended are kept.
+
+    It is the next power of two, at most the whole `batch`: there are few such numbers, and each has measurements soon.
+    """
+    return min(batch, 1 << max(0, num_rows - 1).bit_length())
+
+
+class Seconds:
+    """Seconds of what is done in rounds. Sizes that were not measured are predicted from those that were.
+
+    Attributes:
+        step: fraction of the smallest size's seconds that one more is assumed to take.
+    """
+
+    def __init__(self, step: float = NODE_COST["cpu"]) -> None:
+        self.step = step
+        self._last: dict[tuple[Hashable, int], dict[int, deque[float]]] = {}
+        self._curves: dict[tuple[Hashable, int], list[tuple[int, float]]] = {}
+        self._memo: dict[tuple[Hashable, int, int], float | None] = {}
+        self._lock = new_lock()
+
+    def add(self, what: Hashable, rows: int, size: int, seconds: float) -> None:
+        """Add a measurement; what no clock that runs can show is left out."""
+        if 0 < seconds < math.inf:
+            with self._lock:
+                last = self._last.setdefault((what, rows), {}).setdefault(size, deque(maxlen=WINDOW))
+                last.append(seconds)
+                self._curves[what, rows] = self._curve(rows, self._last[what, rows])
+                self._memo.clear()
+
+    def count(self, what: Hashable, rows: int, size: int | None = None) -> int:
+        """Measurements that the estimate is of; of all sizes together without one."""
+        sizes = self._last.get((what, rows), {})
+        return sum(map(len, list(sizes.values()))) if size is None else len(sizes.get(size, ()))
+
+    def get(self, what: Hashable, rows: int, size: int) -> float | None:
+        """The estimate; None if nothing of the kind was measured, whatever the rows and size."""
+        key = what, rows, size
+        if key not in self._memo:
+            self._memo[key] = self._estimate(what, rows, size)
+        return self._memo[key]
+
+    def _estimate(self, what: Hashable, rows: int, size: int) -> float | None:
+        curve, known_rows = self._curves.get((what, rows)), rows
+        if curve is None:
+            known = [other for kind, other in list(self._curves) if kind == what]
+            if not known:
+                return None
+            known_rows = min(known, key=lambda other: abs(math.log(other / rows)))
+            curve = self._curves[what, known_rows]
+        value = self._on(curve, known_rows, size)
+        return value if known_rows == rows else value * self.assumed(rows, size) / self.assumed(known_rows, size)
+
+    def assumed(self, rows: int, size: int) -> float:
+        """What a size is assumed to take, in units of one row of size 1."""
+        return max(self.step, 1 + self.step * (rows * size - 1))
+
+    def _on(self, curve: list[tuple[int, float]], rows: int, size: int) -> float:
+        """The value of a rising curve, which goes on as it rises on the whole, or as is assumed."""
+        first, first_s = curve[0]
+        last, last_s = curve[-1]
+        if size <= first or len(curve) == 1:
+            return first_s * self.assumed(rows, size) / self.assumed(rows, first)
+        if size > last:
+            slope = (last_s - first_s) / (last - first)
+            usual = last_s * self.step * rows / self.assumed(rows, last)
+            return last_s + (size - last) * (usual if last < 2 * first else max(slope, usual / 4))
+        index = bisect.bisect_left(curve, (size, 0.0))
+        (below, below_s), (above, above_s) = curve[index - 1], curve[index]
+        return below_s + (above_s - below_s) * (size - below) / (above - below)
+
+    def _curve(self, rows: int, last: Mapping[int, Sequence[float]]) -> list[tuple[int, float]]:
+        """(size, seconds), rising in both: a cheaper larger size shows that the runs of a smaller one were slow.
+
+        A single run may have been slow, since kernels are selected and memory is allocated then: nothing that is worse
+        than assumed follows from it.
+        """
+        runs = {size: sorted(last[size]) for size in sorted(last)}
+        points = [(size, one[(len(one) - 1) // 3]) for size, one in runs.items()]
+        for index, (size, seconds) in enumerate(points):
+            if len(runs[size]) == 1:
+                likely = [
+                    other_s * self.assumed(rows, size) / self.assumed(rows, other)
+                    for other, other_s in points[: index + 1]
+                ]
+                points[index] = size, min(seconds, *likely)
+        for index in range(len(points) - 2, -1, -1):
+            points[index] = (points[index][0], min(points[index][1], points[index + 1][1]))
+        return points
+
+    def snapshot(self) -> list[list[Any]]:
+        """[what, rows, size, seconds] of the estimates, ready for JSON."""
+        with self._lock:
+            return [[what, rows, *point] for (what, rows), curve in self._curves.items() for point in curve]
+
+    def restore(self, measured: Iterable[Sequence[Any]]) -> None:
+        """Take over what another process measured, as one measurement each, where nothing was measured here.
+
+        Raises:
+            ValueError, TypeError: it is something else.
+        """
+        for what, rows, size, seconds in measured:
+            if not (isinstance(what, str) and type(rows) is type(size) is int and min(rows, size) > 0):
+                raise ValueError(
+                    f"a measurement is of a name, rows and a size; got {what!r:.40}, {rows!r:.40}, {size!r:.40}"
+                )
+            if not self.count(what, rows, size):
+                self.add(what, rows, size, checked(seconds))
+
+    def copy(self) -> Seconds:
+        """An independent table with the same measurements."""
+        twin = Seconds(self.step)
+        with self._lock:
+            twin._last = {
+                key: {size: deque(one, WINDOW) for size, one in sizes.items()} for key, sizes in self._last.items()
+            }
+            twin._curves = dict(self._curves)
+        return twin
+
+
+def checked(value: Any) -> float:
+    """A number that a measurement can be.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if not (isinstance(value, (int, float)) and math.isfinite(value) and value >= 0):
+        raise ValueError(f"a measurement is a finite number that is not negative; got {value!r:.40}")
+    return value
+
+
+class Yields:
+    """The share of what was expected that came true, by key, with forgetting.
+
+    A key is, for instance, (source, depth): of the drafts that were right so far, how many go on to be right.
+
+    Attributes:
+        rates: {key: estimate}; a key that is not there has `prior`.
+    """
+
+    DEFAULT = 0.1
+
+    def __init__(
+        self, priors: Mapping[Hashable, float] | None = None, weight: float = 2.0, decay: float = 0.99
+    ) -> None:
+        """
+        Args:
+            priors: {key: what it is taken to be before anything is counted}.
+            weight: what the prior counts for.
+            decay: factor on the evidence of a key at each new observation of it.
+        """
+        self.weight, self.decay = weight, decay
+        self.rates: dict[Hashable, float] = dict(priors or {})
+        self._priors = dict(priors or {})
+        self._counts: dict[Hashable, tuple[float, float]] = {}
+        self._lock = new_lock()
+
+    def add(self, outcomes: Iterable[tuple[Hashable, float, float]]) -> None:
+        """Count (key, what came true, what might have)."""
+        decay, weight, counts = self.decay, self.weight, self._counts
+        with self._lock:
+            for key, hits, total in outcomes:
+                old_hits, old_total = counts.get(key, (0.0, 0.0))
+                hits, total = old_hits * decay + hits, old_total * decay + total
+                counts[key] = hits, total
+                self.rates[key] = (hits + weight * self._priors.get(key, self.DEFAULT)) / (total + weight)
+
+    def rate(self, key: Hashable, prior: float) -> float:
+        """The estimate of a key, with a prior that may itself have been learned."""
+        hits, total = self._counts.get(key, (0.0, 0.0))
+        return (hits + self.weight * prior) / (total + self.weight)
+
+    def snapshot(self) -> list[list[Any]]:
+        """[*key, hits, total] of all, ready for JSON."""
+        with self._lock:
+            return [[*key, *counts] for key, counts in self._counts.items() if isinstance(key, tuple)]
+
+    def restore(self, counted: Iterable[Sequence[Any]], limit: float) -> None:
+        """Take over the counts of another process, as at most `limit` observations each.
+
+        Raises:
+            ValueError, TypeError: it is something else.
+        """
+        for source, depth, hits, total in counted:
+            if not (isinstance(source, str) and isinstance(depth, (str, int))):
+                raise ValueError(f"a yield is of a source and a depth; got {source!r:.40}, {depth!r:.40}")
+            factor = min(1.0, limit / max(checked(total), 1e-9))
+            self.add([((source, depth), factor * checked(hits), factor * total)])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Yields:
+        twin = memo[id(self)] = Yields(self._priors, self.weight, self.decay)
+        with self._lock:
+            twin._counts, twin.rates = dict(self._counts), dict(self.rates)
+        return twin
