@@ -15,6 +15,7 @@ from mmspec.app.versions import mmspec_version, version
 from mmspec.messages import printable
 
 if TYPE_CHECKING:
+    from mmspec.interfaces import Drafter
     from mmspec.targets.base import ModelAdapter
 
 _PACKAGES = """torch transformers accelerate tokenizers pillow safetensors numpy torchvision matplotlib gradio decord av
@@ -119,9 +120,27 @@ def describe_drafter(name: str, adapter: ModelAdapter, processor: Any) -> Iterat
         yield "draft head", str(found)
     elif name == "auto":
         yield from _without_own_drafter(adapter)
+    yield from _rounds(drafter, adapter)
     if isinstance(drafter, HeadDrafter) and not drafter.requirements.target_keys:  # an assistant reads no prompt
         how = IMAGE_POSITIONS.get(drafter.visual_mode, drafter.visual_mode)
         yield "image positions", "compressed by the head" if drafter.compresses_visual_tokens else how
+
+
+def _rounds(drafter: Drafter, adapter: ModelAdapter) -> Iterator[tuple[str, str]]:
+    """What earlier processes have measured of rounds of one row, and so which action the next one would take."""
+    from mmspec.costs import DrafterCosts
+    from mmspec.economy.chooser import Chooser
+
+    economy = DrafterCosts().economy(drafter, adapter)
+    plain_s = economy.round_s(1, 1)
+    if plain_s is None:
+        yield "the next round", "a draft, then plain decoding: nothing was measured here yet"
+        return
+    options = sorted(Chooser(economy, 1, sources=economy.sources()).options(plain_s), key=lambda one: -one.rate)
+    for number, one in enumerate(options):
+        name = "plain decoding" if one.source is None else f"a draft by {one.source.name}"
+        cost = f"{one.tokens:.2f} tokens in {1e3 * one.seconds:.3g} ms, {one.rate:.1f} tokens/s"
+        yield "rather than" if number else "the next round", f"{name}: {cost}"
 
 
 def _without_own_drafter(adapter: ModelAdapter) -> Iterator[tuple[str, str]]:

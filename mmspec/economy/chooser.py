@@ -127,17 +127,21 @@ class Chooser:
             first = max(self.source.min_levels, min(FIRST_LEVELS, self.source.max_levels))
             self.levels = self.source.max_levels if self.fixed_tree_size else first
             return True
-        options = [self._option(source) for source in self.sources]
-        options.append(Option(None, 1, 1.0, plain_s, self._plain_spread()))
+        options = self.options(plain_s)
         best = max(options, key=lambda option: option.rate)
         self.rate = best.rate
         hopeful = [one for one in options if one is not best and (one.tokens + one.spread) / one.seconds > best.rate]
         for option in sorted(hopeful, key=lambda one: (one.tokens + one.spread) / one.seconds, reverse=True):
-            if option.seconds - option.tokens / best.rate <= self._credit(plain_s):
+            if option.seconds - option.tokens / best.rate <= self.economy.credit_s + FIRST_CREDIT * plain_s:
                 best, self._is_trial = option, True
                 break
         self.source, self.levels = best.source, best.levels
         return self.source is not None
+
+    def options(self, plain_s: float) -> list[Option]:
+        """All actions, where plain decoding's round takes so many seconds."""
+        plain = Option(None, 1, 1.0, plain_s, self._plain_spread())
+        return [*(self._option(source) for source in self.sources), plain]
 
     @property
     def min_prob(self) -> float:
@@ -155,8 +159,8 @@ class Chooser:
         return f"{self.offer.what}: would have saved {self.economy.saved_s:.1f} s so far, takes {cost_s:.1f} s to make"
 
     def _make_s(self, offer: Offer) -> float:
-        known_s = self.economy.rounds_s.get("make", 1, 1)
-        return known_s or max(offer.make_s, MAKE_ROUNDS * (self.economy.round_s(self.batch, 1) or 0.0))
+        at_least_s = MAKE_ROUNDS * (self.economy.round_s(self.batch, 1) or 0.0)
+        return self.economy.rounds_s.get("make", 1, 1) or max(offer.make_s, at_least_s)
 
     def _take_offer(self) -> None:
         """Make what would have paid for itself by now (rent or buy)."""
@@ -176,9 +180,6 @@ class Chooser:
         step_s = offer.source.step_s / max(1.0, self.rate * plain_s)
         _, tokens, needed_s = economy.best_levels(replace(offer.source, step_s=step_s), self.batch, self.max_tree_size)
         economy.saved_s += seconds * max(0.0, 1 - self.rate * needed_s / tokens)
-
-    def _credit(self, plain_s: float) -> float:
-        return self.economy.credit_s + FIRST_CREDIT * plain_s
 
     def _plain_spread(self) -> float:
         """Plain decoding brings one token; what it takes may be less than is known."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mmspec.economy.tables import NODE_COST, Seconds, Yields
+from mmspec.economy.tables import NODE_COST, Seconds, Yields, checked
 from mmspec.engine.tree import BUCKETS, bucket_size
 from mmspec.forks import new_lock
 
@@ -119,11 +119,8 @@ class Economy:
     def copy(self) -> Economy:
         """An independent economy with the same measurements."""
         twin = Economy(self.device)
-        twin.rounds_s, twin.drafts_s, twin.yields = (
-            self.rounds_s.copy(),
-            self.drafts_s.copy(),
-            copy.deepcopy(self.yields),
-        )
+        twin.rounds_s, twin.drafts_s = self.rounds_s.copy(), self.drafts_s.copy()
+        twin.yields = copy.deepcopy(self.yields)
         with self.lock:
             twin.rounds = {key: one.scaled(1.0) for key, one in self.rounds.items()}
             twin.credit_s, twin.num_rounds, twin.saved_s = self.credit_s, self.num_rounds, self.saved_s
@@ -134,11 +131,13 @@ class Economy:
 
     def snapshot(self) -> dict[str, Any]:
         """What was measured, ready for JSON."""
-        return {
-            "rounds": self.rounds_s.snapshot(),
-            "drafts": self.drafts_s.snapshot(),
-            "yields": self.yields.snapshot(),
-        }
+        with self.lock:
+            sources = []
+            for (rows, name), one in self.rounds.items():
+                (levels, nodes), _ = max(one.sizes.items(), key=lambda item: item[1])
+                sources.append([name, rows, levels, nodes, one.tokens / one.count, one.squares / one.count])
+        tables = {"rounds": self.rounds_s, "drafts": self.drafts_s, "yields": self.yields}
+        return {name: table.snapshot() for name, table in tables.items()} | {"sources": sources}
 
     def restore(self, content: Mapping[str, Any]) -> None:
         """Take over what another process has measured, all or nothing.
@@ -151,6 +150,23 @@ class Economy:
             one.rounds_s.restore(content["rounds"])
             one.drafts_s.restore(content["drafts"])
             one.yields.restore(content["yields"], RESTORED)
+            for name, rows, levels, nodes, tokens, squares in content["sources"]:
+                if not (
+                    isinstance(name, str) and all(type(size) is int and size > 0 for size in (rows, levels, nodes))
+                ):
+                    raise ValueError(f"rounds are of a source and sizes; got {[name, rows, levels, nodes]!r:.80}")
+                sums = RESTORED * checked(tokens), RESTORED * checked(squares)
+                one.rounds.setdefault((rows, name), Rounds(*sums, {(levels, min(nodes, BUCKETS[-1])): RESTORED}))
+
+    def sources(self) -> list[Source]:
+        """Those of which something is known, as far as it is."""
+        names = dict.fromkeys(name for _, name in self.rounds)
+        depths = {name: [depth for one, depth in self.yields.counted if one == name] for name in names}
+        levels = {
+            name: 1 + max((depth for depth in known if isinstance(depth, int)), default=0)
+            for name, known in depths.items()
+        }
+        return [Source(name, max_levels=levels[name]) for name in names]
 
     def round_s(self, rows: int, nodes: int) -> float | None:
         """Seconds of a round without its draft; None before any was measured."""

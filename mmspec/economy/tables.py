@@ -189,6 +189,11 @@ class Yields:
         hits, total = self._counts.get(key, (0.0, 0.0))
         return (hits + self.weight * prior) / (total + self.weight)
 
+    @property
+    def counted(self) -> list[Any]:
+        """All keys that were counted."""
+        return list(self._counts)
+
     def snapshot(self) -> list[list[Any]]:
         """[*key, hits, total] of all, ready for JSON."""
         with self._lock:

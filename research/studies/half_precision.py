@@ -62,7 +62,7 @@ def study(name: str, dtype: str, options: argparse.Namespace) -> str:
     limits = {"max_new_tokens": options.tokens, "do_sample": False}
 
     def answer(inputs: dict[str, Any], rows: int = 1, drafter: str | None = None) -> list[int]:
-        given = {key: _repeated(value, rows, model.dtype) for key, value in inputs.items()}
+        given = {key: repeated(value, rows, model.dtype) for key, value in inputs.items()}
         if drafter is None:
             return list(model.generate(**given, **limits)[0].tolist())
         mmspec.patch(model, drafter)
@@ -81,7 +81,7 @@ def study(name: str, dtype: str, options: argparse.Namespace) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _repeated(value: Any, rows: int, dtype: torch.dtype) -> Any:
+def repeated(value: Any, rows: int, dtype: torch.dtype) -> Any:
     """An input with its row so many times, floating-point ones in the type of the model."""
     if not isinstance(value, Tensor):
         return value

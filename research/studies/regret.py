@@ -1,0 +1,116 @@
+"""What the choice of `auto` costs: whole calls of each drafter, in turn, over those of the best fixed one."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import itertools
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import mmspec
+from mmspec.app.cli.arguments import module_parser, positive_int, split_commas
+from mmspec.economy.store import SWITCH
+from research.studies.half_precision import repeated, requests
+
+EPILOG = """
+method
+  Greedy calls of up to --tokens tokens, by transformers alone (`generate`) and by each drafter, in turn, call by call,
+  so that a busy machine slows all of them. Each drafter has a patched model of its own over the same weights, and
+  nothing that was stored by earlier processes: making a copy counts for the call in which it is made, or the first one.
+  Every call is a line of --out as soon as it ends. Printed for each cell (model, type, rows, tokens): milliseconds a
+  token in the first call, the first ten and the last ten, and the speed of `auto` over the best fixed drafter and
+  over `none`.
+
+examples
+  python -m research.studies.regret --models ./Qwen2.5-Coder-0.5B --quick
+"""
+DRAFTERS = ("none", "hybrid", "quantized")
+"""Fixed ones; scenes has heads of its own."""
+SCENES_DRAFTERS = ("none", "flash", "msd", "quantized")
+WINDOWS = {"first": slice(0, 1), "first ten": slice(0, 10), "last ten": slice(-10, None)}
+
+
+def shared_copy(model: Any) -> Any:
+    """A model over the same weights, to be patched on its own."""
+    return copy.deepcopy(model, {id(one): one for one in (*model.parameters(), *model.buffers())})
+
+
+def inputs_of(prepared: Iterator[dict[str, Any]], rows: int, count: int, dtype: torch.dtype) -> list[dict[str, Any]]:
+    """Inputs of so many calls; each request is repeated as the rows of a batch."""
+    calls = itertools.islice(itertools.cycle(itertools.islice(prepared, count)), count)
+    return [{name: repeated(value, rows, dtype) for name, value in call.items()} for call in calls]
+
+
+def run_cell(cell: dict[str, Any], options: argparse.Namespace) -> dict[str, list[float]]:
+    """Seconds per token of each call of each drafter; each call is written as it ends."""
+    model, prepared = requests(cell["model"], 1000)
+    model = model.to(getattr(torch, cell["dtype"])).eval()
+    calls = inputs_of(prepared, cell["rows"], options.calls, model.dtype)
+    names = ("generate", *(SCENES_DRAFTERS if cell["model"] == "scenes" else DRAFTERS), "auto")
+    models = {name: shared_copy(model) for name in names}
+    found: dict[str, list[float]] = {name: [] for name in names}
+    started = dict.fromkeys(names, 0.0)
+    for name in names[1:]:
+        start = time.perf_counter()
+        mmspec.patch(models[name], drafter=name)
+        started[name] = time.perf_counter() - start
+    for number, call in enumerate(calls):
+        turn = number % len(names)
+        for name in (*names[turn:], *names[:turn]):
+            start = time.perf_counter()
+            with torch.no_grad():
+                tokens = models[name].generate(**call, do_sample=False, max_new_tokens=cell["tokens"])
+            seconds = time.perf_counter() - start + (started[name] if number == 0 else 0.0)
+            count = int(tokens.numel() - call["input_ids"].numel())
+            found[name].append(seconds / max(1, count))
+            line = cell | {"drafter": name, "call": number, "seconds": seconds, "new_tokens": count}
+            with options.out.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+    for name in names[1:]:
+        mmspec.unpatch(models[name])
+    return found
+
+
+def table(cell: dict[str, Any], found: dict[str, list[float]]) -> Iterator[str]:
+    """Lines of one cell: milliseconds a token, and what `auto` reaches."""
+    yield ", ".join(map(str, cell.values()))
+    for window, calls in WINDOWS.items():
+        means = {name: 1e3 * sum(each[calls]) / len(each[calls]) for name, each in found.items()}
+        fixed = {name: ms for name, ms in means.items() if name not in ("generate", "auto")}
+        best = min(fixed, key=lambda name: fixed[name])
+        shares = f"auto {fixed[best] / means['auto']:.2f} of {best}, {fixed['none'] / means['auto']:.2f} of none"
+        yield f"  {window:<10}" + "".join(f" {name} {ms:.1f}" for name, ms in means.items()) + f"; {shares}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the study."""
+    parser = module_parser("research.studies.regret", __doc__, EPILOG)
+    parser.add_argument("--models", type=split_commas, default=["scenes"], help="folders, or scenes (default)")
+    parser.add_argument("--dtypes", type=split_commas, default=["float32", "bfloat16"])
+    parser.add_argument("--rows", type=split_commas, default=["1", "8"], help="rows of a batch")
+    parser.add_argument("--tokens", type=split_commas, default=["32", "128", "512"], help="tokens of a call")
+    parser.add_argument("--calls", type=positive_int, default=50)
+    parser.add_argument("--out", type=Path, default=Path("regret.jsonl"), help="a line for each call (appended)")
+    parser.add_argument("--quick", action="store_true", help="bfloat16, one row, ten calls of 64 tokens")
+    options = parser.parse_args(argv)
+    os.environ[SWITCH] = "0"
+    if options.quick:
+        options.dtypes, options.rows, options.tokens, options.calls = ["bfloat16"], ["1"], ["64"], 10
+    cells = itertools.product(options.models, options.dtypes, map(int, options.rows), map(int, options.tokens))
+    for values in cells:
+        cell = dict(zip(("model", "dtype", "rows", "tokens"), values, strict=True))
+        for line in table(cell, run_cell(cell, options)):
+            print(line, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
