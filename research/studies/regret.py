@@ -49,14 +49,14 @@ def inputs_of(prepared: Iterator[dict[str, Any]], rows: int, count: int, dtype: 
     return [{name: repeated(value, rows, dtype) for name, value in call.items()} for call in calls]
 
 
-def run_cell(cell: dict[str, Any], options: argparse.Namespace) -> dict[str, list[float]]:
-    """Seconds per token of each call of each drafter; each call is written as it ends."""
+def run_cell(cell: dict[str, Any], options: argparse.Namespace) -> dict[str, list[tuple[float, int]]]:
+    """Seconds and new tokens of each call of each drafter; each call is written as it ends."""
     model, prepared = requests(cell["model"], 1000)
     model = model.to(getattr(torch, cell["dtype"])).eval()
     calls = inputs_of(prepared, cell["rows"], options.calls, model.dtype)
     names = ("generate", *(SCENES_DRAFTERS if cell["model"] == "scenes" else DRAFTERS), "auto")
     models = {name: shared_copy(model) for name in names}
-    found: dict[str, list[float]] = {name: [] for name in names}
+    found: dict[str, list[tuple[float, int]]] = {name: [] for name in names}
     started = dict.fromkeys(names, 0.0)
     for name in names[1:]:
         start = time.perf_counter()
@@ -70,7 +70,7 @@ def run_cell(cell: dict[str, Any], options: argparse.Namespace) -> dict[str, lis
                 tokens = models[name].generate(**call, do_sample=False, max_new_tokens=cell["tokens"])
             seconds = time.perf_counter() - start + (started[name] if number == 0 else 0.0)
             count = int(tokens.numel() - call["input_ids"].numel())
-            found[name].append(seconds / max(1, count))
+            found[name].append((seconds, count))
             line = cell | {"drafter": name, "call": number, "seconds": seconds, "new_tokens": count}
             with options.out.open("a") as file:
                 file.write(json.dumps(line) + "\n")
@@ -79,11 +79,12 @@ def run_cell(cell: dict[str, Any], options: argparse.Namespace) -> dict[str, lis
     return found
 
 
-def table(cell: dict[str, Any], found: dict[str, list[float]]) -> Iterator[str]:
+def table(cell: dict[str, Any], found: dict[str, list[tuple[float, int]]]) -> Iterator[str]:
     """Lines of one cell: milliseconds a token, and what `auto` reaches."""
     yield ", ".join(map(str, cell.values()))
     for window, calls in WINDOWS.items():
-        means = {name: 1e3 * sum(each[calls]) / len(each[calls]) for name, each in found.items()}
+        sums = {name: [sum(one) for one in zip(*each[calls], strict=True)] for name, each in found.items()}
+        means = {name: 1e3 * seconds / max(1, count) for name, (seconds, count) in sums.items()}
         fixed = {name: ms for name, ms in means.items() if name not in ("generate", "auto")}
         best = min(fixed, key=lambda name: fixed[name])
         shares = f"auto {fixed[best] / means['auto']:.2f} of {best}, {fixed['none'] / means['auto']:.2f} of none"
