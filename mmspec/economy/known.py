@@ -136,8 +136,8 @@ class Economy:
             for (rows, name), one in self.rounds.items():
                 (levels, nodes), _ = max(one.sizes.items(), key=lambda item: item[1])
                 sources.append([name, rows, levels, nodes, one.tokens / one.count, one.squares / one.count])
-        tables = {"rounds": self.rounds_s, "drafts": self.drafts_s, "yields": self.yields}
-        return {name: table.snapshot() for name, table in tables.items()} | {"sources": sources}
+        seconds = {"rounds": self.rounds_s.snapshot(), "drafts": self.drafts_s.snapshot()}
+        return seconds | {"yields": self.yields.snapshot(), "sources": sources}
 
     def restore(self, content: Mapping[str, Any]) -> None:
         """Take over what another process has measured, all or nothing.
