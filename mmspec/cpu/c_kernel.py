@@ -18,9 +18,11 @@ import torch
 from torch import Tensor
 
 from mmspec.cpu.c_library import (
+    AMX_LEVEL,
     INSTRUCTION_SETS,
     ISA_NAMES,
     ISA_VARIABLE,
+    CompilerError,
     KernelUnavailableError,
     UntrustedFolderError,
     chosen_level,
@@ -90,8 +92,8 @@ class CKernel:
 
     @property
     def multiplies_pairs(self) -> bool:
-        """Whether products of bfloat16 with bfloat16 are those of pairs.h."""
-        return self.level == 3
+        """Whether products of bfloat16 with bfloat16 are those of pairs.h (with AMX of tiles.h)."""
+        return self.level >= 3
 
     def linear(self, weight: Weight, bias: Tensor | None, rows: Tensor) -> Tensor | None:
         """`rows` times the transposed weight, plus bias.
@@ -245,7 +247,14 @@ def _best_kernel() -> CKernel:
     name = os.environ.get(ISA_VARIABLE, "")
     if name and name not in ISA_NAMES:
         logger.warning("mmspec: %s must be one of %s; got %.40r", ISA_VARIABLE, ", ".join(ISA_NAMES), name)
-    kernel = CKernel(chosen_level())
+    level = chosen_level()
+    try:
+        kernel = CKernel(level)
+    except CompilerError as error:  # one that knows no tiles, for example
+        if level < AMX_LEVEL:
+            raise
+        logger.info("mmspec: %s is used, since %s", INSTRUCTION_SETS[level - 1], error)
+        kernel = CKernel(level - 1)
     while not _is_right(kernel):
         if kernel.level == 1:
             raise KernelUnavailableError("its products differ from those in double precision")

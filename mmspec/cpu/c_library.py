@@ -19,6 +19,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -36,25 +37,33 @@ CPU_INFO = Path("/proc/cpuinfo")
 COMPILERS = ("cc", "gcc", "clang")
 FLAGS = ("-O2", "-std=gnu11", "-fno-math-errno", "-fPIC", "-shared", "-fvisibility=hidden")
 LINKED = ("-lm",)
-INSTRUCTION_SETS = {1: "AVX2", 2: "AVX-512", 3: "AVX-512 with BF16"}
+INSTRUCTION_SETS = {1: "AVX2", 2: "AVX-512", 3: "AVX-512 with BF16", 4: "AMX"}
 """{level: its instructions}"""
-FLAGS_OF_LEVELS = {1: (), 2: ("-DAVX512",), 3: ("-DAVX512", "-DPAIRS")}
+FLAGS_OF_LEVELS = {1: (), 2: ("-DAVX512",), 3: ("-DAVX512", "-DPAIRS"), 4: ("-DAVX512", "-DPAIRS", "-DTILES")}
 """{level: what the compiler is told}"""
 CPU_FLAGS = (
     ("avx2", "fma", "f16c"),
     ("avx512f", "avx512dq"),
     ("avx512_bf16",),
+    ("amx_tile", "amx_bf16"),
 )
 """What the next level needs, in the words of the kernel of Linux."""
 ISA_VARIABLE = "MMSPEC_ISA"
-ISA_NAMES = {"avx2": 1, "avx512": 2, "avx512_bf16": 3}
+ISA_NAMES = {"avx2": 1, "avx512": 2, "avx512_bf16": 3, "amx": 4}
 """{value of the environment variable MMSPEC_ISA: level}; without it the best of the processor."""
+AMX_LEVEL = 4
+ARCH_PRCTL, GET_PERMISSION, ASK_PERMISSION, TILE_DATA = 158, 0x1022, 0x1023, 18
+"""The system call on x86-64, two of its functions, and the state that processes get on request only."""
 BUILD_TIMEOUT_S = 240.0
 DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 class KernelUnavailableError(RuntimeError):
     """The kernel cannot be built or used here; the message says why."""
+
+
+class CompilerError(KernelUnavailableError):
+    """The compiler fails."""
 
 
 class UntrustedFolderError(KernelUnavailableError):
@@ -72,9 +81,28 @@ def processor_level() -> int:
     found = re.search(r"^flags\s*:(.*)$", CPU_INFO.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
     has = set(found[1].split() if found else ())
     level = sum(1 for _ in itertools.takewhile(has.issuperset, CPU_FLAGS))
+    if level == AMX_LEVEL and not are_tiles_permitted():
+        level -= 1
     if not level:
         raise KernelUnavailableError("the processor has no AVX2")
     return level
+
+
+@cache
+def are_tiles_permitted() -> bool:
+    """Ask Linux for the tiles of AMX, for all threads of this process and of those that it forks.
+
+    A tile instruction without permission ends the process. Linux before 5.16 refuses, as do some containers and
+    emulators, and any Linux if a thread has too small a stack for signals; then one line is logged.
+    """
+    mask, system = ctypes.c_ulong(), ctypes.CDLL(None, use_errno=True)
+    refused = system.syscall(ARCH_PRCTL, ASK_PERMISSION, TILE_DATA) or system.syscall(
+        ARCH_PRCTL, GET_PERMISSION, ctypes.byref(mask)
+    )
+    if refused or not mask.value >> TILE_DATA & 1:
+        logger.info("mmspec: this system does not let the process use AMX (%s)", os.strerror(ctypes.get_errno()))
+        return False
+    return True
 
 
 def chosen_level() -> int:
@@ -193,7 +221,7 @@ def build(command: list[str], file: Path) -> None:
         )
         if compiled.returncode:
             last_line = (compiled.stderr.strip().splitlines() or ["no message"])[-1]
-            raise KernelUnavailableError(f"{shlex.join(command)} failed: {last_line}")
+            raise CompilerError(f"{shlex.join(command)} failed: {last_line}")
         seal = _seal(unfinished.read_bytes(), file.name)
         with unfinished.open("ab") as stream:
             stream.write(seal)  # ELF ignores what follows the last section

@@ -184,7 +184,7 @@ static inline int64_t widest_row(const decoder *d) {
 /* Where a thread's arrays are in its scratch: packed rows, scores of MANY_QUERIES queries, queries of one key-value head,
    keys or values in float32, normalised or gathered rows. */
 static inline int64_t scores_at(const decoder *d) {
-  return align16(d->batch * d->nodes * (widest_row(d) + MAX_LANES));
+  return align16(packed_rows(d->batch * d->nodes) * (widest_row(d) + MAX_LANES));
 }
 static inline int64_t queries_at(const decoder *d) {
   return scores_at(d) + MANY_QUERIES * align16(min64(d->max_keys, part_size(d) + d->nodes) + 2 * MAX_LANES);

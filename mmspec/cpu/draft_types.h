@@ -86,7 +86,7 @@ static int64_t draft_thread_floats(const draft *h) {
   decoder d = h->d;
   d.nodes = most_rows(h);
   const int64_t widest = max64(max64(widest_row(&d), h->state_size), max64(h->block_ffn_size, h->rank));
-  return align16(d.batch * d.nodes * (widest + MAX_LANES)) + thread_floats(&d);
+  return align16(packed_rows(d.batch * d.nodes) * (widest + MAX_LANES)) + thread_floats(&d);
 }
 
 /* Of one thread's, where rows are normalised. */

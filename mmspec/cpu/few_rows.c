@@ -38,6 +38,15 @@ typedef void (*barrier_fn)(void);                                           /* G
 
 #include "weights.h"
 
+/* Rows of x that there is room for where R are packed: tiles have 16. */
+static inline int64_t packed_rows(int64_t R) {
+#ifdef TILES
+  return (R + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS;
+#else
+  return R;
+#endif
+}
+
 /* A weight or its first N rows, and where its product with each row of x goes. */
 typedef struct {
   const weights *w;
@@ -165,11 +174,15 @@ AVX2_INLINE void finish(const product *p, const chunk *c, int64_t r, int64_t m, 
 #include "ngrams.h"
 #include "chain_types.h"
 
-/* The instruction set of this library: AVX2, with -DAVX512 AVX-512, with -DPAIRS VDPBF16PS besides. */
+/* The instruction set of this library: AVX2, with -DAVX512 AVX-512, with -DPAIRS VDPBF16PS besides, with -DTILES AMX. */
 #ifdef AVX512
 #define NAME(part) avx512_##part
 #ifdef PAIRS
+#ifdef TILES
+#define ISA "amx-tile,amx-bf16,avx512f,avx512dq,avx512bf16,avx2,fma,f16c"
+#else
 #define ISA "avx512f,avx512dq,avx512bf16,avx2,fma,f16c"
+#endif
 static void multiply_pairs(const product *p, const chunk *c);
 static void pack_pairs(const float *x, int64_t R, int64_t K, float *to);
 #else
@@ -219,6 +232,10 @@ static void pack_pairs(const float *x, int64_t R, int64_t K, float *to);
 #include "draft_workers.h"
 
 static void run_threads(void (*worker)(void *), void *data, int64_t threads, parallel_fn parallel) {
+#ifdef TILES
+  region r = {worker, data};
+  worker = with_tiles, data = &r;
+#endif
   if (parallel && threads > 1)
     parallel(worker, data, (unsigned)threads, 0);
   else
@@ -254,8 +271,9 @@ static int many_rows_linear(const void *x, int type, const weights *w, const voi
 static int pairs_linear(const uint16_t *x, const weights *w, const void *bias, void *out, int64_t R, int64_t num_threads,
                         parallel_fn parallel) {
   const int64_t K = w->cols, N = w->rows, threads = min64(num_threads, 1 + weight_bytes(w) / THREAD_BYTES);
-  float *const packed = aligned_alloc(64, (size_t)(R * pair_floats(K) + (bias ? N : 0) + 15) / 16 * 64);
-  float *const wide_bias = bias ? packed + R * pair_floats(K) : NULL;
+  const int64_t packed_floats = packed_rows(R) * pair_floats(K);
+  float *const packed = aligned_alloc(64, (size_t)(packed_floats + (bias ? N : 0) + 15) / 16 * 64);
+  float *const wide_bias = bias ? packed + packed_floats : NULL;
   if (!packed) return 0;
   if (bias) widen(bias, BFLOAT16, N, wide_bias);
   linear l = {{packed, R, K, N, 0, BFLOAT16, 1}, {w, wide_bias, out, N}, 0, x};

@@ -4,6 +4,9 @@
    An element of out is 16 partial sums in float32, each over two columns of every 32 in ascending order. It depends on its
    row of x and its row of w alone, as with the other kernels; few rows and many are computed in the same way. */
 
+#ifdef TILES
+#include "tiles.h"
+#else
 #define PAIR_TILE 6 /* rows of x: 24 sums, 6 rows and a weight in 32 registers */
 
 typedef struct {
@@ -96,6 +99,7 @@ __attribute__((target(ISA))) static void interleave_pairs(const void *from, int 
       }
   }
 }
+#endif
 
 /* `pack_groups` for pairs. */
 static void pack_pairs(const float *x, int64_t R, int64_t K, float *to) {

@@ -1,8 +1,8 @@
-"""The AVX-512 variants of the C code, run by AVX2 instructions.
+"""The AVX-512 and AMX variants of the C code, run by the instructions that there are.
 
-`python tests/helpers/emulated_avx512.py [arguments of pytest]` compiles few_rows.c with every AVX-512 instruction
-replaced by a function of the same result (emulated_avx512.h), and runs the tests of mmspec/cpu (or those named) on it:
-on a processor with AVX2 alone the variants for AVX-512, which are skipped there else. What it cannot show: that a
+`python tests/helpers/emulated_avx512.py [arguments of pytest]` compiles few_rows.c with every instruction that this
+processor lacks replaced by a function of the same result (emulated_avx512.h, emulated_tiles.h), and runs the tests of
+mmspec/cpu (or those named) on it: the variants that are skipped here else. What it cannot show: that a
 compiler emits these instructions right, and how fast they are.
 """
 
@@ -18,9 +18,11 @@ import pytest
 from mmspec.cpu import c_library
 
 HEADER = Path(__file__).with_suffix(".h")
+TILES = HEADER.with_name("emulated_tiles.h")
 TESTS = ("tests/cpu", "tests/targets/test_c_rounds.py", "tests/drafters/heads/test_c_draft.py")
 LEFT_OUT = ("-k", "not test_a_library_is_built_from_the_sources_that_were_imported")
 TARGET = re.compile(rb"avx512[a-z0-9]+,")
+TILES_TARGET = re.compile(rb"amx-[a-z0-9]+,")
 ASKED = re.compile(rb'__builtin_cpu_supports\("avx512\w*"\)')
 CALLED = re.compile(rb"_mm512_(\w+)")
 
@@ -44,10 +46,22 @@ def emulated_sources(sources: Mapping[str, bytes]) -> dict[str, bytes]:
     return found | {HEADER.name: header}
 
 
+def with_tiles(sources: Mapping[str, bytes]) -> dict[str, bytes]:
+    """The same sources without instructions of AMX."""
+    found = {name: TILES_TARGET.sub(b"", text) for name, text in sources.items()}
+    begin, main = b"#define EXPORT", found[c_library.MAIN_SOURCE]
+    found[c_library.MAIN_SOURCE] = main.replace(begin, f'#include "{TILES.name}"\n'.encode() + begin, 1)
+    return found | {TILES.name: TILES.read_bytes()}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line."""
-    c_library.processor_level = lambda: 3
-    c_library.SOURCES.update(emulated_sources(c_library.SOURCES))
+    level = c_library.processor_level()
+    if level < 4:
+        c_library.SOURCES.update(with_tiles(c_library.SOURCES))
+    if level < 3:
+        c_library.SOURCES.update(emulated_sources(c_library.SOURCES))
+    c_library.processor_level = lambda: 4
     return int(pytest.main([*(sys.argv[1:] if argv is None else argv)] or ["-q", *LEFT_OUT, *TESTS]))
 
 

@@ -28,7 +28,7 @@ from fake_target import (
 from torch import Tensor, nn
 
 from mmspec.cpu import c_kernel, c_library
-from mmspec.cpu.c_kernel import CKernel, load_kernel
+from mmspec.cpu.c_kernel import INSTRUCTION_SETS, CKernel, load_kernel
 from mmspec.cpu.draft import CHead
 from mmspec.drafters.heads.base import c_draft
 from mmspec.drafters.heads.base.c_draft import CDraft
@@ -269,7 +269,7 @@ def test_drafts_equal_those_of_the_head(
 
 
 @pytest.mark.every(3)
-@pytest.mark.parametrize("kernel", [1, 2, 3], indirect=True, ids=["avx2", "avx512", "avx512_bf16"])
+@pytest.mark.parametrize("kernel", sorted(INSTRUCTION_SETS), indirect=True, ids=INSTRUCTION_SETS.get)
 @pytest.mark.parametrize("kind", KINDS)
 def test_drafts_in_half_precision(kind: str, kernel: CKernel, calls: Calls) -> None:
     """States are those of the head up to rounding; trees too, but for near-ties."""
