@@ -66,6 +66,13 @@ def _yarn(frequencies: Tensor, dim: int, theta: float, scaling: Mapping[str, Any
     return frequencies * (1 - slowed + slowed / scaling["factor"]), _yarn_factor(scaling)
 
 
+def _proportional(frequencies: Tensor, dim: int, theta: float, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
+    """The first share of the frequencies; the other dimensions are not rotated (Gemma 4)."""
+    number = int(scaling["partial_rotary_factor"] * dim // 2)
+    is_turned = torch.arange(dim // 2, device=frequencies.device) < number
+    return frequencies * is_turned / scaling.get("factor", 1.0), 1.0
+
+
 def _yarn_factor(scaling: Mapping[str, Any]) -> float:
     if scaling.get("attention_factor") is not None:
         return float(scaling["attention_factor"])
@@ -81,12 +88,14 @@ SCALINGS: dict[str, Callable[[Tensor, int, float, Mapping[str, Any]], tuple[Tens
     "linear": _linear,
     "llama3": _llama3,
     "yarn": _yarn,
+    "proportional": _proportional,
 }
 """`rope_type` -> (frequencies, dimensions, theta, settings) -> frequencies and factor."""
 REQUIRED_SETTINGS = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings"),
+    "proportional": ("partial_rotary_factor",),
 }
-OPTIONAL_SETTINGS = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
-"""Further numbers of "yarn"."""
+OPTIONAL_SETTINGS = ("factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+"""Further numbers, most of them of "yarn"."""

@@ -46,7 +46,7 @@ class DsparkLayer(nn.Module):
         bias = self.qkv_proj.bias
         projected = functional.linear(features, self.qkv_proj.weight[rows:], None if bias is None else bias[rows:])
         keys, values = self._split_heads(projected).chunk(2, dim=1)
-        return _rotate(self.k_norm(keys), cos, sin), values
+        return _rotate(self.k_norm(keys), cos, sin), self.normed_values(values)
 
     def forward(
         self,
@@ -66,8 +66,12 @@ class DsparkLayer(nn.Module):
         """[B, n, D] attention of normalised inputs [B, n, D]."""
         queries, keys, values = self._split_heads(self.qkv_proj(normed)).split(self.sizes, dim=1)
         queries, keys = _rotate(self.q_norm(queries), cos, sin), _rotate(self.k_norm(keys), cos, sin)
-        outputs: Tensor = self.o_proj(attend(queries, keys, values).transpose(1, 2).flatten(2))
+        outputs: Tensor = self.o_proj(attend(queries, keys, self.normed_values(values)).transpose(1, 2).flatten(2))
         return outputs
+
+    def normed_values(self, values: Tensor) -> Tensor:
+        """[B, H', n, d] values as the attention reads them; here as they are."""
+        return values
 
     def mlp(self, normed: Tensor) -> Tensor:
         """[B, n, D] of normalised inputs [B, n, D]."""

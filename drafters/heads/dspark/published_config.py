@@ -29,10 +29,6 @@ ANCHORED_ARCHITECTURES = {
 """Class in a flat config -> whether it samples from the anchor where the config does not say (LiquidAI; DeepSeek's
 DSpark and DFlash for Qwen3 and Gemma 4; SpecForge; z-lab; NeMo Automodel). The labels of SpecForge's DSpark begin
 behind the anchor."""
-OTHER_NETWORKS = {
-    "Gemma4DSparkModel": "its layers are Gemma 4's, with four norms, normalised values and attention without scale",
-}
-"""Class in a config -> why its network is not read."""
 PROJECTORS = ("dflash", "dspark")
 """Values of `projector_type`, with which SpecForge names the heads on its blocks; both are read by their tensors."""
 FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
@@ -40,10 +36,6 @@ FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
 
 def check_block_settings(settings: Mapping[str, Any]) -> None:
     """Refuse networks that are not implemented."""
-    architectures = settings.get("architectures")
-    name = architectures[0] if isinstance(architectures, list) and architectures else ""
-    if name in OTHER_NETWORKS:
-        raise ValueError(f"architectures {name!r} is not supported: {OTHER_NETWORKS[name]}.")
     if (kind := settings.get("projector_type")) not in (None, *PROJECTORS):
         raise ValueError(
             f"projector_type {kind!r} is not supported in a block drafter; {' and '.join(PROJECTORS)} are."

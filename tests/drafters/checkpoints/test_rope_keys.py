@@ -32,6 +32,8 @@ SCALINGS = [
     YARN,
     YARN | {"beta_fast": 16, "beta_slow": 2, "attention_factor": 1.3},
     YARN | {"mscale": 1.0, "mscale_all_dim": 0.7, "truncate": False},
+    {"rope_type": "proportional", "partial_rotary_factor": 0.25},
+    {"rope_type": "proportional", "partial_rotary_factor": 0.5, "factor": 2.0},
     {"rope_type": "default"},
 ]
 
@@ -129,7 +131,10 @@ def test_angelslim_heads_rotate_with_the_default_base(caplog: pytest.LogCaptureF
     [
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling of type 'dynamic' is not supported"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "rope_scaling of type 'longrope' is not supported"),
-        ({"rope_parameters": {"rope_type": "proportional"}}, "rope_scaling of type 'proportional' is not supported"),
+        (
+            {"rope_parameters": {"rope_type": "proportional"}},
+            "rope_scaling.partial_rotary_factor of type 'proportional'",
+        ),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling.original_max_position_embeddings of"),
         (
             {"rope_scaling": YARN | {"factor": "4"}},

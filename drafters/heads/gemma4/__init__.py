@@ -1,0 +1,1 @@
+"""DSpark and DFlash with layers of Gemma 4 (DeepSpec)."""
