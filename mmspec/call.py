@@ -1,4 +1,4 @@
-"""The data of one call: what the wrapper of `generate` knows, and what transformers prepared for the decode loop."""
+"""One call of `generate`: `CallPlan`, what is known before transformers prepares it, and `Call`, the whole of it."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ class PrefixUse:
         return self.is_known and self.prefix is not None
 
 
-@dataclass
-class CallContext:
-    """One call of `generate`, as the wrapper sees it.
+@dataclass(frozen=True)
+class CallPlan:
+    """What is known of a call before transformers prepares it.
 
     Attributes:
         adapter: the model and its family.
-        spec_config: the options of this call.
+        config: the options of this call.
         tokenizer: the tokenizer, or None.
         autotuner: chooses the kernels of linear layers on CPU.
         economy: what is known of rounds with this drafter.
@@ -79,13 +79,12 @@ class CallContext:
         modules: result of the scan over the model's modules.
         revision: of the model at the start of the call, with what was derived from it.
         media_inputs: the arguments that describe images and videos, if the drafter requires them.
-        stats: counters and times of this call.
         prefix_use: see `PrefixUse`; None if the call shares nothing with others.
         huge_pages: moves the model's weights into huge pages.
     """
 
     adapter: ModelAdapter
-    spec_config: SpecConfig
+    config: SpecConfig
     tokenizer: Any
     autotuner: LinearAutotuner
     economy: Economy
@@ -99,25 +98,28 @@ class CallContext:
     revision: Revision
     attention_capture: AttentionCapture | None = None
     media_inputs: Mapping[str, Any] = field(default_factory=dict)
-    stats: Stats = field(default_factory=Stats)
     prefix_use: PrefixUse | None = None
     huge_pages: HugePages = field(default_factory=HugePages)
 
 
-@dataclass
-class PreparedInputs:
-    """The arguments of `GenerationMixin._sample` for this call.
+@dataclass(frozen=True)
+class Call:
+    """A call that the loop decodes: the plan, and the arguments of `GenerationMixin._sample`.
 
     Attributes:
+        plan: of the call.
         input_ids: [B, L] int64, `num_return_sequences` rows per prompt.
         processors: the logits processors.
         criteria: the stopping criteria.
         generation_config: the prepared `GenerationConfig`.
         model_kwargs: the other arguments of the model's forward.
+        stats: counters and times of this call.
     """
 
+    plan: CallPlan
     input_ids: Tensor
     processors: Any
     criteria: Any
     generation_config: Any
     model_kwargs: dict[str, Any]
+    stats: Stats

@@ -1,7 +1,7 @@
 """One call of the decode loop: from what transformers prepared to what its own `_sample` would return.
 
     prefill         the target, and its forward over the prompt        mmspec.prefill
-    build_session   sampler, output, drafter, chooser, loop            mmspec.session
+    build_loop      sampler, output, chooser, prompt, loop             mmspec.session
     DecodeLoop.run  rounds, until all rows are finished                mmspec.engine.loop
 
 Who runs and computes the rounds is decided on the way, by `mmspec.backend`.
@@ -15,16 +15,19 @@ from typing import Any
 
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from mmspec.call import CallContext, PreparedInputs
+from mmspec.call import Call
 from mmspec.engine.output import OutputBuffer
 from mmspec.engine.tree_cache import CACHE_ARGUMENT
+from mmspec.interfaces import Compressor
+from mmspec.metrics.compression_stats import RecordingCompressor
 from mmspec.metrics.stats import Stats
 from mmspec.prefill import prefill
 from mmspec.reuse import keep_prompt
-from mmspec.session import Session, build_session
+from mmspec.session import build_loop
+from mmspec.targets.hf import HFTarget
 
 
-def decode(call: CallContext, inputs: PreparedInputs) -> Any:
+def decode(call: Call) -> Any:
     """Decode one call; returns what `GenerationMixin._sample` returns.
 
     Raises:
@@ -32,37 +35,37 @@ def decode(call: CallContext, inputs: PreparedInputs) -> Any:
     """
     start = time.perf_counter()
     with ExitStack() as stack:
-        prefilled = prefill(call, inputs, stack)
+        prefilled = prefill(call, stack)
         call.stats.prefill_s = time.perf_counter() - start
+        target = prefilled[0]
         try:
-            session = build_session(call, inputs, prefilled)
-            result = _run(session)
+            loop, prompt, kernels = build_loop(call, prefilled)
+            try:
+                with target.decoding(), kernels:
+                    loop.run(prefilled[1], prompt)
+            finally:
+                if loop.sampler.noise is not None:
+                    loop.sampler.noise.close(loop.output.steps - 1)
+            result = _finish(call, target, loop.output, prompt.compressor)
         except BaseException:
-            prefilled.target.restore_user_cache()
+            target.restore_user_cache()
             raise
-        if call.prefix_use is not None:
-            keep_prompt(call.prefix_use, session.loop.output, prefilled, call.num_return_sequences)
+        if call.plan.prefix_use is not None:
+            keep_prompt(call.plan.prefix_use, loop.output, prefilled, call.plan.num_return_sequences)
         return result
 
 
-def _run(session: Session) -> Any:
-    """Run the loop; returns the result."""
-    loop, target = session.loop, session.target
-    output, stats, noise = loop.output, loop.stats, loop.sampler.noise
-    try:
-        with target.decoding(), session.linear_kernels:
-            loop.run(session.prompt_logits, session.prompt)
-    finally:
-        if noise is not None:
-            noise.close(output.steps - 1)
+def _finish(call: Call, target: HFTarget, output: OutputBuffer, compressor: Compressor | None) -> Any:
+    """End the streamer, count, and return the result."""
     if output.streamer is not None:
         output.streamer.end()
-    _count_tokens(stats, output)
-    if session.compressor is not None:
-        stats.add_compression(session.compressor.records())
+    _count_tokens(call.stats, output)
+    if isinstance(compressor, RecordingCompressor):
+        call.stats.add_compression(compressor.records())
     sequences, scores, logits = output.result()
-    cache = target.export_cache(output.steps) if session.returns_cache else None
-    if not session.returns_dict:
+    returns_dict = call.generation_config.return_dict_in_generate
+    cache = target.export_cache(output.steps) if returns_dict or target.keeps_cache else None
+    if not returns_dict:
         return sequences
     return GenerateDecoderOnlyOutput(sequences=sequences, scores=scores, logits=logits, **{CACHE_ARGUMENT: cache})
 

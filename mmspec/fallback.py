@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from mmspec.arguments import OptionGetter, option_getter, prompt_inputs
-from mmspec.call import PreparedInputs
+from mmspec.call import Call
 from mmspec.engine.revision import Revision
 from mmspec.forks import new_lock
 from mmspec.interfaces import Drafter
@@ -92,15 +92,15 @@ class FallbackPolicy:
             or missing_hidden_states(drafter, self._adapter)  # a model may be cut after `patch`
         )
 
-    def after_prepare(self, inputs: PreparedInputs) -> str | None:
+    def after_prepare(self, call: Call) -> str | None:
         """The same, once transformers has prepared the call."""
-        adapter, model_kwargs = self._adapter, inputs.model_kwargs
-        pads = any(hasattr(criterion, "eos_token_id") for criterion in inputs.criteria)
+        adapter, model_kwargs = self._adapter, call.model_kwargs
+        pads = any(hasattr(criterion, "eos_token_id") for criterion in call.criteria)
         return (
-            reason_after_prepare(inputs.generation_config, adapter.model, model_kwargs, pads)
-            or (_padding_reason(inputs, adapter) if pads else None)
+            reason_after_prepare(call.generation_config, adapter.model, model_kwargs, pads)
+            or (_padding_reason(call, adapter) if pads else None)
             or adapter.unsupported_reason()
-            or target_class(adapter).unsupported_reason(adapter, inputs.input_ids, model_kwargs)
+            or target_class(adapter).unsupported_reason(adapter, call.input_ids, model_kwargs)
         )
 
     def run_first_selftest(self) -> SelfTestResult | None:
@@ -220,10 +220,10 @@ def reason_after_prepare(config: Any, model: Any, model_kwargs: Mapping[str, Any
     return None
 
 
-def _padding_reason(inputs: PreparedInputs, adapter: ModelAdapter) -> str | None:
+def _padding_reason(call: Call, adapter: ModelAdapter) -> str | None:
     """Why finished rows cannot be padded while others go on, which ends plain `generate`; or None."""
-    pad_token = int(inputs.generation_config._pad_token_tensor)
-    if len(inputs.input_ids) == 1 or 0 <= pad_token < adapter.num_embeddings:
+    pad_token = int(call.generation_config._pad_token_tensor)
+    if len(call.input_ids) == 1 or 0 <= pad_token < adapter.num_embeddings:
         return None
     return f"pad_token_id={pad_token}, which has no embedding"
 

@@ -6,7 +6,7 @@
 
 The wrapper calls the class's own `generate` with the decode loop as `custom_generate`: transformers prepares inputs,
 encodes images and builds processors, mmspec replaces only the loop. Arguments that transformers does not pass to a
-custom loop (streamer, tokenizer, stop strings, image sizes and grids) are passed in `CallContext`.
+custom loop (streamer, tokenizer, stop strings, image sizes and grids) are passed in `CallPlan`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 from torch import Tensor
 
 from mmspec.arguments import bind_arguments, build_stop_string_criterion, media_inputs, option_getter
-from mmspec.call import CallContext, FallbackRequired, PicturesRequired, PreparedInputs
+from mmspec.call import Call, CallPlan, FallbackRequired, PicturesRequired
 from mmspec.config import PatchArguments, SpecConfig, resolve_call_config
 from mmspec.costs import DrafterCosts, load_kernel_choices, store_kernel_choices
 from mmspec.cpu.huge_pages import HugePages
@@ -128,25 +128,25 @@ class PatchState:
         if (reason := self.policy.before_prepare(arguments, modules, revision, config.drafter)) is not None:
             return self._fall_back(reason, start_time, functools.partial(plain_generate, **arguments))
         load_kernel_choices(self.autotuner.choices)
-        call = self._build_call(config, arguments, modules, revision, tokenizer, start_time)
-        capture = call.attention_capture
+        plan, stats = self._plan(config, arguments, modules, revision, tokenizer, start_time), Stats()
+        capture = plan.attention_capture
         with nullcontext() if capture is None else capture.active():
             arguments = build_stop_string_criterion(arguments, option_getter(arguments, self.model))
             given = arguments
-            if call.prefix_use is not None and call.prefix_use.drops_media:
+            if plan.prefix_use is not None and plan.prefix_use.drops_media:
                 given = {name: value for name, value in arguments.items() if name not in PIXEL_INPUTS}
             try:
-                result = plain_generate(**given, custom_generate=self._custom_generate(call))
+                result = plain_generate(**given, custom_generate=self._custom_generate(plan, stats))
             except PicturesRequired as error:
                 arguments["streamer"] = after_prompt(arguments.get("streamer"))
                 return self._fall_back(str(error), start_time, functools.partial(plain_generate, **arguments))
-        self._record_call(call.stats, start_time)
+        self._record_call(stats, start_time)
         store_kernel_choices(self.autotuner.choices)
         if config.fixed_tree_size is None:
             self.costs.count_call(config.drafter, self.adapter)
         return result
 
-    def _build_call(
+    def _plan(
         self,
         config: SpecConfig,
         arguments: dict[str, Any],
@@ -154,14 +154,14 @@ class PatchState:
         revision: Revision,
         tokenizer: Any,
         start_time: float,
-    ) -> CallContext:
-        """The data of a call that the loop decodes."""
+    ) -> CallPlan:
+        """What is known of a call that the loop decodes."""
         vision_args, compressor = self.adapter.layout.vision_args, config.active_compressor
         # transformers encodes the images before it calls the loop, so attention is captured from then on.
         uses_attention = isinstance(compressor, SaliencyCompressor) and compressor.attends
-        return CallContext(
+        return CallPlan(
             adapter=self.adapter,
-            spec_config=config,
+            config=config,
             tokenizer=tokenizer,
             autotuner=self.autotuner,
             economy=self.costs.economy(config.drafter, self.adapter),
@@ -179,7 +179,7 @@ class PatchState:
             huge_pages=self.huge_pages,
         )
 
-    def _custom_generate(self, call: CallContext) -> Any:
+    def _custom_generate(self, plan: CallPlan, stats: Stats) -> Any:
         """The function that transformers calls in place of its own loop (`custom_generate`)."""
 
         def mmspec_loop(
@@ -190,23 +190,24 @@ class PatchState:
             generation_config: Any,
             **model_kwargs: Any,
         ) -> Any:
-            inputs = PreparedInputs(input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
-            reason = self.policy.after_prepare(inputs)
+            prepared = input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs
+            call = Call(plan, *prepared, stats)
+            reason = self.policy.after_prepare(call)
             if reason is None:
                 try:
-                    return decode(call, inputs)
+                    return decode(call)
                 except FallbackRequired as error:
                     reason = str(error)
-            if call.prefix_use is not None and call.prefix_use.drops_media:
+            if plan.prefix_use is not None and plan.prefix_use.drops_media:
                 raise PicturesRequired(reason)
-            self._record_fallback(reason, call.stats)
+            self._record_fallback(reason, stats)
             return type(model)._sample(
                 model,
                 input_ids,
                 logits_processor=logits_processor,
                 stopping_criteria=stopping_criteria,
                 generation_config=generation_config,
-                streamer=call.streamer,
+                streamer=plan.streamer,
                 **model_kwargs,
             )
 

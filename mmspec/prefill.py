@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 from mmspec.backend import find_recorder, use_prompt_linear_kernels
-from mmspec.call import CallContext, FallbackRequired, PreparedInputs
+from mmspec.call import Call, FallbackRequired
 from mmspec.engine.criteria import is_user_code, max_steps
 from mmspec.engine.draws import DrawsRandomNumbers, ForbidDraws
 from mmspec.engine.prefix import Prefix
@@ -25,119 +23,115 @@ from mmspec.targets.module_state import DRAWS_RANDOM_NUMBERS
 from mmspec.targets.recurrent import target_class
 from mmspec.targets.selftest import own_rounding
 
-
-@dataclass
-class Prefilled:
-    """The target after its forward over the prompt.
-
-    Attributes:
-        target: the target, with the prompt in its cache.
-        logits: [B, V] of the last position.
-        hidden_states: {index: [B, L, D]}, those that the drafter requires.
-    """
-
-    target: HFTarget
-    logits: Tensor
-    hidden_states: dict[int, Tensor]
+Prefilled = tuple[HFTarget, Tensor, dict[int, Tensor]]
+"""(the target with the prompt in its cache, logits [B, V] of the last position, {index: [B, L, D]} hidden states that
+the drafter requires)"""
 
 
-def prefill(call: CallContext, inputs: PreparedInputs, stack: ExitStack) -> Prefilled:
+def prefill(call: Call, stack: ExitStack) -> Prefilled:
     """Run the prompt of a call by a target that it chooses: one that replays recorded rounds if that is possible.
 
     Args:
         call: the call.
-        inputs: what transformers prepared.
         stack: holds what the target needs until the call ends.
 
     Raises:
         FallbackRequired: transformers must decode this call.
     """
-    length = inputs.input_ids.shape[1] + max_new_tokens(inputs)
-    recorder = find_recorder(call, inputs, length)
-    with use_prompt_linear_kernels(call):
-        lane = stack.enter_context(call.lanes.lease(call.revision, len(inputs.input_ids), length, recorder))
+    plan = call.plan
+    batch, length = call.input_ids.shape[0], call.input_ids.shape[1] + max_new_tokens(call)
+    recorder = find_recorder(call, length)
+    with use_prompt_linear_kernels(plan):
+        lane = stack.enter_context(plan.lanes.lease(plan.revision, batch, length, recorder))
         try:
-            return _prefill(call, inputs, lane)
+            return _prefill(call, lane)
         except (UnrecordableCallError, torch.OutOfMemoryError) as error:
             if lane is None:
                 raise
-            call.lanes.fail(error)
-            return _prefill(call, inputs, None)
+            plan.lanes.fail(error)
+            return _prefill(call, None)
 
 
-def _prefill(call: CallContext, inputs: PreparedInputs, lane: Lane | None) -> Prefilled:
-    target, use = _build_target(call, inputs, lane), call.prefix_use
+def _prefill(call: Call, lane: Lane | None) -> Prefilled:
+    target, use, repeats = _build_target(call, lane), call.plan.prefix_use, call.plan.num_return_sequences
     if use is None or use.prefix is None:
-        return _watched_prefill(call, inputs, target, None)
-    prefix = use.prefix.repeated(call.num_return_sequences)
-    prefilled = _watched_prefill(call, inputs, target, prefix if use.is_known else None)
+        return _watched_prefill(call, target, None)
+    prefix = use.prefix.repeated(repeats)
+    prefilled = _watched_prefill(call, target, prefix if use.is_known else None)
     if use.is_known:
         seen = use.rows.tokens[:, : prefix.length, 1]
-        call.stats.reused_positions = int(seen.sum()) * call.num_return_sequences
+        call.stats.reused_positions = int(seen.sum()) * repeats
     else:
-        use.store.judge(use.has_media, _serves(call, inputs, prefix, prefilled), use.revision)
+        use.store.judge(use.has_media, _serves(call, prefix, prefilled), use.revision)
     return prefilled
 
 
-def _watched_prefill(call: CallContext, inputs: PreparedInputs, target: HFTarget, prefix: Prefix | None) -> Prefilled:
+def _watched_prefill(call: Call, target: HFTarget, prefix: Prefix | None) -> Prefilled:
     """The prefill, which ends where it draws random numbers."""
-    indices = call.spec_config.drafter.requirements.hidden_state_indices
-    key, quiet = _watch_key(call, inputs), call.revision.cached("prompts without draws", set[Hashable])
+    indices = call.plan.config.drafter.requirements.hidden_state_indices
+    key, quiet = _watch_key(call), call.plan.revision.cached("prompts without draws", set[Hashable])
     if key in quiet:
-        return Prefilled(target, *target.prefill(indices, prefix))
+        return target, *target.prefill(indices, prefix)
     with ForbidDraws() as watch, suppress(DrawsRandomNumbers):
         logits, hidden_states = target.prefill(indices, prefix)
     if watch.has_drawn:
         raise FallbackRequired(DRAWS_RANDOM_NUMBERS)
     if key is not None:
         quiet.add(key)
-    return Prefilled(target, logits, hidden_states)
+    return target, logits, hidden_states
 
 
-def _serves(call: CallContext, inputs: PreparedInputs, prefix: Prefix, whole: Prefilled) -> bool:
+def _serves(call: Call, prefix: Prefix, whole: Prefilled) -> bool:
     """Whether a forward behind the prefix gives what the forward over the whole prompt gave, up to rounding."""
-    dtype = call.adapter.model.dtype
+    plan, (_, expected_logits, expected_states) = call.plan, whole
+    dtype = plan.adapter.model.dtype
     try:
-        logits, states = _build_target(call, inputs, None).prefill(tuple(whole.hidden_states), prefix)
-        pairs = [(whole.logits, logits), *((whole.hidden_states[index], states[index]) for index in states)]
-        rounding = partial(own_rounding, call.adapter, call.revision)
+        logits, states = _build_target(call, None).prefill(tuple(expected_states), prefix)
+        pairs = [(expected_logits, logits), *((expected_states[index], states[index]) for index in states)]
+        rounding = partial(own_rounding, plan.adapter, plan.revision)
         agree = all(equal_logits(expected.float(), found.float(), dtype, rounding) for expected, found in pairs)
     except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError):  # a model that cannot go on
         agree = False
     if not agree:
-        call.warn("reuse_prefix has no effect: behind a prefix this model computes other logits than in one forward")
+        plan.warn("reuse_prefix has no effect: behind a prefix this model computes other logits than in one forward")
     return agree
 
 
-def _watch_key(call: CallContext, inputs: PreparedInputs) -> Hashable | None:
+def _watch_key(call: Call) -> Hashable | None:
     """The kind of prefill of which one without a draw tells of the next; None where user code runs in it.
 
     Library modules, those of the vision tower included, draw by their class, their mode and the kinds of inputs.
     """
-    if call.modules.has_user_code:
+    modules = call.plan.modules
+    if modules.has_user_code:
         return None
-    return call.modules.kinds, frozenset(name for name, value in inputs.model_kwargs.items() if value is not None)
+    return modules.kinds, frozenset(name for name, value in call.model_kwargs.items() if value is not None)
 
 
-def _build_target(call: CallContext, inputs: PreparedInputs, lane: Lane | None) -> HFTarget:
-    runs_user_code = bool(
-        call.streamer is not None or unknown(inputs.processors) or any(map(is_user_code, inputs.criteria))
+def _build_target(call: Call, lane: Lane | None) -> HFTarget:
+    plan = call.plan
+    runs_user_code = (
+        plan.streamer is not None or bool(unknown(call.processors)) or any(map(is_user_code, call.criteria))
     )
-    arguments = call.adapter, inputs.input_ids, inputs.model_kwargs, inputs.generation_config, max_new_tokens(inputs)
-    options: dict[str, Any] = {
-        "inference_mode": call.modules.can_use_inference_mode,
-        "revision": call.revision,
-        "cache_is_observed": runs_user_code,
-    }
-    target = target_class(call.adapter)(*arguments, **options, lane=lane)
+    target = target_class(plan.adapter)(
+        plan.adapter,
+        call.input_ids,
+        call.model_kwargs,
+        call.generation_config,
+        max_new_tokens(call),
+        inference_mode=plan.modules.can_use_inference_mode,
+        revision=plan.revision,
+        cache_is_observed=runs_user_code,
+        lane=lane,
+    )
     if (reason := target.length_reason()) is not None:
         raise FallbackRequired(reason)
     return target
 
 
-def max_new_tokens(inputs: PreparedInputs) -> int:
+def max_new_tokens(call: Call) -> int:
     """Largest number of new tokens of any row, at least 1."""
-    lengths = [criterion.max_length for criterion in inputs.criteria if type(criterion) is MaxLengthCriteria]
-    if inputs.generation_config.max_length is not None:
-        lengths.append(inputs.generation_config.max_length)
-    return max_steps(lengths, inputs.input_ids.shape[1])
+    lengths = [criterion.max_length for criterion in call.criteria if type(criterion) is MaxLengthCriteria]
+    if call.generation_config.max_length is not None:
+        lengths.append(call.generation_config.max_length)
+    return max_steps(lengths, call.input_ids.shape[1])

@@ -14,7 +14,7 @@ from parity import GREEDY, SAMPLED, Kwargs, generate_plain, get_model, speculate
 from torch import nn
 
 import mmspec
-from mmspec.call import CallContext
+from mmspec.call import Call, CallPlan
 from mmspec.interfaces import Prompt
 from mmspec.interfaces.drafter import as_drafter, modules_of
 
@@ -22,7 +22,7 @@ CORE = Path(mmspec.__file__).parent
 
 
 class CallWalk:
-    """Context that follows a `CallContext` from function to function.
+    """Context that follows a `Call` from function to function.
 
     Attributes:
         stays: the file of each function that has the call, in order; one entry while the file stays the same.
@@ -51,7 +51,7 @@ class CallWalk:
 
 def _has_call(frame: FrameType) -> bool:
     in_core = frame.f_code.co_filename.startswith(str(CORE))
-    return in_core and any(isinstance(value, CallContext) for value in frame.f_locals.values())
+    return in_core and any(isinstance(value, (Call, CallPlan)) for value in frame.f_locals.values())
 
 
 @pytest.mark.parametrize("mode", [GREEDY, SAMPLED], ids=["greedy", "sampled"])

@@ -34,6 +34,8 @@ UNREAD_ATTRIBUTES = IGNORED_ATTRIBUTES | {
     *("rope_deltas", "generation_config", "forward", "_mmspec"),  # written anew in each call; not read in a forward
 }
 """Attributes that are not compared by value."""
+PLAIN_CLASS = "_mmspec_plain_class"
+"""Attribute of the class of a patched model: its class before `patch`, which computes the same."""
 BIT_TYPES = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 """{bytes: integer type}"""
 _PRESENT: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -135,7 +137,8 @@ def describe(modules: Sequence[nn.Module]) -> list[Any]:
     configs: dict[int, Any] = {}
     for module in modules:
         attributes = module.__dict__
-        found += id(module), type(module), id(_own_forward(module))
+        kind = vars(type(module)).get(PLAIN_CLASS, type(module))
+        found += id(module), kind, id(_own_forward(module))
         hooks = module._forward_hooks.items()
         found += [key for key, hook in hooks if getattr(hook, "__module__", None) != CAPTURING_CODE]
         found += ["", *module._forward_pre_hooks]

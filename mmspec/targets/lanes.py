@@ -1,7 +1,7 @@
 """`Lane`: what recorded functions of a model and number of rows share, and `LanePool`, which lends one to a call.
 
 A lane has the tensors at fixed addresses (keys and values, recurrent states, what forwards read besides the nodes) and
-the recordings. Whatever is unusual (`LanePool.reason`) runs eager.
+the recordings. Whatever is unusual (`mmspec.backend`) runs eager.
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from mmspec.engine.graph import CudaGraphRecorder, Recorder
+from mmspec.engine.graph import Recorder
 from mmspec.engine.kv_cache import RESERVED_TOKENS, RaggedKVCache, RecordedKVCache, commit_nodes, length_bucket
 from mmspec.engine.recordings import Recordings, WrittenPlace
 from mmspec.engine.revision import Revision
@@ -24,10 +23,7 @@ from mmspec.engine.tree import BUCKETS, DraftTree
 from mmspec.engine.tree_cache import VALUES_START_AS_KEYS, TreeCache
 from mmspec.forks import new_lock
 from mmspec.interfaces.round import ScorePart
-from mmspec.targets.base import ModelAdapter
 from mmspec.targets.forward import CallTensors, NodeForward
-from mmspec.targets.model_state import unknown_code
-from mmspec.targets.module_scan import ModuleScan
 from mmspec.targets.recurrent_states import RecurrentStates, StateLog
 
 MAX_LENGTH = 1 << 15
@@ -178,26 +174,6 @@ class LanePool:
         self._lanes: dict[tuple[int, str], Lane] = {}  # last used at the end
         self._revision: Revision | None = None  # of the model when it was last recorded
 
-    def reason(self, adapter: ModelAdapter, modules: ModuleScan, cache: Any, max_length: int) -> str | None:
-        """Why a call is not recorded, or None.
-
-        Args:
-            adapter: of the model.
-            modules: result of the scan over its modules.
-            cache: KV cache of the call.
-            max_length: largest length of a row.
-        """
-        if (reason := unknown_code(adapter, modules)) is not None:
-            return reason
-        if getattr(cache, "_is_user_defined", False) or cache.get_seq_length():
-            return "past_key_values that was passed to generate"
-        if max_length > MAX_LENGTH:
-            return f"a length limit beyond {MAX_LENGTH}"
-        device = adapter.model.device
-        if len({parameter.device for parameter in adapter.model.parameters()}) > 1 or device.type == "meta":
-            return "weights on several devices"
-        return None
-
     @contextmanager
     def lease(
         self, revision: Revision, batch: int, max_length: int, recorder: Callable[[], Recorder] | None
@@ -260,15 +236,3 @@ def _split(tensors: Sequence[Tensor], sizes: Sequence[int]) -> list[Sequence[Ten
     """Parts of these sizes, one after another."""
     ends = list(accumulate(sizes))
     return [tensors[end - size : end] for end, size in zip(ends, sizes, strict=True)]
-
-
-def recorder_for(device: torch.device, backend: str, deterministic: bool) -> Callable[[], Recorder] | None:
-    """Creates the recorder for a device, or None if rounds are not to be recorded.
-
-    Args:
-        device: of the model.
-        backend, deterministic: the options of `patch`. A recording rounds half precision differently, so that "auto"
-            records no deterministic calls.
-    """
-    is_wanted = backend == "recorded" or (backend == "auto" and not deterministic)
-    return CudaGraphRecorder if is_wanted and device.type == "cuda" else None

@@ -11,12 +11,11 @@ import copy
 import functools
 from typing import Any, Protocol
 
+from mmspec.engine.revision import PLAIN_CLASS
 from mmspec.targets.capture_hooks import remove_capture_hooks
 
 KEY = "_mmspec"
 """Attribute of a patched model that holds its state."""
-PLAIN_CLASS = "_mmspec_plain_class"
-"""Attribute of such a subclass: the class of the model before `patch`."""
 
 
 class PatchedState(Protocol):

@@ -29,7 +29,7 @@ from mmspec.targets.agreement import HALF_TYPES, Rounding, equal_logits, relativ
 from mmspec.targets.base import ModelAdapter
 from mmspec.targets.module_scan import describe_module, has_library_class
 from mmspec.targets.module_state import DRAWS_RANDOM_NUMBERS, is_opaque, restore_call_state, restore_state
-from mmspec.targets.patched_class import own_generate
+from mmspec.targets.patched_class import own_generate, plain_class
 from mmspec.targets.recurrent import target_class
 from mmspec.targets.registry import TESTED
 from mmspec.targets.selftest_plan import has_media, image_inputs, plan_of, text_inputs, usable_ids
@@ -138,7 +138,7 @@ def judge(adapter: ModelAdapter, processor: Any = None) -> SelfTestResult:
     model = adapter.model
     with_image = hasattr(processor, "image_processor") and model.config.model_type not in TESTED
     device, config = model.device.type, model.config.to_json_string(use_diff=False)
-    key = type(model), config, model.dtype, device, adapter.attention, with_image
+    key = plain_class(model), config, model.dtype, device, adapter.attention, with_image
     with _LOCK:
         if key not in _VERDICTS:
             inputs = image_inputs(adapter, processor) if with_image else None

@@ -32,6 +32,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 import mmspec
+from mmspec.backend import recorder_for
 from mmspec.engine.graph import CudaGraphRecorder, Recorder, Replay, StaticFunction
 from mmspec.engine.kv_cache import RaggedKVCache, RecordedKVCache, commit_nodes, length_bucket
 from mmspec.engine.tree import root_only
@@ -39,7 +40,6 @@ from mmspec.engine.tree_cache import CACHE_ARGUMENT, TreeCache
 from mmspec.patching import patch_state
 from mmspec.targets.forward import CallTensors, NodeForward
 from mmspec.targets.hf import HFTarget
-from mmspec.targets.lanes import recorder_for
 from mmspec.targets.registry import find_adapter
 
 DRAFTERS = ("none", "lookup", "leaning-coupled", "leaning-flash")
