@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from mmspec.cpu.ngrams import CNgrams
+from mmspec.economy.tables import Yields
 from mmspec.engine.tree import BUCKETS, DraftTree, Node, best_first, build_tree, root_only
-from mmspec.forks import new_lock
 from mmspec.interfaces import Drafter, DrafterRequirements, Prompt, VerifyResult
 
 BARRIER = -1
@@ -121,59 +121,6 @@ class CandidateSource(Protocol):
         """Take back what was followed since `mark`."""
 
 
-class Calibration:
-    """Estimated probability of each key. Shared by all calls of a drafter; old evidence decays.
-
-    Attributes:
-        DEFAULT: prior of keys without one.
-        probs: key -> current estimate.
-    """
-
-    DEFAULT = 0.1
-
-    def __init__(self, priors: Mapping[Key, float], prior_weight: float = 2.0, decay: float = 0.99) -> None:
-        """
-        Args:
-            priors: key -> prior probability.
-            prior_weight: number of observations that the prior counts for.
-            decay: factor on the evidence of a key at each new observation of it.
-        """
-        self.prior_weight = prior_weight
-        self.decay = decay
-        self.probs: dict[Key, float] = dict(priors)
-        self._priors = dict(priors)
-        self._counts: dict[Key, tuple[float, float]] = {}
-        self._lock = new_lock()
-
-    def prob(self, key: Key) -> float:
-        """Probability that a candidate with this key is accepted, given that its parent is."""
-        return self.probs.get(key, self.DEFAULT)
-
-    def update(self, outcomes: Iterable[tuple[Key, bool]]) -> None:
-        """Count candidates as (key, whether it was right)."""
-        decay, weight, counts = self.decay, self.prior_weight, self._counts
-        with self._lock:
-            for key, is_right in outcomes:
-                hits, total = counts.get(key, (0.0, 0.0))
-                hits, total = hits * decay + is_right, total * decay + 1.0
-                counts[key] = (hits, total)
-                self.probs[key] = (hits + weight * self._priors.get(key, self.DEFAULT)) / (total + weight)
-
-    def reset(self) -> None:
-        """Drop all evidence."""
-        with self._lock:
-            self._counts.clear()
-            self.probs.clear()
-            self.probs.update(self._priors)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Calibration:
-        copy = Calibration(self._priors, self.prior_weight, self.decay)
-        with self._lock:
-            copy._counts, copy.probs = dict(self._counts), dict(self.probs)
-        memo[id(self)] = copy
-        return copy
-
-
 @dataclass
 class BestFirstState:
     """State of one call.
@@ -216,12 +163,12 @@ class BestFirstDrafter(Drafter):
         calibration: probabilities of their keys.
     """
 
-    def __init__(self, name: str, sources: Sequence[CandidateSource], calibration: Calibration | None = None) -> None:
+    def __init__(self, name: str, sources: Sequence[CandidateSource], calibration: Yields | None = None) -> None:
         self.name = name
         self.sources = list(sources)
         self.requirements = DrafterRequirements(top_k=max((source.top_k for source in self.sources), default=0))
         priors = {key: prior for source in self.sources for key, prior in source.priors.items()}
-        self.calibration = calibration or Calibration(priors)
+        self.calibration = calibration or Yields(priors)
         self.vocab_size: int | None = self._known_vocab_size()
         self._node_limits: dict[int, float] = {}  # by batch size
 
@@ -271,7 +218,7 @@ class BestFirstDrafter(Drafter):
         self, node: TreeNode, state: BestFirstState
     ) -> tuple[list[Candidate], list[tuple[int, float, TreeNode]]]:
         """All candidates at one node, and as (token, probability, node) the distinct ones that are likely enough."""
-        probs, default = self.calibration.probs, Calibration.DEFAULT
+        probs, default = self.calibration.rates, Yields.DEFAULT
         parent_token, parent_cursors = node
         if parent_token in state.stop_ids:
             return [], []
@@ -344,7 +291,7 @@ class BestFirstDrafter(Drafter):
     def _calibrate(self, state: BestFirstState, result: VerifyResult) -> None:
         """Update the calibration with the candidates at the accepted nodes."""
         outcomes = [
-            (key, token == emitted_id)
+            (key, float(token == emitted_id), 1.0)
             for candidates, accepted, emitted in zip(
                 state.candidates, result.accepted_nodes, result.emitted_ids, strict=False
             )
@@ -354,7 +301,7 @@ class BestFirstDrafter(Drafter):
         ]
         state.candidates = []
         if outcomes:
-            self.calibration.update(outcomes)
+            self.calibration.add(outcomes)
 
     def limit_nodes(self, state: BestFirstState, max_nodes: int) -> int:
         """The size up to which trees are grown: large ones are hardly ever scored in batches, and take time."""

@@ -38,7 +38,9 @@ MIN_GAIN = 1.02
 """Factor by which the tokens of a larger tree must exceed those of decoding otherwise in the same time."""
 DEFAULT_TREE_SIZE = 8
 """Tree size with `deterministic=True`, and upper bound before anything is measured."""
-MAKE_ROUNDS = 45
+TRIED_TRUST = 0.7
+"""Trust in the scores of a source that is tried, at least: what they predicted may be true by now."""
+MAKE_ROUNDS = 40
 """Rounds of plain decoding, which reads all weights too, that making a copy of them takes at least."""
 FIRST_LEVELS = 3
 """Levels of the first draft, before anything is measured."""
@@ -103,8 +105,7 @@ class Chooser:
         self.max_tree_size = fixed_tree_size or max_tree_size
         self.source: Source | None = None
         self.levels, self.rate = 1, 0.0
-        self._is_trial, self._gain, self._num_active, self._since_plain = False, 0.0, 0, 0
-        self._number = 0
+        self._is_trial, self._gain, self._num_active, self._since_plain, self._number = False, 0.0, 0, 0, 0
         self._rounds: dict[tuple[int, str], Rounds] = {}
         self._plans: dict[tuple[int, str], tuple[int, float, float]] = {}
 
@@ -249,12 +250,13 @@ class Chooser:
         self._gain, self._num_active = 0.0, num_active
         if self.fixed_tree_size or not gains:
             return self.fixed_tree_size or 1
-        if self._is_trial and self.source is not None:  # of what is planned
+        if self._is_trial and self.source is not None and self.source.max_levels > 1:  # of what is planned
             planned = bucket_size(min(len(gains), 1 + self.levels * self.source.tokens_per_level))
             self._gain = min(gains[min(planned, len(gains)) - 1], max_gain)
             return min(planned, len(gains))
         assert self.source is not None
         economy, trust = self.economy, self.economy.trust(self.source)
+        trust = max(TRIED_TRUST, trust) if self._is_trial else trust
         plain_s = economy.round_s(self.batch, 1)
         limit = min(len(gains), self.max_tree_size if plain_s else DEFAULT_TREE_SIZE)
         rate = MIN_GAIN * self._num_active * self.rate

@@ -14,11 +14,12 @@ import torch
 
 from mmspec.drafters import registry
 from mmspec.drafters.ngram import base
-from mmspec.drafters.ngram.base import BARRIER, BestFirstDrafter, Calibration, PromptText
+from mmspec.drafters.ngram.base import BARRIER, BestFirstDrafter, PromptText
 from mmspec.drafters.ngram.lookup import MAX_MATCH, NgramIndex, PromptLookup, lookup
 from mmspec.drafters.ngram.recycling import TOP_K, SuccessorTable, hybrid, recycling
 from mmspec.drafters.none import NoDrafter
 from mmspec.drafters.registry import DRAFTERS, build_drafter
+from mmspec.economy.tables import Yields
 from mmspec.engine.tree import DraftTree, bucket_size, root_only
 from mmspec.interfaces import Drafter, Prompt, VerifyResult
 
@@ -87,8 +88,8 @@ def paths(tree: DraftTree, row: int = 0) -> set[tuple[int, ...]]:
 
 def sure(drafter: BestFirstDrafter, rate: float = 0.9) -> BestFirstDrafter:
     """The drafter with every guess trusted, so that the floor hides nothing."""
-    for key in drafter.calibration.probs:
-        drafter.calibration.probs[key] = rate
+    for key in drafter.calibration.rates:
+        drafter.calibration.rates[key] = rate
     return drafter
 
 
@@ -419,7 +420,7 @@ def test_hybrid_is_the_union_when_trees_are_large() -> None:
 
 def test_the_most_trusted_source_decides_about_a_token() -> None:
     drafter = hybrid()
-    rates = drafter.calibration.probs
+    rates = drafter.calibration.rates
     for key in rates:
         rates[key] = 0.3 if key[0] == "table" else 0.6  # type: ignore[index]
     state = drafter.begin(make_prompt([1, 2, 3, 1, 2]))
@@ -456,17 +457,17 @@ def test_no_candidates_give_the_root_only() -> None:
 
 def test_calibration_converges_and_adapts() -> None:
     rng = random.Random(5)
-    calibration = Calibration({"good": 0.1, "bad": 0.5})
+    calibration = Yields({"good": 0.1, "bad": 0.5})
     for _ in range(600):
-        calibration.update([("good", rng.random() < 0.8), ("bad", rng.random() < 0.05), ("new", rng.random() < 0.4)])
-    assert abs(calibration.prob("good") - 0.8) < 0.12
-    assert abs(calibration.prob("bad") - 0.05) < 0.07
-    assert abs(calibration.prob("new") - 0.4) < 0.15
+        calibration.add(
+            [("good", rng.random() < 0.8, 1), ("bad", rng.random() < 0.05, 1), ("new", rng.random() < 0.4, 1)]
+        )
+    assert abs(calibration.rates["good"] - 0.8) < 0.12
+    assert abs(calibration.rates["bad"] - 0.05) < 0.07
+    assert abs(calibration.rates["new"] - 0.4) < 0.15
     for _ in range(400):
-        calibration.update([("good", False)])
-    assert calibration.prob("good") < 0.03
-    calibration.reset()
-    assert calibration.prob("good") == 0.1
+        calibration.add([("good", 0, 1)])
+    assert calibration.rates["good"] < 0.03
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 8])
@@ -477,9 +478,9 @@ def test_calibration_is_complete_for_trimmed_trees(nodes: int) -> None:
     tree = drafter.propose(state, 8, [True]).trim(nodes)
     emitted, walked = walk(tree, 0, [3, 4, 9])
     assert len(walked) == {1: 1, 2: 2, 8: 3}[nodes]
-    before = dict(drafter.calibration.probs)
+    before = dict(drafter.calibration.rates)
     drafter.observe(state, make_verdict(tree, [emitted], [walked]), {})
-    changed = {key: rate > before[key] for key, rate in drafter.calibration.probs.items() if rate != before[key]}
+    changed = {key: rate > before[key] for key, rate in drafter.calibration.rates.items() if rate != before[key]}
     first, second, third = (("lookup", 0, bucket, False) for bucket in (2, 3, 4))  # 2, 3, 4 tokens matched, undisputed
     expected = {
         1: {first: True},
@@ -501,9 +502,9 @@ def test_improbable_candidates_still_calibrate() -> None:
 def test_rounds_without_a_proposal_do_not_calibrate() -> None:
     drafter = lookup()
     state = drafter.begin(make_prompt([1, 2] * 3))
-    before = dict(drafter.calibration.probs)
+    before = dict(drafter.calibration.rates)
     emit(drafter, state, [1, 2, 1])
-    assert drafter.calibration.probs == before
+    assert drafter.calibration.rates == before
 
 
 # --- calls, threads, copies -----------------------------------------------------------------------------------------
@@ -526,11 +527,11 @@ def test_a_deep_copy_is_independent(name: str) -> None:
     assert isinstance(drafter, BestFirstDrafter)
     drafter, _ = loaded(drafter)
     other = copy.deepcopy(drafter)
-    assert other.calibration.probs == drafter.calibration.probs and other.vocab_size == drafter.vocab_size
+    assert other.calibration.rates == drafter.calibration.rates and other.vocab_size == drafter.vocab_size
 
     def knowledge(drafter: BestFirstDrafter) -> list[object]:
         tables = [guesser for guesser in drafter.sources if isinstance(guesser, SuccessorTable)]
-        return [dict(drafter.calibration.probs), [[table.successors(t) for t in range(VOCAB)] for table in tables]]
+        return [dict(drafter.calibration.rates), [[table.successors(t) for t in range(VOCAB)] for table in tables]]
 
     before = knowledge(drafter)
     assert knowledge(other) == before
