@@ -16,12 +16,10 @@ import torch
 from torch import Tensor
 
 from mmspec.cpu.chain_types import ChainGuesses, ChainRequest
-from mmspec.drafters.model.chain_draft import ChainDraft, DraftRule, Guide
+from mmspec.drafters.model.chain_draft import ChainDraft, DraftRule
 from mmspec.drafters.ngram.output_ngrams import MAX_CONTEXT, MIN_UNSEEN_PROB
 from mmspec.drafters.rerank import LEVEL_PENALTY
-from mmspec.economy.chooser import Chooser
 from mmspec.economy.known import Economy, Source
-from mmspec.economy.tables import cost_rows
 from mmspec.engine.host_copy import from_host
 from mmspec.engine.tree import BUCKETS, DraftTree, root_only
 from mmspec.interfaces import Drafter, DraftTarget, Prompt, VerifyResult
@@ -95,7 +93,7 @@ class ChainDrafter(Drafter, ABC):
         vocab_size: V of the target, or None if any fits.
         max_length: largest number of tokens of a chain.
         top_k: likeliest tokens of each step that become nodes.
-        guide: drafts for the model; None for none.
+        guide: counts n-grams, by which chains in C guess what the model decodes; None for none.
         owns_guide: whether this drafter begins and observes it; else the one around it does, and sets
             `ChainState.guide`.
     """
@@ -107,7 +105,7 @@ class ChainDrafter(Drafter, ABC):
         Args:
             max_length: largest number of tokens of a chain.
             top_k: likeliest tokens of each step that become nodes.
-            guide: drafts for the model, on a CPU; None for one token in each of its forwards.
+            guide: counts n-grams, by which chains in C guess what the model decodes; None for one token a forward.
 
         Raises:
             ValueError: `max_length` outside of 1 to 32, or `top_k` below 1.
@@ -209,8 +207,7 @@ class ChainDrafter(Drafter, ABC):
         drafted = self._draft_in_c(state, chain, plan, rule, max_nodes, active) if device.type == "cpu" else None
         if drafted is not None:
             return drafted
-        guide = self._guide(state, plan, rule, active)
-        draft = ChainDraft(chain.target, rule, active, guide)
+        draft = ChainDraft(chain.target, rule, active)
         is_active = from_host(active, device)
         min_prob = plan.min_prob if device.type == "cpu" else 0.0  # reading a probability would wait for a GPU
         chain.drafted = draft.read_ids
@@ -222,8 +219,6 @@ class ChainDrafter(Drafter, ABC):
                 draft.go_on()
         finally:
             self._drafted(state, draft.num_tokens)
-            if guide is not None:
-                guide.drafter.rewind(guide.state)
         tree = draft.pool.select(None, max_nodes)
         if not all(active):
             tree.node_mask &= is_active[:, None]
@@ -270,14 +265,6 @@ class ChainDrafter(Drafter, ABC):
             costs.rounds_s.add("score", 1, size, seconds)
         costs.count_trust(GUIDE, drafted.num_right, drafted.expected)
         return drafted.tree
-
-    def _guide(self, state: ChainState, plan: ChainPlan, rule: DraftRule, active: Sequence[bool]) -> Guide | None:
-        """The guide of a draft; None on a GPU, which would wait, and where shapes must not depend on what it finds."""
-        if self.guide is None or state.prompt.static_shapes or state.logit_bias.device.type != "cpu":
-            return None
-        costs, num_rows = self._guide_costs.setdefault(plan.variant, Economy()), cost_rows(sum(active), len(active))
-        chooser = Chooser(costs, num_rows, sources=[GUIDE], max_tree_size=MAX_GUIDE_TREE)
-        return Guide(self.guide, state.guide, chooser, rule, active)
 
     def _log_noise(self, state: ChainState, length: int) -> Tensor | None:
         """[B, length, V] log of the noise that samples the next tokens; None for greedy decoding."""

@@ -111,15 +111,6 @@ class CandidateSource(Protocol):
     def update(self, state: Any, result: VerifyResult) -> None:
         """Learn from the emitted tokens."""
 
-    def mark(self, state: Any) -> Any:
-        """What `rewind` needs to return to the present position of all rows."""
-
-    def follow(self, state: Any, row: int, tokens: Sequence[int]) -> None:
-        """Move a row behind tokens that are not emitted yet; nothing is learned from them."""
-
-    def rewind(self, state: Any, mark: Any) -> None:
-        """Take back what was followed since `mark`."""
-
 
 @dataclass
 class BestFirstState:
@@ -134,7 +125,6 @@ class BestFirstState:
         candidates: `candidates[b][i]` are the candidates at node i of row b in this round, proposed or not. Nodes are
             numbered as proposed, so the numbers stay valid when the caller trims the tree.
         pending: results of the last rounds, for which nothing was drafted, that the sources have not followed yet.
-        marks: of each source before the tokens that were followed and not emitted; empty if there are none.
     """
 
     batch_size: int
@@ -144,7 +134,6 @@ class BestFirstState:
     enabled: list[bool]
     candidates: list[Sequence[list[Candidate]]] = field(default_factory=list)
     pending: list[VerifyResult] = field(default_factory=list)
-    marks: list[Any] = field(default_factory=list)
 
 
 TreeNode = tuple[int | None, list[Any]]
@@ -173,7 +162,6 @@ class BestFirstDrafter(Drafter):
         self._node_limits: dict[int, float] = {}  # by batch size
 
     def counts(self, state: BestFirstState) -> CNgrams | None:
-        """See `mmspec.interfaces.Drafter`."""
         self.catch_up(state)
         found = (getattr(source, "counts", None) for source in self.sources)
         return next((one for one in found if isinstance(one, CNgrams)), None)
@@ -268,25 +256,6 @@ class BestFirstDrafter(Drafter):
             self._node_limits[state.batch_size] = max(limit, 2 * result.tree.num_nodes)
         self._calibrate(state, result)
         self._update_sources(state, result)
-
-    def follow(self, state: BestFirstState, result: VerifyResult) -> None:
-        """See `mmspec.interfaces.Drafter`."""
-        self.catch_up(state)
-        self._calibrate(state, result)
-        sources = list(zip(self.sources, state.source_states, strict=True))
-        if not state.marks:
-            state.marks = [source.mark(one) for source, one in sources]
-        for row, tokens in enumerate(result.emitted_ids):
-            if tokens:
-                for source, one in sources:
-                    source.follow(one, row, tokens)
-
-    def rewind(self, state: BestFirstState) -> None:
-        """See `mmspec.interfaces.Drafter`."""
-        if state.marks:
-            for source, one, mark in zip(self.sources, state.source_states, state.marks, strict=True):
-                source.rewind(one, mark)
-        state.marks, state.candidates = [], []
 
     def _calibrate(self, state: BestFirstState, result: VerifyResult) -> None:
         """Update the calibration with the candidates at the accepted nodes."""

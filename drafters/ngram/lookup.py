@@ -8,7 +8,7 @@ trees or of the probability of a candidate.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from mmspec.drafters.ngram.base import BARRIER, BestFirstDrafter, Candidate, Key, PromptText
 from mmspec.interfaces import VerifyResult
@@ -74,16 +74,6 @@ class HashChain:
         self.previous.append(self.heads.get(ngram, 0))
         self.heads[ngram] = len(tokens)
 
-    def truncate(self, tokens: list[int], length: int) -> None:
-        """Forget the positions behind the first `length` of `tokens`, the last one first."""
-        for end in range(len(tokens), length, -1):
-            ngram, before = tuple(tokens[max(0, end - self.ngram_size) : end]), self.previous.pop()
-            if self.heads.get(ngram) == end:
-                if before:
-                    self.heads[ngram] = before
-                else:
-                    del self.heads[ngram]
-
 
 class NgramIndex:
     """The text of one row, its n-gram index, and its position in the reference.
@@ -142,19 +132,6 @@ class NgramIndex:
             self._append(token)
             if self.reference_length:
                 self._advance_reference(token)
-
-    def mark(self) -> tuple[Any, ...]:
-        """The present end of the text, for `truncate`."""
-        reference = self.reference_cursor, self.reference_match, self.last_cursor, self.has_mismatch
-        return len(self.tokens), self.run_length, reference
-
-    def truncate(self, mark: tuple[Any, ...]) -> None:
-        """Forget what was appended since `mark`."""
-        length, self.run_length, reference = mark
-        for chain in self.chains:
-            chain.truncate(self.tokens, length)
-        del self.tokens[length:]
-        self.reference_cursor, self.reference_match, self.last_cursor, self.has_mismatch = reference
 
     def _extend_text(self, added: Sequence[int]) -> None:
         """Append tokens without a barrier; the same as one by one, with less work for each."""
@@ -310,19 +287,6 @@ class PromptLookup:
         for ngram_index, emitted in zip(state, result.emitted_ids, strict=True):
             if emitted:
                 ngram_index.extend(emitted)
-
-    def mark(self, state: list[NgramIndex]) -> list[tuple[Any, ...]]:
-        """The ends of the texts."""
-        return [index.mark() for index in state]
-
-    def follow(self, state: list[NgramIndex], row: int, tokens: Sequence[int]) -> None:
-        """Index the tokens for now."""
-        state[row].extend(tokens)
-
-    def rewind(self, state: list[NgramIndex], mark: list[tuple[Any, ...]]) -> None:
-        """Forget them."""
-        for index, one in zip(state, mark, strict=True):
-            index.truncate(one)
 
 
 def lookup() -> BestFirstDrafter:

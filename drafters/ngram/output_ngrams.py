@@ -171,18 +171,6 @@ class OutputNgrams:
                 self.counts.add(context, emitted)
                 state.contexts[row] = (*context, *emitted)[-MAX_CONTEXT:]
 
-    def mark(self, state: OutputState) -> list[tuple[int, ...]]:
-        """The last tokens."""
-        return list(state.contexts)
-
-    def follow(self, state: OutputState, row: int, tokens: Sequence[int]) -> None:
-        """Move behind the tokens."""
-        state.contexts[row] = (*state.contexts[row], *tokens)[-MAX_CONTEXT:]
-
-    def rewind(self, state: OutputState, mark: list[tuple[int, ...]]) -> None:
-        """Move back."""
-        state.contexts[:] = mark
-
 
 def text_ngrams() -> BestFirstDrafter:
     """Counts of all prompts and outputs, which draft for a model that drafts."""

@@ -107,18 +107,6 @@ class SuccessorTable:
             if emitted:
                 state[row] = emitted[-1]
 
-    def mark(self, state: list[int]) -> list[int]:
-        """The last tokens."""
-        return list(state)
-
-    def follow(self, state: list[int], row: int, tokens: Sequence[int]) -> None:
-        """Move to the last of the tokens."""
-        state[row] = tokens[-1]
-
-    def rewind(self, state: list[int], mark: list[int]) -> None:
-        """Move back."""
-        state[:] = mark
-
     def _update_scored(
         self, state: list[int], result: VerifyResult, top_ids: Sequence[Sequence[Sequence[int]]]
     ) -> None:

@@ -215,27 +215,10 @@ class Drafter:
         """
         raise NotImplementedError
 
-    # --- drafts for another drafter -----------------------------------------------------------------------------------
-    # A drafter that decodes with a model (`mmspec.drafters.model.chain`) is itself sped up by one: it scores a tree of
-    # its guide where it would score one token. Where whole chains are drafted in one call (`DraftTarget.draft_chain`),
-    # the guide takes part by its counts of n-grams.
-
     def counts(self, state: Any) -> CNgrams | None:
-        """The counts of n-grams, with all that was observed; None if it has none."""
+        """The counts of n-grams, with all that was observed; None if it has none. By them chains in C guess what the
+        model that drafts decodes (`DraftTarget.draft_chain`)."""
         return None
-
-    def follow(self, state: Any, result: VerifyResult) -> None:
-        """Move behind the tokens that the other drafter has decoded, `result.emitted_ids`; `propose` drafts from there.
-
-        Args:
-            state: return value of `begin`.
-            result: which nodes of the last tree the other drafter decoded, without tensors of logits.
-        """
-        raise NotImplementedError
-
-    def rewind(self, state: Any) -> None:
-        """Return to the last emitted tokens. Called before the next `observe`."""
-        raise NotImplementedError
 
 
 MEMBERS = {"name", *(name for name in vars(Drafter) if not name.startswith("_"))} - {"label"}

@@ -180,28 +180,6 @@ def test_long_matches_are_found_behind_many_short_ones() -> None:
     assert NgramIndex([], text).find_matches()[0] == (4, 4, 4)
 
 
-@pytest.mark.parametrize("reference", [[], [1, 2, 3, 1, 2, 4]])
-def test_an_index_forgets_what_was_followed(reference: list[int]) -> None:
-    rng = random.Random(0)
-    text = [rng.randrange(4) for _ in range(30)]
-    index = NgramIndex(reference, text)
-    for _ in range(40):
-        mark = index.mark()
-        for _ in range(rng.randrange(3)):
-            index.extend([rng.randrange(4) for _ in range(rng.randrange(1, 6))])
-        index.truncate(mark)
-        added = [rng.randrange(4) for _ in range(rng.randrange(3))]
-        index.extend(added)
-        text += added
-        fresh = NgramIndex(reference, text[:30])
-        fresh.extend(text[30:])
-        for name in NgramIndex.__slots__:
-            if name != "chains":
-                assert getattr(index, name) == getattr(fresh, name), name
-        for one, other in zip(index.chains, fresh.chains, strict=True):
-            assert (one.heads, one.previous) == (other.heads, other.previous)
-
-
 def test_a_reference_is_followed_and_realigned() -> None:
     drafter = sure(lookup())
     reference = [10, 11, 12, 13, 14, 15, 16]
