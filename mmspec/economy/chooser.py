@@ -35,11 +35,11 @@ IDLE_DECAY = 0.995
 PRIOR_ROUND = 1.0
 """Rounds that the expectation from yields and seconds counts for."""
 MIN_GAIN = 1.02
-"""Factor by which the tokens of a larger tree must exceed those of decoding otherwise in the same time."""
+"""Factor by which a larger tree must bring more than decoding otherwise in the same time."""
 DEFAULT_TREE_SIZE = 8
 """Tree size with `deterministic=True`, and upper bound before anything is measured."""
-TRIED_TRUST = 0.7
-"""Trust in the scores of a source that is tried, at least: what they predicted may be true by now."""
+TRIED_TRUST, TRIED_NODES = 0.7, 4
+"""Least trust in the scores of a source that is tried, and most nodes."""
 MAKE_ROUNDS = 40
 """Rounds of plain decoding, which reads all weights too, that making a copy of them takes at least."""
 FIRST_LEVELS = 3
@@ -51,7 +51,7 @@ REMEASURE_EVERY = 128
 ASSUMED_ACCEPTANCE = 0.3
 """Of a node whose score is not read; trust corrects it."""
 DEVICES_WITH_SCORES = frozenset({"cpu"})
-"""Types of devices on which a drafter's scores are read; on others that would synchronise the device."""
+"""Types of devices on which a drafter's scores are read; others would have to wait."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Chooser:
         self.max_tree_size = fixed_tree_size or max_tree_size
         self.source: Source | None = None
         self.levels, self.rate = 1, 0.0
-        self._is_trial, self._gain, self._num_active, self._since_plain, self._number = False, 0.0, 0, 0, 0
+        self._is_trial, self._gain, self._since_plain, self._number = False, 0.0, 0, 0
         self._rounds: dict[tuple[int, str], Rounds] = {}
         self._plans: dict[tuple[int, str], tuple[int, float, float]] = {}
 
@@ -125,8 +125,8 @@ class Chooser:
             if self._number > 1 and self.fixed_tree_size is None:  # rounds of drafts are not measured in parts
                 return False
             self.source = self.sources[0]
-            first = max(self.source.min_levels, min(FIRST_LEVELS, self.source.max_levels))
-            self.levels = self.source.max_levels if self.fixed_tree_size else first
+            first = self.source.max_levels if self.fixed_tree_size else min(FIRST_LEVELS, self.source.max_levels)
+            self.levels = max(self.source.min_levels, first)
             return True
         options = self.options(plain_s)
         best = max(options, key=lambda option: option.rate)
@@ -147,7 +147,7 @@ class Chooser:
     @property
     def min_prob(self) -> float:
         """A further token is worth its time if it is accepted with this probability."""
-        if self.source is None or self.fixed_tree_size is not None:
+        if self.source is None or self.fixed_tree_size:
             return 0.0
         return self.rate * self.economy.draft_s(self.source, self.batch, self.levels) / self.levels
 
@@ -198,8 +198,8 @@ class Chooser:
         weight = count + PRIOR_ROUND
         variance = max(0.0, rounds.squares / count - (rounds.tokens / count) ** 2) if count else 0.0
         total_s = PRIOR_ROUND * seconds
-        for (used, nodes), times in rounds.sizes.items():
-            total_s += times * ((economy.round_s(self.batch, nodes) or 0.0) + economy.draft_s(source, self.batch, used))
+        for (used, size), times in rounds.sizes.items():
+            total_s += times * ((economy.round_s(self.batch, size) or 0.0) + economy.draft_s(source, self.batch, used))
         tokens = (rounds.tokens + PRIOR_ROUND * tokens) / weight
         spread = math.sqrt((count * variance + PRIOR_ROUND * tokens * tokens) / weight / weight)
         return Option(source, levels, tokens, total_s / weight, spread)
@@ -210,7 +210,7 @@ class Chooser:
         if key not in self._rounds:
             known = {rows: one for (rows, name), one in list(self.economy.rounds.items()) if name == source.name}
             nearest = min(known, key=lambda rows: abs(math.log(rows / self.batch)), default=None)
-            found = Rounds() if nearest is None else known[nearest]
+            found = known.get(nearest or 0, Rounds())
             idle = IDLE_DECAY ** (self.economy.num_rounds - found.last)
             self._rounds[key] = found.scaled(idle * min(1.0, PRIOR_ROUNDS / max(found.count, 1e-9)))
         return self._rounds[key]
@@ -247,19 +247,20 @@ class Chooser:
             num_active: as in `choose_size`.
             max_gain: as in `choose_size`.
         """
-        self._gain, self._num_active = 0.0, num_active
+        self._gain = 0.0
         if self.fixed_tree_size or not gains:
             return self.fixed_tree_size or 1
-        if self._is_trial and self.source is not None and self.source.max_levels > 1:  # of what is planned
-            planned = bucket_size(min(len(gains), 1 + self.levels * self.source.tokens_per_level))
-            self._gain = min(gains[min(planned, len(gains)) - 1], max_gain)
-            return min(planned, len(gains))
         assert self.source is not None
+        if self._is_trial and self.source.max_levels > 1:  # of what is planned
+            planned = min(len(gains), bucket_size(min(BUCKETS[-1], 1 + self.levels * self.source.tokens_per_level)))
+            self._gain = min(gains[planned - 1], max_gain)
+            return planned
         economy, trust = self.economy, self.economy.trust(self.source)
-        trust = max(TRIED_TRUST, trust) if self._is_trial else trust
         plain_s = economy.round_s(self.batch, 1)
         limit = min(len(gains), self.max_tree_size if plain_s else DEFAULT_TREE_SIZE)
-        rate = MIN_GAIN * self._num_active * self.rate
+        if self._is_trial:  # what was wrong before may be true by now
+            trust, limit = max(TRIED_TRUST, trust), min(TRIED_NODES, limit)
+        rate = MIN_GAIN * num_active * self.rate
         best, best_value = 1, 0.0
         for size in (size for size in BUCKETS if 1 < size <= limit):
             seconds = (economy.round_s(self.batch, size) or 0.0) - (plain_s or 0.0)
@@ -315,7 +316,7 @@ class Chooser:
             earned_s = tokens / self.rate - seconds if self._is_trial and self.rate else TRIAL_SHARE * seconds
             self._count_offer(seconds)
             economy.credit_s = min((MAX_CREDIT - FIRST_CREDIT) * plain_s, economy.credit_s + earned_s)
-        self.source, self._gain, self._num_active = None, 0.0, 0
+        self.source, self._gain = None, 0.0
 
     def _count(self, source: Source, num_nodes: int, tokens: float, num_accepted: Sequence[int]) -> None:
         """What a source has brought."""
