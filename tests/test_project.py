@@ -62,6 +62,7 @@ def test_the_gpu_job_runs_by_hand_and_runs_what_needs_one() -> None:
     assert list(read[True]) == ["workflow_dispatch"]  # YAML 1.1 reads `on` as True
     text = "\n".join(step.get("run", "") for step in steps(ROOT / ".github" / "workflows" / "gpu.yml"))
     assert "research.bench --shape" in text and "tests/engine/test_exactness.py" in text
+    assert "sh research/gpu_trial.sh" in text
     from research.bench.shape.models import TEXT_SHAPES
 
     shapes = read[True]["workflow_dispatch"]["inputs"]["shape"]["options"]

@@ -150,7 +150,7 @@ def build_parser() -> CommandParser:
         "qwen2.5-vl-7b, smollm2-135m, tiny; with --contexts S,S), with simulated acceptance"
     )
     add("--shape", default=None, metavar="S", help=shape_help)
-    contexts_help = "with --shape on a CPU: time rounds behind so many positions, without prompts, beside llama.cpp"
+    contexts_help = "with --shape: time rounds behind so many positions, without prompts, on a CPU beside llama.cpp"
     contexts = add("--contexts", type=positive_ints, default=None, metavar="C,C", help=contexts_help)
     tau_help = "with --shape: simulated tokens per forward (default 1,2.6,3.6)"
     tau = add("--tau", type=positive_floats, default=None, metavar="T,T", help=tau_help)

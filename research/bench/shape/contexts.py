@@ -1,4 +1,4 @@
-"""Rounds behind a context of a given length, on a CPU: plain `generate`, our loop, trees of some sizes, llama.cpp.
+"""Rounds behind a context of a given length: plain `generate`, our loop, trees of some sizes, on a CPU llama.cpp.
 
 Keys and values of the context are random, so no prompt is computed; every call begins behind the same ones. The next
 token of the random model is known, and no draft is accepted, so a call of n tokens is n rounds. All ways take turns.
@@ -7,6 +7,7 @@ token of the random model is known, and no draft is accepted, so a call of n tok
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import tempfile
 import time
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 import mmspec
+from mmspec.app.errors import one_line
 from mmspec.app.modeling.load import clone
 from mmspec.drafters.model.self_drafter import QuantizedDrafter
 from mmspec.engine.tree_cache import CACHE_ARGUMENT
@@ -32,7 +34,10 @@ from research.bench.shape.simulated import Oracle, SimulatedAcceptance
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-NODES = (1, 2, 4, 8, 16)
+NODES = {"cpu": (1, 2, 4, 8, 16), "cuda": (1, 8, 16, 32, 64)}
+"""Nodes of the rounds, the root included."""
+BACKENDS = {"cpu": {"": "auto"}, "cuda": {"": "torch", ", recorded": "recorded"}}
+"""What the name of a way ends with -> the backend."""
 LLAMA_TYPES = {torch.float32: ("f32",), torch.bfloat16: ("bf16", "q8_0", "q4_0"), torch.float16: ("q8_0", "q4_0")}
 """Types of GGUF files beside a dtype of ours."""
 COPY_NODES = (4, 8, 16)
@@ -73,7 +78,7 @@ def random_cache(model: PreTrainedModel, context: int) -> Any:
     size = 1, config.num_key_value_heads, context, head
     cache, generator = DynamicCache(config=config), torch.Generator().manual_seed(0)
     for layer in range(config.num_hidden_layers):
-        keys, values = (torch.randn(size, generator=generator).to(model.dtype) for _ in range(2))
+        keys, values = (torch.randn(size, generator=generator).to(model.device, model.dtype) for _ in range(2))
         cache.update(keys, values, layer)
     return cache
 
@@ -109,13 +114,17 @@ class ContextBench:
         self.model, self.shape = model, shape
         self.ways: dict[str, Callable[[int, Any], float]] = {"generate": self._plain}
         self.notes: list[str] = []
-        for nodes in NODES:
-            name = "none" if nodes == 1 else f"{nodes} nodes"
-            self.ways[name] = self._patched(nodes)
-        self._add_copy()
+        kind = model.device.type
+        for ending, backend in BACKENDS[kind].items():
+            for nodes in NODES[kind]:
+                self.ways[("none" if nodes == 1 else f"{nodes} nodes") + ending] = self._patched(nodes, backend)
+        if kind == "cpu":
+            self._add_copy()
         self._folder = tempfile.TemporaryDirectory(prefix="mmspec-shape-")
         self.engines: dict[str, WorkerPeer] = {}
         python = find_python(LLAMA_CPP.module, pythons)
+        if kind != "cpu":
+            return
         if python is None:
             self.notes.append("llama.cpp is not installed: pip install llama-cpp-python gguf (--peer-python names it)")
             return
@@ -129,12 +138,18 @@ class ContextBench:
             cache = random_cache(self.model, context)
             seconds: dict[str, list[float]] = {way: [] for way in self.ways}
             for repeat in range(repeats + 1):
-                for way, run in self.ways.items():
-                    taken = run(context, cache)
-                    tick()
+                for way, run in list(self.ways.items()):
+                    try:
+                        taken = run(context, cache)
+                    except (RuntimeError, ValueError) as error:
+                        self.notes.append(f"{way} behind {context}: {one_line(error)}")
+                        del self.ways[way]
+                        continue
+                    finally:
+                        tick()
                     if repeat:
                         seconds[way].append(1e3 * taken)
-            found += [RoundTime(context, way, median(one), min(one), max(one)) for way, one in seconds.items()]
+            found += [RoundTime(context, way, median(one), min(one), max(one)) for way, one in seconds.items() if one]
         return found
 
     def roofs(self, rows: Sequence[RoundTime], bytes_per_s: float) -> list[RoundTime]:
@@ -143,11 +158,12 @@ class ContextBench:
         head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         keys_and_values = 2 * config.num_hidden_layers * config.num_key_value_heads * head
         attention = 2 * config.num_hidden_layers * config.num_attention_heads * head
-        nodes = {"generate": 1, "none": 1} | {f"{count} nodes": count for count in NODES}
-        peak = measure_peak(torch.float32, 64)
+        kind = self.model.device.type
+        nodes = {"generate": 1, "none": 1} | {f"{count} nodes": count for count in NODES[kind]}
+        peak = measure_peak(torch.float32, 64) if kind == "cpu" else math.inf  # a GPU's is far away
         done = []
         for row in rows:
-            count = nodes.get(row.way)
+            count = nodes.get(row.way.partition(",")[0]) if not row.way.startswith("copy") else None
             if count is None:
                 done.append(row)
                 continue
@@ -169,12 +185,12 @@ class ContextBench:
         self._call(self.model, context, cache, logits_processor=[clock])
         return (clock.times[-1] - clock.times[0]) / NUM_STEPS
 
-    def _patched(self, nodes: int) -> Callable[[int, Any], float]:
+    def _patched(self, nodes: int, backend: str) -> Callable[[int, Any], float]:
         drafter: Any = "none"
         if nodes > 1:
             generator = torch.Generator().manual_seed(0)
             drafter = SimulatedAcceptance("oracle", Oracle(nodes), 1.0, nodes - 1, self.shape.vocab_size, generator)
-        model = mmspec.patch(clone(self.model), drafter, tree_size=nodes)
+        model = mmspec.patch(clone(self.model), drafter, tree_size=nodes, backend=backend)
 
         def run(context: int, cache: Any) -> float:
             self._call(model, context, cache)
@@ -204,7 +220,7 @@ class ContextBench:
 
     def _call(self, model: PreTrainedModel, context: int, cache: Any, **options: Any) -> None:
         """A call of `NUM_STEPS` rounds behind the context."""
-        ids = torch.full((1, context + 1), 7)
+        ids = torch.full((1, context + 1), 7, device=model.device)
         if cache.get_seq_length() > context:
             cache.crop(context - cache.get_seq_length())
         options |= {"do_sample": False, "attention_mask": torch.ones_like(ids), CACHE_ARGUMENT: cache}

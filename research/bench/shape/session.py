@@ -32,9 +32,9 @@ from research.bench.shape.simulated import Oracle, SimulatedAcceptance
 from research.bench.suite.config import SuiteConfig
 from research.bench.suite.items import SuiteItem
 from research.bench.suite.prompts import History
-from research.bench.suite.report import format_json, format_markdown
+from research.bench.suite.report import format_markdown, write_json
 from research.bench.suite.runner import SuiteRun
-from research.bench.suite.session import SuiteResult
+from research.bench.suite.session import Keep, SuiteResult, collect
 from research.bench.suite.summary import summarise_calls
 
 if TYPE_CHECKING:
@@ -111,8 +111,8 @@ def simulated_peers(
     return peers
 
 
-def measure_shape(args: argparse.Namespace) -> SuiteResult:
-    """Build the model and measure every batch size."""
+def measure_shape(args: argparse.Namespace, keep: Keep = lambda result: None) -> SuiteResult:
+    """Build the model and measure every batch size; `keep` gets the rows so far."""
     shape, device = find_shape(args.shape), resolve_device(args.device)
     precision = {"cpu": "float32"}.get(device.type, "bfloat16") if args.dtype == "auto" else args.dtype
     dtype: torch.dtype = getattr(torch, precision)
@@ -138,7 +138,7 @@ def measure_shape(args: argparse.Namespace) -> SuiteResult:
         suite.tick = bar.update
         result.reading.append(measure_weight_reading(model))
         for batch in args.batch_sizes:
-            result.calls += suite.run_series(items[batch], TEXT, batch)
+            collect(result, suite.run_series(items[batch], TEXT, batch), keep)
         result.reading.append(measure_weight_reading(model))
     result.left_out, result.rows = suite.left_out, summarise_calls(result.calls)
     result.notes += [LABEL, *round_notes(result.rows, result.calls), *bandwidth_notes(result.rows, result.reading[-1])]
@@ -176,8 +176,8 @@ def _describe(
 def run_contexts(args: argparse.Namespace, files: ResultFiles) -> int:
     """`research.bench --shape S,S --contexts C,C`: rounds behind contexts, a table for each shape."""
     device = resolve_device(args.device)
-    if device.type != "cpu":
-        raise UsageError(f"--contexts measures rounds on a CPU; got --device {args.device}")
+    if device.type not in ("cpu", "cuda"):
+        raise UsageError(f"--contexts measures rounds on a CPU or on CUDA; got --device {args.device}")
     names = args.shape.split(",")
     shapes = [find_shape(name) for name in names]
     contents = []
@@ -227,8 +227,7 @@ def run_shape(args: argparse.Namespace) -> int:
     hide_progress_bars(args.progress)
     if args.contexts:
         return run_contexts(args, files)
-    result = measure_shape(args)
+    result = measure_shape(args, lambda result: write_json(result, files))
     print(format_markdown(result))
-    if files.json is not None:
-        files.json.write_text(json.dumps(format_json(result), indent=1) + "\n", encoding="utf-8")
+    write_json(result, files)
     return 0 if result.calls and not any(row.failed for row in result.rows) else 1

@@ -74,7 +74,7 @@ def run_suite(args: argparse.Namespace) -> int:
     from research.bench.against import read_ratios, suite_ratios
     from research.bench.peers.registry import check_peer_names
     from research.bench.suite.html import format_html
-    from research.bench.suite.report import against_section, format_json, format_markdown
+    from research.bench.suite.report import against_section, format_json, format_markdown, write_json
     from research.bench.suite.session import measure_suite
 
     check_peer_names(args.peers)
@@ -86,13 +86,12 @@ def run_suite(args: argparse.Namespace) -> int:
         check_writable(args.report / REPORT_FILES[0])
     earlier = read_ratios(args.against)
     hide_progress_bars(args.progress)
-    result = measure_suite(config, args.command, args.progress)
+    result = measure_suite(config, args.command, args.progress, lambda result: write_json(result, files))
     report, content = format_markdown(result), format_json(result)
     if earlier:
         report += f"\n{against_section(args.against.name, suite_ratios(content['calls']), earlier)}"
     print(report)
-    if files.json is not None:
-        files.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    write_json(result, files)
     if args.report is not None:
         texts = (report, format_html(result), json.dumps(content, indent=1) + "\n")
         for name, text in zip(REPORT_FILES, texts, strict=True):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from mmspec.files import atomic_write
 from research.bench.against import RoundRatios, repeat_line, repeat_table
 from research.bench.measure import MIN_ROUNDS
 from research.bench.peers.base import MEDIA, TEXT
+from research.bench.results import ResultFiles
 from research.bench.rows import ResultRow
 from research.bench.suite.runner import BASELINE, BASELINE_AGAIN
 from research.bench.suite.session import SuiteResult
@@ -151,6 +154,13 @@ def format_json(result: SuiteResult) -> ResultRow:
         "problems": result.problems,
         "calls": [call_as_dict(one) for one in result.calls],
     }
+
+
+def write_json(result: SuiteResult, files: ResultFiles) -> None:
+    """Write the file of `--json`, if there is one: whole, or not at all."""
+    if files.json is not None:
+        with atomic_write(files.json) as part:
+            part.write_text(json.dumps(format_json(result), indent=1) + "\n", encoding="utf-8")
 
 
 def markdown_table(table: Sequence[Cells]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -66,6 +66,18 @@ class SuiteResult:
     is_stopped: bool = False
 
 
+Keep = Callable[[SuiteResult], None]
+"""Writes what has been measured so far."""
+
+
+def collect(result: SuiteResult, calls: Iterable[CallRecord], keep: Keep) -> None:
+    """Add calls to a result as they are made; what was measured is kept, whatever stops the run."""
+    for call in calls:
+        result.calls.append(call)
+        result.rows = summarise_calls(result.calls)
+        keep(result)
+
+
 def load_items(config: SuiteConfig) -> list[SuiteItem]:
     """The items of the suite, those of the wanted categories, each category in one piece.
 
@@ -80,12 +92,15 @@ def load_items(config: SuiteConfig) -> list[SuiteItem]:
     return select_categories(group_items(items, choose_grouping(items)), config.categories, config.limit)
 
 
-def measure_suite(config: SuiteConfig, command: str, progress: bool | None = None) -> SuiteResult:
+def measure_suite(
+    config: SuiteConfig, command: str, progress: bool | None = None, keep: Keep = lambda result: None
+) -> SuiteResult:
     """Measure every series: in the given batch sizes, and in the text form for peers that read nothing else.
 
     Args:
         command: the command line, for the report.
         progress: show a progress bar; None for only if standard error is a terminal.
+        keep: called with the rows so far after each prompt.
 
     Raises:
         UsageError: the model, a drafter or the folder cannot be used.
@@ -110,9 +125,10 @@ def measure_suite(config: SuiteConfig, command: str, progress: bool | None = Non
         except (OSError, TypeError, ValueError) as error:
             raise UsageError(f"--model {config.model}: {one_line(error, 600)}") from error
         builder = PromptBuilder(model, processor, decoders, any(peer.reads == EMBEDDINGS for peer in peers))
+        keep(result)  # what does not run at all
         suite = SuiteRun(baseline_peer(model), peers, builder, config.new_tokens)
         try:
-            _measure_series(suite, items, config, model, result, progress)
+            _measure_series(suite, items, config, model, result, progress, keep)
         except KeyboardInterrupt:
             result.is_stopped = True
             result.notes.append("stopped: the rows are of the prompts until then")
@@ -148,6 +164,7 @@ def _measure_series(
     model: PreTrainedModel,
     result: SuiteResult,
     progress: bool | None,
+    keep: Keep,
 ) -> None:
     has_media = any(item.has_media for item in items)
     series = [(MEDIA if has_media else TEXT, batch) for batch in config.batch_sizes]
@@ -166,7 +183,7 @@ def _measure_series(
         end = None if config.minutes is None else time.perf_counter() + 60 * config.minutes
         for number, (form, batch) in enumerate(series):
             deadline = share_of_time(end, len(series) - number)
-            result.calls += suite.run_series(items, form, batch, deadline)
+            collect(result, suite.run_series(items, form, batch, deadline), keep)
         result.reading.append(measure_weight_reading(model))
     result.left_out = suite.left_out
     result.notes += suite.stopped
