@@ -73,7 +73,7 @@ def add_parser(commands: Commands, common: argparse.ArgumentParser) -> None:
         type=root_path,
         default=None,
         metavar="URL",
-        help="the address at which a proxy serves the page, such as https://example.org/demo (docs/quickstart.md)",
+        help="the address at which a proxy serves the page, such as https://example.org/demo (SECURITY.md)",
     )
     add("--auth", type=name_and_password, default=None, metavar="NAME:PASSWORD", help="ask for these (Gradio's login)")
     add(

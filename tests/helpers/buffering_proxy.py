@@ -1,4 +1,4 @@
-"""A small HTTP proxy as nginx is set up in docs/quickstart.md: serves an app under a path, buffers what it may.
+"""A small HTTP proxy as nginx is set up in SECURITY.md: serves an app under a path, buffers what it may.
 
 A response is passed on when it is complete, unless the app sends `X-Accel-Buffering: no`, as nginx does.
 """
