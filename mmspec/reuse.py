@@ -13,7 +13,7 @@ from mmspec.engine.prefix import PrefixStore
 from mmspec.interfaces import SaliencyCompressor
 from mmspec.prefill import Prefilled
 from mmspec.targets.base import ModelAdapter
-from mmspec.targets.model_state import is_plain_class, unknown_code
+from mmspec.targets.model_state import describe_calls, is_plain_class, unknown_code
 from mmspec.targets.module_scan import ModuleScan
 from mmspec.targets.prompt_rows import describe_rows
 
@@ -40,7 +40,7 @@ def find_prefix(
     rows = describe_rows(adapter, arguments, media_inputs(arguments, model), scope)
     if rows is None:
         return None
-    revision = store.check(model)
+    revision = store.check(model, describe_calls)
     prefix = store.find(rows, config.drafter.requirements.hidden_state_indices)
     verdict = store.verdicts.get(any(rows.digests))
     return PrefixUse(store, rows, revision, None if verdict is False else prefix, verdict is True)

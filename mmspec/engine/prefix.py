@@ -14,9 +14,10 @@ model reads its prompt causally at all is not taken from a list: the first reuse
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -160,9 +161,14 @@ class PrefixStore:
     _revision: Revision | None = None
     _lock: threading.Lock = field(default_factory=new_lock)
 
-    def check(self, model: nn.Module) -> Revision:
-        """Drop everything if the model is not what it was; returns its present state. Reads all weights."""
-        revision = _revision_of(model)
+    def check(self, model: nn.Module, code: Callable[[Sequence[nn.Module]], Any]) -> Revision:
+        """Drop everything if the model is not what it was; returns its present state. Reads all weights.
+
+        Args:
+            model: the whole model.
+            code: see `Revision`.
+        """
+        revision = _revision_of(model, code)
         with self._lock:
             if self._revision is None or revision != self._revision:
                 self.rows.clear()
@@ -276,8 +282,8 @@ class PrefixStore:
 
 
 @reread
-def _revision_of(model: nn.Module) -> Revision:
-    return Revision(list(model.modules()), reads_bits=True, reads_data=True)
+def _revision_of(model: nn.Module, code: Callable[[Sequence[nn.Module]], Any]) -> Revision:
+    return Revision(list(model.modules()), code, reads_bits=True, reads_data=True)
 
 
 def _stack(parts: Sequence[Tensor], end: int, dim: int) -> Tensor:

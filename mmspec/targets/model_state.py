@@ -20,7 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from mmspec.engine.revision import Revision, revision_of
 from mmspec.live import reread
 from mmspec.targets.base import ModelAdapter
-from mmspec.targets.module_scan import ModuleScan, calls_library_code
+from mmspec.targets.module_scan import ModuleScan, called_functions, calls_library_code
 
 PLAIN_CODE = ("transformers.", "torch.nn.")
 """Packages whose modules have no switches that change a forward without changing a weight."""
@@ -28,7 +28,7 @@ PLAIN_CODE = ("transformers.", "torch.nn.")
 
 def model_revision(adapter: ModelAdapter) -> Revision:
     """The present revision of what a model's rounds run: the same object as long as nothing has changed."""
-    return revision_of(adapter.model, list(_modules_of_rounds(adapter)), _called_functions)
+    return revision_of(adapter.model, list(_modules_of_rounds(adapter)), describe_calls)
 
 
 @reread
@@ -50,9 +50,10 @@ def _path_to(root: nn.Module, part: nn.Module) -> list[nn.Module]:
     return [root]
 
 
-def _called_functions(modules: Sequence[nn.Module]) -> list[Any]:
+def describe_calls(modules: Sequence[nn.Module]) -> list[Any]:
+    """What a `Revision` compares of the functions that modules call by name."""
     kinds = dict.fromkeys(map(type, modules))
-    return [*map(calls_library_code, kinds), ALL_ATTENTION_FUNCTIONS.get("sdpa")]
+    return [*(id(one) for kind in kinds for one in called_functions(kind)), ALL_ATTENTION_FUNCTIONS.get("sdpa")]
 
 
 @reread

@@ -231,11 +231,32 @@ def calls_library_code(kind: Any) -> bool:
     """
     if not is_library_code(kind.__call__):
         return False
-    forward = inspect.unwrap(kind.forward)
-    if not isinstance(forward, types.FunctionType):
-        return True
-    called = (forward.__globals__.get(name) for name in forward.__code__.co_names)
-    return all(is_library_code(one) for one in called if isinstance(one, types.FunctionType))
+    return all(map(is_library_code, called_functions(kind)))
+
+
+def called_functions(kind: Any) -> list[types.FunctionType]:
+    """The functions that the forward of a class of modules calls by name: of its Python module, of what these call
+    there, and methods of the class."""
+    pending, found = [inspect.unwrap(kind.forward)], dict[types.FunctionType, None]()
+    while pending:
+        function = pending.pop()
+        if not isinstance(function, types.FunctionType):
+            continue
+        for name in _names_of(function.__code__):
+            for one in (function.__globals__.get(name), getattr(kind, name, None)):
+                if isinstance(one, types.FunctionType) and one not in found:
+                    found[one] = None
+                    inner = inspect.unwrap(one)
+                    if isinstance(inner, types.FunctionType) and inner.__globals__ is function.__globals__:
+                        pending.append(inner)
+    return list(found)
+
+
+@functools.lru_cache(maxsize=4096)
+def _names_of(code: types.CodeType) -> tuple[str, ...]:
+    """The names that code refers to, nested functions included."""
+    nested = (_names_of(part) for part in code.co_consts if isinstance(part, types.CodeType))
+    return tuple(dict.fromkeys([*code.co_names, *(name for names in nested for name in names)]))
 
 
 def has_library_class(module: nn.Module) -> bool:

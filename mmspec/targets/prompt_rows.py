@@ -44,6 +44,8 @@ def describe_rows(
         return None  # transformers sums the mask up to position ids
     if not bool((mask.long().diff(dim=1) >= 0).all()) or not bool(mask[:, -1].all()):
         return None  # padding is at the left, or there is none
+    if adapter.attention == "eager" and not bool(mask.all()):
+        return None  # padding attends to all columns alike there: its keys depend on the rest of the prompt
     tokens = torch.stack([part.detach().to("cpu", torch.long) for part in (ids, mask, *types.values())], dim=-1)
     next_token = torch.zeros_like(tokens[:, -1])
     next_token[:, 1] = 1

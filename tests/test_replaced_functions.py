@@ -1,0 +1,69 @@
+"""Functions of transformers that user code replaces between calls, also those that another function calls."""
+
+from __future__ import annotations
+
+import importlib
+import types
+from typing import Any
+
+import pytest
+import tiny_models as tiny
+import torch
+from parity import ALL_OUTPUTS, Kwargs, get_model, speculate
+from transformers.models.gemma3 import modeling_gemma3
+
+import mmspec
+
+OPTIONS: Kwargs = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None}
+
+
+@pytest.mark.parametrize("reuse", [False, True])
+@pytest.mark.parametrize(
+    "where", ["rotate_half", "apply_rotary_pos_emb", "LlamaAttention.forward", "another library's"]
+)
+def test_a_function_replaced_between_calls(where: str, reuse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = get_model("llama")
+    module = importlib.import_module(type(model).__module__)
+    given = tiny.build_inputs(model, 3, 1, num_text_tokens=(30, 30))
+    owner, name = (module.LlamaAttention, "forward") if "." in where else (module, where)
+    if "another" in where:
+        name = "apply_rotary_pos_emb"
+    original = getattr(owner, name)
+
+    def changed(*args: Any, **kwargs: Any) -> Any:
+        found = original(*args, **kwargs)
+        return tuple(-one for one in found[:1]) + found[1:] if isinstance(found, tuple) else -found
+
+    swapped: Any = lambda q, k, cos, sin, *rest: apply_rotary_pos_emb(q, k, sin, cos)  # type: ignore[name-defined]  # noqa: E731, F821
+    from_library = types.FunctionType(swapped.__code__, vars(modeling_gemma3))
+    with speculate(model, "hybrid", tree_size=8, reuse_prefix=reuse):
+        for number in range(8):
+            if number == 3:
+                monkeypatch.setattr(owner, name, from_library if "another" in where else changed)
+            if number == 6:
+                monkeypatch.undo()
+            found = model.generate(**given, **OPTIONS)
+            with mmspec.disabled(model):
+                assert torch.equal(found, model.generate(**given, **OPTIONS)), number
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_caches_behind_padding(attention: str) -> None:
+    """With eager attention the keys at padding depend on the whole prompt; all of the cache is compared."""
+    model = tiny.build_model(tiny.ModelSpec("gemma3", attention=attention))
+    given = tiny.build_inputs(model, 3, 1, num_text_tokens=(30, 30))
+    text = tiny.special_ids(model.tiny_spec).text
+    for name, value in given.items():
+        if name != "pixel_values":
+            given[name] = torch.nn.functional.pad(value, (2, 0))
+    with speculate(model, "hybrid", tree_size=8, reuse_prefix=True):
+        for number in range(4):
+            given["input_ids"][:, -3:] = text[number]
+            found = model.generate(**given, **OPTIONS, **ALL_OUTPUTS)
+            reused = mmspec.stats(model, last=True).reused_positions
+            with mmspec.disabled(model):
+                plain = model.generate(**given, **OPTIONS, **ALL_OUTPUTS)
+            assert torch.equal(found.sequences, plain.sequences)
+            for one, other in zip(found.past_key_values.layers, plain.past_key_values.layers, strict=True):
+                torch.testing.assert_close(one.keys, other.keys, atol=1e-4, rtol=1e-4)
+    assert (reused > 0) is (attention == "sdpa")
