@@ -136,6 +136,7 @@ def unpatch(model: Any) -> Any:
             remove_capture_hooks(patched)
         if state.original_attention is not None:
             _set_text_attention(patched, state.original_attention)
+        state.huge_pages.give_back(weight for weight in patched.parameters() if weight.is_cpu)
         patched.__dict__.pop(KEY, None)  # behind all that: what is interrupted can be called again
     return model
 
@@ -158,6 +159,7 @@ def stats(model: Any, last: bool = False) -> Stats:
         found = copy.deepcopy(state.last if last else state.total)
     says = getattr(unwrap(model).config, "description", None)
     found.description = printable(" ".join(says.split()))[:300] if isinstance(says, str) and says.strip() else None
+    found.copied_weight_bytes = state.huge_pages.copied_bytes
     return found
 
 

@@ -3,8 +3,9 @@
 A round reads all weights, and with pages of 4 KiB a share of its time is spent on looking up where they are.
 `madvise(MADV_COLLAPSE)` (Linux 6.1 or later) moves memory into pages of 2 MiB; addresses and contents stay. It takes
 0.3 to 5 ms a page, in the calling thread, so a call of `generate` spends at most what its own tokens gain by it, and
-later calls go on. What the kernel refuses (weights mapped from a file, no memory in one piece) stays as it is, and is
-not tried again. Independent of models.
+later calls go on. Weights that are mapped from a file (a checkpoint in the type that is loaded) are first copied, where
+memory is free, unless they have gradients. What the kernel refuses (no memory in one piece) stays as it is, and is not
+tried again. Independent of models.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from mmspec.cpu.copies import free_bytes
+from mmspec.cpu.mapped import MappedFile, copy_mapping, restore_mapping
 from mmspec.cpu.weights import QuantisedWeight, Weight
 from mmspec.forks import new_lock
 
@@ -54,11 +56,14 @@ class HugePages:
     Attributes:
         nbytes: of the weights that lie in huge pages by this.
         refused: why the last range that was not moved was not; "" if all were.
+        copied: of the ranges that were copied, where they were mapped from.
     """
 
     def __init__(self) -> None:
         self.nbytes = 0
         self.refused = ""
+        self.copied: dict[Range, MappedFile] = {}
+        self._may_copy = False
         self._addresses: list[Range] = []
         self._waiting: list[Range] = []
         self._seen: set[Range] = set()
@@ -69,10 +74,18 @@ class HugePages:
         """Whether there is nothing more to try."""
         return not self._waiting
 
+    @property
+    def copied_bytes(self) -> int:
+        """Of weights that were mapped from a file."""
+        return sum(end - start for start, end in self.copied)
+
     def describe(self) -> str:
         """How much was moved, or why nothing was."""
         if self.nbytes:
-            return f"on for {self.nbytes >> 20} MiB" + (f"; not for all: {self.refused}" if self.refused else "")
+            copied = f", {self.copied_bytes >> 20} MiB of them copied from a file's" if self.copied else ""
+            return f"on for {self.nbytes >> 20} MiB{copied}" + (
+                f"; not for all: {self.refused}" if self.refused else ""
+            )
         return f"off: {self.refused or 'the weights are few, or in small pieces'}"
 
     def add(self, weights: Iterable[Weight], num_tokens: int = MAX_TOKENS) -> None:
@@ -83,7 +96,9 @@ class HugePages:
                 has been tried, nothing happens.
             num_tokens: that are going to be decoded.
         """
+        weights = list(weights)
         addresses = [block for weight in weights for block in _blocks(weight)]
+        self._may_copy = all(isinstance(one, QuantisedWeight) or one.grad is None for one in weights)
         if (addresses == self._addresses and not self._waiting) or not self._lock.acquire(blocking=False):
             return
         try:
@@ -107,12 +122,31 @@ class HugePages:
                 return
             one = self._waiting.pop()
             self._seen.add(one)
-            if reason := collapse(*one):
+            if reason := self._collapse(*one):
                 self.refused = reason
             else:
                 self.nbytes += one[1] - one[0]
             if not self._waiting:
                 logger.info("mmspec: huge pages for weights: %s", self.describe())
+
+    def _collapse(self, start: int, end: int) -> str:
+        """`collapse`, of a copy where the range is mapped from a file."""
+        if not (reason := collapse(start, end)) or not self._may_copy:
+            return reason
+        source = copy_mapping(start, end)
+        if source is None:
+            return reason
+        self.copied[start, end] = source
+        return collapse(start, end)
+
+    def give_back(self, weights: Iterable[Weight]) -> None:
+        """Map what was copied from its file again, if it is memory of these weights and nobody has changed it."""
+        with self._lock:
+            blocks = _joined(block for weight in weights for block in _blocks(weight)) if self.copied else []
+            for (start, end), source in self.copied.items():
+                if any(first <= start and end <= last for first, last in blocks):
+                    restore_mapping(start, end, source)
+            self.copied.clear()
 
 
 def huge_ranges(blocks: Iterable[Range]) -> list[Range]:
@@ -124,17 +158,22 @@ def huge_ranges(blocks: Iterable[Range]) -> list[Range]:
     Returns:
         Ranges of whole huge pages, ascending, each of at most `STEP` bytes.
     """
-    joined: list[list[int]] = []
-    for start, end in sorted(blocks):
-        if joined and start - joined[-1][1] <= MAX_GAP:
-            joined[-1][1] = max(joined[-1][1], end)
-        else:
-            joined.append([start, end])
     found = []
-    for start, end in joined:
+    for start, end in _joined(blocks):
         first, last = -(-start // HUGE_PAGE) * HUGE_PAGE, end // HUGE_PAGE * HUGE_PAGE
         found += [(at, min(at + STEP, last)) for at in range(first, last, STEP)]
     return found
+
+
+def _joined(blocks: Iterable[Range]) -> list[Range]:
+    """Blocks, ascending; those that follow one another are one."""
+    joined: list[Range] = []
+    for start, end in sorted(blocks):
+        if joined and start - joined[-1][1] <= MAX_GAP:
+            joined[-1] = joined[-1][0], max(joined[-1][1], end)
+        else:
+            joined.append((start, end))
+    return joined
 
 
 def collapse(start: int, end: int) -> str:
@@ -165,7 +204,7 @@ def describe_huge_pages() -> str:
     """Whether weights are moved into huge pages on this system, or why not."""
     if reason := obstacle():
         return f"off: {reason}"
-    return f"on for weights of {MIN_BYTES >> 20} MiB or more that are not mapped from a file"
+    return f"on for weights of {MIN_BYTES >> 20} MiB or more"
 
 
 @cache

@@ -61,6 +61,7 @@ class Stats:
         row_forwards: `row_rounds` of each row of the last call.
         waits_for: what the drafter may yet make, and what it would have saved so far; None for nothing.
         compression: result of the compressor for each row of the last call; empty if none was applied.
+        copied_weight_bytes: of weights that were mapped from a file and are copied until `unpatch`, of `mmspec.stats`.
         description: what the model says of itself (`config.description`), of `mmspec.stats`; None if nothing.
     """
 
@@ -92,6 +93,7 @@ class Stats:
     row_forwards: list[int] = field(default_factory=list)
     waits_for: str | None = None
     compression: list[CompressionRecord] = field(default_factory=list)
+    copied_weight_bytes: int = 0
     description: str | None = None
 
     @property

@@ -16,7 +16,9 @@ import mmspec
 from mmspec.cpu import huge_pages as module
 from mmspec.cpu.c_kernel import load_kernel
 from mmspec.cpu.huge_pages import HUGE_PAGE, STEP, HugePages, Range, describe_huge_pages, huge_ranges, obstacle
+from mmspec.cpu.mapped import mapped_file
 from mmspec.cpu.weights import QuantisedWeight, Weight
+from mmspec.patching import patch_state
 from mmspec.targets.hf import HFTarget
 
 needs_huge_pages = pytest.mark.skipif(bool(obstacle()), reason="no huge pages on this system")
@@ -188,16 +190,85 @@ def test_freed_memory_is_harmless() -> None:
     assert ctypes.get_errno()
 
 
-def test_weights_mapped_from_a_file_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As transformers loads a checkpoint in its own type. Some systems can move them, too."""
+def mapped_weight(file: Path) -> tuple[Tensor, Tensor]:
+    """A weight that is mapped from a file, as transformers loads a checkpoint in its own type; and its numbers."""
+    numbers = torch.arange(6 << 20, dtype=torch.float32)
+    file.write_bytes(numbers.numpy().tobytes())
+    return torch.from_file(str(file), size=len(numbers), dtype=torch.float32).view(-1, 1024), numbers.view(-1, 1024)
+
+
+def is_mapped(weight: Tensor) -> list[bool]:
+    """Whether each of its huge ranges is still mapped from a file."""
+    ranges = huge_ranges([(weight.data_ptr(), weight.data_ptr() + weight.nbytes)])
+    return [mapped_file(*one) is not None for one in ranges]
+
+
+@needs_huge_pages
+@pytest.mark.parametrize("change", ["none", "weight", "file", "other file", "gone"])
+def test_weights_mapped_from_a_file_are_copied_and_given_back(
+    change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "MIN_BYTES", 0)
-    file = tmp_path / "weights"
-    file.write_bytes(bytes(8 << 20))
-    weight = torch.from_file(str(file), size=2 << 20, dtype=torch.float32).view(-1, 1024)
+    monkeypatch.setattr(module, "GAIN_S", 1.0)
+    file, pages = tmp_path / "some weights", HugePages()
+    weight, numbers = mapped_weight(file)
+    address, before = weight.data_ptr(), file.read_bytes()
+    assert all(is_mapped(weight))
+    pages.add([weight])
+    assert weight.data_ptr() == address and torch.equal(weight, numbers) and not any(is_mapped(weight))
+    assert sum(end - start for start, end in pages.copied) == pages.copied_bytes >= weight.nbytes - 2 * HUGE_PAGE
+    assert pages.refused or "MiB of them copied" in pages.describe()
+    if change == "weight":
+        weight.mul_(-1), numbers.mul_(-1)
+    elif change == "file":
+        with file.open("r+b") as stream:
+            stream.seek(len(before) // 2)
+            stream.write(b"changed")
+    elif change == "other file":
+        (tmp_path / "other").write_bytes(before)
+        (tmp_path / "other").replace(file)
+    elif change == "gone":
+        file.unlink()
+    pages.give_back([weight])
+    given = is_mapped(weight)
+    assert any(given) == (change in ("none", "file")) and all(given) == (change == "none")
+    assert torch.equal(weight, numbers), "whatever happens to the file"
+    assert change in ("file", "gone") or file.read_bytes() == before
+    assert not pages.copied_bytes
+
+
+@needs_huge_pages
+def test_what_is_not_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights with gradients, which others may write; shared mappings; what belongs to others since."""
+    monkeypatch.setattr(module, "MIN_BYTES", 0)
+    monkeypatch.setattr(module, "GAIN_S", 1.0)
+    weight, _ = mapped_weight(tmp_path / "trained")
+    weight.grad = torch.ones_like(weight)
     pages = HugePages()
     pages.add([weight])
-    assert not weight.any()
-    assert file.read_bytes() == bytes(8 << 20)
+    shared = torch.from_file(str(tmp_path / "trained"), shared=True, size=6 << 20, dtype=torch.float32)
+    pages.add([shared])
+    assert not pages.copied and all(is_mapped(weight))
+    weight.grad = None
+    others = HugePages()
+    others.add([weight])
+    assert others.copied
+    others.give_back([weights_of()])
+    assert not any(is_mapped(weight)) and not others.copied
+
+
+@needs_huge_pages
+def test_unpatch_gives_back_what_stats_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny.build_model(tiny.ModelSpec("llava", seed=17, layers=2))
+    weight, numbers = mapped_weight(tmp_path / "weights")
+    model.register_parameter("extra", torch.nn.Parameter(weight))
+    mmspec.patch(model, drafter="none")
+    monkeypatch.setattr(module, "MIN_BYTES", 0)
+    monkeypatch.setattr(module, "GAIN_S", 1.0)
+    patch_state(model).huge_pages.add([weight])
+    assert mmspec.stats(model).copied_weight_bytes >= weight.nbytes - 2 * HUGE_PAGE
+    mmspec.unpatch(model)
+    assert all(is_mapped(weight)) and torch.equal(weight, numbers)
 
 
 @pytest.mark.parametrize("way", ["C rounds", "linear kernels", "experts", "bfloat16 copies", "torch"])
