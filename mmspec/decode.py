@@ -1,7 +1,7 @@
 """One call of the decode loop: from what transformers prepared to what its own `_sample` would return.
 
     prefill         the target, and its forward over the prompt        mmspec.prefill
-    build_loop      sampler, output, chooser, prompt, loop             mmspec.session
+    build_loop      sampler, output, chooser, prompt, loop             mmspec.build
     DecodeLoop.run  rounds, until all rows are finished                mmspec.engine.loop
 
 Who runs and computes the rounds is decided on the way, by `mmspec.backend`.
@@ -15,6 +15,7 @@ from typing import Any
 
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from mmspec.build import build_loop
 from mmspec.call import Call
 from mmspec.engine.output import OutputBuffer
 from mmspec.engine.tree_cache import CACHE_ARGUMENT
@@ -23,7 +24,6 @@ from mmspec.metrics.compression_stats import RecordingCompressor
 from mmspec.metrics.stats import Stats
 from mmspec.prefill import prefill
 from mmspec.reuse import keep_prompt
-from mmspec.session import build_loop
 from mmspec.targets.hf import HFTarget
 
 

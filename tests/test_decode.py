@@ -29,9 +29,9 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 import mmspec
+from mmspec.build import _draftable_ids
 from mmspec.engine.tree import DraftTree
 from mmspec.interfaces import Prompt
-from mmspec.session import _draftable_ids
 from mmspec.targets.forward import run_forward
 from mmspec.targets.registry import find_adapter
 from mmspec.targets.selftest import judge

@@ -66,7 +66,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("arguments", "fallback"),
     ("backend",),
     ("prefill",),
-    ("session", "reuse"),
+    ("build", "reuse"),
     ("decode",),
     ("generate",),
     ("patching",),
