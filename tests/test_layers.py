@@ -53,7 +53,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "vision.grids",
     ),
     (
-        "engine.verify",
+        "engine.accept",
         "engine.tree_cache",
         "metrics.*",
         "engine.output",
@@ -246,7 +246,7 @@ def test_tests_import_the_packaged_names() -> None:
         ("mmspec.engine.loop", "import transformers"),
         ("mmspec.engine.loop", "from mmspec.patching import patch"),
         ("mmspec.engine.loop", "def f():\n    from mmspec.drafters.ngram.lookup import Lookup"),
-        ("mmspec.engine.verify", "if TYPE_CHECKING:\n    from transformers import Cache"),
+        ("mmspec.engine.accept", "if TYPE_CHECKING:\n    from transformers import Cache"),
         ("mmspec.engine.tree", "from mmspec.engine import verify"),
         ("mmspec.engine.kv_cache", "from mmspec import patch"),
         ("mmspec.patching", "from mmspec.drafters.ngram.lookup import Lookup"),

@@ -1,6 +1,6 @@
 """Checks of draft trees and the walk along the sampled ids in C (trees.h), for tensors on the CPU.
 
-What they compute is defined by `mmspec.engine.tree.sanitize` and `mmspec.engine.verify.accept_path`, which call them.
+What they compute is defined by `mmspec.engine.tree.sanitize` and `mmspec.engine.accept.accept_path`, which call them.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def compiled_accept_path(
     stop_ids: Tensor | None,
     finished: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """See `mmspec.engine.verify.accept_path`; `tree`: tokens, parents, node_mask. None as in `compiled_sanitize`."""
+    """See `mmspec.engine.accept.accept_path`; `tree`: tokens, parents, node_mask. None as in `compiled_sanitize`."""
     tokens, parents, node_mask = tree
     whole = (tokens, parents, sampled_ids, max_emit, *(() if stop_ids is None else (stop_ids,)))
     masks = (node_mask, *(() if finished is None else (finished,)))

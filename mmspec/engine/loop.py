@@ -14,7 +14,7 @@ Between rounds the cache holds the prompt and all emitted tokens but the last, w
 round keeps as many nodes as it emits tokens. Then `output.advance` calls criteria and streamer, one output step at a
 time. Where user code needs one step at a time, `StepwiseLoop` takes over, also in the middle of a call. Compared with
 assisted generation in transformers, one object (`target`) owns the KV cache, rows have lengths of their own, and there
-is no rejection sampling (`mmspec.engine.verify`).
+is no rejection sampling (`mmspec.engine.accept`).
 
 Depends only on the interfaces: not on the model, the drafter, or how an id is sampled. Letters: B rows, N nodes,
 V vocabulary.

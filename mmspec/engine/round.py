@@ -21,12 +21,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from mmspec.engine.accept import accept_path
 from mmspec.engine.recordings import Recordings, WrittenPlace
 from mmspec.engine.rng import read_noise
 from mmspec.engine.sampler import RoundHistory, TreeSampler
 from mmspec.engine.tree import DraftTree, first_chain, sanitize
 from mmspec.engine.verifier import RoundReader, resize
-from mmspec.engine.verify import accept_path
 from mmspec.interfaces.round import DraftPart, ScorePart
 
 ROUND = "round"

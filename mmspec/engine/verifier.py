@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from mmspec.engine.accept import accept_path
 from mmspec.engine.output import OutputBuffer
 from mmspec.engine.row_state import RowState
 from mmspec.engine.sampler import TreeSampler
 from mmspec.engine.tree import DraftTree
-from mmspec.engine.verify import accept_path
 from mmspec.interfaces.target import VerifyResult
 
 

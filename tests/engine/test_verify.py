@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from mmspec.engine.accept import accept_path
 from mmspec.engine.tree import DraftTree, build_tree, replace_with_chain, root_only, sanitize
-from mmspec.engine.verify import accept_path
 
 
 def slow_accept_path(

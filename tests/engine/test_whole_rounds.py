@@ -81,7 +81,7 @@ def without_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: heads, checks of trees and accepted paths do not run in C."""
     monkeypatch.setattr(c_draft, "active_kernel", lambda: None)
     monkeypatch.setattr("mmspec.engine.tree.compiled_sanitize", lambda *args: None)
-    monkeypatch.setattr("mmspec.engine.verify.compiled_accept_path", lambda *args: None)
+    monkeypatch.setattr("mmspec.engine.accept.compiled_accept_path", lambda *args: None)
 
 
 @cache
