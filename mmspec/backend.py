@@ -95,7 +95,7 @@ def _use_c(plan: CallPlan, target: HFTarget) -> None:
         kernel = load_kernel() if plan.autotuner.allow_c else None
         reason = f"there is no C kernel: {describe_kernel().removeprefix('none: ')}"
     if kernel is not None:
-        target.use_c_rounds(kernel, plan.modules)
+        target.use_c(kernel, plan.modules)
         reason = None if target.rounds is not None else "it does not compute this model, with these inputs"
     if reason is not None and plan.config.backend == "c":
         plan.warn(f"backend='c': a call runs in torch ({reason})")

@@ -35,7 +35,7 @@ from mmspec.app.caption.config import CaptionConfig, ProcessInfo
 from mmspec.app.caption.option_fields import PROMPT
 from mmspec.app.modeling.captioner import Caption, Captioner
 from mmspec.patching import KEY
-from mmspec.targets.c_rounds import CRounds
+from mmspec.targets.c_forwards import CForwards
 from mmspec.targets.hf import HFTarget
 from research.bench.session import provenance
 from research.scenes.render import render_scene
@@ -108,13 +108,13 @@ class JobSystem:
 def counted_rows(computes_all: bool) -> Iterator[list[int]]:
     """The rows that each forward over nodes computes; with `computes_all` those that have ended, too."""
     found: list[int] = []
-    score, score_in_c = HFTarget.score, CRounds.score
+    score, score_in_c = HFTarget.score, CForwards.score
 
     def spy(self: HFTarget, tree: Any, indices: Any = (), active: Any = None) -> Any:
         found.append(len(tree.tokens))
         return score(self, tree, indices, None if computes_all else active)
 
-    def spy_in_c(self: CRounds, tree: Any, kv_cache: Any, indices: Any, active: Any = None) -> Any:
+    def spy_in_c(self: CForwards, tree: Any, kv_cache: Any, indices: Any, active: Any = None) -> Any:
         scored = score_in_c(self, tree, kv_cache, indices, active)
         if scored is not None and active is not None:
             found[-1] = sum(active)
@@ -122,7 +122,7 @@ def counted_rows(computes_all: bool) -> Iterator[list[int]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(HFTarget, "score", spy)
-        patch.setattr(CRounds, "score", spy_in_c)
+        patch.setattr(CForwards, "score", spy_in_c)
         yield found
 
 

@@ -247,7 +247,7 @@ def test_tests_import_the_packaged_names() -> None:
         ("mmspec.engine.loop", "from mmspec.patching import patch"),
         ("mmspec.engine.loop", "def f():\n    from mmspec.drafters.ngram.lookup import Lookup"),
         ("mmspec.engine.accept", "if TYPE_CHECKING:\n    from transformers import Cache"),
-        ("mmspec.engine.tree", "from mmspec.engine import verify"),
+        ("mmspec.engine.tree", "from mmspec.engine import accept"),
         ("mmspec.engine.kv_cache", "from mmspec import patch"),
         ("mmspec.patching", "from mmspec.drafters.ngram.lookup import Lookup"),
         ("mmspec.targets.llava", "from mmspec.vision.pool import Pool"),

@@ -107,7 +107,7 @@ class HFDraftModel:
             return None
         target.prefill()
         if input_ids.device.type == "cpu" and (kernel := load_kernel()) is not None:
-            target.use_c_rounds(kernel, scan_modules(self.adapter.model))
+            target.use_c(kernel, scan_modules(self.adapter.model))
         return target
 
 

@@ -36,7 +36,7 @@ from mmspec.interfaces import VerifyResult
 from mmspec.interfaces.round import ScorePart
 from mmspec.targets.base import ModelAdapter
 from mmspec.targets.c_check import NodeCall
-from mmspec.targets.c_rounds import CRounds, c_rounds
+from mmspec.targets.c_forwards import CForwards, c_forwards
 from mmspec.targets.forward import CallTensors, NodeForward, run_forward, takes_one_mask
 from mmspec.targets.lanes import Lane
 from mmspec.targets.model_state import model_revision
@@ -118,7 +118,7 @@ class HFTarget:
         self._max_length = self.user_cache.get_seq_length() + input_ids.shape[1] + max_new_tokens
         self._lane = lane
         self.recordings: Recordings | None = None if lane is None else lane.recordings
-        self.rounds: CRounds | None = None
+        self.rounds: CForwards | None = None
         self._runs_user_code = cache_is_observed
         capacity = self._max_length + BUCKETS[-1]
         batch = len(input_ids)
@@ -212,8 +212,8 @@ class HFTarget:
             ]
         return logits[:, -1], dict(zip(hidden_state_indices, states, strict=True))
 
-    def use_c_rounds(self, kernel: CKernel, modules: ModuleScan) -> None:
-        """After the prefill: let `score` run in C, if `c_rounds` finds the model and the call fit."""
+    def use_c(self, kernel: CKernel, modules: ModuleScan) -> None:
+        """After the prefill: let `score` run in C, if `c_forwards` finds the model and the call fit."""
         if self._lane is not None:
             return
         media = torch.tensor(self.adapter.media_token_ids, device=self.input_ids.device)
@@ -222,7 +222,7 @@ class HFTarget:
             self.adapter, self.revision, self.node_forward.template, self.call_tensors, self.buffer, has_media
         )
         with self._mode():
-            self.rounds = c_rounds(kernel, call, modules, self._runs_user_code)
+            self.rounds = c_forwards(kernel, call, modules, self._runs_user_code)
         self.skips_rows = self.rounds is not None
 
     def decoding(self) -> AbstractContextManager[Any]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from mmspec.interfaces import DrafterRequirements, DraftTarget
 from mmspec.targets.base import ModelAdapter
-from mmspec.targets.c_rounds import CRounds
+from mmspec.targets.c_forwards import CForwards
 from mmspec.targets.forward import NodeForward
 from mmspec.targets.hf import HFTarget
 from mmspec.targets.layer_access import LayerAccess, layer_access
@@ -86,7 +86,7 @@ class CallLayerSubsets:
         return self._target.model if self._copy is None else self._copy.twin(self._target.model)
 
     @cached_property
-    def _rounds(self) -> CRounds | None:
+    def _rounds(self) -> CForwards | None:
         """Its forwards in C; the target has its own by the first draft."""
         rounds = self._target.rounds
         return rounds if rounds is None or self._copy is None else self._copy.rounds(rounds)

@@ -24,7 +24,7 @@ from mmspec.engine.revision import Revision
 from mmspec.forks import new_lock
 from mmspec.interfaces import DrafterRequirements
 from mmspec.targets.base import ModelAdapter
-from mmspec.targets.c_rounds import CRounds
+from mmspec.targets.c_forwards import CForwards
 from mmspec.targets.copied_layers import (
     CopiedLayer,
     agreement,
@@ -135,7 +135,7 @@ class QuantisedCopy:
         """A shallow copy of the model that computes the copied layers by the quantised weights."""
         return with_forwards(model, {name: self._forward(one.weight) for name, one in self.layers.items()})
 
-    def rounds(self, rounds: CRounds) -> CRounds | None:
+    def rounds(self, rounds: CForwards) -> CForwards | None:
         """The forwards in C of a call on the quantised weights; None where they do not fit."""
         if not isinstance(self._products, CProducts):
             return None
@@ -147,7 +147,7 @@ class QuantisedCopy:
             self._decoder = known
         return None if known is None else rounds.over(known)
 
-    def _new_rounds(self, rounds: CRounds) -> CRounds | None:
+    def _new_rounds(self, rounds: CForwards) -> CForwards | None:
         modules = dict(self.model.named_modules())
         weights: dict[tuple[int, tuple[int, ...]], QuantisedWeight] = {}
         for name, one in self.layers.items():

@@ -286,7 +286,7 @@ def test_generate_hands_over_what_the_kernels_read(
 
     monkeypatch.setattr(HugePages, "add", spy)
     if way == "linear kernels":
-        monkeypatch.setattr(HFTarget, "use_c_rounds", lambda *_: None)
+        monkeypatch.setattr(HFTarget, "use_c", lambda *_: None)
     model = tiny.build_model(tiny.ModelSpec("qwen3_moe" if way == "experts" else "llava", seed=17, layers=2))
     if way == "bfloat16 copies":
         model.to(torch.bfloat16).to(torch.float32)

@@ -175,7 +175,7 @@ def test_generate_in_half_precision_uses_the_kernel(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, products: list[tuple[torch.dtype, int]]
 ) -> None:
     choose(monkeypatch, True)
-    monkeypatch.setattr(HFTarget, "use_c_rounds", lambda *args: None)  # the model's own forward
+    monkeypatch.setattr(HFTarget, "use_c", lambda *args: None)  # the model's own forward
     model, processor = random_model("tiny")
     model.to(dtype)
     maker = Captioner(model, processor)

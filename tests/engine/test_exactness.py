@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from mmspec.cpu.c_kernel import load_kernel
 from mmspec.engine.tree import DraftTree
 from mmspec.interfaces import Prompt
-from mmspec.targets.c_rounds import CRounds
+from mmspec.targets.c_forwards import CForwards
 
 SLICE = range(150)
 BF16 = range(500, 530)
@@ -38,14 +38,14 @@ def c_scores(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     if load_kernel() is None:
         pytest.skip("no compiler or another processor")
     done: list[bool] = []
-    original = CRounds.score
+    original = CForwards.score
 
-    def score(self: CRounds, *args: Any) -> Any:
+    def score(self: CForwards, *args: Any) -> Any:
         found = original(self, *args)
         done.append(found is not None)
         return found
 
-    monkeypatch.setattr(CRounds, "score", score)
+    monkeypatch.setattr(CForwards, "score", score)
     return done
 
 

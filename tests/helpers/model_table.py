@@ -28,7 +28,7 @@ from packaging.version import Version
 import mmspec
 from mmspec import fallback
 from mmspec.cpu.linear import find_linear_layers
-from mmspec.targets.c_rounds import CRounds
+from mmspec.targets.c_forwards import CForwards
 from mmspec.targets.registry import find_adapter
 from mmspec.targets.selftest import run_selftest
 
@@ -136,14 +136,14 @@ def measure_rounds(family: str) -> dict[str, str]:
         except RuntimeError:
             found[dtype] = "-"
             continue
-        original, are_in_c = CRounds.score, list[bool]()
+        original, are_in_c = CForwards.score, list[bool]()
 
-        def spy(self: CRounds, *args: Any, original: Any = original, are_in_c: list[bool] = are_in_c) -> Any:
+        def spy(self: CForwards, *args: Any, original: Any = original, are_in_c: list[bool] = are_in_c) -> Any:
             scored = original(self, *args)
             are_in_c.append(scored is not None)
             return scored
 
-        with mock.patch.object(CRounds, "score", spy), fuzz.patch_model(model, "lookup", tree_size=4):
+        with mock.patch.object(CForwards, "score", spy), fuzz.patch_model(model, "lookup", tree_size=4):
             model.generate(**inputs, **options)
             reason = mmspec.stats(model, last=True).fallback_reason
         if reason:

@@ -32,7 +32,7 @@ import mmspec.engine.output
 import mmspec.engine.rng
 import mmspec.engine.sampler
 import mmspec.engine.verifier
-import mmspec.targets.c_rounds
+import mmspec.targets.c_forwards
 import mmspec.targets.forward
 import mmspec.targets.hf
 from mmspec.cpu.c_kernel import CKernel
@@ -218,7 +218,7 @@ MUTANTS: dict[str, list[Replacement]] = {
     "noise off by one step": [(_NOISE, "read", _noise_of_next_step)],
     "a sibling visible in the mask": [
         (_FORWARD, "_mask", _visible_siblings),
-        (mmspec.targets.c_rounds.CRounds, "score", _visible_siblings),
+        (mmspec.targets.c_forwards.CForwards, "score", _visible_siblings),
     ],
     "the wrong nodes in the KV cache": [(mmspec.engine.kv_cache.RaggedKVCache, "keep_path", _first_nodes_in_cache)],
     "stop conditions only at the end of a round": [

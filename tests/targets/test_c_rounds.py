@@ -26,7 +26,7 @@ import mmspec
 from mmspec.cpu.c_kernel import load_kernel
 from mmspec.cpu.decoder import CDecoder, DecoderInputs
 from mmspec.targets import c_check
-from mmspec.targets.c_rounds import CRounds
+from mmspec.targets.c_forwards import CForwards
 from mmspec.targets.hf import HFTarget
 from mmspec.targets.module_scan import scan_modules
 
@@ -45,14 +45,14 @@ HALVES = ("bfloat16", "float16")
 def forwards(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """For every round of a recognised model, whether the C decoder computed it."""
     done: list[bool] = []
-    original = CRounds.score
+    original = CForwards.score
 
-    def spy(self: CRounds, *args: Any) -> Any:
+    def spy(self: CForwards, *args: Any) -> Any:
         scored = original(self, *args)
         done.append(scored is not None)
         return scored
 
-    monkeypatch.setattr(CRounds, "score", spy)
+    monkeypatch.setattr(CForwards, "score", spy)
     return done
 
 
@@ -65,7 +65,7 @@ def use_c(target: HFTarget) -> None:
     kernel = load_kernel()
     assert kernel is not None
     target.prefill()
-    target.use_c_rounds(kernel, scan_modules(target.model))
+    target.use_c(kernel, scan_modules(target.model))
 
 
 @pytest.mark.parametrize("family", [*TEXT, *VISION])
@@ -523,8 +523,8 @@ def test_a_model_is_tested_once_and_again_after_a_change(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("tokens", [1, 2])
 def test_one_token_needs_no_rounds(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model, read = get_model("llava", seed=14), []
-    original = HFTarget.use_c_rounds
-    monkeypatch.setattr(HFTarget, "use_c_rounds", lambda *args: read.append(args) or original(*args))
+    original = HFTarget.use_c
+    monkeypatch.setattr(HFTarget, "use_c", lambda *args: read.append(args) or original(*args))
     with speculate(model, "lookup"):
         generate_plain(model, tiny.build_inputs(model, 4, 1), **{**OUTPUTS, "max_new_tokens": tokens})
     assert len(read) == tokens - 1

@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import mmspec
 from mmspec.cpu.c_kernel import load_kernel
-from mmspec.targets.c_rounds import CRounds
+from mmspec.targets.c_forwards import CForwards
 from mmspec.targets.module_scan import scan_modules
 from research.bench.peers.write_shape_gguf import write_shape
 from research.bench.shape.models import TEXT_SHAPES
@@ -41,14 +41,14 @@ def forwards(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     if load_kernel() is None:
         pytest.skip("no compiler or another processor")
     done: list[bool] = []
-    original = CRounds.score
+    original = CForwards.score
 
-    def spy(self: CRounds, *args: Any) -> Any:
+    def spy(self: CForwards, *args: Any) -> Any:
         scored = original(self, *args)
         done.append(scored is not None)
         return scored
 
-    monkeypatch.setattr(CRounds, "score", spy)
+    monkeypatch.setattr(CForwards, "score", spy)
     return done
 
 

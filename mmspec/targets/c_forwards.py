@@ -35,7 +35,7 @@ WEIGHT_COPIES = WeightCopies()
 """Of the weights of all models of this process."""
 
 
-class CRounds:
+class CForwards:
     """The forwards over tree nodes of one call, by a `CDecoder`.
 
     Attributes:
@@ -128,7 +128,7 @@ class CRounds:
             return caches
         return [caches[index] for index in self._layers]
 
-    def with_matrices(self, convert: Callable[[Weight], Weight]) -> CRounds | None:
+    def with_matrices(self, convert: Callable[[Weight], Weight]) -> CForwards | None:
         """The same with other matrices (`CDecoder.with_matrices`); None if they do not fit."""
         try:
             decoder = self.decoder.with_matrices(convert)
@@ -136,13 +136,13 @@ class CRounds:
             return None
         return self.over(decoder)
 
-    def over(self, decoder: CDecoder) -> CRounds:
+    def over(self, decoder: CDecoder) -> CForwards:
         """The same with another decoder of the same shape."""
-        return CRounds(decoder, self._parts, self._call, self._runs_user_code, self._layers)
+        return CForwards(decoder, self._parts, self._call, self._runs_user_code, self._layers)
 
-    def restrict(self, layers: Sequence[int]) -> CRounds:
+    def restrict(self, layers: Sequence[int]) -> CForwards:
         """The same with these decoder layers of the model only."""
-        return CRounds(self.decoder.restrict(layers), self._parts, self._call, self._runs_user_code, layers)
+        return CForwards(self.decoder.restrict(layers), self._parts, self._call, self._runs_user_code, layers)
 
 
 def _spread(computed: Tensor, rows: Sequence[int], batch: int) -> Tensor:
@@ -152,7 +152,7 @@ def _spread(computed: Tensor, rows: Sequence[int], batch: int) -> Tensor:
     return spread
 
 
-def c_rounds(kernel: CKernel, call: NodeCall, modules: ModuleScan, runs_user_code: bool) -> CRounds | None:
+def c_forwards(kernel: CKernel, call: NodeCall, modules: ModuleScan, runs_user_code: bool) -> CForwards | None:
     """The forwards in C of a call; None if the model or the call is not for them.
 
     Args:
@@ -172,4 +172,4 @@ def c_rounds(kernel: CKernel, call: NodeCall, modules: ModuleScan, runs_user_cod
         decoder = CDecoder(kernel, parts.shape, parts.layers, parts.ends, parts.rotaries, copies)
     except ValueError:  # weights of other types, devices or shapes
         return None
-    return CRounds(decoder, parts, call, runs_user_code)
+    return CForwards(decoder, parts, call, runs_user_code)
