@@ -40,14 +40,12 @@ DEFAULT_TREE_SIZE = 8
 """Tree size with `deterministic=True`, and upper bound before anything is measured."""
 TRIED_TRUST, TRIED_NODES = 0.7, 4
 """Least trust in the scores of a source that is tried, and most nodes."""
-MAKE_ROUNDS = 40
-"""Rounds of plain decoding, which reads all weights too, that making a copy of them takes at least."""
 FIRST_LEVELS = 3
 """Levels of the first draft, before anything is measured."""
 PLAN_EVERY = 8
 """Rounds after which the levels of a source that is known are chosen anew."""
 REMEASURE_EVERY = 128
-"""Rounds after which plain decoding is measured again, so that its cost is not overestimated for long."""
+"""Rounds after which plain decoding is measured again."""
 ASSUMED_ACCEPTANCE = 0.3
 """Of a node whose score is not read; trust corrects it."""
 DEVICES_WITH_SCORES = frozenset({"cpu"})
@@ -105,7 +103,7 @@ class Chooser:
         self.max_tree_size = fixed_tree_size or max_tree_size
         self.source: Source | None = None
         self.levels, self.rate = 1, 0.0
-        self._is_trial, self._gain, self._since_plain, self._number = False, 0.0, 0, 0
+        self._is_trial, self._gain, self._made_s, self._since_plain, self._number = False, 0.0, 0.0, 0, 0
         self._rounds: dict[tuple[int, str], Rounds] = {}
         self._plans: dict[tuple[int, str], tuple[int, float, float]] = {}
 
@@ -156,21 +154,18 @@ class Chooser:
         """What may yet be made, for people; None for nothing."""
         if self.offer is None:
             return None
-        cost_s = self._make_s(self.offer)
+        cost_s = self.economy.make_s(self.offer, self.batch)
         return f"{self.offer.what}: would have saved {self.economy.saved_s:.1f} s so far, takes {cost_s:.1f} s to make"
-
-    def _make_s(self, offer: Offer) -> float:
-        at_least_s = MAKE_ROUNDS * (self.economy.round_s(self.batch, 1) or 0.0)
-        return self.economy.rounds_s.get("make", 1, 1) or max(offer.make_s, at_least_s)
 
     def _take_offer(self) -> None:
         """Make what would have paid for itself by now (rent or buy)."""
         offer = self.offer
-        if offer is None or self.economy.saved_s < self._make_s(offer):
+        if offer is None or self.economy.saved_s < self.economy.make_s(offer, self.batch):
             return
         self.offer, start = None, time.perf_counter()
         self.sources += offer.make()
-        self.economy.rounds_s.add("make", 1, 1, time.perf_counter() - start)
+        self._made_s = time.perf_counter() - start
+        self.economy.rounds_s.add("make", 1, 1, self._made_s)
 
     def _count_offer(self, seconds: float) -> None:
         """What an offer would have saved in a round of so many seconds: drafts in it are guided by those of now."""
@@ -310,13 +305,13 @@ class Chooser:
                 if source is None or key != (self.batch, source.name):
                     self._rounds[key] = rounds.scaled(IDLE_DECAY)
             if source is not None:
-                economy.drafts_s.add(source.name, self.batch, self.levels, draft_s)
+                economy.drafts_s.add(source.name, self.batch, self.levels, draft_s - self._made_s)
                 seconds += economy.draft_s(source, self.batch, self.levels)
                 self._count(source, num_nodes, tokens, num_accepted)
             earned_s = tokens / self.rate - seconds if self._is_trial and self.rate else TRIAL_SHARE * seconds
             self._count_offer(seconds)
             economy.credit_s = min((MAX_CREDIT - FIRST_CREDIT) * plain_s, economy.credit_s + earned_s)
-        self.source, self._gain = None, 0.0
+        self.source, self._gain, self._made_s = None, 0.0, 0.0
 
     def _count(self, source: Source, num_nodes: int, tokens: float, num_accepted: Sequence[int]) -> None:
         """What a source has brought."""

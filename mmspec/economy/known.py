@@ -16,6 +16,8 @@ PRIOR_ROUNDS = 8.0
 MIN_TRUST, MAX_TRUST = 0.05, 1.5
 """Bounds of the ratio of accepted tokens to those that scores predicted."""
 
+MAKE_ROUNDS = 40
+"""Rounds of plain decoding, which reads all weights too, that making a copy of them takes at least."""
 RESTORED = 4.0
 """What the counts of another process count for: texts differ."""
 
@@ -180,6 +182,11 @@ class Economy:
         if known is None:
             return assumed
         return min(known, assumed) if self.drafts_s.count(source.name, rows) == 1 else known  # it may have stalled
+
+    def make_s(self, offer: Offer, rows: int) -> float:
+        """Seconds that making what is offered takes, as far as is known."""
+        at_least_s = MAKE_ROUNDS * (self.round_s(rows, 1) or 0.0)
+        return self.rounds_s.get("make", 1, 1) or max(offer.make_s, at_least_s)
 
     def trust(self, source: Source) -> float:
         """Ratio of accepted tokens to those that the scores of a source predict."""
