@@ -47,12 +47,18 @@ def parts(device: str, small: bool) -> list[Part]:
     contexts = ("--contexts", "40" if small else "64,1200", "--repeats", "1" if small else "5")
     length, tokens, repeats = ("20", "8", "1") if small else ("600", "64", "5")
     calls = ("--prompt-tokens", length, "--new-tokens", tokens, "--repeats", repeats, "--drafters", "oracle")
+    size = ("--small",) if small else ()
     bfloat16 = (*bench, "--dtype", "bfloat16")
     scenes = ("--suite", "scenes", "--drafters", "none,msd,flash", "--limit", "1" if small else "4")
     new_tokens = ("--new-tokens", tokens) if small else ()
     return [
         Part("versions", ("-m", "research.gpu_trial", "--part", "versions", "--device", device, "{json}"), 30, {}),
-        Part("exactness", ("-m", "research.gpu_trial", "--part", "exactness", "--device", device, "{json}"), 120, {}),
+        Part(
+            "exactness",
+            ("-m", "research.gpu_trial", "--part", "exactness", "--device", device, *size, "{json}"),
+            120,
+            {},
+        ),
         Part("rounds-2b", (*bfloat16, "--shape", two, *contexts), 70, {"size": "2B"}),
         Part("rounds-7b", (*bfloat16, "--shape", seven, *contexts), 100, {"size": "7B"}),
         Part("calls-7b", (*bfloat16, "--shape", seven, *calls, "--tau", "3.6"), 140, {"size": "7B"}),
@@ -69,9 +75,9 @@ def versions(device: torch.device) -> Iterator[dict[str, Any]]:
     yield row
 
 
-def exactness(device: torch.device) -> Iterator[dict[str, Any]]:
+def exactness(device: torch.device, small: bool = False) -> Iterator[dict[str, Any]]:
     """A row for each model, type, backend and drafter: calls whose tokens are those of plain `generate`."""
-    for name, model, processor, drafters in _targets(device):
+    for name, model, processor, drafters in _targets(device, small):
         for dtype in (torch.float32, torch.bfloat16):
             target = model.to(dtype)
             for backend in ("torch", "recorded") if device.type == "cuda" else ("auto",):
@@ -83,11 +89,11 @@ def exactness(device: torch.device) -> Iterator[dict[str, Any]]:
                         yield row | {"drafter": drafter, "error": one_line(error)}
 
 
-def _targets(device: torch.device) -> Iterator[tuple[str, Any, Any, Sequence[str]]]:
-    for kind in TEXT_TYPES:
+def _targets(device: torch.device, small: bool) -> Iterator[tuple[str, Any, Any, Sequence[str]]]:
+    for kind in TEXT_TYPES[: 1 if small else None]:
         shape = replace(TEXT_SHAPES["tiny"], model_type=kind)
         yield kind, build_shape_model(shape, torch.float32, device), None, TEXT_DRAFTERS
-    for name, drafters in CHECKED:
+    for name, drafters in CHECKED[: 1 if small else None]:
         yield (name, *load_model(name, "float32", str(device)), drafters)
 
 
@@ -129,7 +135,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(any(row.get("status", "ok") != "ok" for row in rows))
     hide_progress_bars(False)
     found: list[dict[str, Any]] = []
-    for row in (versions if args.part == "versions" else exactness)(torch.device(args.device)):
+    device = torch.device(args.device)
+    for row in versions(device) if args.part == "versions" else exactness(device, args.small):
         found.append(row)
         write(args.out, found)
     return int(any(row.get("error") or (row.get("dtype") == "float32" and row["same"] < row["calls"]) for row in found))

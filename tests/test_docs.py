@@ -68,6 +68,21 @@ def test_relative_links_resolve(document: Path) -> None:
     assert not missing, f"{document.relative_to(ROOT)} links to missing files: {missing}"
 
 
+def headings(document: Path) -> set[str]:
+    """The anchors of a document, as GitHub and MkDocs make them of its headings."""
+    lines = re.findall(r"^#+ (.*)$", FENCE.sub("", read_document(document)), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", line.lower()).strip().replace(" ", "-") for line in lines}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_anchors_of_links_are_headings(document: Path) -> None:
+    text = FENCE.sub("", read_document(document))
+    found = re.findall(r"\]\(([^)\s#:]*)#([^)\s]+)\)", text)
+    pages = [(document.parent / name if name else document, name, anchor) for name, anchor in found]
+    missing = [f"{name}#{anchor}" for page, name, anchor in pages if anchor not in headings(page)]
+    assert not missing, f"{document.relative_to(ROOT)} links to missing headings: {missing}"
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_file_paths_in_backticks_exist(document: Path) -> None:
     text = read_document(document)

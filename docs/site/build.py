@@ -18,6 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ROOT / "build" / "pages"
 FOLDERS = ("docs", "examples", "research")
+FROZEN = "research/changelog-before-0.1.0.md"
 FILES = ("README.md", "CONTRIBUTING.md", "CODE_OF_CONDUCT.md", "SECURITY.md", "CHANGELOG.md")
 LINK = re.compile(r"\]\(\s*([^)\s#]+)[^)]*\)")
 PYTHON = {
@@ -76,6 +77,16 @@ def linked_files(page: Path) -> Iterator[Path]:
             yield file
 
 
+def without_dead_links(page: Path) -> str:
+    """The text of a page about former states of the tree, which is not edited: what it links to may be gone."""
+
+    def link(found: re.Match[str]) -> str:
+        target = found[2]
+        return found[0] if re.match(r"[a-z]+:", target) or (page.parent / target).exists() else found[1]
+
+    return re.sub(r"\[([^\]]*)\]\(([^)\s#]+)[^)]*\)", link, page.read_text(encoding="utf-8"))
+
+
 def lay_out(pages: Path) -> None:
     """Copy and generate all pages into an empty folder."""
     shutil.rmtree(pages, ignore_errors=True)
@@ -90,6 +101,7 @@ def lay_out(pages: Path) -> None:
             target.parent.mkdir(parents=True, exist_ok=True)
             if not target.exists():
                 shutil.copy(file, target)
+    (pages / FROZEN).write_text(without_dead_links(ROOT / FROZEN), encoding="utf-8")
     (pages / "reference").mkdir()
     (pages / "reference" / "python.md").write_text(python_page(), encoding="utf-8")
     (pages / "reference" / "commands.md").write_text(commands_page(), encoding="utf-8")
