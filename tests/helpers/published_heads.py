@@ -34,10 +34,10 @@ class Layout:
     Attributes:
         config: as published, in small.
         family: of a tiny target that such heads exist for.
-        kind: "eagle", "msd", "vispec", "eagle3", "block" (DFlash and DSpark) or "dflash2".
+        kind: "eagle", "msd", "vispec", "eagle3", "block" (DFlash and DSpark), "dflash2" or "domino".
         options: what its tensors have: `bias` of `fc`, `qkv_bias`, `input_norm`, `final_norm`, `layer` (the prefix of
-            the layer), `adaptor` (that of ViSpec's), `markov`, `pairs`, `lm_head`, `map`; and what its code does, as
-            arguments of `SlowBlock`, in `reader`.
+            the layer), `adaptor` (that of ViSpec's), `markov`, `pairs`, `gru`, `lm_head`, `map`; and what its code
+            does, as arguments of `SlowBlock`, in `reader`.
     """
 
     config: Mapping[str, Any]
@@ -260,6 +260,42 @@ LAYOUTS |= {
         "dflash2",
         {"pairs": 6, "reader": {"from_anchor": False, **OUTPUTS_OF_LAYERS}},
     ),
+    "Domino, SpecForge": Layout(
+        BLOCK
+        | {
+            "architectures": ["DominoDraftModel"],
+            "dflash_config": {
+                "mask_token_id": V - 1,
+                "target_layer_ids": [0, 3, 6],
+                "projector_type": "domino",
+                "emb_dim": 7,
+                "gru_hidden_dim": 9,
+                "pure_draft_prefix_len": 1,
+                "shift_label": True,
+            },
+        },
+        "qwen3_vl",
+        "domino",
+        {"gru": 9, "reader": {"from_anchor": True, **OUTPUTS_OF_LAYERS}},
+    ),
+    "Domino, SpecForge, for SGLang": Layout(
+        BLOCK
+        | {
+            "architectures": ["DFlashDraftModel"],
+            "dflash_config": {
+                "mask_token_id": V - 1,
+                "target_layer_ids": [0, 3, 6],
+                "projector_type": "domino",
+                "emb_dim": 7,
+                "gru_hidden_dim": 9,
+                "pure_draft_prefix_len": 0,
+                "shift_label": False,
+            },
+        },
+        "qwen3_vl",
+        "domino",
+        {"gru": 9, "reader": {"from_anchor": False, **OUTPUTS_OF_LAYERS}},
+    ),
     "DSpark, SpecForge": Layout(
         BLOCK
         | {
@@ -318,7 +354,7 @@ def write_head(folder: Path, layout: Layout, seed: int = 0, **changes: Any) -> P
     rng = torch.Generator().manual_seed(seed)
     config = {**layout.config, **changes}
     layer = config.get("transformer_layer_config", config)
-    shapes = _block_shapes(layout, layer) if layout.kind in ("block", "dflash2") else _shapes(layout, layer)
+    shapes = _block_shapes(layout, layer) if layout.kind in ("block", "dflash2", "domino") else _shapes(layout, layer)
     weights = {name: _draw(name, shape, rng) for name, shape in shapes.items()}
     if layout.kind == "eagle3" or layout.options.get("map"):
         ids = torch.randperm(V - 10, generator=rng)[:DRAFT_V].sort().values + 7  # neither special nor media
@@ -346,6 +382,9 @@ def _block_shapes(layout: Layout, layer: Mapping[str, Any]) -> dict[str, tuple[i
             for name in ("attention_conv", "mlp_conv"):
                 shapes[f"{prefix}.{name}.base_kernel"] = (2, 2, H)
                 shapes[f"{prefix}.{name}.kernel_projection.weight"] = (4 * H // 8, H)
+    if size := options.get("gru"):
+        shapes |= {"prefix_gru.weight_ih_l0": (3 * size, H), "prefix_gru.weight_hh_l0": (3 * size, size)}
+        shapes |= {"embed_proj.0.weight": (7, H + size), "embed_proj.2.weight": (V, 7)}
     if rank := options.get("pairs"):
         shapes |= {f"candidate_selector.{name}_codebook": (V, rank) for name in ("predecessor", "successor")}
         shapes["candidate_selector.hidden_projection.weight"] = (rank, H)

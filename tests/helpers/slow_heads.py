@@ -383,4 +383,39 @@ class SlowDflash2(SlowBlock):
         return torch.full_like(logits, -torch.inf).index_copy_(0, best, logits[best] + pairs)
 
 
-__all__ = ["Position", "Sequences", "SlowBlock", "SlowDflash2", "SlowEagle", "SlowEagle3Head", "SlowHead", "SlowVispec"]
+class SlowDomino(SlowBlock):
+    """Domino: a block corrected by a GRU over the anchor and the tokens so far."""
+
+    path: tuple[int, ...] = ()
+
+    @property
+    def has_bias(self) -> bool:
+        return True
+
+    def chain(self, num_known: int, num_tokens: int, allowed: Tensor) -> tuple[list[int], Tensor]:
+        self.path = ()
+        return super().chain(num_known, num_tokens, allowed)
+
+    def scores(self, logits: Tensor, output: Tensor, previous: int) -> Tensor:
+        self.path, settings = (*self.path, previous), self.config["dflash_config"]
+        if len(self.path) <= settings["pure_draft_prefix_len"]:
+            return logits
+        gru = torch.nn.GRU(len(output), settings["gru_hidden_dim"], bias=False)
+        gru.load_state_dict({name: self.weights[f"prefix_gru.{name}"] for name in ("weight_ih_l0", "weight_hh_l0")})
+        with torch.no_grad():
+            state = gru(self.text.embedding[list(self.path)])[0][-1]
+        inner = functional.silu(self.linear("embed_proj.0", torch.cat((output, state))))
+        return logits + self.linear("embed_proj.2", inner)
+
+
+__all__ = [
+    "Position",
+    "Sequences",
+    "SlowBlock",
+    "SlowDflash2",
+    "SlowDomino",
+    "SlowEagle",
+    "SlowEagle3Head",
+    "SlowHead",
+    "SlowVispec",
+]

@@ -25,7 +25,7 @@ from mmspec.drafters.heads.dspark.drafter import DsparkDrafter
 from mmspec.drafters.heads.dspark.head import DsparkHead
 from mmspec.drafters.heads.dspark.published_config import (
     block_attention,
-    check_block_settings,
+    check_projector,
     hidden_state_layers_of,
     keep_confidence_head,
     markov_rank,
@@ -65,7 +65,7 @@ def load_dspark(
     """
     classes, layer_values = method.classes(), dict(values.get("transformer_layer_config") or values)
     settings = {**layer_values, **values, **(values.get("dflash_config") or {})}
-    check_block_settings(settings)
+    check_projector(settings, method.projectors)
     weights = rename_tensors(weights)
     shape = parse_published_config(layer_values, target, values.get("architectures"), weights=weights)
     warn_missing_theta(layer_values)

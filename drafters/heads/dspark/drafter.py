@@ -92,11 +92,11 @@ class DsparkDrafter(BlockDrafter):
         """See `BlockDrafter`. The block's keys and values are dropped afterwards."""
         kv_cache, device = state.kv_cache, state.last_hidden.device
         k = self.block_size + (not self.head.config.sample_from_anchor)
-        anchors = self._embed(state, anchors_of(state))
+        anchors = self.embed_ids(state, anchors_of(state))
         inputs = self.head.block_inputs(anchors, k)
         if self.mask_token_id is not None:
             mask_ids = torch.full((len(anchors), k - 1), self.mask_token_id, device=device)
-            inputs = torch.cat((inputs[:, :1], self._embed(state, mask_ids)), dim=1)
+            inputs = torch.cat((inputs[:, :1], self.embed_ids(state, mask_ids)), dim=1)
         cos, sin = self.rotary_embedding(state, state.first_positions() + torch.arange(k, device=device))
         # All blocks stand behind the longest row, or the bucket of a recorded draft; the gaps are no keys.
         seq_lens = kv_cache.seq_lens
@@ -114,8 +114,8 @@ class DsparkDrafter(BlockDrafter):
         kv_cache.seq_lens = seq_lens
         return features
 
-    def _embed(self, state: DraftState, ids: Tensor) -> Tensor:
-        """[..., D] of ids [...]."""
+    def embed_ids(self, state: DraftState, ids: Tensor) -> Tensor:
+        """[..., D] embeddings of target ids [...], as the head's positions read them."""
         shared = state.shared_embeddings
         weight = getattr(shared.embed_tokens, "weight", None)
         if self.embedding_scale is None or not isinstance(weight, Tensor) or not weight.is_floating_point():

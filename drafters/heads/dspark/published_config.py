@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -21,6 +21,7 @@ ANCHORED_ARCHITECTURES = {
     "Qwen3DSparkModel": True,
     "Gemma4DSparkModel": True,
     "DSparkDraftModel": True,
+    "DominoDraftModel": False,
     "DFlashDraftModel": False,
     "Qwen3DFlashDraftModel": False,
     "DFlash2DraftModel": False,
@@ -29,16 +30,14 @@ ANCHORED_ARCHITECTURES = {
 """Class in a flat config -> whether it samples from the anchor where the config does not say (LiquidAI; DeepSeek's
 DSpark and DFlash for Qwen3 and Gemma 4; SpecForge; z-lab; NeMo Automodel). The labels of SpecForge's DSpark begin
 behind the anchor."""
-PROJECTORS = ("dflash", "dspark")
-"""Values of `projector_type`, with which SpecForge names the heads on its blocks; both are read by their tensors."""
 FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
 
 
-def check_block_settings(settings: Mapping[str, Any]) -> None:
-    """Refuse networks that are not implemented."""
-    if (kind := settings.get("projector_type")) not in (None, *PROJECTORS):
+def check_projector(settings: Mapping[str, Any], projectors: Sequence[str]) -> None:
+    """Refuse a head on a block (`projector_type`, as SpecForge names it) that is none of `projectors`."""
+    if (kind := settings.get("projector_type")) not in (None, *projectors):
         raise ValueError(
-            f"projector_type {kind!r} is not supported in a block drafter; {' and '.join(PROJECTORS)} are."
+            f"projector_type {kind!r} is not supported in a head with these tensors; {' or '.join(projectors)} is."
         )
 
 
@@ -54,6 +53,8 @@ def samples_from_anchor(values: Mapping[str, Any], settings: Mapping[str, Any], 
         return bool(settings["sample_from_anchor"])
     if settings.get("projector_type") == "dspark":
         return True
+    if settings.get("shift_label") is not None:  # Domino's
+        return bool(settings["shift_label"])
     if (kind := values.get("speculators_model_type")) == "dflash":
         return False
     if kind is not None:

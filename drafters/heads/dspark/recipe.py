@@ -33,7 +33,11 @@ MIXTURE_HELP = "the same, the hidden states added with learned weights (DFlare)"
 
 @register
 class Dspark(HeadMethod):
-    """DSpark, and DFlash, which is the same without its two small heads."""
+    """DSpark, and DFlash, which is the same without its two small heads.
+
+    Attributes:
+        projectors: values of `projector_type` of its heads.
+    """
 
     name = "dspark"
     recipes: ClassVar[tuple[Recipe, ...]] = (
@@ -44,6 +48,7 @@ class Dspark(HeadMethod):
     trains_layers = True
     speculators_types: ClassVar[tuple[str, ...]] = ("dflash", "dspark")
     published_keys = BLOCK_KEYS
+    projectors: ClassVar[tuple[str, ...]] = ("dflash", "dspark")
     served = "vLLM and speculators; needs --target, whose embeddings are copied"
 
     def classes(self) -> HeadClasses:

@@ -14,7 +14,7 @@ from parity import generate_plain, get_model
 from published_heads import LAYOUTS, write_head
 from recorded_rounds import recording
 from recorders import record_nothing
-from slow_heads import SlowBlock, SlowDflash2, SlowEagle, SlowEagle3Head, SlowHead, SlowVispec
+from slow_heads import SlowBlock, SlowDflash2, SlowDomino, SlowEagle, SlowEagle3Head, SlowHead, SlowVispec
 from transformers import PreTrainedModel
 
 import mmspec
@@ -28,6 +28,7 @@ from mmspec.targets.registry import find_adapter
 READERS: dict[str, Callable[..., SlowHead]] = {
     "block": SlowBlock,
     "dflash2": SlowDflash2,
+    "domino": SlowDomino,
     "eagle": SlowEagle,
     "msd": SlowEagle,
     "vispec": SlowVispec,
@@ -76,6 +77,7 @@ def test_drafts_of_a_call_equal_the_slow_reader(name: str, num_tokens: int, tmp_
         "EAGLE-3, AngelSlim, M-RoPE",
         "EAGLE-3, speculators 0.7",
         "DFlash 2, NeMo Automodel",
+        "Domino, SpecForge",
     ],
 )
 def test_axes_and_layers_of_compiled_and_recorded_drafts(
@@ -101,6 +103,7 @@ def test_axes_and_layers_of_compiled_and_recorded_drafts(
         "EAGLE-3, AngelSlim, M-RoPE",
         "EAGLE-3, speculators 0.7",
         "DFlash 2, NeMo Automodel",
+        "Domino, SpecForge",
     ],
 )
 def test_axes_and_layers_of_padded_rows(name: str, tmp_path: Path) -> None:

@@ -1,0 +1,112 @@
+"""The network of Domino (SpecForge): a DFlash head with a GRU over the tokens of a path, and drafts with it.
+
+The GRU reads the anchor and the drafted tokens. From its state and the feature of a position come numbers that are
+added to the position's logits. Its own code walks one path; here each node of a tree has a state.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from mmspec.drafters.heads.base.expand import LevelExpander, StatelessExpander
+from mmspec.drafters.heads.base.markov import fit_vocabulary
+from mmspec.drafters.heads.base.state import DraftState
+from mmspec.drafters.heads.dspark.config import DsparkConfig
+from mmspec.drafters.heads.dspark.drafter import DsparkDrafter, anchors_of
+from mmspec.drafters.heads.dspark.head import DsparkHead
+
+
+@dataclass(frozen=True)
+class DominoConfig(DsparkConfig):
+    """Shape of a `DominoHead`.
+
+    Attributes:
+        gru_hidden_dim: R, size of the GRU's state.
+        emb_dim: size between the two layers of the correction.
+        pure_draft_prefix_len: first tokens of a block that are not corrected.
+    """
+
+    gru_hidden_dim: int = 1024
+    emb_dim: int = 256
+    pure_draft_prefix_len: int = 0
+
+
+class PathGru(nn.Module):
+    """A GRU without biases, one step at a time; the parameters are those of `nn.GRU`."""
+
+    def __init__(self, input_size: int, hidden_size: int) -> None:
+        super().__init__()
+        self.weight_ih_l0 = nn.Parameter(torch.randn(3 * hidden_size, input_size) * input_size**-0.5)
+        self.weight_hh_l0 = nn.Parameter(torch.randn(3 * hidden_size, hidden_size) * hidden_size**-0.5)
+
+    def forward(self, inputs: Tensor, state: Tensor) -> Tensor:
+        """[..., R] state after inputs [..., D] behind a state [..., R]."""
+        reset_in, keep_in, new_in = functional.linear(inputs, self.weight_ih_l0).chunk(3, dim=-1)
+        reset, keep, new = functional.linear(state, self.weight_hh_l0).chunk(3, dim=-1)
+        candidate = (new_in + (reset_in + reset).sigmoid() * new).tanh()
+        return candidate + (keep_in + keep).sigmoid() * (state - candidate)
+
+
+class DominoHead(DsparkHead):
+    """DFlash's network with the GRU and the correction of logits."""
+
+    config: DominoConfig
+
+    def __init__(self, config: DominoConfig, has_table: bool = False) -> None:
+        super().__init__(config, has_table)
+        self.prefix_gru = PathGru(config.hidden_size, config.gru_hidden_dim)
+        self.embed_proj = nn.Sequential(
+            nn.Linear(config.hidden_size + config.gru_hidden_dim, config.emb_dim, bias=False),
+            nn.SiLU(),
+            nn.Linear(config.emb_dim, config.draft_vocab_size or config.vocab_size, bias=False),
+        )
+
+
+class DominoDrafter(DsparkDrafter):
+    """Drafts a block as `DsparkDrafter` does, each node corrected by the tokens of its path."""
+
+    head: DominoHead
+    records_drafts = True
+
+    def expander(self, state: DraftState) -> LevelExpander | None:
+        return PathExpander(self, state)
+
+
+class PathExpander(StatelessExpander):
+    """A `LevelExpander` whose nodes have a state of the GRU each."""
+
+    def __init__(self, drafter: DominoDrafter, state: DraftState) -> None:
+        self.drafter, self.state, self.head = drafter, state, drafter.head
+        self.features = drafter.block_features(state)
+        self.base_logits = drafter.logits(state, self.features)
+        anchor = drafter.embed_ids(state, anchors_of(state))[:, None]
+        self.root_hidden = self.head.prefix_gru(
+            anchor, anchor.new_zeros(len(anchor), 1, self.head.config.gru_hidden_dim)
+        )
+        rows: Any = self.head.embed_proj[2].weight
+        ids = None if self.head.lm_head is not None else state.draft_ids  # an LM head of its own has draft ids only
+        self.rows: Tensor = rows if ids is None else rows[ids]
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """See `LevelExpander`; [B, W, D]."""
+        return self.drafter.embed_ids(
+            self.state, tokens if self.state.draft_ids is None else self.state.draft_ids[tokens]
+        )
+
+    def expand(self, level: int, inputs_embeds: Tensor, parent_hidden: Tensor) -> Tensor:
+        """See `LevelExpander`; [B, W, R]."""
+        states: Tensor = self.head.prefix_gru(inputs_embeds, parent_hidden)
+        return states
+
+    def logits(self, level: int, hidden_states: Tensor) -> Tensor:
+        base_logits = self.base_logits[:, level, None]
+        if level < self.head.config.pure_draft_prefix_len:
+            return base_logits.expand(-1, hidden_states.shape[1], -1)
+        features = self.features[:, level, None].expand(-1, hidden_states.shape[1], -1)
+        inner = self.head.embed_proj[:2](torch.cat((features, hidden_states), dim=-1))
+        return base_logits + fit_vocabulary(functional.linear(inner, self.rows), base_logits.shape[-1]).float()
