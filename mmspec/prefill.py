@@ -54,6 +54,11 @@ def prefill(call: Call, stack: ExitStack) -> Prefilled:
 
 def _prefill(call: Call, lane: Lane | None) -> Prefilled:
     target, use, repeats = _build_target(call, lane), call.plan.prefix_use, call.plan.num_return_sequences
+    if target.user_cache.get_seq_length():
+        try:
+            return _watched_prefill(call, target, None)
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:  # keys and values of another model
+            raise FallbackRequired(f"past_key_values that the forward rejects ({type(error).__name__})") from error
     if use is None or use.prefix is None:
         return _watched_prefill(call, target, None)
     prefix = use.prefix.repeated(repeats)

@@ -258,9 +258,9 @@ def test_a_cache_that_holds_all_of_the_ids(family: str, num_left: int) -> None:
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("fault", ["crop", "one layer", "values", "twice", "reset"])
+@pytest.mark.parametrize("fault", ["crop", "one layer", "values", "twice", "reset", "size", "heads"])
 def test_layers_that_hold_different_positions(fault: str) -> None:
-    """`crop` raises at the first full window, and leaves the layers before it shorter."""
+    """`crop` raises at the first full window, and leaves the layers before it shorter; or they are of another model."""
     model = tiny.build_model(SPECS["some windows"])
     found = []
     for patched in (False, True):
@@ -278,6 +278,10 @@ def test_layers_that_hold_different_positions(fault: str) -> None:
             layer.values = layer.values[:, :, :-1]
         elif fault == "twice":
             layer.update(*(part[:, :, -1:].clone() for part in (layer.keys, layer.values)))
+        elif fault == "size":
+            layer.keys = layer.keys[..., :-1]
+        elif fault == "heads":
+            layer.keys, layer.values = (part.repeat_interleave(2, 1) for part in (layer.keys, layer.values))
         else:
             layer.reset()
         try:
