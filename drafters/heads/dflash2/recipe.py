@@ -21,6 +21,7 @@ class Dflash2(Dspark):
     """DFlash 2."""
 
     name = "dflash2"
+    title = "DFlash 2"
     recipes = ()
     speculators_types = ()
     published_keys = BLOCK_KEYS.union(SIZES, SCALES)

@@ -20,6 +20,7 @@ class Domino(Dspark):
     """Domino."""
 
     name = "domino"
+    title = "Domino"
     recipes = ()
     speculators_types = ()
     published_keys = BLOCK_KEYS.union(SIZES, ("shift_label",))

@@ -100,7 +100,7 @@ def load_dspark(
         **method.published_settings(settings, weights),
     )
     build: Any = classes.head
-    head = read_head(lambda: build(config, has_table=True), drop_unused(weights), f"a {method.name} head", NOT_STORED)
+    head = read_head(lambda: build(config, has_table=True), drop_unused(weights), f"a {method.title} head", NOT_STORED)
     scale = float(settings.get("input_embedding_scale") or 1.0)
     mask = torch.zeros(config.hidden_size) if mask_embedding is None else scale * mask_embedding.float()
     head.mask_embedding = torch.nn.Parameter(mask)

@@ -36,6 +36,7 @@ class Dspark(HeadMethod):
     """DSpark, and DFlash, which is the same without its two small heads.
 
     Attributes:
+        title: its name in messages.
         projectors: values of `projector_type` of its heads.
     """
 
@@ -48,6 +49,7 @@ class Dspark(HeadMethod):
     trains_layers = True
     speculators_types: ClassVar[tuple[str, ...]] = ("dflash", "dspark")
     published_keys = BLOCK_KEYS
+    title: ClassVar[str] = "DSpark"
     projectors: ClassVar[tuple[str, ...]] = ("dflash", "dspark")
     served = "vLLM and speculators; needs --target, whose embeddings are copied"
 

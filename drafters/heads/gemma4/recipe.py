@@ -28,6 +28,7 @@ class Gemma4Dspark(Dspark):
     """DSpark and DFlash with layers of Gemma 4."""
 
     name = "dspark-gemma4"
+    title = "Gemma 4 DSpark"
     recipes = ()
     speculators_types = ()
     published_keys = BLOCK_KEYS | TARGET_KEYS

@@ -94,7 +94,7 @@ def test_taps_do_not_cross_blocks(tmp_path: Path) -> None:
         ({"selector_top_k": 0}, {}, "selector_top_k must be an integer of at least 1; got 0"),
         ({"conv_kernel_size": "2"}, {}, "conv_kernel_size must be an integer of at least 1; got '2'"),
         ({"conv_kernel_size": 3}, {}, r"base_kernel must be \[2, 3, 32\]"),
-        ({}, {"layers.1.mlp_conv.base_kernel": None}, r"a dflash2 head lacks layers\.1\.mlp_conv\.base_kernel"),
+        ({}, {"layers.1.mlp_conv.base_kernel": None}, r"a DFlash 2 head lacks layers\.1\.mlp_conv\.base_kernel"),
         ({}, {"candidate_selector.gate": (3,)}, r"unexpected tensors candidate_selector\.gate"),
         ({"projector_type": "domino"}, {}, "projector_type 'domino' is not supported"),
     ],
