@@ -19,7 +19,7 @@ from mmspec.app.io.images import Media, Video
 from mmspec.app.io.item import Item, SourceOptions
 from mmspec.app.modeling.random_models import SIZES
 from mmspec.app.scenes.domain_check import warn_if_out_of_domain
-from mmspec.messages import printable
+from mmspec.messages import description_of, printable
 from mmspec.vision.video.decoder_pool import DecoderPool
 
 if TYPE_CHECKING:
@@ -94,7 +94,9 @@ def run_examples(config: ExampleConfig) -> int:
         hide_progress_bars(None)
         captioner = _load_captioner(config)
         num_parameters = sum(weight.numel() for weight in captioner.model.parameters()) / 1e6
-        print(f"{num_parameters:.0f} M parameters. Each example by plain generate and by mmspec:", flush=True)
+        says = description_of(captioner.model.config)
+        print(f"{num_parameters:.0f} M parameters{f': {says}' if says else ''}.", flush=True)
+        print("Each example by plain generate and by mmspec:", flush=True)
         if config.model in SIZES:
             print("Its weights are random: its text is noise, and noise cannot be drafted.", flush=True)
         rows.check = lambda item, media: captioner.checked_inputs([media], [prompt_of(item, media)])

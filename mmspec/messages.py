@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
+from typing import Any
 
 # Cc but nothing else of ASCII; format characters that hide or turn text (not the joiners of emoji, Persian and Hindi);
 # separators of lines; halves of surrogate pairs; tags.
@@ -15,6 +16,8 @@ _OBEYED = re.compile(
     "[\x00-\x1f\x7f-\x9f\u00ad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
     "\ud800-\udfff\U000e0000-\U000e007f]"
 )
+
+MAX_DESCRIPTION = 300
 
 
 def printable(text: str, *, lines: bool = False) -> str:
@@ -36,6 +39,12 @@ def one_line(error: BaseException, limit: int = 300) -> str:
     text = printable(" ".join(str(error).split())) or type(error).__name__
     head = 2 * limit // 3 - 5
     return text if len(text) <= limit else f"{text[:head]} ... {text[len(text) + head + 5 - limit :]}"
+
+
+def description_of(config: Any) -> str | None:
+    """What a model's config says of the model (`description`), on one printable line; None if it says nothing."""
+    says = getattr(config, "description", None)
+    return printable(" ".join(says.split()))[:MAX_DESCRIPTION] if isinstance(says, str) and says.strip() else None
 
 
 def _escape_record(record: logging.LogRecord) -> bool:

@@ -20,7 +20,7 @@ from mmspec.fallback import tensor_parallel_module
 from mmspec.forks import note_threads
 from mmspec.generate import DISABLED, PatchState
 from mmspec.interfaces import Compressor, Drafter
-from mmspec.messages import printable
+from mmspec.messages import description_of
 from mmspec.metrics.stats import Stats
 from mmspec.reference import resolve_reference_ids
 from mmspec.targets.base import TREE_ATTENTION_KERNELS
@@ -157,8 +157,7 @@ def stats(model: Any, last: bool = False) -> Stats:
     state = patch_state(model)
     with state.lock:
         found = copy.deepcopy(state.last if last else state.total)
-    says = getattr(unwrap(model).config, "description", None)
-    found.description = printable(" ".join(says.split()))[:300] if isinstance(says, str) and says.strip() else None
+    found.description = description_of(unwrap(model).config)
     found.copied_weight_bytes = state.huge_pages.copied_bytes
     return found
 

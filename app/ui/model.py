@@ -7,6 +7,7 @@ import logging
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from mmspec.app.caption.config import SCENES_MODEL
@@ -18,6 +19,7 @@ from mmspec.app.scenes import WEIGHTS_FOLDER
 from mmspec.comparison import replicate
 from mmspec.drafters.registry import OWN_NAMES, drafter_names
 from mmspec.hints import looks_like_path
+from mmspec.messages import description_of
 
 if TYPE_CHECKING:
     from mmspec.interfaces import Compressor, Drafter
@@ -69,10 +71,9 @@ class DemoModel:
     @property
     def description(self) -> str:
         """What the model is: what its config says, or its type, then its size and dtype."""
-        said = self._config.get("description") if self.model is None else getattr(self.model.config, "description", "")
-        said = " ".join(said.split())[:300] if isinstance(said, str) else ""
+        said = description_of(SimpleNamespace(**self._config) if self.model is None else self.model.config)
         if self.model is None:
-            return said
+            return said or ""
         count = sum(weight.numel() for weight in self.model.parameters())
         kind = f"{format_model_size(count)} parameters, {str(self.model.dtype).removeprefix('torch.')}"
         return f"{said} ({kind})" if said else f"{self.model.config.model_type}, {kind}"

@@ -113,7 +113,7 @@ def test_a_photograph_causes_one_warning(tmp_path: Path, capsys: Any) -> None:
     model, processor = random_model("tiny")
     captioner = Captioner(mmspec.patch(model, "none"), processor, max_new_tokens=4)
     for name, num_hints in (("scenes", 1), ("tiny", 0)):
-        settings = CaptionConfig((str(tmp_path / "in"),), name, str(tmp_path / f"{name}.jsonl"), progress=False)
+        settings = CaptionConfig((str(tmp_path / "in"),), name, out=str(tmp_path / f"{name}.jsonl"), progress=False)
         assert (
             CaptionJob(settings, FileOutput(Path(settings.out), settings.fingerprint(1)), lambda: captioner).run() == 0
         )
