@@ -40,16 +40,6 @@ def resolve_device(name: str, local_rank: int = 0) -> torch.device:
     return device
 
 
-def _build_kernels(device: torch.device) -> None:
-    """Build the C kernels if they are for this device and missing, which is said: else the first call would be silent
-    for as long as a compiler takes."""
-    from mmspec.cpu import c_kernel, c_library
-
-    if device.type == "cpu" and c_library.needs_build():
-        print_stderr("mmspec: building the C kernels, once; this takes some seconds")
-        c_kernel.load_kernel()
-
-
 def synchronize(device: torch.device) -> None:
     """Wait until the device has nothing left to do."""
     import torch
@@ -84,7 +74,6 @@ def load_model(
         UsageError: it cannot be loaded, or would need code of its repository, which is never run.
     """
     target_device = resolve_device(device, local_rank)
-    _build_kernels(target_device)
     precision = "float32" if dtype == "auto" and target_device.type == "cpu" else dtype
     if name == SCENES_MODEL:
         model, processor = _scenes(precision)
@@ -95,10 +84,7 @@ def load_model(
     tokenizer = getattr(processor, "tokenizer", None)
     if tokenizer is None or not hasattr(processor, "image_processor"):
         raise UsageError(f"--model {name} has no processor for images and text (it is a {type(processor).__name__})")
-    tokenizer.padding_side = "left"
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return model.to(target_device).eval(), processor
+    return _ready(model, tokenizer, target_device), processor
 
 
 def load_text_model(
@@ -116,7 +102,6 @@ def load_text_model(
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     target_device = resolve_device(device)
-    _build_kernels(target_device)
     precision = "float32" if dtype == "auto" and target_device.type == "cpu" else dtype
     is_gguf = name.endswith(".gguf")
     folder = os.path.dirname(os.path.abspath(name)) if is_gguf else name
@@ -131,10 +116,24 @@ def load_text_model(
     except Exception as error:  # as in `_pretrained`
         reason = problem or (one_line(error) if is_gguf else _hint(name, error))
         raise UsageError(f"cannot load the language model {name}: {reason}") from error
+    return _ready(model, tokenizer, target_device), tokenizer
+
+
+def _ready(model: PreTrainedModel, tokenizer: Any, device: torch.device) -> PreTrainedModel:
+    """The model on its device; its tokenizer pads on the left; the C kernels are there.
+
+    If they are for this device and missing they are built, which is said: else the first call would be silent for as
+    long as a compiler takes.
+    """
+    from mmspec.cpu import c_kernel, c_library
+
     tokenizer.padding_side = "left"
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    return model.to(target_device).eval(), tokenizer
+    if device.type == "cpu" and c_library.needs_build():
+        print_stderr("mmspec: building the C kernels, once; this takes some seconds")
+        c_kernel.load_kernel()
+    return model.to(device).eval()
 
 
 def _scenes(dtype: str) -> tuple[PreTrainedModel, ProcessorMixin]:
