@@ -169,7 +169,7 @@ class PatchState:
             start_time=start_time,
             streamer=arguments.get("streamer"),
             vision_inputs={name: arguments[name] for name in vision_args if arguments.get(name) is not None},
-            num_return_sequences=option_getter(arguments, self.model)("num_return_sequences") or 1,
+            num_return_sequences=max(1, option_getter(arguments, self.model)("num_return_sequences") or 1),
             warn=self._warn_once,
             attention_capture=self.adapter.layout.attention_capture() if uses_attention else None,
             modules=modules,

@@ -20,7 +20,13 @@ LENGTHS: list[Kwargs] = [
 MODES: list[Kwargs] = [
     *({"num_beams": value} for value in (0, -1, 1.0, True, "1", None)),
     *({"num_beam_groups": 0}, {"penalty_alpha": -0.5}, {"penalty_alpha": 0.5, "top_k": 1}, {"penalty_alpha": "0"}),
-    *({"guidance_scale": 0}, {"num_return_sequences": 0}, {"temperature": 0.0, "do_sample": True}),
+    *(
+        {"guidance_scale": 0},
+        {"num_return_sequences": 0},
+        {"num_return_sequences": -1},
+        {"num_return_sequences": "2"},
+        {"temperature": 0.0, "do_sample": True},
+    ),
 ]
 PADDING: list[Kwargs] = [{"pad_token_id": value} for value in (-1, -100, 120, 10**7, 2**63 - 1, torch.tensor(500))]
 
