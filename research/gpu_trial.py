@@ -93,7 +93,7 @@ def _targets(device: torch.device, small: bool) -> Iterator[tuple[str, Any, Any,
     for kind in TEXT_TYPES[: 1 if small else None]:
         shape = replace(TEXT_SHAPES["tiny"], model_type=kind)
         yield kind, build_shape_model(shape, torch.float32, device), None, TEXT_DRAFTERS
-    for name, drafters in CHECKED[: 1 if small else None]:
+    for name, drafters in () if small else CHECKED:
         yield (name, *load_model(name, "float32", str(device)), drafters)
 
 
