@@ -49,7 +49,7 @@ def find_prefix(
 def keep_prompt(use: PrefixUse, output: OutputBuffer, prefilled: Prefilled, repeats: int) -> None:
     """Leave what a call has computed to later ones, unless the model has changed meanwhile."""
     target, _, hidden_states = prefilled
-    if use.revision.is_current():
+    if use.revision.is_current(reads_data=True):
         recurrent = None if target.states is None else target.states.prompt
         found = output.sequences, target.buffer, hidden_states
         use.store.add(use.rows, *found, repeats, recurrent, use.revision)

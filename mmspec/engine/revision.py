@@ -66,10 +66,12 @@ class Revision:
             reads_data: also compare all other attributes of the modules, by value (`value_of`).
         """
         self._code, self._reads_bits, self._reads_data = code, reads_bits, reads_data
-        weights = [one for module in modules for one in _weights(module)]
-        self._modules = [weakref.ref(module) for module in modules]
-        self._others = [weakref.ref(one) for one in (*weights, *filter(None, map(_own_forward, modules)))]
-        self._state = self._read(modules)
+        parts = (*modules, *(one for module in modules for one in (*_weights(module), _own_forward(module))))
+        self._gone: list[Any] = []  # references to what is there no more: it may have left its id to another
+        self._parts = [weakref.ref(one, self._gone.append) for one in parts if one is not None]
+        self._num_modules = len(modules)
+        self._state = describe(modules), code(modules)
+        self._data = _configs(modules), describe_data(modules) if reads_data else None
         self._checksums = _checksums(modules) if reads_bits else []
         self._entries: dict[Hashable, Any] = {}
 
@@ -89,24 +91,23 @@ class Revision:
         return key in self._entries
 
     @reread
-    def is_current(self) -> bool:
-        """Whether the modules are still as they were."""
-        modules = [module for ref in self._modules if (module := ref()) is not None]
-        if not self._is_whole() or self._state != self._read(modules):
+    def is_current(self, *, reads_data: bool = False) -> bool:
+        """Whether the modules are still as they were.
+
+        Args:
+            reads_data: also compare configs, and what else was asked for: before a call, not before each of its rounds.
+        """
+        modules: list[Any] = [ref() for ref in self._parts[: self._num_modules]]
+        if self._gone or self._state != (describe(modules), self._code(modules)):
             return False
-        return not self._reads_bits or _equal(self._checksums, _checksums(modules))
+        return not reads_data or self == Revision(
+            modules, self._code, reads_bits=self._reads_bits, reads_data=self._reads_data
+        )
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Revision) or not self._is_whole() or self._state != other._state:
+        if not isinstance(other, Revision) or self._gone or self._state != other._state or self._data != other._data:
             return False
         return _equal(self._checksums, other._checksums)
-
-    def _is_whole(self) -> bool:
-        """Whether all is still there: what is gone may have left its id to another."""
-        return all(ref() is not None for ref in self._modules) and all(ref() is not None for ref in self._others)
-
-    def _read(self, modules: Sequence[nn.Module]) -> list[Any]:
-        return [describe(modules), self._code(modules), describe_data(modules) if self._reads_data else None]
 
     def __hash__(self) -> int:
         return id(self)
@@ -134,27 +135,38 @@ def describe(modules: Sequence[nn.Module]) -> list[Any]:
     found: list[Any] = [*torch_module._global_forward_hooks, "", *torch_module._global_forward_pre_hooks]
     kinds: dict[Any, None] = dict.fromkeys(map(type, modules))
     found += [kind.forward for kind in kinds]
-    configs: dict[int, Any] = {}
     for module in modules:
         attributes = module.__dict__
         kind = vars(type(module)).get(PLAIN_CLASS, type(module))
-        found += id(module), kind, id(_own_forward(module))
-        hooks = module._forward_hooks.items()
-        found += [key for key, hook in hooks if getattr(hook, "__module__", None) != CAPTURING_CODE]
+        found += id(module), kind, id(_own_forward(module) if "forward" in attributes else None)
+        if module._forward_hooks:
+            hooks = module._forward_hooks.items()
+            found += [key for key, hook in hooks if getattr(hook, "__module__", None) != CAPTURING_CODE]
         found += ["", *module._forward_pre_hooks]
         found += map(id, module._modules.values())
-        for weights in (module._parameters, module._buffers):
-            for weight in weights.values():
+        for weight in module._parameters.values():
+            if type(weight) is nn.Parameter:  # as `_describe_weight`, without a call for each
+                found += id(weight), weight.data_ptr(), 0 if weight.is_inference() else weight._version
+            else:
                 found += _describe_weight(weight)
+        for buffer in module._buffers.values():
+            found += _describe_weight(buffer)
+            if buffer is not None and buffer.device.type == "cpu" and buffer.numel() == 1:
+                found.append(buffer.item())  # such as a scale, which C gets by value: `.data` edits leave no trace
         found += [
             (name, value)
             for name, value in attributes.items()
             if type(value) in SIMPLE_TYPES and name not in IGNORED_ATTRIBUTES
         ]
-        found += attributes.get("_active_adapter", ())  # names of PEFT's adapters
-        if (config := attributes.get("config")) is not None and id(config) not in configs:
-            configs[id(config)] = value_of(config)
-    return [*found, *configs.values()]
+        if "_active_adapter" in attributes:
+            found += attributes["_active_adapter"]  # names of PEFT's adapters
+    return found
+
+
+def _configs(modules: Sequence[nn.Module]) -> list[Any]:
+    """The configs of modules, by value."""
+    found = {id(config): config for module in modules if (config := module.__dict__.get("config")) is not None}
+    return list(map(value_of, found.values()))
 
 
 def _weights(module: nn.Module) -> list[Tensor]:
@@ -167,16 +179,11 @@ def _checksums(modules: Sequence[nn.Module]) -> list[Tensor]:
 
 
 def _describe_weight(weight: Tensor | None) -> tuple[Any, ...]:
-    """Which tensor it is, where it lies, what changed it in place; and a number such as a scale, which C gets by value:
-    its `.data` edits leave no other trace."""
-    if weight is None:
-        return (None,)
-    kind = type(weight)
-    if kind not in (nn.Parameter, Tensor):  # of a packed or spread weight the class may refuse an address
-        return id(weight), kind, version_of(weight)
-    if weight.numel() == 1 and weight.device.type == "cpu":
-        return id(weight), kind, weight.data_ptr(), version_of(weight), weight.item()
-    return id(weight), kind, weight.data_ptr(), version_of(weight)
+    """Which tensor it is, where it lies, and what changed it in place."""
+    if type(weight) is nn.Parameter or type(weight) is Tensor:
+        return id(weight), weight.data_ptr(), version_of(weight)
+    # Of a packed or spread weight the class may refuse an address.
+    return (None,) if weight is None else (id(weight), type(weight), version_of(weight))
 
 
 def _own_forward(module: nn.Module) -> Any:
