@@ -96,10 +96,13 @@ class DrafterTable:
 def ranked(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """The rows as plain data, the fastest first.
 
-    The first pass is not counted. A row is tied with the fastest if it was not slower beyond noise in every pass.
+    The first pass is not counted. A row is tied with the fastest if it was not slower beyond noise in every pass; so are
+    the rows above it.
     """
     order = sorted(rows, key=lambda row: -median(row.rates[1:]))
     best = order[0].rates[1:]
+    tied = [any(rate * NOISE >= top for rate, top in zip(row.rates[1:], best, strict=True)) for row in order]
+    last_tied = max(index for index, is_tied in enumerate(tied) if is_tied)
     return [
         {
             "name": row.name,
@@ -107,7 +110,7 @@ def ranked(rows: Sequence[Row]) -> list[dict[str, Any]]:
             "tokens_per_s": median(row.rates[1:]),
             "tau": row.tau,
             "identical": row.identical,
-            "is_tied": any(rate * NOISE >= top for rate, top in zip(row.rates[1:], best, strict=True)),
+            "is_tied": index <= last_tied,
         }
-        for row in order
+        for index, row in enumerate(order)
     ]

@@ -24,7 +24,7 @@ const remember = () => {
 
 const hint = () => {
   const asks = file?.isClip ? "Ask about the clip" : "Ask about the picture";
-  byId("question").placeholder = state.is_text ? "Ask something" : file || turns.length ? asks : "Add a picture, then ask about it";
+  byId("question").placeholder = state.is_text ? "Ask something" : file || turns.length ? asks : "Add a picture, then ask";
 };
 
 const say = (text, isError = false) => {

@@ -166,7 +166,7 @@ export class Turn {
     const line = (kind, texts) => make("tr", {}, ...texts.map((text) => make(kind, { text })));
     table.replaceChildren(
       make("p", { text: best.length > 1 ? `The fastest here are ${best.join(", ")}: no measurement tells them apart.` : `The fastest here is ${best[0]}.` }),
-      make("table", {}, make("thead", {}, line("th", ["drafter", "tokens a second", "of plain generate", "tau", ""])), make("tbody", {}, ...rows.map((row) => line("td", cells(row))))));
+      make("table", {}, make("thead", {}, line("th", ["drafter", "tokens a second", "of plain generate", "tau", "verdict"])), make("tbody", {}, ...rows.map((row) => line("td", cells(row))))));
   }
 
   #offer() {
