@@ -96,8 +96,8 @@ class DrafterTable:
 def ranked(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """The rows as plain data, the fastest first.
 
-    The first pass is not counted. A row is tied with the fastest if it was not slower beyond noise in every pass; so are
-    the rows above it.
+    The first pass is not counted. A row is tied with the fastest if it was not slower beyond noise in every pass; so
+    are the rows above it.
     """
     order = sorted(rows, key=lambda row: -median(row.rates[1:]))
     best = order[0].rates[1:]
