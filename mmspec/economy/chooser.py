@@ -220,7 +220,8 @@ class Chooser:
             num_active: rows that are still being decoded.
             max_gain: upper bound of the tokens beyond one each that these rows may still emit.
         """
-        return self.choose_nodes([] if tree.num_nodes == 1 else expected_gains(tree, num_active), num_active, max_gain)
+        is_read = tree.num_nodes > 1 and not self.fixed_tree_size
+        return self.choose_nodes(expected_gains(tree, num_active) if is_read else [], num_active, max_gain)
 
     def choose_size_in_advance(self, device: torch.device, num_active: int, max_gain: float = math.inf) -> int | None:
         """`choose_size` before the draft; None where it depends on the draft, whose scores are read on a CPU only.

@@ -193,8 +193,11 @@ class DecodeLoop:
         whole &= self.observe is None and self.isolation is None
         if self.target.skips_rows:
             self.chooser.follow_rows(sum(limit > 0 for limit in self.output.max_emit(1)))
-        may_gain = self._active_rows([limit - 1 for limit in self.output.max_emit(2)])  # else a draft is for nothing
-        if not self._has_failed and any(may_gain) and self.chooser.plan():
+        may_gain = any(
+            self._active_rows([limit - 1 for limit in self.output.max_emit(2)])
+        )  # else drafts are for nothing
+        may_gain |= self.chooser.fixed_tree_size is not None  # but all rounds have this size
+        if not self._has_failed and may_gain and self.chooser.plan():
             size = self._size_in_advance() if whole and recorded is not None and recorded.can_draft else None
             if size is not None:
                 part = self._ask(self._hook, self.drafter.draft_part, state, size)

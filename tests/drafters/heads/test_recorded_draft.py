@@ -239,7 +239,13 @@ def test_the_controllers_choose_freely() -> None:
     prompts = [build_inputs(model, seed, 2) for seed in range(3)]
     plain = [generate(model, inputs, True, max_new_tokens=60) for inputs in prompts]
     asked = itertools.count(1)
-    most = planned(lambda chooser: next(asked) % 5 > 0)  # whatever drafts cost
+    drafts = planned(lambda chooser: next(asked) % 5 > 0)  # whatever drafts cost
+
+    def most(chooser: Chooser) -> bool:
+        is_drafted = bool(drafts(chooser))
+        chooser.levels = 1 + next(asked) % 3
+        return is_drafted
+
     with (
         recording(record_nothing) as recorder,
         patched(model, build_drafter("leaning-decoupled")),
