@@ -111,8 +111,9 @@ def load_compressor(config: Mapping[str, Any], state_dict: Mapping[str, Tensor],
         ValueError: `state_dict` does not fit the compressor.
     """
     name = config["name"]
+    is_sized = name in TRAINED or name in UNTRAINED  # "elastic" with weights is
     with torch.device("meta"):  # initialising real weights would advance the user's random generator
-        compressor = init_compressor(f"{name}:{config['max_tokens']}" if name in TRAINED else name, hidden_size)
+        compressor = init_compressor(f"{name}:{config['max_tokens']}" if is_sized else name, hidden_size)
     if isinstance(compressor, nn.Module):
         try:
             compressor.load_state_dict({key: value.float() for key, value in state_dict.items()}, assign=True)
