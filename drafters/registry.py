@@ -249,7 +249,7 @@ def _is_known_repository(name: str) -> bool:
 
 def is_known_drafter(name: str) -> bool:
     """Whether `build_drafter` accepts a name."""
-    return name in drafter_names() or os.path.isdir(name) or is_hub_id(name) or is_own_drafter(name)
+    return name in (*drafter_names(), *REMOVED_NAMES) or os.path.isdir(name) or is_hub_id(name) or is_own_drafter(name)
 
 
 def explain_unknown(name: str, show: Callable[[str], str] = str) -> str:
@@ -263,8 +263,6 @@ def explain_unknown(name: str, show: Callable[[str], str] = str) -> str:
             f"drafter {name!r}: no such folder; it holds a trained head or a model, with its config.json. A folder of "
             "a repository (owner/name/folder) is found once the repository is in the cache"
         )
-    if name in REMOVED_NAMES:
-        return f"drafter {name!r} is gone; use {REMOVED_NAMES[name]!r}"
     listed = ", ".join(map(show, drafter_names()))
     return f"unknown drafter {name!r}; known are {listed}, a folder, or a hub id (owner/name)" + did_you_mean(
         name, drafter_names()
@@ -306,6 +304,9 @@ def build_drafter(drafter: str | object, target: TargetInfo | None = None) -> Dr
         OSError: a file is missing, or cannot be downloaded.
     """
     if isinstance(drafter, str):
+        if drafter in REMOVED_NAMES:
+            logger.warning("mmspec: the drafter %r is gone; %r drafts", drafter, REMOVED_NAMES[drafter])
+            drafter = REMOVED_NAMES[drafter]
         if drafter == "auto":
             return _auto(target)
         if drafter == "arbitrated":

@@ -100,8 +100,9 @@ def test_removed_options_change_nothing_and_say_so(caplog: pytest.LogCaptureFixt
     assert "the option learn is gone" in caplog.text
     with pytest.raises(TypeError, match="unexpected keyword argument 'lern'"):
         mmspec.patch(model, lern=True)
-    with pytest.raises(ValueError, match="'instant' is gone; use 'arbitrated'"):
-        model.generate(**inputs, max_new_tokens=3, mmspec={"drafter": "instant"})
+    mmspec.unpatch(model)
+    mmspec.patch(model, drafter="instant")
+    assert torch.equal(answer(model), want) and "the drafter 'instant' is gone; 'arbitrated' drafts" in caplog.text
 
 
 def test_only_a_compiled_decoder_matters(model: Any) -> None:

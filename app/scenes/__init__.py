@@ -1,4 +1,4 @@
-"""The bundled toy: a small vision-language model of drawn scenes, and example images and clips."""
+"""The bundled toy: a small vision-language model, the drawn scenes that it knows, and example images and clips."""
 
 from __future__ import annotations
 

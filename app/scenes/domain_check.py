@@ -7,9 +7,8 @@ from PIL import Image
 
 from mmspec.app.caption.progress import print_stderr
 from mmspec.app.io.images import Media, media_images
+from mmspec.app.scenes.world import SCENE_IMAGE_SIZE
 
-SCENE_IMAGE_SIZE = 192
-"""Width and height in pixels."""
 MIN_BACKGROUND_SHARE = 0.45
 """Minimum share of pixels in the two commonest colours: backgrounds of scenes are flat; photographs reach about 25%."""
 COLOUR_TOLERANCE = 4

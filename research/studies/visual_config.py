@@ -15,9 +15,9 @@ from mmspec.app.cli.arguments import (
 )
 from mmspec.app.compare.specs import check_spec, parse_spec
 from mmspec.app.errors import UsageError
+from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED
 from research.bench.results import add_result_options
 from research.scenes.tasks import add_scene_seed
-from research.scenes.world import FIRST_HELD_OUT_SEED
 from research.studies.scenarios import SCENARIOS, parse_shapes, parse_shares
 
 EPILOG = """\
