@@ -26,10 +26,17 @@ _MODEL, _PROMPTS, _CAPTIONS, _OUTPUT, _JOB = "model", "prompts and pictures", "c
 
 @dataclass(frozen=True)
 class CaptionOptions(TableOptions):
-    """The options of `mmspec caption`, each described in its field."""
+    """The options of `mmspec caption`, each described in its field. Paths, model and output come first, for scripts."""
 
     paths: tuple[str, ...]
     model: str = option("", f"required: {common.MODEL_HELP}", _MODEL, metavar="M", decides="always")
+    out: str = option(
+        "-",
+        "file, or folder of shards or text files; - (default) is standard output",
+        _OUTPUT,
+        parse=common.output_name,
+        metavar="FILE",
+    )
     drafter: str = option("auto", common.DRAFTER_HELP, _MODEL, metavar="D")
     compressor: str | None = option(None, common.COMPRESSOR_HELP, _MODEL, metavar="C")
     dtype: str = option("auto", common.DTYPE_HELP, _MODEL, choices=common.DTYPES, decides="always")
@@ -168,13 +175,6 @@ class CaptionOptions(TableOptions):
         decides="if set",
     )
 
-    out: str = option(
-        "-",
-        "file, or folder of shards or text files; - (default) is standard output",
-        _OUTPUT,
-        parse=common.output_name,
-        metavar="FILE",
-    )
     format: str = option(
         FORMATS[0],
         "default: by the suffix of --out. jsonl: one file; csv: the same as a table, beside a file of the rows; "
