@@ -215,9 +215,11 @@ def test_stats_need_a_patch(model: PreTrainedModel) -> None:
 
 
 @pytest.mark.parametrize("said", ["a toy that\nknows nothing", "", 7, None, ["a list"], "\x1b[2Jred", "long " * 200])
-def test_stats_say_what_the_model_says_of_itself(model: PreTrainedModel, said: object) -> None:
+def test_stats_say_what_the_model_says_of_itself(
+    model: PreTrainedModel, said: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On one line, printable, of limited length, and nothing where there is no text."""
-    model.config.description = said
+    monkeypatch.setattr(model.config, "description", said, raising=False)
     mmspec.patch(model)
     stats = mmspec.stats(model)
     if not isinstance(said, str) or not said:

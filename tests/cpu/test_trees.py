@@ -15,7 +15,7 @@ from torch import Tensor
 from mmspec.cpu import trees
 from mmspec.cpu.c_kernel import load_kernel
 from mmspec.cpu.trees import compiled_accept_path, compiled_sanitize
-from mmspec.engine import verify
+from mmspec.engine import accept
 from mmspec.engine.tree import DraftTree, _sanitize
 
 pytestmark = pytest.mark.skipif(load_kernel() is None, reason="no compiler or another processor")
@@ -70,13 +70,13 @@ def differ(seed: int) -> bool:
     assert walked is not None
     return not all(
         a.dtype == b.dtype and torch.equal(a, b)
-        for a, b in zip(walked, verify._accept_path(tree, *others), strict=True)
+        for a, b in zip(walked, accept._accept_path(tree, *others), strict=True)
     )
 
 
 def test_compiled_code_equals_torch() -> None:
     assert not [seed for seed in range(600) if differ(seed)]
-    counts = torch.cat([verify._accept_path(*walk_inputs(seed))[1] for seed in range(600)])
+    counts = torch.cat([accept._accept_path(*walk_inputs(seed))[1] for seed in range(600)])
     assert int(counts.max()) > 4 and int((counts > 1).sum()) > 200, "paths that end at once show nothing"
 
 
