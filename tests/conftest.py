@@ -105,6 +105,12 @@ def _cache(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
             (kept / f".{os.getpid()}-{file.name}").replace(kept / file.name)  # at once: other workers may read it
 
 
+@pytest.fixture(autouse=True)
+def _no_word_about_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands say that they build the kernels; which test is the first to need them is chance."""
+    monkeypatch.setattr("mmspec.cpu.c_library.needs_build", lambda: False)
+
+
 @pytest.fixture(scope="session")
 def decoders() -> Iterator[Any]:
     """Processes that decode pictures and clips, which start in most of a second each."""
