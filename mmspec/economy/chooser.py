@@ -104,6 +104,7 @@ class Chooser:
         self.source: Source | None = None
         self.levels, self.rate = 1, 0.0
         self._is_trial, self._gain, self._made_s, self._since_plain, self._number = False, 0.0, 0.0, 0, 0
+        self._tried: list[Source | None] = [None]
         self._rounds: dict[tuple[int, str], Rounds] = {}
         self._plans: dict[tuple[int, str], tuple[int, float, float]] = {}
 
@@ -129,13 +130,19 @@ class Chooser:
         options = self.options(plain_s)
         best = max(options, key=lambda option: option.rate)
         self.rate = best.rate
-        hopeful = [one for one in options if one is not best and (one.tokens + one.spread) / one.seconds > best.rate]
+        hopeful = [one for one in options if one is not best and self._may_be_better(one, best)]
         for option in sorted(hopeful, key=lambda one: (one.tokens + one.spread) / one.seconds, reverse=True):
             if option.seconds - option.tokens / best.rate <= self.economy.credit_s + FIRST_CREDIT * plain_s:
                 best, self._is_trial = option, True
                 break
         self.source, self.levels = best.source, best.levels
+        if best.source not in self._tried:
+            self._tried.append(best.source)
         return self.source is not None
+
+    def _may_be_better(self, one: Option, best: Option) -> bool:
+        """Each call tries anew what it has not tried: no text says much of the next one."""
+        return one.source not in self._tried or (one.tokens + one.spread) / one.seconds > best.rate
 
     def options(self, plain_s: float) -> list[Option]:
         """All actions, where plain decoding's round takes so many seconds."""
