@@ -88,23 +88,21 @@ def parse_top_p(text: str) -> float:
 
 def parse_penalty(text: str) -> float:
     """A finite factor above 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be a factor above 0, as in 1.1, got {text!r}")
-    return value
+    return _above_zero(text, "a factor above 0, as in 1.1")
 
 
 def parse_fps(text: str) -> float:
     """A finite number above 0."""
+    return _above_zero(text, "frames per second, a number above 0")
+
+
+def _above_zero(text: str, rule: str) -> float:
     try:
         value = float(text)
     except ValueError:
         value = 0.0
     if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be frames per second, a number above 0, got {text!r}")
+        raise argparse.ArgumentTypeError(f"must be {rule}, got {text!r}")
     return value
 
 

@@ -40,7 +40,7 @@ LINKED = ("-lm",)
 INSTRUCTION_SETS = {1: "AVX2", 2: "AVX-512", 3: "AVX-512 with BF16", 4: "AMX"}
 """{level: its instructions}"""
 FLAGS_OF_LEVELS = {1: (), 2: ("-DAVX512",), 3: ("-DAVX512", "-DPAIRS"), 4: ("-DAVX512", "-DPAIRS", "-DTILES")}
-"""{level: what the compiler is told}"""
+"""{level: macros that the compiler defines}"""
 CPU_FLAGS = (
     ("avx2", "fma", "f16c"),
     ("avx512f", "avx512dq"),

@@ -1,4 +1,4 @@
-/* Checks of draft trees and the walk along the sampled ids, as in engine/tree.py and engine/verify.py: B rows, N nodes. */
+/* Checks of draft trees and the walk along the sampled ids, as in engine/tree.py and engine/accept.py: B rows, N nodes. */
 
 /* `tokens`, `parents`, `mask` [B, N] as drafted. Results: the same, checked; `ancestors` [B, N, N]; `depths` [B, N]. `valid`
    and `ended` [N] are scratch memory: whether a node is well formed; whether one of its ancestors ends the row. */

@@ -1,4 +1,4 @@
-"""What observers of a call are told: `ObservedRound`."""
+"""What observers of a call receive: `ObservedRound`."""
 
 from __future__ import annotations
 
