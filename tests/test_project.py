@@ -85,6 +85,20 @@ def test_forms_ask_for_the_versions() -> None:
     assert "mmspec env" in (ROOT / ".github" / "pull_request_template.md").read_text(encoding="utf-8")
 
 
+def test_no_text_holds_both_sides_of_a_merge() -> None:
+    """Python would not run; a page reads on."""
+    tops = ("*", "docs/**/*", "app/**/*", "examples/**/*", "research/**/*", ".github/**/*")
+    pages = [
+        file
+        for top in tops
+        for file in ROOT.glob(top)
+        if file.suffix in {".md", ".yml", ".toml", ".js", ".css", ".html", ".json"}
+    ]
+    assert len(pages) > 30
+    found = [file for file in pages if re.search(r"^(<{7} |>{7} )", file.read_text(encoding="utf-8"), re.MULTILINE)]
+    assert not found
+
+
 def test_one_version_everywhere() -> None:
     version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
     assert mmspec.__version__ == version
