@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from mmspec.app.caption.option_fields import PROMPT
 from mmspec.app.cli.arguments import (
@@ -18,13 +18,15 @@ from mmspec.app.cli.arguments import (
     source_options,
     split_commas,
 )
-from mmspec.app.errors import one_line
+from mmspec.app.errors import UsageError, one_line
 from mmspec.messages import printable
 
 if TYPE_CHECKING:
     from mmspec.comparison import Comparison
 
 DEFAULT_DRAFTERS = ["none", "lookup", "recycling", "hybrid", "auto"]
+TEXT_PROMPT = "Explain how a bicycle stays upright."
+"""Of a language model."""
 COMPARED_PAIRS = 2
 """Measured pairs after a warm-up pair: enough for a look, not for a quote."""
 HEADING = f"{'drafter':14} {'identical':10} {'tau':>5} {'x decode':>9} {'x whole':>8}"
@@ -35,6 +37,7 @@ quote call `mmspec.compare(model, inputs, repeats=9)`. Drafters that have not be
 
 examples
   mmspec compare --image photo.jpg --model llava-hf/llava-1.5-7b-hf --dtype bfloat16
+  mmspec compare --model Qwen/Qwen2.5-0.5B-Instruct --prompt "Tell a story."         a language model, without an image
   mmspec compare                                              an image of the toy world and the bundled model
 
 exit code
@@ -52,7 +55,7 @@ def add_parser(commands: Commands, common: argparse.ArgumentParser) -> None:
     add_model_option(parser)
     add_device_options(parser)
     add("--image", default=None, metavar="PATH", help="the first of what PATH names (default: a bundled drawing)")
-    add("--prompt", default=None, metavar="TEXT", help=f"default {PROMPT!r}")
+    add("--prompt", default=None, metavar="TEXT", help=f"default {PROMPT!r}; of a language model {TEXT_PROMPT!r}")
     drafters_help = f"default {','.join(DEFAULT_DRAFTERS)}"
     add("--drafters", type=split_commas, default=DEFAULT_DRAFTERS, metavar="A,B", help=drafters_help)
     add("--new-tokens", type=positive_int, default=64, metavar="N", help="of the answer, at most (default 64)")
@@ -101,10 +104,18 @@ def _load(args: argparse.Namespace) -> tuple[Any, Any, dict[str, Any]]:
     from mmspec.app.io.decode import ReadableRows
     from mmspec.app.io.images import media_images
     from mmspec.app.modeling.chat import build_inputs, check_length
-    from mmspec.app.modeling.load import load_model
+    from mmspec.app.modeling.load import load_model, load_text_model
+    from mmspec.app.modeling.text import TextCaptioner, is_text_model
     from mmspec.app.scenes.examples import list_example_files
     from mmspec.vision.video.decoder_pool import DecoderPool
 
+    if is_text_model(args.model):
+        if args.image is not None:
+            raise UsageError(f"--image: {args.model} reads no pictures; leave it out")
+        text_model, tokenizer = load_text_model(args.model, args.dtype, args.device)
+        inputs = TextCaptioner(text_model, cast("Any", tokenizer)).build_inputs([()], [args.prompt or TEXT_PROMPT])
+        check_length(text_model, inputs, args.new_tokens)
+        return text_model, tokenizer, inputs
     question = [args.prompt or PROMPT]
     path = args.image or str(list_example_files()[0])
     with DecoderPool() as decoders:

@@ -88,7 +88,7 @@ def load_model(
 
 
 def load_text_model(
-    name: str, dtype: str = "auto", device: str = "auto"
+    name: str, dtype: str = "auto", device: str = "auto", local_rank: int = 0
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A language model without images in eval mode, and its tokenizer, padding on the left.
 
@@ -101,7 +101,7 @@ def load_text_model(
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    target_device = resolve_device(device)
+    target_device = resolve_device(device, local_rank)
     precision = "float32" if dtype == "auto" and target_device.type == "cpu" else dtype
     is_gguf = name.endswith(".gguf")
     folder = os.path.dirname(os.path.abspath(name)) if is_gguf else name

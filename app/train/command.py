@@ -49,13 +49,14 @@ EPILOG = """\
 drafters
 {drafters}
   draft-lm           a small language model instead of a head: some layers of the target, trained on its answers
-                     (FastDraft); reads no images; alone, not beside heads. --target may be a language model: then
-                     --data names text files with a request per line; without it the target writes its requests
+                     (FastDraft); reads no images; alone, not beside heads
   Several, separated by commas, train side by side on the same batches: the target runs once for all of them.
 
 data
   --data names all that `mmspec caption` reads; a list may bring "prompt" and "answer" per row. Where there is no answer
   the target generates one, so that the drafter learns the target's own text. Answers are stored in OUT/answers.jsonl.
+  --target may be a language model: then --data names text files with a request per line, or .jsonl files with a
+  "prompt" per row; without it the target writes its requests (--count).
   A picture that cannot be used is counted, and the next one takes its place. Bytes of tables wait in a temporary file
   (TMPDIR).
   The last requests (--evaluate of them, at most a tenth) are held out: tau is measured on them.
@@ -121,8 +122,8 @@ def add_parser(commands: Commands, common: argparse.ArgumentParser) -> None:
 def _add_training(how: argparse._ArgumentGroup) -> None:
     """Data, schedule, losses."""
     add = how.add_argument
-    count = add("--count", type=positive_int, default=2000, metavar="N", help="requests of draft-lm (default 2000)")
-    goes_with(count, f"--drafter {DRAFT_LM} without --data", lambda args: DRAFT_LM in args.drafter and not args.data)
+    count = add("--count", type=positive_int, default=2000, metavar="N", help="requests to write (default 2000)")
+    goes_with(count, "a language model without --data", lambda args: not args.data)
     add(
         "--max-new-tokens",
         type=positive_int,
@@ -252,17 +253,14 @@ def compressor_spec(text: str) -> str:
 
 def run(args: argparse.Namespace) -> int:
     """Carry out the command."""
-    from mmspec.app.modeling.load import load_model
-    from mmspec.app.train.data import Teacher
-    from mmspec.app.train.datasets import Subset, TextOnlyAugmented
     from mmspec.app.train.report import write_curves
     from mmspec.app.train.setup import (
+        build_teacher,
         build_trainer,
         check_run_settings,
         data_settings,
         distributed_context,
         init_from_target,
-        split_data,
         train_settings,
     )
 
@@ -276,20 +274,15 @@ def run(args: argparse.Namespace) -> int:
     process = ProcessInfo.from_env(os.environ)
     if options.batch_size % process.world_size:
         raise UsageError(f"--batch-size {options.batch_size} cannot be shared by {process.world_size} processes")
-    data, held_out = split_data(options)
     wait_for_everyone, distributed = distributed_context(options, process)
-    model, processor = load_model(options.target, options.dtype, options.device, process.local_rank)
-    model.requires_grad_(False)
-    cache_bytes = round(options.cache_gib * (1 << 30)) // process.world_size
-    has_text_only = options.text_first or options.text_only
-    teacher = Teacher(model, processor, TextOnlyAugmented(data) if has_text_only else data, cache_bytes)
-    answer_settings = data_settings(options, data, held_out)
+    teacher, held_out = build_teacher(options, process)
+    count = len(teacher.data) // (2 if options.text_first or options.text_only else 1)
+    answer_settings = data_settings(options, count, held_out)
     settings = answer_settings | train_settings(options)
     # Before the answers, which take long: it may refuse.
-    trainer = build_trainer(options, teacher, len(data), settings, distributed)
-    items = {"items": data.digest} if isinstance(data, Subset) else {}  # the content of a folder may have changed
-    check_run_settings(options.out, answer_settings | items, distributed)
-    start_index = len(data) if options.text_only else 0
+    trainer = build_trainer(options, teacher, count, settings, distributed)
+    check_run_settings(options.out, answer_settings | {"items": teacher.data.digest}, distributed)
+    start_index = count if options.text_only else 0
     is_silent = distributed.rank > 0
     total, shard = len(teacher.data) - start_index, (distributed.rank, distributed.world_size)
     batch_size, new_tokens = options.answer_batch or options.batch_size, options.max_new_tokens

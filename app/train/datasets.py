@@ -38,6 +38,11 @@ class RequestDataset(Protocol):
 
     def __getitem__(self, index: int) -> Request: ...
 
+    @property
+    def digest(self) -> str:
+        """Hash of all that is asked."""
+        ...
+
     def reject(self, index: int, error: Exception) -> bool:
         """Leave out a request that the target cannot take.
 
@@ -179,6 +184,11 @@ class TextOnlyAugmented:
         if index < len(self.data):
             return self.data[index]
         return Request((), self.data[index - len(self.data)].question)
+
+    @property
+    def digest(self) -> str:
+        """Hash of the dataset."""
+        return self.data.digest
 
     def reject(self, index: int, error: Exception) -> bool:
         """As `RequestDataset`."""

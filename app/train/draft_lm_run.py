@@ -5,26 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from mmspec.app.caption.config import ProcessInfo
 from mmspec.app.errors import UsageError
-from mmspec.app.modeling.load import load_model, load_text_model
 from mmspec.app.train.config import TrainOptions
 from mmspec.app.train.data import Teacher
 from mmspec.app.train.datasets import RequestDataset
 from mmspec.app.train.draft_lm import DraftLMTrainer, TextSample, default_num_layers, init_draft_model
 from mmspec.app.train.progress import ProgressReporter
 from mmspec.app.train.report import evaluate, summary_lines, target_name, write_curves, write_provenance
-from mmspec.app.train.setup import check_run_settings, data_settings, split_data
-from mmspec.app.train.text_teacher import (
-    TextRequests,
-    TextTeacher,
-    is_text_target,
-    read_questions,
-    write_questions,
-)
+from mmspec.app.train.setup import build_teacher, check_run_settings, data_settings
 from mmspec.drafters.training.trainer import DistributedContext
 from mmspec.messages import printable
 
-UNUSED_OPTIONS = {"compressor": None, "start_from": None, "draft_vocab": None, "visual_mode": None, "block": None}
+UNUSED_OPTIONS = dict.fromkeys(("compressor", "start_from", "draft_vocab", "visual_mode", "block"))
+UNUSED_OPTIONS |= dict.fromkeys(("text_first", "text_only"), False)
 """Options of draft heads that a draft model does not have, with their defaults."""
 
 
@@ -36,11 +30,10 @@ def run_draft_lm(options: TrainOptions) -> int:
     """
     if used := [name for name, default in UNUSED_OPTIONS.items() if getattr(options, name) != default]:
         raise UsageError(f"--drafter draft-lm has no --{used[0].replace('_', '-')}")
-    teacher, held_out = build_teacher(options)
-    teacher.model.requires_grad_(False)
+    teacher, held_out = build_teacher(options, ProcessInfo())
     draft = init_draft_model(teacher.model, options.draft_layers or default_num_layers(teacher.adapter.num_layers))
     options.out.mkdir(parents=True, exist_ok=True)
-    check_run_settings(options.out, data_settings(options, teacher.data, held_out), DistributedContext())
+    check_run_settings(options.out, data_settings(options, len(teacher.data), held_out), DistributedContext())
     with ProgressReporter("answers", len(teacher.data), "text", show_bar=options.progress, is_silent=False) as progress:
         batch_size = options.answer_batch or options.batch_size
         teacher.generate_answers(options.out, batch_size, options.max_new_tokens, progress.update)
@@ -62,23 +55,6 @@ def run_draft_lm(options: TrainOptions) -> int:
         return 0
     finish_draft_lm(options, trainer.draft, teacher, held_out)
     return 0
-
-
-def build_teacher(options: TrainOptions) -> tuple[Teacher, RequestDataset]:
-    """The target with its training requests, and the held-out requests."""
-    if not is_text_target(options.target):
-        data, held_out = split_data(options)
-        model, processor = load_model(options.target, options.dtype, options.device)
-        return Teacher(model, processor, data), held_out
-    model, tokenizer = load_text_model(options.target, options.dtype, options.device)
-    if options.data:
-        questions = read_questions(options.data)
-    else:
-        count = options.count + options.evaluate
-        questions = write_questions(model, tokenizer, options.out, count, options.batch_size, options.seed)
-    num_held_out = min(options.evaluate, max(1, len(questions) // 10) if options.data else options.evaluate)
-    num_train = len(questions) - num_held_out
-    return TextTeacher(model, tokenizer, TextRequests(questions[:num_train])), TextRequests(questions[num_train:])
 
 
 def read_samples(teacher: Teacher, batch_size: int) -> list[TextSample]:

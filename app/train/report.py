@@ -14,6 +14,7 @@ from typing import Any
 
 import mmspec
 from mmspec.app.errors import one_line
+from mmspec.app.modeling.text import is_text_model
 from mmspec.app.train.config import TrainOptions
 from mmspec.app.train.data import Teacher
 from mmspec.app.train.datasets import RequestDataset
@@ -182,7 +183,9 @@ def summary_lines(options: TrainOptions, folder: Path, evaluation: Mapping[str, 
 def next_command(options: TrainOptions, folder: Path) -> str:
     """The command that compares the drafter with others."""
     command = ["mmspec", "compare", "--drafters", f"auto,{folder}"]
-    command += ["--model", options.target, "--image", *options.data[:1], *options.source.flags()]
+    command += ["--model", options.target]
+    if not is_text_model(options.target):
+        command += ["--image", *options.data[:1], *options.source.flags()]
     if options.dtype != "auto":
         command += ["--dtype", options.dtype]
     return shlex.join(command)

@@ -12,11 +12,14 @@ import torch
 from mmspec.app.caption.config import ProcessInfo
 from mmspec.app.errors import UsageError
 from mmspec.app.io.jsonl import replace_file
+from mmspec.app.modeling.load import load_model, load_text_model
+from mmspec.app.modeling.text import is_text_model
 from mmspec.app.train.config import TrainOptions
 from mmspec.app.train.data import Teacher
-from mmspec.app.train.datasets import FileData, RequestDataset, Subset, image_fraction
+from mmspec.app.train.datasets import FileData, RequestDataset, Subset, TextOnlyAugmented, image_fraction
 from mmspec.app.train.heads import build_parts, target_head_config, train_mode
 from mmspec.app.train.sampler import LengthGroupedSampler
+from mmspec.app.train.text_teacher import TextRequests, TextTeacher, read_questions, write_questions
 from mmspec.drafters.heads.registry import find_method, recipes
 from mmspec.drafters.training.batch import DraftModel, TrainBatch
 from mmspec.drafters.training.losses import LossWeights
@@ -39,12 +42,42 @@ def split_data(options: TrainOptions) -> tuple[Subset, Subset]:
     return Subset(files, range(num_train)), Subset(files, range(num_train, len(files)))
 
 
-def data_settings(options: TrainOptions, data: RequestDataset, held_out: RequestDataset) -> dict[str, Any]:
+def build_teacher(options: TrainOptions, process: ProcessInfo) -> tuple[Teacher, RequestDataset]:
+    """The target with its training requests, and the held-out requests.
+
+    Raises:
+        UsageError: no data, a target that cannot be loaded, or options about images for a language model.
+    """
+    cache_bytes = round(options.cache_gib * (1 << 30)) // process.world_size
+    has_text_only = options.text_first or options.text_only
+    if not is_text_model(options.target):
+        data, held_out = split_data(options)
+        model, processor = load_model(options.target, options.dtype, options.device, process.local_rank)
+        model.requires_grad_(False)
+        return Teacher(model, processor, TextOnlyAugmented(data) if has_text_only else data, cache_bytes), held_out
+    for name in ("text_first", "text_only", "visual_mode", "compressor"):
+        if getattr(options, name):
+            raise UsageError(f"--{name.replace('_', '-')} is about images; --target {options.target} reads none")
+    if process.world_size > 1 and not options.data:
+        raise UsageError("several processes need --data: only one may write requests")
+    questions = read_questions(options.data) if options.data else []
+    text_model, tokenizer = load_text_model(options.target, options.dtype, options.device, process.local_rank)
+    text_model.requires_grad_(False)
+    if not options.data:
+        count = options.count + options.evaluate
+        questions = write_questions(text_model, tokenizer, options.out, count, options.batch_size, options.seed)
+    num_held_out = min(options.evaluate, max(1, len(questions) // 10) if options.data else options.evaluate)
+    num_train = len(questions) - num_held_out
+    teacher = TextTeacher(text_model, tokenizer, TextRequests(questions[:num_train]), cache_bytes)
+    return teacher, TextRequests(questions[num_train:])
+
+
+def data_settings(options: TrainOptions, count: int, held_out: RequestDataset) -> dict[str, Any]:
     """Settings that determine the answers; answers of an earlier run are reused only if these are equal."""
     settings: dict[str, Any] = {
         "target": options.target,
         "data": list(options.data),
-        "count": len(data),
+        "count": count,
         "max_new_tokens": options.max_new_tokens,
     }
     settings |= {"held_back": len(held_out)} if options.data and len(held_out) else {}
@@ -123,7 +156,7 @@ def build_trainer(
         seed=options.seed,
         weights=LossWeights(options.hidden_loss, options.logits_loss, options.ttt_steps, loss=options.loss),
     )
-    placeholder_id = torch.tensor(teacher.media_token_ids[0], device=model.device)
+    placeholder_id = torch.tensor(next(iter(teacher.media_token_ids), 0), device=model.device)
     placeholder = embeddings.embed(placeholder_id).float()
     sampler = LengthGroupedSampler(num_requests, config.batch_size, config.seed, teacher.text_lengths)
 

@@ -1,4 +1,4 @@
-"""A language model as the target of `mmspec train --drafter draft-lm`: its requests, and its answers to them.
+"""A language model as the target of `mmspec train`: its requests, and its answers to them.
 
 The requests are the lines of text files, or written by the model itself: behind the beginning of a user's turn in its
 chat template it continues with a question (Magpie, arXiv 2406.08464).
@@ -11,17 +11,16 @@ import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mmspec.app.caption.config import SCENES_MODEL
 from mmspec.app.caption.progress import print_stderr
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.io.jsonl import replace_file
 from mmspec.app.io.text import find_fault
-from mmspec.app.modeling.captioner import Captioner
-from mmspec.app.modeling.random_models import SIZES
+from mmspec.app.modeling.text import TextCaptioner, question_text
 from mmspec.app.train.data import Teacher
 from mmspec.app.train.datasets import Request, StandIns
 
@@ -62,62 +61,20 @@ class TextRequests:
         return hashlib.sha256(json.dumps(self.questions).encode()).hexdigest()[:16]
 
 
-class TextCaptioner(Captioner):
-    """`Captioner` of a language model: the processor is its tokenizer, and there are no media."""
-
-    def build_inputs(self, media: Sequence[Any], prompts: Sequence[str]) -> dict[str, Any]:
-        """Keyword arguments of `generate` for questions, padded on the left."""
-        tokenizer: Any = self.processor
-        texts = [question_text(tokenizer, prompt) for prompt in prompts]
-        inputs = tokenizer(texts, add_special_tokens=tokenizer.chat_template is None, padding=True, return_tensors="pt")
-        device = self.model.device
-        return {name: inputs[name].to(device) for name in ("input_ids", "attention_mask")}
-
-
 class TextTeacher(Teacher):
-    """`Teacher` of a language model; generates answers, computes no hidden states."""
+    """`Teacher` of a language model."""
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, data: TextRequests) -> None:
-        tokenizer_owner: Any = _TokenizerOwner(tokenizer)
-        super().__init__(model, tokenizer_owner, data)
-        processor: Any = tokenizer
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, data: TextRequests, cache_bytes: int = 0
+    ) -> None:
+        processor: Any = SimpleNamespace(tokenizer=tokenizer)
+        super().__init__(model, processor, data, cache_bytes)
+        processor = tokenizer
         self.captioner = TextCaptioner(model, processor)
 
 
-class _TokenizerOwner:
-    """Has a tokenizer, as a processor."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
-
-
-def is_text_target(target: str) -> bool:
-    """Whether `--target` is a language model without images. Reads its config; a hub id may download it."""
-    from transformers import AutoConfig
-    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-
-    if target in SIZES or target == SCENES_MODEL:
-        return False
-    if target.endswith(".gguf"):
-        return True
-    try:
-        config = AutoConfig.from_pretrained(target)
-    except Exception as error:
-        raise UsageError(f"cannot load --target {target}: {one_line(error)}") from error
-    return config.model_type not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-
-
-def question_text(tokenizer: Any, question: str) -> str:
-    """The prompt of a question: by the chat template, or the question alone."""
-    if tokenizer.chat_template is None:
-        return question
-    messages = [{"role": "user", "content": question}]
-    text: str = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    return text
-
-
 def read_questions(paths: Sequence[str]) -> list[str]:
-    """The lines of text files that are not empty.
+    """The lines of text files that are not empty; of .jsonl files the "prompt" of each row.
 
     Raises:
         UsageError: a file cannot be read, or there is no line in any of them.
@@ -131,6 +88,8 @@ def read_questions(paths: Sequence[str]) -> list[str]:
                 f"--data {path}: {one_line(error)}; for a language model --data names text files, a request per line"
             ) from error
         lines = [line.strip() for line in text.splitlines() if line.strip()]
+        if path.endswith(".jsonl"):
+            lines = [_prompt_of(path, number, line) for number, line in enumerate(lines, 1)]
         good = [line for line in lines if find_fault(line) is None]
         if len(good) < len(lines):
             first = next(line for line in lines if find_fault(line) is not None)
@@ -139,6 +98,17 @@ def read_questions(paths: Sequence[str]) -> list[str]:
     if not questions:
         raise UsageError("--data: the text files are empty; they hold a request per line")
     return questions
+
+
+def _prompt_of(path: str, number: int, line: str) -> str:
+    """The "prompt" of a row."""
+    try:
+        prompt = json.loads(line)["prompt"]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        prompt = None
+    if not isinstance(prompt, str):
+        raise UsageError(f'--data {path}, row {number}: no object with a "prompt" of text; got {line[:60]!r}')
+    return prompt
 
 
 def write_questions(

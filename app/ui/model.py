@@ -14,11 +14,10 @@ from mmspec.app.caption.config import SCENES_MODEL
 from mmspec.app.cli.arguments import DEFAULT_MODEL
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.modeling.load import read_model_config
-from mmspec.app.modeling.random_models import SIZES
+from mmspec.app.modeling.text import is_text_model
 from mmspec.app.scenes import WEIGHTS_FOLDER
 from mmspec.comparison import replicate
 from mmspec.drafters.registry import OWN_NAMES, drafter_names
-from mmspec.hints import looks_like_path
 from mmspec.messages import description_of
 
 if TYPE_CHECKING:
@@ -60,7 +59,10 @@ class DemoModel:
         self.processor: Any = None
         self.drafters: tuple[str, ...] = (default,)
         self._built: dict[str, Drafter] = {}
-        self.is_text = is_text_model(source)
+        try:
+            self.is_text = is_text_model(source)
+        except UsageError as error:
+            raise ModelUnusableError(f"--model {error}") from error
         self._config = read_model_config(str(WEIGHTS_FOLDER) if self.is_toy else source)
 
     @property
@@ -236,35 +238,6 @@ class DemoModel:
 def page_scope(page: str) -> str:
     """How all scopes of a page begin."""
     return hashlib.sha256(page.encode(errors="replace")).hexdigest()
-
-
-def is_text_model(source: str) -> bool:
-    """Whether a model's own files say that it reads no pictures; nothing is downloaded.
-
-    Raises:
-        ModelUnusableError: a folder that is not there, or one without a model.
-    """
-    if source == SCENES_MODEL or source in SIZES:
-        return False
-    is_folder = os.path.isdir(source)
-    config = read_model_config(source)
-    if (is_folder and not config) or (not is_folder and looks_like_path(source)):
-        raise ModelUnusableError(f"--model {source}: no folder with a model (config.json); name one, or a hub id")
-    if not config:
-        return False
-    from transformers.models.auto.modeling_auto import (
-        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-    )
-
-    kind = config.get("model_type")
-    if kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
-        return False
-    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise ModelUnusableError(
-            f"--model {source}: its type {kind!r} generates no text in transformers; choose another model"
-        )
-    return True
 
 
 def _shown(name: str) -> str:

@@ -18,7 +18,8 @@ from typing import Any
 
 import mmspec
 from mmspec.app.cli.arguments import positive_int, split_commas
-from mmspec.app.train.text_teacher import TextCaptioner, is_text_target, read_questions
+from mmspec.app.modeling.text import TextCaptioner, is_text_model
+from mmspec.app.train.text_teacher import read_questions
 from mmspec.patching import patch_state
 from mmspec.targets.patched_class import KEY, change_class, restore_class
 
@@ -40,7 +41,7 @@ def load_target(name: str, count: int, data: Sequence[str]) -> tuple[Any, Any, l
     from mmspec.app.modeling.captioner import Captioner
     from mmspec.app.modeling.load import load_model, load_text_model
 
-    if is_text_target(name):
+    if is_text_model(name):
         model, tokenizer = load_text_model(name)
         processor: Any = tokenizer
         questions = read_questions(data) if data else list(QUESTIONS)

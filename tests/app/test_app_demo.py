@@ -380,7 +380,7 @@ def test_a_text_model_is_asked_without_a_picture(tmp_path: Path) -> None:
 def test_a_folder_of_another_kind_is_refused(tmp_path: Path, kind: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
     with pytest.raises(UsageError, match="generates no text"):
-        demo_model.is_text_model(str(tmp_path))
+        demo_model.DemoModel(str(tmp_path))
 
 
 # the device's queue

@@ -90,6 +90,35 @@ def test_a_draft_model_of_a_language_target(tmp_path: Path, capsys: Any) -> None
     assert mmspec.stats(model).num_draft_tokens > 0
 
 
+def test_heads_of_a_language_target(tmp_path: Path, capsys: Any) -> None:
+    """Trained, found to draft, and the same text; options about images are refused."""
+    target, data = _text_target(tmp_path / "target"), tmp_path / "questions.jsonl"
+    data.write_text("".join(json.dumps({"prompt": f"How many foxes,\n{number}?"}) + "\n" for number in range(12)))
+    args = ["train", "--target", str(target), "--drafter", "eagle,flash,eagle3", "--steps", "3", "--batch-size", "2"]
+    args += ["--max-new-tokens", "8", "--draft-vocab", "64", "--evaluate", "2", "--data", str(data)]
+    assert main([*args, "--out", str(tmp_path / "run")]) == 0
+    assert capsys.readouterr().out.count("held-out requests") == 3
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(target), AutoTokenizer.from_pretrained(target)
+    inputs = tokenizer(["How many?"], return_tensors="pt").to(model.device)
+    given = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+    plain = model.generate(**given, max_new_tokens=16)
+    for name in ("eagle", "flash", "eagle3"):
+        mmspec.patch(model, str(tmp_path / "run" / name), processor=tokenizer, tree_size=4)
+        assert torch.equal(plain, model.generate(**given, max_new_tokens=16))
+        assert mmspec.stats(model).num_draft_tokens > 0
+        mmspec.unpatch(model)
+    given_args = ["compare", "--model", str(target), "--prompt", "How many?", "--new-tokens", "4"]
+    assert main([*given_args, "--drafters", f"none,{tmp_path / 'run' / 'flash'}"]) == 0
+    assert capsys.readouterr().out.count(" yes ") == 2
+    assert main([*given_args, "--image", "photo.png"]) == 2 and "reads no pictures" in capsys.readouterr().err
+    with pytest.raises(UsageError, match="--text-first is about images"):
+        main_raising([*args, "--text-first", "--out", str(tmp_path / "other")])
+    for wrong in ("[1]", '{"prompt": 3}', "{", '{"text": "a"}'):
+        data.write_text(wrong + "\n")
+        with pytest.raises(UsageError, match="row 1: no object with a"):
+            read_questions([str(data)])
+
+
 def test_a_target_writes_its_requests(tmp_path: Path) -> None:
     target = _text_target(tmp_path / "target")
     model, tokenizer = AutoModelForCausalLM.from_pretrained(target), AutoTokenizer.from_pretrained(target)
