@@ -19,14 +19,15 @@ import torch
 import transformers
 
 import mmspec
-from mmspec.app.cli.arguments import hide_progress_bars, module_parser, output_path
+from mmspec.app.cli.arguments import hide_progress_bars, output_path
 from mmspec.app.errors import one_line
 from mmspec.app.modeling.chat import build_inputs
 from mmspec.app.modeling.load import clone, load_model
-from mmspec.app.modeling.synthetic_images import draw_image
 from mmspec.files import atomic_write
+from research.arguments import module_parser
 from research.bench.shape.models import TEXT_SHAPES, build_shape_model
 from research.parts import Part, run_parts
+from research.synthetic_images import draw_image
 
 LIMIT_S = 540.0
 EPILOG = """\

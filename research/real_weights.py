@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mmspec.app.cli.arguments import module_parser, output_path, positive_int, split_commas
+from mmspec.app.cli.arguments import output_path, positive_int, split_commas
 from mmspec.app.errors import UsageError
+from research.arguments import module_parser
 from research.bench.suite.report import markdown_table
 from research.parts import Part, run_parts
 

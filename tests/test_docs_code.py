@@ -25,8 +25,8 @@ from PIL import Image
 
 import mmspec
 from mmspec.app.cli.main import build_parser, main
-from mmspec.app.modeling.synthetic_images import write_images
 from mmspec.app.scenes import examples, load_scenes_model
+from research.synthetic_images import write_images
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*.md")])

@@ -57,7 +57,7 @@ def test_the_demo_and_compare_measure_what_a_script_does_and_store_no_costs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The demo's tau is a script's, and what scripts have learned of costs stays as it is."""
-    from mmspec.app.modeling.synthetic_images import draw_image
+    from research.synthetic_images import draw_image
 
     monkeypatch.setenv("MMSPEC_CACHE", str(tmp_path))
     monkeypatch.setenv("MMSPEC_COST_CACHE", "1")

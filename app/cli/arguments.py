@@ -70,16 +70,6 @@ def add_command(
     return parser
 
 
-def module_parser(module: str, description: str | None, epilog: str) -> argparse.ArgumentParser:
-    """The parser of `python -m MODULE`, whose help keeps the lines of both texts."""
-    return argparse.ArgumentParser(
-        prog=f"python -m {module}",
-        description=description,
-        epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-
-
 def goes_with(action: argparse.Action, others: str, holds: Callable[[argparse.Namespace], Any]) -> None:
     """Let `CommandParser` refuse an option without what it is for: it would change nothing, and nobody would notice.
 
@@ -106,19 +96,6 @@ def add_device_options(parser: Options) -> None:
     """Add `--dtype` and `--device` of the model."""
     parser.add_argument("--dtype", default="auto", choices=DTYPES, help=DTYPE_HELP)
     parser.add_argument("--device", default="auto", metavar="DEV", help=DEVICE_HELP)
-
-
-def add_sampling_options(parser: Options, seed_of: str = "sampling") -> None:
-    """Add `--temperature` and `--seed`; `seed_of` is what the seed determines."""
-    add = parser.add_argument
-    add("--temperature", type=parse_temperature, default=0.0, metavar="T", help=TEMPERATURE_HELP)
-    add("--seed", type=parse_seed, default=0, metavar="N", help=f"of {seed_of} (default 0)")
-
-
-def add_scene_seed(parser: Options, default: int | None, default_text: str) -> None:
-    """Add `--scene-seed`."""
-    help_ = f"seed of the first scene (default {default_text})"
-    parser.add_argument("--scene-seed", type=parse_seed, default=default, metavar="S", help=help_)
 
 
 def add_table_options(parser: argparse.ArgumentParser) -> None:
@@ -193,19 +170,6 @@ def split_commas(text: str) -> list[str]:
     return names
 
 
-def positive_ints(text: str) -> list[int]:
-    """Comma-separated integers above 0."""
-    return [positive_int(part.strip()) for part in text.split(",")]
-
-
-def positive_floats(text: str) -> list[float]:
-    """Comma-separated numbers above 0."""
-    values = [parse_temperature(part.strip()) for part in text.split(",")]
-    if not all(values):
-        raise argparse.ArgumentTypeError(f"must be numbers above 0, got {text!r}")
-    return values
-
-
 def config_from_args(config_type: type[ConfigT], args: argparse.Namespace, **values: Any) -> ConfigT:
     """A dataclass whose fields are the flags of the same names; lists become tuples.
 
@@ -249,19 +213,3 @@ def validate_drafter(name: str, compressor: str | None = None) -> None:
             build_compressor(compressor)
         except ValueError as error:
             raise UsageError(str(error)) from error
-
-
-def check_writable(file: Path | str) -> None:
-    """Refuse a result file that cannot be written, before an hour of measuring.
-
-    Raises:
-        UsageError: the file cannot be opened for writing.
-    """
-    try:
-        is_new = not Path(file).exists()
-        with Path(file).open("ab"):
-            pass
-        if is_new:
-            Path(file).unlink()
-    except OSError as error:
-        raise UsageError(f"cannot write {file}: {error.strerror}") from error

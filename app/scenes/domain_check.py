@@ -7,8 +7,9 @@ from PIL import Image
 
 from mmspec.app.caption.progress import print_stderr
 from mmspec.app.io.images import Media, media_images
-from mmspec.app.scenes.world import SCENE_IMAGE_SIZE
 
+SCENE_SIZE = 192
+"""Edge of a drawn scene in pixels."""
 MIN_BACKGROUND_SHARE = 0.45
 """Minimum share of pixels in the two commonest colours: backgrounds of scenes are flat; photographs reach about 25%."""
 COLOUR_TOLERANCE = 4
@@ -23,7 +24,7 @@ OUT_OF_DOMAIN_HINT = (
 def background_share(image: Image.Image) -> float:
     """Return the share of pixels, 0 to 1, near one of the image's two commonest colours."""
     pixels = (
-        np.asarray(image.convert("RGB").resize((SCENE_IMAGE_SIZE, SCENE_IMAGE_SIZE), Image.Resampling.NEAREST))
+        np.asarray(image.convert("RGB").resize((SCENE_SIZE, SCENE_SIZE), Image.Resampling.NEAREST))
         .reshape(-1, 3)
         .astype(int)
     )

@@ -14,7 +14,7 @@ from mmspec.app.io.decode import ReadableRows
 from mmspec.app.io.images import media_images
 from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.random_models import WORDS
-from mmspec.app.modeling.synthetic_images import draw_image
+from research.synthetic_images import draw_image
 
 
 def synthetic_images(count: int, seed: int) -> list[Image.Image]:

@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mmspec.app.cli.arguments import Options, check_writable
+from mmspec.app.cli.arguments import Options
+from research.arguments import check_writable
 from research.bench.plot import require_matplotlib
 from research.bench.rows import ResultRow
 

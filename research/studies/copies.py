@@ -20,13 +20,14 @@ import torch
 from torch import Tensor
 
 import mmspec
-from mmspec.app.cli.arguments import module_parser, positive_int, split_commas
+from mmspec.app.cli.arguments import positive_int, split_commas
 from mmspec.app.modeling.load import clone
 from mmspec.drafters.model.self_drafter import QuantizedDrafter
 from mmspec.drafters.ngram.output_ngrams import text_ngrams
 from mmspec.targets.layer_access import layer_access
 from mmspec.targets.quantised_copy import QuantisedCopy
 from mmspec.targets.registry import find_adapter
+from research.arguments import module_parser
 from research.bench.shape.models import build_shape_model, find_shape
 from research.studies.whole_model import load_target
 

@@ -20,11 +20,12 @@ from tempfile import TemporaryDirectory
 import torch
 
 import mmspec
-from mmspec.app.cli.arguments import module_parser, positive_int, split_commas
+from mmspec.app.cli.arguments import positive_int, split_commas
 from mmspec.app.errors import UsageError
 from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.load import load_model
 from mmspec.files import CACHE_VARIABLE
+from research.arguments import module_parser
 from research.bench.results import ResultFiles, add_result_options
 from research.bench.rows import ResultRow
 from research.bench.session import provenance

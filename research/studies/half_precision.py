@@ -13,8 +13,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import mmspec
-from mmspec.app.cli.arguments import module_parser, positive_int, split_commas
+from mmspec.app.cli.arguments import positive_int, split_commas
 from mmspec.app.scenes import load_scenes_model
+from research.arguments import module_parser
 from research.bench.suite.items import TEXT_TASKS, choose_grouping, group_items, read_items, scene_items
 from research.scenes.tasks import REQUEST_TASKS
 

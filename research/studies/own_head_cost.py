@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import mmspec
-from mmspec.app.cli.arguments import module_parser, positive_int, split_commas
+from mmspec.app.cli.arguments import positive_int, split_commas
 from mmspec.drafters.mtp.assistant import AssistantDrafter
 from mmspec.drafters.mtp.drafter import MTPDrafter
 from mmspec.drafters.mtp.own import OwnDrafter
@@ -31,6 +31,7 @@ from mmspec.drafters.mtp.vocabulary import FrequentIds
 from mmspec.targets.assistant import assistant_parts
 from mmspec.targets.own_head import read_own_head
 from mmspec.targets.registry import find_adapter
+from research.arguments import module_parser
 
 EPILOG = """
 method

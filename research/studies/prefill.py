@@ -17,7 +17,7 @@ from torch import nn
 from tqdm import tqdm
 
 import research.compressors  # noqa: F401  - by name
-from mmspec.app.cli.arguments import config_from_args, module_parser, positive_int, positive_ints, split_commas
+from mmspec.app.cli.arguments import positive_int, split_commas
 from mmspec.app.errors import UsageError
 from mmspec.drafters.heads.eagle.config import EagleConfig
 from mmspec.drafters.heads.eagle.drafter import EagleDrafter
@@ -26,6 +26,7 @@ from mmspec.engine.tree import root_only
 from mmspec.interfaces import ObservedRound, Prompt, SharedEmbeddings, VerifyResult, VisualGrid
 from mmspec.metrics.compression_stats import RecordingCompressor
 from mmspec.vision.registry import init_compressor
+from research.arguments import config_from_args, module_parser, positive_ints
 from research.bench.measure import median_ci
 from research.bench.results import ResultFiles, add_result_options
 from research.bench.rows import ResultRow

@@ -13,8 +13,9 @@ from statistics import median
 import torch
 
 import mmspec
-from mmspec.app.cli.arguments import module_parser, positive_int, split_commas
+from mmspec.app.cli.arguments import positive_int, split_commas
 from mmspec.app.modeling.load import clone
+from research.arguments import module_parser
 from research.bench.shape.models import build_shape_model, find_shape
 
 EPILOG = """

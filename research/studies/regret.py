@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 import mmspec
-from mmspec.app.cli.arguments import module_parser, positive_int, split_commas
+from mmspec.app.cli.arguments import positive_int, split_commas
 from mmspec.economy.store import SWITCH
+from research.arguments import module_parser
 from research.studies.half_precision import repeated, requests
 
 EPILOG = """

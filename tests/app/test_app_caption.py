@@ -15,7 +15,7 @@ from mmspec.app.cli.main import main
 from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.load import load_model
 from mmspec.app.modeling.random_models import build_vocabulary, random_model, tiny_model
-from mmspec.app.modeling.synthetic_images import write_images
+from research.synthetic_images import write_images
 
 pytestmark = pytest.mark.usefixtures("shared_decoders")
 

@@ -27,7 +27,7 @@ from mmspec.app.modeling.chat import build_inputs, check_chat
 from mmspec.app.modeling.prompt_format import ChatFormat
 from mmspec.app.modeling.random_models import random_model
 from mmspec.app.modeling.sampling import Sampling, banned_tokens
-from mmspec.app.modeling.synthetic_images import write_images
+from research.synthetic_images import write_images
 
 pytestmark = pytest.mark.usefixtures("shared_decoders")
 

@@ -18,7 +18,6 @@ from PIL import Image
 import mmspec
 from mmspec.app.errors import UsageError
 from mmspec.app.modeling.chat import ChatTurn, build_inputs
-from mmspec.app.modeling.synthetic_images import draw_image
 from mmspec.app.scenes import load_scenes_model
 from mmspec.app.scenes.examples import list_example_files
 from mmspec.app.ui import model as demo_model
@@ -33,6 +32,7 @@ from mmspec.app.ui.streamer import TimingStreamer
 from mmspec.app.ui.uploads import StoredFile, clean_name
 from mmspec.app.ui.worker import CancelSignal, Worker
 from mmspec.vision.registry import build_compressor
+from research.synthetic_images import draw_image
 
 CLIP = next(path for path in list_example_files() if path.suffix == ".mp4")
 NASTY = "<img src=x onerror='hacked=1'> \"\"\" ''' {x} \\ \u2028"

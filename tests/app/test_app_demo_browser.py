@@ -21,13 +21,13 @@ import pytest
 pytest.importorskip("gradio")
 
 from mmspec.app.cli.arguments import DEFAULT_MODEL
-from mmspec.app.modeling.synthetic_images import write_images
 from mmspec.app.scenes.examples import EXAMPLES_FOLDER
 from mmspec.app.ui.demo import Demo
 from mmspec.app.ui.limits import Limits
 from mmspec.app.ui.model import DemoModel
 from mmspec.app.ui.server import serve
 from mmspec.app.ui.streamer import TimingStreamer
+from research.synthetic_images import write_images
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
 WIDTHS = pytest.mark.parametrize("width", [1280, 390])

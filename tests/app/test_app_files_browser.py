@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from mmspec.app.ticks import axis_ticks
 from research.bench.peers.base import MEDIA, PeerRun
 from research.bench.suite.config import SuiteConfig
 from research.bench.suite.html import format_html
@@ -154,8 +153,3 @@ def test_the_report_of_a_suite(
     })"""
     assert page.evaluate(cut) == []
     page.close()
-
-
-def test_ticks_are_round_numbers() -> None:
-    assert axis_ticks(0.058) == [0, 0.02, 0.04, 0.06] and axis_ticks(2.73) == [0, 1, 2, 3]
-    assert axis_ticks(0.0) == [0, 1] and axis_ticks(10) == [0, 2, 4, 6, 8, 10]

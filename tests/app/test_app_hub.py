@@ -12,9 +12,9 @@ import pytest
 from mmspec.app.cli.main import main
 from mmspec.app.modeling.load import load_model
 from mmspec.app.modeling.random_models import tiny_model
-from mmspec.app.modeling.synthetic_images import write_images
 from mmspec.drafters import hub
 from mmspec.drafters.registry import build_drafter
+from research.synthetic_images import write_images
 
 MAX_SECONDS = 10.0
 

@@ -10,7 +10,7 @@ import pytest
 from mmspec.app.caption import report as module
 from mmspec.app.caption.report import JobReport
 from mmspec.app.cli.main import main
-from mmspec.app.modeling.synthetic_images import write_images
+from research.synthetic_images import write_images
 
 pytestmark = pytest.mark.usefixtures("shared_decoders")
 

@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 import pytest
 
-from mmspec.app.modeling.synthetic_images import draw_image
+from research.synthetic_images import draw_image
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 

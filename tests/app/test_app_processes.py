@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from mmspec.app.cli.main import main
-from mmspec.app.modeling.synthetic_images import write_images
+from research.synthetic_images import write_images
 
 TIMES = ("seconds", "ttft_s")
 """Columns that differ from run to run. What the drafter did (rounds, tau) does too: the budget goes by the clock."""

@@ -18,7 +18,7 @@ from mmspec.app.cli.main import main
 from mmspec.app.errors import UsageError
 from mmspec.app.io.fields import MissingFieldError, field_names, fill
 from mmspec.app.io.inputs import Inputs
-from mmspec.app.modeling.synthetic_images import write_images
+from research.synthetic_images import write_images
 
 pytestmark = pytest.mark.usefixtures("shared_decoders")
 

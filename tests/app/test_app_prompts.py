@@ -27,9 +27,9 @@ from mmspec.app.modeling.picture_size import image_limits, shrink, shrink_media
 from mmspec.app.modeling.prompt_format import ChatFormat, describe_prompt_format, strip_media_tokens, task_prompt
 from mmspec.app.modeling.random_models import random_model
 from mmspec.app.modeling.sampling import Sampling
-from mmspec.app.modeling.synthetic_images import write_images
 from mmspec.app.modeling.thinking import opens_thoughts, without_thoughts
 from research.bench.measure import Contestant, run_once
+from research.synthetic_images import write_images
 
 pytestmark = pytest.mark.usefixtures("shared_decoders")
 

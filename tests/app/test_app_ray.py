@@ -30,9 +30,9 @@ from mmspec.app.caption.ray_stages import (
 from mmspec.app.cli.main import main
 from mmspec.app.io import jsonl
 from mmspec.app.io.output import Finished
-from mmspec.app.modeling.synthetic_images import write_images
 from mmspec.hints import install_hint
 from mmspec.ray import CaptionActor
+from research.synthetic_images import write_images
 
 VARYING = ("seconds", "ttft_s", "n_rounds", "tau", "drafter")
 

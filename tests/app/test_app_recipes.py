@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mmspec.app.cli.main import main
-from mmspec.app.modeling.synthetic_images import write_images
+from research.synthetic_images import write_images
 
 pytestmark = pytest.mark.usefixtures("shared_decoders")
 

@@ -19,8 +19,8 @@ from mmspec.app.io.columns import GENERATION, ROW_COLUMNS
 from mmspec.app.io.job_metadata import check_settings, is_overwriting
 from mmspec.app.modeling.load import model_revision
 from mmspec.app.modeling.random_models import random_model
-from mmspec.app.modeling.synthetic_images import write_images
 from mmspec.files import snapshot_id
+from research.synthetic_images import write_images
 
 pytestmark = pytest.mark.usefixtures("shared_decoders")
 

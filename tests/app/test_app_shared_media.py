@@ -16,7 +16,7 @@ from mmspec.app.modeling.chat import build_inputs
 from mmspec.app.modeling.prompt_format import ChatFormat
 from mmspec.app.modeling.random_models import random_model
 from mmspec.app.modeling.shared_media import SharedMedia, equal_arguments
-from mmspec.app.modeling.synthetic_images import draw_image
+from research.synthetic_images import draw_image
 
 QUESTIONS = ("What is it?", "How many things are there, and of which colours?", "Why?")
 

@@ -15,7 +15,7 @@ from mmspec.app.caption import command, job
 from mmspec.app.cli.main import main
 from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.random_models import random_model
-from mmspec.app.modeling.synthetic_images import write_images
+from research.synthetic_images import write_images
 
 pytestmark = pytest.mark.usefixtures("shared_decoders")
 

@@ -15,7 +15,7 @@ from input_table import line
 
 from mmspec.app.cli.main import main
 from mmspec.app.errors import EXIT_IO_ERROR, OutputError, find_write_error
-from mmspec.app.modeling.synthetic_images import write_images
+from research.synthetic_images import write_images
 
 pytestmark = pytest.mark.usefixtures("shared_decoders")
 

@@ -15,7 +15,6 @@ import torch
 from forced_drafts import only_fixed, planned
 
 import mmspec
-from mmspec.app.cli.arguments import positive_ints
 from mmspec.app.compare import specs
 from mmspec.app.errors import UsageError
 from mmspec.app.io.decode import ReadableRows
@@ -23,10 +22,10 @@ from mmspec.app.io.item import SourceOptions
 from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.load import clone
 from mmspec.app.modeling.random_models import random_model
-from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED
 from mmspec.economy.chooser import Chooser
 from mmspec.metrics.stats import Stats
 from mmspec.vision.video.decoder_pool import DecoderPool
+from research.arguments import positive_ints
 from research.bench import command as bench
 from research.bench.command import main
 from research.bench.forced_tree import ForcedTree, add_forced_tree, format_not_used, is_probe_needed
@@ -41,6 +40,7 @@ from research.bench.measure import (
 )
 from research.bench.requests import build_requests, build_scene_requests, named_images, synthetic_images
 from research.scenes import tasks
+from research.scenes.world import FIRST_HELD_OUT_SEED
 
 pytestmark = [pytest.mark.research, pytest.mark.usefixtures("shared_decoders")]
 

@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 
 from mmspec.app.errors import UsageError
-from mmspec.app.modeling.synthetic_images import draw_image
 from research.bench import bandwidth
 from research.bench.command import main
 from research.bench.peers.base import MEDIA, TEXT, PeerError, PeerPrompt, PeerRun
 from research.bench.suite.items import TEXT_TASKS, SuiteItem, choose_grouping, read_items, select_categories
 from research.bench.suite.runner import CallRecord, SuiteRun, make_batches
 from research.bench.suite.summary import find_ties, percentile, summarise_calls
+from research.bench.suite.ticks import axis_ticks
+from research.synthetic_images import draw_image
 
 pytestmark = pytest.mark.research
 
@@ -184,3 +185,8 @@ def test_ties_are_overlapping_intervals() -> None:
     rows = summarise_calls(calls)
     assert find_ties(rows) == [("a", "b")] and [row.tie for row in rows] == [True, False, False, False]
     assert percentile([1, 2, 3, 4], 50) == 2.5 and percentile([1.0], 99) == 1.0
+
+
+def test_ticks_are_round_numbers() -> None:
+    assert axis_ticks(0.058) == [0, 0.02, 0.04, 0.06] and axis_ticks(2.73) == [0, 1, 2, 3]
+    assert axis_ticks(0.0) == [0, 1] and axis_ticks(10) == [0, 2, 4, 6, 8, 10]

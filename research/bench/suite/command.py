@@ -6,8 +6,9 @@ import argparse
 import json
 from pathlib import Path
 
-from mmspec.app.cli.arguments import Options, check_writable, goes_with, hide_progress_bars, positive_int, split_commas
+from mmspec.app.cli.arguments import Options, goes_with, hide_progress_bars, positive_int, split_commas
 from mmspec.app.errors import explain_write
+from research.arguments import check_writable
 from research.bench.results import ResultFiles
 from research.bench.suite.config import SUITES, SuiteConfig
 

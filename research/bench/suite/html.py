@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from mmspec.app.ticks import axis_ticks
 from research.bench.suite.report import LIMITS, Cells, provenance_lines, remark_lines, report_title, sections
 from research.bench.suite.runner import CallRecord
 from research.bench.suite.session import SuiteResult
 from research.bench.suite.summary import ALL, SuiteRow
+from research.bench.suite.ticks import axis_ticks
 
 WIDTH, BAR_HEIGHT, CDF_HEIGHT, LABEL_WIDTH, LEGEND_COLUMNS = 520, 26, 240, 128, 3
 """Of the plots, in units of 1/520 of their width: legible at 360 pixels. Texts are 13 units high."""

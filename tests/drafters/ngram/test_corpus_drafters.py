@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 import mmspec
 from mmspec.app.cli.main import main
 from mmspec.app.modeling.load import load_model
-from mmspec.app.modeling.synthetic_images import write_images
 from mmspec.drafters.checkpoints.validate import FLOATS, INTEGERS, OBJECTS, check_config, parse_json
 from mmspec.drafters.registry import WEIGHTS_DIR, build_drafter
 from mmspec.interfaces import TargetInfo
+from research.synthetic_images import write_images
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 MAX_SECONDS = 20.0
