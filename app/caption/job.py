@@ -112,8 +112,8 @@ class CaptionJob:
         self._finished = self.output.open()
         complete = False
         try:
-            total = survey(inputs, config, self.process, self._finished)
-            self._print_left_out(inputs.left_out(listed=True))
+            total, replaced = survey(inputs, config, self.process, self._finished)
+            self._print_left_out([*inputs.left_out(listed=True), *replaced])
             self._prepare(inputs)
             if self.model is not None:
                 self._print_left_out([self._plan.describe(total)])
@@ -297,4 +297,4 @@ def _with_media(item: Item, found: tuple[Item, Media] | ImageError) -> tuple[Ite
     if isinstance(found, ImageError):
         return item, found
     decoded, media = found
-    return decoded if decoded.id == item.id else replace(item, content=decoded.content), media
+    return decoded if decoded.id == item.id else replace(item, content=decoded.content, stamp=decoded.stamp), media

@@ -18,6 +18,7 @@ from mmspec.app.caption.variants import picture_number
 from mmspec.app.errors import one_line
 from mmspec.app.io.columns import GENERATION, ROW_COLUMNS
 from mmspec.app.io.fields import MissingFieldError, answer_number, fill
+from mmspec.app.io.file_stamp import file_stamp
 from mmspec.app.io.images import ImageError, Media, Video
 from mmspec.app.io.item import Item
 from mmspec.app.io.jsonl import Row
@@ -187,6 +188,7 @@ class RowCaptioner:
         prompt = item.resolve_prompt(config.prompt, is_video)
         row: Row = dict.fromkeys(ROW_COLUMNS)
         row |= {"id": item.id, "file_name": item.file_name, "index": item.index, "mmspec_version": mmspec_version()}
+        row["file_stamp"] = file_stamp(item) if isinstance(media, ImageError) else item.stamp
         row |= {"prompt": prompt, "prompt_sha1": prompt_sha1(prompt), "finish_reason": "error"}
         row |= {"model": config.model, "model_revision": provenance.model_revision, "drafter": provenance.drafter}
         variables = json.dumps(dict(config.chat_template_kwargs)) if config.chat_template_kwargs else None

@@ -49,8 +49,9 @@ ROW_COLUMNS: dict[str, Column] = {
     "error": {"type": "text", "message": "text"},
     "mmspec_version": "text",
     "index": "integer",
+    "file_stamp": "text",
 }
-STATE_COLUMNS = ("id", "file_name", "caption", "prompt_sha1", "error", "index")
+STATE_COLUMNS = ("id", "file_name", "caption", "prompt_sha1", "error", "index", "file_stamp")
 """What a resumed job needs of a row, so that no choice of columns leaves it out."""
 COMPARED_COLUMNS = ("identical", "gen")
 """What it needs besides where rows are compared with plain `generate`."""

@@ -10,6 +10,7 @@ from typing import IO, Any
 
 from mmspec.app.errors import UsageError
 from mmspec.app.io.content import Content, InlineBytes, Pictures
+from mmspec.app.io.file_stamp import file_stamp
 from mmspec.app.io.images import ImageError, Media, check_file
 from mmspec.app.io.item import Item
 
@@ -101,5 +102,6 @@ def decode_held(item: Item, decode: Callable[[Item], Media], keep: bool) -> tupl
         ImageError: it cannot be read or decoded.
     """
     with item.locate_errors():
+        item = replace(item, stamp=file_stamp(item))  # before it is read: one that is replaced meanwhile is done again
         item = hold(item) if keep else item
     return item, decode(item)

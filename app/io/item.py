@@ -40,6 +40,7 @@ class Item:
         owns_id: a list or table gives its id, which therefore does not say what it is about.
         fields: what prompts name of it.
         template: its prompt with names of fields that it has not, or not yet; "" if there are none.
+        stamp: `file_stamp` of what is decoded; None: not yet, or there is none.
     """
 
     path: Path
@@ -55,6 +56,7 @@ class Item:
     owns_id: bool = False
     fields: Mapping[str, str] = field(default_factory=dict, hash=False)
     template: str = ""
+    stamp: str | None = None
 
     def __post_init__(self) -> None:
         """Whatever it is read from, its id and name are valid Unicode; so is its prompt, or it is an error row."""

@@ -27,7 +27,7 @@ NEEDED = ("caption", "prompt_sha1", "error")
 """What a row of a caption job has besides its id, whatever columns were chosen."""
 
 
-_KINDS = {"file_name": str, "index": int, "prompt_sha1": str, "gen": Mapping}
+_KINDS = {"file_name": str, "index": int, "prompt_sha1": str, "gen": Mapping, "file_stamp": str}
 """What is in the columns that a resumed job reads, if they are there."""
 
 

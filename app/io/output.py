@@ -38,12 +38,14 @@ class Finished(NamedTuple):
         has_error: it holds an error instead of a caption.
         differs: it was compared with plain `generate` in float32 and is not identical.
         subject: `subject_hash` of its file; None if its id says that.
+        stamp: `file_stamp` of that; None if it is not known.
     """
 
     prompt_sha1: str | None
     has_error: bool
     differs: bool
     subject: int | None = None
+    stamp: str | None = None
 
     @classmethod
     def of(cls, row: Row) -> Finished:
@@ -52,12 +54,12 @@ class Finished(NamedTuple):
         differs = row.get("identical") is False and (row.get("gen") or {}).get("dtype") not in half
         name = row.get("file_name")
         subject = None if name in (None, row["id"]) else subject_hash(name)
-        return _shared(cls(row["prompt_sha1"], bool(row["error"]), differs, subject))
+        return _shared(cls(row["prompt_sha1"], bool(row["error"]), differs, subject, row.get("file_stamp")))
 
 
 @lru_cache(maxsize=1024)
 def _shared(finished: Finished) -> Finished:
-    """One object for equal values: a job of a million rows has few different ones."""
+    """One object for equal values: a job of a million rows of tables has few different ones."""
     return finished
 
 
@@ -230,9 +232,12 @@ class ResumableOutput(ABC):
         """Give back the locks; remove what was created for nothing."""
 
     def _add(self, ident: str, new: Finished) -> bool:
-        """Remember a row, but of two of one id a caption rather than an error; returns whether it was taken."""
+        """Remember a row, but of two of one id and file a caption rather than an error; returns whether it was taken.
+
+        A later row about a file that was replaced counts, whatever it holds.
+        """
         old = self._finished.get(ident)
-        if old is not None and new.has_error and not old.has_error:
+        if old is not None and new.has_error and not old.has_error and old.stamp in (None, new.stamp):
             return False
         self._finished[ident] = new
         return True

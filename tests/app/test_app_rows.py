@@ -24,7 +24,7 @@ from research.synthetic_images import write_images
 
 pytestmark = pytest.mark.usefixtures("shared_decoders")
 
-STATE = {"id", "file_name", "caption", "prompt_sha1", "error", "index"}
+STATE = {"id", "file_name", "caption", "prompt_sha1", "error", "index", "file_stamp"}
 
 
 @pytest.fixture(scope="module")
