@@ -24,6 +24,8 @@ MIN_BUCKET = 256
 """Smallest number of positions that a recorded function reads."""
 RESERVED_TOKENS = 256
 """New tokens for which a call's first bucket has room: rarely a second recording, at little cost per round."""
+AT_ONCE_BYTES = 1 << 20
+"""Keys and values of a layer that are allocated once, for the whole length of a call; larger ones grow by a quarter."""
 
 LayerParts = tuple[Tensor, ...]
 """Keys and values of a layer: one tensor [2, B, H, C, D], or two tensors [1, B, H, C, D] where the shapes differ."""
@@ -240,7 +242,7 @@ class RaggedKVCache:
         return self._write_indices[device]
 
     def _allocate(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
-        """The tensors of `layer`, grown by a quarter at a time up to `max_length`.
+        """The tensors of `layer`, with room for `max_length`, or above `AT_ONCE_BYTES` grown by a quarter at a time.
 
         New positions are zero, because a masked position contributes 0 * value, and 0 * nan is nan.
         """
@@ -252,7 +254,9 @@ class RaggedKVCache:
         is_large_enough = bool(parts) and parts[0].shape[3] >= self.kv_len
         if is_large_enough and parts[0].dtype == dtype:
             return parts
-        capacity = max(self.kv_len, min(self.max_length, self.kv_len + self.kv_len // 4 + 16))
+        a_position = (keys[:, :, :1].numel() + values[:, :, :1].numel()) * dtype.itemsize
+        ahead = max(self.kv_len + self.kv_len // 4 + 16, AT_ONCE_BYTES // max(1, a_position))
+        capacity = max(self.kv_len, min(self.max_length, ahead))
         if is_large_enough:
             capacity = parts[0].shape[3]
         groups = ((2, keys),) if keys.shape == values.shape else ((1, keys), (1, values))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, StaticCache
 
+from mmspec.engine import kv_cache
 from mmspec.engine.kv_cache import RaggedKVCache
 
 HEADS, SIZE = 2, 3
@@ -119,7 +120,8 @@ def test_a_row_that_waits_commits_nothing() -> None:
     assert buffer.seq_lens == [6, 0] and not buffer.is_uniform
 
 
-def test_growth_copies_everything_and_stops_at_the_limit() -> None:
+def test_growth_copies_everything_and_stops_at_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_cache, "AT_ONCE_BYTES", 0)
     limit, buffer = 1000, RaggedKVCache(3, 1000)
     noise, positions, sizes = torch.Generator().manual_seed(0), list[Tensor](), list[int]()
     one = 3 * HEADS * SIZE * 4 * 2  # bytes of a position
@@ -241,3 +243,15 @@ def test_buffers_of_all_layers_are_one_list_until_they_are_replaced() -> None:
     cache.begin_forward(1)
     cache.write(0, new[:, :, :1].double(), new[:, :, :1].double())  # one layer alone, of a larger type
     buffers(1)
+
+
+@pytest.mark.parametrize(("heads", "allocations"), [(2, 1), (2000, 3)])
+def test_a_call_of_known_length_is_allocated_once(heads: int, allocations: int) -> None:
+    """Below a mebibyte a layer; larger ones grow with the answer, which may end early."""
+    cache, found = RaggedKVCache(1, max_length=150), set[int]()
+    for nodes in (64, *[1] * 80):
+        cache.begin_forward(nodes)
+        cache.write(0, torch.ones(1, heads, nodes, 8), torch.ones(1, heads, nodes, 8))
+        cache.advance(nodes)
+        found.add(cache.layers[0][0].shape[3])
+    assert len(found) == allocations and max(found) <= 150
