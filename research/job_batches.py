@@ -34,12 +34,12 @@ from mmspec.app.caption.command import build_captioner
 from mmspec.app.caption.config import CaptionConfig, ProcessInfo
 from mmspec.app.caption.option_fields import PROMPT
 from mmspec.app.modeling.captioner import Caption, Captioner
+from mmspec.app.scenes.render import render_scene
+from mmspec.app.scenes.world import generate_scene
 from mmspec.patching import KEY
 from mmspec.targets.c_forwards import CForwards
 from mmspec.targets.hf import HFTarget
 from research.bench.session import provenance
-from research.scenes.render import render_scene
-from research.scenes.world import generate_scene
 
 GENERATE = "generate"
 HEADER = "| system | batch | images/s | x generate | other captions | rows ended | computed though ended |"

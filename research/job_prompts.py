@@ -20,8 +20,8 @@ from typing import Any
 from mmspec.app.caption import command
 from mmspec.app.cli.main import main as run_command
 from mmspec.app.modeling.captioner import Captioner
-from research.scenes.render import render_scene
-from research.scenes.world import generate_scene
+from mmspec.app.scenes.render import render_scene
+from mmspec.app.scenes.world import generate_scene
 
 PROMPTS = (
     "Describe the image.",

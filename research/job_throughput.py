@@ -26,8 +26,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from research.scenes.render import render_scene
-from research.scenes.world import generate_scene
+from mmspec.app.scenes.render import render_scene
+from mmspec.app.scenes.world import generate_scene
 
 SIMPLE_LOOP = """
 import sys, time

@@ -26,6 +26,7 @@ from torch.nn import functional
 
 from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.scenes import load_scenes_model
+from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED
 from mmspec.cpu.c_kernel import CKernel, load_kernel
 from mmspec.cpu.linear import transposed_linear
 from mmspec.cpu.quantise import quantise
@@ -34,7 +35,6 @@ from mmspec.patching import KEY
 from research.bench.measure import HF, NO_DRAFT, Contestant, TimedRun, build_contestants, run_rounds
 from research.bench.requests import build_scene_requests
 from research.bench.session import provenance
-from research.scenes.world import FIRST_HELD_OUT_SEED
 
 SCENES_SHAPES = ((384, 384), (1024, 384), (384, 1024), (1536, 384))
 SMOLLM2_SHAPES = ((576, 576), (1536, 576), (576, 1536), (49152, 576))

@@ -4,6 +4,7 @@ Knows nothing of what the package does. Works on a wheel built from a copy of th
 folder `mmspec/` and the editable install would hide what is missing.
 """
 
+import importlib
 import os
 import shutil
 import subprocess
@@ -160,3 +161,31 @@ else:
 """
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(
+            "mmspec.vision.video.frames:read_frames",
+            "mmspec.vision.video.frames:Fps",
+            "mmspec.vision.video.frames:Uniform",
+        ),
+        *("mmspec.vision.video.decoder_pool:DecoderPool", "mmspec.app.io.sidecars:SidecarOutput"),
+        *("mmspec.app.io.item:Item", "mmspec.app.io.item:SourceOptions", "mmspec.app.io.manifests:read_manifest"),
+        *("mmspec.app.io.left_out:LeftOut", "mmspec.app.io.images:ImageError", "mmspec.app.io.images:load_image"),
+        *("mmspec.app.scenes.world:generate_scene", "mmspec.app.scenes.render:render_scene"),
+        *("mmspec.app.scenes.examples:list_example_files", "mmspec.app.scenes:load_scenes_model"),
+        *("mmspec.ray:CaptionActor", "mmspec.interfaces:DrafterRequirements", "mmspec.files:atomic_write"),
+        *(
+            "mmspec.engine.tree:build_tree",
+            "mmspec.engine.tree_cache:CACHE_ARGUMENT",
+            "mmspec.cpu.c_kernel:load_kernel",
+        ),
+        *("mmspec.app.ui.worker:CancelSignal", "mmspec.app.ui.limits:Limits"),
+    ],
+)
+def test_names_that_scripts_import_stay(name: str) -> None:
+    """Scripts of others draw scenes, read lists and frames, write files with these: rooms that move leave them."""
+    module, _, attribute = name.partition(":")
+    assert hasattr(importlib.import_module(module), attribute)

@@ -21,6 +21,7 @@ from mmspec.app.cli.arguments import (
     split_commas,
 )
 from mmspec.app.cli.main import CommandParser, run_command
+from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED
 from research.arguments import add_sampling_options, positive_floats, positive_ints
 from research.bench.config import DEFAULT_PROCESSES, DEFAULT_ROUNDS, BenchConfig
 from research.bench.overview import overview_markdown
@@ -30,7 +31,6 @@ from research.bench.rows import ResultRow
 from research.bench.suite import command as suite
 from research.bench.ties import tie_lines
 from research.scenes.tasks import add_scene_seed
-from research.scenes.world import FIRST_HELD_OUT_SEED
 
 TASKS = ("describe", "short", "answer", "clip")
 """`REQUEST_TASKS` of research.scenes.tasks, which is too slow to import here."""

@@ -10,8 +10,8 @@ from mmspec.app.caption.config import SCENES_MODEL
 from mmspec.app.caption.option_fields import PROMPT
 from mmspec.app.cli.arguments import source_options
 from mmspec.app.errors import UsageError
+from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED
 from research.arguments import config_from_args
-from research.scenes.world import FIRST_HELD_OUT_SEED
 
 if TYPE_CHECKING:
     from mmspec.app.io.item import SourceOptions

@@ -1,1 +1,1 @@
-"""The drawn scenes, and the training recipe and evaluation of the model of them."""
+"""The training recipe and evaluation of the scenes model."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from research.scenes.world import SCENE_IMAGE_SIZE
+from mmspec.app.scenes.world import SCENE_IMAGE_SIZE
 
 if TYPE_CHECKING:
     from transformers import (

@@ -18,6 +18,9 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from mmspec.app.scenes.objects import OBJECT_KINDS
+from mmspec.app.scenes.sprites import SIGN_CHARACTERS
+from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED, Clip, Scene, generate_clip, generate_scene
 from research.scenes import grammar
 from research.scenes.build_model import (
     BOS_TOKEN_ID,
@@ -27,7 +30,6 @@ from research.scenes.build_model import (
     PAD_TOKEN_ID,
     format_prompt,
 )
-from research.scenes.objects import OBJECT_KINDS
 from research.scenes.patch_labels import (
     ACTIONS,
     IGNORE_INDEX,
@@ -38,8 +40,6 @@ from research.scenes.patch_labels import (
     label_actions,
     render_with_labels,
 )
-from research.scenes.sprites import SIGN_CHARACTERS
-from research.scenes.world import FIRST_HELD_OUT_SEED, Clip, Scene, generate_clip, generate_scene
 
 SceneOrClip = TypeVar("SceneOrClip", Scene, Clip)
 

@@ -6,9 +6,9 @@ without the picture. Deterministic.
 
 from __future__ import annotations
 
-from research.scenes.objects import OBJECT_KINDS
+from mmspec.app.scenes.objects import OBJECT_KINDS
+from mmspec.app.scenes.world import REGIONS, SIZE_CLASSES, Scene, Thing, spatial_relation
 from research.scenes.phrases import NUMBER_WORDS, capitalize, choose_verb, count_kinds, format_region
-from research.scenes.world import REGIONS, SIZE_CLASSES, Scene, Thing, spatial_relation
 
 
 def describe_scene(scene: Scene) -> str:

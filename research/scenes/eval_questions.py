@@ -15,11 +15,9 @@ from functools import partial
 
 from PIL import Image
 
-from research.scenes import grammar
-from research.scenes.objects import KIND_BY_NAME, OBJECT_KINDS
-from research.scenes.phrases import NUMBER_WORDS, count_kinds
-from research.scenes.render import render_scene, visible_shares
-from research.scenes.world import (
+from mmspec.app.scenes.objects import KIND_BY_NAME, OBJECT_KINDS
+from mmspec.app.scenes.render import render_scene, visible_shares
+from mmspec.app.scenes.world import (
     BACKGROUND_COLOURS,
     BACKGROUND_TEXTURES,
     REGIONS,
@@ -28,6 +26,8 @@ from research.scenes.world import (
     Scene,
     Thing,
 )
+from research.scenes import grammar
+from research.scenes.phrases import NUMBER_WORDS, count_kinds
 
 REGION_NAMES = tuple(name for row in REGIONS for name in row)
 MIN_THING_SIZE = SIZE_CLASSES["small"][0]

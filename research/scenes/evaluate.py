@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mmspec.app.scenes import WEIGHTS_FOLDER, compute_checksums, load_scenes_model
+from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED, generate_clip, generate_scene
 from mmspec.engine.tree_cache import CACHE_ARGUMENT
 from research.scenes.build_model import format_prompt
 from research.scenes.eval_questions import (
@@ -29,7 +30,6 @@ from research.scenes.eval_questions import (
     clearly_visible_things,
 )
 from research.scenes.model_card import write_card
-from research.scenes.world import FIRST_HELD_OUT_SEED, generate_clip, generate_scene
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, ProcessorMixin

@@ -11,8 +11,9 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from mmspec.app.scenes.objects import OBJECT_KINDS
+from mmspec.app.scenes.world import REGION_MARGIN, SCENE_IMAGE_SIZE, Clip, Scene, Thing, spatial_relation
 from research.scenes.description import describe_scene
-from research.scenes.objects import OBJECT_KINDS
 from research.scenes.phrases import (
     NUMBER_WORDS,
     capitalize,
@@ -24,7 +25,6 @@ from research.scenes.phrases import (
     join_list,
     list_things,
 )
-from research.scenes.world import REGION_MARGIN, SCENE_IMAGE_SIZE, Clip, Scene, Thing, spatial_relation
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mmspec.app.scenes import CARD_FILE
-from research.scenes.objects import OBJECT_KINDS
+from mmspec.app.scenes.objects import OBJECT_KINDS
 
 TRAINING_FILE = "training.json"
 """Training record in a model folder: command, seed, versions, stages, and an optional note."""

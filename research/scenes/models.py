@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from mmspec.app.scenes.sprites import SIGN_CHARACTERS
+from mmspec.app.scenes.world import BACKGROUND_COLOURS, BACKGROUND_TEXTURES, SIZE_CLASSES
 from research.scenes.data import NUM_ABOUT_CLASSES
 from research.scenes.patch_labels import (
     ACTIONS,
@@ -24,9 +26,7 @@ from research.scenes.patch_labels import (
     REGION_INDEX,
     SIGN_CLASS,
 )
-from research.scenes.sprites import SIGN_CHARACTERS
 from research.scenes.stages import TrainingStage
-from research.scenes.world import BACKGROUND_COLOURS, BACKGROUND_TEXTURES, SIZE_CLASSES
 
 if TYPE_CHECKING:
     from transformers import LlamaModel, LlavaForConditionalGeneration, SiglipVisionModel

@@ -13,12 +13,11 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from research.scenes.build_model import GRID_SIZE, NUM_VISUAL_TOKENS, PATCH_SIZE
-from research.scenes.objects import OBJECT_KINDS
-from research.scenes.render import build_layers, render_background
-from research.scenes.sign_words import SIGN_WORDS
-from research.scenes.sprites import GLYPH_SIZE, SIGN_CHARACTERS
-from research.scenes.world import (
+from mmspec.app.scenes.objects import OBJECT_KINDS
+from mmspec.app.scenes.render import build_layers, render_background
+from mmspec.app.scenes.sign_words import SIGN_WORDS
+from mmspec.app.scenes.sprites import GLYPH_SIZE, SIGN_CHARACTERS
+from mmspec.app.scenes.world import (
     BACKGROUND_COLOURS,
     BACKGROUND_TEXTURES,
     MOTION_VECTORS,
@@ -30,6 +29,7 @@ from research.scenes.world import (
     Sign,
     Thing,
 )
+from research.scenes.build_model import GRID_SIZE, NUM_VISUAL_TOKENS, PATCH_SIZE
 
 BACKGROUND_CLASS = len(OBJECT_KINDS)
 SIGN_CLASS = len(OBJECT_KINDS) + 1

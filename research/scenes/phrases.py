@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from research.scenes.objects import OBJECT_KINDS, ObjectKind
-from research.scenes.world import Scene, Thing
+from mmspec.app.scenes.objects import OBJECT_KINDS, ObjectKind
+from mmspec.app.scenes.world import Scene, Thing
 
 NUMBER_WORDS = ("no", "one", "two", "three", "four", "five", "six")
 """Number -> its word."""

@@ -13,9 +13,9 @@ from itertools import count
 from PIL import Image
 
 from mmspec.app.cli.arguments import Options, parse_seed
+from mmspec.app.scenes.render import render_scene
+from mmspec.app.scenes.world import Clip, Scene, generate_clip, generate_scene
 from research.scenes import grammar
-from research.scenes.render import render_scene
-from research.scenes.world import Clip, Scene, generate_clip, generate_scene
 
 REQUEST_TASKS = ("describe", "short", "answer", "clip")
 """Long description, caption, short answer, what happens in a clip."""

@@ -33,6 +33,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from mmspec.app.scenes.objects import OBJECT_KINDS
 from mmspec.cpu.bf16 import bf16_is_faster
 from mmspec.files import atomic_write
 from research.arguments import module_parser
@@ -40,7 +41,6 @@ from research.scenes.build_model import init_scenes_model, train_tokenizer
 from research.scenes.data import ChatDataset, PatchDataset, collate_chats, generate_corpus
 from research.scenes.export import export_model
 from research.scenes.models import VisionPretrainer, VlmTrainer, aux_head_weights
-from research.scenes.objects import OBJECT_KINDS
 from research.scenes.stages import STAGES, MuonAdamW, TrainingStage, learning_rate_at
 
 if TYPE_CHECKING:

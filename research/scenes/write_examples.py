@@ -12,9 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
-from research.scenes.objects import OBJECT_KINDS
-from research.scenes.render import render_scene
-from research.scenes.world import FIRST_HELD_OUT_SEED, Clip, generate_clip, generate_scene
+from mmspec.app.scenes.objects import OBJECT_KINDS
+from mmspec.app.scenes.render import render_scene
+from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED, Clip, generate_clip, generate_scene
 
 IMAGE_SEEDS = (3, 5, 15, 17, 41, 47)
 """Offsets of the images' seeds from `FIRST_HELD_OUT_SEED`."""

@@ -20,6 +20,7 @@ from mmspec.app.compare.specs import check_spec
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.load import load_model
+from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED
 from mmspec.metrics.stats import Stats
 from research.arguments import config_from_args, module_parser, positive_ints
 from research.bench.measure import (
@@ -38,7 +39,6 @@ from research.bench.rows import ResultRow
 from research.bench.session import provenance
 from research.bench.specs import short_labels
 from research.scenes.tasks import REQUEST_TASKS, add_scene_seed
-from research.scenes.world import FIRST_HELD_OUT_SEED
 from research.studies.intervals import format_ci
 
 MAX_ANSWER_TOKENS = 160

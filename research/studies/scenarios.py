@@ -13,10 +13,10 @@ import torch
 
 from mmspec.app.cli.arguments import split_commas
 from mmspec.app.modeling.captioner import Captioner
+from mmspec.app.scenes.render import render_scene
+from mmspec.app.scenes.world import generate_clip
 from mmspec.targets.registry import find_adapter
-from research.scenes.render import render_scene
 from research.scenes.tasks import SceneRequest, generate_requests
-from research.scenes.world import generate_clip
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, ProcessorMixin

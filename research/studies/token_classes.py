@@ -21,6 +21,7 @@ from mmspec.app.compare.specs import check_spec, patch_model
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.load import clone, load_model
+from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED
 from mmspec.app.ui.rounds import RoundRecorder
 from research.arguments import add_sampling_options, config_from_args, module_parser
 from research.bench.measure import Contestant, gc_paused, phase_times_ms, run_once
@@ -30,7 +31,6 @@ from research.bench.rows import ResultRow
 from research.bench.session import provenance
 from research.bench.specs import short_labels, weight_sizes
 from research.scenes.tasks import REQUEST_TASKS, add_scene_seed, generate_requests
-from research.scenes.world import FIRST_HELD_OUT_SEED
 from research.studies.intervals import format_ci
 from research.studies.word_classes import CLASSES, AnswerCounts, count_answer, metric_interval
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from mmspec.app.cli.arguments import add_model_option, add_progress, positive_int, split_commas
 from mmspec.app.compare.specs import check_spec, parse_spec
 from mmspec.app.errors import UsageError
+from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED
 from research.arguments import config_from_args, module_parser
 from research.bench.results import add_result_options
 from research.scenes.tasks import add_scene_seed
-from research.scenes.world import FIRST_HELD_OUT_SEED
 from research.studies.scenarios import SCENARIOS, parse_shapes, parse_shares
 
 EPILOG = """\

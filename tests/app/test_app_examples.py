@@ -21,8 +21,8 @@ from mmspec.app.modeling.load import load_model
 from mmspec.app.modeling.random_models import random_model
 from mmspec.app.scenes import examples
 from mmspec.app.scenes.domain_check import OUT_OF_DOMAIN_HINT, looks_like_scene
-from research.scenes.render import render_scene
-from research.scenes.world import generate_scene
+from mmspec.app.scenes.render import render_scene
+from mmspec.app.scenes.world import generate_scene
 
 CLIPS = [path for path in examples.list_example_files() if path.suffix == ".mp4"]
 

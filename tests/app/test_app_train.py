@@ -13,6 +13,8 @@ from forced_drafts import only_fixed, planned
 import mmspec
 from mmspec.app.cli.main import build_parser, main
 from mmspec.app.modeling.random_models import random_model
+from mmspec.app.scenes.render import render_scene
+from mmspec.app.scenes.world import generate_scene
 from mmspec.app.train import command as train
 from mmspec.app.train import heads, progress, report, setup
 from mmspec.app.train.config import TrainOptions
@@ -22,8 +24,6 @@ from mmspec.app.train.sampler import LengthGroupedSampler
 from mmspec.drafters.heads.eagle.config import EagleConfig
 from mmspec.drafters.heads.registry import find_method
 from mmspec.economy.chooser import Chooser
-from research.scenes.render import render_scene
-from research.scenes.world import generate_scene
 
 
 @pytest.fixture

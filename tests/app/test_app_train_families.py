@@ -16,6 +16,8 @@ from transformers import PreTrainedModel
 
 import mmspec
 from mmspec.app.cli.main import main
+from mmspec.app.scenes.render import render_scene
+from mmspec.app.scenes.world import generate_scene
 from mmspec.app.train.data import Teacher
 from mmspec.app.train.datasets import Request
 from mmspec.app.train.heads import target_head_config
@@ -23,8 +25,6 @@ from mmspec.drafters.checkpoints.format import load_head
 from mmspec.drafters.heads.eagle.head import EagleHead
 from mmspec.drafters.heads.registry import recipes
 from mmspec.targets.registry import find_adapter
-from research.scenes.render import render_scene
-from research.scenes.world import generate_scene
 
 
 def available(*families: str) -> list[str]:

@@ -14,14 +14,14 @@ from torch.nn import functional
 import mmspec
 from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.random_models import random_model
+from mmspec.app.scenes.render import render_scene
+from mmspec.app.scenes.world import generate_scene
 from mmspec.cpu import kernel_timing
 from mmspec.cpu import linear as cpu
 from mmspec.cpu.c_kernel import load_kernel
 from mmspec.cpu.decoder import CDecoder
 from mmspec.cpu.kernel_timing import IN_C, PLAIN, TRANSPOSED, KernelChoices
 from mmspec.cpu.linear import MAX_ROWS, LinearAutotuner, find_linear_layers, is_replaced, use_fast_linears
-from research.scenes.render import render_scene
-from research.scenes.world import generate_scene
 
 KERNELS = (PLAIN, TRANSPOSED, IN_C)
 

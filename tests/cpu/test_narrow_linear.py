@@ -13,13 +13,13 @@ from torch.nn import functional
 import mmspec
 from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.random_models import random_model
+from mmspec.app.scenes.render import render_scene
+from mmspec.app.scenes.world import generate_scene
 from mmspec.cpu import kernel_timing, linear, narrow_linear
 from mmspec.cpu.c_kernel import MAX_C_ROWS, CKernel, load_kernel
 from mmspec.cpu.kernel_timing import KernelChoices
 from mmspec.cpu.linear import LinearAutotuner, use_fast_linears
 from mmspec.targets.hf import HFTarget
-from research.scenes.render import render_scene
-from research.scenes.world import generate_scene
 
 pytestmark = pytest.mark.skipif(load_kernel() is None, reason="no compiler or another processor")
 

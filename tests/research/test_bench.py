@@ -22,6 +22,7 @@ from mmspec.app.io.item import SourceOptions
 from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.load import clone
 from mmspec.app.modeling.random_models import random_model
+from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED
 from mmspec.economy.chooser import Chooser
 from mmspec.metrics.stats import Stats
 from mmspec.vision.video.decoder_pool import DecoderPool
@@ -40,7 +41,6 @@ from research.bench.measure import (
 )
 from research.bench.requests import build_requests, build_scene_requests, named_images, synthetic_images
 from research.scenes import tasks
-from research.scenes.world import FIRST_HELD_OUT_SEED
 
 pytestmark = [pytest.mark.research, pytest.mark.usefixtures("shared_decoders")]
 

@@ -10,6 +10,13 @@ from itertools import pairwise
 import pytest
 import torch
 
+from mmspec.app.scenes.objects import KIND_BY_NAME
+from mmspec.app.scenes.world import (
+    FIRST_HELD_OUT_SEED,
+    REGIONS,
+    generate_clip,
+    generate_scene,
+)
 from research.scenes import grammar
 from research.scenes.build_model import (
     GRID_SIZE,
@@ -30,7 +37,6 @@ from research.scenes.data import (
     sample_turns,
 )
 from research.scenes.models import build_turn_mask, build_turn_position_ids
-from research.scenes.objects import KIND_BY_NAME
 from research.scenes.patch_labels import (
     ACTIONS,
     BACKGROUND_CLASS,
@@ -38,12 +44,6 @@ from research.scenes.patch_labels import (
     SIGN_CLASS,
     label_actions,
     render_with_labels,
-)
-from research.scenes.world import (
-    FIRST_HELD_OUT_SEED,
-    REGIONS,
-    generate_clip,
-    generate_scene,
 )
 
 pytestmark = pytest.mark.research

@@ -14,14 +14,14 @@ from torch import nn
 from transformers import AutoModelForImageTextToText, AutoProcessor, LlavaForConditionalGeneration
 
 from mmspec.app.scenes import DamagedModelError, load_scenes_model
+from mmspec.app.scenes.render import render_scene
+from mmspec.app.scenes.world import generate_scene
 from research.scenes import evaluate, stages, train
 from research.scenes.build_model import NUM_VISUAL_TOKENS, build_scenes_config, init_scenes_model
 from research.scenes.data import generate_corpus, to_pixel_values
 from research.scenes.models import VlmTrainer
-from research.scenes.render import render_scene
 from research.scenes.stages import STAGES, MuonAdamW, TrainingStage, learning_rate_at
 from research.scenes.train import ScenesTrainer
-from research.scenes.world import generate_scene
 
 pytestmark = pytest.mark.research
 

@@ -14,23 +14,11 @@ from PIL import Image
 
 from mmspec.app.io.videos import load_video
 from mmspec.app.scenes import WEIGHTS_FOLDER, examples
-from mmspec.app.train.datasets import FileData
-from research.scenes import eval_questions, grammar, phrases, tasks, write_examples, write_requests
-from research.scenes.build_model import (
-    train_tokenizer,
-)
-from research.scenes.data import (
-    PatchDataset,
-    generate_corpus,
-)
-from research.scenes.objects import KIND_BY_NAME, OBJECT_KINDS
-from research.scenes.patch_labels import (
-    render_with_labels,
-)
-from research.scenes.render import build_layers, render_scene
-from research.scenes.sign_words import SIGN_WORDS
-from research.scenes.sprites import ATLAS_FILE, SIGN_CHARACTERS, get_glyph, get_sprite
-from research.scenes.world import (
+from mmspec.app.scenes.objects import KIND_BY_NAME, OBJECT_KINDS
+from mmspec.app.scenes.render import build_layers, render_scene
+from mmspec.app.scenes.sign_words import SIGN_WORDS
+from mmspec.app.scenes.sprites import ATLAS_FILE, SIGN_CHARACTERS, get_glyph, get_sprite
+from mmspec.app.scenes.world import (
     FIRST_HELD_OUT_SEED,
     REGION_MARGIN,
     SCENE_IMAGE_SIZE,
@@ -41,6 +29,18 @@ from research.scenes.world import (
     generate_scene,
     is_held_out_pair,
     spatial_relation,
+)
+from mmspec.app.train.datasets import FileData
+from research.scenes import eval_questions, grammar, phrases, tasks, write_examples, write_requests
+from research.scenes.build_model import (
+    train_tokenizer,
+)
+from research.scenes.data import (
+    PatchDataset,
+    generate_corpus,
+)
+from research.scenes.patch_labels import (
+    render_with_labels,
 )
 
 pytestmark = pytest.mark.research

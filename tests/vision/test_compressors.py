@@ -30,6 +30,8 @@ import mmspec
 from mmspec.app.cli.arguments import validate_drafter
 from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.random_models import random_model
+from mmspec.app.scenes.render import render_scene
+from mmspec.app.scenes.world import generate_scene
 from mmspec.app.train.data import Request, Teacher
 from mmspec.drafters.checkpoints.format import HeadMetadata, load_head, save_head
 from mmspec.drafters.heads.base.compressed_inputs import compressed_inputs, prompt_grids
@@ -64,8 +66,6 @@ from mmspec.vision.registry import (
     parse_compressor,
 )
 from research import compressors as baselines
-from research.scenes.render import render_scene
-from research.scenes.world import generate_scene
 
 
 def tokens_of(counts: list[int], width: int = 8, seed: int = 0) -> VisualTokens:

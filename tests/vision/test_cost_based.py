@@ -25,6 +25,8 @@ from torch import Tensor
 import mmspec
 from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.random_models import random_model
+from mmspec.app.scenes.render import render_scene
+from mmspec.app.scenes.world import generate_scene
 from mmspec.drafters.checkpoints.format import HeadMetadata, save_head
 from mmspec.drafters.heads.eagle.config import EagleConfig
 from mmspec.drafters.heads.eagle.drafter import EagleDrafter
@@ -35,8 +37,6 @@ from mmspec.interfaces import CompressionContext, VisualGrid, VisualTokens
 from mmspec.metrics.compression_stats import CompressionRecord, RecordingCompressor
 from mmspec.vision.compressors.cost_based import DEFAULT_MAX_TOKENS, Choice, CostBased, choose_compressor
 from mmspec.vision.registry import build_compressor, init_compressor, parse_compressor
-from research.scenes.render import render_scene
-from research.scenes.world import generate_scene
 
 GPU = DraftCosts(prefill_token_s=5e-6, draft_token_s=5e-8, round_s=0.03, tokens_per_round=3.0)
 """A large model: visual tokens cost the drafter very little."""

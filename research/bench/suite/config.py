@@ -8,9 +8,9 @@ from pathlib import Path
 
 from mmspec.app.caption.config import SCENES_MODEL
 from mmspec.app.errors import UsageError
+from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED
 from research.arguments import config_from_args
 from research.bench.config import DEFAULT_MINUTES
-from research.scenes.world import FIRST_HELD_OUT_SEED
 
 SUITES = ("mmspec", "scenes", "text")
 """A folder of items, the toy world, text tasks."""

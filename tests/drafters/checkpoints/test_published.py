@@ -17,6 +17,8 @@ from torch import Tensor, nn
 import mmspec
 from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.random_models import random_model
+from mmspec.app.scenes.render import render_scene
+from mmspec.app.scenes.world import generate_scene
 from mmspec.drafters.checkpoints.export import export_head
 from mmspec.drafters.checkpoints.published import load_published
 from mmspec.drafters.checkpoints.published_heads import PUBLISHED_DRAFTERS
@@ -29,8 +31,6 @@ from mmspec.engine.tree import root_only
 from mmspec.interfaces import Prompt, SharedEmbeddings, TargetInfo, VerifyResult
 from mmspec.resolve import target_info
 from mmspec.targets.registry import find_adapter
-from research.scenes.render import render_scene
-from research.scenes.world import generate_scene
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 H, V = 16, 48

@@ -19,11 +19,11 @@ import torch
 import mmspec
 from mmspec.app.cli.main import main
 from mmspec.app.modeling.load import load_model
+from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED
 from mmspec.drafters.checkpoints.published import load_published
 from mmspec.resolve import target_info
 from mmspec.targets.registry import find_adapter
 from research.scenes.tasks import generate_requests
-from research.scenes.world import FIRST_HELD_OUT_SEED
 from research.scenes.write_requests import write_requests
 
 PYTHON = os.environ.get("MMSPEC_VLLM_PYTHON", "")

@@ -31,6 +31,8 @@ from torch import Tensor, nn
 import mmspec
 from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.random_models import random_model
+from mmspec.app.scenes.render import render_scene
+from mmspec.app.scenes.world import generate_scene
 from mmspec.drafters import registry
 from mmspec.drafters.checkpoints import format as checkpoint
 from mmspec.drafters.checkpoints.format import HeadMetadata, load_head, save_head
@@ -51,8 +53,6 @@ from mmspec.economy.known import Economy
 from mmspec.engine.tree import root_only
 from mmspec.interfaces import TargetInfo
 from mmspec.resolve import MAX_CACHED_DRAFTERS
-from research.scenes.render import render_scene
-from research.scenes.world import generate_scene
 
 
 def new_drafter(target: FakeTarget, visual_mode: str = "decoupled", **more: Any) -> EagleDrafter:

@@ -16,6 +16,8 @@ import mmspec
 from mmspec.app.cli.main import main
 from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.random_models import random_model
+from mmspec.app.scenes.render import render_scene
+from mmspec.app.scenes.world import generate_scene
 from mmspec.app.train import command as train
 from mmspec.drafters.checkpoints.format import HeadMetadata, load_head, save_head
 from mmspec.drafters.checkpoints.load import load_trained
@@ -25,8 +27,6 @@ from mmspec.drafters.heads.eagle3.head import Eagle3Head, eagle3_layers
 from mmspec.drafters.training.batch import MIXED, DraftModel, TrainBatch, mix_visual_inputs
 from mmspec.drafters.training.distribution_losses import DISTRIBUTION_LOSSES, overlap
 from mmspec.drafters.training.losses import LossInputs, LossWeights, TrainProgress
-from research.scenes.render import render_scene
-from research.scenes.world import generate_scene
 
 DRAFT_IDS = torch.tensor([1, 2, 5, *range(8, 30)])
 LAYERS = (0, 2, 1)

@@ -24,6 +24,8 @@ from watched_nodes import WatchedNodes, watch_nodes
 
 import mmspec
 from mmspec.app.cli.main import main
+from mmspec.app.scenes.render import render_scene
+from mmspec.app.scenes.world import generate_scene
 from mmspec.drafters import registry
 from mmspec.drafters.mtp.drafter import MTPDrafter, MTPExpander
 from mmspec.drafters.mtp.head import last_visible
@@ -32,8 +34,6 @@ from mmspec.interfaces import OwnHeadError, Prompt
 from mmspec.resolve import resolve_drafter
 from mmspec.targets.own_head import read_own_head
 from mmspec.targets.registry import find_adapter
-from research.scenes.render import render_scene
-from research.scenes.world import generate_scene
 
 FAMILY = pytest.mark.parametrize("family", own.FAMILIES)
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}

@@ -17,6 +17,8 @@ from transformers import PreTrainedModel
 
 import mmspec
 from mmspec.app.cli.main import main
+from mmspec.app.scenes.render import render_scene
+from mmspec.app.scenes.world import generate_scene
 from mmspec.app.train.data import Teacher
 from mmspec.app.train.datasets import Request
 from mmspec.drafters.checkpoints.export import export_head
@@ -28,8 +30,6 @@ from mmspec.patching import patch_state
 from mmspec.resolve import resolve_drafter, target_info
 from mmspec.targets.own_head import read_own_head
 from mmspec.targets.registry import find_adapter
-from research.scenes.render import render_scene
-from research.scenes.world import generate_scene
 
 FAMILY = pytest.mark.parametrize("family", own.FAMILIES)
 IMAGES = [render_scene(generate_scene(number)) for number in range(3)]

@@ -1,6 +1,6 @@
 """The sprite atlas: one image with a sprite per object kind and a glyph per sign character, rendered from fonts.
 
-`python -m research.scenes.sprites NotoColorEmoji.ttf DejaVuSans-Bold.ttf` renders the atlas again.
+`python -m mmspec.app.scenes.sprites NotoColorEmoji.ttf DejaVuSans-Bold.ttf` renders the atlas again.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
 
+from mmspec.app.scenes.objects import OBJECT_KINDS
 from mmspec.vision.images import open_image
-from research.scenes.objects import OBJECT_KINDS
 
-ATLAS_FILE = Path(__file__).parent / "atlas.png"
+ATLAS_FILE = Path(__file__).parent / "data" / "atlas.png"
 SPRITE_SIZE = 80
 """Edge of a sprite's cell in pixels; the longer edge of a sprite fills it."""
 ATLAS_COLUMNS = 20
@@ -92,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Render and save the atlas; returns the exit status."""
     fonts = list(sys.argv[1:] if argv is None else argv)
     if len(fonts) != 2:
-        print("usage: python -m research.scenes.sprites NotoColorEmoji.ttf DejaVuSans-Bold.ttf", file=sys.stderr)
+        print("usage: python -m mmspec.app.scenes.sprites NotoColorEmoji.ttf DejaVuSans-Bold.ttf", file=sys.stderr)
         return 2
     build_atlas(*fonts).quantize(255, method=Image.Quantize.FASTOCTREE).save(ATLAS_FILE, optimize=True)
     print(

@@ -6,8 +6,8 @@ import random
 
 from PIL import Image, ImageChops, ImageDraw
 
-from research.scenes.sprites import GLYPH_SIZE, get_glyph, get_sprite
-from research.scenes.world import BACKGROUND_COLOURS, SCENE_IMAGE_SIZE, Scene, Sign, Thing
+from mmspec.app.scenes.sprites import GLYPH_SIZE, get_glyph, get_sprite
+from mmspec.app.scenes.world import BACKGROUND_COLOURS, SCENE_IMAGE_SIZE, Scene, Sign, Thing
 
 SpriteLayer = tuple[Image.Image, tuple[int, int]]
 """An RGBA image and the x, y of its upper left corner in the scene's image."""

@@ -12,8 +12,8 @@ import random
 from dataclasses import dataclass, replace
 from itertools import combinations
 
-from research.scenes.objects import OBJECT_KINDS
-from research.scenes.sign_words import SIGN_WORDS
+from mmspec.app.scenes.objects import OBJECT_KINDS
+from mmspec.app.scenes.sign_words import SIGN_WORDS
 
 SCENE_IMAGE_SIZE = 192
 """Edge of an image in pixels."""
