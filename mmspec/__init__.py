@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mmspec.comparison import Comparison as Comparison
     from mmspec.comparison import compare as compare
+    from mmspec.engine.constraints import register_prefix_processor as register_prefix_processor
     from mmspec.interfaces import Compressor as Compressor
     from mmspec.interfaces import Drafter as Drafter
     from mmspec.metrics.stats import Stats as Stats
@@ -29,6 +30,7 @@ __version__ = "0.1.0"
 
 _EXPORTS = {
     "comparison": ("Comparison", "compare"),
+    "engine.constraints": ("register_prefix_processor",),
     "interfaces": ("Compressor", "Drafter"),
     "metrics.stats": ("Stats",),
     "patching": ("disabled", "is_patched", "patch", "stats", "unpatch"),

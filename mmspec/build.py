@@ -90,7 +90,8 @@ def _build_sampler(call: Call, prompt_logits: Tensor) -> TreeSampler:
         call.plan.warn(f"{names}: called once per step as transformers does; not sped up")
         if noise is not None:
             noise.immediate = True
-    return sampler
+        return sampler
+    return sampler.constrained(*prompt_logits.shape)
 
 
 def _build_output(call: Call, target: HFTarget, sampler: TreeSampler) -> OutputBuffer:
@@ -109,10 +110,13 @@ def _build_output(call: Call, target: HFTarget, sampler: TreeSampler) -> OutputB
             cache=returns_dict or target.keeps_cache,
         ),
         stepwise=bool(sampler.unknown_processors),
+        confirms=bool(sampler.constraints),
         position_steps=target.position_steps,
         hooks=UserCodeHooks(before_user_code=target.sync_user_cache, cache_was_written=target.user_cache_view.written),
     )
     output.sync_finished_rows |= sampler.can_fail_at_padding
+    for constraint in sampler.constraints:
+        constraint.is_ended = lambda row: output.finished[row]
     return output
 
 

@@ -15,7 +15,7 @@ from mmspec.call import Call, FallbackRequired
 from mmspec.engine.criteria import is_user_code, max_steps
 from mmspec.engine.draws import DrawsRandomNumbers, ForbidDraws
 from mmspec.engine.prefix import Prefix
-from mmspec.engine.sampler import unknown
+from mmspec.engine.sampler import user_code
 from mmspec.targets.agreement import equal_logits
 from mmspec.targets.hf import HFTarget
 from mmspec.targets.lanes import Lane, UnrecordableCallError
@@ -116,7 +116,7 @@ def _watch_key(call: Call) -> Hashable | None:
 def _build_target(call: Call, lane: Lane | None) -> HFTarget:
     plan = call.plan
     runs_user_code = (
-        plan.streamer is not None or bool(unknown(call.processors)) or any(map(is_user_code, call.criteria))
+        plan.streamer is not None or bool(user_code(call.processors)) or any(map(is_user_code, call.criteria))
     )
     target = target_class(plan.adapter)(
         plan.adapter,

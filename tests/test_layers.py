@@ -36,6 +36,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "engine.undo",
         "engine.graph",
         "engine.recordings",
+        "engine.private_copy",
+        "engine.constraints",
         "cpu.*",
         "cpu.c_kernel",
         "cpu.trees",

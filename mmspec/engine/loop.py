@@ -36,7 +36,7 @@ from mmspec.engine.output import OutputBuffer
 from mmspec.engine.recorded import Outcome, RecordedRounds, RoundPlan, can_record_rounds
 from mmspec.engine.row_state import RowState
 from mmspec.engine.sampler import TreeSampler
-from mmspec.engine.stepwise import StepwiseLoop
+from mmspec.engine.stepwise import StepwiseLoop, StepwiseVerifier
 from mmspec.engine.tree import BUCKETS, DraftTree, bucket_size, first_chain, replace_with_chain, root_only, sanitize
 from mmspec.engine.verifier import Verified, Verifier
 from mmspec.interfaces import Drafter, ObservedRound, Observer, Prompt, Target, VerifyResult
@@ -83,7 +83,7 @@ class DecodeLoop:
 
     def __post_init__(self) -> None:
         self._prompt: Prompt | None = None
-        self._has_failed = False
+        self._has_failed = self._has_moved = False
         self._root = root_only(len(self.output.emitted), self.draftable.device)
         self._verifier = Verifier(self.output, self.sampler)
         if can_record_rounds(self.target, self.output, self.sampler):
@@ -99,9 +99,10 @@ class DecodeLoop:
         """
         output = self.output
         self.stats.row_forwards, self._prompt = [0] * prompt_logits.shape[0], prompt
-        stepwise = StepwiseLoop(self.target, output, self.sampler, self.stats)
-        verifier = stepwise.verifier if output.stepwise else self._verifier
-        first = verifier.verify(self._root, prompt_logits[:, None], output.row_state(1))
+        stepwise = StepwiseLoop(self.target, output, self.sampler.own, self.stats)
+        if self.sampler.constraints:
+            output.confirm = lambda logits: self._confirm(stepwise.verifier, logits)
+        first = self._verify_first(stepwise.verifier, prompt_logits)
         state = self._ask(self._hook, self.drafter.begin, prompt)
         if isinstance(self.target, RecordableTarget) and self.target.recordings is not None:
             self._ask(self._hook, self.drafter.use_recordings, state, self.target.recordings)
@@ -118,6 +119,28 @@ class DecodeLoop:
             self.round(state)
         self.stats.decode_s += time.perf_counter() - first_token_time
         self.stats.waits_for = self.chooser.waits_for
+
+    def _verify_first(self, stepwise: Verifier, prompt_logits: Tensor) -> Verified:
+        """The first tokens; by transformers' own calls if a prefix processor fails."""
+        output, logits = self.output, prompt_logits[:, None]
+        try:
+            if not output.stepwise:
+                return self._verifier.verify(self._root, logits, output.row_state(1))
+        except Exception as error:
+            if not self.sampler.constraints:
+                raise
+            self._warn_at_draft(error)
+            output.disable_speculation()
+        return stepwise.verify(self._root, logits, output.row_state(1))
+
+    def _confirm(self, stepwise: StepwiseVerifier, logits: Tensor) -> bool:
+        """Whether a processor gives another result than at the draft, so that no more is drafted."""
+        differs = stepwise.confirm(logits)
+        if differs:
+            self.warn(
+                "a prefix processor depends on more than the ids; the rest of this call is decoded without drafts"
+            )
+        return differs
 
     def round(self, state: Any) -> None:
         """One round: draft, score, accept, commit. `state` is the drafter's."""
@@ -177,7 +200,9 @@ class DecodeLoop:
             return hook(*args, **kwargs)
 
     def _told(self, result: VerifyResult) -> VerifyResult:
-        """What the drafter is given of a round: a user's may write into it."""
+        """What the drafter is given of a round: a user's may write into it; no nodes if forced ones moved its own."""
+        if self._has_moved:
+            self._has_moved, result = False, replace(result, accepted_nodes=[[] for _ in result.accepted_nodes])
         return result if self.isolation is None else result.own_copy()
 
     def _now(self) -> float:
@@ -225,6 +250,10 @@ class DecodeLoop:
         tree = tree.trim(chooser.max_tree_size)
         if self.target.chains_only:
             tree = first_chain(tree)
+        if self.sampler.constraints:
+            lengths, proposed = [self.output.prompt_length + n for n in self.output.num_emitted], tree
+            tree = self.sampler.constrain(tree, self.output.sequences, lengths, chooser.max_tree_size)
+            self._has_moved = tree.tokens is not proposed.tokens
         max_gain = sum(limit - 1 for limit, on in zip(max_emit, active, strict=True) if on)
         size = chooser.choose_size(tree, sum(active), max_gain)
         return tree.trim(size).pad(size), num_proposed
@@ -288,9 +317,13 @@ class DecodeLoop:
 
     def _disable_speculation(self, error: Exception) -> None:
         """After an error at a draft token, which plain decoding might never reach: drop it, and draft no more."""
-        self.warn(f"{type(error).__name__} at a draft ({error}); the rest of this call is decoded without drafts")
+        self._warn_at_draft(error)
         self.output.disable_speculation()
         self.target.crop(self.output.cached_lengths, zero_tail=True)
+
+    def _warn_at_draft(self, error: Exception) -> None:
+        name, message = type(error).__name__, one_line(error, 200)
+        self.warn(f"{name} at a draft ({message}); the rest of this call is decoded without drafts")
 
     def _active_rows(self, max_emit: list[int]) -> list[bool]:
         """Rows that are not finished and may emit at least one token."""

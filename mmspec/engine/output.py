@@ -22,6 +22,8 @@ from mmspec.interfaces import VerifyResult
 
 INITIAL_STEPS = 256
 """Steps that are allocated at first."""
+CONFIRMED_STEPS = 64
+"""Steps by which a row may be ahead of the others where each step is confirmed."""
 MAX_SLICED_ROWS = 4
 """Rows up to which emitted tokens are copied row by row; one scatter with its indices launches about eight kernels."""
 
@@ -62,6 +64,8 @@ class OutputBuffer:
         stop_ids: [E] int64 ids that end a row, or None.
         sync_finished_rows: finished rows emit their padding before a step is complete.
         position_steps: of each row, emitted tokens from which on the model may refuse the last one; empty if none.
+        confirm: makes the calls of user code before the token of a step is chosen, with its logits [B, V] (zeros for
+            rows that have ended); whether speculation must end. None if there are none.
     """
 
     def __init__(
@@ -76,6 +80,7 @@ class OutputBuffer:
         stepwise: bool = False,
         position_steps: Sequence[int] = (),
         hooks: UserCodeHooks | None = None,
+        confirms: bool = False,
     ) -> None:
         """
         Args:
@@ -88,6 +93,7 @@ class OutputBuffer:
             stepwise: start with one token per row and round.
             position_steps: see the attribute.
             hooks: callbacks around user code.
+            confirms: `confirm` is to be called, and needs the logits of all steps.
         """
         returns = returns or ReturnFlags()
         batch, self.prompt_length = input_ids.shape
@@ -110,8 +116,10 @@ class OutputBuffer:
         self._stop_step: list[int | None] = [None] * batch  # tokens of a stopped row, padding excluded
         self.sequences = input_ids.long()
         self._grow(min(self.max_steps, INITIAL_STEPS) + 1)
+        self.confirm: Callable[[Tensor], bool] | None = None
+        self._returns = returns
         self._scores: list[Tensor] | None = [] if returns.scores else None
-        self._logits: list[Tensor] | None = [] if returns.logits else None
+        self._logits: list[Tensor] | None = [] if returns.logits or confirms else None
         self._checks_rng = noise is not None and (streamer is not None or self.criteria.has_user_code)
         self._user_ids = input_ids  # `input_ids` of the last completed step that user code received; it may write there
 
@@ -135,6 +143,8 @@ class OutputBuffer:
         limit = self.max_steps
         if self.noise is not None:
             limit = min(limit, self.steps + self.noise.window)
+        if self.confirm is not None:  # the logits of steps in flight are kept
+            limit = min(limit, self.steps + CONFIRMED_STEPS)
         padded = 0
         if self.sync_finished_rows:
             padded = min(limit, max(self._unfinished_lengths(), default=max(lengths)) + num_nodes)
@@ -223,7 +233,8 @@ class OutputBuffer:
     def result(self) -> tuple[Tensor, tuple[Tensor, ...] | None, tuple[Tensor, ...] | None]:
         """(sequences [B, L + steps], scores, logits) of the completed steps, as transformers returns them."""
         sequences = self.sequences[:, : self.prompt_length + self.steps].clone()
-        return sequences, self._completed(self._scores), self._completed(self._logits)
+        logits = self._completed(self._logits) if self._returns.logits else None
+        return sequences, self._completed(self._scores), logits
 
     def disable_speculation(self) -> None:
         """Drop the provisional tokens and go on one step at a time, with the errors that transformers would raise."""
@@ -247,7 +258,7 @@ class OutputBuffer:
             return False
         self.sequences[:, :length] = self._user_ids
         for row, tokens in zip(self.emitted, self._user_ids[:, self.prompt_length :].tolist(), strict=True):
-            row[: len(tokens)] = tokens[: len(row)]
+            row[: len(tokens)] = tokens  # also the padding of a row that has ended
         return True
 
     def reserve(self, num_nodes: int) -> None:
@@ -268,6 +279,7 @@ class OutputBuffer:
 
     def _complete_step(self, step: int) -> bool:
         """Call criteria and streamer for one step; True if the whole batch has stopped."""
+        differs = self._confirm(step)
         self.steps = step + 1
         tokens = [row[step] if step < len(row) else self.pad_token_id for row in self.emitted]
         if self._checks_rng:
@@ -280,7 +292,8 @@ class OutputBuffer:
                 self._stop_row(row, step + 1)
         if self.streamer is not None:
             self.streamer.put(torch.tensor(tokens, device="cpu"))
-        if (self.criteria.has_user_code and self.apply_user_edits()) or self.hooks.cache_was_written():
+        edited = self.criteria.has_user_code and self.apply_user_edits()
+        if edited or differs or self.hooks.cache_was_written():
             self.disable_speculation()  # the provisional tokens continue another text
             if self.criteria.has_eos:
                 self.finished = list(self._stopped)
@@ -289,6 +302,26 @@ class OutputBuffer:
         if self.noise is not None:
             self.noise.release(step)
         return all(self._stopped)
+
+    def _confirm(self, step: int) -> bool:
+        """Let user code confirm the tokens of a step; whether speculation must end."""
+        if self.confirm is None or self._logits is None:
+            return False
+        differs = not self.stepwise and self.confirm(self._logits[step])
+        if not self._returns.logits:
+            self._logits[step] = self._logits[step].new_empty(0)
+        return differs
+
+    def correct(self, ids: Sequence[int], scores: Tensor) -> bool:
+        """Put ids and processed scores [B, V] of user code in place of the coming step; whether ids differ."""
+        step, differs = self.steps, False
+        for row, token in enumerate(ids):
+            if not self._stopped[row] and self.emitted[row][step] != token:
+                self.emitted[row][step] = self.sequences[row, self.prompt_length + step] = token
+                differs = True
+        if self._scores is not None:
+            self._scores[step] = scores
+        return differs
 
     def _stop_row(self, row: int, length: int) -> None:
         """Stop a row after `length` tokens; with an eos criterion, replace what follows by padding."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,9 @@ from torch import Tensor
 from transformers.generation import logits_process as hf
 
 from mmspec.cpu.interception import operators_are_intercepted
+from mmspec.engine.constraints import Constraint, constrain, is_declared, is_incremental
 from mmspec.engine.host_copy import from_host
+from mmspec.engine.private_copy import copied_if_small, private_copy
 from mmspec.engine.rng import SamplingNoise
 from mmspec.engine.tree import DraftTree
 
@@ -74,19 +76,45 @@ class RoundHistory(NamedTuple):
 class TreeSampler:
     """Samples an id at every node of a tree from the target's processed distribution there."""
 
-    def __init__(self, processors: Sequence[Any], noise: SamplingNoise | None) -> None:
+    def __init__(self, processors: Sequence[Any], noise: SamplingNoise | None, own: TreeSampler | None = None) -> None:
         """
         Args:
             processors: the `LogitsProcessorList` that transformers built for this call.
             noise: the call's noise, None for greedy decoding.
+            own: the sampler that calls the user's objects, one step at a time; None if that is this one.
         """
         self.processors = processors
         self.noise = noise
+        self.own = own or self
 
     @property
     def unknown_processors(self) -> list[str]:
         """Processors that can only be called as transformers calls them: once per step, on the whole batch."""
-        return unknown(self.processors)
+        return [type(one).__name__ for one in user_code(self.processors) if not is_prefix_processor(one)]
+
+    @property
+    def constraints(self) -> list[Constraint]:
+        """The prefix processors, as they are called at nodes."""
+        return [one for one in self.processors if isinstance(one, Constraint)]
+
+    def constrained(self, batch: int, vocab: int) -> TreeSampler:
+        """The sampler that calls copies of the prefix processors at nodes; itself if there are none."""
+        if not any(map(is_prefix_processor, self.processors)):
+            return self
+        return TreeSampler(
+            [
+                Constraint(_view_maker(one, batch), is_incremental(one), batch, vocab)
+                if is_prefix_processor(one)
+                else one
+                for one in self.processors
+            ],
+            self.noise,
+            self,
+        )
+
+    def constrain(self, tree: DraftTree, sequences: Tensor, lengths: Sequence[int], limit: int) -> DraftTree:
+        """`mmspec.engine.constraints.constrain`, for these processors."""
+        return constrain(tree, self.constraints, sequences, lengths, limit)
 
     @property
     def can_fail_at_padding(self) -> bool:
@@ -188,18 +216,22 @@ class TreeSampler:
         length = prompt_length + step
         # The buffer itself if it has the right length: processors may write into it (`OutputBuffer.user_input_ids`).
         history = sequences if sequences.shape[1] == length else sequences[:, :length].contiguous()
-        scores = self._process_step(logits, history)
+        scores = self.process_step(logits, history)
+        return self.sample_step(scores, step, noise_end)
+
+    def sample_step(self, scores: Tensor, step: int, noise_end: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """`sample` from processed scores [B, 1, V] of one step."""
         if self.noise is None:
             return likeliest(scores), scores, None
         if self.noise.immediate:
             return torch.multinomial(torch.softmax(scores[:, 0], dim=-1), num_samples=1), scores, None
-        return _sample_with_noise(scores, self.noise.ahead([step] * len(logits), 1, noise_end))
+        return _sample_with_noise(scores, self.noise.ahead([step] * len(scores), 1, noise_end))
 
-    def _process_step(self, logits: Tensor, history: Tensor) -> Tensor:
+    def process_step(self, logits: Tensor, history: Tensor) -> Tensor:
         """Processed scores [B, 1, V]: the whole list on `input_ids` [B, L] and scores [B, V]."""
         if not self.processors:
             return logits
-        if self.unknown_processors:
+        if user_code(self.processors):
             return self.processors(history, logits[:, 0])[:, None]  # type: ignore[operator]
         scores = logits[:, 0]
         for processor in self.processors:
@@ -218,6 +250,10 @@ class TreeSampler:
                 scores = processor(scores, scores)  # it does not read the ids
                 continue
             assert history is not None
+            if isinstance(processor, Constraint):
+                lengths = history.lengths.tolist()
+                scores = processor.apply(scores.reshape(logits.shape), tree, history.sequences, lengths).flatten(0, 1)
+                continue
             if type(processor) is hf.RepetitionPenaltyLogitsProcessor:
                 view = _with_ignored(processor, history.ignored, scores.device)
                 scores = _penalize_repetition(view, scores.reshape(logits.shape), tree, history).flatten(0, 1)
@@ -239,13 +275,33 @@ def likeliest(scores: Tensor) -> Tensor:
     return torch.from_numpy(scores.numpy().argmax(-1))
 
 
-def unknown(processors: Sequence[Any]) -> list[str]:
-    """Names of the processors that are not known as pure: user code, which may have any side effect."""
-    return [
-        type(p).__name__
-        for p in processors
-        if type(p) not in STATELESS_PROCESSORS and type(p) not in HISTORY_PROCESSORS
-    ]
+def user_code(processors: Sequence[Any]) -> list[Any]:
+    """The processors that are not known as pure, which may have any side effect."""
+    known = STATELESS_PROCESSORS | HISTORY_PROCESSORS | {Constraint}
+    return [one for one in processors if type(one) not in known]
+
+
+def is_prefix_processor(processor: Any) -> bool:
+    """Whether it is one by its class (`mmspec.engine.constraints`)."""
+    return type(processor) is hf.PrefixConstrainedLogitsProcessor or is_declared(processor)
+
+
+def _view_maker(processor: Any, batch: int) -> Callable[[int], Any]:
+    """Makes for a row a copy of a prefix processor that is called with this row alone."""
+    if is_incremental(processor):
+
+        def view(row: int) -> Any:
+            copied = private_copy(processor)
+            if len(getattr(copied, "compiled_grammars", ())) == batch > 1:  # of xgrammar, one per row
+                copied.compiled_grammars = [copied.compiled_grammars[row]]
+            return copied
+
+        return view
+    if type(processor) is not hf.PrefixConstrainedLogitsProcessor:
+        shared = copied_if_small(processor)
+        return lambda row: shared
+    allowed, beams = copied_if_small(processor._prefix_allowed_tokens_fn), processor._num_beams
+    return lambda row: hf.PrefixConstrainedLogitsProcessor(lambda _, ids: allowed(row // beams, ids), 1)
 
 
 def _sample_with_noise(scores: Tensor, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:

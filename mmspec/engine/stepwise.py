@@ -40,6 +40,29 @@ class StepwiseVerifier(Verifier):
         output.apply_user_edits()
         return sampled
 
+    def confirm(self, logits: Tensor) -> bool:
+        """Make the calls of the coming step, whose tokens are drafted, and correct them; whether drafting must end.
+
+        Args:
+            logits: [B, V] float32 of the step.
+
+        Raises:
+            Exception: of the processors, at the step at which transformers raises it.
+        """
+        output, noise, step = self.output, self.sampler.noise, self.output.steps
+        output.hooks.before_user_code(step)
+        if noise is not None:
+            noise.claim(step - 1)
+        scores = self.sampler.process_step(logits[:, None], output.user_input_ids())
+        has_drawn = noise is not None and not noise.rng_contended and noise.rng_changed()
+        if noise is not None and has_drawn:
+            noise.disable_lookahead(step - 1)
+        ids, scores, is_nan = self.sampler.sample_step(scores, step, step + 1)
+        if is_nan is not None and is_nan.any():
+            raise RuntimeError(self.sampler.nan_message)
+        edited = output.apply_user_edits()
+        return output.correct(ids[:, 0].tolist(), scores[:, 0]) or edited or has_drawn
+
 
 class StepwiseLoop:
     """The rounds of a call, or of its rest.

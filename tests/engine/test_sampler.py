@@ -205,14 +205,16 @@ def test_unknown_processors_are_listed_by_name() -> None:
         Warmer(0.5),
         adversarial.Twisted(log),
         adversarial.Counting(log),
-        hf.PrefixConstrainedLogitsProcessor(lambda row, ids: [1], 1),
         hf.EncoderRepetitionPenaltyLogitsProcessor(1.2, torch.ones(1, 3, dtype=torch.long)),
         hf.EncoderNoRepeatNGramLogitsProcessor(2, torch.ones(1, 3, dtype=torch.long)),
         lambda ids, scores: scores,
     ]
-    expected = """Warmer Twisted Counting PrefixConstrainedLogitsProcessor EncoderRepetitionPenaltyLogitsProcessor
+    expected = """Warmer Twisted Counting EncoderRepetitionPenaltyLogitsProcessor
         EncoderNoRepeatNGramLogitsProcessor function"""
-    assert TreeSampler([hf.TopKLogitsWarper(3), *strange], None).unknown_processors == expected.split()
+    assert (
+        TreeSampler([hf.PrefixConstrainedLogitsProcessor(list, 1), *strange], None).unknown_processors
+        == expected.split()
+    )
 
 
 def test_everything_that_generate_builds_is_known_or_deliberately_not() -> None:
