@@ -15,24 +15,22 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from mmspec.economy.known import PRIOR_ROUNDS, Economy, Offer, Rounds, Source
+from mmspec.economy.known import IDLE_DECAY, Economy, Offer, Option, Rounds, Source
 from mmspec.economy.tables import cost_rows
 from mmspec.engine.tree import BUCKETS, DraftTree, bucket_size
 
 TRIAL_SHARE = 0.01
 """Fraction of the time that trials may lose."""
-FIRST_CREDIT, MAX_CREDIT = 2.0, 4.0
-"""Rounds of plain decoding that trials may lose before they are earned, and that are saved up for them."""
+CALL_CREDIT, MAX_CREDIT = 2.0, 3.0
+"""Rounds of plain decoding that trials of one call may lose before they are earned, and that are saved up for them."""
 CALL_DECAY, TOTAL_DECAY = 0.97, 0.98
 """Factors on the evidence of a source at each round of it, within the call and over all calls."""
-IDLE_DECAY = 0.995
-"""The same at each round that another source has drafted: what it would bring may have changed."""
-PRIOR_ROUND = 1.0
+PRIOR_ROUND = 3.0
 """Rounds that the expectation from yields and seconds counts for."""
 MIN_GAIN = 1.02
 """Factor by which a larger tree must bring more than decoding otherwise in the same time."""
@@ -50,22 +48,6 @@ ASSUMED_ACCEPTANCE = 0.3
 """Of a node whose score is not read; trust corrects it."""
 DEVICES_WITH_SCORES = frozenset({"cpu"})
 """Types of devices on which a drafter's scores are read; others would have to wait."""
-
-
-@dataclass(frozen=True)
-class Option:
-    """A source in the coming round; None is plain decoding."""
-
-    source: Source | None
-    levels: int
-    tokens: float
-    seconds: float
-    spread: float = 0.0
-
-    @property
-    def rate(self) -> float:
-        """Tokens per second and row."""
-        return self.tokens / self.seconds
 
 
 class Chooser:
@@ -104,8 +86,10 @@ class Chooser:
         self.source: Source | None = None
         self.levels, self.rate = 1, 0.0
         self._is_trial, self._gain, self._made_s, self._since_plain, self._number = False, 0.0, 0.0, 0, 0
+        self._kept_credit = max(0.0, economy.credit - CALL_CREDIT)
         self._tried: list[Source | None] = [None]
-        self._rounds: dict[tuple[int, str], Rounds] = {}
+        self._rounds: dict[str, Rounds] = {}
+        self._drafted: set[str] = set()
         self._plans: dict[tuple[int, str], tuple[int, float, float]] = {}
 
     def follow_rows(self, num_rows: int) -> None:
@@ -132,7 +116,7 @@ class Chooser:
         self.rate = best.rate
         hopeful = [one for one in options if one is not best and self._may_be_better(one, best)]
         for option in sorted(hopeful, key=lambda one: (one.tokens + one.spread) / one.seconds, reverse=True):
-            if option.seconds - option.tokens / best.rate <= self.economy.credit_s + FIRST_CREDIT * plain_s:
+            if option.seconds - option.tokens / best.rate <= (self.economy.credit - self._kept_credit) * plain_s:
                 best, self._is_trial = option, True
                 break
         self.source, self.levels = best.source, best.levels
@@ -186,8 +170,10 @@ class Chooser:
 
     def _plain_spread(self) -> float:
         """Plain decoding brings one token; what it takes may be less than is known."""
-        count = self.economy.rounds_s.count("score", self.batch, 1)
-        return 1.0 if not count else 0.3 if count == 1 or self._since_plain > REMEASURE_EVERY else 0.0
+        table, key = self.economy.rounds_s, ("score", self.batch, 1)
+        if not table.count(*key):
+            return 1.0
+        return 0.0 if table.is_known(*key) and self._since_plain < REMEASURE_EVERY else 0.3
 
     def _option(self, source: Source) -> Option:
         """What a source is expected to bring and take."""
@@ -207,15 +193,11 @@ class Chooser:
         return Option(source, levels, tokens, total_s / weight, spread)
 
     def _known(self, source: Source) -> Rounds:
-        """The rounds of a source in this call, which begin with those of earlier calls or other numbers of rows."""
-        key = self.batch, source.name
-        if key not in self._rounds:
-            known = {rows: one for (rows, name), one in list(self.economy.rounds.items()) if name == source.name}
-            nearest = min(known, key=lambda rows: abs(math.log(rows / self.batch)), default=None)
-            found = known.get(nearest or 0, Rounds())
-            idle = IDLE_DECAY ** (self.economy.num_rounds - found.last)
-            self._rounds[key] = found.scaled(idle * min(1.0, PRIOR_ROUNDS / max(found.count, 1e-9)))
-        return self._rounds[key]
+        """The rounds of a source in this call, which begin with those of earlier calls."""
+        if source.name not in self._rounds:
+            known = self.economy.rounds.get(source.name, Rounds())
+            self._rounds[source.name] = known.for_a_call(self.economy.num_rounds)
+        return self._rounds[source.name]
 
     # --- the size of the tree -----------------------------------------------------------------------------------------
 
@@ -310,7 +292,7 @@ class Chooser:
             seconds = economy.round_s(self.batch, num_nodes) or 0.0
             tokens = 1 + sum(num_accepted) / max(1, len(num_accepted))
             for key, rounds in self._rounds.items():
-                if source is None or key != (self.batch, source.name):
+                if source is None or key != source.name:
                     self._rounds[key] = rounds.scaled(IDLE_DECAY)
             if source is not None:
                 economy.drafts_s.add(source.name, self.batch, self.levels, draft_s - self._made_s)
@@ -318,14 +300,17 @@ class Chooser:
                 self._count(source, num_nodes, tokens, num_accepted)
             earned_s = tokens / self.rate - seconds if self._is_trial and self.rate else TRIAL_SHARE * seconds
             self._count_offer(seconds)
-            economy.credit_s = min((MAX_CREDIT - FIRST_CREDIT) * plain_s, economy.credit_s + earned_s)
+            earned = earned_s / plain_s if plain_s else 0.0
+            economy.credit = min(max(MAX_CREDIT, economy.credit), economy.credit + earned)
         self.source, self._gain, self._made_s = None, 0.0, 0.0
 
     def _count(self, source: Source, num_nodes: int, tokens: float, num_accepted: Sequence[int]) -> None:
         """What a source has brought."""
         economy, size = self.economy, (self.levels, num_nodes)
         self._known(source).add(tokens, size, CALL_DECAY)
-        total = economy.rounds.setdefault((self.batch, source.name), Rounds())
+        total = economy.rounds.setdefault(source.name, Rounds())
+        total.calls += source.name not in self._drafted
+        self._drafted.add(source.name)
         total.add(tokens, size, TOTAL_DECAY)
         total.last = economy.num_rounds
         outcomes: list[tuple[Any, float, float]] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,13 +12,21 @@ from mmspec.economy.tables import NODE_COST, Seconds, Yields, checked
 from mmspec.engine.tree import BUCKETS, bucket_size
 from mmspec.forks import new_lock
 
-PRIOR_ROUNDS = 8.0
-"""Rounds that what earlier calls have found counts for at the start of a call: texts differ."""
+PRIOR_ROUNDS, FIRST_PRIOR_ROUNDS = 8.0, 3.0
+"""Rounds that what earlier calls, or a single one, have found counts for at the start of a call: texts differ."""
 MIN_TRUST, MAX_TRUST = 0.05, 1.5
 """Bounds of the ratio of accepted tokens to those that scores predicted."""
 
 MAKE_ROUNDS = 40
 """Rounds of plain decoding, which reads all weights too, that making a copy of them takes at least."""
+FIRST_CREDIT = 4.0
+"""Rounds of plain decoding that trials may lose before they are earned."""
+RECENT_DECAY = 0.7
+"""Factor on the evidence of the last few rounds at each further one."""
+SURPRISE, MIN_VARIANCE = 3.0, 0.25
+"""Standard errors by which the last few contradict those before, and least variance of the tokens of a round."""
+IDLE_DECAY = 0.995
+"""Factor on the evidence of a source at each round that another one has drafted: what it brings may have changed."""
 RESTORED = 4.0
 """What the counts of another process count for: texts differ."""
 
@@ -46,6 +55,22 @@ class Source:
 
 
 @dataclass(frozen=True)
+class Option:
+    """A source in the coming round; None is plain decoding."""
+
+    source: Source | None
+    levels: int
+    tokens: float
+    seconds: float
+    spread: float = 0.0
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second and row."""
+        return self.tokens / self.seconds
+
+
+@dataclass(frozen=True)
 class Offer:
     """Something that is made once and then drafts: it is made when it would have saved what making it takes.
 
@@ -66,17 +91,23 @@ class Offer:
 class Rounds:
     """What the rounds of a source have brought: decayed sums.
 
+    What the last few bring may contradict all before: then these count for nothing any more.
+
     Attributes:
         tokens: per row that was drafted for.
         squares: of these.
         sizes: {(levels, nodes): rounds}; what these take is looked up, so that a stall in one of them does not count.
         last: number of the last one, of all rounds.
+        calls: in which it has drafted.
+        recent: number and tokens of the last few, which fade faster.
     """
 
     tokens: float = 0.0
     squares: float = 0.0
     sizes: dict[tuple[int, int], float] = field(default_factory=dict)
     last: int = 0
+    calls: int = 0
+    recent: tuple[float, float] = (0.0, 0.0)
 
     @property
     def count(self) -> float:
@@ -86,13 +117,27 @@ class Rounds:
     def scaled(self, factor: float) -> Rounds:
         """The same with less evidence."""
         sizes = {size: factor * count for size, count in self.sizes.items() if factor * count > 1e-3}
-        return Rounds(factor * self.tokens, factor * self.squares, sizes)
+        return Rounds(factor * self.tokens, factor * self.squares, sizes, self.last, self.calls)
+
+    def for_a_call(self, num_rounds: int) -> Rounds:
+        """What is known at the start of a call, after so many rounds in all."""
+        limit = PRIOR_ROUNDS - (PRIOR_ROUNDS - FIRST_PRIOR_ROUNDS) / max(1, self.calls)
+        fades = IDLE_DECAY ** (num_rounds - self.last)
+        return self.scaled(fades * min(1.0, limit / max(self.count, 1e-9)))
 
     def add(self, tokens: float, size: tuple[int, int], decay: float) -> None:
         """One more round."""
         found = self.scaled(decay)
         self.tokens, self.squares, self.sizes = found.tokens + tokens, found.squares + tokens * tokens, found.sizes
         self.sizes[size] = self.sizes.get(size, 0.0) + 1
+        number, total = self.recent = RECENT_DECAY * self.recent[0] + 1, RECENT_DECAY * self.recent[1] + tokens
+        before = self.count - number
+        if before > 1:
+            mean = (self.tokens - total) / before
+            variance = max(MIN_VARIANCE, self.squares / self.count - (self.tokens / self.count) ** 2)
+            if (1 + RECENT_DECAY) * number * (mean - total / number) ** 2 > SURPRISE**2 * variance:
+                self.sizes = self.scaled(number / self.count).sizes
+                self.tokens, self.squares = total, total * total / number + number * variance
 
 
 class Economy:
@@ -103,17 +148,17 @@ class Economy:
         rounds_s: seconds of rounds without their drafts, by ("score" or "rest", rows, nodes).
         drafts_s: seconds of drafts, by (source, rows, levels).
         yields: by (source, depth), and by (source, "trust") of what scores predict.
-        rounds: {(rows, source): rounds over all calls}.
-        credit_s: what trials may lose now.
+        rounds: {source: rounds over all calls, whatever their number of rows}.
+        credit: rounds of plain decoding that trials may lose now.
         saved_s: what the offer of the drafter would have saved so far.
     """
 
     def __init__(self, device: str = "cpu") -> None:
         self.device = device
         self.rounds_s, self.drafts_s = Seconds(NODE_COST[device]), Seconds(1.0)
-        self.yields = Yields(decay=0.97)
-        self.rounds: dict[tuple[int, str], Rounds] = {}
-        self.credit_s = 0.0
+        self.yields = Yields(weight=4.0, decay=0.97)
+        self.rounds: dict[str, Rounds] = {}
+        self.credit = FIRST_CREDIT
         self.num_rounds = 0
         self.saved_s = 0.0
         self.lock = new_lock()
@@ -125,7 +170,7 @@ class Economy:
         twin.yields = copy.deepcopy(self.yields)
         with self.lock:
             twin.rounds = {key: one.scaled(1.0) for key, one in self.rounds.items()}
-            twin.credit_s, twin.num_rounds, twin.saved_s = self.credit_s, self.num_rounds, self.saved_s
+            twin.credit, twin.num_rounds, twin.saved_s = self.credit, self.num_rounds, self.saved_s
         return twin
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Economy:
@@ -135,9 +180,9 @@ class Economy:
         """What was measured, ready for JSON."""
         with self.lock:
             sources = []
-            for (rows, name), one in self.rounds.items():
+            for name, one in self.rounds.items():
                 (levels, nodes), _ = max(one.sizes.items(), key=lambda item: item[1])
-                sources.append([name, rows, levels, nodes, one.tokens / one.count, one.squares / one.count])
+                sources.append([name, levels, nodes, one.tokens / one.count, one.squares / one.count])
         seconds = {"rounds": self.rounds_s.snapshot(), "drafts": self.drafts_s.snapshot()}
         return seconds | {"yields": self.yields.snapshot(), "sources": sources}
 
@@ -152,23 +197,20 @@ class Economy:
             one.rounds_s.restore(content["rounds"])
             one.drafts_s.restore(content["drafts"])
             one.yields.restore(content["yields"], RESTORED)
-            for name, rows, levels, nodes, tokens, squares in content["sources"]:
-                if not (
-                    isinstance(name, str) and all(type(size) is int and size > 0 for size in (rows, levels, nodes))
-                ):
-                    raise ValueError(f"rounds are of a source and sizes; got {[name, rows, levels, nodes]!r:.80}")
+            for name, levels, nodes, tokens, squares in content["sources"]:
+                if not (isinstance(name, str) and all(type(size) is int and size > 0 for size in (levels, nodes))):
+                    raise ValueError(f"rounds are of a source and sizes; got {[name, levels, nodes]!r:.80}")
                 sums = RESTORED * checked(tokens), RESTORED * checked(squares)
-                one.rounds.setdefault((rows, name), Rounds(*sums, {(levels, min(nodes, BUCKETS[-1])): RESTORED}))
+                one.rounds.setdefault(name, Rounds(*sums, {(levels, min(nodes, BUCKETS[-1])): RESTORED}))
 
     def sources(self) -> list[Source]:
-        """Those of which something is known, as far as it is."""
-        names = dict.fromkeys(name for _, name in self.rounds)
-        depths = {name: [depth for one, depth in self.yields.counted if one == name] for name in names}
+        """Those of which something is known, as far as it is: nothing is assumed of what was not measured."""
+        depths = {name: [depth for one, depth in self.yields.counted if one == name] for name in list(self.rounds)}
         levels = {
             name: 1 + max((depth for depth in known if isinstance(depth, int)), default=0)
             for name, known in depths.items()
         }
-        return [Source(name, max_levels=levels[name]) for name in names]
+        return [Source(name, step_s=math.inf, max_levels=levels[name]) for name in levels]
 
     def round_s(self, rows: int, nodes: int) -> float | None:
         """Seconds of a round without its draft; None before any was measured."""
@@ -181,7 +223,7 @@ class Economy:
         known = self.drafts_s.get(source.name, rows, levels)
         if known is None:
             return assumed
-        return min(known, assumed) if self.drafts_s.count(source.name, rows) == 1 else known  # it may have stalled
+        return known if self.drafts_s.is_known(source.name, rows) else min(known, assumed)
 
     def make_s(self, offer: Offer, rows: int) -> float:
         """Seconds that making what is offered takes, as far as is known."""

@@ -28,7 +28,7 @@ logger = logging.getLogger("mmspec")
 
 SWITCH = "MMSPEC_COST_CACHE"
 """Environment variable; "0" neither reads nor writes costs."""
-FORMAT = "mmspec-costs-2"
+FORMAT = "mmspec-costs-3"
 FILE_NAME = re.compile(r"[0-9a-f]{24}\.json")
 MAX_BYTES = 1 << 20
 """Larger files are not read."""

@@ -12,6 +12,8 @@ from mmspec.forks import new_lock
 
 WINDOW = 9
 """Last measurements of one kind, of which the fastest third ends at the estimate: stalls only ever add time."""
+AGREE = 1.25
+"""Ratio of the two fastest measurements up to which they are believed: first runs and stalls hardly ever agree."""
 NODE_COST = {"cpu": 0.11, "other": 0.01}
 """Assumed cost of one more node by device, as a fraction of a one-node forward, until it is measured."""
 
@@ -35,7 +37,8 @@ class Seconds:
         self.step = step
         self._last: dict[tuple[Hashable, int], dict[int, deque[float]]] = {}
         self._curves: dict[tuple[Hashable, int], list[tuple[int, float]]] = {}
-        self._memo: dict[tuple[Hashable, int, int], float | None] = {}
+        self._known: dict[tuple[Hashable, int], set[int]] = {}
+        self._memo: dict[Hashable, dict[tuple[int, int], float | None]] = {}
         self._lock = new_lock()
 
     def add(self, what: Hashable, rows: int, size: int, seconds: float) -> None:
@@ -44,31 +47,38 @@ class Seconds:
             with self._lock:
                 last = self._last.setdefault((what, rows), {}).setdefault(size, deque(maxlen=WINDOW))
                 last.append(seconds)
-                self._curves[what, rows] = self._curve(rows, self._last[what, rows])
-                self._memo.clear()
+                self._known.setdefault((what, rows), set())
+                self._curves[what, rows] = self._curve(what, rows)
+                self._memo[what] = {}
 
     def count(self, what: Hashable, rows: int, size: int | None = None) -> int:
         """Measurements that the estimate is of; of all sizes together without one."""
         sizes = self._last.get((what, rows), {})
         return sum(map(len, list(sizes.values()))) if size is None else len(sizes.get(size, ()))
 
+    def is_known(self, what: Hashable, rows: int, size: int | None = None) -> bool:
+        """Whether an estimate is of measurements that agree; of any size without one."""
+        known = self._known.get((what, rows), ())
+        return bool(known) if size is None else size in known
+
     def get(self, what: Hashable, rows: int, size: int) -> float | None:
         """The estimate; None if nothing of the kind was measured, whatever the rows and size."""
-        key = what, rows, size
-        if key not in self._memo:
-            self._memo[key] = self._estimate(what, rows, size)
-        return self._memo[key]
+        memo = self._memo.setdefault(what, {})
+        if (rows, size) not in memo:
+            memo[rows, size] = self._estimate(what, rows, size)
+        return memo[rows, size]
 
     def _estimate(self, what: Hashable, rows: int, size: int) -> float | None:
-        curve, known_rows = self._curves.get((what, rows)), rows
-        if curve is None:
-            known = [other for kind, other in list(self._curves) if kind == what]
-            if not known:
-                return None
-            known_rows = min(known, key=lambda other: abs(math.log(other / rows)))
-            curve = self._curves[what, known_rows]
-        value = self._on(curve, known_rows, size)
-        return value if known_rows == rows else value * self.assumed(rows, size) / self.assumed(known_rows, size)
+        own = self._curves.get((what, rows))
+        value = math.inf if own is None else self._on(own, rows, size)
+        if not self.is_known(what, rows):  # nothing worse than other numbers of rows let expect follows from first runs
+            others = [other for kind, other in list(self._curves) if kind == what and other != rows]
+            known = [other for other in others if self.is_known(what, other)] or (others if own is None else [])
+            if known:
+                nearest = min(known, key=lambda other: abs(math.log(other / rows)))
+                ratio = self.assumed(rows, size) / self.assumed(nearest, size)
+                value = min(value, ratio * self._on(self._curves[what, nearest], nearest, size))
+        return None if value == math.inf else value
 
     def assumed(self, rows: int, size: int) -> float:
         """What a size is assumed to take, in units of one row of size 1."""
@@ -88,21 +98,24 @@ class Seconds:
         (below, below_s), (above, above_s) = curve[index - 1], curve[index]
         return below_s + (above_s - below_s) * (size - below) / (above - below)
 
-    def _curve(self, rows: int, last: Mapping[int, Sequence[float]]) -> list[tuple[int, float]]:
+    def _curve(self, what: Hashable, rows: int) -> list[tuple[int, float]]:
         """(size, seconds), rising in both: a cheaper larger size shows that the runs of a smaller one were slow.
 
-        A single run may have been slow, since kernels are selected and memory is allocated then: nothing that is worse
-        than assumed follows from it.
+        First runs are slow, since kernels are selected and memory is allocated then: nothing that is worse than assumed
+        follows from runs that do not agree.
         """
-        runs = {size: sorted(last[size]) for size in sorted(last)}
-        points = [(size, one[(len(one) - 1) // 3]) for size, one in runs.items()]
+        points, known = list[tuple[int, float]](), self._known[what, rows]
+        for size, last in sorted(self._last[what, rows].items()):
+            runs = sorted(last)
+            points.append((size, runs[(len(runs) - 1) // 3]))
+            known.discard(size)
+            if len(runs) > 1 and runs[1] <= AGREE * runs[0]:
+                known.add(size)
         for index, (size, seconds) in enumerate(points):
-            if len(runs[size]) == 1:
-                likely = [
-                    other_s * self.assumed(rows, size) / self.assumed(rows, other)
-                    for other, other_s in points[: index + 1]
-                ]
-                points[index] = size, min(seconds, *likely)
+            if size not in known:
+                others = [one for one in points if one[0] in known] or points[: index + 1]
+                likely = [s * self.assumed(rows, size) / self.assumed(rows, other) for other, s in others]
+                points[index] = size, min(seconds, *likely, seconds)
         for index in range(len(points) - 2, -1, -1):
             points[index] = (points[index][0], min(points[index][1], points[index + 1][1]))
         return points
@@ -134,6 +147,7 @@ class Seconds:
                 key: {size: deque(one, WINDOW) for size, one in sizes.items()} for key, sizes in self._last.items()
             }
             twin._curves = dict(self._curves)
+            twin._known = {key: set(known) for key, known in self._known.items()}
         return twin
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -64,6 +65,7 @@ class World:
         stall: probability of a stall.
         drift: largest change of an acceptance at a new call.
         sources: those that may draft.
+        cold: factor on the first run of each kind and size; the second takes its square root.
     """
 
     rng: random.Random
@@ -73,6 +75,8 @@ class World:
     stall: float
     drift: float
     sources: list[TrueSource] = field(default_factory=list)
+    cold: float = 1.0
+    _runs: Counter[object] = field(default_factory=Counter)
     _known: tuple[object, tuple[float, float]] = (None, (1.0, 1.0))
 
     @classmethod
@@ -110,9 +114,11 @@ class World:
         """Expected seconds without the draft."""
         return self.plain_s * (1 + self.node_cost * (rows * nodes - 1))
 
-    def noisy(self, seconds: float) -> float:
-        """A measurement."""
+    def noisy(self, seconds: float, kind: object) -> float:
+        """A measurement of a kind, whose first runs are slow."""
         slow = self.rng.uniform(3, 30) if self.rng.random() < self.stall else 1.0
+        self._runs[kind] += 1
+        slow *= self.cold ** max(0.0, 1.5 - 0.5 * self._runs[kind])
         return seconds * self.rng.uniform(0.95, 1.1) * slow
 
     def best_fixed(self, rows: int) -> tuple[float, float]:
@@ -160,6 +166,16 @@ def play(world: World, economy: Economy, num_rounds: int) -> Iterator[Played]:
         yield _round(world, chooser, rows)
 
 
+def warm_up(world: World, economy: Economy, num_rounds: int = 8) -> None:
+    """A short call whose drafts are all rejected."""
+    true = [(one.acceptance, one.hit) for one in world.sources]
+    for one in world.sources:
+        one.acceptance, one.hit = 0.0, 1.0
+    list(play(world, economy, num_rounds))
+    for one, values in zip(world.sources, true, strict=True):
+        one.acceptance, one.hit = values
+
+
 def _round(world: World, chooser: Chooser, rows: int) -> Played:
     rng = world.rng
     chooser.plan()
@@ -180,9 +196,9 @@ def _round(world: World, chooser: Chooser, rows: int) -> Played:
     seconds = world.round_s(batch, nodes)
     chooser.record(
         nodes,
-        draft_s=world.noisy(drafted_s) if true else 0.0,
-        score_s=world.noisy(0.9 * seconds),
-        overhead_s=world.noisy(0.1 * seconds),
+        draft_s=world.noisy(drafted_s, (chooser.source, chooser.levels, batch)) if true else 0.0,
+        score_s=world.noisy(0.9 * seconds, (nodes, batch)),
+        overhead_s=world.noisy(0.1 * seconds, None),
         num_accepted=accepted,
     )
     best = world.best_fixed(batch)

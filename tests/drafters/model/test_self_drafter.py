@@ -181,7 +181,7 @@ def test_costs_are_kept_by_the_rows_that_have_not_ended(monkeypatch: pytest.Monk
     mmspec.patch(model, drafter=SelfDrafter(range(3)))
     _generate(model, inputs, do_sample=False, eos_token_id=ends, pad_token_id=0)
     assert len(+drafts) > 2, "rows do not end one by one"
-    assert {rows for rows, _ in drafter.economy.rounds} == (+drafts).keys()
+    assert {rows for _, rows, *_ in drafter.economy.drafts_s.snapshot()} == (+drafts).keys()
 
 
 @pytest.mark.parametrize("sample", [False, True])
