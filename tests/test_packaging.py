@@ -30,7 +30,7 @@ def packaged_files() -> list[Path]:
 
 
 def package_of(folder: Path) -> str:
-    """The name under which a folder is imported: `vision/readers` -> `mmspec.vision.video.backends`."""
+    """The name under which a folder is imported: `vision/video` -> `mmspec.vision.video`."""
     return ".".join([FOLDERS[folder.parts[0]], *folder.parts[1:]])
 
 

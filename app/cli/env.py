@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from mmspec.interfaces import Drafter
     from mmspec.targets.base import ModelAdapter
 
-_PACKAGES = """torch transformers accelerate tokenizers pillow safetensors numpy torchvision matplotlib gradio decord av
+_PACKAGES = """torch transformers accelerate tokenizers pillow safetensors numpy torchvision matplotlib gradio av
 bitsandbytes peft"""
 PACKAGES = _PACKAGES.split()
 IMAGE_POSITIONS = {

@@ -23,7 +23,7 @@ from transformers.models.llava_next.image_processing_pil_llava_next import Llava
 from transformers.video_processing_utils import BaseVideoProcessor
 from transformers.video_utils import make_batched_videos
 from video_files import (
-    FAULTY_BACKENDS,
+    FAULTY_READER,
     decoder_command_running,
     grey_frame_numbers,
     write_audio_only,
@@ -268,7 +268,7 @@ def spied(monkeypatch: pytest.MonkeyPatch, code: str = "") -> list[None]:
 
 
 def test_a_crash_is_a_row_and_the_job_goes_on(clips: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    started = spied(monkeypatch, FAULTY_BACKENDS)
+    started = spied(monkeypatch, FAULTY_READER)
     monkeypatch.setattr(jobs, "DecoderPool", partial(DecoderPool, timeout_s=8))
     for name in ("abort", "hang", "segv"):
         (clips / f"{name}.mp4").write_bytes((clips / "a.mp4").read_bytes())

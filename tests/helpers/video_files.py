@@ -99,48 +99,44 @@ _WORKER = """
 import json, os, signal, sys, time
 options = json.loads(sys.argv[1])
 sys.path[:] = options.pop("path")
-from mmspec.vision.video import backends, decode_worker
+from mmspec.vision.video import decode_worker, pyav_reader
 {code}
 decode_worker.run_worker(**options)
 """
-FAULTY_BACKENDS = """
-def add_faults(name):
-    original = backends.BACKENDS[name]
+FAULTY_READER = """
+original = pyav_reader.PyavReader
 
-    class CrashesOnRead:
-        def __init__(self, source):
-            self.inner = original(source)
-            self.info = self.inner.info
-        def shown_at(self, numbers):
-            return self.inner.shown_at(numbers)
-        def read(self, indices, size):
-            os.abort()
-        def close(self):
-            pass
+class CrashesOnRead:
+    def __init__(self, source):
+        self.inner = original(source)
+        self.info = self.inner.info
+    def shown_at(self, numbers):
+        return self.inner.shown_at(numbers)
+    def read(self, indices, size):
+        os.abort()
+    def close(self):
+        pass
 
-    def open_video(source):
-        fault = os.path.basename(source).split(".")[0] if isinstance(source, str) else ""
-        if fault == "segv" or fault == "first" and name == next(iter(backends.BACKENDS)):
-            os.kill(os.getpid(), signal.SIGSEGV)
-        if fault == "abort":
-            os.abort()
-        if fault == "exit":
-            os._exit(3)
-        if fault == "hang":
-            time.sleep(600)
-        if fault == "greedy":
-            bytearray(2 * options["memory"])
-        if fault == "loud":
-            os.write(1, b"output of a library")
-        return CrashesOnRead(source) if fault == "later" else original(source)
+def open_video(source):
+    fault = os.path.basename(source).split(".")[0] if isinstance(source, str) else ""
+    if fault == "segv":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if fault == "abort":
+        os.abort()
+    if fault == "exit":
+        os._exit(3)
+    if fault == "hang":
+        time.sleep(600)
+    if fault == "greedy":
+        bytearray(2 * options["memory"])
+    if fault == "loud":
+        os.write(1, b"output of a library")
+    return CrashesOnRead(source) if fault == "later" else original(source)
 
-    backends.BACKENDS[name] = open_video
-
-for name in list(backends.BACKENDS):
-    add_faults(name)
+decode_worker.PyavReader = open_video
 """
 """The stem of a file's name selects the fault on opening it: segv, abort, exit, hang, greedy (memory), loud (prints);
-later: on reading; first: a crash of the first backend only."""
+later: on reading."""
 
 
 def decoder_command_running(code: str) -> Callable[[float, int], list[str]]:

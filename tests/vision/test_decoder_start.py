@@ -186,7 +186,7 @@ def test_a_suspension_in_the_middle_of_a_picture(monkeypatch: pytest.MonkeyPatch
 def test_an_hour_between_two_requests_of_a_clip(tmp_path: Path) -> None:
     clip = write_video(tmp_path / "clip.mp4", 4)
     with DecoderPool(timeout_s=5) as pool:
-        reader = pool.open_video("pyav", str(clip))
+        reader = pool.open_video(str(clip))
         left = reader._deadline.left_s  # type: ignore[attr-defined]
         time.sleep(0.2)
         assert reader._deadline.left_s == left  # type: ignore[attr-defined]

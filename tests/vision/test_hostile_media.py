@@ -5,7 +5,6 @@ inotify reports the opened files, also those of native code and of other process
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import os
 import subprocess
@@ -30,7 +29,6 @@ from mmspec.vision.video.containers import CONTAINERS, ContainerError, Container
 from mmspec.vision.video.frames import DecoderPool, read_frames
 
 LINUX = sys.platform == "linux"
-BACKENDS = [name for name, module in (("decord", "decord"), ("pyav", "av")) if importlib.util.find_spec(module)]
 
 
 @pytest.fixture(scope="module")
@@ -67,15 +65,14 @@ def test_containers_are_detected_and_read(pool: DecoderPool, tmp_path: Path) -> 
 def test_files_with_references_open_nothing(
     way: str, isolated: bool, watcher: OpenWatcher, pool: DecoderPool, tmp_path: Path
 ) -> None:
-    """With each backend, in this process and in a worker."""
+    """In this process and in a worker."""
     hostile = corpus.files_with_references(str(tmp_path / CANARY), watcher.port)
     for name, content in hostile.items():
         file = tmp_path / name
         file.write_bytes(content)
         watcher.opened_files()
-        for backend in ("auto", *BACKENDS):
-            with pytest.raises(ValueError, match=r"^[^\n]*$"):
-                read_frames(file if way == "path" else content, backend=backend, isolated=pool if isolated else False)
+        with pytest.raises(ValueError, match=r"^[^\n]*$"):
+            read_frames(file if way == "path" else content, isolated=pool if isolated else False)
         assert watcher.opened_files() <= {name} and not watcher.connections(), name
 
 
@@ -128,20 +125,12 @@ def test_headers_that_resemble_a_container(head: bytes) -> None:
         detect_container(head)
 
 
-def test_transport_streams_are_read_by_pyav_only() -> None:
-    source = ContainerFile(corpus.valid_videos()["a.ts"])
-    with pytest.raises(ContainerError, match="MPEG-TS with such a header can be read by PyAV only"):
-        source.native_source()
-
-
-@pytest.mark.skipif(not LINUX, reason="a link to the open file")
 def test_a_file_replaced_after_the_check_is_not_opened(tmp_path: Path) -> None:
     file = write_video(tmp_path / "a.mp4", 4)
     source = ContainerFile(str(file))
     (tmp_path / "b").write_text("#EXTM3U\n")
     os.replace(tmp_path / "b", file)
-    link = source.native_source()
-    assert isinstance(link, str) and Path(link).read_bytes()[4:8] == b"ftyp"
+    assert source.open_stream().read(8)[4:] == b"ftyp"
     source.close()
 
 
@@ -187,8 +176,8 @@ def open_other_files(source):
     names = ("FSIZE", "CORE", "CPU", "AS")
     limits = {name: resource.getrlimit(getattr(resource, "RLIMIT_" + name))[0] for name in names}
     raise RuntimeError(f"succeeded {succeeded}, limits {limits}, network {os.readlink('/proc/self/ns/net')}")
-__file__ = os.path.abspath(backends.__file__)
-backends.BACKENDS["pyav"] = open_other_files
+__file__ = os.path.abspath(pyav_reader.__file__)
+decode_worker.PyavReader = open_other_files
 """
 
 
@@ -198,7 +187,7 @@ def test_nothing_can_be_opened_while_decoding(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(
         ValueError, match=r"succeeded \[\], limits {'FSIZE': 0, 'CORE': 0, 'CPU': \d+, 'AS': \d+}"
     ) as failed:
-        read_frames(corpus.valid_videos()["a.mp4"], backend="pyav", isolated=True)
+        read_frames(corpus.valid_videos()["a.mp4"], isolated=True)
     code = "import ctypes; print(ctypes.CDLL(None).unshare(0x40000000))"
     if subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "0\n":
         assert os.readlink("/proc/self/ns/net") not in str(failed.value)

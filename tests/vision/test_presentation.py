@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from video_files import numbered_frame, read_number, write_video
 
-from mmspec.vision.video import backends, pyav_reader
+from mmspec.vision.video import pyav_reader
 from mmspec.vision.video.completeness import find_cut
 from mmspec.vision.video.frame_index import PacketTimes, index_packets, may_differ
 from mmspec.vision.video.frames import Frames, MostDifferent, read_frames
@@ -60,24 +60,6 @@ def test_frames_before_the_edit_list_are_not_shown(suffix: str, tmp_path: Path) 
     assert frames.metadata.duration == pytest.approx(7)
     short = read_frames(trimmed(tmp_path / "in.mp4", tmp_path / "short.mp4", 45, 49), num_frames=50)
     assert numbers(short)[:3] == [45, 46, 47] and len(set(numbers(short))) == len(short.images) <= 7
-
-
-def test_decord_is_not_used_where_it_shows_other_frames(tmp_path: Path) -> None:
-    pytest.importorskip("decord")
-    source = numbered(tmp_path / "in.mp4", gop=50)
-    assert numbers(read_frames(source, num_frames=5, backend="decord")) == [0, 20, 40, 60, 80]
-    clip = trimmed(source, tmp_path / "out.mp4", 30)
-    with pytest.raises(ValueError, match=r"decord: it counts 100 frames, of which 70 are shown"):
-        read_frames(clip, num_frames=5, backend="decord")
-    assert read_frames(clip, num_frames=5).metadata.video_backend == "pyav"
-
-
-def test_decord_is_compared_frame_by_frame(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("decord")
-    clip, convert = numbered(tmp_path / "in.mp4"), backends._decord_image
-    monkeypatch.setattr(backends, "_decord_image", lambda frame, size: convert(frame, size).rotate(180))
-    with pytest.raises(ValueError, match="decord: it shows another frame 0 than PyAV"):
-        read_frames(clip, num_frames=2, backend="decord")
 
 
 def test_recordings_of_browsers(tmp_path: Path) -> None:

@@ -67,12 +67,6 @@ def test_display_matrices(matrix: tuple[float, ...], expected: str, upright: byt
     frames = read_frames(clip, num_frames=1)
     assert corners(frames.images[0]) == expected
     assert (frames.metadata.width, frames.metadata.height) == frames.images[0].size
-    pytest.importorskip("decord")
-    if expected in ("RGBW", "BRWG", "WBGR", "GWRB") and 0 in matrix:
-        assert corners(read_frames(clip, num_frames=1, backend="decord").images[0]) == expected
-    elif 0 in matrix:
-        with pytest.raises(ValueError, match="mirrored, transparent and HDR clips can be read by PyAV only"):
-            read_frames(clip, num_frames=1, backend="decord")
 
 
 def test_an_angle_is_rounded_to_the_nearest_orientation() -> None:
@@ -131,8 +125,6 @@ def test_pixel_aspect(suffix: str, sar: tuple[int, int], size: tuple[int, int], 
     assert corners(frames.images[0]) == "RGBW"
     small = read_frames(clip, num_frames=1, max_pixels=1000).images[0]
     assert small.width / small.height == pytest.approx(size[0] / size[1], rel=0.1)
-    pytest.importorskip("decord")
-    assert read_frames(clip, num_frames=1, backend="decord").images[0].size == size
 
 
 # --- times ------------------------------------------------------------------------------------------------------------
@@ -141,14 +133,13 @@ DENSE = [20 * number for number in range(150)]  # three seconds of 50 frames eac
 
 
 @line("a clip with a variable frame rate")
-@pytest.mark.parametrize(("backend", "isolated"), [("pyav", False), ("pyav", True), ("decord", False)])
-def test_frames_are_chosen_by_time(backend: str, isolated: bool, tmp_path: Path) -> None:
-    pytest.importorskip("av" if backend == "pyav" else backend)
+@pytest.mark.parametrize("isolated", [False, True])
+def test_frames_are_chosen_by_time(isolated: bool, tmp_path: Path) -> None:
     pts = [*DENSE, *range(3000, 30_000, 1000)]
     clip = write_video(tmp_path / "a.mkv", [numbered_frame(n, 80) for n in range(len(pts))], pts=pts)
 
     def read(sampler: Any) -> Frames:
-        frames = read_frames(clip, sampler, backend=backend, isolated=isolated)
+        frames = read_frames(clip, sampler, isolated=isolated)
         assert [read_number(image) for image in frames.images] == list(frames.metadata.frames_indices)
         assert [round(1000 * time) for time in frames.timestamps] == [pts[n] for n in frames.metadata.frames_indices]
         about = frames.metadata.for_processor()
@@ -260,10 +251,6 @@ def test_transparency_of_clips_is_white(suffix: str, codec: str, pix_fmt: str, t
     colours = np.asarray(image).astype(int)
     for place, expected in (((24, 4), (255, 0, 0)), ((24, 28), (255, 255, 255)), ((6, 28), (127, 127, 127))):
         assert np.abs(colours[place] - expected).max() < 12, place
-    clip = tmp_path / f"a.{suffix}"
-    pytest.importorskip("decord")
-    with pytest.raises(ValueError, match="transparent and HDR clips can be read by PyAV only"):
-        read_frames(clip, num_frames=1, backend="decord")
 
 
 @line("a clip of high dynamic range: PQ (HDR10), HLG")
@@ -305,8 +292,8 @@ def test_all_of_it_works_where_no_file_can_be_opened(tmp_path: Path) -> None:
     ]
     with DecoderPool() as pool:
         for clip in clips:
-            frames = read_frames(clip, num_frames=1, backend="pyav", isolated=pool)
-            assert np.array_equal(frames.array(), read_frames(clip, num_frames=1, backend="pyav").array())
+            frames = read_frames(clip, num_frames=1, isolated=pool)
+            assert np.array_equal(frames.array(), read_frames(clip, num_frames=1).array())
         deep = png_of_16_bits((4095 * np.stack([RAMP] * 3, axis=2)).round())
         assert np.array_equal(np.asarray(pool.decode_image(deep, 10**6)), np.asarray(decode_image(deep, 10**6)))
 
@@ -360,7 +347,7 @@ def test_more_frames_than_are_read_of_a_clip(options: dict[str, Any]) -> None:
         "decode_worker.asdict = lambda info: dict(vars(info), width=-5)",
         "decode_worker.asdict = lambda info: dict(vars(info), num_frames='many')",
         "decode_worker.asdict = lambda info: dict(vars(info), duration=float('nan'))",
-        "backends.PyavReader.shown_at = lambda self, numbers: [*numbers, *numbers]",
+        "pyav_reader.PyavReader.shown_at = lambda self, numbers: [*numbers, *numbers]",
     ],
 )
 def test_the_size_of_an_answer_is_checked(code: str, upright: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -368,15 +355,15 @@ def test_the_size_of_an_answer_is_checked(code: str, upright: bytes, monkeypatch
     monkeypatch.setattr(worker_process, "EXIT_TIMEOUT_S", 0.05)
     with DecoderPool() as pool:
         with pytest.raises(DecoderCrashedError, match="malformed answer"):
-            read_frames(upright, num_frames=1, backend="pyav", isolated=pool)
+            read_frames(upright, num_frames=1, isolated=pool)
         assert not pool._all, "the process is replaced"
 
 
 def test_frames_of_another_size_are_not_sent(upright: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     code = (
-        "original = backends.PyavReader.read\n"
-        "backends.PyavReader.read = lambda self, indices, size: original(self, indices, (size[0] + 1, size[1]))"
+        "original = pyav_reader.PyavReader.read\n"
+        "pyav_reader.PyavReader.read = lambda self, indices, size: original(self, indices, (size[0] + 1, size[1]))"
     )
     monkeypatch.setattr(decoder_pool, "worker_command", decoder_command_running(code))
     with pytest.raises(ValueError, match="a reader returns 1 frames of 96 x 64 pixels"):
-        read_frames(upright, num_frames=1, backend="pyav", isolated=True)
+        read_frames(upright, num_frames=1, isolated=True)

@@ -12,7 +12,6 @@ import io
 import os
 import re
 import stat
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -34,14 +33,11 @@ class Container:
         name: Name in messages.
         demuxer: The only FFmpeg demuxer that may open it.
         matches: Whether the first bytes of a file are of this container.
-        probe_agrees: Whether FFmpeg's own probe also selects this demuxer. If not, libraries that rely on the probe do
-            not get the file.
     """
 
     name: str
     demuxer: str
     matches: Callable[[bytes], bool]
-    probe_agrees: bool = True
 
 
 def _mov(header: bytes) -> bool:
@@ -68,18 +64,16 @@ CONTAINERS = (
     Container("MP4/MOV", "mov", _mov),
     Container("Matroska/WebM", "matroska", _matroska),
     Container("AVI", "avi", lambda header: header[:4] == b"RIFF" and header[8:12] == b"AVI "),
-    Container("MPEG-TS", "mpegts", _transport, probe_agrees=False),  # FFmpeg's probe of it is ambiguous
+    Container("MPEG-TS", "mpegts", _transport),
     Container("MPEG-PS", "mpeg", lambda header: header.startswith(b"\0\0\1\xba")),
     Container("GIF", "gif", lambda header: header[:6] in (b"GIF87a", b"GIF89a")),
     Container("Ogg", "ogg", lambda header: header.startswith(b"OggS\0")),
     Container("FLV", "flv", lambda header: header[:4] == b"FLV\1" and header[5:6] == b"\0"),
-    Container("MPEG video", "mpegvideo", lambda header: header.startswith(b"\0\0\1\xb3"), probe_agrees=False),
-    Container(
-        "DV", "dv", lambda header: header[:3] == b"\x1f\x07\0" and header[3:4] in b"\x3f\xbf", probe_agrees=False
-    ),
+    Container("MPEG video", "mpegvideo", lambda header: header.startswith(b"\0\0\1\xb3")),
+    Container("DV", "dv", lambda header: header[:3] == b"\x1f\x07\0" and header[3:4] in b"\x3f\xbf"),
     Container("WMV/ASF", "asf", lambda header: header.startswith(bytes.fromhex("3026b2758e66cf11a6d900aa0062ce6c"))),
 )
-"""The allow-list. References to other files inside a container are not followed: see `mmspec.vision.video.backends`."""
+"""The allow-list. References to other files inside a container are not followed: see `pyav_reader`."""
 ALLOWED_CONTAINERS = ", ".join(container.name for container in CONTAINERS)
 
 LFS_POINTER = "a Git LFS pointer, not the file itself: git lfs pull fetches it"
@@ -131,15 +125,6 @@ def detect_container(header: bytes) -> Container:
         if container.matches(header):
             return container
     raise ContainerError(f"allowed containers: {ALLOWED_CONTAINERS}; received {describe_format(header)}")
-
-
-def is_unambiguous(header: bytes) -> bool:
-    """Whether no text demuxer can match: their probes read up to the first zero byte, and no text precedes it.
-
-    decord also interprets the content up to there as a file name.
-    """
-    prefix, zero, _ = header.partition(b"\0")
-    return bool(zero) and len(prefix) < 256 and not set(prefix) & set(b"\n\r<%*?/[{")
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,15 +206,15 @@ class ContainerFile:
     """
 
     def __init__(self, source: str | bytes | FileBelow) -> None:
-        self._bytes, self._path, self._descriptor = b"", "", -1
+        self._bytes, self._descriptor = b"", -1
         if isinstance(source, bytes):
             self._bytes, header = source, source[:HEADER_BYTES]
-            self.container, self._is_unambiguous = detect_container(header), is_unambiguous(header)
+            self.container = detect_container(header)
             return
-        self._path, self._descriptor = os.path.abspath(source), open_regular_file(source)
+        self._descriptor = open_regular_file(source)
         try:
             header = self.open_stream().read(HEADER_BYTES) or b""
-            self.container, self._is_unambiguous = detect_container(header), is_unambiguous(header)
+            self.container = detect_container(header)
         except BaseException:
             self.close()
             raise
@@ -240,21 +225,6 @@ class ContainerFile:
             return io.BytesIO(self._bytes)
         os.lseek(self._descriptor, 0, os.SEEK_SET)
         return io.FileIO(self._descriptor, closefd=False)
-
-    def native_source(self) -> str | bytes:
-        """The content for a library that opens files itself: bytes, or a path to this descriptor.
-
-        Raises:
-            ContainerError: Such a library might detect another format.
-        """
-        if not self.container.probe_agrees or not self._is_unambiguous:
-            raise ContainerError(f"{self.container.name} with such a header can be read by PyAV only")
-        if self._descriptor < 0:
-            return self._bytes
-        os.lseek(self._descriptor, 0, os.SEEK_SET)
-        folder = {"linux": "/proc/self/fd", "darwin": "/dev/fd"}.get(sys.platform, "")
-        link = f"{folder}/{self._descriptor}"
-        return link if folder and os.path.exists(link) else self._path  # Windows has no such links
 
     def close(self) -> None:
         """Close the file."""

@@ -1,6 +1,6 @@
 """Reads one video with one reader: runs the sampler (with thumbnails if it is content-aware) and bounds memory.
 
-Independent of the list of backends and of the fallback from one to the next.
+Independent of the decoder.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class FrameMetadata:
         duration: In seconds.
         width: Of the video in pixels, after rotation; the frames may be smaller.
         height: Likewise.
-        video_backend: Name of the backend that decoded it.
+        video_backend: What decoded it: "pyav".
         frames_indices: Indices of the frames read.
         timestamps: Of these, in seconds from the first frame of the video.
     """
@@ -99,7 +99,7 @@ class Frames:
 
 
 class SamplerError(Exception):
-    """A sampler raised; other backends would not help.
+    """A sampler raised.
 
     Attributes:
         original: The sampler's exception.
@@ -110,14 +110,11 @@ class SamplerError(Exception):
         self.original = original
 
 
-def read_with(
-    reader: VideoReader, backend: str, name: str, sampler: FrameSampler, max_frames: int, max_pixels: int
-) -> Frames:
+def read_with(reader: VideoReader, name: str, sampler: FrameSampler, max_frames: int, max_pixels: int) -> Frames:
     """Read the frames that `sampler` selects, and close the reader.
 
     Args:
         reader: An open video.
-        backend: Name of the backend, for the metadata.
         name: Name of the video, for messages.
         sampler: Selects the frames.
         max_frames: Limit on their number.
@@ -140,7 +137,7 @@ def read_with(
             indices, images, timestamps = _read_sampled(reader, sampler, total, max_frames, max_pixels)
         times = tuple(round(time, 6) for time in timestamps)
         size = info.width, info.height
-        return Frames(images, FrameMetadata(info.fps, total, info.duration, *size, backend, tuple(indices), times))
+        return Frames(images, FrameMetadata(info.fps, total, info.duration, *size, "pyav", tuple(indices), times))
 
 
 def _read_sampled(

@@ -21,8 +21,8 @@ from typing import IO, Any
 from PIL import Image
 
 from mmspec.vision.video import sandbox
-from mmspec.vision.video.backends import BACKENDS
 from mmspec.vision.video.containers import FileBelow
+from mmspec.vision.video.pyav_reader import PyavReader
 from mmspec.vision.video.reader import NoFramesError, RecountedError, VideoReader, VideoSource
 
 MAX_HEADER_BYTES = 1 << 26
@@ -33,15 +33,12 @@ END = b"\n"
 """What follows the bytes of an answer, so that one of another size is noticed at once."""
 GRACE_S = 10.0
 """Seconds after its deadline at which the process ends itself, in case its parent is dead."""
-_AV_MODULES = ("av", "av.error", "av.logging", "av.stream", "av.subtitles.stream", "av.video.reformatter")
-BACKEND_MODULES = {
-    "pyav": _AV_MODULES,
-    "torchcodec": ("torchcodec.decoders",),
-    "decord": ("decord", "PIL.ImageFile", *_AV_MODULES),
+MODULES = {
+    "open": ("av", "av.error", "av.logging", "av.stream", "av.subtitles.stream", "av.video.reformatter"),
     "image": ("mmspec.vision.images",),
     "table": ("mmspec.vision.video.table_reader",),
 }
-"""Modules to import before a file is opened; `deny_open` prevents imports afterwards."""
+"""What is asked -> modules to import before a file is opened; `deny_open` prevents imports afterwards."""
 IMAGE_BASE_BYTES = 512 << 20
 """Memory for an image independent of its size: the process and the structures of the file."""
 DECODE_BYTES_PER_PIXEL = 32
@@ -153,9 +150,9 @@ class _RequestHandler:
         if request["op"] == "image":
             return self._decode_image(content, request["max_pixels"])
         if request["op"] == "open":
-            self._import(request["backend"])
+            _import("open")
             with sandbox.deny_open():
-                self._reader = BACKENDS[request["backend"]](content)
+                self._reader = PyavReader(content)
             return asdict(self._reader.info), []
         if self._reader is not None and request["op"] == "shown_at":
             return {"indices": self._reader.shown_at(request["numbers"])}, []
@@ -175,7 +172,7 @@ class _RequestHandler:
         return {}, []
 
     def _open_table(self, kind: str, size: int) -> dict[str, Any]:
-        self._import("table")
+        _import("table")
         from mmspec.vision.video.table_reader import TableReader
 
         sandbox.limit_memory(min(self._memory, TABLE_BASE_BYTES + TABLE_BYTES_PER_BYTE * size))
@@ -211,7 +208,7 @@ class _RequestHandler:
         return read_exactly(self._requests, reply["bytes"])
 
     def _decode_image(self, content: VideoSource, max_pixels: int) -> tuple[dict[str, Any], list[Image.Image]]:
-        self._import("image")
+        _import("image")
         from mmspec.vision import images
 
         images.available_formats()
@@ -232,10 +229,11 @@ class _RequestHandler:
             sandbox.limit_memory(self._memory)
         return {"width": image.width, "height": image.height}, [image]
 
-    def _import(self, backend: str) -> None:
-        """Import the modules of a backend; one that is not listed imports them itself."""
-        for name in BACKEND_MODULES.get(backend, ()):
-            importlib.import_module(name)
+
+def _import(what: str) -> None:
+    """Import what it needs."""
+    for name in MODULES[what]:
+        importlib.import_module(name)
 
 
 def _to_bytes(part: Image.Image | bytes) -> bytes:

@@ -1,8 +1,8 @@
 """Decodes videos and images in worker processes: a hostile file may crash a decoder or make it hang.
 
-`DecoderPool` opens videos like `mmspec.vision.video.backends`, with the same exceptions and two more: the worker
+`DecoderPool` opens videos as `PyavReader` does, with the same exceptions and two more: the worker
 crashed, or it timed out. Samplers run in this process, so any sampler works. What a worker may do is limited by
-`mmspec.vision.video.sandbox`. The choice of the backend is elsewhere.
+`mmspec.vision.video.sandbox`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from mmspec.vision.video.worker_process import (
 
 T = TypeVar("T")
 DEFAULT_TIMEOUT_S = 300.0
-"""Seconds that one backend may spend on one file."""
+"""Seconds that one file may take."""
 IMAGE_TIMEOUT_S = 30.0
 """Seconds that one image may take."""
 DEFAULT_MEMORY_BYTES = 8 << 30
@@ -61,7 +61,7 @@ class DecoderPool:
                 frames = read_frames(path, isolated=pool)
 
     Args:
-        timeout_s: Seconds that one backend may spend on one file.
+        timeout_s: Seconds that one file may take.
         memory: Bytes that one worker may use, where the system can limit that.
 
     Raises:
@@ -78,19 +78,19 @@ class DecoderPool:
         self._lock = threading.Lock()
         self._ended = threading.Event()
 
-    def open_video(self, backend: str, source: VideoSource) -> VideoReader:
-        """Open a video in a worker with the backend of that name.
+    def open_video(self, source: VideoSource) -> VideoReader:
+        """Open a video in a worker.
 
         Raises:
             DecoderStartError: No worker can be started.
             DecoderCrashedError: The worker crashed; also raised while reading.
             DecoderHungError: The worker timed out; also raised while reading.
-            ImportError: The backend is not installed.
+            ImportError: PyAV is not installed.
             NoFramesError: As the reader.
             MemoryError: As the reader.
             RuntimeError: Any other error of the reader, or the pool is closed.
         """
-        return _RemoteReader(self, self.acquire(), backend, source)
+        return _RemoteReader(self, self.acquire(), source)
 
     def decode_image(self, source: VideoSource, max_pixels: int) -> Image.Image:
         """Decode an image in a worker, as `mmspec.vision.images.decode_image`; once more if the worker was killed.
@@ -201,11 +201,11 @@ class DecoderPool:
 class _RemoteReader:
     """A `VideoReader` of a video that is open in a worker."""
 
-    def __init__(self, pool: DecoderPool, worker: WorkerProcess, backend: str, source: VideoSource) -> None:
+    def __init__(self, pool: DecoderPool, worker: WorkerProcess, source: VideoSource) -> None:
         self._pool = pool
         self._worker = worker
         self._deadline = Deadline(pool.timeout_s)
-        header, body = _request_with_source({"op": "open", "backend": backend}, source)
+        header, body = _request_with_source({"op": "open"}, source)
         try:
             self.info = VideoInfo(
                 **worker.request(header, self._deadline, INFO_FIELDS, body, answer_size=_check_info)[0]

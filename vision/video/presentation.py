@@ -94,11 +94,6 @@ class Presentation:
         """Whether the frames have a high dynamic range."""
         return self.transfer in (_PQ, _HLG)
 
-    def is_plain(self, frame: Any) -> bool:
-        """Whether a decoder that turns by the rotation and knows nothing else shows the same."""
-        turns = (None, Image.Transpose.ROTATE_90, Image.Transpose.ROTATE_180, Image.Transpose.ROTATE_270)
-        return self.orientation in turns and not self.is_hdr and not _has_alpha(frame)
-
     def shown_size(self, width: int, height: int) -> FrameSize:
         """The size of a frame as it is shown. No side is shorter than it is stored, before it is turned."""
         if self.sample_aspect > 1:

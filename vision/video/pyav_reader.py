@@ -84,9 +84,6 @@ class PyavReader:
     """See `mmspec.vision.video.reader.VideoReader`.
 
     It gets the open file and the one demuxer of its container, and refuses any other file that a demuxer requests.
-
-    Attributes:
-        is_plain: Whether a decoder that turns by the rotation and knows nothing else shows the same.
     """
 
     def __init__(self, source: VideoSource) -> None:
@@ -99,11 +96,6 @@ class PyavReader:
             raise NoFramesError("a video without frames")
         width, height = self._find_presentation()
         self.info = VideoInfo(len(self._index), self._index.fps, self._index.duration, width, height)
-
-    @property
-    def times(self) -> Sequence[float]:
-        """Seconds from the first frame, of every frame."""
-        return self._index.times
 
     def _open(self) -> Any:
         import av
@@ -189,7 +181,6 @@ class PyavReader:
                 try:
                     for frame in packet.decode():
                         self._presentation = Presentation.of(frame, stream)
-                        self.is_plain = self._presentation.is_plain(frame)
                         return self._presentation.shown_size(frame.width, frame.height)
                 except InvalidDataError as error:
                     last_error = error

@@ -23,7 +23,7 @@ NO_STREAM_MESSAGE = "a video without frames: it has no video stream"
 
 
 class NoFramesError(Exception):
-    """No frame can be returned, and no other backend would find one."""
+    """No frame can be returned."""
 
 
 class DamagedError(NoFramesError):
