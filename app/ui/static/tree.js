@@ -5,7 +5,7 @@ const GAP = 18, ROW = 30, HEIGHT = 24, EDGE = 6, CHAR = 7.5, NOTE = 30, MAX_CHAR
 
 export const KINDS = {
   drafted: "drafted, and accepted by the model",
-  corrected: "the drafts were rejected here; the model's token stands instead",
+  corrected: "a wrong guess here; this is the model's own word",
   own: "the model's own token after an accepted draft",
   undrafted: "a round without a draft",
 };
