@@ -12,7 +12,7 @@ from mmspec.app.errors import UsageError, explain_write
 from mmspec.app.io import jsonl
 from mmspec.app.io.job_metadata import Settings
 from mmspec.app.io.output import JobSummary
-from mmspec.app.io.output_file import FileOutput
+from mmspec.app.io.output_file import FileOutput, job_name
 from mmspec.files import atomic_write
 
 ROWS_SUFFIX = ".rows.jsonl"
@@ -31,7 +31,7 @@ class CsvOutput(FileOutput):
             columns: of the table.
             options: as of `FileOutput`.
         """
-        super().__init__(path.with_name(f"{path.stem}{ROWS_SUFFIX}"), settings, **options)
+        super().__init__(path.with_name(f"{job_name(path, '.csv')}{ROWS_SUFFIX}"), settings, **options)
         self.table, self._columns = path, columns
 
     def own_files(self) -> list[Path]:

@@ -23,6 +23,10 @@ LIST_NOTES = {
         "line",
         "{count} not in UTF-8 read as Windows-1252, as {first}; save the list as UTF-8 if that is wrong",
     ),
+    "columns": (
+        "record",
+        "{count} with several columns that name files, as {first}: one is read; --image-column chooses",
+    ),
     "repeated": ("row", "skipped {count} equal to an earlier one, as {first}"),
 }
 """What is said of the rows of a list, by kind: the noun that is counted, and the sentence."""

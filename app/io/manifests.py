@@ -7,6 +7,7 @@ and the line.
 from __future__ import annotations
 
 import gzip
+import os
 import zlib
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,6 +17,8 @@ from typing import Any
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.io.cells import (
     FILE_COLUMNS,
+    MAX_NAME_BYTES,
+    MEDIA_SUFFIXES,
     Reach,
     cell_content,
     find_inside,
@@ -80,6 +83,14 @@ def read_manifest(path: Path, options: SourceOptions, found: LeftOut) -> Iterato
         raise UsageError(f"cannot read manifest {path}: {error.strerror}") from error
 
 
+def _file_name(cell: Any) -> str:
+    """The name of the picture or clip that a cell names by its path; "" if it does not."""
+    if not isinstance(cell, str) or len(cell.encode(errors="replace")) > MAX_NAME_BYTES or "://" in cell:
+        return ""
+    name = os.path.basename(plain_path(cell).replace("\\", "/"))
+    return name if os.path.splitext(name)[1].lower() in MEDIA_SUFFIXES else ""
+
+
 class _Entries:
     """The records of a list as rows."""
 
@@ -106,6 +117,8 @@ class _Entries:
             self._add_empty(number, row, is_known=asked is not None or any(key in columns for key in keys))
             return None
         self._has_rows = True
+        if len({_file_name(columns.get(key)) for key in keys} - {""}) > 1:
+            self.text.note("columns", number)
         prompt = columns.get(normalized(self.options.prompt_column or "prompt"), asked)
         if prompt is not None and not isinstance(prompt, str):
             raise UsageError(f"{where}: 'prompt' is text, got {short_repr(prompt)}")

@@ -16,6 +16,12 @@ from mmspec.app.io.item import Item
 from mmspec.app.io.job_metadata import Settings, check_settings
 from mmspec.app.io.jsonl import Row
 from mmspec.app.io.output import Finished, JobSummary, ResumableOutput
+from mmspec.files import short_name
+
+
+def job_name(path: Path, suffix: str) -> str:
+    """How the names of the files beside an output begin: two outputs in a folder never share one."""
+    return path.stem if path.suffix == suffix else path.name if path.suffix else f"{path.name}.file"
 
 
 class FileOutput(ResumableOutput):
@@ -37,7 +43,8 @@ class FileOutput(ResumableOutput):
     ) -> None:
         self.path = Path(os.path.realpath(path)) if path.is_symlink() else path
         self.base = self.path.parent  # what rows and ids are relative to, by whatever name the file is given
-        metadata_path = self.path.with_name(f"{self.path.stem}.meta.json")
+        self._stem = job_name(self.path, ".jsonl")
+        metadata_path = self.path.with_name(f"{self._stem}.meta.json")
         super().__init__(path, metadata_path, settings, rank, world_size, overwrite, options)
         self.rank_path = self.path if world_size == 1 else self._rank_file(rank)
         self._file: BinaryIO | None = None
@@ -46,10 +53,10 @@ class FileOutput(ResumableOutput):
         self._last_index = -1
 
     def _rank_file(self, rank: int) -> Path:
-        return self.path.with_name(f"{self.path.stem}.rank{rank:05d}.jsonl")
+        return self.path.with_name(f"{self._stem}.rank{rank:05d}.jsonl")
 
     def _rank_files(self) -> list[Path]:
-        pattern = re.compile(re.escape(self.path.stem) + r"\.rank\d{5}\.jsonl")
+        pattern = re.compile(re.escape(self._stem) + r"\.rank\d{5}\.jsonl")
         return sorted(file for file in self.path.parent.iterdir() if pattern.fullmatch(file.name))
 
     def own_files(self) -> list[Path]:
@@ -105,10 +112,9 @@ class FileOutput(ResumableOutput):
         assert self._file is not None
         jsonl.truncate_torn_line(self._file, self._valid_bytes)
         if self.world_size == 1:
-            for part in self.path.parent.glob(
-                f".{glob.escape(self.path.stem)}.*.part"
-            ):  # of a job that was killed while replacing
-                part.unlink(missing_ok=True)
+            for file in (self.path, self.metadata_path, self.options_path):  # of a job that was killed while replacing
+                for part in file.parent.glob(f".{glob.escape(short_name(file.name))}.{'?' * 8}.part"):
+                    part.unlink(missing_ok=True)
             if retry_errors:
                 self._drop_errors()
 

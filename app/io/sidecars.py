@@ -100,6 +100,9 @@ class SidecarOutput:
         if self.folder is None:
             for folder in {path.parent for path in rows}:
                 check_writable_folder(folder, folder)
+        for path in rows:
+            if path.exists() and not path.is_file():
+                raise UsageError(f"the text file {path} cannot be written: a folder or pipe has its name")
         self._check_pictures(rows)
         replaced_after = self._claim(own[0]) if self._shard is not None and own else None
         for path, item in rows.items():

@@ -25,6 +25,7 @@ from mmspec.app.io.images import load_image
 from mmspec.app.io.sidecars import on_one_line
 
 NAMES = {"jsonl": "c.jsonl", "parquet": "o", "webdataset": "o", "txt": "-"}
+"""Outputs by format."""
 
 
 class Killed(BaseException):
@@ -50,7 +51,7 @@ def job(
     form: str = "jsonl", fake: Fake | None = None, process: ProcessInfo | None = None, **options: Any
 ) -> CaptionJob:
     process = process or ProcessInfo()
-    base = {"paths": ("p",), "model": "m", "batch_size": 2, "prompt": "x", "format": form, "out": NAMES[form]}
+    base = {"paths": ("p",), "model": "m", "batch_size": 2, "prompt": "x", "format": form, "out": NAMES.get(form)}
     config = CaptionConfig(**(base | options))
     return CaptionJob(config, build_output(config, process), lambda: fake or Fake(), process)
 
@@ -301,3 +302,33 @@ def test_a_text_file_that_is_a_link_is_replaced_not_followed(folder: Path) -> No
     (folder / "p" / "1.txt").symlink_to("../secret")
     assert job("txt", overwrite=True).run() == 0
     assert (folder / "secret").read_text() == "s" and captions("txt") == expected("x")
+
+
+@line("something else than a file where a text file goes")
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("out", ["-", "texts"])
+def test_a_folder_or_pipe_in_the_place_of_a_text_file(out: str, overwrite: bool, folder: Path) -> None:
+    where = folder / ("p" if out == "-" else "texts") / "3.txt"
+    for make in (os.mkdir, os.mkfifo):
+        where.parent.mkdir(exist_ok=True)
+        make(where)
+        with pytest.raises(UsageError, match=r"3\.txt cannot be written"):
+            job("txt", fake=kill_after(0), out=out, overwrite=overwrite).run()
+        where.rmdir() if where.is_dir() else where.unlink()
+
+
+@line("two jobs with outputs of one name and different suffixes")
+@pytest.mark.parametrize("other", ["c.ndjson", "c.json", "c.JSONL", "c", "c.csv", "c.v2.jsonl"])
+def test_outputs_of_one_name_share_nothing(other: str, folder: Path) -> None:
+    """Not the settings either: a job would go on with those of the other."""
+    form = "csv" if other.endswith("csv") else "jsonl"
+    names = ("c.jsonl", other)
+    for out, prompt in zip(names, "xy", strict=True):
+        with pytest.raises(Killed):
+            job(form if out == other else "jsonl", fake=kill_after(1), out=out, prompt=prompt).run()
+    for out, prompt in zip(names, "yx", strict=True):
+        with pytest.raises(UsageError, match="was written with prompt"):
+            job(form if out == other else "jsonl", fake=kill_after(0), out=out, prompt=prompt).run()
+    for out, prompt in zip(names, "xy", strict=True):
+        assert job(form if out == other else "jsonl", out=out, prompt=prompt).run() == 0
+    assert captions("jsonl") == expected("x") and "17 y" in Path(other).read_text()

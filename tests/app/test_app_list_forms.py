@@ -264,6 +264,26 @@ def test_equal_rows_are_counted() -> None:
     assert len(rows) == 2 and said == ["l.txt: skipped 2 rows equal to an earlier one, as line 3"]
 
 
+@line("a record of a list with several columns that name files: `file_name` and `image`, `image` and `video`")
+@pytest.mark.parametrize(
+    "others", [("file_name", "image"), ("image", "video"), ("path", "photo"), ("image", "Image Path")]
+)
+def test_two_columns_that_name_files(others: tuple[str, str]) -> None:
+    for name, text in {
+        "l.csv": ",".join(others) + "\na.png,b.png\nb.png,x\\b.png\nc.png,\nc.png,3\n",
+        "l.jsonl": "\n".join(json.dumps(dict(zip(others, two, strict=True))) for two in
+                             (("a.png", "b.png"), ("b.png", "/x/b.png"), ("c.png", ""), ("c.png", "http://h/d.png"))),
+    }.items():  # fmt: skip
+        rows, said = look(name, text)
+        assert [row.file_name for row in rows] == ["a.png", "b.png", "c.png"]
+        assert said[0] == (
+            f"{name}: 1 record with several columns that name files, as line {1 + (name[-1] == 'v')}: one is read; "
+            "--image-column chooses"
+        )
+        rows, said = look(name, text.replace("b.png", "a.png"), image_column=others[0])
+        assert not any("columns" in one for one in said)
+
+
 @line("fields that captions do not need: answers of any type")
 @pytest.mark.parametrize("answer", [3, 2.5, ["yes", "no"], {"1": "a"}, True, None, "x" * 70_000, "\ud83d"])
 def test_answers_are_not_read_for_captions(answer: Any) -> None:
