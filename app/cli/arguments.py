@@ -8,20 +8,15 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from mmspec.app.cli.options import add_described, described
 from mmspec.app.errors import UsageError
 from mmspec.app.io.table_options import TableOptions
 
 if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
     from mmspec.app.io.item import SourceOptions
-
-    ConfigT = TypeVar("ConfigT", bound=DataclassInstance)
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 """What `ArgumentParser.add_subparsers` returns."""
@@ -84,12 +79,6 @@ def goes_with(action: argparse.Action, others: str, holds: Callable[[argparse.Na
 def add_model_option(parser: Options, flag: str = "--model", default: str = DEFAULT_MODEL) -> None:
     """Add the option that names a model."""
     parser.add_argument(flag, default=default, metavar="M", help=f"{MODEL_HELP}; default {default}")
-
-
-def add_drafter_options(parser: Options) -> None:
-    """Add `--drafter` and `--compressor`."""
-    parser.add_argument("--drafter", default="auto", metavar="D", help=DRAFTER_HELP)
-    parser.add_argument("--compressor", default=None, metavar="C", help=COMPRESSOR_HELP)
 
 
 def add_device_options(parser: Options) -> None:
@@ -168,17 +157,6 @@ def split_commas(text: str) -> list[str]:
     if not names:
         raise argparse.ArgumentTypeError(f"must be names separated by commas, got {text!r}")
     return names
-
-
-def config_from_args(config_type: type[ConfigT], args: argparse.Namespace, **values: Any) -> ConfigT:
-    """A dataclass whose fields are the flags of the same names; lists become tuples.
-
-    Args:
-        values: fields that differ from the flags, or have none.
-    """
-    found = {field.name: getattr(args, field.name) for field in fields(config_type) if field.name not in values}
-    found = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
-    return config_type(**found, **values)
 
 
 def source_options(args: argparse.Namespace) -> SourceOptions:

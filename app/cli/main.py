@@ -9,8 +9,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from mmspec.app import examples
 from mmspec.app.caption import command as caption
-from mmspec.app.cli import cache, env, examples
+from mmspec.app.cli import cache, env
 from mmspec.app.compare import command as compare
 from mmspec.app.errors import EXIT_IO_ERROR, OutputError, UsageError, explain_write, find_write_error, one_line
 from mmspec.app.export import command as export

@@ -165,12 +165,6 @@ def test_caption_needs_a_model(args: list[str], tmp_path: Path, monkeypatch: pyt
     assert [file.name for file in tmp_path.iterdir()] == ["photo.jpg"]
 
 
-def test_examples_is_a_command(capsys: Any) -> None:
-    image = next((Path(cli.__file__).parent.parent / "scenes" / "data" / "examples").glob("*.png"))
-    assert cli.main(["examples", str(image), "--model", "tiny", "--max-new-tokens", "4"]) == 0
-    assert "1 of 1 texts identical to plain generate" in capsys.readouterr().out
-
-
 def test_exit_codes_are_documented(capsys: Any) -> None:
     for args in (["--help"], ["caption", "--help"]):
         with pytest.raises(SystemExit):

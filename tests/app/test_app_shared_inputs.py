@@ -132,34 +132,23 @@ def test_other_commands_take_the_next_picture(named: str, capsys: pytest.Capture
 
 def test_nothing_that_can_be_used_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "only.png").write_bytes(PICTURES[0])
-    for command in (["compare", "--image"], ["examples"]):
-        assert main([*command, str(tmp_path / "only.png"), "--model", "tiny"]) == 2
-        assert "only.png: cannot be decoded" in capsys.readouterr().err
+    assert main(["compare", "--image", str(tmp_path / "only.png"), "--model", "tiny"]) == 2
+    assert "only.png: cannot be decoded" in capsys.readouterr().err
     with pytest.raises(UsageError, match="none of the 1 requests can be used"):
         FileData([str(tmp_path / "only.png")])[0]
 
 
-@pytest.mark.parametrize("command", ["compare", "examples"])
-def test_a_command_on_a_table_whose_first_picture_is_broken(
-    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_command_on_a_table_whose_first_picture_is_broken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table = write_parquet(tmp_path / "x.parquet")
-    arguments = {
-        "compare": ["--image", table, "--drafters", "none", "--new-tokens", "4"],
-        "examples": [table, "--drafter", "none", "--max-new-tokens", "4", "--prompt", "why ?"],
-    }[command]
-    assert main([command, *arguments, "--model", "tiny"]) == 0
-    found = capsys.readouterr()
-    skipped = {"compare": "1 of 2", "examples": "2 of 6"}[command]
+    arguments = ["--image", table, "--drafters", "none", "--new-tokens", "4"]
+    assert main(["compare", *arguments, "--model", "tiny"]) == 0
     name = os.path.relpath(table)
-    assert f"skipped {skipped} that cannot be used; the first: {name}#0: " in found.err
-    if command == "examples":
-        assert f"{name}#5: why ?" in found.out and "4 of 4 texts identical" in found.out
+    assert f"skipped 1 of 2 that cannot be used; the first: {name}#0: " in capsys.readouterr().err
 
 
 def test_options_of_tables_are_those_of_caption(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "list.txt").write_text("http://127.0.0.1:9/a.png\n")
-    for command in (["compare", "--image"], ["examples"], ["train", "--out", "x", "--data"]):
+    for command in (["compare", "--image"], ["train", "--out", "x", "--data"]):
         model = "--target" if command[0] == "train" else "--model"
         rest = [model, "tiny"]
         assert main([*command, str(tmp_path / "list.txt"), *rest]) == 2
