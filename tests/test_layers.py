@@ -64,7 +64,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("drafters", "vision", "economy.store"),
     ("targets.*", "config", "resolve"),
-    ("engine.loop", "engine.recorded", "engine.stepwise", "call", "user_code", "costs"),
+    ("engine.loop", "engine.recorded", "call", "user_code", "costs"),
     ("arguments", "fallback"),
     ("backend",),
     ("prefill",),
@@ -78,7 +78,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("__main__", "ray"),
 )
 LOOP_IMPORTS = {
-    "engine.verifier", "engine.recorded", "engine.stepwise", "engine.output", "engine.row_state", "engine.tree",
+    "engine.verifier", "engine.recorded", "engine.output", "engine.row_state", "engine.tree",
     "engine.sampler",
     "economy.chooser", "metrics.*", "interfaces.*", "messages",
 }  # fmt: skip
@@ -267,7 +267,7 @@ def test_planted_violations_are_found(module: str, source: str) -> None:
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("mmspec.engine.loop", "from mmspec.engine.verifier import Verifier\nfrom mmspec.engine import tree"),
+        ("mmspec.engine.loop", "from mmspec.engine.verifier import verify\nfrom mmspec.engine import tree"),
         ("mmspec.config", "def f():\n    from mmspec.drafters.ngram.lookup import Lookup"),
         ("mmspec.targets.llava", "import transformers\nfrom mmspec.vision.grids.llava import LlavaLayout"),
         (

@@ -175,7 +175,8 @@ ACTIVE_CONTEXT: ContextVar[_Context | None] = ContextVar("mmspec_fast_linears", 
 _LINEAR_FORWARD = nn.Linear.forward
 
 
-def _forward(self: nn.Linear, rows: Tensor) -> Tensor:
+def fast_forward(self: nn.Linear, rows: Tensor) -> Tensor:
+    """What stands in place of the forward of a linear layer while calls run."""
     context = ACTIVE_CONTEXT.get()
     if context is None or type(self).forward is not _LINEAR_FORWARD:  # user code may change the class
         return type(self).forward(self, rows)
@@ -201,7 +202,7 @@ def find_linear_layers(roots: Iterable[nn.Module], device_type: str = "cpu") -> 
 
 def is_replaced(module: nn.Module) -> bool:
     """Whether the forward of a module is replaced by this module's, for a call in any thread."""
-    return getattr(module.__dict__.get("forward"), "__func__", None) is _forward
+    return getattr(module.__dict__.get("forward"), "__func__", None) is fast_forward
 
 
 def why_not_replaced(layer: nn.Module, device_type: str) -> str:
@@ -242,7 +243,7 @@ def use_fast_linears(
     with (
         Replaced(
             ((layer.__dict__, "forward") for layer in replaced),
-            lambda index, _: types.MethodType(_forward, replaced[index]),
+            lambda index, _: types.MethodType(fast_forward, replaced[index]),
         ),
         VariableSet(ACTIVE_CONTEXT, _Context(autotuner, deterministic, layers_only)),
     ):

@@ -2,7 +2,7 @@
 
 A copy of each is called at the nodes of a draft tree, on zeros: what it adds there filters the draft before it is
 scored, and is added to the scores of the nodes. The user's own object is called once per step, as transformers does,
-and has the last word (`StepwiseVerifier.confirm`): one that depends on more is found there.
+and has the last word (`mmspec.engine.verifier.confirm`): one that depends on more is found there.
 """
 
 from __future__ import annotations

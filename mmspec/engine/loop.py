@@ -3,18 +3,18 @@
 One round (`DecodeLoop.round`):
 
     plan = _plan(...)                   a sanitized draft tree (the root alone is plain decoding), or a `DraftPart`
-    outcome = recorded.run(plan)        the whole round as one recorded function, where that is possible, else
-              _run_eager(plan)          target.score: one forward over the nodes of all rows; verifier.verify: sample an
-                                        id at every node, accept the path of matching nodes, copy to the host
-    _commit(outcome)                    target.commit: keep the accepted nodes in the KV cache, where that is not done;
+    verified = recorded.run(plan)       the whole round as one recorded function, where that is possible, else
+              _run_eager(plan)          target.score: one forward over the nodes of all rows; verify: sample an id at
+                                        every node, accept the path of matching nodes, copy to the host
+    _commit(verified)                   target.commit: keep the accepted nodes in the KV cache, where that is not done;
                                         output.emit: append the emitted tokens to each row
     drafter.observe(result)             let the drafter follow
 
 Between rounds the cache holds the prompt and all emitted tokens but the last, which is node 0 of the next tree; so a
 round keeps as many nodes as it emits tokens. Then `output.advance` calls criteria and streamer, one output step at a
-time. Where user code needs one step at a time, `StepwiseLoop` takes over, also in the middle of a call. Compared with
-assisted generation in transformers, one object (`target`) owns the KV cache, rows have lengths of their own, and there
-is no rejection sampling (`mmspec.engine.accept`).
+time. Where user code needs one step at a time, `step` takes the place of `round`, also in the middle of a call.
+Compared with assisted generation in transformers, one object (`target`) owns the KV cache, rows have lengths of their
+own, and there is no rejection sampling (`mmspec.engine.accept`).
 
 Depends only on the interfaces: not on the model, the drafter, or how an id is sampled. Letters: B rows, N nodes,
 V vocabulary.
@@ -28,17 +28,14 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, ParamSpec, TypeVar
 
-import torch
 from torch import Tensor
 
 from mmspec.economy.chooser import Chooser
 from mmspec.engine.output import OutputBuffer
-from mmspec.engine.recorded import Outcome, RecordedRounds, RoundPlan, can_record_rounds
-from mmspec.engine.row_state import RowState
+from mmspec.engine.recorded import RecordedRounds, RoundPlan, can_record_rounds
 from mmspec.engine.sampler import TreeSampler
-from mmspec.engine.stepwise import StepwiseLoop, StepwiseVerifier
 from mmspec.engine.tree import BUCKETS, DraftTree, bucket_size, first_chain, replace_with_chain, root_only, sanitize
-from mmspec.engine.verifier import Verified, Verifier
+from mmspec.engine.verifier import Verified, confirm, verify
 from mmspec.interfaces import Drafter, ObservedRound, Observer, Prompt, Target, VerifyResult
 from mmspec.interfaces.drafter import DRAFTER_CONTRACT
 from mmspec.interfaces.round import RecordableTarget
@@ -85,7 +82,6 @@ class DecodeLoop:
         self._prompt: Prompt | None = None
         self._has_failed = self._has_moved = False
         self._root = root_only(len(self.output.emitted), self.draftable.device)
-        self._verifier = Verifier(self.output, self.sampler)
         if can_record_rounds(self.target, self.output, self.sampler):
             assert isinstance(self.target, RecordableTarget)
             self.recorded = RecordedRounds(self.target, self.drafter, self.output, self.sampler, self.draftable)
@@ -99,10 +95,9 @@ class DecodeLoop:
         """
         output = self.output
         self.stats.row_forwards, self._prompt = [0] * prompt_logits.shape[0], prompt
-        stepwise = StepwiseLoop(self.target, output, self.sampler.own, self.stats)
         if self.sampler.constraints:
-            output.confirm = lambda logits: self._confirm(stepwise.verifier, logits)
-        first = self._verify_first(stepwise.verifier, prompt_logits)
+            output.confirm = self._confirm
+        first = self._verify_first((prompt_logits[:, None], {}))
         state = self._ask(self._hook, self.drafter.begin, prompt)
         if isinstance(self.target, RecordableTarget) and self.target.recordings is not None:
             self._ask(self._hook, self.drafter.use_recordings, state, self.target.recordings)
@@ -112,30 +107,30 @@ class DecodeLoop:
         first_token_time = time.perf_counter()
         self.stats.ttft_s += first_token_time - self.start_time
         while not output.advance():
-            if output.stepwise:
-                stepwise.run()
-                break
             self.target.crop(output.cached_lengths)  # only where a criterion has cut rows; rejected nodes: `commit`
-            self.round(state)
+            if output.stepwise:
+                self.step()
+            else:
+                self.round(state)
         self.stats.decode_s += time.perf_counter() - first_token_time
         self.stats.waits_for = self.chooser.waits_for
 
-    def _verify_first(self, stepwise: Verifier, prompt_logits: Tensor) -> Verified:
+    def _verify_first(self, scored: tuple[Tensor, dict[int, Tensor]]) -> Verified:
         """The first tokens; by transformers' own calls if a prefix processor fails."""
-        output, logits = self.output, prompt_logits[:, None]
+        output = self.output
         try:
             if not output.stepwise:
-                return self._verifier.verify(self._root, logits, output.row_state(1))
+                return verify(output, self.sampler, self._root, scored, output.row_state(1))
         except Exception as error:
             if not self.sampler.constraints:
                 raise
             self._warn_at_draft(error)
             output.disable_speculation()
-        return stepwise.verify(self._root, logits, output.row_state(1))
+        return verify(output, self.sampler.own, self._root, scored, output.row_state(1))
 
-    def _confirm(self, stepwise: StepwiseVerifier, logits: Tensor) -> bool:
+    def _confirm(self, logits: Tensor) -> bool:
         """Whether a processor gives another result than at the draft, so that no more is drafted."""
-        differs = stepwise.confirm(logits)
+        differs = confirm(self.output, self.sampler.own, logits)
         if differs:
             self.warn(
                 "a prefix processor depends on more than the ids; the rest of this call is decoded without drafts"
@@ -147,12 +142,13 @@ class DecodeLoop:
         start = self._now()
         plan = self._plan(state)
         built = self._now()
-        outcome = self._run_recorded(plan)
-        if outcome is None:
+        verified: Verified | Exception | None = None
+        if self.recorded is not None and self.recorded.is_for(plan):
+            verified = self.recorded.run(plan, self._top_k(plan))
+        if verified is None:
             if plan.part is not None:
                 plan, built = self._plan(state, whole=False), self._now()
-            outcome = self._run_eager(plan)
-        verified, hidden_states, kept = outcome
+            verified = self._run_eager(plan)
         if isinstance(verified, Exception):
             self._disable_speculation(verified)  # nothing is committed: the next round scores the root alone
             return
@@ -160,15 +156,30 @@ class DecodeLoop:
         result, active = verified.result, self._active_rows(plan.rows.host_max_emit)
         self._commit(plan, verified)
         emitted = self._now()
-        result = _drop_inactive_rows(result, active, plan.rows)
+        result = result.of_rows(active, plan.rows.finished)
         self._tell(state, result, plan.num_proposed)
         if plan.part is None:
-            self._ask(self._hook, self.drafter.observe, state, self._told(result), hidden_states)
+            self._ask(self._hook, self.drafter.observe, state, self._told(result), verified.hidden_states)
         else:
-            self._ask(self._hook, self.drafter.observe_part, state, result, hidden_states[0], kept)
+            hidden_states = verified.hidden_states[0]
+            self._ask(self._hook, self.drafter.observe_part, state, result, hidden_states, verified.kept)
         draft_s = (built - start) + (self._now() - emitted)
         times = RoundTimes(draft_s, accepted - built, emitted - accepted)
         self._record(result, active, plan, times)
+
+    def step(self) -> None:
+        """One token of every row, by the calls that transformers makes, without a draft.
+
+        User code that is called at every step may read and write the ids, draw random numbers, or change the model.
+        """
+        start = time.perf_counter()
+        rows = self.output.row_state(1)
+        scored = self.target.score(self._root.with_root(rows.root_ids))
+        verified = verify(self.output, self.sampler.own, self._root, scored, rows)
+        accepted, active = time.perf_counter(), self._active_rows(rows.host_max_emit)
+        self._commit(RoundPlan(1, rows), verified)
+        result, times = verified.result, RoundTimes(0.0, accepted - start, time.perf_counter() - accepted)
+        self.stats.add_round(1, result.tree_sizes, result.emitted_ids, active, times)
 
     def _tell(self, state: Any, result: VerifyResult, num_proposed: int | None = None) -> None:
         """Tell the observers of a round."""
@@ -280,14 +291,8 @@ class DecodeLoop:
 
     # --- the round ----------------------------------------------------------------------------------------------------
 
-    def _run_recorded(self, plan: RoundPlan) -> Outcome | None:
-        """The outcome of one recorded function; None if this round is not recorded, or recording failed."""
-        if self.recorded is None or not self.recorded.is_for(plan):
-            return None
-        return self.recorded.run(plan, self._top_k(plan))
-
-    def _run_eager(self, plan: RoundPlan) -> Outcome:
-        """The outcome of the parts, one by one: unfinished rows may wait, finished rows emit a chain of pad ids."""
+    def _run_eager(self, plan: RoundPlan) -> Verified | Exception:
+        """What the parts emit, one by one: unfinished rows may wait, finished rows emit a chain of pad ids."""
         rows, tree = plan.rows, plan.tree
         assert tree is not None
         if plan.num_nodes > 1:
@@ -295,11 +300,11 @@ class DecodeLoop:
             if rows.finished is not None:
                 tree = replace_with_chain(tree, rows.finished, self.output.pad_token_id)
         indices = self.drafter.requirements.hidden_state_indices
-        logits, hidden_states = self.target.score(tree, indices, [limit > 0 for limit in rows.host_max_emit])
+        scored = self.target.score(tree, indices, [limit > 0 for limit in rows.host_max_emit])
         try:
-            return self._verifier.verify(tree, logits, rows, self._top_k(plan)), hidden_states, ()
+            return verify(self.output, self.sampler, tree, scored, rows, self._top_k(plan))
         except Exception as error:
-            return error, {}, ()
+            return error
 
     def _top_k(self, plan: RoundPlan) -> int:
         """Ids of the largest logits of each node that the drafter reads after this round."""
@@ -340,17 +345,3 @@ class DecodeLoop:
             is_whole=plan.part is not None,
         )
         self.stats.add_round(result.tree.num_nodes, result.tree_sizes, result.emitted_ids, active, times)
-
-
-def _drop_inactive_rows(result: VerifyResult, active: list[bool], row_state: RowState) -> VerifyResult:
-    """The result for the drafter: without the padding that finished rows emit, and what was not scored."""
-    if all(active):
-        return result
-    return replace(
-        result,
-        emitted_ids=[ids if on else [] for ids, on in zip(result.emitted_ids, active, strict=True)],
-        accepted_nodes=[nodes if on else [] for nodes, on in zip(result.accepted_nodes, active, strict=True)],
-        scored_ids=result.scored_ids
-        and [ids if on else [-1] * len(ids) for ids, on in zip(result.scored_ids, active, strict=True)],
-        counts=result.counts if row_state.finished is None else torch.where(row_state.finished, 0, result.counts),
-    )

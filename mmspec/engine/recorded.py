@@ -7,7 +7,7 @@ of the tree depends on the draft, the draft is a function of its own, and its tr
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -16,13 +16,13 @@ from mmspec.engine.host_copy import from_host
 from mmspec.engine.kv_cache import length_bucket
 from mmspec.engine.output import OutputBuffer
 from mmspec.engine.recordings import Recordings, recordable_mode
-from mmspec.engine.round import ROUND, RoundFunction
+from mmspec.engine.round import RoundFunction
 from mmspec.engine.row_state import RowState
 from mmspec.engine.sampler import TreeSampler
 from mmspec.engine.tree import DraftTree, root_only
 from mmspec.engine.verifier import Verified, resize
 from mmspec.interfaces import Drafter, Target
-from mmspec.interfaces.round import DraftPart, RecordableTarget, ScorePart
+from mmspec.interfaces.round import ROUND, DraftPart, RecordableTarget, ScorePart
 
 
 @dataclass
@@ -47,11 +47,6 @@ class RoundPlan:
     def has_draft(self) -> bool:
         """Whether the drafter was called."""
         return self.num_proposed is not None
-
-
-Outcome = tuple[Verified | Exception, Mapping[int, Tensor], tuple[Tensor, ...]]
-"""What was verified, or the error at a draft; hidden states of the nodes (of a `DraftPart`: index 0, at the accepted
-nodes); what the drafter's part keeps."""
 
 
 class RecordedRounds:
@@ -87,8 +82,8 @@ class RecordedRounds:
         """Whether a round may be recorded."""
         return plan.part is not None or (ROUND not in self._recordings.in_parts and not plan.rows.host_finished)
 
-    def run(self, plan: RoundPlan, top_k: int) -> Outcome | None:
-        """The outcome of one recorded round; None after a failure, which changes nothing.
+    def run(self, plan: RoundPlan, top_k: int) -> Verified | RuntimeError | None:
+        """What one recorded round emits, or its error at a draft; None after a failure, which changes nothing.
 
         Args:
             plan: of the round.
@@ -108,11 +103,10 @@ class RecordedRounds:
         tree = self._sized_tree(plan.num_nodes) if draft is not None else _as_tree(rest)
         result, has_nan = function.reader.read(read, tree, plan.rows.host_max_emit)
         if has_nan:
-            return RuntimeError(self._sampler.nan_message), {}, ()
-        verified = Verified(result, committed=advanced)
+            return RuntimeError(self._sampler.nan_message)
         if draft is None:
-            return verified, dict(zip(indices, rest[5:], strict=True)), ()
-        return verified, {0: rest[0]}, tuple(rest[1:])
+            return Verified(result, dict(zip(indices, rest[5:], strict=True)), committed=advanced)
+        return Verified(result, {0: rest[0]}, committed=advanced, kept=tuple(rest[1:]))
 
     def _replay(self, function: RoundFunction, plan: RoundPlan, score: ScorePart) -> tuple[Tensor, ...] | None:
         """The outputs of the function; None after a failure."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from torch.utils.weak import WeakIdKeyDictionary
 
-from mmspec.cpu.linear import is_replaced
+from mmspec.cpu.linear import fast_forward, is_replaced
 from mmspec.cpu.weights import version_of
 from mmspec.live import reread
 
@@ -34,6 +34,8 @@ UNREAD_ATTRIBUTES = IGNORED_ATTRIBUTES | {
     *("rope_deltas", "generation_config", "forward", "_mmspec"),  # written anew in each call; not read in a forward
 }
 """Attributes that are not compared by value."""
+PLAIN_TENSORS = frozenset((nn.Parameter, Tensor))
+"""Classes of tensors that are described by their address."""
 PLAIN_CLASS = "_mmspec_plain_class"
 """Attribute of the class of a patched model: its class before `patch`, which computes the same."""
 BIT_TYPES = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -135,29 +137,29 @@ def describe(modules: Sequence[nn.Module]) -> list[Any]:
     found: list[Any] = [*torch_module._global_forward_hooks, "", *torch_module._global_forward_pre_hooks]
     kinds: dict[Any, None] = dict.fromkeys(map(type, modules))
     found += [kind.forward for kind in kinds]
-    for module in modules:
+    for module in modules:  # before every round of calls with user code: no function is called for what is plain
         attributes = module.__dict__
         kind = vars(type(module)).get(PLAIN_CLASS, type(module))
-        found += id(module), kind, id(_own_forward(module) if "forward" in attributes else None)
-        if module._forward_hooks:
-            hooks = module._forward_hooks.items()
-            found += [key for key, hook in hooks if getattr(hook, "__module__", None) != CAPTURING_CODE]
+        own = getattr(attributes.get("forward"), "__func__", attributes.get("forward"))
+        found += id(module), kind, id(None if own is fast_forward else own)
+        for key, hook in module._forward_hooks.items():
+            if getattr(hook, "__module__", None) != CAPTURING_CODE:
+                found.append(key)
         found += ["", *module._forward_pre_hooks]
         found += map(id, module._modules.values())
-        for weight in module._parameters.values():
-            if type(weight) is nn.Parameter:  # as `_describe_weight`, without a call for each
+        for weight in (*module._parameters.values(), *module._buffers.values()):
+            if weight is None:
+                found.append(None)
+            elif type(weight) in PLAIN_TENSORS:
                 found += id(weight), weight.data_ptr(), 0 if weight.is_inference() else weight._version
-            else:
-                found += _describe_weight(weight)
+            else:  # of a packed or spread weight the class may refuse an address
+                found += id(weight), type(weight), version_of(weight)
         for buffer in module._buffers.values():
-            found += _describe_weight(buffer)
             if buffer is not None and buffer.device.type == "cpu" and buffer.numel() == 1:
                 found.append(buffer.item())  # such as a scale, which C gets by value: `.data` edits leave no trace
-        found += [
-            (name, value)
-            for name, value in attributes.items()
-            if type(value) in SIMPLE_TYPES and name not in IGNORED_ATTRIBUTES
-        ]
+        for name, value in attributes.items():
+            if type(value) in SIMPLE_TYPES and name not in IGNORED_ATTRIBUTES:
+                found.append((name, value))
         if "_active_adapter" in attributes:
             found += attributes["_active_adapter"]  # names of PEFT's adapters
     return found
@@ -176,14 +178,6 @@ def _weights(module: nn.Module) -> list[Tensor]:
 
 def _checksums(modules: Sequence[nn.Module]) -> list[Tensor]:
     return [part for module in modules for one in _weights(module) for part in bit_checksums(one)]
-
-
-def _describe_weight(weight: Tensor | None) -> tuple[Any, ...]:
-    """Which tensor it is, where it lies, and what changed it in place."""
-    if type(weight) is nn.Parameter or type(weight) is Tensor:
-        return id(weight), weight.data_ptr(), version_of(weight)
-    # Of a packed or spread weight the class may refuse an address.
-    return (None,) if weight is None else (id(weight), type(weight), version_of(weight))
 
 
 def _own_forward(module: nn.Module) -> Any:

@@ -2,7 +2,7 @@
 
     read what was emitted, draft a tree                           `DraftPart`, where the draft is a function of tensors
     drop what must not be scored; ancestor mask, depths           `sanitize`
-    forward over the nodes                                        `ScorePart.function`
+    forward over the nodes                                        `ScorePart.forward`
     sample an id at every node, accept the path of matching ids   `TreeSampler.sample_nodes`, `accept_path`
     keep the accepted nodes in the KV cache                       `ScorePart.commit`
 
@@ -22,15 +22,13 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from mmspec.engine.accept import accept_path
-from mmspec.engine.recordings import Recordings, WrittenPlace
+from mmspec.engine.recordings import WrittenPlace
 from mmspec.engine.rng import read_noise
 from mmspec.engine.sampler import RoundHistory, TreeSampler
 from mmspec.engine.tree import DraftTree, first_chain, sanitize
 from mmspec.engine.verifier import RoundReader, resize
 from mmspec.interfaces.round import DraftPart, ScorePart
 
-ROUND = "round"
-"""Owner of the recordings of rounds whose draft is no part of them."""
 NUM_COLUMNS = 7
 """Integers per row that every round needs: root id, emitted tokens, `max_emit`, whether to draft, committed length, and
 `RoundHistory.lengths` and `ignored`."""
@@ -98,7 +96,7 @@ class RoundFunction:
             tree = (first_chain(tree) if score.chains_only else tree).trim(self.num_nodes).pad(self.num_nodes)
             tree.node_mask = tree.node_mask & is_drafting[:, None].bool()
         tree = sanitize(tree, root_ids, draftable, stop_ids, None if draft is None else draft.max_depth)
-        logits, *others = score.function(score_state, lengths, tree)
+        logits, *others = score.forward(score_state, lengths, tree)
         num_hidden_states = len(score.hidden_state_indices)
         hidden_states, logged = others[:num_hidden_states], others[num_hidden_states:]
         logits = logits.float()
@@ -130,7 +128,7 @@ class RoundFunction:
         num_draft = 0 if self.draft is None else len(self.draft.state)
         parts.take_list(1 + self.has_stop_ids + self.num_noise_tensors + num_draft)
         state = parts.take_list(len(self.score.state))
-        return self.score.written(state, parts.take()[:, 4])
+        return self.score.places(state, parts.take()[:, 4])
 
     @property
     def reader(self) -> RoundReader:
@@ -138,43 +136,6 @@ class RoundFunction:
         return RoundReader(
             self.num_nodes, self.num_nodes if self.draft is None else self.draft.max_depth + 1, self.top_k
         )
-
-
-@dataclass(frozen=True)
-class ForwardFunction:
-    """The forward of a round alone as a function of tensors, where the rest of the round must run eager.
-
-    Attributes:
-        score: the forward.
-    """
-
-    score: ScorePart
-
-    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Outputs of `ScorePart.function`.
-
-        Args:
-            tensors: the state; [B] int64 committed lengths; tokens, parents, node mask, ancestor mask and depths of the
-                sanitized tree.
-        """
-        *state, lengths, tokens, parents, node_mask, ancestor_mask, depths = tensors
-        tree = DraftTree(tokens, parents, node_mask, None, ancestor_mask, depths)
-        return self.score.function(state, lengths, tree)
-
-    def written(self, *tensors: Tensor) -> list[WrittenPlace]:
-        """Keys and values that a run with these arguments has written."""
-        *state, lengths, _, _, _, _, _ = tensors
-        return self.score.written(state, lengths)
-
-    def run(self, recordings: Recordings, lengths: Tensor, tree: DraftTree) -> tuple[Tensor, ...]:
-        """Run it recorded, within `recordable_mode`.
-
-        Raises:
-            Exception: of the recorder or the replay.
-        """
-        assert tree.depths is not None and tree.ancestor_mask is not None
-        inputs = [lengths, tree.tokens, tree.parents, tree.node_mask, tree.ancestor_mask, tree.depths]
-        return recordings.run(ROUND, ("score", self.score.key), self, self.score.state, inputs)
 
 
 class _Split:

@@ -1,8 +1,8 @@
-"""`Verifier`: from the logits of the nodes to what is emitted, part by part; and what the host reads of a round."""
+"""`verify`: from the logits of the nodes to what is emitted, part by part; and what the host reads of a round."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,70 +23,99 @@ class Verified:
 
     Attributes:
         result: accepted nodes and emitted tokens.
+        hidden_states: {index: [B, N, D]} of the nodes; of a `DraftPart` those at the accepted nodes, at index 0.
         scores: [B, N, V] float32 processed scores: logits after the processors (`scores` in what transformers returns);
             None of a recorded round.
         logits: [B, N, V] float32 raw logits; None of a recorded round.
         committed: of a recorded round, which has the accepted nodes in the KV cache: what `follow_part` takes.
+        kept: of a `DraftPart`, what the drafter keeps.
     """
 
     result: VerifyResult
+    hidden_states: Mapping[int, Tensor]
     scores: Tensor | None = None
     logits: Tensor | None = None
     committed: tuple[Tensor, ...] | None = None
+    kept: tuple[Tensor, ...] = ()
 
 
-class Verifier:
-    """Samples an id at every node, accepts the matching path, and copies the result to the host in one transfer.
+def verify(
+    output: OutputBuffer,
+    sampler: TreeSampler,
+    tree: DraftTree,
+    scored: tuple[Tensor, Mapping[int, Tensor]],
+    rows: RowState,
+    top_k: int = 0,
+) -> Verified:
+    """Sample an id at every node, accept the matching path, and copy the result to the host in one transfer.
 
-    Attributes:
+    Args:
         output: of the call.
         sampler: of the call.
+        tree: the sanitized tree that was scored.
+        scored: [B, N, V] the target's logits, and the hidden states.
+        rows: the rows before this round.
+        top_k: ids of the largest logits of each node that the result holds.
+
+    Raises:
+        RuntimeError: no id can be sampled at an accepted node.
     """
+    logits, hidden_states = scored
+    output.reserve(tree.num_nodes)
+    sequences = output.sequences
+    raw_logits = logits.to(device=sequences.device, dtype=torch.float32)
+    if output.stepwise:  # processors may be user code, which reads and writes the ids and the logits
+        raw_logits = raw_logits.clone() if raw_logits.is_inference() else raw_logits
+        output.hooks.before_user_code(output.steps)
+        sequences = output.user_input_ids()
+    sampled_ids, scores, is_nan = sampler.sample(
+        raw_logits,
+        tree,
+        sequences,
+        rows.host_num_emitted,
+        output.prompt_length,
+        output.noise_end(tree.num_nodes),
+        rows.num_emitted,
+    )
+    if output.stepwise:
+        output.apply_user_edits()
+    if rows.finished is not None:  # the pad id replaces every sampled id
+        sampled_ids = torch.where(rows.finished[:, None], output.pad_token_id, sampled_ids)
+    parts = accept_path(tree, sampled_ids, rows.max_emit, output.stop_ids, rows.finished)
+    reader = RoundReader(
+        tree.num_nodes, tree.num_nodes, min(top_k, raw_logits.shape[-1]), is_nan is not None, tree.num_nodes == 1
+    )
+    read = reader.pack(parts, tree, is_nan, raw_logits)
+    result, has_nan = reader.read(read, tree, rows.host_max_emit, parts)
+    if has_nan:
+        raise RuntimeError(sampler.nan_message)
+    return Verified(result, hidden_states, scores, raw_logits)
 
-    def __init__(self, output: OutputBuffer, sampler: TreeSampler) -> None:
-        """Arguments: see the attributes."""
-        self.output, self.sampler = output, sampler
 
-    def verify(self, tree: DraftTree, logits: Tensor, rows: RowState, top_k: int = 0) -> Verified:
-        """Verify one round.
+def confirm(output: OutputBuffer, sampler: TreeSampler, logits: Tensor) -> bool:
+    """Make the calls of the coming step, whose tokens are drafted, and correct them; whether drafting must end.
 
-        Args:
-            tree: the sanitized tree that was scored.
-            logits: [B, N, V] the target's logits.
-            rows: the rows before this round.
-            top_k: ids of the largest logits of each node that the result holds.
+    Args:
+        output: of the call.
+        sampler: that calls the user's processors.
+        logits: [B, V] float32 of the step.
 
-        Raises:
-            RuntimeError: no id can be sampled at an accepted node.
-        """
-        output = self.output
-        output.reserve(tree.num_nodes)
-        raw_logits = logits.to(device=output.sequences.device, dtype=torch.float32)
-        sampled_ids, scores, is_nan = self.sample(tree, raw_logits, rows)
-        if rows.finished is not None:  # the pad id replaces every sampled id
-            sampled_ids = torch.where(rows.finished[:, None], output.pad_token_id, sampled_ids)
-        parts = accept_path(tree, sampled_ids, rows.max_emit, output.stop_ids, rows.finished)
-        reader = RoundReader(
-            tree.num_nodes, tree.num_nodes, min(top_k, raw_logits.shape[-1]), is_nan is not None, tree.num_nodes == 1
-        )
-        read = reader.pack(parts, tree, is_nan, raw_logits)
-        result, has_nan = reader.read(read, tree, rows.host_max_emit, parts)
-        if has_nan:
-            raise RuntimeError(self.sampler.nan_message)
-        return Verified(result, scores, raw_logits)
-
-    def sample(self, tree: DraftTree, logits: Tensor, rows: RowState) -> tuple[Tensor, Tensor, Tensor | None]:
-        """`TreeSampler.sample` for logits [B, N, V] float32."""
-        output = self.output
-        return self.sampler.sample(
-            logits,
-            tree,
-            output.sequences,
-            rows.host_num_emitted,
-            output.prompt_length,
-            output.noise_end(tree.num_nodes),
-            rows.num_emitted,
-        )
+    Raises:
+        Exception: of the processors, at the step at which transformers raises it.
+    """
+    noise, step = sampler.noise, output.steps
+    output.hooks.before_user_code(step)
+    if noise is not None:
+        noise.claim(step - 1)
+    scores = sampler.process_step(logits[:, None], output.user_input_ids())
+    has_drawn = noise is not None and not noise.rng_contended and noise.rng_changed()
+    if noise is not None and has_drawn:
+        noise.disable_lookahead(step - 1)
+    ids, scores, is_nan = sampler.sample_step(scores, step, step + 1)
+    if is_nan is not None and is_nan.any():
+        raise RuntimeError(sampler.nan_message)
+    edited = output.apply_user_edits()
+    return output.correct(ids[:, 0].tolist(), scores[:, 0]) or edited or has_drawn
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,9 @@ from mmspec.engine.recordings import Recordings, WrittenPlace
 from mmspec.engine.tree import DraftTree
 from mmspec.interfaces.target import Target
 
+ROUND = "round"
+"""Owner of the recordings of rounds whose draft is no part of them."""
+
 
 @dataclass(frozen=True)
 class DraftPart:
@@ -46,6 +49,23 @@ class DraftPart:
     function: Callable[[Sequence[Tensor], Sequence[Tensor], Tensor, Tensor | None], tuple[DraftTree, Sequence[Tensor]]]
     select_hidden_states: Callable[[Mapping[int, Tensor]], Tensor]
 
+    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """The draft alone as a recorded function, where the size of the tree depends on it.
+
+        Args:
+            tensors: `state`, `inputs`, [B, n] int64 `numbers`, and noise if there is any.
+
+        Returns:
+            Scores, tokens, parents and node mask of the tree, each [B, N], and what the drafter keeps.
+        """
+        inputs = tensors[len(self.state) :]
+        numbers, *noise = inputs[len(self.inputs) :]
+        tree, kept = self.function(
+            tensors[: len(self.state)], inputs[: len(self.inputs)], numbers, noise[0] if noise else None
+        )
+        assert tree.scores is not None
+        return tree.scores, tree.tokens, tree.parents, tree.node_mask, *kept
+
 
 @dataclass(frozen=True)
 class ScorePart:
@@ -55,12 +75,12 @@ class ScorePart:
         key: what distinguishes the function from those of other rounds.
         state: tensors at fixed addresses.
         lengths: committed positions of each row.
-        hidden_state_indices: of the hidden states that `function` returns.
-        function: (state, lengths [B] int64, finished tree) -> logits [B, N, V], each hidden state [B, N, D], and what
+        hidden_state_indices: of the hidden states that `forward` returns.
+        forward: (state, lengths [B] int64, finished tree) -> logits [B, N, V], each hidden state [B, N, D], and what
             `commit` reads besides.
         commit: (state, lengths [B], path [B, N], counts [B], what it reads besides) -> `num_kept` tensors for
             `follow_part`; lengths and recurrent states stay as they are.
-        written: (state, lengths [B]) -> where both write.
+        places: (state, lengths [B]) -> where both write.
         chains_only: whether branches are cut off a tree that is drafted within the round.
         num_kept: see `commit`.
     """
@@ -69,11 +89,25 @@ class ScorePart:
     state: Sequence[Tensor]
     lengths: list[int]
     hidden_state_indices: tuple[int, ...]
-    function: Callable[[Sequence[Tensor], Tensor, DraftTree], tuple[Tensor, ...]]
+    forward: Callable[[Sequence[Tensor], Tensor, DraftTree], tuple[Tensor, ...]]
     commit: Callable[[Sequence[Tensor], Tensor, Tensor, Tensor, Sequence[Tensor]], tuple[Tensor, ...]]
-    written: Callable[[Sequence[Tensor], Tensor], list[WrittenPlace]]
+    places: Callable[[Sequence[Tensor], Tensor], list[WrittenPlace]]
     chains_only: bool = False
     num_kept: int = 0
+
+    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """The forward alone as a recorded function, where the rest of the round must run eager.
+
+        Args:
+            tensors: `state`; [B] int64 committed lengths; tokens, parents, node mask, ancestor mask and depths of the
+                sanitized tree.
+        """
+        *state, lengths, tokens, parents, node_mask, ancestor_mask, depths = tensors
+        return self.forward(state, lengths, DraftTree(tokens, parents, node_mask, None, ancestor_mask, depths))
+
+    def written(self, *tensors: Tensor) -> list[WrittenPlace]:
+        """Keys and values that a run with these arguments has written."""
+        return self.places(tensors[:-6], tensors[-6])
 
 
 @runtime_checkable

@@ -92,6 +92,28 @@ class VerifyResult:
             tree_sizes=list(self.tree_sizes),
         )
 
+    def of_rows(self, active: Sequence[bool], finished: Tensor | None) -> VerifyResult:
+        """The result for the drafter: without the padding that finished rows emit, and what was not scored.
+
+        Args:
+            active: rows that are not finished and may emit.
+            finished: [B] bool, rows that emit padding, or None.
+        """
+        if all(active):
+            return self
+
+        def chosen(rows: list[list[int]]) -> list[list[int]]:
+            return [row if on else [] for row, on in zip(rows, active, strict=True)]
+
+        scored = self.scored_ids or []
+        return replace(
+            self,
+            emitted_ids=chosen(self.emitted_ids),
+            accepted_nodes=chosen(self.accepted_nodes),
+            scored_ids=[ids if on else [-1] * len(ids) for ids, on in zip(scored, active, strict=bool(scored))] or None,
+            counts=self.counts if finished is None else torch.where(finished, 0, self.counts),
+        )
+
 
 def own_copies(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """Inputs whose tensors user code may write into."""

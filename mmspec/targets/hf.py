@@ -19,7 +19,6 @@ from mmspec.engine.kv_cache import RaggedKVCache
 from mmspec.engine.prefix import Prefix
 from mmspec.engine.recordings import Recordings, recordable_mode
 from mmspec.engine.revision import Revision
-from mmspec.engine.round import ForwardFunction
 from mmspec.engine.tree import BUCKETS, DraftTree
 from mmspec.engine.tree_cache import (
     CACHE_ARGUMENT,
@@ -251,15 +250,7 @@ class HFTarget:
         part = self.score_part(tree.num_nodes, hidden_state_indices)
         if part is None or self._lane is None:
             return None
-        try:
-            outputs = ForwardFunction(part).run(self._lane.recordings, self.buffer.lengths_on(self.device), tree)
-        except Exception as error:  # of the compiler, the capture or the replay: only speed is lost
-            self._lane.fail(error)
-            return None
-        end = 1 + len(hidden_state_indices)
-        if self.states is not None:
-            self.states.log = self._lane.read_log(part, outputs[end:])
-        return outputs[:end]
+        return self._lane.replay(part, self.buffer.lengths_on(self.device), tree)
 
     def score_part(self, num_nodes: int, hidden_state_indices: Sequence[int]) -> ScorePart | None:
         if self._lane is None or self._lane.has_failed:

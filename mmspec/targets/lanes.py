@@ -22,7 +22,7 @@ from mmspec.engine.revision import Revision
 from mmspec.engine.tree import BUCKETS, DraftTree
 from mmspec.engine.tree_cache import VALUES_START_AS_KEYS, TreeCache
 from mmspec.forks import new_lock
-from mmspec.interfaces.round import ScorePart
+from mmspec.interfaces.round import ROUND, ScorePart
 from mmspec.targets.forward import CallTensors, NodeForward
 from mmspec.targets.recurrent_states import RecurrentStates, StateLog
 
@@ -60,9 +60,6 @@ class Lane:
     def has_failed(self) -> bool:
         """Whether nothing is recorded any more, until the model changes."""
         return self._pool.failure is not None
-
-    def fail(self, error: BaseException) -> None:
-        self._pool.fail(error)
 
     def begin_call(
         self,
@@ -143,17 +140,27 @@ class Lane:
             new = self._logs[key].over(states, logged).after(counts, num_nodes, range(num_nodes + 1))
             return tuple(one.clone() if one is old else one for one, old in zip(new, states, strict=True))
 
-        def written(state: Sequence[Tensor], lengths: Tensor) -> list[WrittenPlace]:
+        def places(state: Sequence[Tensor], lengths: Tensor) -> list[WrittenPlace]:
             positions = lengths[:, None] + torch.arange(num_nodes, device=lengths.device)
             return [WrittenPlace(group, positions) for group in _split(state, sizes)[-1]]
 
         state = [*call.tensors(), *state_tensors, *(part for parts in layers for part in parts), *groups]
         lengths, num_kept = kv_cache.seq_lens, len(state_tensors)
-        return ScorePart(key, state, lengths, indices, score, commit, written, recurrent is not None, num_kept)
+        return ScorePart(key, state, lengths, indices, score, commit, places, recurrent is not None, num_kept)
 
-    def read_log(self, part: ScorePart, logged: Sequence[Tensor]) -> StateLog:
-        """The log of a forward by this part, of what its function returned behind the hidden states."""
-        return self._logs[part.key].over(self._state_tensors, logged)
+    def replay(self, part: ScorePart, lengths: Tensor, tree: DraftTree) -> tuple[Tensor, ...] | None:
+        """Outputs of a recorded forward over a sanitized tree, within `recordable_mode`; None after a failure."""
+        assert tree.depths is not None and tree.ancestor_mask is not None
+        inputs = [lengths, tree.tokens, tree.parents, tree.node_mask, tree.ancestor_mask, tree.depths]
+        try:
+            outputs = self.recordings.run(ROUND, ("score", part.key), part, part.state, inputs)
+        except Exception as error:  # of the compiler, the capture or the replay: only speed is lost
+            self._pool.fail(error)
+            return None
+        end = 1 + len(part.hidden_state_indices)
+        if self._states is not None:
+            self._states.log = self._logs[part.key].over(self._state_tensors, outputs[end:])
+        return outputs[:end]
 
 
 class LanePool:

@@ -52,8 +52,7 @@ def _path_to(root: nn.Module, part: nn.Module) -> list[nn.Module]:
 
 def describe_calls(modules: Sequence[nn.Module]) -> list[Any]:
     """What a `Revision` compares of the functions that modules call by name."""
-    kinds = dict.fromkeys(map(type, modules))
-    return [*(id(one) for kind in kinds for one in called_functions(kind)), ALL_ATTENTION_FUNCTIONS.get("sdpa")]
+    return [*map(id, called_functions(tuple(dict.fromkeys(map(type, modules))))), ALL_ATTENTION_FUNCTIONS.get("sdpa")]
 
 
 @reread

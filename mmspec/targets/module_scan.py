@@ -231,25 +231,55 @@ def calls_library_code(kind: Any) -> bool:
     """
     if not is_library_code(kind.__call__):
         return False
-    return all(map(is_library_code, called_functions(kind)))
+    return all(map(is_library_code, called_functions((kind,))))
 
 
-def called_functions(kind: Any) -> list[types.FunctionType]:
-    """The functions that the forward of a class of modules calls by name: of its Python module, of what these call
-    there, and methods of the class."""
-    pending, found = [inspect.unwrap(kind.forward)], dict[types.FunctionType, None]()
-    while pending:
-        function = pending.pop()
-        if not isinstance(function, types.FunctionType):
-            continue
-        for name in _names_of(function.__code__):
-            for one in (function.__globals__.get(name), getattr(kind, name, None)):
-                if isinstance(one, types.FunctionType) and one not in found:
-                    found[one] = None
-                    inner = inspect.unwrap(one)
-                    if isinstance(inner, types.FunctionType) and inner.__globals__ is function.__globals__:
-                        pending.append(inner)
-    return list(found)
+Place = tuple[Any, str]
+"""The globals of a Python module, or a class, and a name in them."""
+
+
+def called_functions(kinds: Sequence[Any]) -> list[types.FunctionType]:
+    """The functions that the forwards of classes of modules call by name: of their Python modules, of what these call
+    there, and methods of the classes."""
+    last = _last_found(tuple(kinds))  # asked before every round of calls with user code: names are followed once
+    if last[1:] != [found := _functions_at(last[0])]:
+        places = _followed_names(kinds)
+        last[:] = [places, found := _functions_at(places)]
+    return list(dict.fromkeys(filter(None, found)))
+
+
+@functools.lru_cache(maxsize=512)
+def _last_found(kinds: tuple[Any, ...]) -> list[Any]:
+    """The places that `called_functions` has followed last, and what was there."""
+    return [[]]
+
+
+def _functions_at(places: Sequence[Place]) -> list[types.FunctionType | None]:
+    """What is at each place, if it is a function."""
+    at = [names.get(name) if type(names) is dict else getattr(names, name, None) for names, name in places]
+    return [one if isinstance(one, types.FunctionType) else None for one in at]
+
+
+def _followed_names(kinds: Sequence[Any]) -> list[Place]:
+    """Where the names stand that the forwards of these classes refer to, and all functions that are found there."""
+    places: dict[tuple[int, str], Place] = {}
+    for kind in kinds:
+        pending, seen = [inspect.unwrap(kind.forward)], set[types.FunctionType]()
+        places[id(kind), "forward"] = kind, "forward"
+        while pending:
+            function = pending.pop()
+            if not isinstance(function, types.FunctionType):
+                continue
+            for name in _names_of(function.__code__):
+                found = [(function.__globals__, name), (kind, name)]
+                places.update({(id(names), name): (names, name) for names, name in found})
+                for one in _functions_at(found):
+                    if one is not None and one not in seen:
+                        seen.add(one)
+                        inner = inspect.unwrap(one)
+                        if isinstance(inner, types.FunctionType) and inner.__globals__ is function.__globals__:
+                            pending.append(inner)
+    return list(places.values())
 
 
 @functools.lru_cache(maxsize=4096)

@@ -19,7 +19,8 @@ from transformers import PreTrainedModel
 import mmspec
 from mmspec.engine.graph import Recorder, Replay, StaticFunction
 from mmspec.engine.loop import DecodeLoop
-from mmspec.engine.round import ForwardFunction, RoundFunction
+from mmspec.engine.round import RoundFunction
+from mmspec.interfaces.round import ScorePart
 
 SPEC = tiny.ModelSpec("llava")
 
@@ -39,7 +40,7 @@ class CountingRecorder:
 
     def __call__(self, function: StaticFunction, state: Sequence[Tensor], inputs: Sequence[Tensor]) -> Replay:
         is_whole_round = is_whole(function)
-        is_round = isinstance(function, (RoundFunction, ForwardFunction)) and not is_whole_round
+        is_round = isinstance(function, (RoundFunction, ScorePart)) and not is_whole_round
         is_draft = not is_round and not is_whole_round
         self.recordings += is_round
         self.draft_recordings += is_draft

@@ -107,28 +107,6 @@ class DraftFunction:
         )
 
 
-@dataclass(frozen=True)
-class DraftAlone:
-    """A `DraftPart` as a recorded function of its own.
-
-    Attributes:
-        part: the draft.
-        has_noise: whether the last input is noise.
-    """
-
-    part: DraftPart
-    has_noise: bool
-
-    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Scores, tokens, parents and node mask of the tree, each [B, N], and what the drafter keeps."""
-        num_fixed = len(self.part.state)
-        last = num_fixed + len(self.part.inputs)
-        noise = tensors[last + 1] if self.has_noise else None
-        tree, kept = self.part.function(tensors[:num_fixed], tensors[num_fixed:last], tensors[last], noise)
-        assert tree.scores is not None
-        return tree.scores, tree.tokens, tree.parents, tree.node_mask, *kept
-
-
 class DraftTensors:
     """What the recorded drafts of one drafter and number of rows have at fixed addresses. Reset by every call.
 
@@ -244,10 +222,9 @@ class RecordedDraft:
         inputs = [*part.inputs, torch.stack((state.kv_cache.lengths_on(device), counts), dim=1)]
         if state.noise is not None:
             inputs.append(state.noise(part.max_depth).to(device))
-        function = DraftAlone(part, state.noise is not None)
         try:
             with recordable_mode():
-                outputs = self._recordings.run(part.owner, ("draft", part.key), function, part.state, inputs)
+                outputs = self._recordings.run(part.owner, ("draft", part.key), part, part.state, inputs)
         except Exception as error:  # of the compiler, the capture or the replay: only speed is lost
             self._tensors.failure = True
             reason = str(error).strip().splitlines()[:1]

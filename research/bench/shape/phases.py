@@ -13,6 +13,7 @@ from unittest import mock
 import torch
 
 from mmspec.economy.draft_cost import Timestamp, elapsed
+from mmspec.engine import loop as loop_module
 from mmspec.engine.loop import DecodeLoop
 from mmspec.engine.rng import SamplingNoise
 from research.bench.peers.base import Peer, PeerPrompt
@@ -52,7 +53,7 @@ class PhaseTimer:
                 (loop.drafter, "propose", "propose"),
                 (loop.drafter, "observe", "observe"),
                 (loop.target, "score", "score"),
-                (loop._verifier, "verify", "verify"),
+                (loop_module, "verify", "verify"),
                 (loop.target, "commit", "commit"),
                 (loop, "round", "round"),
             ]

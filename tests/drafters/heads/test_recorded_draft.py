@@ -39,7 +39,7 @@ from torch import Tensor
 import mmspec
 from mmspec.cpu.kernel_timing import IN_C, KernelChoices
 from mmspec.drafters.heads.base import c_draft
-from mmspec.drafters.heads.base.recorded import DraftAlone, DraftFunction, RecordedDraft
+from mmspec.drafters.heads.base.recorded import DraftFunction, RecordedDraft
 from mmspec.drafters.heads.base.state import DraftState
 from mmspec.drafters.heads.eagle.drafter import EagleDrafter
 from mmspec.drafters.heads.eagle.head import EagleHead
@@ -48,8 +48,8 @@ from mmspec.engine.graph import Recorder, Replay, StaticFunction
 from mmspec.engine.kv_cache import RecordedKVCache
 from mmspec.engine.loop import DecodeLoop
 from mmspec.engine.recordings import NUM_CHECKED_REPLAYS, Recordings
-from mmspec.engine.round import ForwardFunction
 from mmspec.engine.tree import DraftTree
+from mmspec.interfaces.round import DraftPart, ScorePart
 
 KINDS = (
     "coupled",
@@ -92,7 +92,7 @@ def drafts_only(recorder: Recorder) -> Recorder:
     """Records drafts by `recorder`; the rounds of the target run as they are."""
 
     def record(function: StaticFunction, state: Sequence[Tensor], inputs: Sequence[Tensor]) -> Replay:
-        return (record_nothing if isinstance(function, ForwardFunction) else recorder)(function, state, inputs)
+        return (record_nothing if isinstance(function, ScorePart) else recorder)(function, state, inputs)
 
     return record
 
@@ -434,7 +434,7 @@ def draft_runs() -> Iterator[list[DraftRun]]:
 
     def spy(self: Recordings, owner: Any, key: Any, function: StaticFunction, state: Any, inputs: Any) -> Any:
         outputs = run(self, owner, key, function, state, inputs)
-        if not isinstance(function, ForwardFunction):
+        if not isinstance(function, ScorePart):
             found.append(DraftRun(function, [*state, *inputs], len(outputs)))
         return outputs
 
@@ -452,7 +452,7 @@ def test_a_draft_on_the_meta_device_reads_and_makes_nothing(kind: str, sampled: 
     model.to("meta")
     drafter.head.to("meta")
     functions = {type(run.function): run for run in runs}
-    assert functions.keys() == {DraftAlone}
+    assert functions.keys() == {DraftPart}
     for run in functions.values():
         tensors = [tensor.to("meta") for tensor in run.tensors]
         with torch.no_grad():

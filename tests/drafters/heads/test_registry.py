@@ -30,7 +30,7 @@ from mmspec.drafters.heads.registry import HeadClasses, HeadMethod, TrainSizes, 
 from mmspec.drafters.training.batch import DraftModel
 from mmspec.drafters.training.trainer import TrainConfig, Trainer
 from mmspec.engine.graph import Replay, StaticFunction
-from mmspec.engine.round import ForwardFunction
+from mmspec.interfaces.round import ScorePart
 
 ROOT = Path(__file__).parents[3]
 FOLDER = "drafters/heads/fan/"
@@ -133,7 +133,7 @@ def test_a_toy_head_is_trained_saved_and_loaded(fan: HeadMethod, target: Any, tm
 
 def trace_drafts(function: StaticFunction, state: Sequence[Tensor], inputs: Sequence[Tensor]) -> Replay:
     """Traces drafts; the target's part runs as it is, which takes less time."""
-    return (record_nothing if isinstance(function, ForwardFunction) else record_trace)(function, state, inputs)
+    return (record_nothing if isinstance(function, ScorePart) else record_trace)(function, state, inputs)
 
 
 def test_a_toy_head_drafts_recorded_and_not(fan: HeadMethod, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from mmspec.drafters.mtp.assistant import AssistantDrafter
 from mmspec.drafters.mtp.drafter import MTPDrafter
 from mmspec.drafters.mtp.own import OwnDrafter
 from mmspec.engine.graph import Recorder, Replay, StaticFunction
-from mmspec.engine.round import ForwardFunction
+from mmspec.interfaces.round import ScorePart
 from mmspec.targets.assistant import assistant_parts
 from mmspec.targets.own_head import read_own_head
 from mmspec.targets.registry import find_adapter
@@ -37,7 +37,7 @@ FAMILIES = (*own.FAMILIES, *(("gemma4",) if HAS_ASSISTANTS else ()))
 
 def trace_drafts(function: StaticFunction, state: Sequence[Tensor], inputs: Sequence[Tensor]) -> Replay:
     """Records drafts as traces; the target runs as it is."""
-    recorder = record_nothing if isinstance(function, ForwardFunction) else record_trace
+    recorder = record_nothing if isinstance(function, ScorePart) else record_trace
     return recorder(function, state, inputs)
 
 
