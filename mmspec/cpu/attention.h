@@ -261,11 +261,18 @@ __attribute__((target(ISA))) static void NAME(store)(const decoding *s, const de
   const int64_t D = d->head_dim, N = d->nodes, width = qkv_width(d), bytes = D * float_bytes(d->type);
   const int64_t first = ((cache_row(d, b) * d->num_kv_heads + h) * l->capacity + d->lengths[b]) * bytes;
   for (int64_t n = 0; n < N; n++) {
-    float *const key = s->qkv + (b * N + n) * width + (d->num_heads + h) * D;
+    float *const key = s->qkv + (b * N + n) * width + (query_heads(d) + h) * D;
     NAME(rotate)(d, l, key, l->k_norm, s->positions[b * N + n], 1.0f);
+    if (d->normalises_values) NAME(normalise_row)(d, key + d->num_kv_heads * D, D, NULL);
     narrow(key, d->type, D, (char *)l->keys + first + n * bytes);
     narrow(key + d->num_kv_heads * D, d->type, D, (char *)l->values + first + n * bytes);
   }
+}
+
+/* The query of one head of node r; its gate follows. */
+static inline float *query_at(const decoding *s, int64_t r, int64_t head) {
+  const int64_t step = s->d->gates_attention ? 2 : 1;
+  return s->qkv + r * qkv_width(s->d) + head * step * s->d->head_dim;
 }
 
 /* The queries of one key-value head of one row as attention reads them, [heads, nodes, step]. */
@@ -275,7 +282,7 @@ INLINE void NAME(turn_queries)(const decoding *s, const decoder_layer *l, int64_
   const float factor = scales_scores(d) ? 1 : d->scaling;
   for (int64_t i = 0; i < heads * N; i++, queries += step) {
     memset(queries, 0, (size_t)step * sizeof(float));
-    memcpy(queries, s->qkv + (b * N + i % N) * qkv_width(d) + (h * heads + i / N) * D, (size_t)D * sizeof(float));
+    memcpy(queries, query_at(s, b * N + i % N, h * heads + i / N), (size_t)D * sizeof(float));
     NAME(rotate)(d, l, queries, l->q_norm, s->positions[b * N + i % N], factor);
     if (d->attention_type == BFLOAT16_PAIRS) narrow(queries, BFLOAT16, step, queries);
   }
@@ -320,8 +327,13 @@ INLINE void NAME(combine)(const decoding *s, int64_t b, int64_t h, int64_t first
       for (int64_t k = 0; k < D; k += LANES) STORE(found + k, (n ? LOAD(found + k) : ZERO()) + factor * LOAD(part + k));
       total += factor[0] * part[step + 1];
     }
-    for (int64_t k = 0; k < D; k += LANES)
-      NAME(store_some)(to + k, NAME(round)(LOAD(found + k) / SET1(total), d->type), D - k);
+    const float *const gate = query_at(s, b * N + i % N, h * heads + i / N) + D;
+    for (int64_t k = 0; k < D; k += LANES) {
+      VEC v = NAME(round)(LOAD(found + k) / SET1(total), d->type);
+      if (d->gates_attention)
+        v = NAME(round)(v * NAME(round)(NAME(sigmoid)(NAME(load_some)(gate + k, D - k)), d->type), d->type);
+      NAME(store_some)(to + k, v, D - k);
+    }
   }
 }
 
@@ -336,7 +348,7 @@ INLINE void NAME(attend_of_type)(const decoding *s, const decoder_layer *l, int6
   const int64_t number = first + task % num_parts(d);
   if (number > tail) return;
   if (*turned != head) NAME(turn_queries)(s, l, b, h, queries), *turned = head;
-  if (number == tail) NAME(store)(s, l, b, h);
+  if (number == tail && l->k.data) NAME(store)(s, l, b, h);
   int64_t last = tail;
   for (int64_t n = 0; n < d->nodes; n++) last = max64(last, part_of_node(d, b, origin, n));
   for (int64_t i = number; i <= (number == tail ? last : number); i++) {

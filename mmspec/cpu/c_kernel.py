@@ -87,6 +87,8 @@ class CKernel:
             function.argtypes = [pointer, size, pointer, pointer]
             function.restype = ctypes.c_int
         self._chain.restype = size
+        self._advance = library.few_rows_advance
+        self._advance.argtypes, self._advance.restype = [pointer, size, size, pointer, pointer], None
         for function in (self._decode_scratch, self._draft_scratch):
             function.argtypes, function.restype = [pointer, size], size
 
@@ -160,6 +162,11 @@ class CKernel:
     def decode(self, decoder: int, num_threads: int) -> bool:
         """Run one forward of `mmspec.cpu.decoder`; False, and nothing is done, if an id or a position has no entry."""
         return bool(self._decode(decoder, num_threads, self._parallel, self._barrier))
+
+    def advance(self, layer: int, nodes: int, counts: Tensor, out: Tensor) -> None:
+        """Write the states of a layer (mixers.h) behind the first `counts[b]` of the last forward's nodes to `out`."""
+        numbers = counts.contiguous()
+        self._advance(layer, len(numbers), nodes, numbers.data_ptr(), out.data_ptr())
 
     def chain(self, chain: int, num_threads: int) -> int:
         """Draft the chains of `mmspec.cpu.chain`; the number of forwards, 0 in the cases of `decode`."""

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmspec.cpu.addresses import new_floats
 from mmspec.cpu.c_kernel import CKernel
 from mmspec.cpu.chain_types import ChainRequest, ChainStruct, DraftedChains
-from mmspec.cpu.layers import DecoderStruct, new_floats
+from mmspec.cpu.layers import DecoderStruct
 from mmspec.engine.tree import DraftTree
 
 

@@ -31,17 +31,26 @@ INLINE VEC NAME(exp)(VEC x) {
 #endif
 }
 
+INLINE VEC NAME(sigmoid)(VEC x) { return SET1(1.0f) / (SET1(1.0f) + NAME(exp)(-x)); }
+
 INLINE void NAME(wait)(const decoding *s) {
   if (s->has_team) s->barrier();
 }
 
-/* x [K] in place: divided by its root mean square, times `norm` (RMSNorm), rounded as the decoder's norms round. */
+/* x [K] in place: divided by its root mean square, times `norm` unless it is NULL (RMSNorm), rounded as the decoder's norms
+   round; with `is_centred` the mean is subtracted first (LayerNorm). */
 INLINE void NAME(normalise_row)(const decoder *d, float *x, int64_t K, const float *norm) {
+  if (d->is_centred) {
+    double sum = 0;
+    for (int64_t k = 0; k < K; k++) sum += x[k];
+    for (int64_t k = 0; k < K; k++) x[k] -= (float)(sum / (double)K);
+  }
   const float scale = NAME(inverse_rms)(x, K, d->eps);
   for (int64_t k = 0; k < K; k += LANES) {
     VEC v = NAME(load_some)(x + k, K - k) * SET1(scale);
     if (d->rounds_twice) v = NAME(round)(v, d->type);
-    NAME(store_some)(x + k, NAME(round)(NAME(load_some)(norm + k, K - k) * v, d->type), K - k);
+    if (norm) v = NAME(load_some)(norm + k, K - k) * v;
+    NAME(store_some)(x + k, NAME(round)(v, d->type), K - k);
   }
 }
 
@@ -49,7 +58,7 @@ INLINE void NAME(normalise_row)(const decoder *d, float *x, int64_t K, const flo
 INLINE void NAME(pack_rows)(const decoder *d, const weights *w, const float *x, int64_t R, const float *norm, float *normed,
                             float *to) {
   const int64_t K = w->cols;
-  if (norm && d->type != FLOAT32) {
+  if (norm && (d->type != FLOAT32 || d->is_centred)) {
     memcpy(normed, x, (size_t)(R * K) * sizeof(float));
     for (int64_t r = 0; r < R; r++) NAME(normalise_row)(d, normed + r * K, K, norm);
     x = normed, norm = NULL;
@@ -91,6 +100,13 @@ INLINE void NAME(rotate)(const decoder *d, const decoder_layer *l, float *head, 
 
 #include "attention.h"
 
+/* The activation of a gate, rounded. */
+INLINE VEC NAME(activate)(const decoder *d, VEC g) {
+  VEC u = g; /* gelu, by tanh: g times the sigmoid of u */
+  if (d->activation == GELU_TANH) u = SET1(1.59576912f) * FMA(SET1(0.044715f) * g, g * g, g);
+  return NAME(round)(g / (SET1(1.0f) + NAME(exp)(-u)), d->type);
+}
+
 /* The activation of gate, times up, of all rows, chunk by chunk, to `out`. */
 __attribute__((target(ISA))) static void NAME(gated)(const decoder *d, const part *gates, const part *ups,
                                                     const float *packed, int64_t R, float *out, int64_t *next) {
@@ -116,10 +132,7 @@ __attribute__((target(ISA))) static void NAME(gated)(const decoder *d, const par
       for (int64_t r = 0; r < M; r++) {
         float *const line = gate + r * CHUNK_ROWS;
         for (int64_t i = 0; i < CHUNK_ROWS; i += LANES) {
-          const VEC g = LOAD(line + i); /* gelu, by tanh: g times the sigmoid of u */
-          VEC u = g;
-          if (d->activation == GELU_TANH) u = SET1(1.59576912f) * FMA(SET1(0.044715f) * g, g * g, g);
-          const VEC active = NAME(round)(g / (SET1(1.0f) + NAME(exp)(-u)), type);
+          const VEC active = NAME(activate)(d, LOAD(line + i));
           STORE(line + i, NAME(round)(active * LOAD(up + r * CHUNK_ROWS + i), type));
         }
         memcpy(out + (row + r) * N + now * CHUNK_ROWS, line, (size_t)c.rows * sizeof(float));
@@ -128,16 +141,20 @@ __attribute__((target(ISA))) static void NAME(gated)(const decoder *d, const par
   }
 }
 
-/* What a part of a layer adds to the residual, normalised first. */
-INLINE void NAME(add_normed)(const decoding *s, const float *norm, int64_t *next) {
+/* Add `branch` to the residual: normalised first if there is a norm, times a factor; then the sum times `scale` [1], if
+   there is one. */
+INLINE void NAME(add_branch)(const decoding *s, const float *norm, const float *scale, int64_t *next) {
   const decoder *d = s->d;
   const int64_t R = d->batch * d->nodes, D = d->hidden_size;
   for (int64_t row = take(next); row < R; row = take(next)) {
     float *const branch = s->branch + row * D, *const x = s->x + row * D;
-    NAME(normalise_row)(d, branch, D, norm);
+    if (norm) NAME(normalise_row)(d, branch, D, norm);
     for (int64_t i = 0; i < D; i += LANES) {
-      const VEC sum = NAME(load_some)(x + i, D - i) + NAME(load_some)(branch + i, D - i);
-      NAME(store_some)(x + i, NAME(round)(sum, d->type), D - i);
+      VEC v = NAME(load_some)(branch + i, D - i);
+      if (d->residual_scale != 1) v = NAME(round)(v * SET1(d->residual_scale), d->type);
+      v = NAME(round)(NAME(load_some)(x + i, D - i) + v, d->type);
+      if (scale) v = NAME(round)(v * SET1(*scale), d->type);
+      NAME(store_some)(x + i, v, D - i);
     }
   }
   NAME(wait)(s);
@@ -149,31 +166,38 @@ INLINE void NAME(self_attention)(const decoding *s, const decoder_layer *l, floa
   const int64_t R = d->batch * d->nodes, D = d->hidden_size, width = d->num_heads * d->head_dim;
   const int64_t kv_width = d->num_kv_heads * d->head_dim;
   const float *const norm = l->attention_out_norm;
-  const int type = (int)d->type;
-  const part qkv[] = {{&l->q, l->q_bias, s->qkv, width},
-                      {&l->k, l->k_bias, s->qkv + width, kv_width},
-                      {&l->v, l->v_bias, s->qkv + width + kv_width, kv_width}};
-  const part o = {&l->o, l->o_bias, norm ? s->branch : s->x, D};
+  const int type = (int)d->type, is_added = !norm && d->residual_scale == 1;
+  float *const keys = s->qkv + query_heads(d) * d->head_dim;
+  const part qkv[] = {{&l->q, l->q_bias, s->qkv, query_heads(d) * d->head_dim},
+                      {&l->k, l->k_bias, keys, kv_width},
+                      {&l->v, l->v_bias, keys + kv_width, kv_width}};
+  const part o = {&l->o, l->o_bias, is_added ? s->x : s->branch, D};
   const float *const wide = s->attention_inputs;
   const int64_t K = wide ? 2 * D : D;
   NAME(pack_rows)(d, &l->q, wide ? wide : s->x, R, wide ? NULL : l->input_norm, own + normed_at(d), own);
-  NAME(multiply_parts)(&(rows){own, R, K, qkv_width(d), 0, type, 0}, qkv, 3, next);
+  NAME(multiply_parts)(&(rows){own, R, K, qkv_width(d), 0, type, 0}, qkv, l->k.data ? 3 : 1, next);
   NAME(wait)(s);
   NAME(attend)(s, l, own + scores_at(d), own + queries_at(d), own + tile_at(d), next + 1);
   NAME(wait)(s);
   NAME(pack_groups)(&l->o, s->attended, R, NULL, 0, own);
-  NAME(multiply_parts)(&(rows){own, R, width, D, !norm, type, 0}, &o, 1, next + 2);
+  NAME(multiply_parts)(&(rows){own, R, width, D, is_added, type, 0}, &o, 1, next + 2);
   NAME(wait)(s);
-  if (norm) NAME(add_normed)(s, norm, next + 5);
+  if (!is_added) NAME(add_branch)(s, norm, NULL, next + 5);
 }
 
 #include "experts.h"
+#include "mixers.h"
+
+/* Whether what the feed-forward of a layer returns is added by its last product. */
+static inline int adds_directly(const decoder *d, const decoder_layer *l) {
+  return !l->mlp_out_norm && d->residual_scale == 1 && !d->is_parallel;
+}
 
 /* The feed-forward of one layer, from `x` to `x` or `branch`. */
 INLINE void NAME(feed_forward)(const decoding *s, const decoder_layer *l, float *own, int64_t *next) {
   const decoder *d = s->d;
   const int64_t R = d->batch * d->nodes, D = d->hidden_size, N = l->gate.rows;
-  const int is_added = !l->mlp_out_norm;
+  const int is_added = adds_directly(d, l);
   const part gate = {&l->gate, l->gate_bias, NULL, N}, up = {&l->up, l->up_bias, NULL, N};
   const part down = {&l->down, l->down_bias, is_added ? s->x : s->branch, D};
   NAME(pack_rows)(d, &l->gate, s->x, R, l->post_norm, own + normed_at(d), own);
@@ -184,15 +208,68 @@ INLINE void NAME(feed_forward)(const decoding *s, const decoder_layer *l, float 
   NAME(wait)(s);
 }
 
+/* The inputs of all layers of each node, from its embedding and those of their own (Gemma 3n and 4). */
+INLINE void NAME(per_layer_inputs)(const decoding *s, float *own, int64_t *next) {
+  const decoder *d = s->d;
+  const int64_t R = d->batch * d->nodes, P = d->per_layer_size, N = d->per_layer_in.rows, type = d->type;
+  float embedded[MOST_LAYER_INPUTS];
+  NAME(pack_groups)(&d->per_layer_in, s->x, R, NULL, 0, own);
+  NAME(multiply_parts)(&(rows){own, R, d->hidden_size, N, 0, (int)type, 0}, &(part){&d->per_layer_in, NULL, s->per_layer, N}, 1, next);
+  NAME(wait)(s);
+  for (int64_t task = take(next + 1), P_bytes = P * float_bytes(type); task < R * (N / P); task = take(next + 1)) {
+    const int64_t r = task / (N / P), at = d->tokens[r] * (N / P) + task % (N / P);
+    float *const x = s->per_layer + task * P;
+    widen((const char *)d->per_layer_embeddings.data + at * P_bytes, type, P, embedded);
+    for (int64_t i = 0; i < P; i++) x[i] = round1(x[i] * d->per_layer_in_scale, type);
+    NAME(normalise_row)(d, x, P, d->per_layer_norm);
+    for (int64_t i = 0; i < P; i++) {
+      const float sum = round1(x[i] + round1(embedded[i] * d->per_layer_embed_scale, type), type);
+      x[i] = round1(sum * d->per_layer_scale, type);
+    }
+  }
+  NAME(wait)(s);
+}
+
+/* What the per-layer inputs add, from `x` to `x`: their product with a gate of x. */
+INLINE void NAME(add_per_layer)(const decoding *s, const decoder_layer *l, float *own, int64_t *next) {
+  const decoder *d = s->d;
+  const int64_t R = d->batch * d->nodes, D = d->hidden_size, P = d->per_layer_size, N = d->per_layer_in.rows;
+  const int type = (int)d->type;
+  NAME(pack_groups)(&l->per_layer_gate, s->x, R, NULL, 0, own);
+  NAME(multiply_parts)(&(rows){own, R, D, P, 0, type, 0}, &(part){&l->per_layer_gate, NULL, s->activated, P}, 1, next);
+  NAME(wait)(s);
+  for (int64_t r = take(next + 1); r < R; r = take(next + 1))
+    for (int64_t i = 0; i < P; i += LANES) {
+      const VEC g = NAME(activate)(d, NAME(load_some)(s->activated + r * P + i, P - i));
+      const VEC v = NAME(round)(g * NAME(load_some)(s->per_layer + r * N + l->number * P + i, P - i), type);
+      NAME(store_some)(s->activated + r * P + i, v, P - i);
+    }
+  NAME(wait)(s);
+  NAME(pack_groups)(&l->per_layer_out, s->activated, R, NULL, 0, own);
+  NAME(multiply_parts)(&(rows){own, R, P, D, 0, type, 0}, &(part){&l->per_layer_out, NULL, s->branch, D}, 1, next + 2);
+  NAME(wait)(s);
+  NAME(add_branch)(s, l->per_layer_norm, l->output_scale, next + 3);
+}
+
 /* One layer, from `x` to `x`. */
-INLINE void NAME(layer)(const decoding *s, const decoder_layer *l, float *own, int64_t *next) {
-  NAME(self_attention)(s, l, own, next);
+INLINE void NAME(layer)(const decoding *all, const decoder_layer *l, float *own, int64_t *next) {
+  const decoder sizes = sizes_of(all->d, l), *const d = &sizes;
+  decoding with_sizes = *all;
+  const decoding *const s = &with_sizes;
+  with_sizes.d = d;
+  if (d->is_parallel) NAME(feed_forward)(s, l, own, next + 3);
+  if (l->conv)
+    NAME(mixer)(s, l, own, next);
+  else
+    NAME(self_attention)(s, l, own, next);
   if (!l->gate.data) return;
   if (l->router.data)
     NAME(experts)(s, l, own, next + LAYER_PHASES);
-  else
+  else if (!d->is_parallel)
     NAME(feed_forward)(s, l, own, next + 3);
-  if (l->mlp_out_norm) NAME(add_normed)(s, l->mlp_out_norm, next + 6);
+  const float *const scale = d->per_layer_size ? NULL : l->output_scale;
+  if (!adds_directly(d, l)) NAME(add_branch)(s, l->mlp_out_norm, scale, next + 6);
+  if (d->per_layer_size) NAME(add_per_layer)(s, l, own, next + 7);
 }
 
 /* Work of one thread. */
@@ -201,6 +278,7 @@ __attribute__((target(ISA))) static void NAME(decode)(void *data) {
   const decoder *d = s->d;
   const int64_t R = d->batch * d->nodes, D = d->hidden_size, thread = take(&s->ticket), phases = layer_phases(d);
   float *const own = s->own + thread * thread_floats(d);
+  if (d->per_layer_size) NAME(per_layer_inputs)(s, own, s->next + phases * d->num_layers + 1);
   for (int64_t i = 0; i < d->num_layers; i++) {
     const decoder_layer *l = d->layers + i;
     NAME(layer)(s, l, own, s->next + phases * i);

@@ -12,90 +12,36 @@ from __future__ import annotations
 import copy
 import ctypes
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mmspec.cpu.addresses import WeightAddresses, new_floats
 from mmspec.cpu.c_kernel import CKernel
 from mmspec.cpu.chain import Chain
 from mmspec.cpu.chain_types import ChainRequest, DraftedChains
 from mmspec.cpu.copies import CheckedWeights, WeightCopies
+from mmspec.cpu.decoder_types import DecoderContext, DecoderEnds, DecoderInputs, LayerState, NodeLog, RotaryFn
 from mmspec.cpu.layers import (
     LAYER_MATRICES,
+    MOST_LAYER_INPUTS,
     DecoderShape,
     DecoderStruct,
     LayerStruct,
     LayerWeights,
-    WeightAddresses,
     decoder_struct,
-    new_floats,
     set_caches,
     set_layer,
 )
+from mmspec.cpu.mixers import log_nodes, mixer_sizes
 from mmspec.cpu.weights import FLOAT_TYPES, Weight, is_plain, weight_struct
 
 MAX_DECODER_ROWS = 128
 """Rows times nodes of a forward. Beyond, arithmetic is the limit, and the products of torch are as fast."""
 MIN_ANGLES, MAX_ANGLES = 256, 1 << 20
 """Positions that the first rotary table has, and those that one may need; it is enlarged when they do not suffice."""
-RotaryFn = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""[P] int64 positions -> (cos, sin), each [P, numbers of a head that are rotated] float32."""
-
-
-@dataclass(frozen=True)
-class DecoderEnds:
-    """What is around the layers.
-
-    Attributes:
-        embeddings: [num_embeddings, D].
-        final_norm: [D].
-        lm_head: [V, D].
-        lm_head_bias: [V] or None.
-    """
-
-    embeddings: Tensor
-    final_norm: Tensor
-    lm_head: Weight
-    lm_head_bias: Tensor | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class DecoderContext:
-    """What the nodes of B rows come behind.
-
-    Attributes:
-        lengths: committed positions of each row.
-        position_base: rotary position of each row's cache position 0, if all its positions were text.
-        max_position: largest cache position with a rotary position of its own; those behind it share it.
-        padding: [B, P] bool, False at committed positions that are masked; None if none is.
-        caches: [2, R, num_kv_heads, capacity, head_dim] of each layer, keys and values, with room for the nodes'
-            behind each row's length.
-        cache_rows: which of the R rows of the caches each row is; None: R is B, and they are the same.
-    """
-
-    lengths: Sequence[int]
-    position_base: Sequence[int]
-    max_position: int
-    padding: Tensor | None
-    caches: Sequence[Tensor]
-    cache_rows: Sequence[int] | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class DecoderInputs(DecoderContext):
-    """One forward over N nodes in each of B rows.
-
-    Attributes:
-        tokens: [B, N] int64.
-        depths: [B, N] int64, positions behind the row's committed ones.
-        ancestor_mask: [B, N, N] bool, whether a node attends to another; itself included.
-    """
-
-    tokens: Tensor
-    depths: Tensor
-    ancestor_mask: Tensor
 
 
 class CDecoder:
@@ -111,7 +57,7 @@ class CDecoder:
         shape: DecoderShape,
         layers: Sequence[LayerWeights],
         ends: DecoderEnds,
-        rotary: RotaryFn | Sequence[RotaryFn],
+        rotary: RotaryFn | Sequence[RotaryFn | None],
         copies: WeightCopies | None = None,
     ) -> None:
         """
@@ -120,7 +66,8 @@ class CDecoder:
             shape: sizes, to which all weights must correspond.
             layers: weights of the layers.
             ends: embeddings, final norm and LM head.
-            rotary: rotary angles of positions, for all layers or for each. Each must depend on its position alone.
+            rotary: rotary angles of positions, for all layers or for each, None for those without. Each must depend on
+                its position alone.
             copies: bfloat16 copies of float32 weights, for calls in which nothing changes the weights; else None.
 
         Raises:
@@ -133,16 +80,17 @@ class CDecoder:
         if self.dtype not in FLOAT_TYPES:
             raise ValueError(f"embeddings must be float32, bfloat16 or float16; got {self.dtype}")
         self._rotaries = [rotary] * len(layers) if callable(rotary) else list(rotary)
-        self._angles: dict[RotaryFn, tuple[Tensor, Tensor]] = {}
+        self._angles: dict[tuple[RotaryFn, int], tuple[Tensor, Tensor]] = {}
+        self.logs: list[NodeLog | None] = []  # of the last forward, of each layer
         self._num_angles = 0
         self._scratch = new_floats(0)
         self._cache_places: list[Any] | None = None
         self._layers = (LayerStruct * len(layers))()
         self._layer_weights, self._ends, self._copies = list(layers), ends, copies
+        self._owners = shape.owners
         self._weights = WeightAddresses(self.dtype, shape.norm_offset, kernel.multiplies_pairs)
         for index, weights in enumerate(layers):
-            set_layer(self._layers[index], weights, shape, self._weights, f"of layer {index}")
-            self._layers[index].window = shape.windows[index] if shape.windows else 0
+            set_layer(self._layers[index], weights, shape, self._weights, f"of layer {index}", index)
         add, add_matrix = self._weights.add, self._weights.add_matrix
         rows, vocab = len(ends.embeddings), ends.lm_head.shape[0]
         self._decoder = decoder_struct(
@@ -156,7 +104,9 @@ class CDecoder:
             final_norm=add("final_norm", ends.final_norm, (shape.hidden_size,)),
             lm_head=add_matrix("lm_head", ends.lm_head, (vocab, shape.hidden_size)),
             lm_head_bias=add("lm_head_bias", ends.lm_head_bias, (vocab,)),
+            **mixer_sizes(self._layers),
         )
+        self._set_per_layer_inputs()
         self._vectors = self._weights.vectors()
         self._decoder.vectors, self._decoder.num_vectors = ctypes.addressof(self._vectors), len(self._vectors)
         self._checked = self._check_copies()
@@ -164,7 +114,7 @@ class CDecoder:
     def matrices(self) -> list[Weight]:
         """The matrices that a forward reads whole, or their bfloat16 copies, which all but the first forward read."""
         layers = (getattr(layer, name) for layer in self._layer_weights for name in LAYER_MATRICES)
-        found = [one for one in (self._ends.lm_head, *layers) if one is not None]
+        found = [one for one in (self._ends.lm_head, self._ends.per_layer_in, *layers) if one is not None]
         return found if self._checked is None else self._checked.copies_of(found)
 
     def forward(
@@ -184,7 +134,9 @@ class CDecoder:
         """
         batch, nodes = inputs.tokens.shape
         decoder = self._decoder
-        if (memory := self._set_context(decoder, inputs, nodes)) is None:
+        if (memory := self._set_context(decoder, inputs, nodes)) is None or not self._set_states(
+            inputs.states, batch, nodes
+        ):
             return None
         tokens, depths = inputs.tokens.contiguous(), inputs.depths.contiguous()
         ancestors = inputs.ancestor_mask.contiguous()
@@ -276,7 +228,7 @@ class CDecoder:
         """A decoder of these layers only, on the same weights; its caches are those of these layers."""
         twin = copy.copy(self)
         twin._layers = (LayerStruct * len(layers))(*(self._layers[index] for index in layers))
-        twin._rotaries = [self._rotaries[index] for index in layers]
+        twin._rotaries, twin._owners = [self._rotaries[index] for index in layers], ()
         twin._decoder = DecoderStruct.from_buffer_copy(self._decoder)
         twin._decoder.num_layers = len(layers)
         twin._decoder.layers = ctypes.addressof(twin._layers)
@@ -317,10 +269,11 @@ class CDecoder:
     def _set_caches(self, context: DecoderContext, kv_len: int) -> bool:
         """Set the addresses of keys and values; False if a cache is not as `DecoderContext` describes."""
         batch, rows, caches = len(context.lengths), context.cache_rows, context.caches
-        places = [(batch, rows, cache.data_ptr(), cache.shape, cache.dtype) for cache in caches]
-        if places != self._cache_places or any(cache.shape[3] < kv_len for cache in caches):
+        written = [cache for cache in caches if cache is not None]
+        places = [(batch, rows, cache.data_ptr(), cache.shape, cache.dtype) for cache in written]
+        if places != self._cache_places or any(cache.shape[3] < kv_len for cache in written):
             self._cache_places = None
-            if not set_caches(self._layers, caches, self.shape, batch, rows, kv_len, self.dtype):
+            if not set_caches(self._layers, caches, self.shape, batch, rows, kv_len, self.dtype, self._owners):
                 return False
             self._cache_places = places  # they are set, which takes longer than to compare them
         return True
@@ -330,14 +283,53 @@ class CDecoder:
         if self._num_angles >= num_positions:
             return
         count = max(MIN_ANGLES, num_positions + num_positions // 2)
-        angles = {rotary: rotary(torch.arange(count, device="cpu")) for rotary in self._rotaries}
-        shape = (count, self.shape.rotated)
-        if not all(is_plain(part) and part.shape == shape for pair in angles.values() for part in pair):
-            raise ValueError(f"rotary must return two float32 tensors [P, {self.shape.rotated}]")
+        sizes = [self.shape.sizes_of(layer.number)[2] for layer in self._layers]
+        pairs = [(one, size) for one, size in zip(self._rotaries, sizes, strict=True) if one is not None and size]
+        angles = {pair: pair[0](torch.arange(count, device="cpu")) for pair in dict.fromkeys(pairs)}
+        for (_, size), pair in angles.items():
+            if not all(is_plain(part) and part.shape == (count, size) for part in pair):
+                raise ValueError(f"rotary must return two float32 tensors [P, {size}]")
         self._angles, self._num_angles, self._decoder.num_angles = angles, count, count
-        for layer, rotary in zip(self._layers, self._rotaries, strict=True):
-            cos, sin = angles[rotary]
-            layer.cos, layer.sin = cos.data_ptr(), sin.data_ptr()
+        for layer, rotary, size in zip(self._layers, self._rotaries, sizes, strict=True):
+            if rotary is not None and size:
+                cos, sin = angles[rotary, size]
+                layer.cos, layer.sin = cos.data_ptr(), sin.data_ptr()
+
+    def _set_per_layer_inputs(self) -> None:
+        """Set what gives each layer inputs besides the last one's output.
+
+        Raises:
+            ValueError: see the constructor.
+        """
+        ends, decoder, layers = self._ends, self._decoder, self._layer_weights
+        if ends.per_layer_embeddings is None or ends.per_layer_in is None:
+            return
+        rows, size = len(ends.embeddings), 0 if ends.per_layer_norm is None else len(ends.per_layer_norm)
+        if not 0 < size <= MOST_LAYER_INPUTS or size > decoder.intermediate_size:
+            raise ValueError(f"per-layer inputs must have 1 to {MOST_LAYER_INPUTS} numbers; got {size}")
+        if any(one.per_layer_gate is None or one.per_layer_gate.shape[0] != size for one in layers):
+            raise ValueError(f"all layers must read {size} per-layer inputs")
+        width, hidden = size * len(layers), self.shape.hidden_size
+        add, add_matrix = self._weights.add, self._weights.add_matrix
+        decoder.per_layer_size = size
+        decoder.per_layer_embeddings = add_matrix(
+            "per_layer_embeddings", ends.per_layer_embeddings, (max(rows, len(ends.per_layer_embeddings)), width)
+        )
+        decoder.per_layer_in = add_matrix("per_layer_in", ends.per_layer_in, (width, hidden))
+        decoder.per_layer_norm = add("per_layer_norm", ends.per_layer_norm, (size,))
+
+    def _set_states(self, states: Sequence[LayerState | None], batch: int, nodes: int) -> bool:
+        """Set the states that the layers read, and where they log; False if one is not as `LayerState` describes."""
+        self.logs = [None] * len(self._layers)
+        for index, layer in enumerate(self._layers):
+            if not layer.conv:
+                continue
+            state = states[index] if index < len(states) else None
+            log = None if state is None else log_nodes(self._kernel, layer, state, batch, nodes, self.dtype)
+            if log is None:
+                return False
+            self.logs[index] = log
+        return True
 
     def _set_hidden_states(self, indices: Sequence[int], batch: int, nodes: int) -> dict[int, Tensor]:
         """Allocate {index: [B, N, D]} and let the forward fill it."""

@@ -13,8 +13,9 @@ typedef struct {
   double offset;
 } vector;
 
-/* Weights of one layer, [out, in]; NULL where there is none (`gate`: no feed-forward). All of q, k and v are quantised or
-   none is, and so with gate and up. */
+/* Weights of one layer, [out, in]; NULL where there is none (`gate`: no feed-forward; `k`: keys and values are those of an
+   earlier layer; `conv`: attention). All of q, k and v are quantised or none is, and so with gate and up, and with q, z,
+   `write` and `decay`. */
 typedef struct {
   const float *input_norm;
   weights q, k, v;
@@ -29,6 +30,23 @@ typedef struct {
   weights router; /* of experts [num_experts, hidden_size]; then there is no `up`, and the experts' matrices lie behind each
                      other: gate and up of each in `gate`, and `down`; without biases, of a float type */
   void *keys, *values; /* [rows, num_kv_heads, capacity, head_dim]; the nodes are written behind each row's length */
+  int64_t num_kv_heads, head_dim, rotary_size; /* of this layer; `head_dim` 0: those of the decoder */
+  weights per_layer_gate, per_layer_out; /* of per-layer inputs, [per_layer_size, hidden_size] and its transpose */
+  const float *per_layer_norm;           /* of what they add */
+  int64_t number;                        /* of the layer, in the per-layer inputs */
+  const float *output_scale;             /* [1] factor of the layer's output */
+  /* A layer with a convolution (mixers.h) in place of attention; q gives what is convolved, o takes the result. */
+  const float *conv, *conv_bias; /* [channels, conv_size], [channels] */
+  int64_t channels, conv_size;   /* conv_size: at most MOST_TAPS */
+  const void *conv_state; /* [batch, channels, conv_size] of the decoder's type: the last inputs of each channel */
+  void *conv_window;      /* [batch, channels, conv_size + nodes] the same and the inputs of the nodes */
+  /* One with a gated delta rule behind its convolution, whose channels are queries, keys and values. */
+  weights z, write, decay; /* of the gate [num_value_heads * value_size, D]; [num_value_heads, D] of the two rates */
+  const float *decay_log, *decay_bias, *mix_scale; /* [num_value_heads] twice; [value_size] */
+  int64_t num_key_heads, num_value_heads, key_size, value_size;
+  const float *state;    /* [batch, num_value_heads, key_size, value_size] */
+  float *next_state;     /* the same behind all nodes */
+  float *mixed, *rates;  /* [batch * nodes, channels]; [batch * nodes, 2, num_value_heads] logarithm of decay, write */
   const float *cos, *sin; /* [P, rotary_size] of this layer; NULL: those of the decoder */
   float *hidden;          /* [batch * nodes, hidden_size] output of the layer, or NULL */
   int64_t capacity;
@@ -55,9 +73,17 @@ typedef struct {
   int64_t num_experts, expert_size, experts_per_token; /* of all layers with a router */
   int64_t normalises_shares, rounds_shares; /* whether a node's shares add to 1; are rounded to `type` */
   int64_t adds_in_type; /* whether what experts return is added in their order, each sum rounded */
+  int64_t gates_attention;   /* whether q has behind each head a gate of its output */
+  int64_t normalises_values; /* whether values are divided by their root mean square */
+  int64_t is_parallel;       /* whether attention and feed-forward read the same input */
+  int64_t is_centred;        /* whether norms subtract the mean first */
+  int64_t mixer_width, mixer_size; /* of layers with a convolution: most numbers of a node before it, and behind it */
+  int64_t per_layer_size;          /* numbers of a node's input of one layer; 0 for none */
   const vector *vectors;
   const decoder_layer *layers;
   weights embeddings; /* [num_embeddings, hidden_size], of a float type */
+  weights per_layer_embeddings, per_layer_in; /* [num_embeddings, N], [N, hidden_size], N = layers * per_layer_size */
+  const float *per_layer_norm;                /* [per_layer_size] of the product with `per_layer_in` */
   const float *final_norm;
   weights lm_head;
   const float *lm_head_bias;
@@ -74,6 +100,8 @@ typedef struct {
   float *scratch;
   float eps, scaling; /* of all norms; of the scores */
   float embed_scale, attention_softcap; /* factor of embeddings; limit of scores, 0 for none */
+  float residual_scale; /* factor of what is added to the residual */
+  float per_layer_embed_scale, per_layer_in_scale, per_layer_scale; /* of embeddings, product, and their sum */
 } decoder;
 
 /* What the threads of one forward share. */
@@ -82,10 +110,11 @@ typedef struct {
   barrier_fn barrier;
   int has_team;
   int64_t ticket;     /* threads that have started */
-  int64_t *next;      /* layer_phases() * num_layers + 1: in each phase, the work that is taken */
+  int64_t *next;      /* decoder_phases(): in each phase, the work that is taken */
   int64_t *positions; /* [R] */
   const float *attention_inputs; /* [R, 2 D] of the attention, normalised (EAGLE-3); NULL: x, which the layer normalises */
   float *x, *qkv, *attended, *activated, *own;
+  float *per_layer; /* [R, per_layer_in.rows] inputs of all layers */
   float *branch;  /* [R, D] what a part adds to the residual, before its norm; what experts read */
   float *partial; /* [batch, num_kv_heads, num_parts, heads, nodes] of attention: values, largest score, sum of weights */
   int64_t *done;  /* [batch, num_kv_heads] tasks of attention that are done */
@@ -110,9 +139,13 @@ typedef struct {
 #define MOST_QUERIES 6  /* that are multiplied at once */
 #define MANY_QUERIES 64 /* whose scores are kept at once */
 #define VALUES 32       /* positions whose values are weighed at once */
-#define LAYER_PHASES 7 /* of a layer; the last two for norms of what is added */
+#define LAYER_PHASES 11 /* of a layer; 5 and 6 for what is added, from 7 on for per-layer inputs or a mixer */
+#define MOST_LAYER_INPUTS 1024 /* `per_layer_size` */
 #define EXPERT_PHASES 5 /* of a layer with experts, besides two for each of them */
 #define MAX_LANES 16
+#define MOST_TAPS 16  /* of a convolution */
+#define MOST_KEYS 256 /* `key_size` */
+#define MAX_NODES 128 /* `MAX_DECODER_ROWS` of decoder.py */
 #ifndef PART
 #define PART 256 /* positions that are attended to at once */
 #endif
@@ -121,7 +154,16 @@ static inline int64_t align16(int64_t n) { return (n + 15) / 16 * 16; }
 static inline int64_t layer_phases(const decoder *d) {
   return LAYER_PHASES + (d->num_experts ? EXPERT_PHASES + 2 * d->num_experts : 0);
 }
-static inline int64_t qkv_width(const decoder *d) { return (d->num_heads + 2 * d->num_kv_heads) * d->head_dim; }
+static inline int64_t decoder_phases(const decoder *d) { return layer_phases(d) * d->num_layers + 3; }
+static inline int64_t query_heads(const decoder *d) { return d->num_heads * (d->gates_attention ? 2 : 1); }
+static inline int64_t qkv_width(const decoder *d) { return (query_heads(d) + 2 * d->num_kv_heads) * d->head_dim; }
+
+/* The decoder with the sizes of one layer; without them it has the largest. */
+static inline decoder sizes_of(const decoder *d, const decoder_layer *l) {
+  decoder sizes = *d;
+  if (l->head_dim) sizes.num_kv_heads = l->num_kv_heads, sizes.head_dim = l->head_dim, sizes.rotary_size = l->rotary_size;
+  return sizes;
+}
 
 /* Attention takes the cache in parts and combines what it finds in each. They are counted in positions behind the row's
    left padding, of which a node has as many before it in any tree, so that the order of its sums is the same in each. Eager
@@ -171,14 +213,15 @@ static float *take_floats(float **scratch, int64_t n) {
 /* Numbers of the arrays of `decoding` that are in the scratch, int64 counted twice. */
 static int64_t shared_floats(const decoder *d) {
   const int64_t R = d->batch * d->nodes;
-  return expert_floats(d) + align16(2 * (layer_phases(d) * d->num_layers + 1)) + align16(2 * R) + 2 * align16(R * d->hidden_size) +
-         align16(R * qkv_width(d)) + align16(R * d->num_heads * d->head_dim) + align16(R * d->intermediate_size) +
-         align16(2 * d->batch * d->num_kv_heads) + align16(all_partial_floats(d, R));
+  return expert_floats(d) + align16(2 * decoder_phases(d)) + align16(2 * R) + 2 * align16(R * d->hidden_size) +
+         align16(R * max64(qkv_width(d), d->mixer_width)) + align16(R * max64(d->num_heads * d->head_dim, d->mixer_size)) +
+         align16(R * d->intermediate_size) + align16(R * d->per_layer_in.rows) + align16(2 * d->batch * d->num_kv_heads) +
+         align16(all_partial_floats(d, R));
 }
 
 /* Columns of the widest rows that are multiplied: those of a draft head's input are twice as wide. */
 static inline int64_t widest_row(const decoder *d) {
-  return max64(max64(2 * d->hidden_size, d->intermediate_size), d->num_heads * d->head_dim);
+  return max64(max64(2 * d->hidden_size, d->intermediate_size), max64(d->num_heads * d->head_dim, d->mixer_size));
 }
 
 /* Where a thread's arrays are in its scratch: packed rows, scores of MANY_QUERIES queries, queries of one key-value head,
@@ -198,7 +241,13 @@ static inline int64_t normed_at(const decoder *d) {
 
 /* Numbers that one thread needs. */
 static int64_t thread_floats(const decoder *d) {
-  return normed_at(d) + (d->type == FLOAT32 && !d->num_experts ? 0 : align16(d->batch * d->nodes * d->hidden_size));
+  const int is_normed = d->type != FLOAT32 || d->num_experts || d->is_centred;
+  int64_t most = normed_at(d);
+  for (int64_t i = 0; i < d->num_layers; i++) {
+    const decoder sizes = sizes_of(d, d->layers + i);
+    most = max64(most, normed_at(&sizes));
+  }
+  return most + (is_normed ? align16(d->batch * d->nodes * d->hidden_size) : 0);
 }
 
 /* Bytes of the weights of the first layer. */
@@ -222,19 +271,20 @@ __attribute__((target("avx2,fma,f16c"))) static int begin_decoding(decoding *s) 
   const decoder *d = s->d;
   const int64_t R = d->batch * d->nodes, D = d->hidden_size;
   float *scratch = d->scratch;
-  s->next = (int64_t *)take_floats(&scratch, 2 * (layer_phases(d) * d->num_layers + 1));
+  s->next = (int64_t *)take_floats(&scratch, 2 * decoder_phases(d));
   s->positions = (int64_t *)take_floats(&scratch, 2 * R);
   s->x = take_floats(&scratch, R * D);
   s->branch = take_floats(&scratch, R * D);
-  s->qkv = take_floats(&scratch, R * qkv_width(d));
-  s->attended = take_floats(&scratch, R * d->num_heads * d->head_dim);
+  s->qkv = take_floats(&scratch, R * max64(qkv_width(d), d->mixer_width));
+  s->attended = take_floats(&scratch, R * max64(d->num_heads * d->head_dim, d->mixer_size));
   s->activated = take_floats(&scratch, R * d->intermediate_size);
+  s->per_layer = take_floats(&scratch, R * d->per_layer_in.rows);
   s->done = (int64_t *)take_floats(&scratch, 2 * d->batch * d->num_kv_heads);
   s->partial = take_floats(&scratch, all_partial_floats(d, R));
   if (d->num_experts) take_expert_arrays(s, &scratch);
   s->own = scratch;
   memset(s->done, 0, (size_t)(d->batch * d->num_kv_heads) * sizeof(int64_t));
-  memset(s->next, 0, (size_t)(layer_phases(d) * d->num_layers + 1) * sizeof(int64_t));
+  memset(s->next, 0, (size_t)decoder_phases(d) * sizeof(int64_t));
   for (int64_t r = 0; r < R; r++) {
     const int64_t b = r / d->nodes, token = d->tokens[r];
     const int64_t position = d->position_base[b] + min64(d->lengths[b] + d->depths[r], d->max_position);

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from mmspec.cpu.addresses import WeightAddresses, new_floats
 from mmspec.cpu.c_kernel import CKernel
 from mmspec.cpu.decoder import MAX_DECODER_ROWS
 from mmspec.cpu.draft_types import (
@@ -28,9 +29,7 @@ from mmspec.cpu.draft_types import (
 from mmspec.cpu.layers import (
     DecoderShape,
     LayerStruct,
-    WeightAddresses,
     decoder_struct,
-    new_floats,
     set_caches,
     set_layer,
 )

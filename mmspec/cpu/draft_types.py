@@ -126,7 +126,7 @@ class HeadContext:
 
     lengths: Sequence[int]
     positions: Sequence[int]
-    caches: Sequence[Tensor]
+    caches: Sequence[Tensor | None]
     cos: Tensor
     sin: Tensor
     last_hidden: Tensor

@@ -10,19 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmspec.cpu.addresses import WeightAddresses
 from mmspec.cpu.structs import fields_of
-from mmspec.cpu.weights import (
-    BFLOAT16_PAIRS,
-    FLOAT_TYPES,
-    QuantisedWeight,
-    Weight,
-    WeightStruct,
-    is_plain,
-    weight_struct,
-)
+from mmspec.cpu.weights import BFLOAT16_PAIRS, FLOAT_TYPES, QuantisedWeight, Weight, WeightStruct, is_plain
 
 GATE_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 """{name: its number in decoder_types.h}"""
+MOST_TAPS, MOST_KEYS, MOST_LAYER_INPUTS = 16, 256, 1024
+"""Of a convolution, of a key of a delta rule, of the per-layer inputs: those of decoder_types.h."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +48,16 @@ class DecoderShape:
         normalises_shares: the shares of a token's experts add to 1.
         rounds_shares: in half precision they are rounded.
         adds_in_type: in half precision what experts return is added in their order and rounded after each.
+        head_sizes: (heads of keys and values, numbers of a head, of these rotated) of each layer; () if all are alike,
+            else `num_kv_heads` and `head_dim` are the largest.
+        owners: layer whose keys and values each layer reads; () if each has its own.
+        gates_attention: q has behind each head the gate of its output.
+        normalises_values: values are divided by their root mean square.
+        is_parallel: attention and feed-forward read the same input.
+        is_centred: norms subtract the mean first (LayerNorm).
+        residual_scale: factor of what layers add to the residual.
+        delta_heads: (key heads, value heads, size of a key, of a value) of layers with a delta rule.
+        per_layer_scales: factors of the embeddings of per-layer inputs, of their projection, and of the sum of both.
     """
 
     hidden_size: int
@@ -78,11 +83,28 @@ class DecoderShape:
     normalises_shares: bool = True
     rounds_shares: bool = True
     adds_in_type: bool = False
+    head_sizes: tuple[tuple[int, int, int], ...] = ()
+    owners: tuple[int, ...] = ()
+    gates_attention: bool = False
+    normalises_values: bool = False
+    is_parallel: bool = False
+    is_centred: bool = False
+    residual_scale: float = 1.0
+    delta_heads: tuple[int, int, int, int] = (0, 0, 0, 0)
+    per_layer_scales: tuple[float, float, float] = (1.0, 1.0, 1.0)
 
     @property
     def rotated(self) -> int:
         """Numbers of a head that are rotated."""
         return self.rotary_size or self.head_dim
+
+    def sizes_of(self, layer: int) -> tuple[int, int, int]:
+        """Heads of keys and values of a layer, numbers of a head, and of these rotated."""
+        return self.head_sizes[layer] if self.head_sizes else (self.num_kv_heads, self.head_dim, self.rotated)
+
+    def owner_of(self, layer: int) -> int:
+        """The layer whose keys and values a layer reads."""
+        return self.owners[layer] if self.owners else layer
 
 
 @dataclass(frozen=True)
@@ -93,12 +115,15 @@ class LayerWeights:
     are quantised or none is, and so with gate and up. `attention_out_norm` and `mlp_out_norm` normalise what the parts
     of the layer add to the residual. With a `router` [num_experts, D] the matrices of experts lie behind each other:
     `gate` has gate and up of each, [num_experts * 2 * expert_size, D], `down` is [num_experts * D, expert_size].
+
+    Without k and v the keys and values are those of an earlier layer. With `conv` [C, K] there is a convolution in
+    place of attention (mixers.h): q is [3 C, D], or [C, D] with a delta rule, which has `z`, `write` and `decay`.
     """
 
     input_norm: Tensor | None
     q: Weight
-    k: Weight
-    v: Weight
+    k: Weight | None
+    v: Weight | None
     q_bias: Tensor | None
     k_bias: Tensor | None
     v_bias: Tensor | None
@@ -116,9 +141,24 @@ class LayerWeights:
     attention_out_norm: Tensor | None = None
     mlp_out_norm: Tensor | None = None
     router: Tensor | None = None
+    per_layer_gate: Weight | None = None
+    per_layer_out: Weight | None = None
+    per_layer_norm: Tensor | None = None
+    output_scale: Tensor | None = None
+    conv: Tensor | None = None
+    conv_bias: Tensor | None = None
+    z: Weight | None = None
+    write: Weight | None = None
+    decay: Weight | None = None
+    decay_log: Tensor | None = None
+    decay_bias: Tensor | None = None
+    mix_scale: Tensor | None = None
 
 
-LAYER_MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
+LAYER_MATRICES = (
+    *("q", "k", "v", "o", "gate", "up", "down"),
+    *("per_layer_gate", "per_layer_out", "z", "write", "decay"),
+)
 """Attributes of `LayerWeights` that are matrices, which may be copied or quantised."""
 
 
@@ -134,12 +174,6 @@ class DecoderStruct(ctypes.Structure):
     _fields_ = fields_of("decoder", weights=WeightStruct)
 
 
-class VectorStruct(ctypes.Structure):
-    """`vector` of decoder_types.h."""
-
-    _fields_ = fields_of("vector")
-
-
 def decoder_struct(shape: DecoderShape, addresses: WeightAddresses, **fields: Any) -> DecoderStruct:
     """The struct with what a shape and the type of its weights say of it, and other fields."""
     number = FLOAT_TYPES[addresses.dtype]
@@ -148,6 +182,14 @@ def decoder_struct(shape: DecoderShape, addresses: WeightAddresses, **fields: An
         attention_type=BFLOAT16_PAIRS if addresses.in_pairs else number,
         hidden_size=shape.hidden_size,
         intermediate_size=max(shape.intermediate_size, shape.experts_per_token * shape.expert_size),
+        gates_attention=shape.gates_attention,
+        normalises_values=shape.normalises_values,
+        is_parallel=shape.is_parallel,
+        is_centred=shape.is_centred,
+        residual_scale=shape.residual_scale,
+        per_layer_embed_scale=shape.per_layer_scales[0],
+        per_layer_in_scale=shape.per_layer_scales[1],
+        per_layer_scale=shape.per_layer_scales[2],
         num_heads=shape.num_heads,
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
@@ -170,143 +212,76 @@ def decoder_struct(shape: DecoderShape, addresses: WeightAddresses, **fields: An
     )
 
 
-class WeightAddresses:
-    """Addresses of weights, whose memory lives as long as this.
-
-    Vectors that the kernel cannot read where they lie, since they have another type or need an offset, have copies that
-    it makes at the start of each forward (`vectors`).
-
-    Attributes:
-        dtype: of all weights but quantised ones.
-        in_pairs: they are bfloat16, and multiplied in pairs.
-    """
-
-    def __init__(
-        self, dtype: torch.dtype = torch.float32, norm_offset: float = 0.0, multiplies_pairs: bool = False
-    ) -> None:
-        """
-        Args:
-            dtype: of all weights but quantised ones.
-            norm_offset: added to vectors whose name ends with "norm".
-            multiplies_pairs: of the kernel.
-        """
-        self.dtype = dtype
-        self.in_pairs = multiplies_pairs and dtype is torch.bfloat16
-        self._norm_offset = norm_offset
-        self._storages: list[torch.UntypedStorage] = []  # which live as long as C may read them
-        self._copies: list[tuple[Tensor, Tensor, float]] = []
-
-    def add(self, name: str, tensor: Tensor | None, shape: tuple[int, ...]) -> int | None:
-        """Address of a vector, or of a table of float32; None for None.
-
-        Raises:
-            ValueError: it is not contiguous, of the type and of this shape on the CPU.
-        """
-        if tensor is None:
-            return None
-        self._check(name, tensor, shape)
-        self._storages.append(tensor.untyped_storage())
-        offset = self._norm_offset if name.partition(" ")[0].endswith("norm") else 0.0
-        if self.dtype is torch.float32 and not offset:
-            return tensor.data_ptr()
-        copy = new_floats(*shape)
-        self._copies.append((tensor, copy, offset))
-        return copy.data_ptr()
-
-    def vectors(self) -> ctypes.Array[VectorStruct]:
-        """What `decoder.vectors` points to; must outlive its use."""
-        rows = [
-            VectorStruct(one.data_ptr(), copy.data_ptr(), one.numel(), offset) for one, copy, offset in self._copies
-        ]
-        return (VectorStruct * len(rows))(*rows)
-
-    def add_matrix(self, name: str, weight: Weight | None, shape: tuple[int, ...]) -> WeightStruct:
-        """The struct of a matrix; an empty one for None.
-
-        Raises:
-            ValueError: it is neither contiguous, of the type and of this shape on the CPU, nor a quantised weight of
-                this shape.
-        """
-        if weight is None:
-            return WeightStruct()
-        if isinstance(weight, QuantisedWeight):
-            if weight.shape != shape:
-                raise ValueError(f"{name} must have shape {list(shape)}; got a quantised weight {list(weight.shape)}")
-            self._storages += weight.data.untyped_storage(), weight.scales.untyped_storage()
-        else:
-            self._check(name, weight, shape)
-            self._storages.append(weight.untyped_storage())
-        return weight_struct(weight, self.in_pairs)
-
-    def set(
-        self, struct: ctypes.Structure, name: str, weight: Weight | None, shape: tuple[int, ...], label: str
-    ) -> None:
-        """Set a field of a struct to a weight, whose name in messages is `label`.
-
-        Raises:
-            ValueError: see `add` and `add_matrix`.
-        """
-        is_matrix = any(field[:2] == (name, WeightStruct) for field in struct._fields_)
-        add = self.add_matrix if is_matrix else self.add
-        setattr(struct, name, add(label, weight, shape))  # type: ignore[arg-type]
-
-    def _check(self, name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
-        if not is_plain(tensor, self.dtype) or tensor.shape != shape:
-            kind = str(self.dtype).removeprefix("torch.")
-            raise ValueError(
-                f"{name} must be contiguous {kind} of shape {list(shape)} on the CPU; got "
-                f"{list(tensor.shape)} of {tensor.dtype} on {tensor.device}"
-            )
-
-
 def set_layer(
-    struct: LayerStruct, weights: LayerWeights, shape: DecoderShape, addresses: WeightAddresses, where: str
+    struct: LayerStruct,
+    weights: LayerWeights,
+    shape: DecoderShape,
+    addresses: WeightAddresses,
+    where: str,
+    index: int = 0,
 ) -> None:
-    """Set the addresses of a layer's weights; `where` completes their names in messages.
+    """Set the addresses of a layer's weights, and its sizes; `where` completes their names in messages.
 
     Raises:
         ValueError: see `WeightAddresses.set`; or some of q, k and v are quantised, or one of gate and up, or experts.
     """
-    kinds = {name: isinstance(weight, QuantisedWeight) for name, weight in vars(weights).items()}
-    for together in (("q", "k", "v"), ("gate", "up")):
-        if weights.router is None and len({kinds[name] for name in together}) > 1:
+    kinds = {name: isinstance(weight, QuantisedWeight) for name, weight in vars(weights).items() if weight is not None}
+    for together in (("q", "k", "v"), ("gate", "up"), ("q", "z", "write", "decay")):
+        if weights.router is None and len({kinds[name] for name in together if name in kinds}) > 1:
             raise ValueError(f"{', '.join(together)} {where} must be quantised together; quantise all of them or none")
     if weights.router is not None and (kinds["gate"] or kinds["down"] or weights.up is not None):
         raise ValueError(f"experts {where} must be of a float type, with gate and up in one matrix")
+    shapes = _shapes_of(weights, shape, index)
     for name, tensor in vars(weights).items():
-        addresses.set(struct, name, tensor, _shape_of(name, shape, weights.router is not None), f"{name} {where}")
+        sizes = shapes[name] if name in shapes else shapes[name.removesuffix("_bias")][:1]
+        addresses.set(struct, name, tensor, sizes, f"{name} {where}")
+    struct.number, struct.window = index, shape.windows[index] if shape.windows else 0
+    if shape.head_sizes:
+        struct.num_kv_heads, struct.head_dim, struct.rotary_size = shape.head_sizes[index]
+    if weights.conv is not None:
+        struct.channels, struct.conv_size = weights.conv.shape
+        sizes = shape.delta_heads
+        struct.num_key_heads, struct.num_value_heads, struct.key_size, struct.value_size = sizes
+        if struct.conv_size > MOST_TAPS or struct.key_size > MOST_KEYS:
+            raise ValueError(f"convolution {where} must have at most {MOST_TAPS} taps, and keys {MOST_KEYS} numbers")
 
 
 def set_caches(
     structs: ctypes.Array[LayerStruct],
-    caches: Sequence[Tensor],
+    caches: Sequence[Tensor | None],
     shape: DecoderShape,
     batch: int,
     rows: Sequence[int] | None,
     kv_len: int,
     dtype: torch.dtype = torch.float32,
+    owners: Sequence[int] = (),
 ) -> bool:
     """Set the addresses of the keys and values of all layers; False if they are not as described.
 
     Args:
         structs: of the layers.
-        caches: [2, R, num_kv_heads, `kv_len` or more, head_dim] of each layer, of type `dtype`.
+        caches: [2, R, num_kv_heads, `kv_len` or more, head_dim] of each layer, of type `dtype`; see `DecoderContext`.
         shape: sizes.
         batch: B, rows that are computed.
         rows: which of the R rows each of them is; None: R is B, and they are the same.
         kv_len: positions.
         dtype: of the caches.
+        owners: cache that each layer reads; () for its own.
     """
     num_rows = batch
     if rows is not None:
-        num_rows = caches[0].shape[1] if caches else 0
+        num_rows = next((cache.shape[1] for cache in caches if cache is not None), 0)
         if len(rows) != batch or len(set(rows)) < batch or not set(rows) <= set(range(num_rows)):
             return False
-    if len(caches) != len(structs):
-        return False
-    for struct, cache in zip(structs, caches, strict=True):
-        capacity = cache.shape[3]
-        expected = 2, num_rows, shape.num_kv_heads, capacity, shape.head_dim
+    for index, struct in enumerate(structs):
+        owner = owners[index] if owners else index
+        if struct.conv:
+            continue
+        cache = caches[owner] if owner < len(caches) else None
+        if cache is None:
+            return False
+        capacity, sizes = cache.shape[3], shape.sizes_of(struct.number)
+        expected = 2, num_rows, sizes[0], capacity, sizes[1]
         if cache.shape != expected or capacity < kv_len or not is_plain(cache, dtype):
             return False
         struct.capacity = capacity
@@ -315,24 +290,36 @@ def set_caches(
     return True
 
 
-def new_floats(*shape: int) -> Tensor:
-    """A float32 tensor on the CPU, not initialised."""
-    return torch.empty(shape, dtype=torch.float32, device="cpu")
-
-
-def _shape_of(name: str, shape: DecoderShape, has_experts: bool) -> tuple[int, ...]:
-    """Shape of a weight of `LayerWeights`."""
-    hidden, width, size = shape.hidden_size, shape.num_heads * shape.head_dim, shape.head_dim
-    columns = shape.attention_input_size or hidden
-    count, inner = (shape.num_experts, shape.expert_size) if has_experts else (1, shape.intermediate_size)
-    sizes = {
-        **dict.fromkeys(("q",), (width, columns)),
-        **dict.fromkeys(("k", "v"), (shape.num_kv_heads * size, columns)),
+def _shapes_of(weights: LayerWeights, shape: DecoderShape, layer: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of the weights of a layer; of biases those of what they are added to."""
+    hidden, per_layer = shape.hidden_size, 0 if weights.per_layer_gate is None else weights.per_layer_gate.shape[0]
+    kv_heads, size, _ = shape.sizes_of(layer)
+    width, columns = shape.num_heads * size, shape.attention_input_size or hidden
+    count, inner = shape.num_experts, shape.expert_size
+    if weights.router is None:
+        count, inner = 1, shape.intermediate_size if weights.gate is None else weights.gate.shape[0]
+        if inner > shape.intermediate_size:
+            raise ValueError(f"the feed-forward must have at most {shape.intermediate_size} numbers; got {inner}")
+    key_heads, heads, key_size, value_size = shape.delta_heads
+    channels, taps = (0, 0) if weights.conv is None else weights.conv.shape
+    mixed = {"conv": (channels, taps), "z": (heads * value_size, hidden), "mix_scale": (value_size,)}
+    mixed |= dict.fromkeys(("write", "decay"), (heads, hidden)) | dict.fromkeys(("decay_log", "decay_bias"), (heads,))
+    query = (width * (2 if shape.gates_attention else 1), columns)
+    if weights.z is not None:
+        query, width = (2 * key_heads * key_size + heads * value_size, hidden), heads * value_size
+        mixed["conv"] = (query[0], taps)
+    elif weights.conv is not None:
+        query, width = (3 * channels, hidden), channels
+    return mixed | {
+        "q": query,
+        **dict.fromkeys(("k", "v"), (kv_heads * size, columns)),
         "o": (hidden, width),
-        **dict.fromkeys(("gate", "up"), (2 * count * inner if has_experts else inner, hidden)),
+        **dict.fromkeys(("gate", "up"), (inner if weights.router is None else 2 * count * inner, hidden)),
         "down": (count * hidden, inner),
         "router": (count, hidden),
-        **dict.fromkeys(("input_norm", "post_norm", "attention_out_norm", "mlp_out_norm"), (hidden,)),
+        **dict.fromkeys(("input_norm", "post_norm", "attention_out_norm", "mlp_out_norm", "per_layer_norm"), (hidden,)),
         **dict.fromkeys(("q_norm", "k_norm"), (size,)),
+        "per_layer_gate": (per_layer, hidden),
+        "per_layer_out": (hidden, per_layer),
+        "output_scale": (1,),
     }
-    return sizes[name] if name in sizes else sizes[name.removesuffix("_bias")][:1]

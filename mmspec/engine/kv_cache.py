@@ -77,7 +77,7 @@ class RaggedKVCache:
         self._dtypes: list[tuple[torch.dtype, torch.dtype]] = []  # (keys, values) of each layer
         self._write_indices: dict[torch.device, Tensor] = {}
         self.groups: list[Tensor] = []
-        self._common: list[Tensor] = []  # of `common_buffers`, as long as they are those of `layers`
+        self._common: list[Tensor | None] = []  # of `common_buffers`, as long as they are those of `layers`
         self._common_capacity = 0
 
     @classmethod
@@ -140,21 +140,22 @@ class RaggedKVCache:
                 buffer.scatter_(2, index, new.to(buffer.dtype))
         return self.read(layer, self.kv_len)
 
-    def common_buffers(self) -> list[Tensor] | None:
+    def common_buffers(self) -> list[Tensor | None] | None:
         """The tensors [2, B, H, C, D] of all layers, with room for this forward's positions, to be written directly.
 
-        The same list until tensors are replaced. None if keys and values of a layer are in two, or a layer has none.
+        The same list until tensors are replaced. None if keys and values of a layer are in two; in it, for layers that
+        have none.
         """
         if self._common and self.kv_len <= self._common_capacity:
             return self._common
         for index, parts in enumerate(self.layers):
-            if len(parts) != 1:
+            if len(parts) > 1:
                 return None
-            if parts[0].shape[3] < self.kv_len:
+            if parts and parts[0].shape[3] < self.kv_len:
                 keys, values = parts[0][:, :, :, :0]
                 self._allocate(index, keys, values)
-        self._common = [buffer for (buffer,) in self.layers]
-        self._common_capacity = min((buffer.shape[3] for buffer in self._common), default=0)
+        self._common = [parts[0] if parts else None for parts in self.layers]
+        self._common_capacity = min((parts[0].shape[3] for parts in self.layers if parts), default=0)
         return self._common
 
     def advance(self, nodes: int) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,11 +26,12 @@ from mmspec.cpu.linear import find_linear_layers
 from mmspec.engine.kv_cache import RaggedKVCache
 from mmspec.engine.revision import Revision
 from mmspec.engine.tree import DraftTree, sanitize
-from mmspec.targets.agreement import HALF_TYPES, Rounding, equal_logits
+from mmspec.targets.agreement import HALF_TYPES, MAX_OWN, TOLERANCE, Rounding, equal_logits
 from mmspec.targets.base import ModelAdapter
 from mmspec.targets.c_traits import DecoderParts, Rotary, read_parts
 from mmspec.targets.forward import CallTensors, NodeForward
 from mmspec.targets.layer_access import layer_access, with_forwards
+from mmspec.targets.recurrent_states import RecurrentStates
 
 PARENTS = (-1, 0, 0, 1, 3, 1)
 """The tree that both score."""
@@ -55,6 +57,7 @@ class NodeCall:
         tensors: what the forwards read besides the nodes.
         kv_cache: with the prompt.
         has_media: whether the prompt has images or videos.
+        states: of recurrent layers; None if the model has none.
     """
 
     adapter: ModelAdapter
@@ -63,6 +66,7 @@ class NodeCall:
     tensors: CallTensors
     kv_cache: RaggedKVCache
     has_media: bool
+    states: RecurrentStates | None = None
 
     @functools.cached_property
     def position_base(self) -> list[int] | None:
@@ -75,7 +79,11 @@ class NodeCall:
             base = axes[0]
         return [int(position) for position in base[:, 0].expand(len(self.kv_cache.seq_lens))]
 
-    def context(self, caches: Sequence[Tensor], rows: Sequence[int] | None = None) -> DecoderContext:
+    def logged(self) -> AbstractContextManager[None]:
+        """Context for a forward of the model, which leaves recurrent states as they are."""
+        return nullcontext() if self.states is None else self.states.logged()
+
+    def context(self, caches: Sequence[Tensor | None], rows: Sequence[int] | None = None) -> DecoderContext:
         """What nodes come behind now.
 
         Args:
@@ -89,6 +97,7 @@ class NodeCall:
             max_position=self.tensors.last_position,
             padding=self.tensors.padding,
             caches=caches,
+            states=() if self.states is None else self.states.of_layers(),
         )
         if rows is None:
             return context
@@ -100,7 +109,9 @@ class NodeCall:
             cache_rows=rows,
         )
 
-    def inputs(self, tree: DraftTree, caches: Sequence[Tensor], rows: Sequence[int] | None = None) -> DecoderInputs:
+    def inputs(
+        self, tree: DraftTree, caches: Sequence[Tensor | None], rows: Sequence[int] | None = None
+    ) -> DecoderInputs:
         """A forward over the nodes of a sanitized tree; see `context`."""
         assert tree.depths is not None and tree.ancestor_mask is not None
         nodes = tree.tokens, tree.depths, tree.ancestor_mask
@@ -170,15 +181,19 @@ def _agree(kernel: CKernel, call: NodeCall, shift: int, parts: DecoderParts) -> 
         def score(model: Any) -> Tensor:
             cache.begin_forward(tree.num_nodes)
             forward = NodeForward(adapter, call.template, model, window if parts.shape.windows else None)
-            return forward(tree, cache, tensors, ())[0].float()
+            with call.logged():
+                return forward(tree, cache, tensors, ())[0].float()
 
         def own_rounding() -> Rounding:
             own.append(Rounding.between(expected, score(_with_rounding(model)), COMPARED_SHARE))
             return own[-1]
 
-        expected, found = score(model), _score(kernel, call, narrowed, tree, layers)
-        rounding = None if is_routed else own_rounding
-        return found is not None and equal_logits(expected, found.float(), dtype, rounding, share)
+        expected, states = score(model), _states_behind(call, tree)
+        with call.logged():
+            found = _score(kernel, call, narrowed, tree, layers)
+        if found is None or not _equal_states(states, _states_behind(call, tree), dtype):
+            return False
+        return equal_logits(expected, found.float(), dtype, None if is_routed else own_rounding, share)
 
     if agree(None):
         return True
@@ -215,10 +230,35 @@ def _score(
     caches = call.kv_cache.common_buffers()
     if caches is None:
         return None
+    if call.states is not None and layers is not None:
+        return None
     if layers is not None:
         decoder, caches = decoder.restrict(layers), [caches[index] for index in layers]
     scored = decoder.forward(call.inputs(tree, caches))
+    if scored is not None and call.states is not None:
+        call.states.record(decoder.logs)
     return None if scored is None else parts.finish_logits(scored[0])
+
+
+def _states_behind(call: NodeCall, tree: DraftTree) -> list[Tensor]:
+    """Recurrent states behind some nodes, and behind all, of the last forward."""
+    if call.states is None:
+        return []
+    found, batch = list[Tensor](), len(tree.tokens)
+    for count in (tree.num_nodes // 2, tree.num_nodes):
+        counts = torch.full((batch,), count, device="cpu")
+        found += [state.clone() for state in call.states.log.after(counts, tree.num_nodes, {count})]
+    return found
+
+
+def _equal_states(expected: Sequence[Tensor], found: Sequence[Tensor], dtype: torch.dtype) -> bool:
+    """Whether states are equal up to rounding, relative to their largest number."""
+    for one, other in zip(expected, found, strict=True):
+        difference, largest = (one.float() - other.float()).abs(), float(one.abs().max())
+        error = float(difference.max() if dtype not in HALF_TYPES else difference.mean())
+        if not error <= max(largest, 1e-9) * (MAX_OWN if dtype in HALF_TYPES else TOLERANCE):
+            return False
+    return True
 
 
 def _narrowed(parts: DecoderParts, window: int, shift: int) -> DecoderParts:
@@ -235,6 +275,8 @@ def _parents(call: NodeCall) -> tuple[int, ...]:
 def _random_tree(call: NodeCall) -> DraftTree:
     """The tree, of text tokens."""
     parents, batch, adapter = _parents(call), len(call.kv_cache.seq_lens), call.adapter
+    if call.states is not None:  # a chain
+        parents = tuple(range(-1, len(parents) - 1))
     rng, ids = random.Random(0), range(min(adapter.num_embeddings, adapter.vocab_size))
     media = set(adapter.media_token_ids)
     rows = []

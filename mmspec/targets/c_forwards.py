@@ -88,11 +88,13 @@ class CForwards:
         if caches is None:
             return None
         rows = None
-        if active is not None and not all(active):
+        if active is not None and not all(active) and self._call.states is None:
             rows = [row for row, on in enumerate(active) if on]
         scored = self.decoder.forward(self._call.inputs(tree, caches, rows), hidden_state_indices)
         if scored is None:
             return None
+        if self._call.states is not None:
+            self._call.states.record(self.decoder.logs)
         logits, states = self._parts.finish_logits(scored[0]), scored[1]
         if rows is None:
             return logits, states
@@ -101,6 +103,8 @@ class CForwards:
 
     def chain(self, kv_cache: RaggedKVCache, request: ChainRequest) -> DraftedChains | None:
         """Chains behind the committed positions; None if they must be drafted by forwards of the model."""
+        if self._call.states is not None:
+            return None
         kv_cache.begin_forward(request.num_positions)
         caches = self._caches(kv_cache)
         if caches is None:
@@ -119,7 +123,7 @@ class CForwards:
         parts = (_spread(part, rows, batch) for part in (tree.tokens, tree.parents, tree.node_mask, tree.scores))
         return replace(found, tree=DraftTree(*parts), num_read=num_read, chains=_spread(found.chains, rows, batch))
 
-    def _caches(self, kv_cache: RaggedKVCache) -> list[Tensor] | None:
+    def _caches(self, kv_cache: RaggedKVCache) -> list[Tensor | None] | None:
         """Keys and values of the decoder's layers; None if the forward must run in the model."""
         if torch.is_autocast_enabled("cpu") or (self._runs_user_code and not self._call.revision.is_current()):
             return None

@@ -218,11 +218,17 @@ class HFTarget:
         media = torch.tensor(self.adapter.media_token_ids, device=self.input_ids.device)
         has_media = bool(torch.isin(self.input_ids, media).any())
         call = NodeCall(
-            self.adapter, self.revision, self.node_forward.template, self.call_tensors, self.buffer, has_media
+            self.adapter,
+            self.revision,
+            self.node_forward.template,
+            self.call_tensors,
+            self.buffer,
+            has_media,
+            self.states,
         )
         with self._mode():
             self.rounds = c_forwards(kernel, call, modules, self._runs_user_code)
-        self.skips_rows = self.rounds is not None
+        self.skips_rows = self.rounds is not None and self.states is None
 
     def decoding(self) -> AbstractContextManager[Any]:
         """The context that transformers applies to its decoding steps; may switch kernels of expert layers."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache, LinearAttentionLayer
 
+from mmspec.cpu.decoder_types import LayerState, NodeLog
 from mmspec.engine.tree_cache import is_recurrent
 from mmspec.targets.state_log import StateLog, active_log, per_row, updating_functions
 
@@ -97,6 +98,20 @@ class RecurrentStates:
         self.log = StateLog(self.tensors)
         with self.log.active(self._functions):
             yield
+
+    def of_layers(self) -> list[LayerState | None]:
+        """The states of each layer up to the last recurrent one, as C reads them."""
+        found: list[LayerState | None] = [None] * (max(self.layers, default=-1) + 1)
+        for index, layer in self.layers.items():
+            if (conv := layer.conv_states[0]) is not None:
+                found[index] = LayerState(conv, layer.recurrent_states[0])
+        return found
+
+    def record(self, logs: Sequence[NodeLog | None]) -> None:
+        """Log a forward in C over `of_layers`, whose logs these are."""
+        for state, log in zip(self.of_layers(), logs, strict=False):
+            if state is not None and log is not None:
+                self.log.add_nodes(state.conv, state.recurrent, log)
 
     @contextmanager
     def logged_over(self, cache: Cache, tensors: Sequence[Tensor]) -> Iterator[StateLog]:

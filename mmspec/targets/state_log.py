@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mmspec.cpu.decoder_types import NodeLog
 from mmspec.engine.undo import Replaced, VariableSet
 
 STATE_NAMES = ("initial_state", "initial_states")
@@ -102,7 +103,7 @@ class StateLog:
 
     states: Sequence[Tensor]
     windows: dict[int, Tensor] = field(default_factory=dict)
-    updates: dict[int, tuple[Tensor, RecurrenceCall | None]] = field(default_factory=dict)
+    updates: dict[int, tuple[Tensor, RecurrenceCall | NodeLog | None]] = field(default_factory=dict)
     last_call: RecurrenceCall | None = None
 
     @contextmanager
@@ -120,6 +121,12 @@ class StateLog:
         """Log the last state of a recurrence, which the last call has computed."""
         self.updates[self._index(state)] = new, self.last_call
         self.last_call = None
+
+    def add_nodes(self, conv: Tensor, recurrent: Tensor | None, log: NodeLog) -> None:
+        """Log what a forward in C has read of a layer's states."""
+        self.add_window(conv, log.window)
+        if recurrent is not None and log.next_state is not None:
+            self.updates[self._index(recurrent)] = log.next_state, log
 
     def after(self, counts: Tensor, num_nodes: int, possible: Collection[int]) -> list[Tensor]:
         """All states after the first `counts[b]` of N nodes of each row. Reads no value on the host.
@@ -155,16 +162,20 @@ class StateLog:
         """All that a forward has computed, in one order."""
         found = list(self.windows.values())
         for number, (new, call) in self.updates.items():
-            names = [] if call is None else call.names_of_tensors(self.states[number])
-            found += [new, *(call.values[name] for name in names if call is not None)]
+            found.append(new)
+            if isinstance(call, RecurrenceCall):
+                found += [call.values[name] for name in call.names_of_tensors(self.states[number])]
         return found
 
     def over(self, states: Sequence[Tensor], tensors: Sequence[Tensor]) -> StateLog:
         """The same of other states and `tensors`, of a forward by a recording."""
         rest = iter(tensors)
         windows = {number: next(rest) for number in self.windows}
-        updates = {
-            number: (next(rest), call and call.over(self.states[number], states[number], rest))
+        updates: dict[int, tuple[Tensor, RecurrenceCall | NodeLog | None]] = {
+            number: (
+                next(rest),
+                call.over(self.states[number], states[number], rest) if isinstance(call, RecurrenceCall) else None,
+            )
             for number, (_, call) in self.updates.items()
         }
         return StateLog(states, windows, updates)

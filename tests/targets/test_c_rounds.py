@@ -31,12 +31,12 @@ from mmspec.targets.hf import HFTarget
 from mmspec.targets.module_scan import scan_modules
 
 pytestmark = pytest.mark.skipif(load_kernel() is None, reason="no compiler or another processor")
-TEXT = ("llama", "mistral", "qwen3", "qwen3_moe", "gemma2", "gemma3_text")
+TEXT = ("llama", "mistral", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "granite", "cohere2", "phi3")
 OUTPUTS: Kwargs = {"max_new_tokens": 16, "return_dict_in_generate": True, "output_logits": True}
 VISION = (
     *(*tiny.FAMILIES, "qwen2_vl", "qwen3_vl", "internvl", "idefics2", "idefics3", "smolvlm", "mistral3", "vipllava"),
     *("gemma3", "paligemma", "glm4v", "glm_ocr", "ovis2", "got_ocr2", "lighton_ocr", "perception_lm", "video_llama_3"),
-    *("qwen3_vl_moe", "qwen3_omni_moe_thinker"),
+    *("qwen3_vl_moe", "qwen3_omni_moe_thinker", "gemma4", "emu3", "exaone4_5", "hyperclovax_vision_v2"),
 )
 HALVES = ("bfloat16", "float16")
 
@@ -456,8 +456,8 @@ def _assert_is_c(target: HFTarget, is_c: bool) -> None:
 
 @pytest.mark.parametrize(
     ("family", "changes"),
-    [("llava", {"dtype": "float64"}), ("granite", {}), ("glm4v_moe", {}), ("gemma4", {}), ("olmo2", {}),
-     ("cohere2", {}), ("aria", {})],
+    [("llava", {"dtype": "float64"}), ("glm4v_moe", {}), ("olmo2", {}), ("qwen3_5_moe", {}),
+     ("gemma3n_text", {}), ("aria", {})],
 )  # fmt: skip
 def test_other_models_are_not_recognised(family: str, changes: Kwargs) -> None:
     model = get_model(family, **changes)

@@ -1,0 +1,163 @@
+/* Layers of a decoder that keep a state in place of keys and values, for one instruction set; included by decoder.h.
+
+   A short convolution (LFM2) multiplies two parts of a projection, convolves the product channel by channel and multiplies
+   the result with the third. A gated delta rule (Qwen3.5) convolves queries, keys and values; then each value head
+   lets its state decay, writes to it what differs from the value that the key finds there, and reads it by the query. The
+   nodes of a row are a chain. States stay as they are: what a commit needs of the nodes is written beside them. */
+
+#define CHANNELS 64 /* that a thread takes at once */
+
+/* The decay of the state of each value head and what it writes, from the products of one node. */
+INLINE void NAME(rates)(const decoder_layer *l, const float *write, float *to, int64_t type) {
+  const int64_t H = l->num_value_heads;
+  for (int64_t h = 0; h < H; h++) {
+    const float x = write[H + h] + l->decay_bias[h];
+    to[h] = -expf(l->decay_log[h]) * (x > 20 ? x : log1pf(expf(x)));
+    to[H + h] = round1(1 / (1 + expf(-write[h])), type);
+  }
+}
+
+/* Channels `first` to `last` of row b: the window, and the convolution of the nodes to `out` [nodes, step]. */
+INLINE void NAME(convolve)(const decoding *s, const decoder_layer *l, int64_t b, int64_t first, int64_t last, float *out,
+                           int64_t step) {
+  const decoder *d = s->d;
+  const int64_t N = d->nodes, K = l->conv_size, C = l->channels, bytes = float_bytes(d->type), type = d->type;
+  float window[MOST_TAPS + MAX_NODES];
+  for (int64_t c = first; c < last; c++) {
+    const float *row = s->qkv + b * N * d->mixer_width + c, *const taps = l->conv + c * K;
+    widen((const char *)l->conv_state + (b * C + c) * K * bytes, type, K, window);
+    for (int64_t n = 0; n < N; n++, row += d->mixer_width) window[K + n] = l->z.data ? *row : round1(*row * row[2 * C], type);
+    narrow(window, type, K + N, (char *)l->conv_window + (b * C + c) * (K + N) * bytes);
+    for (int64_t n = 0; n < N; n++) {
+      float sum = l->conv_bias ? l->conv_bias[c] : 0;
+      for (int64_t k = 0; k < K; k++) sum += taps[k] * window[n + 1 + k];
+      out[n * step + c] = round1(sum, type);
+    }
+  }
+}
+
+/* A block of at most 2 LANES columns of the state of value head h of row b, from `from` behind its first `count` nodes to
+   `to`; what the nodes read there goes to `out` [nodes, step], rounded, unless it is NULL. */
+INLINE void NAME(delta_rule)(const decoder_layer *l, int64_t b, int64_t N, int64_t count, int64_t h, int64_t first,
+                             const float *from, float *to, float *out, int64_t step, int64_t type) {
+  const int64_t H = l->num_value_heads, D = l->key_size, V = l->value_size, start = (b * H + h) * D * V + first;
+  const int64_t key_head = h / (H / l->num_key_heads), n0 = min64(LANES, V - first), n1 = max64(0, min64(LANES, V - first - LANES));
+  float state[MOST_KEYS * 2 * LANES] __attribute__((aligned(64)));
+  for (int64_t i = 0; i < D; i++) {
+    STORE(state + 2 * i * LANES, NAME(load_some)(from + start + i * V, n0));
+    STORE(state + (2 * i + 1) * LANES, ZERO());
+    if (n1) STORE(state + (2 * i + 1) * LANES, NAME(load_some)(from + start + i * V + LANES, n1));
+  }
+  for (int64_t n = b * N; n < b * N + count; n++) {
+    const float *const q = l->mixed + n * l->channels + key_head * D, *const k = q + l->num_key_heads * D;
+    const float *const v = l->mixed + n * l->channels + 2 * l->num_key_heads * D + h * V + first;
+    const float *const rates = l->rates + 2 * n * H + h;
+    float q_sum = 1e-6f, k_sum = 1e-6f;
+    for (int64_t i = 0; i < D; i++) q_sum += q[i] * q[i], k_sum += k[i] * k[i];
+    const float q_scale = 1 / sqrtf(q_sum) / sqrtf((float)D), k_scale = 1 / sqrtf(k_sum);
+    const VEC decay = SET1(expf(rates[0]));
+    VEC found[2] = {ZERO(), ZERO()}, read[2] = {ZERO(), ZERO()};
+    for (int64_t i = 0; i < D; i++)
+      for (int j = 0; j < 2; j++) {
+        float *const at = state + (2 * i + j) * LANES;
+        const VEC s = LOAD(at) * decay;
+        STORE(at, s);
+        found[j] = FMA(s, SET1(k[i] * k_scale), found[j]);
+      }
+    found[0] = (NAME(load_some)(v, n0) - found[0]) * SET1(rates[H]);
+    if (n1) found[1] = (NAME(load_some)(v + LANES, n1) - found[1]) * SET1(rates[H]);
+    for (int64_t i = 0; i < D; i++)
+      for (int j = 0; j < 2; j++) {
+        float *const at = state + (2 * i + j) * LANES;
+        const VEC s = FMA(found[j], SET1(k[i] * k_scale), LOAD(at));
+        STORE(at, s);
+        read[j] = FMA(s, SET1(q[i] * q_scale), read[j]);
+      }
+    if (!out) continue;
+    NAME(store_some)(out + n * step + h * V + first, NAME(round)(read[0], type), n0);
+    if (n1) NAME(store_some)(out + n * step + h * V + first + LANES, NAME(round)(read[1], type), n1);
+  }
+  for (int64_t i = 0; i < D; i++) {
+    NAME(store_some)(to + start + i * V, LOAD(state + 2 * i * LANES), n0);
+    if (n1) NAME(store_some)(to + start + i * V + LANES, LOAD(state + (2 * i + 1) * LANES), n1);
+  }
+}
+
+/* The states of one layer behind the first counts[b] of N nodes, to `to`. */
+__attribute__((target(ISA))) static void NAME(advance)(const decoder_layer *l, int64_t batch, int64_t N,
+                                                      const int64_t *counts, float *to) {
+  for (int64_t i = 0; i < batch * l->num_value_heads; i++)
+    for (int64_t first = 0; first < l->value_size; first += 2 * LANES)
+      NAME(delta_rule)(l, i / l->num_value_heads, N, counts[i / l->num_value_heads], i % l->num_value_heads, first, l->state, to,
+                       NULL, 0, FLOAT32);
+}
+
+/* What the heads have read, normalised and gated, in place. */
+INLINE void NAME(gate_heads)(const decoding *s, const decoder_layer *l, int64_t *next) {
+  const decoder *d = s->d;
+  const int64_t H = l->num_value_heads, V = l->value_size, type = d->type;
+  for (int64_t task = take(next); task < d->batch * d->nodes * H; task = take(next)) {
+    float *const x = s->attended + task * V;
+    const float *const z = s->qkv + task / H * d->mixer_width + l->channels + task % H * V;
+    const VEC scale = SET1(NAME(inverse_rms)(x, V, d->eps));
+    for (int64_t k = 0; k < V; k += LANES) {
+      const VEC gate = NAME(load_some)(z + k, V - k), v = NAME(round)(NAME(load_some)(x + k, V - k) * scale, type);
+      const VEC scaled = NAME(round)(v * NAME(load_some)(l->mix_scale + k, V - k), type);
+      NAME(store_some)(x + k, NAME(round)(scaled * (gate * NAME(sigmoid)(gate)), type), V - k);
+    }
+  }
+  NAME(wait)(s);
+}
+
+/* A gated delta rule, from the products to `attended`. */
+INLINE void NAME(mix_heads)(const decoding *s, const decoder_layer *l, int64_t *convolved, int64_t *read, int64_t *gated) {
+  const decoder *d = s->d;
+  const int64_t N = d->nodes, H = l->num_value_heads, V = l->value_size, C = l->channels, type = d->type;
+  const int64_t blocks = (C + CHANNELS - 1) / CHANNELS, columns = (V + 2 * LANES - 1) / (2 * LANES);
+  for (int64_t task = take(convolved); task < d->batch * blocks; task = take(convolved)) {
+    const int64_t b = task / blocks, first = task % blocks * CHANNELS, last = min64(C, first + CHANNELS);
+    NAME(convolve)(s, l, b, first, last, l->mixed + b * N * C, C);
+    for (int64_t n = b * N; n < (b + 1) * N; n++) {
+      for (int64_t c = first; c < last; c += LANES) {
+        const VEC v = NAME(load_some)(l->mixed + n * C + c, last - c);
+        NAME(store_some)(l->mixed + n * C + c, NAME(round)(v * NAME(sigmoid)(v), type), last - c);
+      }
+      if (!first) NAME(rates)(l, s->qkv + n * d->mixer_width + C + H * V, l->rates + 2 * n * H, type);
+    }
+  }
+  NAME(wait)(s);
+  for (int64_t task = take(read); task < d->batch * H * columns; task = take(read))
+    NAME(delta_rule)(l, task / columns / H, N, N, task / columns % H, task % columns * 2 * LANES, l->state, l->next_state,
+                     s->attended, H * V, type);
+  NAME(wait)(s);
+  NAME(gate_heads)(s, l, gated);
+}
+
+/* A layer's convolution and what follows, with its projections, from `x` to `x`. */
+INLINE void NAME(mixer)(const decoding *s, const decoder_layer *l, float *own, int64_t *next) {
+  const decoder *d = s->d;
+  const int64_t R = d->batch * d->nodes, D = d->hidden_size, N = d->nodes, C = l->channels, H = l->num_value_heads;
+  const int64_t V = H * l->value_size, blocks = (C + CHANNELS - 1) / CHANNELS, width = l->o.cols;
+  const int type = (int)d->type;
+  float *const z = s->qkv + C;
+  const part in[] = {{&l->q, l->q_bias, s->qkv, l->q.rows}, {&l->z, NULL, z, V}, {&l->write, NULL, z + V, H},
+                     {&l->decay, NULL, z + V + H, H}};
+  NAME(pack_rows)(d, &l->q, s->x, R, l->input_norm, own + normed_at(d), own);
+  NAME(multiply_parts)(&(rows){own, R, D, d->mixer_width, 0, type, 0}, in, l->z.data ? 4 : 1, next);
+  NAME(wait)(s);
+  if (l->z.data) {
+    NAME(mix_heads)(s, l, next + 1, next + 7, next + 8);
+  } else {
+    for (int64_t task = take(next + 1); task < d->batch * blocks; task = take(next + 1)) {
+      const int64_t b = task / blocks, first = task % blocks * CHANNELS, last = min64(C, first + CHANNELS);
+      NAME(convolve)(s, l, b, first, last, s->attended + b * N * C, C);
+      for (int64_t r = b * N; r < (b + 1) * N; r++)
+        for (int64_t c = first; c < last; c++)
+          s->attended[r * C + c] = round1(s->attended[r * C + c] * s->qkv[r * d->mixer_width + C + c], type);
+    }
+    NAME(wait)(s);
+  }
+  NAME(pack_groups)(&l->o, s->attended, R, NULL, 0, own);
+  NAME(multiply_parts)(&(rows){own, R, width, D, 1, type, 0}, &(part){&l->o, l->o_bias, s->x, D}, 1, next + 2);
+  NAME(wait)(s);
+}

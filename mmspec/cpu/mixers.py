@@ -1,0 +1,58 @@
+"""States of layers with a convolution in place of attention (mixers.h), and what a forward logs of its nodes."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from mmspec.cpu.addresses import new_floats
+from mmspec.cpu.decoder_types import LayerState, NodeLog
+from mmspec.cpu.layers import LayerStruct
+from mmspec.cpu.weights import is_plain
+
+if TYPE_CHECKING:
+    from mmspec.cpu.c_kernel import CKernel
+
+
+def mixer_sizes(layers: Iterable[LayerStruct]) -> dict[str, int]:
+    """`mixer_width` and `mixer_size` of a decoder with these layers."""
+    mixers = [one for one in layers if one.conv]
+    widths = [one.q.rows + one.z.rows + one.write.rows + one.decay.rows for one in mixers]
+    return {"mixer_width": max(widths, default=0), "mixer_size": max((one.o.cols for one in mixers), default=0)}
+
+
+def log_nodes(
+    kernel: CKernel, layer: LayerStruct, state: LayerState, batch: int, nodes: int, dtype: torch.dtype
+) -> NodeLog | None:
+    """Let the next forward read this state of a layer, and log its nodes; None if the state is not as described."""
+    shape = batch, layer.channels, layer.conv_size
+    if state.conv.shape != shape or not is_plain(state.conv, dtype):
+        return None
+    window = torch.empty(*shape[:2], layer.conv_size + nodes, dtype=dtype, device="cpu")
+    layer.conv_state, layer.conv_window = state.conv.data_ptr(), window.data_ptr()
+    if not layer.z.data:
+        return NodeLog(window, None, _no_states)
+    sizes = batch, layer.num_value_heads, layer.key_size, layer.value_size
+    old = state.recurrent
+    if old is None or old.shape != sizes or not is_plain(old):
+        return None
+    mixed, rates = new_floats(batch * nodes, layer.channels), new_floats(batch * nodes, 2, layer.num_value_heads)
+    new = torch.empty_like(old)
+    layer.state, layer.next_state = old.data_ptr(), new.data_ptr()
+    layer.mixed, layer.rates = mixed.data_ptr(), rates.data_ptr()
+    known = LayerStruct.from_buffer_copy(layer)  # the next forward changes the other
+
+    def advance(counts: Tensor, memory: tuple[Tensor, ...] = (old, mixed, rates)) -> Tensor:
+        found = torch.empty_like(memory[0])
+        kernel.advance(ctypes.addressof(known), nodes, counts, found)
+        return found
+
+    return NodeLog(window, new, advance)
+
+
+def _no_states(counts: Tensor) -> Tensor:
+    raise RuntimeError("a convolution has no recurrent state")
