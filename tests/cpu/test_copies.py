@@ -15,8 +15,8 @@ from mmspec.cpu import copies as copies_module
 from mmspec.cpu.c_kernel import CKernel, load_kernel
 from mmspec.cpu.copies import CheckedWeights, WeightCopies
 from mmspec.cpu.decoder import CDecoder
-from mmspec.cpu.layers import LAYER_MATRICES
 
+MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
 pytestmark = pytest.mark.skipif(load_kernel() is None, reason="no compiler or another processor")
 
 
@@ -31,7 +31,7 @@ def rounded_model() -> Model:
     """Weights in float32 whose numbers are bfloat16."""
     model = make_model(SHAPES["odd sizes"], extras=True)
     layers = [
-        replace(one, **{name: getattr(one, name).bfloat16().float() for name in LAYER_MATRICES}) for one in model.layers
+        replace(one, **{name: getattr(one, name).bfloat16().float() for name in MATRICES}) for one in model.layers
     ]
     return replace(model, layers=layers, ends=replace(model.ends, lm_head=model.ends.lm_head.bfloat16().float()))
 
@@ -60,7 +60,7 @@ def test_copies_give_the_same_bits_from_the_second_forward_on(kernel: CKernel) -
         for number in range(3):
             assert checked(decoder).uses_copies == (number > 0)
             assert torch.equal(logits(decoder, model, number), logits(plain, model, number))
-    weights = [getattr(layer, name) for layer in model.layers for name in LAYER_MATRICES] + [model.ends.lm_head]
+    weights = [getattr(layer, name) for layer in model.layers for name in MATRICES] + [model.ends.lm_head]
     assert copies.nbytes == sum(weight.nbytes for weight in weights) // 2
     part, plain_part = decoder.restrict([1]), plain.restrict([1])
     for number in range(2):
@@ -86,7 +86,7 @@ EDITS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", [*LAYER_MATRICES, "lm_head"])
+@pytest.mark.parametrize("name", [*MATRICES, "lm_head"])
 @pytest.mark.parametrize("edit", EDITS)
 def test_an_edit_between_calls_is_seen(edit: str, name: str, kernel: CKernel) -> None:
     model, copies = rounded_model(), WeightCopies()
