@@ -45,7 +45,7 @@ class DrafterCosts:
             if found is None or found.device != kind:  # the model was moved
                 found = self._economies[drafter.name] = Economy(kind)
                 if CostStore.is_enabled():
-                    CostStore(_key(drafter, adapter)).read(found.restore)
+                    CostStore(cost_key(drafter, adapter)).read(found.restore)
             return found
 
     def count_call(self, drafter: Drafter, adapter: ModelAdapter) -> None:
@@ -53,7 +53,7 @@ class DrafterCosts:
         with self._lock:
             num_calls = self._num_calls[drafter.name] = self._num_calls.get(drafter.name, 0) + 1
         if num_calls > 1 and num_calls & (num_calls - 1) == 0 and CostStore.is_enabled():
-            CostStore(_key(drafter, adapter)).write(self.economy(drafter, adapter).snapshot())
+            CostStore(cost_key(drafter, adapter)).write(self.economy(drafter, adapter).snapshot())
 
 
 def load_kernel_choices(choices: KernelChoices) -> None:
@@ -79,7 +79,7 @@ def _kernel_store() -> CostStore:
     return CostStore({"kernels": TIMING_VERSION, "device": device, "torch": torch.__version__, "level": level})
 
 
-def _key(drafter: Drafter, adapter: ModelAdapter) -> dict[str, object]:
+def cost_key(drafter: Drafter, adapter: ModelAdapter) -> dict[str, object]:
     """What the costs depend on."""
     return {
         "target": [adapter.model_type, adapter.num_layers, adapter.text_config.hidden_size, adapter.vocab_size],

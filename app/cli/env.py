@@ -74,11 +74,12 @@ def judge_model(name: str, dtype: str, device: str, drafter: str = "auto") -> tu
     Raises:
         UsageError: it cannot be loaded.
     """
-    from mmspec.app.modeling.load import load_model
+    from mmspec.app.modeling.load import load_model, load_text_model
+    from mmspec.app.modeling.text import is_text_model
     from mmspec.targets.registry import find_adapter
     from mmspec.targets.selftest import judge
 
-    model, processor = load_model(name, dtype, device)
+    model, processor = (load_text_model if is_text_model(name) else load_model)(name, dtype, device)
     adapter = find_adapter(model)
     lines = [*adapter.traits().items(), *describe_drafter(drafter, adapter, processor)]
     reason = adapter.unsupported_reason()

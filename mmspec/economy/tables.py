@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections import deque
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 from mmspec.forks import new_lock
@@ -14,6 +14,8 @@ WINDOW = 9
 """Last measurements of one kind, of which the fastest third ends at the estimate: stalls only ever add time."""
 AGREE = 1.25
 """Ratio of the two fastest measurements up to which they are believed: first runs and stalls hardly ever agree."""
+SAME = 0.01
+"""Fraction by which an estimate must move to be another one."""
 NODE_COST = {"cpu": 0.11, "other": 0.01}
 """Assumed cost of one more node by device, as a fraction of a one-node forward, until it is measured."""
 
@@ -37,19 +39,27 @@ class Seconds:
         self.step = step
         self._last: dict[tuple[Hashable, int], dict[int, deque[float]]] = {}
         self._curves: dict[tuple[Hashable, int], list[tuple[int, float]]] = {}
+        self._points: dict[tuple[Hashable, int], dict[int, float]] = {}
         self._known: dict[tuple[Hashable, int], set[int]] = {}
         self._memo: dict[Hashable, dict[tuple[int, int], float | None]] = {}
         self._lock = new_lock()
 
     def add(self, what: Hashable, rows: int, size: int, seconds: float) -> None:
         """Add a measurement; what no clock that runs can show is left out."""
-        if 0 < seconds < math.inf:
-            with self._lock:
-                last = self._last.setdefault((what, rows), {}).setdefault(size, deque(maxlen=WINDOW))
-                last.append(seconds)
-                self._known.setdefault((what, rows), set())
-                self._curves[what, rows] = self._curve(what, rows)
-                self._memo[what] = {}
+        if not 0 < seconds < math.inf:
+            return
+        with self._lock:
+            last = self._last.setdefault((what, rows), {}).setdefault(size, deque(maxlen=WINDOW))
+            last.append(seconds)
+            runs = sorted(last)
+            points, known = self._points.setdefault((what, rows), {}), self._known.setdefault((what, rows), set())
+            value, agrees = runs[(len(runs) - 1) // 3], len(runs) > 1 and runs[1] <= AGREE * runs[0]
+            if abs(value - points.get(size, math.inf)) <= SAME * value and agrees == (size in known):
+                return  # most measurements change nothing: this is done in each round
+            points[size] = value
+            (known.add if agrees else known.discard)(size)
+            self._curves[what, rows] = self._curve(rows, points, known)
+            self._memo[what] = {}
 
     def count(self, what: Hashable, rows: int, size: int | None = None) -> int:
         """Measurements that the estimate is of; of all sizes together without one."""
@@ -98,19 +108,13 @@ class Seconds:
         (below, below_s), (above, above_s) = curve[index - 1], curve[index]
         return below_s + (above_s - below_s) * (size - below) / (above - below)
 
-    def _curve(self, what: Hashable, rows: int) -> list[tuple[int, float]]:
+    def _curve(self, rows: int, measured: Mapping[int, float], known: Collection[int]) -> list[tuple[int, float]]:
         """(size, seconds), rising in both: a cheaper larger size shows that the runs of a smaller one were slow.
 
         First runs are slow, since kernels are selected and memory is allocated then: nothing that is worse than assumed
         follows from runs that do not agree.
         """
-        points, known = list[tuple[int, float]](), self._known[what, rows]
-        for size, last in sorted(self._last[what, rows].items()):
-            runs = sorted(last)
-            points.append((size, runs[(len(runs) - 1) // 3]))
-            known.discard(size)
-            if len(runs) > 1 and runs[1] <= AGREE * runs[0]:
-                known.add(size)
+        points = sorted(measured.items())
         for index, (size, seconds) in enumerate(points):
             if size not in known:
                 others = [one for one in points if one[0] in known] or points[: index + 1]
@@ -147,6 +151,7 @@ class Seconds:
                 key: {size: deque(one, WINDOW) for size, one in sizes.items()} for key, sizes in self._last.items()
             }
             twin._curves = dict(self._curves)
+            twin._points = {key: dict(points) for key, points in self._points.items()}
             twin._known = {key: set(known) for key, known in self._known.items()}
         return twin
 

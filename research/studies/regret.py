@@ -6,6 +6,7 @@ import argparse
 import copy
 import itertools
 import json
+import math
 import os
 import sys
 import time
@@ -26,12 +27,15 @@ method
   Greedy calls of up to --tokens tokens, by transformers alone (`generate`) and by each drafter, in turn, call by call,
   so that a busy machine slows all of them. Each drafter has a patched model of its own over the same weights, and
   nothing that was stored by earlier processes: making a copy counts for the call in which it is made, or the first one.
-  Every call is a line of --out as soon as it ends. Printed for each cell (model, type, rows, tokens): milliseconds a
-  token in the first call, the first ten and the last ten, and the speed of `auto` over the best fixed drafter and
+  Every call is a line of --out as soon as it ends; short cells come first. When --minutes are over, no further call of
+  each drafter is begun, but the first of a cell. Printed for each cell as it ends (model, type, rows, tokens):
+  milliseconds a token in the first call, the first ten and the last ten, and the speed of `auto` over the best fixed
+  drafter and
   over `none`.
 
 examples
   python -m research.studies.regret --models ./Qwen2.5-Coder-0.5B --quick
+  python -m research.studies.regret --models scenes,./SmolLM2-135M-Instruct --minutes 60
 """
 DRAFTERS = ("none", "hybrid", "quantized")
 """Fixed ones; scenes has heads of its own."""
@@ -50,8 +54,8 @@ def inputs_of(prepared: Iterator[dict[str, Any]], rows: int, count: int, dtype: 
     return [{name: repeated(value, rows, dtype) for name, value in call.items()} for call in calls]
 
 
-def run_cell(cell: dict[str, Any], options: argparse.Namespace) -> dict[str, list[tuple[float, int]]]:
-    """Seconds and new tokens of each call of each drafter; each call is written as it ends."""
+def run_cell(cell: dict[str, Any], options: argparse.Namespace, end_time: float) -> dict[str, list[tuple[float, int]]]:
+    """Seconds and new tokens of each call of each drafter until `end_time`; each call is written as it ends."""
     model, prepared = requests(cell["model"], 1000)
     model = model.to(getattr(torch, cell["dtype"])).eval()
     calls = inputs_of(prepared, cell["rows"], options.calls, model.dtype)
@@ -64,6 +68,8 @@ def run_cell(cell: dict[str, Any], options: argparse.Namespace) -> dict[str, lis
         mmspec.patch(models[name], drafter=name)
         started[name] = time.perf_counter() - start
     for number, call in enumerate(calls):
+        if number and time.perf_counter() > end_time:
+            break
         turn = number % len(names)
         for name in (*names[turn:], *names[:turn]):
             start = time.perf_counter()
@@ -82,7 +88,7 @@ def run_cell(cell: dict[str, Any], options: argparse.Namespace) -> dict[str, lis
 
 def table(cell: dict[str, Any], found: dict[str, list[tuple[float, int]]]) -> Iterator[str]:
     """Lines of one cell: milliseconds a token, and what `auto` reaches."""
-    yield ", ".join(map(str, cell.values()))
+    yield ", ".join(map(str, cell.values())) + f": {len(found['auto'])} calls"
     for window, calls in WINDOWS.items():
         sums = {name: [sum(one) for one in zip(*each[calls], strict=True)] for name, each in found.items()}
         means = {name: 1e3 * seconds / max(1, count) for name, (seconds, count) in sums.items()}
@@ -102,14 +108,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--calls", type=positive_int, default=50)
     parser.add_argument("--out", type=Path, default=Path("regret.jsonl"), help="a line for each call (appended)")
     parser.add_argument("--quick", action="store_true", help="bfloat16, one row, ten calls of 64 tokens")
+    parser.add_argument("--minutes", type=positive_int, help="begin no further calls after so many")
     options = parser.parse_args(argv)
     os.environ[SWITCH] = "0"
     if options.quick:
         options.dtypes, options.rows, options.tokens, options.calls = ["bfloat16"], ["1"], ["64"], 10
+    end_time = time.perf_counter() + (60 * options.minutes if options.minutes else math.inf)
     cells = itertools.product(options.models, options.dtypes, map(int, options.rows), map(int, options.tokens))
-    for values in cells:
+    for values in sorted(cells, key=lambda values: values[2] * values[3]):
+        if time.perf_counter() > end_time:
+            break
         cell = dict(zip(("model", "dtype", "rows", "tokens"), values, strict=True))
-        for line in table(cell, run_cell(cell, options)):
+        for line in table(cell, run_cell(cell, options, end_time)):
             print(line, flush=True)
     return 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,15 @@ import tiny_models as tiny
 import torch
 
 import mmspec
+from mmspec.app.cli.env import describe_drafter
 from mmspec.app.cli.main import main
+from mmspec.costs import cost_key
 from mmspec.economy.chooser import Chooser
 from mmspec.economy.known import Economy, Source
 from mmspec.economy.store import FORMAT, CostStore
 from mmspec.files import cache_folder
+from mmspec.resolve import resolve_drafter
+from mmspec.targets.registry import find_adapter
 
 SOURCE = Source("head", None, 0.75, 0.1, 6)
 KEY = {"target": ["llava", 2], "drafter": "flash"}
@@ -128,6 +133,62 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     store = CostStore(KEY, tmp_path / "file" / "costs")
     store.write(measured().snapshot())
     assert restored(tmp_path / "file" / "costs")[0] is False
+
+
+def test_what_cannot_be_used_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "mmspec")
+    store, blocked = CostStore(KEY, tmp_path), CostStore(KEY, tmp_path / "file" / "costs")
+    store.write(measured().snapshot())
+    store.path.write_bytes(store.path.read_bytes()[:-20])
+    (tmp_path / "file").write_text("")
+    for _ in range(3):
+        restored(tmp_path)
+        blocked.write(measured().snapshot())
+    assert [one.levelname for one in caplog.records] == ["INFO", "INFO"]
+    assert "is ignored" in caplog.text and "cannot be written" in caplog.text
+
+
+@pytest.mark.parametrize("what", ["target", "dtype", "attention", "device", "drafter", "torch"])
+def test_costs_are_of_one_machine_model_and_version(tmp_path: Path, what: str) -> None:
+    """Those of another one lie in another file, and are refused where they were copied to this one."""
+    adapter = find_adapter(tiny.build_model(tiny.ModelSpec("llava", seed=4)))
+    here = cost_key(resolve_drafter("lookup", adapter, None), adapter)
+    store, other = CostStore(here, tmp_path), CostStore(here | {what: "another"}, tmp_path)
+    assert store.path != other.path
+    other.write(measured().snapshot())
+    other.path.rename(store.path)
+    economy = Economy()
+    assert not store.read(economy.restore) and economy.snapshot() == Economy().snapshot()
+
+
+def test_a_file_that_two_processes_share(tmp_path: Path) -> None:
+    """Each finds what one of them has written, whole."""
+    found: list[bool] = []
+
+    def work(accepted: int) -> None:
+        content = measured(accepted).snapshot()
+        for _ in range(20):
+            CostStore(KEY, tmp_path).write(content)
+            found.append(restored(tmp_path)[0])
+
+    workers = [threading.Thread(target=work, args=(accepted,)) for accepted in (0, 2)]
+    for one in workers:
+        one.start()
+    for one in workers:
+        one.join()
+    assert found == [True] * 40 and [path.suffix for path in tmp_path.iterdir()] == [".json"]
+
+
+def test_env_tells_the_next_round_and_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MMSPEC_CACHE", str(tmp_path))
+    monkeypatch.setenv("MMSPEC_COST_CACHE", "1")
+    adapter = find_adapter(tiny.build_model(tiny.ModelSpec("llava", seed=4)))
+    drafter = resolve_drafter("lookup", adapter, None)
+    assert "nothing was measured here yet" in dict(describe_drafter("lookup", adapter, None))["the next round"]
+    CostStore(cost_key(drafter, adapter)).write(measured().snapshot())
+    first, second = [line for line in describe_drafter("lookup", adapter, None) if "tokens/s" in line[1]]
+    assert first[0] == "the next round" and "a draft by head: 2.70 tokens in " in first[1]
+    assert second == ("rather than", "plain decoding: 1.00 tokens in 1.02e+03 ms, 1.0 tokens/s")
 
 
 @pytest.mark.parametrize("switch", ["0", "1"])
