@@ -22,11 +22,12 @@ RUNS: dict[str, tuple[list[str], str]] = {
     "own_drafter": ([], "outputs identical"),
     "train_head": (["run", "1", "scenes", *PICTURES[:2]], "outputs identical"),
     "serve_head": (["run", "1", "scenes", *PICTURES[:2]], '"model": "run/served"'),
+    "json_answers": ([], "identical to plain generate: True"),
     "ray_pipeline": (["captions"], "sits at the top"),
     "lmms_eval_scores": ([], "auto ["),
 }
 """{script: (its arguments, a part of what it prints)}."""
-NEEDS = {"ray_pipeline": "ray", "lmms_eval_scores": "lmms_eval"}
+NEEDS = {"json_answers": "xgrammar", "ray_pipeline": "ray", "lmms_eval_scores": "lmms_eval"}
 
 
 def run_example(name: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

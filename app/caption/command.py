@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from mmspec.app.caption.batch_size import AUTO_BATCH_SIZE
 from mmspec.app.caption.config import MAX_PIXELS, CaptionConfig, ProcessInfo
 from mmspec.app.caption.options import EPILOG, add_options, choose_format
+from mmspec.app.caption.schema import build_grammar, check_schema, schema_columns
 from mmspec.app.caption.variants import check_variants
 from mmspec.app.cli.arguments import Commands, add_command, hide_progress_bars, validate_drafter
 from mmspec.app.cli.options import given, read_options
@@ -22,6 +23,7 @@ from mmspec.messages import printable
 
 if TYPE_CHECKING:
     from mmspec.app.caption.report import JobReport
+    from mmspec.app.io.columns import ScalarKind
     from mmspec.app.io.item import Item
     from mmspec.app.io.output import Output
     from mmspec.app.io.shards import ShardFormat
@@ -135,6 +137,13 @@ def check_options(config: CaptionConfig) -> None:
     if config.batch_size == AUTO_BATCH_SIZE and config.temperature > 0:
         raise UsageError("sampled captions depend on the batches: give --batch-size a number with --temperature")
     check_texts(config)
+    if config.json_schema is not None:
+        for name in ("stop", "start", "prefix", "suffix", "cut_loops"):
+            if getattr(config, name):
+                raise UsageError(
+                    f"--{name.replace('_', '-')} does not go with --json-schema: captions are JSON as they are"
+                )
+        check_schema(config.json_schema)
     check_variants(config)
     if config.out == "-" and config.format != "jsonl" and not config.writes_texts:
         what = "a folder of shards: give --out FOLDER" if config.has_shards else "a file: give --out FILE"
@@ -202,7 +211,7 @@ def build_output(config: CaptionConfig, process: ProcessInfo) -> Output:
             return FileOutput(out, settings, **ranks, **options)
         if config.format == "csv":
             return CsvOutput(out, settings, config.columns(), **ranks, **options)
-        shards = build_format(config.format, config.columns())
+        shards = build_format(config.format, config.columns(), schema_columns(config.json_schema))
         return ShardedOutput(out, settings, shards, **ranks, **options, rows_per_shard=config.rows_per_shard)
     if process.world_size > 1:
         raise UsageError(
@@ -254,8 +263,8 @@ def build_sidecars(config: CaptionConfig, process: ProcessInfo) -> Output:
     return output
 
 
-def build_format(name: str, columns: Sequence[str]) -> ShardFormat:
-    """The shard format of that name, for rows with these columns.
+def build_format(name: str, columns: Sequence[str], added: Mapping[str, ScalarKind] | None = None) -> ShardFormat:
+    """The shard format of that name, for rows with these columns, of which some are of the job's own.
 
     Raises:
         UsageError: a package that it needs is not installed.
@@ -264,7 +273,7 @@ def build_format(name: str, columns: Sequence[str]) -> ShardFormat:
     from mmspec.app.io.tar_shards import TarShards
 
     formats: dict[str, Callable[[], ShardFormat]] = {
-        "parquet": lambda: ParquetShards(columns),
+        "parquet": lambda: ParquetShards(columns, added),
         "webdataset": TarShards,
     }
     return formats[name]()
@@ -289,6 +298,9 @@ def build_captioner(config: CaptionConfig, process: ProcessInfo) -> Captioner:
     def check(processor: Any) -> None:
         name = f"--model {Path(config.model).name}"
         check_chat(processor, name, config.prompt, chat)
+        if config.json_schema is not None:
+            tokenizer = processor.tokenizer
+            build_grammar(config.json_schema, tokenizer, len(tokenizer), [tokenizer.eos_token_id or 0])
         banned.extend(banned_tokens(processor.tokenizer, config.ban_words, name))
 
     model, processor = load_model(
@@ -304,7 +316,7 @@ def build_captioner(config: CaptionConfig, process: ProcessInfo) -> Captioner:
     except (OSError, TypeError, ValueError) as error:
         raise UsageError(f"--model {config.model} --drafter {config.drafter}: {one_line(error, 600)}") from error
     shared = SharedMedia() if config.num_variants > 1 else None
-    return Captioner(
+    captioner = Captioner(
         model,
         processor,
         config.max_new_tokens,
@@ -314,6 +326,10 @@ def build_captioner(config: CaptionConfig, process: ProcessInfo) -> Captioner:
         shared,
         hide_start=config.hide_start,
     )
+    if config.json_schema is not None:
+        width = model.get_output_embeddings().weight.shape[0]
+        captioner.grammar = build_grammar(config.json_schema, processor.tokenizer, width, captioner.eos_ids)
+    return captioner
 
 
 def resolve_reuse(config: CaptionConfig, dtype: Any) -> bool:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from mmspec.app.caption.batch_size import AUTO_BATCH_SIZE, MAX_AUTO_SIZE
 from mmspec.app.caption.option_fields import PROMPT, VIDEO_PROMPT, CaptionOptions
+from mmspec.app.caption.schema import schema_columns
 from mmspec.app.cli.arguments import DEFAULT_MODEL
 from mmspec.app.cli.options import described
 from mmspec.app.errors import UsageError, one_line
@@ -92,7 +93,8 @@ class CaptionConfig(CaptionOptions):
         """
         from mmspec.app.io.columns import ROW_COLUMNS, choose_columns
 
-        return tuple(ROW_COLUMNS) if self.fields is None else choose_columns(self.fields, bool(self.compare))
+        own = tuple(ROW_COLUMNS) if self.fields is None else choose_columns(self.fields, bool(self.compare))
+        return (*own, *schema_columns(self.json_schema))
 
     def sampling(self) -> Sampling:
         """How tokens are chosen."""

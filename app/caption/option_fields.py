@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mmspec.app.caption import values as parse
+from mmspec.app.caption.schema import read_schema
 from mmspec.app.cli import arguments as common
 from mmspec.app.cli.options import option
 from mmspec.app.io.table_options import TableOptions
@@ -167,6 +168,14 @@ class CaptionOptions(TableOptions):
     hide_start: bool = option(False, "leave the --start out of the caption", _CAPTIONS, decides="if set")
     ban_words: tuple[str, ...] = option(
         (), "a word a line that no caption has", _CAPTIONS, parse=parse.read_words, metavar="FILE", decides="if set"
+    )
+    json_schema: str | None = option(
+        None,
+        "captions are JSON that this schema describes, its properties columns json.NAME (extra json)",
+        _CAPTIONS,
+        parse=read_schema,
+        metavar="FILE",
+        decides="if set",
     )
     cut_loops: bool = option(
         False,

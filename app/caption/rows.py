@@ -14,6 +14,7 @@ from mmspec.app.caption.batch_size import BatchSizer
 from mmspec.app.caption.config import SCENES_MODEL, CaptionConfig, derive_seed, prompt_sha1
 from mmspec.app.caption.loops import LOOP, without_loop
 from mmspec.app.caption.progress import print_stderr
+from mmspec.app.caption.schema import column_values, fault_of, schema_columns
 from mmspec.app.caption.variants import picture_number
 from mmspec.app.errors import one_line
 from mmspec.app.io.columns import GENERATION, ROW_COLUMNS
@@ -173,6 +174,10 @@ class RowCaptioner:
         """The caption, without a loop at its end; a failure if the output ended before there was one."""
         from mmspec.app.modeling.captioner import CUT_WHILE_THINKING
 
+        schema = self.config.json_schema
+        if schema is not None and (fault := fault_of(schema, caption.caption)) is not None:
+            cut = f" (cut after {caption.n_new_tokens} tokens)" if caption.finish_reason == "length" else ""
+            return Failure("BadJson", f"{fault}{cut}")
         if caption.finish_reason != CUT_WHILE_THINKING:
             text = without_loop(caption.caption) if self.config.cut_loops else None
             return caption if text is None else replace(caption, caption=text, finish_reason=LOOP)
@@ -186,7 +191,8 @@ class RowCaptioner:
         config, provenance = self.config, self.model.provenance
         is_video = None if isinstance(media, ImageError) else isinstance(media, Video)
         prompt = item.resolve_prompt(config.prompt, is_video)
-        row: Row = dict.fromkeys(ROW_COLUMNS)
+        schema = config.json_schema
+        row: Row = dict.fromkeys((*ROW_COLUMNS, *schema_columns(schema)))
         row |= {"id": item.id, "file_name": item.file_name, "index": item.index, "mmspec_version": mmspec_version()}
         row["file_stamp"] = file_stamp(item) if isinstance(media, ImageError) else item.stamp
         row |= {"prompt": prompt, "prompt_sha1": prompt_sha1(prompt), "finish_reason": "error"}
@@ -199,6 +205,7 @@ class RowCaptioner:
             row["error"] = {"type": result.kind, "message": result.message}
         else:
             row |= asdict(result)
+            row |= {} if schema is None else column_values(schema, result.caption)
             row["caption"] = f"{config.prefix}{result.caption}{config.suffix}"
         found: Row = escaped_values(row)
         return found

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from mmspec.app.io import jsonl
-from mmspec.app.io.columns import COMPARED_COLUMNS, ROW_COLUMNS, STATE_COLUMNS, Column
+from mmspec.app.io.columns import COMPARED_COLUMNS, ROW_COLUMNS, STATE_COLUMNS, Column, ScalarKind
 from mmspec.app.io.item import Item
 from mmspec.app.io.jsonl import Row
 from mmspec.app.io.output import Finished
@@ -22,16 +22,19 @@ class ParquetShards:
 
     suffix, open_suffix = ".parquet", ".jsonl"
 
-    def __init__(self, columns: Sequence[str] = tuple(ROW_COLUMNS)) -> None:
-        """For rows with these columns."""
+    def __init__(
+        self, columns: Sequence[str] = tuple(ROW_COLUMNS), added: Mapping[str, ScalarKind] | None = None
+    ) -> None:
+        """For rows with these columns, of which some are of the job's own."""
         with needs_extra("--format parquet"):
             import pyarrow
             import pyarrow.parquet
         self._pa, self._pq, self._columns = pyarrow, pyarrow.parquet, tuple(columns)
+        self._kinds = {**ROW_COLUMNS, **(added or {})}
 
     def schema(self) -> Any:
         """The columns and their types."""
-        return self._pa.schema([(name, self._type(ROW_COLUMNS[name])) for name in self._columns])
+        return self._pa.schema([(name, self._type(self._kinds[name])) for name in self._columns])
 
     def _type(self, column: Column) -> Any:
         if isinstance(column, Mapping):

@@ -115,6 +115,7 @@ class Captioner:
 
     Attributes:
         shared: what is kept of a batch for further prompts about its pictures; None: nothing.
+        grammar: of xgrammar, which all answers follow; None for free text.
         hide_start: what answers are made to begin with (`chat.start`) is no part of captions.
     """
 
@@ -127,6 +128,7 @@ class Captioner:
     shared: SharedMedia | None = None
     comparison: ComparisonTotals = field(default_factory=ComparisonTotals)
     hide_start: bool = False
+    grammar: Any = None
     _prompt_end: Sequence[int] = ()
 
     @property
@@ -226,6 +228,10 @@ class Captioner:
         options |= self.sampling.generation_kwargs(self.model.generation_config)
         if self.stop:
             options |= {"stop_strings": list(self.stop), "tokenizer": self.processor.tokenizer}
+        if self.grammar is not None:
+            from xgrammar.contrib.hf import LogitsProcessor
+
+            options["logits_processor"] = [LogitsProcessor(self.grammar)]  # of one call
         return options
 
     def _captions(self, inputs: dict[str, Any], output: Tensor, seconds: float) -> list[Caption]:
@@ -305,6 +311,8 @@ class Captioner:
         return list(zip(same, texts, strict=True))
 
     def _locate_difference(self, inputs: dict[str, Any], seed: int) -> str:
+        if self.grammar is not None:
+            return "not looked for: a grammar serves one call"
         torch.manual_seed(seed)
         found = mmspec.compare(self.model, inputs, **self.generation_kwargs()).first_divergence
         if found is None:
