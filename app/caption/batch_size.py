@@ -15,7 +15,7 @@ MEMORY_SHARE = 0.45
 MIN_BATCH_GAIN = 1.05
 """Rows per second of a doubled batch over those before, below which the smaller size is taken."""
 BATCHES_PER_SIZE = 2
-"""Batches of one size that are measured; the first warms up. One more if they are no faster: one may have stalled."""
+"""Batches of one size that are measured. One more if they are no faster: one may have stalled."""
 
 
 class BatchSizer:
@@ -26,10 +26,11 @@ class BatchSizer:
     """
 
     def __init__(self, batch_size: int) -> None:
+        from mmspec.economy.tables import Seconds  # late: it imports torch, and the command line reads this module
+
         self._searching = batch_size == AUTO_BATCH_SIZE
         self.size = FIRST_AUTO_SIZE if self._searching else batch_size
-        self._measured = 0
-        self._rate = self._previous_rate = 0.0
+        self._seconds = Seconds(step=1.0)
 
     def limit(self, size: int) -> None:
         """Never run more than `size` rows again: more did not fit."""
@@ -40,21 +41,28 @@ class BatchSizer:
         """Time a batch of `num_rows`."""
         start = time.perf_counter()
         yield
-        if self._searching and num_rows == self.size:
-            self._add(num_rows / max(1e-9, time.perf_counter() - start))
+        self.add(num_rows, time.perf_counter() - start)
 
-    def _add(self, rows_per_s: float) -> None:
-        self._measured += 1
-        self._rate = max(self._rate, rows_per_s)
-        if self._measured < BATCHES_PER_SIZE:
+    def add(self, num_rows: int, seconds: float) -> None:
+        """Add what a batch of `num_rows` took."""
+        if not self._searching or num_rows != self.size:
             return
-        if self._rate < MIN_BATCH_GAIN * self._previous_rate:
-            if self._measured > BATCHES_PER_SIZE:
+        self._seconds.add("batch", 1, num_rows, seconds)
+        measured = self._seconds.count("batch", 1, num_rows)
+        if measured < BATCHES_PER_SIZE:
+            return
+        if self._gain() < MIN_BATCH_GAIN:
+            if measured > BATCHES_PER_SIZE:
                 self.limit(self.size // 2)
         elif 2 * self.size > MAX_AUTO_SIZE or used_memory_share() > MEMORY_SHARE:
             self._searching = False
         else:
-            self.size, self._previous_rate, self._rate, self._measured = 2 * self.size, self._rate, 0.0, 0
+            self.size *= 2
+
+    def _gain(self) -> float:
+        """Rows per second over those of batches of half the size."""
+        whole_s, half_s = (self._seconds.get("batch", 1, size) for size in (self.size, self.size // 2))
+        return 2 * (half_s or 0.0) / (whole_s or 1.0) if self.size > FIRST_AUTO_SIZE else MIN_BATCH_GAIN
 
 
 def used_memory_share() -> float:
