@@ -103,9 +103,9 @@ def _build_model_drafter(drafter: Any, adapter: Any, tokenizer: Any) -> Drafter 
 
         folder = model_folder(drafter) if isinstance(drafter, str) else None
         if folder is not None and is_exported_head(folder, adapter):
-            from mmspec.drafters.mtp.layered import mtp_drafter
+            from mmspec.drafters.mtp.drafter import MTPDrafter
 
-            return mtp_drafter(read_own_head(adapter, folder))
+            return MTPDrafter(read_own_head(adapter, folder))
         if folder is None or not is_model_folder(folder):
             return None
         if not os.path.isdir(drafter):

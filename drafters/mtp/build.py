@@ -28,7 +28,7 @@ def own_drafter(given: str, target: TargetInfo, is_asked_for: bool = True) -> Dr
         OSError: such a file cannot be read.
     """
     from mmspec.drafters.mtp.assistant import AssistantDrafter
-    from mmspec.drafters.mtp.layered import mtp_drafter
+    from mmspec.drafters.mtp.drafter import MTPDrafter
     from mmspec.drafters.registry import warn_once
     from mmspec.interfaces import OwnHeadError
 
@@ -41,7 +41,7 @@ def own_drafter(given: str, target: TargetInfo, is_asked_for: bool = True) -> Dr
         if folder is not None and not os.path.isdir(folder):
             folder = _cached(folder)
         if name == "mtp":
-            return mtp_drafter(target.read_own_head(folder), **ids)
+            return MTPDrafter(target.read_own_head(folder), **ids)
         return AssistantDrafter(target.find_assistant(), **ids)
     except (OwnHeadError, OSError) as error:
         if is_asked_for or not isinstance(error, OwnHeadError) or error.is_expected:

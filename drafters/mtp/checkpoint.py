@@ -17,7 +17,6 @@ from torch import Tensor
 from mmspec.drafters.checkpoints.format import CONFIG_NAME, WEIGHTS_NAME, HeadMetadata
 from mmspec.drafters.heads.base.drafter import HeadDrafter
 from mmspec.drafters.mtp.drafter import MTPDrafter
-from mmspec.drafters.mtp.layered import mtp_drafter
 from mmspec.files import atomic_write
 from mmspec.interfaces import SharedEmbeddings, TargetInfo
 from mmspec.weight_files import TensorFiles
@@ -36,7 +35,7 @@ def load_tuned(folder: Path, metadata: HeadMetadata, target: TargetInfo, name: s
         raise ValueError(f"{folder} holds a head of its target's own layers, which must be loaded: name the target.")
     ids = TensorFiles(folder)
     draft_ids = ids.read("draft_ids") if "draft_ids" in ids.names else None
-    drafter = mtp_drafter(target.read_own_head(folder), name=name, draft_ids=draft_ids)
+    drafter = MTPDrafter(target.read_own_head(folder), name=name, draft_ids=draft_ids)
     drafter.fix_visual_mode(metadata.visual_mode)
     return drafter
 

@@ -7,7 +7,7 @@ here do (`HeadDrafter`).
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 
@@ -24,25 +24,19 @@ CHAIN_TOP_K = 1
 
 
 class MTPExpander(AutoregressiveExpander):
-    """Levels of repetitions of the head; what each carries on is up to the family."""
+    """Levels of repetitions of the head, each on what it carries on."""
 
     def expand(self, level: int, inputs_embeds: Tensor, parent_hidden: Tensor) -> Tensor:
-        drafter = self.drafter
-        assert isinstance(drafter, MTPDrafter)
-        return super().expand(level, inputs_embeds, drafter.carried(parent_hidden))
+        head = self.drafter.head
+        assert isinstance(head, MTPHead)
+        return super().expand(level, inputs_embeds, head.carried(parent_hidden))
 
 
 class MTPDrafter(OwnDrafter, HeadDrafter):
-    """Drafts with an `MTPHead`.
-
-    Attributes:
-        carry: "post" or "pre", see `HeadRule`.
-    """
+    """Drafts with an `MTPHead`."""
 
     noun = "MTP head"
     head: MTPHead
-    head_class: ClassVar[type[MTPHead]] = MTPHead
-    expander_class: ClassVar[type[MTPExpander]] = MTPExpander
     records_drafts = True
 
     def __init__(
@@ -62,10 +56,9 @@ class MTPDrafter(OwnDrafter, HeadDrafter):
             name: see `HeadDrafter`.
             options: `draft_ids` and `frequent_ids`, see `OwnDrafter`.
         """
-        rule = parts.rule
         super().__init__(
-            self.head_class(parts),
-            rule.visual_modes[0],
+            MTPHead(parts),
+            parts.visual_modes[0],
             parts.description,
             num_layers=parts.num_layers,
             name=name,
@@ -73,22 +66,8 @@ class MTPDrafter(OwnDrafter, HeadDrafter):
             top_k=CHAIN_TOP_K if parts.chains_only else top_k,
             **options,
         )
-        self.carry = rule.carry
-
-    @property
-    def settings(self) -> tuple[str, ...]:
-        return (self.visual_mode, self.carry)
 
     def draft_tree(self, state: DraftState, max_nodes: int, num_levels: int) -> DraftTree:
         """Repeat the head on its own output, the `top_k` most likely nodes of each level."""
         top_k = min(self.top_k_on(state.last_hidden.device), state.logit_bias.shape[0])
-        expander = self.expander_class(self, state, top_k)
-        return expand_levels(state, expander, top_k, max_nodes=max_nodes, num_levels=num_levels)
-
-    def carried(self, states: Tensor) -> Tensor:
-        """[..., D] outputs of the head -> what the next draft token reads in place of the target's hidden state."""
-        return self.head.carried(states, self.carry)
-
-    def pending_inputs(self, state: DraftState, tokens: Tensor, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        """See `HeadReader`."""
-        return super().pending_inputs(state, tokens, self.head.hidden_states(hidden_states))
+        return expand_levels(state, MTPExpander(self, state, top_k), top_k, max_nodes=max_nodes, num_levels=num_levels)

@@ -1,7 +1,7 @@
 """`MTPHead`: the head in the target's checkpoint as an `DraftHead`, so that it drafts by the same code.
 
 Its output is z, the state before the output norm (`mmspec.interfaces.own_head`): `logits` norms it, and the drafter
-norms it where the family carries o on.
+norms it before it reads it again.
 """
 
 from __future__ import annotations
@@ -26,20 +26,18 @@ class MTPHead(DraftHead):
     """`fc` over two normed inputs and a decoder layer of the target's class.
 
     Attributes:
-        rule: of its family.
         files: how it is stored.
-        carry: "post" or "pre", see `HeadRule`; what it is trained with.
+        zeroes_first: see `OwnHead`.
     """
 
     lm_head: Tensor | None
-    final_scale: Tensor | None
 
     def __init__(self, parts: OwnHead) -> None:
         section = parts.mrope_section
         shape = (parts.hidden_size, 0, 1, 1, parts.vocab_size)
         super().__init__(HeadConfig(*shape, mrope_section=section, rotary_dim=2 * sum(section)))
-        self.rule, self.files = parts.rule, parts.files
-        self.carry, self.visual_modes = parts.rule.carry, parts.rule.visual_modes
+        self.files, self.zeroes_first = parts.files, parts.zeroes_first
+        self.visual_modes = parts.visual_modes
         self.window = parts.window
         self._rotary_embedding = parts.rotary_embedding
         self.fc = cast(nn.Linear, parts.fc)
@@ -48,28 +46,19 @@ class MTPHead(DraftHead):
         self.block = parts.block
         self.output_norm = parts.output_norm
         self.row_cache = RowCache()
-        self.register_buffer("final_scale", parts.final_scale, persistent=False)
         self.register_buffer("lm_head", parts.lm_head, persistent=False)  # not trained: as large as the vocabulary
 
     def prepare(self, inputs: DraftInputs) -> DraftInputs:
         """See `DraftHead`; families whose first row reads no embedding get zeros there."""
-        inputs = replace(inputs, hidden_states=self.hidden_states(inputs.hidden_states))
-        if not self.rule.zeroes_first or inputs.position_ids is None:
+        if not self.zeroes_first or inputs.position_ids is None:
             return inputs
         is_first = (inputs.position_ids == 0)[..., None]
         zeroed = inputs.next_embeds.masked_fill(is_first, 0)
         return replace(inputs, next_embeds=zeroed, visual_mask=inputs.visual_mask & ~is_first[..., 0])
 
-    def hidden_states(self, final: Tensor) -> Tensor:
-        """[..., D] what the head reads of the target's states after the final norm.
-
-        Those before it, up to their length, which its own norm takes away: the final norm's factor is divided out.
-        """
-        return final if self.final_scale is None else final / self.final_scale.to(final.dtype)
-
-    def carried(self, states: Tensor, carry: str | None = None) -> Tensor:
+    def carried(self, states: Tensor) -> Tensor:
         """[..., D] outputs of the head -> what the next draft token reads in place of the target's hidden state."""
-        carried: Tensor = self.output_norm(states) if (carry or self.carry) == "post" else states
+        carried: Tensor = self.output_norm(states)
         return carried
 
     def stored_tensors(self) -> dict[str, Tensor]:
@@ -92,7 +81,7 @@ class MTPHead(DraftHead):
     def fuse(self, inputs_embeds: Tensor, hidden_states: Tensor) -> Tensor:
         """[..., D] inputs of the block."""
         parts = (self.embedding_norm(inputs_embeds), self.hidden_norm(hidden_states))
-        fused: Tensor = self.fc(torch.cat(parts if self.rule.embedding_first else parts[::-1], dim=-1))
+        fused: Tensor = self.fc(torch.cat(parts, dim=-1))
         return fused
 
     def forward(

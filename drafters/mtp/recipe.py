@@ -41,12 +41,7 @@ class Mtp(HeadMethod):
         self.check_sizes(sizes)
         if target.read_own_head is None:
             raise ValueError("it is read from the target's checkpoint; load the target.")
-        parts = target.read_own_head()
-        if parts.further:
-            raise ValueError(
-                f"heads of one layer are tuned; got one of {1 + len(parts.further)}, which drafts untuned."
-            )
-        return MTPHead(parts).trainable_copy()
+        return MTPHead(target.read_own_head()).trainable_copy()
 
     def load_for_target(self, folder: Path, metadata: HeadMetadata, target: TargetInfo, name: str) -> HeadDrafter:
         from mmspec.drafters.mtp.checkpoint import load_tuned

@@ -4,7 +4,7 @@
 |---|---|---|
 | `target` | `Target` | `VerifyResult`, `TargetInfo`, `SharedEmbeddings` |
 | `draft_target` | `DraftTarget`, `LayerSubsets`, `DraftModelSource` | |
-| `own_head` | `TargetKeys`, `HeadBlock`, `HeadCache` | `OwnHead`, `HeadRule`, `HeadFiles`, `AssistantParts` |
+| `own_head` | `TargetKeys`, `HeadBlock`, `HeadCache` | `OwnHead`, `HeadFiles`, `AssistantParts` |
 | `drafter` | `Drafter` | `DrafterRequirements`, `Prompt` |
 | `observer` | `Observer` | `ObservedRound` |
 | `compressor` | `Compressor`, `SizedCompressor`, `SaliencyCompressor`, ... | `VisualTokens`, `VisualGrid` |
@@ -34,7 +34,7 @@ from mmspec.interfaces.drafter import (
     Prompt,
 )
 from mmspec.interfaces.observer import ObservedRound, Observer
-from mmspec.interfaces.own_head import AssistantParts, HeadCache, HeadFiles, HeadRule, OwnHead, OwnHeadError, TargetKeys
+from mmspec.interfaces.own_head import AssistantParts, HeadCache, HeadFiles, OwnHead, OwnHeadError, TargetKeys
 from mmspec.interfaces.target import SharedEmbeddings, Target, TargetInfo, VerifyResult
 from mmspec.interfaces.video import ContentAwareSampler, EvenSampler, FrameSampler
 
@@ -55,7 +55,6 @@ __all__ = [
     "GridCompressor",
     "HeadCache",
     "HeadFiles",
-    "HeadRule",
     "LayerSubsets",
     "ObservedRound",
     "Observer",

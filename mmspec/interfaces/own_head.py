@@ -5,7 +5,7 @@ A row p of the head reads the target's hidden state of token p and the embedding
     u = fc([embedding_norm(embedding) ; hidden_norm(hidden state)])
     z = block(u);  o = output_norm(z);  the logits of token p + 2 are those of o
 
-A second draft token repeats the head with z or o of the row before in place of the hidden state (the carry).
+A second draft token repeats the head with o of the row before in place of the hidden state, as in vLLM.
 """
 
 from __future__ import annotations
@@ -27,29 +27,6 @@ class OwnHeadError(ValueError):
     def __init__(self, message: str, is_expected: bool = False) -> None:
         super().__init__(message)
         self.is_expected = is_expected
-
-
-@dataclass(frozen=True)
-class HeadRule:
-    """In what the heads of the families differ; where sources disagree, as in vLLM.
-
-    Attributes:
-        hidden: "post" or "pre": the target's hidden states that it reads are those behind or before the final norm.
-        carry: "post" (o) or "pre" (z): what a further draft token reads in place of the hidden state.
-        visual_modes: keys of `VISUAL_MODES`: what the head reads at image positions, that of its family first;
-            it may be trained in all.
-        embedding_first: the order of the two inputs of `fc`.
-        zeroes_first: whether the embedding in row 0 is zero.
-        layered: whether draft token i is that of layer i of the head, which reads the token before it and what layer
-            i - 1 carries on; else the first layer is repeated.
-    """
-
-    hidden: str = "post"
-    carry: str = "post"
-    visual_modes: tuple[str, ...] = ("coupled", "placeholder")
-    embedding_first: bool = True
-    zeroes_first: bool = False
-    layered: bool = False
 
 
 @dataclass(frozen=True)
@@ -95,7 +72,9 @@ class OwnHead:
     """The parts of a head, with its weights.
 
     Attributes:
-        rule: of its family.
+        visual_modes: keys of `VISUAL_MODES`: what the head reads at image positions, that of its family first;
+            it may be trained in all.
+        zeroes_first: whether the embedding in row 0 is zero.
         description: what was found, in a few words.
         fc: [D, 2 D].
         embedding_norm: of the embedding.
@@ -103,7 +82,6 @@ class OwnHead:
         block: the decoder layer (`HeadBlock`).
         output_norm: before the LM head.
         lm_head: the head's own, [V, D]; None for the target's.
-        final_scale: [D] factor of the target's final norm, for heads that read the states before it; else None.
         rotary_embedding: (position ids [B, n] or [3, B, n], dtype) -> cos and sin [B, n, d], of the target.
         mrope_section: frequencies of each position axis; empty for one axis.
         window: rows that a row attends to, its own included; None for all.
@@ -112,10 +90,10 @@ class OwnHead:
         num_layers: decoder layers of the target.
         chains_only: whether the target scores chains only.
         files: how it is stored.
-        further: the layers after the first, each with its own weights, where the rule is `layered`.
     """
 
-    rule: HeadRule
+    visual_modes: tuple[str, ...]
+    zeroes_first: bool
     description: str
     fc: nn.Module
     embedding_norm: nn.Module
@@ -123,7 +101,6 @@ class OwnHead:
     block: nn.Module
     output_norm: nn.Module
     lm_head: Tensor | None
-    final_scale: Tensor | None
     rotary_embedding: Callable[..., tuple[Tensor, Tensor]]
     mrope_section: tuple[int, ...]
     window: int | None
@@ -132,7 +109,6 @@ class OwnHead:
     num_layers: int
     chains_only: bool
     files: HeadFiles
-    further: tuple[OwnHead, ...] = ()
 
 
 class TargetKeys(Protocol):

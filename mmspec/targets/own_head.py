@@ -11,7 +11,6 @@ import copy
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,10 +27,8 @@ FP8_BLOCK = 128
 """Rows and columns of a weight that share a scale in official FP8 checkpoints."""
 SCALE_SUFFIX = "_scale_inv"
 FURTHER_LAYER = re.compile(r"layers\.[1-9]\d*\.")
-"""Of heads with several layers, of which the first is repeated, as vLLM does, where the rule is not `layered`."""
+"""Of heads with several layers, of which the first is repeated, as vLLM does."""
 MAX_MESSAGE = 200
-MIN_SCALE = 1e-6
-"""Below this a factor of the final norm leaves nothing of a state to be recovered."""
 
 
 class CacheView:
@@ -82,26 +79,14 @@ def read_own_head(adapter: ModelAdapter, folder: str | os.PathLike[str] | None =
     try:
         files = TensorFiles(checkpoint_folder(adapter.model.config) if folder is None else folder)
         with torch.no_grad():
-            return _read_layers(adapter, layout, files, is_own)
+            reader = _Reader(adapter, layout, files)
+            if is_own:
+                check_unchanged(adapter, files, reader.prefix)
+            return reader.head()
     except (OSError, ValueError, MemoryError) as error:
         if isinstance(error, OwnHeadError):
             raise
         raise OwnHeadError(" ".join(str(error).split())[:MAX_MESSAGE], is_expected=True) from error
-
-
-def _read_layers(adapter: ModelAdapter, layout: HeadLayout, files: TensorFiles, is_own: bool) -> OwnHead:
-    """The head, with its further layers where each drafts a token; `is_own`: the target must be as in these files."""
-    readers = [_Reader(adapter, layout, files)]
-    if is_own:
-        check_unchanged(adapter, files, readers[0].prefix)
-    while layout.rule.layered and (prefix := readers[0].prefix_of(len(readers))):
-        readers.append(_Reader(adapter, layout, files, prefix))
-    first, *further = (reader.head() for reader in readers)
-    if not further:
-        return first
-    return replace(
-        first, further=tuple(further), description=f"{first.description}, the first of {len(readers)} layers"
-    )
 
 
 def is_exported_head(folder: str | os.PathLike[str], adapter: ModelAdapter) -> bool:
@@ -123,24 +108,20 @@ def is_exported_head(folder: str | os.PathLike[str], adapter: ModelAdapter) -> b
 class _Reader:
     """Builds one head. Its parts have no memory until the shapes of all of its tensors have been compared."""
 
-    def __init__(self, adapter: ModelAdapter, layout: HeadLayout, files: TensorFiles, prefix: str = "") -> None:
+    def __init__(self, adapter: ModelAdapter, layout: HeadLayout, files: TensorFiles) -> None:
         self.adapter = adapter
         self.layout = layout
         self.files = files
         self.config = _block_config(adapter, layout)
-        self.prefix = prefix or self._find_prefix()
-
-    def prefix_of(self, index: int) -> str | None:
-        """Of the tensors of one layer of the head; None if there is none."""
-        prefixes = (prefix.format(layers=self.adapter.num_layers + index) for prefix in self.layout.prefixes)
-        return next((one for one in prefixes if any(name.startswith(one) for name in self.files.names)), None)
+        self.prefix = self._find_prefix()
 
     def _find_prefix(self) -> str:
-        if prefix := self.prefix_of(0):
-            return prefix
-        first = self.layout.prefixes[0].format(layers=self.adapter.num_layers)
+        prefixes = [prefix.format(layers=self.adapter.num_layers) for prefix in self.layout.prefixes]
+        for prefix in prefixes:
+            if any(name.startswith(prefix) for name in self.files.names):
+                return prefix
         raise OwnHeadError(
-            f"the checkpoint has no tensors {first}*: saving or fine-tuning has dropped its head, and "
+            f"the checkpoint has no tensors {prefixes[0]}*: saving or fine-tuning has dropped its head, and "
             "drafter='mtp:BASE', the folder or hub id of the base model, takes that one's",
             is_expected=True,
         )
@@ -164,11 +145,11 @@ class _Reader:
             raise OwnHeadError("its decoder layer has buffers that no checkpoint holds", is_expected=True)
         parts.eval().requires_grad_(False)
         return OwnHead(
-            rule=layout.rule,
+            visual_modes=layout.visual_modes,
+            zeroes_first=layout.zeroes_first,
             description=f"{self.prefix}* of the checkpoint, {len(names)} tensors",
             **dict(parts.items()),
             lm_head=self._own_lm_head(size),
-            final_scale=_final_scale(adapter, size) if layout.rule.hidden == "pre" else None,
             rotary_embedding=_rotary_embedding(adapter),
             mrope_section=_mrope_section(self.config),
             window=self.config.sliding_window if self._is_sliding() else None,
@@ -177,7 +158,6 @@ class _Reader:
             num_layers=adapter.num_layers,
             chains_only=adapter.is_recurrent,
             files=self._files(names),
-            further=(),
         )
 
     def _files(self, names: Mapping[str, list[str]]) -> HeadFiles:
@@ -313,14 +293,6 @@ def _source_shape(shape: tuple[int, ...], count: int) -> tuple[int, ...]:
 def _first_layer(adapter: ModelAdapter) -> nn.Module:
     layer: nn.Module = adapter.text_model.layers[0]
     return layer
-
-
-def _final_scale(adapter: ModelAdapter, size: int) -> Tensor:
-    """[D] float32 factor of the target's final norm, an RMSNorm of whatever form; 1 where it is 0."""
-    weight = adapter.text_model.norm.weight
-    ones = torch.ones(1, size, dtype=weight.dtype, device=weight.device)
-    scale: Tensor = adapter.text_model.norm(ones)[0].float().cpu()
-    return scale.where(scale.abs() > MIN_SCALE, 1.0)
 
 
 def _block_config(adapter: ModelAdapter, layout: HeadLayout) -> Any:

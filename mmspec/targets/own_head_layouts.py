@@ -9,19 +9,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from mmspec.interfaces import HeadRule
-
 
 @dataclass(frozen=True)
 class HeadLayout:
     """Names of the tensors of one family's head.
 
     Attributes:
-        rule: how it computes.
-        prefixes: of its tensors in the files; `{layers}` is the number of the target's decoder layers, plus the layer's
-            index in a `layered` head.
+        prefixes: of its tensors in the files; `{layers}` is the number of the target's decoder layers.
         names: part of the head -> name of its tensor behind the prefix.
         block: prefix of the decoder layer's tensors, behind the other.
+        visual_modes, zeroes_first: see `OwnHead`.
         layer_type: of the block, as the target's config names it; "" for that of the target's first layer.
         lm_head: name of an LM head of its own, which may be a copy of the target's; "" for none.
         copies: of the target's tensors, which are not read.
@@ -30,10 +27,11 @@ class HeadLayout:
         refused: flags of the config of heads that are not read.
     """
 
-    rule: HeadRule
     prefixes: tuple[str, ...]
     names: Mapping[str, str]
     block: str
+    visual_modes: tuple[str, ...] = ("coupled", "placeholder")
+    zeroes_first: bool = False
     layer_type: str = ""
     lm_head: str = ""
     copies: tuple[str, ...] = ()
@@ -51,7 +49,6 @@ _MTP_NAMES = {
 _MTP_SERVED = {"model.language_model.embed_tokens.weight": "embeddings", "lm_head.weight": "lm_head"}
 _MTP_PREFIXES = ("mtp.", "model.mtp.", "language_model.mtp.", "model.language_model.mtp.")
 _QWEN3_5 = HeadLayout(
-    HeadRule(),
     _MTP_PREFIXES,
     _MTP_NAMES,
     block="layers.0.",
@@ -60,7 +57,6 @@ _QWEN3_5 = HeadLayout(
     refused=("mtp_use_dedicated_embeddings",),
 )
 _EXAONE4_5 = HeadLayout(
-    HeadRule(),
     _MTP_PREFIXES,
     _MTP_NAMES,
     block="layers.0.",
@@ -68,7 +64,6 @@ _EXAONE4_5 = HeadLayout(
     depth_key="num_nextn_predict_layers",
 )
 _GLM_OCR = HeadLayout(
-    HeadRule(visual_modes=("placeholder", "coupled"), zeroes_first=True),
     ("model.language_model.layers.{layers}.", "model.layers.{layers}.", "language_model.model.layers.{layers}."),
     {
         "fc": "eh_proj.weight",
@@ -79,6 +74,8 @@ _GLM_OCR = HeadLayout(
     block="",
     lm_head="shared_head.head.weight",
     copies=("embed_tokens.weight",),
+    visual_modes=("placeholder", "coupled"),
+    zeroes_first=True,
     served={"{prefix}embed_tokens.weight": "embeddings", "{prefix}shared_head.head.weight": "own_lm_head"},
     depth_key="num_nextn_predict_layers",
 )

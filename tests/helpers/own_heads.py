@@ -127,16 +127,12 @@ def build_drafter(spec: tiny.ModelSpec, seed: int) -> MTPDrafter:
 
 
 class SlowHead:
-    """The formulas of the head over whole sequences of one row, from its tensors.
+    """The formulas of the head over whole sequences of one row, from its tensors."""
 
-    Attributes:
-        carry: "post" or "pre".
-    """
-
-    def __init__(self, model: PreTrainedModel, tensors: Mapping[str, Tensor], carry: str = "post") -> None:
+    def __init__(self, model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:
         names, prefix = names_of(model), head_prefix(model)
         own = {name.removeprefix(prefix): value for name, value in tensors.items()}
-        self.model, self.carry = model, carry
+        self.model = model
         self.plus = 1.0 if model.config.model_type in ONE_PLUS else 0.0
         self.weights = {part: own.pop(f"{names[part]}.weight") for part in ("fc", "e", "h", "o")}
         self.layer = new_layer(model).eval()
@@ -179,8 +175,7 @@ class SlowHead:
             found.append(self.logits(states[-1]))
             if token is None:
                 break
-            carry = self.norm("o", states[-1]) if self.carry == "post" else states[-1]
             embeds = torch.cat((embeds, embed(torch.tensor([token]))))
-            hidden = torch.cat((hidden, carry[None]))
+            hidden = torch.cat((hidden, self.norm("o", states[-1])[None]))
             position_ids = torch.cat((position_ids, position_ids[..., -1:] + 1), dim=-1)
         return torch.stack(found)

@@ -141,7 +141,7 @@ def watched(
     for name, value in options.items():
         setattr(drafter, name, value)
     nodes = watch_nodes(monkeypatch, MTPExpander)
-    watch = Watched(drafter, own.SlowHead(model, tensors, drafter.carry), answers, nodes)
+    watch = Watched(drafter, own.SlowHead(model, tensors), answers, nodes)
     begin, observe, draft_tree = drafter.begin, drafter.observe, drafter.draft_tree
 
     def watched_begin(prompt: Prompt) -> Any:
@@ -176,10 +176,10 @@ def watched(
     ("family", "options"),
     [
         ("qwen3_5", {}),
-        ("qwen3_5", {"carry": "pre", "visual_mode": "placeholder"}),
+        ("qwen3_5", {"visual_mode": "placeholder"}),
         ("qwen3_5_moe", {}),
         ("glm_ocr", {"top_k": 2}),
-        ("glm_ocr", {"carry": "pre", "visual_mode": "coupled"}),
+        ("glm_ocr", {"visual_mode": "coupled"}),
         ("exaone4_5", {"top_k": 2}),
     ],
 )

@@ -71,13 +71,14 @@ def train(model: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tenso
 @contextmanager
 def wrong(kind: str, monkeypatch: pytest.MonkeyPatch, drafter: MTPDrafter) -> Iterator[None]:
     """Context with one rule of the head broken."""
-    drafter.carry = "pre" if kind == "carry of z" else "post"
     drafter.fix_visual_mode("coupled")
     with monkeypatch.context() as patch:
         if kind == "hidden state before the norm":  # up to its scale, which the head's own norm takes away
             weight = 1 + find_norm(drafter)
             select = drafter.select_hidden_states
             patch.setattr(drafter, "select_hidden_states", lambda states: select(states) / weight)
+        if kind == "carry of z":
+            patch.setattr(MTPHead, "carried", lambda self, states: states)
         if kind == "hidden state first":
             fuse = MTPHead.fuse
             patch.setattr(MTPHead, "fuse", lambda self, embeds, hidden: fuse(self, hidden, embeds))

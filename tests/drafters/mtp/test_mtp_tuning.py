@@ -59,10 +59,7 @@ def read(model: PreTrainedModel, **options: Any) -> MTPDrafter:
 
 
 @FAMILY
-@pytest.mark.parametrize("carry", ["post", "pre"])
-def test_the_loss_reads_what_drafts_read(
-    family: str, carry: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_loss_reads_what_drafts_read(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its rows, image positions included, and those of its rollout are those of the formulas, row by row."""
     monkeypatch.setattr("mmspec.app.train.data.bf16_is_faster", lambda device: False)
     model, tensors = build(family, tmp_path, window=7 if family == "exaone4_5" else 0)
@@ -72,7 +69,6 @@ def test_the_loss_reads_what_drafts_read(
     teacher.has_axes = True
     batch = teacher.make_batch([0, 1, 2])
     head = read(model).head.trainable_copy()
-    head.carry = carry
     found: list[Tensor] = []
     monkeypatch.setattr(LossAccumulator, "add", lambda self, step, states, *args, **options: found.append(states))
     draft_model = DraftModel(head, "coupled", "mtp")
@@ -91,14 +87,12 @@ def test_the_loss_reads_what_drafts_read(
     assert len(found) == 3 and all(len(states) for states in found)
     for step, states in enumerate(found):
         logits = head.logits(states, teacher.adapter.shared_embeddings, None)
-        torch.testing.assert_close(logits, expected_logits(model, tensors, batch, step, carry), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(logits, expected_logits(model, tensors, batch, step), rtol=1e-4, atol=1e-4)
 
 
-def expected_logits(
-    model: PreTrainedModel, tensors: dict[str, Tensor], batch: TrainBatch, steps: int, carry: str
-) -> Tensor:
+def expected_logits(model: PreTrainedModel, tensors: dict[str, Tensor], batch: TrainBatch, steps: int) -> Tensor:
     """[rows that are learned, V] logits behind `steps` further tokens of the answers, of a slow head."""
-    slow, rows = own.SlowHead(model, tensors, carry), []
+    slow, rows = own.SlowHead(model, tensors), []
     for row, mask in enumerate(batch.attention_mask):
         n, answer = int(mask.sum()), int(batch.response_mask[row].nonzero()[0])
         ids, hidden, embeds = batch.input_ids[row, :n].tolist(), batch.hidden_states[row], batch.inputs_embeds[row, 1:]
