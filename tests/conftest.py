@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import shutil
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,8 @@ from _pytest.mark.structures import ParameterSet
 
 START = time.time()
 ROOT = Path(__file__).resolve().parent.parent
+DURATIONS = ROOT / ".pytest_cache" / "durations.txt"
+"""Seconds of each test of the last run, set-up included, the slowest first."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -54,6 +58,12 @@ def _value_index(item: Any, parametrize: pytest.Mark) -> int:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    seconds: Counter[str] = Counter()
+    for report in itertools.chain.from_iterable(terminalreporter.stats.values()):
+        seconds[getattr(report, "nodeid", "")] += getattr(report, "duration", 0.0)
+    lines = [f"{spent:8.2f} {name}" for name, spent in seconds.most_common()]
+    DURATIONS.parent.mkdir(exist_ok=True)
+    DURATIONS.write_text("\n".join(lines) + "\n", encoding="utf-8")
     if file := config.getoption("--keep-result"):
         import kept_result as kept_result
 

@@ -26,6 +26,7 @@ from transformers import (
     DynamicCache,
     LlamaConfig,
     LlamaForCausalLM,
+    LogitsProcessorList,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     StoppingCriteriaList,
@@ -493,29 +494,6 @@ def test_a_copied_object_is_another_model(way: str) -> None:
     assert torch.equal(model.generate(**given, **GREEDY), before) and served(model)
 
 
-def test_a_copy_unpatched_leaves_the_original_patched(model: PreTrainedModel) -> None:
-    mmspec.patch(model)
-    twin = mmspec.unpatch(copy.deepcopy(model))
-    assert mmspec.is_patched(model) and not mmspec.is_patched(twin)
-    mmspec.patch(twin, drafter="none")
-    assert mmspec.is_patched(model)
-
-
-def test_a_pickled_model_is_not_patched() -> None:
-    model = tiny.build_model(tiny.ModelSpec("llama", seed=6))
-    inputs: dict[str, Any] = {**tiny.build_inputs(model, 1, 1), "do_sample": False, "max_new_tokens": 12}
-    plain = model.generate(**inputs)
-    mmspec.patch(model, drafter="lookup")
-    twin = pickle.loads(pickle.dumps(model))
-    assert mmspec.is_patched(model) and not mmspec.is_patched(twin)
-    assert torch.equal(twin.generate(**inputs), plain)
-    for _ in range(2):
-        mmspec.patch(twin, drafter="recycling")
-        assert torch.equal(twin.generate(**inputs), plain) and served(twin)
-        mmspec.unpatch(twin)
-    assert served(model)
-
-
 def test_saving_a_patched_model(model: PreTrainedModel, tmp_path: Path) -> None:
     given = tiny.build_inputs(model, 1, 2)
     plain = model.generate(**given, **GREEDY)
@@ -752,10 +730,12 @@ def fault(where: str, model: PreTrainedModel) -> dict[str, Any]:
         return {"streamer": Tripping(adversarial.CallLog())}
     if where == "criterion":
         return {"stopping_criteria": StoppingCriteriaList([adversarial.Tripping(adversarial.CallLog(), 0, 0)])}
+    if where == "processor":
+        return {"logits_processor": LogitsProcessorList([adversarial.Failing(adversarial.CallLog())])}
     return {}
 
 
-@pytest.mark.parametrize("where", ["streamer", "criterion", "forward"])
+@pytest.mark.parametrize("where", ["streamer", "criterion", "processor", "prefill", "score"])
 def test_an_error_in_mid_call_leaves_the_next_call_clean(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
@@ -765,16 +745,16 @@ def test_an_error_in_mid_call_leaves_the_next_call_clean(
     mmspec.patch(model, drafter=adversarial.BranchingDrafter(1), tree_size=8)
     before = picture(model)
     with monkeypatch.context() as broken:
-        if where == "forward":
-            calls = iter(range(2))
-            score = HFTarget.score
+        if where in ("prefill", "score"):
+            calls, forward = iter(range(2 if where == "score" else 0)), getattr(HFTarget, where)
 
             def tired(*args: Any, **kwargs: Any) -> Any:
+                result = forward(*args, **kwargs)  # keys and values are written
                 if next(calls, None) is None:
-                    raise adversarial.InjectedError("forward")
-                return score(*args, **kwargs)
+                    raise adversarial.InjectedError(where)
+                return result
 
-            broken.setattr(HFTarget, "score", tired)  # a forward replaced on a module is not decoded by our loop
+            broken.setattr(HFTarget, where, tired)  # a forward replaced on a module is not decoded by our loop
         with pytest.raises(adversarial.InjectedError):
             model.generate(**given, **SAMPLED, **fault(where, model))
     assert mmspec.stats(model) == Stats()

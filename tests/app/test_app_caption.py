@@ -138,43 +138,6 @@ def test_every_kind_of_bad_file(pictures: Path, tmp_path: Path, capsys: Any) -> 
     assert "2 captioned, 5 failed" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("args", "expected"),
-    [
-        (["nowhere", "--model", "tiny"], "no such file or folder: nowhere"),
-        (["EMPTY", "--model", "tiny"], "no images or videos in"),
-        (["PICTURES", "--model", "tiny", "--drafter", "magic"], "unknown drafter 'magic'; known are none, lookup"),
-        (["PICTURES", "--model", "tiny", "--out", "no/such/folder/x.jsonl"], "no folder"),
-        (["PICTURES", "--model", "tiny", "--out", "EMPTY"], "is a folder"),
-        (["PICTURES", "--model", "no/such/model"], "--model no/such/model: no such folder"),
-        (["PICTURES", "--model", "no-owner/model"], "cannot load the processor of --model no-owner/model"),
-        (["PICTURES", "--model", "EMPTY"], "cannot load"),
-        (["PICTURES", "--model", "tiny", "--device", "cuda:99"], "--device cuda:99"),
-        (["PICTURES", "--model", "tiny", "--prompt", "the <image>"], "must not contain <image>"),
-        (["PICTURES", "--model", "tiny", "--prompt", " "], "--prompt must not be empty"),
-        (["PICTURES", "--model", "tiny", "--shard", "2/2"], "I from 0 to N-1"),
-        (["PICTURES", "--model", "tiny", "--batch-size", "0"], "above 0"),
-        (["PICTURES", "--model", "tiny", "--temperature", "nan"], "0 (greedy) or more"),
-        (["--model", "tiny", "--compare", "PICTURES"], "put paths before it"),
-        (["PICTURES", "--model", "tiny", "--retry-errors"], "need --out FILE"),
-    ],
-)
-def test_wrong_usage_is_one_line_and_code_2(
-    args: list[str], expected: str, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    (tmp_path / "empty").mkdir()
-    names = {"PICTURES": str(pictures), "EMPTY": str(tmp_path / "empty")}
-    try:
-        code = caption(*(names.get(arg, arg) for arg in args))
-    except SystemExit as error:  # argparse's way
-        code = int(error.code or 0)
-    err = capsys.readouterr().err
-    assert code == 2 and err.startswith("mmspec: error: ") and expected in err and err.count("\n") == 1
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty"]
-
-
 def test_an_unsupported_model_is_named_with_what_is_supported(
     pictures: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:

@@ -263,21 +263,6 @@ def test_a_bad_file_of_options(folder: Path, text: str | None, message: str, cap
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--hide-start"], "--hide-start goes with --start"),
-        (["--actors", "2"], "--actors goes with --ray"),
-        (["--rows-per-shard", "2"], "--rows-per-shard goes with --format parquet or webdataset"),
-        (["--start", " "], "--start must not be empty"),
-        (["--format", "csv"], "--format csv writes a file: give --out FILE"),
-        (["--limit", "0"], "--limit: must be a whole number above 0"),
-    ],
-)
-def test_options_without_what_they_are_for(folder: Path, words: list[str], message: str, capsys: Any) -> None:
-    assert message in refused(capsys, "p", "--model", NOWHERE, *words)
-
-
-@pytest.mark.parametrize(
     "options",
     [{"start": "a"}, {"start": "a", "hide_start": True}, {"ban_words": ("a",)}, {"cut_loops": True}, {"prompt": "{a}"},
      {"limit": 2, "temperature": 1.0}],

@@ -17,6 +17,7 @@ from mmspec.drafters.registry import build_drafter
 from research.synthetic_images import write_images
 
 MAX_SECONDS = 10.0
+assert hub.PROBE_TIMEOUT_S < hub.MAX_PROBE_S < MAX_SECONDS, "tests wait for less"
 
 
 @pytest.fixture(params=["closed port", "accepts and never answers", "answers 503"])
@@ -34,6 +35,7 @@ def dead_hub(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tm
         if request.param == "answers 503":
             threading.Thread(target=_answer_503, args=(server,), daemon=True).start()
         monkeypatch.setattr(constants, "ENDPOINT", address)
+        monkeypatch.setattr(hub, "PROBE_TIMEOUT_S", 0.5)
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
         yield address
@@ -73,7 +75,7 @@ def test_local_folders_need_no_hub(dead_hub: str, tmp_path: Path) -> None:
     folder = tiny_model(tmp_path / "model")
     start = time.monotonic()
     load_model(str(folder))
-    assert time.monotonic() - start < hub.PROBE_TIMEOUT_S
+    assert time.monotonic() - start < 4
 
 
 def test_a_probe_that_hangs_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:

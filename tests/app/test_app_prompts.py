@@ -142,29 +142,6 @@ def test_a_job_says_once_what_the_checkpoint_sets(saved: Path, pictures: Path, t
     assert "top_k None (now 5)" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("args", "expected"),
-    [
-        (["--top-p", "0.9"], "--temperature above 0"),
-        (["--top-k", "5"], "--temperature above 0"),
-        (["--temperature", "1", "--top-p", "1.5"], "at most 1"),
-        (["--temperature", "1", "--top-k", "-1"], "whole number"),
-        (["--repetition-penalty", "0"], "above 0"),
-        (["--chat-template-kwargs", "enable_thinking=false"], "JSON object"),
-        (["--chat-template-kwargs", '{"tokenize": false}'], "cannot set tokenize"),
-        (["--system-prompt", " "], "must not be empty"),
-        (["--max-pixels", "0"], "above 0"),
-    ],
-)
-def test_contradictions_are_found_before_the_model(args: list[str], expected: str, pictures: Path, capsys: Any) -> None:
-    try:
-        code = caption(pictures, "--model", "no-such-model/of-this-name", *args)
-    except SystemExit as error:
-        code = int(error.code or 0)
-    err = capsys.readouterr().err
-    assert code == 2 and expected in err and err.count("\n") == 1
-
-
 # --- templates
 
 

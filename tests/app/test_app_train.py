@@ -432,25 +432,6 @@ def test_curves_have_titles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert left.get_ylabel() == "share of tokens" and len(left.lines) == 1 and len(right.lines) == 2
 
 
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["--target", "tiny"], "--target tiny needs --data"),
-        (["--target", "tiny", "--data", "nowhere"], "no such file or folder: nowhere"),
-    ],
-)
-def test_bad_requests_are_refused(args: list[str], message: str, tmp_path: Path, capsys: Any) -> None:
-    assert main(["train", *args, "--out", str(tmp_path / "x")]) == 2
-    assert message in capsys.readouterr().err
-
-
-def test_unknown_drafters_are_refused(tmp_path: Path, capsys: Any) -> None:
-    with pytest.raises(SystemExit):
-        main(["train", "--drafter", "magic", "--out", str(tmp_path)])
-    err = capsys.readouterr().err
-    assert "unknown drafter 'magic'; known are " in err and " msd, " in err and " draft-lm " in err
-
-
 def test_a_picture_without_its_file_is_one_line(tmp_path: Path, capsys: Any) -> None:
     rows = [{"file_name": "gone.png", "prompt": "what"}, {"file_name": "here.png"}]
     (tmp_path / "list.jsonl").write_text("\n".join(map(json.dumps, rows)))

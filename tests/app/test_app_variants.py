@@ -181,21 +181,6 @@ def test_a_bad_file_of_prompts(
     assert message in err and "nowhere" not in err.replace("/nowhere/at/all ...", "")
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--prompts", "prompts.txt", "--prompt", "one"), "give one of the two"),
-        (("--num-captions", 2), "add --temperature 1"),
-        (("--prompts", "prompts.txt", "--format", "txt"), "use --format jsonl"),
-    ],
-)
-def test_contradictions(
-    pictures: Path, tmp_path: Path, options: Any, message: str, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert caption(pictures, *options) == 2 and message in capsys.readouterr().err
-
-
 def test_an_archive(pictures: Path, tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "a.tar", "w") as tar:
         for file in sorted(pictures.iterdir()):

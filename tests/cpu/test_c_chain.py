@@ -8,11 +8,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_decoder import SHAPES, TYPES, VOCAB, Model, in_type, make_inputs, make_model, quantised
+from test_decoder import NAMES_AND_KINDS, SHAPES, VOCAB, Model, in_type, make_inputs, make_model, quantised
 from torch import Tensor
 
-from mmspec.cpu import c_library
-from mmspec.cpu.c_kernel import INSTRUCTION_SETS, CKernel
+from mmspec.cpu.c_kernel import CKernel
 from mmspec.cpu.chain_types import ChainGuesses, ChainRequest, DraftedChains
 from mmspec.cpu.decoder import DecoderContext, DecoderInputs
 from mmspec.cpu.ngrams import CNgrams
@@ -20,15 +19,6 @@ from mmspec.drafters.rerank import LEVEL_PENALTY, next_log_probs
 
 LENGTH, TOP_K, MAX_NODES = 6, 2, 9
 COSTS = (1.0, 1.1, 1.2, 1.3)
-
-
-@pytest.fixture(params=sorted(INSTRUCTION_SETS), ids=INSTRUCTION_SETS.get)
-def kernel(request: pytest.FixtureRequest) -> CKernel:
-    """The kernel for one instruction set."""
-    try:
-        return CKernel(request.param)
-    except c_library.KernelUnavailableError as error:
-        pytest.skip(str(error))
 
 
 def request_for(batch: int, **changes: object) -> ChainRequest:
@@ -107,16 +97,10 @@ def check(got: DraftedChains, chains: Sequence[Sequence[int]], candidates: Seque
         )
 
 
-@pytest.mark.parametrize("kind", [*TYPES, 8, 4], ids=str)
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(("name", "kind"), NAMES_AND_KINDS, ids=str)
 def test_a_chain_is_that_of_single_forwards(kernel: CKernel, name: str, kind: torch.dtype | int) -> None:
     model = make_model(SHAPES[name], extras=True)
-    if isinstance(kind, torch.dtype):
-        model = in_type(model, kind)
-    elif model.shape.num_experts:
-        pytest.skip("experts are not quantised")
-    else:
-        model = quantised(model, kernel, kind)
+    model = quantised(model, kernel, kind) if isinstance(kind, int) else in_type(model, kind)
     for lengths, padded in (([9], False), ([12, 5, 20], True)):
         inputs = make_inputs(model, lengths, 1, padded)
         inputs = replace(inputs, max_position=100)

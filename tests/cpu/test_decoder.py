@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from mmspec.cpu import c_kernel, c_library, structs
-from mmspec.cpu.c_kernel import INSTRUCTION_SETS, CKernel, load_kernel
+from mmspec.cpu.c_kernel import CKernel, load_kernel
 from mmspec.cpu.decoder import (
     MAX_DECODER_ROWS,
     CDecoder,
@@ -43,16 +43,14 @@ SHAPES = {
     "as in GLM": DecoderShape(40, 64, 4, 2, 24, 1e-6, 0.2, rotary_size=12, interleaved=True, windows=(0, 9)),
 }  # fmt: skip
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
+NAMES_AND_KINDS = [
+    (name, kind)
+    for name, shape in SHAPES.items()
+    for kind in (*TYPES, 8, 4)  # a dtype, or bits; experts are of a float type
+    if not (shape.num_experts and isinstance(kind, int))
+]
+TREE_SHAPES = ("odd sizes", "grouped, wide heads", "experts", "as in Gemma", "as in GLM")
 VOCAB = 45
-
-
-@pytest.fixture(params=sorted(INSTRUCTION_SETS), ids=INSTRUCTION_SETS.get)
-def kernel(request: pytest.FixtureRequest) -> CKernel:
-    """The kernel for each instruction set that this processor has."""
-    try:
-        return CKernel(request.param)
-    except c_library.KernelUnavailableError as error:
-        pytest.skip(str(error))
 
 
 def angles(shape: DecoderShape, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -299,14 +297,11 @@ def test_forwards_in_half_precision_are_near_the_reference(
         assert error <= 2 * torch.finfo(dtype).eps * want.abs().mean()
 
 
-@pytest.mark.parametrize("kind", [*TYPES, 8, 4], ids=str)
-@pytest.mark.parametrize("name", ["odd sizes", "grouped, wide heads", "experts", "as in Gemma", "as in GLM"])
+@pytest.mark.parametrize(("name", "kind"), [pair for pair in NAMES_AND_KINDS if pair[0] in TREE_SHAPES], ids=str)
 def test_a_tree_is_scored_as_if_its_path_were_decoded_token_by_token(
     kernel: CKernel, name: str, kind: torch.dtype | int
 ) -> None:
     """Bit for bit, hidden states included, in a batch of trees as in a single row."""
-    if SHAPES[name].num_experts and isinstance(kind, int):
-        pytest.skip("experts are of a float type")
     model = make_model(SHAPES[name], extras=True)
     model = quantised(model, kernel, kind) if isinstance(kind, int) else in_type(model, kind)
     check_paths(model, kernel, make_inputs(model, [12, 9], 9))

@@ -6,22 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from mmspec.cpu import c_library
 from mmspec.cpu.c_kernel import MAX_C_ROWS, CKernel, load_kernel
 from mmspec.cpu.quantise import dequantise, quantise
 from mmspec.cpu.weights import GROUP, QuantisedWeight
 
 pytestmark = pytest.mark.skipif(load_kernel() is None, reason="no compiler or another processor")
 SHAPES = [(1, 1), (3, 7), (5, 16), (37, 100), (64, 384), (30, 1029), (18, 1536)]
-
-
-@pytest.fixture(params=[1, 2], ids=["avx2", "avx512"])
-def kernel(request: pytest.FixtureRequest) -> CKernel:
-    """The kernel for each instruction set that this processor has."""
-    try:
-        return CKernel(request.param)
-    except c_library.KernelUnavailableError as error:
-        pytest.skip(str(error))
 
 
 @pytest.fixture(params=[8, 4])

@@ -7,46 +7,33 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import adversarial as adversarial
 import fuzz as fuzz
+import own_heads as own
 import pytest
 import tiny_heads as heads
 import tiny_models as tiny
 import torch
+import transformers
 import zoo
+from kernels import needs_kernel
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from mmspec.cpu.c_kernel import load_kernel
+from mmspec.drafters.heads.base.c_draft import CDraft
 from mmspec.engine.tree import DraftTree
 from mmspec.interfaces import Prompt
 from mmspec.targets.c_forwards import CForwards
 
 SLICE = range(150)
 BF16 = range(500, 530)
-
-
-@pytest.fixture
-def c_scores(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """For every round of a recognised model, whether the C decoder computed it."""
-    if load_kernel() is None:
-        pytest.skip("no compiler or another processor")
-    done: list[bool] = []
-    original = CForwards.score
-
-    def score(self: CForwards, *args: Any) -> Any:
-        found = original(self, *args)
-        done.append(found is not None)
-        return found
-
-    monkeypatch.setattr(CForwards, "score", score)
-    return done
 
 
 @pytest.mark.every(3)
@@ -103,6 +90,116 @@ def test_the_slice_drafts_and_accepts() -> None:
         sums["accepted"] += result.stats["num_accepted_tokens"]
         sums["fallbacks"] += bool(result.fallback)
     assert sums["drafted"] > 150 and sums["accepted"] > 40 and not sums["fallbacks"], sums
+
+
+# --- the table: who drafts, for which model, in which rounds ----------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Row:
+    """Random calls of one drafter.
+
+    Attributes:
+        drafter: as in `fuzz.Case`; "" for that of each seed.
+        family: of the model; "" for that of each seed.
+        seeds: of the calls.
+        rounds: "c" if the C decoder must compute all of them, "" if who computes them is left open.
+        drafts: "c" if all drafts must run in C.
+        probe: what must have happened in them, a field of `Probe`.
+        changes: of each case.
+    """
+
+    drafter: str
+    family: str = ""
+    seeds: Sequence[int] = (100, 101)
+    rounds: str = ""
+    drafts: str = ""
+    probe: str = "drafted"
+    changes: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Probe:
+    """Who ran the calls of a row: rounds and drafts in C and not, tokens that were drafted and accepted."""
+
+    c_rounds: int = 0
+    other_rounds: int = 0
+    c_drafts: int = 0
+    other_drafts: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    calls: int = 0
+
+
+@contextmanager
+def probing() -> Iterator[Probe]:
+    """Context that counts who ran what."""
+    probe = Probe()
+
+    def counted(method: Callable[..., Any], what: str) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            found = method(*args)
+            name = f"{'c' if found not in (None, False) else 'other'}_{what}"
+            setattr(probe, name, getattr(probe, name) + 1)
+            return found
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CForwards, "score", counted(CForwards.score, "rounds"))
+        for name in ("tree", "extend_context"):
+            patch.setattr(CDraft, name, counted(getattr(CDraft, name), "drafts"))
+        yield probe
+
+
+C_HEADS = ("decoupled", "trimmed", "chained", "latent", "eagle3", "dspark")
+TABLE: dict[str, Row] = {
+    **{
+        f"{drafter}, {family}": Row(drafter, family, range(100, 103), probe=probe)
+        for drafter, probe in (("self", "accepted"), ("quantized", "accepted"), ("model", "drafted"))
+        for family in ("llava", "qwen2_5_vl", "gemma3")
+    },
+    **{f"model-vision, {family}": Row("model-vision", family, (100,)) for family in ("llava", "qwen2_5_vl", "gemma3")},
+    **{
+        f"model-retokenizing, {family}": Row("model-retokenizing", family, probe="calls")
+        for family in ("llava_next", "qwen2_5_vl")
+    },
+    **{f"mtp, {family}": Row("mtp", family, (7100,), probe="calls", changes={"nodes": 5}) for family in own.FAMILIES},
+    **(
+        {"assistant, gemma4": Row("assistant", "gemma4", range(7200, 7203), probe="calls", changes={"nodes": 5})}
+        if "gemma4" in zoo.ROWS and hasattr(transformers, "Gemma4AssistantConfig")
+        else {}
+    ),
+    **{f"{kind} in C": Row(f"head-{kind}", "", (8, 16), drafts="c", changes={"compiled": True}) for kind in C_HEADS},
+    "rounds in C": Row("", "", (8, 20, 25), rounds="c", probe="c_rounds"),
+    "masks of one type": Row("", "paligemma", (2, 3), probe="calls"),
+    **{
+        f"recurrent batches, {family}": Row("", family, (8100 + n, 8102 + n), "", "", "calls",
+                                            {"batch": 4, "padding": "left"})
+        for n, family in enumerate(("qwen3_5", "lfm2_vl"))
+        if family in zoo.ROWS
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=needs_kernel) if name.endswith("in C") else name for name in TABLE]
+)
+def test_a_row_of_the_table(name: str) -> None:
+    row = TABLE[name]
+    with probing() as probe:
+        for seed in row.seeds:
+            case = fuzz.draw_case(seed, row.family)
+            if row.drafter:
+                case = replace(case, drafter=row.drafter, nodes=8, override="")
+            result = fuzz.run_case(replace(case, **row.changes))
+            assert not result.differences, result.report()
+            probe.drafted += result.stats.get("num_draft_tokens", 0)
+            probe.accepted += result.stats.get("num_accepted_tokens", 0)
+            probe.calls += result.calls
+    assert getattr(probe, row.probe) > 0
+    assert not (row.rounds and probe.other_rounds) and not (row.drafts and probe.other_drafts)
+    assert probe.c_drafts >= 4 or not row.drafts
 
 
 @pytest.mark.parametrize("num_cases", [3, pytest.param(10, marks=pytest.mark.slow)])
@@ -215,7 +312,8 @@ def _half_case(drafter: str, seed: int) -> fuzz.Case:
 
 
 @pytest.mark.parametrize("drafter", EVERY_DRAFTER)
-def test_in_half_precision_every_drafter_gives_the_tokens_of_none(drafter: str, c_scores: list[bool]) -> None:
+@needs_kernel
+def test_in_half_precision_every_drafter_gives_the_tokens_of_none(drafter: str) -> None:
     """All of them, and the generator's state: the rule of both half types, of which no row is an exception."""
     case = _half_case(drafter, 700)
     prepared = fuzz.prepare_case(case)
@@ -224,10 +322,10 @@ def test_in_half_precision_every_drafter_gives_the_tokens_of_none(drafter: str, 
     results = []
     for name in ("none", drafter):
         torch.manual_seed(case.seed)
-        outcomes, _, stats = fuzz._run_patched(replace(case, drafter=name), prepared, plain)
+        with probing() as probe:
+            outcomes, _, stats = fuzz._run_patched(replace(case, drafter=name), prepared, plain)
         results.append(outcomes)
-        assert all(c_scores) and len(c_scores) >= stats["rounds"] > 0
-        c_scores.clear()
+        assert not probe.other_rounds and probe.c_rounds >= stats["rounds"] > 0
     for mine, other in zip(*results, strict=True):
         assert mine.error == other.error and torch.equal(mine.sequences, other.sequences)
         assert torch.equal(mine.rng_state, other.rng_state)

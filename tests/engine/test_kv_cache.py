@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import LlamaConfig, StaticCache
 
 from mmspec.engine import kv_cache
-from mmspec.engine.kv_cache import RaggedKVCache
+from mmspec.engine.kv_cache import RaggedKVCache, RecordedKVCache, length_bucket
 
 HEADS, SIZE = 2, 3
 BUCKETS = (1, 2, 4, 8, 16)
@@ -255,3 +255,83 @@ def test_a_call_of_known_length_is_allocated_once(heads: int, allocations: int) 
         cache.advance(nodes)
         found.add(cache.layers[0][0].shape[3])
     assert len(found) == allocations and max(found) <= 150
+
+
+# --- the cache of recorded rounds -------------------------------------------------------------------------------------
+
+
+def test_length_buckets() -> None:
+    buckets = sorted({length_bucket(length) for length in range(1, 4097)})
+    assert buckets == [256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096]
+    assert all(length <= length_bucket(length) for length in range(1, 4097))
+    assert all(bucket % 16 == 0 for bucket in buckets), "the alignment of masks"
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_packed_cache_equals_a_growing_one(batch: int) -> None:
+    """A prompt, random trees written as in a recorded function, and cuts; keys and values of two shapes."""
+    rng = torch.Generator().manual_seed(batch)
+    packed, growing = RaggedKVCache(batch, 256), RaggedKVCache(batch, 256)
+    sizes = [(4, 4), (4, 4), (4, 6)]
+
+    def random_parts(n: int, layer: int) -> list[Tensor]:
+        return [torch.randn(batch, 2, n, size, generator=rng) for size in sizes[layer]]
+
+    for layer in range(3):
+        parts = random_parts(5, layer)
+        for cache in (packed, growing):
+            if layer == 0:
+                cache.begin_forward(5)
+            cache.write(layer, *parts)
+    packed.advance(5)
+    growing.advance(5)
+    assert packed.pack(512) and not packed.pack(512), "moved once"
+    assert len(packed.groups) == 3, "two layers of one shape, and keys and values of the third"
+    for step in range(12):
+        nodes = (1, 4, 8)[step % 3]
+        growing.begin_forward(nodes)
+        packed.begin_forward(nodes)
+        view = RecordedKVCache(packed.layers, packed.lengths_on(torch.device("cpu")), 256)
+        view.begin_forward(nodes)
+        for layer in range(3):
+            parts = random_parts(nodes, layer)
+            growing.write(layer, *parts)
+            for found, new in zip(view.write(layer, *parts), parts, strict=True):
+                assert found.shape[2] == 256
+                for row, length in enumerate(growing.seq_lens):
+                    assert torch.equal(found[row, :, length : length + nodes], new[row])
+        rows = [[0, *range(2, 2 + (row + step) % (nodes - 1))] if nodes > 1 else [0] for row in range(batch)]
+        rows[-1] = [] if step == 5 and batch > 1 else rows[-1]
+        path = torch.tensor([row + [0] * (nodes - len(row)) for row in rows])
+        counts = torch.tensor([len(row) for row in rows])
+        packed.keep_path(path, counts, rows)
+        growing.keep_path(path, counts, rows)
+        if step % 4 == 3:
+            cut = [length - 1 for length in growing.seq_lens]
+            packed.crop(cut)
+            growing.crop(cut)
+        assert packed.groups and packed.seq_lens == growing.seq_lens
+        assert packed.seq_lens == packed.lengths_on(torch.device("cpu")).tolist()
+        for layer, row in ((layer, row) for layer in range(3) for row in range(batch)):
+            length = growing.seq_lens[row]
+            for a, b in zip(packed.read(layer, length), growing.read(layer, length), strict=True):
+                assert torch.equal(a[row], b[row])
+    packed.zero_tail()
+    assert not any(group[:, :, 0, :, packed.seq_lens[0] :].any() for group in packed.groups)
+    packed.reset()
+    assert not any(group.any() for group in packed.groups) and packed.seq_lens == [0] * batch
+
+
+def test_nan_of_a_rejected_node_does_not_spread() -> None:
+    """A masked position contributes 0 * value."""
+    cache = RaggedKVCache(1, 256)
+    cache.begin_forward(2)
+    cache.write(0, torch.ones(1, 1, 2, 4), torch.ones(1, 1, 2, 4))
+    cache.advance(2)
+    cache.pack(256)
+    nodes = torch.ones(1, 1, 4, 4)
+    nodes[:, :, 2:] = torch.nan
+    cache.begin_forward(4)
+    cache.write(0, nodes, nodes)
+    cache.keep_path(torch.tensor([[0, 1, 2, 3]]), torch.tensor([2]), [[0, 1]])
+    assert cache.seq_lens == [4] and cache.groups[0].isfinite().all()

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+import pytest
 import tiny_heads as heads
 import tiny_models as tiny
 import torch
@@ -17,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 import mmspec
+from mmspec.drafters.heads.base import c_draft
 from mmspec.engine.graph import Recorder, Replay, StaticFunction
 from mmspec.engine.loop import DecodeLoop
 from mmspec.engine.round import RoundFunction
@@ -73,6 +75,27 @@ def whole_only(recorder: Recorder) -> Recorder:
         return (recorder if is_whole(function) else record_nothing)(function, state, inputs)
 
     return record
+
+
+def drafts_only(recorder: Recorder) -> Recorder:
+    """Records drafts by `recorder`; the rounds of the target run as they are."""
+
+    def record(function: StaticFunction, state: Sequence[Tensor], inputs: Sequence[Tensor]) -> Replay:
+        return (record_nothing if isinstance(function, ScorePart) else recorder)(function, state, inputs)
+
+    return record
+
+
+def in_parts() -> Any:
+    """Context in which rounds are recorded in parts, not as a whole."""
+    return mock.patch("mmspec.engine.loop.can_record_rounds", return_value=False)
+
+
+def without_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: heads, checks of trees and accepted paths do not run in C. A fixture of the files that use it."""
+    monkeypatch.setattr(c_draft, "active_kernel", lambda: None)
+    monkeypatch.setattr("mmspec.engine.tree.compiled_sanitize", lambda *args: None)
+    monkeypatch.setattr("mmspec.engine.accept.compiled_accept_path", lambda *args: None)
 
 
 def fails_later(function: StaticFunction, state: Sequence[Tensor], inputs: Sequence[Tensor]) -> Replay:

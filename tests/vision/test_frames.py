@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import os
-import struct
 import subprocess
 import sys
 import types
@@ -192,27 +191,6 @@ def test_timestamps_of_a_variable_frame_rate(suffix: str, late: int, tmp_path: P
     assert frames.timestamps == pytest.approx([0.0, 0.15, 0.7, 1.5, 3.01], abs=1e-3)
 
 
-@pytest.mark.parametrize(("turn", "matrix"), [(90, (0, 1, -1, 0)), (180, (-1, 0, 0, -1)), (270, (0, -1, 1, 0))])
-def test_rotation_metadata_is_applied(turn: int, matrix: tuple[int, ...], tmp_path: Path) -> None:
-    """The mp4 header stores a clockwise rotation, which the returned frames have applied."""
-    picture = np.zeros((48, 80, 3), dtype=np.uint8)
-    picture[:16, :24] = 250  # in the upper left corner
-    file = write_video(tmp_path / "clip.mp4", [picture] * 3)
-    data = bytearray(file.read_bytes())
-    offset = data.find(b"tkhd") + 4 + 4 + 20 + 16
-    a, b, c, d = (65536 * value for value in matrix)
-    assert struct.unpack(">9i", data[offset : offset + 36]) == (65536, 0, 0, 0, 65536, 0, 0, 0, 1 << 30)
-    data[offset : offset + 36] = struct.pack(">9i", a, b, 0, c, d, 0, 0, 0, 1 << 30)
-    file.write_bytes(data)
-    frames = read_frames(file)
-    upright = np.rot90(picture, -turn // 90)
-    assert frames.images[0].size == (upright.shape[1], upright.shape[0])
-    assert (frames.metadata.width, frames.metadata.height) == frames.images[0].size
-    assert difference(frames.images[0], upright) < 4
-    small = read_frames(file, max_pixels=960).images[0]
-    assert difference(small, np.asarray(Image.fromarray(upright).resize(small.size))) < 8
-
-
 # --- which frames -----------------------------------------------------------------------------------------------------
 
 
@@ -381,6 +359,7 @@ print(int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text(
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_4k_clip_takes_less_than_a_gigabyte(tmp_path: Path) -> None:
     """Peak memory of the process, torch and transformers included; 24 full-size frames alone would be 0.6 GB."""

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import fuzz
+import kernels
 import pytest
 import torch
 from c_bugs import faulty_kernel, faulty_sources
@@ -28,7 +28,7 @@ from fake_target import (
 from torch import Tensor, nn
 
 from mmspec.cpu import c_kernel, c_library
-from mmspec.cpu.c_kernel import INSTRUCTION_SETS, CKernel, load_kernel
+from mmspec.cpu.c_kernel import CKernel, load_kernel
 from mmspec.cpu.draft import CHead
 from mmspec.drafters.heads.base import c_draft
 from mmspec.drafters.heads.base.c_draft import CDraft
@@ -83,13 +83,10 @@ KINDS: dict[str, tuple[HeadConfig, Tensor | None]] = {
 """{kind: (config, draft ids)}; "as published": an LM head, a table of tokens and a mask token of its own."""
 
 
-@pytest.fixture(params=[1, 2], ids=["avx2", "avx512"])
+@pytest.fixture(params=kernels.LEVELS[:2], ids=kernels.NAMES[:2])
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> CKernel:
     """The kernel for each instruction set that this processor has, in use."""
-    try:
-        found = CKernel(request.param)
-    except c_library.KernelUnavailableError as error:
-        pytest.skip(str(error))
+    found = kernels.kernel_of(request.param)
     monkeypatch.setattr(c_draft, "active_kernel", lambda: found)
     return found
 
@@ -226,7 +223,6 @@ def half_precision(kind: str) -> None:
 
 
 FAMILIES = ("eagle", "flash", "eagle3", "dspark")
-FUZZ_SEEDS = (8, 16)
 
 
 @dataclass
@@ -269,7 +265,7 @@ def test_drafts_equal_those_of_the_head(
 
 
 @pytest.mark.every(3)
-@pytest.mark.parametrize("kernel", sorted(INSTRUCTION_SETS), indirect=True, ids=INSTRUCTION_SETS.get)
+@pytest.mark.parametrize("kernel", kernels.LEVELS, indirect=True, ids=kernels.NAMES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_drafts_in_half_precision(kind: str, kernel: CKernel, calls: Calls) -> None:
     """States are those of the head up to rounding; trees too, but for near-ties."""
@@ -367,15 +363,6 @@ def test_a_call_leaves_nothing_behind(best_kernel: None, target: FakeTarget) -> 
     del states
     gc.collect()
     assert [reference() for reference in references] == [None, None]
-
-
-@pytest.mark.every(2)
-@pytest.mark.parametrize("kind", ["decoupled", "trimmed", "chained", "latent", "eagle3", "dspark"])
-def test_fuzzed_calls_draft_in_compiled_code(kind: str, calls: Calls) -> None:
-    for seed in FUZZ_SEEDS:
-        case = replace(fuzz.draw_case(seed), drafter=f"head-{kind}", nodes=8, compiled=True)
-        assert not fuzz.run_case(case).differences
-    assert calls.done >= 4 and not calls.refused
 
 
 # --- what is left to the head -----------------------------------------------------------------------------------------

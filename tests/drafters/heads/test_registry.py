@@ -6,7 +6,7 @@ import importlib
 import logging
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 import torch
 from fake_target import HEAD_CONFIG, NUM_LAYERS, build_train_batch
-from recorded_rounds import SPEC, build_inputs, build_model, generate, patched, recording
-from recorders import record_nothing, record_trace
-from torch import Tensor
+from recorded_rounds import SPEC, build_inputs, build_model, drafts_only, generate, patched, recording
+from recorders import record_trace
 
 import mmspec
 from mmspec.app.cli.main import build_parser
@@ -29,9 +28,8 @@ from mmspec.drafters.heads.eagle.head import EagleHead
 from mmspec.drafters.heads.registry import HeadClasses, HeadMethod, TrainSizes, find_method, method_of, register
 from mmspec.drafters.training.batch import DraftModel
 from mmspec.drafters.training.trainer import TrainConfig, Trainer
-from mmspec.engine.graph import Replay, StaticFunction
-from mmspec.interfaces.round import ScorePart
 
+trace_drafts = drafts_only(record_trace)
 ROOT = Path(__file__).parents[3]
 FOLDER = "drafters/heads/fan/"
 
@@ -129,11 +127,6 @@ def test_a_toy_head_is_trained_saved_and_loaded(fan: HeadMethod, target: Any, tm
     drafter = load_trained(tmp_path / "fan")
     assert type(drafter).__name__ == "FanDrafter" and drafter.name == "fan"
     assert method_of(drafter) is fan
-
-
-def trace_drafts(function: StaticFunction, state: Sequence[Tensor], inputs: Sequence[Tensor]) -> Replay:
-    """Traces drafts; the target's part runs as it is, which takes less time."""
-    return (record_nothing if isinstance(function, ScorePart) else record_trace)(function, state, inputs)
 
 
 def test_a_toy_head_drafts_recorded_and_not(fan: HeadMethod, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

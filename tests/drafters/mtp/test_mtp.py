@@ -6,11 +6,10 @@ import json
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import fuzz
 import own_heads as own
 import pytest
 import tiny_models as tiny
@@ -186,17 +185,17 @@ def watched(
 def test_every_row_of_every_draft_is_that_of_the_formulas(
     family: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Over 50 rounds with rejections behind prompts with images, in ragged rows: a refill equals one pass."""
+    """Over 24 rounds with rejections behind prompts with images, in ragged rows: a refill equals one pass."""
     model = model_of(family, window=9 if family == "exaone4_5" else 0)
     tensors = with_head(model, tmp_path)
     given = tiny.build_inputs(model, 5, 2, images=[1, 0], padding="left")
-    kwargs: dict[str, Any] = {"max_new_tokens": 136, "do_sample": False, "eos_token_id": None}
+    kwargs: dict[str, Any] = {"max_new_tokens": 72, "do_sample": False, "eos_token_id": None}
     plain = model.generate(**given, **kwargs)
     answers = plain[:, given["input_ids"].shape[1] :].tolist()
     with watched(model, tensors, answers, monkeypatch, **options) as watch:
         assert torch.equal(model.generate(**given, **kwargs), plain)
         assert not mmspec.stats(model).fallback_reason
-    assert watch.rounds >= 50 and {0, 1, 2} <= watch.accepted
+    assert watch.rounds >= 24 and {0, 1, 2} <= watch.accepted
 
 
 @pytest.mark.every(2)
@@ -208,14 +207,6 @@ def test_the_output_is_the_targets(family: str, mode: dict[str, Any], tmp_path: 
     given = tiny.build_inputs(model, 7, 3, padding="left")
     stats = assert_parity(model, given, "mtp", patch_options={"tree_size": 6}, **{**mode, "max_new_tokens": 30})
     assert stats.num_draft_tokens > 0 and not stats.fallback_reason and stats.drafter.startswith("mtp")
-
-
-@FAMILY
-@pytest.mark.parametrize("seed", range(3))
-def test_random_calls(family: str, seed: int) -> None:
-    """Rows of the exactness suite: any options, processors, caches and streamers."""
-    result = fuzz.run_case(replace(fuzz.draw_case(7100 + seed, family), drafter="mtp", nodes=5))
-    assert not result.differences, result.report()
 
 
 def test_a_job_runs_in_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

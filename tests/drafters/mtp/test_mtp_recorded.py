@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 import transformers
 import zoo
 from parity import build_cached_model
-from recorded_rounds import patched, recording
+from recorded_rounds import drafts_only, patched, recording
 from recorders import record_nothing, record_trace
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -25,20 +24,14 @@ import mmspec
 from mmspec.drafters.mtp.assistant import AssistantDrafter
 from mmspec.drafters.mtp.drafter import MTPDrafter
 from mmspec.drafters.mtp.own import OwnDrafter
-from mmspec.engine.graph import Recorder, Replay, StaticFunction
-from mmspec.interfaces.round import ScorePart
+from mmspec.engine.graph import Recorder
 from mmspec.targets.assistant import assistant_parts
 from mmspec.targets.own_head import read_own_head
 from mmspec.targets.registry import find_adapter
 
+trace_drafts = drafts_only(record_trace)
 HAS_ASSISTANTS = "gemma4" in zoo.ROWS and hasattr(transformers, "Gemma4AssistantConfig")
 FAMILIES = (*own.FAMILIES, *(("gemma4",) if HAS_ASSISTANTS else ()))
-
-
-def trace_drafts(function: StaticFunction, state: Sequence[Tensor], inputs: Sequence[Tensor]) -> Replay:
-    """Records drafts as traces; the target runs as it is."""
-    recorder = record_nothing if isinstance(function, ScorePart) else record_trace
-    return recorder(function, state, inputs)
 
 
 def new_drafter(model: PreTrainedModel, **options: Any) -> OwnDrafter:
