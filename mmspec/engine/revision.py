@@ -70,7 +70,12 @@ class Revision:
         self._code, self._reads_bits, self._reads_data = code, reads_bits, reads_data
         parts = (*modules, *(one for module in modules for one in (*_weights(module), _own_forward(module))))
         self._gone: list[Any] = []  # references to what is there no more: it may have left its id to another
-        self._parts = [weakref.ref(one, self._gone.append) for one in parts if one is not None]
+        # Packed weights cannot be swapped, as `model.to` does, while there are weak references to them.
+        self._packed = [one for one in parts if isinstance(one, Tensor) and type(one) not in PLAIN_TENSORS]
+        packed = set(map(id, self._packed))
+        self._parts = [
+            weakref.ref(one, self._gone.append) for one in parts if one is not None and id(one) not in packed
+        ]
         self._num_modules = len(modules)
         self._state = describe(modules), code(modules)
         self._data = _configs(modules), describe_data(modules) if reads_data else None
