@@ -18,6 +18,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import torch
+from torch import nn
 
 from mmspec.call import Call, CallPlan
 from mmspec.cpu.c_kernel import describe_kernel, load_kernel
@@ -77,20 +78,47 @@ def _reason_against_recording(call: Call, max_length: int, recorder: Callable[[]
     return None
 
 
-# --- C ----------------------------------------------------------------------------------------------------------------
+# --- on a CPU ---------------------------------------------------------------------------------------------------------
 
 
 def use_kernels(plan: CallPlan, target: HFTarget) -> AbstractContextManager[None]:
-    """After the prompt: decide who computes the rounds; the context in which they run."""
-    _use_c(plan, target)
-    return _use_linear_kernels(plan, target)
+    """After the prompt: decide who computes the rounds; the context in which they run.
+
+    On a CPU linear layers of the decoding step and of the drafter run there in their fastest kernel. Weights that our
+    kernels read for every token are moved into huge pages.
+    """
+    reason, config, layers = _reason_against_c(plan), plan.config, list[nn.Linear]()
+    _use_c(plan, target, reason)
+    if reason is None and config.backend != "torch":
+        layers = find_linear_layers([*plan.modules.linear_layers, *modules_of(config.drafter)])
+        if load_kernel() is not None and plan.autotuner.allow_c:
+            of_target = set(plan.modules.linear_layers)
+            read = [layer.weight for layer in layers if layer in of_target]
+            weights = read if target.rounds is None else target.rounds.decoder.matrices()
+            plan.huge_pages.add(weights, target.max_new_tokens)
+    return use_fast_linears(plan.autotuner, layers, config.deterministic, not config.may_use_c)
 
 
-def _use_c(plan: CallPlan, target: HFTarget) -> None:
-    """Let the forwards of the target run in C where that is allowed and possible. With `backend="c"` says why not."""
+def use_prompt_linear_kernels(plan: CallPlan) -> AbstractContextManager[None]:
+    """The same for the prompt's forward, vision tower included."""
+    is_for = plan.config.backend != "torch" and _reason_against_c(plan) is None
+    layers = find_linear_layers(plan.modules.prompt_linear_layers) if is_for else []
+    return use_fast_linears(plan.autotuner, layers, plan.config.deterministic)
+
+
+# --- C ----------------------------------------------------------------------------------------------------------------
+
+
+def _use_c(plan: CallPlan, target: HFTarget, reason: str | None) -> None:
+    """Let the forwards of the target run in C where that is allowed and possible. With `backend="c"` says why not.
+
+    Args:
+        plan, target: of the call.
+        reason: why nothing of it may run in C, or None.
+    """
     if not plan.config.may_use_c or target.max_new_tokens < 2:  # the prompt's forward has the only token
         return
-    kernel, reason = None, _reason_against_c(plan)
+    kernel = None
     if reason is None:
         kernel = load_kernel() if plan.autotuner.allow_c else None
         reason = f"there is no C kernel: {describe_kernel().removeprefix('none: ')}"
@@ -109,40 +137,3 @@ def _reason_against_c(plan: CallPlan) -> str | None:
     if operators_are_intercepted():
         return "user code sees or replaces the operators of torch"
     return None
-
-
-# --- eager ------------------------------------------------------------------------------------------------------------
-
-
-def _use_linear_kernels(plan: CallPlan, target: HFTarget) -> AbstractContextManager[None]:
-    """Context in which linear layers of the decoding step and of the drafter run in their fastest kernel, on a CPU.
-
-    Weights that our kernels read for every token are moved into huge pages.
-    """
-    config = plan.config
-    _use_huge_pages(plan, target)
-    roots = [*plan.modules.linear_layers, *modules_of(config.drafter)]
-    layers = find_linear_layers(roots) if _may_replace_linears(plan) else []
-    return use_fast_linears(plan.autotuner, layers, config.deterministic, not config.may_use_c)
-
-
-def use_prompt_linear_kernels(plan: CallPlan) -> AbstractContextManager[None]:
-    """The same for the prompt's forward, vision tower included."""
-    layers = find_linear_layers(plan.modules.prompt_linear_layers) if _may_replace_linears(plan) else []
-    return use_fast_linears(plan.autotuner, layers, plan.config.deterministic)
-
-
-def _use_huge_pages(plan: CallPlan, target: HFTarget) -> None:
-    """Let the weights that our kernels read for every token lie in huge pages."""
-    if load_kernel() is None or not plan.autotuner.allow_c or not _may_replace_linears(plan):
-        return
-    if target.rounds is not None:
-        weights = target.rounds.decoder.matrices()
-    else:
-        weights = [layer.weight for layer in find_linear_layers(plan.modules.linear_layers)]
-    plan.huge_pages.add(weights, target.max_new_tokens)
-
-
-def _may_replace_linears(plan: CallPlan) -> bool:
-    """Whether other kernels than torch's may compute the linear layers of this plan."""
-    return plan.config.backend != "torch" and _reason_against_c(plan) is None

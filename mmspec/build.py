@@ -18,7 +18,7 @@ from mmspec.engine.loop import DecodeLoop
 from mmspec.engine.output import OutputBuffer, ReturnFlags, UserCodeHooks
 from mmspec.engine.rng import SamplingNoise
 from mmspec.engine.sampler import TreeSampler
-from mmspec.interfaces import ObservedRound, Observer, Prompt, VisualGrid
+from mmspec.interfaces import ObservedRound, Prompt, VisualGrid
 from mmspec.interfaces.target import own_copies
 from mmspec.metrics.compression_stats import RecordingCompressor
 from mmspec.prefill import Prefilled
@@ -40,13 +40,20 @@ UNLIMITED = UNLIMITED_STEPS >> 1
 def build_loop(call: Call, prefilled: Prefilled) -> tuple[DecodeLoop, Prompt, AbstractContextManager[None]]:
     """The loop of a call after its prefill, the prompt as its drafter sees it, and the context in which it runs."""
     plan, (target, logits, _) = call.plan, prefilled
-    drafter = plan.config.drafter
+    drafter, observers = plan.config.drafter, plan.config.observers
     sampler = _build_sampler(call, logits)
     output = _build_output(call, target, sampler)
+    # What is the user's draws from generators of its own.
     private_draws = PrivateDraws(expected_state=None if sampler.noise is None else sampler.noise.expected_state)
-    prompt = _build_prompt(call, prefilled, output, _build_compressor(plan, private_draws))
+    prompt = _build_prompt(call, prefilled, output, private_draws)
     assert prompt.chooser is not None
     call.stats.drafter = drafter.label
+
+    def observe(one: ObservedRound) -> None:
+        with private_draws:
+            for observer in observers:
+                observer(one)
+
     loop = DecodeLoop(
         target=target,
         drafter=drafter,
@@ -57,24 +64,10 @@ def build_loop(call: Call, prefilled: Prefilled) -> tuple[DecodeLoop, Prompt, Ab
         draftable=_draftable_ids(prompt, plan.adapter, call.input_ids.device),
         start_time=plan.start_time,
         warn=plan.warn,
-        observe=_build_observer(plan, private_draws),
+        observe=observe if observers else None,
         isolation=None if is_builtin(drafter) else private_draws,
     )
     return loop, prompt, use_kernels(plan, target)
-
-
-def _build_observer(plan: CallPlan, private_draws: PrivateDraws) -> Observer | None:
-    """Tells the user's observers, with generators of their own."""
-    observers = plan.config.observers
-    if not observers:
-        return None
-
-    def observe(one: ObservedRound) -> None:
-        with private_draws:
-            for observer in observers:
-                observer(one)
-
-    return observe
 
 
 def _build_sampler(call: Call, prompt_logits: Tensor) -> TreeSampler:
@@ -120,31 +113,8 @@ def _build_output(call: Call, target: HFTarget, sampler: TreeSampler) -> OutputB
     return output
 
 
-def _build_compressor(plan: CallPlan, private_draws: PrivateDraws) -> RecordingCompressor | None:
-    """The call's compressor, recorded; a user's compressor draws from generators of its own."""
-    if plan.config.active_compressor is None:
-        return None
-    compressor = RecordingCompressor(plan.config.active_compressor)
-    if not is_builtin(compressor.inner):
-        compressor.context_factory = lambda: private_draws
-    return compressor
-
-
-def _build_chooser(plan: CallPlan, num_rows: int) -> Chooser:
-    drafter = plan.config.drafter
-    return Chooser(
-        plan.economy,
-        num_rows,
-        sources=[] if drafter.name == "none" else [Source(drafter.name)],
-        max_tree_size=drafter.requirements.max_tree_size,
-        fixed_tree_size=plan.config.fixed_tree_size,
-    )
-
-
-def _build_prompt(
-    call: Call, prefilled: Prefilled, output: OutputBuffer, compressor: RecordingCompressor | None
-) -> Prompt:
-    """The prompt as drafters see it."""
+def _build_prompt(call: Call, prefilled: Prefilled, output: OutputBuffer, private_draws: PrivateDraws) -> Prompt:
+    """The prompt as drafters see it, with the call's compressor, recorded, and the chooser of its rounds."""
     plan, input_ids, (target, logits, hidden_states) = call.plan, call.input_ids, prefilled
     batch, length = input_ids.shape
     media_ids = torch.tensor(plan.adapter.media_token_ids, device=input_ids.device)
@@ -152,32 +122,43 @@ def _build_prompt(
     attention_mask = target.kwargs.get("attention_mask")
     if attention_mask is None:
         attention_mask = torch.ones_like(input_ids)
-    config, samples = plan.config, output.noise is not None
-    needs = config.drafter.requirements
+    config, samples, repeats = plan.config, output.noise is not None, plan.num_return_sequences
+    drafter, needs, layout = config.drafter, config.drafter.requirements, plan.adapter.layout
+    grids = _visual_grids(plan, input_ids) if hidden_states else ()
+    banned_ids = _banned_ids(call, logits.shape[-1])
+    # The vision tower has seen each prompt once.
+    saliency = layout.visual_saliency(plan.attention_capture, visual_mask[::repeats], plan.vision_inputs)
+    compressor = None if config.active_compressor is None else RecordingCompressor(config.active_compressor)
+    if compressor is not None and not is_builtin(compressor.inner):
+        compressor.context_factory = lambda: private_draws
     return Prompt(
         input_ids=input_ids.clone(),  # the user's own: a drafter may write into what it is given
         attention_mask=attention_mask[:, -length:].to(torch.bool, copy=True),
         visual_mask=visual_mask,
         position_ids=target.position_ids[..., -length:].clone(),
-        grids=_visual_grids(plan, input_ids) if hidden_states else (),
+        grids=grids,
         hidden_states=hidden_states,
         vocab_size=logits.shape[-1],
-        banned_ids=_banned_ids(call, logits.shape[-1]),
+        banned_ids=banned_ids,
         stop_ids=output.criteria.stop_id_set,
-        reference_ids=reference_rows(
-            config.reference, config.reference_ids, plan.tokenizer, batch, plan.num_return_sequences
-        ),
+        reference_ids=reference_rows(config.reference, config.reference_ids, plan.tokenizer, batch, repeats),
         noise=output.noise_ahead if samples else None,
         temperature=float(call.generation_config.temperature or 1.0) if samples else 1.0,
         shared_embeddings=plan.adapter.shared_embeddings,
         static_shapes=config.fixed_tree_size is not None,
         compressor=compressor,
         max_new_tokens=target.max_new_tokens if target.max_new_tokens < UNLIMITED else None,
-        visual_saliency=_visual_saliency(plan, visual_mask),
-        media_inputs=own_copies(plan.media_inputs) if plan.num_return_sequences == 1 else {},
+        visual_saliency=None if saliency is None else saliency.repeat_interleave(repeats, 0),
+        media_inputs=own_copies(plan.media_inputs) if repeats == 1 else {},
         layer_subsets=open_layer_subsets(target, needs) if needs.layer_subsets else None,
         target_keys=TargetKeysReader.of(target) if needs.target_keys else None,
-        chooser=_build_chooser(plan, batch),
+        chooser=Chooser(
+            plan.economy,
+            batch,
+            sources=[] if drafter.name == "none" else [Source(drafter.name)],
+            max_tree_size=needs.max_tree_size,
+            fixed_tree_size=config.fixed_tree_size,
+        ),
     )
 
 
@@ -186,13 +167,6 @@ def _visual_grids(plan: CallPlan, input_ids: Tensor) -> tuple[VisualGrid, ...]:
     repeats = plan.num_return_sequences
     grids = plan.adapter.layout.grids(input_ids[::repeats], plan.vision_inputs)
     return tuple(replace(grid, row=grid.row * repeats + repeat) for grid in grids for repeat in range(repeats))
-
-
-def _visual_saliency(plan: CallPlan, visual_mask: Tensor) -> Tensor | None:
-    """[B, L] float32 attention of the vision tower, computed once per prompt; None if it was not captured."""
-    repeats = plan.num_return_sequences
-    saliency = plan.adapter.layout.visual_saliency(plan.attention_capture, visual_mask[::repeats], plan.vision_inputs)
-    return None if saliency is None else saliency.repeat_interleave(repeats, 0)
 
 
 def _banned_ids(call: Call, vocab_size: int) -> frozenset[int]:
