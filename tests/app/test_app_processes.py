@@ -1,10 +1,9 @@
-"""Caption jobs as processes of their own: several ranks, the launcher, interrupts, and SIGKILL at random moments."""
+"""Caption jobs as processes of their own: several ranks, the launcher, and interrupts. Kills: `test_app_kills.py`."""
 
 from __future__ import annotations
 
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -114,41 +113,3 @@ def wait_for(out: Path, lines: int, run: subprocess.Popen[str]) -> None:
     """Until `out` has that many lines."""
     while run.poll() is None and (not out.exists() or out.read_bytes().count(b"\n") < lines):
         time.sleep(0.002)
-
-
-@pytest.mark.slow
-def test_killed_ten_times_a_job_of_300_loses_and_repeats_nothing(tmp_path: Path) -> None:
-    images, kills, rng = 300, 10, random.Random(20)
-    write_images(tmp_path / "p", images)
-    args = (tmp_path / "p", "--max-new-tokens", 48, "--batch-size", 4, "--temperature", 0.7)
-    began = time.perf_counter()
-    whole = start(*args, "--out", tmp_path / "whole.jsonl")
-    assert whole.wait(timeout=600) == 0, whole.communicate()[1]
-    alone = time.perf_counter() - began
-
-    out, at = tmp_path / "out.jsonl", []
-    began = time.perf_counter()
-    for number in range(kills):
-        before = out.read_bytes() if out.exists() else b""
-        run = start(*args, "--out", out)
-        more = rng.randint(0, 27)
-        if more:
-            wait_for(out, before.count(b"\n") + more, run)
-            time.sleep(rng.uniform(0, 0.2))
-        else:
-            time.sleep(rng.uniform(0, 4))
-        run.kill()
-        assert run.wait(timeout=60) == -signal.SIGKILL, f"kill {number}: the job had ended"
-        run.communicate()
-        after = out.read_bytes() if out.exists() else b""
-        assert after.startswith(before[: before.rfind(b"\n") + 1]), "a finished row was lost"
-        at.append(after.count(b"\n"))
-    last = start(*args, "--out", out)
-    assert last.wait(timeout=600) == 0, last.communicate()[1]
-    spent = time.perf_counter() - began
-
-    found = rows(out)
-    assert len(found) == len({row["id"] for row in found}) == images
-    assert essence(out) == essence(tmp_path / "whole.jsonl")
-    print(f"\nkilled after {at} rows; {images} rows, no repeats, equal to the run that was left alone; "
-          f"{alone:.0f} s alone, {spent:.0f} s with {kills} kills")  # fmt: skip

@@ -130,6 +130,7 @@ def test_in_half_precision_drafts_change_nothing(family: str, dtype: str, forwar
         assert all(map(torch.equal, other.logits, results[0].logits))
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("wrong", [{}, {"interleaved": True}, {"activation": "gelu_tanh"}])
 @pytest.mark.parametrize(("layers", "factor"), [(12, 2), (12, 1.5)])
@@ -160,6 +161,7 @@ def _assert_recognised_unless(
     assert bool(forwards) != bool(wrong) and all(forwards)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("drafter", ["none", "lookup", "recycling", "bush", "oracle"])
 @pytest.mark.parametrize(("family", "changes"), [("llava", {}), ("gemma3", {}), ("qwen2_vl", {"dtype": "bfloat16"})])
 def test_rows_that_have_ended_are_not_computed(
