@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from published_heads import DRAFT_V, LAYOUTS, H, V, write_head
+from published_heads import write_head
+from published_layouts import DRAFT_V, LAYOUTS, H, V
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 

@@ -11,10 +11,12 @@ import tiny_models as tiny
 import torch
 from draft_rounds import DraftedCall, read_text, run_call
 from parity import generate_plain, get_model
-from published_heads import LAYOUTS, write_head
+from published_heads import write_head
+from published_layouts import LAYOUTS
 from recorded_rounds import recording
 from recorders import record_nothing
-from slow_heads import SlowBlock, SlowDflash2, SlowDomino, SlowEagle, SlowEagle3Head, SlowHead, SlowVispec
+from slow_blocks import SlowBlock, SlowDflash2, SlowDomino
+from slow_heads import SlowEagle, SlowEagle3Head, SlowHead, SlowVispec
 from transformers import PreTrainedModel
 
 import mmspec

@@ -10,7 +10,8 @@ import pytest
 import tiny_models as tiny
 import torch
 from parity import assert_parity, get_model
-from published_heads import LAYOUTS, H, V, write_head
+from published_heads import write_head
+from published_layouts import LAYOUTS, H, V
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 

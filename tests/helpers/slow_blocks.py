@@ -1,0 +1,179 @@
+"""Published DFlash, DSpark, DFlash 2 and Domino heads as their papers and trainers feed them, one block at a time.
+
+Written from the specification of each method, with the keys of its published configs; shares no code with the package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+from slow_heads import Sequences, SlowHead
+from slow_readers import Cache, attend, rotate
+from torch import Tensor
+from torch.nn import functional
+
+
+class SlowBlock(SlowHead):
+    """DFlash and DSpark: a block of mask tokens behind the last token, whose positions see the context and each other.
+
+    Attributes:
+        from_anchor: whether the last token's own position predicts a token too.
+        is_neox: whether a vector is rotated in halves, not in pairs of neighbours.
+        layer_offset: hidden state of transformers that layer 0 of the config's list is.
+    """
+
+    def __init__(self, folder: Path, text: Sequences, from_anchor: bool, is_neox: bool, layer_offset: int) -> None:
+        super().__init__(folder, text)
+        self.from_anchor = from_anchor
+        self.is_neox = is_neox
+        keys = {**self.layer_config, **self.config, **self.config.get("dflash_config", {})}
+        layers = keys.get("target_layer_ids") or keys["aux_hidden_state_layer_ids"]
+        self.layers = [layer + layer_offset for layer in layers]
+        self.mask: int = keys["mask_token_id"]
+        self.block_size: int = keys["block_size"]
+        self.caches = [Cache() for _ in range(self.layer_config["num_hidden_layers"])]
+
+    def read_row(self, row: int) -> None:
+        state = torch.cat([self.text.states[layer][row] for layer in self.layers])
+        feature = self.norm("hidden_norm", self.linear("fc", state))
+        for index, cache in enumerate(self.caches):
+            cache.append(self.keys_values(index, feature, row))
+
+    def keys_values(self, layer: int, row: Tensor, position: int) -> tuple[Tensor, Tensor]:
+        keys = self.turn(self.normed_heads(layer, "k", row), position)
+        return keys, self.heads(f"layers.{layer}.self_attn.v_proj", row)
+
+    def normed_heads(self, layer: int, name: str, row: Tensor) -> Tensor:
+        heads = self.heads(f"layers.{layer}.self_attn.{name}_proj", row)
+        return torch.stack([self.norm(f"layers.{layer}.self_attn.{name}_norm", head) for head in heads])
+
+    def turn(self, heads: Tensor, position: int) -> Tensor:
+        if self.is_neox:
+            return rotate(heads, position, self.theta)
+        halves = torch.cat((heads[:, 0::2], heads[:, 1::2]), dim=1)
+        first, second = rotate(halves, position, self.theta).chunk(2, dim=1)
+        return torch.stack((first, second), dim=2).flatten(1)
+
+    def chain(self, num_known: int, num_tokens: int, allowed: Tensor) -> tuple[list[int], Tensor]:
+        """See `SlowHead`; the logits are those without the correction by the token before."""
+        while self._num_rows < num_known - 1:
+            self.read_row(self._num_rows)
+            self._num_rows += 1
+        anchor = int(self.text.ids[num_known - 1])
+        rows = [self.text.embedding[token] for token in (anchor, *[self.mask] * (self.block_size - 1))]
+        for index in range(len(self.caches)):
+            name, positions = f"layers.{index}", range(num_known - 1, num_known - 1 + len(rows))
+            normed = [self.norm(f"{name}.input_layernorm", row) for row in rows]
+            outputs = self.around(f"{name}.attention_conv", normed, partial(self.attention, index, positions))
+            rows = [row + output for row, output in zip(rows, outputs, strict=True)]
+            normed = [self.norm(f"{name}.post_attention_layernorm", row) for row in rows]
+            outputs = self.around(f"{name}.mlp_conv", normed, partial(self.mlp, name))
+            rows = [row + output for row, output in zip(rows, outputs, strict=True)]
+        outputs = [self.norm("norm", row) for row in rows][int(not self.from_anchor) :]
+        lm_head = self.weights.get("lm_head.weight", self.text.lm_head)
+        found, tokens, ids = [lm_head @ output for output in outputs], list[int](), self.token_ids()
+        for logits, output in zip(found, outputs, strict=True):
+            scores = self.scores(
+                logits.where(allowed, torch.tensor(-torch.inf)), output, tokens[-1] if tokens else anchor
+            )
+            tokens.append(ids[int(scores.argmax())])
+        return tokens[:num_tokens], torch.stack(found)
+
+    def attention(self, index: int, positions: Sequence[int], normed: Sequence[Tensor]) -> list[Tensor]:
+        """Outputs of the attention of a layer at the positions of the block."""
+        pairs = list(zip(normed, positions, strict=True))
+        keys = self.caches[index] + [self.keys_values(index, *pair) for pair in pairs]
+        outputs = [attend(self.turn(self.normed_heads(index, "q", row), position), keys) for row, position in pairs]
+        return [self.linear(f"layers.{index}.self_attn.o_proj", output) for output in outputs]
+
+    def mlp(self, name: str, normed: Sequence[Tensor]) -> list[Tensor]:
+        """Outputs of the MLP of a layer."""
+        gates = [functional.silu(self.linear(f"{name}.mlp.gate_proj", row)) for row in normed]
+        return [
+            self.linear(f"{name}.mlp.down_proj", gate * self.linear(f"{name}.mlp.up_proj", row))
+            for gate, row in zip(gates, normed, strict=True)
+        ]
+
+    def around(
+        self, name: str, rows: list[Tensor], sublayer: Callable[[Sequence[Tensor]], list[Tensor]]
+    ) -> list[Tensor]:
+        """Outputs of a sublayer; DFlash 2 mixes neighbours before and after it."""
+        return sublayer(rows)
+
+    def scores(self, logits: Tensor, output: Tensor, previous: int) -> Tensor:
+        """[V'] of a position with these logits and this output behind a token."""
+        return logits + self.bias(previous)
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether a token depends on the one before, so that the tree of a drafter is a chain."""
+        return "markov_head.markov_w1.weight" in self.weights
+
+    def bias(self, token: int) -> Tensor:
+        """[V'] of the token before."""
+        if not self.has_bias:
+            return torch.zeros(1)
+        return self.weights["markov_head.markov_w2.weight"] @ self.weights["markov_head.markov_w1.weight"][token]
+
+    def token_ids(self) -> list[int]:
+        if "d2t" not in self.weights:
+            return super().token_ids()
+        return [index + offset for index, offset in enumerate(self.weights["d2t"].long().tolist())]
+
+
+class SlowDflash2(SlowBlock):
+    """DFlash 2: a block whose positions are mixed with the one before, and scores of pairs among the likeliest."""
+
+    @property
+    def has_bias(self) -> bool:
+        return True
+
+    def around(
+        self, name: str, rows: list[Tensor], sublayer: Callable[[Sequence[Tensor]], list[Tensor]]
+    ) -> list[Tensor]:
+        kernel, width = self.weights[f"{name}.base_kernel"], self.config["dflash_config"]["conv_group_size"]
+        changes = [
+            self.linear(f"{name}.kernel_projection", row).view(2, 2, -1).repeat_interleave(width, 2) for row in rows
+        ]
+
+        def mix(side: int, values: Sequence[Tensor]) -> list[Tensor]:
+            taps = [kernel[side] + change[side] for change in changes]
+            before = [torch.zeros_like(values[0]), *values[:-1]]
+            return [tap[0] * value + tap[1] * other for tap, value, other in zip(taps, values, before, strict=True)]
+
+        return mix(1, sublayer(mix(0, rows)))
+
+    def scores(self, logits: Tensor, output: Tensor, previous: int) -> Tensor:
+        best = logits.topk(self.config["dflash_config"]["selector_top_k"]).indices
+        gate = self.linear("candidate_selector.hidden_projection", output)
+        before = self.weights["candidate_selector.predecessor_codebook"][previous] * gate
+        pairs = self.weights["candidate_selector.successor_codebook"][best] @ before
+        return torch.full_like(logits, -torch.inf).index_copy_(0, best, logits[best] + pairs)
+
+
+class SlowDomino(SlowBlock):
+    """Domino: a block corrected by a GRU over the anchor and the tokens so far."""
+
+    path: tuple[int, ...] = ()
+
+    @property
+    def has_bias(self) -> bool:
+        return True
+
+    def chain(self, num_known: int, num_tokens: int, allowed: Tensor) -> tuple[list[int], Tensor]:
+        self.path = ()
+        return super().chain(num_known, num_tokens, allowed)
+
+    def scores(self, logits: Tensor, output: Tensor, previous: int) -> Tensor:
+        self.path, settings = (*self.path, previous), self.config["dflash_config"]
+        if len(self.path) <= settings["pure_draft_prefix_len"]:
+            return logits
+        gru = torch.nn.GRU(len(output), settings["gru_hidden_dim"], bias=False)
+        gru.load_state_dict({name: self.weights[f"prefix_gru.{name}"] for name in ("weight_ih_l0", "weight_hh_l0")})
+        with torch.no_grad():
+            state = gru(self.text.embedding[list(self.path)])[0][-1]
+        inner = functional.silu(self.linear("embed_proj.0", torch.cat((output, state))))
+        return logits + self.linear("embed_proj.2", inner)
