@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 from torch.nn import functional
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-_NAMES = ("linear", "embedding", "silu", "scaled_dot_product_attention")
-_FUNCTIONS = {name: getattr(functional, name) for name in _NAMES}
+_FUNCTIONS = attrgetter("linear", "embedding", "silu", "scaled_dot_product_attention")
+_ORIGINALS = _FUNCTIONS(functional)
 
 
 def operators_are_intercepted() -> bool:
@@ -20,4 +22,4 @@ def operators_are_intercepted() -> bool:
         return True
     if any(type(mode) is not DeviceContext for mode in _get_current_function_mode_stack()):
         return True
-    return any(getattr(functional, name) is not original for name, original in _FUNCTIONS.items())
+    return bool(_FUNCTIONS(functional) != _ORIGINALS)

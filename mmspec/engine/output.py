@@ -126,7 +126,7 @@ class OutputBuffer:
     @property
     def num_emitted(self) -> list[int]:
         """Emitted tokens of each row."""
-        return [len(row) for row in self.emitted]
+        return list(map(len, self.emitted))
 
     @property
     def cached_lengths(self) -> list[int]:
