@@ -66,6 +66,8 @@ class CommandParser(argparse.ArgumentParser):
         unknown = next((one for one in rest if one.startswith("-")), None)
         if unknown is not None:
             name = unknown.partition("=")[0]
+            if (successor := getattr(self, "removed", {}).get(name)) is not None:
+                self.error(f"{name} is no option any more: use {successor}")
             options = [option for option in self._option_string_actions if option.startswith("--")]
             self.error(f"unknown option {name}{did_you_mean(name, options)}")
         for action in self._actions:

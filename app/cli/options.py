@@ -17,6 +17,8 @@ Decides = Literal["nothing", "always", "if set", "if sampled"]
 """When an option is part of a job's identity."""
 MAX_FILE_BYTES = 1 << 20
 """Size of a file of options."""
+REQUIRED: Any = MISSING
+"""In place of a default: the option has to be given."""
 _KEY = "option"
 
 
@@ -25,10 +27,10 @@ class Option:
     """What a field says of itself.
 
     Attributes:
-        group: heading in the help of the command; "" for an option that the command line does not have.
+        group: heading in the help of the command; "" for a setting (`read_settings`), which has no flag of its own.
         parse: turns a text into the value, or raises `argparse.ArgumentTypeError`.
         optional: the value that the option has when it stands alone; MISSING: it needs a text, or is a switch.
-        many: it may be repeated, and is a tuple.
+        many: it may be repeated, or with "+" has several values, and is a tuple.
         in_file: it is written to the file of a job, which can then be run again.
     """
 
@@ -39,14 +41,14 @@ class Option:
     metavar: str | None
     choices: tuple[str, ...] | None
     optional: Any
-    many: bool
+    many: bool | Literal["+"]
     decides: Decides
     in_file: bool
 
     @property
     def is_switch(self) -> bool:
         """Whether it takes no text: a flag, or with the default None a flag and its opposite."""
-        return self.metavar is None and self.choices is None
+        return self.metavar is None and self.choices is None and self.parse is str
 
 
 def option(
@@ -58,7 +60,7 @@ def option(
     metavar: str | None = None,
     choices: tuple[str, ...] | None = None,
     optional: Any = MISSING,
-    many: bool = False,
+    many: bool | Literal["+"] = False,
     decides: Decides = "nothing",
     in_file: bool = True,
 ) -> Any:
@@ -88,17 +90,52 @@ def add_described(parser: argparse._ActionsContainer, source: type, *, with_defa
         group = groups.get(one.group) or parser.add_argument_group(one.group)
         groups[one.group] = group
         values: dict[str, Any] = {"help": one.help, "default": one.default if with_defaults else argparse.SUPPRESS}
+        if one.default is REQUIRED:
+            values |= {"required": True, "default": None}
         if one.is_switch:
             values["action"] = "store_true" if one.default is False else argparse.BooleanOptionalAction
         elif one.choices is not None:
             values["choices"] = one.choices
         else:
             values |= {"type": one.parse, "metavar": one.metavar}
-        if one.many:
+        if one.many == "+":
+            values["nargs"] = "+"
+        elif one.many:
             values["action"] = "append"
         if one.optional is not MISSING:
             values |= {"nargs": "?", "const": one.optional}
         group.add_argument(f"--{name.replace('_', '-')}", **values)
+
+
+def add_settings(parser: argparse.ArgumentParser, source: type, removed: Mapping[str, str]) -> None:
+    """Add `--set`, for the options of a dataclass that have no flag of their own.
+
+    Args:
+        removed: flags that went, with their successors; flags of settings are added.
+    """
+    names = [name for name, one in described(source).items() if not one.group]
+    help_ = f"settings, listed below: {', '.join(names[:3])}, ..."
+    parser.add_argument("--set", nargs="+", action="extend", default=None, metavar="NAME=VALUE", help=help_)
+    settings = {f"--{name.replace('_', '-')}": f"--set {name}=VALUE" for name in names}
+    vars(parser)["removed"] = settings | dict(removed)
+
+
+def read_settings(source: type, texts: Iterable[str]) -> dict[str, Any]:
+    """The values of `--set`; a switch may stand alone.
+
+    Raises:
+        UsageError: a name that is none, or a value that it does not take.
+    """
+    known = {name: one for name, one in described(source).items() if not one.group}
+    found: dict[str, Any] = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        name = key.replace("-", "_")
+        if name not in known:
+            raise UsageError(f"--set {key[:60]} is no setting; they are {', '.join(known)}{did_you_mean(name, known)}")
+        is_on = known[name].is_switch and (not equals or value in ("true", "false"))
+        found[name] = _value(known[name], value != "false" if is_on else value, f"--set {name}")
+    return found
 
 
 def given(source: type, args: argparse.Namespace) -> dict[str, Any]:

@@ -1,75 +1,169 @@
-"""Options of `mmspec train`, typed."""
+"""The options of `mmspec train`, each described in its field: argparse, the help and the settings of `--set` derive."""
 
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, fields
+import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmspec.app.cli.arguments import source_options
+from mmspec.app.cli import arguments as common
+from mmspec.app.cli.options import REQUIRED, described, option, read_settings
+from mmspec.app.errors import UsageError
+from mmspec.app.io.table_options import TableOptions
+from mmspec.drafters.heads.registry import Recipe, recipes
 
 if TYPE_CHECKING:
     from mmspec.app.io.item import SourceOptions
 
+VISUAL_MODES = ("decoupled", "coupled", "placeholder", "text_only")
+"""Keys of mmspec.drafters.heads.base.visual_inputs.VISUAL_MODES, which is too slow to import here."""
+LOSSES = ("ce", "kl", "tv", "lk", "lk-mix", "path")
+"""Keys of mmspec.drafters.training.distribution_losses.DISTRIBUTION_LOSSES, as `VISUAL_MODES`."""
+DRAFT_LM = "draft-lm"
+"""The drafter that is a language model instead of a head."""
+_WHAT, _HOW, _SET = "what", "how", ""
+"""Groups of the help; what is in the last is a setting: `--set NAME=VALUE`."""
 
-@dataclass(frozen=True)
-class TrainOptions:
-    """The options of one run; each field is the flag of the same name (`--max-new-tokens` is `max_new_tokens`).
 
-    Attributes:
-        command: the command line, for provenance.json.
-        source: how `data` is read.
-        drafter: names of recipes that are trained side by side.
-        ttt_steps: training-time-test steps, the first included; after it the head reads its own outputs.
-        ffn: width of the feed-forward network; None for that of the target.
-        block: tokens per forward; None for that of the recipe.
-        head_layers: decoder layers of a head that may have several (dspark).
-        layers: indices of the target's hidden states that a head reads; None for the default of the recipe.
-        visual_mode: how visual tokens enter the head; None for that of the recipe.
-        draft_layers: decoder layers of a draft model (draft-lm); None for an eighth of the target's.
-        minutes: time limit of one call; the run goes on when the command is repeated.
-    """
+def parse_drafters(text: str) -> tuple[str, ...]:
+    """Comma-separated drafters."""
+    names = common.split_commas(text)
+    if DRAFT_LM in names and len(names) > 1:
+        raise argparse.ArgumentTypeError(f"{DRAFT_LM} is trained alone, not beside heads")
+    known = (*recipes(), DRAFT_LM)
+    for name in names:
+        if name not in known:
+            raise argparse.ArgumentTypeError(f"unknown drafter {name!r}; known are {', '.join(known)}")
+    return tuple(dict.fromkeys(names))
 
-    command: str
-    target: str
-    drafter: list[str]
-    data: list[str]
-    source: SourceOptions
-    prompt: str | None
-    out: Path
-    dtype: str
-    device: str
-    count: int
-    max_new_tokens: int
-    steps: int
-    batch_size: int
-    answer_batch: int | None
-    cache_gib: float
-    lr: float
-    hidden_loss: float
-    logits_loss: float
-    loss: str
-    ttt_steps: int
-    text_first: bool
-    text_only: bool
-    noise: float
-    ffn: int | None
-    block: int | None
-    layers: tuple[int, ...] | None
-    head_layers: int
-    visual_mode: str | None
-    compressor: str | None
-    start_from: str | None
-    draft_vocab: int | None
-    evaluate: int
-    seed: int
-    minutes: float
-    draft_layers: int | None
-    progress: bool | None
+
+def parse_layers(text: str) -> tuple[int, ...]:
+    """Comma-separated indices of hidden states."""
+    return tuple(common.non_negative_int(part) for part in common.split_commas(text))
+
+
+def compressor_spec(text: str) -> str:
+    """NAME:N, a compressor and the number of tokens that it keeps."""
+    from mmspec.vision.registry import parse_compressor
+
+    try:
+        parse_compressor(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
+
+
+def _number(default: int | None, help: str, group: str = _SET, letter: str = "N") -> Any:
+    """An option that is a whole number above 0."""
+    return option(default, help, group, parse=common.positive_int, metavar=letter)
+
+
+def _real(default: float | None, help: str, group: str = _SET, letter: str = "W") -> Any:
+    return option(default, help, group, parse=float, metavar=letter)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions(TableOptions):
+    """The options of one run; `command` is the command line, for provenance.json."""
+
+    command: str = ""
+    target: str = option(
+        common.DEFAULT_MODEL, f"{common.MODEL_HELP}; default {common.DEFAULT_MODEL}", _WHAT, metavar="M"
+    )
+    dtype: str = option("auto", common.DTYPE_HELP, _WHAT, choices=common.DTYPES)
+    device: str = option("auto", common.DEVICE_HELP, _WHAT, metavar="DEV")
+    drafter: tuple[str, ...] = option(
+        ("msd",), "names of the list below (default msd)", _WHAT, parse=parse_drafters, metavar="D,D"
+    )
+    data: tuple[str, ...] = option((), "as `mmspec caption` reads them", _WHAT, metavar="PATH", many="+")
+    out: Path = option(REQUIRED, "folder of the run", _WHAT, parse=common.output_path, metavar="FOLDER")  # noqa: RUF009
+    prompt: str | None = option(
+        None, "of rows of --data without their own (default: as mmspec caption)", _WHAT, metavar="TEXT"
+    )
+
+    max_new_tokens: int = _number(160, "maximum length of an answer in tokens (default 160)", _HOW)
+    steps: int = _number(None, "default 1000", _HOW)
+    batch_size: int = _number(16, "sequences per step (default 16)", _HOW)
+    lr: float = _real(None, "highest learning rate (default 1e-3; mtp 1e-4)", _HOW, "R")
+    loss: str = option(
+        "ce",
+        "loss on the logits (default ce): ce and kl fit the target's distribution; tv, lk, lk-mix and path follow the "
+        "probability that draft tokens are accepted",
+        _HOW,
+        choices=LOSSES,
+    )
+    compressor: str | None = option(
+        None, "compress visual tokens to N (latent:64)", _HOW, parse=compressor_spec, metavar="NAME:N"
+    )
+    start_from: str | None = option(
+        None, "trained weights: a folder of a run or drafter, or a name", _HOW, metavar="FOLDER"
+    )
+    evaluate: int = option(
+        24, "requests to measure tau on (default 24; 0 none)", _HOW, parse=common.non_negative_int, metavar="N"
+    )
+    seed: int = option(
+        0, "of initial weights and of the order of samples (default 0)", _HOW, parse=common.parse_seed, metavar="N"
+    )
+    minutes: float = _real(math.inf, "stop after this long; run again to go on", _HOW, "T")
+    progress: bool | None = option(None, "bar (default: on a terminal, else lines)", _HOW)
+
+    count: int = _number(2000, "requests that a language model without --data writes (2000)")
+    cache_gib: float = _real(4.0, "host memory for the target's hidden states, in GiB (4)")
+    hidden_loss: float = _real(1.0, "weight of smooth L1 on the hidden states (1)")
+    logits_loss: float = _real(0.1, "weight of soft cross-entropy on the logits (0.1)")
+    ttt_steps: int = _number(
+        3, "training-time-test steps: forwards per batch, all but the first on the head's own outputs (3)"
+    )
+    text_first: bool = option(False, "MSD's schedule: text alone for half the steps, then more images", _SET)
+    text_only: bool = option(False, "questions without their images in all steps", _SET)
+    noise: float = _real(0.0, "uniform noise on hidden states (EAGLE: 0.2; 0)")
+    ffn: int | None = _number(None, "intermediate size (that of the target)")
+    block: int | None = _number(None, "tokens per forward (flash: 5, falcon: 2)", letter="K")
+    visual_mode: str | None = option(
+        None, "how visual tokens enter the head (as the drafter's)", _SET, choices=(*VISUAL_MODES, "mixed")
+    )
+    head_layers: int = _number(1, "decoder layers of a dspark head (1)")
+    layers: tuple[int, ...] | None = option(
+        None, "hidden states that the head reads, 0 to all (2,N/2,N-3; dspark also N-1)", _SET, parse=parse_layers
+    )
+    draft_vocab: int | None = _number(None, "size of the draft vocabulary: the N most frequent ids (all)")
+    draft_layers: int | None = _number(None, "decoder layers of draft-lm (an eighth of the target's)")
+
+    @property
+    def source(self) -> SourceOptions:
+        """How `data` is read."""
+        from mmspec.app.io.item import SourceOptions
+
+        return SourceOptions(**{name: getattr(self, name) for name in described(TableOptions)})
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> TrainOptions:
-        """The parsed command line."""
-        values: dict[str, Any] = {item.name: getattr(args, item.name, "") for item in fields(cls)}
-        return cls(**values | {"source": source_options(args)})
+        """The parsed command line. Steps that are not given are the largest default of the drafters, the learning rate
+        is the lowest.
+
+        Raises:
+            UsageError: a setting that there is not, or that does not go with the others.
+        """
+        known = described(cls)
+        values = {name: getattr(args, name) for name, one in known.items() if one.group}
+        values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+        values |= read_settings(cls, args.set or ())
+        chosen = [recipes()[name][1] for name in values["drafter"] if name in recipes()] or [Recipe(DRAFT_LM, "", "")]
+        values["steps"] = values["steps"] or max(recipe.steps for recipe in chosen)
+        values["lr"] = values["lr"] or min(recipe.learning_rate for recipe in chosen)
+        options = cls(**values, command=getattr(args, "command", ""))
+        options._check(any(recipe.block_size > 1 for recipe in chosen))
+        return options
+
+    def _check(self, have_blocks: bool) -> None:
+        is_draft_lm = self.drafter == (DRAFT_LM,)
+        for name, holds, others in (
+            ("count", not self.data, "a language model without --data"),
+            ("block", have_blocks or is_draft_lm, "drafters of several tokens per forward"),
+            ("draft_layers", is_draft_lm, f"--drafter {DRAFT_LM}"),
+            ("text_first", not self.text_only, "no text_only: give one of them"),
+        ):
+            if getattr(self, name) != described(TrainOptions)[name].default and not holds:
+                raise UsageError(f"--set {name} goes with {others}")

@@ -52,7 +52,7 @@ def draft_layer_indices(num_layers: int, count: int) -> list[int]:
         ValueError: `count` is not 1 to `num_layers`.
     """
     if not 1 <= count <= num_layers:
-        raise ValueError(f"--draft-layers must be 1 to the target's {num_layers}; got {count}.")
+        raise ValueError(f"--set draft_layers must be 1 to the target's {num_layers}; got {count}.")
     return [round(index * (num_layers - 1) / max(1, count - 1)) for index in range(count)]
 
 
@@ -226,7 +226,7 @@ class DraftLMTrainer:
         if state["settings"] != self._settings or shapes != found:
             raise UsageError(
                 f"{self.folder} holds a draft-lm run with other settings ({state['settings']}, now {self._settings}) "
-                "or --draft-layers; choose another --out, or repeat its command"
+                "or --set draft_layers; choose another --out, or repeat its command"
             )
         with torch.no_grad():
             for name, weight in self._weights.items():

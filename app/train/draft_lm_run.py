@@ -29,13 +29,13 @@ def run_draft_lm(options: TrainOptions) -> int:
         UsageError: options that it does not have, or a target that it cannot be made for.
     """
     if used := [name for name, default in UNUSED_OPTIONS.items() if getattr(options, name) != default]:
-        raise UsageError(f"--drafter draft-lm has no --{used[0].replace('_', '-')}")
+        raise UsageError(f"--drafter draft-lm has no {used[0]}")
     teacher, held_out = build_teacher(options, ProcessInfo())
     draft = init_draft_model(teacher.model, options.draft_layers or default_num_layers(teacher.adapter.num_layers))
     options.out.mkdir(parents=True, exist_ok=True)
     check_run_settings(options.out, data_settings(options, len(teacher.data), held_out), DistributedContext())
     with ProgressReporter("answers", len(teacher.data), "text", show_bar=options.progress, is_silent=False) as progress:
-        batch_size = options.answer_batch or options.batch_size
+        batch_size = options.batch_size
         teacher.generate_answers(options.out, batch_size, options.max_new_tokens, progress.update)
     trainer = DraftLMTrainer(
         options.out,

@@ -59,7 +59,7 @@ def build_parts(options: TrainOptions, name: str, config: Any, teacher: Any) -> 
             head, stored, draft_ids = load_start_head(options, name, teacher)
         if options.visual_mode and head.visual_modes and options.visual_mode not in (*head.visual_modes, "mixed"):
             modes = ", ".join((*head.visual_modes, "mixed"))
-            raise ValueError(f"--visual-mode must be one of {modes} for this head; got {options.visual_mode}")
+            raise ValueError(f"--set visual_mode must be one of {modes} for this head; got {options.visual_mode}")
         compressor = build_train_compressor(options, config.hidden_size, stored)
         if compressor is not None and head.config.hidden_state_layers:
             raise ValueError("--compressor is for heads that read one hidden state; this one reads several")

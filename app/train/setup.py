@@ -12,7 +12,6 @@ import torch
 from mmspec.app.caption.config import ProcessInfo
 from mmspec.app.errors import UsageError
 from mmspec.app.io.jsonl import replace_file
-from mmspec.app.modeling.load import load_model, load_text_model
 from mmspec.app.modeling.text import is_text_model
 from mmspec.app.train.config import TrainOptions
 from mmspec.app.train.data import Teacher
@@ -48,6 +47,8 @@ def build_teacher(options: TrainOptions, process: ProcessInfo) -> tuple[Teacher,
     Raises:
         UsageError: no data, a target that cannot be loaded, or options about images for a language model.
     """
+    from mmspec.app.modeling.load import load_model, load_text_model
+
     cache_bytes = round(options.cache_gib * (1 << 30)) // process.world_size
     has_text_only = options.text_first or options.text_only
     if not is_text_model(options.target):
@@ -57,7 +58,7 @@ def build_teacher(options: TrainOptions, process: ProcessInfo) -> tuple[Teacher,
         return Teacher(model, processor, TextOnlyAugmented(data) if has_text_only else data, cache_bytes), held_out
     for name in ("text_first", "text_only", "visual_mode", "compressor"):
         if getattr(options, name):
-            raise UsageError(f"--{name.replace('_', '-')} is about images; --target {options.target} reads none")
+            raise UsageError(f"{name} is about images; --target {options.target} reads none")
     if process.world_size > 1 and not options.data:
         raise UsageError("several processes need --data: only one may write requests")
     questions = read_questions(options.data) if options.data else []

@@ -60,7 +60,7 @@ def refusal(drafter: HeadDrafter, target: TargetInfo, format_name: str) -> str |
     ):
         return (
             f"engines read the inputs of layers 1 to {target.num_layers - 1}, in increasing order; this head was "
-            f"trained with --layers {','.join(map(str, layers))}."
+            f"trained with --set layers={','.join(map(str, layers))}."
         )
     return method.export_refusal(drafter, target, format_name)
 

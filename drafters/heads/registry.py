@@ -49,8 +49,8 @@ class Recipe:
         help: what it is, for the help of the command.
         visual_mode: how visual tokens enter the head, a key of `VISUAL_MODES` of
             `mmspec.drafters.heads.base.visual_inputs`, or "mixed" (`mmspec.drafters.training.batch.MIXED`).
-        block_size: tokens per forward; `--block` overrides it where it is more than one.
-        scales: fields of the head's config as multiples of `--ffn`.
+        block_size: tokens per forward; `--set block` overrides it where it is more than one.
+        scales: fields of the head's config as multiples of `--set ffn`.
         settings: further fields of the config.
         steps: the same of `--steps`.
         learning_rate: the same of `--lr`.
@@ -93,7 +93,7 @@ class TrainSizes:
         layers = self.layers or default
         if (number is not None and len(layers) != number) or min(layers) < 0 or max(layers) > self.num_layers:
             raise ValueError(
-                f"--layers must be {number or 'some'} of 0 to {self.num_layers} for this target; got "
+                f"--set layers must be {number or 'some'} of 0 to {self.num_layers} for this target; got "
                 f"{','.join(map(str, layers))}"
             )
         return layers
@@ -188,7 +188,7 @@ class HeadMethod(ABC):
         """The config of a head to be trained. Default: the target's shape with the sizes of the recipe.
 
         Args:
-            shape: of the target's last decoder layer, `intermediate_size` that of `--ffn`.
+            shape: of the target's last decoder layer, `intermediate_size` that of `--set ffn`.
             recipe: one of `recipes`.
             sizes: the options of the command.
 
@@ -207,9 +207,9 @@ class HeadMethod(ABC):
             ValueError: names the option.
         """
         if sizes.layers is not None and not self.reads_layers:
-            raise ValueError("--layers is for heads that read several hidden states; this one reads the last")
+            raise ValueError("--set layers is for heads that read several hidden states; this one reads the last")
         if sizes.head_layers != 1 and not self.trains_layers:
-            raise ValueError(f"--head-layers is for dspark heads; this one has one layer, got {sizes.head_layers}")
+            raise ValueError(f"--set head_layers is for dspark heads; this one has one layer, got {sizes.head_layers}")
 
     def head_of_target(self, target: TargetInfo, sizes: TrainSizes) -> DraftHead:
         """The head to be trained, of a method that `is_of_target`.

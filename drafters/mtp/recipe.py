@@ -55,7 +55,7 @@ class Mtp(HeadMethod):
         if drafter.visual_mode != family and drafter.trained_visual_mode != "mixed":
             return (
                 f"vLLM feeds such heads {family!r} at image positions; this one was trained {drafter.visual_mode!r}: "
-                f"train with --visual-mode {family} or mixed."
+                f"train with --set visual_mode={family} or mixed."
             )
         return None
 

@@ -12,6 +12,7 @@ import pytest
 
 from mmspec.app.cli import main as cli
 from mmspec.app.errors import UsageError, one_line
+from mmspec.app.train.config import TrainOptions
 
 
 def test_help_of_every_command(capsys: Any) -> None:
@@ -46,12 +47,14 @@ def test_the_command_line_itself_imports_nothing_heavy() -> None:
     [
         "caption x --format parquet --rows-per-shard 7",
         "caption x --ray --actors 2",
-        "train --out run --drafter msd,flash --block 4",
-        "train --out run --drafter draft-lm --draft-layers 2",
+        "train --out run --drafter msd,flash --set block=4",
+        "train --out run --drafter draft-lm --set draft_layers=2",
     ],
 )
 def test_with_what_it_is_for_it_is_not(command: str) -> None:
-    cli.build_parser().parse_args(command.split())
+    args = cli.build_parser().parse_args(command.split())
+    if command.startswith("train"):
+        assert {4, 2} & {TrainOptions.from_args(args).block, TrainOptions.from_args(args).draft_layers}
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def test_a_draft_model_of_a_vision_language_target(tmp_path: Path, capsys: Any) 
     assert torch.equal(draft.get_input_embeddings().weight, model.get_input_embeddings().weight), "these stay fixed"
     with pytest.raises(UsageError, match="other settings"):
         main_raising([*args[:-2], "--lr", "0.5", "--out", str(out)])
-    with pytest.raises(UsageError, match="draft-lm has no --compressor"):
+    with pytest.raises(UsageError, match="draft-lm has no compressor"):
         main_raising([*args, "--compressor", "pool:4"])
 
 
@@ -75,7 +75,7 @@ def test_a_draft_model_of_a_language_target(tmp_path: Path, capsys: Any) -> None
     target, out = _text_target(tmp_path / "target"), tmp_path / "run"
     questions = tmp_path / "questions.txt"
     questions.write_text("\n".join(f"How many foxes, {number}?" for number in range(12)) + "\n\n")
-    args = ["train", "--target", str(target), *ARGS, "--data", str(questions), "--draft-layers", "2"]
+    args = ["train", "--target", str(target), *ARGS, "--data", str(questions), "--set", "draft_layers=2"]
     args += ["--evaluate", "2", "--out", str(out)]
     assert main(args) == 0
     assert "held-out requests" in capsys.readouterr().out
@@ -95,7 +95,7 @@ def test_heads_of_a_language_target(tmp_path: Path, capsys: Any) -> None:
     target, data = _text_target(tmp_path / "target"), tmp_path / "questions.jsonl"
     data.write_text("".join(json.dumps({"prompt": f"How many foxes,\n{number}?"}) + "\n" for number in range(12)))
     args = ["train", "--target", str(target), "--drafter", "eagle,flash,eagle3", "--steps", "3", "--batch-size", "2"]
-    args += ["--max-new-tokens", "8", "--draft-vocab", "64", "--evaluate", "2", "--data", str(data)]
+    args += ["--max-new-tokens", "8", "--set", "draft_vocab=64", "--evaluate", "2", "--data", str(data)]
     assert main([*args, "--out", str(tmp_path / "run")]) == 0
     assert capsys.readouterr().out.count("held-out requests") == 3
     model, tokenizer = AutoModelForCausalLM.from_pretrained(target), AutoTokenizer.from_pretrained(target)
@@ -111,8 +111,8 @@ def test_heads_of_a_language_target(tmp_path: Path, capsys: Any) -> None:
     assert main([*given_args, "--drafters", f"none,{tmp_path / 'run' / 'flash'}"]) == 0
     assert capsys.readouterr().out.count(" yes ") == 2
     assert main([*given_args, "--image", "photo.png"]) == 2 and "reads no pictures" in capsys.readouterr().err
-    with pytest.raises(UsageError, match="--text-first is about images"):
-        main_raising([*args, "--text-first", "--out", str(tmp_path / "other")])
+    with pytest.raises(UsageError, match="text_first is about images"):
+        main_raising([*args, "--set", "text_first", "--out", str(tmp_path / "other")])
     for wrong in ("[1]", '{"prompt": 3}', "{", '{"text": "a"}'):
         data.write_text(wrong + "\n")
         with pytest.raises(UsageError, match="row 1: no object with a"):
@@ -138,7 +138,7 @@ def test_a_target_writes_its_requests(tmp_path: Path) -> None:
 def test_the_layers_of_a_draft_model() -> None:
     assert draft_layer_indices(30, 4) == [0, 10, 19, 29] and draft_layer_indices(30, 1) == [0]
     assert [default_num_layers(count) for count in (2, 10, 30)] == [1, 1, 3]
-    with pytest.raises(ValueError, match="--draft-layers must be 1 to the target's 4; got 5"):
+    with pytest.raises(ValueError, match="--set draft_layers must be 1 to the target's 4; got 5"):
         draft_layer_indices(4, 5)
     with pytest.raises(UsageError, match="draft-lm begins with layers of the target"):
         init_draft_model(tiny.build_model(tiny.ModelSpec()), 3)

@@ -99,7 +99,7 @@ def losses(folder: Path, name: str) -> list[float]:
 @pytest.mark.parametrize("family", TRAINED)
 def test_heads_of_other_families_learn_and_draft(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build_model(family, tied=family in TIED)
-    assert train(monkeypatch, tmp_path, model, "--drafter", "msd,flash", "--ttt-steps", "2") == 0
+    assert train(monkeypatch, tmp_path, model, "--drafter", "msd,flash", "--set", "ttt_steps=2") == 0
     for name in ("msd", "flash"):
         first, *_, last = losses(tmp_path / "run", name)
         assert last < 0.8 * first
@@ -128,9 +128,9 @@ def test_compressors_of_other_families(family: str, tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize(
     "flags",
     [
-        ["--draft-vocab", "60", "--evaluate", "1"],
-        ["--text-first"],
-        ["--text-only"],
+        ["--set", "draft_vocab=60", "--evaluate", "1"],
+        ["--set", "text_first"],
+        ["--set", "text_only"],
         ["--compressor", "latent:2"],
         ["--compressor", "elastic:2"],
     ],
@@ -144,7 +144,7 @@ def test_all_drafters_of_other_families(
     of_targets = [name for name, (method, _) in recipes().items() if method.is_of_target]  # which have none here
     runs = [([name for name in recipes() if name not in (*several, *of_targets)], flags)]
     if "--compressor" not in flags:  # which is for heads that read visual tokens and one hidden state
-        runs += [(several, [*flags, "--layers", "0,1,2"])]
+        runs += [(several, [*flags, "--set", "layers=0,1,2"])]
     for number, (names, options) in enumerate(runs):
         folder = tmp_path / str(number)
         folder.mkdir()

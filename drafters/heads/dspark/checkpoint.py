@@ -175,7 +175,7 @@ def export_dspark(folder: Path, drafter: HeadDrafter, target: TargetInfo, shared
     if head.lm_head is not None:
         weights |= draft_vocabulary_tensors(drafter.draft_ids, target.vocab_size)
     elif drafter.draft_ids is not None:
-        raise ValueError("--draft-vocab of a dspark head limits what mmspec drafts; the layout has no counterpart.")
+        raise ValueError("--set draft_vocab of a dspark head limits what mmspec drafts; the layout has no counterpart.")
     else:
         weights["lm_head.weight"] = shared_embeddings.lm_head_rows(ids).float().clone()
     layer = {

@@ -29,7 +29,8 @@ def eagle3_refusal(drafter: HeadDrafter, target: TargetInfo, format_name: str) -
     if trained not in (MIXED, fed):
         return (
             f"{'SGLang' if format_name == 'sglang' else 'vLLM'} feeds image positions of an EAGLE-3 head as "
-            f"--visual-mode {fed} does; this one was trained with {trained}. Train with mixed, the default, or {fed}."
+            f"--set visual_mode={fed} does; this one was trained with {trained}. Train with mixed (the default) "
+            f"or {fed}."
         )
     if isinstance(drafter.head, Eagle3Head) and drafter.head.config.is_layered:
         return "a head of several layers is read from where it was published, not exported; serve those files."

@@ -325,7 +325,7 @@ def test_what_no_engine_serves(embeddings: SharedEmbeddings, tmp_path: Path) -> 
             is_served = format_name in served or (format_name == "speculators" and "vllm" in served)
             assert reason is None if is_served else f"trained with {trained}" in str(reason)
     for layers in ((4, 2, 5), (0, 2, 4), (2, 4, 8)):
-        assert f"--layers {','.join(map(str, layers))}" in str(refusal(build("eagle3", layers), TARGET, "vllm"))
+        assert f"--set layers={','.join(map(str, layers))}" in str(refusal(build("eagle3", layers), TARGET, "vllm"))
     assert "a head with fc_norm is read from" in str(refusal(build("eagle3", fc_norm=True), TARGET, "vllm"))
     windows = build("dspark", sliding_windows=(4, 0))
     assert "a head with sliding_windows is read from" in str(refusal(windows, TARGET, "vllm"))

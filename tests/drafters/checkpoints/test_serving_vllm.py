@@ -63,8 +63,8 @@ def test_vllm_serves_an_exported_head(tmp_path: Path) -> None:
     run = tmp_path / "run"
     steps = os.environ.get("MMSPEC_VLLM_STEPS", "300")
     data = str(write_requests(tmp_path / "data", 160))
-    args = ["train", "--drafter", "eagle3", "--text-only", "--data", data, "--steps", steps, "--batch-size", "8"]
-    assert main([*args, "--evaluate", "0", "--draft-vocab", "700", "--out", str(run)]) == 0
+    args = ["train", "--drafter", "eagle3", "--set", "text_only", "--data", data, "--steps", steps, "--batch-size", "8"]
+    assert main([*args, "--evaluate", "0", "--set", "draft_vocab=700", "--out", str(run)]) == 0
     assert main(["export", str(run), "--format", "vllm", "--out", str(tmp_path / "head")]) == 0
     model, tokenizer = text_model(tmp_path / "model")
     requests = generate_requests("describe", FIRST_HELD_OUT_SEED)

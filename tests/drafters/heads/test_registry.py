@@ -158,7 +158,7 @@ def test_the_command_line_lists_installed_heads(fan: HeadMethod, capsys: pytest.
     shown = capsys.readouterr().out
     assert re.search(r"^  fan +4 tokens per forward by linear maps$", shown, re.MULTILINE)
     assert all(f"\n  {name} " in shown for name in registry.recipes())
-    assert parser.parse_args(["train", "--out", "run", "--drafter", "fan,msd"]).drafter == ["fan", "msd"]
+    assert parser.parse_args(["train", "--out", "run", "--drafter", "fan,msd"]).drafter == ("fan", "msd")
     with pytest.raises(SystemExit):
         parser.parse_args(["export", "--help"])
     assert "eagle3    vLLM and speculators" in capsys.readouterr().out
@@ -220,7 +220,7 @@ def test_wrong_configs_of_a_registered_head(fan: HeadMethod, tmp_path: Path) -> 
     file.write_text(text.replace('"architecture": "fan"', '"architecture": "fun"'))
     with pytest.raises(ValueError, match=r"architecture must be one of .*; got 'fun'"):
         load_head(tmp_path)
-    with pytest.raises(ValueError, match="--layers is for heads that read several hidden states"):
+    with pytest.raises(ValueError, match="--set layers is for heads that read several hidden states"):
         fan.train_config(HEAD_CONFIG, fan.recipes[0], TrainSizes(NUM_LAYERS, layers=(1, 2)))
 
 
@@ -243,5 +243,5 @@ def test_layers_of_a_head_are_an_option_of_dspark_alone() -> None:
         if name.startswith("dspark"):
             assert method.train_config(HEAD_CONFIG, recipe, TrainSizes(8, head_layers=2)).num_hidden_layers == 2  # type: ignore[attr-defined]
             continue
-        with pytest.raises(ValueError, match="--head-layers is for dspark heads; this one has one layer, got 2"):
+        with pytest.raises(ValueError, match="--set head_layers is for dspark heads; this one has one layer, got 2"):
             method.train_config(HEAD_CONFIG, recipe, sizes)
