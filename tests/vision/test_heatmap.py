@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from mmspec.interfaces import VisualGrid
-from mmspec.vision.heatmap import (
+from research.heatmap import (
     KEPT_EDGE_COLOR,
     MIN_CELL_PX,
     STRIP_GAP_PX,
