@@ -108,13 +108,15 @@ def load_text_model(
     options: dict[str, Any] = {"gguf_file": os.path.basename(name)} if is_gguf else {}
     if not is_gguf:
         _check_folder(name)
+    elif os.path.isdir(folder) and not os.path.isfile(name):  # transformers would point to a page of the hub
+        raise UsageError(f"cannot load the language model {name}: there is no such file")
     problem = None if os.path.isdir(folder) else unreachable_reason()
     options |= {"trust_remote_code": False, "local_files_only": problem is not None}
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, **options)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=precision, **options)
     except Exception as error:  # as in `_pretrained`
-        reason = problem or (one_line(error) if is_gguf else _hint(name, error))
+        reason = problem or (one_line(error, 200) if is_gguf else _hint(name, error))
         raise UsageError(f"cannot load the language model {name}: {reason}") from error
     return _ready(model, tokenizer, target_device), tokenizer
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from mmspec.app.cli.main import main
-from mmspec.app.modeling.load import load_model
+from mmspec.app.errors import UsageError
+from mmspec.app.modeling.load import load_model, load_text_model
 from mmspec.app.modeling.random_models import tiny_model
 from mmspec.drafters import hub
 from mmspec.drafters.registry import build_drafter
@@ -110,3 +111,29 @@ def test_a_model_that_is_a_file_or_an_empty_folder(tmp_path: Path) -> None:
         load_model(str(tmp_path / "file"))
     with pytest.raises(UsageError, match=r"holds no config\.json"):
         load_model(str(tmp_path))
+
+
+ADVICE = (
+    "name a folder",
+    "huggingface.co",
+    "pip install",
+    "there is no folder",
+    "a hub id is",
+    "name the folder",
+    "did you mean",
+)
+
+
+@pytest.mark.parametrize("name", ["x.gguf", "owner/x.gguf", "owner/missing.gguf", "./owner/x.gguf", "a/b/c.gguf"])
+def test_a_gguf_gets_one_advice(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None about folders where a file is meant, nor the other way round."""
+    monkeypatch.chdir(tmp_path)
+    Path("owner").mkdir()
+    for file in ("x.gguf", "owner/x.gguf"):
+        Path(file).write_bytes(b"GGUF" + bytes(60))
+    for load, advice in ((load_model, ["name a folder"]), (load_text_model, [])):
+        with pytest.raises(UsageError) as failed:
+            load(name)
+        said = str(failed.value)
+        assert [one for one in ADVICE if one in said] == advice and name in said and said.isprintable()
+        assert len(said) <= 300
