@@ -89,12 +89,21 @@ class _Node:
         allowed = ~(self.bias if self.bias.dtype == torch.bool else self.bias.isneginf())
         return int(allowed.nonzero()) if int(allowed.sum()) == 1 else None
 
+    @property
+    def forced_text(self) -> str:
+        """The text that must follow, as xgrammar knows it; empty for other processors."""
+        matchers = getattr(self.view, "matchers", None) or getattr(self.view, "_matchers", None)
+        matcher = matchers[0] if matchers else None
+        find = getattr(matcher, "find_jump_forward_string", None)
+        return "" if matcher is None or find is None or matcher.is_terminated() else str(find())
+
 
 class Constraint:
     """A prefix processor at the nodes of trees, by copies of it.
 
     Attributes:
         is_ended: whether a row has ended: nothing is computed for it.
+        encode: the ids of a text, to draft what a grammar forces; none where no tokenizer is known.
     """
 
     def __init__(self, make_view: Callable[[int], Any], is_incremental: bool, batch: int, vocab: int) -> None:
@@ -109,6 +118,7 @@ class Constraint:
         self._roots: list[_Node | None] = [None] * batch
         self._lengths = [0] * batch
         self.is_ended: Callable[[int], bool] = lambda row: False
+        self.encode: Callable[[str], Sequence[int]] = lambda text: ()
 
     def __call__(self, history: Tensor, scores: Tensor) -> Tensor:
         """Scores [B, V] of one node per row, after a history [B, L]."""
@@ -227,10 +237,15 @@ def constrain(
 
 
 def _forced_chain(constraints: Sequence[Constraint], place: tuple[list[_Node], Tensor], limit: int) -> list[int]:
-    """Tokens that follow one another because no other is allowed."""
+    """Tokens that follow one another because no other is allowed, or no other text."""
     chain: list[int] = []
+    pending: list[int] = []  # of a text, in the tokenizer's own way to write it
     while len(chain) < min(limit, BUCKETS[-1] - 1):
-        forced = next((token for node in place[0] if (token := node.forced) is not None), None)
+        if not pending:
+            texts = ((one, node.forced_text) for one, node in zip(constraints, place[0], strict=True))
+            pending = next((list(one.encode(text)) for one, text in texts if text), [])
+            pending = pending or [token for node in place[0] if (token := node.forced) is not None][:1]
+        forced = pending.pop(0) if pending else None
         if forced is None or not all(node.allows(forced) for node in place[0]):
             break
         chain.append(forced)

@@ -262,6 +262,22 @@ SCHEMA = {
 TEXTS = [*'{}[]":, ', *"0123456789", "ab", "ba", *"abcdefghijklmnopqrstuvwxyz", '"name"', '": ', "name", '{"']
 
 
+class Letters:
+    """A tokenizer of single letters."""
+
+    def __init__(self, texts: list[str]) -> None:
+        self.texts = texts
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def __call__(self, text: str) -> list[int]:
+        return self.encode(text)
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        return [self.texts.index(letter) for letter in text if letter in self.texts]
+
+
 def grammar_call() -> tuple[Any, Any, list[str], int]:
     model = get_model(seed=21)
     texts = [TEXTS[n - 5] if 5 <= n < 5 + len(TEXTS) else f"\x00{n}" for n in range(VOCAB)]
@@ -283,6 +299,13 @@ def test_xgrammar_drafts(mode: Kwargs, caplog: pytest.LogCaptureFixture) -> None
                 model, inputs, "oracle", logits_processor=lambda g=grammars: [LogitsProcessor(list(g))], **mode
             )
             assert stats.num_accepted_tokens > 10
+        with speculate(model, "hybrid", processor=Letters(texts)):  # what the grammar forces is drafted as text
+            assert torch.equal(
+                generate_plain(model, inputs, logits_processor=[LogitsProcessor(grammar)], **mode),
+                generate_plain(
+                    model, inputs, logits_processor=[LogitsProcessor(grammar)], mmspec={"enabled": False}, **mode
+                ),
+            )
         with speculate(model, "bush"):
             rows = generate_plain(model, inputs, logits_processor=[LogitsProcessor(grammar)], **mode)
             used = LogitsProcessor(grammar)
