@@ -195,7 +195,7 @@ class CaptionOptions(TableOptions):
     )
     fields: tuple[str, ...] | None = option(
         None,
-        "columns of the rows, comma-separated, besides id, caption, prompt_sha1, error and index (default: all)",
+        "columns of rows, by commas, besides id, caption, prompt_sha1, error, index and file_stamp (default: all)",
         _OUTPUT,
         parse=parse.parse_fields,
         metavar="A,B",

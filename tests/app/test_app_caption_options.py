@@ -286,7 +286,8 @@ def test_a_table_for_excel(folder: Path) -> None:
     whole = list(rows(Path("o.rows.jsonl")).values())
     assert [row["caption"] or None for row in table] == [row["caption"] for row in whole] and len(table) == 4
     assert json.loads(table[0]["gen"]) == whole[0]["gen"] and "NotAnImage" in table[3]["error"]
-    assert list(table[0]) == ["id", "file_name", "caption", "prompt_sha1", "gen", "error", "index"]
+    expected = ["id", "file_name", "caption", "prompt_sha1", "gen", "error", "index", "file_stamp"]
+    assert list(table[0]) == expected
     assert run_fake("--out", "o.csv", "--prompt", 'a "quoted"; é,\nb', "--fields", "file_name,gen")[1].calls == []
     Path("mine.csv").write_text("a,b\n")
     with pytest.raises(UsageError, match="not the output of a caption job"):
