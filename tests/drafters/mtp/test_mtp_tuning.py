@@ -215,6 +215,7 @@ def test_what_cannot_be_tuned_is_refused_in_one_line(
         model, _ = build(family, tmp_path / "target")
     else:
         model = tiny.build_model(tiny.ModelSpec(family))
+    capsys.readouterr()  # the bar of transformers that writes the target
     assert train(model, tmp_path, monkeypatch, *flags) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
