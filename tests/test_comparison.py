@@ -215,9 +215,9 @@ def test_a_replica_shares_weights_and_copies_what_learns() -> None:
     drafter.cost_model.record_round(1, 0.1, 2.0)
     twin: Any = replicate(drafter)
     assert twin is not drafter and twin.head is drafter.head and twin.compressor is drafter.compressor
-    assert twin.cost_model.by_batch == drafter.cost_model.by_batch
-    twin.cost_model.record_round(1, 0.3, 2.0)
-    assert drafter.cost_model.by_batch[1].round_s == 0.1
+    assert twin.cost_model.seconds.snapshot() == drafter.cost_model.seconds.snapshot() == [["round", 1, 1, 0.1]]
+    twin.cost_model.record_round(1, 0.05, 2.0)
+    assert drafter.cost_model.seconds.get("round", 1, 1) == 0.1
 
 
 class Wrapper(adversarial.AdversarialDrafter):

@@ -41,7 +41,6 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "cpu.*",
         "cpu.c_kernel",
         "cpu.trees",
-        "economy.ema",
         "economy.tables",
         "economy.known",
         "economy.chooser",

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from mmspec.economy.ema import ema
+from mmspec.economy.tables import Seconds, Yields
 from mmspec.forks import new_lock
 
 BUCKETS_PER_OCTAVE = 4
@@ -24,9 +24,6 @@ MIN_LENGTH_RATIO = 1.25
 """A slope is estimated once two measured lengths differ by at least this factor."""
 EXPLORE_EVERY = 32
 """Every so many prompts more visual tokens are kept than the estimate prefers, so that high costs are remeasured."""
-MEAN_WEIGHT = 0.1
-"""Weight of a new value in the running means of a batch size."""
-
 Timestamp = float | torch.cuda.Event
 """A point in time: `time.perf_counter()` seconds, or an event in the CUDA stream."""
 
@@ -49,67 +46,18 @@ class DraftCosts:
 
 
 @dataclass
-class CostByLength:
-    """Mean seconds by length; similar lengths share a mean.
-
-    Attributes:
-        means: {bucket of the length: (mean length, mean seconds)}.
-    """
-
-    means: dict[int, tuple[float, float]] = field(default_factory=dict)
-
-    def update(self, length: int, seconds: float) -> None:
-        """Add a measurement. Faster ones weigh more: on shared machines delays are common, speed-ups are not."""
-        bucket = round(BUCKETS_PER_OCTAVE * math.log2(max(1, length)))
-        if bucket not in self.means:
-            self.means[bucket] = float(length), seconds
-            return
-        mean_length, mean_s = self.means[bucket]
-        weight = 0.5 if seconds < mean_s else 0.2
-        mean_s = ema(mean_s, seconds, weight, restart_below=0.5)  # the first one may have been a stall
-        self.means[bucket] = mean_length + weight * (length - mean_length), mean_s
-
-    def slope(self) -> float | None:
-        """Seconds per additional token between the shortest and the longest bucket; None if they are too close."""
-        if not self.means:
-            return None
-        shortest, shortest_s = self.means[min(self.means)]
-        longest, longest_s = self.means[max(self.means)]
-        if longest < MIN_LENGTH_RATIO * shortest:
-            return None
-        return max(0.0, (longest_s - shortest_s) / (longest - shortest))
-
-
-@dataclass
-class BatchCosts:
-    """Measurements at one batch size.
-
-    Attributes:
-        num_prompts: prefills so far, the unmeasured first one included.
-        prefill: seconds of a prefill by prompt length.
-        draft: seconds of one draft level by context length.
-        levels: mean draft levels per round.
-        round_s: mean seconds of a round.
-        tokens_per_round: mean tokens per row and round.
-    """
-
-    num_prompts: int = 0
-    prefill: CostByLength = field(default_factory=CostByLength)
-    draft: CostByLength = field(default_factory=CostByLength)
-    levels: float = 0.0
-    round_s: float = 0.0
-    tokens_per_round: float = 0.0
-
-
-@dataclass
 class HeadCostModel:
     """Measured costs of one drafter; one object serves all its calls and threads.
 
     Attributes:
-        by_batch: {batch size: measurements}.
+        seconds: of "prefill" and "level" by (batch size, length), and of "round" by (batch size, 1).
+        means: levels and tokens per row of a round, by (batch size, "levels" or "tokens").
+        num_prompts: {batch size: prefills so far, the unmeasured first one included}.
     """
 
-    by_batch: dict[int, BatchCosts] = field(default_factory=dict)
+    seconds: Seconds = field(default_factory=lambda: Seconds(step=1.0))
+    means: Yields = field(default_factory=lambda: Yields(weight=1e-9, decay=0.9))
+    num_prompts: dict[int, int] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=new_lock, repr=False)
 
     def __deepcopy__(self, memo: dict[int, object]) -> HeadCostModel:
@@ -118,26 +66,24 @@ class HeadCostModel:
 
     def snapshot(self) -> HeadCostModel:
         """An independent model with the same measurements, for the same device."""
-        with self.lock:
-            return type(self)(copy.deepcopy(self.by_batch))
+        return type(self)(self.seconds.copy(), copy.deepcopy(self.means), dict(self.num_prompts))
 
     def costs(self, batch: int) -> DraftCosts | None:
         """Costs at a batch size; None before prefills of two lengths and a round were measured."""
-        with self.lock:
-            measured = self.by_batch.get(batch, BatchCosts())
-            prefill_token_s = measured.prefill.slope()
-            if prefill_token_s is None or not measured.round_s:
-                return None
-            draft_token_s = measured.levels * (measured.draft.slope() or 0.0)
-            return DraftCosts(prefill_token_s, draft_token_s, measured.round_s, max(1.0, measured.tokens_per_round))
+        prefill_token_s = self.seconds.slope("prefill", batch, MIN_LENGTH_RATIO)
+        if prefill_token_s is None or not self.seconds.count("round", batch):
+            return None
+        level_token_s = self.seconds.slope("level", batch, MIN_LENGTH_RATIO) or 0.0
+        draft_token_s = self.means.rate((batch, "levels"), 0.0) * level_token_s
+        round_s = self.seconds.get("round", batch, 1) or 0.0
+        return DraftCosts(prefill_token_s, draft_token_s, round_s, self.means.rate((batch, "tokens"), 1.0))
 
     def exploration(self, batch: int) -> int:
         """1 to keep fewer visual tokens than the estimate prefers for the coming prompt, -1 to keep more, else 0.
 
         The first prompt warms up, the second is measured, the third is shorter: then two lengths are measured.
         """
-        with self.lock:
-            num_prompts = self.by_batch.get(batch, BatchCosts()).num_prompts
+        num_prompts = self.num_prompts.get(batch, 0)
         if num_prompts == 2:
             return 1
         return -1 if num_prompts and num_prompts % EXPLORE_EVERY == 0 else 0
@@ -145,24 +91,24 @@ class HeadCostModel:
     def record_prefill(self, batch: int, length: int, seconds: float) -> None:
         """Add a measured prefill of `length` tokens; the first one warms up and is not counted."""
         with self.lock:
-            measured = self.by_batch.setdefault(batch, BatchCosts())
-            measured.num_prompts += 1
-            if measured.num_prompts > 1:
-                measured.prefill.update(length, seconds)
+            self.num_prompts[batch] = self.num_prompts.get(batch, 0) + 1
+        if self.num_prompts[batch] > 1:
+            self.seconds.add("prefill", batch, _rounded(length), seconds)
 
     def record_draft(self, batch: int, length: int, levels: int, seconds: float) -> None:
         """Add the measured drafting of `levels` levels with a context of `length` tokens."""
-        with self.lock:
-            measured = self.by_batch.setdefault(batch, BatchCosts())
-            measured.levels = ema(measured.levels, levels, MEAN_WEIGHT, clip_above=math.inf)
-            measured.draft.update(length, seconds / levels)
+        self.means.add([((batch, "levels"), levels, 1)])
+        self.seconds.add("level", batch, _rounded(length), seconds / levels)
 
     def record_round(self, batch: int, seconds: float, tokens_per_row: float) -> None:
         """Add a measured round: its seconds, and the mean number of tokens that it emitted per row."""
-        with self.lock:
-            measured = self.by_batch.setdefault(batch, BatchCosts())
-            measured.round_s = ema(measured.round_s, seconds, MEAN_WEIGHT)
-            measured.tokens_per_round = ema(measured.tokens_per_round, tokens_per_row, MEAN_WEIGHT, clip_above=math.inf)
+        self.seconds.add("round", batch, 1, seconds)
+        self.means.add([((batch, "tokens"), tokens_per_row, 1)])
+
+
+def _rounded(length: int) -> int:
+    """The length under which costs of similar lengths are kept."""
+    return round(2 ** (round(BUCKETS_PER_OCTAVE * math.log2(max(1, length))) / BUCKETS_PER_OCTAVE))
 
 
 @dataclass

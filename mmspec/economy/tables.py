@@ -90,6 +90,12 @@ class Seconds:
                 value = min(value, ratio * self._on(self._curves[what, nearest], nearest, size))
         return None if value == math.inf else value
 
+    def slope(self, what: Hashable, rows: int, min_ratio: float) -> float | None:
+        """Seconds of one more, between the smallest and the largest measured size; None while they are that similar."""
+        curve = self._curves.get((what, rows), [(1, 0.0)])
+        (first, first_s), (last, last_s) = curve[0], curve[-1]
+        return None if last < min_ratio * first else (last_s - first_s) / (last - first)
+
     def assumed(self, rows: int, size: int) -> float:
         """What a size is assumed to take, in units of one row of size 1."""
         return max(self.step, 1 + self.step * (rows * size - 1))
@@ -117,7 +123,8 @@ class Seconds:
         points = sorted(measured.items())
         for index, (size, seconds) in enumerate(points):
             if size not in known:
-                others = [one for one in points if one[0] in known] or points[: index + 1]
+                smaller = points[: index + 1]
+                others = [one for one in smaller if one[0] in known] or smaller
                 likely = [s * self.assumed(rows, size) / self.assumed(rows, other) for other, s in others]
                 points[index] = size, min(seconds, *likely, seconds)
         for index in range(len(points) - 2, -1, -1):

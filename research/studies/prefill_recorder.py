@@ -13,7 +13,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from mmspec.app.modeling.load import synchronize
 from mmspec.app.ui.rounds import RoundRecorder
 from mmspec.drafters.heads.eagle.drafter import EagleDrafter
-from mmspec.economy.draft_cost import HeadCostModel
 from mmspec.interfaces import Drafter, Prompt
 from mmspec.metrics.compression_stats import RecordingCompressor
 
@@ -49,14 +48,14 @@ class PrefillRecorder(RoundRecorder):
         # The costs that a compressor goes by in this call; the drafter's own are updated meanwhile.
         self._twin = copy.copy(drafter) if isinstance(drafter, EagleDrafter) else None
         if self._twin is not None:
-            self._twin.cost_model = HeadCostModel(copy.deepcopy(self._twin.cost_model.by_batch))
+            self._twin.cost_model = self._twin.cost_model.snapshot()
 
     def measure(self, count_flops: bool = True) -> PrefillCost:
         """The cost of the prefill of the call."""
         twin, prompt, cost = self._twin, self.prompt, PrefillCost()
         if twin is None or prompt is None:
             return cost
-        costs = copy.deepcopy(twin.cost_model.by_batch)
+        costs = twin.cost_model.snapshot()
         synchronize(self.device)
         start_time = time.perf_counter()
         state = self._prefill(twin, prompt)
@@ -71,7 +70,7 @@ class PrefillRecorder(RoundRecorder):
                 cost.num_visual_tokens += record.num_visual_tokens
                 cost.num_compressed_tokens += record.num_compressed_tokens
         if count_flops:
-            twin.cost_model = HeadCostModel(costs)
+            twin.cost_model = costs
             with FlopCounterMode(display=False) as counter:
                 self._prefill(twin, prompt)
             cost.flops = counter.get_total_flops()

@@ -183,9 +183,7 @@ def test_counting_operations_repeats_the_compression_and_updates_no_costs(
     each = 2 * 64 * 2 * 2 * whole.drafter.head.config.head_dim  # type: ignore[union-attr]
     saved = [a.flops - b.flops for a, b in zip(whole.prefill_costs, adaptive.prefill_costs, strict=True)]
     assert saved == [0, 12 * each] and whole.prefill_costs[0].flops > 0
-    assert get_drafter(patched_models["plain+elastic"][0]).cost_model.by_batch[1].num_prompts == 3, (
-        "those of the calls alone"
-    )
+    assert get_drafter(patched_models["plain+elastic"][0]).cost_model.num_prompts[1] == 3, "those of the calls alone"
     rows = {row["spec"]: row for row in build_rows(runs, "one", str(folder))}
     assert 1e6 * (rows["plain"]["mflops"] - rows["plain+elastic"]["mflops"]) == pytest.approx(6 * each), (
         "in the mean over requests"
@@ -201,7 +199,7 @@ def test_drafters_of_the_command_line_persist_over_all_shapes(
     assert {name: len(models) for name, models in patched_models.items()} == {
         "none": 1, "plain": 1, "plain+elastic": 1, "plain+pool:4": 2, "plain+pool:12": 1
     }  # fmt: skip
-    assert get_drafter(patched_models["plain+elastic"][0]).cost_model.by_batch[1].num_prompts == 6
+    assert get_drafter(patched_models["plain+elastic"][0]).cost_model.num_prompts[1] == 6
 
 
 def test_measurements_of_one_shape_are_not_those_of_another(folder: Path) -> None:

@@ -32,7 +32,8 @@ from mmspec.drafters.heads.eagle.config import EagleConfig
 from mmspec.drafters.heads.eagle.drafter import EagleDrafter
 from mmspec.drafters.heads.eagle.head import EagleHead
 from mmspec.economy.chooser import Chooser
-from mmspec.economy.draft_cost import EXPLORE_EVERY, CallTimer, CostByLength, DraftCosts, HeadCostModel, elapsed
+from mmspec.economy.draft_cost import EXPLORE_EVERY, CallTimer, DraftCosts, HeadCostModel, elapsed
+from mmspec.economy.tables import Seconds
 from mmspec.interfaces import CompressionContext, VisualGrid, VisualTokens
 from mmspec.metrics.compression_stats import CompressionRecord, RecordingCompressor
 from mmspec.vision.compressors.cost_based import DEFAULT_MAX_TOKENS, Choice, CostBased, choose_compressor
@@ -158,41 +159,37 @@ def test_names() -> None:
 
 
 def test_slope_needs_two_lengths() -> None:
-    widths = CostByLength()
-    assert widths.slope() is None
-    widths.update(100, 1.0)
-    widths.update(110, 1.0)
-    assert widths.slope() is None, "too little difference"
-    widths.update(400, 7.0)
-    low = widths.means[min(widths.means)][0]
-    assert widths.slope() == pytest.approx(6.0 / (400 - low))
-    for _ in range(50):
-        widths.update(400, 1e9)
-        if len(widths.means) and widths.means[max(widths.means)][1] > 7.0 * 1.2**5:
-            break
-    assert widths.means[max(widths.means)][1] <= 7.0 * 1.2**6, "an outlier counts for no more than twice the mean"
-    for _ in range(30):
-        widths.update(400, 0.5)
-    assert widths.slope() == 0.0, "the slope is never negative"
+    table = Seconds(step=1.0)
+    assert table.slope("prefill", 1, 1.25) is None
+    for _ in range(2):
+        table.add("prefill", 1, 100, 1.0)
+        table.add("prefill", 1, 110, 1.0)
+        assert table.slope("prefill", 1, 1.25) is None, "too little difference"
+    for seconds in (3.0, 3.1, 1e9, 1e9):
+        table.add("prefill", 1, 400, seconds)
+    assert table.slope("prefill", 1, 1.25) == pytest.approx(2.0 / 300, rel=0.1), "a stall does not count"
+    for _ in range(9):
+        table.add("prefill", 1, 400, 0.5)
+    assert table.slope("prefill", 1, 1.25) == 0.0, "the slope is never negative"
 
 
 def test_cost_model_skips_the_first_prompt_and_explores() -> None:
     cost_model, explorations = HeadCostModel(), []
     for number in range(2 * EXPLORE_EVERY + 1):
         explorations.append(cost_model.exploration(3))
-        cost_model.record_prefill(3, 1000 if number else 7, 99.0 if not number else 1.0)
+        cost_model.record_prefill(3, 1024 if number else 7, 99.0 if not number else 1.0)
     assert explorations[2] == 1 and explorations[EXPLORE_EVERY] == explorations[2 * EXPLORE_EVERY] == -1
     assert sum(map(abs, explorations)) == 3 and cost_model.costs(3) is None, "one width"
-    cost_model.record_prefill(3, 500, 0.75)
+    cost_model.record_prefill(3, 512, 0.75)
     assert cost_model.costs(3) is None, "no round yet"
     cost_model.record_round(3, 0.1, 2.0)
     found = cost_model.costs(3)
-    assert found is not None and found.prefill_token_s == pytest.approx(0.25 / 500) and found.draft_token_s == 0.0
-    assert (found.round_s, found.tokens_per_round) == (0.1, 2.0)
-    cost_model.record_draft(3, 1000, 4, 0.4)
-    cost_model.record_draft(3, 500, 4, 0.2)
+    assert found is not None and found.prefill_token_s == pytest.approx(0.25 / 512) and found.draft_token_s == 0.0
+    assert (found.round_s, found.tokens_per_round) == pytest.approx((0.1, 2.0))
+    cost_model.record_draft(3, 1024, 4, 0.4)
+    cost_model.record_draft(3, 512, 4, 0.2)
     found = cost_model.costs(3)
-    assert found is not None and found.draft_token_s == pytest.approx(4 * 0.05 / 500)
+    assert found is not None and found.draft_token_s == pytest.approx(4 * 0.05 / 512)
     assert cost_model.costs(2) is None, "batch sizes are apart"
     assert copy.deepcopy(cost_model).costs(3) is None, "a copy of a model measures anew"
 
@@ -278,11 +275,12 @@ def test_drafter_measures_its_calls(world: FakeTarget) -> None:
         state = begin_decoding(world, built, build_prompt(world, length, compressor=CostBased()))
         widths.append(max(state.kv_cache.seq_lens))
         run_round(built, state)
-    tally = built.cost_model.by_batch[2]
+    measured = built.cost_model
     assert widths[:2] == [6, 14] and widths[2] < 9, "the third prompt explores fewer tokens"
-    assert tally.num_prompts == 3 and len(tally.prefill.means) == 2 and tally.round_s > 0
-    assert tally.tokens_per_round == pytest.approx(1.5) and 1 <= tally.levels <= 3
-    assert built.cost_model.costs(2) is not None
+    assert measured.num_prompts[2] == 3 and measured.seconds.count("prefill", 2) == 2
+    assert 1 <= measured.means.rate((2, "levels"), 0.0) <= 3
+    found = measured.costs(2)
+    assert found is not None and found.round_s > 0 and found.tokens_per_round == pytest.approx(1.5)
 
 
 def test_no_costs_without_a_compressor_or_with_static_shapes(
@@ -291,7 +289,7 @@ def test_no_costs_without_a_compressor_or_with_static_shapes(
     built = drafter()
     state = begin_decoding(world, built, build_prompt(world, 11))
     run_round(built, state)
-    assert not built.cost_model.by_batch and state.timer.cost_model is None
+    assert not built.cost_model.num_prompts and state.timer.cost_model is None
     built.cost_model.record_prefill(2, 1000, 1.0)
     built.cost_model.record_prefill(2, 1000, 1.0)
     contexts: list[CompressionContext | None] = []
