@@ -30,6 +30,8 @@ CALL_CREDIT, MAX_CREDIT = 2.0, 3.0
 """Rounds of plain decoding that trials of one call may lose before they are earned, and that are saved up for them."""
 CALL_DECAY, TOTAL_DECAY = 0.97, 0.98
 """Factors on the evidence of a source at each round of it, within the call and over all calls."""
+CONTRADICTED = 0.1
+"""Factor on the counted yields of a source whose last rounds contradict those before."""
 PRIOR_ROUND = 3.0
 """Rounds that the expectation from yields and seconds counts for."""
 MIN_GAIN = 1.02
@@ -307,7 +309,8 @@ class Chooser:
     def _count(self, source: Source, num_nodes: int, tokens: float, num_accepted: Sequence[int]) -> None:
         """What a source has brought."""
         economy, size = self.economy, (self.levels, num_nodes)
-        self._known(source).add(tokens, size, CALL_DECAY)
+        if self._known(source).add(tokens, size, CALL_DECAY):
+            economy.yields.fade(source.name, CONTRADICTED)
         total = economy.rounds.setdefault(source.name, Rounds())
         total.calls += source.name not in self._drafted
         self._drafted.add(source.name)

@@ -125,8 +125,8 @@ class Rounds:
         fades = IDLE_DECAY ** (num_rounds - self.last)
         return self.scaled(fades * min(1.0, limit / max(self.count, 1e-9)))
 
-    def add(self, tokens: float, size: tuple[int, int], decay: float) -> None:
-        """One more round."""
+    def add(self, tokens: float, size: tuple[int, int], decay: float) -> bool:
+        """One more round; whether the last few contradict those before."""
         found = self.scaled(decay)
         self.tokens, self.squares, self.sizes = found.tokens + tokens, found.squares + tokens * tokens, found.sizes
         self.sizes[size] = self.sizes.get(size, 0.0) + 1
@@ -138,6 +138,8 @@ class Rounds:
             if (1 + RECENT_DECAY) * number * (mean - total / number) ** 2 > SURPRISE**2 * variance:
                 self.sizes = self.scaled(number / self.count).sizes
                 self.tokens, self.squares = total, total * total / number + number * variance
+                return True
+        return False
 
 
 class Economy:

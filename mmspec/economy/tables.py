@@ -210,6 +210,13 @@ class Yields:
                 counts[key] = hits, total
                 self.rates[key] = (hits + weight * self._priors.get(key, self.DEFAULT)) / (total + weight)
 
+    def fade(self, source: str, factor: float) -> None:
+        """Let what was counted of a source weigh less."""
+        with self._lock:
+            for key, (hits, total) in self._counts.items():
+                if isinstance(key, tuple) and key[0] == source:
+                    self._counts[key] = factor * hits, factor * total
+
     def rate(self, key: Hashable, prior: float) -> float:
         """The estimate of a key, with a prior that may itself have been learned."""
         hits, total = self._counts.get(key, (0.0, 0.0))
