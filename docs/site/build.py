@@ -29,6 +29,7 @@ PYTHON = {
         "patching.disabled",
         "patching.stats",
         "comparison.compare",
+        "engine.constraints.register_prefix_processor",
         "targets.registry.supported",
     ),
     "What they return": ("metrics.stats.Stats", "comparison.Comparison", "targets.registry.UnsupportedModelError"),
