@@ -284,6 +284,9 @@ class CDecoder:
             return
         count = max(MIN_ANGLES, num_positions + num_positions // 2)
         sizes = [self.shape.sizes_of(layer.number)[2] for layer in self._layers]
+        missing = zip(self._layers, self._rotaries, sizes, strict=True)
+        if any(one is None and size and not layer.conv for layer, one, size in missing):
+            raise ValueError("a layer without rotary must rotate 0 numbers of a head (head_sizes of the shape)")
         pairs = [(one, size) for one, size in zip(self._rotaries, sizes, strict=True) if one is not None and size]
         angles = {pair: pair[0](torch.arange(count, device="cpu")) for pair in dict.fromkeys(pairs)}
         for (_, size), pair in angles.items():

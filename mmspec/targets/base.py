@@ -62,6 +62,13 @@ class ModelAdapter:
         return self.model_type not in ONE_MASK_TYPES
 
     @property
+    def padded_ids(self) -> list[int]:
+        """Placeholders that the model embeds as its padding token."""
+        names = (*_MEDIA_TOKEN_KEYS, "audio_token_id") if self.model_type.startswith("gemma4") else ()
+        ids = (getattr(self.model.config, name, None) for name in names)
+        return [one for one in ids if isinstance(one, int)] if self.text_config.pad_token_id is not None else []
+
+    @property
     def response_token_type(self) -> int:
         """`token_type_ids` of a response."""
         return RESPONSE_TOKEN_TYPES.get(self.model_type, 0)

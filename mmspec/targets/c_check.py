@@ -79,6 +79,11 @@ class NodeCall:
             base = axes[0]
         return [int(position) for position in base[:, 0].expand(len(self.kv_cache.seq_lens))]
 
+    @functools.cached_property
+    def padded_ids(self) -> list[int]:
+        """See `ModelAdapter.padded_ids`."""
+        return self.adapter.padded_ids
+
     def logged(self) -> AbstractContextManager[None]:
         """Context for a forward of the model, which leaves recurrent states as they are."""
         return nullcontext() if self.states is None else self.states.logged()
@@ -116,6 +121,8 @@ class NodeCall:
         assert tree.depths is not None and tree.ancestor_mask is not None
         nodes = tree.tokens, tree.depths, tree.ancestor_mask
         tokens, depths, ancestors = nodes if rows is None else (part[rows] for part in nodes)
+        for token in self.padded_ids:
+            tokens = tokens.masked_fill(tokens == token, self.adapter.text_config.pad_token_id)
         context = vars(self.context(caches, rows))
         return DecoderInputs(tokens=tokens, depths=depths, ancestor_mask=ancestors, **context)
 
@@ -189,8 +196,7 @@ def _agree(kernel: CKernel, call: NodeCall, shift: int, parts: DecoderParts) -> 
             return own[-1]
 
         expected, states = score(model), _states_behind(call, tree)
-        with call.logged():
-            found = _score(kernel, call, narrowed, tree, layers)
+        found = _score(kernel, call, narrowed, tree, layers)
         if found is None or not _equal_states(states, _states_behind(call, tree), dtype):
             return False
         return equal_logits(expected, found.float(), dtype, None if is_routed else own_rounding, share)

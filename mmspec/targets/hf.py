@@ -242,8 +242,10 @@ class HFTarget:
         tree = tree.to(self.device)
         self.buffer.begin_forward(tree.num_nodes)
         scored = self.rounds and self.rounds.score(tree, self.buffer, hidden_state_indices, active)
-        if scored:
-            return scored
+        return scored or self._score_in_model(tree, hidden_state_indices)
+
+    def _score_in_model(self, tree: DraftTree, hidden_state_indices: Sequence[int]) -> tuple[Tensor, dict[int, Tensor]]:
+        """`score` by the model's own forward, recorded or not, after `RaggedKVCache.begin_forward`."""
         with self._mode():
             outputs = self._replay(tree, hidden_state_indices)
             if outputs is None:

@@ -57,12 +57,9 @@ class RecurrentTarget(HFTarget):
             self.states.hold()
         return outputs
 
-    def score(
-        self, tree: DraftTree, hidden_state_indices: Sequence[int] = (), active: Sequence[bool] | None = None
-    ) -> tuple[Tensor, dict[int, Tensor]]:
-        """See `mmspec.interfaces.Target.score`; node i of the tree is the parent of node i + 1."""
+    def _score_in_model(self, tree: DraftTree, hidden_state_indices: Sequence[int]) -> tuple[Tensor, dict[int, Tensor]]:
         with self.states.logged():
-            return super().score(tree, hidden_state_indices, active)
+            return super()._score_in_model(tree, hidden_state_indices)
 
     def commit(self, result: VerifyResult) -> None:
         super().commit(result)

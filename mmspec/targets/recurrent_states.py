@@ -108,7 +108,8 @@ class RecurrentStates:
         return found
 
     def record(self, logs: Sequence[NodeLog | None]) -> None:
-        """Log a forward in C over `of_layers`, whose logs these are."""
+        """Let the log be that of a forward in C over `of_layers`, whose logs these are."""
+        self.log = StateLog(self.tensors)
         for state, log in zip(self.of_layers(), logs, strict=False):
             if state is not None and log is not None:
                 self.log.add_nodes(state.conv, state.recurrent, log)

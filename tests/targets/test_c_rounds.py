@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedModel
 
 import mmspec
+from mmspec.cpu import decoder
 from mmspec.cpu.c_kernel import load_kernel
 from mmspec.cpu.decoder import CDecoder, DecoderInputs
 from mmspec.targets import c_check
@@ -159,6 +160,63 @@ def _assert_recognised_unless(
     with speculate(model, "lookup"):
         generate_plain(model, tiny.build_inputs(model, 5, 2), **OUTPUTS)
     assert bool(forwards) != bool(wrong) and all(forwards)
+
+
+WRONG_TRAITS: dict[str, Kwargs] = {
+    "granite": {"residual_scale": 0.9},
+    "cohere2": {"is_parallel": False},
+    "aya_vision": {"is_centred": False},
+    "exaone4_5": {"head_sizes": ()},
+    "gemma4": {"normalises_values": False},
+    "gemma4-per-layer": {"per_layer_scales": (1.0, 1.0, 0.5)},
+    "qwen3_5": {"delta_heads": (1, 1, 8, 8)},
+    "qwen3_5-gates": {"gates_attention": False},
+    "lfm2": {"rotary_size": 4},
+}
+
+
+@pytest.mark.parametrize("is_wrong", [False, True])
+@pytest.mark.parametrize("name", WRONG_TRAITS)
+def test_each_trait_is_found_by_the_test(
+    name: str, is_wrong: bool, forwards: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one trait that is not the model's its rounds run in the model."""
+    wrong = WRONG_TRAITS[name] if is_wrong else {}
+    model = tiny.build_model(tiny.ModelSpec(name.partition("-")[0], seed=17, layers=3))
+    with torch.no_grad():  # as of trained models: a norm without an effect hides a trait
+        for parameter in model.get_decoder().layers.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+    _assert_recognised_unless(wrong, model, forwards, monkeypatch)
+
+
+@pytest.mark.parametrize("bug", ["window", "state", "taps"])
+@pytest.mark.parametrize("family", ["lfm2_vl", "qwen3_5"])
+def test_states_behind_accepted_nodes_are_compared(
+    family: str, bug: str, forwards: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What no logit of the tested chain depends on: what a commit makes of its nodes."""
+    original = decoder.log_nodes
+
+    def log_nodes(*args: Any) -> Any:
+        log = original(*args)
+        later = log.window.flip(1) if bug == "window" else log.window
+        return replace(log, window=later, advance=lambda counts: log.next_state)
+
+    if bug == "taps":
+        read = c_check.read_parts
+
+        def read_parts(*args: Any) -> Any:
+            for parts in read(*args):
+                flipped = [one if one.conv is None else replace(one, conv=one.conv.flip(1)) for one in parts.layers]
+                yield replace(parts, layers=flipped)
+
+        monkeypatch.setattr(c_check, "read_parts", read_parts)
+    elif (bug, family) != ("state", "lfm2_vl"):
+        monkeypatch.setattr(decoder, "log_nodes", log_nodes)
+    model = tiny.build_model(tiny.ModelSpec(family, seed=17, layers=3))
+    with speculate(model, "lookup"):
+        generate_plain(model, tiny.build_inputs(model, 5, 2), **OUTPUTS)
+    assert bool(forwards) == ((bug, family) == ("state", "lfm2_vl"))  # a convolution has no other state
 
 
 @pytest.mark.every(3)
