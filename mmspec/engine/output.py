@@ -316,7 +316,8 @@ class OutputBuffer:
         """Put ids and processed scores [B, V] of user code in place of the coming step; whether ids differ."""
         step, differs = self.steps, False
         for row, token in enumerate(ids):
-            if not self._stopped[row] and self.emitted[row][step] != token:
+            is_padding = self._stopped[row] and self.criteria.has_eos  # without one a row goes on
+            if not is_padding and self.emitted[row][step] != token:
                 self.emitted[row][step] = self.sequences[row, self.prompt_length + step] = token
                 differs = True
         if self._scores is not None:
