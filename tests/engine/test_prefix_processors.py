@@ -34,7 +34,7 @@ def _registered() -> Iterator[None]:
 
 @pytest.mark.every(10)
 @pytest.mark.parametrize("seed", [*range(300)])
-def test_random_requests(seed: int) -> None:
+def test_random_requests(seed: int, caplog: pytest.LogCaptureFixture) -> None:
     """Rules that depend on row and last id, or on the number of calls; the log of calls is that of plain `generate`."""
     family = FAMILIES[seed // 10 % len(FAMILIES)] if seed % 10 == 0 else FAMILIES[seed % len(FAMILIES)]
     case = fuzz.draw_case(7000 + seed, family if family in fuzz.LATER_FAMILIES else None)
