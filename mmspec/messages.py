@@ -31,8 +31,8 @@ def printable(text: str, *, lines: bool = False) -> str:
     return _OBEYED.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
-def one_line(error: BaseException, limit: int = 300) -> str:
-    """The message of `error`, printable, on a single line of at most `limit` characters; its type if it has none.
+def one_line(error: BaseException | str, limit: int = 300) -> str:
+    """The message of `error` or a text, printable, in one line of at most `limit` characters; its type if it has none.
 
     Of a longer one the middle is left out: messages say the rule first and the value received last.
     """

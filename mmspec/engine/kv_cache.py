@@ -255,7 +255,7 @@ class RaggedKVCache:
         is_large_enough = bool(parts) and parts[0].shape[3] >= self.kv_len
         if is_large_enough and parts[0].dtype == dtype:
             return parts
-        a_position = (keys[:, :, :1].numel() + values[:, :, :1].numel()) * dtype.itemsize
+        a_position = dtype.itemsize * sum(one.shape[0] * one.shape[1] * one.shape[3] for one in (keys, values))
         ahead = max(self.kv_len + self.kv_len // 4 + 16, AT_ONCE_BYTES // max(1, a_position))
         capacity = max(self.kv_len, min(self.max_length, ahead))
         if is_large_enough:

@@ -327,8 +327,8 @@ class DecodeLoop:
         self.target.crop(self.output.cached_lengths, zero_tail=True)
 
     def _warn_at_draft(self, error: Exception) -> None:
-        name, message = type(error).__name__, one_line(error, 200)
-        self.warn(f"{name} at a draft ({message}); the rest of this call is decoded without drafts")
+        message = one_line(f"{type(error).__name__} at a draft ({error}", 200)
+        self.warn(f"{message}); the rest of this call is decoded without drafts")
 
     def _active_rows(self, max_emit: list[int]) -> list[bool]:
         """Rows that are not finished and may emit at least one token."""

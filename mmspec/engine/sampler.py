@@ -81,11 +81,16 @@ class TreeSampler:
         Args:
             processors: the `LogitsProcessorList` that transformers built for this call.
             noise: the call's noise, None for greedy decoding.
-            own: the sampler that calls the user's objects, one step at a time; None if that is this one.
+            own: see the property; None if that is this one.
         """
         self.processors = processors
         self.noise = noise
-        self.own = own or self
+        self._own = own
+
+    @property
+    def own(self) -> TreeSampler:
+        """The sampler that calls the user's objects, one step at a time."""
+        return self._own or self  # kept as an attribute it would be a cycle: an interrupted call's noise would live on
 
     @property
     def unknown_processors(self) -> list[str]:

@@ -103,4 +103,4 @@ def test_exit_codes_are_documented(capsys: Any) -> None:
 def test_env_prints_the_versions_of_a_machine_where_the_model_does_not_load(tmp_path: Path, capsys: Any) -> None:
     assert cli.main(["env", "--model", str(tmp_path / "gone")]) == 2
     captured = capsys.readouterr()
-    assert "torch:" in captured.out and "transformers:" in captured.out and "no such folder" in captured.err
+    assert "torch:" in captured.out and "transformers:" in captured.out and "no folder with a model" in captured.err

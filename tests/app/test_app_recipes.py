@@ -39,6 +39,10 @@ def test_a_recipe(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
         (tmp_path / "questions.txt").write_text("what is it ?\nwhere is it ?\nwhy ?\n")
     if "steps.txt" in command:
         (tmp_path / "steps.txt").write_text("what is it ?\nShorten: {answer1}\n{answer1} {answer2} ?\n")
+    if "schema.json" in command:
+        pytest.importorskip("xgrammar", reason="the extra json is not installed")
+        schema = {"type": "object", "properties": {"red": {"type": "boolean"}}, "required": ["red"]}
+        (tmp_path / "schema.json").write_text(json.dumps(schema))
     if "words.txt" in command:
         (tmp_path / "words.txt").write_text("red\n")
     num_rows = (2 if "--limit 2" in command else NUM_PICTURES) * (

@@ -245,6 +245,18 @@ def test_buffers_of_all_layers_are_one_list_until_they_are_replaced() -> None:
     buffers(1)
 
 
+def test_growth_of_written_buffers_is_bounded() -> None:
+    """Also where nothing new is written by torch, as before a forward in C, and no length of the call is known."""
+    cache = RaggedKVCache(8, max_length=1 << 30)
+    for nodes in (60, 3000):
+        cache.begin_forward(nodes)
+        if nodes == 60:
+            cache.write(0, torch.ones(8, 2, nodes, 8), torch.ones(8, 2, nodes, 8))
+        assert cache.common_buffers() is not None
+        assert cache.nbytes <= max(kv_cache.AT_ONCE_BYTES, 1.25 * 8 * 2 * 8 * 8 * (nodes + 60) + 4096 * 64)
+        cache.advance(nodes)
+
+
 @pytest.mark.parametrize(("heads", "allocations"), [(2, 1), (2000, 3)])
 def test_a_call_of_known_length_is_allocated_once(heads: int, allocations: int) -> None:
     """Below a mebibyte a layer; larger ones grow with the answer, which may end early."""

@@ -15,8 +15,7 @@ import pytest
 import torch
 
 import mmspec
-from mmspec.app import examples, scenes
-from mmspec.app.caption.command import build_captioner
+from mmspec.app import scenes
 from mmspec.app.cli.main import main
 from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.scenes import CARD_FILE, WEIGHTS_FOLDER, verify_checksums
@@ -190,19 +189,6 @@ def test_bundled_gate_chooses_a_compressor(bundled_model: tuple[Any, Any]) -> No
             mmspec.unpatch(model)
     assert choices["msd-elastic, None"] == choices["msd-elastic, elastic"]
     assert choices["msd, elastic"][0].startswith("salient:")
-
-
-def test_examples_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    captioners: list[Captioner] = []
-    monkeypatch.setattr(
-        examples, "build_captioner", lambda *args: captioners.append(build_captioner(*args)) or captioners[-1]
-    )
-    assert examples.main([str(list_example_files()[0]), str(list_example_files()[-1]), "--max-new-tokens", "40"]) == 0
-    output = capsys.readouterr().out
-    assert "2 of 2 texts identical to plain generate" in output
-    assert output.count("plain ") >= 2 and output.count("identical; ") == 2 and "tokens/s" in output
-    assert captioners[0].model.__dict__["_mmspec"].config.drafter.name == next(iter(registry.bundled_drafters()))
-    assert float(re.findall(r"tau ([0-9.]+)", output)[-1]) >= 1  # the value depends on this machine's timings
 
 
 def test_scenes_model_is_the_default_of_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
