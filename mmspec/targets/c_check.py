@@ -140,7 +140,7 @@ def verified_parts(kernel: CKernel, call: NodeCall) -> DecoderParts | None:
 def _agreeing_shape(kernel: CKernel, call: NodeCall) -> DecoderShape | None:
     try:
         return next((parts.shape for parts in _agreeing(kernel, call)), None)
-    except (AttributeError, TypeError, ValueError, RuntimeError):  # of modules with other parts than are known
+    except (AttributeError, LookupError, TypeError, ValueError, RuntimeError):  # modules with parts that are not known
         return None
 
 

@@ -59,6 +59,12 @@ def test_case_of_a_model_type(family: str, seed: int) -> None:
     assert not result.differences, result.report()
 
 
+def test_layers_without_angles_of_their_own() -> None:
+    """The rotary module of a model with windows knows one type of layers: a trait that is not in C, and no error."""
+    result = fuzz.run_seed(33, family="cohere_compass")
+    assert not result.differences, result.report()
+
+
 def test_the_cases_contain_videos() -> None:
     """For every family with videos: alone, with images, and in batches in which some rows have none."""
     drawn = [
