@@ -66,7 +66,9 @@ def step(model: PreTrainedModel) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     model.train()
     generator_state = torch.get_rng_state()
-    model(input_ids=torch.arange(10, 26)[None], use_cache=False).logits[0, -1].log_softmax(-1)[20].neg().backward()
+    loss = model(input_ids=torch.arange(10, 26)[None], use_cache=False).logits[0, -1].log_softmax(-1)[20].neg()
+    if loss.requires_grad:  # an adapter that is merged has left the weights frozen
+        loss.backward()
     torch.set_rng_state(generator_state)
     optimizer.step()
     optimizer.zero_grad()
