@@ -10,16 +10,19 @@ Who runs and computes the rounds is decided on the way, by `mmspec.backend`.
 from __future__ import annotations
 
 import time
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
+from torch import Tensor
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from mmspec.build import build_loop
 from mmspec.call import Call
+from mmspec.engine.loop import DecodeLoop
 from mmspec.engine.output import OutputBuffer
 from mmspec.engine.tree_cache import CACHE_ARGUMENT
-from mmspec.interfaces import Compressor
+from mmspec.engine.undo import undone
+from mmspec.interfaces import Compressor, Prompt
 from mmspec.metrics.compression_stats import RecordingCompressor
 from mmspec.metrics.stats import Stats
 from mmspec.prefill import prefill
@@ -41,8 +44,7 @@ def decode(call: Call) -> Any:
         try:
             loop, prompt, kernels = build_loop(call, prefilled)
             try:
-                with target.decoding(), kernels:
-                    loop.run(prefilled[1], prompt)
+                _run(loop, target, kernels, prefilled[1], prompt)
             finally:
                 if loop.sampler.noise is not None:
                     loop.sampler.noise.close(loop.output.steps - 1)
@@ -53,6 +55,15 @@ def decode(call: Call) -> Any:
         if call.plan.prefix_use is not None:
             keep_prompt(call.plan.prefix_use, loop.output, prefilled, call.plan.num_return_sequences)
         return result
+
+
+@undone  # before its noise is closed, which draws: a mode that forbids that may be left by an interrupt
+def _run(
+    loop: DecodeLoop, target: HFTarget, kernels: AbstractContextManager[None], logits: Tensor, prompt: Prompt
+) -> None:
+    """Run the loop of a call."""
+    with target.decoding(), kernels:
+        loop.run(logits, prompt)
 
 
 def _finish(call: Call, target: HFTarget, output: OutputBuffer, compressor: Compressor | None) -> Any:

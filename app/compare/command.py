@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from mmspec.app.caption.option_fields import PROMPT
 from mmspec.app.cli.arguments import (
@@ -105,7 +105,7 @@ def _load(args: argparse.Namespace) -> tuple[Any, Any, dict[str, Any]]:
     from mmspec.app.io.images import media_images
     from mmspec.app.modeling.chat import build_inputs, check_length
     from mmspec.app.modeling.load import load_model, load_text_model
-    from mmspec.app.modeling.text import TextCaptioner, is_text_model
+    from mmspec.app.modeling.text import chat_text, is_text_model, text_inputs
     from mmspec.app.scenes.examples import list_example_files
     from mmspec.vision.video.decoder_pool import DecoderPool
 
@@ -113,7 +113,7 @@ def _load(args: argparse.Namespace) -> tuple[Any, Any, dict[str, Any]]:
         if args.image is not None:
             raise UsageError(f"--image: {args.model} reads no pictures; leave it out")
         text_model, tokenizer = load_text_model(args.model, args.dtype, args.device)
-        inputs = TextCaptioner(text_model, cast("Any", tokenizer)).build_inputs([()], [args.prompt or TEXT_PROMPT])
+        inputs = text_inputs(text_model, tokenizer, [chat_text(tokenizer, args.prompt or TEXT_PROMPT)])
         check_length(text_model, inputs, args.new_tokens)
         return text_model, tokenizer, inputs
     question = [args.prompt or PROMPT]

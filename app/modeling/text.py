@@ -43,13 +43,22 @@ def is_text_model(source: str) -> bool:
     return True
 
 
-def question_text(tokenizer: Any, question: str) -> str:
-    """The prompt of a question: by the chat template, or the question alone."""
+def chat_text(tokenizer: Any, *texts: str) -> str:
+    """The prompt of texts of a user and the model, in turn: by the chat template, or the lines alone."""
     if tokenizer.chat_template is None:
-        return question
-    messages = [{"role": "user", "content": question}]
+        return "\n".join(texts)
+    roles = ("user", "assistant")
+    messages = [{"role": roles[index % 2], "content": text} for index, text in enumerate(texts)]
     text: str = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     return text
+
+
+def text_inputs(model: Any, tokenizer: Any, prompts: Sequence[str]) -> dict[str, Any]:
+    """Keyword arguments of `generate` for prompts of `chat_text`, padded on the left."""
+    inputs = tokenizer(
+        list(prompts), add_special_tokens=tokenizer.chat_template is None, padding=True, return_tensors="pt"
+    )
+    return {name: inputs[name].to(model.device) for name in ("input_ids", "attention_mask")}
 
 
 class TextCaptioner(Captioner):
@@ -57,8 +66,4 @@ class TextCaptioner(Captioner):
 
     def build_inputs(self, media: Sequence[Any], prompts: Sequence[str]) -> dict[str, Any]:
         """Keyword arguments of `generate` for questions, padded on the left."""
-        tokenizer: Any = self.processor
-        texts = [question_text(tokenizer, prompt) for prompt in prompts]
-        inputs = tokenizer(texts, add_special_tokens=tokenizer.chat_template is None, padding=True, return_tensors="pt")
-        device = self.model.device
-        return {name: inputs[name].to(device) for name in ("input_ids", "attention_mask")}
+        return text_inputs(self.model, self.processor, [chat_text(self.processor, prompt) for prompt in prompts])

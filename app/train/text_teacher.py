@@ -20,7 +20,7 @@ from mmspec.app.caption.progress import print_stderr
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.io.jsonl import replace_file
 from mmspec.app.io.text import find_fault
-from mmspec.app.modeling.text import TextCaptioner, question_text
+from mmspec.app.modeling.text import TextCaptioner, chat_text
 from mmspec.app.train.data import Teacher
 from mmspec.app.train.datasets import Request, StandIns
 
@@ -127,7 +127,7 @@ def write_questions(
         raise UsageError(
             "--target has no chat template, so that it cannot write requests itself: pass --data text files"
         )
-    prefix = question_text(tokenizer, _MARK).partition(_MARK)[0]
+    prefix = chat_text(tokenizer, _MARK).partition(_MARK)[0]
     inputs = tokenizer([prefix] * batch_size, add_special_tokens=False, return_tensors="pt").to(model.device)
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(seed + len(questions))

@@ -14,7 +14,7 @@ from mmspec.app.caption.config import SCENES_MODEL
 from mmspec.app.cli.arguments import DEFAULT_MODEL
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.modeling.load import read_model_config
-from mmspec.app.modeling.text import is_text_model
+from mmspec.app.modeling.text import chat_text, is_text_model, text_inputs
 from mmspec.app.scenes import WEIGHTS_FOLDER
 from mmspec.comparison import replicate
 from mmspec.drafters.registry import OWN_NAMES, drafter_names
@@ -210,15 +210,8 @@ class DemoModel:
 
         if not self.is_text:
             return build_inputs(self.model, self.processor, [media], [question], [turns])
-        texts = [text for turn in turns for text in (turn.question, turn.answer)] + [question]
-        roles = ("user", "assistant")
-        messages = [{"role": roles[index % 2], "content": text} for index, text in enumerate(texts)]
-        if self.processor.chat_template:
-            options = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
-            inputs = self.processor.apply_chat_template(messages, **options)
-        else:
-            inputs = self.processor("\n".join(texts), return_tensors="pt")
-        return {name: value.to(self.model.device) for name, value in inputs.items() if name != "token_type_ids"}
+        texts = [text for turn in turns for text in (turn.question, turn.answer)]
+        return text_inputs(self.model, self.processor, [chat_text(self.processor, *texts, question)])
 
     def _warm_up(self) -> None:
         from PIL import Image

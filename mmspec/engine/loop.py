@@ -327,8 +327,9 @@ class DecodeLoop:
         self.target.crop(self.output.cached_lengths, zero_tail=True)
 
     def _warn_at_draft(self, error: Exception) -> None:
-        message = one_line(f"{type(error).__name__} at a draft ({error}", 200)
-        self.warn(f"{message}); the rest of this call is decoded without drafts")
+        name = type(error).__name__
+        message = one_line(str(error) or name, 200)
+        self.warn(f"{name} at a draft ({message}); the rest of this call is decoded without drafts")
 
     def _active_rows(self, max_emit: list[int]) -> list[bool]:
         """Rows that are not finished and may emit at least one token."""

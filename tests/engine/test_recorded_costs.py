@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 import torch
 from recorded_rounds import (
+    KINDS,
     SPEC,
     HostCounter,
     KernelCounter,
@@ -37,8 +38,6 @@ from mmspec.engine.graph import Replay, StaticFunction
 from mmspec.engine.loop import DecodeLoop
 from mmspec.engine.recordings import NUM_CHECKED_REPLAYS, Recordings
 
-KINDS = ("coupled", "decoupled", "trimmed", "eagle3", "vispec", "flash", "chained", "parallel", "linked", "falcon")
-KINDS += ("dspark", "dspark:1", "dspark:2")
 FAST_KINDS = ("decoupled", "chained", "dspark:1", "falcon")
 """The forms of drafts; the other kinds are slow tests."""
 EVERY_KIND = [pytest.param(kind, marks=[] if kind in FAST_KINDS else pytest.mark.slow) for kind in KINDS]
@@ -185,9 +184,7 @@ def test_kernels_of_a_round(kind: str, limit: float) -> None:
 
 
 @SAMPLED
-@pytest.mark.parametrize(
-    "kind", [pytest.param(one, marks=[] if one in FAST_KINDS else pytest.mark.slow) for one in KINDS]
-)
+@pytest.mark.parametrize("kind", EVERY_KIND)
 @pytest.mark.parametrize("whole", [True, False], ids=["whole", "parts"])
 def test_functions_on_the_meta_device_read_and_make_nothing(kind: str, whole: bool, sampled: bool) -> None:
     """A whole round, or a draft and a forward alone, of two rows of different lengths; with every option of the

@@ -19,6 +19,7 @@ import tiny_models as tiny
 import torch
 from forced_drafts import planned
 from recorded_rounds import (
+    KINDS,
     CountingRecorder,
     build_drafter,
     build_inputs,
@@ -46,10 +47,6 @@ from mmspec.engine.tree import DraftTree
 from mmspec.targets import lanes
 from mmspec.targets.hf import HFTarget
 
-KINDS = ("coupled", "decoupled", "trimmed", "eagle3", "vispec", "flash", "chained", "parallel", "linked", "falcon")
-KINDS += ("dspark", "dspark:1", "dspark:2")
-"""`coupled`: EAGLE, `decoupled`: MSD, `chained`: FLASH with a `MarkovHead`, `linked`: parallel with a correction,
-`dspark`: DFlash, `dspark:1`: DSpark with two layers, `dspark:2`: with windows in two of three layers."""
 PENALTY = (("repetition_penalty", 1.5),)
 _ = pytest.fixture(autouse=True)(without_compiled_code)
 

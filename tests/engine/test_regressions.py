@@ -611,15 +611,6 @@ def test_layers_cut_after_patch(drafter: str) -> None:
     assert torch.equal(generate_plain(model, inputs, **GREEDY), plain)
 
 
-def test_max_time() -> None:
-    """One token takes longer."""
-    model = get_model(seed=73)
-    inputs = tiny.build_inputs(model, 74, 2)
-    plain = generate_plain(model, inputs, max_time=1e-9, **GREEDY)
-    assert plain.shape[1] == inputs["input_ids"].shape[1] + 1
-    assert_parity(model, inputs, max_time=1e-9, **GREEDY)
-
-
 def test_an_error_at_the_padding_of_a_row_that_has_ended() -> None:
     """A forbidden end token has the lowest score, whose length penalty overflows: transformers raises."""
     model = get_model(seed=73)

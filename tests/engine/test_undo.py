@@ -141,11 +141,13 @@ def test_a_child_forgets_the_other_threads() -> None:
     assert names == {"a": 1, "b": 2} and not undo._REPLACED
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_5", "llava"])
+@pytest.mark.parametrize("family", ["llama", "qwen3_5", "llava", "llama with a rule"])
 def test_calls_that_are_interrupted(family: str) -> None:
     """Nothing of the model or the thread stays changed, and the next call gives the tokens of plain `generate`."""
-    model = get_model(family)
+    model = get_model(family.partition(" ")[0])
     given = tiny.build_inputs(model, 3, 2)
+    if "rule" in family:  # a prefix processor: draws are forbidden while it is called
+        given["prefix_allowed_tokens_fn"] = lambda row, ids: list(range(5, 60))
 
     def generate() -> torch.Tensor:
         torch.manual_seed(1)

@@ -199,6 +199,13 @@ LAYOUTS: dict[str, Layout] = {
         "eagle3",
     ),
 }
+DOMINO: dict[str, Any] = {
+    "mask_token_id": V - 1,
+    "target_layer_ids": [0, 3, 6],
+    "projector_type": "domino",
+    "emb_dim": 7,
+    "gru_hidden_dim": 9,
+}
 BLOCK: dict[str, Any] = {key: value for key, value in QWEN.items() if key != "draft_vocab_size"} | {
     "model_type": "qwen3", "num_hidden_layers": 2, "layer_types": ["full_attention"] * 2, "num_target_layers": 8,
     "block_size": 4, "sliding_window": None, "max_window_layers": 2,
@@ -259,11 +266,7 @@ LAYOUTS |= {
         | {
             "architectures": ["DominoDraftModel"],
             "dflash_config": {
-                "mask_token_id": V - 1,
-                "target_layer_ids": [0, 3, 6],
-                "projector_type": "domino",
-                "emb_dim": 7,
-                "gru_hidden_dim": 9,
+                **DOMINO,
                 "pure_draft_prefix_len": 1,
                 "shift_label": True,
             },
@@ -277,11 +280,7 @@ LAYOUTS |= {
         | {
             "architectures": ["DFlashDraftModel"],
             "dflash_config": {
-                "mask_token_id": V - 1,
-                "target_layer_ids": [0, 3, 6],
-                "projector_type": "domino",
-                "emb_dim": 7,
-                "gru_hidden_dim": 9,
+                **DOMINO,
                 "pure_draft_prefix_len": 0,
                 "shift_label": False,
             },

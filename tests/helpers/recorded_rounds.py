@@ -25,6 +25,10 @@ from mmspec.engine.round import RoundFunction
 from mmspec.interfaces.round import ScorePart
 
 SPEC = tiny.ModelSpec("llava")
+KINDS = ("coupled", "decoupled", "trimmed", "eagle3", "vispec", "flash", "chained", "parallel", "linked", "falcon")
+KINDS += ("dspark", "dspark:1", "dspark:2")
+"""`coupled`: EAGLE, `decoupled`: MSD, `chained`: FLASH with a `MarkovHead`, `linked`: parallel with a correction,
+`dspark`: DFlash, `dspark:1`: DSpark with two layers, `dspark:2`: with windows in two of three layers."""
 
 
 class CountingRecorder:
