@@ -23,7 +23,7 @@ def run_interrupted(
         function: what is run. An `Interrupt` that it lets through is caught.
         point: where it is raised, counted from 0; None for nowhere.
         second: raise another one so many entered functions later; None for none.
-        files: ends of the names of files in whose code points are counted; () for all code.
+        files: parts of the names of files in whose code points are counted; () for all code.
     """
     num_points, num_left = 0, second
 
@@ -31,7 +31,7 @@ def run_interrupted(
         nonlocal num_points
         if event not in ("call", "c_return") or argument is sys.setprofile:
             return
-        if files and not frame.f_code.co_filename.endswith(tuple(files)):
+        if files and not any(part in frame.f_code.co_filename for part in files):
             return
         num_points += 1
         if num_points - 1 == point:

@@ -13,19 +13,17 @@ import argparse
 import copy
 import importlib.util
 import random
-import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import Any
 
 import fuzz
 import session_inputs as inputs
 import tiny_models as tiny
 import torch
+from interrupts import run_interrupted
 from session_changes import CHANGES
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
@@ -45,31 +43,11 @@ RETURNS = {"return_dict_in_generate": True, "output_scores": True, "output_logit
 NEAR_TIE = 1e-4
 """Differences of two logits below which plain decoding itself depends on the order of sums."""
 
+NUM_POINTS = 20000
+"""Where calls are interrupted: among the first so many functions that mmspec enters, and returns of C."""
+
 
 # --- one call ---------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def interrupted(number: int) -> Iterator[None]:
-    """Context in which the nth line of mmspec that is run raises `KeyboardInterrupt`, as a user's Ctrl-C."""
-    count = [0]
-
-    def trace(frame: FrameType, _: str, __: Any) -> Any:
-        if "/mmspec/" not in frame.f_code.co_filename:
-            return None
-        count[0] += 1
-        if count[0] == number:
-            sys.settrace(None)
-            raise KeyboardInterrupt
-        return trace
-
-    sys.settrace(trace)
-    try:
-        yield
-    except KeyboardInterrupt:
-        pass
-    finally:
-        sys.settrace(None)
 
 
 @dataclass
@@ -137,8 +115,10 @@ class Session:
             return self.call_in_threads()
         given, options = self.given(), self.options()
         if kind < 0.2:
-            with interrupted(rng.randrange(1, 12000)), suppress(Exception):
-                self.patched.generate(**given, **options)
+            with suppress(Exception):
+                run_interrupted(
+                    lambda: self.patched.generate(**given, **options), rng.randrange(NUM_POINTS), files=["/mmspec/"]
+                )
             self.done.append("interrupted")
             self.counts["interrupts"] += 1
             return self.compare_state()
@@ -147,7 +127,7 @@ class Session:
         for model, one in zip((self.plain, self.patched), more, strict=True):
             torch.manual_seed(seed)
             outcomes.append(fuzz._call(model, {**given, **options, **one}, {}))
-        self.compare(*outcomes, given["input_ids"].shape[1], options)
+        self.compare(outcomes, given, options, more[0])
         if streamers and streamers[0].values != streamers[1].values:
             self.faults.append(f"{self.done}: streamed {streamers[0].values} became {streamers[1].values}")
         self.compare_state()
@@ -215,16 +195,39 @@ class Session:
                 self.faults.append(f"{self.done}: thread {number}: {expected} became {found.get(number)}")
         self.compare_state()
 
-    def compare(self, plain: fuzz.CallOutcome, patched: fuzz.CallOutcome, length: int, options: dict[str, Any]) -> None:
+    def compare(
+        self, outcomes: list[fuzz.CallOutcome], given: tiny.Inputs, options: dict[str, Any], more: dict[str, Any]
+    ) -> None:
+        """The outcomes of the plain and of the patched model."""
         stats = mmspec.stats(self.patched, last=True)
         self.done.append("call" if stats.fallback_reason is None else "fallback")
         self.counts += Counter(calls=1, fallbacks=stats.fallback_calls, reused=stats.reused_positions)
-        found = fuzz.compare_outcomes(plain, patched, 0, fuzz.RECURRENT_TOLERANCE)
-        if found and self.is_near_tie(plain, patched, length):
+        found = fuzz.compare_outcomes(*outcomes, 0, fuzz.RECURRENT_TOLERANCE)
+        if found and self.is_near_tie(*outcomes, given["input_ids"].shape[1]):
             self.counts["near-ties"] += 1
+        elif found and not more and self.is_rounding(found, outcomes, given, options):
+            self.counts["rounding"] += 1
         elif found:
             reused = f"reused {stats.reused_positions}, {stats.fallback_reason}"
             self.faults += [f"{self.done} {options} ({reused}): {one.kind}: {one.detail}" for one in found]
+
+    def is_rounding(
+        self,
+        found: list[fuzz.Difference],
+        outcomes: list[fuzz.CallOutcome],
+        given: tiny.Inputs,
+        options: dict[str, Any],
+    ) -> bool:
+        """Whether logits alone differ, about as much from double precision as the plain model's (states that cancel)."""
+        if options["do_sample"] or not {one.kind for one in found} <= {"logits", "scores"}:
+            return False
+        exact = {name: one.double() if one.is_floating_point() else one for name, one in given.items()}
+        reference = fuzz._call(copy.deepcopy(self.plain).double(), {**exact, **options}, {}).tensors["logits"]
+        plain, patched = (
+            [float((one - right).abs().max()) for one, right in zip(outcome.tensors["logits"], reference, strict=True)]
+            for outcome in outcomes
+        )
+        return all(ours <= 4 * theirs + 1e-5 for ours, theirs in zip(patched, plain, strict=True))
 
     def is_near_tie(self, plain: fuzz.CallOutcome, patched: fuzz.CallOutcome, length: int) -> bool:
         """Whether greedy tokens differ first where two logits of the plain model are as good as equal."""
