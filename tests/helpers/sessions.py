@@ -218,7 +218,7 @@ class Session:
         given: tiny.Inputs,
         options: dict[str, Any],
     ) -> bool:
-        """Whether logits alone differ, about as much from double precision as the plain model's (states that cancel)."""
+        """Whether logits alone differ, and about as much from double precision as the plain model's do."""
         if options["do_sample"] or not {one.kind for one in found} <= {"logits", "scores"}:
             return False
         exact = {name: one.double() if one.is_floating_point() else one for name, one in given.items()}
