@@ -154,6 +154,7 @@ def _build_prompt(call: Call, prefilled: Prefilled, output: OutputBuffer, privat
         media_inputs=own_copies(plan.media_inputs) if repeats == 1 else {},
         layer_subsets=open_layer_subsets(target, needs) if needs.layer_subsets else None,
         target_keys=TargetKeysReader.of(target) if needs.target_keys else None,
+        c_shape=lambda: target.c_shape,
         chooser=Chooser(
             plan.economy,
             batch,

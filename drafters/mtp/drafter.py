@@ -7,13 +7,16 @@ here do (`HeadDrafter`).
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
+from mmspec.drafters.heads.base.c_draft import CDraft, find_c_draft
 from mmspec.drafters.heads.base.drafter import HeadDrafter
 from mmspec.drafters.heads.base.expand import AutoregressiveExpander, expand_levels
 from mmspec.drafters.heads.base.state import DraftState
+from mmspec.drafters.mtp.c_weights import mtp_weights
 from mmspec.drafters.mtp.head import MTPHead
 from mmspec.drafters.mtp.own import OwnDrafter
 from mmspec.engine.tree import DraftTree
@@ -70,4 +73,13 @@ class MTPDrafter(OwnDrafter, HeadDrafter):
     def draft_tree(self, state: DraftState, max_nodes: int, num_levels: int) -> DraftTree:
         """Repeat the head on its own output, the `top_k` most likely nodes of each level."""
         top_k = min(self.top_k_on(state.last_hidden.device), state.logit_bias.shape[0])
+        tree = None if state.backend is None else state.backend.tree(state, top_k, max_nodes, num_levels)
+        if tree is not None:
+            return tree
         return expand_levels(state, MTPExpander(self, state, top_k), top_k, max_nodes=max_nodes, num_levels=num_levels)
+
+    def c_draft(self, state: DraftState) -> CDraft | None:
+        if type(self) is not MTPDrafter:
+            return None
+        classes = tuple({type(module) for module in self.head.modules()})
+        return find_c_draft(self, state, partial(mtp_weights, self.head, state), classes)

@@ -64,31 +64,31 @@ INLINE void NAME(project)(const drafting *g, const float *x, int64_t R, const fl
   NAME(wait)(&g->s);
 }
 
-/* Of the inputs of an EAGLE-3 layer, the embedding and the state are normalised apart. The layer adds to the state, which
-   goes to `x`. */
+/* Of the inputs of an EAGLE-3 layer, or an MTP head, the embedding and the state are normalised apart. An EAGLE-3 layer adds
+   to the state, which goes to `x`; the state of a node of MTP is its parent's output, which its own norm comes before. */
 INLINE void NAME(normalise_inputs)(const drafting *g, int64_t *next) {
   const draft *h = g->h;
   const int64_t R = h->d.batch * h->d.nodes, D = h->d.hidden_size;
   for (int64_t row = take(next); row < R; row = take(next)) {
     float *const embedding = g->inputs + row * 2 * D, *const state = embedding + D, *const x = g->s.x + row * D;
     memcpy(x, state, (size_t)D * sizeof(float));
-    NAME(normalise_row)(&g->d, embedding, D, g->d.layers->input_norm);
+    NAME(normalise_row)(&g->d, embedding, D, is_mtp(h) ? h->embedding_norm : g->d.layers->input_norm);
+    if (is_mtp(h) && h->levels) NAME(normalise_row)(&g->d, state, D, h->d.final_norm);
     NAME(normalise_row)(&g->d, state, D, h->hidden_norm);
     if (h->adds_normed_state) memcpy(x, state, (size_t)D * sizeof(float));
   }
   NAME(wait)(&g->s);
 }
 
-/* The layer of the head, from `inputs` to `x`. */
+/* The layers of the head, from `inputs` to `x`. */
 INLINE void NAME(head_layer)(const drafting *g, float *own, int64_t *next) {
   const draft *h = g->h;
   const int64_t R = h->d.batch * h->d.nodes, D = h->d.hidden_size;
   const part fuse = {&h->fuse, h->fuse_bias, g->s.x, D};
-  if (is_eagle3(h))
-    NAME(normalise_inputs)(g, next);
-  else
-    NAME(project)(g, g->inputs, R, NULL, &fuse, D, 0, own, next);
-  NAME(layer)(&g->s, g->d.layers, own, next + 1);
+  if (h->hidden_norm) NAME(normalise_inputs)(g, next);
+  if (!is_eagle3(h)) NAME(project)(g, g->inputs, R, NULL, &fuse, D, 0, own, next + 1);
+  for (int64_t i = 0; i < g->d.num_layers; i++)
+    NAME(layer)(&g->s, g->d.layers + i, own, next + PHASES + layer_phases(&g->d) * i);
 }
 
 /* The features of FLASH's block [batch, levels, D] from the output of the layer, their logits and their R numbers. */

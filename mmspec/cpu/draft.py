@@ -30,6 +30,7 @@ from mmspec.cpu.layers import (
     DecoderShape,
     LayerStruct,
     decoder_struct,
+    of_neighbours,
     set_caches,
     set_layer,
 )
@@ -60,7 +61,8 @@ class CHead:
         self._dtype = weights.embeddings.dtype
         if self._dtype not in FLOAT_TYPES:
             raise ValueError(f"embeddings must be float32, bfloat16 or float16; got {self._dtype}")
-        self._addresses = WeightAddresses(self._dtype, multiplies_pairs=kernel.multiplies_pairs)
+        self._addresses = WeightAddresses(self._dtype, shape.norm_offset, kernel.multiplies_pairs)
+        self._window = weights.window
         self._scratch = new_floats(0)
         self._layers = (LayerStruct * len(weights.layers))()
         for index, layer in enumerate(weights.layers):
@@ -82,6 +84,7 @@ class CHead:
             ),
             fuse_bias=add("fuse_bias", weights.fuse_bias, (size,)),
             hidden_norm=add("hidden_norm", weights.hidden_norm, (size,)),
+            embedding_norm=add("embedding_norm", weights.embedding_norm, (size,)),
             adds_normed_state=weights.adds_normed_state,
         )
         self._set_fuse(weights)
@@ -158,6 +161,12 @@ class CHead:
         self._run(self._kernel.draft_tree, context)
         return DraftTree(tokens, parents, node_mask, scores)
 
+    def angles(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """A rotary table as `HeadContext` has it, from one of any float type."""
+        if self._shape.interleaved:
+            cos, sin = of_neighbours(cos), of_neighbours(sin)
+        return cos.float().contiguous(), sin.float().contiguous()
+
     @property
     def reads_anchors(self) -> bool:
         """Whether it needs `HeadContext.anchors`."""
@@ -172,7 +181,7 @@ class CHead:
     def _set_fuse(self, weights: HeadWeights) -> None:
         """Set the projection of the hidden states, and how many numbers it reads."""
         size, width = self._shape.hidden_size, weights.fuse.shape[1]
-        if weights.hidden_norm is None:
+        if weights.hidden_norm is None or weights.embedding_norm is not None:
             width, state_size = 2 * size, size
         else:
             mixture = None if weights.dspark is None else weights.dspark.mixture
@@ -223,10 +232,11 @@ class CHead:
             num_positions: rotary positions that will be read behind `context.positions`.
         """
         batch, num_keys, draft = len(context.lengths), max(context.lengths) + num_new, self._draft
-        if not 0 < batch * nodes <= MAX_DECODER_ROWS:
+        if not 0 < batch * nodes <= MAX_DECODER_ROWS or (self._window is not None and num_keys > self._window):
             return False
         tables, size = (context.cos, context.sin), max(context.positions) + num_positions
-        if not all(is_plain(part) and part.shape[0] >= size for part in tables):
+        is_table = all(is_plain(part) and part.shape[1:] == (self._shape.rotated,) for part in tables)
+        if not is_table or min(map(len, tables)) < size:
             return False
         anchors = context.anchors
         if (anchors is not None) != self.reads_anchors:

@@ -1,17 +1,19 @@
 /* A draft head of one decoder layer or more: a forward over committed tokens, and a tree that is grown level by level.
    Numbers are of the decoder's type, and rounded as its are; what is declared float lies in float32.
 
-   The distributions of a level come from a forward of the layer over its nodes (EAGLE, EAGLE-3), or, for heads that predict
+   The distributions of a level come from a forward of the layer over its nodes (EAGLE, EAGLE-3, MTP), or, for heads that predict
    a block of positions at once (FLASH, DSpark), from the logits of the level's position and a correction by the token
-   before. What DSpark alone needs is in dspark.h. */
+   before. What DSpark alone needs is in dspark.h. An MTP head is a layer of its target: it normalises both inputs, and a
+   node reads the normalised output of its parent. */
 
 typedef struct {
   decoder d; /* the layers and what is around them; `nodes`: tokens of a forward, or nodes of a level, W; `final_norm`:
                 before the LM head, or NULL */
-  weights fuse; /* EAGLE, FLASH: [D, 2 D], from [embedding ; hidden state] to the input of the layer.
+  weights fuse; /* EAGLE, FLASH, MTP: [D, 2 D], from [embedding ; hidden state] to the input of the layer.
                    EAGLE-3, DSpark: from the states of several of the target's layers to one state */
   const float *fuse_bias;
-  const float *hidden_norm;      /* [D] norm of that state; NULL for EAGLE and FLASH */
+  const float *hidden_norm;      /* [D] norm of that state, or of the input state; NULL for EAGLE and FLASH */
+  const float *embedding_norm;   /* [D] norm of the embedding of an MTP head; NULL for the others */
   const int64_t *positions;      /* [batch] rotary position of the first token of a forward, of a tree's first level */
   float *root;                   /* [batch, D] output of the layer at each row's last token */
   /* a forward over committed tokens: sets `root` */
@@ -65,7 +67,7 @@ typedef struct {
   int64_t num_candidates; /* per row, so far */
 } drafting;
 
-#define PHASES 8 /* of one level */
+#define PHASES 8 /* of one level, before those of its layers */
 
 static inline int64_t max_candidates(const draft *h) {
   return h->levels ? h->d.nodes + (h->levels - 1) * h->d.nodes * h->d.nodes : 0;
@@ -73,7 +75,8 @@ static inline int64_t max_candidates(const draft *h) {
 static inline int64_t tree_size(const draft *h) { return min64(h->max_nodes, 1 + max_candidates(h)); }
 static inline int is_block(const draft *h) { return h->rank > 0; }
 static inline int is_dspark(const draft *h) { return h->block_positions > 0; }
-static inline int is_eagle3(const draft *h) { return h->hidden_norm && !is_dspark(h); }
+static inline int is_mtp(const draft *h) { return h->embedding_norm != NULL; }
+static inline int is_eagle3(const draft *h) { return h->hidden_norm && !is_dspark(h) && !is_mtp(h); }
 /* Whether the logits of a level depend on the token before; that of FLASH's first is read by its layer. */
 static inline int is_corrected(const draft *h, int64_t level) { return is_block(h) && (level || is_dspark(h)); }
 /* Positions of one row's block that have logits. */
@@ -94,7 +97,8 @@ static float *draft_normed(const draft *h, float *own) {
   return own + draft_thread_floats(h) - align16(h->d.batch * most_rows(h) * h->d.hidden_size);
 }
 
-static int64_t num_phases(const draft *h) { return PHASES * max64(1, h->levels) + 5 * h->d.num_layers + PHASES; }
+static int64_t level_phases(const draft *h) { return PHASES + layer_phases(&h->d) * h->d.num_layers; }
+static int64_t num_phases(const draft *h) { return level_phases(h) * (max64(1, h->levels) + 1); }
 static int64_t *take_ints(float **scratch, int64_t n) { return (int64_t *)take_floats(scratch, 2 * n); }
 
 /* Divide the scratch, and return its end; nothing is read or written. */
@@ -126,6 +130,7 @@ static float *divide_scratch(drafting *g, float *scratch) {
   g->mask = (uint8_t *)take_floats(&scratch, R * W * max64(1, L));
   g->old_mask = (uint8_t *)take_floats(&scratch, R * W * max64(1, L));
   g->s.x = take_floats(&scratch, most * D);
+  g->s.branch = take_floats(&scratch, most * D);
   g->s.qkv = take_floats(&scratch, most * qkv_width(d));
   g->s.attended = take_floats(&scratch, most * d->num_heads * d->head_dim);
   g->s.activated = take_floats(&scratch, most * d->intermediate_size);

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from mmspec.cpu.layers import DecoderStruct, LayerWeights
+from mmspec.cpu.layers import DecoderShape, DecoderStruct, LayerWeights
 from mmspec.cpu.structs import fields_of
 from mmspec.cpu.weights import WeightStruct
 
@@ -87,12 +87,15 @@ class HeadWeights:
         embeddings: [num_embeddings, D].
         lm_head: [V, D], of the draft vocabulary.
         lm_head_bias: [V] or None.
-        hidden_norm: [D] of EAGLE-3 and DSpark, else None.
+        hidden_norm: [D] of EAGLE-3, DSpark and MTP, else None.
+        embedding_norm: [D] of MTP, whose `hidden_norm` is of the input state, else None.
         final_norm: [D] before the LM head, or None.
         adds_normed_state: whether an EAGLE-3 layer adds to the normalised state (`norm_before_residual`).
         block: of FLASH, else None.
         correction: of a head that predicts a block of positions, else None.
         dspark: of DSpark, else None.
+        shape: sizes and traits, if the layers are the target's; None for those of our own heads.
+        window: most positions of a text; None for any.
     """
 
     fuse: Tensor
@@ -102,11 +105,14 @@ class HeadWeights:
     lm_head: Tensor
     lm_head_bias: Tensor | None
     hidden_norm: Tensor | None = None
+    embedding_norm: Tensor | None = None
     final_norm: Tensor | None = None
     adds_normed_state: bool = False
     block: BlockWeights | None = None
     correction: CorrectionWeights | None = None
     dspark: DsparkWeights | None = None
+    shape: DecoderShape | None = None
+    window: int | None = None
 
 
 @dataclass(frozen=True)
@@ -117,8 +123,8 @@ class HeadContext:
         lengths: positions in the cache of each row.
         positions: rotary position of each row's next token.
         caches: [2, R, num_kv_heads, capacity, head_dim] keys and values of each layer.
-        cos: [P, head_dim] float32 of positions 0 to P - 1, all that will be used.
-        sin: [P, head_dim] float32.
+        cos: [P, rotated numbers of a head] float32 of positions 0 to P - 1, all that will be used.
+        sin: as `cos`.
         last_hidden: [B, D] output of the layer at each row's last position; not read by DSpark.
         anchors: [B] int64 last token of each row; None but for DSpark.
         cache_rows: which of the R rows of the caches each of the B rows is; None: R is B, and they are the same.

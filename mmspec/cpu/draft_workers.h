@@ -7,7 +7,7 @@ __attribute__((target(ISA))) static void NAME(head_forward)(void *data) {
   const int64_t thread = take(&g->s.ticket), N = h->d.nodes, D = h->d.hidden_size;
   float *const own = g->s.own + thread * draft_thread_floats(h);
   const part fuse = {&h->fuse, h->fuse_bias, g->inputs + D, D};
-  if (is_eagle3(h)) NAME(project)(g, h->states, h->d.batch * N, NULL, &fuse, 2 * D, 0, own, g->s.next + PHASES);
+  if (is_eagle3(h)) NAME(project)(g, h->states, h->d.batch * N, NULL, &fuse, 2 * D, 0, own, g->s.next + level_phases(h));
   NAME(head_layer)(g, own, g->s.next);
   for (int64_t b = 0; thread == 0 && b < h->d.batch; b++)
     if (h->counts[b])
@@ -44,9 +44,9 @@ __attribute__((target(ISA))) static void NAME(draft_tree)(void *data) {
   const draft *h = g->h;
   const int64_t thread = take(&g->s.ticket);
   float *const own = g->s.own + thread * draft_thread_floats(h);
-  if (is_dspark(h)) NAME(dspark_block)(g, thread, own, g->s.next + PHASES * h->levels);
+  if (is_dspark(h)) NAME(dspark_block)(g, thread, own, g->s.next + level_phases(h) * h->levels);
   for (int64_t level = 0; level < h->levels; level++) {
-    int64_t *const next = g->s.next + PHASES * level;
+    int64_t *const next = g->s.next + level_phases(h) * level;
     if (!is_block(h)) NAME(layer_logits)(g, level, own, next);
     if (is_block(h) && !is_corrected(h, level)) NAME(block_features)(g, thread, own, next);
     if (is_corrected(h, level)) NAME(corrections)(g, level, thread, own, next);

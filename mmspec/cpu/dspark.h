@@ -23,8 +23,8 @@ INLINE void NAME(dspark_block)(const drafting *g, int64_t thread, float *own, in
   const draft *h = g->h;
   const int64_t R = h->d.batch * h->block_positions, D = h->d.hidden_size, L = h->d.num_layers;
   const part head = {&h->d.lm_head, h->d.lm_head_bias, g->base, h->d.vocab_size};
-  for (int64_t i = 0; i < L; i++) NAME(layer)(&g->s, g->d.layers + i, own, next + 5 * i);
+  for (int64_t i = 0; i < L; i++) NAME(layer)(&g->s, g->d.layers + i, own, next + layer_phases(&g->d) * i);
   for (int64_t r = 0; thread == 0 && r < R; r++) NAME(normalise_row)(&g->d, g->s.x + r * D, D, h->d.final_norm);
   NAME(wait)(&g->s);
-  NAME(project)(g, g->s.x, R, NULL, &head, head.N, 0, own, next + 5 * L);
+  NAME(project)(g, g->s.x, R, NULL, &head, head.N, 0, own, next + layer_phases(&g->d) * L);
 }

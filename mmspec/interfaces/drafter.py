@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from mmspec.cpu.layers import DecoderShape
 from mmspec.cpu.ngrams import CNgrams
 from mmspec.economy.chooser import Chooser
 from mmspec.engine.tree import DraftTree
@@ -86,6 +87,7 @@ class Prompt:
         media_inputs: the arguments of `generate` that describe images and videos, if the drafter requires them and
             every prompt has one row; else empty.
         target_keys: the target's keys and values, if the drafter requires them; else None.
+        c_shape: in rounds, traits of the target's decoder if it runs in C; None if it does not.
         chooser: chooses, in each round, among the sources that the drafter enters, and how many levels they draft.
     """
 
@@ -109,6 +111,7 @@ class Prompt:
     layer_subsets: LayerSubsets | None = None
     media_inputs: Mapping[str, Any] = field(default_factory=dict)
     target_keys: TargetKeys | None = None
+    c_shape: Callable[[], DecoderShape | None] = lambda: None
     chooser: Chooser | None = None
 
 

@@ -16,6 +16,8 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from mmspec.cpu.layers import LayerWeights
+
 
 class OwnHeadError(ValueError):
     """The checkpoint of a target has no head that can be used; the message says why.
@@ -65,6 +67,9 @@ class HeadBlock(Protocol):
                 attends to all keys.
             cache: of the call.
         """
+
+    def c_weights(self) -> LayerWeights | None:
+        """Its weights as C reads them; None if it has other parts."""
 
 
 @dataclass

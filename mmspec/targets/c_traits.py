@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from mmspec.cpu.decoder_types import DecoderEnds, RotaryFn
-from mmspec.cpu.layers import DecoderShape, LayerWeights
+from mmspec.cpu.layers import DecoderShape, LayerWeights, of_neighbours
 from mmspec.targets.base import RECURRENT_LAYER_TYPES, ModelAdapter
 from mmspec.targets.c_layers import (
     activations_of,
@@ -96,9 +96,8 @@ class Rotary:
         with torch.no_grad():
             angles = self.module(example, position_ids, *arguments)
         cos, sin = (part.float().reshape(-1, len(positions), part.shape[-1])[0] for part in angles)
-        if self.interleaved and not torch.equal(cos[:, ::2], cos[:, 1::2]):
-            half = cos.shape[1] // 2
-            cos, sin = (part[:, :half].repeat_interleave(2, -1) for part in (cos, sin))
+        if self.interleaved:
+            cos, sin = of_neighbours(cos), of_neighbours(sin)
         return cos.contiguous(), sin.contiguous()
 
 

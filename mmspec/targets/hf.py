@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mmspec.cpu.c_kernel import CKernel
 from mmspec.cpu.chain_types import ChainRequest, DraftedChains
+from mmspec.cpu.layers import DecoderShape
 from mmspec.engine.kv_cache import RaggedKVCache
 from mmspec.engine.prefix import Prefix
 from mmspec.engine.recordings import Recordings, recordable_mode
@@ -229,6 +230,11 @@ class HFTarget:
         with self._mode():
             self.rounds = c_forwards(kernel, call, modules, self._runs_user_code)
         self.skips_rows = self.rounds is not None and self.states is None
+
+    @property
+    def c_shape(self) -> DecoderShape | None:
+        """Traits of the decoder where `score` runs in C; None where it does not."""
+        return None if self.rounds is None else self.rounds.decoder.shape
 
     def decoding(self) -> AbstractContextManager[Any]:
         """The context that transformers applies to its decoding steps; may switch kernels of expert layers."""

@@ -16,9 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mmspec.cpu.layers import LayerWeights
 from mmspec.engine.tree_cache import CACHE_ARGUMENT
 from mmspec.interfaces import HeadCache, HeadFiles, OwnHead, OwnHeadError
 from mmspec.targets.base import ModelAdapter
+from mmspec.targets.c_layers import layer_weights
 from mmspec.targets.own_checkpoint import NUM_COMPARED, check_unchanged, checkpoint_folder, differs
 from mmspec.targets.own_head_layouts import LAYOUTS, HeadLayout
 from mmspec.weight_files import TensorFiles
@@ -57,6 +59,9 @@ class TargetBlock(nn.Module):
         )
         result: Tensor = outputs[0] if isinstance(outputs, tuple) else outputs
         return result
+
+    def c_weights(self) -> LayerWeights | None:
+        return layer_weights(self.layer)
 
 
 def read_own_head(adapter: ModelAdapter, folder: str | os.PathLike[str] | None = None) -> OwnHead:

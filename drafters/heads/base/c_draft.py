@@ -108,7 +108,7 @@ class CDraft:
             return None
         cos, sin = state.rotary_table(max(state.next_positions) + num_new, self._rotary_embedding)
         if self._angles is None or self._angles[0] is not cos:
-            self._angles = cos, cos.float(), sin.float()
+            self._angles = cos, *self._head.angles(cos, sin)
         cos, sin = self._angles[1:]
         lengths, positions, anchors = kv_cache.seq_lens, state.next_positions, self._anchors(state)
         if rows is not None:
@@ -161,7 +161,7 @@ def find_c_draft(
     if shared.embed_tokens.max_norm is not None or head.config.head_dim % 2 or (found := weights()) is None:
         return None
     try:
-        c_head = CHead(kernel, _shape(head.config, found), found)
+        c_head = CHead(kernel, found.shape or _shape(head.config, found), found)
     except ValueError:  # weights of other dtypes, devices or shapes
         return None
     return CDraft(c_head, modules, head.rotary_embedding, anchors)

@@ -97,6 +97,7 @@ class HeadDrafter(HeadReader, Drafter, ABC):
             noise=prompt.noise,
             temperature=prompt.temperature,
             chooser=prompt.chooser,
+            c_shape=prompt.c_shape,
         )
 
     def use_recordings(self, state: DraftState, recordings: Recordings) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from mmspec.cpu.layers import DecoderShape
 from mmspec.drafters.rerank import next_log_probs
 from mmspec.economy.chooser import Chooser
 from mmspec.economy.draft_cost import CallTimer
@@ -108,7 +109,7 @@ class DraftState:
         recorded: its recorded drafts, or None.
         recordings: of the call; None if nothing of it is recorded.
         position_offset: [B] int64, `next_positions` less the lengths of the cache, in a recorded function; else None.
-        target_keys: as in `Prompt`.
+        target_keys, c_shape: as in `Prompt`.
     """
 
     kept: ClassVar[tuple[str, ...]] = ("last_hidden",)
@@ -138,6 +139,7 @@ class DraftState:
     recordings: Recordings | None = None
     position_offset: Tensor | None = None
     target_keys: TargetKeys | None = None
+    c_shape: Callable[[], DecoderShape | None] = lambda: None
 
     def kept_tensors(self) -> dict[str, Tensor]:
         """Those of `kept` that there are."""

@@ -100,7 +100,7 @@ def test_every_node_is_that_of_transformers(family: str, centroids: bool, monkey
 
     monkeypatch.setattr(drafter, "draft_tree", watched_draft)
     monkeypatch.setattr(drafter, "observe", watched_observe)
-    mmspec.patch(model, drafter=drafter, tree_size=5)
+    mmspec.patch(model, drafter=drafter, tree_size=5, backend="torch")
     try:
         assert model.generate(**given, **kwargs)[0, given["input_ids"].shape[1] :].tolist() == answer
     finally:

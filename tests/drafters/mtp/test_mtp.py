@@ -109,6 +109,7 @@ class Watched:
     def check(self) -> None:
         """The logits behind the last row of each sequence; now and then those of every node that was expanded."""
         self.rounds += 1
+        assert self.nodes.levels, "drafted elsewhere"
         for logits, paths in self.nodes.levels if self.rounds % 9 == 1 else self.nodes.levels[:1]:
             for row, node_logits in enumerate(logits):
                 for node, path in enumerate(paths[row]):
@@ -160,7 +161,7 @@ def watched(
 
     for name, replaced in (("begin", watched_begin), ("observe", watched_observe), ("draft_tree", watched_draft)):
         monkeypatch.setattr(drafter, name, replaced)
-    mmspec.patch(model, drafter=drafter, tree_size=5)
+    mmspec.patch(model, drafter=drafter, tree_size=5, backend="torch")
     try:
         yield watch
     finally:

@@ -1,0 +1,151 @@
+"""Drafts in C of what comes with a target: those of its own forward, in ragged batches and with a reduced LM head."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import own_heads as own
+import pytest
+import tiny_models as tiny
+import torch
+from c_bugs import faulty_kernel
+from fake_target import scores_by_path
+
+import mmspec
+from mmspec.cpu.c_kernel import load_kernel
+from mmspec.drafters.heads.base import c_draft
+from mmspec.drafters.heads.base.c_draft import CDraft
+from mmspec.drafters.heads.base.state import DraftState, Pending
+from mmspec.drafters.mtp.drafter import MTPDrafter
+from mmspec.drafters.mtp.own import OwnDrafter
+from mmspec.engine.tree import DraftTree
+from mmspec.targets.own_head import read_own_head
+from mmspec.targets.registry import find_adapter
+
+pytestmark = pytest.mark.skipif(load_kernel() is None, reason="no compiler or another processor")
+REDUCED = {"draft_ids": torch.arange(5, 100, 2)}
+
+
+@dataclass
+class Compared:
+    """What was drafted twice, in C and in torch."""
+
+    drafts: int = 0
+    reads: int = 0
+    refused: int = 0
+    paths: int = 0
+    common: int = 0
+    differences: int = 0
+
+
+@contextmanager
+def compared(drafter: OwnDrafter, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> Iterator[Compared]:
+    """Each draft in C is drafted again in torch from the same state, and what was read is read again."""
+    counted, tree, extend = Compared(), CDraft.tree, CDraft.extend_context
+    error = 1e-4 if dtype is torch.float32 else 6e-2
+
+    def both_trees(self: CDraft, state: DraftState, *sizes: int) -> DraftTree | None:
+        mine, (_, max_nodes, num_levels) = tree(self, state, *sizes), sizes
+        state.backend = None
+        want = drafter.draft_tree(state, max_nodes, num_levels)
+        state.backend = self
+        counted.drafts, counted.refused = counted.drafts + 1, counted.refused + (mine is None)
+        for row in range(len(want.tokens)) if mine is not None and state.active else ():
+            if not state.active[row]:
+                continue
+            found, expected = scores_by_path(mine, row), scores_by_path(want, row)
+            counted.paths, counted.common = (
+                counted.paths + len(expected),
+                counted.common + len(found.keys() & expected.keys()),
+            )
+            if dtype is torch.float32:
+                counted.differences += found != pytest.approx(expected, rel=1e-3, abs=1e-6)
+        return mine
+
+    def both_reads(self: CDraft, state: DraftState, pending: Pending) -> bool:
+        before = state.kv_cache.seq_lens, state.last_hidden
+        is_done, mine = extend(self, state, pending), state.last_hidden
+        counted.reads, counted.refused = counted.reads + 1, counted.refused + (not is_done)
+        state.kv_cache.seq_lens, state.last_hidden = before
+        inputs, positions = drafter.pending_inputs(state, pending.tokens, pending.hidden_states)
+        drafter.extend_context(state, inputs, positions, pending.counts)
+        difference, size = (mine - state.last_hidden).abs().float().mean(), state.last_hidden.abs().float().mean()
+        counted.differences += not (mine.dtype is dtype and float(difference) <= error * float(size))
+        return True
+
+    with monkeypatch.context() as patched:
+        patched.setattr(CDraft, "tree", both_trees)
+        patched.setattr(CDraft, "extend_context", both_reads)
+        yield counted
+
+
+def run(
+    model: Any, drafter: OwnDrafter, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, **options: Any
+) -> Compared:
+    """Two calls of ragged rows, one with an image; the text must be that of plain decoding."""
+    given = tiny.build_inputs(model, 5, 2, images=[1, 0], padding="left")
+    if dtype is not torch.float32:
+        given = {name: one.to(dtype) if one.is_floating_point() else one for name, one in given.items()}
+    limits: dict[str, Any] = {"max_new_tokens": 40, "eos_token_id": None, **options}
+    torch.manual_seed(1)
+    plain = model.generate(**given, **limits)
+    mmspec.patch(model, drafter=drafter, tree_size=6, backend="c")
+    try:
+        with compared(drafter, dtype, monkeypatch) as counted:
+            torch.manual_seed(1)
+            assert torch.equal(model.generate(**given, **limits), plain) or dtype is not torch.float32
+            assert not mmspec.stats(model).fallback_reason
+    finally:
+        mmspec.unpatch(model)
+    return counted
+
+
+CASES: tuple[tuple[str, torch.dtype, Mapping[str, Any], Mapping[str, Any]], ...] = (
+    ("qwen3_5", torch.float32, {}, {}),
+    ("qwen3_5", torch.bfloat16, REDUCED, {}),
+    ("qwen3_5", torch.float16, {}, {}),
+    ("glm_ocr", torch.float32, {"top_k": 3}, {}),
+    ("glm_ocr", torch.bfloat16, {"top_k": 2}, {}),
+    ("glm_ocr", torch.float32, {"top_k": 2, **REDUCED}, {"do_sample": True}),
+    ("exaone4_5", torch.float32, {"top_k": 2}, {}),
+)
+
+
+def mtp_drafter(family: str, dtype: torch.dtype, folder: Path, **options: Any) -> tuple[Any, MTPDrafter]:
+    """A tiny model of a family with a head in its checkpoint, and the drafter of that."""
+    if family not in own.FAMILIES:
+        pytest.skip("an older transformers")
+    model = tiny.build_model(tiny.ModelSpec(family, seed=3, layers=3)).to(dtype)
+    own.write_checkpoint(model, folder, own.head_tensors(model, echo=2.0))
+    return model, MTPDrafter(read_own_head(find_adapter(model)), max_depth=4, **options)
+
+
+@pytest.mark.parametrize(("family", "dtype", "options", "limits"), CASES)
+def test_drafts_of_an_mtp_head(
+    family: str,
+    dtype: torch.dtype,
+    options: Mapping[str, Any],
+    limits: Mapping[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, drafter = mtp_drafter(family, dtype, tmp_path, **options)
+    counted = run(model, drafter, dtype, monkeypatch, **{"do_sample": False, **limits})
+    assert counted.drafts > 4 and counted.reads > 4 and not counted.refused and not counted.differences
+    assert counted.common >= (1.0 if dtype is torch.float32 else 0.85) * counted.paths > 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("part", "replacement"),
+    [("if (is_mtp(h) && h->levels)", "if (0)"), ("is_mtp(h) ? h->embedding_norm :", "0 ? h->embedding_norm :")],
+)
+def test_planted_bugs_are_caught(part: str, replacement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    faulty = faulty_kernel(part, replacement, optimized=False)
+    monkeypatch.setattr(c_draft, "active_kernel", lambda: faulty)
+    model, drafter = mtp_drafter("qwen3_5", torch.float32, tmp_path)
+    assert run(model, drafter, torch.float32, monkeypatch, do_sample=False).differences
