@@ -54,7 +54,6 @@ JOBS: dict[str, tuple[dict[str, str], list[str]]] = {
     "none": ({}, ["--drafter", "none"]),
     "auto": ({}, []),
     "auto-32": ({}, ["--batch-size", "32"]),
-    "auto-batch": ({}, ["--batch-size", "auto"]),
     "one-thread": ({"OMP_NUM_THREADS": "1"}, []),
     "ray1": ({}, ["--ray", "--actors", "1"]),
     "ray2": ({}, ["--ray", "--actors", "2"]),

@@ -10,13 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmspec.app.caption.batch_size import AUTO_BATCH_SIZE
 from mmspec.app.caption.config import MAX_PIXELS, CaptionConfig, ProcessInfo
-from mmspec.app.caption.options import EPILOG, add_options, choose_format
+from mmspec.app.caption.options import add_options, caption_help, choose_format
 from mmspec.app.caption.schema import build_grammar, check_schema, schema_columns
 from mmspec.app.caption.variants import check_variants
 from mmspec.app.cli.arguments import Commands, add_command, hide_progress_bars, validate_drafter
-from mmspec.app.cli.options import given, read_options
+from mmspec.app.cli.options import given, read_options, read_settings
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.io.text import find_fault
 from mmspec.messages import printable
@@ -44,7 +43,7 @@ def add_parser(commands: Commands, common: argparse.ArgumentParser) -> None:
         run,
         help="caption images and videos; resumable",
         description="Caption images and videos with a vision-language model and mmspec. One row per image or video.",
-        epilog=EPILOG,
+        epilog=caption_help,
     )
     add_options(parser)
 
@@ -98,6 +97,7 @@ def build_config(args: argparse.Namespace) -> CaptionConfig:
     """
     found = {} if args.config is None else read_options(args.config, CaptionConfig, "paths")
     found |= given(CaptionConfig, args) | ({"paths": tuple(args.paths)} if hasattr(args, "paths") else {})
+    found |= read_settings(CaptionConfig, args.set or ())
     if not found.get("model"):
         raise UsageError(CHOOSE_MODEL)
     if not found.get("paths"):
@@ -134,8 +134,6 @@ def check_options(config: CaptionConfig) -> None:
     """
     config.frame_sampler()
     config.columns()
-    if config.batch_size == AUTO_BATCH_SIZE and config.temperature > 0:
-        raise UsageError("sampled captions depend on the batches: give --batch-size a number with --temperature")
     check_texts(config)
     if config.json_schema is not None:
         for name in ("stop", "start", "prefix", "suffix", "cut_loops"):

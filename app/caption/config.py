@@ -10,7 +10,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmspec.app.caption.batch_size import AUTO_BATCH_SIZE, MAX_AUTO_SIZE
 from mmspec.app.caption.option_fields import PROMPT, VIDEO_PROMPT, CaptionOptions
 from mmspec.app.caption.schema import schema_columns
 from mmspec.app.cli.arguments import DEFAULT_MODEL
@@ -79,7 +78,6 @@ class CaptionConfig(CaptionOptions):
         found = {name: getattr(self, name) for name, one in described(CaptionConfig).items() if one.in_file}
         found |= {name: absolute(found[name]) for name in ("model", "drafter", "root", "report") if found[name]}
         found |= {"out": os.path.abspath(self.out) if self.out != "-" else "-", "shard": "{}/{}".format(*self.shard)}
-        found |= {"batch_size": "auto"} if self.batch_size == AUTO_BATCH_SIZE else {}
         found |= {"compare": "all"} if self.compare < 0 else {}
         return {"paths": [absolute(path) for path in self.paths]} | {
             name: value for name, value in found.items() if value not in ((), {})
@@ -135,11 +133,6 @@ class CaptionConfig(CaptionOptions):
     def num_variants(self) -> int:
         """Rows of a picture without a prompt of its own."""
         return max(1, len(self.prompts)) * self.num_captions
-
-    @property
-    def planned_batch_size(self) -> int:
-        """Rows of a batch; the largest that is tried if the size is to be found."""
-        return MAX_AUTO_SIZE if self.batch_size == AUTO_BATCH_SIZE else self.batch_size
 
     @property
     def stores_pictures(self) -> bool:

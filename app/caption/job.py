@@ -278,7 +278,7 @@ def decode_batches(
     def load(item: Item | None) -> tuple[Item, Media] | None:
         return None if item is None else decode(item)
 
-    ahead = config.planned_batch_size + config.threads
+    ahead = config.batch_size + config.threads
     decoded = decode_ahead(pictures(), load, config.threads, ahead, _share_of_ahead)
     held: dict[int, tuple[Item, Media] | ImageError] = {}
     try:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mmspec.app.caption.config import CaptionConfig
 from mmspec.app.caption.option_fields import FORMATS
-from mmspec.app.cli.options import add_described
+from mmspec.app.cli.options import add_described, add_settings, list_settings
 from mmspec.app.errors import UsageError
 
 EPILOG = """\
@@ -65,6 +65,11 @@ exit code
 """
 
 
+def caption_help() -> str:
+    """The help behind the options, with the settings."""
+    return f"settings, as in --set top_k=20 threads=8\n{list_settings(CaptionConfig)}\n\n{EPILOG}"
+
+
 SUFFIX_FORMATS = {".csv": "csv", ".parquet": "parquet", ".tar": "webdataset"}
 COMPRESSED_SUFFIXES = (".7z", ".bz2", ".gz", ".lz4", ".rar", ".tbz", ".tgz", ".txz", ".xz", ".zip", ".zst")
 _OTHERS = """
@@ -92,7 +97,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--learn", action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=argparse.SUPPRESS
     )
-    add_described(parser, CaptionConfig, with_defaults=False)
+    add_described(parser, CaptionConfig, with_defaults=False, with_settings=True)
+    add_settings(parser, CaptionConfig)
 
 
 def choose_format(name: str | None, out: str) -> str:

@@ -57,7 +57,7 @@ class RowPlan:
 
     def batches(self, rows: Iterable[Item]) -> Iterator[list[Item]]:
         """The batches with a pending row, one after the other."""
-        for window in _windows(self._assigned(rows), WINDOW_BATCHES * self.config.planned_batch_size):
+        for window in _windows(self._assigned(rows), WINDOW_BATCHES * self.config.batch_size):
             asked = [row for item in window for row in variants(item, self.config)]
             num_rows, pending = len(asked), sum(map(self.is_pending, asked))
             self.num_assigned += num_rows
@@ -73,7 +73,7 @@ class RowPlan:
         Args:
             num_rows: of this process; None if it is not known.
         """
-        size, sizes = self.config.planned_batch_size, self.first_sizes
+        size, sizes = self.config.batch_size, self.first_sizes
         tokens = "" if self.max_tokens is None else f" or {self.max_tokens:,} visual tokens"
         count = "" if num_rows is None else f"{num_rows:,} row{'s'[: num_rows != 1]}, "
         line = f"plan: {count}batches of at most {size} rows{tokens}"
@@ -87,7 +87,7 @@ class RowPlan:
     def max_tokens(self) -> int | None:
         """Visual tokens of a batch, padding included, above which it is not filled up; None: any number."""
         typical = self.count_tokens(*TYPICAL_SIZE)
-        return None if typical is None else self.config.planned_batch_size * typical
+        return None if typical is None else self.config.batch_size * typical
 
     def _divided(self, window: list[Item]) -> list[list[Item]]:
         """The batches of a window."""
@@ -100,7 +100,7 @@ class RowPlan:
             pixels = item.pixels or 0
             num_pixels += pixels
             batch = batches[-1] if batches else []
-            full = len(batch) == self.config.planned_batch_size or num_pixels > MAX_BATCH_PIXELS
+            full = len(batch) == self.config.batch_size or num_pixels > MAX_BATCH_PIXELS
             alone = max(pixels, batch[-1].pixels or 0 if batch else 0) >= LARGE_PIXELS
             if not batch or full or alone or (len(batch) + 1) * tokens > (self.max_tokens or math.inf):
                 batches.append([item])

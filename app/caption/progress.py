@@ -1,4 +1,4 @@
-"""Progress of a caption job on standard error: a bar, or a line every half minute, and a summary."""
+"""Progress of long steps on standard error: a bar, or a line every half minute; the summary of a caption job."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from mmspec.app.io.jsonl import Row
 from mmspec.messages import printable
@@ -66,50 +66,56 @@ class Totals:
         return self.later_tokens / self.rounds if self.rounds else 1.0
 
 
-class CaptionProgress:
-    """Done, rate, tau, errors and time left, as one bar on a terminal, else as a line every `LINE_SECONDS`.
+class Progress:
+    """How much of a long step is done: a bar on a terminal, else a line every `LINE_SECONDS`; both on standard error.
 
     While there is a bar, whatever else is written to standard error (warnings, log records) is put above it.
+
+    Attributes:
+        done: units so far, those of an earlier run included.
     """
 
-    def __init__(self, total: int | None, done: int, show: bool | None, label: str) -> None:
+    def __init__(self, label: str, total: int | None, unit: str, *, done: int = 0, show: bool | None = None) -> None:
         """`show` None: a bar if standard error is a terminal, else lines; True: a bar; False: nothing."""
         from tqdm import tqdm
 
-        self.totals, self._start_time = Totals(), time.perf_counter()
-        self._total, self._done = total, done
+        self._label, self._total, self._unit, self._state = label, total, unit, ""
+        self.done = self._num_before = done
+        self._start_time = time.perf_counter()
         self._has_bar = sys.stderr.isatty() if show is None else show
         self._prints_lines = show is None and not self._has_bar
         self._bar = tqdm(
-            total=total, initial=done, disable=not self._has_bar, desc=label, unit="image", file=sys.stderr,
+            total=total, initial=done, disable=not self._has_bar, desc=label, unit=unit, file=sys.stderr,
             smoothing=0.1, dynamic_ncols=True,
         )  # fmt: skip
         self._ended, self._stack = threading.Event(), ExitStack()
 
-    def add(self, rows: Iterable[Row]) -> None:
-        """Count rows and move the bar."""
-        rows = list(rows)
-        for row in rows:
-            self.totals.add(row)
-        self._bar.set_postfix_str(f"tau {self.totals.tau:.2f}, {self.totals.failed} errors", refresh=False)
-        self._bar.update(len(rows))
+    def update(self, count: int = 1, state: str = "") -> None:
+        """Count units; `state` is what else is to be said of the step."""
+        self.done, self._state = self.done + count, state
+        self._bar.set_postfix_str(state, refresh=False)
+        self._bar.update(count)
+
+    def resume(self, count: int) -> None:
+        """Count units of an earlier run, which do not count for the speed of this one."""
+        self.done, self._num_before = self.done + count, self._num_before + count
+        self._bar.update(count)
 
     def line(self) -> str:
-        """The state of the job in one line."""
-        totals = self.totals
-        new = totals.ok + totals.failed
+        """The state in one line."""
+        new = self.done - self._num_before
         rate = new / max(1e-9, time.perf_counter() - self._start_time)
         of = "" if self._total is None else f" of {self._total}"
-        left = self._total - self._done - new if self._total is not None else None
-        ending = f", {format_duration(left / rate)} left" if left is not None and new else ""
-        state = f"{rate:.2f} images/s, tau {totals.tau:.2f}, {totals.failed} errors"
-        return f"mmspec: {self._done + new}{of} done, {state}{ending}"
+        parts = [f"{self._label}: {self.done}{of} {self._unit}s", f"{rate:.2f} {self._unit}s/s", self._state]
+        if self._total is not None and new and self.done < self._total:
+            parts.append(f"{format_duration((self._total - self.done) / rate)} left")
+        return f"mmspec: {', '.join(filter(None, parts))}"
 
     def _print_lines(self) -> None:
         while not self._ended.wait(LINE_SECONDS):
             print_stderr(self.line())
 
-    def __enter__(self) -> CaptionProgress:
+    def __enter__(self) -> Self:
         if self._has_bar:
             self._stack.enter_context(write_above_bars())
         if self._prints_lines:
@@ -122,6 +128,21 @@ class CaptionProgress:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._stack.close()
         self._bar.close()
+
+
+class CaptionProgress(Progress):
+    """The same of a caption job: also tau and errors."""
+
+    def __init__(self, total: int | None, done: int, show: bool | None, label: str) -> None:
+        super().__init__(label, total, "image", done=done, show=show)
+        self.totals = Totals()
+
+    def add(self, rows: Iterable[Row]) -> None:
+        """Count rows and move the bar."""
+        rows = list(rows)
+        for row in rows:
+            self.totals.add(row)
+        self.update(len(rows), f"tau {self.totals.tau:.2f}, {self.totals.failed} errors")
 
     def summary(self, skipped: int, acceptance: float | None) -> list[str]:
         """The lines of the summary: rows, speed, failures."""

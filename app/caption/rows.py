@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
-from mmspec.app.caption.batch_size import BatchSizer
 from mmspec.app.caption.config import SCENES_MODEL, CaptionConfig, derive_seed, prompt_sha1
 from mmspec.app.caption.loops import LOOP, without_loop
 from mmspec.app.caption.progress import print_stderr
@@ -68,7 +67,7 @@ class RowCaptioner:
 
     def __init__(self, config: CaptionConfig, model: CaptionModel) -> None:
         self.config, self.model = config, model
-        self._sizer = BatchSizer(config.batch_size)
+        self._max_rows = config.batch_size  # less, where memory has not sufficed
         self._check_images = config.model == SCENES_MODEL  # until the first warning
         self._answers: dict[tuple[int, int], dict[str, str]] = {}  # of the pictures of the last batch: `_place`
 
@@ -82,9 +81,8 @@ class RowCaptioner:
         }
         start = 0
         while start < len(good):
-            work = good[start : start + self._sizer.size]
-            with self._sizer.measure(len(work)):
-                results |= zip((item.id for item, _ in work), self._attempt(work), strict=True)
+            work = good[start : start + self._max_rows]
+            results |= zip((item.id for item, _ in work), self._attempt(work), strict=True)
             start += len(work)
         self._remember([item for item, _ in decoded], results)
         return [self._row(item, media, results[item.id]) for item, media in decoded]
@@ -149,7 +147,7 @@ class RowCaptioner:
         step = (len(work) + 1) // 2 if full else 1
         if full:
             _free()
-            self._sizer.limit(step)
+            self._max_rows = min(self._max_rows, step)
             print_stderr(f"mmspec: out of memory with {len(work)} images per batch, continuing with {step}")
         parts = [work[start : start + step] for start in range(0, len(work), step)]
         return [result for part in parts for result in self._attempt(part, may_halve=False)]

@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from mmspec.app.caption.batch_size import AUTO_BATCH_SIZE
 from mmspec.app.cli.arguments import parse_temperature, positive_int, split_commas
 from mmspec.app.io.text import find_fault
 from mmspec.app.modeling.prompt_format import RESERVED
@@ -107,8 +106,10 @@ def _above_zero(text: str, rule: str) -> float:
 
 
 def parse_batch_size(text: str) -> int:
-    """A number above 0; "auto" is `AUTO_BATCH_SIZE`."""
-    return AUTO_BATCH_SIZE if text == "auto" else positive_int(text)
+    """A whole number above 0."""
+    if text == "auto":
+        raise argparse.ArgumentTypeError("must be a number: auto went, a batch that does not fit in memory is halved")
+    return positive_int(text)
 
 
 def parse_shard(text: str) -> tuple[int, int]:

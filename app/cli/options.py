@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import textwrap
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
@@ -77,19 +78,24 @@ def described(source: type) -> dict[str, Option]:
     return {one.name: one.metadata[_KEY] for one in found if _KEY in one.metadata}
 
 
-def add_described(parser: argparse._ActionsContainer, source: type, *, with_defaults: bool = True) -> None:
+def add_described(
+    parser: argparse._ActionsContainer, source: type, *, with_defaults: bool = True, with_settings: bool = False
+) -> None:
     """Add the options of a dataclass, in their groups.
 
     Args:
         with_defaults: what is not given has its default in the namespace; else it is not there.
+        with_settings: settings have flags too, which the help does not list.
     """
     groups: dict[str, argparse._ActionsContainer] = {}
     for name, one in described(source).items():
-        if not one.group:
+        if not one.group and not with_settings:
             continue
-        group = groups.get(one.group) or parser.add_argument_group(one.group)
-        groups[one.group] = group
-        values: dict[str, Any] = {"help": one.help, "default": one.default if with_defaults else argparse.SUPPRESS}
+        if one.group not in groups:
+            groups[one.group] = parser.add_argument_group(one.group) if one.group else parser
+        group = groups[one.group]
+        help_ = one.help if one.group else argparse.SUPPRESS
+        values: dict[str, Any] = {"help": help_, "default": one.default if with_defaults else argparse.SUPPRESS}
         if one.default is REQUIRED:
             values |= {"required": True, "default": None}
         if one.is_switch:
@@ -107,8 +113,8 @@ def add_described(parser: argparse._ActionsContainer, source: type, *, with_defa
         group.add_argument(f"--{name.replace('_', '-')}", **values)
 
 
-def add_settings(parser: argparse.ArgumentParser, source: type, removed: Mapping[str, str]) -> None:
-    """Add `--set`, for the options of a dataclass that have no flag of their own.
+def add_settings(parser: argparse.ArgumentParser, source: type, removed: Mapping[str, str] | None = None) -> None:
+    """Add `--set`, for the options of a dataclass that have no flag of their own, or none that the help lists.
 
     Args:
         removed: flags that went, with their successors; flags of settings are added.
@@ -117,7 +123,18 @@ def add_settings(parser: argparse.ArgumentParser, source: type, removed: Mapping
     help_ = f"settings, listed below: {', '.join(names[:3])}, ..."
     parser.add_argument("--set", nargs="+", action="extend", default=None, metavar="NAME=VALUE", help=help_)
     settings = {f"--{name.replace('_', '-')}": f"--set {name}=VALUE" for name in names}
-    vars(parser)["removed"] = settings | dict(removed)
+    vars(parser)["removed"] = settings | dict(removed or {})
+
+
+def list_settings(source: type) -> str:
+    """The settings of a dataclass with their descriptions, for the end of a help."""
+    return list_described((name, one.help) for name, one in described(source).items() if not one.group)
+
+
+def list_described(helps: Iterable[tuple[str, str]]) -> str:
+    """Names and what they are, in two columns."""
+    wrapped = ((name, textwrap.wrap(text, width=99)) for name, text in helps)
+    return "\n".join(f"  {name:18} " + f"\n{'':21}".join(lines) for name, lines in wrapped)
 
 
 def read_settings(source: type, texts: Iterable[str]) -> dict[str, Any]:

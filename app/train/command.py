@@ -5,31 +5,30 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import textwrap
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from mmspec.app.caption.config import ProcessInfo
+from mmspec.app.caption.progress import Progress
 from mmspec.app.cli.arguments import Commands, add_command, hide_progress_bars
-from mmspec.app.cli.options import add_described, add_settings, described
+from mmspec.app.cli.options import add_described, add_settings, list_described, list_settings
 from mmspec.app.errors import UsageError
-from mmspec.app.train.config import DRAFT_LM, TrainOptions
-from mmspec.app.train.progress import ProgressReporter
+from mmspec.app.train.config import TrainOptions
 from mmspec.drafters.heads.registry import recipes
 from mmspec.messages import printable
 
 if TYPE_CHECKING:
     from mmspec.drafters.training.trainer import Trainer
 
+NUM_METRICS = 3
+"""Metrics beside the progress."""
 FIRST_CHECKPOINT_S = 30.0
 """Seconds of training after which the first checkpoint is written; later ones follow the trainer's interval."""
 
 EPILOG = """\
 drafters
 {drafters}
-  draft-lm           a small language model instead of a head: some layers of the target, trained on its answers
-                     (FastDraft); reads no images; alone, not beside heads
   Several, separated by commas, train side by side on the same batches: the target runs once for all of them.
 
 settings, as in --set block=4 layers=0,1,2 text_only (in brackets: the default)
@@ -45,8 +44,8 @@ data
   The last requests (--evaluate of them, at most a tenth) are held out: tau is measured on them.
 
 OUT holds answers.jsonl, run.json (the settings of the answers), state.pt (the checkpoint; the first within a minute),
-log.jsonl, curves.png if matplotlib is installed, and at the end a folder per drafter with config.json,
-model.safetensors, evaluation.json and provenance.json: `mmspec.patch(model, drafter="OUT/msd")`.
+log.jsonl, and at the end a folder per drafter with config.json, model.safetensors, evaluation.json and provenance.json:
+`mmspec.patch(model, drafter="OUT/msd")`.
 Repeat the command to resume an interrupted run.
 
 At the end every drafter gets a summary: tau and acceptance per depth on the held-out requests with trees of 16 nodes,
@@ -64,14 +63,8 @@ examples
 
 def train_help() -> str:
     """The help behind the options, with the drafters of the registry and the settings."""
-
-    def listed(helps: Iterable[tuple[str, str]]) -> str:
-        wrapped = ((name, textwrap.wrap(text, width=99)) for name, text in helps)
-        return "\n".join(f"  {name:18} " + f"\n{'':21}".join(lines) for name, lines in wrapped)
-
-    settings = ((name, one.help) for name, one in described(TrainOptions).items() if not one.group)
     drafters = ((name, recipe.help) for name, (_, recipe) in recipes().items())
-    return EPILOG.format(drafters=listed(drafters), settings=listed(settings))
+    return EPILOG.format(drafters=list_described(drafters), settings=list_settings(TrainOptions))
 
 
 def add_parser(commands: Commands, common: argparse.ArgumentParser) -> None:
@@ -91,7 +84,6 @@ def add_parser(commands: Commands, common: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Carry out the command."""
-    from mmspec.app.train.report import write_curves
     from mmspec.app.train.setup import (
         build_teacher,
         build_trainer,
@@ -104,10 +96,6 @@ def run(args: argparse.Namespace) -> int:
 
     options = TrainOptions.from_args(args)
     hide_progress_bars(options.progress)
-    if options.drafter == (DRAFT_LM,):
-        from mmspec.app.train.draft_lm_run import run_draft_lm
-
-        return run_draft_lm(options)
     process = ProcessInfo.from_env(os.environ)
     if options.batch_size % process.world_size:
         raise UsageError(f"--batch-size {options.batch_size} cannot be shared by {process.world_size} processes")
@@ -120,20 +108,19 @@ def run(args: argparse.Namespace) -> int:
     trainer = build_trainer(options, teacher, count, settings, distributed)
     check_run_settings(options.out, answer_settings | {"items": teacher.data.digest}, distributed)
     start_index = count if options.text_only else 0
-    is_silent = distributed.rank > 0
+    show = False if distributed.rank > 0 else options.progress
     total, shard = len(teacher.data) - start_index, (distributed.rank, distributed.world_size)
     batch_size, new_tokens = options.batch_size, options.max_new_tokens
-    with ProgressReporter("answers", total, "text", show_bar=options.progress, is_silent=is_silent) as progress:
+    with Progress("answers", total, "text", show=show) as progress:
         teacher.generate_answers(options.out, batch_size, new_tokens, progress.update, shard, start_index)
     wait_for_everyone()
     teacher.read_answers(options.out)
     init_from_target(trainer, teacher)
-    with ProgressReporter("train", options.steps, "step", show_bar=options.progress, is_silent=is_silent) as progress:
+    with Progress("train", options.steps, "step", show=show) as progress:
         progress.resume(trainer.step)
         is_done = trainer.run(60 * options.minutes, on_step=on_step(trainer, progress))
-    if is_silent:
+    if distributed.rank > 0:
         return 0
-    write_curves(options.out, title=f"{', '.join(options.drafter)} for {options.target}")
     if not is_done:
         print(f"stopped after {trainer.step} of {options.steps} steps; run again to go on")
         return 0
@@ -141,13 +128,14 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def on_step(trainer: Trainer, progress: ProgressReporter) -> Callable[[dict[str, float]], None]:
+def on_step(trainer: Trainer, progress: Progress) -> Callable[[dict[str, float]], None]:
     """What happens after each training step: progress, and the first checkpoint as soon as it is due."""
     start_time, is_saved = time.monotonic(), False
 
     def report(metrics: dict[str, float]) -> None:
         nonlocal is_saved
-        progress.update(1, {name: value for name, value in metrics.items() if name != "teacher_s"})
+        shown = [f"{name} {value:.3f}" for name, value in metrics.items() if name != "teacher_s"]
+        progress.update(1, ", ".join(shown[:NUM_METRICS]))
         if not is_saved and time.monotonic() - start_time >= FIRST_CHECKPOINT_S:
             trainer.save()
             is_saved = True

@@ -12,7 +12,7 @@ from mmspec.app.cli import arguments as common
 from mmspec.app.cli.options import REQUIRED, described, option, read_settings
 from mmspec.app.errors import UsageError
 from mmspec.app.io.table_options import TableOptions
-from mmspec.drafters.heads.registry import Recipe, recipes
+from mmspec.drafters.heads.registry import recipes
 
 if TYPE_CHECKING:
     from mmspec.app.io.item import SourceOptions
@@ -21,8 +21,6 @@ VISUAL_MODES = ("decoupled", "coupled", "placeholder", "text_only")
 """Keys of mmspec.drafters.heads.base.visual_inputs.VISUAL_MODES, which is too slow to import here."""
 LOSSES = ("ce", "kl", "tv", "lk", "lk-mix", "path")
 """Keys of mmspec.drafters.training.distribution_losses.DISTRIBUTION_LOSSES, as `VISUAL_MODES`."""
-DRAFT_LM = "draft-lm"
-"""The drafter that is a language model instead of a head."""
 _WHAT, _HOW, _SET = "what", "how", ""
 """Groups of the help; what is in the last is a setting: `--set NAME=VALUE`."""
 
@@ -30,12 +28,13 @@ _WHAT, _HOW, _SET = "what", "how", ""
 def parse_drafters(text: str) -> tuple[str, ...]:
     """Comma-separated drafters."""
     names = common.split_commas(text)
-    if DRAFT_LM in names and len(names) > 1:
-        raise argparse.ArgumentTypeError(f"{DRAFT_LM} is trained alone, not beside heads")
-    known = (*recipes(), DRAFT_LM)
     for name in names:
-        if name not in known:
-            raise argparse.ArgumentTypeError(f"unknown drafter {name!r}; known are {', '.join(known)}")
+        if name == "draft-lm":
+            raise argparse.ArgumentTypeError(
+                "draft-lm is not trained any more: patch takes any small model, drafter=FOLDER"
+            )
+        if name not in recipes():
+            raise argparse.ArgumentTypeError(f"unknown drafter {name!r}; known are {', '.join(recipes())}")
     return tuple(dict.fromkeys(names))
 
 
@@ -129,7 +128,6 @@ class TrainOptions(TableOptions):
         None, "hidden states that the head reads, 0 to all (2,N/2,N-3; dspark also N-1)", _SET, parse=parse_layers
     )
     draft_vocab: int | None = _number(None, "size of the draft vocabulary: the N most frequent ids (all)")
-    draft_layers: int | None = _number(None, "decoder layers of draft-lm (an eighth of the target's)")
 
     @property
     def source(self) -> SourceOptions:
@@ -150,7 +148,7 @@ class TrainOptions(TableOptions):
         values = {name: getattr(args, name) for name, one in known.items() if one.group}
         values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
         values |= read_settings(cls, args.set or ())
-        chosen = [recipes()[name][1] for name in values["drafter"] if name in recipes()] or [Recipe(DRAFT_LM, "", "")]
+        chosen = [recipes()[name][1] for name in values["drafter"]]
         values["steps"] = values["steps"] or max(recipe.steps for recipe in chosen)
         values["lr"] = values["lr"] or min(recipe.learning_rate for recipe in chosen)
         options = cls(**values, command=getattr(args, "command", ""))
@@ -158,11 +156,9 @@ class TrainOptions(TableOptions):
         return options
 
     def _check(self, have_blocks: bool) -> None:
-        is_draft_lm = self.drafter == (DRAFT_LM,)
         for name, holds, others in (
             ("count", not self.data, "a language model without --data"),
-            ("block", have_blocks or is_draft_lm, "drafters of several tokens per forward"),
-            ("draft_layers", is_draft_lm, f"--drafter {DRAFT_LM}"),
+            ("block", have_blocks, "drafters of several tokens per forward"),
             ("text_first", not self.text_only, "no text_only: give one of them"),
         ):
             if getattr(self, name) != described(TrainOptions)[name].default and not holds:

@@ -234,18 +234,6 @@ class Teacher:
                 return place, error
         return None
 
-    def prompt_text_ids(self, indices: Sequence[int]) -> list[list[int]]:
-        """The ids of the prompts of these requests, without padding and visual tokens."""
-        if not indices:
-            return []
-        _, inputs = self.build_inputs(self.data, indices)
-        columns = inputs["input_ids"].tolist(), inputs["attention_mask"].tolist()
-        placeholders = set(self.media_token_ids)
-        return [
-            [token for token, real in zip(ids, mask, strict=True) if real and token not in placeholders]
-            for ids, mask in zip(*columns, strict=True)
-        ]
-
     def make_batch(self, indices: Sequence[int]) -> TrainBatch:
         """The target's hidden states over prompt and answer of these requests."""
         new = [index for index in dict.fromkeys(indices) if index not in self._cache]

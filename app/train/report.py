@@ -1,4 +1,4 @@
-"""What `mmspec train` leaves at the end: the exported head, its evaluation, curves, and a summary for the terminal."""
+"""What `mmspec train` leaves at the end: the exported head, its evaluation, and a summary for the terminal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from statistics import median
 from typing import Any
 
 import mmspec
-from mmspec.app.errors import one_line
 from mmspec.app.modeling.text import is_text_model
 from mmspec.app.train.config import TrainOptions
 from mmspec.app.train.data import Teacher
@@ -189,17 +188,3 @@ def next_command(options: TrainOptions, folder: Path) -> str:
     if options.dtype != "auto":
         command += ["--dtype", options.dtype]
     return shlex.join(command)
-
-
-def write_curves(out: Path, title: str) -> None:
-    """OUT/curves.png from OUT/log.jsonl, if matplotlib is installed."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        return
-    from mmspec.app.train.plot import plot_training_log
-
-    try:
-        plot_training_log(out / "log.jsonl", out / "curves.png", title)
-    except Exception as error:  # a plot is no reason to lose a training run
-        print(f"mmspec: no curves.png: {one_line(error)}", file=sys.stderr)

@@ -140,15 +140,6 @@ def _find_access(adapter: ModelAdapter) -> LayerAccess:
     )
 
 
-def decoder_layers_path(adapter: ModelAdapter) -> tuple[str, ...]:
-    """Attribute names from a model to the list of its decoder layers.
-
-    Raises:
-        ValueError: there is no such list, or more than one.
-    """
-    return _find_layers(adapter).path
-
-
 def _failure(adapter: ModelAdapter, access: LayerAccess) -> str | None:
     """What goes wrong when a few tokens run through the first layer alone; None if nothing does."""
     model = adapter.model

@@ -4,8 +4,8 @@ Every request is decoded by plain generate, by the loop without drafts and by ea
 warms up and is not counted. One thread and its own processor time, so
 that other jobs on the machine do not count; the controllers still measure wall-clock time.
 
-    python -m research.studies.whole_model --target FOLDER --drafters self,run/draft-lm
-    python -m research.studies.whole_model --target scenes --drafters self,run/draft-lm
+    python -m research.studies.whole_model --target FOLDER --drafters self,FOLDER
+    python -m research.studies.whole_model --target scenes --drafters self,FOLDER
 """
 
 from __future__ import annotations

@@ -217,7 +217,7 @@ def test_a_limit_can_be_raised(folder: Path) -> None:
 def test_a_job_is_run_again_from_its_file(folder: Path, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "q.txt").write_text("{name}?\n\U0001f600 {answer1} \"'\\\n")
     words = ("--prompts", "q.txt", "--stop", "\n", "--stop", "é", "--max-new-tokens", 7, "--limit", 2, "--cut-loops")
-    more = ("--chat-template-kwargs", '{"x": "\\u007f"}', "--shard", "0/1", "--batch-size", "auto", "--compare", "all")
+    more = ("--chat-template-kwargs", '{"x": "\\u007f"}', "--shard", "0/1", "--batch-size", "5", "--compare", "all")
     first = config("p", "--model", "m", "--out", f"o.{form}", "--format", form, *words, *more)
     code, _ = run_fake("--out", f"o.{form}", "--format", form, *words, *more)
     assert code == 0
@@ -230,6 +230,14 @@ def test_a_job_is_run_again_from_its_file(folder: Path, form: str, monkeypatch: 
     assert CaptionJob(again, build_output(again, ProcessInfo()), lambda: fake).run() == 0 and not fake.calls
     assert config("--config", file, "--limit", 3, "--stop", "x").stop == ("x",)
     assert tomllib.loads(file.read_text())["paths"] == [str(folder / "p")]
+
+
+def test_settings_have_flags_too(folder: Path) -> None:
+    job = ("p", "--model", "m", "--temperature", "1")
+    flags = config(*job, "--top-p", "0.9", "--threads", "2", "--cut-loops")
+    assert config(*job, "--set", "top_p=0.9", "threads=2", "cut_loops") == flags
+    with pytest.raises(UsageError, match=r"--set top_q is no setting.*did you mean 'top_p'"):
+        config(*job, "--set", "top_q=1")
 
 
 def test_the_command_line_has_precedence(folder: Path) -> None:

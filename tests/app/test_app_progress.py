@@ -73,15 +73,25 @@ def test_without_a_terminal_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch,
         lines.add([row(), row(error=True)])
         time.sleep(0.1)
     err = capsys.readouterr().err.splitlines()
-    assert err[0].startswith("mmspec: 3 of 10 done, 0.00 images/s") and "left" not in err[0]
-    assert re.fullmatch(r"mmspec: 5 of 10 done, [\d.]+ images/s, tau 2\.00, 1 errors, \d+ s left", err[-1])
+    assert err[0].startswith("mmspec: caption: 3 of 10 images, 0.00 images/s") and "left" not in err[0]
+    assert re.fullmatch(r"mmspec: caption: 5 of 10 images, [\d.]+ images/s, tau 2\.00, 1 errors, \d+ s left", err[-1])
     number = len(err)
     time.sleep(0.05)
     assert number >= 2 and capsys.readouterr().err == "", "nothing after the end"
     with CaptionProgress(None, 0, False, "caption"):
         time.sleep(0.05)
     assert capsys.readouterr().err == ""
-    assert "5 done" in CaptionProgress(None, 5, False, "caption").line()
+    assert "5 images" in CaptionProgress(None, 5, False, "caption").line()
+
+
+def test_what_an_earlier_run_did_is_no_speed_of_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: clock[0])
+    with progress.Progress("train", 100, "step", show=False) as steps:
+        steps.resume(10)
+        clock[0] = 30.0
+        steps.update(15, "loss 0.500")
+    assert steps.line() == "mmspec: train: 25 of 100 steps, 0.50 steps/s, loss 0.500, 2 min left"
 
 
 def test_durations() -> None:

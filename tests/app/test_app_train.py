@@ -17,7 +17,7 @@ from mmspec.app.scenes.render import render_scene
 from mmspec.app.scenes.world import generate_scene
 from mmspec.app.train import command as train
 from mmspec.app.train import config as train_config
-from mmspec.app.train import heads, progress, report, setup
+from mmspec.app.train import heads, report, setup
 from mmspec.app.train.config import TrainOptions
 from mmspec.app.train.data import Teacher
 from mmspec.app.train.datasets import FileData, Request, TextOnlyAugmented, image_fraction
@@ -86,7 +86,6 @@ def test_a_run_from_the_command_line(tmp_path: Path, capsys: Any) -> None:
     assert evaluation["tau"] >= 1 and evaluation["held_out"] is True and evaluation["requests"] == 2
     assert evaluation["acceptance_by_depth"] and evaluation["speed"]["identical"] is True
     assert 0 <= evaluation["speed"]["drafted_share"] <= 1 and evaluation["speed"]["requests"] == 2
-    assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
     answers = [json.loads(line) for line in (out / "answers.jsonl").read_text().splitlines()]
     assert sorted(row["number"] for row in answers) == list(range(18)), "the last two are held out"
     model, processor = random_model("tiny")
@@ -369,28 +368,6 @@ def test_texts_of_a_length_come_together() -> None:
         assert sorted(first) == list(range(order.count))
 
 
-def test_a_line_every_so_often_without_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    clock = [0.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
-    with progress.ProgressReporter("train", 100, "step") as reporter:
-        reporter.resume(10)
-        for _ in range(50):
-            clock[0] += 2.0
-            reporter.update(1, {"loss": 0.5})
-    lines = capsys.readouterr().err.splitlines()
-    assert lines == [
-        "mmspec: train: 25 of 100 steps, loss 0.500, 0.50 steps/s, about 2 min left",
-        "mmspec: train: 40 of 100 steps, loss 0.500, 0.50 steps/s, about 2 min left",
-        "mmspec: train: 55 of 100 steps, loss 0.500, 0.50 steps/s, about 90 s left",
-        "mmspec: train: 60 of 100 steps, 100 s",
-    ]
-    for silent in ({"show_bar": False}, {"is_silent": True}):
-        with progress.ProgressReporter("train", 100, "step", **silent) as reporter:
-            clock[0] += 100.0
-            reporter.update()
-    assert capsys.readouterr().err == ""
-
-
 def test_the_first_checkpoint_is_early(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The trainer alone would write its first checkpoint after minutes; here the first step is enough."""
     out, make_batch, found = tmp_path / "run", Teacher.make_batch, list[bool]()
@@ -419,20 +396,6 @@ def test_the_summary_says_when_nothing_was_drafted(
     assert any(line.startswith("  speed on this machine: x") and "0% of rounds drafted" in line for line in lines)
     next_command = lines[-1].removeprefix("  next: mmspec ").split()
     assert main([*next_command, "--new-tokens", "8"]) == 0
-
-
-def test_curves_have_titles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from matplotlib.figure import Figure
-
-    saved: list[Figure] = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **options: saved.append(figure))
-    (tmp_path / "log.jsonl").write_text('{"step": 10, "agree0": 0.5, "loss": 2.0, "words": 3.0, "s": 1.0}\n')
-    report.write_curves(tmp_path, "msd for tiny")
-    left, right = saved[0].axes
-    assert saved[0].get_suptitle() == "msd for tiny"
-    assert (left.get_title(), right.get_title()) == ("Agreement with the target", "Loss")
-    assert left.get_xlabel() == right.get_xlabel() == "training step"
-    assert left.get_ylabel() == "share of tokens" and len(left.lines) == 1 and len(right.lines) == 2
 
 
 def test_a_picture_without_its_file_is_one_line(tmp_path: Path, capsys: Any) -> None:

@@ -69,7 +69,6 @@ def train(
         IMAGES[number % len(IMAGES)].save(folder / f"{number}.png")
         rows.append({"file_name": f"{number}.png", "prompt": "abcd"[number % 3 :]})
     (folder / "list.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    monkeypatch.setattr("mmspec.app.train.report.write_curves", lambda *args, **options: None)
     monkeypatch.setattr("mmspec.app.modeling.load.load_model", lambda *args: (model, TinyProcessor(model)))
     args = ["train", "--target", "any", "--data", str(folder / "list.jsonl"), "--out", str(folder / "run")]
     args += ["--steps", str(steps), "--batch-size", "3", "--max-new-tokens", "16", "--lr", "0.02", "--evaluate", "0"]
