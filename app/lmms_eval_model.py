@@ -19,7 +19,7 @@ from lmms_eval.api.model import lmms
 from PIL import Image
 
 import mmspec
-from mmspec.app.compare.specs import patch_model
+from mmspec.app.compare.command import split_spec
 from mmspec.app.modeling.chat import build_inputs
 from mmspec.app.modeling.load import load_model
 
@@ -60,7 +60,7 @@ class MmspecHf(lmms):
             raise ValueError(f"{MODEL_ID} runs one request at a time; got batch_size={batch_size}")
         self.model, self.processor = load_model(pretrained, dtype, device)
         if drafter != PLAIN_DRAFTER:
-            patch_model(self.model, drafter, self.processor)
+            mmspec.patch(self.model, *split_spec(drafter), self.processor)
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
         """Answers of requests whose `args` are (context, options, images of a document, its id, task, split)."""

@@ -73,7 +73,10 @@ class Progress:
 
     Attributes:
         done: units so far, those of an earlier run included.
+        has_summary: the caller says how it ended.
     """
+
+    has_summary = False
 
     def __init__(self, label: str, total: int | None, unit: str, *, done: int = 0, show: bool | None = None) -> None:
         """`show` None: a bar if standard error is a terminal, else lines; True: a bar; False: nothing."""
@@ -128,10 +131,14 @@ class Progress:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._stack.close()
         self._bar.close()
+        if self._prints_lines and not self.has_summary and kind is None and self.done > self._num_before:
+            print_stderr(self.line())
 
 
 class CaptionProgress(Progress):
     """The same of a caption job: also tau and errors."""
+
+    has_summary = True
 
     def __init__(self, total: int | None, done: int, show: bool | None, label: str) -> None:
         super().__init__(label, total, "image", done=done, show=show)

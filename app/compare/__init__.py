@@ -1,1 +1,1 @@
-"""`mmspec compare`, and the specs of drafters that it takes."""
+"""`mmspec compare`."""

@@ -17,6 +17,7 @@ from mmspec.app.cli.arguments import (
     positive_int,
     source_options,
     split_commas,
+    validate_drafter,
 )
 from mmspec.app.errors import UsageError, one_line
 from mmspec.messages import printable
@@ -65,10 +66,8 @@ def add_parser(commands: Commands, common: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Carry out the command; returns the exit code."""
-    from mmspec.app.compare.specs import check_spec
-
     for name in args.drafters:
-        check_spec(name)
+        validate_drafter(*split_spec(name))
     hide_progress_bars(None)
     model, processor, inputs = _load(args)
     print(HEADING, flush=True)
@@ -86,6 +85,12 @@ def run(args: argparse.Namespace) -> int:
         print(printable(format_compared(name, result), lines=True), flush=True)
         is_exact = is_exact and (result.identical or str(model.dtype) not in ("torch.float32", "torch.float64"))
     return 0 if is_exact else 1
+
+
+def split_spec(name: str) -> tuple[str, str | None]:
+    """The drafter and the compressor of `DRAFTER` or `DRAFTER+COMPRESSOR`; a folder may have a + in its path."""
+    drafter, plus, compressor = name.rpartition("+")
+    return (drafter, compressor) if plus and drafter and "/" not in compressor else (name, None)
 
 
 def format_compared(name: str, result: Comparison) -> str:
@@ -133,9 +138,8 @@ def _load(args: argparse.Namespace) -> tuple[Any, Any, dict[str, Any]]:
 def _compare(model: Any, processor: Any, name: str, inputs: dict[str, Any], new_tokens: int) -> Comparison:
     """Patch, compare, undo."""
     import mmspec
-    from mmspec.app.compare.specs import patch_model
 
-    patch_model(model, name, processor)
+    mmspec.patch(model, *split_spec(name), processor)
     options = dict.fromkeys(("temperature", "top_p", "top_k"))
     try:
         return mmspec.compare(

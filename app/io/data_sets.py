@@ -14,9 +14,8 @@ from typing import Any
 
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.io.cells import MEDIA_SUFFIXES, Reach, find_inside, is_path, local_name, short_repr
-from mmspec.app.io.item import Item, Skip, SourceOptions
+from mmspec.app.io.item import Item, RowSource, Skip, SourceOptions
 from mmspec.app.io.kinds import refuse_pointer
-from mmspec.app.io.left_out import LeftOut
 from mmspec.app.io.tables import (
     FREE_ROWS,
     MAX_ROWS_PER_BYTE,
@@ -33,14 +32,12 @@ MAX_STATE_BYTES = 64 << 20
 """Largest JSON file of a saved data set."""
 
 
-class SavedSource:
+class SavedSource(RowSource):
     """Rows of a folder that `Dataset.save_to_disk` or `DatasetDict.save_to_disk` wrote."""
-
-    is_listed = False
 
     def __init__(self, name: str, options: SourceOptions) -> None:
         self._folder, self.options = name.rstrip("/") or "/", options
-        self.name = local_name(self._folder, options.place)
+        super().__init__(local_name(self._folder, options.place))
 
     def _files(self) -> list[FileBelow]:
         """The Arrow files of the split.
@@ -96,9 +93,6 @@ class SavedSource:
             raise UsageError(f"cannot read the dataset {self.name}: {parts[-1]}: {one_line(error, 120)}") from error
         return found
 
-    def count(self) -> int | None:
-        return None
-
     def check(self) -> None:
         files = self._files()
         for path in files:
@@ -128,17 +122,13 @@ class SavedSource:
         except Exception as error:
             yield failure_row(self.name, "rest", "Unreadable", f"after row {number}: {explain(error)}")
 
-    def add_left_out(self, found: LeftOut) -> None:
-        pass  # every row of a data set is a row
 
-
-class HubSource:
+class HubSource(RowSource):
     """Rows of a data set of the hub, streamed by `datasets`."""
 
-    is_listed = False
-
     def __init__(self, name: str, options: SourceOptions) -> None:
-        self.name, self.options = name.rstrip("/"), options
+        super().__init__(name.rstrip("/"))
+        self.options = options
 
     def _load(self) -> Any:
         with needs_extra(self.name):
@@ -168,9 +158,6 @@ class HubSource:
             return int(self._load().info.splits[self.options.split].num_examples)
         except Exception:
             return None
-
-    def add_left_out(self, found: LeftOut) -> None:
-        pass  # every row of a data set is a row
 
     def check(self) -> None:
         Columns(list(self._load().features), self.options, self.name)

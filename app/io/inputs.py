@@ -42,28 +42,14 @@ MAX_FIELD_ROWS = 64
 """Leading rows of archives and tables that are examined for the fields of prompts."""
 
 
-class RemoteFiles:
+class RemoteFiles(RowSource):
     """Pictures and clips at addresses that fsspec opens: one, or those below a folder."""
-
-    is_listed = False
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self._found = LeftOut()
-
-    def count(self) -> int | None:
-        return None
 
     def check(self) -> None:
         open_file_system(self.name)
 
-    def add_left_out(self, found: LeftOut) -> None:
-        for name in ("formats", "hidden"):
-            getattr(found, name).add_all(getattr(self._found, name))
-        found.folder = found.folder or self.name
-
     def rows(self, skip: Skip) -> Iterator[Item]:
-        self._found = LeftOut()
+        self._found = LeftOut(folder=self.name)
         if _suffix(self.name) in MEDIA_SUFFIXES:
             yield Item(Path(self.name), self.name, self.name, content=ByteRange(self.name))
             return
@@ -81,10 +67,10 @@ class RemoteFiles:
         suffix = _suffix(name)
         if is_hidden(below):
             if suffix in MEDIA_SUFFIXES and not is_packed_metadata(below):
-                self._found.hidden.add("", name)
+                self._found.add("hidden", name)
             return False
         if suffix not in MEDIA_SUFFIXES | MANIFESTS:
-            self._found.formats.add(suffix or "no suffix", name)
+            self._found.add("formats", name, what=suffix or "no suffix")
         return suffix in MEDIA_SUFFIXES
 
 
@@ -280,7 +266,7 @@ class Inputs:
             if listed is None or source.is_listed == listed:
                 source.add_left_out(found)
         if listed is None or self.is_listed == listed:
-            found.add_lists(self._repeated)
+            found.merge(self._repeated)
         return found.lines()
 
     def rows(self, skip: Skip) -> Iterator[Item]:
@@ -307,9 +293,8 @@ class Inputs:
                         ident, content = _repeated(ident, known)
                     elif known[ident] == key:
                         if item.origin:
-                            self._repeated.add_list_note(
-                                source.name, "repeated", item.origin.removeprefix(f"{source.name} ")
-                            )
+                            where = item.origin.removeprefix(f"{source.name} ")
+                            self._repeated.add("repeated", where, where=source.name)
                         continue
                     else:
                         where = item.origin or short_repr(subject)

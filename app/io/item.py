@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
 from urllib.parse import urlsplit
 
 from mmspec.app.caption.config import default_prompt
 from mmspec.app.cli.options import described
 from mmspec.app.io import videos
 from mmspec.app.io.content import ByteRange, Content, Unreadable, is_local
+from mmspec.app.io.left_out import LeftOut
 from mmspec.app.io.table_options import TableOptions
 from mmspec.app.io.text import escaped, find_fault
 from mmspec.vision.images import ImageError
 from mmspec.vision.video.containers import FileBelow
-
-if TYPE_CHECKING:
-    from mmspec.app.io.left_out import LeftOut
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +130,7 @@ class SourceOptions(TableOptions):
         return [word for name, value in self.chosen().items() for word in (f"--{name.replace('_', '-')}", value)]
 
 
-class RowSource(Protocol):
+class RowSource(ABC):
     """Rows of one input in a fixed order: iterating again yields the same ids in the same order.
 
     Attributes:
@@ -141,15 +139,20 @@ class RowSource(Protocol):
             begins. Of other sources problems are found on the way and become error rows.
     """
 
-    name: str
-    is_listed: bool
+    is_listed = False
 
+    def __init__(self, name: str) -> None:
+        self.name, self._found = name, LeftOut()
+
+    @abstractmethod
     def rows(self, skip: Skip) -> Iterator[Item]:
         """The rows, one after the other, with `id` set and `index` not. Rows to skip may lack their content."""
 
     def count(self) -> int | None:
         """Number of rows if it can be had without reading them, else None."""
+        return None
 
+    @abstractmethod
     def check(self) -> None:
         """Read what describes the input: a schema, a first header.
 
@@ -159,3 +162,4 @@ class RowSource(Protocol):
 
     def add_left_out(self, found: LeftOut) -> None:
         """Add what is not read; of a source that is not listed it is complete once its rows were read."""
+        found.merge(self._found)

@@ -15,7 +15,21 @@ SHARD_SUFFIXES = (".tar", ".parquet")
 TEXT_SUFFIXES = (".cap", ".caption", ".cls", ".json", ".text", ".txt")
 """Members of archives that are certainly no pictures."""
 
-LIST_NOTES = {
+SENTENCES = {
+    "formats": ("file", "skipped {count} of unsupported formats: {all}{hint}"),
+    "unreadable": ("folder", "{count} cannot be read: {reasons}"),
+    "links": ("link", "{count} to folders not followed: {names}; name a link to read its folder"),
+    "hidden": ("hidden picture", "skipped {count}: {names}"),
+    "members": ("member", "skipped {count} of samples without a picture by name: {all}{column}"),
+    "archive_links": (
+        "picture",
+        "skipped {count} stored as links ({names}): pack the files themselves, with tar --dereference "
+        "--hard-dereference",
+    ),
+    "several": (
+        "sample",
+        "{count} with several pictures ({names}): one row each; --image-column EXTENSION reads one of them",
+    ),
     "record": ("record", "skipped {count} without a picture, as {first}"),
     "comment": ("line", "{count} beginning with # taken for comments, as {first}; ./# begins the name of a file"),
     "quote": ("line", "{count} with a quotation mark that is not closed read as they stand, as {first}"),
@@ -29,7 +43,9 @@ LIST_NOTES = {
     ),
     "repeated": ("row", "skipped {count} equal to an earlier one, as {first}"),
 }
-"""What is said of the rows of a list, by kind: the noun that is counted, and the sentence."""
+"""What is said of things, by kind: the noun that is counted, and the sentence. The last six are of rows of lists."""
+_RANKS = {kind: min(number, 7) for number, kind in enumerate(SENTENCES)}
+"""The order of the lines; those about a list stay together."""
 
 
 def is_hidden(name: str) -> bool:
@@ -50,10 +66,10 @@ class Tally:
     counts: dict[str, int] = field(default_factory=dict)
     names: dict[str, list[str]] = field(default_factory=dict)
 
-    def add(self, kind: str, name: str, count: int = 1) -> None:
+    def add(self, kind: str, name: str | None, count: int = 1) -> None:
         self.counts[kind] = self.counts.get(kind, 0) + count
         names = self.names.setdefault(kind, [])
-        if len(names) <= MAX_NAMES:
+        if name is not None and len(names) <= MAX_NAMES:
             names.append(name)
 
     def add_all(self, other: Tally) -> None:
@@ -75,31 +91,28 @@ class Tally:
 
 @dataclass
 class LeftOut:
-    """What one or several inputs do not read.
+    """What one or several inputs do not read, or read with a doubt.
 
     Attributes:
-        formats: files that are neither pictures nor clips, by suffix.
-        hidden: pictures with a hidden name.
-        links: links to folders, which are not followed.
-        unreadable: sub-folders that cannot be read, by reason.
-        members: of archives, by archive and extension: samples without a picture.
-        archive_links: pictures of archives that are links or sparse, by archive.
-        several: samples of archives with several pictures, by archive.
-        lists: by list: rows that are not read, or read with a doubt, by kind (`LIST_NOTES`).
+        tallies: by kind (`SENTENCES`) and the archive or list that it is about ("" if there is none): how many there
+            are, by suffix, extension or reason.
         folder: where the archives or tables lie that were left out; with "/**" if at several places below it.
         seen: files that are counted already: inputs may overlap.
     """
 
-    formats: Tally = field(default_factory=Tally)
-    hidden: Tally = field(default_factory=Tally)
-    links: Tally = field(default_factory=Tally)
-    unreadable: Tally = field(default_factory=Tally)
-    members: dict[str, Tally] = field(default_factory=dict)
-    archive_links: Tally = field(default_factory=Tally)
-    several: Tally = field(default_factory=Tally)
-    lists: dict[str, Tally] = field(default_factory=dict)
+    tallies: dict[tuple[str, str], Tally] = field(default_factory=dict)
     folder: str = ""
     seen: set[str] = field(default_factory=set)
+
+    def add(self, kind: str, name: str | None, *, what: str = "", where: str = "") -> None:
+        """Count a thing, of which `name` may be shown."""
+        self.tallies.setdefault((kind, where), Tally()).add(what, name)
+
+    def merge(self, other: LeftOut) -> None:
+        """Add what was found elsewhere."""
+        for key, tally in other.tallies.items():
+            self.tallies.setdefault(key, Tally()).add_all(tally)
+        self.folder = self.folder or other.folder
 
     def add_folder(self, folder: str) -> None:
         """Add where an archive or table lies."""
@@ -108,74 +121,36 @@ class LeftOut:
         else:
             self.folder = f"{os.path.commonpath([self.folder.removesuffix('/**'), folder])}/**"
 
-    def add_list_note(self, name: str, kind: str, where: str, count: int = 1) -> None:
-        """Count a row of a list."""
-        self.lists.setdefault(name, Tally()).add(kind, where, count)
-
-    def add_lists(self, other: LeftOut) -> None:
-        """Add what was found of lists elsewhere."""
-        for name, tally in other.lists.items():
-            self.lists.setdefault(name, Tally()).add_all(tally)
-
     def lines(self) -> list[str]:
         """A line for each kind of thing that was found."""
-        found = []
-        if total := self.formats.total:
-            found.append(f"skipped {_number(total, 'file')} of unsupported formats: {self.formats}{self._hint()}")
-        if total := self.unreadable.total:
-            found.append(f"{_number(total, 'folder')} cannot be read: {_by_reason(self.unreadable)}")
-        if total := self.links.total:
-            names = _examples(self.links.names[""], total)
-            found.append(f"{_number(total, 'link')} to folders not followed: {names}; name a link to read its folder")
-        if total := self.hidden.total:
-            found.append(f"skipped {_number(total, 'hidden picture')}: {_examples(self.hidden.names[''], total)}")
-        for archive, tally in self.members.items():
-            column = next(
-                (
-                    kind.lstrip(".")
-                    for kind in sorted(tally.counts)
-                    if kind.startswith(".") and kind not in TEXT_SUFFIXES
-                ),
-                None,
-            )
-            hint = f"; --image-column {column} reads one kind" if column else ""
-            what = f"{_number(tally.total, 'member')} of samples without a picture by name"
-            found.append(f"{archive}: skipped {what}: {tally}{hint}")
-        for archive, count in self.archive_links.counts.items():
-            names = _examples(self.archive_links.names[archive], count)
-            found.append(
-                f"{archive}: skipped {_number(count, 'picture')} stored as links ({names}): pack the files themselves, "
-                "with tar --dereference --hard-dereference"
-            )
-        for archive, count in self.several.counts.items():
-            names = _examples(self.several.names[archive], len(self.several.names[archive]))
-            found.append(
-                f"{archive}: {_number(count, 'sample')} with several pictures ({names}): one row each; "
-                "--image-column EXTENSION reads one of them"
-            )
-        for name, tally in self.lists.items():
-            for kind, count in tally.counts.items():
-                noun, sentence = LIST_NOTES[kind]
-                found.append(f"{name}: {sentence.format(count=_number(count, noun), first=tally.names[kind][0])}")
-        return found
+        return [
+            (f"{where}: " if where else "") + self._sentence(kind, tally)
+            for (kind, where), tally in sorted(self.tallies.items(), key=lambda one: _RANKS[one[0][0]])
+        ]
 
-    def _hint(self) -> str:
+    def _sentence(self, kind: str, tally: Tally) -> str:
+        noun, sentence = SENTENCES[kind]
+        names, total = next(iter(tally.names.values())), tally.total
+        columns = [one[1:] for one in sorted(tally.counts) if one.startswith(".") and one not in TEXT_SUFFIXES]
+        return sentence.format(
+            count=f"{total} {noun}{'s'[: total > 1]}",
+            all=tally,
+            first=names[0] if names else "",
+            names=_examples(names, len(names) if kind == "several" else total),
+            reasons=", ".join(f"{_examples(tally.names[why], number)} ({why})" for why, number in tally.counts.items()),
+            column=f"; --image-column {columns[0]} reads one kind" if columns else "",
+            hint=self._hint(tally) if kind == "formats" else "",
+        )
+
+    def _hint(self, formats: Tally) -> str:
         hints = []
-        if {".heic", ".heif"} & set(self.formats.counts):
+        if {".heic", ".heif"} & set(formats.counts):
             hints.append("; pip install pillow-heif to read .heic")
-        if ".arrow" in self.formats.counts:
+        if ".arrow" in formats.counts:
             hints.append("; a folder of save_to_disk is read by its own name")
-        if shards := [suffix for suffix in SHARD_SUFFIXES if suffix in self.formats.counts]:
+        if shards := [suffix for suffix in SHARD_SUFFIXES if suffix in formats.counts]:
             hints.append(f"; archives and tables are read by name: '{self.folder.rstrip('/')}/*{shards[0]}'")
         return "".join(hints)
-
-
-def _number(count: int, noun: str) -> str:
-    return f"{count} {noun}{'s'[: count > 1]}"
-
-
-def _by_reason(tally: Tally) -> str:
-    return ", ".join(f"{_examples(tally.names[reason], count)} ({reason})" for reason, count in tally.counts.items())
 
 
 def _examples(names: Iterable[str], count: int) -> str:

@@ -54,8 +54,8 @@ class ListText:
         return f"{self.path} {self.unit} {number}"
 
     def note(self, kind: str, number: int) -> None:
-        """Count a row of it for one line about all rows of that kind (`LIST_NOTES`)."""
-        self.found.add_list_note(str(self.path), kind, f"{self.unit} {number}")
+        """Count a row of it for one line about all rows of that kind (`SENTENCES`)."""
+        self.found.add(kind, f"{self.unit} {number}", where=str(self.path))
 
     def raw_lines(self) -> Iterator[tuple[int, str]]:
         """Numbered lines of limited length.

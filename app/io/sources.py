@@ -15,7 +15,7 @@ from typing import Any
 
 from mmspec.app.errors import UsageError
 from mmspec.app.io.cells import MEDIA_SUFFIXES
-from mmspec.app.io.item import Item, Skip, SourceOptions
+from mmspec.app.io.item import Item, RowSource, Skip, SourceOptions
 from mmspec.app.io.kinds import media_kind
 from mmspec.app.io.left_out import SHARD_SUFFIXES, LeftOut, is_hidden, is_packed_metadata
 from mmspec.app.io.manifests import MANIFESTS as MANIFESTS
@@ -57,17 +57,14 @@ def is_refused(name: str) -> bool:
     return any(name.lower().endswith(suffixes) for suffixes, _ in _REMEDIES)
 
 
-class FileSource:
+class FileSource(RowSource):
     """Rows of one path of the command line: a file, a folder, a glob or a list."""
 
     is_listed = True
 
     def __init__(self, name: str, excluded: set[str], options: SourceOptions | None = None) -> None:
-        self.name, self._excluded, self._options = name, excluded, options or SourceOptions()
-        self._found, self._is_read = LeftOut(), False
-
-    def count(self) -> int | None:
-        return None
+        super().__init__(name)
+        self._excluded, self._options, self._is_read = excluded, options or SourceOptions(), False
 
     def check(self) -> None:
         """Refuse a file that is neither a picture nor a clip, by name or content, and a pipe: lists are read twice.
@@ -96,7 +93,7 @@ class FileSource:
         self._found, self._is_read = LeftOut(), False
         name, path = self.name, Path(self.name)
         if path.is_dir():
-            yield from self._files(_in_order(path, walk(path, self._found)))
+            yield from self._files(_in_order(path, walk(path, LeftOut())))
         elif path.exists() and _real(path) in self._excluded:
             return
         elif is_manifest(path) and (path.exists() or not glob.has_magic(name)):
@@ -105,7 +102,7 @@ class FileSource:
         elif path.exists() or (path.suffix.lower() in MEDIA_SUFFIXES and not glob.has_magic(name)):
             yield Item(path)
         elif glob.has_magic(name):
-            yield from self._files(self._globbed(self._found))
+            yield from self._files(self._globbed(LeftOut()))
         else:
             raise UsageError(f"no such file or folder: {name}")
 
@@ -122,7 +119,7 @@ class FileSource:
                 yield match
             elif not self.name.rstrip("/").endswith("**") and match.is_dir():
                 if match.is_symlink():
-                    found.links.add("", str(match))
+                    found.add("links", str(match))
                 else:
                     yield from _in_order(match, walk(match, found, named=False))
 
@@ -136,7 +133,7 @@ class FileSource:
             files = self._globbed(found)
         elif is_manifest(path) and path.exists() and not self._is_read:
             deque(self.rows(lambda ident: True), maxlen=0)
-        found.add_lists(self._found)
+        super().add_left_out(found)
         reads_shards = glob.has_magic(self.name)  # those that match are sources of their own: `find_sources`
         for file in files:
             suffix = file.suffix.lower()
@@ -144,7 +141,7 @@ class FileSource:
                 continue
             if (real := _real(file)) not in found.seen | self._excluded:
                 found.seen.add(real)
-                found.formats.add(suffix or "no suffix", file.name)
+                found.add("formats", file.name, what=suffix or "no suffix")
                 if suffix in SHARD_SUFFIXES:
                     found.add_folder(str(file.parent))
 
@@ -188,18 +185,18 @@ def walk(folder: Path, found: LeftOut, named: bool = True) -> Iterator[Path]:
     def fail(error: OSError) -> None:
         if named and error.filename == str(folder):
             raise UsageError(f"cannot read folder {folder}: {error.strerror}") from error
-        found.unreadable.add(error.strerror or "error", os.path.relpath(error.filename))
+        found.add("unreadable", os.path.relpath(error.filename), what=error.strerror or "error")
 
     for here, folders, files in os.walk(folder, onerror=fail):
         for name in folders:
             if not is_hidden(name) and os.path.islink(os.path.join(here, name)):
-                found.links.add("", os.path.join(here, name))
+                found.add("links", os.path.join(here, name))
         folders[:] = [name for name in folders if not is_hidden(name)]
         for name in files:
             if not is_hidden(name):
                 yield Path(here, name)
             elif os.path.splitext(name)[1].lower() in MEDIA_SUFFIXES and not is_packed_metadata(name):
-                found.hidden.add("", name)
+                found.add("hidden", name)
 
 
 def find_matches(pattern: str) -> list[str]:

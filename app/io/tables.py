@@ -21,8 +21,7 @@ from mmspec.app.io.cells import find_image_column, local_name, require_column, t
 from mmspec.app.io.content import Unreadable, is_local, open_file_system
 from mmspec.app.io.conversations import normalized
 from mmspec.app.io.fields import field_text, wanted
-from mmspec.app.io.item import Item, Skip, SourceOptions
-from mmspec.app.io.left_out import LeftOut
+from mmspec.app.io.item import Item, RowSource, Skip, SourceOptions
 from mmspec.hints import install_hint
 from mmspec.vision.video.containers import HEADER_BYTES, FileBelow, describe_format, open_regular_file
 from mmspec.vision.video.decoder_pool import DecoderPool
@@ -140,14 +139,12 @@ class Columns:
         return replace(table_row(*cells, number, name, folder, self.options), fields=found)
 
 
-class ParquetSource:
+class ParquetSource(RowSource):
     """Rows of one Parquet file, local or remote."""
 
-    is_listed = False
-
     def __init__(self, url: str, options: SourceOptions) -> None:
+        super().__init__(local_name(url, options.place))
         self.url, self.options = url, options
-        self.name = local_name(url, options.place)
         self._folder = (str(Path(url).parent) if is_local(url) else url.rpartition("/")[0]) or "."
 
     def count(self) -> int | None:
@@ -179,9 +176,6 @@ class ParquetSource:
                         return
         except Exception as error:
             yield failure_row(self.name, "rest", "Unreadable", f"{self.name}: {explain(error)}")
-
-    def add_left_out(self, found: LeftOut) -> None:
-        pass  # every row of a table is a row
 
     def _group(
         self, table: RemoteTable, group: int, count: int, columns: Columns, first: int, skip: Skip

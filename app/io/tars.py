@@ -22,8 +22,8 @@ from mmspec.app.errors import UsageError, one_line
 from mmspec.app.io.cells import MEDIA_SUFFIXES, is_missing, local_name
 from mmspec.app.io.content import ByteRange, Content, Unreadable, is_local, open_file_system
 from mmspec.app.io.fields import ANY_FIELD, TEXT_SUFFIXES, field_text
-from mmspec.app.io.item import Item, Skip, SourceOptions
-from mmspec.app.io.left_out import MAX_KINDS, MAX_NAMES, LeftOut, Tally, is_hidden, is_packed_metadata
+from mmspec.app.io.item import Item, RowSource, Skip, SourceOptions
+from mmspec.app.io.left_out import MAX_KINDS, MAX_NAMES, LeftOut, is_hidden, is_packed_metadata
 from mmspec.app.io.tar_members import DamagedTarError, TarMember, read_members
 from mmspec.vision.images import ImageError
 from mmspec.vision.video.containers import describe_format
@@ -35,20 +35,14 @@ MAX_SAMPLE_MEMBERS = 4096
 _BLOCK = tarfile.BLOCKSIZE
 
 
-class TarSource:
+class TarSource(RowSource):
     """Rows of one archive, local or remote."""
 
-    is_listed = False
-
     def __init__(self, url: str, options: SourceOptions) -> None:
+        super().__init__(local_name(url, options.place))
         self.url, self.options = url, options
-        self.name = local_name(url, options.place)
         wanted = options.image_column
         self._wanted = wanted.lower().lstrip(".") if wanted else None
-        self._found = LeftOut()
-
-    def count(self) -> int | None:
-        return None
 
     def check(self) -> None:
         try:
@@ -88,7 +82,7 @@ class TarSource:
                     self._count_hidden(member)
                     continue
                 if not member.extension:  # README: of no sample, as in WebDataset
-                    self._found.members.setdefault(self.name, Tally()).add("no suffix", member.name)
+                    self._found.add("members", member.name, what="no suffix", where=self.name)
                     continue
                 same = bool(sample) and member.key == sample[0].key
                 if sample and (not same or _is_full(sample, member)):
@@ -102,20 +96,14 @@ class TarSource:
         if failure is not None:
             yield failure
 
-    def add_left_out(self, found: LeftOut) -> None:
-        found.members |= self._found.members
-        found.several.add_all(self._found.several)
-        found.hidden.add_all(self._found.hidden)
-        found.archive_links.add_all(self._found.archive_links)
-
     def _count_hidden(self, member: TarMember) -> None:
         if _suffix(member) in MEDIA_SUFFIXES and not is_packed_metadata(member.name):
-            self._found.hidden.add("", f"{self.name}/{member.name}")
+            self._found.add("hidden", f"{self.name}/{member.name}")
 
     def _count_link(self, name: str) -> None:
         suffix = os.path.splitext(name)[1].lower()
         if not is_hidden(name) and (suffix in MEDIA_SUFFIXES or suffix[1:] == self._wanted):
-            self._found.archive_links.add(self.name, name)
+            self._found.add("archive_links", name, where=self.name)
 
     def _open(self) -> Any:
         if is_local(self.url):
@@ -139,14 +127,13 @@ class TarSource:
             if self._wanted:
                 yield self._missing(sample)
             else:
-                tally = self._found.members.setdefault(self.name, Tally())
                 for member in sample:
-                    tally.add(f".{member.extension}", member.name)
+                    self._found.add("members", member.name, what=f".{member.extension}", where=self.name)
             return
         several = divided or len(media) > 1
         if len(media) > 1:
-            self._found.several.add(self.name, next(iter(media)))
-            self._found.several.names[self.name] = list(media)[: MAX_NAMES + 1]
+            self._found.add("several", None, where=self.name)
+            self._found.tallies["several", self.name].names[""] = list(media)[: MAX_NAMES + 1]
         texts = _Texts(file, sample)
         known: set[str] = set()
         for extension, member in media.items():

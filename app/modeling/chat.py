@@ -114,38 +114,6 @@ def build_inputs(
     return {name: to_model_device(model, name, value) for name, value in outputs.items()}
 
 
-@dataclass(frozen=True)
-class InputsDescription:
-    """What `build_inputs` gives to the processor for one row, as plain data, without the media.
-
-    Attributes:
-        text: the prompt, for a processor without a template; None where there is one.
-        question: as it is put into the template.
-        variables: of the template.
-        processor_options: further options of the processor, without those of videos.
-        takes_videos: whether a clip is given as a video.
-    """
-
-    text: str | None
-    question: str
-    variables: dict[str, Any]
-    processor_options: dict[str, Any]
-    takes_videos: bool
-
-
-def describe_inputs(
-    processor: ProcessorMixin, media: Media, question: str, turns: Sequence[ChatTurn] = ()
-) -> InputsDescription:
-    """What `build_inputs` does with one row, for code that repeats it with functions of transformers."""
-    count = 1 if isinstance(media, Video) else len(media_images(media))
-    question = strip_media_tokens(processor, question, count)
-    as_videos = accepts_videos(processor)
-    limits = image_limits(processor, DEFAULT_FORMAT.max_pixels)
-    text = None if chat_template(processor) else _text(processor, _content_parts(media, as_videos), turns, [question])
-    variables = template_variables(processor, DEFAULT_FORMAT)
-    return InputsDescription(text, question, variables, {"images_kwargs": limits} if limits else {}, as_videos)
-
-
 def takes_several_pictures(processor: ProcessorMixin) -> bool:
     """Whether a prompt with two pictures is longer than with one: other processors refuse the second, or drop it."""
     import torch

@@ -20,7 +20,7 @@ from mmspec.app.ui.limits import Limits
 from mmspec.app.ui.model import COMPRESSORS, DemoModel
 from mmspec.app.ui.run import Run, RunSettings
 from mmspec.app.ui.samples import SAMPLE_PAIRS, samples_of
-from mmspec.app.ui.script import build_script, request_of
+from mmspec.app.ui.script import build_script
 from mmspec.app.ui.uploads import StoredFile, Uploads
 from mmspec.app.ui.worker import CancelSignal, Job, Worker
 
@@ -59,7 +59,7 @@ class Demo:
     def __post_init__(self) -> None:
         self.uploads = Uploads(self.limits.max_file_mb * 1_000_000)
         self.kept = KeptMedia()
-        self._requests: dict[str, tuple[dict[str, Any], StoredFile | None]] = {}  # of the reports
+        self._files: dict[str, StoredFile | None] = {}  # of the reports
 
     def start(self) -> None:
         """Load the model in the worker's thread."""
@@ -135,7 +135,7 @@ class Demo:
         count = int(check("Max new tokens", sent.get("max_new_tokens", 200), 1, limits.max_new_tokens))
         settings = RunSettings(drafter, compressor, check("Temperature", sent.get("temperature", 0), 0, 5), count)
         if before is not None:
-            file = self._requests[before["id"]][1]
+            file = self._files[before["id"]]
         else:
             file = None if self.model.is_text else self.uploads.find(sent.get("file"))
         load = (lambda: None) if file is None else (lambda: limits.load_media(file))
@@ -148,14 +148,13 @@ class Demo:
     def store(self, run: Run) -> None:
         """Keep the answer of a run."""
         self.reports[run.id] = run.as_dict()
-        self._requests[run.id] = request_of(run), run.file
+        self._files[run.id] = run.file
         while len(self.reports) > MAX_REPORTS:
-            del self._requests[self.reports.popitem(last=False)[0]]
+            del self._files[self.reports.popitem(last=False)[0]]
 
     def script(self, report_id: str) -> str:
         """The code that repeats an answer."""
-        request, file = self._requests[report_id]
-        return build_script(self.reports[report_id], request, self.model.name, file)
+        return build_script(self.reports[report_id], self.model.name, self._files[report_id])
 
     async def stream(self, run: Run) -> AsyncIterator[bytes]:
         """The events of a run: what is new of its answers, then the whole. A client that leaves ends the run."""

@@ -169,10 +169,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Carry out the command; returns the exit code."""
-    from mmspec.app.compare.specs import check_spec
     from mmspec.app.modeling.load import resolve_device
     from mmspec.economy.store import SWITCH
     from research.bench.against import bench_ratios, read_ratios
+    from research.bench.drafter_specs import check_spec
     from research.bench.processes import DeadProcessError
     from research.bench.session import measure_bench, measure_overview
     from research.bench.suite.report import against_section

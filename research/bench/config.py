@@ -32,7 +32,7 @@ class BenchConfig:
 
     Attributes:
         model: hub id, folder or built-in name. dtype, device: of the model.
-        drafters: specs as `mmspec.app.compare.specs.parse_spec` reads them.
+        drafters: specs as `research.bench.drafter_specs.parse_spec` reads them.
         nodes: size of every tree; None lets the controller choose.
         batch_sizes: rows per call, one series of measurements for each.
         prompt_tokens: lengths that prompts are padded to; empty for prompts as they are.

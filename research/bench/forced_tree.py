@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from mmspec.app.compare.specs import patch_model
 from mmspec.app.modeling.load import clone
 from mmspec.metrics.stats import Stats
+from research.bench.drafter_specs import patch_model
 from research.bench.measure import Contestant, disable_eos, run_once
 from research.bench.rows import ResultRow
 

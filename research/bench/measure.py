@@ -27,12 +27,12 @@ from torch import Tensor
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 import mmspec
-from mmspec.app.compare.specs import patch_model
 from mmspec.app.modeling.load import clone, synchronize
 from mmspec.app.modeling.sampling import Sampling
 from mmspec.comparison import TimestampCriterion
 from mmspec.interfaces import Observer
 from mmspec.metrics.stats import Stats
+from research.bench.drafter_specs import patch_model
 from research.bench.rows import ResultRow
 from research.bench.specs import get_block_size, weight_sizes
 
@@ -102,7 +102,7 @@ def build_contestants(
     """Plain twice (the second is the noise band), our loop without drafts, then each drafter.
 
     Args:
-        drafters: as `mmspec.app.compare.specs.parse_spec` reads them (`msd@3+pool:49`).
+        drafters: as `research.bench.drafter_specs.parse_spec` reads them (`msd@3+pool:49`).
         stop_at_eos: rows end at the end token. nodes: size of every tree; None lets the controller choose.
     """
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 import mmspec
-from mmspec.app.compare.specs import SPEC_PATTERN
 from mmspec.interfaces import Compressor, Drafter
 from mmspec.interfaces.drafter import modules_of
 from mmspec.patching import KEY
+from research.bench.drafter_specs import SPEC_PATTERN
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

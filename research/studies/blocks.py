@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from mmspec.app.compare.specs import parse_spec
 from mmspec.app.errors import UsageError
 from research.arguments import module_parser
+from research.bench.drafter_specs import parse_spec
 from research.bench.plot import plot_blocks
 from research.bench.results import ResultFiles, add_result_options
 from research.bench.rows import ResultRow

@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from tqdm import tqdm
 
 from mmspec.app.cli.arguments import add_model_option, add_progress, parse_temperature, positive_int, split_commas
-from mmspec.app.compare.specs import check_spec
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.load import load_model
 from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED
 from mmspec.metrics.stats import Stats
 from research.arguments import config_from_args, module_parser, positive_ints
+from research.bench.drafter_specs import check_spec
 from research.bench.measure import (
     NO_DRAFT,
     WARM_UP_CALLS,
@@ -62,7 +62,7 @@ class DraftHeadsConfig:
     """Options of the study, named like its flags.
 
     Attributes:
-        drafters: specs as `mmspec.app.compare.specs.parse_spec` reads them, without repetitions.
+        drafters: specs as `research.bench.drafter_specs.parse_spec` reads them, without repetitions.
         temperatures: each a series of measurements; 0 is greedy.
         batch_sizes: each a series of measurements.
         task: one of `REQUEST_TASKS`. scene_seed: of the first scene. count: requests of each series.

@@ -23,12 +23,12 @@ import torch
 from tqdm import tqdm
 
 import research.compressors  # noqa: F401  - by name
-from mmspec.app.compare.specs import patch_model
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.load import clone, load_model
 from mmspec.drafters.heads.eagle.drafter import EagleDrafter
 from mmspec.interfaces import Drafter
+from research.bench.drafter_specs import patch_model
 from research.bench.measure import (
     HF,
     NO_DRAFT,

@@ -6,10 +6,10 @@ import argparse
 from dataclasses import dataclass
 
 from mmspec.app.cli.arguments import add_model_option, add_progress, positive_int, split_commas
-from mmspec.app.compare.specs import check_spec, parse_spec
 from mmspec.app.errors import UsageError
 from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED
 from research.arguments import config_from_args, module_parser
+from research.bench.drafter_specs import check_spec, parse_spec
 from research.bench.results import add_result_options
 from research.scenes.tasks import add_scene_seed
 from research.studies.scenarios import SCENARIOS, parse_shapes, parse_shares
@@ -44,7 +44,7 @@ class CompressorStudyConfig:
     """Options of the study, named like its flags.
 
     Attributes:
-        drafters: specs as `mmspec.app.compare.specs.parse_spec` reads them; the first one is the base of the ratios.
+        drafters: specs as `research.bench.drafter_specs.parse_spec` reads them; the first is the base.
         compressors: for the first drafter, at every share.
         shares: budgets: 1/share of the visual tokens; 0 is one token.
         shapes: scenarios as `research.studies.scenarios.count_images` reads them.

@@ -39,8 +39,8 @@ def test_every_way_to_the_terminal(capsys: pytest.CaptureFixture[str], caplog: p
     with pytest.raises(SystemExit):
         main(["caption", "--no\x1b]0;x\x07\u202e"])
     found = LeftOut()
-    for tally in (found.formats, found.hidden, found.links, found.unreadable, found.several, found.archive_links):
-        tally.add("", EVIL)
+    for kind in ("formats", "hidden", "links", "unreadable", "several", "archive_links"):
+        found.add(kind, EVIL, where=EVIL)
     for text in found.lines():
         print_stderr(text)
     err = capsys.readouterr().err

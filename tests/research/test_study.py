@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from mmspec.app.compare.specs import patch_model
 from mmspec.app.ui.rounds import Round
+from research.bench.drafter_specs import patch_model
 from research.scenes.build_model import train_tokenizer
 from research.scenes.data import generate_corpus
 from research.studies import blocks as study_blocks

@@ -11,13 +11,13 @@ import pytest
 import torch
 from forced_drafts import planned
 
-from mmspec.app.compare.specs import patch_model
 from mmspec.app.modeling.random_models import random_model
 from mmspec.drafters.checkpoints.format import HeadMetadata, save_head, tokenizer_fingerprint
 from mmspec.drafters.heads.eagle.config import EagleConfig
 from mmspec.drafters.heads.eagle.head import EagleHead
 from mmspec.economy.chooser import Chooser
 from mmspec.vision.compressors.elastic import Elastic
+from research.bench.drafter_specs import patch_model
 from research.bench.specs import get_drafter
 from research.studies import chooser_report, visual_report
 from research.studies import visual as study_visual

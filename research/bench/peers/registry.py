@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mmspec.app.compare.specs import patch_model
 from mmspec.app.errors import UsageError
 from mmspec.app.modeling.load import clone
+from research.bench.drafter_specs import patch_model
 from research.bench.peers.base import Peer
 from research.bench.peers.export import Exports
 from research.bench.peers.in_process import PatchedPeer, TransformersPeer, transformers_peers

@@ -11,11 +11,11 @@ import tiny_models as tiny
 
 import mmspec
 from mmspec.app import versions
-from mmspec.app.compare import specs
-from mmspec.app.compare.specs import DrafterSpec, check_spec, parse_spec, patch_model
 from mmspec.app.errors import UsageError
 from mmspec.app.modeling.load import clone
 from mmspec.app.modeling.random_models import random_model
+from research.bench import drafter_specs as specs
+from research.bench.drafter_specs import DrafterSpec, check_spec, parse_spec, patch_model
 from research.bench.measure import bootstrap_interval, median_ci
 from research.bench.specs import get_block_size, get_drafter, short_labels, weight_sizes
 

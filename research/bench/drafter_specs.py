@@ -1,4 +1,4 @@
-"""Specs of drafters for `mmspec compare`: `DRAFTER@DEPTH+COMPRESSOR`.
+"""Specs of drafters for benchmarks and studies: `DRAFTER@DEPTH+COMPRESSOR`.
 
 DEPTH fixes the number of draft levels (passes of falcon), which are chosen by costs otherwise. COMPRESSOR
 compresses the visual tokens of the drafter; `own:N` sets the budget of the one that the drafter was trained with.
