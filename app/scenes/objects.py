@@ -38,19 +38,6 @@ nature: cloud ☁, rainbow 🌈, snowflake ❄, snowman ⛄, flame 🔥, drop �
 nature: castle 🏰, fountain ⛲, hut 🛖, rock 🪨, log 🪵, feather 🪶
 """
 
-_PLURALS = {
-    "sheep": "sheep",
-    "fish": "fish",
-    "blowfish": "blowfish",
-    "squid": "squid",
-    "dice": "dice",
-    "leaf": "leaves",
-    "tooth": "teeth",
-    "snowman": "snowmen",
-    "chocolate": "chocolates",
-    "scarf": "scarves",
-}
-
 
 @dataclass(frozen=True)
 class ObjectKind:
@@ -66,22 +53,6 @@ class ObjectKind:
     category: str
     emoji: str
 
-    @property
-    def plural(self) -> str:
-        """The plural of the name."""
-        if self.name in _PLURALS:
-            return _PLURALS[self.name]
-        if self.name.endswith(("s", "x", "ch", "sh")) or self.name in ("potato", "tomato", "volcano"):
-            return self.name + "es"
-        if self.name.endswith("y") and self.name[-2] not in "aeiou":
-            return self.name[:-1] + "ies"
-        return self.name + "s"
-
-    @property
-    def with_article(self) -> str:
-        """The name with its indefinite article."""
-        return ("an " if self.name[0] in "aeiou" or self.name.startswith("hour") else "a ") + self.name
-
 
 def _parse_table() -> tuple[ObjectKind, ...]:
     kinds = []
@@ -95,7 +66,3 @@ def _parse_table() -> tuple[ObjectKind, ...]:
 
 OBJECT_KINDS = _parse_table()
 """All object kinds; elsewhere a kind is its index in this tuple."""
-KIND_BY_NAME = {kind.name: index for index, kind in enumerate(OBJECT_KINDS)} | {
-    kind.plural: index for index, kind in enumerate(OBJECT_KINDS)
-}
-"""Singular or plural name -> index."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from PIL import Image, ImageChops, ImageDraw
+from PIL import Image, ImageDraw
 
 from mmspec.app.scenes.sprites import GLYPH_SIZE, get_glyph, get_sprite
 from mmspec.app.scenes.world import BACKGROUND_COLOURS, SCENE_IMAGE_SIZE, Scene, Sign, Thing
@@ -25,21 +25,6 @@ def build_layers(scene: Scene) -> list[SpriteLayer]:
     """Return the layers over the background from back to front: the things, then the sign."""
     layers = [_render_thing(thing) for thing in scene.things]
     return [*layers, _render_sign(scene.sign)] if scene.sign is not None else layers
-
-
-def visible_shares(scene: Scene) -> list[float]:
-    """Return for each thing the share of its pixels, 0 to 1, that no layer in front of it hides."""
-    shares: list[float] = []
-    front = Image.new("L", (SCENE_IMAGE_SIZE, SCENE_IMAGE_SIZE), 0)
-    for sprite, corner in reversed(build_layers(scene)):
-        mask = Image.new("L", (SCENE_IMAGE_SIZE, SCENE_IMAGE_SIZE), 0)
-        mask.paste(sprite.getchannel("A").point(lambda alpha: 255 if alpha > 127 else 0), corner)
-        area = mask.histogram()[255]
-        hidden = ImageChops.multiply(mask, front).histogram()[255]
-        shares.append(1 - hidden / max(1, area))
-        front = ImageChops.lighter(front, mask)
-    shares.reverse()
-    return shares[: len(scene.things)]
 
 
 def render_background(scene: Scene) -> Image.Image:

@@ -1,4 +1,4 @@
-"""The scenes world: ground truth of scenes and clips, sampled from a seed. Rendering is in `render`.
+"""The scenes world: ground truth of scenes, sampled from a seed. Rendering is in `render`.
 
 A scene has one to six things on a background and sometimes a sign with a word. Every attribute that a question may ask
 for is separated by a margin: sizes come in three ranges with gaps, centres keep a distance from the borders of the nine
@@ -9,7 +9,7 @@ values are part of the frozen world (`tests/scenes/test_scenes_world.py`).
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import combinations
 
 from mmspec.app.scenes.objects import OBJECT_KINDS
@@ -45,8 +45,6 @@ SIZE_CLASSES = {"small": (38, 44), "medium": (52, 59), "large": (69, 78)}
 """Name -> minimum and maximum of the longer edge in pixels, inclusive."""
 REGION_MARGIN = 7
 """Minimum distance in pixels between a centre and the borders of the regions."""
-MOTION_VECTORS = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
-"""Direction -> x, y."""
 
 
 @dataclass(frozen=True)
@@ -132,36 +130,6 @@ class Scene:
         return sum(thing.kind == kind for thing in self.things)
 
 
-@dataclass(frozen=True)
-class Event:
-    """What the hero of a clip does.
-
-    Attributes:
-        what: "moves", "appears", "leaves" or "stays".
-        way: Key of `MOTION_VECTORS` if it moves, else empty.
-    """
-
-    what: str
-    way: str = ""
-
-
-@dataclass(frozen=True)
-class Clip:
-    """Ground truth of a short clip.
-
-    Attributes:
-        seed: Seed that the clip was sampled from.
-        frames: One scene per frame.
-        hero: The thing that acts; its kind is unique in the clip.
-        event: What the hero does.
-    """
-
-    seed: int
-    frames: tuple[Scene, ...]
-    hero: Thing
-    event: Event
-
-
 def find_region(x: int, y: int) -> str:
     """Return the name of the region that holds a pixel."""
     return REGIONS[min(2, 3 * y // SCENE_IMAGE_SIZE)][min(2, 3 * x // SCENE_IMAGE_SIZE)]
@@ -182,16 +150,17 @@ def generate_scene(seed: int, num_things: int | None = None) -> Scene:
     """
     rng = random.Random(f"scene {seed} {num_things}")
     while True:
-        scene = _sample_scene(rng, seed, num_things)
-        if scene is not None and (seed >= FIRST_HELD_OUT_SEED or not _has_held_out_pair(scene)):
+        scene = sample_scene(rng, seed, num_things)
+        if scene is not None and (seed >= FIRST_HELD_OUT_SEED or not has_held_out_pair(scene)):
             return scene
 
 
-def _has_held_out_pair(scene: Scene) -> bool:
+def has_held_out_pair(scene: Scene) -> bool:
+    """Whether two kinds of a scene never occur together in those of training seeds."""
     return any(is_held_out_pair(a.kind, b.kind) for a, b in combinations(scene.things, 2))
 
 
-def _sample_scene(rng: random.Random, seed: int, num_things: int | None) -> Scene | None:
+def sample_scene(rng: random.Random, seed: int, num_things: int | None) -> Scene | None:
     """Sample one scene; None if a thing of it would be hidden too much."""
     count = num_things or rng.choice((1, 2, 2, 3, 3, 3, 4, 4, 4, 5, 5, 6))
     cells = rng.sample([(row, column) for row in range(3) for column in range(3)], count + 1)
@@ -206,7 +175,7 @@ def _sample_scene(rng: random.Random, seed: int, num_things: int | None) -> Scen
         row, column = cells[-1]
         text = rng.choice(SIGN_WORDS) if rng.random() < 0.7 else str(rng.randint(2, 999))
         sign = Sign(text, _sample_coordinate(rng, column, 80), _sample_coordinate(rng, row, 34))
-    if not _all_visible(things, sign):
+    if not all_visible(things, sign):
         return None
     colour = rng.choice(tuple(BACKGROUND_COLOURS))
     texture = rng.choice(BACKGROUND_TEXTURES)
@@ -231,7 +200,7 @@ def _sample_coordinate(rng: random.Random, cell: int, size: int) -> int:
     return rng.randint(low, high)
 
 
-def _all_visible(things: list[Thing], sign: Sign | None) -> bool:
+def all_visible(things: list[Thing], sign: Sign | None) -> bool:
     """Whether the boxes in front of each box cover at most 30% of it."""
     boxes = [(t.x - t.size // 2, t.y - t.size // 2, t.x + t.size // 2, t.y + t.size // 2) for t in things]
     if sign is not None:
@@ -252,64 +221,3 @@ def _overlap(a: Box, b: Box) -> int:
     width = min(a[2], b[2]) - max(a[0], b[0])
     height = min(a[3], b[3]) - max(a[1], b[1])
     return max(0, width) * max(0, height)
-
-
-def generate_clip(seed: int, num_frames: int | None = None, num_things: int | None = None) -> Clip:
-    """Return the clip of a seed, in which one thing acts and all others stay.
-
-    Args:
-        seed: The seed; from `FIRST_HELD_OUT_SEED` on, held-out pairs of kinds may occur.
-        num_frames: Number of frames; None samples four to eight.
-        num_things: Number of things; None samples one to three.
-    """
-    rng = random.Random(f"clip {seed} {num_frames}")
-    count = num_frames or rng.choice((4, 4, 4, 5, 6, 8))
-    while True:
-        base = _sample_scene(rng, seed, num_things or rng.choice((1, 1, 2, 3)))
-        if base is None or base.sign is not None or (seed < FIRST_HELD_OUT_SEED and _has_held_out_pair(base)):
-            continue
-        others = base.things[:-1]
-        hero = base.things[-1]
-        if any(thing.kind == hero.kind for thing in others):
-            continue
-        event = _sample_event(rng)
-        path = _sample_path(rng, hero, event, count)
-        if path is None or not all(_all_visible([*others, here], None) for here in path if here is not None):
-            continue
-        scenes = tuple(replace(base, things=(*others, here) if here is not None else others) for here in path)
-        return Clip(seed, scenes, hero, event)
-
-
-def _sample_event(rng: random.Random) -> Event:
-    what = rng.choice(("moves", "moves", "moves", "moves", "appears", "leaves", "stays"))
-    return Event(what, rng.choice(tuple(MOTION_VECTORS)) if what == "moves" else "")
-
-
-def _sample_path(rng: random.Random, hero: Thing, event: Event, count: int) -> list[Thing | None] | None:
-    """Return the hero per frame, None in frames without it; None instead of a list if it would leave the image."""
-    if event.what == "moves":
-        dx, dy = MOTION_VECTORS[event.way]
-        step = rng.randint(60, 110) / (count - 1)
-        start = [hero.x - dx * step * (count - 1) / 2, hero.y - dy * step * (count - 1) / 2]
-        path = [
-            replace(hero, x=round(start[0] + dx * step * t), y=round(start[1] + dy * step * t)) for t in range(count)
-        ]
-        margin = hero.size // 2 + 1
-        is_inside = all(margin <= value <= SCENE_IMAGE_SIZE - margin for moved in path for value in (moved.x, moved.y))
-        return list(path) if is_inside else None
-    if event.what == "stays":
-        return [hero] * count
-    change = rng.randint(1, count - 1)  # first frame after the event
-    if event.what == "appears":
-        return [None] * change + [hero] * (count - change)
-    return [hero] * change + [None] * (count - change)
-
-
-def spatial_relation(a: Thing, b: Thing) -> str | None:
-    """Return the direction from `b` to `a`: "left of", "right of", "above" or "below"; None if it is not clear."""
-    dx, dy = a.x - b.x, a.y - b.y
-    if abs(dx) >= 1.5 * abs(dy) and abs(dx) > 24:
-        return "left of" if dx < 0 else "right of"
-    if abs(dy) >= 1.5 * abs(dx) and abs(dy) > 24:
-        return "above" if dy < 0 else "below"
-    return None

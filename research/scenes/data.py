@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 
 from mmspec.app.scenes.objects import OBJECT_KINDS
 from mmspec.app.scenes.sprites import SIGN_CHARACTERS
-from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED, Clip, Scene, generate_clip, generate_scene
+from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED, Scene, generate_scene
 from research.scenes import grammar
 from research.scenes.build_model import (
     BOS_TOKEN_ID,
@@ -30,6 +30,8 @@ from research.scenes.build_model import (
     PAD_TOKEN_ID,
     format_prompt,
 )
+from research.scenes.clips import Clip, generate_clip
+from research.scenes.names import plural
 from research.scenes.patch_labels import (
     ACTIONS,
     IGNORE_INDEX,
@@ -218,7 +220,7 @@ def map_tokens_to_kinds(tokenizer: Any) -> dict[int, int]:
     """Return {token id: object kind} for singular and plural names that are one token."""
     kinds: dict[int, int] = {}
     for index, kind in enumerate(OBJECT_KINDS):
-        for name in (kind.name, kind.plural):
+        for name in (kind.name, plural(kind)):
             token_ids = tokenizer(" " + name, add_special_tokens=False).input_ids
             if len(token_ids) == 1:
                 kinds[token_ids[0]] = index

@@ -7,7 +7,9 @@ without the picture. Deterministic.
 from __future__ import annotations
 
 from mmspec.app.scenes.objects import OBJECT_KINDS
-from mmspec.app.scenes.world import REGIONS, SIZE_CLASSES, Scene, Thing, spatial_relation
+from mmspec.app.scenes.world import REGIONS, SIZE_CLASSES, Scene, Thing
+from research.scenes.clips import spatial_relation
+from research.scenes.names import plural
 from research.scenes.phrases import NUMBER_WORDS, capitalize, choose_verb, count_kinds, format_region
 
 
@@ -21,7 +23,7 @@ def describe_scene(scene: Scene) -> str:
         parts.append(f"{capitalize(format_region(scene.sign.region))} a sign says {scene.sign.text}.")
     for kind, count in count_kinds(scene):
         if count > 1:
-            parts.append(f"{capitalize(NUMBER_WORDS[count])} {OBJECT_KINDS[kind].plural} in all.")
+            parts.append(f"{capitalize(NUMBER_WORDS[count])} {plural(OBJECT_KINDS[kind])} in all.")
     parts.append(f"{capitalize(NUMBER_WORDS[len(order)])} thing{'' if len(order) == 1 else 's'}.")
     if len(order) < 5:
         parts += [_relation_sentence(one, other) for one, other in zip(order[2:], order, strict=False)]

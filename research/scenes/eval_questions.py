@@ -15,18 +15,12 @@ from functools import partial
 
 from PIL import Image
 
-from mmspec.app.scenes.objects import KIND_BY_NAME, OBJECT_KINDS
-from mmspec.app.scenes.render import render_scene, visible_shares
-from mmspec.app.scenes.world import (
-    BACKGROUND_COLOURS,
-    BACKGROUND_TEXTURES,
-    REGIONS,
-    SIZE_CLASSES,
-    Clip,
-    Scene,
-    Thing,
-)
+from mmspec.app.scenes.objects import OBJECT_KINDS
+from mmspec.app.scenes.render import render_scene
+from mmspec.app.scenes.world import BACKGROUND_COLOURS, BACKGROUND_TEXTURES, REGIONS, SIZE_CLASSES, Scene, Thing
 from research.scenes import grammar
+from research.scenes.clips import Clip, visible_shares
+from research.scenes.names import KIND_BY_NAME, plural, with_article
 from research.scenes.phrases import NUMBER_WORDS, count_kinds
 
 REGION_NAMES = tuple(name for row in REGIONS for name in row)
@@ -154,14 +148,14 @@ def build_scene_questions(scene: Scene, rng: random.Random) -> list[EvalQuestion
         thing = rng.choice(unique)
         questions.append(single("places", f"Where is the {thing.name}?", lambda a: find_region_name(a) == thing.region))
     counted_kind, count = rng.choice(count_kinds(scene))
-    how_many = f"How many {OBJECT_KINDS[counted_kind].plural} are there?"
+    how_many = f"How many {plural(OBJECT_KINDS[counted_kind])} are there?"
     questions.append(single("counts", how_many, lambda a: find_number(a) == count))
     total = len(scene.things)
     questions.append(single("totals", "How many things are there?", lambda a: find_number(a) == total))
     present = rng.choice(scene.things).kind
     absent = rng.choice([kind for kind in range(len(OBJECT_KINDS)) if not scene.count(kind)])
     for kind, expected in ((present, "yes"), (absent, "no")):
-        is_there = f"Is there {OBJECT_KINDS[kind].with_article} in the picture?"
+        is_there = f"Is there {with_article(OBJECT_KINDS[kind])} in the picture?"
         questions.append(single("yes_no", is_there, partial(_starts_with, expected)))
     background = (scene.colour, scene.texture)
     questions.append(single("backgrounds", "What is the background like?", lambda a: find_background(a) == background))

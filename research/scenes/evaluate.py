@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mmspec.app.scenes import WEIGHTS_FOLDER, compute_checksums, load_scenes_model
-from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED, generate_clip, generate_scene
+from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED, generate_scene
 from mmspec.engine.tree_cache import CACHE_ARGUMENT
 from research.scenes.build_model import format_prompt
+from research.scenes.clips import generate_clip
 from research.scenes.eval_questions import (
     EvalQuestion,
     MetricOutcomes,

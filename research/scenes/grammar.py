@@ -12,8 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from mmspec.app.scenes.objects import OBJECT_KINDS
-from mmspec.app.scenes.world import REGION_MARGIN, SCENE_IMAGE_SIZE, Clip, Scene, Thing, spatial_relation
+from mmspec.app.scenes.world import REGION_MARGIN, SCENE_IMAGE_SIZE, Scene, Thing
+from research.scenes.clips import Clip, spatial_relation
 from research.scenes.description import describe_scene
+from research.scenes.names import plural, with_article
 from research.scenes.phrases import (
     NUMBER_WORDS,
     capitalize,
@@ -126,13 +128,13 @@ def ask_uniform_kind_count(scene: Scene, rng: random.Random) -> QATurn:
 
 def _ask_kind_count(scene: Scene, kind: int, rng: random.Random) -> QATurn:
     question = rng.choice(("How many {} are there?", "How many {} do you see?", "Count the {}."))
-    return QATurn("count", question.format(OBJECT_KINDS[kind].plural), answer_kind_count(scene, kind))
+    return QATurn("count", question.format(plural(OBJECT_KINDS[kind])), answer_kind_count(scene, kind))
 
 
 def answer_kind_count(scene: Scene, kind: int) -> str:
     """Return the running count of a kind (`count_aloud`), then the number."""
     count = scene.count(kind)
-    name = OBJECT_KINDS[kind].name if count == 1 else OBJECT_KINDS[kind].plural
+    name = OBJECT_KINDS[kind].name if count == 1 else plural(OBJECT_KINDS[kind])
     return f"{capitalize(count_aloud(scene, kind))}: {NUMBER_WORDS[count]} {name}."
 
 
@@ -147,9 +149,9 @@ def ask_presence(scene: Scene, rng: random.Random) -> QATurn:
     question = rng.choice(("Is there {} in the picture?", "Do you see {}?", "Can you find {} here?"))
     if rng.random() < 0.5:
         kind = OBJECT_KINDS[rng.choice(sorted(present))]
-        return QATurn("yesno", question.format(kind.with_article), f"Yes, there is {kind.with_article}.")
+        return QATurn("yesno", question.format(with_article(kind)), f"Yes, there is {with_article(kind)}.")
     kind = OBJECT_KINDS[rng.choice([number for number in range(len(OBJECT_KINDS)) if number not in present])]
-    return QATurn("yesno", question.format(kind.with_article), f"No, there is no {kind.name}.")
+    return QATurn("yesno", question.format(with_article(kind)), f"No, there is no {kind.name}.")
 
 
 def ask_larger(scene: Scene, rng: random.Random) -> QATurn | None:
@@ -223,7 +225,7 @@ def ask_clip(clip: Clip, rng: random.Random) -> QATurn:
     """
     question = rng.choice(("What happens in the clip?", "Describe the video.", "What changes from picture to picture?"))
     things = [*clip.frames[0].reading_order(), *([clip.hero] if clip.event.what == "appears" else [])]
-    actions = join_list([f"{OBJECT_KINDS[thing.kind].with_article} {_action_phrase(clip, thing)}" for thing in things])
+    actions = join_list([f"{with_article(OBJECT_KINDS[thing.kind])} {_action_phrase(clip, thing)}" for thing in things])
     background = f"on a {clip.frames[0].texture} {clip.frames[0].colour} background"
     answer = f"{background} {actions}" if things[0].kind % 2 else f"{actions}, {background}"
     return QATurn("clip", question, capitalize(answer) + ".")
@@ -244,7 +246,7 @@ def _action_phrase(clip: Clip, thing: Thing) -> str:
 def generate_clip_qa_turns(clip: Clip, rng: random.Random) -> list[QATurn]:
     """Return short questions about single frames and motion directions, in random order; for training."""
     name = OBJECT_KINDS[clip.hero.kind].name
-    with_article = OBJECT_KINDS[clip.hero.kind].with_article
+    named = with_article(OBJECT_KINDS[clip.hero.kind])
     num_frames = len(clip.frames)
     turns = []
     if num_frames < len(NUMBER_WORDS):
@@ -259,12 +261,12 @@ def generate_clip_qa_turns(clip: Clip, rng: random.Random) -> list[QATurn]:
     turns += [QATurn("way", f"Which way does the {other} move?", "It does not move.") for other in others[:1]]
     borders = (SCENE_IMAGE_SIZE // 3, 2 * SCENE_IMAGE_SIZE // 3)
     for number, frame in enumerate(clip.frames, 1):
-        question = f"Is there {with_article} in picture {number}?"
+        question = f"Is there {named} in picture {number}?"
         present = [thing for thing in frame.things if thing.kind == clip.hero.kind]
         if not present:
             turns.append(QATurn("when", question, f"No, there is no {name}."))
             continue
-        turns.append(QATurn("when", question, f"Yes, there is {with_article}."))
+        turns.append(QATurn("when", question, f"Yes, there is {named}."))
         hero = present[0]
         if all(abs(value - border) >= REGION_MARGIN for value in (hero.x, hero.y) for border in borders):
             question = f"Where is the {name} in picture {number}?"

@@ -20,16 +20,15 @@ from mmspec.app.scenes.sprites import GLYPH_SIZE, SIGN_CHARACTERS
 from mmspec.app.scenes.world import (
     BACKGROUND_COLOURS,
     BACKGROUND_TEXTURES,
-    MOTION_VECTORS,
     REGIONS,
     SCENE_IMAGE_SIZE,
     SIZE_CLASSES,
-    Clip,
     Scene,
     Sign,
     Thing,
 )
 from research.scenes.build_model import GRID_SIZE, NUM_VISUAL_TOKENS, PATCH_SIZE
+from research.scenes.clips import MOTION_VECTORS, Clip
 
 BACKGROUND_CLASS = len(OBJECT_KINDS)
 SIGN_CLASS = len(OBJECT_KINDS) + 1
@@ -56,7 +55,7 @@ PATCH_LABEL_NAMES = (
 MAX_SIGN_LENGTH = max(map(len, SIGN_WORDS))
 """Letters of the longest sign."""
 ACTIONS = (*(("moves", way) for way in MOTION_VECTORS), ("appears", ""), ("leaves", ""), ("stays", ""))
-"""Classes of `PatchLabels.action`: (what, way) of `world.Event`."""
+"""Classes of `PatchLabels.action`: (what, way) of `clips.Event`."""
 REGION_INDEX = {name: index for index, name in enumerate(name for row in REGIONS for name in row)}
 """Region name -> class, row by row."""
 MIN_PATCH_COVERAGE = 0.3

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from mmspec.app.scenes.objects import OBJECT_KINDS, ObjectKind
 from mmspec.app.scenes.world import Scene, Thing
+from research.scenes.names import plural, with_article
 
 NUMBER_WORDS = ("no", "one", "two", "three", "four", "five", "six")
 """Number -> its word."""
@@ -34,7 +35,7 @@ def join_list(parts: Sequence[str]) -> str:
 
 def format_count(kind: ObjectKind, count: int) -> str:
     """Return "a dog" for one thing, "three dogs" for several."""
-    return kind.with_article if count == 1 else f"{NUMBER_WORDS[count]} {kind.plural}"
+    return with_article(kind) if count == 1 else f"{NUMBER_WORDS[count]} {plural(kind)}"
 
 
 def capitalize(text: str) -> str:
@@ -69,7 +70,7 @@ def format_region(region: str) -> str:
 
 def list_things(scene: Scene) -> str:
     """Return the things in reading order, each behind its region: "upper left a dog, center a cat, bottom a dog"."""
-    return ", ".join(f"{thing.region} {OBJECT_KINDS[thing.kind].with_article}" for thing in scene.reading_order())
+    return ", ".join(f"{thing.region} {with_article(OBJECT_KINDS[thing.kind])}" for thing in scene.reading_order())
 
 
 def count_aloud(scene: Scene, kind: int | None = None) -> str:

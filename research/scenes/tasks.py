@@ -14,8 +14,9 @@ from PIL import Image
 
 from mmspec.app.cli.arguments import Options, parse_seed
 from mmspec.app.scenes.render import render_scene
-from mmspec.app.scenes.world import Clip, Scene, generate_clip, generate_scene
+from mmspec.app.scenes.world import Scene, generate_scene
 from research.scenes import grammar
+from research.scenes.clips import Clip, generate_clip
 
 REQUEST_TASKS = ("describe", "short", "answer", "clip")
 """Long description, caption, short answer, what happens in a clip."""

@@ -14,7 +14,8 @@ import numpy as np
 
 from mmspec.app.scenes.objects import OBJECT_KINDS
 from mmspec.app.scenes.render import render_scene
-from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED, Clip, generate_clip, generate_scene
+from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED, generate_scene
+from research.scenes.clips import Clip, generate_clip
 
 IMAGE_SEEDS = (3, 5, 15, 17, 41, 47)
 """Offsets of the images' seeds from `FIRST_HELD_OUT_SEED`."""

@@ -11,7 +11,8 @@ import random
 from pathlib import Path
 
 from mmspec.app.cli.arguments import positive_int
-from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED, Clip
+from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED
+from research.scenes.clips import Clip
 from research.scenes.tasks import add_scene_seed, generate_requests
 from research.scenes.write_examples import encode_video
 

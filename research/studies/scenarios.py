@@ -14,8 +14,8 @@ import torch
 from mmspec.app.cli.arguments import split_commas
 from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.scenes.render import render_scene
-from mmspec.app.scenes.world import generate_clip
 from mmspec.targets.registry import find_adapter
+from research.scenes.clips import generate_clip
 from research.scenes.tasks import SceneRequest, generate_requests
 
 if TYPE_CHECKING:

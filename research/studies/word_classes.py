@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
-from mmspec.app.scenes.objects import KIND_BY_NAME
 from mmspec.app.scenes.world import BACKGROUND_COLOURS, BACKGROUND_TEXTURES, SIZE_CLASSES
 from mmspec.app.ui.rounds import CORRECTED, DRAFTED, Round
 from research.bench.measure import bootstrap_interval
+from research.scenes.names import KIND_BY_NAME
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

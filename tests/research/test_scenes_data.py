@@ -10,13 +10,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from mmspec.app.scenes.objects import KIND_BY_NAME
-from mmspec.app.scenes.world import (
-    FIRST_HELD_OUT_SEED,
-    REGIONS,
-    generate_clip,
-    generate_scene,
-)
+from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED, REGIONS, generate_scene
 from research.scenes import grammar
 from research.scenes.build_model import (
     GRID_SIZE,
@@ -25,6 +19,7 @@ from research.scenes.build_model import (
     PATCH_SIZE,
     train_tokenizer,
 )
+from research.scenes.clips import generate_clip
 from research.scenes.data import (
     ABOUT_ABSENT,
     ABOUT_ACTION,
@@ -37,6 +32,7 @@ from research.scenes.data import (
     sample_turns,
 )
 from research.scenes.models import build_turn_mask, build_turn_position_ids
+from research.scenes.names import KIND_BY_NAME
 from research.scenes.patch_labels import (
     ACTIONS,
     BACKGROUND_CLASS,

@@ -14,7 +14,7 @@ from PIL import Image
 
 from mmspec.app.io.videos import load_video
 from mmspec.app.scenes import WEIGHTS_FOLDER, examples
-from mmspec.app.scenes.objects import KIND_BY_NAME, OBJECT_KINDS
+from mmspec.app.scenes.objects import OBJECT_KINDS
 from mmspec.app.scenes.render import build_layers, render_scene
 from mmspec.app.scenes.sign_words import SIGN_WORDS
 from mmspec.app.scenes.sprites import ATLAS_FILE, SIGN_CHARACTERS, get_glyph, get_sprite
@@ -23,22 +23,21 @@ from mmspec.app.scenes.world import (
     REGION_MARGIN,
     SCENE_IMAGE_SIZE,
     SIZE_CLASSES,
-    Clip,
     Scene,
-    generate_clip,
     generate_scene,
     is_held_out_pair,
-    spatial_relation,
 )
 from mmspec.app.train.datasets import FileData
 from research.scenes import eval_questions, grammar, phrases, tasks, write_examples, write_requests
 from research.scenes.build_model import (
     train_tokenizer,
 )
+from research.scenes.clips import Clip, generate_clip, spatial_relation
 from research.scenes.data import (
     PatchDataset,
     generate_corpus,
 )
+from research.scenes.names import KIND_BY_NAME, plural
 from research.scenes.patch_labels import (
     render_with_labels,
 )
@@ -50,7 +49,7 @@ SEEDS = range(300)
 
 def test_at_least_200_kinds_with_distinct_names_and_sprites() -> None:
     assert len(OBJECT_KINDS) >= 200 and len({kind.name for kind in OBJECT_KINDS}) == len(OBJECT_KINDS)
-    assert len(KIND_BY_NAME) >= len({kind.name for kind in OBJECT_KINDS} | {kind.plural for kind in OBJECT_KINDS})
+    assert len(KIND_BY_NAME) >= len({kind.name for kind in OBJECT_KINDS} | {plural(kind) for kind in OBJECT_KINDS})
     sprites = {get_sprite(number).tobytes() for number in range(len(OBJECT_KINDS))}
     assert len(sprites) == len(OBJECT_KINDS)
     for number in range(len(OBJECT_KINDS)):

@@ -21,11 +21,12 @@ from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.scenes import CARD_FILE, WEIGHTS_FOLDER, verify_checksums
 from mmspec.app.scenes.examples import list_example_files
 from mmspec.app.scenes.objects import OBJECT_KINDS
-from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED, generate_clip, generate_scene
+from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED, generate_scene
 from mmspec.drafters import registry
 from mmspec.vision.compressors.elastic import Elastic
 from research.scenes import eval_questions, evaluate, model_card
 from research.scenes.build_model import format_prompt
+from research.scenes.clips import generate_clip
 from research.scenes.model_card import TRAINING_FILE
 from research.scenes.stages import STAGES
 from research.scenes.tasks import generate_requests
