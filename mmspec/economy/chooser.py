@@ -20,14 +20,14 @@ from typing import Any
 
 import torch
 
-from mmspec.economy.known import IDLE_DECAY, Economy, Offer, Option, Rounds, Source
+from mmspec.economy.known import MAX_CREDIT, Economy, Offer, Option, Rounds, Source
 from mmspec.economy.tables import cost_rows
 from mmspec.engine.tree import BUCKETS, DraftTree, bucket_size
 
 TRIAL_SHARE = 0.01
 """Fraction of the time that trials may lose."""
-CALL_CREDIT, MAX_CREDIT = 2.0, 3.0
-"""Rounds of plain decoding that trials of one call may lose before they are earned, and that are saved up for them."""
+CALL_CREDIT = 2.0
+"""Those of `MAX_CREDIT` that trials of one call may lose."""
 CALL_DECAY, TOTAL_DECAY = 0.97, 0.98
 """Factors on the evidence of a source at each round of it, within the call and over all calls."""
 CONTRADICTED = 0.1
@@ -43,7 +43,7 @@ TRIED_TRUST, TRIED_NODES = 0.7, 4
 FIRST_LEVELS = 3
 """Levels of the first draft, before anything is measured."""
 PLAN_EVERY = 8
-"""Rounds after which the levels of a source that is known are chosen anew."""
+"""Rounds after which what is expected of sources that have not drafted is found anew; the first few each do so."""
 REMEASURE_EVERY = 128
 """Rounds after which plain decoding is measured again."""
 ASSUMED_ACCEPTANCE = 0.3
@@ -93,6 +93,7 @@ class Chooser:
         self._rounds: dict[str, Rounds] = {}
         self._drafted: set[str] = set()
         self._plans: dict[tuple[int, str], tuple[int, float, float]] = {}
+        self._options: dict[tuple[int, str], Option] = {}
 
     def follow_rows(self, num_rows: int) -> None:
         """From the coming round on only `num_rows` rows of the batch are scored: it costs what a smaller batch does."""
@@ -132,6 +133,9 @@ class Chooser:
 
     def options(self, plain_s: float) -> list[Option]:
         """All actions, where plain decoding's round takes so many seconds."""
+        if self._number <= PLAN_EVERY or self._number % PLAN_EVERY == 0:
+            self._plans, self._options = {}, {}
+            self._rounds = {name: one.faded(self.economy.num_rounds) for name, one in self._rounds.items()}
         plain = Option(None, 1, 1.0, plain_s, self._plain_spread())
         return [*(self._option(source) for source in self.sources), plain]
 
@@ -178,11 +182,13 @@ class Chooser:
         return 0.0 if table.is_known(*key) and self._since_plain < REMEASURE_EVERY else 0.3
 
     def _option(self, source: Source) -> Option:
-        """What a source is expected to bring and take."""
+        """What a source is expected to bring and take; kept until it drafts."""
+        key = self.batch, source.name
+        if key in self._options:
+            return self._options[key]
         economy, rounds = self.economy, self._known(source)
         count = rounds.count
-        key = self.batch, source.name
-        if key not in self._plans or count < PLAN_EVERY or self._number % PLAN_EVERY == 0:
+        if key not in self._plans or count < PLAN_EVERY:
             self._plans[key] = economy.best_levels(source, self.batch, self.max_tree_size)
         levels, tokens, seconds = self._plans[key]
         weight = count + PRIOR_ROUND
@@ -192,7 +198,8 @@ class Chooser:
             total_s += times * ((economy.round_s(self.batch, size) or 0.0) + economy.draft_s(source, self.batch, used))
         tokens = (rounds.tokens + PRIOR_ROUND * tokens) / weight
         spread = math.sqrt((count * variance + PRIOR_ROUND * tokens * tokens) / weight / weight)
-        return Option(source, levels, tokens, total_s / weight, spread)
+        found = self._options[key] = Option(source, levels, tokens, total_s / weight, spread)
+        return found
 
     def _known(self, source: Source) -> Rounds:
         """The rounds of a source in this call, which begin with those of earlier calls."""
@@ -293,9 +300,6 @@ class Chooser:
             plain_s = economy.round_s(self.batch, 1) or 0.0
             seconds = economy.round_s(self.batch, num_nodes) or 0.0
             tokens = 1 + sum(num_accepted) / max(1, len(num_accepted))
-            for key, rounds in self._rounds.items():
-                if source is None or key != source.name:
-                    self._rounds[key] = rounds.scaled(IDLE_DECAY)
             if source is not None:
                 economy.drafts_s.add(source.name, self.batch, self.levels, draft_s - self._made_s)
                 seconds += economy.draft_s(source, self.batch, self.levels)
@@ -303,19 +307,21 @@ class Chooser:
             earned_s = tokens / self.rate - seconds if self._is_trial and self.rate else TRIAL_SHARE * seconds
             self._count_offer(seconds)
             earned = earned_s / plain_s if plain_s else 0.0
-            economy.credit = min(max(MAX_CREDIT, economy.credit), economy.credit + earned)
+            economy.credit = min(MAX_CREDIT, economy.credit + earned)
         self.source, self._gain, self._made_s = None, 0.0, 0.0
 
     def _count(self, source: Source, num_nodes: int, tokens: float, num_accepted: Sequence[int]) -> None:
         """What a source has brought."""
         economy, size = self.economy, (self.levels, num_nodes)
-        if self._known(source).add(tokens, size, CALL_DECAY):
+        known = self._rounds[source.name] = self._known(source).faded(economy.num_rounds - 1)
+        if known.add(tokens, size, CALL_DECAY):
             economy.yields.fade(source.name, CONTRADICTED)
+        self._options.pop((self.batch, source.name), None)
         total = economy.rounds.setdefault(source.name, Rounds())
         total.calls += source.name not in self._drafted
         self._drafted.add(source.name)
         total.add(tokens, size, TOTAL_DECAY)
-        total.last = economy.num_rounds
+        total.last = known.last = economy.num_rounds
         outcomes: list[tuple[Any, float, float]] = []
         if self._gain > 0:
             economy.count_trust(source, sum(num_accepted), self._gain)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mmspec.economy.tables import NODE_COST, Seconds, Yields, checked
@@ -19,8 +19,8 @@ MIN_TRUST, MAX_TRUST = 0.05, 1.5
 
 MAKE_ROUNDS = 40
 """Rounds of plain decoding, which reads all weights too, that making a copy of them takes at least."""
-FIRST_CREDIT = 4.0
-"""Rounds of plain decoding that trials may lose before they are earned."""
+MAX_CREDIT = 3.0
+"""Rounds of plain decoding that trials may lose before they are earned, and that are saved up for them."""
 RECENT_DECAY = 0.7
 """Factor on the evidence of the last few rounds at each further one."""
 SURPRISE, MIN_VARIANCE = 3.0, 0.25
@@ -119,11 +119,16 @@ class Rounds:
         sizes = {size: factor * count for size, count in self.sizes.items() if factor * count > 1e-3}
         return Rounds(factor * self.tokens, factor * self.squares, sizes, self.last, self.calls)
 
+    def faded(self, num_rounds: int) -> Rounds:
+        """What is known after so many rounds in all, of which all since the last one were of others."""
+        if num_rounds == self.last:
+            return self
+        return replace(self.scaled(IDLE_DECAY ** (num_rounds - self.last)), last=num_rounds)
+
     def for_a_call(self, num_rounds: int) -> Rounds:
         """What is known at the start of a call, after so many rounds in all."""
         limit = PRIOR_ROUNDS - (PRIOR_ROUNDS - FIRST_PRIOR_ROUNDS) / max(1, self.calls)
-        fades = IDLE_DECAY ** (num_rounds - self.last)
-        return self.scaled(fades * min(1.0, limit / max(self.count, 1e-9)))
+        return self.faded(num_rounds).scaled(min(1.0, limit / max(self.count, 1e-9)))
 
     def add(self, tokens: float, size: tuple[int, int], decay: float) -> bool:
         """One more round; whether the last few contradict those before."""
@@ -160,7 +165,7 @@ class Economy:
         self.rounds_s, self.drafts_s = Seconds(NODE_COST[device]), Seconds(1.0)
         self.yields = Yields(weight=4.0, decay=0.97)
         self.rounds: dict[str, Rounds] = {}
-        self.credit = FIRST_CREDIT
+        self.credit = MAX_CREDIT
         self.num_rounds = 0
         self.saved_s = 0.0
         self.lock = new_lock()
@@ -221,11 +226,11 @@ class Economy:
 
     def draft_s(self, source: Source, rows: int, levels: int) -> float:
         """Seconds of a draft."""
-        assumed = levels * source.step_s * (self.round_s(rows, 1) or 0.0)
         known = self.drafts_s.get(source.name, rows, levels)
-        if known is None:
-            return assumed
-        return known if self.drafts_s.is_known(source.name, rows) else min(known, assumed)
+        if known is not None and self.drafts_s.is_known(source.name, rows):
+            return known
+        assumed = levels * source.step_s * (self.round_s(rows, 1) or 0.0)
+        return assumed if known is None else min(known, assumed)
 
     def make_s(self, offer: Offer, rows: int) -> float:
         """Seconds that making what is offered takes, as far as is known."""

@@ -14,6 +14,9 @@ WINDOW = 9
 """Last measurements of one kind, of which the fastest third ends at the estimate: stalls only ever add time."""
 AGREE = 1.25
 """Ratio of the two fastest measurements up to which they are believed: first runs and stalls hardly ever agree."""
+STALE = 64
+"""Measurements of other sizes after which one that was not measured is predicted again: the machine was another then.
+Else a size that was measured while the machine was busy would never be tried again."""
 SAME = 0.01
 """Fraction by which an estimate must move to be another one."""
 NODE_COST = {"cpu": 0.11, "other": 0.01}
@@ -42,6 +45,7 @@ class Seconds:
         self._points: dict[tuple[Hashable, int], dict[int, float]] = {}
         self._known: dict[tuple[Hashable, int], set[int]] = {}
         self._memo: dict[Hashable, dict[tuple[int, int], float | None]] = {}
+        self._lately: dict[tuple[Hashable, int], list[int]] = {}
         self._lock = new_lock()
 
     def add(self, what: Hashable, rows: int, size: int, seconds: float) -> None:
@@ -51,6 +55,7 @@ class Seconds:
         with self._lock:
             last = self._last.setdefault((what, rows), {}).setdefault(size, deque(maxlen=WINDOW))
             last.append(seconds)
+            self._forget(what, rows, size)
             runs = sorted(last)
             points, known = self._points.setdefault((what, rows), {}), self._known.setdefault((what, rows), set())
             value, agrees = runs[(len(runs) - 1) // 3], len(runs) > 1 and runs[1] <= AGREE * runs[0]
@@ -59,6 +64,22 @@ class Seconds:
             points[size] = value
             (known.add if agrees else known.discard)(size)
             self._curves[what, rows] = self._curve(rows, points, known)
+            self._memo[what] = {}
+
+    def _forget(self, what: Hashable, rows: int, size: int) -> None:
+        """Let go of sizes that were not measured lately, but of the smallest and the largest one."""
+        key = what, rows
+        lately, sizes = self._lately.setdefault(key, []), self._last[key]
+        lately.append(size)
+        if len(lately) < STALE:
+            return
+        stale = sizes.keys() - {*lately, min(sizes), max(sizes)}
+        lately.clear()
+        for one in stale & self._points[key].keys():
+            del sizes[one], self._points[key][one]
+            self._known[key].discard(one)
+        if stale:
+            self._curves[key] = self._curve(rows, self._points[key], self._known[key])
             self._memo[what] = {}
 
     def count(self, what: Hashable, rows: int, size: int | None = None) -> int:
@@ -73,10 +94,11 @@ class Seconds:
 
     def get(self, what: Hashable, rows: int, size: int) -> float | None:
         """The estimate; None if nothing of the kind was measured, whatever the rows and size."""
-        memo = self._memo.setdefault(what, {})
-        if (rows, size) not in memo:
-            memo[rows, size] = self._estimate(what, rows, size)
-        return memo[rows, size]
+        try:
+            return self._memo[what][rows, size]
+        except KeyError:
+            found = self._memo.setdefault(what, {})[rows, size] = self._estimate(what, rows, size)
+            return found
 
     def _estimate(self, what: Hashable, rows: int, size: int) -> float | None:
         own = self._curves.get((what, rows))
