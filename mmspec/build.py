@@ -109,7 +109,7 @@ def _build_output(call: Call, target: HFTarget, sampler: TreeSampler) -> OutputB
     )
     output.sync_finished_rows |= sampler.can_fail_at_padding
     for constraint in sampler.constraints:
-        constraint.is_ended = lambda row: output.finished[row]
+        constraint.is_ended, constraint.stop_ids = lambda row: output.finished[row], output.criteria.stop_id_set
         if (tokenizer := call.plan.tokenizer) is not None:
             constraint.encode = lambda text: tokenizer.encode(text, add_special_tokens=False)
     return output

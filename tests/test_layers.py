@@ -38,6 +38,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "engine.recordings",
         "engine.private_copy",
         "engine.constraints",
+        "engine.constrained_draft",
         "cpu.*",
         "cpu.c_kernel",
         "cpu.trees",

@@ -8,6 +8,7 @@ and has the last word (`mmspec.engine.verifier.confirm`): one that depends on mo
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from mmspec.engine.draws import ForbidDraws
 from mmspec.engine.private_copy import private_copy
-from mmspec.engine.tree import BUCKETS, DraftTree, build_tree
+from mmspec.engine.tree import DraftTree
 
 C = TypeVar("C", bound=type)
 INCREMENTAL_CLASSES = frozenset(
@@ -61,7 +62,7 @@ def is_declared(processor: Any) -> bool:
     return type(processor) in _REGISTERED or is_incremental(processor)
 
 
-class _Node:
+class PrefixNode:
     """What a constraint adds after a prefix.
 
     Attributes:
@@ -73,21 +74,34 @@ class _Node:
 
     def __init__(self, view: Any, bias: Tensor | None, error: Exception | None = None) -> None:
         self.view, self.bias, self.error = view, bias, error
-        self.children: dict[int, _Node] = {}
+        self.children: dict[int, PrefixNode] = {}
 
     def allows(self, token: int) -> bool:
         """Whether a token may follow."""
         if self.bias is None or not 0 <= token < len(self.bias):
             return False
-        return not bool(self.bias[token] if self.bias.dtype == torch.bool else self.bias[token].isneginf())
+        return not bool(self._forbidden(self.bias[token]))
+
+    @cached_property
+    def num_allowed(self) -> int:
+        """How many tokens may follow; 0 after an error."""
+        return 0 if self.bias is None else len(self.bias) - int(self._forbidden(self.bias).sum())
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether few tokens may follow."""
+        return self.bias is not None and self.num_allowed * 16 <= len(self.bias)
 
     @property
     def forced(self) -> int | None:
         """The one token that may follow, or None if there are more."""
-        if self.bias is None:
+        if self.bias is None or self.num_allowed != 1:
             return None
-        allowed = ~(self.bias if self.bias.dtype == torch.bool else self.bias.isneginf())
-        return int(allowed.nonzero()) if int(allowed.sum()) == 1 else None
+        return int((~self._forbidden(self.bias)).nonzero())
+
+    @staticmethod
+    def _forbidden(bias: Tensor) -> Tensor:
+        return bias if bias.dtype == torch.bool else bias.isneginf()
 
     @property
     def forced_text(self) -> str:
@@ -104,6 +118,7 @@ class Constraint:
     Attributes:
         is_ended: whether a row has ended: nothing is computed for it.
         encode: the ids of a text, to draft what a grammar forces; none where no tokenizer is known.
+        stop_ids: ids behind which nothing is drafted.
     """
 
     def __init__(self, make_view: Callable[[int], Any], is_incremental: bool, batch: int, vocab: int) -> None:
@@ -115,16 +130,17 @@ class Constraint:
             vocab: V.
         """
         self._make_view, self._is_incremental, self._vocab = make_view, is_incremental, vocab
-        self._roots: list[_Node | None] = [None] * batch
+        self._roots: list[PrefixNode | None] = [None] * batch
         self._lengths = [0] * batch
         self.is_ended: Callable[[int], bool] = lambda row: False
         self.encode: Callable[[str], Sequence[int]] = lambda text: ()
+        self.stop_ids: frozenset[int] = frozenset()
 
     def __call__(self, history: Tensor, scores: Tensor) -> Tensor:
         """Scores [B, V] of one node per row, after a history [B, L]."""
         return self.apply(scores[:, None], None, history, [history.shape[1]] * len(history))[:, 0]
 
-    def root(self, row: int, sequences: Tensor, length: int) -> _Node:
+    def root(self, row: int, sequences: Tensor, length: int) -> PrefixNode:
         """What holds after the first `length` ids of a row; they continue those of the call before."""
         node = self._roots[row]
         if node is None or self._lengths[row] > length:
@@ -135,7 +151,7 @@ class Constraint:
         self._roots[row], self._lengths[row] = node, length
         return node
 
-    def child(self, node: _Node, token: int, history: Tensor) -> _Node:
+    def child(self, node: PrefixNode, token: int, history: Tensor) -> PrefixNode:
         """What holds after one token more than the history [L] of a node."""
         if token not in node.children:
             ids = torch.cat([history, history.new_tensor([token])])
@@ -149,14 +165,14 @@ class Constraint:
             Exception: of the processor at the root of a row.
         """
         scores = scores.clone()
-        tokens, parents, masks = _on_host(tree) if tree is not None else ([[0]], [[0]], [[True]])
+        tokens, parents, masks = on_host(tree) if tree is not None else ([[0]], [[0]], [[True]])
         for row, length in enumerate(lengths):
             if self.is_ended(row):
                 continue
             root = self.root(row, sequences, length)
             if root.error is not None:
                 raise root.error
-            found: dict[int, tuple[_Node, Tensor]] = {0: (root, sequences[row, :length])}
+            found: dict[int, tuple[PrefixNode, Tensor]] = {0: (root, sequences[row, :length])}
             for index in range(scores.shape[1]):
                 if index and masks[row][index] and parents[row][index] in found:
                     found[index] = self._below(found[parents[row][index]], tokens[row][index])
@@ -164,15 +180,15 @@ class Constraint:
                     _add(scores[row, index], found[index][0].bias)
         return scores
 
-    def _below(self, above: tuple[_Node, Tensor], token: int) -> tuple[_Node, Tensor]:
+    def _below(self, above: tuple[PrefixNode, Tensor], token: int) -> tuple[PrefixNode, Tensor]:
         """A node and its history, below another."""
         node, history = above
         return self.child(node, token, history), torch.cat([history, history.new_tensor([token])])
 
-    def _next_view(self, node: _Node) -> Any:
+    def _next_view(self, node: PrefixNode) -> Any:
         return private_copy(node.view) if self._is_incremental else node.view
 
-    def _evaluate(self, make_view: Callable[[], Any], ids: Tensor) -> _Node:
+    def _evaluate(self, make_view: Callable[[], Any], ids: Tensor) -> PrefixNode:
         """What a copy [L] of the ids of a row gives; the copy of the processor is made where errors are caught."""
         try:
             view = make_view()
@@ -182,86 +198,14 @@ class Constraint:
             if added.shape != zeros.shape:
                 raise ValueError(f"{type(view).__name__} returned scores {list(added.shape)} for {list(zeros.shape)}")
         except Exception as error:
-            return _Node(None, None, error)
+            return PrefixNode(None, None, error)
         bias = added[0].float()
         forbidden = bias.isneginf()
-        return _Node(view, bias if bool(((bias != 0) & ~forbidden).any()) else forbidden)
+        return PrefixNode(view, bias if bool(((bias != 0) & ~forbidden).any()) else forbidden)
 
 
-def constrain(
-    tree: DraftTree, constraints: Sequence[Constraint], sequences: Tensor, lengths: Sequence[int], limit: int
-) -> DraftTree:
-    """A draft without the nodes that a constraint forbids or fails at, and with those that are forced.
-
-    Args:
-        tree: of the drafter; its nodes keep their places where nothing is forced.
-        constraints: of the call.
-        sequences: [B, S] int64, the rows so far.
-        lengths: ids of each row.
-        limit: largest number of nodes, root included.
-    """
-    tokens, parents, masks = _on_host(tree)
-    scores = None if tree.scores is None else tree.scores.tolist()
-    chains: list[list[int]] = []
-    for row, length in enumerate(lengths):
-        if any(one.is_ended(row) for one in constraints):  # what is drafted there is not accepted
-            chains.append([])
-            continue
-        places = {0: ([one.root(row, sequences, length) for one in constraints], sequences[row, :length])}
-        for index in range(1, tree.num_nodes):
-            above = places.get(parents[row][index]) if masks[row][index] else None
-            masks[row][index] = above is not None and all(node.allows(tokens[row][index]) for node in above[0])
-            if above is not None and masks[row][index] and index in parents[row]:
-                places[index] = _children(constraints, above, tokens[row][index])
-        chains.append(_forced_chain(constraints, places[0], limit - 1))
-    if not any(chains):
-        node_mask = torch.tensor(masks, device=tree.node_mask.device)
-        kept = None if tree.scores is None else tree.scores * node_mask.to(tree.scores.device)
-        return DraftTree(tree.tokens, tree.parents, node_mask, kept)
-    rows = []
-    for row, chain in enumerate(chains):
-        nodes = [(token, index, 1.0) for index, token in enumerate(chain)]
-        known = {(parent, token): index for index, (token, parent, _) in enumerate(nodes, 1)}
-        moved = {0: 0}
-        for index in range(1, tree.num_nodes):
-            parent, token = moved.get(parents[row][index]), tokens[row][index]
-            if parent is None or not masks[row][index]:
-                continue
-            if (parent, token) not in known and len(nodes) < limit - 1:
-                nodes.append((token, parent, 0.5 if scores is None else scores[row][index]))
-                known[parent, token] = len(nodes)
-            if (parent, token) in known:
-                moved[index] = known[parent, token]
-        rows.append(nodes)
-    return build_tree(rows, tree.tokens.device)
-
-
-def _forced_chain(constraints: Sequence[Constraint], place: tuple[list[_Node], Tensor], limit: int) -> list[int]:
-    """Tokens that follow one another because no other is allowed, or no other text."""
-    chain: list[int] = []
-    pending: list[int] = []  # of a text, in the tokenizer's own way to write it
-    while len(chain) < min(limit, BUCKETS[-1] - 1):
-        if not pending:
-            texts = ((one, node.forced_text) for one, node in zip(constraints, place[0], strict=True))
-            pending = next((list(one.encode(text)) for one, text in texts if text), [])
-            pending = pending or [token for node in place[0] if (token := node.forced) is not None][:1]
-        forced = pending.pop(0) if pending else None
-        if forced is None or not all(node.allows(forced) for node in place[0]):
-            break
-        chain.append(forced)
-        place = _children(constraints, place, forced)
-    return chain
-
-
-def _children(
-    constraints: Sequence[Constraint], above: tuple[list[_Node], Tensor], token: int
-) -> tuple[list[_Node], Tensor]:
-    nodes, history = above
-    below = [one.child(node, token, history) for one, node in zip(constraints, nodes, strict=True)]
-    return below, torch.cat([history, history.new_tensor([token])])
-
-
-def _on_host(tree: DraftTree) -> tuple[list[list[int]], list[list[int]], list[list[bool]]]:
+def on_host(tree: DraftTree) -> tuple[list[list[int]], list[list[int]], list[list[bool]]]:
+    """Tokens, parents and mask of the nodes of each row."""
     return tree.tokens.tolist(), tree.parents.tolist(), tree.node_mask.tolist()
 
 

@@ -259,12 +259,12 @@ class DecodeLoop:
         tree.check(len(active))
         num_proposed = tree.num_nodes
         tree = tree.trim(chooser.max_tree_size)
-        if self.target.chains_only:
-            tree = first_chain(tree)
         if self.sampler.constraints:
             lengths, proposed = [self.output.prompt_length + n for n in self.output.num_emitted], tree
             tree = self.sampler.constrain(tree, self.output.sequences, lengths, chooser.max_tree_size)
             self._has_moved = tree.tokens is not proposed.tokens
+        if self.target.chains_only:
+            tree = first_chain(tree)
         max_gain = sum(limit - 1 for limit, on in zip(max_emit, active, strict=True) if on)
         size = chooser.choose_size(tree, sum(active), max_gain)
         return tree.trim(size).pad(size), num_proposed

@@ -18,7 +18,8 @@ from torch import Tensor
 from transformers.generation import logits_process as hf
 
 from mmspec.cpu.interception import operators_are_intercepted
-from mmspec.engine.constraints import Constraint, constrain, is_declared, is_incremental
+from mmspec.engine.constrained_draft import constrain
+from mmspec.engine.constraints import Constraint, is_declared, is_incremental
 from mmspec.engine.host_copy import from_host
 from mmspec.engine.private_copy import copied_if_small, private_copy
 from mmspec.engine.rng import SamplingNoise
@@ -118,7 +119,7 @@ class TreeSampler:
         )
 
     def constrain(self, tree: DraftTree, sequences: Tensor, lengths: Sequence[int], limit: int) -> DraftTree:
-        """`mmspec.engine.constraints.constrain`, for these processors."""
+        """`mmspec.engine.constrained_draft.constrain`, for these processors."""
         return constrain(tree, self.constraints, sequences, lengths, limit)
 
     @property

@@ -18,7 +18,9 @@ from torch import Tensor
 
 import mmspec
 from mmspec.engine import constraints
+from mmspec.engine.constrained_draft import constrain
 from mmspec.engine.private_copy import MAX_OBJECTS, copied_if_small, private_copy
+from mmspec.engine.tree import build_tree
 
 VOCAB = tiny.ModelSpec().vocab
 FAMILIES = ("llava", "qwen2_vl", "qwen3_vl", *fuzz.LATER_FAMILIES)
@@ -124,6 +126,41 @@ def test_forced_tokens_are_drafted_for_nothing() -> None:
         for mode in (GREEDY, SAMPLED):
             stats = assert_parity(model, inputs, "hybrid", prefix_allowed_tokens_fn=lambda: allowed, **mode)
             assert stats.num_accepted_tokens > 10
+
+
+@pytest.mark.parametrize(
+    ("history", "draft", "expected"),
+    [
+        ([9, 1], [], {(2,), (2, 3)}),  # 1 forces 2, 2 forces 3, of 3 nothing is known
+        ([5], [(1, -1, 0.9)], {(1,), (1, 2), (1, 2, 3)}),  # also below a node of the drafter
+        ([3, 7, 5, 3], [], {(7,)}),  # few tokens are allowed, one of them followed before
+        ([3, 9, 6, 3], [(8, -1, 0.2)], {(6,), (8,)}),  # else the last other one; the drafter's is kept
+        ([5, 4], [(8, -1, 0.9)], {(8,), (8, 0)}),
+        ([1], [(2, -1, 0.1), (3, 0, 0.09)], {(2,), (2, 3)}),  # certain, whatever the drafter thinks
+        ([2], [], {(3,)}),
+        ([9, 8], [(1, -1, 0.8)], {(0,)}),  # behind an end nothing is drafted
+    ],
+)
+def test_what_must_follow_is_added_anywhere(
+    history: list[int], draft: list[tuple[int, int, float]], expected: set[tuple[int, ...]]
+) -> None:
+    """`draft` has (token, place of the parent in it or -1, probability)."""
+    rules = {1: [2], 2: [3], 3: [6, 7, 8], 8: [0]}
+
+    def allow(ids: Tensor, scores: Tensor) -> Tensor:
+        allowed = rules.get(int(ids[0, -1]), range(scores.shape[1]))
+        return scores.masked_fill(torch.tensor([n not in allowed for n in range(scores.shape[1])]), -torch.inf)
+
+    constraint = constraints.Constraint(lambda row: allow, False, 1, 64)
+    constraint.stop_ids = frozenset({0})
+    proposed = build_tree([[(token, parent + 1, prob) for token, parent, prob in draft]])
+    tree = constrain(proposed, [constraint], torch.tensor([history]), [len(history)], 8)
+    paths: dict[int, tuple[int, ...]] = {0: ()}
+    for index in range(1, tree.num_nodes):
+        if tree.node_mask[0, index]:
+            paths[index] = (*paths[int(tree.parents[0, index])], int(tree.tokens[0, index]))
+    assert {path for path in paths.values() if path} == expected
+    assert tree.scores is None or (tree.scores[0].diff() <= 0).all()
 
 
 # --- processors that are not what they seem ---------------------------------------------------------------------------
