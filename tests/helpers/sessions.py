@@ -121,6 +121,7 @@ class Session:
                 )
             self.done.append("interrupted")
             self.counts["interrupts"] += 1
+            self.share_deltas()
             return self.compare_state()
         given, more, streamers = self.extras(kind, given, options)
         seed, outcomes = rng.randrange(1000), []
@@ -188,12 +189,16 @@ class Session:
             thread.join()
         self.done.append("threads")
         self.counts["calls"] += 2
-        if hasattr(self.plain.base_model, "rope_deltas"):  # of the call that ended last, which nobody knows
-            self.patched.base_model.rope_deltas = copy.deepcopy(self.plain.base_model.rope_deltas)
+        self.share_deltas()
         for number, expected in enumerate(plain):
             if found.get(number) != expected:
                 self.faults.append(f"{self.done}: thread {number}: {expected} became {found.get(number)}")
         self.compare_state()
+
+    def share_deltas(self) -> None:
+        """What a call leaves for the next one, where the models have not made the same calls in the same order."""
+        if hasattr(self.plain.base_model, "rope_deltas"):
+            self.patched.base_model.rope_deltas = copy.deepcopy(self.plain.base_model.rope_deltas)
 
     def compare(
         self, outcomes: list[fuzz.CallOutcome], given: tiny.Inputs, options: dict[str, Any], more: dict[str, Any]
