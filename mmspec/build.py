@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from mmspec.backend import use_kernels
 from mmspec.call import Call, CallPlan
 from mmspec.economy.chooser import Chooser
 from mmspec.economy.known import Source
@@ -37,8 +35,8 @@ UNLIMITED = UNLIMITED_STEPS >> 1
 """A `max_new_tokens` from here on means that the call has no length limit."""
 
 
-def build_loop(call: Call, prefilled: Prefilled) -> tuple[DecodeLoop, Prompt, AbstractContextManager[None]]:
-    """The loop of a call after its prefill, the prompt as its drafter sees it, and the context in which it runs."""
+def build_loop(call: Call, prefilled: Prefilled) -> tuple[DecodeLoop, Prompt]:
+    """The loop of a call after its prefill, and the prompt as its drafter sees it."""
     plan, (target, logits, _) = call.plan, prefilled
     drafter, observers = plan.config.drafter, plan.config.observers
     sampler = _build_sampler(call, logits)
@@ -67,7 +65,7 @@ def build_loop(call: Call, prefilled: Prefilled) -> tuple[DecodeLoop, Prompt, Ab
         observe=observe if observers else None,
         isolation=None if is_builtin(drafter) else private_draws,
     )
-    return loop, prompt, use_kernels(plan, target)
+    return loop, prompt
 
 
 def _build_sampler(call: Call, prompt_logits: Tensor) -> TreeSampler:

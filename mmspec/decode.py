@@ -10,12 +10,14 @@ Who runs and computes the rounds is decided on the way, by `mmspec.backend`.
 from __future__ import annotations
 
 import time
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from mmspec.backend import use_kernels
 from mmspec.build import build_loop
 from mmspec.call import Call
 from mmspec.engine.loop import DecodeLoop
@@ -42,9 +44,9 @@ def decode(call: Call) -> Any:
         call.stats.prefill_s = time.perf_counter() - start
         target = prefilled[0]
         try:
-            loop, prompt, kernels = build_loop(call, prefilled)
+            loop, prompt = build_loop(call, prefilled)
             try:
-                _run(loop, target, kernels, prefilled[1], prompt)
+                _run(call, loop, target, prefilled[1], prompt)
             finally:
                 if loop.sampler.noise is not None:
                     loop.sampler.noise.close(loop.output.steps - 1)
@@ -58,12 +60,10 @@ def decode(call: Call) -> Any:
 
 
 @undone  # before its noise is closed, which draws: a mode that forbids that may be left by an interrupt
-def _run(
-    loop: DecodeLoop, target: HFTarget, kernels: AbstractContextManager[None], logits: Tensor, prompt: Prompt
-) -> None:
+def _run(call: Call, loop: DecodeLoop, target: HFTarget, logits: Tensor, prompt: Prompt) -> None:
     """Run the loop of a call."""
-    with target.decoding(), kernels:
-        loop.run(logits, prompt)
+    with target.decoding():
+        loop.run(logits, prompt, partial(use_kernels, call.plan, target))
 
 
 def _finish(call: Call, target: HFTarget, output: OutputBuffer, compressor: Compressor | None) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -11,9 +12,11 @@ import adversarial as adversarial
 import pytest
 import tiny_models as tiny
 from parity import GREEDY, SAMPLED, Kwargs, generate_plain, get_model, speculate
-from torch import nn
+from torch import Tensor, nn
+from transformers.generation.streamers import BaseStreamer
 
 import mmspec
+from mmspec.backend import use_kernels
 from mmspec.call import Call, CallPlan
 from mmspec.interfaces import Prompt
 from mmspec.interfaces.drafter import as_drafter, modules_of
@@ -56,13 +59,35 @@ def _has_call(frame: FrameType) -> bool:
 
 @pytest.mark.parametrize("mode", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_a_call_passes_decode_once(mode: Kwargs) -> None:
-    """Entered by `generate`, and again after the prefill and after the parts are built: two steps, and the loop."""
+    """Entered by `generate`, and again after the prefill, after the parts are built, and after the kernels are chosen,
+    which the loop does once its first tokens are out: three steps, and the loop."""
     model = get_model()
     inputs = tiny.build_inputs(model, 27, 2, images=[1, 1])
     with speculate(model, "oracle", generate_plain(model, inputs, **mode)), CallWalk() as walk:
         generate_plain(model, inputs, **mode)
-    assert 1 <= walk.stays.count("decode.py") <= 3, " -> ".join(walk.stays)
+    assert 1 <= walk.stays.count("decode.py") <= 4, " -> ".join(walk.stays)
     assert len(walk.stays) <= 15, " -> ".join(walk.stays)
+
+
+def test_first_tokens_do_not_wait_for_what_the_rounds_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+
+    class Streamer(BaseStreamer):
+        def put(self, value: Tensor) -> None:
+            seen.append("tokens")
+
+        def end(self) -> None:
+            seen.append("end")
+
+    def kernels(*args: Any) -> AbstractContextManager[None]:
+        seen.append("kernels")
+        return use_kernels(*args)
+
+    monkeypatch.setattr("mmspec.decode.use_kernels", kernels)
+    model = get_model()
+    with speculate(model, "none"):
+        generate_plain(model, tiny.build_inputs(model, 27, 1), **GREEDY, streamer=Streamer())
+    assert seen[:4] == ["tokens", "tokens", "kernels", "tokens"]  # the prompt is first
 
 
 class HeadedDrafter(adversarial.BranchingDrafter):

@@ -93,13 +93,14 @@ class WeightAddresses:
     def set(
         self, struct: ctypes.Structure, name: str, weight: Weight | None, shape: tuple[int, ...], label: str
     ) -> None:
-        """Set a field of a struct to a weight, whose name in messages is `label`.
+        """Set a field of a new struct to a weight, whose name in messages is `label`; None leaves it empty.
 
         Raises:
             ValueError: see `add` and `add_matrix`.
         """
-        is_matrix = any(field[:2] == (name, WeightStruct) for field in struct._fields_)
-        add = self.add_matrix if is_matrix else self.add
+        if weight is None:
+            return
+        add = self.add_matrix if isinstance(getattr(struct, name), WeightStruct) else self.add
         setattr(struct, name, add(label, weight, shape))  # type: ignore[arg-type]
 
     def _check(self, name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:

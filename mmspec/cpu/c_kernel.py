@@ -68,7 +68,7 @@ class CKernel:
         self.level = level
         self.library = library = load_library(level)
         _check_structs(library)
-        self._parallel, self._barrier = _openmp_entries()
+        self._parallel, self._team_size = _openmp_entries()
         self._linear = library.few_rows_linear
         pointer, size = ctypes.c_void_p, ctypes.c_int64
         self._linear.argtypes = [pointer, ctypes.c_int, *3 * (pointer,), size, size, pointer]
@@ -161,7 +161,7 @@ class CKernel:
 
     def decode(self, decoder: int, num_threads: int) -> bool:
         """Run one forward of `mmspec.cpu.decoder`; False, and nothing is done, if an id or a position has no entry."""
-        return bool(self._decode(decoder, num_threads, self._parallel, self._barrier))
+        return bool(self._decode(decoder, num_threads, self._parallel, self._team_size))
 
     def advance(self, layer: int, nodes: int, counts: Tensor, out: Tensor) -> None:
         """Write the states of a layer (mixers.h) behind the first `counts[b]` of the last forward's nodes to `out`."""
@@ -170,7 +170,7 @@ class CKernel:
 
     def chain(self, chain: int, num_threads: int) -> int:
         """Draft the chains of `mmspec.cpu.chain`; the number of forwards, 0 in the cases of `decode`."""
-        num_forwards: int = self._chain(chain, num_threads, self._parallel, self._barrier)
+        num_forwards: int = self._chain(chain, num_threads, self._parallel, self._team_size)
         return num_forwards
 
     def draft_scratch(self, draft: int, num_threads: int) -> int:
@@ -180,11 +180,11 @@ class CKernel:
 
     def head_forward(self, draft: int, num_threads: int) -> None:
         """Run one forward of `mmspec.cpu.draft`."""
-        self._head_forward(draft, num_threads, self._parallel, self._barrier)
+        self._head_forward(draft, num_threads, self._parallel, self._team_size)
 
     def draft_tree(self, draft: int, num_threads: int) -> None:
         """Grow the trees of `mmspec.cpu.draft`."""
-        self._draft_tree(draft, num_threads, self._parallel, self._barrier)
+        self._draft_tree(draft, num_threads, self._parallel, self._team_size)
 
 
 def load_kernel() -> CKernel | None:
@@ -218,14 +218,15 @@ _found_kernel = cache(find_kernel)
 
 
 def _openmp_entries() -> tuple[ctypes.c_void_p, ctypes.c_void_p]:
-    """`GOMP_parallel` and `GOMP_barrier` of the OpenMP runtime that torch uses, so that there is one pool of threads.
+    """`GOMP_parallel` and `omp_get_num_threads` of torch's OpenMP runtime, so that there is one pool of threads.
 
     A second pool would compete for the cores with the threads of torch, which wait for work by spinning.
     """
     torch_library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     library = ctypes.CDLL(str(torch_library) if torch_library.exists() else None)
     try:
-        return ctypes.cast(library.GOMP_parallel, ctypes.c_void_p), ctypes.cast(library.GOMP_barrier, ctypes.c_void_p)
+        parallel, team_size = library.GOMP_parallel, library.omp_get_num_threads
+        return ctypes.cast(parallel, ctypes.c_void_p), ctypes.cast(team_size, ctypes.c_void_p)
     except AttributeError as error:
         raise KernelUnavailableError(f"the OpenMP runtime of torch: {error}") from None
 

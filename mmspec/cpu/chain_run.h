@@ -41,7 +41,7 @@ static int64_t guess(chain *c, int64_t n, int64_t most, const int64_t *context) 
 
 /* One forward over n nodes of each row; 0 if it is not possible. */
 static int run_chain_forward(chain *c, int64_t n, int64_t num_threads, parallel_fn parallel,
-                             barrier_fn barrier) {
+                             team_size_fn team_size) {
   decoder *const d = &c->d;
   const int64_t room = d->nodes, keys = d->max_keys;
   const double start = now_s();
@@ -55,7 +55,7 @@ static int run_chain_forward(chain *c, int64_t n, int64_t num_threads, parallel_
   }
   d->tokens = c->tokens, d->depths = c->depths, d->lengths = c->lengths;
   d->ancestors = n > 1 ? c->ancestors : NULL;
-  const int done = few_rows_decode(d, num_threads, parallel, barrier);
+  const int done = few_rows_decode(d, num_threads, parallel, team_size);
   c->seconds[n] += now_s() - start, c->forwards[n]++;
   d->nodes = room, d->max_keys = keys;
   return done;
@@ -111,7 +111,7 @@ static int follow_chain(chain *c, int64_t b, int64_t n, int64_t count, int64_t g
 }
 
 /* Draft. Returns the number of forwards, 0 if the first one was not possible. */
-EXPORT int64_t few_rows_chain(chain *c, int64_t num_threads, parallel_fn parallel, barrier_fn barrier) {
+EXPORT int64_t few_rows_chain(chain *c, int64_t num_threads, parallel_fn parallel, team_size_fn team_size) {
   const next_tokens_fn next_tokens = NAME(next_tokens);
   const int64_t B = c->d.batch, k = c->top_k, C = c->table ? c->table->max_context : 0;
   int64_t n = c->most_unread, count = c->counts[0], guessed = 0, forwards = 0, goes_on = 1, last[MAX_NGRAM_CONTEXT];
@@ -124,7 +124,7 @@ EXPORT int64_t few_rows_chain(chain *c, int64_t num_threads, parallel_fn paralle
       n = guess(c, count, min64(c->d.nodes, count + c->length - c->steps[0] - 1), last);
       guessed = n - count, count = n;
     }
-    if (!run_chain_forward(c, n, num_threads, parallel, barrier)) break;
+    if (!run_chain_forward(c, n, num_threads, parallel, team_size)) break;
     const int64_t before = c->steps[0];
     double prob = 0;
     forwards++, goes_on = 0;

@@ -33,10 +33,6 @@ INLINE VEC NAME(exp)(VEC x) {
 
 INLINE VEC NAME(sigmoid)(VEC x) { return SET1(1.0f) / (SET1(1.0f) + NAME(exp)(-x)); }
 
-INLINE void NAME(wait)(const decoding *s) {
-  if (s->has_team) s->barrier();
-}
-
 /* x [K] in place: divided by its root mean square, times `norm` unless it is NULL (RMSNorm), rounded as the decoder's norms
    round; with `is_centred` the mean is subtracted first (LayerNorm). */
 INLINE void NAME(normalise_row)(const decoder *d, float *x, int64_t K, const float *norm) {
@@ -157,7 +153,7 @@ INLINE void NAME(add_branch)(const decoding *s, const float *norm, const float *
       NAME(store_some)(x + i, v, D - i);
     }
   }
-  NAME(wait)(s);
+  meet(s->team);
 }
 
 /* Attention of one layer and its projections. */
@@ -176,12 +172,12 @@ INLINE void NAME(self_attention)(const decoding *s, const decoder_layer *l, floa
   const int64_t K = wide ? 2 * D : D;
   NAME(pack_rows)(d, &l->q, wide ? wide : s->x, R, wide ? NULL : l->input_norm, own + normed_at(d), own);
   NAME(multiply_parts)(&(rows){own, R, K, qkv_width(d), 0, type, 0}, qkv, l->k.data ? 3 : 1, next);
-  NAME(wait)(s);
+  meet(s->team);
   NAME(attend)(s, l, own + scores_at(d), own + queries_at(d), own + tile_at(d), next + 1);
-  NAME(wait)(s);
+  meet(s->team);
   NAME(pack_groups)(&l->o, s->attended, R, NULL, 0, own);
   NAME(multiply_parts)(&(rows){own, R, width, D, is_added, type, 0}, &o, 1, next + 2);
-  NAME(wait)(s);
+  meet(s->team);
   if (!is_added) NAME(add_branch)(s, norm, NULL, next + 5);
 }
 
@@ -202,10 +198,10 @@ INLINE void NAME(feed_forward)(const decoding *s, const decoder_layer *l, float 
   const part down = {&l->down, l->down_bias, is_added ? s->x : s->branch, D};
   NAME(pack_rows)(d, &l->gate, s->x, R, l->post_norm, own + normed_at(d), own);
   NAME(gated)(d, &gate, &up, own, R, s->activated, next);
-  NAME(wait)(s);
+  meet(s->team);
   NAME(pack_groups)(&l->down, s->activated, R, NULL, 0, own);
   NAME(multiply_parts)(&(rows){own, R, N, D, is_added, (int)d->type, 0}, &down, 1, next + 1);
-  NAME(wait)(s);
+  meet(s->team);
 }
 
 /* The inputs of all layers of each node, from its embedding and those of their own (Gemma 3n and 4). */
@@ -215,7 +211,7 @@ INLINE void NAME(per_layer_inputs)(const decoding *s, float *own, int64_t *next)
   float embedded[MOST_LAYER_INPUTS];
   NAME(pack_groups)(&d->per_layer_in, s->x, R, NULL, 0, own);
   NAME(multiply_parts)(&(rows){own, R, d->hidden_size, N, 0, (int)type, 0}, &(part){&d->per_layer_in, NULL, s->per_layer, N}, 1, next);
-  NAME(wait)(s);
+  meet(s->team);
   for (int64_t task = take(next + 1), P_bytes = P * float_bytes(type); task < R * (N / P); task = take(next + 1)) {
     const int64_t r = task / (N / P), at = d->tokens[r] * (N / P) + task % (N / P);
     float *const x = s->per_layer + task * P;
@@ -227,7 +223,7 @@ INLINE void NAME(per_layer_inputs)(const decoding *s, float *own, int64_t *next)
       x[i] = round1(sum * d->per_layer_scale, type);
     }
   }
-  NAME(wait)(s);
+  meet(s->team);
 }
 
 /* What the per-layer inputs add, from `x` to `x`: their product with a gate of x. */
@@ -237,17 +233,17 @@ INLINE void NAME(add_per_layer)(const decoding *s, const decoder_layer *l, float
   const int type = (int)d->type;
   NAME(pack_groups)(&l->per_layer_gate, s->x, R, NULL, 0, own);
   NAME(multiply_parts)(&(rows){own, R, D, P, 0, type, 0}, &(part){&l->per_layer_gate, NULL, s->activated, P}, 1, next);
-  NAME(wait)(s);
+  meet(s->team);
   for (int64_t r = take(next + 1); r < R; r = take(next + 1))
     for (int64_t i = 0; i < P; i += LANES) {
       const VEC g = NAME(activate)(d, NAME(load_some)(s->activated + r * P + i, P - i));
       const VEC v = NAME(round)(g * NAME(load_some)(s->per_layer + r * N + l->number * P + i, P - i), type);
       NAME(store_some)(s->activated + r * P + i, v, P - i);
     }
-  NAME(wait)(s);
+  meet(s->team);
   NAME(pack_groups)(&l->per_layer_out, s->activated, R, NULL, 0, own);
   NAME(multiply_parts)(&(rows){own, R, P, D, 0, type, 0}, &(part){&l->per_layer_out, NULL, s->branch, D}, 1, next + 2);
-  NAME(wait)(s);
+  meet(s->team);
   NAME(add_branch)(s, l->per_layer_norm, l->output_scale, next + 3);
 }
 
@@ -276,7 +272,7 @@ INLINE void NAME(layer)(const decoding *all, const decoder_layer *l, float *own,
 __attribute__((target(ISA))) static void NAME(decode)(void *data) {
   decoding *s = data;
   const decoder *d = s->d;
-  const int64_t R = d->batch * d->nodes, D = d->hidden_size, thread = take(&s->ticket), phases = layer_phases(d);
+  const int64_t R = d->batch * d->nodes, D = d->hidden_size, thread = join(s->team), phases = layer_phases(d);
   float *const own = s->own + thread * thread_floats(d);
   if (d->per_layer_size) NAME(per_layer_inputs)(s, own, s->next + phases * d->num_layers + 1);
   for (int64_t i = 0; i < d->num_layers; i++) {

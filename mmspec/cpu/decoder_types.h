@@ -107,9 +107,7 @@ typedef struct {
 /* What the threads of one forward share. */
 typedef struct {
   const decoder *d;
-  barrier_fn barrier;
-  int has_team;
-  int64_t ticket;     /* threads that have started */
+  team *team;
   int64_t *next;      /* decoder_phases(): in each phase, the work that is taken */
   int64_t *positions; /* [R] */
   const float *attention_inputs; /* [R, 2 D] of the attention, normalised (EAGLE-3); NULL: x, which the layer normalises */

@@ -61,7 +61,7 @@ INLINE void NAME(project)(const drafting *g, const float *x, int64_t R, const fl
                           int is_added, float *own, int64_t *next) {
   NAME(pack_rows)(&g->d, p->w, x, R, norm, draft_normed(g->h, own), own);
   NAME(multiply_parts)(&(rows){own, R, p->w->cols, step, is_added, (int)g->d.type, 0}, p, 1, next);
-  NAME(wait)(&g->s);
+  meet(g->s.team);
 }
 
 /* Of the inputs of an EAGLE-3 layer, or an MTP head, the embedding and the state are normalised apart. An EAGLE-3 layer adds
@@ -77,7 +77,7 @@ INLINE void NAME(normalise_inputs)(const drafting *g, int64_t *next) {
     NAME(normalise_row)(&g->d, state, D, h->hidden_norm);
     if (h->adds_normed_state) memcpy(x, state, (size_t)D * sizeof(float));
   }
-  NAME(wait)(&g->s);
+  meet(g->s.team);
 }
 
 /* The layers of the head, from `inputs` to `x`. */
@@ -106,7 +106,7 @@ INLINE void NAME(block_features)(const drafting *g, int64_t thread, float *own, 
       const int64_t n = min64(LANES, B * F - i);
       NAME(store_some)(g->ffn + i, NAME(round)(NAME(silu)(NAME(load_some)(g->ffn + i, n)), h->d.type), n);
     }
-  NAME(wait)(&g->s);
+  meet(g->s.team);
   NAME(project)(g, g->ffn, B, NULL, &down, L * D, 1, own, next + 1);
   NAME(project)(g, g->features, B * L, NULL, &head, head.N, 0, own, next + 2);
   NAME(project)(g, g->features, B * L, h->feature_norm, &project, h->rank, 0, own, next + 3);
@@ -142,7 +142,7 @@ INLINE void NAME(corrections)(const drafting *g, int64_t level, int64_t thread, 
       widen_row(&h->token_table, row, g->mixed + r * K);
     }
   }
-  NAME(wait)(&g->s);
+  meet(g->s.team);
   NAME(project)(g, g->mixed, R, NULL, &vocab, vocab.N, 0, own, next + 1);
 }
 

@@ -53,6 +53,7 @@ typedef struct {
 /* What the threads of one call share. A candidate is a possible node of the tree, in the order of its level. */
 typedef struct {
   decoding s;
+  team team;
   decoder d; /* as in `draft`, with the lengths and the mask of the level */
   const draft *h;
   int64_t *lengths, *nodes;                          /* [batch]; [batch, W] candidate that each node is */
@@ -139,9 +140,9 @@ static float *divide_scratch(drafting *g, float *scratch) {
   return scratch;
 }
 
-static void begin_drafting(drafting *g, const draft *h, barrier_fn barrier) {
+static void begin_drafting(drafting *g, const draft *h) {
   *g = (drafting){.h = h, .d = h->d};
-  g->s.d = &g->d, g->s.barrier = barrier;
+  g->s.d = &g->d, g->s.team = &g->team;
   divide_scratch(g, h->d.scratch);
   if (is_eagle3(h)) g->s.attention_inputs = g->inputs;
   memset(g->s.done, 0, (size_t)(h->d.batch * h->d.num_kv_heads) * sizeof(int64_t));

@@ -4,7 +4,7 @@
 __attribute__((target(ISA))) static void NAME(head_forward)(void *data) {
   drafting *g = data;
   const draft *h = g->h;
-  const int64_t thread = take(&g->s.ticket), N = h->d.nodes, D = h->d.hidden_size;
+  const int64_t thread = join(&g->team), N = h->d.nodes, D = h->d.hidden_size;
   float *const own = g->s.own + thread * draft_thread_floats(h);
   const part fuse = {&h->fuse, h->fuse_bias, g->inputs + D, D};
   if (is_eagle3(h)) NAME(project)(g, h->states, h->d.batch * N, NULL, &fuse, 2 * D, 0, own, g->s.next + level_phases(h));
@@ -19,7 +19,7 @@ __attribute__((target(ISA))) static void NAME(dspark_forward)(void *data) {
   drafting *g = data;
   const draft *h = g->h;
   const decoder *d = &g->d;
-  const int64_t thread = take(&g->s.ticket), R = d->batch * d->nodes, D = d->hidden_size;
+  const int64_t thread = join(&g->team), R = d->batch * d->nodes, D = d->hidden_size;
   const int64_t kv_width = d->num_kv_heads * d->head_dim, tasks = d->batch * d->num_kv_heads;
   float *const own = g->s.own + thread * draft_thread_floats(h), *const keys = g->s.qkv + d->num_heads * d->head_dim;
   if (h->mixture) NAME(mix_states)(g, g->s.next);
@@ -31,10 +31,10 @@ __attribute__((target(ISA))) static void NAME(dspark_forward)(void *data) {
     int64_t *const next = g->s.next + 2 + 2 * i;
     const part kv[] = {{&l->k, l->k_bias, keys, kv_width}, {&l->v, l->v_bias, keys + kv_width, kv_width}};
     NAME(multiply_parts)(&(rows){own, R, D, qkv_width(d), 0, (int)d->type, 0}, kv, 2, next);
-    NAME(wait)(&g->s);
+    meet(g->s.team);
     for (int64_t task = take(next + 1); task < tasks; task = take(next + 1))
       NAME(store)(&g->s, l, task / d->num_kv_heads, task % d->num_kv_heads);
-    NAME(wait)(&g->s);
+    meet(g->s.team);
   }
 }
 
@@ -42,7 +42,7 @@ __attribute__((target(ISA))) static void NAME(dspark_forward)(void *data) {
 __attribute__((target(ISA))) static void NAME(draft_tree)(void *data) {
   drafting *g = data;
   const draft *h = g->h;
-  const int64_t thread = take(&g->s.ticket);
+  const int64_t thread = join(&g->team);
   float *const own = g->s.own + thread * draft_thread_floats(h);
   if (is_dspark(h)) NAME(dspark_block)(g, thread, own, g->s.next + level_phases(h) * h->levels);
   for (int64_t level = 0; level < h->levels; level++) {
@@ -51,9 +51,9 @@ __attribute__((target(ISA))) static void NAME(draft_tree)(void *data) {
     if (is_block(h) && !is_corrected(h, level)) NAME(block_features)(g, thread, own, next);
     if (is_corrected(h, level)) NAME(corrections)(g, level, thread, own, next);
     NAME(best_children)(g, level, next + 7);
-    NAME(wait)(&g->s);
+    meet(g->s.team);
     if (thread == 0) next_level(g, level);
-    NAME(wait)(&g->s);
+    meet(g->s.team);
   }
   for (int64_t b = 0; thread == 0 && b < h->d.batch; b++) finish_tree(g, b);
 }

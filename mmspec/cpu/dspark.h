@@ -15,7 +15,7 @@ INLINE void NAME(mix_states)(const drafting *g, int64_t *next) {
         sum += NAME(round)(SET1(h->mixture[s]) * NAME(load_some)(h->states + (row * S + s) * D + i, n), h->d.type);
       NAME(store_some)(g->inputs + row * D + i, NAME(round)(sum, h->d.type), n);
     }
-  NAME(wait)(&g->s);
+  meet(g->s.team);
 }
 
 /* The features of the positions of a block, to `x`, and their logits, to `base`. */
@@ -25,6 +25,6 @@ INLINE void NAME(dspark_block)(const drafting *g, int64_t thread, float *own, in
   const part head = {&h->d.lm_head, h->d.lm_head_bias, g->base, h->d.vocab_size};
   for (int64_t i = 0; i < L; i++) NAME(layer)(&g->s, g->d.layers + i, own, next + layer_phases(&g->d) * i);
   for (int64_t r = 0; thread == 0 && r < R; r++) NAME(normalise_row)(&g->d, g->s.x + r * D, D, h->d.final_norm);
-  NAME(wait)(&g->s);
+  meet(g->s.team);
   NAME(project)(g, g->s.x, R, NULL, &head, head.N, 0, own, next + layer_phases(&g->d) * L);
 }

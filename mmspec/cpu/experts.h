@@ -58,15 +58,15 @@ INLINE void NAME(experts)(const decoding *s, const decoder_layer *l, float *own,
     memcpy(s->branch + r * D, s->x + r * D, (size_t)D * sizeof(float));
     NAME(normalise_row)(d, s->branch + r * D, D, l->post_norm);
   }
-  NAME(wait)(s);
+  meet(s->team);
   NAME(pack_groups)(&l->router, s->branch, R, NULL, 0, own);
   NAME(multiply_parts)(&(rows){own, R, D, E, 0, type, 0}, &router, 1, next + 1);
-  NAME(wait)(s);
+  meet(s->team);
   for (int64_t r = take(next + 2); r < R; r = take(next + 2)) {
     NAME(choose)(s, r);
     if (__atomic_add_fetch(next + 3, 1, __ATOMIC_ACQ_REL) == R) sort_slots(s);
   }
-  NAME(wait)(s);
+  meet(s->team);
   for (int64_t e = 0; e < E; e++) {
     const int64_t first = s->starts[e], count = s->starts[e + 1] - first;
     int64_t *const taken = next + EXPERT_PHASES + e;
@@ -77,7 +77,7 @@ INLINE void NAME(experts)(const decoding *s, const decoder_layer *l, float *own,
     NAME(pack_groups)(&gate, gathered, count, NULL, 0, own);
     NAME(gated)(d, &(part){&gate, NULL, NULL, N}, &(part){&up, NULL, NULL, N}, own, count, s->activated + first * N, taken);
   }
-  NAME(wait)(s);
+  meet(s->team);
   for (int64_t e = 0; e < E; e++) {
     const int64_t first = s->starts[e], count = s->starts[e + 1] - first;
     int64_t *const taken = next + EXPERT_PHASES + E + e;
@@ -86,7 +86,7 @@ INLINE void NAME(experts)(const decoding *s, const decoder_layer *l, float *own,
     NAME(pack_groups)(&down, s->activated + first * N, count, NULL, 0, own);
     NAME(multiply_parts)(&(rows){own, count, N, D, 0, type, 0}, &(part){&down, NULL, s->returned + first * D, D}, 1, taken);
   }
-  NAME(wait)(s);
+  meet(s->team);
   for (int64_t r = take(next + 4); r < R; r = take(next + 4)) NAME(add_experts)(s, l, r);
-  NAME(wait)(s);
+  meet(s->team);
 }

@@ -15,11 +15,15 @@
 
 #include <float.h>
 #include <immintrin.h>
+#include <limits.h>
+#include <linux/futex.h>
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/syscall.h>
 #include <time.h>
+#include <unistd.h>
 
 #define EXPORT __attribute__((visibility("default")))
 #define WEIGHT_ROWS 4           /* rows of w in one block */
@@ -34,9 +38,9 @@
 #define THREAD_BYTES (64 << 10) /* of w, for which a further thread pays */
 
 typedef void (*parallel_fn)(void (*)(void *), void *, unsigned, unsigned); /* GOMP_parallel */
-typedef void (*barrier_fn)(void);                                           /* GOMP_barrier */
 
 #include "weights.h"
+#include "team.h"
 
 /* Rows of x that there is room for where R are packed: tiles have 16. */
 static inline int64_t packed_rows(int64_t R) {
@@ -325,12 +329,13 @@ EXPORT int64_t few_rows_decode_scratch(const decoder *d, int64_t num_threads) {
 }
 
 /* One forward of a decoder; 0 if a token has no embedding or a position no rotary angles, and then nothing is done. */
-EXPORT int few_rows_decode(const decoder *d, int64_t num_threads, parallel_fn parallel, barrier_fn barrier) {
-  decoding s = {.d = d, .barrier = barrier};
+EXPORT int few_rows_decode(const decoder *d, int64_t num_threads, parallel_fn parallel, team_size_fn team_size) {
+  team t = {0};
+  decoding s = {.d = d, .team = &t};
   if (!begin_decoding(&s)) return 0;
   const int64_t threads = parallel ? min64(num_threads, 1 + layer_bytes(d) / (4 * THREAD_BYTES)) : 1;
   void (*const worker)(void *) = NAME(decode);
-  s.has_team = threads > 1;
+  if (threads > 1) t.size_of_region = team_size;
   run_threads(worker, &s, threads, parallel);
   return 1;
 }
@@ -347,34 +352,35 @@ EXPORT int64_t few_rows_draft_scratch(const draft *h, int64_t num_threads) {
   return divide_scratch(&g, h->d.scratch) - h->d.scratch + num_threads * draft_thread_floats(h);
 }
 
-static void run_draft(drafting *g, void (*worker)(void *), int64_t num_threads, parallel_fn parallel) {
+static void run_draft(drafting *g, void (*worker)(void *), int64_t num_threads, parallel_fn parallel,
+                      team_size_fn team_size) {
   const draft *const h = g->h;
   const int64_t layers = g->d.num_layers * layer_bytes(&g->d);
   const int64_t bytes = layers + weight_bytes(&h->fuse) + weight_bytes(&h->d.lm_head);
   const int64_t threads = parallel ? min64(num_threads, 1 + bytes / (4 * THREAD_BYTES)) : 1;
-  g->s.has_team = threads > 1;
+  if (threads > 1) g->team.size_of_region = team_size;
   run_threads(worker, g, threads, parallel);
 }
 
 /* One forward of a head over committed tokens: sets `root`, if it has one (DSpark has not). */
 EXPORT int few_rows_head_forward(const draft *h, int64_t num_threads, parallel_fn parallel,
-                                 barrier_fn barrier) {
+                                 team_size_fn team_size) {
   drafting g;
-  begin_drafting(&g, h, barrier);
+  begin_drafting(&g, h);
   begin_forward(&g);
   void (*const worker)(void *) = NAME(head_forward);
   void (*const dspark)(void *) = NAME(dspark_forward);
-  run_draft(&g, is_dspark(h) ? dspark : worker, num_threads, parallel);
+  run_draft(&g, is_dspark(h) ? dspark : worker, num_threads, parallel, team_size);
   return 1;
 }
 
 /* A tree: from `root`, or from `anchors`, to `tree_tokens`, `tree_parents`, `tree_scores`, `tree_mask`. */
 EXPORT int few_rows_draft_tree(const draft *h, int64_t num_threads, parallel_fn parallel,
-                               barrier_fn barrier) {
+                               team_size_fn team_size) {
   drafting g;
-  begin_drafting(&g, h, barrier);
+  begin_drafting(&g, h);
   if (is_dspark(h)) begin_block(&g);
-  run_draft(&g, NAME(draft_tree), num_threads, parallel);
+  run_draft(&g, NAME(draft_tree), num_threads, parallel, team_size);
   return 1;
 }
 

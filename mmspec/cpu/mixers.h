@@ -106,7 +106,7 @@ INLINE void NAME(gate_heads)(const decoding *s, const decoder_layer *l, int64_t 
       NAME(store_some)(x + k, NAME(round)(scaled * (gate * NAME(sigmoid)(gate)), type), V - k);
     }
   }
-  NAME(wait)(s);
+  meet(s->team);
 }
 
 /* A gated delta rule, from the products to `attended`. */
@@ -125,11 +125,11 @@ INLINE void NAME(mix_heads)(const decoding *s, const decoder_layer *l, int64_t *
       if (!first) NAME(rates)(l, s->qkv + n * d->mixer_width + C + H * V, l->rates + 2 * n * H, type);
     }
   }
-  NAME(wait)(s);
+  meet(s->team);
   for (int64_t task = take(read); task < d->batch * H * columns; task = take(read))
     NAME(delta_rule)(l, task / columns / H, N, N, task / columns % H, task % columns * 2 * LANES, l->state, l->next_state,
                      s->attended, H * V, type);
-  NAME(wait)(s);
+  meet(s->team);
   NAME(gate_heads)(s, l, gated);
 }
 
@@ -144,7 +144,7 @@ INLINE void NAME(mixer)(const decoding *s, const decoder_layer *l, float *own, i
                      {&l->decay, NULL, z + V + H, H}};
   NAME(pack_rows)(d, &l->q, s->x, R, l->input_norm, own + normed_at(d), own);
   NAME(multiply_parts)(&(rows){own, R, D, d->mixer_width, 0, type, 0}, in, l->z.data ? 4 : 1, next);
-  NAME(wait)(s);
+  meet(s->team);
   if (l->z.data) {
     NAME(mix_heads)(s, l, next + 1, next + 7, next + 8);
   } else {
@@ -155,9 +155,9 @@ INLINE void NAME(mixer)(const decoding *s, const decoder_layer *l, float *own, i
         for (int64_t c = first; c < last; c++)
           s->attended[r * C + c] = round1(s->attended[r * C + c] * s->qkv[r * d->mixer_width + C + c], type);
     }
-    NAME(wait)(s);
+    meet(s->team);
   }
   NAME(pack_groups)(&l->o, s->attended, R, NULL, 0, own);
   NAME(multiply_parts)(&(rows){own, R, width, D, 1, type, 0}, &(part){&l->o, l->o_bias, s->x, D}, 1, next + 2);
-  NAME(wait)(s);
+  meet(s->team);
 }

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, ParamSpec, TypeVar
 
@@ -86,32 +86,38 @@ class DecodeLoop:
             assert isinstance(self.target, RecordableTarget)
             self.recorded = RecordedRounds(self.target, self.drafter, self.output, self.sampler, self.draftable)
 
-    def run(self, prompt_logits: Tensor, prompt: Prompt) -> None:
+    def run(
+        self, prompt_logits: Tensor, prompt: Prompt, kernels: Callable[[], AbstractContextManager[None]] = nullcontext
+    ) -> None:
         """Decode until all rows are finished.
 
         Args:
             prompt_logits: [B, V] logits of the last position of the prompt.
             prompt: the prompt, for the drafter.
+            kernels: called when the first tokens are out; its context is that of the drafter and of the rounds.
         """
         output = self.output
         self.stats.row_forwards, self._prompt = [0] * prompt_logits.shape[0], prompt
         if self.sampler.constraints:
             output.confirm = self._confirm
         first = self._verify_first((prompt_logits[:, None], {}))
-        state = self._ask(self._hook, self.drafter.begin, prompt)
-        if isinstance(self.target, RecordableTarget) and self.target.recordings is not None:
-            self._ask(self._hook, self.drafter.use_recordings, state, self.target.recordings)
         output.emit(first.result, first.scores, first.logits)
-        self._tell(state, first.result)
-        self._ask(self._hook, self.drafter.observe, state, self._told(first.result), {})
+        is_done = output.advance()
         first_token_time = time.perf_counter()
         self.stats.ttft_s += first_token_time - self.start_time
-        while not output.advance():
-            self.target.crop(output.cached_lengths)  # only where a criterion has cut rows; rejected nodes: `commit`
-            if output.stepwise:
-                self.step()
-            else:
-                self.round(state)
+        with kernels():
+            state = self._ask(self._hook, self.drafter.begin, prompt)
+            if isinstance(self.target, RecordableTarget) and self.target.recordings is not None:
+                self._ask(self._hook, self.drafter.use_recordings, state, self.target.recordings)
+            self._tell(state, first.result)
+            self._ask(self._hook, self.drafter.observe, state, self._told(first.result), {})
+            while not is_done:
+                self.target.crop(output.cached_lengths)  # only where a criterion has cut rows; rejected nodes: `commit`
+                if output.stepwise:
+                    self.step()
+                else:
+                    self.round(state)
+                is_done = output.advance()
         self.stats.decode_s += time.perf_counter() - first_token_time
         self.stats.waits_for = self.chooser.waits_for
 
