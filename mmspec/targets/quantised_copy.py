@@ -225,12 +225,14 @@ class QuantisedCopy:
     ) -> tuple[Mapping[str, PackedWeight], int]:
         """Weights with the first of these bits that agree well enough with the model, else with the last; its index."""
         costs, logits = calibrate(self._adapter, self._access, layers)
-        for number, bits in enumerate(choices[:-1]):
-            found = self._quantise(layers, bits, costs)
-            if agreement(logits, self._calibration_logits(found)) >= MIN_AGREEMENT:
-                return found, number
-            del found  # before the next ones are made
-        return self._quantise(layers, choices[-1], costs), len(choices) - 1
+        found: dict[str, PackedWeight] = {}
+        for number, bits in enumerate(choices):
+            found = {name: one for name, one in found.items() if one.bits == bits[name]}  # frees the others
+            found |= self._quantise({name: one for name, one in layers.items() if name not in found}, bits, costs)
+            is_last = number == len(choices) - 1
+            if is_last or agreement(logits, self._calibration_logits(found)) >= MIN_AGREEMENT:
+                break
+        return found, number
 
     def _calibration_logits(self, weights: Mapping[str, PackedWeight]) -> Tensor | None:
         """Those of a copy with these weights."""

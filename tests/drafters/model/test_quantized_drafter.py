@@ -223,20 +223,21 @@ def test_the_copy_depends_on_the_weights_alone_and_is_freed(
 
 
 def test_weights_of_too_few_bits_are_freed_before_others_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else both would be in memory."""
+    """Else both would be in memory; the head has 8 bits in both copies, and is made once."""
     monkeypatch.setattr(module, "MIN_AGREEMENT", 1.1)
-    quantise, made = QuantisedCopy._quantise, list[weakref.ref[Tensor]]()
+    quantise, made, counts = QuantisedCopy._quantise, list[weakref.ref[Tensor]](), list[int]()
 
     def watched(self: QuantisedCopy, *args: Any) -> Any:
         gc.collect()
         assert not any(one() is not None for one in made)
         found = quantise(self, *args)
-        made.extend(weakref.ref(one.data) for one in found.values())  # type: ignore[attr-defined]
+        counts.append(len(found))
+        made.extend(weakref.ref(one.data) for one in found.values() if one.bits == 4)  # type: ignore[attr-defined]
         return found
 
     monkeypatch.setattr(QuantisedCopy, "_quantise", watched)
     mmspec.patch(_model(), drafter="quantized")
-    assert len(made) == 2 * (4 * 7 + 1)
+    assert len(made) == 4 * 7 and counts == [4 * 7 + 1, 4 * 7]
 
 
 def test_changed_weights_are_copied_anew_and_in_the_end_not_at_all(caplog: Any, monkeypatch: Any) -> None:
