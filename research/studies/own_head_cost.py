@@ -36,7 +36,8 @@ from research.arguments import module_parser
 EPILOG = """
 method
   A target of the published shape, but for --layers, decodes --rounds rounds behind a prompt of 64 tokens with chains of
-  --depth draft tokens; nothing is accepted. Each kind of LM head in turn, --repeats times; the medians of all rounds.
+  --depth draft tokens; nothing is accepted. Each kind of LM head in turn, --repeats times; the medians of all rounds,
+  and of steps without drafts between them.
   By bytes: the weights that a draft reads (the head, LM head included, once per token) over those of the target's round
   (its layers and its LM head, once), at the depth of the run and at the published one.
 
@@ -106,7 +107,7 @@ def gemma_drafter(model: Any, centroids: bool = True, **options: Any) -> OwnDraf
     config = Gemma4AssistantConfig(
         text_config=own, backbone_hidden_size=1536, use_ordered_embeddings=centroids, num_centroids=2048
     )
-    assistant = Gemma4AssistantForCausalLM(config).eval().requires_grad_(False)
+    assistant = Gemma4AssistantForCausalLM(config).eval().requires_grad_(False).to(model.dtype)
     if centroids:
         ordering = assistant.masked_embedding.token_ordering
         ordering.copy_(torch.randperm(len(ordering)))
@@ -150,6 +151,20 @@ def measure(model: Any, drafter: OwnDrafter, depth: int, rounds: int, costs: Cos
     costs.rounds += [after - before for before, after in pairwise(starts[1:])]
 
 
+def plain_step(model: Any, rounds: int) -> float:
+    """Seconds of processor time of a step without drafts."""
+    ids, spent = torch.randint(1000, 100_000, (1, PROMPT), generator=torch.Generator().manual_seed(0)), list[float]()
+    mmspec.patch(model, drafter="none")
+    try:
+        for count in (2, 2, rounds + 2):  # what the first call finds out is kept
+            start = time.process_time()
+            model.generate(ids, max_new_tokens=count, min_new_tokens=count, do_sample=False)
+            spent.append(time.process_time() - start)
+    finally:
+        mmspec.unpatch(model)
+    return max(1e-6, spent[2] - spent[1]) / rounds
+
+
 def read_bytes(drafter: OwnDrafter, kind: str, depth: int, model: Any) -> int:
     """Bytes of weights that a draft reads."""
     head: Any = drafter.head
@@ -179,20 +194,23 @@ def study(name: str, num_layers: int, options: argparse.Namespace) -> Iterator[s
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config(num_layers)).eval().requires_grad_(False)
+    model = AutoModelForCausalLM.from_config(config(num_layers), dtype=getattr(torch, options.dtype))
+    model.eval().requires_grad_(False)
     kinds = kinds_of(options.reduced)[name]
     drafters = {kind: build(model, max_depth=options.depth, top_k=1, **given) for kind, given in kinds.items()}
     costs = {kind: Costs() for kind in drafters}
+    plain = list[float]()
     for repeat in range(options.repeats + 1):
+        plain += [plain_step(model, options.rounds)] if repeat else []
         for kind, drafter in drafters.items():
             measure(model, drafter, options.depth, options.rounds, costs[kind] if repeat else Costs())
     for kind, drafter in drafters.items():
-        draft, whole = median(costs[kind].drafts), median(costs[kind].rounds)
+        draft, whole, step = median(costs[kind].drafts), median(costs[kind].rounds), median(plain)
         read = read_bytes(drafter, kind, options.depth, model)
         shares = [read / target_bytes(model, layers) for layers in (num_layers, published)]
         yield (
             f"| {name} | {num_layers} of {published} | {kind} | {1e3 * draft:.0f} | {1e3 * (whole - draft):.0f} | "
-            f"{draft / (whole - draft):.2f} | {shares[0]:.2f} | {shares[1]:.2f} |"
+            f"{1e3 * step:.0f} | {draft / step:.2f} | {shares[0]:.2f} | {shares[1]:.2f} |"
         )
 
 
@@ -202,13 +220,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--models", type=split_commas, default=list(SHAPES), metavar="M,M")
     parser.add_argument("--layers", type=split_commas, default=["24", "10"], metavar="N,N", help="of each model")
     parser.add_argument("--reduced", type=positive_int, default=32768, metavar="N", help="ids of a reduced head")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
     parser.add_argument("--depth", type=positive_int, default=4, metavar="N", help="draft tokens")
     parser.add_argument("--rounds", type=positive_int, default=12, metavar="N")
     parser.add_argument("--repeats", type=positive_int, default=2, metavar="N")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
-    print("| model | layers | LM head | draft, ms | target, ms | measured | by bytes | by bytes, all layers |")
-    print("|---|---|---|---|---|---|---|---|")
+    names = "model | layers | LM head | draft, ms | target, ms | plain step, ms | draft / plain step | by bytes"
+    print(f"| {names} | by bytes, all layers |")
+    print("|---|---|---|---|---|---|---|---|---|")
     for name, layers in zip(options.models, options.layers, strict=True):
         for row in study(name, int(layers), options):
             print(row, flush=True)

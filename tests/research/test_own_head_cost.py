@@ -38,7 +38,7 @@ def test_the_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
     assert [row[:3] for row in cells] == [["qwen3.5-0.8b", "4 of 8", kind] for kind in ("full", "500 ids")]
     assert all(len(row) == len(head.strip("|").split("|")) for row in cells)
-    full, reduced = ([float(cell) for cell in row[5:]] for row in cells)
+    full, reduced = ([float(cell) for cell in row[6:]] for row in cells)
     assert full[1] > reduced[1] > 0 and full[2] > reduced[2] > 0 and full[1] > full[2]
 
 
