@@ -222,7 +222,7 @@ class CaptionJob:
         if stop.signal:
             lines.append("interrupted: run the same command again to continue")
         if self._job_report is not None:
-            self._job_report.write(lines, model.acceptance if model else None)
+            self._job_report.write(lines)
             lines.append(f"report in {self._job_report.file}")
         who = f"mmspec rank {self.process.rank}: " if self.process.world_size > 1 else "mmspec: "
         for line in lines:

@@ -1,18 +1,16 @@
 """`--report FOLDER`: what a job did as one HTML file, without scripts or other files.
 
-Of this run: pictures with their captions, errors by kind, speed over time, what was drafted. Of a large job the first
-pictures are shown. Knows rows and decoded pictures, no models.
+Of this run: the lines of its summary, pictures with their captions, errors by kind. Of a large job the first pictures
+are shown. Knows rows and decoded pictures, no models.
 """
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from mmspec.app.caption.progress import format_duration
 from mmspec.app.errors import UsageError, explain_write
 from mmspec.app.io.images import Media, media_images
 from mmspec.app.io.item import Item
@@ -28,14 +26,11 @@ MAX_ERRORS = 20
 REPORT_IMAGE_SIZE = 160
 MAX_CAPTION = 2000
 """Characters of a caption."""
-LINE_WIDTH, LINE_HEIGHT = 640, 120
-MAX_POINTS = 300
 REPORT_STYLE = """:root{color-scheme:light dark}body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;
 margin:1.5rem auto;padding:0 1rem;overflow-wrap:anywhere}h1{font-size:24px}h2{font-size:18px;margin:2rem 0 .5rem}
 td,th{padding:.2rem .6rem;text-align:left;vertical-align:top;border-bottom:1px solid #8885}
 figure{display:flex;gap:1rem;margin:.6rem 0;border-bottom:1px solid #8885;padding-bottom:.6rem}
-img{width:160px;height:auto;align-self:flex-start}figcaption{flex:1}small{opacity:.7}
-svg{width:100%;max-width:640px}polyline{fill:none;stroke:#3b82f6;stroke-width:2}"""
+img{width:160px;height:auto;align-self:flex-start}figcaption{flex:1}small{opacity:.7}"""
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 
 
@@ -60,14 +55,11 @@ class JobReport:
         self.file, self.title = folder / REPORT_NAME, title
         with explain_write(folder):
             folder.mkdir(exist_ok=True)
-        self._start_time = time.perf_counter()
         self._pictures: dict[str, str] = {}  # id -> data URI
         self._shown: list[Row] = []
         self._errors: dict[str, list[str]] = {}
         self._error_counts: Counter[str] = Counter()
-        self._drafters: Counter[str] = Counter()
-        self._tokens = self._later_tokens = self._rounds = self._captions = 0
-        self._points: list[tuple[float, int, int]] = [(0.0, 0, 0)]  # seconds, captions, tokens
+        self._captions = 0
 
     def add_picture(self, item: Item, media: Media) -> None:
         """A decoded picture, of a clip its first frame, of several the first."""
@@ -85,31 +77,24 @@ class JobReport:
                     examples.append(f"{row['file_name']}: {row['error']['message']}")
                 continue
             self._captions += 1
-            self._tokens += row["n_new_tokens"]
-            self._later_tokens += max(0, row["n_new_tokens"] - 1)
-            self._rounds += row["n_rounds"]
-            self._drafters[row["drafter"]] += 1
             if len(self._shown) < MAX_SHOWN_PICTURES:
                 self._shown.append(row)
-        self._points.append((time.perf_counter() - self._start_time, self._captions, self._tokens))
 
-    def write(self, summary: Sequence[str], acceptance: float | None) -> None:
+    def write(self, summary: Sequence[str]) -> None:
         """Write the file.
 
         Args:
             summary: lines of the job's own summary.
-            acceptance: accepted draft tokens divided by all, or None.
 
         Raises:
             OutputError: it cannot be written.
         """
         with explain_write(self.file), atomic_write(self.file) as part:
-            part.write_text(self._page(summary, acceptance), encoding="utf-8", errors="replace")
+            part.write_text(self._page(summary), encoding="utf-8", errors="replace")
 
-    def _page(self, summary: Sequence[str], acceptance: float | None) -> str:
+    def _page(self, summary: Sequence[str]) -> str:
         parts = [f"<p><code>{escape(self.title)}</code></p>", *(f"<p>{escape(line)}</p>" for line in summary)]
-        parts += ["<h2>Speed</h2>", self._plot(1, "captions"), self._plot(2, "tokens")]
-        parts += ["<h2>Drafts</h2>", self._drafts(acceptance), "<h2>Errors</h2>", self._error_table()]
+        parts += ["<h2>Errors</h2>", self._error_table()]
         more = f", the first of {self._captions}" if self._captions > len(self._shown) else ""
         parts += [f"<h2>{len(self._shown)} captions{more}</h2>", *map(self._figure, self._shown)]
         style = f"<style>{REPORT_STYLE}</style>"
@@ -119,25 +104,6 @@ class JobReport:
             f"<!doctype html><html lang=en><head>{head}{view}<title>Captions</title>{style}</head>"
             f"<body><h1>Captions</h1>{''.join(parts)}</body></html>\n"
         )
-
-    def _plot(self, column: int, name: str) -> str:
-        """How many there were at each time, as a line."""
-        last = self._points[-1]
-        seconds, total = last[0] or 1.0, last[column]
-        points = [*self._points[:: len(self._points) // MAX_POINTS + 1], last]
-        places = " ".join(
-            f"{LINE_WIDTH * point[0] / seconds:.1f},{LINE_HEIGHT * (1 - point[column] / max(1, total)):.1f}"
-            for point in points
-        )
-        text = f"{total} {name} in {format_duration(seconds)}: {total / seconds:.2f} a second"
-        line = f'<polyline points="{places}"/>'
-        return f'<p>{text}</p><svg viewBox="0 0 {LINE_WIDTH} {LINE_HEIGHT}" role="img">{line}</svg>'
-
-    def _drafts(self, acceptance: float | None) -> str:
-        tau = f"{self._later_tokens / self._rounds:.2f}" if self._rounds else "-"
-        accepted = "nothing was drafted" if acceptance is None else f"{acceptance:.0%} of the draft tokens accepted"
-        names = ", ".join(f"{escape(name)} ({count})" for name, count in self._drafters.most_common()) or "-"
-        return f"<p>Drafter: {names}. {tau} tokens per forward pass; {accepted}.</p>"
 
     def _error_table(self) -> str:
         if not self._error_counts:

@@ -26,7 +26,7 @@ Options: TypeAlias = "argparse._ActionsContainer"
 DEFAULT_MODEL = "scenes"
 """Of the commands that show or measure mmspec: the bundled toy model."""
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-MODEL_HELP = "hub id, folder, or bundled: scenes (a toy model of drawn scenes), tiny, mid (random weights)"
+MODEL_HELP = "hub id, folder, or bundled: scenes (a toy model of drawn scenes), tiny (random weights)"
 MAX_INT, MAX_DIGITS = 2**63 - 1, 30
 DRAFTER_HELP = "drafter: a name, folder or hub id (default auto; none: no drafts)"
 DTYPE_HELP = "of the model; default auto: the checkpoint's, float32 on a CPU"

@@ -315,17 +315,3 @@ def _repeated(ident: str, known: Container[str]) -> tuple[str, Content]:
         number += 1
     message = f"the input has an earlier row with the id {short_repr(ident)}"
     return f"{ident}#{number}", Unreadable("DuplicateId", message)
-
-
-def collect_items(paths: Sequence[str], base: Path, skip: Iterable[Path] = ()) -> list[Item]:
-    """All rows of files, folders, globs and manifests as a list; file names are relative to `base`.
-
-    Args:
-        skip: files that are never inputs.
-
-    Raises:
-        UsageError: as `Inputs`.
-    """
-    inputs = Inputs(paths, SourceOptions(base), skip)
-    inputs.check()
-    return list(inputs.rows(lambda ident: False))

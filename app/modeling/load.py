@@ -66,7 +66,7 @@ def load_model(
     """Model in eval mode on its device, and its processor, padding on the left.
 
     Args:
-        name: hub id, local folder, "scenes" for the model that ships with mmspec, or "tiny" / "mid" for a random one.
+        name: hub id, local folder, "scenes" for the model that ships with mmspec, or "tiny" for a random one.
         dtype: "auto" is float32 on a CPU and the checkpoint's own elsewhere.
         check: called with the processor of a checkpoint before its weights are read, to refuse options.
 

@@ -6,8 +6,6 @@ a tokenizer that load with the Auto classes. The same size and seed give the sam
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,54 +27,25 @@ TEMPLATE = (
 )
 
 
-@dataclass(frozen=True)
-class ModelSize:
-    """Shape of a random model."""
-
-    vocab: int
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    ffn: int
-    image: int
-    patch: int
-    vision_hidden: int
-    vision_layers: int
-    positions: int = 4096
+SIZES = ("tiny",)
+"""Names of random models."""
+VOCAB_SIZE, POSITIONS, IMAGE_SIZE, PATCH_SIZE = 384, 4096, 32, 8
 
 
-SIZES = {
-    "tiny": ModelSize(384, 64, 2, 4, 2, 128, 32, 8, 32, 2),
-    "mid": ModelSize(8192, 576, 12, 9, 3, 1536, 112, 14, 192, 4),
-}
+def build_vocabulary() -> list[str]:
+    """The tokens: special ones, letters, some English words, then syllables: ba, be, bi, ..."""
+    syllables = ("".join(pair) for pair in product("bdfgklmnprstvz", "aeiou"))
+    syllables = (first + second for first, second in product(list(syllables), repeat=2))
+    words = dict.fromkeys([*SPECIAL, *LETTERS, *(f"Ġ{word}" for word in (*WORDS, *syllables))])
+    return list(words)[:VOCAB_SIZE]
 
 
-def _syllables() -> Iterator[str]:
-    """Words of two or three random syllables: baba, babe, babi, ..."""
-    parts = ["".join(pair) for pair in product("bdfgklmnprstvz", "aeiou")]
-    for first, second, third in product(["", *parts], parts, parts):
-        yield first + second + third
-
-
-def build_vocabulary(size: int) -> list[str]:
-    """The tokens of a model with `size` ids: special ones, letters, some English words, then syllables."""
-    tokens = [*SPECIAL, *LETTERS, *(f"Ġ{word}" for word in WORDS)]
-    known = set(tokens)
-    for word in _syllables():
-        if len(tokens) == size:
-            return tokens
-        if f"Ġ{word}" not in known:
-            tokens.append(f"Ġ{word}")
-    raise ValueError(f"a random model has {len(known)} to {len(tokens)} tokens; got size {size}")
-
-
-def _tokenizer(size: ModelSize) -> PreTrainedTokenizerFast:
+def _tokenizer() -> PreTrainedTokenizerFast:
     """A BPE tokenizer: whole words of the vocabulary are tokens, everything else is spelled in letters."""
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    tokens = {token: number for number, token in enumerate(build_vocabulary(size.vocab))}
+    tokens = {token: number for number, token in enumerate(build_vocabulary())}
     backend = Tokenizer(models.BPE(tokens, [], unk_token="<unk>", ignore_merges=True))
     backend.normalizer = normalizers.Lowercase()
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -89,51 +58,51 @@ def _tokenizer(size: ModelSize) -> PreTrainedTokenizerFast:
         unk_token="<unk>",
         additional_special_tokens=["<image>"],
         padding_side="left",
-        model_max_length=size.positions,
+        model_max_length=POSITIONS,
         model_input_names=["input_ids", "attention_mask"],
     )
 
 
-def _processor(size: ModelSize) -> ProcessorMixin:
+def _processor() -> ProcessorMixin:
     from transformers import LlavaProcessor
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
-    edge = {"height": size.image, "width": size.image}
-    images = CLIPImageProcessorPil(size={"shortest_edge": size.image}, crop_size=edge)
+    edge = {"height": IMAGE_SIZE, "width": IMAGE_SIZE}
+    images = CLIPImageProcessorPil(size={"shortest_edge": IMAGE_SIZE}, crop_size=edge)
     return LlavaProcessor(
         images,
-        _tokenizer(size),
-        patch_size=size.patch,
+        _tokenizer(),
+        patch_size=PATCH_SIZE,
         vision_feature_select_strategy="default",
         num_additional_image_tokens=1,
         chat_template=TEMPLATE,
     )
 
 
-def _config(size: ModelSize) -> Any:
+def _config() -> Any:
     from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig
 
     vision = CLIPVisionConfig(
-        hidden_size=size.vision_hidden,
-        intermediate_size=2 * size.vision_hidden,
-        num_hidden_layers=size.vision_layers,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
         num_attention_heads=4,
-        image_size=size.image,
-        patch_size=size.patch,
+        image_size=IMAGE_SIZE,
+        patch_size=PATCH_SIZE,
     )
     text = LlamaConfig(
-        vocab_size=size.vocab,
-        hidden_size=size.hidden,
-        intermediate_size=size.ffn,
-        num_hidden_layers=size.layers,
-        num_attention_heads=size.heads,
-        num_key_value_heads=size.kv_heads,
-        max_position_embeddings=size.positions,
+        vocab_size=VOCAB_SIZE,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=POSITIONS,
         pad_token_id=0,
         bos_token_id=1,
         eos_token_id=2,
     )
-    tokens = (size.image // size.patch) ** 2
+    tokens = (IMAGE_SIZE // PATCH_SIZE) ** 2
     return LlavaConfig(vision_config=vision, text_config=text, image_token_index=4, image_seq_length=tokens)
 
 
@@ -152,7 +121,7 @@ def _init_weights(model: PreTrainedModel, seed: int) -> None:
 
 
 def random_model(size: str = "tiny", seed: int = 0) -> tuple[PreTrainedModel, ProcessorMixin]:
-    """The random model `size` ("tiny" or "mid") and its processor, in memory; torch's generators stay as they are."""
+    """The random model `size` ("tiny") and its processor, in memory; torch's generators stay as they are."""
     import torch
     from transformers import LlavaForConditionalGeneration
 
@@ -160,11 +129,11 @@ def random_model(size: str = "tiny", seed: int = 0) -> tuple[PreTrainedModel, Pr
         raise ValueError(f"random models are {', '.join(SIZES)}; got {size!r}")
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)  # not `torch.manual_seed`, which seeds GPUs as well
-        model = LlavaForConditionalGeneration(_config(SIZES[size]))
+        model = LlavaForConditionalGeneration(_config())
     _init_weights(model, seed)
     ids = model.generation_config
     ids.pad_token_id, ids.bos_token_id, ids.eos_token_id = 0, 1, 2
-    return model.eval(), _processor(SIZES[size])
+    return model.eval(), _processor()
 
 
 def tiny_model(folder: str | Path, seed: int = 0) -> Path:

@@ -99,11 +99,6 @@ class IncrementalDetokenizer:
         return text
 
 
-def detokenize(tokenizer: Any, token_ids: list[int]) -> list[str]:
-    """One text per token; see `IncrementalDetokenizer`."""
-    return IncrementalDetokenizer(tokenizer).decode(token_ids)
-
-
 def token_label(tokenizer: Any, token: int) -> str:
     """A single token as a label: special tokens by their name, white space by visible characters."""
     text = tokenizer.decode([token]) or str(tokenizer.convert_ids_to_tokens(token))

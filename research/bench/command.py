@@ -100,7 +100,7 @@ examples
   python -m research.bench --overview --json speed.json                                  the speed table of results/
   python -m research.bench --task answer --drafters auto,hybrid --count 100 --json answers.json
   python -m research.bench --drafters msd@3,msd@5,flash --nodes 16       trees of one size, whatever that costs
-  python -m research.bench --model mid --drafters none,auto --batch-sizes 1,8 --prompt-tokens 100,700 --json m.json
+  python -m research.bench --model scenes --drafters none,auto --batch-sizes 1,8 --prompt-tokens 100,700 --json m.json
   python -m research.bench --model llava-hf/llava-1.5-7b-hf --images photos/ --dtype bfloat16 --plot speed.png
 """
 

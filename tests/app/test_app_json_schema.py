@@ -144,7 +144,7 @@ def test_a_job_of_a_model(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     monkeypatch.setattr(
         random_models,
         "build_vocabulary",
-        lambda size: [one for one in original(size) if one not in signs][: size - len(signs)] + signs,
+        lambda: [one for one in original() if one not in signs][: -len(signs)] + signs,
     )
     more = ["--max-new-tokens", "90", "--out", "o.jsonl", "--compare", "all", "--drafter", "hybrid"]
     assert main(["caption", "p", *words, *more]) == 0, capsys.readouterr().err

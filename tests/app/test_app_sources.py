@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+from collected import collect_items
 
 from mmspec.app.errors import UsageError
-from mmspec.app.io.inputs import Inputs, collect_items
+from mmspec.app.io.inputs import Inputs
 from mmspec.app.io.item import Item, SourceOptions
 from mmspec.app.io.sources import natural_key
 

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import tiny_models as tiny
 import torch
+from collected import collect_items
 from PIL import Image
 from transformers import LlavaNextVideoProcessor
 from transformers.feature_extraction_utils import BatchFeature
@@ -36,7 +37,6 @@ from mmspec.app.caption import job as jobs
 from mmspec.app.caption.config import CaptionConfig
 from mmspec.app.cli.main import main
 from mmspec.app.io.images import Video
-from mmspec.app.io.inputs import collect_items
 from mmspec.app.io.videos import load_media, load_video
 from mmspec.app.modeling import load
 from mmspec.app.modeling.captioner import Captioner

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import corpus_media as corpus
 import pytest
+from collected import collect_items
 from corpus_media import CANARY, OpenWatcher, watch_folder
 
 from mmspec.app.errors import UsageError
 from mmspec.app.io.images import ImageError, load_image
-from mmspec.app.io.inputs import collect_items
 from mmspec.app.io.videos import load_video
 from mmspec.vision.video.decoder_pool import DecoderPool
 
