@@ -10,7 +10,7 @@ import shutil
 import textwrap
 from typing import TYPE_CHECKING
 
-from mmspec.app.cli.arguments import DEFAULT_MODEL, Commands, add_command
+from mmspec.app.cli.arguments import DEFAULT_MODEL
 from mmspec.messages import description_of, printable
 
 if TYPE_CHECKING:
@@ -26,17 +26,11 @@ EXAMPLE_TOKENS = 160
 """Longest text."""
 
 
-def add_parser(commands: Commands, common: argparse.ArgumentParser) -> None:
-    """Register the command."""
-    add_command(
-        commands,
-        common,
-        "examples",
-        run,
-        help="caption the bundled examples, plain and speculative, and print both texts",
-        description="Caption the bundled examples with plain generate and with mmspec, in turn; print both texts.",
-        epilog=EPILOG,
-    )
+DESCRIPTION = "Caption the bundled examples with plain generate and with mmspec, in turn; print both texts."
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The command has none."""
 
 
 def run(args: argparse.Namespace) -> int:

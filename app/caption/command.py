@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmspec.app.caption.config import MAX_PIXELS, CaptionConfig, ProcessInfo
-from mmspec.app.caption.options import add_options, caption_help, choose_format
+from mmspec.app.caption.options import add_options as add_options
+from mmspec.app.caption.options import caption_help, choose_format
 from mmspec.app.caption.schema import build_grammar, check_schema, schema_columns
 from mmspec.app.caption.variants import check_variants
-from mmspec.app.cli.arguments import Commands, add_command, hide_progress_bars, validate_drafter
+from mmspec.app.cli.arguments import hide_progress_bars, validate_drafter
 from mmspec.app.cli.options import given, read_options, read_settings
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.io.text import find_fault
@@ -34,18 +35,8 @@ CHOOSE_MODEL = (
 )
 
 
-def add_parser(commands: Commands, common: argparse.ArgumentParser) -> None:
-    """Register the command."""
-    parser = add_command(
-        commands,
-        common,
-        "caption",
-        run,
-        help="caption images and videos; resumable",
-        description="Caption images and videos with a vision-language model and mmspec. One row per image or video.",
-        epilog=caption_help,
-    )
-    add_options(parser)
+DESCRIPTION = "Caption images and videos with a vision-language model and mmspec. One row per image or video."
+EPILOG = caption_help
 
 
 def run(args: argparse.Namespace) -> int:

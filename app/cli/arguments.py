@@ -1,4 +1,4 @@
-"""What the parsers of several commands share: their skeleton, types of values, options, and checks of parsed values.
+"""What the parsers of several commands share: types of values, options, and checks of parsed values.
 
 Imports nothing heavy at start.
 """
@@ -18,8 +18,6 @@ from mmspec.app.io.table_options import TableOptions
 if TYPE_CHECKING:
     from mmspec.app.io.item import SourceOptions
 
-Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
-"""What `ArgumentParser.add_subparsers` returns."""
 Options: TypeAlias = "argparse._ActionsContainer"
 """A parser or a group of one."""
 
@@ -34,35 +32,6 @@ DEVICE_HELP = "default auto: the GPU if there is one"
 TEMPERATURE_HELP = "0 (default) is greedy"
 PROGRESS_HELP = "progress bar (default: on a terminal)"
 COMPRESSOR_HELP = "pass fewer visual tokens to the drafter: elastic; drop; stride, pool, relevant, salient with :N"
-
-
-def add_command(
-    commands: Commands,
-    common: argparse.ArgumentParser,
-    name: str,
-    run: Callable[[argparse.Namespace], int],
-    *,
-    help: str,
-    description: str,
-    epilog: str | Callable[[], str],
-) -> argparse.ArgumentParser:
-    """Register a sub-command whose help ends with `epilog` as it is written.
-
-    Args:
-        common: options of all commands.
-        run: carries out the command; returns its exit code.
-        epilog: a text, or what makes it when the help is shown.
-    """
-    parser = commands.add_parser(
-        name,
-        parents=[common],
-        help=help,
-        description=description,
-        epilog=epilog,  # type: ignore[arg-type]
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.set_defaults(run=run)
-    return parser
 
 
 def goes_with(action: argparse.Action, others: str, holds: Callable[[argparse.Namespace], Any]) -> None:

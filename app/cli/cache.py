@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 
-from mmspec.app.cli.arguments import Commands, add_command
-
 EPILOG = """\
 what is stored
   In $MMSPEC_CACHE, else $XDG_CACHE_HOME/mmspec or ~/.cache/mmspec: in `costs` measured times of rounds, numbers only;
@@ -18,17 +16,11 @@ examples
 """
 
 
-def add_parser(commands: Commands, common: argparse.ArgumentParser) -> None:
-    """Register the command."""
-    parser = add_command(
-        commands,
-        common,
-        "cache",
-        run,
-        help="measured costs, copies of models",
-        description="List or delete measured costs and copies of models here.",
-        epilog=EPILOG,
-    )
+DESCRIPTION = "List or delete measured costs and copies of models here."
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
     parser.add_argument("action", choices=("list", "clear"), help="what to do")
 
 

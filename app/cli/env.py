@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from mmspec.app.cli.arguments import Commands, add_command, add_device_options, goes_with
+from mmspec.app.cli.arguments import add_device_options, goes_with
 from mmspec.app.errors import one_line
 from mmspec.app.versions import mmspec_version, version
 from mmspec.messages import printable
@@ -31,19 +31,16 @@ IMAGE_POSITIONS = {
 VARIABLES = ("CUDA_VISIBLE_DEVICES", "HF_HUB_OFFLINE", "OMP_NUM_THREADS", "RANK", "WORLD_SIZE", "LOCAL_RANK")
 
 
-def add_parser(commands: Commands, common: argparse.ArgumentParser) -> None:
-    """Register the command."""
-    parser = add_command(
-        commands,
-        common,
-        "env",
-        run,
-        help="versions and devices, for bug reports",
-        description="Print versions, devices and kernels, for bug reports. Names no user, host or path.\n"
-        "With --model: load the model and say whether its tokens can be verified in trees, and its drafter\n"
-        "(docs/models.md).",
-        epilog="examples\n  mmspec env\n  mmspec env --model Qwen/Qwen3-VL-4B-Instruct",
-    )
+DESCRIPTION = (
+    "Print versions, devices and kernels, for bug reports. Names no user, host or path.\n"
+    "With --model: load the model and say whether its tokens can be verified in trees, and its drafter\n"
+    "(docs/models.md)."
+)
+EPILOG = "examples\n  mmspec env\n  mmspec env --model Qwen/Qwen3-VL-4B-Instruct"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
     parser.add_argument("--model", metavar="M", help="hub id or local folder of a model to judge")
     drafter_help = "with --model: name, folder or hub id (default auto)"
     drafter = parser.add_argument("--drafter", metavar="D", default="auto", help=drafter_help)

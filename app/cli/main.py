@@ -33,6 +33,18 @@ exit code
   0 success, 1 rows failed or text differed, 2 wrong usage,
   74 output cannot be written (disk full, read-only, size limit), 130 interrupted
 """
+COMMANDS = {
+    "caption": (caption, "caption images and videos; resumable"),
+    "examples": (examples, "caption the bundled examples, plain and speculative, and print both texts"),
+    "demo": (demo, "a chat in a browser: mmspec's answer, and plain generate's beside it"),
+    "compare": (compare, "compare drafters on your model and image"),
+    "train": (train, "train a drafter for a model"),
+    "export": (export, "write a draft head for vLLM or SGLang"),
+    "cache": (cache, "measured costs, copies of models"),
+    "env": (env, "versions and devices, for bug reports"),
+}
+"""Name -> its module, with `DESCRIPTION`, `EPILOG` (a text, or what makes it when the help is shown), `add_options` and
+`run`, which returns the exit code; and what the list of commands says of it."""
 REMOVED = {"bench": "mmspec compare, or python -m research.bench in a clone of the repository"}
 """Commands of before, and what to use instead."""
 
@@ -87,11 +99,20 @@ def build_parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--version", action="version", version=f"mmspec {mmspec_version()}")
     top.add_argument("--debug", action="store_true", help="print tracebacks")
-    common = argparse.ArgumentParser(add_help=False)
+    common = CommandParser(add_help=False)
     common.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="print tracebacks")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=CommandParser)
-    for command in (caption, examples, demo, compare, train, export, cache, env):
-        command.add_parser(commands, common)
+    for name, (module, help_) in COMMANDS.items():
+        parser = commands.add_parser(
+            name,
+            parents=[common],
+            help=help_,
+            description=module.DESCRIPTION,
+            epilog=module.EPILOG,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        parser.set_defaults(run=module.run)
+        module.add_options(parser)
     return top
 
 

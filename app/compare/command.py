@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from mmspec.app.caption.option_fields import PROMPT
 from mmspec.app.cli.arguments import (
-    Commands,
-    add_command,
     add_device_options,
     add_model_option,
     add_table_options,
@@ -46,12 +44,11 @@ exit code
 """
 
 
-def add_parser(commands: Commands, common: argparse.ArgumentParser) -> None:
-    """Register the command."""
-    text = "compare drafters on your model and image"
-    parser = add_command(
-        commands, common, "compare", run, help=text, description=f"{text[0].upper()}{text[1:]}.", epilog=EPILOG
-    )
+DESCRIPTION = "Compare drafters on your model and image."
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
     add = parser.add_argument
     add_model_option(parser)
     add_device_options(parser)

@@ -7,14 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmspec.app.cli.arguments import Commands, add_command, output_path
+from mmspec.app.cli.arguments import output_path
 from mmspec.app.errors import UsageError
 from mmspec.drafters.heads.registry import EXPORT_FORMATS, methods
 
 if TYPE_CHECKING:
     from mmspec.interfaces import SharedEmbeddings, TargetInfo
 
-EPILOG = """\
+_EPILOG = """\
 what can be served
 {served}
   others    none: MSD's input of visual tokens has no counterpart, and no engine has the other architectures
@@ -30,20 +30,15 @@ examples
 def export_help() -> str:
     """The help behind the options, with the methods of the registry."""
     served = [f"  {method.name:9} {method.served}" for method in methods().values() if method.served]
-    return EPILOG.format(served="\n".join(served))
+    return _EPILOG.format(served="\n".join(served))
 
 
-def add_parser(commands: Commands, common: argparse.ArgumentParser) -> None:
-    """Register the command."""
-    parser = add_command(
-        commands,
-        common,
-        "export",
-        run,
-        help="write a draft head for vLLM or SGLang",
-        description="Write a trained draft head in the layout of a serving engine.",
-        epilog=export_help,
-    )
+DESCRIPTION = "Write a trained draft head in the layout of a serving engine."
+EPILOG = export_help
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
     add = parser.add_argument
     add("head", metavar="RUN", help="folder of a trained head, or of a run with a single one")
     add("--format", choices=EXPORT_FORMATS, required=True, dest="format_name", help="the engine that reads it")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mmspec.app.caption.config import ProcessInfo
 from mmspec.app.caption.progress import Progress
-from mmspec.app.cli.arguments import Commands, add_command, hide_progress_bars
+from mmspec.app.cli.arguments import hide_progress_bars
 from mmspec.app.cli.options import add_described, add_settings, list_described, list_settings
 from mmspec.app.errors import UsageError
 from mmspec.app.train.config import TrainOptions
@@ -26,7 +26,7 @@ NUM_METRICS = 3
 FIRST_CHECKPOINT_S = 30.0
 """Seconds of training after which the first checkpoint is written; later ones follow the trainer's interval."""
 
-EPILOG = """\
+_EPILOG = """\
 drafters
 {drafters}
   Several, separated by commas, train side by side on the same batches: the target runs once for all of them.
@@ -64,20 +64,15 @@ examples
 def train_help() -> str:
     """The help behind the options, with the drafters of the registry and the settings."""
     drafters = ((name, recipe.help) for name, (_, recipe) in recipes().items())
-    return EPILOG.format(drafters=list_described(drafters), settings=list_settings(TrainOptions))
+    return _EPILOG.format(drafters=list_described(drafters), settings=list_settings(TrainOptions))
 
 
-def add_parser(commands: Commands, common: argparse.ArgumentParser) -> None:
-    """Register the command."""
-    parser = add_command(
-        commands,
-        common,
-        "train",
-        run,
-        help="train a drafter for a model",
-        description="Train draft heads on a target's own answers and hidden states.",
-        epilog=train_help,
-    )
+DESCRIPTION = "Train draft heads on a target's own answers and hidden states."
+EPILOG = train_help
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
     add_described(parser, TrainOptions)
     add_settings(parser, TrainOptions, {"--answer-batch": "--batch-size"})
 

@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING
 
 from mmspec.app.caption.progress import print_stderr
 from mmspec.app.cli.arguments import (
-    Commands,
-    add_command,
     add_device_options,
     add_model_option,
     hide_progress_bars,
@@ -46,17 +44,11 @@ mmspec demo --share: warning
   use. The link ends with this command (Ctrl-C), at the latest after a week."""
 
 
-def add_parser(commands: Commands, common: argparse.ArgumentParser) -> None:
-    """Register the command."""
-    parser = add_command(
-        commands,
-        common,
-        "demo",
-        run,
-        help="a chat in a browser: mmspec's answer, and plain generate's beside it",
-        description="Ask about pictures and clips in a browser: mmspec answers first, plain generate beside it.",
-        epilog=EPILOG,
-    )
+DESCRIPTION = "Ask about pictures and clips in a browser: mmspec answers first, plain generate beside it."
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
     add = parser.add_argument
     add_model_option(parser)
     add("--drafter", default="auto", metavar="D", help="drafter (default auto)")
