@@ -399,6 +399,7 @@ def test_files_are_closed(tmp_path: Path) -> None:
     [
         ({"num_frames": 4, "fps": 2}, "num_frames and fps exclude each other"),
         ({"num_frames": 4, "sampler": Uniform(2)}, "sampler and num_frames exclude each other"),
+        ({"backend": "decord"}, "backend must be .pyav., got .decord."),
         ({"num_frames": 0}, "num_frames must be an integer of at least 1; got 0"),
         ({"num_frames": -3}, "num_frames must .* got -3"),
         ({"num_frames": 2.5}, "num_frames must .* got 2.5"),

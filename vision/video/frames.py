@@ -35,6 +35,7 @@ def read_frames(
     num_frames: int | None = None,
     fps: float | None = None,
     max_frames: int = MAX_FRAMES,
+    backend: str = "pyav",
     max_pixels: int = DEFAULT_MAX_PIXELS,
     isolated: bool | DecoderPool = False,
 ) -> Frames:
@@ -48,6 +49,7 @@ def read_frames(
             by time. All frames of a shorter video, where transformers raises.
         fps: Frames per second, `max_frames` at most; likewise.
         max_frames: Limit on the number of frames.
+        backend: "pyav" (or "auto", which is the same).
         max_pixels: Larger frames are scaled down to this number of pixels, aspect ratio preserved. All frames together
             are limited to 64 million pixels.
         isolated: Decode in another process, so that a file that crashes a decoder, or makes it hang, does not affect
@@ -62,6 +64,8 @@ def read_frames(
         DecoderCrashedError: A ValueError; the decoder of an isolated call crashed.
         DecoderHungError: A ValueError; it timed out.
     """
+    if backend not in ("auto", "pyav"):
+        raise ValueError(f"backend must be 'pyav', got {backend!r:.40}: others show other frames.")
     sampler = _resolve_sampler(sampler, num_frames, fps, max_frames)
     check_positive_int("max_pixels", max_pixels)
     content, name = _resolve_source(source)
