@@ -19,9 +19,8 @@ from tqdm import tqdm
 import research.compressors  # noqa: F401  - by name
 from mmspec.app.cli.arguments import positive_int, split_commas
 from mmspec.app.errors import UsageError
-from mmspec.drafters.heads.eagle.config import EagleConfig
 from mmspec.drafters.heads.eagle.drafter import EagleDrafter
-from mmspec.drafters.heads.eagle.head import EagleHead
+from mmspec.drafters.heads.eagle.head import EagleConfig, EagleHead
 from mmspec.engine.tree import root_only
 from mmspec.interfaces import ObservedRound, Prompt, SharedEmbeddings, VerifyResult, VisualGrid
 from mmspec.metrics.compression_stats import RecordingCompressor

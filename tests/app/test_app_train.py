@@ -22,7 +22,7 @@ from mmspec.app.train.config import TrainOptions
 from mmspec.app.train.data import Teacher
 from mmspec.app.train.datasets import FileData, Request, TextOnlyAugmented, image_fraction
 from mmspec.app.train.sampler import LengthGroupedSampler
-from mmspec.drafters.heads.eagle.config import EagleConfig
+from mmspec.drafters.heads.eagle.head import EagleConfig
 from mmspec.drafters.heads.registry import find_method
 from mmspec.economy.chooser import Chooser
 

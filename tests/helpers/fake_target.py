@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from mmspec.drafters.heads.base.drafter import HeadDrafter
 from mmspec.drafters.heads.base.state import DraftState
-from mmspec.drafters.heads.eagle.config import EagleConfig
-from mmspec.drafters.heads.eagle.head import EagleHead
+from mmspec.drafters.heads.eagle.head import EagleConfig, EagleHead
 from mmspec.drafters.training.batch import TrainBatch
 from mmspec.engine.tree import DraftTree, root_only
 from mmspec.interfaces import Prompt, SharedEmbeddings, VerifyResult

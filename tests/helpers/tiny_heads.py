@@ -11,26 +11,19 @@ from torch.nn import Module
 from mmspec.drafters.heads.base.drafter import HeadDrafter
 from mmspec.drafters.heads.base.head import DraftHead
 from mmspec.drafters.heads.base.visual_inputs import VISUAL_MODES
-from mmspec.drafters.heads.dspark.config import DsparkConfig
 from mmspec.drafters.heads.dspark.drafter import DsparkDrafter
-from mmspec.drafters.heads.dspark.head import DsparkHead
-from mmspec.drafters.heads.eagle.config import EagleConfig
+from mmspec.drafters.heads.dspark.head import DsparkConfig, DsparkHead
 from mmspec.drafters.heads.eagle.drafter import EagleDrafter
-from mmspec.drafters.heads.eagle.head import EagleHead
-from mmspec.drafters.heads.eagle3.config import Eagle3Config
+from mmspec.drafters.heads.eagle.head import EagleConfig, EagleHead
 from mmspec.drafters.heads.eagle3.drafter import Eagle3Drafter
-from mmspec.drafters.heads.eagle3.head import Eagle3Head
-from mmspec.drafters.heads.falcon.drafter import FalconDrafter
-from mmspec.drafters.heads.falcon.head import FalconHead
-from mmspec.drafters.heads.flash.config import FlashConfig
+from mmspec.drafters.heads.eagle3.head import Eagle3Config, Eagle3Head
+from mmspec.drafters.heads.falcon.drafter import FalconDrafter, FalconHead
 from mmspec.drafters.heads.flash.drafter import FlashDrafter
-from mmspec.drafters.heads.flash.head import FlashHead
-from mmspec.drafters.heads.parallel.config import ParallelConfig
+from mmspec.drafters.heads.flash.head import FlashConfig, FlashHead
 from mmspec.drafters.heads.parallel.drafter import ParallelDrafter
-from mmspec.drafters.heads.parallel.head import ParallelHead
-from mmspec.drafters.heads.vispec.config import VispecConfig
+from mmspec.drafters.heads.parallel.head import ParallelConfig, ParallelHead
 from mmspec.drafters.heads.vispec.drafter import VispecDrafter
-from mmspec.drafters.heads.vispec.head import VispecHead
+from mmspec.drafters.heads.vispec.head import VispecConfig, VispecHead
 from mmspec.vision.compressors.cost_based import CostBased
 from mmspec.vision.compressors.latent import LatentCompressor
 from mmspec.vision.registry import init_compressor

@@ -13,8 +13,7 @@ from forced_drafts import planned
 
 from mmspec.app.modeling.random_models import random_model
 from mmspec.drafters.checkpoints.format import HeadMetadata, save_head, tokenizer_fingerprint
-from mmspec.drafters.heads.eagle.config import EagleConfig
-from mmspec.drafters.heads.eagle.head import EagleHead
+from mmspec.drafters.heads.eagle.head import EagleConfig, EagleHead
 from mmspec.economy.chooser import Chooser
 from mmspec.vision.compressors.elastic import Elastic
 from research.bench.drafter_specs import patch_model

@@ -18,9 +18,8 @@ from torch import Tensor
 from transformers import LlavaConfig, LlavaForConditionalGeneration, PreTrainedModel, SiglipVisionConfig
 
 import mmspec
-from mmspec.drafters.heads.eagle.config import EagleConfig
 from mmspec.drafters.heads.eagle.drafter import EagleDrafter
-from mmspec.drafters.heads.eagle.head import EagleHead
+from mmspec.drafters.heads.eagle.head import EagleConfig, EagleHead
 from mmspec.interfaces import Prompt, VisualTokens
 from mmspec.targets.registry import find_adapter
 from mmspec.vision.compressors.elastic import Elastic

@@ -37,17 +37,14 @@ from mmspec.drafters.checkpoints.format import HeadMetadata, load_head, save_hea
 from mmspec.drafters.heads.base.compressed_inputs import compressed_inputs, prompt_grids
 from mmspec.drafters.heads.base.head import DraftHead
 from mmspec.drafters.heads.base.visual_inputs import VISUAL_MODES, DraftInputs
-from mmspec.drafters.heads.eagle.config import EagleConfig
 from mmspec.drafters.heads.eagle.drafter import EagleDrafter
-from mmspec.drafters.heads.eagle.head import EagleHead
+from mmspec.drafters.heads.eagle.head import EagleConfig, EagleHead
 from mmspec.drafters.heads.eagle.loss import eagle_loss
-from mmspec.drafters.heads.eagle3.config import Eagle3Config
 from mmspec.drafters.heads.eagle3.drafter import Eagle3Drafter
-from mmspec.drafters.heads.eagle3.head import Eagle3Head
+from mmspec.drafters.heads.eagle3.head import Eagle3Config, Eagle3Head
 from mmspec.drafters.heads.registry import find_method
-from mmspec.drafters.heads.vispec.config import VispecConfig
 from mmspec.drafters.heads.vispec.drafter import VispecDrafter
-from mmspec.drafters.heads.vispec.head import VispecHead
+from mmspec.drafters.heads.vispec.head import VispecConfig, VispecHead
 from mmspec.drafters.training.batch import DraftModel, build_inputs_and_labels
 from mmspec.drafters.training.gate import fit_gate_on_batches
 from mmspec.drafters.training.losses import LossInputs, LossWeights, TrainProgress

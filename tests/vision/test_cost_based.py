@@ -28,9 +28,8 @@ from mmspec.app.modeling.random_models import random_model
 from mmspec.app.scenes.render import render_scene
 from mmspec.app.scenes.world import generate_scene
 from mmspec.drafters.checkpoints.format import HeadMetadata, save_head
-from mmspec.drafters.heads.eagle.config import EagleConfig
 from mmspec.drafters.heads.eagle.drafter import EagleDrafter
-from mmspec.drafters.heads.eagle.head import EagleHead
+from mmspec.drafters.heads.eagle.head import EagleConfig, EagleHead
 from mmspec.economy.chooser import Chooser
 from mmspec.economy.draft_cost import EXPLORE_EVERY, CallTimer, DraftCosts, HeadCostModel, elapsed
 from mmspec.economy.tables import Seconds

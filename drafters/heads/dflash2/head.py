@@ -17,9 +17,8 @@ from torch.nn import functional
 
 from mmspec.drafters.heads.base.expand import LevelExpander, StatelessExpander
 from mmspec.drafters.heads.base.state import DraftState
-from mmspec.drafters.heads.dspark.config import DsparkConfig
 from mmspec.drafters.heads.dspark.drafter import DsparkDrafter, anchors_of
-from mmspec.drafters.heads.dspark.head import DsparkHead, DsparkLayer
+from mmspec.drafters.heads.dspark.head import DsparkConfig, DsparkHead, DsparkLayer
 from mmspec.interfaces import SharedEmbeddings
 
 

@@ -16,9 +16,8 @@ from torch.nn import functional
 from mmspec.drafters.heads.base.expand import LevelExpander, StatelessExpander
 from mmspec.drafters.heads.base.markov import fit_vocabulary
 from mmspec.drafters.heads.base.state import DraftState
-from mmspec.drafters.heads.dspark.config import DsparkConfig
 from mmspec.drafters.heads.dspark.drafter import DsparkDrafter, anchors_of
-from mmspec.drafters.heads.dspark.head import DsparkHead
+from mmspec.drafters.heads.dspark.head import DsparkConfig, DsparkHead
 
 
 @dataclass(frozen=True)

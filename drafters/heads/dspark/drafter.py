@@ -18,8 +18,7 @@ from mmspec.drafters.heads.base.expand import LevelExpander, StatelessExpander
 from mmspec.drafters.heads.base.markov import fit_vocabulary
 from mmspec.drafters.heads.base.state import DraftState
 from mmspec.drafters.heads.dspark.c_weights import DSPARK_CLASSES, dspark_weights
-from mmspec.drafters.heads.dspark.config import DsparkConfig
-from mmspec.drafters.heads.dspark.head import BigramHead, DsparkHead
+from mmspec.drafters.heads.dspark.head import BigramHead, DsparkConfig, DsparkHead
 
 
 @dataclass

@@ -54,15 +54,14 @@ class Dspark(HeadMethod):
     served = "vLLM and speculators; needs --target, whose embeddings are copied"
 
     def classes(self) -> HeadClasses:
-        from mmspec.drafters.heads.dspark.config import DsparkConfig
         from mmspec.drafters.heads.dspark.drafter import DsparkDrafter
-        from mmspec.drafters.heads.dspark.head import DsparkHead
+        from mmspec.drafters.heads.dspark.head import DsparkConfig, DsparkHead
         from mmspec.drafters.heads.dspark.loss import dspark_loss
 
         return HeadClasses(DsparkConfig, DsparkHead, DsparkDrafter, dspark_loss)
 
     def train_config(self, shape: HeadConfig, recipe: Recipe, sizes: TrainSizes) -> HeadConfig:
-        from mmspec.drafters.heads.dspark.config import DsparkConfig
+        from mmspec.drafters.heads.dspark.head import DsparkConfig
 
         config = super().train_config(shape, recipe, sizes)
         assert isinstance(config, DsparkConfig)

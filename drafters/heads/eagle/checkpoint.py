@@ -12,9 +12,8 @@ from mmspec.drafters.checkpoints.format import CONFIG_NAME
 from mmspec.drafters.checkpoints.head_config import parse_published_config
 from mmspec.drafters.checkpoints.rope import order_rotated_rows
 from mmspec.drafters.checkpoints.state_dict import drop_unused, read_head
-from mmspec.drafters.heads.eagle.config import EagleConfig
 from mmspec.drafters.heads.eagle.drafter import EagleDrafter
-from mmspec.drafters.heads.eagle.head import EagleHead
+from mmspec.drafters.heads.eagle.head import EagleConfig, EagleHead
 from mmspec.interfaces import TargetInfo
 
 logger = logging.getLogger("mmspec")

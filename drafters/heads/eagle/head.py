@@ -8,15 +8,33 @@ nothing of trees, prompts or targets.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from mmspec.drafters.heads.base.config import HeadConfig
 from mmspec.drafters.heads.base.head import AttentionFn, DraftHead, RMSNorm, rotate_half
-from mmspec.drafters.heads.eagle.config import EagleConfig
 from mmspec.engine.gather import gather_rows
+
+
+@dataclass(frozen=True)
+class EagleConfig(HeadConfig):
+    """Shape of an `EagleHead`.
+
+    Attributes:
+        bias: whether `fc` has a bias.
+        input_norm: whether the layer normalises its input (EAGLE's does not).
+        qk_norm: whether queries and keys are normalised per head, as in Qwen3.
+        final_norm: whether the layer's output is normalised (NeMo Automodel).
+    """
+
+    bias: bool = True
+    input_norm: bool = False
+    qk_norm: bool = False
+    final_norm: bool = False
 
 
 class DecoderLayer(nn.Module):

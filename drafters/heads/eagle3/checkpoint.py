@@ -11,9 +11,8 @@ from mmspec.drafters.checkpoints.draft_vocab import parse_draft_ids
 from mmspec.drafters.checkpoints.head_config import parse_published_config
 from mmspec.drafters.checkpoints.rope import ANGELSLIM_CLASS, LAYER_TYPES, order_rotated_rows
 from mmspec.drafters.checkpoints.state_dict import drop_unused, read_head
-from mmspec.drafters.heads.eagle3.config import Eagle3Config
 from mmspec.drafters.heads.eagle3.drafter import Eagle3Drafter
-from mmspec.drafters.heads.eagle3.head import Eagle3Head, eagle3_layers
+from mmspec.drafters.heads.eagle3.head import Eagle3Config, Eagle3Head, eagle3_layers
 from mmspec.drafters.heads.eagle3.mrope import parse_mrope
 from mmspec.interfaces import TargetInfo
 

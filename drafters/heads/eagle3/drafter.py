@@ -4,17 +4,34 @@ from __future__ import annotations
 
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 
+from mmspec.cpu.draft_types import HeadWeights
 from mmspec.drafters.heads.base.attention import CachedAttention
-from mmspec.drafters.heads.base.c_draft import CDraft, find_c_draft
+from mmspec.drafters.heads.base.c_draft import CDraft, find_c_draft, shared_weights
+from mmspec.drafters.heads.base.expand import AutoregressiveExpander
 from mmspec.drafters.heads.base.reader import CosSin
 from mmspec.drafters.heads.base.state import DraftState
-from mmspec.drafters.heads.eagle.drafter import EagleDrafter
-from mmspec.drafters.heads.eagle3.c_weights import eagle3_weights
-from mmspec.drafters.heads.eagle3.head import Eagle3Head, Eagle3Layer
-from mmspec.drafters.heads.eagle3.layered import Eagle3Expander, committed_attention
+from mmspec.drafters.heads.eagle.drafter import EagleDrafter, layer_weights
+from mmspec.drafters.heads.eagle3.head import Eagle3Config, Eagle3Head, Eagle3Layer, LayeredAttention
 from mmspec.engine.gather import gather_rows
+
+
+class Eagle3Expander(AutoregressiveExpander):
+    """Levels of nodes: a window counts from each level's position."""
+
+    def attention(self, level: int, mask: Tensor) -> CachedAttention:
+        config = self.drafter.head.config
+        if not isinstance(config, Eagle3Config) or not config.is_layered:
+            return super().attention(level, mask)
+        num_nodes, num_context = self.self_mask.shape[1], self.context_mask.shape[-1]
+        device = mask.device
+        context = self.lengths[:, None] + (level - 1) - torch.arange(num_context, device=device)
+        nodes = torch.arange(level - 1, -1, -1, device=device).repeat_interleave(num_nodes)
+        distances = torch.cat((context, nodes.expand(len(context), -1)), dim=1)[:, None]
+        cache = self.state.kv_cache
+        return LayeredAttention(cache, mask, windows=config.sliding_windows, distances=distances)
 
 
 class Eagle3Drafter(EagleDrafter):
@@ -43,3 +60,32 @@ class Eagle3Drafter(EagleDrafter):
         if type(self) is not Eagle3Drafter or type(head) is not Eagle3Head:
             return None
         return find_c_draft(self, state, partial(eagle3_weights, head, state), (Eagle3Layer, nn.ModuleList))
+
+
+def eagle3_weights(head: Eagle3Head, state: DraftState) -> HeadWeights | None:
+    """Weights of an EAGLE-3 head; None with settings that are not implemented there.
+
+    Nor is one that reads one hidden state only, which its `fuse` does not project.
+    """
+    config = head.config
+    others = (config.qk_norm, config.norm_before_fc, config.fc_norm, config.norm_output, config.target_hidden_size)
+    if any(others) or config.is_layered or head.fc.in_features == config.hidden_size:
+        return None
+    ends = shared_weights(state) | {"lm_head": head.lm_head.weight, "lm_head_bias": None}
+    return HeadWeights(
+        head.fc.weight,
+        None,
+        [layer_weights(head.layer)],
+        hidden_norm=head.layer.hidden_norm.weight,
+        final_norm=head.norm.weight,
+        adds_normed_state=head.config.norm_before_residual,
+        **ends,
+    )
+
+
+def committed_attention(config: Eagle3Config, attend: CachedAttention, n: int, device: torch.device) -> CachedAttention:
+    """Attention of n positions behind the committed ones of each row, in every layer to all before them."""
+    kv_cache = attend.kv_cache
+    queries = kv_cache.lengths_on(device)[:, None] + torch.arange(n, device=device)
+    distances = queries[..., None] - torch.arange(kv_cache.kv_len, device=device)
+    return LayeredAttention(kv_cache, (distances >= 0)[:, None], windows=config.sliding_windows, distances=distances)

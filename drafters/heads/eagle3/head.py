@@ -2,21 +2,69 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
+from mmspec.drafters.heads.base.attention import CachedAttention
 from mmspec.drafters.heads.base.head import AttentionFn, DraftHead, RMSNorm
-from mmspec.drafters.heads.eagle.head import DecoderLayer
-from mmspec.drafters.heads.eagle3.config import Eagle3Config
-from mmspec.drafters.heads.eagle3.layered import LayeredAttention
+from mmspec.drafters.heads.eagle.head import DecoderLayer, EagleConfig
 from mmspec.interfaces import SharedEmbeddings
+
+
+@dataclass(frozen=True)
+class Eagle3Config(EagleConfig):
+    """Shape of an `Eagle3Head`.
+
+    Attributes:
+        norm_before_residual: whether the residual is the normalised hidden state.
+        norm_before_fc: whether the hidden states are normalised before `fc`, all as one vector.
+        fc_norm: whether each of them is (EAGLE-3.1).
+        norm_output: whether the state that is carried on is the layer's output after the norm (EAGLE-3.1).
+        target_hidden_size: size of the hidden states that `fc` reads, if it is not D; 0 if it is.
+        num_hidden_layers: decoder layers; those after the first read the output of the one below alone.
+        sliding_windows: positions that each layer sees, its own included; 0 for all; empty for no windows.
+    """
+
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    target_hidden_size: int = 0
+    num_hidden_layers: int = 1
+    sliding_windows: tuple[int, ...] = ()
+
+    @property
+    def is_layered(self) -> bool:
+        """Whether it has several layers, or windows."""
+        return self.num_hidden_layers > 1 or any(self.sliding_windows)
 
 
 def eagle3_layers(num_layers: int) -> tuple[int, int, int]:
     """Hidden states that EAGLE-3 heads read unless they name others: 2, N // 2 and N - 3, as vLLM counts them."""
     return 2, num_layers // 2, num_layers - 3
+
+
+@dataclass(frozen=True)
+class LayeredAttention(CachedAttention):
+    """Attention of all layers (speculators 0.7), each over its own keys; those after the first are ordinary ones.
+
+    Attributes:
+        windows: positions that each layer sees, its own included; 0 for all; empty for no windows.
+        distances: [B, n or 1, keys] int64, how many positions each key is behind a query.
+    """
+
+    windows: tuple[int, ...] = ()
+    distances: Tensor | None = None
+
+    def of_layer(self, layer: int) -> CachedAttention:
+        """Attention of one layer."""
+        mask, window = self.mask, self.windows[layer] if self.windows else 0
+        if window:
+            assert self.distances is not None and mask is not None
+            mask = mask & (self.distances < window)[:, None]
+        return CachedAttention(self.kv_cache, mask, layer=layer)
 
 
 class Eagle3Layer(DecoderLayer):

@@ -38,9 +38,8 @@ class Eagle3(HeadMethod):
 
     def classes(self) -> HeadClasses:
         from mmspec.drafters.heads.eagle.loss import eagle_loss
-        from mmspec.drafters.heads.eagle3.config import Eagle3Config
         from mmspec.drafters.heads.eagle3.drafter import Eagle3Drafter
-        from mmspec.drafters.heads.eagle3.head import Eagle3Head
+        from mmspec.drafters.heads.eagle3.head import Eagle3Config, Eagle3Head
 
         return HeadClasses(Eagle3Config, Eagle3Head, Eagle3Drafter, eagle_loss)
 

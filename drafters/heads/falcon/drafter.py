@@ -18,11 +18,20 @@ from mmspec.drafters.heads.base.attention import cached_attention
 from mmspec.drafters.heads.base.block import BlockDrafter
 from mmspec.drafters.heads.base.expand import AutoregressiveExpander
 from mmspec.drafters.heads.base.state import DraftState
-from mmspec.drafters.heads.falcon.head import FalconHead
+from mmspec.drafters.heads.eagle.head import EagleConfig, EagleHead
 from mmspec.drafters.rerank import NodePool
 from mmspec.engine.gather import gather_rows
 from mmspec.engine.host_copy import from_host
 from mmspec.engine.tree import DraftTree
+
+
+class FalconHead(EagleHead):
+    """EAGLE's head; `block_size` is how many positions ahead each of its outputs predicts."""
+
+    def __init__(self, config: EagleConfig) -> None:
+        super().__init__(config)
+        if config.block_size < 2:
+            raise ValueError(f"a Falcon head needs block_size of at least 2; got {config.block_size}.")
 
 
 @dataclass

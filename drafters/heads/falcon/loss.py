@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mmspec.drafters.heads.falcon.head import FalconHead
+from mmspec.drafters.heads.falcon.drafter import FalconHead
 from mmspec.drafters.training.batch import HeadInputsAndLabels, PackedQueries, shift
 from mmspec.drafters.training.losses import LossAndMetrics, LossInputs, RolloutCache
 from mmspec.interfaces import SharedEmbeddings

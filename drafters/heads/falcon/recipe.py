@@ -13,9 +13,8 @@ class Falcon(HeadMethod):
     recipes = (Recipe("falcon", "2 tokens per forward, several forwards (Falcon)", "decoupled", 2),)
 
     def classes(self) -> HeadClasses:
-        from mmspec.drafters.heads.eagle.config import EagleConfig
-        from mmspec.drafters.heads.falcon.drafter import FalconDrafter
-        from mmspec.drafters.heads.falcon.head import FalconHead
+        from mmspec.drafters.heads.eagle.head import EagleConfig
+        from mmspec.drafters.heads.falcon.drafter import FalconDrafter, FalconHead
         from mmspec.drafters.heads.falcon.loss import falcon_loss
 
         return HeadClasses(EagleConfig, FalconHead, FalconDrafter, falcon_loss)

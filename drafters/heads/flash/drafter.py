@@ -12,7 +12,7 @@ from mmspec.drafters.heads.base.c_draft import CDraft, find_c_draft
 from mmspec.drafters.heads.base.expand import LevelExpander
 from mmspec.drafters.heads.base.markov import MarkovExpander, MarkovHead
 from mmspec.drafters.heads.base.state import DraftState
-from mmspec.drafters.heads.eagle.c_weights import eagle_weights
+from mmspec.drafters.heads.eagle.drafter import eagle_weights
 from mmspec.drafters.heads.eagle.head import DecoderLayer
 from mmspec.drafters.heads.flash.head import FlashHead
 

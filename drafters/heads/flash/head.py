@@ -8,13 +8,27 @@ depend on the token before it.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import Tensor, nn
 from torch.nn import functional
 
 from mmspec.drafters.heads.base.head import RMSNorm
 from mmspec.drafters.heads.base.markov import MarkovHead
-from mmspec.drafters.heads.eagle.head import EagleHead
-from mmspec.drafters.heads.flash.config import FlashConfig
+from mmspec.drafters.heads.eagle.head import EagleConfig, EagleHead
+
+
+@dataclass(frozen=True)
+class FlashConfig(EagleConfig):
+    """Shape of a `FlashHead`.
+
+    Attributes:
+        block_ffn_size: intermediate size of the block's feed-forward.
+        markov_rank: rank of the correction by the token before (`MarkovHead`); 0: none.
+    """
+
+    block_ffn_size: int = 0
+    markov_rank: int = 0
 
 
 class FlashHead(EagleHead):

@@ -19,9 +19,8 @@ class Flash(HeadMethod):
     )
 
     def classes(self) -> HeadClasses:
-        from mmspec.drafters.heads.flash.config import FlashConfig
         from mmspec.drafters.heads.flash.drafter import FlashDrafter
-        from mmspec.drafters.heads.flash.head import FlashHead
+        from mmspec.drafters.heads.flash.head import FlashConfig, FlashHead
         from mmspec.drafters.heads.flash.loss import flash_loss
 
         return HeadClasses(FlashConfig, FlashHead, FlashDrafter, flash_loss)

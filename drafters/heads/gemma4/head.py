@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mmspec.drafters.heads.base.head import RMSNorm
-from mmspec.drafters.heads.dspark.config import DsparkConfig
 from mmspec.drafters.heads.dspark.drafter import DsparkDrafter
-from mmspec.drafters.heads.dspark.head import DsparkHead, DsparkLayer
+from mmspec.drafters.heads.dspark.head import DsparkConfig, DsparkHead, DsparkLayer
 from mmspec.interfaces import SharedEmbeddings
 
 

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from mmspec.drafters.heads.base.head import RMSNorm
-from mmspec.drafters.heads.eagle.head import EagleHead
-from mmspec.drafters.heads.parallel.config import ParallelConfig
+from mmspec.drafters.heads.eagle.head import EagleConfig, EagleHead
+
+
+@dataclass(frozen=True)
+class ParallelConfig(EagleConfig):
+    """Shape of a `ParallelHead`.
+
+    Attributes:
+        block_ffn_size: intermediate size of the `TokenCorrection`; 0: none.
+    """
+
+    block_ffn_size: int = 0
 
 
 class TokenCorrection(nn.Module):

@@ -19,9 +19,8 @@ class Parallel(HeadMethod):
     )
 
     def classes(self) -> HeadClasses:
-        from mmspec.drafters.heads.parallel.config import ParallelConfig
         from mmspec.drafters.heads.parallel.drafter import ParallelDrafter
-        from mmspec.drafters.heads.parallel.head import ParallelHead
+        from mmspec.drafters.heads.parallel.head import ParallelConfig, ParallelHead
         from mmspec.drafters.heads.parallel.loss import parallel_loss
 
         return HeadClasses(ParallelConfig, ParallelHead, ParallelDrafter, parallel_loss)

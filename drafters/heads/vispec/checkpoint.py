@@ -9,9 +9,8 @@ from torch import Tensor
 
 from mmspec.drafters.checkpoints.state_dict import read_head
 from mmspec.drafters.heads.eagle.checkpoint import read_eagle
-from mmspec.drafters.heads.vispec.config import VispecConfig
 from mmspec.drafters.heads.vispec.drafter import VispecDrafter
-from mmspec.drafters.heads.vispec.head import VispecHead
+from mmspec.drafters.heads.vispec.head import VispecConfig, VispecHead
 from mmspec.interfaces import TargetInfo
 
 PARTS = ("k_proj.weight", "v_proj.weight", "k_proj.bias", "v_proj.bias")

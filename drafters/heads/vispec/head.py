@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mmspec.drafters.heads.eagle.head import EagleHead
-from mmspec.drafters.heads.vispec.config import VispecConfig
+from mmspec.drafters.heads.eagle.head import EagleConfig, EagleHead
+
+
+@dataclass(frozen=True)
+class VispecConfig(EagleConfig):
+    """Shape of a `VispecHead`.
+
+    Attributes:
+        num_queries: Q, learned queries of the visual adaptor.
+    """
+
+    num_queries: int = 2
 
 
 class VisualAdaptor(nn.Module):

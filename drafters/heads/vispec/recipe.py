@@ -21,9 +21,8 @@ class Vispec(HeadMethod):
     name = "vispec"
 
     def classes(self) -> HeadClasses:
-        from mmspec.drafters.heads.vispec.config import VispecConfig
         from mmspec.drafters.heads.vispec.drafter import VispecDrafter
-        from mmspec.drafters.heads.vispec.head import VispecHead
+        from mmspec.drafters.heads.vispec.head import VispecConfig, VispecHead
 
         return HeadClasses(VispecConfig, VispecHead, VispecDrafter)
 

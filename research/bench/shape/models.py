@@ -13,12 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mmspec.app.errors import UsageError
-from mmspec.drafters.heads.eagle.config import EagleConfig
 from mmspec.drafters.heads.eagle.drafter import EagleDrafter
-from mmspec.drafters.heads.eagle.head import EagleHead
-from mmspec.drafters.heads.flash.config import FlashConfig
+from mmspec.drafters.heads.eagle.head import EagleConfig, EagleHead
 from mmspec.drafters.heads.flash.drafter import FlashDrafter
-from mmspec.drafters.heads.flash.head import FlashHead
+from mmspec.drafters.heads.flash.head import FlashConfig, FlashHead
 from mmspec.interfaces import Drafter
 
 if TYPE_CHECKING:

@@ -21,9 +21,8 @@ from mmspec.drafters.checkpoints.export import export_head
 from mmspec.drafters.checkpoints.published import load_published
 from mmspec.drafters.checkpoints.state_dict import to_stored
 from mmspec.drafters.heads.eagle.checkpoint import is_msd
-from mmspec.drafters.heads.eagle3.c_weights import eagle3_weights
-from mmspec.drafters.heads.eagle3.config import Eagle3Config
-from mmspec.drafters.heads.eagle3.head import Eagle3Head
+from mmspec.drafters.heads.eagle3.drafter import eagle3_weights
+from mmspec.drafters.heads.eagle3.head import Eagle3Config, Eagle3Head
 from mmspec.interfaces import SharedEmbeddings, TargetInfo
 
 __all__ = ["embeddings"]  # a fixture

@@ -20,18 +20,14 @@ from mmspec.drafters.checkpoints.format import HeadMetadata, compact, save_head
 from mmspec.drafters.checkpoints.published import load_published
 from mmspec.drafters.checkpoints.published_heads import PUBLISHED_DRAFTERS
 from mmspec.drafters.heads.base.drafter import HeadDrafter
-from mmspec.drafters.heads.dspark.config import DsparkConfig
 from mmspec.drafters.heads.dspark.drafter import DsparkDrafter
-from mmspec.drafters.heads.dspark.head import DsparkHead
-from mmspec.drafters.heads.eagle.config import EagleConfig
+from mmspec.drafters.heads.dspark.head import DsparkConfig, DsparkHead
 from mmspec.drafters.heads.eagle.drafter import EagleDrafter
-from mmspec.drafters.heads.eagle.head import EagleHead
-from mmspec.drafters.heads.eagle3.config import Eagle3Config
+from mmspec.drafters.heads.eagle.head import EagleConfig, EagleHead
 from mmspec.drafters.heads.eagle3.drafter import Eagle3Drafter
-from mmspec.drafters.heads.eagle3.head import Eagle3Head
-from mmspec.drafters.heads.flash.config import FlashConfig
+from mmspec.drafters.heads.eagle3.head import Eagle3Config, Eagle3Head
 from mmspec.drafters.heads.flash.drafter import FlashDrafter
-from mmspec.drafters.heads.flash.head import FlashHead
+from mmspec.drafters.heads.flash.head import FlashConfig, FlashHead
 from mmspec.drafters.registry import build_drafter
 from mmspec.engine.tree import root_only
 from mmspec.interfaces import Prompt, SharedEmbeddings, TargetInfo, VerifyResult

@@ -13,8 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from mmspec.drafters.checkpoints.head_config import parse_published_config
 from mmspec.drafters.checkpoints.rope import order_rotated_rows
 from mmspec.drafters.heads.base.head import rotate_half
-from mmspec.drafters.heads.eagle.config import EagleConfig
-from mmspec.drafters.heads.eagle.head import EagleHead
+from mmspec.drafters.heads.eagle.head import EagleConfig, EagleHead
 from mmspec.interfaces import TargetInfo
 
 TARGET = TargetInfo("llava", 64, 96, 8)

@@ -34,14 +34,11 @@ from mmspec.drafters.heads.base.block_tree import PathTable, candidate_paths
 from mmspec.drafters.heads.base.drafter import HeadDrafter
 from mmspec.drafters.heads.base.visual_inputs import VISUAL_MODES
 from mmspec.drafters.heads.eagle.head import EagleHead
-from mmspec.drafters.heads.falcon.drafter import FalconDrafter
-from mmspec.drafters.heads.falcon.head import FalconHead
-from mmspec.drafters.heads.flash.config import FlashConfig
+from mmspec.drafters.heads.falcon.drafter import FalconDrafter, FalconHead
 from mmspec.drafters.heads.flash.drafter import FlashDrafter
-from mmspec.drafters.heads.flash.head import FlashHead
-from mmspec.drafters.heads.parallel.config import ParallelConfig
+from mmspec.drafters.heads.flash.head import FlashConfig, FlashHead
 from mmspec.drafters.heads.parallel.drafter import ParallelDrafter
-from mmspec.drafters.heads.parallel.head import ParallelHead
+from mmspec.drafters.heads.parallel.head import ParallelConfig, ParallelHead
 from mmspec.drafters.heads.registry import find_method, methods
 from mmspec.drafters.rerank import LEVEL_PENALTY, select_nodes
 from mmspec.drafters.training.batch import DraftModel, build_inputs_and_labels

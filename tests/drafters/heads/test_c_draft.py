@@ -35,17 +35,14 @@ from mmspec.drafters.heads.base.c_draft import CDraft
 from mmspec.drafters.heads.base.config import HeadConfig
 from mmspec.drafters.heads.base.drafter import HeadDrafter
 from mmspec.drafters.heads.base.head import DraftHead
-from mmspec.drafters.heads.dspark.config import DsparkConfig
 from mmspec.drafters.heads.dspark.drafter import DsparkDrafter
-from mmspec.drafters.heads.dspark.head import DsparkHead
+from mmspec.drafters.heads.dspark.head import DsparkConfig, DsparkHead
 from mmspec.drafters.heads.eagle.drafter import EagleDrafter
 from mmspec.drafters.heads.eagle.head import EagleHead
-from mmspec.drafters.heads.eagle3.config import Eagle3Config
 from mmspec.drafters.heads.eagle3.drafter import Eagle3Drafter
-from mmspec.drafters.heads.eagle3.head import Eagle3Head
-from mmspec.drafters.heads.flash.config import FlashConfig
+from mmspec.drafters.heads.eagle3.head import Eagle3Config, Eagle3Head
 from mmspec.drafters.heads.flash.drafter import FlashDrafter
-from mmspec.drafters.heads.flash.head import FlashHead
+from mmspec.drafters.heads.flash.head import FlashConfig, FlashHead
 from mmspec.engine.tree import DraftTree
 from mmspec.interfaces import Prompt
 

@@ -26,9 +26,8 @@ from torch.nn import functional
 
 from mmspec.drafters.checkpoints.format import HeadMetadata, load_head, save_head
 from mmspec.drafters.checkpoints.load import load_trained
-from mmspec.drafters.heads.dspark.config import DsparkConfig
 from mmspec.drafters.heads.dspark.drafter import DsparkDrafter
-from mmspec.drafters.heads.dspark.head import DsparkHead
+from mmspec.drafters.heads.dspark.head import DsparkConfig, DsparkHead
 from mmspec.drafters.heads.dspark.loss import dspark_loss
 from mmspec.drafters.training.batch import DraftModel, TrainBatch
 from mmspec.drafters.training.losses import LossAccumulator, LossInputs, LossWeights, TrainProgress

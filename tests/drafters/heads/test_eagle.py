@@ -38,12 +38,10 @@ from mmspec.drafters.checkpoints import format as checkpoint
 from mmspec.drafters.checkpoints.format import HeadMetadata, load_head, save_head
 from mmspec.drafters.checkpoints.state_dict import read_head, to_stored
 from mmspec.drafters.heads.base.visual_inputs import VISUAL_MODES, DraftInputs, left_pack
-from mmspec.drafters.heads.eagle.config import EagleConfig
 from mmspec.drafters.heads.eagle.drafter import EagleDrafter
-from mmspec.drafters.heads.eagle.head import DecoderLayer, EagleHead
+from mmspec.drafters.heads.eagle.head import DecoderLayer, EagleConfig, EagleHead
 from mmspec.drafters.heads.eagle.loss import eagle_loss
-from mmspec.drafters.heads.eagle3.config import Eagle3Config
-from mmspec.drafters.heads.eagle3.head import Eagle3Layer
+from mmspec.drafters.heads.eagle3.head import Eagle3Config, Eagle3Layer
 from mmspec.drafters.registry import build_drafter
 from mmspec.drafters.training.batch import DraftModel, build_inputs_and_labels
 from mmspec.drafters.training.losses import LossInputs, LossWeights, TrainProgress

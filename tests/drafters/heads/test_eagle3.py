@@ -22,8 +22,7 @@ from mmspec.app.train import config as train
 from mmspec.drafters.checkpoints.format import HeadMetadata, load_head, save_head
 from mmspec.drafters.checkpoints.load import load_trained
 from mmspec.drafters.heads.eagle.loss import eagle_loss
-from mmspec.drafters.heads.eagle3.config import Eagle3Config
-from mmspec.drafters.heads.eagle3.head import Eagle3Head, eagle3_layers
+from mmspec.drafters.heads.eagle3.head import Eagle3Config, Eagle3Head, eagle3_layers
 from mmspec.drafters.training.batch import MIXED, DraftModel, TrainBatch, mix_visual_inputs
 from mmspec.drafters.training.distribution_losses import DISTRIBUTION_LOSSES, overlap
 from mmspec.drafters.training.losses import LossInputs, LossWeights, TrainProgress

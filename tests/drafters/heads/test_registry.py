@@ -22,9 +22,8 @@ from mmspec.app.cli.main import build_parser
 from mmspec.drafters.checkpoints.format import HeadMetadata, load_head, save_head
 from mmspec.drafters.checkpoints.load import load_trained
 from mmspec.drafters.heads import registry
-from mmspec.drafters.heads.eagle.config import EagleConfig
 from mmspec.drafters.heads.eagle.drafter import EagleDrafter
-from mmspec.drafters.heads.eagle.head import EagleHead
+from mmspec.drafters.heads.eagle.head import EagleConfig, EagleHead
 from mmspec.drafters.heads.registry import HeadClasses, HeadMethod, TrainSizes, find_method, method_of, register
 from mmspec.drafters.training.batch import DraftModel
 from mmspec.drafters.training.trainer import TrainConfig, Trainer

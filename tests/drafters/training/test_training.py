@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from mmspec.drafters.checkpoints import format as checkpoint
-from mmspec.drafters.heads.eagle.config import EagleConfig
 from mmspec.drafters.heads.eagle.drafter import EagleDrafter
-from mmspec.drafters.heads.eagle.head import EagleHead
+from mmspec.drafters.heads.eagle.head import EagleConfig, EagleHead
 from mmspec.drafters.training.batch import DraftModel, TrainBatch
 from mmspec.drafters.training.losses import LossWeights
 from mmspec.drafters.training.trainer import DistributedContext, TrainConfig, Trainer
