@@ -15,7 +15,6 @@ import torch
 from forced_drafts import only_fixed, planned
 
 import mmspec
-from mmspec.app.compare import specs
 from mmspec.app.errors import UsageError
 from mmspec.app.io.decode import ReadableRows
 from mmspec.app.io.item import SourceOptions
@@ -28,6 +27,7 @@ from mmspec.metrics.stats import Stats
 from mmspec.vision.video.decoder_pool import DecoderPool
 from research.arguments import positive_ints
 from research.bench import command as bench
+from research.bench import drafter_specs as specs
 from research.bench.command import main
 from research.bench.forced_tree import ForcedTree, add_forced_tree, format_not_used, is_probe_needed
 from research.bench.measure import (
