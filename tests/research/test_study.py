@@ -47,8 +47,8 @@ def test_a_word_of_several_tokens_is_one_word() -> None:
 
 def build_round(emitted: list[int], has_draft: bool = True) -> Round:
     """A round whose draft is a chain with one rejected token at its end, or a round without a draft."""
-    nodes = range(len(emitted) + has_draft)
-    return Round(0, tuple(nodes), tuple(range(-1, len(nodes) - 1)), None, tuple(range(len(emitted))), tuple(emitted))
+    tokens = (0, *emitted[:-1], -1)[: len(emitted) + has_draft]
+    return Round(0, tokens, tuple(range(-1, len(tokens) - 1)), None, tuple(range(len(emitted))), tuple(emitted))
 
 
 def test_what_counts_as_accepted() -> None:
