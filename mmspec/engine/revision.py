@@ -111,6 +111,7 @@ class Revision:
             modules, self._code, reads_bits=self._reads_bits, reads_data=self._reads_data
         )
 
+    @reread
     def is_of(self, modules: Sequence[nn.Module]) -> bool:
         """Whether a revision of these modules would equal this one, which reads neither bits nor data.
 

@@ -116,7 +116,6 @@ def train(model: PreTrainedModel, folder: Path, monkeypatch: pytest.MonkeyPatch,
         image.save(folder / f"{number}.png")
         rows.append({"file_name": f"{number}.png", "prompt": "abcd"[number:]})
     (folder / "list.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    monkeypatch.setattr("mmspec.app.train.report.write_curves", lambda *args, **options: None)
     monkeypatch.setattr("mmspec.app.modeling.load.load_model", lambda *args, **options: (model, TinyProcessor(model)))
     args = ["--target", "any", "--data", str(folder / "list.jsonl"), "--out", str(folder / "run"), "--drafter", "mtp"]
     sizes = ["--steps", "12", "--batch-size", "3", "--max-new-tokens", "12", "--evaluate", "0"]
