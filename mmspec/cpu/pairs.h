@@ -7,11 +7,14 @@
 #ifdef TILES
 #include "tiles.h"
 #else
+#define IN_ORDER 10 /* rows of x up to which memory is the limit: lines are prefetched in the order of their addresses then,
+                       which the processor's own prefetching follows, at twice the speed of four rows side by side */
 #define PAIR_TILE 6 /* rows of x: 24 sums, 6 rows and a weight in 32 registers */
 
 typedef struct {
   const char *w[WEIGHT_ROWS];
-  const char *ahead; /* rows to prefetch; NULL for none */
+  const char *ahead;              /* rows to prefetch; NULL for none */
+  int64_t line_step, column_step; /* in bytes */
   int64_t K;
 } pair_block;
 
@@ -36,7 +39,7 @@ INLINE void pair_tile(const pair_block *b, const float *x, __m128 *out,
   for (int64_t k = 0; k < b->K; k += PAIR_COLUMNS, x += X * 16) {
     if (b->ahead)
 #pragma GCC unroll 4
-      for (int i = 0; i < WEIGHT_ROWS; i++) _mm_prefetch(b->ahead + 2 * (i * b->K + k), _MM_HINT_T0);
+      for (int i = 0; i < WEIGHT_ROWS; i++) _mm_prefetch(b->ahead + i * b->line_step + k * b->column_step, _MM_HINT_T0);
     __m512i y[PAIR_TILE];
 #pragma GCC unroll 8
     for (int r = 0; r < X; r++) y[r] = _mm512_loadu_si512(x + r * 16);
@@ -57,7 +60,8 @@ __attribute__((target(ISA))) static void multiply_pairs(const product *p, const 
   const int64_t distance = WEIGHT_ROWS * (1 + AHEAD_BYTES / (WEIGHT_ROWS * row_bytes));
   for (int64_t m = 0; m < c->rows; m += WEIGHT_ROWS) {
     const int64_t count = min64(WEIGHT_ROWS, c->rows - m), then = m + distance, later = then - c->rows;
-    pair_block b = {.K = K};
+    pair_block b = {.K = K, .line_step = row_bytes, .column_step = 2};
+    if (R <= IN_ORDER) b.line_step = LINE, b.column_step = 2 * WEIGHT_ROWS;
     for (int i = 0; i < WEIGHT_ROWS; i++) b.w[i] = c->w + (m + min64(i, count - 1)) * row_bytes;
     if (then + WEIGHT_ROWS <= c->rows)
       b.ahead = c->w + then * row_bytes;
