@@ -8,7 +8,7 @@
 #include "tiles.h"
 #else
 #define IN_ORDER 10 /* rows of x up to which memory is the limit: lines are prefetched in the order of their addresses then,
-                       which the processor's own prefetching follows, at twice the speed of four rows side by side */
+                       which the processor's own prefetching follows; four rows side by side it does not */
 #define PAIR_TILE 6 /* rows of x: 24 sums, 6 rows and a weight in 32 registers */
 
 typedef struct {

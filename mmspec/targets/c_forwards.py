@@ -16,7 +16,7 @@ from torch import Tensor
 from mmspec.cpu.c_kernel import CKernel
 from mmspec.cpu.chain_types import ChainRequest, DraftedChains
 from mmspec.cpu.copies import WeightCopies
-from mmspec.cpu.decoder import CDecoder
+from mmspec.cpu.decoder import MAX_DECODER_ROWS, CDecoder
 from mmspec.cpu.weights import Weight
 from mmspec.engine.kv_cache import RaggedKVCache
 from mmspec.engine.revision import Revision
@@ -87,19 +87,34 @@ class CForwards:
         caches = self._caches(kv_cache)
         if caches is None:
             return None
-        rows = None
-        if active is not None and not all(active) and self._call.states is None:
-            rows = [row for row, on in enumerate(active) if on]
-        scored = self.decoder.forward(self._call.inputs(tree, caches, rows), hidden_state_indices)
-        if scored is None:
-            return None
+        batch, rows = len(tree.tokens), list(range(len(tree.tokens)))
+        groups: list[list[int] | None] = [None]
+        if self._call.states is None:
+            rows = [row for row in rows if active is None or active[row]]
+            size = self._rows_at_once(tree.num_nodes, batch)
+            if min(len(rows), size) < batch:
+                groups = [rows[start : start + size] for start in range(0, max(1, len(rows)), size)]
+        found = []
+        for group in groups:
+            scored = self.decoder.forward(self._call.inputs(tree, caches, group), hidden_state_indices)
+            if scored is None:
+                return None
+            found.append(scored)
         if self._call.states is not None:
             self._call.states.record(self.decoder.logs)
-        logits, states = self._parts.finish_logits(scored[0]), scored[1]
-        if rows is None:
+        logits, states = found[0]
+        if len(found) > 1:
+            logits = torch.cat([one for one, _ in found])
+            states = {index: torch.cat([part[index] for _, part in found]) for index in states}
+        logits = self._parts.finish_logits(logits)
+        if len(rows) == batch:
             return logits, states
-        batch = len(tree.tokens)
         return _spread(logits, rows, batch), {index: _spread(one, rows, batch) for index, one in states.items()}
+
+    def _rows_at_once(self, nodes: int, batch: int) -> int:
+        """Rows of one forward. In half precision none is left to torch for its width: its bits are others."""
+        is_half = self.decoder.dtype in (torch.bfloat16, torch.float16)
+        return max(1, MAX_DECODER_ROWS // nodes) if is_half else batch
 
     def chain(self, kv_cache: RaggedKVCache, request: ChainRequest) -> DraftedChains | None:
         """Chains behind the committed positions; None if they must be drafted by forwards of the model."""

@@ -131,6 +131,24 @@ def test_in_half_precision_drafts_change_nothing(family: str, dtype: str, forwar
         assert all(map(torch.equal, other.logits, results[0].logits))
 
 
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(("batch", "nodes"), [(3, 43), (3, 64), (9, 16), (17, 8)])
+def test_in_half_precision_no_round_is_too_wide(batch: int, nodes: int, dtype: str, forwards: list[bool]) -> None:
+    """More rows times nodes than one forward takes are computed by several, while rows end one by one."""
+    model = get_model("llama", seed=17, dtype=dtype)
+    inputs = tiny.build_inputs(model, 5, batch, padding="left")
+    for mode in ({"do_sample": False}, {"do_sample": True}):
+        results = []
+        for drafter, size in (("none", 1), ("lookup", nodes), ("bush", nodes)):
+            with speculate(model, drafter, generate_plain(model, inputs, **OUTPUTS).sequences, tree_size=size):
+                torch.manual_seed(3)
+                results.append(generate_plain(model, inputs, **OUTPUTS | mode))
+        assert forwards and all(forwards)
+        for other in results[1:]:
+            assert torch.equal(other.sequences, results[0].sequences)
+            assert all(map(torch.equal, other.logits, results[0].logits))
+
+
 @pytest.mark.every(2)
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("wrong", [{}, {"interleaved": True}, {"activation": "gelu_tanh"}])
