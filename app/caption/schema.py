@@ -14,6 +14,7 @@ from typing import Any
 
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.io.columns import ScalarKind
+from mmspec.app.io.text import decode_text
 
 MAX_SCHEMA_BYTES = 1 << 20
 PREFIX = "json."
@@ -37,7 +38,7 @@ def read_schema(text: str) -> str:
                 content = stream.read(MAX_SCHEMA_BYTES + 1)
             if len(content) > MAX_SCHEMA_BYTES:
                 raise argparse.ArgumentTypeError(f"{text} is larger than {MAX_SCHEMA_BYTES >> 20} MiB: name a schema")
-            text = content.decode("utf-8-sig")
+            text = decode_text(content)
         schema = json.loads(text)
     except (OSError, ValueError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or one_line(error, 100)

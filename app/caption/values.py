@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mmspec.app.cli.arguments import parse_temperature, positive_int, split_commas
-from mmspec.app.io.text import find_fault
+from mmspec.app.io.text import decode_text, find_fault
 from mmspec.app.modeling.prompt_format import RESERVED
 
 MAX_LINES_BYTES = 1 << 20
@@ -38,8 +38,8 @@ def _read_lines(path: str, what: str, advice: str) -> tuple[str, ...]:
             raise argparse.ArgumentTypeError(
                 f"{path} is larger than {MAX_LINES_BYTES >> 20} MiB: name a file with {what} a line"
             )
-        lines = content.decode("utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        lines = decode_text(content).splitlines()
+    except (OSError, ValueError) as error:
         raise argparse.ArgumentTypeError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
     if not 1 <= len(lines) <= MAX_LINES:
         raise argparse.ArgumentTypeError(f"{path} must have 1 to {MAX_LINES} lines, {what} each; got {len(lines)}")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mmspec.app.errors import UsageError, one_line
+from mmspec.app.io.text import decode_text
 from mmspec.hints import did_you_mean
 
 Decides = Literal["nothing", "always", "if set", "if sampled"]
@@ -175,7 +176,7 @@ def read_options(path: str, source: type, positional: str) -> dict[str, Any]:
             data = stream.read(MAX_FILE_BYTES + 1)
         if len(data) > MAX_FILE_BYTES:
             raise UsageError(f"--config {path} is larger than {MAX_FILE_BYTES >> 20} MiB: name a file of options")
-        found = tomllib.loads(data.decode("utf-8-sig"))
+        found = tomllib.loads(decode_text(data))
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(
             f"cannot read --config {path}: {getattr(error, 'strerror', None) or one_line(error, 120)}"

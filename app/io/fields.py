@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from mmspec.app.io.text import is_valid
+from mmspec.app.io.text import decode_text, is_valid
 
 if TYPE_CHECKING:
     from mmspec.app.io.item import Item
@@ -96,7 +96,8 @@ def add_fields(item: Item, fields: tuple[str, ...]) -> Mapping[str, str]:
     values = dict(item.fields)
     name = os.path.abspath(item.path) if item.content is None else item.file_name or item.id
     if ANY_FIELD in fields:
-        return values | dict.fromkeys((*PATH_FIELDS, *(("caption",) if item.content is None else ())), "")
+        keys = _json_beside(item) if item.content is None else {}
+        return {**add_fields(item, ("caption",)), **dict.fromkeys((*keys, *PATH_FIELDS), "")}
     beside: dict[str, Any] | None = None
     for field in fields:
         if field in values:
@@ -140,7 +141,7 @@ def _read_beside(item: Item, suffix: str) -> str | None:
     try:
         with os.fdopen(open_regular_file(path), "rb") as stream:
             data = stream.read(MAX_FIELD_BYTES + 1)
-        text = data.decode("utf-8-sig").strip() if len(data) <= MAX_FIELD_BYTES else ""
-    except (OSError, UnicodeDecodeError):
+        text = decode_text(data).strip() if len(data) <= MAX_FIELD_BYTES else ""
+    except (OSError, ValueError):
         return None
     return text if text and is_valid(text) else None

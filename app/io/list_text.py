@@ -5,7 +5,6 @@ in silence: text that can only be Western is read as Windows-1252 and counted, o
 from __future__ import annotations
 
 import io
-import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from mmspec.app.errors import UsageError
 from mmspec.app.io.gzipped import UnpackedList
 from mmspec.app.io.item import SourceOptions
 from mmspec.app.io.left_out import LeftOut
-from mmspec.app.io.text import is_valid
+from mmspec.app.io.text import is_valid, text_encoding
 
 Numbered = Iterator[tuple[int, dict[str, Any]]]
 """Records with their numbers."""
@@ -101,14 +100,6 @@ class ListText:
         return text
 
 
-def _encoding(start: bytes) -> str:
-    """By the byte order mark, or by the zeros of two ASCII characters in UTF-16 or one in UTF-32; else UTF-8."""
-    has_mark = start[:2] in (b"\xff\xfe", b"\xfe\xff") or start == b"\0\0\xfe\xff"
-    zeros = tuple(not byte for byte in start)
-    is_wide = zeros in ((False, True) * 2, (True, False) * 2, (False, True, True, True), (True, True, True, False))
-    return json.detect_encoding(start) if has_mark or is_wide else "utf-8"
-
-
 @contextmanager
 def open_list(path: Path, kind: str, options: SourceOptions, found: LeftOut) -> Iterator[ListText]:
     """Open a list.
@@ -121,8 +112,7 @@ def open_list(path: Path, kind: str, options: SourceOptions, found: LeftOut) -> 
         return UnpackedList(path) if path.suffix.lower() == ".gz" else path.open("rb")
 
     with binary() as file:
-        encoding = _encoding(file.read(4))
+        encoding = text_encoding(file.read(4))
     errors = "surrogateescape" if encoding.startswith("utf-8") and not kind.startswith(".json") else "strict"
-    encoding = "utf-8-sig" if encoding == "utf-8" else encoding
     with io.TextIOWrapper(binary(), encoding=encoding, errors=errors, newline="") as stream:
         yield ListText(path, kind, stream, options, found, "record" if kind == ".json" else "line")

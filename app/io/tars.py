@@ -25,6 +25,7 @@ from mmspec.app.io.fields import ANY_FIELD, TEXT_SUFFIXES, field_text
 from mmspec.app.io.item import Item, RowSource, Skip, SourceOptions
 from mmspec.app.io.left_out import MAX_KINDS, MAX_NAMES, LeftOut, is_hidden, is_packed_metadata
 from mmspec.app.io.tar_members import DamagedTarError, TarMember, read_members
+from mmspec.app.io.text import decode_text
 from mmspec.vision.images import ImageError
 from mmspec.vision.video.containers import describe_format
 
@@ -235,7 +236,7 @@ class _Texts:
             raise ImageError("TooLarge", f"{container.name} has {container.size} bytes; the limit is {MAX_TEXT_BYTES}")
         self._file.seek(container.start)
         try:
-            text = self._file.read(container.size).decode("utf-8-sig")
+            text = decode_text(self._file.read(container.size))
             if found:
                 return text.strip(), container
             return (_object(text) if column is None else _object(text).get(column)), container

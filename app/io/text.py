@@ -1,4 +1,4 @@
-"""Text of rows that every output can hold: valid Unicode, of limited length.
+"""Text of files as editors and spreadsheets write it; text of rows that every output can hold.
 
 JSON may hold one half of a surrogate pair, and file systems names that are not UTF-8; neither can be written as UTF-8,
 and no tokenizer takes it. Prompts with it are errors, names and ids are escaped.
@@ -6,6 +6,7 @@ and no tokenizer takes it. Prompts with it are errors, names and ids are escaped
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +14,31 @@ GENERIC_TOKENS = ("<image>", "<video>")
 """Placeholders of pictures and clips in prompts of data sets, whatever the model's own are."""
 MAX_PROMPT_CHARS = 1 << 16
 """Characters of the prompt of a row."""
+
+
+def text_encoding(start: bytes) -> str:
+    """By the byte order mark, or by the zeros of two ASCII characters in UTF-16 or one in UTF-32; else UTF-8.
+
+    Args:
+        start: the first four bytes of a file.
+    """
+    has_mark = start[:2] in (b"\xff\xfe", b"\xfe\xff") or start == b"\0\0\xfe\xff"
+    zeros = tuple(not byte for byte in start)
+    is_wide = zeros in ((False, True) * 2, (True, False) * 2, (False, True, True, True), (True, True, True, False))
+    return json.detect_encoding(start) if has_mark or is_wide else "utf-8-sig"
+
+
+def decode_text(data: bytes) -> str:
+    """The text of a whole file, without a byte order mark.
+
+    Raises:
+        ValueError: it is in another encoding than UTF-8, UTF-16 and UTF-32.
+    """
+    try:
+        return data.decode(text_encoding(data[:4]))
+    except UnicodeDecodeError as error:
+        found = data[error.start : error.start + 1].hex()
+        raise ValueError(f"byte {error.start} (0x{found}) is not UTF-8: save the file as UTF-8") from error
 
 
 def is_valid(text: str) -> bool:

@@ -19,7 +19,7 @@ import torch
 from mmspec.app.caption.progress import print_stderr
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.io.jsonl import replace_file
-from mmspec.app.io.text import find_fault
+from mmspec.app.io.text import decode_text, find_fault
 from mmspec.app.modeling.text import TextCaptioner, chat_text
 from mmspec.app.train.data import Teacher
 from mmspec.app.train.datasets import Request, StandIns
@@ -82,8 +82,8 @@ def read_questions(paths: Sequence[str]) -> list[str]:
     questions: list[str] = []
     for path in paths:
         try:
-            text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+            text = decode_text(Path(path).read_bytes())
+        except (OSError, ValueError) as error:
             raise UsageError(
                 f"--data {path}: {one_line(error)}; for a language model --data names text files, a request per line"
             ) from error

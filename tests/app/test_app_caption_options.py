@@ -232,6 +232,28 @@ def test_a_job_is_run_again_from_its_file(folder: Path, form: str, monkeypatch: 
     assert tomllib.loads(file.read_text())["paths"] == [str(folder / "p")]
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-32", "cp1252"])
+def test_files_of_options_as_editors_write_them(folder: Path, encoding: str, capsys: Any) -> None:
+    """Notepad and PowerShell end lines with CR LF, and write UTF-16 or a byte order mark; Excel saves both as text."""
+    texts = {
+        "job.toml": 'paths = "p"\r\nmodel = "m"\r\nstart = "Ein Café"\r\nlimit = 2\r\n',
+        "q.txt": "what is at the café?\r\nso {answer1}?\r\n",
+        "w.txt": "café \r\nred\r\n",
+        "s.json": '{"type": "object",\r\n "title": "Café"}',
+    }
+    for name, text in texts.items():
+        (folder / name).write_bytes(text.encode(encoding))
+    flags = {"--config": "job.toml", "--prompts": "q.txt", "--ban-words": "w.txt", "--json-schema": "s.json"}
+    if encoding == "cp1252":
+        for flag, name in flags.items():
+            assert "is not UTF-8: save the file as UTF-8" in refused(capsys, "p", "--model", NOWHERE, flag, name)
+        return
+    found = config(*(word for pair in flags.items() for word in pair))
+    assert (found.paths, found.start, found.limit) == (("p",), "Ein Café", 2)
+    assert found.prompts == ("what is at the café?", "so {answer1}?") and found.ban_words == ("café", "red")
+    assert json.loads(found.json_schema or "") == {"type": "object", "title": "Café"}
+
+
 def test_settings_have_flags_too(folder: Path) -> None:
     job = ("p", "--model", "m", "--temperature", "1")
     flags = config(*job, "--top-p", "0.9", "--threads", "2", "--cut-loops")
@@ -301,6 +323,19 @@ def test_a_table_for_excel(folder: Path) -> None:
     with pytest.raises(UsageError, match="not the output of a caption job"):
         run_fake("--out", "mine.csv")
     assert Path("mine.csv").read_text() == "a,b\n"
+
+
+def test_a_table_that_excel_saved_is_a_list_again(folder: Path) -> None:
+    """Another program's delimiter, encoding and number; the caption in it is a field of the next prompt."""
+    assert run_fake("--out", "o.csv", "--fields", "file_name", "--prompt", "é; it")[0] == 0
+    with Path("o.csv").open(encoding="utf-8-sig", newline="") as stream:
+        table = list(csv.reader(stream))
+    with Path("saved.csv").open("w", encoding="cp1252", newline="") as stream:
+        csv.writer(stream, delimiter=";", lineterminator="\r\n").writerows(table)
+    options = config("saved.csv", "--model", "m", "--prompt", "Shorten: {Caption}", "--limit", 2, "--out", "s.jsonl")
+    assert CaptionJob(options, build_output(options, ProcessInfo()), Fake).run() == 0
+    captions = [dict(zip(table[0], row, strict=True))["caption"] for row in table[1:3]]
+    assert [row["prompt"] for row in rows(Path("s.jsonl")).values()] == [f"Shorten: {text}" for text in captions]
 
 
 def test_text_files_of_another_suffix(folder: Path) -> None:

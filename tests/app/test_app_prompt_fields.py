@@ -151,11 +151,29 @@ def test_a_row_without_the_field_is_an_error_row(folder: Path) -> None:
     assert second["error"] == {"type": "NoField", "message": "the row has no field 'tags', which the prompt names"}
 
 
-def test_fields_that_no_row_has_are_found_before_the_model(folder: Path, capsys: Any) -> None:
-    code = main(["caption", "upload", "--model", "no-such-model/of-this-name", "--prompt", "Describe {nmae}."])
+@pytest.mark.parametrize(
+    ("name", "there", "said"),
+    [
+        ("nmae", {}, "; did you mean 'name'?; rows have name, file_name, folder;"),
+        ("caption", {}, "; rows have name, file_name, folder;"),
+        ("captions", {"1.txt": "a dog"}, "; did you mean 'caption'?; rows have caption, name"),
+        (
+            "tag",
+            {"2.png.json": '{"tags": ["dog"]}'},
+            "; did you mean 'tags'?; rows have name, file_name, folder, tags;",
+        ),
+    ],
+)
+def test_fields_that_no_row_has_are_found_before_the_model(
+    folder: Path, name: str, there: dict[str, str], said: str, capsys: Any
+) -> None:
+    """What rows have is what is there: text files and JSON of other programs beside the pictures included."""
+    for file, text in there.items():
+        (folder / "upload" / file).write_text(text)
+    code = main(["caption", "upload", "--model", "no-such-model/of-this-name", "--prompt", f"Describe {{{name}}}."])
     err = capsys.readouterr().err.splitlines()
     assert code == 2 and len(err[-1]) < 300
-    assert "no row has the field 'nmae' that the prompt names; did you mean 'name'?" in err[-1]
+    assert f"no row has the field '{name}' that the prompt names{said}" in err[-1]
 
 
 @pytest.mark.parametrize(

@@ -219,7 +219,8 @@ def test_bytes_of_tables_wait_on_the_disk(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_requests_of_a_text_target_that_are_too_long(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "a.txt").write_text("one ?\n" + "long " * 20_000 + "\n\ntwo ?\n")
+    """The file as Notepad writes it."""
+    (tmp_path / "a.txt").write_text("one ?\n" + "long " * 20_000 + "\n\ntwo ?\n", "utf-16", newline="\r\n")
     questions = read_questions([str(tmp_path / "a.txt")])
     assert questions == ["one ?", "two ?"] and "skipped 1 requests; the first has" in capsys.readouterr().err
     requests = TextRequests(questions)
