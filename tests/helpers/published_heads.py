@@ -18,7 +18,10 @@ def write_head(folder: Path, layout: Layout, seed: int = 0, **changes: Any) -> P
     rng = torch.Generator().manual_seed(seed)
     config = {**layout.config, **changes}
     layer = config.get("transformer_layer_config", config)
-    shapes = _block_shapes(layout, layer) if layout.kind in ("block", "dflash2", "domino") else _shapes(layout, layer)
+    is_block = layout.kind in ("block", "dflash2", "domino", "lilicorr")
+    shapes = _block_shapes(layout, layer) if is_block else _shapes(layout, layer)
+    if layout.kind == "lilicorr":
+        shapes |= _lattice_shapes(config["dflash_config"], config["block_size"], layout.options["lattice"])
     weights = {name: _draw(name, shape, rng) for name, shape in shapes.items()}
     if layout.kind == "eagle3" or layout.options.get("map"):
         ids = torch.randperm(V - 10, generator=rng)[:DRAFT_V].sort().values + 7  # neither special nor media
@@ -42,7 +45,7 @@ def _block_shapes(layout: Layout, layer: Mapping[str, Any]) -> dict[str, tuple[i
         shapes |= {f"{prefix}.mlp.{name}_proj.weight": (INTERMEDIATE, H) for name in ("gate", "up")}
         shapes[f"{prefix}.mlp.down_proj.weight"] = (H, INTERMEDIATE)
         shapes |= {f"{prefix}.{norm}.weight": (H,) for norm in ("input_layernorm", "post_attention_layernorm")}
-        if options.get("pairs"):
+        if options.get("pairs") or options.get("convolution"):
             for name in ("attention_conv", "mlp_conv"):
                 shapes[f"{prefix}.{name}.base_kernel"] = (2, 2, H)
                 shapes[f"{prefix}.{name}.kernel_projection.weight"] = (4 * H // 8, H)
@@ -61,6 +64,36 @@ def _block_shapes(layout: Layout, layer: Mapping[str, Any]) -> dict[str, tuple[i
         }
         shapes |= {"confidence_head.proj.weight": (1, H + 6), "confidence_head.proj.bias": (1,)}
     return shapes
+
+
+def _lattice_shapes(section: Mapping[str, Any], block_size: int, names: str) -> dict[str, tuple[int, ...]]:
+    """Of LiLiCorr, whose layers are "numbered" or "named"."""
+    size, factor, heads = (section[f"lilicorr_{key}"] for key in ("hidden_size", "factor_dim", "num_heads"))
+    wide, names_of = int(size * section["lilicorr_mlp_ratio"]), ("0", "1", "3", "0", "2")
+    norm, *linear = (f"feature_mlp.{one}" for one in names_of[:3])
+    inner = names_of[3:]
+    if names == "named":
+        norm, linear, inner = "feature_norm", ["feature_mlp.up_proj", "feature_mlp.down_proj"], ("up_proj", "down_proj")
+    sizes = {
+        "pass_hidden_proj": (size, H), "context_proj": (size, H), linear[0]: (size, 5), linear[1]: (size, size),
+        "factor_input_proj": (size, 3 * size), "out_head": (factor, size), "in_head": (factor, size),
+        "anchor_out_head": (factor, size),
+    }  # fmt: skip
+    shapes: dict[str, tuple[int, ...]] = {
+        "slot_embedding": (1, 1, block_size - 1, 1, size), "same_slot_bias": (heads,), f"{norm}.weight": (5,),
+        "rank_embedding": (1, 1, 1, section["lilicorr_candidate_topk"], size), f"{norm}.bias": (5,),
+        "relative_slot_bias": (heads, 2 * block_size - 1), "output_norm.weight": (size,), "anchor_norm.weight": (size,),
+    }  # fmt: skip
+    sizes |= {"token_proj": (size, H)} if size != H else {}
+    for index in range(section["lilicorr_num_layers"]):
+        layer = f"layers.{index}"
+        shapes |= {f"{layer}.{name}_norm.weight": (size,) for name in ("attn", "mlp")}
+        shapes |= {f"{layer}.attn.in_proj_weight": (3 * size, size), f"{layer}.attn.in_proj_bias": (3 * size,)}
+        sizes |= {f"{layer}.attn.out_proj": (size, size)}
+        sizes |= {f"{layer}.mlp.{inner[0]}": (wide, size), f"{layer}.mlp.{inner[1]}": (size, wide)}
+    for name, shape in sizes.items():
+        shapes |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
+    return {f"lilicorr.{name}": shape for name, shape in shapes.items()}
 
 
 def _shapes(layout: Layout, layer: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

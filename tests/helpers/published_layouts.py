@@ -28,10 +28,10 @@ class Layout:
     Attributes:
         config: as published, in small.
         family: of a tiny target that such heads exist for.
-        kind: "eagle", "msd", "vispec", "eagle3", "block" (DFlash and DSpark), "dflash2" or "domino".
+        kind: "eagle", "msd", "vispec", "eagle3", "block" (DFlash and DSpark), "dflash2", "domino" or "lilicorr".
         options: what its tensors have: `bias` of `fc`, `qkv_bias`, `input_norm`, `final_norm`, `layer` (the prefix of
-            the layer), `adaptor` (that of ViSpec's), `markov`, `pairs`, `gru`, `lm_head`, `map`; and what its code
-            does, as arguments of `SlowBlock`, in `reader`.
+            the layer), `adaptor` (that of ViSpec's), `markov`, `pairs`, `convolution`, `gru`, `lattice`, `lm_head`,
+            `map`; and what its code does, as arguments of `SlowBlock`, in `reader`.
     """
 
     config: Mapping[str, Any]
@@ -199,16 +199,25 @@ LAYOUTS: dict[str, Layout] = {
         "eagle3",
     ),
 }
-DOMINO: dict[str, Any] = {
-    "mask_token_id": V - 1,
-    "target_layer_ids": [0, 3, 6],
-    "projector_type": "domino",
-    "emb_dim": 7,
-    "gru_hidden_dim": 9,
-}
 BLOCK: dict[str, Any] = {key: value for key, value in QWEN.items() if key != "draft_vocab_size"} | {
     "model_type": "qwen3", "num_hidden_layers": 2, "layer_types": ["full_attention"] * 2, "num_target_layers": 8,
     "block_size": 4, "sliding_window": None, "max_window_layers": 2,
+}  # fmt: skip
+DFLASH2: dict[str, Any] = {
+    "conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 6, "selector_top_k": 5, "input_embedding_scale": 1.0,
+    "output_multiplier": 1.0, "final_logit_softcapping": None,
+}  # fmt: skip
+DOMINO: dict[str, Any] = {
+    "projector_type": "domino", "emb_dim": 7, "gru_hidden_dim": 9, "pure_draft_prefix_len": 1, "shift_label": True,
+}  # fmt: skip
+LILICORR: dict[str, Any] = {
+    "causal": False, "projector_type": "lilicorr", "lilicorr_enabled": True, "lilicorr_candidate_topk": 4,
+    "lilicorr_hidden_size": 12, "lilicorr_num_layers": 2, "lilicorr_num_heads": 2, "lilicorr_mlp_ratio": 1.5,
+    "lilicorr_factor_dim": 5, "lilicorr_vector_eps": 1e-4, "lilicorr_logit_scale": 8.0,
+}  # fmt: skip
+DSPARK: dict[str, Any] = {
+    "attention_mode": "gqa", "confidence_head_alpha": 1.0, "confidence_head_with_markov": True,
+    "enable_confidence_head": True, "markov_head_type": "vanilla", "markov_rank": 6, "projector_type": "dspark",
 }  # fmt: skip
 DEEPSPEC = BLOCK | {
     "architectures": ["Qwen3DSparkModel"], "mask_token_id": V - 1, "target_layer_ids": [0, 3, 6], "num_anchors": 512,
@@ -217,6 +226,15 @@ DEEPSPEC = BLOCK | {
 }  # fmt: skip
 OUTPUTS_OF_LAYERS = {"layer_offset": 1, "is_neox": True}
 INPUTS_OF_LAYERS = {"layer_offset": 0, "is_neox": True}
+
+
+def _flat(name: str, section: Mapping[str, Any], kind: str, *, from_anchor: bool, **options: Any) -> Layout:
+    """A layout with a section of the method beside the keys of a layer."""
+    config = BLOCK | {
+        "architectures": [f"{name}DraftModel"],
+        "dflash_config": {"mask_token_id": V - 1, "target_layer_ids": [0, 3, 6], **section},
+    }
+    return Layout(config, "qwen3_vl", kind, options | {"reader": {"from_anchor": from_anchor, **OUTPUTS_OF_LAYERS}})
 
 
 def _speculators_block(kind: str, num_tokens: int, **values: Any) -> dict[str, Any]:
@@ -231,85 +249,22 @@ def _speculators_block(kind: str, num_tokens: int, **values: Any) -> dict[str, A
 
 
 LAYOUTS |= {
-    "DFlash, z-lab": Layout(
-        BLOCK
-        | {
-            "architectures": ["DFlashDraftModel"],
-            "dflash_config": {"mask_token_id": V - 1, "target_layer_ids": [0, 3, 6]},
-        },
-        "qwen3_vl",
-        "block",
-        {"reader": {"from_anchor": False, **OUTPUTS_OF_LAYERS}},
+    "DFlash, z-lab": _flat("DFlash", {}, "block", from_anchor=False),
+    "DFlash 2, NeMo Automodel": _flat("DFlash2", DFLASH2, "dflash2", from_anchor=False, pairs=6),
+    "Domino, SpecForge": _flat("Domino", DOMINO, "domino", from_anchor=True, gru=9),
+    "Domino, SpecForge, for SGLang": _flat(
+        "DFlash", DOMINO | {"pure_draft_prefix_len": 0, "shift_label": False}, "domino", from_anchor=False, gru=9
     ),
-    "DFlash 2, NeMo Automodel": Layout(
-        BLOCK
-        | {
-            "architectures": ["DFlash2DraftModel"],
-            "dflash_config": {
-                "mask_token_id": V - 1,
-                "target_layer_ids": [0, 3, 6],
-                "conv_kernel_size": 2,
-                "conv_group_size": 8,
-                "selector_rank": 6,
-                "selector_top_k": 5,
-                "input_embedding_scale": 1.0,
-                "output_multiplier": 1.0,
-                "final_logit_softcapping": None,
-            },
-        },
-        "qwen3_vl",
-        "dflash2",
-        {"pairs": 6, "reader": {"from_anchor": False, **OUTPUTS_OF_LAYERS}},
+    "LiLiCorr, Model-Optimizer": _flat("LiLiCorr", LILICORR, "lilicorr", from_anchor=False, lattice="numbered"),
+    "LiLiCorr, Model-Optimizer, with convolution": _flat(
+        "LiLiCorr",
+        LILICORR | {"lilicorr_hidden_size": H, "conv_kernel_size": 2, "conv_group_size": 8},
+        "lilicorr",
+        from_anchor=False,
+        lattice="named",
+        convolution=True,
     ),
-    "Domino, SpecForge": Layout(
-        BLOCK
-        | {
-            "architectures": ["DominoDraftModel"],
-            "dflash_config": {
-                **DOMINO,
-                "pure_draft_prefix_len": 1,
-                "shift_label": True,
-            },
-        },
-        "qwen3_vl",
-        "domino",
-        {"gru": 9, "reader": {"from_anchor": True, **OUTPUTS_OF_LAYERS}},
-    ),
-    "Domino, SpecForge, for SGLang": Layout(
-        BLOCK
-        | {
-            "architectures": ["DFlashDraftModel"],
-            "dflash_config": {
-                **DOMINO,
-                "pure_draft_prefix_len": 0,
-                "shift_label": False,
-            },
-        },
-        "qwen3_vl",
-        "domino",
-        {"gru": 9, "reader": {"from_anchor": False, **OUTPUTS_OF_LAYERS}},
-    ),
-    "DSpark, SpecForge": Layout(
-        BLOCK
-        | {
-            "architectures": ["DSparkDraftModel"],
-            "auto_map": {"AutoModel": "dspark.DSparkDraftModel"},
-            "dflash_config": {
-                "attention_mode": "gqa",
-                "confidence_head_alpha": 1.0,
-                "confidence_head_with_markov": True,
-                "enable_confidence_head": True,
-                "markov_head_type": "vanilla",
-                "markov_rank": 6,
-                "mask_token_id": V - 1,
-                "projector_type": "dspark",
-                "target_layer_ids": [0, 3, 6],
-            },
-        },
-        "qwen3_vl",
-        "block",
-        {"markov": True, "reader": {"from_anchor": True, **OUTPUTS_OF_LAYERS}},
-    ),
+    "DSpark, SpecForge": _flat("DSpark", DSPARK, "block", from_anchor=True, markov=True),
     "DSpark, DeepSeek": Layout(
         DEEPSPEC, "llava", "block", {"markov": True, "lm_head": V, "reader": {"from_anchor": True, **OUTPUTS_OF_LAYERS}}
     ),
@@ -339,4 +294,4 @@ LAYOUTS |= {
     ),
 }
 """EAGLE-1/2 (yuhuili), MSD (lucylyn), ViSpec (JLKang), EAGLE-3 of the EAGLE code, speculators, SpecForge, AngelSlim;
-DFlash and DSpark of z-lab, DeepSeek, LiquidAI and speculators."""
+DFlash and DSpark of z-lab, DeepSeek, LiquidAI and speculators; LiLiCorr under both names that its layers have."""

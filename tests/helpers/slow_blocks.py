@@ -1,4 +1,4 @@
-"""Published DFlash, DSpark, DFlash 2 and Domino heads as their papers and trainers feed them, one block at a time.
+"""Published heads that draft blocks (DFlash, DSpark and those upon them) as their trainers feed them, one at a time.
 
 Written from the specification of each method, with the keys of its published configs; shares no code with the package.
 """
@@ -74,13 +74,18 @@ class SlowBlock(SlowHead):
             rows = [row + output for row, output in zip(rows, outputs, strict=True)]
         outputs = [self.norm("norm", row) for row in rows][int(not self.from_anchor) :]
         lm_head = self.weights.get("lm_head.weight", self.text.lm_head)
-        found, tokens, ids = [lm_head @ output for output in outputs], list[int](), self.token_ids()
+        found = [lm_head @ output for output in outputs]
+        return self.walk(found, outputs, allowed, anchor)[:num_tokens], torch.stack(found)
+
+    def walk(self, found: list[Tensor], outputs: list[Tensor], allowed: Tensor, anchor: int) -> list[int]:
+        """The tokens of a block from the logits and outputs of its positions."""
+        tokens, ids = list[int](), self.token_ids()
         for logits, output in zip(found, outputs, strict=True):
             scores = self.scores(
                 logits.where(allowed, torch.tensor(-torch.inf)), output, tokens[-1] if tokens else anchor
             )
             tokens.append(ids[int(scores.argmax())])
-        return tokens[:num_tokens], torch.stack(found)
+        return tokens
 
     def attention(self, index: int, positions: Sequence[int], normed: Sequence[Tensor]) -> list[Tensor]:
         """Outputs of the attention of a layer at the positions of the block."""
@@ -177,3 +182,94 @@ class SlowDomino(SlowBlock):
             state = gru(self.text.embedding[list(self.path)])[0][-1]
         inner = functional.silu(self.linear("embed_proj.0", torch.cat((output, state))))
         return logits + self.linear("embed_proj.2", inner)
+
+
+class SlowLilicorr(SlowDflash2):
+    """LiLiCorr: candidates of a block that see each other, and products of two vectors of each with its neighbours'.
+
+    Attributes:
+        path_scores: of the candidates of each position of the last block, behind the token before.
+    """
+
+    def __init__(self, folder: Path, text: Sequences, **options: bool | int) -> None:
+        super().__init__(folder, text, **options)  # type: ignore[arg-type]
+        self.settings = self.config["dflash_config"]
+        renamed = {"feature_norm": "feature_mlp.0", "feature_mlp.up_proj": "feature_mlp.1"}
+        renamed |= {"feature_mlp.down_proj": "feature_mlp.3", "mlp.up_proj": "mlp.0", "mlp.down_proj": "mlp.2"}
+        for name in [name for name in self.weights if name.startswith("lilicorr.")]:
+            new = next((name.replace(old, new) for old, new in renamed.items() if f".{old}." in name), name)
+            self.weights[new] = self.weights.pop(name)
+
+    def read_row(self, row: int) -> None:
+        super().read_row(row)
+        state = torch.cat([self.text.states[layer][row] for layer in self.layers])
+        self.context = self.norm("hidden_norm", self.linear("fc", state))
+
+    def around(
+        self, name: str, rows: list[Tensor], sublayer: Callable[[Sequence[Tensor]], list[Tensor]]
+    ) -> list[Tensor]:
+        return super().around(name, rows, sublayer) if "conv_kernel_size" in self.settings else sublayer(rows)
+
+    def walk(self, found: list[Tensor], outputs: list[Tensor], allowed: Tensor, anchor: int) -> list[int]:
+        """See `SlowBlock`."""
+        name, num = "lilicorr", self.settings["lilicorr_candidate_topk"]
+        best = [logits.where(allowed, torch.tensor(-torch.inf)).topk(num).indices for logits in found]
+        rows = list[Tensor]()
+        for slot, (logits, output, ids) in enumerate(zip(found, outputs, best, strict=True)):
+            log_probs = logits.log_softmax(0)[ids]
+            for rank, token in enumerate(ids.tolist()):
+                log_prob = log_probs[rank]
+                numbers = [log_prob, log_prob.exp(), log_prob - log_probs.max(), rank / (num - 1), float(rank == 0)]
+                norm = [self.weights[f"{name}.feature_mlp.0.{part}"] for part in ("weight", "bias")]
+                inner = functional.layer_norm(torch.tensor(numbers), (5,), *norm)
+                inner = functional.silu(self.linear(f"{name}.feature_mlp.1", inner))
+                row = self.linear(f"{name}.feature_mlp.3", inner) + self.linear(f"{name}.pass_hidden_proj", output)
+                embedding = self.text.embedding[token]
+                has_projection = f"{name}.token_proj.weight" in self.weights
+                row = row + (self.linear(f"{name}.token_proj", embedding) if has_projection else embedding)
+                row = row + self.weights[f"{name}.slot_embedding"][0, 0, slot, 0]
+                rows.append(row + self.weights[f"{name}.rank_embedding"][0, 0, 0, rank])
+        for index in range(self.settings["lilicorr_num_layers"]):
+            rows = self.lattice_layer(f"{name}.layers.{index}", rows, num)
+        rows = [self.norm(f"{name}.output_norm", row) for row in rows]
+        beside = self.norm(f"{name}.anchor_norm", self.linear(f"{name}.context_proj", self.context))
+        inner_rows = [
+            functional.silu(self.linear(f"{name}.factor_input_proj", torch.cat((row, beside, row * beside))))
+            for row in rows
+        ]
+        behind, tokens, self.path_scores = self.unit("anchor_out_head", beside), list[int](), list[Tensor]()
+        for slot, ids in enumerate(best):
+            own = inner_rows[slot * num : (slot + 1) * num]
+            scores = torch.stack([behind @ self.unit("in_head", row) for row in own])
+            self.path_scores.append(self.settings["lilicorr_logit_scale"] * scores)
+            place = int(scores.argmax())
+            tokens.append(int(ids[place]))
+            behind = self.unit("out_head", own[place])
+        return tokens
+
+    def unit(self, name: str, row: Tensor) -> Tensor:
+        """A vector of length 1."""
+        return functional.normalize(self.linear(f"lilicorr.{name}", row), dim=0, eps=1e-4)
+
+    def lattice_layer(self, name: str, rows: list[Tensor], num: int) -> list[Tensor]:
+        """A layer in which each candidate attends to all."""
+        normed = [self.norm(f"{name}.attn_norm", row) for row in rows]
+        packed = [self.weights[f"{name}.attn.in_proj_{part}"] for part in ("weight", "bias")]
+        heads, outputs = self.settings["lilicorr_num_heads"], list[Tensor]()
+        parts = [(packed[0] @ row + packed[1]).view(3, heads, -1) for row in normed]
+        distances = self.weights["lilicorr.relative_slot_bias"]
+        for place, (query, _, _) in enumerate(parts):
+            mixed = list[Tensor]()
+            for head in range(heads):
+                scores = list[Tensor]()
+                for other, (_, key, _) in enumerate(parts):
+                    distance = place // num - other // num
+                    bias = distances[head, distance + distances.shape[1] // 2]
+                    bias = bias + (self.weights["lilicorr.same_slot_bias"][head] if distance == 0 else 0.0)
+                    scores.append(query[head] @ key[head] / len(key[head]) ** 0.5 + bias)
+                shares = torch.stack(scores).softmax(0)
+                mixed.append(sum(share * part[2][head] for share, part in zip(shares, parts, strict=True)))  # type: ignore[arg-type]
+            outputs.append(self.linear(f"{name}.attn.out_proj", torch.cat(mixed)))
+        rows = [row + output for row, output in zip(rows, outputs, strict=True)]
+        inner = [functional.silu(self.linear(f"{name}.mlp.0", self.norm(f"{name}.mlp_norm", row))) for row in rows]
+        return [row + self.linear(f"{name}.mlp.2", one) for row, one in zip(rows, inner, strict=True)]

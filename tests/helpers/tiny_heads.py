@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import tiny_models as tiny
 import torch
@@ -22,6 +23,7 @@ from mmspec.drafters.heads.flash.drafter import FlashDrafter
 from mmspec.drafters.heads.flash.head import FlashConfig, FlashHead
 from mmspec.drafters.heads.parallel.drafter import ParallelDrafter
 from mmspec.drafters.heads.parallel.head import ParallelConfig, ParallelHead
+from mmspec.drafters.heads.registry import methods
 from mmspec.drafters.heads.vispec.drafter import VispecDrafter
 from mmspec.drafters.heads.vispec.head import VispecConfig, VispecHead
 from mmspec.vision.compressors.cost_based import CostBased
@@ -32,7 +34,9 @@ BLOCK_DRAFTERS = ("flash", "chained", "parallel", "linked", "falcon")
 """Block drafters that read one hidden state."""
 SELECTING_COMPRESSORS = ("stride:3", "stride:2", "relevant:3", "salient:3", "salient:2", "identity", "drop")
 COMPRESSOR_SPECS = ("conv:3", "resampler:2", "elastic:4", "pool:3", *SELECTING_COMPRESSORS)
-_VISUAL_KINDS = ("latent", "measured", "dspark", "compressed")
+PAIR_DRAFTERS = ("dflash2", "domino", "lilicorr")
+"""Block drafters whose tokens depend on those before them otherwise than by a table."""
+_VISUAL_KINDS = ("latent", "measured", "dspark", *PAIR_DRAFTERS, "compressed")
 DRAFTER_KINDS = (*VISUAL_MODES, "trimmed", "eagle3", "vispec", *BLOCK_DRAFTERS, *_VISUAL_KINDS)
 ECHOING_PREFIX = "leaning-"
 """Prefix of a kind: its head often predicts what a target with weak attention generates after the last token."""
@@ -64,6 +68,8 @@ def build_drafter(kind: str, spec: tiny.ModelSpec, seed: int = 0, vocab_size: in
             )
         if kind == "eagle3":
             return build_eagle3_drafter(config, spec)
+        if kind in PAIR_DRAFTERS:
+            return build_pair_drafter(kind, config, spec.layers, seed)
         if kind in (*BLOCK_DRAFTERS, "dspark"):
             return build_block_drafter(kind, config, spec.layers, seed)
         if kind == "latent":
@@ -120,6 +126,29 @@ def build_dspark_drafter(config: EagleConfig, layers: int, seed: int) -> DsparkD
     ids = torch.arange(0, config.vocab_size, 2) if seed % 5 == 0 else None
     mode = list(VISUAL_MODES)[seed % len(VISUAL_MODES)]
     return DsparkDrafter(head, mode, num_layers=layers, top_k=3, draft_ids=ids)
+
+
+def build_pair_drafter(kind: str, config: EagleConfig, layers: int, seed: int) -> HeadDrafter:
+    """A drafter of `PAIR_DRAFTERS`; what such heads begin training with as zeros is random."""
+    shape: dict[str, Any] = {
+        "block_size": (4, 3, 6)[seed % 3],
+        "hidden_state_layers": ((1, layers), (layers - 1, 1, layers))[seed % 2],
+        "num_hidden_layers": 1 + seed % 2,
+        "sample_from_anchor": kind == "domino" and bool(seed % 2),
+    }
+    convolution = {"conv_kernel_size": 2 + seed % 2, "conv_group_size": config.hidden_size // 4}
+    classes = methods()[kind].classes()
+    own: dict[str, Any] = {
+        "dflash2": convolution | {"selector_rank": 6, "selector_top_k": 4},
+        "domino": {"gru_hidden_dim": 9, "emb_dim": 7, "pure_draft_prefix_len": seed % 2},
+        "lilicorr": (convolution if seed % 2 else {}) | {"candidate_topk": 4, "lattice_size": 8, "factor_dim": 5},
+    }
+    head: Any = classes.head(classes.config.of(config, **shape, **own[kind]))
+    for weight in head.parameters():
+        if not bool(weight.any()):
+            weight.data.normal_()
+    ids = torch.arange(0, config.vocab_size, 2) if seed % 5 == 0 else None
+    return classes.drafter(head, "coupled", num_layers=layers, top_k=3, draft_ids=ids)
 
 
 def _echoing_weight(head: DraftHead) -> torch.Tensor:

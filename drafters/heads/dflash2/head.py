@@ -23,24 +23,16 @@ from mmspec.interfaces import SharedEmbeddings
 
 
 @dataclass(frozen=True)
-class Dflash2Config(DsparkConfig):
-    """Shape of a `Dflash2Head`.
+class ConvConfig(DsparkConfig):
+    """Shape of a head whose layers are `Dflash2Layer`.
 
     Attributes:
         conv_kernel_size: taps of the convolutions: a position of the block and those before it.
         conv_group_size: numbers that share what is added to a tap.
-        selector_rank: R, size of the vectors whose products score a pair of tokens.
-        selector_top_k: C, candidates of each position.
-        output_multiplier: factor of the products of the LM head.
-        final_logit_softcapping: c of `c * tanh(logits / c)`; 0 for none.
     """
 
     conv_kernel_size: int = 2
     conv_group_size: int = 16
-    selector_rank: int = 256
-    selector_top_k: int = 16
-    output_multiplier: float = 1.0
-    final_logit_softcapping: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -53,10 +45,27 @@ class Dflash2Config(DsparkConfig):
         return self.block_size + (not self.sample_from_anchor)
 
 
+@dataclass(frozen=True)
+class Dflash2Config(ConvConfig):
+    """Shape of a `Dflash2Head`.
+
+    Attributes:
+        selector_rank: R, size of the vectors whose products score a pair of tokens.
+        selector_top_k: C, candidates of each position.
+        output_multiplier: factor of the products of the LM head.
+        final_logit_softcapping: c of `c * tanh(logits / c)`; 0 for none.
+    """
+
+    selector_rank: int = 256
+    selector_top_k: int = 16
+    output_multiplier: float = 1.0
+    final_logit_softcapping: float = 0.0
+
+
 class TwoTaps(nn.Module):
     """Mixes each position of a block with those before it in the block, by weights that depend on the position."""
 
-    def __init__(self, config: Dflash2Config) -> None:
+    def __init__(self, config: ConvConfig) -> None:
         super().__init__()
         self.num_taps, self.num_groups = config.conv_kernel_size, config.hidden_size // config.conv_group_size
         self.block_positions = config.block_positions
@@ -88,7 +97,7 @@ class TwoTaps(nn.Module):
 class Dflash2Layer(DsparkLayer):
     """A layer of DFlash with `TwoTaps` around its attention and its MLP."""
 
-    def __init__(self, config: Dflash2Config) -> None:
+    def __init__(self, config: ConvConfig) -> None:
         super().__init__(config)
         self.attention_conv, self.mlp_conv = TwoTaps(config), TwoTaps(config)
 
@@ -187,6 +196,10 @@ class PairExpander(StatelessExpander):
         shape = hidden_states.shape[:2]
         ids = self.ids[:, level, None].expand(*shape, -1)
         pairs = self.selector(self.gates[:, level, None], hidden_states, ids).float()
-        scores = self.scores[:, level, None] + pairs
-        logits = scores.new_full((*shape, *self.shape), float("-inf"))
-        return logits.scatter(2, self.candidates[:, level, None].expand(*shape, -1), scores)
+        return spread(self.scores[:, level, None] + pairs, self.candidates[:, level], *self.shape)
+
+
+def spread(scores: Tensor, candidates: Tensor, size: int) -> Tensor:
+    """[B, W, V'] logits of a vocabulary of that size from scores [B, W, C] of candidates [B, C], the others -inf."""
+    logits = scores.new_full((*scores.shape[:2], size), float("-inf"))
+    return logits.scatter(2, candidates[:, None].expand_as(scores), scores)

@@ -6,6 +6,7 @@ DFlash with `dflash_config`, DeepSeek's DSpark). Tensor names are the same in al
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,13 +40,19 @@ if TYPE_CHECKING:
 
 NOT_STORED = ("mask_embedding",)
 """Of published heads it is the embedding of `mask_token_id`, or a file of its own."""
-OTHER_PREFIXES = {
-    "logit_head.": "",
-    "midlayer.": "layers.0.",
-    "encoder.fc.": "fc.",
-    "encoder.output_norm_enc.": "hidden_norm.",
+OTHER_NAMES = {
+    r"logit_head\.": "",
+    r"midlayer\.": "layers.0.",
+    r"encoder\.fc\.": "fc.",
+    r"encoder\.output_norm_enc\.": "hidden_norm.",
+    r"lilicorr\.feature_mlp\.0\.": "lilicorr.feature_norm.",
+    r"lilicorr\.feature_mlp\.1\.": "lilicorr.feature_mlp.up_proj.",
+    r"lilicorr\.feature_mlp\.3\.": "lilicorr.feature_mlp.down_proj.",
+    r"(lilicorr\.layers\.\d+\.mlp)\.0\.": r"\1.up_proj.",
+    r"(lilicorr\.layers\.\d+\.mlp)\.2\.": r"\1.down_proj.",
 }
-"""Of tensor names: early heads of SpecForge; Muse Glimmer's assistant -> as others have them."""
+"""Beginnings of tensor names: early heads of SpecForge; Muse Glimmer's assistant; Model-Optimizer's LiLiCorr, whose
+layers are numbered -> as others have them."""
 
 
 def load_dspark(
@@ -114,14 +121,14 @@ def load_dspark(
 
 
 def rename_tensors(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors under the names of other heads, where they begin with one of `OTHER_PREFIXES`."""
-    renamed = dict[str, Tensor]()
+    """The tensors under the names of other heads, where they begin with one of `OTHER_NAMES`."""
+    renamed, before = dict[str, Tensor](), dict[str, str]()
     for name, value in weights.items():
-        prefix = next((one for one in OTHER_PREFIXES if name.startswith(one)), "")
-        name = OTHER_PREFIXES.get(prefix, "") + name.removeprefix(prefix)
-        if name in renamed:
-            raise ValueError(f"the weights hold {name} twice, under this name and with {prefix or 'another prefix'!r}.")
-        renamed[name] = value
+        pattern = next((one for one in OTHER_NAMES if re.match(one, name)), "")
+        new = re.sub(f"^{pattern}", OTHER_NAMES[pattern], name) if pattern else name
+        if new in renamed:
+            raise ValueError(f"the weights hold {new} twice, as {before[new]} and as {name}.")
+        renamed[new], before[new] = value, name
     return renamed
 
 

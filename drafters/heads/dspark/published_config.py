@@ -26,10 +26,11 @@ ANCHORED_ARCHITECTURES = {
     "Qwen3DFlashDraftModel": False,
     "DFlash2DraftModel": False,
     "Qwen3DFlash2DraftModel": False,
+    "LiLiCorrDraftModel": False,
 }
 """Class in a flat config -> whether it samples from the anchor where the config does not say (LiquidAI; DeepSeek's
-DSpark and DFlash for Qwen3 and Gemma 4; SpecForge; z-lab; NeMo Automodel). The labels of SpecForge's DSpark begin
-behind the anchor."""
+DSpark and DFlash for Qwen3 and Gemma 4; SpecForge; z-lab; NeMo Automodel; Model-Optimizer). The labels of SpecForge's
+DSpark begin behind the anchor."""
 FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
 
 

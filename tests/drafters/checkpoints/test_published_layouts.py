@@ -15,7 +15,7 @@ from published_heads import write_head
 from published_layouts import LAYOUTS
 from recorded_rounds import recording
 from recorders import record_nothing
-from slow_blocks import SlowBlock, SlowDflash2, SlowDomino
+from slow_blocks import SlowBlock, SlowDflash2, SlowDomino, SlowLilicorr
 from slow_heads import SlowEagle, SlowEagle3Head, SlowHead, SlowVispec
 from transformers import PreTrainedModel
 
@@ -31,6 +31,7 @@ READERS: dict[str, Callable[..., SlowHead]] = {
     "block": SlowBlock,
     "dflash2": SlowDflash2,
     "domino": SlowDomino,
+    "lilicorr": SlowLilicorr,
     "eagle": SlowEagle,
     "msd": SlowEagle,
     "vispec": SlowVispec,
@@ -80,6 +81,8 @@ def test_drafts_of_a_call_equal_the_slow_reader(name: str, num_tokens: int, tmp_
         "EAGLE-3, speculators 0.7",
         "DFlash 2, NeMo Automodel",
         "Domino, SpecForge",
+        "LiLiCorr, Model-Optimizer",
+        "LiLiCorr, Model-Optimizer, with convolution",
     ],
 )
 def test_axes_and_layers_of_compiled_and_recorded_drafts(
@@ -106,6 +109,8 @@ def test_axes_and_layers_of_compiled_and_recorded_drafts(
         "EAGLE-3, speculators 0.7",
         "DFlash 2, NeMo Automodel",
         "Domino, SpecForge",
+        "LiLiCorr, Model-Optimizer",
+        "LiLiCorr, Model-Optimizer, with convolution",
     ],
 )
 def test_axes_and_layers_of_padded_rows(name: str, tmp_path: Path) -> None:
