@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
 
 from mmspec.arguments import option_getter
-from mmspec.economy.draft_cost import HeadCostModel
 from mmspec.economy.store import unchanged_costs
 from mmspec.interfaces import Drafter
 from mmspec.interfaces.drafter import as_drafter
@@ -215,8 +214,8 @@ def compare(model: Any, inputs: Mapping[str, Any] | Tensor, *, repeats: int = 1,
 def replicate(drafter: Drafter) -> Drafter:
     """A drafter in the same state that learns independently. Modules (weights) are shared, not copied.
 
-    Calls `Drafter.replicate`; where that makes none, else makes a deep copy that keeps the classes and measurements
-    of cost models. A drafter that is itself a module is returned unchanged.
+    Calls `Drafter.replicate`; where that makes none, makes a deep copy. A drafter that is itself a module is
+    returned unchanged.
     """
     if (twin := as_drafter(drafter).replicate()) is not None:
         return twin
@@ -228,7 +227,7 @@ def replicate(drafter: Drafter) -> Drafter:
 
 
 def _share_modules(drafter: object, memo: dict[int, Any]) -> None:
-    """Enter modules as their own copies and snapshots of cost models into a deep copy's memo.
+    """Enter modules as their own copies into a deep copy's memo.
 
     Follows attributes, lists, tuples and dictionaries of drafters, since drafters may wrap others.
     """
@@ -241,8 +240,6 @@ def _share_modules(drafter: object, memo: dict[int, Any]) -> None:
         visited.add(id(value))
         if isinstance(value, nn.Module):
             memo[id(value)] = value
-        elif isinstance(value, HeadCostModel):
-            memo[id(value)] = value.snapshot()
         elif isinstance(value, (list, tuple)):
             pending += value
         elif isinstance(value, dict):

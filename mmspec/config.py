@@ -176,9 +176,10 @@ def resolve_config(arguments: PatchArguments, adapter: Any) -> SpecConfig:
         ValueError, TypeError: as `patch`.
     """
     tokenizer = resolve_tokenizer(arguments.processor)
+    drafter = resolve_drafter(arguments.drafter, adapter, tokenizer)
     config = SpecConfig(
-        drafter=resolve_drafter(arguments.drafter, adapter, tokenizer),
-        compressor=resolve_compressor(arguments.compressor, adapter),
+        drafter=drafter,
+        compressor=resolve_compressor(arguments.compressor, adapter, drafter),
         reference=arguments.reference,
         reference_ids=arguments.reference_ids,
         tree_size=arguments.tree_size,
@@ -206,7 +207,7 @@ def resolve_call_config(
         TypeError, ValueError: unknown options, or values that `patch` would refuse too.
     """
     if overrides is None:
-        return _with_own_compressor(config), True
+        return config, True
     known = ", ".join(PER_CALL_OPTIONS)
     if not isinstance(overrides, Mapping):
         raise TypeError(f"generate(mmspec=...) takes a dict with any of {known}; got {overrides!r}.")
@@ -224,16 +225,5 @@ def resolve_call_config(
     if "drafter" in chosen:
         chosen["drafter"] = cache.get(chosen["drafter"], adapter, tokenizer)
     if "compressor" in chosen:
-        chosen["compressor"] = resolve_compressor(chosen["compressor"], adapter)
-    return _with_own_compressor(replace(config, **chosen)), enabled
-
-
-def _with_own_compressor(config: SpecConfig) -> SpecConfig:
-    """Use the drafter's trained compressor where the chosen one is the untrained stand-in of the same name."""
-    if config.compressor is None:
-        return config
-    from mmspec.vision.compressors.cost_based import CostBased
-
-    own = own_compressor(config.drafter)
-    is_stand_in = isinstance(config.compressor, CostBased) and own is not None and config.compressor.name == own.name
-    return replace(config, compressor=own) if is_stand_in else config
+        chosen["compressor"] = resolve_compressor(chosen["compressor"], adapter, chosen.get("drafter", config.drafter))
+    return replace(config, **chosen), enabled

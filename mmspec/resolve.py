@@ -125,17 +125,28 @@ def _assistant_drafter(parts: AssistantParts) -> Drafter:
     return AssistantDrafter(parts)
 
 
-def resolve_compressor(compressor: str | Compressor | None, adapter: Any) -> Compressor | None:
+def resolve_compressor(compressor: str | Compressor | None, adapter: Any, drafter: Drafter) -> Compressor | None:
     """The compressor with a name such as "pool:49", or the object itself if it is one; None for None.
 
+    "elastic" without a size is the one that the drafter was trained with.
+
     Raises:
-        ValueError: unknown name, or it needs the grids of visual tokens of a family whose grids are unknown.
+        ValueError: unknown name, a drafter without an elastic compressor, or it needs the grids of visual
+            tokens of a family whose grids are unknown.
         TypeError: an object that is not a compressor.
     """
     if compressor is None:
         return None
-    from mmspec.vision.registry import build_compressor
+    from mmspec.vision.registry import TRAINED_GATE, build_compressor
 
+    if compressor == TRAINED_GATE:
+        own = own_compressor(drafter)
+        if own is None or own.name != TRAINED_GATE:
+            raise ValueError(
+                f"compressor 'elastic' is one that a drafter was trained with, and {drafter.name!r} was not: take "
+                "'msd-elastic', train one with --compressor elastic:N, or pass 'pool:N'."
+            )
+        return own
     resolved = build_compressor(compressor)
     check_grids(resolved, adapter)
     return resolved

@@ -210,14 +210,10 @@ def _trained_drafter() -> Any:
     return tiny_heads.build_drafter("latent", SimpleNamespace(hidden=64, heads=4, kv_heads=2, vocab=384, layers=2))  # type: ignore[arg-type]
 
 
-def test_a_replica_shares_weights_and_copies_what_learns() -> None:
+def test_a_replica_shares_weights() -> None:
     drafter = _trained_drafter()
-    drafter.cost_model.record_round(1, 0.1, 2.0)
     twin: Any = replicate(drafter)
     assert twin is not drafter and twin.head is drafter.head and twin.compressor is drafter.compressor
-    assert twin.cost_model.seconds.snapshot() == drafter.cost_model.seconds.snapshot() == [["round", 1, 1, 0.1]]
-    twin.cost_model.record_round(1, 0.05, 2.0)
-    assert drafter.cost_model.seconds.get("round", 1, 1) == 0.1
 
 
 class Wrapper(adversarial.AdversarialDrafter):

@@ -45,7 +45,6 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "economy.tables",
         "economy.known",
         "economy.chooser",
-        "economy.draft_cost",
     ),
     (
         "engine.sampler",

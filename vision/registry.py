@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from mmspec.interfaces import Compressor
-from mmspec.vision.compressors.cost_based import CostBased
 from mmspec.vision.compressors.elastic import Elastic
 from mmspec.vision.compressors.latent import LatentCompressor
 from mmspec.vision.compressors.pooling import Conv, Pool
@@ -23,8 +22,10 @@ from mmspec.vision.compressors.select import (
     saliency,
 )
 
-UNSIZED: dict[str, Callable[[], object]] = {"identity": Identity, "drop": Drop, "elastic": CostBased}
-"""Compressors without a size: all tokens, none, or a number that depends on the measured costs (`elastic`)."""
+TRAINED_GATE = Elastic.name
+"""Without a size: the elastic compressor that a drafter was trained with."""
+UNSIZED: dict[str, Callable[[], object]] = {"identity": Identity, "drop": Drop}
+"""Compressors without a size: all tokens, or none."""
 UNTRAINED: dict[str, Callable[[int], object]] = {
     "stride": Stride,
     "relevant": lambda max_tokens: TopScore(max_tokens, "relevant", query_similarity),
@@ -71,8 +72,6 @@ def init_compressor(text: str, hidden_size: int) -> Compressor:
 def build_compressor(compressor: str | object) -> Compressor:
     """Build a compressor from its name; a compressor object is returned as it is, in eval mode.
 
-    `mmspec.config` replaces "elastic" without a size by the drafter's own gate if the drafter was trained with one.
-
     Raises:
         ValueError: The name is unknown, or the compressor needs trained weights.
         TypeError: The object does not implement `Compressor`.
@@ -80,10 +79,7 @@ def build_compressor(compressor: str | object) -> Compressor:
     if isinstance(compressor, str):
         name, max_tokens = parse_compressor(compressor)
         if max_tokens and name in TRAINED:
-            untrained = " 'elastic' without a size needs no weights." if name == Elastic.name else ""
-            raise ValueError(
-                f"compressor {name!r} has weights: pass the folder of a drafter that was trained with it.{untrained}"
-            )
+            raise ValueError(f"compressor {name!r} has weights: pass the folder of a drafter that was trained with it.")
         return cast(Compressor, UNTRAINED[name](max_tokens) if max_tokens else UNSIZED[name]())
     if not isinstance(compressor, Compressor):
         raise TypeError(
@@ -111,9 +107,8 @@ def load_compressor(config: Mapping[str, Any], state_dict: Mapping[str, Tensor],
         ValueError: `state_dict` does not fit the compressor.
     """
     name = config["name"]
-    is_sized = name in TRAINED or name in UNTRAINED  # "elastic" with weights is
     with torch.device("meta"):  # initialising real weights would advance the user's random generator
-        compressor = init_compressor(f"{name}:{config['max_tokens']}" if is_sized else name, hidden_size)
+        compressor = init_compressor(name if name in UNSIZED else f"{name}:{config['max_tokens']}", hidden_size)
     if isinstance(compressor, nn.Module):
         try:
             compressor.load_state_dict({key: value.float() for key, value in state_dict.items()}, assign=True)

@@ -31,7 +31,7 @@ DTYPE_HELP = "of the model; default auto: the checkpoint's, float32 on a CPU"
 DEVICE_HELP = "default auto: the GPU if there is one"
 TEMPERATURE_HELP = "0 (default) is greedy"
 PROGRESS_HELP = "progress bar (default: on a terminal)"
-COMPRESSOR_HELP = "pass fewer visual tokens to the drafter: elastic; drop; stride, pool, relevant, salient with :N"
+COMPRESSOR_HELP = "pass fewer visual tokens to the drafter: drop; stride, pool, relevant, salient with :N"
 
 
 def goes_with(action: argparse.Action, others: str, holds: Callable[[argparse.Namespace], Any]) -> None:
@@ -154,9 +154,10 @@ def validate_drafter(name: str, compressor: str | None = None) -> None:
     if not is_known_drafter(name):
         raise UsageError(explain_unknown(name))
     if compressor is not None:
-        from mmspec.vision.registry import build_compressor
+        from mmspec.vision.registry import TRAINED_GATE, build_compressor
 
         try:
-            build_compressor(compressor)
+            if compressor != TRAINED_GATE:
+                build_compressor(compressor)
         except ValueError as error:
             raise UsageError(str(error)) from error

@@ -27,7 +27,7 @@ logger = logging.getLogger("mmspec")
 
 NO_DRAFTS = "none"
 """Name of the drafter that proposes nothing."""
-COMPRESSORS = ("none", "elastic", "drop", "pool:16", "relevant:16")
+COMPRESSORS = ("none", "drop", "pool:16", "relevant:16")
 LARGE = ("self", "quantized")
 """Drafters that copy or read the whole model, so that they are not tried before somebody chooses them."""
 WARMUP_TOKENS = 12

@@ -16,7 +16,7 @@ from mmspec.drafters.heads.base.compressed_inputs import prompt_grids
 from mmspec.drafters.heads.base.visual_inputs import packed_indices
 from mmspec.drafters.model.model_drafter import UNLIMITED_TOKENS, ModelDrafter, ModelState
 from mmspec.engine.gather import gather_rows
-from mmspec.interfaces import CompressionContext, Compressor, DrafterRequirements, Prompt, SizedCompressor, VisualTokens
+from mmspec.interfaces import Compressor, DrafterRequirements, Prompt, SizedCompressor, VisualTokens
 
 logger = logging.getLogger("mmspec")
 
@@ -96,7 +96,6 @@ def compress_prompt(prompt: Prompt, embeds: Tensor, compressor: Compressor) -> t
         mask=visual_mask,
         position_ids=visual_positions,
         grids=prompt_grids(prompt, prompt.input_ids.shape[1]),
-        context=CompressionContext(prompt.max_new_tokens),
     )
     compressed = compressor.compress(tokens, None, compressor.max_tokens)
     text_embeds, text_mask, text_positions = parts[1]

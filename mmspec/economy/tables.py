@@ -112,12 +112,6 @@ class Seconds:
                 value = min(value, ratio * self._on(self._curves[what, nearest], nearest, size))
         return None if value == math.inf else value
 
-    def slope(self, what: Hashable, rows: int, min_ratio: float) -> float | None:
-        """Seconds of one more, between the smallest and the largest measured size; None while they are that similar."""
-        curve = self._curves.get((what, rows), [(1, 0.0)])
-        (first, first_s), (last, last_s) = curve[0], curve[-1]
-        return None if last < min_ratio * first else (last_s - first_s) / (last - first)
-
     def assumed(self, rows: int, size: int) -> float:
         """What a size is assumed to take, in units of one row of size 1."""
         return max(self.step, 1 + self.step * (rows * size - 1))

@@ -17,7 +17,6 @@ M visual tokens before compression, K visual tokens after it.
 
 from mmspec.interfaces.compressor import (
     NO_LIMIT,
-    CompressionContext,
     Compressor,
     GatedCompressor,
     GateObservation,
@@ -41,7 +40,6 @@ from mmspec.interfaces.video import ContentAwareSampler, EvenSampler, FrameSampl
 __all__ = [
     "NO_LIMIT",
     "AssistantParts",
-    "CompressionContext",
     "Compressor",
     "ContentAwareSampler",
     "DraftModelSource",

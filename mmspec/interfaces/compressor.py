@@ -9,8 +9,6 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-from mmspec.economy.draft_cost import DraftCosts
-
 NO_LIMIT = 1 << 30
 """`Compressor.max_tokens` of compressors that may keep every token."""
 
@@ -57,22 +55,6 @@ class VisualGrid:
 
 
 @dataclass(frozen=True)
-class CompressionContext:
-    """Properties of a call that a cost-based compressor uses.
-
-    Attributes:
-        max_new_tokens: as in `Prompt`.
-        costs: measured costs of the draft head; None if unknown, or if shapes must not depend on timing.
-        exploration: 1 to keep fewer tokens than the estimate prefers, -1 to keep more, so that costs at other lengths
-            are measured; else 0.
-    """
-
-    max_new_tokens: int | None = None
-    costs: DraftCosts | None = None
-    exploration: int = 0
-
-
-@dataclass(frozen=True)
 class VisualTokens:
     """Visual tokens of one batch, input and output of a compressor.
 
@@ -83,7 +65,6 @@ class VisualTokens:
         position_ids: [B, M] or [axes, B, M] int64.
         grids: the grids that the tokens form, `start` counted in M.
         saliency: [B, M] float32, see `Prompt.visual_saliency`, or None.
-        context: properties of the call, for cost-based compressors, or None.
         source_indices: set by a compressor, [B, K] int64: index in M of each output token, -1 for mixtures; None if
             unknown.
         choices: set by a compressor that chooses per row: label of each row's choice, such as "pool:49".
@@ -95,7 +76,6 @@ class VisualTokens:
     position_ids: Tensor
     grids: tuple[VisualGrid, ...] = ()
     saliency: Tensor | None = None
-    context: CompressionContext | None = None
     source_indices: Tensor | None = None
     choices: tuple[str, ...] | None = None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -45,23 +44,19 @@ class PrefillRecorder(RoundRecorder):
     def __init__(self, drafter: Drafter, device: torch.device) -> None:
         super().__init__()
         self.device = device
-        # The costs that a compressor goes by in this call; the drafter's own are updated meanwhile.
-        self._twin = copy.copy(drafter) if isinstance(drafter, EagleDrafter) else None
-        if self._twin is not None:
-            self._twin.cost_model = self._twin.cost_model.snapshot()
+        self._drafter = drafter if isinstance(drafter, EagleDrafter) else None
 
     def measure(self, count_flops: bool = True) -> PrefillCost:
         """The cost of the prefill of the call."""
-        twin, prompt, cost = self._twin, self.prompt, PrefillCost()
-        if twin is None or prompt is None:
+        drafter, prompt, cost = self._drafter, self.prompt, PrefillCost()
+        if drafter is None or prompt is None:
             return cost
-        costs = twin.cost_model.snapshot()
         synchronize(self.device)
         start_time = time.perf_counter()
-        state = self._prefill(twin, prompt)
+        state = self._prefill(drafter, prompt)
         synchronize(self.device)
         cost.seconds = time.perf_counter() - start_time
-        kv_cache, config = getattr(state, "kv_cache", None), twin.head.config
+        kv_cache, config = getattr(state, "kv_cache", None), drafter.head.config
         if kv_cache is not None:
             position_bytes = 2 * config.num_key_value_heads * config.head_dim * state.last_hidden.element_size()
             cost.kv_bytes = sum(kv_cache.seq_lens) * position_bytes
@@ -70,9 +65,8 @@ class PrefillRecorder(RoundRecorder):
                 cost.num_visual_tokens += record.num_visual_tokens
                 cost.num_compressed_tokens += record.num_compressed_tokens
         if count_flops:
-            twin.cost_model = costs
             with FlopCounterMode(display=False) as counter:
-                self._prefill(twin, prompt)
+                self._prefill(drafter, prompt)
             cost.flops = counter.get_total_flops()
         return cost
 

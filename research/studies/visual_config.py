@@ -22,7 +22,6 @@ shapes
 
 compressors
   as for mmspec.patch; own is the one that a drafter was trained with, with a smaller budget: --compressors own
-  elastic depends on the measured cost of prefill here, and so does not work with --nodes
 
 rows
   *_over are ratios to the first drafter (tau_over: of tau), speedup_* ratios of its speed, speedup_hf* ratios to the
@@ -34,7 +33,7 @@ rows
 
 examples
   python -m research.studies.visual out/msd --compressors pool,stride,relevant --json study.json --markdown study.md
-  python -m research.studies.visual out/msd out/msd+elastic out/msd-latent --shapes short,one,clip8
+  python -m research.studies.visual out/msd out/msd-elastic out/msd-latent --shapes short,one,clip8
   python -m research.studies.visual out/msd-latent --compressors own --nodes 16
 """
 

@@ -26,7 +26,6 @@ from mmspec.drafters.heads.parallel.head import ParallelConfig, ParallelHead
 from mmspec.drafters.heads.registry import methods
 from mmspec.drafters.heads.vispec.drafter import VispecDrafter
 from mmspec.drafters.heads.vispec.head import VispecConfig, VispecHead
-from mmspec.vision.compressors.cost_based import CostBased
 from mmspec.vision.compressors.latent import LatentCompressor
 from mmspec.vision.registry import init_compressor
 
@@ -36,7 +35,7 @@ SELECTING_COMPRESSORS = ("stride:3", "stride:2", "relevant:3", "salient:3", "sal
 COMPRESSOR_SPECS = ("conv:3", "resampler:2", "elastic:4", "pool:3", *SELECTING_COMPRESSORS)
 PAIR_DRAFTERS = ("dflash2", "domino", "lilicorr")
 """Block drafters whose tokens depend on those before them otherwise than by a table."""
-_VISUAL_KINDS = ("latent", "measured", "dspark", *PAIR_DRAFTERS, "compressed")
+_VISUAL_KINDS = ("latent", "dspark", *PAIR_DRAFTERS, "compressed")
 DRAFTER_KINDS = (*VISUAL_MODES, "trimmed", "eagle3", "vispec", *BLOCK_DRAFTERS, *_VISUAL_KINDS)
 ECHOING_PREFIX = "leaning-"
 """Prefix of a kind: its head often predicts what a target with weak attention generates after the last token."""
@@ -75,12 +74,6 @@ def build_drafter(kind: str, spec: tiny.ModelSpec, seed: int = 0, vocab_size: in
         if kind == "latent":
             drafter = build_block_drafter(BLOCK_DRAFTERS[seed % 5], config, spec.layers, seed)
             drafter.compressor = LatentCompressor(spec.hidden, 1 + seed % 5).eval()
-            return drafter
-        if kind == "measured":
-            drafter = EagleDrafter(
-                EagleHead(config), list(VISUAL_MODES)[seed % 2], num_layers=spec.layers, max_depth=3, top_k=3
-            )
-            drafter.compressor = CostBased()
             return drafter
         if kind == "compressed":
             drafter = EagleDrafter(

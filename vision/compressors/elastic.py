@@ -22,7 +22,6 @@ from mmspec.interfaces import Compressor, GateObservation, VisualTokens
 from mmspec.metrics.compression_stats import compressor_label
 from mmspec.vision.compressors.pooling import Conv, Pool
 from mmspec.vision.compressors.resampler import Resampler
-from mmspec.vision.compressors.row_groups import pad_tokens, source_indices_or_mixture
 from mmspec.vision.compressors.select import Drop, Stride, TopScore, query_similarity, saliency
 
 BUDGET_PENALTY = 0.02
@@ -168,7 +167,7 @@ class Elastic(nn.Module):
         branch_of_row = torch.tensor(picked, device=next(iter(outputs.values())).mask.device)
         merged: VisualTokens | None = None
         for index, part in outputs.items():
-            part = pad_tokens(part, length)
+            part = _pad(part, length)
             scale = weights[:, index, None, None].to(part.inputs_embeds.dtype) * part.mask[..., None]
             part = replace(part, inputs_embeds=part.inputs_embeds * scale, hidden_states=part.hidden_states * scale)
             merged = part if merged is None else _add_branch(branch_of_row == index, part, merged)
@@ -217,5 +216,24 @@ def _add_branch(rows: Tensor, part: VisualTokens, merged: VisualTokens) -> Visua
         part.hidden_states + merged.hidden_states,
         torch.where(rows[:, None], part.mask, merged.mask),
         torch.where(rows[:, None], part.position_ids, merged.position_ids),
-        source_indices=torch.where(rows[:, None], source_indices_or_mixture(part), source_indices_or_mixture(merged)),
+        source_indices=torch.where(rows[:, None], _source_indices(part), _source_indices(merged)),
+    )
+
+
+def _source_indices(visual_tokens: VisualTokens) -> Tensor:
+    """[B, M] int64 `source_indices`; -1 (a mixture) for all tokens where the compressor sets none."""
+    if visual_tokens.source_indices is None:
+        return torch.full_like(visual_tokens.mask, -1, dtype=torch.long)
+    return visual_tokens.source_indices
+
+
+def _pad(visual_tokens: VisualTokens, length: int) -> VisualTokens:
+    """The same tokens, padded on the right to `length` (mask False). The grids are dropped."""
+    padding = length - visual_tokens.mask.shape[1]
+    return VisualTokens(
+        inputs_embeds=functional.pad(visual_tokens.inputs_embeds, (0, 0, 0, padding)),
+        hidden_states=functional.pad(visual_tokens.hidden_states, (0, 0, 0, padding)),
+        mask=functional.pad(visual_tokens.mask, (0, padding)),
+        position_ids=functional.pad(visual_tokens.position_ids, (0, padding)),
+        source_indices=functional.pad(_source_indices(visual_tokens), (0, padding), value=-1),
     )

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from mmspec.drafters.heads.base.head import DraftHead
 from mmspec.drafters.heads.base.visual_inputs import VISUAL_MODES, DraftInputs, packed_indices
 from mmspec.engine.gather import gather_rows
-from mmspec.interfaces import CompressionContext, Compressor, Prompt, VisualGrid, VisualTokens
+from mmspec.interfaces import Compressor, Prompt, VisualGrid, VisualTokens
 
 if TYPE_CHECKING:
     from mmspec.drafters.heads.base.reader import HeadReader
@@ -26,11 +26,7 @@ def compressed_prompt_inputs(
     last = (counts - 1)[:, None, None].expand(-1, 1, inputs.hidden_states.shape[-1])
     query = inputs.hidden_states.gather(1, last)[:, 0]
     inputs = replace(inputs, grids=prompt_grids(prompt, inputs.hidden_states.shape[1]))
-    context, batch = CompressionContext(prompt.max_new_tokens), len(counts)
-    if not prompt.static_shapes:  # else no measured costs: shapes must not depend on timing
-        costs, exploration = drafter.cost_model.costs(batch), drafter.cost_model.exploration(batch)
-        context = replace(context, costs=costs, exploration=exploration)
-    return compressed_inputs(drafter.head, drafter.visual_mode, inputs, compressor, query, context)
+    return compressed_inputs(drafter.head, drafter.visual_mode, inputs, compressor, query)
 
 
 def compressed_inputs(
@@ -39,7 +35,6 @@ def compressed_inputs(
     inputs: DraftInputs,
     compressor: Compressor,
     query: Tensor | None,
-    context: CompressionContext | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Layer inputs of a visual mode after a compressor has reduced the visual tokens.
 
@@ -51,14 +46,13 @@ def compressed_inputs(
         inputs: with `attention_mask` and `position_ids`.
         compressor: reduces the visual tokens.
         query: [B, S] the prompt's last hidden state, or None.
-        context: facts about the call, for compressors that use measured costs.
 
     Returns:
         [B, m, D] layer inputs, [B, m] bool which of them to keep, [B, m] their position ids.
     """
     assert inputs.position_ids is not None
     modalities = _ModalityIndex.build(inputs)
-    compressed = compressor.compress(_visual_tokens(inputs, modalities, context), query, compressor.max_tokens)
+    compressed = compressor.compress(_visual_tokens(inputs, modalities), query, compressor.max_tokens)
     placeholder_embed = inputs.placeholder_embed
     if placeholder_embed.dim() == 3:
         placeholder_embed = gather_rows(placeholder_embed, compressed.position_ids)
@@ -131,7 +125,7 @@ class _ModalityIndex:
         return gather_rows(part, self.visual_index)
 
 
-def _visual_tokens(inputs: DraftInputs, modalities: _ModalityIndex, context: CompressionContext | None) -> VisualTokens:
+def _visual_tokens(inputs: DraftInputs, modalities: _ModalityIndex) -> VisualTokens:
     """The visual tokens of the inputs, as a compressor takes them."""
     assert inputs.position_ids is not None
     return VisualTokens(
@@ -141,7 +135,6 @@ def _visual_tokens(inputs: DraftInputs, modalities: _ModalityIndex, context: Com
         position_ids=modalities.select_visual(inputs.position_ids),
         grids=_complete_grids(inputs.grids, modalities.num_visual),
         saliency=None if inputs.saliency is None else modalities.select_visual(inputs.saliency),
-        context=context,
     )
 
 

@@ -109,15 +109,12 @@ class HeadDrafter(HeadReader, Drafter, ABC):
         max_nodes = min(max_nodes, BUCKETS[-1])
         if max_nodes < 2 or not any(active):
             return root_only(len(active), state.last_hidden.device)
-        state.start_time = state.now()
         self.read_prompt(state)
         state.active, state.num_levels = active, self._num_levels(state)
         tree = None if state.recorded is None else state.recorded.tree(state, max_nodes, state.num_levels)
         if tree is None:
             self.read_pending(state)
-            timestamp = state.timer.now()
             tree = self.draft_tree(state, max_nodes, state.num_levels)
-            state.timer.record_draft(timestamp, max(state.kv_cache.seq_lens), state.num_levels)
         if not all(active):
             tree.node_mask &= from_host(active, tree.node_mask.device)[:, None]
         return tree
@@ -141,10 +138,10 @@ class HeadDrafter(HeadReader, Drafter, ABC):
         self.read_prompt(state)
         if state.recorded is None:
             return None
-        start_time, num_levels = state.now(), self._num_levels(state)
+        num_levels = self._num_levels(state)
         part = state.recorded.part(state, min(num_nodes, BUCKETS[-1]), num_levels)
         if part is not None:
-            state.num_levels, state.start_time = num_levels, start_time
+            state.num_levels = num_levels
         return part
 
     @InferenceMode()
@@ -161,13 +158,9 @@ class HeadDrafter(HeadReader, Drafter, ABC):
         return self.max_levels if state.chooser is None else state.chooser.levels
 
     def _record_round(self, state: DraftState, result: VerifyResult) -> list[int]:
-        """Update the cost model with the round that ended. Returns emitted tokens per row."""
+        """A round has ended. Returns emitted tokens per row."""
         counts = [len(row) for row in result.emitted_ids]
         if any(counts):
-            state.timer.drain()
-            if state.num_levels and result.tree.num_nodes > 1:
-                num_tokens = sum(counts) / sum(map(bool, counts))
-                state.timer.record_round(state.now() - state.start_time, num_tokens)
             state.num_levels = 0
         return counts
 

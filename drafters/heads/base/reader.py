@@ -22,7 +22,6 @@ from mmspec.drafters.heads.base.visual_inputs import (
     prompt_order,
     resolve_visual_mode,
 )
-from mmspec.economy.draft_cost import CallTimer, HeadCostModel
 from mmspec.engine.host_copy import from_host
 from mmspec.engine.tree import BUCKETS
 from mmspec.interfaces import Compressor, DrafterRequirements, Prompt
@@ -55,7 +54,6 @@ class HeadReader:
         min_levels, max_levels: fewest and most levels of a draft, of `tokens_per_level` tokens each.
         prior_acceptance: of a token, before anything is counted.
         max_depth: largest depth of a draft node, in tokens below the root.
-        cost_model: measured prefill and draft costs, for compressors that use them.
         bundled_compressor: (settings, weights) of the compressor that the head was trained with, or None.
         own_embeddings: that the head reads in place of the target's (published heads that were trained with others).
         compressor: that compressor, once `mmspec.resolve` has built it.
@@ -102,7 +100,6 @@ class HeadReader:
         self.name = name
         self.top_k = top_k
         self.max_levels = self.max_depth = max_depth
-        self.cost_model = HeadCostModel()
         self.draft_ids = draft_ids
         self.vocab_limit = vocab_limit
         self.bundled_compressor: tuple[Mapping[str, Any], Mapping[str, Tensor]] | None = None
@@ -204,7 +201,6 @@ class HeadReader:
             inputs, keep = self.prompt_inputs(state, aligned)
             keep = None if keep is None else keep & attention_mask
         else:
-            state.timer = CallTimer(self.cost_model, len(counts), counts.device)
             inputs, keep, position_ids = compressed_prompt_inputs(self, prompt, aligned, counts, compressor)
         if keep is not None:
             num_inputs, inputs, position_ids = left_pack(keep, inputs, position_ids)
@@ -214,10 +210,8 @@ class HeadReader:
             position_ids = axes.gather(2, position_ids.expand(len(axes), -1, -1))
         next_positions, lengths = torch.stack((first_positions, num_inputs)).tolist()
         inputs, position_ids = inputs[:, : max(lengths)], position_ids[..., : max(lengths)]
-        timestamp = state.timer.now()
         state.next_positions = next_positions  # before the forward: the rotary table must cover gaps in the positions
         self.extend_context(state, inputs, position_ids, lengths)
-        state.timer.record_prefill(timestamp, max(lengths))
 
     def read_pending(self, state: DraftState) -> None:
         """Run the head over the tokens emitted since the last draft."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Protocol
@@ -13,7 +12,6 @@ from torch import Tensor
 from mmspec.cpu.layers import DecoderShape
 from mmspec.drafters.rerank import next_log_probs
 from mmspec.economy.chooser import Chooser
-from mmspec.economy.draft_cost import CallTimer
 from mmspec.engine.host_copy import from_host
 from mmspec.engine.kv_cache import RaggedKVCache
 from mmspec.engine.recordings import Recordings
@@ -101,10 +99,8 @@ class DraftState:
         active: rows of the last draft, None before the first.
         num_levels: levels of the last draft.
         hidden_size: S, numbers per position that the head reads of the target; 0 before the prompt.
-        start_time: `time.perf_counter()` at the start of the last draft.
         draft_ids: [V'] int64, target ids of the draft vocabulary; None if it is the target's vocabulary.
         draft_lm_head: [V', D] weights of the LM head for `draft_ids`, or None.
-        timer: measures prefill and draft time; a no-op unless a compressor uses the costs.
         backend: the head in C; None if it runs in its own forward.
         recorded: its recorded drafts, or None.
         recordings: of the call; None if nothing of it is recorded.
@@ -130,10 +126,8 @@ class DraftState:
     active: Sequence[bool] | None = None
     num_levels: int = 0
     hidden_size: int = 0
-    start_time: float = 0.0
     draft_ids: Tensor | None = None
     draft_lm_head: Tensor | None = None
-    timer: CallTimer = field(default_factory=CallTimer)
     backend: DraftBackend | None = None
     recorded: RecordedDraft | None = None
     recordings: Recordings | None = None
@@ -145,10 +139,6 @@ class DraftState:
         """Those of `kept` that there are."""
         values = {name: getattr(self, name) for name in self.kept}
         return {name: value for name, value in values.items() if value is not None}
-
-    def now(self) -> float:
-        """Seconds of a clock that stops while something is recorded, which is no cost of later drafts."""
-        return time.perf_counter() - (0.0 if self.recordings is None else self.recordings.setup_s)
 
     def first_positions(self) -> Tensor:
         """[B, 1] int64 position id of each row's next input."""

@@ -12,7 +12,6 @@ from unittest import mock
 
 import torch
 
-from mmspec.economy.draft_cost import Timestamp, elapsed
 from mmspec.engine import loop as loop_module
 from mmspec.engine.loop import DecodeLoop
 from mmspec.engine.rng import SamplingNoise
@@ -26,6 +25,8 @@ DEVICE_PHASES = ("read", "levels", "score", "verify", "commit", "observe", "whol
 """Draft head over new tokens; the rest of the draft; the target's forward; sampling, acceptance and the copy to the
 host; the KV cache; what the drafter does with the result; on a GPU, all of these in one recorded function."""
 
+Timestamp = float | torch.cuda.Event
+"""Seconds of `time.perf_counter()`, or an event in the CUDA stream."""
 NOISE_STEPS, NOISE_ROWS = 4, 3
 """Of the draws that are compared with those of torch."""
 
@@ -73,7 +74,7 @@ class PhaseTimer:
         """{phase: mean milliseconds of a round}, "round" included. Waits for the device."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        totals = {phase: sum(elapsed(*span) or 0.0 for span in spans) for phase, spans in self.spans.items()}
+        totals = {phase: sum(_elapsed(*span) for span in spans) for phase, spans in self.spans.items()}
         totals["levels"] = totals.pop("propose", 0.0) - totals.get("read", 0.0)
         num_rounds = max(1, len(self.spans["round"]))
         return {phase: 1e3 * totals.get(phase, 0.0) / num_rounds for phase in DEVICE_PHASES}
@@ -93,6 +94,14 @@ class PhaseTimer:
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self.device))
         return event
+
+
+def _elapsed(start: Timestamp, end: Timestamp) -> float:
+    """Seconds between two points in time that the device has reached."""
+    if isinstance(start, float) or isinstance(end, float):
+        assert isinstance(start, float) and isinstance(end, float)
+        return end - start
+    return start.elapsed_time(end) / 1e3
 
 
 def phase_note(peer: PatchedPeer, prompt: PeerPrompt, new_tokens: int) -> str:
