@@ -230,7 +230,7 @@ def test_pictures_in_boxes_are_no_clips(kind: str) -> None:
     assert media_kind(b"\0\0\0\x20ftypisom" + bytes(20)) == "video" and media_kind(b"text") is None
 
 
-@line("a saved data set without the split")
+@line("a saved data set without the split, a hub data set with several configurations")
 def test_the_splits_of_a_saved_dataset_are_named(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets", reason="optional: mmspec[data]")
     rows = datasets.Dataset.from_dict({"image": [picture()]})
@@ -244,7 +244,7 @@ def test_the_splits_of_a_saved_dataset_are_named(tmp_path: Path) -> None:
         read(tmp_path / "outer")
 
 
-@line("a data set of the hub with several configurations")
+@line("a saved data set without the split, a hub data set with several configurations")
 def test_configurations_of_a_hub_dataset(monkeypatch: pytest.MonkeyPatch) -> None:
     datasets = pytest.importorskip("datasets", reason="optional: mmspec[data]")
     seen: list[Any] = []
@@ -273,7 +273,7 @@ def test_configurations_of_a_hub_dataset(monkeypatch: pytest.MonkeyPatch) -> Non
         assert not is_hub_dataset(file)
 
 
-@line("a prompt that is missing: None, NaN, NA")
+@line("no prompt in a row: None, NaN, NA")
 def test_missing_prompts(tmp_path: Path) -> None:
     pa, pq = pytest.importorskip("pyarrow", reason="optional: mmspec[data]"), pytest.importorskip("pyarrow.parquet")
     pq.write_table(pa.table({"image": [picture()] * 2, "q": [float("nan")] * 2}), tmp_path / "t.parquet")

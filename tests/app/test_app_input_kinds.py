@@ -106,7 +106,7 @@ def test_members_without_content_or_suffix_are_counted(tmp_path: Path) -> None:
     assert "--image-column no" not in said
 
 
-@line("archives joined by `cat` into one")
+@line("lists or archives that were joined by `cat`")
 def test_joined_archives_are_read_to_the_end(tmp_path: Path) -> None:
     parts = [
         write_tar(tmp_path / f"{number}.tar", {f"{number}.png": picture(10 + number), f"{number}.txt": b"hi"})
@@ -249,7 +249,7 @@ def test_an_unreadable_sub_folder_is_named_and_the_rest_read(tmp_path: Path, mon
         read(tmp_path / "closed")
 
 
-@line("a gzipped list of a few kilobytes that unpacks to millions of lines")
+@line("a gzipped list of kilobytes with millions of lines, or JSON a thousand levels deep")
 @pytest.mark.parametrize("unit", [b"\n", b"\r", b"a.png\n", b"#\n", b"{},", b" ", b"[", b'{"messages": []},'])
 @pytest.mark.parametrize("name", ["l.txt.gz", "l.csv.gz", "l.jsonl.gz", "l.json.gz"])
 def test_gzip_bombs_end_soon(tmp_path: Path, name: str, unit: bytes, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,7 +125,7 @@ def test_what_is_no_tar_is_refused_before_the_job(tmp_path: Path, text: bytes, m
         read(tmp_path / "x.tar")
 
 
-@line("two rows of one id")
+@line("two rows with one id")
 def test_duplicate_keys_are_error_rows_with_ids_of_their_own(tmp_path: Path) -> None:
     members = [("1.png", b"a"), ("1.png", b"b"), ("2.png", b"c"), ("3.png", b"d"), ("2.png", b"e"), ("2.png", b"f")]
     found = read(write_tar(tmp_path / "x.tar", members))
@@ -172,7 +172,7 @@ def test_parquet_rows(tmp_path: Path) -> None:
     assert failure(again[0]) == "Missing" and failure(again[3]) == "OutsideInput", "finished groups are not read"
 
 
-@line("a damaged row group of a Parquet file", "a table without the column, a file that is no archive")
+@line("a damaged row group of a Parquet file", "a table without the named column, a file that is not an archive")
 def test_parquet_without_the_column_or_damaged(tmp_path: Path) -> None:
     pa, pq = pytest.importorskip("pyarrow", reason="optional: mmspec[data]"), pytest.importorskip("pyarrow.parquet")
     pq.write_table(pa.table({"text": ["a"], "n": [1]}), tmp_path / "t.parquet")
@@ -273,7 +273,7 @@ def test_addresses_that_fsspec_opens(tmp_path: Path) -> None:
         read("nosuchscheme://x/a.png")
 
 
-@line("an address that is not there, a bomb, a broken picture")
+@line("a broken picture, a decompression bomb, an address without a file")
 def test_captions_of_a_tar_with_a_bomb_and_a_broken_picture(tmp_path: Path) -> None:
     bomb = io.BytesIO()
     Image.new("1", (20_000, 20_000)).save(bomb, "PNG")

@@ -124,7 +124,7 @@ def test_a_folder_may_be_a_link_too(form: str, folder: Path) -> None:
         job(form, out="q").run()
 
 
-@line("an `--out` in a folder that does not exist")
+@line("an `--out` in a folder that does not exist, or an address")
 @pytest.mark.parametrize("form", list(NAMES))
 def test_a_folder_that_is_missing(form: str, folder: Path) -> None:
     pytest.importorskip("pyarrow") if form == "parquet" else None
@@ -157,7 +157,7 @@ def test_the_suffix_of_the_output(capsys: pytest.CaptureFixture[str]) -> None:
     assert parse(["caption", "p", "--out", "a.parquet", "--rows-per-shard", "4"]).rows_per_shard == 4
 
 
-@line("an address as `--out`")
+@line("an `--out` in a folder that does not exist, or an address")
 @pytest.mark.parametrize("name", ["s3://b/c.jsonl", "gs://b/x", "hf://datasets/o/n", "https://a/b", "file:///a/b"])
 def test_outputs_are_files_of_this_machine(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     commands = [["caption", "p", "--out"], ["caption", "p", "--report"], ["train", "--out"]]
@@ -304,7 +304,7 @@ def test_a_text_file_that_is_a_link_is_replaced_not_followed(folder: Path) -> No
     assert (folder / "secret").read_text() == "s" and captions("txt") == expected("x")
 
 
-@line("something else than a file where a text file goes")
+@line("a folder or link where a text file goes")
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("out", ["-", "texts"])
 def test_a_folder_or_pipe_in_the_place_of_a_text_file(out: str, overwrite: bool, folder: Path) -> None:
@@ -317,7 +317,7 @@ def test_a_folder_or_pipe_in_the_place_of_a_text_file(out: str, overwrite: bool,
         where.rmdir() if where.is_dir() else where.unlink()
 
 
-@line("two jobs with outputs of one name and different suffixes")
+@line("two outputs of one name with different suffixes")
 @pytest.mark.parametrize("other", ["c.ndjson", "c.json", "c.JSONL", "c", "c.csv", "c.v2.jsonl"])
 def test_outputs_of_one_name_share_nothing(other: str, folder: Path) -> None:
     """Not the settings either: a job would go on with those of the other."""

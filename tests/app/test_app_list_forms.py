@@ -166,7 +166,7 @@ def test_western_text_is_read_and_counted() -> None:
     ]
 
 
-@line("a quotation mark that is not closed in a CSV or TSV")
+@line("a quotation mark without its partner in a CSV or TSV")
 @pytest.mark.parametrize("between", ["\t", ",", ";"])
 @pytest.mark.parametrize(
     ("first", "last"),
@@ -239,14 +239,14 @@ def test_all_rows_are_counted_of_a_list_that_is_read_in_part() -> None:
     assert inputs.left_out(listed=True) == ["l.jsonl: skipped 3 records without a picture, as line 2501"]
 
 
-@line("lists joined by `cat`, with a byte order mark in each")
+@line("lists or archives that were joined by `cat`")
 def test_marks_within_a_list() -> None:
     text = "\ufeff{}\n\ufeff{}\n"
     assert [item.id for item in look("l.txt", text.format("a.png", "b.png"))[0]] == ["a.png", "b.png"]
     assert len(look("l.jsonl", text.format('{"image": "a.png"}', '{"image": "b.png"}'))[0]) == 2
 
 
-@line("a JSON list with values in each other, a thousand levels deep")
+@line("a gzipped list of kilobytes with millions of lines, or JSON a thousand levels deep")
 @pytest.mark.parametrize(("opened", "closed"), ["[]", ('{"a":', "}")])
 def test_values_that_are_nested_too_deeply(opened: str, closed: str) -> None:
     for levels in (960, 20_000):  # what the parser of JSON reads, and what it does not
@@ -310,7 +310,7 @@ def test_records_within_records() -> None:
     assert [(row.id, row.file_name) for row in look("l.json", json.dumps(viewer))[0]] == [("3", "b.png")]
 
 
-@line("a list through a pipe: `-`, `/dev/stdin`, `<(find ...)`")
+@line("a list from a pipe: `-`, `/dev/stdin`, `<(find ...)`")
 def test_pipes_are_refused() -> None:
     reading, writing = os.pipe()
     os.mkfifo("list.txt")

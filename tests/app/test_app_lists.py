@@ -54,7 +54,7 @@ def test_cells_that_do_not_fit_the_header_are_named(here: Path) -> None:
     assert listed(here, "l.csv", 'file_name,prompt\na.png,"red, or\nblue ?"\n') == [("a.png", "red, or\nblue ?")]
 
 
-@line("a JSON list, also of conversations as LLaVA's, or COCO's object")
+@line("a JSON list, also of LLaVA's conversations or COCO's object")
 def test_json_lists(here: Path) -> None:
     turns = [{"from": "human", "value": "<image>\nWhat ?"}, {"from": "gpt", "value": "A cat."}]
     both = {"id": 3, "image": ["a.png", "sub/b.png"], "messages": [{"role": "user", "content": "Both ?"}]}
@@ -208,7 +208,7 @@ def test_base64_in_a_list(here: Path) -> None:
 JUNK = "A" * 900_000
 
 
-@line("a mistake in a list, a file that it names and that is missing")
+@line("a mistake in a list, or a file that it names and that is missing")
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -31,7 +31,7 @@ def test_what_terminals_obey_is_escaped_and_names_of_people_are_not() -> None:
     assert len(long) == 300 and " ... x" in long and long.endswith("got 7") and one_line(OSError("\x1b")) == r"\x1b"
 
 
-@line("a name with terminal escapes, line breaks or characters that turn the direction")
+@line("a name with terminal escapes, line breaks or marks that reverse the text")
 def test_every_way_to_the_terminal(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
     print_stderr(f"mmspec: {EVIL}")
     assert main(["caption", f"no{EVIL}.json", "--model", f"m{EVIL}"]) == 2

@@ -205,7 +205,7 @@ def test_large_content_waits_in_a_file(tmp_path: Path, monkeypatch: pytest.Monke
 BAD = ["\ud83d", "a \udcff b", "\udfff\ud800"]
 
 
-@line("a prompt that is no valid Unicode (half of a surrogate pair)")
+@line("a prompt that is not valid Unicode")
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("text", BAD, ids=ascii)
 def test_text_that_is_no_unicode(text: str, name: str, tmp_path: Path) -> None:
@@ -222,7 +222,7 @@ def test_text_that_is_no_unicode(text: str, name: str, tmp_path: Path) -> None:
     assert run([str(folder / "m.jsonl")], tmp_path / "out", name, Fake(lambda widths: pytest.fail("resumed"))) == 1
 
 
-@line("a name or id that is no valid Unicode (a file name that is not UTF-8)")
+@line("a name or id that is not valid Unicode")
 @pytest.mark.parametrize("name", FORMATS)
 def test_file_names_that_are_no_unicode(name: str, tmp_path: Path) -> None:
     folder = tmp_path / "p"

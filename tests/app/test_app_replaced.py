@@ -42,7 +42,7 @@ def replace(number: int, width: int, how: str = "written") -> None:
         os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns - 10**12))
 
 
-@line("a picture or clip that was replaced under its name since it was captioned")
+@line("a picture or clip that was replaced since it was captioned")
 @pytest.mark.parametrize("how", ["written", "moved", "old time", "same size"])
 @pytest.mark.parametrize("stopped", [False, True])
 def test_a_replaced_picture(how: str, stopped: bool, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -56,7 +56,7 @@ def dictionary(size: int, count: int) -> Any:
     return pa.DictionaryArray.from_arrays(pa.array([0] * count, pa.int32()), pa.array([bytes(size)], pa.binary()))
 
 
-@line("a Parquet file of a kilobyte that decodes to gigabytes")
+@line("a Parquet file of a kilobyte that unpacks to gigabytes")
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs /proc")
 @pytest.mark.parametrize(
     "column",
@@ -96,7 +96,7 @@ def corrupt(file: Path, old: bytes, new: bytes) -> None:
     file.write_bytes(data.replace(old, new))
 
 
-@line("an Arrow file with offsets beyond its data, of a folder of `save_to_disk`")
+@line("a damaged Arrow file in a folder of `save_to_disk`")
 @pytest.mark.parametrize("end", [3000, 0x3FFFFFFF, 0x7FFFFFFF, -1, 0])
 @pytest.mark.parametrize("column", ["binary", "image", "string", "compressed"])
 def test_offsets_beyond_the_data(tmp_path: Path, column: str, end: int) -> None:
@@ -122,7 +122,7 @@ def test_offsets_beyond_the_data(tmp_path: Path, column: str, end: int) -> None:
             assert row.content.read() == first
 
 
-@line("an Arrow file that is cut or no Arrow file")
+@line("a damaged Arrow file in a folder of `save_to_disk`")
 @pytest.mark.parametrize("data", [b"", b"x" * 99, b"\xff\xff\xff\xff\xff\xff\xff\x7f", None])
 def test_damaged_arrow_files(tmp_path: Path, data: bytes | None) -> None:
     file = save(tmp_path / "d", image=(datasets.Value("binary"), [picture()] * 4))

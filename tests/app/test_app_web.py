@@ -215,7 +215,7 @@ def test_https(serve: _Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert failure(url, public_only=True) == "AddressNotAllowed"
 
 
-@line("an answer that ends early, or drips")
+@line("an answer that ends early, or comes too slowly")
 @pytest.mark.parametrize("kind", ["length", "chunks"])
 def test_half_an_answer_is_asked_for_again_and_then_an_error(kind: str, serve: _Server) -> None:
     def cut(handler: Handler) -> None:
@@ -235,7 +235,7 @@ def test_half_an_answer_is_asked_for_again_and_then_an_error(kind: str, serve: _
         assert len(web.fetch(url, 100, public_only=False)) == 101, "enough to refuse it, though the rest is missing"
 
 
-@line("a busy server (429, 503), a broken connection")
+@line("a busy server (429, 503), a lost connection")
 @pytest.mark.parametrize("code", [429, 503])
 @pytest.mark.parametrize("after", [None, "0", "date", "rubbish"])
 def test_a_busy_server_is_asked_again(code: int, after: str | None, serve: _Server) -> None:

@@ -1,4 +1,4 @@
-"""The table "input -> what happens" of docs/jobs.md: each line is a test, which names it with `@line`."""
+"""The tables "input -> what happens" of docs/jobs.md: each line is a test, which names it with `@line`."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def line(*inputs: str) -> Callable[[F], F]:
-    """Says which lines of the table a test checks, by their first column."""
+    """Says which lines of the tables a test checks, by their first column."""
     assert inputs
     return lambda test: test
 
 
 def documented() -> list[str]:
-    """The first column of the table."""
+    """The first column of the tables."""
     text = (ROOT / "docs" / "jobs.md").read_text(encoding="utf-8")
-    table = text.partition("| input | what happens |\n|---|---|\n")[2].partition("\n\n")[0]
-    return [re.split(r"(?<!\\) \| ", row)[0].removeprefix("| ") for row in table.splitlines()]
+    tables = re.findall(r"^\| input \| what happens \|\n\|---\|---\|\n(.*?)\n\n", text, re.MULTILINE | re.DOTALL)
+    return [re.split(r"(?<!\\) \| ", row)[0].removeprefix("| ") for table in tables for row in table.splitlines()]
 
 
 def tested() -> set[str]:

@@ -58,7 +58,7 @@ def upright(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return write_video(tmp_path_factory.mktemp("clips") / "a.mp4", [CORNERS] * 2).read_bytes()
 
 
-@line("a clip that is turned or mirrored by its display matrix, a picture by its EXIF orientation")
+@line("a picture that EXIF turns, a clip that its display matrix turns or mirrors")
 @pytest.mark.parametrize(("matrix", "expected"), MATRICES)
 def test_display_matrices(matrix: tuple[float, ...], expected: str, upright: bytes) -> None:
     a, b, c, d = (round(65536 * value) for value in matrix)
@@ -206,7 +206,7 @@ def tiff_of_16_bits(values: np.ndarray, order: str, is_packed: bool) -> bytes:
     return mark + directory + bits + data
 
 
-@line("10 to 14 bits in the 16 of a colour picture: PNG, TIFF, PPM")
+@line("10 to 14 bits stored in 16: colour PNG, TIFF, PPM")
 @pytest.mark.parametrize("bits", [10, 12, 14, 16])
 def test_bits_in_wider_colours(bits: int) -> None:
     top = 2**bits - 1
@@ -338,7 +338,7 @@ def test_more_frames_than_are_read_of_a_clip(options: dict[str, Any]) -> None:
 # --- the answers of decoders ------------------------------------------------------------------------------------------
 
 
-@line("a decoder process that answers with more or other bytes than were asked for")
+@line("a process for decoding that does not start, or answers with too many bytes")
 @pytest.mark.parametrize(
     "code",
     [
