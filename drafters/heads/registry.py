@@ -209,7 +209,10 @@ class HeadMethod(ABC):
         if sizes.layers is not None and not self.reads_layers:
             raise ValueError("--set layers is for heads that read several hidden states; this one reads the last")
         if sizes.head_layers != 1 and not self.trains_layers:
-            raise ValueError(f"--set head_layers is for dspark heads; this one has one layer, got {sizes.head_layers}")
+            known = " and ".join(
+                method.name for method in methods().values() if method.recipes and method.trains_layers
+            )
+            raise ValueError(f"--set head_layers is for {known} heads; this one has one layer, got {sizes.head_layers}")
 
     def head_of_target(self, target: TargetInfo, sizes: TrainSizes) -> DraftHead:
         """The head to be trained, of a method that `is_of_target`.

@@ -181,6 +181,7 @@ class HeadInputsAndLabels:
         next_embeds: [B, n, D] embedding of the next token.
         target_hidden: [B, n, D] label: the target's hidden state at the next position.
         loss_mask: [B, n] bool, True at positions that the loss counts.
+        next_ids: [B, n] int64, the next token.
         position_ids: [B, n] int64.
         compressor_loss: scalar that the compressor adds to the loss, or None.
     """
@@ -189,6 +190,7 @@ class HeadInputsAndLabels:
     next_embeds: Tensor
     target_hidden: Tensor
     loss_mask: Tensor
+    next_ids: Tensor
     position_ids: Tensor
     compressor_loss: Tensor | None = None
 
@@ -252,7 +254,7 @@ def build_inputs_and_labels(
     #     token it scores     p2    r3    r4    -     -
     #     loss_mask           no    no    yes   no    no
     loss_mask = is_response.roll(-1, 1) & is_response.roll(-2, 1) & (position_ids < length - 2)
-    labels = (inputs.next_embeds, batch.hidden_states.roll(-1, 1), loss_mask)
+    labels = (inputs.next_embeds, batch.hidden_states.roll(-1, 1), loss_mask, batch.input_ids.roll(-1, 1))
     if draft_model.compressor is None:
         layer_inputs, selected = VISUAL_MODES[draft_model.drafting_mode](draft_model.head, inputs)
         if selected is None:
@@ -266,11 +268,9 @@ def build_inputs_and_labels(
     counts, *packed = left_pack(keep, layer_inputs, *labels, position_ids)
     longest = int(counts.max())
     is_valid = torch.arange(longest, device=counts.device) < counts[:, None]
-    layer_inputs, next_embeds, target_hidden, loss_mask, position_ids = (part[:, :longest] for part in packed)
+    layer_inputs, next_embeds, target_hidden, loss_mask, *rest = (part[:, :longest] for part in packed)
     compressor_loss = getattr(draft_model.compressor, "cost", None)
-    return HeadInputsAndLabels(
-        layer_inputs, next_embeds, target_hidden, loss_mask & is_valid, position_ids, compressor_loss
-    )
+    return HeadInputsAndLabels(layer_inputs, next_embeds, target_hidden, loss_mask & is_valid, *rest, compressor_loss)
 
 
 def _last_prompt_hidden(batch: TrainBatch) -> Tensor:
@@ -279,17 +279,12 @@ def _last_prompt_hidden(batch: TrainBatch) -> Tensor:
     return batch.hidden_states.gather(1, last[:, None, None].expand(-1, 1, batch.hidden_states.shape[-1]))[:, 0]
 
 
-def _align_text(
-    is_text: Tensor, labels: tuple[Tensor, Tensor, Tensor], num_positions: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def _align_text(is_text: Tensor, labels: tuple[Tensor, ...], num_positions: int) -> tuple[Tensor, ...]:
     """Labels of the text at the end of `num_positions` positions, as `compressed_inputs` orders them; zeros before."""
     counts, *packed = left_pack(is_text, *labels)
     max_text = int(counts.max())
     padding = [part.new_zeros(len(part), num_positions - max_text, *part.shape[2:]) for part in labels]
-    next_embeds, target_hidden, loss_mask = (
-        torch.cat((zeros, part[:, :max_text]), dim=1) for zeros, part in zip(padding, packed, strict=True)
-    )
-    return next_embeds, target_hidden, loss_mask
+    return tuple(torch.cat((zeros, part[:, :max_text]), dim=1) for zeros, part in zip(padding, packed, strict=True))
 
 
 def shift(part: Tensor, distance: int) -> Tensor:

@@ -10,6 +10,7 @@ replace the cross-entropy. The module knows tensors only.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -145,6 +146,7 @@ class LossAccumulator:
         logit_bias: Tensor | None = None,
         mask: Tensor | None = None,
         confidence: Tensor | None = None,
+        choose: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None,
     ) -> None:
         """Add the loss of one `ttt_step` or slot.
 
@@ -155,12 +157,20 @@ class LossAccumulator:
             logit_bias: [n, V] added to the head's logits, or None; fitted to the rows of the target's LM head.
             mask: [B, m] bool with n positions, the same [B, m] in every step; needed by the loss "path" alone.
             confidence: [n] logit of the acceptance of each position; its cross-entropy is added.
+            choose: [n, V] logits of the head -> [n, C] ids of candidates and their scores, whose loss is added where the
+                target's argmax is among them.
         """
         if not len(hidden_states):
             return
         logits, target_logits, is_draftable = self._logits(hidden_states, target_hidden)
         logits = logits if logit_bias is None else logits + fit_vocabulary(logit_bias.float(), logits.shape[-1])
-        losses = DISTRIBUTION_LOSSES[self.weights.loss](logits, target_logits)
+        losses, best = DISTRIBUTION_LOSSES[self.weights.loss](logits, target_logits), target_logits.argmax(-1)
+        agrees = logits.argmax(-1) == best
+        if choose is not None:
+            candidates, scores = choose(logits)
+            chosen = DISTRIBUTION_LOSSES[self.weights.loss](scores, target_logits.gather(1, candidates))
+            losses = losses + chosen * (candidates == best[:, None]).any(1)
+            agrees = candidates.gather(1, scores.argmax(-1, keepdim=True))[:, 0] == best
         if self.weights.loss == "path" and mask is not None:
             losses = losses * self._path_weights(logits, target_logits, mask)
         logits_loss = losses.mean() if is_draftable is None else (losses * is_draftable).mean()
@@ -174,7 +184,6 @@ class LossAccumulator:
             loss = loss + self.weights.logits * confidence_loss
             self.metrics[f"confidence{ttt_step}"] = float(confidence_loss.detach())
         self.total = self.total + self.weights.step_decay**ttt_step * loss
-        agrees = logits.argmax(-1) == target_logits.argmax(-1)
         agrees = agrees if is_draftable is None else agrees & is_draftable
         self.metrics[f"agree{ttt_step}"] = float(agrees.float().mean())
         if ttt_step == 0:

@@ -99,13 +99,14 @@ def test_block_heads_over_several_layers_are_trained_and_draft(data: Path, tmp_p
         tmp_path / "run",
         ["--set", "block=4", "head_layers=2", "layers=0,1,2", "--evaluate", "0"],
     )
-    args = ["train", *ARGS, "--data", str(data), "--drafter", "dspark,dspark-mixture", "--out", str(out)]
+    names = ("dspark", "dspark-mixture", "dflash2")
+    args = ["train", *ARGS, "--data", str(data), "--drafter", ",".join(names), "--out", str(out)]
     assert main([*args, *options]) == 0
     model, processor = random_model("tiny")
     ids = torch.arange(5, 13)[None]
     settings: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 16, "do_sample": False}
     plain = model.generate(input_ids=ids, **settings)
-    for name in ("dspark", "dspark-mixture"):
+    for name in names:
         config = json.loads((out / name / "config.json").read_text())
         assert (config["block_size"], config["num_hidden_layers"]) == (4, 2)
         assert config["layer_mixture"] == (name == "dspark-mixture") and config["hidden_state_layers"] == [0, 1, 2]

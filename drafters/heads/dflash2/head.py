@@ -39,11 +39,6 @@ class ConvConfig(DsparkConfig):
         if self.hidden_size % self.conv_group_size:
             raise ValueError(f"conv_group_size must divide hidden_size {self.hidden_size}; got {self.conv_group_size}.")
 
-    @property
-    def block_positions(self) -> int:
-        """Positions of a block, its anchor included."""
-        return self.block_size + (not self.sample_from_anchor)
-
 
 @dataclass(frozen=True)
 class Dflash2Config(ConvConfig):
@@ -118,6 +113,16 @@ class CandidateSelector(nn.Module):
         self.predecessor_codebook = nn.Parameter(0.02 * torch.randn(shape))
         self.successor_codebook = nn.Parameter(torch.zeros(shape))
         self.hidden_projection = nn.Linear(config.hidden_size, config.selector_rank, bias=False)
+        self.top_k = config.selector_top_k
+
+    def candidates(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """The best logits of [..., V], and their indices, each [..., C]."""
+        values, indices = logits.topk(min(self.top_k, logits.shape[-1]))
+        return values, indices
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """[..., R] rows of `predecessor_codebook` of target ids [...]."""
+        return functional.embedding(ids, self.predecessor_codebook)
 
     def forward(self, gates: Tensor, predecessors: Tensor, candidates: Tensor) -> Tensor:
         """[..., C] scores to add to the candidates' logits.
@@ -175,18 +180,14 @@ class PairExpander(StatelessExpander):
         features = drafter.block_features(state)
         logits = drafter.logits(state, features)
         self.shape = logits.shape[-1:]
-        num_candidates = min(drafter.head.config.selector_top_k, logits.shape[-1])
-        self.scores, self.candidates = logits.topk(num_candidates)
+        self.scores, self.candidates = self.selector.candidates(logits)
         self.ids = self.candidates if state.draft_ids is None else state.draft_ids[self.candidates]
         self.gates = self.selector.hidden_projection(features)
-        self.root_hidden = self._rows(anchors_of(state))[:, None].to(features.dtype)
-
-    def _rows(self, ids: Tensor) -> Tensor:
-        return functional.embedding(ids, self.selector.predecessor_codebook)
+        self.root_hidden = self.selector.rows(anchors_of(state))[:, None].to(features.dtype)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """See `LevelExpander`; [B, W, R]."""
-        return self._rows(tokens if self.state.draft_ids is None else self.state.draft_ids[tokens])
+        return self.selector.rows(tokens if self.state.draft_ids is None else self.state.draft_ids[tokens])
 
     def expand(self, level: int, inputs_embeds: Tensor, parent_hidden: Tensor) -> Tensor:
         """See `LevelExpander`; the embeddings are those of `embed`."""

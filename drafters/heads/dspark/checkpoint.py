@@ -23,7 +23,7 @@ from mmspec.drafters.checkpoints.rope import order_rotated_rows
 from mmspec.drafters.checkpoints.state_dict import check_numbers, drop_unused, read_head, to_stored
 from mmspec.drafters.heads.base.drafter import HeadDrafter
 from mmspec.drafters.heads.dspark.drafter import DsparkDrafter
-from mmspec.drafters.heads.dspark.head import DsparkHead
+from mmspec.drafters.heads.dspark.head import DsparkConfig, DsparkHead
 from mmspec.drafters.heads.dspark.published_config import (
     block_attention,
     check_projector,
@@ -185,7 +185,28 @@ def export_dspark(folder: Path, drafter: HeadDrafter, target: TargetInfo, shared
         raise ValueError("--set draft_vocab of a dspark head limits what mmspec drafts; the layout has no counterpart.")
     else:
         weights["lm_head.weight"] = shared_embeddings.lm_head_rows(ids).float().clone()
-    layer = {
+    values = {
+        "architectures": ["DSparkDraftModel"],
+        "speculators_model_type": "dspark",
+        "block_size": config.block_size,
+        "sample_from_anchor": True,
+        "mask_token_id": mask_token_id,
+        "markov_rank": config.markov_rank,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": config.confidence_head,
+        "confidence_head_with_markov": config.confidence_head,
+        "aux_hidden_state_layer_ids": list(drafter.hidden_state_indices),
+        "draft_vocab_size": config.draft_vocab_size or target.vocab_size,
+        "target_hidden_size": target.hidden_size,
+        "transformer_layer_config": layer_values(config, target),
+        "speculators_config": speculators_section("dspark", config.block_size, target),
+    }
+    write_checkpoint(folder, weights, values)
+
+
+def layer_values(config: DsparkConfig, target: TargetInfo) -> dict[str, Any]:
+    """The keys of a block drafter's layers, as transformers names them."""
+    return {
         "model_type": "qwen3",
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
@@ -201,20 +222,3 @@ def export_dspark(folder: Path, drafter: HeadDrafter, target: TargetInfo, shared
         "max_position_embeddings": 1 << 17,
         "tie_word_embeddings": False,
     }
-    values = {
-        "architectures": ["DSparkDraftModel"],
-        "speculators_model_type": "dspark",
-        "block_size": config.block_size,
-        "sample_from_anchor": True,
-        "mask_token_id": mask_token_id,
-        "markov_rank": config.markov_rank,
-        "markov_head_type": "vanilla",
-        "enable_confidence_head": config.confidence_head,
-        "confidence_head_with_markov": config.confidence_head,
-        "aux_hidden_state_layer_ids": list(drafter.hidden_state_indices),
-        "draft_vocab_size": config.draft_vocab_size or target.vocab_size,
-        "target_hidden_size": target.hidden_size,
-        "transformer_layer_config": layer,
-        "speculators_config": speculators_section("dspark", config.block_size, target),
-    }
-    write_checkpoint(folder, weights, values)

@@ -44,6 +44,11 @@ class DsparkConfig(HeadConfig):
     sliding_windows: tuple[int, ...] = ()
     causal_layers: tuple[bool, ...] = ()
 
+    @property
+    def block_positions(self) -> int:
+        """Positions of a block, its anchor included."""
+        return self.block_size + (not self.sample_from_anchor)
+
 
 LayerAttention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, [B, H, n, d] queries, [B, H', n, d] keys, values of the block) -> [B, H, n, d], over context and block."""

@@ -6,6 +6,9 @@ is the target's hidden state at the block's position i, which scores the token a
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -17,21 +20,48 @@ MAX_ANCHORS = 48
 """Blocks per sequence and step."""
 
 
+@dataclass(frozen=True)
+class BlockBatch:
+    """Blocks of a batch.
+
+    Attributes:
+        packed: the anchors.
+        features: [B, m, k, D] of the positions that predict, of the blocks of m anchors per row.
+    """
+
+    packed: PackedQueries
+    features: Tensor
+
+    @classmethod
+    def sample(cls, given: LossInputs) -> BlockBatch:
+        """Blocks at random anchors."""
+        data = given.aligned()
+        packed = PackedQueries(data, _sample_anchors(data.loss_mask, given.progress.rng))
+        return cls(packed, _block_features(given.draft_model.head, data, packed))
+
+    def slots(self) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
+        """Slot, mask [B, m] of the anchors that have its label, and there the features and labels [n, D]."""
+        for slot in range(self.features.shape[2]):
+            mask = self.packed.loss_mask_at(slot)
+            yield slot, mask, self.features[:, :, slot][mask], self.at(self.packed.data.target_hidden, slot, mask)
+
+    def at(self, part: Tensor, slot: int, mask: Tensor) -> Tensor:
+        """[n, ...] of parts [B, L, ...] of the batch: `slot` positions behind the anchors of the mask."""
+        return self.packed.gather(shift(part, slot))[mask]
+
+
 def dspark_loss(given: LossInputs) -> LossAndMetrics:
     """Results as those of `eagle_loss`; `ttt_steps` is not used. Adds the loss of the confidence head."""
-    head, data = given.draft_model.head, given.aligned()
-    packed = PackedQueries(data, _sample_anchors(data.loss_mask, given.progress.rng))
+    head, blocks = given.draft_model.head, BlockBatch.sample(given)
+    data = blocks.packed.data
     loss = given.accumulator(data, head.lm_head is not None)
-    features = _block_features(head, data, packed)
-    for slot in range(head.config.block_size):
-        mask, bias, confidence = packed.loss_mask_at(slot), None, None
-        outputs = features[:, :, slot][mask]
+    for slot, mask, outputs, labels in blocks.slots():
+        bias, confidence = None, None
         if head.bigram_head is not None:
-            token_features = head.bigram_head.project(packed.gather(shift(data.next_embeds, slot))[mask])
+            token_features = head.bigram_head.project(blocks.at(data.next_embeds, slot, mask))
             bias = head.bigram_head.vocab_proj(token_features.to(outputs.dtype))
             if head.confidence_head is not None:
                 confidence = head.confidence(outputs, token_features.to(outputs.dtype))
-        labels = packed.gather(shift(data.target_hidden, slot))[mask]
         loss.add(slot, outputs, labels, bias, mask=mask, confidence=confidence)
     return loss.result()
 
@@ -44,8 +74,8 @@ def _sample_anchors(loss_mask: Tensor, rng: torch.Generator) -> Tensor:
 
 
 def _block_features(head: DsparkHead, data: HeadInputsAndLabels, packed: PackedQueries) -> Tensor:
-    """[B, m, k, D] features of the blocks of m anchors per row."""
-    k = head.config.block_size
+    """`BlockBatch.features`."""
+    k = head.config.block_positions
     inputs = head.block_inputs(packed.gather(data.next_embeds).to(data.inputs.dtype), k)
     position_ids = packed.gather(data.position_ids)[..., None] + 1 + torch.arange(k, device=inputs.device)
     context_cos, context_sin = (part[:, None] for part in head.rotary_embedding(data.position_ids, inputs.dtype))
@@ -58,7 +88,8 @@ def _block_features(head: DsparkHead, data: HeadInputsAndLabels, packed: PackedQ
         parts = [part.repeat_interleave(num_groups, 1) for part in (*context[layer], keys, values)]
         return _attend_blocks(queries, (parts[0], parts[1]), (parts[2], parts[3]), is_context, k)
 
-    return head.forward_block(inputs.flatten(1, 2), cos, sin, attend).unflatten(1, (-1, k))
+    features = head.forward_block(inputs.flatten(1, 2), cos, sin, attend)
+    return features.unflatten(1, (-1, k))[:, :, -head.config.block_size :]
 
 
 def _attend_blocks(

@@ -233,14 +233,16 @@ def test_every_method_states_what_it_is() -> None:
     assert method_of(EagleDrafter(EagleHead(HEAD_CONFIG), num_layers=NUM_LAYERS)) is find_method("eagle")
 
 
-def test_layers_of_a_head_are_an_option_of_dspark_alone() -> None:
+def test_layers_of_a_head_are_an_option_of_blocks_over_several_layers() -> None:
     """Others would ignore it."""
-    for name, (method, recipe) in registry.recipes().items():
+    for method, recipe in registry.recipes().values():
         sizes = TrainSizes(num_layers=NUM_LAYERS, head_layers=2)
         if method.is_of_target:
             continue
-        if name.startswith("dspark"):
+        if method.trains_layers:
             assert method.train_config(HEAD_CONFIG, recipe, TrainSizes(8, head_layers=2)).num_hidden_layers == 2  # type: ignore[attr-defined]
             continue
-        with pytest.raises(ValueError, match="--set head_layers is for dspark heads; this one has one layer, got 2"):
+        with pytest.raises(
+            ValueError, match="--set head_layers is for dspark and dflash2 heads; this one has one layer, got 2"
+        ):
             method.train_config(HEAD_CONFIG, recipe, sizes)
