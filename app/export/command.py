@@ -43,7 +43,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("head", metavar="RUN", help="folder of a trained head, or of a run with a single one")
     add("--format", choices=EXPORT_FORMATS, required=True, dest="format_name", help="the engine that reads it")
     add("--out", type=output_path, required=True, metavar="FOLDER", help="folder to write")
-    add("--target", metavar="M", help="hub id or folder of the target; needed for dspark and mtp heads")
+    add("--target", metavar="M", help="hub id or folder of the target; needed for dspark, dflash2 and mtp heads")
 
 
 def run(args: argparse.Namespace) -> int:

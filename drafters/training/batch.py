@@ -254,7 +254,8 @@ def build_inputs_and_labels(
     #     token it scores     p2    r3    r4    -     -
     #     loss_mask           no    no    yes   no    no
     loss_mask = is_response.roll(-1, 1) & is_response.roll(-2, 1) & (position_ids < length - 2)
-    labels = (inputs.next_embeds, batch.hidden_states.roll(-1, 1), loss_mask, batch.input_ids.roll(-1, 1))
+    next_ids = batch.input_ids.roll(-1, 1)
+    labels: tuple[Tensor, ...] = (inputs.next_embeds, batch.hidden_states.roll(-1, 1), loss_mask, next_ids)
     if draft_model.compressor is None:
         layer_inputs, selected = VISUAL_MODES[draft_model.drafting_mode](draft_model.head, inputs)
         if selected is None:
@@ -268,9 +269,9 @@ def build_inputs_and_labels(
     counts, *packed = left_pack(keep, layer_inputs, *labels, position_ids)
     longest = int(counts.max())
     is_valid = torch.arange(longest, device=counts.device) < counts[:, None]
-    layer_inputs, next_embeds, target_hidden, loss_mask, *rest = (part[:, :longest] for part in packed)
+    data = HeadInputsAndLabels(*(part[:, :longest] for part in packed))
     compressor_loss = getattr(draft_model.compressor, "cost", None)
-    return HeadInputsAndLabels(layer_inputs, next_embeds, target_hidden, loss_mask & is_valid, *rest, compressor_loss)
+    return replace(data, loss_mask=data.loss_mask & is_valid, compressor_loss=compressor_loss)
 
 
 def _last_prompt_hidden(batch: TrainBatch) -> Tensor:

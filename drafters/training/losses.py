@@ -157,8 +157,8 @@ class LossAccumulator:
             logit_bias: [n, V] added to the head's logits, or None; fitted to the rows of the target's LM head.
             mask: [B, m] bool with n positions, the same [B, m] in every step; needed by the loss "path" alone.
             confidence: [n] logit of the acceptance of each position; its cross-entropy is added.
-            choose: [n, V] logits of the head -> [n, C] ids of candidates and their scores, whose loss is added where the
-                target's argmax is among them.
+            choose: [n, V] logits of the head -> [n, C] ids of candidates and their scores; the loss of these is added
+                where the target's argmax is among them.
         """
         if not len(hidden_states):
             return

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from mmspec.drafters.heads.base.drafter import HeadDrafter
 from mmspec.drafters.heads.base.state import DraftState
@@ -18,6 +19,8 @@ from mmspec.interfaces import Prompt, SharedEmbeddings, VerifyResult
 
 HEAD_CONFIG = EagleConfig(32, 48, 4, 2, 40, qkv_bias=True)
 NUM_LAYERS, IMAGE_TOKEN_ID = 3, 39
+LAYERS = (1, 0, NUM_LAYERS)
+"""That heads over several layers read."""
 
 
 @dataclass
@@ -195,3 +198,32 @@ def build_train_batch(target: FakeTarget, seed: int = 0, length: int = 14) -> Tr
         target.merge_embeddings(visual)[:, :length],
         target.hidden_states[:, :length],
     )
+
+
+# --- of heads that read several layers --------------------------------------------------------------------------------
+
+
+def layer_states(target: FakeTarget, layer: int) -> Tensor:
+    """[2, 16, 32] of a layer; the last are those of the fake target."""
+    if layer == NUM_LAYERS:
+        return target.hidden_states
+    return torch.randn(target.hidden_states.shape, generator=torch.Generator().manual_seed(layer))
+
+
+def build_layers_prompt(target: FakeTarget, length: int, pads: tuple[int, int]) -> Prompt:
+    prompt = build_prompt(target, length, pads)
+    states = dict(prompt.hidden_states)
+    for layer in (0, 1):
+        rows = [
+            functional.pad(layer_states(target, layer)[row, : length - count], (0, 0, count, 0))
+            for row, count in enumerate(pads)
+        ]
+        states[layer] = torch.stack(rows) if layer else states[0]
+    return replace(prompt, hidden_states=states)
+
+
+def build_layers_batch(target: FakeTarget) -> TrainBatch:
+    batch = build_train_batch(target)
+    embeds = batch.inputs_embeds.detach()
+    aux = {layer: embeds if layer == 0 else layer_states(target, layer)[:, :14] for layer in LAYERS}
+    return replace(batch, inputs_embeds=embeds, aux_hidden_states=aux)

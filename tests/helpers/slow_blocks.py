@@ -32,7 +32,10 @@ class SlowBlock(SlowHead):
         keys = {**self.layer_config, **self.config, **self.config.get("dflash_config", {})}
         layers = keys.get("target_layer_ids") or keys["aux_hidden_state_layer_ids"]
         self.layers = [layer + layer_offset for layer in layers]
-        self.mask: int = keys["mask_token_id"]
+        file = folder / "mask_embedding.pt"
+        self.mask = text.embedding[keys["mask_token_id"]]
+        if file.is_file():
+            self.mask = torch.load(file, weights_only=True)["embedding"]
         self.block_size: int = keys["block_size"]
         self.caches = [Cache() for _ in range(self.layer_config["num_hidden_layers"])]
 
@@ -63,7 +66,7 @@ class SlowBlock(SlowHead):
             self.read_row(self._num_rows)
             self._num_rows += 1
         anchor = int(self.text.ids[num_known - 1])
-        rows = [self.text.embedding[token] for token in (anchor, *[self.mask] * (self.block_size - 1))]
+        rows = [self.text.embedding[anchor], *[self.mask] * (self.block_size - 1)]
         for index in range(len(self.caches)):
             name, positions = f"layers.{index}", range(num_known - 1, num_known - 1 + len(rows))
             normed = [self.norm(f"{name}.input_layernorm", row) for row in rows]

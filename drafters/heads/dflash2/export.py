@@ -16,15 +16,17 @@ from mmspec.drafters.heads.registry import ExportInputs
 from mmspec.files import atomic_write
 
 
+@torch.no_grad()
 def export_dflash2(folder: Path, given: ExportInputs) -> None:
     """Write a head without embeddings: the target's serve, but for the mask token's, which has a file of its own."""
     drafter, target, shared = given.drafter, given.target, given.embeddings()
     head, mask_token_id = drafter.head, next(iter(target.media_token_ids), 0)
     assert isinstance(head, Dflash2Head)
     config, weights = head.config, to_stored(head)
-    own = shared.embed_tokens.weight
+    own = getattr(shared.embed_tokens, "weight", None)
     assert isinstance(own, torch.Tensor)
-    scale = float(shared.embed(torch.arange(len(own))).float().norm() / own.float().norm())
+    own = own[:256].float()
+    scale = float(shared.embed(torch.arange(len(own))).float().norm() / own.norm())
     section = {key: getattr(config, key) for key in (*SIZES, *SCALES)}
     section |= {
         "mask_token_id": mask_token_id,

@@ -1,4 +1,4 @@
-"""Loss of a `Dflash2Head`: that of DFlash, and of the candidates' scores behind the target's token before each position.
+"""Loss of a `Dflash2Head`: that of DFlash, and of the scores of candidates behind the target's own token.
 
 As NeMo Automodel trains it, with the target's distribution for the label: every position over the whole vocabulary, and
 over its candidates alone where the target's likeliest token is among them; both have the same weight.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import fuzz
@@ -153,6 +154,31 @@ def test_what_is_assumed_of_a_missing_key(tmp_path: Path, caplog: pytest.LogCapt
         assert config.mrope_interleaved and config.mrope_section == drafter.head.config.mrope_section
         with pytest.raises(ValueError, match="speculators counts positions on one axis"):
             export_head(tmp_path / "speculators", drafter, info, "speculators")
+
+
+def test_an_exported_dflash2_head_drafts_as_its_layout_says(tmp_path: Path) -> None:
+    """With the mask embedding that was trained; read back with the same weights, drafting the same."""
+    layout = LAYOUTS["DFlash 2, NeMo Automodel"]
+    model = build_target(layout.family)
+    adapter = find_adapter(model)
+    info = replace(target_info(adapter, None), media_token_ids=(model.config.image_token_id,))
+    drafter = load_published(write_head(tmp_path / "published", layout), info)
+    drafter.head.mask_embedding.data.normal_(generator=torch.Generator().manual_seed(0))
+    drafter.mask_token_id = None
+    export_head(folder := tmp_path / "exported", drafter, info, "vllm", adapter.shared_embeddings)
+    again = load_published(folder, info)
+    assert again.head.config == drafter.head.config
+    assert all(
+        torch.allclose(value, again.head.state_dict()[name]) for name, value in drafter.head.state_dict().items()
+    )
+    inputs = tiny.build_inputs(model, 5, images=[2], num_text_tokens=(9, 12))
+    call = run_call(model, folder, inputs, num_tokens=16, in_c=False)
+    assert_drafts_as_read(call, SlowDflash2(folder, read_text(model, inputs, call), **layout.options["reader"]))
+    for format_name in ("sglang", "speculators"):
+        with pytest.raises(ValueError, match=f"--format {format_name} has no layout of DFlash 2 heads"):
+            export_head(tmp_path, drafter, info, format_name, adapter.shared_embeddings)
+    with pytest.raises(ValueError, match="name the target"):
+        export_head(tmp_path, drafter, info, "vllm")
 
 
 @pytest.mark.parametrize("name", ["EAGLE-3, SpecForge, M-RoPE", "EAGLE-3, AngelSlim, M-RoPE without its key"])

@@ -1,4 +1,4 @@
-"""DFlash 2: trees over pair scores beside the scores written out, exact calls with trees, folders that do not fit."""
+"""DFlash 2: trees over pair scores beside the scores written out, training, exact calls, folders that do not fit."""
 
 from __future__ import annotations
 
@@ -9,6 +9,15 @@ from typing import Any
 import pytest
 import tiny_models as tiny
 import torch
+from fake_target import (
+    HEAD_CONFIG,
+    LAYERS,
+    NUM_LAYERS,
+    FakeTarget,
+    begin_decoding,
+    build_layers_batch,
+    build_layers_prompt,
+)
 from parity import assert_parity, get_model
 from published_heads import write_head
 from published_layouts import LAYOUTS, H, V
@@ -16,7 +25,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mmspec.drafters.checkpoints.published import load_published
-from mmspec.drafters.heads.dflash2.head import Dflash2Drafter, PairExpander
+from mmspec.drafters.heads.dflash2.head import Dflash2Config, Dflash2Drafter, Dflash2Head, PairExpander
+from mmspec.drafters.heads.dflash2.loss import dflash2_loss
+from mmspec.drafters.training.batch import DraftModel
+from mmspec.drafters.training.losses import LossAccumulator, LossInputs, LossWeights
 from mmspec.interfaces import TargetInfo
 from mmspec.resolve import resolve_drafter
 from mmspec.targets.registry import find_adapter
@@ -122,3 +134,70 @@ def test_scale_and_cap_of_its_own(tmp_path: Path) -> None:
     with torch.no_grad():
         expected = 3.0 * (0.5 * shared.lm_head(hidden) / 3.0).tanh()
         assert torch.allclose(drafter.head.logits(hidden, shared, None), expected, atol=1e-6)
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+def new_head(seed: int = 4) -> Dflash2Head:
+    config = Dflash2Config.of(
+        HEAD_CONFIG, block_size=3, sample_from_anchor=False, hidden_state_layers=LAYERS, conv_group_size=8,
+        selector_rank=6, selector_top_k=5,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        head = Dflash2Head(config)
+        for name, weight in head.named_parameters():
+            if "kernel" in name or "codebook" in name or name == "mask_embedding":
+                weight.data += 0.5 * torch.randn_like(weight)
+    return head.eval()
+
+
+@torch.no_grad()
+def test_the_loss_is_of_the_scores_of_drafting(target: FakeTarget, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At each anchor the logits and the candidates' scores of a draft there, behind the text's own tokens."""
+    head, batch = new_head(), build_layers_batch(target)
+    recorded: list[Any] = []
+    monkeypatch.setattr(
+        LossAccumulator,
+        "add",
+        lambda self, slot, outputs, labels, mask, choose: recorded.append((slot, outputs, labels, choose)),
+    )
+    monkeypatch.setattr(LossAccumulator, "result", lambda self: (torch.zeros(()), {}))
+    model = DraftModel(head, "coupled", "dflash2")
+    dflash2_loss(LossInputs(model, batch, target.shared_embeddings, torch.zeros(32)))
+    drafter = Dflash2Drafter(head, num_layers=NUM_LAYERS, top_k=3)
+    places = {tuple(batch.hidden_states[b, p].tolist()): (b, p) for b in range(2) for p in range(14)}
+    expanders: dict[int, PairExpander] = {}
+    for anchor in range(7, 12):
+        state = begin_decoding(target, drafter, build_layers_prompt(target, anchor, (0, 0)))
+        expanders[anchor] = PairExpander(drafter, state)
+    checked = 0
+    for slot, outputs, labels, choose in recorded:
+        logits = head.logits(outputs, target.shared_embeddings, None)
+        candidates, scores = choose(logits)
+        for index, label in enumerate(labels):
+            row, position = places[tuple(label.tolist())]
+            if (expander := expanders.get(position - slot)) is None:
+                continue
+            before = expander.embed(target.input_ids[row, position].expand(2, 1))
+            expected = expander.logits(slot, before)[row, 0]
+            found = expected[candidates[index]]
+            both = found.isfinite()  # ids that stand for media are not drafted
+            assert torch.allclose(found[both], scores[index][both], atol=1e-3) and int(both.sum()) > 2
+            checked += 1
+    assert checked > 15
+
+
+def test_training_lowers_the_loss_and_teaches_the_selector(target: FakeTarget) -> None:
+    model, batch = DraftModel(new_head().train(), "coupled", "dflash2"), build_layers_batch(target)
+    optimizer, history = torch.optim.Adam(model.parameters(), lr=1e-2), []
+    given = LossInputs(model, batch, target.shared_embeddings, torch.zeros(32), LossWeights(logits=1.0, loss="kl"))
+    for _ in range(25):
+        loss, metrics = dflash2_loss(given)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        history.append((float(loss.detach()), metrics["agree2"]))
+    assert history[-1][0] < 0.8 * history[0][0] and history[-1][1] > history[0][1]
+    assert all(weight.grad is not None for weight in model.parameters()), "every weight is trained"

@@ -12,12 +12,14 @@ import torch
 from fake_target import (
     HEAD_CONFIG,
     IMAGE_TOKEN_ID,
+    LAYERS,
     NUM_LAYERS,
     FakeTarget,
     begin_decoding,
-    build_prompt,
+    build_layers_batch,
+    build_layers_prompt,
     build_result,
-    build_train_batch,
+    layer_states,
     scores_by_path,
 )
 from slow_readers import attend, rms_norm, rotate
@@ -29,11 +31,10 @@ from mmspec.drafters.checkpoints.load import load_trained
 from mmspec.drafters.heads.dspark.drafter import DsparkDrafter
 from mmspec.drafters.heads.dspark.head import DsparkConfig, DsparkHead
 from mmspec.drafters.heads.dspark.loss import dspark_loss
-from mmspec.drafters.training.batch import DraftModel, TrainBatch
+from mmspec.drafters.training.batch import DraftModel
 from mmspec.drafters.training.losses import LossAccumulator, LossInputs, LossWeights, TrainProgress
 from mmspec.engine.tree import root_only
 
-LAYERS = (1, 0, NUM_LAYERS)
 CONFIG = DsparkConfig.of(
     HEAD_CONFIG, block_size=4, markov_rank=6, hidden_state_layers=LAYERS, num_hidden_layers=2, confidence_head=True
 )
@@ -53,25 +54,6 @@ def new_head(mixture: bool = False, **changes: Any) -> DsparkHead:
     return head.eval()
 
 
-def hidden_states(target: FakeTarget, layer: int) -> Tensor:
-    """[2, 16, 32] of a layer; the last are those of the fake target."""
-    if layer == NUM_LAYERS:
-        return target.hidden_states
-    return torch.randn(target.hidden_states.shape, generator=torch.Generator().manual_seed(layer))
-
-
-def new_prompt(target: FakeTarget, length: int, pads: tuple[int, int]) -> Any:
-    prompt = build_prompt(target, length, pads)
-    states = dict(prompt.hidden_states)
-    for layer in (0, 1):
-        rows = [
-            functional.pad(hidden_states(target, layer)[row, : length - count], (0, 0, count, 0))
-            for row, count in enumerate(pads)
-        ]
-        states[layer] = torch.stack(rows) if layer else states[0]
-    return replace(prompt, hidden_states=states)
-
-
 # --- slow reference ---------------------------------------------------------------------------------------------------
 
 
@@ -79,7 +61,7 @@ def reference_block(
     target: FakeTarget, head: DsparkHead, embeds: Tensor, row: int, n: int, visual_mode: str
 ) -> tuple[list[Tensor], int]:
     """Features of the block after n positions of a text, whose anchor is token n."""
-    states = {layer: embeds if layer == 0 else hidden_states(target, layer)[row] for layer in LAYERS}
+    states = {layer: embeds if layer == 0 else layer_states(target, layer)[row] for layer in LAYERS}
     visual = [2 <= p + 1 < 5 and p + 1 < n for p in range(n)]
     context = []
     for p in range(n):
@@ -140,7 +122,7 @@ def test_drafts_equal_the_slow_reference(
     """After the prompt, and after two more tokens: path probabilities, scaled down where the head is not confident."""
     head = new_head(mixture)
     drafter = DsparkDrafter(head, visual_mode, num_layers=NUM_LAYERS, top_k=3)
-    state = begin_decoding(target, drafter, new_prompt(target, 11, pads))
+    state = begin_decoding(target, drafter, build_layers_prompt(target, 11, pads))
     visual = torch.zeros(2, 16, dtype=torch.bool)
     visual[:, 2:5] = True
     embeds = target.merge_embeddings(visual)
@@ -168,7 +150,7 @@ def test_drafts_equal_the_slow_reference(
         scored = {
             layer: torch.stack(
                 [
-                    (embeds if not layer else hidden_states(target, layer))[row, n : n + 2]
+                    (embeds if not layer else layer_states(target, layer))[row, n : n + 2]
                     for row, n in enumerate(lengths)
                 ]
             )
@@ -185,7 +167,7 @@ def test_drafting_needs_no_host_copy(target: FakeTarget, noisy: bool) -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     drafter = DsparkDrafter(new_head(), num_layers=NUM_LAYERS, top_k=3, draft_ids=torch.arange(40) if noisy else None)
-    prompt = new_prompt(target, 11, (0, 4))
+    prompt = build_layers_prompt(target, 11, (0, 4))
     if noisy:
         prompt = replace(prompt, noise=lambda depth: torch.ones(2, depth, 40))
     state = begin_decoding(target, drafter, prompt)
@@ -198,20 +180,13 @@ def test_drafting_needs_no_host_copy(target: FakeTarget, noisy: bool) -> None:
             tree.tokens.tolist()
 
 
-def new_batch(target: FakeTarget) -> TrainBatch:
-    batch = build_train_batch(target)
-    embeds = batch.inputs_embeds.detach()
-    aux = {layer: embeds if layer == 0 else hidden_states(target, layer)[:, :14] for layer in LAYERS}
-    return replace(batch, inputs_embeds=embeds, aux_hidden_states=aux)
-
-
 @pytest.mark.parametrize("mixture", [False, True])
 @pytest.mark.parametrize("visual_mode", ["coupled", "text_only"])
 @torch.no_grad()
 def test_training_features_are_those_of_drafting(
     target: FakeTarget, mixture: bool, visual_mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    head, batch = new_head(mixture), new_batch(target)
+    head, batch = new_head(mixture), build_layers_batch(target)
     recorded: list[tuple[int, Tensor, Tensor, Tensor, Tensor]] = []
 
     def record(self: LossAccumulator, part: int, out: Tensor, label: Tensor, bias: Tensor, **kwargs: Tensor) -> None:
@@ -245,7 +220,7 @@ def test_training_features_are_those_of_drafting(
 
 
 def test_training_lowers_the_loss_and_fits_the_confidence(target: FakeTarget) -> None:
-    model, batch = DraftModel(new_head().train(), "coupled", "dspark"), new_batch(target)
+    model, batch = DraftModel(new_head().train(), "coupled", "dspark"), build_layers_batch(target)
     optimizer, history = torch.optim.Adam(model.parameters(), lr=3e-3), []
     for _ in range(25):
         loss, metrics = dspark_loss(
@@ -273,7 +248,7 @@ def test_storage(target: FakeTarget, mixture: bool, tmp_path: Path) -> None:
     drafter = load_trained(tmp_path)
     assert isinstance(drafter, DsparkDrafter) and drafter.visual_mode == "text_only"
     whole = DsparkDrafter(head, "text_only", num_layers=NUM_LAYERS)
-    states = [begin_decoding(target, one, new_prompt(target, 9, (0, 2))) for one in (drafter, whole)]
+    states = [begin_decoding(target, one, build_layers_prompt(target, 9, (0, 2))) for one in (drafter, whole)]
     found = [
         scores_by_path(one.propose(state, 8, [True, True]), 0)
         for one, state in zip((drafter, whole), states, strict=True)

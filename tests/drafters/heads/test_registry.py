@@ -243,6 +243,6 @@ def test_layers_of_a_head_are_an_option_of_blocks_over_several_layers() -> None:
             assert method.train_config(HEAD_CONFIG, recipe, TrainSizes(8, head_layers=2)).num_hidden_layers == 2  # type: ignore[attr-defined]
             continue
         with pytest.raises(
-            ValueError, match="--set head_layers is for dspark and dflash2 heads; this one has one layer, got 2"
+            ValueError, match="head_layers is for dspark and dflash2 heads; this one has one layer, got 2"
         ):
             method.train_config(HEAD_CONFIG, recipe, sizes)
