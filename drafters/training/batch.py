@@ -259,7 +259,7 @@ def build_inputs_and_labels(
     if draft_model.compressor is None:
         layer_inputs, selected = VISUAL_MODES[draft_model.drafting_mode](draft_model.head, inputs)
         if selected is None:
-            return HeadInputsAndLabels(layer_inputs, *labels, position_ids)
+            return HeadInputsAndLabels(*(layer_inputs, *labels, position_ids))
         keep = selected & batch.attention_mask
     else:
         layer_inputs, keep, position_ids = compressed_inputs(
