@@ -88,7 +88,8 @@ class CKernel:
             function.restype = ctypes.c_int
         self._chain.restype = size
         self._advance = library.few_rows_advance
-        self._advance.argtypes, self._advance.restype = [pointer, size, size, pointer, pointer], None
+        self._advance.argtypes = [pointer, size, size, pointer, size, pointer, pointer]
+        self._advance.restype = None
         for function in (self._decode_scratch, self._draft_scratch):
             function.argtypes, function.restype = [pointer, size], size
 
@@ -163,10 +164,10 @@ class CKernel:
         """Run one forward of `mmspec.cpu.decoder`; False, and nothing is done, if an id or a position has no entry."""
         return bool(self._decode(decoder, num_threads, self._parallel, self._team_size))
 
-    def advance(self, layer: int, nodes: int, counts: Tensor, out: Tensor) -> None:
-        """Write the states of a layer (mixers.h) behind the first `counts[b]` of the last forward's nodes to `out`."""
-        numbers = counts.contiguous()
-        self._advance(layer, len(numbers), nodes, numbers.data_ptr(), out.data_ptr())
+    def advance(self, layer: int, nodes: int, path: Tensor, counts: Tensor, out: Tensor) -> None:
+        """Write the states of a layer (mixers.h) behind the first `counts[b]` nodes of each row's path to `out`."""
+        steps, numbers = path.contiguous(), counts.contiguous()
+        self._advance(layer, len(numbers), nodes, steps.data_ptr(), steps.shape[1], numbers.data_ptr(), out.data_ptr())
 
     def chain(self, chain: int, num_threads: int) -> int:
         """Draft the chains of `mmspec.cpu.chain`; the number of forwards, 0 in the cases of `decode`."""

@@ -23,7 +23,7 @@ from mmspec.cpu.c_kernel import CKernel
 from mmspec.cpu.chain import Chain
 from mmspec.cpu.chain_types import ChainRequest, DraftedChains
 from mmspec.cpu.copies import CheckedWeights, WeightCopies
-from mmspec.cpu.decoder_types import DecoderContext, DecoderEnds, DecoderInputs, LayerState, NodeLog, RotaryFn
+from mmspec.cpu.decoder_types import DecoderContext, DecoderEnds, DecoderInputs, NodeLog, RotaryFn
 from mmspec.cpu.layers import (
     LAYER_MATRICES,
     MOST_LAYER_INPUTS,
@@ -118,7 +118,7 @@ class CDecoder:
         return found if self._checked is None else self._checked.copies_of(found)
 
     def forward(
-        self, inputs: DecoderInputs, hidden_state_indices: Sequence[int] = ()
+        self, inputs: DecoderInputs, hidden_state_indices: Sequence[int] = (), continues: bool = False
     ) -> tuple[Tensor, dict[int, Tensor]] | None:
         """Score the nodes and store their keys and values behind the committed ones.
 
@@ -126,6 +126,7 @@ class CDecoder:
             inputs: the nodes.
             hidden_state_indices: hidden states to return, as transformers counts them: 0 is the embeddings, i the
                 output of layer i - 1, and the last one the output of the final norm.
+            continues: these are other rows of the last forward's trees, with the same states: its `logs` go on.
 
         Returns:
             Logits [B, N, V] and {index: [B, N, D]} of the type of the weights; None, and nothing is written, if the
@@ -134,9 +135,8 @@ class CDecoder:
         """
         batch, nodes = inputs.tokens.shape
         decoder = self._decoder
-        if (memory := self._set_context(decoder, inputs, nodes)) is None or not self._set_states(
-            inputs.states, batch, nodes
-        ):
+        memory = self._set_context(decoder, inputs, nodes)
+        if memory is None or not (continues or self._set_states(inputs)):
             return None
         tokens, depths = inputs.tokens.contiguous(), inputs.depths.contiguous()
         ancestors = inputs.ancestor_mask.contiguous()
@@ -321,17 +321,15 @@ class CDecoder:
         decoder.per_layer_in = add_matrix("per_layer_in", ends.per_layer_in, (width, hidden))
         decoder.per_layer_norm = add("per_layer_norm", ends.per_layer_norm, (size,))
 
-    def _set_states(self, states: Sequence[LayerState | None], batch: int, nodes: int) -> bool:
+    def _set_states(self, inputs: DecoderInputs) -> bool:
         """Set the states that the layers read, and where they log; False if one is not as `LayerState` describes."""
         self.logs = [None] * len(self._layers)
         for index, layer in enumerate(self._layers):
-            if not layer.conv:
-                continue
-            state = states[index] if index < len(states) else None
-            log = None if state is None else log_nodes(self._kernel, layer, state, batch, nodes, self.dtype)
-            if log is None:
-                return False
-            self.logs[index] = log
+            if layer.conv:
+                state = inputs.states[index] if index < len(inputs.states) else None
+                self.logs[index] = log_nodes(self._kernel, layer, state, inputs, self.dtype)
+                if self.logs[index] is None:
+                    return False
         return True
 
     def _set_hidden_states(self, indices: Sequence[int], batch: int, nodes: int) -> dict[int, Tensor]:

@@ -38,15 +38,15 @@ typedef struct {
   /* A layer with a convolution (mixers.h) in place of attention; q gives what is convolved, o takes the result. */
   const float *conv, *conv_bias; /* [channels, conv_size], [channels] */
   int64_t channels, conv_size;   /* conv_size: at most MOST_TAPS */
-  const void *conv_state; /* [batch, channels, conv_size] of the decoder's type: the last inputs of each channel */
-  void *conv_window;      /* [batch, channels, conv_size + nodes] the same and the inputs of the nodes */
+  const void *conv_state; /* [rows, channels, conv_size] of the decoder's type: the last inputs of each channel */
+  void *conv_window;      /* [rows, channels, conv_size + nodes] the same and the inputs of the nodes */
   /* One with a gated delta rule behind its convolution, whose channels are queries, keys and values. */
   weights z, write, decay; /* of the gate [num_value_heads * value_size, D]; [num_value_heads, D] of the two rates */
   const float *decay_log, *decay_bias, *mix_scale; /* [num_value_heads] twice; [value_size] */
   int64_t num_key_heads, num_value_heads, key_size, value_size;
-  const float *state;    /* [batch, num_value_heads, key_size, value_size] */
-  float *next_state;     /* the same behind all nodes */
-  float *mixed, *rates;  /* [batch * nodes, channels]; [batch * nodes, 2, num_value_heads] logarithm of decay, write */
+  const float *state;    /* [rows, num_value_heads, key_size, value_size] */
+  float *next_state;     /* the same behind the last node of each row */
+  float *mixed, *rates;  /* [rows * nodes, channels]; [rows * nodes, 2, num_value_heads] logarithm of decay, write */
   const float *cos, *sin; /* [P, rotary_size] of this layer; NULL: those of the decoder */
   float *hidden;          /* [batch * nodes, hidden_size] output of the layer, or NULL */
   int64_t capacity;
@@ -240,12 +240,13 @@ static inline int64_t normed_at(const decoder *d) {
 /* Numbers that one thread needs. */
 static int64_t thread_floats(const decoder *d) {
   const int is_normed = d->type != FLOAT32 || d->num_experts || d->is_centred;
-  int64_t most = normed_at(d);
+  int64_t most = normed_at(d), blocks = 0; /* those of a delta rule's state, before anything else is there */
   for (int64_t i = 0; i < d->num_layers; i++) {
     const decoder sizes = sizes_of(d, d->layers + i);
     most = max64(most, normed_at(&sizes));
+    blocks = max64(blocks, d->layers[i].key_size * 2 * MAX_LANES * d->nodes);
   }
-  return most + (is_normed ? align16(d->batch * d->nodes * d->hidden_size) : 0);
+  return max64(blocks, most + (is_normed ? align16(d->batch * d->nodes * d->hidden_size) : 0));
 }
 
 /* Bytes of the weights of the first layer. */

@@ -41,8 +41,8 @@ class LayerState:
     """The state of a layer with a convolution, which a forward leaves as it is.
 
     Attributes:
-        conv: [B, C, K] the last inputs of each channel, of the decoder's type.
-        recurrent: [B, H, K, V] float32 of a delta rule; None if the layer has none.
+        conv: [R, C, K] the last inputs of each channel, of the decoder's type; R as of `DecoderContext.caches`.
+        recurrent: [R, H, K, V] float32 of a delta rule; None if the layer has none.
     """
 
     conv: Tensor
@@ -54,19 +54,19 @@ class NodeLog:
     """What N nodes of each row have read in a layer with a state.
 
     Attributes:
-        window: [B, C, K + N], `LayerState.conv` and the nodes' inputs behind it.
-        next_state: `LayerState.recurrent` behind all nodes, or None.
-        advance: (counts [B] int64 -> `LayerState.recurrent` behind the first `counts[b]` nodes of row b), while the
-            state is what it was.
+        window: [R, C, K + N], `LayerState.conv` and the nodes' inputs behind it.
+        next_state: `LayerState.recurrent` behind the last node of the rows that were computed, or None.
+        advance: (counts [R] int64, path [R, n] int64 -> `LayerState.recurrent` behind the first `counts[b]` nodes of
+            row b's path), while the state is what it was.
     """
 
     window: Tensor
     next_state: Tensor | None
-    advance: Callable[[Tensor], Tensor]
+    advance: Callable[[Tensor, Tensor], Tensor]
 
-    def repeat(self, counts: Tensor, longest: int) -> Tensor:
+    def repeat(self, counts: Tensor, longest: int, path: Tensor) -> Tensor:
         """See `mmspec.targets.state_log.RecurrenceCall.repeat`."""
-        return self.advance(counts)
+        return self.advance(counts, path[:, : max(longest, 1)])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,8 +80,8 @@ class DecoderContext:
         padding: [B, P] bool, False at committed positions that are masked; None if none is.
         caches: [2, R, num_kv_heads, capacity, head_dim] of each layer, keys and values, with room for the nodes'
             behind each row's length; None, or nothing at the end, for layers that have none of their own.
-        cache_rows: which of the R rows of the caches each row is; None: R is B, and they are the same.
-        states: of each layer with a convolution, of B rows; None for others.
+        cache_rows: which of the R rows of caches and states each row is; None: R is B, and they are the same.
+        states: of each layer with a convolution; None for others.
     """
 
     lengths: Sequence[int]

@@ -341,9 +341,10 @@ EXPORT int few_rows_decode(const decoder *d, int64_t num_threads, parallel_fn pa
 }
 
 /* The states [batch, num_value_heads, key_size, value_size] of a layer with a delta rule behind the first counts[b] nodes
-   of each row, of those that the last forward over `nodes` of them has read, to `to`. */
-EXPORT void few_rows_advance(const decoder_layer *l, int64_t batch, int64_t nodes, const int64_t *counts, float *to) {
-  NAME(advance)(l, batch, nodes, counts, to);
+   of each row's `path` [batch, steps], of those that the last forward over `nodes` of them has read, to `to`. */
+EXPORT void few_rows_advance(const decoder_layer *l, int64_t batch, int64_t nodes, const int64_t *path, int64_t steps,
+                             const int64_t *counts, float *to) {
+  NAME(advance)(l, batch, nodes, path, steps, counts, to);
 }
 
 /* Floats of `draft.d.scratch` that the following functions need for this head and number of threads. */

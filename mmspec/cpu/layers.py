@@ -276,7 +276,7 @@ def set_caches(
     """
     num_rows = batch
     if rows is not None:
-        num_rows = next((cache.shape[1] for cache in caches if cache is not None), 0)
+        num_rows = next((cache.shape[1] for cache in caches if cache is not None), max(rows, default=-1) + 1)
         if len(rows) != batch or len(set(rows)) < batch or not set(rows) <= set(range(num_rows)):
             return False
     for index, struct in enumerate(structs):

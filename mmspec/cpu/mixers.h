@@ -2,8 +2,9 @@
 
    A short convolution (LFM2) multiplies two parts of a projection, convolves the product channel by channel and multiplies
    the result with the third. A gated delta rule (Qwen3.5) convolves queries, keys and values; then each value head
-   lets its state decay, writes to it what differs from the value that the key finds there, and reads it by the query. The
-   nodes of a row are a chain. States stay as they are: what a commit needs of the nodes is written beside them. */
+   lets its state decay, writes to it what differs from the value that the key finds there, and reads it by the query. A
+   node reads the state behind its parent, which is copied for all children but the last. The states of a row stay as they
+   are: what a commit needs of the nodes is written beside them, all of it where the row is in the caches. */
 
 #define CHANNELS 64 /* that a thread takes at once */
 
@@ -17,79 +18,132 @@ INLINE void NAME(rates)(const decoder_layer *l, const float *write, float *to, i
   }
 }
 
+/* The parent of each node of row b; -1 of the first. */
+static inline void find_parents(const decoder *d, int64_t b, int64_t *parents) {
+  for (int64_t n = 0; n < d->nodes; n++) {
+    parents[n] = n - 1;
+    if (!d->ancestors) continue;
+    const uint8_t *const own = d->ancestors + (b * d->nodes + n) * d->span + d->span - d->nodes;
+    while (parents[n] > 0 && !own[parents[n]]) parents[n]--;
+  }
+}
+
 /* Channels `first` to `last` of row b: the window, and the convolution of the nodes to `out` [nodes, step]. */
 INLINE void NAME(convolve)(const decoding *s, const decoder_layer *l, int64_t b, int64_t first, int64_t last, float *out,
                            int64_t step) {
   const decoder *d = s->d;
   const int64_t N = d->nodes, K = l->conv_size, C = l->channels, bytes = float_bytes(d->type), type = d->type;
+  const int64_t cached = cache_row(d, b);
   float window[MOST_TAPS + MAX_NODES];
+  int64_t parents[MAX_NODES];
+  uint8_t read[MAX_NODES * MOST_TAPS]; /* where in the window each node reads, for each tap */
+  find_parents(d, b, parents);
+  for (int64_t n = 0; n < N; n++) {
+    for (int64_t k = 0; k < K - 1; k++) read[n * K + k] = n ? read[parents[n] * K + k + 1] : (uint8_t)(k + 1);
+    read[n * K + K - 1] = (uint8_t)(K + n);
+  }
   for (int64_t c = first; c < last; c++) {
     const float *row = s->qkv + b * N * d->mixer_width + c, *const taps = l->conv + c * K;
-    widen((const char *)l->conv_state + (b * C + c) * K * bytes, type, K, window);
+    widen((const char *)l->conv_state + (cached * C + c) * K * bytes, type, K, window);
     for (int64_t n = 0; n < N; n++, row += d->mixer_width) window[K + n] = l->z.data ? *row : round1(*row * row[2 * C], type);
-    narrow(window, type, K + N, (char *)l->conv_window + (b * C + c) * (K + N) * bytes);
+    narrow(window, type, K + N, (char *)l->conv_window + (cached * C + c) * (K + N) * bytes);
     for (int64_t n = 0; n < N; n++) {
       float sum = l->conv_bias ? l->conv_bias[c] : 0;
-      for (int64_t k = 0; k < K; k++) sum += taps[k] * window[n + 1 + k];
+      for (int64_t k = 0; k < K; k++) sum += taps[k] * window[read[n * K + k]];
       out[n * step + c] = round1(sum, type);
     }
   }
 }
 
-/* A block of at most 2 LANES columns of the state of value head h of row b, from `from` behind its first `count` nodes to
-   `to`; what the nodes read there goes to `out` [nodes, step], rounded, unless it is NULL. */
-INLINE void NAME(delta_rule)(const decoder_layer *l, int64_t b, int64_t N, int64_t count, int64_t h, int64_t first,
-                             const float *from, float *to, float *out, int64_t step, int64_t type) {
-  const int64_t H = l->num_value_heads, D = l->key_size, V = l->value_size, start = (b * H + h) * D * V + first;
-  const int64_t key_head = h / (H / l->num_key_heads), n0 = min64(LANES, V - first), n1 = max64(0, min64(LANES, V - first - LANES));
-  float state[MOST_KEYS * 2 * LANES] __attribute__((aligned(64)));
-  for (int64_t i = 0; i < D; i++) {
-    STORE(state + 2 * i * LANES, NAME(load_some)(from + start + i * V, n0));
-    STORE(state + (2 * i + 1) * LANES, ZERO());
-    if (n1) STORE(state + (2 * i + 1) * LANES, NAME(load_some)(from + start + i * V + LANES, n1));
-  }
-  for (int64_t n = b * N; n < b * N + count; n++) {
-    const float *const q = l->mixed + n * l->channels + key_head * D, *const k = q + l->num_key_heads * D;
-    const float *const v = l->mixed + n * l->channels + 2 * l->num_key_heads * D + h * V + first;
-    const float *const rates = l->rates + 2 * n * H + h;
-    float q_sum = 1e-6f, k_sum = 1e-6f;
-    for (int64_t i = 0; i < D; i++) q_sum += q[i] * q[i], k_sum += k[i] * k[i];
-    const float q_scale = 1 / sqrtf(q_sum) / sqrtf((float)D), k_scale = 1 / sqrtf(k_sum);
-    const VEC decay = SET1(expf(rates[0]));
-    VEC found[2] = {ZERO(), ZERO()}, read[2] = {ZERO(), ZERO()};
-    for (int64_t i = 0; i < D; i++)
-      for (int j = 0; j < 2; j++) {
-        float *const at = state + (2 * i + j) * LANES;
-        const VEC s = LOAD(at) * decay;
-        STORE(at, s);
-        found[j] = FMA(s, SET1(k[i] * k_scale), found[j]);
-      }
-    found[0] = (NAME(load_some)(v, n0) - found[0]) * SET1(rates[H]);
-    if (n1) found[1] = (NAME(load_some)(v + LANES, n1) - found[1]) * SET1(rates[H]);
-    for (int64_t i = 0; i < D; i++)
-      for (int j = 0; j < 2; j++) {
-        float *const at = state + (2 * i + j) * LANES;
-        const VEC s = FMA(found[j], SET1(k[i] * k_scale), LOAD(at));
-        STORE(at, s);
-        read[j] = FMA(s, SET1(q[i] * q_scale), read[j]);
-      }
-    if (!out) continue;
-    NAME(store_some)(out + n * step + h * V + first, NAME(round)(read[0], type), n0);
-    if (n1) NAME(store_some)(out + n * step + h * V + first + LANES, NAME(round)(read[1], type), n1);
-  }
-  for (int64_t i = 0; i < D; i++) {
-    NAME(store_some)(to + start + i * V, LOAD(state + 2 * i * LANES), n0);
-    if (n1) NAME(store_some)(to + start + i * V + LANES, LOAD(state + (2 * i + 1) * LANES), n1);
-  }
+/* A block of the state of value head h of a row in the caches: columns from `first` on, at most 2 LANES of them, as
+   [key_size, 2, LANES]. */
+INLINE void NAME(load_block)(const decoder_layer *l, int64_t cached, int64_t h, int64_t first, float *block) {
+  const int64_t D = l->key_size, V = l->value_size;
+  const float *from = l->state + (cached * l->num_value_heads + h) * D * V + first;
+  for (int64_t i = 0; i < D; i++, from += V)
+    for (int64_t j = 0; j < 2; j++) {
+      const int64_t n = V - first - j * LANES;
+      STORE(block + (2 * i + j) * LANES, n > 0 ? NAME(load_some)(from + j * LANES, n) : ZERO());
+    }
 }
 
-/* The states of one layer behind the first counts[b] of N nodes, to `to`. */
-__attribute__((target(ISA))) static void NAME(advance)(const decoder_layer *l, int64_t batch, int64_t N,
-                                                      const int64_t *counts, float *to) {
-  for (int64_t i = 0; i < batch * l->num_value_heads; i++)
-    for (int64_t first = 0; first < l->value_size; first += 2 * LANES)
-      NAME(delta_rule)(l, i / l->num_value_heads, N, counts[i / l->num_value_heads], i % l->num_value_heads, first, l->state, to,
-                       NULL, 0, FLOAT32);
+INLINE void NAME(store_block)(const decoder_layer *l, int64_t cached, int64_t h, int64_t first, const float *block, float *to) {
+  const int64_t D = l->key_size, V = l->value_size;
+  to += (cached * l->num_value_heads + h) * D * V + first;
+  for (int64_t i = 0; i < D; i++, to += V)
+    for (int64_t j = 0; j < 2 && first + j * LANES < V; j++)
+      NAME(store_some)(to + j * LANES, LOAD(block + (2 * i + j) * LANES), V - first - j * LANES);
+}
+
+/* Let a block of a state read logged node n. What the node reads there goes to `out`, rounded, unless it is NULL. */
+INLINE void NAME(delta_rule)(const decoder_layer *l, int64_t n, int64_t h, int64_t first, float *block, float *out, int64_t type) {
+  const int64_t H = l->num_value_heads, D = l->key_size, V = l->value_size, key_head = h / (H / l->num_key_heads);
+  const int64_t n0 = V - first, n1 = max64(0, V - first - LANES);
+  const float *const q = l->mixed + n * l->channels + key_head * D, *const k = q + l->num_key_heads * D;
+  const float *const v = l->mixed + n * l->channels + 2 * l->num_key_heads * D + h * V + first;
+  const float *const rates = l->rates + 2 * n * H + h;
+  float q_sum = 1e-6f, k_sum = 1e-6f;
+  for (int64_t i = 0; i < D; i++) q_sum += q[i] * q[i], k_sum += k[i] * k[i];
+  const float q_scale = 1 / sqrtf(q_sum) / sqrtf((float)D), k_scale = 1 / sqrtf(k_sum);
+  const VEC decay = SET1(expf(rates[0]));
+  VEC found[2] = {ZERO(), ZERO()}, read[2] = {ZERO(), ZERO()};
+  for (int64_t i = 0; i < D; i++)
+    for (int j = 0; j < 2; j++) {
+      float *const at = block + (2 * i + j) * LANES;
+      const VEC s = LOAD(at) * decay;
+      STORE(at, s);
+      found[j] = FMA(s, SET1(k[i] * k_scale), found[j]);
+    }
+  found[0] = (NAME(load_some)(v, n0) - found[0]) * SET1(rates[H]);
+  if (n1) found[1] = (NAME(load_some)(v + LANES, n1) - found[1]) * SET1(rates[H]);
+  for (int64_t i = 0; i < D; i++)
+    for (int j = 0; j < 2; j++) {
+      float *const at = block + (2 * i + j) * LANES;
+      const VEC s = FMA(found[j], SET1(k[i] * k_scale), LOAD(at));
+      STORE(at, s);
+      read[j] = FMA(s, SET1(q[i] * q_scale), read[j]);
+    }
+  if (!out) return;
+  NAME(store_some)(out, NAME(round)(read[0], type), n0);
+  if (n1) NAME(store_some)(out + LANES, NAME(round)(read[1], type), n1);
+}
+
+/* The same block behind each node of row b, at `own`, which must have room for `nodes` of them: what the nodes read to
+   `attended`, the block behind the last node to `next_state`. */
+INLINE void NAME(read_nodes)(const decoding *s, const decoder_layer *l, int64_t b, int64_t h, int64_t first, float *own) {
+  const decoder *d = s->d;
+  const int64_t N = d->nodes, V = l->value_size, width = l->num_value_heads * V, size = l->key_size * 2 * LANES;
+  const int64_t cached = cache_row(d, b);
+  int64_t parents[MAX_NODES], last_child[MAX_NODES], used = 1;
+  float *blocks[MAX_NODES] = {own};
+  find_parents(d, b, parents);
+  for (int64_t n = 1; n < N; n++) last_child[parents[n]] = n;
+  NAME(load_block)(l, cached, h, first, own);
+  for (int64_t n = 0; n < N; n++) {
+    if (n && last_child[parents[n]] == n) {
+      blocks[n] = blocks[parents[n]];
+    } else if (n) {
+      blocks[n] = own + size * used++;
+      memcpy(blocks[n], blocks[parents[n]], (size_t)size * sizeof(float));
+    }
+    NAME(delta_rule)(l, cached * N + n, h, first, blocks[n], s->attended + (b * N + n) * width + h * V + first, d->type);
+  }
+  NAME(store_block)(l, cached, h, first, blocks[N - 1], l->next_state);
+}
+
+/* The states of one layer behind the first counts[b] of the nodes of `path` [batch, steps], to `to`. */
+__attribute__((target(ISA))) static void NAME(advance)(const decoder_layer *l, int64_t batch, int64_t N, const int64_t *path,
+                                                      int64_t steps, const int64_t *counts, float *to) {
+  const int64_t H = l->num_value_heads;
+  float block[MOST_KEYS * 2 * LANES] __attribute__((aligned(64)));
+  for (int64_t i = 0; i < batch * H; i++)
+    for (int64_t first = 0; first < l->value_size; first += 2 * LANES) {
+      const int64_t b = i / H, h = i % H;
+      NAME(load_block)(l, b, h, first, block);
+      for (int64_t n = 0; n < counts[b]; n++)
+        NAME(delta_rule)(l, b * N + path[b * steps + n], h, first, block, NULL, FLOAT32);
+      NAME(store_block)(l, b, h, first, block, to);
+    }
 }
 
 /* What the heads have read, normalised and gated, in place. */
@@ -110,25 +164,28 @@ INLINE void NAME(gate_heads)(const decoding *s, const decoder_layer *l, int64_t 
 }
 
 /* A gated delta rule, from the products to `attended`. */
-INLINE void NAME(mix_heads)(const decoding *s, const decoder_layer *l, int64_t *convolved, int64_t *read, int64_t *gated) {
+INLINE void NAME(mix_heads)(const decoding *s, const decoder_layer *l, float *own, int64_t *convolved, int64_t *read,
+                            int64_t *gated) {
   const decoder *d = s->d;
   const int64_t N = d->nodes, H = l->num_value_heads, V = l->value_size, C = l->channels, type = d->type;
   const int64_t blocks = (C + CHANNELS - 1) / CHANNELS, columns = (V + 2 * LANES - 1) / (2 * LANES);
   for (int64_t task = take(convolved); task < d->batch * blocks; task = take(convolved)) {
     const int64_t b = task / blocks, first = task % blocks * CHANNELS, last = min64(C, first + CHANNELS);
-    NAME(convolve)(s, l, b, first, last, l->mixed + b * N * C, C);
-    for (int64_t n = b * N; n < (b + 1) * N; n++) {
+    const int64_t logged = cache_row(d, b) * N;
+    float *const mixed = l->mixed + logged * C;
+    NAME(convolve)(s, l, b, first, last, mixed, C);
+    for (int64_t n = 0; n < N; n++) {
       for (int64_t c = first; c < last; c += LANES) {
-        const VEC v = NAME(load_some)(l->mixed + n * C + c, last - c);
-        NAME(store_some)(l->mixed + n * C + c, NAME(round)(v * NAME(sigmoid)(v), type), last - c);
+        const VEC v = NAME(load_some)(mixed + n * C + c, last - c);
+        NAME(store_some)(mixed + n * C + c, NAME(round)(v * NAME(sigmoid)(v), type), last - c);
       }
-      if (!first) NAME(rates)(l, s->qkv + n * d->mixer_width + C + H * V, l->rates + 2 * n * H, type);
+      if (!first)
+        NAME(rates)(l, s->qkv + (b * N + n) * d->mixer_width + C + H * V, l->rates + 2 * (logged + n) * H, type);
     }
   }
   meet(s->team);
   for (int64_t task = take(read); task < d->batch * H * columns; task = take(read))
-    NAME(delta_rule)(l, task / columns / H, N, N, task / columns % H, task % columns * 2 * LANES, l->state, l->next_state,
-                     s->attended, H * V, type);
+    NAME(read_nodes)(s, l, task / columns / H, task / columns % H, task % columns * 2 * LANES, own);
   meet(s->team);
   NAME(gate_heads)(s, l, gated);
 }
@@ -146,7 +203,7 @@ INLINE void NAME(mixer)(const decoding *s, const decoder_layer *l, float *own, i
   NAME(multiply_parts)(&(rows){own, R, D, d->mixer_width, 0, type, 0}, in, l->z.data ? 4 : 1, next);
   meet(s->team);
   if (l->z.data) {
-    NAME(mix_heads)(s, l, next + 1, next + 7, next + 8);
+    NAME(mix_heads)(s, l, own, next + 1, next + 7, next + 8);
   } else {
     for (int64_t task = take(next + 1); task < d->batch * blocks; task = take(next + 1)) {
       const int64_t b = task / blocks, first = task % blocks * CHANNELS, last = min64(C, first + CHANNELS);

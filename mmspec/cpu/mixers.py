@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mmspec.cpu.addresses import new_floats
-from mmspec.cpu.decoder_types import LayerState, NodeLog
+from mmspec.cpu.decoder_types import DecoderInputs, LayerState, NodeLog
 from mmspec.cpu.layers import LayerStruct
 from mmspec.cpu.weights import is_plain
 
@@ -26,13 +26,19 @@ def mixer_sizes(layers: Iterable[LayerStruct]) -> dict[str, int]:
 
 
 def log_nodes(
-    kernel: CKernel, layer: LayerStruct, state: LayerState, batch: int, nodes: int, dtype: torch.dtype
+    kernel: CKernel, layer: LayerStruct, state: LayerState | None, inputs: DecoderInputs, dtype: torch.dtype
 ) -> NodeLog | None:
     """Let the next forward read this state of a layer, and log its nodes; None if the state is not as described."""
+    rows, nodes = inputs.cache_rows, inputs.tokens.shape[1]
+    batch = 0 if state is None else len(state.conv)
+    if state is None or (batch != len(inputs.tokens) if rows is None else max(rows, default=-1) >= batch):
+        return None
     shape = batch, layer.channels, layer.conv_size
     if state.conv.shape != shape or not is_plain(state.conv, dtype):
         return None
     window = torch.empty(*shape[:2], layer.conv_size + nodes, dtype=dtype, device="cpu")
+    if rows is not None:  # of the others nothing else is logged
+        window[:, :, : layer.conv_size] = state.conv
     layer.conv_state, layer.conv_window = state.conv.data_ptr(), window.data_ptr()
     if not layer.z.data:
         return NodeLog(window, None, _no_states)
@@ -46,13 +52,13 @@ def log_nodes(
     layer.mixed, layer.rates = mixed.data_ptr(), rates.data_ptr()
     known = LayerStruct.from_buffer_copy(layer)  # the next forward changes the other
 
-    def advance(counts: Tensor, memory: tuple[Tensor, ...] = (old, mixed, rates)) -> Tensor:
+    def advance(counts: Tensor, path: Tensor, memory: tuple[Tensor, ...] = (old, mixed, rates)) -> Tensor:
         found = torch.empty_like(memory[0])
-        kernel.advance(ctypes.addressof(known), nodes, counts, found)
+        kernel.advance(ctypes.addressof(known), nodes, path, counts, found)
         return found
 
     return NodeLog(window, new, advance)
 
 
-def _no_states(counts: Tensor) -> Tensor:
+def _no_states(counts: Tensor, path: Tensor) -> Tensor:
     raise RuntimeError("a convolution has no recurrent state")

@@ -19,7 +19,7 @@ class Target(Protocol):
 
     Attributes:
         vocab_size: V.
-        chains_only: whether `score` accepts chains only, no trees with branches.
+        chains_only: whether `score` accepts chains only, no trees with branches; asked for before each draft is scored.
         skips_rows: whether rows that are not active cost `score` nothing.
     """
 

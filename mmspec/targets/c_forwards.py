@@ -87,16 +87,16 @@ class CForwards:
         caches = self._caches(kv_cache)
         if caches is None:
             return None
-        batch, rows = len(tree.tokens), list(range(len(tree.tokens)))
+        batch = len(tree.tokens)
+        rows = [row for row in range(batch) if active is None or active[row]]
+        size = self._rows_at_once(tree.num_nodes, batch)
         groups: list[list[int] | None] = [None]
-        if self._call.states is None:
-            rows = [row for row in rows if active is None or active[row]]
-            size = self._rows_at_once(tree.num_nodes, batch)
-            if min(len(rows), size) < batch:
-                groups = [rows[start : start + size] for start in range(0, max(1, len(rows)), size)]
-        found = []
+        if min(len(rows), size) < batch:
+            groups = [rows[start : start + size] for start in range(0, max(1, len(rows)), size)]
+        found = list[tuple[Tensor, dict[int, Tensor]]]()
         for group in groups:
-            scored = self.decoder.forward(self._call.inputs(tree, caches, group), hidden_state_indices)
+            inputs = self._call.inputs(tree, caches, group)
+            scored = self.decoder.forward(inputs, hidden_state_indices, bool(found))
             if scored is None:
                 return None
             found.append(scored)
@@ -112,9 +112,10 @@ class CForwards:
         return _spread(logits, rows, batch), {index: _spread(one, rows, batch) for index, one in states.items()}
 
     def _rows_at_once(self, nodes: int, batch: int) -> int:
-        """Rows of one forward. In half precision none is left to torch for its width: its bits are others."""
-        is_half = self.decoder.dtype in (torch.bfloat16, torch.float16)
-        return max(1, MAX_DECODER_ROWS // nodes) if is_half else batch
+        """Rows of one forward. For its width none is left to torch, whose bits are others in half precision, and which
+        computes recurrent states of chains alone."""
+        is_divided = self.decoder.dtype in (torch.bfloat16, torch.float16) or self._call.states is not None
+        return max(1, MAX_DECODER_ROWS // nodes) if is_divided else batch
 
     def chain(self, kv_cache: RaggedKVCache, request: ChainRequest) -> DraftedChains | None:
         """Chains behind the committed positions; None if they must be drafted by forwards of the model."""

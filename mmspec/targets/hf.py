@@ -229,7 +229,7 @@ class HFTarget:
         )
         with self._mode():
             self.rounds = c_forwards(kernel, call, modules, self._runs_user_code)
-        self.skips_rows = self.rounds is not None and self.states is None
+        self.skips_rows = self.rounds is not None
 
     @property
     def c_shape(self) -> DecoderShape | None:

@@ -1,7 +1,8 @@
 """`RecurrentTarget`: models whose layers keep a recurrent or convolution state (Qwen3.5, LFM2).
 
-A state has no positions, so one forward can score a chain but no tree, and a rejected token cannot be cut off. A
-forward leaves the states as they are; then each row advances by the tokens that it accepts (`RecurrentStates`).
+A state has no positions, so one forward of the model can score a chain but no tree, and a rejected token cannot be cut
+off; in C each node reads the state behind its parent. A forward leaves the states as they are; then each row advances
+by the tokens that it accepts (`RecurrentStates`).
 Whatever else takes tokens back, such as a criterion that cuts a row, is rare: the row goes back to its states after the
 prompt, of which there is a copy, and reads its tokens again.
 """
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmspec.cpu.c_kernel import CKernel
 from mmspec.engine.host_copy import from_host
 from mmspec.engine.prefix import Prefix
 from mmspec.engine.tree import BUCKETS, DraftTree
@@ -21,11 +23,12 @@ from mmspec.engine.tree_cache import CACHE_ARGUMENT, unsupported_shape
 from mmspec.interfaces import VerifyResult
 from mmspec.targets.base import ModelAdapter
 from mmspec.targets.hf import HFTarget
+from mmspec.targets.module_scan import ModuleScan
 from mmspec.targets.recurrent_states import RecurrentStates
 
 
 class RecurrentTarget(HFTarget):
-    """Implements `mmspec.interfaces.Target` for chains in a model with recurrent layers.
+    """Implements `mmspec.interfaces.Target` for a model with recurrent layers: trees in C, else chains.
 
     Attributes:
         states: of the recurrent layers; they contain what the key-value buffer contains.
@@ -36,7 +39,7 @@ class RecurrentTarget(HFTarget):
     def __init__(self, adapter: ModelAdapter, input_ids: Tensor, *args: Any, **kwargs: Any) -> None:
         super().__init__(adapter, input_ids, *args, **kwargs)
         self.states: RecurrentStates = RecurrentStates(self.cache, adapter.text_model)
-        self._read: list[tuple[Tensor | Sequence[Sequence[int]], list[int]]] = []  # chains [B, N], accepted of each row
+        self._read: list[tuple[Tensor | Sequence[Sequence[int]], Sequence[Sequence[int]]]] = []  # ids, nodes accepted
 
     @staticmethod
     def unsupported_reason(adapter: ModelAdapter, input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> str | None:
@@ -57,22 +60,31 @@ class RecurrentTarget(HFTarget):
             self.states.hold()
         return outputs
 
+    def use_c(self, kernel: CKernel, modules: ModuleScan) -> None:
+        super().use_c(kernel, modules)
+        self.chains_only = self.rounds is None
+
     def _score_in_model(self, tree: DraftTree, hidden_state_indices: Sequence[int]) -> tuple[Tensor, dict[int, Tensor]]:
+        if not self.chains_only:  # drafted for C, which has refused this forward
+            self.chains_only = True
+            index = torch.arange(tree.num_nodes, device=tree.parents.device)
+            has_branches = (tree.node_mask & (tree.parents != index - 1)).any(1)
+            tree.node_mask[has_branches, 1:] = False  # the root alone is verified
         with self.states.logged():
             return super()._score_in_model(tree, hidden_state_indices)
 
     def commit(self, result: VerifyResult) -> None:
         super().commit(result)
-        counts = [len(nodes) for nodes in result.accepted_nodes]
+        counts = {len(nodes) for nodes in result.accepted_nodes}
         with self._mode():
-            self.states.advance(self.states.log.after(result.counts, result.tree.num_nodes, set(counts)))
-        self._read.append((result.tree.tokens, counts))
+            self.states.advance(self.states.log.after(result.counts, result.tree.num_nodes, counts, result.path))
+        self._read.append((result.tree.tokens, result.accepted_nodes))
 
     def follow_part(self, tokens: Sequence[Sequence[int]], kept: Sequence[Tensor]) -> None:
         super().follow_part(tokens, kept)
         with self._mode():
             self.states.advance(kept)
-        self._read.append((tokens, [len(row) for row in tokens]))
+        self._read.append((tokens, [range(len(row)) for row in tokens]))
 
     def crop(self, lengths: Sequence[int], zero_tail: bool = False) -> None:
         is_cut = [length < cached for length, cached in zip(lengths, self.cached_lengths, strict=True)]
@@ -83,7 +95,8 @@ class RecurrentTarget(HFTarget):
         super().crop([0 if cut else length for cut, length in zip(is_cut, lengths, strict=True)], zero_tail)
         with self._mode():
             self.states.restore(is_cut)
-        self._read = [self._padded([[] if cut else text for cut, text in zip(is_cut, texts, strict=True)])]
+        kept = [[] if cut else text for cut, text in zip(is_cut, texts, strict=True)]
+        self._read = [(kept, [range(len(text)) for text in kept])]
         while any(rest := [text[held:] for text, held in zip(texts, self.cached_lengths, strict=True)]):
             self._read_again([text[: BUCKETS[-1]] for text in rest])
 
@@ -95,10 +108,10 @@ class RecurrentTarget(HFTarget):
     def _texts(self) -> list[list[int]]:
         """The tokens after the prompt that the states of each row contain."""
         texts: list[list[int]] = [[] for _ in self.cached_lengths]
-        for tokens, counts in self._read:
+        for tokens, accepted in self._read:
             rows = tokens.tolist() if isinstance(tokens, Tensor) else tokens
-            for text, row, count in zip(texts, rows, counts, strict=True):
-                text += row[:count]
+            for text, row, nodes in zip(texts, rows, accepted, strict=True):
+                text += [row[node] for node in nodes]
         return texts
 
     def _read_again(self, texts: Sequence[Sequence[int]]) -> None:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from mmspec.targets.base import ModelAdapter
-from mmspec.targets.recurrent import target_class
 
 MAX_IDS = 256
 """About so many ids of a large vocabulary are used."""
@@ -57,7 +56,7 @@ CHAIN = Plan((-1, 0, 1, 2), ((0, 1, 2, 3), (0, 1, 4, 5), (0, 6, 7)), ((0, 1), (0
 
 def plan_of(adapter: ModelAdapter) -> Plan:
     """The trees for models like this one."""
-    return CHAIN if target_class(adapter).chains_only else TREE
+    return CHAIN if adapter.is_recurrent else TREE
 
 
 def text_inputs(adapter: ModelAdapter, prompt_lengths: Sequence[int]) -> dict[str, Tensor]:

@@ -57,12 +57,13 @@ class RecurrenceCall:
     positional: Sequence[str]
     values: Mapping[str, Any]
 
-    def repeat(self, counts: Tensor, longest: int) -> Tensor:
+    def repeat(self, counts: Tensor, longest: int, path: Tensor) -> Tensor:
         """The last state, where row b reads its first `counts[b]` tokens alone.
 
         Args:
             counts: [B] int64.
             longest: the largest of them, or more.
+            path: [B, n] int64, the nodes that are read; here those of a chain.
         """
         values = dict(self.values)
         gates = next(gates for gates in NEUTRAL_GATES if gates.keys() <= values.keys())
@@ -128,23 +129,34 @@ class StateLog:
         if recurrent is not None and log.next_state is not None:
             self.updates[self._index(recurrent)] = log.next_state, log
 
-    def after(self, counts: Tensor, num_nodes: int, possible: Collection[int]) -> list[Tensor]:
-        """All states after the first `counts[b]` of N nodes of each row. Reads no value on the host.
+    def after(
+        self, counts: Tensor, num_nodes: int, possible: Collection[int], path: Tensor | None = None
+    ) -> list[Tensor]:
+        """All states after the first `counts[b]` nodes of each row's path. Reads no value on the host.
 
         Args:
             counts: [B] int64.
             num_nodes: N.
             possible: numbers among which `counts` are.
+            path: [B, n] int64 accepted nodes, defined up to `counts`; None for chains.
 
         Raises:
             RuntimeError: a row stops in the middle of the chain, and the recurrence was not seen.
         """
         found = list(self.states)
         on_device = {device: counts.to(device) for device in {state.device for state in self.states}}
+        if path is None:
+            path = torch.arange(num_nodes, device=counts.device).expand(len(counts), -1)
+        paths = {device: path.to(device) for device in on_device}
+        indices: dict[tuple[torch.device, int], Tensor] = {}
         for number, window in self.windows.items():
             state = self.states[number]
-            index = on_device[state.device][:, None] + torch.arange(state.shape[-1], device=state.device)
-            found[number] = window.gather(-1, index[:, None].expand(state.shape))
+            size, device = state.shape[-1], state.device
+            if (device, size) not in indices:
+                held = torch.arange(size, device=device).expand(len(state), -1)
+                in_window = torch.cat([held, size + paths[device]], dim=1)
+                indices[device, size] = in_window.gather(1, on_device[device][:, None] + held)
+            found[number] = window.gather(-1, indices[device, size][:, None].expand(state.shape))
         for number, (new, call) in self.updates.items():
             state = self.states[number]
             device_counts = on_device[state.device]
@@ -155,7 +167,7 @@ class StateLog:
             elif call is None:
                 raise RuntimeError("a recurrent layer computes its state by a function that is not known")
             else:
-                found[number] = call.repeat(device_counts, max(possible))
+                found[number] = call.repeat(device_counts, max(possible), paths[state.device])
         return found
 
     def tensors(self) -> list[Tensor]:

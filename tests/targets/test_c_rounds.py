@@ -115,7 +115,10 @@ def test_windows_and_kinds_of_attention(family: str, changes: Kwargs, forwards: 
 
 @pytest.mark.every(3)
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("family", ["llama", "qwen3_vl", "gemma3", "smolvlm", "glm4v", "qwen3_vl_moe", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "family",
+    [*("llama", "qwen3_vl", "gemma3", "smolvlm", "glm4v", "qwen3_vl_moe", "qwen3_moe"), "qwen3_5", "lfm2_vl"],
+)
 def test_in_half_precision_drafts_change_nothing(family: str, dtype: str, forwards: list[bool]) -> None:
     """In rounds in C the logits of a node are the same bits in any tree: whatever drafts, tokens and logits are."""
     model = get_model(family, seed=17, dtype=dtype)
@@ -132,10 +135,18 @@ def test_in_half_precision_drafts_change_nothing(family: str, dtype: str, forwar
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize(("batch", "nodes"), [(3, 43), (3, 64), (9, 16), (17, 8)])
-def test_in_half_precision_no_round_is_too_wide(batch: int, nodes: int, dtype: str, forwards: list[bool]) -> None:
+@pytest.mark.parametrize(
+    ("family", "batch", "nodes"),
+    [
+        *(("llama", 3, 43), ("llama", 3, 64), ("llama", 9, 16), ("llama", 17, 8)),
+        *(("qwen3_5", 3, 64), ("qwen3_5", 9, 16), ("lfm2", 9, 16), ("lfm2", 17, 8)),
+    ],
+)
+def test_in_half_precision_no_round_is_too_wide(
+    family: str, batch: int, nodes: int, dtype: str, forwards: list[bool]
+) -> None:
     """More rows times nodes than one forward takes are computed by several, while rows end one by one."""
-    model = get_model("llama", seed=17, dtype=dtype)
+    model = get_model(family, seed=17, dtype=dtype, layers=2 if family == "llama" else 3)
     inputs = tiny.build_inputs(model, 5, batch, padding="left")
     for mode in ({"do_sample": False}, {"do_sample": True}):
         results = []
@@ -218,7 +229,7 @@ def test_states_behind_accepted_nodes_are_compared(
     def log_nodes(*args: Any) -> Any:
         log = original(*args)
         later = log.window.flip(1) if bug == "window" else log.window
-        return replace(log, window=later, advance=lambda counts: log.next_state)
+        return replace(log, window=later, advance=lambda counts, path: log.next_state)
 
     if bug == "taps":
         read = c_check.read_parts
@@ -239,7 +250,11 @@ def test_states_behind_accepted_nodes_are_compared(
 
 @pytest.mark.every(3)
 @pytest.mark.parametrize("drafter", ["none", "lookup", "recycling", "bush", "oracle"])
-@pytest.mark.parametrize(("family", "changes"), [("llava", {}), ("gemma3", {}), ("qwen2_vl", {"dtype": "bfloat16"})])
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [("llava", {}), ("gemma3", {}), ("qwen2_vl", {"dtype": "bfloat16"}), ("qwen3_5", {}),
+     ("lfm2_vl", {"dtype": "bfloat16"})],
+)  # fmt: skip
 def test_rows_that_have_ended_are_not_computed(
     family: str, changes: Kwargs, drafter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -209,7 +209,7 @@ def _never(original: Any) -> Any:
 
 
 def _all_tokens(original: Any) -> Any:
-    return lambda self, counts, longest: original(self, torch.full_like(counts, longest), longest)
+    return lambda self, counts, longest, path: original(self, torch.full_like(counts, longest), longest, path)
 
 
 BUGS: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {

@@ -35,6 +35,7 @@ from mmspec.engine.tree import DraftTree, sanitize
 from mmspec.engine.tree_cache import CACHE_ARGUMENT
 from mmspec.interfaces import Prompt, VerifyResult
 from mmspec.targets.hf import HFTarget
+from mmspec.targets.recurrent import target_class
 from mmspec.targets.registry import find_adapter, supported
 from mmspec.vision.grids.layout import VisualLayout
 from mmspec.vision.grids.qwen2_5_vl import Qwen25VLLayout
@@ -69,7 +70,8 @@ def inside(model: PreTrainedModel, given: tiny.Inputs, use: Callable[[HFTarget],
     def loop(
         self: Any, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **kw: Any
     ) -> Tensor:
-        use(HFTarget(find_adapter(model), input_ids, kw, generation_config, max_new_tokens=36))
+        adapter = find_adapter(model)
+        use(target_class(adapter)(adapter, input_ids, kw, generation_config, max_new_tokens=36))
         return input_ids
 
     options.setdefault("do_sample", False)

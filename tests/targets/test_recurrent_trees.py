@@ -1,0 +1,178 @@
+"""Trees over recurrent states in C: every node has the bits of its path, decoded token by token."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import tiny_models as tiny
+import torch
+from c_bugs import faulty_kernel, faulty_sources
+from parity import assert_parity, get_model
+from recurrent_models import model_of, ragged
+from test_targets import bush, inside, lines, result_of
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from mmspec.cpu.c_kernel import CKernel, load_kernel
+from mmspec.engine.tree import DraftTree, root_only
+from mmspec.targets.c_forwards import CForwards
+from mmspec.targets.hf import HFTarget
+from mmspec.targets.module_scan import scan_modules
+
+pytestmark = pytest.mark.skipif(load_kernel() is None, reason="no compiler or another processor")
+BATCH = 3
+TAPS = (1, 3)
+
+
+class Trees:
+    """Scores random trees in C, commits a part of a path in each row, and compares with decoding it token by token."""
+
+    def __init__(self, kernel: CKernel, sizes: Sequence[int], depths: Sequence[int]) -> None:
+        """
+        Args:
+            kernel: the C kernel.
+            sizes: nodes of the trees that follow each other.
+            depths: most nodes that each row accepts of each.
+        """
+        self.kernel, self.sizes, self.depths = kernel, sizes, depths
+        self.branches = 0
+
+    def __call__(self, target: HFTarget) -> None:
+        target.prefill()
+        target.use_c(self.kernel, scan_modules(target.model))
+        assert target.rounds is not None and not target.chains_only
+        rng, trees, accepted, found = random.Random(sum(self.sizes)), list[DraftTree](), list[list[list[int]]](), []
+        for size in self.sizes:
+            tree = bush(rng, [9, 8, 7], size, range(20, 40))
+            trees.append(tree)
+            accepted.append([])
+            for row, depth in enumerate(self.depths):
+                path = rng.choice(lines(tree, row))
+                self.branches += path != list(range(len(path)))
+                accepted[-1].append(path[: depth or rng.randrange(len(path) + 1)])
+            found.append(score(target, tree))
+            target.commit(result_of(tree, accepted[-1]))
+        states = [state.clone() for state in [*target.states.tensors, *caches(target)]]
+        target.crop([0] * BATCH)
+        for tree, paths, scored in zip(trees, accepted, found, strict=True):
+            for step in range(max(map(len, paths))):
+                nodes = [path[step : step + 1] for path in paths]
+                root = root_only(
+                    BATCH, root_ids=torch.tensor([tree.tokens[row, [*n, 0][0]] for row, n in enumerate(nodes)])
+                )
+                alone = score(target, root)
+                for row, node in enumerate(nodes):
+                    for mine, want in zip(scored, alone, strict=True):
+                        assert torch.equal(mine[row, node], want[row, : len(node)])
+                target.commit(result_of(root, [[0] for _ in nodes] if all(nodes) else [[0][: len(n)] for n in nodes]))
+        assert all(map(torch.equal, states, [*target.states.tensors, *caches(target)]))
+
+
+def score(target: HFTarget, tree: DraftTree) -> list[Tensor]:
+    """Logits and hidden states, of a forward that C computes."""
+    target.buffer.begin_forward(tree.num_nodes)
+    assert target.rounds is not None
+    scored = target.rounds.score(tree, target.buffer, TAPS)
+    assert scored is not None
+    return [scored[0], *scored[1].values()]
+
+
+def caches(target: HFTarget) -> list[Tensor]:
+    """Committed keys and values of each row of the layers with attention."""
+    found = []
+    for layer in target.buffer.written_layers:
+        for part in target.buffer.read(layer, max(target.buffer.seq_lens)):
+            found += [part[row, :, :length] for row, length in enumerate(target.buffer.seq_lens)]
+    return found
+
+
+def check(model: PreTrainedModel, kernel: CKernel | None = None) -> None:
+    """Trees of several sizes; rows that accept nothing, up to each depth, and whole paths."""
+    chosen = kernel or load_kernel()
+    assert chosen is not None
+    inputs = tiny.build_inputs(
+        model, 4, BATCH, images=None if model.tiny_spec.family == "lfm2" else [1, 0, 1], padding="left"
+    )
+    branches = 0
+    for depths in ((1, 2, 3), (0, 0, 0), (4, 64, 2), (64, 64, 64)):
+        for sizes in ((7, 16, 2, 9), (33,), (3, 1, 5)):
+            trees = Trees(chosen, sizes, depths)
+            inside(model, inputs, trees)
+            branches += trees.branches
+    assert branches > 20
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("family", ["qwen3_5", "lfm2_vl", "lfm2"])
+def test_each_node_has_the_bits_of_its_path(family: str, dtype: str) -> None:
+    check(get_model(family, seed=17, layers=4, dtype=dtype))
+
+
+def test_the_number_of_threads_changes_nothing() -> None:
+    model, threads = get_model("qwen3_5", seed=17, layers=4, dtype="bfloat16"), torch.get_num_threads()
+    inputs, results = tiny.build_inputs(model, 4, BATCH, images=[1, 0, 1], padding="left"), list[list[Tensor]]()
+    tree = bush(random.Random(2), [9, 8, 7], 16, range(20, 40))
+
+    def use(target: HFTarget) -> None:
+        Trees(load_kernel(), (), (0, 0, 0))(target)
+        results.append([*score(target, tree), *target.states.log.tensors()])
+
+    try:
+        for count in (1, 2, 5):
+            torch.set_num_threads(count)
+            inside(model, inputs, use)
+    finally:
+        torch.set_num_threads(threads)
+    assert all(map(torch.equal, results[0], other) for other in results[1:])
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "lfm2_vl"])
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_a_tree_that_c_refuses_goes_to_the_model(
+    family: str, is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its root is verified there, and chains follow."""
+    model, rounds = model_of(family), list[bool]()
+    original = CForwards.score
+
+    def score(self: CForwards, tree: DraftTree, *args: Any) -> Any:
+        rounds.append(bool((tree.node_mask & (tree.parents != torch.arange(-1, tree.num_nodes - 1))).any()))
+        return None if is_refused and len(rounds) > 2 else original(self, tree, *args)
+
+    monkeypatch.setattr(CForwards, "score", score)
+    stats = assert_parity(
+        model, ragged(model), "bush", patch_options={"tree_size": 8}, max_new_tokens=24, do_sample=False
+    )
+    assert not stats.fallback_reason and stats.num_accepted_tokens > 0
+    assert any(rounds[:3]) and any(rounds[4:]) != is_refused
+
+
+BUGS = {
+    "a node reads behind the one before": ("while (parents[n] > 0 && !own[parents[n]]) parents[n]--;", ""),
+    "siblings share a state": (
+        "memcpy(blocks[n], blocks[parents[n]], (size_t)size * sizeof(float));",
+        "blocks[n] = blocks[parents[n]];",
+    ),
+    "the first child takes the state": ("last_child[parents[n]] = n;", "last_child[parents[n]] = parents[n] + 1;"),
+    "taps of the node before": ("read[parents[n] * K + k + 1]", "read[(n - 1) * K + k + 1]"),
+    "a commit without its path": ("b * N + path[b * steps + n]", "b * N + n"),
+    "a commit of another row's path": ("path[b * steps + n]", "path[n]"),
+    "states of another row": ("NAME(load_block)(l, cached, h, first, own);", "NAME(load_block)(l, 0, h, first, own);"),
+}
+"""{what is wrong: (text of mixers.h, replacement)}"""
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_bugs_can_be_planted(bug: str) -> None:
+    assert faulty_sources(*BUGS[bug], "mixers.h")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bug", BUGS)
+def test_planted_bugs_are_caught(bug: str) -> None:
+    kernel = faulty_kernel(*BUGS[bug], "mixers.h", optimized=False)
+    with pytest.raises(AssertionError):
+        check(tiny.build_model(tiny.ModelSpec("qwen3_5", seed=17, layers=4)), kernel)
