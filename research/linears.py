@@ -1,126 +1,143 @@
-"""How fast linear layers of few rows are on a CPU, kernel by kernel, and what the compiled kernel brings in loops.
+"""The share of the memory's speed at which linear layers of few rows read their weights on a CPU, path by path.
 
-    python -m research.linears --json linears.json
+    python -m research.linears --json research/results/linears.json
 
-Products: every kernel, and the compiled one in each type of weight, reads weights in turn, more than the caches hold,
-so that its speed in GB/s compares with that of reading memory, measured in the same repeat. Loops: on the
-scenes model, each drafter with the compiled kernel and without. Other jobs on the machine disturb wall-clock
-times: the default is one thread and its own CPU time, for everything (`--threads 2 --clock wall` for the other).
+A path is torch, or the C kernels with one of the instruction sets that `MMSPEC_ISA` names, with weights of one type.
+Each reads the matrices of decoder layers of SmolLM2-135M in turn, more than the caches hold; the speed of memory is
+that of a sum over as many bytes, in the same repeat. Other jobs on the machine disturb wall-clock times: the default
+is one thread and its own CPU time (`--threads 2 --clock wall` for the other). The file keeps one run for each
+processor, number of threads and clock; what is printed is the table of all of them, which `python -m
+research.readme_tables` writes into the page of results.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
-from mmspec.app.modeling.captioner import Captioner
-from mmspec.app.scenes import load_scenes_model
-from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED
-from mmspec.cpu.c_kernel import CKernel, load_kernel
-from mmspec.cpu.linear import transposed_linear
+from mmspec.cpu.c_kernel import MAX_C_ROWS, CKernel
+from mmspec.cpu.c_library import CPU_INFO, ISA_NAMES, KernelUnavailableError, processor_level
 from mmspec.cpu.quantise import quantise
-from mmspec.cpu.weights import Weight
-from mmspec.patching import KEY
-from research.bench.measure import HF, NO_DRAFT, Contestant, TimedRun, build_contestants, run_rounds
-from research.bench.requests import build_scene_requests
+from mmspec.cpu.weights import QuantisedWeight, Weight
 from research.bench.session import provenance
 
-SCENES_SHAPES = ((384, 384), (1024, 384), (384, 1024), (1536, 384))
-SMOLLM2_SHAPES = ((576, 576), (1536, 576), (576, 1536), (49152, 576))
-"""[out, in] of the linear layers of SmolLM2-135M."""
-NUM_ROWS = (1, 2, 4, 8, 16, 32)
+LAYER_SHAPES = ((576, 576), (192, 576), (192, 576), (576, 576), (1536, 576), (1536, 576), (576, 1536))
+"""[out, in] of the linear layers of a decoder layer of SmolLM2-135M."""
+NUM_ROWS = (1, 2, 4, 8, 16, 32, 64)
 WEIGHT_BYTES = 120 << 20
-"""Bytes of the weights that a kernel reads in one repeat."""
-LOOP_DRAFTERS = ("none", "hybrid", "flash")
-WITHOUT = " without"
-"""End of the name of a contestant that does not use the compiled kernel."""
+"""Bytes of the weights that a path reads in one repeat."""
+PAIRS_LEVEL = 3
+"""The first instruction set whose products differ from those of the one before in bfloat16 alone."""
 
 Record = dict[str, Any]
 
 
-def time_products(shape: tuple[int, int], num_rows: int, repeats: int, kernel: CKernel | None) -> Record:
-    """GB/s of every kernel for one weight shape [out, in] and number of rows, and of reading memory.
+@dataclass
+class ReadingPath:
+    """A kernel and weights of one type.
 
-    The names of the compiled kernel's other entries are the weights' types; those of two bytes have rows of their type.
+    Attributes:
+        dtype: of the weights.
+        name: torch, or an instruction set.
+        multiply: of a weight and rows.
+        weights: read in turn.
+        rows_dtype: of the rows.
     """
-    count = max(2, WEIGHT_BYTES // (4 * shape[0] * shape[1]))
-    weights = [torch.randn(shape) / shape[1] ** 0.5 for _ in range(count)]
-    rows = torch.randn(num_rows, shape[1])
-    works: dict[str, tuple[Callable[[Any], object], Sequence[Any]]] = {
-        "torch": (lambda weight: functional.linear(rows, weight), weights),
-        "transposed": (lambda layer: transposed_linear(layer.weight, layer.bias, rows), list(map(_layer, weights))),
-    }
-    if kernel is not None:
-        works["native"] = (lambda weight: kernel.linear(weight, None, rows), weights)
-        for name, others in _other_types(kernel, weights).items():
-            narrow = rows.to(others[0].dtype) if isinstance(others[0], Tensor) else rows
-            works[name] = (partial(_multiply, kernel, narrow), others)
-    memory = torch.ones(WEIGHT_BYTES // 4)
-    seconds: dict[str, list[float]] = {name: [] for name in ("read", *works)}
-    for number in range(repeats + 1):
-        timed = {"read": _seconds(memory.sum)}
-        for name, (compute, some) in works.items():
-            timed[name] = _seconds(partial(_run_all, compute, some))
-        if number:  # the first warms up
-            for name, value in timed.items():
-                seconds[name].append(value)
-    size = {name: sum(map(_nbytes, some)) / 1e9 for name, (_, some) in works.items()} | {"read": memory.nbytes / 1e9}
-    speeds = {name: [size[name] / value for value in values] for name, values in seconds.items()}
-    of_read = {name: [a / b for a, b in zip(speeds[name], speeds["read"], strict=True)] for name in works}
-    return {
-        "shape": list(shape),
-        "rows": num_rows,
-        "gb_per_s": {name: _spread(values) for name, values in speeds.items()},
-        "of_read": {name: _spread(values) for name, values in of_read.items()},
-        "ms": {name: _spread([1e3 * value / len(works[name][1]) for value in seconds[name]]) for name in works},
-    }
+
+    dtype: str
+    name: str
+    multiply: Callable[[Any, Tensor], object]
+    weights: Sequence[Weight]
+    rows_dtype: torch.dtype
+
+    def read(self, rows: dict[int, Tensor]) -> float:
+        """Seconds that products of all weights with rows {columns: [rows, columns]} take."""
+        typed = {size: one.to(self.rows_dtype) for size, one in rows.items()}
+        start = time.perf_counter()
+        for weight in self.weights:
+            self.multiply(weight, typed[weight.shape[1]])
+        return time.perf_counter() - start
 
 
-def _other_types(kernel: CKernel, weights: Sequence[Tensor]) -> dict[str, list[Weight]]:
-    """{type: the weights in it}, as many bytes of each as of float32 but for quantised ones."""
-    types: dict[str, list[Weight]] = {
-        str(dtype).removeprefix("torch."): [weight.to(dtype) for weight in (*weights, *weights)]
-        for dtype in (torch.bfloat16, torch.float16)
-    }
-    return types | {
-        f"int{bits}": [quantise(kernel, weight, bits) for weight in (*weights, *weights)] for bits in (8, 4)
-    }
+def build_paths() -> list[ReadingPath]:
+    """All that this processor has."""
+    try:
+        best = processor_level()
+    except KernelUnavailableError:
+        best = 0
+    kernels = {name: CKernel(level) for name, level in ISA_NAMES.items() if level <= best}
+    paths = []
+    for dtype in (torch.float32, torch.bfloat16):
+        weights, name = build_weights(dtype), str(dtype).removeprefix("torch.")
+        paths.append(ReadingPath(name, "torch", _multiply_by_torch, weights, dtype))
+        for isa, kernel in kernels.items():
+            if dtype is torch.bfloat16 or kernel.level < PAIRS_LEVEL:
+                paths.append(ReadingPath(name, isa, partial(_multiply, kernel), weights, dtype))
+    for bits in (8, 4) if kernels else ():
+        isa, kernel = list(kernels.items())[-1]
+        copies = [quantise(kernel, weight, bits) for weight in build_weights(torch.bfloat16)]
+        paths.append(ReadingPath(f"int{bits}", isa, partial(_multiply, kernel), copies, torch.bfloat16))
+    return paths
 
 
-def _multiply(kernel: CKernel, rows: Tensor, weight: Weight) -> None:
+def build_weights(dtype: torch.dtype) -> list[Tensor]:
+    """Random matrices of decoder layers, in their order."""
+    layer_bytes = sum(out * size for out, size in LAYER_SHAPES) * dtype.itemsize
+    shapes = LAYER_SHAPES * max(1, WEIGHT_BYTES // layer_bytes)
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+def _multiply(kernel: CKernel, weight: Weight, rows: Tensor) -> None:
     kernel.linear(weight, None, rows)
 
 
-def _layer(weight: Tensor) -> nn.Linear:
-    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    layer.weight = nn.Parameter(weight)
-    return layer
+def _multiply_by_torch(weight: Tensor, rows: Tensor) -> None:
+    functional.linear(rows, weight)
 
 
-def _nbytes(weight: Weight | nn.Linear) -> int:
-    return weight.weight.nbytes if isinstance(weight, nn.Linear) else weight.nbytes
-
-
-def _run_all(compute: Callable[[Any], object], weights: Sequence[Any]) -> None:
-    for weight in weights:
-        compute(weight)
-
-
-def _seconds(work: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
+def time_paths(paths: Sequence[ReadingPath], num_rows: int, repeats: int) -> list[Record]:
+    """A record for each path: GB/s, and shares of the speed of memory, [median, smallest, largest]."""
+    generator = torch.Generator().manual_seed(1)
+    rows = {size: torch.randn(num_rows, size, generator=generator) for _, size in LAYER_SHAPES}
+    memory = torch.ones(WEIGHT_BYTES // 4)
+    timed = [path for path in paths if num_rows <= MAX_C_ROWS or not isinstance(path.weights[0], QuantisedWeight)]
+    speeds: list[list[tuple[float, float]]] = [[] for _ in timed]
+    for number in range(repeats + 1):
+        start = time.perf_counter()
+        memory.sum()
+        of_memory = memory.nbytes / 1e9 / (time.perf_counter() - start)
+        for path, found in zip(timed, speeds, strict=True):
+            size = sum(weight.nbytes for weight in path.weights) / 1e9
+            if number:  # the first warms up
+                found.append((size / path.read(rows), of_memory))
+            else:
+                path.read(rows)
+    return [
+        {
+            "weights": path.dtype,
+            "path": path.name,
+            "rows": num_rows,
+            "gb_per_s": _spread([speed for speed, _ in found]),
+            "memory_gb_per_s": _spread([of_memory for _, of_memory in found]),
+            "share": _spread([speed / of_memory for speed, of_memory in found]),
+        }
+        for path, found in zip(timed, speeds, strict=True)
+    ]
 
 
 def _spread(values: Sequence[float]) -> list[float]:
@@ -128,95 +145,65 @@ def _spread(values: Sequence[float]) -> list[float]:
     return [round(value, 3) for value in (median(values), min(values), max(values))]
 
 
-def time_loops(count: int) -> list[Record]:
-    """A record per drafter: decoding of long descriptions with the compiled kernel, without it, and plain generate."""
-    model, processor = load_scenes_model()
-    contestants = build_contestants(model, LOOP_DRAFTERS, processor, stop_at_eos=True)
-    without = build_contestants(model, LOOP_DRAFTERS, processor, stop_at_eos=True)[-len(LOOP_DRAFTERS) :]
-    for contestant in without:
-        contestant.model.__dict__[KEY].autotuner.allow_c = False
-        contestant.name += WITHOUT
-    requests = build_scene_requests(Captioner(model, processor), "describe", FIRST_HELD_OUT_SEED, 1, count)
-    run_rounds([*contestants, *without], requests, 160, 0.0, 0, lambda: None)
-    by_name = {contestant.name: contestant for contestant in (*contestants, *without)}
-    return [_loop_record(drafter, by_name) for drafter in LOOP_DRAFTERS]
+def processor() -> str:
+    """Its name, family and model, which names of virtual machines leave out."""
+    text = CPU_INFO.read_text(encoding="utf-8", errors="replace") if CPU_INFO.exists() else ""
+    found = [re.search(rf"^{key}\s*:(.*)$", text, re.MULTILINE) for key in ("model name", "cpu family", "model")]
+    name, family, model = (one[1].strip() if one else "?" for one in found)
+    return f"{name}, family {family}, model {model}"
 
 
-def _loop_record(drafter: str, by_name: dict[str, Contestant]) -> Record:
-    native, before, plain = by_name[drafter].runs, by_name[drafter + WITHOUT].runs, by_name[HF].runs
-    own = by_name[NO_DRAFT].runs
-
-    def ratio(above: Sequence[TimedRun], below: Sequence[TimedRun]) -> list[float]:
-        return _spread([a.decode_s / b.decode_s for a, b in zip(above, below, strict=True)])
-
-    return {
-        "drafter": drafter,
-        "runs": len(native),
-        "speedup_hf": ratio(plain, native),
-        "speedup_hf_without": ratio(plain, before),
-        "speedup_kernel": ratio(before, native),
-        "speedup_own": ratio(own, native),
-        "tau": [_tau(runs) for runs in (native, before)],
-        "round_ms": [round(1e3 * median(run.step_s for run in runs), 2) for runs in (native, before)],
-        "identical": all(
-            torch.equal(run.output_ids, want.output_ids)
-            for runs in (native, before)
-            for run, want in zip(runs, plain, strict=True)
-        ),
-    }
-
-
-def _tau(runs: Sequence[TimedRun]) -> float:
-    """Tokens per round."""
-    stats = [run.stats for run in runs if run.stats is not None]
-    return round(sum(one.tokens for one in stats) / sum(one.rounds for one in stats), 2)
-
-
-def format_products(records: Sequence[Record]) -> str:
-    """One line for each shape and number of rows: GB/s and, in brackets, the share of the speed of memory."""
-    lines = []
-    for record in records:
-        speeds = record["gb_per_s"]
-        cells = [f"{name} {speeds[name][0]:.1f} ({100 * share[0]:.0f}%)" for name, share in record["of_read"].items()]
-        shape = "{}x{}".format(*record["shape"])
-        lines.append(f"{shape:>10} {record['rows']:>2} rows  read {speeds['read'][0]:.1f}  " + "  ".join(cells))
+def linears_markdown(runs: Sequence[Record]) -> str:
+    """One table of all runs: processor, path, and for each number of rows the share of the memory's speed."""
+    lines = [
+        f"| processor | weights | path | {' | '.join(f'{rows} row' + 's' * (rows > 1) for rows in NUM_ROWS)} |",
+        "|---|---|---|" + "---|" * len(NUM_ROWS),
+    ]
+    for one in runs:
+        run, records = one["run"], one["records"]
+        memory = median(record["memory_gb_per_s"][0] for record in records)
+        threads = f"{run['threads']} thread{'s' * (run['threads'] > 1)}"
+        where = f"{run['processor']}; {threads}, memory {memory:.0f} GB/s, load of the machine {run['load']:.1f}"
+        where += f"; {run['date']}, commit {run['commit']}"
+        for dtype, path in dict.fromkeys((record["weights"], record["path"]) for record in records):
+            shares = {r["rows"]: r["share"][0] for r in records if (r["weights"], r["path"]) == (dtype, path)}
+            cells = [f"{100 * shares[rows]:.0f}%" if rows in shares else "" for rows in NUM_ROWS]
+            lines.append(f"| {where} | {dtype} | {path} | {' | '.join(cells)} |")
+            where = ""
     return "\n".join(lines)
 
 
 def main() -> int:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", type=Path, default=None, help="write the records")
-    parser.add_argument("--repeats", type=int, default=7, help="of the products (default 7)")
-    parser.add_argument("--count", type=int, default=12, help="requests of the loops (default 12); 0 for none")
+    parser.add_argument("--json", type=Path, default=None, help="keep the run there, beside those of other processors")
+    parser.add_argument("--repeats", type=int, default=7, help="default 7")
     parser.add_argument("--threads", type=int, default=1, help="of torch (default 1)")
     parser.add_argument("--clock", choices=("cpu", "wall"), default="cpu", help="cpu: time of one thread (default)")
-    parser.add_argument(
-        "--shapes", nargs="*", default=None, metavar="OUTxIN", help="of weights (default: small models)"
-    )
     args = parser.parse_args()
     if args.clock == "cpu":
         if args.threads != 1:
             parser.error("--clock cpu counts one thread: it needs --threads 1")
-        time.perf_counter = time.thread_time  # also what the loop and the autotuner measure by
+        time.perf_counter = time.thread_time
     torch.set_num_threads(args.threads)
-    kernel = load_kernel()
     with torch.inference_mode():
-        given = [(int(out), int(size)) for out, _, size in (text.partition("x") for text in args.shapes or ())]
-        shapes = given or (*SCENES_SHAPES, *SMOLLM2_SHAPES)
-        products = [time_products(shape, rows, args.repeats, kernel) for shape in shapes for rows in NUM_ROWS]
-    print(format_products(products))
-    loops = time_loops(args.count) if args.count else []
-    for record in loops:
-        print(record)
+        paths = build_paths()
+        records = [record for rows in NUM_ROWS for record in time_paths(paths, rows, args.repeats)]
+    command = " ".join(["python -m research.linears", *sys.argv[1:]])
+    run = provenance(command, torch.device("cpu")) | {
+        "processor": processor(),
+        "clock": args.clock,
+        "load": os.getloadavg()[0],
+    }
+    runs: list[Record] = []
+    if args.json is not None and args.json.exists():
+        runs = json.loads(args.json.read_text(encoding="utf-8"))
+    key = ("processor", "threads", "clock")
+    runs = [one for one in runs if [one["run"][name] for name in key] != [run[name] for name in key]]
+    runs.append({"run": run, "records": records})
+    print(linears_markdown(runs))
     if args.json is not None:
-        command = " ".join(["python -m research.linears", *sys.argv[1:]])
-        run = provenance(command, torch.device("cpu")) | {
-            "clock": args.clock,
-            "kernel_level": None if kernel is None else kernel.level,
-        }
-        records = {"run": run, "products": products, "loops": loops}
-        args.json.write_text(json.dumps(records) + "\n", encoding="utf-8")
+        args.json.write_text(json.dumps(runs) + "\n", encoding="utf-8")
     return 0
 
 

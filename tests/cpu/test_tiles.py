@@ -88,11 +88,46 @@ def test_a_compiler_without_tiles_builds_the_next_library(
     assert kernel is not None and kernel.level == 3 and "unknown target" in caplog.text
 
 
-def test_the_real_system_answers_in_a_child_that_goes_on() -> None:
-    """Whatever it answers: no signal ends the process."""
-    code = "from mmspec.cpu import c_library as c; print(c.are_tiles_permitted(), c.processor_level())"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout.split()[0] in ("True", "False")
+CHILD = """
+import os, signal, threading
+ready, found, seen = threading.Event(), [], []
+
+def work():
+    ready.wait()
+    found.append(kernel.linear(weight, None, rows))
+
+threads = [threading.Thread(target=work) for _ in range(3)]
+[one.start() for one in threads]
+
+import torch
+from mmspec import forks
+from mmspec.cpu.c_kernel import load_kernel
+torch.set_num_threads(2)
+forks.note_threads()
+kernel = load_kernel()  # asks for permission
+weight, rows = torch.randn(400, 640).bfloat16(), torch.randn(40, 640).bfloat16()
+want = kernel.linear(weight, None, rows)
+ready.set()
+[one.join() for one in threads]
+assert len(found) == 3 and all(torch.equal(one, want) for one in found), "threads from before"
+
+signal.signal(signal.SIGALRM, lambda *_: seen.append(1))
+signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)
+while len(seen) < 20:
+    assert torch.equal(kernel.linear(weight, None, rows), want), "signals"
+signal.setitimer(signal.ITIMER_REAL, 0)
+
+if not (child := os.fork()):
+    signal.signal(signal.SIGALRM, signal.SIG_DFL), signal.alarm(60)
+    os._exit(not torch.equal(kernel.linear(weight, None, rows), want))
+assert os.waitpid(child, 0)[1] == 0, "fork"
+"""
+
+
+def test_threads_from_before_signals_and_forks() -> None:
+    """Whatever the real system permits: no signal ends the process, and the bits stay."""
+    done = subprocess.run([sys.executable, "-c", CHILD], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 # --- emulated tiles ---------------------------------------------------------------------------------------------------

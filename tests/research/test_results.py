@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from mmspec.app.cli.main import build_parser
-from research import readme_speed
+from research import readme_tables
 from research.bench.overview import HEADS, OVERVIEW
 
 pytestmark = pytest.mark.research
@@ -79,8 +79,14 @@ def test_every_result_file_is_written_by_a_command_of_the_page() -> None:
     assert files and files <= written, f"no command writes {sorted(files - written)}"
 
 
-def test_the_speed_table_is_that_of_the_file() -> None:
-    block = readme_speed.find_block(PAGE)
-    assert block == readme_speed.expected_block(), "python -m research.readme_speed writes it"
+@pytest.mark.parametrize("name", readme_tables.TABLES)
+def test_the_tables_are_those_of_the_files(name: str) -> None:
+    block = readme_tables.find_block(PAGE, name)
+    assert block == readme_tables.expected_block(name), "python -m research.readme_tables writes it"
+    assert re.search(r"\d{4}-\d\d-\d\d, commit [0-9a-f]{7}", block)
+
+
+def test_the_speed_table_has_all_parts() -> None:
+    block = readme_tables.find_block(PAGE, "speed.json")
     assert f"| {' | '.join(HEADS)} |" in block and all(f"| {one.title} |" in block for one in OVERVIEW)
-    assert re.search(r"\d{4}-\d\d-\d\d, commit [0-9a-f]{7}", block) and "bench --overview" in block
+    assert "bench --overview" in block
