@@ -279,7 +279,6 @@ def build_captioner(config: CaptionConfig, process: ProcessInfo) -> Captioner:
     from mmspec.app.modeling.chat import check_chat
     from mmspec.app.modeling.load import load_model
     from mmspec.app.modeling.sampling import banned_tokens
-    from mmspec.app.modeling.shared_media import SharedMedia
 
     chat, sampling = config.chat_format(), config.sampling()
     banned: list[list[int]] = []
@@ -304,7 +303,6 @@ def build_captioner(config: CaptionConfig, process: ProcessInfo) -> Captioner:
         mmspec.patch(model, config.drafter, config.compressor, processor, reuse_prefix=reuse)
     except (OSError, TypeError, ValueError) as error:
         raise UsageError(f"--model {config.model} --drafter {config.drafter}: {one_line(error, 600)}") from error
-    shared = SharedMedia() if config.num_variants > 1 else None
     captioner = Captioner(
         model,
         processor,
@@ -312,7 +310,6 @@ def build_captioner(config: CaptionConfig, process: ProcessInfo) -> Captioner:
         replace(sampling, bad_words_ids=banned),
         config.stop,
         chat,
-        shared,
         hide_start=config.hide_start,
     )
     if config.json_schema is not None:

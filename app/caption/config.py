@@ -155,16 +155,12 @@ class CaptionConfig(CaptionOptions):
         """The sampler of video frames.
 
         Raises:
-            UsageError: `fps` with the sampler "differing"; more frames than are read of a clip.
+            UsageError: more frames than are read of a clip.
         """
-        from mmspec.vision.video.samplers import MAX_CANDIDATES, Fps, MostDifferent, Uniform
+        from mmspec.vision.video.samplers import MAX_CANDIDATES, Fps, Uniform
 
         if self.frames > MAX_CANDIDATES:
             raise UsageError(f"at most {MAX_CANDIDATES} frames of a clip are read; got --frames {self.frames}")
-        if self.sampler == "differing":
-            if self.fps is not None:
-                raise UsageError("--fps spreads frames evenly, --sampler differing does not: give one of them")
-            return MostDifferent(self.frames, max(64, self.frames))
         return Uniform(self.frames) if self.fps is None else Fps(self.fps, self.frames)
 
 

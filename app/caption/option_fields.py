@@ -17,8 +17,6 @@ VIDEO_PROMPT = "Describe the video."
 FRAMES = 8
 DEFAULT_BATCH_SIZE = 16
 """Rows per batch: on two cores 1.15 times the rows per second of 8; 32 would add a fifteenth."""
-SAMPLERS = ("uniform", "differing")
-"""How the frames of a video are selected."""
 FORMATS = ("jsonl", "csv", "parquet", "webdataset", "txt", "caption")
 
 _MODEL, _PROMPTS, _CAPTIONS, _OUTPUT, _JOB = "model", "prompts and pictures", "captions", "output", "job"
@@ -91,10 +89,6 @@ class CaptionOptions(TableOptions):
     fps: float | None = _number(
         None, "sample so many frames per second of a video, up to --frames", _PROMPTS, parse.parse_fps
     )
-    sampler: str = option(
-        SAMPLERS[0], "frames of a video: uniform, or differing: those most unlike each other (uniform)", _SET,
-        choices=SAMPLERS, decides="if set",
-    )  # fmt: skip
 
     batch_size: int = _number(
         DEFAULT_BATCH_SIZE,

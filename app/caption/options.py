@@ -14,7 +14,7 @@ EPILOG = """\
 PATH is any mix of
   photo.jpg          an image
   clip.mp4           a video: --frames of it are passed to the model, as a video if its processor takes videos, else
-                     as images; --fps and --sampler select them; decoding takes at most 5 minutes per video
+                     as images; --fps selects them; decoding takes at most 5 minutes per video
   photos/            a folder, with its sub-folders, in natural order (img2 before img10)
   'photos/*.png'     a glob, expanded here if the shell has not
   list.jsonl         a list: "file_name" and optionally "prompt" and "id" per row; .json, .csv and .tsv have the same
@@ -98,7 +98,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--learn", action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=argparse.SUPPRESS
     )
     add_described(parser, CaptionConfig, with_defaults=False, with_settings=True)
-    add_settings(parser, CaptionConfig)
+    add_settings(parser, CaptionConfig, {"--sampler": "--fps"})
 
 
 def choose_format(name: str | None, out: str) -> str:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,6 @@ from mmspec.app.modeling.load import model_revision, synchronize
 from mmspec.app.modeling.picture_size import count_visual_tokens
 from mmspec.app.modeling.prompt_format import DEFAULT_FORMAT, ChatFormat, describe_prompt_format
 from mmspec.app.modeling.sampling import GREEDY, Sampling
-from mmspec.app.modeling.shared_media import SharedMedia
 from mmspec.app.modeling.thinking import opens_thoughts, without_thoughts
 from mmspec.patching import patch_state
 
@@ -114,7 +112,6 @@ class Captioner:
     """A patched model with its processor and generation settings.
 
     Attributes:
-        shared: what is kept of a batch for further prompts about its pictures; None: nothing.
         grammar: of xgrammar, which all answers follow; None for free text.
         hide_start: what answers are made to begin with (`chat.start`) is no part of captions.
     """
@@ -125,7 +122,6 @@ class Captioner:
     sampling: Sampling = GREEDY
     stop: Sequence[str] = ()
     chat: ChatFormat = DEFAULT_FORMAT
-    shared: SharedMedia | None = None
     comparison: ComparisonTotals = field(default_factory=ComparisonTotals)
     hide_start: bool = False
     grammar: Any = None
@@ -207,8 +203,7 @@ class Captioner:
 
     def build_inputs(self, media: Sequence[Media], prompts: Sequence[str]) -> dict[str, Any]:
         """Keyword arguments of `generate`, on the model's device and in its dtype."""
-        with nullcontext() if self.shared is None else self.shared.attached(self.processor):
-            return build_inputs(self.model, self.processor, media, prompts, chat=self.chat)
+        return build_inputs(self.model, self.processor, media, prompts, chat=self.chat)
 
     def checked_inputs(self, media: Sequence[Media], prompts: Sequence[str]) -> dict[str, Any]:
         """The same of rows that the model has positions for.

@@ -8,7 +8,7 @@
 | `drafter` | `Drafter` | `DrafterRequirements`, `Prompt` |
 | `observer` | `Observer` | `ObservedRound` |
 | `compressor` | `Compressor`, `SizedCompressor`, `SaliencyCompressor`, ... | `VisualTokens`, `VisualGrid` |
-| `video` | `FrameSampler`, `EvenSampler`, `ContentAwareSampler` | |
+| `video` | `FrameSampler`, `EvenSampler` | |
 
 Depends on neither transformers, a KV cache nor the decode loop. Shape symbols used in the whole project: B batch rows,
 L prompt length, S committed length, N nodes of a draft tree, A accepted nodes, V vocabulary size, D hidden size,
@@ -35,13 +35,12 @@ from mmspec.interfaces.drafter import (
 from mmspec.interfaces.observer import ObservedRound, Observer
 from mmspec.interfaces.own_head import AssistantParts, HeadCache, HeadFiles, OwnHead, OwnHeadError, TargetKeys
 from mmspec.interfaces.target import SharedEmbeddings, Target, TargetInfo, VerifyResult
-from mmspec.interfaces.video import ContentAwareSampler, EvenSampler, FrameSampler
+from mmspec.interfaces.video import EvenSampler, FrameSampler
 
 __all__ = [
     "NO_LIMIT",
     "AssistantParts",
     "Compressor",
-    "ContentAwareSampler",
     "DraftModelSource",
     "DraftTarget",
     "Drafter",

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Protocol, runtime_checkable
 
-from torch import Tensor
-
 
 class FrameSampler(Protocol):
     """Chooses video frames. Runs before target and drafter, so that plain decoding reads the same frames."""
@@ -25,11 +23,3 @@ class EvenSampler(FrameSampler, Protocol):
     """
 
     divides_time: bool
-
-
-@runtime_checkable
-class ContentAwareSampler(FrameSampler, Protocol):
-    """A sampler that chooses by content: `sample` returns the candidates. The video is decoded twice."""
-
-    def select(self, indices: list[int], thumbnails: Tensor) -> list[int]:
-        """The chosen ones of `indices`, rising. `thumbnails` is [n, height, width, 3] uint8, one per index."""

@@ -20,9 +20,6 @@ from video_files import write_video
 
 import mmspec
 from mmspec.app.cli.main import main
-from mmspec.app.io.images import Video
-from mmspec.app.modeling.chat import build_inputs
-from mmspec.app.modeling.shared_media import SharedMedia, equal_arguments
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("torchvision", reason="torchvision is not installed", exc_type=ImportError)
@@ -108,20 +105,3 @@ def test_a_patched_call_equals_generate(folder: Path) -> None:
 def test_env_says_that_it_is_served(folder: Path, capsys: Any) -> None:
     assert main(["env", "--model", str(folder)]) == 0
     assert "passed" in capsys.readouterr().out
-
-
-def test_inputs_of_a_shared_picture(folder: Path) -> None:
-    """Several prompts about pictures and a clip, prepared once, are those that the processor makes of each alone."""
-    model, processor = AutoModelForImageTextToText.from_pretrained(folder), AutoProcessor.from_pretrained(folder)
-    images = [Image.effect_mandelbrot(size, (-2, -1, 1, 1), 40).convert("RGB") for size in ((130, 70), (60, 200))]
-    clip = Video(
-        tuple(image.resize((64, 64)) for image in images * 2),
-        {"fps": 2.0, "total_num_frames": 4, "frames_indices": [0, 1, 2, 3]},
-    )
-    shared = SharedMedia()
-    for media in (images, [tuple(images), images[0]], [clip, clip]):
-        for question in ("a red ball", "describe the image in detail", "a"):
-            alone = build_inputs(model, processor, media, [question] * 2)
-            with shared.attached(processor):
-                found = build_inputs(model, processor, media, [question] * 2)
-            assert found.keys() == alone.keys() and all(equal_arguments(found[name], alone[name]) for name in alone)

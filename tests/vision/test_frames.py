@@ -16,15 +16,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
-from torch import Tensor
 from transformers.video_utils import VideoMetadata, default_sample_indices_fn, load_video
 from video_files import grey_frame_numbers, write_audio_only, write_empty_video, write_video
 
 from mmspec.vision.video import frames as frames_module
 from mmspec.vision.video import pyav_reader
-from mmspec.vision.video.frames import MAX_FRAMES, Fps, MostDifferent, Uniform, read_frames
+from mmspec.vision.video.frames import MAX_FRAMES, Fps, Uniform, read_frames
 
 av = pytest.importorskip("av")
 pytest.importorskip("av.subtitles.stream")  # loaded late by PyAV itself, when a test may have hidden it
@@ -226,7 +224,7 @@ def test_hf_sampling_equals_transformers(total: int, rate: float) -> None:
 
 def test_more_frames_requested_than_available(tmp_path: Path) -> None:
     file = write_video(tmp_path / "clip.mp4", 5)
-    for options in ({"num_frames": 50}, {"fps": 100}, {"sampler": Fps(99)}, {"sampler": MostDifferent(9)}):
+    for options in ({"num_frames": 50}, {"fps": 100}, {"sampler": Fps(99)}):
         assert grey_frame_numbers(read_frames(file, **options).images) == [0, 1, 2, 3, 4]  # type: ignore[arg-type]
     assert len(read_frames(file, fps=10, max_frames=3).images) == 3
     assert len(read_frames(file, max_frames=3).images) == 3
@@ -234,74 +232,13 @@ def test_more_frames_requested_than_available(tmp_path: Path) -> None:
 
 def test_a_video_of_one_frame(tmp_path: Path) -> None:
     file = write_video(tmp_path / "clip.mp4", 1)
-    samplers = [Uniform(1), Uniform(8, hf=True), Fps(0.01), Fps(30), MostDifferent(1), MostDifferent(8)]
+    samplers = [Uniform(1), Uniform(8, hf=True), Fps(0.01), Fps(30)]
     for frames in (*(read_frames(file, sampler) for sampler in samplers), read_frames(file, fps=1)):
         assert (grey_frame_numbers(frames.images), frames.timestamps, frames.metadata.total_num_frames) == (
             [0],
             [0.0],
             1,
         )
-
-
-def test_most_different_includes_brief_shots(tmp_path: Path) -> None:
-    """Three shots, one of them four frames long, and a single white frame."""
-    colours = (
-        [(200, 30, 30)] * 28 + [(255, 255, 255)] + [(200, 30, 30)] * 11 + [(20, 160, 40)] * 4 + [(20, 30, 180)] * 20
-    )
-    file = write_video(tmp_path / "clip.mp4", [np.full((48, 64, 3), colour, np.uint8) for colour in colours])
-    sampled = {colours[index] for index in read_frames(file, MostDifferent(4)).metadata.frames_indices}
-    assert sampled == set(colours)
-    assert {colours[index] for index in Uniform(4).sample(len(colours), 10)} != set(colours)
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_most_different_is_farthest_first(seed: int) -> None:
-    """Against explicit loops."""
-    rng = torch.Generator().manual_seed(seed)
-    thumbnails = torch.randint(0, 256, (20, 4, 4, 3), generator=rng, dtype=torch.uint8)
-    chosen = list(range(0, 100, 5))
-
-    def off(a: int, b: int) -> float:
-        return (
-            float((thumbnails[a].float() - thumbnails[b].float()).abs().mean())
-            + 0.5 * abs(chosen[a] - chosen[b]) / chosen[-1]
-        )
-
-    selected = [min(range(20), key=lambda one: sum(off(one, other) for other in range(20)))]
-    while len(selected) < 6:
-        selected.append(max(range(20), key=lambda one: min(off(one, other) for other in selected)))
-    assert MostDifferent(6, 20).select(chosen, thumbnails) == [chosen[i] for i in sorted(selected)]
-
-
-def test_most_different_of_a_static_video() -> None:
-    still = torch.full((33, 4, 4, 3), 77, dtype=torch.uint8)
-    selected = MostDifferent(5, 33).select(list(range(33)), still)
-    assert selected == [0, 8, 16, 24, 32]
-
-
-class RecordingSampler:
-    """Requests thumbnails of frames 1, 4 and 7, and returns fixed indices."""
-
-    def __init__(self, *selected: int) -> None:
-        self.selected = list(selected)
-        self.thumbnails = torch.empty(0)
-
-    def sample(self, total: int, fps: float) -> list[int]:
-        return [1, 4, 7]
-
-    def select(self, indices: list[int], thumbnails: Tensor) -> list[int]:
-        self.thumbnails = thumbnails
-        return self.selected
-
-
-def test_content_aware_sampler(tmp_path: Path) -> None:
-    file, sampler = write_video(tmp_path / "clip.mp4", 9), RecordingSampler(4, 7)
-    assert grey_frame_numbers(read_frames(file, sampler).images) == [4, 7]
-    assert sampler.thumbnails.dtype == torch.uint8 and sampler.thumbnails.shape == (3, 32, 32, 3)
-    assert [round((float(one.float().mean()) - 8) / 8) for one in sampler.thumbnails] == [1, 4, 7]
-    for wrong, message in (((2,), "among its candidates"), ((7, 4), "rising"), ((), "selected 0")):
-        with pytest.raises(ValueError, match=message):
-            read_frames(file, RecordingSampler(*wrong))
 
 
 def test_sampler_errors_are_raised_unchanged(tmp_path: Path) -> None:
@@ -350,10 +287,9 @@ def test_fit_size(size: tuple[int, int], max_pixels: int) -> None:
 MEMORY = """
 import re, sys
 from pathlib import Path
-from mmspec.vision.video.frames import MostDifferent, read_frames
+from mmspec.vision.video.frames import read_frames
 frames = read_frames(sys.argv[1], num_frames=24)
 assert len(frames.images) == 24 and frames.metadata.width == 3840, frames.metadata
-read_frames(sys.argv[1], MostDifferent(4, 24))
 # Not ru_maxrss, which a process inherits from its parent, here a test worker of any size.
 print(int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text()).group(1)) // 1024)
 """
@@ -379,7 +315,7 @@ def test_files_are_closed(tmp_path: Path) -> None:
     def several() -> int:
         for _ in range(3):
             read_frames(file)
-            read_frames(file, MostDifferent(2, 6), max_pixels=500)
+            read_frames(file, Uniform(2), max_pixels=500)
             for wrong in ("broken.mp4", "none.mp4"):
                 with pytest.raises(ValueError, match=r"not a video|a video without frames|the file is cut"):
                     read_frames(tmp_path / wrong)
@@ -426,12 +362,6 @@ def test_invalid_options(options: dict[str, Any], message: str, tmp_path: Path) 
         (lambda: Uniform(0), "num_frames must .* got 0"),
         (lambda: Fps(0), "fps must .* got 0"),
         (lambda: Fps(1, max_frames=0), "max_frames must .* got 0"),
-        (lambda: MostDifferent(0), "num_frames must .* got 0"),
-        (
-            lambda: MostDifferent(9, num_candidates=8),
-            r"num_candidates must lie between num_frames \(9\) and 256.*got 8",
-        ),
-        (lambda: MostDifferent(9, num_candidates=400), "num_candidates must .* got 400"),
         (lambda: Fps(1).sample(10, 0.0), "a known frame rate; got 0.0"),
     ],
 )

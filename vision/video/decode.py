@@ -13,13 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from PIL import Image
 
-from mmspec.interfaces import ContentAwareSampler, EvenSampler, FrameSampler
+from mmspec.interfaces import EvenSampler, FrameSampler
 from mmspec.vision.video.reader import (
     MAX_FRAME_PIXELS,
-    THUMBNAIL_SIZE,
     FrameSize,
     NoFramesError,
     RecountedError,
@@ -30,7 +28,7 @@ from mmspec.vision.video.reader import (
 logger = logging.getLogger("mmspec")
 
 MAX_FRAMES = 256
-"""Default limit on the frames of one call, and limit on the thumbnails of a content-aware sampler."""
+"""Default limit on the frames of one call."""
 MAX_TOTAL_PIXELS = 64_000_000
 """Limit on the pixels of all frames of a call: a quarter of a gigabyte."""
 
@@ -146,18 +144,11 @@ def _read_sampled(
     """Indices, images and timestamps of the frames that a sampler selects out of `total`."""
     if total < 1:
         raise NoFramesError("a video without frames")
-    is_content_aware = isinstance(sampler, ContentAwareSampler)
     indices = _call_sampler(sampler.sample, total, reader.info.fps)
-    _check_indices(indices, range(total), MAX_FRAMES if is_content_aware else max_frames)
+    _check_indices(indices, range(total), max_frames)
     if isinstance(sampler, EvenSampler) and sampler.divides_time:
         indices = reader.shown_at(indices)
         _check_indices(indices, range(total), len(indices))
-    if isinstance(sampler, ContentAwareSampler):
-        images, _ = reader.read(indices, (THUMBNAIL_SIZE, THUMBNAIL_SIZE))
-        candidates = indices
-        thumbnails = torch.from_numpy(np.stack([np.asarray(image) for image in images]))
-        indices = _call_sampler(sampler.select, candidates, thumbnails)
-        _check_indices(indices, candidates, max_frames)
     size = _fit_size((reader.info.width, reader.info.height), min(max_pixels, MAX_TOTAL_PIXELS // len(indices)))
     return (indices, *reader.read(indices, size))
 
@@ -169,17 +160,16 @@ def _call_sampler(method: Callable[..., list[int]], *args: Any) -> list[int]:
         raise SamplerError(error) from error
 
 
-def _check_indices(indices: list[int], candidates: range | list[int], max_frames: int) -> None:
+def _check_indices(indices: list[int], candidates: range, max_frames: int) -> None:
     """
     Raises:
         NoFramesError: There are none or too many, or they are not rising indices out of `candidates`.
     """
     if not indices or len(indices) > max_frames:
         raise NoFramesError(f"a sampler must select between 1 and {max_frames} frames; it selected {len(indices)}")
-    allowed = candidates if isinstance(candidates, range) else set(candidates)
-    if any(index not in allowed for index in indices) or indices != sorted(set(indices)):
-        limit = f"below {len(candidates)}" if isinstance(candidates, range) else "among its candidates"
-        raise NoFramesError(f"a sampler must select rising indices {limit}; it selected {indices[:8]}")
+    if any(index not in candidates for index in indices) or indices != sorted(set(indices)):
+        limit = len(candidates)
+        raise NoFramesError(f"a sampler must select rising indices below {limit}; it selected {indices[:8]}")
 
 
 def _fit_size(size: FrameSize, max_pixels: int) -> FrameSize:

@@ -21,7 +21,6 @@ from mmspec.vision.video.decoder_pool import DecoderPool, retry_if_killed
 from mmspec.vision.video.pyav_reader import PyavReader
 from mmspec.vision.video.reader import NoFramesError, VideoReader, VideoSource
 from mmspec.vision.video.samplers import Fps, Uniform, check_positive_int, check_positive_number
-from mmspec.vision.video.samplers import MostDifferent as MostDifferent
 from mmspec.vision.video.worker_process import DecoderCrashedError, DecoderHungError, DecoderStartError
 
 DEFAULT_MAX_PIXELS = 1_000_000

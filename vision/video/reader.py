@@ -17,8 +17,6 @@ FrameSize = tuple[int, int]
 
 MAX_FRAME_PIXELS = 64_000_000
 """Largest frame in pixels; 8K has 33 million."""
-THUMBNAIL_SIZE = 32
-"""Side of a thumbnail in pixels."""
 NO_STREAM_MESSAGE = "a video without frames: it has no video stream"
 
 

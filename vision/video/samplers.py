@@ -7,13 +7,10 @@ files nor on decoders.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from typing import ClassVar
 
 MAX_CANDIDATES = 256
-"""Largest number of frames, or of thumbnails, that a sampler may request."""
+"""Largest number of frames that a sampler may request."""
 
 
 @dataclass(frozen=True)
@@ -79,53 +76,6 @@ class Fps:
             raise ValueError(f"sampling by fps needs a video with a known frame rate; got {fps}. Use num_frames.")
         count = max(1, int(total / fps * self.fps))
         return Uniform(min(count, self.max_frames), self.hf).sample(total, fps)
-
-
-@dataclass(frozen=True)
-class MostDifferent:
-    """`num_frames` frames that differ from each other: brief events are included, static scenes appear once.
-
-    Compares thumbnails of `num_candidates` evenly spaced frames: starts with the most typical one, then repeatedly
-    takes the one farthest from all selected so far (farthest-first traversal, Gonzalez 1985). In a static video the
-    result is evenly spaced.
-
-    Attributes:
-        num_frames: Number of frames.
-        num_candidates: Number of thumbnails.
-
-    Raises:
-        ValueError: `num_frames` is below 1, or `num_candidates` is not between it and `MAX_CANDIDATES`.
-    """
-
-    divides_time: ClassVar[bool] = True
-    num_frames: int = 8
-    num_candidates: int = 64
-
-    def __post_init__(self) -> None:
-        check_positive_int("num_frames", self.num_frames)
-        if not self.num_frames <= self.num_candidates <= MAX_CANDIDATES:
-            raise ValueError(
-                f"num_candidates must lie between num_frames ({self.num_frames}) and {MAX_CANDIDATES}; "
-                f"got {self.num_candidates}."
-            )
-
-    def sample(self, total: int, fps: float) -> list[int]:
-        """Indices of the candidates."""
-        return Uniform(self.num_candidates).sample(total, fps)
-
-    def select(self, indices: list[int], thumbnails: Tensor) -> list[int]:
-        import torch  # slow to import, and processes that only decode pictures do not need it
-
-        pixels = thumbnails.flatten(1).float()
-        distance = torch.cdist(pixels, pixels, p=1) / pixels.shape[1]  # mean absolute difference, 0 to 255
-        time = torch.tensor(indices, dtype=torch.float32)
-        time = time / max(1.0, float(time.max()))
-        # Below one step of a colour value, so that time decides only between frames that look the same.
-        distance = distance + 0.5 * (time[:, None] - time[None]).abs()
-        selected = [int(distance.sum(1).argmin())]
-        while len(selected) < min(self.num_frames, len(indices)):
-            selected.append(int(distance[:, selected].amin(1).argmax()))
-        return [indices[i] for i in sorted(selected)]
 
 
 def check_positive_int(name: str, value: int) -> None:
