@@ -54,7 +54,6 @@ def nested_dataset(datasets: Any) -> Any:
     return datasets.Dataset.from_dict(rows, features=datasets.Features(features))
 
 
-@line("pictures in lists and structs of `datasets`")
 @pytest.mark.parametrize("name_of_column", ["image", "images", "struct", "deep"])
 @pytest.mark.parametrize("streamed", [False, True])
 def test_no_picture_of_a_dataset_is_decoded_in_this_process(
@@ -106,7 +105,7 @@ FORMS: dict[str, Callable[[bytes], Any]] = {
 }
 
 
-@line("base64 and data URLs in a list or table")
+@line("base64 and data URLs")
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF", "BMP", "WEBP", "TIFF"])
 def test_pictures_in_cells(form: str, kind: str) -> None:
@@ -207,7 +206,7 @@ def test_a_model_of_one_picture_is_refused_before_it_is_loaded(tmp_path: Path, m
         job.run()
 
 
-@line("a clip named like a picture, a picture named like a clip")
+@line("a clip named like a picture, or a picture like a clip")
 def test_content_says_what_is_a_clip(tmp_path: Path) -> None:
     pytest.importorskip("av", reason="optional: mmspec[video]")
     clip = write_video(tmp_path / "c.mp4", 5).read_bytes()
@@ -230,7 +229,7 @@ def test_pictures_in_boxes_are_no_clips(kind: str) -> None:
     assert media_kind(b"\0\0\0\x20ftypisom" + bytes(20)) == "video" and media_kind(b"text") is None
 
 
-@line("a saved data set without the split, a hub data set with several configurations")
+@line("a saved data set without the split, several configurations on the hub")
 def test_the_splits_of_a_saved_dataset_are_named(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets", reason="optional: mmspec[data]")
     rows = datasets.Dataset.from_dict({"image": [picture()]})
@@ -244,7 +243,7 @@ def test_the_splits_of_a_saved_dataset_are_named(tmp_path: Path) -> None:
         read(tmp_path / "outer")
 
 
-@line("a saved data set without the split, a hub data set with several configurations")
+@line("a saved data set without the split, several configurations on the hub")
 def test_configurations_of_a_hub_dataset(monkeypatch: pytest.MonkeyPatch) -> None:
     datasets = pytest.importorskip("datasets", reason="optional: mmspec[data]")
     seen: list[Any] = []
@@ -273,7 +272,7 @@ def test_configurations_of_a_hub_dataset(monkeypatch: pytest.MonkeyPatch) -> Non
         assert not is_hub_dataset(file)
 
 
-@line("no prompt in a row: None, NaN, NA")
+@line("none: None, NaN, NA")
 def test_missing_prompts(tmp_path: Path) -> None:
     pa, pq = pytest.importorskip("pyarrow", reason="optional: mmspec[data]"), pytest.importorskip("pyarrow.parquet")
     pq.write_table(pa.table({"image": [picture()] * 2, "q": [float("nan")] * 2}), tmp_path / "t.parquet")

@@ -47,7 +47,7 @@ def test_the_table_of_the_docs_is_what_is_tested() -> None:
     assert len(documented()) > 20 and set(documented()) == lines_of_tests()
 
 
-@line("names with dots in an archive: `2024.01.05.png`, `v1.7_003.jpg`")
+@line("names with dots: `2024.01.05.png`, `v1.7_003.jpg`")
 def test_names_with_dots_are_pictures_of_one_key_each_a_row(tmp_path: Path) -> None:
     members = {f"d/2024.01.{day:02}.{kind}": f"{day} {kind}".encode() for day in range(9) for kind in ("png", "txt")}
     rows, said = look(write_tar(tmp_path / "x.tar", members), prompt_column="txt")
@@ -66,7 +66,7 @@ def test_a_sample_of_any_size_loses_nothing(tmp_path: Path, monkeypatch: pytest.
     assert [row.prompt for row in rows[:23]] == [str(i) for i in range(23)], "each has its own text"
 
 
-@line("several pictures of one key in an archive: `0.left.jpg`, `0.right.jpg`")
+@line("several pictures of one key: `0.left.jpg`, `0.right.jpg`")
 def test_each_picture_of_a_key_is_a_row(tmp_path: Path) -> None:
     members = {"0.left.jpg": b"l", "0.right.jpg": b"r", "0.txt": b"both ?", "0.json": b'{"n": 7}', "1.jpg": b"one"}
     path = write_tar(tmp_path / "x.tar", members)
@@ -78,7 +78,7 @@ def test_each_picture_of_a_key_is_a_row(tmp_path: Path) -> None:
     assert said == ""
 
 
-@line("two members of one name in an archive")
+@line("two members with one name")
 def test_repeated_names_are_error_rows_and_the_others_rows(tmp_path: Path) -> None:
     names = ("0.a.jpg", "0.a.jpg", "0.b.jpg", "1.jpg", "1.txt", "1.txt")
     members = [(name, str(number).encode()) for number, name in enumerate(names)]
@@ -87,7 +87,7 @@ def test_repeated_names_are_error_rows_and_the_others_rows(tmp_path: Path) -> No
     assert failure(rows[2]) == "DuplicateKey", "which of two prompts is meant is not known"
 
 
-@line("members of an archive that are links, or have no suffix")
+@line("members that are links, or have no suffix")
 def test_members_without_content_or_suffix_are_counted(tmp_path: Path) -> None:
     path = tmp_path / "x.tar"
     with tarfile.open(path, "w") as archive:
@@ -139,7 +139,7 @@ def test_hidden_files_are_left_out_of_folders_archives_and_remote_folders(tmp_pa
     assert ids(read(tmp_path / "p" / "a" / ".hidden.jpg")) == [".hidden.jpg"], "named by the user"
 
 
-@line("members with other suffixes in an archive: `0.img`, `0.cap`")
+@line("members with other suffixes: `0.img`, `0.cap`")
 def test_members_of_unknown_suffixes_are_counted_with_the_remedy(tmp_path: Path) -> None:
     path = write_tar(
         tmp_path / "x.tar", {"0.img": picture(), "0.cap": b"hi", "1.img": b"y", "2.jpg": b"z", "2.cls": b"1"}
@@ -157,7 +157,7 @@ def test_members_of_unknown_suffixes_are_counted_with_the_remedy(tmp_path: Path)
         read(path)
 
 
-@line("`.tar.gz`, `.tgz`, `.zip`, `.xlsx`, `.arrow` and other files that are no list, picture or clip")
+@line("`.tar.gz`, `.tgz`, `.zip`, `.xlsx`, `.arrow` and other unknown files")
 def test_what_is_not_read_is_refused_before_the_model_is_loaded(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "x.zip", "w") as archive:
         archive.writestr("a.png", picture())
@@ -249,7 +249,7 @@ def test_an_unreadable_sub_folder_is_named_and_the_rest_read(tmp_path: Path, mon
         read(tmp_path / "closed")
 
 
-@line("a gzipped list of kilobytes with millions of lines, or JSON a thousand levels deep")
+@line("kilobytes that unpack to millions of lines, JSON a thousand levels deep")
 @pytest.mark.parametrize("unit", [b"\n", b"\r", b"a.png\n", b"#\n", b"{},", b" ", b"[", b'{"messages": []},'])
 @pytest.mark.parametrize("name", ["l.txt.gz", "l.csv.gz", "l.jsonl.gz", "l.json.gz"])
 def test_gzip_bombs_end_soon(tmp_path: Path, name: str, unit: bytes, monkeypatch: pytest.MonkeyPatch) -> None:

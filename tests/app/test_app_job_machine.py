@@ -74,7 +74,7 @@ def test_batches_of_the_public_actor(name: str, folder: Path, monkeypatch: pytes
     assert [str(text) for text in found["caption"]] == ["13 a", "14 x"] and len(found["image"]) == 2
 
 
-@line("a process for decoding that does not start, or answers with too many bytes")
+@line("a decoder process that does not start, or sends wrong bytes")
 @pytest.mark.parametrize("trouble", ["process", "files"])
 def test_the_machines_trouble_is_no_bad_picture(trouble: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mmspec.app.caption.job.decode_item", decode.decode_item)
@@ -99,7 +99,6 @@ def test_the_machines_trouble_is_no_bad_picture(trouble: str, folder: Path, monk
     assert job().run() == 0 and captions("jsonl") == expected("x")
 
 
-@line("a job that was suspended (SIGSTOP, a closed laptop)")
 def test_an_address_is_read_again_after_a_suspension(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> Any:
         attempts.append(0)

@@ -110,7 +110,7 @@ def test_a_large_object_is_read_a_record_at_a_time(monkeypatch: pytest.MonkeyPat
     assert "longer than 1048576 characters" in refusal("l.json", json.dumps({"file_name": {"0": "x" * (3 << 20)}}))
 
 
-@line("base64 and data URLs in a list or table")
+@line("base64 and data URLs")
 @pytest.mark.parametrize("name", ["l.csv", "l.tsv", "l.txt", "l.jsonl"])
 def test_large_base64_in_a_list(name: str) -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (260, 260, 3), dtype=np.uint8)
@@ -166,7 +166,7 @@ def test_western_text_is_read_and_counted() -> None:
     ]
 
 
-@line("a quotation mark without its partner in a CSV or TSV")
+@line("an unclosed quotation mark in a CSV or TSV")
 @pytest.mark.parametrize("between", ["\t", ",", ";"])
 @pytest.mark.parametrize(
     ("first", "last"),
@@ -191,7 +191,7 @@ def test_cells_of_several_lines_stay_one() -> None:
     assert "l.csv line 2: a quotation mark is not closed" in message
 
 
-@line("names in a `.txt` that begin with `#`, have spaces at their ends, or other bytes than UTF-8")
+@line("names in a `.txt` that begin with `#`, end with spaces, or are not UTF-8")
 def test_odd_names_in_a_text() -> None:
     names = [b"#sunset (1).png", b" s .png", b"latin\xe9.png", b"\xcd\xbc\xc6\xac.png", b"cafe.png"]
     for name in names:
@@ -207,7 +207,7 @@ def test_odd_names_in_a_text() -> None:
 TURNS = [{"role": "user", "content": "<image>What ?"}, {"role": "assistant", "content": "x"}]
 
 
-@line("records without a picture, or with an empty one: `[]`, `null`, an empty text")
+@line("records with no picture: `[]`, `null`, an empty text")
 @pytest.mark.parametrize("empty", [[], [""], "", " ", None, [None], {}, {"bytes": None, "path": None}])
 def test_records_without_a_picture_are_counted(empty: Any) -> None:
     records = [
@@ -246,7 +246,7 @@ def test_marks_within_a_list() -> None:
     assert len(look("l.jsonl", text.format('{"image": "a.png"}', '{"image": "b.png"}'))[0]) == 2
 
 
-@line("a gzipped list of kilobytes with millions of lines, or JSON a thousand levels deep")
+@line("kilobytes that unpack to millions of lines, JSON a thousand levels deep")
 @pytest.mark.parametrize(("opened", "closed"), ["[]", ('{"a":', "}")])
 def test_values_that_are_nested_too_deeply(opened: str, closed: str) -> None:
     for levels in (960, 20_000):  # what the parser of JSON reads, and what it does not
@@ -258,13 +258,13 @@ def test_values_that_are_nested_too_deeply(opened: str, closed: str) -> None:
         assert "l.json" in refusal("l.json", f'[{{"image": "a.png"}}, {{"image": {deep}}}]')
 
 
-@line("a row of a list that is equal to an earlier one")
+@line("equal rows")
 def test_equal_rows_are_counted() -> None:
     rows, said = look("l.txt", "a.png\nb.png\n./a.png\na.png\n")
     assert len(rows) == 2 and said == ["l.txt: skipped 2 rows equal to an earlier one, as line 3"]
 
 
-@line("a record of a list with several columns that name files: `file_name` and `image`, `image` and `video`")
+@line("several columns that name files: `file_name` and `image`, `image` and `video`")
 @pytest.mark.parametrize(
     "others", [("file_name", "image"), ("image", "video"), ("path", "photo"), ("image", "Image Path")]
 )
@@ -284,7 +284,6 @@ def test_two_columns_that_name_files(others: tuple[str, str]) -> None:
         assert not any("columns" in one for one in said)
 
 
-@line("fields that captions do not need: answers of any type")
 @pytest.mark.parametrize("answer", [3, 2.5, ["yes", "no"], {"1": "a"}, True, None, "x" * 70_000, "\ud83d"])
 def test_answers_are_not_read_for_captions(answer: Any) -> None:
     (row,), said = look("l.jsonl", json.dumps({"image": "a.png", "prompt": "How many ?", "answer": answer}))

@@ -140,7 +140,6 @@ def test_paths_as_other_programs_write_them(here: Path) -> None:
     assert [content_of(row) for row in found[:-1]] == [picture()] * len(names) and failure(found[-1]) == "OutsideInput"
 
 
-@line("an id that pandas made a float: `7.0`")
 def test_whole_floats_are_ids(here: Path) -> None:
     (here / "l.jsonl").write_text('{"file_name": "a.png", "id": 7.0}\n')
     assert [row.id for row in read(here / "l.jsonl")] == ["7"]
@@ -156,7 +155,7 @@ def test_of_two_columns_of_a_name_the_first_is_read(here: Path) -> None:
     assert listed(here, "l.csv", "file_name,file_name,prompt\na.png,x.png,hi\n") == [("a.png", "hi")]
 
 
-@line("addresses in a list (`.txt`, `.csv`, `.jsonl`)")
+@line("addresses")
 def test_lists_of_addresses(here: Path) -> None:
     url = "http://example.org/a.png?size=1"
     for name, text in {
@@ -173,7 +172,7 @@ def test_lists_of_addresses(here: Path) -> None:
             read(here / name)
 
 
-@line("an absolute path in a list or table; `--root DIR`")
+@line("an absolute path; `--root DIR`")
 def test_absolute_paths_and_root(here: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     other, third = tmp_path_factory.mktemp("other"), tmp_path_factory.mktemp("third")
     (other / "c.png").write_bytes(picture())
@@ -208,7 +207,7 @@ def test_base64_in_a_list(here: Path) -> None:
 JUNK = "A" * 900_000
 
 
-@line("a mistake in a list, or a file that it names and that is missing")
+@line("a mistake, or a named file that is missing")
 @pytest.mark.parametrize(
     ("text", "message"),
     [

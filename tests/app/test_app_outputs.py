@@ -205,7 +205,7 @@ def test_large_content_waits_in_a_file(tmp_path: Path, monkeypatch: pytest.Monke
 BAD = ["\ud83d", "a \udcff b", "\udfff\ud800"]
 
 
-@line("a prompt that is not valid Unicode")
+@line("not valid Unicode")
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("text", BAD, ids=ascii)
 def test_text_that_is_no_unicode(text: str, name: str, tmp_path: Path) -> None:
@@ -259,7 +259,7 @@ def test_texts_of_an_item() -> None:
     assert find_fault("é 漢 🙂 \0") is None and len(find_fault("x" * 10**6) or "") < 300
 
 
-@line("a prompt of more than 65,536 characters, or of as many tokens as the model has positions")
+@line("more than 65,536 characters, or as many tokens as the model has positions")
 def test_rows_that_are_too_long_for_the_model_do_not_stop_the_others(tmp_path: Path) -> None:
     (tmp_path / "p").mkdir()
     lines = []

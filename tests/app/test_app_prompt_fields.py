@@ -88,7 +88,7 @@ def test_metadata_of_kohya(folder: Path) -> None:
     assert prompts("upload/meta_clean.json") == EXPECTED
 
 
-@line("paths as Label Studio serves them: `/data/upload/...`, `/data/local-files/?d=...`")
+@line("Label Studio's paths: `/data/upload/...`, `/data/local-files/?d=...`")
 def test_an_export_of_label_studio(folder: Path) -> None:
     (folder / "export.json").write_text(json.dumps(LABEL_STUDIO))
     assert prompts("export.json") == EXPECTED

@@ -364,7 +364,7 @@ def test_max_pixels_changes_what_the_model_sees(tmp_path: Path) -> None:
     assert found[0] == found[2] != found[1]
 
 
-@line("`<image>` in a question")
+@line("`<image>` between words")
 @pytest.mark.parametrize("has_template", [True, False])
 def test_pictures_stand_where_a_question_says(
     captioner: Captioner, has_template: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -70,7 +70,7 @@ def file_becomes_link(inner: Path, private: Path) -> None:
 SWAPS = [folder_becomes_link, outer_folder_becomes_link, file_becomes_link]
 
 
-@line("a file or folder that is replaced by a link during the job")
+@line("a file that is replaced by a link during the job")
 @pytest.mark.parametrize("swap", SWAPS)
 @pytest.mark.parametrize(
     "kind", ["txt", "csv", "jsonl", "jsonl images", "parquet cell", "parquet struct", "parquet list"]

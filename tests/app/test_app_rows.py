@@ -126,7 +126,7 @@ def ids(file: Path) -> list[str]:
     return [row["id"] for row in rows(file)]
 
 
-@line("a file by its relative or absolute path, from another folder, through a link")
+@line("one file by several paths: relative, absolute, through a link")
 def test_an_id_is_the_path_from_the_output(pictures: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     for folder in ("work", "out"):
         (tmp_path / folder).mkdir()
@@ -189,7 +189,7 @@ def test_two_tables_with_equal_ids(pictures: Path, tmp_path: Path, capsys: Any) 
     assert "the row '7' in " in (said := capsys.readouterr().err) and "another file than '2024/t.parquet#0'" in said
 
 
-@line("two questions about a picture and `--format txt`")
+@line("two questions about a picture, `--format txt`")
 def test_two_rows_never_have_one_text_file(pictures: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.chdir(tmp_path)
     Path("a.png").write_bytes(next(pictures.iterdir()).read_bytes())

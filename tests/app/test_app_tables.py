@@ -56,7 +56,7 @@ def dictionary(size: int, count: int) -> Any:
     return pa.DictionaryArray.from_arrays(pa.array([0] * count, pa.int32()), pa.array([bytes(size)], pa.binary()))
 
 
-@line("a Parquet file of a kilobyte that unpacks to gigabytes")
+@line("a kilobyte of Parquet that unpacks to gigabytes")
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs /proc")
 @pytest.mark.parametrize(
     "column",
@@ -75,7 +75,7 @@ def test_parquet_bombs(tmp_path: Path, column: Any) -> None:
     rows.close()
 
 
-@line("a table with more rows than a file of its size may have")
+@line("more rows than a file of its size may have")
 def test_rows_are_limited_by_the_size_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (tables, data_sets):
         monkeypatch.setattr(module, "MAX_ROWS_PER_BYTE", 1)
@@ -134,7 +134,7 @@ def test_damaged_arrow_files(tmp_path: Path, data: bytes | None) -> None:
         read(tmp_path / "d")
 
 
-@line("a folder of `save_to_disk` whose JSON files name what is outside, or a file twice")
+@line("a folder of `save_to_disk` that names files outside, or one twice")
 @pytest.mark.parametrize(
     "name", ["../../private/{file}", "{private}/{file}", "link.arrow", "linked/{file}", "", ".", "a\0b", 7, None, ["x"]]
 )

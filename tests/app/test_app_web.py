@@ -130,7 +130,7 @@ def test_what_goes_to_a_proxy_is_not_checked_and_the_next_address_is(
     assert failure("http://pictures.example/move", public_only=True) == "AddressNotAllowed"
 
 
-@line("an address of this machine or network in another spelling (`fec0::1`, 6to4, NAT64, ISATAP)")
+@line("a private address in another spelling (`fec0::1`, 6to4, NAT64, ISATAP)")
 @pytest.mark.parametrize(
     ("address", "public"),
     [

@@ -252,7 +252,7 @@ def test_transparency_of_clips_is_white(suffix: str, codec: str, pix_fmt: str, t
         assert np.abs(colours[place] - expected).max() < 12, place
 
 
-@line("a clip of high dynamic range: PQ (HDR10), HLG")
+@line("HDR clips: PQ (HDR10), HLG")
 @pytest.mark.parametrize(("transfer", "white"), [(16, 0.5807), (18, 0.75)])
 @pytest.mark.parametrize("primaries", [9, 12])
 def test_hdr_clips_are_tone_mapped(transfer: int, white: float, primaries: int, tmp_path: Path) -> None:
@@ -337,7 +337,7 @@ def test_more_frames_than_are_read_of_a_clip(options: dict[str, Any]) -> None:
 # --- the answers of decoders ------------------------------------------------------------------------------------------
 
 
-@line("a process for decoding that does not start, or answers with too many bytes")
+@line("a decoder process that does not start, or sends wrong bytes")
 @pytest.mark.parametrize(
     "code",
     [
