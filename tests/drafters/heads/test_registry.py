@@ -233,6 +233,23 @@ def test_every_method_states_what_it_is() -> None:
     assert method_of(EagleDrafter(EagleHead(HEAD_CONFIG), num_layers=NUM_LAYERS)) is find_method("eagle")
 
 
+def test_the_page_lists_every_method_as_it_is() -> None:
+    """Read as published, trained, and exported for the engines that the help of `mmspec export` names."""
+    lines = (
+        (ROOT / "docs" / "drafters.md").read_text(encoding="utf-8").split("| method |")[1].split("\n\n")[0].splitlines()
+    )
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+    listed = {name: row for row in rows for name in re.findall(r"`([\w-]+)`", row[0])}
+    known = registry.methods()
+    assert known.keys() <= listed.keys() and len(rows) == len(known)
+    for name, method in known.items():
+        _, what, read, drafts, in_c, trained, exported, _ = listed[name]
+        assert what and drafts and in_c
+        is_read = type(method).load_published is not HeadMethod.load_published or method.is_of_target
+        assert (read == "yes") is is_read and (trained != "no") is bool(method.recipes)
+        assert all((engine in exported) is (engine in method.served) for engine in ("vLLM", "SGLang", "speculators"))
+
+
 def test_layers_of_a_head_are_an_option_of_blocks_over_several_layers() -> None:
     """Others would ignore it."""
     for method, recipe in registry.recipes().values():
