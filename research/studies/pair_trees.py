@@ -10,6 +10,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,6 +50,11 @@ class Calls:
         for index in indices:
             whole.add(self.stats[index])
         return whole.tau
+
+
+def ratio_of(above: Calls, below: Calls, indices: Sequence[int]) -> float:
+    """Of tokens a round."""
+    return above.tau(indices) / below.tau(indices)
 
 
 def run_calls(model: Any, requests: Sequence[Any], processor: Any, head: str, nodes: int, is_path: bool) -> Calls:
@@ -94,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             path, tree = (
                 run_calls(model, requests[: args.count], processor, head, nodes, is_path) for is_path in (True, False)
             )
-            ratio = bootstrap_interval(lambda chosen, a=path, b=tree: b.tau(chosen) / a.tau(chosen), args.count)
+            ratio = bootstrap_interval(partial(ratio_of, tree, path), args.count)
             taus = [format_ci(bootstrap_interval(calls.tau, args.count)) for calls in (path, tree)]
             same = "yes" if path.outputs == tree.outputs else "NO"
             print(f"| {head} | {nodes} | {' | '.join(taus)} | {format_ci(ratio)} | {same} |", flush=True)
