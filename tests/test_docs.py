@@ -90,6 +90,20 @@ def test_file_paths_in_backticks_exist(document: Path) -> None:
     assert not missing, f"{document.relative_to(ROOT)} names missing files: {missing}"
 
 
+def test_the_map_names_every_folder() -> None:
+    """That of CONTRIBUTING.md, in which a line is a folder, and `name/` after it one below."""
+    lines = read_document(ROOT / "CONTRIBUTING.md").partition("## Map")[2].split("```")[1].strip().splitlines()
+    named, top = set(), ""
+    for line in lines:
+        indent, first, rest = re.fullmatch(r"( *)(?:(\w+)/)? *(.*)", line).groups()  # type: ignore[union-attr]
+        top = first if first and not indent else top
+        named |= {f"{top}/{first}"} if first and indent else {top}
+        named |= {f"{top}/{name}" for name in re.findall(r"\b(\w+)/(?!\w)", rest)}
+    missing = [name for name in named if not (ROOT / name).is_dir()]
+    packages = {f"mmspec/{file.parent.name}" for file in (ROOT / "mmspec").glob("*/__init__.py")}
+    assert not missing and packages <= named and len(lines) <= 25
+
+
 @pytest.mark.parametrize("folder", ["docs/images", "research/results"])
 def test_every_image_and_result_is_named_by_a_document(folder: str) -> None:
     files = {file.name for file in (ROOT / folder).iterdir()} - {"README.md"}
