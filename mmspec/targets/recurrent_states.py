@@ -64,6 +64,7 @@ class RecurrentStates:
         self.log = StateLog([])
         self._functions = updating_functions(type(module) for module in decoder.modules())
         self.prompt: dict[Hashable, Tensor] = {}
+        self._is_fixed = False
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -89,8 +90,9 @@ class RecurrentStates:
             layer.has_previous_state[number] = True
 
     def move_to(self, tensors: Sequence[Tensor]) -> None:
-        """Use these tensors, which contain the states, from now on."""
+        """Use these tensors, which contain the states, from now on: recordings read them where they are."""
         _move(self.layers, tensors)
+        self._is_fixed = True
 
     @contextmanager
     def logged(self) -> Iterator[None]:
@@ -127,10 +129,13 @@ class RecurrentStates:
             yield log
 
     def advance(self, states: Sequence[Tensor]) -> None:
-        """Write the states that a commit has computed."""
-        for state, new in zip(self.tensors, states, strict=True):
-            if new is not state:
-                state.copy_(new)
+        """Take over the states that a commit has computed."""
+
+        def kept(state: Tensor, new: Tensor) -> Tensor:
+            is_alike = new.dtype == state.dtype and new.is_contiguous() and not self._is_fixed
+            return new if new is state or is_alike else state.copy_(new)
+
+        _move(self.layers, list(map(kept, self.tensors, states)))
 
     def restore(self, rows: Sequence[bool]) -> None:
         """Back to the states after the prompt, in some rows."""
