@@ -123,11 +123,9 @@ def _build_prompt(call: Call, prefilled: Prefilled, output: OutputBuffer, privat
     if attention_mask is None:
         attention_mask = torch.ones_like(input_ids)
     config, samples, repeats = plan.config, output.noise is not None, plan.num_return_sequences
-    drafter, needs, layout = config.drafter, config.drafter.requirements, plan.adapter.layout
+    drafter, needs = config.drafter, config.drafter.requirements
     grids = _visual_grids(plan, input_ids) if hidden_states else ()
     banned_ids = _banned_ids(call, logits.shape[-1])
-    # The vision tower has seen each prompt once.
-    saliency = layout.visual_saliency(plan.attention_capture, visual_mask[::repeats], plan.vision_inputs)
     compressor = None if config.active_compressor is None else RecordingCompressor(config.active_compressor)
     if compressor is not None and not is_builtin(compressor.inner):
         compressor.context_factory = lambda: private_draws
@@ -148,7 +146,6 @@ def _build_prompt(call: Call, prefilled: Prefilled, output: OutputBuffer, privat
         static_shapes=config.fixed_tree_size is not None,
         compressor=compressor,
         max_new_tokens=target.max_new_tokens if target.max_new_tokens < UNLIMITED else None,
-        visual_saliency=None if saliency is None else saliency.repeat_interleave(repeats, 0),
         media_inputs=own_copies(plan.media_inputs) if repeats == 1 else {},
         layer_subsets=open_layer_subsets(target, needs) if needs.layer_subsets else None,
         target_keys=TargetKeysReader.of(target) if needs.target_keys else None,

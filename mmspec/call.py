@@ -18,7 +18,6 @@ from mmspec.metrics.stats import Stats
 from mmspec.targets.base import ModelAdapter
 from mmspec.targets.lanes import LanePool
 from mmspec.targets.module_scan import ModuleScan
-from mmspec.vision.grids.attention import AttentionCapture
 
 
 class FallbackRequired(Exception):
@@ -75,7 +74,6 @@ class CallPlan:
         vision_inputs: the arguments in `adapter.vision_args`, which transformers drops as well.
         num_return_sequences: rows per prompt.
         warn: logs a message once per model.
-        attention_capture: attention of the vision tower in this call, if the compressor uses it.
         modules: result of the scan over the model's modules.
         revision: of the model at the start of the call, with what was derived from it.
         media_inputs: the arguments that describe images and videos, if the drafter requires them.
@@ -96,7 +94,6 @@ class CallPlan:
     warn: Callable[[str], None]
     modules: ModuleScan
     revision: Revision
-    attention_capture: AttentionCapture | None = None
     media_inputs: Mapping[str, Any] = field(default_factory=dict)
     prefix_use: PrefixUse | None = None
     huge_pages: HugePages = field(default_factory=HugePages)

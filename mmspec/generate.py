@@ -16,7 +16,6 @@ import functools
 import logging
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -34,7 +33,6 @@ from mmspec.engine.revision import Revision
 from mmspec.engine.undo import undo_lost, undone
 from mmspec.fallback import FallbackPolicy, reason_before_binding
 from mmspec.forks import new_lock, note_threads
-from mmspec.interfaces import SaliencyCompressor
 from mmspec.metrics.stats import Stats
 from mmspec.resolve import DrafterCache
 from mmspec.reuse import after_prompt, find_prefix
@@ -129,17 +127,15 @@ class PatchState:
             return self._fall_back(reason, start_time, functools.partial(plain_generate, **arguments))
         load_kernel_choices(self.autotuner.choices)
         plan, stats = self._plan(config, arguments, modules, revision, tokenizer, start_time), Stats()
-        capture = plan.attention_capture
-        with nullcontext() if capture is None else capture.active():
-            arguments = build_stop_string_criterion(arguments, option_getter(arguments, self.model))
-            given = arguments
-            if plan.prefix_use is not None and plan.prefix_use.drops_media:
-                given = {name: value for name, value in arguments.items() if name not in PIXEL_INPUTS}
-            try:
-                result = plain_generate(**given, custom_generate=self._custom_generate(plan, stats))
-            except PicturesRequired as error:
-                arguments["streamer"] = after_prompt(arguments.get("streamer"))
-                return self._fall_back(str(error), start_time, functools.partial(plain_generate, **arguments))
+        arguments = build_stop_string_criterion(arguments, option_getter(arguments, self.model))
+        given = arguments
+        if plan.prefix_use is not None and plan.prefix_use.drops_media:
+            given = {name: value for name, value in arguments.items() if name not in PIXEL_INPUTS}
+        try:
+            result = plain_generate(**given, custom_generate=self._custom_generate(plan, stats))
+        except PicturesRequired as error:
+            arguments["streamer"] = after_prompt(arguments.get("streamer"))
+            return self._fall_back(str(error), start_time, functools.partial(plain_generate, **arguments))
         self._record_call(stats, start_time)
         store_kernel_choices(self.autotuner.choices)
         if config.fixed_tree_size is None:
@@ -156,9 +152,7 @@ class PatchState:
         start_time: float,
     ) -> CallPlan:
         """What is known of a call that the loop decodes."""
-        vision_args, compressor = self.adapter.layout.vision_args, config.active_compressor
-        # transformers encodes the images before it calls the loop, so attention is captured from then on.
-        uses_attention = isinstance(compressor, SaliencyCompressor) and compressor.attends
+        vision_args = self.adapter.layout.vision_args
         return CallPlan(
             adapter=self.adapter,
             config=config,
@@ -171,7 +165,6 @@ class PatchState:
             vision_inputs={name: arguments[name] for name in vision_args if arguments.get(name) is not None},
             num_return_sequences=max(1, option_getter(arguments, self.model)("num_return_sequences") or 1),
             warn=self._warn_once,
-            attention_capture=self.adapter.layout.attention_capture() if uses_attention else None,
             modules=modules,
             revision=revision,
             media_inputs=media_inputs(arguments, self.model) if config.drafter.requirements.media_inputs else {},

@@ -10,7 +10,6 @@ from mmspec.config import SpecConfig
 from mmspec.cpu.interception import operators_are_intercepted
 from mmspec.engine.output import OutputBuffer
 from mmspec.engine.prefix import PrefixStore
-from mmspec.interfaces import SaliencyCompressor
 from mmspec.prefill import Prefilled
 from mmspec.targets.base import ModelAdapter
 from mmspec.targets.model_state import describe_calls, is_plain_class, unknown_code
@@ -30,8 +29,8 @@ def find_prefix(
         arguments: of `generate`, by name.
         modules: result of the scan over the model's modules.
     """
-    model, compressor = adapter.model, config.active_compressor
-    if config.reuse_prefix is False or (isinstance(compressor, SaliencyCompressor) and compressor.attends):
+    model = adapter.model
+    if config.reuse_prefix is False:
         return None
     is_known = unknown_code(adapter, modules) is None and all(map(is_plain_class, modules.kinds))
     if not is_known or operators_are_intercepted():

@@ -19,7 +19,6 @@ from mmspec.vision.compressors.select import (
     Stride,
     TopScore,
     query_similarity,
-    saliency,
 )
 
 TRAINED_GATE = Elastic.name
@@ -29,7 +28,6 @@ UNSIZED: dict[str, Callable[[], object]] = {"identity": Identity, "drop": Drop}
 UNTRAINED: dict[str, Callable[[int], object]] = {
     "stride": Stride,
     "relevant": lambda max_tokens: TopScore(max_tokens, "relevant", query_similarity),
-    "salient": lambda max_tokens: TopScore(max_tokens, "salient", saliency, attends=True),
     "pool": Pool,
 }
 """Compressors with a size and without weights: `max_tokens` -> compressor."""

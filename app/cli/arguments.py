@@ -31,7 +31,7 @@ DTYPE_HELP = "of the model; default auto: the checkpoint's, float32 on a CPU"
 DEVICE_HELP = "default auto: the GPU if there is one"
 TEMPERATURE_HELP = "0 (default) is greedy"
 PROGRESS_HELP = "progress bar (default: on a terminal)"
-COMPRESSOR_HELP = "pass fewer visual tokens to the drafter: drop; stride, pool, relevant, salient with :N"
+COMPRESSOR_HELP = "pass fewer visual tokens to the drafter: drop; stride, pool, relevant with :N"
 
 
 def goes_with(action: argparse.Action, others: str, holds: Callable[[argparse.Namespace], Any]) -> None:

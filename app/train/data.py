@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -250,11 +250,10 @@ class Teacher:
         """One forward of the target over prompts and answers."""
         _, inputs = self.build_inputs(self.data, indices)
         inputs, response_mask = self._append_answers(inputs, [self.answers[index] for index in indices])
-        device, capture = self.model.device, self.adapter.layout.attention_capture()
+        device = self.model.device
         with (
             torch.no_grad(),
             torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cpu" and bf16_is_faster(device)),
-            nullcontext() if capture is None else capture.active(),
             self._captured_axes() as axes,
             layer_inputs(self.adapter, self.aux_layers, inputs) as received,
         ):
@@ -277,7 +276,6 @@ class Teacher:
             inputs_embeds=outputs.hidden_states[0].float(),
             hidden_states=outputs.hidden_states[-1].float(),
             grids=prompt_grids(prompt, input_ids.shape[1]),
-            visual_saliency=self.adapter.layout.visual_saliency(capture, visual_mask, vision),
             aux_hidden_states={
                 layer: received.get(layer, outputs.hidden_states[layer]).float() for layer in self.aux_layers
             },

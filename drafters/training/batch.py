@@ -28,7 +28,6 @@ class TrainBatch:
         inputs_embeds: [B, L, D] merged input embeddings.
         hidden_states: [B, L, D] the target's states after its final norm.
         grids: of the visual tokens, `start` counted in visual tokens of their row (`prompt_grids`); empty if unknown.
-        visual_saliency: [B, L] float32, as in `Prompt`, or None.
         aux_hidden_states: {index: [B, L, D]} of other layers, for heads that read them (EAGLE-3).
         position_ids: [B, 3, L] int64, the target's on its axes, or None: 0, 1, 2, ... on all of them.
     """
@@ -40,7 +39,6 @@ class TrainBatch:
     inputs_embeds: Tensor
     hidden_states: Tensor
     grids: tuple[VisualGrid, ...] = field(default=(), kw_only=True)
-    visual_saliency: Tensor | None = field(default=None, kw_only=True)
     aux_hidden_states: Mapping[int, Tensor] = field(default_factory=dict, kw_only=True)
     position_ids: Tensor | None = field(default=None, kw_only=True)
 
@@ -81,13 +79,10 @@ class TrainBatch:
 
     def to(self, device: torch.device | str) -> TrainBatch:
         """A copy on a device."""
-        saliency = None if self.visual_saliency is None else self.visual_saliency.to(device)
         aux = {layer: states.to(device) for layer, states in self.aux_hidden_states.items()}
         tensors = (part.to(device) for part in self.tensors())
         positions = None if self.position_ids is None else self.position_ids.to(device)
-        return TrainBatch(
-            *tensors, grids=self.grids, visual_saliency=saliency, aux_hidden_states=aux, position_ids=positions
-        )
+        return TrainBatch(*tensors, grids=self.grids, aux_hidden_states=aux, position_ids=positions)
 
     def tensors(self) -> tuple[Tensor, ...]:
         """The required tensors in the order of the fields."""
@@ -99,12 +94,10 @@ class TrainBatch:
         lengths = self.attention_mask.sum(1).tolist()
 
         def select(row: int, length: int) -> TrainBatch:
-            saliency = None if self.visual_saliency is None else self.visual_saliency[row : row + 1, :length].clone()
             positions = None if self.position_ids is None else self.position_ids[row : row + 1, :, :length].clone()
             return TrainBatch(
                 *(part[row : row + 1, :length].clone() for part in self.tensors()),
                 grids=tuple(replace(grid, row=0) for grid in self.grids if grid.row == row),
-                visual_saliency=saliency,
                 position_ids=positions,
                 aux_hidden_states={
                     layer: states[row : row + 1, :length].clone() for layer, states in self.aux_hidden_states.items()
@@ -117,19 +110,16 @@ class TrainBatch:
     def collate(cls, sequences: Sequence[TrainBatch]) -> TrainBatch:
         """Batches of one sequence each as one batch, padded with zeros."""
         grids = tuple(replace(grid, row=row) for row, one in enumerate(sequences) for grid in one.grids)
-        saliency = [one.visual_saliency for one in sequences if one.visual_saliency is not None]
         positions = [one.position_ids.mT for one in sequences if one.position_ids is not None]
 
         def pad(parts: Sequence[Tensor]) -> Tensor:
             return pad_sequence([part[0] for part in parts], batch_first=True)
 
         tensors = map(pad, zip(*(one.tensors() for one in sequences), strict=True))
-        has_saliency = len(saliency) == len(sequences)
         layers = sequences[0].aux_hidden_states
         return cls(
             *tensors,
             grids=grids,
-            visual_saliency=pad(saliency) if has_saliency else None,
             aux_hidden_states={layer: pad([one.aux_hidden_states[layer] for one in sequences]) for layer in layers},
             position_ids=pad(positions).mT if len(positions) == len(sequences) else None,
         )
@@ -239,7 +229,6 @@ def build_inputs_and_labels(
             attention_mask=batch.attention_mask,
             position_ids=position_ids,
             grids=batch.grids,
-            saliency=None if batch.visual_saliency is None else batch.visual_saliency.roll(-1, 1),
         )
     )
     is_response = batch.response_mask & batch.attention_mask

@@ -7,7 +7,7 @@
 | `own_head` | `TargetKeys`, `HeadBlock`, `HeadCache` | `OwnHead`, `HeadFiles`, `AssistantParts` |
 | `drafter` | `Drafter` | `DrafterRequirements`, `Prompt` |
 | `observer` | `Observer` | `ObservedRound` |
-| `compressor` | `Compressor`, `SizedCompressor`, `SaliencyCompressor`, ... | `VisualTokens`, `VisualGrid` |
+| `compressor` | `Compressor`, `SizedCompressor`, ... | `VisualTokens`, `VisualGrid` |
 | `video` | `FrameSampler`, `EvenSampler` | |
 
 Depends on neither transformers, a KV cache nor the decode loop. Shape symbols used in the whole project: B batch rows,
@@ -21,7 +21,6 @@ from mmspec.interfaces.compressor import (
     GatedCompressor,
     GateObservation,
     GridCompressor,
-    SaliencyCompressor,
     SizedCompressor,
     VisualGrid,
     VisualTokens,
@@ -58,7 +57,6 @@ __all__ = [
     "OwnHead",
     "OwnHeadError",
     "Prompt",
-    "SaliencyCompressor",
     "SharedEmbeddings",
     "SizedCompressor",
     "Target",

@@ -64,7 +64,6 @@ class VisualTokens:
         mask: [B, M] bool, True for tokens, False for padding.
         position_ids: [B, M] or [axes, B, M] int64.
         grids: the grids that the tokens form, `start` counted in M.
-        saliency: [B, M] float32, see `Prompt.visual_saliency`, or None.
         source_indices: set by a compressor, [B, K] int64: index in M of each output token, -1 for mixtures; None if
             unknown.
         choices: set by a compressor that chooses per row: label of each row's choice, such as "pool:49".
@@ -75,7 +74,6 @@ class VisualTokens:
     mask: Tensor
     position_ids: Tensor
     grids: tuple[VisualGrid, ...] = ()
-    saliency: Tensor | None = None
     source_indices: Tensor | None = None
     choices: tuple[str, ...] | None = None
 
@@ -100,19 +98,6 @@ class Compressor(Protocol):
             query: [B, D] hidden state of the last prompt token, or None.
             max_tokens: K.
         """
-
-
-@runtime_checkable
-class SaliencyCompressor(Compressor, Protocol):
-    """A compressor that can use `VisualTokens.saliency`, which costs an extra attention layer per image.
-
-    Attributes:
-        attends: whether it does use it.
-    """
-
-    @property
-    def attends(self) -> bool:
-        """Whether saliency must be computed for it."""
 
 
 @runtime_checkable

@@ -80,8 +80,6 @@ class Prompt:
         static_shapes: shapes must not depend on timing (`deterministic=True` or `tree_size=`).
         compressor: compressor of the drafter's visual tokens, or None.
         max_new_tokens: upper bound of new tokens per row; None if unbounded.
-        visual_saliency: [B, L] float32, attention that the vision tower pays to each visual token; None if no
-            compressor uses it or the adapter cannot compute it.
         layer_subsets: the target with fewer layers, or its copy, if the drafter requires it and the call allows it;
             else None.
         media_inputs: the arguments of `generate` that describe images and videos, if the drafter requires them and
@@ -107,7 +105,6 @@ class Prompt:
     static_shapes: bool = False
     compressor: Compressor | None = None
     max_new_tokens: int | None = None
-    visual_saliency: Tensor | None = None
     layer_subsets: LayerSubsets | None = None
     media_inputs: Mapping[str, Any] = field(default_factory=dict)
     target_keys: TargetKeys | None = None

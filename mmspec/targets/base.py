@@ -52,7 +52,7 @@ class ModelAdapter:
 
     @property
     def layout(self) -> VisualLayout:
-        """Grids and saliency of the visual tokens. Made at each use, since `model` of a copied adapter is replaced."""
+        """Grids of the visual tokens. Made at each use, since `model` of a copied adapter is replaced."""
         return VISUAL_LAYOUTS.get(self.model_type, VisualLayout)(self.model)
 
     @property

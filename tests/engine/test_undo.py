@@ -24,17 +24,11 @@ from mmspec.targets.patched_class import plain_class
 from mmspec.vision.compressors.select import Identity
 
 VARIABLE: ContextVar[Any] = ContextVar("variable", default=None)
-OF_CONTEXTS = ("mmspec/generate.py", "mmspec/decode.py", "undo.py", "draws.py", "attention.py", "state_log.py")
+OF_CONTEXTS = ("mmspec/generate.py", "mmspec/decode.py", "undo.py", "draws.py", "state_log.py")
 OF_CONTEXTS += ("contextlib.py", "grad_mode.py")
 """Code that enters and leaves contexts."""
 POINTS = 24
 """Interrupted calls of each model."""
-
-
-class AttendingIdentity(Identity):
-    """Needs the attention of the vision tower."""
-
-    attends = True
 
 
 def replacement(index: int, value: Any) -> tuple[Any, ...]:
@@ -156,7 +150,7 @@ def test_calls_that_are_interrupted(family: str) -> None:
 
     plain = generate()
     if family == "llava":
-        mmspec.patch(model, adversarial.PromptRecorder(), AttendingIdentity())
+        mmspec.patch(model, adversarial.PromptRecorder(), Identity())
     else:
         mmspec.patch(model, "hybrid")
     try:

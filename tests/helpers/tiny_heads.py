@@ -31,7 +31,7 @@ from mmspec.vision.registry import init_compressor
 
 BLOCK_DRAFTERS = ("flash", "chained", "parallel", "linked", "falcon")
 """Block drafters that read one hidden state."""
-SELECTING_COMPRESSORS = ("stride:3", "stride:2", "relevant:3", "salient:3", "salient:2", "identity", "drop")
+SELECTING_COMPRESSORS = ("stride:3", "stride:2", "relevant:3", "relevant:2", "identity", "drop")
 COMPRESSOR_SPECS = ("conv:3", "resampler:2", "elastic:4", "pool:3", *SELECTING_COMPRESSORS)
 PAIR_DRAFTERS = ("dflash2", "domino", "lilicorr")
 """Block drafters whose tokens depend on those before them otherwise than by a table."""

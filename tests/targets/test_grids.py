@@ -200,16 +200,3 @@ def test_tags_of_idefics3_may_be_several_tokens() -> None:
             *((2, "tiles"), (2, "tiles"), (2, "base")),
         ]
     assert adapter.layout.grids(torch.tensor([[*whole[:-1]]]), {}) == ()
-
-
-def test_saliency_of_vipllava_has_a_value_per_token() -> None:
-    model = build_model("vipllava")
-    adapter = find_adapter(model)
-    capture = adapter.layout.attention_capture()
-    assert capture is not None and capture.has_class_token
-    inputs = tiny.build_inputs(model, 3, 2, images=[1, 2])
-    with capture.active(), torch.no_grad():
-        model(**inputs)
-    mask = inputs["input_ids"] == tiny.special_ids(model.tiny_spec).image
-    saliency = adapter.layout.visual_saliency(capture, mask, {})
-    assert saliency is not None and bool((saliency[mask] > 0).all()) and not saliency[~mask].any()

@@ -321,7 +321,7 @@ def test_a_row_is_independent_of_the_other_rows(kind: str, max_tokens: int) -> N
 
 @pytest.mark.parametrize("counts", [[6, 6], [7, 2, 0], [1], [0]])
 @pytest.mark.parametrize("budget", [1, 3, 50])
-@pytest.mark.parametrize("name", ["stride", "random", "relevant", "salient", "diverse"])
+@pytest.mark.parametrize("name", ["stride", "random", "relevant", "diverse"])
 def test_selection_equals_the_reference(name: str, budget: int, counts: list[int]) -> None:
     visual = tokens_of(counts)
     query = torch.randn(len(counts), 8, generator=torch.Generator().manual_seed(3))
@@ -336,9 +336,6 @@ def test_selection_equals_the_reference(name: str, budget: int, counts: list[int
             expected = sorted(sorted(tokens, key=lambda t: -float(rng[t]))[:num_kept])
         elif name == "relevant":
             expected = sorted(sorted(tokens, key=lambda t: -_cosine(states[t], query[row]))[:num_kept])
-        elif name == "salient":
-            mean = embeddings[:count].mean(0)
-            expected = sorted(sorted(tokens, key=lambda t: _cosine(embeddings[t], mean))[:num_kept])
         else:
             expected = _diverse(embeddings[:count], num_kept)
         assert compressed.mask[row].tolist() == [True] * num_kept + [False] * (compressed.mask.shape[1] - num_kept)
@@ -392,13 +389,6 @@ def test_diverse_needs_no_quadratic_memory() -> None:
     with Largest() as largest:
         build_compressor("diverse:5").compress(visual, None, 5)
     assert largest.found <= baselines.CHUNK_SIZE * 2000
-
-
-def test_salient_uses_the_attention_of_the_vision_tower() -> None:
-    visual = replace(tokens_of([5]), saliency=torch.tensor([[0.1, 0.9, 0.2, 0.8, 0.0]]))
-    assert build_compressor("salient:2").compress(visual, None, 2).position_ids.tolist() == [[5, 9]]
-    with pytest.raises(ValueError, match="needs the last hidden state of the prompt"):
-        build_compressor("relevant:2").compress(visual, None, 2)
 
 
 def test_identity_and_drop() -> None:
@@ -501,10 +491,8 @@ def test_gradients_reach_the_gate_of_elastic() -> None:
             loss.backward()
         optimiser.step()
     compressor.eval().compress(visual, query, 8)
-    assert not torch.equal(compressor.gate.bias, before) and compressor.choices == [
-        "salient:8",
-        "salient:8",
-    ]  # no mean is longer
+    assert not torch.equal(compressor.gate.bias, before)
+    assert set(compressor.choices or ()) <= {"pool:8", "conv:8"}, "a convolution starts as the mean"
     with pytest.raises(ValueError, match="needs the last hidden state of the prompt"):
         compressor.compress(visual, None, 8)
 
@@ -554,7 +542,7 @@ def test_drop_equals_the_text_only_mode(world: FakeTarget) -> None:
 
 
 @pytest.mark.parametrize("runs", [[(2, 6)], [(1, 3), (7, 9)], [(0, 12)], [(11, 12)], []])
-@pytest.mark.parametrize("name", ["identity", "pool:2", "stride:3", "salient:2", "drop"])
+@pytest.mark.parametrize("name", ["identity", "pool:2", "stride:3", "drop"])
 def test_a_single_row_is_read_as_in_a_batch(world: FakeTarget, runs: list[tuple[int, int]], name: str) -> None:
     """Contiguous visual tokens of a single row are not copied, unlike those of a batch or scattered ones."""
     rng = torch.Generator().manual_seed(9)
@@ -563,7 +551,7 @@ def test_a_single_row_is_read_as_in_a_batch(world: FakeTarget, runs: list[tuple[
         visual[0, start:end] = True
     visual[1, 4:9:2] = True
     next_embeds, states = (torch.randn(2, 12, 32, generator=rng) for _ in range(2))
-    saliency, index = torch.rand(2, 12, generator=rng), torch.arange(12).expand(2, 12)
+    index = torch.arange(12).expand(2, 12)
 
     def read(rows: slice) -> tuple[Tensor, Tensor, Tensor]:
         inputs = DraftInputs(
@@ -573,7 +561,6 @@ def test_a_single_row_is_read_as_in_a_batch(world: FakeTarget, runs: list[tuple[
             next_embeds[0, 0],
             attention_mask=torch.ones_like(visual[rows]),
             position_ids=index[rows],
-            saliency=saliency[rows],
         )
         return compressed_inputs(head(), "decoupled", inputs, build_compressor(name), states[rows, -1])
 

@@ -22,7 +22,7 @@ from mmspec.interfaces import Compressor, GateObservation, VisualTokens
 from mmspec.metrics.compression_stats import compressor_label
 from mmspec.vision.compressors.pooling import Conv, Pool
 from mmspec.vision.compressors.resampler import Resampler
-from mmspec.vision.compressors.select import Drop, Stride, TopScore, query_similarity, saliency
+from mmspec.vision.compressors.select import Drop, Stride, TopScore, query_similarity
 
 BUDGET_PENALTY = 0.02
 """Increase of the loss for keeping all visual tokens. Keeping all of a video takes 1% to 5% of a call on two CPU cores,
@@ -65,7 +65,6 @@ class Elastic(nn.Module):
         self.gate = nn.Linear(hidden_size + 1, len(self.branches))
         nn.init.zeros_(self.gate.weight)
         nn.init.zeros_(self.gate.bias)
-        self.attends = any(getattr(branch, "attends", False) for branch in self.branches)
         self.choices: list[str] | None = None
         self.cost: Tensor | None = None
         self._forced: tuple[int, list[GateObservation]] | None = None
@@ -177,13 +176,12 @@ class Elastic(nn.Module):
 
 
 def default_branches(hidden_size: int, max_tokens: int) -> list[Compressor]:
-    """No token; evenly spaced and query-similar tokens (a fourth of `max_tokens`); pooling and the most salient tokens
-    (a fourth, and `max_tokens`); a convolution; a resampler with two queries."""
+    """No token; evenly spaced and query-similar tokens (a fourth of `max_tokens`); pooling (a fourth, and
+    `max_tokens`); a convolution; a resampler with two queries."""
     fourth = max(1, max_tokens // 4)
     branches: list[Compressor] = [Drop(), Stride(fourth), TopScore(fourth, "relevant", query_similarity)]
-    for size in sorted({fourth, max_tokens}):
-        branches += [Pool(size), TopScore(size, "salient", saliency, attends=True)]
-    return [*branches, Conv(hidden_size, max_tokens), Resampler(hidden_size, min(2, max_tokens))]
+    pools = map(Pool, sorted({fourth, max_tokens}))
+    return [*branches, *pools, Conv(hidden_size, max_tokens), Resampler(hidden_size, min(2, max_tokens))]
 
 
 def gate_features(visual_tokens: VisualTokens, query: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Compressors without weights that keep a subset of the visual tokens unchanged: all, none, evenly, by score.
 
-Kept tokens keep their position ids. `TopScore` ranks tokens by similarity to the query or by saliency.
+Kept tokens keep their position ids. `TopScore` ranks tokens by similarity to the query.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ def gather_tokens(visual_tokens: VisualTokens, index: Tensor, mask: Tensor) -> V
         hidden_states=gather_rows(visual_tokens.hidden_states, index),
         mask=mask,
         position_ids=positions.gather(-1, position_index),
-        saliency=None if visual_tokens.saliency is None else visual_tokens.saliency.gather(1, index),
         source_indices=index,
     )
 
@@ -109,19 +108,6 @@ def query_similarity(visual_tokens: VisualTokens, query: Tensor | None) -> Tenso
     return functional.cosine_similarity(visual_tokens.hidden_states.float(), query[:, None].float(), dim=-1)
 
 
-def saliency(visual_tokens: VisualTokens, query: Tensor | None) -> Tensor:
-    """[B, M] attention that each token receives in the vision tower, where available (all LLaVA families).
-
-    Otherwise the negative cosine similarity of each embedding and the mean embedding of its row.
-    """
-    if visual_tokens.saliency is not None:
-        return visual_tokens.saliency
-    embeddings = visual_tokens.inputs_embeds.float()
-    mask = visual_tokens.mask[..., None]
-    mean = (embeddings * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
-    return -functional.cosine_similarity(embeddings, mean, dim=-1)
-
-
 @dataclass(frozen=True)
 class TopScore:
     """Keeps the tokens with the highest scores.
@@ -130,13 +116,11 @@ class TopScore:
         max_tokens: Limit per row.
         name: Name in messages and statistics.
         score: The score of each token.
-        attends: Whether `VisualTokens.saliency` is used; it is computed only for compressors that set this.
     """
 
     max_tokens: int
     name: str
     score: ScoreFunction
-    attends: bool = False
 
     def compress(self, visual_tokens: VisualTokens, query: Tensor | None, max_tokens: int) -> VisualTokens:
         """The `max_tokens` tokens of each row with the highest scores."""

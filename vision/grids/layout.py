@@ -11,7 +11,6 @@ from typing import Any
 from torch import Tensor
 
 from mmspec.interfaces import VisualGrid
-from mmspec.vision.grids.attention import AttentionCapture
 
 
 class VisualLayout:
@@ -43,36 +42,6 @@ class VisualLayout:
     def has_grids(self) -> bool:
         """Whether the grids of this family's visual tokens can be derived."""
         return type(self).grids is not VisualLayout.grids
-
-    def attention_capture(self) -> AttentionCapture | None:
-        """A capture of the vision tower's attention; None where it cannot be assigned to visual tokens."""
-        return None
-
-    def token_saliency(self, shares: Tensor, vision: Mapping[str, Any]) -> Tensor | None:
-        """[M] saliency of the visual tokens of all rows, in prompt order; None if the numbers do not match.
-
-        Args:
-            shares: [P, N] attention shares of the N patches of each of P images or tiles, as the tower encodes them.
-            vision: see `grids`.
-        """
-        return shares.flatten()
-
-    def visual_saliency(
-        self, capture: AttentionCapture | None, visual_mask: Tensor, vision: Mapping[str, Any]
-    ) -> Tensor | None:
-        """[B, L] float32, saliency of each visual token, 0 elsewhere; None if it cannot be computed.
-
-        Args:
-            capture: the capture that was active while the images were encoded, or None.
-            visual_mask: [B, L] bool.
-            vision: see `grids`.
-        """
-        shares = None if capture is None else capture.scores()
-        saliency = None if shares is None else self.token_saliency(shares, vision)
-        if saliency is None or len(saliency) != int(visual_mask.sum()):  # synchronises, once per prompt
-            return None
-        saliency = saliency.to(visual_mask.device)
-        return saliency.new_zeros(visual_mask.shape).masked_scatter_(visual_mask, saliency)
 
     def placeholder_runs(self, input_ids: Tensor, token: int) -> list[tuple[int, int, int]]:
         """(row, start, length) of each contiguous run of a placeholder token, in prompt order."""

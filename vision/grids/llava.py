@@ -9,21 +9,13 @@ from typing import Any
 from torch import Tensor
 
 from mmspec.interfaces import VisualGrid
-from mmspec.vision.grids.attention import AttentionCapture, capture_attention
 from mmspec.vision.grids.layout import VisualLayout
 
 
 class LlavaLayout(VisualLayout):
-    """`LlavaForConditionalGeneration`. Each image is a run of placeholders; images may be adjacent."""
+    """LLaVA-1.5, VipLLaVA and PaliGemma. Each image is a run of placeholders; images may be adjacent."""
 
-    model_types: tuple[str, ...] = ("llava",)
-    vision_args: tuple[str, ...] = ("image_sizes",)
-
-    def attention_capture(self) -> AttentionCapture | None:
-        """Of the layer whose output the projector reads."""
-        config = self.model.config
-        has_class_token = config.vision_feature_select_strategy == "default"
-        return capture_attention(self.model.model.vision_tower, config.vision_feature_layer, has_class_token)
+    model_types: tuple[str, ...] = ("llava", "vipllava", "paligemma")
 
     def grids(self, input_ids: Tensor, vision: Mapping[str, Any]) -> tuple[VisualGrid, ...]:
         """Square grids of the vision tower's patches; empty if a run of placeholders is no multiple of a square."""
@@ -38,26 +30,3 @@ class LlavaLayout(VisualLayout):
             for offset in range(0, length, tokens_per_image):
                 grids.append(VisualGrid(row, start + offset, edge, edge, media_index=len(grids)))
         return tuple(grids)
-
-
-class VipLlavaLayout(LlavaLayout):
-    """`VipLlavaForConditionalGeneration`. The class token is always dropped."""
-
-    model_types: tuple[str, ...] = ("vipllava",)
-    vision_args: tuple[str, ...] = ()
-
-    def attention_capture(self) -> AttentionCapture | None:
-        """Of the first of the layers that the projector reads, the deepest one in the published models."""
-        layers = self.model.config.vision_feature_layers  # the name in 5.18, an alias later
-        layer = layers if isinstance(layers, int) else layers[0]
-        return capture_attention(self.model.model.vision_tower, layer, has_class_token=True)
-
-
-class PaliGemmaLayout(LlavaLayout):
-    """`PaliGemmaForConditionalGeneration`. Images may be adjacent."""
-
-    model_types: tuple[str, ...] = ("paligemma",)
-    vision_args: tuple[str, ...] = ()
-
-    def attention_capture(self) -> None:
-        """None: the capture is for towers that LLaVA selects a layer of."""

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from mmspec.interfaces import VisualGrid
-from mmspec.vision.grids.attention import AttentionCapture, capture_attention
 from mmspec.vision.grids.layout import VisualLayout
 
 GridSize = tuple[int, int]
@@ -84,8 +83,6 @@ class LlavaNextLayout(VisualLayout):
 
     model_types: tuple[str, ...] = ("llava_next",)
     vision_args: tuple[str, ...] = ("image_sizes",)
-    packing_config_keys: tuple[str, ...] = ("vision_feature_select_strategy",)
-    """Config values that `pack_image_features` of transformers takes."""
 
     def grids(self, input_ids: Tensor, vision: Mapping[str, Any]) -> tuple[VisualGrid, ...]:
         """Base and tile grids; empty if the placeholders cannot be assigned to images."""
@@ -109,36 +106,6 @@ class LlavaNextLayout(VisualLayout):
                 return None
             grids += image
         return grids
-
-    def attention_capture(self) -> AttentionCapture | None:
-        """As for LLaVA 1.5, per tile."""
-        config = self.model.config
-        has_class_token = config.vision_feature_select_strategy == "default"
-        return capture_attention(self.model.model.vision_tower, config.vision_feature_layer, has_class_token)
-
-    def token_saliency(self, shares: Tensor, vision: Mapping[str, Any]) -> Tensor | None:
-        """Arranged by transformers' own `pack_image_features`; newline tokens have saliency 0."""
-        sizes = vision.get("image_sizes")
-        if sizes is None:
-            return None
-        tiles = self.tiles_per_image(sizes, vision)
-        if sum(tiles) != len(shares):
-            return None
-        packed, _ = self.model.model.pack_image_features(
-            list(shares[..., None].split(tiles)),
-            image_sizes=sizes,
-            image_newline=shares.new_zeros(1),
-            **{key: getattr(self.model.config, key) for key in self.packing_config_keys},
-        )
-        return torch.cat(list(packed)).flatten()
-
-    def tiles_per_image(self, sizes: Any, vision: Mapping[str, Any]) -> list[int]:
-        """Number of tiles that each image is encoded as, the downscaled whole image included."""
-        from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
-
-        config = self.model.config
-        tile_size = config.vision_config.image_size
-        return [image_size_to_num_patches(size, config.image_grid_pinpoints, tile_size) for size in sizes]
 
     def unpadded_grid(self, size: Any) -> GridSize:
         """Size of the tile grid of an image of `size` (height, width) pixels, by transformers' own arithmetic."""

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import isqrt
 from typing import Any
 
 from torch import Tensor
-from torch.nn import functional
 
 from mmspec.interfaces import VisualGrid
 from mmspec.vision.grids.llava_next import LlavaNextLayout, clip_spans, frame_grids
@@ -18,16 +16,6 @@ class LlavaNextVideoLayout(LlavaNextLayout):
 
     model_types: tuple[str, ...] = ("llava_next_video",)
     vision_args: tuple[str, ...] = ("image_sizes", "pixel_values_videos")
-
-    def token_saliency(self, shares: Tensor, vision: Mapping[str, Any]) -> Tensor | None:
-        """Images as in LLaVA-NeXT; videos: mean over the pooled patches; None for images and videos in one call."""
-        if vision.get("pixel_values_videos") is None:
-            return super().token_saliency(shares, vision)
-        if vision.get("image_sizes") is not None:
-            return None
-        edge = isqrt(shares.shape[1])
-        stride = self.model.config.spatial_pool_stride
-        return functional.avg_pool2d(shares.view(-1, 1, edge, edge), stride, stride).flatten()
 
     def grids(self, input_ids: Tensor, vision: Mapping[str, Any]) -> tuple[VisualGrid, ...]:
         """Base and tile grids of images, then a grid per frame of videos; empty if the token numbers do not match."""

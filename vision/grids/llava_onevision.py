@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
-from torch.nn import functional
 
 from mmspec.interfaces import VisualGrid
 from mmspec.vision.grids.llava_next import LlavaNextLayout, clip_spans, frame_grids
@@ -16,28 +15,7 @@ class LlavaOnevisionLayout(LlavaNextLayout):
     """`LlavaOnevisionForConditionalGeneration`."""
 
     model_types: tuple[str, ...] = ("llava_onevision",)
-    vision_args: tuple[str, ...] = ("image_sizes", "image_sizes_videos", "batch_num_images", "pixel_values_videos")
-
-    packing_config_keys = ("vision_aspect_ratio",)
-
-    def tiles_per_image(self, sizes: Any, vision: Mapping[str, Any]) -> list[int]:
-        """As for LLaVA-NeXT; 1 for images of a row with several."""
-        tiles = super().tiles_per_image(sizes, vision)
-        images_per_row = vision.get("batch_num_images")
-        if images_per_row is None:
-            return tiles
-        is_single = [int(count) == 1 for count in images_per_row for _ in range(int(count))]
-        return [count if single else 1 for count, single in zip(tiles, is_single, strict=False)]
-
-    def token_saliency(self, shares: Tensor, vision: Mapping[str, Any]) -> Tensor | None:
-        """Arranged by transformers' own packing and pooling; None for images and videos in one call."""
-        pixel_values = vision.get("pixel_values_videos")
-        if pixel_values is None:
-            return super().token_saliency(shares, vision)
-        if vision.get("image_sizes") is not None:
-            return None
-        pooled = self.model.model.apply_pooling(shares[..., None]).reshape(len(pixel_values), -1)
-        return functional.pad(pooled, (0, 1)).flatten()  # the newline token after each video
+    vision_args: tuple[str, ...] = ("image_sizes", "pixel_values_videos")
 
     def grids(self, input_ids: Tensor, vision: Mapping[str, Any]) -> tuple[VisualGrid, ...]:
         """Base and tile grids of images, one grid per frame and a newline token for videos."""

@@ -6,7 +6,7 @@ from mmspec.vision.grids.gemma import Gemma3Layout, Gemma4Layout
 from mmspec.vision.grids.idefics3 import Idefics3Layout, SmolVLMLayout
 from mmspec.vision.grids.internvl import InternVLLayout
 from mmspec.vision.grids.layout import VisualLayout
-from mmspec.vision.grids.llava import LlavaLayout, PaliGemmaLayout, VipLlavaLayout
+from mmspec.vision.grids.llava import LlavaLayout
 from mmspec.vision.grids.llava_next import LlavaNextLayout
 from mmspec.vision.grids.llava_next_video import LlavaNextVideoLayout
 from mmspec.vision.grids.llava_onevision import LlavaOnevisionLayout
@@ -24,7 +24,6 @@ _LAYOUT_CLASSES: tuple[type[VisualLayout], ...] = (
     LlavaNextLayout,
     LlavaNextVideoLayout,
     LlavaOnevisionLayout,
-    VipLlavaLayout,
     Qwen25VLLayout,
     Glm4vLayout,
     Ernie45VLLayout,
@@ -36,7 +35,6 @@ _LAYOUT_CLASSES: tuple[type[VisualLayout], ...] = (
     Mistral3Layout,
     Gemma3Layout,
     Gemma4Layout,
-    PaliGemmaLayout,
 )
 VISUAL_LAYOUTS = {model_type: layout for layout in _LAYOUT_CLASSES for model_type in layout.model_types}
 """{model type: class} of the families whose visual grids are known."""

@@ -134,7 +134,6 @@ def _visual_tokens(inputs: DraftInputs, modalities: _ModalityIndex) -> VisualTok
         mask=modalities.visual_mask,
         position_ids=modalities.select_visual(inputs.position_ids),
         grids=_complete_grids(inputs.grids, modalities.num_visual),
-        saliency=None if inputs.saliency is None else modalities.select_visual(inputs.saliency),
     )
 
 

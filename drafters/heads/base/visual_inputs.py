@@ -31,7 +31,6 @@ class DraftInputs:
         attention_mask: [B, n] bool, False at padding.
         position_ids: [B, n] int64.
         grids: of the visual tokens, `start` counted in visual tokens of their row; empty if unknown.
-        saliency: [B, n] float32, attention of the vision tower to the next token, or None.
     """
 
     next_embeds: Tensor
@@ -41,7 +40,6 @@ class DraftInputs:
     attention_mask: Tensor | None = None
     position_ids: Tensor | None = None
     grids: tuple[VisualGrid, ...] = ()
-    saliency: Tensor | None = None
 
 
 VisualInputMode = Callable[[DraftHead, DraftInputs], tuple[Tensor, Tensor | None]]
@@ -129,7 +127,6 @@ def align_prompt(
     """
     embeds, n = prompt.hidden_states[0], hidden_states.shape[1]
     mask, visual_mask = _nonempty_rows(prompt.attention_mask[:, -n:]), prompt.visual_mask[:, -n:]
-    saliency = None if prompt.visual_saliency is None else prompt.visual_saliency[:, -n:]
     counts = mask.sum(1)
     first_embeds = shared_embeddings.embed(first_ids)[:, None].to(embeds.dtype)
     if bool(mask.all()):  # one copy to the host per prompt saves packing all of it
@@ -137,7 +134,6 @@ def align_prompt(
     else:
         _, embeds, hidden_states, visual_mask = left_pack(mask, embeds, hidden_states, visual_mask)
         next_embeds = scatter_rows(embeds.roll(-1, 1), (counts - 1)[:, None], first_embeds)
-        saliency = None if saliency is None else left_pack(mask, saliency)[1]
     index = torch.arange(n, device=hidden_states.device)
     placeholder_embed = embeds.new_zeros(embeds.shape[-1])
     if visual_mode == "placeholder":
@@ -149,7 +145,6 @@ def align_prompt(
         placeholder_embed=placeholder_embed,
         attention_mask=index < counts[:, None],
         position_ids=index.expand(len(counts), n),
-        saliency=None if saliency is None else saliency.roll(-1, 1),
     )
     return inputs, counts
 
