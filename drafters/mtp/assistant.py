@@ -7,24 +7,33 @@ the target has read, as in vLLM and SGLang (transformers takes the one behind it
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from mmspec.drafters.heads.base.attention import select_last
+from mmspec.drafters.heads.base.c_draft import CDraft, find_c_draft
 from mmspec.drafters.heads.base.config import HeadConfig
 from mmspec.drafters.heads.base.expand import StatelessExpander, expand_levels
 from mmspec.drafters.heads.base.head import DraftHead
 from mmspec.drafters.heads.base.state import DraftState
+from mmspec.drafters.mtp.c_weights import assistant_weights
 from mmspec.drafters.mtp.own import OwnDrafter
 from mmspec.drafters.mtp.vocabulary import RowCache
 from mmspec.engine.gather import gather_rows
 from mmspec.engine.tree import DraftTree
 from mmspec.engine.undo import InferenceMode
 from mmspec.interfaces import AssistantParts, Prompt, SharedEmbeddings
+
+logger = logging.getLogger("mmspec")
+
+CHECKED_TOP_K = 3
+"""Children of a node of the tree by which drafts in C are compared with the assistant's own."""
 
 
 class AssistantHead(DraftHead):
@@ -160,7 +169,35 @@ class AssistantDrafter(OwnDrafter):
     def draft_tree(self, state: DraftState, max_nodes: int, num_levels: int) -> DraftTree:
         """The `top_k` most likely nodes of each level, one forward each."""
         top_k = min(self.top_k_on(state.last_hidden.device), state.logit_bias.shape[0])
+        tree = None if state.backend is None else state.backend.tree(state, top_k, max_nodes, num_levels)
+        if tree is not None:
+            return tree
         return expand_levels(state, AssistantExpander(self, state), top_k, max_nodes=max_nodes, num_levels=num_levels)
+
+    def c_draft(self, state: DraftState) -> CDraft | None:
+        if type(self) is not AssistantDrafter:
+            return None
+        classes = tuple({type(module) for module in self.head.modules()})
+        found = find_c_draft(self, state, partial(assistant_weights, self.head, state), classes)
+        if found is None or found.revision.cached("C", lambda: self._agrees(state, found)):
+            return found
+        logger.info("mmspec: the assistant drafts in torch: its layers compute other than its target's")
+        return None
+
+    def _agrees(self, state: DraftState, backend: CDraft) -> bool:
+        """Whether a small tree in C is that of the assistant's own forward, up to rounding and near-ties."""
+        top_k, sizes = CHECKED_TOP_K, {"max_nodes": 1 + CHECKED_TOP_K + CHECKED_TOP_K**2, "num_levels": 2}
+        if state.logit_bias.shape[0] < top_k or (mine := backend.tree(state, top_k, *sizes.values())) is None:
+            return False
+        want = expand_levels(state, AssistantExpander(self, state), top_k, **sizes)
+        assert mine.scores is not None and want.scores is not None
+        is_half = state.last_hidden.dtype is not torch.float32
+        likely = mine.node_mask & want.node_mask
+        if not torch.equal(mine.node_mask, want.node_mask):
+            return False
+        difference = (mine.scores.log() - want.scores.log())[likely].abs().mean()
+        same = (mine.tokens == want.tokens)[likely].float().mean()
+        return float(difference) <= (0.1 if is_half else 1e-3) and float(same) >= (0.5 if is_half else 0.9)
 
     def extend_context(self, state: DraftState, inputs: Tensor, position_ids: Tensor, counts: list[int]) -> None:
         """See `HeadDrafter`: only the last input of each row is kept, for the root of the next draft."""

@@ -202,7 +202,7 @@ INLINE void NAME(limit)(const decoder *d, float *scores, int64_t T) {
 /* Minus infinity at what node `node` must not see, and at the numbers behind the last position. */
 INLINE void NAME(mask)(const decoder *d, const decoder_layer *l, const stretch *p, int64_t node, float *scores) {
   const int64_t length = d->lengths[p->b], first = length + d->nodes - d->span - p->begin; /* of `ancestors` */
-  const int64_t *const depths = d->depths + p->b * d->nodes, count = p->end - p->begin, depth = l->window ? depths[node] : 0;
+  const int64_t *const depths = d->depths + p->b * d->nodes, count = p->end - p->begin, depth = l->window && d->depths ? depths[node] : 0;
   const uint8_t *const padding = d->padding ? d->padding + p->b * d->padding_length + p->begin : NULL;
   const uint8_t *const ancestors = d->ancestors ? d->ancestors + (p->b * d->nodes + node) * d->span - first : NULL;
   for (int64_t t = 0; padding && t < min64(d->padding_length, p->end) - p->begin; t++)
@@ -355,7 +355,7 @@ INLINE void NAME(attend_of_type)(const decoding *s, const decoder_layer *l, int6
     const int64_t begin = origin + max64(i * size, (seen - origin) / MAX_LANES * MAX_LANES);
     stretch p = {b, h, i, origin, min64(begin, length), length, 0, i >= tail && last > tail};
     if (i < tail) p.end = origin + (i + 1) * size;
-    p.T = p.end - p.begin + (i < tail ? 0 : d->nodes);
+    p.T = p.end - p.begin + (i < tail || d->hides_nodes ? 0 : d->nodes);
     NAME(attend_stretch)(s, l, &p, queries, scores, tile, type);
   }
   if (__atomic_add_fetch(s->done + head, 1, __ATOMIC_ACQ_REL) <= tail - first) return;

@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 from mmspec.cpu.addresses import WeightAddresses, new_floats
+from mmspec.cpu.angles import RotaryFn, set_angles
 from mmspec.cpu.c_kernel import CKernel
 from mmspec.cpu.chain import Chain
 from mmspec.cpu.chain_types import ChainRequest, DraftedChains
 from mmspec.cpu.copies import CheckedWeights, WeightCopies
-from mmspec.cpu.decoder_types import DecoderContext, DecoderEnds, DecoderInputs, NodeLog, RotaryFn
+from mmspec.cpu.decoder_types import DecoderContext, DecoderEnds, DecoderInputs, NodeLog
 from mmspec.cpu.layers import (
     LAYER_MATRICES,
     MOST_LAYER_INPUTS,
@@ -36,7 +37,7 @@ from mmspec.cpu.layers import (
     set_layer,
 )
 from mmspec.cpu.mixers import log_nodes, mixer_sizes
-from mmspec.cpu.weights import FLOAT_TYPES, Weight, is_plain, weight_struct
+from mmspec.cpu.weights import FLOAT_TYPES, Weight, weight_struct
 
 MAX_DECODER_ROWS = 128
 """Rows times nodes of a forward. Beyond, arithmetic is the limit, and the products of torch are as fast."""
@@ -80,7 +81,7 @@ class CDecoder:
         if self.dtype not in FLOAT_TYPES:
             raise ValueError(f"embeddings must be float32, bfloat16 or float16; got {self.dtype}")
         self._rotaries = [rotary] * len(layers) if callable(rotary) else list(rotary)
-        self._angles: dict[tuple[RotaryFn, int], tuple[Tensor, Tensor]] = {}
+        self._angles = list[Tensor]()
         self.logs: list[NodeLog | None] = []  # of the last forward, of each layer
         self._num_angles = 0
         self._scratch = new_floats(0)
@@ -283,20 +284,8 @@ class CDecoder:
         if self._num_angles >= num_positions:
             return
         count = max(MIN_ANGLES, num_positions + num_positions // 2)
-        sizes = [self.shape.sizes_of(layer.number)[2] for layer in self._layers]
-        missing = zip(self._layers, self._rotaries, sizes, strict=True)
-        if any(one is None and size and not layer.conv for layer, one, size in missing):
-            raise ValueError("a layer without rotary must rotate 0 numbers of a head (head_sizes of the shape)")
-        pairs = [(one, size) for one, size in zip(self._rotaries, sizes, strict=True) if one is not None and size]
-        angles = {pair: pair[0](torch.arange(count, device="cpu")) for pair in dict.fromkeys(pairs)}
-        for (_, size), pair in angles.items():
-            if not all(is_plain(part) and part.shape == (count, size) for part in pair):
-                raise ValueError(f"rotary must return two float32 tensors [P, {size}]")
-        self._angles, self._num_angles, self._decoder.num_angles = angles, count, count
-        for layer, rotary, size in zip(self._layers, self._rotaries, sizes, strict=True):
-            if rotary is not None and size:
-                cos, sin = angles[rotary, size]
-                layer.cos, layer.sin = cos.data_ptr(), sin.data_ptr()
+        self._angles = set_angles(self._layers, self._rotaries, self.shape, count)
+        self._num_angles = self._decoder.num_angles = count
 
     def _set_per_layer_inputs(self) -> None:
         """Set what gives each layer inputs besides the last one's output.

@@ -77,6 +77,7 @@ typedef struct {
   int64_t normalises_values; /* whether values are divided by their root mean square */
   int64_t is_parallel;       /* whether attention and feed-forward read the same input */
   int64_t is_centred;        /* whether norms subtract the mean first */
+  int64_t hides_nodes;       /* whether nodes attend to committed positions alone, and have no keys */
   int64_t mixer_width, mixer_size; /* of layers with a convolution: most numbers of a node before it, and behind it */
   int64_t per_layer_size;          /* numbers of a node's input of one layer; 0 for none */
   const vector *vectors;

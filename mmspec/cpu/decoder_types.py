@@ -9,9 +9,6 @@ from torch import Tensor
 
 from mmspec.cpu.weights import Weight
 
-RotaryFn = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""[P] int64 positions -> (cos, sin), each [P, numbers of a head that are rotated] float32."""
-
 
 @dataclass(frozen=True)
 class DecoderEnds:

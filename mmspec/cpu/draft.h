@@ -2,21 +2,33 @@
 
 INLINE VEC NAME(silu)(VEC x) { return x / (SET1(1.0f) + NAME(exp)(-x)); }
 
-/* The logits `z` [V] of one node, completed by the block's, bias and noise. The W largest go to `top`, falling, their
-   tokens to `token`. */
+/* What the LM head's products become before bias and noise. */
+INLINE VEC NAME(scaled_logits)(const draft *h, VEC x) {
+  const int64_t type = h->d.type;
+  const VEC cap = SET1(h->logit_softcap);
+  if (h->logit_scale != 1) x = NAME(round)(x * SET1(h->logit_scale), type);
+  if (!h->logit_softcap) return x;
+  return NAME(round)(NAME(round)(NAME(tanh)(NAME(round)(x / cap, type)), type) * cap, type);
+}
+
+/* The logits `z` of one node, completed by the block's, bias and noise; those of clusters are complete. The W largest go to
+   `top`, falling, their tokens to `token`. */
 INLINE void NAME(top_logits)(const drafting *g, int64_t level, int64_t b, float *z, float *top, int64_t *token) {
   const draft *h = g->h;
-  const int64_t V = h->d.vocab_size, W = h->d.nodes;
+  const int64_t V = num_logits(h), W = h->d.nodes;
   const float *const base = is_block(h) ? g->base + (b * base_rows(h) + h->first_position + level) * V : NULL;
   const float *const noise = h->noise ? h->noise + (b * h->levels + level) * V : NULL;
   const VEC factor = SET1(h->noise ? 1.0f / h->temperature : 1.0f);
   for (int64_t i = 0; i < W; i++) top[i] = -INFINITY, token[i] = 0;
   for (int64_t v = 0; v < V; v += LANES) {
     const int64_t n = min64(LANES, V - v);
-    VEC x = base ? NAME(load_some)(base + v, n) : ZERO();
-    if (!base || is_corrected(h, level)) x += NAME(load_some)(z + v, n);
-    x = (x + NAME(load_some)(h->bias + v, n)) * factor;
-    if (noise) x -= NAME(load_some)(noise + v, n);
+    VEC x = NAME(load_some)((base ? base : z) + v, n);
+    if (!h->num_best) {
+      x = NAME(scaled_logits)(h, x);
+      if (base && is_corrected(h, level)) x += NAME(load_some)(z + v, n);
+      x = (x + NAME(load_some)(h->bias + v, n)) * factor;
+      if (noise) x -= NAME(load_some)(noise + v, n);
+    }
     NAME(keep_largest)(x, v, n, z + v, W, top, token);
   }
 }
@@ -42,11 +54,15 @@ INLINE float NAME(log_confidence)(const draft *h, const float *feature, const fl
 /* The best next tokens of the nodes of a level, with their log probabilities. */
 INLINE void NAME(best_children)(const drafting *g, int64_t level, int64_t *next) {
   const draft *h = g->h;
-  const int64_t V = h->d.vocab_size, W = h->d.nodes, D = h->d.hidden_size, R = h->d.batch * (level ? W : 1);
+  const int64_t V = num_logits(h), W = h->d.nodes, D = h->d.hidden_size, R = h->d.batch * (level ? W : 1);
+  const int64_t S = h->cluster_size;
   for (int64_t row = take(next); row < R; row = take(next)) {
     float *const z = g->logits + row * V, *const log_prob = g->child_log_prob + row * W;
+    int64_t *const child = g->child + row * W;
     const int64_t b = level ? row / W : row, position = b * h->block_positions + h->first_position + level;
-    NAME(top_logits)(g, level, b, z, log_prob, g->child + row * W);
+    NAME(top_logits)(g, level, b, z, log_prob, child);
+    for (int64_t i = 0; h->num_best && i < W; i++)
+      child[i] = h->clusters[g->best[row * h->num_best + child[i] / S] * S + child[i] % S];
     const float top = log_prob[0], total = NAME(log_sum)(z, V, top);
     float shift = 0;
     /* Sampled tokens are ranked by the noise, of which the confidence knows nothing. */
@@ -80,13 +96,13 @@ INLINE void NAME(normalise_inputs)(const drafting *g, int64_t *next) {
   meet(g->s.team);
 }
 
-/* The layers of the head, from `inputs` to `x`. */
-INLINE void NAME(head_layer)(const drafting *g, float *own, int64_t *next) {
+/* The layers of the head, from `inputs` to `x`, which the root of an assistant has there. */
+INLINE void NAME(head_layer)(const drafting *g, int is_root, float *own, int64_t *next) {
   const draft *h = g->h;
-  const int64_t R = h->d.batch * h->d.nodes, D = h->d.hidden_size;
+  const int64_t R = g->d.batch * g->d.nodes, D = h->d.hidden_size;
   const part fuse = {&h->fuse, h->fuse_bias, g->s.x, D};
   if (h->hidden_norm) NAME(normalise_inputs)(g, next);
-  if (!is_eagle3(h)) NAME(project)(g, g->inputs, R, NULL, &fuse, D, 0, own, next + 1);
+  if (!is_eagle3(h) && !is_root) NAME(project)(g, g->inputs, R, NULL, &fuse, D, 0, own, next + 1);
   for (int64_t i = 0; i < g->d.num_layers; i++)
     NAME(layer)(&g->s, g->d.layers + i, own, next + PHASES + layer_phases(&g->d) * i);
 }
@@ -146,11 +162,46 @@ INLINE void NAME(corrections)(const drafting *g, int64_t level, int64_t thread, 
   NAME(project)(g, g->mixed, R, NULL, &vocab, vocab.N, 0, own, next + 1);
 }
 
-/* The logits of a level from a forward of the layer over its nodes. */
+/* The complete logits of R nodes for the ids of their likeliest centroids. */
+INLINE void NAME(cluster_logits)(const drafting *g, int64_t level, int64_t R, float *own, int64_t *next) {
+  const draft *h = g->h;
+  const int64_t D = h->d.hidden_size, C = h->centroids.rows, B = h->num_best, S = h->cluster_size, V = h->d.vocab_size;
+  const part centroids = {&h->centroids, NULL, g->similar, C};
+  NAME(project)(g, g->s.x, R, h->d.final_norm, &centroids, C, 0, own, next + 2);
+  for (int64_t row = take(next + 3); row < R; row = take(next + 3)) {
+    float *const z = g->similar + row * C, *const top = g->nearest + row * B;
+    for (int64_t i = 0; i < B; i++) top[i] = -INFINITY, g->best[row * B + i] = 0;
+    for (int64_t v = 0; v < C; v += LANES) {
+      const int64_t n = min64(LANES, C - v);
+      NAME(keep_largest)(NAME(load_some)(z + v, n), v, n, z + v, B, top, g->best + row * B);
+    }
+    memcpy(g->normed + row * D, g->s.x + row * D, (size_t)D * sizeof(float));
+    NAME(normalise_row)(&g->d, g->normed + row * D, D, h->d.final_norm);
+  }
+  meet(g->s.team);
+  for (int64_t task = take(next + 5); task < R * B; task = take(next + 5)) {
+    const int64_t row = task / B, b = level ? row / h->d.nodes : row, *const ids = h->clusters + g->best[task] * S;
+    const float *const noise = h->noise ? h->noise + (b * h->levels + level) * V : NULL;
+    for (int64_t i = 0; i < S; i++) {
+      widen_row(&h->d.lm_head, ids[i], own);
+      const float z = round1(NAME(dot)(g->normed + row * D, own, D), h->d.type) + h->bias[ids[i]];
+      g->logits[task * S + i] = noise ? z / h->temperature - noise[ids[i]] : z;
+    }
+  }
+  meet(g->s.team);
+}
+
+/* The logits of a level from a forward of the layer over its nodes; the root's was before, but for assistants. */
 INLINE void NAME(layer_logits)(const drafting *g, int64_t level, float *own, int64_t *next) {
   const draft *h = g->h;
-  const int64_t B = h->d.batch;
+  const int64_t R = h->d.batch * (level ? h->d.nodes : 1);
   const part head = {&h->d.lm_head, h->d.lm_head_bias, g->logits, h->d.vocab_size};
-  if (level) NAME(head_layer)(g, own, next);
-  NAME(project)(g, level ? g->s.x : h->root, level ? B * h->d.nodes : B, h->d.final_norm, &head, head.N, 0, own, next + 6);
+  const part carry = {&h->carry, NULL, g->carried, h->input_size};
+  if (level || h->d.hides_nodes) NAME(head_layer)(g, !level, own, next);
+  const float *const outputs = level || h->d.hides_nodes ? g->s.x : h->root;
+  if (h->num_best)
+    NAME(cluster_logits)(g, level, R, own, next);
+  else
+    NAME(project)(g, outputs, R, h->d.final_norm, &head, head.N, 0, own, next + 6);
+  if (h->carry.data) NAME(project)(g, outputs, R, h->d.final_norm, &carry, carry.N, 0, own, next + 4);
 }

@@ -1,9 +1,9 @@
 """Draft heads in C: a forward over committed tokens, and whole trees in one call.
 
 A tree is grown level by level as in EAGLE-2: the likeliest nodes of a level are expanded, then the likeliest of all
-candidates are selected. The distributions of a level come from a forward of the layer (EAGLE, EAGLE-3), or, for heads
-that predict a block of positions at once (FLASH, DSpark), from the logits of its position and a correction by the token
-before.
+candidates are selected. The distributions of a level come from a forward of the layers (EAGLE, EAGLE-3, MTP,
+assistants), or, for heads that predict a block of positions at once (FLASH, DSpark), from the logits of its position
+and a correction by the token before.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 
 from mmspec.cpu.addresses import WeightAddresses, new_floats
+from mmspec.cpu.angles import RotaryFn, set_angles
 from mmspec.cpu.c_kernel import CKernel
-from mmspec.cpu.decoder import MAX_DECODER_ROWS
+from mmspec.cpu.decoder import MAX_DECODER_ROWS, MIN_ANGLES
 from mmspec.cpu.draft_types import (
+    AssistantWeights,
     BlockWeights,
     CorrectionWeights,
     DraftStruct,
@@ -30,7 +32,6 @@ from mmspec.cpu.layers import (
     DecoderShape,
     LayerStruct,
     decoder_struct,
-    of_neighbours,
     set_caches,
     set_layer,
 )
@@ -44,12 +45,15 @@ class CHead:
     As with `CDecoder`, weights are read where they lie, and a method returns None if the arguments are not for C.
     """
 
-    def __init__(self, kernel: CKernel, shape: DecoderShape, weights: HeadWeights) -> None:
+    def __init__(
+        self, kernel: CKernel, shape: DecoderShape, weights: HeadWeights, rotaries: Sequence[RotaryFn]
+    ) -> None:
         """
         Args:
             kernel: the C kernel.
             shape: sizes, to which all weights must correspond; `intermediate_size` 0 for a layer without feed-forward.
             weights: of the head.
+            rotaries: rotary angles of each layer.
 
         Raises:
             ValueError: a weight is not contiguous on the CPU, of another type than the embeddings, of a type that has
@@ -62,12 +66,14 @@ class CHead:
         if self._dtype not in FLOAT_TYPES:
             raise ValueError(f"embeddings must be float32, bfloat16 or float16; got {self._dtype}")
         self._addresses = WeightAddresses(self._dtype, shape.norm_offset, kernel.multiplies_pairs)
-        self._window = weights.window
+        self._window, self._rotaries = weights.window, rotaries
+        self._angles, self._num_angles = list[Tensor](), 0
         self._scratch = new_floats(0)
         self._layers = (LayerStruct * len(weights.layers))()
         for index, layer in enumerate(weights.layers):
-            set_layer(self._layers[index], layer, shape, self._addresses, f"of the head's layer {index}")
-        size, vocab, rows = shape.hidden_size, len(weights.lm_head), len(weights.embeddings)
+            set_layer(self._layers[index], layer, shape, self._addresses, f"of the head's layer {index}", index)
+        size, vocab = shape.hidden_size, len(weights.lm_head)
+        rows, width = len(weights.embeddings), size if weights.assistant is None else len(weights.assistant.carry)
         add, add_matrix = self._addresses.add, self._addresses.add_matrix
         self._draft = DraftStruct(
             d=decoder_struct(
@@ -77,7 +83,7 @@ class CHead:
                 vocab_size=vocab,
                 num_embeddings=rows,
                 layers=ctypes.addressof(self._layers),
-                embeddings=add_matrix("embeddings", weights.embeddings, (rows, size)),
+                embeddings=add_matrix("embeddings", weights.embeddings, (rows, width)),
                 final_norm=add("final_norm", weights.final_norm, (size,)),
                 lm_head=add_matrix("lm_head", weights.lm_head, (vocab, size)),
                 lm_head_bias=add("lm_head_bias", weights.lm_head_bias, (vocab,)),
@@ -86,6 +92,9 @@ class CHead:
             hidden_norm=add("hidden_norm", weights.hidden_norm, (size,)),
             embedding_norm=add("embedding_norm", weights.embedding_norm, (size,)),
             adds_normed_state=weights.adds_normed_state,
+            input_size=width,
+            logit_scale=weights.logit_scale,
+            logit_softcap=weights.logit_softcap,
         )
         self._set_fuse(weights)
         if weights.block is not None:
@@ -94,6 +103,9 @@ class CHead:
             self._set_correction(weights.correction)
         if weights.dspark is not None:
             self._set_dspark(weights.dspark)
+        if weights.assistant is not None:
+            self._set_assistant(weights.assistant)
+        self._set_angles(2 * MIN_ANGLES)
         self._vectors = self._addresses.vectors()
         self._draft.d.vectors, self._draft.d.num_vectors = ctypes.addressof(self._vectors), len(self._vectors)
 
@@ -135,7 +147,8 @@ class CHead:
                 may be overwritten.
         """
         draft, top_k, levels, batch = self._draft, request.top_k, request.num_levels, len(context.lengths)
-        if not 0 < top_k <= draft.d.vocab_size or not 1 <= levels <= (self._max_levels or levels):
+        num_logits = draft.num_best * draft.cluster_size or draft.d.vocab_size
+        if not 0 < top_k <= num_logits or not 1 <= levels <= (self._max_levels or levels):
             return None
         noise, root = request.log_noise, context.last_hidden.float().contiguous()
         floats = (root, request.logit_bias, *([] if noise is None else [noise]))
@@ -161,12 +174,6 @@ class CHead:
         self._run(self._kernel.draft_tree, context)
         return DraftTree(tokens, parents, node_mask, scores)
 
-    def angles(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """A rotary table as `HeadContext` has it, from one of any float type."""
-        if self._shape.interleaved:
-            cos, sin = of_neighbours(cos), of_neighbours(sin)
-        return cos.float().contiguous(), sin.float().contiguous()
-
     @property
     def reads_anchors(self) -> bool:
         """Whether it needs `HeadContext.anchors`."""
@@ -176,13 +183,13 @@ class CHead:
         """Positions behind each row's length that `tree` writes to the cache."""
         if self._draft.block_positions:
             return int(self._draft.block_positions)
-        return 0 if self._max_levels else top_k * (num_levels - 1)
+        return 0 if self._max_levels or self._draft.d.hides_nodes else top_k * (num_levels - 1)
 
     def _set_fuse(self, weights: HeadWeights) -> None:
         """Set the projection of the hidden states, and how many numbers it reads."""
         size, width = self._shape.hidden_size, weights.fuse.shape[1]
         if weights.hidden_norm is None or weights.embedding_norm is not None:
-            width, state_size = 2 * size, size
+            width, state_size = 2 * self._draft.input_size, self._draft.input_size
         else:
             mixture = None if weights.dspark is None else weights.dspark.mixture
             state_size = width if mixture is None else size * len(mixture)
@@ -222,6 +229,28 @@ class CHead:
         draft.block_positions, draft.first_position = weights.block_positions, weights.first_position
         self._max_levels = weights.block_positions - weights.first_position
 
+    def _set_assistant(self, weights: AssistantWeights) -> None:
+        """Set what an assistant has besides.
+
+        Raises:
+            ValueError: a layer has keys of its own, or the clusters are not ids of the LM head.
+        """
+        draft, size, vocab = self._draft, self._shape.hidden_size, self._draft.d.vocab_size
+        if any(layer.k.data for layer in self._layers):
+            raise ValueError("layers of an assistant must have no keys of their own")
+        draft.d.hides_nodes = 1
+        draft.carry = self._addresses.add_matrix("carry", weights.carry, (draft.input_size, size))
+        if weights.centroids is None or weights.clusters is None:
+            return
+        clusters, count = weights.clusters, len(weights.centroids)
+        is_whole = clusters.dim() == 2 and clusters.numel() == vocab and int(clusters.min()) >= 0
+        if not is_whole or int(clusters.max()) >= vocab or len(clusters) != count or weights.num_best > count:
+            raise ValueError(f"clusters must be the ids below {vocab}, in {count} of one size")
+        self._clusters = clusters.to("cpu", torch.long).contiguous()
+        draft.centroids = self._addresses.add_matrix("centroids", weights.centroids, (count, size))
+        draft.clusters, draft.cluster_size = self._clusters.data_ptr(), clusters.shape[1]
+        draft.num_best = weights.num_best
+
     def _set_context(self, context: HeadContext, nodes: int, num_new: int, num_positions: int) -> bool:
         """Set what both functions read; False if it is not for C.
 
@@ -234,11 +263,9 @@ class CHead:
         batch, num_keys, draft = len(context.lengths), max(context.lengths) + num_new, self._draft
         if not 0 < batch * nodes <= MAX_DECODER_ROWS or (self._window is not None and num_keys > self._window):
             return False
-        tables, size = (context.cos, context.sin), max(context.positions) + num_positions
-        is_table = all(is_plain(part) and part.shape[1:] == (self._shape.rotated,) for part in tables)
-        if not is_table or min(map(len, tables)) < size:
+        anchors, padding = context.anchors, context.padding
+        if min(context.positions) < 0 or (padding is not None and not (padding.is_cpu and padding.dtype is torch.bool)):
             return False
-        anchors = context.anchors
         if (anchors is not None) != self.reads_anchors:
             return False
         if anchors is not None and (anchors.dtype is not torch.long or not anchors.is_cpu):
@@ -247,8 +274,14 @@ class CHead:
         if not set_caches(self._layers, context.caches, self._shape, batch, rows, num_keys, self._dtype):
             return False
         draft.d.batch, draft.d.nodes, draft.d.max_keys = batch, nodes, max(1, num_keys)
-        draft.d.cos, draft.d.sin = context.cos.data_ptr(), context.sin.data_ptr()
+        if (size := max(context.positions) + num_positions) > self._num_angles:
+            self._set_angles(size + size // 2)
         return True
+
+    def _set_angles(self, count: int) -> None:
+        """Let the rotary tables have positions 0 to `count` - 1."""
+        self._angles = set_angles(self._layers, self._rotaries, self._shape, count)
+        self._num_angles = count
 
     def _run(self, function: Callable[[int, int], None], context: HeadContext) -> None:
         """Call the kernel with enough scratch memory."""
@@ -259,6 +292,9 @@ class CHead:
         draft.d.cache_rows = None if cache_rows is None else ctypes.addressof(cache_rows)
         anchors = None if context.anchors is None else context.anchors.contiguous()
         draft.anchors = None if anchors is None else anchors.data_ptr()
+        padding = None if context.padding is None else context.padding.contiguous()
+        draft.d.padding = None if padding is None else padding.data_ptr()
+        draft.d.padding_length = 0 if padding is None else padding.shape[1]
         num_floats = self._kernel.draft_scratch(address, num_threads)
         if self._scratch.numel() < num_floats:
             self._scratch = new_floats(num_floats + num_floats // 4)

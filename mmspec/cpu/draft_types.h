@@ -4,18 +4,21 @@
    The distributions of a level come from a forward of the layer over its nodes (EAGLE, EAGLE-3, MTP), or, for heads that predict
    a block of positions at once (FLASH, DSpark), from the logits of the level's position and a correction by the token
    before. What DSpark alone needs is in dspark.h. An MTP head is a layer of its target: it normalises both inputs, and a
-   node reads the normalised output of its parent. */
+   node reads the normalised output of its parent. An assistant (Gemma 4) is a small decoder over keys and values of its
+   target: its layers write none, it reads nothing of committed tokens but the last, and nodes do not see each other. */
 
 typedef struct {
   decoder d; /* the layers and what is around them; `nodes`: tokens of a forward, or nodes of a level, W; `final_norm`:
                 before the LM head, or NULL */
-  weights fuse; /* EAGLE, FLASH, MTP: [D, 2 D], from [embedding ; hidden state] to the input of the layer.
+  int64_t input_size; /* E, numbers of an embedding and of a hidden state; D but for assistants */
+  weights fuse; /* EAGLE, FLASH, MTP, assistants: [D, 2 E], from [embedding ; hidden state] to the input of the layer.
                    EAGLE-3, DSpark: from the states of several of the target's layers to one state */
   const float *fuse_bias;
   const float *hidden_norm;      /* [D] norm of that state, or of the input state; NULL for EAGLE and FLASH */
   const float *embedding_norm;   /* [D] norm of the embedding of an MTP head; NULL for the others */
   const int64_t *positions;      /* [batch] rotary position of the first token of a forward, of a tree's first level */
-  float *root;                   /* [batch, D] output of the layer at each row's last token */
+  float *root;                   /* [batch, D] output of the layer at each row's last token; of an assistant its input */
+  weights carry;                 /* [E, D] from a normalised output to the state that children read; empty: the output is it */
   /* a forward over committed tokens: sets `root` */
   const float *states;        /* [batch, nodes, state_size] the target's hidden states before each token */
   const int64_t *counts;      /* [batch] valid tokens of a row; `root` stays as it is where there is none */
@@ -27,6 +30,11 @@ typedef struct {
   const float *noise;    /* [batch, levels, V], subtracted from the logits divided by `temperature`; or NULL */
   const int64_t *ids;    /* [V] target ids of the draft vocabulary; NULL if it is the target's */
   float temperature, level_penalty;
+  float logit_scale, logit_softcap; /* of the LM head: factor, and limit by tanh; 1 and 0 for none */
+  /* an LM head over the ids of each node's likeliest centroids; 0 and NULL for one over all */
+  int64_t num_best, cluster_size;
+  weights centroids;       /* [number of centroids, D] */
+  const int64_t *clusters; /* [number of centroids, cluster_size] the ids of each */
   /* the block of FLASH; NULL and 0 for the others */
   int64_t block_ffn_size;
   const float *block_norm;      /* [D] */
@@ -61,7 +69,10 @@ typedef struct {
   int64_t *token, *parent, *place;                   /* [batch, C] candidates; [C] node of the tree, or -1 */
   int64_t *child;                                    /* [batch, W, W] best next tokens of the nodes */
   float *child_log_prob, *path, *node_path;          /* [batch, W, W]; [batch, C]; [batch, W]: log probabilities */
-  float *inputs, *logits;                            /* [batch, W, 2 D]; [batch, W, V] */
+  float *inputs, *logits;                            /* [batch, W, 2 E]; [batch, W, num_logits()] */
+  float *carried, *normed, *similar, *nearest;       /* assistants: [batch, W, E]; LM heads of clusters: [batch, W, D],
+                                                        of all centroids, of the likeliest */
+  int64_t *best;                                     /* [batch, W, num_best] the likeliest centroids */
   float *ffn, *features, *base, *projected, *mixed;  /* heads of blocks: [batch, F]; [batch, levels, D], of a block's
                                                         positions V, [batch, levels, R]; [batch, W, R] */
   uint8_t *mask, *old_mask;
@@ -78,6 +89,8 @@ static inline int is_block(const draft *h) { return h->rank > 0; }
 static inline int is_dspark(const draft *h) { return h->block_positions > 0; }
 static inline int is_mtp(const draft *h) { return h->embedding_norm != NULL; }
 static inline int is_eagle3(const draft *h) { return h->hidden_norm && !is_dspark(h) && !is_mtp(h); }
+/* Logits that a node has. */
+static inline int64_t num_logits(const draft *h) { return h->num_best ? h->num_best * h->cluster_size : h->d.vocab_size; }
 /* Whether the logits of a level depend on the token before; that of FLASH's first is read by its layer. */
 static inline int is_corrected(const draft *h, int64_t level) { return is_block(h) && (level || is_dspark(h)); }
 /* Positions of one row's block that have logits. */
@@ -89,7 +102,8 @@ static inline int64_t most_rows(const draft *h) { return max64(h->d.nodes, max64
 static int64_t draft_thread_floats(const draft *h) {
   decoder d = h->d;
   d.nodes = most_rows(h);
-  const int64_t widest = max64(max64(widest_row(&d), h->state_size), max64(h->block_ffn_size, h->rank));
+  const int64_t read = max64(h->state_size, 2 * h->input_size);
+  const int64_t widest = max64(max64(widest_row(&d), read), max64(h->block_ffn_size, h->rank));
   return align16(packed_rows(d.batch * d.nodes) * (widest + MAX_LANES)) + thread_floats(&d);
 }
 
@@ -107,7 +121,7 @@ static float *divide_scratch(drafting *g, float *scratch) {
   const draft *h = g->h;
   const decoder *d = &h->d;
   const int64_t B = d->batch, W = d->nodes, D = d->hidden_size, C = max_candidates(h), L = h->levels;
-  const int64_t R = B * W, most = B * max64(W, h->block_positions);
+  const int64_t R = B * W, most = B * max64(W, h->block_positions), E = h->input_size;
   g->s.next = take_ints(&scratch, num_phases(h));
   g->s.done = take_ints(&scratch, B * d->num_kv_heads);
   g->lengths = take_ints(&scratch, B);
@@ -121,8 +135,13 @@ static float *divide_scratch(drafting *g, float *scratch) {
   g->child_log_prob = take_floats(&scratch, R * W);
   g->path = take_floats(&scratch, B * C);
   g->node_path = take_floats(&scratch, R);
-  g->inputs = take_floats(&scratch, R * 2 * D);
-  g->logits = take_floats(&scratch, R * d->vocab_size);
+  g->inputs = take_floats(&scratch, R * 2 * E);
+  g->logits = take_floats(&scratch, R * num_logits(h));
+  g->carried = take_floats(&scratch, R * E);
+  g->normed = take_floats(&scratch, h->num_best ? R * D : 0);
+  g->similar = take_floats(&scratch, R * h->centroids.rows);
+  g->nearest = take_floats(&scratch, R * h->num_best);
+  g->best = take_ints(&scratch, R * h->num_best);
   g->ffn = take_floats(&scratch, B * h->block_ffn_size);
   g->features = take_floats(&scratch, B * L * D);
   g->base = take_floats(&scratch, is_block(h) ? B * base_rows(h) * d->vocab_size : 0);
@@ -152,9 +171,19 @@ static void begin_drafting(drafting *g, const draft *h) {
   copy_vectors(&h->d);
 }
 
-/* Copy the embedding of a target id, of which there may be fewer than logits. */
-static void embed(const draft *h, int64_t id, float *to) {
+/* The embedding of a target id, of which there may be fewer than logits. */
+__attribute__((target("avx2,fma,f16c"))) static void embed(const draft *h, int64_t id, float *to) {
   widen_row(&h->d.embeddings, id >= 0 && id < h->d.num_embeddings ? id : 0, to);
+  if (h->d.embed_scale == 1) return;
+  for (int64_t i = 0; i < h->input_size; i++) to[i] = round1(to[i] * h->d.embed_scale, h->d.type);
+}
+
+/* Inputs and positions of the layers of an assistant at the roots. */
+static void begin_root(drafting *g) {
+  const draft *h = g->h;
+  memcpy(g->s.x, h->root, (size_t)(h->d.batch * h->d.hidden_size) * sizeof(float));
+  memcpy(g->s.positions, h->positions, (size_t)h->d.batch * sizeof(int64_t));
+  g->d.nodes = 1;
 }
 
 /* Inputs, positions and causal mask of a forward over committed tokens. */
@@ -211,8 +240,8 @@ static void add_candidates(drafting *g, int64_t level, int64_t b) {
 /* Of the candidates of this level the likeliest W are the nodes of the next: their inputs, positions and masks. */
 static void choose_nodes(drafting *g, int64_t level, int64_t b) {
   const draft *h = g->h;
-  const int64_t W = h->d.nodes, D = h->d.hidden_size, C = max_candidates(h);
-  const int64_t old = level * W, step = is_block(h) ? D : 2 * D, count = level ? W * W : W; /* old: drafted positions */
+  const int64_t W = h->d.nodes, D = h->d.hidden_size, E = h->input_size, C = max_candidates(h);
+  const int64_t old = level * W, step = is_block(h) ? D : 2 * E, count = level ? W * W : W; /* old: drafted positions */
   const float *const path = g->path + b * C + g->num_candidates;
   for (int64_t c = 0; c < count; c++) g->place[c] = -1;
   for (int64_t i = 0; i < W; i++) {
@@ -225,8 +254,10 @@ static void choose_nodes(drafting *g, int64_t level, int64_t b) {
     g->ids[r] = h->ids ? h->ids[token] : token;
     embed(h, g->ids[r], input);
     if (is_block(h)) continue;
-    memcpy(input + D, level ? g->s.x + parent * D : h->root + b * D, (size_t)D * sizeof(float));
-    g->s.positions[r] = h->positions[b] + level;
+    const float *const output = level ? g->s.x + parent * D : h->root + b * D;
+    memcpy(input + E, h->carry.data ? g->carried + (level ? parent : b) * E : output, (size_t)E * sizeof(float));
+    g->s.positions[r] = h->positions[b] + (h->d.hides_nodes ? 0 : level);
+    if (h->d.hides_nodes) continue;
     uint8_t *const mask = g->mask + r * (old + W);
     if (level) memcpy(mask, g->old_mask + parent * old, (size_t)old);
     for (int64_t j = 0; j < W; j++) mask[old + j] = i == j;
@@ -239,9 +270,13 @@ static void next_level(drafting *g, int64_t level) {
   for (int64_t b = 0; b < g->h->d.batch; b++) {
     add_candidates(g, level, b);
     if (level + 1 < g->h->levels) choose_nodes(g, level, b);
-    if (level) g->lengths[b] += W;
+    if (level && !g->d.hides_nodes) g->lengths[b] += W;
   }
   g->num_candidates += level ? W * W : W;
+  if (g->d.hides_nodes) {
+    g->d.nodes = W;
+    return;
+  }
   uint8_t *const mask = g->mask;
   g->d.ancestors = mask, g->d.span = W * (level + 1);
   g->mask = g->old_mask, g->old_mask = mask;

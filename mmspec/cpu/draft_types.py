@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from mmspec.cpu.angles import RotaryFn
 from mmspec.cpu.layers import DecoderShape, DecoderStruct, LayerWeights
 from mmspec.cpu.structs import fields_of
 from mmspec.cpu.weights import WeightStruct
@@ -76,15 +77,34 @@ class DsparkWeights:
 
 
 @dataclass(frozen=True)
+class AssistantWeights:
+    """What an assistant has besides: its layers have no keys of their own.
+
+    Attributes:
+        layer_types: type of each layer; it reads keys and values of the target's last layer of that type.
+        carry: [E, D] from a normalised output to the hidden state that the next token reads.
+        centroids: [C, D]: only ids of the `num_best` likeliest ones have logits; None: all ids have.
+        clusters: [C, V / C] int64 ids of each centroid, or None.
+        num_best: at most C.
+    """
+
+    layer_types: Sequence[str]
+    carry: Tensor
+    centroids: Tensor | None
+    clusters: Tensor | None
+    num_best: int
+
+
+@dataclass(frozen=True)
 class HeadWeights:
     """Weights of a head, contiguous on the CPU, all of the type of the embeddings.
 
     Attributes:
-        fuse: [D, 2 D], from [embedding ; hidden state] to the input of the layer; with `hidden_norm` from S hidden
+        fuse: [D, 2 E], from [embedding ; hidden state] to the input of the layer; with `hidden_norm` from S hidden
             states of the target to one: [D, S D], or [D, D] with a mixture.
         fuse_bias: [D] or None.
-        layers: the decoder layers; more than one for DSpark only.
-        embeddings: [num_embeddings, D].
+        layers: the decoder layers; more than one for DSpark and assistants only.
+        embeddings: [num_embeddings, E]; E is D but for assistants.
         lm_head: [V, D], of the draft vocabulary.
         lm_head_bias: [V] or None.
         hidden_norm: [D] of EAGLE-3, DSpark and MTP, else None.
@@ -94,7 +114,11 @@ class HeadWeights:
         block: of FLASH, else None.
         correction: of a head that predicts a block of positions, else None.
         dspark: of DSpark, else None.
-        shape: sizes and traits, if the layers are the target's; None for those of our own heads.
+        assistant: of an assistant, else None.
+        logit_scale: factor of what the LM head returns.
+        logit_softcap: c of c * tanh(logits / c) behind it; 0 for none.
+        shape: sizes and traits, if the layers are of the target's kind; None for those of our own heads.
+        rotaries: rotary angles of each layer; empty: those of the head are of all.
         window: most positions of a text; None for any.
     """
 
@@ -111,7 +135,11 @@ class HeadWeights:
     block: BlockWeights | None = None
     correction: CorrectionWeights | None = None
     dspark: DsparkWeights | None = None
+    assistant: AssistantWeights | None = None
+    logit_scale: float = 1.0
+    logit_softcap: float = 0.0
     shape: DecoderShape | None = None
+    rotaries: Sequence[RotaryFn] = ()
     window: int | None = None
 
 
@@ -121,23 +149,22 @@ class HeadContext:
 
     Attributes:
         lengths: positions in the cache of each row.
-        positions: rotary position of each row's next token.
+        positions: rotary position of each row's next token; of an assistant that of all its nodes.
         caches: [2, R, num_kv_heads, capacity, head_dim] keys and values of each layer.
-        cos: [P, rotated numbers of a head] float32 of positions 0 to P - 1, all that will be used.
-        sin: as `cos`.
-        last_hidden: [B, D] output of the layer at each row's last position; not read by DSpark.
+        last_hidden: [B, D] output of the layer at each row's last position, of an assistant its input; not read by
+            DSpark.
         anchors: [B] int64 last token of each row; None but for DSpark.
         cache_rows: which of the R rows of the caches each of the B rows is; None: R is B, and they are the same.
+        padding: [B, P] bool, False at positions of the caches that are masked; None if none is.
     """
 
     lengths: Sequence[int]
     positions: Sequence[int]
     caches: Sequence[Tensor | None]
-    cos: Tensor
-    sin: Tensor
     last_hidden: Tensor
     anchors: Tensor | None = None
     cache_rows: Sequence[int] | None = None
+    padding: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ __attribute__((target(ISA))) static void NAME(head_forward)(void *data) {
   float *const own = g->s.own + thread * draft_thread_floats(h);
   const part fuse = {&h->fuse, h->fuse_bias, g->inputs + D, D};
   if (is_eagle3(h)) NAME(project)(g, h->states, h->d.batch * N, NULL, &fuse, 2 * D, 0, own, g->s.next + level_phases(h));
-  NAME(head_layer)(g, own, g->s.next);
+  NAME(head_layer)(g, 0, own, g->s.next);
   for (int64_t b = 0; thread == 0 && b < h->d.batch; b++)
     if (h->counts[b])
       memcpy(h->root + b * D, g->s.x + (b * N + h->counts[b] - 1) * D, (size_t)D * sizeof(float));

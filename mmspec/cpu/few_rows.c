@@ -381,6 +381,7 @@ EXPORT int few_rows_draft_tree(const draft *h, int64_t num_threads, parallel_fn 
   drafting g;
   begin_drafting(&g, h);
   if (is_dspark(h)) begin_block(&g);
+  if (h->d.hides_nodes) begin_root(&g);
   run_draft(&g, NAME(draft_tree), num_threads, parallel, team_size);
   return 1;
 }

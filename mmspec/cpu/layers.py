@@ -174,12 +174,6 @@ class DecoderStruct(ctypes.Structure):
     _fields_ = fields_of("decoder", weights=WeightStruct)
 
 
-def of_neighbours(angles: Tensor) -> Tensor:
-    """[P, d] angles of an interleaved rotation: a module may give them for halves, where neighbours differ."""
-    is_of_neighbours = torch.equal(angles[:, ::2], angles[:, 1::2])
-    return angles if is_of_neighbours else angles[:, : angles.shape[1] // 2].repeat_interleave(2, -1)
-
-
 def decoder_struct(shape: DecoderShape, addresses: WeightAddresses, **fields: Any) -> DecoderStruct:
     """The struct with what a shape and the type of its weights say of it, and other fields."""
     number = FLOAT_TYPES[addresses.dtype]

@@ -10,7 +10,7 @@ A second draft token repeats the head with o of the row before in place of the h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -117,7 +117,18 @@ class OwnHead:
 
 
 class TargetKeys(Protocol):
-    """The target's keys and values of the positions that it has committed, during one call."""
+    """The target's keys and values of the positions that it has committed, during one call.
+
+    Attributes:
+        window: positions that its sliding layers see; None for all.
+        padding: [B, P] bool, False at left pads; None if there are none.
+    """
+
+    @property
+    def window(self) -> int | None: ...
+
+    @property
+    def padding(self) -> Tensor | None: ...
 
     @property
     def lengths(self) -> list[int]:
@@ -128,6 +139,9 @@ class TargetKeys(Protocol):
 
         Seen are those of a row's text that the window of the type contains; not padding, nor what was rejected.
         """
+
+    def buffers(self, layer_types: Sequence[str]) -> list[Tensor | None] | None:
+        """[2, B, H, C, d] keys and values of its last layer of each type, where they lie; None if they are apart."""
 
     def fixed_tensors(self) -> dict[str, Tensor] | None:
         """{name: what `read` reads}, where recorded functions write it; None if it has no fixed address."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,12 @@ import transformers
 from huggingface_hub import snapshot_download
 from torch import Tensor, nn
 
+from mmspec.cpu.layers import LayerWeights
 from mmspec.engine.kv_cache import RaggedKVCache, RecordedKVCache
 from mmspec.files import snapshot_id
 from mmspec.interfaces import AssistantParts, OwnHeadError
 from mmspec.targets.base import ModelAdapter
+from mmspec.targets.c_layers import eps_of, is_norm, layer_weights
 from mmspec.targets.draft_model import CONFIG_FILE, check_complete
 from mmspec.targets.hf import HFTarget
 from mmspec.targets.own_checkpoint import check_unchanged, checkpoint_folder
@@ -73,6 +75,10 @@ class TargetKeysReader:
             visible = visible & nn.functional.pad(self.padding, (0, longest), value=True)[:, :longest]
         return keys, values, visible[:, None, None]
 
+    def buffers(self, layer_types: Sequence[str]) -> list[Tensor | None] | None:
+        caches = self.buffer.common_buffers()
+        return None if caches is None else [caches[self.layers[kind]] for kind in layer_types]
+
     def fixed_tensors(self) -> dict[str, Tensor] | None:
         if not self.buffer.groups:
             return None
@@ -102,6 +108,25 @@ class AssistantBody(nn.Module):
         self.norm = text_model.norm
         self.layer_types: tuple[str, ...] = tuple(text_model.config.layer_types)
         self._rotary = text_model.rotary_emb.forward  # not a part of this module: a cast would round its frequencies
+
+    @property
+    def eps(self) -> set[float]:
+        """Of its norms."""
+        return {float(eps_of(one)) for one in self.modules() if is_norm(one)}
+
+    def angles(self, kind: str, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """(cos, sin), each [P, d], of positions [P] in layers of a type."""
+        cos, sin = self._rotary(torch.empty(0, dtype=dtype, device=positions.device), positions[None], kind)
+        return cos[0], sin[0]
+
+    def c_weights(self) -> list[LayerWeights] | None:
+        """Weights of the layers as C reads them; None if one has other parts than queries and a gated feed-forward."""
+        found = list(map(layer_weights, self.layers))
+        layers = [
+            one for one in found if one is not None and one.k is None and one.conv is None and one.gate is not None
+        ]
+        is_known = len(layers) == len(found) and all(one.router is one.per_layer_gate is None for one in layers)
+        return layers if is_known else None
 
     def forward(self, inputs: Tensor, position_ids: Tensor, cache: dict[str, tuple[Tensor, Tensor, Tensor]]) -> Tensor:
         """[B, n, d] outputs after the last norm, of n nodes that do not see each other.

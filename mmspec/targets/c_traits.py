@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmspec.cpu.decoder_types import DecoderEnds, RotaryFn
-from mmspec.cpu.layers import DecoderShape, LayerWeights, of_neighbours
+from mmspec.cpu.angles import RotaryFn
+from mmspec.cpu.decoder_types import DecoderEnds
+from mmspec.cpu.layers import DecoderShape, LayerWeights
 from mmspec.targets.base import RECURRENT_LAYER_TYPES, ModelAdapter
 from mmspec.targets.c_layers import (
     activations_of,
@@ -77,14 +78,12 @@ class Rotary:
         module: of the text model.
         dtype: type in which the model computes them.
         layer_type: argument of modules that have angles for each type of layers; None for others.
-        interleaved: two neighbours of a head have the same angle, also where the module gives those of halves.
         shift: added to positions.
     """
 
     module: nn.Module
     dtype: torch.dtype
     layer_type: str | None
-    interleaved: bool = False
     shift: int = 0
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -96,8 +95,6 @@ class Rotary:
         with torch.no_grad():
             angles = self.module(example, position_ids, *arguments)
         cos, sin = (part.float().reshape(-1, len(positions), part.shape[-1])[0] for part in angles)
-        if self.interleaved:
-            cos, sin = of_neighbours(cos), of_neighbours(sin)
         return cos.contiguous(), sin.contiguous()
 
 
@@ -136,8 +133,7 @@ def read_parts(adapter: ModelAdapter, shape: DecoderShape | None = None) -> Iter
         shapes = [shape]
     for one in shapes:
         own: list[RotaryFn | None] = [
-            replace(rotary, interleaved=one.interleaved) if rotary is not None and one.sizes_of(index)[2] else None
-            for index, rotary in enumerate(rotaries)
+            rotary if one.sizes_of(index)[2] else None for index, rotary in enumerate(rotaries)
         ]
         yield DecoderParts(one, weights, ends, own, shared.logit_scale, shared.logit_softcap)
 

@@ -1,13 +1,15 @@
 """The draft head of a call in C (`mmspec.cpu.draft`), where the head and the call are for it.
 
 A head is recognised by the exact classes of its modules. Whatever differs (hooks, replaced modules or weights, other
-dtypes, scaled embeddings), prompts, and calls whose target may not run in C either, run in the head's own forward. Both
+dtypes), prompts, and calls whose target may not run in C either, run in the head's own forward. Both
 give the same trees up to rounding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +23,7 @@ from mmspec.drafters.heads.base.config import HeadConfig
 from mmspec.drafters.heads.base.head import RMSNorm
 from mmspec.drafters.heads.base.state import DraftState, Pending
 from mmspec.drafters.rerank import LEVEL_PENALTY
-from mmspec.engine.revision import Revision, run_plain_forwards
+from mmspec.engine.revision import revision_of, run_plain_forwards
 from mmspec.engine.tree import DraftTree, root_only
 
 if TYPE_CHECKING:
@@ -32,29 +34,34 @@ KNOWN_CLASSES = frozenset((nn.Linear, nn.Embedding, RMSNorm))
 
 
 class CDraft:
-    """The drafts of one call by a `CHead`. Implements `mmspec.drafters.heads.base.state.DraftBackend`."""
+    """The drafts of one call by a `CHead`. Implements `mmspec.drafters.heads.base.state.DraftBackend`.
+
+    Attributes:
+        revision: of the modules whose weights it reads.
+    """
 
     def __init__(
         self,
         head: CHead,
         modules: list[nn.Module],
-        rotary_embedding: Callable[..., Any],
         anchors: Callable[[DraftState], Tensor | None],
+        layer_types: Sequence[str] = (),
     ) -> None:
         """
         Args:
             head: the head in C.
-            modules: all whose weights it reads.
-            rotary_embedding: `DraftHead.rotary_embedding`.
+            modules: all whose weights it reads, the head first.
             anchors: of a state, the [B] tokens with which the next blocks begin, or None.
+            layer_types: of an assistant's layers; empty for heads with keys of their own.
         """
         self._head = head
         self._anchors = anchors
-        self._revision = Revision(modules)
-        self._rotary_embedding = rotary_embedding
-        self._angles: tuple[Tensor, Tensor, Tensor] | None = None  # a rotary table, both parts in float32
+        self._layer_types = layer_types
+        self.revision = revision_of(modules[0], modules)
 
     def extend_context(self, state: DraftState, pending: Pending) -> bool:
+        if self._layer_types:
+            return False  # an assistant reads the last token alone
         rows = _indices(count > 0 for count in pending.counts)
         context = self._context(state, pending.tokens.shape[1], rows)
         if context is None:
@@ -99,23 +106,22 @@ class CDraft:
 
     def _context(self, state: DraftState, num_new: int, rows: list[int] | None) -> HeadContext | None:
         """What the head has read in these rows, with room for `num_new` positions; None if it must not run in C."""
-        kv_cache = state.kv_cache
-        if torch.is_autocast_enabled("cpu") or not self._revision.is_current():
+        kv_cache, padding, positions = state.kv_cache, None, state.next_positions
+        if torch.is_autocast_enabled("cpu") or not self.revision.is_current():
             return None
-        kv_cache.begin_forward(num_new)
-        caches = kv_cache.common_buffers()
+        if self._layer_types and state.target_keys is not None:
+            caches, padding = state.target_keys.buffers(self._layer_types), state.target_keys.padding
+            lengths, positions = state.target_keys.lengths, [position - 1 for position in positions]
+        else:
+            kv_cache.begin_forward(num_new)
+            caches, lengths = kv_cache.common_buffers(), kv_cache.seq_lens
         if not caches:
             return None
-        cos, sin = state.rotary_table(max(state.next_positions) + num_new, self._rotary_embedding)
-        if self._angles is None or self._angles[0] is not cos:
-            self._angles = cos, *self._head.angles(cos, sin)
-        cos, sin = self._angles[1:]
-        lengths, positions, anchors = kv_cache.seq_lens, state.next_positions, self._anchors(state)
+        anchors, last_hidden = self._anchors(state), state.last_hidden
         if rows is not None:
             lengths, positions = ([values[row] for row in rows] for values in (lengths, positions))
-            anchors = None if anchors is None else _take(anchors, rows)
-        last_hidden = _take(state.last_hidden, rows)
-        return HeadContext(lengths, positions, caches, cos, sin, last_hidden, anchors, rows)
+            anchors, padding = (None if part is None else part[rows] for part in (anchors, padding))
+        return HeadContext(lengths, positions, caches, _take(last_hidden, rows), anchors, rows, padding)
 
 
 def _indices(chosen: Iterable[bool]) -> list[int] | None:
@@ -151,20 +157,25 @@ def find_c_draft(
         anchors: see `CDraft`.
     """
     kernel, head, shared = active_kernel(), drafter.head, state.shared_embeddings
-    modules = [*head.modules(), shared.embed_tokens, shared.lm_head]
+    modules, embed_tokens = [*head.modules(), shared.embed_tokens, shared.lm_head], shared.embed_tokens
+    if not isinstance(embed_tokens, nn.Embedding) or not isinstance(shared.lm_head, nn.Linear):
+        return None
+    scale, target = shared.embed_scale, state.c_shape()
+    if type(embed_tokens) is not nn.Embedding:  # its factor is a trait of the target
+        if target is None or drafter.own_embeddings is not None:
+            return None
+        scale, classes = target.embed_scale, (*classes, type(embed_tokens))
     if kernel is None or not _are_known(modules, (type(head), *classes)):
         return None
-    if shared.embed_scale != 1.0 or shared.logit_scale != 1.0 or shared.logit_softcap is not None:
+    if embed_tokens.max_norm is not None or head.config.head_dim % 2 or (found := weights()) is None:
         return None
-    if not isinstance(shared.embed_tokens, nn.Embedding) or not isinstance(shared.lm_head, nn.Linear):
-        return None
-    if shared.embed_tokens.max_norm is not None or head.config.head_dim % 2 or (found := weights()) is None:
-        return None
+    rotary = partial(head.rotary_embedding, dtype=state.last_hidden.dtype)
+    shape = replace(found.shape or _shape(head.config, found), embed_scale=scale)
     try:
-        c_head = CHead(kernel, found.shape or _shape(head.config, found), found)
+        c_head = CHead(kernel, shape, found, found.rotaries or [rotary] * len(found.layers))
     except ValueError:  # weights of other dtypes, devices or shapes
         return None
-    return CDraft(c_head, modules, head.rotary_embedding, anchors)
+    return CDraft(c_head, modules, anchors, () if found.assistant is None else found.assistant.layer_types)
 
 
 def _are_known(modules: list[nn.Module], head_classes: tuple[type, ...]) -> bool:
@@ -192,12 +203,19 @@ def shared_weights(state: DraftState) -> dict[str, Any]:
     """Attributes of `HeadWeights`: the target's embeddings and LM head, or its rows for a draft vocabulary."""
     embed_tokens, lm_head = state.shared_embeddings.embed_tokens, state.shared_embeddings.lm_head
     assert isinstance(embed_tokens, nn.Embedding) and isinstance(lm_head, nn.Linear)
-    rows = state.draft_lm_head
+    rows, cap = state.draft_lm_head, state.shared_embeddings.logit_softcap
     return {
+        "logit_scale": state.shared_embeddings.logit_scale,
+        "logit_softcap": cap or 0.0,
         "embeddings": embed_tokens.weight,
         "lm_head": lm_head.weight if rows is None else rows,
         "lm_head_bias": lm_head.bias if rows is None else None,
     }
+
+
+def own_lm_head(weight: Tensor) -> dict[str, Any]:
+    """Attributes of `HeadWeights` of an LM head whose logits are left as they are."""
+    return {"lm_head": weight, "lm_head_bias": None, "logit_scale": 1.0, "logit_softcap": 0.0}
 
 
 def split_projections(layer: Any, sizes: tuple[int, int, int], has_mlp: bool = True) -> dict[str, Any]:

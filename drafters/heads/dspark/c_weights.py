@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from mmspec.cpu.draft_types import CorrectionWeights, DsparkWeights, HeadWeights
 from mmspec.cpu.layers import LayerWeights
-from mmspec.drafters.heads.base.c_draft import shared_weights, split_projections
+from mmspec.drafters.heads.base.c_draft import own_lm_head, shared_weights, split_projections
 from mmspec.drafters.heads.base.state import DraftState
 from mmspec.drafters.heads.dspark.head import BigramHead, DsparkHead, DsparkLayer
 
@@ -33,7 +33,7 @@ def dspark_weights(
     ends = shared_weights(state)
     vocab_proj = bigram_head.vocab_proj.weight
     if head.lm_head is not None:
-        ends |= {"lm_head": head.lm_head.weight, "lm_head_bias": None}
+        ends |= own_lm_head(head.lm_head.weight)
     elif state.draft_ids is not None:
         vocab_proj = vocab_proj[state.draft_ids]
     mask_embedding: Tensor = head.mask_embedding

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from mmspec.cpu.draft_types import HeadWeights
 from mmspec.drafters.heads.base.attention import CachedAttention
-from mmspec.drafters.heads.base.c_draft import CDraft, find_c_draft, shared_weights
+from mmspec.drafters.heads.base.c_draft import CDraft, find_c_draft, own_lm_head, shared_weights
 from mmspec.drafters.heads.base.expand import AutoregressiveExpander
 from mmspec.drafters.heads.base.reader import CosSin
 from mmspec.drafters.heads.base.state import DraftState
@@ -71,7 +71,7 @@ def eagle3_weights(head: Eagle3Head, state: DraftState) -> HeadWeights | None:
     others = (config.qk_norm, config.norm_before_fc, config.fc_norm, config.norm_output, config.target_hidden_size)
     if any(others) or config.is_layered or head.fc.in_features == config.hidden_size:
         return None
-    ends = shared_weights(state) | {"lm_head": head.lm_head.weight, "lm_head_bias": None}
+    ends = shared_weights(state) | own_lm_head(head.lm_head.weight)
     return HeadWeights(
         head.fc.weight,
         None,

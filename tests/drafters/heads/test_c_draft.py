@@ -401,14 +401,17 @@ def test_changed_heads_are_not_recognised(
     assert begin_decoding(target, drafter, build_c_prompt(target, 8)).backend is None
 
 
-def test_scaled_embeddings_other_heads_and_no_kernel(
-    best_kernel: None, target: FakeTarget, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prompt = build_prompt(target, 8)
-    assert prompt.shared_embeddings is not None
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_scaled_embeddings_and_logits(kind: str, best_kernel: None, calls: Calls) -> None:
+    target = build_fake_target()
     for name in ("embed_scale", "logit_scale", "logit_softcap"):
-        scaled = replace(prompt, shared_embeddings=replace(prompt.shared_embeddings, **{name: 2.0}))
-        assert begin_decoding(target, build_drafter("eagle"), scaled).backend is None
+        target.shared_embeddings = replace(target.shared_embeddings, **{name: 2.0})
+        TwoStates(target, build_drafter(kind), sampled=True).rounds(*ROUNDS[:3])
+    assert not calls.refused
+
+
+def test_other_heads_and_no_kernel(best_kernel: None, target: FakeTarget, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = build_prompt(target, 8)
     independent = FlashHead(replace(KINDS["flash"][0], markov_rank=0))
     assert begin_decoding(target, FlashDrafter(independent, num_layers=NUM_LAYERS), prompt).backend is None
     one_state = Eagle3Head(replace(EAGLE3_CONFIG, hidden_state_layers=(NUM_LAYERS,)))

@@ -8,10 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import assistants
 import own_heads as own
 import pytest
 import tiny_models as tiny
 import torch
+import transformers
+import zoo
 from c_bugs import faulty_kernel
 from fake_target import scores_by_path
 
@@ -20,9 +23,11 @@ from mmspec.cpu.c_kernel import load_kernel
 from mmspec.drafters.heads.base import c_draft
 from mmspec.drafters.heads.base.c_draft import CDraft
 from mmspec.drafters.heads.base.state import DraftState, Pending
+from mmspec.drafters.mtp.assistant import AssistantDrafter
 from mmspec.drafters.mtp.drafter import MTPDrafter
 from mmspec.drafters.mtp.own import OwnDrafter
 from mmspec.engine.tree import DraftTree
+from mmspec.targets.assistant import assistant_parts
 from mmspec.targets.own_head import read_own_head
 from mmspec.targets.registry import find_adapter
 
@@ -67,6 +72,8 @@ def compared(drafter: OwnDrafter, dtype: torch.dtype, monkeypatch: pytest.Monkey
         return mine
 
     def both_reads(self: CDraft, state: DraftState, pending: Pending) -> bool:
+        if state.target_keys is not None:  # an assistant, which reads the last token alone
+            return extend(self, state, pending)
         before = state.kv_cache.seq_lens, state.last_hidden
         is_done, mine = extend(self, state, pending), state.last_hidden
         counted.reads, counted.refused = counted.reads + 1, counted.refused + (not is_done)
@@ -139,6 +146,62 @@ def test_drafts_of_an_mtp_head(
     assert counted.common >= (1.0 if dtype is torch.float32 else 0.85) * counted.paths > 20
 
 
+ASSISTANT_CASES: tuple[tuple[str, torch.dtype, bool, Mapping[str, Any], Mapping[str, Any]], ...] = (
+    ("gemma4", torch.float32, True, {"top_k": 3}, {}),
+    ("gemma4", torch.float32, False, REDUCED, {"do_sample": True}),
+    ("gemma4", torch.float32, True, {"top_k": 2}, {"do_sample": True}),
+    ("gemma4", torch.bfloat16, True, {"top_k": 1}, {}),
+    ("gemma4", torch.float16, False, {"top_k": 2}, {}),
+)
+
+
+def assistant_drafter(family: str, dtype: torch.dtype, centroids: bool, **options: Any) -> tuple[Any, AssistantDrafter]:
+    """A tiny Gemma 4 with a short window, and the drafter of an assistant for it."""
+    if family not in zoo.ROWS or not hasattr(transformers, "Gemma4AssistantConfig"):
+        pytest.skip("an older transformers")
+    model = tiny.build_model(tiny.ModelSpec(family, seed=3, layers=3, window=9)).to(dtype)
+    parts = assistant_parts(assistants.build_assistant(model, centroids=centroids).to(dtype), find_adapter(model))
+    return model, AssistantDrafter(parts, max_depth=4, **options)
+
+
+@pytest.mark.parametrize(("family", "dtype", "centroids", "options", "limits"), ASSISTANT_CASES)
+def test_drafts_of_an_assistant(
+    family: str,
+    dtype: torch.dtype,
+    centroids: bool,
+    options: Mapping[str, Any],
+    limits: Mapping[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Behind prompts of two lengths, one with an image, beyond the window."""
+    model, drafter = assistant_drafter(family, dtype, centroids, **options)
+    counted = run(model, drafter, dtype, monkeypatch, **{"do_sample": False, **limits})
+    assert counted.drafts > 4 and not counted.refused and not counted.differences
+    assert counted.common >= (1.0 if dtype is torch.float32 else 0.85) * counted.paths > 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("part", "replacement"),
+    [
+        ("(h->d.hides_nodes ? 0 : level)", "level"),
+        ("l->window && d->depths ? depths[node] : 0", "l->window && d->depths ? depths[node] : 1"),
+        ("!is_eagle3(h) && !is_root", "!is_eagle3(h)"),
+        ("(level ? parent : b) * E : output", "b * E : output"),
+        ("+ h->bias[ids[i]]", ""),
+        ("noise ? z / h->temperature - noise[ids[i]] : z", "z"),
+        ("g->best[row * h->num_best + child[i] / S] * S + child[i] % S", "child[i]"),
+        ("round1(to[i] * h->d.embed_scale, h->d.type)", "to[i]"),
+    ],
+)
+def test_planted_bugs_in_assistants_are_caught(part: str, replacement: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    faulty = faulty_kernel(part, replacement, optimized=False)
+    monkeypatch.setattr(c_draft, "active_kernel", lambda: faulty)
+    model, drafter = assistant_drafter("gemma4", torch.float32, True, top_k=2)
+    drafter.suppressed_ids = tuple(range(5, 60))
+    assert run(model, drafter, torch.float32, monkeypatch, do_sample=True).differences
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("part", "replacement"),
@@ -149,3 +212,19 @@ def test_planted_bugs_are_caught(part: str, replacement: str, tmp_path: Path, mo
     monkeypatch.setattr(c_draft, "active_kernel", lambda: faulty)
     model, drafter = mtp_drafter("qwen3_5", torch.float32, tmp_path)
     assert run(model, drafter, torch.float32, monkeypatch, do_sample=False).differences
+
+
+@pytest.mark.parametrize("activation", [torch.nn.SiLU(), torch.nn.Identity()])
+def test_an_assistant_of_other_layers_drafts_in_torch(
+    activation: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Than its target's, which one line says."""
+    model, drafter = assistant_drafter("gemma4", torch.float32, True, top_k=2)
+    for layer in drafter.head.body.layers:
+        layer.mlp.act_fn = activation
+    trees, agrees = list[Any](), list[bool]()
+    inner, checked = drafter.c_draft, drafter._agrees
+    monkeypatch.setattr(drafter, "c_draft", lambda state: trees.append(inner(state)) or trees[-1])
+    monkeypatch.setattr(drafter, "_agrees", lambda *args: agrees.append(checked(*args)) or agrees[-1])
+    counted = run(model, drafter, torch.float32, monkeypatch, do_sample=False)
+    assert trees == [None] and agrees == [False] and counted.drafts == 1  # that of the comparison
