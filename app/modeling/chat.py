@@ -247,8 +247,11 @@ def check_chat(processor: ProcessorMixin, name: str, prompt: str | None, chat: C
                 **template_variables(processor, one),
             )
         except Exception as error:  # jinja2's, and what the template raises itself
-            reason = one_line(error, 120)
-            raise UsageError(f"{flag}: the chat template of {name} refuses it ({reason}): leave it out") from error
+            if "does not appear" in str(error):  # transformers, of the message that goes on
+                what, advice = "drops or changes it", "give it as the end of --prompt"
+            else:
+                what, advice = f"refuses it ({one_line(error, 120)})", "leave it out"
+            raise UsageError(f"{flag}: the chat template of {name} {what}: {advice}") from error
         if flag == "--system-prompt" and given.strip() not in text:
             raise UsageError(f"{flag}: the chat template of {name} leaves it out: put it at the beginning of --prompt")
         if flag == "--start" and not text.endswith(given):

@@ -145,9 +145,9 @@ def test_a_start_without_a_template(media: list[Any]) -> None:
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        ("{% for m in messages if m.role == 'user' %}{{ m.content[-1].text }}{% endfor %}", "refuses it"),
+        ("{% for m in messages if m.role == 'user' %}{{ m.content[-1].text }}{% endfor %}", "drops or changes it"),
         ("{% for m in messages %}{{ m.content[-1].text | trim }}{% endfor %}", "without the space at its end"),
-        ("{% for m in messages %}{{ m.content[-1].text | upper }}{% endfor %}", "refuses it"),
+        ("{% for m in messages %}{{ m.content[-1].text | upper }}{% endfor %}", "drops or changes it"),
         ("{{ raise_exception('no assistant') }}", "refuses it"),
     ],
 )
