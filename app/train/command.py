@@ -38,7 +38,7 @@ data
   --data names all that `mmspec caption` reads; a list may bring "prompt" and "answer" per row. Where there is no answer
   the target generates one, so that the drafter learns the target's own text. Answers are stored in OUT/answers.jsonl.
   --target may be a language model: then --data names text files with a request per line, or .jsonl files with a
-  "prompt" per row; without it the target writes its requests (--set count=N).
+  "prompt" per row.
   A picture that cannot be used is counted, and the next one takes its place. Bytes of tables wait in a temporary file
   (TMPDIR).
   The last requests (--evaluate of them, at most a tenth) are held out: tau is measured on them.

@@ -108,7 +108,6 @@ class TrainOptions(TableOptions):
     minutes: float = _real(math.inf, "stop after this long; run again to go on", _HOW, "T")
     progress: bool | None = option(None, "bar (default: on a terminal, else lines)", _HOW)
 
-    count: int = _number(2000, "requests that a language model without --data writes (2000)")
     cache_gib: float = _real(4.0, "host memory for the target's hidden states, in GiB (4)")
     hidden_loss: float = _real(1.0, "weight of smooth L1 on the hidden states (1)")
     logits_loss: float = _real(0.1, "weight of soft cross-entropy on the logits (0.1)")
@@ -160,7 +159,6 @@ class TrainOptions(TableOptions):
 
     def _check(self, have_blocks: bool) -> None:
         for name, holds, others in (
-            ("count", not self.data, "a language model without --data"),
             ("block", have_blocks, "drafters of several tokens per forward"),
             ("text_first", not self.text_only, "no text_only: give one of them"),
         ):

@@ -18,7 +18,7 @@ from mmspec.app.train.data import Teacher
 from mmspec.app.train.datasets import FileData, RequestDataset, Subset, TextOnlyAugmented, image_fraction
 from mmspec.app.train.heads import build_parts, target_head_config, train_mode
 from mmspec.app.train.sampler import LengthGroupedSampler
-from mmspec.app.train.text_teacher import TextRequests, TextTeacher, read_questions, write_questions
+from mmspec.app.train.text_teacher import TextRequests, TextTeacher, read_questions
 from mmspec.drafters.heads.registry import find_method, recipes
 from mmspec.drafters.training.batch import DraftModel, TrainBatch
 from mmspec.drafters.training.losses import LossWeights
@@ -59,16 +59,12 @@ def build_teacher(options: TrainOptions, process: ProcessInfo) -> tuple[Teacher,
     for name in ("text_first", "text_only", "visual_mode", "compressor"):
         if getattr(options, name):
             raise UsageError(f"{name} is about images; --target {options.target} reads none")
-    if process.world_size > 1 and not options.data:
-        raise UsageError("several processes need --data: only one may write requests")
-    questions = read_questions(options.data) if options.data else []
+    if not options.data:
+        raise UsageError(f"--target {options.target} needs --data: text files, a request per line")
+    questions = read_questions(options.data)
     text_model, tokenizer = load_text_model(options.target, options.dtype, options.device, process.local_rank)
     text_model.requires_grad_(False)
-    if not options.data:
-        count = options.count + options.evaluate
-        questions = write_questions(text_model, tokenizer, options.out, count, options.batch_size, options.seed)
-    num_held_out = min(options.evaluate, max(1, len(questions) // 10) if options.data else options.evaluate)
-    num_train = len(questions) - num_held_out
+    num_train = len(questions) - min(options.evaluate, max(1, len(questions) // 10))
     teacher = TextTeacher(text_model, tokenizer, TextRequests(questions[:num_train]), cache_bytes)
     return teacher, TextRequests(questions[num_train:])
 
@@ -81,8 +77,8 @@ def data_settings(options: TrainOptions, count: int, held_out: RequestDataset) -
         "count": count,
         "max_new_tokens": options.max_new_tokens,
     }
-    settings |= {"held_back": len(held_out)} if options.data and len(held_out) else {}
-    return settings | (options.source.chosen() if options.data else {})
+    settings |= {"held_back": len(held_out)} if len(held_out) else {}
+    return settings | options.source.chosen()
 
 
 def train_settings(options: TrainOptions) -> dict[str, Any]:

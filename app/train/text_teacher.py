@@ -1,39 +1,23 @@
-"""A language model as the target of `mmspec train`: its requests, and its answers to them.
-
-The requests are the lines of text files, or written by the model itself: behind the beginning of a user's turn in its
-chat template it continues with a question (Magpie, arXiv 2406.08464).
-"""
+"""A language model as the target of `mmspec train`: its requests, and its answers to them."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from mmspec.app.caption.progress import print_stderr
 from mmspec.app.errors import UsageError, one_line
-from mmspec.app.io.jsonl import replace_file
 from mmspec.app.io.text import decode_text, find_fault
-from mmspec.app.modeling.text import TextCaptioner, chat_text
+from mmspec.app.modeling.text import TextCaptioner
 from mmspec.app.train.data import Teacher
 from mmspec.app.train.datasets import Request, StandIns
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-logger = logging.getLogger("mmspec")
-
-REQUESTS = "requests.json"
-"""Requests that the target has written, in the folder of the run."""
-QUESTION_TOKENS = 32
-"""Largest length of such a request."""
-_MARK = "<<question>>"
 
 
 class TextRequests:
@@ -109,35 +93,3 @@ def _prompt_of(path: str, number: int, line: str) -> str:
     if not isinstance(prompt, str):
         raise UsageError(f'--data {path}, row {number}: no object with a "prompt" of text; got {line[:60]!r}')
     return prompt
-
-
-def write_questions(
-    model: PreTrainedModel, tokenizer: Any, folder: Path, count: int, batch_size: int, seed: int
-) -> list[str]:
-    """Requests that the model writes itself, sampled at temperature 1; those in the folder are read, not written again.
-
-    Raises:
-        UsageError: the tokenizer has no chat template, in which a user's turn could begin.
-    """
-    file = folder / REQUESTS
-    questions: list[str] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else []
-    if len(questions) >= count:
-        return questions[:count]
-    if tokenizer.chat_template is None:
-        raise UsageError(
-            "--target has no chat template, so that it cannot write requests itself: pass --data text files"
-        )
-    prefix = chat_text(tokenizer, _MARK).partition(_MARK)[0]
-    inputs = tokenizer([prefix] * batch_size, add_special_tokens=False, return_tensors="pt").to(model.device)
-    folder.mkdir(parents=True, exist_ok=True)
-    torch.manual_seed(seed + len(questions))
-    while len(questions) < count:
-        outputs = model.generate(
-            **inputs, max_new_tokens=QUESTION_TOKENS, do_sample=True, temperature=1.0, top_p=0.95, top_k=0
-        )
-        texts = tokenizer.batch_decode(outputs[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-        new = (" ".join(text.split()) for text in texts)
-        questions = list(dict.fromkeys([*questions, *(text for text in new if len(text) > 8)]))
-        replace_file(file, json.dumps(questions, indent=0).encode())
-        logger.info("mmspec: %d of %d requests written", len(questions), count)
-    return questions[:count]

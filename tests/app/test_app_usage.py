@@ -28,7 +28,6 @@ WRONG: dict[str, tuple[str, ...]] = {
     "compare --drafters ' , '": ("must be names separated by commas",),
     "train --out run --drafter msd,eagle3 --set block=4": ("--set block goes with drafters of several tokens per",),
     "train --out run --set text_only text_first": ("--set text_first goes with no text_only",),
-    "train --out run --data x --set count=4": ("--set count goes with a language model without --data",),
     "train --out run --set blocks=4": ("--set blocks is no setting", "did you mean 'block'?"),
     "train --out run --set block=0": ("--set block must be a whole number above 0, got '0'",),
     "train --out run --set visual_mode=coupld": ("did you mean 'coupled'?",),

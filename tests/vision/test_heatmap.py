@@ -1,4 +1,4 @@
-"""Heatmaps: marks are in the right cells, higher scores are lighter, invalid input is refused."""
+"""Heatmaps: marks are in the right cells, invalid input is refused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from research.heatmap import (
     STRIP_GAP_PX,
     TARGET_SIDE_PX,
     center_square,
-    colormap,
     heatmap,
     heatmaps,
     kept_cells,
@@ -41,13 +40,6 @@ def corners(drawn: Image.Image, grid: tuple[int, int]) -> np.ndarray:
     """[height, width, 3] colours at the upper left corner of each cell, where frames are drawn."""
     pixels, cell = np.asarray(drawn).astype(int), drawn.height // grid[0]
     result: np.ndarray = pixels[::cell, ::cell]
-    return result
-
-
-def luminance(rgb: np.ndarray) -> np.ndarray:
-    share = rgb / 255
-    linear = np.where(share <= 0.04045, share / 12.92, ((share + 0.055) / 1.055) ** 2.4)
-    result: np.ndarray = linear @ np.array([0.2126, 0.7152, 0.0722])
     return result
 
 
@@ -78,46 +70,10 @@ def test_kept_cells_are_outlined_and_others_faded(grid: tuple[int, int], kept_in
     assert from_mask.tobytes() == drawn.tobytes(), "a mask equals indices"
 
 
-@pytest.mark.parametrize(("grid", "kept_indices"), GRIDS)
-def test_scores_are_colours_and_kept_cells_framed(grid: tuple[int, int], kept_indices: list[int]) -> None:
-    scores = np.random.default_rng(0).permutation(grid[0] * grid[1]).astype(float)
-    drawn = heatmap(solid_image(colour=(90, 90, 90)), grid, scores=scores, kept_indices=kept_indices)
-    light = luminance(middles(drawn, grid)).ravel()
-    assert (np.diff(light[scores.argsort()]) > -0.005).all(), "a higher score is never darker, up to rounding"
-    assert len(light) == 1 or light.max() > 2 * light.min()
-    expected = np.zeros(len(scores), dtype=bool)
-    expected[kept_indices] = True
-    framed = (corners(drawn, grid) == 0).all(-1).ravel()
-    assert (framed == expected).all()
-    pixels, cell = np.asarray(drawn), drawn.height // grid[0]
-    assert ((pixels[1::cell, 1::cell] == 255).all(-1).ravel() == expected).all(), (
-        "white within black: visible on any background"
-    )
-    bare = heatmap(solid_image(colour=(90, 90, 90)), grid, scores=scores)
-    assert (middles(bare, grid) == middles(drawn, grid)).all()
-
-
-def test_colormap_is_monotone_and_even() -> None:
-    found = colormap(np.linspace(0, 1, 257))
-    assert found.min() >= 0 and found.max() <= 255
-    lightness = 116 * np.cbrt(luminance(found)) - 16
-    steps = np.diff(lightness)
-    assert (steps > 0).all() and steps.max() < 2 * steps.min(), "even steps"
-    assert lightness[0] < 20 and lightness[-1] > 90
-
-
-def test_constant_scores_and_explicit_span() -> None:
-    flat = heatmap(solid_image(), (2, 2), scores=[3, 3, 3, 3])
-    assert (middles(flat, (2, 2)) == middles(flat, (2, 2))[0, 0]).all()
-    half = middles(heatmap(solid_image(), (1, 2), scores=[0, 1], span=(0, 2)), (1, 2))
-    whole = middles(heatmap(solid_image(), (1, 2), scores=[0, 1]), (1, 2))
-    assert (half[0, 0] == whole[0, 0]).all() and luminance(half[0, 1]) < luminance(whole[0, 1])
-
-
 FRAMES = [VisualGrid(0, 4 * t, 2, 2, 0, role="frame", frame=t) for t in range(3)]
 
 
-def test_one_image_per_frame_with_a_common_range() -> None:
+def test_one_image_per_frame() -> None:
     frames = [solid_image(20, 20, (60 * n, 0, 0)) for n in range(3)]
     drawn = heatmaps(frames, FRAMES, kept_indices=[0, 5, 6, 11])
     assert [(corners(one, (2, 2)) == GREEN).all(-1).ravel().tolist() for one in drawn] == [
@@ -126,9 +82,6 @@ def test_one_image_per_frame_with_a_common_range() -> None:
     assert [int(middles(one, (2, 2)).reshape(-1, 3)[at, 0]) for one, at in zip(drawn, (0, 1, 3), strict=True)] == [
         0, 60, 120,
     ]  # fmt: skip
-    scored = heatmaps(frames, FRAMES, scores=np.arange(12))
-    light = [luminance(middles(one, (2, 2))).mean() for one in scored]
-    assert light == sorted(light) and light[2] > 2 * light[0], "frames share a scale"
 
 
 @pytest.mark.parametrize(
@@ -214,13 +167,10 @@ def test_strip() -> None:
 @pytest.mark.parametrize(
     ("grid", "options", "message"),
     [
-        ((2, 2), {}, "heatmap needs kept_indices=, scores=, or both"),
         ((0, 2), {"kept_indices": []}, r"at least one row and one column; got \(0, 2\)"),
         ((2, 2), {"kept_indices": [4]}, "range from 0 to 3; got 4"),
         ((2, 2), {"kept_indices": [-1]}, "range from 0 to 3; got -1"),
         ((2, 2), {"kept_indices": np.zeros((3, 2), bool)}, r"must have the shape of the grid, \[2, 2\]; got \[3, 2\]"),
-        ((2, 2), {"scores": [1, 2, 3]}, r"one value per token, 4; got \[3\]"),
-        ((1, 2), {"scores": [1, float("nan")]}, "scores must be finite; got nan"),
     ],
 )
 def test_invalid_arguments(grid: tuple[int, int], options: dict[str, Any], message: str) -> None:
