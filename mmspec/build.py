@@ -10,6 +10,7 @@ from torch import Tensor
 from mmspec.call import Call, CallPlan
 from mmspec.economy.chooser import Chooser
 from mmspec.economy.known import Source
+from mmspec.engine.constrained_draft import DraftRules
 from mmspec.engine.criteria import UNLIMITED_STEPS
 from mmspec.engine.draws import PrivateDraws
 from mmspec.engine.loop import DecodeLoop
@@ -44,6 +45,9 @@ def build_loop(call: Call, prefilled: Prefilled) -> tuple[DecodeLoop, Prompt]:
     # What is the user's draws from generators of its own.
     private_draws = PrivateDraws(expected_state=None if sampler.noise is None else sampler.noise.expected_state)
     prompt = _build_prompt(call, prefilled, output, private_draws)
+    if sampler.constraints and len(logits) == 1:
+        row = lambda: (output.sequences, output.prompt_length + output.num_emitted[0])  # noqa: E731
+        prompt = replace(prompt, rules=DraftRules(sampler.constraints, row))
     assert prompt.chooser is not None
     call.stats.drafter = drafter.label
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mmspec.cpu.chain_types import ChainGuesses, ChainRequest
-from mmspec.drafters.model.chain_draft import ChainDraft, DraftRule
+from mmspec.drafters.model.chain_draft import ChainDraft, DraftRule, draft_under_rules
 from mmspec.drafters.ngram.output_ngrams import MAX_CONTEXT, MIN_UNSEEN_PROB
 from mmspec.drafters.rerank import LEVEL_PENALTY
 from mmspec.economy.known import Economy, Source
@@ -94,11 +94,13 @@ class ChainDrafter(Drafter, ABC):
         max_length: largest number of tokens of a chain.
         top_k: likeliest tokens of each step that become nodes.
         guide: counts n-grams, by which chains in C guess what the model decodes; None for none.
+        drafts_under_rules: whether it reads the target's ids, so that it can draft under `Prompt.rules`.
         owns_guide: whether this drafter begins and observes it; else the one around it does, and sets
             `ChainState.guide`.
     """
 
     owns_guide: bool = True
+    drafts_under_rules: bool = False
 
     def __init__(self, max_length: int = 6, top_k: int = DEFAULT_TOP_K_NODES, guide: Drafter | None = None) -> None:
         """
@@ -204,7 +206,14 @@ class ChainDrafter(Drafter, ABC):
         device = state.logit_bias.device
         length = min(plan.length, max_nodes - 1)
         rule = DraftRule(state.prompt, state.logit_bias, self.top_k, length, self._log_noise(state, length))
-        drafted = self._draft_in_c(state, chain, plan, rule, max_nodes, active) if device.type == "cpu" else None
+        drafted: DraftTree | None = None
+        if device.type == "cpu" and state.prompt.rules is not None and self.drafts_under_rules:
+            found = draft_under_rules(chain.target, chain.tokens[0], rule, plan.min_prob, max_nodes)
+            if found is not None:
+                drafted, num_steps = found
+                self._drafted(state, max(1, num_steps))
+        elif device.type == "cpu":
+            drafted = self._draft_in_c(state, chain, plan, rule, max_nodes, active)
         if drafted is not None:
             return drafted
         draft = ChainDraft(chain.target, rule, active)

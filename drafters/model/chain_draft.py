@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from mmspec.cpu.chain_types import ChainRequest
 from mmspec.drafters.rerank import LEVEL_PENALTY, NodePool, next_log_probs
 from mmspec.engine.host_copy import from_host
 from mmspec.engine.tree import DraftTree, root_only
@@ -138,3 +140,63 @@ def score_unread(target: DraftTarget, tokens: Tensor, counts: Sequence[int]) -> 
     target.commit(VerifyResult(tree, index.expand(batch, n), on_device, tokens, [], nodes))
     last = (on_device - 1).clamp(min=0).to(logits.device)
     return logits[torch.arange(batch, device=logits.device), last]
+
+
+def draft_under_rules(
+    target: DraftTarget, unread: Sequence[int], rule: DraftRule, min_prob: float, max_nodes: int
+) -> tuple[DraftTree, int] | None:
+    """A chain of one row under `Prompt.rules`, step by step, as each rule depends on the tokens before it.
+
+    Tokens that must follow are read with the next step, in one forward.
+
+    Args:
+        target: the model, which drafts in C.
+        unread: ids that it has not read yet.
+        rule: of the draft; its length counts forwards, if nothing is sampled.
+        min_prob: the chain ends behind a token that is reached with a smaller probability.
+        max_nodes: size of the tree, the root included.
+
+    Returns:
+        The tree and the number of forwards; None if it does not draft in C.
+    """
+    rules, pool, path, num_steps, log_prob, end = rule.prompt.rules, NodePool(), list[int](), 0, 0.0, -1
+    assert rules is not None
+    unread, limit = list(unread), max_nodes - 1 if rule.log_noise is None else rule.length
+    while len(path) < limit and num_steps < rule.length:
+        forced, bias = rules(path)
+        for token in forced[: limit - len(path)]:
+            log_prob -= LEVEL_PENALTY
+            pool.add(torch.tensor([[token]]), torch.tensor([[log_prob]]), torch.tensor([[end]]))
+            end = pool.num_nodes - 1
+        unread, path = [*unread, *forced], [*path, *forced]
+        if bias is None or len(path) >= limit:
+            break
+        drafted = target.draft_chain(_step_request(rule, unread, bias, len(path)))
+        if drafted is None:
+            if not num_steps:
+                return None
+            break
+        tokens, log_probs = drafted.tree.tokens[:, 1:], drafted.tree.scores[:, 1:].log() + log_prob  # type: ignore[index]
+        pool.add(tokens, log_probs, torch.full_like(tokens, end))
+        end, num_steps, log_prob = pool.num_nodes - tokens.shape[1], num_steps + 1, float(log_probs[0, 0])
+        unread = [int(tokens[0, 0])]
+        path += unread
+        if not math.exp(log_prob) > min_prob or unread[0] in rule.prompt.stop_ids:
+            break
+    return (pool.select(None, max_nodes) if pool.num_nodes else root_only(1, rule.logit_bias.device)), num_steps
+
+
+def _step_request(rule: DraftRule, unread: Sequence[int], bias: Tensor, depth: int) -> ChainRequest:
+    """One step at a depth of the path."""
+    return ChainRequest(
+        unread=[unread],
+        length=1,
+        top_k=rule.top_k,
+        max_nodes=1 + rule.top_k,
+        logit_bias=rule.logit_bias + bias,
+        log_noise=None if rule.log_noise is None else rule.log_noise[:, depth : depth + 1],
+        temperature=1.0 if rule.log_noise is None else float(rule.prompt.temperature),
+        level_penalty=LEVEL_PENALTY,
+        min_prob=0.0,
+        stop_ids=(),
+    )

@@ -61,6 +61,7 @@ class SelfDrafter(ChainDrafter):
     """Drafts with the target's own layers."""
 
     name = "self"
+    drafts_under_rules = True
     requirements = DrafterRequirements(layer_subsets=True)
 
     def __init__(self, layers: Sequence[int] | None = None, max_length: int = 6, guide: Drafter | None = None) -> None:

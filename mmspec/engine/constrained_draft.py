@@ -7,12 +7,12 @@ Both also go on below the nodes of the drafter, which knows nothing of the proce
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from mmspec.engine.constraints import Constraint, PrefixNode, on_host
+from mmspec.engine.constraints import Constraint, PrefixNode, on_host, sum_of_biases
 from mmspec.engine.tree import BUCKETS, DraftTree, build_tree
 
 GUESS_PROB, LAST_PROB = 0.5, 0.25
@@ -56,6 +56,38 @@ def constrain(
     return build_tree([[] if draft is None else draft.ranked() for draft in drafts], tree.tokens.device)
 
 
+class DraftRules:
+    """What prefix processors let follow a path of drafted ids, for a drafter that draws under them.
+
+    Attributes:
+        limit: most ids that are found to follow.
+    """
+
+    limit = BUCKETS[-1]
+
+    def __init__(self, constraints: Sequence[Constraint], output: Callable[[], tuple[Tensor, int]]) -> None:
+        """
+        Args:
+            constraints: of the call.
+            output: [1, S] int64, its only row so far, and the number of its ids.
+        """
+        self._constraints, self._output = constraints, output
+
+    def __call__(self, path: Sequence[int]) -> tuple[list[int], Tensor | None]:
+        """The ids that must follow a path, and [V] float32 to add to the scores behind these.
+
+        None where nothing may be drafted: behind an end, or where a processor fails.
+        """
+        if any(one.is_ended(0) for one in self._constraints):
+            return [], None
+        sequences, length = self._output()
+        root = [one.root(0, sequences, length) for one in self._constraints]
+        draft = _RowDraft(self._constraints, root, sequences[0, :length], self.limit)
+        for index, token in enumerate(path):
+            draft.enter(index + 1, index, token, 1.0)
+        return draft.forced(len(path))
+
+
 class _RowDraft:
     """The nodes of a row's draft that its constraints allow, by number; 0 is the root, those added are negative.
 
@@ -83,10 +115,11 @@ class _RowDraft:
         if parent not in self._children or not self._allows(parent, token):
             return False
         self._scores[index] = score
-        self._enter(index, parent, token, min(1.0, score / max(self._scores[parent], 1e-6)))
+        self.enter(index, parent, token, min(1.0, score / max(self._scores[parent], 1e-6)))
         return True
 
-    def _enter(self, index: int, parent: int, token: int, prob: float) -> None:
+    def enter(self, index: int, parent: int, token: int, prob: float) -> None:
+        """Enter a node, whether it is allowed or not."""
         self._nodes[index], self._children[index] = (token, parent, prob), {}
         self._children[parent].setdefault(token, index)
 
@@ -113,12 +146,27 @@ class _RowDraft:
             below = self._children[index].get(token)
             if below is None:
                 below, self.has_more = -1 - len(self._nodes), True
-                self._enter(below, index, token, prob)
+                self.enter(below, index, token, prob)
             elif prob > self._nodes[below][2]:
                 self.has_more, self._nodes[below] = True, (token, index, prob)
             if any(token in one.stop_ids for one in self._constraints):
                 return
             index = below
+
+    def forced(self, index: int) -> tuple[list[int], Tensor | None]:
+        """See `DraftRules`; nodes are added for the ids."""
+        ids, text = list[int](), list[int]()
+        while True:
+            nodes = self._place(index)[0]
+            if any(node.bias is None for node in nodes):
+                return ids, None
+            token, prob, text = self._next(index, text)
+            if token is None or prob < 1 or len(ids) == self._limit or not self._allows(index, token):
+                return ids, sum_of_biases(nodes)
+            self.enter(index + 1, index, token, 1.0)
+            ids, index = [*ids, token], index + 1
+            if any(token in one.stop_ids for one in self._constraints):
+                return ids, None
 
     def _next(self, index: int, text: list[int]) -> tuple[int | None, float, list[int]]:
         """(token, probability) after a node, and what is left of a text that must follow, in its usual tokens."""

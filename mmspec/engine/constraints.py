@@ -85,7 +85,7 @@ class PrefixNode:
     @cached_property
     def num_allowed(self) -> int:
         """How many tokens may follow; 0 after an error."""
-        return 0 if self.bias is None else len(self.bias) - int(self._forbidden(self.bias).sum())
+        return 0 if self.bias is None else len(self.bias) - int(self._forbidden(self.bias).count_nonzero())
 
     @property
     def is_narrow(self) -> bool:
@@ -201,12 +201,22 @@ class Constraint:
             return PrefixNode(None, None, error)
         bias = added[0].float()
         forbidden = bias.isneginf()
-        return PrefixNode(view, bias if bool(((bias != 0) & ~forbidden).any()) else forbidden)
+        has_more = bool(bias.count_nonzero() > forbidden.count_nonzero())  # what is nan is neither
+        return PrefixNode(view, bias if has_more else forbidden)
 
 
 def on_host(tree: DraftTree) -> tuple[list[list[int]], list[list[int]], list[list[bool]]]:
     """Tokens, parents and mask of the nodes of each row."""
     return tree.tokens.tolist(), tree.parents.tolist(), tree.node_mask.tolist()
+
+
+def sum_of_biases(nodes: Sequence[PrefixNode]) -> Tensor:
+    """[V] float32 that all constraints add at a place where none fails."""
+    biases = [node.bias for node in nodes if node.bias is not None]
+    total = torch.zeros(len(biases[0]), device=biases[0].device)
+    for bias in biases:
+        _add(total, bias)
+    return total
 
 
 def _add(scores: Tensor, bias: Tensor | None) -> None:
