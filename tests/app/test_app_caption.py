@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from job_rows import rows_of
 from PIL import Image
 
 import mmspec
@@ -34,16 +35,12 @@ def caption(*args: object) -> int:
     return main(["caption", *map(str, args), "--no-progress"])
 
 
-def rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def test_rows_are_right_and_identical_to_plain_generate(pictures: Path, tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "out.jsonl"
     assert caption(pictures, "--model", "tiny", "--out", out, "--max-new-tokens", 24, "--compare") == 0
     captured = capsys.readouterr()
     assert captured.out == "" and "identical: 10/10" in captured.err
-    found = rows(out)
+    found = rows_of(out)
     assert len(found) == 10 and all(set(row) == set(COLUMNS.split()) for row in found)
     assert all(row["identical"] and not row["error"] for row in found)
     assert [row["index"] for row in found] == list(range(10))
@@ -66,7 +63,7 @@ def test_every_drafter_gives_the_same_captions(pictures: Path, tmp_path: Path, d
     for name in ("none", drafter):
         args = ("--model", "tiny", "--drafter", name, "--max-new-tokens", 16, "--batch-size", 3)
         assert caption(pictures, "--out", tmp_path / f"{name}.jsonl", *args) == 0
-    plain, drafted = rows(tmp_path / "none.jsonl"), rows(tmp_path / f"{drafter}.jsonl")
+    plain, drafted = rows_of(tmp_path / "none.jsonl"), rows_of(tmp_path / f"{drafter}.jsonl")
     assert [row["caption"] for row in plain] == [row["caption"] for row in drafted]
 
 
@@ -89,7 +86,7 @@ def test_sampled_captions_do_not_depend_on_interruptions(pictures: Path, tmp_pat
     (tmp_path / "b.jsonl").write_bytes(b"".join(lines[:5]) + lines[5][:40])
     (tmp_path / "b.meta.json").write_bytes((tmp_path / "a.meta.json").read_bytes())
     assert caption(pictures, "--out", tmp_path / "b.jsonl", *args) == 0
-    whole, resumed = rows(tmp_path / "a.jsonl"), rows(tmp_path / "b.jsonl")
+    whole, resumed = rows_of(tmp_path / "a.jsonl"), rows_of(tmp_path / "b.jsonl")
     assert [row["caption"] for row in whole] == [row["caption"] for row in resumed]
     assert len({row["caption"] for row in whole}) == 10 and all(row["identical"] for row in resumed)
 
@@ -110,7 +107,7 @@ def test_manifest_prompts_and_ids(pictures: Path, tmp_path: Path) -> None:
         assert caption(manifest, "--model", "tiny", "--out", tmp_path / "o.jsonl", "--max-new-tokens", 8) == 0
     finally:
         manifest.unlink()
-    a, b = rows(tmp_path / "o.jsonl")
+    a, b = rows_of(tmp_path / "o.jsonl")
     assert (a["id"], b["id"]) == ("a", "b") and a["file_name"] == b["file_name"]
     assert a["prompt_sha1"] != b["prompt_sha1"] and a["caption"] != b["caption"]
 
@@ -125,7 +122,7 @@ def test_every_kind_of_bad_file(pictures: Path, tmp_path: Path, capsys: Any) -> 
     paths = (*sorted(tmp_path.iterdir()), tmp_path / "gone.png", good)
     args = ("--model", "tiny", "--out", tmp_path / "o.jsonl", "--max-new-tokens", 4)
     assert caption(*paths, *args) == 1
-    kinds = {Path(row["file_name"]).name: (row["error"] or {}).get("type") for row in rows(tmp_path / "o.jsonl")}
+    kinds = {Path(row["file_name"]).name: (row["error"] or {}).get("type") for row in rows_of(tmp_path / "o.jsonl")}
     assert kinds == {
         "cmyk.jpg": None,
         "empty.png": "Empty",
@@ -158,7 +155,7 @@ def test_a_model_folder_loads_by_the_auto_classes(pictures: Path, tmp_path: Path
     args = (sorted(pictures.iterdir())[0], "--max-new-tokens", 8, "--out")
     assert caption(*args, tmp_path / "a.jsonl", "--model", folder) == 0
     assert caption(*args, tmp_path / "b.jsonl", "--model", "tiny") == 0
-    assert rows(tmp_path / "a.jsonl")[0]["caption"] == rows(tmp_path / "b.jsonl")[0]["caption"]
+    assert rows_of(tmp_path / "a.jsonl")[0]["caption"] == rows_of(tmp_path / "b.jsonl")[0]["caption"]
 
 
 def test_random_models_spare_the_generators_and_differ_by_seed() -> None:

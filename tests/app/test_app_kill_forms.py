@@ -5,7 +5,6 @@ Processes are forked from this one, which has imported everything; captions come
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import random
 import time
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from job_rows import check_widths, rows_of
 from PIL import Image
 from test_app_kills_inputs import Counted
 
@@ -32,25 +32,12 @@ def run(folder: Path, options: dict[str, Any], number: Any) -> None:
     CaptionJob(config, build_output(config, ProcessInfo()), lambda: Counted(number)).run()
 
 
-def read_jsonl(folder: Path) -> list[tuple[str, str]]:
-    rows = [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
-    return [(row["file_name"], row["caption"]) for row in rows]
+def read_rows(name: str) -> Callable[[Path], list[tuple[str, str]]]:
+    def read(folder: Path) -> list[tuple[str, str]]:
+        check_widths(folder / name)
+        return [(row["file_name"], row["caption"]) for row in rows_of(folder / name)]
 
-
-def read_parquet(folder: Path) -> list[tuple[str, str]]:
-    table = pytest.importorskip("pyarrow.parquet").read_table(folder / "out")
-    return [(row["file_name"], row["caption"]) for row in table.to_pylist()]
-
-
-def read_webdataset(folder: Path) -> list[tuple[str, str]]:
-    webdataset = pytest.importorskip("webdataset", reason="optional: webdataset")
-    files = sorted(map(str, (folder / "out").glob("*.tar")))
-    found = []
-    for sample in webdataset.WebDataset(files, shardshuffle=False):
-        row = json.loads(sample["json"])
-        assert sample["txt"].decode() == row["caption"] and len(sample["png"]) > 50
-        found.append((row["file_name"], row["caption"]))
-    return found
+    return read
 
 
 def read_texts(where: str) -> Callable[[Path], list[tuple[str, str]]]:
@@ -63,9 +50,9 @@ def read_texts(where: str) -> Callable[[Path], list[tuple[str, str]]]:
 
 
 FORMS: dict[str, tuple[dict[str, Any], Callable[[Path], list[tuple[str, str]]]]] = {
-    "jsonl": ({"out": "out.jsonl"}, read_jsonl),
-    "parquet": ({"out": "out", "format": "parquet"}, read_parquet),
-    "webdataset": ({"out": "out", "format": "webdataset"}, read_webdataset),
+    "jsonl": ({"out": "out.jsonl"}, read_rows("out.jsonl")),
+    "parquet": ({"out": "out", "format": "parquet"}, read_rows("out")),
+    "webdataset": ({"out": "out", "format": "webdataset"}, read_rows("out")),
     "texts beside": ({"format": "txt"}, read_texts("p")),
     "texts in a folder": ({"out": "out", "format": "txt"}, read_texts("out")),
 }

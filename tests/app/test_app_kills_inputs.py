@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from job_rows import check_widths, rows_of
 from PIL import Image
 from test_app_jobs import Fake
 
@@ -195,7 +196,8 @@ def test_every_row_is_there_once(name: str, inputs: list[str], tmp_path: Path, m
         kills += 1
     job.join()
     assert job.exitcode == 0, failures.get(timeout=5)
-    rows = READERS[name](out, tmp_path / "cache")
+    check_widths(out)
+    rows = rows_of(out)
     assert Counter(Counter(row["id"] for row in rows).values()) == {1: NUM_ROWS}
     assert all((row["caption"] is None) == (row["error"] is not None) for row in rows)
     reasons = Counter(row["error"]["type"] for row in rows if row["error"])
@@ -210,49 +212,3 @@ def expected_number(row: dict[str, Any]) -> int:
     """The number that the picture of a row of the table was drawn from."""
     number = int(row["id"].rpartition("#")[2])
     return number % 100 // 10 * 10 if number % 6 == 2 else number
-
-
-def read_jsonl(out: Path, cache: Path) -> list[dict[str, Any]]:
-    import datasets
-    import pyarrow.json
-
-    rows = datasets.load_dataset("json", data_files=str(out), split="train", cache_dir=str(cache)).to_list()
-    assert pyarrow.json.read_json(out).num_rows == len(rows)
-    return rows
-
-
-def read_parquet(out: Path, cache: Path) -> list[dict[str, Any]]:
-    import datasets
-    import pyarrow.parquet as pq
-
-    files = sorted(map(str, out.glob("part-*.parquet")))
-    rows = datasets.load_dataset("parquet", data_files=files, split="train", cache_dir=str(cache)).to_list()
-    assert pq.read_table(out).num_rows == len(rows), "the folder itself can be read"
-    return rows
-
-
-def read_webdataset(out: Path, cache: Path) -> list[dict[str, Any]]:
-    import datasets
-    import webdataset
-
-    files = sorted(map(str, out.glob("part-*.tar")))
-    rows, seen = [], Counter[str]()
-    for sample in webdataset.WebDataset(files, shardshuffle=False):
-        (kind,) = {key for key in sample if not key.startswith("__")} - {"txt", "json"}
-        seen[kind] += 1
-        rows.append(json.loads(sample["json"]))
-        assert sample["txt"].decode() == rows[-1]["caption"]
-        if kind != "mp4":
-            assert Image.open(io.BytesIO(sample[kind])).width == int(rows[-1]["caption"].split()[0])
-    columns = {"txt": datasets.Value("string"), **{kind: datasets.Image(decode=False) for kind in seen}}
-    found = datasets.load_dataset(
-        "webdataset", data_files=files, split="train", features=datasets.Features(columns), cache_dir=str(cache)
-    )
-    assert Counter(kind for row in found for kind in seen if row[kind] is not None) == seen
-    for errors in out.glob("part-*.errors.jsonl"):
-        rows += map(json.loads, errors.read_text().splitlines())
-    return rows
-
-
-READERS: dict[str, Callable[[Path, Path], list[dict[str, Any]]]]
-READERS = {"jsonl": read_jsonl, "parquet": read_parquet, "webdataset": read_webdataset}

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from input_table import line
+from job_rows import rows_of, samples
 from PIL import Image
 from test_app_jobs import Fake
 
@@ -53,35 +54,6 @@ def run(paths: Sequence[str], out: Path, name: str = "webdataset", fake: Fake | 
         pytest.importorskip("pyarrow", reason="optional: mmspec[data]")
     config = CaptionConfig(tuple(paths), model="m", out=str(out), format=name, batch_size=4, **options)
     return CaptionJob(config, build_output(config, ProcessInfo()), lambda: fake or Fake()).run()
-
-
-def rows_of(out: Path, name: str) -> list[dict[str, Any]]:
-    """The rows of a finished job, read by other tools than those that wrote them."""
-    if name == "jsonl":
-        lines = out.read_bytes().splitlines()
-        return sorted((json.loads(line.decode("utf-8")) for line in lines), key=lambda row: row["index"])
-    if name == "parquet":
-        import pyarrow.parquet as pq
-
-        found = [row for shard in sorted(out.glob("part-*.parquet")) for row in pq.read_table(shard).to_pylist()]
-        return sorted(found, key=lambda row: row["index"])
-    found = [json.loads(members["json"]) for members in samples(out).values()]
-    for errors in out.glob("part-*.errors.jsonl"):
-        found += [json.loads(line.decode("utf-8")) for line in errors.read_bytes().splitlines()]
-    return sorted(found, key=lambda row: row["index"])
-
-
-def samples(out: Path) -> dict[str, dict[str, bytes]]:
-    """Members of all archives by key and extension; fails on two of one name, as `webdataset` does."""
-    found: dict[str, dict[str, bytes]] = {}
-    for shard in sorted(out.glob("part-*.tar")):
-        with tarfile.open(shard) as archive:
-            for member in archive:
-                key, _, extension = member.name.partition(".")
-                sample = found.setdefault(key, {})
-                assert extension not in sample, f"two members {member.name}"
-                sample[extension] = archive.extractfile(member).read()  # type: ignore[union-attr]
-    return found
 
 
 def table(path: Path, cells: Sequence[Any]) -> str:
@@ -183,7 +155,7 @@ def test_sizes_are_checked_before_the_work(tmp_path: Path) -> None:
     fake = Fake()
     assert run([str(tmp_path / "p")], tmp_path / "out", fake=fake) == 1
     assert fake.calls == [[11]], "what cannot be stored is not captioned"
-    found = rows_of(tmp_path / "out", "webdataset")
+    found = rows_of(tmp_path / "out")
     assert [(row["error"] or {}).get("type") for row in found] == [None, "TooLarge"]
     assert "other formats" in found[1]["error"]["message"]
 
@@ -216,7 +188,7 @@ def test_text_that_is_no_unicode(text: str, name: str, tmp_path: Path) -> None:
     lines = [{"file_name": "0.png", "prompt": text}, {"file_name": "1.png", "id": text}, {"file_name": "2.png"}]
     (folder / "m.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert run([str(folder / "m.jsonl")], tmp_path / "out", name) == 1
-    found = rows_of(tmp_path / "out", name)
+    found = rows_of(tmp_path / "out")
     assert [(row["error"] or {}).get("type") for row in found] == ["BadText", None, None]
     assert found[1]["id"] == escaped(text) and "\\u" in escaped(text)
     assert run([str(folder / "m.jsonl")], tmp_path / "out", name, Fake(lambda widths: pytest.fail("resumed"))) == 1
@@ -234,7 +206,7 @@ def test_file_names_that_are_no_unicode(name: str, tmp_path: Path) -> None:
     except OSError:
         pytest.skip("the file system takes no such name")
     assert run([str(folder)], tmp_path / "out", name) == 1
-    found = {row["file_name"].rpartition("/")[2]: row for row in rows_of(tmp_path / "out", name)}
+    found = {row["file_name"].rpartition("/")[2]: row for row in rows_of(tmp_path / "out")}
     assert found["in\\udcff.png"]["caption"].startswith("12 ") and found["b.png"]["caption"].startswith("11 ")
     assert found["no\\udcfe.png"]["error"]["type"] == "NotAnImage"
     assert run([str(folder)], tmp_path / "out", name, Fake(lambda widths: pytest.fail("resumed"))) == 1
@@ -276,7 +248,7 @@ def test_rows_that_are_too_long_for_the_model_do_not_stop_the_others(tmp_path: P
 
     fake = Short()
     assert run([str(tmp_path / "p" / "m.jsonl")], tmp_path / "out", "jsonl", fake) == 1
-    assert [(row["error"] or {}).get("type") for row in rows_of(tmp_path / "out", "jsonl")] == [
+    assert [(row["error"] or {}).get("type") for row in rows_of(tmp_path / "out")] == [
         "TooLong", None, "TooLong", None,
     ]  # fmt: skip
     assert fake.calls == [[11, 13]], "in one batch, not one by one"

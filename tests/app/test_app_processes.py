@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from job_rows import rows_of
 
 from mmspec.app.cli.main import main
 from research.synthetic_images import write_images
@@ -42,12 +42,8 @@ def start(
     )
 
 
-def rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def essence(path: Path) -> list[dict[str, Any]]:
-    return [{key: value for key, value in row.items() if key not in VARYING} for row in rows(path)]
+    return [{key: value for key, value in row.items() if key not in VARYING} for row in rows_of(path)]
 
 
 def test_ranks_one_after_the_other_make_one_file(
@@ -63,7 +59,7 @@ def test_ranks_one_after_the_other_make_one_file(
         assert main([*args, "--out", str(tmp_path / "out.jsonl")]) == 0
     stderr = capsys.readouterr().err
     assert "mmspec rank 0: 3 captioned" in stderr and "mmspec rank 1: 2 captioned" in stderr
-    assert [row["index"] for row in rows(tmp_path / "out.jsonl")] == list(range(5))
+    assert [row["index"] for row in rows_of(tmp_path / "out.jsonl")] == list(range(5))
     assert essence(tmp_path / "out.jsonl") == essence(tmp_path / "one.jsonl")
     assert not list(tmp_path.glob("*.rank*"))
 
@@ -79,7 +75,7 @@ def test_two_ranks_make_one_file(tmp_path: Path) -> None:
     stderr = [rank.communicate(timeout=120)[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], stderr
     assert "mmspec rank 0: 5 captioned" in stderr[0] and "mmspec rank 1: 4 captioned" in stderr[1]
-    assert [row["index"] for row in rows(tmp_path / "out.jsonl")] == list(range(9))
+    assert [row["index"] for row in rows_of(tmp_path / "out.jsonl")] == list(range(9))
     assert essence(tmp_path / "out.jsonl") == essence(tmp_path / "one.jsonl")
     assert not list(tmp_path.glob("*.rank*"))
 
@@ -92,8 +88,8 @@ def test_accelerate_launch(tmp_path: Path) -> None:
                 "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0")  # fmt: skip
     run = start(tmp_path / "p", "--max-new-tokens", 8, "--out", tmp_path / "out.jsonl", launcher=launcher)
     stderr = run.communicate(timeout=240)[1]
-    assert [row["index"] for row in rows(tmp_path / "out.jsonl")] == list(range(10)), stderr
-    assert [bool(row["error"]) for row in rows(tmp_path / "out.jsonl")] == [False] * 9 + [True]
+    assert [row["index"] for row in rows_of(tmp_path / "out.jsonl")] == list(range(10)), stderr
+    assert [bool(row["error"]) for row in rows_of(tmp_path / "out.jsonl")] == [False] * 9 + [True]
     assert run.returncode == 1 and not list(tmp_path.glob("*.rank*"))
 
 
@@ -106,7 +102,7 @@ def test_ctrl_c_finishes_the_batch_and_explains_how_to_continue(tmp_path: Path) 
     run.send_signal(signal.SIGINT)
     stderr = run.communicate(timeout=60)[1]
     assert run.returncode == 130 and "run the same command again" in stderr and "Traceback" not in stderr
-    assert 0 < len(rows(out)) < 40 and len(rows(out)) % 2 == 0
+    assert 0 < len(rows_of(out)) < 40 and len(rows_of(out)) % 2 == 0
 
 
 def wait_for(out: Path, lines: int, run: subprocess.Popen[str]) -> None:

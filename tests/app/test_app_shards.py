@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import json
 import shutil
-import tarfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from job_rows import check_widths, rows_of
 from PIL import Image
 from test_app_jobs import Fake
 
@@ -56,26 +55,9 @@ def job(folder: Path, name: str, fake: Fake | None = None, process: ProcessInfo 
     return CaptionJob(config, build_output(config, process), load, process).run()
 
 
-def rows(folder: Path, name: str) -> list[dict[str, Any]]:
-    """Rows of all shards, by index; tar archives with their errors."""
-    found: list[dict[str, Any]] = []
-    if name == "parquet":
-        import pyarrow.parquet as pq
-
-        for shard in sorted((folder / "out").glob("part-*.parquet")):
-            found += pq.read_table(shard).to_pylist()
-        return sorted(found, key=lambda row: row["index"])
-    for shard in sorted((folder / "out").glob("part-*.tar")):
-        with tarfile.open(shard) as archive:
-            members = {member.name: archive.extractfile(member).read() for member in archive}  # type: ignore[union-attr]
-        for key in {name.partition(".")[0] for name in members}:
-            row = json.loads(members[f"{key}.json"])
-            assert members[f"{key}.txt"].decode() == row["caption"]
-            assert Image.open(io.BytesIO(members[f"{key}.png"])).width == int(row["caption"].split()[0])
-            found.append(row)
-    for errors in (folder / "out").glob("part-*.errors.jsonl"):
-        found += map(json.loads, errors.read_text().splitlines())
-    return sorted(found, key=lambda row: row["index"])
+def rows(folder: Path) -> list[dict[str, Any]]:
+    check_widths(folder / "out")
+    return rows_of(folder / "out")
 
 
 def is_complete(found: Sequence[dict[str, Any]]) -> bool:
@@ -85,7 +67,7 @@ def is_complete(found: Sequence[dict[str, Any]]) -> bool:
 
 def test_shards_hold_every_row_once(folder: Path, shard_format: str) -> None:
     assert job(folder, shard_format, Fake()) == 1
-    assert is_complete(rows(folder, shard_format))
+    assert is_complete(rows(folder))
     suffix = {"parquet": "parquet", "webdataset": "tar"}[shard_format]
     assert len(list((folder / "out").glob(f"part-*.{suffix}"))) == 3 and not list((folder / "out").glob(".open*"))
     before = {path: path.read_bytes() for path in (folder / "out").iterdir()}
@@ -104,7 +86,7 @@ def test_a_job_that_dies_anywhere_is_completed(folder: Path, shard_format: str) 
         with pytest.raises(SystemExit):
             job(folder, shard_format, Fake(die) if dies_at != 13 else Fake(lambda widths: die([13])))
         assert job(folder, shard_format, Fake()) == 1
-        assert is_complete(rows(folder, shard_format)), dies_at
+        assert is_complete(rows(folder)), dies_at
 
 
 def test_a_growing_shard_is_cut_at_any_byte(folder: Path, shard_format: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +108,7 @@ def test_a_growing_shard_is_cut_at_any_byte(folder: Path, shard_format: str, mon
         fingerprint = CaptionConfig((), "m").fingerprint(1)
         (folder / "out" / "_mmspec.meta.json").write_text(json.dumps({"settings": fingerprint}))
         assert job(folder, shard_format, Fake(), rows_per_shard=100) == 1
-        assert is_complete(rows(folder, shard_format)), cut
+        assert is_complete(rows(folder)), cut
 
 
 def test_retried_errors_and_refusals(folder: Path, shard_format: str) -> None:
@@ -136,9 +118,9 @@ def test_retried_errors_and_refusals(folder: Path, shard_format: str) -> None:
     Image.new("RGB", (13, 8)).save(folder / "p" / "3.png")
     fake = Fake()
     assert job(folder, shard_format, fake, retry_errors=True) == 0 and [13] in [call[-1:] for call in fake.calls]
-    assert [row["caption"].split()[0] for row in rows(folder, shard_format)] == [str(10 + i) for i in range(10)]
+    assert [row["caption"].split()[0] for row in rows(folder)] == [str(10 + i) for i in range(10)]
     assert job(folder, shard_format, Fake(), overwrite=True, prompt="x") == 0
-    assert {row["caption"].split()[1] for row in rows(folder, shard_format)} == {"x"}
+    assert {row["caption"].split()[1] for row in rows(folder)} == {"x"}
 
 
 def test_ranks_have_shards_of_their_own(folder: Path, shard_format: str) -> None:
@@ -150,7 +132,7 @@ def test_ranks_have_shards_of_their_own(folder: Path, shard_format: str) -> None
         job(folder, shard_format, Fake(die), ProcessInfo(0, 2))
     assert job(folder, shard_format, Fake(), ProcessInfo(1, 2)) == 0, "the other rank has not finished"
     assert job(folder, shard_format, Fake(), ProcessInfo(0, 2)) == 1
-    assert is_complete(rows(folder, shard_format))
+    assert is_complete(rows(folder))
     assert job(folder, shard_format, None, ProcessInfo(2, 3)) == 1 and job(folder, shard_format) == 1
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from job_rows import rows_of
 
 import mmspec
 from mmspec.app.caption import command, job
@@ -36,7 +37,7 @@ def caption(*args: object, model: str = "tiny", tokens: int = 6) -> int:
 
 
 def rows(path: Path) -> dict[str, dict[str, Any]]:
-    found = [json.loads(line) for line in path.read_text().splitlines()]
+    found = rows_of(path)
     assert len({row["id"] for row in found}) == len(found)
     return {row["id"]: row for row in found}
 

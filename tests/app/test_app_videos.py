@@ -6,7 +6,6 @@ is tested is the part that is ours and transformers' own handling of chats and p
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,6 +16,7 @@ import pytest
 import tiny_models as tiny
 import torch
 from collected import collect_items
+from job_rows import rows_of
 from PIL import Image
 from transformers import LlavaNextVideoProcessor
 from transformers.feature_extraction_utils import BatchFeature
@@ -56,8 +56,7 @@ def caption(*args: object) -> int:
 
 
 def rows(path: Path) -> dict[str, dict[str, Any]]:
-    found = [json.loads(line) for line in path.read_text().splitlines()]
-    return {Path(row["file_name"]).name: row for row in found}
+    return {Path(row["file_name"]).name: row for row in rows_of(path)}
 
 
 class SmallVideoProcessor(BaseVideoProcessor):

@@ -95,22 +95,31 @@ def test_same_errors(clip: Path, tmp_path: Path) -> None:
         def sample(self, total: int, fps: float) -> list[int]:
             raise KeyError("raised by the sampler")
 
-    cases: list[tuple[Any, dict[str, Any]]] = [
-        (tmp_path / "text.mp4", {}),
-        (tmp_path / "none.mp4", {}),
-        (tmp_path / "song.mp4", {}),
-        (tmp_path / "not there.mp4", {}),
-        (b"no video" * 9, {}),
-        (clip, {"sampler": Broken()}),
-        (clip, {"num_frames": 0}),
+    for name, content in (("a", b""), ("b", b"no video at all" * 50), ("c", b"\0" * 3000)):
+        (tmp_path / f"{name}.mp4").write_bytes(content)
+    no_video = "is not a video that can be read"
+    cases: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
+        *((tmp_path / f"{name}.mp4", {}, ValueError, no_video) for name in ("a", "b", "c", "text")),
+        (tmp_path / "none.mp4", {}, ValueError, "a video without frames"),
+        (tmp_path / "song.mp4", {}, ValueError, "it has no video stream"),
+        (tmp_path / "not there.mp4", {}, FileNotFoundError, "no such video"),
+        (b"no video" * 9, {}, ValueError, f"a video of 72 bytes {no_video}"),
+        (clip, {"sampler": Broken()}, KeyError, "raised by the sampler"),
+        (clip, {"num_frames": 0}, ValueError, "num_frames must"),
     ]
     with DecoderPool() as pool:
-        for source, options in cases:
+        for source, options, kind, message in cases:
             errors = []
             for isolated in (False, pool):
-                with pytest.raises((ValueError, FileNotFoundError, KeyError)) as failed:
+                with pytest.raises(kind, match=message) as failed:
                     read_frames(source, **options, isolated=isolated)
-                errors.append((type(failed.value), str(failed.value)))
+                text = str(failed.value)
+                assert (
+                    "\n" not in text
+                    and ".cc:" not in text
+                    and (options or isinstance(source, bytes) or str(source) in text)
+                )
+                errors.append(text)
             assert errors[0] == errors[1]
         assert grey_frame_numbers(read_frames(clip, Uniform(2), isolated=pool).images) == [3, 9]
 
