@@ -11,6 +11,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from mmspec.app.modeling.load import synchronize
 from research.bench.peers.export import text_backbone
@@ -44,8 +45,9 @@ class WeightReading:
 def text_weight_bytes(model: PreTrainedModel) -> int:
     """Bytes that a forward of one token reads: embedding tables are read by the row, except as output embeddings."""
     head = model.get_output_embeddings().weight
-    table = model.get_input_embeddings().weight
-    weights = {id(weight): weight for weight in text_backbone(model).parameters() if weight is not table}
+    backbone = text_backbone(model)
+    tables = {id(module.weight) for module in backbone.modules() if isinstance(module, nn.Embedding)}
+    weights = {id(weight): weight for weight in backbone.parameters() if id(weight) not in tables}
     weights[id(head)] = head
     return sum(weight.nbytes for weight in weights.values())
 

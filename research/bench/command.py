@@ -145,7 +145,8 @@ def build_parser() -> CommandParser:
     suite.add_suite_options(parser)
     shape_help = (
         "random weights of a shape (smolvlm-500m, smolvlm2-2.2b, qwen3-vl-2b, llava-onevision-0.5b, llava-1.5-7b, "
-        "qwen2.5-vl-7b, smollm2-135m, tiny; with --contexts S,S), with simulated acceptance"
+        "qwen2.5-vl-7b, smollm2-135m, qwen3.5-0.8b, lfm2-1.2b, gemma4-e2b, tiny; "
+        "with --contexts S,S), with simulated acceptance"
     )
     add("--shape", default=None, metavar="S", help=shape_help)
     contexts_help = "with --shape: time rounds behind so many positions, without prompts, on a CPU beside llama.cpp"

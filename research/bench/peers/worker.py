@@ -81,17 +81,17 @@ class LlamaCpp:
     def time_steps(self, context: int, count: int) -> list[float]:
         """Seconds of `count` forwards of one token each behind `context` positions of the same token."""
         memory = self.lib.llama_get_memory(self.context)
-        if context < self.filled:
-            self.lib.llama_memory_seq_rm(memory, 0, context, -1)
-        elif context > self.filled:
+        if context < self.filled and not self.lib.llama_memory_seq_rm(memory, 0, context, -1):
+            self.lib.llama_memory_clear(memory, True)  # recurrent states go nowhere else
+            self.filled = 0
+        if context > self.filled:
             self._forward([1] * (context - self.filled), None, self.filled, 1)
-        self.filled = context
         seconds = []
         for index in range(count):
             start = time.perf_counter()
             self._forward([2], None, context + index, 1).argmax()
             seconds.append(time.perf_counter() - start)
-        self.lib.llama_memory_seq_rm(memory, 0, context, -1)
+        self.filled = context + count
         return seconds
 
     def _forward(self, tokens: list[int], embeddings: Any, position: int, num_logits: int) -> Any:

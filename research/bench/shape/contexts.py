@@ -1,7 +1,8 @@
 """Rounds behind a context of a given length: plain `generate`, our loop, trees of some sizes, on a CPU llama.cpp.
 
-Keys and values of the context are random, so no prompt is computed; every call begins behind the same ones. The next
-token of the random model is known, and no draft is accepted, so a call of n tokens is n rounds. All ways take turns.
+Keys and values of the context are random, so no prompt is computed; every call begins behind the same ones. Shapes with
+layers of several kinds read a prompt, which is not timed. The next token of the random model is known, and no draft is
+accepted, so a call of n tokens is n rounds. All ways take turns.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 
 NODES = {"cpu": (1, 2, 4, 8, 16), "cuda": (1, 8, 16, 32, 64)}
 """Nodes of the rounds, the root included."""
+FEW_NODES = (1, 8)
+"""The same for shapes with layers of several kinds, where each call reads a prompt."""
 BACKENDS = {"cpu": {"": "auto"}, "cuda": {"": "torch", ", recorded": "recorded"}}
 """What the name of a way ends with -> the backend."""
 LLAMA_TYPES = {torch.float32: ("f32",), torch.bfloat16: ("bf16", "q8_0", "q4_0"), torch.float16: ("q8_0", "q4_0")}
@@ -70,10 +73,12 @@ class RoundTime:
 
 
 def random_cache(model: PreTrainedModel, context: int) -> Any:
-    """A cache of transformers that holds `context` random positions."""
+    """A cache of transformers that holds `context` random positions; None for layers of several kinds."""
     from transformers import DynamicCache
 
     config = model.config
+    if len(set(getattr(config, "layer_types", None) or [""])) > 1:
+        return None
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     size = 1, config.num_key_value_heads, context, head
     cache, generator = DynamicCache(config=config), torch.Generator().manual_seed(0)
@@ -116,9 +121,9 @@ class ContextBench:
         self.notes: list[str] = []
         kind = model.device.type
         for ending, backend in BACKENDS[kind].items():
-            for nodes in NODES[kind]:
+            for nodes in FEW_NODES if shape.config else NODES[kind]:
                 self.ways[("none" if nodes == 1 else f"{nodes} nodes") + ending] = self._patched(nodes, backend)
-        if kind == "cpu":
+        if kind == "cpu" and not shape.config:
             self._add_copy()
         self._folder = tempfile.TemporaryDirectory(prefix="mmspec-shape-")
         self.engines: dict[str, WorkerPeer] = {}
@@ -128,7 +133,7 @@ class ContextBench:
         if python is None:
             self.notes.append("llama.cpp is not installed: pip install llama-cpp-python gguf (--peer-python names it)")
             return
-        for kind in LLAMA_TYPES[model.dtype]:
+        for kind in LLAMA_TYPES[model.dtype][: 1 if shape.config else None]:
             self._add_engine(kind, python, pythons)
 
     def measure(self, contexts: Sequence[int], repeats: int, tick: Callable[[], Any]) -> list[RoundTime]:
@@ -156,8 +161,10 @@ class ContextBench:
         """The same with roofs: weights, keys and values read once, and their products with every node."""
         config, weights, itemsize = self.model.config, text_weight_bytes(self.model), self.model.dtype.itemsize
         head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        keys_and_values = 2 * config.num_hidden_layers * config.num_key_value_heads * head
-        attention = 2 * config.num_hidden_layers * config.num_attention_heads * head
+        kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+        layers = sum(kind == "full_attention" for kind in kinds)  # what others read does not grow
+        keys_and_values = 2 * layers * config.num_key_value_heads * head
+        attention = 2 * layers * config.num_attention_heads * head
         kind = self.model.device.type
         nodes = {"generate": 1, "none": 1} | {f"{count} nodes": count for count in NODES[kind]}
         peak = measure_peak(torch.float32, 64) if kind == "cpu" else math.inf  # a GPU's is far away
@@ -221,7 +228,7 @@ class ContextBench:
     def _call(self, model: PreTrainedModel, context: int, cache: Any, **options: Any) -> None:
         """A call of `NUM_STEPS` rounds behind the context."""
         ids = torch.full((1, context + 1), 7, device=model.device)
-        if cache.get_seq_length() > context:
+        if cache is not None and cache.get_seq_length() > context:
             cache.crop(context - cache.get_seq_length())
         options |= {"do_sample": False, "attention_mask": torch.ones_like(ids), CACHE_ARGUMENT: cache}
         model.generate(ids, max_new_tokens=1 + NUM_STEPS, **options)
