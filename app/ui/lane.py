@@ -6,7 +6,7 @@ import threading
 from typing import Any
 
 from mmspec.app.ui.rounds import Round, RoundRecorder, classify_tokens
-from mmspec.app.ui.streamer import IncrementalDetokenizer, TimingStreamer, token_label
+from mmspec.app.ui.streamer import TimingStreamer, TokenTexts, token_label
 from mmspec.metrics.stats import Stats
 
 
@@ -29,14 +29,14 @@ class AnswerLane:
         self.start_s = self.total_s = 0.0
         self.stats = Stats()
         self._lock = threading.Lock()  # the page's thread and that of the device both ask what there is
-        self._texts: IncrementalDetokenizer | None = None
+        self._texts: TokenTexts | None = None
 
     def as_dict(self, tokenizer: Any, first: int = 0) -> dict[str, Any]:
         """The lane so far, from its token `first` on."""
         with self._lock:
             ids, times = list(self.streamer.token_ids), self.streamer.token_times
             rounds = self.recorder.rounds() if self.recorder is not None else []
-            self._texts = self._texts or IncrementalDetokenizer(tokenizer)
+            self._texts = self._texts or TokenTexts(tokenizer)
             texts = list(self._texts.decode(ids))
         kinds = classify_tokens(rounds, len(ids))
         owners = [number for number, one in enumerate(rounds) for _ in one.emitted]

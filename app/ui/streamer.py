@@ -1,4 +1,4 @@
-"""Records every token of an answer with its time; incremental detokenization."""
+"""Records every token of an answer with its time; the text of each."""
 
 from __future__ import annotations
 
@@ -64,39 +64,28 @@ class TimingStreamer:
         return (count - 1) / seconds if seconds > 0 else 0.0
 
 
-class IncrementalDetokenizer:
-    """Decodes a growing sequence into one text per token; joined, they are the decoded sequence.
+class TokenTexts:
+    """The text of each token of a growing sequence; joined, they are the decoded sequence.
 
-    The text of a token depends on its neighbours (spaces, bytes of one character), so each is decoded together with the
-    last few tokens; a token that ends within a character has an empty text, and the next one the whole character.
+    A token that ends within a character has an empty text, and the one that completes it the whole character.
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
-        self.token_ids: list[int] = []
-        self.texts: list[str] = []
-        self._prefix_offset = 0
-        self._read_offset = 0
+        from tokenizers.decoders import DecodeStream
 
-    def append(self, token_ids: list[int]) -> None:
-        """Append tokens."""
-        for token in token_ids:
-            self.token_ids.append(token)
-            before, now = self._decode(self._read_offset), self._decode(len(self.token_ids))
-            if now.endswith("\ufffd") or len(now) < len(before):
-                self.texts.append("")
-                continue
-            self.texts.append(now[len(before) :])
-            self._prefix_offset, self._read_offset = self._read_offset, len(self.token_ids)
+        backend, stream = getattr(tokenizer, "backend_tokenizer", None), DecodeStream(skip_special_tokens=True)
+
+        def step(token: int) -> str:
+            if backend is None:  # of a tokenizer in Python
+                return str(tokenizer.decode([token], skip_special_tokens=True))
+            return stream.step(backend, token) or ""
+
+        self._step, self._texts = step, list[str]()
 
     def decode(self, token_ids: list[int]) -> list[str]:
-        """Texts of `token_ids`, which start with all tokens appended so far."""
-        self.append(token_ids[len(self.token_ids) :])
-        return self.texts[: len(token_ids)]
-
-    def _decode(self, end: int) -> str:
-        text: str = self.tokenizer.decode(self.token_ids[self._prefix_offset : end], skip_special_tokens=True)
-        return text
+        """Texts of `token_ids`, which start with all tokens of earlier calls."""
+        self._texts += map(self._step, token_ids[len(self._texts) :])
+        return self._texts[: len(token_ids)]
 
 
 def token_label(tokenizer: Any, token: int) -> str:
