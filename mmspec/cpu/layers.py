@@ -244,6 +244,8 @@ def set_layer(
         struct.num_key_heads, struct.num_value_heads, struct.key_size, struct.value_size = sizes
         if struct.conv_size > MOST_TAPS or struct.key_size > MOST_KEYS:
             raise ValueError(f"convolution {where} must have at most {MOST_TAPS} taps, and keys {MOST_KEYS} numbers")
+        if weights.z is not None and (sizes[0] < 1 or sizes[1] % sizes[0]):
+            raise ValueError(f"value heads {where} must be a multiple of the key heads; got {sizes[1]} and {sizes[0]}")
 
 
 def set_caches(

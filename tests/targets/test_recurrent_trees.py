@@ -1,9 +1,10 @@
-"""Trees over recurrent states in C: every node has the bits of its path, decoded token by token."""
+"""Trees over recurrent states in C: every node has the bits of its path, decoded token by token. What C refuses."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,11 +17,16 @@ from test_targets import bush, inside, lines, result_of
 from torch import Tensor
 from transformers import PreTrainedModel
 
+import mmspec
 from mmspec.cpu.c_kernel import CKernel, load_kernel
+from mmspec.cpu.decoder import CDecoder
+from mmspec.cpu.decoder_types import LayerState
 from mmspec.engine.tree import DraftTree, root_only
 from mmspec.targets.c_forwards import CForwards
+from mmspec.targets.c_traits import read_parts
 from mmspec.targets.hf import HFTarget
 from mmspec.targets.module_scan import scan_modules
+from mmspec.targets.registry import find_adapter
 
 pytestmark = pytest.mark.skipif(load_kernel() is None, reason="no compiler or another processor")
 BATCH = 3
@@ -176,3 +182,114 @@ def test_planted_bugs_are_caught(bug: str) -> None:
     kernel = faulty_kernel(*BUGS[bug], "mixers.h", optimized=False)
     with pytest.raises(AssertionError):
         check(tiny.build_model(tiny.ModelSpec("qwen3_5", seed=17, layers=4)), kernel)
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("heads", [(16, 4, 1, 8), (3, 4, 8, 8), (0, 4, 8, 8), (2, 8, 8, 4), (2, 4, 300, 8)], ids=str)
+def test_heads_of_a_delta_rule_that_contradict_each_other(heads: tuple[int, int, int, int]) -> None:
+    """The first has the right number of channels."""
+    parts = next(read_parts(find_adapter(get_model("qwen3_5", seed=17, layers=4))))
+    kernel = load_kernel()
+    assert kernel is not None
+    CDecoder(kernel, parts.shape, parts.layers, parts.ends, parts.rotaries)
+    with pytest.raises(ValueError, match="of layer 0 must"):
+        CDecoder(kernel, replace(parts.shape, delta_heads=heads), parts.layers, parts.ends, parts.rotaries)
+
+
+@pytest.mark.parametrize("change", ["batch", "channels", "heads", "type", "strides", "missing", "no recurrence"])
+def test_states_of_another_call(change: str) -> None:
+    """Nothing is computed with them."""
+    model = get_model("qwen3_5", seed=17, layers=4)
+
+    def changed(state: LayerState) -> LayerState | None:
+        conv, recurrent = state.conv, state.recurrent
+        assert recurrent is not None
+        if change in ("missing", "no recurrence"):
+            return None if change == "missing" else LayerState(conv)
+        if change == "heads":
+            return LayerState(conv, recurrent[:, :-1].contiguous())
+        if change == "type":
+            return LayerState(conv.double(), recurrent)
+        if change == "strides":
+            return LayerState(conv, recurrent.transpose(2, 3))
+        return LayerState(conv[1:].contiguous() if change == "batch" else conv[:, 1:].contiguous(), recurrent)
+
+    def use(target: HFTarget) -> None:
+        Trees(load_kernel(), (), (0, 0, 0))(target)
+        assert target.rounds is not None and target.states is not None
+        tree = bush(random.Random(2), [9, 8, 7], 4, range(20, 40))
+        target.buffer.begin_forward(4)
+        inputs = target.rounds._call.inputs(tree, target.buffer.common_buffers())
+        states = [None if state is None else changed(state) for state in inputs.states]
+        assert target.rounds.decoder.forward(inputs) is not None
+        assert target.rounds.decoder.forward(replace(inputs, states=states)) is None
+        rows = replace(inputs, cache_rows=[0, 1, 9])
+        assert target.rounds.decoder.forward(rows) is None
+
+    inside(model, tiny.build_inputs(model, 4, BATCH, images=[1, 0, 1], padding="left"), use)
+
+
+def test_nan_in_a_state_stays_in_its_row() -> None:
+    model = get_model("qwen3_5", seed=17, layers=4)
+    tree = bush(random.Random(2), [9, 8, 7], 8, range(20, 40))
+    found = list[list[Tensor]]()
+
+    def use(target: HFTarget) -> None:
+        Trees(load_kernel(), (), (0, 0, 0))(target)
+        for _ in range(2):
+            found.append(score(target, tree))
+            with target._mode():
+                target.states.tensors[1][1] = torch.nan
+
+    inside(model, tiny.build_inputs(model, 4, BATCH, images=[1, 0, 1], padding="left"), use)
+    for before, after in zip(*found, strict=True):
+        assert torch.equal(before[[0, 2]], after[[0, 2]])
+    assert found[1][0][1].isnan().all() and not found[0][0].isnan().any()
+
+
+def _mixer(model: PreTrainedModel) -> Any:
+    layer = model.get_decoder().layers[0]
+    return layer.linear_attn if hasattr(layer, "linear_attn") else layer.conv
+
+
+def _other_types(model: PreTrainedModel) -> None:
+    config = model.config.get_text_config()
+    config.layer_types = config.layer_types[1:] + config.layer_types[:1]
+
+
+def _no_projection(model: PreTrainedModel) -> None:
+    mixer = _mixer(model)
+    delattr(mixer, "in_proj_qkv" if hasattr(mixer, "in_proj_qkv") else "in_proj")
+
+
+def _no_weight(model: PreTrainedModel) -> None:
+    _mixer(model).out_proj.weight = None
+
+
+def _nan(model: PreTrainedModel) -> None:
+    mixer = _mixer(model)
+    (mixer.A_log if hasattr(mixer, "A_log") else mixer.conv.weight).data.fill_(torch.nan)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "lfm2"])
+@pytest.mark.parametrize("change", [_other_types, _no_projection, _no_weight, _nan], ids=lambda one: one.__name__[1:])
+def test_models_that_are_broken_fail_as_without_us(
+    family: str, change: Callable[[PreTrainedModel], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A config that lies about the kinds of layers, weights that are missing, NaN: the same error or text, not in C."""
+    rounds, results = list[CForwards](), list[Any]()
+    original = CForwards.score
+    monkeypatch.setattr(CForwards, "score", lambda self, *args: rounds.append(self) or original(self, *args))
+    for is_patched in (False, True):
+        model = tiny.build_model(tiny.ModelSpec(family, seed=3, layers=3))
+        change(model)
+        inputs = tiny.build_inputs(model, 5, 1, images=None if family == "lfm2" else [1], padding="none")
+        try:
+            if is_patched:
+                mmspec.patch(model, "lookup")
+            results.append(model.generate(**inputs, max_new_tokens=8, do_sample=False).tolist())
+        except (AttributeError, TypeError, ValueError) as error:
+            results.append((type(error), str(error)))
+    assert results[0] == results[1] and not rounds
