@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from zoo import mrope
 from zoo.base import Family, Media, noise, text_values
 
-STATE = "recurrent state: chains"
+STATE = "recurrent state"
 
 
 def _mixed_layers(spec: Any, kind: str) -> list[str]:
