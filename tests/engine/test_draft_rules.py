@@ -125,3 +125,26 @@ def test_what_follows_a_path() -> None:
     assert rules([3, 8]) == ([0], None) and rules([9]) == ([], None)
     constraint.is_ended = lambda row: True
     assert rules([1]) == ([], None)
+
+
+@MODES
+@pytest.mark.parametrize("drafter", ["hybrid", "quantized"])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_grammar_that_allows_nothing(mode: Kwargs, drafter: str, batch: int) -> None:
+    """From one token on: the text, or the error, of plain `generate`."""
+    mmspec.register_prefix_processor(Rule)
+    model = get_model(seed=21)
+    inputs = tiny.build_inputs(model, 18, batch)
+    stop, found = inputs["input_ids"].shape[1] + 3, list[Any]()
+
+    def nothing(rule: Rule, input_ids: Tensor, scores: Tensor) -> None:
+        if input_ids.shape[1] >= stop:
+            scores.fill_(-torch.inf)
+
+    for options in ({"enabled": False}, {}):
+        with speculate(model, drafter, backend="c"):
+            try:
+                found.append(generate_plain(model, inputs, logits_processor=[Rule(nothing)], mmspec=options, **mode))
+            except RuntimeError as error:
+                found.append(str(error))
+    assert found[0] == found[1] if isinstance(found[0], str) else torch.equal(*found)
