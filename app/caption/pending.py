@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 
 from mmspec.app.caption.config import CaptionConfig, ProcessInfo, prompt_sha1
@@ -32,11 +31,6 @@ def survey(
             for one, row in done:
                 check_row(one, row, config)
             replaced += [one.id for one, row in done if is_replaced(one, row, config)]
-            if finished and not done and os.path.abspath(item.path) in finished:
-                raise UsageError(
-                    f"{config.out} has the absolute path of {item.id!r} as an id, as earlier versions wrote: use "
-                    "another --out"
-                )
     rows = f"{len(replaced)} row{'s'[: len(replaced) > 1]}"
     said = [f"captioning anew {rows} whose file was replaced since, as {short_repr(one)}" for one in replaced[:1]]
     if num_rows is None:
