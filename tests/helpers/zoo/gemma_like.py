@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import random
 from typing import Any
+from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from zoo.base import Family, Inputs, Media, layer_types, noise, text_values
+from zoo.text_only import gemma3n_text
 
 NO_DOUBLE = ("float32",)
 """Dtypes of models with experts, which have no kernel for float64."""
@@ -286,6 +289,52 @@ def _step3p7_images(model: PreTrainedModel, count: int, rng: random.Random, seed
     return inputs, [[config.image_token_id] * (number + 4) for number in crops]
 
 
+class _Tower(nn.Module):
+    """In place of timm's MobileNet: patches of 8 x 8 pixels, projected."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, size, 8, 8)
+
+    def forward(self, pixel_values: Tensor, **kwargs: Any) -> BaseModelOutputWithPooling:
+        return BaseModelOutputWithPooling(last_hidden_state=self.patches(pixel_values))
+
+
+def _gemma3n_vl(spec: Any, ids: Any) -> PreTrainedModel:
+    """The last ids of the vocabulary have embeddings of their own."""
+    from transformers import Gemma3nConfig, Gemma3nForConditionalGeneration
+    from transformers.models.gemma3n import modeling_gemma3n
+
+    first, size = spec.vocab - 12, 16
+    text = text_values(spec, ids) | gemma3n_text(spec)
+    audio = {"hidden_size": size, "vocab_offset": first + 6, "vocab_size": 6, "conf_num_hidden_layers": 1}
+    audio |= {"conf_num_attention_heads": 2, "input_feat_size": 16, "sscp_conv_channel_size": (4, 4)}
+    config = Gemma3nConfig(
+        text_config=text | {"model_type": "gemma3n_text"},
+        vision_config={"hidden_size": size, "vocab_offset": first, "vocab_size": 6},
+        audio_config=audio,
+        vision_soft_tokens_per_image=4,
+        image_token_id=ids.image,
+        boi_token_id=ids.start,
+        eoi_token_id=ids.end,
+        audio_token_id=spec.vocab + 1,
+        tie_word_embeddings=spec.tied,
+    )
+    from_config = modeling_gemma3n.AutoModel.from_config
+
+    def build(part: Any, **kwargs: Any) -> nn.Module:
+        return _Tower(size) if part.model_type == "gemma3n_vision" else from_config(part, **kwargs)
+
+    with mock.patch.object(modeling_gemma3n.AutoModel, "from_config", build):
+        return Gemma3nForConditionalGeneration._from_config(config, attn_implementation=spec.attention)
+
+
+def _gemma3n_images(model: PreTrainedModel, count: int, rng: random.Random, seed: int) -> Media:
+    config: Any = model.config
+    run = [config.boi_token_id, *[config.image_token_id] * 4, config.eoi_token_id]
+    return {"pixel_values": noise((count, 3, 16, 16), seed, model)}, [run] * count
+
+
 ROWS: tuple[Family, ...] = (
     Family(
         "gemma3",
@@ -315,6 +364,13 @@ ROWS: tuple[Family, ...] = (
         has_window=True,
         dtypes=NO_DOUBLE,
         min_transformers="5.23",  # older versions take videos in another form
+    ),
+    Family(
+        "gemma3n",
+        _gemma3n_vl,
+        _gemma3n_images,
+        traits="mask per layer type; shared keys and values; per-layer inputs from ids; some ids with other embeddings",
+        has_window=True,
     ),
     Family(
         "mllama",

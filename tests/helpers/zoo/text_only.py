@@ -68,7 +68,7 @@ def _deepseek(spec: Any) -> dict[str, Any]:
     return experts | latent | {"num_key_value_heads": spec.heads, "head_dim": 4}
 
 
-def _gemma3n(spec: Any) -> dict[str, Any]:
+def gemma3n_text(spec: Any) -> dict[str, Any]:
     """The last layer shares the keys and values of the one before its kind."""
     types = ["sliding_attention", "full_attention", "full_attention"][: spec.layers]
     text = {"layer_types": types, "sliding_window": spec.window or 512, "num_kv_shared_layers": spec.layers - 2}
@@ -98,7 +98,7 @@ ROWS: tuple[Family, ...] = (
     ),
     Family(
         "gemma3n_text",
-        _builder("Gemma3n", _gemma3n, "Gemma3nTextConfig"),
+        _builder("Gemma3n", gemma3n_text, "Gemma3nTextConfig"),
         traits="mask per layer type; shared keys and values; per-layer inputs from ids",
         has_window=True,
     ),
