@@ -103,35 +103,37 @@ INLINE VEC NAME(activate)(const decoder *d, VEC g) {
   return NAME(round)(g / (SET1(1.0f) + NAME(exp)(-u)), d->type);
 }
 
-/* The activation of gate, times up, of all rows, chunk by chunk, to `out`. */
+/* The activation of gate, times up, of all rows, to `out`. Of a run of chunks first gate is computed, then up: memory is
+   read faster in the order of its addresses. */
 __attribute__((target(ISA))) static void NAME(gated)(const decoder *d, const part *gates, const part *ups,
                                                     const float *packed, int64_t R, float *out, int64_t *next) {
   const int64_t K = d->hidden_size, N = gates->N;
   const int64_t padded = NAME(packed_row)(K, gates->w->type), count = num_chunks(N), type = d->type;
   float acc[CHUNK_ROWS * MAX_ROWS * LANES] __attribute__((aligned(64)));
-  float gate[MAX_ROWS * CHUNK_ROWS] __attribute__((aligned(64))), up[MAX_ROWS * CHUNK_ROWS] __attribute__((aligned(64)));
-  const rows x = {packed, R, K, CHUNK_ROWS, 0, (int)type, 0};
-  for (int64_t now = take(next), then; now < count; now = then) {
-    then = take(next);
-    for (int64_t row = 0; row < R; row += MAX_ROWS) {
-      const int64_t M = min64(MAX_ROWS, R - row);
-      const product p = {&x, packed + row * padded, M, K, panel_width(M, K)};
-      chunk c = chunk_at(&x, gates, now), other = chunk_at(&x, ups, now);
-      c.out = gate, other.out = up;
-      set_next(&c, &other);
-      if (row + M == R && then < count) {
-        const chunk following = chunk_at(&x, gates, then);
-        set_next(&other, &following);
-      }
-      NAME(multiply)(&p, &c, acc);
-      NAME(multiply)(&p, &other, acc);
-      for (int64_t r = 0; r < M; r++) {
-        float *const line = gate + r * CHUNK_ROWS;
-        for (int64_t i = 0; i < CHUNK_ROWS; i += LANES) {
-          const VEC active = NAME(activate)(d, LOAD(line + i));
-          STORE(line + i, NAME(round)(active * LOAD(up + r * CHUNK_ROWS + i), type));
-        }
-        memcpy(out + (row + r) * N + now * CHUNK_ROWS, line, (size_t)c.rows * sizeof(float));
+  float up[MAX_ROWS * CHUNK_ROWS] __attribute__((aligned(64)));
+  const rows gate_rows = {packed, R, K, N, 0, (int)type, 0}, up_rows = {packed, R, K, CHUNK_ROWS, 0, (int)type, 0};
+  for (run now = take_run(next, count), then; now.at < now.end; now = then) {
+    const int64_t first = now.at, size = now.end - first;
+    then = take_run(next, count);
+    for (int64_t i = 0; i < 2 * size; i++) {
+      const int is_up = i >= size;
+      const int64_t n = first + i % size, is_last = i + 1 == 2 * size;
+      chunk c = chunk_at(is_up ? &up_rows : &gate_rows, is_up ? ups : gates, n), following = {0};
+      if (!is_last || then.at < then.end)
+        following = chunk_at(&gate_rows, i + 1 < size || is_last ? gates : ups, is_last ? then.at : first + (i + 1) % size);
+      for (int64_t row = 0; row < R; row += MAX_ROWS) {
+        const int64_t M = min64(MAX_ROWS, R - row);
+        const product p = {is_up ? &up_rows : &gate_rows, packed + row * padded, M, K, panel_width(M, K)};
+        float *const to = out + row * N + n * CHUNK_ROWS;
+        c.out = is_up ? up : to;
+        if (row + M == R && following.w) set_next(&c, &following);
+        NAME(multiply)(&p, &c, acc);
+        for (int64_t r = 0; is_up && r < M; r++)
+          for (int64_t k = 0; k < c.rows; k += LANES) {
+            const VEC active = NAME(activate)(d, NAME(load_some)(to + r * N + k, c.rows - k));
+            const VEC product = NAME(round)(active * LOAD(up + r * CHUNK_ROWS + k), type);
+            NAME(store_some)(to + r * N + k, product, c.rows - k);
+          }
       }
     }
   }

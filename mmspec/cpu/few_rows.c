@@ -130,9 +130,12 @@ static inline void set_next(chunk *c, const chunk *following) {
   c->next_rows = following->rows;
 }
 
-/* The next chunk that no thread has taken; 0 if none is left. */
-static int find_chunk(const rows *x, const part *parts, int num_parts, int64_t *next, chunk *found) {
-  int64_t number = take(next);
+/* The next chunk of a run, or of another one that no thread has taken; 0 if none is left. */
+static int find_chunk(const rows *x, const part *parts, int num_parts, int64_t *next, run *r, chunk *found) {
+  int64_t count = 0;
+  for (int i = 0; i < num_parts; i++) count += num_chunks(parts[i].N);
+  if (r->at == r->end) *r = take_run(next, count);
+  int64_t number = r->at == r->end ? count : r->at++;
   for (int i = 0; i < num_parts; number -= num_chunks(parts[i++].N))
     if (number < num_chunks(parts[i].N)) {
       *found = chunk_at(x, parts + i, number);
@@ -235,15 +238,22 @@ static void pack_pairs(const float *x, int64_t R, int64_t K, float *to);
 #include "dspark.h"
 #include "draft_workers.h"
 
-static void run_threads(void (*worker)(void *), void *data, int64_t threads, parallel_fn parallel) {
+static void work(void *data) {
+  const region *const r = data;
+  sharers = r->threads;
 #ifdef TILES
-  region r = {worker, data};
-  worker = with_tiles, data = &r;
+  with_tiles(r);
+#else
+  r->worker(r->data);
 #endif
-  if (parallel && threads > 1)
-    parallel(worker, data, (unsigned)threads, 0);
+}
+
+static void run_threads(void (*worker)(void *), void *data, int64_t threads, parallel_fn parallel) {
+  region r = {worker, data, parallel ? threads : 1};
+  if (r.threads > 1)
+    parallel(work, &r, (unsigned)threads, 0);
   else
-    worker(data);
+    work(&r);
 }
 
 /* `few_rows_linear` with many rows. */

@@ -242,8 +242,9 @@ __attribute__((target(ISA))) static void NAME(multiply_parts)(const rows *x, con
                                                              int64_t *next) {
   float acc[CHUNK_ROWS * MAX_ROWS * LANES] __attribute__((aligned(64)));
   chunk c, following;
-  for (int found = find_chunk(x, parts, num_parts, next, &c); found; c = following) {
-    found = find_chunk(x, parts, num_parts, next, &following);
+  run taken = {0};
+  for (int found = find_chunk(x, parts, num_parts, next, &taken, &c); found; c = following) {
+    found = find_chunk(x, parts, num_parts, next, &taken, &following);
     for (int64_t row = 0; row < x->R; row += MAX_ROWS) {
       const int64_t R = min64(MAX_ROWS, x->R - row);
       const product p = {x, x->packed + row * NAME(packed_row)(x->K, c.type), R, x->K, panel_width(R, x->K)};

@@ -1,4 +1,4 @@
-/* Where the threads of one call wait for one another; included in few_rows.c.
+/* Where the threads of one call wait for one another and share what there is to do; included in few_rows.c.
 
    A barrier of OpenMP spins for milliseconds: where other processes want the processors too, a thread that waits keeps one
    from the thread that it waits for. This one sleeps soon, and then the system lets the other thread run there. */
@@ -12,6 +12,36 @@ typedef struct {
   int64_t ticket;                   /* threads that have started */
   int size, arrived, turn, sleepers;
 } team;
+
+#define MOST_CHUNKS 64 /* that a thread takes at once */
+
+/* Work of the threads of one call. */
+typedef struct {
+  void (*worker)(void *);
+  void *data;
+  int64_t threads;
+} region;
+
+static __thread int64_t sharers = 1; /* threads of the region in which this one works */
+
+/* Consecutive chunks that a thread has taken. */
+typedef struct {
+  int64_t at, end;
+} run;
+
+/* Chunks of `count` that no thread has taken; `at` is `end` if none is left. Memory is read faster in the order of its
+   addresses, so they are many at first; they are few at last, when threads should be done together. */
+static run take_run(int64_t *next, int64_t count) {
+  run r = {__atomic_load_n(next, __ATOMIC_RELAXED), 0};
+  do {
+    if (r.at >= count) return (run){count, count};
+    const int64_t share = (count - r.at) / (2 * sharers);
+    r.end = sharers == 1 ? count : r.at + share;
+    if (r.end > r.at + MOST_CHUNKS) r.end = r.at + MOST_CHUNKS;
+    if (r.end == r.at) r.end++;
+  } while (!__atomic_compare_exchange_n(next, &r.at, r.end, 1, __ATOMIC_RELAXED, __ATOMIC_RELAXED));
+  return r;
+}
 
 /* The number of this thread. Called first by each. */
 static int64_t join(team *t) {

@@ -7,13 +7,7 @@
 #define LINES_AHEAD (512 / LINE) /* of each row of w that are prefetched */
 
 /* What surrounds the work of a thread: Linux saves tiles that are in use with every switch of threads. */
-typedef struct {
-  void (*worker)(void *);
-  void *data;
-} region;
-
-__attribute__((target(ISA))) static void with_tiles(void *data) {
-  const region *const r = data;
+__attribute__((target(ISA))) static void with_tiles(const region *r) {
   struct {
     uint8_t palette, start, unused[14];
     uint16_t row_bytes[16];
