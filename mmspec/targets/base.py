@@ -5,6 +5,7 @@ Serves any decoder-only model. Where the visual tokens of a family stand is in `
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from functools import cached_property
 from typing import Any
@@ -60,6 +61,16 @@ class ModelAdapter:
         """Whether `forward` accepts {layer type: mask}. Without it a model with full and sliding layers is served up to
         the length of its window."""
         return self.model_type not in ONE_MASK_TYPES
+
+    @property
+    def has_window_masks(self) -> bool:
+        """Whether the text model masks what is outside of a window. One that does not (Moshi, whose config has a
+        window, which caches follow) is served up to its length."""
+        names = ("create_sliding_window_causal_mask", "create_masks_for_generate")
+        modules = (
+            vars(sys.modules[one.__module__]) for one in type(self.text_model).__mro__ if one.__module__ in sys.modules
+        )
+        return any(name in module for module in modules for name in names)
 
     @property
     def padded_ids(self) -> list[int]:

@@ -177,8 +177,10 @@ class NodeForward:
 
 
 def takes_one_mask(adapter: ModelAdapter) -> bool:
-    """Whether a model has layers of several types and takes one mask for all of them."""
-    return len(adapter.layer_types) > 1 and not adapter.accepts_mask_per_layer_type
+    """Whether a model has layers of several types, or a window, and takes one mask for all positions and layers."""
+    if len(adapter.layer_types) > 1 and not adapter.accepts_mask_per_layer_type:
+        return True
+    return "sliding_attention" in adapter.layer_types and not adapter.has_window_masks
 
 
 def run_forward(

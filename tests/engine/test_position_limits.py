@@ -112,3 +112,38 @@ def test_calls_around_the_limit(name: str, mode: Kwargs) -> None:
         assert mmspec.stats(model).num_draft_tokens
     finally:
         mmspec.unpatch(model)
+
+
+WINDOW = 12
+_SMALL: Kwargs = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+WINDOWS: dict[str, Kwargs] = {
+    "Moshi": {"ffn_dim": 64, "audio_vocab_size": 90, "num_codebooks": 2},
+    "Llama": {"intermediate_size": 64},
+    "Olmo2": {"intermediate_size": 64},
+    "Olmoe": {"intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2},
+    "Gemma": {"intermediate_size": 64, "head_dim": 8},
+}
+
+
+@pytest.mark.parametrize("drafter", ["none", "hybrid"])
+@pytest.mark.parametrize("kind", WINDOWS)
+def test_a_window_of_the_config_that_the_masks_do_not_know(kind: str, drafter: str) -> None:
+    """Caches follow it, so that plain `generate` forgets what the masks of the prompt show."""
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=90, sliding_window=WINDOW, **ids, **_SMALL, **WINDOWS[kind]
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+        for weight in model.parameters():
+            if weight.dim() > 1:
+                weight.data.normal_(0, 0.35)
+    model.generation_config = GenerationConfig(**ids)
+    prompts = [torch.tensor([[5, 6, 7, 8] * (length // 4)]) for length in (8, 20)]
+    calls = [(prompt, length) for prompt in prompts for length in (3, 30)]
+    options: Kwargs = {"do_sample": False, "eos_token_id": None}
+    plain = [model.generate(prompt, max_new_tokens=length, **options) for prompt, length in calls]
+    mmspec.patch(model, drafter=drafter)
+    for (prompt, length), expected in zip(calls, plain, strict=True):
+        assert torch.equal(model.generate(prompt, max_new_tokens=length, **options), expected)
