@@ -7,7 +7,7 @@ from typing import Any, Self
 import torch
 
 from mmspec.cpu.c_kernel import load_kernel
-from mmspec.cpu.kernel_timing import KernelChoices
+from mmspec.economy.kernels import KernelChoices
 from mmspec.economy.known import Economy
 from mmspec.economy.store import CostStore, device_description
 from mmspec.forks import new_lock

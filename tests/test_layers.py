@@ -42,6 +42,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "cpu.*",
         "cpu.c_kernel",
         "cpu.trees",
+        "economy.kernels",
         "economy.tables",
         "economy.known",
         "economy.chooser",

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mmspec.cpu.kernel_timing import fastest
+from mmspec.economy.kernels import fastest
 
 
 def bf16_is_faster(device: torch.device) -> bool:

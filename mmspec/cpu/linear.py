@@ -1,4 +1,4 @@
-"""Linear layers on a CPU, computed by whichever kernel is fastest on this machine (`mmspec/cpu/kernel_timing.py`).
+"""Linear layers on a CPU, computed by whichever kernel is fastest on this machine (`mmspec/economy/kernels.py`).
 
 The float32 kernel behind `nn.Linear` is slow for products of a few rows, which reduces the gain of scoring several
 nodes per forward; and MKL leaves half of some AMD cores unused in products of many rows, which are prompts. Three other
@@ -31,9 +31,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mmspec.cpu.c_kernel import MAX_C_ROWS, CKernel, load_kernel
-from mmspec.cpu.kernel_timing import IN_C, KERNEL_CHOICES, ONEDNN, PLAIN, TRANSPOSED, KernelChoices
 from mmspec.cpu.narrow_linear import choice_key, narrow_linear, timed_part
 from mmspec.cpu.weights import FLOAT_TYPES
+from mmspec.economy.kernels import IN_C, KERNEL_CHOICES, ONEDNN, PLAIN, TRANSPOSED, KernelChoices
 from mmspec.engine.undo import Replaced, VariableSet
 from mmspec.live import reread
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mmspec.cpu.c_kernel import MAX_C_ROWS, CKernel
-from mmspec.cpu.kernel_timing import IN_C, PLAIN, KernelChoices, ProductKey, fastest
+from mmspec.economy.kernels import IN_C, PLAIN, KernelChoices, ProductKey
 
 FEW_TIMED, MANY_TIMED = (1, 8), (64,)
 """Numbers of rows with which a layer is timed: one token and the nodes of a usual tree; a prompt."""
@@ -65,12 +65,6 @@ def choice_key(weight: Tensor, max_rows: int) -> ProductKey:
     out_features, in_features = weight.shape
     rounded = min(ROUNDED_FEATURES, 1 << max(0, out_features - 1).bit_length())
     return torch.get_num_threads(), weight.dtype, max_rows, rounded, in_features
-
-
-def c_is_faster(kernel: CKernel, weight: Tensor, is_few: bool) -> bool:
-    """Whether the C kernel takes no longer than torch's for a weight, whatever it takes to find out."""
-    cases = FEW_TIMED if is_few else MANY_TIMED
-    return fastest((IN_C, PLAIN), cases, lambda name, count: _run(name, kernel, weight, count)) == IN_C
 
 
 def _run(name: str, kernel: CKernel, weight: Tensor, num_rows: int) -> Tensor | None:

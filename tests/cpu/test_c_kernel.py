@@ -23,8 +23,8 @@ from torch.nn import functional
 
 from mmspec.cpu import c_kernel, c_library
 from mmspec.cpu.c_kernel import MAX_C_ROWS, CKernel, load_kernel
-from mmspec.cpu.kernel_timing import IN_C, KernelChoices
 from mmspec.cpu.linear import MAX_ROWS, LinearAutotuner, use_fast_linears
+from mmspec.economy.kernels import IN_C, KernelChoices
 
 SHAPES = [(1, 1), (3, 7), (5, 16), (37, 100), (64, 384), (30, 1029), (18, 1536)]
 

@@ -16,12 +16,11 @@ from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.random_models import random_model
 from mmspec.app.scenes.render import render_scene
 from mmspec.app.scenes.world import generate_scene
-from mmspec.cpu import kernel_timing
 from mmspec.cpu import linear as cpu
 from mmspec.cpu.c_kernel import load_kernel
 from mmspec.cpu.decoder import CDecoder
-from mmspec.cpu.kernel_timing import IN_C, PLAIN, TRANSPOSED, KernelChoices
 from mmspec.cpu.linear import MAX_ROWS, LinearAutotuner, find_linear_layers, is_replaced, use_fast_linears
+from mmspec.economy.kernels import IN_C, PLAIN, TRANSPOSED, KernelChoices
 
 KERNELS = (PLAIN, TRANSPOSED, IN_C)
 
@@ -202,7 +201,7 @@ def slow_kernels(monkeypatch: pytest.MonkeyPatch, fast: str) -> tuple[list[float
 def test_generate_is_the_same_with_every_setting(
     backend: str, spied: list[int], c_forwards: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernel_timing, "fastest", lambda names, *_: names[-1])
+    monkeypatch.setattr("mmspec.economy.kernels.fastest", lambda names, *_: names[-1])
     monkeypatch.setattr(cpu, "KERNEL_CHOICES", KernelChoices())
     model, processor = random_model("tiny")
     maker = Captioner(model, processor)

@@ -15,10 +15,10 @@ from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.random_models import random_model
 from mmspec.app.scenes.render import render_scene
 from mmspec.app.scenes.world import generate_scene
-from mmspec.cpu import kernel_timing, linear, narrow_linear
+from mmspec.cpu import linear, narrow_linear
 from mmspec.cpu.c_kernel import MAX_C_ROWS, CKernel, load_kernel
-from mmspec.cpu.kernel_timing import KernelChoices
 from mmspec.cpu.linear import LinearAutotuner, use_fast_linears
+from mmspec.economy.kernels import KernelChoices
 from mmspec.targets.hf import HFTarget
 
 pytestmark = pytest.mark.skipif(load_kernel() is None, reason="no compiler or another processor")
@@ -152,7 +152,7 @@ class FakeFunctional:
 
 def test_threads_find_the_same_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     answers, started = iter(["c", "plain", "plain", "plain"]), threading.Barrier(3)
-    monkeypatch.setattr(kernel_timing, "fastest", lambda *_: next(answers))
+    monkeypatch.setattr("mmspec.economy.kernels.fastest", lambda *_: next(answers))
     layer, choices, results = make_layer(torch.bfloat16), KernelChoices(), list[Tensor]()
 
     def call() -> None:

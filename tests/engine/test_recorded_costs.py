@@ -33,7 +33,7 @@ from recorders import record_nothing
 from torch import Tensor
 
 import mmspec
-from mmspec.cpu.kernel_timing import IN_C, KernelChoices
+from mmspec.economy.kernels import IN_C, KernelChoices
 from mmspec.engine.graph import Replay, StaticFunction
 from mmspec.engine.loop import DecodeLoop
 from mmspec.engine.recordings import NUM_CHECKED_REPLAYS, Recordings

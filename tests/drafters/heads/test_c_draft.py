@@ -452,7 +452,12 @@ def test_structs_are_as_large_as_in_the_library(kernel: CKernel) -> None:
 
 
 BUGS = {
-    "a level's rotary positions": ("eagle", "g->s.positions[r] = h->positions[b] + level;", "+ level;", "+ level - 1;"),
+    "a level's rotary positions": (
+        "eagle",
+        "h->positions[b] + (h->d.hides_nodes ? 0 : level);",
+        ": level",
+        ": level - 1",
+    ),
     "a node sees its siblings": ("eagle", "mask[old + j] = i == j;", "i == j", "1"),
     "the correction of another position": ("flash", "(r / W * h->levels + level) * K + i", "level)", "level - 1)"),
     "a state that is added before its norm": ("eagle3, draft", "if (h->adds_normed_state)", "if (", "if (!"),

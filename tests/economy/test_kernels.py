@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mmspec.costs import load_kernel_choices, store_kernel_choices
-from mmspec.cpu.kernel_timing import PROCESS_S, TOTAL_S, KernelChoices, ProductKey, fastest
+from mmspec.economy.kernels import PROCESS_S, TOTAL_S, KernelChoices, ProductKey, fastest
 from mmspec.economy.store import CostStore, unchanged_costs
 
 NAMES = ("c", "plain", "transposed")
