@@ -322,8 +322,8 @@ def _gemma3n_vl(spec: Any, ids: Any) -> PreTrainedModel:
     )
     from_config = modeling_gemma3n.AutoModel.from_config
 
-    def build(part: Any, **kwargs: Any) -> nn.Module:
-        return _Tower(size) if part.model_type == "gemma3n_vision" else from_config(part, **kwargs)
+    def build(config: Any, **kwargs: Any) -> nn.Module:
+        return _Tower(size) if config.model_type == "gemma3n_vision" else from_config(config, **kwargs)
 
     with mock.patch.object(modeling_gemma3n.AutoModel, "from_config", build):
         return Gemma3nForConditionalGeneration._from_config(config, attn_implementation=spec.attention)
