@@ -54,6 +54,7 @@ def nested_dataset(datasets: Any) -> Any:
     return datasets.Dataset.from_dict(rows, features=datasets.Features(features))
 
 
+@line("pictures in lists and structs of `datasets`")
 @pytest.mark.parametrize("name_of_column", ["image", "images", "struct", "deep"])
 @pytest.mark.parametrize("streamed", [False, True])
 def test_no_picture_of_a_dataset_is_decoded_in_this_process(

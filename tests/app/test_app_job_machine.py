@@ -99,6 +99,7 @@ def test_the_machines_trouble_is_no_bad_picture(trouble: str, folder: Path, monk
     assert job().run() == 0 and captions("jsonl") == expected("x")
 
 
+@line("a job that was suspended (SIGSTOP, a closed laptop)")
 def test_an_address_is_read_again_after_a_suspension(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> Any:
         attempts.append(0)

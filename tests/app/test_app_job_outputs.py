@@ -169,6 +169,7 @@ def test_outputs_are_files_of_this_machine(name: str, capsys: pytest.CaptureFixt
     assert output_path("a:b/c") == Path("a:b/c")
 
 
+@line("a number of more than 64 bits")
 def test_numbers_fit_the_columns() -> None:
     assert [parse_seed(text) for text in ("0", "-5", "+7", str(2**63 - 1))] == [0, -5, 7, 2**63 - 1]
     for parse in (parse_seed, positive_int, non_negative_int):
@@ -303,6 +304,7 @@ def test_a_text_file_that_is_a_link_is_replaced_not_followed(folder: Path) -> No
     assert (folder / "secret").read_text() == "s" and captions("txt") == expected("x")
 
 
+@line("a folder or link where a text file goes")
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("out", ["-", "texts"])
 def test_a_folder_or_pipe_in_the_place_of_a_text_file(out: str, overwrite: bool, folder: Path) -> None:

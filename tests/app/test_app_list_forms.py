@@ -284,6 +284,7 @@ def test_two_columns_that_name_files(others: tuple[str, str]) -> None:
         assert not any("columns" in one for one in said)
 
 
+@line("fields that captions do not need: answers of any type")
 @pytest.mark.parametrize("answer", [3, 2.5, ["yes", "no"], {"1": "a"}, True, None, "x" * 70_000, "\ud83d"])
 def test_answers_are_not_read_for_captions(answer: Any) -> None:
     (row,), said = look("l.jsonl", json.dumps({"image": "a.png", "prompt": "How many ?", "answer": answer}))

@@ -140,6 +140,7 @@ def test_paths_as_other_programs_write_them(here: Path) -> None:
     assert [content_of(row) for row in found[:-1]] == [picture()] * len(names) and failure(found[-1]) == "OutsideInput"
 
 
+@line("an id that pandas made a float: `7.0`")
 def test_whole_floats_are_ids(here: Path) -> None:
     (here / "l.jsonl").write_text('{"file_name": "a.png", "id": 7.0}\n')
     assert [row.id for row in read(here / "l.jsonl")] == ["7"]

@@ -76,6 +76,7 @@ def test_a_folder_of_texts_knows_whose_they_are(folder: Path) -> None:
         assert texts(folder / "captions") == expected() | {"0.v2.txt": "40 x"}
 
 
+@line("a name of up to 255 bytes and `--format txt`")
 @pytest.mark.parametrize("out", ["-", "captions"])
 def test_names_as_long_as_file_systems_permit(folder: Path, out: str) -> None:
     stems = ["x" * 251, "y" * 251, "\u00e9" * 125]
