@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -46,8 +47,7 @@ def build_loop(call: Call, prefilled: Prefilled) -> tuple[DecodeLoop, Prompt]:
     private_draws = PrivateDraws(expected_state=None if sampler.noise is None else sampler.noise.expected_state)
     prompt = _build_prompt(call, prefilled, output, private_draws)
     if sampler.constraints and len(logits) == 1:
-        row = lambda: (output.sequences, output.prompt_length + output.num_emitted[0])  # noqa: E731
-        prompt = replace(prompt, rules=DraftRules(sampler.constraints, row))
+        prompt = replace(prompt, rules=DraftRules(sampler.constraints, partial(_only_row, output)))
     assert prompt.chooser is not None
     call.stats.drafter = drafter.label
 
@@ -115,6 +115,11 @@ def _build_output(call: Call, target: HFTarget, sampler: TreeSampler) -> OutputB
         if (tokenizer := call.plan.tokenizer) is not None:
             constraint.encode = lambda text: tokenizer.encode(text, add_special_tokens=False)
     return output
+
+
+def _only_row(output: OutputBuffer) -> tuple[Tensor, int]:
+    """[1, S] int64, and how many of them are ids."""
+    return output.sequences, output.prompt_length + output.num_emitted[0]
 
 
 def _build_prompt(call: Call, prefilled: Prefilled, output: OutputBuffer, private_draws: PrivateDraws) -> Prompt:
