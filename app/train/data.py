@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import mmspec
 from mmspec.app.io.images import media_images
 from mmspec.app.io.jsonl import replace_file
 from mmspec.app.modeling.captioner import Captioner, out_of_memory
@@ -117,16 +118,22 @@ class Teacher:
         indices = range(start_index + rank, len(self.data), world_size)
         missing = [index for index in indices if index not in self.answers]
         on_progress(len(indices) - len(missing))
-        with file.open("a", encoding="utf-8") as out:
-            for start in range(0, len(missing), batch_size):
-                batch = missing[start : start + batch_size]
-                outputs = self._answer(batch, max_new_tokens)
-                for index, (ids, prompt_length) in zip(batch, outputs, strict=True):
-                    record = {"number": index, "ids": ids, "prompt": prompt_length}
-                    self._add(record)
-                    out.write(json.dumps(record) + "\n")
-                out.flush()
-                on_progress(len(batch))
+        if not missing:
+            return
+        mmspec.patch(self.model, processor=self.captioner.processor)
+        try:
+            with file.open("a", encoding="utf-8") as out:
+                for start in range(0, len(missing), batch_size):
+                    batch = missing[start : start + batch_size]
+                    outputs = self._answer(batch, max_new_tokens)
+                    for index, (ids, prompt_length) in zip(batch, outputs, strict=True):
+                        record = {"number": index, "ids": ids, "prompt": prompt_length}
+                        self._add(record)
+                        out.write(json.dumps(record) + "\n")
+                    out.flush()
+                    on_progress(len(batch))
+        finally:
+            mmspec.unpatch(self.model)
 
     def read_answers(self, folder: Path) -> None:
         """Read the answers of all processes so far."""

@@ -263,7 +263,7 @@ class CDecoder:
             weights += [(struct, name, getattr(layer, name)) for name in LAYER_MATRICES]
         found = [(getattr(struct, name), weight) for struct, name, weight in weights if weight is not None]
         for view, weight in found:  # views of the structs that the kernel reads
-            plain = weight_struct(weight)
+            plain = weight_struct(weight, self._weights.in_pairs)
             ctypes.memmove(ctypes.addressof(view), ctypes.addressof(plain), ctypes.sizeof(plain))
         return None if self._copies is None else self._copies.checked(self._kernel, found)
 

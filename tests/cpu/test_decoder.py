@@ -22,6 +22,7 @@ from mmspec.cpu.decoder import (
 )
 from mmspec.cpu.layers import DecoderShape, LayerWeights
 from mmspec.cpu.quantise import dequantise, quantise
+from mmspec.cpu.weights import BFLOAT16_PAIRS, FLOAT_TYPES
 
 pytestmark = pytest.mark.skipif(load_kernel() is None, reason="no compiler or another processor")
 SHAPES = {
@@ -421,6 +422,18 @@ def test_weights_changed_in_place_are_seen_and_replaced_memory_lives_on(kernel: 
     model.layers[0].up.data = torch.zeros_like(model.layers[0].up)
     third = decoder.forward(inputs)
     assert third is not None and torch.equal(second[0], third[0])
+
+
+@pytest.mark.parametrize("in_pairs", [False, True])
+def test_bfloat16_is_multiplied_in_pairs_where_the_kernel_does(
+    kernel: CKernel, monkeypatch: pytest.MonkeyPatch, in_pairs: bool
+) -> None:
+    monkeypatch.setattr(CKernel, "multiplies_pairs", in_pairs)
+    decoder = in_type(make_model(SHAPES["multi-head"]), torch.bfloat16).decoder(kernel)
+    for one in (decoder, decoder.restrict([1])):
+        found = [getattr(layer, name).type for layer in one._layers for name in ("q", "o", "gate", "up", "down")]
+        wanted = BFLOAT16_PAIRS if in_pairs else FLOAT_TYPES[torch.bfloat16]
+        assert {*found, one._decoder.lm_head.type} == {wanted}
 
 
 def test_the_rotary_table_grows(kernel: CKernel) -> None:
