@@ -11,6 +11,7 @@ from pathlib import Path
 
 from mmspec.app.caption.command import build_captioner, build_output
 from mmspec.app.caption.config import CaptionConfig, ProcessInfo
+from mmspec.app.caption.executor import LocalExecutor
 from mmspec.app.caption.job import CaptionJob
 from mmspec.app.scenes.examples import EXAMPLES_FOLDER
 
@@ -20,7 +21,7 @@ config = CaptionConfig(tuple(paths), model, out, max_new_tokens=100, batch_size=
 process = ProcessInfo()  # one process; ProcessInfo.from_env(os.environ) under torchrun
 captioner = build_captioner(config, process)
 try:
-    code = CaptionJob(config, build_output(config, process), lambda: captioner, process).run()
+    code = CaptionJob(config, build_output(config, process), LocalExecutor(config, lambda: captioner, process)).run()
 finally:
     captioner.close()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,10 +23,8 @@ from mmspec.messages import printable
 
 if TYPE_CHECKING:
     from mmspec.app.caption.report import JobReport
-    from mmspec.app.io.columns import ScalarKind
     from mmspec.app.io.item import Item
     from mmspec.app.io.output import Output
-    from mmspec.app.io.shards import ShardFormat
     from mmspec.app.modeling.captioner import Captioner
 
 CHOOSE_MODEL = (
@@ -47,6 +45,7 @@ def run(args: argparse.Namespace) -> int:
     if config.progress is not False and os.environ.get("RANK", "0") == "0":
         text = printable(f"mmspec: loading {config.model} ...")
         print(text, file=sys.stderr, flush=True)  # before torch, which takes seconds
+    from mmspec.app.caption.executor import LocalExecutor
     from mmspec.app.caption.job import CaptionJob
     from mmspec.app.caption.progress import print_stderr
 
@@ -56,10 +55,13 @@ def run(args: argparse.Namespace) -> int:
         )
     config = with_task_prompt(config)
     if config.ray is not None:
-        from mmspec.app.caption.ray_job import RayCaptionJob
-
         check_ray(config, process)
-        return RayCaptionJob(config, build_output(config, process), build_job_report(config.report, args.command)).run()
+    output = build_output(config, process)
+    report = build_job_report(config.report, args.command) if process.rank == 0 else None
+    if config.ray is not None:
+        from mmspec.app.caption.ray_job import run_on_ray
+
+        return run_on_ray(config, output, report)
     hide_progress_bars(config.progress)
 
     loaded: list[Captioner] = []
@@ -73,8 +75,7 @@ def run(args: argparse.Namespace) -> int:
         return captioner
 
     try:
-        report = build_job_report(config.report, args.command) if process.rank == 0 else None
-        return CaptionJob(config, build_output(config, process), load, process, report=report).run()
+        return CaptionJob(config, output, LocalExecutor(config, load, process), report).run()
     finally:
         for captioner in loaded:
             captioner.close()
@@ -182,31 +183,32 @@ def build_output(config: CaptionConfig, process: ProcessInfo) -> Output:
     """The output that `--out` names.
 
     Raises:
-        UsageError: options that do not go with it.
+        UsageError: options that do not go with it, or a package that it needs is missing.
     """
     from mmspec.app.io.csv_output import CsvOutput
-    from mmspec.app.io.output import StreamOutput
+    from mmspec.app.io.output import OutputJob, StreamOutput
     from mmspec.app.io.output_file import FileOutput
+    from mmspec.app.io.parquet_shards import ParquetShards
     from mmspec.app.io.shards import ShardedOutput
+    from mmspec.app.io.tar_shards import TarShards
 
     if config.writes_texts:
         return build_sidecars(config, process)
-    ranks: dict[str, Any] = {"rank": process.rank, "world_size": process.world_size}
-    settings = {} if config.out == "-" else job_settings(config, process)
-    if config.out != "-":
-        out = Path(config.out)
-        options: dict[str, Any] = {"options": config.to_run_again(), "overwrite": config.overwrite}
-        if config.format == "jsonl":
-            return FileOutput(out, settings, **ranks, **options)
-        if config.format == "csv":
-            return CsvOutput(out, settings, config.columns(), **ranks, **options)
-        shards = build_format(config.format, config.columns(), schema_columns(config.json_schema))
-        return ShardedOutput(out, settings, shards, **ranks, **options, rows_per_shard=config.rows_per_shard)
-    if process.world_size > 1:
-        raise UsageError(
-            "several processes cannot share standard output: give --out FILE; for one, unset RANK and WORLD_SIZE"
-        )
-    return StreamOutput()
+    if config.out == "-":
+        if process.world_size > 1:
+            raise UsageError(
+                "several processes cannot share standard output: give --out FILE; for one, unset RANK and WORLD_SIZE"
+            )
+        return StreamOutput()
+    out, settings = Path(config.out), job_settings(config, process)
+    job = OutputJob(settings, process.rank, process.world_size, config.overwrite, config.to_run_again())
+    if config.format == "jsonl":
+        return FileOutput(out, job)
+    if config.format == "csv":
+        return CsvOutput(out, job, config.columns())
+    added = schema_columns(config.json_schema)
+    shards = ParquetShards(config.columns(), added) if config.format == "parquet" else TarShards()
+    return ShardedOutput(out, job, shards, config.rows_per_shard)
 
 
 def job_settings(config: CaptionConfig, process: ProcessInfo) -> dict[str, Any]:
@@ -225,6 +227,7 @@ def build_sidecars(config: CaptionConfig, process: ProcessInfo) -> Output:
         UsageError: several processes, or columns, of which there are none.
     """
     from mmspec.app.io.inputs import Inputs
+    from mmspec.app.io.output import OutputJob
     from mmspec.app.io.sidecars import SidecarOutput
 
     if process.world_size > 1:
@@ -240,32 +243,9 @@ def build_sidecars(config: CaptionConfig, process: ProcessInfo) -> Output:
         inputs = Inputs(config.paths, config.source_options(output.base), output.own_files())
         return inputs.rows(lambda ident: True)
 
-    output = SidecarOutput(
-        folder,
-        config.paths,
-        items,
-        suffix=f".{config.format}",
-        overwrite=config.overwrite,
-        shard=config.shard,
-        settings=job_settings(config, process) if config.overwrite else {},
-    )
+    job = OutputJob(job_settings(config, process) if config.overwrite else {}, overwrite=config.overwrite)
+    output = SidecarOutput(folder, config.paths, items, job, suffix=f".{config.format}", shard=config.shard)
     return output
-
-
-def build_format(name: str, columns: Sequence[str], added: Mapping[str, ScalarKind] | None = None) -> ShardFormat:
-    """The shard format of that name, for rows with these columns, of which some are of the job's own.
-
-    Raises:
-        UsageError: a package that it needs is not installed.
-    """
-    from mmspec.app.io.parquet_shards import ParquetShards
-    from mmspec.app.io.tar_shards import TarShards
-
-    formats: dict[str, Callable[[], ShardFormat]] = {
-        "parquet": lambda: ParquetShards(columns, added),
-        "webdataset": TarShards,
-    }
-    return formats[name]()
 
 
 def build_captioner(config: CaptionConfig, process: ProcessInfo) -> Captioner:

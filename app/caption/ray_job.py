@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from mmspec.app.caption.config import CaptionConfig, ProcessInfo
-from mmspec.app.caption.job import CaptionJob, GracefulStop
+from mmspec.app.caption.executor import Executor, Results
+from mmspec.app.caption.job import CaptionJob
 from mmspec.app.caption.plan import RowPlan
 from mmspec.app.caption.progress import print_stderr
 from mmspec.app.caption.ray_messages import quiet_loggers, ray_messages_in_file
@@ -27,11 +28,12 @@ from mmspec.app.caption.ray_stages import (
     plan_job,
 )
 from mmspec.app.caption.report import JobReport
+from mmspec.app.caption.stop import GracefulStop
 from mmspec.app.errors import UsageError, one_line
+from mmspec.app.io.images import Media
 from mmspec.app.io.inputs import Inputs
 from mmspec.app.io.item import Item
-from mmspec.app.io.jsonl import Row
-from mmspec.app.io.output import Output
+from mmspec.app.io.output import Finished, Output
 from mmspec.app.io.tables import needs_extra
 from mmspec.app.versions import mmspec_version
 
@@ -39,39 +41,52 @@ PREFLIGHT_TIMEOUT_S = 120.0
 """Seconds that a node may take to import mmspec."""
 
 
-class RayCaptionJob(CaptionJob):
-    """A caption job whose batches are decoded and captioned by a Ray cluster."""
+def run_on_ray(config: CaptionConfig, output: Output, report: JobReport | None = None) -> int:
+    """Run a job on a Ray cluster; returns and raises as `CaptionJob.run`. A report has no pictures: they stay there.
 
-    def __init__(self, config: CaptionConfig, output: Output, report: JobReport | None = None) -> None:
-        """Set up; Ray starts in `run`. A report has no pictures: they stay on the nodes."""
-        super().__init__(config, output, _no_model, ProcessInfo(), report=report)
+    Raises:
+        UsageError: also if Ray cannot be reached, or a node lacks mmspec.
+    """
+    with needs_extra("--ray", "ray"):
+        import ray
+        import ray.data
+    executor = RayExecutor(config, output)
+    with ray_messages_in_file() as file:
+        print_stderr(f"mmspec: starting Ray; its own messages are in {file}")
+        try:
+            return CaptionJob(config, output, executor, report).run()
+        except ray.exceptions.RayError as error:
+            raise _explain(error) from error
+        finally:
+            if executor.has_started_ray:
+                ray.shutdown()
+
+
+class RayExecutor(Executor):
+    """Captions on a Ray cluster, batches as of one process.
+
+    Attributes:
+        has_started_ray: it was not running in this process before.
+    """
+
+    def __init__(self, config: CaptionConfig, output: Output) -> None:
+        """Set up; Ray starts in `prepare`."""
+        super().__init__(config, ProcessInfo())
+        self.output, self._num_before = output, 0
+        self.has_started_ray = False
         self._end: EndOfPlan | None = None
-        self._started_ray = False
 
-    def run(self) -> int:
-        """As `CaptionJob.run`.
+    @property
+    def num_finished(self) -> int:
+        return self._end.num_finished if self._end else self._num_before
 
-        Raises:
-            UsageError: also if Ray cannot be reached, or a node lacks mmspec.
-        """
-        with needs_extra("--ray", "ray"):
-            import ray
-            import ray.data
-        with ray_messages_in_file() as file:
-            print_stderr(f"mmspec: starting Ray; its own messages are in {file}")
-            try:
-                return super().run()
-            except ray.exceptions.RayError as error:
-                raise _explain(error) from error
-            finally:
-                if self._started_ray:
-                    ray.shutdown()
-
-    def _prepare(self, inputs: Inputs) -> None:
+    def prepare(
+        self, inputs: Inputs, finished: Mapping[str, Finished], is_pending: Callable[[Item], bool]
+    ) -> RowPlan | None:
         import ray
 
-        self._num_before = len(self._finished)
-        self._seen: set[str] = set(self._finished)
+        self.ids.update(finished)
+        self._num_before = len(finished)
         if not ray.is_initialized():
             try:
                 local = {} if self.config.ray else {"include_dashboard": False}
@@ -80,23 +95,14 @@ class RayCaptionJob(CaptionJob):
                 )  # what workers print stays in the folder of Ray's session
             except (ConnectionError, OSError, ValueError, RuntimeError) as error:
                 raise UsageError(f"--ray {self.config.ray or ''}: {one_line(error)}") from error
-            self._started_ray = True
-        if not self._started_ray or self.config.ray or "RAY_ADDRESS" in os.environ:  # else all nodes are this machine
+            self.has_started_ray = True
+        if not self.has_started_ray or self.config.ray or "RAY_ADDRESS" in os.environ:  # else all nodes are this machine
             check_nodes()
-        print_stderr(f"mmspec: {RowPlan(self.config, ProcessInfo(), lambda item: True).describe(None)}; made on a node")
         quiet_loggers()
-        self._dataset = build_dataset(self.config, self.output, dict(self._finished))
+        self._dataset = build_dataset(self.config, self.output, dict(finished))
+        return RowPlan(self.config, self.process, is_pending)  # as a node makes it
 
-    def _num_finished(self) -> int:
-        return self._end.num_finished if self._end else self._num_before
-
-    def _left_out_while_reading(self, inputs: Inputs) -> Sequence[str]:
-        return self._end.left_out if self._end else ()
-
-    def _ids(self) -> set[str]:
-        return getattr(self, "_seen", set())
-
-    def _results(self, stop: GracefulStop) -> Iterator[tuple[list[Row], list[Item]]]:
+    def results(self, stop: GracefulStop, on_decoded: Callable[[Item, Media], None]) -> Results:
         number = 0
         for record in self._dataset.iter_rows():
             value = record[COLUMN]
@@ -104,12 +110,15 @@ class RayCaptionJob(CaptionJob):
                 self._end = value
             elif isinstance(value, CaptionedBatch):
                 number += 1
-                self._seen.update(item.id for item in value.items)
+                self.ids.update(item.id for item in value.items)
                 yield value.rows, value.items
             if stop.signal:
                 return
         if self._end is None or number < self._end.num_batches:
             raise UsageError("Ray lost batches of this job: run the same command again, finished rows are skipped")
+
+    def left_out(self) -> Sequence[str]:
+        return self._end.left_out if self._end else ()
 
 
 def uses_gpus(config: CaptionConfig) -> bool:
@@ -219,5 +228,3 @@ def _explain(error: Exception) -> Exception:
     return UsageError(f"Ray: {one_line(error, 600)}; run the same command again, finished rows are skipped")
 
 
-def _no_model() -> Any:
-    raise AssertionError("models are loaded by actors")

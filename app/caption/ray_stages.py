@@ -17,15 +17,13 @@ from typing import Any
 import numpy as np
 
 from mmspec.app.caption.config import SCENES_MODEL, CaptionConfig, ProcessInfo
-from mmspec.app.caption.job import decode_batches
+from mmspec.app.caption.executor import decode_batches
 from mmspec.app.caption.pending import is_pending
 from mmspec.app.caption.plan import RowPlan, skip_finished
 from mmspec.app.caption.rows import RowCaptioner
 from mmspec.app.caption.variants import picture_number
 from mmspec.app.errors import UsageError
 from mmspec.app.io.content import Unreadable
-from mmspec.app.io.decode import decode_item
-from mmspec.app.io.held import decode_held
 from mmspec.app.io.images import ImageError, Media
 from mmspec.app.io.inputs import Inputs
 from mmspec.app.io.item import Item
@@ -137,13 +135,6 @@ def decode_stage(frames: Any, config: CaptionConfig) -> Any:
 
 def _decode(planned: PlannedBatches, config: CaptionConfig) -> DecodedBatches:
     enter_folder(config)
-    sampler, decoders = config.frame_sampler(), _decoders()
-
-    def read(item: Item) -> Media:
-        return decode_item(item, sampler, config.pixel_limit, decoders)
-
-    def decode(item: Item) -> tuple[Item, Media]:
-        return decode_held(item, read, config.stores_pictures)
 
     def sent(item: Item, media: Media | ImageError) -> tuple[Item, Media | Unreadable]:
         """What an actor needs of it."""
@@ -151,7 +142,7 @@ def _decode(planned: PlannedBatches, config: CaptionConfig) -> DecodedBatches:
         item = item if is_stored else replace(item, content=None)
         return item, Unreadable(media.kind, str(media)) if isinstance(media, ImageError) else media
 
-    decoded = decode_batches(iter(planned.batches), decode, config)
+    decoded = decode_batches(iter(planned.batches), config, _decoders())
     return DecodedBatches([[sent(*row) for row in batch] for batch in decoded])
 
 

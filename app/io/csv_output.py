@@ -10,8 +10,7 @@ from typing import Any
 
 from mmspec.app.errors import UsageError, explain_write
 from mmspec.app.io import jsonl
-from mmspec.app.io.job_metadata import Settings
-from mmspec.app.io.output import JobSummary
+from mmspec.app.io.output import JobSummary, OutputJob
 from mmspec.app.io.output_file import FileOutput, job_name
 from mmspec.files import atomic_write
 
@@ -24,14 +23,8 @@ class CsvOutput(FileOutput):
     With a byte order mark, without which Excel takes the text for another encoding. Structs are JSON in their cell.
     """
 
-    def __init__(self, path: Path, settings: Settings, columns: Sequence[str], **options: Any) -> None:
-        """Set up.
-
-        Args:
-            columns: of the table.
-            options: as of `FileOutput`.
-        """
-        super().__init__(path.with_name(f"{job_name(path, '.csv')}{ROWS_SUFFIX}"), settings, **options)
+    def __init__(self, path: Path, job: OutputJob, columns: Sequence[str]) -> None:
+        super().__init__(path.with_name(f"{job_name(path, '.csv')}{ROWS_SUFFIX}"), job)
         self.table, self._columns = path, columns
 
     def own_files(self) -> list[Path]:
@@ -41,11 +34,11 @@ class CsvOutput(FileOutput):
         if self.table.is_dir():
             raise UsageError(f"--out {self.table} is a folder: name a file in it")
         super()._claim()
-        if self.table.exists() and not self.metadata_path.exists() and not self.overwrite:
+        if self.table.exists() and not self.metadata_path.exists() and not self.job.overwrite:
             raise UsageError(f"{self.table} is not the output of a caption job: use another --out, or --overwrite")
 
     def close(self, ids: Collection[str], *, complete: bool) -> JobSummary | None:
-        """See `Output`."""
+        """As `Output.close`; writes the table."""
         wrote = self.metadata_path.exists()
         summary = super().close(ids, complete=complete)
         if wrote and self.path.exists() and not self._rank_files():

@@ -1,4 +1,4 @@
-"""Destinations of the rows of a job: what they have in common, and standard output.
+"""Destinations of the rows of a job: their one life cycle, and standard output.
 
 A job is resumed from its files; they do not change before `begin`. Knows rows and settings, no models.
 """
@@ -12,10 +12,11 @@ import sys
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Protocol
+from typing import Any, BinaryIO, NamedTuple
 
 from mmspec.app.cli.options import to_toml
 from mmspec.app.errors import WRITE_ERRORS, OutputError, UsageError, explain_write
@@ -82,90 +83,68 @@ class JobSummary:
         )
 
 
-class Output(Protocol):
-    """What a job needs of its destination (a sink). A new output format is one class with these methods."""
+@dataclass(frozen=True)
+class OutputJob:
+    """The job that writes an output.
 
-    base: Path
-    """The folder that file names in the rows are relative to."""
-
-    def own_files(self) -> list[Path]:
-        """Files of the output, which are never inputs."""
-
-    def open(self) -> Mapping[str, Finished]:
-        """Check that it is writable and fits the settings; returns the existing rows by id."""
-
-    def begin(self, retry_errors: bool) -> None:
-        """Prepare for writing; discard the rows with an error if `retry_errors`."""
-
-    def write(self, rows: Sequence[Row], items: Sequence[Item] = ()) -> None:
-        """Append rows; on return they are durable. `items` are the inputs that they are about, in the same order."""
-
-    def close(self, ids: Collection[str], *, complete: bool) -> JobSummary | None:
-        """Finish; returns a summary of the rows of `ids`, or None if another rank has yet to write some of them."""
-
-
-class StreamOutput:
-    """Rows to standard output. Nothing to resume."""
-
-    base = Path()
-
-    def __init__(self, stream: BinaryIO | None = None) -> None:
-        self.stream = stream if stream is not None else sys.stdout.buffer
-        self._finished: list[Finished] = []
-
-    def own_files(self) -> list[Path]:
-        return []
-
-    def open(self) -> Mapping[str, Finished]:
-        return {}
-
-    def begin(self, retry_errors: bool) -> None:
-        pass
-
-    def write(self, rows: Sequence[Row], items: Sequence[Item] = ()) -> None:
-        with explain_write("standard output"):
-            self.stream.write(b"".join(map(jsonl.encode_row, rows)))
-            self.stream.flush()
-        self._finished += map(Finished.of, rows)
-
-    def close(self, ids: Collection[str], *, complete: bool) -> JobSummary | None:
-        return JobSummary.of(self._finished)
-
-
-class ResumableOutput(ABC):
-    """What outputs in files have in common: claimed by one job, continued with equal settings, released at the end.
-
-    Subclasses say which files.
+    Attributes:
+        settings: what determines the captions; an output with others is refused.
+        rank: of this process.
+        world_size: processes that write the output together.
+        overwrite: rows that exist are discarded, but not those of a job that did so and was stopped.
+        options: written to a TOML file beside the settings, for `--config`.
     """
 
-    def __init__(
-        self,
-        out: Path,
-        metadata_path: Path,
-        settings: Settings,
-        rank: int,
-        world_size: int,
-        overwrite: bool,
-        options: Mapping[str, Any] | None = None,
-    ) -> None:
+    settings: Settings = field(default_factory=dict)
+    rank: int = 0
+    world_size: int = 1
+    overwrite: bool = False
+    options: Mapping[str, Any] | None = None
+
+
+class Output(ABC):
+    """Where the rows of a job go (a sink): opened, begun, written to, closed. A new form of output is one class.
+
+    `open` claims the files and reads what they hold, `begin` repairs and discards, `close` finishes and releases them.
+    Subclasses say which files; what they do not define does nothing.
+
+    Attributes:
+        base: the folder that file names in the rows are relative to.
+        metadata_path: the file of the settings.
+        rank_path: where the rows of this process are until all processes have run.
+    """
+
+    metadata_path: Path
+
+    def __init__(self, out: Path, base: Path, job: OutputJob) -> None:
         """Set up; nothing is read.
 
         Args:
             out: as the user names it, for messages.
-            metadata_path: holds the settings.
-            overwrite: rows that exist are discarded, but not those of a job that did so and was stopped.
-            options: written to a TOML file beside the settings, for `--config`.
         """
-        if overwrite and world_size > 1:
+        if job.overwrite and job.world_size > 1:
             raise UsageError(f"--overwrite is for one process: remove {out} and the files beside it instead")
-        self.out, self.metadata_path, self.settings = out, metadata_path, settings
-        self.rank, self.world_size, self.overwrite, self._options = rank, world_size, overwrite, options
-        self.options_path = metadata_path.with_name(f"{metadata_path.name.removesuffix('.meta.json')}.job.toml")
-        self._discards = self._wrote_metadata = False
+        self.out, self.rank_path, self.base, self.job = out, out, base, job
         self._finished: dict[str, Finished] = {}
+        self._locks: list[BinaryIO] = []
+        self._file: BinaryIO | None = None  # what rows are appended to
+        self._discards = self._wrote_metadata = False
+
+    @property
+    def options_path(self) -> Path:
+        """The TOML file of the options."""
+        return self.metadata_path.with_name(f"{self.metadata_path.name.removesuffix('.meta.json')}.job.toml")
+
+    def own_files(self) -> list[Path]:
+        """Files of the output, which are never inputs."""
+        return []
 
     def open(self) -> Mapping[str, Finished]:
-        """See `Output`: looks, and changes nothing but locks."""
+        """Check that it is writable and fits the settings; changes nothing but locks.
+
+        Returns:
+            The rows that exist, by id.
+        """
         try:
             try:
                 self._claim()
@@ -176,7 +155,7 @@ class ResumableOutput(ABC):
                     raise OutputError(f"--out {self.out}", error) from error
                 raise UsageError(f"cannot write --out {self.out}: {error.strerror}") from error
             check_writable_folder(self.metadata_path.parent, f"--out {self.out}")
-            self._discards = self.overwrite and not is_overwriting(self.metadata_path, self.settings)
+            self._discards = self.job.overwrite and not is_overwriting(self.metadata_path, self.job.settings)
             if not self._discards:
                 self._existing()
             return self._finished
@@ -185,61 +164,65 @@ class ResumableOutput(ABC):
             raise
 
     def begin(self, retry_errors: bool) -> None:
-        """See `Output`: from here on the files change."""
+        """Prepare for writing; discard the rows with an error if `retry_errors`. From here on the files change."""
         with explain_write(self.out):
             if self._discards:
                 self._discard()
                 self.metadata_path.unlink(missing_ok=True)
             self._prepare(retry_errors)
-            self._wrote_metadata = write_settings(self.metadata_path, self.settings, self.overwrite)
-            if self._options is not None and self.rank == 0:
-                text = f"# mmspec caption --config {self.options_path.name}\n{to_toml(self._options)}"
+            self._wrote_metadata = write_settings(self.metadata_path, self.job.settings, self.job.overwrite)
+            if self.job.options is not None and self.job.rank == 0:
+                text = f"# mmspec caption --config {self.options_path.name}\n{to_toml(self.job.options)}"
                 jsonl.replace_file(self.options_path, text.encode())
 
+    @abstractmethod
+    def write(self, rows: Sequence[Row], items: Sequence[Item] = ()) -> None:
+        """Append rows; on return they are durable. `items` are the inputs that they are about, in the same order."""
+
     def close(self, ids: Collection[str], *, complete: bool) -> JobSummary | None:
-        """See `Output`."""
+        """Finish; returns a summary of the rows of `ids`, or None if another rank has yet to write some of them."""
         try:
             with explain_write(self.out):
                 summary = self._finish(ids, complete)
-                if self.overwrite and complete:
-                    write_settings(self.metadata_path, self.settings)
+                if self.job.overwrite and complete and self.metadata_path.exists():
+                    write_settings(self.metadata_path, self.job.settings)
                 return summary
         finally:
             self._release()
 
-    @abstractmethod
     def _claim(self) -> None:
         """Take the locks; BlockingIOError if another job has them."""
 
-    @abstractmethod
     def _existing(self) -> None:
         """Add the rows that exist, and check their settings."""
 
-    @abstractmethod
     def _discard(self) -> None:
         """Remove them."""
 
-    @abstractmethod
     def _prepare(self, retry_errors: bool) -> None:
         """Repair what a kill has left; discard the rows with an error if `retry_errors`."""
 
-    @abstractmethod
     def _finish(self, ids: Collection[str], complete: bool) -> JobSummary | None:
-        """See `Output.close`."""
+        """See `close`."""
+        return self._summary(ids) if complete else None
 
-    @abstractmethod
     def _release(self) -> None:
-        """Give back the locks; remove what was created for nothing."""
+        """Give back the locks; subclasses also remove what was created for nothing."""
+        for handle in (self._file, *self._locks):
+            if handle is not None:
+                with suppress(OSError):  # bytes that could not be written before: reported by then
+                    handle.close()
+        self._file, self._locks = None, []
 
-    def _add(self, ident: str, new: Finished) -> bool:
+    def _add(self, row: Row) -> bool:
         """Remember a row, but of two of one id and file a caption rather than an error; returns whether it was taken.
 
         A later row about a file that was replaced counts, whatever it holds.
         """
-        old = self._finished.get(ident)
+        new, old = Finished.of(row), self._finished.get(row["id"])
         if old is not None and new.has_error and not old.has_error and old.stamp in (None, new.stamp):
             return False
-        self._finished[ident] = new
+        self._finished[row["id"]] = new
         return True
 
     def _summary(self, ids: Collection[str]) -> JobSummary | None:
@@ -247,6 +230,27 @@ class ResumableOutput(ABC):
         if not all(ident in self._finished for ident in ids):
             return None
         return JobSummary.of(self._finished[ident] for ident in ids)
+
+
+class StreamOutput(Output):
+    """Rows to standard output. Nothing to resume."""
+
+    def __init__(self, stream: BinaryIO | None = None) -> None:
+        super().__init__(Path("-"), Path(), OutputJob())
+        self.stream = stream if stream is not None else sys.stdout.buffer
+
+    def open(self) -> Mapping[str, Finished]:
+        return self._finished
+
+    def begin(self, retry_errors: bool) -> None:
+        pass
+
+    def write(self, rows: Sequence[Row], items: Sequence[Item] = ()) -> None:
+        with explain_write("standard output"):
+            self.stream.write(b"".join(map(jsonl.encode_row, rows)))
+            self.stream.flush()
+        for row in rows:
+            self._add(row)
 
 
 def check_writable_folder(folder: Path, what: str | Path) -> None:

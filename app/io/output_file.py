@@ -5,17 +5,15 @@ from __future__ import annotations
 import glob
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
 
 from mmspec.app.errors import UsageError, explain_write
 from mmspec.app.io import jsonl
 from mmspec.app.io.item import Item
-from mmspec.app.io.job_metadata import Settings, check_settings
+from mmspec.app.io.job_metadata import check_settings
 from mmspec.app.io.jsonl import Row
-from mmspec.app.io.output import Finished, JobSummary, ResumableOutput
+from mmspec.app.io.output import JobSummary, Output, OutputJob
 from mmspec.files import short_name
 
 
@@ -24,48 +22,31 @@ def job_name(path: Path, suffix: str) -> str:
     return path.stem if path.suffix == suffix else path.name if path.suffix else f"{path.name}.file"
 
 
-class FileOutput(ResumableOutput):
+class FileOutput(Output):
     """Rows to `path`; with several ranks first to a file each, which the last rank to finish merges.
 
     Beside `NAME.jsonl` stand `NAME.meta.json` (the settings, so that a resumed job cannot mix two kinds of captions)
     and, until they are merged, `NAME.rank00000.jsonl` and so on. A link stays one: all of this is where it leads.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        settings: Settings,
-        *,
-        rank: int = 0,
-        world_size: int = 1,
-        overwrite: bool = False,
-        options: Mapping[str, Any] | None = None,
-    ) -> None:
+    def __init__(self, path: Path, job: OutputJob) -> None:
         self.path = Path(os.path.realpath(path)) if path.is_symlink() else path
-        self.base = self.path.parent  # what rows and ids are relative to, by whatever name the file is given
+        super().__init__(path, self.path.parent, job)  # what rows are relative to, by whatever name the file is given
         self._stem = job_name(self.path, ".jsonl")
-        metadata_path = self.path.with_name(f"{self._stem}.meta.json")
-        super().__init__(path, metadata_path, settings, rank, world_size, overwrite, options)
-        self.rank_path = self.path if world_size == 1 else self._rank_file(rank)
-        self._file: BinaryIO | None = None
+        self.metadata_path = self.path.with_name(f"{self._stem}.meta.json")
+        own = self.path.with_name(f"{self._stem}.rank{job.rank:05d}.jsonl")
+        self.rank_path = self.path if job.world_size == 1 else own
         self._created = self._needs_rewrite = False
         self._valid_bytes = 0
         self._last_index = -1
 
-    def _rank_file(self, rank: int) -> Path:
-        return self.path.with_name(f"{self._stem}.rank{rank:05d}.jsonl")
-
     def _rank_files(self) -> list[Path]:
         pattern = re.compile(re.escape(self._stem) + r"\.rank\d{5}\.jsonl")
-        return sorted(file for file in self.path.parent.iterdir() if pattern.fullmatch(file.name))
+        return sorted(file for file in self.base.iterdir() if pattern.fullmatch(file.name))
 
     def own_files(self) -> list[Path]:
-        return [
-            self.path,
-            self.metadata_path,
-            self.options_path,
-            *(self._rank_files() if self.path.parent.is_dir() else ()),
-        ]
+        ranks = self._rank_files() if self.base.is_dir() else ()
+        return [self.path, self.metadata_path, self.options_path, *ranks]
 
     def _claim(self) -> None:
         if self.path.exists() and not self.path.is_file():
@@ -73,11 +54,11 @@ class FileOutput(ResumableOutput):
                 "a folder: name a file in it" if self.path.is_dir() else "not a regular file: name one, or - for stdout"
             )
             raise UsageError(f"--out {self.out} is {kind}")
-        if not self.path.parent.is_dir():
-            raise UsageError(f"--out {self.out}: no folder {self.path.parent}: create it first")
+        if not self.base.is_dir():
+            raise UsageError(f"--out {self.out}: no folder {self.base}: create it first")
         self._created = not self.rank_path.exists()
         self._file = jsonl.open_locked(self.rank_path)
-        others = [file for file in (self.path, *self._rank_files()) if self.world_size == 1 or file == self.path]
+        others = [file for file in (self.path, *self._rank_files()) if self.job.world_size == 1 or file == self.path]
         if any(jsonl.is_locked(file) for file in others if file != self.rank_path):
             raise BlockingIOError
 
@@ -87,15 +68,15 @@ class FileOutput(ResumableOutput):
             for row, end in jsonl.iter_rows(file):
                 self._valid_bytes = end if file == self.rank_path else self._valid_bytes
                 lines += 1
-                self._add_row(row)
+                self._add(row)
         self._needs_rewrite = self._needs_rewrite or lines > len(self._finished)
         if self._finished:
-            check_settings(self.metadata_path, self.settings, self.out)
+            check_settings(self.metadata_path, self.job.settings, self.out)
         elif self.rank_path.stat().st_size > self._valid_bytes and not self.metadata_path.exists():
             raise UsageError(f"{self.rank_path} is not the output of a caption job: use another --out, or --overwrite")
 
-    def _add_row(self, row: Row) -> bool:
-        if not self._add(row["id"], Finished.of(row)):
+    def _add(self, row: Row) -> bool:
+        if not super()._add(row):
             return False
         index = row.get("index", 0)
         self._needs_rewrite = self._needs_rewrite or index < self._last_index
@@ -111,9 +92,9 @@ class FileOutput(ResumableOutput):
     def _prepare(self, retry_errors: bool) -> None:
         assert self._file is not None
         jsonl.truncate_torn_line(self._file, self._valid_bytes)
-        if self.world_size == 1:
+        if self.job.world_size == 1:
             for file in (self.path, self.metadata_path, self.options_path):  # of a job that was killed while replacing
-                for part in file.parent.glob(f".{glob.escape(short_name(file.name))}.{'?' * 8}.part"):
+                for part in self.base.glob(f".{glob.escape(short_name(file.name))}.{'?' * 8}.part"):
                     part.unlink(missing_ok=True)
             if retry_errors:
                 self._drop_errors()
@@ -129,7 +110,7 @@ class FileOutput(ResumableOutput):
                 lines.append((self.path, start, end))
             start = end
         jsonl.copy_lines(self.path, lines)
-        self._close_file()
+        super()._release()
         self._file = jsonl.open_locked(self.path)
 
     def write(self, rows: Sequence[Row], items: Sequence[Item] = ()) -> None:
@@ -137,7 +118,7 @@ class FileOutput(ResumableOutput):
         with explain_write(self.rank_path):
             jsonl.append_rows(self._file, rows)
         for row in rows:
-            self._add_row(row)
+            self._add(row)
 
     # the end: merge, if all is there
 
@@ -146,8 +127,8 @@ class FileOutput(ResumableOutput):
             return None
         with self.metadata_path.open("rb") as guard:  # one rank at a time
             jsonl.lock_file(guard, wait=True)
-            if self.world_size > 1:
-                self._close_file()
+            if self.job.world_size > 1:
+                super()._release()
             ranks = self._rank_files()
             if any(jsonl.is_locked(file) for file in ranks):
                 return None
@@ -167,22 +148,15 @@ class FileOutput(ResumableOutput):
         for file in (self.path, *ranks):
             start = 0
             for row, end in jsonl.iter_rows(file):
-                if self._add_row(row):
+                if self._add(row):
                     places[row["id"]] = row.get("index", 0), file, start, end
                 start = end
         return [(file, start, end) for _, file, start, end in sorted(places.values(), key=lambda one: one[0])]
 
-    def _close_file(self) -> None:
-        if self._file is not None:
-            with suppress(OSError):  # bytes that could not be written before: reported by then
-                self._file.close()
-            self._file = None
-
     def _release(self) -> None:
-        """Close the file; remove it if it was created and is empty."""
-        self._close_file()
+        super()._release()
         if self._created and self.rank_path.exists() and self.rank_path.stat().st_size == 0:
             self.rank_path.unlink()
-            if self._wrote_metadata and self.world_size == 1:
+            if self._wrote_metadata and self.job.world_size == 1:
                 self.metadata_path.unlink(missing_ok=True)
                 self.options_path.unlink(missing_ok=True)

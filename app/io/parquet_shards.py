@@ -10,14 +10,14 @@ from mmspec.app.io import jsonl
 from mmspec.app.io.columns import COMPARED_COLUMNS, ROW_COLUMNS, STATE_COLUMNS, Column, ScalarKind
 from mmspec.app.io.item import Item
 from mmspec.app.io.jsonl import Row
-from mmspec.app.io.output import Finished
+from mmspec.app.io.shards import ShardFormat
 from mmspec.app.io.tables import needs_extra
 from mmspec.files import atomic_write
 
 ROWS_PER_GROUP = 10_000
 
 
-class ParquetShards:
+class ParquetShards(ShardFormat):
     """The columns are those of the JSON lines."""
 
     suffix, open_suffix = ".parquet", ".jsonl"
@@ -43,15 +43,18 @@ class ParquetShards:
         types = {"text": text, "texts": self._pa.list_(text), "integer": self._pa.int64(), "real": self._pa.float64()}
         return types.get(column) or self._pa.bool_()
 
-    def rows(self, growing: Path) -> list[Row]:
-        return jsonl.read_rows(growing)[0]
+    def rows(self, shard: Path) -> Iterator[Row]:
+        if shard.suffix == self.open_suffix:
+            yield from jsonl.read_rows(shard)[0]
+            return
+        with self._pq.ParquetFile(shard) as file:
+            jsonl.check_row_columns(dict.fromkeys(file.schema_arrow.names), str(shard))
+            names = [name for name in (*STATE_COLUMNS, *COMPARED_COLUMNS) if name in file.schema_arrow.names]
+            for batch in file.iter_batches(columns=names):
+                yield from batch.to_pylist()
 
-    def repair(self, growing: Path) -> None:
-        pass  # a torn last line is not read, and nothing is added to a shard of an earlier run
-
-    def append(self, file: BinaryIO, rows: Sequence[Row], items: Sequence[Item]) -> Sequence[Row]:
+    def append(self, file: BinaryIO, rows: Sequence[Row], items: Sequence[Item]) -> None:
         jsonl.append_rows(file, rows)
-        return rows
 
     def complete(self, growing: Path, final: Path) -> None:
         self._write(self._pa.Table.from_pylist(jsonl.read_rows(growing)[0], schema=self.schema()), final)
@@ -60,14 +63,6 @@ class ParquetShards:
     def _write(self, table: Any, path: Path) -> None:
         with atomic_write(path) as part:
             self._pq.write_table(table, part, row_group_size=ROWS_PER_GROUP)
-
-    def finished(self, shard: Path) -> Iterator[tuple[str, Finished]]:
-        with self._pq.ParquetFile(shard) as file:
-            jsonl.check_row_columns(dict.fromkeys(file.schema_arrow.names), str(shard))
-            names = [name for name in (*STATE_COLUMNS, *COMPARED_COLUMNS) if name in file.schema_arrow.names]
-            for batch in file.iter_batches(columns=names):
-                for row in batch.to_pylist():
-                    yield row["id"], Finished.of(row)
 
     def drop_errors(self, shard: Path) -> None:
         table = self._pq.read_table(shard)

@@ -13,7 +13,6 @@ import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO
 
 from mmspec.app.caption.progress import print_stderr
 from mmspec.app.errors import UsageError, explain_write
@@ -21,31 +20,29 @@ from mmspec.app.io import jsonl
 from mmspec.app.io.cells import MEDIA_SUFFIXES, relative_name, short_repr
 from mmspec.app.io.content import Unreadable
 from mmspec.app.io.item import Item
-from mmspec.app.io.job_metadata import Settings, is_overwriting, write_settings
 from mmspec.app.io.jsonl import Row
-from mmspec.app.io.output import Finished, JobSummary, check_writable_folder, make_output_folder
+from mmspec.app.io.output import Finished, JobSummary, Output, OutputJob, check_writable_folder, make_output_folder
 from mmspec.files import atomic_write, short_name
 from mmspec.vision.video.containers import open_regular_file
 
 JOB_SUFFIX = ".job"
-"""Of the hidden file beside the first text file of a job that runs: its lock; with --overwrite also its settings."""
+"""Of the hidden file beside the first text file of a job that runs, which is its lock; its settings are beside that."""
 PICTURES_FILE = ".pictures"
 """In a folder of text files: of each, in a line of JSON, its path and that of its picture from there."""
 
 
-class SidecarOutput:
-    """`photo.txt` for `photo.jpg`."""
+class SidecarOutput(Output):
+    """`photo.txt` for `photo.jpg`. The settings of a job are kept while it runs, so that `overwrite` is continued."""
 
     def __init__(
         self,
         folder: Path | None,
         paths: Sequence[str],
         items: Callable[[], Iterable[Item]],
+        job: OutputJob | None = None,
         *,
         suffix: str = ".txt",
-        overwrite: bool = False,
         shard: tuple[int, int] | None = None,
-        settings: Settings | None = None,
     ) -> None:
         """Set up; nothing is read.
 
@@ -54,17 +51,13 @@ class SidecarOutput:
             paths: the inputs, as given.
             items: lists the rows, as `Inputs.rows`.
             suffix: of the files.
-            overwrite: existing files are replaced, each when its new caption is there.
-            shard: (I, N): of every N rows the Ith is this job's, and no other job's at the same time; None: nothing
-                is claimed, others may write the same files.
-            settings: with these a job with `overwrite` that was stopped is continued.
+            shard: (I, N): of every N rows the Ith is this job's, and no other job's at the same time; None: nothing is
+                claimed, others may write the same files.
         """
-        self.folder, self.base, self._paths, self._items = folder, folder or Path(), paths, items
-        self.suffix, self.overwrite, self._shard, self._settings = suffix, overwrite, shard, settings or {}
-        self._finished: dict[str, Finished] = {}
-        self._own: set[Path] = set()  # text files of this job
-        self._job_file: Path | None = None
-        self._lock: BinaryIO | None = None
+        super().__init__(folder or Path("-"), folder or Path(), job or OutputJob())
+        self.folder, self._paths, self._items, self.suffix, self._shard = folder, paths, items, suffix, shard
+        self._rows: dict[Path, Item] = {}
+        self._lock_path = self.base
 
     def own_files(self) -> list[Path]:
         """Files that could be taken for lists of pictures: those beside the pictures that the paths name."""
@@ -82,8 +75,8 @@ class SidecarOutput:
         root = next((root for root in roots if path.startswith(root.rstrip(os.sep) + os.sep)), os.path.dirname(path))
         return (self.folder / os.path.relpath(path, root)).with_suffix(self.suffix)
 
-    def open(self) -> Mapping[str, Finished]:
-        """See `Output`. Finished rows are those whose file exists.
+    def _claim(self) -> None:
+        """Take the lock of the job, which its first text file names.
 
         Raises:
             UsageError: rows that are no files, two pictures with one text file, or another job that writes them.
@@ -92,42 +85,59 @@ class SidecarOutput:
         if self.folder is not None:
             with explain_write(self.folder):
                 make_output_folder(self.folder, "text files need a folder, or - for the folders of the pictures")
-            check_writable_folder(self.folder, self.folder)
-        rows = self._rows()
-        first, step = self._shard or (0, 1)
-        own = [path for path in rows if rows[path].index % step == first]
-        self._own = set(own)
-        if self.folder is None:
-            for folder in {path.parent for path in rows}:
-                check_writable_folder(folder, folder)
-        for path in rows:
+        self._rows = self._find_rows()
+        for folder in {path.parent for path in self._rows} if self.folder is None else {self.folder}:
+            check_writable_folder(folder, folder)
+        for path in self._rows:
             if path.exists() and not path.is_file():
                 raise UsageError(f"the text file {path} cannot be written: a folder or pipe has its name")
-        self._check_pictures(rows)
-        replaced_after = self._claim(own[0]) if self._shard is not None and own else None
-        for path, item in rows.items():
-            if path.is_file() and (not self.overwrite or _is_newer(path, replaced_after)):
+        self._check_pictures()
+        own = self._own()
+        first = (own or list(self._rows))[0]
+        end = "" if own or self._shard is None else f".{self._shard[0]}"
+        self._lock_path = first.with_name(f".{short_name(first.name)}{end}{JOB_SUFFIX}")
+        self.metadata_path = self._lock_path.with_name(f"{self._lock_path.name}.json")
+        if self._shard is None:
+            return
+        try:
+            with explain_write(self._lock_path):
+                first.parent.mkdir(parents=True, exist_ok=True)
+                self._locks = [jsonl.open_locked(self._lock_path)]
+        except BlockingIOError:
+            raise UsageError(
+                f"another job is writing {first} and other text files: wait for it, or start several with --shard I/N"
+            ) from None
+
+    def _own(self) -> list[Path]:
+        """The text files of this job."""
+        first, step = self._shard or (0, 1)
+        return [path for path, item in self._rows.items() if item.index % step == first]
+
+    def _existing(self) -> None:
+        """A row is finished if its file exists; where `overwrite` is continued, if it was written since that began."""
+        began = self.metadata_path.stat().st_mtime_ns if self.job.overwrite else None
+        for path, item in self._rows.items():
+            if path.is_file() and (began is None or path.stat().st_mtime_ns > began):
                 self._finished[item.id] = Finished(None, False, False)
-        return self._finished
 
     def _names(self, path: Path, item: Item) -> list[str]:
         """A line of `PICTURES_FILE`."""
         return [relative_name(one, self.base) for one in (path, item.path)]
 
-    def _check_pictures(self, rows: Mapping[Path, Item]) -> None:
+    def _check_pictures(self) -> None:
         """Refuse rows whose text files exist and are known to be of other pictures.
 
         Raises:
             UsageError: there is one.
         """
-        if self.folder is None or self.overwrite or not (file := self.folder / PICTURES_FILE).is_file():
+        if self.folder is None or self.job.overwrite or not (file := self.folder / PICTURES_FILE).is_file():
             return
         known: dict[str, str] = {}
         for line in file.read_text(encoding="utf-8").splitlines():
             with suppress(ValueError, TypeError, RecursionError):  # torn by a kill
                 name, picture = json.loads(line)
                 known[name] = picture
-        for path, item in rows.items():
+        for path, item in self._rows.items():
             name, picture = self._names(path, item)
             if known.get(name, picture) != picture and path.is_file():
                 raise UsageError(
@@ -135,7 +145,7 @@ class SidecarOutput:
                     f"{short_repr(picture)}: use another --out, or --overwrite"
                 )
 
-    def _rows(self) -> dict[Path, Item]:
+    def _find_rows(self) -> dict[Path, Item]:
         """The row of each text file; of a photo and its clip (a Live Photo) that of the photo."""
         rows: dict[Path, Item] = {}
         clips: list[Item] = []
@@ -169,33 +179,15 @@ class SidecarOutput:
             )
         return rows
 
-    def _claim(self, first: Path) -> int | None:
-        """Lock the job by its first text file; returns when one with `overwrite` began, in ns, if it was stopped."""
-        self._job_file = first.with_name(f".{short_name(first.name)}{JOB_SUFFIX}")
-        try:
-            with explain_write(self._job_file):
-                first.parent.mkdir(parents=True, exist_ok=True)
-                self._lock = jsonl.open_locked(self._job_file)
-        except BlockingIOError:
-            raise UsageError(
-                f"another job is writing {first} and other text files: wait for it, or start several with --shard I/N"
-            ) from None
-        continues = self.overwrite and is_overwriting(self._job_file, self._settings)
-        return self._job_file.stat().st_mtime_ns if continues else None
-
-    def begin(self, retry_errors: bool) -> None:
-        """See `Output`. Removes what a killed job left of files that it was writing; errors left nothing behind."""
-        if self._lock is None or self._job_file is None:
+    def _prepare(self, retry_errors: bool) -> None:
+        """Remove what a killed job left of files that it was writing; errors left nothing behind."""
+        if not self._locks:
             return
-        with explain_write(self._job_file):
-            written = {path.with_name(short_name(path.name)) for path in self._own}
-            for folder in {path.parent for path in written}:
-                for part in folder.glob(f".*{self.suffix}.*.part"):
-                    if folder / part.name[1:].rsplit(".", 2)[0] in written:
-                        part.unlink(missing_ok=True)
-            if self.overwrite and write_settings(self._job_file, self._settings, overwriting=True):
-                self._lock.close()
-                self._lock = jsonl.open_locked(self._job_file)
+        written = {path.with_name(short_name(path.name)) for path in self._own()}
+        for folder in {path.parent for path in written}:
+            for part in folder.glob(f".*{self.suffix}.*.part"):
+                if folder / part.name[1:].rsplit(".", 2)[0] in written:
+                    part.unlink(missing_ok=True)
 
     def write(self, rows: Sequence[Row], items: Sequence[Item] = ()) -> None:
         for row, item in zip(rows, items, strict=True):
@@ -205,32 +197,25 @@ class SidecarOutput:
                     if self.folder is None and item.below is not None:
                         os.close(open_regular_file(item.below))  # no link has come to be on the way to it
                     path.parent.mkdir(parents=True, exist_ok=True)
-                    if self.overwrite or not path.exists():  # what somebody wrote meanwhile is left alone as well
+                    if self.job.overwrite or not path.exists():  # what somebody wrote meanwhile is left alone as well
                         if self.folder is not None:
                             with (self.folder / PICTURES_FILE).open("a", encoding="utf-8") as pictures:
                                 pictures.write(f"\n{json.dumps(self._names(path, item))}")
                         with atomic_write(path) as part:
                             part.write_text(on_one_line(row["caption"]), encoding="utf-8", newline="\n")
-            self._finished[row["id"]] = Finished.of(row)
+            self._add(row)
 
-    def close(self, ids: Collection[str], *, complete: bool) -> JobSummary | None:
-        """See `Output`. A job with `overwrite` that was stopped leaves its file, to be continued."""
-        if self._lock is not None and self._job_file is not None:
-            if complete or not self.overwrite:
-                self._job_file.unlink(missing_ok=True)
-            self._lock.close()
-            self._lock = None
-        return JobSummary.of(self._finished[ident] for ident in ids if ident in self._finished) if complete else None
+    def _finish(self, ids: Collection[str], complete: bool) -> JobSummary | None:
+        """Also forget the job, but one with `overwrite` that was stopped: it is continued."""
+        if complete or not self.job.overwrite:
+            for path in (self.metadata_path, self._lock_path):
+                path.unlink(missing_ok=True)
+        return super()._finish(ids, complete)
 
 
 def on_one_line(caption: str) -> str:
     """The caption without line breaks, each of which becomes a space."""
     return " ".join(filter(None, map(str.strip, caption.splitlines()))) if len(caption.splitlines()) > 1 else caption
-
-
-def _is_newer(path: Path, time_ns: int | None) -> bool:
-    """Whether a file was written after that time."""
-    return time_ns is not None and path.stat().st_mtime_ns > time_ns
 
 
 def _media_files(paths: Sequence[str]) -> Iterator[str]:

@@ -19,8 +19,7 @@ from mmspec.app.io import jsonl
 from mmspec.app.io.content import Pictures
 from mmspec.app.io.item import Item
 from mmspec.app.io.jsonl import Row
-from mmspec.app.io.output import Finished
-from mmspec.app.io.shards import ERRORS_SUFFIX
+from mmspec.app.io.shards import ERRORS_SUFFIX, ShardFormat
 from mmspec.app.io.tar_members import read_whole_members
 from mmspec.vision.video.containers import HEADER_BYTES, ContainerError, detect_container
 
@@ -36,13 +35,14 @@ ROW_SUFFIX = ".json"
 """Of the last member of a sample: with it the sample is complete."""
 
 
-class TarShards:
+class TarShards(ShardFormat):
     """A growing shard is an archive without its end mark."""
 
     suffix, open_suffix = ".tar", ".tar"
 
-    def rows(self, growing: Path) -> list[Row]:
-        return [*_rows(growing), *jsonl.read_rows(_errors_of(growing))[0]]
+    def rows(self, shard: Path) -> Iterator[Row]:
+        yield from _rows(shard)
+        yield from (row for row, _ in jsonl.iter_rows(_errors_of(shard)))
 
     def repair(self, growing: Path) -> None:
         with growing.open("r+b") as file:
@@ -55,7 +55,7 @@ class TarShards:
             with errors.open("r+b") as file:
                 jsonl.truncate_torn_line(file, jsonl.read_rows(errors)[1])
 
-    def append(self, file: BinaryIO, rows: Sequence[Row], items: Sequence[Item]) -> Sequence[Row]:
+    def append(self, file: BinaryIO, rows: Sequence[Row], items: Sequence[Item]) -> None:
         for row, item in zip(rows, items, strict=True):
             if not row["error"]:
                 content = item.bytes_of_file
@@ -66,7 +66,6 @@ class TarShards:
         if errors := [row for row in rows if row["error"]]:
             with _errors_of(Path(file.name)).open("ab") as error_file:
                 jsonl.append_rows(error_file, errors)
-        return rows
 
     def complete(self, growing: Path, final: Path) -> None:
         with growing.open("ab") as file:
@@ -74,12 +73,6 @@ class TarShards:
             file.flush()
             os.fsync(file.fileno())
         os.replace(growing, final)
-
-    def finished(self, shard: Path) -> Iterator[tuple[str, Finished]]:
-        for row in _rows(shard):
-            yield row["id"], Finished.of(row)
-        for row, _ in jsonl.iter_rows(_errors_of(shard)):
-            yield row["id"], Finished.of(row)
 
     def drop_errors(self, shard: Path) -> None:
         _errors_of(shard).unlink(missing_ok=True)

@@ -16,7 +16,7 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 @pytest.fixture
 def shared_decoders(decoders: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Caption jobs of this process take the same decoders."""
-    monkeypatch.setattr("mmspec.app.caption.job.DecoderPool", lambda: nullcontext(decoders))
+    monkeypatch.setattr("mmspec.app.caption.executor.DecoderPool", lambda: nullcontext(decoders))
 
 
 @pytest.fixture(scope="module")  # while it is open, no other event loop runs in this thread

@@ -21,6 +21,7 @@ from test_app_inputs import content_of, picture, read
 from test_app_videos import write_video
 
 from mmspec.app.caption.config import CaptionConfig
+from mmspec.app.caption.executor import LocalExecutor
 from mmspec.app.caption.job import CaptionJob
 from mmspec.app.caption.ray_actor import NEW_COLUMNS, column
 from mmspec.app.cli.main import main
@@ -198,11 +199,9 @@ def test_a_model_of_one_picture_is_refused_before_it_is_loaded(tmp_path: Path, m
     (tmp_path / "l.jsonl").write_text('{"images": ["a.png", "b.png"]}\n')
     for name in "ab":
         (tmp_path / f"{name}.png").write_bytes(picture())
-    job = CaptionJob(
-        CaptionConfig((str(tmp_path / "l.jsonl"),), "owner/name"),
-        StreamOutput(io.BytesIO()),
-        lambda: pytest.fail("loaded"),
-    )
+    config = CaptionConfig((str(tmp_path / "l.jsonl"),), "owner/name")
+    executor = LocalExecutor(config, lambda: pytest.fail("loaded"))
+    job = CaptionJob(config, StreamOutput(io.BytesIO()), executor)
     with pytest.raises(UsageError, match="owner/name takes one picture per prompt"):
         job.run()
 

@@ -78,7 +78,9 @@ def test_scenes_look_like_scenes_and_photographs_do_not(tmp_path: Path) -> None:
 
 def test_a_photograph_causes_one_warning(tmp_path: Path, capsys: Any) -> None:
     from mmspec.app.caption.config import CaptionConfig
+    from mmspec.app.caption.executor import LocalExecutor
     from mmspec.app.caption.job import CaptionJob
+    from mmspec.app.io.output import OutputJob
     from mmspec.app.io.output_file import FileOutput
 
     (tmp_path / "in").mkdir()
@@ -91,9 +93,8 @@ def test_a_photograph_causes_one_warning(tmp_path: Path, capsys: Any) -> None:
     captioner = Captioner(mmspec.patch(model, "none"), processor, max_new_tokens=4)
     for name, num_hints in (("scenes", 1), ("tiny", 0)):
         settings = CaptionConfig((str(tmp_path / "in"),), name, out=str(tmp_path / f"{name}.jsonl"), progress=False)
-        assert (
-            CaptionJob(settings, FileOutput(Path(settings.out), settings.fingerprint(1)), lambda: captioner).run() == 0
-        )
+        output = FileOutput(Path(settings.out), OutputJob(settings.fingerprint(1)))
+        assert CaptionJob(settings, output, LocalExecutor(settings, lambda: captioner)).run() == 0
         err = capsys.readouterr().err
         assert err.count(OUT_OF_DOMAIN_HINT) == num_hints
         assert not num_hints or "in/b0.png does not look like" in err

@@ -77,7 +77,7 @@ def test_batches_of_the_public_actor(name: str, folder: Path, monkeypatch: pytes
 @line("a decoder process that does not start, or sends wrong bytes")
 @pytest.mark.parametrize("trouble", ["process", "files"])
 def test_the_machines_trouble_is_no_bad_picture(trouble: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mmspec.app.caption.job.decode_item", decode.decode_item)
+    monkeypatch.setattr("mmspec.app.caption.executor.decode_item", decode.decode_item)
 
     def load(path: Path, *rest: Any, **options: Any) -> Image.Image:
         if path.name == "5.png":

@@ -16,6 +16,7 @@ from test_app_jobs import Fake
 
 from mmspec.app.caption.command import build_output
 from mmspec.app.caption.config import CaptionConfig, ProcessInfo
+from mmspec.app.caption.executor import LocalExecutor
 from mmspec.app.caption.job import CaptionJob
 from mmspec.app.caption.options import choose_format
 from mmspec.app.cli.arguments import non_negative_int, output_path, parse_seed, positive_int
@@ -39,7 +40,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def make_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Eight pictures, 10 to 17 wide, decoded in this process, in the working folder."""
-    monkeypatch.setattr("mmspec.app.caption.job.decode_item", lambda item, *rest: load_image(item.path))
+    monkeypatch.setattr("mmspec.app.caption.executor.decode_item", lambda item, *rest: load_image(item.path))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "p").mkdir()
     for number in range(8):
@@ -53,7 +54,7 @@ def job(
     process = process or ProcessInfo()
     base = {"paths": ("p",), "model": "m", "batch_size": 2, "prompt": "x", "format": form, "out": NAMES.get(form)}
     config = CaptionConfig(**(base | options))
-    return CaptionJob(config, build_output(config, process), lambda: fake or Fake(), process)
+    return CaptionJob(config, build_output(config, process), LocalExecutor(config, lambda: fake or Fake(), process))
 
 
 def captions(form: str) -> dict[str, str]:

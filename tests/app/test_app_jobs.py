@@ -16,11 +16,13 @@ from input_table import line
 from PIL import Image
 
 from mmspec.app.caption.config import CaptionConfig, ProcessInfo, derive_seed
+from mmspec.app.caption.executor import LocalExecutor
 from mmspec.app.caption.job import CaptionJob
 from mmspec.app.caption.plan import RowPlan
 from mmspec.app.errors import UsageError
 from mmspec.app.io import jsonl
 from mmspec.app.io.item import Item
+from mmspec.app.io.output import OutputJob
 from mmspec.app.io.output_file import FileOutput
 from mmspec.app.modeling.captioner import Caption, ComparisonTotals, Provenance
 
@@ -71,9 +73,9 @@ def job(folder: Path, fake: Fake | None = None, process: ProcessInfo | None = No
     process = process or ProcessInfo()
     base = {"paths": (str(folder / "p"),), "model": "m", "out": str(folder / "out.jsonl"), "batch_size": 4}
     config = CaptionConfig(**(base | options))
-    fingerprint = config.fingerprint(process.world_size)
+    settings = config.fingerprint(process.world_size)
     output = FileOutput(
-        Path(config.out), fingerprint, rank=process.rank, world_size=process.world_size, overwrite=config.overwrite
+        Path(config.out), OutputJob(settings, process.rank, process.world_size, config.overwrite)
     )
 
     def load() -> Fake:
@@ -81,7 +83,7 @@ def job(folder: Path, fake: Fake | None = None, process: ProcessInfo | None = No
             raise AssertionError("the model was loaded although there was nothing to do")
         return fake
 
-    return CaptionJob(config, output, load, process)
+    return CaptionJob(config, output, LocalExecutor(config, load, process))
 
 
 def rows(folder: Path, name: str = "out.jsonl") -> list[Row]:

@@ -19,6 +19,7 @@ from test_app_kills_inputs import Counted
 
 from mmspec.app.caption.command import build_output
 from mmspec.app.caption.config import CaptionConfig, ProcessInfo
+from mmspec.app.caption.executor import LocalExecutor
 from mmspec.app.caption.job import CaptionJob
 from mmspec.app.io.sidecars import PICTURES_FILE
 
@@ -29,7 +30,7 @@ def run(folder: Path, options: dict[str, Any], number: Any) -> None:
     config = CaptionConfig(
         (str(folder / "p"),), "m", batch_size=4, rows_per_shard=20, progress=False, threads=2, prompt="x", **options
     )
-    CaptionJob(config, build_output(config, ProcessInfo()), lambda: Counted(number)).run()
+    CaptionJob(config, build_output(config, ProcessInfo()), LocalExecutor(config, lambda: Counted(number))).run()
 
 
 def read_rows(name: str) -> Callable[[Path], list[tuple[str, str]]]:

@@ -27,6 +27,7 @@ from test_app_jobs import Fake
 
 from mmspec.app.caption.command import build_output
 from mmspec.app.caption.config import CaptionConfig, ProcessInfo
+from mmspec.app.caption.executor import LocalExecutor
 from mmspec.app.caption.job import CaptionJob
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -169,7 +170,7 @@ def run(paths: Sequence[str], out: Path, name: str, number: Any, failures: Any) 
         rows_per_shard=150, progress=False, threads=2, frames=2,
     )  # fmt: skip
     try:
-        CaptionJob(config, build_output(config, ProcessInfo()), lambda: Counted(number)).run()
+        CaptionJob(config, build_output(config, ProcessInfo()), LocalExecutor(config, lambda: Counted(number))).run()
     except BaseException as error:
         failures.put(f"{type(error).__name__}: {error}")
         raise

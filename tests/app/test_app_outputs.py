@@ -19,6 +19,7 @@ from test_app_jobs import Fake
 
 from mmspec.app.caption.command import build_output, check_texts
 from mmspec.app.caption.config import CaptionConfig, ProcessInfo
+from mmspec.app.caption.executor import LocalExecutor
 from mmspec.app.caption.job import CaptionJob
 from mmspec.app.errors import UsageError
 from mmspec.app.io import content, held, web
@@ -46,14 +47,14 @@ def decoded_here(monkeypatch: pytest.MonkeyPatch) -> None:
     def decode(item: Item, *rest: Any) -> Image.Image:
         return load_image(item.content.read() if item.content else item.path)
 
-    monkeypatch.setattr("mmspec.app.caption.job.decode_item", decode)
+    monkeypatch.setattr("mmspec.app.caption.executor.decode_item", decode)
 
 
 def run(paths: Sequence[str], out: Path, name: str = "webdataset", fake: Fake | None = None, **options: Any) -> int:
     if name == "parquet":
         pytest.importorskip("pyarrow", reason="optional: mmspec[data]")
     config = CaptionConfig(tuple(paths), model="m", out=str(out), format=name, batch_size=4, **options)
-    return CaptionJob(config, build_output(config, ProcessInfo()), lambda: fake or Fake()).run()
+    return CaptionJob(config, build_output(config, ProcessInfo()), LocalExecutor(config, lambda: fake or Fake())).run()
 
 
 def table(path: Path, cells: Sequence[Any]) -> str:

@@ -20,6 +20,7 @@ from mmspec.app.io.held import hold
 from mmspec.app.io.images import ImageError
 from mmspec.app.io.item import Item
 from mmspec.app.io.picture_header import picture_sizes
+from mmspec.app.io.output import OutputJob
 from mmspec.app.io.sidecars import SidecarOutput
 from mmspec.vision.video.containers import FileBelow, open_regular_file
 from mmspec.vision.video.decoder_pool import DecoderPool
@@ -170,7 +171,7 @@ def test_no_text_file_is_written_where_a_link_leads(tmp_path: Path) -> None:
     for folder in (inner, private):
         (folder / "a.png").write_bytes(picture())
     (item,) = read(write_list(tmp_path / "set", "txt", "sub/a.png"))
-    output = SidecarOutput(None, [str(tmp_path / "set" / "list.txt")], lambda: [item])
+    output = SidecarOutput(None, [str(tmp_path / "set" / "list.txt")], lambda: [item], OutputJob())
     output.open()
     output.begin(False)
     folder_becomes_link(inner, private)

@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 from test_app_inputs import picture, write_tar
 
-from mmspec.app.caption import ray_stages
+from mmspec.app.caption import executor
 from mmspec.app.caption.config import CaptionConfig
 from mmspec.app.caption.ray_stages import (
     COLUMN,
@@ -80,8 +80,8 @@ def test_batches_about_the_same_pictures_stay_together(tmp_path: Path, monkeypat
     prompts = ("one ?", "two ?", "three ?")
     config = CaptionConfig((str(tmp_path / "p"),), "tiny", max_new_tokens=6, prompts=prompts, batch_size=4)
     decoded: list[str] = []
-    decode = ray_stages.decode_item
-    monkeypatch.setattr(ray_stages, "decode_item", lambda item, *a: decoded.append(item.path.name) or decode(item, *a))
+    decode = executor.decode_item
+    monkeypatch.setattr(executor, "decode_item", lambda item, *a: decoded.append(item.path.name) or decode(item, *a))
     planned = list(plan_job(config, tmp_path, [], {}))
     assert planned[-1] == EndOfPlan(6, 0)
     assert write_stages(tmp_path / "stages.jsonl", planned, config) == [[4, 4, 4], [2, 2, 2]]

@@ -19,6 +19,7 @@ from PIL import Image
 from test_app_jobs import Fake, job
 
 from mmspec.app.caption.config import CaptionConfig
+from mmspec.app.caption.executor import LocalExecutor
 from mmspec.app.caption.job import CaptionJob
 from mmspec.app.io.output import StreamOutput
 
@@ -100,7 +101,7 @@ def test_a_hundred_thousand_rows_begin_at_once(kind: str, tmp_path: Path) -> Non
     config = CaptionConfig((str(shard),), "m", batch_size=8)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(SystemExit):
-        CaptionJob(config, StreamOutput(), lambda: Fake(stop)).run()
+        CaptionJob(config, StreamOutput(), LocalExecutor(config, lambda: Fake(stop))).run()
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert grown < 500_000, f"{grown} KiB more"
     print(f"\n{count} rows of a {kind} of {shard.stat().st_size >> 20} MiB: the first batch reaches the model after "

@@ -15,6 +15,7 @@ from test_app_jobs import Fake
 
 from mmspec.app.caption.command import build_output
 from mmspec.app.caption.config import CaptionConfig, ProcessInfo
+from mmspec.app.caption.executor import LocalExecutor
 from mmspec.app.caption.job import CaptionJob
 from mmspec.app.errors import UsageError
 from mmspec.app.io.images import load_image
@@ -28,7 +29,7 @@ FORMATS = ("parquet", "webdataset")
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Ten pictures, 10 to 19 wide, the fourth of them broken; decoded in this process, for many short jobs."""
-    monkeypatch.setattr("mmspec.app.caption.job.decode_item", lambda item, *rest: load_image(item.path))
+    monkeypatch.setattr("mmspec.app.caption.executor.decode_item", lambda item, *rest: load_image(item.path))
     (tmp_path / "p").mkdir()
     for number in range(10):
         Image.new("RGB", (10 + number, 8)).save(tmp_path / "p" / f"{number}.png")
@@ -52,7 +53,7 @@ def job(folder: Path, name: str, fake: Fake | None = None, process: ProcessInfo 
         assert fake is not None, "the model was loaded although there was nothing to do"
         return fake
 
-    return CaptionJob(config, build_output(config, process), load, process).run()
+    return CaptionJob(config, build_output(config, process), LocalExecutor(config, load, process)).run()
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:

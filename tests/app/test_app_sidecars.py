@@ -13,6 +13,7 @@ from PIL import Image
 
 from mmspec.app.caption.command import build_output
 from mmspec.app.caption.config import CaptionConfig, ProcessInfo
+from mmspec.app.caption.executor import LocalExecutor
 from mmspec.app.caption.job import CaptionJob
 from mmspec.app.cli.main import main
 from mmspec.app.errors import OutputError, UsageError
@@ -41,7 +42,7 @@ def job(folder: Path, fake: jobs.Fake | None = None, **options: Any) -> CaptionJ
             raise AssertionError("the model was loaded although there was nothing to do")
         return fake
 
-    return CaptionJob(config, build_output(config, ProcessInfo()), load)
+    return CaptionJob(config, build_output(config, ProcessInfo()), LocalExecutor(config, load))
 
 
 def texts(folder: Path) -> dict[str, str]:

@@ -1,0 +1,186 @@
+"""Who captions the rows of a job (`Executor`), and this process as one: planned batches, decoded ahead, captioned."""
+
+from __future__ import annotations
+
+import itertools
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from mmspec.app.caption.config import CaptionConfig, ProcessInfo
+from mmspec.app.caption.plan import LARGE_PIXELS, RowPlan, skip_finished
+from mmspec.app.caption.rows import CaptionModel, RowCaptioner
+from mmspec.app.caption.stop import GracefulStop
+from mmspec.app.caption.variants import picture_number
+from mmspec.app.io.decode import decode_item
+from mmspec.app.io.held import decode_held
+from mmspec.app.io.images import ImageError, Media, decode_ahead, pixel_limit
+from mmspec.app.io.inputs import Inputs
+from mmspec.app.io.item import Item
+from mmspec.app.io.jsonl import Row
+from mmspec.app.io.output import Finished
+from mmspec.vision.video.decoder_pool import DecoderPool
+
+MAX_AHEAD_PIXELS = 256_000_000
+"""Pixels of pictures that are decoded and wait, three bytes each."""
+
+
+Results = Iterator[tuple[list[Row], list[Item]]]
+"""The rows of each batch, and what they are about."""
+
+
+class Executor(ABC):
+    """Who plans the batches of a job and captions them: this process, or a cluster.
+
+    Attributes:
+        process: which of the rows are this process's.
+        model: what is loaded in this process; None: nothing, or not yet.
+        ids: of the rows of the job, of all processes; complete once all results were taken.
+    """
+
+    def __init__(self, config: CaptionConfig, process: ProcessInfo) -> None:
+        self.config, self.process = config, process
+        self.model: CaptionModel | None = None
+        self.ids: set[str] = set()
+
+    @property
+    @abstractmethod
+    def num_finished(self) -> int:
+        """Rows of this process that were there before this run."""
+
+    @abstractmethod
+    def prepare(
+        self, inputs: Inputs, finished: Mapping[str, Finished], is_pending: Callable[[Item], bool]
+    ) -> RowPlan | None:
+        """Begin to plan; returns the plan, or None where no row is pending.
+
+        Args:
+            finished: the rows that exist.
+            is_pending: whether a row is to be captioned.
+        """
+
+    @abstractmethod
+    def results(self, stop: GracefulStop, on_decoded: Callable[[Item, Media], None]) -> Results:
+        """Caption the batches until `stop` has a signal; `on_decoded` is called with what this process decodes."""
+
+    @abstractmethod
+    def left_out(self) -> Sequence[str]:
+        """What archives and remote folders hold besides the rows, as lines; known once they were read."""
+
+
+class LocalExecutor(Executor):
+    """Captions in this process, with pictures decoded ahead."""
+
+    def __init__(
+        self, config: CaptionConfig, load: Callable[[], CaptionModel], process: ProcessInfo | None = None
+    ) -> None:
+        """Set up.
+
+        Args:
+            load: loads the model; called after all other checks, and only if rows are pending.
+            process: rank and world size; a single process by default.
+        """
+        super().__init__(config, process or ProcessInfo())
+        self.load = load
+
+    @property
+    def num_finished(self) -> int:
+        return self._plan.num_finished
+
+    def prepare(
+        self, inputs: Inputs, finished: Mapping[str, Finished], is_pending: Callable[[Item], bool]
+    ) -> RowPlan | None:
+        self._inputs = inputs
+        self._plan = RowPlan(self.config, self.process, is_pending, self._count_tokens, self.ids)
+        batches = self._plan.batches(inputs.rows(skip_finished(finished, self.config)))
+        first = next(batches, None)
+        self._batches = itertools.chain([] if first is None else [first], batches)
+        if first is None:
+            return None
+        self._loaded()
+        return self._plan
+
+    def _loaded(self) -> CaptionModel:
+        """The model, which is loaded once a row is pending: to plan pictures, else when the first batch is planned."""
+        if self.model is None:
+            if self._plan.max_pictures > 1:
+                from mmspec.app.modeling.load import check_several_pictures
+
+                check_several_pictures(self.config.model)
+            self.model = self.load()
+        return self.model
+
+    def _count_tokens(self, width: int, height: int) -> int | None:
+        """Visual tokens of a picture."""
+        return self._loaded().count_tokens(width, height)
+
+    def results(self, stop: GracefulStop, on_decoded: Callable[[Item, Media], None]) -> Results:
+        if self.model is None:
+            return
+        captioner = RowCaptioner(self.config, self.model)
+        with pixel_limit(self.config.pixel_limit), DecoderPool() as decoders:
+            for decoded in decode_batches(self._batches, self.config, decoders):
+                if stop.signal:
+                    return
+                for item, media in decoded:
+                    if not isinstance(media, ImageError):
+                        on_decoded(item, media)
+                yield captioner.caption_rows(decoded), [item for item, _ in decoded]
+
+    def left_out(self) -> Sequence[str]:
+        return self._inputs.left_out(listed=False)
+
+
+
+def _share_of_ahead(item: Item | None) -> float:
+    """How much of what may be decoded ahead a row takes: a large picture all of it, it is decoded alone."""
+    pixels = 0 if item is None else item.pixels or 0
+    return 1.0 if pixels >= LARGE_PIXELS else pixels / MAX_AHEAD_PIXELS
+
+
+def decode_batches(
+    batches: Iterator[list[Item]], config: CaptionConfig, decoders: DecoderPool
+) -> Iterator[list[tuple[Item, Media | ImageError]]]:
+    """The batches with their media, decoded ahead in threads; once for consecutive batches about the same pictures."""
+    queue: deque[tuple[list[Item], int]] = deque()
+    sampler = config.frame_sampler()
+
+    def picture(item: Item) -> int:
+        return picture_number(item, config)
+
+    def pictures() -> Iterator[Item | None]:
+        """What is to be decoded for each batch; None for a batch about pictures of the one before."""
+        held: set[int] = set()
+        for batch in batches:
+            new = [item for item in batch if picture(item) not in held]
+            held = set(map(picture, batch))
+            queue.append((batch, len(new)))
+            yield from new or (None,)
+
+    def read(item: Item) -> Media:
+        return decode_item(item, sampler, config.pixel_limit, decoders)
+
+    def load(item: Item | None) -> tuple[Item, Media] | None:
+        return None if item is None else decode_held(item, read, config.stores_pictures)
+
+    ahead = config.batch_size + config.threads
+    decoded = decode_ahead(pictures(), load, config.threads, ahead, _share_of_ahead)
+    held: dict[int, tuple[Item, Media] | ImageError] = {}
+    try:
+        for first in decoded:
+            batch, num_new = queue.popleft()
+            found = [first, *itertools.islice(decoded, max(1, num_new) - 1)]
+            held = {number: held[number] for number in map(picture, batch) if number in held}
+            held |= {picture(item): result for item, result in found if item is not None and result is not None}
+            yield [_with_media(item, held[picture(item)]) for item in batch]
+    finally:
+        decoded.close()
+
+
+def _with_media(item: Item, found: tuple[Item, Media] | ImageError) -> tuple[Item, Media | ImageError]:
+    """A row with what was decoded for it, or for another row about the same picture."""
+    if isinstance(found, ImageError):
+        return item, found
+    decoded, media = found
+    return decoded if decoded.id == item.id else replace(item, content=decoded.content, stamp=decoded.stamp), media
