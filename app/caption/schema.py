@@ -9,12 +9,11 @@ import argparse
 import json
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.io.columns import ScalarKind
-from mmspec.app.io.text import decode_text
+from mmspec.app.io.text import read_text
 
 MAX_SCHEMA_BYTES = 1 << 20
 PREFIX = "json."
@@ -33,16 +32,9 @@ def read_schema(text: str) -> str:
     """
     where = "the schema" if text.lstrip().startswith("{") else text
     try:
-        if where == text:
-            with Path(text).open("rb") as stream:
-                content = stream.read(MAX_SCHEMA_BYTES + 1)
-            if len(content) > MAX_SCHEMA_BYTES:
-                raise argparse.ArgumentTypeError(f"{text} is larger than {MAX_SCHEMA_BYTES >> 20} MiB: name a schema")
-            text = decode_text(content)
-        schema = json.loads(text)
-    except (OSError, ValueError, RecursionError) as error:
-        reason = getattr(error, "strerror", None) or one_line(error, 100)
-        raise argparse.ArgumentTypeError(f"{where} is no JSON schema: {reason}") from error
+        schema = json.loads(read_text(text, MAX_SCHEMA_BYTES) if where == text else text)
+    except (ValueError, RecursionError) as error:
+        raise argparse.ArgumentTypeError(f"{where} is no JSON schema: {one_line(error, 100)}") from error
     if not isinstance(schema, dict):
         raise argparse.ArgumentTypeError(f"{where} must hold a JSON object, got {schema!r:.60}")
     return json.dumps(schema)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 from typing import Any
 
 from mmspec.app.cli.arguments import parse_temperature, positive_int, split_commas
-from mmspec.app.io.text import decode_text, find_fault
+from mmspec.app.io.text import find_fault, read_text
 from mmspec.app.modeling.prompt_format import RESERVED
 
 MAX_LINES_BYTES = 1 << 20
@@ -32,15 +31,9 @@ def read_words(path: str) -> tuple[str, ...]:
 
 def _read_lines(path: str, what: str, advice: str) -> tuple[str, ...]:
     try:
-        with Path(path).open("rb") as stream:
-            content = stream.read(MAX_LINES_BYTES + 1)
-        if len(content) > MAX_LINES_BYTES:
-            raise argparse.ArgumentTypeError(
-                f"{path} is larger than {MAX_LINES_BYTES >> 20} MiB: name a file with {what} a line"
-            )
-        lines = decode_text(content).splitlines()
-    except (OSError, ValueError) as error:
-        raise argparse.ArgumentTypeError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
+        lines = read_text(path, MAX_LINES_BYTES).splitlines()
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{path}: {error}: name a file with {what} a line") from error
     if not 1 <= len(lines) <= MAX_LINES:
         raise argparse.ArgumentTypeError(f"{path} must have 1 to {MAX_LINES} lines, {what} each; got {len(lines)}")
     first: dict[str, int] = {}

@@ -8,11 +8,10 @@ import textwrap
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
-from pathlib import Path
 from typing import Any, Literal
 
 from mmspec.app.errors import UsageError, one_line
-from mmspec.app.io.text import decode_text
+from mmspec.app.io.text import read_text
 from mmspec.hints import did_you_mean
 
 Decides = Literal["nothing", "always", "if set", "if sampled"]
@@ -172,15 +171,9 @@ def read_options(path: str, source: type, positional: str) -> dict[str, Any]:
         UsageError: it cannot be read, has a key that is no option, or a value that the option does not take.
     """
     try:
-        with Path(path).open("rb") as stream:
-            data = stream.read(MAX_FILE_BYTES + 1)
-        if len(data) > MAX_FILE_BYTES:
-            raise UsageError(f"--config {path} is larger than {MAX_FILE_BYTES >> 20} MiB: name a file of options")
-        found = tomllib.loads(decode_text(data))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UsageError(
-            f"cannot read --config {path}: {getattr(error, 'strerror', None) or one_line(error, 120)}"
-        ) from error
+        found = tomllib.loads(read_text(path, MAX_FILE_BYTES))
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"cannot read --config {path}: {one_line(error, 120)}") from error
     known = described(source)
     values: dict[str, Any] = {}
     for key, value in found.items():

@@ -18,7 +18,6 @@ from mmspec.app.errors import UsageError
 from mmspec.app.io import images, videos
 from mmspec.app.io.content import ByteRange, Content, Pictures, Unreadable, WebAddress, is_local
 from mmspec.app.io.inline import held_bytes, inline_text
-from mmspec.app.io.item import Item, SourceOptions
 from mmspec.app.io.web import MAX_URL_CHARS
 from mmspec.vision.video.containers import FileBelow
 from mmspec.vision.video.remote_table import BadValue
@@ -37,7 +36,6 @@ MAX_ROW_PICTURES = 64
 """Pictures of one row."""
 MAX_CELL_DEPTH = 4
 """Lists and structs in each other."""
-MAX_ROW_ID_CHARS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,34 +141,6 @@ def listed(names: Sequence[str]) -> str:
     """Names for a message, not all of many."""
     text = ", ".join(names)
     return text if len(text) <= 160 else f"{text[:160]}... ({len(names)} columns)"
-
-
-def table_row(cell: Any, prompt: Any, ident: Any, number: int, name: str, folder: str, options: SourceOptions) -> Item:
-    """A row of a table.
-
-    Args:
-        cell: value of the picture's column: see `cell_content`.
-        prompt: value of the prompt's column.
-        ident: value of the id's column.
-        number: of the row in the table.
-        name: of the table.
-        folder: what paths in the table are relative to, and may not leave.
-    """
-    content, path = cell_content(cell, Reach(folder, options.root, options.urls))
-    prompt, ident = (None if is_missing(value) else value for value in (prompt, whole_number(ident)))
-    for key, value, kinds in (("prompt", prompt, str), ("id", ident, str | int)):
-        if value is not None and not isinstance(value, kinds):
-            got = value.message if isinstance(value, BadValue) else type(value).__name__
-            content = Unreadable("BadText", f"the {key} is text, got {got}")
-    if isinstance(ident, str) and len(ident) > MAX_ROW_ID_CHARS:
-        content = Unreadable("BadText", f"the id has {len(ident)} characters; the limit is {MAX_ROW_ID_CHARS}")
-        ident = None
-    prompt = prompt if isinstance(prompt, str) and prompt else None
-    shown = f"{name}#{number}"
-    origin = "" if ident is None else f"{name} row {number}"
-    own = str(ident) if isinstance(ident, str | int) else ""
-    name, is_read = path or shown, not is_missing(cell)  # of a finished row no picture is
-    return Item(Path(name), own or shown, name, prompt, content=content, origin=origin, owns_id=bool(own) and is_read)
 
 
 def cell_content(cell: Any, reach: Reach) -> tuple[Content, str]:

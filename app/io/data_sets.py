@@ -13,18 +13,11 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from mmspec.app.errors import UsageError, one_line
-from mmspec.app.io.cells import MEDIA_SUFFIXES, Reach, find_inside, is_path, local_name, short_repr
-from mmspec.app.io.item import Item, RowSource, Skip, SourceOptions
+from mmspec.app.io.cells import MEDIA_SUFFIXES, Reach, find_inside, is_path, short_repr
+from mmspec.app.io.item import Item, Skip, SourceOptions
 from mmspec.app.io.kinds import refuse_pointer
-from mmspec.app.io.tables import (
-    FREE_ROWS,
-    MAX_ROWS_PER_BYTE,
-    Columns,
-    explain,
-    failure_row,
-    needs_extra,
-    open_table,
-)
+from mmspec.app.io.streams import StreamedSource
+from mmspec.app.io.tables import FREE_ROWS, MAX_ROWS_PER_BYTE, Columns, needs_extra, open_table
 from mmspec.vision.video.containers import FileBelow, open_regular_file
 
 HUB_PREFIX = "hf://datasets/"
@@ -32,12 +25,11 @@ MAX_STATE_BYTES = 64 << 20
 """Largest JSON file of a saved data set."""
 
 
-class SavedSource(RowSource):
+class SavedSource(StreamedSource):
     """Rows of a folder that `Dataset.save_to_disk` or `DatasetDict.save_to_disk` wrote."""
 
     def __init__(self, name: str, options: SourceOptions) -> None:
-        self._folder, self.options = name.rstrip("/") or "/", options
-        super().__init__(local_name(self._folder, options.place))
+        super().__init__(name.rstrip("/") or "/", options)
 
     def _files(self) -> list[FileBelow]:
         """The Arrow files of the split.
@@ -46,7 +38,7 @@ class SavedSource(RowSource):
             UsageError: there is no such split, or a file of the folder is not what `save_to_disk` writes.
         """
         folder = ""
-        if os.path.isfile(os.path.join(self._folder, "dataset_dict.json")):
+        if os.path.isfile(os.path.join(self.url, "dataset_dict.json")):
             splits = self._described("dataset_dict.json").get("splits")
             if not isinstance(splits, list) or self.options.split not in splits:
                 known = ", ".join(map(str, splits[:8] if isinstance(splits, list) else ()))
@@ -70,7 +62,7 @@ class SavedSource(RowSource):
             UsageError: it leads out of the folder.
         """
         path = os.path.join(folder, name) if isinstance(name, str) else ""
-        found = find_inside(path, Reach(self._folder)) if path and is_path(path) else None
+        found = find_inside(path, Reach(self.url)) if path and is_path(path) else None
         if found is None or found[1] is None:
             raise UsageError(f"{self.name}: {short_repr(name)} leads out of the folder, or is no name")
         return found[1]
@@ -93,42 +85,32 @@ class SavedSource(RowSource):
             raise UsageError(f"cannot read the dataset {self.name}: {parts[-1]}: {one_line(error, 120)}") from error
         return found
 
-    def check(self) -> None:
+    def _check(self) -> None:
         files = self._files()
         for path in files:
             refuse_pointer(path)
         for path in files[:1]:
-            try:
-                with open_table("arrow", path) as table:
-                    Columns(table.columns, self.options, self.name)
-            except UsageError:
-                raise
-            except Exception as error:
-                raise UsageError(f"cannot read {os.fspath(path)}: {explain(error)}") from error
+            with open_table("arrow", path) as table:
+                Columns(table.columns, self.options, self.name)
 
-    def rows(self, skip: Skip) -> Iterator[Item]:
+    def _read(self, skip: Skip) -> Iterator[Item]:
         number = 0
-        try:
-            for path in self._files():
-                with open_table("arrow", path) as table:
-                    limit = number + FREE_ROWS + MAX_ROWS_PER_BYTE * table.num_bytes
-                    columns = Columns(table.columns, self.options, self.name)
-                    for cells in table.rows(columns.all):
-                        row = dict(zip(columns.all, cells, strict=True))
-                        yield columns.item(row, number, self.name, self._folder)
-                        number += 1
-                        if number > limit:
-                            raise ValueError(f"{path.name} has more rows than a file of its size may have")
-        except Exception as error:
-            yield failure_row(self.name, "rest", "Unreadable", f"after row {number}: {explain(error)}")
+        for path in self._files():
+            with open_table("arrow", path) as table:
+                limit = number + FREE_ROWS + MAX_ROWS_PER_BYTE * table.num_bytes
+                columns = Columns(table.columns, self.options, self.name)
+                for cells in table.rows(columns.all):
+                    yield columns.item(dict(zip(columns.all, cells, strict=True)), number, self.name, self.url)
+                    number += 1
+                    if number > limit:
+                        raise ValueError(f"{path.name} has more rows than a file of its size may have")
 
 
-class HubSource(RowSource):
+class HubSource(StreamedSource):
     """Rows of a data set of the hub, streamed by `datasets`."""
 
     def __init__(self, name: str, options: SourceOptions) -> None:
-        super().__init__(name.rstrip("/"))
-        self.options = options
+        super().__init__(name.rstrip("/"), options)
 
     def _load(self) -> Any:
         with needs_extra(self.name):
@@ -159,22 +141,18 @@ class HubSource(RowSource):
         except Exception:
             return None
 
-    def check(self) -> None:
+    def _check(self) -> None:
         Columns(list(self._load().features), self.options, self.name)
 
-    def rows(self, skip: Skip) -> Iterator[Item]:
-        number = 0
-        try:
-            found = self._load()
-            columns = Columns(list(found.features), self.options, self.name)
-            # Arrow tables: in any other format `datasets` decodes pictures and clips, at any depth, in this process
-            for table in found.select_columns(columns.all).with_format("arrow"):
-                table.validate(full=True)
-                for row in table.to_pylist():
-                    yield columns.item(row, number, self.name, self.name)
-                    number += 1
-        except Exception as error:
-            yield failure_row(self.name, "rest", "Unreadable", f"after row {number}: {one_line(error)}")
+    def _read(self, skip: Skip) -> Iterator[Item]:
+        number, found = 0, self._load()
+        columns = Columns(list(found.features), self.options, self.name)
+        # Arrow tables: in any other format `datasets` decodes pictures and clips, at any depth, in this process
+        for table in found.select_columns(columns.all).with_format("arrow"):
+            table.validate(full=True)
+            for row in table.to_pylist():
+                yield columns.item(row, number, self.name, self.name)
+                number += 1
 
 
 def is_saved_dataset(folder: Path) -> bool:

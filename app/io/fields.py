@@ -79,6 +79,16 @@ def field_text(value: Any) -> str | None:
     return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) and value else None
 
 
+def field_texts(row: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, str]:
+    """The fields of a row that are not empty.
+
+    Args:
+        names: field -> name of its cell, as of `wanted`.
+    """
+    texts = {field: field_text(row.get(name)) for field, name in names.items()}
+    return {field: text for field, text in texts.items() if text is not None}
+
+
 def wanted(fields: Iterable[str], names: Iterable[str], key: Callable[[str], str] = str) -> dict[str, str]:
     """Field -> the name of what a source has, for the fields that it has.
 

@@ -23,6 +23,7 @@ from mmspec.app.io.kinds import refuse_pointer
 from mmspec.app.io.left_out import LeftOut, is_hidden, is_packed_metadata
 from mmspec.app.io.manifests import MANIFESTS, is_manifest
 from mmspec.app.io.sources import FileSource, explain_refused, find_matches, is_refused, natural_key
+from mmspec.app.io.streams import StreamedSource
 from mmspec.app.io.tables import ParquetSource
 from mmspec.app.io.tars import TarSource
 from mmspec.hints import did_you_mean
@@ -42,25 +43,22 @@ MAX_FIELD_ROWS = 64
 """Leading rows of archives and tables that are examined for the fields of prompts."""
 
 
-class RemoteFiles(RowSource):
+class RemoteFiles(StreamedSource):
     """Pictures and clips at addresses that fsspec opens: one, or those below a folder."""
 
-    def check(self) -> None:
+    def _check(self) -> None:
         open_file_system(self.name)
 
-    def rows(self, skip: Skip) -> Iterator[Item]:
+    def _read(self, skip: Skip) -> Iterator[Item]:
         self._found = LeftOut(folder=self.name)
         if _suffix(self.name) in MEDIA_SUFFIXES:
             yield Item(Path(self.name), self.name, self.name, content=ByteRange(self.name))
             return
-        try:
-            system, path = open_file_system(self.name)
-            for found in sorted(system.find(path), key=natural_key):
-                if self._is_read(found[len(path) :], found.rpartition("/")[2]):
-                    url = system.unstrip_protocol(found)
-                    yield Item(Path(found), url, url, content=ByteRange(url))
-        except Exception as error:
-            yield Item(Path(self.name), self.name, self.name, content=Unreadable("Unreadable", one_line(error)))
+        system, path = open_file_system(self.name)
+        for found in sorted(system.find(path), key=natural_key):
+            if self._is_read(found[len(path) :], found.rpartition("/")[2]):
+                url = system.unstrip_protocol(found)
+                yield Item(Path(found), url, url, content=ByteRange(url))
 
     def _is_read(self, below: str, name: str) -> bool:
         """Whether a file is a picture or clip that is not hidden; else it is counted."""
@@ -176,7 +174,7 @@ def _remote_source(url: str, options: SourceOptions) -> RowSource:
         raise UsageError(
             f"{short_repr(url)}: lists are read from this machine: copy it, and name it with --root for its folder"
         )
-    return RemoteFiles(url)
+    return RemoteFiles(url, options)
 
 
 def _suffix(name: str) -> str:

@@ -12,6 +12,7 @@ from typing import Literal
 
 from mmspec.app.errors import UsageError
 from mmspec.vision.video.containers import (
+    HEADER_BYTES,
     LFS_POINTER,
     ContainerError,
     FileBelow,
@@ -21,23 +22,48 @@ from mmspec.vision.video.containers import (
 )
 
 Kind = Literal["image", "video"]
-_IMAGES = re.compile(
-    rb"\x89PNG|\xff\xd8\xff|GIF8[79]a|RIFF.{4}WEBP|II[*+]\0|MM\0[*+]|P[1-7]\s|BM.{4}\0\0\0\0"
-    rb"|.{4}ftyp(avi[fs]|hei[cxms]|hev[cxms]|mif1|msf1)|\0\0\0\x0cjP  |\xff\x4f\xff\x51|8BPS|\xff\x0a|\0\0\0\x0cJXL ",
-    re.DOTALL,
-)
-"""Formats of still images; those that are not decoded too, so that they are refused as what they are."""
+_IMAGES = (
+    (rb"\xff\xd8\xff", "jpg"), (rb"\x89PNG", "png"), (rb"GIF8[79]a", "gif"), (rb"RIFF.{4}WEBP", "webp"),
+    (rb"BM.{4}\0\0\0\0", "bmp"), (rb"II[*+]\0|MM\0[*+]", "tiff"), (rb".{4}ftypavi[fs]", "avif"),
+    (rb".{4}ftyp(hei[cxms]|hev[cxms]|mif1|msf1)", "heic"), (rb"P[14]\s", "pbm"), (rb"P[25]\s", "pgm"),
+    (rb"P[36]\s", "ppm"), (rb"P7\s", "pam"), (rb"\0\0\0\x0cjP  |\xff\x4f\xff\x51", "jp2"), (rb"8BPS", "psd"),
+    (rb"\xff\x0a|\0\0\0\x0cJXL ", "jxl"),
+)  # fmt: skip
+"""First bytes of still images -> their suffix; those that are not decoded too, so that they are refused as such."""
+_CLIPS = {"avi": "avi", "mpegts": "ts", "mpeg": "mpg", "mpegvideo": "mpg", "ogg": "ogv", "flv": "flv", "asf": "wmv"}
+"""FFmpeg's name of a container -> the suffix of a clip in it."""
 
 
 def media_kind(header: bytes) -> Kind | None:
     """What a file with these first bytes is: an image (a GIF too, of which one frame is taken), a video, or neither."""
-    if _IMAGES.match(header):
+    if _image_suffix(header) is not None:
         return "image"
     try:
         detect_container(header)
     except ContainerError:
         return None
     return "video"
+
+
+def _image_suffix(header: bytes) -> str | None:
+    return next((suffix for start, suffix in _IMAGES if re.match(start, header, re.DOTALL)), None)
+
+
+def media_suffix(data: bytes) -> str:
+    """The suffix of a picture or clip by its first bytes; "bin" for what is neither."""
+    header = data[:HEADER_BYTES]
+    if (suffix := _image_suffix(header)) is not None:
+        return suffix
+    try:
+        demuxer = detect_container(header).demuxer
+    except ContainerError:
+        return "bin"
+    if demuxer == "matroska":
+        return "webm" if b"webm" in header[:1024] else "mkv"
+    if demuxer == "mov":
+        brand = header[8:12] if header[4:8] == b"ftyp" else b"qt  "
+        return "3gp" if brand.startswith(b"3g") else "mov" if brand == b"qt  " else "mp4"
+    return _CLIPS.get(demuxer, demuxer)
 
 
 def is_clip(header: bytes, named_video: bool) -> bool:

@@ -30,7 +30,7 @@ from mmspec.app.io.cells import (
 )
 from mmspec.app.io.content import Unreadable
 from mmspec.app.io.conversations import conversation, is_empty, normalized, record_columns
-from mmspec.app.io.fields import field_text, wanted
+from mmspec.app.io.fields import field_texts, wanted
 from mmspec.app.io.gzipped import max_lines
 from mmspec.app.io.inline import inline_text
 from mmspec.app.io.item import Item, SourceOptions
@@ -127,16 +127,13 @@ class _Entries:
         ident = whole_number(columns.get(normalized(self.options.id_column or "id")))
         if ident is not None and not isinstance(ident, str | int):
             raise UsageError(f"{where}: 'id' is text or a whole number, got {short_repr(ident)}")
-        names = wanted(self.options.fields, columns, normalized)
-        texts = {field: field_text(columns[name]) for field, name in names.items()}
-        item = self._named(cell, where, number)
         return replace(
-            item,
+            self._named(cell, where, number),
             id="" if ident is None else str(ident),
             owns_id=ident is not None,
             prompt=prompt or None,
             answer=answer if isinstance(answer, str) and answer else None,
-            fields={field: text for field, text in texts.items() if text is not None},
+            fields=field_texts(columns, wanted(self.options.fields, columns, normalized)),
         )
 
     def _add_empty(self, number: int, row: dict[str, Any], is_known: bool) -> None:

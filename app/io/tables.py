@@ -11,27 +11,27 @@ import atexit
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from mmspec.app.errors import MachineError, UsageError, is_shortage, one_line
-from mmspec.app.io.cells import find_image_column, local_name, require_column, table_row
+from mmspec.app.errors import UsageError, one_line
+from mmspec.app.io.cells import Reach, cell_content, find_image_column, is_missing, require_column, whole_number
 from mmspec.app.io.content import Unreadable, is_local, open_file_system
 from mmspec.app.io.conversations import normalized
-from mmspec.app.io.fields import field_text, wanted
-from mmspec.app.io.item import Item, RowSource, Skip, SourceOptions
+from mmspec.app.io.fields import field_texts, wanted
+from mmspec.app.io.item import Item, Skip, SourceOptions
+from mmspec.app.io.streams import StreamedSource, explain
 from mmspec.hints import install_hint
 from mmspec.vision.video.containers import HEADER_BYTES, FileBelow, describe_format, open_regular_file
 from mmspec.vision.video.decoder_pool import DecoderPool
-from mmspec.vision.video.remote_table import RemoteTable
-from mmspec.vision.video.worker_process import DecoderCrashedError, DecoderHungError, DecoderStartError
+from mmspec.vision.video.remote_table import BadValue, RemoteTable
 
 FREE_ROWS = 1 << 16
 """Rows that a table may have, whatever the size of its file."""
 MAX_ROWS_PER_BYTE = 64
 """Rows beyond these, per byte of the file."""
+MAX_ROW_ID_CHARS = 1024
 MAX_GROUP_BYTES = 8 << 30
 """Largest uncompressed size of the columns read of one row group, as its header states it."""
 
@@ -92,26 +92,6 @@ def open_table(kind: str, url: str | FileBelow) -> Iterator[RemoteTable]:
         yield table
 
 
-def explain(error: Exception) -> str:
-    """Why a table cannot be read.
-
-    Raises:
-        MachineError: not because of the table.
-    """
-    if isinstance(error, DecoderStartError) or is_shortage(error):
-        raise MachineError(error) from error
-    if isinstance(error, MemoryError):
-        return "its values need too much memory: write it with smaller row groups, or smaller batches"
-    if isinstance(error, DecoderHungError):
-        return f"reading it took too long ({error})"
-    return f"the reader crashed on it ({error})" if isinstance(error, DecoderCrashedError) else one_line(error)
-
-
-def failure_row(name: str, part: str, kind: str, message: str) -> Item:
-    """The error row about a part of a table."""
-    return Item(Path(f"{name}#{part}"), f"{name}#{part}", f"{name}#{part}", content=Unreadable(kind, message))
-
-
 class Columns:
     """The columns to read, found once: picture, prompt, id, and those that prompts name."""
 
@@ -132,19 +112,45 @@ class Columns:
         return list(dict.fromkeys([self.image, *self.light]))
 
     def item(self, row: dict[str, Any], number: int, name: str, folder: str) -> Item:
-        """The row with these cells, of which some may not have been read; arguments as of `table_row`."""
-        cells = row.get(self.image), self.prompt and row.get(self.prompt), self.id and row.get(self.id)
-        texts = {field: field_text(row.get(column)) for field, column in self.fields.items()}
-        found = {field: text for field, text in texts.items() if text is not None}
-        return replace(table_row(*cells, number, name, folder, self.options), fields=found)
+        """A row of a table.
+
+        Args:
+            row: its cells, of which some may not have been read.
+            number: of the row in the table.
+            name: of the table.
+            folder: what paths in the table are relative to, and may not leave.
+        """
+        cell = row.get(self.image)
+        content, path = cell_content(cell, Reach(folder, self.options.root, self.options.urls))
+        texts = {"prompt": self.prompt and row.get(self.prompt), "id": self.id and whole_number(row.get(self.id))}
+        for key, value in texts.items():
+            if is_missing(value):
+                texts[key] = None
+            elif not isinstance(value, str if key == "prompt" else str | int):
+                got = value.message if isinstance(value, BadValue) else type(value).__name__
+                content, texts[key] = Unreadable("BadText", f"the {key} is text, got {got}"), None
+        prompt, ident = texts["prompt"] or None, "" if texts["id"] is None else str(texts["id"])
+        if len(ident) > MAX_ROW_ID_CHARS:
+            content = Unreadable("BadText", f"the id has {len(ident)} characters; the limit is {MAX_ROW_ID_CHARS}")
+            ident = ""
+        shown = f"{name}#{number}"
+        return Item(
+            Path(path or shown),
+            ident or shown,
+            path or shown,
+            prompt,
+            content=content,
+            origin=f"{name} row {number}" if ident else "",
+            owns_id=bool(ident) and not is_missing(cell),  # of a finished row no picture is read
+            fields=field_texts(row, self.fields),
+        )
 
 
-class ParquetSource(RowSource):
+class ParquetSource(StreamedSource):
     """Rows of one Parquet file, local or remote."""
 
     def __init__(self, url: str, options: SourceOptions) -> None:
-        super().__init__(local_name(url, options.place))
-        self.url, self.options = url, options
+        super().__init__(url, options)
         self._folder = (str(Path(url).parent) if is_local(url) else url.rpartition("/")[0]) or "."
 
     def count(self) -> int | None:
@@ -154,28 +160,20 @@ class ParquetSource(RowSource):
         except Exception:
             return None
 
-    def check(self) -> None:
-        try:
-            with open_table("parquet", self.url) as table:
-                Columns(table.columns, self.options, self.name)
-        except UsageError:
-            raise
-        except Exception as error:
-            raise UsageError(f"cannot read {self.url}: {explain(error)}") from error
+    def _check(self) -> None:
+        with open_table("parquet", self.url) as table:
+            Columns(table.columns, self.options, self.name)
 
-    def rows(self, skip: Skip) -> Iterator[Item]:
+    def _read(self, skip: Skip) -> Iterator[Item]:
         group = first = 0
-        try:
-            while True:
-                with open_table("parquet", self.url) as table:
-                    columns, sizes = Columns(table.columns, self.options, self.name), table.group_rows or []
-                    while group < len(sizes) and table.is_alive:  # a damaged group may have crashed the reader
-                        yield from self._group(table, group, sizes[group], columns, first, skip)
-                        group, first = group + 1, first + sizes[group]
-                    if group == len(sizes):
-                        return
-        except Exception as error:
-            yield failure_row(self.name, "rest", "Unreadable", f"{self.name}: {explain(error)}")
+        while True:
+            with open_table("parquet", self.url) as table:
+                columns, sizes = Columns(table.columns, self.options, self.name), table.group_rows or []
+                while group < len(sizes) and table.is_alive:  # a damaged group may have crashed the reader
+                    yield from self._group(table, group, sizes[group], columns, first, skip)
+                    group, first = group + 1, first + sizes[group]
+                if group == len(sizes):
+                    return
 
     def _group(
         self, table: RemoteTable, group: int, count: int, columns: Columns, first: int, skip: Skip
@@ -186,7 +184,7 @@ class ParquetSource(RowSource):
             size = table.group_bytes(group, columns.all)
             if size > MAX_GROUP_BYTES:
                 message = f"row group {group} has {size} bytes; the limit is {MAX_GROUP_BYTES}"
-                yield failure_row(self.name, f"group{group}", "TooLarge", f"{self.name}: {message}")
+                yield self._failure(f"group{group}", "TooLarge", message)
                 return
             is_finished = self._finished(table, group, count, columns, first, skip)
             wanted = columns.light if is_finished else columns.all
@@ -200,8 +198,7 @@ class ParquetSource(RowSource):
             if number < first + count:
                 raise EOFError(f"it has {number - first} of {count} rows")
         except Exception as error:  # a damaged page
-            message = f"{self.name}: row group {group}: {explain(error)}"
-            yield failure_row(self.name, f"group{group}", "Unreadable", message)
+            yield self._failure(f"group{group}", "Unreadable", f"row group {group}: {explain(error)}")
 
     def _finished(self, table: RemoteTable, group: int, count: int, columns: Columns, first: int, skip: Skip) -> bool:
         """Whether all rows of the group are to be skipped."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 import tarfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,18 +18,10 @@ from mmspec.app.io import jsonl
 from mmspec.app.io.content import Pictures
 from mmspec.app.io.item import Item
 from mmspec.app.io.jsonl import Row
+from mmspec.app.io.kinds import media_suffix
 from mmspec.app.io.shards import ERRORS_SUFFIX, ShardFormat
 from mmspec.app.io.tar_members import read_whole_members
-from mmspec.vision.video.containers import HEADER_BYTES, ContainerError, detect_container
 
-_IMAGES = (
-    (rb"\xff\xd8\xff", "jpg"), (rb"\x89PNG", "png"), (rb"GIF8", "gif"), (rb"RIFF.{4}WEBP", "webp"), (rb"BM", "bmp"),
-    (rb"II[*+]\0|MM\0[*+]", "tiff"), (rb"P[14]\s", "pbm"), (rb"P[25]\s", "pgm"), (rb"P[36]\s", "ppm"),
-    (rb".{4}ftypavi[fs]", "avif"), (rb".{4}ftyp(hei[cxms]|hev[cxms]|mif1|msf1)", "heic"),
-)  # fmt: skip
-"""First bytes of a picture -> its suffix."""
-_CLIPS = {"avi": "avi", "mpegts": "ts", "mpeg": "mpg", "mpegvideo": "mpg", "ogg": "ogv", "flv": "flv", "asf": "wmv"}
-"""FFmpeg's name of a container -> the suffix of a clip in it."""
 ROW_SUFFIX = ".json"
 """Of the last member of a sample: with it the sample is complete."""
 
@@ -76,24 +67,6 @@ class TarShards(ShardFormat):
 
     def drop_errors(self, shard: Path) -> None:
         _errors_of(shard).unlink(missing_ok=True)
-
-
-def media_suffix(data: bytes) -> str:
-    """The suffix of a picture or clip by its first bytes; "bin" for what is neither."""
-    for pattern, suffix in _IMAGES:
-        if re.match(pattern, data[:16], re.DOTALL):
-            return suffix
-    header = data[:HEADER_BYTES]
-    try:
-        demuxer = detect_container(header).demuxer
-    except ContainerError:
-        return "bin"
-    if demuxer == "matroska":
-        return "webm" if b"webm" in header[:1024] else "mkv"
-    if demuxer == "mov":
-        brand = header[8:12] if header[4:8] == b"ftyp" else b"qt  "
-        return "3gp" if brand.startswith(b"3g") else "mov" if brand == b"qt  " else "mp4"
-    return _CLIPS.get(demuxer, demuxer)
 
 
 def _errors_of(shard: Path) -> Path:

@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import IO, Any
 
 from mmspec.app.errors import UsageError, one_line
-from mmspec.app.io.cells import MEDIA_SUFFIXES, is_missing, local_name
+from mmspec.app.io.cells import MEDIA_SUFFIXES, is_missing
 from mmspec.app.io.content import ByteRange, Content, Unreadable, is_local, open_file_system
 from mmspec.app.io.fields import ANY_FIELD, TEXT_SUFFIXES, field_text
-from mmspec.app.io.item import Item, RowSource, Skip, SourceOptions
-from mmspec.app.io.left_out import MAX_KINDS, MAX_NAMES, LeftOut, is_hidden, is_packed_metadata
+from mmspec.app.io.item import Item, Skip, SourceOptions
+from mmspec.app.io.left_out import MAX_KINDS, MAX_NAMES, is_hidden, is_packed_metadata
+from mmspec.app.io.streams import StreamedSource
 from mmspec.app.io.tar_members import DamagedTarError, TarMember, read_members
 from mmspec.app.io.text import decode_text
 from mmspec.vision.images import ImageError
@@ -36,23 +37,17 @@ MAX_SAMPLE_MEMBERS = 4096
 _BLOCK = tarfile.BLOCKSIZE
 
 
-class TarSource(RowSource):
+class TarSource(StreamedSource):
     """Rows of one archive, local or remote."""
 
     def __init__(self, url: str, options: SourceOptions) -> None:
-        super().__init__(local_name(url, options.place))
-        self.url, self.options = url, options
+        super().__init__(url, options)
         wanted = options.image_column
         self._wanted = wanted.lower().lstrip(".") if wanted else None
 
-    def check(self) -> None:
-        try:
-            with self._open() as file:
-                header = file.read(_BLOCK)
-        except Exception as error:
-            if isinstance(error, UsageError):
-                raise
-            raise UsageError(f"cannot read {self.url}: {one_line(error)}") from error
+    def _check(self) -> None:
+        with self._open() as file:
+            header = file.read(_BLOCK)
         if not header:
             raise UsageError(f"{self.url} is empty")
         try:
@@ -64,13 +59,9 @@ class TarSource(RowSource):
                 f"{self.url} is not an uncompressed tar archive: it is {what}; unpack it to a .tar or a folder first"
             ) from error
 
-    def rows(self, skip: Skip) -> Iterator[Item]:
-        self._found = LeftOut()
-        try:
-            with self._open() as file:
-                yield from self._samples(file)
-        except Exception as error:  # drivers raise types of their own
-            yield self._failure("Unreadable", f"{self.name}: {one_line(error)}")
+    def _read(self, skip: Skip) -> Iterator[Item]:
+        with self._open() as file:
+            yield from self._samples(file)
 
     def _samples(self, file: IO[bytes]) -> Iterator[Item]:
         """Rows of the samples of an open archive; the texts of the last one before damage are read while it is open."""
@@ -92,7 +83,7 @@ class TarSource(RowSource):
                     sample, divided = [], same
                 sample.append(member)
         except DamagedTarError as error:
-            failure = self._failure("DamagedTar", f"{self.name}: {error}")
+            failure = self._failure("rest", "DamagedTar", str(error))
         yield from self._rows(file, sample, divided)
         if failure is not None:
             yield failure
@@ -111,9 +102,6 @@ class TarSource(RowSource):
             return open(self.url, "rb")
         system, path = open_file_system(self.url)
         return system.open(path, "rb", block_size=1 << 20, cache_type="readahead")
-
-    def _failure(self, kind: str, message: str) -> Item:
-        return Item(Path(self.name), f"{self.name}#rest", self.name, content=Unreadable(kind, message))
 
     def _rows(self, file: IO[bytes], sample: list[TarMember], divided: bool) -> Iterator[Item]:
         """A row for each picture of a sample.

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+
+from mmspec.messages import one_line
 
 GENERIC_TOKENS = ("<image>", "<video>")
 """Placeholders of pictures and clips in prompts of data sets, whatever the model's own are."""
@@ -39,6 +42,22 @@ def decode_text(data: bytes) -> str:
     except UnicodeDecodeError as error:
         found = data[error.start : error.start + 1].hex()
         raise ValueError(f"byte {error.start} (0x{found}) is not UTF-8: save the file as UTF-8") from error
+
+
+def read_text(path: str, max_bytes: int) -> str:
+    """The text of a small file.
+
+    Raises:
+        ValueError: it cannot be read, is larger, or is in another encoding; one line.
+    """
+    try:
+        with Path(path).open("rb") as stream:
+            data = stream.read(max_bytes + 1)
+    except OSError as error:
+        raise ValueError(error.strerror or one_line(error)) from error
+    if len(data) > max_bytes:
+        raise ValueError(f"it is larger than {max_bytes >> 20} MiB")
+    return decode_text(data)
 
 
 def is_valid(text: str) -> bool:

@@ -75,12 +75,12 @@ def load_model(
     """
     target_device = resolve_device(device, local_rank)
     precision = "float32" if dtype == "auto" and target_device.type == "cpu" else dtype
-    if name == SCENES_MODEL:
-        model, processor = _scenes(precision)
+    if name == SCENES_MODEL or name in SIZES:
+        model, processor = _bundled(name, precision)
+        if check is not None:
+            check(processor)
     else:
-        model, processor = _random(name, precision) if name in SIZES else _pretrained(name, precision, check)
-    if check is not None and (name == SCENES_MODEL or name in SIZES):
-        check(processor)
+        model, processor = _pretrained(name, precision, check)
     tokenizer = getattr(processor, "tokenizer", None)
     if tokenizer is None or not hasattr(processor, "image_processor"):
         raise UsageError(f"--model {name} has no processor for images and text (it is a {type(processor).__name__})")
@@ -138,22 +138,16 @@ def _ready(model: PreTrainedModel, tokenizer: Any, device: torch.device) -> PreT
     return model.to(device).eval()
 
 
-def _scenes(dtype: str) -> tuple[PreTrainedModel, ProcessorMixin]:
+def _bundled(name: str, dtype: str) -> tuple[PreTrainedModel, ProcessorMixin]:
+    """The toy model of scenes, or one with random weights."""
     import torch
 
     from mmspec.app import scenes
 
     try:
-        model, processor = scenes.load_scenes_model()
+        model, processor = scenes.load_scenes_model() if name == SCENES_MODEL else random_model(name)
     except scenes.DamagedModelError as error:
         raise UsageError(str(error)) from error
-    return model.to(getattr(torch, "float32" if dtype == "auto" else dtype)), processor
-
-
-def _random(name: str, dtype: str) -> tuple[PreTrainedModel, ProcessorMixin]:
-    import torch
-
-    model, processor = random_model(name)
     return model.to(getattr(torch, "float32" if dtype == "auto" else dtype)), processor
 
 

@@ -27,7 +27,7 @@ from mmspec.app.io.content import InlineBytes, Unreadable
 from mmspec.app.io.held import hold
 from mmspec.app.io.images import ImageError, load_image
 from mmspec.app.io.item import Item
-from mmspec.app.io.tar_shards import media_suffix
+from mmspec.app.io.kinds import media_suffix
 from mmspec.app.io.text import MAX_PROMPT_CHARS, escaped, find_fault
 from mmspec.app.modeling.captioner import PromptTooLongError
 
