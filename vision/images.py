@@ -45,6 +45,9 @@ class ImageError(Exception):
         super().__init__(message)
         self.kind = kind
 
+    def __reduce__(self) -> tuple[type[ImageError], tuple[str, str]]:
+        return type(self), (self.kind, str(self))
+
 
 @lru_cache(maxsize=1)
 def available_formats() -> tuple[str, ...]:

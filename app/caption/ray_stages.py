@@ -23,7 +23,6 @@ from mmspec.app.caption.plan import RowPlan, skip_finished
 from mmspec.app.caption.rows import RowCaptioner
 from mmspec.app.caption.variants import picture_number
 from mmspec.app.errors import UsageError
-from mmspec.app.io.content import Unreadable
 from mmspec.app.io.images import ImageError, Media
 from mmspec.app.io.inputs import Inputs
 from mmspec.app.io.item import Item
@@ -47,7 +46,7 @@ class PlannedBatches:
 class DecodedBatches:
     """The same rows, each with its media, or why there are none."""
 
-    batches: list[list[tuple[Item, Media | Unreadable]]]
+    batches: list[list[tuple[Item, Media | ImageError]]]
 
 
 @dataclass(frozen=True)
@@ -107,9 +106,7 @@ def token_counter(config: CaptionConfig) -> Callable[[int, int], int | None]:
 
     @lru_cache(maxsize=1)
     def processor() -> Any:
-        if (
-            config.model == SCENES_MODEL or config.model in SIZES
-        ):  # torch would take seconds, and all pictures have as many tokens
+        if config.model in (SCENES_MODEL, *SIZES):  # torch would take seconds, and all pictures have as many tokens
             return None
         from mmspec.app.modeling.load import load_processor
 
@@ -136,11 +133,10 @@ def decode_stage(frames: Any, config: CaptionConfig) -> Any:
 def _decode(planned: PlannedBatches, config: CaptionConfig) -> DecodedBatches:
     enter_folder(config)
 
-    def sent(item: Item, media: Media | ImageError) -> tuple[Item, Media | Unreadable]:
+    def sent(item: Item, media: Media | ImageError) -> tuple[Item, Media | ImageError]:
         """What an actor needs of it."""
         is_stored = config.stores_pictures and not isinstance(media, ImageError)
-        item = item if is_stored else replace(item, content=None)
-        return item, Unreadable(media.kind, str(media)) if isinstance(media, ImageError) else media
+        return item if is_stored else replace(item, content=None), media
 
     decoded = decode_batches(iter(planned.batches), config, _decoders())
     return DecodedBatches([[sent(*row) for row in batch] for batch in decoded])
@@ -165,14 +161,9 @@ class CaptionStage:
     def __call__(self, frames: Any) -> Iterator[Any]:
         for value in frames[COLUMN]:
             for batch in value.batches if isinstance(value, DecodedBatches) else [value]:
-                yield frame([self._caption(batch) if isinstance(batch, list) else batch])
-
-    def _caption(self, batch: list[tuple[Item, Media | Unreadable]]) -> CaptionedBatch:
-        rows: list[tuple[Item, Media | ImageError]] = [
-            (item, ImageError(media.kind, media.message) if isinstance(media, Unreadable) else media)
-            for item, media in batch
-        ]
-        return CaptionedBatch([item for item, _ in rows], self._captioner.caption_rows(rows))
+                if isinstance(batch, list):
+                    batch = CaptionedBatch([item for item, _ in batch], self._captioner.caption_rows(batch))
+                yield frame([batch])
 
 
 def frame(values: list[Any]) -> Any:

@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import Any
 
-from mmspec.app.cli.arguments import parse_temperature, positive_int, split_commas
+from mmspec.app.cli.arguments import positive_int, real_number, split_commas
 from mmspec.app.io.text import find_fault, read_text
 from mmspec.app.modeling.prompt_format import RESERVED
 
@@ -70,32 +70,9 @@ def parse_template_kwargs(text: str) -> dict[str, Any]:
     return found
 
 
-def parse_top_p(text: str) -> float:
-    """A probability above 0."""
-    value = parse_temperature(text)
-    if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"must be a probability above 0 and at most 1, got {text!r}")
-    return value
-
-
-def parse_penalty(text: str) -> float:
-    """A finite factor above 0."""
-    return _above_zero(text, "a factor above 0, as in 1.1")
-
-
-def parse_fps(text: str) -> float:
-    """A finite number above 0."""
-    return _above_zero(text, "frames per second, a number above 0")
-
-
-def _above_zero(text: str, rule: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be {rule}, got {text!r}")
-    return value
+parse_top_p = real_number("a probability above 0 and at most 1", lambda value: 0 < value <= 1)
+parse_penalty = real_number("a factor above 0, as in 1.1", lambda value: value > 0)
+parse_fps = real_number("frames per second, a number above 0", lambda value: value > 0)
 
 
 def parse_batch_size(text: str) -> int:

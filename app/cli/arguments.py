@@ -6,6 +6,7 @@ Imports nothing heavy at start.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -66,33 +67,41 @@ def add_progress(parser: Options, help: str = PROGRESS_HELP) -> None:
     parser.add_argument("--progress", action=argparse.BooleanOptionalAction, default=None, help=help)
 
 
-def positive_int(text: str) -> int:
-    """An integer above 0, of 64 bits."""
-    if not text.isdecimal() or int(text[:MAX_DIGITS]) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number above 0, got {text!r:.80}")
-    return _int64(text)
+def whole_number(rule: str, least: int) -> Callable[[str], int]:
+    """The parser of an integer of 64 bits, as generators and columns of rows hold; `rule` says which, for messages."""
+
+    def parse(text: str) -> int:
+        digits = text[1:] if least < 0 and text[:1] in ("+", "-") else text
+        if not digits.isdecimal() or int(digits[:MAX_DIGITS]) < least:
+            raise argparse.ArgumentTypeError(f"must be a whole number{rule}, got {text!r:.80}")
+        if len(text) >= MAX_DIGITS or not -MAX_INT <= int(text) <= MAX_INT:
+            raise argparse.ArgumentTypeError(f"must be at most {MAX_INT} (64 bits), got {text!r:.80}")
+        return int(text)
+
+    return parse
 
 
-def non_negative_int(text: str) -> int:
-    """An integer, 0 or more, of 64 bits."""
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"must be a whole number of 0 or more, got {text!r:.80}")
-    return _int64(text)
+positive_int = whole_number(" above 0", 1)
+non_negative_int = whole_number(" of 0 or more", 0)
+parse_seed = whole_number("", -MAX_INT)
 
 
-def parse_seed(text: str) -> int:
-    """Any integer of 64 bits, as the generators and the columns of rows hold."""
-    digits = text.removeprefix("-").removeprefix("+")
-    if not digits.isdecimal():
-        raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r:.80}")
-    return _int64(text)
+def real_number(rule: str, holds: Callable[[float], bool]) -> Callable[[str], float]:
+    """The parser of a finite number; `rule` says of which, for messages."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not math.isfinite(value) or not holds(value):
+            raise argparse.ArgumentTypeError(f"must be {rule}, got {text!r:.80}")
+        return value
+
+    return parse
 
 
-def _int64(text: str) -> int:
-    value = int(text) if len(text) < MAX_DIGITS else MAX_INT + 1
-    if not -MAX_INT <= value <= MAX_INT:
-        raise argparse.ArgumentTypeError(f"must be at most {MAX_INT} (64 bits), got {text!r:.80}")
-    return value
+parse_temperature = real_number("0 (greedy) or more", lambda value: value >= 0)
 
 
 def output_name(text: str) -> str:
@@ -107,17 +116,6 @@ def output_name(text: str) -> str:
 def output_path(text: str) -> Path:
     """The same as a path."""
     return Path(output_name(text))
-
-
-def parse_temperature(text: str) -> float:
-    """A finite number, 0 or more."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be 0 (greedy) or more, got {text!r}")
-    return value
 
 
 def split_commas(text: str) -> list[str]:

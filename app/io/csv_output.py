@@ -49,7 +49,7 @@ class CsvOutput(FileOutput):
             ):
                 table = csv.writer(stream)
                 table.writerow(self._columns)
-                for row, _ in jsonl.iter_rows(self.path):
+                for row, *_ in jsonl.iter_rows(self.path):
                     table.writerow([_cell(row.get(name)) for name in self._columns])
         return summary
 

@@ -22,12 +22,10 @@ def check_settings(metadata: Path, settings: Settings, output: Path) -> None:
         UsageError: they differ, or are missing or damaged.
     """
     advice = "use another --out, or --overwrite"
-    try:
-        old = dict(json.loads(metadata.read_text())["settings"])
-    except FileNotFoundError:
-        raise UsageError(f"{output} has rows but no {metadata.name} beside it: {advice}") from None
-    except (ValueError, KeyError, TypeError, RecursionError):
-        raise UsageError(f"{metadata} is damaged: {advice}") from None
+    if not metadata.exists():
+        raise UsageError(f"{output} has rows but no {metadata.name} beside it: {advice}")
+    if (old := _read(metadata).get("settings")) is None:
+        raise UsageError(f"{metadata} is damaged: {advice}")
     if None not in (old.get(WEIGHTS), settings.get(WEIGHTS)) and old[WEIGHTS] != settings[WEIGHTS]:
         raise UsageError(
             f"{output} has captions of other weights: --model {settings.get('model')} changed since it was written "
@@ -43,11 +41,8 @@ def check_settings(metadata: Path, settings: Settings, output: Path) -> None:
 
 def is_overwriting(metadata: Path, settings: Settings) -> bool:
     """Whether a job with these settings and --overwrite was stopped: the rows that exist are its own."""
-    try:
-        found = json.loads(metadata.read_text())
-        return bool(found.get("overwriting")) and found["settings"] == dict(settings)
-    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
-        return False
+    found = _read(metadata)
+    return bool(found.get("overwriting")) and found["settings"] == dict(settings)
 
 
 def write_settings(metadata: Path, settings: Settings, overwriting: bool = False) -> bool:
@@ -59,12 +54,18 @@ def write_settings(metadata: Path, settings: Settings, overwriting: bool = False
     from mmspec.app.versions import mmspec_version
 
     values = {"settings": dict(settings), **({"overwriting": True} if overwriting else {})}
-    try:
-        found = json.loads(metadata.read_text())
-        if {key: found[key] for key in found if key != "mmspec_version"} == values:
-            return False
-    except (OSError, ValueError, TypeError, RecursionError):
-        pass
+    found = _read(metadata)
+    if {key: found[key] for key in found if key != "mmspec_version"} == values:
+        return False
     text = json.dumps(values | {"mmspec_version": mmspec_version()}, indent=2)
     jsonl.replace_file(metadata, text.encode() + b"\n")
     return True
+
+
+def _read(metadata: Path) -> dict[str, Any]:
+    """What is in the file; {} where there is none, or a damaged one."""
+    try:
+        found = json.loads(metadata.read_text())
+        return found if isinstance(found["settings"], dict) else {}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return {}

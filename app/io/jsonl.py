@@ -52,15 +52,15 @@ def _encodable(text: str) -> bool:
     return True
 
 
-def iter_rows(path: Path) -> Iterator[tuple[Row, int]]:
-    """The rows of `path` one by one, each with the number of bytes up to its end. No file: no rows.
+def iter_rows(path: Path) -> Iterator[tuple[Row, int, int]]:
+    """The rows of `path` one by one, each with the places where it begins and ends. No file: no rows.
 
     A torn last line is left out.
 
     Raises:
         UsageError: a line in the middle is no row.
     """
-    bad_line = end = 0
+    bad_line = start = end = 0
     try:
         file = path.open("rb")
     except FileNotFoundError:
@@ -73,7 +73,8 @@ def iter_rows(path: Path) -> Iterator[tuple[Row, int]]:
             row = parse_row(line)
             if row is not None:
                 check_row_columns(row, f"{path} line {number}")
-                yield row, end
+                yield row, start, end
+                start = end
             elif line.strip():
                 bad_line = number
         else:
@@ -108,7 +109,7 @@ def _is_json(line: bytes) -> bool:
 def read_rows(path: Path) -> tuple[list[Row], int]:
     """The rows of `path` and their number of bytes, without a torn last line. No file: no rows."""
     found = list(iter_rows(path))
-    return [row for row, _ in found], found[-1][1] if found else 0
+    return [row for row, *_ in found], found[-1][2] if found else 0
 
 
 def parse_row(line: bytes) -> Row | None:

@@ -21,18 +21,15 @@ from mmspec.app.io.cells import (
     MEDIA_SUFFIXES,
     Reach,
     cell_content,
-    find_inside,
-    is_path,
     plain_path,
     relative_name,
     short_repr,
     whole_number,
 )
-from mmspec.app.io.content import Unreadable
+from mmspec.app.io.content import ByteRange, Unreadable
 from mmspec.app.io.conversations import conversation, is_empty, normalized, record_columns
 from mmspec.app.io.fields import field_texts, wanted
 from mmspec.app.io.gzipped import max_lines
-from mmspec.app.io.inline import inline_text
 from mmspec.app.io.item import Item, SourceOptions
 from mmspec.app.io.left_out import LeftOut
 from mmspec.app.io.list_json import json_lines, json_records
@@ -159,14 +156,9 @@ class _Entries:
 
     def _named(self, cell: Any, where: str, number: int) -> Item:
         """The row without its texts."""
-        is_address = isinstance(cell, str) and cell.lower().startswith(("http://", "https://"))
-        if isinstance(cell, str) and is_path(cell) and not is_address and inline_text(cell) is None:
-            found = find_inside(plain_path(cell), self.reach)
-            if found is None:
-                raise UsageError(f"{where}: {short_repr(cell)} leads out of {self.reach.describe()}")
-            path, file = found
-            return Item(Path(path), origin=where, below=file)
         content, name = cell_content(cell, self.reach)
+        if isinstance(cell, str) and isinstance(content, ByteRange):
+            return Item(Path(content.url), origin=where, below=content.file)
         if isinstance(content, Unreadable) and content.kind in ("Missing", "BadCell"):
             wanted = self.options.image_column or FILE_COLUMNS[0]
             raise UsageError(f"{where} names no file: give {wanted!r}; got {short_repr(cell)}"[:300])

@@ -65,7 +65,7 @@ class FileOutput(Output):
     def _existing(self) -> None:
         lines = 0
         for file in dict.fromkeys((self.path, *self._rank_files())):
-            for row, end in jsonl.iter_rows(file):
+            for row, _, end in jsonl.iter_rows(file):
                 self._valid_bytes = end if file == self.rank_path else self._valid_bytes
                 lines += 1
                 self._add(row)
@@ -104,11 +104,8 @@ class FileOutput(Output):
         if not any(row.has_error for row in self._finished.values()):
             return
         self._needs_rewrite = True  # the new rows come last: sort at the end
-        lines, start = [], 0
-        for row, end in jsonl.iter_rows(self.path):
-            if not row["error"]:
-                lines.append((self.path, start, end))
-            start = end
+        found = list(jsonl.iter_rows(self.path))
+        lines = [(self.path, start, end) for row, start, end in found if not row["error"]]
         jsonl.copy_lines(self.path, lines)
         super()._release()
         self._file = jsonl.open_locked(self.path)
@@ -146,11 +143,9 @@ class FileOutput(Output):
         self._finished = {}
         places: dict[str, tuple[int, Path, int, int]] = {}
         for file in (self.path, *ranks):
-            start = 0
-            for row, end in jsonl.iter_rows(file):
+            for row, start, end in jsonl.iter_rows(file):
                 if self._add(row):
                     places[row["id"]] = row.get("index", 0), file, start, end
-                start = end
         return [(file, start, end) for _, file, start, end in sorted(places.values(), key=lambda one: one[0])]
 
     def _release(self) -> None:

@@ -33,7 +33,7 @@ class TarShards(ShardFormat):
 
     def rows(self, shard: Path) -> Iterator[Row]:
         yield from _rows(shard)
-        yield from (row for row, _ in jsonl.iter_rows(_errors_of(shard)))
+        yield from (row for row, *_ in jsonl.iter_rows(_errors_of(shard)))
 
     def repair(self, growing: Path) -> None:
         with growing.open("r+b") as file:
