@@ -6,9 +6,11 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
+from caption_jobs import make_folder
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
@@ -32,3 +34,9 @@ def browser() -> Iterator[Any]:
         running = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield running
         running.close()
+
+
+@pytest.fixture
+def pictures_in_p(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working folder, with eight pictures in `p`: see `caption_jobs`."""
+    return make_folder(tmp_path, monkeypatch)

@@ -8,9 +8,9 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+from caption_jobs import Fake
 import pytest
 import torch
-from test_app_jobs import Fake
 from test_app_prompts import THINKING_TEMPLATE
 from test_app_variants import rows
 

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from input_table import line
 from PIL import Image
-from test_app_job_outputs import captions, expected, job, make_folder
-from test_app_jobs import Fake
+from caption_jobs import Fake, captions, expected, job, make_folder
 
 from mmspec.app.caption.config import ProcessInfo
 from mmspec.app.errors import MachineError, OutputError, UsageError

@@ -6,12 +6,11 @@ import dataclasses
 import json
 import os
 import signal
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+from caption_jobs import Fake
 from input_table import line
 from PIL import Image
 
@@ -24,40 +23,11 @@ from mmspec.app.io import jsonl
 from mmspec.app.io.item import Item
 from mmspec.app.io.output import OutputJob
 from mmspec.app.io.output_file import FileOutput
-from mmspec.app.modeling.captioner import Caption, ComparisonTotals, Provenance
+from mmspec.app.modeling.captioner import Caption
 
 pytestmark = pytest.mark.usefixtures("shared_decoders")
 
 Row = dict[str, Any]
-
-
-@dataclass
-class Fake:
-    """Captions that name the picture's width (so that a mix-up shows), the prompt and the batch's seed."""
-
-    before: Callable[[list[int]], None] = lambda widths: None
-    calls: list[list[int]] = field(default_factory=list)
-    comparison: ComparisonTotals = field(default_factory=ComparisonTotals)
-    dtype: str = "float32"
-    acceptance: float = 0.5
-    sampled: bool = False
-    provenance: Provenance = field(default_factory=Provenance)
-
-    def count_tokens(self, width: int, height: int) -> int | None:
-        return None
-
-    def caption(
-        self, images: Sequence[Image.Image], prompts: Sequence[str], seed: int, compare: Sequence[bool] = ()
-    ) -> list[Caption]:
-        widths = [image.width for image in images]
-        self.calls.append(widths)
-        self.before(widths)
-        tail = f" {seed}" if self.sampled else ""
-        flags = compare or [False] * len(widths)
-        return [
-            Caption(f"{w} {p}{tail}", 9, 5, 4, 1.0, 0.1, 0.01, "eos", True if on else None)
-            for w, p, on in zip(widths, prompts, flags, strict=True)
-        ]
 
 
 @pytest.fixture

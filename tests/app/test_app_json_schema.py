@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from caption_jobs import Fake
 import pytest
 from test_app_caption_options import NOWHERE, config, folder, refused
-from test_app_jobs import Fake
 from test_app_variants import rows
 
 from mmspec.app.caption.command import build_output

@@ -20,10 +20,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from caption_jobs import Fake
 import pytest
 from job_rows import check_widths, rows_of
 from PIL import Image
-from test_app_jobs import Fake
 
 from mmspec.app.caption.command import build_output
 from mmspec.app.caption.config import CaptionConfig, ProcessInfo

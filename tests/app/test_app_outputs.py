@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from caption_jobs import Fake
 import pytest
 from input_table import line
 from job_rows import rows_of, samples
 from PIL import Image
-from test_app_jobs import Fake
 
 from mmspec.app.caption.command import build_output, check_texts
 from mmspec.app.caption.config import CaptionConfig, ProcessInfo

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import test_app_jobs as jobs
+from caption_jobs import Fake
 from PIL import Image
 
 from mmspec.app.caption.config import CaptionConfig, ProcessInfo
@@ -189,7 +190,7 @@ def test_the_plan_is_printed_before_the_work(tmp_path: Path, capsys: pytest.Capt
     for number in range(10):
         Image.new("RGB", (10 + 100 * (number % 2), 8 + 100 * (number % 2))).save(tmp_path / "p" / f"{number}.png")
 
-    class Sized(jobs.Fake):
+    class Sized(Fake):
         def count_tokens(self, width: int, height: int) -> int | None:
             return 100 if (width, height) in (TYPICAL_SIZE, (110, 108)) else 1
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import test_app_jobs as jobs
+from caption_jobs import Fake
 from PIL import Image
 
 from mmspec.app.caption import progress
@@ -119,7 +120,7 @@ def test_the_summary_agrees_with_the_file(tmp_path: Path, capsys: Any) -> None:
     for number in range(10):
         Image.new("RGB", (10 + number, 8)).save(tmp_path / "p" / f"{number}.png")
     (tmp_path / "p" / "3.png").write_bytes(b"broken")
-    assert jobs.job(tmp_path, jobs.Fake()).run() == 1
+    assert jobs.job(tmp_path, Fake()).run() == 1
     err = capsys.readouterr().err
     rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert f"{len(rows)} rows in {tmp_path}/out.jsonl, {sum(bool(one['error']) for one in rows)} of them errors" in err

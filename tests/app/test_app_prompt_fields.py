@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 from input_table import line
-from test_app_jobs import Fake, job
+from caption_jobs import Fake
+from test_app_jobs import job
 from test_app_variants import rows
 
 from mmspec.app.caption.config import CaptionConfig

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from input_table import line
 from PIL import Image
-from test_app_job_outputs import Killed, captions, expected, job, kill_after, make_folder
+from caption_jobs import Killed, captions, expected, job, kill_after, make_folder
 
 from mmspec.app.caption.config import ProcessInfo
 from mmspec.app.errors import UsageError

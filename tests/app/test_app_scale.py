@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
-from test_app_jobs import Fake, job
+from caption_jobs import Fake
+from test_app_jobs import job
 
 from mmspec.app.caption.config import CaptionConfig
 from mmspec.app.caption.executor import LocalExecutor

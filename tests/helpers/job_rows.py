@@ -46,7 +46,7 @@ def samples(out: Path) -> dict[str, dict[str, bytes]]:
 
 
 def check_widths(out: Path) -> None:
-    """Each stored picture is that of its caption, which begins with its width (`test_app_jobs.Fake`)."""
+    """Each stored picture is that of its caption, which begins with its width (`caption_jobs.Fake`)."""
     for sample in samples(out).values():
         (kind,) = sample.keys() - {"txt", "json"}
         if kind != "mp4":
