@@ -74,13 +74,6 @@ def test_all_rows_in_order(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert captured.out == "" and "10 captioned, 0 failed, 0 skipped" in captured.err and "tau 1.00" in captured.err
 
 
-def test_finished_rows_are_skipped_without_loading_a_model(folder: Path) -> None:
-    job(folder, Fake()).run()
-    before = (folder / "out.jsonl").read_bytes()
-    assert job(folder).run() == 0
-    assert (folder / "out.jsonl").read_bytes() == before
-
-
 @pytest.mark.parametrize("keep", [0, 1, 5, 100, 700, 1500, 2500])
 def test_a_torn_file_is_completed(folder: Path, keep: int) -> None:
     job(folder, Fake(sampled=True), temperature=1.0).run()
@@ -180,20 +173,6 @@ def test_bad_files_become_rows_and_the_job_goes_on(folder: Path, capsys: pytest.
     assert job(folder).run() == 1, "the file still holds an error"
 
 
-def test_retry_errors_redoes_only_those_and_keeps_one_row_each(folder: Path) -> None:
-    good = (folder / "p" / "3.png").read_bytes()
-    (folder / "p" / "3.png").write_bytes(b"no")
-    (folder / "p" / "9.png").write_bytes(b"no")
-    job(folder, Fake()).run()
-    (folder / "p" / "3.png").write_bytes(good)
-    fake = Fake()
-    assert job(folder, fake, retry_errors=True).run() == 1
-    assert fake.calls == [[10, 11, 12, 13], [18]]
-    found = rows(folder)
-    assert [row["index"] for row in found] == list(range(10))
-    assert not found[3]["error"] and found[9]["error"]
-
-
 def test_a_killed_retry_leaves_one_row_each(folder: Path) -> None:
     (folder / "p" / "3.png").write_bytes(b"no")
     job(folder, Fake()).run()
@@ -289,16 +268,6 @@ def test_an_out_that_cannot_be_written_is_found_before_the_model(folder: Path, o
     with pytest.raises(UsageError, match="--out"):
         job(folder, out=str(folder / out)).run()
     assert sorted(path.name for path in folder.iterdir()) == ["p"]
-
-
-def test_two_jobs_cannot_write_one_file(folder: Path) -> None:
-    def again(widths: list[int]) -> None:
-        if 10 not in widths:
-            return
-        with pytest.raises(UsageError, match="another job is writing"):
-            job(folder, Fake()).run()
-
-    assert job(folder, Fake(again)).run() == 0
 
 
 def test_shards_share_the_work_and_one_file(folder: Path) -> None:

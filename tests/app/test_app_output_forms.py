@@ -38,7 +38,9 @@ def test_each_row_is_there_once_and_an_error_is_repeated(form: str, capsys: pyte
     before = written()
     assert not [name for name in before if ".part" in name or ".open" in name or name.endswith(".job")]
     again = Fake()
-    assert job(form, fake=again).run() == 1 and not again.calls and written() == before
+    second = job(form, fake=again)
+    assert second.run() == 1 and not again.calls and written() == before
+    assert (second.executor.model is None) == (form not in TEXTS), "nothing to do: the model is not loaded"
     assert "0 captioned" in capsys.readouterr().err
     draw(3)
     assert job(form, fake=again, retry_errors=True).run() == 0 and good(form) == expected("x")

@@ -6,7 +6,6 @@ import io
 import json
 import os
 import pickle
-import tarfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -81,19 +80,6 @@ def test_the_extension_of_a_stored_picture_is_that_of_its_content(name: str | No
     stored = list(samples(tmp_path / "out").values())
     assert [sorted(sample) for sample in stored] == [["json", "png", "txt"], ["jpg", "json", "txt"]]
     assert [stored[0]["png"], stored[1]["jpg"]] == data
-
-
-def test_a_folder_of_an_earlier_version_with_a_picture_named_json_is_resumed(tmp_path: Path) -> None:
-    source = table(tmp_path / "t.parquet", [{"bytes": picture(11), "path": "a.png"}])
-    assert run([source], tmp_path / "out") == 0
-    shard = next((tmp_path / "out").glob("part-*.tar"))
-    with tarfile.open(shard) as archive:
-        members = [(member, archive.extractfile(member).read()) for member in archive]  # type: ignore[union-attr]
-    with tarfile.open(shard, "w") as archive:
-        for member, data in members:
-            member.name = member.name.replace(".png", ".json")
-            archive.addfile(member, io.BytesIO(data))
-    assert run([source], tmp_path / "out", fake=Fake(lambda widths: pytest.fail("all rows are finished"))) == 0
 
 
 @pytest.mark.parametrize(

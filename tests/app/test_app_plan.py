@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import random
 import struct
-import tarfile
 import threading
 import time
 from dataclasses import replace
@@ -16,6 +15,7 @@ import pytest
 import test_app_jobs as jobs
 from caption_jobs import Fake
 from PIL import Image
+from test_app_inputs import write_tar
 
 from mmspec.app.caption.config import CaptionConfig, ProcessInfo
 from mmspec.app.caption.plan import LARGE_PIXELS, TYPICAL_SIZE, RowPlan
@@ -74,11 +74,7 @@ def test_sizes_by_headers(name: str) -> None:
 
 def test_sizes_of_what_is_here_and_of_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(FILES["png"])
-    with tarfile.open(tmp_path / "x.tar", "w") as archive:
-        for name in ("b.png", "c.jpg"):
-            member = tarfile.TarInfo(name)
-            member.size = len(FILES["jpeg"])
-            archive.addfile(member, io.BytesIO(FILES["jpeg"]))
+    write_tar(tmp_path / "x.tar", dict.fromkeys(("b.png", "c.jpg"), FILES["jpeg"]))
     inside = ByteRange(str(tmp_path / "x.tar"), 512, len(FILES["jpeg"]))
     held = InlineBytes(FILES["gif"])
     for content, expected in (

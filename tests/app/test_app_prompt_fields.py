@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import json
-import tarfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 from input_table import line
 from caption_jobs import Fake
+from test_app_inputs import write_tar
 from test_app_jobs import job
 from test_app_variants import rows
 
@@ -114,14 +113,12 @@ def test_files_beside_pictures(folder: Path, tool: str) -> None:
 
 
 def test_an_archive_and_a_table(folder: Path) -> None:
-    with tarfile.open("a.tar", "w") as tar:
-        for key, text in (("1", {"tags": ["dog", "grass"]}), ("2", {"tags": "cat"})):
-            caption = EXPECTED[int(key) - 1].removeprefix("old: ").partition(" (")[0]
-            members = {"png": (folder / "upload" / f"{key}.png").read_bytes(), "json": json.dumps(text).encode()}
-            for suffix, data in (members | {"txt": caption.encode()}).items():
-                info = tarfile.TarInfo(f"{key}.{suffix}")
-                info.size = len(data)
-                tar.addfile(info, io.BytesIO(data))
+    members = {}
+    for key, text in (("1", {"tags": ["dog", "grass"]}), ("2", {"tags": "cat"})):
+        caption = EXPECTED[int(key) - 1].removeprefix("old: ").partition(" (")[0]
+        members[f"{key}.png"] = (folder / "upload" / f"{key}.png").read_bytes()
+        members |= {f"{key}.json": json.dumps(text).encode(), f"{key}.txt": caption.encode()}
+    write_tar(Path("a.tar"), members)
     assert prompts("a.tar") == EXPECTED
     with pytest.raises(UsageError, match=r"no row has the field 'tag' .*did you mean 'tags'\?; rows have txt, tags"):
         prompts("a.tar", "{tag}")

@@ -6,13 +6,13 @@ from __future__ import annotations
 import io
 import json
 import os
-import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from PIL import Image
+from test_app_inputs import write_tar
 
 from mmspec.app.cli.main import main
 from mmspec.app.errors import UsageError
@@ -53,15 +53,6 @@ def write_list(path: Path) -> str:
     return str(path / "list.jsonl")
 
 
-def write_tar(path: Path) -> str:
-    with tarfile.open(path, "w") as file:
-        for number, data in enumerate(PICTURES):
-            member = tarfile.TarInfo(f"{number}.png")
-            member.size = len(data)
-            file.addfile(member, io.BytesIO(data))
-    return str(path)
-
-
 def write_webdataset(path: Path) -> str:
     webdataset = pytest.importorskip("webdataset", reason="optional: webdataset")
     with webdataset.TarWriter(str(path)) as writer:
@@ -89,7 +80,7 @@ def write_dataset(path: Path) -> str:
 WRITERS: dict[str, Callable[[Path], str]] = {
     "folder": write_folder,
     "jsonl": write_list,
-    "tar": lambda path: write_tar(path.with_suffix(".tar")),
+    "tar": lambda path: str(write_tar(path.with_suffix(".tar"), {f"{n}.png": data for n, data in enumerate(PICTURES)})),
     "webdataset": lambda path: write_webdataset(path.with_suffix(".tar")),
     "parquet": lambda path: write_parquet(path.with_suffix(".parquet")),
     "datasets": write_dataset,

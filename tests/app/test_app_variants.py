@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import tarfile
 from pathlib import Path
@@ -10,9 +9,10 @@ from typing import Any
 
 import pytest
 from job_rows import rows_of
+from test_app_inputs import write_tar
 
 import mmspec
-from mmspec.app.caption import command, job
+from mmspec.app.caption import command, executor
 from mmspec.app.cli.main import main
 from mmspec.app.modeling.captioner import Captioner
 from research.synthetic_images import write_images
@@ -136,13 +136,13 @@ def test_pictures_are_decoded_once(pictures: Path, tmp_path: Path, form: str, mo
     """For all prompts of a batch, in whatever form; one that cannot be decoded is an error of each of its rows."""
     (pictures / "broken.png").write_bytes(b"no picture")
     decoded: list[str] = []
-    decode = job.decode_item
+    decode = executor.decode_item
 
     def count_decoded(item: Any, *args: Any) -> Any:
         decoded.append(item.path.name)
         return decode(item, *args)
 
-    monkeypatch.setattr(job, "decode_item", count_decoded)
+    monkeypatch.setattr(executor, "decode_item", count_decoded)
     options = ("--prompts", tmp_path / "prompts.txt", "--batch-size", "4", "--format", form)
     assert caption(pictures, *options, "--out", tmp_path / "out") == 1
     assert sorted(decoded) == sorted(path.name for path in pictures.iterdir())
@@ -172,11 +172,7 @@ def test_a_bad_file_of_prompts(
 
 
 def test_an_archive(pictures: Path, tmp_path: Path) -> None:
-    with tarfile.open(tmp_path / "a.tar", "w") as tar:
-        for file in sorted(pictures.iterdir()):
-            info = tarfile.TarInfo(file.name)
-            info.size = file.stat().st_size
-            tar.addfile(info, io.BytesIO(file.read_bytes()))
+    write_tar(tmp_path / "a.tar", {file.name: file.read_bytes() for file in sorted(pictures.iterdir())})
     out = tmp_path / "o.jsonl"
     for _ in range(2):
         assert caption(tmp_path / "a.tar", "--prompts", tmp_path / "prompts.txt", "--out", out) == 0
