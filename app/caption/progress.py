@@ -6,9 +6,9 @@ import logging
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr
-from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -32,38 +32,6 @@ def print_stderr(text: str) -> None:
         sys.stderr.flush()
     else:
         print(text, file=sys.stderr, flush=True)
-
-
-@dataclass
-class Totals:
-    """Sums over the rows written in this run."""
-
-    ok: int = 0
-    failed: int = 0
-    tokens: int = 0
-    later_tokens: int = 0
-    rounds: int = 0
-    seconds: float = 0.0
-    kinds: dict[str, int] = field(default_factory=dict)
-    first_error: str = ""
-
-    def add(self, row: Row) -> None:
-        """Count one row."""
-        if row["error"]:
-            self.failed += 1
-            self.kinds[row["error"]["type"]] = self.kinds.get(row["error"]["type"], 0) + 1
-            self.first_error = self.first_error or f"{row['file_name']}: {row['error']['message']}"
-            return
-        self.ok += 1
-        self.tokens += row["n_new_tokens"]
-        self.later_tokens += max(0, row["n_new_tokens"] - 1)
-        self.rounds += row["n_rounds"]
-        self.seconds += row["seconds"]
-
-    @property
-    def tau(self) -> float:
-        """Tokens per forward pass of a row, without the first token, which the prompt's forward gives."""
-        return self.later_tokens / self.rounds if self.rounds else 1.0
 
 
 class Progress:
@@ -142,26 +110,41 @@ class CaptionProgress(Progress):
 
     def __init__(self, total: int | None, done: int, show: bool | None, label: str) -> None:
         super().__init__(label, total, "image", done=done, show=show)
-        self.totals = Totals()
+        self._captioned = self._tokens = self._rounds = 0
+        self._seconds = 0.0
+        self._kinds: Counter[str] = Counter()  # of errors
+        self._first_error = ""
+
+    @property
+    def tau(self) -> float:
+        """Tokens per forward pass of a row, without the first token, which the prompt's forward gives."""
+        return (self._tokens - self._captioned) / self._rounds if self._rounds else 1.0
 
     def add(self, rows: Iterable[Row]) -> None:
         """Count rows and move the bar."""
         rows = list(rows)
         for row in rows:
-            self.totals.add(row)
-        self.update(len(rows), f"tau {self.totals.tau:.2f}, {self.totals.failed} errors")
+            if row["error"]:
+                self._kinds[row["error"]["type"]] += 1
+                self._first_error = self._first_error or f"{row['file_name']}: {row['error']['message']}"
+            else:
+                self._captioned += 1
+                self._tokens += max(1, row["n_new_tokens"])
+                self._rounds += row["n_rounds"]
+                self._seconds += row["seconds"]
+        self.update(len(rows), f"tau {self.tau:.2f}, {self._kinds.total()} errors")
 
     def summary(self, skipped: int, acceptance: float | None) -> list[str]:
         """The lines of the summary: rows, speed, failures."""
-        totals, wall = self.totals, time.perf_counter() - self._start_time
-        lines = [f"{totals.ok} captioned, {totals.failed} failed, {skipped} skipped (already done)"]
-        if totals.ok:
+        failed, wall = self._kinds.total(), time.perf_counter() - self._start_time
+        lines = [f"{self._captioned} captioned, {failed} failed, {skipped} skipped (already done)"]
+        if self._captioned:
             accepted = ", nothing drafted" if acceptance is None else f", {acceptance:.0%} of the draft tokens accepted"
-            images, tokens = (totals.ok + totals.failed) / wall, totals.tokens / max(1e-9, totals.seconds)
-            lines.append(f"{images:.2f} images/s, {tokens:.1f} tokens/s, tau {totals.tau:.2f}{accepted}")
-        if totals.failed:
-            kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(totals.kinds.items()))
-            lines.append(f"failed: {kinds}; the first: {totals.first_error}")
+            images, tokens = (self._captioned + failed) / wall, self._tokens / max(1e-9, self._seconds)
+            lines.append(f"{images:.2f} images/s, {tokens:.1f} tokens/s, tau {self.tau:.2f}{accepted}")
+        if failed:
+            kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(self._kinds.items()))
+            lines.append(f"failed: {kinds}; the first: {self._first_error}")
         return lines
 
 

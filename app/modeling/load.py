@@ -18,6 +18,7 @@ from mmspec.app.caption.progress import print_stderr
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.modeling.random_models import SIZES, random_model
 from mmspec.drafters.hub import unreachable_reason
+from mmspec.hints import looks_like_path
 
 if TYPE_CHECKING:
     import torch
@@ -268,14 +269,8 @@ def _check_folder(name: str) -> None:
         )
     elif os.path.exists(name):
         raise UsageError(f"--model {name} is a file: name the folder of the model")
-    elif not name.strip() or _is_local_path(name):
+    elif not name.strip() or "\\" in name or looks_like_path(name):
         raise UsageError(f"--model {name}: no such folder; a hub id is OWNER/NAME, as in llava-hf/llava-1.5-7b-hf")
-
-
-def _is_local_path(name: str) -> bool:
-    """Whether a name can only be a path: absolute, relative by its dots, of a home, or with more than one slash."""
-    parts = name.replace("\\", "/").split("/")
-    return parts[0] in ("", ".", "..") or name.startswith("~") or len(parts) > 2 or parts[-1] == "" or "\\" in name
 
 
 def _hint(name: str, error: Exception) -> str:
