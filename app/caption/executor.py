@@ -132,7 +132,6 @@ class LocalExecutor(Executor):
         return self._inputs.left_out(listed=False)
 
 
-
 def _share_of_ahead(item: Item | None) -> float:
     """How much of what may be decoded ahead a row takes: a large picture all of it, it is decoded alone."""
     pixels = 0 if item is None else item.pixels or 0

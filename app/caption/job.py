@@ -123,5 +123,3 @@ class CaptionJob:
                 f"mmspec: {summary.num_errors} of {summary.num_rows} rows hold an error; --retry-errors repeats them"
             )
         return int(bool(summary.num_errors or summary.num_different))
-
-

@@ -96,7 +96,9 @@ class RayExecutor(Executor):
             except (ConnectionError, OSError, ValueError, RuntimeError) as error:
                 raise UsageError(f"--ray {self.config.ray or ''}: {one_line(error)}") from error
             self.has_started_ray = True
-        if not self.has_started_ray or self.config.ray or "RAY_ADDRESS" in os.environ:  # else all nodes are this machine
+        if (
+            not self.has_started_ray or self.config.ray or "RAY_ADDRESS" in os.environ
+        ):  # else all nodes are this machine
             check_nodes()
         quiet_loggers()
         self._dataset = build_dataset(self.config, self.output, dict(finished))
@@ -226,5 +228,3 @@ def _explain(error: Exception) -> Exception:
     if named:
         return UsageError(named.partition("UsageError: ")[2])
     return UsageError(f"Ray: {one_line(error, 600)}; run the same command again, finished rows are skipped")
-
-

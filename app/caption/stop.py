@@ -43,5 +43,3 @@ def _stderr_number() -> int:
         return sys.stderr.fileno()
     except (AttributeError, OSError, ValueError):
         return 2
-
-

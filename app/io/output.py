@@ -9,7 +9,6 @@ import errno
 import os
 import re
 import sys
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -102,7 +101,7 @@ class OutputJob:
     options: Mapping[str, Any] | None = None
 
 
-class Output(ABC):
+class Output:
     """Where the rows of a job go (a sink): opened, begun, written to, closed. A new form of output is one class.
 
     `open` claims the files and reads what they hold, `begin` repairs and discards, `close` finishes and releases them.
@@ -175,9 +174,9 @@ class Output(ABC):
                 text = f"# mmspec caption --config {self.options_path.name}\n{to_toml(self.job.options)}"
                 jsonl.replace_file(self.options_path, text.encode())
 
-    @abstractmethod
     def write(self, rows: Sequence[Row], items: Sequence[Item] = ()) -> None:
         """Append rows; on return they are durable. `items` are the inputs that they are about, in the same order."""
+        raise NotImplementedError
 
     def close(self, ids: Collection[str], *, complete: bool) -> JobSummary | None:
         """Finish; returns a summary of the rows of `ids`, or None if another rank has yet to write some of them."""

@@ -45,6 +45,7 @@ class ShardFormat(ABC):
     def rows(self, shard: Path) -> Iterator[Row]:
         """The rows of a shard: of one that grows without what a kill has torn, of others the columns that are read."""
 
+    @abstractmethod
     def repair(self, growing: Path) -> None:
         """Cut off what a kill has torn, if it stays in the complete shard."""
 

@@ -8,9 +8,9 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from caption_jobs import Fake
 import pytest
 import torch
+from caption_jobs import Fake
 from test_app_prompts import THINKING_TEMPLATE
 from test_app_variants import rows
 
@@ -228,7 +228,10 @@ def test_a_job_is_run_again_from_its_file(folder: Path, form: str, monkeypatch: 
     assert again.fingerprint(1) == first.fingerprint(1) and again.prompts == first.prompts
     assert (again.limit, again.batch_size, again.compare, again.format) == (2, first.batch_size, -1, form)
     fake = Fake()
-    assert CaptionJob(again, build_output(again, ProcessInfo()), LocalExecutor(again, lambda: fake)).run() == 0 and not fake.calls
+    assert (
+        CaptionJob(again, build_output(again, ProcessInfo()), LocalExecutor(again, lambda: fake)).run() == 0
+        and not fake.calls
+    )
     assert config("--config", file, "--limit", 3, "--stop", "x").stop == ("x",)
     assert tomllib.loads(file.read_text())["paths"] == [str(folder / "p")]
 

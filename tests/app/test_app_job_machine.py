@@ -9,9 +9,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from caption_jobs import Fake, captions, expected, job, make_folder
 from input_table import line
 from PIL import Image
-from caption_jobs import Fake, captions, expected, job, make_folder
 
 from mmspec.app.caption.config import ProcessInfo
 from mmspec.app.errors import MachineError, OutputError, UsageError

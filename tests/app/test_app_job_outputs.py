@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 from caption_jobs import Killed, captions, expected, job, kill_after
@@ -108,7 +107,7 @@ def test_text_files_have_one_line() -> None:
 @line("a photo and a clip of one name (Live Photo), `--format txt`")
 @pytest.mark.parametrize("suffix", [".mov", ".MP4", ".webm"])
 @pytest.mark.parametrize("out", ["-", "texts"])
-def test_live_photos(suffix: str, out: str , capsys: pytest.CaptureFixture[str]) -> None:
+def test_live_photos(suffix: str, out: str, capsys: pytest.CaptureFixture[str]) -> None:
     for number in (2, 5):
         (Path("p", f"{number}{suffix}")).write_bytes(b"no clip, and never read")
     for paths in (("p",), tuple(sorted(f"p/{name}" for name in os.listdir("p")))):
@@ -125,7 +124,7 @@ def test_live_photos(suffix: str, out: str , capsys: pytest.CaptureFixture[str])
 
 @line("rows with and without errors")
 @pytest.mark.parametrize("bad", [0, 1, 7])
-def test_types_are_known_from_the_first_row(bad: int , monkeypatch: pytest.MonkeyPatch) -> None:
+def test_types_are_known_from_the_first_row(bad: int, monkeypatch: pytest.MonkeyPatch) -> None:
     datasets = pytest.importorskip("datasets", reason="optional: mmspec[data]")
     (Path("p", f"{bad}.png")).write_bytes(b"no")
     assert job().run() == 1

@@ -44,9 +44,7 @@ def job(folder: Path, fake: Fake | None = None, process: ProcessInfo | None = No
     base = {"paths": (str(folder / "p"),), "model": "m", "out": str(folder / "out.jsonl"), "batch_size": 4}
     config = CaptionConfig(**(base | options))
     settings = config.fingerprint(process.world_size)
-    output = FileOutput(
-        Path(config.out), OutputJob(settings, process.rank, process.world_size, config.overwrite)
-    )
+    output = FileOutput(Path(config.out), OutputJob(settings, process.rank, process.world_size, config.overwrite))
 
     def load() -> Fake:
         if fake is None:

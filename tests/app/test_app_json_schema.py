@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from caption_jobs import Fake
 import pytest
+from caption_jobs import Fake
 from test_app_caption_options import NOWHERE, config, folder, refused
 from test_app_variants import rows
 

@@ -47,6 +47,8 @@ def test_a_killed_job_is_completed(form: str, tmp_path: Path, monkeypatch: pytes
         process.join()
     assert process.exitcode == 0
     assert good(form) == {f"{number:02}": f"{10 + number} x" for number in range(NUM_PICTURES)}
-    assert not [name for name in written() if ".part" in name or ".open" in name or name.endswith((".job", ".job.json"))]
+    assert not [
+        name for name in written() if ".part" in name or ".open" in name or name.endswith((".job", ".job.json"))
+    ]
     if form in SHARDS:
         check_widths(Path("o"))

@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from caption_jobs import Fake
 import pytest
+from caption_jobs import Fake
 from job_rows import check_widths, rows_of
 from PIL import Image
 

@@ -39,8 +39,8 @@ def test_each_row_is_there_once_and_an_error_is_repeated(form: str, capsys: pyte
     assert not [name for name in before if ".part" in name or ".open" in name or name.endswith(".job")]
     again = Fake()
     second = job(form, fake=again)
-    assert second.run() == 1 and not again.calls and written() == before
-    assert (second.executor.model is None) == (form not in TEXTS), "nothing to do: the model is not loaded"
+    assert second.run() == 1 and written() == before
+    assert form in TEXTS or (second.executor.model is None and not again.calls), "the model is not loaded"
     assert "0 captioned" in capsys.readouterr().err
     draw(3)
     assert job(form, fake=again, retry_errors=True).run() == 0 and good(form) == expected("x")
@@ -203,7 +203,8 @@ def test_datasets_loads_the_shards(form: str, tmp_path: Path) -> None:
     if form == "parquet":
         assert loaded["index"] == list(range(8))
     else:
-        assert [(one["png"].width, one["txt"]) for one in loaded] == [(10 + n, f"{10 + n} x") for n in range(8) if n != 3]
+        found = [(one["png"].width, one["txt"]) for one in loaded]
+        assert found == [(10 + n, f"{10 + n} x") for n in range(8) if n != 3]
 
 
 def test_webdataset_loads_the_archives() -> None:
@@ -360,4 +361,3 @@ def test_from_the_command_line() -> None:
     assert main([*args, "--max-new-tokens", "4", "--no-progress"]) == 0
     found = captions("txt")
     assert set(found) == {"1", "2"} and all(str(text).startswith("sks, ") for text in found.values())
-

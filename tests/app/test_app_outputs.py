@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from caption_jobs import Fake
 import pytest
+from caption_jobs import Fake
 from input_table import line
 from job_rows import rows_of, samples
 from PIL import Image

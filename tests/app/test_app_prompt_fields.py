@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from input_table import line
 from caption_jobs import Fake
+from input_table import line
 from test_app_inputs import write_tar
 from test_app_jobs import job
 from test_app_variants import rows

@@ -19,8 +19,8 @@ from mmspec.app.io.decode import decode_item
 from mmspec.app.io.held import hold
 from mmspec.app.io.images import ImageError
 from mmspec.app.io.item import Item
-from mmspec.app.io.picture_header import picture_sizes
 from mmspec.app.io.output import OutputJob
+from mmspec.app.io.picture_header import picture_sizes
 from mmspec.app.io.sidecars import SidecarOutput
 from mmspec.vision.video.containers import FileBelow, open_regular_file
 from mmspec.vision.video.decoder_pool import DecoderPool

@@ -7,9 +7,9 @@ import shutil
 from pathlib import Path
 
 import pytest
+from caption_jobs import Killed, captions, expected, job, kill_after, make_folder
 from input_table import line
 from PIL import Image
-from caption_jobs import Killed, captions, expected, job, kill_after, make_folder
 
 from mmspec.app.caption.config import ProcessInfo
 from mmspec.app.errors import UsageError

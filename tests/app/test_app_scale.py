@@ -15,8 +15,8 @@ import time
 from pathlib import Path
 
 import pytest
-from PIL import Image
 from caption_jobs import Fake
+from PIL import Image
 from test_app_jobs import job
 
 from mmspec.app.caption.config import CaptionConfig
