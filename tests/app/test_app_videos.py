@@ -33,7 +33,7 @@ from video_files import (
 )
 
 import mmspec
-from mmspec.app.caption import job as jobs
+from mmspec.app.caption import executor
 from mmspec.app.caption.config import CaptionConfig
 from mmspec.app.cli.main import main
 from mmspec.app.io.images import Video
@@ -98,7 +98,7 @@ def moving() -> tuple[Any, Any]:
 def family(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
     """What `--model tiny` loads: the tiny LLaVA-NeXT-Video."""
     model, processor = moving()
-    monkeypatch.setattr(load, "_random", lambda *_: (model, processor))
+    monkeypatch.setattr(load, "_bundled", lambda *_: (model, processor))
     return model, processor
 
 
@@ -248,7 +248,7 @@ def spied(monkeypatch: pytest.MonkeyPatch, code: str = "") -> list[None]:
 
 def test_a_crash_is_a_row_and_the_job_goes_on(clips: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     started = spied(monkeypatch, FAULTY_READER)
-    monkeypatch.setattr(jobs, "DecoderPool", partial(DecoderPool, timeout_s=4))
+    monkeypatch.setattr(executor, "DecoderPool", partial(DecoderPool, timeout_s=4))
     for name in ("abort", "hang", "segv"):
         (clips / f"{name}.mp4").write_bytes((clips / "a.mp4").read_bytes())
     write_video(clips / "z.mp4", 5)
