@@ -28,7 +28,7 @@ from research.bench.peers.base import PeerPrompt
 from research.bench.peers.in_process import PatchedPeer
 from research.bench.peers.registry import baseline_peer
 from research.bench.shape import contexts
-from research.bench.shape.contexts import ContextBench, RoundTime
+from research.bench.shape.contexts import ContextBench, RoundTime, full_attention_layers
 from research.bench.shape.models import (
     TEXT_SHAPES,
     build_shape_drafter,
@@ -155,6 +155,17 @@ def test_bad_shapes_and_taus_are_refused(capsys: Any) -> None:
     assert find_shape("LLaVA-1.5-7B").num_hidden_layers == 32
     assert main(["--shape", "tiny", "--drafters", "hybrid"]) == 2
     assert "none, oracle, msd and flash" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", TEXT_SHAPES)
+def test_sizes_of_the_layers_that_read_all_positions_are_known(name: str) -> None:
+    shape = TEXT_SHAPES[name]
+    layers = full_attention_layers(AutoConfig.for_model(shape.model_type, **config_fields(shape)))
+    assert layers and all(layer.num_key_value_heads and layer.num_attention_heads for layer in layers)
+    sizes = {getattr(layer, "head_dim", None) or shape.hidden_size // shape.num_attention_heads for layer in layers}
+    assert sizes == {
+        shape.config.get("global_head_dim") or shape.head_dim or shape.hidden_size // shape.num_attention_heads
+    }
 
 
 def test_rounds_behind_contexts(tmp_path: Path, capsys: Any) -> None:

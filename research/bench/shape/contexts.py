@@ -88,6 +88,13 @@ def random_cache(model: PreTrainedModel, context: int) -> Any:
     return cache
 
 
+def full_attention_layers(config: Any) -> list[Any]:
+    """The config of each layer that reads all positions: one for all of them, but where their sizes differ."""
+    configs = getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    return [one for one, kind in zip(configs, kinds, strict=True) if kind == "full_attention"]
+
+
 def measure_peak(dtype: torch.dtype, rows: int) -> float:
     """Multiplications with addition per second of products of so many rows, on weights in the cache."""
     weight = torch.randn(PEAK_SIZE, PEAK_SIZE).to(dtype)
@@ -160,11 +167,11 @@ class ContextBench:
     def roofs(self, rows: Sequence[RoundTime], bytes_per_s: float) -> list[RoundTime]:
         """The same with roofs: weights, keys and values read once, and their products with every node."""
         config, weights, itemsize = self.model.config, text_weight_bytes(self.model), self.model.dtype.itemsize
-        head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-        layers = sum(kind == "full_attention" for kind in kinds)  # what others read does not grow
-        keys_and_values = 2 * layers * config.num_key_value_heads * head
-        attention = 2 * layers * config.num_attention_heads * head
+        keys_and_values = attention = 0
+        for layer in full_attention_layers(config):  # what others read does not grow
+            head = getattr(layer, "head_dim", None) or config.hidden_size // config.num_attention_heads
+            keys_and_values += 2 * layer.num_key_value_heads * head
+            attention += 2 * layer.num_attention_heads * head
         kind = self.model.device.type
         nodes = {"generate": 1, "none": 1} | {f"{count} nodes": count for count in NODES[kind]}
         peak = measure_peak(torch.float32, 64) if kind == "cpu" else math.inf  # a GPU's is far away
