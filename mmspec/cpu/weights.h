@@ -72,12 +72,9 @@ __attribute__((target("avx2,fma,f16c"))) static void narrow(const float *from, i
     memcpy(to, from, (size_t)n * sizeof(float));
     return;
   }
-  for (int64_t i = 0; i < n; i += 4) {
-    float part[4] = {0};
-    memcpy(part, from + i, (size_t)(n - i < 4 ? n - i : 4) * sizeof(float));
-    const __m128i bits = narrow4(_mm_loadu_ps(part), type);
-    memcpy(out + i, &bits, (size_t)(n - i < 4 ? n - i : 4) * sizeof(uint16_t));
-  }
+  int64_t i = 0;
+  for (; i + 4 <= n; i += 4) _mm_storel_epi64((__m128i *)(out + i), narrow4(_mm_loadu_ps(from + i), type));
+  for (; i < n; i++) out[i] = (uint16_t)_mm_cvtsi128_si32(narrow4(_mm_load_ss(from + i), type));
 }
 
 /* n numbers of a float type as float32. */
