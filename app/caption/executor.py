@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 from mmspec.app.caption.config import CaptionConfig, ProcessInfo
 from mmspec.app.caption.plan import LARGE_PIXELS, RowPlan, skip_finished
@@ -30,47 +30,34 @@ Results = Iterator[tuple[list[Row], list[Item]]]
 """The rows of each batch, and what they are about."""
 
 
-class Executor(ABC):
+class Executor(Protocol):
     """Who plans the batches of a job and captions them: this process, or a cluster.
 
     Attributes:
         process: which of the rows are this process's.
         model: what is loaded in this process; None: nothing, or not yet.
-        ids: of the rows of the job, of all processes; complete once all results were taken.
     """
 
-    def __init__(self, config: CaptionConfig, process: ProcessInfo) -> None:
-        self.config, self.process = config, process
-        self.model: CaptionModel | None = None
-        self.ids: set[str] = set()
+    process: ProcessInfo
+    model: CaptionModel | None
 
-    @property
-    @abstractmethod
-    def num_finished(self) -> int:
-        """Rows of this process that were there before this run."""
-
-    @abstractmethod
-    def prepare(
-        self, inputs: Inputs, finished: Mapping[str, Finished], is_pending: Callable[[Item], bool]
-    ) -> RowPlan | None:
-        """Begin to plan; returns the plan, or None where no row is pending.
+    def prepare(self, plan: RowPlan, inputs: Inputs, finished: Mapping[str, Finished]) -> bool:
+        """Begin to plan; returns whether a row may be pending.
 
         Args:
+            plan: of the job; its `ids` and `num_finished` are complete once all results are taken.
             finished: the rows that exist.
-            is_pending: whether a row is to be captioned.
         """
 
-    @abstractmethod
     def results(self, stop: GracefulStop, on_decoded: Callable[[Item, Media], None]) -> Results:
         """Caption the batches until `stop` has a signal; `on_decoded` is called with what this process decodes."""
 
-    @abstractmethod
     def left_out(self) -> Sequence[str]:
         """What archives and remote folders hold besides the rows, as lines; known once they were read."""
 
 
-class LocalExecutor(Executor):
-    """Captions in this process, with pictures decoded ahead."""
+class LocalExecutor:
+    """Captions in this process, with pictures decoded ahead. See `Executor`."""
 
     def __init__(
         self, config: CaptionConfig, load: Callable[[], CaptionModel], process: ProcessInfo | None = None
@@ -81,25 +68,18 @@ class LocalExecutor(Executor):
             load: loads the model; called after all other checks, and only if rows are pending.
             process: rank and world size; a single process by default.
         """
-        super().__init__(config, process or ProcessInfo())
-        self.load = load
+        self.config, self.load, self.process = config, load, process or ProcessInfo()
+        self.model: CaptionModel | None = None
 
-    @property
-    def num_finished(self) -> int:
-        return self._plan.num_finished
-
-    def prepare(
-        self, inputs: Inputs, finished: Mapping[str, Finished], is_pending: Callable[[Item], bool]
-    ) -> RowPlan | None:
-        self._inputs = inputs
-        self._plan = RowPlan(self.config, self.process, is_pending, self._count_tokens, self.ids)
-        batches = self._plan.batches(inputs.rows(skip_finished(finished, self.config)))
+    def prepare(self, plan: RowPlan, inputs: Inputs, finished: Mapping[str, Finished]) -> bool:
+        self._plan, self._inputs = plan, inputs
+        plan.count_tokens = lambda width, height: self._loaded().count_tokens(width, height)
+        batches = plan.batches(inputs.rows(skip_finished(finished, self.config)))
         first = next(batches, None)
         self._batches = itertools.chain([] if first is None else [first], batches)
-        if first is None:
-            return None
-        self._loaded()
-        return self._plan
+        if first is not None:
+            self._loaded()
+        return first is not None
 
     def _loaded(self) -> CaptionModel:
         """The model, which is loaded once a row is pending: to plan pictures, else when the first batch is planned."""
@@ -110,10 +90,6 @@ class LocalExecutor(Executor):
                 check_several_pictures(self.config.model)
             self.model = self.load()
         return self.model
-
-    def _count_tokens(self, width: int, height: int) -> int | None:
-        """Visual tokens of a picture."""
-        return self._loaded().count_tokens(width, height)
 
     def results(self, stop: GracefulStop, on_decoded: Callable[[Item, Media], None]) -> Results:
         if self.model is None:

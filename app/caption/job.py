@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from mmspec.app.caption.config import CaptionConfig
 from mmspec.app.caption.executor import Executor
 from mmspec.app.caption.pending import is_pending, survey
+from mmspec.app.caption.plan import RowPlan
 from mmspec.app.caption.progress import CaptionProgress, comparison_lines, file_line, print_stderr
 from mmspec.app.caption.report import JobReport
 from mmspec.app.caption.stop import GracefulStop
@@ -52,25 +53,26 @@ class CaptionJob:
         inputs = Inputs(config.paths, config.source_options(self.output.base), self.output.own_files())
         inputs.check()
         self._finished = self.output.open()
+        plan = RowPlan(config, self.process, self._is_pending)
         complete = False
         try:
             total, replaced = survey(inputs, config, self.process, self._finished)
             self._print([*inputs.left_out(listed=True), *replaced])
-            plan = executor.prepare(inputs, self._finished, self._is_pending)
-            self._print([] if plan is None else [plan.describe(total)])
+            if executor.prepare(plan, inputs, self._finished):
+                self._print([plan.describe(total)])
             self.output.begin(config.retry_errors)
             label = f"rank {self.process.rank}" if self.process.world_size > 1 else "caption"
             show = config.progress if self.process.rank == 0 else False
             on_decoded = self._job_report.add_picture if self._job_report else lambda item, media: None
-            with GracefulStop() as stop, CaptionProgress(total, executor.num_finished, show, label) as progress:
+            with GracefulStop() as stop, CaptionProgress(total, plan.num_finished, show, label) as progress:
                 for rows, items in executor.results(stop, on_decoded):
                     self._write(rows, items, progress)
                     if stop.signal:
                         break
             complete = not stop.signal
         finally:
-            summary = self.output.close(executor.ids, complete=complete)
-        self._report(progress, stop, summary)
+            summary = self.output.close(plan.ids, complete=complete)
+        self._report(progress, plan.num_finished, stop, summary)
         self._print(executor.left_out())
         return 128 + stop.signal if stop.signal else self._exit_code(summary)
 
@@ -93,9 +95,9 @@ class CaptionJob:
     def _is_pending(self, item: Item) -> bool:
         return is_pending(item, self._finished, self.config) and item.id not in self._retried
 
-    def _report(self, progress: CaptionProgress, stop: GracefulStop, summary: JobSummary | None) -> None:
+    def _report(self, progress: CaptionProgress, skipped: int, stop: GracefulStop, summary: JobSummary | None) -> None:
         model = self.executor.model
-        lines = progress.summary(self.executor.num_finished, model.acceptance if model else None)
+        lines = progress.summary(skipped, model.acceptance if model else None)
         lines += comparison_lines(model.comparison, model.dtype != "float32") if model else []
         if self.config.writes_texts:
             lines.append(f"text files {'beside the pictures' if self.config.out == '-' else f'in {self.config.out}'}")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from mmspec.app.caption.config import CaptionConfig, ProcessInfo
-from mmspec.app.caption.executor import Executor, Results
+from mmspec.app.caption.executor import Results
 from mmspec.app.caption.job import CaptionJob
 from mmspec.app.caption.plan import RowPlan
 from mmspec.app.caption.progress import print_stderr
@@ -28,6 +28,7 @@ from mmspec.app.caption.ray_stages import (
     plan_job,
 )
 from mmspec.app.caption.report import JobReport
+from mmspec.app.caption.rows import CaptionModel
 from mmspec.app.caption.stop import GracefulStop
 from mmspec.app.errors import UsageError, one_line
 from mmspec.app.io.images import Media
@@ -62,8 +63,8 @@ def run_on_ray(config: CaptionConfig, output: Output, report: JobReport | None =
                 ray.shutdown()
 
 
-class RayExecutor(Executor):
-    """Captions on a Ray cluster, batches as of one process.
+class RayExecutor:
+    """Captions on a Ray cluster, batches as of one process. See `Executor`.
 
     Attributes:
         has_started_ray: it was not running in this process before.
@@ -71,22 +72,16 @@ class RayExecutor(Executor):
 
     def __init__(self, config: CaptionConfig, output: Output) -> None:
         """Set up; Ray starts in `prepare`."""
-        super().__init__(config, ProcessInfo())
-        self.output, self._num_before = output, 0
+        self.config, self.output, self.process = config, output, ProcessInfo()
+        self.model: CaptionModel | None = None
         self.has_started_ray = False
         self._end: EndOfPlan | None = None
 
-    @property
-    def num_finished(self) -> int:
-        return self._end.num_finished if self._end else self._num_before
-
-    def prepare(
-        self, inputs: Inputs, finished: Mapping[str, Finished], is_pending: Callable[[Item], bool]
-    ) -> RowPlan | None:
+    def prepare(self, plan: RowPlan, inputs: Inputs, finished: Mapping[str, Finished]) -> bool:
         import ray
 
-        self.ids.update(finished)
-        self._num_before = len(finished)
+        self._plan, plan.num_finished = plan, len(finished)
+        plan.ids.update(finished)
         if not ray.is_initialized():
             try:
                 local = {} if self.config.ray else {"include_dashboard": False}
@@ -102,17 +97,17 @@ class RayExecutor(Executor):
             check_nodes()
         quiet_loggers()
         self._dataset = build_dataset(self.config, self.output, dict(finished))
-        return RowPlan(self.config, self.process, is_pending)  # as a node makes it
+        return True
 
     def results(self, stop: GracefulStop, on_decoded: Callable[[Item, Media], None]) -> Results:
         number = 0
         for record in self._dataset.iter_rows():
             value = record[COLUMN]
             if isinstance(value, EndOfPlan):
-                self._end = value
+                self._end, self._plan.num_finished = value, value.num_finished
             elif isinstance(value, CaptionedBatch):
                 number += 1
-                self.ids.update(item.id for item in value.items)
+                self._plan.ids.update(item.id for item in value.items)
                 yield value.rows, value.items
             if stop.signal:
                 return

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from mmspec.app.errors import UsageError
+from mmspec.app.io.text import is_valid
 from mmspec.files import atomic_write
 from mmspec.files import sync_folder as sync_folder
 
@@ -39,17 +40,9 @@ def encode_row(row: Row) -> bytes:
     if "error" in row and row["error"] is None:
         row = row | {"error": {}}
     text = json.dumps(row, ensure_ascii=False)
-    if len(text.splitlines()) > 1 or not _encodable(text):
+    if len(text.splitlines()) > 1 or not is_valid(text):
         text = json.dumps(row)
     return text.encode() + b"\n"
-
-
-def _encodable(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # a file name that is not UTF-8, as the operating system gave it
-        return False
-    return True
 
 
 def iter_rows(path: Path) -> Iterator[tuple[Row, int, int]]:

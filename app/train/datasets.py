@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -56,38 +55,19 @@ MAX_NAMED_SKIPS = 8
 """Requests that are left out, each of which is named."""
 
 
-class Requests(ABC):
-    """A `RequestDataset` in which a request that cannot be used is counted, and the next one takes its place.
+class StandIns:
+    """Requests that cannot be used are counted, and the next one takes the place of each, in every run alike.
 
     Attributes:
-        left_out: the numbers of those.
+        left_out: their numbers.
     """
 
     def __init__(self, count: int) -> None:
         self.count = count
         self.left_out: set[int] = set()
 
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> Request:
-        return self.request(index)
-
-    @property
-    @abstractmethod
-    def digest(self) -> str:
-        """Hash of all that is asked."""
-
-    @abstractmethod
-    def read(self, number: int) -> Request:
-        """A request; ImageError: it cannot be used."""
-
-    @abstractmethod
-    def name(self, number: int) -> str:
-        """The same for messages."""
-
-    def request(self, index: int, part: range | None = None) -> Request:
-        """Request `index`, or what stands in for it: the next one of a part of the data, any if the part has none.
+    def find(self, index: int, part: range | None = None) -> int:
+        """Which request is in the place of `index`: itself, the next one of a part, or any if the part has none.
 
         Args:
             part: None for all.
@@ -95,36 +75,22 @@ class Requests(ABC):
         Raises:
             UsageError: none can be used.
         """
-        while True:
-            number = self._find(index, part)
-            try:
-                return self.read(number)
-            except ImageError as error:
-                self._leave_out(number, error)
-
-    def reject(self, index: int, error: Exception, part: range | None = None) -> bool:
-        """As `RequestDataset`, of a part."""
-        self._leave_out(self._find(index, part), error)
-        return True
-
-    def _find(self, index: int, part: range | None) -> int:
         part = part or range(self.count)
         for number in (*range(index, part.stop), *range(part.start, index), *range(self.count)):
             if number not in self.left_out:
                 return number
         raise UsageError(f"--data: none of the {self.count} requests can be used")
 
-    def _leave_out(self, number: int, error: Exception) -> None:
+    def leave_out(self, number: int, name: str, error: Exception) -> None:
+        """Count a request that cannot be used."""
         self.left_out.add(number)
         total = len(self.left_out)
         if total <= MAX_NAMED_SKIPS or total & (total - 1) == 0:  # then each time that it has doubled
             count = f"{total} of {self.count} so far"
-            print_stderr(
-                f"mmspec: skipped {self.name(number)}: {one_line(error)} ({count}; the next one takes its place)"
-            )
+            print_stderr(f"mmspec: skipped {name}: {one_line(error)} ({count}; the next one takes its place)")
 
 
-class FileData(Requests):
+class FileData:
     """Requests about images and videos that the user names; a list may bring prompts and answers."""
 
     def __init__(self, paths: Sequence[str], source: SourceOptions | None = None, prompt: str | None = None) -> None:
@@ -140,10 +106,13 @@ class FileData(Requests):
         inputs.check()
         self._spool, self._prompt = Spool(), prompt
         self.items = [self._spool.keep(item) for item in inputs.rows(lambda ident: False)]
-        super().__init__(len(self.items))
         for line in inputs.left_out():
             print_stderr(f"mmspec: {line}")
+        self.stand_ins = StandIns(len(self.items))
         self.decoders = DecoderPool()  # starts no process before there is a file to decode
+
+    def __len__(self) -> int:
+        return len(self.items)
 
     @property
     def digest(self) -> str:
@@ -151,17 +120,33 @@ class FileData(Requests):
         listed = json.dumps([(str(item.path), item.resolve_prompt(self._prompt), item.answer) for item in self.items])
         return hashlib.sha256(listed.encode()).hexdigest()[:16]
 
-    def read(self, number: int) -> Request:
-        """A request with its media."""
-        item = self.items[number]
-        if (fault := find_fault(item.answer or "")) is not None:
-            raise ImageError("BadText", f"the answer {fault}")
-        media = decode_item(item, Uniform(FRAMES), MAX_PIXELS, self.decoders)
-        return Request(media, item.resolve_prompt(self._prompt, isinstance(media, Video)), item.answer)
+    def __getitem__(self, index: int) -> Request:
+        return self.request(index)
 
-    def name(self, number: int) -> str:
-        """The id of its row."""
-        return self.items[number].id
+    def request(self, index: int, part: range | None = None) -> Request:
+        """Request `index` of a part of the data, or what stands in for it (`StandIns`).
+
+        Raises:
+            UsageError: none can be read.
+        """
+        while True:
+            number = self.stand_ins.find(index, part)
+            item = self.items[number]
+            try:
+                if (fault := find_fault(item.answer or "")) is not None:
+                    raise ImageError("BadText", f"the answer {fault}")
+                media = decode_item(item, Uniform(FRAMES), MAX_PIXELS, self.decoders)
+            except ImageError as error:
+                self.stand_ins.leave_out(number, item.id, error)
+            else:
+                question = item.resolve_prompt(self._prompt, isinstance(media, Video))
+                return Request(media, question, item.answer)
+
+    def reject(self, index: int, error: Exception, part: range | None = None) -> bool:
+        """As `RequestDataset`, of a part."""
+        number = self.stand_ins.find(index, part)
+        self.stand_ins.leave_out(number, self.items[number].id, error)
+        return True
 
 
 class Subset:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -115,18 +113,11 @@ def _rope_theta(text: Any) -> float:
 
 def init_head(config: Any, seed: int, method: HeadMethod) -> Any:
     """Fresh weights, the same for every drafter of a run; torch's generators stay as they are."""
-    with seeded(seed):
-        return method.classes().head(config)
-
-
-@contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Within the context torch draws what follows from a seed; its generators stay as they are."""
     import torch
 
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        yield
+        return method.classes().head(config)
 
 
 def load_start_head(options: TrainOptions, name: str, teacher: Any) -> tuple[Any, Any, Any]:
@@ -215,9 +206,12 @@ def build_train_compressor(options: TrainOptions, hidden_size: int, stored: Any)
 
 def seeded_compressor(spec: str, hidden_size: int, seed: int) -> Any:
     """A compressor with fresh weights; torch's generators stay as they are."""
+    import torch
+
     from mmspec.vision.registry import init_compressor
 
-    with seeded(seed):
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
         return init_compressor(spec, hidden_size)
 
 

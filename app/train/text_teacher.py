@@ -14,31 +14,35 @@ from mmspec.app.errors import UsageError, one_line
 from mmspec.app.io.text import decode_text, find_fault
 from mmspec.app.modeling.text import TextCaptioner
 from mmspec.app.train.data import Teacher
-from mmspec.app.train.datasets import Request, Requests
+from mmspec.app.train.datasets import Request, StandIns
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-class TextRequests(Requests):
-    """Questions without images."""
+class TextRequests:
+    """Questions without images. A `RequestDataset`."""
 
     def __init__(self, questions: Sequence[str]) -> None:
-        super().__init__(len(questions))
         self.questions = list(questions)
+        self._stand_ins = StandIns(len(self.questions))
+
+    def __len__(self) -> int:
+        return len(self.questions)
+
+    def __getitem__(self, index: int) -> Request:
+        return Request([], self.questions[self._stand_ins.find(index)])
+
+    def reject(self, index: int, error: Exception) -> bool:
+        """As `RequestDataset`."""
+        number = self._stand_ins.find(index)
+        self._stand_ins.leave_out(number, repr(self.questions[number][:40]), error)
+        return True
 
     @property
     def digest(self) -> str:
         """Hash of the questions."""
         return hashlib.sha256(json.dumps(self.questions).encode()).hexdigest()[:16]
-
-    def read(self, number: int) -> Request:
-        """A question without media."""
-        return Request([], self.questions[number])
-
-    def name(self, number: int) -> str:
-        """Its beginning."""
-        return repr(self.questions[number][:40])
 
 
 class TextTeacher(Teacher):

@@ -101,7 +101,7 @@ def test_training_skips_broken_pictures_in_every_run_alike(named: str, capsys: p
         data = FileData([named])
         values = {index: shade(data[index].media) for index in order}
         assert [values[index] for index in range(COUNT)] == [10, 10, 20, 40, 40, 50]
-        assert data.left_out == set(BROKEN)
+        assert data.stand_ins.left_out == set(BROKEN)
         assert "2 of 6 so far" in capsys.readouterr().err
         data.decoders.close()
 
