@@ -122,10 +122,10 @@ class TrainOptions(TableOptions):
     visual_mode: str | None = option(
         None, "how visual tokens enter the head (as the drafter's)", _SET, choices=(*VISUAL_MODES, "mixed")
     )
-    head_layers: int = _number(1, "decoder layers of a dspark or dflash2 head (1)")
+    head_layers: int = _number(1, "decoder layers of a dspark, dflash2 or lilicorr head (1)")
     layers: tuple[int, ...] | None = option(
         None,
-        "hidden states that the head reads, 0 to all (2,N/2,N-3; dspark and dflash2 also N-1)",
+        "hidden states that the head reads, 0 to all (2,N/2,N-3; dspark, dflash2 and lilicorr also N-1)",
         _SET,
         parse=parse_layers,
     )

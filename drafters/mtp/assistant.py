@@ -186,10 +186,11 @@ class AssistantDrafter(OwnDrafter):
 
     def _agrees(self, state: DraftState, backend: CDraft) -> bool:
         """Whether a small tree in C is that of the assistant's own forward, up to rounding and near-ties."""
-        top_k, sizes = CHECKED_TOP_K, {"max_nodes": 1 + CHECKED_TOP_K + CHECKED_TOP_K**2, "num_levels": 2}
-        if state.logit_bias.shape[0] < top_k or (mine := backend.tree(state, top_k, *sizes.values())) is None:
+        top_k, max_nodes, num_levels = CHECKED_TOP_K, 1 + CHECKED_TOP_K + CHECKED_TOP_K**2, 2
+        mine = None if len(state.logit_bias) < top_k else backend.tree(state, top_k, max_nodes, num_levels)
+        if mine is None:
             return False
-        want = expand_levels(state, AssistantExpander(self, state), top_k, **sizes)
+        want = expand_levels(state, AssistantExpander(self, state), top_k, max_nodes=max_nodes, num_levels=num_levels)
         assert mine.scores is not None and want.scores is not None
         is_half = state.last_hidden.dtype is not torch.float32
         likely = mine.node_mask & want.node_mask

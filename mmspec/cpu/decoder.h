@@ -158,13 +158,13 @@ INLINE void NAME(add_branch)(const decoding *s, const float *norm, const float *
   meet(s->team);
 }
 
-/* Attention of one layer and its projections. */
+/* Attention of one layer and its projections, from `x` to `x`; to `branch` where the layer has taps. */
 INLINE void NAME(self_attention)(const decoding *s, const decoder_layer *l, float *own, int64_t *next) {
   const decoder *d = s->d;
   const int64_t R = d->batch * d->nodes, D = d->hidden_size, width = d->num_heads * d->head_dim;
   const int64_t kv_width = d->num_kv_heads * d->head_dim;
   const float *const norm = l->attention_out_norm;
-  const int type = (int)d->type, is_added = !norm && d->residual_scale == 1;
+  const int type = (int)d->type, is_added = !norm && d->residual_scale == 1 && !l->num_taps;
   float *const keys = s->qkv + query_heads(d) * d->head_dim;
   const part qkv[] = {{&l->q, l->q_bias, s->qkv, query_heads(d) * d->head_dim},
                       {&l->k, l->k_bias, keys, kv_width},
@@ -180,7 +180,7 @@ INLINE void NAME(self_attention)(const decoding *s, const decoder_layer *l, floa
   NAME(pack_groups)(&l->o, s->attended, R, NULL, 0, own);
   NAME(multiply_parts)(&(rows){own, R, width, D, is_added, type, 0}, &o, 1, next + 2);
   meet(s->team);
-  if (!is_added) NAME(add_branch)(s, norm, NULL, next + 5);
+  if (!is_added && !l->num_taps) NAME(add_branch)(s, norm, NULL, next + 5);
 }
 
 #include "experts.h"
@@ -188,7 +188,7 @@ INLINE void NAME(self_attention)(const decoding *s, const decoder_layer *l, floa
 
 /* Whether what the feed-forward of a layer returns is added by its last product. */
 static inline int adds_directly(const decoder *d, const decoder_layer *l) {
-  return !l->mlp_out_norm && d->residual_scale == 1 && !d->is_parallel;
+  return !l->mlp_out_norm && d->residual_scale == 1 && !d->is_parallel && !l->num_taps;
 }
 
 /* The feed-forward of one layer, from `x` to `x` or `branch`. */

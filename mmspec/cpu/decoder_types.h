@@ -47,6 +47,10 @@ typedef struct {
   const float *state;    /* [rows, num_value_heads, key_size, value_size] */
   float *next_state;     /* the same behind the last node of each row */
   float *mixed, *rates;  /* [rows * nodes, channels]; [rows * nodes, 2, num_value_heads] logarithm of decay, write */
+  /* A layer of a block of positions whose two parts each stand between two mixtures of neighbours (dspark.h). */
+  weights attention_changes, mlp_changes; /* [2 * num_taps * groups, D]: of a normalised input, what is added to the taps */
+  const float *attention_taps, *mlp_taps; /* [2, num_taps, D] */
+  int64_t num_taps;                       /* 0 for none */
   const float *cos, *sin; /* [P, rotary_size] of this layer; NULL: those of the decoder */
   float *hidden;          /* [batch * nodes, hidden_size] output of the layer, or NULL */
   int64_t capacity;
@@ -138,7 +142,7 @@ typedef struct {
 #define MOST_QUERIES 6  /* that are multiplied at once */
 #define MANY_QUERIES 64 /* whose scores are kept at once */
 #define VALUES 32       /* positions whose values are weighed at once */
-#define LAYER_PHASES 11 /* of a layer; 5 and 6 for what is added, from 7 on for per-layer inputs or a mixer */
+#define LAYER_PHASES 14 /* of a layer; 5 and 6 for what is added, from 7 on for per-layer inputs or a mixer; all with taps */
 #define MOST_LAYER_INPUTS 1024 /* `per_layer_size` */
 #define EXPERT_PHASES 5 /* of a layer with experts, besides two for each of them */
 #define MAX_LANES 16

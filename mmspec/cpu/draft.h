@@ -11,8 +11,8 @@ INLINE VEC NAME(scaled_logits)(const draft *h, VEC x) {
   return NAME(round)(NAME(round)(NAME(tanh)(NAME(round)(x / cap, type)), type) * cap, type);
 }
 
-/* The logits `z` of one node, completed by the block's, bias and noise; those of clusters are complete. The W largest go to
-   `top`, falling, their tokens to `token`. */
+/* The logits `z` of one node, completed by the block's, bias and noise; those of clusters and of pairs are complete. The W
+   largest go to `top`, falling, their tokens to `token`. */
 INLINE void NAME(top_logits)(const drafting *g, int64_t level, int64_t b, float *z, float *top, int64_t *token) {
   const draft *h = g->h;
   const int64_t V = num_logits(h), W = h->d.nodes;
@@ -23,7 +23,7 @@ INLINE void NAME(top_logits)(const drafting *g, int64_t level, int64_t b, float 
   for (int64_t v = 0; v < V; v += LANES) {
     const int64_t n = min64(LANES, V - v);
     VEC x = NAME(load_some)((base ? base : z) + v, n);
-    if (!h->num_best) {
+    if (!h->num_best && !h->pair_size) {
       x = NAME(scaled_logits)(h, x);
       if (base && is_corrected(h, level)) x += NAME(load_some)(z + v, n);
       x = (x + NAME(load_some)(h->bias + v, n)) * factor;
@@ -51,6 +51,17 @@ INLINE float NAME(log_confidence)(const draft *h, const float *feature, const fl
   return fminf(logit, 0) - log1pf(expf(-fabsf(logit)));
 }
 
+/* The complete scores of the candidates of a level behind one node, to `z`. */
+static void NAME(pair_scores)(const drafting *g, int64_t level, int64_t row, float *z) {
+  const draft *h = g->h;
+  const int64_t C = h->pair_size, at = (level ? row / h->d.nodes : row) * h->levels + level;
+  const float *const scores = h->pairs + (at * C + (level ? g->ids[row] : 0)) * C;
+  for (int64_t i = 0; i < C; i++) {
+    const float *const noise = h->noise ? h->noise + at * h->d.vocab_size + h->candidates[at * C + i] : NULL;
+    z[i] = noise ? scores[i] / h->temperature - *noise : scores[i];
+  }
+}
+
 /* The best next tokens of the nodes of a level, with their log probabilities. */
 INLINE void NAME(best_children)(const drafting *g, int64_t level, int64_t *next) {
   const draft *h = g->h;
@@ -60,6 +71,7 @@ INLINE void NAME(best_children)(const drafting *g, int64_t level, int64_t *next)
     float *const z = g->logits + row * V, *const log_prob = g->child_log_prob + row * W;
     int64_t *const child = g->child + row * W;
     const int64_t b = level ? row / W : row, position = b * h->block_positions + h->first_position + level;
+    if (h->pair_size) NAME(pair_scores)(g, level, row, z);
     NAME(top_logits)(g, level, b, z, log_prob, child);
     for (int64_t i = 0; h->num_best && i < W; i++)
       child[i] = h->clusters[g->best[row * h->num_best + child[i] / S] * S + child[i] % S];
@@ -144,13 +156,47 @@ INLINE void NAME(mix_tokens)(const drafting *g, int64_t level, int64_t R) {
     }
 }
 
+/* The states of the nodes of a level, of their tokens and the states of their parents (Domino), and beside them in `joined`
+   the features of the position. */
+INLINE void NAME(path_states)(const drafting *g, int64_t level, int64_t R, float *own, int64_t *next) {
+  const draft *h = g->h;
+  const int64_t D = h->d.hidden_size, S = h->gru_state.cols, type = h->d.type, W = level ? h->d.nodes : 1;
+  float *const of_states = g->gates + h->d.batch * h->d.nodes * 3 * S;
+  const part in = {&h->gru_in, NULL, g->gates, 3 * S}, state = {&h->gru_state, NULL, of_states, 3 * S};
+  NAME(project)(g, g->inputs, R, NULL, &in, 3 * S, 0, own, next);
+  NAME(project)(g, g->parents, R, NULL, &state, 3 * S, 0, own, next + 1);
+  for (int64_t r = take(next + 2); r < R; r = take(next + 2)) {
+    const float *const x = g->gates + r * 3 * S, *const y = of_states + r * 3 * S;
+    const int64_t position = r / W * h->block_positions + h->first_position + level;
+    float *const joined = g->joined + r * (D + S);
+    memcpy(joined, g->s.x + position * D, (size_t)D * sizeof(float));
+    for (int64_t i = 0; i < S; i += LANES) {
+      const int64_t n = S - i;
+      VEC gate[2];
+      for (int k = 0; k < 2; k++) {
+        const VEC sum = NAME(round)(NAME(load_some)(x + k * S + i, n) + NAME(load_some)(y + k * S + i, n), type);
+        gate[k] = NAME(round)(NAME(sigmoid)(sum), type);
+      }
+      VEC v = NAME(round)(gate[0] * NAME(load_some)(y + 2 * S + i, n), type);
+      v = NAME(round)(NAME(tanh)(NAME(round)(NAME(load_some)(x + 2 * S + i, n) + v, type)), type);
+      const VEC kept = NAME(round)(NAME(load_some)(g->parents + r * S + i, n) - v, type);
+      v = NAME(round)(v + NAME(round)(gate[1] * kept, type), type);
+      NAME(store_some)(g->states + r * S + i, v, n);
+      NAME(store_some)(joined + D + i, v, n);
+    }
+  }
+  meet(g->s.team);
+}
+
 /* Corrections of the logits of a position by the tokens of the nodes, to `logits`; the only node of level 0 is the root. */
 INLINE void NAME(corrections)(const drafting *g, int64_t level, int64_t thread, float *own, int64_t *next) {
   const draft *h = g->h;
   const int64_t R = h->d.batch * (level ? h->d.nodes : 1), K = h->rank;
   const part token = {&h->token_proj, NULL, g->mixed, K}, vocab = {&h->vocab_proj, NULL, g->logits, h->d.vocab_size};
+  if (h->gru_in.data) NAME(path_states)(g, level, R, own, next + 2);
+  if (!is_corrected(h, level)) return;
   if (!h->token_table.data) {
-    NAME(project)(g, g->inputs, R, h->token_norm, &token, K, 0, own, next);
+    NAME(project)(g, h->gru_in.data ? g->joined : g->inputs, R, h->token_norm, &token, K, 0, own, next);
     if (thread == 0) NAME(mix_tokens)(g, level, R);
   } else {
     for (int64_t r = 0; thread == 0 && r < R; r++) {

@@ -121,7 +121,7 @@ class CHead:
             context: what has been read before; its cache has room for n positions behind each row's length.
 
         Returns:
-            `last_hidden` [B, D] after these tokens; of DSpark, that before.
+            `last_hidden` [B, D] after these tokens.
         """
         num_new, draft = tokens.shape[1], self._draft
         is_valid = is_plain(hidden_states, self._dtype) and type(hidden_states) is Tensor
@@ -138,6 +138,21 @@ class CHead:
         self._run(self._kernel.head_forward, context)
         return last_hidden.to(self._dtype)
 
+    def block(self, context: HeadContext) -> tuple[Tensor, Tensor] | None:
+        """The block of a DSpark head: [B, k, D] features of the positions that predict, [B, k, V] float32 logits.
+
+        Args:
+            context: as in `tree`.
+        """
+        draft, batch, positions = self._draft, len(context.lengths), int(self._draft.block_positions)
+        if batch * positions > MAX_DECODER_ROWS or not self._set_context(context, 1, positions, positions):
+            return None
+        features, logits = (new_floats(batch, positions, n) for n in (self._shape.hidden_size, draft.d.vocab_size))
+        draft.levels, draft.block_features, draft.block_logits = 0, features.data_ptr(), logits.data_ptr()
+        self._run(self._kernel.draft_tree, context)
+        draft.block_features = draft.block_logits = None
+        return features[:, draft.first_position :].to(self._dtype), logits[:, draft.first_position :]
+
     def tree(self, request: TreeRequest, context: HeadContext) -> DraftTree | None:
         """Grow the trees of all rows.
 
@@ -148,6 +163,8 @@ class CHead:
         """
         draft, top_k, levels, batch = self._draft, request.top_k, request.num_levels, len(context.lengths)
         num_logits = draft.num_best * draft.cluster_size or draft.d.vocab_size
+        if request.pair_scores is not None:
+            num_logits = top_k  # candidates may be fewer
         if not 0 < top_k <= num_logits or not 1 <= levels <= (self._max_levels or levels):
             return None
         noise, root = request.log_noise, context.last_hidden.float().contiguous()
@@ -171,13 +188,22 @@ class CHead:
         draft.temperature, draft.level_penalty = request.temperature, request.level_penalty
         draft.tree_tokens, draft.tree_parents = tokens.data_ptr(), parents.data_ptr()
         draft.tree_scores, draft.tree_mask = scores.data_ptr(), node_mask.data_ptr()
+        if request.pair_scores is not None and request.candidates is not None:
+            pairs, candidates = request.pair_scores.contiguous(), request.candidates.contiguous()
+            draft.pairs, draft.candidates, draft.pair_size = pairs.data_ptr(), candidates.data_ptr(), pairs.shape[-1]
         self._run(self._kernel.draft_tree, context)
+        draft.pair_size = 0
         return DraftTree(tokens, parents, node_mask, scores)
 
     @property
     def reads_anchors(self) -> bool:
         """Whether it needs `HeadContext.anchors`."""
         return bool(self._draft.block_positions)
+
+    @property
+    def grows_trees(self) -> bool:
+        """Whether `tree` needs no scores of pairs."""
+        return bool(self._draft.rank) or not self.reads_anchors
 
     def num_written(self, top_k: int, num_levels: int) -> int:
         """Positions behind each row's length that `tree` writes to the cache."""
@@ -206,18 +232,21 @@ class CHead:
         draft.block_ffn_size, self._max_levels = ffn_size, block_size
 
     def _set_correction(self, weights: CorrectionWeights) -> None:
-        """Set the weights of the correction by the token before."""
+        """Set the weights of the correction by the tokens before."""
         size, draft, rank = self._shape.hidden_size, self._draft, weights.vocab_proj.shape[1]
-        num_ids = 0 if weights.token_table is None else len(weights.token_table)
+        state = 0 if weights.gru_state is None else weights.gru_state.shape[1]
         shapes = {
             **dict.fromkeys(("feature_norm", "token_norm"), (size,)),
-            **dict.fromkeys(("feature_proj", "token_proj"), (rank, size)),
-            "token_table": (num_ids, rank),
+            "feature_proj": (rank, size),
+            "token_proj": (rank, size + state),
+            "token_table": (0 if weights.token_table is None else len(weights.token_table), rank),
             "vocab_proj": (draft.d.vocab_size, rank),
+            "gru_in": (3 * state, size),
+            "gru_state": (3 * state, state),
         }
-        for name, tensor in vars(weights).items():
-            self._addresses.set(draft, name, tensor, shapes[name], name)
-        draft.rank = rank
+        for name, shape in shapes.items():
+            self._addresses.set(draft, name, getattr(weights, name), shape, name)
+        draft.rank, draft.first_corrected = rank, weights.first_corrected
 
     def _set_dspark(self, weights: DsparkWeights) -> None:
         """Set what a DSpark head has besides."""
@@ -226,6 +255,7 @@ class CHead:
         draft.mask_embedding = add("mask_embedding", weights.mask_embedding, (size,))
         draft.confidence = add("confidence", weights.confidence, (1, size + draft.rank))
         draft.confidence_bias = add("confidence_bias", weights.confidence_bias, (1,))
+        draft.mask_token = weights.mask_token
         draft.block_positions, draft.first_position = weights.block_positions, weights.first_position
         self._max_levels = weights.block_positions - weights.first_position
 

@@ -3,7 +3,8 @@
 
    The distributions of a level come from a forward of the layer over its nodes (EAGLE, EAGLE-3, MTP), or, for heads that predict
    a block of positions at once (FLASH, DSpark), from the logits of the level's position and a correction by the token
-   before. What DSpark alone needs is in dspark.h. An MTP head is a layer of its target: it normalises both inputs, and a
+   before. What DSpark alone needs is in dspark.h; of DFlash, and of what else scores the tokens of a block otherwise, the
+   block is computed here and the tree elsewhere. An MTP head is a layer of its target: it normalises both inputs, and a
    node reads the normalised output of its parent. An assistant (Gemma 4) is a small decoder over keys and values of its
    target: its layers write none, it reads nothing of committed tokens but the last, and nodes do not see each other. */
 
@@ -17,7 +18,8 @@ typedef struct {
   const float *hidden_norm;      /* [D] norm of that state, or of the input state; NULL for EAGLE and FLASH */
   const float *embedding_norm;   /* [D] norm of the embedding of an MTP head; NULL for the others */
   const int64_t *positions;      /* [batch] rotary position of the first token of a forward, of a tree's first level */
-  float *root;                   /* [batch, D] output of the layer at each row's last token; of an assistant its input */
+  float *root;                   /* [batch, D] output of the layer at each row's last token; of an assistant its input; of
+                                    DSpark the fused state */
   weights carry;                 /* [E, D] from a normalised output to the state that children read; empty: the output is it */
   /* a forward over committed tokens: sets `root` */
   const float *states;        /* [batch, nodes, state_size] the target's hidden states before each token */
@@ -39,7 +41,7 @@ typedef struct {
   int64_t block_ffn_size;
   const float *block_norm;      /* [D] */
   weights block_up, block_down; /* [F, D], [k D, F] */
-  /* the correction of a position's logits by the token before, R: its rank; NULL and 0 for EAGLE and EAGLE-3 */
+  /* the correction of a position's logits by the token before, or all; R: its rank; NULL and 0 for EAGLE and EAGLE-3 */
   int64_t rank;
   const float *feature_norm; /* [D]; NULL where it depends on the token alone, as */
   weights feature_proj;      /* [R, D] */
@@ -47,11 +49,23 @@ typedef struct {
   weights token_proj;        /* [R, D] */
   weights token_table;       /* [number of ids, R] */
   weights vocab_proj;        /* [V, R] */
+  int64_t first_corrected;   /* level from which on positions are corrected */
+  /* Domino: `token_proj` [R, D + S] reads the feature and the state of a GRU over the tokens of the path; empty else */
+  weights gru_in, gru_state; /* [3 S, D], [3 S, S]: reset, update and candidate, from the token and the state before */
   /* DSpark; NULL and 0 for the others */
   int64_t block_positions, first_position; /* of the block; the first that predicts */
   const int64_t *anchors;                  /* [batch] last token of each row, with which its block begins */
-  const float *mixture, *mask_embedding;   /* [state_size / D] weights of the states, or NULL; [D] */
+  const float *mixture;                    /* [state_size / D] weights of the states, or NULL */
+  const float *mask_embedding;             /* [D] input of the positions behind the first; NULL: the embedding of */
+  int64_t mask_token;
   const float *confidence, *confidence_bias; /* [D + R], [1]; or NULL */
+  /* results of a tree without levels, NULL else: [batch, block_positions, D]; [batch, block_positions, V], complete but for
+     `bias` and `noise` */
+  float *block_features, *block_logits;
+  /* a tree over scores of pairs: of the candidates of each level behind those before, of the first level in each row */
+  int64_t pair_size;         /* C, candidates of a level; 0 for none */
+  const float *pairs;        /* [batch, levels, C, C] */
+  const int64_t *candidates; /* [batch, levels, C] their tokens */
   /* results, [batch, tree_size]; node 0 is the root */
   int64_t *tree_tokens, *tree_parents;
   float *tree_scores;
@@ -75,6 +89,9 @@ typedef struct {
   int64_t *best;                                     /* [batch, W, num_best] the likeliest centroids */
   float *ffn, *features, *base, *projected, *mixed;  /* heads of blocks: [batch, F]; [batch, levels, D], of a block's
                                                         positions V, [batch, levels, R]; [batch, W, R] */
+  float *gates, *states, *parents, *joined; /* of Domino: [2, batch, W, 3 S]; [batch, W, S] of the nodes and of their
+                                              parents; [batch, W, D + S] */
+  float *changes, *tapped; /* of layers with taps: [batch, block_positions, rows of `attention_changes`], [.., D] */
   uint8_t *mask, *old_mask;
   int64_t num_candidates; /* per row, so far */
 } drafting;
@@ -90,9 +107,12 @@ static inline int is_dspark(const draft *h) { return h->block_positions > 0; }
 static inline int is_mtp(const draft *h) { return h->embedding_norm != NULL; }
 static inline int is_eagle3(const draft *h) { return h->hidden_norm && !is_dspark(h) && !is_mtp(h); }
 /* Logits that a node has. */
-static inline int64_t num_logits(const draft *h) { return h->num_best ? h->num_best * h->cluster_size : h->d.vocab_size; }
-/* Whether the logits of a level depend on the token before; that of FLASH's first is read by its layer. */
-static inline int is_corrected(const draft *h, int64_t level) { return is_block(h) && (level || is_dspark(h)); }
+static inline int64_t num_logits(const draft *h) {
+  if (h->pair_size) return h->pair_size;
+  return h->num_best ? h->num_best * h->cluster_size : h->d.vocab_size;
+}
+/* Whether the logits of a level are corrected; the token before that of FLASH's first is read by its layer. */
+static inline int is_corrected(const draft *h, int64_t level) { return is_block(h) && level >= h->first_corrected; }
 /* Positions of one row's block that have logits. */
 static inline int64_t base_rows(const draft *h) { return is_dspark(h) ? h->block_positions : h->levels; }
 /* Rows of the largest forward, per batch row. */
@@ -103,7 +123,8 @@ static int64_t draft_thread_floats(const draft *h) {
   decoder d = h->d;
   d.nodes = most_rows(h);
   const int64_t read = max64(h->state_size, 2 * h->input_size);
-  const int64_t widest = max64(max64(widest_row(&d), read), max64(h->block_ffn_size, h->rank));
+  const int64_t corrects = max64(h->rank, h->token_proj.cols);
+  const int64_t widest = max64(max64(widest_row(&d), read), max64(h->block_ffn_size, corrects));
   return align16(packed_rows(d.batch * d.nodes) * (widest + MAX_LANES)) + thread_floats(&d);
 }
 
@@ -138,7 +159,7 @@ static float *divide_scratch(drafting *g, float *scratch) {
   g->inputs = take_floats(&scratch, R * 2 * E);
   g->logits = take_floats(&scratch, R * num_logits(h));
   g->carried = take_floats(&scratch, R * E);
-  g->normed = take_floats(&scratch, h->num_best ? R * D : 0);
+  g->normed = take_floats(&scratch, h->num_best || d->layers->num_taps ? most * D : 0);
   g->similar = take_floats(&scratch, R * h->centroids.rows);
   g->nearest = take_floats(&scratch, R * h->num_best);
   g->best = take_ints(&scratch, R * h->num_best);
@@ -147,6 +168,12 @@ static float *divide_scratch(drafting *g, float *scratch) {
   g->base = take_floats(&scratch, is_block(h) ? B * base_rows(h) * d->vocab_size : 0);
   g->projected = take_floats(&scratch, B * L * h->rank);
   g->mixed = take_floats(&scratch, R * h->rank);
+  g->gates = take_floats(&scratch, 2 * R * h->gru_in.rows);
+  g->states = take_floats(&scratch, R * h->gru_state.cols);
+  g->parents = take_floats(&scratch, R * h->gru_state.cols);
+  g->joined = take_floats(&scratch, h->gru_in.data ? R * h->token_proj.cols : 0);
+  g->changes = take_floats(&scratch, most * d->layers->attention_changes.rows);
+  g->tapped = take_floats(&scratch, d->layers->num_taps ? most * D : 0);
   g->mask = (uint8_t *)take_floats(&scratch, R * W * max64(1, L));
   g->old_mask = (uint8_t *)take_floats(&scratch, R * W * max64(1, L));
   g->s.x = take_floats(&scratch, most * D);
@@ -163,6 +190,7 @@ static void begin_drafting(drafting *g, const draft *h) {
   *g = (drafting){.h = h, .d = h->d};
   g->s.d = &g->d, g->s.team = &g->team;
   divide_scratch(g, h->d.scratch);
+  if (h->block_logits) g->base = h->block_logits, g->s.x = h->block_features;
   if (is_eagle3(h)) g->s.attention_inputs = g->inputs;
   memset(g->s.done, 0, (size_t)(h->d.batch * h->d.num_kv_heads) * sizeof(int64_t));
   memset(g->s.next, 0, (size_t)num_phases(h) * sizeof(int64_t));
@@ -207,12 +235,14 @@ static void begin_block(drafting *g) {
   const int64_t K = h->block_positions, D = h->d.hidden_size;
   for (int64_t r = 0; r < h->d.batch * K; r++) {
     const int64_t b = r / K;
-    if (r % K)
+    if (r % K && h->mask_embedding)
       memcpy(g->s.x + r * D, h->mask_embedding, (size_t)D * sizeof(float));
     else
-      embed(h, h->anchors[b], g->s.x + r * D), embed(h, h->anchors[b], g->inputs + b * D);
+      embed(h, r % K ? h->mask_token : h->anchors[b], g->s.x + r * D);
+    if (r % K == 0) memcpy(g->inputs + b * D, g->s.x + r * D, (size_t)D * sizeof(float));
     g->s.positions[r] = h->positions[b] + r % K;
   }
+  memset(g->parents, 0, (size_t)(h->d.batch * h->gru_state.cols) * sizeof(float));
   g->d.nodes = K;
   g->d.ancestors = NULL; /* a position attends to all of its block */
 }
@@ -233,6 +263,7 @@ static void add_candidates(drafting *g, int64_t level, int64_t b) {
     const int64_t node = b * W + c / W, child = level ? node * W + c % W : b * W + c;
     g->path[first + c] = (level ? g->node_path[node] : 0) + g->child_log_prob[child] - h->level_penalty;
     g->token[first + c] = g->child[child];
+    if (h->pair_size) g->token[first + c] = h->candidates[(b * h->levels + level) * h->pair_size + g->child[child]];
     g->parent[first + c] = level ? g->nodes[node] : -1;
   }
 }
@@ -251,8 +282,14 @@ static void choose_nodes(drafting *g, int64_t level, int64_t b) {
     g->place[c] = i;
     g->nodes[r] = g->num_candidates + c;
     g->node_path[r] = path[c];
+    if (h->pair_size) { /* the place of the node among the candidates is all that its children depend on */
+      g->ids[r] = g->child[level ? parent * W + c % W : b * W + c];
+      continue;
+    }
     g->ids[r] = h->ids ? h->ids[token] : token;
     embed(h, g->ids[r], input);
+    const int64_t S = h->gru_state.cols;
+    memcpy(g->parents + r * S, g->states + (level ? parent : b) * S, (size_t)S * sizeof(float));
     if (is_block(h)) continue;
     const float *const output = level ? g->s.x + parent * D : h->root + b * D;
     memcpy(input + E, h->carry.data ? g->carried + (level ? parent : b) * E : output, (size_t)E * sizeof(float));

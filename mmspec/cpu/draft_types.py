@@ -18,8 +18,6 @@ from mmspec.cpu.weights import WeightStruct
 class BlockWeights:
     """Weights of FLASH's block of k positions: feature i is x + (down @ silu(up @ norm(x)))[i].
 
-    The order of the attributes is that of `draft` in draft_types.h, here and in `CorrectionWeights`.
-
     Attributes:
         norm: [D].
         up: [F, D].
@@ -33,35 +31,43 @@ class BlockWeights:
 
 @dataclass(frozen=True)
 class CorrectionWeights:
-    """Weights of the correction of a position's logits by the token before it: vocab_proj @ r.
+    """Weights of the correction of a position's logits by the tokens before it: vocab_proj @ r.
 
-    r is silu(feature_proj @ feature_norm(feature) + token_proj @ token_norm(token)) in FLASH, which corrects no first
-    position; without the feature, or the token's row of a table, in DSpark.
+    r is silu(feature_proj @ feature_norm(feature) + token_proj @ token_norm(token)) in FLASH; without the feature, or
+    the token's row of a table, in DSpark; silu(token_proj @ [feature ; state]) in Domino, the state that of a GRU
+    without biases over the tokens of the path.
 
     Attributes:
+        vocab_proj: [V, R].
         feature_norm: [D] or None.
         feature_proj: [R, D] or None.
         token_norm: [D] or None.
-        token_proj: [R, D] or None.
+        token_proj: [R, D], [R, D + S] or None.
         token_table: [num_rows, R] or None.
-        vocab_proj: [V, R].
+        gru_in: [3 S, D] of the reset gate, the update gate and the candidate, or None.
+        gru_state: [3 S, S] or None.
+        first_corrected: positions before this one are not corrected.
     """
 
-    feature_norm: Tensor | None
-    feature_proj: Tensor | None
-    token_norm: Tensor | None
-    token_proj: Tensor | None
-    token_table: Tensor | None
     vocab_proj: Tensor
+    feature_norm: Tensor | None = None
+    feature_proj: Tensor | None = None
+    token_norm: Tensor | None = None
+    token_proj: Tensor | None = None
+    token_table: Tensor | None = None
+    gru_in: Tensor | None = None
+    gru_state: Tensor | None = None
+    first_corrected: int = 0
 
 
 @dataclass(frozen=True)
 class DsparkWeights:
-    """What a DSpark head has besides its layers and the correction.
+    """What a DSpark head, or one that extends DFlash, has besides its layers and the correction.
 
     Attributes:
         mixture: [S] weights with which the target's states are added; None: they are concatenated.
-        mask_embedding: [D].
+        mask_embedding: [D] input of the positions behind the first; None for the embedding of `mask_token`.
+        mask_token: id of that token.
         confidence: [1, D + R] or None.
         confidence_bias: [1] or None.
         block_positions: k, positions of a block.
@@ -69,7 +75,8 @@ class DsparkWeights:
     """
 
     mixture: Tensor | None
-    mask_embedding: Tensor
+    mask_embedding: Tensor | None
+    mask_token: int
     confidence: Tensor | None
     confidence_bias: Tensor | None
     block_positions: int
@@ -112,11 +119,13 @@ class HeadWeights:
         final_norm: [D] before the LM head, or None.
         adds_normed_state: whether an EAGLE-3 layer adds to the normalised state (`norm_before_residual`).
         block: of FLASH, else None.
-        correction: of a head that predicts a block of positions, else None.
+        correction: of a head that predicts a block of positions; None for others, and for one of which only the block
+            is computed here.
         dspark: of DSpark, else None.
         assistant: of an assistant, else None.
         logit_scale: factor of what the LM head returns.
         logit_softcap: c of c * tanh(logits / c) behind it; 0 for none.
+        embed_scale: factor of the embeddings; None for the target's.
         shape: sizes and traits, if the layers are of the target's kind; None for those of our own heads.
         rotaries: rotary angles of each layer; empty: those of the head are of all.
         window: most positions of a text; None for any.
@@ -138,6 +147,7 @@ class HeadWeights:
     assistant: AssistantWeights | None = None
     logit_scale: float = 1.0
     logit_softcap: float = 0.0
+    embed_scale: float | None = None
     shape: DecoderShape | None = None
     rotaries: Sequence[RotaryFn] = ()
     window: int | None = None
@@ -151,8 +161,8 @@ class HeadContext:
         lengths: positions in the cache of each row.
         positions: rotary position of each row's next token; of an assistant that of all its nodes.
         caches: [2, R, num_kv_heads, capacity, head_dim] keys and values of each layer.
-        last_hidden: [B, D] output of the layer at each row's last position, of an assistant its input; not read by
-            DSpark.
+        last_hidden: [B, D] output of the layer at each row's last position, of an assistant its input, of DSpark the
+            fused state, which it does not read.
         anchors: [B] int64 last token of each row; None but for DSpark.
         cache_rows: which of the R rows of the caches each of the B rows is; None: R is B, and they are the same.
         padding: [B, P] bool, False at positions of the caches that are masked; None if none is.
@@ -180,6 +190,8 @@ class TreeRequest:
         temperature: of the sampling.
         draft_ids: [V] int64 target ids of the draft vocabulary; None if it is the target's.
         level_penalty: subtracted from the log probability per level.
+        candidates: [B, num_levels, C] int64 tokens of the draft vocabulary, of a tree over scores of pairs; else None.
+        pair_scores: [B, num_levels, C, C] float32, in each row of a level the scores behind a candidate of that before.
     """
 
     num_levels: int
@@ -190,6 +202,8 @@ class TreeRequest:
     temperature: float
     draft_ids: Tensor | None
     level_penalty: float
+    candidates: Tensor | None = None
+    pair_scores: Tensor | None = None
 
 
 class DraftStruct(ctypes.Structure):

@@ -26,6 +26,12 @@ __attribute__((target(ISA))) static void NAME(dspark_forward)(void *data) {
   const part fuse = {&h->fuse, h->fuse_bias, g->s.x, D};
   NAME(project)(g, h->mixture ? g->inputs : h->states, R, NULL, &fuse, D, 0, own, g->s.next + 1);
   NAME(pack_rows)(d, &d->layers->k, g->s.x, R, h->hidden_norm, draft_normed(h, own), own); /* once for all layers */
+  for (int64_t b = 0; thread == 0 && b < d->batch; b++) {
+    float *const root = h->root + b * D;
+    if (!h->counts[b]) continue;
+    memcpy(root, g->s.x + (b * d->nodes + h->counts[b] - 1) * D, (size_t)D * sizeof(float));
+    NAME(normalise_row)(d, root, D, h->hidden_norm);
+  }
   for (int64_t i = 0; i < d->num_layers; i++) {
     const decoder_layer *l = d->layers + i;
     int64_t *const next = g->s.next + 2 + 2 * i;
@@ -38,22 +44,22 @@ __attribute__((target(ISA))) static void NAME(dspark_forward)(void *data) {
   }
 }
 
-/* A tree. */
+/* A tree, or the block of one alone. */
 __attribute__((target(ISA))) static void NAME(draft_tree)(void *data) {
   drafting *g = data;
   const draft *h = g->h;
   const int64_t thread = join(&g->team);
   float *const own = g->s.own + thread * draft_thread_floats(h);
-  if (is_dspark(h)) NAME(dspark_block)(g, thread, own, g->s.next + level_phases(h) * h->levels);
+  if (is_dspark(h) && !h->pair_size) NAME(dspark_block)(g, thread, own, g->s.next + level_phases(h) * h->levels);
   for (int64_t level = 0; level < h->levels; level++) {
     int64_t *const next = g->s.next + level_phases(h) * level;
-    if (!is_block(h)) NAME(layer_logits)(g, level, own, next);
-    if (is_block(h) && !is_corrected(h, level)) NAME(block_features)(g, thread, own, next);
-    if (is_corrected(h, level)) NAME(corrections)(g, level, thread, own, next);
+    if (!is_block(h) && !h->pair_size) NAME(layer_logits)(g, level, own, next);
+    if (h->block_ffn_size && !level) NAME(block_features)(g, thread, own, next);
+    if (is_block(h)) NAME(corrections)(g, level, thread, own, next);
     NAME(best_children)(g, level, next + 7);
     meet(g->s.team);
     if (thread == 0) next_level(g, level);
     meet(g->s.team);
   }
-  for (int64_t b = 0; thread == 0 && b < h->d.batch; b++) finish_tree(g, b);
+  for (int64_t b = 0; h->levels && thread == 0 && b < h->d.batch; b++) finish_tree(g, b);
 }

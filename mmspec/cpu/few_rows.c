@@ -373,7 +373,7 @@ static void run_draft(drafting *g, void (*worker)(void *), int64_t num_threads, 
   run_threads(worker, g, threads, parallel);
 }
 
-/* One forward of a head over committed tokens: sets `root`, if it has one (DSpark has not). */
+/* One forward of a head over committed tokens: sets `root`. */
 EXPORT int few_rows_head_forward(const draft *h, int64_t num_threads, parallel_fn parallel,
                                  team_size_fn team_size) {
   drafting g;
@@ -385,14 +385,15 @@ EXPORT int few_rows_head_forward(const draft *h, int64_t num_threads, parallel_f
   return 1;
 }
 
-/* A tree: from `root`, or from `anchors`, to `tree_tokens`, `tree_parents`, `tree_scores`, `tree_mask`. */
+/* A tree: from `root`, or from `anchors`, to `tree_tokens`, `tree_parents`, `tree_scores`, `tree_mask`. Without levels: the
+   block of a DSpark head from `anchors`, to `block_features` and `block_logits`. */
 EXPORT int few_rows_draft_tree(const draft *h, int64_t num_threads, parallel_fn parallel,
                                team_size_fn team_size) {
   drafting g;
   begin_drafting(&g, h);
-  if (is_dspark(h)) begin_block(&g);
+  if (is_dspark(h) && !h->pair_size) begin_block(&g);
   if (h->d.hides_nodes) begin_root(&g);
-  run_draft(&g, NAME(draft_tree), num_threads, parallel, team_size);
+  run_draft(&g, NAME(draft_tree), h->pair_size ? 1 : num_threads, parallel, team_size);
   return 1;
 }
 

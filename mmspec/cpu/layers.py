@@ -118,6 +118,8 @@ class LayerWeights:
 
     Without k and v the keys and values are those of an earlier layer. With `conv` [C, K] there is a convolution in
     place of attention (mixers.h): q is [3 C, D], or [C, D] with a delta rule, which has `z`, `write` and `decay`.
+
+    With taps [2, K, D] both parts stand between two mixtures of neighbours (dspark.h); `changes` are [2 K groups, D].
     """
 
     input_norm: Tensor | None
@@ -153,6 +155,10 @@ class LayerWeights:
     decay_log: Tensor | None = None
     decay_bias: Tensor | None = None
     mix_scale: Tensor | None = None
+    attention_changes: Tensor | None = None
+    mlp_changes: Tensor | None = None
+    attention_taps: Tensor | None = None
+    mlp_taps: Tensor | None = None
 
 
 LAYER_MATRICES = (
@@ -238,6 +244,8 @@ def set_layer(
     struct.number, struct.window = index, shape.windows[index] if shape.windows else 0
     if shape.head_sizes:
         struct.num_kv_heads, struct.head_dim, struct.rotary_size = shape.head_sizes[index]
+    if weights.attention_taps is not None:
+        struct.num_taps = weights.attention_taps.shape[1]
     if weights.conv is not None:
         struct.channels, struct.conv_size = weights.conv.shape
         sizes = shape.delta_heads
@@ -312,6 +320,10 @@ def _shapes_of(weights: LayerWeights, shape: DecoderShape, layer: int) -> dict[s
         mixed["conv"] = (query[0], taps)
     elif weights.conv is not None:
         query, width = (3 * channels, hidden), channels
+    neighbours = 0 if weights.attention_taps is None else weights.attention_taps.shape[1]
+    changes = 0 if weights.attention_changes is None else len(weights.attention_changes)
+    if changes and (changes % (2 * neighbours) or hidden % (changes // (2 * neighbours))):
+        raise ValueError(f"groups of changes must divide {hidden} numbers of {neighbours} taps; got {changes} changes")
     return mixed | {
         "q": query,
         **dict.fromkeys(("k", "v"), (kv_heads * size, columns)),
@@ -324,4 +336,6 @@ def _shapes_of(weights: LayerWeights, shape: DecoderShape, layer: int) -> dict[s
         "per_layer_gate": (per_layer, hidden),
         "per_layer_out": (hidden, per_layer),
         "output_scale": (1,),
+        **dict.fromkeys(("attention_taps", "mlp_taps"), (2, neighbours, hidden)),
+        **dict.fromkeys(("attention_changes", "mlp_changes"), (changes, hidden)),
     }

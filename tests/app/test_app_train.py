@@ -99,7 +99,7 @@ def test_block_heads_over_several_layers_are_trained_and_draft(data: Path, tmp_p
         tmp_path / "run",
         ["--set", "block=4", "head_layers=2", "layers=0,1,2", "--evaluate", "0"],
     )
-    names = ("dspark", "dspark-mixture", "dflash2")
+    names = ("dspark", "dspark-mixture", "dflash2", "lilicorr")
     args = ["train", *ARGS, "--data", str(data), "--drafter", ",".join(names), "--out", str(out)]
     assert main([*args, *options]) == 0
     model, processor = random_model("tiny")

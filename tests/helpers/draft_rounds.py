@@ -31,7 +31,7 @@ class DraftedRound:
     Attributes:
         num_known: tokens of the text before it, prompt included, padding not.
         tokens: of the chain.
-        logits: [levels, V'] that they come from, -inf where nothing is drafted; empty if the head ran in C.
+        logits: [levels, V'] that they come from, -inf where nothing is drafted; empty if the tree grew in C.
     """
 
     num_known: int
@@ -67,10 +67,16 @@ def run_call(model: PreTrainedModel, folder: Path, inputs: Inputs, *, num_tokens
     call = DraftedCall([[] for _ in known], torch.zeros(0), drafter)
     found: list[Tensor] = []
     propose, observe, logits, c_draft = drafter.propose, drafter.observe, drafter.logits, drafter.c_draft
+    block = getattr(drafter, "block", None)
 
     def spy_logits(*args: Any) -> Tensor:
         found.append(logits(*args))  # of one level, or of all positions of a block
         return found[-1]
+
+    def spy_block(state: Any) -> Any:
+        features, raw = block(state)
+        found.append(raw + state.logit_bias)
+        return features, raw
 
     def spy_propose(state: Any, max_nodes: int, active: Any) -> Any:
         found.clear()
@@ -98,6 +104,8 @@ def run_call(model: PreTrainedModel, folder: Path, inputs: Inputs, *, num_tokens
         spy_logits,
         spy_c,
     )
+    if block is not None:
+        drafter.block = spy_block
     with (
         fuzz.override_generation_config(model, None),
         fuzz.patch_model(model, drafter, tree_size=drafter.max_depth + 1),

@@ -72,6 +72,8 @@ def select_last(outputs: Tensor, counts: Sequence[int] | Tensor, previous: Tenso
         [B, D].
     """
     if not isinstance(counts, Tensor):
+        if not max(counts):
+            return previous
         if min(counts) == max(counts):
             return outputs[:, counts[0] - 1]
         counts = from_host(counts, outputs.device)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mmspec.drafters.heads.base.block_tree import PathTable
 from mmspec.drafters.heads.base.drafter import HeadDrafter
-from mmspec.drafters.heads.base.expand import LevelExpander, expand_levels
+from mmspec.drafters.heads.base.expand import LevelExpander, PairExpander, expand_levels
 from mmspec.drafters.heads.base.head import DraftHead
 from mmspec.drafters.heads.base.state import DraftState
 from mmspec.drafters.rerank import select_nodes
@@ -21,7 +21,7 @@ class BlockDrafter(HeadDrafter):
     """Drafts the next k tokens from one forward.
 
     Hooks, besides those of `HeadDrafter`:
-        block_features: features of the k positions. Abstract.
+        block_features: features of the k positions, where they are not computed in C. Abstract.
         expander: level-by-level expansion, if a position depends on the token before it. Default: None, it does not.
 
     Attributes:
@@ -54,6 +54,14 @@ class BlockDrafter(HeadDrafter):
     def block_features(self, state: DraftState) -> Tensor:
         """[B, k, D] features of the next k positions."""
 
+    def block(self, state: DraftState) -> tuple[Tensor, Tensor]:
+        """[B, k, D] features of the next k positions, and their [B, k, V'] float32 logits, of all ids."""
+        found = None if state.backend is None else state.backend.block(state)
+        if found is not None:
+            return found
+        features = self.block_features(state)
+        return features, self.head.logits(features, state.shared_embeddings, state.draft_lm_head).float()
+
     def expander(self, state: DraftState) -> LevelExpander | None:
         """Expands the tree level by level, if a position's logits depend on the token before it; None if not."""
         return None
@@ -79,9 +87,14 @@ class BlockDrafter(HeadDrafter):
             tree = state.backend.tree(state, top_k, max_nodes, block_size)
             if tree is not None:
                 return tree
-        if (expander := self.expander(state)) is not None:
+        expander = self.expander(state)
+        if state.backend is not None and isinstance(expander, PairExpander):
+            tree = state.backend.tree(state, top_k, max_nodes, block_size, expander)
+            if tree is not None:
+                return tree
+        if expander is not None:
             return expand_levels(state, expander, top_k, max_nodes=max_nodes, num_levels=block_size)
-        logits = self.logits(state, self.block_features(state)[:, :block_size])
+        logits = self.block(state)[1][:, :block_size] + state.logit_bias
         log_probs = state.log_probs(logits, state.log_noise(block_size))
         table = self.path_table(state, max_nodes, block_size)
         root_log_probs = log_probs.new_zeros(log_probs.shape[0], 1)

@@ -28,6 +28,7 @@ from mmspec.engine.tree import DraftTree, root_only
 
 if TYPE_CHECKING:
     from mmspec.drafters.heads.base.drafter import HeadDrafter
+    from mmspec.drafters.heads.base.expand import PairExpander
 
 KNOWN_CLASSES = frozenset((nn.Linear, nn.Embedding, RMSNorm))
 """Classes of the modules in a head and of the target's embeddings, besides the head's own."""
@@ -75,8 +76,12 @@ class CDraft:
         state.kv_cache.seq_lens = [n + count for n, count in zip(state.kv_cache.seq_lens, pending.counts, strict=True)]
         return True
 
-    def tree(self, state: DraftState, top_k: int, max_nodes: int, num_levels: int) -> DraftTree | None:
+    def tree(
+        self, state: DraftState, top_k: int, max_nodes: int, num_levels: int, pairs: PairExpander | None = None
+    ) -> DraftTree | None:
         """The tree that `expand_levels` grows for these arguments, in active rows; the others have a root alone."""
+        if pairs is None and not self._head.grows_trees:
+            return None
         rows = _indices(state.active or [True])
         context = self._context(state, max(num_levels, self._head.num_written(top_k, num_levels)), rows)
         if context is None:
@@ -91,6 +96,8 @@ class CDraft:
             temperature=float(state.temperature),
             draft_ids=state.draft_ids,
             level_penalty=LEVEL_PENALTY,
+            candidates=None if pairs is None else _take(pairs.candidates[:, :num_levels], rows),
+            pair_scores=None if pairs is None else _take(pairs.pair_scores[:, :num_levels], rows),
         )
         tree = self._head.tree(request, context)
         if tree is None or rows is None:
@@ -103,6 +110,18 @@ class CDraft:
             _spread(tree.node_mask, rows, spread.node_mask),
             _spread(tree.scores, rows, spread.scores),
         )
+
+    def block(self, state: DraftState) -> tuple[Tensor, Tensor] | None:
+        if not self._head.reads_anchors:  # its block is part of its tree
+            return None
+        rows = _indices(state.active or [True])
+        context = self._context(state, self._head.num_written(0, 0), rows)
+        found = None if context is None else self._head.block(context)
+        if found is None or rows is None:
+            return found
+        batch = len(state.last_hidden)
+        features, logits = (_spread(part, rows, part.new_zeros(batch, *part.shape[1:])) for part in found)
+        return features, logits
 
     def _context(self, state: DraftState, num_new: int, rows: list[int] | None) -> HeadContext | None:
         """What the head has read in these rows, with room for `num_new` positions; None if it must not run in C."""
@@ -170,6 +189,7 @@ def find_c_draft(
     if embed_tokens.max_norm is not None or head.config.head_dim % 2 or (found := weights()) is None:
         return None
     rotary = partial(head.rotary_embedding, dtype=state.last_hidden.dtype)
+    scale = scale if found.embed_scale is None else found.embed_scale
     shape = replace(found.shape or _shape(head.config, found), embed_scale=scale)
     try:
         c_head = CHead(kernel, shape, found, found.rotaries or [rotary] * len(found.layers))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from mmspec.drafters.heads.base.attention import CachedAttention, cached_attention
 from mmspec.drafters.heads.base.state import DraftState
@@ -30,6 +31,12 @@ class LevelExpander(Protocol):
 
     root_hidden: Tensor
 
+    @property
+    def candidates(self) -> Tensor | None:
+        """[B, levels, C] tokens of the draft vocabulary to which the logits of each level belong; the others have no
+        probability. None for all.
+        """
+
     def expand(self, level: int, inputs_embeds: Tensor, parent_hidden: Tensor) -> Tensor:
         """Hidden states of the nodes of one level: the head's output at each.
 
@@ -43,7 +50,7 @@ class LevelExpander(Protocol):
         """
 
     def logits(self, level: int, hidden_states: Tensor) -> Tensor:
-        """[B, W, V'] logits of the children of W nodes of this level, from the hidden states of the nodes."""
+        """[B, W, V'], or [B, W, C], logits of the children of W nodes of this level, from their hidden states."""
 
     def embed(self, tokens: Tensor) -> Tensor:
         """[B, W, D''] what `expand` takes as embeddings of tokens [B, W] of the draft vocabulary."""
@@ -79,8 +86,17 @@ def expand_levels(
     def best_children(level: int, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """[B, W, top_k] log probabilities, given their parent, and tokens of the best children of nodes of a level."""
         level_noise = None if noise is None else noise[:, level : level + 1]
-        log_probs, tokens = state.log_probs(expander.logits(level, hidden_states), level_noise).topk(top_k)
-        return log_probs if noise is not None else expander.calibrate(level, hidden_states, log_probs), tokens
+        tokens = None if expander.candidates is None else expander.candidates[:, level, None]
+        if level_noise is not None and tokens is not None:
+            level_noise = level_noise.gather(2, tokens)
+        log_probs = state.log_probs(expander.logits(level, hidden_states), level_noise)
+        if tokens is not None and (missing := top_k - log_probs.shape[-1]) > 0:
+            tokens = functional.pad(tokens, (0, missing))
+            log_probs = functional.pad(log_probs, (0, missing), value=-torch.inf)
+        log_probs, children = log_probs.topk(top_k)
+        if tokens is not None:
+            children = tokens.expand(-1, children.shape[1], -1).gather(2, children)
+        return log_probs if noise is not None else expander.calibrate(level, hidden_states, log_probs), children
 
     log_probs, tokens = (part[:, 0] for part in best_children(0, expander.root_hidden))
     path_log_probs = log_probs - LEVEL_PENALTY
@@ -115,6 +131,7 @@ class ExpanderDefaults:
     """
 
     state: DraftState
+    candidates: Tensor | None = None
 
     def embed(self, tokens: Tensor) -> Tensor:
         return self.state.embed(tokens)
@@ -190,3 +207,33 @@ class StatelessExpander(ExpanderDefaults):
 
     def close(self) -> None:
         """See `LevelExpander`."""
+
+
+class PairExpander(StatelessExpander):
+    """A `LevelExpander` over scores of pairs: of the candidates of each position behind those of the position before.
+
+    The hidden state of a node is its place among the candidates of its position.
+
+    Attributes:
+        pair_scores: [B, k, C, C] float32, in each row the scores behind one candidate; rows of the first position are
+            alike.
+    """
+
+    def __init__(self, state: DraftState, candidates: Tensor, pair_scores: Tensor) -> None:
+        self.state = state
+        self.candidates: Tensor = candidates
+        self.pair_scores = pair_scores
+        self.root_hidden = pair_scores.new_zeros(len(candidates), 1, 1)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """See `LevelExpander`; [B, W, 1] the tokens themselves, as float32, which has all integers up to 2^24."""
+        return tokens[..., None].float()
+
+    def expand(self, level: int, inputs_embeds: Tensor, parent_hidden: Tensor) -> Tensor:
+        """See `LevelExpander`; [B, W, 1]."""
+        is_token = self.candidates[:, level - 1, None] == inputs_embeds
+        return is_token.float().argmax(-1, keepdim=True).float()
+
+    def logits(self, level: int, hidden_states: Tensor) -> Tensor:
+        rows = hidden_states.long().expand(-1, -1, self.candidates.shape[-1])
+        return self.pair_scores[:, level].gather(1, rows)

@@ -52,29 +52,50 @@ def fit_vocabulary(logits: Tensor, size: int) -> Tensor:
     return functional.pad(logits, (0, size - logits.shape[-1]))  # a negative width crops
 
 
-class MarkovExpander(StatelessExpander):
-    """A `LevelExpander` that applies the LM head once for the whole block, and the `MarkovHead` at each level."""
+class CorrectionExpander(StatelessExpander):
+    """A `LevelExpander` that applies the LM head once for the whole block, and corrects each node by those before it.
 
-    def __init__(self, drafter: BlockDrafter, markov_head: MarkovHead, state: DraftState) -> None:
-        features = drafter.block_features(state)
-        self.state = state
-        self.markov_head = markov_head
-        self.root_hidden = features[:, :1]
-        self.base_logits = drafter.logits(state, features)
-        self.features = markov_head.project_features(features)
-        ids = state.draft_ids
-        self.draft_vocab_proj = None if ids is None else markov_head.vocab_proj.weight[ids]
+    Attributes:
+        features: [B, k, D] of the block.
+    """
 
-    def expand(self, level: int, inputs_embeds: Tensor, parent_hidden: Tensor) -> Tensor:
-        """See `LevelExpander`; [B, W, R], which `logits` projects."""
-        return self.markov_head.mix(self.features[:, level, None], inputs_embeds)
+    def __init__(
+        self, drafter: BlockDrafter, state: DraftState, vocab_proj: Tensor, ids: Tensor | None, first_corrected: int = 0
+    ) -> None:
+        """
+        Args:
+            drafter: of the block.
+            state: of the call.
+            vocab_proj: [V, R] what `mix` is projected by.
+            ids: [V'] of its rows, for a draft vocabulary; None for all.
+            first_corrected: the first level whose logits are corrected.
+        """
+        self.state, self.first_corrected = state, first_corrected
+        self.features, logits = drafter.block(state)
+        self.base_logits = logits + state.logit_bias
+        self.rows = vocab_proj if ids is None else vocab_proj[ids]
+
+    def mix(self, level: int, hidden_states: Tensor) -> Tensor:
+        """[B, W, R] of the hidden states of nodes; by default they are it."""
+        return hidden_states
 
     def logits(self, level: int, hidden_states: Tensor) -> Tensor:
         base_logits = self.base_logits[:, level, None]
-        if not level:
-            return base_logits
-        if self.draft_vocab_proj is None:
-            correction: Tensor = fit_vocabulary(self.markov_head.vocab_proj(hidden_states), base_logits.shape[-1])
-        else:
-            correction = functional.linear(hidden_states, self.draft_vocab_proj)
-        return base_logits + correction.float()
+        if level < self.first_corrected:
+            return base_logits.expand(-1, hidden_states.shape[1], -1)
+        correction = functional.linear(self.mix(level, hidden_states), self.rows)
+        return base_logits + fit_vocabulary(correction, base_logits.shape[-1]).float()
+
+
+class MarkovExpander(CorrectionExpander):
+    """Corrects by a `MarkovHead`, but for the first position."""
+
+    def __init__(self, drafter: BlockDrafter, markov_head: MarkovHead, state: DraftState) -> None:
+        super().__init__(drafter, state, markov_head.vocab_proj.weight, state.draft_ids, first_corrected=1)
+        self.markov_head = markov_head
+        self.root_hidden = self.features[:, :1]
+        self.projected = markov_head.project_features(self.features)
+
+    def expand(self, level: int, inputs_embeds: Tensor, parent_hidden: Tensor) -> Tensor:
+        """See `LevelExpander`; [B, W, R]."""
+        return self.markov_head.mix(self.projected[:, level, None], inputs_embeds)

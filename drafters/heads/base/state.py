@@ -19,6 +19,7 @@ from mmspec.engine.tree import DraftTree
 from mmspec.interfaces import Prompt, SharedEmbeddings, TargetKeys
 
 if TYPE_CHECKING:
+    from mmspec.drafters.heads.base.expand import PairExpander
     from mmspec.drafters.heads.base.recorded import RecordedDraft
 
 
@@ -65,7 +66,7 @@ class Pending:
 
 
 class DraftBackend(Protocol):
-    """The implementation of a drafter's two operations in C, for one call.
+    """The implementation of a drafter's operations in C, for one call.
 
     Each may decline: the drafter's own code then does it, over the same state.
     """
@@ -73,8 +74,13 @@ class DraftBackend(Protocol):
     def extend_context(self, state: DraftState, pending: Pending) -> bool:
         """`HeadDrafter.extend_context` over emitted tokens; whether it was done."""
 
-    def tree(self, state: DraftState, top_k: int, max_nodes: int, num_levels: int) -> DraftTree | None:
-        """`HeadDrafter.draft_tree` with `top_k` children per node; None if it was not done."""
+    def tree(
+        self, state: DraftState, top_k: int, max_nodes: int, num_levels: int, pairs: PairExpander | None = None
+    ) -> DraftTree | None:
+        """`HeadDrafter.draft_tree` with `top_k` children per node, over scores of pairs; None if it was not done."""
+
+    def block(self, state: DraftState) -> tuple[Tensor, Tensor] | None:
+        """`BlockDrafter.block` in active rows, zeros in the others; None if it was not done."""
 
 
 @dataclass

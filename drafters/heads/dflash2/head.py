@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mmspec.drafters.heads.base.expand import LevelExpander, StatelessExpander
+from mmspec.drafters.heads.base.expand import PairExpander
 from mmspec.drafters.heads.base.state import DraftState
 from mmspec.drafters.heads.dspark.drafter import DsparkDrafter, anchors_of
 from mmspec.drafters.heads.dspark.head import DsparkConfig, DsparkHead, DsparkLayer
@@ -103,6 +103,11 @@ class Dflash2Layer(DsparkLayer):
         inputs = inputs + self.attention_conv.around(normed, lambda mixed: self.attention(mixed, cos, sin, attend))
         return inputs + self.mlp_conv.around(self.post_norm(inputs), self.mlp)
 
+    def mixtures(self) -> dict[str, Tensor]:
+        parts = {"attention": self.attention_conv, "mlp": self.mlp_conv}
+        changes = {f"{name}_changes": part.kernel_projection.weight for name, part in parts.items()}
+        return changes | {f"{name}_taps": part.base_kernel for name, part in parts.items()}
+
 
 class CandidateSelector(nn.Module):
     """Scores of pairs: a low-rank product of the vectors of two tokens, weighted by the feature of the position."""
@@ -125,16 +130,15 @@ class CandidateSelector(nn.Module):
         return functional.embedding(ids, self.predecessor_codebook)
 
     def forward(self, gates: Tensor, predecessors: Tensor, candidates: Tensor) -> Tensor:
-        """[..., C] scores to add to the candidates' logits.
+        """[..., P, C] scores to add to the candidates' logits behind each of P tokens.
 
         Args:
             gates: [..., R] `hidden_projection` of the position's feature.
-            predecessors: [..., R] rows of `predecessor_codebook` of the tokens before it.
+            predecessors: [..., P, R] rows of `predecessor_codebook` of the tokens before it.
             candidates: [..., C] int64 target ids.
         """
         successors = functional.embedding(candidates, self.successor_codebook)
-        scores: Tensor = (successors @ (gates * predecessors)[..., None])[..., 0]
-        return scores
+        return (gates[..., None, :] * predecessors) @ successors.transpose(-1, -2)
 
 
 class Dflash2Head(DsparkHead):
@@ -148,59 +152,25 @@ class Dflash2Head(DsparkHead):
         super().__init__(config, has_table)
         self.selector = CandidateSelector(config)
 
-    def logits(
-        self, hidden_states: Tensor, shared_embeddings: SharedEmbeddings, draft_lm_head: Tensor | None
-    ) -> Tensor:
-        """See `DraftHead`; with the factor and the cap of its own config, not the target's."""
-        cap, scale = self.config.final_logit_softcapping or None, self.config.output_multiplier
-        own = replace(shared_embeddings, logit_scale=scale, logit_softcap=cap)
-        if self.lm_head is not None:
-            return own.scale_logits(self.lm_head(hidden_states))
-        return own.logits(hidden_states, draft_lm_head)
+    def output_scaling(self, shared_embeddings: SharedEmbeddings) -> SharedEmbeddings:
+        """See `DsparkHead`; the factor and the cap of its own config, not the target's."""
+        cap = self.config.final_logit_softcapping or None
+        return replace(shared_embeddings, logit_scale=self.config.output_multiplier, logit_softcap=cap)
 
 
 class Dflash2Drafter(DsparkDrafter):
     """Drafts a block as `DsparkDrafter` does; a tree over the scores of pairs."""
 
     head: Dflash2Head
+    c_classes = (Dflash2Head, nn.ModuleList, Dflash2Layer, TwoTaps, CandidateSelector)
     records_drafts = True
 
-    def expander(self, state: DraftState) -> LevelExpander | None:
-        return PairExpander(self, state)
-
-
-class PairExpander(StatelessExpander):
-    """A `LevelExpander` over the candidates of each position. The hidden states of nodes are the R numbers of tokens.
-
-    Tokens that are no candidates have no probability, as in the head's own code.
-    """
-
-    def __init__(self, drafter: Dflash2Drafter, state: DraftState) -> None:
-        self.state, self.selector = state, drafter.head.selector
-        features = drafter.block_features(state)
-        logits = drafter.logits(state, features)
-        self.shape = logits.shape[-1:]
-        self.scores, self.candidates = self.selector.candidates(logits)
-        self.ids = self.candidates if state.draft_ids is None else state.draft_ids[self.candidates]
-        self.gates = self.selector.hidden_projection(features)
-        self.root_hidden = self.selector.rows(anchors_of(state))[:, None].to(features.dtype)
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        """See `LevelExpander`; [B, W, R]."""
-        return self.selector.rows(tokens if self.state.draft_ids is None else self.state.draft_ids[tokens])
-
-    def expand(self, level: int, inputs_embeds: Tensor, parent_hidden: Tensor) -> Tensor:
-        """See `LevelExpander`; the embeddings are those of `embed`."""
-        return inputs_embeds
-
-    def logits(self, level: int, hidden_states: Tensor) -> Tensor:
-        shape = hidden_states.shape[:2]
-        ids = self.ids[:, level, None].expand(*shape, -1)
-        pairs = self.selector(self.gates[:, level, None], hidden_states, ids).float()
-        return spread(self.scores[:, level, None] + pairs, self.candidates[:, level], *self.shape)
-
-
-def spread(scores: Tensor, candidates: Tensor, size: int) -> Tensor:
-    """[B, W, V'] logits of a vocabulary of that size from scores [B, W, C] of candidates [B, C], the others -inf."""
-    logits = scores.new_full((*scores.shape[:2], size), float("-inf"))
-    return logits.scatter(2, candidates[:, None].expand_as(scores), scores)
+    def expander(self, state: DraftState) -> PairExpander:
+        """See `BlockDrafter`; tokens that are no candidates have no probability, as in the head's own code."""
+        selector, (features, logits) = self.head.selector, self.block(state)
+        scores, candidates = selector.candidates(logits + state.logit_bias)
+        ids = candidates if state.draft_ids is None else state.draft_ids[candidates]
+        first = selector.rows(anchors_of(state))[:, None, None].expand(-1, 1, ids.shape[-1], -1)
+        before = torch.cat((first, selector.rows(ids[:, :-1])), dim=1)  # [B, k, C, R]
+        pairs = selector(selector.hidden_projection(features), before.to(features.dtype), ids)
+        return PairExpander(state, candidates, scores[:, :, None] + pairs.float())

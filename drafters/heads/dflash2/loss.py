@@ -18,11 +18,12 @@ def dflash2_loss(given: LossInputs) -> LossAndMetrics:
     selector, vocab_size, data = head.selector, head.config.vocab_size, blocks.packed.data
     loss = given.accumulator(data, has_own_lm_head=True)
     for slot, mask, outputs, labels in blocks.slots():
-        gates, before = selector.hidden_projection(outputs), selector.rows(blocks.at(data.next_ids, slot, mask))
+        gates, tokens = selector.hidden_projection(outputs), blocks.at(data.next_ids, slot, mask)
+        before = selector.rows(tokens[:, None])
 
         def choose(logits: Tensor, gates: Tensor = gates, before: Tensor = before) -> tuple[Tensor, Tensor]:
             scores, candidates = selector.candidates(logits[:, :vocab_size])
-            return candidates, scores + selector(gates, before, candidates).float()
+            return candidates, scores + selector(gates, before, candidates)[:, 0].float()
 
         loss.add(slot, outputs, labels, mask=mask, choose=choose)
     return loss.result()

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmspec.drafters.heads.dspark.recipe import BLOCK_KEYS, Dspark
+from mmspec.drafters.heads.dspark.recipe import BLOCK_KEYS, Dspark, read_numbers
 from mmspec.drafters.heads.registry import ExportInputs, HeadClasses, Recipe, TrainSizes, register
 
 if TYPE_CHECKING:
@@ -66,10 +66,9 @@ class Dflash2(Dspark):
 
     def published_settings(self, settings: Mapping[str, Any], weights: Mapping[str, Tensor]) -> dict[str, Any]:
         """See `Dspark`; sizes that a config does not name are those of the tensors."""
-        found: dict[str, Any] = {key: float(settings[key]) for key in SCALES if settings.get(key) is not None}
-        found |= {key: settings[key] for key in SIZES if settings.get(key) is not None}
-        if wrong := next((key for key in SIZES if type(found.get(key, 1)) is not int or found.get(key, 1) < 1), None):
-            raise ValueError(f"{wrong} must be an integer of at least 1; got {found[wrong]!r:.40}.")
+        cap = settings.get(SCALES[1]) or None
+        found = read_numbers({**settings, SCALES[1]: cap}, SCALES, self.title, float, is_optional=True)
+        found |= read_numbers(settings, SIZES, self.title, is_optional=True)
         if (book := weights.get(CODEBOOK)) is not None and book.dim() == 2:
             found.setdefault("selector_rank", book.shape[1])
         return found

@@ -7,17 +7,17 @@ added to the position's logits. Its own code walks one path; here each node of a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mmspec.drafters.heads.base.expand import LevelExpander, StatelessExpander
-from mmspec.drafters.heads.base.markov import fit_vocabulary
+from mmspec.cpu.draft_types import CorrectionWeights
+from mmspec.drafters.heads.base.expand import LevelExpander
+from mmspec.drafters.heads.base.markov import CorrectionExpander
 from mmspec.drafters.heads.base.state import DraftState
 from mmspec.drafters.heads.dspark.drafter import DsparkDrafter, anchors_of
-from mmspec.drafters.heads.dspark.head import DsparkConfig, DsparkHead
+from mmspec.drafters.heads.dspark.head import DsparkConfig, DsparkHead, DsparkLayer
 
 
 @dataclass(frozen=True)
@@ -70,42 +70,47 @@ class DominoDrafter(DsparkDrafter):
     """Drafts a block as `DsparkDrafter` does, each node corrected by the tokens of its path."""
 
     head: DominoHead
+    c_classes = (DominoHead, nn.ModuleList, DsparkLayer, PathGru, nn.Sequential, nn.SiLU)
     records_drafts = True
 
     def expander(self, state: DraftState) -> LevelExpander | None:
         return PathExpander(self, state)
 
+    def correction_weights(self, ids: Tensor | None) -> CorrectionWeights:
+        head, rows = self.head, self.head.embed_proj[2].weight
+        assert isinstance(rows, Tensor)
+        return CorrectionWeights(
+            token_proj=head.embed_proj[0].weight,  # type: ignore[arg-type]
+            vocab_proj=rows if ids is None else rows[ids],
+            gru_in=head.prefix_gru.weight_ih_l0,
+            gru_state=head.prefix_gru.weight_hh_l0,
+            first_corrected=head.config.pure_draft_prefix_len,
+        )
 
-class PathExpander(StatelessExpander):
-    """A `LevelExpander` whose nodes have a state of the GRU each."""
+
+class PathExpander(CorrectionExpander):
+    """Corrects by the GRU's states, of which each node has one."""
 
     def __init__(self, drafter: DominoDrafter, state: DraftState) -> None:
-        self.drafter, self.state, self.head = drafter, state, drafter.head
-        self.features = drafter.block_features(state)
-        self.base_logits = drafter.logits(state, self.features)
+        weights = drafter.correction_weights(drafter.corrected_ids(state))
+        super().__init__(drafter, state, weights.vocab_proj, None, weights.first_corrected)
+        self.drafter, self.head = drafter, drafter.head
         anchor = drafter.embed_ids(state, anchors_of(state))[:, None]
         self.root_hidden = self.head.prefix_gru(
             anchor, anchor.new_zeros(len(anchor), 1, self.head.config.gru_hidden_dim)
         )
-        rows: Any = self.head.embed_proj[2].weight
-        ids = None if self.head.lm_head is not None else state.draft_ids  # an LM head of its own has draft ids only
-        self.rows: Tensor = rows if ids is None else rows[ids]
 
     def embed(self, tokens: Tensor) -> Tensor:
         """See `LevelExpander`; [B, W, D]."""
-        return self.drafter.embed_ids(
-            self.state, tokens if self.state.draft_ids is None else self.state.draft_ids[tokens]
-        )
+        ids = tokens if self.state.draft_ids is None else self.state.draft_ids[tokens]
+        return self.drafter.embed_ids(self.state, ids)
 
     def expand(self, level: int, inputs_embeds: Tensor, parent_hidden: Tensor) -> Tensor:
-        """See `LevelExpander`; [B, W, R]."""
+        """See `LevelExpander`; [B, W, S]."""
         states: Tensor = self.head.prefix_gru(inputs_embeds, parent_hidden)
         return states
 
-    def logits(self, level: int, hidden_states: Tensor) -> Tensor:
-        base_logits = self.base_logits[:, level, None]
-        if level < self.head.config.pure_draft_prefix_len:
-            return base_logits.expand(-1, hidden_states.shape[1], -1)
+    def mix(self, level: int, hidden_states: Tensor) -> Tensor:
         features = self.features[:, level, None].expand(-1, hidden_states.shape[1], -1)
-        inner = self.head.embed_proj[:2](torch.cat((features, hidden_states), dim=-1))
-        return base_logits + fit_vocabulary(functional.linear(inner, self.rows), base_logits.shape[-1]).float()
+        mixed: Tensor = self.head.embed_proj[:2](torch.cat((features, hidden_states), dim=-1))
+        return mixed

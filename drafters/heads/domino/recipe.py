@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from mmspec.drafters.heads.dspark.recipe import BLOCK_KEYS, Dspark
+from mmspec.drafters.heads.dspark.recipe import BLOCK_KEYS, Dspark, read_numbers
 from mmspec.drafters.heads.registry import HeadClasses, register
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-SIZES = ("emb_dim", "gru_hidden_dim", "pure_draft_prefix_len")
+SIZES, PREFIX = ("emb_dim", "gru_hidden_dim"), "pure_draft_prefix_len"
 GRU = "prefix_gru.weight_ih_l0"
 
 
@@ -23,7 +23,7 @@ class Domino(Dspark):
     title = "Domino"
     recipes = ()
     speculators_types = ()
-    published_keys = BLOCK_KEYS.union(SIZES, ("shift_label",))
+    published_keys = BLOCK_KEYS.union(SIZES, (PREFIX, "shift_label"))
     served = ""
     projectors = ("domino",)
 
@@ -36,9 +36,7 @@ class Domino(Dspark):
         return 4 * (GRU in weights or f"logit_head.{GRU}" in weights)
 
     def published_settings(self, settings: Mapping[str, Any], weights: Mapping[str, Tensor]) -> dict[str, Any]:
-        found = {key: settings.get(key) for key in SIZES}
-        found["pure_draft_prefix_len"] = found["pure_draft_prefix_len"] or 0
-        for key, value in found.items():
-            if type(value) is not int or value < (key != "pure_draft_prefix_len"):
-                raise ValueError(f"{key} of a domino head must be a number of at least 1; got {value!r:.40}.")
-        return found
+        prefix = settings.get(PREFIX) or 0
+        if type(prefix) is not int or prefix < 0:
+            raise ValueError(f"{PREFIX} of a Domino head must be an integer of at least 0; got {prefix!r:.40}.")
+        return read_numbers(settings, SIZES, self.title) | {PREFIX: prefix}

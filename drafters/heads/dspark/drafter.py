@@ -8,17 +8,18 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
+from mmspec.cpu.draft_types import CorrectionWeights
 from mmspec.drafters.heads.base.attention import select_last
 from mmspec.drafters.heads.base.block import BlockDrafter
 from mmspec.drafters.heads.base.c_draft import CDraft, find_c_draft
-from mmspec.drafters.heads.base.expand import LevelExpander, StatelessExpander
-from mmspec.drafters.heads.base.markov import fit_vocabulary
+from mmspec.drafters.heads.base.expand import LevelExpander
+from mmspec.drafters.heads.base.markov import CorrectionExpander
 from mmspec.drafters.heads.base.state import DraftState
-from mmspec.drafters.heads.dspark.c_weights import DSPARK_CLASSES, dspark_weights
-from mmspec.drafters.heads.dspark.head import BigramHead, DsparkConfig, DsparkHead
+from mmspec.drafters.heads.dspark.c_weights import dspark_weights
+from mmspec.drafters.heads.dspark.head import BigramHead, DsparkConfig, DsparkHead, DsparkLayer
 
 
 @dataclass
@@ -36,7 +37,11 @@ class DsparkState(DraftState):
 class DsparkDrafter(BlockDrafter):
     """Drafts a block from one forward over its positions; the context only adds keys and values.
 
+    `last_hidden` is the feature of the last position of the context.
+
     Attributes:
+        c_classes: of the head and of its modules, for a class of drafters whose blocks are computed in C; those of
+            its subclasses are not.
         mask_token_id: whose embedding mask positions have (published heads); None for `DsparkHead.mask_embedding`.
         embedding_scale: factor of the embeddings at the block's positions as they are stored (published heads, also
             where the target scales its own); None for embeddings as the target's layers receive them.
@@ -44,6 +49,7 @@ class DsparkDrafter(BlockDrafter):
 
     head: DsparkHead
     state_class = DsparkState
+    c_classes: ClassVar[tuple[type, ...]] = (DsparkHead, nn.ModuleList, DsparkLayer, BigramHead)
     records_drafts = True
 
     def __init__(self, head: DsparkHead, visual_mode: str = "coupled", **options: Any) -> None:
@@ -86,6 +92,7 @@ class DsparkDrafter(BlockDrafter):
         cos, sin = self.rotary_embedding(state, position_ids)
         for index, (keys, values) in enumerate(self.head.context_keys_values(inputs, cos, sin)):
             state.kv_cache.write(index, keys, values)
+        state.last_hidden = select_last(inputs, counts, state.last_hidden)
 
     def block_features(self, state: DraftState) -> Tensor:
         """See `BlockDrafter`. The block's keys and values are dropped afterwards."""
@@ -128,11 +135,28 @@ class DsparkDrafter(BlockDrafter):
         return None if bigram_head is None else BigramExpander(self, bigram_head, state)
 
     def c_draft(self, state: DraftState) -> CDraft | None:
-        head, mask_token_id = self.head, self.mask_token_id
-        if type(self) is not DsparkDrafter or type(head) is not DsparkHead or self.embedding_scale not in (None, 1.0):
+        classes = vars(type(self)).get("c_classes", ())
+        if type(self.head) not in classes:
             return None
-        weights = partial(dspark_weights, head, state, self.block_size, mask_token_id)
-        return find_c_draft(self, state, weights, DSPARK_CLASSES, anchors_of)
+        return find_c_draft(self, state, partial(dspark_weights, self, state), classes, anchors_of)
+
+    def correction_weights(self, ids: Tensor | None) -> CorrectionWeights | None:
+        """What corrects logits by the tokens before, for these ids or all; None if nothing of this kind does."""
+        bigram_head = self.head.bigram_head
+        if bigram_head is None:
+            return None
+        norm, proj, table = bigram_head.token_norm, bigram_head.token_proj, bigram_head.table
+        rows = bigram_head.vocab_proj.weight
+        return CorrectionWeights(
+            token_norm=None if norm is None else norm.weight,
+            token_proj=None if proj is None else proj.weight,
+            token_table=None if table is None else table.weight,
+            vocab_proj=rows if ids is None else rows[ids],
+        )
+
+    def corrected_ids(self, state: DraftState) -> Tensor | None:
+        """[V'] ids of which a correction has rows; None for all: an LM head of its own has draft ids only."""
+        return None if self.head.lm_head is not None else state.draft_ids
 
 
 def anchors_of(state: DraftState) -> Tensor:
@@ -176,22 +200,14 @@ def block_masks(config: DsparkConfig, lengths: Tensor, longest: int, k: int, has
     return masks
 
 
-class BigramExpander(StatelessExpander):
-    """A `LevelExpander` that applies the LM head once for the whole block, and the `BigramHead` at each node.
-
-    The hidden states of nodes are the R numbers of their tokens.
-    """
+class BigramExpander(CorrectionExpander):
+    """Corrects by a `BigramHead`. The hidden states of nodes are the R numbers of their tokens."""
 
     def __init__(self, drafter: DsparkDrafter, bigram_head: BigramHead, state: DraftState) -> None:
-        self.state = state
-        self.head = drafter.head
-        self.bigram_head = bigram_head
-        self.features = drafter.block_features(state)
-        self.base_logits = drafter.logits(state, self.features)
-        self.root_hidden = bigram_head.embed(anchors_of(state), state.shared_embeddings)[:, None]
-        self.root_hidden = self.root_hidden.to(self.features.dtype)
-        ids = None if self.head.lm_head is not None else state.draft_ids  # an LM head of its own has draft ids only
-        self.draft_vocab_proj = None if ids is None else bigram_head.vocab_proj.weight[ids]
+        super().__init__(drafter, state, bigram_head.vocab_proj.weight, drafter.corrected_ids(state))
+        self.head, self.bigram_head = drafter.head, bigram_head
+        root_hidden = bigram_head.embed(anchors_of(state), state.shared_embeddings)[:, None]
+        self.root_hidden = root_hidden.to(self.features.dtype)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """See `LevelExpander`; [B, W, R]."""
@@ -201,14 +217,6 @@ class BigramExpander(StatelessExpander):
     def expand(self, level: int, inputs_embeds: Tensor, parent_hidden: Tensor) -> Tensor:
         """See `LevelExpander`; the embeddings are those of `embed`."""
         return inputs_embeds
-
-    def logits(self, level: int, hidden_states: Tensor) -> Tensor:
-        base_logits = self.base_logits[:, level, None]
-        if self.draft_vocab_proj is None:
-            bias = fit_vocabulary(self.bigram_head.vocab_proj(hidden_states), base_logits.shape[-1])
-        else:
-            bias = functional.linear(hidden_states, self.draft_vocab_proj)
-        return base_logits + bias.float()
 
     def calibrate(self, level: int, hidden_states: Tensor, log_probs: Tensor) -> Tensor:
         """See `LevelExpander`: where the confidence is below the best probability, all are scaled down to it.

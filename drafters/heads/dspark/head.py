@@ -9,7 +9,7 @@ confidence head estimates whether a position is accepted. The module knows nothi
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -109,6 +109,10 @@ class DsparkLayer(nn.Module):
         gate, up = self.gate_up_proj(normed).chunk(2, dim=-1)
         outputs: Tensor = self.down_proj(functional.silu(gate) * up)
         return outputs
+
+    def mixtures(self) -> dict[str, Tensor]:
+        """What mixes neighbours around its two parts, under the names of `LayerWeights`; here nothing."""
+        return {}
 
     def _split_heads(self, projected: Tensor) -> Tensor:
         """[B, n, H * d] -> [B, H, n, d]."""
@@ -235,14 +239,19 @@ class DsparkHead(DraftHead):
         """See `DraftHead`; None with an LM head of its own."""
         return None if self.lm_head is not None else super().draft_lm_head(shared_embeddings, draft_ids)
 
+    def output_scaling(self, shared_embeddings: SharedEmbeddings) -> SharedEmbeddings:
+        """With the factor and the cap of this head's logits: the target's, or none with an LM head of its own."""
+        own = replace(shared_embeddings, logit_scale=1.0, logit_softcap=None)
+        return shared_embeddings if self.lm_head is None else own
+
     def logits(
         self, hidden_states: Tensor, shared_embeddings: SharedEmbeddings, draft_lm_head: Tensor | None
     ) -> Tensor:
         """See `DraftHead`; without the bias of the `BigramHead`."""
+        scaling = self.output_scaling(shared_embeddings)
         if self.lm_head is None:
-            return super().logits(hidden_states, shared_embeddings, draft_lm_head)
-        logits: Tensor = self.lm_head(hidden_states)
-        return logits
+            return super().logits(hidden_states, scaling, draft_lm_head)
+        return scaling.scale_logits(self.lm_head(hidden_states))
 
     def confidence(self, features: Tensor, token_features: Tensor) -> Tensor:
         """[...] logit of the acceptance of a position, from its feature [..., D] and the token before it [..., R]."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -95,6 +96,8 @@ class Dspark(HeadMethod):
         return {}
 
     def export_refusal(self, drafter: HeadDrafter, target: TargetInfo, format_name: str) -> str | None:
+        if not self.served:
+            return HeadMethod.export_refusal(self, drafter, target, format_name)
         if format_name == "sglang":
             return "SGLang has a layout of its own for DSpark heads, which is not written; use --format vllm."
         if drafter.visual_mode != "coupled":
@@ -105,3 +108,31 @@ class Dspark(HeadMethod):
         from mmspec.drafters.heads.dspark.checkpoint import export_dspark
 
         export_dspark(folder, given.drafter, given.target, given.embeddings())
+
+
+def read_numbers(
+    settings: Mapping[str, Any], keys: Iterable[str], title: str, kind: type = int, *, is_optional: bool = False
+) -> dict[str, Any]:
+    """Keys that hold integers of at least 1, or finite numbers above 0.
+
+    Args:
+        settings: of a published config.
+        keys: that are read.
+        title: of the method.
+        kind: int or float.
+        is_optional: whether those that are missing are left out, and not refused.
+
+    Raises:
+        ValueError: names the key and its value.
+    """
+    found = dict[str, Any]()
+    for key in keys:
+        value: Any = settings.get(key)
+        if value is None and is_optional:
+            continue
+        is_number = type(value) is int or (kind is float and type(value) is float and math.isfinite(value))
+        if not is_number or value <= 0:
+            rule = "an integer of at least 1" if kind is int else "a finite number above 0"
+            raise ValueError(f"{key} of a {title} head must be {rule}; got {value!r:.40}.")
+        found[key] = kind(value)
+    return found

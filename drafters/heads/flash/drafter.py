@@ -42,8 +42,8 @@ class FlashDrafter(BlockDrafter):
             feature_proj=markov.feature_proj.weight,
             token_norm=markov.token_norm.weight,
             token_proj=markov.token_proj.weight,
-            token_table=None,
             vocab_proj=vocab_proj if state.draft_ids is None else vocab_proj[state.draft_ids],
+            first_corrected=1,
         )
 
         def weights() -> HeadWeights | None:

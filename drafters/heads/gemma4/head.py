@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -59,15 +59,10 @@ class Gemma4Head(DsparkHead):
     config: Gemma4Config
     layer_class: ClassVar[Callable[[Any], DsparkLayer]] = Gemma4Layer
 
-    def logits(
-        self, hidden_states: Tensor, shared_embeddings: SharedEmbeddings, draft_lm_head: Tensor | None
-    ) -> Tensor:
-        """See `DsparkHead`; those of its own LM head are capped."""
-        logits, cap = (
-            super().logits(hidden_states, shared_embeddings, draft_lm_head),
-            self.config.final_logit_softcapping,
-        )
-        return cap * (logits / cap).tanh() if cap and self.lm_head is not None else logits
+    def output_scaling(self, shared_embeddings: SharedEmbeddings) -> SharedEmbeddings:
+        """See `DsparkHead`; logits of its own LM head are capped."""
+        scaling, cap = super().output_scaling(shared_embeddings), self.config.final_logit_softcapping
+        return scaling if self.lm_head is None or not cap else replace(scaling, logit_softcap=cap)
 
 
 class Gemma4DsparkDrafter(DsparkDrafter):

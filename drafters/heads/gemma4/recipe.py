@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from mmspec.drafters.heads.dspark.recipe import BLOCK_KEYS, Dspark
+from mmspec.drafters.heads.dspark.recipe import BLOCK_KEYS, Dspark, read_numbers
 from mmspec.drafters.heads.registry import HeadClasses, register
 
 if TYPE_CHECKING:
@@ -43,10 +43,7 @@ class Gemma4Dspark(Dspark):
         return 5 * (values.get("architectures") == [ARCHITECTURE])
 
     def published_settings(self, settings: Mapping[str, Any], weights: Mapping[str, Tensor]) -> dict[str, Any]:
-        cap = settings.get(CAP) or 0.0
-        if isinstance(cap, bool) or not isinstance(cap, (int, float)) or cap < 0:
-            raise ValueError(f"{CAP} must be a positive number; got {cap!r:.40}.")
-        return {CAP: float(cap)}
+        return read_numbers({CAP: settings.get(CAP) or None}, (CAP,), self.title, float, is_optional=True)
 
     def load_published(
         self, values: Mapping[str, Any], weights: dict[str, Tensor], target: TargetInfo, name: str

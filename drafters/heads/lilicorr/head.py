@@ -8,7 +8,7 @@ last position. Its own code walks one path through these scores; here they grow 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -16,11 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mmspec.drafters.heads.base.attention import select_last
-from mmspec.drafters.heads.base.expand import LevelExpander, StatelessExpander
+from mmspec.drafters.heads.base.expand import PairExpander
 from mmspec.drafters.heads.base.head import RMSNorm
 from mmspec.drafters.heads.base.state import DraftState
-from mmspec.drafters.heads.dflash2.head import ConvConfig, Dflash2Layer, spread
+from mmspec.drafters.heads.dflash2.head import ConvConfig, Dflash2Layer, TwoTaps
 from mmspec.drafters.heads.dspark.drafter import DsparkDrafter
 from mmspec.drafters.heads.dspark.head import DsparkHead, DsparkLayer
 from mmspec.interfaces import SharedEmbeddings
@@ -186,59 +185,31 @@ class LilicorrHead(DsparkHead):
         super().__init__(config, has_table)
         self.lattice = CandidateLattice(config)
 
-    def logits(
-        self, hidden_states: Tensor, shared_embeddings: SharedEmbeddings, draft_lm_head: Tensor | None
-    ) -> Tensor:
-        """See `DraftHead`; the products of the LM head, without what the target applies to them."""
-        plain = replace(shared_embeddings, logit_scale=1.0, logit_softcap=None)
-        return super().logits(hidden_states, plain, draft_lm_head)
+    def output_scaling(self, shared_embeddings: SharedEmbeddings) -> SharedEmbeddings:
+        """See `DsparkHead`; the products of the LM head, without what the target applies to them."""
+        return replace(shared_embeddings, logit_scale=1.0, logit_softcap=None)
 
 
 class LilicorrDrafter(DsparkDrafter):
-    """Drafts a block as `DsparkDrafter` does; a tree over the scores of pairs. `last_hidden` is the last feature."""
+    """Drafts a block as `DsparkDrafter` does; a tree over the scores of pairs."""
 
     head: LilicorrHead
+    c_classes = (
+        *(LilicorrHead, nn.ModuleList, DsparkLayer, Dflash2Layer, TwoTaps, CandidateLattice, LatticeLayer),
+        *(LatticeAttention, FeedForward, nn.LayerNorm, nn.Identity),
+    )
     records_drafts = True
 
-    def extend_rows(
-        self, state: DraftState, inputs: Tensor, position_ids: Tensor, counts: Sequence[int] | Tensor
-    ) -> None:
-        super().extend_rows(state, inputs, position_ids, counts)
-        state.last_hidden = select_last(inputs, counts, state.last_hidden)
-
-    def expander(self, state: DraftState) -> LevelExpander | None:
-        return LatticeExpander(self, state)
-
-
-class LatticeExpander(StatelessExpander):
-    """A `LevelExpander` over the candidates of each position. The hidden states of nodes are the vectors behind them.
-
-    Tokens that are no candidates have no probability.
-    """
-
-    def __init__(self, drafter: LilicorrDrafter, state: DraftState) -> None:
-        self.state, config = state, drafter.head.config
-        features = drafter.block_features(state)
-        logits = drafter.head.logits(features, state.shared_embeddings, state.draft_lm_head).float()
-        self.size, self.scale = logits.shape[-1], config.logit_scale
+    def expander(self, state: DraftState) -> PairExpander:
+        """See `BlockDrafter`; tokens that are no candidates have no probability."""
+        config, (features, logits) = self.head.config, self.block(state)
         total = logits.logsumexp(-1, keepdim=True)  # also of ids that must not be drafted, as in training
-        best, self.candidates = (logits + state.logit_bias).topk(min(config.candidate_topk, self.size))
-        ids = self.candidates if state.draft_ids is None else state.draft_ids[self.candidates]
-        self.allowed = torch.zeros_like(best).masked_fill(best.isneginf(), -torch.inf)
-        log_probs = logits.gather(-1, self.candidates) - total
-        parts: Any = drafter.head.lattice(drafter.embed_ids(state, ids), log_probs, features, state.last_hidden)
-        first, self.behind, self.before = (part.float() for part in parts)
-        self.root_hidden = first[:, None]
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        """See `LevelExpander`; [B, W, 1] the tokens themselves, as float32, which has all integers up to 2^24."""
-        return tokens[..., None].float()
-
-    def expand(self, level: int, inputs_embeds: Tensor, parent_hidden: Tensor) -> Tensor:
-        """See `LevelExpander`; [B, W, F]."""
-        is_token = self.candidates[:, level - 1, None] == inputs_embeds  # [B, W, C]
-        return is_token.to(self.behind.dtype) @ self.behind[:, level - 1]
-
-    def logits(self, level: int, hidden_states: Tensor) -> Tensor:
-        scores = self.scale * (hidden_states @ self.before[:, level].transpose(1, 2)) + self.allowed[:, level, None]
-        return spread(scores, self.candidates[:, level], self.size)
+        best, candidates = (logits + state.logit_bias).topk(min(config.candidate_topk, logits.shape[-1]))
+        ids = candidates if state.draft_ids is None else state.draft_ids[candidates]
+        log_probs = logits.gather(-1, candidates) - total
+        parts: Any = self.head.lattice(self.embed_ids(state, ids), log_probs, features, state.last_hidden)
+        first, behind, before = (part.float() for part in parts)
+        first = first[:, None, None].expand(-1, 1, ids.shape[-1], -1)
+        scores = torch.cat((first, behind[:, :-1]), dim=1) @ before.transpose(-1, -2)
+        allowed = torch.zeros_like(best).masked_fill(best.isneginf(), -torch.inf)
+        return PairExpander(state, candidates, config.logit_scale * scores + allowed[:, :, None])

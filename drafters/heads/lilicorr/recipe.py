@@ -1,13 +1,12 @@
-"""LiLiCorr: registered and read as published; it is not trained."""
+"""LiLiCorr: registered, trained, and read as published."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from mmspec.drafters.heads.dspark.recipe import BLOCK_KEYS, Dspark
-from mmspec.drafters.heads.registry import HeadClasses, register
+from mmspec.drafters.heads.dspark.recipe import BLOCK_KEYS, Dspark, read_numbers
+from mmspec.drafters.heads.registry import HeadClasses, Recipe, register
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,6 +25,9 @@ NUMBERS = {
 }
 """Keys of published configs -> fields of `LilicorrConfig`."""
 CONVOLUTION = ("conv_kernel_size", "conv_group_size")
+LILICORR_HELP = """\
+as dspark, and a small transformer over the likeliest tokens of all positions says which of them fit the token before
+(LiLiCorr)"""
 
 
 @register
@@ -34,7 +36,7 @@ class Lilicorr(Dspark):
 
     name = "lilicorr"
     title = "LiLiCorr"
-    recipes = ()
+    recipes = (Recipe("lilicorr", LILICORR_HELP, "coupled", 5, settings={"sample_from_anchor": False}),)
     speculators_types = ()
     published_keys = BLOCK_KEYS.union(SIZES, NUMBERS, CONVOLUTION, ("lilicorr_enabled",))
     served = ""
@@ -42,8 +44,9 @@ class Lilicorr(Dspark):
 
     def classes(self) -> HeadClasses:
         from mmspec.drafters.heads.lilicorr.head import LilicorrConfig, LilicorrDrafter, LilicorrHead
+        from mmspec.drafters.heads.lilicorr.loss import lilicorr_loss
 
-        return HeadClasses(LilicorrConfig, LilicorrHead, LilicorrDrafter)
+        return HeadClasses(LilicorrConfig, LilicorrHead, LilicorrDrafter, lilicorr_loss)
 
     def recognise(self, values: Mapping[str, Any], weights: Mapping[str, Tensor]) -> int:
         return 5 * any(name.startswith("lilicorr.") for name in weights)
@@ -53,14 +56,8 @@ class Lilicorr(Dspark):
         if settings.get("lilicorr_enabled") is False:
             raise ValueError("lilicorr_enabled is false, but the weights hold the tensors lilicorr.*.")
         values = {**settings, "lilicorr_hidden_size": settings.get("lilicorr_hidden_size") or settings["hidden_size"]}
-        for key in (*SIZES, *NUMBERS):
-            value: Any = values.get(key)
-            what = "an integer of at least 1" if key in SIZES else "a finite number above 0"
-            is_kind = type(value) is int or (key in NUMBERS and type(value) is float and math.isfinite(value))
-            if not is_kind or not value > 0:
-                raise ValueError(f"{key} of a LiLiCorr head must be {what}; got {value!r:.40}.")
-        found = {field: values[key] for key, field in SIZES.items()}
-        found |= {field: float(values[key]) for key, field in NUMBERS.items()}
+        found = {SIZES[key]: value for key, value in read_numbers(values, SIZES, self.title).items()}
+        found |= {NUMBERS[key]: value for key, value in read_numbers(values, NUMBERS, self.title, float).items()}
         taps, group = (settings.get(key) or 0 for key in CONVOLUTION)
         if any(type(value) is not int or value < 0 for value in (taps, group)) or bool(taps) != bool(group):
             raise ValueError(

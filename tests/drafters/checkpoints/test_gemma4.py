@@ -131,7 +131,10 @@ def test_blocks_are_those_of_the_formulas(
         ({"hidden_activation": "silu"}, "hidden_activation 'silu' is not supported in a dspark-gemma4 head"),
         ({"enable_moe_block": True}, "enable_moe_block True is not supported"),
         ({"hidden_size_per_layer_input": 8}, "hidden_size_per_layer_input 8 is not supported"),
-        ({"final_logit_softcapping": -1}, "final_logit_softcapping must be a positive number; got -1"),
+        (
+            {"final_logit_softcapping": -1},
+            "final_logit_softcapping of a Gemma 4 DSpark head must be a finite number above 0; got -1",
+        ),
         ({"num_attention_heads": 5}, "needs num_attention_heads and projections"),
         ({"attention_k_eq_v": False}, r"lacks layers\.0\.self_attn\.v_proj\.weight"),
     ],

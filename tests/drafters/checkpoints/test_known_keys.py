@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,7 @@ def wrong(key: str) -> Any:
     return {"layer_types": ["chunked_attention"], "projector_type": "domino"}.get(key, 3.5)
 
 
-@pytest.mark.parametrize("method", ["eagle", "vispec", "eagle3", "dspark"])
+@pytest.mark.parametrize("method", ["eagle", "vispec", "eagle3", "dspark", "dflash2", "domino", "lilicorr"])
 def test_a_setting_of_another_network_is_refused_by_name(method: str) -> None:
     """In the config, in the layer's and in the method's own section; its harmless values are not."""
     read = methods()[method].published_keys
@@ -83,6 +84,44 @@ def test_a_setting_of_another_network_is_refused_by_name(method: str) -> None:
                 check_keys({path: {key: wrong(key)}} if path else {key: wrong(key)}, read)
         for value in (None, *EXPECTED[key]):
             check_keys({key: value}, read)
+
+
+def changed(value: Any) -> Any:
+    """Another value of the same kind, for a key of a config."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, list):
+        return [changed(value[0]), *value[1:]]
+    if isinstance(value, dict):
+        return {key: changed(one) for key, one in value.items()}
+    return value + 1 if isinstance(value, (int, float)) else "other"
+
+
+def what_is_read(folder: Path) -> tuple[Any, ...]:
+    """What a drafter is made of, besides its weights."""
+    drafter: Any = load_published(folder, TARGET)
+    names = "mask_token_id", "embedding_scale", "hidden_state_indices", "block_size"
+    return type(drafter), drafter.head.config, *(getattr(drafter, name) for name in names)
+
+
+@pytest.mark.parametrize("name", [name for name, layout in LAYOUTS.items() if "dflash_config" in layout.config])
+def test_each_key_of_a_block_is_read_or_refused(name: str, tmp_path: Path) -> None:
+    """Another value makes another drafter, or is refused; else the key is in the list of those without effect."""
+    layout = LAYOUTS[name]
+    expected, section = what_is_read(write_head(tmp_path / "as it is", layout)), layout.config["dflash_config"]
+    # Names; what the tensors say; and the vocabulary, which in heads for LLaVA is that of its language model.
+    others = {"architectures", "dflash_config", "model_type", "vocab_size"}
+    others |= {"confidence_head_with_markov", "enable_confidence_head"}
+    unread = list[str]()
+    for key in sorted({*layout.config, *section} - WITHOUT_EFFECT - BY_TENSORS - others):
+        changes = {"dflash_config": {**section, key: changed(section[key])}} if key in section else {}
+        folder = write_head(tmp_path / key, layout)
+        config = {**layout.config, **(changes or {key: changed(layout.config[key])})}
+        (folder / "config.json").write_text(json.dumps(config))
+        with suppress(ValueError):  # which names it: `test_what_does_not_fit` of each method
+            if what_is_read(folder) == expected:
+                unread.append(key)
+    assert not unread
 
 
 def test_lists_of_keys_do_not_overlap() -> None:

@@ -234,7 +234,7 @@ def test_every_method_states_what_it_is() -> None:
 
 
 def test_the_page_lists_every_method_as_it_is() -> None:
-    """Read as published, trained, and exported for the engines that the help of `mmspec export` names."""
+    """Read as published, drafting in C, trained, and exported for the engines that `mmspec export` names."""
     lines = (
         (ROOT / "docs" / "drafters.md").read_text(encoding="utf-8").split("| method |")[1].split("\n\n")[0].splitlines()
     )
@@ -243,8 +243,11 @@ def test_the_page_lists_every_method_as_it_is() -> None:
     known = registry.methods()
     assert known.keys() <= listed.keys() and len(rows) == len(known)
     for name, method in known.items():
-        _, what, read, drafts, in_c, trained, exported, _ = listed[name]
-        assert what and drafts and in_c
+        _, what, read, drafts, in_c, trained, exported, checked = listed[name]
+        assert (
+            what and drafts and (in_c != "no") is bool({"c_draft", "c_classes"} & vars(method.classes().drafter).keys())
+        )
+        assert bool(checked) is (read == "yes")
         is_read = type(method).load_published is not HeadMethod.load_published or method.is_of_target
         assert (read == "yes") is is_read and (trained != "no") is bool(method.recipes)
         assert all((engine in exported) is (engine in method.served) for engine in ("vLLM", "SGLang", "speculators"))
@@ -260,6 +263,6 @@ def test_layers_of_a_head_are_an_option_of_blocks_over_several_layers() -> None:
             assert method.train_config(HEAD_CONFIG, recipe, TrainSizes(8, head_layers=2)).num_hidden_layers == 2  # type: ignore[attr-defined]
             continue
         with pytest.raises(
-            ValueError, match="head_layers is for dspark and dflash2 heads; this one has one layer, got 2"
+            ValueError, match="head_layers is for dspark and dflash2 and lilicorr heads; this one has one layer, got 2"
         ):
             method.train_config(HEAD_CONFIG, recipe, sizes)

@@ -198,7 +198,7 @@ def test_an_export_has_the_tensors_of_the_checkpoint(family: str, split: bool, t
     [
         ("qwen3_5", ["--set", "visual_mode=decoupled"], "--set visual_mode must be one of coupled, placeholder, mixed"),
         ("qwen3_5", ["--set", "layers=1"], "--set layers is for heads that read several hidden states"),
-        ("qwen3_5", ["--set", "head_layers=2"], "--set head_layers is for dspark and dflash2 heads"),
+        ("qwen3_5", ["--set", "head_layers=2"], "--set head_layers is for dspark and dflash2 and lilicorr heads"),
         ("qwen3_vl", [], "no draft head of qwen3_vl is known"),
     ],
 )
