@@ -86,6 +86,12 @@ KNOW_TRANSFORMERS = {
     "generate", "arguments", "fallback", "prefill", "decode", "engine.tree_cache", "engine.sampler", "engine.criteria",
     "comparison", "targets.*", "vision.grids", "app",
 }  # fmt: skip
+KNOW_CLOCKS = {f"mmspec.{name}" for name in (
+    "economy.kernels", "economy.chooser",  # decide by seconds
+    "engine.loop", "engine.recordings",  # measure for them
+    "generate", "decode", "comparison", "targets.selftest", "drafters.training.trainer",  # tell people
+    "engine.criteria", "cpu.huge_pages", "vision.video.deadline", "vision.video.worker_process",  # end what takes long
+)}  # fmt: skip
 KNOW_MEDIA = {"app", "vision"}
 MEDIA = {"gradio", "av", "matplotlib"}
 BARE = {"vision", "drafters", "app"}
@@ -159,6 +165,9 @@ def violations(module: str, source: str) -> list[str]:
     """The rules that a module breaks, one line each."""
     tree = ast.parse(source)
     broken = [f"line {use.line}: {text}" for use in imports(tree) if (text := forbidden(component(module), use))]
+    if component(module) != "app" and module not in KNOW_CLOCKS:
+        clocks = "a clock: only mmspec.economy decides by measured seconds; enter what else needs one in KNOW_CLOCKS"
+        broken += [f"line {use.line}: {clocks}" for use in imports(tree) if use.module.split(".")[0] in ("time", "timeit")]
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
     if component(module) != "app":
         broken += [f"line {call.lineno}: print below app/" for call in calls if ast.unparse(call.func) == "print"]
@@ -258,6 +267,7 @@ def test_tests_import_the_packaged_names() -> None:
         ("mmspec.drafters.ngram.lookup", "from mmspec.app.caption.job import Job"),
         ("mmspec.metrics.stats", "import matplotlib.pyplot as plt"),
         ("mmspec.drafters.ngram.lookup", "def f():\n    print(1)"),
+        ("mmspec.drafters.ngram.lookup", "from time import perf_counter"),
     ],
 )
 def test_planted_violations_are_found(module: str, source: str) -> None:

@@ -290,7 +290,7 @@ class Chooser:
         if not self.sources:
             return
         if is_whole:
-            draft_s += score_s - (economy.rounds_s.get("score", self.batch, num_nodes) or score_s)
+            draft_s += max(0.0, score_s - (economy.rounds_s.get("score", self.batch, num_nodes) or score_s))
         else:
             economy.rounds_s.add("score", self.batch, num_nodes, score_s)
         economy.rounds_s.add("rest", self.batch, num_nodes, overhead_s)

@@ -8,13 +8,13 @@ budget and remembers the answers; `mmspec.costs` keeps them with the costs of th
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 
+from mmspec.economy.tables import is_measured
 from mmspec.forks import new_lock
 
 CaseT = TypeVar("CaseT")
@@ -53,7 +53,7 @@ def fastest(
         clock: seconds; None for `time.perf_counter`.
 
     Returns:
-        The fastest; None if the time did not suffice to measure `MIN_REPEATS` runs of each.
+        The fastest; None if the time did not suffice to measure `MIN_REPEATS` runs of each, or the clock does not run.
     """
     clock = time.perf_counter if clock is None else clock
     left, measured_s = dict.fromkeys(names, 1.0), 0.0
@@ -69,9 +69,11 @@ def fastest(
                 start = clock()
                 run(name, case)
                 seconds = clock() - start
+                if not is_measured(seconds):
+                    return None
                 shortest[name], measured_s = min(shortest[name], seconds), measured_s + seconds
         if len(left) > 1:
-            limit = MUCH_SLOWER * max(min(shortest.values()), sys.float_info.min)
+            limit = MUCH_SLOWER * min(shortest.values())
             left = {name: score * shortest[name] for name, score in left.items() if shortest[name] <= limit}
     return min(left, key=lambda name: left[name], default=None)
 
@@ -133,7 +135,7 @@ class KernelChoices:
         clock = time.perf_counter if self._clock is None else self._clock
         start = clock()
         found = fastest(names, cases, run, left_s, clock)
-        seconds = clock() - start
+        seconds = max(0.0, clock() - start)
         self.spent_s, self._longest_s, self.has_news = self.spent_s + seconds, max(self._longest_s, seconds), True
         if found is not None:
             self.known[key] = found

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import bisect
+import logging
 import math
 from collections import deque
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 from mmspec.forks import new_lock
+
+logger = logging.getLogger("mmspec")
 
 WINDOW = 9
 """Last measurements of one kind, of which the fastest third ends at the estimate: stalls only ever add time."""
@@ -21,6 +25,18 @@ SAME = 0.01
 """Fraction by which an estimate must move to be another one."""
 NODE_COST = {"cpu": 0.11, "other": 0.01}
 """Assumed cost of one more node by device, as a fraction of a one-node forward, until it is measured."""
+
+
+def is_measured(seconds: float) -> bool:
+    """Whether a clock that runs can have shown it; the first time that one stands or goes backwards is told."""
+    if not 0 < seconds < math.inf:
+        _tell_of_the_clock()
+    return 0 < seconds < math.inf
+
+
+@cache
+def _tell_of_the_clock() -> None:
+    logger.info("mmspec: a clock of this machine stood still or went backwards; what it showed is left out")
 
 
 def cost_rows(num_rows: int, batch: int) -> int:
@@ -50,7 +66,7 @@ class Seconds:
 
     def add(self, what: Hashable, rows: int, size: int, seconds: float) -> None:
         """Add a measurement; what no clock that runs can show is left out."""
-        if not 0 < seconds < math.inf:
+        if not is_measured(seconds):
             return
         with self._lock:
             last = self._last.setdefault((what, rows), {}).setdefault(size, deque(maxlen=WINDOW))

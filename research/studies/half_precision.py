@@ -43,9 +43,14 @@ def requests(name: str, per_task: int) -> tuple[Any, Iterator[dict[str, Any]]]:
         for item in items:
             first.setdefault(item.category, []).append(item.turns[0])
         questions = [question for group in first.values() for question in group[:per_task]]
-        options = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
-        chats = ([{"role": "user", "content": question}] for question in questions)
-        return AutoModelForCausalLM.from_pretrained(name), (tokenizer.apply_chat_template(c, **options) for c in chats)
+
+        def ask(question: str) -> dict[str, Any]:
+            if tokenizer.chat_template is None:  # a base model
+                return dict(tokenizer(f"{question}\n\n", return_tensors="pt"))
+            options = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
+            return dict(tokenizer.apply_chat_template([{"role": "user", "content": question}], **options))
+
+        return AutoModelForCausalLM.from_pretrained(name), map(ask, questions)
     model, processor = load_scenes_model()
 
     def prepare(item: Any) -> dict[str, Any]:

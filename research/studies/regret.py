@@ -10,14 +10,18 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
 import mmspec
 from mmspec.app.cli.arguments import positive_int, split_commas
+from mmspec.economy.chooser import Chooser
 from mmspec.economy.store import SWITCH
 from research.arguments import module_parser
 from research.studies.half_precision import repeated, requests
@@ -29,9 +33,8 @@ method
   nothing that was stored by earlier processes: making a copy counts for the call in which it is made, or the first one.
   Every call is a line of --out as soon as it ends; short cells come first. When --minutes are over, no further call of
   each drafter is begun, but the first of a cell. Printed for each cell as it ends (model, type, rows, tokens):
-  milliseconds a token in the first call, the first ten and the last ten, and the speed of `auto` over the best fixed
-  drafter and
-  over `none`.
+  milliseconds a token in the first call, the first ten and the last ten, the speed of `auto` over the best fixed
+  drafter and over `none`, and what drafted in the rounds of `auto`. Lines have what it waits for, too.
 
 examples
   python -m research.studies.regret --models ./Qwen2.5-Coder-0.5B --quick
@@ -41,6 +44,26 @@ DRAFTERS = ("none", "hybrid", "quantized")
 """Fixed ones; scenes has heads of its own."""
 SCENES_DRAFTERS = ("none", "flash", "msd", "quantized")
 WINDOWS = {"first": slice(0, 1), "first ten": slice(0, 10), "last ten": slice(-10, None)}
+
+
+@dataclass(frozen=True)
+class OneCall:
+    """Seconds, new tokens, and rounds by what was to draft in them."""
+
+    seconds: float
+    new_tokens: int
+    rounds: Counter[str] = field(default_factory=Counter)
+
+
+def counted(plan: Callable[[Chooser], bool], rounds: Counter[str]) -> Callable[[Chooser], bool]:
+    """`Chooser.plan` that counts what it plans."""
+
+    def planned(chooser: Chooser) -> bool:
+        found = plan(chooser)
+        rounds["plain" if chooser.source is None else chooser.source.name] += 1
+        return found
+
+    return planned
 
 
 def shared_copy(model: Any) -> Any:
@@ -54,14 +77,14 @@ def inputs_of(prepared: Iterator[dict[str, Any]], rows: int, count: int, dtype: 
     return [{name: repeated(value, rows, dtype) for name, value in call.items()} for call in calls]
 
 
-def run_cell(cell: dict[str, Any], options: argparse.Namespace, end_time: float) -> dict[str, list[tuple[float, int]]]:
-    """Seconds and new tokens of each call of each drafter until `end_time`; each call is written as it ends."""
+def run_cell(cell: dict[str, Any], options: argparse.Namespace, end_time: float) -> dict[str, list[OneCall]]:
+    """The calls of each drafter until `end_time`; each is written as it ends."""
     model, prepared = requests(cell["model"], 1000)
     model = model.to(getattr(torch, cell["dtype"])).eval()
     calls = inputs_of(prepared, cell["rows"], options.calls, model.dtype)
     names = ("generate", *(SCENES_DRAFTERS if cell["model"] == "scenes" else DRAFTERS), "auto")
     models = {name: shared_copy(model) for name in names}
-    found: dict[str, list[tuple[float, int]]] = {name: [] for name in names}
+    found: dict[str, list[OneCall]] = {name: [] for name in names}
     started = dict.fromkeys(names, 0.0)
     for name in names[1:]:
         start = time.perf_counter()
@@ -72,13 +95,15 @@ def run_cell(cell: dict[str, Any], options: argparse.Namespace, end_time: float)
             break
         turn = number % len(names)
         for name in (*names[turn:], *names[:turn]):
-            start = time.perf_counter()
-            with torch.no_grad():
+            rounds = Counter[str]()
+            with torch.no_grad(), mock.patch.object(Chooser, "plan", counted(Chooser.plan, rounds)):
+                start = time.perf_counter()
                 tokens = models[name].generate(**call, do_sample=False, max_new_tokens=cell["tokens"])
-            seconds = time.perf_counter() - start + (started[name] if number == 0 else 0.0)
-            count = int(tokens.numel() - call["input_ids"].numel())
-            found[name].append((seconds, count))
-            line = cell | {"drafter": name, "call": number, "seconds": seconds, "new_tokens": count}
+                seconds = time.perf_counter() - start + (started[name] if number == 0 else 0.0)
+            one = OneCall(seconds, int(tokens.numel() - call["input_ids"].numel()), rounds)
+            found[name].append(one)
+            line = cell | {"drafter": name, "call": number} | vars(one)
+            line |= {"waits_for": None if name == "generate" else mmspec.stats(models[name], last=True).waits_for}
             with options.out.open("a") as file:
                 file.write(json.dumps(line) + "\n")
     for name in names[1:]:
@@ -86,16 +111,20 @@ def run_cell(cell: dict[str, Any], options: argparse.Namespace, end_time: float)
     return found
 
 
-def table(cell: dict[str, Any], found: dict[str, list[tuple[float, int]]]) -> Iterator[str]:
+def table(cell: dict[str, Any], found: dict[str, list[OneCall]]) -> Iterator[str]:
     """Lines of one cell: milliseconds a token, and what `auto` reaches."""
     yield ", ".join(map(str, cell.values())) + f": {len(found['auto'])} calls"
     for window, calls in WINDOWS.items():
-        sums = {name: [sum(one) for one in zip(*each[calls], strict=True)] for name, each in found.items()}
-        means = {name: 1e3 * seconds / max(1, count) for name, (seconds, count) in sums.items()}
+        means = {
+            name: 1e3 * sum(one.seconds for one in each[calls]) / max(1, sum(one.new_tokens for one in each[calls]))
+            for name, each in found.items()
+        }
         fixed = {name: ms for name, ms in means.items() if name not in ("generate", "auto")}
         best = min(fixed, key=lambda name: fixed[name])
         shares = f"auto {fixed[best] / means['auto']:.2f} of {best}, {fixed['none'] / means['auto']:.2f} of none"
-        yield f"  {window:<10}" + "".join(f" {name} {ms:.1f}" for name, ms in means.items()) + f"; {shares}"
+        rounds = sum((one.rounds for one in found["auto"][calls]), Counter[str]())
+        drafted = ", ".join(f"{name} {count}" for name, count in rounds.most_common())
+        yield f"  {window:<10}" + "".join(f" {name} {ms:.1f}" for name, ms in means.items()) + f"; {shares}; {drafted}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -26,9 +26,11 @@ class Machine:
         runs: number of runs of each alternative.
     """
 
-    def __init__(self, seconds: dict[str, float], first_s: float = 0.0, stall: tuple[str, int] = ("", 0)) -> None:
-        """`first_s` is what each first run takes longer, `stall` the run that takes a second more."""
-        self.seconds, self.first_s, self.stall = seconds, first_s, stall
+    def __init__(
+        self, seconds: dict[str, float], first_s: float = 0.0, stall: tuple[str, int] = ("", 0), stall_s: float = 1.0
+    ) -> None:
+        """`first_s` is what each first run takes longer, `stall` the run that takes `stall_s` more."""
+        self.seconds, self.first_s, self.stall, self.stall_s = seconds, first_s, stall, stall_s
         self.now, self.runs = 0.0, Counter[str]()
 
     def clock(self) -> float:
@@ -37,7 +39,7 @@ class Machine:
     def run(self, name: str, case: object) -> bool:
         self.runs[name] += 1
         self.now += self.seconds[name] + self.first_s * (self.runs[name] == 1)
-        self.now += (name, self.runs[name]) == self.stall
+        self.now += self.stall_s * ((name, self.runs[name]) == self.stall)
         return True
 
 
@@ -55,6 +57,20 @@ def test_neither_first_runs_nor_stalls_decide(winner: str, first_s: float) -> No
             machine = Machine(seconds, first_s, (stalled, number))
             assert fastest(NAMES, [1], machine.run, clock=machine.clock) == winner
             assert KernelChoices(machine.clock).choose(key(), NAMES, [1], machine.run) == winner
+
+
+@pytest.mark.parametrize("stalled", NAMES)
+def test_a_clock_that_goes_backwards_decides_nothing(stalled: str) -> None:
+    """The default runs then, and nothing is kept: a later process decides."""
+    machine = Machine(dict.fromkeys(NAMES, 1e-3) | {"plain": 1e-4}, stall=(stalled, 3), stall_s=-9.0)
+    choices = KernelChoices(machine.clock)
+    assert choices.choose(key(), NAMES, [1], machine.run) == "c" and not choices.known
+    assert choices.spent_s == 0 and choices.choose(key(128), NAMES, [1], machine.run) == "plain"
+
+
+def test_a_clock_that_stands_decides_nothing() -> None:
+    choices = KernelChoices(lambda: 7.0)
+    assert choices.choose(key(), ("plain", "c"), [1], lambda name, case: True) == "plain" and not choices.known
 
 
 def test_each_case_counts_the_same_and_what_cannot_run_is_left_out() -> None:
