@@ -167,7 +167,9 @@ def violations(module: str, source: str) -> list[str]:
     broken = [f"line {use.line}: {text}" for use in imports(tree) if (text := forbidden(component(module), use))]
     if component(module) != "app" and module not in KNOW_CLOCKS:
         clocks = "a clock: only mmspec.economy decides by measured seconds; enter what else needs one in KNOW_CLOCKS"
-        broken += [f"line {use.line}: {clocks}" for use in imports(tree) if use.module.split(".")[0] in ("time", "timeit")]
+        broken += [
+            f"line {use.line}: {clocks}" for use in imports(tree) if use.module.split(".")[0] in ("time", "timeit")
+        ]
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
     if component(module) != "app":
         broken += [f"line {call.lineno}: print below app/" for call in calls if ast.unparse(call.func) == "print"]
