@@ -234,6 +234,20 @@ def test_start_from_trained_weights(data: Path, tmp_path: Path, capsys: Any) -> 
         assert message in capsys.readouterr().err
 
 
+def test_answers_are_generated_under_patch(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, processor = random_model("tiny")
+    teacher, patched = Teacher(model, processor, FileData([str(data)])), []
+    generate = Teacher._generate
+
+    def watched(self: Teacher, *args: Any) -> Any:
+        patched.append(mmspec.is_patched(model))
+        return generate(self, *args)
+
+    monkeypatch.setattr(Teacher, "_generate", watched)
+    teacher.generate_answers(tmp_path, 2, 8)
+    assert patched and all(patched) and not mmspec.is_patched(model)
+
+
 def test_incomplete_answers_are_generated_again(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, processor = random_model("tiny")
     teacher = Teacher(model, processor, FileData([str(data)]))
