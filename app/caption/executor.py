@@ -14,7 +14,8 @@ from mmspec.app.caption.rows import CaptionModel, RowCaptioner
 from mmspec.app.caption.stop import GracefulStop
 from mmspec.app.caption.variants import picture_number
 from mmspec.app.io.decode import decode_item
-from mmspec.app.io.held import decode_held
+from mmspec.app.io.file_stamp import file_stamp
+from mmspec.app.io.held import hold
 from mmspec.app.io.images import ImageError, Media, decode_ahead, pixel_limit
 from mmspec.app.io.inputs import Inputs
 from mmspec.app.io.item import Item
@@ -133,11 +134,15 @@ def decode_batches(
             queue.append((batch, len(new)))
             yield from new or (None,)
 
-    def read(item: Item) -> Media:
-        return decode_item(item, sampler, config.pixel_limit, decoders)
-
     def load(item: Item | None) -> tuple[Item, Media] | None:
-        return None if item is None else decode_held(item, read, config.stores_pictures)
+        """What is decoded of an item, and the item; with its very bytes where they are stored."""
+        if item is None:
+            return None
+        with item.locate_errors():
+            # The stamp before it is read: one that is replaced meanwhile is done again.
+            item = replace(item, stamp=file_stamp(item))
+            item = hold(item) if config.stores_pictures else item
+        return item, decode_item(item, sampler, config.pixel_limit, decoders)
 
     ahead = config.batch_size + config.threads
     decoded = decode_ahead(pictures(), load, config.threads, ahead, _share_of_ahead)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import IO, Any
 
 from mmspec.app.errors import UsageError
 from mmspec.app.io.content import Content, InlineBytes, Pictures
-from mmspec.app.io.file_stamp import file_stamp
-from mmspec.app.io.images import ImageError, Media, check_file
+from mmspec.app.io.images import ImageError, check_file
 from mmspec.app.io.item import Item
 
 MAX_BYTES_IN_MEMORY = 4 << 20
@@ -93,15 +91,3 @@ def _held(data: bytes) -> Content:
     file.write(data)
     file.flush()
     return _TemporaryBytes(file, 0, len(data))
-
-
-def decode_held(item: Item, decode: Callable[[Item], Media], keep: bool) -> tuple[Item, Media]:
-    """What `decode` makes of an item, and the item; with `keep` it holds the very bytes that were decoded.
-
-    Raises:
-        ImageError: it cannot be read or decoded.
-    """
-    with item.locate_errors():
-        item = replace(item, stamp=file_stamp(item))  # before it is read: one that is replaced meanwhile is done again
-        item = hold(item) if keep else item
-    return item, decode(item)

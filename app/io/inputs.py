@@ -118,12 +118,8 @@ def find_sources(name: str, options: SourceOptions, excluded: set[str]) -> list[
         return [HubSource(name, options)]
     if not is_local(name):
         return [_remote_source(url, options) for pattern in expand_braces(name) for url in _remote_matches(pattern)]
-    if os.path.exists(name):
-        return [_local_source(name, options, excluded)]
-    expanded = expand_braces(name)
-    if len(expanded) > 1 or _suffix(name) in ROW_SOURCES:
-        return [source for one in expanded for source in _local_matches(one, options, excluded)]
-    return _local_matches(name, options, excluded)
+    expanded = [name] if os.path.exists(name) else expand_braces(name)
+    return [source for one in expanded for source in _local_matches(one, options, excluded)]
 
 
 def _local_matches(name: str, options: SourceOptions, excluded: set[str]) -> list[RowSource]:
@@ -142,7 +138,7 @@ def _local_source(name: str, options: SourceOptions, excluded: set[str]) -> RowS
         return SavedSource(name, options) if is_saved else FileSource(name, excluded, options)
     if _suffix(name) not in MEDIA_SUFFIXES:  # pictures and clips have error rows
         refuse_pointer(name)
-    if _suffix(name) in ROW_SOURCES and not glob.has_magic(name):
+    if _suffix(name) in ROW_SOURCES:
         if not os.path.isfile(name):
             raise UsageError(f"no such file: {name}")
         return ROW_SOURCES[_suffix(name)](name, options)

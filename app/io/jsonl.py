@@ -71,7 +71,7 @@ def iter_rows(path: Path) -> Iterator[tuple[Row, int, int]]:
             elif line.strip():
                 bad_line = number
         else:
-            if not bad_line or not (line.endswith(b"\n") or _is_json(line)):
+            if not bad_line or not (line.endswith(b"\n") or _parse(line) is not None):
                 return
     raise UsageError(f"{path} line {bad_line} is not a row of a caption job: repair or remove it, or --overwrite")
 
@@ -91,12 +91,11 @@ def check_row_columns(row: Mapping[str, Any], where: str) -> None:
         )
 
 
-def _is_json(line: bytes) -> bool:
+def _parse(line: bytes) -> Any:
     try:
-        json.loads(line)
+        return json.loads(line)
     except (ValueError, RecursionError):
-        return False
-    return True
+        return None
 
 
 def read_rows(path: Path) -> tuple[list[Row], int]:
@@ -107,10 +106,7 @@ def read_rows(path: Path) -> tuple[list[Row], int]:
 
 def parse_row(line: bytes) -> Row | None:
     """The row in a line; None if it holds none."""
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
+    row = _parse(line)
     if not isinstance(row, dict) or not isinstance(row.get("id"), str):
         return None
     if row.get("error") == {}:
@@ -129,15 +125,10 @@ def truncate_torn_line(file: BinaryIO, good: int) -> None:
     """Truncate to the first `good` bytes, ended by a line feed."""
     if file.seek(0, os.SEEK_END) > good:
         file.truncate(good)
-    if good and not _ends_line(file, good):
+    if good and os.pread(file.fileno(), 1, good - 1) != b"\n":
         file.write(b"\n")
     file.flush()
     os.fsync(file.fileno())
-
-
-def _ends_line(file: BinaryIO, size: int) -> bool:
-    file.seek(size - 1)
-    return file.read(1) == b"\n"
 
 
 def copy_lines(path: Path, lines: Iterable[tuple[Path, int, int]]) -> None:

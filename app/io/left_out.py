@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from mmspec.messages import printable
@@ -60,58 +61,34 @@ def is_packed_metadata(name: str) -> bool:
 
 
 @dataclass
-class Tally:
-    """Number and first names of things of several kinds."""
-
-    counts: dict[str, int] = field(default_factory=dict)
-    names: dict[str, list[str]] = field(default_factory=dict)
-
-    def add(self, kind: str, name: str | None, count: int = 1) -> None:
-        self.counts[kind] = self.counts.get(kind, 0) + count
-        names = self.names.setdefault(kind, [])
-        if name is not None and len(names) <= MAX_NAMES:
-            names.append(name)
-
-    def add_all(self, other: Tally) -> None:
-        for kind, count in other.counts.items():
-            self.counts[kind] = self.counts.get(kind, 0) + count
-            self.names[kind] = [*self.names.get(kind, []), *other.names[kind]][: MAX_NAMES + 1]
-
-    @property
-    def total(self) -> int:
-        return sum(self.counts.values())
-
-    def __str__(self) -> str:
-        """As in "2 .heic (b.heic, c.HEIC), 1 .svg (d.svg)", the most frequent first."""
-        ordered = sorted(self.counts.items(), key=lambda kind: (-kind[1], kind[0]))
-        parts = [f"{count} {kind} ({_examples(self.names[kind], count)})".strip() for kind, count in ordered]
-        rest = f", and {len(parts) - MAX_KINDS} other kinds" if len(parts) > MAX_KINDS else ""
-        return ", ".join(parts[:MAX_KINDS]) + rest
-
-
-@dataclass
 class LeftOut:
     """What one or several inputs do not read, or read with a doubt.
 
     Attributes:
-        tallies: by kind (`SENTENCES`) and the archive or list that it is about ("" if there is none): how many there
-            are, by suffix, extension or reason.
+        counts: how many there are, by kind (`SENTENCES`), the archive or list that it is about ("" if there is none),
+            and suffix, extension or reason.
+        names: of the first of them.
         folder: where the archives or tables lie that were left out; with "/**" if at several places below it.
         seen: files that are counted already: inputs may overlap.
     """
 
-    tallies: dict[tuple[str, str], Tally] = field(default_factory=dict)
+    counts: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+    names: dict[tuple[str, str, str], list[str]] = field(default_factory=dict)
     folder: str = ""
     seen: set[str] = field(default_factory=set)
 
     def add(self, kind: str, name: str | None, *, what: str = "", where: str = "") -> None:
         """Count a thing, of which `name` may be shown."""
-        self.tallies.setdefault((kind, where), Tally()).add(what, name)
+        self.counts[kind, where, what] += 1
+        names = self.names.setdefault((kind, where, what), [])
+        if name is not None and len(names) <= MAX_NAMES:
+            names.append(name)
 
     def merge(self, other: LeftOut) -> None:
         """Add what was found elsewhere."""
-        for key, tally in other.tallies.items():
-            self.tallies.setdefault(key, Tally()).add_all(tally)
+        self.counts.update(other.counts)
+        for key, names in other.names.items():
+            self.names[key] = [*self.names.get(key, []), *names][: MAX_NAMES + 1]
         self.folder = self.folder or other.folder
 
     def add_folder(self, folder: str) -> None:
@@ -123,34 +100,42 @@ class LeftOut:
 
     def lines(self) -> list[str]:
         """A line for each kind of thing that was found."""
-        return [
-            (f"{where}: " if where else "") + self._sentence(kind, tally)
-            for (kind, where), tally in sorted(self.tallies.items(), key=lambda one: _RANKS[one[0][0]])
-        ]
+        topics = sorted(dict.fromkeys(key[:2] for key in self.counts), key=lambda topic: _RANKS[topic[0]])
+        return [(f"{where}: " if where else "") + self._sentence(kind, where) for kind, where in topics]
 
-    def _sentence(self, kind: str, tally: Tally) -> str:
+    def _sentence(self, kind: str, where: str) -> str:
         noun, sentence = SENTENCES[kind]
-        names, total = next(iter(tally.names.values())), tally.total
-        columns = [one[1:] for one in sorted(tally.counts) if one.startswith(".") and one not in TEXT_SUFFIXES]
+        counts = {key[2]: number for key, number in self.counts.items() if key[:2] == (kind, where)}
+        total, names = sum(counts.values()), self.names[kind, where, next(iter(counts))]
+        shown = {what: _examples(self.names[kind, where, what], number) for what, number in counts.items()}
+        columns = [one[1:] for one in sorted(counts) if one.startswith(".") and one not in TEXT_SUFFIXES]
         return sentence.format(
             count=f"{total} {noun}{'s'[: total > 1]}",
-            all=tally,
+            all=_most_frequent(counts, shown),
             first=names[0] if names else "",
             names=_examples(names, len(names) if kind == "several" else total),
-            reasons=", ".join(f"{_examples(tally.names[why], number)} ({why})" for why, number in tally.counts.items()),
+            reasons=", ".join(f"{shown[why]} ({why})" for why in counts),
             column=f"; --image-column {columns[0]} reads one kind" if columns else "",
-            hint=self._hint(tally) if kind == "formats" else "",
+            hint=self._hint(counts) if kind == "formats" else "",
         )
 
-    def _hint(self, formats: Tally) -> str:
+    def _hint(self, formats: Container[str]) -> str:
         hints = []
-        if {".heic", ".heif"} & set(formats.counts):
+        if ".heic" in formats or ".heif" in formats:
             hints.append("; pip install pillow-heif to read .heic")
-        if ".arrow" in formats.counts:
+        if ".arrow" in formats:
             hints.append("; a folder of save_to_disk is read by its own name")
-        if shards := [suffix for suffix in SHARD_SUFFIXES if suffix in formats.counts]:
+        if shards := [suffix for suffix in SHARD_SUFFIXES if suffix in formats]:
             hints.append(f"; archives and tables are read by name: '{self.folder.rstrip('/')}/*{shards[0]}'")
         return "".join(hints)
+
+
+def _most_frequent(counts: Mapping[str, int], shown: Mapping[str, str]) -> str:
+    """As in "2 .heic (b.heic, c.HEIC), 1 .svg (d.svg)", the most frequent first."""
+    ordered = sorted(counts.items(), key=lambda kind: (-kind[1], kind[0]))
+    parts = [f"{count} {kind} ({shown[kind]})" for kind, count in ordered]
+    rest = f", and {len(parts) - MAX_KINDS} other kinds" if len(parts) > MAX_KINDS else ""
+    return ", ".join(parts[:MAX_KINDS]) + rest
 
 
 def _examples(names: Iterable[str], count: int) -> str:

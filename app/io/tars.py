@@ -122,7 +122,7 @@ class TarSource(StreamedSource):
         several = divided or len(media) > 1
         if len(media) > 1:
             self._found.add("several", None, where=self.name)
-            self._found.tallies["several", self.name].names[""] = list(media)[: MAX_NAMES + 1]
+            self._found.names["several", self.name, ""] = list(media)[: MAX_NAMES + 1]
         texts = _Texts(file, sample)
         known: set[str] = set()
         for extension, member in media.items():

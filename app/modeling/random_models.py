@@ -7,7 +7,6 @@ a tokenizer that load with the Auto classes. The same size and seed give the sam
 from __future__ import annotations
 
 from itertools import product
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -134,11 +133,3 @@ def random_model(size: str = "tiny", seed: int = 0) -> tuple[PreTrainedModel, Pr
     ids = model.generation_config
     ids.pad_token_id, ids.bos_token_id, ids.eos_token_id = 0, 1, 2
     return model.eval(), _processor()
-
-
-def tiny_model(folder: str | Path, seed: int = 0) -> Path:
-    """Save the tiny random model and its processor into `folder`, as from a download; returns the folder."""
-    model, processor = random_model("tiny", seed)
-    model.save_pretrained(folder)
-    processor.save_pretrained(folder)
-    return Path(folder)

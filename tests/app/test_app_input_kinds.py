@@ -202,6 +202,9 @@ def test_what_a_glob_reads_is_not_called_skipped(tmp_path: Path) -> None:
     for pattern, count in (("*.tar", 1), ("*.parquet", 1), ("*", 3), ("0.{tar,parquet}", 2), ("**", 3)):
         rows, said = look(tmp_path / "d" / pattern)
         assert len(rows) == count and said == "", (pattern, said)
+    write_tar(tmp_path / "d" / "a[1].tar", {"0.png": picture()})
+    assert ids(look(tmp_path / "d" / "a[1].tar")[0]) == ["a[1].tar/0"], "a name that is there is no pattern"
+    (tmp_path / "d" / "a[1].tar").unlink()
     write(tmp_path / "d" / "notes.md")
     rows, said = look(tmp_path / "d" / "*")
     assert len(rows) == 3 and said == "skipped 1 file of unsupported formats: 1 .md (notes.md)"
