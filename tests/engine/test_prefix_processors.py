@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -258,6 +259,33 @@ def test_an_error_comes_at_its_step(mode: Kwargs, length: int) -> None:
         states.append(torch.get_rng_state())
         calls.append(rule.calls)
     assert calls[0] == calls[1] == length + 1 and torch.equal(*states)
+
+
+@MODES
+@pytest.mark.parametrize("length", [0, 3])
+def test_a_grammar_that_allows_nothing(mode: Kwargs, length: int) -> None:
+    """An empty list is an error at its step; scores that are all -inf are what plain decoding makes of them."""
+    mmspec.register_prefix_processor(Rule)
+    model = get_model(seed=21)
+    inputs = tiny.build_inputs(model, 18, 3)
+    stop = inputs["input_ids"].shape[1] + length
+
+    def nothing(rule: Rule, input_ids: Tensor, scores: Tensor) -> None:
+        if input_ids.shape[1] >= stop:
+            scores.fill_(-torch.inf)
+
+    def outcome(**options: Any) -> str:
+        try:
+            return str(generate_plain(model, inputs, **mode, **options).tolist())
+        except (ValueError, RuntimeError) as error:
+            return str(error)
+
+    found = list[list[str]]()
+    for drafter in (None, "none", "hybrid"):
+        with speculate(model, drafter) if drafter else nullcontext():
+            listed = outcome(prefix_allowed_tokens_fn=lambda row, ids: [9] if len(ids) < stop else [])
+            found.append([listed, outcome(logits_processor=[Rule(nothing)])])
+    assert found[0] == found[1] == found[2] and "empty list" in found[0][0]
 
 
 # --- copies -----------------------------------------------------------------------------------------------------------
