@@ -1,15 +1,15 @@
 """Requests that transformers decodes alone, and the reason: whatever the loop cannot reproduce exactly.
 
-A reason names the option, since it is logged once as a warning and stored in `Stats.fallback_reason`. `FallbackPolicy`
-asks for reasons in this order, the first one counts:
+A reason names the option, since it is logged once as a warning (one that holds for all calls at `patch`) and stored in
+`Stats.fallback_reason`. `FallbackPolicy` asks for reasons in this order, the first one counts:
 
 1. `reason_before_binding`, asked by `PatchState.generate`: the model's class has a `generate` of its own.
 2. `reason_before_prepare`: options and modules that are known before transformers prepares anything.
 3. `distributed_reason`: ranks that must decode in lockstep.
 4. The self-test, run once for each state of the model (`mmspec.targets.selftest`).
 5. `missing_hidden_states`: layers that the drafter reads and the model has no more.
-6. `reason_after_prepare`: the prepared generation config and model inputs.
-7. `ModelAdapter.unsupported_reason`: attention, layer types and rotary scaling of the model.
+6. `ModelAdapter.unsupported_reason`: attention, layer types and rotary scaling of the model.
+7. `reason_after_prepare`: the prepared generation config and model inputs.
 8. `HFTarget.unsupported_reason`: the cache (`engine.tree_cache`) and the attention mask of the call.
 9. `mmspec.prefill`, by `FallbackRequired`: a forward that draws random numbers, a length beyond what one mask serves.
 """
@@ -97,23 +97,26 @@ class FallbackPolicy:
         adapter, model_kwargs = self._adapter, call.model_kwargs
         pads = any(hasattr(criterion, "eos_token_id") for criterion in call.criteria)
         return (
-            reason_after_prepare(call.generation_config, adapter.model, model_kwargs, pads)
+            adapter.unsupported_reason()
+            or reason_after_prepare(call.generation_config, adapter.model, model_kwargs, pads)
             or (_padding_reason(call, adapter) if pads else None)
-            or adapter.unsupported_reason()
             or target_class(adapter).unsupported_reason(adapter, call.input_ids, model_kwargs)
         )
+
+    def standing_reason(self) -> str | None:
+        """Why transformers decodes every call of the model as it is now; None if it does not."""
+        return reason_before_binding(self._adapter.model) or self._adapter.unsupported_reason()
 
     def run_first_selftest(self) -> SelfTestResult | None:
         """The verdict on the model as it is now; None if calls would be decoded by transformers anyway, so that the
         test waits for a call that is not."""
-        adapter, model = self._adapter, self._adapter.model
-        if reason_before_binding(model) or model.device.type == "meta":
+        model = self._adapter.model
+        if self.standing_reason() or model.device.type == "meta":
             return None
         modules = scan_modules(model)
-        reason = reason_before_prepare({}, model, option_getter({}, model), modules) or distributed_reason(model)
-        if reason or modules.foreign or adapter.unsupported_reason():
+        if reason_before_prepare({}, model, option_getter({}, model), modules) or distributed_reason(model):
             return None
-        return judge(adapter, self._processor)
+        return None if modules.foreign else judge(self._adapter, self._processor)
 
     def _selftest_failure_reason(
         self, modules: ModuleScan, revision: Revision, arguments: dict[str, Any]
@@ -200,8 +203,6 @@ def reason_after_prepare(config: Any, model: Any, model_kwargs: Mapping[str, Any
         model_kwargs: the prepared model inputs.
         pads: whether finished rows emit padding (there is an eos criterion).
     """
-    if model.config.is_encoder_decoder:
-        return "an encoder-decoder model"
     if getattr(config, "is_assistant", False):
         return "an assistant model"
     if not config.use_cache:

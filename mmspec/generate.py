@@ -214,7 +214,7 @@ class PatchState:
         return result
 
     def _record_fallback(self, reason: str, stats: Stats) -> Stats:
-        self._warn_once(f"{reason}: this call is decoded by transformers alone")
+        self.warn_fallback(reason)
         stats.calls = stats.fallback_calls = 1
         stats.fallback_reason = reason
         return stats
@@ -224,6 +224,10 @@ class PatchState:
         with self.lock:
             self.total.add(stats)
             self.last = stats
+
+    def warn_fallback(self, reason: str) -> None:
+        """Say once why transformers decodes a call, or all of them."""
+        self._warn_once(f"{reason}: decoded by transformers alone")
 
     def _warn_once(self, message: str) -> None:
         with self.lock:

@@ -227,6 +227,8 @@ def _check_selftest(state: PatchState) -> None:
     Raises:
         UnsupportedModelError: it fails.
     """
+    if (reason := state.policy.standing_reason()) is not None:
+        state.warn_fallback(reason)
     result = state.policy.run_first_selftest()
     if result is None or not result.is_conclusive:
         return

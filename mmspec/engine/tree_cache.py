@@ -44,7 +44,6 @@ class TreeLayer(CacheLayerMixin):
     """The interface of one cache layer in transformers, backed by the buffer."""
 
     is_sliding = False
-    is_compileable = True
     supports_early_init = False
 
     def __init__(self, buffer: RaggedKVCache, index: int) -> None:

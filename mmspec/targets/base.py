@@ -167,9 +167,11 @@ class ModelAdapter:
 
     def unsupported_reason(self) -> str | None:
         """Why the model in its present state cannot be decoded exactly in trees; None if it can."""
+        if self.model.config.is_encoder_decoder:
+            return "an encoder-decoder model"
         if getattr(self.model, "_is_stateful", False) and not self.is_recurrent:
             return "a stateful model"
-        if getattr(self.text_config, "cross_attention_layers", None):
+        if any(getattr(self.text_config, name, None) for name in ("cross_attention_layers", "cross_layer_interval")):
             return "cross-attention layers (their keys and values are those of the images)"
         if unknown := self.layer_types - {"full_attention", "sliding_attention", *RECURRENT_LAYER_TYPES}:
             return f"layers of type {', '.join(sorted(unknown))}"

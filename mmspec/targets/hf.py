@@ -192,8 +192,6 @@ class HFTarget:
             **{CACHE_ARGUMENT: self.cache},
             **self.kwargs,
         )
-        if not self.adapter.accepts_mask_per_layer_type:  # not the masks that are prepared for a compiled forward
-            inputs["attention_mask"] = mask
         fed = inputs["input_ids"] if inputs.get("input_ids") is not None else inputs["inputs_embeds"]
         self.buffer.begin_forward(fed.shape[1])
         with self._mode():

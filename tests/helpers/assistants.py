@@ -9,50 +9,6 @@ import torch
 import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
-from zoo.base import text_values
-
-
-def build_unified_target(spec: tiny.ModelSpec) -> PreTrainedModel:
-    """A Gemma 4 that reads patches of images without an encoder; of three layers, the last of which shares keys."""
-    from transformers import Gemma4UnifiedConfig, Gemma4UnifiedForConditionalGeneration
-
-    ids = tiny.special_ids(spec)
-    text = text_values(spec, ids) | {"layer_types": ["sliding_attention", "full_attention", "full_attention"]}
-    text |= {"sliding_window": spec.window, "num_kv_shared_layers": 1, "final_logit_softcapping": 30.0}
-    text |= {"global_head_dim": 2 * spec.hidden // spec.heads, "num_global_key_value_heads": 1}
-    vision = {"patch_size": 4, "pooling_kernel_size": 2, "mm_embed_dim": 16, "mm_posemb_size": 16}
-    config = Gemma4UnifiedConfig(
-        text_config=text | {"attention_k_eq_v": True},
-        vision_config=vision | {"output_proj_dims": 16},
-        audio_config=None,
-        image_token_id=ids.image,
-        video_token_id=ids.video,
-        boi_token_id=ids.start,
-        eoi_token_id=ids.end,
-        audio_token_id=spec.vocab + 1,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(spec.seed)
-        model = Gemma4UnifiedForConditionalGeneration._from_config(config, attn_implementation="sdpa").eval()
-        for weight in model.parameters():
-            weight.data.normal_(0, 0.2) if weight.dim() > 1 else weight.data.normal_(1, 0.1)
-    model.tiny_spec = spec
-    return model.requires_grad_(False)  # type: ignore[no-any-return]
-
-
-def unified_inputs(model: PreTrainedModel, seed: int) -> tiny.Inputs:
-    """A prompt of a unified target with one image of 2 x 2 patches."""
-    config, generator = model.config, torch.Generator().manual_seed(seed)
-    image = [config.boi_token_id, *[config.image_token_id] * 4, config.eoi_token_id]
-    text = torch.randint(20, 100, (9,), generator=generator).tolist()
-    ids = torch.tensor([[*text[:4], *image, *text[4:]]])
-    return {
-        "input_ids": ids,
-        "attention_mask": torch.ones_like(ids),
-        "mm_token_type_ids": (ids == config.image_token_id).int(),
-        "pixel_values": torch.rand(1, 4, 192, generator=generator),
-        "image_position_ids": torch.tensor([[[0, 0], [1, 0], [0, 1], [1, 1]]]),
-    }
 
 
 def build_assistant(target: PreTrainedModel, seed: int = 0, centroids: bool = True, hidden: int = 16) -> Any:

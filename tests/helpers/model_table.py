@@ -1,7 +1,7 @@
 """The table of model types in `docs/models.md`: self-test, random cases, media, drafters.
 
 `python tests/helpers/model_table.py --cases 100 --jobs 2` (about half an hour) rewrites the table and its JSON;
-`--rounds` (some minutes) finds what computes rounds in each type.
+`--rounds` (some minutes) finds what computes rounds in each type; `--others` why types without a row are not drafted.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import argparse
 import json
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
@@ -24,10 +24,13 @@ import torch
 import transformers
 import zoo
 from packaging.version import Version
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 import mmspec
 from mmspec import fallback
 from mmspec.cpu.linear import find_linear_layers
+from mmspec.fallback import FallbackPolicy
 from mmspec.targets.c_forwards import CForwards
 from mmspec.targets.registry import find_adapter
 from mmspec.targets.selftest import run_selftest
@@ -37,7 +40,9 @@ DOCUMENT = ROOT / "docs" / "models.md"
 RESULT = ROOT / "docs" / "models.json"
 BEGIN, END = "<!-- table: python tests/helpers/model_table.py -->", "<!-- end of table -->"
 BEGIN_ROUNDS, END_ROUNDS = "<!-- table: python tests/helpers/model_table.py --rounds -->", "<!-- end of rounds -->"
+BEGIN_OTHERS, END_OTHERS = "<!-- table: python tests/helpers/model_table.py --others -->", "<!-- end of others -->"
 ROUND_TYPES = ("float32", "bfloat16", "float16")
+SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 HEADS = {"MSD": "decoupled", "EAGLE": "coupled", "EAGLE-3": "eagle3", "FLASH": "flash"}
 TRAITS = {
     "llava_onevision": "tiles with newline tokens",
@@ -167,6 +172,69 @@ def rounds_table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
+OTHERS: dict[str, dict[str, Any]] = {
+    "diffusion_gemma": {"text_config": {"num_experts": 2, "top_k_experts": 1, "moe_intermediate_size": 8}},
+    "evolla": {
+        **SIZES,
+        "num_key_value_heads": 2,
+        "resampler_depth": 1,
+        "aligner_num_add_layers": 1,
+        "protein_encoder_config": {**SIZES, "vocab_size": 60},
+    },
+    "git": {**SIZES, "vision_config": {**SIZES, "image_size": 16, "patch_size": 8}},
+    "kosmos-2.5": {
+        "text_config": {"embed_dim": 16, "layers": 2, "ffn_dim": 32, "attention_heads": 2, "vocab_size": 60},
+        "vision_config": {**SIZES, "patch_embed_hidden_size": 48, "head_dim": 8, "max_num_patches": 16},
+        "latent_query_num": 2,
+    },
+    "qwen4_exp": {
+        "text_config": {
+            "indexer_n_heads": 2,
+            "indexer_kv_heads": 1,
+            "indexer_head_dim": 256,
+            "indexer_budget": 16,
+            "indexer_compress_ratio": 4,
+        }
+    },
+}
+"""Values of configs whose defaults describe no model, and of models that the self-test must judge."""
+
+
+def image_text_types() -> dict[str, str]:
+    """{model type: name of the model class} of all that transformers calls image-text models."""
+    return dict(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+
+
+def reason_of(model_type: str) -> str:
+    """Why a model type has no row: transformers decodes all of its calls, or it is of the class of another type.
+
+    From the model that its config describes, without weights; with random ones if only the self-test can tell.
+    """
+    classes = image_text_types()
+    if found := next((row for row in zoo.ALL if classes.get(row) == classes[model_type]), None):
+        return f"the class of `{found}`"
+    config, kind = CONFIG_MAPPING[model_type](**OTHERS.get(model_type, {})), getattr(transformers, classes[model_type])
+    with torch.device("meta"):
+        model = kind(config)
+    try:
+        adapter = find_adapter(model)
+    except TypeError:
+        return "no text is generated"
+    if reason := FallbackPolicy(adapter, None).standing_reason():
+        return reason.removesuffix(f" ({kind.__name__})")
+    torch.manual_seed(0)
+    return f"refused by the self-test: {run_selftest(find_adapter(kind(config).eval())).failure}"
+
+
+def others_table(others: Mapping[str, str]) -> str:
+    """The table of the model types without a row."""
+    lines, groups = ["| why | model types |", "|---|---|"], dict[str, list[str]]()
+    for name, reason in sorted(others.items()):
+        groups.setdefault(reason, []).append(f"`{name}`")
+    lines += [f"| {reason} | {', '.join(names)} |" for reason, names in sorted(groups.items())]
+    return "\n".join(lines)
+
+
 def write_results(rows: Sequence[Row], versions: dict[str, Any]) -> None:
     """The JSON and the table in the document."""
     RESULT.write_text(json.dumps({**versions, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
@@ -174,6 +242,7 @@ def write_results(rows: Sequence[Row], versions: dict[str, Any]) -> None:
     for begin, end, table in (
         (BEGIN, END, markdown_table(rows)),
         (BEGIN_ROUNDS, END_ROUNDS, rounds_table(rows)),
+        (BEGIN_OTHERS, END_OTHERS, others_table(versions.get("others", {}))),
     ):
         head, tail = text.split(begin)[0], text.split(end)[1]
         text = f"{head}{begin}\n{table}\n{end}{tail}"
@@ -215,18 +284,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--family", action="append", help="only these model types; the rows of others stay")
     parser.add_argument("--rounds", action="store_true", help="only find what computes rounds, in all rows")
+    parser.add_argument("--others", action="store_true", help="only find why other types have no row")
     args = parser.parse_args(argv)
     logging.getLogger("mmspec").setLevel(logging.ERROR)
     fuzz.init_worker()
+    values = json.loads(RESULT.read_text())
+    old = [Row(**row) for row in values.pop("rows")]
+    if args.others:
+        have = {row.model_type for row in old}
+        values["others"] = {name: reason_of(name) for name in image_text_types() if name not in have}
+        write_results(old, values)
+        return 0
     if args.rounds:
-        values = json.loads(RESULT.read_text())
-        rows = [Row(**row) for row in values.pop("rows")]
-        for row in rows:
+        for row in old:
             if row.model_type not in {*tiny.FAMILIES, *zoo.ROWS}:
                 continue  # the installed transformers cannot run it
             row.rounds = measure_rounds(row.model_type)
             print(f"{row.model_type}: {row.rounds}", file=sys.stderr, flush=True)
-        write_results(rows, values)
+        write_results(old, values)
         return 0
     rows = []
     with get_context("fork").Pool(args.jobs, initializer=fuzz.init_worker) as pool:
@@ -237,9 +312,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{family}: {row.identical} of {row.cases}, {row.selftest} {row.error}", file=sys.stderr, flush=True)
     failed = any(row.identical < row.cases for row in rows)
     measured = {row.model_type for row in rows}
-    rows += [Row(**row) for row in json.loads(RESULT.read_text())["rows"] if row["model_type"] not in measured]
+    rows += [row for row in old if row.model_type not in measured]
     print(markdown_table(rows))
-    write_results(rows, {"torch": torch.__version__, "cases": args.cases})
+    write_results(rows, {**values, "torch": torch.__version__, "cases": args.cases})
     return int(failed)
 
 

@@ -198,6 +198,8 @@ WRONG_TRAITS: dict[str, Kwargs] = {
     "exaone4_5": {"head_sizes": ()},
     "gemma4": {"normalises_values": False},
     "gemma4-per-layer": {"per_layer_scales": (1.0, 1.0, 0.5)},
+    "gemma4-owners": {"owners": ()},
+    "gemma4-heads": {"head_sizes": ()},
     "qwen3_5": {"delta_heads": (1, 1, 8, 8)},
     "qwen3_5-gates": {"gates_attention": False},
     "lfm2": {"rotary_size": 4},

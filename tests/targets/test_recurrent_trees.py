@@ -251,7 +251,7 @@ def test_nan_in_a_state_stays_in_its_row() -> None:
 
 def _mixer(model: PreTrainedModel) -> Any:
     layer = model.get_decoder().layers[0]
-    return layer.linear_attn if hasattr(layer, "linear_attn") else layer.conv
+    return next(getattr(layer, name) for name in ("linear_attn", "conv", "self_attn") if hasattr(layer, name))
 
 
 def _other_types(model: PreTrainedModel) -> None:
@@ -261,19 +261,21 @@ def _other_types(model: PreTrainedModel) -> None:
 
 def _no_projection(model: PreTrainedModel) -> None:
     mixer = _mixer(model)
-    delattr(mixer, "in_proj_qkv" if hasattr(mixer, "in_proj_qkv") else "in_proj")
+    delattr(mixer, next(name for name in ("in_proj_qkv", "in_proj", "k_proj") if hasattr(mixer, name)))
 
 
 def _no_weight(model: PreTrainedModel) -> None:
-    _mixer(model).out_proj.weight = None
+    mixer = _mixer(model)
+    (mixer.out_proj if hasattr(mixer, "out_proj") else mixer.o_proj).weight = None
 
 
 def _nan(model: PreTrainedModel) -> None:
     mixer = _mixer(model)
-    (mixer.A_log if hasattr(mixer, "A_log") else mixer.conv.weight).data.fill_(torch.nan)
+    part = next(getattr(mixer, name) for name in ("A_log", "conv", "q_norm") if hasattr(mixer, name))
+    getattr(part, "weight", part).data.fill_(torch.nan)
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "lfm2"])
+@pytest.mark.parametrize("family", ["qwen3_5", "lfm2", "gemma4"])
 @pytest.mark.parametrize("change", [_other_types, _no_projection, _no_weight, _nan], ids=lambda one: one.__name__[1:])
 def test_models_that_are_broken_fail_as_without_us(
     family: str, change: Callable[[PreTrainedModel], None], monkeypatch: pytest.MonkeyPatch

@@ -9,7 +9,7 @@ from transformers import __version__ as transformers_version
 
 from zoo.base import Family
 
-MODULES = ("mrope", "mrope_others", "recurrent", "llava_like", "other_vlms", "gemma_like", "text_only")
+MODULES = ("mrope", "mrope_others", "recurrent", "llava_like", "other_vlms", "gemma_like", "text_only", "counted")
 
 
 def _load() -> dict[str, Family]:

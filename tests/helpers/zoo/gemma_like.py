@@ -115,20 +115,22 @@ def _gemma4(spec: Any, ids: Any) -> PreTrainedModel:
     return Gemma4ForConditionalGeneration._from_config(config, attn_implementation=spec.attention)
 
 
-def _patches(model: PreTrainedModel, sizes: list[tuple[int, int]], seed: int) -> tuple[Tensor, Tensor]:
+def padded_patches(
+    model: PreTrainedModel, sizes: list[tuple[int, int]], seed: int, pixels: int = 48
+) -> tuple[Tensor, Tensor]:
     """Patches [M, P, pixels] of images of the sizes (height, width), and their positions (x, y), padded with -1."""
     longest = max(height * width for height, width in sizes)
     positions = torch.full((len(sizes), longest, 2), -1)
     for image, (height, width) in enumerate(sizes):
         y, x = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
         positions[image, : height * width] = torch.stack([x, y], dim=-1).flatten(0, 1)
-    return noise((len(sizes), longest, 48), seed, model), positions
+    return noise((len(sizes), longest, pixels), seed, model), positions
 
 
 def _gemma4_images(model: PreTrainedModel, count: int, rng: random.Random, seed: int) -> Media:
     config: Any = model.config
     sizes = [(rng.choice((2, 4, 6)), rng.choice((2, 4))) for _ in range(count)]
-    pixels, positions = _patches(model, sizes, seed)
+    pixels, positions = padded_patches(model, sizes, seed)
     runs = [[config.boi_token_id, *[config.image_token_id] * (h * w // 4), config.eoi_token_id] for h, w in sizes]
     return {"pixel_values": pixels, "image_position_ids": positions}, runs
 
@@ -136,7 +138,7 @@ def _gemma4_images(model: PreTrainedModel, count: int, rng: random.Random, seed:
 def _gemma4_videos(model: PreTrainedModel, count: int, rng: random.Random, seed: int) -> Media:
     config: Any = model.config
     clips = [(rng.choice((1, 2, 3)), rng.choice((2, 4)), rng.choice((2, 4))) for _ in range(count)]
-    pixels, positions = _patches(model, [(h, w) for frames, h, w in clips for _ in range(frames)], seed)
+    pixels, positions = padded_patches(model, [(h, w) for frames, h, w in clips for _ in range(frames)], seed)
     frames = {
         h * w: [config.boi_token_id, *[config.video_token_id] * (h * w // 4), config.eoi_token_id] for _, h, w in clips
     }
@@ -145,7 +147,7 @@ def _gemma4_videos(model: PreTrainedModel, count: int, rng: random.Random, seed:
     return inputs, [frames[h * w] * count for count, h, w in clips]
 
 
-def _media_types(model: PreTrainedModel, input_ids: Tensor) -> Inputs:
+def media_types(model: PreTrainedModel, input_ids: Tensor) -> Inputs:
     config: Any = model.config
     return {"mm_token_type_ids": (input_ids == config.image_token_id).int() + 2 * (input_ids == config.video_token_id)}
 
@@ -251,7 +253,7 @@ def grid_images(model: PreTrainedModel, count: int, rng: random.Random, seed: in
     return {"pixel_values": pixels, "image_grid_thw": grid}, [[config.image_token_id] * size for size in sizes]
 
 
-def _grid_videos(model: PreTrainedModel, count: int, rng: random.Random, seed: int) -> Media:
+def grid_videos(model: PreTrainedModel, count: int, rng: random.Random, seed: int) -> Media:
     config: Any = model.config
     grid = torch.tensor([[rng.choice((2, 3)), rng.choice((2, 4)), rng.choice((2, 4))] for _ in range(count)])
     pixels, sizes = _grid_pixels(model, grid, seed)
@@ -358,7 +360,7 @@ ROWS: tuple[Family, ...] = (
         _gemma4,
         _gemma4_images,
         _gemma4_videos,
-        _media_types,
+        media_types,
         traits="mask per layer type; bidirectional images in the prefill; shared keys and values; head size per layer; "
         "per-layer inputs from ids",
         has_window=True,
@@ -391,7 +393,7 @@ ROWS: tuple[Family, ...] = (
         "exaone4_5",
         _exaone,
         grid_images,
-        _grid_videos,
+        grid_videos,
         traits="mask per layer type; positions of the cache, padding included; no positions in full layers",
         has_window=True,
     ),

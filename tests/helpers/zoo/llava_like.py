@@ -231,6 +231,7 @@ _INDEX = "image_token_index"
 _MIXED = "sliding and full layers, the latter without positions"
 _BUILDERS = {
     "internvl": _builder("InternVL", "qwen2", _vision("internvl_vision"), image_seq_length=4),
+    "qianfan_ocr": _builder("QianfanOCR", "qwen3", _vision("qianfan_ocr_vision"), image_seq_length=4),
     "smolvlm": _builder("SmolVLM", "llama", _vision("smolvlm_vision"), scale_factor=2),
     "idefics3": _builder("Idefics3", "llama", _vision("idefics3_vision"), scale_factor=2),
     "idefics2": _builder(
@@ -332,6 +333,7 @@ def _row(model_type: str, images: Any, traits: str = "", **more: Any) -> Family:
 
 ROWS = (
     _row("internvl", _internvl, has_window=True),
+    _row("qianfan_ocr", _internvl, has_window=True, min_transformers="5.24"),
     _row("smolvlm", _split),
     _row("idefics3", _split),
     _row("idefics2", _idefics2, has_window=True),

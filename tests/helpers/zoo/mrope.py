@@ -39,6 +39,7 @@ def mrope_model(
     tokens = {"image_token_id": ids.image, "video_token_id": ids.video, "tie_word_embeddings": spec.tied}
     tokens |= {"vision_start_token_id": ids.start, "vision_end_token_id": ids.end}
     tokens |= {"im_start_id": ids.start, "im_end_id": ids.end}
+    tokens |= {"image_start_id": ids.start, "image_end_id": ids.end}
     tokens |= {"image_start_token_id": ids.start, "image_end_token_id": ids.end}
     tokens |= {"video_start_token_id": getattr(ids, VIDEO_START), "video_end_token_id": getattr(ids, VIDEO_END)}
     config = getattr(transformers, f"{name}Config")

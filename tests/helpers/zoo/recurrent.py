@@ -19,7 +19,7 @@ def _mixed_layers(spec: Any, kind: str) -> list[str]:
     return ["full_attention" if index % 2 else kind for index in range(spec.layers)]
 
 
-def _gated_delta(spec: Any, ids: Any) -> dict[str, Any]:
+def gated_delta(spec: Any, ids: Any) -> dict[str, Any]:
     values = text_values(spec, ids) | {"layer_types": _mixed_layers(spec, "linear_attention")}
     rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}
     return values | {
@@ -42,7 +42,7 @@ def _experts(spec: Any) -> dict[str, int]:
 
 
 def _qwen3_5(spec: Any, ids: Any, *, experts: bool = False) -> PreTrainedModel:
-    text = _gated_delta(spec, ids)
+    text = gated_delta(spec, ids)
     text["rope_parameters"] |= {"mrope_section": mrope.mrope_section(spec), "mrope_interleaved": True}
     if experts:
         text |= _experts(spec)
@@ -57,7 +57,7 @@ def _qwen3_5_moe(spec: Any, ids: Any) -> PreTrainedModel:
 def _qwen3_next(spec: Any, ids: Any) -> PreTrainedModel:
     from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
-    config = Qwen3NextConfig(**_gated_delta(spec, ids), **_experts(spec))
+    config = Qwen3NextConfig(**gated_delta(spec, ids), **_experts(spec))
     return Qwen3NextForCausalLM._from_config(config, attn_implementation=spec.attention)
 
 

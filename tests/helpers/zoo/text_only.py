@@ -41,7 +41,7 @@ def _experts(spec: Any) -> dict[str, Any]:
     return {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "mlp_only_layers": [1]}
 
 
-def _alternating(spec: Any) -> dict[str, Any]:
+def alternating(spec: Any) -> dict[str, Any]:
     """Sliding and full layers, as these models always have; without `spec.window` the window is never reached."""
     types = ["sliding_attention", "full_attention"] * spec.layers
     types = layer_types(spec) if spec.window and spec.mixed else types[: spec.layers]
@@ -58,7 +58,7 @@ def _phi3(spec: Any) -> dict[str, Any]:
 
 
 def _gpt_oss(spec: Any) -> dict[str, Any]:
-    return _alternating(spec) | {"num_local_experts": 4, "num_experts_per_tok": 2}
+    return alternating(spec) | {"num_local_experts": 4, "num_experts_per_tok": 2}
 
 
 def _deepseek(spec: Any) -> dict[str, Any]:
@@ -66,6 +66,13 @@ def _deepseek(spec: Any) -> dict[str, Any]:
     experts |= {"moe_intermediate_size": 16, "first_k_dense_replace": 1}
     latent = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 6}
     return experts | latent | {"num_key_value_heads": spec.heads, "head_dim": 4}
+
+
+def _mistral4(spec: Any) -> dict[str, Any]:
+    """Queries are scaled from the 16th position on."""
+    rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+    rope |= {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
+    return _deepseek(spec) | {"head_dim": 12, "rope_parameters": rope}
 
 
 def gemma3n_text(spec: Any) -> dict[str, Any]:
@@ -84,7 +91,7 @@ ROWS: tuple[Family, ...] = (
     Family("mistral", _builder("Mistral", lambda spec: {"sliding_window": spec.window or None}), has_window=True),
     Family(
         "gemma2",
-        _builder("Gemma2", _alternating, attention="eager"),
+        _builder("Gemma2", alternating, attention="eager"),
         traits="mask per layer type; capped attention logits",
         has_window=True,
         dtypes=NO_DOUBLE,
@@ -92,7 +99,7 @@ ROWS: tuple[Family, ...] = (
     ),
     Family(
         "gemma3_text",
-        _builder("Gemma3", _alternating, "Gemma3TextConfig"),
+        _builder("Gemma3", alternating, "Gemma3TextConfig"),
         traits="mask per layer type",
         has_window=True,
     ),
@@ -122,11 +129,18 @@ ROWS: tuple[Family, ...] = (
         traits="multi-head latent attention: keys and values differ in size; experts",
         dtypes=NO_DOUBLE,
     ),
+    Family(
+        "mistral4",
+        _builder("Mistral4", _mistral4),
+        traits="multi-head latent attention: keys and values differ in size; queries scaled by position; experts",
+        dtypes=NO_DOUBLE,
+        min_transformers="5.24",
+    ),
     Family("granite", _builder("Granite", lambda spec: {"residual_multiplier": 0.7, "logits_scaling": 2.0})),
     Family("olmo2", _builder("Olmo2")),
     Family(
         "cohere2",
-        _builder("Cohere2", lambda spec: _alternating(spec) | {"logit_scale": 0.5}),
+        _builder("Cohere2", lambda spec: alternating(spec) | {"logit_scale": 0.5}),
         traits="mask per layer type; no positions in full layers",
         has_window=True,
     ),
