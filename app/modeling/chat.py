@@ -98,7 +98,7 @@ def build_inputs(
         options["videos_kwargs"] = {"do_sample_frames": False, "video_metadata": metadata}
     if chat_template(processor):
         outputs = processor.apply_chat_template(
-            [_messages(*row, chat.system_prompt, chat.start) for row in rows],
+            [_messages(*row, chat) for row in rows],
             **_ending(chat),
             tokenize=True,
             return_dict=True,
@@ -107,7 +107,7 @@ def build_inputs(
             **template_variables(processor, chat),
         )
     else:
-        texts = [_text(processor, *row, chat.system_prompt, chat.start) for row in rows]
+        texts = [_text(processor, *row, chat) for row in rows]
         flat = {kind: [part[kind] for row in parts for part in row if kind in part] for kind in ("image", "video")}
         media_inputs = {f"{kind}s": values for kind, values in flat.items() if values}
         outputs = processor(text=texts, return_tensors="pt", **media_inputs, **options)
@@ -158,17 +158,12 @@ def _ending(chat: ChatFormat) -> dict[str, bool]:
 
 
 def _messages(
-    parts: Sequence[ContentPart],
-    turns: Sequence[ChatTurn],
-    places: Sequence[str],
-    system_prompt: str | None = None,
-    start: str | None = None,
+    parts: Sequence[ContentPart], turns: Sequence[ChatTurn], places: Sequence[str], chat: ChatFormat
 ) -> list[dict[str, Any]]:
     """The messages of a conversation; the media are in the first one of the user.
 
     Args:
         places: the question, or its parts between the media.
-        start: of the answer.
     """
 
     def message(role: str, text: str) -> dict[str, Any]:
@@ -182,8 +177,8 @@ def _messages(
             messages += [message("user", turn.question), message("assistant", turn.answer)]
         messages.append(message("user", places[0]))
         messages[0]["content"] = [*parts, *messages[0]["content"]]
-    system = [] if system_prompt is None else [message("system", system_prompt)]
-    return [*system, *messages, *([] if start is None else [message("assistant", start)])]
+    system = [] if chat.system_prompt is None else [message("system", chat.system_prompt)]
+    return [*system, *messages, *([] if chat.start is None else [message("assistant", chat.start)])]
 
 
 def _text(
@@ -191,30 +186,26 @@ def _text(
     parts: Sequence[ContentPart],
     turns: Sequence[ChatTurn],
     places: Sequence[str],
-    system_prompt: str | None = None,
-    start: str | None = None,
+    chat: ChatFormat,
 ) -> str:
     """The same for a processor without a template."""
+
+    def placeholder(part: ContentPart) -> str:
+        return str(getattr(processor, f"{part['type']}_token", f"<{part['type']}>"))
+
     plain = plain_format(processor)
-    if start is not None:
-        text = _text(processor, parts, turns, places, system_prompt)
-        return f"{text.rstrip(' ')} {start}" if text == text.rstrip("\n") else text + start
-    system = f"{system_prompt} " if system_prompt is not None else ""
     if len(places) > 1:
-        words = (
-            part["text"] if part["type"] == "text" else getattr(processor, f"{part['type']}_token", f"<{part['type']}>")
-            for part in _between(parts, places)
-        )
-        return system + plain.turn.format(images="", prompt=" ".join(words))
-    (question,) = places
-    kinds = [part["type"] for part in parts]
-    placeholders = "".join(getattr(processor, f"{kind}_token", f"<{kind}>") + plain.after_image for kind in kinds)
-    texts: list[str] = []
-    for turn in turns:
-        texts.append(plain.turn.format(images=placeholders, prompt=turn.question) + f" {turn.answer}")
-        placeholders = ""
-    texts.append(plain.turn.format(images=placeholders, prompt=question))
-    return system + " ".join(texts)
+        words = (part["text"] if part["type"] == "text" else placeholder(part) for part in _between(parts, places))
+        texts = [plain.turn.format(images="", prompt=" ".join(words))]
+    else:
+        first = "".join(placeholder(part) + plain.after_image for part in parts)
+        asked = [*(turn.question for turn in turns), places[0]]
+        texts = [plain.turn.format(images="" if number else first, prompt=text) for number, text in enumerate(asked)]
+        texts = [f"{text} {turn.answer}" for text, turn in zip(texts, turns, strict=False)] + texts[-1:]
+    text = "".join((f"{chat.system_prompt} " if chat.system_prompt is not None else "", " ".join(texts)))
+    if chat.start is None:
+        return text
+    return f"{text.rstrip(' ')} {chat.start}" if text == text.rstrip("\n") else text + chat.start
 
 
 def check_chat(processor: ProcessorMixin, name: str, prompt: str | None, chat: ChatFormat) -> None:
@@ -241,7 +232,7 @@ def check_chat(processor: ProcessorMixin, name: str, prompt: str | None, chat: C
         one = replace(chat, start=None) if flag == "--system-prompt" else replace(chat, system_prompt=None)
         try:
             text = processor.apply_chat_template(
-                _messages([{"type": "image"}], (), ["?"], one.system_prompt, one.start),
+                _messages([{"type": "image"}], (), ["?"], one),
                 tokenize=False,
                 **_ending(one),
                 **template_variables(processor, one),
