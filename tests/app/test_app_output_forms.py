@@ -19,6 +19,7 @@ from job_rows import check_widths, rows_of, samples
 from PIL import Image
 
 from mmspec.app.caption.config import ProcessInfo
+from mmspec.app.caption.executor import LocalExecutor, Results
 from mmspec.app.cli.main import main
 from mmspec.app.errors import OutputError, UsageError
 from mmspec.app.io.output import Finished
@@ -60,6 +61,22 @@ def test_a_job_that_dies_anywhere_is_completed(form: str, batches: int) -> None:
     assert job(form, fake=rest).run() == 0 and good(form) == expected("x")
     assert sorted(chain(*rest.calls)) == [10 + n for n in range(8) if str(n) not in done], "nothing twice"
     assert not list(Path().rglob("*.part")) and not list(Path().rglob(".open*"))
+
+
+class Repeating(LocalExecutor):
+    """As a cluster that does a batch again when it has lost an actor."""
+
+    def results(self, *args: Any) -> Results:
+        for batch in super().results(*args):
+            yield batch
+            yield batch
+
+
+@each_form
+def test_what_an_executor_repeats_is_written_once(form: str) -> None:
+    one = job(form)
+    one.executor = Repeating(one.config, Fake)
+    assert one.run() == 0 and captions(form) == expected("x")
 
 
 @each_form

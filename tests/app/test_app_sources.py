@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -94,18 +93,6 @@ def test_the_output_is_no_input(here: Path) -> None:
     assert len(collect_items(["p/metadata.jsonl", "p"], Path(), [here / "p" / "metadata.jsonl"])) == 4
 
 
-def test_manifests(here: Path) -> None:
-    rows = [{"file_name": "img2.png", "prompt": "What is it?", "id": 7}, {"image": "sub/a.png"}]
-    (here / "p" / "m.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n\n")
-    (here / "p" / "m.csv").write_text('file_name,prompt\nimg2.png,"a, b"\nsub/a.png,\n')
-    (here / "p" / "m.txt").write_text("# a comment\nimg10.png\n\n./sub/a.png\n")
-    first, second = collect_items(["p/m.jsonl"], Path())
-    assert (first.id, first.file_name, first.prompt) == ("7", "p/img2.png", "What is it?")
-    assert (second.id, second.prompt) == ("p/sub/a.png", None)
-    assert [item.prompt for item in collect_items(["p/m.csv"], Path())] == ["a, b", None]
-    assert names(collect_items(["p/m.txt"], Path())) == ["p/img10.png", "p/sub/a.png"]
-
-
 @pytest.mark.parametrize("name", ["../secret.png", "/etc/passwd", "sub/../../secret.png", "link.png", "out/secret.png"])
 def test_a_manifest_cannot_lead_out_of_its_folder(here: Path, name: str) -> None:
     (here / "secret.png").write_bytes(b"x")
@@ -129,12 +116,17 @@ def test_a_manifest_cannot_lead_out_of_its_folder(here: Path, name: str) -> None
         ('{"file_name": "img2.png"}\n{"file_name": "img2.png", "prompt": "x"}\n', "two rows have the id"),
         ('{"file_name": "img2.png"}\n{"file_name": "img2.png", "prompt": "\\ud83d"}\n', "two rows have the id"),
         ("\x00\ud800", "not UTF-8"),
+        ("[" * 100_000, "nested too deeply|is not JSON"),
+        ('{"file_name": "' + "a" * 300 + '.png"}', "line 1 names no file"),
+        ('{"file_name": "\\ud800.png"}', "line 1 names no file"),
+        ('{"file_name": "a\\nb.png"}', "line 1 names no file"),
     ],
 )
 def test_bad_manifests_name_the_line(here: Path, text: str, message: str) -> None:
     (here / "p" / "m.jsonl").write_bytes(text.encode(errors="surrogatepass"))
-    with pytest.raises(UsageError, match=message):
+    with pytest.raises(UsageError, match=message) as failed:
         collect_items(["p/m.jsonl"], Path())
+    assert str(failed.value).isprintable() and len(str(failed.value)) <= 300
 
 
 @pytest.mark.parametrize(
@@ -180,21 +172,3 @@ def test_skipped_files_of_a_glob_are_counted_and_named(tmp_path: Path) -> None:
     line = left_out([str(tmp_path / "*"), str(tmp_path / "?.svg")])
     assert line == "skipped 5 files of unsupported formats: 4 .pdf (c.pdf, d.pdf, ...), 1 .svg (b.svg)"
     assert left_out([str(tmp_path / "*.png")]) == ""
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "[" * 100_000,
-        '{"file_name": "' + "a" * 300 + '.png"}',
-        '{"file_name": "\\ud800.png"}',
-        '{"file_name": "a\\nb.png"}',
-    ],
-)
-def test_manifests_that_no_file_can_answer(line: str, tmp_path: Path) -> None:
-    (tmp_path / "m.jsonl").write_text(line)
-    with pytest.raises(
-        UsageError, match=r"m.jsonl (line|record) 1 (names no file|is not JSON)|m.jsonl: its values are nested"
-    ) as failed:
-        collect_items([str(tmp_path / "m.jsonl")], tmp_path)
-    assert "\n" not in str(failed.value) and len(str(failed.value)) < 1000
