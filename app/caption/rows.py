@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from mmspec.app.caption.config import SCENES_MODEL, CaptionConfig, derive_seed, prompt_sha1
 from mmspec.app.caption.loops import LOOP, without_loop
@@ -54,12 +54,8 @@ class CaptionModel(Protocol):
     ) -> Sequence[Caption]: ...
 
 
-@dataclass(frozen=True)
-class Failure:
-    """Why a file has no caption."""
-
-    kind: str
-    message: str
+Result: TypeAlias = "Caption | ImageError"
+"""A caption, or why there is none."""
 
 
 class RowCaptioner:
@@ -76,9 +72,7 @@ class RowCaptioner:
         decoded = [self._asked(item, media) for item, media in decoded]
         good = [(item, media) for item, media in decoded if not isinstance(media, ImageError)]
         self._check_domain(good)
-        results: dict[str, Caption | Failure] = {
-            item.id: Failure(error.kind, str(error)) for item, error in decoded if isinstance(error, ImageError)
-        }
+        results: dict[str, Result] = {item.id: error for item, error in decoded if isinstance(error, ImageError)}
         start = 0
         while start < len(good):
             work = good[start : start + self._max_rows]
@@ -107,7 +101,7 @@ class RowCaptioner:
             return item, ImageError("BadText", f"the prompt {fault}")
         return replace(item, prompt=prompt), media
 
-    def _remember(self, items: Sequence[Item], results: Mapping[str, Caption | Failure]) -> None:
+    def _remember(self, items: Sequence[Item], results: Mapping[str, Result]) -> None:
         """Keep the answers for further prompts about the same pictures."""
         if not self.config.uses_answers:
             return
@@ -115,7 +109,7 @@ class RowCaptioner:
         kept = {place: answers for place, answers in self._answers.items() if place[0] in pictures}
         for item in items:
             place, number = self._place(item)
-            if not isinstance(result := results[item.id], Failure):
+            if not isinstance(result := results[item.id], ImageError):
                 kept.setdefault(place, {})[f"answer{number}"] = result.caption
         self._answers = kept
 
@@ -125,8 +119,8 @@ class RowCaptioner:
             if self._check_images and item.index % self.config.num_variants == 0:  # each picture once
                 self._check_images = not warn_if_out_of_domain(media, item.file_name)
 
-    def _attempt(self, work: Work, may_halve: bool = True) -> list[Caption | Failure]:
-        """Captions or failures of `work`. Out of memory: retried in halves. Any other error: each row alone."""
+    def _attempt(self, work: Work, may_halve: bool = True) -> list[Result]:
+        """Captions or errors of `work`. Out of memory: retried in halves. Any other error: each row alone."""
         from mmspec.app.modeling.captioner import PromptTooLongError, out_of_memory
 
         too_long: dict[int, str] = {}
@@ -140,7 +134,7 @@ class RowCaptioner:
             full = out_of_memory(error)
             if len(work) == 1 or (full and not may_halve):
                 kind = "OutOfMemory" if full else type(error).__name__
-                return [Failure(kind, one_line(error))] * len(work)
+                return [ImageError(kind, one_line(error))] * len(work)
         # outside of `except`, so that the error's traceback no longer holds the tensors of the failed attempt
         if too_long:
             return self._attempt_without(work, too_long)
@@ -152,14 +146,14 @@ class RowCaptioner:
         parts = [work[start : start + step] for start in range(0, len(work), step)]
         return [result for part in parts for result in self._attempt(part, may_halve=False)]
 
-    def _attempt_without(self, work: Work, too_long: dict[int, str]) -> list[Caption | Failure]:
+    def _attempt_without(self, work: Work, too_long: dict[int, str]) -> list[Result]:
         """Captions of the other rows, which then are not padded to the length of these."""
         rest = [one for number, one in enumerate(work) if number not in too_long]
         captions = iter(self._attempt(rest) if rest else [])
         rows = range(len(work))
-        return [Failure("TooLong", too_long[row]) if row in too_long else next(captions) for row in rows]
+        return [ImageError("TooLong", too_long[row]) if row in too_long else next(captions) for row in rows]
 
-    def _caption(self, work: Work) -> list[Caption | Failure]:
+    def _caption(self, work: Work) -> list[Result]:
         config = self.config
         num_compared = len(work) if config.compare < 0 else config.compare
         compare = [config.compare < 0 or item.index < num_compared for item, _ in work] if config.compare else []
@@ -168,14 +162,14 @@ class RowCaptioner:
         captions = self.model.caption([media for _, media in work], prompts, seed, compare)
         return [self._finished(one) for one in captions]
 
-    def _finished(self, caption: Caption) -> Caption | Failure:
-        """The caption, without a loop at its end; a failure if the output ended before there was one."""
+    def _finished(self, caption: Caption) -> Result:
+        """The caption, without a loop at its end; an error if the output ended before there was one."""
         from mmspec.app.modeling.captioner import CUT_WHILE_THINKING
 
         schema = self.config.json_schema
         if schema is not None and (fault := fault_of(schema, caption.caption)) is not None:
             cut = f" (cut after {caption.n_new_tokens} tokens)" if caption.finish_reason == "length" else ""
-            return Failure("BadJson", f"{fault}{cut}")
+            return ImageError("BadJson", f"{fault}{cut}")
         if caption.finish_reason != CUT_WHILE_THINKING:
             text = without_loop(caption.caption) if self.config.cut_loops else None
             return caption if text is None else replace(caption, caption=text, finish_reason=LOOP)
@@ -183,9 +177,9 @@ class RowCaptioner:
             f"the model was still thinking after {caption.n_new_tokens} tokens: raise --max-new-tokens, or switch "
             "thinking off by --chat-template-kwargs if its template can"
         )
-        return Failure("Thinking", message)
+        return ImageError("Thinking", message)
 
-    def _row(self, item: Item, media: Media | ImageError, result: Caption | Failure) -> Row:
+    def _row(self, item: Item, media: Media | ImageError, result: Result) -> Row:
         config, provenance = self.config, self.model.provenance
         is_video = None if isinstance(media, ImageError) else isinstance(media, Video)
         prompt = item.resolve_prompt(config.prompt, is_video)
@@ -199,8 +193,8 @@ class RowCaptioner:
         chosen = {name: getattr(config, name) for name in GENERATION if hasattr(config, name)}
         chosen |= {"stop": list(config.stop), "dtype": self.model.dtype, "chat_template_kwargs": variables}
         row["gen"] = chosen | dict(provenance.sampling)
-        if isinstance(result, Failure):
-            row["error"] = {"type": result.kind, "message": result.message}
+        if isinstance(result, ImageError):
+            row["error"] = {"type": result.kind, "message": str(result)}
         else:
             row |= asdict(result)
             row |= {} if schema is None else column_values(schema, result.caption)

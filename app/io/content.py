@@ -79,7 +79,7 @@ class ByteRange:
         if self.size is not None:
             check_num_bytes(self.size)
         try:
-            data = _read_local(self) if is_local(self.url) else _read_remote(self)
+            data = self._read(MAX_CONTENT_BYTES + 1 if self.size is None else self.size)
         except ImageError:
             raise
         except UsageError as error:
@@ -91,6 +91,17 @@ class ByteRange:
         if self.size is not None and len(data) < self.size:
             raise ImageError("Truncated", f"{len(data)} of {self.size} bytes")
         return check_size(data)
+
+    def _read(self, size: int) -> bytes:
+        """As many bytes, or fewer at the end."""
+        if is_local(self.url):
+            with self.open() as file:
+                if self.size is None:
+                    check_num_bytes(os.fstat(file.fileno()).st_size - self.start)
+                file.seek(self.start)
+                return file.read(size)
+        system, path = open_file_system(self.url)
+        return bytes(system.cat_file(path, start=self.start, end=self.start + size))
 
     def read_start(self, size: int) -> bytes:
         """The first bytes of a local file, as far as there are.
@@ -171,21 +182,6 @@ def check_size(data: bytes) -> bytes:
 def is_local(url: str) -> bool:
     """Whether `url` is a path of this machine's file system and not an address."""
     return "://" not in url
-
-
-def _read_local(part: ByteRange) -> bytes:
-    with part.open() as file:
-        if part.size is None:
-            check_num_bytes(os.fstat(file.fileno()).st_size - part.start)
-        file.seek(part.start)
-        return file.read(MAX_CONTENT_BYTES + 1 if part.size is None else part.size)
-
-
-def _read_remote(part: ByteRange) -> bytes:
-    system, path = open_file_system(part.url)
-    end = part.start + (MAX_CONTENT_BYTES + 1 if part.size is None else part.size)
-    data: bytes = system.cat_file(path, start=part.start, end=end)
-    return data
 
 
 def open_file_system(url: str) -> tuple[Any, str]:

@@ -37,12 +37,10 @@ def decode_item(item: Item, sampler: FrameSampler, max_pixels: int, decoders: De
     """
     try:
         with item.locate_errors():
-            if item.content is None:
-                source = item.below or item.path
-                return load_media(source, sampler, max_pixels, decoders, named_video=item.is_video)
             if isinstance(item.content, Pictures) and len(item.content.parts) > 1:
                 return _decode_pictures(item.content, max_pixels, decoders)
-            return load_media(item.content.read(), sampler, max_pixels, decoders, named_video=item.is_video)
+            source = item.below or item.path if item.content is None else item.content.read()
+            return load_media(source, sampler, max_pixels, decoders, named_video=item.is_video)
     except (DecoderStartError, ImageError) as error:
         if isinstance(error, ImageError) and not is_shortage(error):
             raise
