@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import IO, Any, Protocol
 
 from mmspec.app.errors import UsageError, one_line
-from mmspec.app.io.web import FetchError, fetch
+from mmspec.app.io.web import fetch
 from mmspec.hints import install_hint
 from mmspec.vision.images import ImageError
 from mmspec.vision.video.containers import FileBelow, open_regular_file
@@ -127,10 +127,7 @@ class WebAddress:
     num_bytes: int = 0
 
     def read(self) -> bytes:
-        try:
-            return check_size(fetch(self.url, MAX_CONTENT_BYTES, public_only=self.public_only))
-        except FetchError as error:
-            raise ImageError(error.kind, str(error)) from error
+        return check_size(fetch(self.url, MAX_CONTENT_BYTES, public_only=self.public_only))
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,9 @@ from email.utils import parsedate_to_datetime
 from typing import Any
 
 from mmspec.app.errors import one_line
-from mmspec.app.io.web_connection import CHUNK_BYTES, FetchError, Pace, PacedHTTPConnection, PacedHTTPSConnection
+from mmspec.app.io.web_connection import CHUNK_BYTES, Pace, PacedHTTPConnection, PacedHTTPSConnection
 from mmspec.app.versions import mmspec_version
+from mmspec.vision.images import ImageError
 
 FETCH_TIMEOUT_S = 20.0
 """Seconds that an answer may take, and `web_connection.MIN_BYTES_PER_S` for its bytes."""
@@ -45,7 +46,7 @@ class _Busy(Exception):
         wait_s: what the server asks for; None: it does not say.
     """
 
-    def __init__(self, failure: FetchError, wait_s: float | None = None) -> None:
+    def __init__(self, failure: ImageError, wait_s: float | None = None) -> None:
         super().__init__(str(failure))
         self.failure, self.wait_s = failure, wait_s
 
@@ -93,7 +94,7 @@ def fetch(url: str, max_bytes: int, *, public_only: bool = True) -> bytes:
             itself and is not checked.
 
     Raises:
-        FetchError: not an http(s) address, not allowed, not there, cut short, or too slow: see `FETCH_TIMEOUT_S`.
+        ImageError: not an http(s) address, not allowed, not there, cut short, or too slow: see `FETCH_TIMEOUT_S`.
     """
     address = _normalized(url)
     for attempt in range(MAX_FETCHES):
@@ -110,14 +111,14 @@ def _normalized(url: str) -> str:
     """The address with its path percent-encoded as UTF-8 and its host in ASCII, as browsers do it.
 
     Raises:
-        FetchError: not an http or https address with a host.
+        ImageError: not an http or https address with a host.
     """
     url = url.strip()
     shown = repr(url[:80])
     if not url.lower().startswith(("http://", "https://")):
-        raise FetchError("AddressNotAllowed", f"only http and https addresses are read, got {shown}")
+        raise ImageError("AddressNotAllowed", f"only http and https addresses are read, got {shown}")
     if len(url) > MAX_URL_CHARS:
-        raise FetchError("BadAddress", f"{len(url)} characters; the limit is {MAX_URL_CHARS}: {shown}")
+        raise ImageError("BadAddress", f"{len(url)} characters; the limit is {MAX_URL_CHARS}: {shown}")
     try:
         parts = urllib.parse.urlsplit(url)
         host, port = parts.hostname or "", parts.port
@@ -125,11 +126,11 @@ def _normalized(url: str) -> str:
             host = host.encode("idna").decode()
         path, query = (_percent_encoded(part) for part in (parts.path, parts.query))
     except ValueError as error:  # a port above 65535, an open bracket, a name that IDNA forbids, a lone surrogate
-        raise FetchError("BadAddress", f"{one_line(error, 120)}: {shown}") from error
+        raise ImageError("BadAddress", f"{one_line(error, 120)}: {shown}") from error
     if not host or re.search(r"[\x00-\x20\x7f<>\"\\^`{|}]", host):
-        raise FetchError("BadAddress", f"an address names a host, as in http://example.org/a.jpg; got {shown}")
+        raise ImageError("BadAddress", f"an address names a host, as in http://example.org/a.jpg; got {shown}")
     if "@" in parts.netloc:
-        raise FetchError("BadAddress", "addresses with a user name or password are not read")
+        raise ImageError("BadAddress", "addresses with a user name or password are not read")
     place = (f"[{host}]" if ":" in host else host) + (f":{port}" if port is not None else "")
     return urllib.parse.urlunsplit((parts.scheme, place, path or "/", query, ""))
 
@@ -143,7 +144,7 @@ def _attempt(url: str, max_bytes: int, public_only: bool) -> bytes:
     """One attempt to read the body.
 
     Raises:
-        FetchError: it failed for good.
+        ImageError: it failed for good.
         _Busy: another attempt may succeed.
     """
     shown = url[:160]
@@ -153,24 +154,24 @@ def _attempt(url: str, max_bytes: int, public_only: bool) -> bytes:
             with _opener(pace, public_only).open(request, timeout=FETCH_TIMEOUT_S) as answer:
                 expected = answer.length
                 data = _body(answer, max_bytes, pace)
-        except FetchError:
+        except ImageError:
             raise
         except urllib.error.HTTPError as error:
             error.close()
-            failure = FetchError("HttpError", f"{error.code} {_reason(error.reason)}: {shown}")
+            failure = ImageError("HttpError", f"{error.code} {_reason(error.reason)}: {shown}")
             if error.code in BUSY_STATUSES:
                 raise _Busy(failure, _retry_after(error.headers)) from error
             raise failure from error
         except (OSError, http.client.HTTPException, ValueError, AttributeError) as error:
             # AttributeError: http.client on a connection that was closed under it
             cause = getattr(error, "reason", error)
-            if isinstance(cause, FetchError):
+            if isinstance(cause, ImageError):
                 raise cause from error
             if pace.expired or isinstance(cause, TimeoutError):
                 raise _too_slow(pace, shown) from error
-            failure = FetchError("HttpError", f"{_reason(cause)}: {shown}")
+            failure = ImageError("HttpError", f"{_reason(cause)}: {shown}")
             if isinstance(cause, http.client.IncompleteRead):
-                failure = FetchError("Truncated", f"the connection ended within the answer: {shown}")
+                failure = ImageError("Truncated", f"the connection ended within the answer: {shown}")
             if isinstance(cause, ConnectionError | http.client.IncompleteRead | http.client.RemoteDisconnected) or (
                 isinstance(cause, socket.gaierror) and cause.errno == socket.EAI_AGAIN
             ):
@@ -179,13 +180,13 @@ def _attempt(url: str, max_bytes: int, public_only: bool) -> bytes:
         if pace.expired:
             raise _too_slow(pace, shown)
     if expected is not None and len(data) < min(expected, max_bytes):
-        raise _Busy(FetchError("Truncated", f"{len(data)} of {expected} bytes, then the connection ended: {shown}"))
+        raise _Busy(ImageError("Truncated", f"{len(data)} of {expected} bytes, then the connection ended: {shown}"))
     return data
 
 
 def _too_slow(pace: Pace, shown: str) -> Exception:
     """The failure of an attempt that took too long; worth another if this process was suspended meanwhile."""
-    failure = FetchError("TooSlow", f"{pace.describe()}: {shown}")
+    failure = ImageError("TooSlow", f"{pace.describe()}: {shown}")
     return _Busy(failure) if pace.was_suspended else failure
 
 

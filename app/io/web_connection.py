@@ -14,6 +14,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
+from mmspec.vision.images import ImageError
 from mmspec.vision.video.deadline import Deadline
 from mmspec.vision.video.worker_process import start_thread
 
@@ -30,18 +31,6 @@ _NOT_PUBLIC = tuple(map(ipaddress.ip_network, ("192.88.99.0/24", "3fff::/20")))
 _ISATAP = (0x00005EFE, 0x02005EFE)
 """The upper half of the interface's identifier of an address whose lower half is one of IPv4 (RFC 5214)."""
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
-
-
-class FetchError(Exception):
-    """An address cannot be read.
-
-    Attributes:
-        kind: short identifier of the cause.
-    """
-
-    def __init__(self, kind: str, message: str) -> None:
-        super().__init__(message)
-        self.kind = kind
 
 
 class Pace:
@@ -143,7 +132,7 @@ class PacedHTTPConnection(http.client.HTTPConnection):
         """Connect to the first address of a host that answers.
 
         Raises:
-            FetchError: one of its addresses is private, local or reserved.
+            ImageError: one of its addresses is private, local or reserved.
             OSError: none answers.
         """
         failure = OSError("the name resolves to nothing")
@@ -159,7 +148,7 @@ class PacedHTTPConnection(http.client.HTTPConnection):
                 connection.settimeout(self._pace.timeout_s)
                 self._pace.watch(connection)
                 return connection
-            except FetchError:
+            except ImageError:
                 connection.close()
                 raise
             except OSError as error:
@@ -171,10 +160,10 @@ class PacedHTTPConnection(http.client.HTTPConnection):
         """Refuse an address that is not public, where only those are connected to.
 
         Raises:
-            FetchError: it is not.
+            ImageError: it is not.
         """
         if self._public_only and not is_public(number):
-            raise FetchError("AddressNotAllowed", f"{number} is not a public address; --urls any permits it")
+            raise ImageError("AddressNotAllowed", f"{number} is not a public address; --urls any permits it")
 
 
 class PacedHTTPSConnection(PacedHTTPConnection, http.client.HTTPSConnection):

@@ -251,7 +251,7 @@ def test_addresses(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
         ("file:///etc/hosts", False, "AddressNotAllowed"),
         ("http://127.0.0.1:9/x", False, "HttpError"),
     ):
-        with pytest.raises(web.FetchError) as failed:
+        with pytest.raises(ImageError) as failed:
             web.fetch(url, 1 << 20, public_only=public)
         assert failed.value.kind == kind, url
 

@@ -110,7 +110,7 @@ def test_an_address_is_read_again_after_a_suspension(monkeypatch: pytest.MonkeyP
     for suspended in (True, False):
         attempts.clear()
         monkeypatch.setattr(web.Pace, "was_suspended", suspended)
-        with pytest.raises(web.FetchError, match="no whole answer"):
+        with pytest.raises(ImageError, match="no whole answer"):
             web.fetch("http://example.org/a.png", 10)
         assert len(attempts) == (web.MAX_FETCHES if suspended else 1)
 

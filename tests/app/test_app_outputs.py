@@ -21,7 +21,7 @@ from mmspec.app.caption.config import CaptionConfig, ProcessInfo
 from mmspec.app.caption.executor import LocalExecutor
 from mmspec.app.caption.job import CaptionJob
 from mmspec.app.errors import UsageError
-from mmspec.app.io import content, held, web
+from mmspec.app.io import content, held
 from mmspec.app.io.content import InlineBytes, Unreadable
 from mmspec.app.io.held import hold
 from mmspec.app.io.images import ImageError, load_image
@@ -106,7 +106,7 @@ def test_bytes_are_fetched_once_and_stored_as_they_were_captioned(
     def fetch(url: str, max_bytes: int, *, public_only: bool = True) -> bytes:
         asked.append(url)
         if asked.count(url) > 1:
-            raise web.FetchError("HttpError", "403 Forbidden")
+            raise ImageError("HttpError", "403 Forbidden")
         return picture(20 + int(url[-5]))
 
     monkeypatch.setattr(content, "fetch", fetch)

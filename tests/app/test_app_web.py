@@ -25,6 +25,7 @@ from input_table import line
 
 from mmspec.app.io import web, web_connection
 from mmspec.app.io.web_connection import is_public
+from mmspec.vision.images import ImageError
 
 pytestmark = pytest.mark.pages
 
@@ -85,7 +86,7 @@ def send(handler: Handler, body: bytes = b"ok", code: int = 200, **headers: str)
 
 
 def failure(url: str, *, public_only: bool = False, max_bytes: int = 1 << 20) -> str:
-    with pytest.raises(web.FetchError) as failed:
+    with pytest.raises(ImageError) as failed:
         web.fetch(url, max_bytes, public_only=public_only)
     assert len(str(failed.value)) <= 300
     return failed.value.kind
