@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("mmspec")
 
 MEMBERS = ("name", "requirements", "vocab_size", "begin", "propose", "observe")
-"""Members of the `Drafter` protocol, checked on objects of the user."""
+"""Members of `Drafter`, checked on objects of the user."""
 
 
 def _none() -> Drafter:
@@ -75,7 +75,7 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "arbitrated": _arbitrated,
     "self": _self,
     "quantized": _quantized,
-    "auto": _hybrid,  # unless a trained drafter fits the target: see `_auto`
+    "auto": _hybrid,  # for the list of names: `build_drafter` asks `_auto`
 }
 REMOVED_NAMES = {"instant": "arbitrated"}
 """{drafter of earlier versions: its successor}."""

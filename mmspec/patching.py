@@ -27,6 +27,7 @@ from mmspec.targets.base import TREE_ATTENTION_KERNELS
 from mmspec.targets.capture_hooks import has_capture_hooks, remove_capture_hooks
 from mmspec.targets.module_scan import callable_name
 from mmspec.targets.patched_class import KEY, change_class, own_generate, restore_class, state_of
+from mmspec.targets.quantised_copy import drop_copies
 from mmspec.targets.registry import UnsupportedModelError, find_adapter, unwrap
 from mmspec.user_code import check_trees
 
@@ -60,12 +61,12 @@ def patch(
         model: a vision-language or text model of transformers that decodes with a key-value cache, on any device. A
             small self-test decides whether it can be decoded in trees (`mmspec.targets.selftest`). Of a `PeftModel`
             the model inside is patched, which the wrapper's `generate` calls.
-        drafter: `auto`, `none`, `lookup`, `recycling`, `hybrid`, `arbitrated`, `self`, `quantized` (a copy
-            of the model in 4 bits, on a CPU), `mtp` and `assistant` (those that come with the model; `mtp:32768` with
-            an LM head of so many ids), `msd` and `flash` (of the bundled scenes model only), the folder or hub
-            id of a draft head or of a smaller model, such a model, or an object that implements `mmspec.Drafter`.
-            `auto`: a head trained for this model that is bundled or published and in the local cache, else `hybrid`,
-            on a CPU with `quantized` once the copy pays.
+        drafter: `auto`, `none`, `lookup`, `recycling`, `hybrid`, `arbitrated`, `self`, `quantized` (a copy of the
+            model in 4 or 8 bits, on a CPU), `mtp` and `assistant` (those that come with the model; `mtp:32768` with an
+            LM head of so many ids), `msd` and `flash` (of the bundled scenes model only), the folder or hub id of a
+            draft head or of a smaller model, such a model, or an object that implements `mmspec.Drafter`.
+            `auto`: a head of this model's checkpoint, or one that was trained for it and is bundled or published and in
+            the local cache, else `hybrid`, on a CPU with `quantized` once the copy pays.
         compressor: name (such as "pool:49") or object that reduces the visual tokens that the drafter reads, or None.
         processor: the model's processor or tokenizer. With it drafts avoid ids that the tokenizer does not have;
             `reference` needs it.
@@ -137,6 +138,7 @@ def unpatch(model: Any) -> Any:
         if state.original_attention is not None:
             _set_text_attention(patched, state.original_attention)
         state.huge_pages.give_back(weight for weight in patched.parameters() if weight.is_cpu)
+        drop_copies(state.adapter)
         patched.__dict__.pop(KEY, None)  # behind all that: what is interrupted can be called again
     return model
 

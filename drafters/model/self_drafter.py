@@ -1,10 +1,10 @@
 """Self-speculative drafting: the target itself drafts with some of its decoder layers, or a copy of it in few bits.
 
-No second model, no training, no memory: the draft reads the keys and values that the target has computed. Which layers
-draft is chosen among a few sets by their running acceptance and cost: early exits behind the first layers (Kangaroo,
-arXiv 2404.18911; DEL, arXiv 2504.05598), and every second or third layer left out (Draft & Verify, arXiv 2309.08168;
-SWIFT, arXiv 2410.06916). Differences from the papers: there is no adapter and no search over sets, and the target
-verifies with all layers, also those that the draft has run.
+No second model and no training; without a copy no memory. The draft reads the keys and values that the target has
+computed. Which layers draft is chosen among a few sets by their running acceptance and cost: early exits behind the
+first layers (Kangaroo, arXiv 2404.18911; DEL, arXiv 2504.05598), and every second or third layer left out (Draft &
+Verify, arXiv 2309.08168; SWIFT, arXiv 2410.06916). Differences from the papers: there is no adapter and no search
+over sets, and the target verifies with all layers, also those that the draft has run.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ _BUILD_LOCK = new_lock()
 
 
 class CKernel:
-    """Linear layers on a CPU, in float32, bfloat16 or float16.
+    """The functions of few_rows.c: linear layers, decoders, draft heads and chains, in float32, bfloat16 or float16.
 
     A row of the result does not depend on the other rows of the call, nor on the number of threads. Thread-safe.
     Products are added in float32, and rounded once to the type of the rows.

@@ -79,7 +79,7 @@ typedef struct {
   decoder d; /* as in `draft`, with the lengths and the mask of the level */
   const draft *h;
   int64_t *lengths, *nodes;                          /* [batch]; [batch, W] candidate that each node is */
-  int64_t *ids;                                      /* [batch, W] target id of each node */
+  int64_t *ids;                                      /* [batch, W] target id of each node, or its place among the candidates (pairs) */
   int64_t *token, *parent, *place;                   /* [batch, C] candidates; [C] node of the tree, or -1 */
   int64_t *child;                                    /* [batch, W, W] best next tokens of the nodes */
   float *child_log_prob, *path, *node_path;          /* [batch, W, W]; [batch, C]; [batch, W]: log probabilities */

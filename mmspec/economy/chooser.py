@@ -100,7 +100,11 @@ class Chooser:
         self.batch = cost_rows(num_rows, self._most_rows)
 
     def plan(self) -> bool:
-        """Choose the source of the coming round, and its levels; whether it is drafted at all."""
+        """Choose the source of the coming round, and its levels; whether it is drafted at all.
+
+        A copy that has paid is made first. The largest quotient of tokens and seconds is the rate at which no action
+        has more tokens than rate times seconds.
+        """
         self.source, self.levels, self._is_trial = None, 1, False
         if not self.sources:
             return False
@@ -280,8 +284,8 @@ class Chooser:
 
         Args:
             num_nodes: size of the scored tree.
-            draft_s: seconds of the draft.
-            score_s: seconds of the target's forward.
+            draft_s: seconds of the draft, and of `observe`.
+            score_s: seconds of the target's forward, sampling and acceptance.
             overhead_s: seconds of everything else.
             num_accepted: tokens emitted beyond one by each row that was not finished.
             is_whole: `score_s` has the draft in it, which takes what the round is longer than is known without it.

@@ -2,10 +2,11 @@
 
 One round (`DecodeLoop.round`):
 
-    plan = _plan(...)                   a sanitized draft tree (the root alone is plain decoding), or a `DraftPart`
+    plan = _plan(...)                   a draft tree (the root alone is plain decoding), or a `DraftPart`
     verified = recorded.run(plan)       the whole round as one recorded function, where that is possible, else
-              _run_eager(plan)          target.score: one forward over the nodes of all rows; verify: sample an id at
-                                        every node, accept the path of matching nodes, copy to the host
+              _run_eager(plan)          sanitize: drop what must not be scored; target.score: one forward over the
+                                        nodes of all rows; verify: sample an id at every node, accept the path of
+                                        matching nodes, copy to the host
     _commit(verified)                   target.commit: keep the accepted nodes in the KV cache, where that is not done;
                                         output.emit: append the emitted tokens to each row
     drafter.observe(result)             let the drafter follow
@@ -16,7 +17,7 @@ time. Where user code needs one step at a time, `step` takes the place of `round
 Compared with assisted generation in transformers, one object (`target`) owns the KV cache, rows have lengths of their
 own, and there is no rejection sampling (`mmspec.engine.accept`).
 
-Depends only on the interfaces: not on the model, the drafter, or how an id is sampled. Letters: B rows, N nodes,
+Knows the target and the drafter by their interfaces only. Letters: B rows, N nodes,
 V vocabulary.
 """
 
@@ -94,7 +95,8 @@ class DecodeLoop:
         Args:
             prompt_logits: [B, V] logits of the last position of the prompt.
             prompt: the prompt, for the drafter.
-            kernels: called when the first tokens are out; its context is that of the drafter and of the rounds.
+            kernels: called when the first tokens are out (`mmspec.backend.use_kernels`: who computes); its context
+                is that of the drafter and of the rounds.
         """
         output = self.output
         self.stats.row_forwards, self._prompt = [0] * prompt_logits.shape[0], prompt
@@ -229,7 +231,8 @@ class DecodeLoop:
     # --- the plan -----------------------------------------------------------------------------------------------------
 
     def _plan(self, state: Any, whole: bool = True) -> RoundPlan:
-        """What the coming round scores: the drafter's part if the `whole` round may be one function, else a tree."""
+        """Plan and draft. What the coming round scores: the drafter's part if the `whole` round may be one function,
+        else a tree."""
         draft, recorded, num_proposed = None, self.recorded, None
         # The tree of a draft within a recorded round stays on the device; that of a user is checked.
         whole &= self.observe is None and self.isolation is None

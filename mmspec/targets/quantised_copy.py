@@ -292,7 +292,7 @@ def find_copy(adapter: ModelAdapter, bits: int) -> QuantisedCopy | None:
 
 
 def drop_copies(adapter: ModelAdapter) -> None:
-    """Free the copies that an adapter holds: its model is another one now."""
+    """Forget the copies that an adapter holds: its model is another one now, or patched no more."""
     adapter.__dict__.pop("_quantised_copies", None)
 
 

@@ -1,8 +1,9 @@
-"""EAGLE-2 (arXiv 2406.16858) for vision-language models: the head drafts a dynamic tree, one forward per level.
+"""EAGLE-2 (arXiv 2406.16858) for vision-language models: the head drafts a dynamic tree, one forward
+for each level but the first, whose hidden state reading the emitted tokens has given.
 
 With `visual_mode="decoupled"` this is MSD (arXiv 2505.14260). Reading order: `HeadDrafter` (`base/drafter.py`) for a
 call from `begin` to `observe`, `expand_levels` (`base/expand.py`) for the tree, `EagleHead` (`head.py`) for the
-network.
+network. In C: `CDraft` (`base/c_draft.py`), `CHead` (`mmspec/cpu/draft.py`), `draft_tree` (`draft_workers.h`).
 """
 
 from __future__ import annotations
