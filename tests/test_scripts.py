@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import mmspec
+from mmspec.targets.activation_quantisers import quantises_activations
 from mmspec.targets.module_scan import scan_modules
-from mmspec.targets.quantisation import quantises_activations
 
 
 @pytest.fixture

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from mmspec.cpu.addresses import WeightAddresses, new_floats
 from mmspec.cpu.angles import RotaryFn, set_angles
+from mmspec.cpu.bf16_copies import CheckedWeights, WeightCopies
 from mmspec.cpu.c_kernel import CKernel
 from mmspec.cpu.chain import Chain
 from mmspec.cpu.chain_types import ChainRequest, DraftedChains
-from mmspec.cpu.copies import CheckedWeights, WeightCopies
 from mmspec.cpu.decoder_types import DecoderContext, DecoderEnds, DecoderInputs, NodeLog
 from mmspec.cpu.layers import (
     LAYER_MATRICES,

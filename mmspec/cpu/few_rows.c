@@ -172,7 +172,7 @@ AVX2_INLINE void finish(const product *p, const chunk *c, int64_t r, int64_t m, 
     memcpy(to, &stored, bytes);
 }
 
-#include "copies.h"
+#include "bf16_copies.h"
 #include "quantised.h"
 #include "quantise.h"
 #include "many_types.h"

@@ -21,7 +21,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from mmspec.cpu.copies import free_bytes
+from mmspec.cpu.bf16_copies import free_bytes
 from mmspec.cpu.mapped import MappedFile, copy_mapping, restore_mapping
 from mmspec.cpu.weights import QuantisedWeight, Weight
 from mmspec.forks import new_lock

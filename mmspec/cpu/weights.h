@@ -14,7 +14,7 @@ enum { FLOAT32, BFLOAT16, FLOAT16, INT8, INT4, BFLOAT16_PAIRS }; /* numbers of w
 typedef struct {
   const void *data;
   const uint16_t *scales; /* [tile][group][row] bfloat16 of INT8 and INT4; else NULL */
-  const int64_t *hashes;  /* of FLOAT32: of each chunk (copies.h), to be compared when it is read; NULL for none */
+  const int64_t *hashes;  /* of FLOAT32: of each chunk (bf16_copies.h), to be compared when it is read; NULL for none */
   int64_t *is_stale;      /* set to 1 if one of them differs */
   int64_t rows, cols, type;
 } weights;

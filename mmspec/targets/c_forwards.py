@@ -13,9 +13,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from mmspec.cpu.bf16_copies import WeightCopies
 from mmspec.cpu.c_kernel import CKernel
 from mmspec.cpu.chain_types import ChainRequest, DraftedChains
-from mmspec.cpu.copies import WeightCopies
 from mmspec.cpu.decoder import MAX_DECODER_ROWS, CDecoder
 from mmspec.cpu.weights import Weight
 from mmspec.engine.kv_cache import RaggedKVCache

@@ -2,7 +2,7 @@
 
 The revision is asked for once per call, and before every round of calls during which user code runs, whether it is
 still current: a streamer or criterion that changes the model is seen from the next forward on. Numbers that change in
-place are read by C as they are; edits through `.data` are seen by whoever copies numbers (`mmspec.cpu.copies`,
+place are read by C as they are; edits through `.data` are seen by whoever copies numbers (`mmspec.cpu.bf16_copies`,
 `mmspec.targets.copied_layers`, `mmspec.engine.prefix`).
 
 Whether a *class* is one that C computes is the recognition of `mmspec.targets.c_traits` and of the draft heads.

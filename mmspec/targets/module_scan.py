@@ -20,7 +20,7 @@ from torch.nn.modules import module as torch_module
 
 from mmspec.cpu.linear import is_replaced
 from mmspec.live import reread
-from mmspec.targets.quantisation import quantises_activations
+from mmspec.targets.activation_quantisers import quantises_activations
 
 LIBRARIES = ("transformers", "torch", "peft", "accelerate", "bitsandbytes", "compressed_tensors", "mmspec")
 """Packages whose hooks and functions treat a token independently of the other tokens of a forward."""

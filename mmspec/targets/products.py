@@ -8,8 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from mmspec.cpu.bf16_copies import free_bytes
 from mmspec.cpu.c_kernel import MAX_C_ROWS, CKernel, describe_kernel, load_kernel
-from mmspec.cpu.copies import free_bytes
 from mmspec.cpu.quantise import quantise
 from mmspec.cpu.weights import GROUP, TILE_ROWS, QuantisedWeight
 

@@ -11,9 +11,9 @@ import torch
 from test_decoder import SHAPES, Model, make_inputs, make_model
 from torch import Tensor
 
-from mmspec.cpu import copies as copies_module
+from mmspec.cpu import bf16_copies as copies_module
+from mmspec.cpu.bf16_copies import CheckedWeights, WeightCopies
 from mmspec.cpu.c_kernel import CKernel, load_kernel
-from mmspec.cpu.copies import CheckedWeights, WeightCopies
 from mmspec.cpu.decoder import CDecoder
 
 MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
