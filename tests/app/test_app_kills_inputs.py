@@ -200,7 +200,7 @@ def test_every_row_is_there_once(name: str, inputs: list[str], tmp_path: Path, m
     check_widths(out)
     rows = rows_of(out)
     assert Counter(Counter(row["id"] for row in rows).values()) == {1: NUM_ROWS}
-    assert all((row["caption"] is None) == (row["error"] is not None) for row in rows)
+    assert all((row["caption"] is None) == bool(row["error"]) for row in rows)
     reasons = Counter(row["error"]["type"] for row in rows if row["error"])
     assert set(reasons) <= REASONS and all(row["error"]["message"] for row in rows if row["error"])
     for row in rows:  # no caption of another picture
