@@ -2,8 +2,8 @@
 
 A tree is grown level by level as in EAGLE-2: the likeliest nodes of a level are expanded, then the likeliest of all
 candidates are selected. The distributions of a level come from a forward of the layers (EAGLE, EAGLE-3, MTP,
-assistants), or, for heads that predict a block of positions at once (FLASH, DSpark), from the logits of its position
-and a correction by the token before.
+assistants), or, for heads that predict a block of positions at once, from the logits of its position and a correction
+by the tokens before (FLASH, DSpark, Domino) or from scores of pairs of neighbours (DFlash 2, LiLiCorr).
 """
 
 from __future__ import annotations

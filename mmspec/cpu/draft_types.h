@@ -1,12 +1,13 @@
 /* A draft head of one decoder layer or more: a forward over committed tokens, and a tree that is grown level by level.
    Numbers are of the decoder's type, and rounded as its are; what is declared float lies in float32.
 
-   The distributions of a level come from a forward of the layer over its nodes (EAGLE, EAGLE-3, MTP), or, for heads that predict
-   a block of positions at once (FLASH, DSpark), from the logits of the level's position and a correction by the token
-   before. What DSpark alone needs is in dspark.h; of DFlash, and of what else scores the tokens of a block otherwise, the
-   block is computed here and the tree elsewhere. An MTP head is a layer of its target: it normalises both inputs, and a
-   node reads the normalised output of its parent. An assistant (Gemma 4) is a small decoder over keys and values of its
-   target: its layers write none, it reads nothing of committed tokens but the last, and nodes do not see each other. */
+   The distributions of a level come from a forward of the layer over its nodes (EAGLE, EAGLE-3, MTP), or, for heads that
+   predict a block of positions at once, from the logits of the level's position and a correction by the tokens before (FLASH,
+   DSpark, Domino), or from scores of pairs, which are computed elsewhere from the block (DFlash 2, LiLiCorr). What DSpark
+   and those upon DFlash alone need is in dspark.h; of DFlash itself the block is computed here, the tree elsewhere. An MTP
+   head is a layer of its target: it normalises both inputs, and a node reads the normalised output of its parent. An assistant
+   (Gemma 4) is a small decoder over keys and values of its target: its layers write none, it reads nothing of committed
+   tokens but the last, and nodes do not see each other. */
 
 typedef struct {
   decoder d; /* the layers and what is around them; `nodes`: tokens of a forward, or nodes of a level, W; `final_norm`:

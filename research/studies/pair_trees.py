@@ -1,7 +1,7 @@
 """A tree over the scores of pairs against the single path through them, at equal numbers of nodes: tokens a round.
 
 Counts only: greedy calls about the same held-out scenes, one at a time, by heads whose positions depend on the token
-before (dspark, dflash2). A path has the likeliest child of each node, as serving engines walk; a tree the best nodes.
+before (dspark, dflash2, lilicorr). A path has the likeliest child of each node, as serving engines walk; a tree the best nodes.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from research.studies.intervals import format_ci
 HEADINGS = ["head", "nodes", "path", "tree", "tree / path", "same text"]
 EPILOG = """\
 examples
-  mmspec train --data drawings/requests.jsonl --drafter dspark,dflash2 --set block=7 --steps 350 --out run
-  python -m research.studies.pair_trees run/dspark run/dflash2 --nodes 8
+  mmspec train --data drawings/requests.jsonl --drafter dspark,dflash2,lilicorr --set block=7 --steps 350 --out run
+  python -m research.studies.pair_trees run/dspark run/dflash2 run/lilicorr --nodes 8
 """
 
 
