@@ -1,7 +1,8 @@
 """A tree over the scores of pairs against the single path through them, at equal numbers of nodes: tokens a round.
 
 Counts only: greedy calls about the same held-out scenes, one at a time, by heads whose positions depend on the token
-before (dspark, dflash2, lilicorr). A path has the likeliest child of each node, as serving engines walk; a tree the best nodes.
+before (dspark, dflash2, lilicorr). A path has the likeliest child of each node, as serving engines walk; a tree the
+best nodes.
 """
 
 from __future__ import annotations
