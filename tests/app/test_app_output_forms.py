@@ -5,6 +5,7 @@ Then what is particular to shards and to text files.
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 import tarfile
@@ -22,7 +23,9 @@ from mmspec.app.caption.config import ProcessInfo
 from mmspec.app.caption.executor import LocalExecutor, Results
 from mmspec.app.cli.main import main
 from mmspec.app.errors import OutputError, UsageError
-from mmspec.app.io.output import Finished
+from mmspec.app.io.item import Item
+from mmspec.app.io.output import Finished, StreamOutput
+from mmspec.app.io.sidecars import SidecarOutput
 
 pytestmark = pytest.mark.usefixtures("pictures_in_p")
 
@@ -210,6 +213,17 @@ def test_equal_states_share_one_object() -> None:
     assert Finished.of(row) is Finished.of(dict(row))
 
 
+def test_of_two_rows_about_one_file_a_caption_counts() -> None:
+    row = {"id": "a.png", "prompt_sha1": "a", "error": None, "file_stamp": "1-1-a"}
+    error = row | {"error": {"type": "T", "message": "m"}}
+    for rows, errors in (([row, error], 0), ([error, row], 0), ([row, error | {"file_stamp": "2-2-b"}], 1)):
+        output = StreamOutput(io.BytesIO())
+        output.write(rows)
+        summary = output.close(["a.png"], complete=True)
+        assert summary is not None and (summary.num_rows, summary.num_errors) == (1, errors)
+        assert output.close(["a.png", "b.png"], complete=True) is None, "another rank has yet to write it"
+
+
 @each_shard_format
 def test_datasets_loads_the_shards(form: str, tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets", reason="optional: mmspec[data]")
@@ -291,6 +305,16 @@ def test_shards_of_a_job_with_text_files_run_side_by_side() -> None:
     assert job("txt", fake=Fake(before=other), shard=(0, 2)).run() == 0 and captions("txt") == expected("x")
     assert job("txt", shard=(9, 10)).run() == 0, "nothing to do"
     assert job("txt").run() == 0 and not unfinished.exists()
+
+
+def test_who_claims_nothing_removes_nothing_of_others() -> None:
+    unfinished = Path("p/.0.txt.0123abcd.part")
+    unfinished.touch()
+    for _ in range(2):
+        output = SidecarOutput(None, ["p"], lambda: [Item(Path("p/0.png"), "p/0.png")])
+        output.open()
+        output.begin(False)
+    assert unfinished.exists()
 
 
 def test_a_text_file_that_is_a_link_is_replaced_not_followed() -> None:
