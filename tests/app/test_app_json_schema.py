@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from caption_jobs import Fake
+from json_words import needs_packages, write_signs
 from test_app_caption_options import NOWHERE, config, folder, refused
 from test_app_variants import rows
 
@@ -17,7 +18,6 @@ from mmspec.app.caption.executor import LocalExecutor
 from mmspec.app.caption.job import CaptionJob
 from mmspec.app.caption.schema import column_values, fault_of, schema_columns
 from mmspec.app.cli.main import main
-from mmspec.app.modeling import random_models
 
 pytestmark = pytest.mark.usefixtures("shared_decoders")
 __all__ = ["folder"]
@@ -35,11 +35,6 @@ SCHEMA = {
 }
 TEXT = json.dumps(SCHEMA)
 GOOD = '{"what": "box", "count": 2, "red": false, "sizes": [1, 2]}'
-
-
-def needs_packages() -> None:
-    pytest.importorskip("xgrammar")
-    pytest.importorskip("jsonschema")
 
 
 class Answers(Fake):
@@ -141,12 +136,7 @@ def test_a_job_of_a_model(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     (folder / "s.json").write_text(TEXT)
     words = ["--model", "tiny", "--json-schema", "s.json", "--no-progress", "--batch-size", "2"]
     assert "allows nothing that the model's tokenizer can write" in refused(capsys, "p", *words)
-    original, signs = random_models.build_vocabulary, [*'{}[]":,0123456789', "Ġ"]
-    monkeypatch.setattr(
-        random_models,
-        "build_vocabulary",
-        lambda: [one for one in original() if one not in signs][: -len(signs)] + signs,
-    )
+    write_signs(monkeypatch)
     more = ["--max-new-tokens", "90", "--out", "o.jsonl", "--compare", "all", "--drafter", "hybrid"]
     assert main(["caption", "p", *words, *more]) == 0, capsys.readouterr().err
     found = list(rows(Path("o.jsonl")).values())
