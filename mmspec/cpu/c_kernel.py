@@ -254,9 +254,11 @@ def _best_kernel() -> CKernel:
         KernelUnavailableError: none are.
     """
     name = os.environ.get(ISA_VARIABLE, "")
+    level = chosen_level()
     if name and name not in ISA_NAMES:
         logger.warning("mmspec: %s must be one of %s; got %.40r", ISA_VARIABLE, ", ".join(ISA_NAMES), name)
-    level = chosen_level()
+    elif name and ISA_NAMES[name] > level:
+        logger.warning("mmspec: %s=%s: not here, so %s is used", ISA_VARIABLE, name, INSTRUCTION_SETS[level])
     try:
         kernel = CKernel(level)
     except CompilerError as error:  # one that knows no tiles, for example

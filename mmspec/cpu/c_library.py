@@ -106,8 +106,9 @@ def are_tiles_permitted() -> bool:
 
 
 def chosen_level() -> int:
-    """The level that `ISA_VARIABLE` names, else the best of this processor; errors: `processor_level`."""
-    return ISA_NAMES.get(os.environ.get(ISA_VARIABLE, "")) or processor_level()
+    """The best level of this processor, or a lower one that `ISA_VARIABLE` names; errors: `processor_level`."""
+    best = processor_level()
+    return min(best, ISA_NAMES.get(os.environ.get(ISA_VARIABLE, ""), best))
 
 
 def load_library(level: int) -> ctypes.CDLL:

@@ -7,70 +7,99 @@
 #ifdef TILES
 #include "tiles.h"
 #else
-#define IN_ORDER 10 /* rows of x up to which memory is the limit: lines are prefetched in the order of their addresses then,
-                       which the processor's own prefetching follows; four rows side by side it does not */
-#define PAIR_TILE 6 /* rows of x: 24 sums, 6 rows and a weight in 32 registers */
+#define PAIR_TILE 6 /* rows of x: 24 sums, 4 rows of w and one of x in 32 registers */
 
+/* WEIGHT_ROWS rows of w. */
 typedef struct {
   const char *w[WEIGHT_ROWS];
-  const char *ahead;              /* rows to prefetch; NULL for none */
-  int64_t line_step, column_step; /* in bytes */
-  int64_t K;
+  const char *ahead, *end; /* what is prefetched meanwhile, in the order of addresses; equal for nothing */
+  int64_t K, pause; /* bits of the columns at which nothing is prefetched, so that it is spread over all tiles */
 } pair_block;
 
-/* The 16 pairs of 32 columns from k on; zeros behind the last. */
-INLINE __m512i load_pairs(const char *row, int64_t k, int64_t K) {
-  if (K - k >= PAIR_COLUMNS) return _mm512_loadu_si512(row + 2 * k);
-  char part[2 * PAIR_COLUMNS] = {0};
-  memcpy(part, row + 2 * k, (size_t)(2 * (K - k)));
-  return _mm512_loadu_si512(part);
+/* Fetch a line. More than two rows take so long that the few lines that the first-level cache can wait for at once are
+   too few for the speed of the memory; the second level waits for more. */
+INLINE void fetch_line(const char *at, const int X) {
+  if (X <= 2)
+    _mm_prefetch(at, _MM_HINT_T0);
+  else
+    _mm_prefetch(at, _MM_HINT_T1);
 }
 
-/* The products of X rows of x with a block, and their sums to `out` [X]. */
-INLINE void pair_tile(const pair_block *b, const float *x, __m128 *out,
-                                                                          const int X) {
-  const char *const w[WEIGHT_ROWS] = {b->w[0], b->w[1], b->w[2], b->w[3]};
+/* The 16 pairs of 32 columns, of which `count` are there, zeros behind the last. */
+INLINE __m512i load_pairs(const char *from, const int64_t count) {
+  char part[2 * PAIR_COLUMNS] = {0};
+  if (count < PAIR_COLUMNS) from = memcpy(part, from, (size_t)(2 * count));
+  return _mm512_loadu_si512(from);
+}
+
+/* The products of X rows of x with `count` columns of a block from column k on, at most 32, added to `sum`. */
+INLINE void add_pairs(const pair_block *b, int64_t k, const int64_t count, const float *x,
+                      __m512 sum[PAIR_TILE][WEIGHT_ROWS], const int X) {
+  __m512i v[WEIGHT_ROWS];
+#pragma GCC unroll 4
+  for (int i = 0; i < WEIGHT_ROWS; i++) v[i] = load_pairs(b->w[i] + 2 * k, count);
+#pragma GCC unroll 8
+  for (int r = 0; r < X; r++) {
+    const __m512i y = _mm512_loadu_si512(x + r * 16);
+#pragma GCC unroll 4
+    for (int i = 0; i < WEIGHT_ROWS; i++) sum[r][i] = _mm512_dpbf16_ps(sum[r][i], (__m512bh)v[i], (__m512bh)y);
+  }
+}
+
+/* The products of X rows of x with a block: four numbers of each row of `out`. */
+INLINE void pair_tile(const pair_block *from, const float *x, float (*out)[CHUNK_ROWS], const int X) {
+  const pair_block b = *from;
+  const char *ahead = b.ahead;
   __m512 sum[PAIR_TILE][WEIGHT_ROWS];
+  int64_t k = 0;
 #pragma GCC unroll 8
   for (int r = 0; r < X; r++)
 #pragma GCC unroll 4
     for (int i = 0; i < WEIGHT_ROWS; i++) sum[r][i] = _mm512_setzero_ps();
 #pragma GCC unroll 1
-  for (int64_t k = 0; k < b->K; k += PAIR_COLUMNS, x += X * 16) {
-    if (b->ahead)
+  for (; k + PAIR_COLUMNS <= b.K; k += PAIR_COLUMNS, x += X * 16) {
+    add_pairs(&b, k, PAIR_COLUMNS, x, sum, X);
+    if (ahead < b.end && (X <= 2 || !(k & b.pause))) {
 #pragma GCC unroll 4
-      for (int i = 0; i < WEIGHT_ROWS; i++) _mm_prefetch(b->ahead + i * b->line_step + k * b->column_step, _MM_HINT_T0);
-    __m512i y[PAIR_TILE];
-#pragma GCC unroll 8
-    for (int r = 0; r < X; r++) y[r] = _mm512_loadu_si512(x + r * 16);
-#pragma GCC unroll 4
-    for (int i = 0; i < WEIGHT_ROWS; i++) {
-      const __m512i v = load_pairs(w[i], k, b->K);
-#pragma GCC unroll 8
-      for (int r = 0; r < X; r++) sum[r][i] = _mm512_dpbf16_ps(sum[r][i], (__m512bh)v, (__m512bh)y[r]);
+      for (int i = 0; i < WEIGHT_ROWS; i++, ahead += LINE) fetch_line(ahead, X);
     }
   }
+  if (k < b.K) add_pairs(&b, k, b.K - k, x, sum, X);
 #pragma GCC unroll 8
-  for (int r = 0; r < X; r++) out[r] = avx512_sum4(sum[r]);
+  for (int r = 0; r < X; r++) _mm_storeu_ps(out[r], avx512_sum4(sum[r]));
+}
+
+/* `finish` for row r of x and the sums [16] of a whole chunk. */
+INLINE void finish_chunk(const rows *x, const chunk *c, int64_t r, const float *sums) {
+  float *const to = out_at(x, c->out, r * x->out_step);
+  float whole[CHUNK_ROWS];
+  __m512 v = _mm512_loadu_ps(sums);
+  if (c->bias) v = avx512_load_some(c->bias, c->rows) + v;
+  v = avx512_round(v, x->type);
+  if (x->is_added) v = avx512_round(avx512_load_some(to, c->rows) + v, x->type);
+  if (!x->is_narrow) {
+    avx512_store_some(to, v, c->rows);
+    return;
+  }
+  _mm512_storeu_ps(whole, v);
+  narrow(whole, x->type, c->rows, to);
 }
 
 /* The product of at most MAX_ROWS rows with one chunk. */
 __attribute__((target(ISA))) static void multiply_pairs(const product *p, const chunk *c) {
-  const int64_t K = p->K, R = p->R, tiles = (R + PAIR_TILE - 1) / PAIR_TILE, row_bytes = 2 * K;
-  const int64_t distance = WEIGHT_ROWS * (1 + AHEAD_BYTES / (WEIGHT_ROWS * row_bytes));
-  for (int64_t m = 0; m < c->rows; m += WEIGHT_ROWS) {
-    const int64_t count = min64(WEIGHT_ROWS, c->rows - m), then = m + distance, later = then - c->rows;
-    pair_block b = {.K = K, .line_step = row_bytes, .column_step = 2};
-    if (R <= IN_ORDER) b.line_step = LINE, b.column_step = 2 * WEIGHT_ROWS;
-    for (int i = 0; i < WEIGHT_ROWS; i++) b.w[i] = c->w + (m + min64(i, count - 1)) * row_bytes;
-    if (then + WEIGHT_ROWS <= c->rows)
-      b.ahead = c->w + then * row_bytes;
-    else if (c->next && later >= 0 && later + WEIGHT_ROWS <= c->next_rows)
-      b.ahead = c->next + later * row_bytes;
-    for (int64_t t = 0; t < tiles; t++) {
-      const int64_t row = R * t / tiles, X = R * (t + 1) / tiles - row;
-      const float *const x = p->packed + row * pair_floats(K);
-      __m128 out[PAIR_TILE];
+  const int64_t K = p->K, R = p->R, tiles = (R + PAIR_TILE - 1) / PAIR_TILE, row_bytes = 2 * K, bytes = c->rows * row_bytes;
+  const int64_t distance = tiles == 1 ? WEIGHT_ROWS * row_bytes * (1 + AHEAD_BYTES / (WEIGHT_ROWS * row_bytes)) : bytes;
+  const int64_t pause = tiles == 1 ? 0 : tiles < 4 ? PAIR_COLUMNS : 3 * PAIR_COLUMNS;
+  float sums[PAIR_TILE][CHUNK_ROWS] __attribute__((aligned(64)));
+  for (int64_t t = 0; t < tiles; t++) { /* each reads the whole chunk, of which the second level has the next by then */
+    const int64_t row = R * t / tiles, X = R * (t + 1) / tiles - row;
+    const float *const x = p->packed + row * pair_floats(K);
+    for (int64_t m = 0; m < c->rows; m += WEIGHT_ROWS) {
+      const int64_t count = min64(WEIGHT_ROWS, c->rows - m), at = (t * bytes + m * row_bytes) / tiles + distance;
+      pair_block b = {.K = K, .pause = pause, .ahead = at < bytes ? c->w + at : c->next ? c->next + at - bytes : NULL};
+      b.end = b.ahead ? b.ahead + count * row_bytes / tiles : NULL;
+      for (int i = 0; i < WEIGHT_ROWS; i++) b.w[i] = c->w + (m + min64(i, count - 1)) * row_bytes;
+      float(*const out)[CHUNK_ROWS] = (void *)(sums[0] + m);
       switch (X) {
         case 1: pair_tile(&b, x, out, 1); break;
         case 2: pair_tile(&b, x, out, 2); break;
@@ -79,9 +108,8 @@ __attribute__((target(ISA))) static void multiply_pairs(const product *p, const 
         case 5: pair_tile(&b, x, out, 5); break;
         case 6: pair_tile(&b, x, out, 6); break;
       }
-      for (int64_t r = 0; r < X; r++) finish(p, c, row + r, m, count, out[r]);
-      b.ahead = NULL;
     }
+    for (int64_t r = 0; r < X; r++) finish_chunk(p->x, c, row + r, sums[r]);
   }
 }
 

@@ -71,6 +71,18 @@ def test_a_processor_without_tiles_is_not_asked(monkeypatch: pytest.MonkeyPatch,
     assert c_library.processor_level() == 3 and not asked
 
 
+@pytest.mark.skipif(getattr(load_kernel(), "level", 0) < 3, reason="the processor has not even the next instructions")
+def test_this_system_answers_a_processor_with_tiles(processor: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the real one refuses, what is forced multiplies by the next instructions."""
+    monkeypatch.setenv(c_library.ISA_VARIABLE, "amx")
+    kernel, _ = c_kernel.find_kernel()
+    assert c_library.processor_level() == (4 if c_library.are_tiles_permitted() else 3)
+    assert kernel is not None and kernel.level == c_library.processor_level()
+    weight, rows = normal(20, 40), normal(5, 40, seed=1)
+    product = kernel.linear(weight, None, rows)
+    assert product is not None and torch.allclose(product, rows @ weight.T, atol=0.2)
+
+
 def test_a_compiler_without_tiles_builds_the_next_library(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -124,10 +136,14 @@ assert os.waitpid(child, 0)[1] == 0, "fork"
 """
 
 
+def run_child(code: str) -> None:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
 def test_threads_from_before_signals_and_forks() -> None:
     """Whatever the real system permits: no signal ends the process, and the bits stay."""
-    done = subprocess.run([sys.executable, "-c", CHILD], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-2000:]
+    run_child(CHILD)
 
 
 # --- emulated tiles ---------------------------------------------------------------------------------------------------
@@ -144,6 +160,24 @@ def tiles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CKernel]:
             patch.setattr(c_library, "processor_level", lambda: 4)
             patch.setenv("MMSPEC_CACHE", str(tmp_path_factory.mktemp("tiles")))
         yield CKernel(4)
+
+
+EMULATED = f"""
+import sys
+sys.path.insert(0, {str(Path(emulated_avx512.__file__).parent)!r})
+import emulated_avx512
+from mmspec.cpu import c_library
+c_library.SOURCES = emulated_avx512.with_tiles(c_library.SOURCES)
+c_library.processor_level = lambda: 4
+"""
+
+
+@pytest.mark.slow
+def test_threads_from_before_signals_and_forks_with_tiles(tiles: CKernel) -> None:
+    """A thread that uses tiles that it has not configured is ended by SIGILL."""
+    emulated = EMULATED if emulated_avx512.TILES.name in c_library.SOURCES else ""
+    first, second = CHILD.split("kernel = load_kernel()")
+    run_child(f"{first}{emulated}kernel = load_kernel()\nassert kernel.level == 4{second}")
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
