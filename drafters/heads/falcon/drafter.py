@@ -142,10 +142,6 @@ class FalconDrafter(BlockDrafter):
         batch, device = len(state.last_hidden), state.last_hidden.device
         table = self.path_table(state, max_nodes, k)
         top_k = min(self.top_k_on(device), len(table.full_paths))
-        if state.backend is not None:
-            tree = state.backend.tree(state, top_k, max_nodes, num_levels)
-            if tree is not None:
-                return tree
         noise = state.log_noise(num_levels * k)
         expander = AutoregressiveExpander(self, state, top_k, positions_per_node=k)
         pool = NodePool()
