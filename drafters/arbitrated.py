@@ -82,9 +82,9 @@ class ArbitratedDrafter(Drafter):
             state.chain.guide = ngram
         if chooser is not None:
             chooser.sources = [Source(kind) for kind in self.kinds]
-            if state.chain is not None and subsets is not None and subsets.make_s:
+            if state.chain is not None and subsets is not None and not subsets.is_made:
                 likely = self._copies(state)[0]
-                chooser.offer = Offer(likely, subsets.make_s, lambda: self._make_copy(state), "a copy in few bits")
+                chooser.offer = Offer(likely, lambda: self._make_copy(state), "a copy in few bits")
             else:
                 chooser.sources += self._copies(state)
         return state

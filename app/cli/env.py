@@ -137,7 +137,8 @@ def _rounds(drafter: Drafter, adapter: ModelAdapter) -> Iterator[tuple[str, str]
     options = sorted(Chooser(economy, 1, sources=economy.sources()).options(plain_s), key=lambda one: -one.rate)
     for number, one in enumerate(options):
         name = "plain decoding" if one.source is None else f"a draft by {one.source.name}"
-        cost = f"{one.tokens:.2f} tokens in {1e3 * one.seconds:.3g} ms, {one.rate:.1f} tokens/s"
+        tokens = 1.0 if one.source is None else one.tokens
+        cost = f"{tokens:.2f} tokens in {1e3 * one.seconds:.3g} ms, {tokens / one.seconds:.1f} tokens/s"
         yield "rather than" if number else "the next round", f"{name}: {cost}"
 
 

@@ -35,7 +35,7 @@ CONTRADICTED = 0.1
 PRIOR_ROUND = 3.0
 """Rounds that the expectation from yields and seconds counts for."""
 MIN_GAIN = 1.02
-"""Factor by which a larger tree must bring more than decoding otherwise in the same time."""
+"""Factor by which drafts must bring more than plain decoding in the same time, and larger trees than smaller ones."""
 DEFAULT_TREE_SIZE = 8
 """Tree size with `deterministic=True`, and upper bound before anything is measured."""
 TRIED_TRUST, TRIED_NODES = 0.7, 4
@@ -89,7 +89,6 @@ class Chooser:
         self.levels, self.rate = 1, 0.0
         self._is_trial, self._gain, self._made_s, self._since_plain, self._number = False, 0.0, 0.0, 0, 0
         self._kept_credit = max(0.0, economy.credit - CALL_CREDIT)
-        self._tried: list[Source | None] = [None]
         self._rounds: dict[str, Rounds] = {}
         self._drafted: set[str] = set()
         self._plans: dict[tuple[int, str], tuple[int, float, float]] = {}
@@ -121,26 +120,20 @@ class Chooser:
         options = self.options(plain_s)
         best = max(options, key=lambda option: option.rate)
         self.rate = best.rate
-        hopeful = [one for one in options if one is not best and self._may_be_better(one, best)]
+        hopeful = [one for one in options if one is not best and (one.tokens + one.spread) / one.seconds > best.rate]
         for option in sorted(hopeful, key=lambda one: (one.tokens + one.spread) / one.seconds, reverse=True):
             if option.seconds - option.tokens / best.rate <= (self.economy.credit - self._kept_credit) * plain_s:
                 best, self._is_trial = option, True
                 break
         self.source, self.levels = best.source, best.levels
-        if best.source not in self._tried:
-            self._tried.append(best.source)
         return self.source is not None
 
-    def _may_be_better(self, one: Option, best: Option) -> bool:
-        """Each call tries anew what it has not tried: no text says much of the next one."""
-        return one.source not in self._tried or (one.tokens + one.spread) / one.seconds > best.rate
-
     def options(self, plain_s: float) -> list[Option]:
-        """All actions, where plain decoding's round takes so many seconds."""
+        """All actions, where plain decoding's round takes so many seconds; it counts for `MIN_GAIN` tokens."""
         if self._number <= PLAN_EVERY or self._number % PLAN_EVERY == 0:
             self._plans, self._options = {}, {}
             self._rounds = {name: one.faded(self.economy.num_rounds) for name, one in self._rounds.items()}
-        plain = Option(None, 1, 1.0, plain_s, self._plain_spread())
+        plain = Option(None, 1, MIN_GAIN, plain_s, self._plain_spread())
         return [*(self._option(source) for source in self.sources), plain]
 
     @property
@@ -155,28 +148,28 @@ class Chooser:
         """What may yet be made, for people; None for nothing."""
         if self.offer is None:
             return None
-        cost_s = self.economy.make_s(self.offer, self.batch)
+        cost_s = self.economy.make_s(self.batch)
         return f"{self.offer.what}: would have saved {self.economy.saved_s:.1f} s so far, takes {cost_s:.1f} s to make"
 
     def _take_offer(self) -> None:
         """Make what would have paid for itself by now (rent or buy)."""
         offer = self.offer
-        if offer is None or self.economy.saved_s < self.economy.make_s(offer, self.batch):
+        if offer is None or self.economy.saved_s < self.economy.make_s(self.batch):
             return
         self.offer, start = None, time.perf_counter()
         self.sources += offer.make()
+        self._plans, self._options = {}, {}
         self._made_s = time.perf_counter() - start
         self.economy.rounds_s.add("make", 1, 1, self._made_s)
 
     def _count_offer(self, seconds: float) -> None:
         """What an offer would have saved in a round of so many seconds: drafts in it are guided by those of now."""
-        economy, offer = self.economy, self.offer
-        plain_s = economy.round_s(self.batch, 1)
-        if offer is None or not plain_s:
+        plain_s = self.economy.round_s(self.batch, 1)
+        if self.offer is None or not plain_s:
             return
-        step_s = offer.source.step_s / max(1.0, self.rate * plain_s)
-        _, tokens, needed_s = economy.best_levels(replace(offer.source, step_s=step_s), self.batch, self.max_tree_size)
-        economy.saved_s += seconds * max(0.0, 1 - self.rate * needed_s / tokens)
+        rate = max(self.rate, 1 / plain_s)
+        likely = self._option(replace(self.offer.source, step_s=self.offer.source.step_s / (rate * plain_s)))
+        self.economy.saved_s += seconds * max(0.0, 1 - rate / likely.rate)
 
     def _plain_spread(self) -> float:
         """Plain decoding brings one token; what it takes may be less than is known."""

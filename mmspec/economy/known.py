@@ -12,13 +12,13 @@ from mmspec.economy.tables import NODE_COST, Seconds, Yields, checked
 from mmspec.engine.tree import BUCKETS, bucket_size
 from mmspec.forks import new_lock
 
-PRIOR_ROUNDS, FIRST_PRIOR_ROUNDS = 8.0, 3.0
+PRIOR_ROUNDS, FIRST_PRIOR_ROUNDS = 20.0, 3.0
 """Rounds that what earlier calls, or a single one, have found counts for at the start of a call: texts differ."""
 MIN_TRUST, MAX_TRUST = 0.05, 1.5
 """Bounds of the ratio of accepted tokens to those that scores predicted."""
 
 MAKE_ROUNDS = 40
-"""Rounds of plain decoding, which reads all weights too, that making a copy of them takes at least."""
+"""Rounds of plain decoding, which reads all weights too, that making a copy of them is expected to take: 30 to 55."""
 MAX_CREDIT = 3.0
 """Rounds of plain decoding that trials may lose before they are earned, and that are saved up for them."""
 RECENT_DECAY = 0.7
@@ -76,13 +76,11 @@ class Offer:
 
     Attributes:
         source: how it is expected to draft.
-        make_s: seconds that making it is expected to take.
         make: makes it, and returns the sources that there are then; none if it cannot be made.
         what: it is, for messages.
     """
 
     source: Source
-    make_s: float
     make: Callable[[], Sequence[Source]]
     what: str
 
@@ -232,10 +230,9 @@ class Economy:
         assumed = levels * source.step_s * (self.round_s(rows, 1) or 0.0)
         return assumed if known is None else min(known, assumed)
 
-    def make_s(self, offer: Offer, rows: int) -> float:
-        """Seconds that making what is offered takes, as far as is known."""
-        at_least_s = MAKE_ROUNDS * (self.round_s(rows, 1) or 0.0)
-        return self.rounds_s.get("make", 1, 1) or max(offer.make_s, at_least_s)
+    def make_s(self, rows: int) -> float:
+        """Seconds that making a copy of the weights takes, as far as is known."""
+        return self.rounds_s.get("make", 1, 1) or MAKE_ROUNDS * (self.round_s(rows, 1) or math.inf)
 
     def trust(self, source: Source) -> float:
         """Ratio of accepted tokens to those that the scores of a source predict."""

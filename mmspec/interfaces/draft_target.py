@@ -50,8 +50,8 @@ class LayerSubsets(Protocol):
     exit_limit: int | None
 
     @property
-    def make_s(self) -> float:
-        """Seconds that `make` is expected to take; 0 where there is nothing to make, inf where it cannot be made."""
+    def is_made(self) -> bool:
+        """Whether there is nothing to make."""
 
     def make(self) -> bool:
         """Make the copy that has these layers, if that is to be done; whether they can be opened now."""

@@ -7,7 +7,6 @@ to process and no second cache.
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
@@ -19,7 +18,6 @@ from mmspec.targets.forward import NodeForward
 from mmspec.targets.hf import HFTarget
 from mmspec.targets.layer_access import LayerAccess, layer_access
 from mmspec.targets.quantised_copy import (
-    WEIGHTS_PER_S,
     QuantisedCopy,
     find_copy,
     forget_copies,
@@ -57,13 +55,9 @@ class CallLayerSubsets:
         self._access, self._target, self._needs = access, target, needs
 
     @property
-    def make_s(self) -> float:
-        adapter = self._target.adapter
+    def is_made(self) -> bool:
         bits = self._needs.copy_bits
-        if bits is None or find_copy(adapter, bits) is not None:
-            return 0.0
-        count = num_copied_weights(adapter, self._target.revision)
-        return count / WEIGHTS_PER_S if count else math.inf  # inf: another call has found that there can be none
+        return bits is None or find_copy(self._target.adapter, bits) is not None
 
     def make(self) -> bool:
         if self._needs.copy_bits is None:
@@ -120,7 +114,7 @@ def open_layer_subsets(target: HFTarget, needs: DrafterRequirements) -> CallLaye
     except ValueError:  # the model has changed since `check_layer_subsets`
         return None
     subsets = CallLayerSubsets(access, target, needs)
-    may_wait = needs.optional_copy and subsets.make_s > 0
+    may_wait = needs.optional_copy and not subsets.is_made
     return subsets if may_wait or subsets.make() else None
 
 

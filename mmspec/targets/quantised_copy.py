@@ -55,8 +55,6 @@ MAX_COPIES = 4
 """Times that the copy of one patched model is made; after as many changes of the weights it stays off."""
 PROGRESS_FROM = 200_000_000
 """Weights from which a progress bar is shown."""
-WEIGHTS_PER_S = 1e8
-"""Weights that are expected to be quantised in a second."""
 NUM_COPIED = "copied weights"
 """Key of `num_copied_weights` among what is derived from a model."""
 _LOCK = new_lock()

@@ -12,7 +12,7 @@ import pytest
 from simulated_world import World, play, share, warm_up
 
 from mmspec.economy.chooser import REMEASURE_EVERY, Chooser
-from mmspec.economy.known import MAX_CREDIT, Economy, Offer, Source
+from mmspec.economy.known import MAKE_ROUNDS, MAX_CREDIT, Economy, Offer, Source
 from mmspec.economy.tables import STALE, WINDOW, Seconds, Yields, _tell_of_the_clock, cost_rows
 
 NGRAMS, HEAD, COPY = Source("ngrams"), Source("head", None, 0.75, 0.1, 6), Source("copy", 0, 0.9, 0.25, 15)
@@ -190,6 +190,18 @@ def test_plain_decoding_is_measured_again() -> None:
     assert before >= 2 and chooser.economy.rounds_s.count("score", 1, 1) > before
 
 
+def test_drafts_must_bring_more_than_plain_decoding() -> None:
+    """Those that bring one percent more may as well bring less."""
+
+    def drafted(gain: float) -> int:
+        economy = Economy()
+        chooser = Chooser(economy, 1, sources=[NGRAMS])
+        run(chooser, accepted=1, draft_s=2 * 1.03 / gain - 1.05, rounds=60)
+        return run(chooser, accepted=1, draft_s=2 * 1.03 / gain - 1.05, rounds=60)
+
+    assert drafted(1.06) > 50 and drafted(1.005) < 20
+
+
 # --- what is made once ------------------------------------------------------------------------------------------------
 
 
@@ -197,7 +209,8 @@ def offered(make_s: float, rounds: int, accepted: int = 0) -> tuple[int | None, 
     """Rounds of plain decoding until the copy is made; None if it is not."""
     made: list[int] = []
     chooser, number = Chooser(Economy(), 1, sources=[NGRAMS]), 0
-    chooser.offer = Offer(COPY, make_s, lambda: made.append(number) or [], "a copy")  # type: ignore[func-returns-value]
+    chooser.economy.rounds_s.add("make", 1, 1, make_s)
+    chooser.offer = Offer(COPY, lambda: made.append(number) or [], "a copy")  # type: ignore[func-returns-value]
     for number in range(rounds):  # noqa: B007
         run(chooser, accepted, rounds=1)
     return (made or [None])[0], chooser
@@ -214,9 +227,16 @@ def test_a_copy_is_made_when_it_would_have_paid() -> None:
 
 
 def test_what_making_took_is_remembered() -> None:
-    _, chooser = offered(0.0, 5)
+    _, chooser = offered(1e-6, 5)
     assert chooser.offer is None and chooser.waits_for is None
-    assert chooser.economy.rounds_s.get("make", 1, 1) is not None
+    assert chooser.economy.rounds_s.count("make", 1, 1) == 2
+
+
+def test_what_an_unknown_copy_costs_is_known_in_rounds() -> None:
+    economy = Economy()
+    assert economy.make_s(1) == math.inf, "nothing is made before a round is known"
+    economy.rounds_s.add("score", 1, 1, 0.1)
+    assert economy.make_s(1) == pytest.approx(0.1 * MAKE_ROUNDS)
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------

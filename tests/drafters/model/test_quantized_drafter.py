@@ -126,11 +126,11 @@ def test_a_copy_is_an_arm_once_it_can_pay(batch: int, monkeypatch: pytest.Monkey
     plain = _generate(model, inputs, do_sample=True)
     mmspec.patch(model, drafter="auto", tree_size=4)  # drafts in each round, whatever they cost
     copies = patch_state(model).adapter.__dict__
-    monkeypatch.setattr(Economy, "make_s", lambda self, offer, rows: float("inf"))
+    monkeypatch.setattr(Economy, "make_s", lambda self, rows: float("inf"))
     assert torch.equal(plain, _generate(model, inputs, do_sample=True))
     assert not copies.get("_quantised_copies"), "short answers do not pay for a copy"
     assert "a copy in few bits" in str(mmspec.stats(model, last=True))
-    monkeypatch.setattr(Economy, "make_s", lambda self, offer, rows: 0.0)
+    monkeypatch.setattr(Economy, "make_s", lambda self, rows: 0.0)
     monkeypatch.setattr(Chooser, "plan", planned(last=True))
     assert torch.equal(plain, _generate(model, inputs, do_sample=True))
     assert copies["_quantised_copies"][0].layers and mmspec.stats(model, last=True).num_accepted_tokens > 0
@@ -138,7 +138,7 @@ def test_a_copy_is_an_arm_once_it_can_pay(batch: int, monkeypatch: pytest.Monkey
 
 
 def test_no_memory_for_a_copy_leaves_the_other_arms(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Economy, "make_s", lambda self, offer, rows: 0.0)
+    monkeypatch.setattr(Economy, "make_s", lambda self, rows: 0.0)
     monkeypatch.setattr(products, "free_bytes", lambda: 1000)
     model = _model()
     inputs = tiny.build_inputs(model, seed=3)
