@@ -126,17 +126,26 @@ def describe_drafter(name: str, adapter: ModelAdapter, processor: Any) -> Iterat
 
 def _rounds(drafter: Drafter, adapter: ModelAdapter) -> Iterator[tuple[str, str]]:
     """What earlier processes have measured of rounds of one row, and so which action the next one would take."""
+    import torch
+
     from mmspec.costs import DrafterCosts
     from mmspec.economy.chooser import Chooser
 
-    economy = DrafterCosts().economy(drafter, adapter)
-    plain_s = economy.round_s(1, 1)
+    economy, threads = DrafterCosts().economy(drafter, adapter), torch.get_num_threads()
+    plain_s, of = economy.round_s(1, 1), f"{str(adapter.model.dtype)[6:]}, {threads} threads"
     if plain_s is None:
-        yield "the next round", "a draft, then plain decoding: nothing was measured here yet"
+        yield "the next round", f"a draft, then plain decoding: nothing was measured here yet ({of})"
         return
+    sizes = [size for what, rows, size, _ in economy.rounds_s.snapshot() if (what, rows) == ("score", 1) and size > 1]
+    slower = ", ".join(f"{size} together in {(economy.round_s(1, size) or 0) / plain_s:.2f}" for size in sizes)
+    yield "measured here", f"a token in {1e3 * plain_s:.3g} ms ({of}); scored {slower or 'alone so far, 1'} times that"
+    if drafter.requirements.optional_copy:
+        yield "a copy in few bits", f"made in a process when it would have saved the {economy.make_s(1):.2g} s it takes"
     options = sorted(Chooser(economy, 1, sources=economy.sources()).options(plain_s), key=lambda one: -one.rate)
     for number, one in enumerate(options):
         name = "plain decoding" if one.source is None else f"a draft by {one.source.name}"
+        if drafter.requirements.optional_copy and name.startswith("a draft by quantized"):
+            name += " (once the copy is made)"
         tokens = 1.0 if one.source is None else one.tokens
         cost = f"{tokens:.2f} tokens in {1e3 * one.seconds:.3g} ms, {tokens / one.seconds:.1f} tokens/s"
         yield "rather than" if number else "the next round", f"{name}: {cost}"

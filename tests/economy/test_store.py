@@ -184,10 +184,18 @@ def test_env_tells_the_next_round_and_why(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("MMSPEC_COST_CACHE", "1")
     adapter = find_adapter(tiny.build_model(tiny.ModelSpec("llava", seed=4)))
     drafter = resolve_drafter("lookup", adapter, None)
-    assert "nothing was measured here yet" in dict(describe_drafter("lookup", adapter, None))["the next round"]
+    assert (
+        "nothing was measured here yet (float32, " in dict(describe_drafter("lookup", adapter, None))["the next round"]
+    )
     CostStore(cost_key(drafter, adapter)).write(measured().snapshot())
     first, second = [line for line in describe_drafter("lookup", adapter, None) if "tokens/s" in line[1]]
     assert first[0] == "the next round" and "a draft by head: 2.70 tokens in " in first[1]
+    lines = dict(describe_drafter("lookup", adapter, None))
+    assert (
+        lines["measured here"].startswith("a token in 1.02e+03 ms (float32, ")
+        and "8 together in 1.0" in lines["measured here"]
+    )
+    assert "a copy in few bits" not in lines
     assert second == ("rather than", "plain decoding: 1.00 tokens in 1.02e+03 ms, 1.0 tokens/s")
 
 
