@@ -179,6 +179,21 @@ def test_a_file_that_two_processes_share(tmp_path: Path) -> None:
     assert found == [True] * 40 and [path.suffix for path in tmp_path.iterdir()] == [".json"]
 
 
+def test_a_reader_never_finds_half_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process reads while one has written half, and after one was killed there."""
+    CostStore(KEY, tmp_path).write(measured().snapshot())
+    found: list[bool] = []
+
+    def write_half(path: Path, text: str) -> None:
+        path.write_bytes(text[: len(text) // 2].encode())
+        found.append(restored(tmp_path)[0])
+        raise OSError("killed")
+
+    monkeypatch.setattr(Path, "write_text", write_half)
+    CostStore(KEY, tmp_path).write(measured().snapshot())
+    assert found == [True] and restored(tmp_path)[0]
+
+
 def test_env_tells_the_next_round_and_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MMSPEC_CACHE", str(tmp_path))
     monkeypatch.setenv("MMSPEC_COST_CACHE", "1")
