@@ -89,6 +89,7 @@ class Chooser:
         self.levels, self.rate = 1, 0.0
         self._is_trial, self._gain, self._made_s, self._since_plain, self._number = False, 0.0, 0.0, 0, 0
         self._kept_credit = max(0.0, economy.credit - CALL_CREDIT)
+        self._tried: set[str | None] = {None}
         self._rounds: dict[str, Rounds] = {}
         self._drafted: set[str] = set()
         self._plans: dict[tuple[int, str], tuple[int, float, float]] = {}
@@ -120,13 +121,19 @@ class Chooser:
         options = self.options(plain_s)
         best = max(options, key=lambda option: option.rate)
         self.rate = best.rate
-        hopeful = [one for one in options if one is not best and (one.tokens + one.spread) / one.seconds > best.rate]
+        hopeful = [one for one in options if one is not best and self._may_be_better(one, best)]
         for option in sorted(hopeful, key=lambda one: (one.tokens + one.spread) / one.seconds, reverse=True):
             if option.seconds - option.tokens / best.rate <= (self.economy.credit - self._kept_credit) * plain_s:
                 best, self._is_trial = option, True
                 break
         self.source, self.levels = best.source, best.levels
+        self._tried.add(None if best.source is None else best.source.name)
         return self.source is not None
+
+    def _may_be_better(self, one: Option, best: Option) -> bool:
+        """Each call tries anew what it has not tried: no text says much of the next one."""
+        is_new = one.source is not None and one.source.name not in self._tried
+        return is_new or (one.tokens + one.spread) / one.seconds > best.rate
 
     def options(self, plain_s: float) -> list[Option]:
         """All actions, where plain decoding's round takes so many seconds; it counts for `MIN_GAIN` tokens."""
