@@ -146,8 +146,7 @@ def _rounds(drafter: Drafter, adapter: ModelAdapter) -> Iterator[tuple[str, str]
         name = "plain decoding" if one.source is None else f"a draft by {one.source.name}"
         if drafter.requirements.optional_copy and name.startswith("a draft by quantized"):
             name += " (once the copy is made)"
-        tokens = 1.0 if one.source is None else one.tokens
-        cost = f"{tokens:.2f} tokens in {1e3 * one.seconds:.3g} ms, {tokens / one.seconds:.1f} tokens/s"
+        cost = f"{one.tokens:.2f} tokens in {1e3 * one.seconds:.3g} ms, {one.rate:.1f} tokens/s"
         yield "rather than" if number else "the next round", f"{name}: {cost}"
 
 

@@ -35,7 +35,7 @@ CONTRADICTED = 0.1
 PRIOR_ROUND = 3.0
 """Rounds that the expectation from yields and seconds counts for."""
 MIN_GAIN = 1.02
-"""Factor by which drafts must bring more than plain decoding in the same time, and larger trees than smaller ones."""
+"""Factor by which a larger tree must bring more than decoding otherwise in the same time."""
 DEFAULT_TREE_SIZE = 8
 """Tree size with `deterministic=True`, and upper bound before anything is measured."""
 TRIED_TRUST, TRIED_NODES = 0.7, 4
@@ -136,11 +136,11 @@ class Chooser:
         return is_new or (one.tokens + one.spread) / one.seconds > best.rate
 
     def options(self, plain_s: float) -> list[Option]:
-        """All actions, where plain decoding's round takes so many seconds; it counts for `MIN_GAIN` tokens."""
+        """All actions, where plain decoding's round takes so many seconds."""
         if self._number <= PLAN_EVERY or self._number % PLAN_EVERY == 0:
             self._plans, self._options = {}, {}
             self._rounds = {name: one.faded(self.economy.num_rounds) for name, one in self._rounds.items()}
-        plain = Option(None, 1, MIN_GAIN, plain_s, self._plain_spread())
+        plain = Option(None, 1, 1.0, plain_s, self._plain_spread())
         return [*(self._option(source) for source in self.sources), plain]
 
     @property

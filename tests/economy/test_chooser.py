@@ -190,18 +190,6 @@ def test_plain_decoding_is_measured_again() -> None:
     assert before >= 2 and chooser.economy.rounds_s.count("score", 1, 1) > before
 
 
-def test_drafts_must_bring_more_than_plain_decoding() -> None:
-    """Those that bring one percent more may as well bring less."""
-
-    def drafted(gain: float) -> int:
-        economy = Economy()
-        chooser = Chooser(economy, 1, sources=[NGRAMS])
-        run(chooser, accepted=1, draft_s=2 * 1.03 / gain - 1.05, rounds=60)
-        return run(chooser, accepted=1, draft_s=2 * 1.03 / gain - 1.05, rounds=60)
-
-    assert drafted(1.06) > 50 and drafted(1.015) < 40
-
-
 # --- what is made once ------------------------------------------------------------------------------------------------
 
 
