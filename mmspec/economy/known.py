@@ -12,7 +12,7 @@ from mmspec.economy.tables import NODE_COST, Seconds, Yields, checked
 from mmspec.engine.tree import BUCKETS, bucket_size
 from mmspec.forks import new_lock
 
-PRIOR_ROUNDS, FIRST_PRIOR_ROUNDS = 20.0, 3.0
+PRIOR_ROUNDS, FIRST_PRIOR_ROUNDS = 8.0, 3.0
 """Rounds that what earlier calls, or a single one, have found counts for at the start of a call: texts differ."""
 MIN_TRUST, MAX_TRUST = 0.05, 1.5
 """Bounds of the ratio of accepted tokens to those that scores predicted."""
