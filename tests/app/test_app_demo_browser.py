@@ -23,6 +23,7 @@ pytest.importorskip("gradio")
 from mmspec.app.cli.arguments import DEFAULT_MODEL
 from mmspec.app.scenes.examples import EXAMPLES_FOLDER
 from mmspec.app.ui.demo import Demo
+from mmspec.app.ui.drafter_table import DrafterTable
 from mmspec.app.ui.limits import Limits
 from mmspec.app.ui.model import DemoModel
 from mmspec.app.ui.server import serve
@@ -380,17 +381,27 @@ def test_only_drafters_that_run_are_offered(visit: Callable[..., Any], demo: Dem
 
 
 @WIDTHS
-def test_drafters_are_compared_on_request(visit: Callable[..., Any], demo: Demo, width: int) -> None:
+def test_drafters_are_compared_on_request(
+    visit: Callable[..., Any], demo: Demo, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     page = visit(width)
     turn = sample(page)
     turn.locator(".numbers summary").click()
     button = turn.get_by_role("button", name="Compare the drafters")
-    button.click()
-    until(page, lambda: " calls …" in turn.locator(".drafters").inner_text())
-    assert button.is_disabled()
-    page.locator("#question").fill("something else")
-    page.locator("#question").press("Enter")
-    until(page, lambda: turn.locator(".drafters").inner_text() == "Stopped.")
+    measure = DrafterTable._measure
+
+    def measure_slowly(*args: Any) -> Any:
+        time.sleep(0.3)  # a visitor is slower than the tiny model
+        return measure(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DrafterTable, "_measure", measure_slowly)
+        button.click()
+        until(page, lambda: " calls …" in turn.locator(".drafters").inner_text())
+        assert button.is_disabled()
+        page.locator("#question").fill("something else")
+        page.locator("#question").press("Enter")
+        until(page, lambda: turn.locator(".drafters").inner_text() == "Stopped.")
     finished(page, 1)
     button.click()
     turn.locator(".drafters table").wait_for()
