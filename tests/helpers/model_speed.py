@@ -49,8 +49,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=7, help="calls of each kind")
     parser.add_argument("--least", type=float, default=1.0, help="ratio below which the command fails")
     args = parser.parse_args(argv)
-    logging.getLogger("mmspec").setLevel(logging.ERROR)
-    fuzz.init_worker()
     found = []
     for family in args.family or [*tiny.FAMILIES, *zoo.ROWS]:
         found.append((*measure(family, args.tokens, args.repeats), family))
@@ -62,4 +60,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    logging.getLogger("mmspec").setLevel(logging.ERROR)
+    fuzz.init_worker()
     raise SystemExit(main())
