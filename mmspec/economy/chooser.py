@@ -100,11 +100,7 @@ class Chooser:
         self.batch = cost_rows(num_rows, self._most_rows)
 
     def plan(self) -> bool:
-        """Choose the source of the coming round, and its levels; whether it is drafted at all.
-
-        A copy that has paid is made first. The largest quotient of tokens and seconds is the rate at which no action
-        has more tokens than rate times seconds.
-        """
+        """Make what has paid; choose the source of the coming round, and its levels; whether it is drafted at all."""
         self.source, self.levels, self._is_trial = None, 1, False
         if not self.sources:
             return False
@@ -305,7 +301,8 @@ class Chooser:
             seconds = economy.round_s(self.batch, num_nodes) or 0.0
             tokens = 1 + sum(num_accepted) / max(1, len(num_accepted))
             if source is not None:
-                economy.drafts_s.add(source.name, self.batch, self.levels, draft_s - self._made_s)
+                if (own_s := draft_s - self._made_s) > 0 or not is_whole:  # a difference tells nothing of the clock
+                    economy.drafts_s.add(source.name, self.batch, self.levels, own_s)
                 seconds += economy.draft_s(source, self.batch, self.levels)
                 self._count(source, num_nodes, tokens, num_accepted)
             earned_s = tokens / self.rate - seconds if self._is_trial and self.rate else TRIAL_SHARE * seconds

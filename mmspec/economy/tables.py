@@ -28,14 +28,14 @@ NODE_COST = {"cpu": 0.11, "other": 0.01}
 
 
 def is_measured(seconds: float) -> bool:
-    """Whether a clock that runs can have shown it; the first time that one stands or goes backwards is told."""
+    """Whether a clock that runs can have shown it; the first one that stands or goes backwards is logged."""
     if not 0 < seconds < math.inf:
-        _tell_of_the_clock()
+        _log_clock_fault()
     return 0 < seconds < math.inf
 
 
 @cache
-def _tell_of_the_clock() -> None:
+def _log_clock_fault() -> None:
     logger.info("mmspec: a clock of this machine stood still or went backwards; what it showed is left out")
 
 

@@ -13,7 +13,7 @@ from simulated_world import World, play, share, warm_up
 
 from mmspec.economy.chooser import REMEASURE_EVERY, Chooser
 from mmspec.economy.known import MAKE_ROUNDS, MAX_CREDIT, Economy, Offer, Source
-from mmspec.economy.tables import STALE, WINDOW, Seconds, Yields, _tell_of_the_clock, cost_rows
+from mmspec.economy.tables import STALE, WINDOW, Seconds, Yields, _log_clock_fault, cost_rows
 
 NGRAMS, HEAD, COPY = Source("ngrams"), Source("head", None, 0.75, 0.1, 6), Source("copy", 0, 0.9, 0.25, 15)
 
@@ -243,7 +243,7 @@ def test_seconds_are_not_moved_by_stalls() -> None:
 
 def test_a_clock_that_stands_or_goes_backwards_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "mmspec")
-    _tell_of_the_clock.cache_clear()
+    _log_clock_fault.cache_clear()
     table = Seconds()
     for seconds in (0.0, -1.0, math.nan, math.inf):
         table.add("score", 1, 1, seconds)

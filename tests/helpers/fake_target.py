@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,9 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mmspec.drafters.heads.base.drafter import HeadDrafter
+from mmspec.drafters.heads.base.head import DraftHead
 from mmspec.drafters.heads.base.state import DraftState
 from mmspec.drafters.heads.eagle.head import EagleConfig, EagleHead
-from mmspec.drafters.training.batch import TrainBatch
+from mmspec.drafters.training.batch import DraftModel, TrainBatch
+from mmspec.drafters.training.losses import LossInputs, LossWeights
 from mmspec.engine.tree import DraftTree, root_only
 from mmspec.interfaces import Prompt, SharedEmbeddings, VerifyResult
 
@@ -220,6 +223,21 @@ def build_layers_prompt(target: FakeTarget, length: int, pads: tuple[int, int]) 
         ]
         states[layer] = torch.stack(rows) if layer else states[0]
     return replace(prompt, hidden_states=states)
+
+
+def check_training(target: FakeTarget, name: str, head: DraftHead, loss_of: Callable[[LossInputs], Any]) -> None:
+    """A few steps lower the loss of a head over pairs, teach its second position, and reach every weight."""
+    model, batch = DraftModel(head.train(), "coupled", name), build_layers_batch(target)
+    optimizer, history = torch.optim.Adam(model.parameters(), lr=1e-2), []
+    given = LossInputs(model, batch, target.shared_embeddings, torch.zeros(32), LossWeights(logits=1.0, loss="kl"))
+    for _ in range(25):
+        loss, metrics = loss_of(given)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        history.append((float(loss.detach()), metrics["agree2"]))
+    assert history[-1][0] < 0.8 * history[0][0] and history[-1][1] > history[0][1]
+    assert all(weight.grad is not None for weight in model.parameters()), "every weight is trained"
 
 
 def build_layers_batch(target: FakeTarget) -> TrainBatch:

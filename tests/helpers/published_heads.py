@@ -7,10 +7,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from published_layouts import DRAFT_V, HEADS, INTERMEDIATE, LAYOUTS, H, Layout, V
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from mmspec.drafters.checkpoints.published import load_published
+from mmspec.interfaces import TargetInfo
 
 
 def write_head(folder: Path, layout: Layout, seed: int = 0, **changes: Any) -> Path:
@@ -148,3 +152,21 @@ def _draw(name: str, shape: tuple[int, ...], rng: torch.Generator) -> Tensor:
 
 
 __all__ = ["LAYOUTS", "Layout", "write_head"]
+
+
+def check_refused(
+    folder: Path, layout: Layout, target: TargetInfo, nested: dict[str, Any], tensors: dict[str, Any], message: str
+) -> None:
+    """A head with other keys in `dflash_config` (None: without) or tensors of other shapes is refused in one line."""
+    write_head(folder, layout)
+    section = {key: value for key, value in (layout.config["dflash_config"] | nested).items() if value is not None}
+    (folder / "config.json").write_text(json.dumps({**layout.config, "dflash_config": section}))
+    weights = load_file(folder / "model.safetensors")
+    for name, shape in tensors.items():
+        weights.pop(name, None)
+        if shape is not None:
+            weights[name] = torch.zeros(shape)
+    save_file(weights, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=message) as error:
+        load_published(folder, target)
+    assert "\n" not in str(error.value)

@@ -25,7 +25,7 @@ def dspark_weights(drafter: DsparkDrafter, state: DraftState) -> HeadWeights | N
     if head.config.sliding_windows or head.config.causal_layers:
         return None
     ends, scaling = shared_weights(state), head.output_scaling(state.shared_embeddings)
-    if not 0 <= (mask_token_id or 0) < len(ends["embeddings"]):  # an error of torch's
+    if not 0 <= (mask_token_id or 0) < len(ends["embeddings"]):  # embedding it ends the drafting
         return None
     if head.lm_head is not None:
         ends |= own_lm_head(head.lm_head.weight)

@@ -98,7 +98,7 @@ def changed(value: Any) -> Any:
 
 
 def what_is_read(folder: Path) -> tuple[Any, ...]:
-    """What a drafter is made of, besides its weights."""
+    """The modules and settings of a drafter, besides its weights."""
     drafter: Any = load_published(folder, TARGET)
     names = "mask_token_id", "embedding_scale", "hidden_state_indices", "block_size"
     return type(drafter), drafter.head.config, *(getattr(drafter, name) for name in names)

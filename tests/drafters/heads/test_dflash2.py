@@ -17,11 +17,11 @@ from fake_target import (
     begin_decoding,
     build_layers_batch,
     build_layers_prompt,
+    check_training,
 )
 from parity import assert_parity, get_model
-from published_heads import write_head
+from published_heads import check_refused, write_head
 from published_layouts import LAYOUTS, H, V
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mmspec.drafters.checkpoints.published import load_published
@@ -29,7 +29,7 @@ from mmspec.drafters.heads.base.expand import PairExpander
 from mmspec.drafters.heads.dflash2.head import Dflash2Config, Dflash2Drafter, Dflash2Head
 from mmspec.drafters.heads.dflash2.loss import dflash2_loss
 from mmspec.drafters.training.batch import DraftModel
-from mmspec.drafters.training.losses import LossAccumulator, LossInputs, LossWeights
+from mmspec.drafters.training.losses import LossAccumulator, LossInputs
 from mmspec.interfaces import TargetInfo
 from mmspec.resolve import resolve_drafter
 from mmspec.targets.registry import find_adapter
@@ -157,17 +157,7 @@ def test_taps_do_not_cross_blocks(tmp_path: Path) -> None:
     ],
 )
 def test_what_does_not_fit(nested: dict[str, Any], tensors: dict[str, Any], message: str, tmp_path: Path) -> None:
-    section = LAYOUT.config["dflash_config"] | nested
-    folder = write_head(tmp_path, LAYOUT, dflash_config=section)
-    weights = load_file(folder / "model.safetensors")
-    for name, shape in tensors.items():
-        weights.pop(name, None)
-        if shape is not None:
-            weights[name] = torch.zeros(shape)
-    save_file(weights, folder / "model.safetensors")
-    with pytest.raises(ValueError, match=message) as error:
-        load_published(folder, TARGET)
-    assert "\n" not in str(error.value)
+    check_refused(tmp_path, LAYOUT, TARGET, nested, tensors, message)
 
 
 def test_scale_and_cap_of_its_own(tmp_path: Path) -> None:
@@ -240,14 +230,4 @@ def test_the_loss_is_of_the_scores_of_drafting(target: FakeTarget, monkeypatch: 
 
 
 def test_training_lowers_the_loss_and_teaches_the_selector(target: FakeTarget) -> None:
-    model, batch = DraftModel(new_head().train(), "coupled", "dflash2"), build_layers_batch(target)
-    optimizer, history = torch.optim.Adam(model.parameters(), lr=1e-2), []
-    given = LossInputs(model, batch, target.shared_embeddings, torch.zeros(32), LossWeights(logits=1.0, loss="kl"))
-    for _ in range(25):
-        loss, metrics = dflash2_loss(given)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        history.append((float(loss.detach()), metrics["agree2"]))
-    assert history[-1][0] < 0.8 * history[0][0] and history[-1][1] > history[0][1]
-    assert all(weight.grad is not None for weight in model.parameters()), "every weight is trained"
+    check_training(target, "dflash2", new_head(), dflash2_loss)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +17,18 @@ from fake_target import (
     begin_decoding,
     build_layers_batch,
     build_layers_prompt,
+    check_training,
 )
 from parity import assert_parity, get_model
-from published_heads import write_head
+from published_heads import check_refused, write_head
 from published_layouts import LAYOUTS, H, V
-from safetensors.torch import load_file, save_file
 from slow_blocks import SlowLilicorr
 
-from mmspec.drafters.checkpoints.published import load_published
 from mmspec.drafters.heads.base.expand import PairExpander
 from mmspec.drafters.heads.lilicorr.head import LilicorrConfig, LilicorrDrafter, LilicorrHead
 from mmspec.drafters.heads.lilicorr.loss import lilicorr_loss
 from mmspec.drafters.training.batch import DraftModel
-from mmspec.drafters.training.losses import LossAccumulator, LossInputs, LossWeights
+from mmspec.drafters.training.losses import LossAccumulator, LossInputs
 from mmspec.interfaces import TargetInfo
 from mmspec.resolve import resolve_drafter
 from mmspec.targets.registry import find_adapter
@@ -136,20 +134,7 @@ def test_fewer_tokens_than_it_was_trained_for(tmp_path: Path) -> None:
     ],
 )
 def test_what_does_not_fit(nested: dict[str, Any], tensors: dict[str, Any], message: str, tmp_path: Path) -> None:
-    """One line with the key or tensor, and both values."""
-    section = {key: value for key, value in {**LAYOUT.config["dflash_config"], **nested}.items() if value is not None}
-    folder = write_head(tmp_path, LAYOUT)
-    weights = load_file(folder / "model.safetensors")
-    config = {**LAYOUT.config, "dflash_config": section}
-    (folder / "config.json").write_text(json.dumps(config))
-    for name, shape in tensors.items():
-        weights.pop(name, None)
-        if shape is not None:
-            weights[name] = torch.zeros(shape)
-    save_file(weights, folder / "model.safetensors")
-    with pytest.raises(ValueError, match=message) as error:
-        load_published(folder, TARGET)
-    assert "\n" not in str(error.value)
+    check_refused(tmp_path, LAYOUT, TARGET, nested, tensors, message)
 
 
 # --- training ---------------------------------------------------------------------------------------------------------
@@ -203,14 +188,4 @@ def test_the_loss_is_of_the_scores_of_drafting(target: FakeTarget, monkeypatch: 
 
 
 def test_training_lowers_the_loss_and_teaches_the_lattice(target: FakeTarget) -> None:
-    model, batch = DraftModel(new_head().train(), "coupled", "lilicorr"), build_layers_batch(target)
-    optimizer, history = torch.optim.Adam(model.parameters(), lr=1e-2), []
-    given = LossInputs(model, batch, target.shared_embeddings, torch.zeros(32), LossWeights(logits=1.0, loss="kl"))
-    for _ in range(25):
-        loss, metrics = lilicorr_loss(given)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        history.append((float(loss.detach()), metrics["agree2"]))
-    assert history[-1][0] < 0.8 * history[0][0] and history[-1][1] > history[0][1]
-    assert all(weight.grad is not None for weight in model.parameters()), "every weight is trained"
+    check_training(target, "lilicorr", new_head(), lilicorr_loss)
