@@ -91,9 +91,8 @@ class RayExecutor:
             except (ConnectionError, OSError, ValueError, RuntimeError) as error:
                 raise UsageError(f"--ray {self.config.ray or ''}: {one_line(error)}") from error
             self.has_started_ray = True
-        if (
-            not self.has_started_ray or self.config.ray or "RAY_ADDRESS" in os.environ
-        ):  # else all nodes are this machine
+        is_cluster = not self.has_started_ray or self.config.ray or "RAY_ADDRESS" in os.environ
+        if is_cluster:  # else all nodes are this machine
             check_nodes()
         quiet_loggers()
         self._dataset = build_dataset(self.config, self.output, dict(finished))
