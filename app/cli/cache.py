@@ -6,9 +6,8 @@ import argparse
 
 EPILOG = """\
 what is stored
-  In $MMSPEC_CACHE, else $XDG_CACHE_HOME/mmspec or ~/.cache/mmspec: in `costs` measured times of rounds, numbers only;
-  in `copies` copies of models in 4 or 8 bits that a drafter was asked to keep. No text, no images, no ids. `clear`
-  deletes all of them; measuring and copying then start anew.
+  In $MMSPEC_CACHE, else $XDG_CACHE_HOME/mmspec or ~/.cache/mmspec: in `costs` measured times of rounds, numbers only.
+  No text, no images, no ids. `clear` deletes all of them; measuring then starts anew.
 
 examples
   mmspec cache list
@@ -16,7 +15,7 @@ examples
 """
 
 
-DESCRIPTION = "List or delete measured costs and copies of models here."
+DESCRIPTION = "List or delete measured costs."
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -27,16 +26,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Carry out the command; returns the exit code."""
     from mmspec.economy.store import cost_files, cost_folder
-    from mmspec.targets.saved_copy import copy_files, copy_folder
 
-    costs, copies = cost_files(), copy_files()
-    if args.action == "clear":
-        for folder, paths in ((cost_folder(), costs), (copy_folder(), copies)):
-            for path in paths:
-                path.unlink(missing_ok=True)
-            print(f"{len(paths)} files deleted in {folder}")
+    costs = cost_files()
+    if args.action == "list":
+        print(f"{len(costs)} files of measured costs in {cost_folder()}")
         return 0
-    print(f"{len(costs)} files of measured costs in {cost_folder()}")
-    mib = sum(path.stat().st_size for path in copies) / 2**20
-    print(f"{len(copies)} files of copies of models, {mib:.0f} MiB, in {copy_folder()}")
+    for path in costs:
+        path.unlink(missing_ok=True)
+    print(f"{len(costs)} files deleted in {cost_folder()}")
     return 0

@@ -145,7 +145,6 @@ class QuantizedDrafter(SelfDrafter):
         max_length: int = MAX_QUANTIZED_LENGTH,
         guide: Drafter | None = None,
         is_optional: bool = False,
-        is_saved: bool = False,
     ) -> None:
         """
         Args:
@@ -154,8 +153,6 @@ class QuantizedDrafter(SelfDrafter):
             max_length: largest number of tokens of a draft.
             guide: drafts for the copy, which then scores several nodes in one forward; None for none.
             is_optional: a drafter around this one decides whether the copy is made, and owns the guide.
-            is_saved: keep the copy in the user's cache folder, by a hash of the model's weights: the next process reads
-                it, which takes less time than to make it.
 
         Raises:
             ValueError: other `bits`; or `layers` is empty, negative or not rising.
@@ -165,7 +162,7 @@ class QuantizedDrafter(SelfDrafter):
             raise ValueError(f"bits must be 4, 8 or None; got {bits!r}.")
         top_k = 0 if guide is None else guide.requirements.top_k
         self.requirements = DrafterRequirements(
-            layer_subsets=True, copy_bits=bits or 0, top_k=top_k, optional_copy=is_optional, saved_copy=is_saved
+            layer_subsets=True, copy_bits=bits or 0, top_k=top_k, optional_copy=is_optional
         )
         self.owns_guide = not is_optional
 

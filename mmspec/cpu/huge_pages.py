@@ -5,7 +5,7 @@ A round reads all weights, and with pages of 4 KiB a share of its time is spent 
 0.3 to 5 ms a page, in the calling thread, so a call of `generate` spends at most what its own tokens gain by it, and
 later calls go on. Weights that are mapped from a file (a checkpoint in the type that is loaded) are first copied, where
 memory is free, unless they have gradients. What the kernel refuses (no memory in one piece) stays as it is, and is not
-tried again. Independent of models.
+tried again. New weights, of copies, lie there from their first use on (`HugeMemory`). Independent of models.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from mmspec.cpu.bf16_copies import free_bytes
 from mmspec.cpu.mapped import MappedFile, copy_mapping, restore_mapping
 from mmspec.cpu.weights import QuantisedWeight, Weight
@@ -30,7 +33,7 @@ logger = logging.getLogger("mmspec")
 
 SYSTEM_SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 """Of Linux, the chosen value in brackets."""
-MADV_COLLAPSE = 25
+MADV_HUGEPAGE, MADV_COLLAPSE = 14, 25
 """Of <linux/mman.h>."""
 SMALL_PAGE, HUGE_PAGE = 4 << 10, 2 << 20
 """Bytes, on x86-64, for which the kernels are."""
@@ -147,6 +150,27 @@ class HugePages:
                 if any(first <= start and end <= last for first, last in blocks):
                     restore_mapping(start, end, source)
             self.copied.clear()
+
+
+class HugeMemory:
+    """New memory that lies in huge pages from its first use on, where the system has them."""
+
+    def __init__(self, nbytes: int) -> None:
+        """
+        Args:
+            nbytes: in all, with 64 for each piece.
+        """
+        memory = torch.empty(nbytes + HUGE_PAGE, dtype=torch.uint8, device="cpu")
+        start = memory.data_ptr()
+        first, end = -(-start // HUGE_PAGE) * HUGE_PAGE, start + len(memory)
+        if not obstacle():
+            _madvise()(first, (end - first) // HUGE_PAGE * HUGE_PAGE, MADV_HUGEPAGE)
+        self._rest = memory[first - start :]
+
+    def take(self, nbytes: int) -> Tensor:
+        """The next uint8 [nbytes], at a multiple of 64."""
+        found, self._rest = self._rest[:nbytes], self._rest[-(-nbytes // 64) * 64 :]
+        return found
 
 
 def huge_ranges(blocks: Iterable[Range]) -> list[Range]:

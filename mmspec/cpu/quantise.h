@@ -26,15 +26,16 @@ AVX2_INLINE float best_scale(const costed_group *g, float extreme, float range, 
   const __m256 steps = _mm256_setr_ps(-4, -3, -2, -1, 0, 1, 2, 3);
   const __m256 factor = _mm256_fmadd_ps(steps, _mm256_set1_ps(0.025f), _mm256_set1_ps(1));
   const __m256 inverse = _mm256_mul_ps(factor, _mm256_set1_ps(-range / extreme));
-  __m256 products[2] = {_mm256_setzero_ps(), _mm256_setzero_ps()}, squares[2] = {products[0], products[0]};
-  for (int i = 0; i < GROUP; i += 2)
-    for (int j = 0; j < 2; j++) {
-      const __m256 v = _mm256_broadcast_ss(g->v + i + j), q = whole8(v, inverse, lowest, highest);
-      const __m256 costed = _mm256_mul_ps(_mm256_broadcast_ss(g->cost + i + j), q);
-      products[j] = _mm256_fmadd_ps(costed, v, products[j]);
-      squares[j] = _mm256_fmadd_ps(costed, q, squares[j]);
-    }
-  const __m256 product = _mm256_add_ps(products[0], products[1]), square = _mm256_add_ps(squares[0], squares[1]);
+  __m256 product = _mm256_setzero_ps(), square = product, odd_product = product, odd_square = product;
+  for (int i = 0; i < GROUP; i += 2) { /* two chains of sums, in registers */
+    const __m256 v = _mm256_broadcast_ss(g->v + i), q = whole8(v, inverse, lowest, highest);
+    const __m256 w = _mm256_broadcast_ss(g->v + i + 1), p = whole8(w, inverse, lowest, highest);
+    const __m256 costed = _mm256_mul_ps(_mm256_broadcast_ss(g->cost + i), q);
+    const __m256 odd_costed = _mm256_mul_ps(_mm256_broadcast_ss(g->cost + i + 1), p);
+    product = _mm256_fmadd_ps(costed, v, product), odd_product = _mm256_fmadd_ps(odd_costed, w, odd_product);
+    square = _mm256_fmadd_ps(costed, q, square), odd_square = _mm256_fmadd_ps(odd_costed, p, odd_square);
+  }
+  product = _mm256_add_ps(product, odd_product), square = _mm256_add_ps(square, odd_square);
   const __m256 scales = _mm256_div_ps(product, square), gain = _mm256_mul_ps(scales, product); /* of squared error */
   const float best = max8(_mm256_max_ps(gain, _mm256_setzero_ps())); /* a NaN is no gain */
   const int lane = __builtin_ctz((unsigned)_mm256_movemask_ps(_mm256_cmp_ps(gain, _mm256_set1_ps(best), _CMP_EQ_OQ)) | 256);

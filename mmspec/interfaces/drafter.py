@@ -44,7 +44,6 @@ class DrafterRequirements:
         copy_bits: bits of the weights of a copy that has these layers: 4, 8, or 0 to choose; None for the target's own
             weights.
         optional_copy: whether it can do without the copy, which is then made when it asks for it (`LayerSubsets.make`).
-        saved_copy: whether the copy is kept in the user's cache folder, for other processes.
     """
 
     hidden_state_indices: tuple[int, ...] = ()
@@ -55,7 +54,6 @@ class DrafterRequirements:
     target_keys: bool = False
     copy_bits: int | None = None
     optional_copy: bool = False
-    saved_copy: bool = False
 
 
 @dataclass(frozen=True)

@@ -85,14 +85,6 @@ def _main_reason(decoder: nn.Module, copied: Collection[nn.Module], device_type:
     return nbytes.most_common(1)[0][0]
 
 
-@reread
-def decoder_tensors(model: Any, access: LayerAccess) -> list[Tensor]:
-    """What a copy depends on: the weights of the text model and of the LM head."""
-    parts = [model.get_submodule(".".join(access.path[: access.text_depth])), model.get_output_embeddings()]
-    found = {id(one): one for part in parts if part is not None for one in (*part.parameters(), *part.buffers())}
-    return list(found.values())
-
-
 def calibrate(
     adapter: ModelAdapter, access: LayerAccess, layers: Mapping[str, nn.Linear]
 ) -> tuple[dict[str, Tensor], Tensor | None]:

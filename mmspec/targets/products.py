@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mmspec.cpu.bf16_copies import free_bytes
 from mmspec.cpu.c_kernel import MAX_C_ROWS, CKernel, describe_kernel, load_kernel
-from mmspec.cpu.quantise import quantise
+from mmspec.cpu.quantise import NewBytes, new_bytes, quantise
 from mmspec.cpu.weights import GROUP, TILE_ROWS, QuantisedWeight
 
 GPU_COPIES = False
@@ -48,8 +48,11 @@ class Products(Protocol):
     def free_bytes(self) -> int:
         """Free memory where the copies lie."""
 
-    def quantise(self, weight: Tensor, bits: int, mean_squares: Tensor | None) -> PackedWeight:
-        """A weight [out, in] in 4 or 8 bits; errors count by the [in] mean squares of its inputs, if they are known."""
+    def quantise(self, weight: Tensor, bits: int, mean_squares: Tensor | None, new: NewBytes) -> PackedWeight:
+        """A weight [out, in] in 4 or 8 bits; errors count by the [in] mean squares of its inputs, if they are known.
+
+        `new` makes its memory, on a CPU.
+        """
 
     def linear(self, weight: PackedWeight, bias: Tensor | None, rows: Tensor) -> Tensor | None:
         """[R, out] of rows [R, in], in their type; None for rows that have no such product."""
@@ -69,9 +72,9 @@ class CProducts:
         """See `Products`."""
         return free_bytes()
 
-    def quantise(self, weight: Tensor, bits: int, mean_squares: Tensor | None) -> PackedWeight:
+    def quantise(self, weight: Tensor, bits: int, mean_squares: Tensor | None, new: NewBytes) -> PackedWeight:
         """See `Products`."""
-        return quantise(self.kernel, weight, bits, mean_squares)
+        return quantise(self.kernel, weight, bits, mean_squares, new)
 
     def linear(self, weight: PackedWeight, bias: Tensor | None, rows: Tensor) -> Tensor | None:
         """See `Products`."""
@@ -121,7 +124,9 @@ class TorchProducts:
         """See `Products`."""
         return torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else free_bytes()
 
-    def quantise(self, weight: Tensor, bits: int, mean_squares: Tensor | None) -> PackedWeight:
+    def quantise(
+        self, weight: Tensor, bits: int, mean_squares: Tensor | None, new: NewBytes = new_bytes
+    ) -> PackedWeight:
         """See `Products`."""
         shape = weight.shape[0], weight.shape[1]
         largest = 127 if bits == 8 else 7

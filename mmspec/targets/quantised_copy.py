@@ -9,6 +9,7 @@ decides how much is accepted, never a token.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,8 +19,9 @@ from torch.nn import functional
 from transformers.utils.logging import tqdm
 
 from mmspec.cpu.decoder import CDecoder
-from mmspec.cpu.huge_pages import HugePages
-from mmspec.cpu.weights import GROUP, QuantisedWeight, Weight, version_of
+from mmspec.cpu.huge_pages import HugeMemory
+from mmspec.cpu.quantise import quantised_bytes
+from mmspec.cpu.weights import QuantisedWeight, Weight, version_of
 from mmspec.engine.revision import Revision
 from mmspec.forks import new_lock
 from mmspec.interfaces import DrafterRequirements
@@ -31,14 +33,12 @@ from mmspec.targets.copied_layers import (
     calibrate,
     calibration_logits,
     copied_layers,
-    decoder_tensors,
     is_copy,
     sample_bytes,
 )
 from mmspec.targets.layer_access import LayerAccess, LinearForward, layer_access, with_forwards
 from mmspec.targets.model_state import model_revision
 from mmspec.targets.products import CProducts, PackedWeight, products_for
-from mmspec.targets.saved_copy import SavedCopy
 
 logger = logging.getLogger("mmspec")
 
@@ -69,13 +69,12 @@ class QuantisedCopy:
         layers: {name of a linear layer: its copy}; empty if there is none.
     """
 
-    def __init__(self, adapter: ModelAdapter, access: LayerAccess, bits: int = 0, is_saved: bool = False) -> None:
+    def __init__(self, adapter: ModelAdapter, access: LayerAccess, bits: int = 0) -> None:
         """
         Args:
             adapter: of the model.
             access: where its decoder layers are.
             bits: 4 or 8; 0 chooses by the number of weights and, where they are few, by what 4 bits change.
-            is_saved: whether it is read from the user's cache folder if it is there, and else written to it.
 
         Raises:
             ValueError: the model cannot be copied, or there is no memory for it.
@@ -87,11 +86,9 @@ class QuantisedCopy:
         self._device = self.model.device
         self._choices = (bits,) if bits else (4, 8) if num_copied_weights(adapter) < FEW_WEIGHTS else (4,)
         self.bits = self._choices[0]
-        self._is_saved = is_saved
         self._num_made = 0
         self._lock = new_lock()
         self.layers: dict[str, CopiedLayer] = {}
-        self._huge_pages = HugePages()
         self._decoder: CDecoder | None = None  # for the rounds of all calls of one revision of the model
         self._revision: Revision | None = None
         self._make()
@@ -137,7 +134,6 @@ class QuantisedCopy:
         """The forwards in C of a call on the quantised weights; None where they do not fit."""
         if not isinstance(self._products, CProducts):
             return None
-        self._huge_pages.add([one.weight for one in self.layers.values() if isinstance(one.weight, QuantisedWeight)])
         known = self._decoder
         if known is None or known.shape != rounds.decoder.shape or self._revision is not rounds.revision:
             made = self._new_rounds(rounds)
@@ -195,33 +191,17 @@ class QuantisedCopy:
         self._num_made += 1
         try:
             marks = {name: (version_of(layer.weight), sample_bytes(layer.weight)) for name, layer in layers.items()}
-            weights = self._weights(layers, choices)
+            weights = self._best(layers, choices)
         except (MemoryError, RuntimeError) as error:  # torch raises the latter for memory that it cannot have
             reason = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
             raise ValueError(f"drafter='quantized' cannot copy the weights: {reason}. Use drafter='hybrid'.") from error
         self.bits = next(one.bits for name, one in weights.items() if layers[name] is not head)
         self.layers = {name: CopiedLayer(weights[name], *mark) for name, mark in marks.items()}
 
-    def _weights(
-        self, layers: Mapping[str, nn.Linear], choices: Sequence[Mapping[str, int]]
-    ) -> Mapping[str, PackedWeight]:
-        """The weights of a copy that was kept with some of these bits, else new ones, which are kept if asked."""
-        files: list[SavedCopy] = []
-        if self._is_saved and isinstance(self._products, CProducts):
-            tensors = decoder_tensors(self.model, self._access)
-            for bits in choices:
-                files.append(SavedCopy(bits, layers, tensors))
-                if known := files[-1].load():
-                    return known
-        found, number = self._best(layers, choices)
-        if files:
-            files[number].save({name: one for name, one in found.items() if isinstance(one, QuantisedWeight)})
-        return found
-
     def _best(
         self, layers: Mapping[str, nn.Linear], choices: Sequence[Mapping[str, int]]
-    ) -> tuple[Mapping[str, PackedWeight], int]:
-        """Weights with the first of these bits that agree well enough with the model, else with the last; its index."""
+    ) -> Mapping[str, PackedWeight]:
+        """Weights with the first of these bits that agree well enough with the model, else with the last."""
         costs, logits = calibrate(self._adapter, self._access, layers)
         found: dict[str, PackedWeight] = {}
         for number, bits in enumerate(choices):
@@ -230,7 +210,7 @@ class QuantisedCopy:
             is_last = number == len(choices) - 1
             if is_last or agreement(logits, self._calibration_logits(found)) >= MIN_AGREEMENT:
                 break
-        return found, number
+        return found
 
     def _calibration_logits(self, weights: Mapping[str, PackedWeight]) -> Tensor | None:
         """Those of a copy with these weights."""
@@ -246,7 +226,10 @@ class QuantisedCopy:
             ValueError: there is no memory for them.
         """
         count = sum(layer.weight.numel() for layer in layers.values())
-        needed = sum(layer.weight.numel() * (bits[name] + 16 / GROUP) / 8 for name, layer in layers.items())
+        sizes = Counter[int]()  # by bits: those of a head are kept where those of the layers are freed
+        for name, layer in layers.items():
+            sizes[bits[name]] += sum(quantised_bytes(layer.out_features, layer.in_features, bits[name])) + 2 * 64
+        needed = sizes.total()
         free = self._products.free_bytes()
         if needed * COPY_MEMORY_FACTOR > free:
             raise ValueError(
@@ -258,7 +241,9 @@ class QuantisedCopy:
             *(count / 1e6, needed / 2**20, free / 2**20),
         )
         bar = tqdm(layers.items(), desc="mmspec: quantized copy", disable=count < PROGRESS_FROM or None, leave=False)
-        return {name: self._products.quantise(one.weight.detach(), bits[name], costs.get(name)) for name, one in bar}
+        new = {bits: HugeMemory(size).take for bits, size in sizes.items()}
+        quantise = self._products.quantise
+        return {name: quantise(one.weight.detach(), bits[name], costs.get(name), new[bits[name]]) for name, one in bar}
 
 
 def quantised_copy(adapter: ModelAdapter, access: LayerAccess, needs: DrafterRequirements) -> QuantisedCopy:
@@ -274,7 +259,7 @@ def quantised_copy(adapter: ModelAdapter, access: LayerAccess, needs: DrafterReq
     with _LOCK:
         found = find_copy(adapter, bits)
         if found is None:
-            found = QuantisedCopy(adapter, access, bits, needs.saved_copy)
+            found = QuantisedCopy(adapter, access, bits)
             adapter.__dict__.setdefault("_quantised_copies", {})[bits] = found
         return found
 

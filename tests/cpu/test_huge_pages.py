@@ -15,7 +15,16 @@ from torch import Tensor
 import mmspec
 from mmspec.cpu import huge_pages as module
 from mmspec.cpu.c_kernel import load_kernel
-from mmspec.cpu.huge_pages import HUGE_PAGE, STEP, HugePages, Range, describe_huge_pages, huge_ranges, obstacle
+from mmspec.cpu.huge_pages import (
+    HUGE_PAGE,
+    STEP,
+    HugeMemory,
+    HugePages,
+    Range,
+    describe_huge_pages,
+    huge_ranges,
+    obstacle,
+)
 from mmspec.cpu.mapped import mapped_file
 from mmspec.cpu.weights import QuantisedWeight, Weight
 from mmspec.patching import patch_state
@@ -114,6 +123,22 @@ def test_a_call_spends_what_its_tokens_gain_and_later_calls_go_on(
         pages.add([weight], num_tokens=5)
         assert len(moved) == count
     assert sorted(moved) == moved
+
+
+def test_new_memory_lies_in_huge_pages_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int, int]] = []
+    monkeypatch.setattr(module, "_madvise", lambda: lambda *args: asked.append(args))
+    monkeypatch.setattr(module, "obstacle", str)
+    sizes = [100, HUGE_PAGE, 64, 3]
+    memory = HugeMemory(sum(sizes) + 64 * len(sizes))
+    pieces = [memory.take(size) for size in sizes]
+    ((start, nbytes, advice),) = asked
+    assert start == pieces[0].data_ptr() and start % HUGE_PAGE == 0 and advice == 14
+    assert nbytes % HUGE_PAGE == 0 and nbytes > sum(sizes) - HUGE_PAGE
+    assert [len(piece) for piece in pieces] == sizes and all(piece.data_ptr() % 64 == 0 for piece in pieces)
+    for number, piece in enumerate(pieces):
+        piece.fill_(number)
+    assert all(bool((piece == number).all()) for number, piece in enumerate(pieces))
 
 
 def test_quantised_weights_have_two_blocks(moved: list[Range]) -> None:
