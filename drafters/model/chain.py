@@ -174,11 +174,11 @@ class ChainDrafter(Drafter, ABC):
     def sources(self, state: ChainState) -> list[Source]:
         """The variants, for the chooser."""
         return [
-            Source("-".join(map(str, (self.name, *self._label(one)))), one, *self.prior(number), self.max_length)
+            Source("-".join(map(str, (self.name, *self._label(one)))), one, *self.prior(state, number), self.max_length)
             for number, one in enumerate(self.variants(state))
         ]
 
-    def prior(self, number: int) -> tuple[float, float]:
+    def prior(self, state: ChainState, number: int) -> tuple[float, float]:
         """What is assumed of a variant: acceptance of a token, and seconds of a step as a fraction of a plain round."""
         return 0.6, 0.25
 

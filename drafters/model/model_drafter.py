@@ -81,9 +81,10 @@ class ModelDrafter(ChainDrafter):
 
     def begin(self, prompt: Prompt) -> ModelState:
         """See `ChainDrafter.begin`. The model reads the prompt before the first draft."""
+        state = ModelState(**vars(super().begin(prompt)))
         if prompt.chooser is not None:
-            prompt.chooser.sources = [Source(self.name, self.name, *self.prior(0), self.max_length)]
-        return ModelState(**vars(super().begin(prompt)))
+            prompt.chooser.sources = [Source(self.name, self.name, *self.prior(state, 0), self.max_length)]
+        return state
 
     def variants(self, state: ChainState) -> Sequence[Hashable]:
         """The one model, once it has read the prompt."""

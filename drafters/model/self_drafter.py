@@ -17,8 +17,8 @@ from mmspec.interfaces import Drafter, DrafterRequirements, DraftTarget, LayerSu
 
 MAX_QUANTIZED_LENGTH = 15
 """Tokens of a draft by a copy, which is right more often than some of the layers are."""
-COPY_PRIOR = 0.9, 0.25
-"""Of a copy, before it is measured: acceptance of a token, and seconds of a step as a fraction of a plain round."""
+COPY_PRIOR, HALF_PRIOR = 0.9, 0.5
+"""Acceptance of a token that a copy has drafted, with all layers and with half of them, before it is measured."""
 LayerSet = tuple[int, ...]
 """Indices of the decoder layers that draft, rising."""
 
@@ -166,9 +166,11 @@ class QuantizedDrafter(SelfDrafter):
         )
         self.owns_guide = not is_optional
 
-    def prior(self, number: int) -> tuple[float, float]:
-        """See `ChainDrafter`. The whole copy is right most of the time; half of its layers are not."""
-        return COPY_PRIOR if number == 0 else (0.5, 0.5 * COPY_PRIOR[1])
+    def prior(self, state: ChainState, number: int) -> tuple[float, float]:
+        """See `ChainDrafter`. A step takes what reading its weights takes."""
+        subsets = state.prompt.layer_subsets
+        share = 1.0 if subsets is None else subsets.byte_share
+        return (COPY_PRIOR, share) if number == 0 else (HALF_PRIOR, 0.5 * share)
 
     def _candidates(self, subsets: LayerSubsets) -> list[LayerSet]:
         limit = subsets.num_layers if subsets.exit_limit is None else subsets.exit_limit

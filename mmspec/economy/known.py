@@ -17,8 +17,8 @@ PRIOR_ROUNDS, FIRST_PRIOR_ROUNDS = 8.0, 3.0
 MIN_TRUST, MAX_TRUST = 0.05, 1.5
 """Bounds of the ratio of accepted tokens to those that scores predicted."""
 
-MAKE_ROUNDS = 40
-"""Rounds of plain decoding, which reads all weights too, that making a copy of them is expected to take: 30 to 55."""
+MAKE_ROUNDS = 60
+"""Rounds of plain decoding, which reads all weights too, that making a copy of them is expected to take: 40 to 100."""
 MAX_CREDIT = 3.0
 """Rounds of plain decoding that trials may lose before they are earned, and that are saved up for them."""
 RECENT_DECAY = 0.7

@@ -50,6 +50,10 @@ class LayerSubsets(Protocol):
     exit_limit: int | None
 
     @property
+    def byte_share(self) -> float:
+        """Bytes of the weights that a forward of all layers reads, as a fraction of the target's: of a copy below 1."""
+
+    @property
     def is_made(self) -> bool:
         """Whether there is nothing to make."""
 

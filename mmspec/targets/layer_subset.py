@@ -11,6 +11,10 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
+from torch import Tensor
+
+from mmspec.cpu.quantise import quantised_bytes
+from mmspec.cpu.weights import GROUP
 from mmspec.interfaces import DrafterRequirements, DraftTarget
 from mmspec.targets.base import ModelAdapter
 from mmspec.targets.c_forwards import CForwards
@@ -19,6 +23,7 @@ from mmspec.targets.hf import HFTarget
 from mmspec.targets.layer_access import LayerAccess, layer_access
 from mmspec.targets.quantised_copy import (
     QuantisedCopy,
+    bit_choices,
     find_copy,
     forget_copies,
     num_copied_weights,
@@ -53,6 +58,20 @@ class CallLayerSubsets:
         self.num_layers = adapter.num_layers
         self.exit_limit = None if adapter.num_cache_layers == adapter.num_layers else adapter.num_cache_layers
         self._access, self._target, self._needs = access, target, needs
+
+    @cached_property
+    def byte_share(self) -> float:
+        if (bits := self._needs.copy_bits) is None:
+            return 1.0
+        adapter, rounds = self._target.adapter, self._target.rounds
+        count = max(1, num_copied_weights(adapter, self._target.revision))
+        if (known := find_copy(adapter, bits)) is not None:
+            copied: float = known.nbytes
+        else:  # of those that it may have, the most: who makes it for nothing has lost more than who waits
+            copied = sum(quantised_bytes(-(-count // GROUP), GROUP, max(bit_choices(bits, count))))
+        read = [] if rounds is None else [one for one in rounds.decoder.matrices() if isinstance(one, Tensor)]
+        itemsize = sum(one.nbytes for one in read) / sum(one.numel() for one in read) if read else 0
+        return copied / count / (itemsize or adapter.model.dtype.itemsize)
 
     @property
     def is_made(self) -> bool:

@@ -84,7 +84,7 @@ class QuantisedCopy:
         self._access = access
         self._products = products_for(self.model.device)
         self._device = self.model.device
-        self._choices = (bits,) if bits else (4, 8) if num_copied_weights(adapter) < FEW_WEIGHTS else (4,)
+        self._choices = bit_choices(bits, num_copied_weights(adapter))
         self.bits = self._choices[0]
         self._num_made = 0
         self._lock = new_lock()
@@ -244,6 +244,11 @@ class QuantisedCopy:
         new = {bits: HugeMemory(size).take for bits, size in sizes.items()}
         quantise = self._products.quantise
         return {name: quantise(one.weight.detach(), bits[name], costs.get(name), new[bits[name]]) for name, one in bar}
+
+
+def bit_choices(bits: int, count: int) -> tuple[int, ...]:
+    """Bits of the decoder's weights in a copy of so many, the first to be tried first; `bits` if it is not 0."""
+    return (bits,) if bits else (4, 8) if count < FEW_WEIGHTS else (4,)
 
 
 def quantised_copy(adapter: ModelAdapter, access: LayerAccess, needs: DrafterRequirements) -> QuantisedCopy:

@@ -65,6 +65,24 @@ def test_the_copy_drafts_what_the_target_emits(sample: bool, batch: int, backend
     assert stats.num_accepted_tokens >= 0.8 * stats.num_draft_tokens - 3 * batch
 
 
+@pytest.mark.parametrize(("dtype", "share"), [(torch.float32, 8.5 / 32), (torch.bfloat16, 8.5 / 16)])
+def test_what_a_copy_reads_is_expected_from_its_bytes(
+    dtype: torch.dtype, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before it is made, of the most bits that it may have; then as it is."""
+    prior, found = QuantizedDrafter.prior, list[float]()
+    monkeypatch.setattr(QuantizedDrafter, "prior", lambda *args: found.append(prior(*args)[1]) or prior(*args))
+    model = _model(dtype=dtype)
+    inputs = tiny.build_inputs(model, seed=1)
+    _generate(mmspec.patch(model, "arbitrated"), inputs)
+    assert found[:2] == pytest.approx([share, share / 2], rel=0.05), "all layers, and half of them"
+    found.clear()
+    _generate(mmspec.patch(model, "quantized"), inputs)
+    copied = _copy(model)
+    read = sum(model.get_submodule(name).weight.nbytes for name in copied.layers)
+    assert found[0] == pytest.approx(copied.nbytes / read, rel=0.01)
+
+
 @pytest.mark.parametrize("sample", [False, True])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_a_guide_changes_no_draft(sample: bool, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
