@@ -77,7 +77,7 @@ def test_what_a_copy_reads_is_expected_from_its_bytes(
     _generate(mmspec.patch(model, "arbitrated"), inputs)
     assert found[:2] == pytest.approx([share, share / 2], rel=0.05), "all layers, and half of them"
     found.clear()
-    _generate(mmspec.patch(model, "quantized"), inputs)
+    _generate(mmspec.patch(mmspec.unpatch(model), "quantized"), inputs)
     copied = _copy(model)
     read = sum(model.get_submodule(name).weight.nbytes for name in copied.layers)
     assert found[0] == pytest.approx(copied.nbytes / read, rel=0.01)
