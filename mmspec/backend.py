@@ -94,7 +94,7 @@ def use_kernels(plan: CallPlan, target: HFTarget) -> AbstractContextManager[None
         if load_kernel() is not None and plan.autotuner.allow_c:
             of_target = set(plan.modules.linear_layers)
             read = [layer.weight for layer in layers if layer in of_target]
-            weights = read if target.rounds is None else target.rounds.decoder.matrices()
+            weights = read if target.c_forwards is None else target.c_forwards.decoder.matrices()
             plan.huge_pages.add(weights, target.max_new_tokens)
     return use_fast_linears(plan.autotuner, layers, config.deterministic, not config.may_use_c)
 
@@ -124,7 +124,7 @@ def _use_c(plan: CallPlan, target: HFTarget, reason: str | None) -> None:
         reason = f"there is no C kernel: {describe_kernel().removeprefix('none: ')}"
     if kernel is not None:
         target.use_c(kernel, plan.modules)
-        reason = None if target.rounds is not None else "it does not compute this model, with these inputs"
+        reason = None if target.c_forwards is not None else "it does not compute this model, with these inputs"
     if reason is not None and plan.config.backend == "c":
         plan.warn(f"backend='c': a call runs in torch ({reason})")
 

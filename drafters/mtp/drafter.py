@@ -73,7 +73,7 @@ class MTPDrafter(OwnDrafter, HeadDrafter):
     def draft_tree(self, state: DraftState, max_nodes: int, num_levels: int) -> DraftTree:
         """Repeat the head on its own output, the `top_k` most likely nodes of each level."""
         top_k = min(self.top_k_on(state.last_hidden.device), state.logit_bias.shape[0])
-        tree = None if state.backend is None else state.backend.tree(state, top_k, max_nodes, num_levels)
+        tree = None if state.c_draft is None else state.c_draft.tree(state, top_k, max_nodes, num_levels)
         if tree is not None:
             return tree
         return expand_levels(state, MTPExpander(self, state, top_k), top_k, max_nodes=max_nodes, num_levels=num_levels)

@@ -173,14 +173,14 @@ INLINE void NAME(self_attention)(const decoding *s, const decoder_layer *l, floa
   const float *const wide = s->attention_inputs;
   const int64_t K = wide ? 2 * D : D;
   NAME(pack_rows)(d, &l->q, wide ? wide : s->x, R, wide ? NULL : l->input_norm, own + normed_at(d), own);
-  NAME(multiply_parts)(&(rows){own, R, K, qkv_width(d), 0, type, 0}, qkv, l->k.data ? 3 : 1, next);
+  NAME(multiply_parts)(&(rows){own, R, K, qkv_width(d), 0, type, 0}, qkv, l->k.data ? 3 : 1, next + QKV_PHASE);
   meet(s->team);
-  NAME(attend)(s, l, own + scores_at(d), own + queries_at(d), own + tile_at(d), next + 1);
+  NAME(attend)(s, l, own + scores_at(d), own + queries_at(d), own + tile_at(d), next + ATTEND_PHASE);
   meet(s->team);
   NAME(pack_groups)(&l->o, s->attended, R, NULL, 0, own);
-  NAME(multiply_parts)(&(rows){own, R, width, D, is_added, type, 0}, &o, 1, next + 2);
+  NAME(multiply_parts)(&(rows){own, R, width, D, is_added, type, 0}, &o, 1, next + O_PHASE);
   meet(s->team);
-  if (!is_added && !l->num_taps) NAME(add_branch)(s, norm, NULL, next + 5);
+  if (!is_added && !l->num_taps) NAME(add_branch)(s, norm, NULL, next + ADD_ATTENTION_PHASE);
 }
 
 #include "experts.h"
@@ -199,22 +199,24 @@ INLINE void NAME(feed_forward)(const decoding *s, const decoder_layer *l, float 
   const part gate = {&l->gate, l->gate_bias, NULL, N}, up = {&l->up, l->up_bias, NULL, N};
   const part down = {&l->down, l->down_bias, is_added ? s->x : s->branch, D};
   NAME(pack_rows)(d, &l->gate, s->x, R, l->post_norm, own + normed_at(d), own);
-  NAME(gated)(d, &gate, &up, own, R, s->activated, next);
+  NAME(gated)(d, &gate, &up, own, R, s->activated, next + GATE_PHASE);
   meet(s->team);
   NAME(pack_groups)(&l->down, s->activated, R, NULL, 0, own);
-  NAME(multiply_parts)(&(rows){own, R, N, D, is_added, (int)d->type, 0}, &down, 1, next + 1);
+  NAME(multiply_parts)(&(rows){own, R, N, D, is_added, (int)d->type, 0}, &down, 1, next + DOWN_PHASE);
   meet(s->team);
 }
 
 /* The inputs of all layers of each node, from its embedding and those of their own (Gemma 3n and 4). */
-INLINE void NAME(per_layer_inputs)(const decoding *s, float *own, int64_t *next) {
+INLINE void NAME(per_layer_inputs)(const decoding *s, float *own) {
   const decoder *d = s->d;
   const int64_t R = d->batch * d->nodes, P = d->per_layer_size, N = d->per_layer_in.rows, type = d->type;
   float embedded[MOST_LAYER_INPUTS];
   NAME(pack_groups)(&d->per_layer_in, s->x, R, NULL, 0, own);
-  NAME(multiply_parts)(&(rows){own, R, d->hidden_size, N, 0, (int)type, 0}, &(part){&d->per_layer_in, NULL, s->per_layer, N}, 1, next);
+  const part in = {&d->per_layer_in, NULL, s->per_layer, N};
+  NAME(multiply_parts)(&(rows){own, R, d->hidden_size, N, 0, (int)type, 0}, &in, 1, s->next + LAYER_INPUTS_PHASE);
   meet(s->team);
-  for (int64_t task = take(next + 1), P_bytes = P * float_bytes(type); task < R * (N / P); task = take(next + 1)) {
+  int64_t *const next = s->next + COMBINE_INPUTS_PHASE;
+  for (int64_t task = take(next), P_bytes = P * float_bytes(type); task < R * (N / P); task = take(next)) {
     const int64_t r = task / (N / P), at = d->tokens[r] * (N / P) + task % (N / P);
     float *const x = s->per_layer + task * P;
     widen((const char *)d->per_layer_embeddings.data + at * P_bytes, type, P, embedded);
@@ -234,9 +236,10 @@ INLINE void NAME(add_per_layer)(const decoding *s, const decoder_layer *l, float
   const int64_t R = d->batch * d->nodes, D = d->hidden_size, P = d->per_layer_size, N = d->per_layer_in.rows;
   const int type = (int)d->type;
   NAME(pack_groups)(&l->per_layer_gate, s->x, R, NULL, 0, own);
-  NAME(multiply_parts)(&(rows){own, R, D, P, 0, type, 0}, &(part){&l->per_layer_gate, NULL, s->activated, P}, 1, next);
+  const part gate = {&l->per_layer_gate, NULL, s->activated, P}, out = {&l->per_layer_out, NULL, s->branch, D};
+  NAME(multiply_parts)(&(rows){own, R, D, P, 0, type, 0}, &gate, 1, next + INPUT_GATE_PHASE);
   meet(s->team);
-  for (int64_t r = take(next + 1); r < R; r = take(next + 1))
+  for (int64_t r = take(next + INPUT_PRODUCT_PHASE); r < R; r = take(next + INPUT_PRODUCT_PHASE))
     for (int64_t i = 0; i < P; i += LANES) {
       const VEC g = NAME(activate)(d, NAME(load_some)(s->activated + r * P + i, P - i));
       const VEC v = NAME(round)(g * NAME(load_some)(s->per_layer + r * N + l->number * P + i, P - i), type);
@@ -244,9 +247,9 @@ INLINE void NAME(add_per_layer)(const decoding *s, const decoder_layer *l, float
     }
   meet(s->team);
   NAME(pack_groups)(&l->per_layer_out, s->activated, R, NULL, 0, own);
-  NAME(multiply_parts)(&(rows){own, R, P, D, 0, type, 0}, &(part){&l->per_layer_out, NULL, s->branch, D}, 1, next + 2);
+  NAME(multiply_parts)(&(rows){own, R, P, D, 0, type, 0}, &out, 1, next + INPUT_OUT_PHASE);
   meet(s->team);
-  NAME(add_branch)(s, l->per_layer_norm, l->output_scale, next + 3);
+  NAME(add_branch)(s, l->per_layer_norm, l->output_scale, next + ADD_INPUT_PHASE);
 }
 
 /* One layer, from `x` to `x`. */
@@ -255,7 +258,7 @@ INLINE void NAME(layer)(const decoding *all, const decoder_layer *l, float *own,
   decoding with_sizes = *all;
   const decoding *const s = &with_sizes;
   with_sizes.d = d;
-  if (d->is_parallel) NAME(feed_forward)(s, l, own, next + 3);
+  if (d->is_parallel) NAME(feed_forward)(s, l, own, next);
   if (l->conv)
     NAME(mixer)(s, l, own, next);
   else
@@ -264,28 +267,28 @@ INLINE void NAME(layer)(const decoding *all, const decoder_layer *l, float *own,
   if (l->router.data)
     NAME(experts)(s, l, own, next + LAYER_PHASES);
   else if (!d->is_parallel)
-    NAME(feed_forward)(s, l, own, next + 3);
+    NAME(feed_forward)(s, l, own, next);
   const float *const scale = d->per_layer_size ? NULL : l->output_scale;
-  if (!adds_directly(d, l)) NAME(add_branch)(s, l->mlp_out_norm, scale, next + 6);
-  if (d->per_layer_size) NAME(add_per_layer)(s, l, own, next + 7);
+  if (!adds_directly(d, l)) NAME(add_branch)(s, l->mlp_out_norm, scale, next + ADD_MLP_PHASE);
+  if (d->per_layer_size) NAME(add_per_layer)(s, l, own, next);
 }
 
 /* Work of one thread. */
 __attribute__((target(ISA))) static void NAME(decode)(void *data) {
   decoding *s = data;
   const decoder *d = s->d;
-  const int64_t R = d->batch * d->nodes, D = d->hidden_size, thread = join(s->team), phases = layer_phases(d);
+  const int64_t R = d->batch * d->nodes, D = d->hidden_size, thread = join(s->team);
   float *const own = s->own + thread * thread_floats(d);
-  if (d->per_layer_size) NAME(per_layer_inputs)(s, own, s->next + phases * d->num_layers + 1);
+  if (d->per_layer_size) NAME(per_layer_inputs)(s, own);
   for (int64_t i = 0; i < d->num_layers; i++) {
     const decoder_layer *l = d->layers + i;
-    NAME(layer)(s, l, own, s->next + phases * i);
+    NAME(layer)(s, l, own, s->next + DECODER_PHASES + layer_phases(d) * i);
     if (l->hidden && thread == 0) memcpy(l->hidden, s->x, (size_t)(R * D) * sizeof(float));
   }
   const part head = {&d->lm_head, d->lm_head_bias, d->logits, d->vocab_size};
   const rows x = {own, R, D, d->vocab_size, 0, (int)d->type, d->type != FLOAT32};
   NAME(pack_rows)(d, &d->lm_head, s->x, R, d->final_norm, own + normed_at(d), own);
-  NAME(multiply_parts)(&x, &head, 1, s->next + phases * d->num_layers);
+  NAME(multiply_parts)(&x, &head, 1, s->next + LOGITS_PHASE);
   if (d->normed && thread == 0)
     for (int64_t r = 0; r < R; r++) {
       memcpy(d->normed + r * D, s->x + r * D, (size_t)D * sizeof(float));

@@ -113,7 +113,7 @@ typedef struct {
 typedef struct {
   const decoder *d;
   team *team;
-  int64_t *next;      /* decoder_phases(): in each phase, the work that is taken */
+  int64_t *next;      /* decoder_phases(): in each phase, the work that is taken; those of the layers are the last */
   int64_t *positions; /* [R] */
   const float *attention_inputs; /* [R, 2 D] of the attention, normalised (EAGLE-3); NULL: x, which the layer normalises */
   float *x, *qkv, *attended, *activated, *own;
@@ -142,9 +142,7 @@ typedef struct {
 #define MOST_QUERIES 6  /* that are multiplied at once */
 #define MANY_QUERIES 64 /* whose scores are kept at once */
 #define VALUES 32       /* positions whose values are weighed at once */
-#define LAYER_PHASES 14 /* of a layer; 5 and 6 for what is added, from 7 on for per-layer inputs or a mixer; all with taps */
 #define MOST_LAYER_INPUTS 1024 /* `per_layer_size` */
-#define EXPERT_PHASES 5 /* of a layer with experts, besides two for each of them */
 #define MAX_LANES 16
 #define MOST_TAPS 16  /* of a convolution */
 #define MOST_KEYS 256 /* `key_size` */
@@ -153,11 +151,24 @@ typedef struct {
 #define PART 256 /* positions that are attended to at once */
 #endif
 
+/* Phases of a forward besides those of its layers. */
+enum { LOGITS_PHASE, LAYER_INPUTS_PHASE, COMBINE_INPUTS_PHASE, DECODER_PHASES };
+/* Of one layer: attention or a mixer, feed-forward, what is added, inputs of a layer, taps of both halves. */
+enum {
+  QKV_PHASE, ATTEND_PHASE, O_PHASE, READ_PHASE, GATE_HEADS_PHASE,
+  GATE_PHASE, DOWN_PHASE, ADD_ATTENTION_PHASE, ADD_MLP_PHASE,
+  INPUT_GATE_PHASE, INPUT_PRODUCT_PHASE, INPUT_OUT_PHASE, ADD_INPUT_PHASE,
+  TAP_NORM_PHASE, TAP_CHANGES_PHASE, MIX_BEFORE_PHASE, MIX_BEHIND_PHASE, TAP_PHASES_END,
+  LAYER_PHASES = 2 * TAP_PHASES_END - TAP_NORM_PHASE
+};
+/* Of a layer with experts, besides two for each of them. */
+enum { EXPERT_NORM_PHASE, ROUTER_PHASE, CHOOSE_PHASE, CHOSEN_PHASE, ADD_EXPERTS_PHASE, EXPERT_PHASES };
+
 static inline int64_t align16(int64_t n) { return (n + 15) / 16 * 16; }
 static inline int64_t layer_phases(const decoder *d) {
   return LAYER_PHASES + (d->num_experts ? EXPERT_PHASES + 2 * d->num_experts : 0);
 }
-static inline int64_t decoder_phases(const decoder *d) { return layer_phases(d) * d->num_layers + 3; }
+static inline int64_t decoder_phases(const decoder *d) { return DECODER_PHASES + layer_phases(d) * d->num_layers; }
 static inline int64_t query_heads(const decoder *d) { return d->num_heads * (d->gates_attention ? 2 : 1); }
 static inline int64_t qkv_width(const decoder *d) { return (query_heads(d) + 2 * d->num_kv_heads) * d->head_dim; }
 

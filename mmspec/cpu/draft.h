@@ -113,10 +113,10 @@ INLINE void NAME(head_layer)(const drafting *g, int is_root, float *own, int64_t
   const draft *h = g->h;
   const int64_t R = g->d.batch * g->d.nodes, D = h->d.hidden_size;
   const part fuse = {&h->fuse, h->fuse_bias, g->s.x, D};
-  if (h->hidden_norm) NAME(normalise_inputs)(g, next);
-  if (!is_eagle3(h) && !is_root) NAME(project)(g, g->inputs, R, NULL, &fuse, D, 0, own, next + 1);
+  if (h->hidden_norm) NAME(normalise_inputs)(g, next + INPUT_NORM_PHASE);
+  if (!is_eagle3(h) && !is_root) NAME(project)(g, g->inputs, R, NULL, &fuse, D, 0, own, next + FUSE_PHASE);
   for (int64_t i = 0; i < g->d.num_layers; i++)
-    NAME(layer)(&g->s, g->d.layers + i, own, next + PHASES + layer_phases(&g->d) * i);
+    NAME(layer)(&g->s, g->d.layers + i, own, next + LEVEL_PHASES + layer_phases(&g->d) * i);
 }
 
 /* The features of FLASH's block [batch, levels, D] from the output of the layer, their logits and their R numbers. */
@@ -128,16 +128,16 @@ INLINE void NAME(block_features)(const drafting *g, int64_t thread, float *own, 
   const part project = {&h->feature_proj, NULL, g->projected, h->rank};
   for (int64_t r = 0; thread == 0 && r < B * L; r++)
     memcpy(g->features + r * D, h->root + r / L * D, (size_t)D * sizeof(float));
-  NAME(project)(g, h->root, B, h->block_norm, &up, F, 0, own, next);
+  NAME(project)(g, h->root, B, h->block_norm, &up, F, 0, own, next + BLOCK_UP_PHASE);
   if (thread == 0)
     for (int64_t i = 0; i < B * F; i += LANES) {
       const int64_t n = min64(LANES, B * F - i);
       NAME(store_some)(g->ffn + i, NAME(round)(NAME(silu)(NAME(load_some)(g->ffn + i, n)), h->d.type), n);
     }
   meet(g->s.team);
-  NAME(project)(g, g->ffn, B, NULL, &down, L * D, 1, own, next + 1);
-  NAME(project)(g, g->features, B * L, NULL, &head, head.N, 0, own, next + 2);
-  NAME(project)(g, g->features, B * L, h->feature_norm, &project, h->rank, 0, own, next + 3);
+  NAME(project)(g, g->ffn, B, NULL, &down, L * D, 1, own, next + BLOCK_DOWN_PHASE);
+  NAME(project)(g, g->features, B * L, NULL, &head, head.N, 0, own, next + BASE_PHASE);
+  NAME(project)(g, g->features, B * L, h->feature_norm, &project, h->rank, 0, own, next + FEATURE_PHASE);
 }
 
 /* The R numbers of the nodes of a level, to `mixed`: of their tokens and, with FLASH, of the feature of the position. */
@@ -163,9 +163,9 @@ INLINE void NAME(path_states)(const drafting *g, int64_t level, int64_t R, float
   const int64_t D = h->d.hidden_size, S = h->gru_state.cols, type = h->d.type, W = level ? h->d.nodes : 1;
   float *const of_states = g->gates + h->d.batch * h->d.nodes * 3 * S;
   const part in = {&h->gru_in, NULL, g->gates, 3 * S}, state = {&h->gru_state, NULL, of_states, 3 * S};
-  NAME(project)(g, g->inputs, R, NULL, &in, 3 * S, 0, own, next);
-  NAME(project)(g, g->parents, R, NULL, &state, 3 * S, 0, own, next + 1);
-  for (int64_t r = take(next + 2); r < R; r = take(next + 2)) {
+  NAME(project)(g, g->inputs, R, NULL, &in, 3 * S, 0, own, next + GRU_IN_PHASE);
+  NAME(project)(g, g->parents, R, NULL, &state, 3 * S, 0, own, next + GRU_STATE_PHASE);
+  for (int64_t r = take(next + GRU_PHASE); r < R; r = take(next + GRU_PHASE)) {
     const float *const x = g->gates + r * 3 * S, *const y = of_states + r * 3 * S;
     const int64_t position = r / W * h->block_positions + h->first_position + level;
     float *const joined = g->joined + r * (D + S);
@@ -193,10 +193,10 @@ INLINE void NAME(corrections)(const drafting *g, int64_t level, int64_t thread, 
   const draft *h = g->h;
   const int64_t R = h->d.batch * (level ? h->d.nodes : 1), K = h->rank;
   const part token = {&h->token_proj, NULL, g->mixed, K}, vocab = {&h->vocab_proj, NULL, g->logits, h->d.vocab_size};
-  if (h->gru_in.data) NAME(path_states)(g, level, R, own, next + 2);
+  if (h->gru_in.data) NAME(path_states)(g, level, R, own, next);
   if (!is_corrected(h, level)) return;
   if (!h->token_table.data) {
-    NAME(project)(g, h->gru_in.data ? g->joined : g->inputs, R, h->token_norm, &token, K, 0, own, next);
+    NAME(project)(g, h->gru_in.data ? g->joined : g->inputs, R, h->token_norm, &token, K, 0, own, next + TOKEN_PHASE);
     if (thread == 0) NAME(mix_tokens)(g, level, R);
   } else {
     for (int64_t r = 0; thread == 0 && r < R; r++) {
@@ -205,7 +205,7 @@ INLINE void NAME(corrections)(const drafting *g, int64_t level, int64_t thread, 
     }
   }
   meet(g->s.team);
-  NAME(project)(g, g->mixed, R, NULL, &vocab, vocab.N, 0, own, next + 1);
+  NAME(project)(g, g->mixed, R, NULL, &vocab, vocab.N, 0, own, next + CORRECT_PHASE);
 }
 
 /* The complete logits of R nodes for the ids of their likeliest centroids. */
@@ -213,8 +213,8 @@ INLINE void NAME(cluster_logits)(const drafting *g, int64_t level, int64_t R, fl
   const draft *h = g->h;
   const int64_t D = h->d.hidden_size, C = h->centroids.rows, B = h->num_best, S = h->cluster_size, V = h->d.vocab_size;
   const part centroids = {&h->centroids, NULL, g->similar, C};
-  NAME(project)(g, g->s.x, R, h->d.final_norm, &centroids, C, 0, own, next + 2);
-  for (int64_t row = take(next + 3); row < R; row = take(next + 3)) {
+  NAME(project)(g, g->s.x, R, h->d.final_norm, &centroids, C, 0, own, next + CENTROIDS_PHASE);
+  for (int64_t row = take(next + NEAREST_PHASE); row < R; row = take(next + NEAREST_PHASE)) {
     float *const z = g->similar + row * C, *const top = g->nearest + row * B;
     for (int64_t i = 0; i < B; i++) top[i] = -INFINITY, g->best[row * B + i] = 0;
     for (int64_t v = 0; v < C; v += LANES) {
@@ -225,7 +225,7 @@ INLINE void NAME(cluster_logits)(const drafting *g, int64_t level, int64_t R, fl
     NAME(normalise_row)(&g->d, g->normed + row * D, D, h->d.final_norm);
   }
   meet(g->s.team);
-  for (int64_t task = take(next + 5); task < R * B; task = take(next + 5)) {
+  for (int64_t task = take(next + CLUSTERS_PHASE); task < R * B; task = take(next + CLUSTERS_PHASE)) {
     const int64_t row = task / B, b = level ? row / h->d.nodes : row, *const ids = h->clusters + g->best[task] * S;
     const float *const noise = h->noise ? h->noise + (b * h->levels + level) * V : NULL;
     for (int64_t i = 0; i < S; i++) {
@@ -248,6 +248,6 @@ INLINE void NAME(layer_logits)(const drafting *g, int64_t level, float *own, int
   if (h->num_best)
     NAME(cluster_logits)(g, level, R, own, next);
   else
-    NAME(project)(g, outputs, R, h->d.final_norm, &head, head.N, 0, own, next + 6);
-  if (h->carry.data) NAME(project)(g, outputs, R, h->d.final_norm, &carry, carry.N, 0, own, next + 4);
+    NAME(project)(g, outputs, R, h->d.final_norm, &head, head.N, 0, own, next + LM_HEAD_PHASE);
+  if (h->carry.data) NAME(project)(g, outputs, R, h->d.final_norm, &carry, carry.N, 0, own, next + CARRY_PHASE);
 }

@@ -97,7 +97,17 @@ typedef struct {
   int64_t num_candidates; /* per row, so far */
 } drafting;
 
-#define PHASES 8 /* of one level, before those of its layers */
+/* Phases of one level, before those of its layers. */
+enum {
+  MIX_STATES_PHASE, FUSE_PHASE, INPUT_NORM_PHASE,                   /* inputs of the layers */
+  CENTROIDS_PHASE, NEAREST_PHASE, CLUSTERS_PHASE,                   /* logits of the nodes: of clusters, or */
+  LM_HEAD_PHASE, CARRY_PHASE,                                       /* of all ids; what children read */
+  BLOCK_UP_PHASE, BLOCK_DOWN_PHASE, FEATURE_PHASE,                  /* the block of FLASH */
+  BASE_PHASE, SCALE_LOGITS_PHASE,                                   /* logits of the positions of a block */
+  GRU_IN_PHASE, GRU_STATE_PHASE, GRU_PHASE, TOKEN_PHASE, CORRECT_PHASE, /* their corrections */
+  CHILDREN_PHASE,
+  LEVEL_PHASES
+};
 
 static inline int64_t max_candidates(const draft *h) {
   return h->levels ? h->d.nodes + (h->levels - 1) * h->d.nodes * h->d.nodes : 0;
@@ -134,7 +144,7 @@ static float *draft_normed(const draft *h, float *own) {
   return own + draft_thread_floats(h) - align16(h->d.batch * most_rows(h) * h->d.hidden_size);
 }
 
-static int64_t level_phases(const draft *h) { return PHASES + layer_phases(&h->d) * h->d.num_layers; }
+static int64_t level_phases(const draft *h) { return LEVEL_PHASES + layer_phases(&h->d) * h->d.num_layers; }
 static int64_t num_phases(const draft *h) { return level_phases(h) * (max64(1, h->levels) + 1); }
 static int64_t *take_ints(float **scratch, int64_t n) { return (int64_t *)take_floats(scratch, 2 * n); }
 

@@ -7,7 +7,7 @@ __attribute__((target(ISA))) static void NAME(head_forward)(void *data) {
   const int64_t thread = join(&g->team), N = h->d.nodes, D = h->d.hidden_size;
   float *const own = g->s.own + thread * draft_thread_floats(h);
   const part fuse = {&h->fuse, h->fuse_bias, g->inputs + D, D};
-  if (is_eagle3(h)) NAME(project)(g, h->states, h->d.batch * N, NULL, &fuse, 2 * D, 0, own, g->s.next + level_phases(h));
+  if (is_eagle3(h)) NAME(project)(g, h->states, h->d.batch * N, NULL, &fuse, 2 * D, 0, own, g->s.next + FUSE_PHASE);
   NAME(head_layer)(g, 0, own, g->s.next);
   for (int64_t b = 0; thread == 0 && b < h->d.batch; b++)
     if (h->counts[b])
@@ -22,9 +22,9 @@ __attribute__((target(ISA))) static void NAME(dspark_forward)(void *data) {
   const int64_t thread = join(&g->team), R = d->batch * d->nodes, D = d->hidden_size;
   const int64_t kv_width = d->num_kv_heads * d->head_dim, tasks = d->batch * d->num_kv_heads;
   float *const own = g->s.own + thread * draft_thread_floats(h), *const keys = g->s.qkv + d->num_heads * d->head_dim;
-  if (h->mixture) NAME(mix_states)(g, g->s.next);
+  if (h->mixture) NAME(mix_states)(g, g->s.next + MIX_STATES_PHASE);
   const part fuse = {&h->fuse, h->fuse_bias, g->s.x, D};
-  NAME(project)(g, h->mixture ? g->inputs : h->states, R, NULL, &fuse, D, 0, own, g->s.next + 1);
+  NAME(project)(g, h->mixture ? g->inputs : h->states, R, NULL, &fuse, D, 0, own, g->s.next + FUSE_PHASE);
   NAME(pack_rows)(d, &d->layers->k, g->s.x, R, h->hidden_norm, draft_normed(h, own), own); /* once for all layers */
   for (int64_t b = 0; thread == 0 && b < d->batch; b++) {
     float *const root = h->root + b * D;
@@ -34,11 +34,11 @@ __attribute__((target(ISA))) static void NAME(dspark_forward)(void *data) {
   }
   for (int64_t i = 0; i < d->num_layers; i++) {
     const decoder_layer *l = d->layers + i;
-    int64_t *const next = g->s.next + 2 + 2 * i;
+    int64_t *const next = g->s.next + LEVEL_PHASES + layer_phases(d) * i;
     const part kv[] = {{&l->k, l->k_bias, keys, kv_width}, {&l->v, l->v_bias, keys + kv_width, kv_width}};
-    NAME(multiply_parts)(&(rows){own, R, D, qkv_width(d), 0, (int)d->type, 0}, kv, 2, next);
+    NAME(multiply_parts)(&(rows){own, R, D, qkv_width(d), 0, (int)d->type, 0}, kv, 2, next + QKV_PHASE);
     meet(g->s.team);
-    for (int64_t task = take(next + 1); task < tasks; task = take(next + 1))
+    for (int64_t task = take(next + ATTEND_PHASE); task < tasks; task = take(next + ATTEND_PHASE))
       NAME(store)(&g->s, l, task / d->num_kv_heads, task % d->num_kv_heads);
     meet(g->s.team);
   }
@@ -56,7 +56,7 @@ __attribute__((target(ISA))) static void NAME(draft_tree)(void *data) {
     if (!is_block(h) && !h->pair_size) NAME(layer_logits)(g, level, own, next);
     if (h->block_ffn_size && !level) NAME(block_features)(g, thread, own, next);
     if (is_block(h)) NAME(corrections)(g, level, thread, own, next);
-    NAME(best_children)(g, level, next + 7);
+    NAME(best_children)(g, level, next + CHILDREN_PHASE);
     meet(g->s.team);
     if (thread == 0) next_level(g, level);
     meet(g->s.team);

@@ -53,22 +53,24 @@ INLINE void NAME(block_layer)(const drafting *g, const decoder_layer *l, float *
     return;
   }
   bare.input_norm = bare.post_norm = NULL, inner.x = g->tapped;
-  for (int is_mlp = 0; is_mlp < 2; is_mlp++, next += LAYER_PHASES / 2) {
+  for (int is_mlp = 0; is_mlp < 2; is_mlp++) {
+    int64_t *const tapped = next + is_mlp * (TAP_PHASES_END - TAP_NORM_PHASE);
     const weights *const w = is_mlp ? &l->mlp_changes : &l->attention_changes;
     const float *const taps = is_mlp ? l->mlp_taps : l->attention_taps;
     const part changes = {w, NULL, g->changes, w->rows};
-    for (int64_t r = take(next); r < R; r = take(next)) {
+    for (int64_t r = take(tapped + TAP_NORM_PHASE); r < R; r = take(tapped + TAP_NORM_PHASE)) {
       memcpy(g->normed + r * D, g->s.x + r * D, (size_t)D * sizeof(float));
       NAME(normalise_row)(&g->d, g->normed + r * D, D, is_mlp ? l->post_norm : l->input_norm);
     }
     meet(g->s.team);
-    NAME(project)(g, g->normed, R, NULL, &changes, w->rows, 0, own, next + 1);
-    NAME(mix_neighbours)(g, T, g->normed, taps, g->changes, w->rows, 0, g->tapped, next + 2);
+    NAME(project)(g, g->normed, R, NULL, &changes, w->rows, 0, own, tapped + TAP_CHANGES_PHASE);
+    NAME(mix_neighbours)(g, T, g->normed, taps, g->changes, w->rows, 0, g->tapped, tapped + MIX_BEFORE_PHASE);
     if (is_mlp)
-      NAME(feed_forward)(&inner, &bare, own, next + 3);
+      NAME(feed_forward)(&inner, &bare, own, next);
     else
-      NAME(self_attention)(&inner, &bare, own, next + 3);
-    NAME(mix_neighbours)(g, T, g->s.branch, taps + T * D, g->changes + w->rows / 2, w->rows, 1, g->s.x, next + 6);
+      NAME(self_attention)(&inner, &bare, own, next);
+    const float *const behind = taps + T * D, *const added = g->changes + w->rows / 2;
+    NAME(mix_neighbours)(g, T, g->s.branch, behind, added, w->rows, 1, g->s.x, tapped + MIX_BEHIND_PHASE);
   }
 }
 
@@ -77,13 +79,12 @@ INLINE void NAME(dspark_block)(const drafting *g, int64_t thread, float *own, in
   const draft *h = g->h;
   const int64_t R = h->d.batch * h->block_positions, D = h->d.hidden_size, L = h->d.num_layers, V = h->d.vocab_size;
   const part head = {&h->d.lm_head, h->d.lm_head_bias, g->base, V};
-  for (int64_t i = 0; i < L; i++) NAME(block_layer)(g, g->d.layers + i, own, next + layer_phases(&g->d) * i);
-  next += layer_phases(&g->d) * L;
+  for (int64_t i = 0; i < L; i++) NAME(block_layer)(g, g->d.layers + i, own, next + LEVEL_PHASES + layer_phases(&g->d) * i);
   for (int64_t r = 0; thread == 0 && r < R; r++) NAME(normalise_row)(&g->d, g->s.x + r * D, D, h->d.final_norm);
   meet(g->s.team);
-  NAME(project)(g, g->s.x, R, NULL, &head, head.N, 0, own, next);
+  NAME(project)(g, g->s.x, R, NULL, &head, head.N, 0, own, next + BASE_PHASE);
   if (!h->block_logits || (h->logit_scale == 1 && !h->logit_softcap)) return; /* for a tree they are completed later */
-  for (int64_t r = take(next + 1); r < R; r = take(next + 1))
+  for (int64_t r = take(next + SCALE_LOGITS_PHASE); r < R; r = take(next + SCALE_LOGITS_PHASE))
     for (int64_t v = 0; v < V; v += LANES) {
       float *const at = g->base + r * V + v;
       NAME(store_some)(at, NAME(scaled_logits)(h, NAME(load_some)(at, V - v)), V - v);

@@ -54,17 +54,17 @@ INLINE void NAME(experts)(const decoding *s, const decoder_layer *l, float *own,
   const int type = (int)d->type;
   const part router = {&l->router, NULL, s->routing, E};
   float *const gathered = own + normed_at(d);
-  for (int64_t r = take(next); r < R; r = take(next)) {
+  for (int64_t r = take(next + EXPERT_NORM_PHASE); r < R; r = take(next + EXPERT_NORM_PHASE)) {
     memcpy(s->branch + r * D, s->x + r * D, (size_t)D * sizeof(float));
     NAME(normalise_row)(d, s->branch + r * D, D, l->post_norm);
   }
   meet(s->team);
   NAME(pack_groups)(&l->router, s->branch, R, NULL, 0, own);
-  NAME(multiply_parts)(&(rows){own, R, D, E, 0, type, 0}, &router, 1, next + 1);
+  NAME(multiply_parts)(&(rows){own, R, D, E, 0, type, 0}, &router, 1, next + ROUTER_PHASE);
   meet(s->team);
-  for (int64_t r = take(next + 2); r < R; r = take(next + 2)) {
+  for (int64_t r = take(next + CHOOSE_PHASE); r < R; r = take(next + CHOOSE_PHASE)) {
     NAME(choose)(s, r);
-    if (__atomic_add_fetch(next + 3, 1, __ATOMIC_ACQ_REL) == R) sort_slots(s);
+    if (__atomic_add_fetch(next + CHOSEN_PHASE, 1, __ATOMIC_ACQ_REL) == R) sort_slots(s);
   }
   meet(s->team);
   for (int64_t e = 0; e < E; e++) {
@@ -87,6 +87,6 @@ INLINE void NAME(experts)(const decoding *s, const decoder_layer *l, float *own,
     NAME(multiply_parts)(&(rows){own, count, N, D, 0, type, 0}, &(part){&down, NULL, s->returned + first * D, D}, 1, taken);
   }
   meet(s->team);
-  for (int64_t r = take(next + 4); r < R; r = take(next + 4)) NAME(add_experts)(s, l, r);
+  for (int64_t r = take(next + ADD_EXPERTS_PHASE); r < R; r = take(next + ADD_EXPERTS_PHASE)) NAME(add_experts)(s, l, r);
   meet(s->team);
 }

@@ -164,12 +164,11 @@ INLINE void NAME(gate_heads)(const decoding *s, const decoder_layer *l, int64_t 
 }
 
 /* A gated delta rule, from the products to `attended`. */
-INLINE void NAME(mix_heads)(const decoding *s, const decoder_layer *l, float *own, int64_t *convolved, int64_t *read,
-                            int64_t *gated) {
+INLINE void NAME(mix_heads)(const decoding *s, const decoder_layer *l, float *own, int64_t *next) {
   const decoder *d = s->d;
   const int64_t N = d->nodes, H = l->num_value_heads, V = l->value_size, C = l->channels, type = d->type;
   const int64_t blocks = (C + CHANNELS - 1) / CHANNELS, columns = (V + 2 * LANES - 1) / (2 * LANES);
-  for (int64_t task = take(convolved); task < d->batch * blocks; task = take(convolved)) {
+  for (int64_t task = take(next + ATTEND_PHASE); task < d->batch * blocks; task = take(next + ATTEND_PHASE)) {
     const int64_t b = task / blocks, first = task % blocks * CHANNELS, last = min64(C, first + CHANNELS);
     const int64_t logged = cache_row(d, b) * N;
     float *const mixed = l->mixed + logged * C;
@@ -184,10 +183,10 @@ INLINE void NAME(mix_heads)(const decoding *s, const decoder_layer *l, float *ow
     }
   }
   meet(s->team);
-  for (int64_t task = take(read); task < d->batch * H * columns; task = take(read))
+  for (int64_t task = take(next + READ_PHASE); task < d->batch * H * columns; task = take(next + READ_PHASE))
     NAME(read_nodes)(s, l, task / columns / H, task / columns % H, task % columns * 2 * LANES, own);
   meet(s->team);
-  NAME(gate_heads)(s, l, gated);
+  NAME(gate_heads)(s, l, next + GATE_HEADS_PHASE);
 }
 
 /* A layer's convolution and what follows, with its projections, from `x` to `x`. */
@@ -200,12 +199,12 @@ INLINE void NAME(mixer)(const decoding *s, const decoder_layer *l, float *own, i
   const part in[] = {{&l->q, l->q_bias, s->qkv, l->q.rows}, {&l->z, NULL, z, V}, {&l->write, NULL, z + V, H},
                      {&l->decay, NULL, z + V + H, H}};
   NAME(pack_rows)(d, &l->q, s->x, R, l->input_norm, own + normed_at(d), own);
-  NAME(multiply_parts)(&(rows){own, R, D, d->mixer_width, 0, type, 0}, in, l->z.data ? 4 : 1, next);
+  NAME(multiply_parts)(&(rows){own, R, D, d->mixer_width, 0, type, 0}, in, l->z.data ? 4 : 1, next + QKV_PHASE);
   meet(s->team);
   if (l->z.data) {
-    NAME(mix_heads)(s, l, own, next + 1, next + 7, next + 8);
+    NAME(mix_heads)(s, l, own, next);
   } else {
-    for (int64_t task = take(next + 1); task < d->batch * blocks; task = take(next + 1)) {
+    for (int64_t task = take(next + ATTEND_PHASE); task < d->batch * blocks; task = take(next + ATTEND_PHASE)) {
       const int64_t b = task / blocks, first = task % blocks * CHANNELS, last = min64(C, first + CHANNELS);
       NAME(convolve)(s, l, b, first, last, s->attended + b * N * C, C);
       for (int64_t r = b * N; r < (b + 1) * N; r++)
@@ -215,6 +214,6 @@ INLINE void NAME(mixer)(const decoding *s, const decoder_layer *l, float *own, i
     meet(s->team);
   }
   NAME(pack_groups)(&l->o, s->attended, R, NULL, 0, own);
-  NAME(multiply_parts)(&(rows){own, R, width, D, 1, type, 0}, &(part){&l->o, l->o_bias, s->x, D}, 1, next + 2);
+  NAME(multiply_parts)(&(rows){own, R, width, D, 1, type, 0}, &(part){&l->o, l->o_bias, s->x, D}, 1, next + O_PHASE);
   meet(s->team);
 }

@@ -69,7 +69,7 @@ class HFTarget:
         chains_only, skips_rows: see `mmspec.interfaces.Target`.
         states: of recurrent layers; None if the model has none.
         recordings: where parts of a round are recorded in this call, or None.
-        rounds: computes `score` in C where it can; None for the model's own forward.
+        c_forwards: computes `score` in C where it can; None for the model's own forward.
         node_forward: that forward over nodes; set by `prefill`.
         call_tensors: what it reads of the call; set by `prefill`.
         position_steps: emitted tokens of each row from which on its last one is behind the positions that the model is
@@ -118,7 +118,7 @@ class HFTarget:
         self._max_length = self.user_cache.get_seq_length() + input_ids.shape[1] + max_new_tokens
         self._lane = lane
         self.recordings: Recordings | None = None if lane is None else lane.recordings
-        self.rounds: CForwards | None = None
+        self.c_forwards: CForwards | None = None
         self._runs_user_code = cache_is_observed
         capacity = self._max_length + BUCKETS[-1]
         batch = len(input_ids)
@@ -226,13 +226,13 @@ class HFTarget:
             self.states,
         )
         with self._mode():
-            self.rounds = c_forwards(kernel, call, modules, self._runs_user_code)
-        self.skips_rows = self.rounds is not None
+            self.c_forwards = c_forwards(kernel, call, modules, self._runs_user_code)
+        self.skips_rows = self.c_forwards is not None
 
     @property
     def c_shape(self) -> DecoderShape | None:
         """Traits of the decoder where `score` runs in C; None where it does not."""
-        return None if self.rounds is None else self.rounds.decoder.shape
+        return None if self.c_forwards is None else self.c_forwards.decoder.shape
 
     def decoding(self) -> AbstractContextManager[Any]:
         """The context that transformers applies to its decoding steps; may switch kernels of expert layers."""
@@ -245,7 +245,7 @@ class HFTarget:
         """See `Target.score`: in C, which computes active rows only, else recorded, else in torch."""
         tree = tree.to(self.device)
         self.buffer.begin_forward(tree.num_nodes)
-        scored = self.rounds and self.rounds.score(tree, self.buffer, hidden_state_indices, active)
+        scored = self.c_forwards and self.c_forwards.score(tree, self.buffer, hidden_state_indices, active)
         return scored or self._score_in_model(tree, hidden_state_indices)
 
     def _score_in_model(self, tree: DraftTree, hidden_state_indices: Sequence[int]) -> tuple[Tensor, dict[int, Tensor]]:
@@ -280,7 +280,7 @@ class HFTarget:
 
     def draft_chain(self, request: ChainRequest) -> DraftedChains | None:
         """See `DraftTarget`."""
-        drafted = None if self.rounds is None else self.rounds.chain(self.buffer, request)
+        drafted = None if self.c_forwards is None else self.c_forwards.chain(self.buffer, request)
         if drafted is not None:
             lengths = zip(self.buffer.seq_lens, drafted.num_read, strict=True)
             self.buffer.seq_lens = [length + read for length, read in lengths]

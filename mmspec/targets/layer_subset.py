@@ -99,20 +99,20 @@ class CallLayerSubsets:
         return self._target.model if self._copy is None else self._copy.twin(self._target.model)
 
     @cached_property
-    def _rounds(self) -> CForwards | None:
+    def _c_forwards(self) -> CForwards | None:
         """Its forwards in C; the target has its own by the first draft."""
-        rounds = self._target.rounds
-        return rounds if rounds is None or self._copy is None else self._copy.rounds(rounds)
+        forwards = self._target.c_forwards
+        return forwards if forwards is None or self._copy is None else self._copy.rounds(forwards)
 
     def open(self, layers: Sequence[int]) -> DraftTarget:
         twin = copy.copy(self._target)  # with the buffer, the positions and the padding of the call
-        twin.rounds = None if self._rounds is None else self._rounds.restrict(layers)
+        twin.c_forwards = None if self._c_forwards is None else self._c_forwards.restrict(layers)
 
         def forward() -> NodeForward:
             model = self._access.restrict(self._model, layers)
             return NodeForward(self._target.adapter, self._target.node_forward.template, model)
 
-        twin.node_forward = forward() if twin.rounds is None else DeferredForward(forward)
+        twin.node_forward = forward() if twin.c_forwards is None else DeferredForward(forward)
         return twin
 
 

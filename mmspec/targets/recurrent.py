@@ -62,7 +62,7 @@ class RecurrentTarget(HFTarget):
 
     def use_c(self, kernel: CKernel, modules: ModuleScan) -> None:
         super().use_c(kernel, modules)
-        self.chains_only = self.rounds is None
+        self.chains_only = self.c_forwards is None
 
     def _score_in_model(self, tree: DraftTree, hidden_state_indices: Sequence[int]) -> tuple[Tensor, dict[int, Tensor]]:
         if not self.chains_only:  # drafted for C, which has refused this forward

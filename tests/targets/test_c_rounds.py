@@ -539,7 +539,7 @@ def test_changed_models_are_not_recognised(change: Callable[[PreTrainedModel], A
 
 
 def _assert_is_c(target: HFTarget, is_c: bool) -> None:
-    assert (target.rounds is not None) == is_c
+    assert (target.c_forwards is not None) == is_c
 
 
 @pytest.mark.parametrize(

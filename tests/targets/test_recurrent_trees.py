@@ -49,7 +49,7 @@ class Trees:
     def __call__(self, target: HFTarget) -> None:
         target.prefill()
         target.use_c(self.kernel, scan_modules(target.model))
-        assert target.rounds is not None and not target.chains_only
+        assert target.c_forwards is not None and not target.chains_only
         rng, trees, accepted, found = random.Random(sum(self.sizes)), list[DraftTree](), list[list[list[int]]](), []
         for size in self.sizes:
             tree = bush(rng, [9, 8, 7], size, range(20, 40))
@@ -80,8 +80,8 @@ class Trees:
 def score(target: HFTarget, tree: DraftTree) -> list[Tensor]:
     """Logits and hidden states, of a forward that C computes."""
     target.buffer.begin_forward(tree.num_nodes)
-    assert target.rounds is not None
-    scored = target.rounds.score(tree, target.buffer, TAPS)
+    assert target.c_forwards is not None
+    scored = target.c_forwards.score(tree, target.buffer, TAPS)
     assert scored is not None
     return [scored[0], *scored[1].values()]
 
@@ -218,15 +218,15 @@ def test_states_of_another_call(change: str) -> None:
 
     def use(target: HFTarget) -> None:
         Trees(load_kernel(), (), (0, 0, 0))(target)
-        assert target.rounds is not None and target.states is not None
+        assert target.c_forwards is not None and target.states is not None
         tree = bush(random.Random(2), [9, 8, 7], 4, range(20, 40))
         target.buffer.begin_forward(4)
-        inputs = target.rounds._call.inputs(tree, target.buffer.common_buffers())
+        inputs = target.c_forwards._call.inputs(tree, target.buffer.common_buffers())
         states = [None if state is None else changed(state) for state in inputs.states]
-        assert target.rounds.decoder.forward(inputs) is not None
-        assert target.rounds.decoder.forward(replace(inputs, states=states)) is None
+        assert target.c_forwards.decoder.forward(inputs) is not None
+        assert target.c_forwards.decoder.forward(replace(inputs, states=states)) is None
         rows = replace(inputs, cache_rows=[0, 1, 9])
-        assert target.rounds.decoder.forward(rows) is None
+        assert target.c_forwards.decoder.forward(rows) is None
 
     inside(model, tiny.build_inputs(model, 4, BATCH, images=[1, 0, 1], padding="left"), use)
 

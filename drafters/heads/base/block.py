@@ -56,7 +56,7 @@ class BlockDrafter(HeadDrafter):
 
     def block(self, state: DraftState) -> tuple[Tensor, Tensor]:
         """[B, k, D] features of the next k positions, and their [B, k, V'] float32 logits, of all ids."""
-        found = None if state.backend is None else state.backend.block(state)
+        found = None if state.c_draft is None else state.c_draft.block(state)
         if found is not None:
             return found
         features = self.block_features(state)
@@ -83,13 +83,13 @@ class BlockDrafter(HeadDrafter):
         """
         block_size = min(self.block_size, max_nodes - 1)
         top_k = min(self.top_k_on(state.last_hidden.device), state.logit_bias.shape[0])
-        if state.backend is not None:
-            tree = state.backend.tree(state, top_k, max_nodes, block_size)
+        if state.c_draft is not None:
+            tree = state.c_draft.tree(state, top_k, max_nodes, block_size)
             if tree is not None:
                 return tree
         expander = self.expander(state)
-        if state.backend is not None and isinstance(expander, PairExpander):
-            tree = state.backend.tree(state, top_k, max_nodes, block_size, expander)
+        if state.c_draft is not None and isinstance(expander, PairExpander):
+            tree = state.c_draft.tree(state, top_k, max_nodes, block_size, expander)
             if tree is not None:
                 return tree
         if expander is not None:

@@ -35,7 +35,7 @@ KNOWN_CLASSES = frozenset((nn.Linear, nn.Embedding, RMSNorm))
 
 
 class CDraft:
-    """The drafts of one call by a `CHead`. Implements `mmspec.drafters.heads.base.state.DraftBackend`.
+    """The drafts of one call by a `CHead`. Each method may decline: the drafter's own code then does it, over the same state.
 
     Attributes:
         revision: of the modules whose weights it reads.
@@ -61,6 +61,7 @@ class CDraft:
         self.revision = revision_of(modules[0], modules)
 
     def extend_context(self, state: DraftState, pending: Pending) -> bool:
+        """`HeadDrafter.extend_context` over emitted tokens; whether it was done."""
         if self._layer_types:
             return False  # an assistant reads the last token alone
         rows = _indices(count > 0 for count in pending.counts)
@@ -79,7 +80,8 @@ class CDraft:
     def tree(
         self, state: DraftState, top_k: int, max_nodes: int, num_levels: int, pairs: PairExpander | None = None
     ) -> DraftTree | None:
-        """The tree that `expand_levels` grows for these arguments, in active rows; the others have a root alone."""
+        """The tree that `expand_levels` grows with `top_k` children a node, over scores of pairs if there are any, in active
+        rows; the others have a root alone. None if it was not done."""
         if pairs is None and not self._head.grows_trees:
             return None
         rows = _indices(state.active or [True])
@@ -112,6 +114,7 @@ class CDraft:
         )
 
     def block(self, state: DraftState) -> tuple[Tensor, Tensor] | None:
+        """`BlockDrafter.block` in active rows, zeros in the others; None if it was not done."""
         if not self._head.reads_anchors:  # its block is part of its tree
             return None
         rows = _indices(state.active or [True])

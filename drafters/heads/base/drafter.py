@@ -189,5 +189,5 @@ class HeadDrafter(HeadReader, Drafter, ABC):
             state.draft_lm_head = self.head.draft_lm_head(state.shared_embeddings, state.draft_ids)
         prompt, state.prompt = state.prompt, None
         self._prefill(state, prompt, state.first_ids)
-        state.backend = self.c_draft(state)
-        state.recorded = find_recorded_draft(self, state, prompt) if state.backend is None else None
+        state.c_draft = self.c_draft(state)
+        state.recorded = find_recorded_draft(self, state, prompt) if state.c_draft is None else None

@@ -219,7 +219,7 @@ class HeadReader:
             return
         pending, state.pending = Pending.concatenate(state.pending), []
         self.follow_tokens(state, pending.tokens, pending.counts)
-        if state.backend is None or not state.backend.extend_context(state, pending):
+        if state.c_draft is None or not state.c_draft.extend_context(state, pending):
             inputs, position_ids = self.pending_inputs(state, pending.tokens, pending.hidden_states)
             self.extend_context(state, inputs, position_ids, pending.counts)
         state.next_positions = [position + n for position, n in zip(state.next_positions, pending.counts, strict=True)]

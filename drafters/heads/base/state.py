@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -15,11 +15,10 @@ from mmspec.economy.chooser import Chooser
 from mmspec.engine.host_copy import from_host
 from mmspec.engine.kv_cache import RaggedKVCache
 from mmspec.engine.recordings import Recordings
-from mmspec.engine.tree import DraftTree
 from mmspec.interfaces import Prompt, SharedEmbeddings, TargetKeys
 
 if TYPE_CHECKING:
-    from mmspec.drafters.heads.base.expand import PairExpander
+    from mmspec.drafters.heads.base.c_draft import CDraft
     from mmspec.drafters.heads.base.recorded import RecordedDraft
 
 
@@ -65,24 +64,6 @@ class Pending:
         return cls(tokens.gather(1, index), hidden_states, counts)
 
 
-class DraftBackend(Protocol):
-    """The implementation of a drafter's operations in C, for one call.
-
-    Each may decline: the drafter's own code then does it, over the same state.
-    """
-
-    def extend_context(self, state: DraftState, pending: Pending) -> bool:
-        """`HeadDrafter.extend_context` over emitted tokens; whether it was done."""
-
-    def tree(
-        self, state: DraftState, top_k: int, max_nodes: int, num_levels: int, pairs: PairExpander | None = None
-    ) -> DraftTree | None:
-        """`HeadDrafter.draft_tree` with `top_k` children per node, over scores of pairs; None if it was not done."""
-
-    def block(self, state: DraftState) -> tuple[Tensor, Tensor] | None:
-        """`BlockDrafter.block` in active rows, zeros in the others; None if it was not done."""
-
-
 @dataclass
 class DraftState:
     """State of one call; created by `HeadDrafter.begin`. Methods with further state have a subclass.
@@ -107,7 +88,7 @@ class DraftState:
         hidden_size: S, numbers per position that the head reads of the target; 0 before the prompt.
         draft_ids: [V'] int64, target ids of the draft vocabulary; None if it is the target's vocabulary.
         draft_lm_head: [V', D] weights of the LM head for `draft_ids`, or None.
-        backend: the head in C; None if it runs in its own forward.
+        c_draft: the head in C; None if it runs in its own forward.
         recorded: its recorded drafts, or None.
         recordings: of the call; None if nothing of it is recorded.
         position_offset: [B] int64, `next_positions` less the lengths of the cache, in a recorded function; else None.
@@ -134,7 +115,7 @@ class DraftState:
     hidden_size: int = 0
     draft_ids: Tensor | None = None
     draft_lm_head: Tensor | None = None
-    backend: DraftBackend | None = None
+    c_draft: CDraft | None = None
     recorded: RecordedDraft | None = None
     recordings: Recordings | None = None
     position_offset: Tensor | None = None

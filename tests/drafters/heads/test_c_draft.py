@@ -178,8 +178,8 @@ class TwoStates:
         prompt = build_c_prompt(target, 12, (0, 3), **noise)
         prompt = replace(prompt, hidden_states={i: one.to(dtype) for i, one in prompt.hidden_states.items()})
         self.compiled, self.plain = (begin_decoding(target, drafter, prompt) for _ in range(2))
-        assert self.compiled.backend is not None
-        self.plain.backend = None
+        assert self.compiled.c_draft is not None
+        self.plain.c_draft = None
 
     def round(self, counts: tuple[int, int]) -> None:
         """Draft with both and compare; then each row emits so many random tokens."""
@@ -347,7 +347,7 @@ def test_rows_that_have_ended_cost_nothing(
     drafter, states = build_drafter(kind), TwoStates(target, build_drafter(kind), sampled)
     alone, together = states.compiled, states.plain
     for state in (alone, together):
-        state.backend, state.static_shapes = drafter.c_draft(state), True  # as many levels whatever they cost
+        state.c_draft, state.static_shapes = drafter.c_draft(state), True  # as many levels whatever they cost
     computed = []
 
     def spy(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -381,8 +381,8 @@ def test_rows_that_have_ended_cost_nothing(
 def test_a_call_leaves_nothing_behind(best_kernel: None, target: FakeTarget) -> None:
     states = TwoStates(target, build_drafter("eagle"))
     states.round((2, 2))
-    assert states.compiled.backend is not None
-    references = [weakref.ref(states.compiled.backend), weakref.ref(states.compiled.backend._head)]
+    assert states.compiled.c_draft is not None
+    references = [weakref.ref(states.compiled.c_draft), weakref.ref(states.compiled.c_draft._head)]
     del states
     gc.collect()
     assert [reference() for reference in references] == [None, None]
@@ -424,7 +424,7 @@ def test_changed_heads_are_not_recognised(
 ) -> None:
     drafter = build_drafter(kind)
     change(drafter.head)
-    assert begin_decoding(target, drafter, build_c_prompt(target, 8)).backend is None
+    assert begin_decoding(target, drafter, build_c_prompt(target, 8)).c_draft is None
 
 
 @pytest.mark.parametrize("own_scale", [None, 1.0, 0.5])
@@ -445,20 +445,20 @@ def test_scaled_embeddings_and_logits(kind: str, own_scale: float | None, best_k
 def test_other_heads_and_no_kernel(best_kernel: None, target: FakeTarget, monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = build_prompt(target, 8)
     independent = FlashHead(replace(KINDS["flash"][0], markov_rank=0))
-    assert begin_decoding(target, FlashDrafter(independent, num_layers=NUM_LAYERS), prompt).backend is None
+    assert begin_decoding(target, FlashDrafter(independent, num_layers=NUM_LAYERS), prompt).c_draft is None
     one_state = Eagle3Head(replace(EAGLE3_CONFIG, hidden_state_layers=(NUM_LAYERS,)))
-    assert begin_decoding(target, Eagle3Drafter(one_state, "coupled", num_layers=NUM_LAYERS), prompt).backend is None
+    assert begin_decoding(target, Eagle3Drafter(one_state, "coupled", num_layers=NUM_LAYERS), prompt).c_draft is None
     for change in ({"sliding_windows": (3, 0)}, {"causal_layers": (True, False)}):
         masked = DsparkHead(replace(DSPARK_CONFIG, hidden_state_layers=(0,), **change))
-        assert begin_decoding(target, DsparkDrafter(masked, num_layers=NUM_LAYERS), prompt).backend is None
+        assert begin_decoding(target, DsparkDrafter(masked, num_layers=NUM_LAYERS), prompt).c_draft is None
 
     class Others(DsparkDrafter):
         """Of a user."""
 
     dflash = build_head("dflash")
-    assert begin_decoding(target, Others(dflash, num_layers=NUM_LAYERS), build_c_prompt(target, 8)).backend is None
+    assert begin_decoding(target, Others(dflash, num_layers=NUM_LAYERS), build_c_prompt(target, 8)).c_draft is None
     monkeypatch.setattr(c_draft, "active_kernel", lambda: None)
-    assert begin_decoding(target, build_drafter("eagle"), prompt).backend is None
+    assert begin_decoding(target, build_drafter("eagle"), prompt).c_draft is None
 
 
 def test_hooks_and_autocast_during_a_call(best_kernel: None, target: FakeTarget, calls: Calls) -> None:

@@ -55,9 +55,9 @@ def compared(drafter: OwnDrafter, dtype: torch.dtype, monkeypatch: pytest.Monkey
 
     def both_trees(self: CDraft, state: DraftState, *sizes: int) -> DraftTree | None:
         mine, (_, max_nodes, num_levels) = tree(self, state, *sizes), sizes
-        state.backend = None
+        state.c_draft = None
         want = drafter.draft_tree(state, max_nodes, num_levels)
-        state.backend = self
+        state.c_draft = self
         counted.drafts, counted.refused = counted.drafts + 1, counted.refused + (mine is None)
         for row in range(len(want.tokens)) if mine is not None and state.active else ():
             if not state.active[row]:
