@@ -29,7 +29,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 import mmspec
-from mmspec.build import _draftable_ids
+from mmspec.decode import _draftable_ids
 from mmspec.engine.tree import DraftTree
 from mmspec.interfaces import Prompt
 from mmspec.targets.forward import run_forward

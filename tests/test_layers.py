@@ -68,7 +68,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("arguments", "fallback"),
     ("backend",),
     ("prefill",),
-    ("build", "reuse"),
+    ("reuse",),
     ("decode",),
     ("generate",),
     ("patching",),

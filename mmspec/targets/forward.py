@@ -19,7 +19,6 @@ from mmspec.engine.tree import DraftTree
 from mmspec.engine.tree_cache import CACHE_ARGUMENT, TreeCache
 from mmspec.targets.base import ModelAdapter
 from mmspec.targets.capture_hooks import layer_inputs
-from mmspec.targets.tree_mask import visible_keys, within_window
 
 CAN_SELECT_HIDDEN_STATES = hasattr(output_capturing, "selected_hidden_states")
 """Whether this transformers can return chosen hidden states only; older versions return all of them."""
@@ -148,11 +147,11 @@ class NodeForward:
             return None
         is_recorded = isinstance(kv_cache, RecordedKVCache)
         lengths = kv_cache.lengths_on(tree.tokens.device)
-        visible = visible_keys(tree, lengths, kv_cache.kv_len, padding)
+        visible = _visible_keys(tree, lengths, kv_cache.kv_len, padding)
         if "sliding_attention" not in self._layer_types or self._has_one_mask:
             return self._to_mask(visible, is_recorded)
         assert self._window is not None
-        sliding = self._to_mask(visible & within_window(tree, lengths, kv_cache.kv_len, self._window), is_recorded)
+        sliding = self._to_mask(visible & _within_window(tree, lengths, kv_cache.kv_len, self._window), is_recorded)
         if self._layer_types == {"sliding_attention"}:
             return sliding
         full = self._to_mask(visible, is_recorded)
@@ -174,6 +173,42 @@ class NodeForward:
         aligned = -(-width // MASK_ALIGNMENT) * MASK_ALIGNMENT
         mask = torch.zeros(*rows, aligned, dtype=dtype, device=visible.device)[..., :width]
         return mask.masked_fill_(~visible, torch.finfo(dtype).min)[:, None]
+
+
+def _visible_keys(tree: DraftTree, lengths: Tensor, kv_len: int, padding: Tensor | None) -> Tensor:
+    """[B, N, kv_len] bool: each node attends to its row's committed positions and to its ancestors.
+
+    Args:
+        tree: the tree to score.
+        lengths: [B] int64, committed positions.
+        kv_len: positions of the cache.
+        padding: [B, any length] bool, False where a prompt is padded; None without padding.
+    """
+    assert tree.ancestor_mask is not None
+    batch, num_nodes = tree.tokens.shape
+    committed = torch.arange(kv_len, device=lengths.device) < lengths[:, None]
+    if padding is not None:
+        committed[:, : padding.shape[1]] &= padding[:, :kv_len]
+    visible = committed[:, None].expand(batch, num_nodes, -1).contiguous()
+    keys = _node_keys(tree, lengths)[:, None].expand(batch, num_nodes, num_nodes)
+    return visible.scatter_(2, keys, tree.ancestor_mask)
+
+
+def _within_window(tree: DraftTree, lengths: Tensor, kv_len: int, window: int) -> Tensor:
+    """[B, N, kv_len] bool: keys less than `window` positions before each node.
+
+    Positions are those of the sequence, padding included, as transformers' own masks count them. Arguments as above.
+    """
+    assert tree.depths is not None
+    depths = torch.where(tree.node_mask, tree.depths, 0)
+    index = torch.arange(kv_len, device=lengths.device).expand(len(lengths), -1)
+    position = index.scatter(1, _node_keys(tree, lengths), lengths[:, None] + depths)
+    return (lengths[:, None] + tree.depths)[:, :, None] - position[:, None] < window
+
+
+def _node_keys(tree: DraftTree, lengths: Tensor) -> Tensor:
+    """[B, N] index of the nodes' keys in the cache."""
+    return lengths[:, None] + torch.arange(tree.num_nodes, device=lengths.device)
 
 
 def takes_one_mask(adapter: ModelAdapter) -> bool:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from c_bugs import faulty_kernel, faulty_sources
 
-from mmspec.cpu import ngram_types, ngrams
+from mmspec.cpu import ngrams
 from mmspec.cpu.c_kernel import load_kernel
 from mmspec.cpu.ngrams import CNgrams
 from mmspec.drafters.ngram import output_ngrams
@@ -149,9 +149,9 @@ def test_structs_are_as_large_as_in_the_library_of_ngrams() -> None:
     library = load_kernel().library
     library.few_rows_ngrams_struct_bytes.restype = ctypes.c_int64
     structs = (
-        ngram_types.TableStruct,
-        ngram_types.ContextStruct,
-        ngram_types.SuccessorStruct,
+        ngrams.TableStruct,
+        ngrams.ContextStruct,
+        ngrams.SuccessorStruct,
     )
     sizes = [ctypes.sizeof(struct) for struct in structs]
     assert [library.few_rows_ngrams_struct_bytes(number) for number in range(len(structs))] == sizes
