@@ -69,8 +69,8 @@ INLINE void NAME(block_layer)(const drafting *g, const decoder_layer *l, float *
       NAME(feed_forward)(&inner, &bare, own, next);
     else
       NAME(self_attention)(&inner, &bare, own, next);
-    const float *const behind = taps + T * D, *const added = g->changes + w->rows / 2;
-    NAME(mix_neighbours)(g, T, g->s.branch, behind, added, w->rows, 1, g->s.x, tapped + MIX_BEHIND_PHASE);
+    int64_t *const taken = tapped + MIX_BEHIND_PHASE;
+    NAME(mix_neighbours)(g, T, g->s.branch, taps + T * D, g->changes + w->rows / 2, w->rows, 1, g->s.x, taken);
   }
 }
 

@@ -63,13 +63,13 @@ class CallLayerSubsets:
     def byte_share(self) -> float:
         if (bits := self._needs.copy_bits) is None:
             return 1.0
-        adapter, rounds = self._target.adapter, self._target.rounds
+        adapter, forwards = self._target.adapter, self._target.c_forwards
         count = max(1, num_copied_weights(adapter, self._target.revision))
         if (known := find_copy(adapter, bits)) is not None:
             copied: float = known.nbytes
         else:  # of those that it may have, the most: who makes it for nothing has lost more than who waits
             copied = sum(quantised_bytes(-(-count // GROUP), GROUP, max(bit_choices(bits, count))))
-        read = [] if rounds is None else [one for one in rounds.decoder.matrices() if isinstance(one, Tensor)]
+        read = [] if forwards is None else [one for one in forwards.decoder.matrices() if isinstance(one, Tensor)]
         itemsize = sum(one.nbytes for one in read) / sum(one.numel() for one in read) if read else 0
         return copied / count / (itemsize or adapter.model.dtype.itemsize)
 
