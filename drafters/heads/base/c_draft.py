@@ -35,7 +35,7 @@ KNOWN_CLASSES = frozenset((nn.Linear, nn.Embedding, RMSNorm))
 
 
 class CDraft:
-    """The drafts of one call by a `CHead`. Each method may decline: the drafter's own code then does it, over the same state.
+    """The drafts of one call by a `CHead`. Each may decline: the drafter's own code then does it, over the same state.
 
     Attributes:
         revision: of the modules whose weights it reads.
@@ -80,8 +80,8 @@ class CDraft:
     def tree(
         self, state: DraftState, top_k: int, max_nodes: int, num_levels: int, pairs: PairExpander | None = None
     ) -> DraftTree | None:
-        """The tree that `expand_levels` grows with `top_k` children a node, over scores of pairs if there are any, in active
-        rows; the others have a root alone. None if it was not done."""
+        """The tree that `expand_levels` grows with `top_k` children a node, over scores of pairs if there are any, in
+        active rows; the others have a root alone. None if it was not done."""
         if pairs is None and not self._head.grows_trees:
             return None
         rows = _indices(state.active or [True])
