@@ -153,8 +153,27 @@ def test_the_text_model_and_embeddings_give_the_same_tokens(
     weights = read_safetensors(folder / "model.safetensors")
     assert {gguf_name(name) for name in weights} >= {"token_embd.weight", "blk.1.attn_q.weight", "output_norm.weight"}
     assert sum(a.nbytes for n, a in weights.items() if "embed_tokens" not in n) == text_weight_bytes(tiny.model)
-    with pytest.raises(ValueError, match="Llama has no tensor"):
-        gguf_name("model.layers.0.self_attn.q_proj.bias")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name", "expected"),
+    [
+        ("qwen2", "self_attn.q_proj.bias", "attn_q.bias"),
+        ("gemma3", "pre_feedforward_layernorm.weight", "ffn_norm.weight"),
+        ("gemma3", "post_attention_layernorm.weight", "post_attention_norm.weight"),
+        ("llama", "post_attention_layernorm.weight", "ffn_norm.weight"),
+        ("llama", "self_attn.q_proj.bias", None),
+        ("qwen2", "self_attn.o_proj.bias", None),
+        ("qwen2", "self_attn.q_norm.weight", None),
+    ],
+)
+def test_names_of_tensors_in_gguf(architecture: str, name: str, expected: str | None) -> None:
+    """As llama.cpp reads them; with the real Gemma 3 270M it answers as transformers does."""
+    if expected is not None:
+        assert gguf_name(f"model.layers.3.{name}", architecture) == f"blk.3.{expected}"
+        return
+    with pytest.raises(ValueError, match=f"{architecture} has no tensor"):
+        gguf_name(f"model.layers.3.{name}", architecture)
 
 
 def test_rotary_halves_become_pairs() -> None:
