@@ -1,7 +1,8 @@
 """Text weights of transformers to GGUF: `PYTHON write_gguf.py FOLDER FILE [F32|BF16|F16]`, the type of matrices.
 
 Of Llama, Qwen2 and Gemma 3. Imports nothing of mmspec; needs numpy and gguf. Reads `config.json` and
-`model.safetensors` (float32). The file has no vocabulary: peers exchange token ids. Layout of names and of the rotary halves: llama.cpp, convert_hf_to_gguf.py.
+`model.safetensors` (float32). The file has no vocabulary: peers exchange token ids. Layout of names and of the rotary
+halves: llama.cpp, convert_hf_to_gguf.py.
 """
 
 from __future__ import annotations
