@@ -29,7 +29,6 @@ from mmspec.engine.tree_cache import CACHE_ARGUMENT
 from mmspec.interfaces.drafter import modules_of
 from mmspec.targets.hf import HFTarget
 from mmspec.targets.lanes import MAX_LENGTH
-from mmspec.targets.model_state import unknown_code
 
 # --- recorded ---------------------------------------------------------------------------------------------------------
 
@@ -67,8 +66,8 @@ def _reason_against_recording(call: Call, max_length: int, recorder: Callable[[]
         return f"nothing records on {model.device}"
     if needs.layer_subsets and not needs.optional_copy:  # a recorded round runs all layers
         return "the drafter runs some of the model's layers"
-    if (reason := unknown_code(plan.adapter, plan.modules)) is not None:
-        return reason
+    if plan.unknown_code is not None:
+        return plan.unknown_code
     if getattr(cache, "_is_user_defined", False) or cache.get_seq_length():
         return "past_key_values that was passed to generate"
     if max_length > MAX_LENGTH:
@@ -123,7 +122,7 @@ def _use_c(plan: CallPlan, target: HFTarget, reason: str | None) -> None:
         kernel = load_kernel() if plan.autotuner.allow_c else None
         reason = f"there is no C kernel: {describe_kernel().removeprefix('none: ')}"
     if kernel is not None:
-        target.use_c(kernel, plan.modules)
+        target.use_c(kernel, plan.unknown_code)
         reason = None if target.c_forwards is not None else "it does not compute this model, with these inputs"
     if reason is not None and plan.config.backend == "c":
         plan.warn(f"backend='c': a call runs in torch ({reason})")

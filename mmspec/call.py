@@ -12,6 +12,7 @@ from mmspec.config import SpecConfig
 from mmspec.cpu.huge_pages import HugePages
 from mmspec.cpu.linear import LinearAutotuner
 from mmspec.economy.known import Economy
+from mmspec.engine.criteria import StepCriteria
 from mmspec.engine.prefix import Prefix, PrefixStore, PromptRows
 from mmspec.engine.revision import Revision
 from mmspec.metrics.stats import Stats
@@ -76,7 +77,8 @@ class CallPlan:
         warn: logs a message once per model.
         modules: result of the scan over the model's modules.
         revision: of the model at the start of the call, with what was derived from it.
-        media_inputs: the arguments that describe images and videos, if the drafter requires them.
+        media_inputs: see `mmspec.interfaces.Prompt`.
+        unknown_code: why it is not known what exactly the rounds run (`mmspec.targets.model_state`); None if it is.
         prefix_use: see `PrefixUse`; None if the call shares nothing with others.
         huge_pages: moves the model's weights into huge pages.
     """
@@ -94,6 +96,7 @@ class CallPlan:
     warn: Callable[[str], None]
     modules: ModuleScan
     revision: Revision
+    unknown_code: str | None
     media_inputs: Mapping[str, Any] = field(default_factory=dict)
     prefix_use: PrefixUse | None = None
     huge_pages: HugePages = field(default_factory=HugePages)
@@ -111,12 +114,16 @@ class Call:
         generation_config: the prepared `GenerationConfig`.
         model_kwargs: the other arguments of the model's forward.
         stats: counters and times of this call.
+        max_new_tokens: largest number of new tokens of any row, at least 1.
+        runs_user_code: whether a streamer, a processor or a criterion is user code.
     """
 
     plan: CallPlan
     input_ids: Tensor
     processors: Any
-    criteria: Any
+    criteria: StepCriteria
     generation_config: Any
     model_kwargs: dict[str, Any]
     stats: Stats
+    max_new_tokens: int
+    runs_user_code: bool

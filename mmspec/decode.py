@@ -33,12 +33,10 @@ from mmspec.engine.sampler import TreeSampler
 from mmspec.engine.tree_cache import CACHE_ARGUMENT
 from mmspec.engine.undo import undone
 from mmspec.interfaces import Compressor, ObservedRound, Prompt, VisualGrid
-from mmspec.interfaces.target import own_copies
 from mmspec.metrics.compression_stats import RecordingCompressor
 from mmspec.metrics.stats import Stats
 from mmspec.prefill import Prefilled, prefill
 from mmspec.reference import reference_rows
-from mmspec.reuse import keep_prompt
 from mmspec.targets.assistant import TargetKeysReader
 from mmspec.targets.base import ModelAdapter
 from mmspec.targets.hf import HFTarget
@@ -75,8 +73,10 @@ def decode(call: Call) -> Any:
         except BaseException:
             target.restore_user_cache()
             raise
-        if call.plan.prefix_use is not None:
-            keep_prompt(call.plan.prefix_use, loop.output, prefilled, call.plan.num_return_sequences)
+        use, states = call.plan.prefix_use, target.states
+        if use is not None and use.revision.is_current(reads_data=True):
+            found = use.rows, loop.output.sequences, target.buffer, prefilled[2], call.plan.num_return_sequences
+            use.store.add(*found, None if states is None else states.prompt, use.revision)
         return result
 
 
@@ -212,9 +212,9 @@ def _build_prompt(call: Call, prefilled: Prefilled, output: OutputBuffer, privat
     drafter, needs = config.drafter, config.drafter.requirements
     grids = _visual_grids(plan, input_ids) if hidden_states else ()
     banned_ids = _banned_ids(call, logits.shape[-1])
-    compressor = None if config.active_compressor is None else RecordingCompressor(config.active_compressor)
-    if compressor is not None and not is_builtin(compressor.inner):
-        compressor.context_factory = lambda: private_draws
+    compressor = config.active_compressor
+    if compressor is not None:
+        compressor = RecordingCompressor(compressor, None if is_builtin(compressor) else private_draws)
     return Prompt(
         input_ids=input_ids.clone(),  # the user's own: a drafter may write into what it is given
         attention_mask=attention_mask[:, -length:].to(torch.bool, copy=True),
@@ -232,7 +232,7 @@ def _build_prompt(call: Call, prefilled: Prefilled, output: OutputBuffer, privat
         static_shapes=config.fixed_tree_size is not None,
         compressor=compressor,
         max_new_tokens=target.max_new_tokens if target.max_new_tokens < UNLIMITED else None,
-        media_inputs=own_copies(plan.media_inputs) if repeats == 1 else {},
+        media_inputs=plan.media_inputs,
         layer_subsets=open_layer_subsets(target, needs) if needs.layer_subsets else None,
         target_keys=TargetKeysReader.of(target) if needs.target_keys else None,
         c_shape=lambda: target.c_shape,

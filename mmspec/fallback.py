@@ -10,8 +10,8 @@ A reason names the option, since it is logged once as a warning (one that holds 
 5. `missing_hidden_states`: layers that the drafter reads and the model has no more.
 6. `ModelAdapter.unsupported_reason`: attention, layer types and rotary scaling of the model.
 7. `reason_after_prepare`: the prepared generation config and model inputs.
-8. `HFTarget.unsupported_reason`: the cache (`engine.tree_cache`) and the attention mask of the call.
-9. `mmspec.prefill`, by `FallbackRequired`: a forward that draws random numbers, a length beyond what one mask serves.
+8. `HFTarget.unsupported_reason`: cache (`engine.tree_cache`), attention mask, and a length beyond what one mask serves.
+9. `mmspec.prefill`, by `FallbackRequired`: a forward that draws random numbers.
 """
 
 from __future__ import annotations
@@ -95,12 +95,12 @@ class FallbackPolicy:
     def after_prepare(self, call: Call) -> str | None:
         """The same, once transformers has prepared the call."""
         adapter, model_kwargs = self._adapter, call.model_kwargs
-        pads = any(hasattr(criterion, "eos_token_id") for criterion in call.criteria)
+        pads = call.criteria.has_eos
         return (
             adapter.unsupported_reason()
             or reason_after_prepare(call.generation_config, adapter.model, model_kwargs, pads)
             or (_padding_reason(call, adapter) if pads else None)
-            or target_class(adapter).unsupported_reason(adapter, call.input_ids, model_kwargs)
+            or target_class(adapter).unsupported_reason(adapter, call.input_ids, model_kwargs, call.max_new_tokens)
         )
 
     def standing_reason(self) -> str | None:

@@ -28,17 +28,20 @@ from mmspec.costs import DrafterCosts, load_kernel_choices, store_kernel_choices
 from mmspec.cpu.huge_pages import HugePages
 from mmspec.cpu.linear import LinearAutotuner
 from mmspec.decode import decode
+from mmspec.engine.criteria import StepCriteria, max_steps
 from mmspec.engine.prefix import PrefixStore
 from mmspec.engine.revision import Revision
+from mmspec.engine.sampler import user_code
 from mmspec.engine.undo import undo_lost, undone
 from mmspec.fallback import FallbackPolicy, reason_before_binding
 from mmspec.forks import new_lock, note_threads
+from mmspec.interfaces.target import own_copies
 from mmspec.metrics.stats import Stats
 from mmspec.resolve import DrafterCache
 from mmspec.reuse import after_prompt, find_prefix
 from mmspec.targets.base import ModelAdapter
 from mmspec.targets.lanes import LanePool
-from mmspec.targets.model_state import model_revision
+from mmspec.targets.model_state import model_revision, unknown_code
 from mmspec.targets.module_scan import ModuleScan, scan_modules
 from mmspec.targets.patched_class import own_generate
 from mmspec.targets.prompt_rows import PIXEL_INPUTS
@@ -152,7 +155,9 @@ class PatchState:
         start_time: float,
     ) -> CallPlan:
         """What is known of a call that the loop decodes."""
-        vision_args = self.adapter.layout.vision_args
+        vision_args, needs = self.adapter.layout.vision_args, config.drafter.requirements
+        repeats = max(1, option_getter(arguments, self.model)("num_return_sequences") or 1)
+        unknown = unknown_code(self.adapter, modules)
         return CallPlan(
             adapter=self.adapter,
             config=config,
@@ -163,12 +168,13 @@ class PatchState:
             start_time=start_time,
             streamer=arguments.get("streamer"),
             vision_inputs={name: arguments[name] for name in vision_args if arguments.get(name) is not None},
-            num_return_sequences=max(1, option_getter(arguments, self.model)("num_return_sequences") or 1),
+            num_return_sequences=repeats,
             warn=self._warn_once,
             modules=modules,
             revision=revision,
-            media_inputs=media_inputs(arguments, self.model) if config.drafter.requirements.media_inputs else {},
-            prefix_use=find_prefix(self.prefixes, self.adapter, config, arguments, modules),
+            unknown_code=unknown,
+            media_inputs=own_copies(media_inputs(arguments, self.model)) if needs.media_inputs and repeats == 1 else {},
+            prefix_use=None if unknown else find_prefix(self.prefixes, self.adapter, config, arguments, modules),
             huge_pages=self.huge_pages,
         )
 
@@ -183,8 +189,18 @@ class PatchState:
             generation_config: Any,
             **model_kwargs: Any,
         ) -> Any:
-            prepared = input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs
-            call = Call(plan, *prepared, stats)
+            criteria, limit = StepCriteria(stopping_criteria, input_ids), generation_config.max_length
+            call = Call(
+                plan,
+                input_ids,
+                logits_processor,
+                criteria,
+                generation_config,
+                model_kwargs,
+                stats,
+                min(criteria.max_steps, max_steps([] if limit is None else [limit], input_ids.shape[-1])),
+                plan.streamer is not None or criteria.has_user_code or bool(user_code(logits_processor)),
+            )
             reason = self.policy.after_prepare(call)
             if reason is None:
                 try:

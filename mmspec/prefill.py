@@ -8,14 +8,11 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 from mmspec.backend import find_recorder, use_prompt_linear_kernels
 from mmspec.call import Call, FallbackRequired
-from mmspec.engine.criteria import is_user_code, max_steps
 from mmspec.engine.draws import DrawsRandomNumbers, ForbidDraws
 from mmspec.engine.prefix import Prefix
-from mmspec.engine.sampler import user_code
 from mmspec.targets.agreement import equal_logits
 from mmspec.targets.hf import HFTarget
 from mmspec.targets.lanes import Lane, UnrecordableCallError
@@ -39,7 +36,7 @@ def prefill(call: Call, stack: ExitStack) -> Prefilled:
         FallbackRequired: transformers must decode this call.
     """
     plan = call.plan
-    batch, length = call.input_ids.shape[0], call.input_ids.shape[1] + max_new_tokens(call)
+    batch, length = call.input_ids.shape[0], call.input_ids.shape[1] + call.max_new_tokens
     recorder = find_recorder(call, length)
     with use_prompt_linear_kernels(plan):
         lane = stack.enter_context(plan.lanes.lease(plan.revision, batch, length, recorder))
@@ -54,20 +51,22 @@ def prefill(call: Call, stack: ExitStack) -> Prefilled:
 
 def _prefill(call: Call, lane: Lane | None) -> Prefilled:
     target, use, repeats = _build_target(call, lane), call.plan.prefix_use, call.plan.num_return_sequences
-    if target.user_cache.get_seq_length():
-        try:
-            return _watched_prefill(call, target, None)
-        except (RuntimeError, ValueError, TypeError, IndexError) as error:  # keys and values of another model
-            raise FallbackRequired(f"past_key_values that the forward rejects ({type(error).__name__})") from error
-    if use is None or use.prefix is None:
-        return _watched_prefill(call, target, None)
-    prefix = use.prefix.repeated(repeats)
-    prefilled = _watched_prefill(call, target, prefix if use.is_known else None)
+    prefix = None if use is None or use.prefix is None else use.prefix.repeated(repeats)
+    try:
+        prefilled = _watched_prefill(call, target, None if use is None or not use.is_known else prefix)
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        if not target.user_cache.get_seq_length():
+            raise
+        # keys and values of another model
+        raise FallbackRequired(f"past_key_values that the forward rejects ({type(error).__name__})") from error
+    if use is None or prefix is None:
+        return prefilled
     if use.is_known:
         seen = use.rows.tokens[:, : prefix.length, 1]
         call.stats.reused_positions = int(seen.sum()) * repeats
     else:
-        use.store.judge(use.has_media, _serves(call, prefix, prefilled), use.revision)
+        serves = _serves(call, prefix, prefilled)
+        use.store.judge(use.has_media, serves, use.revision)
     return prefilled
 
 
@@ -115,28 +114,14 @@ def _watch_key(call: Call) -> Hashable | None:
 
 def _build_target(call: Call, lane: Lane | None) -> HFTarget:
     plan = call.plan
-    runs_user_code = (
-        plan.streamer is not None or bool(user_code(call.processors)) or any(map(is_user_code, call.criteria))
-    )
-    target = target_class(plan.adapter)(
+    return target_class(plan.adapter)(
         plan.adapter,
         call.input_ids,
         call.model_kwargs,
         call.generation_config,
-        max_new_tokens(call),
+        call.max_new_tokens,
         inference_mode=plan.modules.can_use_inference_mode,
         revision=plan.revision,
-        cache_is_observed=runs_user_code,
+        cache_is_observed=call.runs_user_code,
         lane=lane,
     )
-    if (reason := target.length_reason()) is not None:
-        raise FallbackRequired(reason)
-    return target
-
-
-def max_new_tokens(call: Call) -> int:
-    """Largest number of new tokens of any row, at least 1."""
-    lengths = [criterion.max_length for criterion in call.criteria if type(criterion) is MaxLengthCriteria]
-    if call.generation_config.max_length is not None:
-        lengths.append(call.generation_config.max_length)
-    return max_steps(lengths, call.input_ids.shape[1])

@@ -8,11 +8,9 @@ from mmspec.arguments import media_inputs
 from mmspec.call import PrefixUse
 from mmspec.config import SpecConfig
 from mmspec.cpu.interception import operators_are_intercepted
-from mmspec.engine.output import OutputBuffer
 from mmspec.engine.prefix import PrefixStore
-from mmspec.prefill import Prefilled
 from mmspec.targets.base import ModelAdapter
-from mmspec.targets.model_state import describe_calls, is_plain_class, unknown_code
+from mmspec.targets.model_state import describe_calls, is_plain_class
 from mmspec.targets.module_scan import ModuleScan
 from mmspec.targets.prompt_rows import describe_rows
 
@@ -20,7 +18,7 @@ from mmspec.targets.prompt_rows import describe_rows
 def find_prefix(
     store: PrefixStore, adapter: ModelAdapter, config: SpecConfig, arguments: dict[str, Any], modules: ModuleScan
 ) -> PrefixUse | None:
-    """What earlier calls have computed of this call's prompts; None if it shares nothing with others.
+    """What earlier calls of known code have computed of this call's prompts; None if it shares nothing with others.
 
     Args:
         store: of the patched model.
@@ -32,8 +30,7 @@ def find_prefix(
     model = adapter.model
     if config.reuse_prefix is False:
         return None
-    is_known = unknown_code(adapter, modules) is None and all(map(is_plain_class, modules.kinds))
-    if not is_known or operators_are_intercepted():
+    if not all(map(is_plain_class, modules.kinds)) or operators_are_intercepted():
         return None  # adapters and users' own modules or operators: what they compute may change without a trace
     scope = "" if config.reuse_prefix is True else str(config.reuse_prefix)
     rows = describe_rows(adapter, arguments, media_inputs(arguments, model), scope)
@@ -43,15 +40,6 @@ def find_prefix(
     prefix = store.find(rows, config.drafter.requirements.hidden_state_indices)
     verdict = store.verdicts.get(any(rows.digests))
     return PrefixUse(store, rows, revision, None if verdict is False else prefix, verdict is True)
-
-
-def keep_prompt(use: PrefixUse, output: OutputBuffer, prefilled: Prefilled, repeats: int) -> None:
-    """Leave what a call has computed to later ones, unless the model has changed meanwhile."""
-    target, _, hidden_states = prefilled
-    if use.revision.is_current(reads_data=True):
-        recurrent = None if target.states is None else target.states.prompt
-        found = output.sequences, target.buffer, hidden_states
-        use.store.add(use.rows, *found, repeats, recurrent, use.revision)
 
 
 class _AfterPrompt:

@@ -19,6 +19,7 @@ CriterionInputs = tuple[Tensor, tuple[Tensor, ...] | None]
 """The arguments of a criterion: `input_ids` [B, length], and the processed scores of each step if they are returned."""
 UNLIMITED_STEPS = 1 << 40
 """Length limit of a call without a length criterion."""
+_WITHOUT_SIDE_EFFECTS = (hf.EosTokenCriteria, hf.MaxLengthCriteria, hf.MaxTimeCriteria, hf.StopStringCriteria)
 
 
 class StepCriteria:
@@ -27,24 +28,28 @@ class StepCriteria:
     Attributes:
         criteria: as transformers built them.
         device: device of the output.
+        max_steps: number of steps after which every row stops by a length criterion, at least 1.
         stop_ids: [E] int64 ids that end a row, on `device`, or None.
         stop_id_set: the same ids on the host.
         has_eos: whether a criterion has stop ids; finished rows emit padding then, as in transformers.
-        has_user_code: whether a criterion is user code.
+        has_user_code: whether a criterion is user code, which may have any side effect, also draw random numbers.
     """
 
-    def __init__(self, criteria: Sequence[Any], device: torch.device) -> None:
+    def __init__(self, criteria: Sequence[Any], prompt: Tensor) -> None:
+        """
+        Args:
+            criteria: see the attributes.
+            prompt: [B, L] int64 of the call.
+        """
         self.criteria = list(criteria)
-        self.device = device
+        self.device = device = prompt.device
+        lengths = [c.max_length for c in self.criteria if type(c) is hf.MaxLengthCriteria]
+        self.max_steps = max_steps(lengths, prompt.shape[-1])
         eos_ids = [c.eos_token_id.flatten() for c in self.criteria if type(c) is hf.EosTokenCriteria]
         self.stop_ids = torch.cat(eos_ids).to(device) if eos_ids else None
         self.stop_id_set = frozenset(self.stop_ids.tolist()) if self.stop_ids is not None else frozenset()
         self.has_eos = any(hasattr(criterion, "eos_token_id") for criterion in self.criteria)
-        self.has_user_code = any(map(is_user_code, self.criteria))
-
-    def max_steps(self, prompt_length: int) -> int:
-        """Number of steps after which every row stops, at least 1."""
-        return max_steps([c.max_length for c in self.criteria if type(c) is hf.MaxLengthCriteria], prompt_length)
+        self.has_user_code = any(type(criterion) not in _WITHOUT_SIDE_EFFECTS for criterion in self.criteria)
 
     def stopped_rows(self, tokens: list[int], length: int, build_inputs: Callable[[], CriterionInputs]) -> list[bool]:
         """The rows that the criteria stop at one step. Every criterion is called, as in transformers.
@@ -79,11 +84,6 @@ def max_steps(max_lengths: Sequence[Any], prompt_length: int) -> int:
     """Number of steps after which every row reaches a length limit, at least 1. Infinite ones and nan are none."""
     lengths = [math.ceil(length) for length in max_lengths if length < UNLIMITED_STEPS]
     return max(1, min(lengths) - prompt_length) if lengths else UNLIMITED_STEPS
-
-
-def is_user_code(criterion: Any) -> bool:
-    """Whether a criterion is user code, which may have any side effect, including drawing random numbers."""
-    return type(criterion) not in (hf.EosTokenCriteria, hf.MaxLengthCriteria, hf.MaxTimeCriteria, hf.StopStringCriteria)
 
 
 def _exceeds_positions(criterion: hf.MaxLengthCriteria, length: int) -> bool:

@@ -71,7 +71,7 @@ class OutputBuffer:
     def __init__(
         self,
         input_ids: Tensor,
-        criteria: Sequence[Any],
+        criteria: StepCriteria,
         *,
         pad_token_id: int | None,
         noise: SamplingNoise | None,
@@ -85,7 +85,7 @@ class OutputBuffer:
         """
         Args:
             input_ids: [B, L] int64 prompt.
-            criteria: the stopping criteria that transformers built.
+            criteria: of the call.
             pad_token_id: id that finished rows emit; None if there is no eos criterion.
             noise: the call's noise, None for greedy decoding.
             streamer: the `streamer` argument of `generate`; it has received the prompt already.
@@ -97,7 +97,7 @@ class OutputBuffer:
         """
         returns = returns or ReturnFlags()
         batch, self.prompt_length = input_ids.shape
-        self.criteria = StepCriteria(criteria, input_ids.device)
+        self.criteria = criteria
         self.streamer = streamer
         self.noise = noise
         self.hooks = hooks or UserCodeHooks()
@@ -107,7 +107,7 @@ class OutputBuffer:
         # Plain `generate` also ends where the padding of a finished row is refused.
         self.sync_finished_rows = returns.scores or returns.logits or returns.cache or stepwise
         self.sync_finished_rows |= len({*position_steps}) > 1
-        self.max_steps = self.criteria.max_steps(self.prompt_length)
+        self.max_steps = criteria.max_steps
         self.stop_ids = self.criteria.stop_ids
         self.emitted: list[list[int]] = [[] for _ in range(batch)]
         self.steps = 0

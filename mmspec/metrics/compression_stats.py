@@ -6,7 +6,6 @@ yields the records. Independent of particular drafters and compressors.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -61,14 +60,18 @@ class RecordingCompressor:
 
     Attributes:
         inner: the compressor that it delegates to.
-        context_factory: returns the context in which `inner` runs.
     """
 
-    def __init__(self, inner: Compressor) -> None:
+    def __init__(self, inner: Compressor, context: AbstractContextManager[Any] | None = None) -> None:
+        """
+        Args:
+            inner: see the attribute.
+            context: in which it runs, more than once; None for none.
+        """
         self.inner = inner
+        self._context = nullcontext() if context is None else context
         self.name = inner.name
         self.max_tokens = inner.max_tokens
-        self.context_factory: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._choices: tuple[str, ...] = ()
         self._result: tuple[Tensor, Tensor, Tensor] | None = None  # (tokens per row, mask, source indices)
         self._grids: tuple[VisualGrid, ...] = ()
@@ -76,7 +79,7 @@ class RecordingCompressor:
     def compress(self, visual_tokens: VisualTokens, query: Tensor | None, max_tokens: int) -> VisualTokens:
         if isinstance(self.inner, nn.Module):  # loaded on the CPU, or in train mode
             self.inner.to(visual_tokens.hidden_states.device).eval()
-        with self.context_factory():
+        with self._context:
             compressed = self.inner.compress(visual_tokens, query, max_tokens)
         mask = compressed.mask
         source_indices = compressed.source_indices

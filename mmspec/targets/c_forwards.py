@@ -24,8 +24,6 @@ from mmspec.engine.tree import DraftTree
 from mmspec.engine.tree_cache import CACHE_ARGUMENT
 from mmspec.targets.c_check import NodeCall, verified_parts
 from mmspec.targets.c_traits import DecoderParts
-from mmspec.targets.model_state import unknown_code
-from mmspec.targets.module_scan import ModuleScan
 
 IGNORED_INPUTS = frozenset((CACHE_ARGUMENT, "use_cache", "logits_to_keep", "return_dict", "image_sizes"))
 """Inputs of a round that do not change what such a forward computes."""
@@ -172,17 +170,16 @@ def _spread(computed: Tensor, rows: Sequence[int], batch: int) -> Tensor:
     return spread
 
 
-def c_forwards(kernel: CKernel, call: NodeCall, modules: ModuleScan, runs_user_code: bool) -> CForwards | None:
+def c_forwards(kernel: CKernel, call: NodeCall, runs_user_code: bool) -> CForwards | None:
     """The forwards in C of a call; None if the model or the call is not for them.
 
     Args:
         kernel: the C kernel.
         call: the call, after its prefill.
-        modules: result of the scan over the model's modules.
         runs_user_code: user code runs during the call.
     """
     has_more_inputs = any(value is not None and name not in IGNORED_INPUTS for name, value in call.template.items())
-    if has_more_inputs or unknown_code(call.adapter, modules) is not None or call.position_base is None:
+    if has_more_inputs or call.position_base is None:
         return None
     parts = verified_parts(kernel, call)
     if parts is None:

@@ -25,8 +25,10 @@ from mmspec.engine.tree_cache import CACHE_ARGUMENT
 from mmspec.files import snapshot_id
 from mmspec.interfaces import DraftTarget
 from mmspec.targets.base import ModelAdapter
+from mmspec.targets.forward import unsupported_length
 from mmspec.targets.hf import HFTarget
 from mmspec.targets.layer_access import layer_access
+from mmspec.targets.model_state import unknown_code
 from mmspec.targets.module_scan import scan_modules
 from mmspec.targets.registry import find_adapter
 from mmspec.weight_files import HEAD_TENSOR, holds_head, weights_file
@@ -89,6 +91,8 @@ class HFDraftModel:
         limit = getattr(self.adapter.text_config, "max_position_embeddings", None)
         if limit is not None and input_ids.shape[1] + min(max_new_tokens, limit) > limit:
             return None
+        if unsupported_length(self.adapter, input_ids.shape[1] + max_new_tokens) is not None:
+            return None
         position_ids = (attention_mask.cumsum(-1) - 1).clamp(min=0)
         target = HFTarget(
             self.adapter,
@@ -103,11 +107,9 @@ class HFDraftModel:
             SimpleNamespace(is_assistant=False, _mask_length=-1),
             max_new_tokens,
         )
-        if target.length_reason() is not None:
-            return None
         target.prefill()
         if input_ids.device.type == "cpu" and (kernel := load_kernel()) is not None:
-            target.use_c(kernel, scan_modules(self.adapter.model))
+            target.use_c(kernel, unknown_code(self.adapter, scan_modules(self.adapter.model)))
         return target
 
 

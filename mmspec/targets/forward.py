@@ -218,6 +218,17 @@ def takes_one_mask(adapter: ModelAdapter) -> bool:
     return "sliding_attention" in adapter.layer_types and not adapter.has_window_masks
 
 
+def unsupported_length(adapter: ModelAdapter, max_length: int) -> str | None:
+    """Why a call of so many positions at most is not supported; None if it is."""
+    window = adapter.sliding_window
+    if not takes_one_mask(adapter) or window is None or max_length <= window:
+        return None
+    return (
+        f"a length limit beyond sliding_window={window} (the model accepts one mask for all layers, which is "
+        "exact within the window)"
+    )
+
+
 def run_forward(
     model: Any, adapter: ModelAdapter, inputs: Mapping[str, Any], hidden_state_indices: Sequence[int]
 ) -> tuple[Tensor, ...]:

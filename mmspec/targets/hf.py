@@ -37,10 +37,9 @@ from mmspec.interfaces.round import ScorePart
 from mmspec.targets.base import ModelAdapter
 from mmspec.targets.c_check import NodeCall
 from mmspec.targets.c_forwards import CForwards, c_forwards
-from mmspec.targets.forward import CallTensors, NodeForward, run_forward, takes_one_mask
+from mmspec.targets.forward import CallTensors, NodeForward, run_forward, unsupported_length
 from mmspec.targets.lanes import Lane
 from mmspec.targets.model_state import model_revision
-from mmspec.targets.module_scan import ModuleScan
 from mmspec.targets.recurrent_states import RecurrentStates
 
 TOKEN_TYPE_INPUTS = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
@@ -115,12 +114,11 @@ class HFTarget:
         self.config = config
         self.user_cache = self.kwargs.pop(CACHE_ARGUMENT)
         self.max_new_tokens = max_new_tokens
-        self._max_length = self.user_cache.get_seq_length() + input_ids.shape[1] + max_new_tokens
         self._lane = lane
         self.recordings: Recordings | None = None if lane is None else lane.recordings
         self.c_forwards: CForwards | None = None
         self._runs_user_code = cache_is_observed
-        capacity = self._max_length + BUCKETS[-1]
+        capacity = self.user_cache.get_seq_length() + input_ids.shape[1] + max_new_tokens + BUCKETS[-1]
         batch = len(input_ids)
         self.buffer = RaggedKVCache(batch, capacity, VALUES_START_AS_KEYS) if lane is None else lane.kv_cache
         self.cache = TreeCache(self.buffer, adapter.num_layers, self.user_cache)
@@ -141,8 +139,10 @@ class HFTarget:
         self._num_steps = 0  # output tokens per row that transformers would have fed to the model so far
 
     @staticmethod
-    def unsupported_reason(adapter: ModelAdapter, input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> str | None:
-        """Why the cache or the attention mask of a call is not supported; None if both are."""
+    def unsupported_reason(
+        adapter: ModelAdapter, input_ids: Tensor, model_kwargs: Mapping[str, Any], max_new_tokens: int
+    ) -> str | None:
+        """Why the cache, the attention mask or the length of a call is not supported; None if all are."""
         if (reason := unsupported_shape(input_ids)) is not None:
             return reason
         cache = model_kwargs.get(CACHE_ARGUMENT)
@@ -151,17 +151,8 @@ class HFTarget:
         if reason is not None:
             return reason
         assert cache is not None
-        return unsupported_shape(input_ids, model_kwargs.get("attention_mask"), cache.get_seq_length())
-
-    def length_reason(self) -> str | None:
-        """Why a call of this maximum length is not supported; None if it is."""
-        window = self.adapter.sliding_window
-        if not takes_one_mask(self.adapter) or window is None or self._max_length <= window:
-            return None
-        return (
-            f"a length limit beyond sliding_window={window} (the model accepts one mask for all layers, which is "
-            "exact within the window)"
-        )
+        reason = unsupported_shape(input_ids, model_kwargs.get("attention_mask"), cache.get_seq_length())
+        return reason or unsupported_length(adapter, cache.get_seq_length() + input_ids.shape[1] + max_new_tokens)
 
     def prefill(
         self, hidden_state_indices: Sequence[int] = (), prefix: Prefix | None = None
@@ -210,9 +201,10 @@ class HFTarget:
             ]
         return logits[:, -1], dict(zip(hidden_state_indices, states, strict=True))
 
-    def use_c(self, kernel: CKernel, modules: ModuleScan) -> None:
-        """After the prefill: let `score` run in C, if `c_forwards` finds the model and the call fit."""
-        if self._lane is not None:
+    def use_c(self, kernel: CKernel, unknown_code: str | None) -> None:
+        """After the prefill: let `score` run in C, if `c_forwards` finds the model and the call fit, and no code is
+        unknown (`CallPlan.unknown_code`)."""
+        if self._lane is not None or unknown_code is not None:
             return
         media = torch.tensor(self.adapter.media_token_ids, device=self.input_ids.device)
         has_media = bool(torch.isin(self.input_ids, media).any())
@@ -226,7 +218,7 @@ class HFTarget:
             self.states,
         )
         with self._mode():
-            self.c_forwards = c_forwards(kernel, call, modules, self._runs_user_code)
+            self.c_forwards = c_forwards(kernel, call, self._runs_user_code)
         self.skips_rows = self.c_forwards is not None
 
     @property

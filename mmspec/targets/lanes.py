@@ -45,10 +45,10 @@ class Lane:
         lock: held by the call that uses the lane.
     """
 
-    def __init__(self, pool: LanePool, recordings: Recordings, kv_cache: RaggedKVCache) -> None:
+    def __init__(self, pool: LanePool, recorder: Recorder, batch: int, capacity: int) -> None:
         self._pool = pool
-        self.recordings = recordings
-        self.kv_cache = kv_cache
+        self.recordings = Recordings(recorder, capacity, pool.warn)
+        self.kv_cache = RaggedKVCache(batch, capacity, VALUES_START_AS_KEYS)
         self.lock = threading.Lock()  # held while user code runs, which may fork
         self._call: CallTensors | None = None
         self._states: RecurrentStates | None = None  # of the call
@@ -168,15 +168,12 @@ class LanePool:
 
     Attributes:
         failure: why nothing is recorded for the model in its present state; None if something may be.
+        warn: logs a message once.
     """
 
     def __init__(self, warn: Callable[[str], None]) -> None:
-        """
-        Args:
-            warn: logs a message once.
-        """
         self.failure: str | None = None
-        self._warn = warn
+        self.warn = warn
         self._lock = new_lock()
         self._lanes: dict[tuple[int, str], Lane] = {}  # last used at the end
         self._revision: Revision | None = None  # of the model when it was last recorded
@@ -210,7 +207,7 @@ class LanePool:
         with self._lock:
             self.failure = text
             self._lanes.clear()
-        self._warn(f"rounds are not recorded, but run as before ({text})")
+        self.warn(f"rounds are not recorded, but run as before ({text})")
 
     def _find_lane(
         self, revision: Revision, batch: int, max_length: int, recorder: Callable[[], Recorder]
@@ -226,8 +223,7 @@ class LanePool:
             lane = self._lanes.pop(key, None)
             capacity = length_bucket(max_length + BUCKETS[-1])
             if lane is None or (lane.recordings.capacity < capacity and not lane.lock.locked()):
-                recordings = Recordings(recorder(), capacity, self._warn)
-                lane = Lane(self, recordings, RaggedKVCache(batch, capacity, VALUES_START_AS_KEYS))
+                lane = Lane(self, recorder(), batch, capacity)
             self._lanes[key] = lane
             for old in list(self._lanes)[:-MAX_LANES]:
                 del self._lanes[old]

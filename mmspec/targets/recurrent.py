@@ -22,8 +22,8 @@ from mmspec.engine.tree import BUCKETS, DraftTree
 from mmspec.engine.tree_cache import CACHE_ARGUMENT, unsupported_shape
 from mmspec.interfaces import VerifyResult
 from mmspec.targets.base import ModelAdapter
+from mmspec.targets.forward import unsupported_length
 from mmspec.targets.hf import HFTarget
-from mmspec.targets.module_scan import ModuleScan
 from mmspec.targets.recurrent_states import RecurrentStates
 
 
@@ -42,12 +42,15 @@ class RecurrentTarget(HFTarget):
         self._read: list[tuple[Tensor | Sequence[Sequence[int]], Sequence[Sequence[int]]]] = []  # ids, nodes accepted
 
     @staticmethod
-    def unsupported_reason(adapter: ModelAdapter, input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> str | None:
+    def unsupported_reason(
+        adapter: ModelAdapter, input_ids: Tensor, model_kwargs: Mapping[str, Any], max_new_tokens: int
+    ) -> str | None:
         """Why a call is not supported; None if it is."""
         cache = model_kwargs.get(CACHE_ARGUMENT)
         if cache is None or getattr(cache, "_is_user_defined", False) or cache.get_seq_length():
             return "past_key_values of a model with recurrent layers"
-        return unsupported_shape(input_ids, model_kwargs.get("attention_mask"))
+        reason = unsupported_shape(input_ids, model_kwargs.get("attention_mask"))
+        return reason or unsupported_length(adapter, input_ids.shape[1] + max_new_tokens)
 
     def prefill(
         self, hidden_state_indices: Sequence[int] = (), prefix: Prefix | None = None
@@ -60,8 +63,8 @@ class RecurrentTarget(HFTarget):
             self.states.hold()
         return outputs
 
-    def use_c(self, kernel: CKernel, modules: ModuleScan) -> None:
-        super().use_c(kernel, modules)
+    def use_c(self, kernel: CKernel, unknown_code: str | None) -> None:
+        super().use_c(kernel, unknown_code)
         self.chains_only = self.c_forwards is None
 
     def _score_in_model(self, tree: DraftTree, hidden_state_indices: Sequence[int]) -> tuple[Tensor, dict[int, Tensor]]:

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers.generation import stopping_criteria as hf
 from transformers.generation.streamers import BaseStreamer
 
+from mmspec.engine.criteria import StepCriteria
 from mmspec.engine.output import OutputBuffer, ReturnFlags
 from mmspec.engine.rng import SamplingNoise
 from mmspec.engine.sampler import TreeSampler
@@ -128,7 +129,7 @@ class BufferRunner:
         self.noise = noise
         self.output = OutputBuffer(
             self.table_model.prompt,
-            case.criteria(self.log),
+            StepCriteria(case.criteria(self.log), self.table_model.prompt),
             pad_token_id=case.pad,
             noise=noise,
             streamer=case.streamer(self.puts),
@@ -418,7 +419,7 @@ def test_the_lag_of_finished_rows() -> None:
     for sync, lag in ((True, 6), (False, 0)):
         output = OutputBuffer(
             TableModel(0, 2).prompt,
-            case.criteria(adversarial.CallLog()),
+            StepCriteria(case.criteria(adversarial.CallLog()), TableModel(0, 2).prompt),
             pad_token_id=0,
             noise=None,
             returns=ReturnFlags(cache=sync),
@@ -443,9 +444,8 @@ def test_the_lag_of_finished_rows() -> None:
 
 def test_rows_wait_at_the_window_and_the_limit() -> None:
     noise = SamplingNoise(2, VOCAB, torch.device("cpu"), 6)
-    output = OutputBuffer(
-        TableModel(0, 2).prompt, [hf.MaxLengthCriteria(PROMPT_LENGTH + 9)], pad_token_id=0, noise=noise
-    )
+    criteria = StepCriteria([hf.MaxLengthCriteria(PROMPT_LENGTH + 9)], TableModel(0, 2).prompt)
+    output = OutputBuffer(TableModel(0, 2).prompt, criteria, pad_token_id=0, noise=noise)
     assert output.max_emit(1) == [1, 1] and output.max_emit(8) == [6, 6] and output.noise_end(8) == 6
     output.emitted = [[1] * 5, [1]]
     output.steps = 1

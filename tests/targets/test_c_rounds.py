@@ -28,6 +28,7 @@ from mmspec.cpu.decoder import CDecoder, DecoderInputs
 from mmspec.targets import c_check
 from mmspec.targets.c_forwards import CForwards
 from mmspec.targets.hf import HFTarget
+from mmspec.targets.model_state import unknown_code
 from mmspec.targets.module_scan import scan_modules
 
 pytestmark = pytest.mark.skipif(load_kernel() is None, reason="no compiler or another processor")
@@ -65,7 +66,7 @@ def use_c(target: HFTarget) -> None:
     kernel = load_kernel()
     assert kernel is not None
     target.prefill()
-    target.use_c(kernel, scan_modules(target.model))
+    target.use_c(kernel, unknown_code(target.adapter, scan_modules(target.model)))
 
 
 @pytest.mark.parametrize("family", [*TEXT, *VISION])

@@ -25,6 +25,7 @@ from mmspec.engine.tree import DraftTree, root_only
 from mmspec.targets.c_forwards import CForwards
 from mmspec.targets.c_traits import read_parts
 from mmspec.targets.hf import HFTarget
+from mmspec.targets.model_state import unknown_code
 from mmspec.targets.module_scan import scan_modules
 from mmspec.targets.registry import find_adapter
 
@@ -48,7 +49,7 @@ class Trees:
 
     def __call__(self, target: HFTarget) -> None:
         target.prefill()
-        target.use_c(self.kernel, scan_modules(target.model))
+        target.use_c(self.kernel, unknown_code(target.adapter, scan_modules(target.model)))
         assert target.c_forwards is not None and not target.chains_only
         rng, trees, accepted, found = random.Random(sum(self.sizes)), list[DraftTree](), list[list[list[int]]](), []
         for size in self.sizes:

@@ -687,10 +687,10 @@ def test_reasons_to_refuse(fresh: PreTrainedModel, monkeypatch: pytest.MonkeyPat
 
 def test_caches_that_are_refused(fresh: PreTrainedModel) -> None:
     adapter, text, ids = find_adapter(fresh), fresh.config.get_text_config(), torch.ones(2, 5, dtype=torch.long)
-    assert HFTarget.unsupported_reason(adapter, ids, {CACHE_ARGUMENT: DynamicCache(config=text)}) is None
+    assert HFTarget.unsupported_reason(adapter, ids, {CACHE_ARGUMENT: DynamicCache(config=text)}, 1) is None
     static = StaticCache(config=text, max_cache_len=10)
-    assert HFTarget.unsupported_reason(adapter, ids, {CACHE_ARGUMENT: static}) == "a StaticCache"
-    assert HFTarget.unsupported_reason(adapter, ids, {}) == "no key-value cache"
+    assert HFTarget.unsupported_reason(adapter, ids, {CACHE_ARGUMENT: static}, 1) == "a StaticCache"
+    assert HFTarget.unsupported_reason(adapter, ids, {}, 1) == "no key-value cache"
 
 
 def test_masks_that_are_refused(fresh: PreTrainedModel) -> None:
@@ -703,7 +703,7 @@ def test_masks_that_are_refused(fresh: PreTrainedModel) -> None:
         ({"full_attention": torch.ones(2, 5)}, "an attention_mask that is not [batch, length]"),
     ):
         given = {CACHE_ARGUMENT: cache, "attention_mask": mask}
-        assert HFTarget.unsupported_reason(adapter, ids, given) == reason
+        assert HFTarget.unsupported_reason(adapter, ids, given, 1) == reason
 
 
 @FAMILY
