@@ -14,13 +14,14 @@ prompt (`mmspec.prefill`), the others when the first tokens are out (`mmspec.eng
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import nn
 
 from mmspec.call import Call, CallPlan
+from mmspec.config import SpecConfig
 from mmspec.cpu.c_kernel import describe_kernel, load_kernel
 from mmspec.cpu.interception import operators_are_intercepted
 from mmspec.cpu.linear import find_linear_layers, use_fast_linears
@@ -29,6 +30,9 @@ from mmspec.engine.tree_cache import CACHE_ARGUMENT
 from mmspec.interfaces.drafter import modules_of
 from mmspec.targets.hf import HFTarget
 from mmspec.targets.lanes import MAX_LENGTH
+
+SMALLEST_REPLACED = 1 << 16
+"""Weights of a linear layer from which its forward is replaced. To choose a kernel takes longer than smaller ones."""
 
 # --- recorded ---------------------------------------------------------------------------------------------------------
 
@@ -86,23 +90,31 @@ def use_kernels(plan: CallPlan, target: HFTarget) -> AbstractContextManager[None
     On a CPU linear layers of the decoding step and of the drafter run there in their fastest kernel. Weights that our
     kernels read for every token are moved into huge pages.
     """
-    reason, config, layers = _reason_against_c(plan), plan.config, list[nn.Linear]()
+    reason, config = _reason_against_c(plan), plan.config
     _use_c(plan, target, reason)
-    if reason is None and config.backend != "torch":
-        layers = find_linear_layers([*plan.modules.linear_layers, *modules_of(config.drafter)])
-        if load_kernel() is not None and plan.autotuner.allow_c:
-            of_target = set(plan.modules.linear_layers)
-            read = [layer.weight for layer in layers if layer in of_target]
-            weights = read if target.c_forwards is None else target.c_forwards.decoder.matrices()
-            plan.huge_pages.add(weights, target.max_new_tokens)
+    if reason is not None or config.backend == "torch":
+        return nullcontext()
+    layers = _replaced_layers([*plan.modules.linear_layers, *modules_of(config.drafter)], config)
+    if load_kernel() is not None and plan.autotuner.allow_c:
+        of_target = set(plan.modules.linear_layers)
+        read = [layer.weight for layer in layers if layer in of_target]
+        weights = read if target.c_forwards is None else target.c_forwards.decoder.matrices()
+        plan.huge_pages.add(weights, target.max_new_tokens)
     return use_fast_linears(plan.autotuner, layers, config.deterministic, not config.may_use_c)
 
 
 def use_prompt_linear_kernels(plan: CallPlan) -> AbstractContextManager[None]:
     """The same for the prompt's forward, vision tower included."""
-    is_for = plan.config.backend != "torch" and _reason_against_c(plan) is None
-    layers = find_linear_layers(plan.modules.prompt_linear_layers) if is_for else []
+    if plan.config.backend == "torch" or _reason_against_c(plan) is not None:
+        return nullcontext()
+    layers = _replaced_layers(plan.modules.prompt_linear_layers, plan.config)
     return use_fast_linears(plan.autotuner, layers, plan.config.deterministic)
+
+
+def _replaced_layers(roots: Iterable[nn.Module], config: SpecConfig) -> list[nn.Linear]:
+    """The linear layers whose kernel is chosen; with `deterministic` all of them have the same."""
+    least = 0 if config.deterministic else SMALLEST_REPLACED
+    return [layer for layer in find_linear_layers(roots) if layer.weight.numel() >= least]
 
 
 # --- C ----------------------------------------------------------------------------------------------------------------

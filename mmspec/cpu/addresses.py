@@ -10,7 +10,7 @@ from torch import Tensor
 from mmspec.cpu.structs import fields_of
 from mmspec.cpu.weights import QuantisedWeight, Weight, WeightStruct, is_plain, weight_struct
 
-ANY_TYPE = ("decay_log", "decay_bias")
+ANY_TYPE = ("decay_log", "decay_bias", "router_bias")
 """Vectors that may be float32 whatever the other weights are."""
 
 

@@ -275,6 +275,11 @@ static inline float *query_at(const decoding *s, int64_t r, int64_t head) {
   return s->qkv + r * qkv_width(s->d) + head * step * s->d->head_dim;
 }
 
+/* The gate of the output of one head of node r; gates of heads are the last numbers of a node. */
+static inline float *head_gate_at(const decoding *s, int64_t r, int64_t head) {
+  return s->qkv + (r + 1) * qkv_width(s->d) - s->d->num_heads + head;
+}
+
 /* The queries of one key-value head of one row as attention reads them, [heads, nodes, step]. */
 INLINE void NAME(turn_queries)(const decoding *s, const decoder_layer *l, int64_t b, int64_t h, float *queries) {
   const decoder *d = s->d;
@@ -328,10 +333,13 @@ INLINE void NAME(combine)(const decoding *s, int64_t b, int64_t h, int64_t first
       total += factor[0] * part[step + 1];
     }
     const float *const gate = query_at(s, b * N + i % N, h * heads + i / N) + D;
+    const VEC of_head = SET1(d->gates_heads ? *head_gate_at(s, b * N + i % N, h * heads + i / N) : 0);
     for (int64_t k = 0; k < D; k += LANES) {
       VEC v = NAME(round)(LOAD(found + k) / SET1(total), d->type);
-      if (d->gates_attention)
-        v = NAME(round)(v * NAME(round)(NAME(sigmoid)(NAME(load_some)(gate + k, D - k)), d->type), d->type);
+      if (d->gates_attention || d->gates_heads) {
+        const VEC g = d->gates_heads ? of_head : NAME(load_some)(gate + k, D - k);
+        v = NAME(round)(v * NAME(round)(NAME(sigmoid)(g), d->type), d->type);
+      }
       NAME(store_some)(to + k, v, D - k);
     }
   }

@@ -62,24 +62,26 @@ INLINE void NAME(pack_rows)(const decoder *d, const weights *w, const float *x, 
   NAME(pack_groups)(w, x, R, norm, d->eps, to);
 }
 
-/* One head [head_dim] in place: RMSNorm if there is a weight, rotation, and a factor. */
+/* One head [head_dim] in place: rotation, a factor, and RMSNorm if there is a weight that is not of all heads. */
 INLINE void NAME(rotate)(const decoder *d, const decoder_layer *l, float *head, const float *norm, int64_t position,
                          float factor) {
   const int64_t size = d->rotary_size, half = size / 2, type = d->type;
+  const int is_last = norm && d->head_norms == ROTATED_HEADS;
+  const float scale = is_last ? 1 : factor;
   const float *const cos = (l->cos ? l->cos : d->cos) + position * size;
   const float *const sin = (l->sin ? l->sin : d->sin) + position * size;
-  if (norm) NAME(normalise_row)(d, head, d->head_dim, norm);
+  if (norm && d->head_norms == EACH_HEAD) NAME(normalise_row)(d, head, d->head_dim, norm);
   if (d->is_interleaved) {
     for (int64_t i = 0; i < size; i += 2) {
       const float a = head[i], b = head[i + 1];
-      head[i] = round1(round1(a * cos[i], type) - round1(b * sin[i], type), type) * factor;
-      head[i + 1] = round1(round1(b * cos[i + 1], type) + round1(a * sin[i + 1], type), type) * factor;
+      head[i] = round1(round1(a * cos[i], type) - round1(b * sin[i], type), type) * scale;
+      head[i + 1] = round1(round1(b * cos[i + 1], type) + round1(a * sin[i + 1], type), type) * scale;
     }
   } else if (type == FLOAT32) {
     for (int64_t i = 0; i < half; i++) {
       const float a = head[i], b = head[i + half];
-      head[i] = (a * cos[i] - b * sin[i]) * factor;
-      head[i + half] = (b * cos[i + half] + a * sin[i + half]) * factor;
+      head[i] = (a * cos[i] - b * sin[i]) * scale;
+      head[i + half] = (b * cos[i + half] + a * sin[i + half]) * scale;
     }
   } else {
     for (int64_t i = 0; i < half; i += LANES) {
@@ -87,17 +89,23 @@ INLINE void NAME(rotate)(const decoder *d, const decoder_layer *l, float *head, 
       const VEC a = NAME(load_some)(head + i, n), b = NAME(load_some)(head + j, n);
       const VEC ac = NAME(round)(a * NAME(load_some)(cos + i, n), type), bs = NAME(round)(b * NAME(load_some)(sin + i, n), type);
       const VEC bc = NAME(round)(b * NAME(load_some)(cos + j, n), type), as = NAME(round)(a * NAME(load_some)(sin + j, n), type);
-      NAME(store_some)(head + i, NAME(round)(ac - bs, type) * SET1(factor), n);
-      NAME(store_some)(head + j, NAME(round)(bc + as, type) * SET1(factor), n);
+      NAME(store_some)(head + i, NAME(round)(ac - bs, type) * SET1(scale), n);
+      NAME(store_some)(head + j, NAME(round)(bc + as, type) * SET1(scale), n);
     }
   }
-  for (int64_t i = size; i < d->head_dim; i++) head[i] *= factor;
+  for (int64_t i = size; i < d->head_dim; i++) head[i] *= scale;
+  if (is_last) NAME(normalise_row)(d, head, d->head_dim, norm);
+  for (int64_t i = 0; is_last && i < d->head_dim; i++) head[i] *= factor;
 }
 
 #include "attention.h"
 
 /* The activation of a gate, rounded. */
 INLINE VEC NAME(activate)(const decoder *d, VEC g) {
+  if (d->activation == RELU_SQUARED) {
+    const VEC positive = MAX(ZERO(), g); /* NaN stays NaN */
+    return NAME(round)(positive * positive, d->type);
+  }
   VEC u = g; /* gelu, by tanh: g times the sigmoid of u */
   if (d->activation == GELU_TANH) u = SET1(1.59576912f) * FMA(SET1(0.044715f) * g, g * g, g);
   return NAME(round)(g / (SET1(1.0f) + NAME(exp)(-u)), d->type);
@@ -158,29 +166,45 @@ INLINE void NAME(add_branch)(const decoding *s, const float *norm, const float *
   meet(s->team);
 }
 
+/* The product of what attention or a mixer has found with `o`, from `attended` to `x`; to `branch` where the layer has
+   taps. */
+INLINE void NAME(project_out)(const decoding *s, const decoder_layer *l, float *own, int64_t *next) {
+  const decoder *d = s->d;
+  const int64_t R = d->batch * d->nodes, D = d->hidden_size;
+  const float *const norm = l->attention_out_norm;
+  const int is_added = !norm && d->residual_scale == 1 && !l->num_taps;
+  const part o = {&l->o, l->o_bias, is_added ? s->x : s->branch, D};
+  NAME(pack_groups)(&l->o, s->attended, R, NULL, 0, own);
+  NAME(multiply_parts)(&(rows){own, R, l->o.cols, D, is_added, (int)d->type, 0}, &o, 1, next + O_PHASE);
+  meet(s->team);
+  if (!is_added && !l->num_taps) NAME(add_branch)(s, norm, NULL, next + ADD_ATTENTION_PHASE);
+}
+
 /* Attention of one layer and its projections, from `x` to `x`; to `branch` where the layer has taps. */
 INLINE void NAME(self_attention)(const decoding *s, const decoder_layer *l, float *own, int64_t *next) {
   const decoder *d = s->d;
-  const int64_t R = d->batch * d->nodes, D = d->hidden_size, width = d->num_heads * d->head_dim;
-  const int64_t kv_width = d->num_kv_heads * d->head_dim;
-  const float *const norm = l->attention_out_norm;
-  const int type = (int)d->type, is_added = !norm && d->residual_scale == 1 && !l->num_taps;
+  const int64_t R = d->batch * d->nodes, kv_width = d->num_kv_heads * d->head_dim;
   float *const keys = s->qkv + query_heads(d) * d->head_dim;
   const part qkv[] = {{&l->q, l->q_bias, s->qkv, query_heads(d) * d->head_dim},
+                      {&l->head_gate, NULL, keys + 2 * kv_width, d->gates_heads ? l->head_gate.rows : 0},
                       {&l->k, l->k_bias, keys, kv_width},
                       {&l->v, l->v_bias, keys + kv_width, kv_width}};
-  const part o = {&l->o, l->o_bias, is_added ? s->x : s->branch, D};
   const float *const wide = s->attention_inputs;
-  const int64_t K = wide ? 2 * D : D;
+  const int64_t K = wide ? 2 * d->hidden_size : d->hidden_size;
   NAME(pack_rows)(d, &l->q, wide ? wide : s->x, R, wide ? NULL : l->input_norm, own + normed_at(d), own);
-  NAME(multiply_parts)(&(rows){own, R, K, qkv_width(d), 0, type, 0}, qkv, l->k.data ? 3 : 1, next + QKV_PHASE);
+  NAME(multiply_parts)(&(rows){own, R, K, qkv_width(d), 0, (int)d->type, 0}, qkv, l->k.data ? 4 : 2, next + QKV_PHASE);
   meet(s->team);
+  if (d->head_norms == ALL_HEADS) {
+    for (int64_t r = take(next + HEAD_NORMS_PHASE); r < R; r = take(next + HEAD_NORMS_PHASE)) {
+      float *const row = s->qkv + r * qkv_width(d);
+      if (l->q_norm) NAME(normalise_row)(d, row, keys - s->qkv, l->q_norm);
+      if (l->k_norm) NAME(normalise_row)(d, row + (keys - s->qkv), kv_width, l->k_norm);
+    }
+    meet(s->team);
+  }
   NAME(attend)(s, l, own + scores_at(d), own + queries_at(d), own + tile_at(d), next + ATTEND_PHASE);
   meet(s->team);
-  NAME(pack_groups)(&l->o, s->attended, R, NULL, 0, own);
-  NAME(multiply_parts)(&(rows){own, R, width, D, is_added, type, 0}, &o, 1, next + O_PHASE);
-  meet(s->team);
-  if (!is_added && !l->num_taps) NAME(add_branch)(s, norm, NULL, next + ADD_ATTENTION_PHASE);
+  NAME(project_out)(s, l, own, next);
 }
 
 #include "experts.h"
@@ -191,15 +215,30 @@ static inline int adds_directly(const decoder *d, const decoder_layer *l) {
   return !l->mlp_out_norm && d->residual_scale == 1 && !d->is_parallel && !l->num_taps;
 }
 
+/* The activation of R rows of N numbers in place. */
+INLINE void NAME(activate_rows)(const decoder *d, float *x, int64_t R, int64_t N, int64_t *next) {
+  for (int64_t r = take(next); r < R; r = take(next))
+    for (int64_t i = 0; i < N; i += LANES) {
+      float *const at = x + r * N + i;
+      NAME(store_some)(at, NAME(activate)(d, NAME(load_some)(at, N - i)), N - i);
+    }
+}
+
 /* The feed-forward of one layer, from `x` to `x` or `branch`. */
 INLINE void NAME(feed_forward)(const decoding *s, const decoder_layer *l, float *own, int64_t *next) {
   const decoder *d = s->d;
   const int64_t R = d->batch * d->nodes, D = d->hidden_size, N = l->gate.rows;
   const int is_added = adds_directly(d, l);
-  const part gate = {&l->gate, l->gate_bias, NULL, N}, up = {&l->up, l->up_bias, NULL, N};
+  const part gate = {&l->gate, l->gate_bias, s->activated, N}, up = {&l->up, l->up_bias, NULL, N};
   const part down = {&l->down, l->down_bias, is_added ? s->x : s->branch, D};
   NAME(pack_rows)(d, &l->gate, s->x, R, l->post_norm, own + normed_at(d), own);
-  NAME(gated)(d, &gate, &up, own, R, s->activated, next + GATE_PHASE);
+  if (l->up.data) {
+    NAME(gated)(d, &gate, &up, own, R, s->activated, next + GATE_PHASE);
+  } else {
+    NAME(multiply_parts)(&(rows){own, R, D, N, 0, (int)d->type, 0}, &gate, 1, next + GATE_PHASE);
+    meet(s->team);
+    NAME(activate_rows)(d, s->activated, R, N, next + ACTIVATE_PHASE);
+  }
   meet(s->team);
   NAME(pack_groups)(&l->down, s->activated, R, NULL, 0, own);
   NAME(multiply_parts)(&(rows){own, R, N, D, is_added, (int)d->type, 0}, &down, 1, next + DOWN_PHASE);

@@ -25,6 +25,7 @@ from mmspec.cpu.c_kernel import CKernel
 from mmspec.cpu.chain import Chain
 from mmspec.cpu.chain_types import ChainRequest, DraftedChains
 from mmspec.cpu.decoder_types import DecoderContext, DecoderEnds, DecoderInputs, NodeLog
+from mmspec.cpu.layer_memory import log_nodes, mixer_sizes, set_caches
 from mmspec.cpu.layers import (
     LAYER_MATRICES,
     MOST_LAYER_INPUTS,
@@ -33,10 +34,8 @@ from mmspec.cpu.layers import (
     LayerStruct,
     LayerWeights,
     decoder_struct,
-    set_caches,
     set_layer,
 )
-from mmspec.cpu.mixers import log_nodes, mixer_sizes
 from mmspec.cpu.weights import FLOAT_TYPES, Weight, weight_struct
 
 MAX_DECODER_ROWS = 128

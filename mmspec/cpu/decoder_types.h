@@ -3,7 +3,8 @@
    With weights of 16 bits every number that the modules of transformers round to 16 bits is rounded here too: the outputs
    of products, norms, rotations, attention, activations and sums. Between them all is float32. */
 
-enum { SILU, GELU_TANH }; /* `GATE_ACTIVATIONS` of layers.py */
+enum { SILU, GELU_TANH, RELU_SQUARED }; /* `GATE_ACTIVATIONS` of layers.py */
+enum { EACH_HEAD, ALL_HEADS, ROTATED_HEADS }; /* `HEAD_NORMS` of layers.py */
 
 /* A vector of weights that is read as float32 numbers plus an offset: it is copied at the start of each forward. */
 typedef struct {
@@ -13,12 +14,12 @@ typedef struct {
   double offset;
 } vector;
 
-/* Weights of one layer, [out, in]; NULL where there is none (`gate`: no feed-forward; `k`: keys and values are those of an
-   earlier layer; `conv`: attention). All of q, k and v are quantised or none is, and so with gate and up, and with q, z,
-   `write` and `decay`. */
+/* Weights of one layer, [out, in]; NULL where there is none (`gate`: no feed-forward; `up`: no gate; `k`: keys and values
+   are those of an earlier layer; `conv`: attention). All of q, k, v and `head_gate` are quantised or none is, and so with
+   gate and up, and with q, z, `write` and `decay`. */
 typedef struct {
   const float *input_norm;
-  weights q, k, v;
+  weights q, k, v, head_gate; /* `head_gate`: [num_heads, D] of what the output of each head is multiplied by */
   const float *q_bias, *k_bias, *v_bias, *q_norm, *k_norm;
   weights o;
   const float *o_bias, *post_norm;
@@ -29,6 +30,9 @@ typedef struct {
   const float *attention_out_norm, *mlp_out_norm; /* of what the two parts add to the residual; NULL for none */
   weights router; /* of experts [num_experts, hidden_size]; then there is no `up`, and the experts' matrices lie behind each
                      other: gate and up of each in `gate`, and `down`; without biases, of a float type */
+  const float *router_bias;                    /* [num_experts] added to probabilities to choose by; NULL for none */
+  weights shared_gate, shared_up, shared_down; /* of a feed-forward beside the experts that all nodes have */
+  weights shared_router;                       /* [1, hidden_size] of the gate of what that returns */
   void *keys, *values; /* [rows, num_kv_heads, capacity, head_dim]; the nodes are written behind each row's length */
   int64_t num_kv_heads, head_dim, rotary_size; /* of this layer; `head_dim` 0: those of the decoder */
   weights per_layer_gate, per_layer_out; /* of per-layer inputs, [per_layer_size, hidden_size] and its transpose */
@@ -71,13 +75,16 @@ typedef struct {
   int64_t rotary_size;     /* first numbers of a head that are rotated */
   int64_t is_interleaved;  /* whether number 2 i is rotated with 2 i + 1, else i with i + rotary_size / 2 */
   int64_t activation;
+  int64_t head_norms;      /* what `q_norm` and `k_norm` normalise */
   int64_t rounds_twice;    /* whether norms round before they multiply by the weight, and after */
   int64_t is_eager;        /* whether scores and normalised weights of attention are rounded, as its eager kernel does */
   int64_t num_vectors;
   int64_t num_experts, expert_size, experts_per_token; /* of all layers with a router */
   int64_t normalises_shares, rounds_shares; /* whether a node's shares add to 1; are rounded to `type` */
+  int64_t is_sigmoid, rounds_routing; /* whether a router has a sigmoid, else a softmax; its logits are rounded to `type` */
   int64_t adds_in_type; /* whether what experts return is added in their order, each sum rounded */
   int64_t gates_attention;   /* whether q has behind each head a gate of its output */
+  int64_t gates_heads;       /* whether layers with attention have `head_gate` */
   int64_t normalises_values; /* whether values are divided by their root mean square */
   int64_t is_parallel;       /* whether attention and feed-forward read the same input */
   int64_t is_centred;        /* whether norms subtract the mean first */
@@ -106,6 +113,7 @@ typedef struct {
   float eps, scaling; /* of all norms; of the scores */
   float embed_scale, attention_softcap; /* factor of embeddings; limit of scores, 0 for none */
   float residual_scale; /* factor of what is added to the residual */
+  float share_scale;    /* factor of the shares of experts */
   float per_layer_embed_scale, per_layer_in_scale, per_layer_scale; /* of embeddings, product, and their sum */
 } decoder;
 
@@ -121,9 +129,9 @@ typedef struct {
   float *branch;  /* [R, D] what a part adds to the residual, before its norm; what experts read */
   float *partial; /* [batch, num_kv_heads, num_parts, heads, nodes] of attention: values, largest score, sum of weights */
   int64_t *done;  /* [batch, num_kv_heads] tasks of attention that are done */
-  float *routing;  /* [R, num_experts] logits of the router */
+  float *routing;  /* [R, num_experts + 1] logits of the router, and of the gate of `shared_router` */
   float *shares;   /* [R, experts_per_token] of each slot */
-  float *returned; /* [R * experts_per_token, D] what experts return, in the order of `slots` */
+  float *returned; /* [R * experts_per_token + R, D] what experts return, in the order of `slots`, and the shared one */
   int64_t *chosen; /* [R, experts_per_token] the expert of each slot */
   int64_t *slots;  /* [R * experts_per_token] in the order of their experts */
   int64_t *places; /* [R, experts_per_token] where each slot is in `slots` */
@@ -155,14 +163,17 @@ typedef struct {
 enum { LOGITS_PHASE, LAYER_INPUTS_PHASE, COMBINE_INPUTS_PHASE, DECODER_PHASES };
 /* Of one layer: attention or a mixer, feed-forward, what is added, inputs of a layer, taps of both halves. */
 enum {
-  QKV_PHASE, ATTEND_PHASE, O_PHASE, READ_PHASE, GATE_HEADS_PHASE,
-  GATE_PHASE, DOWN_PHASE, ADD_ATTENTION_PHASE, ADD_MLP_PHASE,
+  QKV_PHASE, HEAD_NORMS_PHASE, ATTEND_PHASE, O_PHASE, READ_PHASE, GATE_HEADS_PHASE,
+  GATE_PHASE, ACTIVATE_PHASE, DOWN_PHASE, ADD_ATTENTION_PHASE, ADD_MLP_PHASE,
   INPUT_GATE_PHASE, INPUT_PRODUCT_PHASE, INPUT_OUT_PHASE, ADD_INPUT_PHASE,
   TAP_NORM_PHASE, TAP_CHANGES_PHASE, MIX_BEFORE_PHASE, MIX_BEHIND_PHASE, TAP_PHASES_END,
   LAYER_PHASES = 2 * TAP_PHASES_END - TAP_NORM_PHASE
 };
 /* Of a layer with experts, besides two for each of them. */
-enum { EXPERT_NORM_PHASE, ROUTER_PHASE, CHOOSE_PHASE, CHOSEN_PHASE, ADD_EXPERTS_PHASE, EXPERT_PHASES };
+enum {
+  EXPERT_NORM_PHASE, ROUTER_PHASE, CHOOSE_PHASE, CHOSEN_PHASE, SHARED_GATE_PHASE, SHARED_DOWN_PHASE, ADD_EXPERTS_PHASE,
+  EXPERT_PHASES
+};
 
 static inline int64_t align16(int64_t n) { return (n + 15) / 16 * 16; }
 static inline int64_t layer_phases(const decoder *d) {
@@ -170,7 +181,10 @@ static inline int64_t layer_phases(const decoder *d) {
 }
 static inline int64_t decoder_phases(const decoder *d) { return DECODER_PHASES + layer_phases(d) * d->num_layers; }
 static inline int64_t query_heads(const decoder *d) { return d->num_heads * (d->gates_attention ? 2 : 1); }
-static inline int64_t qkv_width(const decoder *d) { return (query_heads(d) + 2 * d->num_kv_heads) * d->head_dim; }
+/* Numbers of a node before attention: queries, keys, values, and a gate of each head. */
+static inline int64_t qkv_width(const decoder *d) {
+  return (query_heads(d) + 2 * d->num_kv_heads) * d->head_dim + (d->gates_heads ? d->num_heads : 0);
+}
 
 /* The decoder with the sizes of one layer; without them it has the largest. */
 static inline decoder sizes_of(const decoder *d, const decoder_layer *l) {

@@ -28,13 +28,8 @@ from mmspec.cpu.draft_types import (
     HeadWeights,
     TreeRequest,
 )
-from mmspec.cpu.layers import (
-    DecoderShape,
-    LayerStruct,
-    decoder_struct,
-    set_caches,
-    set_layer,
-)
+from mmspec.cpu.layer_memory import set_caches
+from mmspec.cpu.layers import DecoderShape, LayerStruct, decoder_struct, set_layer
 from mmspec.cpu.weights import FLOAT_TYPES, is_plain
 from mmspec.engine.tree import DraftTree
 

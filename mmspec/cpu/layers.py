@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from mmspec.cpu.addresses import WeightAddresses
 from mmspec.cpu.structs import fields_of
-from mmspec.cpu.weights import BFLOAT16_PAIRS, FLOAT_TYPES, QuantisedWeight, Weight, WeightStruct, is_plain
+from mmspec.cpu.weights import BFLOAT16_PAIRS, FLOAT_TYPES, QuantisedWeight, Weight, WeightStruct
 
-GATE_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
+GATE_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "relu_squared": 2}
+HEAD_NORMS = {"each": 0, "all": 1, "rotated": 2}
 """{name: its number in decoder_types.h}"""
 MOST_TAPS, MOST_KEYS, MOST_LAYER_INPUTS = 16, 256, 1024
 """Of a convolution, of a key of a delta rule, of the per-layer inputs: those of decoder_types.h."""
@@ -45,13 +44,19 @@ class DecoderShape:
         num_experts: of the feed-forward of layers that have a router; 0 if none has one.
         expert_size: `intermediate_size` of an expert.
         experts_per_token: that a router chooses, at most `num_experts`.
+        shared_size: `intermediate_size` of an expert that all tokens share; 0 for none.
         normalises_shares: the shares of a token's experts add to 1.
         rounds_shares: in half precision they are rounded.
+        share_scale: factor of the shares.
+        is_sigmoid: experts are chosen by the sigmoid of a router's logits, not by their softmax.
+        rounds_routing: in half precision these logits are rounded.
         adds_in_type: in half precision what experts return is added in their order and rounded after each.
         head_sizes: (heads of keys and values, numbers of a head, of these rotated) of each layer; () if all are alike,
             else `num_kv_heads` and `head_dim` are the largest.
         owners: layer whose keys and values each layer reads; () if each has its own.
+        head_norms: `q_norm` and `k_norm` are of each head, of all heads at once, or of each head after its rotation.
         gates_attention: q has behind each head the gate of its output.
+        gates_heads: layers with attention have `head_gate`.
         normalises_values: values are divided by their root mean square.
         is_parallel: attention and feed-forward read the same input.
         is_centred: norms subtract the mean first (LayerNorm).
@@ -80,12 +85,18 @@ class DecoderShape:
     num_experts: int = 0
     expert_size: int = 0
     experts_per_token: int = 0
+    shared_size: int = 0
     normalises_shares: bool = True
     rounds_shares: bool = True
+    share_scale: float = 1.0
+    is_sigmoid: bool = False
+    rounds_routing: bool = True
     adds_in_type: bool = False
     head_sizes: tuple[tuple[int, int, int], ...] = ()
     owners: tuple[int, ...] = ()
+    head_norms: str = "each"
     gates_attention: bool = False
+    gates_heads: bool = False
     normalises_values: bool = False
     is_parallel: bool = False
     is_centred: bool = False
@@ -115,9 +126,11 @@ class LayerWeights:
     are quantised or none is, and so with gate and up. `attention_out_norm` and `mlp_out_norm` normalise what the parts
     of the layer add to the residual. With a `router` [num_experts, D] the matrices of experts lie behind each other:
     `gate` has gate and up of each, [num_experts * 2 * expert_size, D], `down` is [num_experts * D, expert_size].
+    `router_bias` is [num_experts], `shared_router` [1, D], `head_gate` [num_heads, D].
 
-    Without k and v the keys and values are those of an earlier layer. With `conv` [C, K] there is a convolution in
-    place of attention (mixers.h): q is [3 C, D], or [C, D] with a delta rule, which has `z`, `write` and `decay`.
+    Without k and v the keys and values are those of an earlier layer, without `up` there is no gate but an activation.
+    With `conv` [C, K] there is a convolution in place of attention (mixers.h): q is [3 C, D], or [C, D] with a delta
+    rule, which has `z`, `write` and `decay`.
 
     With taps [2, K, D] both parts stand between two mixtures of neighbours (dspark.h); `changes` are [2 K groups, D].
     """
@@ -143,6 +156,11 @@ class LayerWeights:
     attention_out_norm: Tensor | None = None
     mlp_out_norm: Tensor | None = None
     router: Tensor | None = None
+    router_bias: Tensor | None = None
+    shared_gate: Weight | None = None
+    shared_up: Weight | None = None
+    shared_down: Weight | None = None
+    shared_router: Tensor | None = None
     per_layer_gate: Weight | None = None
     per_layer_out: Weight | None = None
     per_layer_norm: Tensor | None = None
@@ -155,6 +173,7 @@ class LayerWeights:
     decay_log: Tensor | None = None
     decay_bias: Tensor | None = None
     mix_scale: Tensor | None = None
+    head_gate: Weight | None = None
     attention_changes: Tensor | None = None
     mlp_changes: Tensor | None = None
     attention_taps: Tensor | None = None
@@ -163,9 +182,12 @@ class LayerWeights:
 
 LAYER_MATRICES = (
     *("q", "k", "v", "o", "gate", "up", "down"),
-    *("per_layer_gate", "per_layer_out", "z", "write", "decay"),
+    *("per_layer_gate", "per_layer_out", "z", "write", "decay", "head_gate"),
+    *("shared_gate", "shared_up", "shared_down"),
 )
 """Attributes of `LayerWeights` that are matrices, which may be copied or quantised."""
+QUANTISED_TOGETHER = ("q", "k", "v", "head_gate"), ("gate", "up"), ("q", "z", "write", "decay")
+"""Of these all are or none."""
 
 
 class LayerStruct(ctypes.Structure):
@@ -187,8 +209,10 @@ def decoder_struct(shape: DecoderShape, addresses: WeightAddresses, **fields: An
         type=number,
         attention_type=BFLOAT16_PAIRS if addresses.in_pairs else number,
         hidden_size=shape.hidden_size,
-        intermediate_size=max(shape.intermediate_size, shape.experts_per_token * shape.expert_size),
+        intermediate_size=max(shape.intermediate_size, shape.experts_per_token * shape.expert_size, shape.shared_size),
+        head_norms=HEAD_NORMS[shape.head_norms],
         gates_attention=shape.gates_attention,
+        gates_heads=shape.gates_heads,
         normalises_values=shape.normalises_values,
         is_parallel=shape.is_parallel,
         is_centred=shape.is_centred,
@@ -213,6 +237,9 @@ def decoder_struct(shape: DecoderShape, addresses: WeightAddresses, **fields: An
         experts_per_token=shape.experts_per_token,
         normalises_shares=shape.normalises_shares,
         rounds_shares=shape.rounds_shares,
+        share_scale=shape.share_scale,
+        is_sigmoid=shape.is_sigmoid,
+        rounds_routing=shape.rounds_routing,
         adds_in_type=shape.adds_in_type,
         **fields,
     )
@@ -232,11 +259,16 @@ def set_layer(
         ValueError: see `WeightAddresses.set`; or some of q, k and v are quantised, or one of gate and up, or experts.
     """
     kinds = {name: isinstance(weight, QuantisedWeight) for name, weight in vars(weights).items() if weight is not None}
-    for together in (("q", "k", "v"), ("gate", "up"), ("q", "z", "write", "decay")):
+    for together in QUANTISED_TOGETHER:
         if weights.router is None and len({kinds[name] for name in together if name in kinds}) > 1:
-            raise ValueError(f"{', '.join(together)} {where} must be quantised together; quantise all of them or none")
+            names = ", ".join(name for name in together if name in kinds)
+            raise ValueError(f"{names} {where} must be quantised together; quantise all of them or none")
     if weights.router is not None and (kinds["gate"] or kinds["down"] or weights.up is not None):
         raise ValueError(f"experts {where} must be of a float type, with gate and up in one matrix")
+    if weights.router is not None and not 0 < shape.experts_per_token <= shape.num_experts:
+        raise ValueError(f"experts {where} must be at least {shape.experts_per_token}; got {shape.num_experts}")
+    if shape.gates_heads and weights.head_gate is None and weights.conv is None:
+        raise ValueError(f"head_gate {where} must be there, since the shape gates heads")
     shapes = _shapes_of(weights, shape, index)
     for name, tensor in vars(weights).items():
         sizes = shapes[name] if name in shapes else shapes[name.removesuffix("_bias")][:1]
@@ -254,50 +286,6 @@ def set_layer(
             raise ValueError(f"convolution {where} must have at most {MOST_TAPS} taps, and keys {MOST_KEYS} numbers")
         if weights.z is not None and (sizes[0] < 1 or sizes[1] % sizes[0]):
             raise ValueError(f"value heads {where} must be a multiple of the key heads; got {sizes[1]} and {sizes[0]}")
-
-
-def set_caches(
-    structs: ctypes.Array[LayerStruct],
-    caches: Sequence[Tensor | None],
-    shape: DecoderShape,
-    batch: int,
-    rows: Sequence[int] | None,
-    kv_len: int,
-    dtype: torch.dtype = torch.float32,
-    owners: Sequence[int] = (),
-) -> bool:
-    """Set the addresses of the keys and values of all layers; False if they are not as described.
-
-    Args:
-        structs: of the layers.
-        caches: [2, R, num_kv_heads, `kv_len` or more, head_dim] of each layer, of type `dtype`; see `DecoderContext`.
-        shape: sizes.
-        batch: B, rows that are computed.
-        rows: which of the R rows each of them is; None: R is B, and they are the same.
-        kv_len: positions.
-        dtype: of the caches.
-        owners: cache that each layer reads; () for its own.
-    """
-    num_rows = batch
-    if rows is not None:
-        num_rows = next((cache.shape[1] for cache in caches if cache is not None), max(rows, default=-1) + 1)
-        if len(rows) != batch or len(set(rows)) < batch or not set(rows) <= set(range(num_rows)):
-            return False
-    for index, struct in enumerate(structs):
-        owner = owners[index] if owners else index
-        if struct.conv:
-            continue
-        cache = caches[owner] if owner < len(caches) else None
-        if cache is None:
-            return False
-        capacity, sizes = cache.shape[3], shape.sizes_of(struct.number)
-        expected = 2, num_rows, sizes[0], capacity, sizes[1]
-        if cache.shape != expected or capacity < kv_len or not is_plain(cache, dtype):
-            return False
-        struct.capacity = capacity
-        struct.keys = cache.data_ptr()
-        struct.values = struct.keys + cache.nbytes // 2
-    return True
 
 
 def _shapes_of(weights: LayerWeights, shape: DecoderShape, layer: int) -> dict[str, tuple[int, ...]]:
@@ -327,12 +315,18 @@ def _shapes_of(weights: LayerWeights, shape: DecoderShape, layer: int) -> dict[s
     return mixed | {
         "q": query,
         **dict.fromkeys(("k", "v"), (kv_heads * size, columns)),
+        "head_gate": (shape.num_heads, columns),
         "o": (hidden, width),
         **dict.fromkeys(("gate", "up"), (inner if weights.router is None else 2 * count * inner, hidden)),
         "down": (count * hidden, inner),
         "router": (count, hidden),
+        "router_bias": (count,),
+        **dict.fromkeys(("shared_gate", "shared_up"), (shape.shared_size, hidden)),
+        "shared_down": (hidden, shape.shared_size),
+        "shared_router": (1, hidden),
         **dict.fromkeys(("input_norm", "post_norm", "attention_out_norm", "mlp_out_norm", "per_layer_norm"), (hidden,)),
-        **dict.fromkeys(("q_norm", "k_norm"), (size,)),
+        "q_norm": (shape.num_heads * size if shape.head_norms == "all" else size,),
+        "k_norm": (kv_heads * size if shape.head_norms == "all" else size,),
         "per_layer_gate": (per_layer, hidden),
         "per_layer_out": (hidden, per_layer),
         "output_scale": (1,),

@@ -222,7 +222,7 @@ def why_not_replaced(layer: nn.Module, device_type: str) -> str:
 
 @contextlib.contextmanager
 def use_fast_linears(
-    autotuner: LinearAutotuner | None,
+    autotuner: LinearAutotuner,
     layers: Iterable[nn.Linear],
     deterministic: bool = False,
     layers_only: bool = False,
@@ -230,15 +230,12 @@ def use_fast_linears(
     """Within the context, this thread computes these layers by the autotuner's kernels. Restored afterwards.
 
     Args:
-        autotuner: chooses the kernels; None for no effect.
+        autotuner: chooses the kernels.
         layers: of `find_linear_layers`.
         deterministic: see `LinearAutotuner.linear`.
         layers_only: drafts are not to run in C, so that `active_kernel` is None.
     """
-    replaced = list(layers) if autotuner is not None else []
-    if autotuner is None or not replaced:
-        yield
-        return
+    replaced = list(layers)
     autotuner.kernel = load_kernel() if autotuner.allow_c else None
     with (
         Replaced(

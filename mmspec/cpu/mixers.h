@@ -193,7 +193,7 @@ INLINE void NAME(mix_heads)(const decoding *s, const decoder_layer *l, float *ow
 INLINE void NAME(mixer)(const decoding *s, const decoder_layer *l, float *own, int64_t *next) {
   const decoder *d = s->d;
   const int64_t R = d->batch * d->nodes, D = d->hidden_size, N = d->nodes, C = l->channels, H = l->num_value_heads;
-  const int64_t V = H * l->value_size, blocks = (C + CHANNELS - 1) / CHANNELS, width = l->o.cols;
+  const int64_t V = H * l->value_size, blocks = (C + CHANNELS - 1) / CHANNELS;
   const int type = (int)d->type;
   float *const z = s->qkv + C;
   const part in[] = {{&l->q, l->q_bias, s->qkv, l->q.rows}, {&l->z, NULL, z, V}, {&l->write, NULL, z + V, H},
@@ -213,7 +213,5 @@ INLINE void NAME(mixer)(const decoding *s, const decoder_layer *l, float *own, i
     }
     meet(s->team);
   }
-  NAME(pack_groups)(&l->o, s->attended, R, NULL, 0, own);
-  NAME(multiply_parts)(&(rows){own, R, width, D, 1, type, 0}, &(part){&l->o, l->o_bias, s->x, D}, 1, next + O_PHASE);
-  meet(s->team);
+  NAME(project_out)(s, l, own, next);
 }

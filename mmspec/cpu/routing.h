@@ -14,16 +14,16 @@ static inline weights matrix_at(const weights *w, int64_t number, int64_t rows) 
 static int64_t expert_floats(const decoder *d) {
   const int64_t R = d->batch * d->nodes, slots = R * d->experts_per_token;
   if (!d->num_experts) return 0;
-  return align16(R * d->num_experts) + align16(slots) + align16(slots * d->hidden_size) + 3 * align16(2 * slots) +
+  return align16(R * (d->num_experts + 1)) + align16(slots) + align16((slots + R) * d->hidden_size) + 3 * align16(2 * slots) +
          align16(2 * (d->num_experts + 1));
 }
 
 static void take_expert_arrays(decoding *s, float **scratch) {
   const decoder *d = s->d;
   const int64_t R = d->batch * d->nodes, slots = R * d->experts_per_token;
-  s->routing = take_floats(scratch, R * d->num_experts);
+  s->routing = take_floats(scratch, R * (d->num_experts + 1));
   s->shares = take_floats(scratch, slots);
-  s->returned = take_floats(scratch, slots * d->hidden_size);
+  s->returned = take_floats(scratch, (slots + R) * d->hidden_size);
   s->chosen = (int64_t *)take_floats(scratch, 2 * slots);
   s->slots = (int64_t *)take_floats(scratch, 2 * slots);
   s->places = (int64_t *)take_floats(scratch, 2 * slots);

@@ -25,8 +25,10 @@ from mmspec.engine.tree_cache import CACHE_ARGUMENT
 from mmspec.targets.c_check import NodeCall, verified_parts
 from mmspec.targets.c_traits import DecoderParts
 
-IGNORED_INPUTS = frozenset((CACHE_ARGUMENT, "use_cache", "logits_to_keep", "return_dict", "image_sizes"))
-"""Inputs of a round that do not change what such a forward computes."""
+IGNORED_INPUTS = frozenset(
+    (CACHE_ARGUMENT, "use_cache", "logits_to_keep", "return_dict", "image_sizes", "image_num_crops")
+)
+"""Inputs of a round that do not change what such a forward computes: it has no images."""
 
 
 WEIGHT_COPIES = WeightCopies()

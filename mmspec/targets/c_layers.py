@@ -29,25 +29,39 @@ NORM_NAMES = (
         "post_norm": "post_attention_layernorm",
         "mlp_out_norm": "post_norm2",
     },
+    {
+        "input_norm": "input_layernorm",
+        "attention_out_norm": "post_operator_norm",
+        "post_norm": "post_attention_layernorm",
+        "mlp_out_norm": "post_ffn_norm",
+    },
     {"attention_out_norm": "post_attention_layernorm", "mlp_out_norm": "post_feedforward_layernorm"},
     {"input_norm": "input_layernorm"},
 )
 """Norms of a decoder layer: {attribute of `LayerWeights`: name in the layer}, of Llama, Gemma 2, GLM 4, HyperCLOVA X,
-OLMo 2 and Cohere; the last has one input for both parts."""
+LFM 3, OLMo 2 and Cohere; the last has one input for both parts."""
 ALIASES = {
     **{"feed_forward": "mlp", "operator_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"},
     **{"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj", "q_layernorm": "q_norm", "k_layernorm": "k_norm"},
-    **{"out_proj": "o_proj", "embedding_norm": "norm"},
+    **{"out_proj": "o_proj", "embedding_norm": "norm", "fc1": "up_proj", "fc2": "down_proj"},
+    **{"query_layernorm": "q_norm", "key_layernorm": "k_norm"},
 }
 """{name of a part: what others call it}"""
 PER_LAYER = {"per_layer_gate": "per_layer_input_gate", "per_layer_out": "per_layer_projection"}
 PER_LAYER_NORM = "post_per_layer_input_norm"
 WITHOUT_EFFECT = nn.Dropout, nn.Identity
-IDLE_NAMES = frozenset(("dropout", "resid_attn_dropout", "resid_mlp_dropout", "post_norm1", "post_norm2"))
+IDLE_NAMES = frozenset(
+    (
+        *("dropout", "resid_attn_dropout", "resid_mlp_dropout"),
+        *("post_norm1", "post_norm2", "post_operator_norm", "post_ffn_norm"),
+    )
+)
 """Parts that do nothing outside training, or in some models, if they are of `WITHOUT_EFFECT`."""
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 HEAD_NORMS = ("q_norm", "k_norm")
 ACTIVATION_NAMES = ("act_fn", "activation_fn")
+ROUTER_BIAS = "e_score_correction_bias"
+SHARED_NAMES = ("shared_expert", "shared_experts")
 UNKNOWN_EXPERTS = ("is_transposed", "has_bias", "has_post_expert_norm", "_is_expert_parallel")
 """Attributes of a module of experts that must be False."""
 
@@ -92,6 +106,13 @@ def layer_weights(layer: Any) -> LayerWeights | None:
     return LayerWeights(**found)
 
 
+def head_norms(mixer: Any, weights: LayerWeights) -> str:
+    """`DecoderShape.head_norms` of attention."""
+    if weights.q_norm is not None and weights.q_norm.numel() > mixer.head_dim:
+        return "all"
+    return "rotated" if "query_layernorm" in mixer._modules else "each"
+
+
 def is_parallel(layer: Any) -> bool:
     """Whether attention and feed-forward of a layer have one norm, and so one input."""
     return sum(map(is_norm, parts_of(layer).values())) == 1
@@ -102,12 +123,16 @@ def _attention(attention: Any) -> dict[str, Any] | None:
     parts = parts_of(attention)
     if not has_only_modules(attention) or (parts.keys() & {"v_norm"} and not is_bare_norm(parts["v_norm"])):
         return None
+    gate = parts.pop("g_proj", None)
     names = set(parts) - {*HEAD_NORMS, "v_norm"}
     head_norms = {name: parts[name] for name in HEAD_NORMS if name in parts}
-    linears = [parts[name] for name in names]
+    linears = [parts[name] for name in names] + ([] if gate is None else [gate])
     if not all(map(is_plain_linear, linears)) or not all(map(is_norm, head_norms.values())):
         return None
+    if gate is not None and gate.bias is not None:
+        return None
     found: dict[str, Any] = {"o": parts["o_proj"].weight, "o_bias": parts["o_proj"].bias}
+    found["head_gate"] = None if gate is None else gate.weight
     found |= {name: head_norms[name].weight if name in head_norms else None for name in HEAD_NORMS}
     if names == {"qkv_proj", "o_proj"}:
         both, size = parts["qkv_proj"], int(attention.head_dim)
@@ -164,7 +189,7 @@ def _delta_rule(mixer: Any) -> dict[str, Any] | None:
 
 
 def _gated(mlp: Any) -> dict[str, Tensor | None] | None:
-    """Weights of a gated feed-forward, whose first projections may be one; None if it is none."""
+    """Weights of a feed-forward, whose first projections may be one, or that has no gate; None if it is none."""
     parts = parts_of(mlp)
     names = set(parts) - set(ACTIVATION_NAMES)
     if not all(is_plain_linear(parts[name]) for name in names):
@@ -173,6 +198,9 @@ def _gated(mlp: Any) -> dict[str, Tensor | None] | None:
     if names == {"gate_proj", "up_proj", "down_proj"}:
         gate, up = parts["gate_proj"], parts["up_proj"]
         return {"gate": gate.weight, "gate_bias": gate.bias, "up": up.weight, "up_bias": up.bias, **down}
+    if names == {"up_proj", "down_proj"}:
+        first = parts["up_proj"]
+        return {"gate": first.weight, "gate_bias": first.bias, "up": None, "up_bias": None, **down}
     if names != {"gate_up_proj", "down_proj"}:
         return None
     size, both = mlp.down_proj.in_features, mlp.gate_up_proj
@@ -185,10 +213,12 @@ def _experts(mlp: Any) -> dict[str, Tensor | None] | None:
 
     `mlp.experts` is what transformers' `use_experts_implementation` makes: two tensors with the weights of all experts.
     """
-    if set(mlp._modules) != {"gate", "experts"} or not has_only_modules(mlp):
+    parts = dict(mlp._modules)
+    shared = _shared(shared_expert(mlp), parts.pop("shared_expert_gate", None))
+    if shared is None or not has_only_modules(mlp) or {*parts} - {*SHARED_NAMES} != {"gate", "experts"}:
         return None
     router, experts = mlp.gate, mlp.experts
-    is_plain = set(router._parameters) == {"weight"} and not router._buffers and not router._modules
+    is_plain = set(router._parameters) == {"weight"} and {*router._buffers} <= {ROUTER_BIAS} and not router._modules
     if not is_plain or set(experts._parameters) != {"gate_up_proj", "down_proj"} or set(experts._modules) != {"act_fn"}:
         return None
     is_known = experts.has_gate and experts.is_concatenated and not experts._buffers
@@ -198,7 +228,26 @@ def _experts(mlp: Any) -> dict[str, Tensor | None] | None:
         return None
     names = ("gate_bias", "up", "up_bias", "down_bias")
     gate, down = experts.gate_up_proj.flatten(0, 1), experts.down_proj.flatten(0, 1)
-    return {"gate": gate, "down": down, "router": router.weight, **dict.fromkeys(names)}
+    routed = {"router": router.weight, "router_bias": router._buffers.get(ROUTER_BIAS)}
+    return {"gate": gate, "down": down, **routed, **dict.fromkeys(names), **shared}
+
+
+def shared_expert(mlp: Any) -> Any:
+    """The expert of a feed-forward of experts that all tokens share, or None."""
+    return next((mlp._modules[name] for name in SHARED_NAMES if name in mlp._modules), None)
+
+
+def _shared(expert: Any, gate: Any) -> dict[str, Tensor | None] | None:
+    """Weights of a shared expert and of its gate, of which either may be missing; None if they are others."""
+    if expert is None:
+        return None if gate is not None else {}
+    found = _gated(expert)
+    if found is None or any(found[name] is not None for name in ("gate_bias", "up_bias", "down_bias")):
+        return None
+    if gate is not None and (not is_plain_linear(gate) or gate.bias is not None):
+        return None
+    weights = {f"shared_{name}": found[name] for name in ("gate", "up", "down")}
+    return weights | {"shared_router": None if gate is None else gate.weight}
 
 
 def inner_size(mlp: Any) -> int:
@@ -207,8 +256,9 @@ def inner_size(mlp: Any) -> int:
 
 
 def activations_of(mlp: Any) -> list[nn.Module]:
-    owner = mlp._modules.get("experts") or mlp
-    return [owner._modules[name] for name in ACTIVATION_NAMES if owner._modules.get(name) is not None]
+    owners = (mlp, mlp._modules.get("experts"), shared_expert(mlp))
+    parts = [one._modules for one in owners if one is not None]
+    return [part[name] for part in parts for name in ACTIVATION_NAMES if part.get(name) is not None]
 
 
 def has_only_modules(*parts: nn.Module) -> bool:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mmspec.targets.c_layers import eps_of
+from mmspec.targets.c_layers import ROUTER_BIAS, eps_of
 
 PROBED = 64
 """Random numbers that a module is asked about."""
@@ -22,20 +23,44 @@ def routing_traits(mlps: Sequence[Any]) -> dict[str, Any] | None:
         if "experts" not in mlp._modules:
             continue
         weight, count = mlp.gate.weight.detach(), int(mlp.gate.top_k)
+        scale = float(getattr(mlp.gate, "routed_scaling_factor", 1.0))
         rows = _random(PROBED, weight.shape[1]).to(weight.dtype)
         with torch.no_grad():
             shares = mlp.gate(rows)[1]
-        top = functional.softmax(functional.linear(rows, weight).float(), -1).topk(count).values
-        errors = [float((one - shares).abs().max()) for one in (top, top / top.sum(-1, keepdim=True))]
-        if not min(errors) <= torch.finfo(shares.dtype).eps:
+        ordered = shares.sort(-1, descending=True).values
+        errors = dict[tuple[bool, ...], float]()
+        for names in product((True, False), repeat=3):
+            found_shares = scale * _shares(rows, weight, mlp.gate._buffers.get(ROUTER_BIAS), count, *names)
+            errors[names] = float((found_shares - ordered).abs().max())
+        best = min(errors, key=lambda names: errors[names])
+        if not errors[best] <= scale * torch.finfo(shares.dtype).eps:
             return None
         num_experts, _, size = mlp.experts.down_proj.shape
-        traits = {"num_experts": num_experts, "expert_size": size, "experts_per_token": count}
-        traits |= {"normalises_shares": errors[1] <= errors[0], "rounds_shares": shares.dtype is weight.dtype}
+        traits = {"num_experts": num_experts, "expert_size": size, "experts_per_token": count, "share_scale": scale}
+        traits |= dict(zip(("rounds_routing", "normalises_shares", "is_sigmoid"), best, strict=True))
+        traits["rounds_shares"] = shares.dtype is weight.dtype
         found.append(traits | {"adds_in_type": mlp.experts.config._experts_implementation == "eager"})
     if any(one != found[0] for one in found):
         return None
     return found[0] if found else {}
+
+
+def _shares(
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    count: int,
+    rounds_routing: bool,
+    normalises_shares: bool,
+    is_sigmoid: bool,
+) -> Tensor:
+    """[n, count] shares of the experts that a router with these traits chooses, the largest first."""
+    kind = weight.dtype if rounds_routing else torch.float32
+    logits = functional.linear(rows.to(kind), weight.to(kind)).float()
+    found = logits.sigmoid() if is_sigmoid else logits.softmax(-1)
+    chosen = (found if bias is None else found + bias).topk(count).indices
+    shares = found.gather(-1, chosen).sort(-1, descending=True).values
+    return shares / shares.sum(-1, keepdim=True) if normalises_shares else shares
 
 
 def _random(*shape: int) -> Tensor:
@@ -79,6 +104,7 @@ def activation_of(modules: Any) -> str | None:
     """
     x = _random(PROBED) * 3
     candidates = {"silu": functional.silu(x), "gelu_tanh": functional.gelu(x, approximate="tanh")}
+    candidates["relu_squared"] = functional.relu(x).square()
     with torch.no_grad():
         outputs = [module(x) for module in modules]
     same = [name for name, one in candidates.items() if all(torch.allclose(one, y, atol=1e-6) for y in outputs)]

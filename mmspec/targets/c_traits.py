@@ -23,6 +23,7 @@ from mmspec.targets.base import RECURRENT_LAYER_TYPES, ModelAdapter
 from mmspec.targets.c_layers import (
     activations_of,
     eps_of,
+    head_norms,
     inner_size,
     is_bare_norm,
     is_norm,
@@ -37,6 +38,8 @@ from mmspec.targets.forward import takes_one_mask
 
 ATTENTION_TYPES = frozenset(("full_attention", "sliding_attention"))
 LAYER_TYPES = ATTENTION_TYPES | RECURRENT_LAYER_TYPES
+UNSCALED = "rotary_emb_unscaled"
+"""Part of a text model with the angles of layers whose `rope_types` are "unscaled"."""
 PER_LAYER_INPUTS = ("embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm")
 """Parts of a text model whose layers have inputs of their own: embeddings, a projection, its norm."""
 
@@ -89,8 +92,9 @@ class Rotary:
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         example = torch.empty(0, dtype=self.dtype, device="cpu")
         has_axes = "mrope_section" in str(getattr(getattr(self.module, "config", None), "rope_parameters", ""))
+        num_axes = len(getattr(self.module, "mrope_section", None) or range(3))
         positions = positions + self.shift
-        position_ids = positions.expand(3, 1, -1) if has_axes else positions[None]
+        position_ids = positions.expand(num_axes, 1, -1) if has_axes else positions[None]
         arguments = () if self.layer_type is None else (self.layer_type,)
         with torch.no_grad():
             angles = self.module(example, position_ids, *arguments)
@@ -107,7 +111,7 @@ def read_parts(adapter: ModelAdapter, shape: DecoderShape | None = None) -> Iter
     """
     text_model = adapter.text_model
     layers, parts = list(getattr(text_model, "layers", ())), parts_of(text_model)
-    if not layers or set(parts) - {*PER_LAYER_INPUTS} != {"embed_tokens", "layers", "norm", "rotary_emb"}:
+    if not layers or set(parts) - {*PER_LAYER_INPUTS, UNSCALED} != {"embed_tokens", "layers", "norm", "rotary_emb"}:
         return
     num_layers = {adapter.num_layers, text_model.config.num_hidden_layers}
     if not adapter.layer_types <= LAYER_TYPES or num_layers != {len(layers)}:
@@ -119,11 +123,13 @@ def read_parts(adapter: ModelAdapter, shape: DecoderShape | None = None) -> Iter
     if scale is None or not is_plain_linear(lm_head) or len(weights) < len(layers) or per_layer is None:
         return
     types = _layer_types(adapter, len(layers))
-    rotary = text_model.rotary_emb
-    takes_type = "layer_type" in inspect.signature(type(rotary).forward).parameters
+    takes_type = "layer_type" in inspect.signature(type(text_model.rotary_emb).forward).parameters
+    is_unscaled = [kind == "unscaled" for kind in getattr(text_model, "rope_types", types)]
     rotaries = [
-        Rotary(rotary, embeddings.weight.dtype, one if takes_type else None) if one in ATTENTION_TYPES else None
-        for one in types
+        Rotary(parts[UNSCALED if plain else "rotary_emb"], embeddings.weight.dtype, one if takes_type else None)
+        if one in ATTENTION_TYPES
+        else None
+        for one, plain in zip(types, is_unscaled, strict=True)
     ]
     ends = DecoderEnds(embeddings.weight, parts["norm"].weight, lm_head.weight, lm_head.bias, **per_layer[0])
     if shape is None:
@@ -177,6 +183,8 @@ def _shapes(
         {(one.num_k_heads, one.num_v_heads, one.head_k_dim, one.head_v_dim) for one in deltas} or {(0, 0, 0, 0)},
         {float(getattr(layer, "residual_multiplier", 1.0)) for layer in layers},
         {is_parallel(layer) for layer in layers},
+        {layer.head_gate is not None for layer in weights if layer.conv is None},
+        {head_norms(one, layer) for one, layer in zip(mixers, weights, strict=True) if layer.conv is None},
         {"v_norm" in parts_of(one) for one, layer in zip(mixers, weights, strict=True) if layer.k is not None},
     ]
     norm, routing = common_norm_traits(norms), routing_traits(mlps)
@@ -216,7 +224,10 @@ def _shapes(
         delta_heads=constants[3].pop(),
         residual_scale=constants[4].pop(),
         is_parallel=constants[5].pop(),
-        normalises_values=constants[6].pop(),
+        gates_heads=constants[6].pop(),
+        head_norms=constants[7].pop(),
+        normalises_values=constants[8].pop(),
+        shared_size=max(0 if one.shared_gate is None else one.shared_gate.shape[0] for one in weights),
         **routing,
     )
     angles = next(one for one in rotaries if one is not None)(torch.arange(8, device="cpu"))[0]

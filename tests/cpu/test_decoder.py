@@ -20,7 +20,7 @@ from mmspec.cpu.decoder import (
     DecoderEnds,
     DecoderInputs,
 )
-from mmspec.cpu.layers import DecoderShape, LayerWeights
+from mmspec.cpu.layers import LAYER_MATRICES, DecoderShape, LayerWeights
 from mmspec.cpu.quantise import dequantise, quantise
 from mmspec.cpu.weights import BFLOAT16_PAIRS, FLOAT_TYPES
 
@@ -42,6 +42,13 @@ SHAPES = {
         *(48, 0, 4, 2, 12, 1e-6, 0.3), num_experts=40, expert_size=24, experts_per_token=8, windows=(0, 7),
     ),
     "as in GLM": DecoderShape(40, 64, 4, 2, 24, 1e-6, 0.2, rotary_size=12, interleaved=True, windows=(0, 9)),
+    "as in GLM with experts": DecoderShape(
+        *(37, 53, 3, 1, 6, 1e-5, 0.3), num_experts=7, expert_size=19, experts_per_token=3, shared_size=61,
+        share_scale=1.5, is_sigmoid=True,
+    ),
+    "as in OLMo 2": DecoderShape(37, 53, 6, 2, 6, 1e-5, 0.3, head_norms="all", activation="relu_squared"),
+    "norms after rotation": DecoderShape(37, 53, 3, 1, 6, 1e-5, 0.3, head_norms="rotated"),
+    "as in LFM 3": DecoderShape(40, 64, 5, 1, 24, 1e-6, 0.2, gates_heads=True, windows=(0, 9)),
 }  # fmt: skip
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 NAMES_AND_KINDS = [
@@ -50,7 +57,10 @@ NAMES_AND_KINDS = [
     for kind in (*TYPES, 8, 4)  # a dtype, or bits; experts are of a float type
     if not (shape.num_experts and isinstance(kind, int))
 ]
-TREE_SHAPES = ("odd sizes", "grouped, wide heads", "experts", "as in Gemma", "as in GLM")
+TREE_SHAPES = (
+    *("odd sizes", "grouped, wide heads", "experts", "as in Gemma", "as in GLM"),
+    *("as in GLM with experts", "as in OLMo 2", "as in LFM 3"),
+)
 VOCAB = 45
 
 
@@ -88,6 +98,9 @@ class Model:
                 return x
             return x * (x.square().mean(-1, keepdim=True) + s.eps).rsqrt() * (weight.double() + s.norm_offset)
 
+        def norm_at(place: str, x: Tensor, weight: Tensor | None) -> Tensor:
+            return norm(x, weight if s.head_norms == place else None)
+
         def rotate(x: Tensor) -> Tensor:
             x, rest = x[..., : s.rotated], x[..., s.rotated :]
             if s.interleaved:
@@ -103,11 +116,11 @@ class Model:
 
         for w, cache, window in zip(self.layers, inputs.caches, s.windows or [0] * len(self.layers), strict=True):
             x = norm(states[-1], w.input_norm)
-            q, k, v = (
-                linear(x, weight, bias).view(batch, nodes, -1, s.head_dim)
-                for weight, bias in ((w.q, w.q_bias), (w.k, w.k_bias), (w.v, w.v_bias))
-            )
-            q, k = rotate(norm(q, w.q_norm)), rotate(norm(k, w.k_norm))
+            q, k, v = (linear(x, weight, bias) for weight, bias in ((w.q, w.q_bias), (w.k, w.k_bias), (w.v, w.v_bias)))
+            q, k = norm_at("all", q, w.q_norm), norm_at("all", k, w.k_norm)
+            q, k, v = (one.view(batch, nodes, -1, s.head_dim) for one in (q, k, v))
+            q, k = rotate(norm_at("each", q, w.q_norm)), rotate(norm_at("each", k, w.k_norm))
+            q, k = norm_at("rotated", q, w.q_norm), norm_at("rotated", k, w.k_norm)
             attended = torch.zeros(batch, nodes, s.num_heads, s.head_dim, dtype=torch.float64)
             for b in range(batch):
                 seen = torch.ones(inputs.lengths[b], dtype=torch.bool)
@@ -123,6 +136,7 @@ class Model:
                         new = torch.stack((k[b, :, g], v[b, :, g]))[:, path]
                         keys, values = torch.cat((old, new), 1)
                         attended[b, n, h] = limited((keys @ q[b, n, h]) * s.scaling).softmax(-1) @ values
+            attended = gate_heads(attended, x, w.head_gate)
             x = states[-1] + norm(linear(attended.flatten(2), w.o, w.o_bias), w.attention_out_norm)
             added = feed_forward(s, w, norm(x, w.post_norm))
             states.append(x + norm(added, w.mlp_out_norm))
@@ -134,22 +148,41 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return functional.linear(x, weight.double(), None if bias is None else bias.double())
 
 
+def gate_heads(attended: Tensor, x: Tensor, weight: Any) -> Tensor:
+    return attended if weight is None else attended * linear(x, weight, None).sigmoid()[..., None]
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    return functional.gelu(x, approximate="tanh")
+
+
+def relu_squared(x: Tensor) -> Tensor:
+    return functional.relu(x).square()
+
+
 def feed_forward(s: DecoderShape, w: LayerWeights, x: Tensor) -> Tensor:
     """That of a layer in float64."""
 
     def gated(gate: Any, up: Any, down: Any, *biases: Tensor | None) -> Tensor:
         first = linear(x, gate, biases[0])
-        active = functional.silu(first) if s.activation == "silu" else functional.gelu(first, approximate="tanh")
-        return linear(active * linear(x, up, biases[1]), down, biases[2])
+        active = {"silu": functional.silu, "gelu_tanh": gelu_tanh, "relu_squared": relu_squared}[s.activation](first)
+        return linear(active if up is None else active * linear(x, up, biases[1]), down, biases[2])
 
     if w.router is None:
         return gated(w.gate, w.up, w.down, w.gate_bias, w.up_bias, w.down_bias)
     assert isinstance(w.gate, Tensor) and isinstance(w.down, Tensor)
-    shares, chosen = linear(x, w.router, None).softmax(-1).topk(s.experts_per_token)
-    shares = shares / shares.sum(-1, keepdim=True) if s.normalises_shares else shares
+    logits = linear(x, w.router, None)
+    found = logits.sigmoid() if s.is_sigmoid else logits.softmax(-1)
+    chosen = (found if w.router_bias is None else found + w.router_bias.double()).topk(s.experts_per_token).indices
+    shares = found.gather(-1, chosen)
+    shares = s.share_scale * (shares / shares.sum(-1, keepdim=True) if s.normalises_shares else shares)
     gates, downs = w.gate.view(s.num_experts, 2, s.expert_size, -1), w.down.view(s.num_experts, -1, s.expert_size)
     each = torch.stack([gated(*gates[e], downs[e], None, None, None) for e in range(s.num_experts)], -2)
-    return (each.gather(-2, chosen[..., None].expand(*chosen.shape, s.hidden_size)) * shares[..., None]).sum(-2)
+    added = (each.gather(-2, chosen[..., None].expand(*chosen.shape, s.hidden_size)) * shares[..., None]).sum(-2)
+    if w.shared_gate is None:
+        return added
+    shared = gated(w.shared_gate, w.shared_up, w.shared_down, None, None, None)
+    return added + (shared if w.shared_router is None else shared * linear(x, w.shared_router, None).sigmoid())
 
 
 def make_model(shape: DecoderShape, num_layers: int = 2, extras: bool = False, seed: int = 0) -> Model:
@@ -166,10 +199,11 @@ def make_model(shape: DecoderShape, num_layers: int = 2, extras: bool = False, s
 
     hidden, inner, size = shape.hidden_size, shape.intermediate_size, shape.head_dim
     wide, narrow = shape.num_heads * size, shape.num_kv_heads * size
+    normed = (wide, narrow) if shape.head_norms == "all" else (size, size)
     layers = [
         LayerWeights(
             norm(hidden), weight(wide, hidden), weight(narrow, hidden), weight(narrow, hidden),
-            maybe(weight(wide)), maybe(weight(narrow)), maybe(weight(narrow)), maybe(norm(size)), maybe(norm(size)),
+            maybe(weight(wide)), maybe(weight(narrow)), maybe(weight(narrow)), *map(maybe, map(norm, normed)),
             weight(hidden, wide), maybe(weight(hidden)), norm(hidden), weight(inner, hidden), weight(inner, hidden),
             maybe(weight(inner)), maybe(weight(inner)), weight(hidden, inner), maybe(weight(hidden)),
             maybe(norm(hidden)), maybe(norm(hidden)),
@@ -181,7 +215,22 @@ def make_model(shape: DecoderShape, num_layers: int = 2, extras: bool = False, s
             count, size = shape.num_experts, shape.expert_size
             biases = dict.fromkeys(("up", "gate_bias", "up_bias", "down_bias"))
             gate, down = weight(2 * count * size, hidden), weight(count * hidden, size)
-            layers[index] = replace(layer, gate=gate, down=down, router=weight(count, hidden), **biases)
+            layer = replace(layer, gate=gate, down=down, router=weight(count, hidden), **biases)
+            if shape.shared_size:
+                inner_shared = shape.shared_size
+                layer = replace(
+                    layer,
+                    router_bias=maybe(weight(count)),
+                    shared_gate=weight(inner_shared, hidden),
+                    shared_up=weight(inner_shared, hidden),
+                    shared_down=weight(hidden, inner_shared),
+                    shared_router=maybe(weight(1, hidden)),
+                )
+        if shape.activation == "relu_squared":
+            layer = replace(layer, up=None, up_bias=None)
+        if shape.gates_heads:
+            layer = replace(layer, head_gate=weight(shape.num_heads, hidden))
+        layers[index] = layer
     ends = DecoderEnds(3 * weight(VOCAB, hidden), norm(hidden), weight(VOCAB, hidden), maybe(weight(VOCAB)))
     return Model(shape, layers, ends)
 
@@ -193,8 +242,10 @@ def quantised(model: Model, kernel: CKernel, bits: int, back: bool = False) -> M
         found = quantise(kernel, weight, bits)
         return dequantise(found) if back else found
 
-    matrices = ("q", "k", "v", "o", "gate", "up", "down")
-    layers = [replace(one, **{name: convert(getattr(one, name)) for name in matrices}) for one in model.layers]
+    layers = [
+        replace(one, **{name: convert(getattr(one, name)) for name in LAYER_MATRICES if getattr(one, name) is not None})
+        for one in model.layers
+    ]
     return replace(model, layers=layers, ends=replace(model.ends, lm_head=convert(model.ends.lm_head)))
 
 
@@ -480,6 +531,25 @@ def test_weights_that_are_refused(change: str) -> None:
     mixed = replace(layer, k=quantise(kernel, layer.k, 8))
     with pytest.raises(ValueError, match="q, k, v of layer 0 must be quantised together"):
         replace(model, layers=[mixed]).decoder(kernel)
+
+
+CONTRADICTIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "experts": ("experts", {"experts_per_token": 8}),
+    "head_gate": ("multi-head", {"gates_heads": True}),
+    "shared_gate": ("as in GLM with experts", {"shared_size": 60}),
+    "q_norm": ("as in OLMo 2", {"head_norms": "each"}),
+    "k": ("multi-head", {"num_kv_heads": 2}),
+}
+
+
+@pytest.mark.parametrize("weight", CONTRADICTIONS)
+def test_traits_that_contradict_each_other(kernel: CKernel, weight: str) -> None:
+    """Refused by the name of the weights that do not fit."""
+    name, traits = CONTRADICTIONS[weight]
+    model = make_model(SHAPES[name], extras=True)
+    model.decoder(kernel)
+    with pytest.raises(ValueError, match=f"^{weight} of layer 0 must"):
+        replace(model, shape=replace(model.shape, **traits)).decoder(kernel)
 
 
 def test_structs_of_other_sizes_are_found_when_the_library_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -203,6 +203,7 @@ def test_generate_is_the_same_with_every_setting(
 ) -> None:
     monkeypatch.setattr("mmspec.economy.kernels.fastest", lambda names, *_: names[-1])
     monkeypatch.setattr(cpu, "KERNEL_CHOICES", KernelChoices())
+    monkeypatch.setattr("mmspec.backend.SMALLEST_REPLACED", 1)
     model, processor = random_model("tiny")
     maker = Captioner(model, processor)
     inputs = maker.build_inputs([render_scene(generate_scene(i)) for i in range(2)], ["a", "what is it"])

@@ -32,12 +32,13 @@ from mmspec.targets.model_state import unknown_code
 from mmspec.targets.module_scan import scan_modules
 
 pytestmark = pytest.mark.skipif(load_kernel() is None, reason="no compiler or another processor")
-TEXT = ("llama", "mistral", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "granite", "cohere2", "phi3")
+TEXT = ("llama", "mistral", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "granite", "cohere2", "phi3", "olmo2")
 OUTPUTS: Kwargs = {"max_new_tokens": 16, "return_dict_in_generate": True, "output_logits": True}
 VISION = (
     *(*tiny.FAMILIES, "qwen2_vl", "qwen3_vl", "internvl", "idefics2", "idefics3", "smolvlm", "mistral3", "vipllava"),
     *("gemma3", "paligemma", "glm4v", "glm_ocr", "ovis2", "got_ocr2", "lighton_ocr", "perception_lm", "video_llama_3"),
     *("qwen3_vl_moe", "qwen3_omni_moe_thinker", "gemma4", "emu3", "exaone4_5", "hyperclovax_vision_v2"),
+    *("deepseek_ocr2", "glm4v_moe", "hunyuan_vl", "cosmos3_edge", "molmo2"),
 )
 HALVES = ("bfloat16", "float16")
 
@@ -118,7 +119,12 @@ def test_windows_and_kinds_of_attention(family: str, changes: Kwargs, forwards: 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize(
     "family",
-    [*("llama", "qwen3_vl", "gemma3", "smolvlm", "glm4v", "qwen3_vl_moe", "qwen3_moe"), "qwen3_5", "lfm2_vl"],
+    [
+        *("llama", "qwen3_vl", "gemma3", "smolvlm", "glm4v", "qwen3_vl_moe", "qwen3_moe"),
+        "qwen3_5",
+        "lfm2_vl",
+        "lfm3_vl",
+    ],
 )
 def test_in_half_precision_drafts_change_nothing(family: str, dtype: str, forwards: list[bool]) -> None:
     """In rounds in C the logits of a node are the same bits in any tree: whatever drafts, tokens and logits are."""
@@ -204,6 +210,11 @@ WRONG_TRAITS: dict[str, Kwargs] = {
     "qwen3_5": {"delta_heads": (1, 1, 8, 8)},
     "qwen3_5-gates": {"gates_attention": False},
     "lfm2": {"rotary_size": 4},
+    "lfm3_vl": {"gates_heads": False},
+    "glm4v_moe": {"is_sigmoid": False},
+    "hunyuan_vl": {"head_norms": "each"},
+    "olmo2": {"head_norms": "rotated"},
+    "cosmos3_edge": {"activation": "silu"},
 }
 
 
@@ -303,6 +314,15 @@ def test_experts_are_recognised_by_what_they_compute(
         for name, parameter in model.model.layers.named_parameters():
             parameter *= 8 if "experts" in name else 1
     _assert_recognised_unless(wrong, model, forwards, monkeypatch)
+
+
+def test_groups_of_experts_are_left_to_the_model() -> None:
+    model = tiny.build_model(tiny.ModelSpec("glm4v_moe", seed=17))
+    router = model.get_decoder().layers[1].mlp.gate
+    for groups in (1, 2):
+        router.num_group = groups
+        check = functools.partial(_assert_is_c, is_c=groups == 1)
+        inside(model, tiny.build_inputs(model, 4, 1), lambda target, check=check: (use_c(target), check(target)))
 
 
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
@@ -545,7 +565,7 @@ def _assert_is_c(target: HFTarget, is_c: bool) -> None:
 
 @pytest.mark.parametrize(
     ("family", "changes"),
-    [("llava", {"dtype": "float64"}), ("glm4v_moe", {}), ("olmo2", {}), ("qwen3_5_moe", {}),
+    [("llava", {"dtype": "float64"}), ("muse_spark", {}), ("chameleon", {}), ("qwen3_next", {}),
      ("gemma3n_text", {}), ("aria", {})],
 )  # fmt: skip
 def test_other_models_are_not_recognised(family: str, changes: Kwargs) -> None:

@@ -113,7 +113,7 @@ def check(model: PreTrainedModel, kernel: CKernel | None = None) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("family", ["qwen3_5", "lfm2_vl", "lfm2"])
+@pytest.mark.parametrize("family", ["qwen3_5", "lfm2_vl", "lfm2", "lfm3_vl"])
 def test_each_node_has_the_bits_of_its_path(family: str, dtype: str) -> None:
     check(get_model(family, seed=17, layers=4, dtype=dtype))
 
@@ -276,7 +276,7 @@ def _nan(model: PreTrainedModel) -> None:
     getattr(part, "weight", part).data.fill_(torch.nan)
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "lfm2", "gemma4"])
+@pytest.mark.parametrize("family", ["qwen3_5", "lfm2", "lfm3_vl", "gemma4"])
 @pytest.mark.parametrize("change", [_other_types, _no_projection, _no_weight, _nan], ids=lambda one: one.__name__[1:])
 def test_models_that_are_broken_fail_as_without_us(
     family: str, change: Callable[[PreTrainedModel], None], monkeypatch: pytest.MonkeyPatch

@@ -140,7 +140,7 @@ def _muse(name: str) -> Any:
 def _lfm3_vl(spec: Any, ids: Any) -> PreTrainedModel:
     """Convolutions, full and sliding attention, with angles of their own."""
     kinds = ["conv", "full_attention", "sliding_attention"]
-    kinds = [kinds[index] for index in ((0, 2, 1) if spec.mixed else (0, 1, 2))[: spec.layers]]
+    kinds = [kinds[index] for index in ((0, 2, 1, 0) if spec.mixed else (0, 1, 2, 0))[: spec.layers]]
     text = text_values(spec, ids) | {"model_type": "lfm3", "layer_types": kinds, "conv_L_cache": 3}
     text["sliding_window"] = spec.window or 512
     vision = VISION | {"patch_size": 4, "num_key_value_heads": 1, "layer_types": ["conv", "full_attention"]}

@@ -86,7 +86,7 @@ def _glm_ocr(spec: Any, ids: Any) -> PreTrainedModel:
 
 
 def _glm4v_moe(spec: Any, ids: Any) -> PreTrainedModel:
-    text = mrope_text(spec, ids, n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2, n_group=2, topk_group=1)
+    text = mrope_text(spec, ids, n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2)
     text |= {"moe_intermediate_size": spec.hidden, "first_k_dense_replace": 1}
     text["rope_parameters"] |= {"mrope_section": mrope_section(spec, 0.5), "partial_rotary_factor": 0.5}
     return mrope_model(spec, ids, "Glm4vMoe", text, mrope_vision(spec, image_size=16))

@@ -1,9 +1,10 @@
-"""States of layers with a convolution in place of attention (mixers.h), and what a forward logs of its nodes."""
+"""What the layers of a decoder have of earlier positions: keys and values, or the states of those with a convolution in
+place of attention (mixers.h), with what a forward logs of its nodes."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from mmspec.cpu.addresses import new_floats
 from mmspec.cpu.decoder_types import DecoderInputs, LayerState, NodeLog
-from mmspec.cpu.layers import LayerStruct
+from mmspec.cpu.layers import DecoderShape, LayerStruct
 from mmspec.cpu.weights import is_plain
 
 if TYPE_CHECKING:
@@ -23,6 +24,50 @@ def mixer_sizes(layers: Iterable[LayerStruct]) -> dict[str, int]:
     mixers = [one for one in layers if one.conv]
     widths = [one.q.rows + one.z.rows + one.write.rows + one.decay.rows for one in mixers]
     return {"mixer_width": max(widths, default=0), "mixer_size": max((one.o.cols for one in mixers), default=0)}
+
+
+def set_caches(
+    structs: ctypes.Array[LayerStruct],
+    caches: Sequence[Tensor | None],
+    shape: DecoderShape,
+    batch: int,
+    rows: Sequence[int] | None,
+    kv_len: int,
+    dtype: torch.dtype = torch.float32,
+    owners: Sequence[int] = (),
+) -> bool:
+    """Set the addresses of the keys and values of all layers; False if they are not as described.
+
+    Args:
+        structs: of the layers.
+        caches: [2, R, num_kv_heads, `kv_len` or more, head_dim] of each layer, of type `dtype`; see `DecoderContext`.
+        shape: sizes.
+        batch: B, rows that are computed.
+        rows: which of the R rows each of them is; None: R is B, and they are the same.
+        kv_len: positions.
+        dtype: of the caches.
+        owners: cache that each layer reads; () for its own.
+    """
+    num_rows = batch
+    if rows is not None:
+        num_rows = next((cache.shape[1] for cache in caches if cache is not None), max(rows, default=-1) + 1)
+        if len(rows) != batch or len(set(rows)) < batch or not set(rows) <= set(range(num_rows)):
+            return False
+    for index, struct in enumerate(structs):
+        owner = owners[index] if owners else index
+        if struct.conv:
+            continue
+        cache = caches[owner] if owner < len(caches) else None
+        if cache is None:
+            return False
+        capacity, sizes = cache.shape[3], shape.sizes_of(struct.number)
+        expected = 2, num_rows, sizes[0], capacity, sizes[1]
+        if cache.shape != expected or capacity < kv_len or not is_plain(cache, dtype):
+            return False
+        struct.capacity = capacity
+        struct.keys = cache.data_ptr()
+        struct.values = struct.keys + cache.nbytes // 2
+    return True
 
 
 def log_nodes(
