@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.modeling.random_models import random_model
 from mmspec.app.scenes.render import render_scene
 from mmspec.app.scenes.world import generate_scene
+from mmspec.backend import use_prompt_linear_kernels
 from mmspec.cpu import linear as cpu
 from mmspec.cpu.c_kernel import load_kernel
 from mmspec.cpu.decoder import CDecoder
@@ -195,6 +197,22 @@ def slow_kernels(monkeypatch: pytest.MonkeyPatch, fast: str) -> tuple[list[float
 
     monkeypatch.setattr(LinearAutotuner, "_run_kernel", run)
     return now, used
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_small_layers_keep_their_forward(deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But where one kernel is to compute all products."""
+    monkeypatch.setattr("mmspec.backend.SMALLEST_REPLACED", 16 * 4)
+    model, replaced = nn.Sequential(nn.Linear(16, 4), nn.Linear(4, 15)), list[nn.Linear]()
+    monkeypatch.setattr("mmspec.backend.use_fast_linears", lambda _, layers, *rest: replaced.extend(layers))
+    plan = SimpleNamespace(
+        adapter=SimpleNamespace(model=SimpleNamespace(device=torch.device("cpu"))),
+        config=SimpleNamespace(backend="auto", deterministic=deterministic),
+        modules=SimpleNamespace(prompt_linear_layers=list(model)),
+        autotuner=LinearAutotuner(),
+    )
+    use_prompt_linear_kernels(plan)  # type: ignore[arg-type]
+    assert replaced == list(model)[: 2 if deterministic else 1]
 
 
 @pytest.mark.parametrize("backend", ["auto", "c", "torch"])

@@ -176,6 +176,7 @@ def test_generate_in_half_precision_uses_the_kernel(
 ) -> None:
     choose(monkeypatch, True)
     monkeypatch.setattr(HFTarget, "use_c", lambda *args: None)  # the model's own forward
+    monkeypatch.setattr("mmspec.backend.SMALLEST_REPLACED", 1)
     model, processor = random_model("tiny")
     model.to(dtype)
     maker = Captioner(model, processor)
