@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import itertools
 import os
 import shutil
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -122,12 +123,63 @@ def _no_word_about_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def decoders() -> Iterator[Any]:
-    """Processes that decode pictures and clips, which start in most of a second each."""
+def tiny() -> Any:
+    """The captioner of `--model tiny`; a test must undo its changes."""
+    from mmspec.app.modeling.captioner import Captioner
+    from mmspec.app.modeling.random_models import random_model
+
+    return Captioner(*random_model("tiny"))
+
+
+@pytest.fixture(scope="session")
+def _idle_decoders() -> Iterator[dict[tuple[float, int], list[Any]]]:
+    """By the limits of their pools."""
+    idle: dict[tuple[float, int], list[Any]] = defaultdict(list)
+    yield idle
+    for worker in itertools.chain.from_iterable(idle.values()):
+        worker.terminate()
+
+
+@pytest.fixture
+def warm_decoders(_idle_decoders: dict[tuple[float, int], list[Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that decode serve one pool after the other, as each starts in most of a second. Those in which a test
+    plants something serve no other."""
+    from mmspec.vision.video import decoder_pool
     from mmspec.vision.video.decoder_pool import DecoderPool
 
-    with DecoderPool() as pool:
-        yield pool
+    command, start, release = decoder_pool.worker_command, DecoderPool._start, DecoderPool.release
+
+    def take(self: DecoderPool) -> Any:
+        with self._lock:
+            idle = _idle_decoders[self.timeout_s, self.memory]
+            while idle and decoder_pool.worker_command is command:
+                if (worker := idle.pop()).is_alive:
+                    self._all.add(worker)
+                    return worker
+        return start(self)
+
+    def give(self: DecoderPool, worker: Any) -> None:
+        if worker.is_alive and decoder_pool.worker_command is command:
+            self._all.discard(worker)
+            _idle_decoders[self.timeout_s, self.memory].append(worker)
+        else:
+            release(self, worker)
+
+    monkeypatch.setattr(DecoderPool, "_start", take)
+    monkeypatch.setattr(DecoderPool, "release", give)
+
+
+@pytest.fixture(scope="session")
+def _loaded_scenes() -> Any:
+    from mmspec.app import scenes
+
+    return scenes.load_scenes_model()
+
+
+@pytest.fixture
+def scenes_once(_loaded_scenes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever loads the scenes model gets a copy of one that was loaded before."""
+    monkeypatch.setattr("mmspec.app.scenes.load_scenes_model", lambda: copy.deepcopy(_loaded_scenes))
 
 
 @pytest.fixture(autouse=True)

@@ -24,8 +24,9 @@ import torch
 from PIL import Image
 
 import mmspec
+from mmspec.app import scenes
 from mmspec.app.cli.main import build_parser, main
-from mmspec.app.scenes import examples, load_scenes_model
+from mmspec.app.scenes import examples
 from research.synthetic_images import write_images
 
 ROOT = Path(__file__).parents[1]
@@ -39,6 +40,7 @@ OUR_MODULES = ("mmspec", "research")
 KNOWN_MODULES = ("pytest", "venv")
 PROGRAMS = ("mmspec", "make", "python", "python3", "pip", "git")
 HEADS = ROOT / "drafters" / "weights"
+pytestmark = pytest.mark.usefixtures("warm_decoders", "scenes_once")
 
 
 def read_blocks() -> dict[str, tuple[str, str | None]]:
@@ -88,7 +90,7 @@ def test_a_block_of_code_runs(name: str, tmp_path: Path, monkeypatch: pytest.Mon
     document = name.partition(":")[0]
     monkeypatch.chdir(tmp_path)
     SETUPS.get(document, lambda folder: None)(tmp_path)
-    model, processor = load_scenes_model()
+    model, processor = scenes.load_scenes_model()
     image = Image.open(next(file for file in examples.list_example_files() if file.suffix == ".png"))
     chat = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Describe the image."}]}]
     prompt = processor.apply_chat_template(chat, add_generation_prompt=True)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import tiny_models as tiny
 import torch
+from fuzz import patch_model
 from packaging.requirements import Requirement
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -154,12 +155,9 @@ def test_what_cannot_be_tried_is_said_in_the_call(
 ) -> None:
     inputs = tiny.build_inputs(model, 1, 1)
     plain = model.generate(**inputs, max_new_tokens=4, do_sample=False)
-    mmspec.patch(model, kind())
-    try:
+    with patch_model(model, kind()):
         assert torch.equal(model.generate(**inputs, max_new_tokens=4, do_sample=False), plain)
         assert "whose propose returned list" in caplog.text
-    finally:
-        mmspec.unpatch(model)
 
 
 @pytest.mark.parametrize(

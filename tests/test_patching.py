@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import tiny_models as tiny
 import torch
+from fuzz import patch_model
 from PIL import Image
 from torch import Tensor, nn
 from transformers import (
@@ -431,8 +432,7 @@ def test_a_deep_copy_is_patched_and_independent(family: str) -> None:
     model = shared(family)
     given = tiny.build_inputs(model, 1, 2)
     plain = model.generate(**given, **GREEDY)
-    mmspec.patch(model, drafter="recycling", tree_size=8)
-    try:
+    with patch_model(model, drafter="recycling", tree_size=8):
         model.generate(**given, **GREEDY)
         twin = copy.deepcopy(model)
         assert mmspec.is_patched(twin) and twin.generate.__self__ is twin
@@ -452,8 +452,6 @@ def test_a_deep_copy_is_patched_and_independent(family: str) -> None:
         mmspec.unpatch(twin)
         assert not mmspec.is_patched(twin) and "generate" not in twin.__dict__
         assert torch.equal(twin.generate(**given, **GREEDY), other)
-    finally:
-        mmspec.unpatch(model)
 
 
 COPIES: dict[str, Callable[[Any], Any]] = {
@@ -522,8 +520,7 @@ def served(model: PreTrainedModel) -> bool:
 def test_disabled_for_all_or_for_one(model: PreTrainedModel) -> None:
     other = shared("qwen2_5_vl")
     mmspec.patch(model, drafter="none")
-    mmspec.patch(other, drafter="none")
-    try:
+    with patch_model(other, drafter="none"):
         assert served(model) and served(other)
         with mmspec.disabled():
             assert not served(model) and not served(other)
@@ -538,8 +535,6 @@ def test_disabled_for_all_or_for_one(model: PreTrainedModel) -> None:
                 assert not served(other)
             assert served(other)
         assert served(model) and served(other)
-    finally:
-        mmspec.unpatch(other)
 
 
 def test_disabled_ends_with_an_error(model: PreTrainedModel) -> None:
@@ -607,8 +602,7 @@ def test_two_threads_on_one_model(family: str, drafter: str) -> None:
         except Exception as error:
             wrong.append(error)
 
-    mmspec.patch(model, drafter=adversarial.BranchingDrafter(1) if drafter == "bush" else drafter, tree_size=8)
-    try:
+    with patch_model(model, drafter=adversarial.BranchingDrafter(1) if drafter == "bush" else drafter, tree_size=8):
         threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
         for thread in threads:
             thread.start()
@@ -617,8 +611,6 @@ def test_two_threads_on_one_model(family: str, drafter: str) -> None:
         assert not wrong
         stats = mmspec.stats(model)
         assert stats.calls == 6 and stats.first_tokens == 3 * 1 + 3 * 2
-    finally:
-        mmspec.unpatch(model)
 
 
 # --- streamers and pipelines ------------------------------------------------------------------------------------------
@@ -692,24 +684,18 @@ def run_pipeline(pipe: Any, **options: Any) -> list[Any]:
 def test_pipelines(pipe: Any, options: dict[str, Any]) -> None:
     options["max_new_tokens"] = 14
     plain = run_pipeline(pipe, **options)
-    mmspec.patch(pipe.model, tree_size=8)
-    try:
+    with patch_model(pipe.model, tree_size=8):
         assert run_pipeline(pipe, **options) == plain
         stats = mmspec.stats(pipe.model)
         assert stats.calls >= 2 and not stats.fallback_calls and all(all(texts) for texts in plain)
-    finally:
-        mmspec.unpatch(pipe.model)
 
 
 def test_a_pipeline_of_a_patched_model(pipe: Any) -> None:
     options = {"max_new_tokens": 10, "generate_kwargs": {"do_sample": False}}
     plain = run_pipeline(pipe, **options)
-    mmspec.patch(pipe.model, tree_size=8, processor=pipe.processor)
-    try:
+    with patch_model(pipe.model, tree_size=8, processor=pipe.processor):
         again = pipeline("image-text-to-text", model=pipe.model, processor=pipe.processor)
         assert run_pipeline(again, **options) == plain and mmspec.stats(pipe.model).calls >= 2
-    finally:
-        mmspec.unpatch(pipe.model)
 
 
 # --- errors in mid-call -----------------------------------------------------------------------------------------------

@@ -11,9 +11,9 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 from itertools import combinations
+from pathlib import Path
 
 from mmspec.app.scenes.objects import OBJECT_KINDS
-from mmspec.app.scenes.sign_words import SIGN_WORDS
 
 SCENE_IMAGE_SIZE = 192
 """Edge of an image in pixels."""
@@ -45,6 +45,8 @@ SIZE_CLASSES = {"small": (38, 44), "medium": (52, 59), "large": (69, 78)}
 """Name -> minimum and maximum of the longer edge in pixels, inclusive."""
 REGION_MARGIN = 7
 """Minimum distance in pixels between a centre and the borders of the regions."""
+SIGN_WORDS = tuple((Path(__file__).parent / "data" / "sign_words.txt").read_text(encoding="utf-8").split())
+"""Words on signs: common, at most five letters, in capitals."""
 
 
 @dataclass(frozen=True)

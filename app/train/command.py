@@ -31,7 +31,7 @@ drafters
 {drafters}
   Several, separated by commas, train side by side on the same batches: the target runs once for all of them.
 
-settings, as in --set block=4 layers=0,1,2 text_only (in brackets: the default)
+settings, as in --set block=4 layers=0,1,2 text_first (in brackets: the default)
 {settings}
 
 data
@@ -96,18 +96,17 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--batch-size {options.batch_size} cannot be shared by {process.world_size} processes")
     wait_for_everyone, distributed = distributed_context(options, process)
     teacher, held_out = build_teacher(options, process)
-    count = len(teacher.data) // (2 if options.text_first or options.text_only else 1)
+    count = len(teacher.data) // (2 if options.text_first else 1)
     answer_settings = data_settings(options, count, held_out)
     settings = answer_settings | train_settings(options)
     # Before the answers, which take long: it may refuse.
     trainer = build_trainer(options, teacher, count, settings, distributed)
     check_run_settings(options.out, answer_settings | {"items": teacher.data.digest}, distributed)
-    start_index = count if options.text_only else 0
     show = False if distributed.rank > 0 else options.progress
-    total, shard = len(teacher.data) - start_index, (distributed.rank, distributed.world_size)
+    total, shard = len(teacher.data), (distributed.rank, distributed.world_size)
     batch_size, new_tokens = options.batch_size, options.max_new_tokens
     with Progress("answers", total, "text", show=show) as progress:
-        teacher.generate_answers(options.out, batch_size, new_tokens, progress.update, shard, start_index)
+        teacher.generate_answers(options.out, batch_size, new_tokens, progress.update, shard)
     wait_for_everyone()
     teacher.read_answers(options.out)
     init_from_target(trainer, teacher)

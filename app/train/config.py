@@ -115,7 +115,6 @@ class TrainOptions(TableOptions):
         3, "training-time-test steps: forwards per batch, all but the first on the head's own outputs (3)"
     )
     text_first: bool = option(False, "MSD's schedule: text alone for half the steps, then more images", _SET)
-    text_only: bool = option(False, "questions without their images in all steps", _SET)
     noise: float = _real(0.0, "uniform noise on hidden states (EAGLE: 0.2; 0)")
     ffn: int | None = _number(None, "intermediate size (that of the target)")
     block: int | None = _number(None, "tokens per forward (flash: 5, falcon: 2)", letter="K")
@@ -154,13 +153,6 @@ class TrainOptions(TableOptions):
         values["steps"] = values["steps"] or max(recipe.steps for recipe in chosen)
         values["lr"] = values["lr"] or min(recipe.learning_rate for recipe in chosen)
         options = cls(**values, command=getattr(args, "command", ""))
-        options._check(any(recipe.block_size > 1 for recipe in chosen))
+        if options.block is not None and not any(recipe.block_size > 1 for recipe in chosen):
+            raise UsageError("--set block goes with drafters of several tokens per forward")
         return options
-
-    def _check(self, have_blocks: bool) -> None:
-        for name, holds, others in (
-            ("block", have_blocks, "drafters of several tokens per forward"),
-            ("text_first", not self.text_only, "no text_only: give one of them"),
-        ):
-            if getattr(self, name) != described(TrainOptions)[name].default and not holds:
-                raise UsageError(f"--set {name} goes with {others}")

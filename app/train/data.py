@@ -97,7 +97,6 @@ class Teacher:
         max_new_tokens: int,
         on_progress: Callable[[int], None] = lambda count: None,
         shard: tuple[int, int] = (0, 1),
-        start_index: int = 0,
     ) -> None:
         """Generate an answer to every request that has none; answers in the folder are read, not generated again.
 
@@ -107,7 +106,6 @@ class Teacher:
             max_new_tokens: maximum length of an answer.
             on_progress: called with the number of answers that were read or generated.
             shard: (rank, world size); each process writes a file of its own, and `read_answers` reads all of them.
-            start_index: index of the first request that needs an answer.
         """
         folder.mkdir(parents=True, exist_ok=True)
         self.max_new_tokens = max_new_tokens
@@ -115,7 +113,7 @@ class Teacher:
         file = folder / (ANSWERS if world_size == 1 else f"answers-{rank}.jsonl")
         self._read(file, repair=True)
         self.read_answers(folder)
-        indices = range(start_index + rank, len(self.data), world_size)
+        indices = range(rank, len(self.data), world_size)
         missing = [index for index in indices if index not in self.answers]
         on_progress(len(indices) - len(missing))
         if not missing:

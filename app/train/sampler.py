@@ -53,5 +53,4 @@ class LengthGroupedSampler:
         return self._epochs[epoch]
 
     def _length(self, index: int) -> int:
-        """Length of a request, or of its text-only form if only that has an answer."""
-        return self.lengths.get(index, self.lengths.get(index + self.count, 0))
+        return self.lengths.get(index, 0)

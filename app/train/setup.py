@@ -50,13 +50,12 @@ def build_teacher(options: TrainOptions, process: ProcessInfo) -> tuple[Teacher,
     from mmspec.app.modeling.load import load_model, load_text_model
 
     cache_bytes = round(options.cache_gib * (1 << 30)) // process.world_size
-    has_text_only = options.text_first or options.text_only
     if not is_text_model(options.target):
         data, held_out = split_data(options)
         model, processor = load_model(options.target, options.dtype, options.device, process.local_rank)
         model.requires_grad_(False)
-        return Teacher(model, processor, TextOnlyAugmented(data) if has_text_only else data, cache_bytes), held_out
-    for name in ("text_first", "text_only", "visual_mode", "compressor"):
+        return Teacher(model, processor, TextOnlyAugmented(data) if options.text_first else data, cache_bytes), held_out
+    for name in ("text_first", "visual_mode", "compressor"):
         if getattr(options, name):
             raise UsageError(f"{name} is about images; --target {options.target} reads none")
     if not options.data:
@@ -84,7 +83,6 @@ def data_settings(options: TrainOptions, count: int, held_out: RequestDataset) -
 def train_settings(options: TrainOptions) -> dict[str, Any]:
     """Further settings that must be equal on resume. Options newer than a run are left out where they are unused."""
     settings: dict[str, Any] = {"text_first": options.text_first}
-    settings |= {"text_only": True} if options.text_only else {}
     return settings | ({} if options.start_from is None else {"start_from": options.start_from})
 
 
@@ -159,7 +157,7 @@ def build_trainer(
 
     def get_batch(step: int) -> TrainBatch:
         """This process's share of the batch of a step."""
-        with_images = image_fraction(step / config.max_steps) if options.text_first else float(not options.text_only)
+        with_images = image_fraction(step / config.max_steps) if options.text_first else 1.0
         indices = sampler.batch_indices(step, with_images)
         return teacher.make_batch(indices[distributed.rank :: distributed.world_size])
 

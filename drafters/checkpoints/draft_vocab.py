@@ -1,4 +1,4 @@
-"""What published layouts of several methods share: the draft vocabulary, and the section of `speculators`."""
+"""What published layouts of several methods share: draft vocabulary, keys of layers, the section of `speculators`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import torch
 from torch import Tensor
 
 from mmspec.interfaces import TargetInfo
+
+HEAD_MAX_POSITIONS = 1 << 17
+"""`max_position_embeddings` of a head: RoPE has no limit, engines ask for one."""
 
 
 def parse_draft_ids(d2t: Tensor | None, t2d: Tensor | None, vocab_size: int, target_vocab_size: int) -> Tensor:
@@ -40,4 +43,30 @@ def speculators_section(algorithm: str, num_tokens: int, target: TargetInfo) -> 
         "default_proposal_method": "greedy",
         "proposal_methods": [proposal],
         "verifier": {"name_or_path": target.name or None, "architectures": []},
+    }
+
+
+def layer_keys(config: Any, target: TargetInfo, model_type: str) -> dict[str, Any]:
+    """The keys of the layers of a head, as transformers names them for the models of a type.
+
+    Args:
+        config: of the head, with `num_hidden_layers`.
+        target: facts about the target.
+        model_type: whose layers those of the head are.
+    """
+    return {
+        "model_type": model_type,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "num_hidden_layers": config.num_hidden_layers,
+        "vocab_size": target.vocab_size,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": config.rope_theta,
+        "attention_bias": config.qkv_bias,
+        "hidden_act": "silu",
+        "max_position_embeddings": HEAD_MAX_POSITIONS,
+        "tie_word_embeddings": False,
     }

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from mmspec.app.scenes.objects import OBJECT_KINDS
 from mmspec.app.scenes.render import build_layers, render_background
-from mmspec.app.scenes.sign_words import SIGN_WORDS
 from mmspec.app.scenes.sprites import GLYPH_SIZE, SIGN_CHARACTERS
 from mmspec.app.scenes.world import (
     BACKGROUND_COLOURS,
     BACKGROUND_TEXTURES,
     REGIONS,
     SCENE_IMAGE_SIZE,
+    SIGN_WORDS,
     SIZE_CLASSES,
     Scene,
     Sign,

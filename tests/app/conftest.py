@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,9 @@ from caption_jobs import make_folder
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
-@pytest.fixture
-def shared_decoders(decoders: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Caption jobs of this process take the same decoders."""
-    monkeypatch.setattr("mmspec.app.caption.executor.DecoderPool", lambda: nullcontext(decoders))
+@pytest.fixture(autouse=True)
+def _decoders(warm_decoders: None) -> None:
+    """Commands of this process take the same decoders."""
 
 
 @pytest.fixture(scope="module")  # while it is open, no other event loop runs in this thread

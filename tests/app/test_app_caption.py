@@ -18,8 +18,6 @@ from mmspec.app.modeling.load import load_model
 from mmspec.app.modeling.random_models import build_vocabulary, random_model
 from research.synthetic_images import write_images
 
-pytestmark = pytest.mark.usefixtures("shared_decoders")
-
 COLUMNS = """id file_name file_stamp caption prompt prompt_sha1 model model_revision drafter gen n_prompt_tokens
 n_new_tokens n_rounds tau ttft_s seconds finish_reason identical plain error mmspec_version index"""
 

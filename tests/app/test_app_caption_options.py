@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from caption_jobs import Fake
+from fuzz import patch_model
 from test_app_prompts import THINKING_TEMPLATE
 from test_app_variants import rows
 
@@ -29,8 +30,6 @@ from mmspec.app.modeling.prompt_format import ChatFormat
 from mmspec.app.modeling.random_models import random_model
 from mmspec.app.modeling.sampling import Sampling, banned_tokens
 from research.synthetic_images import write_images
-
-pytestmark = pytest.mark.usefixtures("shared_decoders")
 
 NOWHERE = "no-such-model/of-this-name"
 
@@ -114,8 +113,7 @@ def expected(captioner: Captioner, media: list[Any], **options: Any) -> tuple[to
 def test_a_start_and_banned_words_are_those_of_generate(captioner: Captioner, media: list[Any], ban: bool) -> None:
     """Prompts of different lengths, with drafts; what was generated without the ban is not there with it."""
     tokenizer = captioner.processor.tokenizer
-    mmspec.patch(captioner.model, "hybrid", processor=captioner.processor)
-    try:
+    with patch_model(captioner.model, "hybrid", processor=captioner.processor):
         free, begin = expected(captioner, media)
         words = [tokenizer.decode([free[0, begin]]).strip(), tokenizer.decode([free[1, begin + 1]]).strip()]
         banned = banned_tokens(tokenizer, words, "m") if ban else []
@@ -130,8 +128,6 @@ def test_a_start_and_banned_words_are_those_of_generate(captioner: Captioner, me
                 assert caption.caption == (text.removeprefix(START).strip() if captioner.hide_start else text)
                 assert not ban or not {tuple(one) for one in banned} & {(token,) for token in ids}
         assert any(one.n_rounds for one in found)
-    finally:
-        mmspec.unpatch(captioner.model)
         captioner.sampling, captioner.chat, captioner.hide_start = Sampling(), ChatFormat(), False
 
 

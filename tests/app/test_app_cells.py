@@ -109,12 +109,12 @@ FORMS: dict[str, Callable[[bytes], Any]] = {
 
 @line("base64 and data URLs")
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF", "BMP", "WEBP", "TIFF"])
-def test_pictures_in_cells(form: str, kind: str) -> None:
-    file = io.BytesIO()
-    Image.new("RGB", (7, 5), "red").save(file, kind)
-    content, name = cell_content(FORMS[form](file.getvalue()), Reach("."))
-    assert content.read() == file.getvalue() and name in ("", "any.bin", "x")
+def test_pictures_in_cells(form: str) -> None:
+    for kind in ("PNG", "JPEG", "GIF", "BMP", "WEBP", "TIFF"):
+        file = io.BytesIO()
+        Image.new("RGB", (7, 5), "red").save(file, kind)
+        content, name = cell_content(FORMS[form](file.getvalue()), Reach("."))
+        assert content.read() == file.getvalue() and name in ("", "any.bin", "x"), kind
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,30 @@ pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
 WIDTHS = pytest.mark.parametrize("width", [1280, 390])
 PATIENCE_MS = 60_000
 NASTY = "<img src=x onerror='window.hacked=1'><script>window.hacked=1</script> **bold** ${1+1} {{value}}"
+TEXT_CONTRAST = """(() => {
+    const parts = (text) => (text.match(/[0-9.]+/g) ?? []).map(Number);
+    const light = ([r, g, b]) => [r, g, b].map((v) => v / 255)
+        .map((v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4))
+        .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+    const behind = (part) => {
+        for (; part; part = part.parentElement) {
+            const colour = parts(getComputedStyle(part).backgroundColor);
+            if (colour.length == 3 || colour[3] > 0.99) return colour;
+        }
+        return [255, 255, 255];
+    };
+    return [...document.querySelectorAll('body *')]
+        .filter((part) => part.checkVisibility({visibilityProperty: true}) &&
+            !['SCRIPT', 'STYLE', 'TITLE'].includes(part.tagName) &&
+            [...part.childNodes].some((node) => node.nodeType == 3 && node.textContent.trim()))
+        .map((part) => {
+            const style = getComputedStyle(part);
+            const ink = part.tagName == 'text' ? style.fill : style.color;
+            const pair = [light(parts(ink)), light(behind(part))].sort();
+            return [part.tagName + ' ' + part.textContent.slice(0, 40), (pair[1] + 0.05) / (pair[0] + 0.05)];
+        });
+})()"""
+"""[text, contrast of WCAG 2] of everything with text in it."""
 WRONG_FIGURES = """async () => {
     const say = (value) => `${value < 10 ? value.toFixed(value < 1 ? 2 : 1) : value.toFixed(0)} s`;
     const wrong = [];
@@ -485,8 +509,6 @@ def test_the_page_is_for_everybody(
     visit: Callable[..., Any], demo: Demo, width: int, theme: str, request: pytest.FixtureRequest
 ) -> None:
     """Contrast, names, the keyboard, nothing cut."""
-    from test_app_files_browser import TEXT_CONTRAST
-
     page = visit(width, theme)
     shots = request.config.getoption("--shots")
     if shots:

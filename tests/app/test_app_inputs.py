@@ -242,6 +242,7 @@ def test_addresses(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(web.urllib.request, "getproxies", dict)
+    monkeypatch.setattr(web, "RETRY_WAITS_S", (0.0, 0.0))
     assert web.fetch(f"{server}/a.png", 1 << 20, public_only=False) == picture()
     assert len(web.fetch(f"{server}/a.png", 10, public_only=False)) == 11, "no more than is needed to refuse it"
     for url, public, kind in (

@@ -11,8 +11,6 @@ from mmspec.app.caption import report as module
 from mmspec.app.cli.main import main
 from research.synthetic_images import write_images
 
-pytestmark = pytest.mark.usefixtures("shared_decoders")
-
 
 def caption(folder: Path, *args: object) -> int:
     fixed = ["--model", "tiny", "--max-new-tokens", "4", "--no-progress", "--out", str(folder / "o.jsonl")]

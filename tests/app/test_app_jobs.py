@@ -25,8 +25,6 @@ from mmspec.app.io.output import OutputJob
 from mmspec.app.io.output_file import FileOutput
 from mmspec.app.modeling.captioner import Caption
 
-pytestmark = pytest.mark.usefixtures("shared_decoders")
-
 Row = dict[str, Any]
 
 

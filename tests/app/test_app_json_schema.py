@@ -19,7 +19,6 @@ from mmspec.app.caption.job import CaptionJob
 from mmspec.app.caption.schema import column_values, fault_of, schema_columns
 from mmspec.app.cli.main import main
 
-pytestmark = pytest.mark.usefixtures("shared_decoders")
 __all__ = ["folder"]
 
 SCHEMA = {

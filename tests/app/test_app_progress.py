@@ -23,8 +23,6 @@ from mmspec.app.caption.progress import CaptionProgress, comparison_lines, forma
 from mmspec.app.io.jsonl import Row
 from mmspec.app.modeling.captioner import ComparisonTotals
 
-pytestmark = pytest.mark.usefixtures("shared_decoders")
-
 
 def row(error: bool = False) -> Row:
     failure = {"type": "Broken", "message": "is broken"} if error else None

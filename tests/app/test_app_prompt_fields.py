@@ -20,8 +20,6 @@ from mmspec.app.io.fields import MissingFieldError, field_names, fill
 from mmspec.app.io.inputs import Inputs
 from research.synthetic_images import write_images
 
-pytestmark = pytest.mark.usefixtures("shared_decoders")
-
 KOHYA = {
     "1": {"caption": "a dog on grass", "tags": "dog, grass", "train_resolution": [512, 512]},
     "2.png": {"caption": "a cat", "tags": "cat"},

@@ -31,8 +31,6 @@ from mmspec.app.modeling.thinking import opens_thoughts, without_thoughts
 from research.bench.measure import Contestant, run_once
 from research.synthetic_images import write_images
 
-pytestmark = pytest.mark.usefixtures("shared_decoders")
-
 QWEN25_VL = {"do_sample": True, "top_k": 1, "top_p": 0.001, "temperature": 0.1, "repetition_penalty": 1.05}
 THINKING_TEMPLATE = (
     "{% for m in messages %}{{ m.role }} : {% for c in m.content %}{{ '<image>' if c.type == 'image' else c.text }} "

@@ -14,8 +14,6 @@ from json_words import needs_packages, write_signs
 from mmspec.app.cli.main import main
 from research.synthetic_images import write_images
 
-pytestmark = pytest.mark.usefixtures("shared_decoders")
-
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "jobs.md"
 SECTION = PAGE.read_text(encoding="utf-8").partition("## Recipes")[2].partition("\n## ")[0]
 RECIPES = re.findall(r"\| `(mmspec caption [^`]+)` \|", SECTION)

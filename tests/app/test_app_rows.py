@@ -22,8 +22,6 @@ from mmspec.app.modeling.random_models import random_model
 from mmspec.files import snapshot_id
 from research.synthetic_images import write_images
 
-pytestmark = pytest.mark.usefixtures("shared_decoders")
-
 STATE = {"id", "file_name", "caption", "prompt_sha1", "error", "index", "file_stamp"}
 
 

@@ -11,14 +11,13 @@ import torch
 from forced_drafts import only_fixed, planned
 
 import mmspec
-from mmspec.app.cli.main import build_parser, main
+from mmspec.app.cli.main import main
 from mmspec.app.modeling.random_models import random_model
 from mmspec.app.scenes.render import render_scene
 from mmspec.app.scenes.world import generate_scene
 from mmspec.app.train import command as train
 from mmspec.app.train import config as train_config
-from mmspec.app.train import heads, report, setup
-from mmspec.app.train.config import TrainOptions
+from mmspec.app.train import heads, report
 from mmspec.app.train.data import Teacher
 from mmspec.app.train.datasets import FileData, Request, TextOnlyAugmented, image_fraction
 from mmspec.app.train.sampler import LengthGroupedSampler
@@ -159,27 +158,6 @@ def test_answers_of_another_run_are_not_used(
     (out / "run.json").unlink()
     assert main(args) == 0, "answers without run.json are used as they are"
     assert (out / "answers.jsonl").read_bytes().startswith(before)
-
-
-def test_text_only_has_no_images(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out, make_batch, has_visual = tmp_path / "run", Teacher.make_batch, list[bool]()
-
-    def spy(self: Teacher, indices: list[int]) -> Any:
-        batch = make_batch(self, indices)
-        has_visual.append(bool(batch.visual_mask.any()))
-        return batch
-
-    monkeypatch.setattr(Teacher, "make_batch", spy)
-    args = ["train", *ARGS, "--data", str(data), "--drafter", "msd", "--evaluate", "0", "--out", str(out)]
-    assert main([*args, "--set", "text_only"]) == 0
-    assert has_visual == [False] * 4
-    answers = [json.loads(line)["number"] for line in (out / "answers.jsonl").read_text().splitlines()]
-    assert sorted(answers) == list(range(5, 10)), "no answers to questions with images"
-    settings = torch.load(out / "state.pt", weights_only=True)["settings"]
-    assert settings["text_only"] is True
-    plain = setup.train_settings(TrainOptions.from_args(build_parser().parse_args(args)))
-    assert plain == {"text_first": False}
-    assert main([*args, "--set", "text_only", "text_first"]) == 2
 
 
 def test_a_trained_compressor_is_not_lost(data: Path, tmp_path: Path, capsys: Any) -> None:

@@ -10,6 +10,7 @@ import pytest
 import tiny_models as tiny
 import torch
 import zoo
+from fuzz import patch_model
 from tiny_processor import TinyProcessor
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -80,12 +81,9 @@ def generate_twice(model: PreTrainedModel, folder: Path, **options: Any) -> Any:
     inputs = TinyProcessor(model)(["a<image>bad", "deaf <image>cab"], IMAGES[:2])
     limits: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
     plain = model.generate(**inputs, **limits)
-    mmspec.patch(model, drafter=str(folder), tree_size=8, **options)
-    try:
+    with patch_model(model, drafter=str(folder), tree_size=8, **options):
         assert torch.equal(model.generate(**inputs, **limits), plain)
         return mmspec.stats(model, last=True)
-    finally:
-        mmspec.unpatch(model)
 
 
 def losses(folder: Path, name: str) -> list[float]:

@@ -96,9 +96,7 @@ def test_models_without_files_have_no_weights_to_compare() -> None:
 
 @line("weights, tokenizer or commit of `--model` that changed")
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])
-def test_a_job_of_other_weights_is_not_continued(
-    form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], shared_decoders: None
-) -> None:
+def test_a_job_of_other_weights_is_not_continued(form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, processor = random_model("tiny")
     model.save_pretrained(tmp_path / "m")
     processor.save_pretrained(tmp_path / "m")

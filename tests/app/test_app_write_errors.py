@@ -17,8 +17,6 @@ from mmspec.app.cli.main import main
 from mmspec.app.errors import EXIT_IO_ERROR, OutputError, find_write_error
 from research.synthetic_images import write_images
 
-pytestmark = pytest.mark.usefixtures("shared_decoders")
-
 OPTIONS = ("--model", "tiny", "--max-new-tokens", "4", "--batch-size", "2", "--no-progress")
 
 

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -306,32 +307,40 @@ EVERY_DRAFTER = (
 )
 
 
-def _half_case(drafter: str, seed: int) -> fuzz.Case:
-    """A call of a model with rounds in C: `_half` in either type, by the drafter's turn."""
-    case = _half(2 * seed + EVERY_DRAFTER.index(drafter) % 2)  # sampled, greedy
-    dtype = ("bfloat16", "float16")[(seed + EVERY_DRAFTER.index(drafter) // 2) % 2]
-    if "vision" in drafter:
-        case = replace(case, spec=replace(case.spec, family="llava"), videos=False)
-    spec = replace(case.spec, dtype=dtype)
+def _half_case(drafter: str, seed: int, dtype: str, family: str) -> fuzz.Case:
+    """A call of a model with rounds in C: `_half` in either type."""
+    case = _half(seed)
+    spec = replace(case.spec, dtype=dtype, family=family or case.spec.family)
+    case = replace(case, videos=False) if family else case
     return replace(case, spec=spec, drafter=drafter, compiled=True, deterministic=False, eos="none")
+
+
+def _run_in_c(case: fuzz.Case, prepared: fuzz.PreparedCase, plain: list[Any]) -> list[Any]:
+    torch.manual_seed(case.seed)
+    with probing() as probe:
+        outcomes, _, stats = fuzz._run_patched(case, prepared, plain)
+    assert not probe.other_rounds and probe.c_rounds >= stats["rounds"] > 0
+    return outcomes
+
+
+@cache
+def _without_drafts(*what: Any) -> tuple[fuzz.PreparedCase, list[Any], list[Any]]:
+    """The call of `_half_case`, its outcome in transformers, and in C by `none`."""
+    case = _half_case("none", *what)
+    prepared = fuzz.prepare_case(case)
+    torch.manual_seed(case.seed)
+    plain = fuzz.run_calls(prepared)
+    return prepared, plain, _run_in_c(case, prepared, plain)
 
 
 @pytest.mark.parametrize("drafter", EVERY_DRAFTER)
 @needs_kernel
 def test_in_half_precision_every_drafter_gives_the_tokens_of_none(drafter: str) -> None:
     """All of them, and the generator's state: the rule of both half types, of which no row is an exception."""
-    case = _half_case(drafter, 700)
-    prepared = fuzz.prepare_case(case)
-    torch.manual_seed(case.seed)
-    plain = fuzz.run_calls(prepared)
-    results = []
-    for name in ("none", drafter):
-        torch.manual_seed(case.seed)
-        with probing() as probe:
-            outcomes, _, stats = fuzz._run_patched(replace(case, drafter=name), prepared, plain)
-        results.append(outcomes)
-        assert not probe.other_rounds and probe.c_rounds >= stats["rounds"] > 0
-    for mine, other in zip(*results, strict=True):
+    number = EVERY_DRAFTER.index(drafter)
+    what = 1400 + number % 2, ("bfloat16", "float16")[number // 2 % 2], "llava" if "vision" in drafter else ""
+    prepared, plain, expected = _without_drafts(*what)
+    for mine, other in zip(expected, _run_in_c(_half_case(drafter, *what), prepared, plain), strict=True):
         assert mine.error == other.error and torch.equal(mine.sequences, other.sequences)
         assert torch.equal(mine.rng_state, other.rng_state)
 

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import tiny_models as tiny
 import torch
+from fuzz import patch_model
 from parity import Kwargs, get_model
-
-import mmspec
 
 INF, NAN = float("inf"), float("nan")
 LENGTHS: list[Kwargs] = [
@@ -54,9 +53,6 @@ def test_odd_numbers(cases: list[Kwargs], batch: int) -> None:
         if not {*case} & {"max_new_tokens", "max_length"}:
             options["max_new_tokens"] = 16
         plain = outcome(model, given, options)
-        mmspec.patch(model, "hybrid", tree_size=6)
-        try:
+        with patch_model(model, "hybrid", tree_size=6):
             assert outcome(model, given, options) == plain, case
-        finally:
-            mmspec.unpatch(model)
     assert batch == 1 or cases is not PADDING or isinstance(plain, str), "finished rows must be padded in a forward"

@@ -10,6 +10,7 @@ import adversarial as adversarial
 import pytest
 import torch
 import transformers
+from fuzz import patch_model
 from parity import MODES, Kwargs
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
@@ -105,13 +106,10 @@ def test_calls_around_the_limit(name: str, mode: Kwargs) -> None:
     model = build(name)
     wanted = [(given, options, outcome(model, given, options)) for given, options in calls(model, mode)]
     assert any(isinstance(found[0], str) for *_, found in wanted) == (name not in ("llama", "xglm"))
-    mmspec.patch(model, "hybrid", tree_size=8)
-    try:
+    with patch_model(model, "hybrid", tree_size=8):
         for number, (given, options, expected) in enumerate(wanted):
             assert outcome(model, given, options) == expected, (number, given["input_ids"].shape, options)
         assert mmspec.stats(model).num_draft_tokens
-    finally:
-        mmspec.unpatch(model)
 
 
 WINDOW = 12

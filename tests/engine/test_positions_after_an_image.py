@@ -11,8 +11,8 @@ import pytest
 import tiny_models as tiny
 import transformers
 import zoo
+from fuzz import patch_model
 from parity import assert_parity, build_cached_model, generate_plain, get_model
-from recorded_rounds import patched
 from tiny_heads import build_drafter
 from torch import Tensor
 
@@ -86,6 +86,6 @@ def test_positions_after_an_image_in_heads(kind: str, tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(drafter, "draft_tree", watched_draft)
     monkeypatch.setattr(drafter, "observe", watched_observe)
-    with patched(model, drafter, tree_size=4):
+    with patch_model(model, drafter, tree_size=4):
         model.generate(**given, **LIMITS)
     assert len(seen) == 16 and len(distances) == 1

@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from forced_drafts import planned
+from fuzz import patch_model
 from recorded_rounds import (
     SPEC,
     build_drafter,
@@ -19,7 +20,6 @@ from recorded_rounds import (
     build_model,
     generate,
     in_parts,
-    patched,
     recording,
     without_compiled_code,
 )
@@ -52,7 +52,7 @@ def test_within_inference_mode(drafter: str, monkeypatch: pytest.MonkeyPatch) ->
     model = build_model()
     inputs = build_inputs(model, 0, 3)
     expected = generate(model, inputs, True, repetition_penalty=1.1)
-    with recording(record_nothing) as counting, patched(model, build_drafter(drafter), tree_size=8):
+    with recording(record_nothing) as counting, patch_model(model, build_drafter(drafter), tree_size=8):
         for mode in (torch.inference_mode, torch.no_grad, torch.inference_mode):
             with mode():
                 assert torch.equal(generate(model, inputs, True, repetition_penalty=1.1), expected)
@@ -70,7 +70,7 @@ def test_nothing_remains_of_the_last_call(whole: bool) -> None:
     plain = [generate(model, *given, True, **option) for given, option in zip(zip(prompts), options, strict=True)]
 
     def run(poison: bool) -> list[int]:
-        with patched(model, build_drafter("leaning-decoupled"), tree_size=8):
+        with patch_model(model, build_drafter("leaning-decoupled"), tree_size=8):
             for inputs, option, expected in zip(prompts, options, plain, strict=True):
                 assert torch.equal(generate(model, inputs, True, **option), expected)
                 if poison:
@@ -96,7 +96,7 @@ def test_other_options_are_other_recordings() -> None:
     inputs = build_inputs(model, 0, 1)
     options: list[dict[str, Any]] = [{"temperature": 0.7}, {"temperature": 1.4}, {"top_k": 3}, {"temperature": 0.7}]
     plain = [generate(model, inputs, True, **option) for option in options]
-    with recording(record_nothing) as counting, patched(model, build_drafter("leaning-decoupled"), tree_size=8):
+    with recording(record_nothing) as counting, patch_model(model, build_drafter("leaning-decoupled"), tree_size=8):
         for option, expected in zip(options, plain, strict=True):
             assert torch.equal(generate(model, inputs, True, **option), expected)
     assert counting.whole_recordings == 3
@@ -108,7 +108,7 @@ def test_the_returned_cache() -> None:
     inputs = build_inputs(model, 0, 2)
     options = {"return_dict_in_generate": True, "output_scores": True, "max_new_tokens": 12, "do_sample": False}
     plain = model.generate(**inputs, **options)
-    with recording(record_nothing), patched(model, "lookup", tree_size=4):
+    with recording(record_nothing), patch_model(model, "lookup", tree_size=4):
         out = model.generate(**inputs, **options)
         copied = copy.deepcopy(out.past_key_values)
         model.generate(**build_inputs(model, 1, 2), **options)
@@ -124,7 +124,7 @@ def test_two_drafters_of_one_model() -> None:
     inputs = build_inputs(model, 0, 2)
     drafters = [build_drafter("leaning-coupled"), build_drafter("leaning-falcon"), build_drafter("leaning-flash")]
     expected = generate(model, inputs, False)
-    with recording(record_nothing) as recorder, in_parts(), patched(model, drafters[0], tree_size=8):
+    with recording(record_nothing) as recorder, in_parts(), patch_model(model, drafters[0], tree_size=8):
         for drafter in (*drafters, *drafters):
             assert torch.equal(generate(model, inputs, False, mmspec={"drafter": drafter}), expected)
     assert recorder.draft_recordings == 6, "those of two drafters stay, the third drops the first"
@@ -134,9 +134,9 @@ def test_a_drafter_is_copied_without_its_recordings() -> None:
     model = build_model()
     inputs = build_inputs(model, 0, 1)
     drafter = build_drafter("leaning-flash")
-    with recording(record_nothing), patched(model, drafter, tree_size=8):
+    with recording(record_nothing), patch_model(model, drafter, tree_size=8):
         expected = generate(model, inputs, False)
-    with patched(model, copy.deepcopy(drafter), tree_size=8):
+    with patch_model(model, copy.deepcopy(drafter), tree_size=8):
         assert torch.equal(generate(model, inputs, False), expected)
 
 
@@ -147,7 +147,7 @@ def test_a_drafter_is_copied_without_its_recordings() -> None:
 def test_a_changed_model_is_recorded_anew(change: str) -> None:
     model = build_model()
     inputs = build_inputs(model, 0, 1)
-    with recording(record_trace) as recorder, patched(model, "none"):
+    with recording(record_trace) as recorder, patch_model(model, "none"):
         generate(model, inputs, False, max_new_tokens=8)
         model.double() if change == "double" else model.set_attn_implementation("eager")
         with mmspec.disabled(model):
@@ -200,7 +200,7 @@ def test_a_streamer_that_changes_the_model_is_seen_by_the_next_round(change: str
     unchanged = call(plain_model)
     expected = call(plain_model, Changing(lambda: CHANGES[change](plain_model)))
     assert not torch.equal(expected, unchanged)
-    with recording(record_trace) as counting, patched(model, "none", tree_size=1):
+    with recording(record_trace) as counting, patch_model(model, "none", tree_size=1):
         found = call(model, Changing(lambda: CHANGES[change](model)))
     assert torch.equal(found, expected) and counting.replays > 3
     assert counting.replays < 10 or change == "bits", "a graph reads weights where they lie"
@@ -220,7 +220,7 @@ def test_a_changed_head_is_recorded_anew(change: Callable[[EagleHead], None]) ->
     model = build_model()
     inputs = build_inputs(model, 0, 1)
     drafter = build_drafter("leaning-coupled")
-    with recording(record_nothing) as recorder, in_parts(), patched(model, drafter, tree_size=8):
+    with recording(record_nothing) as recorder, in_parts(), patch_model(model, drafter, tree_size=8):
         first = generate(model, inputs, False)
         before = mmspec.stats(model).num_accepted_tokens
         change(drafter.head)
@@ -229,7 +229,7 @@ def test_a_changed_head_is_recorded_anew(change: Callable[[EagleHead], None]) ->
     assert recorder.draft_recordings == 2
     unrecorded = build_drafter("leaning-coupled")
     change(unrecorded.head)
-    with patched(model, unrecorded, tree_size=8):
+    with patch_model(model, unrecorded, tree_size=8):
         generate(model, inputs, False)
         assert mmspec.stats(model).num_accepted_tokens == found
 
@@ -249,7 +249,7 @@ def test_more_pending_tokens_than_fit() -> None:
     with (
         recording(record_nothing) as recorder,
         in_parts(),
-        patched(model, drafter, tree_size=8),
+        patch_model(model, drafter, tree_size=8),
         mock.patch.object(type(drafter), "propose", seldom),
     ):
         assert torch.equal(generate(model, inputs, False, max_new_tokens=60), expected)
@@ -282,14 +282,14 @@ def test_calls_in_parts() -> None:
     plain_scores = model.generate(**inputs, **scores)
     free = generate(model, inputs, True)
     with recording(record_nothing) as counting:
-        with patched(model, drafter, tree_size=8):
+        with patch_model(model, drafter, tree_size=8):
             for option, expected in zip(options, plain, strict=True):
                 assert torch.equal(generate(model, inputs, True, **option), expected)
             found = model.generate(**inputs, **scores)
             assert torch.equal(found.sequences, plain_scores.sequences)
             assert all(map(torch.equal, found.scores, plain_scores.scores)) or len(found.scores) == 20
         assert not counting.whole_replays
-        with patched(model, drafter, tree_size=8):
+        with patch_model(model, drafter, tree_size=8):
             assert torch.equal(generate(model, inputs, True), free)
         assert counting.whole_replays > 10
 
@@ -301,7 +301,7 @@ def test_rows_whose_padding_is_returned() -> None:
     free = generate(model, inputs, False)
     options = {"eos_token_id": int(free[0, inputs["input_ids"].shape[1] + 6]), "return_dict_in_generate": True}
     plain = model.generate(**inputs, max_new_tokens=30, do_sample=False, **options)
-    with recording(record_nothing) as counting, patched(model, build_drafter("leaning-decoupled"), tree_size=8):
+    with recording(record_nothing) as counting, patch_model(model, build_drafter("leaning-decoupled"), tree_size=8):
         found = model.generate(**inputs, max_new_tokens=30, do_sample=False, **options)
     assert torch.equal(found.sequences, plain.sequences)
     for ours, theirs in zip(found.past_key_values.layers, plain.past_key_values.layers, strict=True):
@@ -314,7 +314,7 @@ def test_calls_that_are_not_recorded() -> None:
     model = build_model()
     inputs = build_inputs(model, 0, 1)
     expected = generate(model, inputs, False)
-    with recording(record_nothing) as recorder, patched(model, "lookup", tree_size=4):
+    with recording(record_nothing) as recorder, patch_model(model, "lookup", tree_size=4):
         assert torch.equal(generate(model, inputs, False, **{CACHE_ARGUMENT: DynamicCache()}), expected)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             generate(model, inputs, False)
@@ -336,13 +336,13 @@ def test_drafts_that_are_not_recorded() -> None:
     users = UsersDrafter(plain.head, "coupled", num_layers=SPEC.layers)
     with recording(record_nothing) as recorder:
         for drafter in (hooked, users):
-            with patched(model, drafter, tree_size=8):
+            with patch_model(model, drafter, tree_size=8):
                 assert torch.equal(generate(model, inputs, False), expected)
         assert recorder.recordings > 0 and recorder.draft_recordings == 0
-        with patched(model, plain, tree_size=8), torch.autocast("cpu", torch.bfloat16):
+        with patch_model(model, plain, tree_size=8), torch.autocast("cpu", torch.bfloat16):
             generate(model, inputs, False)
         assert recorder.draft_recordings == 0
-        with patched(model, plain, tree_size=8):
+        with patch_model(model, plain, tree_size=8):
             assert torch.equal(generate(model, inputs, False), expected)
 
 
@@ -358,7 +358,7 @@ def test_on_a_cpu_nothing_is_recorded(caplog: pytest.LogCaptureFixture) -> None:
     model = build_model()
     inputs = build_inputs(model, 0, 1)
     expected = generate(model, inputs, False)
-    with patched(model, "none", tree_size=1, backend="recorded"):
+    with patch_model(model, "none", tree_size=1, backend="recorded"):
         assert all(torch.equal(generate(model, inputs, False), expected) for _ in range(2))
         assert not patch_state(model).lanes._lanes
     found = [record.message for record in caplog.records if "backend='recorded'" in record.message]
@@ -370,7 +370,7 @@ def test_a_text_that_grows_beyond_a_bucket(monkeypatch: pytest.MonkeyPatch) -> N
     model = build_model()
     inputs = build_inputs(model, 0, 1)
     expected = generate(model, inputs, False, max_new_tokens=300)
-    with recording(record_nothing) as recorder, patched(model, "lookup", tree_size=4):
+    with recording(record_nothing) as recorder, patch_model(model, "lookup", tree_size=4):
         assert torch.equal(generate(model, inputs, False, max_new_tokens=300), expected)
     assert recorder.recordings == 2
 
@@ -382,7 +382,7 @@ def test_the_controller_chooses_before_the_draft(monkeypatch: pytest.MonkeyPatch
     plain = [generate(model, inputs, True) for inputs in prompts]
 
     def run() -> Any:
-        with recording(record_nothing) as counting, patched(model, build_drafter("leaning-decoupled")):
+        with recording(record_nothing) as counting, patch_model(model, build_drafter("leaning-decoupled")):
             for inputs, expected in zip(prompts, plain, strict=True):
                 assert torch.equal(generate(model, inputs, True), expected)
         return counting
@@ -411,7 +411,7 @@ def test_the_controllers_choose_freely() -> None:
 
     with (
         recording(record_nothing) as recorder,
-        patched(model, build_drafter("leaning-decoupled")),
+        patch_model(model, build_drafter("leaning-decoupled")),
         mock.patch.object(Chooser, "plan", most),
     ):
         for inputs, expected in zip(prompts, plain, strict=True):
@@ -430,7 +430,7 @@ def test_rows_that_end(sampled: bool, num_ends: int) -> None:
     plain = [generate(model, inputs, sampled, eos_token_id=ids) for ids in ends]
     with recording(record_nothing) as counting:
         drafter = build_drafter("leaning-decoupled")
-        with patched(model, drafter, tree_size=8):
+        with patch_model(model, drafter, tree_size=8):
             for ids, expected in zip(ends, plain, strict=True):
                 assert torch.equal(generate(model, inputs, sampled, eos_token_id=ids), expected)
     assert counting.whole_replays > 8

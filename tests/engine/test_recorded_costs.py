@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
+from fuzz import patch_model
 from recorded_rounds import (
     KINDS,
     SPEC,
@@ -25,7 +26,6 @@ from recorded_rounds import (
     generate,
     in_parts,
     is_whole,
-    patched,
     recording,
     without_compiled_code,
 )
@@ -96,7 +96,7 @@ def count_rounds(
     with (
         recording(record_nothing) if recorded else nullcontext(),
         nullcontext() if whole else in_parts(),
-        patched(model, drafter, tree_size=options.pop("tree_size", 8), backend="recorded" if recorded else "torch"),
+        patch_model(model, drafter, tree_size=options.pop("tree_size", 8), backend="recorded" if recorded else "torch"),
         mock.patch.object(DecodeLoop, "round", counted_round),
         mock.patch.object(Recordings, "run", counted_run),
     ):
@@ -203,7 +203,7 @@ def test_functions_on_the_meta_device_read_and_make_nothing(kind: str, whole: bo
     with (
         recording(record_nothing),
         nullcontext() if whole else in_parts(),
-        patched(model, drafter, tree_size=8),
+        patch_model(model, drafter, tree_size=8),
         mock.patch.object(Recordings, "run", spy),
     ):
         generate(model, build_inputs(model, 0, 2), sampled, max_new_tokens=5, eos_token_id=[1, 2], **options)
@@ -229,7 +229,7 @@ def test_time_of_recording_is_no_cost_of_a_draft() -> None:
         lane.recordings.setup_s += 1000.0
         return record_nothing(function, state, inputs)
 
-    with recording(slow), in_parts(), patched(model, build_drafter("leaning-decoupled"), tree_size=8):
+    with recording(slow), in_parts(), patch_model(model, build_drafter("leaning-decoupled"), tree_size=8):
         generate(model, build_inputs(model, 0, 1), False)
         stats = mmspec.stats(model)
     assert stats.draft_s < 0 and stats.score_s < 0, "less the 1000 s each that the recorder claims"

@@ -18,6 +18,7 @@ import pytest
 import tiny_models as tiny
 import torch
 from forced_drafts import planned
+from fuzz import patch_model
 from recorded_rounds import (
     KINDS,
     CountingRecorder,
@@ -27,7 +28,6 @@ from recorded_rounds import (
     drafts_only,
     generate,
     in_parts,
-    patched,
     recording,
     whole_only,
     without_compiled_code,
@@ -98,7 +98,7 @@ def run_calls(row: Row) -> list[int]:
     spec = tiny.ModelSpec(row.family)
     model, options = build_model(spec), dict(row.options)
     drafter = build_drafter(f"leaning-{row.drafter}" if row.is_head else row.drafter, spec)
-    with patched(model, drafter, tree_size=8, backend="auto" if row.recorded else "torch"):
+    with patch_model(model, drafter, tree_size=8, backend="auto" if row.recorded else "torch"):
         for inputs, expected in plain_calls(row.family, row.batch, row.sampled, row.options):
             assert torch.equal(generate(model, inputs, row.sampled, max_new_tokens=24, **options), expected)
         stats = mmspec.stats(model)
@@ -213,7 +213,7 @@ def compare_drafts(kind: str, sampled: bool) -> None:
     with (
         recording(record_nothing),
         in_parts(),
-        patched(model, drafter),
+        patch_model(model, drafter),
         mock.patch.object(RecordedDraft, "tree", compare),
         mock.patch.object(Chooser, "plan", planned()),  # whatever it costs
     ):

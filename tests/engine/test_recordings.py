@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
+from fuzz import patch_model
 from recorded_rounds import (
     build_drafter,
     build_inputs,
@@ -21,7 +22,6 @@ from recorded_rounds import (
     fails_later,
     generate,
     in_parts,
-    patched,
     recording,
     runs_twice,
     spoils_output,
@@ -53,7 +53,7 @@ def test_every_function_may_run_twice(drafter: str, whole: bool) -> None:
     with (
         recording(runs_twice) as counting,
         nullcontext() if whole else in_parts(),
-        patched(model, build_drafter(drafter), tree_size=8),
+        patch_model(model, build_drafter(drafter), tree_size=8),
     ):
         assert torch.equal(generate(model, inputs, True, max_new_tokens=24), expected)
     assert counting.replays + counting.whole_replays > 6
@@ -74,7 +74,7 @@ def test_an_eager_forward_may_run_twice() -> None:
 
     for backend in ("auto", "torch"):  # "auto" is C here
         with (
-            patched(model, build_drafter("leaning-decoupled"), tree_size=8, backend=backend),
+            patch_model(model, build_drafter("leaning-decoupled"), tree_size=8, backend=backend),
             mock.patch.object(HFTarget, "score", twice),
         ):
             assert torch.equal(generate(model, inputs, True), expected)
@@ -91,7 +91,7 @@ def test_a_bug_in_each_output_is_caught(number: int, drafter: str, caplog: pytes
     expected = generate(model, inputs, False)
     with (
         recording(spoils_output(number)),
-        patched(model, build_drafter(drafter), tree_size=8),
+        patch_model(model, build_drafter(drafter), tree_size=8),
         caplog.at_level(logging.WARNING),
     ):
         assert torch.equal(generate(model, inputs, False), expected)
@@ -117,7 +117,7 @@ def test_a_replay_that_does_not_write_is_caught(caplog: pytest.LogCaptureFixture
     expected = generate(model, inputs, False)
     with (
         recording(loses_writes),
-        patched(model, build_drafter("lookup"), tree_size=8),
+        patch_model(model, build_drafter("lookup"), tree_size=8),
         caplog.at_level(logging.WARNING),
     ):
         assert torch.equal(generate(model, inputs, False), expected)
@@ -227,7 +227,7 @@ def test_a_failure_costs_speed_only(
     with (
         recording(recorder) as counting,
         way,
-        patched(model, build_drafter(drafter), tree_size=8),
+        patch_model(model, build_drafter(drafter), tree_size=8),
         caplog.at_level(logging.WARNING),
     ):
         for _ in range(2):
@@ -254,7 +254,7 @@ def test_nan_at_a_draft(caplog: pytest.LogCaptureFixture) -> None:
 
     with (
         recording(record_nothing) as counting,
-        patched(model, build_drafter("leaning-decoupled"), tree_size=8),
+        patch_model(model, build_drafter("leaning-decoupled"), tree_size=8),
         mock.patch.object(TreeSampler, "sample_nodes", sometimes_nan),
         caplog.at_level(logging.WARNING),
     ):
@@ -267,7 +267,7 @@ def test_a_call_that_raises_returns_the_lane() -> None:
     model = build_model()
     inputs = build_inputs(model, 0, 1)
     expected = generate(model, inputs, False)
-    with recording(record_nothing) as recorder, patched(model, "lookup", tree_size=4):
+    with recording(record_nothing) as recorder, patch_model(model, "lookup", tree_size=4):
         with (
             mock.patch.object(HFTarget, "follow_part", side_effect=KeyboardInterrupt),
             pytest.raises(KeyboardInterrupt),
@@ -291,7 +291,7 @@ def test_two_threads() -> None:
             inner.join()
         return score(self, *args)
 
-    with recording(record_nothing) as recorder, patched(model, "lookup", tree_size=4):
+    with recording(record_nothing) as recorder, patch_model(model, "lookup", tree_size=4):
         with mock.patch.object(HFTarget, "score_part", score_beside_another_call):
             assert torch.equal(generate(model, inputs, False), expected)
         assert found == [True] and recorder.recordings == 1

@@ -18,6 +18,7 @@ import pytest
 import tiny_heads as heads
 import tiny_models as tiny
 import torch
+from fuzz import patch_model
 from parity import (
     ALL_OUTPUTS,
     FAMILIES,
@@ -591,12 +592,8 @@ def test_a_criterion_with_a_result_of_another_shape_is_an_error(shape: tuple[int
     model = get_model(seed=61)
     inputs = tiny.build_inputs(model, 62, 3, images=[1, 1, 1])
     criteria = StoppingCriteriaList([lambda ids, scores, **kwargs: torch.zeros(shape, dtype=torch.bool)])
-    mmspec.patch(model, "lookup")
-    try:
-        with pytest.raises((ValueError, RuntimeError), match=r"size|shape"):
-            model.generate(**inputs, stopping_criteria=criteria, **GREEDY)
-    finally:
-        mmspec.unpatch(model)
+    with patch_model(model, "lookup"), pytest.raises((ValueError, RuntimeError), match=r"size|shape"):
+        model.generate(**inputs, stopping_criteria=criteria, **GREEDY)
 
 
 @pytest.mark.parametrize("drafter", ["hybrid", "self", "head"])

@@ -815,12 +815,12 @@ def _judge_kind(case: Case, adapter: ModelAdapter, processor: Any = None) -> Sel
 
 
 @contextmanager
-def patch_model(model: PreTrainedModel, drafter: Any, **options: Any) -> Iterator[None]:
+def patch_model(model: PreTrainedModel, *args: Any, **options: Any) -> Iterator[None]:
     """Context in which the model is patched."""
     import mmspec
 
     own = set(model.__dict__)
-    mmspec.patch(model, drafter=drafter, **options)
+    mmspec.patch(model, *args, **options)
     try:
         yield
     finally:

@@ -6,6 +6,7 @@ is called at the same points, and may raise there.
 
 import sys
 from collections.abc import Callable, Collection
+from functools import cache
 from types import FrameType
 from typing import Any
 
@@ -26,12 +27,13 @@ def run_interrupted(
         files: parts of the names of files in whose code points are counted; () for all code.
     """
     num_points, num_left = 0, second
+    is_counted = cache(lambda file: not files or any(part in file for part in files))
 
     def profile(frame: FrameType, event: str, argument: Any) -> None:
         nonlocal num_points
         if event not in ("call", "c_return") or argument is sys.setprofile:
             return
-        if files and not any(part in frame.f_code.co_filename for part in files):
+        if not is_counted(frame.f_code.co_filename):
             return
         num_points += 1
         if num_points - 1 == point:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from fuzz import patch_model
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -74,13 +75,9 @@ def acceptance(
     found = []
     for size in (2, 4):
         drafter = build()
-        with context(drafter):
-            mmspec.patch(model, drafter=drafter, tree_size=size)
-            try:
-                model.generate(prompts, max_new_tokens=ANSWER, do_sample=False, eos_token_id=None)
-                stats = mmspec.stats(model)
-            finally:
-                mmspec.unpatch(model)
+        with context(drafter), patch_model(model, drafter=drafter, tree_size=size):
+            model.generate(prompts, max_new_tokens=ANSWER, do_sample=False, eos_token_id=None)
+            stats = mmspec.stats(model)
         assert not stats.fallback_reason
         found.append(stats.acceptance_rate if size == 2 else stats.tau)
     return found[0], found[1]

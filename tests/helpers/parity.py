@@ -103,12 +103,9 @@ def build_outcome(result: Any, state: Tensor) -> fuzz.CallOutcome:
 def get_prompt(model: PreTrainedModel, inputs: tiny.Inputs, compressor: Any = None, **options: Any) -> Prompt:
     """The prompt that a drafter receives in a call."""
     recorder = adversarial.PromptRecorder()
-    mmspec.patch(model, drafter=recorder, compressor=compressor)
-    try:
+    with fuzz.patch_model(model, drafter=recorder, compressor=compressor):
         model.generate(**inputs, max_new_tokens=2, do_sample=bool(options), **options)
         assert not mmspec.stats(model).fallback_calls
-    finally:
-        mmspec.unpatch(model)
     return recorder.prompts[0]
 
 

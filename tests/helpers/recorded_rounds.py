@@ -17,10 +17,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-import mmspec
 from mmspec.drafters.heads.base import c_draft
 from mmspec.engine.graph import Recorder, Replay, StaticFunction
-from mmspec.engine.loop import DecodeLoop
 from mmspec.engine.round import RoundFunction
 from mmspec.interfaces.round import ScorePart
 
@@ -157,16 +155,6 @@ def recording(recorder: Recorder) -> Iterator[CountingRecorder]:
         yield counting
 
 
-@contextmanager
-def patched(model: PreTrainedModel, drafter: Any, **options: Any) -> Iterator[None]:
-    """Context in which the model is patched."""
-    mmspec.patch(model, drafter, **options)
-    try:
-        yield
-    finally:
-        mmspec.unpatch(model)
-
-
 def build_model(spec: tiny.ModelSpec = SPEC) -> PreTrainedModel:
     """A model without an end token, so that all texts are long."""
     model = tiny.build_model(spec)
@@ -212,21 +200,6 @@ class HostCounter(TorchFunctionMode):
         self.counts["made"] += is_made
         self.num_blocking += is_made and (kwargs or {}).get("device") != "cpu"
         return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def counted_rounds(loop: type[DecodeLoop]) -> Iterator[list[HostCounter]]:
-    """Context that counts what each round of a loop reads and sends; yields one counter per round."""
-    counters: list[HostCounter] = []
-    round_ = loop.round
-
-    def counted(self: DecodeLoop, state: Any) -> None:
-        with HostCounter() as counter:
-            round_(self, state)
-        counters.append(counter)
-
-    with mock.patch.object(loop, "round", counted):
-        yield counters
 
 
 NOT_KERNELS = ("aten::new_empty", "aten::empty", "aten::empty_like", "aten::_unsafe_view", "aten::scalar_tensor")

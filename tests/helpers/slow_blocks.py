@@ -54,11 +54,7 @@ class SlowBlock(SlowHead):
         return torch.stack([self.norm(f"layers.{layer}.self_attn.{name}_norm", head) for head in heads])
 
     def turn(self, heads: Tensor, position: int) -> Tensor:
-        if self.is_neox:
-            return rotate(heads, position, self.theta)
-        halves = torch.cat((heads[:, 0::2], heads[:, 1::2]), dim=1)
-        first, second = rotate(halves, position, self.theta).chunk(2, dim=1)
-        return torch.stack((first, second), dim=2).flatten(1)
+        return rotate(heads, position, self.theta, interleaved=not self.is_neox)
 
     def chain(self, num_known: int, num_tokens: int, allowed: Tensor) -> tuple[list[int], Tensor]:
         """See `SlowHead`; the logits are those without the correction by the token before."""

@@ -26,19 +26,21 @@ def rms_norm(vector: Tensor, weight: Tensor, eps: float) -> Tensor:
     return vector / (vector.pow(2).mean() + eps).sqrt() * weight
 
 
-def rotate(heads: Tensor, position: int | Sequence[int], theta: float) -> Tensor:
+def rotate(heads: Tensor, position: int | Sequence[int], theta: float, interleaved: bool = False) -> Tensor:
     """[H, d] the first half of each vector is the real part, the second the imaginary one.
 
     Args:
         heads: [H, d].
         position: one for all frequencies, or the position of each of them.
         theta: base.
+        interleaved: neighbouring dimensions are the two parts instead.
     """
     half = heads.shape[-1] // 2
     angles = torch.tensor(position) / theta ** (torch.arange(half, dtype=torch.float64) / half)
-    rotation = torch.polar(torch.ones_like(angles), angles)
-    turned = torch.complex(heads[:, :half].double(), heads[:, half:].double()) * rotation
-    return torch.cat((turned.real, turned.imag), dim=-1).float()
+    real, imaginary = (heads[:, 0::2], heads[:, 1::2]) if interleaved else heads.chunk(2, dim=1)
+    turned = torch.complex(real.double(), imaginary.double()) * torch.polar(torch.ones_like(angles), angles)
+    parts = torch.view_as_real(turned)
+    return (parts if interleaved else parts.mT).flatten(-2).float()
 
 
 def attend(queries: Tensor, cache: Cache) -> Tensor:
@@ -102,7 +104,7 @@ class SlowReader:
 
 
 class SlowEagle3(SlowReader):
-    """An EAGLE-3 head."""
+    """An EAGLE-3 head, as the keys of its config say."""
 
     def step(self, embed: Tensor, state: Tensor, position: int, cache: Cache) -> tuple[Tensor, Tensor]:
         """One position, appended to the cache: (logits of the draft vocabulary, state for the next step).
@@ -113,16 +115,28 @@ class SlowEagle3(SlowReader):
             position: of the hidden states.
             cache: positions so far.
         """
+        nested = self.config | self.config.get("eagle_config", {})
         if len(state) != self.layer_config["hidden_size"]:
+            if nested.get("fc_norm"):
+                parts = state.view(3, -1)
+                state = torch.cat([self.norm(f"fc_norm.{index}", part) for index, part in enumerate(parts)])
+            if nested.get("norm_before_fc"):
+                state = self.norm("input_norm", state)
             state = self.linear("fc", state)
         normed = self.norm("layers.0.hidden_norm", state)
         inputs = torch.cat((self.norm("layers.0.input_layernorm", embed), normed))
-        residual = normed if self.config["norm_before_residual"] else state
+        residual = normed if self.config.get("norm_before_residual") else state
         queries, keys, values = (self.heads(f"layers.0.self_attn.{name}_proj", inputs) for name in "qkv")
+        if "layers.0.self_attn.q_norm.weight" in self.weights:
+            queries, keys = (
+                torch.stack([self.norm(f"layers.0.self_attn.{name}_norm", head) for head in heads])
+                for name, heads in (("q", queries), ("k", keys))
+            )
         cache.append((rotate(keys, position, self.theta), values))
         outputs = attend(rotate(queries, position, self.theta), cache)
         state = self.feed_forward("layers.0", residual + self.linear("layers.0.self_attn.o_proj", outputs))
-        return self.linear("lm_head", self.norm("norm", state)), state
+        normed = self.norm("norm", state)
+        return self.linear("lm_head", normed), normed if nested.get("norm_output") else state
 
     def draft(self, embedding: Tensor, embeds: Tensor, states: Tensor, num_tokens: int) -> tuple[list[int], Tensor]:
         """A greedy chain after a prompt: its tokens, and the logits [num_tokens, V] that they come from.
@@ -145,7 +159,15 @@ class SlowEagle3(SlowReader):
 
 
 class SlowDspark(SlowReader):
-    """A DSpark head that predicts from its anchor: k positions predict k tokens."""
+    """A DSpark head that predicts from its anchor: k positions predict k tokens.
+
+    Attributes:
+        interleaved: whether neighbouring dimensions are rotated together.
+        windows: positions that a query sees, of each layer; 0 for all.
+        causal: whether a query sees no later position of its block, of each layer.
+    """
+
+    interleaved, windows, causal = False, (0, 0), (False, False)
 
     def block(self, embedding: Tensor, lm_head: Tensor, states: Tensor, anchor: int, k: int) -> tuple[Tensor, Tensor]:
         """Features [k, D] of a block and its logits [k, V'] without the Markov bias.
@@ -161,23 +183,29 @@ class SlowDspark(SlowReader):
         features = [self.norm("hidden_norm", self.linear("fc", state)) for state in states]
         rows = [embedding[token] for token in (anchor, *[self.config["mask_token_id"]] * (k - 1))]
         for layer in range(self.layer_config["num_hidden_layers"]):
-            name = f"layers.{layer}"
-            cache = [self._keys_values(name, feature, position) for position, feature in enumerate(features)]
+            name, window = f"layers.{layer}", self.windows[layer]
             normed = [self.norm(f"{name}.input_layernorm", row) for row in rows]
-            cache += [self._keys_values(name, row, len(features) + slot) for slot, row in enumerate(normed)]
+            cache = [
+                (self._turned(name, "k", row, position), self.heads(f"{name}.self_attn.v_proj", row))
+                for position, row in enumerate([*features, *normed])
+            ]
             for slot, row in enumerate(normed):
-                queries = self.heads(f"{name}.self_attn.q_proj", row)
-                queries = torch.stack([self.norm(f"{name}.self_attn.q_norm", query) for query in queries])
-                outputs = attend(rotate(queries, len(features) + slot, self.theta), cache)
+                query = len(features) + slot
+                seen = [
+                    part
+                    for position, part in enumerate(cache)
+                    if (not window or abs(query - position) < window) and (not self.causal[layer] or position <= query)
+                ]
+                outputs = attend(self._turned(name, "q", row, query), seen)
                 rows[slot] = rows[slot] + self.linear(f"{name}.self_attn.o_proj", outputs)
             rows = [self.feed_forward(name, row) for row in rows]
         outputs = torch.stack([self.norm("norm", row) for row in rows])
         return outputs, outputs @ self.weights.get("lm_head.weight", lm_head).T
 
-    def _keys_values(self, name: str, row: Tensor, position: int) -> tuple[Tensor, Tensor]:
-        keys = self.heads(f"{name}.self_attn.k_proj", row)
-        keys = torch.stack([self.norm(f"{name}.self_attn.k_norm", key) for key in keys])
-        return rotate(keys, position, self.theta), self.heads(f"{name}.self_attn.v_proj", row)
+    def _turned(self, layer: str, kind: str, row: Tensor, position: int) -> Tensor:
+        heads = self.heads(f"{layer}.self_attn.{kind}_proj", row)
+        heads = torch.stack([self.norm(f"{layer}.self_attn.{kind}_norm", head) for head in heads])
+        return rotate(heads, position, self.theta, self.interleaved)
 
     def bias(self, token: int) -> Tensor:
         """[V'] added to the logits of the position after a token."""

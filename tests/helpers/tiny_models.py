@@ -208,11 +208,6 @@ def _noise(shape: Sequence[int], rng: torch.Generator, target: PreTrainedModel) 
     return torch.randn(*shape, generator=rng).to(target.dtype)
 
 
-def _num_crops(count: int, side: int) -> int:
-    """How many crops of `side` cover an image resized to its best pinpoint, and the base one."""
-    return 1 + count // (side * side)
-
-
 def _image_inputs(target: PreTrainedModel, count: int, rng: random.Random, seed: int) -> zoo.base.Media:
     """Inputs of `count` images, and the tokens that stand for each."""
     special, family = special_ids(target.tiny_spec), target.tiny_spec.family

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from typing import Any
-
 import pytest
 
 
-@pytest.fixture
-def shared_decoders(decoders: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True)
+def _decoders(warm_decoders: None) -> None:
     """Benches of this process take the same decoders."""
-    monkeypatch.setattr("research.bench.session.DecoderPool", lambda: nullcontext(decoders))

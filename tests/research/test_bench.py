@@ -42,15 +42,10 @@ from research.bench.measure import (
 from research.bench.requests import build_requests, build_scene_requests, named_images, synthetic_images
 from research.scenes import tasks
 
-pytestmark = [pytest.mark.research, pytest.mark.usefixtures("shared_decoders")]
+pytestmark = pytest.mark.research
 
 KEYS = """drafter batch tau R tokens_per_s speedup_hf speedup_own speedup_e2e identical score_ms draft_ms overhead_ms
 ttft_ms speedup_hf_ci speedup_e2e_pooled accepted_at_position tokens_min draft_mib of_target block"""
-
-
-@pytest.fixture(scope="module")
-def tiny() -> Captioner:
-    return Captioner(*random_model("tiny"))
 
 
 def test_bench_from_the_command_line(tmp_path: Path, capsys: Any) -> None:

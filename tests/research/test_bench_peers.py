@@ -15,7 +15,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from mmspec.app.modeling.captioner import Captioner
-from mmspec.app.modeling.random_models import random_model
 from research.bench.bandwidth import text_weight_bytes
 from research.bench.peers import process, worker
 from research.bench.peers.base import EMBEDDINGS, PeerError, PeerPrompt
@@ -46,11 +45,6 @@ for line in sys.stdin:
         reply = {"tokens": request["tokens"][:3], "first_tokens": 1, "ttft_s": 0.5, "total_s": 2.5}
     print(json.dumps(reply), flush=True)
 """
-
-
-@pytest.fixture(scope="module")
-def tiny() -> Captioner:
-    return Captioner(*random_model("tiny"))
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from recorded_rounds import patched, recording
+from fuzz import patch_model
+from recorded_rounds import recording
 from recorders import record_nothing
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -92,7 +93,7 @@ def test_whole_rounds_accept_what_is_given(name: str, monkeypatch: pytest.Monkey
     ids = torch.randint(shape.vocab_size, (2, 20), generator=torch.Generator().manual_seed(0))
     expected = model.generate(input_ids=ids, max_new_tokens=150, do_sample=False)
     timer = PhaseTimer(device)
-    with recording(record_nothing) as counting, patched(model, drafter, tree_size=8), timer.measuring():
+    with recording(record_nothing) as counting, patch_model(model, drafter, tree_size=8), timer.measuring():
         assert torch.equal(model.generate(input_ids=ids, max_new_tokens=150, do_sample=False), expected)
         assert mmspec.stats(model).tau == pytest.approx(2.5, abs=0.35)
     assert counting.whole_replays > 20

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import shutil
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,9 +17,10 @@ from transformers import AutoModelForImageTextToText, AutoProcessor, LlavaForCon
 
 from mmspec.app.scenes import DamagedModelError, load_scenes_model
 from mmspec.app.scenes.render import render_scene
-from mmspec.app.scenes.world import generate_scene
-from research.scenes import evaluate, stages, train
-from research.scenes.build_model import NUM_VISUAL_TOKENS, build_scenes_config, init_scenes_model
+from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED, generate_scene
+from research.scenes import eval_questions, evaluate, stages, train
+from research.scenes.build_model import NUM_VISUAL_TOKENS, build_scenes_config, format_prompt, init_scenes_model
+from research.scenes.clips import generate_clip
 from research.scenes.data import generate_corpus, to_pixel_values
 from research.scenes.models import VlmTrainer
 from research.scenes.stages import STAGES, MuonAdamW, TrainingStage, learning_rate_at
@@ -251,3 +254,27 @@ def test_run_starts_from_an_exported_model(run: ScenesTrainer, run_folder: Path)
     for name, value in run.model.state_dict().items():
         assert torch.equal(trainer.model.state_dict()[name], value), name
     assert trainer.run(math.inf, show_progress=False)
+
+
+def test_shared_images_are_encoded_once_and_answers_are_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reference: `generate` of each question alone, without a prefilled cache."""
+    model, processor = load_scenes_model()
+    questions = list(eval_questions.build_scene_questions(generate_scene(FIRST_HELD_OUT_SEED), random.Random(0)))
+    questions.append(eval_questions.build_clip_question(generate_clip(FIRST_HELD_OUT_SEED), random.Random(0)))
+    num_encoded: list[int] = []
+    original = type(model.model).get_image_features
+
+    def spy(self: Any, pixel_values: torch.Tensor, **kwargs: Any) -> Any:
+        num_encoded.append(len(pixel_values))
+        return original(self, pixel_values, **kwargs)
+
+    monkeypatch.setattr(type(model.model), "get_image_features", spy)
+    answers = evaluate.generate_answers(model, processor, questions, 8, lambda count: None)
+    num_frames = len(questions[-1].images)
+    assert sum(num_encoded) < len(questions) / 2 + num_frames, "images that questions of one batch share"
+    for question, answer in zip(questions, answers, strict=True):
+        text = "<s>" + format_prompt(question.question, len(question.images))
+        inputs = processor(images=[list(question.images)], text=[text], return_tensors="pt")
+        output_ids = model.generate(**inputs, max_new_tokens=question.max_new_tokens, do_sample=False)
+        new_ids = output_ids[0, inputs["input_ids"].shape[1] :]
+        assert answer == processor.tokenizer.decode(new_ids, skip_special_tokens=True).strip(), question.question

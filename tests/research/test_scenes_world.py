@@ -16,12 +16,12 @@ from mmspec.app.io.videos import load_video
 from mmspec.app.scenes import WEIGHTS_FOLDER, examples
 from mmspec.app.scenes.objects import OBJECT_KINDS
 from mmspec.app.scenes.render import build_layers, render_scene
-from mmspec.app.scenes.sign_words import SIGN_WORDS
 from mmspec.app.scenes.sprites import ATLAS_FILE, SIGN_CHARACTERS, get_glyph, get_sprite
 from mmspec.app.scenes.world import (
     FIRST_HELD_OUT_SEED,
     REGION_MARGIN,
     SCENE_IMAGE_SIZE,
+    SIGN_WORDS,
     SIZE_CLASSES,
     Scene,
     generate_scene,

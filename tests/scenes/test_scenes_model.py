@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import re
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from fuzz import patch_model
 
 import mmspec
 from mmspec.app import scenes
@@ -21,15 +21,15 @@ from mmspec.app.modeling.captioner import Captioner
 from mmspec.app.scenes import CARD_FILE, WEIGHTS_FOLDER, verify_checksums
 from mmspec.app.scenes.examples import list_example_files
 from mmspec.app.scenes.objects import OBJECT_KINDS
-from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED, generate_scene
+from mmspec.app.scenes.world import FIRST_HELD_OUT_SEED
 from mmspec.drafters import registry
 from mmspec.vision.compressors.elastic import Elastic
-from research.scenes import eval_questions, evaluate, model_card
-from research.scenes.build_model import format_prompt
-from research.scenes.clips import generate_clip
+from research.scenes import evaluate, model_card
 from research.scenes.model_card import TRAINING_FILE
 from research.scenes.stages import STAGES
 from research.scenes.tasks import generate_requests
+
+pytestmark = pytest.mark.usefixtures("warm_decoders", "scenes_once")
 
 
 @pytest.fixture(scope="module")
@@ -97,39 +97,10 @@ def test_accuracy_on_held_out_scenes(count: int, bundled_model: tuple[Any, Any])
         assert result["control_things_named"] < 0.3 and result["control_backgrounds"] < 0.4
 
 
-def test_shared_images_are_encoded_once_and_answers_are_unchanged(
-    bundled_model: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Reference: `generate` of each question alone, without a prefilled cache."""
-    model, processor = bundled_model
-    questions = list(eval_questions.build_scene_questions(generate_scene(FIRST_HELD_OUT_SEED), random.Random(0)))
-    questions.append(eval_questions.build_clip_question(generate_clip(FIRST_HELD_OUT_SEED), random.Random(0)))
-    num_encoded: list[int] = []
-    original = type(model.model).get_image_features
-
-    def spy(self: Any, pixel_values: torch.Tensor, **kwargs: Any) -> Any:
-        num_encoded.append(len(pixel_values))
-        return original(self, pixel_values, **kwargs)
-
-    monkeypatch.setattr(type(model.model), "get_image_features", spy)
-    answers = evaluate.generate_answers(model, processor, questions, 8, lambda count: None)
-    num_frames = len(questions[-1].images)
-    assert sum(num_encoded) < len(questions) / 2 + num_frames, "images that questions of one batch share"
-    for question, answer in zip(questions, answers, strict=True):
-        text = "<s>" + format_prompt(question.question, len(question.images))
-        inputs = processor(images=[list(question.images)], text=[text], return_tensors="pt")
-        output_ids = model.generate(**inputs, max_new_tokens=question.max_new_tokens, do_sample=False)
-        new_ids = output_ids[0, inputs["input_ids"].shape[1] :]
-        assert answer == processor.tokenizer.decode(new_ids, skip_special_tokens=True).strip(), question.question
-
-
 def test_default_drafter_is_bundled(bundled_model: tuple[Any, Any]) -> None:
     model, processor = bundled_model
-    mmspec.patch(model, processor=processor)
-    try:
+    with patch_model(model, processor=processor):
         drafter = model.__dict__["_mmspec"].config.drafter
-    finally:
-        mmspec.unpatch(model)
     assert drafter.name == next(iter(registry.bundled_drafters()))
     assert num_bytes(drafter.head) <= 0.15 * num_bytes(model)
 
@@ -158,12 +129,9 @@ def test_bundled_drafters_reach_their_tau_and_keep_the_output(
     )
     reference = generate(inputs)
     for name in registry.bundled_drafters():
-        mmspec.patch(model, name, processor=processor, tree_size=16)
-        try:
+        with patch_model(model, name, processor=processor, tree_size=16):
             assert torch.equal(generate(inputs), reference), name
             tau = mmspec.stats(model).tau
-        finally:
-            mmspec.unpatch(model)
         assert tau > (1.0 if sample else 2.5), (name, tau)
 
 
@@ -174,16 +142,13 @@ def test_bundled_gate_chooses_a_compressor(bundled_model: tuple[Any, Any]) -> No
     inputs = Captioner(model, processor).build_inputs([request.images], [request.question])
     choices: dict[str, tuple[str, int]] = {}
     for drafter, compressor in (("msd-elastic", None), ("msd-elastic", "elastic")):
-        mmspec.patch(model, drafter, compressor=compressor, processor=processor, tree_size=16)
-        try:
+        with patch_model(model, drafter, compressor=compressor, processor=processor, tree_size=16):
             model.generate(**inputs, max_new_tokens=4, do_sample=False)
             [row] = mmspec.stats(model, last=True).compression
             choices[f"{drafter}, {compressor}"] = row.choice, row.num_compressed_tokens
             gate = getattr(model.__dict__["_mmspec"].config.drafter, "compressor", None)
             assert isinstance(gate, Elastic) and row.choice in gate.branch_labels()
             assert row.num_compressed_tokens <= gate.max_tokens < row.num_visual_tokens
-        finally:
-            mmspec.unpatch(model)
     assert choices["msd-elastic, None"] == choices["msd-elastic, elastic"]
     with pytest.raises(ValueError, match="compressor 'elastic' is one that a drafter was trained with, and 'msd' was"):
         mmspec.patch(model, "msd", compressor="elastic", processor=processor)

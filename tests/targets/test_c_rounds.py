@@ -155,10 +155,11 @@ def test_in_half_precision_no_round_is_too_wide(
     """More rows times nodes than one forward takes are computed by several, while rows end one by one."""
     model = get_model(family, seed=17, dtype=dtype, layers=2 if family == "llama" else 3)
     inputs = tiny.build_inputs(model, 5, batch, padding="left")
+    plain = generate_plain(model, inputs, **OUTPUTS)
     for mode in ({"do_sample": False}, {"do_sample": True}):
         results = []
         for drafter, size in (("none", 1), ("lookup", nodes), ("bush", nodes)):
-            with speculate(model, drafter, generate_plain(model, inputs, **OUTPUTS).sequences, tree_size=size):
+            with speculate(model, drafter, plain, tree_size=size):
                 torch.manual_seed(3)
                 results.append(generate_plain(model, inputs, **OUTPUTS | mode))
         assert forwards and all(forwards)

@@ -141,26 +141,6 @@ def test_grids_of_several_sequences_per_prompt(family: str) -> None:
         assert own == [(g.token_indices, g.height, g.role) for g in once.grids if g.row == row // 3]
 
 
-@FAMILY
-def test_numbers_that_do_not_fit_give_no_grids(family: str) -> None:
-    model = build_model(family)
-    inputs = tiny.build_inputs(model, 2, 2, images=[1, 1])
-    adapter = find_adapter(model)
-    vision = {name: inputs[name] for name in adapter.layout.vision_args if name in inputs}
-    assert adapter.layout.grids(inputs["input_ids"], vision)
-    special, ids = tiny.special_ids(model.tiny_spec), inputs["input_ids"].clone()
-    row, column = (ids == special.image).nonzero()[0].tolist()
-    ids[row, column] = special.text[0]
-    wrong = adapter.layout.grids(ids, vision)
-    covered = torch.zeros_like(ids)
-    for grid in wrong:
-        covered[grid.row, list(grid.token_indices)] += 1
-    assert not wrong or torch.equal(covered, (ids == special.image).long())
-    if vision:
-        assert adapter.layout.grids(inputs["input_ids"], {name: part[:1] for name, part in vision.items()}) == ()
-        assert adapter.layout.grids(inputs["input_ids"], {}) == ()
-
-
 def test_images_of_idefics3_without_a_common_marker_give_no_grids() -> None:
     """The last image of each row is a whole one behind the same token."""
     adapter = find_adapter(build_model("idefics3"))

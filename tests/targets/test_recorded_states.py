@@ -15,6 +15,7 @@ import fuzz
 import pytest
 import tiny_models as tiny
 import torch
+from fuzz import patch_model
 from recorded_rounds import (
     CountingRecorder,
     build_drafter,
@@ -22,7 +23,6 @@ from recorded_rounds import (
     build_model,
     fails_later,
     generate,
-    patched,
     recording,
     runs_twice,
     spoils_output,
@@ -88,7 +88,7 @@ def run(name: str, recorder: Recorder, whole: bool = True, tree_size: int = 8) -
     allowed = nullcontext() if whole else mock.patch("mmspec.engine.loop.can_record_rounds", return_value=False)
     drafter = HalfRight(calls[0][1])
     equal = []
-    with recording(recorder) as counting, allowed, patched(model, drafter, tree_size=tree_size):
+    with recording(recorder) as counting, allowed, patch_model(model, drafter, tree_size=tree_size):
         for inputs, expected in calls:
             drafter.texts = expected.tolist()
             equal.append(torch.equal(generate(model, inputs, False, max_new_tokens=NUM_TOKENS), expected))
@@ -134,7 +134,7 @@ def test_drafts_within_the_round() -> None:
     inputs = build_inputs(model, 0, 3)
     plain = generate(model, inputs, True)
     drafter = build_drafter("leaning-coupled", spec)
-    with recording(partial(runs_twice, atol=3e-4)) as counting, patched(model, drafter, tree_size=8):
+    with recording(partial(runs_twice, atol=3e-4)) as counting, patch_model(model, drafter, tree_size=8):
         assert torch.equal(generate(model, inputs, True), plain)
         assert mmspec.stats(model).num_accepted_tokens > 0 and patch_state(model).lanes.failure is None
     assert counting.whole_replays > 5
@@ -177,7 +177,7 @@ def test_the_returned_states(name: str) -> None:
     (inputs, text), (others, _) = calls
     options: dict[str, Any] = {"return_dict_in_generate": True, "max_new_tokens": 12, "do_sample": False}
     plain = model.generate(**inputs, **options)
-    with recording(record_nothing) as counting, patched(model, HalfRight(text), tree_size=8):
+    with recording(record_nothing) as counting, patch_model(model, HalfRight(text), tree_size=8):
         found = model.generate(**inputs, **options)
         generate(model, others, False)
     ours, theirs = (fuzz.clone_cache_tensors(one.past_key_values) for one in (found, plain))

@@ -13,6 +13,7 @@ import fuzz as fuzz
 import pytest
 import tiny_models as tiny
 import torch
+from fuzz import patch_model
 from parity import ALL_OUTPUTS, MODES, assert_parity, build_cached_model, generate_tokens, speculate
 from recurrent_models import FAMILIES, OTHERS, HalfRight, model_of, one_row, ragged, text_batch, text_model
 from torch import Tensor
@@ -155,12 +156,9 @@ def test_other_classes(model_type: str) -> None:
     given = text_batch()
     options: dict[str, Any] = {"max_new_tokens": 14, "do_sample": False, "eos_token_id": None}
     plain = model.generate(**given, **options)
-    mmspec.patch(model, drafter=HalfRight(plain), tree_size=8)
-    try:
+    with patch_model(model, drafter=HalfRight(plain), tree_size=8):
         assert torch.equal(model.generate(**given, **options), plain)
         stats = mmspec.stats(model)
-    finally:
-        mmspec.unpatch(model)
     assert not stats.fallback_reason and stats.num_accepted_tokens > 0
 
 
@@ -342,10 +340,7 @@ def test_a_chain_stays_as_it_is() -> None:
 def test_drafters_without_weights() -> None:
     model = model_of("qwen3_5")
     for drafter in ("none", "lookup", "recycling", "hybrid"):
-        mmspec.patch(model, drafter)
-        try:
+        with patch_model(model, drafter):
             text = model.generate(**one_row(model), max_new_tokens=20, do_sample=False)
             assert not mmspec.stats(model).fallback_reason
-        finally:
-            mmspec.unpatch(model)
         assert torch.equal(text, model.generate(**one_row(model), max_new_tokens=20, do_sample=False))

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 from forced_drafts import planned
+from fuzz import patch_model
 from torch import Tensor
 
 import mmspec
 from mmspec.app.modeling.captioner import Captioner
-from mmspec.app.modeling.random_models import random_model
 from mmspec.app.scenes.render import render_scene
 from mmspec.app.scenes.world import generate_scene
 from mmspec.drafters.checkpoints.format import HeadMetadata, save_head
@@ -82,11 +82,6 @@ def test_records_of_a_compressor_without_source_indices() -> None:
 
 
 @pytest.fixture(scope="module")
-def tiny() -> Captioner:
-    return Captioner(*random_model("tiny"))
-
-
-@pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("head")
     config = EagleConfig(64, 128, 4, 2, 384)
@@ -106,8 +101,7 @@ def test_output_is_unchanged_and_stats_report_compression(
     options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": sample}
     torch.manual_seed(1)
     plain = model.generate(**inputs, **options)
-    mmspec.patch(model, str(folder), "pool:4", tree_size=None)
-    try:
+    with patch_model(model, str(folder), "pool:4", tree_size=None):
         for _ in range(4):
             torch.manual_seed(1)
             assert torch.equal(model.generate(**inputs, **options), plain)
@@ -133,8 +127,6 @@ def test_output_is_unchanged_and_stats_report_compression(
         assert mmspec.stats(model, last=True).compression == [] and "visual" not in str(mmspec.stats(model, last=True))
         model.generate(**inputs, **options, mmspec={"drafter": "lookup"})
         assert mmspec.stats(model, last=True).compression == [], "a drafter without visual input"
-    finally:
-        mmspec.unpatch(model)
 
 
 def test_examples_of_the_docs(tiny: Captioner, folder: Path, tmp_path: Path) -> None:

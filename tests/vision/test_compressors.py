@@ -23,13 +23,14 @@ from fake_target import (
     reference_forward,
     scores_by_path,
 )
+from fuzz import patch_model
+from parity import assert_parity
 from torch import Tensor
 
 import mmspec
 import research.compressors  # noqa: F401  - by name
 from mmspec.app.cli.arguments import validate_drafter
 from mmspec.app.modeling.captioner import Captioner
-from mmspec.app.modeling.random_models import random_model
 from mmspec.app.scenes.render import render_scene
 from mmspec.app.scenes.world import generate_scene
 from mmspec.app.train.data import Request, Teacher
@@ -227,10 +228,8 @@ def merging(kind: str, budget: int) -> Any:
     return conv
 
 
-@pytest.mark.parametrize("grid", GRIDS)
-@pytest.mark.parametrize("max_tokens", [1, 2, 3, 4, 6, 8, 100])
-@pytest.mark.parametrize("kind", ["pool", "conv"])
-def test_merging_equals_the_reference(grid: str, max_tokens: int, kind: str) -> None:
+def check_merging(grid: str, kind: str, max_tokens: int) -> None:
+    """Each cell of the grids is merged as by explicit loops."""
     grids, counts = GRIDS[grid]
     visual = replace(tokens_of(counts), grids=tuple(grids))
     compressor = merging(kind, max_tokens)
@@ -251,6 +250,13 @@ def test_merging_equals_the_reference(grid: str, max_tokens: int, kind: str) -> 
                 assert torch.allclose(getattr(compressed, name)[row, slot], expected, atol=1e-5), (row, slot)
             position = sum(float(visual.position_ids[row, token]) for token in cell) / len(cell)
             assert abs(int(compressed.position_ids[row, slot]) - position) <= 0.5001
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("kind", ["pool", "conv"])
+def test_merging_equals_the_reference(grid: str, kind: str) -> None:
+    for max_tokens in (1, 2, 3, 4, 6, 8, 100):
+        check_merging(grid, kind, max_tokens)
 
 
 def _kernel(conv: Conv, grids: list[VisualGrid], token: int, window: Window) -> Tensor:
@@ -646,9 +652,7 @@ def test_training_reads_the_same_compressed_tokens_as_drafting(
     placeholder = world.shared_embeddings.embed_tokens(torch.tensor(IMAGE_TOKEN_ID))
     batch = build_train_batch(world)
     with torch.no_grad():
-        eagle_loss(
-            LossInputs(model, batch, world.shared_embeddings, placeholder, LossWeights(ttt_steps=1), TrainProgress())
-        )
+        eagle_loss(LossInputs(model, batch, world.shared_embeddings, placeholder, LossWeights(ttt_steps=1)))
         data = build_inputs_and_labels(model, batch, placeholder)
         logits = world.shared_embeddings.lm_head(calls[0][1])
         for row_logits, (b, p) in zip(logits, data.loss_mask.nonzero().tolist(), strict=True):
@@ -820,19 +824,12 @@ def test_fit_gate_gets_the_loss_and_penalty_of_each_branch(world: FakeTarget, mo
     [(features, costs)] = calls
     assert features.shape == (4, 33) and costs.shape == (4, len(gate.branches)) and torch.equal(costs[:2], costs[2:])
     text, progress = build_train_batch(world).split()[1], TrainProgress(1.0)
+    weights = LossWeights(0.0, 1.0, ttt_steps=2, step_decay=0.5)
     for index, branch in enumerate(gate.branches):
         with torch.no_grad():
             alone = DraftModel(model.head, "decoupled", compressor=branch)
-            loss, _ = find_method("eagle").loss()(
-                LossInputs(
-                    alone,
-                    text,
-                    world.shared_embeddings,
-                    placeholder,
-                    LossWeights(0.0, 1.0, ttt_steps=2, step_decay=0.5),
-                    progress,
-                )
-            )
+            given = LossInputs(alone, text, world.shared_embeddings, placeholder, weights, progress)
+            loss, _ = find_method("eagle").loss()(given)
         num_kept = 0 if branch.name == "drop" else min(3, branch.max_tokens)
         assert float(costs[1, index]) == pytest.approx(float(loss) / 1.5 + BUDGET_PENALTY * num_kept / 3, rel=1e-4)
     fit_gate_on_batches(
@@ -845,9 +842,8 @@ def test_the_budget_penalty_is_part_of_the_loss(world: FakeTarget, kind: str) ->
     """With all other weights 0, the loss is the mean share of three tokens that the branches keep."""
     gate, placeholder = gated().train(), world.shared_embeddings.embed_tokens(torch.tensor(IMAGE_TOKEN_ID))
     model, free = DraftModel(head(kind), "decoupled", kind, gate), LossWeights(0.0, 0.0)
-    loss, metrics = find_method(kind).loss()(
-        LossInputs(model, build_train_batch(world), world.shared_embeddings, placeholder, free, TrainProgress())
-    )
+    given = LossInputs(model, build_train_batch(world), world.shared_embeddings, placeholder, free)
+    loss, metrics = find_method(kind).loss()(given)
     num_kept = [0 if label == "drop" else int(label.partition(":")[2]) for label in gate.branch_labels()]
     assert (
         float(loss.detach())
@@ -856,11 +852,6 @@ def test_the_budget_penalty_is_part_of_the_loss(world: FakeTarget, kind: str) ->
     )
     loss.backward()
     assert gate.gate.bias.grad is not None and int(gate.gate.bias.grad.argmin()) == gate.branch_labels().index("drop")
-
-
-@pytest.fixture(scope="module")
-def tiny() -> Captioner:
-    return Captioner(*random_model("tiny"))
 
 
 def test_a_train_batch_has_the_grids_of_its_rows(tiny: Captioner) -> None:
@@ -892,8 +883,7 @@ def test_a_stored_compressor_is_used_and_the_output_is_unchanged(tiny: Captioner
     )
     save_head(tmp_path, EagleHead(config), metadata)
     lengths: list[int] = []
-    mmspec.patch(model, str(tmp_path), tree_size=16)
-    try:
+    with patch_model(model, str(tmp_path), tree_size=16):
         compressor = model.__dict__["_mmspec"].config.drafter.compressor
         original = compressor.compress
 
@@ -908,8 +898,6 @@ def test_a_stored_compressor_is_used_and_the_output_is_unchanged(tiny: Captioner
         assert torch.equal(model.generate(**inputs, max_new_tokens=24, do_sample=False), plain)
         chosen = {"compressor": build_compressor("drop")}
         assert torch.equal(model.generate(**inputs, max_new_tokens=24, do_sample=False, mmspec=chosen), plain)
-    finally:
-        mmspec.unpatch(model)
     assert lengths == [5]
 
 
@@ -931,13 +919,10 @@ def test_elastic_by_name_is_the_drafters_gate(tiny: Captioner, tmp_path: Path) -
         (msd, None, {"drafter": own, "compressor": "elastic"}),
         (own, "drop", {"compressor": "elastic"}),
     ):
-        mmspec.patch(model, drafter, compressor, tree_size=8)
-        try:
+        with patch_model(model, drafter, compressor, tree_size=8):
             output = model.generate(**inputs, max_new_tokens=12, do_sample=False, mmspec=options)
             assert torch.equal(output, plain)
             assert [row.choice for row in mmspec.stats(model, last=True).compression] == ["stride:1"]
-        finally:
-            mmspec.unpatch(model)
 
 
 def test_inconsistent_grids_are_logged_and_ignored(world: FakeTarget, caplog: pytest.LogCaptureFixture) -> None:
@@ -963,16 +948,13 @@ def test_a_compressor_of_another_hidden_size_is_refused(tiny: Captioner, name: s
     with pytest.raises(ValueError, match=message):
         mmspec.patch(model, drafter, compressor=init_compressor(name, 32))
     assert not mmspec.is_patched(model)
-    mmspec.patch(model, drafter, compressor=init_compressor(name, 64), tree_size=8)
-    try:
+    with patch_model(model, drafter, compressor=init_compressor(name, 64), tree_size=8):
         inputs = tiny.build_inputs([render_scene(generate_scene(1))], ["what is this thing"])
         with pytest.raises(ValueError, match=message):
             model.generate(**inputs, max_new_tokens=4, mmspec={"compressor": init_compressor(name, 32)})
         model.generate(
             **inputs, max_new_tokens=4, mmspec={"drafter": "lookup", "compressor": init_compressor(name, 32)}
         )
-    finally:
-        mmspec.unpatch(model)
 
 
 @pytest.mark.parametrize("name", ["conv:4", "elastic:4", "latent:4", "resampler:4"])
@@ -991,12 +973,9 @@ def test_a_trained_compressor_is_refused_with_eagle3(tiny: Captioner, name: str)
     assert not mmspec.is_patched(tiny.model)
     inputs = tiny.build_inputs([render_scene(generate_scene(1))], ["what is this thing"])
     plain = tiny.model.generate(**inputs, max_new_tokens=6, do_sample=False)
-    mmspec.patch(tiny.model, drafter, compressor="pool:4", tree_size=8)
-    try:
+    with patch_model(tiny.model, drafter, compressor="pool:4", tree_size=8):
         assert torch.equal(tiny.model.generate(**inputs, max_new_tokens=6, do_sample=False), plain)
         assert mmspec.stats(tiny.model, last=True).compression[0].num_compressed_tokens == 4
-    finally:
-        mmspec.unpatch(tiny.model)
 
 
 def test_a_drafter_that_compresses_itself_accepts_no_compressor(tiny: Captioner) -> None:
@@ -1006,13 +985,10 @@ def test_a_drafter_that_compresses_itself_accepts_no_compressor(tiny: Captioner)
         mmspec.patch(tiny.model, drafter, compressor="pool:4")
     assert not mmspec.is_patched(tiny.model)
     inputs = tiny.build_inputs([render_scene(generate_scene(1))], ["what is this thing"])
-    mmspec.patch(tiny.model, "lookup", compressor="pool:4")
-    try:
+    with patch_model(tiny.model, "lookup", compressor="pool:4"):
         with pytest.raises(ValueError, match=message):
             tiny.model.generate(**inputs, max_new_tokens=4, mmspec={"drafter": drafter})
         tiny.model.generate(**inputs, max_new_tokens=4, mmspec={"drafter": drafter, "compressor": None})
-    finally:
-        mmspec.unpatch(tiny.model)
 
 
 class SamplingCompressor:
@@ -1029,18 +1005,12 @@ class SamplingCompressor:
 
 @pytest.mark.parametrize("sample", [True, False])
 def test_random_draws_of_a_compressor_are_undone(tiny: Captioner, sample: bool) -> None:
-    model, compressor = tiny.model, SamplingCompressor()
-    config = EagleConfig(64, 128, 4, 2, 384)
+    compressor = SamplingCompressor()
+    drafter = EagleDrafter(EagleHead(EagleConfig(64, 128, 4, 2, 384)), "decoupled", num_layers=2)
     inputs = tiny.build_inputs([render_scene(generate_scene(i)) for i in range(2)], ["a", "what is this thing"])
-    torch.manual_seed(5)
-    plain, state = model.generate(**inputs, max_new_tokens=16, do_sample=sample), torch.get_rng_state()
-    mmspec.patch(model, EagleDrafter(EagleHead(config), "decoupled", num_layers=2), compressor=compressor, tree_size=8)
-    try:
-        torch.manual_seed(5)
-        assert torch.equal(model.generate(**inputs, max_new_tokens=16, do_sample=sample), plain)
-    finally:
-        mmspec.unpatch(model)
-    assert torch.equal(torch.get_rng_state(), state) and compressor.num_calls == 1
+    patch_options = {"compressor": compressor}
+    assert_parity(tiny.model, inputs, drafter, 5, patch_options, max_new_tokens=16, do_sample=sample)
+    assert compressor.num_calls == 1
 
 
 def test_grids_are_counted_in_visual_tokens(world: FakeTarget) -> None:

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import torch
 
+from mmspec.drafters.checkpoints.draft_vocab import layer_keys
 from mmspec.drafters.checkpoints.format import write_checkpoint
 from mmspec.drafters.checkpoints.published import MASK_EMBEDDING, MASK_EMBEDDING_FILE
 from mmspec.drafters.checkpoints.state_dict import to_stored
 from mmspec.drafters.heads.dflash2.head import Dflash2Head
 from mmspec.drafters.heads.dflash2.recipe import SCALES, SIZES
-from mmspec.drafters.heads.dspark.checkpoint import layer_values
 from mmspec.drafters.heads.registry import ExportInputs
 from mmspec.files import atomic_write
 
@@ -33,7 +33,7 @@ def export_dflash2(folder: Path, given: ExportInputs) -> None:
         "target_layer_ids": [layer - 1 for layer in drafter.hidden_state_indices],
         "input_embedding_scale": scale,
     }
-    values = layer_values(config, target) | {
+    values = layer_keys(config, target, "qwen3") | {
         "architectures": ["DFlash2DraftModel"],
         "block_size": config.block_positions,
         "num_target_layers": target.num_layers,

@@ -14,7 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mmspec.drafters.checkpoints.draft_vocab import draft_vocabulary_tensors, parse_draft_ids, speculators_section
+from mmspec.drafters.checkpoints.draft_vocab import (
+    draft_vocabulary_tensors,
+    layer_keys,
+    parse_draft_ids,
+    speculators_section,
+)
 from mmspec.drafters.checkpoints.format import write_checkpoint
 from mmspec.drafters.checkpoints.head_config import parse_published_config
 from mmspec.drafters.checkpoints.own_embeddings import EMBED_TENSOR
@@ -23,7 +28,7 @@ from mmspec.drafters.checkpoints.rope import order_rotated_rows
 from mmspec.drafters.checkpoints.state_dict import check_numbers, drop_unused, read_head, to_stored
 from mmspec.drafters.heads.base.drafter import HeadDrafter
 from mmspec.drafters.heads.dspark.drafter import DsparkDrafter
-from mmspec.drafters.heads.dspark.head import DsparkConfig, DsparkHead
+from mmspec.drafters.heads.dspark.head import DsparkHead
 from mmspec.drafters.heads.dspark.published_config import (
     block_attention,
     check_projector,
@@ -198,27 +203,7 @@ def export_dspark(folder: Path, drafter: HeadDrafter, target: TargetInfo, shared
         "aux_hidden_state_layer_ids": list(drafter.hidden_state_indices),
         "draft_vocab_size": config.draft_vocab_size or target.vocab_size,
         "target_hidden_size": target.hidden_size,
-        "transformer_layer_config": layer_values(config, target),
+        "transformer_layer_config": layer_keys(config, target, "qwen3"),
         "speculators_config": speculators_section("dspark", config.block_size, target),
     }
     write_checkpoint(folder, weights, values)
-
-
-def layer_values(config: DsparkConfig, target: TargetInfo) -> dict[str, Any]:
-    """The keys of a block drafter's layers, as transformers names them."""
-    return {
-        "model_type": "qwen3",
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim,
-        "num_hidden_layers": config.num_hidden_layers,
-        "vocab_size": target.vocab_size,
-        "rms_norm_eps": config.rms_norm_eps,
-        "rope_theta": config.rope_theta,
-        "attention_bias": config.qkv_bias,
-        "hidden_act": "silu",
-        "max_position_embeddings": 1 << 17,
-        "tie_word_embeddings": False,
-    }

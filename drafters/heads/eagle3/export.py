@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mmspec.drafters.checkpoints.draft_vocab import draft_vocabulary_tensors, speculators_section
+from mmspec.drafters.checkpoints.draft_vocab import draft_vocabulary_tensors, layer_keys, speculators_section
 from mmspec.drafters.checkpoints.format import compact, write_checkpoint
 from mmspec.drafters.checkpoints.state_dict import to_stored
 from mmspec.drafters.heads.base.drafter import HeadDrafter
@@ -19,8 +19,6 @@ ENGINE_VISUAL_MODES = {"vllm": "placeholder", "speculators": "placeholder", "sgl
 """Format -> what the engine feeds an EAGLE-3 head at image positions, a key of `VISUAL_MODES`."""
 NO_SGLANG_HOOKS = ("llava", "llava_next", "llava_next_video", "llava_onevision", "vipllava")
 """Model types whose SGLang classes have no method that captures hidden states for EAGLE-3."""
-HEAD_MAX_POSITIONS = 1 << 17
-"""`max_position_embeddings` of a head: RoPE has no limit, engines ask for one."""
 
 
 def eagle3_refusal(drafter: HeadDrafter, target: TargetInfo, format_name: str) -> str | None:
@@ -66,22 +64,6 @@ def export_eagle3(folder: Path, drafter: HeadDrafter, target: TargetInfo, format
 
 def _speculators_config(head: Eagle3Head, drafter: HeadDrafter, target: TargetInfo) -> dict[str, Any]:
     config = head.config
-    layer = {
-        "model_type": "llama",
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim,
-        "num_hidden_layers": 1,
-        "hidden_act": "silu",
-        "attention_bias": config.qkv_bias,
-        "vocab_size": target.vocab_size,
-        "rms_norm_eps": config.rms_norm_eps,
-        "rope_theta": config.rope_theta,
-        "max_position_embeddings": HEAD_MAX_POSITIONS,
-        "tie_word_embeddings": False,
-    }
     return {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
@@ -90,7 +72,7 @@ def _speculators_config(head: Eagle3Head, drafter: HeadDrafter, target: TargetIn
         "visual_mode": TRAINERS_VISUAL_MODE,
         "target_hidden_size": target.hidden_size,
         "eagle_aux_hidden_state_layer_ids": list(drafter.hidden_state_indices),
-        "transformer_layer_config": layer,
+        "transformer_layer_config": layer_keys(config, target, "llama"),
         "speculators_config": speculators_section("eagle3", 3, target),
     }
 
@@ -100,25 +82,12 @@ def _flat_config(head: Eagle3Head, drafter: HeadDrafter, target: TargetInfo, for
     config, layers = head.config, drafter.hidden_state_indices
     values: dict[str, Any] = {
         "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
-        "hidden_size": config.hidden_size,
+        **layer_keys(config, target, "llama"),
         "target_hidden_size": target.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim,
-        "num_hidden_layers": 1,
-        "hidden_act": "silu",
-        "attention_bias": config.qkv_bias,
-        "vocab_size": target.vocab_size,
         "draft_vocab_size": config.draft_vocab_size,
-        "rms_norm_eps": config.rms_norm_eps,
-        "rope_theta": config.rope_theta,
         **mrope_keys(config.mrope_section, config.mrope_interleaved),
-        "max_position_embeddings": HEAD_MAX_POSITIONS,
         "norm_before_residual": config.norm_before_residual,
         "visual_mode": ENGINE_VISUAL_MODES[format_name],
-        "tie_word_embeddings": False,
         "eagle_config": {"use_aux_hidden_state": True},
     }
     if layers != eagle3_layers(target.num_layers):

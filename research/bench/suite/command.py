@@ -33,7 +33,7 @@ exit code
   0 success, 1 a call of mmspec failed or gave other text in float32, 2 wrong usage; the report names peers that fail or
   differ
 """
-REPORT_FILES = ("report.md", "report.html", "results.json")
+REPORT_FILES = ("report.md", "results.json")
 
 
 def add_suite_options(parser: argparse.ArgumentParser) -> None:
@@ -74,7 +74,6 @@ def run_suite(args: argparse.Namespace) -> int:
     """Carry out the command; returns the exit code."""
     from research.bench.against import read_ratios, suite_ratios
     from research.bench.peers.registry import check_peer_names
-    from research.bench.suite.html import format_html
     from research.bench.suite.report import against_section, format_json, format_markdown, write_json
     from research.bench.suite.session import measure_suite
 
@@ -94,7 +93,7 @@ def run_suite(args: argparse.Namespace) -> int:
     print(report)
     write_json(result, files)
     if args.report is not None:
-        texts = (report, format_html(result), json.dumps(content, indent=1) + "\n")
+        texts = (report, json.dumps(content, indent=1) + "\n")
         for name, text in zip(REPORT_FILES, texts, strict=True):
             (args.report / name).write_text(text, encoding="utf-8")
     if result.is_stopped:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from slow_readers import SlowDspark, attend, rotate
+from slow_readers import SlowDspark
 from test_export import TARGET, H, V, build, draft_chain, embeddings
 from torch import Tensor, nn
 
@@ -49,54 +49,6 @@ def write(
     return config
 
 
-class KeyedReader(SlowDspark):
-    """As its keys say, position by position.
-
-    Attributes:
-        interleaved: whether neighbouring dimensions are pairs.
-        windows: positions that a query sees, of each layer; 0 for all.
-        causal: whether a query sees later positions of its block, of each layer.
-    """
-
-    interleaved, windows, causal = False, (0, 0), (False, False)
-
-    def turn(self, heads: Tensor, position: int) -> Tensor:
-        if not self.interleaved:
-            return rotate(heads, position, self.theta)
-        pairs = torch.view_as_complex(heads.double().unflatten(-1, (-1, 2)).contiguous())
-        angles = position / self.theta ** (torch.arange(pairs.shape[-1], dtype=torch.float64) / pairs.shape[-1])
-        turned = pairs * torch.polar(torch.ones_like(angles), angles)
-        return torch.view_as_real(turned).flatten(-2).float()
-
-    def normed_heads(self, layer: str, kind: str, row: Tensor) -> Tensor:
-        heads = self.heads(f"{layer}.self_attn.{kind}_proj", row)
-        return torch.stack([self.norm(f"{layer}.self_attn.{kind}_norm", head) for head in heads])
-
-    def rows(self, embedding: Tensor, states: Tensor, anchor: int, k: int) -> Tensor:
-        """[k, D] features of the block."""
-        features = [self.norm("hidden_norm", self.linear("fc", state)) for state in states]
-        rows = [embedding[token] for token in (anchor, *[MASK] * (k - 1))]
-        for index in range(2):
-            name, n = f"layers.{index}", len(features)
-            normed = [self.norm(f"{name}.input_layernorm", row) for row in rows]
-            cache = []
-            for position, row in enumerate([*features, *normed]):
-                values = self.heads(f"{name}.self_attn.v_proj", row)
-                cache.append((self.turn(self.normed_heads(name, "k", row), position), values))
-            for slot, row in enumerate(normed):
-                query = n + slot
-                seen = [
-                    part
-                    for position, part in enumerate(cache)
-                    if (not self.windows[index] or abs(query - position) < self.windows[index])
-                    and (not self.causal[index] or position <= query)
-                ]
-                outputs = attend(self.turn(self.normed_heads(name, "q", row), query), seen)
-                rows[slot] = rows[slot] + self.linear(f"{name}.self_attn.o_proj", outputs)
-            rows = [self.feed_forward(name, row) for row in rows]
-        return torch.stack([self.norm("norm", row) for row in rows])
-
-
 def check(folder: Path, shared: SharedEmbeddings, from_anchor: bool, scale: float = 1.0, **traits: Any) -> None:
     """Compare the logits of a block and a greedy chain with the slow reader's."""
     drafter = load_published(folder, TARGET)
@@ -106,11 +58,12 @@ def check(folder: Path, shared: SharedEmbeddings, from_anchor: bool, scale: floa
     weight, lm_head = shared.embed_tokens.weight, shared.lm_head.weight
     assert isinstance(weight, Tensor) and isinstance(lm_head, Tensor)
     tokens, logits = draft_chain(drafter, shared, shared.embed(ids), states, ids)
-    reader = KeyedReader(folder)
+    reader = SlowDspark(folder)
+    reader.config["mask_token_id"] = MASK
     for name, value in traits.items():
         setattr(reader, name, value)
-    features = reader.rows(weight * scale, torch.cat(list(states), dim=-1), int(ids[-1]), 4)[int(not from_anchor) :]
-    expected = features @ lm_head.T
+    expected = reader.block(weight * scale, lm_head, torch.cat(list(states), dim=-1), int(ids[-1]), 4)[1]
+    expected = expected[int(not from_anchor) :]
     assert logits.shape == expected.shape and torch.allclose(logits, expected, atol=5e-4)
     if "markov_head.markov_w1.weight" not in reader.weights:  # the likeliest paths of a product, no chain
         assert tokens[0] == int(expected[0].argmax())

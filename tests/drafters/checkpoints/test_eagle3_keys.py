@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import tiny_models as tiny
 import torch
+from parity import assert_parity
 from safetensors.torch import load_file, save_file
-from slow_readers import Cache, SlowEagle3, attend, rms_norm, rotate
+from slow_readers import SlowEagle3
 from test_export import TARGET, H, N, V, build, draft_chain, embeddings
 from test_published import folder_of, load_fixture
 from torch import Tensor, nn
 
-import mmspec
 from mmspec.drafters.checkpoints.export import export_head
 from mmspec.drafters.checkpoints.published import load_published
 from mmspec.drafters.checkpoints.state_dict import to_stored
@@ -54,36 +54,6 @@ def write(folder: Path, layers: int = 3, **settings: Any) -> Path:
     return folder
 
 
-class KeyedEagle3(SlowEagle3):
-    """As its keys say."""
-
-    def step(self, embed: Tensor, state: Tensor, position: Any, cache: Cache) -> tuple[Tensor, Tensor]:
-        nested, hidden = self.config | self.config.get("eagle_config", {}), self.layer_config["hidden_size"]
-        if len(state) != hidden:
-            if nested.get("fc_norm"):
-                parts = state.view(3, -1)
-                state = torch.cat([self.norm(f"fc_norm.{index}", part) for index, part in enumerate(parts)])
-            if nested.get("norm_before_fc"):
-                state = self.norm("input_norm", state)
-            state = self.linear("fc", state)
-        normed = self.norm("layers.0.hidden_norm", state)
-        inputs = torch.cat((self.norm("layers.0.input_layernorm", embed), normed))
-        residual = normed if self.config.get("norm_before_residual") else state
-        queries, keys, values = (self.heads(f"layers.0.self_attn.{name}_proj", inputs) for name in "qkv")
-        if "layers.0.self_attn.q_norm.weight" in self.weights:
-            queries, keys = (
-                torch.stack(
-                    [rms_norm(head, self.weights[f"layers.0.self_attn.{name}_norm.weight"], self.eps) for head in heads]
-                )
-                for name, heads in (("q", queries), ("k", keys))
-            )
-        cache.append((rotate(keys, position, self.theta), values))
-        outputs = attend(rotate(queries, position, self.theta), cache)
-        state = self.feed_forward("layers.0", residual + self.linear("layers.0.self_attn.o_proj", outputs))
-        normed = self.norm("norm", state)
-        return self.linear("lm_head", normed), normed if nested.get("norm_output") else state
-
-
 def check(folder: Path, shared: SharedEmbeddings, target: TargetInfo = TARGET, own: Tensor | None = None) -> Any:
     """Compare a greedy chain of four drafts and its logits; returns the drafter."""
     drafter = load_published(folder, target)
@@ -96,7 +66,7 @@ def check(folder: Path, shared: SharedEmbeddings, target: TargetInfo = TARGET, o
     )
     tokens, logits = draft_chain(drafter, shared, weight[ids], states, ids)
     rows = weight if own is None else own
-    read, expected = KeyedEagle3(folder).draft(rows, rows[ids[1:]], torch.cat(list(states), dim=-1), 4)
+    read, expected = SlowEagle3(folder).draft(rows, rows[ids[1:]], torch.cat(list(states), dim=-1), 4)
     assert tokens == read and torch.allclose(logits[:4], expected[:, DRAFT_IDS], atol=2e-4)
     return drafter
 
@@ -233,13 +203,10 @@ def test_whole_calls_with_images(changes: dict[str, Any], tmp_path: Path) -> Non
     (tmp_path / "config.json").write_text(json.dumps(values))
     inputs = tiny.build_inputs(model, seed=3, batch=2)
     for sample in (False, True):
-        torch.manual_seed(0)
-        plain = model.generate(**inputs, max_new_tokens=16, do_sample=sample)
-        mmspec.patch(model, str(tmp_path), tree_size=12)
-        torch.manual_seed(0)
-        drafted = model.generate(**inputs, max_new_tokens=16, do_sample=sample)
-        assert torch.equal(plain, drafted) and mmspec.stats(model).num_draft_tokens > 100
-        mmspec.unpatch(model)
+        stats = assert_parity(
+            model, inputs, str(tmp_path), patch_options={"tree_size": 12}, max_new_tokens=16, do_sample=sample
+        )
+        assert stats.num_draft_tokens > 100
 
 
 @pytest.mark.parametrize(

@@ -74,18 +74,18 @@ def test_drafts_of_a_call_equal_the_slow_reader(name: str, num_tokens: int, tmp_
     assert_drafts_as_read(call, reader)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "EAGLE-3, SpecForge, M-RoPE",
-        "EAGLE-3, AngelSlim, M-RoPE",
-        "EAGLE-3, speculators 0.7",
-        "DFlash 2, NeMo Automodel",
-        "Domino, SpecForge",
-        "LiLiCorr, Model-Optimizer",
-        "LiLiCorr, Model-Optimizer, with convolution",
-    ],
+AXES_AND_LAYERS = (
+    "EAGLE-3, SpecForge, M-RoPE",
+    "EAGLE-3, AngelSlim, M-RoPE",
+    "EAGLE-3, speculators 0.7",
+    "DFlash 2, NeMo Automodel",
+    "Domino, SpecForge",
+    "LiLiCorr, Model-Optimizer",
+    "LiLiCorr, Model-Optimizer, with convolution",
 )
+
+
+@pytest.mark.parametrize("name", AXES_AND_LAYERS)
 def test_axes_and_layers_of_compiled_and_recorded_drafts(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -102,18 +102,7 @@ def test_axes_and_layers_of_compiled_and_recorded_drafts(
     assert recorder.draft_replays > 10 and [one.tokens for one in recorded.rows[0]] == expected
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "EAGLE-3, SpecForge, M-RoPE",
-        "EAGLE-3, AngelSlim, M-RoPE",
-        "EAGLE-3, speculators 0.7",
-        "DFlash 2, NeMo Automodel",
-        "Domino, SpecForge",
-        "LiLiCorr, Model-Optimizer",
-        "LiLiCorr, Model-Optimizer, with convolution",
-    ],
-)
+@pytest.mark.parametrize("name", AXES_AND_LAYERS)
 def test_axes_and_layers_of_padded_rows(name: str, tmp_path: Path) -> None:
     """Each row counts on its own: one with images, one of text alone."""
     layout = LAYOUTS[name]

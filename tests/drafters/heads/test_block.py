@@ -21,6 +21,7 @@ from fake_target import (
     build_prompt,
     build_result,
     build_train_batch,
+    check_no_host_copy,
     reference_draft_inputs,
     reference_forward,
     scores_by_path,
@@ -49,6 +50,9 @@ from mmspec.engine.tree import root_only
 FLASH = FlashConfig.of(HEAD_CONFIG, intermediate_size=0, block_size=4, block_ffn_size=40)
 PARALLEL = ParallelConfig.of(HEAD_CONFIG, block_size=4)
 SORTS = ("flash", "chained", "parallel", "linked", "falcon2", "falcon3")
+EVERY = ("eagle", *SORTS)
+"""With the head that says one token a pass."""
+WITH_MODES = [*product(SORTS, ("decoupled", "text_only")), *product(("eagle",), VISUAL_MODES)]
 
 
 def new_head(kind: str) -> EagleHead:
@@ -60,6 +64,8 @@ def new_head(kind: str) -> EagleHead:
             head = FlashHead(replace(FLASH, markov_rank=12 if kind == "chained" else 0))
             if head.markov_head is not None:
                 head.markov_head.vocab_proj.weight.data.normal_(0, 0.5)
+        elif kind == "eagle":
+            head = EagleHead(HEAD_CONFIG)
         elif kind.startswith("falcon"):
             head = FalconHead(replace(HEAD_CONFIG, block_size=int(kind[-1])))
         else:
@@ -140,6 +146,8 @@ def reference_log_probs(
         feature = _spread(head, reference_forward(head, torch.stack(rows), torch.tensor(positions))[-1])[len(path)]
     elif isinstance(head, FalconHead):
         feature = _falcon(target, head, rows, positions, path)
+    elif type(head) is EagleHead:
+        feature = _one_by_one(target, head, rows, positions, path)
     else:
         assert isinstance(head, ParallelHead)
         rows += list(head.mask_embeddings[: len(path)])
@@ -169,6 +177,17 @@ def _spread(head: FlashHead, out: Tensor) -> list[Tensor]:
     return [out + head.block_proj.weight[32 * i : 32 * (i + 1)] @ inside for i in range(head.config.block_size)]
 
 
+def _one_by_one(
+    target: FakeTarget, head: EagleHead, rows: list[Tensor], positions: list[int], path: list[int]
+) -> Tensor:
+    """Each token of the path beside the output before it."""
+    for token in path:
+        feature = reference_forward(head, torch.stack(rows), torch.tensor(positions))[-1]
+        rows.append(head.fuse(target.shared_embeddings.embed_tokens(torch.tensor(token)), feature))
+        positions.append(positions[-1] + 1)
+    return reference_forward(head, torch.stack(rows), torch.tensor(positions))[-1]
+
+
 def _falcon(target: FakeTarget, head: FalconHead, rows: list[Tensor], positions: list[int], path: list[int]) -> Tensor:
     """Blocks of k, the last of which ends where the context ends."""
     k, count = head.config.block_size, len(rows)
@@ -188,15 +207,15 @@ def _falcon(target: FakeTarget, head: FalconHead, rows: list[Tensor], positions:
 
 
 @pytest.mark.every(3)
-@pytest.mark.parametrize("kind", SORTS)
+@pytest.mark.parametrize("kind", EVERY)
 @pytest.mark.parametrize("visual_mode", VISUAL_MODES)
-@pytest.mark.parametrize("pads", [(0, 0), (0, 4)])
+@pytest.mark.parametrize(("pads", "right"), [((0, 0), False), ((0, 4), False), ((0, 4), True)])
 def test_drafts_equal_the_slow_reference(
-    target: FakeTarget, kind: str, visual_mode: str, pads: tuple[int, int]
+    target: FakeTarget, kind: str, visual_mode: str, pads: tuple[int, int], right: bool
 ) -> None:
     target.shared_embeddings.lm_head.weight.data.mul_(2)  # type: ignore[operator,union-attr]
     drafter = new_drafter(kind, visual_mode)
-    tree = drafter.propose(begin_decoding(target, drafter, build_prompt(target, 11, pads)), 64, [True, True])
+    tree = drafter.propose(begin_decoding(target, drafter, build_prompt(target, 11, pads, right)), 64, [True, True])
     with torch.no_grad():
         for row, count in enumerate(pads):
             n, found, output = 11 - count, scores_by_path(tree, row), dict[tuple[int, ...], Tensor]()
@@ -216,8 +235,7 @@ def test_drafts_equal_the_slow_reference(
             assert (likeliest,) in found
 
 
-@pytest.mark.parametrize("kind", SORTS)
-@pytest.mark.parametrize("visual_mode", ["decoupled", "text_only"])
+@pytest.mark.parametrize(("kind", "visual_mode"), WITH_MODES)
 def test_rounds_feed_the_targets_hidden_states(target: FakeTarget, kind: str, visual_mode: str) -> None:
     """Rounds with drafts, rounds without and rows without tokens equal one long prompt."""
     drafter = new_drafter(kind, visual_mode)
@@ -242,7 +260,7 @@ def test_rounds_feed_the_targets_hidden_states(target: FakeTarget, kind: str, vi
         assert scores_by_path(drafted, row) == pytest.approx(scores_by_path(expected, row), rel=1e-3)
 
 
-@pytest.mark.parametrize("kind", SORTS)
+@pytest.mark.parametrize("kind", EVERY)
 def test_drafts_follow_the_sampling_noise(target: FakeTarget, kind: str) -> None:
     noise = torch.empty(2, 9, 40).exponential_(generator=torch.Generator().manual_seed(1))
     drafter = new_drafter(kind)
@@ -258,12 +276,15 @@ def test_drafts_follow_the_sampling_noise(target: FakeTarget, kind: str) -> None
             assert tuple(path) in scores_by_path(tree, row)
 
 
-@pytest.mark.parametrize("kind", SORTS)
+@pytest.mark.parametrize("kind", EVERY)
 def test_draft_vocabulary_limits_the_tokens(target: FakeTarget, kind: str) -> None:
     ids = torch.arange(1, 40, 3)
     drafter = new_drafter(kind, draft_ids=ids)
     tree = drafter.propose(begin_decoding(target, drafter, build_prompt(target, 11)), 16, [True, True])
     assert set(tree.tokens[:, 1:].flatten().tolist()) <= set(ids.tolist()) - {IMAGE_TOKEN_ID}
+    whole = new_drafter(kind)
+    tree = whole.propose(begin_decoding(target, whole, build_prompt(target, 11)), 64, [True, True])
+    assert not set(tree.tokens[:, 1:].flatten().tolist()) <= set(ids.tolist())
 
 
 @pytest.mark.parametrize("kind", SORTS)
@@ -277,38 +298,24 @@ def test_any_tree_size_works(target: FakeTarget, kind: str, max_nodes: int) -> N
     assert drafter.propose(begin_decoding(target, drafter, build_prompt(target, 11)), 1, [True, True]).num_nodes == 1
 
 
-@pytest.mark.parametrize("kind", SORTS)
+@pytest.mark.parametrize("kind", EVERY)
 @pytest.mark.parametrize("noisy", [False, True])
 def test_drafting_needs_no_host_copy(target: FakeTarget, kind: str, noisy: bool) -> None:
-    """Fake tensors have shapes and no values: whatever asks for one (`.item()`, an index by condition) raises."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     drafter = new_drafter(kind, draft_ids=torch.arange(40) if noisy else None)
     options = {"noise": lambda depth: torch.ones(2, depth, 40)} if noisy else {}
     state = begin_decoding(target, drafter, build_prompt(target, 11, (0, 4), **options))
-    taps = {NUM_LAYERS: torch.randn(2, 4, 32)}
-    drafter.observe(state, build_result(root_only(2).pad(4), [[0, 2], [0]], [[5, 6], [7]]), taps)
-    drafter.observe(state, build_result(root_only(2).pad(4), [[0], [0]], [[5], [7]]), taps)
-    shapes = set()
-    for max_nodes in (16, 16, 8):
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            tree = drafter.propose(state, max_nodes, [True, False])
-            shapes.add((max_nodes, *tree.tokens.shape))
-            with pytest.raises(Exception, match="local_scalar_dense"):
-                tree.tokens.tolist()
-    assert shapes == {(16, 2, 16), (8, 2, 8)}, "one shape per bucket"
+    check_no_host_copy(drafter, state, NUM_LAYERS)
 
 
 # --- learning ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", SORTS)
-@pytest.mark.parametrize("visual_mode", ["decoupled", "text_only"])
+@pytest.mark.parametrize(("kind", "visual_mode"), WITH_MODES)
 def test_training_features_are_those_of_drafting(
     target: FakeTarget, kind: str, visual_mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every feature in a loss equals the one that drafting computes there, after the true tokens so far."""
-    head, batch = new_head(kind), build_train_batch(target)
+    head, batch, steps = new_head(kind), build_train_batch(target), 3 if kind == "eagle" else 2
     recorded: list[tuple[int, Tensor, Tensor, Tensor]] = []
     from mmspec.drafters.training.losses import LossAccumulator
 
@@ -318,22 +325,16 @@ def test_training_features_are_those_of_drafting(
         recorded.append((part, out, target_hidden, torch.zeros(len(out), 1) if logit_bias is None else logit_bias))
 
     monkeypatch.setattr(LossAccumulator, "add", record)
+    model = DraftModel(head, visual_mode)
     monkeypatch.setattr(LossAccumulator, "result", lambda self: (torch.zeros(()), {}))
     placeholder = target.shared_embeddings.embed_tokens(torch.tensor(IMAGE_TOKEN_ID))
     with torch.no_grad():
+        weights = LossWeights(ttt_steps=steps)
         for seed in range(3):  # offset of the first block
             progress = TrainProgress(1.0, torch.Generator().manual_seed(seed))  # no label is an input any more
-            find_method(kind_of(kind)).loss()(
-                LossInputs(
-                    DraftModel(head, visual_mode),
-                    batch,
-                    target.shared_embeddings,
-                    placeholder,
-                    LossWeights(ttt_steps=2),
-                    progress,
-                )
-            )
-        data = build_inputs_and_labels(DraftModel(head, visual_mode), batch, placeholder)
+            given = LossInputs(model, batch, target.shared_embeddings, placeholder, weights, progress)
+            find_method(kind_of(kind)).loss()(given)
+        data = build_inputs_and_labels(model, batch, placeholder)
     states = {tuple(batch.hidden_states[b, p].tolist()): (b, p) for b in range(2) for p in range(14)}
     checked = set()
     for part, out, target_hidden, logit_bias in recorded:
@@ -349,7 +350,7 @@ def test_training_features_are_those_of_drafting(
             got[[0, IMAGE_TOKEN_ID]] = float("-inf")
             assert torch.allclose(got.log_softmax(-1), expected, atol=4e-3), (part, b, n)
             checked.add(part)
-    deepest = 2 * head.config.block_size if kind.startswith("falcon") else head.config.block_size
+    deepest = head.config.block_size * (steps if kind == "eagle" or kind.startswith("falcon") else 1)
     assert checked == set(range(deepest))
 
 

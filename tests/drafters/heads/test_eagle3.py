@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from fake_target import HEAD_CONFIG, FakeTarget, build_train_batch
+from fake_target import HEAD_CONFIG, FakeTarget, build_train_batch, descend
+from slow_readers import attend, rms_norm, rotate
 from torch import Tensor
 
 import mmspec
@@ -25,7 +26,7 @@ from mmspec.drafters.heads.eagle.loss import eagle_loss
 from mmspec.drafters.heads.eagle3.head import Eagle3Config, Eagle3Head, eagle3_layers
 from mmspec.drafters.training.batch import MIXED, DraftModel, TrainBatch, mix_visual_inputs
 from mmspec.drafters.training.distribution_losses import DISTRIBUTION_LOSSES, overlap
-from mmspec.drafters.training.losses import LossInputs, LossWeights, TrainProgress
+from mmspec.drafters.training.losses import LossInputs, LossWeights
 
 DRAFT_IDS = torch.tensor([1, 2, 5, *range(8, 30)])
 LAYERS = (0, 2, 1)
@@ -56,37 +57,21 @@ def new_batch(target: FakeTarget) -> TrainBatch:
 # --- the rollout, once more and slowly --------------------------------------------------------------------------------
 
 
-def _norm(row: Tensor, weight: Tensor) -> Tensor:
-    return row * (row.pow(2).mean() + 1e-5).rsqrt() * weight
-
-
-def _rotate(head: Eagle3Head, vectors: Tensor, position: int) -> Tensor:
-    """[H, d] at a position, the halves of each vector rotated against each other."""
-    half = vectors.shape[-1] // 2
-    angles = position * head.config.rope_theta ** (-torch.arange(half) / half)
-    first, second = vectors[:, :half], vectors[:, half:]
-    return torch.cat([first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()], 1)
-
-
 def _slow_layer(
     head: Eagle3Head, embed: Tensor, state: Tensor, position: int, others: list[tuple[Tensor, Tensor]]
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """(output before the norm, own key and value) of one position that attends to `others` and itself."""
     layer, config = head.layer, head.config
     assert layer.input_norm is not None and layer.hidden_norm is not None
-    normed = torch.cat([_norm(embed, layer.input_norm.weight), _norm(state, layer.hidden_norm.weight)])
+    normed = torch.cat(
+        [rms_norm(embed, layer.input_norm.weight, 1e-5), rms_norm(state, layer.hidden_norm.weight, 1e-5)]
+    )
     projected = (layer.qkv_proj.weight @ normed + layer.qkv_proj.bias).view(-1, config.head_dim)
     queries, keys, values = projected.split([config.num_attention_heads, *[config.num_key_value_heads] * 2])
-    own = (_rotate(head, keys, position), values)
-    queries = _rotate(head, queries, position)
-    groups = config.num_attention_heads // config.num_key_value_heads
-    outputs = []
-    for index, query in enumerate(queries):
-        rows = [(key[index // groups], value[index // groups]) for key, value in (*others, own)]
-        scores = torch.stack([key @ query for key, _ in rows]) / config.head_dim**0.5
-        outputs.append(scores.softmax(0) @ torch.stack([value for _, value in rows]))
-    state = state + layer.o_proj.weight @ torch.cat(outputs)
-    gate, up = (layer.gate_up_proj.weight @ _norm(state, layer.post_norm.weight)).chunk(2)
+    own = (rotate(keys, position, config.rope_theta), values)
+    attended = attend(rotate(queries, position, config.rope_theta), [*others, own])
+    state = state + layer.o_proj.weight @ attended
+    gate, up = (layer.gate_up_proj.weight @ rms_norm(state, layer.post_norm.weight, 1e-5)).chunk(2)
     return state + layer.down_proj.weight @ (torch.nn.functional.silu(gate) * up), own
 
 
@@ -107,7 +92,7 @@ def _slow_losses(target: FakeTarget, head: Eagle3Head, batch: TrainBatch, ttt_st
                 context = first[:i] if not step else first[: i + 1]
                 state, own = _slow_layer(head, embeds[i + 1 + step], state, i + step, [*context, *drafted])
                 drafted += [own] if step else []
-                logits = head.lm_head.weight @ _norm(state, head.norm.weight)
+                logits = head.lm_head.weight @ rms_norm(state, head.norm.weight, 1e-5)
                 labels = embeddings.lm_head(batch.hidden_states[row, i + 1 + step])
                 is_draftable = int(labels.argmax()) in DRAFT_IDS.tolist()
                 ce = -(labels[DRAFT_IDS].softmax(-1) * logits.log_softmax(-1)).sum()
@@ -119,9 +104,7 @@ def test_training_equals_the_slow_reference(target: FakeTarget) -> None:
     draft_model, batch = new_draft_model(), new_batch(target)
     weights = LossWeights(hidden=1.0, logits=0.3, ttt_steps=3, step_decay=0.7)
     with torch.no_grad():
-        loss, metrics = eagle_loss(
-            LossInputs(draft_model, batch, target.shared_embeddings, torch.zeros(32), weights, TrainProgress())
-        )
+        loss, metrics = eagle_loss(LossInputs(draft_model, batch, target.shared_embeddings, torch.zeros(32), weights))
         expected = _slow_losses(target, draft_model.head, batch, 3)
     assert float(loss) == pytest.approx(sum(0.3 * 0.7**i * value for i, value in enumerate(expected)), rel=1e-4)
     assert metrics["logits_loss"] == pytest.approx(expected[0], rel=1e-4) and "hidden_loss" not in metrics
@@ -142,10 +125,7 @@ def test_mixed_training_feeds_both_image_inputs(target: FakeTarget) -> None:
     losses = set()
     for mode in ("coupled", "placeholder", MIXED):
         with torch.no_grad():
-            draft_model, progress = new_draft_model(mode), TrainProgress()
-            loss, _ = eagle_loss(
-                LossInputs(draft_model, batch, target.shared_embeddings, placeholder, LossWeights(), progress)
-            )
+            loss, _ = eagle_loss(LossInputs(new_draft_model(mode), batch, target.shared_embeddings, placeholder))
         losses.add(float(loss))
     assert len(losses) > 1 and new_draft_model(MIXED).drafting_mode == "coupled"
 
@@ -202,18 +182,10 @@ def test_losses_on_distributions() -> None:
 @pytest.mark.parametrize("loss", DISTRIBUTION_LOSSES)
 def test_every_loss_is_minimised(target: FakeTarget, loss: str) -> None:
     """Some gradient steps on one batch raise the probability that drafts are accepted."""
-    draft_model, batch = new_draft_model(), new_batch(target)
-    weights, optimizer = LossWeights(logits=1.0, loss=loss), torch.optim.Adam(draft_model.parameters(), lr=5e-3)
-    history = []
-    for _ in range(12):
-        value, metrics = eagle_loss(
-            LossInputs(draft_model, batch, target.shared_embeddings, torch.zeros(32), weights, TrainProgress())
-        )
-        optimizer.zero_grad()
-        value.backward()
-        optimizer.step()
-        history.append(metrics["logits_loss"])
-    assert history[-1] < 0.9 * history[0]
+    weights = LossWeights(logits=1.0, loss=loss)
+    given = LossInputs(new_draft_model(), new_batch(target), target.shared_embeddings, torch.zeros(32), weights)
+    (_, before), *_, (_, after) = descend(given, eagle_loss, 5e-3, 12)
+    assert after["logits_loss"] < 0.9 * before["logits_loss"]
 
 
 # --- the command line -------------------------------------------------------------------------------------------------

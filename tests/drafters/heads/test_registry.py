@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 from fake_target import HEAD_CONFIG, NUM_LAYERS, build_train_batch
-from recorded_rounds import SPEC, build_inputs, build_model, drafts_only, generate, patched, recording
+from fuzz import patch_model
+from recorded_rounds import SPEC, build_inputs, build_model, drafts_only, generate, recording
 from recorders import record_trace
 
 import mmspec
@@ -136,7 +137,7 @@ def test_a_toy_head_drafts_recorded_and_not(fan: HeadMethod, tmp_path: Path, mon
     save_head(tmp_path / "fan", head, metadata, torch.float32)
     inputs = build_inputs(model, 0, 1)
     plain = generate(model, inputs, True, max_new_tokens=12)
-    with patched(model, str(tmp_path / "fan"), tree_size=8):
+    with patch_model(model, str(tmp_path / "fan"), tree_size=8):
         assert (
             torch.equal(generate(model, inputs, True, max_new_tokens=12), plain)
             and mmspec.stats(model).num_draft_tokens > 0
@@ -145,7 +146,7 @@ def test_a_toy_head_drafts_recorded_and_not(fan: HeadMethod, tmp_path: Path, mon
     drafter = load_trained(tmp_path / "fan")
     inherits = type("Inherits", (type(drafter),), {})(drafter.head, "decoupled", num_layers=SPEC.layers)
     for own, is_recorded in ((drafter, True), (inherits, False)):
-        with recording(trace_drafts) as recorder, patched(model, own, tree_size=8):
+        with recording(trace_drafts) as recorder, patch_model(model, own, tree_size=8):
             assert torch.equal(generate(model, inputs, True, max_new_tokens=12), plain)
             assert (recorder.draft_recordings > 0) is is_recorded
 

@@ -12,8 +12,8 @@ import tiny_models as tiny
 import torch
 import transformers
 import zoo
+from fuzz import patch_model
 from parity import GREEDY, MODES, assert_parity, build_cached_model
-from recorded_rounds import patched
 from transformers import PreTrainedModel
 from watched_nodes import watch_nodes
 
@@ -46,12 +46,9 @@ def trees_of(
     with pytest.MonkeyPatch.context() as patch:
         draft_tree = drafter.draft_tree
         patch.setattr(drafter, "draft_tree", lambda *args: trees.append(draft_tree(*args)) or trees[-1])
-        mmspec.patch(model, drafter=drafter, tree_size=6)
-        try:
+        with patch_model(model, drafter=drafter, tree_size=6):
             model.generate(**given, **{**GREEDY, "max_new_tokens": tokens, "eos_token_id": None})
             assert not mmspec.stats(model).fallback_reason
-        finally:
-            mmspec.unpatch(model)
     return trees
 
 
@@ -98,11 +95,8 @@ def test_every_node_is_that_of_transformers(family: str, centroids: bool, monkey
 
     monkeypatch.setattr(drafter, "draft_tree", watched_draft)
     monkeypatch.setattr(drafter, "observe", watched_observe)
-    mmspec.patch(model, drafter=drafter, tree_size=5, backend="torch")
-    try:
+    with patch_model(model, drafter=drafter, tree_size=5, backend="torch"):
         assert model.generate(**given, **kwargs)[0, given["input_ids"].shape[1] :].tolist() == answer
-    finally:
-        mmspec.unpatch(model)
     assert rounds >= 50 and {0, 1, 2} <= accepted
 
 
@@ -132,7 +126,7 @@ def test_a_bad_assistant_is_reported_once(monkeypatch: pytest.MonkeyPatch, caplo
     """As what it is, since its target's checkpoint has no head."""
     monkeypatch.setattr("mmspec.drafters.mtp.own.MIN_DRAFTS", 6)
     model = target_of()
-    with caplog.at_level(logging.WARNING, "mmspec"), patched(model, assistants.build_assistant(model), tree_size=3):
+    with caplog.at_level(logging.WARNING, "mmspec"), patch_model(model, assistants.build_assistant(model), tree_size=3):
         for _ in range(4):
             model.generate(**tiny.build_inputs(model, 5, 1), **{**GREEDY, "max_new_tokens": 10, "eos_token_id": None})
         assert mmspec.stats(model).num_draft_tokens > 12

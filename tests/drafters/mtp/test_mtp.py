@@ -14,6 +14,7 @@ import own_heads as own
 import pytest
 import tiny_models as tiny
 import torch
+from fuzz import patch_model
 from parity import GREEDY, MODES, assert_parity, build_cached_model
 from safetensors.torch import save_file
 from tiny_processor import TinyProcessor
@@ -161,11 +162,8 @@ def watched(
 
     for name, replaced in (("begin", watched_begin), ("observe", watched_observe), ("draft_tree", watched_draft)):
         monkeypatch.setattr(drafter, name, replaced)
-    mmspec.patch(model, drafter=drafter, tree_size=5, backend="torch")
-    try:
+    with patch_model(model, drafter=drafter, tree_size=5, backend="torch"):
         yield watch
-    finally:
-        mmspec.unpatch(model)
 
 
 # --- the drafts -------------------------------------------------------------------------------------------------------
@@ -249,11 +247,8 @@ def first_tree(model: PreTrainedModel, drafter: MTPDrafter, given: tiny.Inputs) 
     with pytest.MonkeyPatch.context() as patch:
         draft_tree = drafter.draft_tree
         patch.setattr(drafter, "draft_tree", lambda *args: trees.append(draft_tree(*args)) or trees[-1])
-        mmspec.patch(model, drafter=drafter, tree_size=6)
-        try:
+        with patch_model(model, drafter=drafter, tree_size=6):
             model.generate(**given, **GREEDY)
-        finally:
-            mmspec.unpatch(model)
     return trees[0]
 
 
@@ -287,13 +282,9 @@ def test_a_bad_head_is_reported_once(
     model = model_of("qwen3_5")
     with_head(model, tmp_path)
     given = tiny.build_inputs(model, 5, 1, images=[0], padding="none")
-    mmspec.patch(model, drafter="mtp", tree_size=3)
-    try:
-        with caplog.at_level(logging.WARNING, "mmspec"):
-            for _ in range(2):
-                model.generate(**given, max_new_tokens=20, do_sample=False, eos_token_id=None)
-    finally:
-        mmspec.unpatch(model)
+    with patch_model(model, drafter="mtp", tree_size=3), caplog.at_level(logging.WARNING, "mmspec"):
+        for _ in range(2):
+            model.generate(**given, max_new_tokens=20, do_sample=False, eos_token_id=None)
     warnings = [record.message for record in caplog.records if "first tokens accepted" in record.message]
     assert len(warnings) == 1 and len(warnings[0]) <= 300 and warnings[0].startswith("mmspec: the MTP head has ")
 

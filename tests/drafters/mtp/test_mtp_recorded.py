@@ -14,8 +14,9 @@ import tiny_models as tiny
 import torch
 import transformers
 import zoo
+from fuzz import patch_model
 from parity import build_cached_model
-from recorded_rounds import drafts_only, patched, recording
+from recorded_rounds import drafts_only, recording
 from recorders import record_nothing, record_trace
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -88,7 +89,7 @@ def test_a_recorded_draft_on_other_prompts(
 
     def run() -> list[int]:
         drafter = new_drafter(model, **options)
-        with patched(model, drafter, tree_size=6):
+        with patch_model(model, drafter, tree_size=6):
             assert all(torch.equal(generate(given), text) for given, text in zip(prompts, plain, strict=True))
             stats = mmspec.stats(model)
             return [stats.num_accepted_tokens, stats.rounds]

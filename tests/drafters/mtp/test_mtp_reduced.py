@@ -14,6 +14,7 @@ import tiny_models as tiny
 import torch
 import transformers
 import zoo
+from fuzz import patch_model
 from parity import GREEDY, MODES, assert_parity, build_cached_model
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -46,12 +47,9 @@ def drafted(model: PreTrainedModel, drafter: Any, given: tiny.Inputs) -> list[Dr
     plain, trees = model.generate(**given, **GREEDY), list[DraftTree]()
     draft_tree = drafter.draft_tree
     drafter.draft_tree = lambda *args: trees.append(draft_tree(*args)) or trees[-1]
-    mmspec.patch(model, drafter=drafter, tree_size=6)
-    try:
+    with patch_model(model, drafter=drafter, tree_size=6):
         assert torch.equal(model.generate(**given, **GREEDY), plain)
         assert not mmspec.stats(model).fallback_reason
-    finally:
-        mmspec.unpatch(model)
         del drafter.draft_tree
     return trees
 
@@ -121,13 +119,10 @@ def test_prompts_and_outputs_are_counted(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr("mmspec.drafters.mtp.vocabulary.MIN_NEW_IDS", 4)
     model = target(tmp_path)
     given = tiny.build_inputs(model, 7, 2, images=[1, 0], padding="left")
-    mmspec.patch(model, drafter="mtp:12", tree_size=6)
-    try:
+    with patch_model(model, drafter="mtp:12", tree_size=6):
         outputs = [model.generate(**given, **GREEDY) for _ in range(2)]
         drafter: Any = patch_state(model).config.drafter
         model.generate(**given, **GREEDY)
-    finally:
-        mmspec.unpatch(model)
     counts, length = drafter.frequent_ids._counts, given["input_ids"].shape[1]
     emitted = outputs[0][:, length:].flatten().unique().tolist()
     assert set(emitted) <= set(counts) and find_adapter(model).media_token_ids[0] not in counts

@@ -10,6 +10,7 @@ import own_heads as own
 import pytest
 import tiny_models as tiny
 import torch
+from fuzz import patch_model
 from safetensors import safe_open
 from tiny_processor import TinyProcessor
 from torch import Tensor
@@ -25,7 +26,7 @@ from mmspec.drafters.checkpoints.export import export_head
 from mmspec.drafters.heads.registry import find_method
 from mmspec.drafters.mtp.drafter import MTPDrafter
 from mmspec.drafters.training.batch import DraftModel, TrainBatch
-from mmspec.drafters.training.losses import LossAccumulator, LossInputs, LossWeights, TrainProgress
+from mmspec.drafters.training.losses import LossAccumulator, LossInputs, LossWeights
 from mmspec.patching import patch_state
 from mmspec.resolve import resolve_drafter, target_info
 from mmspec.targets.own_head import read_own_head
@@ -74,16 +75,7 @@ def test_the_loss_reads_what_drafts_read(family: str, tmp_path: Path, monkeypatc
     draft_model = DraftModel(head, "coupled", "mtp")
     placeholder = torch.zeros(batch.inputs_embeds.shape[-1])
     loss = find_method("mtp").loss()
-    loss(
-        LossInputs(
-            draft_model,
-            batch,
-            teacher.adapter.shared_embeddings,
-            placeholder,
-            LossWeights(ttt_steps=3),
-            TrainProgress(),
-        )
-    )
+    loss(LossInputs(draft_model, batch, teacher.adapter.shared_embeddings, placeholder, LossWeights(ttt_steps=3)))
     assert len(found) == 3 and all(len(states) for states in found)
     for step, states in enumerate(found):
         logits = head.logits(states, teacher.adapter.shared_embeddings, None)
@@ -160,13 +152,10 @@ def test_from_the_command_line_to_an_engine_and_back(
     given = tiny.build_inputs(model, 5, 2, images=[1, 0], padding="left")
     plain = model.generate(**given, max_new_tokens=16, do_sample=False)
     for head in (tmp_path / "run" / "mtp", folder):
-        mmspec.patch(model, drafter=str(head), tree_size=4)
-        try:
+        with patch_model(model, drafter=str(head), tree_size=4):
             assert torch.equal(model.generate(**given, max_new_tokens=16, do_sample=False), plain)
             assert mmspec.stats(model).num_draft_tokens > 0
             drafter = patch_state(model).config.drafter
-        finally:
-            mmspec.unpatch(model)
         assert isinstance(drafter, MTPDrafter)
         found = drafter.head.stored_tensors()
         assert all(torch.equal(found[name].to(value.dtype), value) for name, value in tuned.items())

@@ -17,6 +17,7 @@ import transformers
 import zoo
 from c_bugs import faulty_kernel
 from fake_target import scores_by_path
+from fuzz import patch_model
 
 import mmspec
 from mmspec.cpu.c_kernel import load_kernel
@@ -100,14 +101,13 @@ def run(
     limits: dict[str, Any] = {"max_new_tokens": 40, "eos_token_id": None, **options}
     torch.manual_seed(1)
     plain = model.generate(**given, **limits)
-    mmspec.patch(model, drafter=drafter, tree_size=6, backend="c")
-    try:
-        with compared(drafter, dtype, monkeypatch) as counted:
-            torch.manual_seed(1)
-            assert torch.equal(model.generate(**given, **limits), plain) or dtype is not torch.float32
-            assert not mmspec.stats(model).fallback_reason
-    finally:
-        mmspec.unpatch(model)
+    with (
+        patch_model(model, drafter=drafter, tree_size=6, backend="c"),
+        compared(drafter, dtype, monkeypatch) as counted,
+    ):
+        torch.manual_seed(1)
+        assert torch.equal(model.generate(**given, **limits), plain) or dtype is not torch.float32
+        assert not mmspec.stats(model).fallback_reason
     return counted
 
 

@@ -15,8 +15,8 @@ import tiny_models as tiny
 import torch
 import transformers
 import zoo
+from fuzz import patch_model
 from parity import GREEDY
-from recorded_rounds import patched
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -125,7 +125,7 @@ def test_a_quantised_target_keeps_a_bfloat16_head(tmp_path: Path) -> None:
     model.config.quantization_config = {"quant_method": "eight bits"}
     drafter = resolve_drafter("auto", find_adapter(model))
     assert isinstance(drafter, MTPDrafter)
-    with patched(model, drafter, tree_size=4):
+    with patch_model(model, drafter, tree_size=4):
         model.generate(**tiny.build_inputs(model, 5, 2), **{**GREEDY, "max_new_tokens": 8})
         stats = mmspec.stats(model)
     assert stats.num_draft_tokens > 0 and not stats.fallback_reason
