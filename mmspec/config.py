@@ -11,7 +11,7 @@ from typing import Any
 from mmspec.economy.chooser import DEFAULT_TREE_SIZE
 from mmspec.engine.tree import BUCKETS
 from mmspec.interfaces import Compressor, Drafter, Observer
-from mmspec.reference import check_reference, reference_rows, resolve_reference_ids
+from mmspec.reference import encode_reference, resolve_reference_ids
 from mmspec.resolve import DrafterCache, check_compressor, own_compressor, resolve_compressor, resolve_drafter
 
 logger = logging.getLogger("mmspec")
@@ -42,8 +42,7 @@ class SpecConfig:
     Attributes:
         drafter: source of draft trees.
         compressor: reduces the visual tokens that the drafter reads; None for the drafter's own, if it has one.
-        reference: texts that outputs may repeat, one for all rows or one per row.
-        reference_ids: the same as token ids.
+        reference_ids: token ids of texts that outputs may repeat, one list for all prompts or one per prompt.
         tree_size: score trees of exactly this many nodes, root included; None lets the controller choose.
         deterministic: fix all shapes, so that half-precision runs are bit-identical on one machine.
         backend: who computes the rounds, of `BACKEND_NAMES`. "torch": eager, model and heads in torch; "c": C,
@@ -56,7 +55,6 @@ class SpecConfig:
 
     drafter: Drafter
     compressor: Compressor | None = None
-    reference: str | Sequence[str] | None = None
     reference_ids: Sequence[Sequence[int]] | None = None
     tree_size: int | None = None
     deterministic: bool = False
@@ -75,7 +73,6 @@ class SpecConfig:
                 f"reuse_prefix must be True, False or the name of a scope; got {self.reuse_prefix!r}. Pass a bool."
             )
         _check_observers(self.observers)
-        check_reference(self.reference)
         _check_tree_size(self.tree_size)
         if self.compressor is not None:
             check_compressor(self.compressor, self.drafter)
@@ -177,18 +174,16 @@ def resolve_config(arguments: PatchArguments, adapter: Any) -> SpecConfig:
     """
     tokenizer = resolve_tokenizer(arguments.processor)
     drafter = resolve_drafter(arguments.drafter, adapter, tokenizer)
-    config = SpecConfig(
+    reference_ids = encode_reference(arguments.reference, tokenizer)
+    return SpecConfig(
         drafter=drafter,
         compressor=resolve_compressor(arguments.compressor, adapter, drafter),
-        reference=arguments.reference,
-        reference_ids=arguments.reference_ids,
+        reference_ids=arguments.reference_ids if reference_ids is None else reference_ids,
         tree_size=arguments.tree_size,
         deterministic=arguments.deterministic,
         backend=arguments.backend,
         reuse_prefix=arguments.reuse_prefix,
     )
-    reference_rows(config.reference, config.reference_ids, tokenizer, batch=None, num_return_sequences=1)
-    return config
 
 
 def resolve_call_config(
@@ -222,6 +217,9 @@ def resolve_call_config(
         )
     if "reference_ids" in chosen:
         chosen["reference_ids"] = resolve_reference_ids(chosen["reference_ids"])
+    if "reference" in chosen:
+        ids = encode_reference(chosen.pop("reference"), tokenizer)
+        chosen["reference_ids"] = chosen.get("reference_ids") if ids is None else ids
     if "drafter" in chosen:
         chosen["drafter"] = cache.get(chosen["drafter"], adapter, tokenizer)
     if "compressor" in chosen:

@@ -225,7 +225,7 @@ def _build_prompt(call: Call, prefilled: Prefilled, output: OutputBuffer, privat
         vocab_size=logits.shape[-1],
         banned_ids=banned_ids,
         stop_ids=output.criteria.stop_id_set,
-        reference_ids=reference_rows(config.reference, config.reference_ids, plan.tokenizer, batch, repeats),
+        reference_ids=reference_rows(config.reference_ids, batch, repeats),
         noise=output.noise_ahead if samples else None,
         temperature=float(call.generation_config.temperature or 1.0) if samples else 1.0,
         shared_embeddings=plan.adapter.shared_embeddings,

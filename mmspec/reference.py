@@ -26,54 +26,46 @@ def resolve_reference_ids(rows: Any) -> list[list[int]] | None:
     return token_ids
 
 
-def check_reference(reference: Any) -> None:
-    """Validate the option `reference`.
+def encode_reference(reference: Any, tokenizer: Any) -> list[list[int]] | None:
+    """The option `reference` as token ids, one list per text; None for None.
+
+    Args:
+        reference: a text for all prompts, or one per prompt.
+        tokenizer: of the model; None if there is none.
 
     Raises:
-        TypeError, ValueError: not a string or a non-empty list of strings.
+        TypeError, ValueError: not a string or a non-empty list of strings, or no tokenizer.
     """
-    if reference is None or isinstance(reference, str):
-        return
+    if reference is None:
+        return None
     rule = "reference must be a string, or a list with one string per prompt"
-    if not isinstance(reference, Sequence) or not all(isinstance(text, str) for text in reference):
+    texts = [reference] if isinstance(reference, str) else reference
+    if not isinstance(texts, Sequence) or not all(isinstance(text, str) for text in texts):
         raise TypeError(f"{rule}; got {reprlib.repr(reference)}. Pass token ids as reference_ids.")
-    if not reference:
+    if not texts:
         raise ValueError(f"{rule}; got {reprlib.repr(reference)}. Omit it if there is no reference.")
+    if tokenizer is None:
+        raise ValueError("reference= is text and needs the tokenizer: pass processor=, or pass reference_ids=.")
+    # Both forms: tokenizers usually encode a text after a space differently than at the start of a line.
+    return [
+        [token for form in (text, " " + text) for token in tokenizer(form, add_special_tokens=False).input_ids]
+        for text in texts
+    ]
 
 
-def reference_rows(
-    texts: str | Sequence[str] | None,
-    ids: Sequence[Sequence[int]] | None,
-    tokenizer: Any,
-    batch: int | None,
-    num_return_sequences: int,
-) -> list[list[int]]:
+def reference_rows(ids: Sequence[Sequence[int]] | None, batch: int, num_return_sequences: int) -> list[list[int]]:
     """One list of reference ids per row of the expanded batch (prompts times `num_return_sequences`).
 
     Args:
-        texts: the option `reference`; takes precedence over `ids`.
-        ids: the option `reference_ids`.
-        tokenizer: encodes the texts; None if there is none.
-        batch: rows of the expanded batch; None validates only and returns an empty list.
+        ids: one list for all prompts, or one per prompt; None for no reference.
+        batch: rows of the expanded batch.
         num_return_sequences: rows per prompt.
 
     Raises:
-        ValueError: text without a tokenizer, or another number of texts than prompts.
+        ValueError: another number of texts than prompts.
     """
-    if texts is None and ids is None:
-        return [[] for _ in range(batch or 0)]
-    if texts is not None:
-        if tokenizer is None:
-            raise ValueError("reference= is text and needs the tokenizer: pass processor=, or pass reference_ids=.")
-        texts = [texts] if isinstance(texts, str) else list(texts)
-        # Both forms: tokenizers usually encode a text after a space differently than at the start of a line.
-        ids = [
-            [token for form in (text, " " + text) for token in tokenizer(form, add_special_tokens=False).input_ids]
-            for text in texts
-        ]
-    assert ids is not None
-    if batch is None:
-        return []
+    if ids is None:
+        return [[] for _ in range(batch)]
     if len(ids) == 1:
         ids = list(ids) * (batch // num_return_sequences)
     if len(ids) * num_return_sequences != batch:

@@ -385,6 +385,29 @@ def test_reference_ids_of_any_integer_type(model: PreTrainedModel, row: Any) -> 
     assert mmspec.patch(model, reference_ids=[[5, 6]]) is model, "the same settings"
 
 
+def test_a_reference_of_patch_or_of_a_call(model: PreTrainedModel) -> None:
+    tokenizer, seen = tiny.build_tokenizer(tiny.ModelSpec()), list[Any]()
+    mmspec.patch(model, "lookup", processor=tokenizer, reference="a b")
+
+    def ids_of(text: str) -> list[int]:
+        return [token for form in (text, " " + text) for token in tokenizer(form, add_special_tokens=False).input_ids]
+
+    inputs = tiny.build_inputs(model, 1, 2)
+    for options, expected in (
+        ({}, [ids_of("a b")] * 2),
+        ({"reference": ["c", "d e"]}, [ids_of("c"), ids_of("d e")]),
+        ({"reference_ids": [[5, 6]]}, [[5, 6]] * 2),
+        ({"reference": "c", "reference_ids": [[5, 6]]}, [ids_of("c")] * 2),
+        ({"reference": None}, [[], []]),
+        ({}, [ids_of("a b")] * 2),
+    ):
+        options = {**options, "observers": [lambda one: seen.append(one.prompt.reference_ids)]}
+        model.generate(**inputs, **GREEDY, mmspec=options)
+        assert seen[-1] == expected, options
+    with pytest.raises(ValueError, match="reference has 3 texts for 2 prompts; pass one, or one per prompt"):
+        model.generate(**inputs, **GREEDY, mmspec={"reference": ["a", "b", "c"]})
+
+
 def test_a_compiled_wrapper_names_the_model(model: PreTrainedModel) -> None:
     with pytest.raises(TypeError, match=r"got OptimizedModule.*torch\.compile.*mmspec\.patch\(model\._orig_mod\)"):
         mmspec.patch(torch.compile(model))
