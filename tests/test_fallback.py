@@ -166,6 +166,12 @@ def test_an_option_in_a_passed_or_own_config_falls_back(caplog: pytest.LogCaptur
         _went_plain(model, given, "guidance_scale", {}, caplog)
 
 
+def test_a_length_beyond_what_one_mask_serves_falls_back(caplog: pytest.LogCaptureFixture) -> None:
+    model = get_model("paligemma", seed=29, window=16, mixed=True)
+    given = tiny.build_inputs(model, 27, 2, images=[1, 1])
+    _went_plain(model, given, "a length limit beyond sliding_window=16", {}, caplog)
+
+
 def test_inputs_embeds_as_the_prompt_falls_back(caplog: pytest.LogCaptureFixture) -> None:
     model = get_model(seed=29)
     ids = tiny.build_inputs(model, 27, 2, images=[0, 0], padding="none")["input_ids"]
