@@ -130,7 +130,7 @@ INLINE void NAME(weigh_tile)(const float *weights, int64_t width, const float *t
 /* Scores [queries, width] of at most MANY_QUERIES queries with the positions of a stretch. */
 INLINE void NAME(scores)(const stretch *p, const float *queries, int64_t num_queries, int64_t step, const char *keys,
                          int64_t D, float *tile, float *out, int64_t width, const int type) {
-  const int64_t groups = (num_queries + MOST_QUERIES - 1) / MOST_QUERIES, columns = type == BFLOAT16_PAIRS ? D / 2 : D;
+  const int64_t groups = ceil_div(num_queries, MOST_QUERIES), columns = type == BFLOAT16_PAIRS ? D / 2 : D;
   const int whole = type == BFLOAT16_PAIRS ? FLOAT32 : type; /* a pair is as long as a number of float32 */
   for (int64_t t = 0; t < p->T; t += (2 * LANES)) {
     NAME(load_keys)(keys + t * D * float_bytes(type), min64((2 * LANES), p->T - t), columns, tile, whole);
@@ -146,7 +146,7 @@ INLINE void NAME(scores)(const stretch *p, const float *queries, int64_t num_que
 /* Weights [queries, width] times the values of a stretch, to `out` [queries, partial_floats]. */
 INLINE void NAME(weigh)(const decoder *d, const stretch *p, const float *weights, int64_t num_queries, int64_t width,
                         const char *values, float *tile, float *out, const int type) {
-  const int64_t groups = (num_queries + MOST_QUERIES - 1) / MOST_QUERIES, D = d->head_dim, step = query_step(d);
+  const int64_t groups = ceil_div(num_queries, MOST_QUERIES), D = d->head_dim, step = query_step(d);
   const int64_t to_next = partial_floats(d);
   for (int64_t i = 0; i < num_queries; i++) memset(out + i * to_next, 0, (size_t)step * sizeof(float));
   for (int64_t t = 0; t < p->T; t += VALUES) {

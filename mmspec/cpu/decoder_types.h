@@ -216,7 +216,7 @@ static inline int64_t part_of_node(const decoder *d, int64_t b, int64_t origin, 
 }
 
 /* Numbers of a rotated query; of what was found in one part: values, largest score, sum of weights. */
-static inline int64_t query_step(const decoder *d) { return (d->head_dim + MAX_LANES - 1) / MAX_LANES * MAX_LANES; }
+static inline int64_t query_step(const decoder *d) { return ceil_div(d->head_dim, MAX_LANES) * MAX_LANES; }
 static inline int64_t partial_floats(const decoder *d) { return query_step(d) + MAX_LANES; }
 
 static int64_t all_partial_floats(const decoder *d, int64_t R) {

@@ -45,7 +45,7 @@ typedef void (*parallel_fn)(void (*)(void *), void *, unsigned, unsigned); /* GO
 /* Rows of x that there is room for where R are packed: tiles have 16. */
 static inline int64_t packed_rows(int64_t R) {
 #ifdef TILES
-  return (R + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS;
+  return ceil_div(R, TILE_ROWS) * TILE_ROWS;
 #else
   return R;
 #endif
@@ -101,7 +101,7 @@ typedef struct {
 static inline int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
 static inline int64_t take(int64_t *next) { return __atomic_fetch_add(next, 1, __ATOMIC_RELAXED); }
-static inline int64_t num_chunks(int64_t N) { return (N + CHUNK_ROWS - 1) / CHUNK_ROWS; }
+static inline int64_t num_chunks(int64_t N) { return ceil_div(N, CHUNK_ROWS); }
 
 /* The place n numbers behind a place of the output. */
 static inline float *out_at(const rows *x, float *out, int64_t n) {
@@ -291,7 +291,7 @@ static int pairs_linear(const uint16_t *x, const weights *w, const void *bias, v
   if (!packed) return 0;
   if (bias) widen(bias, BFLOAT16, N, wide_bias);
   linear l = {{packed, R, K, N, 0, BFLOAT16, 1}, {w, wide_bias, out, N}, 0, x};
-  run_threads(pair_pack_worker, &l, min64(threads, (R + MAX_ROWS - 1) / MAX_ROWS), parallel);
+  run_threads(pair_pack_worker, &l, min64(threads, ceil_div(R, MAX_ROWS)), parallel);
   l.next = 0;
   run_threads(NAME(worker), &l, threads, parallel);
   free(packed);

@@ -41,14 +41,14 @@ INLINE __m128 NAME(sum4)(const VEC *v) {
 
 /* LANES weights of a float type from column k of a row on. */
 INLINE VEC NAME(load_weights)(const char *w, int64_t k, const int type) {
-  w += k * (type == FLOAT32 ? 4 : 2);
+  w += k * float_bytes(type);
   return type == FLOAT32 ? LOAD((const float *)w) : type == BFLOAT16 ? WIDEN_BFLOAT16(w) : WIDEN_FLOAT16(w);
 }
 
 /* The n < LANES weights from column k on, then zeros. */
 INLINE VEC NAME(load_last)(const char *w, int64_t k, int64_t n, const int type) {
   char part[LANES * sizeof(float)] = {0};
-  const int64_t bytes = type == FLOAT32 ? 4 : 2;
+  const int64_t bytes = float_bytes(type);
   memcpy(part, w + k * bytes, (size_t)(n * bytes));
   return NAME(load_weights)(part, 0, type);
 }
@@ -80,7 +80,7 @@ INLINE float NAME(inverse_rms)(const float *x, int64_t K, float eps) {
    [K], each row is first divided by its root mean square and multiplied by `norm` (RMSNorm). */
 __attribute__((target(ISA))) static void NAME(pack)(const float *x, int64_t R, int64_t K, const float *norm, float eps,
                                                    float *to) {
-  const int64_t tiles = (R + TILE - 1) / TILE;
+  const int64_t tiles = ceil_div(R, TILE);
   for (int64_t t = 0, X; t < tiles; t++, x += X * K) {
     X = R * (t + 1) / tiles - R * t / tiles;
     float factor[TILE];
@@ -116,7 +116,7 @@ INLINE void NAME(add_products)(const char *const *w, int64_t k, const float *x, 
 INLINE void NAME(tile)(const NAME(block) * b, const float *x, float *acc, __m128 *out, const int X, const int type) {
   const char *const w[WEIGHT_ROWS] = {b->w[0], b->w[1], b->w[2], b->w[3]};
   const char *ahead = b->ahead;
-  const int64_t line = LINE / (type == FLOAT32 ? 4 : 2); /* columns */
+  const int64_t line = LINE / float_bytes(type); /* columns */
   int is_first = b->is_first;
   for (int64_t k = 0; k < b->width; is_first = 0) {
     const int64_t end = b->width - k < 2 * SEGMENT ? b->width : k + SEGMENT;
@@ -177,8 +177,8 @@ INLINE void NAME(tile_of_type)(const NAME(block) * b, const float *x, float *acc
    column. */
 __attribute__((target(ISA))) static void NAME(rows)(const product *p, const chunk *c, NAME(block) * b, int64_t m,
                                                    int64_t count, int64_t first, float *acc) {
-  const int64_t R = p->R, tiles = (R + TILE - 1) / TILE, row_bytes = p->K * float_bytes(c->type);
-  const int64_t padded = (p->K + LANES - 1) / LANES * LANES;
+  const int64_t R = p->R, tiles = ceil_div(R, TILE), row_bytes = p->K * float_bytes(c->type);
+  const int64_t padded = ceil_div(p->K, LANES) * LANES;
   const char *const ahead = b->ahead;
   const int is_linear = p->panel == p->K && (tiles == 1 || (tiles == 2 && R * p->K <= 6 << 10));
   for (int64_t t = 0; t < tiles; t++) {
@@ -215,7 +215,7 @@ __attribute__((target(ISA))) static void NAME(multiply)(const product *p, const 
   check_chunk(c, p->K);
   const int64_t K = p->K, panels = K / p->panel, bytes = float_bytes(c->type);
   const int64_t distance = 1 + AHEAD_BYTES / (WEIGHT_ROWS * p->panel * bytes);
-  const int64_t blocks = (c->rows + WEIGHT_ROWS - 1) / WEIGHT_ROWS, steps = panels * blocks;
+  const int64_t blocks = ceil_div(c->rows, WEIGHT_ROWS), steps = panels * blocks;
   for (int64_t step = 0; step < steps; step++) {
     const int64_t n = step / blocks, m = step % blocks * WEIGHT_ROWS;
     const int64_t count = min64(WEIGHT_ROWS, c->rows - m), first = n * p->panel;
@@ -234,7 +234,7 @@ __attribute__((target(ISA))) static void NAME(multiply)(const product *p, const 
 /* Floats of a packed row of x. */
 INLINE int64_t NAME(packed_row)(int64_t K, int64_t type) {
   if (type == BFLOAT16_PAIRS) return pair_floats(K);
-  return is_quantised(type) ? num_groups(K) * (int64_t)(sizeof(group) / sizeof(float)) : (K + LANES - 1) / LANES * LANES;
+  return is_quantised(type) ? num_groups(K) * (int64_t)(sizeof(group) / sizeof(float)) : ceil_div(K, LANES) * LANES;
 }
 
 /* Chunks of the parts until none is left, for all rows of x. */

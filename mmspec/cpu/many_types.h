@@ -18,8 +18,6 @@ typedef struct {
   int64_t next_tile, next, ticket;
 } many;
 
-static inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 /* Numbers of a row that belong to one partial sum, and floats of those of `width` rows; a line more, so that the partial
    sums do not lie at the same place of a cache. */
 static inline int64_t num_steps(int64_t K, int64_t lanes) { return ceil_div(K, lanes); }

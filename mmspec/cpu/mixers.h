@@ -167,7 +167,7 @@ INLINE void NAME(gate_heads)(const decoding *s, const decoder_layer *l, int64_t 
 INLINE void NAME(mix_heads)(const decoding *s, const decoder_layer *l, float *own, int64_t *next) {
   const decoder *d = s->d;
   const int64_t N = d->nodes, H = l->num_value_heads, V = l->value_size, C = l->channels, type = d->type;
-  const int64_t blocks = (C + CHANNELS - 1) / CHANNELS, columns = (V + 2 * LANES - 1) / (2 * LANES);
+  const int64_t blocks = ceil_div(C, CHANNELS), columns = ceil_div(V, 2 * LANES);
   for (int64_t task = take(next + ATTEND_PHASE); task < d->batch * blocks; task = take(next + ATTEND_PHASE)) {
     const int64_t b = task / blocks, first = task % blocks * CHANNELS, last = min64(C, first + CHANNELS);
     const int64_t logged = cache_row(d, b) * N;
@@ -193,7 +193,7 @@ INLINE void NAME(mix_heads)(const decoding *s, const decoder_layer *l, float *ow
 INLINE void NAME(mixer)(const decoding *s, const decoder_layer *l, float *own, int64_t *next) {
   const decoder *d = s->d;
   const int64_t R = d->batch * d->nodes, D = d->hidden_size, N = d->nodes, C = l->channels, H = l->num_value_heads;
-  const int64_t V = H * l->value_size, blocks = (C + CHANNELS - 1) / CHANNELS;
+  const int64_t V = H * l->value_size, blocks = ceil_div(C, CHANNELS);
   const int type = (int)d->type;
   float *const z = s->qkv + C;
   const part in[] = {{&l->q, l->q_bias, s->qkv, l->q.rows}, {&l->z, NULL, z, V}, {&l->write, NULL, z + V, H},

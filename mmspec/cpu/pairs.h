@@ -87,7 +87,7 @@ INLINE void finish_chunk(const rows *x, const chunk *c, int64_t r, const float *
 
 /* The product of at most MAX_ROWS rows with one chunk. */
 __attribute__((target(ISA))) static void multiply_pairs(const product *p, const chunk *c) {
-  const int64_t K = p->K, R = p->R, tiles = (R + PAIR_TILE - 1) / PAIR_TILE, row_bytes = 2 * K, bytes = c->rows * row_bytes;
+  const int64_t K = p->K, R = p->R, tiles = ceil_div(R, PAIR_TILE), row_bytes = 2 * K, bytes = c->rows * row_bytes;
   const int64_t distance = tiles == 1 ? WEIGHT_ROWS * row_bytes * (1 + AHEAD_BYTES / (WEIGHT_ROWS * row_bytes)) : bytes;
   const int64_t pause = tiles == 1 ? 0 : tiles < 4 ? PAIR_COLUMNS : 3 * PAIR_COLUMNS;
   float sums[PAIR_TILE][CHUNK_ROWS] __attribute__((aligned(64)));
@@ -116,7 +116,7 @@ __attribute__((target(ISA))) static void multiply_pairs(const product *p, const 
 /* Rows [R, K] as tiles read them: [tile][column / 32][row of the tile][32] numbers of bfloat16, the last columns zero. They
    have that type, or are float32 numbers that it holds. */
 __attribute__((target(ISA))) static void interleave_pairs(const void *from, int type, int64_t R, int64_t K, float *to) {
-  const int64_t tiles = (R + PAIR_TILE - 1) / PAIR_TILE, bytes = float_bytes(type);
+  const int64_t tiles = ceil_div(R, PAIR_TILE), bytes = float_bytes(type);
   for (int64_t t = 0, row = 0, X; t < tiles; t++, row += X) {
     X = R * (t + 1) / tiles - row;
     for (int64_t k = 0; k < K; k += PAIR_COLUMNS)

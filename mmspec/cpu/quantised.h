@@ -1,4 +1,4 @@
-/* Products with weights of 8 and 4 bits, and the rounding of rows and weights to them; included before few_rows.h.
+/* Products with weights of 8 and 4 bits, and the rounding of rows to 8; included before few_rows.h.
 
    A row of x is rounded to 8 bits in groups of GROUP columns, each with a scale. The sum of a group's products is a whole
    number and therefore exact in any order; groups are added in float32, in ascending order. So AVX2 and VNNI give the same
@@ -90,7 +90,7 @@ static inline const char *ahead_of(const chunk *c, int64_t offset, int64_t bytes
   return offset < bytes ? c->w + offset : c->next ? c->next + (offset - bytes) : c->w;
 }
 
-/* TILE_ROWS scales. */
+/* Eight scales. */
 AVX2_INLINE __m256 scales8(const uint16_t *scales) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)scales)), 16));
 }
@@ -190,7 +190,7 @@ AVX2_INLINE void avx2_tile_of_bits(const product *p, const chunk *c, int64_t row
 
 /* The product of at most MAX_ROWS rows with one chunk of a quantised weight. */
 __attribute__((target("avx2,fma,f16c"))) static void avx2_multiply_quantised(const product *p, const chunk *c) {
-  const int64_t tiles = (p->R + AVX2_ROWS - 1) / AVX2_ROWS;
+  const int64_t tiles = ceil_div(p->R, AVX2_ROWS);
   for (int64_t t = 0; t < tiles; t++) {
     const int64_t row = p->R * t / tiles, X = p->R * (t + 1) / tiles - row;
     if (c->type == INT8)

@@ -19,9 +19,10 @@ typedef struct {
   int64_t rows, cols, type;
 } weights;
 
+static inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 static inline int is_quantised(int64_t type) { return type == INT8 || type == INT4; }
-static inline int64_t num_groups(int64_t K) { return (K + GROUP - 1) / GROUP; }
-static inline int64_t pair_floats(int64_t K) { return (K + PAIR_COLUMNS - 1) / PAIR_COLUMNS * 16; } /* of a packed row */
+static inline int64_t num_groups(int64_t K) { return ceil_div(K, GROUP); }
+static inline int64_t pair_floats(int64_t K) { return ceil_div(K, PAIR_COLUMNS) * 16; } /* of a packed row */
 static inline int64_t float_bytes(int64_t type) { return type == FLOAT32 ? 4 : 2; }
 
 /* Bytes of `rows` rows, a multiple of TILE_ROWS for quantised types; scales not counted. */
